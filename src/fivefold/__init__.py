@@ -28,7 +28,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import what is asked for, and torch only with what needs it: `fivefold check` answers without."""
+    """Import a public name on first use, so that `fivefold check` runs without importing torch."""
     if name not in _HOMES:
         raise AttributeError(f"module 'fivefold' has no attribute {name!r}")
     return getattr(import_module(_HOMES[name]), name)

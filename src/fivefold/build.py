@@ -1,4 +1,4 @@
-"""Configuration -> built parts; the only reader of the whole configuration."""
+"""Builds all parts of a run from its configuration; the only code that reads the whole configuration."""
 
 from __future__ import annotations
 
@@ -66,11 +66,12 @@ from fivefold.trainer.trainer import Trainer
 from fivefold.types import Prompt, RolloutStats, Sample, Sampling, TokenBatch
 
 MAX_LOGPROB_KL = {"float32": 5e-7, "float16": 2e-4, "bfloat16": 1e-2}
-"""KL divergence a token of engine and trainer, some times what rounding was measured to cost (docs/engines.md)."""
+"""Bounds on the KL divergence per token between engine and trainer: a multiple of the measured rounding error
+(docs/engines.md)."""
 PROBE_STREAM = 0x960BE
-"""Mixed into the seed, so that what is sampled for a comparison alone draws other numbers than training."""
+"""Mixed into the seed, so the samples for a log-prob comparison alone use other random numbers than training."""
 _PROBE = 16, 64
-"""Responses that are sampled for the comparison of log-probs alone, at least, and their tokens at most."""
+"""Minimum number of responses sampled for the comparison of log-probs alone, and their maximum length in tokens."""
 
 
 _TOKENIZER_FILES = ("*.json", "*.txt", "*.jinja", "*.model", "tokenizer*")
@@ -78,8 +79,11 @@ _MODEL_FILES = ("*.safetensors", *_TOKENIZER_FILES)
 
 
 def fetch_models(config: RunConfig, ranks: Ranks, commits: Mapping[str, str]) -> dict[str, Path]:
-    """Where each model that the configuration names lies on this machine. Of the hub's the first rank of each node downloads
-    the one commit that `commits` has, or the newest, and the others wait. Collective."""
+    """Return the local directory of each model in the configuration; collective.
+
+    For a model on the hub, the first rank of each node downloads the commit in `commits`, or the latest, and the others
+    wait.
+    """
     code = ["*.py"] if config.model.trust_remote_code else []
     directories: dict[str, Path] = {}
     for name, weights in config.models.items():
@@ -101,14 +105,14 @@ def _newest_commit(name: str, wanted: Sequence[str], commit: str | None) -> str:
 
 
 def build_run(config: RunConfig, ranks: Ranks, device: torch.device, checkpoint: Path | None) -> Run:
-    """Everything `train` needs, built on this rank; raises ValueError for what cannot work, before any step.
+    """Build everything that `train` needs on this rank; raises ValueError for what cannot work, before any step.
 
-    Models of the hub are those of `checkpoint`, where the run resumes from one or evaluates one.
+    Hub models have the commits of `checkpoint` if the run resumes from one or evaluates one.
     """
     torch.manual_seed(config.trainer.seed)
     if config.trainer.deterministic:
         torch.use_deterministic_algorithms(True)
-        # Nothing reads memory that was never written: filling it would only cost time.
+        # No code reads uninitialized memory, so filling it would only cost time.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     directories = fetch_models(config, ranks, {} if checkpoint is None else RunState.read(checkpoint).commits)
     directory = directories[config.described_by(config.model.path)]
@@ -154,19 +158,19 @@ def build_run(config: RunConfig, ranks: Ranks, device: torch.device, checkpoint:
         reward_model = build_reward_model(config, directories, meshes)
     rewards = RewardManager(pool, ranks, reward_model, config.reward.max_failed, logger.log, judges)
     if generates:
-        # An engine looks at how much of the device is free when it starts.
+        # An engine measures the free device memory when it starts.
         with models.on_device():
             engine = build_engine(config, known, tokenizer, ranks, device, logger.log)
             if checkpoint is not None and (checkpoint / WORK).is_dir():
-                # The run goes on between two optimizer steps: they have the device first.
+                # The run resumes between two optimizer steps, which need the device first.
                 engine.sleep()
-        # Ranks that share a replica sample in step: each looks after every response, or before every step of an engine that
-        # asks, whether all of them are to end.
+        # Ranks that share a replica sample in lockstep. After every response, or before every step of a SteppedEngine, each
+        # rank checks whether all of them must end.
         each = ranks.layout.world_size // engine.replica.count
         first = ranks.rank // each * each
         members = range(first, first + each) if ranks.holds else range(0)
         if config.engine.layout is None and not config.engine.is_server:
-            # It can be told so in the middle of a response too.
+            # This engine can also end in the middle of a response.
             ranks.heartbeat.on_request = engine.abort
         if isinstance(engine, SteppedEngine):
             engine.goes_on = ranks.heartbeat.goes_on(members)
@@ -214,7 +218,7 @@ def build_run(config: RunConfig, ranks: Ranks, device: torch.device, checkpoint:
             plan,
             flops=partial(training_flops, spec, lora=config.policy.lora.spec),
             resolved_config=dump_yaml(config.absolute),
-            # Only one rank compares and writes it: it reads every file of the run.
+            # Only one rank compares and writes it, because this reads every file of the run.
             fingerprint=Fingerprint.of(config, steps, directories) if ranks.is_main else Fingerprint(),
             resume_from=checkpoint,
         ),
@@ -222,7 +226,8 @@ def build_run(config: RunConfig, ranks: Ranks, device: torch.device, checkpoint:
 
 
 def build_gate(config: RunConfig, ranks: Ranks, logger: RunLogger, probe: Probe | None) -> LogprobGate:
-    """The comparison of the engine's log-probs with the trainer's; `probe` samples for it alone, before the first step."""
+    """Build the check of the engine's log-probs against the trainer's; `probe` samples for this check alone, before the
+    first step."""
     engine, dtypes = config.engine, (config.policy.dtype, config.engine.dtype or config.policy.dtype)
     bounds = Bounds(engine.max_logprob_kl or max(MAX_LOGPROB_KL[dtype] for dtype in dtypes), engine.max_logprob_diff)
     return LogprobGate(ranks, bounds, config.algorithm.offline or engine.sampling.is_changed, logger.log, probe)
@@ -231,7 +236,7 @@ def build_gate(config: RunConfig, ranks: Ranks, logger: RunLogger, probe: Probe 
 def sample_probe(
     config: RunConfig, training: PromptSet, generator: Generator, models: Models, plan: BatchPlan
 ) -> tuple[TokenBatch, RolloutStats]:
-    """A few short responses without rewards, by the policy's weights as they are. Collective."""
+    """Sample a few short responses without rewards from the current policy. Collective."""
     (count, longest), sampling, engine = _PROBE, _sampling(config), generator.engine
     some = range(min(max(count, engine.replica.count), len(training.prompts)))
     sampling = replace(sampling, max_tokens=max(sampling.min_tokens, min(longest, sampling.max_tokens)))
@@ -245,7 +250,7 @@ def sample_probe(
 
 
 def build_data(config: RunConfig, tokenizer: Any, directory: Path, ranks: Ranks) -> tuple[PromptSet, EvaluationSet | None]:
-    """The training prompts, and what is evaluated where there are validation files; `directory` is the tokenizer's."""
+    """Return the training prompts and the evaluation set, if there are validation files; `directory` is the tokenizer's."""
     read = partial(_prompts, config, tokenizer, directory, ranks)
     training = read(config.data.train, need_responses=config.algorithm.offline)
     if not config.data.val:
@@ -254,7 +259,7 @@ def build_data(config: RunConfig, tokenizer: Any, directory: Path, ranks: Ranks)
 
 
 def build_loader(config: RunConfig, training: PromptSet) -> Loader[Prompt]:
-    """The order of the training prompts; raises ValueError for a domain of the mixture that has too few of them."""
+    """Build the loader of the training prompts; raises ValueError if a domain of the mixture has too few prompts."""
     data, seed = config.data, config.trainer.seed
     if not data.mixture:
         return PromptLoader(training.prompts, config.prompts_taken, seed, data.shuffle)
@@ -263,7 +268,7 @@ def build_loader(config: RunConfig, training: PromptSet) -> Loader[Prompt]:
 
 
 def build_expert_loader(config: RunConfig, tokenizer: Any, directory: Path, ranks: Ranks) -> Loader[Prompt]:
-    """The order of the expert's responses, whose conversations stay as they stand in the data."""
+    """Build the loader of the expert's responses, whose conversations keep their own system messages."""
     plain = replace(config, data=replace(config.data, system_prompt=None))
     found = _prompts(plain, tokenizer, directory, ranks, config.data.expert, need_responses=True, learns_from="responses")
     if len(found.prompts) < config.data.expert_per_step:
@@ -277,8 +282,10 @@ def build_expert_loader(config: RunConfig, tokenizer: Any, directory: Path, rank
 def build_reward_pool(
     config: RunConfig, training: PromptSet, evaluation_set: EvaluationSet | None
 ) -> tuple[RewardPool, list[Prompt]]:
-    """The reward processes and the first prompt of each data source that is scored; raises ValueError for a prompt whose
-    reward is not known or cannot be earned."""
+    """Build the reward pool and return it with the first prompt of each scored data source.
+
+    Raises ValueError for a prompt whose reward is unknown or cannot be earned.
+    """
     pool = RewardPool(config.reward)
     scored = [] if config.algorithm.offline else [training]
     if evaluation_set is not None and evaluation_set.generate:
@@ -297,7 +304,7 @@ def build_reward_pool(
 
 
 def start_reward_pool(pool: RewardPool, prompts: list[Prompt], log: Callable[[str], None]) -> None:
-    """Try every reward function once, and show what it raises; raises ValueError for one that cannot be loaded."""
+    """Call every reward function once and log what it raises; raises ValueError for one that cannot be loaded."""
     error = pool.start([(prompt, Sample([], [], prompt.ground_truth, True, 0)) for prompt in prompts])
     if error is not None:
         log(f"a reward function failed on a trial, in which the response was the ground truth:\n{error}")
@@ -313,8 +320,10 @@ def build_models(
     steps: Mapping[str, int],
     logger: RunLogger,
 ) -> Models:
-    """Every model of the run but a reward model that reads texts; `directories` has where they lie, `steps` the length of
-    each value of `optimizer.schedule_over`."""
+    """Build every model of the run except a reward model that reads texts.
+
+    `directories` has the models' paths, `steps` the length for each value of `optimizer.schedule_over`.
+    """
     ranks, roles, spec = meshes.ranks, config.roles, load_spec(directories[config.described_by(config.model.path)])
     placed: dict[str, tuple[Ranks, MegatronModel | None]] = {}
     warmup = config.critic.warmup_steps if "critic" in roles else 0
@@ -372,7 +381,7 @@ def build_models(
 
 
 def build_learners(config: RunConfig, objective: Objective, ranks: Ranks) -> dict[str, Learner]:
-    """How each model that is trained learns, in the order in which they begin."""
+    """Return the learner of each trained model, in the order in which they start."""
     algorithm, roles = config.algorithm, config.roles
     minibatches = MiniBatches(objective, algorithm.ppo_epochs)
     warmup = config.critic.warmup_steps if "critic" in roles else 0
@@ -389,16 +398,16 @@ def build_learners(config: RunConfig, objective: Objective, ranks: Ranks) -> dic
 def _on_its_ranks(
     meshes: Meshes, settings: PolicyConfig, first_rank: int, **arguments: Any
 ) -> tuple[Ranks, MegatronModel | None]:
-    """The ranks from `first_rank` on that have the model, and what this one has of it."""
+    """Return the ranks of a model, which begin at `first_rank`, and this rank's shard of it (None without one)."""
     own, mesh = meshes.of(settings.layout, first_rank)
     return own, None if mesh is None else MegatronModel(policy=settings, mesh=mesh, **arguments)
 
 
 def _refresh(models: Models, engine: Engine) -> None:
-    """New weights in the middle of a rollout, for an engine that has lost them."""
+    """Send new weights in the middle of a rollout to an engine that has lost them."""
     engine.sleep()
     models.sync(engine)
-    # The rollout goes on with what it had of the device.
+    # The rollout continues with the device memory that it had.
     models.policy.offload()
 
 
@@ -411,7 +420,7 @@ def build_rollouts(
     objective: Objective,
     steps: int,
 ) -> RolloutSource:
-    """Where the groups of each step come from."""
+    """Build the source of the groups for each step."""
     algorithm, rollout = config.algorithm, config.rollout
     of_data = config.trainer.epochs * loader.steps_per_epoch * config.prompts_taken
     prompts = PromptQueue(loader, logger, end=of_data if config.trainer.ends_with_data else None)
@@ -465,8 +474,8 @@ def build_rollouts(
 
 
 def build_plan(config: RunConfig, spec: ModelSpec, objective: Objective) -> BatchPlan:
-    """How samples become batches; a sample's work is that of its tokens and of its attention."""
-    # Routers that add something, and multi-token prediction, look at every token of an update.
+    """Return how samples become batches; the work of a sample is that of its tokens and of its attention."""
+    # Routers with losses or biases, and multi-token prediction, use every token of an update.
     adds = spec.moe is not None and config.policy.has_router_terms
     skips = config.policy.skip_zero_advantage and not adds and not config.policy.mtp.train
     lora = config.policy.lora.spec
@@ -491,7 +500,7 @@ def build_plan(config: RunConfig, spec: ModelSpec, objective: Objective) -> Batc
 
 
 def same_vocabulary(key: str, other: ModelSpec, shape: ModelSpec) -> None:
-    """Raise ValueError where a model cannot read the policy's tokens."""
+    """Raise ValueError if a model cannot read the policy's tokens."""
     if other.vocab != shape.vocab:
         raise ValueError(f"{key} must have the policy's vocabulary: {other.vocab} != {shape.vocab}")
 
@@ -514,7 +523,7 @@ def _sampling(config: RunConfig) -> Sampling:
 
 
 def build_reward_model(config: RunConfig, directories: Mapping[str, Path], meshes: Meshes) -> ModelReward:
-    """The sequence classifier that scores whole responses."""
+    """Build the sequence classifier that scores whole responses."""
     path = str(config.reward.model.path)
     directory = directories[config.described_by(path)]
     tokenizer = load_tokenizer(str(directory), config.model.trust_remote_code)
@@ -542,7 +551,7 @@ def _prompts(
     first: int | None = None,
     learns_from: LearnsFrom | None = None,
 ) -> PromptSet:
-    """Tokenized by every rank, or of a large set by the first rank of each machine for all of them. Collective."""
+    """Load and tokenize prompts: on every rank, or for a large set on the first rank of each machine. Collective."""
     data = config.data
     reading = Reading(
         data.max_prompt_tokens,
@@ -572,7 +581,7 @@ def _prompts(
 
 def _evaluation_set(config: RunConfig, validation: PromptSet) -> EvaluationSet:
     training = _sampling(config)
-    # Evaluation draws in its own way and ends where training does.
+    # Evaluation has sampling parameters of its own, but the same end of a response as training.
     plain = Sampling(
         training.max_tokens, stop=training.stop, stop_token_ids=training.stop_token_ids, ignore_eos=training.ignore_eos
     )
@@ -597,7 +606,8 @@ def _evaluation_set(config: RunConfig, validation: PromptSet) -> EvaluationSet:
 
 
 def _rewards_are_known(config: RunConfig, validation: PromptSet) -> bool:
-    """Methods that sample need rewards, and say so where one is missing; others evaluate without."""
+    """Whether rewards are known for the validation files. True for methods that sample, which report a missing reward
+    themselves."""
     if not config.algorithm.offline:
         return True
     try:

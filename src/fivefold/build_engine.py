@@ -1,4 +1,4 @@
-"""Configuration -> the engine that samples, on this rank."""
+"""Builds the engine of this rank from the configuration."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ from fivefold.plan.engine_checks import engine_cache, token_bytes
 from fivefold.plan.memory import CPU_CACHE
 
 _CPU_BATCH = 4096
-"""Tokens that vLLM computes at once on a CPU."""
+"""Number of tokens that vLLM computes at once on a CPU."""
 
 
 def build_engine(
     config: RunConfig, directory: Path, tokenizer: Any, ranks: Ranks, device: torch.device, log: Callable[[str], None]
 ) -> Engine:
-    """What samples, on this rank."""
+    """Build the engine of this rank."""
     settings, layout = config.engine, config.engine.layout
     if settings.is_server:
         return _build_servers(config, directory, tokenizer, ranks, device, log)
@@ -70,8 +70,10 @@ def build_engine(
 
 
 def as_engines_know(directory: Path) -> Path:
-    """`directory`; of a model that engines know under another family's name a directory of links to its files, whose
-    config.json has that name."""
+    """Return `directory`, or a substitute for a family that engines support only under another name.
+
+    The substitute has links to the model's files and a config.json with that name.
+    """
     config = read_config(directory)
     known_as = FAMILIES[load_spec(directory).family].known_as
     if known_as is None:
@@ -81,32 +83,32 @@ def as_engines_know(directory: Path) -> Path:
         if file.name != "config.json":
             (found / file.name).symlink_to(file.resolve())
     config |= {"model_type": known_as[0], "architectures": [known_as[1]], "num_nextn_predict_layers": 0}
-    # Names of code in the repository, which never runs.
+    # These name code in the repository, which never runs.
     config.pop("auto_map", None)
     (found / "config.json").write_text(json.dumps(config))
     return found
 
 
 def _vllm_arguments(config: RunConfig, directory: Path, device: torch.device) -> dict[str, Any]:
-    """Those of vLLM's own that the configuration decides."""
+    """Return the vLLM arguments that the configuration determines."""
     settings = config.engine
     arguments: dict[str, Any] = {
         "dtype": settings.dtype or config.policy.dtype,
         "max_model_len": settings.max_model_len or config.max_sequence_tokens,
         "max_num_seqs": settings.max_num_seqs,
         "seed": config.trainer.seed,
-        # A tokenizer is needed only to see stop strings.
+        # vLLM needs a tokenizer only to detect stop strings.
         "skip_tokenizer_init": not settings.sampling.stop,
         "tokenizer": config.model.tokenizer or str(directory),
     }
     if config.policy.router_replay == "R3":
-        # It finds the routes of cached prompts by their blocks.
+        # vLLM finds the routes of cached prompts by their cache blocks.
         arguments |= {"enable_return_routed_experts": True, "enable_prefix_caching": True}
     if "kv_cache_memory_bytes" not in settings.vllm:
         is_cpu = device.type == "cpu"
         arguments |= {"kv_cache_memory_bytes": CPU_CACHE} if is_cpu else {"gpu_memory_utilization": settings.memory_fraction}
     if device.type == "cpu":
-        # Where a prompt is read in parts its draws are taken back, which the generator of a CPU cannot do (seen with 0.32).
+        # With chunked prefill vLLM rolls back random draws, which a CPU generator does not support (seen with 0.32).
         longest = max(arguments["max_model_len"], _CPU_BATCH)
         arguments |= {"enable_chunked_prefill": False, "max_num_batched_tokens": longest}
     own = of_model(read_config(directory), device.type == "cpu")
@@ -117,7 +119,7 @@ def _vllm_arguments(config: RunConfig, directory: Path, device: torch.device) ->
 def _build_servers(
     config: RunConfig, directory: Path, tokenizer: Any, ranks: Ranks, device: torch.device, log: Callable[[str], None]
 ) -> Engine:
-    """An engine of servers: one for each tensor-parallel group of its layout, or those that are there already."""
+    """Build an engine of servers: one per tensor-parallel group of its layout, or servers that already run."""
     from fivefold.engines.servers.server_engine import ServerEngine
 
     settings, layout = config.engine, config.engine.layout
@@ -159,9 +161,10 @@ def _build_servers(
 
 
 def _own_servers(layout: ParallelLayout, ranks: Ranks, device: torch.device) -> dict[int, tuple[torch.device, str | None]]:
-    """By number, the servers apart that this rank starts: their first device, and where they listen if not on a socket."""
+    """Return the separate servers that this rank starts: number -> (first device, host to listen on, or None for a Unix
+    socket)."""
     machines = _machines(ranks, device)
-    # Ranks of other machines reach no socket of this one.
+    # Ranks on other machines cannot reach a Unix socket of this one.
     host = own_address(f"http://{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}") if len(machines) > 1 else None
     return {
         place.number: (device if place.first_gpu is None else torch.device("cuda", place.first_gpu), host)
@@ -171,7 +174,7 @@ def _own_servers(layout: ParallelLayout, ranks: Ranks, device: torch.device) -> 
 
 
 def _machines(ranks: Ranks, device: torch.device) -> list[Machine]:
-    """Those of the run. Collective."""
+    """Return the machines of the run. Collective."""
     gpus = torch.cuda.device_count() if device.type == "cuda" else None
     seen = ranks.gather_objects((socket.gethostname(), gpus))
     return machines_of([host for host, _ in seen], [count for _, count in seen], range(ranks.layout.world_size))
@@ -180,8 +183,10 @@ def _machines(ranks: Ranks, device: torch.device) -> list[Machine]:
 def start_judges(
     config: RunConfig, directory: Path, ranks: Ranks, device: torch.device
 ) -> tuple[list[ServerProcess], list[str]]:
-    """(the judge's servers that this rank has started, the addresses of all), on GPUs that nobody else has; raises
-    ValueError where there are none, RuntimeError where one does not start. Collective."""
+    """Start the judge's servers on unused GPUs; return those that this rank started and the addresses of all. Collective.
+
+    Raises ValueError if there are no free GPUs, RuntimeError if a server does not start.
+    """
     judge, layout, machines = config.reward.judge, config.reward.judge_layout, _machines(ranks, device)
     assert layout is not None
     if config.engine.is_apart and config.engine.layout is not None:
@@ -228,7 +233,7 @@ def start_judges(
 
 
 def _client(kind: str) -> Callable[..., Server]:
-    """What speaks with a server of vLLM or SGLang."""
+    """Return the client class for servers of vLLM or SGLang."""
     if kind == "sglang":
         from fivefold.engines.sglang.client import SGLangServer
 

@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The `fivefold` command; the exit code."""
+    """Run the `fivefold` command and return the exit code."""
     parser = _parser()
     if not (sys.argv[1:] if arguments is None else arguments):
         parser.print_help()
         return 2
     options, rest = parser.parse_known_args(arguments)
-    # argparse does not take key=value arguments that stand behind an option; another system's command has its own options.
+    # argparse does not accept key=value arguments after an option; another system's command has its own options.
     if getattr(options, "system", None) is not None:
         options.words = _words_of(sys.argv[1:] if arguments is None else arguments)
         rest = []
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except BrokenPipeError:
-        # Whoever read what is printed has had enough, like `head`; Python would write the rest at its end.
+        # The reader of the pipe has closed it, as `head` does. Otherwise Python would write the rest at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     except Exception as error:
@@ -158,7 +158,7 @@ _OWN_OPTIONS = {"--from": 1, "--env": 1, "--strict": 0, "--no-strict": 0, "--all
 
 
 def _words_of(arguments: Sequence[str]) -> list[str]:
-    """The words of another system's command: everything but the subcommand and options of ours, in their order."""
+    """Return the words of another system's command: all words except our subcommand and options, in order."""
     words, rest = [], iter(arguments[1:])
     for word in rest:
         name, equals, _ = word.partition("=")
@@ -181,7 +181,7 @@ def _translate(options: argparse.Namespace) -> Translation:
 
 
 def _configure(options: argparse.Namespace, quiet: bool = False) -> tuple[RunConfig, list[str]]:
-    """The run's configuration, and the words that name it to its ranks."""
+    """Return the run's configuration and the command-line words that pass it to the ranks."""
     from fivefold.config import ConfigError, config_of, load_config, make_config
     from fivefold.config.dialects import writer
 
@@ -202,7 +202,7 @@ def _configure(options: argparse.Namespace, quiet: bool = False) -> tuple[RunCon
 
 
 def _requested(config: RunConfig) -> Path:
-    """Where the ranks find the configuration of a run that no YAML file has."""
+    """Path from which the ranks read the configuration of a run without a YAML file."""
     return config.run_dir / "logs" / "requested.yaml"
 
 
@@ -232,7 +232,7 @@ def _train(options: argparse.Namespace) -> int:
     config, words = _configure(options, quiet=not first)
     if not _show_check(config, quiet=not first):
         return 2
-    # Every rank under a launcher writes the same text: the file is there for the one that reads it.
+    # Under a launcher every rank writes the same text, so the file exists for the rank that reads it.
     if options.system is not None:
         write_whole(Path(words[0]), writer.write(_translate(options), options.system))
     elif options.config is None:
@@ -306,8 +306,8 @@ def _eval(options: argparse.Namespace) -> int:
         raise ValueError(f"checkpoint {found} cannot be used: {faults}")
     if not _show_check(config, quiet=True):
         return 2
-    # What an evaluation writes for its ranks is its own: the run itself may be training now.
-    # Nodes of a cluster see no other directory of this machine than the run's.
+    # An evaluation has its own directory, because the run itself may be training now. Other nodes of a cluster see only the
+    # run's directory of this machine.
     scratch = config.run_dir / f"fivefold-eval-{os.getpid()}" if config.launch.backend == "ray" else scratch_directory()
     loggers = [name for name in config.trainer.loggers if name == "console"]
     overrides = [*options.overrides, f"trainer.run_dir={scratch}", f"trainer.loggers={json.dumps(loggers)}"]

@@ -1,4 +1,4 @@
-"""Whose an error is: the user's, who gets a sentence, or the program's, which shows its traceback."""
+"""Errors of the user, shown as one sentence, and errors of the program, shown with their traceback."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def describe_error(error: BaseException) -> str:
-    """The sentence of an error that is the user's to mend, the traceback of any other."""
+    """Return the message of an error that the user can fix, or the traceback of any other error."""
     return sentence_of(error) or "".join(traceback.format_exception(error))
 
 
 def sentence_of(error: BaseException) -> str | None:
-    """What the user is told of an error; None where it is a fault of the program.
+    """Return the message that the user sees for an error; None for a fault of the program.
 
-    A ValueError or RuntimeError that this package itself raised says what must hold. Of what the system refused the name of
-    the file is enough. Everything else (what Python, a library or a user's function raised) needs its traceback.
+    A ValueError or RuntimeError raised by this package says what must hold. For a refusal by the system the file's name is
+    enough. All other errors (raised by Python, a library or a user's function) need their traceback.
     """
     if isinstance(error, OSError) and (error.filename is not None or error.errno in _FULL):
         return f"{error.filename or 'the disk'}: {error.strerror}"
@@ -32,22 +32,22 @@ def sentence_of(error: BaseException) -> str | None:
 
 
 def shown(value: Any, most: int = 80) -> str:
-    """A value as a message shows it: what a file holds may be of any length."""
+    """Return a value as text for a message, cut to `most` characters: a value from a file may have any length."""
     try:
         text = repr(value)
     except ValueError:
-        # Python writes no number of more than 4,300 digits.
+        # Python does not convert numbers of more than 4,300 digits.
         text = "a number of thousands of digits"
     return text if len(text) <= most else text[: most - 3] + "..."
 
 
 def first_line(error: BaseException) -> str:
-    """What a library says of an error, in one line."""
+    """Return the first line of an error's message."""
     return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
 def _is_ours(error: BaseException) -> bool:
-    """Whether a `raise` statement of this package raised it: int("x") in our code is no such statement."""
+    """Whether a `raise` statement of this package raised the error: int("x") in our code is no such statement."""
     place = error.__traceback__
     while place is not None and place.tb_next is not None:
         place = place.tb_next

@@ -1,6 +1,7 @@
-"""Files that people and other programs wrote: path -> text, JSON, lines; a ValueError names the file that cannot be read.
+"""Reads files from users and other programs: path -> text, JSON, lines. A ValueError names the file that cannot be read.
 
-And the ways to write a file in a run's directory: never through a symbolic link, and whole where others may be reading."""
+Also writes files in a run's directory: never through a symbolic link, and atomically if others may be reading.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ from fivefold.errors import shown
 
 
 def read_text(path: Path, most: int | None = None) -> str:
-    """The UTF-8 text of a file; with `most`, of a regular file of at most so many bytes."""
+    """Read the UTF-8 text of a file; with `most`, of a regular file of at most so many bytes."""
     try:
         if most is not None and not _holds_at_most(path, most):
             return ""
@@ -31,12 +32,12 @@ def read_text(path: Path, most: int | None = None) -> str:
 
 
 def read_json(path: Path) -> Any:
-    """The value in a JSON file."""
+    """Read the value in a JSON file."""
     return _parse(read_text(path), str(path))
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """The object in a JSON file."""
+    """Read the object in a JSON file."""
     found = read_json(path)
     if not isinstance(found, dict):
         raise ValueError(f"{path} must hold a JSON object: got {shown(found)}")
@@ -44,17 +45,17 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 
 LONGEST_LINE = 16 * 2**20
-"""Bytes of a line of JSON: parsed, it takes several times as much."""
+"""Maximum length of a JSON line in bytes; parsed, it takes several times as much memory."""
 
 
 def read_json_lines(path: Path, growing: bool = False, unique: bool = False) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(number from 1, object) of each line that is not empty; lines end at a newline and nothing else.
+    """Yield (number from 1, object) for each non-empty line; only a newline ends a line.
 
-    Of a file that is `growing` the last line may still be in writing: it is left out where it has no end. With `unique` an
-    object that has a key twice is refused.
+    The last line of a `growing` file may be incomplete: it is left out if it has no newline. With `unique`, an object with
+    duplicate keys is refused.
     """
     try:
-        # Text files end their lines at \r too, and str.splitlines at U+2028; bytes at \n only.
+        # Text files also end lines at \r, and str.splitlines at U+2028; bytes only at \n.
         with path.open("rb") as file:
             for number, line in enumerate(iter(partial(file.readline, LONGEST_LINE + 1), b""), 1):
                 where = f"{path}, line {number}"
@@ -71,8 +72,8 @@ def read_json_lines(path: Path, growing: bool = False, unique: bool = False) -> 
 
 
 def open_file(path: Path, flags: int) -> int:
-    """Open a file with these flags of `os.open`, unless it is a symbolic link: a ValueError names it. Programs that are
-    started do not inherit it."""
+    """Open a file with these flags of `os.open`; raises ValueError for a symbolic link. Child processes do not inherit
+    it."""
     try:
         return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     except OSError as error:
@@ -82,7 +83,7 @@ def open_file(path: Path, flags: int) -> int:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file of which no reader sees a part; where a symbolic link stands, the file takes its place."""
+    """Write a file atomically, so that readers never see a part of it; replaces a symbolic link at `path`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     beside.unlink(missing_ok=True)
@@ -99,9 +100,9 @@ def write_text(path: Path, text: str) -> None:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Give an error of the system within this block the name of the file that is written: that of a full disk has none.
+    """Add the name of the written file to system errors within this block: a full disk's error has none.
 
-    The safetensors library has a class of its own for such errors, which says their number.
+    The safetensors library has its own class for such errors, with the error number in the message.
     """
     try:
         yield
@@ -118,18 +119,18 @@ def writing(path: Path) -> Iterator[None]:
 
 
 _UMASK = "FIVEFOLD_USERS_UMASK"
-"""Variable of the environment: the umask before `use_umask`, also in processes that are started then."""
+"""Environment variable with the umask from before `use_umask`; child processes inherit it."""
 
 
 def use_umask(text: str) -> None:
-    """Let new files of this process, and of those that it starts, lack these permissions: three octal digits."""
+    """Remove these permissions from new files of this process and its child processes: three octal digits."""
     before = os.umask(int(text, 8))
     os.environ.setdefault(_UMASK, f"{before:o}")
 
 
 @contextmanager
 def users_umask() -> Iterator[None]:
-    """Within this block, new files have the permissions that the user's other programs give: caches are shared."""
+    """Within this block, new files have the user's usual permissions, because caches are shared."""
     if (users := os.environ.get(_UMASK)) is None:
         yield
         return
@@ -141,13 +142,13 @@ def users_umask() -> Iterator[None]:
 
 
 def _holds_at_most(path: Path, most: int) -> bool:
-    """Whether a file has bytes to read; raises ValueError for more than `most`, or for no regular file."""
+    """Whether a file has bytes to read; raises ValueError for more than `most`, or if it is not a regular file."""
     there = path.stat()
     if not stat.S_ISREG(there.st_mode):
         raise ValueError(f"{path} is not a regular file")
     if there.st_size > most:
         raise ValueError(f"{path} has {there.st_size} bytes: at most {most} are read")
-    # A file of /proc says that it is empty, and reading it may never end.
+    # Files in /proc report size 0, and reading them may never end.
     return there.st_size > 0
 
 
@@ -163,7 +164,7 @@ def _decode(content: bytes, where: str) -> str:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """The object of its keys and values."""
+    """Make an object from its keys and values; raises ValueError for a duplicate key."""
     found = dict(pairs)
     if len(found) < len(pairs):
         twice = [key for key, count in Counter(key for key, _ in pairs).items() if count > 1]

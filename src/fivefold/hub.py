@@ -1,4 +1,5 @@
-"""What comes from the Hugging Face hub or ModelScope, or from their caches here; one sentence where neither has it."""
+"""Downloads from the Hugging Face hub or ModelScope, or reads from their local caches; one message if neither has the
+file."""
 
 from __future__ import annotations
 
@@ -13,13 +14,13 @@ from fivefold.files import users_umask
 
 _CONNECT_SECONDS = 5.0
 MODELSCOPE = "modelscope:"
-"""Before the id of a model that ModelScope has."""
+"""Prefix of the id of a model on ModelScope."""
 
 
 def model_snapshot(repository: str, wanted: Sequence[str], commit: str | None = None) -> Path:
-    """The files of a model's repository that match `wanted`, in a local directory; at its newest commit when left out.
+    """Return a local directory with the files of a model's repository that match `wanted`, at `commit` or else the latest.
 
-    `modelscope:OWNER/NAME` is a repository of ModelScope, whose commits are names of its branches and tags.
+    `modelscope:OWNER/NAME` is a repository on ModelScope, whose commits are names of branches and tags.
     """
     if repository.startswith(MODELSCOPE):
         return _from_modelscope(repository, wanted, commit)
@@ -51,7 +52,7 @@ def _from_modelscope(repository: str, wanted: Sequence[str], revision: str | Non
 
 
 def cached_models() -> dict[str, Path]:
-    """Id -> directory of each model that the Hugging Face hub's cache on this machine has a config.json of."""
+    """Id -> directory of each model with a config.json in the Hugging Face hub's cache on this machine."""
     from huggingface_hub import constants
 
     found = sorted(Path(constants.HF_HUB_CACHE).glob("models--*--*/snapshots/*/config.json"))
@@ -59,12 +60,12 @@ def cached_models() -> dict[str, Path]:
 
 
 def commit_of(snapshot: Path) -> str:
-    """The commit of a directory that `model_snapshot` gave: the cache keeps it under that name."""
+    """Return the commit of a directory from `model_snapshot`: the cache names the directory by it."""
     return snapshot.name
 
 
 def dataset_file(repository: str, name: str) -> Path:
-    """One file of a data set's repository."""
+    """Download one file of a data set's repository."""
     from huggingface_hub import hf_hub_download
 
     what = f"{repository} cannot be downloaded from the hub, name local files with --source"
@@ -72,25 +73,26 @@ def dataset_file(repository: str, name: str) -> Path:
 
 
 def _take(what: str, download: Callable[[bool], str], endpoint: str | None = None) -> Path:
-    """What `download(only from the cache)` gives; `what` begins the sentence where it fails. `endpoint` is another hub's."""
+    """Return the path from `download(only from the cache)`; `what` begins the message if it fails. `endpoint` is another
+    hub's."""
     reachable = _answers(endpoint)
     try:
         with users_umask():
             return Path(download(not reachable))
     except Exception as error:
-        # Whatever the hub's client raises (no such model, no network, no access), the user has one thing to look at.
+        # The hub's client raises many kinds of errors (no such model, no network, no access); the user sees one message.
         reason = first_line(error) if reachable else "it does not answer, and its cache on this machine does not have it"
         raise ValueError(f"{what}: {reason}") from error
 
 
 def _answers(endpoint: str | None) -> bool:
-    """The hub can be connected to; without a network its client would try again for half a minute."""
+    """Whether the hub can be reached; without a network its client would retry for half a minute."""
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:
         return False
     if any(os.environ.get(name) for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")):
-        # Whether a proxy reaches it only the client can find out.
+        # Only the client can find out whether a proxy reaches the hub.
         return True
     address = urlsplit(endpoint or constants.ENDPOINT)
     try:

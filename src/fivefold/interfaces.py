@@ -1,4 +1,4 @@
-"""The interfaces that everything meets: a Model learns, an Engine samples, a RolloutSource gives a step its groups."""
+"""The interfaces between components: a Model learns, an Engine samples, a RolloutSource supplies the groups of a step."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from fivefold.types import Completion, Group, LossFn, Request, StepReport, Token
 
 
 class FrozenModel(Protocol):
-    """What computes log-probs or values and is not trained: a reference or a reward model. Every method is called on all
-    ranks."""
+    """A model that computes log-probs or values and is not trained: a reference or a reward model. Every method is called on
+    all ranks."""
 
     def forward(self, batch: TokenBatch) -> Tensor:
-        """[T] on the CPU of every rank, 0 where nothing is wanted.
+        """[T] log-probs or values on the CPU of every rank; 0 for tokens without one.
 
-        With a language-model head the log-prob of each response token at the batch's temperature; with a value head the
-        value of the text up to and including each token, from the one before the response on.
+        With a language-model head: the log-prob of each response token at the batch's temperature. With a value head: the
+        value of the text up to and including each token, starting with the token before the response.
         """
         ...
 
     def offload(self, parameters: bool = True) -> dict[str, int]:
-        """Move to host memory what the configuration names, without `parameters` all but these; bytes freed by part.
+        """Move the state that the configuration names to host memory and return the bytes freed per part.
 
-        Other methods bring back what they need.
+        With `parameters=False` the parameters stay on the device. Other methods reload what they need.
         """
         ...
 
     def onload(self) -> None:
-        """Bring back everything that `offload` moved."""
+        """Reload everything that `offload` moved."""
         ...
 
 
@@ -41,170 +41,177 @@ class Model(FrozenModel, Protocol):
 
     @property
     def version(self) -> int:
-        """Optimizer steps taken."""
+        """Number of optimizer steps taken."""
         ...
 
     def train_step(self, batch: TokenBatch, loss_fn: LossFn) -> StepReport:
-        """One optimizer step over the whole batch."""
+        """Take one optimizer step over the whole batch."""
         ...
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, full tensor), one at a time, on every rank."""
+        """Yield (Hugging Face name, full tensor), one at a time, on every rank."""
         ...
 
     def verify(self) -> None:
-        """Raise RuntimeError where copies of a parameter on several ranks are not equal."""
+        """Raise RuntimeError if copies of a parameter differ between ranks."""
         ...
 
     def prepare_snapshots(self) -> None:
-        """Make the memory for copies while the run goes on."""
+        """Allocate the memory for snapshots in the background."""
         ...
 
     def snapshot(self, copies: bool) -> Callable[[Path], list[Path]]:
-        """Parameters, optimizer and schedule as they are, free of the layout; the function writes this rank's share of them
-        into a directory and gives its files. With `copies` the model may go on meanwhile."""
+        """Take a snapshot of parameters, optimizer and schedule that does not depend on the layout.
+
+        The returned function writes this rank's share into a directory and returns its files. With `copies` the model may
+        continue to change before it is called.
+        """
         ...
 
     def load(self, path: Path) -> None:
-        """Read what the ranks of any layout wrote."""
+        """Load a snapshot written by the ranks of any layout."""
         ...
 
 
 @dataclass(frozen=True)
 class Load:
-    """Requests in flight over some time."""
+    """Number of requests in flight over a period."""
 
     seconds: float
     idle_seconds: float
-    """In which nothing was in flight."""
+    """Time in which no request was in flight."""
     request_seconds: float
-    """Requests in flight, integrated over the time."""
+    """Number of requests in flight, integrated over the period."""
     curve: list[tuple[float, int]]
-    """Moments (time.time) and what was in flight from there on."""
+    """Pairs of a time (time.time) and the number of requests in flight from then on."""
 
 
 @dataclass(frozen=True)
 class EngineReplica:
-    """Which of an engine's replicas this rank belongs to; every rank of one is asked for the same requests."""
+    """The engine replica that this rank belongs to; every rank of a replica is passed the same requests."""
 
     index: int | None
-    """None on a rank that belongs to none."""
+    """Index of the replica; None if the rank belongs to none."""
     count: int
     leads: bool = True
-    """This rank hands over what its replica samples: one rank of each does."""
+    """Whether this rank returns the replica's samples; one rank of each replica does."""
 
     def owns(self, place: int) -> bool:
-        """The replica samples what has this place in a list that is dealt to all of them."""
+        """True if this replica is responsible for item `place` when items are dealt round-robin."""
         return place % self.count == self.index
 
 
 class Engine(Protocol):
-    """Samples responses, at the level of tokens. Every method is called on all ranks."""
+    """An engine that samples responses, as tokens. Every method is called on all ranks."""
 
     @property
     def replica(self) -> EngineReplica: ...
 
     @property
     def version(self) -> int:
-        """Optimizer steps taken by the weights that sample now; below 0 before the first weights came, and after `sleep`."""
+        """Optimizer steps taken by the weights that sample now; below 0 before the first weights and after `sleep`."""
         ...
 
     def generate(self, requests: Sequence[Request]) -> Iterator[Completion]:
-        """A completion of each request, as they finish."""
+        """Yield a completion of each request as it finishes."""
         ...
 
     def stream(self) -> Stream:
-        """For requests of this rank that are not waited for."""
+        """Open a stream for requests of this rank that do not block."""
         ...
 
     def abort(self) -> None:
-        """End the requests in flight: `generate` gives what they have so far."""
+        """End the requests in flight; `generate` yields what they have so far."""
         ...
 
     def update_weights(self, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
-        """Take new weights by Hugging Face name; raises RuntimeError where they are not the whole model."""
+        """Load new weights by Hugging Face name; raises RuntimeError if they are not the whole model."""
         ...
 
     def sleep(self) -> None:
-        """Leave the device, where there is one to leave: weights and cache are dropped."""
+        """Free the device memory, if the engine is on a device: weights and cache are dropped."""
         ...
 
     def wake(self) -> None:
-        """Take memory for the weights again; what is needed to sample follows with `generate`."""
+        """Allocate memory for the weights again; `generate` allocates the rest."""
         ...
 
     def look_after(self) -> None:
-        """Know what any rank has lost of the engine: the version is below 0 where nothing is left. Collective."""
+        """Synchronize server failures across ranks; the version is below 0 if no server is alive. Collective."""
         ...
 
     def close(self) -> None:
-        """End what the engine has started."""
+        """End all processes and threads that the engine started."""
         ...
 
 
 class Stream(Protocol):
-    """Requests of this rank to an engine that are not waited for."""
+    """Non-blocking requests of this rank to an engine."""
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Ask for these too."""
+        """Submit further requests."""
         ...
 
     def arrived(self, seconds: float) -> Iterator[Completion]:
-        """Completions as they finish, for about so long; an aborted one may be submitted again."""
+        """Yield completions as they finish, for about `seconds`; an aborted one may be submitted again."""
         ...
 
     def drop(self, request_ids: Collection[int]) -> None:
-        """Do without these."""
+        """Cancel these requests."""
         ...
 
     @property
     def is_stranded(self) -> bool:
-        """Nothing is sampled any more until the engine gets new weights."""
+        """Whether sampling has stopped until the engine gets new weights."""
         ...
 
     def load(self) -> Load | None:
-        """How busy the engine was with this rank's requests since this was last asked, where it samples by itself."""
+        """Return the engine's load with this rank's requests since the previous call; None if it does not sample in the
+        background."""
         ...
 
 
 class RolloutSource(Protocol):
-    """Where a step's groups come from. Every method is called on all ranks."""
+    """Source of the groups of each step. Every method is called on all ranks."""
 
     def next(self, step: int) -> list[Group] | None:
-        """This rank's groups of the step: every group on one rank only, each with its `index` among all of the step. None
-        where too few prompts are left for it."""
+        """Return this rank's groups of the step; None if too few prompts are left.
+
+        Every group is on one rank only, with its `index` among all groups of the step.
+        """
         ...
 
     def begin(self, step: int, sync: Callable[[], None]) -> None:
-        """Begin with the groups of a step while others train, for sources that work ahead; `sync` gives the engine the
-        policy's weights. Others do nothing."""
+        """Start on the groups of a step while training runs, if the source works ahead; otherwise do nothing. `sync` sends
+        the policy's weights to the engine."""
         return None
 
     def state_dict(self) -> dict[str, Any]:
-        """What JSON can hold and `load_state_dict` needs to resume after the groups that were given out."""
+        """Return the JSON-serializable state that `load_state_dict` needs to resume after the groups returned so far."""
         ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume where `state_dict` was taken."""
+        """Resume from a `state_dict`."""
         ...
 
 
 @runtime_checkable
 class SteppedEngine(Protocol):
-    """An engine whose every step the ranks of a replica take together."""
+    """An engine that the ranks of a replica step in lockstep."""
 
     goes_on: Callable[[], bool]
-    """Asked by all of them before each step: otherwise what runs is ended."""
+    """Function that these ranks call before each step; if it returns False, running requests end."""
 
 
 @runtime_checkable
 class BufferedSource(RolloutSource, Protocol):
-    """A rollout source that holds groups which no step has taken yet."""
+    """A rollout source that buffers groups for later steps."""
 
     def snapshot(self) -> Callable[[Path], list[Path]]:
-        """The groups of this rank as they are; the function writes them into a directory and gives its files."""
+        """Take a snapshot of this rank's groups; the returned function writes them into a directory and returns its
+        files."""
         ...
 
     def load(self, directory: Path) -> None:
-        """Read what the ranks of any layout wrote."""
+        """Load the groups written by the ranks of any layout."""
         ...

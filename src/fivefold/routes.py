@@ -1,4 +1,4 @@
-"""The experts that tokens are sent to: small tensors with a row a token, wherever they come from."""
+"""Routes: the experts that tokens are sent to, as small tensors with one row per token."""
 
 from __future__ import annotations
 
@@ -8,26 +8,27 @@ from torch import Tensor
 from fivefold.models.spec import RouteShape
 
 NO_ROUTE = -1
-"""In place of an expert's number: the router chooses."""
+"""Placeholder for an expert's number: the router chooses."""
 _DTYPES = {1: torch.int8, 2: torch.int16}
 
 
 def route_dtype(shape: RouteShape) -> torch.dtype:
-    """The smallest that has the numbers of all experts, and NO_ROUTE."""
+    """Return the smallest dtype that represents all experts and NO_ROUTE."""
     return _DTYPES[shape.bytes]
 
 
 def no_routes(tokens: int, shape: RouteShape) -> Tensor:
-    """[tokens, layers with experts, K] of NO_ROUTE."""
+    """[tokens, layers with experts, K] filled with NO_ROUTE."""
     return torch.full((tokens, len(shape.layers), shape.top_k), NO_ROUTE, dtype=route_dtype(shape))
 
 
 def routes_of_engine(found: Tensor | None, tokens: int, shape: RouteShape, is_aborted: bool) -> Tensor | None:
-    """[tokens - 1, layers with experts, K] of what an engine says of a sequence, by all layers or by those with experts.
+    """[tokens - 1, layers with experts, K] from an engine's routes of a sequence, which cover all layers or those with
+    experts.
 
-    Of one that was aborted it may say less, or nothing. Raises RuntimeError where it says something else.
+    An aborted sequence may have fewer rows, or none. Raises RuntimeError for any other shape.
 
-    The last token is sampled and not read: no engine has routed it.
+    The last token is sampled but never read, so no engine has routed it.
     """
     if found is None and is_aborted:
         return None
@@ -44,7 +45,7 @@ def routes_of_engine(found: Tensor | None, tokens: int, shape: RouteShape, is_ab
 
 
 def encode_routes(routes_TLK: Tensor | None, tokens: int, shape: RouteShape) -> Tensor:
-    """[tokens, columns] int32 with the bytes of the routes, NO_ROUTE where there are none."""
+    """[tokens, columns] int32 with the bytes of the routes, NO_ROUTE for tokens without one."""
     rows_TLK = no_routes(tokens, shape)
     if routes_TLK is not None:
         rows_TLK[: len(routes_TLK)] = routes_TLK
@@ -54,11 +55,11 @@ def encode_routes(routes_TLK: Tensor | None, tokens: int, shape: RouteShape) -> 
 
 
 def route_columns(shape: RouteShape) -> int:
-    """Of `encode_routes`."""
+    """Number of columns in the result of `encode_routes`."""
     return -(-len(shape.layers) * shape.top_k * shape.bytes // 4)
 
 
 def decode_routes(columns_TF: Tensor, shape: RouteShape) -> Tensor:
-    """[tokens, layers with experts, K]."""
+    """[tokens, layers with experts, K] from the columns of `encode_routes`."""
     rows_TB = columns_TF.contiguous().view(torch.uint8)[:, : len(shape.layers) * shape.top_k * shape.bytes]
     return rows_TB.contiguous().view(route_dtype(shape)).view(len(columns_TF), len(shape.layers), shape.top_k)

@@ -1,4 +1,4 @@
-"""Texts that a tokenizer would read as special tokens: a user's message that holds one could open another turn."""
+"""Finds and escapes special tokens in texts: a user's message that contains one could open another turn."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from typing import Any
 USUAL = re.compile(
     r"<\|[^<>|\s]{1,64}\|>|<｜[^<>｜\s]{1,64}｜>|\[/?INST\]|<</?SYS>>|</?s>|<(?:start|end)_of_turn>|\[/?SYSTEM_PROMPT\]"
 )
-"""Special tokens of published models, for a model whose tokenizer is not here."""
+"""Special tokens of published models, for a model whose tokenizer is not available."""
 
 
 def special_pattern(tokens: Mapping[Any, Any]) -> re.Pattern[str] | None:
-    """What finds the special ones of the tokens that were added to a vocabulary; None where there are none."""
+    """Return a pattern for the special tokens among a vocabulary's added tokens; None if there are none."""
     texts = sorted({str(token) for token in tokens.values() if token.special}, key=len, reverse=True)
     return re.compile("|".join(map(re.escape, texts))) if texts else None
 
 
 @lru_cache(8)
 def pattern_of(tokenizer: Any) -> re.Pattern[str] | None:
-    """What finds the special tokens of one of transformers' tokenizers in a text."""
+    """Return a pattern for the special tokens of a transformers tokenizer."""
     return special_pattern(getattr(tokenizer, "added_tokens_decoder", {}))
 
 
 def escape(text: str, pattern: re.Pattern[str] | None) -> str:
-    """The text with a space after the first letter of each special token: it reads as before, and is text."""
+    """Insert a space after the first letter of each special token, so that it becomes plain text."""
     while pattern is not None and pattern.search(text):
         text = pattern.sub(lambda token: f"{token[0][0]} {token[0][1:]}", text)
     return text

@@ -1,7 +1,7 @@
-"""Files whose every byte is covered by a sum: what is read is what was written, or the file is named. No torch here.
+"""Files with checksums for every byte: reads return what was written, or an error names the file. No torch here.
 
-A file of tensors has the sums of its data in its header, a block at a time, so that a rank checks exactly what it reads. The
-sums of headers, and of all other files, are in a checkpoint's manifest.
+A tensor file has the checksums of its data in its header, one per block, so that a rank verifies exactly what it reads. A
+checkpoint's manifest has the checksums of headers and of all other files.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from xxhash import xxh3_64_hexdigest
 T = TypeVar("T")
 
 BLOCK = 2**21
-"""Bytes of a sum of its own: small enough that a rank which reads a part of a tensor checks little else."""
+"""Number of bytes per checksum: small enough that a rank which reads a part of a tensor verifies little else."""
 SUM_LETTERS = 16
 SUMS = "sums"
-"""Key of a header's metadata: the sums of all blocks of all tensors, in the order of the tensors' bytes."""
+"""Metadata key of the checksums of all blocks of all tensors, in the order of the tensors' bytes."""
 _PAUSES = (0.2, 1.0, 4.0)
-"""Seconds before a read that failed is repeated."""
+"""Seconds to wait before a failed read is retried."""
 _PASSING = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.ECONNRESET, errno.ENOTCONN, errno.EREMOTEIO)
 _ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG)
 _LONGEST_HEADER = 2**30
 
 
 class DamagedFile(ValueError):  # noqa: N818 - it names what was found, as the messages do
-    """A file does not hold what was written."""
+    """A file that does not contain what was written."""
 
 
 @dataclass(frozen=True)
@@ -42,28 +42,28 @@ class Header:
     entries: dict[str, Any]
     metadata: dict[str, Any]
     size: int
-    """Bytes before the tensors' data."""
+    """Number of bytes before the tensors' data."""
 
 
 def sum_of(data: Any) -> str:
-    """XXH3 (64 bits) of an object of bytes, in 16 hexadecimal digits."""
+    """Return the XXH3 (64 bits) of a bytes-like object, as 16 hexadecimal digits."""
     return xxh3_64_hexdigest(data)
 
 
 def block_sums(data: memoryview) -> str:
-    """The sums of the blocks of a tensor's bytes, one after another."""
+    """Return the concatenated checksums of the blocks of a tensor's bytes."""
     return "".join(sum_of(data[begin : begin + BLOCK]) for begin in range(0, len(data), BLOCK))
 
 
 def count_blocks(size: int) -> int:
-    """Blocks of a tensor of so many bytes."""
+    """Return the number of blocks in a tensor of `size` bytes."""
     return -(-size // BLOCK)
 
 
 def read_part(path: Path, size: int | None = None) -> bytes:
-    """The first `size` bytes of a file, or all of it.
+    """Read the first `size` bytes of a file, or all of it.
 
-    Raises DamagedFile where there is no such file, and OSError where it cannot be read, after some attempts.
+    Raises DamagedFile if there is no such file, and OSError if it cannot be read after several attempts.
     """
 
     def read() -> bytes:
@@ -74,7 +74,7 @@ def read_part(path: Path, size: int | None = None) -> bytes:
 
 
 def fill(path: Path, begin: int, into: memoryview) -> None:
-    """Read a file's bytes from `begin` on into memory; raises DamagedFile where the file ends before, otherwise as
+    """Read a file's bytes from `begin` on into memory; raises DamagedFile if the file ends too early, and errors as
     `read_part` does."""
 
     def read() -> None:
@@ -90,7 +90,7 @@ def fill(path: Path, begin: int, into: memoryview) -> None:
 
 
 def repeat_io(read: Callable[[], T], path: Path) -> T:
-    """What `read` returns. An input or output error is no damage: it is repeated, and then it is the error of the caller."""
+    """Return the result of `read`. Input and output errors are retried first; they do not mean that the file is damaged."""
     for pause in (*_PAUSES, None):
         try:
             return read()
@@ -98,7 +98,7 @@ def repeat_io(read: Callable[[], T], path: Path) -> T:
             if error.errno in _ABSENT:
                 raise DamagedFile(f"{path} is missing") from error
             if error.errno not in _PASSING or pause is None:
-                # What read(2) raises has no name of a file.
+                # An error of read(2) has no file name.
                 raise OSError(error.errno, error.strerror, str(path)) from error
             print(f"note     {path}: {error.strerror}; reading it again", flush=True)
             time.sleep(pause)
@@ -106,7 +106,7 @@ def repeat_io(read: Callable[[], T], path: Path) -> T:
 
 
 def read_header(path: Path) -> Header:
-    """The header of a safetensors file; raises DamagedFile where there is none."""
+    """Read the header of a safetensors file; raises DamagedFile if there is none."""
     length = int.from_bytes(read_part(path, 8), "little")
     size = repeat_io(path.stat, path).st_size
     if size < 8 or length > min(size - 8, _LONGEST_HEADER):
@@ -120,7 +120,8 @@ def read_header(path: Path) -> Header:
 
 
 def covered_by_manifest(path: Path) -> int:
-    """First bytes of a file that no sum within it covers: the header of a file of tensors with sums, otherwise all."""
+    """Return the number of leading bytes that no checksum in the file covers: the header if the tensors have sums, otherwise
+    all."""
     if path.suffix == ".safetensors":
         header = read_header(path)
         if SUMS in header.metadata:

@@ -1,4 +1,4 @@
-"""What is looked at in tensors that come from files."""
+"""Checks of tensors that are read from files."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from torch import Tensor
 
 @torch.no_grad()
 def check_finite(name: str, values: Tensor, where: str) -> None:
-    """Raise ValueError where a tensor that was read holds a number that is not finite."""
+    """Raise ValueError if a tensor that was read has a number that is not finite."""
     if not values.is_floating_point() or not values.numel():
         return
-    # Two passes over the numbers and no copy of them: NaN and infinities are what is smallest and largest.
+    # aminmax finds NaN and infinities in two passes without a copy of the tensor.
     if all(bool(torch.isfinite(end)) for end in torch.aminmax(values)):
         return
     nan, infinite = int(values.isnan().sum()), int(values.isinf().sum())

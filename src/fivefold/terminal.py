@@ -1,4 +1,4 @@
-"""What this package prints: text of others (errors of rewards, models, servers) steers no terminal and shows no password."""
+"""Prints text from other sources (errors of rewards, models, servers) without control characters or passwords."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from contextlib import contextmanager
 from typing import Any, TextIO
 
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
-"""All but tab and newline; also what changes the direction of a line, or ends it for some programs."""
+"""All control characters except tab and newline, and those that change text direction or end a line in some programs."""
 _PASSWORD = re.compile(r"(\w://)[^/\s@]*:[^/\s@]*@")
 
 
 def plain(text: str) -> str:
-    """The text with control characters as \\uXXXX, as JSON has them, and addresses without passwords."""
+    """Return the text with control characters as \\uXXXX, as in JSON, and URLs without passwords."""
     text = _PASSWORD.sub(r"\1...@", text.replace("\r\n", "\n").replace("\r", "\n"))
     return _CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
 class _PlainStream:
-    """A stream that writes plain text only; everything else is the stream's own."""
+    """A stream that writes plain text; all other methods are those of the wrapped stream."""
 
     def __init__(self, stream: TextIO) -> None:
         self.stream = stream
@@ -34,7 +34,7 @@ class _PlainStream:
 
 @contextmanager
 def plain_output() -> Iterator[None]:
-    """Within this block, what this process writes to standard output and standard error is plain."""
+    """Within this block, the process writes only plain text to standard output and standard error."""
     before = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = (_PlainStream(raw(stream)) for stream in before)
     try:
@@ -44,5 +44,5 @@ def plain_output() -> Iterator[None]:
 
 
 def raw(stream: TextIO) -> TextIO:
-    """The stream itself, for displays that draw with control characters of their own."""
+    """Return the wrapped stream, for displays that draw with control characters."""
     return stream.stream if isinstance(stream, _PlainStream) else stream

@@ -1,4 +1,4 @@
-"""Functions of the user's own, named `path/to/file.py:function`. No torch here."""
+"""User functions, named `path/to/file.py:function`. No torch here."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _DEFINED = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 def is_user_code(name: str) -> bool:
-    """Whether a name stands for a function in a file of the user's."""
+    """Whether a name stands for a function in a user's file."""
     return ":" in name
 
 
 def check_user_code(name: str) -> None:
-    """Raise ValueError for a name that `load_user_code` would not find; runs none of the user's code."""
+    """Raise ValueError for a name that `load_user_code` would not find, without running the user's code."""
     path, _, function = name.rpartition(":")
     if not Path(path).is_file():
         raise ValueError(f"{name!r}: no file at {path}")
@@ -37,18 +37,18 @@ def check_user_code(name: str) -> None:
 
 @dataclass(frozen=True)
 class Parameters:
-    """The parameters of a function."""
+    """Parameters of a function."""
 
     named: tuple[str, ...]
-    """All that have a name, but not `*args` and `**kwargs`."""
+    """Parameters with a name, without `*args` and `**kwargs`."""
     required: tuple[str, ...]
-    """Those without a default."""
+    """Parameters without a default."""
     positional: tuple[str, ...] = ()
-    """Those of them that stand before a `/`, and so cannot be given by name."""
+    """Required parameters before a `/`, which cannot be passed by name."""
 
     @classmethod
     def of(cls, function: Any) -> Parameters:
-        """Those of a function that was loaded."""
+        """Return the parameters of a loaded function."""
         found = [
             each
             for each in inspect.signature(function).parameters.values()
@@ -62,7 +62,7 @@ class Parameters:
 
 
 def parameters_of(name: str) -> Parameters | None:
-    """Those that a function's `def` names; runs none of the user's code. None where the function is made in another way."""
+    """Return the parameters in a function's `def`, without running the user's code; None if it is not defined by `def`."""
     path, _, function = name.rpartition(":")
     try:
         tree = ast.parse(read_text(Path(path)))
@@ -76,7 +76,7 @@ def parameters_of(name: str) -> Parameters | None:
     required = by_place[: len(by_place) - len(own.defaults)]
     required += [each for each, default in zip(own.kwonlyargs, own.kw_defaults, strict=True) if default is None]
     if defined[-1].decorator_list:
-        # A decorator may give them: the loaded function is looked at when the run starts.
+        # A decorator may pass them, so the loaded function is checked when the run starts.
         required = []
     return Parameters(
         tuple(each.arg for each in (*by_place, *own.kwonlyargs)),
@@ -86,7 +86,7 @@ def parameters_of(name: str) -> Parameters | None:
 
 
 def _top_level(body: list[ast.stmt]) -> Iterator[ast.stmt]:
-    """The statements of a module, also those within its `if`, `try` and `with`."""
+    """Yield the statements of a module, including those within `if`, `try` and `with`."""
     for node in body:
         yield node
         if not isinstance(node, (*_DEFINED, ast.ClassDef)):
@@ -96,7 +96,8 @@ def _top_level(body: list[ast.stmt]) -> Iterator[ast.stmt]:
 
 
 def load_user_code(name: str) -> Any:
-    """The function of `path/to/file.py:function`; the file can import those next to it, an `__init__.py` its package's."""
+    """Load the function of `path/to/file.py:function`; the file can import files next to it, an `__init__.py` those of its
+    package."""
     check_user_code(name)
     path, _, function = name.rpartition(":")
     own = Path(path).resolve()
@@ -107,17 +108,17 @@ def load_user_code(name: str) -> Any:
     )
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    # Dataclasses look their module up, and pickle too.
+    # Dataclasses and pickle look up the module by name.
     sys.modules[spec.name] = module
     if str(own.parent) not in sys.path:
-        # Behind everything else: a neighbour must not take the place of a library of the same name.
+        # The last place in sys.path: a file next to it must not replace a library of the same name.
         sys.path.append(str(own.parent))
     spec.loader.exec_module(module)
     return getattr(module, function)
 
 
 def name_of(function: Any) -> str:
-    """`path/to/file.py:function` of a function that other processes can load from there; ValueError where they cannot."""
+    """Return `path/to/file.py:function` for a function; raises ValueError if other processes cannot load it by that name."""
     must = "a function must be defined by `def` at the top level of a file, so that other processes can load it"
     if not isinstance(function, types.FunctionType):
         raise ValueError(f"{must}: got {function!r}")

@@ -1,4 +1,4 @@
-"""One string for the layouts of all roles (`launch.allocation`): tree -> tree in which each has its own key."""
+"""The allocation string for the layouts of all roles (`launch.allocation`): tree -> tree with a key per role."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ Tree = dict[str, Any]
 
 
 def allocated(tree: Tree, findings: Findings) -> Tree:
-    """The tree with what `launch.allocation` says in the keys of the roles; an error where they say otherwise already."""
+    """Return the tree with the layouts of `launch.allocation` set in the keys of the roles; a conflicting value is an
+    error."""
     text = _get(tree, KEY)
     if not isinstance(text, str):
         return tree
@@ -45,7 +46,7 @@ def allocated(tree: Tree, findings: Findings) -> Tree:
         *parents, last = key.split(".")
         node = changed
         for parent in parents:
-            # What is no section is refused as such.
+            # A value that is not a section is refused later, as such.
             node = node.setdefault(parent, {}) if isinstance(node, dict) else None
         if isinstance(node, dict):
             node[last] = value
@@ -53,9 +54,9 @@ def allocated(tree: Tree, findings: Findings) -> Tree:
 
 
 def keys_of(allocation: Allocation) -> dict[str, str | int]:
-    """Key -> value of what an allocation says; raises ValueError for roles that cannot be placed so.
+    """Return the keys and values that an allocation sets; raises ValueError for roles that cannot be placed that way.
 
-    The policy has the first ranks; models that stand apart from it follow in the order of the string.
+    The policy has the first ranks; models on ranks of their own follow in the order of the string.
     """
     found: dict[str, str | int] = {}
     group_of: dict[str, int] = {}
@@ -90,7 +91,7 @@ def keys_of(allocation: Allocation) -> dict[str, str | int]:
 
 
 def _key(layout: ParallelLayout) -> str:
-    """The key that a layout sets, by its name or else by its backend."""
+    """Return the key that a layout sets, by its name or else by its backend."""
     is_engine = layout.backend in ENGINES
     if layout.name is None:
         return "engine.backend" if is_engine else "policy.backend"
@@ -104,7 +105,7 @@ def _key(layout: ParallelLayout) -> str:
 
 
 def _exists(key: str) -> bool:
-    """The schema has the key."""
+    """Whether the schema has the key."""
     part: Any = RunConfig
     for name in key.split("."):
         if not dataclasses.is_dataclass(part) or name not in (hints := typing.get_type_hints(part)):
@@ -120,7 +121,7 @@ def _get(tree: Any, key: str) -> Any:
 
 
 def _same(given: Any, value: str | int) -> bool:
-    """Two values say the same, of layouts whatever their spelling."""
+    """Whether two values are equal; layouts are compared regardless of spelling."""
     if isinstance(value, int):
         return bool(given == value)
     try:

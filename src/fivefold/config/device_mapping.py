@@ -1,4 +1,5 @@
-"""GPUs as other systems name them (`list(range(0,8)) + [12, 13]`, `0-7`): text -> their numbers. Parsed, never evaluated."""
+"""GPU lists in the spelling of other systems (`list(range(0,8)) + [12, 13]`, `0-7`): text -> numbers. Parsed, never
+evaluated."""
 
 from __future__ import annotations
 
@@ -13,9 +14,9 @@ _MOST = 1 << 20
 
 
 def parse_devices(given: Any) -> list[int]:
-    """The numbers that a list, a sum of `list(range(a,b,c))`, `list([a,b])` and `[a,b]`, or spans `0-3,6` name, in order.
+    """Return the numbers in a list, a sum of `list(range(a,b,c))`, `list([a,b])` and `[a,b]`, or spans `0-3,6`, in order.
 
-    Raises ValueError for anything else, and for a number that comes twice.
+    Raises ValueError for anything else, and for a number that occurs twice.
     """
     if isinstance(given, list) and all(isinstance(one, int) and not isinstance(one, bool) and one >= 0 for one in given):
         found = list(given)
@@ -32,8 +33,10 @@ def parse_devices(given: Any) -> list[int]:
 
 
 def ranks_behind(policy: Sequence[int], engine: Sequence[int], others: Mapping[str, Sequence[int]]) -> dict[str, int]:
-    """Where the ranks of each other model begin behind the policy's, which are the first: of one whose GPUs are none of the
-    policy's and the engine's, and all or none of another one's. The rest has no GPUs to itself and is left out."""
+    """Return the first rank of each other model that has GPUs of its own. The policy has the first ranks.
+
+    A model counts if it shares no GPU with policy and engine, and all or none with any other model. The rest is left out.
+    """
     found: dict[str, int] = {}
     placed: dict[frozenset[int], int] = {}
     first, taken = len(policy), {*policy, *engine}

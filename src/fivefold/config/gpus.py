@@ -1,6 +1,6 @@
-"""GPUs by name, for `launch.gpu`: what `check` compares a run with whose GPUs are not in this machine. No torch here.
+"""GPUs by name, for `launch.gpu`: `check` compares a run with these if its GPUs are not in this machine. No torch here.
 
-Figures of the makers' public data sheets; rates of bfloat16 are without sparsity, of links in both directions together.
+Figures are from the makers' public data sheets; bfloat16 rates are without sparsity, link rates count both directions.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ class GPU:
     """One kind of GPU."""
 
     memory_gib: float
-    """What its driver reports: below the GB of the data sheet, with error correction on."""
+    """Memory that the driver reports: below the GB of the data sheet, with error correction on."""
     tflops: float
-    """Of bfloat16 products, dense."""
+    """Dense bfloat16 rate of matrix products, in TFLOP/s."""
     memory_gb_s: float
     link_gb_s: float
-    """NVLink, or PCIe where it has none."""
+    """Bandwidth of NVLink, or of PCIe without NVLink."""
     capability: float
     """Compute capability."""
 
 
 FLASH_CAPABILITY = 9.0
-"""The least that FlashAttention 4 is written for: Hopper's."""
+"""Minimum compute capability for FlashAttention 4: Hopper's."""
 
 
 GPUS: dict[str, GPU] = {

@@ -1,7 +1,7 @@
-"""Which keys make a run what it is: all but those whose field says otherwise, in its type.
+"""Keys that identify a run: all except those whose type is marked otherwise.
 
 `save_every: Annotated[int, HARMLESS] = 0` may change when a run is resumed: what is learned stays the same, up to rounding.
-`train: Annotated[list[str], CONTENT]` names files: what stands in them counts, not where they lie.
+`train: Annotated[list[str], CONTENT]` names files: their content counts, not their location.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from typing import Annotated, Any, TypeVar
 
 T = TypeVar("T")
 FUNCTION = re.compile(r"(.+\.py):(\w+)")
-"""A function in a file of the user's."""
+"""A function in a user's file."""
 
 
 class Counts(Enum):
-    """How a key counts in what a run is."""
+    """How a key counts toward the identity of a run."""
 
     VALUE = "its value"
     CONTENT = "what stands in the files that it names"
@@ -42,11 +42,11 @@ class Leaf:
 
 
 hints_of: Callable[[Any], dict[str, Any]] = cache(partial(typing.get_type_hints, include_extras=True))
-"""The types of a section's fields with their marks, evaluated once: every start asks hundreds of times."""
+"""Cached types of a section's fields with their marks: every start needs them hundreds of times."""
 
 
 def leaves(part: Any, section: str = "", counts: Counts = Counts.VALUE) -> Iterator[Leaf]:
-    """Every key of a section (a dataclass) and of the sections within it; a mark on a section holds for all of it."""
+    """Yield every key of a section (a dataclass) and of its subsections; a mark on a section applies to all of it."""
     for name, hint in hints_of(type(part)).items():
         value, key = getattr(part, name), f"{section}.{name}".removeprefix(".")
         marks = typing.get_args(hint)[1:] if typing.get_origin(hint) is Annotated else ()
@@ -58,7 +58,7 @@ def leaves(part: Any, section: str = "", counts: Counts = Counts.VALUE) -> Itera
 
 
 def with_absolute_paths(part: T) -> T:
-    """The section with every path to something that is here made absolute: it means the same from another directory."""
+    """Return the section with every existing path made absolute, so it does not depend on the working directory."""
     changed: dict[str, Any] = {}
     for name, hint in hints_of(type(part)).items():
         value = getattr(part, name)

@@ -1,4 +1,4 @@
-"""Sections of the models that a run has: how each is trained, laid out and kept in memory."""
+"""Configuration sections for the models of a run: training, layout and memory."""
 
 from __future__ import annotations
 
@@ -15,45 +15,47 @@ from fivefold.models.adapters import ALL, LoraSpec
 @dataclass(frozen=True)
 class OptimizerConfig:
     lr: Annotated[float, within("[0, 1]")] = 1e-6
-    """Learning rate of AdamW at its highest."""
+    """Peak learning rate of AdamW."""
     betas: list[Annotated[float, within("[0, 1)")]] = field(default_factory=lambda: [0.9, 0.999])
-    """Decay of the moving averages of gradients and of their squares."""
+    """Decay rates of the moving averages of gradients and of their squares."""
     eps: Annotated[float, within("(0, 1]")] = 1e-8
     """Added to the root of the second moment."""
     weight_decay: Annotated[float, within("[0, 100]")] = 0.01
-    """Decoupled (AdamW); not applied to biases and norms."""
+    """Decoupled weight decay (AdamW); not applied to biases and norms."""
     clip_grad: Annotated[float, at_least(0)] = 1.0
-    """Largest global gradient norm; 0 turns clipping off."""
+    """Maximum global gradient norm; 0 turns clipping off."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """How the rate falls from `lr` to `min_lr` after the warm-up."""
+    """Decay of the learning rate from `lr` to `min_lr` after the warm-up."""
     schedule_per: Literal["update", "step"] | Annotated[int, above(0)] = "update"
-    """What warm-up and decay count: optimizer steps, steps of the run, or so many optimizer steps; through each of them the
-    rate stays the same."""
+    """Unit of warm-up and decay: optimizer steps, steps of the run, or a number of optimizer steps, during which the rate
+    stays constant."""
     warmup_steps: Annotated[float, at_least(0)] = 0.0
-    """Count over which the rate rises linearly; below 1 a share of the run."""
+    """Length of the linear warm-up; below 1 a share of `schedule_over`."""
     warmup_from: Literal[0, 1] = 1
-    """The first of w has 1/w of the rate, or 0/w: torch's schedulers, and so most other systems, begin at 0."""
+    """Start of a warm-up over w steps: 1 begins at 1/w of the rate, 0 at 0, as torch's schedulers and most other systems
+    do."""
     warmup_init_lr: Annotated[float, within("[0, 1]")] = 0.0
-    """Rate that the warm-up rises from."""
+    """Learning rate that the warm-up starts from."""
     decay_steps: Annotated[int, above(0)] | None = None
-    """Count at which `min_lr` is reached, warm-up included; the whole run when left out."""
+    """Step at which `min_lr` is reached, including the warm-up; the end of `schedule_over` if left out."""
     schedule_over: Literal["run", "data"] = "run"
-    """Length of a schedule without `decay_steps`, and of what a share of warm-up is a share of: the steps of the run, or
-    those that `trainer.epochs` passes over the data take, even where `trainer.steps` ends the run before."""
+    """Length of a schedule without `decay_steps`, and of the whole that a warm-up share refers to. run: the steps of the
+    run; data: those of `trainer.epochs` passes over the data, even if `trainer.steps` ends the run earlier."""
     min_lr: Annotated[float, within("[0, 1]")] = 0.0
-    """Where a linear or cosine schedule ends."""
+    """Final rate of a linear or cosine schedule."""
 
 
 @dataclass(frozen=True)
 class MegatronConfig:
     transformer_impl: Annotated[Literal["torch", "transformer_engine", "auto"], HARMLESS] = "torch"
-    """`auto` takes Transformer Engine where it is installed and the device is CUDA."""
+    """Implementation of the layers. `auto` uses Transformer Engine if it is installed and the device is CUDA."""
     bridge_type: Annotated[Literal["native", "mbridge", "megatron-bridge"], HARMLESS] = "native"
-    """Who reads and writes the weights: our own tables, mbridge, or Megatron-Bridge."""
+    """Reader and writer of the weights: our own tables (native), mbridge, or Megatron-Bridge."""
     transformer: dict[str, Any] = field(default_factory=dict)
-    """Fields of Megatron-Core's TransformerConfig, by its names."""
+    """Fields of Megatron-Core's TransformerConfig, by name."""
     pipeline: Annotated[dict[str, Any], HARMLESS] = field(default_factory=dict)
-    """Its fields about pipeline stages: virtual_pipeline_model_parallel_size, num_layers_in_first_pipeline_stage, ..."""
+    """TransformerConfig's fields about pipeline stages: virtual_pipeline_model_parallel_size,
+    num_layers_in_first_pipeline_stage, ..."""
     ddp: Annotated[dict[str, Any], HARMLESS] = field(default_factory=dict)
     """Fields of DistributedDataParallelConfig."""
     optimizer: dict[str, Any] = field(default_factory=dict)
@@ -70,50 +72,50 @@ class MegatronConfig:
 
 @dataclass(frozen=True)
 class OffloadConfig:
-    """What leaves the GPU between the stages of a step; it comes back bit for bit before it is used."""
+    """State that leaves the GPU between the stages of a step; it is restored bit for bit before it is used."""
 
     parameters: bool = False
-    """The weights, in `dtype`."""
+    """Offload the weights, in `dtype`."""
     gradients: bool = False
-    """Freed instead of moved: every update begins by setting them to zero."""
+    """Free the gradients; they need no copy, because every update starts from zero."""
     optimizer: bool = False
-    """Adam's moments and the float32 copy of the parameters."""
+    """Offload Adam's moments and the float32 copy of the parameters."""
     bucket_mb: Annotated[int, above(0)] = 256
-    """State moves in pieces of about this size."""
+    """Approximate size of the pieces in which state moves, in MB."""
 
     @property
     def parts(self) -> frozenset[str]:
-        """The parts that leave, by name."""
+        """Names of the parts that leave the GPU."""
         return frozenset(name for name in ("parameters", "gradients", "optimizer") if getattr(self, name))
 
 
 @dataclass(frozen=True)
 class LoraConfig:
-    """Low-rank adapters (LoRA, 2106.09685): only they are trained, and a critic's value head; all other weights stay as they
-    are."""
+    """Low-rank adapters (LoRA, 2106.09685). Only the adapters and a critic's value head are trained; all other weights are
+    frozen."""
 
     rank: Annotated[int, at_least(0)] = 0
-    """Of A and B, by which a weight W becomes W + alpha / rank · B A; 0: no adapters, all weights are trained."""
+    """Rank of A and B, with which a weight W becomes W + alpha / rank · B A; 0: no adapters, all weights are trained."""
     alpha: Annotated[float, above(0)] = 16.0
-    """Over the rank, the factor of what adapters add."""
+    """Numerator of the scale alpha / rank."""
     target_modules: list[str] = field(default_factory=lambda: [ALL])
-    """Linear maps that have adapters, by the end of their names in Hugging Face: q_proj, k_proj, v_proj, o_proj, gate_proj,
-    up_proj, down_proj; `all-linear` names all of the layers."""
+    """Target modules: linear layers with adapters, by the end of their Hugging Face names: q_proj, k_proj, v_proj, o_proj,
+    gate_proj, up_proj, down_proj. `all-linear` means all of them in the layers."""
     exclude_modules: list[str] = field(default_factory=list)
-    """Of these, the ones that have none."""
+    """Target modules to exclude."""
     init: Literal["kaiming", "xavier"] = "kaiming"
-    """How A is drawn, by trainer.seed: uniform in ±1/sqrt(in), as PEFT does, or normal with the variance 2 / (in + rank), as
-    Megatron-Bridge does. B is 0: the model begins as it is."""
+    """Distribution of the initial A, seeded by trainer.seed: uniform in ±1/sqrt(in), as in PEFT, or normal with variance 2 /
+    (in + rank), as in Megatron-Bridge. B starts at 0, so the model starts unchanged."""
     path: Annotated[str | None, CONTENT] = None
-    """Adapters to begin with instead, as PEFT saves them: a directory or hub id with adapter_config.json and
+    """Adapters to start from instead, in PEFT's format: a directory or hub id with adapter_config.json and
     adapter_model.safetensors."""
     max_lost: Annotated[float | None, within("(0, 1]"), HARMLESS] = None
-    """Largest share of what the adapters add that the engine's dtype may lose (rollout/lora_lost): the run ends above it,
-    from the tenth update on. Not looked at when left out."""
+    """Maximum share of the adapters' contribution that the engine's dtype may lose (rollout/lora_lost). Above it the run
+    ends, from the tenth update on. Not checked if left out."""
 
     @property
     def spec(self) -> LoraSpec | None:
-        """What models are built with; None without adapters."""
+        """Arguments for building models with adapters; None without adapters."""
         if not self.rank:
             return None
         return LoraSpec(self.rank, self.alpha, tuple(self.target_modules), tuple(self.exclude_modules))
@@ -121,48 +123,48 @@ class LoraConfig:
 
 @dataclass(frozen=True)
 class MTPConfig:
-    """The layers of multi-token prediction that some models have behind their last one (DeepSeek-V3, 2412.19437, section
-    2.2). The model computes without them, and an export has them."""
+    """Multi-token prediction layers, which some models have after their last layer (DeepSeek-V3, 2412.19437, section 2.2).
+    Forward passes skip them, and exports include them."""
 
     train: bool = False
-    """Train them too: the cross-entropy of the response tokens that lie further ahead, as a mean over these tokens and over
-    the layers, is added to the policy's loss. Otherwise they stay as they are."""
+    """Train the multi-token prediction layers too. The cross-entropy of the response tokens further ahead, averaged over
+    these tokens and the layers, is added to the policy's loss. Otherwise the layers are frozen."""
     loss_scaling_factor: Annotated[float, at_least(0)] = 0.1
-    """Of what is added."""
+    """Weight of the multi-token prediction loss."""
     detach_encoder: bool = False
-    """Their loss stops at the hidden states and embeddings that they are given; the output layer, which they share with the
-    model, learns from it all the same, and clip_grad is of all gradients together."""
+    """Stop the multi-token prediction loss at the layers' inputs, the hidden states and embeddings. The output layer, shared
+    with the model, still learns from it, and clip_grad applies to all gradients together."""
 
 
 @dataclass(frozen=True)
 class PolicyConfig:
     backend: Annotated[str, HARMLESS] = "megatron:d1"
-    """Backend and layout: docs/layouts.md has the grammar."""
+    """Backend and layout; docs/layouts.md has the grammar."""
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
-    """Of parameters and activations; gradients are summed in float32. In float16 the loss is scaled before backward, by a
-    number that moves with what overflows: megatron.optimizer.{initial_loss_scale, min_loss_scale, loss_scale_window,
-    hysteresis}."""
+    """Dtype of parameters and activations; gradients are summed in float32. In float16 the loss is scaled before backward by
+    a dynamic factor: megatron.optimizer.{initial_loss_scale, min_loss_scale, loss_scale_window, hysteresis}."""
     sequence_parallel: Annotated[bool, HARMLESS] = True
-    """Shard activations of norms and dropouts over the tensor-parallel ranks; acts when t > 1."""
+    """Shard activations of norms and dropouts over the tensor-parallel ranks; no effect if t = 1."""
     recompute: Annotated[Literal["none", "selective", "full"], HARMLESS] = "none"
-    """`selective` recomputes core attention in backward, `full` whole layers; finer in megatron.transformer."""
+    """Recomputation in backward: `selective` recomputes core attention, `full` whole layers; megatron.transformer has finer
+    options."""
     tokens_per_micro_batch: Annotated[int, above(0), HARMLESS] = 16384
-    """Most packed tokens in one forward-backward of one data-parallel replica."""
+    """Maximum number of packed tokens in one forward-backward of one data-parallel replica."""
     skip_zero_advantage: Annotated[bool, HARMLESS] = True
-    """Leave samples that add exactly nothing to the policy's gradient out of its passes: those without an advantage (of
-    groups whose rewards are equal) or without weight, where nothing else looks at them (mtp.train does). The update is the
-    same, its metrics are those of the tokens that are computed."""
+    """Skip samples that contribute exactly zero to the policy's gradient, unless something else reads them (mtp.train does).
+    These are samples without an advantage (in groups with equal rewards) or without weight. The update is the same; its
+    metrics cover only the computed tokens."""
     share_prefix: Annotated[bool, HARMLESS] = False
-    """Compute the prompt of several samples in a micro-batch once: each response attends to it and to itself. Samples of a
-    group then go to one replica, as far as that pays. Needs c1, layers of plain PyTorch and routers without losses."""
+    """Compute a prompt once for several samples in a micro-batch: each response attends to the prompt and to itself. Samples
+    of a group then go to one replica if that pays off. Needs c1, plain PyTorch layers, and routers without losses."""
     router_replay: Literal["R2", "R3"] | None = None
-    """Which experts the policy's passes send a token to: those that its router chooses, those that it chose when the old
-    log-probs were computed (R2, of GSPO's authors), or those that the engine chose while it sampled (R3, 2510.11370). Their
-    weights are always computed anew, so routers learn; reference and critic choose for themselves."""
+    """Experts in the policy's passes: by default those that its router chooses. R2 (from the authors of GSPO) replays the
+    choices made when the old log-probs were computed, R3 (2510.11370) those that the engine made while sampling. Routing
+    weights are always computed again, so routers learn; reference and critic choose for themselves."""
     router_balance: Literal["none", "config"] = "none"
-    """Balance loss that pulls routers towards using all experts alike. `config`: as config.json has it for pre-training,
-    router_aux_loss_coef over each micro-batch (softmax routers; those with a correction bias have none). Another kind or
-    coefficient stands in megatron.transformer: moe_router_load_balancing_type and moe_aux_loss_coeff."""
+    """Balance loss that pushes routers to use all experts equally. `config` takes it from config.json, as in pre-training:
+    router_aux_loss_coef over each micro-batch (softmax routers; those with a correction bias have none). For another kind or
+    coefficient, set moe_router_load_balancing_type and moe_aux_loss_coeff in megatron.transformer."""
     lora: LoraConfig = field(default_factory=LoraConfig)
     mtp: MTPConfig = field(default_factory=MTPConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -175,17 +177,21 @@ class PolicyConfig:
 
     @property
     def has_router_terms(self) -> bool:
-        """Routers add losses, or move biases, by what all tokens of an update choose."""
+        """Whether routers add losses or update biases based on the choices of all tokens in an update."""
         return self.router_balance != "none" or self.megatron.options.has_router_terms
 
     def shares_prefix_on(self, layout: ParallelLayout) -> bool:
-        """A model of these settings computes prompts once on this layout, which may be a critic's or a reference's."""
+        """Whether a model with these settings computes shared prompts once on `layout`, which may be a critic's or a
+        reference's."""
         return self.share_prefix and layout.cp == 1 and not self.has_router_terms and not self.mtp.train
 
     def for_role(self, backend: str | None, megatron: MegatronConfig | None, **own: Any) -> PolicyConfig:
-        """The settings of another model, which are these where its own are left out; raises ValueError where `backend` is no
-        layout. How this layout's pipeline is split says nothing of another one's."""
-        # A model has adapters where its own section says so, and only the policy predicts further tokens.
+        """Settings of another model: these, except where its section sets its own. Raises ValueError if `backend` is not a
+        layout.
+
+        A different layout does not inherit this layout's pipeline split.
+        """
+        # Adapters come only from a model's own section, and only the policy predicts further tokens.
         own = {"lora": LoraConfig(), "mtp": MTPConfig(), **own}
         settings = replace(self, **own) if backend is None else replace(self, backend=backend, **own)
         if megatron is None:
@@ -196,78 +202,80 @@ class PolicyConfig:
 
 @dataclass(frozen=True)
 class FrozenConfig:
-    """A model besides the policy that computes and does not learn; what is left out is the policy's."""
+    """A model other than the policy that is not trained; settings left out are the policy's."""
 
     path: Annotated[str | None, CONTENT] = None
-    """Model directory or hub id; the policy's starting weights when left out."""
+    """Model directory or hub id; the policy's starting weights if left out."""
     backend: Annotated[str | None, HARMLESS] = None
-    """Layout on the policy's ranks, with as many of them, or from `first_rank` on; the policy's when left out. On another
-    one only the own `megatron.pipeline` splits it into stages."""
+    """Layout on the policy's ranks, with the same number of ranks, or on the ranks from `first_rank` on; the policy's layout
+    if left out. With another layout, only its own `megatron.pipeline` splits it into stages."""
     first_rank: Annotated[int, within(RANKS), HARMLESS] = 0
-    """Where its ranks begin: 0 is on the policy's, the number of the policy's ranks or more on ranks of its own."""
+    """First rank of the model: 0 shares the policy's ranks; the number of the policy's ranks, or more, gives it ranks of its
+    own."""
     megatron: MegatronConfig | None = None
-    """As in `policy`; the policy's when left out, without `pipeline` where `backend` is another layout."""
+    """As in `policy`; the policy's if left out, without `pipeline` if `backend` is another layout."""
 
     def settings(self, policy: PolicyConfig) -> PolicyConfig:
-        """The model's whole settings."""
+        """Return all settings of the model."""
         own = {item.name: getattr(self, item.name) for item in fields(self) if item.name in _OF_LEARNERS}
         own = {name: value for name, value in own.items() if value is not None}
         return policy.for_role(self.backend, self.megatron, **own)
 
 
 _OF_LEARNERS = ("lora", "optimizer", "recompute", "tokens_per_micro_batch", "offload")
-"""Settings that a section of a model that learns may have besides those of a frozen one."""
+"""Settings that sections of trained models have in addition to those of frozen models."""
 
 
 @dataclass(frozen=True)
 class LearnerConfig(FrozenConfig):
-    """A model that learns besides the policy; what is left out is the policy's."""
+    """A trained model other than the policy; settings left out are the policy's."""
 
     lora: LoraConfig = field(default_factory=LoraConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     recompute: Annotated[Literal["none", "selective", "full"] | None, HARMLESS] = None
-    """As in `policy`; the policy's when left out."""
+    """As in `policy`; the policy's if left out."""
     tokens_per_micro_batch: Annotated[int | None, above(0), HARMLESS] = None
-    """As in `policy`; the policy's when left out."""
+    """As in `policy`; the policy's if left out."""
     offload: Annotated[OffloadConfig | None, HARMLESS] = None
 
 
 @dataclass(frozen=True)
 class CriticConfig(LearnerConfig):
-    """The value model of methods with `credit: gae`; what is left out is the policy's."""
+    """The value model for methods with `credit: gae`; settings left out are the policy's."""
 
     path: Annotated[str | None, CONTENT] = None
-    """Model directory or hub id, of any family and size; a value head that it lacks starts at 0."""
+    """Model directory or hub id, of any family and size; a missing value head starts at 0."""
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-5))
     value_clip: Annotated[float, at_least(0)] | None = 0.5
-    """A value may move by so much from what it was before the step; null: no bound."""
+    """Maximum change of a value from its value before the step; null: no bound."""
     warmup_steps: Annotated[int, at_least(0)] = 0
-    """Steps in which the critic learns and the policy stays as it is."""
+    """Number of steps in which the critic learns and the policy is frozen."""
 
 
 @dataclass(frozen=True)
 class PRMConfig(LearnerConfig):
-    """The implicit process reward model of methods with `process_reward.coef`, a language model that learns from outcomes;
-    what is left out is the policy's. Rate, weight decay and bound of the gradient are those of PRIME (2502.01456)."""
+    """The implicit process reward model for methods with `process_reward.coef`: a language model that learns from outcomes.
+    Settings left out are the policy's; learning rate, weight decay and gradient clipping are those of PRIME (2502.01456)."""
 
     path: Annotated[str | None, CONTENT] = None
-    """Model directory or hub id, of any family and size with the policy's vocabulary; the policy's starting weights when
-    left out."""
+    """Model directory or hub id, of any family and size with the policy's vocabulary; the policy's starting weights if left
+    out."""
     reference_path: Annotated[str | None, CONTENT] = None
-    """What it is compared with (`algorithm.process_reward.reference: initial`); its own starting weights when left out."""
+    """Weights of the reference of the process reward model (`algorithm.process_reward.reference: initial`); the model's own
+    starting weights if left out."""
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-6, weight_decay=0.0, clip_grad=10.0))
     updates_per_step: Annotated[int, above(0)] = 1
-    """Optimizer steps into which one rollout is divided for it, by whole groups; data.prompts_per_step is a multiple."""
+    """Number of optimizer steps per rollout for this model, split by whole groups; must divide data.prompts_per_step."""
 
     @property
     def reference(self) -> PRMConfig:
-        """What it is compared with, on its own layout."""
+        """Section of the model's reference, on the model's layout."""
         return replace(self, path=self.reference_path or self.path, lora=LoraConfig())
 
 
 @dataclass(frozen=True)
 class ReferenceConfig(FrozenConfig):
-    """What the KL compares the policy with."""
+    """The model that the KL compares the policy with."""
 
 
 @dataclass(frozen=True)
@@ -275,6 +283,6 @@ class RewardModelConfig(FrozenConfig):
     """A sequence classifier with one label that scores whole responses."""
 
     path: Annotated[str | None, CONTENT] = None
-    """Hugging Face directory or hub id; no reward model when left out."""
+    """Hugging Face directory or hub id; no reward model if left out."""
     weight: Annotated[float, within("[-1000000, 1000000]")] = 1.0
-    """Factor of its score in the reward, next to the functions'."""
+    """Weight of the reward model's score in the reward, alongside the functions' weights."""

@@ -1,4 +1,4 @@
-"""Strict loading: read -> translate -> override -> build -> validate, or an error with what to write instead."""
+"""Strict loading: read -> translate -> override -> build -> validate, or an error that says what to write instead."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _MOST_BYTES, _MOST_VALUES, _DEEPEST = 4 << 20, 100_000, 30
 
 
 class ConfigError(ValueError):
-    """A configuration that cannot be used: every fault found, one a line."""
+    """A configuration that cannot be used; lists every error, one per line."""
 
     def __init__(self, faults: list[str]) -> None:
         super().__init__("\n".join(faults))
@@ -36,7 +36,7 @@ class ConfigError(ValueError):
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):
-    """SafeLoader that refuses a key given twice."""
+    """SafeLoader that refuses duplicate keys."""
 
 
 def _unique_mapping(loader: _UniqueKeyLoader, node: yaml.MappingNode) -> dict[Any, Any]:
@@ -53,16 +53,16 @@ _UniqueKeyLoader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG,
 
 
 def load_config(path: str | Path, overrides: list[str] | None = None, dialect: str | Dialect | None = None) -> RunConfig:
-    """RunConfig from a YAML file and `a.b.c=value` overrides, both in the spelling of `dialect` (our own when left out).
+    """Load RunConfig from a YAML file and `a.b.c=value` overrides, both in the spelling of `dialect` (our own if left out).
 
-    Raises ConfigError with every fault found.
+    Raises ConfigError with all errors.
     """
     translation = translate(read(path), overrides or [], dialect)
     return make_config(override(translation.tree, translation.overrides))
 
 
 def config_of(overrides: list[str]) -> RunConfig:
-    """RunConfig from `a.b.c=value` alone, without a file; raises ConfigError with every fault and every missing key."""
+    """Make RunConfig from `a.b.c=value` alone, without a file; raises ConfigError with all errors and missing keys."""
     tree = override({}, overrides)
     data = tree.get("data")
     missing = (
@@ -78,9 +78,9 @@ def config_of(overrides: list[str]) -> RunConfig:
 
 
 def make_config(tree: Tree) -> RunConfig:
-    """RunConfig from nested mappings, for runs that are started from Python; raises ConfigError with every fault found.
+    """Make RunConfig from nested mappings, for runs started from Python; raises ConfigError with all errors.
 
-    Wherever `path.py:function` may stand, a function may stand itself.
+    A function may be passed wherever `path.py:function` is allowed.
     """
     config = build(tree)
     if errors := validate(config).errors:
@@ -89,7 +89,7 @@ def make_config(tree: Tree) -> RunConfig:
 
 
 def read(path: str | Path) -> Tree:
-    """The mapping in a YAML file."""
+    """Read the mapping in a YAML file."""
     path = Path(path)
     if not path.is_file():
         raise ConfigError([f"no configuration file at {path}"])
@@ -101,7 +101,7 @@ def read(path: str | Path) -> Tree:
 
 
 def read_mapping(text: str, path: str) -> Tree:
-    """The mapping in the text of a YAML file."""
+    """Parse the text of a YAML file, which must hold a mapping."""
     try:
         tree = parse_value(text)
     except ConfigError as error:
@@ -114,7 +114,7 @@ def read_mapping(text: str, path: str) -> Tree:
 
 
 def parse_value(text: str) -> Any:
-    """The value of a YAML text; raises ConfigError for what is not YAML or larger than any configuration."""
+    """Parse YAML text; raises ConfigError if it is not YAML or is larger than any configuration."""
     try:
         # _UniqueKeyLoader is a SafeLoader: it builds plain values only.
         value = yaml.load(text, Loader=_UniqueKeyLoader)  # noqa: S506
@@ -123,14 +123,15 @@ def parse_value(text: str) -> Any:
     except RecursionError as error:
         raise ConfigError(["not valid YAML: it is nested too deeply"]) from error
     except (yaml.YAMLError, ValueError, TypeError, AttributeError) as error:
-        # Besides its own errors PyYAML lets those of Python through, for a date like 2020-13-45 or a list as a key.
+        # PyYAML also lets Python's errors through, for a date like 2020-13-45 or a list as a key.
         raise ConfigError([f"not valid YAML: {error}"]) from error
     _check_size(value)
     return value
 
 
 def _check_size(value: Any) -> None:
-    """A few lines of YAML aliases can stand for more values than there is memory, or for a value within itself."""
+    """Raise ConfigError for values that expand too far: YAML aliases can stand for more values than fit in memory, or for a
+    cycle."""
     left, count = [(value, 0)], 0
     while left:
         node, depth = left.pop()
@@ -142,14 +143,14 @@ def _check_size(value: Any) -> None:
 
 
 def translate(tree: Tree, overrides: list[str], dialect: str | Dialect | None = None) -> Translation:
-    """Tree and overrides in our spelling, with what became of each key of the source."""
+    """Return tree and overrides in our spelling, with the outcome for each key of the source."""
     if dialect is None or isinstance(dialect, str):
         dialect = find_dialect(dialect or OWN)
     return dialect(tree, overrides)
 
 
 def override(tree: Tree, overrides: list[str]) -> Tree:
-    """The tree with each `a.b.c=value` in its place."""
+    """Return the tree with each `a.b.c=value` applied."""
     changed = copy.deepcopy(tree)
     for each in overrides:
         _apply_override(changed, each)
@@ -157,7 +158,7 @@ def override(tree: Tree, overrides: list[str]) -> Tree:
 
 
 def build(tree: Tree) -> RunConfig:
-    """The typed configuration of a tree; raises ConfigError for keys and types that it cannot have."""
+    """Build the typed configuration of a tree; raises ConfigError for unknown keys and wrong types."""
     findings = Findings()
     if REFUSED in tree:
         raise ConfigError([_accept_first(tree[REFUSED])])
@@ -169,13 +170,13 @@ def build(tree: Tree) -> RunConfig:
 
 
 def _accept_first(refused: Any) -> str:
-    """The sentence about settings that a translation from another system lacks."""
+    """Return the message about settings that a translation from another system lacks."""
     named = "".join(f"\n  {sentence}" for sentence in refused) if isinstance(refused, list) else ""
     return f"this run lacks settings of the system that it comes from: delete the key `{REFUSED}` to accept that{named}"
 
 
 def dump_yaml(config: Any) -> str:
-    """The whole resolved tree as YAML that `load_config` reads back to an equal one."""
+    """Write the whole resolved tree as YAML; `load_config` reads it back to an equal configuration."""
     text: str = yaml.safe_dump(dataclasses.asdict(config), sort_keys=False, allow_unicode=True)
     return text
 
@@ -199,7 +200,7 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
 
 
 def _name_functions(value: Any, findings: Findings) -> Any:
-    """The tree with `path.py:function` in the place of each function: other processes load it from there."""
+    """Replace each function in the tree by `path.py:function`, from which other processes load it."""
     if isinstance(value, dict):
         return {_name_functions(key, findings): _name_functions(item, findings.at(str(key))) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -214,11 +215,11 @@ def _name_functions(value: Any, findings: Findings) -> Any:
 
 
 _plain_hints: Callable[[Any], dict[str, Any]] = cache(typing.get_type_hints)
-"""The types of a section's fields without their marks."""
+"""Cached types of a section's fields without their marks."""
 
 
 def _build(cls: type[T], value: Any, findings: Findings) -> T | None:
-    """An instance of dataclass `cls` from a mapping; errors are collected, not raised."""
+    """Make an instance of dataclass `cls` from a mapping; errors are collected, not raised."""
     if not isinstance(value, dict):
         findings.error("" if findings.section else "the file", f"must be a mapping of keys, got {shown(value)}")
         return None
@@ -236,7 +237,7 @@ def _build(cls: type[T], value: Any, findings: Findings) -> T | None:
         required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
         if required and name not in value:
             if dataclasses.is_dataclass(hints[name]):
-                # What is missing are the keys of the section that have no default.
+                # Building an empty section reports its keys that have no default.
                 _build(hints[name], {}, findings.at(name))
             else:
                 findings.error(name, "is required: it has no default")
@@ -246,7 +247,7 @@ def _build(cls: type[T], value: Any, findings: Findings) -> T | None:
 
 
 def _convert(hint: Any, value: Any, findings: Findings) -> Any:
-    """`value` as the type `hint`; YAML's loose spellings (1e-6 as text, ints for floats) are read."""
+    """Convert `value` to the type `hint`; YAML's loose spellings (1e-6 as text, ints for floats) are accepted."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         options = [option for option in arguments if option is not type(None)]

@@ -1,6 +1,6 @@
 """Megatron-Core's own options, checked by name and type against its dataclasses without importing it. No torch here.
 
-Policy, critic and reward model have a section `megatron` each; `{section}` in a reason stands for the model's own section.
+Policy, critic and reward model each have a section `megatron`; `{section}` in a reason is replaced by the model's section.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ PIPELINE = (
     "variable_seq_lengths",
     "virtual_pipeline_model_parallel_size",
 )
-"""Fields of TransformerConfig that belong into `policy.megatron.pipeline`."""
+"""Fields of TransformerConfig that belong in `policy.megatron.pipeline`."""
 
 _SHAPE = "it comes from the model's config.json"
 _LAYOUT = "it comes from the layout string policy.backend"
@@ -185,13 +185,13 @@ _NO_EFFECT: dict[str, dict[str, str]] = {
     "optimizer": {"barrier_with_L1_time": "Megatron-Core's timers are not used; stages are timed by the project"},
 }  # fmt: skip
 LOSS_SCALE = {"initial_loss_scale": 2.0**32, "min_loss_scale": 1.0, "loss_scale_window": 1000, "hysteresis": 2}
-"""How the scale of the loss moves in float16, with Megatron-Core's defaults."""
+"""Options of the dynamic loss scale in float16, with Megatron-Core's defaults."""
 RECOMPUTE: dict[str, dict[str, Any]] = {
     "none": {},
     "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
     "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
 }
-"""Options that the key `recompute` stands for."""
+"""Options that each value of the key `recompute` sets."""
 _RECOMPUTED = ("core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts")
 """Modules that `selective` may name."""
 _NEEDED: dict[str, dict[str, tuple[str, ...]]] = {
@@ -212,16 +212,16 @@ _NEEDED: dict[str, dict[str, tuple[str, ...]]] = {
         )
     },
 }
-"""Options without which others change nothing."""
+"""Options without which the listed ones have no effect."""
 _NARROWER = {"pipeline_model_parallel_layout": "Optional[str]"}
-"""Types of options that Megatron-Core takes in other forms too."""
+"""Types of options for which Megatron-Core accepts other forms too."""
 DTYPE_NAMES = {"float32": "float32", "fp32": "float32", "bfloat16": "bfloat16", "bf16": "bfloat16", "float16": "float16",
                "fp16": "float16"}  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Options:
-    """The raw options of one policy, section by section, as the configuration has them."""
+    """Raw Megatron-Core options of one model, by section, as in the configuration."""
 
     transformer: dict[str, Any]
     pipeline: dict[str, Any]
@@ -229,7 +229,7 @@ class Options:
     optimizer: dict[str, Any]
 
     def check(self, findings: Findings) -> None:
-        """Errors for the options that cannot be used, alone or with the others; `findings` are at the model's section."""
+        """Record errors for unusable options and combinations; `findings` are at the model's section."""
         alone = findings.at("megatron")
         before = len(alone.errors)
         for section in SECTIONS:
@@ -282,8 +282,8 @@ class Options:
             )
 
     def check_recompute(self, findings: Findings, recompute: str, is_sequence_parallel: bool) -> None:
-        """Errors for options of recomputation that contradict each other; `findings` are at the model's section, whose key
-        `recompute` sets some of them."""
+        """Record errors for contradictory recomputation options, some of which the model's key `recompute` sets; `findings`
+        are at the model's section."""
         findings, chosen = findings.at("megatron.transformer"), RECOMPUTE[recompute] | self.transformer
         kind, layers = chosen.get("recompute_granularity"), chosen.get("recompute_num_layers")
         modules = chosen.get("recompute_modules") or []
@@ -303,14 +303,17 @@ class Options:
 
     @property
     def has_router_terms(self) -> bool:
-        """Routers add losses, or move biases, by what all tokens of an update choose."""
+        """Whether routers add losses or update biases based on the choices of all tokens in an update."""
         names = ("moe_z_loss_coeff", "moe_router_bias_update_rate")
         balanced = self.transformer.get("moe_router_load_balancing_type", "none") != "none"
         return balanced or any(self.transformer.get(name) for name in names)
 
     def report_ignored(self, findings: Findings, experts: bool, recompute: str, balanced: bool = False) -> None:
-        """The options that change nothing for a model with or without experts, whose key `recompute` sets some, and whose
-        routers may be balanced without them; `findings` are at the model's section."""
+        """Report the options that have no effect for a model with or without `experts`; `findings` are at the model's
+        section.
+
+        The key `recompute` sets some options; `balanced`: routers have a balance loss without these options.
+        """
         findings = findings.at("megatron")
         for section, reasons in _NO_EFFECT.items():
             for name in getattr(self, section):
@@ -329,13 +332,13 @@ class Options:
             findings.ignore(f"transformer.{named[0]}", "the model has no experts")
 
     def effective(self, section: str) -> dict[str, Any]:
-        """The options of a section that Megatron-Core is given."""
+        """Return the options of a section that are passed to Megatron-Core."""
         ignored = _NO_EFFECT.get(section, {})
         return {name: value for name, value in getattr(self, section).items() if name not in ignored}
 
 
 def _check_option(findings: Findings, section: str, name: str, value: Any) -> None:
-    """An error for an option that cannot be used; `findings` are at the `megatron` of the model's section."""
+    """Record an error for an unusable option; `findings` are at the `megatron` of the model's section."""
     key, model = f"{section}.{name}", findings.section.removesuffix(".megatron")
     fields = _fields("transformer" if section == "pipeline" else section)
     known = [field for field in fields if (field in PIPELINE) == (section == "pipeline")]
@@ -352,12 +355,12 @@ def _check_option(findings: Findings, section: str, name: str, value: Any) -> No
 
 
 def is_option(section: str, name: str) -> bool:
-    """Megatron-Core has this option."""
+    """Whether Megatron-Core has this option."""
     return name in _fields("transformer" if section == "pipeline" else section)
 
 
 def refusal(section: str, name: str) -> str | None:
-    """Why an option of Megatron-Core cannot be set here, where it cannot."""
+    """Return why an option of Megatron-Core cannot be set here; None if it can."""
     for reason, names in _REFUSED.get(section, {}).items():
         if name in names:
             return reason
@@ -369,7 +372,7 @@ def refusal(section: str, name: str) -> str | None:
 
 @cache
 def _fields(section: str) -> dict[str, ast.expr]:
-    """Field -> annotation, read from the installed package's source."""
+    """Return field -> annotation, read from the source of the installed package."""
     found: dict[str, ast.expr] = {}
     for file, classes in _CLASSES[section]:
         tree = ast.parse((_root() / file).read_text())
@@ -384,7 +387,8 @@ def _fields(section: str) -> dict[str, ast.expr]:
 
 
 def recompute_fault(options: Mapping[str, Any], chunks: Iterable[int]) -> str | None:
-    """What is wrong with `recompute_num_layers` for chunks of so many layers, one a virtual stage; None where nothing is."""
+    """Return what is wrong with `recompute_num_layers` for chunks of these sizes, one per virtual stage; None if nothing
+    is."""
     layers, method = options.get("recompute_num_layers"), options.get("recompute_method")
     if options.get("recompute_granularity") != "full" or layers is None:
         return None
@@ -405,7 +409,7 @@ def _version() -> str:
 
 
 def _fits(annotation: ast.expr, value: Any) -> bool:
-    """Whether a value from a YAML file fits an annotation; what no file can hold (functions) fits nothing."""
+    """Whether a value from a YAML file fits an annotation; a type that no file can hold (functions) never fits."""
     if isinstance(annotation, ast.Constant):
         return value is None if annotation.value is None else False
     if isinstance(annotation, ast.BinOp):

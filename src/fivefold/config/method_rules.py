@@ -1,4 +1,4 @@
-"""Which choices make sense together: a method and what is chosen over its row -> Findings. No torch here."""
+"""Rules for combinations of choices: a method and its overrides -> Findings. No torch here."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from fivefold.user_code import check_user_code, is_user_code
 
 
 def check_method(findings: Findings, name: str, overrides: Choices, group_size: int, updates: int = 1) -> None:
-    """What keeps these choices from being used, changes nothing or is worth noting; `updates` are the steps of a rollout.
+    """Record unusable choices, choices without effect, and notes; `updates` is the number of optimizer steps per rollout.
 
-    Each value alone is taken to be within its range already.
+    Each value must already be within its range.
     """
     chosen = resolve(name, overrides)
     if not _names_exist(findings, chosen):
@@ -175,7 +175,7 @@ def _check_advantage(findings: Findings, name: str, overrides: Choices, chosen: 
 
 
 def _check_offline(findings: Findings, name: str, overrides: Choices) -> None:
-    """Choices that learning from responses in the data does not have."""
+    """Record errors for choices that do not apply to methods that learn from responses in the data."""
     method = METHODS[name]
     nothing = f"has nothing to act on: {name} does not sample"
     for key in (

@@ -1,8 +1,8 @@
-"""The field's methods and surrogates as rows of two tables. No torch here, so that `check` can refuse.
+"""Methods and surrogates as rows of two tables. No torch here, so that `check` can refuse.
 
-A method is a choice on each axis and what it learns from. A surrogate's row has its parameters with defaults and ranges, and
-what its ratio compares with; its formula, under the same name, stands in algo/surrogates.py. The rows of
-docs/methods.md are made of these by methods_page.py.
+A method is a choice on each axis plus what it learns from. A surrogate's row has its parameters with defaults and ranges,
+and what its ratio compares with; its formula is in algo/surrogates.py under the same name. methods_page.py writes
+docs/methods.md from these rows.
 """
 
 from __future__ import annotations
@@ -20,186 +20,192 @@ C = TypeVar("C", bound="Choices | KLConfig | CorrectionConfig | ExpertConfig | P
 
 @dataclass(frozen=True)
 class KLConfig:
-    """A penalty on the distance to the reference; each choice by method when left out."""
+    """A penalty on the distance to the reference; each choice that is left out is the method's."""
 
     estimator: str | None = None
-    """k1, k2, k3 or abs; with + its value has the gradient of k2; or `path.py:function`."""
+    """Estimator of the KL: k1, k2, k3 or abs, or `path.py:function`. A trailing + keeps the value but uses the gradient of
+    k2."""
     coef: Annotated[float, at_least(0)] | None = None
-    """0 turns the penalty off."""
+    """Weight of the penalty; 0 turns it off."""
     place: Literal["loss", "reward"] | None = None
-    """In the loss of each token, or taken off the reward before advantages are made."""
+    """Place of the penalty: in the loss of each token, or subtracted from the reward before advantages are computed."""
     target: Annotated[float, above(0)] | None = None
-    """With a target the coefficient moves so that the KL comes near it; fixed when left out."""
+    """Target for the KL: the coefficient adapts to reach it. The coefficient is fixed if left out."""
     horizon: Annotated[int, above(0)] | None = None
-    """Samples over which the coefficient moves by about the relative distance to the target."""
+    """Number of samples over which the coefficient changes by about the relative distance to the target."""
     ratio_weighted: bool | None = None
-    """Multiply the penalty of a token by π / π_old: samples of the old policy then estimate the KL of the new one without
-    bias (DeepSeek-V3.2, 2512.02556)."""
+    """Multiply the penalty of a token by π / π_old: samples of the old policy then give an unbiased estimate of the new
+    policy's KL (DeepSeek-V3.2, 2512.02556)."""
     reward_coef: Annotated[float, at_least(0)] | None = None
-    """Weight of a second penalty beside the one in the loss, taken off the reward; 0, none, when left out."""
+    """Weight of a second penalty, subtracted from the reward in addition to the one in the loss; 0 (none) if left out."""
     reward_estimator: str | None = None
-    """Estimator of that one: k1 when left out, k2, k3, abs, or `path.py:function`."""
+    """Estimator of the second penalty (`reward_coef`): k1 (if left out), k2, k3, abs, or `path.py:function`."""
 
 
 @dataclass(frozen=True)
 class CorrectionConfig:
-    """What is done about the difference of engine and trainer; each choice by name when left out."""
+    """Correction of the mismatch between engine and trainer; each choice that is left out is that of `name`."""
 
     name: Annotated[str, OneOf(CORRECTIONS)] | None = None
-    """A row of CORRECTIONS, which the other keys change."""
+    """A row of CORRECTIONS, which the other keys override."""
     weight: str | None = None
-    """Weight of a token: trainer / engine of the token, the product over its response (sequence), or the geometric mean of
-    that; none; or `path.py:function`."""
+    """Importance weight of a token: the ratio trainer / engine of the token (token), its product over the response
+    (sequence), or the geometric mean of that product (geometric); none; or `path.py:function`."""
     low: Annotated[float, at_least(0)] | None = None
     high: Annotated[float, at_least(0)] | None = None
-    """Bounds of the weight."""
+    """Bounds of the importance weight."""
     outside: Literal["truncate", "mask"] | None = None
-    """A weight outside the bounds is put on the bound, or is 0."""
+    """Treatment of a weight outside the bounds: set to the bound (truncate), or to 0 (mask)."""
     reject: Literal["none", "token", "sequence", "geometric"] | None = None
-    """The ratio by which tokens or whole responses are left out; they keep their place in the denominators."""
+    """Ratio that decides which tokens or whole responses are left out; they still count in the denominators."""
     reject_low: Annotated[float, at_least(0)] | None = None
     reject_high: Annotated[float, at_least(0)] | None = None
-    """Bounds of the ratio that `reject` looks at."""
+    """Bounds of the `reject` ratio."""
     reject_divergence: dict[str, Annotated[float, above(0)]] | None = None
-    """Upper bounds of further statistics of d = log (trainer / engine), each a row of DIVERGENCES: k2 = d²/2 and
-    k3 = e^d - 1 - d of a token, or their sum, mean or largest value in a response, and max_drop, the largest -d in a
-    response (9.21 where no token may be 10,000 times less likely to the trainer); what is beyond one of them is left out.
-    second_moment leaves out the tokens of the largest d² until their mean is below the bound: M2PO (2510.01161)."""
+    """Upper bounds of further statistics of d = log (trainer / engine), each a row of DIVERGENCES; tokens or responses
+    beyond one are left out. k2 = d²/2 and k3 = e^d - 1 - d of a token, or their sum, mean or maximum in a response. max_drop
+    is the largest -d in a response (9.21: no token may be 10,000 times less likely under the trainer). second_moment leaves
+    out the tokens with the largest d² until the mean is below the bound: M2PO (2510.01161)."""
     old_logprobs_from: Literal["trainer", "engine", "loglinear"] | None = None
-    """Whose log-probs are the old ones: the trainer's before the step's updates, the engine's, or, without a pass of their
-    own, numbers between the engine's and those of now, the nearer to these the older a token is: (s - 1) / s of the way for
-    one that was sampled s steps ago (A-3PO, 2512.06547)."""
+    """Source of the old log-probs: the trainer before the step's updates, the engine, or loglinear. loglinear needs no extra
+    pass: it interpolates between the engine's and the current log-probs (A-3PO, 2512.06547). A token sampled s steps ago is
+    (s - 1) / s of the way to the current one."""
 
 
 @dataclass(frozen=True)
 class ExpertConfig:
-    """How much the responses of `data.expert` weigh, which are imitated next to what is sampled; each choice by method."""
+    """Weight of the responses in `data.expert`, which are imitated in addition to the sampled ones; each choice is the
+    method's if left out."""
 
     weight: Annotated[float, within("[0, 1]")] | None = None
-    """μ: the loss is (1 - μ) of what is sampled and μ of the expert's cross-entropy. There is no expert where it is left
-    out, and the method has none."""
+    """μ: the loss is (1 - μ) of the sampled responses' loss plus μ of the expert's cross-entropy. No expert if left out,
+    unless the method has one."""
     final_weight: Annotated[float, within("[0, 1]")] | None = None
-    """μ after its decay; as before when left out."""
+    """μ after its decay; constant if left out."""
     warmup_updates: Annotated[int, at_least(0)] | None = None
-    """Optimizer steps in which μ rises from 0."""
+    """Number of optimizer steps over which μ rises from 0."""
     decay_updates: Annotated[int, at_least(0)] | None = None
-    """Optimizer steps behind those in which it comes to `final_weight`, along a cosine."""
+    """Number of optimizer steps after the warm-up over which μ decays to `final_weight`, along a cosine."""
     token_weight: Literal["none", "phi"] | None = None
-    """phi: a token is weighted by p (1 - p), p its probability."""
+    """Token weight; phi: p (1 - p), where p is the token's probability."""
     aggregate: str | None = None
-    """How the expert's tokens are weighted among each other: one of AGGREGATES."""
+    """Aggregation of the expert's tokens: one of AGGREGATES."""
 
 
 @dataclass(frozen=True)
 class ProcessRewardConfig:
-    """Rewards of tokens by an implicit process reward model, a language model (`prm`) that learns with the policy from
-    outcomes alone: PRIME (2502.01456); each choice by method when left out."""
+    """Token rewards from an implicit process reward model: a language model (`prm`) that learns with the policy from
+    outcomes alone, PRIME (2502.01456). Each choice is the method's if left out."""
 
     coef: Annotated[float, at_least(0)] | None = None
-    """Weight of the token rewards in the advantages, each compared with those of the other responses to the prompt; 0: there
-    is no such model."""
+    """Weight of the token rewards in the advantages, each compared with those of the other responses to the prompt; 0: no
+    process reward model."""
     outcome_coef: Annotated[float, at_least(0)] | None = None
-    """Weight of the responses' compared rewards beside them."""
+    """Weight of the outcome rewards of responses, compared in the same way."""
     beta: Annotated[float, above(0)] | None = None
     """β: the reward of a token is β (log π_prm - log π_ref), the score of a response their sum."""
     reference: Literal["initial", "policy"] | None = None
-    """π_ref: the model as it began (or `prm.reference_path`), or the policy before the step's updates."""
+    """π_ref: the initial model (or `prm.reference_path`), or the policy before the step's updates."""
     granularity: Literal["token", "response"] | None = None
-    """Rewards of tokens, the last of a response excepted, where the outcome stands; or their sum at that last token."""
+    """Granularity of the rewards: one per token except the last of a response, which has the outcome; or their sum at that
+    last token."""
     normalize: Literal["step", "none"] | None = None
-    """Divide the rewards by the largest sum, in magnitude, of those from a token on in the whole step."""
+    """Divide the rewards by the largest absolute return in the whole step, the sum of the rewards from a token on."""
     loss: Literal["ce", "dpo"] | None = None
-    """What the model learns by: cross-entropy of σ(score) and the outcome, or DPO of a response's score against the mean of
-    those of the prompt's other responses that came out worse (of a wrong one: better) before the step's updates."""
+    """Loss of the process reward model: cross-entropy of σ(score) and the outcome, or DPO of a response's score. DPO
+    compares it with the mean score, before the step's updates, of the prompt's responses with a worse outcome (for a wrong
+    response: better)."""
     target: Literal["correct", "reward"] | None = None
-    """The outcome: whether a response is correct, or its reward, which must then lie between 0 and 1."""
+    """The outcome: whether a response is correct, or its reward, which must then be between 0 and 1."""
     update: Literal["before", "after"] | None = None
-    """Whether the model learns from the step's responses before it rewards their tokens, or after."""
+    """Whether the model learns from the step's responses before or after it rewards their tokens."""
 
 
 @dataclass(frozen=True)
 class Choices:
-    """A choice on each axis; None is the method's."""
+    """One choice per axis; None stands for the method's choice."""
 
     advantage: str | None = None
-    """How rewards of samples are compared: one of ADVANTAGES, or `path.py:function`."""
+    """Comparison of the rewards of samples: one of ADVANTAGES, or `path.py:function`."""
     normalize: Literal["group", "batch", "mean", "none"] | None = None
-    """Divide advantages by the standard deviation of the rewards in the group, or in the whole step, or by the mean of the
-    rewards in the group."""
+    """Divisor of the advantages: the standard deviation of the rewards in the group (group) or the whole step (batch), or
+    the mean reward of the group (mean)."""
     baseline_shift: Annotated[float, within("[-1000, 1000]")] | None = None
-    """Added to the mean of the group that rewards are compared with: below 0 good responses weigh more than bad ones."""
+    """Added to the group's mean reward, the baseline; below 0, good responses weigh more than bad ones."""
     baseline_temperature: Annotated[float, above(0)] | None = None
-    """τ of log_mean_exp: near 0 its baseline is the best reward of the group, far above it the mean; step_log_mean_exp takes
+    """τ of log_mean_exp: near 0 the baseline is the best reward of the group, for large τ the mean. step_log_mean_exp uses
     the whole step instead of the group."""
     credit: str | None = None
-    """How a response's advantage comes to its tokens: all the same (response), as discounted return, or by GAE with a
-    critic; or `path.py:function`."""
+    """How a response's advantage is assigned to its tokens: the same for all (response), as discounted return, or by GAE
+    with a critic; or `path.py:function`."""
     gamma: Annotated[float, within("[0, 1]")] | None = None
-    """Discount of a token (discounted, gae)."""
+    """Discount per token (discounted, gae)."""
     lam: Annotated[float, within("[0, 1]")] | None = None
-    """λ of GAE: 1 trusts returns only, 0 values only."""
+    """λ of GAE: 1 uses returns only, 0 values only."""
     bootstrap_truncated: bool | None = None
-    """Whether GAE continues a response that was cut off with the critic's value of its whole text, as AReaL does; otherwise
-    it ends with 0, as in verl, siiRL, SkyRL, ROLL and Trinity-RFT."""
+    """Whether GAE continues a truncated response with the critic's value of its whole text, as in AReaL. Otherwise it ends
+    with 0, as in verl, siiRL, SkyRL, ROLL and Trinity-RFT."""
     token_baseline: bool | None = None
-    """Take off each token's return the one of least variance over the responses to the prompt that have such a token."""
+    """Subtract from each token's return the minimum-variance baseline over the responses to the prompt that have such a
+    token."""
     whiten: bool | None = None
     """Shift and scale advantages to mean 0 and variance 1 over all tokens of the step."""
     whiten_by: Literal["step", "domain", "group"] | None = None
-    """Over the tokens of the whole step, or of each domain (`data.domains`) or each prompt's responses for themselves."""
+    """Set of tokens to whiten over: the whole step, each domain (`data.domains`), or the responses to each prompt."""
     advantage_clip: Annotated[float, above(0)] | None = None
-    """Advantages are kept within ± this."""
+    """Clip advantages to ± this."""
     importance_sampling_level: str | None = None
-    """Compare with the old policy by token, sequence or sequence-token; or `path.py:function`."""
+    """Level of the ratio to the old policy: token, sequence or sequence-token; or `path.py:function`."""
     surrogate: str | None = None
-    """What a token adds to the objective: one of SURROGATES, or `path.py:function`. Its parameters follow, each with the
-    default and the range of the surrogate's row."""
+    """Per-token objective: one of SURROGATES, or `path.py:function`. Its parameters follow; the surrogate's row has their
+    defaults and ranges."""
     clip_low: float | None = None
     clip_high: float | None = None
     """Bounds of the ratio below and above 1 (gmpo: of its logarithm)."""
     dual_clip: float | None = None
-    """c of dual-clip PPO; off when left out."""
+    """c of dual-clip PPO; off if left out."""
     temperature_positive: float | None = None
     temperature_negative: float | None = None
-    """Steepness of SAPO's gate where the advantage is above 0, and elsewhere."""
+    """Steepness of SAPO's gate for advantages above 0, and for all others."""
     cov_fraction: float | None = None
-    """Share of the update's tokens that clip_cov leaves out or kl_cov pulls back."""
+    """Share of the update's tokens that clip_cov leaves out or kl_cov penalizes."""
     cov_low: float | None = None
     cov_high: float | None = None
-    """Covariances between which clip_cov takes them."""
+    """Range of the covariance from which clip_cov chooses tokens."""
     cov_kl_coef: float | None = None
-    """Weight of the penalty that pulls kl_cov's tokens back."""
+    """Weight of kl_cov's penalty on its tokens."""
     beta: float | None = None
     """β of DPO."""
     label_smoothing: float | None = None
-    """Share of pairs that DPO takes to be labelled the wrong way round."""
+    """Share of pairs that DPO assumes to be labeled the wrong way round."""
     tau: float | None = None
     """τ of OPMD: the objective is divided by 1 + τ."""
     eta: float | None = None
-    """η of sppo: the log-ratio of a response is pulled to η times its advantage."""
+    """η of sppo: the log-ratio of a response is pulled toward η times its advantage."""
     clip_mode: str | None = None
-    """Which tokens rec leaves out: none; one_sided, those whose ratio has gone beyond the bound to which their advantage
-    pulls; two_sided, those outside of either bound; ring, as two_sided but those far on the other side stay."""
+    """Tokens that rec leaves out. none: no tokens; one_sided: those whose ratio is beyond the bound in the direction of
+    their advantage; two_sided: those outside either bound; ring: as two_sided, but tokens far out on the other side stay."""
     ring_low: float | None = None
     ring_high: float | None = None
-    """How far below and above 1 a ratio is beyond the ring."""
+    """Distance of the ring's outer edge below and above a ratio of 1."""
     token_weight: str | None = None
-    """What rec weights a token by: none; ratio; advantage, e^(A / weight_temperature)."""
+    """Token weight of rec: none; ratio; or advantage, e^(A / weight_temperature)."""
     weight_temperature: float | None = None
     likelihood_coef: float | None = None
-    """Weight of the log-likelihood of all samples that rec adds."""
+    """Weight of the log-likelihood of all samples, which rec adds."""
     proximal_coef: float | None = None
-    """Weight of the squared log-ratio to the old policy that rec takes off."""
+    """Weight of the squared log-ratio to the old policy, which rec subtracts."""
     drift_coef: float | None = None
-    """Weight of cpgd's pull to the old policy."""
+    """Weight of cpgd's pull toward the old policy."""
     divergence: str | None = None
-    """What dppo bounds by clip_low and clip_high: the total variation (tv) or the KL (kl) of a token against all others."""
+    """Divergence that dppo bounds by clip_low and clip_high: the total variation (tv) or the KL (kl) of a token against all
+    others."""
     ratio_cap: float | None = None
-    """Largest ratio that dppo weights a token by; off when left out."""
+    """Maximum ratio in dppo's token weights; off if left out."""
     aggregate: str | None = None
-    """How tokens are weighted in the loss: one of AGGREGATES, or `path.py:function`."""
+    """Weighting of tokens in the loss: one of AGGREGATES, or `path.py:function`."""
     penalty_aggregate: str | None = None
-    """How tokens are weighted in the KL and the entropy of the loss; as by `aggregate` when left out."""
+    """Aggregation for the KL and entropy terms; `aggregate` if left out."""
     entropy_coef: Annotated[float, within("[-1000, 1000]")] | None = None
     """Weight of the entropy bonus."""
     kl: KLConfig = field(default_factory=KLConfig)
@@ -207,47 +213,50 @@ class Choices:
     expert: ExpertConfig = field(default_factory=ExpertConfig)
     process_reward: ProcessRewardConfig = field(default_factory=ProcessRewardConfig)
     reward_shift: Annotated[float, within("[-1e6, 1e6]")] | None = None
-    """Added to every reward, behind the penalty of overlong responses."""
+    """Shift added to every reward, after the overlong penalty."""
     reward_scale: Annotated[float, within("(0, 1e6]")] | None = None
-    """Factor of every reward, behind `reward_shift`."""
+    """Factor of every reward, after `reward_shift`."""
     reward_clip: Annotated[float, above(0)] | None = None
-    """Rewards are kept within ± this."""
+    """Clip rewards to ± this."""
     overlong_buffer: Annotated[float, at_least(0)] | None = None
-    """Tokens before `data.max_response_tokens` over which a penalty grows to `overlong_penalty`; below 1 a share of that
-    length, 0 for none."""
+    """Number of tokens before `data.max_response_tokens` over which a penalty grows to `overlong_penalty`; below 1 a share
+    of that length, 0 for none."""
     overlong_penalty: Annotated[float, at_least(0)] | None = None
-    """The penalty of a response of the longest length."""
+    """Penalty of a response of maximum length."""
     overlong_filter: bool | None = None
-    """Responses that were cut off carry no loss and do not count in its denominators."""
+    """Leave truncated responses out of the loss and its denominators."""
     overlong_zero: bool | None = None
-    """Responses that were cut off and whose reward is 0 have advantage 0; they still count in means and denominators."""
+    """Give truncated responses with reward 0 the advantage 0; they still count in means and denominators."""
     difficulty_low: Annotated[float, within("[-1e9, 1e9]")] | None = None
     difficulty_high: Annotated[float, within("[-1e9, 1e9]")] | None = None
-    """Responses to prompts whose mean reward is not above the one and below the other carry no loss and do not count in its
-    denominators; off when left out."""
+    """Bounds on a prompt's mean reward: only prompts above the one and below the other count. Responses to all others carry
+    no loss and do not count in the denominators. Off if left out."""
     difficulty_by: Literal["reward", "correct", "spread"] | None = None
-    """What these bounds are of: the mean of the reward, or of whether a response is correct (1 or 0), or how far apart the
-    best and the worst reward are, as the method shapes them; by that spread prompts are left out behind `whiten`."""
+    """Quantity that `difficulty_low` and `difficulty_high` bound: the mean reward, the mean correctness (1 or 0), or the
+    spread. The spread is the difference between the best and the worst reward, as the method shapes rewards; with it,
+    prompts are left out after `whiten`."""
     dynamic_sampling: bool | None = None
-    """Sample further prompts in the place of those whose responses all have the same reward."""
+    """Replace prompts whose responses all have the same reward: sample further prompts."""
     dynamic_sampling_by: Literal["reward", "shaped_reward"] | None = None
-    """What it compares: the reward, or what the method makes of it (`overlong_buffer`, `reward_clip`)."""
+    """Reward that dynamic sampling compares: the reward itself, or as the method shapes it (`overlong_buffer`,
+    `reward_clip`)."""
     dynamic_sampling_low: Annotated[float, within("[-1e9, 1e9]")] | None = None
     dynamic_sampling_high: Annotated[float, within("[-1e9, 1e9]")] | None = None
-    """Keep prompts instead whose mean reward is not below the one and not above the other."""
+    """Bounds of dynamic sampling on a prompt's mean reward, instead of equal rewards: keep prompts not below the one and not
+    above the other."""
     dynamic_sampling_max_tokens: Annotated[int, above(0)] | None = None
-    """Of those only prompts none of whose responses is longer than this."""
+    """Maximum response length for dynamic sampling, in tokens: prompts with a longer response are not kept."""
 
 
 LearnsFrom = Literal["rollouts", "responses", "pairs"]
-"""What a method learns from: responses that it samples, responses in the data, or pairs there, the better one first."""
+"""Data that a method learns from: sampled responses, responses in the data, or pairs in the data, the better one first."""
 
 COLUMNS: dict[LearnsFrom, tuple[str, ...]] = {
     "rollouts": (),
     "responses": ("response_key", "messages_key"),
     "pairs": ("chosen_key", "rejected_key"),
 }
-"""Keys of `data` that name the columns with what is learned."""
+"""Keys of `data` that name the columns to learn from."""
 
 
 @dataclass(frozen=True)
@@ -255,31 +264,32 @@ class Method(Choices):
     """A published method; a choice that it leaves open is the usual one."""
 
     about: str = ""
-    """Its paper, and where its numbers come from."""
+    """The paper, and the source of its numbers."""
     learns_from: LearnsFrom = "rollouts"
 
     @property
     def offline(self) -> bool:
-        """It learns from responses in the data instead of sampling; they have reward 1, the worse one of a pair 0."""
+        """Whether the method learns from responses in the data and does not sample. These responses have reward 1, the worse
+        one of a pair 0."""
         return self.learns_from != "rollouts"
 
     @property
     def samples_per_comparison(self) -> int:
-        """Consecutive samples that stay together because the loss compares them."""
+        """Number of consecutive samples that stay together because the loss compares them."""
         return 2 if self.learns_from == "pairs" else 1
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """Keys of `data` that name the columns it learns from."""
+        """Keys of `data` that name the columns to learn from."""
         return COLUMNS[self.learns_from]
 
     @property
     def samples_in_evaluation(self) -> bool:
-        """Evaluation samples responses where eval.generate is left out; of pairs the loss and the accuracy suffice."""
+        """Whether evaluation samples responses if eval.generate is left out; for pairs, loss and accuracy suffice."""
         return self.learns_from != "pairs"
 
     def samples_per_prompt(self, group_size: int) -> int:
-        """Samples of each prompt in a step: as many as are drawn, or as stand in a row of the data."""
+        """Number of samples per prompt in a step: those sampled, or those in a row of the data."""
         return self.samples_per_comparison if self.offline else group_size
 
 
@@ -305,7 +315,7 @@ NORMALIZED = ("group", "leave_one_out", "pass_at_k", "step_mean")
 
 SECOND_MOMENT = "second_moment"
 DIVERGENCES = (*(f"{over}_{k}" for over in ("token", "sum", "mean", "max") for k in ("k2", "k3")), "max_drop", SECOND_MOMENT)
-"""Statistics that tokens or responses are left out by, besides the ratio."""
+"""Statistics, besides the ratio, by which tokens or responses are left out."""
 CREDITS = ("response", "discounted", "gae")
 WEIGHTS = ("none", "token", "sequence", "geometric")
 RATIOS = ("token", "sequence", "sequence-token")
@@ -314,36 +324,37 @@ LEGACY_AGGREGATE = "micro-batch-token-mean"
 AGGREGATES = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "constant-length", LEGACY_AGGREGATE)
 
 RatioReference = Literal["old", "reference", "nothing"]
-"""What a ratio compares with: the policy before the step's updates, the reference, or nothing."""
+"""The ratio's denominator: the policy before the step's updates, the reference, or nothing."""
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """A number or a name that a surrogate takes from the key of the same name."""
+    """A number or a name that a surrogate reads from the key of the same name."""
 
     default: float | str | None
-    """None: off."""
+    """Default value; None: off."""
     range: Range | OneOf
 
 
 @dataclass(frozen=True)
 class SurrogateRow:
-    """Everything about a surrogate but its formula."""
+    """All of a surrogate's data except its formula."""
 
     parameters: Mapping[str, Parameter] = field(default_factory=dict)
     """Key of `algorithm` and field of the surrogate's class -> its default and range."""
     ratio_reference: RatioReference = "old"
     levels: tuple[str, ...] = RATIOS
-    """Importance sampling levels that it can be computed at."""
+    """Importance sampling levels that the surrogate supports."""
     pairs: bool = False
-    """It compares the two responses of a pair, so it belongs to methods that learn from pairs."""
+    """Whether it compares the two responses of a pair; it then belongs to methods that learn from pairs."""
     vanishes: bool = False
-    """A sample without advantages adds exactly nothing, in value and gradient, and changes nothing of what others add."""
+    """Whether a sample without advantages contributes exactly zero to value and gradient and does not affect other
+    samples."""
     unless: tuple[str, ...] = ()
-    """Parameters that keep it from vanishing where they are not 0."""
+    """Parameters that prevent vanishing if they are not 0."""
 
     def numbers(self, chosen: Mapping[str, float | str | None]) -> dict[str, float | str | None]:
-        """Every parameter: what is chosen, or its default."""
+        """Return every parameter: the chosen value, or its default."""
         return {
             name: parameter.default if chosen.get(name) is None else chosen[name]
             for name, parameter in self.parameters.items()
@@ -351,7 +362,7 @@ class SurrogateRow:
 
 
 def _clip(low: float, high: float) -> dict[str, Parameter]:
-    """Bounds of a ratio: 1 - low and 1 + high."""
+    """Return the parameters for the bounds of a ratio, 1 - low and 1 + high."""
     return {"clip_low": Parameter(low, within("[0, 1]")), "clip_high": Parameter(high, at_least(0))}
 
 
@@ -362,7 +373,7 @@ SURROGATES: dict[str, SurrogateRow] = {
         levels=("token",),
         vanishes=True,
     ),
-    # 1: the weight is not bounded below, as in the paper, which names no upper bound; 0.2 is what PPO takes.
+    # 1: no lower bound, as in the paper, which gives no upper bound; 0.2 is PPO's.
     "cispo": SurrogateRow(_clip(1.0, 0.2), vanishes=True),
     "sapo": SurrogateRow(
         {"temperature_positive": Parameter(1.0, above(0)), "temperature_negative": Parameter(1.05, above(0))},
@@ -428,16 +439,16 @@ PARAMETERS = tuple(sorted({key for row in SURROGATES.values() for key in row.par
 """Keys of `algorithm` that are parameters of surrogates."""
 
 USER_SURROGATE = SurrogateRow()
-"""The row of a function of the user's."""
+"""Row of a surrogate that is a user's function."""
 
 
 def surrogate_row(surrogate: str) -> SurrogateRow:
-    """The row of a surrogate's name or of `path.py:function`."""
+    """Return the row for a surrogate's name or for `path.py:function`."""
     return SURROGATES.get(surrogate, USER_SURROGATE)
 
 
 def vanishes(chosen: Choices) -> bool:
-    """Whether the surrogate of a sample without advantages is nothing; of functions of the user's nobody knows."""
+    """Whether the surrogate of a sample without advantages is zero; False if a user's function is involved."""
     row = surrogate_row(str(chosen.surrogate))
     parts = (chosen.advantage, chosen.importance_sampling_level, chosen.rollout_correction.weight)
     if any(is_user_code(str(part)) for part in parts):
@@ -468,7 +479,7 @@ NAMES: dict[str, Collection[str]] = {
     "kl.reward_estimator": ESTIMATORS,
     "rollout_correction.weight": WEIGHTS,
 }
-"""Axis -> the names that it takes besides `path.py:function`."""
+"""Axis -> the names that it accepts besides `path.py:function`."""
 
 USUAL = Choices(
     advantage="group",
@@ -504,7 +515,7 @@ USUAL = Choices(
     dynamic_sampling=False,
     dynamic_sampling_by="reward",
 )  # fmt: skip
-"""What a row does not name."""
+"""Choices for axes that a method's row does not name."""
 
 _GROUP = Method(normalize="group")
 
@@ -761,7 +772,7 @@ METHODS: dict[str, Method] = {
 
 
 def _over(base: C, top: Any) -> C:
-    """`base` with what `top` chooses."""
+    """Return `base`, overridden by the choices in `top`."""
     changes: dict[str, Any] = {}
     for item in fields(base):
         own, overrides = getattr(base, item.name), getattr(top, item.name)
@@ -773,13 +784,14 @@ def _over(base: C, top: Any) -> C:
 
 
 def resolve(name: str, overrides: Choices | None = None) -> Choices:
-    """The method's row with `overrides` over it: every axis has a choice, and every parameter of the surrogate a number."""
+    """Return the method's row overridden by `overrides`, with a value for every axis and every parameter of the
+    surrogate."""
     method, overrides = METHODS[name], overrides or Choices()
     chosen = reduce(_over, (method, overrides), USUAL)
-    # A named correction stands below the keys that change it.
+    # The keys of rollout_correction override the correction that `name` selects.
     named = CORRECTIONS[chosen.rollout_correction.name or "none"]
     correction = reduce(_over, (named, method.rollout_correction, overrides.rollout_correction), USUAL.rollout_correction)
-    # The row's numbers are those of its own surrogate.
+    # The numbers in a method's row apply only to the row's own surrogate.
     same = chosen.surrogate == (method.surrogate or USUAL.surrogate)
     numbers = {key: getattr(chosen if same else overrides, key) for key in PARAMETERS}
     numbers |= surrogate_row(str(chosen.surrogate)).numbers(numbers)

@@ -17,12 +17,12 @@ _USUAL_NUMBERS = methods.SURROGATES[str(methods.USUAL.surrogate)].numbers({})
 
 
 def write_rows() -> str:
-    """Each method with where it comes from and what its row chooses; what it leaves out is the usual choice."""
+    """Return each method with its source and the choices in its row; what a row leaves out is the usual choice."""
     return "\n".join(f"### {name}\n{_text(name)}\n```yaml\n{_block(name)}```\n" for name in methods.METHODS)
 
 
 def update(page: str) -> str:
-    """The page with the rows as they are."""
+    """Return the page with the current rows."""
     before, _, rest = page.partition(BEGIN)
     return before + BEGIN + write_rows() + END + rest.partition(END)[2]
 
@@ -41,7 +41,7 @@ def _block(method: str) -> str:
         name, value = item.name, getattr(chosen, item.name)
         if name in ("kl", "rollout_correction", "expert", "process_reward", "penalty_aggregate") or value is None:
             continue
-        # The numbers of another surrogate than the usual one are all shown.
+        # For a surrogate other than the usual one, all numbers are shown.
         left_out = _USUAL_NUMBERS.get(name) if chosen.surrogate == usual.surrogate else None
         if value != (left_out if name in methods.PARAMETERS else getattr(usual, name)):
             choices[name] = value

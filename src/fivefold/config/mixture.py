@@ -1,28 +1,28 @@
-"""Domains of a data set: which data_sources they have, and how many prompts of each a step takes. No torch here."""
+"""Domains of a data set: their data_sources, and the number of prompts from each per step. No torch here."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
 OTHERS = "*"
-"""In a domain's data_sources: every one that no domain names."""
+"""Entry in a domain's data_sources that stands for every one that no domain names."""
 
 
 def domains_of(domains: Mapping[str, Sequence[str]]) -> Callable[[str], str]:
-    """data_source -> its domain; one that no domain names is a domain of its own, unless a domain takes all others."""
+    """Return data_source -> domain. A data_source that no domain names is a domain of its own, unless a domain has `*`."""
     named = {source: domain for domain, sources in domains.items() for source in sources}
     others = named.pop(OTHERS, None)
     return lambda source: named.get(source, source if others is None else others)
 
 
 def counts(mixture: Mapping[str, float], per_step: int) -> dict[str, int]:
-    """Prompts of each domain in a step: its share of them, rounded down, and those left over to the largest remainders.
+    """Return the number of prompts per domain in a step: its share, rounded down, plus one for the largest remainders.
 
-    Equal remainders go to the domain that is named first. Raises ValueError where a domain would have none.
+    Equal remainders favor the domain named first. Raises ValueError if a domain would have no prompt.
     """
     exact = {name: share * per_step for name, share in mixture.items()}
     found = {name: int(number) for name, number in exact.items()}
-    # Thirds of a number are equals; sorted() keeps their order.
+    # Rounding makes the remainders of thirds equal; sorted() keeps their order.
     most = sorted(exact, key=lambda name: round(found[name] - exact[name], 9))
     for name in most[: per_step - sum(found.values())]:
         found[name] += 1

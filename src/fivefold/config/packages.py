@@ -1,4 +1,4 @@
-"""Packages that some choices need and that are not installed with the project. No torch here."""
+"""Optional packages, which some choices need and the project does not install. No torch here."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from fivefold.errors import first_line
 
 NOT_INSTALLED = "not installed here"
 FLASH = "flash_attn.cute"
-"""The module of flash-attn-4."""
+"""Module of flash-attn-4."""
 KERNELS = {
     FLASH: "attention is PyTorch's, which is slower",
     "triton": "PyTorch's operations take the place of its kernels, which is slower",
     "transformer_engine": "layers are those of PyTorch",
 }
-"""Packages that GPUs compute faster with -> what happens without them."""
+"""Packages with faster GPU kernels -> what happens without them."""
 _SECONDS = 120
 _TRY = """
 import importlib, sys
@@ -40,15 +40,15 @@ BRIDGES = {"native": (), "mbridge": ("mbridge",), "megatron-bridge": ("megatron.
 
 @dataclass(frozen=True)
 class Extra:
-    """Packages that some choices need: `pip install 'fivefold[NAME]'`."""
+    """An extra, installed with `pip install 'fivefold[NAME]'`, for choices that need its package."""
 
     name: str
     package: str
     """The distribution whose version counts."""
     serves: str
-    """What it is for."""
+    """The choice or feature that needs the package."""
     module: str
-    """What is imported of it."""
+    """The module to import."""
 
 
 EXTRAS = (
@@ -63,18 +63,18 @@ EXTRAS = (
     Extra("swanlab", "swanlab", "trainer.loggers: [swanlab]", "swanlab"),
     Extra("trackio", "trackio", "trainer.loggers: [trackio]", "trackio"),
 )
-"""Those of pyproject.toml that users install; `fivefold doctor` says which are missing."""
+"""Extras of pyproject.toml that users install; `fivefold doctor` lists the missing ones."""
 
 
 def missing_packages(names: tuple[str, ...]) -> list[str]:
-    """Those of the packages that cannot be used, each with why: it is not installed, or its import fails."""
+    """Return the packages that cannot be used, each with the reason: not installed, or its import fails."""
     with ThreadPoolExecutor() as tries:
         faults = list(tries.map(import_fault, names))
     return [f"{name}, {fault}" for name, fault in zip(names, faults, strict=True) if fault is not None]
 
 
 def import_fault(name: str) -> str | None:
-    """Why a package cannot be used here, None where it can: an import of it is tried in a process of its own."""
+    """Return why a package cannot be used here, or None; its import is tried in a separate process."""
     try:
         spec = importlib.util.find_spec(name.partition(".")[0])
     except (ImportError, ValueError):
@@ -103,21 +103,21 @@ def _failed_import(name: str, path: tuple[str, ...]) -> str | None:
 
 
 def flash_fault() -> str | None:
-    """Why flash-attn-4 cannot be used, None where it can. FlashAttention 2 has the same package, without `cute`."""
+    """Return why flash-attn-4 cannot be used, or None. FlashAttention 2 has the same package, without `cute`."""
     spec = importlib.util.find_spec("flash_attn")
     places = (spec.submodule_search_locations or ()) if spec is not None else ()
     return import_fault(FLASH) if any((Path(place) / "cute").is_dir() for place in places) else NOT_INSTALLED
 
 
 def slower_paths() -> list[str]:
-    """A line for each package of `KERNELS` that is installed and cannot be imported."""
+    """Return a line for each package of `KERNELS` that is installed but cannot be imported."""
     faults = {name: flash_fault() if name == FLASH else import_fault(name) for name in KERNELS}
     return [f"{name}, {fault}: {KERNELS[name]}" for name, fault in faults.items() if fault not in (None, NOT_INSTALLED)]
 
 
 @cache
 def can_import(name: str) -> bool:
-    """Import a package of `KERNELS` in this process; where it is installed and that fails, the first rank says so."""
+    """Import a package of `KERNELS` in this process; if it is installed but the import fails, rank 0 prints why."""
     try:
         importlib.import_module(name)
     except Exception as error:

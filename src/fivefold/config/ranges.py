@@ -1,4 +1,4 @@
-"""What a single value of the configuration may be: a range of numbers or one of several names, written on its field.
+"""Rules for a single value of the configuration: a range of numbers or a list of names, written on its field.
 
 `lr: Annotated[float, at_least(0)] = 1e-6` is the whole declaration; `check_values` compares a section with its fields.
 """
@@ -19,23 +19,23 @@ from fivefold.config.identity import hints_of
 from fivefold.errors import shown
 
 LARGEST = 2**53
-"""Of whole numbers: every library that one is handed to can hold it."""
+"""Largest whole number: every library that receives one can represent it."""
 FLOATS = 1e-37, 1e37
-"""Smallest and largest size of a float that is not 0: what is computed with it is computed in float32."""
+"""Smallest and largest absolute value of a nonzero float: computations use float32."""
 RANKS = "[0, 1048576]"
-"""Numbers of ranks; more than any cluster has, and a list of them fits in memory."""
+"""Allowed numbers of ranks: more than any cluster has, and a list of them still fits in memory."""
 
 
 @runtime_checkable
 class Rule(Protocol):
     def fault(self, value: Any) -> str | None:
-        """What the value must be, where it is not."""
+        """Return what the value must be, or None if it is valid."""
         ...
 
 
 @dataclass(frozen=True)
 class Range:
-    """Finite numbers between two ends, which belong to them unless they are open."""
+    """Finite numbers between two ends, which are included unless they are open."""
 
     low: float = -math.inf
     high: float = math.inf
@@ -57,7 +57,7 @@ class Range:
 
 
 def _is_usable(value: float) -> bool:
-    """A finite number; a whole one of at most 2^53, which every library that it is handed to can hold."""
+    """Whether a number is finite and, if whole, at most 2^53, which every library can represent."""
     return abs(value) <= LARGEST if isinstance(value, int) else math.isfinite(value)
 
 
@@ -74,7 +74,7 @@ def above(low: float) -> Range:
 
 
 def within(interval: str) -> Range:
-    """The range of an interval: `[0, 1)` holds 0 and not 1."""
+    """Return the range of an interval: `[0, 1)` contains 0 but not 1."""
     low, high = interval[1:-1].split(",")
     return Range(float(low), float(high), interval.startswith("("), interval.endswith(")"))
 
@@ -93,11 +93,11 @@ class OneOf:
 
 @dataclass(frozen=True, eq=False)
 class Matches:
-    """A text of this form."""
+    """A text that matches a pattern."""
 
     form: re.Pattern[str]
     said: str
-    """The form as a message says it."""
+    """The pattern as messages describe it."""
 
     def __str__(self) -> str:
         return self.said
@@ -107,13 +107,13 @@ class Matches:
 
 
 def suggest(value: Any, known: Iterable[Any], shown: Callable[[str], str] = str) -> str:
-    """ ": did you mean ...?" where one of the known names is close, as it is to be `shown`; otherwise nothing."""
+    """Return ": did you mean ...?" with the closest of the known names, formatted by `shown`; empty if none is close."""
     close = difflib.get_close_matches(str(value), [str(name) for name in known], n=1, cutoff=0.6)
     return f": did you mean {shown(close[0])!r}?" if close else ""
 
 
 def check_values(part: Any, findings: Findings) -> None:
-    """Compare every value of a section (a dataclass) and of the sections within it with what its field allows."""
+    """Check every value of a section (a dataclass) and of its subsections against the rules on its field."""
     for name, hint in hints_of(type(part)).items():
         value = getattr(part, name)
         if dataclasses.is_dataclass(value):
@@ -128,7 +128,7 @@ def check_values(part: Any, findings: Findings) -> None:
             elif isinstance(item, str) and "\0" in item:
                 findings.error(key, f"must have no character NUL: got {shown(item)}")
             elif item is not None:
-                # A name beside which there are numbers is one of its type.
+                # In a field that takes a name or a number, a range does not apply to the name.
                 applying = [rule for rule in rules if not (isinstance(item, str) and isinstance(rule, Range))]
                 faults = [fault for rule in applying if (fault := rule.fault(item))]
                 if isinstance(item, float) and item and not FLOATS[0] <= abs(item) <= FLOATS[1] and not faults:
@@ -139,7 +139,7 @@ def check_values(part: Any, findings: Findings) -> None:
 
 
 def _rules(hint: Any) -> list[Rule]:
-    """Those on a type and on the types within it: what a list's elements must be holds for each of them."""
+    """Return the rules on a type and on the types within it; a rule on a list's elements applies to each element."""
     if typing.get_origin(hint) is Annotated:
         inner, *marks = typing.get_args(hint)
         return [*_rules(inner), *(mark for mark in marks if isinstance(mark, Rule))]
@@ -147,7 +147,7 @@ def _rules(hint: Any) -> list[Rule]:
 
 
 def _items(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """(key, value) of the values in a list or mapping, or of the value itself."""
+    """Yield (key, value) for the values in a list or mapping, or for the value itself."""
     if isinstance(value, dict):
         for key, item in value.items():
             yield from _items(f"{name}.{key}", item)

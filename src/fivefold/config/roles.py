@@ -1,4 +1,4 @@
-"""The models of a run: one table, read by everything that lists models. RunConfig -> Roles. No torch here."""
+"""The models of a run in one table, for all code that lists models. RunConfig -> Roles. No torch here."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Head(Enum):
-    """What a model computes for a token."""
+    """Output of a model for each token."""
 
     LANGUAGE_MODEL = "the log-prob of the token"
     VALUE = "the value of the text up to and including the token"
@@ -36,51 +36,51 @@ class Role:
     """One model of a run."""
 
     name: str
-    """Its section of the configuration; names its part of a checkpoint and its metrics too."""
+    """Name of its configuration section, its part of a checkpoint and its metrics."""
     path: str
-    """Directory or hub id of the weights that it starts from."""
+    """Directory or hub id of its initial weights."""
     path_key: str
-    """The key that names them."""
+    """Key that names these weights."""
     section: PolicyConfig | FrozenConfig
-    """Its own section, as it was written."""
+    """The model's own section, as written."""
     policy: PolicyConfig
-    """The policy's settings, which count where its section leaves them out."""
+    """Settings of the policy, which apply where the section leaves them out."""
     backend_key: str
-    """The key of its layout."""
+    """Key of its layout."""
     first_rank: int = 0
     head: Head = Head.LANGUAGE_MODEL
     learns: Learns = Learns.NEVER
     updates_per_step: int = 0
-    """Optimizer steps for each rollout."""
+    """Number of optimizer steps per rollout."""
     epochs: int = 1
-    """How often these go through the rollout."""
+    """Number of passes that these steps make over the rollout."""
     compared_by: str | None = None
-    """The role that learns by being compared with it."""
+    """The role that learns by comparison with this model."""
     reads_text: bool = False
-    """It scores texts, by a tokenizer of its own, before they are packed; it stays on the device."""
+    """Whether it scores texts, with its own tokenizer, before they are packed; it stays on the device."""
     served_by: str | None = None
-    """The role whose model serves as this one: there is no second model."""
+    """The role whose model serves as this one, so there is no second model."""
     without_adapters: bool = False
-    """That model serves with its adapters switched off."""
+    """Whether that model serves with its adapters switched off."""
 
     @cached_property
     def settings(self) -> PolicyConfig:
-        """Its whole settings; raises ValueError where its layout cannot be read."""
+        """All settings of the model; raises ValueError if its layout cannot be parsed."""
         return self.section if isinstance(self.section, PolicyConfig) else self.section.settings(self.policy)
 
     @property
     def section_key(self) -> str:
-        """The key of the section with its settings: of what a model is compared with, that of the model."""
+        """Key of the section with its settings; for a comparison model, the section of the model compared with it."""
         return self.backend_key.removesuffix(".backend")
 
     @property
     def label(self) -> str:
-        """What messages call it."""
+        """Name of the model in messages."""
         return self.name.replace(".", " ")
 
     @property
     def pass_name(self) -> str | None:
-        """What its pass over a rollout gives; None where that belongs to its updates."""
+        """Name of the result of its pass over a rollout; None if that pass belongs to its updates."""
         if self.learns is Learns.BEFORE_ADVANTAGES:
             return None
         return self.label if self.reads_text else "values" if self.has_value_head else "log-probs"
@@ -99,18 +99,18 @@ class Role:
 
     @property
     def has_own_layout(self) -> bool:
-        """Its section names a layout; otherwise it takes the policy's."""
+        """Whether its section names a layout; otherwise it has the policy's."""
         return isinstance(self.section, FrozenConfig) and self.section.backend is not None
 
     @property
     def ranks(self) -> range:
-        """The ranks that hold it."""
+        """Ranks that hold the model."""
         return range(self.first_rank, self.first_rank + self.layout.world_size)
 
 
 @dataclass(frozen=True)
 class Roles(Mapping[str, Role]):
-    """The roles of a run by their names, the policy first."""
+    """The roles of a run by name, the policy first."""
 
     by_name: Mapping[str, Role]
 
@@ -135,28 +135,28 @@ class Roles(Mapping[str, Role]):
 
     @property
     def further_learners(self) -> dict[str, Role]:
-        """Roles besides the policy whose model is trained."""
+        """Roles, except the policy, whose model is trained."""
         return {name: role for name, role in self.learners.items() if name != "policy"}
 
     @property
     def world_size(self) -> int:
-        """Ranks of all models."""
+        """Number of ranks of all models."""
         return max(role.ranks.stop for role in self.models.values())
 
     @property
     def own_layouts(self) -> dict[str, ParallelLayout]:
-        """Layouts of models that do not take the policy's."""
+        """Layouts of models that do not have the policy's."""
         return {name: role.layout for name, role in self.models.items() if role.has_own_layout}
 
     def settings(self, name: str) -> PolicyConfig:
-        """Settings of a model where it runs: one that is alone on its ranks keeps the device, so it offloads nothing."""
+        """Return a model's settings on its ranks: a model alone on its ranks stays on the device, so it offloads nothing."""
         role = self[name]
         is_alone = [other.ranks for other in self.models.values()].count(role.ranks) == 1
         return replace(role.settings, offload=OffloadConfig()) if is_alone and name != "policy" else role.settings
 
 
 def roles_of(config: RunConfig) -> Roles:
-    """The roles that the run of a configuration has; raises ValueError where a layout cannot be read."""
+    """Return the roles in the run of a configuration; raises ValueError if a layout cannot be parsed."""
     rows = {name: make(config) for name, make in ROLES.items()}
     return Roles({name: role for name, role in rows.items() if role is not None})
 
@@ -204,7 +204,7 @@ def _prm(config: RunConfig) -> Role | None:
 
 
 def _prm_reference(config: RunConfig) -> Role | None:
-    """What the process reward model is compared with: weights that stay as they are, on its layout, or the policy."""
+    """Return the role that the process reward model is compared with: frozen weights on its layout, or the policy."""
     process = config.algorithm.resolved.process_reward
     if not process.coef:
         return None
@@ -223,7 +223,7 @@ def _reward_model(config: RunConfig) -> Role | None:
 
 
 def _further(config: RunConfig, name: str, section: FrozenConfig) -> Role:
-    """A model besides the policy, which starts from the policy's weights where its section names none."""
+    """Make the role of a model other than the policy; it starts from the policy's weights if its section names none."""
     path = section.path or config.model.path
     return Role(name, path, f"{name}.path", section, config.policy, f"{name}.backend", section.first_rank)
 
@@ -240,27 +240,27 @@ ROLES: dict[str, Callable[[RunConfig], Role | None]] = {
     "prm.reference": _prm_reference,
     "reward.model": _reward_model,
 }
-"""Name -> the role in the run of a configuration; None where the run has no such model."""
+"""Name -> function that returns the role in the run of a configuration, or None if the run has no such model."""
 
 SECTIONS = ("reference", "critic", "prm", "reward.model")
-"""Sections of models besides the policy."""
+"""Sections of models other than the policy."""
 LEARNERS = ("policy", "critic", "prm")
-"""Sections of models that learn, in the order of a checkpoint's parts."""
+"""Sections of trained models, in the order of a checkpoint's parts."""
 
 
 def further_sections(config: RunConfig) -> dict[str, FrozenConfig]:
-    """Every section of a model besides the policy, whether the run has that model or not."""
+    """Return every section of a model other than the policy, whether or not the run has that model."""
     return {name: attrgetter(name)(config) for name in SECTIONS}
 
 
 def on_policy_layout(config: RunConfig) -> RunConfig:
-    """The configuration with every model on the policy's layout."""
+    """Return the configuration with every model on the policy's layout."""
     for name, section in further_sections(config).items():
         config = _replaced(config, name.split("."), replace(section, backend=None))
     return config
 
 
 def _replaced(section: Any, path: list[str], value: Any) -> Any:
-    """A section in which the one at `path` is `value`."""
+    """Return `section` with the value at `path` replaced by `value`."""
     inner = value if len(path) == 1 else _replaced(getattr(section, path[0]), path[1:], value)
     return replace(section, **{path[0]: inner})

@@ -1,7 +1,7 @@
-"""The typed configuration tree; every default stands once, on its field, with the range of a number in its type.
+"""The typed configuration tree. Every default is on its field, once, with the range of a number in its type.
 
-learners.py, engine.py and scoring.py have the sections of models, sampling and rewards, validate.py what values must satisfy
-together.
+learners.py, engine.py and scoring.py define the sections for models, sampling and rewards. validate.py checks values against
+each other.
 """
 
 from __future__ import annotations
@@ -37,56 +37,56 @@ RAY_ADDRESS = re.compile(r"auto|(ray://)?[^/\s]+:\d+")
 @dataclass(frozen=True)
 class ModelConfig:
     path: Annotated[str, CONTENT]
-    """Hugging Face model directory, a hub id (of ModelScope `modelscope:OWNER/NAME`) that is downloaded once per node, or a
-    checkpoint of Megatron-Core (`torch_dist`), whose weights are taken; so may be critic.path and reference.path."""
+    """Hugging Face model directory, a hub id (`modelscope:OWNER/NAME` for ModelScope), downloaded once per node, or a
+    Megatron-Core checkpoint (`torch_dist`), whose weights are loaded. critic.path and reference.path accept the same."""
     config: Annotated[str | None, CONTENT] = None
-    """Hugging Face directory or hub id with the config.json, and the tokenizer, of a model whose weights are a checkpoint of
-    Megatron-Core; the files that lie in it or above it when left out."""
+    """Hugging Face directory or hub id with the config.json and the tokenizer for a Megatron-Core checkpoint. If left out:
+    the files in the checkpoint's directory or above it."""
     tokenizer: Annotated[str | None, CONTENT] = None
-    """Tokenizer directory or hub id; that of model.config or of the model when left out."""
+    """Tokenizer directory or hub id; that of model.config or of the model if left out."""
     trust_remote_code: Annotated[bool, HARMLESS] = False
-    """Let the tokenizer's repository run its own Python code. Models never run theirs."""
+    """Let the tokenizer's repository run its own Python code. Code in model repositories is never run."""
 
 
 @dataclass(frozen=True)
 class AlgorithmConfig(Choices):
-    """A published method by its name; every other choice is the method's when left out."""
+    """A published method by name; each choice that is left out is the method's."""
 
     name: Annotated[str, OneOf(METHODS)] = "grpo"
-    """The published method: a row of docs/methods.md."""
+    """Name of the published method: a row of docs/methods.md."""
     group_size: Annotated[int, within("[1, 65536]")] = 8
-    """Samples drawn for each prompt."""
+    """Number of samples per prompt."""
     updates_per_step: Annotated[int, above(0)] = 1
-    """Optimizer steps into which one rollout is divided."""
+    """Number of optimizer steps that one rollout is divided into."""
     ppo_epochs: Annotated[int, within("[1, 1000]")] = 1
-    """Times each rollout is gone through."""
+    """Number of passes over each rollout."""
     values_per: Literal["step", "update"] = "step"
-    """When the critic computes the values that advantages are made of: before the updates of a step, all at once, or before
-    each of them, as the updates before have left it; advantages are then whitened over the update. As where every
-    optimizer step is a step of its own, on samples of older weights."""
+    """When the critic computes the values for advantages: once before all updates of a step, or again before each update,
+    with the critic as updated so far. With `update`, advantages are whitened over the update. That matches systems in which
+    every optimizer step is a step of its own, on samples of older weights."""
     sampling_rounds: Annotated[int, above(0)] = 10
-    """Rounds of dynamic sampling in one step at most; then groups of equal rewards fill up what is missing."""
+    """Maximum rounds of dynamic sampling per step. After them, groups with equal rewards fill the step."""
     prompts_per_round: Annotated[int, above(0)] | None = None
-    """Prompts sampled in each round of dynamic sampling; data.prompts_per_step when left out."""
+    """Prompts sampled in each round of dynamic sampling; data.prompts_per_step if left out."""
 
     @property
     def method(self) -> Method:
-        """The method's row."""
+        """Row of the method in METHODS."""
         return METHODS[self.name]
 
     @cached_property
     def resolved(self) -> Choices:
-        """The method with these choices: every axis has one."""
+        """The method with these choices applied; every axis has a value."""
         return resolve(self.name, self)
 
     @property
     def offline(self) -> bool:
-        """It learns from responses in the data instead of sampling."""
+        """Whether the method learns from responses in the data and does not sample."""
         return self.method.offline
 
     @property
     def samples_per_comparison(self) -> int:
-        """Consecutive samples that stay together because the loss compares them: 2 for pairs."""
+        """Number of consecutive samples that stay together because the loss compares them: 2 for pairs."""
         return self.method.samples_per_comparison
 
     @property
@@ -95,12 +95,12 @@ class AlgorithmConfig(Choices):
 
     @property
     def updates(self) -> int:
-        """Optimizer steps of one rollout."""
+        """Number of optimizer steps per rollout."""
         return self.updates_per_step * self.ppo_epochs
 
     @property
     def needs_reference(self) -> bool:
-        """The KL has weight, or the surrogate compares with the reference."""
+        """Whether the KL has a nonzero weight or the surrogate compares with the reference."""
         chosen = self.resolved
         has_penalty = chosen.kl.coef != 0 or chosen.kl.reward_coef != 0
         return has_penalty or surrogate_row(str(chosen.surrogate)).ratio_reference == "reference"
@@ -109,66 +109,69 @@ class AlgorithmConfig(Choices):
 @dataclass(frozen=True)
 class DataConfig:
     train: Annotated[list[str], CONTENT] = field(default_factory=list)
-    """Parquet or jsonl files of prompts; `FILE[begin:end]` are those of its rows, as of a list: `[:200]`, `[-100:]`."""
+    """Parquet or jsonl files with prompts; `FILE[begin:end]` selects rows as a Python slice does: `[:200]`, `[-100:]`."""
     val: Annotated[list[str], CONTENT] = field(default_factory=list)
-    """Files for evaluation; none is made when left out."""
+    """Files for evaluation; no evaluation if left out."""
     expert: Annotated[list[str], CONTENT] = field(default_factory=list)
-    """Files of an expert's responses, which algorithm.expert imitates next to what is sampled: rows as for sft."""
+    """Files with an expert's responses, which algorithm.expert imitates in addition to the sampled ones; rows as for sft."""
     expert_per_step: Annotated[int, at_least(0)] = 0
-    """Expert's responses in a step; a multiple of algorithm.updates_per_step."""
+    """Number of expert responses per step; must be a multiple of algorithm.updates_per_step."""
     prompts_per_step: Annotated[int, above(0)] = 32
-    """Prompts of one step; a multiple of algorithm.updates_per_step."""
+    """Number of prompts per step; must be a multiple of algorithm.updates_per_step."""
     max_prompt_tokens: Annotated[int, above(0)] = 512
-    """Longest prompt."""
+    """Maximum length of a prompt, in tokens."""
     max_response_tokens: Annotated[int, above(0)] = 512
-    """Longest response: sampling ends there."""
+    """Maximum length of a response, in tokens."""
     max_total_tokens: Annotated[int | None, above(1)] = None
-    """Longest prompt and response of the data together (sft): what a response has beyond is cut off, and a prompt that
-    leaves no room for one is too long."""
+    """Maximum length of prompt and response together in the data (sft), in tokens. Longer responses are cut; a prompt that
+    leaves no room for a response is too long."""
     overlong_prompts: Literal["drop", "refuse"] = "drop"
-    """Leave out prompts that are too long and count them, or refuse to start."""
+    """Drop and count prompts that are too long, or refuse to start."""
     shuffle: bool = True
-    """Shuffle anew for each epoch, by trainer.seed."""
+    """Shuffle again for each epoch, seeded by trainer.seed."""
     cache_dir: Annotated[str, HARMLESS] = "~/.cache/fivefold/prompts"
-    """Where the tokenized prompts of data sets of more than 20,000 rows are kept, on each machine."""
+    """Directory on each machine that caches the tokenized prompts of data sets with more than 20,000 rows."""
     system_prompt: str | None = None
-    """A system message put before each prompt that does not begin with one of its own."""
+    """System message for each prompt that does not begin with one."""
     chat_template: str | None = None
-    """A Jinja template of prompts in the place of the tokenizer's chat template."""
+    """Jinja template for prompts, replacing the tokenizer's chat template."""
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Variables of the chat template: `{enable_thinking: false}`."""
+    """Variables of the chat template, for example `{enable_thinking: false}`."""
     apply_chat_template: bool = True
-    """False: prompts are texts as the model reads them, with the tokenizer's own special tokens around them."""
+    """If false, prompts are plain text, to which the tokenizer adds its special tokens."""
     special_tokens: Literal["keep", "escape", "refuse"] = "keep"
-    """Special tokens of the tokenizer in a row's texts, which open turns (`<|im_start|>system` in a user's message): keep
-    them, escape them (a space after the first letter makes them text), or refuse the row. In a tool's answer and in a
-    judge's prompt they are always escaped."""
+    """Handling of the tokenizer's special tokens in a row's texts, which open turns (`<|im_start|>system` in a user's
+    message). keep leaves them, escape adds a space after the first letter, so that they become text, and refuse rejects the
+    row. They are always escaped in tool answers and judge prompts."""
     prompt_key: str = "prompt"
-    """Column with the prompt: text or messages. Of this key and the next, `a.b` is the part b of column a."""
+    """Column with the prompt: text or messages. In this key and the next, `a.b` means field b of column a."""
     query_key: str | None = None
-    """Column with a second part of the prompt, which follows the first on a line of its own; a row may leave it empty."""
+    """Column with a second part of the prompt, added on a new line; a row may leave it empty."""
     system_key: str | None = None
-    """Column with a row's own system message, which comes before `system_prompt`; a row may have none, or begin with one."""
+    """Column with a row's system message, used instead of `system_prompt`; ignored if the prompt begins with one, and may be
+    empty."""
     tools_key: str | None = None
-    """Column with the functions that a row's chat template is passed as `tools`: a list, or JSON; a row may have none."""
+    """Column with the functions passed to the chat template as `tools`: a list, or JSON; may be empty."""
     ground_truth_key: str = "reward_model.ground_truth"
-    """What a response is compared with; elsewhere, of a solution that ends in `#### answer`, it is the answer."""
+    """Column with the ground truth, which responses are compared with. In a column of another name, a solution that ends in
+    `#### answer` counts as its answer."""
     ground_truth_by_source: dict[str, str] = field(default_factory=dict)
-    """data_source -> the column that has it there, such as one with tests of programs."""
+    """data_source -> column with its ground truth, for example one with tests for programs."""
     source_key: str = "data_source"
-    """Column with the data_source, which chooses the reward; where a row has none it is the name of its file."""
+    """Column with the data_source, which selects the reward; the file's name for rows without one."""
     domains: dict[str, list[str]] = field(default_factory=dict)
-    """Name -> data_sources that are one domain, `'*'` for all that no domain names; another one is a domain of its own."""
+    """Domain name -> its data_sources; `'*'` stands for all that no domain names. Other data_sources are domains of their
+    own."""
     mixture: dict[str, Annotated[float, within("(0, 1]")]] = field(default_factory=dict)
-    """Domain -> its share of every step's prompts; they sum to 1, and rows of other domains are left out. When left out
-    all rows are shuffled together."""
+    """Domain -> its share of the prompts in every step. Shares sum to 1, and rows of other domains are left out. If left
+    out, all rows are shuffled together."""
     response_key: str = "response"
     """Column with the response to imitate, for methods that learn from responses (sft)."""
     messages_key: str = "messages"
-    """Column with a whole conversation to imitate instead: the assistant's turns carry loss."""
+    """Column with a whole conversation to imitate instead; the assistant's turns carry loss."""
     learned_turns: Literal["all", "last"] = "all"
-    """Of such a conversation: all turns of the assistant up to their end tokens, or the last one with all that the chat
-    template writes behind it."""
+    """Turns in a `messages_key` conversation that carry loss. all: all assistant turns up to their end tokens; last: the
+    last one, with all text that the chat template adds after it."""
     chosen_key: str = "chosen"
     rejected_key: str = "rejected"
     """Columns with the better and the worse response, for methods that learn from pairs (dpo): texts, or conversations whose
@@ -186,139 +189,144 @@ class ProfileConfig:
 @dataclass(frozen=True)
 class EvalConfig:
     samples: Annotated[int, at_least(0), HARMLESS] = 0
-    """Responses sampled per prompt for mean@k and pass@k, besides the greedy one; 0 for greedy only."""
+    """Number of responses sampled per prompt for mean@k and pass@k, in addition to the greedy one; 0: greedy only."""
     temperature: Annotated[float, within("[0, 100]")] = 1.0
-    """Of the sampled responses."""
+    """Temperature of the sampled responses."""
     top_p: Annotated[float, within("(0, 1]")] = 1.0
-    """Of the sampled responses."""
+    """Top-p of the sampled responses."""
     top_k: Annotated[int, at_least(0)] = 0
-    """Of the sampled responses; 0 turns it off."""
+    """Top-k of the sampled responses; 0 turns it off."""
     max_prompts: Annotated[int | None, above(0), HARMLESS] = None
-    """Only the first so many prompts of each file."""
+    """Maximum number of prompts per file: the first ones are used."""
     generate: Annotated[bool | None, HARMLESS] = None
-    """Sample responses and score them; when left out, methods that learn from pairs (dpo) do not, and those that learn from
-    responses (sft) do where rewards are known for the files."""
+    """Sample responses and score them. If left out: false for methods that learn from pairs (dpo); for methods that learn
+    from responses (sft), true if rewards are known for the files."""
 
 
 @dataclass(frozen=True)
 class GuardConfig:
-    """Checks of every run; the run stops where one fails."""
+    """Checks in every run; the run stops when one fails."""
 
     every: Annotated[int, at_least(0)] = 10
-    """Steps between comparisons of what must be equal on several ranks: replicas, norms, routers, tied weights; 0: never."""
+    """Steps between checks that replicas, norms, routers and tied weights are equal on all ranks that hold them; 0:
+    never."""
     max_skipped: Annotated[int, at_least(0)] = 3
-    """Updates in a row that may be skipped because the loss or a gradient was not finite."""
+    """Maximum number of consecutive updates skipped because the loss or a gradient was not finite."""
 
 
 @dataclass(frozen=True)
 class TrainerConfig:
     run_dir: Annotated[str | None, HARMLESS] = None
-    """Where the run writes everything; when left out `runs/METHOD-MODEL-NUMBER`, the number made of every key that makes the
-    run what it is, so that two different runs do not meet."""
+    """Directory for all output of the run. If left out: `runs/METHOD-MODEL-NUMBER`, where NUMBER is a hash of all keys that
+    affect what is learned, so different runs get different directories."""
     steps: Annotated[int | None, above(0), HARMLESS] = None
-    """Steps of the run; when left out, as many as `epochs` passes over the data take."""
+    """Number of steps in the run; if left out, enough for `epochs` passes over the data."""
     epochs: Annotated[int, above(0), HARMLESS] = 1
-    """Passes over the data."""
+    """Number of passes over the data."""
     ends_with_data: bool = False
-    """End the run with the data of `epochs`, even where `steps` are more. Every prompt that dynamic sampling draws counts;
-    a step for which too few are left is not taken."""
+    """End the run when the data of `epochs` is used up, even before `steps`. Every prompt that dynamic sampling draws
+    counts; a step with too few prompts left is not taken."""
     seed: Annotated[int, within(f"[0, {2**32 - 1}]")] = 0
-    """Of the order of prompts and of every random draw."""
+    """Seed for the order of prompts and all random draws."""
     device: Annotated[Literal["auto", "cpu", "cuda"], HARMLESS] = "auto"
-    """`auto` takes GPUs where there are any."""
+    """`auto` uses GPUs if there are any."""
     umask: Annotated[str, Matches(UMASK, "three octal digits in quotes, as '077' or '027'"), HARMLESS] = "077"
-    """Permissions that files and directories of the run lack: with '077' only their owner reads them, with '027' the group
+    """Permissions removed from files and directories of the run: with '077' only the owner reads them, with '027' the group
     too."""
     save_every: Annotated[Annotated[int, at_least(0)] | Literal["epoch"], HARMLESS] = 0
     """Steps between checkpoints; 0 saves only at the end, `epoch` after as many steps as one pass over the data takes."""
     async_save: Annotated[bool, HARMLESS] = False
-    """Copy a checkpoint to the host and go on while it is written; takes as much host memory as a rank's share of it."""
+    """Copy a checkpoint to host memory and continue while it is written. Needs host memory for a rank's share of the
+    checkpoint."""
     keep: Annotated[int, above(0), HARMLESS] = 3
-    """Checkpoints kept, the newest ones."""
+    """Number of latest checkpoints to keep."""
     resume: Annotated[str, HARMLESS] = "auto"
-    """auto: the newest whole checkpoint of run_dir; never; or the path of one."""
+    """auto: resume from the newest complete checkpoint in run_dir; never: start from scratch; or the path of a
+    checkpoint."""
     accept_changes: Annotated[list[str], HARMLESS] = field(default_factory=list)
-    """Keys or sections that may differ from those of the checkpoint that is resumed, although what is learned changes with
-    them; a change that is not named here is refused."""
+    """Keys or sections that may differ from the resumed checkpoint although they affect what is learned. Any other such
+    change is refused."""
     eval_every: Annotated[Annotated[int, at_least(0)] | Literal["epoch"], HARMLESS] = 0
-    """Steps between evaluations; 0: only before the first step and at the end, `epoch`: after as many steps as one pass over
-    the data takes."""
+    """Steps between evaluations; 0: only before the first step and at the end, `epoch`: as many steps as one pass over the
+    data takes."""
     eval_before_train: Annotated[bool, HARMLESS] = True
-    """Evaluate before the first step, when there is validation data."""
+    """Evaluate before the first step, if there is validation data."""
     stop_at: Annotated[dict[str, Annotated[float, Range()]], HARMLESS] = field(default_factory=dict)
-    """End the run when an evaluation finds every one of these metrics at or above its value."""
+    """End the run when an evaluation finds each of these metrics at or above its value."""
     logged_samples_per_step: Annotated[int | Literal["all"], at_least(0), HARMLESS] = 4
-    """Samples written to samples.jsonl each step, the first ones of as many groups. all: every sample with its tokens and
-    their log-probs, values, weights and advantages, from which another program can compute the step's loss again; it costs
-    a pass of the policy where nothing else needs one, a gather, and disk."""
+    """Number of samples written to samples.jsonl per step, the first of as many groups. all: every sample with its tokens,
+    log-probs, values, weights and advantages, from which another program can recompute the step's loss. This costs a gather,
+    disk space, and a forward pass of the policy if nothing else needs one."""
     loggers: Annotated[list[Literal["console", "tensorboard", "wandb", "mlflow", "swanlab", "trackio"]], HARMLESS] = field(
         default_factory=lambda: ["console", "tensorboard"]
     )
-    """Where metrics go besides metrics.jsonl: the terminal, and trackers (`tracking`)."""
+    """Outputs for metrics in addition to metrics.jsonl: the terminal, and trackers (`tracking`)."""
     profile: Annotated[ProfileConfig, HARMLESS] = field(default_factory=ProfileConfig)
     guard: Annotated[GuardConfig, HARMLESS] = field(default_factory=GuardConfig)
     deterministic: Annotated[bool, HARMLESS] = False
-    """Two runs give the same bits: deterministic kernels only, at some cost of speed."""
+    """Make two runs bitwise identical: only deterministic kernels, which are slower."""
 
 
 @dataclass(frozen=True)
 class TrackingConfig:
-    """What the trackers in `trainer.loggers` are told. Keys and addresses stand in the libraries' own variables."""
+    """Settings for the trackers in `trainer.loggers`. Keys and addresses are read from the libraries' own environment
+    variables."""
 
     project: str = "fivefold"
-    """Project of W&B, SwanLab and Trackio, experiment of MLflow."""
+    """Project in W&B, SwanLab and Trackio; experiment in MLflow."""
     name: str | None = None
-    """Name of the run; that of its directory when left out."""
+    """Name of the run; its directory's name if left out."""
     group: str | None = None
-    """Runs of a group are shown together."""
+    """Group of the run; trackers show runs of a group together."""
     tags: list[str] = field(default_factory=list)
-    """Words by which runs are found."""
+    """Tags for finding runs."""
     offline: bool = False
-    """W&B and SwanLab write files, which their own `sync` sends later."""
+    """Let W&B and SwanLab write files, to be sent later with their own `sync`."""
     samples_every: Annotated[int, at_least(0)] = 10
-    """Steps between tables of samples; those of an evaluation are always sent. 0: none at all."""
+    """Steps between tables of samples; evaluation samples are always sent. 0: no tables."""
     wait_seconds: Annotated[float, within("[0, 3600]")] = 30.0
-    """Longest wait at the end of the run for what trackers have not got yet."""
+    """Maximum wait at the end of the run for trackers to receive pending data, in seconds."""
 
 
 @dataclass(frozen=True)
 class RayConfig:
-    """Where the ranks run with `launch.backend: ray`."""
+    """Placement of ranks with `launch.backend: ray`."""
 
     address: Annotated[str, Matches(RAY_ADDRESS, "auto, HOST:PORT or ray://HOST:PORT")] | None = None
-    """Of a cluster that runs: `auto`, `HOST:PORT` or `ray://HOST:PORT`. Left out: that in RAY_ADDRESS, which Ray sets in its
-    jobs, or a cluster of this machine alone that the run starts and ends."""
+    """Address of a running cluster: `auto`, `HOST:PORT` or `ray://HOST:PORT`. If left out: RAY_ADDRESS, which Ray sets in
+    its jobs, or else a cluster on this machine that the run starts and ends."""
     cpus_per_rank: Annotated[int, within("[1, 4096]")] = 1
-    """CPUs that Ray reserves for each rank, next to its GPU."""
+    """Number of CPUs that Ray reserves for each rank, in addition to its GPU."""
     strategy: Literal["pack", "spread"] = "pack"
-    """`pack` takes as few nodes as possible, `spread` as many, evenly; tensor-parallel ranks share a node in both."""
+    """`pack` uses as few nodes as possible, `spread` as many, evenly; tensor-parallel ranks share a node in both."""
     wait_minutes: Annotated[float, within("[0, 43200]")] = 10.0
-    """Longest wait for what others have reserved on the cluster."""
+    """Maximum wait for resources that other users of the cluster have reserved, in minutes."""
     env_vars: list[Annotated[str, Matches(VARIABLE, "a name, or its beginning and a *")]] = field(default_factory=list)
-    """Variables of the environment of `fivefold train` that ranks get besides HF_*, WANDB_*, NCCL_*, CUDA_* and the like: by
+    """Environment variables of `fivefold train` that ranks get in addition to HF_*, WANDB_*, NCCL_*, CUDA_* and the like: by
     name, or `PREFIX_*`."""
 
 
 @dataclass(frozen=True)
 class LaunchConfig:
     backend: Literal["auto", "local", "ray"] = "auto"
-    """Who starts the ranks: `auto` joins those of torchrun or Slurm where this process is one of them, and otherwise starts
-    all on this machine, as `local` does in any case; `ray` places them on a Ray cluster."""
+    """How the ranks start. `auto` joins the ranks of torchrun or Slurm if this process is one of them, and otherwise acts as
+    `local`; `local` starts all ranks on this machine; `ray` places them on a Ray cluster."""
     ray: RayConfig = field(default_factory=RayConfig)
     allocation: str | None = None
-    """Layouts of engine and models in one string: `vllm:d4t2+megatron:d2t4` gives each GPUs of its own,
-    `vllm:d4t2|megatron[actor]:d8` the same ones. It sets engine.backend, policy.backend and engine.placement, and of other
-    models backend and first_rank; docs/layouts.md has their names."""
+    """Layouts of engine and models in one string: `vllm:d4t2+megatron:d2t4` gives each its own GPUs,
+    `vllm:d4t2|megatron[actor]:d8` the same GPUs. It sets engine.backend, policy.backend and engine.placement, and for other
+    models backend and first_rank; see docs/layouts.md for their names."""
     gpu: Annotated[str, OneOf(GPUS)] | None = None
-    """The GPU, by its name, whose memory `check` compares the run with; that of this machine when left out."""
+    """Name of the GPU whose memory `check` compares the run with; this machine's GPU if left out."""
     timeout_minutes: Annotated[float, within("[0.01, 43200]")] = 30.0
-    """Longest wait for another rank, or for a server that takes weights, in one collective operation."""
+    """Timeout of one collective operation: the maximum wait for another rank or for a server that receives weights, in
+    minutes."""
     silent_seconds: Annotated[float, within("[5, 43200]")] = 60.0
-    """A rank that gives no sign of life for so long, or that stands still while the others wait for it, is named and the run
-    ends; so do ranks that hear of no other rank, or of no driver, for as long. Loading, compiling, sampling, rewards and
-    saving have limits of their own. Raise it to hold a rank in a debugger."""
+    """Seconds after which the run ends and names the rank that sent no sign of life, or that makes no progress while others
+    wait for it. Ranks also end if no other rank, or no driver, reaches them for as long. Loading, compiling, sampling,
+    rewards and saving have their own limits. Raise it to hold a rank in a debugger."""
     threads: Annotated[int, within("[1, 4096]")] | None = None
-    """CPU threads of each rank; the cores shared evenly when left out."""
+    """Number of CPU threads per rank; an equal share of the cores if left out."""
 
 
 @dataclass(frozen=True)
@@ -340,9 +348,9 @@ class RunConfig:
 
     @classmethod
     def of(cls, **sections: Any) -> RunConfig:
-        """A configuration from Python, one mapping per section; raises ConfigError with every fault found.
+        """Make a configuration from Python, one mapping per section; raises ConfigError with all errors.
 
-        Wherever `path.py:function` may stand, a function may stand itself.
+        A function may be passed wherever `path.py:function` is allowed.
 
         Example: `RunConfig.of(model={"path": "Qwen/Qwen3-0.6B"}, reward={"functions": {my_reward: 1.0}})`.
         """
@@ -352,24 +360,25 @@ class RunConfig:
 
     @classmethod
     def load(cls, path: str | Path, *overrides: str) -> RunConfig:
-        """The configuration in a YAML file with `a.b.c=value` overrides; raises ConfigError with every fault found."""
+        """Load a configuration from a YAML file with `a.b.c=value` overrides; raises ConfigError with all errors."""
         from fivefold.config.loader import load_config
 
         return load_config(path, list(overrides))
 
     @property
     def layout(self) -> ParallelLayout:
-        """The policy's, on the first ranks; other models may have their own on these or on further ones."""
+        """Layout of the policy, on the first ranks. Other models may have their own layouts, on these ranks or on further
+        ones."""
         return self.policy.layout
 
     @cached_property
     def roles(self) -> Roles:
-        """The models of the run."""
+        """All models of the run, by role."""
         return roles_of(self)
 
     @property
     def run_dir(self) -> Path:
-        """Where the run writes everything."""
+        """Directory for all output of the run."""
         if self.trainer.run_dir is not None:
             return Path(self.trainer.run_dir)
         values = [(leaf.key, leaf.value) for leaf in leaves(self) if leaf.counts is not HARMLESS]
@@ -378,7 +387,8 @@ class RunConfig:
 
     @property
     def absolute(self) -> RunConfig:
-        """The configuration with absolute paths and a named directory: it means the same wherever it is read."""
+        """The configuration with absolute paths and an explicit run directory, so it does not depend on the working
+        directory."""
         trainer = replace(self.trainer, run_dir=str(self.run_dir.absolute()))
         if trainer.resume not in ("auto", "never"):
             trainer = replace(trainer, resume=str(Path(trainer.resume).absolute()))
@@ -386,19 +396,19 @@ class RunConfig:
 
     @property
     def tokenizer(self) -> str:
-        """Whose tokenizer the run has."""
+        """Directory or hub id of the tokenizer."""
         return self.model.tokenizer or self.described_by(self.model.path)
 
     def described_by(self, path: str) -> str:
-        """Directory or hub id with the config.json of the model in `path`: another one where that is a checkpoint of
-        Megatron-Core."""
+        """Return the directory or hub id with the config.json for the model in `path`, which differs from `path` for a
+        Megatron-Core checkpoint."""
         if not is_torch_dist(path):
             return path
         return self.model.config or str(config_beside(path) or path)
 
     @property
     def models(self) -> dict[str, bool]:
-        """Directory or hub id of every model that the run reads -> whether it reads its weights too."""
+        """Directory or hub id of every model that the run reads -> whether the weights are read too."""
         named = [self.model.path, *(role.path for role in self.roles.values())]
         judge = [self.reward.judge.model] if self.may_generate and self.reward.judge_layout else []
         adapters = [role.settings.lora.path for role in self.roles.learners.values() if role.settings.lora.rank]
@@ -407,7 +417,7 @@ class RunConfig:
 
     @property
     def prompts_taken(self) -> int:
-        """Prompts that an epoch counts for a step: those of one round of dynamic sampling, where rounds are counted."""
+        """Number of prompts that an epoch counts per step: those of one round of dynamic sampling if rounds are counted."""
         algorithm = self.algorithm
         counts_rounds = algorithm.sampling_rounds == 1 or self.trainer.ends_with_data
         has_one = bool(algorithm.resolved.dynamic_sampling) and counts_rounds and not self.data.mixture
@@ -424,7 +434,8 @@ class RunConfig:
 
     @property
     def may_generate(self) -> bool:
-        """Responses are sampled, for training or for evaluation; left out, eval.generate may still turn out false."""
+        """Whether responses may be sampled, for training or evaluation; if eval.generate is left out, evaluation may still
+        not sample."""
         if not self.algorithm.offline:
             return True
         generate = self.eval.generate

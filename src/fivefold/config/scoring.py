@@ -1,4 +1,4 @@
-"""The section `reward`: what scores responses, a judge that is asked, what programs may take."""
+"""The configuration section `reward`: scoring of responses, the judge, and limits for programs."""
 
 from __future__ import annotations
 
@@ -33,90 +33,93 @@ Is the response right? Answer with one word, YES or NO.
 
 @dataclass(frozen=True)
 class JudgeConfig:
-    """A model that the reward `judge` asks, over OpenAI's HTTP API, or functions of the user's by themselves."""
+    """Model that the reward `judge` queries over OpenAI's HTTP API; user functions can also send requests to its servers."""
 
     url: Annotated[list[str], HARMLESS] = field(default_factory=list)
-    """Servers that are there, as `http://host:8000/v1`; requests go to them in turn."""
+    """Running servers, as `http://host:8000/v1`; requests go to them in turn."""
     model: str | None = None
-    """The model's name, as those servers know it; with `backend` its Hugging Face directory or hub id."""
+    """Name of the model on those servers; with `backend`, its Hugging Face directory or hub id."""
     backend: Annotated[str | None, HARMLESS] = None
-    """Servers that the run starts instead, by a layout of vLLM (`vllm:d2t2`), on GPUs of their own: those behind the ranks'
-    and the engine's servers' on each machine. For functions that ask, of SGLang too."""
+    """Layout of vLLM servers that the run starts instead (`vllm:d2t2`). They have GPUs of their own: the next ones after
+    those of the ranks and the engine's servers on each machine. With `functions_ask`, SGLang is also supported."""
     functions_ask: bool = False
-    """Reward functions of the user's ask these servers by themselves: one that names `reward_router_address` gets the host
-    and port of one of them, one that names `reward_model_tokenizer` the model's tokenizer of transformers, as with verl."""
+    """Let user reward functions send requests to these servers, as with verl. A function with a parameter
+    `reward_router_address` gets host and port of one server, one with `reward_model_tokenizer` the model's transformers
+    tokenizer."""
     memory_fraction: Annotated[float, within("(0, 1)"), HARMLESS] = 0.9
-    """Share of a GPU's memory for one of these servers."""
+    """Fraction of GPU memory for each of the judge's servers."""
     max_model_len: Annotated[int | None, above(0), HARMLESS] = None
-    """Longest sequence that these servers make room for; the judge's own when left out."""
+    """Maximum sequence length of the judge's servers; the model's own if left out."""
     api_key_variable: Annotated[str | None, Matches(VARIABLE, "the name of a variable"), HARMLESS] = None
-    """Environment variable with the servers' key. Ranks read it; reward functions and the run's files do not get it."""
+    """Environment variable with the servers' key. Only ranks read it: reward functions and the run's files do not contain
+    it."""
     prompt: str = JUDGE_PROMPT
-    """What the judge is told: {prompt} is the last user message, {response} the whole response, {ground_truth} the truth."""
+    """Prompt for the judge: {prompt} is the last user message, {response} the whole response, {ground_truth} the truth."""
     verdict: Literal["yes_no", "score"] = "yes_no"
-    """How its answer is read: 1 or 0 for the first yes or no in it, or a number by `pattern`; one without fails."""
+    """Parsing of the answer: 1 or 0 for the first yes or no in it, or a number by `pattern`. An answer without one fails."""
     pattern: str = r"[Ss]core:\s*([0-9.]+)"
     """Regular expression with one group, the number; the last match counts."""
     scale: Annotated[float, above(0)] = 10.0
-    """The largest number, whose reward is 1."""
+    """The largest number, which gives reward 1."""
     temperature: Annotated[float, within("[0, 100]")] = 0.0
     max_tokens: Annotated[int, above(0)] = 1024
-    """Of an answer."""
+    """Maximum number of tokens in an answer."""
     request: dict[str, Any] = field(default_factory=dict)
-    """Further fields of each request, as the servers take them: `{top_p: 0.8, chat_template_kwargs: {...}}`."""
+    """Further fields of each request: `{top_p: 0.8, chat_template_kwargs: {...}}`."""
     timeout_seconds: Annotated[float, within("(0, 3600]"), HARMLESS] = 60.0
-    """Time that one verdict may take, with all attempts; over it the sample has failed."""
+    """Maximum time for one verdict, with all attempts; after it the sample has failed."""
     retries: Annotated[int, within("[0, 100]"), HARMLESS] = 2
-    """Further attempts where a server is not reached, is busy or fails."""
+    """Number of further attempts if a server is unreachable, busy or fails."""
     concurrency: Annotated[int, within("[1, 4096]"), HARMLESS] = 64
-    """Verdicts that each rank asks for at once."""
+    """Maximum number of verdicts that each rank requests at once."""
 
 
 @dataclass(frozen=True)
 class CodeConfig:
-    """What a program may take that the reward `code` or `code_fraction` runs."""
+    """Limits for a program that the reward `code` or `code_fraction` runs."""
 
     test_seconds: Annotated[float, within("(0, 3600]")] = 4.0
-    """CPU time of one test; by the clock it may take three times as long. All tests of a sample share `timeout_seconds`."""
+    """CPU time of one test; wall-clock time may be three times as long. All tests of a sample share `timeout_seconds`."""
     memory_mb: Annotated[int, within("[64, 1048576]")] = 1024
-    """Address space of a program; its files may have as many bytes together."""
+    """Address space of a program, in MB; its files together may have as many bytes."""
     trusted_tests: bool = False
-    """Run assertions that need more of a program than plain values (objects of its own classes, functions handed to it) in
-    the program's own process, where a program can cheat them; otherwise such rows are refused."""
+    """Run assertions in the program's own process, where it can cheat them, if they need more than plain values from it
+    (objects of its classes, functions passed to it). Otherwise such rows are refused."""
 
 
 @dataclass(frozen=True)
 class RewardConfig:
     functions: dict[str, Annotated[float, within("[-1000000, 1000000]")]] = field(default_factory=dict)
-    """Reward name (gsm8k, math, format, code, ifeval, judge, ...: docs/rewards.md) or `path.py:function` -> weight; empty:
-    chosen by `data_source`."""
+    """Reward name (gsm8k, math, format, code, ifeval, judge, ...: docs/rewards.md) or `path.py:function` -> weight; if
+    empty, chosen by `data_source`."""
     by_source: dict[str, dict[str, Annotated[float, within("[-1000000, 1000000]")]]] = field(default_factory=dict)
     """data_source -> its own `functions`."""
     chosen_as: Literal["fivefold", "verl", "siirl"] = "fivefold"
-    """Whose choice it is that a `data_source` without functions has: docs/rewards.md."""
+    """System whose default applies to a `data_source` without functions: docs/rewards.md."""
     accuracy: str | None = None
-    """Function that decides whether a response is correct (it gives 1 or more): accuracy, pass@k. When left out, and for a
-    data_source that does not use it: the first by name of those that take a ground truth, or of all where none does."""
+    """Function that decides whether a response is correct (it returns 1 or more), for accuracy and pass@k. If left out, or
+    not used by a data_source: the first by name of those that take a ground truth, or of all if none does."""
     timeout_seconds: Annotated[float, within("(0, 86400]"), HARMLESS] = 10.0
-    """Time one sample's rewards may take; over it they have failed."""
+    """Maximum time for one sample's rewards; after it they have failed."""
     wait_seconds: Annotated[float, within("(0, 86400]"), HARMLESS] = 300.0
-    """Time that a step waits for rewards once its last response is there; those not begun by then have failed."""
+    """Maximum time that a step waits for rewards after its last response; rewards not begun by then have failed."""
     max_failed: Annotated[float, within("[0, 1]"), HARMLESS] = 0.1
-    """Largest share of a step's samples whose reward may fail (it raised, ran out of time, was not finite): above it the run
-    ends with the first error. Samples that fail are left out of the step."""
+    """Maximum share of a step's samples whose reward may fail (exception, timeout, not finite). Above it the run ends with
+    the first error. Failed samples are left out of the step."""
     workers: Annotated[int | None, within("[1, 1024]"), HARMLESS] = None
-    """Reward processes of each rank; when left out, as many as it has cores (2 to 32)."""
+    """Number of reward processes per rank; the number of its cores (2 to 32) if left out."""
     memory_mb: Annotated[int, within("[256, 1048576]"), HARMLESS] = 4096
-    """Address space of one reward process."""
+    """Address space of one reward process, in MB."""
     environment: Annotated[list[str], HARMLESS] = field(default_factory=list)
-    """Environment variables that reward processes get besides the usual ones (PATH, HOME, ...), such as the key of a judge:
-    they get no other of the trainer's."""
+    """Environment variables for reward processes in addition to the usual ones (PATH, HOME, ...), for example a judge's key.
+    They get no other variables of the trainer."""
     code: CodeConfig = field(default_factory=CodeConfig)
     judge: JudgeConfig = field(default_factory=JudgeConfig)
     model: RewardModelConfig = field(default_factory=RewardModelConfig)
 
     @property
     def judge_layout(self) -> ParallelLayout | None:
-        """Of the judge's servers that the run starts; None where it starts none. Raises ValueError where it is none."""
+        """Layout of the judge's servers that the run starts; None if it starts none. Raises ValueError if `backend` is not a
+        layout."""
         asked = self.judge.functions_ask or any("judge" in own for own in (self.functions, *self.by_source.values()))
         return ParallelLayout.parse(self.judge.backend) if asked and self.judge.backend else None

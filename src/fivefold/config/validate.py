@@ -1,4 +1,4 @@
-"""What the values of a configuration must satisfy: each alone, by its field, and then together. No torch here."""
+"""Rules for the values of a configuration: each alone, by its field, and then together. No torch here."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fivefold.models.adapters import ALL
 
 
 def validate(config: RunConfig) -> Findings:
-    """Everything that the configuration alone shows: files, models and devices are looked at by plan/check.py."""
+    """Find everything that the configuration alone shows; plan/check.py checks files, models and devices."""
     findings = Findings()
     check_values(config, findings)
     if findings.errors:
@@ -29,7 +29,7 @@ def validate(config: RunConfig) -> Findings:
         return findings
     algorithm = config.algorithm
     _check_layouts(findings, config)
-    # What an engine and other models must satisfy depends on the layouts.
+    # The rules for engine and other models depend on the layouts.
     are_layouts_good = not findings.errors
     if are_layouts_good:
         _check_engine(findings, config)
@@ -45,7 +45,7 @@ def validate(config: RunConfig) -> Findings:
 
 
 def _check_layouts(findings: Findings, config: RunConfig) -> None:
-    """Of all models that train or compute log-probs and values."""
+    """Check the layouts of all models that train or compute log-probs and values."""
     policy = _check_layout(findings, "policy.backend", config.policy.backend)
     for name, of in further_sections(config).items():
         key, text = f"{name}.backend", of.backend
@@ -67,8 +67,8 @@ def _check_layouts(findings: Findings, config: RunConfig) -> None:
 
 
 def _check_spans(findings: Findings, config: RunConfig) -> None:
-    """Two models share their ranks or have none in common, and every rank has a model."""
-    # What a process reward model is compared with lies where that does.
+    """Check that two models share all ranks or none, and that every rank has a model."""
+    # The model that a process reward model is compared with is on the same ranks.
     spans = {name: role.ranks for name, role in config.roles.models.items() if role.compared_by is None}
     policy, before = spans["policy"], dict[str, range]()
     for name, span in spans.items():
@@ -363,7 +363,7 @@ def _check_shared_prefix(findings: Findings, config: RunConfig) -> None:
 
 
 def _ignore_settings(findings: Findings, section: str, given: LoraConfig | MTPConfig, reason: str) -> None:
-    """Report what is set in a section that does nothing."""
+    """Report the settings in a section that has no effect."""
     usual = type(given)()
     for item in fields(given):
         if getattr(given, item.name) != getattr(usual, item.name):
@@ -389,7 +389,7 @@ def _check_router_replay(findings: Findings, config: RunConfig) -> None:
 
 
 def _check_adapters(findings: Findings, settings: PolicyConfig) -> None:
-    """What adapters need; `findings` are at the model's section."""
+    """Check the requirements of adapters; `findings` are at the model's section."""
     lora, megatron, usual = settings.lora, settings.megatron, LoraConfig()
     if not lora.rank:
         _ignore_settings(findings, "lora", lora, "lora.rank is 0: there are no adapters")
@@ -409,7 +409,7 @@ def _check_adapters(findings: Findings, settings: PolicyConfig) -> None:
 
 
 def _check_mtp(findings: Findings, policy: PolicyConfig) -> None:
-    """What the training of layers of multi-token prediction needs; `findings` are at the policy's section."""
+    """Check the requirements for training multi-token prediction layers; `findings` are at the policy's section."""
     mtp, megatron = policy.mtp, policy.megatron
     if not mtp.train:
         _ignore_settings(findings, "mtp", mtp, "mtp.train is false: no loss of further tokens is computed")
@@ -426,7 +426,7 @@ def _check_mtp(findings: Findings, policy: PolicyConfig) -> None:
 
 
 def _check_model(findings: Findings, settings: PolicyConfig, own: Collection[str], longest: int) -> None:
-    """One model's whole settings, of which the section sets `own`: what it has from the policy is checked there."""
+    """Check all settings of one model; the section sets those in `own`, and the policy's section checks the rest."""
     megatron = settings.megatron
     if "megatron" in own:
         megatron.options.check(findings)
@@ -447,7 +447,7 @@ def _check_model(findings: Findings, settings: PolicyConfig, own: Collection[str
         )
         divides = settings.sequence_parallel and settings.layout.tp > 1
         if not findings.errors:
-            # Where options have other types than they must there is nothing to compare.
+            # Options of wrong types cannot be compared.
             megatron.options.check_recompute(findings, settings.recompute, divides)
     if "tokens_per_micro_batch" in own:
         findings.require(

@@ -9,10 +9,10 @@ from fivefold.layout.parallel import ParallelLayout
 
 @dataclass(frozen=True)
 class Allocation:
-    """Which layouts share devices and which stand side by side; raises ValueError where they do not fit together."""
+    """Layouts that share devices or have their own; raises ValueError if they do not fit together."""
 
     groups: tuple[tuple[ParallelLayout, ...], ...]
-    """Layouts of one group share the same ranks (`|`), groups have ranks of their own (`+`)."""
+    """Groups of layouts: layouts in one group share the same ranks (`|`), groups have ranks of their own (`+`)."""
 
     def __post_init__(self) -> None:
         for group in self.groups:
@@ -33,7 +33,7 @@ class Allocation:
 
     @classmethod
     def parse(cls, text: str) -> Allocation:
-        """Read layouts joined by `+` (side by side) and `|` (on the same ranks, binds tighter)."""
+        """Parse layouts joined by `+` (on ranks of their own) and `|` (on the same ranks, binds tighter)."""
         return cls(tuple(tuple(ParallelLayout.parse(part) for part in _split_shared(group)) for group in _split(text, "+")))
 
     def __str__(self) -> str:
@@ -49,7 +49,7 @@ class Allocation:
 
 
 def _split(text: str, separator: str) -> list[str]:
-    """Split outside parentheses."""
+    """Split `text` at `separator`, except within parentheses."""
     parts, depth = [""], 0
     for letter in text:
         depth += (letter == "(") - (letter == ")")

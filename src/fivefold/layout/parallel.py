@@ -1,4 +1,4 @@
-"""Layout strings (`megatron:d2t2p2c2e4`) and what they mean: str -> ParallelLayout -> Coordinates of a rank."""
+"""Layout strings (`megatron:d2t2p2c2e4`) and their meaning: str -> ParallelLayout -> Coordinates of a rank."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MOST = 1 << 20
 
 @dataclass(frozen=True)
 class Coordinates:
-    """Where one rank sits in a layout; `ep`, `etp` and `edp` are its place among the ranks that share experts."""
+    """Coordinates of one rank in a layout; `ep`, `etp` and `edp` are those among the ranks that share experts."""
 
     dp: int
     tp: int
@@ -29,14 +29,14 @@ class Coordinates:
 
 
 NOWHERE = Coordinates(-1, -1, -1, -1, -1, -1, -1)
-"""Of a rank that has nothing of a layout."""
+"""Coordinates of a rank outside the layout."""
 
 
 @dataclass(frozen=True)
 class ParallelLayout:
-    """Sizes of the parallel dimensions of one model; raises ValueError where they do not fit together.
+    """Sizes of the parallel dimensions of one model; raises ValueError if they do not fit together.
 
-    Experts are laid out over the same ranks as attention: world = dp · cp · tp · pp = edp · ep · etp · pp.
+    Experts are placed on the same ranks as attention: world = dp · cp · tp · pp = edp · ep · etp · pp.
 
     Example: `megatron:d2t4` is 8 ranks, two replicas of four tensor-parallel ranks each;
     `megatron:(attn:d1p4t2c2|ffn:d1p4t1e4)` is 16 ranks, whose experts are divided over four instead of sharded over two.
@@ -49,7 +49,7 @@ class ParallelLayout:
     cp: int = 1
     ep: int = 1
     etp: int = 1
-    """Tensor parallelism of experts; 1 whatever `tp` is, unless the string has an ffn part with another number."""
+    """Tensor parallelism of experts: 1 regardless of `tp`, unless the string has an ffn part with another number."""
     name: str | None = None
 
     def __post_init__(self) -> None:
@@ -68,10 +68,10 @@ class ParallelLayout:
 
     @classmethod
     def parse(cls, text: str) -> ParallelLayout:
-        """Read one layout: `backend:d?t?p?c?e?`, `backend[name]:...` or `backend:(attn:d?t?p?c?|ffn:d?t?p?e?)`.
+        """Parse one layout: `backend:d?t?p?c?e?`, `backend[name]:...` or `backend:(attn:d?t?p?c?|ffn:d?t?p?e?)`.
 
-        Order, white space, quotes and the parentheses do not matter; a dimension left out is 1 (in `ffn`, p is that of
-        `attn` and d follows from the rest). Raises ValueError with what would be valid.
+        Order, white space, quotes and the parentheses do not matter. A dimension that is left out is 1; in `ffn`, p defaults
+        to that of `attn`, and d follows from the rest. Raises ValueError with an example of a valid layout.
         """
         compact = _unquote("".join(text.split()))
         match = _HEAD.fullmatch(compact)
@@ -105,7 +105,7 @@ class ParallelLayout:
         return f"{head}:{attention}" + (f"e{self.ep}" if self.ep > 1 else "")
 
     def is_same(self, other: ParallelLayout) -> bool:
-        """The same place for every rank, whatever the names of the layouts."""
+        """Whether two layouts place every rank alike, regardless of their names."""
         return replace(self, name=None) == replace(other, name=None)
 
     @property
@@ -114,18 +114,18 @@ class ParallelLayout:
 
     @property
     def replica_size(self) -> int:
-        """Ranks that work on the same samples."""
+        """Number of ranks that work on the same samples."""
         return self.tp * self.pp * self.cp
 
     @property
     def edp(self) -> int:
-        """Ranks that hold the same experts."""
+        """Number of ranks that hold the same experts."""
         return self.world_size // (self.pp * self.etp * self.ep)
 
     def coordinates(self, rank: int) -> Coordinates:
-        """Coordinates of `rank`, in Megatron-Core's order: tensor fastest, then context, then data, then pipeline.
+        """Return the coordinates of `rank` in Megatron-Core's order: tensor fastest, then context, then data, then pipeline.
 
-        Experts count the ranks of a pipeline stage again: expert tensor fastest, then expert, then expert data.
+        Experts number the ranks of a pipeline stage separately: expert tensor fastest, then expert, then expert data.
         """
         if not 0 <= rank < self.world_size:
             raise ValueError(f"rank must be in [0, {self.world_size}) for layout {self}: got {rank}")
@@ -149,7 +149,7 @@ def _unquote(text: str) -> str:
 
 
 def _sizes(text: str, letters: str, whole: str) -> dict[str, int]:
-    """`d2t4` -> {"d": 2, "t": 4}; only these letters, each once."""
+    """Parse `d2t4` -> {"d": 2, "t": 4}; allows only these letters, each once."""
     if not text:
         raise ValueError(f"layout {whole!r} names no dimension; {_EXAMPLE}")
     found: dict[str, int] = {}
@@ -178,7 +178,7 @@ def _sizes(text: str, letters: str, whole: str) -> dict[str, int]:
 
 
 def _hybrid(text: str, whole: str) -> dict[str, int]:
-    """`(attn:d1p4t2c2|ffn:d1p4t1e4)`, the parentheses optional."""
+    """Parse `(attn:d1p4t2c2|ffn:d1p4t1e4)`; the parentheses are optional."""
     inner = text[1:-1] if text.startswith("(") and text.endswith(")") else text
     first, bar, second = inner.partition("|")
     if not bar or not first.startswith("attn:") or not second.startswith("ffn:"):

@@ -1,4 +1,4 @@
-"""How layers are split into pipeline stages and virtual stages: settings -> layers of each chunk. No torch here."""
+"""Splits layers into pipeline stages and virtual stages: settings -> layers of each chunk. No torch here."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Chunks = tuple[tuple[tuple[int, ...], ...], ...]
 
 @dataclass(frozen=True)
 class PipelineSplit:
-    """Megatron-Core's settings of the pipeline split, by its names."""
+    """Megatron-Core's settings for the pipeline split, by name."""
 
     virtual_pipeline_model_parallel_size: int | None = None
     num_layers_in_first_pipeline_stage: int | None = None
@@ -26,17 +26,17 @@ class PipelineSplit:
 
     @classmethod
     def of(cls, options: dict[str, Any]) -> PipelineSplit:
-        """The settings among the options of `policy.megatron.pipeline`."""
+        """Make the settings from the options in `policy.megatron.pipeline`."""
         return cls(**{name: options[name] for name in cls.__dataclass_fields__ if name in options})
 
     def virtual_stages(self, layout: ParallelLayout) -> int:
-        """Virtual stages of each stage."""
+        """Return the number of virtual stages per pipeline stage."""
         if self.pipeline_model_parallel_layout is not None:
             return max(1, len(_read_layout(self.pipeline_model_parallel_layout)) // layout.pp)
         return self.virtual_pipeline_model_parallel_size or 1
 
     def split_layers(self, layers: int, layout: ParallelLayout) -> Chunks:
-        """Layers of each chunk; raises ValueError where the layers cannot be split so."""
+        """Return the layers of each chunk; raises ValueError if the layers cannot be split this way."""
         pp, vpp = layout.pp, self.virtual_stages(layout)
         if vpp < 1:
             raise ValueError(f"virtual_pipeline_model_parallel_size must be at least 1: got {vpp}")
@@ -111,7 +111,7 @@ def _even(count: int, parts: int, what: str) -> list[int]:
 
 
 def _read_layout(text: str) -> list[str]:
-    """`Et*2|(tt|)*2L` -> one text of letters a stage."""
+    """Expand `Et*2|(tt|)*2L` -> one string of letters per stage."""
     expanded = text.replace(",", "").replace(" ", "")
     if not re.fullmatch(r"[EtL|()*0-9]*", expanded):
         raise ValueError(f"pipeline_model_parallel_layout is made of E, t, L, |, ( ), *n and commas: got {text!r}")

@@ -1,1 +1,1 @@
-"""What a model is: its sizes, and the families that are supported. No torch here."""
+"""Models: their specifications, and the supported families. No torch here."""

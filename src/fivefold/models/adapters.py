@@ -1,6 +1,6 @@
-"""Low-rank adapters (LoRA, 2106.09685): which linear maps of a model have one, its tensors by PEFT's names. No torch here.
+"""Low-rank adapters (LoRA, 2106.09685): target modules of a model and adapter tensors by PEFT's names. No torch here.
 
-The map W [out, in] of a module in a Hugging Face model becomes W + alpha / rank · B A with A [rank, in] and B [out, rank].
+A linear layer W [out, in] of a Hugging Face model becomes W + alpha / rank · B A with A [rank, in] and B [out, rank].
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from fivefold.models.spec import ModelSpec
 from fivefold.models.tensor_files import read_headers
 
 ALL = "all-linear"
-"""Every linear map of the layers, but for routers; never the embedding or the output layer."""
+"""Name for every linear layer in the decoder layers except routers; never the embedding or the output layer."""
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
-"""What PEFT puts before the names of the model."""
+"""Prefix that PEFT puts before the names of the model."""
 _MARK = "linear_"
-"""Megatron-Core's modules that compute a product are called so."""
+"""Prefix of Megatron-Core's linear modules."""
 
 
 @dataclass(frozen=True)
 class LoraSpec:
-    """What `lora` asks of a model."""
+    """Adapter settings of a model, from the section `lora`."""
 
     rank: int
     alpha: float
@@ -44,37 +44,37 @@ class LoraSpec:
 
 @dataclass(frozen=True)
 class Adapter:
-    """The adapter of one linear map."""
+    """The adapter of one linear layer."""
 
     module: str
-    """The map's name in Hugging Face: `model.layers.3.self_attn.q_proj`."""
+    """Name of the linear layer in Hugging Face: `model.layers.3.self_attn.q_proj`."""
     linear: str
-    """What computes it in Megatron-Core, maybe with others: `decoder.layers.3.self_attention.linear_qkv`, or of an expert
-    `decoder.layers.3.mlp.experts.7.fc1`."""
+    """Megatron-Core's module that computes it, possibly with others: `decoder.layers.3.self_attention.linear_qkv`, or for an
+    expert `decoder.layers.3.mlp.experts.7.fc1`."""
     row: str
-    """That of the weight in the family's table."""
+    """Row of the weight in the family's table."""
     sharding: Sharding
-    """Of that weight."""
+    """Sharding of that weight."""
     out: int
     into: int
-    """Sizes of the whole map: `out` numbers of `into`."""
+    """Output and input size of the whole linear layer."""
     layer: int
     expert: int | None
     is_adapted: bool
-    """False for a map that was not asked for, beside one that was."""
+    """False for a linear layer without an adapter that Megatron-Core computes together with one that has an adapter."""
 
     @property
     def name(self) -> str:
-        """Of the map within its module: `q_proj`."""
+        """Name of the linear layer within its module: `q_proj`."""
         return self.module.rpartition(".")[2]
 
     @property
     def is_row_parallel(self) -> bool:
-        """Tensor-parallel ranks divide what it reads, so A; otherwise what it gives, so B, or nothing."""
+        """Whether tensor-parallel ranks shard its input, so A; otherwise they shard its output, so B, or nothing."""
         return self.sharding is Sharding.ROW
 
     def tensors(self, rank: int) -> tuple[tuple[MappedParameter, Shape], tuple[MappedParameter, Shape]]:
-        """A and B with their shapes in the whole model."""
+        """Return A and B with their shapes in the whole model."""
         is_whole = self.sharding is Sharding.REPLICATE
         of_b = Sharding.REPLICATE if is_whole or self.is_row_parallel else Sharding.COLUMN
         of_a = Sharding.ROW if self.is_row_parallel else Sharding.REPLICATE
@@ -89,7 +89,8 @@ class Adapter:
 
 @lru_cache(maxsize=64)
 def adapters_of(spec: ModelSpec, lora: LoraSpec) -> tuple[Adapter, ...]:
-    """The maps of each product in which one has an adapter, by layers; raises ValueError for names that fit none."""
+    """Return the linear layers of each Megatron-Core module in which one has an adapter, by layers; raises ValueError for
+    names that match none."""
     maps = _linear_maps(spec)
     for key, names in (("target_modules", lora.target_modules), ("exclude_modules", lora.exclude_modules)):
         known = sorted({module.rpartition(".")[2] for module, *_ in maps})
@@ -114,7 +115,7 @@ def adapters_of(spec: ModelSpec, lora: LoraSpec) -> tuple[Adapter, ...]:
 
 
 def _check_experts(adapters: list[Adapter]) -> None:
-    """Raise ValueError where some experts of a layer would have an adapter and others none."""
+    """Raise ValueError if only some experts of a layer would have an adapter."""
     wanted: dict[tuple[int, str], set[bool]] = {}
     for each in adapters:
         if each.expert is not None:
@@ -127,14 +128,14 @@ def _check_experts(adapters: list[Adapter]) -> None:
 
 
 def adapter_tensors(spec: ModelSpec, lora: LoraSpec) -> dict[MappedParameter, Shape]:
-    """Every tensor of the adapters with its shape in the whole model, in order of layers."""
+    """Return every adapter tensor with its shape in the whole model, in order of layers."""
     return {
         tensor: shape for each in adapters_of(spec, lora) if each.is_adapted for tensor, shape in each.tensors(lora.rank)
     }
 
 
 def _linear_maps(spec: ModelSpec) -> list[tuple[str, MappedParameter, tuple[int, int]]]:
-    """(name in Hugging Face, parameter that holds it, [out, in]) of every linear map of the layers."""
+    """Return (name in Hugging Face, parameter that holds it, [out, in]) of every linear layer in the decoder layers."""
     found = []
     for parameter in parameters_of(spec):
         is_linear = parameter.mcore.rpartition(".")[0].rpartition(".")[2].startswith(_MARK)
@@ -147,22 +148,22 @@ def _linear_maps(spec: ModelSpec) -> list[tuple[str, MappedParameter, tuple[int,
 
 
 def _fits(module: str, name: str) -> bool:
-    """As PEFT compares: the name is the module's, or the end of it behind a dot."""
+    """Whether a name matches a module as in PEFT: it is the module's name, or the end of it after a dot."""
     return name == ALL or module == name or module.endswith(f".{name}")
 
 
 def peft_config(spec: ModelSpec, lora: LoraSpec, base: str) -> dict[str, Any]:
-    """The `adapter_config.json` with which PEFT loads these adapters onto the model `base`."""
+    """Return the `adapter_config.json` with which PEFT loads these adapters onto the model `base`."""
     adapted = [each for each in adapters_of(spec, lora) if each.is_adapted]
     names = {each.name for each in adapted}
-    # Whole names where a name alone would fit a map without an adapter too.
+    # Full names are needed if a short name would also match a linear layer without an adapter.
     is_plain = len(adapted) == sum(any(_fits(module, name) for name in names) for module, *_ in _linear_maps(spec))
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,
         "r": lora.rank,
-        # Readers of this file want a whole number where it is one.
+        # Readers of this file expect an integer if the value is one.
         "lora_alpha": int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha,
         "lora_dropout": 0.0,
         "target_modules": sorted(names) if is_plain else [each.module for each in adapted],
@@ -187,11 +188,11 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
     "layer_replication": (None,),
     "alora_invocation_tokens": (None,),
 }
-"""Keys of PEFT's configuration that change what an adapter computes, and their values that change nothing."""
+"""Keys of PEFT's configuration that change what an adapter computes, and the values with no effect."""
 
 
 def check_adapter_files(directory: Path, spec: ModelSpec, lora: LoraSpec) -> None:
-    """Raise ValueError where `directory` does not hold adapters of this model, rank and alpha, as PEFT writes them."""
+    """Raise ValueError if `directory` does not hold adapters of this model, rank and alpha in PEFT's format."""
     path, config = directory / TENSORS, read_json_object(directory / CONFIG)
     if not path.is_file():
         raise ValueError(f"no {TENSORS} in {directory}; adapters in pickle files (*.bin) are not read")

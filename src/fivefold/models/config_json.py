@@ -1,6 +1,6 @@
-"""The parts of `config.json` that families share: dictionary -> fields of a ModelSpec. No torch here.
+"""Parsing of `config.json` that families share: dictionary -> fields of a ModelSpec. No torch here.
 
-What one family has alone, and what it has by default, stands in its own file.
+Each family's own keys and defaults are in its own file.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SIZES = (
 """Keys that every family must have."""
 
 LLAMA3_FIXED = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""Megatron-Core's llama3 RoPE has these numbers built in; a model with others would be computed wrongly."""
+"""Numbers that Megatron-Core's llama3 RoPE has built in; a model with other numbers would be computed incorrectly."""
 
 
 MOST_LAYERS, MOST_EXPERTS = 4096, 2**20
@@ -34,7 +34,7 @@ _REQUIRED: Any = object()
 
 
 def read_whole(config: dict[str, Any], key: str, default: Any = _REQUIRED, *, low: int = 1, high: int = _HUGE) -> Any:
-    """A whole number of `config.json`; `default`, which may be None, where it is absent or null."""
+    """Read a whole number; `default`, which may be None, if it is absent or null."""
     found = config.get(key)
     if found is None and default is not _REQUIRED:
         return default
@@ -44,7 +44,7 @@ def read_whole(config: dict[str, Any], key: str, default: Any = _REQUIRED, *, lo
 
 
 def read_number(config: dict[str, Any], key: str, default: Any = _REQUIRED, *, high: float = 1e30) -> Any:
-    """A number above 0; `default`, which may be None, where it is absent or null."""
+    """Read a number above 0; `default`, which may be None, if it is absent or null."""
     found = config.get(key)
     if found is None and default is not _REQUIRED:
         return default
@@ -54,7 +54,7 @@ def read_number(config: dict[str, Any], key: str, default: Any = _REQUIRED, *, h
 
 
 def read_flag(config: dict[str, Any], key: str, default: bool = False) -> bool:
-    """True or false; `default` where it is absent or null."""
+    """Read true or false; `default` if it is absent or null."""
     found = config.get(key)
     if found is None:
         return default
@@ -64,7 +64,7 @@ def read_flag(config: dict[str, Any], key: str, default: bool = False) -> bool:
 
 
 def read_mapping(config: dict[str, Any], key: str) -> dict[str, Any]:
-    """A mapping; empty where it is absent or null."""
+    """Read a mapping; empty if it is absent or null."""
     found = config.get(key)
     if found is None:
         return {}
@@ -93,7 +93,7 @@ _DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
 def check_types(config: dict[str, Any]) -> None:
-    """Raise ValueError for a key that transformers would refuse when it makes the engine's model."""
+    """Raise ValueError for a key that transformers would refuse when it builds the engine's model."""
     for key, types in _TYPES.items():
         found = config.get(key)
         fits = isinstance(found, types) and not (isinstance(found, bool) and bool not in types)
@@ -112,7 +112,7 @@ def check_types(config: dict[str, Any]) -> None:
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """The `config.json` of a model directory."""
+    """Read the `config.json` of a model directory."""
     path = directory / "config.json"
     if not path.is_file():
         raise ValueError(f"no config.json in {directory}: model.path must be a Hugging Face model directory")
@@ -130,16 +130,16 @@ def read_decoder(
     norm_eps: float = 1e-6,
     rope_theta: float = 10000.0,
 ) -> ModelSpec:
-    """A decoder without experts, biases, windows or norms of queries and keys; a family replaces what it has besides.
+    """Read a decoder without experts, biases, windows or norms of queries and keys; a family adds its own features.
 
     Args:
-        required: keys that must be there besides the sizes.
+        required: keys that must be present besides the sizes.
         refused: keys that must be absent or false.
         rope_types: RoPE variants of the family.
-        rotary_fraction: usual share of a head that RoPE turns; None where it is always the whole head.
-        head_dim: size of a head where `head_dim` is absent; None for hidden size / heads.
-        norm_eps: epsilon of norms where `rms_norm_eps` is absent.
-        rope_theta: base of RoPE where `rope_theta` is absent.
+        rotary_fraction: usual share of a head that RoPE rotates; None if it is always the whole head.
+        head_dim: size of a head if `head_dim` is absent; None for hidden size / heads.
+        norm_eps: epsilon of norms if `rms_norm_eps` is absent.
+        rope_theta: base of RoPE if `rope_theta` is absent.
     """
     family = config["model_type"]
     if config.get("hidden_act", "silu") != "silu":
@@ -196,7 +196,7 @@ class Rope:
 
 
 def read_rope(config: dict[str, Any], types: Sequence[str], usual_fraction: float | None, usual_theta: float) -> Rope:
-    """RoPE in the spelling of transformers 4 (`rope_scaling`) or 5 (`rope_parameters`)."""
+    """Read RoPE in the spelling of transformers 4 (`rope_scaling`) or 5 (`rope_parameters`)."""
     family = config["model_type"]
     rope = _read_rope_keys(config)
     theta = read_number(rope, "rope_theta") if "rope_theta" in rope else read_number(config, "rope_theta", usual_theta)
@@ -221,7 +221,8 @@ def read_rope(config: dict[str, Any], types: Sequence[str], usual_fraction: floa
 
 
 def _read_rope_keys(config: dict[str, Any]) -> dict[str, Any]:
-    """The keys of RoPE; raises ValueError where two mappings differ, of which transformers takes the older one."""
+    """Read the keys of RoPE; raises ValueError if both mappings exist and differ, because transformers would use the older
+    one."""
     older, newer = read_mapping(config, "rope_scaling"), read_mapping(config, "rope_parameters")
     for name, rope in (("rope_scaling", older), ("rope_parameters", newer)):
         if nested := [key for key, value in rope.items() if isinstance(value, dict)]:
@@ -254,7 +255,7 @@ def _read_yarn(rope: dict[str, Any], config: dict[str, Any]) -> YarnSpec:
 
 
 def read_optional_window(config: dict[str, Any]) -> int | None:
-    """The sliding window behind `use_sliding_window`, off unless it is true; it must be in all layers or in none."""
+    """Read the sliding window that `use_sliding_window` enables (default: off); all layers or none must have it."""
     layers = read_whole(config, "num_hidden_layers", high=MOST_LAYERS)
     window = read_window(config) if read_flag(config, "use_sliding_window") else None
     if window is None:
@@ -276,13 +277,13 @@ def read_optional_window(config: dict[str, Any]) -> int | None:
 
 
 def read_window(config: dict[str, Any], usual: int | None = 4096) -> int | None:
-    """`sliding_window`; where it is null there is none, where it is absent the `usual` one."""
+    """Read `sliding_window`: null means no window, and `usual` applies if the key is absent."""
     window: int | None = read_whole(config, "sliding_window", None if "sliding_window" in config else usual)
     return window
 
 
 def refuse_optional_window(config: dict[str, Any]) -> None:
-    """Raise ValueError where `use_sliding_window` turns a window on."""
+    """Raise ValueError if `use_sliding_window` turns a window on."""
     if read_flag(config, "use_sliding_window") and read_window(config) is not None:
         raise ValueError(
             f"use_sliding_window: true is not supported for {config['model_type']}; the published models have it off"
@@ -290,7 +291,7 @@ def refuse_optional_window(config: dict[str, Any]) -> None:
 
 
 def read_expert_counts(config: dict[str, Any]) -> tuple[int, int]:
-    """(experts of a layer, experts of a token)."""
+    """Read (experts per layer, experts per token)."""
     names = [name for name in ("n_routed_experts", "num_local_experts", "num_experts") if config.get(name) is not None]
     if not names:
         raise ValueError(f"config.json of a {config['model_type']} model must have the number of experts")
@@ -303,7 +304,7 @@ def read_expert_counts(config: dict[str, Any]) -> tuple[int, int]:
 
 
 def read_softmax_experts(config: dict[str, Any], shared_ffn: int = 0) -> MoESpec:
-    """Experts as Qwen has them: scores are a softmax, `decoder_sparse_step` and `mlp_only_layers` choose the layers."""
+    """Read experts as in Qwen: softmax scores; `decoder_sparse_step` and `mlp_only_layers` select the layers."""
     count, top_k = read_expert_counts(config)
     dense, every = config.get("mlp_only_layers") or [], read_whole(config, "decoder_sparse_step", 1)
     layers = read_whole(config, "num_hidden_layers", high=MOST_LAYERS)
@@ -322,16 +323,16 @@ def read_softmax_experts(config: dict[str, Any], shared_ffn: int = 0) -> MoESpec
 
 
 def read_balance_coef(config: dict[str, Any]) -> float:
-    """The coefficient of the routers' balance loss, which may be 0; transformers' 0.001 when left out."""
+    """Read the coefficient of the routers' balance loss, which may be 0; transformers' 0.001 if left out."""
     return 0.0 if config.get("router_aux_loss_coef") == 0 else read_number(config, "router_aux_loss_coef", 0.001)
 
 
 def read_sigmoid_experts(
     config: dict[str, Any], *, n_group: int, topk_group: int, dense_layers: int, routed_scaling_factor: float
 ) -> MoESpec:
-    """Experts as DeepSeek-V3 has them: sigmoid scores, groups, a correction bias, shared experts, dense first layers.
+    """Read experts as in DeepSeek-V3: sigmoid scores, groups, a correction bias, shared experts, dense first layers.
 
-    The arguments are what the family's models have where config.json has no value.
+    The arguments are the family's defaults for keys without a value in config.json.
     """
     family = config["model_type"]
     count, top_k = read_expert_counts(config)

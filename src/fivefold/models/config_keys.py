@@ -1,7 +1,7 @@
-"""What becomes of every key of `config.json`: read, without effect on numbers, or refused. No torch here.
+"""Classifies every key of `config.json`: read, without effect on numbers, or refused. No torch here.
 
-A key that neither a family's reader nor these tables have is one that transformers' layers of the family do not read either:
-a test compares them with every field that transformers has.
+A key in neither a family's reader nor these tables is not read by transformers' layers of the family either. A test compares
+them with every field in transformers.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ WITHOUT_EFFECT: dict[str, str] = {
     "layer_types": "compared with the layers that are computed",
     "qk_head_dim": "transformers computes it from the two of which it is the sum",
 }
-"""Keys that change no number here, and why."""
+"""Keys with no effect on numbers here, and why."""
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "quantization_config": (None, {}),
@@ -71,7 +71,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "tie_encoder_decoder": (None, False),
     "pruned_heads": (None, {}),
 }
-"""Keys that change numbers in a way that is not supported, and the values with which they do not."""
+"""Keys that change numbers in an unsupported way, and the values with no effect."""
 _WHY = {
     "quantization_config": "weights are computed as floats: take the model without quantization, or remove the key "
     "where the files hold floats",
@@ -79,7 +79,7 @@ _WHY = {
 
 
 class RecordedKeys(dict[str, Any]):
-    """A parsed `config.json` that remembers which of its keys were looked at."""
+    """A parsed `config.json` that records which of its keys were read."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         super().__init__(config)
@@ -95,7 +95,7 @@ class RecordedKeys(dict[str, Any]):
 
 
 def check_keys(config: dict[str, Any], spec: ModelSpec) -> None:
-    """Raise ValueError for a key that changes numbers in a way that the spec does not have."""
+    """Raise ValueError for a key that changes numbers in a way that the spec does not support."""
     for key, neutral in NEUTRAL.items():
         if config.get(key) not in neutral:
             why = _WHY.get(key, "it is not supported: remove it where it has no effect")
@@ -104,7 +104,7 @@ def check_keys(config: dict[str, Any], spec: ModelSpec) -> None:
 
 
 def _check_layer_types(config: dict[str, Any], spec: ModelSpec) -> None:
-    """The layers must be of the kind that is computed, whatever else says so."""
+    """Raise ValueError unless `layer_types` names the kind of layer that is computed."""
     kinds = config.get("layer_types")
     if kinds is None:
         return
@@ -117,5 +117,5 @@ def _check_layer_types(config: dict[str, Any], spec: ModelSpec) -> None:
 
 
 def unknown_keys(config: RecordedKeys) -> Iterator[str]:
-    """Keys that were not read and have no row in the tables: transformers does not read them for the family either."""
+    """Yield keys that were not read and are in no table: transformers does not read them for the family either."""
     return (key for key in config if key not in config.read | WITHOUT_EFFECT.keys() | NEUTRAL.keys())

@@ -1,4 +1,4 @@
-"""The tokens that end a response: of several files that name some, those that transformers takes. No torch here."""
+"""Tokens that end a response: if several files name some, those that transformers uses. No torch here."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ from fivefold.errors import shown
 from fivefold.files import read_json_object
 
 _FILES = ("generation_config.json", "config.json")
-"""In the order in which transformers takes them."""
+"""Files that name end tokens, in transformers' order of precedence."""
 
 
 @dataclass(frozen=True)
 class EndTokens:
-    """The end tokens of each source that names some, the one that counts first."""
+    """End tokens by source, in order of precedence."""
 
     named: dict[str, frozenset[int]]
 
     @classmethod
     def of(cls, directory: Path, tokenizer: int | None) -> EndTokens:
-        """Those of a model's directory and of its tokenizer; raises ValueError where they are none."""
+        """Read the end tokens of a model's directory and its tokenizer; raises ValueError if they are not tokens."""
         named = {name: _tokens(directory / name) for name in _FILES if (directory / name).is_file()}
         named["the tokenizer"] = frozenset() if tokenizer is None else frozenset([tokenizer])
         return cls({source: tokens for source, tokens in named.items() if tokens})
 
     @property
     def used(self) -> frozenset[int]:
-        """Those that end a response."""
+        """Tokens that end a response."""
         return next(iter(self.named.values()), frozenset())
 
     @property
     def contradiction(self) -> str:
-        """Which are used, where sources name others; otherwise an empty text."""
+        """Message about the tokens in use if sources disagree; otherwise empty."""
         if len(set(self.named.values())) < 2:
             return ""
         (source, used), *others = self.named.items()
@@ -45,7 +45,7 @@ class EndTokens:
 
 
 def _tokens(path: Path) -> frozenset[int]:
-    """The end tokens of a file."""
+    """Read the end tokens in a file."""
     given: Any = read_json_object(path).get("eos_token_id")
     ids = given if isinstance(given, list) else [] if given is None else [given]
     if not all(isinstance(token, int) and not isinstance(token, bool) for token in ids):

@@ -1,4 +1,4 @@
-"""What a file under `families/` defines."""
+"""The definition of a model family, one per file under `families/`."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from fivefold.models.spec import ModelSpec
 
 @dataclass(frozen=True)
 class Family:
-    """Models that share one way to write `config.json` and one way to name their parameters."""
+    """Models that share one format of `config.json` and one naming scheme for parameters."""
 
     name: str
     """`model_type` in config.json; the file has the same name."""
     read: Callable[[dict[str, Any]], ModelSpec]
-    """Parsed `config.json` -> spec; raises ValueError for what our layers do not compute, by its key."""
+    """Parsed `config.json` -> spec; raises ValueError with the key of anything that our layers do not support."""
     table: Callable[[ModelSpec], Table]
-    """Every parameter of a model of this spec, in the files and in Megatron-Core."""
+    """Function that returns every parameter of a model with this spec, in the files and in Megatron-Core."""
     known_as: tuple[str, str] | None = None
-    """(`model_type`, architecture) by which transformers and the engines compute this model, where they have no name of its
-    own for it."""
+    """(`model_type`, architecture) under which transformers and the engines compute this model, if they have no name of
+    their own for it."""
     mtp: MTPNames = MTP_BEHIND
-    """How its files name layers of multi-token prediction."""
+    """Names of multi-token prediction layers in the files."""

@@ -1,6 +1,6 @@
-"""Parameter tables: names in Hugging Face files, Megatron-Core and transformers, and how each is sharded. No torch here.
+"""Parameter tables: names in Hugging Face files, Megatron-Core and transformers, and the sharding of each. No torch here.
 
-A family's table is made of the rows below and of its own; `expand` writes it out for one model: table -> parameters.
+A family's table consists of the rows below and its own; `expand` fills it in for one model: table -> parameters.
 """
 
 from __future__ import annotations
@@ -13,31 +13,31 @@ from fivefold.models.spec import ModelSpec
 
 
 class Sharding(Enum):
-    """How a parameter is divided over tensor-parallel ranks, and how the tensors of the files are joined in it."""
+    """How a parameter is sharded over tensor-parallel ranks, and how the tensors in the files are joined in it."""
 
     REPLICATE = "replicate"
-    """The same on every rank."""
+    """Replicated on every rank."""
     COLUMN = "column"
-    """By output dimension."""
+    """Sharded by output dimension."""
     ROW = "row"
-    """By input dimension."""
+    """Sharded by input dimension."""
     COLUMN_SWAPPED = "column_swapped"
-    """By output dimension; the halves of the input dimension lie the other way round in the files."""
+    """Sharded by output dimension; the halves of the input dimension are in reverse order in the files."""
     VOCABULARY = "vocabulary"
-    """By rows of the vocabulary, padded with zeros to `ModelSpec.padded_vocab`."""
+    """Sharded by rows of the vocabulary, padded with zeros to `ModelSpec.padded_vocab`."""
     QKV = "qkv"
-    """By query group: the queries of a group, its key, its value; weights and biases alike."""
+    """Sharded by query group: the queries of a group, its key, its value; the same for weights and biases."""
     GATE_UP = "gate_up"
-    """Gate and up by output dimension, one on top of the other on each rank."""
+    """Gate and up sharded by output dimension, one on top of the other on each rank."""
 
 
 class Place(Enum):
-    """Which layers have a parameter."""
+    """Layers that have a parameter."""
 
     FIRST = "first"
-    """None: it stands before them."""
+    """No layer: the parameter comes before the first one."""
     LAYER = "layer"
-    """All."""
+    """All layers."""
     DENSE = "dense"
     """Layers without experts."""
     SPARSE = "sparse"
@@ -45,12 +45,12 @@ class Place(Enum):
     EXPERT = "expert"
     """Layers with experts, once per expert."""
     LAST = "last"
-    """None: it stands behind them."""
+    """No layer: the parameter comes after the last one."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One parameter of a family; `{layer}` and `{expert}` in its names are counted over the whole model."""
+    """One parameter of a family; `{layer}` and `{expert}` in its names are numbered over the whole model."""
 
     mcore: str
     """Name in Megatron-Core."""
@@ -59,9 +59,9 @@ class Row:
     sharding: Sharding
     place: Place = Place.LAYER
     transformers: str | None = None
-    """Name in the memory of transformers, where it is not the file's.
+    """Name in transformers' memory, if it differs from the file's.
 
-    All tensors of `hf` lie there in equal parts of the first dimension; a tensor of experts has all of a layer, stacked.
+    This tensor holds all tensors of `hf` in equal parts of the first dimension; for experts, it stacks all of a layer.
     """
 
 
@@ -83,12 +83,12 @@ class MappedParameter:
 
     @property
     def in_transformers(self) -> tuple[str, ...]:
-        """Names in the memory of transformers."""
+        """Names in transformers' memory."""
         return self.hf if self.transformers is None else (self.transformers,)
 
 
 def expand(table: Table, spec: ModelSpec) -> list[MappedParameter]:
-    """Every parameter of the model in order of layers; the experts of a row follow one another."""
+    """Return every parameter of the model in order of layers; the experts of a row follow one another."""
     found = [_fill(row) for row in table if row.place is Place.FIRST]
     for layer in range(spec.layers):
         present = {Place.LAYER, Place.SPARSE if spec.has_experts(layer) else Place.DENSE}
@@ -101,7 +101,7 @@ def expand(table: Table, spec: ModelSpec) -> list[MappedParameter]:
 
 @dataclass(frozen=True)
 class MTPNames:
-    """How files name layers of multi-token prediction: `{layer}` is counted on from the model's own, `{depth}` from 0."""
+    """Names of multi-token prediction layers in files: `{layer}` continues the model's numbering, `{depth}` starts at 0."""
 
     layer: str
     embedding_norm: str
@@ -109,20 +109,20 @@ class MTPNames:
     projection: str
     final_norm: str
     hidden_first: bool = False
-    """The projection's input is [hidden state; embedding]; Megatron-Core's is the other way round."""
+    """Whether the projection's input is [hidden state; embedding]; Megatron-Core's is the other way round."""
     copies: tuple[tuple[str, str], ...] = ()
-    """(name in the layer, name in the model) of what a layer shares with the model and files hold once more."""
+    """(name in the layer, name in the model) of each parameter that a layer shares with the model and files store again."""
 
     def start(self, spec: ModelSpec, depth: int) -> str:
-        """What the names of a layer begin with."""
+        """Return the prefix of a layer's names."""
         return self.layer.format(layer=spec.layers + depth, depth=depth)
 
 
 def expand_mtp(table: Table, names: MTPNames, spec: ModelSpec) -> list[MappedParameter]:
-    """Every parameter of the layers of multi-token prediction but what they share with the model, in order of layers.
+    """Return every parameter of the multi-token prediction layers except those shared with the model, in order of layers.
 
-    Each is a layer as the model's last one, behind norms of an embedding and a hidden state and their common projection
-    (DeepSeek-V3, eq. 21-23).
+    Each has the structure of the model's last layer, after norms of an embedding and a hidden state and their joint
+    projection (DeepSeek-V3, eq. 21-23).
     """
     own = (
         ("enorm", names.embedding_norm, Sharding.REPLICATE),
@@ -164,7 +164,7 @@ def layer_row(
     place: Place = Place.LAYER,
     transformers: str | None = None,
 ) -> Row:
-    """A row of the layers, from names within a layer."""
+    """Make a row for the layers, from names within a layer."""
     names = (hf,) if isinstance(hf, str) else hf
     return Row(
         f"decoder.layers.{{layer}}.{mcore}",
@@ -179,7 +179,7 @@ EMBEDDING = Row("embedding.word_embeddings.weight", ("model.embed_tokens.weight"
 FINAL_NORM = Row("decoder.final_layernorm.weight", ("model.norm.weight",), Sharding.REPLICATE, Place.LAST)
 OUTPUT = Row("output_layer.weight", ("lm_head.weight",), Sharding.VOCABULARY, Place.LAST)
 VALUE_HEAD = Row("output_layer.weight", ("score.weight",), Sharding.REPLICATE, Place.LAST)
-"""The value head, in the place of the output layer: what transformers calls a sequence classifier with one label."""
+"""The value head, in place of the output layer: transformers calls it a sequence classifier with one label."""
 
 MTP_BEHIND = MTPNames(
     layer="model.layers.{layer}.",
@@ -189,7 +189,7 @@ MTP_BEHIND = MTPNames(
     final_norm="shared_head.norm",
     copies=(("embed_tokens.weight", EMBEDDING.hf[0]), ("shared_head.head.weight", OUTPUT.hf[0])),
 )
-"""DeepSeek-V3's and GLM-4.5's names: layers of multi-token prediction are counted on from the model's own."""
+"""Names in DeepSeek-V3 and GLM-4.5: multi-token prediction layers continue the model's numbering."""
 
 NORMS = (
     layer_row("input_layernorm.weight", "input_layernorm.weight", Sharding.REPLICATE),
@@ -201,11 +201,11 @@ QK_NORMS = (
 )
 ATTENTION_OUTPUT = layer_row("self_attention.linear_proj.weight", "self_attn.o_proj.weight", Sharding.ROW)
 ROUTER_BIAS = layer_row("mlp.router.expert_bias", "mlp.gate.e_score_correction_bias", Sharding.REPLICATE, Place.SPARSE)
-"""Correction of the scores by which experts are chosen (DeepSeek-V3, eq. 16)."""
+"""Correction of the scores for choosing experts (DeepSeek-V3, eq. 16)."""
 
 
 def attention(spec: ModelSpec) -> Table:
-    """Grouped-query attention, its biases and norms of queries and keys where the model has them."""
+    """Return the rows of grouped-query attention, with its biases and norms of queries and keys if the model has them."""
     kinds = ("weight", "bias") if spec.qkv_bias else ("weight",)
     qkv = tuple(
         layer_row(f"self_attention.linear_qkv.{kind}", [f"self_attn.{part}_proj.{kind}" for part in "qkv"], Sharding.QKV)
@@ -215,7 +215,7 @@ def attention(spec: ModelSpec) -> Table:
 
 
 def gated_mlp(hf: str = "mlp", place: Place = Place.DENSE, mcore: str = "mlp") -> Table:
-    """down(silu(gate(x)) * up(x)), the MLP of dense layers and of shared experts."""
+    """Return the rows of down(silu(gate(x)) * up(x)), the MLP of dense layers and of shared experts."""
     return (
         layer_row(f"{mcore}.linear_fc1.weight", (f"{hf}.gate_proj.weight", f"{hf}.up_proj.weight"), Sharding.GATE_UP, place),
         layer_row(f"{mcore}.linear_fc2.weight", f"{hf}.down_proj.weight", Sharding.ROW, place),
@@ -225,7 +225,7 @@ def gated_mlp(hf: str = "mlp", place: Place = Place.DENSE, mcore: str = "mlp") -
 def experts(
     hf: str = "mlp", gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj", router: str | None = None
 ) -> Table:
-    """Router and experts by their names in files; `router` is its name in transformers where it differs."""
+    """Return the rows of router and experts by their names in files; `router` is its name in transformers if it differs."""
     inside = f"{hf}.experts.{{expert}}"
     return (
         layer_row("mlp.router.weight", f"{hf}.gate.weight", Sharding.REPLICATE, Place.SPARSE, router),
@@ -243,19 +243,19 @@ def experts(
 
 
 def shared_experts(spec: ModelSpec, hf: str = "mlp.shared_experts") -> Table:
-    """The experts that every token passes, where the model has them."""
+    """Return the rows of the experts that process every token, if the model has them."""
     if spec.moe is None or not spec.moe.shared_ffn:
         return ()
     return gated_mlp(hf, Place.SPARSE, "mlp.shared_experts")
 
 
 def head(spec: ModelSpec) -> Table:
-    """Final norm and output layer or value head; a tied output layer is the embedding, so it has no row."""
+    """Return the final norm and the output layer or value head; a tied output layer is the embedding, so it has no row."""
     if spec.value_head:
         return (FINAL_NORM, VALUE_HEAD)
     return (FINAL_NORM,) if spec.tied else (FINAL_NORM, OUTPUT)
 
 
 def decoder(spec: ModelSpec, *rows: Row) -> Table:
-    """The table of a model under Llama's names; `rows` are those of layers with experts."""
+    """Return the table of a model under Llama's names; `rows` are those of layers with experts."""
     return (EMBEDDING, *NORMS, *attention(spec), *gated_mlp(), *rows, *head(spec))

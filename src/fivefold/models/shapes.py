@@ -1,4 +1,4 @@
-"""The shape of each tensor in a model's files, by the row of its family's table: spec -> shapes. No torch here."""
+"""Shapes of the tensors in a model's files, by the row in the family's table: spec -> shapes. No torch here."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ Shape = tuple[int, ...]
 
 
 def file_shapes(spec: ModelSpec, parameter: MappedParameter) -> tuple[Shape | None, ...]:
-    """The shapes of `parameter.hf`, one for each name; None for those of a row that is a family's own."""
+    """Return the shapes of `parameter.hf`, one per name; None for rows that only one family has."""
     hidden = spec.hidden
     name = parameter.row.removeprefix("decoder.layers.{layer}.")
     if parameter.row.startswith("output_layer") and spec.value_head:

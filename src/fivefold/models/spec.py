@@ -1,4 +1,4 @@
-"""What a model is, whatever its family: its sizes and choices, its parameter counts, the layouts it fits. No torch here."""
+"""Model specification, independent of the family: sizes, choices, parameter counts and supported layouts. No torch here."""
 
 from __future__ import annotations
 
@@ -16,39 +16,39 @@ class MoESpec:
 
     num_experts: int
     top_k: int
-    """Experts of a token."""
+    """Number of experts per token."""
     ffn: int
     layers: tuple[bool, ...]
-    """For each layer whether it has experts; the others are dense."""
+    """For each layer, whether it has experts; the others are dense."""
     shared_ffn: int = 0
-    """Size of the shared experts together; 0 without."""
+    """Combined size of the shared experts; 0 without."""
     shared_gate: bool = False
-    """The shared expert's output is weighted by a sigmoid of its own."""
+    """Whether a sigmoid gate of its own weights the shared expert's output."""
     sigmoid: bool = False
-    """Scores are sigmoids, corrected by a bias for the choice (DeepSeek-V3); otherwise a softmax."""
+    """Whether scores are sigmoids, with a correction bias for the choice (DeepSeek-V3); otherwise a softmax."""
     normalize: bool = True
-    """The chosen experts' weights sum to 1."""
+    """Whether the weights of the chosen experts sum to 1."""
     n_group: int = 1
     topk_group: int = 1
     routed_scaling_factor: float = 1.0
     """Factor of the routed experts' weights."""
     balance_coef: float = 0.0
-    """Coefficient of the balance loss that the model was pre-trained with, by its config.json."""
+    """Coefficient of the balance loss in pre-training, from config.json."""
 
 
 @dataclass(frozen=True)
 class RouteShape:
-    """What the experts that a token is sent to are numbers of."""
+    """Sizes of a routes tensor: layers, experts per token and number of experts."""
 
     total_layers: int
     layers: tuple[int, ...]
-    """Those with experts."""
+    """Layers with experts."""
     top_k: int
     num_experts: int
 
     @property
     def bytes(self) -> int:
-        """Of an expert's number: signed, as -1 says that there is none."""
+        """Bytes per expert number, which is signed because -1 means none."""
         return 1 if self.num_experts <= 128 else 2
 
 
@@ -57,7 +57,7 @@ class MLASpec:
     """Multi-head latent attention (DeepSeek-V2, eq. 9-19)."""
 
     q_rank: int | None
-    """Width that queries pass through, or None for a plain projection."""
+    """Width of the low-rank query projection, or None for a plain projection."""
     kv_rank: int
     qk_nope: int
     qk_rope: int
@@ -78,7 +78,7 @@ class YarnSpec:
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """Sizes and choices of a decoder-only transformer that decide its parameters and its mathematics."""
+    """Sizes and choices of a decoder-only transformer that determine its parameters and its mathematics."""
 
     family: str
     """`model_type` in config.json: the family whose table names the parameters."""
@@ -93,25 +93,25 @@ class ModelSpec:
     norm_eps: float
     rope_theta: float
     rope_linear_factor: float | None
-    """Positions are divided by this (linear RoPE scaling), or None."""
+    """Divisor of the positions (linear RoPE scaling), or None."""
     rope_llama3_factor: float | None
     """`factor` of llama3 RoPE scaling, or None."""
     sliding_window: int | None
-    """Tokens a query sees, itself included, or None for all before it."""
+    """Number of tokens that a query attends to, including itself, or None for all before it."""
     qkv_bias: bool
     qk_norm: bool
     tied: bool
-    """The output layer shares the embedding's weight."""
+    """Whether the output layer shares the embedding's weight."""
     rotary_fraction: float = 1.0
-    """Share of a head's dimensions that RoPE turns."""
+    """Share of a head's dimensions that RoPE rotates."""
     moe: MoESpec | None = None
     mla: MLASpec | None = None
     yarn: YarnSpec | None = None
     value_head: bool = False
-    """It ends in one number a token instead of a distribution: a critic or a reward model."""
+    """Whether the output is one number per token instead of a distribution: a critic or a reward model."""
     mtp_layers: int = 0
-    """Layers behind the last one that each predict a further token (multi-token prediction, DeepSeek-V3, 2412.19437, section
-    2.2); they are no part of what the model itself computes, and its parameter counts leave them out."""
+    """Number of multi-token prediction layers after the last one, each for one further token (DeepSeek-V3, 2412.19437,
+    section 2.2). The model's forward pass and its parameter counts exclude them."""
 
     @property
     def padded_vocab(self) -> int:
@@ -119,7 +119,7 @@ class ModelSpec:
 
     @property
     def kv_numbers_per_token(self) -> int:
-        """Numbers that keys and values of all layers take in a cache, latent ones expanded."""
+        """Number of values per token in a cache of the keys and values of all layers, with latent ones expanded."""
         part = self.mla
         if part is not None:
             return self.layers * self.heads * (part.qk_nope + part.qk_rope + part.v_dim)
@@ -127,7 +127,7 @@ class ModelSpec:
 
     @property
     def attention_parameters(self) -> int:
-        """Parameters of one layer's attention and its two norms."""
+        """Number of parameters in one layer's attention and its two norms."""
         norms = 2 * self.hidden
         if self.mla is not None:
             part = self.mla
@@ -141,24 +141,25 @@ class ModelSpec:
 
     @property
     def routes(self) -> RouteShape | None:
-        """None without experts."""
+        """Shape of a routes tensor; None without experts."""
         if self.moe is None:
             return None
         layers = tuple(layer for layer in range(self.layers) if self.moe.layers[layer])
         return RouteShape(self.layers, layers, self.moe.top_k, self.moe.num_experts)
 
     def has_experts(self, layer: int) -> bool:
-        """Whether `layer` has experts; one of multi-token prediction, counted behind the others, is as the last of them."""
+        """Whether `layer` has experts; multi-token prediction layers, numbered after the others, are like the last of
+        them."""
         return self.moe is not None and self.moe.layers[min(layer, self.layers - 1)]
 
     def expert_parameters(self, layer: int) -> int:
-        """Parameters of all routed experts of a layer."""
+        """Return the number of parameters in all routed experts of a layer."""
         if self.moe is None or not self.moe.layers[layer]:
             return 0
         return self.moe.num_experts * 3 * self.hidden * self.moe.ffn
 
     def shared_parameters(self, layer: int) -> int:
-        """Parameters of a layer that every token passes: all but the routed experts."""
+        """Return the number of parameters in a layer that process every token: all but the routed experts."""
         if self.moe is None or not self.moe.layers[layer]:
             return self.attention_parameters + 3 * self.hidden * self.ffn
         part = self.moe
@@ -168,13 +169,13 @@ class ModelSpec:
         )
 
     def active_parameters(self, layer: int) -> int:
-        """Parameters of a layer that take part in one token."""
+        """Return the number of parameters in a layer that are used for one token."""
         active = self.expert_parameters(layer)
         return self.shared_parameters(layer) + (active * self.moe.top_k // self.moe.num_experts if self.moe else 0)
 
     @property
     def parameters(self) -> int:
-        """Parameters of the whole model, tied ones once."""
+        """Number of parameters in the whole model; tied ones count once."""
         embeddings = self.vocab * self.hidden * (1 if self.tied or self.value_head else 2) + (
             self.hidden if self.value_head else 0
         )
@@ -182,7 +183,7 @@ class ModelSpec:
         return layers + self.hidden + embeddings
 
     def check_layout(self, layout: ParallelLayout, stages: PipelineSplit | None = None) -> None:
-        """Raise ValueError where this model cannot be sharded as `layout` and `stages` ask."""
+        """Raise ValueError if this model cannot be sharded by `layout` and `stages`."""
         sharded = [("attention heads", self.heads, "tp", layout.tp), ("ffn size", self.ffn, "tp", layout.tp)]
         if self.mla is None:
             sharded.append(("key/value heads", self.kv_heads, "tp", layout.tp))
@@ -208,7 +209,7 @@ class ModelSpec:
         (stages or PipelineSplit()).split_layers(self.layers, layout)
 
     def check_mtp(self, layout: ParallelLayout) -> None:
-        """Raise ValueError where this model's layers of multi-token prediction cannot be trained on `layout`."""
+        """Raise ValueError if this model's multi-token prediction layers cannot be trained on `layout`."""
         if not self.mtp_layers:
             raise ValueError(
                 "policy.mtp.train needs layers of multi-token prediction, and num_nextn_predict_layers in config.json of "

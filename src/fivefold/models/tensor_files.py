@@ -1,4 +1,4 @@
-"""The tensor files of a model directory, by their headers: are they whole, and are they those of this model? No torch here.
+"""Checks the tensor files of a model directory by their headers: complete, and those of this model. No torch here.
 
 A safetensors file begins with eight bytes, the length of its header, and the header: a JSON object of name -> dtype, shape
 and place of its bytes (https://github.com/huggingface/safetensors).
@@ -22,28 +22,28 @@ from fivefold.models.spec import ModelSpec
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 _BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}
-"""Of a number, by the dtypes that parameters are read in."""
+"""Bytes per number, for the dtypes that parameters are read in."""
 _LONGEST_HEADER = 100_000_000
 _COMPARED = 2**22
-"""Bytes of two tensors that are compared together."""
+"""Number of bytes of two tensors to compare at a time."""
 _NOT_PARAMETERS = ("rotary_emb.inv_freq",)
 
 
 @dataclass(frozen=True)
 class TensorHeader:
-    """What a file says of one tensor."""
+    """Header entry of one tensor in a file."""
 
     file: str
     dtype: str
     shape: Shape
     begin: int
-    """Place of its first byte in the file."""
+    """Offset of its first byte in the file."""
     size: int
-    """Bytes."""
+    """Size in bytes."""
 
 
 def tensor_places(directory: Path) -> dict[str, str]:
-    """Name of each tensor -> the file that holds it; raises ValueError where there is no list of them."""
+    """Return the name of each tensor -> the file that holds it; raises ValueError if there is no list of them."""
     if (path := directory / INDEX).is_file():
         places = read_json_object(path).get("weight_map")
         if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
@@ -61,7 +61,7 @@ def tensor_places(directory: Path) -> dict[str, str]:
 
 
 def find_mtp_tensors(directory: Path, spec: ModelSpec) -> dict[str, str]:
-    """Name of each tensor of multi-token prediction's layers -> its file, which need not be there if an index names it."""
+    """Return the name of each multi-token prediction tensor -> its file, which may be missing if only an index names it."""
     if (path := directory / INDEX).is_file():
         places = read_json_object(path).get("weight_map") or {}
     else:
@@ -70,7 +70,7 @@ def find_mtp_tensors(directory: Path, spec: ModelSpec) -> dict[str, str]:
 
 
 def read_headers(path: Path) -> dict[str, TensorHeader]:
-    """The tensors of one file; raises ValueError where it is cut off or is not what its header says."""
+    """Read the tensor headers of one file; raises ValueError if the file is truncated or does not match its header."""
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
@@ -97,7 +97,7 @@ def _header(path: Path, name: str, entry: Any, data: int) -> TensorHeader:
     try:
         dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
         good = isinstance(dtype, str) and all(isinstance(size, int) and size >= 0 for size in (*shape, begin, end))
-        # Of dtypes that are not read here only the order of the places is known.
+        # For dtypes that are not read here, only the order of the offsets can be checked.
         good = good and (end - begin == prod(shape) * _BYTES[dtype] if dtype in _BYTES else begin <= end)
     except (TypeError, KeyError, ValueError):
         good = False
@@ -107,8 +107,10 @@ def _header(path: Path, name: str, entry: Any, data: int) -> TensorHeader:
 
 
 def check_tensor_files(directory: Path, spec: ModelSpec, has_mtp: bool = False) -> None:
-    """Raise ValueError where the files are damaged, lack a tensor of the family, hold one that it does not have, or hold one
-    in another shape or in a dtype that is not read; `has_mtp`: layers of multi-token prediction are wanted too."""
+    """Raise ValueError if files are damaged, or if tensors are missing, extra, or in another shape or an unsupported dtype.
+
+    With `has_mtp` the multi-token prediction layers are required too.
+    """
     places = tensor_places(directory)
     headers: dict[str, TensorHeader] = {}
     for file in sorted(set(places.values())):
@@ -137,7 +139,7 @@ def check_tensor_files(directory: Path, spec: ModelSpec, has_mtp: bool = False) 
 
 
 def _check_tied(directory: Path, headers: dict[str, TensorHeader]) -> None:
-    """Raise ValueError where files hold another head than the embedding, with which config.json says that it is shared."""
+    """Raise ValueError if files hold a head that differs from the embedding although config.json says that they are tied."""
     head, embedding = (headers.get(row.hf[0]) for row in (OUTPUT, EMBEDDING))
     if head is None or embedding is None:
         return
@@ -168,7 +170,7 @@ def _are_equal(directory: Path, one: TensorHeader, other: TensorHeader) -> bool:
 def _check_names(directory: Path, placed: set[str], there: set[str], wanted: Collection[str], spec: ModelSpec) -> None:
     # A value head may be new.
     needed = set(wanted) - set(VALUE_HEAD.hf)
-    # Some tied models store the shared weight a second time; a critic has no use for it.
+    # Some tied models store the shared weight a second time; a critic does not use it.
     extra = {name for name in placed - set(wanted) if not _is_left_out(name, spec)} - set(OUTPUT.hf)
     if missing := sorted(needed - placed):
         raise ValueError(f"{directory} lacks {len(missing)} tensors of a {spec.family} model, the first: {missing[:3]}")
@@ -182,5 +184,6 @@ def _check_names(directory: Path, placed: set[str], there: set[str], wanted: Col
 
 
 def _is_left_out(name: str, spec: ModelSpec) -> bool:
-    """Buffers that are computed, and the layers of multi-token prediction, which the model computes without."""
+    """Whether a tensor is left out: a computed buffer, or part of a multi-token prediction layer, which the model does not
+    use."""
     return is_of_mtp(name, spec) or name.endswith(_NOT_PARAMETERS)

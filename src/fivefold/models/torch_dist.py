@@ -1,7 +1,7 @@
-"""Megatron-Core's `torch_dist` checkpoints: where they lie, which tensors they hold, whether those are a model's. No torch.
+"""Megatron-Core's `torch_dist` checkpoints: location, tensors, and whether they are those of a model. No torch.
 
-Their list of tensors, `.metadata`, is a pickle of torch's distributed checkpoints. It is read without running anything: what
-it names becomes a plain record, whatever it is. `common.pt`, a pickle of arguments, is not read at all.
+Their list of tensors, `.metadata`, is a pickle of torch's distributed checkpoints. It is read without running any code:
+every class or function that it names becomes a plain record. `common.pt`, a pickle of arguments, is not read at all.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fivefold.models.spec import ModelSpec
 
 METADATA, CONFIG, LATEST = ".metadata", "metadata.json", "latest_checkpointed_iteration.txt"
 DTYPES = ("float64", "float32", "bfloat16", "float16")
-"""Of tensors that are read as parameters."""
+"""Dtypes of tensors that are read as parameters."""
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.*)")
 _MTP_LAYER = re.compile(r"(mtp\.layers\.\d+\.transformer_layer)\.(.*)")
 _EXPERT = re.compile(r"mlp\.experts\.(\d+)\.fc([12])")
@@ -33,15 +33,15 @@ _ALIASES = {
     "self_attention.q_layernorm.weight": "self_attention.linear_q_up_proj.layer_norm_weight",
     "self_attention.kv_layernorm.weight": "self_attention.linear_kv_up_proj.layer_norm_weight",
 }
-"""Transformer Engine's layers keep a norm's weight in the product that follows it."""
+"""Names under which Transformer Engine's layers store a norm's weight: in the linear layer that follows it."""
 _GATE, _UP = "_w", "_v"
-"""Ends of the names where gate and up are tensors of their own."""
+"""Suffixes of the names if gate and up are separate tensors."""
 _OF_A_MODEL = ("embedding.", "decoder.", "mtp.", "output_layer.")
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """A box of a tensor, and where a file holds it."""
+    """A box of a tensor and its place in a file."""
 
     offset: Shape
     size: Shape
@@ -62,7 +62,7 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class Stored:
-    """A part of a stored tensor: that at `index` of its first axes, which count layers and experts."""
+    """A part of a stored tensor, at `index` of its first axes, which number layers and experts."""
 
     tensor: StoredTensor
     index: Shape
@@ -73,9 +73,10 @@ class Stored:
 
 
 def find_torch_dist(path: str | Path) -> Path | None:
-    """The directory of the checkpoint itself, at `path` or the newest one below it; None where `path` is no such checkpoint.
+    """Return the directory of the checkpoint itself, `path` or the latest one below it; None if `path` is no such
+    checkpoint.
 
-    Raises ValueError for checkpoints of Megatron-Core in a format that is not read.
+    Raises ValueError for Megatron-Core checkpoints in an unsupported format.
     """
     path = Path(path)
     if (backend := _backend(path)) is not None:
@@ -101,12 +102,12 @@ def find_torch_dist(path: str | Path) -> Path | None:
 
 
 def is_torch_dist(path: str | Path) -> bool:
-    """It looks like a checkpoint of Megatron-Core, whether it can be read or not."""
+    """Whether the path looks like a Megatron-Core checkpoint, readable or not."""
     return _backend(Path(path)) is not None or (Path(path) / LATEST).is_file()
 
 
 def _backend(path: Path) -> Any:
-    """The format of the checkpoint in this directory; a Hugging Face directory may have a metadata.json of another kind."""
+    """Return the format of the checkpoint in this directory; a Hugging Face directory may have a different metadata.json."""
     try:
         return read_json_object(path / CONFIG).get("sharded_backend")
     except ValueError:
@@ -114,7 +115,7 @@ def _backend(path: Path) -> Any:
 
 
 def config_beside(path: str | Path) -> Path | None:
-    """The directory with the config.json that lies in a checkpoint, or above it."""
+    """Return the directory with the config.json in a checkpoint or above it."""
     here = Path(path)
     return next((each for each in (here, here.absolute().parent) if (each / "config.json").is_file()), None)
 
@@ -123,7 +124,7 @@ def config_beside(path: str | Path) -> Path | None:
 
 
 class _Record:
-    """What stands in the place of every class and function that the pickle names."""
+    """Substitute for every class and function that the pickle names."""
 
     def __new__(cls, *arguments: Any) -> _Record:
         return super().__new__(cls)
@@ -134,7 +135,7 @@ class _Record:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Imports nothing and calls nothing of what it is told to."""
+    """Unpickler that never imports or calls what the pickle names."""
 
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch" and name in DTYPES:
@@ -143,7 +144,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def read_index(directory: Path) -> dict[str, StoredTensor]:
-    """The tensors of a checkpoint by the names of Megatron-Core's model, optimizers' left out; raises ValueError where its
+    """Read the tensors of a checkpoint by Megatron-Core's model names, without the optimizer's; raises ValueError if the
     list cannot be read."""
     path = directory / METADATA
     try:
@@ -164,12 +165,12 @@ def read_index(directory: Path) -> dict[str, StoredTensor]:
     except OSError:
         raise
     except Exception as error:
-        # A damaged pickle ends in whatever error; one that was made to harm in a record without these fields.
+        # A damaged pickle can raise any error; a malicious one becomes a record without these fields.
         raise ValueError(f"{path} is no list of a checkpoint's tensors: {first_line(error)}") from error
 
 
 def _prefix(names: Mapping[str, Any]) -> str:
-    """What some trainers put before the names of the model."""
+    """Return the prefix that some trainers put before the names of the model."""
     own = [name for name in names if name.endswith(EMBEDDING.mcore) and "optimizer" not in name]
     if len(own) != 1:
         raise ValueError(f"it must hold one {EMBEDDING.mcore}: got {own or 'none'}")
@@ -191,7 +192,7 @@ def _tensor(directory: Path, name: str, each: Any, places: Mapping[tuple[str, Sh
 
 @dataclass(frozen=True)
 class TorchDistNames:
-    """The tensors of a checkpoint as those of a model."""
+    """Tensors of a checkpoint by the parameters of a model."""
 
     directory: Path
     tensors: Mapping[str, StoredTensor]
@@ -201,7 +202,7 @@ class TorchDistNames:
         return cls(directory, read_index(directory))
 
     def find(self, item: MappedParameter) -> list[Stored]:
-        """The part that is this parameter, or gate and up where they are apart; nothing where there is none."""
+        """Return the part that is this parameter, or gate and up if they are separate; empty if there is none."""
         for name, index in _spellings(item):
             if (tensor := self.tensors.get(name)) is not None:
                 return [Stored(tensor, index)]
@@ -215,14 +216,14 @@ class TorchDistNames:
 
 
 def has_value_head(directory: Path, spec: ModelSpec) -> bool:
-    """The last layer of a checkpoint gives one number a token, and not one a word."""
+    """Whether the last layer of a checkpoint has one output per token, and not one per word."""
     head = next((item for item in parameters_of(spec) if item.hf == VALUE_HEAD.hf), None)
     found = [] if head is None else TorchDistNames.read(directory).find(head)
     return bool(found) and found[0].shape[0] == 1
 
 
 def _spellings(item: MappedParameter) -> Iterator[tuple[str, Shape]]:
-    """(name, places along the axes that are put before its own) under which a checkpoint may have a parameter."""
+    """Yield (name, index along the axes before its own) under which a checkpoint may store a parameter."""
     found = _LAYER.fullmatch(item.mcore) or _MTP_LAYER.fullmatch(item.mcore)
     if found is None:
         yield item.mcore, ()
@@ -242,8 +243,11 @@ def _spellings(item: MappedParameter) -> Iterator[tuple[str, Shape]]:
 
 
 def stored_name(item: MappedParameter, spec: ModelSpec) -> tuple[str, Shape, Shape]:
-    """(name, place, sizes of the axes put before its own) under which a parameter is written: as Megatron-Core's layers of
-    Transformer Engine have it. Layers are one tensor where all are alike, and so are experts."""
+    """Return (name, index, sizes of the axes before its own) under which a parameter is written, as with Transformer Engine
+    layers.
+
+    Layers are one tensor if all are alike; the same holds for experts.
+    """
     found = _LAYER.fullmatch(item.mcore) or _MTP_LAYER.fullmatch(item.mcore)
     if found is None or item.layer is None:
         return item.mcore, (), ()
@@ -263,7 +267,7 @@ def stored_name(item: MappedParameter, spec: ModelSpec) -> tuple[str, Shape, Sha
 
 
 def _is_fused(rest: str, spec: ModelSpec, layer: int) -> bool:
-    """Transformer Engine's layers keep this norm in the product behind it."""
+    """Whether Transformer Engine's layers store this norm in the linear layer that follows it."""
     if rest == "pre_mlp_layernorm.weight":
         return not spec.has_experts(layer)
     if rest == "input_layernorm.weight":
@@ -272,8 +276,10 @@ def _is_fused(rest: str, spec: ModelSpec, layer: int) -> bool:
 
 
 def check_torch_dist(directory: Path, spec: ModelSpec, has_mtp: bool = False) -> None:
-    """Raise ValueError where files of the checkpoint are missing, or its tensors are not those of the model; `has_mtp`: it
-    must have layers of multi-token prediction too."""
+    """Raise ValueError if checkpoint files are missing, or its tensors are not those of the model.
+
+    With `has_mtp` it must also have multi-token prediction layers.
+    """
     names, seen, missing = TorchDistNames.read(directory), set(), []
     ahead = mtp_parameters_of(spec)
     for item in parameters_of(spec) + [item for item in ahead if has_mtp or names.find(item)]:
@@ -285,7 +291,7 @@ def check_torch_dist(directory: Path, spec: ModelSpec, has_mtp: bool = False) ->
             _check_tensor(directory, item, each, spec, len(found))
     if missing:
         raise ValueError(f"{directory} lacks {len(missing)} tensors of a {spec.family} model, the first: {missing[:3]}")
-    # A critic has no use for a language model's head, and a tied model may have its copy.
+    # A critic does not use a language model's head, and a tied model may have a copy of it.
     known = {each.name for name, each in names.tensors.items() if name != OUTPUT.mcore and not name.startswith("mtp.")}
     extra = sorted(known - seen)
     if extra:

@@ -1,4 +1,4 @@
-"""GLM-4.5 and GLM-4.6: experts as DeepSeek-V3 has them, RoPE on half of a head."""
+"""GLM-4.5 and GLM-4.6: experts as in DeepSeek-V3, RoPE on half of each head."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from fivefold.models.spec import ModelSpec
 
 
 def _read(config: dict[str, Any]) -> ModelSpec:
-    # The first Llamas have no num_key_value_heads: as many as there are heads.
+    # The first Llamas have no num_key_value_heads: it equals the number of heads.
     return read_decoder(config, required=())
 
 

@@ -1,4 +1,4 @@
-"""MiMo-7B: Qwen2's layers, and one of multi-token prediction under names of its own."""
+"""MiMo-7B: Qwen2's layers, and a multi-token prediction layer with its own names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mixtral: Mistral's layers with experts in all of them, which its files name w1, w3 and w2."""
+"""Mixtral: Mistral's layers, all with experts, which its files name w1, w3 and w2."""
 
 from __future__ import annotations
 

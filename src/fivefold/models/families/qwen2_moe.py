@@ -1,4 +1,4 @@
-"""Qwen1.5-MoE and Qwen2-MoE: Qwen2 with experts, and shared experts weighted by a gate of their own."""
+"""Qwen1.5-MoE and Qwen2-MoE: Qwen2 with experts, and shared experts with a gate of their own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Qwen3: Llama's layers with norms of queries and keys, and heads whose size is its own."""
+"""Qwen3: Llama's layers with norms of queries and keys, and an independent head size."""
 
 from __future__ import annotations
 

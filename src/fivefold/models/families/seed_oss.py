@@ -1,4 +1,4 @@
-"""Seed-OSS: Llama's layers with biases of queries, keys and values, and heads whose size is its own."""
+"""Seed-OSS: Llama's layers with biases of queries, keys and values, and an independent head size."""
 
 from __future__ import annotations
 
