@@ -56,6 +56,7 @@ $(TRACKERS_READY): tests/trackers.txt $(READY)
 check: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python -m tests.support.words
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
