@@ -57,6 +57,10 @@ WITHOUT_ACCOUNT = ("console", "tensorboard")
 SHOWN = "changes what is shown, not what is learned"
 KERNELS = "other kernels of the same formula: numbers agree up to rounding"
 SPREAD = "how state is spread over GPUs: the numbers are the same"
+REFERENCE_ALONE = "a reference that leaves the GPU alone: its weights go with the policy's (policy.offload.parameters)"
+WHOLE_STATE = "a checkpoint has the whole state; `fivefold export` writes Hugging Face's form"
+NO_CUT = "no cut changes the numbers"
+DATA_PARALLEL = "another engine's layout: data parallelism instead"
 
 
 def whole(source: Source, key: str) -> int | None:

@@ -14,7 +14,7 @@ _OLD_RECOMPUTATION = " ".join(
 SECTION = Section.of(
     "Of some releases only",
     fixed("*.profile.* **.profile.* trainer.*_nsight_options.**", "changes what is shown, not what is learned"),
-    fixed("critic.kl_ctrl.*", "verl's critic has no KL: nothing reads it"),
+    fixed("critic.kl_ctrl.type critic.kl_ctrl.kl_coef", "verl's critic has no KL and reads none of it"),
     lacks(f"{_A}megatron.num_layers_per_virtual_pipeline_stage", "layers of a virtual stage: give the number of stages"),
     lacks(_OLD_RECOMPUTATION, "recomputation by older names: give recompute_granularity, _method and _num_layers"),
     lacks(f"{_M}override_config.moe_config.freeze_moe_router", "a router that does not learn", [False]),
