@@ -47,6 +47,7 @@ _ANY_VERL: list[list[str]] = [
         *(f"{role}megatron.use_dist_checkpointing=true" for role in (_ACTOR, _REF, "critic.", "reward_model.")),
         *(f"{role}megatron.override_transformer_config.recompute_granularity=full" for role in (_REF, "critic.")),
         _ACTOR + "optim.lr_decay_style=cosine",
+        _ACTOR + "optim.use_precision_aware_optimizer=true",
         *_POOL[:2],
     ],
     *(
@@ -73,11 +74,7 @@ _ANY_VERL: list[list[str]] = [
         "algorithm.rollout_correction.rollout_rs_threshold=2",
     ],
     [*known_runs.GRPO_VERL, _ACTOR + "policy_loss.loss_mode=sapo"],
-    [
-        *known_runs.GRPO_VERL,
-        "algorithm.rollout_correction.rollout_is=token",
-        "algorithm.rollout_correction.bypass_mode=true",
-    ],
+    *([*known_runs.GRPO_VERL, f"algorithm.rollout_correction.{word}"] for word in ("rollout_is=token", "bypass_mode=true")),
     *(
         [*known_runs.GRPO_VERL, "reward_model.reward_manager=dapo", f"{start}.enable=true", f"{start}.len=9"]
         for start in (

@@ -296,6 +296,21 @@ def option(source: Source, key: str, name: str, value: Any, ours: str, found: di
         found[f"{ours}.{section}.{name}"] = value
 
 
+def moments(said: Source, *, are_read: bool) -> dict[str, Any]:
+    """Adam's moments of the policy in fewer bits, from a section `optim` of Megatron-Core's or Automodel's."""
+    if not are_read:
+        return {}
+    found = {name: DTYPES.get(said.text(name) or "float32") for name in ("exp_avg_dtype", "exp_avg_sq_dtype")}
+    for name in (name for name, value in found.items() if value not in ("float32", "bfloat16")):
+        said.lacks(name, f"moments of the type {said.text(name)}: known here are float32 and bfloat16")
+    if set(found.values()) == {"float32"}:
+        return {}
+    return {f"policy.megatron.optimizer.{name}": value for name, value in (found | _AWARE).items()}
+
+
+_AWARE = {"use_precision_aware_optimizer": True}
+
+
 def recompute(source: Source, start: str, ours: str) -> dict[str, Any]:
     """Megatron-Core's recompute_* -> `recompute`, or its finer options as they stand."""
     granularity = source.text(f"{start}.recompute_granularity")

@@ -181,16 +181,16 @@ _OWN = Section.of(
     fixed(
         (
             "data.auto_repeat data.num_loader_workers data.force_on_the_fly data.dataset_type "
-            "data.streaming data.preprocessing_batch_size data.preprocessing_num_workers data.overwrite_cache data.dataset_cache_dir "
-            "data.buffer_size data.cutoff_len data.tokenized_path data.filter_overlong_prompt "
+            "data.streaming data.preprocessing_batch_size data.preprocessing_num_workers data.overwrite_cache "
+            "data.dataset_cache_dir data.buffer_size data.cutoff_len data.tokenized_path data.filter_overlong_prompt "
             "data.mask_history data.train_on_prompt data.tool_format"
         ),
         "how data are read: the same prompts come out",
     ),
     fixed(
-        f"{_A}param_offload {_A}grad_offload {_A}optimizer_offload {_A}profile {_A}embodied_type {_A}action_chunks_len {_A}action_token_len "
-        f"{_A}traj_mini_batch_size critic.profile algorithm.pf_ppo critic.use_critic_model critic.fsdp_config.** "
-        f"{_R}trust_remote_code {_R}micro_batch_size",
+        f"{_A}param_offload {_A}grad_offload {_A}optimizer_offload {_A}profile {_A}embodied_type "
+        f"{_A}action_chunks_len {_A}action_token_len {_A}traj_mini_batch_size critic.profile "
+        f"algorithm.pf_ppo critic.use_critic_model critic.fsdp_config.** {_R}trust_remote_code {_R}micro_batch_size",
         _NOWHERE,
     ),
     lacks("data.mix_strategy", "data sets interleaved by probability", ["concat"]),
@@ -234,10 +234,11 @@ _OWN = Section.of(
 )
 
 _OF_OTHER_PROGRAMS = re.compile(
-    r"async_training\..*|(actor_rollout_ref\.)?rollout\.(nnodes|n_gpus_per_node|total_rollout_steps|test_freq)|trainer\.n_training_gpus_per_node|.*\.ppo_micro_batch_size|.*\.sppo_eta|"
+    r"async_training\..*|(actor_rollout_ref\.)?rollout\.(nnodes|n_gpus_per_node|total_rollout_steps|test_freq)|"
+    r"trainer\.n_training_gpus_per_node|.*\.ppo_micro_batch_size|.*\.sppo_eta|"
     + "|".join(re.escape(row.key) for row in (*verl_prime.REWARDS, *verl_prime.FILTER))
 )
-"""Keys of verl's programs beside main_ppo, which siiRL lacks."""
+"""Keys of verl's programs besides main_ppo, which siiRL lacks."""
 
 
 def _of_siirl(row: Row) -> Row:

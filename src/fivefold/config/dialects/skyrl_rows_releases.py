@@ -15,14 +15,7 @@ RL = Section.of(
     "Of some releases only",
     lacks("generator.inference_engine.enable_http_endpoint", "an HTTP address of the engines", [False]),
     fixed("generator.inference_engine.http_endpoint_*", "read with enable_http_endpoint only", takes_any=True),
-    fixed(
-        "trainer.policy.megatron_config.ddp_config.grad_reduce_in_fp32 megatron_config.ddp_config.grad_reduce_in_fp32",
-        "gradients are always summed in float32",
-    ),
-    fixed(
-        "trainer.policy.megatron_config.ddp_config.average_in_collective megatron_config.ddp_config.average_in_collective",
-        "a mean of the same gradients, up to rounding",
-    ),
+    fixed("megatron_config.ddp_config.average_in_collective", "a mean of the same gradients, up to rounding"),
     fixed("generator.inference_engine.override_existing_update_group", "how engines are reached"),
 )
 SFT = Section.of(

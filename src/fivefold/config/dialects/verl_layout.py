@@ -126,11 +126,10 @@ _PARTS = {"parameters": "param", "gradients": "grad", "optimizer": "optimizer"}
 def offloaded(source: Source, role: str) -> list[str]:
     """Parts of a model that wait on the host; gradients do with Megatron-Core only."""
     parts = {part: name for part, name in _PARTS.items() if part != "gradients" or is_megatron(source)}
-    return [
-        part
-        for part, name in parts.items()
-        if any([source.flag(f"{section}{name}_offload") for section in sections(source, role)])
-    ]
+    flags = {
+        part: [source.flag(f"{section}{name}_offload") for section in sections(source, role)] for part, name in parts.items()
+    }
+    return [part for part, said in flags.items() if any(said)]
 
 
 def memory(source: Source) -> dict[str, Any]:
@@ -138,7 +137,9 @@ def memory(source: Source) -> dict[str, Any]:
     found: dict[str, Any] = {f"policy.offload.{part}": True for part in offloaded(source, _A)}
     if is_megatron(source):
         found |= shared.recompute(source, options(source), "policy")
-        optimizer = source.under(_A + "optim.override_optimizer_config.")
+        said = source.under(_A + "optim.")
+        found |= shared.moments(said, are_read=said.flag("use_precision_aware_optimizer"))
+        optimizer = said.under("override_optimizer_config.")
         for key in optimizer.keys(""):
             if optimizer.value(key) is None:
                 continue

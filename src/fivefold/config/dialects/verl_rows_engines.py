@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from fivefold.config.dialects.shared import DATA_PARALLEL, KERNELS, NO_CUT, SHOWN, SPREAD
-from fivefold.config.dialects.table import Row, below, fixed, lacks, slower
+from fivefold.config.dialects.table import Row, below, fixed, lacks, slower, used
 
 OF_RL: Mapping[str, Sequence[str]] = {
     "fsdp": ("**.fsdp_config.", "critic.fsdp."),
@@ -30,7 +30,7 @@ def engine_rows(starts: Mapping[str, Sequence[str]]) -> list[Row]:
     def of(engines: str, names: str) -> tuple[str, ...]:
         return tuple(dict.fromkeys(below([start for engine in engines.split() for start in starts[engine]], names)))
 
-    return [
+    rows = [
         *fixed(of(_ALL, "seed forward_only strategy"), "trainer.seed and the program's own strategy say it"),
         *slower(of(_ALL, "full_determinism"), "runs whose bits are the same: trainer.deterministic", [False]),
         *fixed(
@@ -122,10 +122,20 @@ def engine_rows(starts: Mapping[str, Sequence[str]]) -> list[Row]:
         *fixed(of("torchtitan", "activation_checkpoint"), "model.enable_gradient_checkpointing says it: policy.recompute"),
         *fixed(of("veomni", "moe_load_balance_monitor_interval"), SHOWN),
     ]
+    # Where engines share a section, what the first of them says.
+    return list({row.key: row for row in reversed(rows)}.values())[::-1]
+
+
+def rows_of_moments(start: str) -> list[Row]:
+    """The rows of the types of Adam's moments."""
+    names = "use_precision_aware_optimizer exp_avg_dtype exp_avg_sq_dtype"
+    return used(
+        below(start, names), "policy.megatron.optimizer", "Read with use_precision_aware_optimizer, and by Automodel."
+    )
 
 
 def rows_of_state(start: str) -> list[Row]:
-    """The rows of the types of an optimizer's state, which is in float32 unless policy.megatron.optimizer says another."""
+    """The rows of an optimizer's other state, and of the moments where no function reads them."""
     types = "an optimizer whose state has fewer bits: policy.megatron.optimizer has its types"
     return [
         *lacks(below(start, "main_grads_dtype exp_avg_dtype exp_avg_sq_dtype"), types, ["fp32", "float32", "torch.float32"]),

@@ -19,8 +19,6 @@ SECTION = Section.of(
     lacks(_OLD_RECOMPUTATION, "recomputation by older names: give recompute_granularity, _method and _num_layers"),
     lacks(f"{_M}override_config.moe_config.freeze_moe_router", "a router that does not learn", [False]),
     lacks("actor_rollout_ref.ref.model", "a model of its own for the reference", [{}]),
-    lacks(f"{_A}optim.lr_min {_A}optim.lr_start critic.optim.lr_min critic.optim.lr_start",
-          "VeOmni's learning rate before the warm-up and after the decay", [0, 0.0]),
     lacks(f"{_A}megatron.param_dtype", "weights of another type than bfloat16: model.dtype", ["bfloat16", "bf16"]),
     lacks(f"{_R}router_config_path", "a file for a router of requests: the engines here share them by length"),
     lacks(f"{_R}skip.enable", "responses that are read from files", [False]),

@@ -90,8 +90,9 @@ REWARD = Section.of(
     lacks("reward_model.model.override_config reward_model.model.override_config.**", "changes of config.json"),
     fixed(
         "reward_model.model.external_lib reward_model.model.trust_remote_code reward_model.model.use_shm "
-        "reward_model.nccl_timeout reward_model.num_workers reward_model.launch_reward_fn_async reward_model.use_reward_loop "
-        "reward.num_workers reward_model.sandbox_fusion.** reward.sandbox_fusion.** sandbox_fusion.**",
+        "reward_model.nccl_timeout reward_model.num_workers reward_model.launch_reward_fn_async "
+        "reward_model.use_reward_loop reward.num_workers reward_model.sandbox_fusion.** reward.sandbox_fusion.** "
+        "sandbox_fusion.**",
         _HOW,
     ),
     lacks(

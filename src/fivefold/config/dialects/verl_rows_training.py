@@ -6,7 +6,7 @@ from fivefold.config.dialects import shared
 from fivefold.config.dialects.adapters import rows_of_verl
 from fivefold.config.dialects.shared import KERNELS, NO_CUT, SPREAD
 from fivefold.config.dialects.table import Section, below, fixed, lacks, slower, to, used
-from fivefold.config.dialects.verl_rows_engines import OF_RL, engine_rows, rows_of_state
+from fivefold.config.dialects.verl_rows_engines import OF_RL, engine_rows, rows_of_moments, rows_of_state
 
 _A, _R, _C = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout.", "critic."
 _MCORE = ("megatron", "mindspeed")
@@ -47,10 +47,8 @@ TRAINING = Section.of(
     used(_A + "mindspeed.strategy", "policy.backend", "mindspeed_megatron, or mindspeed_fsdp."),
     fixed(f"{_A}mindspeed.fsdp_kwargs.** actor_rollout_ref.ref.mindspeed.** critic.mindspeed.**", SPREAD, takes_any=True),
     used(
-        "**.megatron.param_offload **.megatron.grad_offload **.megatron.optimizer_offload "
-        "**.mindspeed.param_offload **.mindspeed.grad_offload **.mindspeed.optimizer_offload "
-        "**.fsdp_config.param_offload **.fsdp_config.optimizer_offload critic.fsdp.param_offload critic.fsdp.optimizer_offload "
-        "**.veomni.param_offload **.veomni.optimizer_offload **.torchtitan.param_offload **.torchtitan.optimizer_offload",
+        below("**.megatron. **.mindspeed.", "param_offload grad_offload optimizer_offload")
+        + below("**.fsdp_config. critic.fsdp. **.veomni. **.torchtitan.", "param_offload optimizer_offload"),
         "policy.offload critic.offload",
         "The reference's weights leave the GPU with the policy's.",
     ),
@@ -148,6 +146,7 @@ TRAINING = Section.of(
     ),
     fixed("**._target_", "Hydra's name of a class", takes_any=True),
     used(_A + "optim.eps", "policy.optimizer.eps"),
+    rows_of_moments(_A + "optim."),
     rows_of_state("**.optim."),
     fixed("**.optim.muon_* **.optim.name", "read by other optimizers only"),
     lacks("**.load_weight", "models that begin with random weights", [True]),

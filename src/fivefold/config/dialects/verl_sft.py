@@ -17,7 +17,7 @@ from fivefold.config.dialects.verl_algorithm import MEAN_OF_MICRO_BATCHES
 from fivefold.config.dialects.verl_defaults import VERSIONS
 from fivefold.config.dialects.verl_older import FIRST_ROWS, rows
 from fivefold.config.dialects.verl_rows_data import VALIDATION_ROWS
-from fivefold.config.dialects.verl_rows_engines import OF_SFT, engine_rows, rows_of_state
+from fivefold.config.dialects.verl_rows_engines import OF_SFT, engine_rows, rows_of_moments, rows_of_state
 from fivefold.config.dialects.verl_schedule import SCHEDULES, schedule
 
 _COMMON: dict[str, Any] = {
@@ -148,6 +148,8 @@ def memory(source: Source) -> dict[str, Any]:
         if name not in shared.DTYPES:
             source.lacks("engine.dtype", f"numbers of the type {name}: known here are {', '.join(shared.DTYPES)}")
         found["policy.dtype"] = shared.DTYPES.get(str(name))
+    if _optimizer_of(source.settings) == "veomni" and source.has(key := "engine.mixed_precision") and not source.flag(key):
+        source.lacks(key, "weights of bfloat16 without a copy in float32")
     if is_megatron(source):
         return found | shared.recompute(source, "engine.override_transformer_config", "policy")
     key = "engine.activation_checkpointing"
@@ -175,7 +177,9 @@ def optimizer(source: Source, engine: str = "") -> dict[str, Any]:
     found["betas"] = [0.9, 0.999] if engine == "megatron" else [float(beta) for beta in said.items("betas")]
     found["eps"] = said.number("eps") if said.has("eps") else None
     total = None if engine == OLDER else source.whole("trainer.total_training_steps")
-    return {f"policy.optimizer.{name}": value for name, value in (found | schedule(said, engine, total)).items()}
+    aware = engine == "megatron" and said.flag("use_precision_aware_optimizer")
+    ours = {f"policy.optimizer.{name}": value for name, value in (found | schedule(said, engine, total)).items()}
+    return ours | shared.moments(said, are_read=aware or engine == "automodel")
 
 
 def older_optimizer(source: Source) -> dict[str, Any]:
@@ -321,7 +325,8 @@ TABLE = Table(
             ),
             used("engine.override_transformer_config.*", "policy.megatron.transformer policy.recompute", takes_any=True),
             used("model.enable_gradient_checkpointing engine.activation_checkpointing", "policy.recompute"),
-            rows_of_state("optim."),
+            rows_of_moments("optim."),
+            [row for row in rows_of_state("optim.") if row.key not in {each.key for each in rows_of_moments("optim.")}],
             lacks("optim.master_weight_dtype", "master weights of another type than float32", ["fp32", "float32"]),
             slower("optim.override_optimizer_config.*", "policy.megatron.optimizer has its own defaults", [False, 0, 1]),
             slower(
