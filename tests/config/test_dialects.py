@@ -1474,7 +1474,7 @@ def test_verl_s_pool_of_a_reward_model_is_ranks_of_its_own(section):
     found = config("verl", *GRPO_VERL, "trainer.n_gpus_per_node=4", path, *pool)
     model = found.reward.model
     assert (model.path, model.backend, model.first_rank) == ("judge", "megatron:d2", found.layout.world_size)
-    assert (found.engine.mode, found.world_size) == ("server", found.layout.world_size + 2)
+    assert (found.engine.mode, found.roles.world_size) == ("server", found.layout.world_size + 2)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 
 from fivefold.config.dialects import find_dialect, translator
 from fivefold.config.dialects.source import Source
-from fivefold.config.dialects.table import Row, Section, Table, _pattern
+from fivefold.config.dialects.table import Row, Table, _pattern
 from fivefold.config.loader import read_mapping
 from tests.support.dialects import HOME
 
@@ -37,7 +37,7 @@ class Reads:
 
 def reads_of(system: str, runs: Iterable[tuple[list[str], str]], monkeypatch: pytest.MonkeyPatch) -> list[Reads]:
     """What is read of (words, YAML) by each table of a system; a run that is refused counts as far as it is read."""
-    found: dict[tuple[Section, ...], Reads] = {}
+    found: dict[int, Reads] = {}
     opened: list[Source] = []
     starts: set[str] = set()
     plain = translator.translate
@@ -59,7 +59,7 @@ def reads_of(system: str, runs: Iterable[tuple[list[str], str]], monkeypatch: py
         opened.clear()
         starts.clear()
         result = plain(table, *arguments)
-        reads = found.setdefault(table.sections, Reads(table))
+        reads = found.setdefault(id(table.sections), Reads(table))
         reads.keys.update(*(source.read for source in opened))
         reads.starts.update(starts)
         return result

@@ -7,7 +7,7 @@ from typing import Any
 
 from fivefold.config.dialects import shared
 from fivefold.config.dialects.source import Source
-from fivefold.config.dialects.table import Row, fixed, used
+from fivefold.config.dialects.table import Row, fixed, lacks, used
 
 MEGATRON_MODULES: Mapping[str, tuple[str, ...]] = {
     "linear_qkv": ("q_proj", "k_proj", "v_proj"),
@@ -104,4 +104,10 @@ def rows_of_verl(start: str, ours: str) -> list[Row]:
         found += used([start + key for key in theirs], f"{ours}.lora.{name}", note)
     refused = [f"{start}lora.{name}" for name in ("dropout", "type", "lora_B_init_method")]
     found += used(refused, f"{ours}.lora.rank", "Dropout, other adapters than LoRA and a B that is not 0 are refused.")
-    return found + fixed(f"{start}lora.**", "how adapters reach the engine: it is given the merged weights")
+    found += lacks(f"{start}lora.dtype", "adapters of another type than the model's", ["bf16", "bfloat16"])
+    found += fixed(f"{start}lora.freeze_vision_model {start}lora.freeze_vision_projection", "of models of images")
+    found += lacks(f"{start}lora.freeze_language_model", "adapters next to weights that learn", [True])
+    found += fixed(f"{start}lora.dropout_position", "read with dropout only")
+    return found + fixed(
+        f"{start}lora.merge {start}lora.a2a_experimental", "how adapters reach the engine: it is given the merged weights"
+    )

@@ -412,8 +412,7 @@ SECTIONS = (
             "lora_* lora_rank lora_target lora_alpha",
             "the engine is given the merged weights",
         ),
-        lacks("actor_train.model_args.model_type reference.model_args.model_type", "other models than language models"),
-        fixed("reference.model_args.disable_gradient_checkpointing", "the reference has no backward pass"),
+        lacks("actor_train.model_args.model_type", "other models than language models"),
         lacks("**.model_args.model_config_kwargs.**", "changes of config.json"),
         used(
             _of("actor_train sft_train", "model_args.moe_aux_loss_coef"),

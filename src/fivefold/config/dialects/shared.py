@@ -57,6 +57,10 @@ WITHOUT_ACCOUNT = ("console", "tensorboard")
 SHOWN = "changes what is shown, not what is learned"
 KERNELS = "other kernels of the same formula: numbers agree up to rounding"
 SPREAD = "how state is spread over GPUs: the numbers are the same"
+REFERENCE_ALONE = "a reference that leaves the GPU alone: its weights go with the policy's (policy.offload.parameters)"
+WHOLE_STATE = "a checkpoint has the whole state; `fivefold export` writes Hugging Face's form"
+NO_CUT = "no cut changes the numbers"
+DATA_PARALLEL = "another engine's layout: data parallelism instead"
 
 
 def whole(source: Source, key: str) -> int | None:
@@ -290,6 +294,21 @@ def option(source: Source, key: str, name: str, value: Any, ours: str, found: di
         source.lacks(key, f"Megatron-Core {section} options have no {name}")
     else:
         found[f"{ours}.{section}.{name}"] = value
+
+
+def moments(said: Source, *, are_read: bool) -> dict[str, Any]:
+    """Adam's moments of the policy in fewer bits, from a section `optim` of Megatron-Core's or Automodel's."""
+    if not are_read:
+        return {}
+    found = {name: DTYPES.get(said.text(name) or "float32") for name in ("exp_avg_dtype", "exp_avg_sq_dtype")}
+    for name in (name for name, value in found.items() if value not in ("float32", "bfloat16")):
+        said.lacks(name, f"moments of the type {said.text(name)}: known here are float32 and bfloat16")
+    if set(found.values()) == {"float32"}:
+        return {}
+    return {f"policy.megatron.optimizer.{name}": value for name, value in (found | _AWARE).items()}
+
+
+_AWARE = {"use_precision_aware_optimizer": True}
 
 
 def recompute(source: Source, start: str, ours: str) -> dict[str, Any]:

@@ -5,18 +5,22 @@ What its Megatron path does not do was read in siiRL af00a77; a note has the pla
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
 from typing import Any
 
-from fivefold.config.dialects import shared, verl, verl_algorithm, verl_layout, verl_rewards, verl_training
+from fivefold.config.dialects import shared, verl, verl_algorithm, verl_layout, verl_prime, verl_rewards, verl_training
 from fivefold.config.dialects.known import known
 from fivefold.config.dialects.source import Source
-from fivefold.config.dialects.table import Section, Table, fixed, lacks, used
+from fivefold.config.dialects.table import Row, Section, Table, fixed, lacks, used
 from fivefold.config.dialects.translator import dialect
 from fivefold.config.dialects.verl_defaults import DEFAULTS as VERL
 from fivefold.config.dialects.verl_rows import SECTIONS
 
 _A, _R = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
+_NOWHERE = "siiRL reads it nowhere on the path of language models"
 
+PROGRAMS = ("siirl.main_dag", "siirl.client.main_dag")
 CONFIG_NAMES = ("ppo_trainer", "ppo_megatron_trainer")
 VARIABLES = {
     "TENSORBOARD_DIR": "TensorBoard's files are in `tensorboard` of trainer.run_dir",
@@ -46,6 +50,12 @@ DEFAULTS: dict[str, Any] = VERL | {
 for _key in ("critic.ppo_epochs", "critic.ppo_mini_batch_size", "critic.use_dynamic_bsz"):
     # siiRL's critic does not follow the actor.
     DEFAULTS[_key] = {"critic.ppo_epochs": 1, "critic.ppo_mini_batch_size": 256, "critic.use_dynamic_bsz": False}[_key]
+
+
+def program(source: Source) -> dict[str, Any]:
+    if source.text("-m") not in (None, *PROGRAMS):
+        source.lacks("-m", f"a program that is not siiRL's: known here are {', '.join(PROGRAMS)}")
+    return {}
 
 
 def layout(source: Source) -> dict[str, Any]:
@@ -171,17 +181,17 @@ _OWN = Section.of(
     fixed(
         (
             "data.auto_repeat data.num_loader_workers data.force_on_the_fly data.dataset_type "
-            "data.streaming data.preprocessing_* data.overwrite_cache data.dataset_cache_dir "
-            "data.buffer_size data.cutoff_len data.tokenized_path data.filter_overlong_prompt "
-            "data.mask_history data.train_on_prompt data.tool_format data.processor.*"
+            "data.streaming data.preprocessing_batch_size data.preprocessing_num_workers data.overwrite_cache "
+            "data.dataset_cache_dir data.buffer_size data.cutoff_len data.tokenized_path data.filter_overlong_prompt "
+            "data.mask_history data.train_on_prompt data.tool_format"
         ),
         "how data are read: the same prompts come out",
     ),
     fixed(
-        f"{_A}param_offload {_A}grad_offload {_A}optimizer_offload {_A}profile {_A}embodied_type {_A}action_* "
-        f"{_A}traj_mini_batch_size critic.profile algorithm.pf_ppo critic.use_critic_model critic.fsdp_config.** "
-        f"{_R}trust_remote_code {_R}micro_batch_size",
-        "siiRL reads it nowhere on the path of language models",
+        f"{_A}param_offload {_A}grad_offload {_A}optimizer_offload {_A}profile {_A}embodied_type "
+        f"{_A}action_chunks_len {_A}action_token_len {_A}traj_mini_batch_size critic.profile "
+        f"algorithm.pf_ppo critic.use_critic_model critic.fsdp_config.** {_R}trust_remote_code {_R}micro_batch_size",
+        _NOWHERE,
     ),
     lacks("data.mix_strategy", "data sets interleaved by probability", ["concat"]),
     fixed("data.interleave_probs", "read with data.mix_strategy only"),
@@ -216,14 +226,30 @@ _OWN = Section.of(
                 )
             ),
         ),
-        "of other models, or read nowhere on the path of language models",
+        _NOWHERE,
     ),
     lacks("actor_rollout_ref.model.model_type", "embodied models", ["llm"]),
-    fixed("actor_rollout_ref.embodied.** algorithm.embodied_sampling.**", "read by embodied models only"),
+    fixed("actor_rollout_ref.embodied.** algorithm.embodied_sampling.** data.processor.*", "read by embodied models only"),
     fixed("trainer.should_log trainer.should_save", "siiRL sets them itself"),
 )
 
+_OF_OTHER_PROGRAMS = re.compile(
+    r"async_training\..*|(actor_rollout_ref\.)?rollout\.(nnodes|n_gpus_per_node|total_rollout_steps|test_freq)|"
+    r"trainer\.n_training_gpus_per_node|.*\.ppo_micro_batch_size|.*\.sppo_eta|"
+    + "|".join(re.escape(row.key) for row in (*verl_prime.REWARDS, *verl_prime.FILTER))
+)
+"""Keys of verl's programs besides main_ppo, which siiRL lacks."""
+
+
+def _of_siirl(row: Row) -> Row:
+    """The row in siiRL's table: what only verl's other programs use is read by none of siiRL's."""
+    if row.form != "used" or not _OF_OTHER_PROGRAMS.fullmatch(row.key):
+        return row
+    return replace(row, form="fixed", ours=(), note=shared.NO_CUT if "micro_batch" in row.key else _NOWHERE)
+
+
 _REPLACED: dict[Any, Any] = {
+    verl.program: program,
     verl_algorithm.advantage: advantage,
     verl_algorithm.loss: loss,
     verl_layout.layout: layout,
@@ -235,7 +261,7 @@ _REPLACED: dict[Any, Any] = {
 
 TABLE = Table(
     "siiRL",
-    (*SECTIONS, _OWN),
+    (*(replace(section, rows=tuple(map(_of_siirl, section.rows))) for section in SECTIONS), _OWN),
     tuple(_REPLACED.get(function, function) for function in verl.DERIVED if function is not verl.say_which_entropy),
     DEFAULTS,
     known=known("verl", "siirl"),

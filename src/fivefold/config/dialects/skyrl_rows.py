@@ -438,7 +438,8 @@ SECTIONS = (
             ),
             "the reference has the policy's layout, and only computes",
         ),
-        fixed("trainer.ref.megatron_config.*_kwargs.** trainer.ref.megatron_config.torch_profiler_config.**", _REFERENCE),
+        fixed("trainer.ref.megatron_config.*_kwargs.**", _REFERENCE),
+        fixed("trainer.ref.megatron_config.torch_profiler_config.**", SHOWN),
         lacks("trainer.update_ref_every_epoch", "a reference that moves", [False]),
     ),
     Section.of(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fivefold.config.dialects.table import Section, fixed, lacks
+from fivefold.config.dialects.table import Section, fixed, lacks, slower
 
 _MEGATRON = "megatron_config."
 
@@ -15,14 +15,7 @@ RL = Section.of(
     "Of some releases only",
     lacks("generator.inference_engine.enable_http_endpoint", "an HTTP address of the engines", [False]),
     fixed("generator.inference_engine.http_endpoint_*", "read with enable_http_endpoint only", takes_any=True),
-    fixed(
-        "trainer.policy.megatron_config.ddp_config.grad_reduce_in_fp32 megatron_config.ddp_config.grad_reduce_in_fp32",
-        "gradients are always summed in float32",
-    ),
-    fixed(
-        "trainer.policy.megatron_config.ddp_config.average_in_collective megatron_config.ddp_config.average_in_collective",
-        "a mean of the same gradients, up to rounding",
-    ),
+    fixed("megatron_config.ddp_config.average_in_collective", "a mean of the same gradients, up to rounding"),
     fixed("generator.inference_engine.override_existing_update_group", "how engines are reached"),
 )
 SFT = Section.of(
@@ -30,12 +23,14 @@ SFT = Section.of(
     fixed(
         _below(_MEGATRON, "dist_ckpt_optim_fully_reshardable empty_cuda_cache hf_export_config.distributed_save "
                           "hf_export_config.save_every_n_ranks lora_config.lora_type lora_config.merge_lora "
-                          "moe_grouped_gemm moe_per_layer_logging moe_router_dtype moe_token_dispatcher_type "
+                          "moe_grouped_gemm moe_per_layer_logging moe_token_dispatcher_type "
                           "mtp_loss_chunk_size torch_profiler_config.enable torch_profiler_config.ranks "
-                          "torch_profiler_config.save_path optimizer_config_kwargs.overlap_cpu_optimizer_d2h_h2d "
-                          "optimizer_config_kwargs.use_precision_aware_optimizer"),
-        "how state is spread and shown: the numbers are the same up to rounding",
+                          "torch_profiler_config.save_path"),
+        "how state is spread and shown",
     ),
+    lacks(f"{_MEGATRON}moe_router_dtype", "routers that compute in another type", ["fp32"]),
+    slower(_below(f"{_MEGATRON}optimizer_config_kwargs.", "overlap_cpu_optimizer_d2h_h2d use_precision_aware_optimizer"),
+           "Megatron-Core's optimizer in the CPU's memory: policy.megatron.optimizer has its fields", [False, True]),
     lacks(_below(_MEGATRON, "freeze_moe_router moe_enable_routing_replay moe_router_enable_expert_bias "
                             "moe_router_score_function mtp_num_layers mtp_loss_topk"), "another model", [False]),
     lacks(_below(_MEGATRON, "moe_aux_loss_coeff mtp_loss_weight"), "a further loss", [0, 0.0, 0.1]),

@@ -247,8 +247,7 @@ def _reference_offload(source: Source) -> None:
     where = "megatron." if is_megatron(source) else "fsdp_config."
     own, of_policy = (source.flag(f"{start}{where}param_offload") for start in (REFERENCE, ACTOR))
     if own and not of_policy:
-        reason = "a reference that leaves the GPU alone: its weights go with the policy's (policy.offload.parameters)"
-        source.lacks(f"{REFERENCE}{where}param_offload", reason, changes_result=False)
+        source.lacks(f"{REFERENCE}{where}param_offload", shared.REFERENCE_ALONE, changes_result=False)
 
 
 def epochs(source: Source) -> dict[str, Any]:

@@ -37,7 +37,15 @@ from fivefold.config.dialects.verl_layout import (
 )
 from fivefold.config.dialects.verl_rewards import rewards
 from fivefold.config.dialects.verl_rows import SECTIONS
-from fivefold.config.dialects.verl_training import batch, critic, further_tokens, low_rank, megatron_checkpoints, optimizer
+from fivefold.config.dialects.verl_training import (
+    batch,
+    critic,
+    further_tokens,
+    low_rank,
+    megatron_checkpoints,
+    optimizer,
+    reference,
+)
 
 _R = "actor_rollout_ref.rollout."
 
@@ -51,8 +59,6 @@ PROGRAMS = (
     "recipe.entropy.main_entropy",
     SPPO,
     verl_prime.PROGRAM,
-    "siirl.main_dag",
-    "siirl.client.main_dag",
 )
 """Programs whose configuration says all of what they do."""
 
@@ -97,8 +103,10 @@ def overlong_prompts(source: Source) -> dict[str, Any]:
 
 
 def template(source: Source) -> dict[str, Any]:
-    start = "data.apply_chat_template_kwargs."
-    found = {key.removeprefix(start): source.value(key) for key in source.keys(start)}
+    start = "data.apply_chat_template_kwargs"
+    whole = source.value(start) if source.has(start) else None
+    found = dict(whole) if isinstance(whole, dict) else {}
+    found |= {key.removeprefix(f"{start}."): source.value(key) for key in source.keys(f"{start}.")}
     return {"data.chat_template_kwargs": found} if found else {}
 
 
@@ -171,6 +179,7 @@ DERIVED = (
     micro_batch,
     optimizer,
     critic,
+    reference,
     sampling,
     engine,
     router_replay,

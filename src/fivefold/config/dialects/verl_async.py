@@ -139,8 +139,10 @@ def batch(source: Source) -> dict[str, Any]:
 
 def separate_batch(source: Source, batch: dict[str, Any]) -> dict[str, Any]:
     """`batch` of main_ppo, whose updates are batches of the trainer, each with a pass of its own."""
-    count = int(batch["algorithm.updates_per_step"])
-    _check_batches(source, f"{_V1}separate_async.parameter_sync_step", count, 1)
+    count, key = int(batch["algorithm.updates_per_step"]), f"{_V1}separate_async.parameter_sync_step"
+    if source.has(key) and source.whole(key) != count:
+        source.lacks(key, f"verl refuses it: it must be train_batch_size / ppo_mini_batch_size = {count}")
+    _check_batches(source, key, count, 1)
     return batch | _values(source, count)
 
 

@@ -8,6 +8,7 @@ from fivefold.config.dialects import shared, verl_async
 from fivefold.config.dialects.source import Source
 
 _A, _R, _M = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout.", "actor_rollout_ref.model."
+_C = "critic."
 
 
 def is_megatron(source: Source) -> bool:
@@ -64,11 +65,13 @@ def megatron(source: Source) -> dict[str, Any]:
         return {}
     section = source.under(mcore(source))
     found: dict[str, Any] = {"policy.sequence_parallel": section.flag("sequence_parallel")}
-    virtual = section.whole("virtual_pipeline_model_parallel_size")
-    if virtual is not None and virtual > 1:
-        found["policy.megatron.pipeline.virtual_pipeline_model_parallel_size"] = virtual
-    found |= shared.megatron_options(source, options(source), "policy.megatron")
-    return found
+    return found | virtual_stages(source, "policy") | shared.megatron_options(source, options(source), "policy.megatron")
+
+
+def virtual_stages(source: Source, ours: str) -> dict[str, Any]:
+    """Of the policy, and of each model that lies as it does."""
+    count = source.whole(mcore(source) + "virtual_pipeline_model_parallel_size") or 1
+    return {f"{ours}.megatron.pipeline.virtual_pipeline_model_parallel_size": count} if count > 1 else {}
 
 
 def router_replay(source: Source) -> dict[str, Any]:
@@ -91,8 +94,9 @@ def router_replay(source: Source) -> dict[str, Any]:
 
 def dtypes(source: Source) -> dict[str, Any]:
     """Of the policy, and of the engine where it is another; bfloat16 where nothing is said."""
-    fsdp = (_A + "fsdp_config.dtype", _A + "fsdp_config.mixed_precision.param_dtype")
-    trainers = (mcore(source) + "dtype",) if is_megatron(source) else fsdp
+    trainers = [f"{section}dtype" for section in sections(source, _A)]
+    if engine_of(source) == "fsdp":
+        trainers.append(_A + "fsdp_config.mixed_precision.param_dtype")
     found = {_R + "dtype": "bfloat16"}
     for key in (*trainers, _R + "dtype"):
         if source.has(key) and (name := source.text(key)) not in (None, "auto"):
@@ -106,15 +110,36 @@ def dtypes(source: Source) -> dict[str, Any]:
     return {"policy.dtype": None if policy == "bfloat16" else policy, "engine.dtype": None if engine == policy else engine}
 
 
+def sections(source: Source, role: str) -> list[str]:
+    """Where the engine's settings of a model stand, whose own begin with `role`; the newer engine's critic has a second."""
+    if is_megatron(source):
+        return [mcore(source) if role == _A else role + "megatron."]
+    if role == _C and engine_of(source) == "fsdp":
+        return [role + "model.fsdp_config.", role + "fsdp."]
+    return [role + {"fsdp": "fsdp_config."}.get(engine_of(source), f"{engine_of(source)}.")]
+
+
+_PARTS = {"parameters": "param", "gradients": "grad", "optimizer": "optimizer"}
+"""What is offloaded -> its name there."""
+
+
+def offloaded(source: Source, role: str) -> list[str]:
+    """Parts of a model that wait on the host; gradients do with Megatron-Core only."""
+    parts = {part: name for part, name in _PARTS.items() if part != "gradients" or is_megatron(source)}
+    flags = {
+        part: [source.flag(f"{section}{name}_offload") for section in sections(source, role)] for part, name in parts.items()
+    }
+    return [part for part, said in flags.items() if any(said)]
+
+
 def memory(source: Source) -> dict[str, Any]:
     """Recomputation and offload."""
+    found: dict[str, Any] = {f"policy.offload.{part}": True for part in offloaded(source, _A)}
     if is_megatron(source):
-        found = shared.recompute(source, options(source), "policy")
-        parts = {"parameters": "param", "gradients": "grad", "optimizer": "optimizer"}
-        found |= {
-            f"policy.offload.{part}": True for part, name in parts.items() if source.flag(f"{mcore(source)}{name}_offload")
-        }
-        optimizer = source.under(_A + "optim.override_optimizer_config.")
+        found |= shared.recompute(source, options(source), "policy")
+        said = source.under(_A + "optim.")
+        found |= shared.moments(said, are_read=said.flag("use_precision_aware_optimizer"))
+        optimizer = said.under("override_optimizer_config.")
         for key in optimizer.keys(""):
             if optimizer.value(key) is None:
                 continue
@@ -130,12 +155,7 @@ def memory(source: Source) -> dict[str, Any]:
                 if value not in (False, None) and optimizer.flag("optimizer_cpu_offload") | (key.startswith("use_")):
                     found[f"policy.megatron.optimizer.{key}"] = float(value) if key.endswith("fraction") else value
         return found
-    found = {"policy.recompute": "full"} if source.flag(_M + "enable_gradient_checkpointing") else {}
-    if source.flag(_A + "fsdp_config.param_offload"):
-        found["policy.offload.parameters"] = True
-    if source.flag(_A + "fsdp_config.optimizer_offload"):
-        found["policy.offload.optimizer"] = True
-    return found
+    return found | ({"policy.recompute": "full"} if source.flag(_M + "enable_gradient_checkpointing") else {})
 
 
 def longest(source: Source) -> int:

@@ -49,7 +49,7 @@ SECTION = Section.of(
     ),
     fixed(
         "trainer.val_generations_to_log_to_wandb",
-        "changes what is shown, not what is learned. Of 2025-02 and 03: where nothing speaks of a later one, the defaults "
+        "changes what is shown, not what is learned. Of 2025-02 and 03: where no key speaks of a later one, the defaults "
         "are those of that release (KL taken off rewards unless use_kl_loss, entropy_coeff 0.001, one clip_ratio), as with "
         "fsdp_config.grad_offload and trainer.remove_previous_ckpt_in_save",
     ),

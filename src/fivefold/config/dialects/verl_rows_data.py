@@ -27,11 +27,8 @@ DATA = Section.of(
     to("data.prompt_key", "data.prompt_key", shared.text),
     to("data.shuffle", "data.shuffle", shared.flag),
     to("data.seed", "trainer.seed", shared.whole, "The order of prompts is another: each system has its own shuffle."),
-    used(
-        "data.filter_overlong_prompts data.truncation",
-        "data.overlong_prompts",
-        "Unfiltered prompts that are too long are refused: none is cut off silently.",
-    ),
+    used("data.filter_overlong_prompts", "data.overlong_prompts"),
+    fixed("data.truncation", "prompts that are too long are dropped or refused: none is cut off silently"),
     fixed("data.reward_fn_key", "data_source is read"),
     fixed(
         (
@@ -81,8 +78,8 @@ MODEL = Section.of(
     ),
     fixed(
         (
-            f"{_M}use_fused_kernels {_A}use_fused_kernels {_M}fused_kernel_options.* {_M}use_liger "
-            f"{_A}use_torch_compile actor_rollout_ref.ref.use_torch_compile {_M}tiled_mlp.*"
+            f"{_M}use_fused_kernels {_A}use_fused_kernels {_M}fused_kernel_options.impl_backend {_M}use_liger "
+            f"{_A}use_torch_compile actor_rollout_ref.ref.use_torch_compile {_M}tiled_mlp.enabled {_M}tiled_mlp.num_shards"
         ),
         KERNELS,
     ),

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from fivefold.config.dialects import verl_prime
-from fivefold.config.dialects.shared import SHOWN
-from fivefold.config.dialects.table import Section, fixed, lacks, used
+from fivefold.config.dialects.shared import KERNELS, NO_CUT, SHOWN
+from fivefold.config.dialects.table import Section, below, fixed, lacks, slower, used
+
+_HOW = "how rewards are computed side by side"
+_SERVERS = "reward_model.rollout. reward.reward_model.rollout."
 
 REWARD = Section.of(
     "Reward",
@@ -74,11 +77,58 @@ REWARD = Section.of(
         "the policy's tokens go into the reward model: check that it shares the tokenizer",
     ),
     fixed(
-        (
-            "reward_model.model.type reward_model.model.fused_kernel_options.impl_backend "
-            "reward_model.** reward.reward_model.** reward.num_workers reward.reward_manager.** "
-            "reward_manager.** reward.sandbox_fusion.** sandbox_fusion.**"
+        "reward_model.strategy reward_model.model.type reward_model.model.fused_kernel_options.impl_backend "
+        "reward_model.model.use_fused_kernels reward_model.model.use_remove_padding",
+        KERNELS,
+    ),
+    fixed(
+        below("reward_model.", "micro_batch_size forward_max_token_len_per_gpu forward_micro_batch_size")
+        + below("reward_model.", "forward_micro_batch_size_per_gpu"),
+        NO_CUT,
+    ),
+    lacks("reward_model.max_length", "a reward model that reads the beginning of a text only"),
+    lacks("reward_model.model.override_config reward_model.model.override_config.**", "changes of config.json"),
+    fixed(
+        "reward_model.model.external_lib reward_model.model.trust_remote_code reward_model.model.use_shm "
+        "reward_model.nccl_timeout reward_model.num_workers reward_model.launch_reward_fn_async "
+        "reward_model.use_reward_loop reward.num_workers reward_model.sandbox_fusion.** reward.sandbox_fusion.** "
+        "sandbox_fusion.**",
+        _HOW,
+    ),
+    lacks(
+        "reward_model.reward_loop_class_name reward_model.reward_loop_module_path reward.reward_manager.module.path "
+        "reward_manager.module.path",
+        "a reward manager of one's own",
+    ),
+    fixed(
+        "reward_model.reward_loop_source reward.reward_manager.source reward.reward_manager.module.name "
+        "reward_manager.source reward_manager.module.name",
+        "read with a module's path only",
+    ),
+    lacks(
+        below(_SERVERS, "dtype quantization quantization_config_file"),
+        "a model that rewards in another type than its own",
+        ["bfloat16", "auto"],
+    ),
+    slower(below(_SERVERS, "engine_kwargs.**"), "engine.vllm takes vLLM's own arguments: these are not carried over"),
+    fixed(
+        below(
+            _SERVERS,
+            "cudagraph_capture_sizes data_parallel_size pipeline_model_parallel_size expert_parallel_size disable_log_stats "
+            "enable_chunked_prefill enable_prefix_caching enforce_eager free_cache_engine full_determinism layered_summon "
+            "load_format max_num_batched_tokens max_num_seqs multi_stage_wake_up scheduling_policy seed skip_tokenizer_init "
+            "disaggregation limit_images engine_kwargs mtp",
         ),
-        "how rewards are computed side by side",
+        "how the engine serves: the same distribution is sampled",
+    ),
+    fixed(below(_SERVERS, "disaggregation.*"), "how requests are spread"),
+    fixed(
+        below(_SERVERS, "prompt_length response_length n do_sample temperature top_k top_p ignore_eos"),
+        "each request of a reward function has its own",
+    ),
+    fixed(
+        below("reward_model.", "megatron model model.fsdp_config rollout sandbox_fusion reward_kwargs overlong_buffer")
+        + below([""], "reward.reward_model.rollout reward.reward_manager.module reward_manager.module"),
+        "empty",
     ),
 )

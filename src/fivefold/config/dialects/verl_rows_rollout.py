@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from fivefold.config.dialects import shared
-from fivefold.config.dialects.shared import SHOWN
-from fivefold.config.dialects.table import Section, fixed, lacks, slower, to, used
+from fivefold.config.dialects.shared import NO_CUT, SHOWN
+from fivefold.config.dialects.table import Section, below, fixed, lacks, slower, to, used
 from fivefold.config.dialects.verl_rows_data import NOT_TEXT, TOOLS
 
 _A, _R = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
@@ -44,14 +44,19 @@ ROLLOUT = Section.of(
         (
             f"{_R}mode {_R}async_engine {_R}load_format {_R}layered_summon {_R}skip_tokenizer_init "
             f"{_R}disable_log_stats {_R}calculate_log_probs {_R}enable_log_prob {_R}logprobs_mode "
-            f"{_R}update_weights_bucket_megabytes {_R}checkpoint_engine.** {_R}multi_stage_wake_up "
+            f"{_R}update_weights_bucket_megabytes {_R}multi_stage_wake_up "
             f"{_R}over_sample_rate {_R}seed {_R}scheduling_policy {_R}enable_sleep_mode "
             f"{_R}cudagraph_capture_sizes {_R}free_kv_cache_engine {_R}standalone_gpu_memory_utilization "
             f"{_R}full_determinism {_R}compute_reward"
         ),
         "the engine is asked for tokens and for the log-prob of each, and is given the whole weights",
     ),
-    fixed(f"{_R}log_prob_*", "log-probs are computed under the policy's token budget: no cut changes them"),
+    fixed(f"{_R}checkpoint_engine.**", "how weights travel to the engine"),
+    fixed(
+        below(_R, "log_prob_max_token_len_per_gpu log_prob_micro_batch_size log_prob_micro_batch_size_per_gpu")
+        + below(_R, "log_prob_use_dynamic_bsz"),
+        NO_CUT,
+    ),
     slower(
         f"{_R}data_parallel_size {_R}pipeline_model_parallel_size {_R}moe_tensor_parallel_size",
         "the engine's layout has t and e only",
@@ -111,7 +116,12 @@ ROLLOUT = Section.of(
         "async_training.enable_reward_queue async_training.reward_queue_size",
         "responses are scored as they finish, while others are sampled",
     ),
-    fixed("async_training.**", "how weights are sent, and who evaluates"),
+    fixed("async_training.checkpoint_engine async_training.checkpoint_engine.**", "how weights travel to the engine"),
+    fixed("async_training.use_trainer_do_validate", "the run's engines evaluate"),
+    fixed(
+        below("async_training.dynamic_schedule_", "deactivate_ratio enable_rebalance policy"),
+        "read with use_dynamic_resource_scheduling only",
+    ),
     fixed(
         f"rollout.n rollout.total_epochs {_A}use_rollout_log_probs",
         "actor_rollout_ref.rollout.n, trainer.total_epochs and async_training say it",

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from fivefold.config.dialects import shared
-from fivefold.config.dialects.shared import SHOWN
-from fivefold.config.dialects.table import Section, fixed, lacks, to, used
+from fivefold.config.dialects.shared import SHOWN, WHOLE_STATE
+from fivefold.config.dialects.table import Section, below, fixed, lacks, to, used
 from fivefold.config.dialects.verl_rows_rollout import STORE
 
 TRAINER = Section.of(
@@ -37,10 +37,7 @@ TRAINER = Section.of(
     to("trainer.seed", "trainer.seed", shared.whole),
     fixed("trainer.max_critic_ckpt_to_keep trainer.max_ckpt_to_keep", "policy and critic are in one checkpoint"),
     fixed("trainer.balance_batch", "tokens are always balanced over replicas: the numbers are the same"),
-    fixed(
-        "**.checkpoint.contents **.checkpoint.**",
-        "a checkpoint has the whole state; `fivefold export` writes Hugging Face's form",
-    ),
+    fixed("**.checkpoint.contents **.checkpoint.**", WHOLE_STATE),
     fixed(
         (
             "trainer.log_val_generations trainer.rollout_data_dir trainer.validation_data_dir "
@@ -66,7 +63,24 @@ TRAINER = Section.of(
         "colocate_async stops its engines while the policy trains; servers on the policy's GPUs go on sampling here "
         "(engine.sleep: false), for which there must be memory.",
     ),
-    fixed("trainer.v1.**", "read by other modes of the trainer only"),
+    used(
+        "trainer.v1.separate_async.parameter_sync_step",
+        "algorithm.updates_per_step",
+        "train_batch_size / ppo_mini_batch_size.",
+    ),
+    lacks("trainer.v1.sampler.custom_sampler.path", "a sampler of one's own"),
+    lacks("trainer.v1.sampler.sync_refill_failed_groups", "other prompts in the place of those that fail", [False]),
+    fixed(
+        "trainer.v1.sampler.max_off_policy_strategy trainer.v1.sampler.max_off_policy_threshold",
+        "num_warmup_batches bounds how old samples get",
+    ),
+    fixed(
+        "trainer.v1.sampler.custom_sampler.name trainer.v1.sampler.sampler_kwargs trainer.v1.sampler.sampler_kwargs.**",
+        "read with custom_sampler.path only",
+    ),
+    fixed("trainer.v1.separate_async.hybrid_rollout.*", "read with hybrid_rollout.enable_switch only"),
+    fixed(below("trainer.v1.", "colocate_async sampler sampler.custom_sampler separate_async sync sync.**"), "empty"),
+    fixed("trainer.v1.separate_async.hybrid_rollout", "empty"),
     used(
         "global_profiler.tool global_profiler.steps actor_rollout_ref.*.profiler.enable",
         "trainer.profile.steps",
@@ -88,7 +102,12 @@ TRAINER = Section.of(
     fixed("transfer_queue.enable transfer_queue.num_* transfer_queue.**", STORE),
     lacks("distillation.enabled", "learning from a teacher", [False]),
     fixed("distillation.**", "read with distillation.enabled only"),
-    fixed("skip.**", "rollouts are always sampled anew"),
+    lacks(
+        below("skip.", "rollout.enable rollout_tq.enable async_rollout.enable"),
+        "responses that are read from files",
+        [False],
+    ),
+    fixed("skip.**", "read with enable only"),
     lacks("rllm.** rllm/*", "rLLM's agents"),
     used(
         "-m",

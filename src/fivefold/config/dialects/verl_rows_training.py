@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from fivefold.config.dialects import shared
 from fivefold.config.dialects.adapters import rows_of_verl
-from fivefold.config.dialects.shared import KERNELS, SPREAD
-from fivefold.config.dialects.table import Section, fixed, lacks, slower, to, used
+from fivefold.config.dialects.shared import KERNELS, NO_CUT, SPREAD
+from fivefold.config.dialects.table import Section, below, fixed, lacks, slower, to, used
+from fivefold.config.dialects.verl_rows_engines import OF_RL, engine_rows, rows_of_moments, rows_of_state
 
 _A, _R, _C = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout.", "critic."
 _MCORE = ("megatron", "mindspeed")
 """Engines of Megatron-Core; MindSpeed's was there from 2026-05 to 08."""
 _TRAINERS = (_A, _C, "actor_rollout_ref.ref.", "reward_model.")
-_OF_POLICY = "it has the policy's layout and options"
+ORDER = "each update has its own prompts: their order in it changes nothing"
 
 TRAINING = Section.of(
     "Training",
@@ -45,20 +46,11 @@ TRAINING = Section.of(
     ),
     used(_A + "mindspeed.strategy", "policy.backend", "mindspeed_megatron, or mindspeed_fsdp."),
     fixed(f"{_A}mindspeed.fsdp_kwargs.** actor_rollout_ref.ref.mindspeed.** critic.mindspeed.**", SPREAD, takes_any=True),
-    fixed(
-        (
-            f"{_A}megatron.override_transformer_config {_A}megatron.override_ddp_config "
-            f"{_A}megatron.override_mcore_model_config critic.megatron.override_mcore_model_config"
-        ),
-        "empty",
-    ),
-    slower(_A + "megatron.override_ddp_config.*", "policy.megatron.ddp has its own defaults"),
     used(
-        (
-            *(f"{_A}{part}.{name}_offload" for part in (*_MCORE, "fsdp_config") for name in ("param", "optimizer")),
-            *(f"{_A}{engine}.grad_offload" for engine in _MCORE),
-        ),
-        "policy.offload.parameters policy.offload.gradients policy.offload.optimizer",
+        below("**.megatron. **.mindspeed.", "param_offload grad_offload optimizer_offload")
+        + below("**.fsdp_config. critic.fsdp. **.veomni. **.torchtitan.", "param_offload optimizer_offload"),
+        "policy.offload critic.offload",
+        "The reference's weights leave the GPU with the policy's.",
     ),
     used(
         (f"{_A}use_dynamic_bsz {_A}ppo_max_token_len_per_gpu {_A}ppo_micro_batch_size_per_gpu {_A}ppo_micro_batch_size"),
@@ -67,7 +59,7 @@ TRAINING = Section.of(
         "It cannot change the numbers here.",
     ),
     to(_A + "ppo_epochs", "algorithm.ppo_epochs", shared.whole),
-    fixed(f"{_A}shuffle {_A}data_loader_seed", "each update has its own prompts: their order in it changes nothing"),
+    fixed(f"{_A}shuffle {_A}data_loader_seed", ORDER),
     used(_A + "optim.lr", "policy.optimizer.lr"),
     used(_A + "optim.weight_decay", "policy.optimizer.weight_decay"),
     used(
@@ -116,26 +108,6 @@ TRAINING = Section.of(
     used(_A + "optim.override_optimizer_config.*", "policy.megatron.optimizer", takes_any=True),
     fixed(f"{_A}optim.override_optimizer_config critic.optim.override_optimizer_config", "empty"),
     slower("critic.optim.override_optimizer_config.*", "the critic's optimizer stays on its GPU", [False, 0, 1]),
-    fixed(
-        tuple(
-            f"{role}{engine}.{name}"
-            for role in _TRAINERS
-            for engine in _MCORE
-            for name in (
-                "use_mbridge",
-                "vanilla_mbridge",
-                "dist_checkpointing_prefix",
-                "use_distributed_optimizer",
-                "seed",
-                "forward_only",
-                "dist_ckpt_optim_fully_reshardable",
-                "distrib_optim_fully_reshardable_mem_efficient",
-                "extra",
-            )
-        ),
-        "our own tables read weights, under any prefix of a checkpoint; the optimizer is distributed; a checkpoint "
-        "fits every layout",
-    ),
     used(
         tuple(
             f"{role}megatron.{name}" for role in _TRAINERS for name in ("use_dist_checkpointing", "dist_checkpointing_path")
@@ -144,29 +116,6 @@ TRAINING = Section.of(
         "Weights of a checkpoint of Megatron-Core; config.json and tokenizer stay those of the Hugging Face "
         "directory. A value head that it lacks is drawn at random in verl: a critic's starts at 0 here, and a reward "
         "model without one is refused.",
-    ),
-    slower(
-        tuple(f"{role}megatron.use_megatron_fsdp" for role in _TRAINERS),
-        "Megatron-FSDP: the distributed optimizer shards instead",
-        [False],
-    ),
-    slower(
-        tuple(f"{role}megatron.dynamic_context_parallel" for role in _TRAINERS), "context parallelism by length", [False]
-    ),
-    fixed(
-        tuple(
-            f"{role}megatron.{name}"
-            for role in _TRAINERS
-            for name in (
-                "max_seqlen_per_dp_cp_rank",
-                "pad_bshd_to_minibatch_max",
-                "pad_to_length",
-                "pad_to_length_bucket",
-                "entropy_from_logits_with_chunking",
-                "entropy_from_logits_chunk_size",
-            )
-        ),
-        KERNELS,
     ),
     used(
         f"{_A}router_replay.mode {_A}megatron.router_replay.mode {_A}veomni.router_replay.mode "
@@ -180,25 +129,13 @@ TRAINING = Section.of(
     lacks("**qat.enable", "training for a quantized model", [False]),
     fixed("**qat.*", "read with qat.enable only"),
     used(
-        f"{_A}megatron.dtype {_A}mindspeed.dtype {_A}fsdp_config.dtype {_A}fsdp_config.mixed_precision.param_dtype",
+        f"**.megatron.dtype **.mindspeed.dtype **.fsdp_config.dtype critic.fsdp.dtype **.torchtitan.dtype "
+        f"{_A}fsdp_config.mixed_precision.param_dtype",
         "policy.dtype",
-        "In float16 an update whose gradient overflows is left out and the loss scaled by less, as verl's scaler does.",
+        "The critic and the reference have the policy's type. In float16 an update whose gradient overflows is left out "
+        "and the loss scaled by less, as verl's scaler does.",
     ),
-    fixed(
-        f"{_A}fsdp_config.mixed_precision.reduce_dtype {_A}fsdp_config.mixed_precision.buffer_dtype "
-        f"{_A}fsdp_config.model_dtype",
-        "parameters in bfloat16 with a float32 copy in the optimizer, gradients summed in float32",
-    ),
-    fixed(
-        f"{_A}fsdp_config.* {_A}fsdp_config.wrap_policy.* {_A}veomni.*",
-        SPREAD,
-    ),
-    fixed(
-        f"{_A}fsdp_config.turbo_config.** actor_rollout_ref.ref.fsdp_config.turbo_config.** "
-        "critic.fsdp.turbo_config.** critic.model.fsdp_config.turbo_config.**",
-        SPREAD,
-        takes_any=True,
-    ),
+    engine_rows(OF_RL),
     fixed(
         (
             f"{_A}entropy_checkpointing {_A}entropy_from_logits_with_chunking "
@@ -209,13 +146,12 @@ TRAINING = Section.of(
     ),
     fixed("**._target_", "Hydra's name of a class", takes_any=True),
     used(_A + "optim.eps", "policy.optimizer.eps"),
-    fixed(
-        "**.optim.use_precision_aware_optimizer **.optim.main_grads_dtype **.optim.exp_avg_dtype "
-        "**.optim.exp_avg_sq_dtype **.optim.use_layer_wise_distributed_optimizer",
-        "the optimizer's state is in float32: policy.megatron.optimizer has other types",
-    ),
+    rows_of_moments(_A + "optim."),
+    rows_of_state("**.optim."),
     fixed("**.optim.muon_* **.optim.name", "read by other optimizers only"),
-    fixed(f"{_A}torchtitan.** {_A}load_weight critic.load_weight {_R}layer_name_map.* {_R}skip_dump_dir", SPREAD),
+    lacks("**.load_weight", "models that begin with random weights", [True]),
+    fixed(f"{_R}layer_name_map.*", "how weights travel to the engine"),
+    fixed(_R + "skip_dump_dir", "read with skip_rollout only"),
 )
 
 ROLES = Section.of(
@@ -225,9 +161,7 @@ ROLES = Section.of(
             "critic.model.path critic.cliprange_value critic.optim.* critic.grad_clip "
             "critic.use_dynamic_bsz critic.ppo_max_token_len_per_gpu critic.ppo_micro_batch_size_per_gpu "
             "critic.ppo_mini_batch_size critic.ppo_epochs critic.loss_agg_mode "
-            "critic.model.enable_gradient_checkpointing critic.model.fsdp_config.param_offload "
-            "critic.model.fsdp_config.optimizer_offload critic.megatron.param_offload "
-            "critic.megatron.grad_offload critic.megatron.optimizer_offload"
+            "critic.model.enable_gradient_checkpointing"
         ),
         "critic.path critic.optimizer critic.value_clip",
         "With adv_estimator=gae.",
@@ -239,34 +173,51 @@ ROLES = Section.of(
     ),
     rows_of_verl("critic.model.", "critic"),
     fixed(
-        (
-            "critic.strategy critic.megatron.** critic.model.** critic.ulysses_sequence_parallel_size "
-            "critic.fsdp.** critic.torchtitan.** critic.veomni.** reward_model.load_weight "
-            "critic.fsdp_config.* critic.forward_* critic.ppo_micro_batch_size critic.shuffle "
-            "critic.rollout_n critic.enable critic.data_loader_seed critic.nccl_timeout "
-            "critic.loss_scale_factor"
-        ),
-        _OF_POLICY,
+        "critic.strategy actor_rollout_ref.ref.strategy",
+        "the actor's strategy is that of all models: it changes no number",
     ),
     fixed(
-        (
-            "actor_rollout_ref.ref.strategy actor_rollout_ref.ref.megatron.** "
-            "actor_rollout_ref.ref.fsdp_config.** actor_rollout_ref.ref.ulysses_sequence_parallel_size "
-            "actor_rollout_ref.ref.log_prob_* actor_rollout_ref.ref.entropy_* "
-            "actor_rollout_ref.ref.rollout_n actor_rollout_ref.ref.veomni.* "
-            "actor_rollout_ref.ref.profiler.** actor_rollout_ref.ref.use_prefix_grouper "
-            "actor_rollout_ref.ref.load_weight actor_rollout_ref.ref.pad_to_length "
-            "actor_rollout_ref.ref.use_* actor_rollout_ref.ref.optim.* "
-            "actor_rollout_ref.ref.torchtitan.** actor_rollout_ref.ref.ppo_micro_batch_size* "
-            "actor_rollout_ref.ref.*_offload actor_rollout_ref.ref.profile"
-        ),
-        "the reference has the policy's layout, and only computes: no cut changes its numbers. verl and siiRL lay it "
-        "out as the actor too, whatever ref.megatron says (megatron_workers.py:284; siiRL's: 882)",
+        "critic.ulysses_sequence_parallel_size critic.forward_max_token_len_per_gpu critic.forward_micro_batch_size "
+        "critic.forward_micro_batch_size_per_gpu critic.ppo_micro_batch_size",
+        NO_CUT,
     ),
     fixed(
-        "actor_rollout_ref.ref.megatron.override_transformer_config.* critic.megatron.override_transformer_config.*",
-        _OF_POLICY,
+        below(
+            "actor_rollout_ref.ref.",
+            "ulysses_sequence_parallel_size log_prob_max_token_len_per_gpu log_prob_micro_batch_size "
+            "log_prob_micro_batch_size_per_gpu log_prob_use_dynamic_bsz entropy_checkpointing "
+            "entropy_from_logits_with_chunking entropy_from_logits_chunk_size ppo_micro_batch_size "
+            "ppo_micro_batch_size_per_gpu pad_to_length use_prefix_grouper use_remove_padding use_fused_kernels",
+        ),
+        "the reference computes as the policy does; no cut changes the numbers",
+    ),
+    fixed("critic.rollout_n critic.enable critic.nccl_timeout actor_rollout_ref.ref.rollout_n", "the run's own keys say it"),
+    fixed("critic.shuffle critic.data_loader_seed", ORDER),
+    lacks("critic.loss_scale_factor", "another constant than data.max_response_length"),
+    fixed("actor_rollout_ref.ref.optim.*", "the reference learns nothing"),
+    used(
+        "critic.megatron.override_transformer_config.* actor_rollout_ref.ref.megatron.override_transformer_config.*",
+        "critic.recompute critic.megatron reference.megatron",
+        "Where they are left out, the critic and the reference have the policy's.",
         takes_any=True,
     ),
+    fixed(
+        "critic.model.use_remove_padding critic.model.tokenizer_path critic.model.trust_remote_code critic.model.use_shm "
+        "critic.model.external_lib critic.model.hf_config_path critic.model.fused_kernel_options critic.model.lora",
+        "how the model's files are read and sequences packed, the policy's keys say",
+    ),
+    fixed(
+        "critic.model.use_fused_kernels critic.model.use_liger critic.model.fused_kernel_options.impl_backend "
+        "critic.model.tiled_mlp.enabled critic.model.tiled_mlp.num_shards",
+        KERNELS,
+    ),
+    lacks(
+        "critic.model.override_config critic.model.override_config.**",
+        "changes of config.json: write them into the model's directory",
+    ),
+    lacks("critic.model.custom_chat_template", "a chat template in the configuration: put it into the tokenizer's files"),
+    slower("critic.model.enable_activation_offload", "activations that wait on the host: critic.recompute", [False]),
+    lacks("critic.model.mtp.enable", "multi-token prediction of a critic", [False]),
+    fixed("critic.model.mtp.*", "read with mtp.enable only"),
     lacks("actor_rollout_ref.ref.model.**", "a reference of other weights: reference.path here"),
 )

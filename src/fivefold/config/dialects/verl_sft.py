@@ -10,13 +10,14 @@ from typing import Any
 from fivefold.config.dialects import mtp, shared
 from fivefold.config.dialects.adapters import VERL_DEFAULTS, of_verl, rows_of_verl
 from fivefold.config.dialects.known import known
-from fivefold.config.dialects.shared import EVERY_CHECKPOINT, KERNELS, SHOWN, SPREAD
+from fivefold.config.dialects.shared import DATA_PARALLEL, EVERY_CHECKPOINT, KERNELS, NO_CUT, SHOWN, SPREAD, WHOLE_STATE
 from fivefold.config.dialects.source import Source
-from fivefold.config.dialects.table import Section, Table, fixed, lacks, slower, to, used
+from fivefold.config.dialects.table import Section, Table, below, fixed, lacks, slower, to, used
 from fivefold.config.dialects.verl_algorithm import MEAN_OF_MICRO_BATCHES
 from fivefold.config.dialects.verl_defaults import VERSIONS
 from fivefold.config.dialects.verl_older import FIRST_ROWS, rows
 from fivefold.config.dialects.verl_rows_data import VALIDATION_ROWS
+from fivefold.config.dialects.verl_rows_engines import OF_SFT, engine_rows, rows_of_moments, rows_of_state
 from fivefold.config.dialects.verl_schedule import SCHEDULES, schedule
 
 _COMMON: dict[str, Any] = {
@@ -45,6 +46,8 @@ _COMMON: dict[str, Any] = {
     "trainer.experiment_name": "test",
     "trainer.default_local_dir": "checkpoints/${trainer.project_name}/${trainer.experiment_name}",
 }
+_ENGINES = ("optim", "engine", "model_engine")
+"""Keys that name an engine, the optimizer's first."""
 OLDER = "fsdp_sft_trainer"
 OLDER_DEFAULTS = _COMMON | {
     "data.use_dynamic_bsz": False,
@@ -93,12 +96,12 @@ def table_of(settings: Mapping[str, Any]) -> Table:
 
 def _optimizer_of(settings: Mapping[str, Any]) -> str:
     """The engine whose optimizer is configured: `optim=NAME`, or else that of the engine."""
-    named = (str(settings.get(key, "")).strip("'\"") for key in ("optim", "engine", "model_engine"))
+    named = (str(settings.get(key, "")).strip("'\"") for key in _ENGINES)
     return next((name for name in named if name in SCHEDULES), "fsdp")
 
 
 def is_megatron(source: Source) -> bool:
-    return source.text("engine") == "megatron" or source.text("model_engine") == "megatron"
+    return "megatron" in (source.text(key) for key in ("engine", "model_engine", "engine.strategy"))
 
 
 def method(source: Source) -> dict[str, Any]:
@@ -136,11 +139,22 @@ def layout(source: Source) -> dict[str, Any]:
 
 
 def memory(source: Source) -> dict[str, Any]:
+    """The type of numbers, recomputation and offload."""
+    parts = {"parameters": "param", "gradients": "grad", "optimizer": "optimizer"}
+    found: dict[str, Any] = {
+        f"policy.offload.{part}": True for part, name in parts.items() if source.flag(f"engine.{name}_offload")
+    }
+    if (name := source.text("engine.dtype")) not in (None, "auto"):
+        if name not in shared.DTYPES:
+            source.lacks("engine.dtype", f"numbers of the type {name}: known here are {', '.join(shared.DTYPES)}")
+        found["policy.dtype"] = shared.DTYPES.get(str(name))
+    if _optimizer_of(source.settings) == "veomni" and source.has(key := "engine.mixed_precision") and not source.flag(key):
+        source.lacks(key, "weights of bfloat16 without a copy in float32")
     if is_megatron(source):
-        return shared.recompute(source, "engine.override_transformer_config", "policy")
+        return found | shared.recompute(source, "engine.override_transformer_config", "policy")
     key = "engine.activation_checkpointing"
     key = key if source.text("engine") == "automodel" else "model.enable_gradient_checkpointing"
-    return {"policy.recompute": "full"} if source.flag(key) else {}
+    return found | ({"policy.recompute": "full"} if source.flag(key) else {})
 
 
 def micro_batch(source: Source) -> dict[str, Any]:
@@ -157,13 +171,15 @@ def micro_batch(source: Source) -> dict[str, Any]:
 
 def optimizer(source: Source, engine: str = "") -> dict[str, Any]:
     """`engine`: whose schedule it is; left out, that of the keys `optim` and `engine`."""
-    said, engine = source.under("optim."), engine or _optimizer_of(source.settings)
+    said, engine = source.under("optim."), engine or _optimizer_of({key: source.text(key) for key in _ENGINES})
     found: dict[str, Any] = {name: said.number(name) for name in ("lr", "weight_decay", "clip_grad")}
     # verl hands no betas to Megatron's optimizer.
     found["betas"] = [0.9, 0.999] if engine == "megatron" else [float(beta) for beta in said.items("betas")]
     found["eps"] = said.number("eps") if said.has("eps") else None
     total = None if engine == OLDER else source.whole("trainer.total_training_steps")
-    return {f"policy.optimizer.{name}": value for name, value in (found | schedule(said, engine, total)).items()}
+    aware = engine == "megatron" and said.flag("use_precision_aware_optimizer")
+    ours = {f"policy.optimizer.{name}": value for name, value in (found | schedule(said, engine, total)).items()}
+    return ours | shared.moments(said, are_read=aware or engine == "automodel")
 
 
 def older_optimizer(source: Source) -> dict[str, Any]:
@@ -216,6 +232,14 @@ def run(source: Source) -> dict[str, Any]:
     return {"trainer.resume": resume, "trainer.keep": keep or EVERY_CHECKPOINT, "trainer.eval_before_train": False}
 
 
+_READ = frozenset(
+    below(
+        "engine.",
+        "ulysses_sequence_parallel_size tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size "
+        "expert_model_parallel_size expert_tensor_parallel_size virtual_pipeline_model_parallel_size strategy",
+    )
+)
+"""Of an engine's fields those that say which it is, and the layout."""
 tracked = shared.tracked("trainer.logger", "trainer.project_name", "trainer.experiment_name")
 
 TABLE = Table(
@@ -245,13 +269,15 @@ TABLE = Table(
             to("data.shuffle", "data.shuffle", shared.flag),
             used("data.prompt_dict_keys data.response_dict_keys", "data.prompt_key data.response_key", "`column.part`."),
             used(
-                ("data.use_dynamic_bsz data.max_token_len_per_gpu data.micro_batch_size_per_gpu data.micro_batch_size"),
+                ("data.use_dynamic_bsz data.max_token_len_per_gpu data.micro_batch_size_per_gpu"),
                 "policy.tokens_per_micro_batch",
             ),
+            fixed("data.micro_batch_size", NO_CUT),
             fixed(
                 (
                     "data.pad_mode data.balance_dp_token data.use_shm data.num_workers "
-                    "data.ignore_input_ids_mismatch data.return_* data.val_batch_size use_remove_padding "
+                    "data.ignore_input_ids_mismatch data.return_raw_input_ids data.return_raw_chat data.return_full_prompt "
+                    "data.return_multi_modal_inputs data.val_batch_size use_remove_padding "
                     "model.use_remove_padding"
                 ),
                 "sequences are always packed",
@@ -283,34 +309,41 @@ TABLE = Table(
             fixed(
                 (
                     "optim.optimizer_impl optim.master_weights optim.store_param_remainders "
-                    "optim.override_optimizer_config.* optim.exp_avg_dtype optim.exp_avg_sq_dtype "
-                    "optim.master_weight_dtype optim.total_training_steps optim.name"
+                    "optim.total_training_steps optim.name"
                 ),
                 SPREAD,
             ),
             used(
                 (
-                    "trainer.nnodes trainer.n_gpus_per_node engine model_engine engine.strategy model.strategy "
-                    "ulysses_sequence_parallel_size engine.ulysses_sequence_parallel_size "
-                    "engine.tensor_model_parallel_size engine.pipeline_model_parallel_size "
-                    "engine.context_parallel_size engine.expert_model_parallel_size "
-                    "engine.expert_tensor_parallel_size engine.virtual_pipeline_model_parallel_size"
+                    *below("trainer.", "nnodes n_gpus_per_node"),
+                    *below([""], "engine model_engine ulysses_sequence_parallel_size"),
+                    *sorted(_READ),
                 ),
                 "policy.backend",
                 "fsdp becomes data-parallel Megatron-Core on as many GPUs.",
             ),
             used("engine.override_transformer_config.*", "policy.megatron.transformer policy.recompute", takes_any=True),
             used("model.enable_gradient_checkpointing engine.activation_checkpointing", "policy.recompute"),
+            rows_of_moments("optim."),
+            [row for row in rows_of_state("optim.") if row.key not in {each.key for each in rows_of_moments("optim.")}],
+            lacks("optim.master_weight_dtype", "master weights of another type than float32", ["fp32", "float32"]),
+            slower("optim.override_optimizer_config.*", "policy.megatron.optimizer has its own defaults", [False, 0, 1]),
             slower(
-                (
-                    "engine.cp_size engine.pp_size engine.tp_size engine.ep_size engine.ulysses_parallel_size "
-                    "engine.data_parallel_size engine.expert_parallel_size"
-                ),
-                "another engine's layout: data parallelism instead",
+                ("engine.cp_size engine.pp_size engine.tp_size engine.ep_size"),
+                DATA_PARALLEL,
                 [1],
             ),
             fixed("engine.backend_config.**", KERNELS, takes_any=True),
-            fixed("engine.distributed_strategy engine.**", SPREAD),
+            [row for row in engine_rows(OF_SFT) if row.key not in _READ],
+            used("engine.dtype", "policy.dtype"),
+            used("engine.param_offload engine.grad_offload engine.optimizer_offload", "policy.offload"),
+            lacks("engine.use_dist_checkpointing", "weights in Megatron-Core's form: a Hugging Face directory", [False]),
+            fixed("engine.dist_checkpointing_path", "read with use_dist_checkpointing only"),
+            lacks("engine.router_replay.mode", "replaying the routing of experts", ["disabled"]),
+            fixed("engine.router_replay.*", "read with router_replay.mode only"),
+            lacks("engine.qat.enable", "training for a quantized model", [False]),
+            fixed("engine.qat.*", "read with qat.enable only"),
+            fixed("engine.distributed_strategy engine.data_parallel_mode model.strategy", SPREAD),
             rows_of_verl("model.", "policy"),
             fixed(
                 (
@@ -319,7 +352,11 @@ TABLE = Table(
                 ),
                 KERNELS,
             ),
-            fixed("model.fused_kernel_options.* model.tiled_mlp.* model.hf_config_path", KERNELS),
+            fixed(
+                "model.fused_kernel_options.impl_backend model.tiled_mlp.enabled model.tiled_mlp.num_shards "
+                "model.hf_config_path",
+                KERNELS,
+            ),
             to("model.tokenizer_path", "model.tokenizer", shared.path),
             lacks("model.custom_chat_template model.override_config", "changes of the model's files"),
             lacks("data.tools_key data.multiturn.tools_key", "tools", ["tools"]),
@@ -332,16 +369,22 @@ TABLE = Table(
             used("optim.lr_decay_steps", "policy.optimizer.decay_steps"),
             lacks("optim.weight_decay_incr_style optim.wd_incr_style", "weight decay that changes", ["constant"]),
             fixed(
-                "optim.lr_wsd_* optim.use_checkpoint_opt_param_scheduler optim.zero_indexed_step "
-                "optim.muon_* optim.use_precision_aware_optimizer "
-                "optim.main_grads_dtype optim.use_layer_wise_distributed_optimizer",
-                "read by other schedules and optimizers only",
+                "optim.lr_wsd_decay_style optim.lr_wsd_decay_steps optim.use_checkpoint_opt_param_scheduler "
+                "optim.zero_indexed_step optim.muon_*",
+                "read by other optimizers only",
             ),
             fixed("optim.override_optimizer_config", "empty"),
             lacks("model.enable_activation_offload", "activations stay on the GPU", [False], changes_result=False),
             mtp.rows_of_verl("model."),
             to("model.trust_remote_code", "model.trust_remote_code", shared.flag),
-            fixed("model.fsdp_config.** model.external_lib model.use_shm model.name model", SPREAD),
+            fixed("model.fsdp_config.wrap_policy model.fsdp_config.wrap_policy.min_num_params", SPREAD),
+            fixed("model.fsdp_config.model_dtype", "parameters in bfloat16 with a float32 copy in the optimizer"),
+            slower(
+                "model.fsdp_config.cpu_offload model.fsdp_config.offload_params",
+                "FSDP's own offload: policy.offload moves state between the stages of a step",
+                [False],
+            ),
+            fixed("model.external_lib model.use_shm model.name model", "how the model's files are read"),
             used("trainer.total_epochs trainer.total_training_steps", "trainer.epochs trainer.steps trainer.ends_with_data"),
             used("trainer.save_freq trainer.test_freq", "trainer.save_every trainer.eval_every"),
             used("trainer.resume_mode trainer.resume_from_path", "trainer.resume"),
@@ -357,7 +400,7 @@ TABLE = Table(
                     "trainer.checkpoint.** checkpoint.** trainer.default_hdfs_dir trainer.balance_batch "
                     "trainer.nccl_timeout trainer.log_val_generations trainer.max_actor_ckpt_to_keep"
                 ),
-                "a checkpoint has the whole state",
+                WHOLE_STATE,
             ),
             fixed("profiler.** trainer.profile_* global_profiler.**", SHOWN),
             fixed(

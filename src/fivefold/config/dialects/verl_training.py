@@ -8,11 +8,11 @@ from fivefold.config.dialects import mtp, shared, verl_async
 from fivefold.config.dialects.adapters import of_verl
 from fivefold.config.dialects.source import Source, UnreadableError
 from fivefold.config.dialects.verl_algorithm import estimator, kl_in_reward
-from fivefold.config.dialects.verl_layout import engine_of, is_megatron, longest
+from fivefold.config.dialects.verl_layout import dtypes, engine_of, is_megatron, longest, offloaded, sections, virtual_stages
 from fivefold.config.dialects.verl_schedule import schedule
 
 TOTAL_STEPS = "trainer.total_training_steps"
-_A, _M, _C = "actor_rollout_ref.actor.", "actor_rollout_ref.model.", "critic."
+_A, _M, _C, _REF = "actor_rollout_ref.actor.", "actor_rollout_ref.model.", "critic.", "actor_rollout_ref.ref."
 
 
 def batch(source: Source) -> dict[str, Any]:
@@ -68,10 +68,10 @@ def megatron_checkpoints(source: Source) -> dict[str, Any]:
         return {}
     weights: dict[str, Any] = {}
     directory = shared.path(source, _M + "path")
-    has_reference = source.flag(_A + "use_kl_loss") or kl_in_reward(source)
+    has_reference = uses_reference(source)
     roles = [
         ("model.path", _A, _M + "path", True),
-        ("reference.path", "actor_rollout_ref.ref.", _M + "path", has_reference),
+        ("reference.path", _REF, _M + "path", has_reference),
         ("critic.path", _C, _C + "model.path", estimator(source) == "gae"),
         ("reward.model.path", "reward_model.", "reward_model.model.path", source.flag("reward_model.enable")),
     ]
@@ -120,10 +120,32 @@ def critic(source: Source) -> dict[str, Any]:
         found["critic.tokens_per_micro_batch"] = sequences * longest(source)
     if not is_megatron(source):
         found["critic.recompute"] = "full" if said.flag("model.enable_gradient_checkpointing") else "none"
-        parts = {"parameters": "model.fsdp_config.param_offload", "optimizer": "model.fsdp_config.optimizer_offload"}
-    else:
-        parts = {
-            name: f"megatron.{key}_offload"
-            for name, key in (("parameters", "param"), ("gradients", "grad"), ("optimizer", "optimizer"))
-        }
-    return found | {f"critic.offload.{part}": True for part, key in parts.items() if said.flag(key)}
+    return found | {f"critic.offload.{part}": True for part in offloaded(source, _C)} | _own_options(source, _C, "critic")
+
+
+def reference(source: Source) -> dict[str, Any]:
+    """What is the reference's own: Megatron-Core's options. Its weights leave the GPU with the policy's."""
+    if not uses_reference(source):
+        return {}
+    if "parameters" in offloaded(source, _REF) and "parameters" not in offloaded(source, _A):
+        key = f"{sections(source, _REF)[0]}param_offload"
+        source.lacks(key, shared.REFERENCE_ALONE, changes_result=False)
+    own = _own_options(source, _REF, "reference")
+    return {key: value for key, value in own.items() if "recompute" not in key}
+
+
+def uses_reference(source: Source) -> bool:
+    return source.flag(_A + "use_kl_loss") or kl_in_reward(source)
+
+
+def _own_options(source: Source, role: str, ours: str) -> dict[str, Any]:
+    """What a model's own section says of numbers and of Megatron-Core, which are the policy's where it says nothing."""
+    policy = dtypes(source)["policy.dtype"] or "bfloat16"
+    for key in (f"{section}dtype" for section in sections(source, role)):
+        if source.has(key) and (name := source.text(key)) is not None and shared.DTYPES.get(name) != policy:
+            source.lacks(key, f"numbers of the type {name}, where the policy's are {policy}")
+    start = f"{role}megatron.override_transformer_config"
+    if not is_megatron(source) or not source.keys(f"{start}."):
+        return {}
+    found = shared.megatron_options(source, start, f"{ours}.megatron")
+    return found | shared.recompute(source, start, ours) | (virtual_stages(source, ours) if found else {})
