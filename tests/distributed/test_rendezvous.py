@@ -77,10 +77,12 @@ class Evil:
 
 def exchange_pickles(mesh, mark):
     """What becomes of plain values, and of an object that runs code where it is unpickled."""
+    import torch
     import torch.distributed as dist
 
     plain: list = [None, None]
-    dist.all_gather_object(plain, ((("lr", 1.0), ("wd", None)), mesh.ranks.rank), group=mesh.ranks.world)  # noqa: TID251
+    sizes = torch.Size([2, 3]), torch.bfloat16
+    dist.all_gather_object(plain, ((("lr", 1.0), ("wd", None)), sizes, mesh.ranks.rank), group=mesh.ranks.world)  # noqa: TID251
     try:
         dist.all_gather_object([None, None], Evil(mark), group=mesh.ranks.world)  # noqa: TID251
     except Exception as error:
@@ -89,8 +91,10 @@ def exchange_pickles(mesh, mark):
 
 
 def test_nothing_that_a_peer_sends_is_unpickled(cluster, tmp_path):
+    import torch
+
     plain, said = cluster.run(exchange_pickles, "megatron:d2", tmp_path / "mark")[0]
-    assert plain == [((("lr", 1.0), ("wd", None)), rank) for rank in range(2)]
+    assert plain == [((("lr", 1.0), ("wd", None)), ((2, 3), torch.bfloat16), rank) for rank in range(2)]
     assert said.startswith("UnpicklingError: ranks exchange plain values only") and "mkdir" in said
     assert not (tmp_path / "mark").exists()
 

@@ -17,7 +17,7 @@ from fivefold.config.dialects import shared
 from fivefold.config.dialects.table import Section, Table, fixed, lacks, to, used
 from fivefold.config.dialects.translator import dialect
 from fivefold.config.scoring import RewardConfig
-from fivefold.interfaces import Engine
+from fivefold.interfaces import Engine, RolloutSource
 from fivefold.models.families import qwen2
 from fivefold.reward.pool import RewardPool
 from fivefold.types import Group, Prompt, Sample
@@ -189,7 +189,7 @@ def test_the_recipe_of_an_engine_names_what_an_engine_has():
 
 def test_the_recipe_of_a_rollout_source_filters_another_source():
     (block,) = BLOCKS["A rollout source"]
-    space: dict = {"replace": replace}
+    space: dict = {"replace": replace, "RolloutSource": RolloutSource}
     exec("from __future__ import annotations\n" + block, space)
 
     class Four:

@@ -579,8 +579,15 @@ def test_a_run_with_experts_moves_to_another_layout_and_is_exported(root, sparse
 
 
 def test_updates_that_are_not_finite_end_the_run_with_the_batch_saved(root, base):
+    # A number of float64, and none of float32.
+    (root / "huge.py").write_text("def huge(response):\n    return 1e300 * len(response)\n")
     done = train(
-        root, "infinite", "algorithm.kl.coef=1e39", "trainer.guard.max_skipped=1", "trainer.eval_before_train=false"
+        root,
+        "infinite",
+        f"reward.functions={{{root}/huge.py:huge: 1.0}}",
+        "algorithm.normalize=none",
+        "trainer.guard.max_skipped=1",
+        "trainer.eval_before_train=false",
     )
     assert done.returncode == 1
     said = done.stdout + done.stderr

@@ -32,7 +32,7 @@ from tests.support.two_steps import (
 
 LAYOUTS = ["d1", "d2", "t2", "p2", "c2", "d2t2", "t2c2", "p2c2", "t2p2"]
 CLIP, GAMMA, LAM = 0.3, 0.95, 0.9
-PPO = make_objective("ppo", gamma=GAMMA, lam=LAM)
+PPO = make_objective("ppo", gamma=GAMMA, lam=LAM, bootstrap_truncated=True)
 REWARDS = [1.0, 0, 0, 1, 0.5, 0, 1, 0]
 FINISHED = [True, False, True, True, True, True, False, True]
 

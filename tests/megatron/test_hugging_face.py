@@ -170,5 +170,5 @@ def with_transformer_engine(mesh, directory: Path):
 
 
 def test_transformer_engine_is_asked_for_by_name_where_it_cannot_be_had(cluster, models):
-    with pytest.raises(RuntimeError, match=r"transformer_engine needs the package transformer_engine.*use torch"):
+    with pytest.raises(RuntimeError, match=r"transformer_engine needs transformer_engine, not installed.*use torch"):
         cluster.run(with_transformer_engine, "megatron:d1", models("qwen3"))

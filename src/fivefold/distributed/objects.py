@@ -54,7 +54,7 @@ def all_gather_rows(rows_NF: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
 def unpickle_plain_values_only() -> None:
     """Restrict torch's object collectives, which Megatron-Core calls, to plain values in this process.
 
-    Plain values are None, numbers, strings, bytes, lists, tuples and dictionaries. A pickle that names a class or a function
+    Plain values are None, numbers, strings, bytes, lists, tuples, dictionaries, and tensors' shapes and dtypes. A pickle that names a class or a function
     is refused.
     """
     distributed_c10d._unpickler = _PlainUnpickler
@@ -70,7 +70,10 @@ def take_records_of(library: str) -> None:
 
 
 class _PlainUnpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> type:
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "torch" and (name == "Size" or isinstance(getattr(torch, name, None), torch.dtype)):
+            # Megatron's bridges exchange shapes and dtypes.
+            return getattr(torch, name)
         # Only loaded modules are searched: a pickle must not import anything.
         wanted = getattr(sys.modules.get(module), name, None) if module.partition(".")[0] in _libraries else None
         if isinstance(wanted, type) and (is_dataclass(wanted) or issubclass(wanted, Enum | tuple)):

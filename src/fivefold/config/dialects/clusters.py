@@ -44,7 +44,7 @@ def keys_for_ray(source: Source, system: str) -> list[str]:
     """The keys that ask for Ray; none where this process is a rank that torchrun or another launcher has started."""
     if {"RANK", "WORLD_SIZE"} <= set(source.environment):
         return []
-    asks = CLUSTERS[system]
+    asks = CLUSTERS.get(system, Cluster())
     found = [key for key in asks.nodes if key in source.settings and _number(source, key) > 1]
     found += [key for key, name in asks.chosen.items() if key in source.settings and source.text(key) == name]
     if asks.devices:
