@@ -54,8 +54,8 @@ def all_gather_rows(rows_NF: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
 def unpickle_plain_values_only() -> None:
     """Restrict torch's object collectives, which Megatron-Core calls, to plain values in this process.
 
-    Plain values are None, numbers, strings, bytes, lists, tuples, dictionaries, and tensors' shapes and dtypes. A pickle that names a class or a function
-    is refused.
+    Plain values are None, numbers, strings, bytes, lists, tuples, dictionaries, and tensors' shapes and dtypes. A pickle
+    that names another class or a function is refused.
     """
     distributed_c10d._unpickler = _PlainUnpickler
 
