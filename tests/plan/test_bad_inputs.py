@@ -312,7 +312,6 @@ BAD: dict[str, tuple[Callable[[Case], Any], str]] = {
     "uniform units of no layer": (setting("policy.megatron.transformer", {**UNIFORM, "recompute_num_layers": 0}), "recompute_num_layers must be at least 1: got 0"),
     "no layer with the key recompute": (setting("policy", {"recompute": "full", "megatron": {"transformer": {"recompute_num_layers": 0}}}), "recompute_num_layers must be at least 1: got 0"),
     "uniform units beyond a stage": (setting("policy.megatron.transformer", {**UNIFORM, "recompute_num_layers": 3}), "recompute_num_layers must divide the layers of each stage where uniform: got 3 for [2]"),
-    "more layers than a stage has": (setting("policy.megatron.transformer", {**UNIFORM, "recompute_method": "block", "recompute_num_layers": 9}), "at most the layers of a stage: got 9 for [2]"),
     "a number of layers with selective": (setting("policy.megatron.transformer", {"recompute_granularity": "selective", "recompute_num_layers": 1}), "recompute_num_layers must be left out with recompute_granularity: selective"),
     "an unknown module to recompute": (setting("policy.megatron.transformer.recompute_modules", ["x"]), "recompute_modules must be of core_attn, layernorm, mla_up_proj, mlp, moe, moe_act, shared_experts: got 'x'"),
     "saved activations that are divided twice": (setting("policy", {"backend": "megatron:t2", "megatron": {"transformer": {**UNIFORM, "recompute_num_layers": 1, "distribute_saved_activations": True}}}), "distribute_saved_activations must be false where t > 1 with sequence parallelism"),

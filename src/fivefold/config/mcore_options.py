@@ -395,9 +395,8 @@ def recompute_fault(options: Mapping[str, Any], chunks: Iterable[int]) -> str | 
     sizes = sorted({count for count in chunks if count})
     if method == "uniform" and any(layers < 1 or count % layers for count in sizes):
         return f"recompute_num_layers must divide the layers of each stage where uniform: got {layers} for {sizes}"
-    if layers < 1 or (sizes and layers > sizes[-1]):
-        return f"recompute_num_layers must be at least 1 and at most the layers of a stage: got {layers} for {sizes}"
-    return None
+    # With `block`, a stage of fewer layers recomputes all that it has.
+    return f"recompute_num_layers must be at least 1: got {layers}" if layers < 1 else None
 
 
 def _root() -> Path:
