@@ -77,6 +77,7 @@ DROPPED_BY_VERL = [
     (ACTOR + "veomni.load_checkpoint_path=/w", "veomni", True),
     (ACTOR + "torchtitan.tensor_parallel_size=2", "torchtitan", False),
     ("reward_model.max_length=512", "fsdp", True),
+    (ACTOR + "strategy=fsdp_turbo", "fsdp", True),
     ("reward.reward_model.rollout.quantization=fp8", "fsdp", True),
     ("actor_rollout_ref.rollout.engine_kwargs.vllm.kv_cache_dtype=fp8", "fsdp", True),
 ]
