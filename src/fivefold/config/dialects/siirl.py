@@ -12,12 +12,13 @@ from typing import Any
 from fivefold.config.dialects import shared, verl, verl_algorithm, verl_layout, verl_prime, verl_rewards, verl_training
 from fivefold.config.dialects.known import known
 from fivefold.config.dialects.source import Source
-from fivefold.config.dialects.table import Row, Section, Table, fixed, lacks, used
+from fivefold.config.dialects.table import Row, Section, Table, below, fixed, lacks, slower, used
 from fivefold.config.dialects.translator import dialect
 from fivefold.config.dialects.verl_defaults import DEFAULTS as VERL
 from fivefold.config.dialects.verl_rows import SECTIONS
 
 _A, _R = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
+_MODELS = "actor_rollout_ref.model. critic.model. reward_model.model."
 _NOWHERE = "siiRL reads it nowhere on the path of language models"
 
 PROGRAMS = ("siirl.main_dag", "siirl.client.main_dag")
@@ -200,35 +201,24 @@ _OWN = Section.of(
     lacks("dag.env_enable", "environments", [False]),
     fixed("dag.enable_perf dag.backend_threshold profiler.**", shared.SHOWN),
     fixed(
-        (
-            *(
-                f"actor_rollout_ref.model.{name}"
-                for name in (
-                    "image_max_pixels",
-                    "image_min_pixels",
-                    "video_max_pixels",
-                    "video_min_pixels",
-                    "video_fps",
-                    "video_maxlen",
-                    "cache_dir",
-                    "model_revision",
-                    "hf_hub_token",
-                    "use_fast_tokenizer",
-                    "split_special_tokens",
-                    "model_max_length",
-                    "new_special_tokens",
-                    "resize_vocab",
-                    "gradient_checkpointing_kwargs",
-                    "fsdp_config.**",
-                    "megatron.**",
-                    "input_tokenizer",
-                    "rm_tokenizer",
-                )
-            ),
-        ),
+        below(
+            _MODELS,
+            "image_max_pixels image_min_pixels video_max_pixels video_min_pixels video_fps video_maxlen cache_dir "
+            "model_revision hf_hub_token use_fast_tokenizer split_special_tokens model_max_length new_special_tokens "
+            "resize_vocab gradient_checkpointing_kwargs rm_tokenizer megatron.**",
+        )
+        + below("actor_rollout_ref.model. critic.model.", "input_tokenizer")
+        + below("actor_rollout_ref.model. reward_model.", "fsdp_config.**")
+        + below("actor_rollout_ref.ref. reward_model.", "shuffle data_loader_seed profile")
+        + below("actor_rollout_ref.ref.", "grad_offload optimizer_offload recompute_old_log_prob embodied_type"),
         _NOWHERE,
     ),
-    lacks("actor_rollout_ref.model.model_type", "embodied models", ["llm"]),
+    lacks("reward_model.model.lora_rank", "adapters of a reward model", [0]),
+    fixed("reward_model.model.lora_alpha reward_model.model.target_modules", "read with lora_rank only"),
+    fixed("reward_model.model.use_liger", shared.KERNELS),
+    slower("reward_model.model.enable_activation_offload", "activations that wait on the host", [False]),
+    fixed("actor_rollout_ref.actor.checkpoint critic.checkpoint", shared.WHOLE_STATE),
+    lacks(below(_MODELS, "model_type"), "embodied models", ["llm"]),
     fixed("actor_rollout_ref.embodied.** algorithm.embodied_sampling.** data.processor.*", "read by embodied models only"),
     fixed("trainer.should_log trainer.should_save", "siiRL sets them itself"),
 )

@@ -343,7 +343,11 @@ SECTIONS = (
         ),
         lacks("explorer.over_rollout.ratio", "samples that are left out when they take long", [0, 0.0]),
         lacks("explorer.dynamic_timeout.enable", "responses that end after some seconds", [False]),
-        fixed("explorer.over_rollout.wait_after_min explorer.dynamic_timeout.ratio", "read with a ratio or enable only"),
+        fixed(
+            "explorer.over_rollout.wait_after_min explorer.over_rollout.return_partial_tasks explorer.dynamic_timeout.ratio "
+            "explorer.dynamic_timeout.warmup_min_steps",
+            "read with a ratio or enable only",
+        ),
         fixed("explorer.env_vars.**", "how processes are started"),
     ),
     TRAINER,

@@ -9,6 +9,7 @@ from fivefold.config.dialects.source import Source
 
 _A, _R, _M = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout.", "actor_rollout_ref.model."
 _C = "critic."
+STRATEGIES = ("fsdp", "fsdp2", "megatron", "veomni", "torchtitan", "mindspeed")
 
 
 def is_megatron(source: Source) -> bool:
@@ -51,6 +52,8 @@ def gpus(source: Source) -> int:
 
 
 def layout(source: Source) -> dict[str, Any]:
+    if (name := source.text(_A + "strategy")) not in (None, *STRATEGIES):
+        source.lacks(_A + "strategy", f"the engine {name}: known here are {', '.join(STRATEGIES)}")
     if not is_megatron(source):
         cp = source.whole(_A + "ulysses_sequence_parallel_size") or 1
         if source.has(_A + "fsdp_config.ulysses_sequence_parallel_size"):

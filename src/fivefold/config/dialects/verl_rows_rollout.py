@@ -71,6 +71,11 @@ ROLLOUT = Section.of(
         "compares log-probs all the same; engine.max_logprob_kl is its bound. Nobody has run it here.",
     ),
     lacks(f"{_R}quantization_config_file", "weights quantized by a file's rules"),
+    lacks(
+        below(_R + "engine_kwargs.*.", "kv_cache_dtype quantization dtype hf_overrides logits_processors"),
+        "options of the engine that change what it samples: engine.vllm has them",
+        ["auto", "bfloat16"],
+    ),
     slower(_R + "engine_kwargs.**", "engine.vllm takes vLLM's own arguments: these are not carried over"),
     lacks(_R + "multi_turn.enable", TOOLS, [False]),
     fixed(_R + "multi_turn.*", "read with multi_turn.enable only"),

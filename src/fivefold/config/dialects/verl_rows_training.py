@@ -158,8 +158,8 @@ ROLES = Section.of(
     "Critic and reference",
     used(
         (
-            "critic.model.path critic.cliprange_value critic.optim.* critic.grad_clip "
-            "critic.use_dynamic_bsz critic.ppo_max_token_len_per_gpu critic.ppo_micro_batch_size_per_gpu "
+            "critic.model.path critic.cliprange_value critic.optim.* critic.optim.lr_min critic.optim.lr_start "
+            "critic.grad_clip critic.use_dynamic_bsz critic.ppo_max_token_len_per_gpu critic.ppo_micro_batch_size_per_gpu "
             "critic.ppo_mini_batch_size critic.ppo_epochs critic.loss_agg_mode "
             "critic.model.enable_gradient_checkpointing"
         ),
