@@ -11,14 +11,7 @@ pytestmark = pytest.mark.eras
 EXAMPLES = eras.load("examples.yaml")
 NO_EFFECT = eras.load("no_effect.yaml")
 """System -> key -> what the report says, reviewed by hand."""
-GAPS = {("roll", "reference.device_mapping"): "said to be translated, while the reference stays on the policy's ranks"}
-FLIPS = [
-    pytest.param(
-        system, key, marks=[pytest.mark.xfail(reason=GAPS[system, key], strict=True)] if (system, key) in GAPS else []
-    )
-    for system, example in EXAMPLES.items()
-    for key in example["flips"]
-]
+FLIPS = [(system, key) for system, example in EXAMPLES.items() for key in example["flips"]]
 
 
 def _translated(system, flipped=None):

@@ -37,6 +37,8 @@ def layout(source: Source) -> dict[str, Any]:
     if first_ranks and kind(source) == "rlvr" and source.text(INFER + "strategy_args.strategy_name") != "hf_infer":
         found["engine.mode"] = "server"
     for name in (name for name, is_asked in asked.items() if is_asked):
+        if name in gpus and name not in first_ranks and set(gpus[name]) != set(trained):
+            source.fixed(f"{name}.device_mapping", "the model shares all of the policy's ranks, not a part of them")
         said = source.under(f"{name}.strategy_args.")
         is_megatron = (said.text("strategy_name") or "").startswith("megatron")
         own_sizes = shared.parallel_sizes(said.under("strategy_config.")) if is_megatron else {}

@@ -101,7 +101,9 @@ def translate(
         source.note(clusters.WITH_JUDGE)
     elif on_ray:
         lines.append(Line(clusters.KEY, "ray", tuple(on_ray)))
-        outcomes |= {key: _also(outcomes[key], clusters.KEY) for key in on_ray}
+        # What a function said of a key stays.
+        said = {each.key for each in source.found}
+        outcomes |= {key: _also(outcomes[key], clusters.KEY) for key in on_ray if key not in said}
     lines.sort(key=_order)
     names = {key: ", ".join(each.ours) or each.reason for key, each in outcomes.items()}
     faults = list(dict.fromkeys(faults))
