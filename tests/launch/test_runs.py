@@ -419,11 +419,11 @@ def test_an_engine_that_differs_from_the_trainer_stops_the_run_at_the_first_step
 
 def test_a_resumed_run_compares_log_probs_before_its_first_step(root, base):
     """By what it samples for that alone: it draws no other samples than the run that was not stopped."""
-    assert train(root, "again", "trainer.steps=2").returncode == 0
-    done = train(root, "again", "trainer.steps=3", "trainer.accept_changes=[trainer]", "engine.max_logprob_kl=1e-20")
+    assert train(root, "compared", "trainer.steps=2").returncode == 0
+    done = train(root, "compared", "trainer.steps=3", "trainer.accept_changes=[trainer]", "engine.max_logprob_kl=1e-20")
     assert done.returncode == 1 and "engine's log-probs differ from the trainer's" in done.stderr
-    assert "over 16 tokens" not in done.stderr and len(metrics(root, "again")) == 3
-    done = train(root, "again", "trainer.steps=3", "trainer.accept_changes=[trainer]")
+    assert "over 16 tokens" not in done.stderr and len(metrics(root, "compared")) == 3
+    done = train(root, "compared", "trainer.steps=3", "trainer.accept_changes=[trainer]")
     assert done.returncode == 0 and done.stdout.count("engine's log-probs agree with the trainer's") == 1
 
 

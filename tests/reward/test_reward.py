@@ -238,6 +238,9 @@ def test_time_of_a_built_in_grows_with_the_text_and_no_faster(name):
                 short, long = (piece * (count // len(piece)) + end for count in (8000, 64_000))
                 seconds = cpu_seconds(FUNCTIONS[name], long, truth)
                 if seconds > 0.3 + 20 * plain and seconds > 20 * cpu_seconds(FUNCTIONS[name], short, truth):
+                    # Again: other processes on a core cost this one its caches.
+                    seconds = min(cpu_seconds(FUNCTIONS[name], long, truth) for _ in range(3))
+                if seconds > 0.3 + 20 * plain and seconds > 20 * cpu_seconds(FUNCTIONS[name], short, truth):
                     slow.append((truth[:60], piece, end, seconds))
     assert slow == []
 
@@ -436,11 +439,11 @@ def trouble(response, ground_truth):
     if response == "close": os.closerange(0, 100)
     if response == "endless output": os.system("head -c 10000000 /dev/zero")
     if response == "answers itself":
-        for file in range(3, 20):
+        for file in range(3, 200):
             try: os.write(file, b'{"id": 0, "values": {}}' + chr(10).encode())
             except OSError: pass
     if response == "bad JSON":
-        for file in range(3, 20):
+        for file in range(3, 200):
             try: os.write(file, b'}{' + chr(10).encode())
             except OSError: pass
     if response == "nothing": return None
