@@ -40,7 +40,7 @@ _RANGES = 16
 """Parts of a file, of which one gets a byte flipped."""
 _SHARED_MEMORY = Path("/dev/shm")
 Outcome = tuple[str, str]
-"""What an attack came to, and what is wrong with that, or nothing."""
+"""(outcome of an attack, description of its fault; empty without one)."""
 
 
 class Attack:

@@ -138,7 +138,7 @@ def vllm_engine(mesh, directory: Path, dtype: str) -> Any:
 
 
 def measured(model, requests: list[Request], completions: list[Completion]) -> dict[str, Any]:
-    """Statistics of the engine's log-probs beside the trainer's."""
+    """Statistics of the engine's log-probs next to the trainer's."""
     found = {one.request_id: one for one in completions}
     tokens, mask, engine, lengths = [], [], [], []
     for request in requests:

@@ -358,6 +358,12 @@ def test_a_bad_input_is_refused_in_one_sentence(case, name):
         ("trainer.profile", {"steps": [1], "ranks": [0, 1]}, "trainer.profile.ranks"),
         ("trainer.profile", {"steps": [3, 1]}, "trainer.profile.steps"),
         ("trainer.profile", {"ranks": []}, "trainer.profile.ranks"),
+        ("policy.optimizer", {"schedule_over": "data"}, "policy.optimizer.schedule_over"),
+        (
+            "policy.optimizer",
+            {"schedule": "linear", "decay_steps": 9, "schedule_over": "data"},
+            "policy.optimizer.schedule_over",
+        ),
         ("policy.megatron.transformer.recompute_num_layers", 1, "policy.megatron.transformer.recompute_num_layers"),
         ("policy.megatron.transformer.recompute_modules", ["mlp"], "policy.megatron.transformer.recompute_modules"),
         (

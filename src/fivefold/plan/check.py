@@ -261,6 +261,9 @@ def _report_ignored(findings: Findings, config: RunConfig, specs: dict[str, Mode
                 section.ignore(f"offload.{part}", "on the CPU everything is in host memory already")
         if own.optimizer.schedule == "constant" and (own.optimizer.decay_steps is not None or own.optimizer.min_lr):
             section.ignore("optimizer.decay_steps and min_lr", "the schedule is constant")
+        has_length = own.optimizer.schedule != "constant" and own.optimizer.decay_steps is None
+        if own.optimizer.schedule_over != "run" and not has_length and not 0 < own.optimizer.warmup_steps < 1:
+            section.ignore("optimizer.schedule_over", "neither the decay nor the warm-up is a share of the run")
         if own.optimizer.warmup_init_lr and not own.optimizer.warmup_steps:
             section.ignore("optimizer.warmup_init_lr", "warmup_steps is 0")
     _report_profile(findings.at("trainer.profile"), config)

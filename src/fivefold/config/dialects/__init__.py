@@ -77,7 +77,7 @@ class Translation:
     faults: list[str] = field(default_factory=list)
     """Values that cannot be read, one sentence each."""
     notes: list[str] = field(default_factory=list)
-    """What its users should know of the run, one sentence each."""
+    """Sentences about the run that users of the other system should read."""
     release: str = ""
     """The month of the system's release whose defaults were taken, where they are not today's."""
 

@@ -11,7 +11,7 @@ from fivefold.config.dialects.source import Source
 from fivefold.config.dialects.table import Convert, Section, below, fixed, lacks, slower, to, used
 
 GSM8K = "data/gsm8k-areal"
-"""Where `fivefold data gsm8k --form areal` is to write GSM8K as AReaL's code makes its rows."""
+"""Directory of GSM8K with AReaL's own prompts, which `fivefold data gsm8k --form areal` writes."""
 
 
 def is_gsm8k(path: str | None) -> bool:

@@ -18,7 +18,7 @@ class TooMuchError(ValueError):
 
 
 class Work:
-    """What may still be read of one command: characters and files."""
+    """Characters and files that may still be read for one command."""
 
     def __init__(self) -> None:
         self.left = _MOST_WORK

@@ -1,4 +1,4 @@
-"""What is written after `--from SYSTEM` -> a tree and `key=value` words: a script, YAML, arguments as they were."""
+"""The words after `--from SYSTEM` (a script, YAML, arguments) -> a configuration tree and `key=value` words."""
 
 from __future__ import annotations
 

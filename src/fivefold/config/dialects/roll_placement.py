@@ -89,7 +89,7 @@ _OPTIONS_SAID = {
         "an optimizer that computes on the host: policy.megatron.optimizer has it",
     ),
 }
-"""What only costs time or memory here, with a line where it is on."""
+"""Settings that change only time or memory, reported where they are on."""
 
 
 def megatron(source: Source) -> dict[str, Any]:

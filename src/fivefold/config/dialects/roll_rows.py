@@ -96,7 +96,7 @@ _SAID_OF_OTHERS = (
         "adapters are kept in the policy's type, with a float32 copy in the optimizer",
     ),
 )
-"""What is said of options of critic, reference and engine, or refused."""
+"""Rows for options of critic, reference and engine that are reported or refused."""
 SECTIONS = (
     Section.of(
         "Run",

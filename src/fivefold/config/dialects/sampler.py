@@ -1,4 +1,4 @@
-"""What is said where a system's engine is replaced by another one here."""
+"""Sentences for engines of other systems that are replaced by vLLM."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ RELEASE = "release"
 VERSIONS: dict[str, dict[str, Any]] = {}
 """Month of an older release -> defaults that were others then."""
 VERSIONS["2026-06"] = {CRITIC + "optim.lr": 1e-5, CRITIC + "cliprange_value": 0.5}
-"""0.6.0 with verl 0.8, which builds verl's configuration anew (trainer/verl/config.py)."""
+"""0.6.0 with verl 0.8, which builds verl's configuration again (trainer/verl/config.py)."""
 VERSIONS["2026-02"] = {RELEASE: "2026-02", "algorithm.optimizer.min_lr_ratio": 0.0}
 VERSIONS["2026-01"] = {**VERSIONS["2026-02"], RELEASE: "2026-01", "model.enable_thinking": False}
 VERSIONS["2025-11"] = {**VERSIONS["2026-01"], RELEASE: "2025-11", "algorithm.policy_loss_fn_args.clip_ratio_c": None}

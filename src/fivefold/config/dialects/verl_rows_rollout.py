@@ -68,7 +68,7 @@ ROLLOUT = Section.of(
         "engine.vllm.quantization",
         "fp8: weights in blocks of 128 x 128 and activations of 128 with a scale each, of the weights as they come "
         "(vllm_fp8_utils.py, FP8_BLOCK_QUANT_KWARGS): fp8_per_block, which vLLM 0.32 has. The gate of the first step "
-        "compares log-probs all the same; engine.max_logprob_kl is its bound. Nobody has run it here.",
+        "compares log-probs all the same; engine.max_logprob_kl is its bound. It has not run here.",
     ),
     lacks(f"{_R}quantization_config_file", "weights quantized by a file's rules"),
     lacks(

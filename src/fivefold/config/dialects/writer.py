@@ -50,7 +50,7 @@ def summary(translation: Translation) -> str:
 
 
 def notes(translation: Translation) -> list[str]:
-    """What its users should know of the run, and what is not supported and changes no number, one sentence each."""
+    """Return sentences about the translated run: its notes, and settings without support that change no number."""
     return [*translation.notes, *(f"{each.key}={each.shown}: {each.reason}" for each in translation.outcomes
             if each.kind == "unsupported" and not each.changes_result)]  # fmt: skip
 
