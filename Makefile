@@ -22,7 +22,7 @@ TRACKERS_READY := $(TRACKERS)/.ready
 # Which part of a long target runs: K/N is the K-th of N.
 PART ?= 1/1
 
-.PHONY: setup check test test-vllm test-slow test-slow-vllm test-sglang test-kernels test-routes test-trackers test-browser test-eras test-cpus \
+.PHONY: setup check test test-plain test-vllm test-slow test-slow-vllm test-sglang test-kernels test-routes test-trackers test-browser test-dialects test-eras test-cpus \
 	test-layouts test-attacks test-by-turns test-all demo docs site demo-curve gsm8k gpu-test gpu-speed wheel clean
 
 setup: $(READY)
@@ -60,7 +60,9 @@ check: $(READY)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-test: check test-vllm
+test: check test-vllm test-plain
+
+test-plain: check
 	$(BIN)/python -m pytest -n 2
 
 test-vllm: $(VLLM_READY)
@@ -92,6 +94,10 @@ test-trackers: $(TRACKERS_READY)
 # The served report in a headless Chromium, or the browser that CHROMIUM names.
 test-browser: $(READY)
 	$(BIN)/python -m pytest -m browser
+
+# Configurations of other systems in full; `make test` has one run of each system. Minutes.
+test-dialects: $(READY)
+	$(BIN)/python -m pytest -n 2 -m dialects tests/dialects --part $(PART)
 
 # Other systems' own default files, from their wheels on PyPI, which are read as archives. About three minutes.
 test-eras: $(READY)

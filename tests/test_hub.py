@@ -30,5 +30,7 @@ def test_without_a_network_modelscope_s_cache_has_it_or_one_sentence_says_so(tmp
     found = model_snapshot("modelscope:Qwen/Qwen3-0.6B", ["*.json"])
     assert found == snapshot and commit_of(found) == "master"
     assert model_snapshot("modelscope:Qwen/Qwen3-0.6B", ["*.json"], "master") == snapshot
-    with pytest.raises(ValueError, match="'Qwen/none' is no model that ModelScope gives: it does not answer, and its cache"):
+    with pytest.raises(
+        ValueError, match="'Qwen/none' is not a model that ModelScope has: it does not answer, and its cache"
+    ):
         model_snapshot("modelscope:Qwen/none", ["*.json"])

@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+import yaml
 
 from tests.support.turns import ROOT, in_turn, run, targets
 
@@ -14,6 +15,15 @@ def test_every_long_target_gets_its_turn_and_every_line_names_a_target():
     assert all(sorted(in_turn(f"{number:040x}")) == sorted(targets()) for number in range(50))
     makefile = (ROOT / "Makefile").read_text()
     assert [line for line in targets() if not re.search(rf"^{line.split()[0]}:", makefile, re.MULTILINE)] == []
+
+
+def test_the_workflow_runs_only_targets_of_the_makefile():
+    workflow = yaml.safe_load((ROOT / ".github/workflows/tests.yml").read_text())
+    [job] = workflow["jobs"].values()
+    assert job["steps"][-1]["run"] == "make ${{ matrix.target }}"
+    makefile = (ROOT / "Makefile").read_text()
+    rows = job["strategy"]["matrix"]["include"]
+    assert [row for row in rows if not re.search(rf"^{row['target']}:", makefile, re.MULTILINE)] == []
 
 
 def test_every_marker_that_the_suite_leaves_out_is_run_by_a_long_target():

@@ -1,4 +1,4 @@
-"""Builds all parts of a run from its configuration; the only code that reads the whole configuration."""
+"""Builds all parts of a run from its configuration, and hands each the sections that it needs."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from fivefold.algo import Objective
+from fivefold.algo.methods import LearnsFrom
+from fivefold.algo.objective import Objective
 from fivefold.algo.values import ValueLoss
 from fivefold.build_engine import as_engines_know, build_engine, start_judges
 from fivefold.checkpoint.checkpoints import RunState
 from fivefold.checkpoint.fingerprint import Fingerprint
 from fivefold.config import RunConfig, dump_yaml
 from fivefold.config.learners import PolicyConfig
-from fivefold.config.methods import LearnsFrom
 from fivefold.config.mixture import counts, domains_of
 from fivefold.config.roles import Role
 from fivefold.data.mixture import MixedLoader, places_by_domain
@@ -27,13 +27,15 @@ from fivefold.data.prompt_loader import Loader, PromptLoader
 from fivefold.data.prompts import PromptSet, Reading, encode_conversation, load_prompts
 from fivefold.data.rows import Columns
 from fivefold.data.tokenizer import check_config, load_tokenizer
+from fivefold.distributed.calls import call_on_main, call_once_a_machine
 from fivefold.distributed.ranks import Ranks
 from fivefold.distributed.redealing import on_replicas_of
 from fivefold.engines.servers.server_process import ServerProcess
 from fivefold.engines.weight_sync import sleeping_after
-from fivefold.errors import shown
+from fivefold.errors import UserError, shown
 from fivefold.hub import commit_of, model_snapshot
-from fivefold.interfaces import Engine, FrozenModel, Model, RolloutSource, SteppedEngine
+from fivefold.interfaces import Engine, FrozenModel, Model, RolloutSource
+from fivefold.keys.identity import with_absolute_paths
 from fivefold.megatron.mesh import Meshes
 from fivefold.megatron.model import MegatronModel, WithoutAdapters
 from fivefold.models.families import load_spec
@@ -86,14 +88,23 @@ def fetch_models(config: RunConfig, ranks: Ranks, commits: Mapping[str, str]) ->
     """
     code = ["*.py"] if config.model.trust_remote_code else []
     directories: dict[str, Path] = {}
-    for name, weights in config.models.items():
+    for name, weights in _models_read(config).items():
         if Path(name).is_dir():
             directories[name] = Path(name)
             continue
-        wanted = (*(_MODEL_FILES if weights else _TOKENIZER_FILES), *(code if name == config.tokenizer else ()))
-        commit = ranks.call_on_main(partial(_newest_commit, name, wanted, commits.get(name)))
-        directories[name] = Path(ranks.call_once_a_machine(partial(_snapshot, name, wanted, commit)))
+        wanted = (*(_MODEL_FILES if weights else _TOKENIZER_FILES), *(code if name == config.model.tokenizer_path else ()))
+        commit = call_on_main(ranks, partial(_newest_commit, name, wanted, commits.get(name)))
+        directories[name] = Path(call_once_a_machine(ranks, partial(_snapshot, name, wanted, commit)))
     return directories
+
+
+def _models_read(config: RunConfig) -> dict[str, bool]:
+    """Return directory or hub id of every model that the run reads -> whether its weights are read too."""
+    model, roles = config.model, config.roles
+    judge = [config.reward.judge.model] if config.may_generate and config.reward.judge_layout else []
+    adapters = [role.settings.lora.path for role in roles.learners.values() if role.settings.lora.rank]
+    paths = [path for path in [model.path, *(role.path for role in roles.values()), *judge, *adapters] if path]
+    return {**dict.fromkeys([model.tokenizer_path, *map(model.described_by, paths)], False), **dict.fromkeys(paths, True)}
 
 
 def _snapshot(name: str, wanted: Sequence[str], commit: str) -> str:
@@ -115,41 +126,49 @@ def build_run(config: RunConfig, ranks: Ranks, device: torch.device, checkpoint:
         # No code reads uninitialized memory, so filling it would only cost time.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     directories = fetch_models(config, ranks, {} if checkpoint is None else RunState.read(checkpoint).commits)
-    directory = directories[config.described_by(config.model.path)]
+    directory = directories[config.model.described_by(config.model.path)]
     spec = load_spec(directory)
     spec.check_layout(ranks.layout, config.policy.megatron.pipeline_split)
     known = as_engines_know(directory)
     check_config(known)
-    tokenizer_directory = directories[config.tokenizer]
+    tokenizer_directory = directories[config.model.tokenizer_path]
     tokenizer = load_tokenizer(str(tokenizer_directory), config.model.trust_remote_code)
     training, evaluation_set = build_data(config, tokenizer, tokenizer_directory, ranks)
-    pool, first_prompts = build_reward_pool(config, training, evaluation_set)
+    first_prompts = check_rewards(config, training, evaluation_set)
     loader = build_loader(config, training)
     of_data = config.trainer.epochs * loader.steps_per_epoch
     steps = config.trainer.steps or of_data
     steps = min(steps, of_data) if config.trainer.ends_with_data else steps
     if "critic" in config.roles and config.critic.warmup_steps >= steps:
-        raise ValueError(
+        raise UserError(
             f"critic.warmup_steps must be below the {steps} steps of the run, or the policy never learns: "
             f"got {config.critic.warmup_steps}"
         )
     meshes = Meshes(ranks, device, config.trainer.seed, config.launch.timeout_minutes)
     settle = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     logger = RunLogger(
-        config.run_dir, list(config.trainer.loggers), ranks.is_main, steps, settle, config.tracking.wait_seconds
+        config.run_dir,
+        list(config.trainer.loggers),
+        ranks.is_main,
+        steps,
+        settle,
+        config.tracking.wait_seconds,
+        ranks.heartbeat.stages,
     )
-    ranks.heartbeat.doing = logger.doing
     objective = Objective.of(config.algorithm.resolved)
     validation = 0 if evaluation_set is None else len(evaluation_set.prompts)
     sizes = {"prompts": len(training.prompts), "dropped": training.dropped, "validation": validation}
     logger.log(describe(config, spec, steps=steps, **sizes))
     judges: list[ServerProcess] = []
-    if config.reward.judge_layout is not None and config.may_generate:
-        judges, urls = start_judges(config, directories[str(config.reward.judge.model)], ranks, device)
-        pool.ask_judges_at(urls, directories[str(config.reward.judge.model)])
+    reward, judge_files = config.reward, None
+    if reward.judge_layout is not None and config.may_generate:
+        judge_files = directories[str(reward.judge.model)]
+        judges, urls = start_judges(config, judge_files, ranks, device)
+        reward = replace(reward, judge=replace(reward.judge, url=urls))
+    pool = RewardPool(reward, judge_files)
     start_reward_pool(pool, first_prompts, logger.log)
     if first_prompts:
-        for key, reason in unused_sources(config, {prompt.source for prompt in first_prompts}).items():
+        for key, reason in unused_sources(config.data, config.reward, {prompt.source for prompt in first_prompts}).items():
             logger.log(f"{key} has no effect: {reason}")
     models = build_models(config, directories, meshes, objective, {"run": steps, "data": of_data}, logger)
     engine = generator = reward_model = None
@@ -164,17 +183,7 @@ def build_run(config: RunConfig, ranks: Ranks, device: torch.device, checkpoint:
             if checkpoint is not None and (checkpoint / WORK).is_dir():
                 # The run resumes between two optimizer steps, which need the device first.
                 engine.sleep()
-        # Ranks that share a replica sample in lockstep. After every response, or before every step of a SteppedEngine, each
-        # rank checks whether all of them must end.
-        each = ranks.layout.world_size // engine.replica.count
-        first = ranks.rank // each * each
-        members = range(first, first + each) if ranks.holds else range(0)
-        if config.engine.layout is None and not config.engine.is_server:
-            # This engine can also end in the middle of a response.
-            ranks.heartbeat.on_request = engine.abort
-        if isinstance(engine, SteppedEngine):
-            engine.goes_on = ranks.heartbeat.goes_on(members)
-        generator = Generator(engine, tokenizer, rewards, logger, partial(_refresh, models, engine), members)
+        generator = Generator(engine, tokenizer, rewards, logger, partial(_refresh, models, engine))
     plan = build_plan(config, spec, objective)
     rollouts = build_rollouts(config, loader, generator, ranks, logger, objective, steps)
     if config.data.expert:
@@ -217,12 +226,21 @@ def build_run(config: RunConfig, ranks: Ranks, device: torch.device, checkpoint:
             evaluation,
             plan,
             flops=partial(training_flops, spec, lora=config.policy.lora.spec),
-            resolved_config=dump_yaml(config.absolute),
+            resolved_config=dump_yaml(portable(config)),
             # Only one rank compares and writes it, because this reads every file of the run.
             fingerprint=Fingerprint.of(config, steps, directories) if ranks.is_main else Fingerprint(),
             resume_from=checkpoint,
         ),
     )
+
+
+def portable(config: RunConfig) -> RunConfig:
+    """Return the configuration with absolute paths and an explicit run directory, which means the same in every working
+    directory."""
+    trainer = replace(config.trainer, run_dir=str(config.run_dir.absolute()))
+    if trainer.resume not in ("auto", "never"):
+        trainer = replace(trainer, resume=str(Path(trainer.resume).absolute()))
+    return replace(with_absolute_paths(config), trainer=trainer)
 
 
 def build_gate(config: RunConfig, ranks: Ranks, logger: RunLogger, probe: Probe | None) -> LogprobGate:
@@ -272,21 +290,15 @@ def build_expert_loader(config: RunConfig, tokenizer: Any, directory: Path, rank
     plain = replace(config, data=replace(config.data, system_prompt=None))
     found = _prompts(plain, tokenizer, directory, ranks, config.data.expert, need_responses=True, learns_from="responses")
     if len(found.prompts) < config.data.expert_per_step:
-        raise ValueError(
+        raise UserError(
             f"data.expert_per_step must not be larger than the expert's responses: got {config.data.expert_per_step} for "
             f"{len(found.prompts)}"
         )
     return PromptLoader(found.prompts, config.data.expert_per_step, config.trainer.seed, config.data.shuffle)
 
 
-def build_reward_pool(
-    config: RunConfig, training: PromptSet, evaluation_set: EvaluationSet | None
-) -> tuple[RewardPool, list[Prompt]]:
-    """Build the reward pool and return it with the first prompt of each scored data source.
-
-    Raises ValueError for a prompt whose reward is unknown or cannot be earned.
-    """
-    pool = RewardPool(config.reward)
+def check_rewards(config: RunConfig, training: PromptSet, evaluation_set: EvaluationSet | None) -> list[Prompt]:
+    """Return the first prompt of each scored data source; raises ValueError if a reward is unknown or cannot be earned."""
     scored = [] if config.algorithm.offline else [training]
     if evaluation_set is not None and evaluation_set.generate:
         scored.append(PromptSet(evaluation_set.prompts, 0))
@@ -295,12 +307,12 @@ def build_reward_pool(
     for prompts in scored:
         for place, (number, source, ground_truth) in enumerate(prompts.ground_truths()):
             if source not in names:
-                names[source] = list(pool.weights(source))
+                names[source] = list(choose_rewards(config.reward, source).weights)
                 first.append(prompts.prompts[place])
             for name in names[source]:
                 if fault := ground_truth_fault(name, ground_truth, config.reward.code.trusted_tests):
-                    raise ValueError(f"prompt {number} of {source}: ground_truth {fault}: got {shown(ground_truth)}")
-    return pool, first
+                    raise UserError(f"prompt {number} of {source}: ground_truth {fault}: got {shown(ground_truth)}")
+    return first
 
 
 def start_reward_pool(pool: RewardPool, prompts: list[Prompt], log: Callable[[str], None]) -> None:
@@ -324,7 +336,7 @@ def build_models(
 
     `directories` has the models' paths, `steps` the length for each value of `optimizer.schedule_over`.
     """
-    ranks, roles, spec = meshes.ranks, config.roles, load_spec(directories[config.described_by(config.model.path)])
+    ranks, roles, spec = meshes.ranks, config.roles, load_spec(directories[config.model.described_by(config.model.path)])
     placed: dict[str, tuple[Ranks, MegatronModel | None]] = {}
     warmup = config.critic.warmup_steps if "critic" in roles else 0
     engine_dtype = None if config.algorithm.offline else config.engine.dtype or config.policy.dtype
@@ -351,7 +363,7 @@ def build_models(
             base = None if model is None else cast(Model, WithoutAdapters(model))
             models[name] = on_replicas_of(ranks, base, own) if role.without_adapters else models[role.served_by]
             continue
-        directory, torch_dist = directories[config.described_by(role.path)], find_torch_dist(directories[role.path])
+        directory, torch_dist = directories[config.model.described_by(role.path)], find_torch_dist(directories[role.path])
         if name != "policy":
             same_vocabulary(role.path_key, load_spec(directory), spec)
         placed[name] = own, model = _on_its_ranks(
@@ -386,8 +398,8 @@ def build_learners(config: RunConfig, objective: Objective, ranks: Ranks) -> dic
     minibatches = MiniBatches(objective, algorithm.ppo_epochs)
     warmup = config.critic.warmup_steps if "critic" in roles else 0
     learners: dict[str, Learner] = {}
-    if objective.process is not None:
-        learners["prm"] = ProcessRewardLearner(objective.process, ranks, roles["prm"].updates_per_step)
+    if objective.process.is_active:
+        learners["prm"] = ProcessRewardLearner(objective.process, ranks, "prm", roles["prm"].updates_per_step)
     if "critic" in roles:
         value_loss, per_update = ValueLoss(config.critic.value_clip), algorithm.values_per == "update"
         learners["critic"] = CriticLearner(objective, minibatches, value_loss, ranks, per_update)
@@ -430,7 +442,7 @@ def build_rollouts(
     is_dynamic = bool(algorithm.resolved.dynamic_sampling)
     chosen = algorithm.resolved
     shapes = chosen.dynamic_sampling_by == "shaped_reward"
-    shape = partial(objective.shape_rewards, max_response_tokens=config.data.max_response_tokens) if shapes else None
+    shape = partial(objective.shaping, max_response_tokens=config.data.max_response_tokens) if shapes else None
     informative = Informative(
         shape, chosen.dynamic_sampling_low, chosen.dynamic_sampling_high, chosen.dynamic_sampling_max_tokens
     )
@@ -502,7 +514,7 @@ def build_plan(config: RunConfig, spec: ModelSpec, objective: Objective) -> Batc
 def same_vocabulary(key: str, other: ModelSpec, shape: ModelSpec) -> None:
     """Raise ValueError if a model cannot read the policy's tokens."""
     if other.vocab != shape.vocab:
-        raise ValueError(f"{key} must have the policy's vocabulary: {other.vocab} != {shape.vocab}")
+        raise UserError(f"{key} must have the policy's vocabulary: {other.vocab} != {shape.vocab}")
 
 
 def _sampling(config: RunConfig) -> Sampling:
@@ -525,14 +537,14 @@ def _sampling(config: RunConfig) -> Sampling:
 def build_reward_model(config: RunConfig, directories: Mapping[str, Path], meshes: Meshes) -> ModelReward:
     """Build the sequence classifier that scores whole responses."""
     path = str(config.reward.model.path)
-    directory = directories[config.described_by(path)]
+    directory = directories[config.model.described_by(path)]
     tokenizer = load_tokenizer(str(directory), config.model.trust_remote_code)
     settings = config.roles.settings("reward.model")
     ranks, mesh = meshes.of(settings.layout, config.reward.model.first_rank)
     files: dict[str, Any] = {"directory": directory, "torch_dist": find_torch_dist(directories[path])}
     model = None if mesh is None else MegatronModel(policy=settings, mesh=mesh, value_head=True, **files)
     if model is not None and model.value_head_is_new:
-        raise ValueError(f"reward.model.path: {path} has no value head (score.weight): it is not a sequence classifier")
+        raise UserError(f"reward.model.path: {path} has no value head (score.weight): it is not a sequence classifier")
 
     def encode(prompt: Prompt, sample: Sample) -> list[int]:
         return encode_conversation(prompt.messages, sample.text, tokenizer)
@@ -576,7 +588,7 @@ def _prompts(
     def store() -> str:
         return str(store_prompts(files, (directory, trusted), reading, cache, print))
 
-    return open_prompts(Path(ranks.call_once_a_machine(store)))
+    return open_prompts(Path(call_once_a_machine(ranks, store)))
 
 
 def _evaluation_set(config: RunConfig, validation: PromptSet) -> EvaluationSet:
@@ -590,7 +602,7 @@ def _evaluation_set(config: RunConfig, validation: PromptSet) -> EvaluationSet:
         generate = config.may_generate and _rewards_are_known(config, validation)
     offline = [prompt for prompt in validation.prompts if prompt.responses]
     if not generate and not offline:
-        raise ValueError(
+        raise UserError(
             "data.val: there is nothing to evaluate, the rows have no responses to learn from and nothing is sampled; "
             "leave data.val out, or name rewards and set eval.generate: true"
         )
@@ -613,6 +625,6 @@ def _rewards_are_known(config: RunConfig, validation: PromptSet) -> bool:
     try:
         for source in {prompt.source for prompt in validation.prompts}:
             choose_rewards(config.reward, source)
-    except ValueError:
+    except UserError:
         return False
     return True

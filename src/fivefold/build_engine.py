@@ -40,13 +40,15 @@ def build_engine(
 ) -> Engine:
     """Build the engine of this rank."""
     settings, layout = config.engine, config.engine.layout
+    can_sleep = settings.sleep and device.type != "cpu"
     if settings.is_server:
         return _build_servers(config, directory, tokenizer, ranks, device, log)
     if not ranks.holds:
-        return AbsentEngine(ranks.layout.world_size)
+        return AbsentEngine(ranks.layout.world_size, can_sleep)
     if layout is not None:
         from fivefold.engines.vllm.engine import VLLMEngine
 
+        first = ranks.rank // layout.tp * layout.tp
         return VLLMEngine(
             directory,
             tokenizer,
@@ -55,7 +57,8 @@ def build_engine(
             device,
             _vllm_arguments(config, directory, device),
             verify_every=settings.verify_weights_every,
-            can_sleep=settings.sleep and device.type != "cpu",
+            can_sleep=can_sleep,
+            goes_on=ranks.heartbeat.goes_on(range(first, first + layout.tp)),
         )
     return TransformersEngine(
         directory,
@@ -66,6 +69,7 @@ def build_engine(
         EngineReplica(ranks.turn, ranks.layout.world_size),
         settings.sleep,
         config.policy.router_replay == "R3",
+        ranks.heartbeat.is_ending,
     )
 
 
@@ -277,5 +281,5 @@ def _start_sglang(config: RunConfig, directory: Path, device: torch.device, log:
         "enable_memory_saver": settings.sleep and device.type == "cuda" and not settings.is_apart,
     }
     if cache is not None:
-        arguments["max_total_tokens"] = cache // token_bytes(config, load_spec(directory))
+        arguments["max_total_tokens"] = cache // token_bytes(settings, config.policy, load_spec(directory))
     return server_process(arguments | settings.sglang, device, layout.tp, log, answers, host)

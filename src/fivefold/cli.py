@@ -9,19 +9,19 @@ import shutil
 import signal
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fivefold import __version__
 from fivefold.commands import flags
-from fivefold.errors import sentence_of
-from fivefold.files import write_whole
+from fivefold.errors import UserError, sentence_of
 from fivefold.terminal import plain, plain_output
 
 if TYPE_CHECKING:
     from fivefold.config import RunConfig
-    from fivefold.config.dialects import Translation
+    from fivefold.config.dialect import SystemDialect, Translation
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -171,80 +171,68 @@ def _words_of(arguments: Sequence[str]) -> list[str]:
 
 def _translate(options: argparse.Namespace) -> Translation:
     from fivefold.config import ConfigError
-    from fivefold.config.dialects.command import translate_words
 
     variables = [each.partition("=") for each in options.env]
     if unset := [name for name, equals, _ in variables if not equals]:
         raise ConfigError([f"--env is written NAME=value: got {unset[0]}"])
     given = {name: value for name, _, value in variables}
-    return translate_words(options.system, options.words, os.environ, given, allow_secrets=options.allow_secrets)
+    version = options.system.partition("@")[2]
+    return _system(options).translate_words(
+        options.words, os.environ, given, version=version, allow_secrets=options.allow_secrets
+    )
 
 
-def _configure(options: argparse.Namespace, quiet: bool = False) -> tuple[RunConfig, list[str]]:
-    """Return the run's configuration and the command-line words that pass it to the ranks."""
+def _system(options: argparse.Namespace) -> SystemDialect:
+    """Return the dialect that `--from SYSTEM` or `--from SYSTEM@VERSION` names."""
+    from fivefold.config.dialect import find_system
+
+    return find_system(options.system.partition("@")[0])
+
+
+def _configure(options: argparse.Namespace, quiet: bool = False) -> RunConfig:
+    """Return the validated configuration of the run that the command line describes."""
     from fivefold.config import ConfigError, config_of, load_config, make_config
-    from fivefold.config.dialects import writer
 
     if options.system is None and options.config is not None:
-        return load_config(options.config, options.overrides), [options.config, *options.overrides]
+        return load_config(options.config, options.overrides)
     if options.system is None:
-        config = config_of(options.overrides)
-        return config, [str(_requested(config))]
+        return config_of(options.overrides)
     translation = _translate(options)
     if translation.refusals:
-        raise ConfigError([f"this run of {options.system} cannot be had here:", *translation.refusals])
+        raise ConfigError([f"this run of {options.system} is not supported here:", *translation.refusals])
     config = make_config(translation.tree)
     if not quiet:
-        print(f"note     of {options.system}'s keys {writer.summary(translation)}")
-        for note in writer.notes(translation):
+        for note in _system(options).notes(translation):
             print(f"note     {note}")
-    return config, [str(_requested(config))]
-
-
-def _requested(config: RunConfig) -> Path:
-    """Path from which the ranks read the configuration of a run without a YAML file."""
-    return config.run_dir / "logs" / "requested.yaml"
+    return config
 
 
 def _convert(options: argparse.Namespace) -> int:
-    from fivefold.config.dialects import writer
-
     if options.system is None:
-        raise ValueError("convert needs --from and a system: verl, siirl, trinity, roll, areal or skyrl")
+        raise UserError("convert needs --from and a system: verl, siirl, trinity, roll, areal or skyrl")
     translation = _translate(options)
     for refusal in translation.refusals:
         print(f"{'error   ' if refusal in translation.faults else 'refused '} {refusal}", file=sys.stderr)
     is_lenient = options.strict is False
-    print(writer.write(translation, options.system, strict=not is_lenient), end="")
+    print(_system(options).write(translation, strict=not is_lenient), end="")
     lacks_any = options.strict and any(each.kind == "unsupported" for each in translation.outcomes)
     return 2 if translation.faults or lacks_any or (translation.refusals and not is_lenient) else 0
 
 
 def _train(options: argparse.Namespace) -> int:
-    from fivefold.config import dump_yaml
-    from fivefold.config.dialects import writer
     from fivefold.launch import environment
     from fivefold.launch.start import start
 
     if environment.launched_externally():
         environment.complete()
     first = os.environ.get("RANK", "0") == "0"
-    config, words = _configure(options, quiet=not first)
-    if not _show_check(config, quiet=not first):
-        return 2
-    # Under a launcher every rank writes the same text, so the file exists for the rank that reads it.
-    if options.system is not None:
-        write_whole(Path(words[0]), writer.write(_translate(options), options.system))
-    elif options.config is None:
-        write_whole(Path(words[0]), dump_yaml(config))
-    return start(["train", *words], config)
+    config = _configure(options, quiet=not first)
+    return start(config) if _show_check(config, quiet=not first) else 2
 
 
-def _show_check(config: object, quiet: bool = False) -> bool:
-    from fivefold.config import RunConfig
+def _show_check(config: RunConfig, quiet: bool = False) -> bool:
     from fivefold.plan.check import check
 
-    assert isinstance(config, RunConfig)
     findings = check(config)
     if not quiet:
         for note in [*findings.notes, *(f"{key} has no effect: {reason}" for key, reason in findings.ignored)]:
@@ -255,7 +243,7 @@ def _show_check(config: object, quiet: bool = False) -> bool:
 
 
 def _check(options: argparse.Namespace) -> int:
-    good = _show_check(_configure(options)[0])
+    good = _show_check(_configure(options))
     print("this run can start" if good else "this run cannot start")
     return 0 if good else 2
 
@@ -269,13 +257,13 @@ def _plan(options: argparse.Namespace) -> int:
     from fivefold.plan.hardware import NETWORK_GB_S, Cluster
 
     if options.gpus is None:
-        raise ValueError("say how many GPUs there are: --gpus N")
+        raise UserError("say how many GPUs there are: --gpus N")
     gpu = proposal.gpu_or_refuse(options.gpu)
     network = options.network or NETWORK_GB_S
     cluster = Cluster(gpu, options.gpus, min(options.node_gpus, options.gpus), network, options.price)
     changes = override({} if options.model is None else {"model": {"path": options.model}}, options.overrides)
     base = proposal.base_run({} if options.config is None else read(options.config), changes)
-    lengths = Lengths.of(base, options.prompt_tokens, options.response_tokens)
+    lengths = Lengths.of(base.data, options.prompt_tokens, options.response_tokens)
     has_file = options.config is not None
     found = proposal.propose(base, cluster, lengths, options.top, options.calibration, changes=changes, has_file=has_file)
     print(json.dumps(proposal.as_json(found), indent=1) if options.json else proposal.describe(found))
@@ -297,22 +285,22 @@ def _eval(options: argparse.Namespace) -> int:
     from fivefold.launch.start import start
 
     if options.config is None:
-        raise ValueError("eval needs the YAML file of the run: RUN/run.yaml has all of it")
+        raise UserError("eval needs the YAML file of the run: RUN/run.yaml has all of it")
     config = load_config(options.config, options.overrides)
     found = Path(options.checkpoint) if options.checkpoint else Checkpoints(config.run_dir, 1).latest(print)
     if found is None:
-        raise ValueError(f"no checkpoint in {config.run_dir / 'checkpoints'}; name one with --checkpoint")
+        raise UserError(f"no checkpoint in {config.run_dir / 'checkpoints'}; name one with --checkpoint")
     if faults := find_corruption(found):
-        raise ValueError(f"checkpoint {found} cannot be used: {faults}")
+        raise UserError(f"checkpoint {found} cannot be used: {faults}")
     if not _show_check(config, quiet=True):
         return 2
     # An evaluation has its own directory, because the run itself may be training now. Other nodes of a cluster see only the
     # run's directory of this machine.
     scratch = config.run_dir / f"fivefold-eval-{os.getpid()}" if config.launch.backend == "ray" else scratch_directory()
-    loggers = [name for name in config.trainer.loggers if name == "console"]
-    overrides = [*options.overrides, f"trainer.run_dir={scratch}", f"trainer.loggers={json.dumps(loggers)}"]
+    loggers = list(filter(lambda name: name == "console", config.trainer.loggers))
+
     try:
-        return start(["eval", options.config, str(found), *overrides], load_config(options.config, overrides))
+        return start(replace(config, trainer=replace(config.trainer, run_dir=str(scratch), loggers=loggers)), found)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 

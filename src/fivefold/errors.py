@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-import dis
 import errno
 import traceback
-from pathlib import Path
-from types import TracebackType
 from typing import Any
 
-_PACKAGE = str(Path(__file__).parent) + "/"
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+class UserError(ValueError):
+    """Error that a user caused and can fix: a key, a file, an argument. Its message is all that is shown."""
+
+
+class RunError(RuntimeError):
+    """Failure of a run: a server or a machine is gone, or a check stops the run. Its message is all that is shown."""
 
 
 def describe_error(error: BaseException) -> str:
@@ -19,16 +23,13 @@ def describe_error(error: BaseException) -> str:
 
 
 def sentence_of(error: BaseException) -> str | None:
-    """Return the message that the user sees for an error; None for a fault of the program.
+    """Return the message that the user sees for an error; None for a fault of the program, which needs its traceback.
 
-    A ValueError or RuntimeError raised by this package says what must hold. For a refusal by the system the file's name is
-    enough. All other errors (raised by Python, a library or a user's function) need their traceback.
+    For a refusal by the system the file's name is enough. Errors of Python, of a library or of a user's function are faults.
     """
     if isinstance(error, OSError) and (error.filename is not None or error.errno in _FULL):
         return f"{error.filename or 'the disk'}: {error.strerror}"
-    if isinstance(error, (ValueError, RuntimeError)) and _is_ours(error):
-        return str(error)
-    return None
+    return str(error) if isinstance(error, (UserError, RunError)) else None
 
 
 def shown(value: Any, most: int = 80) -> str:
@@ -44,16 +45,3 @@ def shown(value: Any, most: int = 80) -> str:
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's message."""
     return str(error).strip().partition("\n")[0] or type(error).__name__
-
-
-def _is_ours(error: BaseException) -> bool:
-    """Whether a `raise` statement of this package raised the error: int("x") in our code is no such statement."""
-    place = error.__traceback__
-    while place is not None and place.tb_next is not None:
-        place = place.tb_next
-    return place is not None and _raises(place)
-
-
-def _raises(place: TracebackType) -> bool:
-    code = place.tb_frame.f_code
-    return code.co_filename.startswith(_PACKAGE) and code.co_code[place.tb_lasti] == dis.opmap["RAISE_VARARGS"]

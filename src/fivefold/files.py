@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from fivefold.errors import shown
+from fivefold.errors import UserError, shown
 
 
 def read_text(path: Path, most: int | None = None) -> str:
@@ -27,7 +27,7 @@ def read_text(path: Path, most: int | None = None) -> str:
             return ""
         content = path.read_bytes()
     except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error.strerror}") from error
+        raise UserError(f"{path} cannot be read: {error.strerror}") from error
     return _decode(content, str(path))
 
 
@@ -40,7 +40,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
     """Read the object in a JSON file."""
     found = read_json(path)
     if not isinstance(found, dict):
-        raise ValueError(f"{path} must hold a JSON object: got {shown(found)}")
+        raise UserError(f"{path} must hold a JSON object: got {shown(found)}")
     return found
 
 
@@ -60,15 +60,15 @@ def read_json_lines(path: Path, growing: bool = False, unique: bool = False) -> 
             for number, line in enumerate(iter(partial(file.readline, LONGEST_LINE + 1), b""), 1):
                 where = f"{path}, line {number}"
                 if len(line) > LONGEST_LINE:
-                    raise ValueError(f"{where} must have at most {LONGEST_LINE // 2**20} MiB: it is longer")
+                    raise UserError(f"{where} must have at most {LONGEST_LINE // 2**20} MiB: it is longer")
                 if not line.strip() or (growing and not line.endswith(b"\n")):
                     continue
                 row = _parse(_decode(line, where), where, _unique if unique else None)
                 if not isinstance(row, dict):
-                    raise ValueError(f"{where} must hold a JSON object: got {shown(row)}")
+                    raise UserError(f"{where} must hold a JSON object: got {shown(row)}")
                 yield number, row
     except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error.strerror}") from error
+        raise UserError(f"{path} cannot be read: {error.strerror}") from error
 
 
 def open_file(path: Path, flags: int) -> int:
@@ -78,7 +78,7 @@ def open_file(path: Path, flags: int) -> int:
         return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     except OSError as error:
         if error.errno == errno.ELOOP:
-            raise ValueError(f"{path} is a symbolic link: a run writes through none; remove it") from error
+            raise UserError(f"{path} is a symbolic link, to which a run does not write; remove it") from error
         raise
 
 
@@ -145,9 +145,9 @@ def _holds_at_most(path: Path, most: int) -> bool:
     """Whether a file has bytes to read; raises ValueError for more than `most`, or if it is not a regular file."""
     there = path.stat()
     if not stat.S_ISREG(there.st_mode):
-        raise ValueError(f"{path} is not a regular file")
+        raise UserError(f"{path} is not a regular file")
     if there.st_size > most:
-        raise ValueError(f"{path} has {there.st_size} bytes: at most {most} are read")
+        raise UserError(f"{path} has {there.st_size} bytes: at most {most} are read")
     # Files in /proc report size 0, and reading them may never end.
     return there.st_size > 0
 
@@ -158,7 +158,7 @@ def _decode(content: bytes, where: str) -> str:
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
         inside = f", line {line}" if b"\n" in content.rstrip() else ""
-        raise ValueError(
+        raise UserError(
             f"{where}{inside} is not UTF-8 text: byte {content[error.start]:#x} at {error.start}; save it as UTF-8"
         ) from error
 
@@ -168,7 +168,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
         twice = [key for key, count in Counter(key for key, _ in pairs).items() if count > 1]
-        raise ValueError(f"the key {shown(twice[0])} is there twice: which of the values is meant?")
+        raise UserError(f"the key {shown(twice[0])} is given twice: leave one of them out")
     return found
 
 
@@ -176,6 +176,6 @@ def _parse(text: str, where: str, make: Callable[[list[tuple[str, Any]]], Any] |
     try:
         return json.loads(text, object_pairs_hook=make)
     except RecursionError as error:
-        raise ValueError(f"{where} is not JSON that can be read: it is nested too deeply") from error
+        raise UserError(f"{where} is not JSON that can be read: it is nested too deeply") from error
     except ValueError as error:
-        raise ValueError(f"{where} is not JSON: {error}") from error
+        raise UserError(f"{where} is not JSON: {error}") from error

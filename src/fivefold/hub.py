@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from fivefold.errors import first_line
+from fivefold.errors import UserError, first_line
 from fivefold.files import users_umask
 
 _CONNECT_SECONDS = 5.0
@@ -42,10 +42,10 @@ def _from_modelscope(repository: str, wanted: Sequence[str], revision: str | Non
     except ImportError as error:
         is_absent = isinstance(error, ModuleNotFoundError) and error.name == "modelscope"
         why = "not installed here" if is_absent else f"whose import fails: {first_line(error)}"
-        raise ValueError(f"{repository!r} needs modelscope, {why}: pip install 'fivefold[modelscope]'") from error
+        raise UserError(f"{repository!r} needs modelscope, {why}: pip install 'fivefold[modelscope]'") from error
     name, at = repository.removeprefix(MODELSCOPE), f" at {revision}" if revision else ""
     return _take(
-        f"{name!r} is no model that ModelScope gives{at}",
+        f"{name!r} is not a model that ModelScope has{at}",
         lambda cached: snapshot_download(name, revision=revision, allow_patterns=list(wanted), local_files_only=cached),
         os.environ.get("MODELSCOPE_ENDPOINT", DEFAULT_ENDPOINT),
     )
@@ -82,7 +82,7 @@ def _take(what: str, download: Callable[[bool], str], endpoint: str | None = Non
     except Exception as error:
         # The hub's client raises many kinds of errors (no such model, no network, no access); the user sees one message.
         reason = first_line(error) if reachable else "it does not answer, and its cache on this machine does not have it"
-        raise ValueError(f"{what}: {reason}") from error
+        raise UserError(f"{what}: {reason}") from error
 
 
 def _answers(endpoint: str | None) -> bool:

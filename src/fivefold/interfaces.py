@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -101,6 +102,19 @@ class EngineReplica:
         return place % self.count == self.index
 
 
+class EngineState(Enum):
+    """Whether an engine can sample, and what it needs otherwise."""
+
+    ABSENT = "absent"
+    """It has no weights: before the first ones, after `wake` and `restart`, and while new ones arrive."""
+    ASLEEP = "asleep"
+    """Its device memory is free; `wake` allocates it again."""
+    LOST = "lost"
+    """None of its servers is left, or one ended while weights arrived; `restart` starts them again."""
+    READY = "ready"
+    """It samples with the weights of its version."""
+
+
 class Engine(Protocol):
     """An engine that samples responses, as tokens. Every method is called on all ranks."""
 
@@ -108,12 +122,17 @@ class Engine(Protocol):
     def replica(self) -> EngineReplica: ...
 
     @property
+    def state(self) -> EngineState:
+        """Whether the engine can sample; the same on all ranks."""
+        ...
+
+    @property
     def version(self) -> int:
-        """Optimizer steps taken by the weights that sample now; below 0 before the first weights and after `sleep`."""
+        """Optimizer steps taken by the weights that arrived last; they sample while the engine is ready."""
         ...
 
     def generate(self, requests: Sequence[Request]) -> Iterator[Completion]:
-        """Yield a completion of each request as it finishes."""
+        """Yield a completion of each request as it finishes, or as `lost` if no server is left."""
         ...
 
     def stream(self) -> Stream:
@@ -133,11 +152,15 @@ class Engine(Protocol):
         ...
 
     def wake(self) -> None:
-        """Allocate memory for the weights again; `generate` allocates the rest."""
+        """Allocate memory for the weights again if the engine is asleep; `generate` allocates the rest."""
+        ...
+
+    def restart(self) -> None:
+        """Start servers that have ended again, if any have; raises RuntimeError if that does not help."""
         ...
 
     def look_after(self) -> None:
-        """Synchronize server failures across ranks; the version is below 0 if no server is alive. Collective."""
+        """Synchronize server failures across ranks; the engine is lost if no server is left. Collective."""
         ...
 
     def close(self) -> None:
@@ -157,12 +180,7 @@ class Stream(Protocol):
         ...
 
     def drop(self, request_ids: Collection[int]) -> None:
-        """Cancel these requests."""
-        ...
-
-    @property
-    def is_stranded(self) -> bool:
-        """Whether sampling has stopped until the engine gets new weights."""
+        """Cancel these requests: they get no completion."""
         ...
 
     def load(self) -> Load | None:
@@ -200,7 +218,7 @@ class SteppedEngine(Protocol):
     """An engine that the ranks of a replica step in lockstep."""
 
     goes_on: Callable[[], bool]
-    """Function that these ranks call before each step; if it returns False, running requests end."""
+    """Returns whether the run continues: these ranks call it before each step, and end running requests otherwise."""
 
 
 @runtime_checkable

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fivefold.errors import RunError
 from fivefold.models.spec import RouteShape
 
 NO_ROUTE = -1
@@ -36,7 +37,7 @@ def routes_of_engine(found: Tensor | None, tokens: int, shape: RouteShape, is_ab
     given = None if found is None else list(found.shape)
     fits = given is not None and len(given) == 3 and given[1] in places and given[2] == shape.top_k
     if found is None or not fits or not (is_aborted or len(found) >= tokens - 1):
-        raise RuntimeError(
+        raise RunError(
             "policy.router_replay: R3 needs the experts that the engine sent its tokens to, "
             f"[{tokens - 1}, {shape.total_layers}, {shape.top_k}] for {tokens} tokens: got {given}; start servers of your "
             "own with --enable-return-routed-experts"

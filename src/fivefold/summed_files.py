@@ -17,6 +17,8 @@ from typing import Any, TypeVar
 
 from xxhash import xxh3_64_hexdigest
 
+from fivefold.errors import UserError
+
 T = TypeVar("T")
 
 BLOCK = 2**21
@@ -31,7 +33,7 @@ _ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETO
 _LONGEST_HEADER = 2**30
 
 
-class DamagedFile(ValueError):  # noqa: N818 - it names what was found, as the messages do
+class DamagedFile(UserError):  # noqa: N818 - it names what was found, as the messages do
     """A file that does not contain what was written."""
 
 
@@ -110,13 +112,13 @@ def read_header(path: Path) -> Header:
     length = int.from_bytes(read_part(path, 8), "little")
     size = repeat_io(path.stat, path).st_size
     if size < 8 or length > min(size - 8, _LONGEST_HEADER):
-        raise DamagedFile(f"{path} is no whole safetensors file: it has {size} bytes, its header would have {length}")
+        raise DamagedFile(f"{path} is not a complete safetensors file: it has {size} bytes, its header would have {length}")
     try:
         entries = json.loads(read_part(path, 8 + length)[8:])
         metadata = entries.pop("__metadata__", {})
         return Header(entries, dict(metadata), 8 + length)
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
-        raise DamagedFile(f"{path} is no safetensors file: its header is not a JSON object") from error
+        raise DamagedFile(f"{path} is not a safetensors file: its header is not a JSON object") from error
 
 
 def covered_by_manifest(path: Path) -> int:

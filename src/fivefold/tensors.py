@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fivefold.errors import UserError
+
 
 @torch.no_grad()
 def check_finite(name: str, values: Tensor, where: str) -> None:
@@ -15,7 +17,7 @@ def check_finite(name: str, values: Tensor, where: str) -> None:
     if all(bool(torch.isfinite(end)) for end in torch.aminmax(values)):
         return
     nan, infinite = int(values.isnan().sum()), int(values.isinf().sum())
-    raise ValueError(
+    raise UserError(
         f"{where}: every weight must be a finite number: {name} holds {nan} NaN and {infinite} infinite ones of "
         f"{values.numel()}; take the model from before it diverged, or download it again"
     )

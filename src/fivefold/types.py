@@ -7,15 +7,14 @@ vocabulary, D model width, H heads, L layers, E experts.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-import torch
-from safetensors.torch import save_file
-from torch import Tensor
-
+from fivefold.columns import Column
 from fivefold.files import writing
+from fivefold.lazy import Tensor, torch
 
 
 @dataclass(frozen=True)
@@ -118,6 +117,18 @@ class Group:
 
 
 @dataclass(frozen=True)
+class Scoring:
+    """Numbers about the rewards of a step that its metrics show and its rows do not."""
+
+    reward_parts: dict[str, float] = field(default_factory=dict)
+    """Mean of each part of the reward, over the samples that have this part."""
+    failed: int = 0
+    """Number of samples without a row because their reward failed."""
+    timed_out: int = 0
+    """Number of samples with reward 0 because a built-in reward timed out."""
+
+
+@dataclass(frozen=True)
 class RolloutStats:
     """Per-sample statistics of the whole step: one row per sample with a reward, the same on every rank, in the order of
     groups.
@@ -154,14 +165,9 @@ class RolloutStats:
     greedy_rewards_N: Tensor | None = None
     greedy_lengths_N: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.long))
     """Number of tokens in each greedy response of `greedy_rewards_N`."""
-    reward_parts: dict[str, float] = field(default_factory=dict)
-    """Mean of each part of the reward, over the samples that have this part."""
+    scoring: Scoring = field(default_factory=Scoring)
     sampled: RolloutStats | None = None
     """Statistics over all samples, if the step does not train on some of them."""
-    failed: int = 0
-    """Number of samples without a row because their reward failed."""
-    timed_out: int = 0
-    """Number of samples with reward 0 because a built-in reward timed out."""
     group_size: int = 1
     """Usual size of a group, including samples whose reward failed."""
     incomplete_N: Tensor | None = None
@@ -234,8 +240,9 @@ class Completion:
     logprobs: list[float]
     """Log-prob of each token under the distribution that it was drawn from; at temperature 0, under the model's
     distribution."""
-    finish_reason: Literal["stop", "length", "abort"]
-    """Ended by an end token or stop string (stop), by the token limit (length), or by `Engine.abort` (abort)."""
+    finish_reason: Literal["stop", "length", "abort", "lost"]
+    """Ended by an end token or stop string (stop), by the token limit (length), by `Engine.abort` or new weights (abort), or
+    by the end of the last server (lost). A lost response has no tokens: request it again once the engine is ready."""
     policy_version: int
     """Optimizer steps taken by the weights that sampled the first token."""
     token_versions: list[int] | None = None
@@ -261,40 +268,8 @@ class TokenBatch:
     """Row of each sample in the step's RolloutStats; 0, 1, 2, ... if left out."""
     temperature: float = 1.0
     """Sampling temperature, which divides the logits of every log-prob."""
-    loss_weights_T: Tensor | None = None
-    """Share of the update's loss that each token carries; 0 on prompts. The aggregation determines the shares over all
-    replicas of an update, so the loss is a plain sum."""
-    penalty_weights_T: Tensor | None = None
-    """Weights of the KL and entropy terms, if they differ from `loss_weights_T`."""
-    advantages_T: Tensor | None = None
-    rollout_logprobs_T: Tensor | None = None
-    version_T: Tensor | None = None
-    """Optimizer steps taken by the weights that sampled each token; None if every sample has one version."""
-    interpolation_T: Tensor | None = None
-    """Position of each token's old log-prob between the engine's (0) and the current one (1); None without interpolation."""
-    old_logprobs_T: Tensor | None = None
-    first_logprobs_T: Tensor | None = None
-    """`old_logprobs_T`, if only samples.jsonl needs them; no formula reads them."""
-    half_temperature_logprobs_T: Tensor | None = None
-    """`old_logprobs_T` at half the temperature."""
-    ref_logprobs_T: Tensor | None = None
-    prm_logprobs_T: Tensor | None = None
-    """Log-probs of the process reward model (`prm`) at temperature 1, with its weights at the time the rewards are
-    computed."""
-    prm_ref_logprobs_T: Tensor | None = None
-    """Log-probs of the process reward model's reference, at temperature 1."""
-    values_T: Tensor | None = None
-    """Critic's value of the text up to and including each token, before the step's updates."""
-    returns_T: Tensor | None = None
-    """Training target of the critic: the return from each response token on."""
-    selected_T: Tensor | None = None
-    """Tokens that the surrogate treats differently, selected over the whole update."""
-    expert_T: Tensor | None = None
-    """Tokens of expert samples, prompt and response."""
-    routes_TLK: Tensor | None = None
-    """Experts that the policy routes each token to (fivefold.routes); None: the router chooses everywhere."""
     records_routes: bool = False
-    """Whether a forward pass must store the router's choices in `routes_TLK`."""
+    """Whether a forward pass must store the router's choices in Column.ROUTES."""
     update_tokens: int = 0
     """Number of response tokens computed in the whole update, over all replicas."""
     expert_tokens: int = 0
@@ -302,15 +277,44 @@ class TokenBatch:
     update_micro_batches: int = 0
     """Number of micro-batches with samples in the whole update, over all replicas; set for the loss only."""
     per_micro_batch: bool = False
-    """`loss_weights_T` must still be divided by the micro-batch's tokens and the number of micro-batches (legacy)."""
+    """Column.LOSS_WEIGHTS must still be divided by the micro-batch's tokens and the number of micro-batches (legacy)."""
     samples_per_comparison: int = 1
     """Number of consecutive samples that stay in one micro-batch: 2 if the loss compares pairs."""
+    columns: dict[Column, Tensor] = field(default_factory=dict)
+    """What else is known of each token; a batch has its own dictionary, also after `replace`."""
 
     def __post_init__(self) -> None:
         assert len(self.token_ids_T) == sum(self.lengths_N) == len(self.loss_mask_T)
         if not self.sample_index_N:
             self.sample_index_N = list(range(len(self.lengths_N)))
         assert len(self.sample_index_N) == len(self.lengths_N)
+        given, self.columns = self.columns, {}
+        for column, value in given.items():
+            self[column] = value
+
+    def __contains__(self, column: Column) -> bool:
+        return column in self.columns
+
+    def __getitem__(self, column: Column) -> Tensor:
+        """Return a column; raises KeyError if the batch lacks it."""
+        if column not in self.columns:
+            raise KeyError(f"the batch has no {column.value}; filled in by: {column.filled_by}")
+        return self.columns[column]
+
+    def __setitem__(self, column: Column, value: Tensor) -> None:
+        """Set a column; raises ValueError for another dtype or shape than the column's."""
+        dtype = str(value.dtype).removeprefix("torch.")
+        if dtype not in column.dtypes or value.dim() != len(column.shape) or len(value) != len(self.token_ids_T):
+            raise ValueError(
+                f"{column.value} must be {' or '.join(column.dtypes)} of shape {list(column.shape)} with "
+                f"T = {len(self.token_ids_T)}: got {dtype} of shape {list(value.shape)}"
+            )
+        self.columns[column] = value
+
+    def with_columns(self, columns: Mapping[Column, Tensor | None]) -> TokenBatch:
+        """Return the batch with these columns set; a batch has no column that is None."""
+        whole = {**self.columns, **columns}
+        return replace(self, columns={column: value for column, value in whole.items() if value is not None})
 
     @property
     def positions_T(self) -> Tensor:
@@ -322,17 +326,25 @@ class TokenBatch:
     @property
     def weights_T(self) -> Tensor:
         """Share of the loss that each token carries in this micro-batch."""
-        assert self.loss_weights_T is not None
+        weights_T = self[Column.LOSS_WEIGHTS]
         if not self.per_micro_batch:
-            return self.loss_weights_T
+            return weights_T
         # Samples that are left out have weight 0 and must not count in the mean.
-        counted = (self.loss_weights_T != 0).sum().clamp(min=1)
-        return self.loss_weights_T / (counted * max(self.update_micro_batches, 1))
+        counted = (weights_T != 0).sum().clamp(min=1)
+        return weights_T / (counted * max(self.update_micro_batches, 1))
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the fields with one row per token."""
-        found = {item.name: getattr(self, item.name) for item in fields(self)}
-        return {name: value for name, value in found.items() if isinstance(value, Tensor)}
+        """Return the tensors with one row per token by name, columns in the order of the table."""
+        columns = {column.value: self.columns[column] for column in Column if column in self.columns}
+        return {"token_ids_T": self.token_ids_T, "loss_mask_T": self.loss_mask_T} | columns
+
+    @staticmethod
+    def fields_of(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+        """Return the arguments of `TokenBatch` that hold these tensors, by their names in `tensors()`."""
+        own = {name: tensors[name] for name in ("token_ids_T", "loss_mask_T")}
+        # mypy expects all arguments of `Column.__new__`, but a call looks a member up by its value.
+        columns = {Column(name): value for name, value in tensors.items() if name not in own}  # type: ignore[call-arg]
+        return {**own, "columns": columns}
 
     def expand_to_tokens(self, values_N: Tensor) -> Tensor:
         """[T] each sample's number on its response tokens, 0 on its prompt."""
@@ -342,7 +354,7 @@ class TokenBatch:
     def select(self, samples: list[int]) -> TokenBatch:
         """Return a batch of these samples, in this order."""
         index_T = self.token_index(samples)
-        selected: dict[str, Any] = {name: value[index_T] for name, value in self.tensors().items()}
+        selected = self.fields_of({name: value[index_T] for name, value in self.tensors().items()})
         lengths_N = [self.lengths_N[i] for i in samples]
         return replace(self, lengths_N=lengths_N, sample_index_N=[self.sample_index_N[i] for i in samples], **selected)
 
@@ -355,30 +367,31 @@ class TokenBatch:
         return torch.cat(pieces) if pieces else torch.zeros(0, dtype=torch.long)
 
     def save(self, path: Path) -> None:
-        """Write every set field to a safetensors file; numbers are JSON in its metadata."""
+        """Write every field and column to a safetensors file; numbers are JSON in its metadata."""
+        from safetensors.torch import save_file
+
         # safetensors refuses two names for the same memory, which advantages and returns may share.
         whole = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in self.tensors().items()}
         numbers: dict[str, Any] = {}
-        for name in (item.name for item in fields(self) if item.name not in whole):
+        for name in (item.name for item in fields(self) if item.name not in whole and item.name != "columns"):
             value = getattr(self, name)
             if isinstance(value, list):
                 whole[name] = torch.tensor(value, dtype=torch.long)
-            elif value is not None:
+            else:
                 numbers[name] = value
         with writing(path):
             save_file(whole, path, metadata={"numbers": json.dumps(numbers)})
 
     def to(self, device: torch.device) -> TokenBatch:
         """Return the batch with its tensors on `device`."""
-        moved: dict[str, Any] = {name: to_device(value, device) for name, value in self.tensors().items()}
-        return replace(self, **moved)
+        return replace(self, **self.fields_of({name: to_device(value, device) for name, value in self.tensors().items()}))
 
 
 def token_versions(batch: TokenBatch, stats: RolloutStats) -> Tensor:
     """[T] optimizer steps taken by the weights that sampled each token. Prompt tokens have the version of the first response
     token."""
-    if batch.version_T is not None:
-        return batch.version_T
+    if Column.VERSION in batch:
+        return batch[Column.VERSION]
     return stats.version_N[batch.sample_index_N].repeat_interleave(torch.tensor(batch.lengths_N, dtype=torch.long))
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fivefold.errors import UserError
 from fivefold.files import read_text
 
 _DEFINED = (ast.FunctionDef, ast.AsyncFunctionDef)
@@ -28,11 +29,11 @@ def check_user_code(name: str) -> None:
     """Raise ValueError for a name that `load_user_code` would not find, without running the user's code."""
     path, _, function = name.rpartition(":")
     if not Path(path).is_file():
-        raise ValueError(f"{name!r}: no file at {path}")
+        raise UserError(f"{name!r}: no file at {path}")
     if not re.search(
         rf"^\s*(?:def|async def)\s+{re.escape(function)}\b|^{re.escape(function)}\s*=", read_text(Path(path)), re.M
     ):
-        raise ValueError(f"{name!r}: {path} defines no {function}")
+        raise UserError(f"{name!r}: {path} defines no {function}")
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ def parameters_of(name: str) -> Parameters | None:
     try:
         tree = ast.parse(read_text(Path(path)))
     except (SyntaxError, RecursionError, ValueError) as error:
-        raise ValueError(f"{name!r}: {path} is not valid Python: {error}") from error
+        raise UserError(f"{name!r}: {path} is not valid Python: {error}") from error
     defined = [node for node in _top_level(tree.body) if isinstance(node, _DEFINED) and node.name == function]
     if not defined:
         return None
@@ -121,15 +122,15 @@ def name_of(function: Any) -> str:
     """Return `path/to/file.py:function` for a function; raises ValueError if other processes cannot load it by that name."""
     must = "a function must be defined by `def` at the top level of a file, so that other processes can load it"
     if not isinstance(function, types.FunctionType):
-        raise ValueError(f"{must}: got {function!r}")
+        raise UserError(f"{must}: got {function!r}")
     # A decorated function is loaded with its decorator, under the name of the file that defines it.
     path, own = inspect.unwrap(function).__code__.co_filename, function.__name__
     if own == "<lambda>":
-        raise ValueError(f"{must}: got a lambda in {path}; give it a name")
+        raise UserError(f"{must}: got a lambda in {path}; give it a name")
     if function.__qualname__ != own:
-        raise ValueError(f"{must}: {function.__qualname__} in {path} is defined within another function or class")
+        raise UserError(f"{must}: {function.__qualname__} in {path} is defined within another function or class")
     if not Path(path).is_file():
-        raise ValueError(f"{must}: {own} was defined in {path}")
+        raise UserError(f"{must}: {own} was defined in {path}")
     name = f"{Path(path).resolve()}:{own}"
     check_user_code(name)
     return name

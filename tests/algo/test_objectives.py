@@ -5,26 +5,31 @@ from __future__ import annotations
 import math
 import random
 import statistics
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Annotated
 
 import pytest
 import torch
 
-from fivefold.algo import Objective, kl, make_objective
-from fivefold.algo.advantages import AdvantageInputs, make_advantage
+from fivefold.algo import methods
+from fivefold.algo.advantages import ADVANTAGES, NORMALIZED, NORMALIZED_BY_MEAN, AdvantageInputs, make_advantage
 from fivefold.algo.aggregate import AGGREGATES
-from fivefold.algo.correction import Correction, beyond_second_moment, interpolation, ratio_at
+from fivefold.algo.correction import CORRECTIONS as CORRECTIONS_BY_NAME
+from fivefold.algo.correction import DIVERGENCES, SECOND_MOMENT, Correction, beyond_second_moment, interpolation, ratio_at
 from fivefold.algo.credit import GAE, DiscountedReturn, UniformCredit, before, whiten
-from fivefold.algo.importance_sampling import RATIOS, sequence, sequence_token
+from fivefold.algo.importance_sampling import sequence, sequence_token
+from fivefold.algo.methods import check_method
+from fivefold.algo.objective import Objective, make_objective
 from fivefold.algo.reward_shaping import overlong_penalty, repetition
 from fivefold.algo.segments import Segments
+from fivefold.algo.surrogate import Surrogate
 from fivefold.algo.surrogates import SURROGATES, make_surrogate
+from fivefold.algo.terms import kl
 from fivefold.algo.values import ValueLoss
-from fivefold.config import methods
-from fivefold.config.findings import Findings
-from fivefold.config.method_rules import check_method
-from fivefold.config.ranges import OneOf, check_values, within
+from fivefold.columns import Column
 from fivefold.config.schema import AlgorithmConfig
+from fivefold.keys.findings import Findings
+from fivefold.keys.ranges import OneOf, check_values, within
 from fivefold.types import RolloutStats, TokenBatch
 from tests.support import loops
 from tests.support.objectives import COMBINATIONS, WITHOUT_RATIO, Alone, as_lists
@@ -118,16 +123,16 @@ def test_sppo_is_the_mean_square_of_what_a_response_is_from_its_reward():
     """Two responses of 2 and 1 tokens: log-ratios of 0.3 and -0.2, advantages 0.5 and -1 with η = 2."""
     mask = torch.tensor([False, True, True, False, True])
     batch = TokenBatch(torch.zeros(5, dtype=torch.long), mask, [3, 2], update_tokens=3)
-    batch.old_logprobs_T = torch.tensor([0.0, -1.0, -2.0, 0.0, -1.0])
+    batch[Column.OLD_LOGPROBS] = torch.tensor([0.0, -1.0, -2.0, 0.0, -1.0])
     objective = make_objective("sppo", eta=2.0)
-    batch.advantages_T = torch.tensor([0.0, 0.5, 0.5, 0.0, -1.0])
-    batch.loss_weights_T = batch.expand_to_tokens(objective.loss_weights(torch.tensor([2, 1]), 8))
+    batch[Column.ADVANTAGES] = torch.tensor([0.0, 0.5, 0.5, 0.0, -1.0])
+    batch[Column.LOSS_WEIGHTS] = batch.expand_to_tokens(objective.loss_weights(torch.tensor([2, 1]), 8))
     now_T = torch.tensor([0.0, -0.9, -1.8, 0.0, -1.2], requires_grad=True)
     loss = objective.loss(now_T, torch.zeros(5), batch).loss
     assert float(loss.detach()) == pytest.approx(((0.3 - 1.0) ** 2 + (-0.2 + 2.0) ** 2) / 2, rel=1e-6)
     loss.backward()
     assert now_T.grad.tolist() == pytest.approx([0.0, 0.3 - 1.0, 0.3 - 1.0, 0.0, -0.2 + 2.0], rel=1e-5)
-    assert not objective.vanishes, "without an advantage a response is pulled back to the old policy"
+    assert not objective.gradient.vanishes, "without an advantage a response is pulled back to the old policy"
 
 
 def test_max_rl_divides_by_the_mean_of_the_group():
@@ -150,9 +155,9 @@ def test_remax_compares_with_the_greedy_response():
     ("kind", "normalize"),
     [
         (kind, normalize)
-        for kind in sorted(methods.ADVANTAGES)
-        for normalize in (["none", "group", "batch"] if kind in methods.NORMALIZED else ["none"])
-        + (["mean"] if kind in methods.NORMALIZED_BY_MEAN else [])
+        for kind in sorted(ADVANTAGES)
+        for normalize in (["none", "group", "batch"] if kind in NORMALIZED else ["none"])
+        + (["mean"] if kind in NORMALIZED_BY_MEAN else [])
     ],
 )
 def test_every_advantage_equals_its_loop(kind, normalize):
@@ -203,7 +208,7 @@ def test_a_truncated_response_is_bootstrapped_only_where_that_is_chosen():
 def test_ppo_ends_a_truncated_response_with_0_as_verl_does_and_areal_does_not(chosen, expected):
     values = torch.tensor([0.3, 0.4, 0.5, 0.6, 0.7])
     samples = Segments(torch.tensor([False, True, True, True, True]), [5])
-    credit = make_objective("ppo", **chosen).credit
+    credit = make_objective("ppo", **chosen).advantage.assignment
     advantages, _ = credit(torch.tensor([0.0]), torch.zeros(5), values, torch.tensor([False]), samples)
     assert advantages.tolist() == pytest.approx([0, *expected])
 
@@ -316,24 +321,26 @@ def batch_of_distributions(temperature: float, groups: list[int], lengths: list[
         torch.tensor(pieces["mask"]),
         [length + 2 for length in lengths],
         temperature=temperature,
-        old_logprobs_T=torch.tensor(pieces["old"]),
-        half_temperature_logprobs_T=torch.tensor(pieces["half"]),
-        ref_logprobs_T=torch.tensor(pieces["ref"]),
-        rollout_logprobs_T=torch.tensor(pieces["engine"]),
+        columns={
+            Column.OLD_LOGPROBS: torch.tensor(pieces["old"]),
+            Column.HALF_TEMPERATURE_LOGPROBS: torch.tensor(pieces["half"]),
+            Column.REF_LOGPROBS: torch.tensor(pieces["ref"]),
+            Column.ROLLOUT_LOGPROBS: torch.tensor(pieces["engine"]),
+        },
     )
     return logits, tokens, batch
 
 
 @pytest.mark.parametrize("corrected", [False, True])
-def test_the_optimal_token_baseline_weighs_returns_by_the_squared_scores_of_the_distributions(corrected):
+def test_the_optimal_token_baseline_weighs_returns_by_squared_scores(corrected):
     """2602.07078, token by token from whole distributions: groups of 3, 2 and 1, rewards with a penalty of each token."""
     groups, lengths, rewards, temperature = [0, 1, 0, 2, 1, 0], [4, 2, 6, 3, 2, 5], [1.0, 0.0, 0.0, 1.0, 2.0, 0.5], 0.7
     logits, tokens, batch = batch_of_distributions(temperature, groups, lengths)
-    found = {"kl": methods.KLConfig(estimator="k1", coef=0.1, place="reward")}
+    found = {"kl": methods.KL(estimator="k1", coef=0.1, place="reward")}
     if corrected:
-        found["rollout_correction"] = methods.CorrectionConfig(weight="token", high=1.1)
+        found["rollout_correction"] = methods.Correction(weight="token", high=1.1)
     objective = make_objective("otb", **found)
-    assert objective.needs(1) == {"old_logprobs_T", "half_temperature_logprobs_T", "ref_logprobs_T"}
+    assert objective.needs(1) == {Column.OLD_LOGPROBS, Column.HALF_TEMPERATURE_LOGPROBS, Column.REF_LOGPROBS}
     finished = torch.ones(6, dtype=torch.bool)
     inputs = scores(rewards, groups, lengths)
     advantages_T, _ = objective.advantages(batch, inputs, finished, Alone())
@@ -388,7 +395,7 @@ def test_ppo_clips_only_where_clipping_lowers_the_objective():
     )
 
 
-def test_a_clipped_token_has_no_gradient_and_an_unclipped_one_has_ratio_times_advantage():
+def test_a_clipped_token_has_no_gradient_and_others_have_ratio_times_advantage():
     now = torch.tensor([1.5, 1.1]).log().requires_grad_()
     make_surrogate("ppo_clip")(now, now, torch.tensor([2.0, 2.0]), whole(2)).sum().backward()
     assert now.grad.tolist() == pytest.approx([0.0, 2.2])
@@ -454,7 +461,7 @@ def test_the_ratio_of_a_sequence_is_the_geometric_mean_of_its_tokens():
         assert grad.tolist() == pytest.approx(expected, abs=1e-7)
 
 
-def test_gspo_and_gspo_token_have_the_same_gradient_where_a_response_has_one_advantage():
+def test_gspo_and_gspo_token_have_equal_gradients_where_a_response_has_one_advantage():
     gradients = []
     for ratio in ("sequence", "sequence-token"):
         batch = make_batch()
@@ -648,45 +655,43 @@ def test_k1_and_k3_estimate_the_kl_of_two_distributions_and_k2_has_its_gradient(
 
 def test_the_adaptive_coefficient_moves_towards_the_target():
     """Twice the target is bounded to +20 %: 0.1 · (1 + 0.2 · 256 / 1024) = 0.105; 10 % under it is -10 %."""
-    assert kl.adapt(0.1, 0.2, 0.1, 256, 1024) == pytest.approx(0.105)
-    assert kl.adapt(0.1, 0.09, 0.1, 256, 1024) == pytest.approx(0.1 * (1 - 0.1 / 4))
-    moved, fixed = make_objective("grpo", kl=methods.KLConfig(coef=0.1, target=0.1, horizon=1024)), make_objective("grpo")
-    moved.adapt_kl(0.2, 256)
-    fixed.adapt_kl(9.0, 256)
-    assert (moved.kl_coef, fixed.kl_coef) == (pytest.approx(0.105), 0.001)
+    moved, fixed = make_objective("grpo", kl=methods.KL(coef=0.1, target=0.1, horizon=1024)), make_objective("grpo")
+    assert moved.kl.adapted(0.1, 0.2, 256) == pytest.approx(0.105)
+    assert moved.kl.adapted(0.1, 0.09, 256) == pytest.approx(0.1 * (1 - 0.1 / 4))
+    assert fixed.kl.adapted(0.001, 9.0, 256) == 0.001
 
 
 def test_a_penalty_in_the_reward_comes_before_advantages_are_made():
     """One group of two: with KL sums 2 and 0 and coefficient 0.25 the rewards 1, 1 become 0.5, 1."""
     mask = torch.tensor([False, True, True, False, True])
     batch = TokenBatch(torch.zeros(5, dtype=torch.long), mask, [3, 2])
-    batch.old_logprobs_T = torch.tensor([0.0, -1.0, -1.0, 0.0, -1.0])
-    batch.ref_logprobs_T = torch.tensor([0.0, -2.0, -2.0, 0.0, -1.0])
-    objective = make_objective("dr_grpo", kl=methods.KLConfig(estimator="k1", coef=0.25, place="reward"))
+    batch[Column.OLD_LOGPROBS] = torch.tensor([0.0, -1.0, -1.0, 0.0, -1.0])
+    batch[Column.REF_LOGPROBS] = torch.tensor([0.0, -2.0, -2.0, 0.0, -1.0])
+    objective = make_objective("dr_grpo", kl=methods.KL(estimator="k1", coef=0.25, place="reward"))
     advantages, _ = objective.advantages(batch, scores([1.0, 1.0]), torch.tensor([True, True]), Alone())
     assert advantages.tolist() == pytest.approx([0, -0.25, -0.25, 0, 0.25])
     # With returns token by token, a token does not pay for what came before it.
-    plus = make_objective("reinforce_plus_plus", whiten=False, kl=methods.KLConfig(coef=0.25))
+    plus = make_objective("reinforce_plus_plus", whiten=False, kl=methods.KL(coef=0.25))
     advantages, _ = plus.advantages(batch, scores([1.0, 1.0]), torch.tensor([True, True]), Alone())
     assert advantages.tolist() == pytest.approx([0, 0.5, 0.75, 0, 1.0])
 
 
-def test_a_second_penalty_in_the_reward_is_that_of_a_first_one_there_and_the_loss_keeps_its_own():
+def test_a_second_kl_penalty_in_the_reward_does_not_change_that_of_the_loss():
     """By hand: advantages are those of KL sums 2 and 0 with 0.25 in the reward, the loss has 0.8 x k2 more."""
     mask = torch.tensor([False, True, True, False, True])
     batch = TokenBatch(torch.zeros(5, dtype=torch.long), mask, [3, 2], update_tokens=3)
-    batch.old_logprobs_T = torch.tensor([0.0, -1.0, -1.0, 0.0, -1.0])
-    batch.ref_logprobs_T = torch.tensor([0.0, -2.0, -2.0, 0.0, -1.0])
-    both = make_objective("dr_grpo", kl=methods.KLConfig(estimator="k2", coef=0.8, reward_coef=0.25))
+    batch[Column.OLD_LOGPROBS] = torch.tensor([0.0, -1.0, -1.0, 0.0, -1.0])
+    batch[Column.REF_LOGPROBS] = torch.tensor([0.0, -2.0, -2.0, 0.0, -1.0])
+    both = make_objective("dr_grpo", kl=methods.KL(estimator="k2", coef=0.8, reward_coef=0.25))
     advantages, _ = both.advantages(batch, scores([1.0, 1.0]), torch.tensor([True, True]), Alone())
     assert advantages.tolist() == pytest.approx([0, -0.25, -0.25, 0, 0.25])
-    batch.advantages_T, batch.loss_weights_T = advantages, mask / 3
-    one = make_objective("dr_grpo", kl=methods.KLConfig(estimator="k1", coef=0.25, place="reward"))
+    batch[Column.ADVANTAGES], batch[Column.LOSS_WEIGHTS] = advantages, mask / 3
+    one = make_objective("dr_grpo", kl=methods.KL(estimator="k1", coef=0.25, place="reward"))
     now_T = torch.tensor([0.0, -0.5, -1.0, 0.0, -1.5])
     losses = [float(each.loss(now_T, torch.zeros(5), batch).loss) for each in (both, one)]
     k2 = [(now + distance) ** 2 / 2 for now, distance in ((-0.5, 2.0), (-1.0, 2.0), (-1.5, 1.0))]
     assert losses[0] - losses[1] == pytest.approx(0.8 * sum(k2) / 3)
-    assert both.needs_reference and both.needs(1) == {"old_logprobs_T", "ref_logprobs_T"}
+    assert both.needs(1) == {Column.OLD_LOGPROBS, Column.REF_LOGPROBS}
 
 
 # --- rewards, weights ------------------------------------------------------------------------------------------------
@@ -696,19 +701,19 @@ def test_the_overlong_penalty_is_dapo_s_equation_13():
     """L_max 10, cache 4: nothing up to 6, then (6 - length) / 4, -1 at 10."""
     found = overlong_penalty(torch.tensor([3, 6, 7, 9, 10]), 10, 4, 1.0)
     assert found.tolist() == pytest.approx([0, 0, -0.25, -0.75, -1.0])
-    shape_rewards = make_objective("dapo", overlong_buffer=0.4, overlong_penalty=2.0, reward_clip=1.2).shape_rewards(
+    shaped = make_objective("dapo", overlong_buffer=0.4, overlong_penalty=2.0, reward_clip=1.2).shaping(
         torch.tensor([1.0, 1.0, 5.0], dtype=torch.float64), torch.tensor([6, 10, 3]), 10
     )
-    assert shape_rewards.tolist() == pytest.approx([1.0, -1.0, 1.2])
+    assert shaped.tolist() == pytest.approx([1.0, -1.0, 1.2])
 
 
 def test_rewards_are_penalised_then_shifted_then_scaled_then_bounded():
     """AReaL's reward_bias, reward_scaling and reward_clip: (1 - 0.5) 10, (0 - 0.5) 10; the long one (1 - 1 - 0.5) 10."""
     shaped = {"reward_shift": -0.5, "reward_scale": 10.0, "overlong_buffer": 4, "overlong_penalty": 1.0}
     rewards, lengths = torch.tensor([1.0, 0.0, 1.0, 3.0], dtype=torch.float64), torch.tensor([3, 3, 10, 3])
-    found = make_objective("grpo", **shaped).shape_rewards(rewards, lengths, 10)
+    found = make_objective("grpo", **shaped).shaping(rewards, lengths, 10)
     assert found.tolist() == pytest.approx([5.0, -5.0, -5.0, 25.0])
-    found = make_objective("grpo", **shaped, reward_clip=20.0).shape_rewards(rewards, lengths, 10)
+    found = make_objective("grpo", **shaped, reward_clip=20.0).shaping(rewards, lengths, 10)
     assert found.tolist() == pytest.approx([5.0, -5.0, -5.0, 20.0])
 
 
@@ -749,7 +754,7 @@ def difficulty_stats(rewards, finished) -> RolloutStats:
     )  # fmt: skip
 
 
-def test_prompts_that_are_too_easy_or_too_hard_carry_no_loss_and_no_share_of_the_denominator():
+def test_prompts_that_are_too_easy_or_too_hard_do_not_count_in_the_loss():
     """Means 0, 0.5 and 1 against bounds 0.1 and 0.95; with the overlong filter the second response of the second prompt goes too."""
     stats = difficulty_stats([0, 0, 1, 0, 1, 1], [True, True, True, False, True, True])
     objective = make_objective("dapo", difficulty_low=0.1, difficulty_high=0.95)
@@ -779,7 +784,8 @@ def test_prompts_whose_responses_are_alike_are_left_out_behind_whitening():
     assert make_objective("dapo", overlong_buffer=8, overlong_penalty=1.0, **chosen).kept(stats).tolist() == [True] * 6
     # Advantages are whitened over all tokens, and what is left out still is packed for it.
     whitened = make_objective("ppo", credit="response", **chosen)
-    assert whitened._whitened(stats) is None and not whitened.skipped(stats).any()
+    assert whitened.filter.before_whitening.kept(stats, whitened.inputs(stats)) is None
+    assert not whitened.skipped(stats).any()
     assert whitened.kept(stats).tolist() == [False, False, True, True, False, False]
     assert plain.skipped(stats).tolist() == [True, True, False, False, True, True]
 
@@ -812,8 +818,8 @@ def test_the_share_of_tokens_far_from_the_engine_s_by_hand():
     batch, objective = make_batch(), make_objective("grpo")
     gap_T = torch.zeros(len(batch.loss_mask_T))
     gap_T[batch.loss_mask_T.nonzero()[:4, 0]] = torch.tensor([0.05, -0.2, 0.6, -2.0])
-    batch.rollout_logprobs_T = batch.old_logprobs_T - gap_T
-    sums = objective.loss(batch.old_logprobs_T.clone(), torch.zeros(15), batch).sums
+    batch[Column.ROLLOUT_LOGPROBS] = batch[Column.OLD_LOGPROBS] - gap_T
+    sums = objective.loss(batch[Column.OLD_LOGPROBS].clone(), torch.zeros(15), batch).sums
     found = [float(sums[f"rollout/logprob_diff_over_{bound}"]) for bound in ("0.1", "0.5", "1")]
     assert found == pytest.approx([3 / 9, 2 / 9, 1 / 9])
 
@@ -823,7 +829,7 @@ def test_correction_weights_by_hand():
     gap, samples = torch.tensor([4.0, 1.5, 0.1]).log(), whole(3)
 
     def weights(**choices):
-        weight, kept = Correction(**choices)(gap, samples)
+        weight, kept = replace(Correction.usual_values(), **choices)(gap, samples)
         return pytest.approx(weight.tolist(), rel=1e-5), kept.tolist()
 
     assert weights(weight="token", high=2.0)[0] == [2.0, 1.5, 0.1]
@@ -844,9 +850,9 @@ def test_correction_weights_by_hand():
     assert float(ratio_at("sequence", gap, samples)[0]) == pytest.approx(0.6, rel=1e-5)
 
 
-CORRECTIONS = {name: methods.CorrectionConfig(name=name) for name in methods.CORRECTIONS}
+CORRECTIONS = {name: methods.Correction(name=name) for name in CORRECTIONS_BY_NAME}
 CORRECTIONS |= {
-    level: methods.CorrectionConfig(reject=level, reject_low=low, reject_high=high)
+    level: methods.Correction(reject=level, reject_low=low, reject_high=high)
     for level, low, high in [("token", 0.7, 1.4), ("sequence", 0.5, 1.5), ("geometric", 0.8, 1.0)]
 }
 
@@ -855,10 +861,10 @@ CORRECTIONS |= {
 def test_what_is_masked_or_rejected_keeps_its_place_in_the_denominator(name):
     objective = make_objective("grpo", rollout_correction=CORRECTIONS[name])
     batch = make_batch()
-    out = objective.loss(batch.old_logprobs_T.clone(), torch.zeros(15), batch)
+    out = objective.loss(batch[Column.OLD_LOGPROBS].clone(), torch.zeros(15), batch)
     expected = loops.loss(methods.resolve("grpo", given(rollout_correction=CORRECTIONS[name])), as_lists(batch), 8)
     assert float(out.loss) == pytest.approx(float(expected), rel=1e-5, abs=1e-7)
-    if name not in methods.CORRECTIONS:
+    if name not in CORRECTIONS_BY_NAME:
         assert 0.1 < float(out.sums["rollout_correction/rejected_fraction"]) < 0.9
 
 
@@ -868,12 +874,12 @@ def given(**choices):
 
 def test_the_metrics_of_correction():
     batch = make_batch()
-    objective = make_objective("grpo", rollout_correction=methods.CorrectionConfig(name="mis", high=1.2))
-    out = objective.loss(batch.old_logprobs_T.clone(), torch.zeros(15), batch)
+    objective = make_objective("grpo", rollout_correction=methods.Correction(name="mis", high=1.2))
+    out = objective.loss(batch[Column.OLD_LOGPROBS].clone(), torch.zeros(15), batch)
     metrics = objective.finalize_metrics({name: float(value) for name, value in out.sums.items()})
     ratios = [
         math.exp(float(a - b))
-        for a, b, m in zip(batch.old_logprobs_T, batch.rollout_logprobs_T, batch.loss_mask_T, strict=True)
+        for a, b, m in zip(batch[Column.OLD_LOGPROBS], batch[Column.ROLLOUT_LOGPROBS], batch.loss_mask_T, strict=True)
         if m
     ]
     weights = [r if r <= 1.2 else 0.0 for r in ratios]
@@ -899,12 +905,12 @@ def test_the_fewest_far_tokens_go_until_the_second_moment_is_below_its_bound():
     assert beyond_second_moment(torch.zeros(0), 0.3).tolist() == []
 
 
-@pytest.mark.parametrize("name", [name for name in methods.DIVERGENCES if name != methods.SECOND_MOMENT])
+@pytest.mark.parametrize("name", [name for name in DIVERGENCES if name != SECOND_MOMENT])
 def test_every_divergence_rejects_what_its_loop_rejects(name):
     batch = make_batch()
-    chosen = methods.CorrectionConfig(weight="none", reject="none", reject_divergence={name: 0.08})
-    difference = (batch.old_logprobs_T - batch.rollout_logprobs_T) * batch.loss_mask_T
-    _, kept = Correction(reject_divergence={name: 0.08})(difference, Segments.of(batch))
+    chosen = replace(Correction.usual_values(), reject_divergence={name: 0.08})
+    difference = (batch[Column.OLD_LOGPROBS] - batch[Column.ROLLOUT_LOGPROBS]) * batch.loss_mask_T
+    _, kept = chosen(difference, Segments.of(batch))
     found = []
     for sample in as_lists(batch):
         gaps = [a - b for a, b in zip(sample["old"], sample["engine"], strict=True)]
@@ -922,17 +928,17 @@ def make_batch(samples: int = 3) -> TokenBatch:
     batch = TokenBatch(torch.arange(total), mask, lengths, samples_per_comparison=1 if samples == 3 else 2)
     responses = torch.tensor([n - p for n, p in zip(lengths, prompts, strict=True)])
     generator = torch.Generator().manual_seed(5)
-    batch.advantages_T = batch.expand_to_tokens(torch.tensor([1.0, -0.5, 0.25, -1.0][:samples]))
-    batch.loss_weights_T = batch.expand_to_tokens(AGGREGATES["seq-mean-token-mean"](responses, 8))
+    batch[Column.ADVANTAGES] = batch.expand_to_tokens(torch.tensor([1.0, -0.5, 0.25, -1.0][:samples]))
+    batch[Column.LOSS_WEIGHTS] = batch.expand_to_tokens(AGGREGATES["seq-mean-token-mean"](responses, 8))
     batch.update_tokens = int(responses.sum())
-    for name in ("old_logprobs_T", "ref_logprobs_T", "rollout_logprobs_T"):
-        setattr(batch, name, -torch.rand(total, generator=generator) * mask)
-    batch.selected_T = (torch.rand(total, generator=generator) < 0.4) & mask
+    for column in (Column.OLD_LOGPROBS, Column.REF_LOGPROBS, Column.ROLLOUT_LOGPROBS):
+        batch[column] = -torch.rand(total, generator=generator) * mask
+    batch[Column.SELECTED] = (torch.rand(total, generator=generator) < 0.4) & mask
     return batch
 
 
 def changed(**more):
-    return {**more, "kl": methods.KLConfig(estimator="k3+", coef=0.1), "entropy_coef": 0.3}
+    return {**more, "kl": methods.KL(estimator="k3+", coef=0.1), "entropy_coef": 0.3}
 
 
 @pytest.mark.parametrize(("surrogate", "ratio", "aggregate"), COMBINATIONS)
@@ -940,13 +946,13 @@ def test_every_objective_and_its_gradient_equal_the_loop(surrogate, ratio, aggre
     """With KL, entropy and truncated weights, as one micro-batch and as three."""
     own = {} if surrogate in WITHOUT_RATIO else {"importance_sampling_level": ratio}
     choices = changed(
-        surrogate=surrogate, aggregate=aggregate, rollout_correction=methods.CorrectionConfig(name="tis", high=1.3), **own
+        surrogate=surrogate, aggregate=aggregate, rollout_correction=methods.Correction(name="tis", high=1.3), **own
     )
     objective, resolved = make_objective("cispo", **choices), methods.resolve("cispo", given(**choices))
     batch = make_batch()
     responses = torch.tensor([3, 3, 3])
-    batch.loss_weights_T = batch.expand_to_tokens(objective.loss_weights(responses, 8))
-    batch.per_micro_batch = objective.per_micro_batch
+    batch[Column.LOSS_WEIGHTS] = batch.expand_to_tokens(objective.loss_weights(responses, 8))
+    batch.per_micro_batch = objective.aggregation.per_micro_batch
     entropy = torch.linspace(0.5, 2.0, 15) * batch.loss_mask_T
     for cut in ([[0, 1, 2]], [[2], [0, 1]]):
         now = (-torch.linspace(0.1, 1.5, 15)).requires_grad_()
@@ -970,13 +976,13 @@ def test_kl_and_entropy_may_be_weighted_in_another_way_than_the_surrogate(penalt
     choices = changed(
         aggregate="seq-mean-token-mean" if penalty == "token-mean" else "token-mean",
         penalty_aggregate=penalty,
-        rollout_correction=methods.CorrectionConfig(name="geometric", reject_low=0.5, reject_high=1.2),
+        rollout_correction=methods.Correction(name="geometric", reject_low=0.5, reject_high=1.2),
     )
     objective, resolved = make_objective("grpo", **choices), methods.resolve("grpo", given(**choices))
     batch = make_batch(4)
     responses = torch.tensor([3, 3, 3, 2])
-    batch.loss_weights_T = batch.expand_to_tokens(objective.loss_weights(responses, 8))
-    batch.penalty_weights_T = batch.expand_to_tokens(objective.penalty_weights(responses, 8))
+    batch[Column.LOSS_WEIGHTS] = batch.expand_to_tokens(objective.loss_weights(responses, 8))
+    batch[Column.PENALTY_WEIGHTS] = batch.expand_to_tokens(objective.penalty_weights(responses, 8))
     entropy = torch.linspace(0.5, 2.0, 18) * batch.loss_mask_T
     for cut in ([[0, 1, 2, 3]], [[2, 3], [0, 1]]):
         now = (-torch.linspace(0.1, 1.5, 18)).requires_grad_()
@@ -993,8 +999,8 @@ def test_kl_and_entropy_may_be_weighted_in_another_way_than_the_surrogate(penalt
 
 
 OTHER_FORMS = {
-    "kl times the ratio": ("grpo", {"kl": methods.KLConfig(estimator="k3", coef=0.3, ratio_weighted=True)}),
-    "kl times the ratio of the sequence": ("gspo", {"kl": methods.KLConfig(estimator="k3", coef=0.3, ratio_weighted=True)}),
+    "kl times the ratio": ("grpo", {"kl": methods.KL(estimator="k3", coef=0.3, ratio_weighted=True)}),
+    "kl times the ratio of the sequence": ("gspo", {"kl": methods.KL(estimator="k3", coef=0.3, ratio_weighted=True)}),
     "rec ring": ("rec", {"clip_mode": "ring", "ring_low": 0.3, "ring_high": 0.4, "proximal_coef": 0.2, "likelihood_coef": 0.1}),
     "rec two-sided by sequence": ("rec", {"clip_mode": "two_sided", "importance_sampling_level": "sequence", "token_weight": "ratio", "clip_low": 0.4, "clip_high": 0.3}),
     "rec by advantage": ("rec", {"clip_mode": "none", "token_weight": "advantage", "weight_temperature": 0.7}),
@@ -1002,11 +1008,11 @@ OTHER_FORMS = {
     "cpgd without a drift": ("cpgd", {"drift_coef": 0.0, "clip_low": 0.3, "clip_high": 0.1}),
     "cpgd with a strong drift": ("cpgd", {"drift_coef": 0.5}),
     "dppo by tv": ("dppo", {"clip_low": 0.1, "clip_high": 0.15}),
-    "several divergences": ("cispo", {"rollout_correction": methods.CorrectionConfig(
+    "several divergences": ("cispo", {"rollout_correction": methods.Correction(
         reject="token", reject_low=0.6, reject_high=1.6, reject_divergence={"max_k2": 0.3, "token_k3": 0.1, "mean_k3": 0.2, "sum_k2": 0.5})}),
-    "rejection by the engine as old policy": ("cispo", {"rollout_correction": methods.CorrectionConfig(
+    "rejection by the engine as old policy": ("cispo", {"rollout_correction": methods.Correction(
         old_logprobs_from="engine", reject="token", reject_low=0.4, reject_high=1.6, reject_divergence={"max_k2": 0.4})}),
-    "second moment": ("cispo", {"rollout_correction": methods.CorrectionConfig(name="tis", reject_divergence={"second_moment": 0.1})}),
+    "second moment": ("cispo", {"rollout_correction": methods.Correction(name="tis", reject_divergence={"second_moment": 0.1})}),
 }  # fmt: skip
 
 
@@ -1017,7 +1023,7 @@ def test_every_method_and_its_gradient_equal_the_loop(name):
     objective = make_objective(name, **choices)
     batch = make_batch(4)
     responses = torch.tensor([3, 3, 3, 2])
-    batch.loss_weights_T = batch.expand_to_tokens(objective.loss_weights(responses, 8))
+    batch[Column.LOSS_WEIGHTS] = batch.expand_to_tokens(objective.loss_weights(responses, 8))
     now = (-torch.linspace(0.1, 1.5, 18)).requires_grad_()
     x = now.detach().double().requires_grad_()
     expected = loops.loss(resolved, as_lists(batch, x), 8)
@@ -1032,12 +1038,12 @@ def test_every_method_and_its_gradient_equal_the_loop(name):
 @pytest.mark.parametrize("choices", [{}, {"surrogate": "cispo"}, {"importance_sampling_level": "sequence"}], ids=str)
 def test_old_log_probs_between_the_engine_s_and_those_of_now_equal_the_loop(choices):
     """Ages of 0, 1, 2, 3 and 6 steps of two updates, some within one response; the weight is that of old over engine."""
-    correction = methods.CorrectionConfig(old_logprobs_from="loglinear", weight="token", high=1.02, outside="mask")
-    choices = {**choices, "kl": methods.KLConfig(coef=0.0), "rollout_correction": correction}
+    correction = methods.Correction(old_logprobs_from="loglinear", weight="token", high=1.02, outside="mask")
+    choices = {**choices, "kl": methods.KL(coef=0.0), "rollout_correction": correction}
     objective, resolved = make_objective("grpo", **choices), methods.resolve("grpo", given(**choices))
-    assert objective.needs(4) == {"interpolation_T"}
+    assert objective.needs(4) == {Column.INTERPOLATION}
     batch, steps = make_batch(), torch.tensor([0, 0, 3, 3, 2, 0, 6, 6, 6, 0, 0, 0, 1, 0, 2])
-    batch.interpolation_T = interpolation(2 * steps, updates=2)
+    batch[Column.INTERPOLATION] = interpolation(2 * steps, updates=2)
     now = (-torch.linspace(0.1, 1.5, 15)).requires_grad_()
     x = now.detach().double().requires_grad_()
     samples = as_lists(batch, x)
@@ -1087,7 +1093,7 @@ def test_an_entropy_bonus_raises_the_objective_by_its_weighted_entropy():
     plain, with_bonus = (make_objective("grpo", entropy_coef=coef) for coef in (0.0, 0.2))
     logprobs, entropy = -torch.linspace(0.1, 1.5, 15) * batch.loss_mask_T, torch.linspace(0.5, 2.0, 15) * batch.loss_mask_T
     difference = float(plain.loss(logprobs, entropy, batch).loss - with_bonus.loss(logprobs, entropy, batch).loss)
-    assert difference == pytest.approx(0.2 * float((entropy * batch.loss_weights_T).sum()), rel=1e-5)
+    assert difference == pytest.approx(0.2 * float((entropy * batch[Column.LOSS_WEIGHTS]).sum()), rel=1e-5)
 
 
 # --- the critic's loss -----------------------------------------------------------------------------------------------
@@ -1097,18 +1103,18 @@ def test_an_entropy_bonus_raises_the_objective_by_its_weighted_entropy():
 def test_the_value_loss_and_its_gradient_equal_the_loop(clip):
     batch = make_batch()
     generator = torch.Generator().manual_seed(8)
-    batch.values_T, batch.returns_T = torch.randn(2, 15, generator=generator)
-    batch.returns_T = batch.returns_T * batch.loss_mask_T
+    batch[Column.VALUES], batch[Column.RETURNS] = torch.randn(2, 15, generator=generator)
+    batch[Column.RETURNS] = batch[Column.RETURNS] * batch.loss_mask_T
     now = torch.randn(15, generator=generator).requires_grad_()
     x = now.detach().double().requires_grad_()
     expected, errors, returns = 0.0, [], []
     for t in batch.loss_mask_T.nonzero()[:, 0].tolist():
-        value, old, target = x[t - 1], float(batch.values_T[t - 1]), float(batch.returns_T[t])
+        value, old, target = x[t - 1], float(batch[Column.VALUES][t - 1]), float(batch[Column.RETURNS][t])
         error = (value - target) ** 2
         if clip is not None:
             near = loops.clip(value, old - clip, old + clip)
             error = max(error, (near - target) ** 2, key=float)
-        expected = expected + 0.5 * error * float(batch.loss_weights_T[t])
+        expected = expected + 0.5 * error * float(batch[Column.LOSS_WEIGHTS][t])
         errors.append(target - float(value))
         returns.append(target)
     expected.backward()
@@ -1139,31 +1145,25 @@ def test_every_row_is_complete_and_makes_sense():
         check_method(findings, name, methods.Choices(), group_size=4)
         assert findings == Findings(), name
         Objective.of(methods.resolve(name))
-    assert set(methods.RATIOS) == set(RATIOS) and set(methods.AGGREGATES) == set(AGGREGATES)
-    assert set(methods.ESTIMATORS) == set(kl.ESTIMATORS) and set(methods.SURROGATES) == set(SURROGATES)
 
 
-def test_the_parameters_in_a_surrogate_s_row_are_the_fields_of_its_class():
-    import dataclasses
-
-    for name, row in methods.SURROGATES.items():
-        own = {item.name for item in dataclasses.fields(SURROGATES[name])}
-        if name == "clip_cov":
-            own -= {"dual_clip"}
-        assert own == set(row.parameters), name
-        for key, parameter in row.parameters.items():
-            assert parameter.default is None or parameter.range.fault(parameter.default) is None, (name, key)
-            others = parameter.range.names if isinstance(parameter.range, OneOf) else [0.25]
-            assert all(
-                make_surrogate(name, **{key: other}) != make_surrogate(name)
-                for other in others
-                if other != parameter.default
-            )
+@pytest.mark.parametrize("name", SURROGATES)
+def test_the_defaults_of_a_surrogate_s_parameters_are_in_their_ranges(name):
+    for key, default in SURROGATES[name].parameters().items():
+        rule = SURROGATES[name].range_of(key)
+        assert default is None or rule.fault(default) is None, key
+        others = rule.names if isinstance(rule, OneOf) else [0.25]
+        assert all(make_surrogate(name, **{key: other}) != make_surrogate(name) for other in others if other != default)
 
 
-def test_a_row_with_a_new_parameter_is_checked_and_resolved_without_a_branch(monkeypatch):
-    row = methods.SurrogateRow({"beta": methods.Parameter(0.5, within("[0, 1)"))}, levels=("token",))
-    monkeypatch.setitem(methods.SURROGATES, "softened", row)
+def test_a_new_surrogate_s_parameter_is_checked_and_resolved_without_a_branch(monkeypatch):
+    @dataclass(frozen=True)
+    class Softened(Surrogate):
+        name = "softened"
+        levels = ("token",)
+        beta: Annotated[float, within("[0, 1)")] = 0.5
+
+    monkeypatch.setitem(SURROGATES, "softened", Softened)
     assert methods.resolve("grpo", given(surrogate="softened")).beta == 0.5
     for change, says in (({"beta": 1.0}, r"beta must be in \[0, 1\): got 1.0"), ({"clip_low": 0.1}, "not to softened")):
         with pytest.raises(ValueError, match=says):
@@ -1172,16 +1172,16 @@ def test_a_row_with_a_new_parameter_is_checked_and_resolved_without_a_branch(mon
 
 def test_a_new_method_is_a_new_row(monkeypatch):
     monkeypatch.setitem(methods.METHODS, "mine", methods.Method(advantage="leave_one_out", surrogate="cispo", clip_high=0.4))
-    assert make_objective("mine").surrogate == make_surrogate("cispo", clip_high=0.4)
+    assert make_objective("mine").gradient.surrogate == make_surrogate("cispo", clip_high=0.4)
     monkeypatch.setitem(methods.METHODS, "robust_dpo", replace(methods.METHODS["dpo"], label_smoothing=0.1))
     config = AlgorithmConfig(name="robust_dpo", group_size=4)
     assert (config.offline, config.samples_per_comparison, config.samples_per_prompt) == (True, 2, 2)
     assert config.needs_reference and config.method.columns == ("chosen_key", "rejected_key")
-    assert make_objective("robust_dpo").needs_reference
+    assert Column.REF_LOGPROBS in make_objective("robust_dpo").needs(1)
 
 
 def test_what_the_ratio_compares_with_is_the_row_s():
-    kinds = {name: make_objective(name).ratio_reference for name in ("grpo", "rloo", "sft", "dpo")}
+    kinds = {name: make_objective(name).gradient.surrogate.ratio_reference for name in ("grpo", "rloo", "sft", "dpo")}
     assert kinds == {"grpo": "old", "rloo": "nothing", "sft": "nothing", "dpo": "reference"}
 
 
@@ -1217,42 +1217,42 @@ def test_a_number_that_is_not_finite_is_refused(number):
         ("grpo", {"credit": "gea"}, "credit must be one of response, discounted, gae"),
         ("sft", {"credit": "gae"}, "credit has nothing to act on"),
         ("sft", {"dynamic_sampling": True}, "does not sample"),
-        ("dpo", {"kl": methods.KLConfig(coef=0.1)}, "has the reference in its loss already"),
+        ("dpo", {"kl": methods.KL(coef=0.1)}, "has the reference in its loss already"),
         ("dpo", {"aggregate": "token-mean"}, "every pair counts alike"),
-        ("grpo", {"kl": methods.KLConfig(estimator="k3+", place="reward")}, "write k3"),
-        ("grpo", {"kl": methods.KLConfig(reward_coef=0.1, coef=0.0)}, "second penalty beside one in the loss"),
+        ("grpo", {"kl": methods.KL(estimator="k3+", place="reward")}, "write k3"),
+        ("grpo", {"kl": methods.KL(reward_coef=0.1, coef=0.0)}, "second penalty next to the one in the loss"),
         (
             "grpo",
-            {"kl": methods.KLConfig(reward_coef=0.1, coef=0.1, place="reward")},
-            "second penalty beside one in the loss",
+            {"kl": methods.KL(reward_coef=0.1, coef=0.1, place="reward")},
+            "second penalty next to the one in the loss",
         ),
-        ("grpo", {"kl": methods.KLConfig(reward_coef=0.1, coef=0.1, reward_estimator="k3+")}, "write k3"),
-        ("sft", {"kl": methods.KLConfig(reward_coef=0.1, coef=0.1)}, "kl.reward_coef has nothing to act on"),
-        ("dapo", {"kl": methods.KLConfig(target=0.1)}, "must start above 0"),
+        ("grpo", {"kl": methods.KL(reward_coef=0.1, coef=0.1, reward_estimator="k3+")}, "write k3"),
+        ("sft", {"kl": methods.KL(reward_coef=0.1, coef=0.1)}, "kl.reward_coef has nothing to act on"),
+        ("dapo", {"kl": methods.KL(target=0.1)}, "must start above 0"),
         (
             "grpo",
-            {"rollout_correction": methods.CorrectionConfig(name="tis", old_logprobs_from="engine")},
+            {"rollout_correction": methods.Correction(name="tis", old_logprobs_from="engine")},
             "leave weight none and second_moment out",
         ),
-        ("grpo", {"rollout_correction": methods.CorrectionConfig(name="tis", low=3.0)}, "0 <= low < high"),
+        ("grpo", {"rollout_correction": methods.Correction(name="tis", low=3.0)}, "0 <= low < high"),
         (
             "clip_cov",
-            {"rollout_correction": methods.CorrectionConfig(old_logprobs_from="loglinear")},
+            {"rollout_correction": methods.Correction(old_logprobs_from="loglinear")},
             "leaves out the pass by which clip_cov",
         ),
         (
             "rloo",
-            {"rollout_correction": methods.CorrectionConfig(old_logprobs_from="loglinear")},
+            {"rollout_correction": methods.Correction(old_logprobs_from="loglinear")},
             "loglinear changes the ratio, which log_likelihood does not have",
         ),
         (
             "grpo",
-            {"rollout_correction": methods.CorrectionConfig(reject_divergence={"token_k4": 1.0})},
+            {"rollout_correction": methods.Correction(reject_divergence={"token_k4": 1.0})},
             "must be one of token_k2",
         ),
         (
             "kl_cov",
-            {"rollout_correction": methods.CorrectionConfig(reject_divergence={"second_moment": 1.0})},
+            {"rollout_correction": methods.Correction(reject_divergence={"second_moment": 1.0})},
             "and so does kl_cov",
         ),
         ("rec", {"clip_mode": "both"}, "clip_mode must be one of none, one_sided"),
@@ -1260,11 +1260,11 @@ def test_a_number_that_is_not_finite_is_refused(number):
         ("grpo", {"normalize": "mean", "advantage": "leave_one_out"}, "mean belongs to advantages group"),
         ("rloo", {"baseline_shift": 0.1}, "baseline_shift belongs to advantage group: got leave_one_out"),
         ("grpo", {"difficulty_low": 0.9, "difficulty_high": 0.1}, "difficulty_low < difficulty_high"),
-        ("rloo", {"kl": methods.KLConfig(coef=0.1, ratio_weighted=True)}, "with which log_likelihood does not compare"),
-        ("reinforce_plus_plus", {"kl": methods.KLConfig(ratio_weighted=True)}, "belongs to place: loss"),
+        ("rloo", {"kl": methods.KL(coef=0.1, ratio_weighted=True)}, "with which log_likelihood does not compare"),
+        ("reinforce_plus_plus", {"kl": methods.KL(ratio_weighted=True)}, "belongs to place: loss"),
         (
             "rloo",
-            {"rollout_correction": methods.CorrectionConfig(old_logprobs_from="engine")},
+            {"rollout_correction": methods.Correction(old_logprobs_from="engine")},
             "which log_likelihood does not have",
         ),
     ],
@@ -1285,9 +1285,11 @@ def test_a_group_of_one_is_refused_where_samples_are_compared():
 
 
 def test_another_surrogate_does_not_take_over_the_row_s_numbers():
-    assert make_objective("dapo").surrogate == make_surrogate("ppo_clip", clip_high=0.28)
-    assert make_objective("dapo", surrogate="cispo").surrogate == make_surrogate("cispo")
-    assert make_objective("gspo", surrogate="cispo", clip_high=0.5).surrogate == make_surrogate("cispo", clip_high=0.5)
+    assert make_objective("dapo").gradient.surrogate == make_surrogate("ppo_clip", clip_high=0.28)
+    assert make_objective("dapo", surrogate="cispo").gradient.surrogate == make_surrogate("cispo")
+    assert make_objective("gspo", surrogate="cispo", clip_high=0.5).gradient.surrogate == make_surrogate(
+        "cispo", clip_high=0.5
+    )
 
 
 USER = """
@@ -1327,19 +1329,19 @@ def test_a_function_of_the_user_s_own_plugs_in_on_every_axis(tmp_path):
         surrogate=f"{path}:linear",
         importance_sampling_level=f"{path}:half",
         aggregate=f"{path}:by_root",
-        kl=methods.KLConfig(estimator=f"{path}:cubic", coef=0.5),
+        kl=methods.KL(estimator=f"{path}:cubic", coef=0.5),
         credit=f"{path}:last_only",
-        rollout_correction=methods.CorrectionConfig(weight=f"{path}:halved", high=1.1),
+        rollout_correction=methods.Correction(weight=f"{path}:halved", high=1.1),
     )
-    assert objective.advantage(scores([1.0, 3.0])).tolist() == [-1.0, 1.0]
+    assert objective.compared(scores([1.0, 3.0])).tolist() == [-1.0, 1.0]
     batch = make_batch()
     found, _ = objective.advantages(batch, scores([1.0, 3.0, 5.0]), torch.ones(3, dtype=torch.bool), Alone())
     assert found.nonzero()[:, 0].tolist() == [4, 14] and found[[4, 8, 14]].tolist() == [-2.0, 0.0, 2.0]
-    batch.loss_weights_T = batch.expand_to_tokens(objective.loss_weights(torch.tensor([3, 3, 3]), 8))
+    batch[Column.LOSS_WEIGHTS] = batch.expand_to_tokens(objective.loss_weights(torch.tensor([3, 3, 3]), 8))
     now = -torch.linspace(0.1, 1.5, 15)
     expected = 0.0
     for t in batch.loss_mask_T.nonzero()[:, 0].tolist():
-        weight = min(math.exp(float(batch.old_logprobs_T[t] - batch.rollout_logprobs_T[t]) / 2), 1.1)
-        gain = weight * float(now[t] - batch.old_logprobs_T[t]) / 2 * float(batch.advantages_T[t])
-        expected -= (gain - 0.5 * abs(float(now[t] - batch.ref_logprobs_T[t])) ** 3) / math.sqrt(3)
+        weight = min(math.exp(float(batch[Column.OLD_LOGPROBS][t] - batch[Column.ROLLOUT_LOGPROBS][t]) / 2), 1.1)
+        gain = weight * float(now[t] - batch[Column.OLD_LOGPROBS][t]) / 2 * float(batch[Column.ADVANTAGES][t])
+        expected -= (gain - 0.5 * abs(float(now[t] - batch[Column.REF_LOGPROBS][t])) ** 3) / math.sqrt(3)
     assert float(objective.loss(now, torch.zeros(15), batch).loss) == pytest.approx(expected, rel=1e-5)

@@ -11,8 +11,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fivefold.algo import make_objective
-from fivefold.config import methods
+from fivefold.algo import methods
+from fivefold.algo.objective import make_objective
+from fivefold.columns import Column
 from fivefold.trainer.models import Models
 from fivefold.types import TokenBatch
 from tests.support.toy import ToyModel
@@ -35,7 +36,7 @@ def logprobs_of(logits: torch.Tensor) -> torch.Tensor:
     return torch.stack([torch.stack([logp[place, token] for place, token in enumerate(response)]) for response in RESPONSES])
 
 
-def gradient(correction: methods.CorrectionConfig, logits, change, advantages, sampled_by, **choices) -> torch.Tensor:
+def gradient(correction: methods.Correction, logits, change, advantages, sampled_by, **choices) -> torch.Tensor:
     """Of the expected objective under samples of `sampled_by`, with the engine's log-probs beside them."""
     logits = logits.clone().requires_grad_()
     now = logprobs_of(logits)
@@ -47,19 +48,19 @@ def gradient(correction: methods.CorrectionConfig, logits, change, advantages, s
         return torch.cat([values.new_zeros(count, 1), values], 1).flatten()
 
     batch = TokenBatch(torch.zeros(3 * count, dtype=torch.long), mask, [3] * count)
-    batch.old_logprobs_T = flat(now.detach())
-    batch.rollout_logprobs_T = flat(engine)
-    batch.advantages_T = flat(advantages[:, None].expand(count, LENGTH))
+    batch[Column.OLD_LOGPROBS] = flat(now.detach())
+    batch[Column.ROLLOUT_LOGPROBS] = flat(engine)
+    batch[Column.ADVANTAGES] = flat(advantages[:, None].expand(count, LENGTH))
     probability = (now.detach() if sampled_by == "trainer" else engine).sum(1).exp()
-    batch.loss_weights_T = flat(probability[:, None].expand(count, LENGTH))
+    batch[Column.LOSS_WEIGHTS] = flat(probability[:, None].expand(count, LENGTH))
     batch.update_tokens = LENGTH * count
-    objective = make_objective("grpo", kl=methods.KLConfig(coef=0.0), rollout_correction=correction, **choices)
+    objective = make_objective("grpo", kl=methods.KL(coef=0.0), rollout_correction=correction, **choices)
     objective.loss(flat(now), torch.zeros(3 * count), batch).loss.backward()
     return -logits.grad
 
 
-def named(name: str, **changes) -> methods.CorrectionConfig:
-    return methods.CorrectionConfig(name=name, **changes)
+def named(name: str, **changes) -> methods.Correction:
+    return methods.Correction(name=name, **changes)
 
 
 CASES = {
@@ -93,7 +94,7 @@ def test_the_engine_s_log_probs_as_old_ones_give_it_too_where_nothing_is_clipped
     logits, change, advantages = setting()
     change[1] = 0
     on_policy = gradient(named("none"), logits, change, advantages, "trainer")
-    old_is_engine = methods.CorrectionConfig(old_logprobs_from="engine")
+    old_is_engine = methods.Correction(old_logprobs_from="engine")
     wide = gradient(old_is_engine, logits, change, advantages, "engine", clip_low=1.0, clip_high=1e9)
     assert torch.allclose(wide[0], on_policy[0], atol=1e-6)
 
@@ -101,7 +102,6 @@ def test_the_engine_s_log_probs_as_old_ones_give_it_too_where_nothing_is_clipped
 @pytest.mark.parametrize("name", CASES)
 def test_the_weights_of_a_known_change_equal_the_closed_form(name):
     """log w = log Z' - log Z - change[token] at each place, Z and Z' being the sums over the vocabulary of both."""
-    from fivefold.algo.correction import Correction
     from fivefold.algo.segments import Segments
 
     logits, change, _ = setting()
@@ -109,10 +109,7 @@ def test_the_weights_of_a_known_change_equal_the_closed_form(name):
     shift = (logits + change).logsumexp(1) - logits.logsumexp(1)
     samples = Segments(torch.ones(LENGTH * len(RESPONSES), dtype=torch.bool), [LENGTH] * len(RESPONSES))
     gap = (logprobs_of(logits) - logprobs_of(logits + change)).flatten()
-    fields = {
-        key: getattr(chosen, key) for key in ("weight", "low", "high", "outside", "reject", "reject_low", "reject_high")
-    }
-    weights, _ = Correction(**fields)(gap, samples)
+    weights, _ = chosen(gap, samples)
     for number, response in enumerate(RESPONSES):
         exact = [torch.exp(shift[place] - change[place, token]).item() for place, token in enumerate(response)]
         if chosen.weight == "sequence":
@@ -135,6 +132,9 @@ def test_the_age_of_a_token_counts_steps_of_several_updates(by_token):
         else ([3, 3, 3, 6, 6, 6], [2 / 3] * 3 + [1 / 2] * 3)
     )
     batch = TokenBatch(torch.zeros(6, dtype=torch.long), torch.ones(6, dtype=torch.bool), [3, 3])
-    batch.version_T = torch.tensor(versions) if by_token else None
-    models.annotate(batch, frozenset({"interpolation_T"}), SimpleNamespace(skipped_N=None, version_N=torch.tensor([3, 6])))
-    assert batch.interpolation_T.tolist() == pytest.approx(ways)
+    if by_token:
+        batch[Column.VERSION] = torch.tensor(versions)
+    models.annotate(
+        batch, frozenset({Column.INTERPOLATION}), SimpleNamespace(skipped_N=None, version_N=torch.tensor([3, 6]))
+    )
+    assert batch[Column.INTERPOLATION].tolist() == pytest.approx(ways)

@@ -10,12 +10,12 @@ from itertools import chain
 import pytest
 import torch
 
-from fivefold.algo import make_objective
 from fivefold.algo.advantages import AdvantageInputs
-from fivefold.algo.process_reward import pair_accuracy
-from fivefold.config.findings import Findings
-from fivefold.config.method_rules import check_method
-from fivefold.config.methods import Choices, ProcessRewardConfig
+from fivefold.algo.methods import Choices, ProcessReward, check_method
+from fivefold.algo.objective import make_objective
+from fivefold.algo.terms.process_reward import pair_accuracy
+from fivefold.columns import Column
+from fivefold.keys.findings import Findings
 from fivefold.types import RolloutStats, TokenBatch
 from tests.support.objectives import Alone
 
@@ -33,7 +33,9 @@ def make_batch() -> TokenBatch:
     lengths = [p + r for p, r in zip(PROMPTS, RESPONSES, strict=True)]
     mask = torch.cat([torch.arange(n) >= p for n, p in zip(lengths, PROMPTS, strict=True)])
     own, ref = -3 * torch.rand(2, sum(lengths), generator=generator)
-    return TokenBatch(torch.arange(sum(lengths)), mask, lengths, prm_logprobs_T=own, prm_ref_logprobs_T=ref)
+    return TokenBatch(
+        torch.arange(sum(lengths)), mask, lengths, columns={Column.PRM_LOGPROBS: own, Column.PRM_REF_LOGPROBS: ref}
+    )
 
 
 def log_ratios(batch: TokenBatch) -> list[list[float]]:
@@ -41,7 +43,7 @@ def log_ratios(batch: TokenBatch) -> list[list[float]]:
     found, start = [], 0
     for length, prompt in zip(batch.lengths_N, PROMPTS, strict=True):
         places = range(start + prompt, start + length)
-        found.append([float(batch.prm_logprobs_T[t]) - float(batch.prm_ref_logprobs_T[t]) for t in places])
+        found.append([float(batch[Column.PRM_LOGPROBS][t]) - float(batch[Column.PRM_REF_LOGPROBS][t]) for t in places])
         start += length
     return found
 
@@ -89,7 +91,7 @@ def advantages_of(batch: TokenBatch, objective, replicas=None, rows=None, reward
 @pytest.mark.parametrize("granularity", ["token", "response"])
 def test_advantages_equal_the_loop_over_tokens_and_other_responses(granularity, normalize):
     batch, chosen = make_batch(), {"coef": 3.0, "outcome_coef": 2.0, "beta": 0.2}
-    process = ProcessRewardConfig(granularity=granularity, normalize=normalize, **chosen)
+    process = ProcessReward(granularity=granularity, normalize=normalize, **chosen)
     objective = make_objective("prime", gamma=0.9, whiten=False, process_reward=process)
     rewards = token_rewards(log_ratios(batch), 0.2, granularity, normalize)
     expected = expected_advantages(rewards, REWARDS, 3.0, 2.0, granularity, 0.9)
@@ -114,8 +116,10 @@ def test_the_method_s_advantages_have_the_numbers_of_the_paper_s_code():
 def test_two_responses_by_hand():
     """Log-ratios (2, 4, 6) and (1, 1): with β 0.5 the first two tokens of one have 1 and 2, the first of the other 0.5."""
     batch = TokenBatch(torch.arange(7), torch.tensor([False, True, True, True, False, True, True]), [4, 3])
-    batch = replace(batch, prm_logprobs_T=torch.tensor([9.0, 2, 4, 6, 9, 1, 1]), prm_ref_logprobs_T=torch.zeros(7))
-    process = ProcessRewardConfig(coef=1.0, outcome_coef=1.0, beta=0.5, normalize="none")
+    batch = batch.with_columns(
+        {Column.PRM_LOGPROBS: torch.tensor([9.0, 2, 4, 6, 9, 1, 1]), Column.PRM_REF_LOGPROBS: torch.zeros(7)}
+    )
+    process = ProcessReward(coef=1.0, outcome_coef=1.0, beta=0.5, normalize="none")
     objective = make_objective("prime", whiten=False, process_reward=process)
     inputs = AdvantageInputs(torch.tensor([1.0, 0.0]), torch.zeros(2, dtype=torch.long), torch.tensor([3, 2]))
     found_T, _ = objective.advantages(batch, inputs, torch.tensor([True, True]), Alone())
@@ -184,7 +188,7 @@ CUTS = [[[0, 1, 2, 3, 4, 5]], [[3, 0], [], [5, 1], [2, 4]]]
 @pytest.mark.parametrize("target", ["correct", "reward"])
 def test_the_model_s_loss_and_its_gradient_equal_the_loop_for_every_cut(loss, target, cut):
     batch, stats, beta = make_batch(), stats_of(), 0.7
-    config = ProcessRewardConfig(loss=loss, target=target, beta=beta, update="after" if loss == "dpo" else "before")
+    config = ProcessReward(loss=loss, target=target, beta=beta, update="after" if loss == "dpo" else "before")
     process = make_objective("prime", process_reward=config).process
     outcomes = CORRECT if target == "correct" else REWARDS
     before = [beta * sum(own) for own in log_ratios(batch)]
@@ -195,7 +199,7 @@ def test_the_model_s_loss_and_its_gradient_equal_the_loop_for_every_cut(loss, ta
     x = now.detach().double().requires_grad_()
     expected, start, right = torch.zeros((), dtype=torch.float64), 0, 0
     for i, (length, prompt) in enumerate(zip(batch.lengths_N, PROMPTS, strict=True)):
-        score = beta * sum(x[t] - float(batch.prm_ref_logprobs_T[t]) for t in range(start + prompt, start + length))
+        score = beta * sum(x[t] - float(batch[Column.PRM_REF_LOGPROBS][t]) for t in range(start + prompt, start + length))
         y = outcomes[i]
         if loss == "ce":
             p = 1 / (1 + torch.exp(-score))
@@ -211,7 +215,7 @@ def test_the_model_s_loss_and_its_gradient_equal_the_loop_for_every_cut(loss, ta
         start += length
     expected.backward()
 
-    loss_fn = process.loss_of(process.targets(stats), stats.group_N, scores_N, samples=6)
+    loss_fn = process.model_loss(process.targets(stats), stats.group_N, scores_N, samples=6)
     total, accuracy = torch.zeros((), dtype=torch.float64), 0.0
     for samples in cut:
         index = batch.token_index(samples)
@@ -226,7 +230,7 @@ def test_the_model_s_loss_and_its_gradient_equal_the_loop_for_every_cut(loss, ta
 
 
 def test_a_reward_that_is_no_probability_is_no_target():
-    process = make_objective("prime", process_reward=ProcessRewardConfig(target="reward")).process
+    process = make_objective("prime", process_reward=ProcessReward(target="reward")).process
     with pytest.raises(RuntimeError, match=r"between 0 and 1.*got 1\.5"):
         process.targets(stats_of([0.0, 1.5, 0, 0, 0, 0]))
 
@@ -243,10 +247,10 @@ def test_the_share_of_pairs_in_the_right_order():
 @pytest.mark.parametrize(
     ("name", "choices", "group_size", "told"),
     [
-        ("sft", {"process_reward": ProcessRewardConfig(coef=1.0)}, 1, "sft does not sample"),
-        ("grpo", {"process_reward": ProcessRewardConfig(coef=1.0)}, 4, "credit: response gives all tokens the same"),
+        ("sft", {"process_reward": ProcessReward(coef=1.0)}, 1, "sft does not sample"),
+        ("grpo", {"process_reward": ProcessReward(coef=1.0)}, 4, "credit: response gives all tokens the same"),
         ("prime", {}, 1, "group_size is 1"),
-        ("prime", {"process_reward": ProcessRewardConfig(loss="dpo")}, 4, "write update: after"),
+        ("prime", {"process_reward": ProcessReward(loss="dpo")}, 4, "write update: after"),
     ],
 )
 def test_choices_that_make_no_sense_are_refused(name, choices, group_size, told):
@@ -257,14 +261,14 @@ def test_choices_that_make_no_sense_are_refused(name, choices, group_size, told)
 
 def test_what_changes_nothing_without_the_model_is_reported():
     findings = Findings(section="algorithm")
-    check_method(findings, "grpo", Choices(process_reward=ProcessRewardConfig(beta=0.1)), 4)
+    check_method(findings, "grpo", Choices(process_reward=ProcessReward(beta=0.1)), 4)
     assert findings.ignored == [("algorithm.process_reward", "its coef is 0: there is no process reward model")]
 
 
 def test_ppo_may_have_process_rewards_in_its_returns():
     """GAE with γ = λ = 1 and values of 0 gives the returns themselves."""
-    batch = replace(make_batch(), values_T=torch.zeros(len(make_batch().token_ids_T)))
-    process = ProcessRewardConfig(coef=2.0, outcome_coef=1.0)
+    batch = make_batch().with_columns({Column.VALUES: torch.zeros(len(make_batch().token_ids_T))})
+    process = ProcessReward(coef=2.0, outcome_coef=1.0)
     found_T = advantages_of(batch, make_objective("ppo", whiten=False, process_reward=process))
     rewards = token_rewards(log_ratios(batch), 0.05, "token", "step")
     expected = [

@@ -13,7 +13,8 @@ import torch.nn.functional as F
 
 from fivefold.calibration import calibrate, machine
 from fivefold.calibration.profile import OTHERS, seconds_by_kind
-from fivefold.plan.efficiency import Efficiencies, Rate, known_rates, load_rates, read_calibration
+from fivefold.plan.efficiency import Efficiencies, known_rates, load_rates, read_calibration
+from fivefold.plan.measured import Rate
 from tests.support.commands import gone, program, wait_for
 
 

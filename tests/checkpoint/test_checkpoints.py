@@ -35,6 +35,13 @@ def test_only_the_newest_are_kept_and_latest_names_the_last(tmp_path):
     assert checkpoints.latest(print) == path
 
 
+def test_the_state_that_an_earlier_version_wrote_is_read(tmp_path):
+    path = write(Checkpoints(tmp_path, keep=1), 1)
+    earlier = {**json.loads((path / "state.json").read_text()), "reward_mean": 0.5}
+    (path / "state.json").write_text(json.dumps(earlier))
+    assert RunState.read(path) == state(1)
+
+
 def test_a_write_that_fails_leaves_what_was_there(tmp_path):
     checkpoints = Checkpoints(tmp_path, keep=1)
     good = write(checkpoints, 1)
@@ -299,7 +306,7 @@ def test_rows_that_cannot_be_read_are_named_and_kept_next_to_the_others(tmp_path
     assert beside.read_text().split("\n")[:-1] == [*damaged, "again"] and ": line 7 must be" in said[1]
 
 
-def test_a_kill_while_newer_checkpoints_are_moved_leaves_the_older_one_to_resume_from(tmp_path, monkeypatch):
+def test_a_kill_while_newer_checkpoints_are_moved_keeps_the_older_one_to_resume_from(tmp_path, monkeypatch):
     checkpoints = Checkpoints(tmp_path, keep=9)
     for step in (1, 2, 3, 4):
         write(checkpoints, step)

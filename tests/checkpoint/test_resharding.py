@@ -15,6 +15,7 @@ from safetensors import safe_open
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from fivefold.columns import Column
 from fivefold.config.learners import MegatronConfig
 from tests.support.layout_cases import VPP2, Case
 from tests.support.two_steps import LENGTHS, OBJECTIVE, POLICY, ROUTER, whole_batch
@@ -95,7 +96,7 @@ def train_and_save(mesh, directory: Path, case: Case, path: Path):
     own = mesh.ranks.shard_of_replica(range(len(LENGTHS)))
     mine = whole_batch().select(own)
     base = model.forward(mine)
-    mine = replace(mine, old_logprobs_T=base + mine.old_logprobs_T)
+    mine = mine.with_columns({Column.OLD_LOGPROBS: base + mine[Column.OLD_LOGPROBS]})
     for _ in range(2):
         model.train_step(mine, OBJECTIVE.loss)
     model.save(path)

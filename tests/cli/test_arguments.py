@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import yaml
 
 from fivefold import cli
-from fivefold.config import load_config
+from fivefold.config import load_config, restore
 
 
 def said(capsys, *arguments: str) -> list[str]:
@@ -64,10 +66,10 @@ def test_a_file_may_have_an_equals_sign_in_its_name(tmp_path, capsys):
 
 
 def test_ranks_read_the_run_that_the_command_line_describes(tmp_path, monkeypatch):
-    """As the same keys in a file, which is how a file's overrides are read."""
+    """The same keys in a file describe the same run."""
     started = []
     monkeypatch.setattr("fivefold.cli._show_check", lambda config, quiet: True)
-    monkeypatch.setattr("fivefold.launch.start.start", lambda words, config: started.append((words, config)) or 0)
+    monkeypatch.setattr("fivefold.launch.local.spawn", lambda words, *others: started.append(words) or 0)
     keys = {
         "model.path": "m",
         "data.train": "[a.jsonl, b.jsonl]",
@@ -75,8 +77,7 @@ def test_ranks_read_the_run_that_the_command_line_describes(tmp_path, monkeypatc
         "trainer.run_dir": str(tmp_path / "run"),
     }
     assert cli.main(["train", *(f"{key}={value}" for key, value in keys.items())]) == 0
-    [(words, config)] = started
-    assert words[0] == "train" and len(words) == 2
+    [(module, requested)] = started
     nested = {
         "model": {"path": "m"},
         "data": {"train": ["a.jsonl", "b.jsonl"]},
@@ -84,4 +85,9 @@ def test_ranks_read_the_run_that_the_command_line_describes(tmp_path, monkeypatc
         "trainer": {"run_dir": str(tmp_path / "run")},
     }
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(nested))
-    assert load_config(words[1]) == config == load_config(tmp_path / "run.yaml")
+    described = load_config(tmp_path / "run.yaml")
+    assert module == "fivefold.launch.rank"
+    # The command has checked and translated the run. Ranks only read it.
+    for done in ("validate", "translate", "override"):
+        monkeypatch.delattr(f"fivefold.config.loader.{done}")
+    assert restore(Path(requested)) == described

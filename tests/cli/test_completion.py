@@ -13,9 +13,9 @@ import time
 import pytest
 
 from fivefold import cli
+from fivefold.algo.methods import METHODS
 from fivefold.commands.completion import keys
 from fivefold.config import ConfigError, load_config
-from fivefold.config.methods import METHODS
 from tests.support.commands import LONGEST
 
 
@@ -47,7 +47,8 @@ def complete(script, line: str, breaks: str = " \t\n\"'><=;|&(:", directory: obj
 
 
 def test_subcommands_options_and_their_values(script):
-    assert {"train", "check", "init", "doctor", "export", "--version"} <= set(complete(script, "fivefold "))
+    assert {"train", "check", "init", "doctor", "export"} <= set(complete(script, "fivefold "))
+    assert "--version" in complete(script, "fivefold --")
     assert complete(script, "fivefold exp") == ["export"]
     assert complete(script, "fivefold export run out --mod") == ["--model"]
     assert complete(script, "fivefold export run out --model ") == ["policy", "critic", "prm"]
@@ -62,6 +63,7 @@ def test_keys_and_their_values(script, tmp_path):
     assert complete(script, "fivefold check algorithm.name=gr", breaks=" \t\n") == ["algorithm.name=grpo"]
     assert complete(script, "fivefold train policy.offload.parameters=") == ["true", "false"]
     assert complete(script, "fivefold train engine.mode=i") == ["in_process"]
+    assert complete(script, "fivefold train run.yaml trainer.steps=1 engine.mode=i") == ["in_process"]
     assert complete(script, "fivefold report algorithm.nam", directory=tmp_path) == []
 
 
@@ -130,11 +132,15 @@ def zsh(directory, line: str, source: str) -> str:
 
 COMPLETED = [
     ("fivefold exp\t", "fivefold export "),
-    ("fivefold export run out --mod\tp\t", "fivefold export run out --model policy "),
+    ("fivefold export run out --mod\tc\t", "fivefold export run out --model critic "),
     ("fivefold export run out --to meg\t", "fivefold export run out --to megatron "),
     ("fivefold data gs\t", "fivefold data gsm8k "),
     # A key is not over where its name is, and has values of its own.
     ("fivefold train run.yaml algorithm.nam\tgr\t", "fivefold train run.yaml algorithm.name=grpo "),
+    (
+        "fivefold train run.yaml trainer.steps=1 algorithm.nam\tgr\t",
+        "fivefold train run.yaml trainer.steps=1 algorithm.name=grpo ",
+    ),
     ("fivefold train policy.offload.parameters=t\t", "fivefold train policy.offload.parameters=true "),
     ("fivefold train my\t", r"fivefold train my\ run.yaml "),
     ("fivefold train data.train=ro\t", "fivefold train data.train=rows.jsonl "),
@@ -148,7 +154,7 @@ def test_zsh_completes_what_is_typed(tmp_path, line):
     (tmp_path / "script").write_text(written("zsh"))
     (tmp_path / "my run.yaml").touch()
     (tmp_path / "rows.jsonl").touch()
-    assert zsh(tmp_path, line[0], "source ./script") == line[1]
+    assert zsh(tmp_path, line[0], 'eval "$(< ./script)"') == line[1]
 
 
 @needs("zsh")
@@ -176,7 +182,7 @@ def test_fish_completes_what_is_typed(tmp_path):
     assert {"train", "check", "init", "doctor", "export"} <= set(fish(tmp_path, "fivefold "))
     assert fish(tmp_path, "fivefold exp") == ["export"]
     assert fish(tmp_path, "fivefold export run out --mod") == ["--model"]
-    assert sorted(fish(tmp_path, "fivefold export run out --model ")) == ["critic", "policy"]
+    assert sorted(fish(tmp_path, "fivefold export run out --model ")) == ["critic", "policy", "prm"]
     assert fish(tmp_path, "fivefold export run out --to meg") == ["megatron"]
     assert fish(tmp_path, "fivefold data gs") == ["gsm8k"]
     assert set(fish(tmp_path, "fivefold check algorithm.name=")) == {f"algorithm.name={name}" for name in METHODS}
@@ -186,6 +192,7 @@ def test_fish_completes_what_is_typed(tmp_path):
         "policy.offload.parameters=false",
         "policy.offload.parameters=true",
     ]
+    assert fish(tmp_path, "fivefold train run.yaml trainer.steps=1 engine.mode=i") == ["engine.mode=in_process"]
     assert fish(tmp_path, "fivefold train my") == ["my run.yaml"]
     assert fish(tmp_path, "fivefold train data.train=ro") == ["data.train=rows.jsonl"]
     assert fish(tmp_path, "fivefold report algorithm.nam") == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import errno
 import json
 from pathlib import Path
@@ -10,9 +11,9 @@ import pytest
 
 from fivefold import cli
 from fivefold.config import load_config
-from fivefold.config.ranges import within
 from fivefold.errors import describe_error, sentence_of
 from fivefold.files import read_json
+from fivefold.keys.ranges import within
 
 
 def caught(action) -> BaseException:
@@ -39,7 +40,7 @@ def lost_connection() -> None:
         (lambda: Path("/none").read_text(), "/none: No such file or directory"),
         (full_disk, "the disk: No space left on device"),
         (lambda: int("x"), None),
-        # Within this package, but not by a `raise` of it.
+        # Within this package, but not its refusal.
         (lambda: within("[a, b]"), None),
         (lambda: json.loads("{"), None),
         (lambda: {}["absent"], None),
@@ -51,6 +52,34 @@ def test_a_sentence_is_for_what_this_package_or_the_system_refused(action, says)
     error = caught(action)
     assert sentence_of(error) == says
     assert ("Traceback" in describe_error(error)) is (says is None)
+
+
+PLAIN_ERRORS = {
+    "fivefold/engines/servers/cuda_memory.py": "the caller has to know that torch has loaded CUDA",
+    "fivefold/engines/servers/request_router.py": "a server breaks the protocol of this package",
+    "fivefold/engines/transformers.py": "two tables of a model's tensors differ",
+    "fivefold/megatron/mesh.py": "two threads call models at once",
+    "fivefold/megatron/sharded_files.py": "caught in the same function",
+    "fivefold/reward/code/plain.py": "caught where the answer of a program is read",
+    "fivefold/reward/messages.py": "caught where the answer of a process is read",
+    "fivefold/reward/tagged.py": "caught in the calling function",
+    "fivefold/rollout/staleness.py": "the engine used weights that the bound does not admit",
+    "fivefold/types.py": "a column is set with another type or shape",
+    "fivefold_dialects/shell_words.py": "caught in the same function",
+}
+"""Modules that raise ValueError or RuntimeError itself: a fault of the program, or an error that is always caught."""
+
+
+def raises_bare_errors(path: Path) -> bool:
+    """Whether a module raises ValueError or RuntimeError with a message; argparse's converters have none."""
+    raised = (node.exc for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Raise))
+    return any(isinstance(each, ast.Call) and ast.unparse(each.func) in ("ValueError", "RuntimeError") for each in raised)
+
+
+def test_what_a_user_can_cause_is_raised_as_an_error_of_the_user():
+    root = Path(cli.__file__).parents[1]
+    paths = root.glob("fivefold*/**/*.py")
+    assert {str(path.relative_to(root)) for path in paths if raises_bare_errors(path)} == set(PLAIN_ERRORS)
 
 
 ARITHMETIC = ["data", "arithmetic", "--out", "{tmp}/sums"]

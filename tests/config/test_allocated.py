@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from fivefold.config import ConfigError, RunConfig, dump_yaml, load_config
+from fivefold.config import ConfigError, RunConfig, dump_yaml, load_config, make_config
 
 
 def made(allocation: str, **sections) -> RunConfig:
-    return RunConfig.of(model={"path": "m"}, launch={"allocation": allocation}, **sections)
+    return make_config(model={"path": "m"}, launch={"allocation": allocation}, **sections)
 
 
 @pytest.mark.parametrize(
@@ -54,11 +54,11 @@ def test_models_that_stand_apart_have_the_ranks_behind_the_policy_s(text, spans)
     ("text", "says"),
     [
         ("vllm:d2+sglang:d2", "engine.backend is set twice, by vllm:d2t1p1 and sglang:d2t1p1"),
-        ("vllm:d2+megatron[boss]:d2", "no role is called 'boss'; known: actor, policy, ref,"),
+        ("vllm:d2+megatron[boss]:d2", "no role is called 'boss'; known: reference, policy, critic,"),
         ("vllm[actor]:d2+megatron:d2", "actor is no engine: got vllm[actor]:d2"),
         ("megatron[critic]:d2+megatron[ref]:d2", "name its layout too, megatron[actor]:..."),
         ("megatron[actor]:d2+megatron[ref]:d2|vllm[rollout]:d2", "the engine shares the policy's ranks or has devices"),
-        ("vllm:d2|megatron:d2", "behind a | each layout needs a name in brackets"),
+        ("vllm:d2|megatron:d2", "after a | each layout needs a name in brackets"),
         ("vllm:d2|megatron[actor]:d4", "layouts joined by | share their ranks"),
         ("vlm:d2", "unknown backend 'vlm'"),
         ("", "a layout names its backend before a colon"),
@@ -138,10 +138,10 @@ def test_a_section_that_is_none_is_refused_as_such(policy):
 def test_ranks_that_cannot_be_shared_so_are_refused(sections, says):
     given = {"policy": {"backend": "megatron:d2"}, "algorithm": {"name": "ppo", "kl": {"coef": 0.1}}}
     with pytest.raises(ConfigError) as refused:
-        RunConfig.of(model={"path": "m"}, **given, **sections)
+        make_config(model={"path": "m"}, **given, **sections)
     assert says in str(refused.value), str(refused.value)
 
 
 def test_ranks_of_a_model_that_the_run_does_not_have_are_not_there():
-    config = RunConfig.of(model={"path": "m"}, reference={"first_rank": 1}, algorithm={"name": "grpo", "kl": {"coef": 0}})
+    config = make_config(model={"path": "m"}, reference={"first_rank": 1}, algorithm={"name": "grpo", "kl": {"coef": 0}})
     assert config.roles.world_size == 1

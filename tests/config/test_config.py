@@ -11,9 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from fivefold.config import ConfigError, dialects, dump_yaml, load_config, make_config, methods
+from fivefold.algo import methods
+from fivefold.algo.choices import PARTS
+from fivefold.config import ConfigError, dump_yaml, load_config, make_config
+from fivefold.config.dialect import Translation
 from fivefold.config.loader import read, translate
 from fivefold.config.validate import validate
+from fivefold.keys.ranges import NameOrCode, _rules
 from fivefold.user_code import load_user_code
 from tests.support.commands import fivefold, program, python, with_cpu_seconds
 from tests.support.tiny_models import make_tokenizer
@@ -102,7 +106,7 @@ def test_how_the_loss_is_scaled_is_said_to_be_without_effect_but_in_float16(tmp_
         assert ("policy.megatron.optimizer.initial_loss_scale" in ignored) == expected
 
 
-def test_estimates_of_old_log_probs_are_said_to_be_the_engine_s_where_no_token_is_older_than_a_step(tmp_path):
+def test_estimated_old_log_probs_are_reported_as_the_engine_s_within_one_step(tmp_path):
     for steps, expected in (("1", True), ("2", False)):
         words = ["algorithm.rollout_correction.old_logprobs_from=loglinear", f"rollout.max_staleness={steps}"]
         notes = validate(load_config(write(tmp_path, GOOD), words)).notes
@@ -117,7 +121,9 @@ def test_a_method_that_samples_within_the_step_is_refused_ahead_of_it(tmp_path, 
 
 def test_no_rule_looks_for_a_name_that_the_tables_of_methods_lack():
     """A comparison with a name that is no row never holds, and the type checker does not see it: names are any text."""
-    axes = {axis.rpartition(".")[2]: set(known) for axis, known in methods.NAMES.items()}
+    hints = [item for part in PARTS for item in typing.get_type_hints(part, include_extras=True).items()]
+    axes = {name: set(rule.names) for name, hint in hints for rule in _rules(hint) if isinstance(rule, NameOrCode)}
+    assert len(axes) == 9
     for path in Path(methods.__file__).parents[1].rglob("*.py"):
         compared = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Compare)]
         for axis, node in ((node.left.attr, node) for node in compared if isinstance(node.left, ast.Attribute)):
@@ -313,7 +319,7 @@ def test_a_function_that_other_processes_cannot_load_is_refused(user_module, nam
 
 
 DIALECT = """
-from fivefold.config.dialects import Translation
+from fivefold.config.dialect import Translation
 
 NAMES = {"actor.lr": "policy.optimizer.lr", "model_path": "model.path"}
 
@@ -331,9 +337,13 @@ def translate(tree, overrides):
 """
 
 
-def test_a_dialect_is_one_file(tmp_path, monkeypatch):
+def test_a_dialect_is_one_file_that_an_entry_point_names(tmp_path, monkeypatch):
     (tmp_path / "elsewhere.py").write_text(DIALECT)
-    monkeypatch.setattr(dialects, "__path__", [*dialects.__path__, str(tmp_path)])
+    installed = tmp_path / "elsewhere-1.dist-info"
+    installed.mkdir()
+    (installed / "METADATA").write_text("Name: elsewhere\nVersion: 1\n")
+    (installed / "entry_points.txt").write_text("[fivefold.dialects]\nelsewhere = elsewhere:translate\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
     path = write(tmp_path, "model_path: m\nactor.lr: 1e-5\nuse_magic: true\n")
     config = load_config(path, ["actor.lr=3e-5"], dialect="elsewhere")
     assert (config.model.path, config.policy.optimizer.lr) == ("m", 3e-5)
@@ -349,7 +359,7 @@ def test_a_dialect_is_one_file(tmp_path, monkeypatch):
 
 def test_a_dialect_may_be_a_function(tmp_path):
     def translate(tree, overrides):
-        return dialects.Translation({"model": {"path": tree["path"]}}, ["trainer.steps=3", *overrides])
+        return Translation({"model": {"path": tree["path"]}}, ["trainer.steps=3", *overrides])
 
     config = load_config(write(tmp_path, "path: m"), ["trainer.keep=2"], dialect=translate)
     assert (config.model.path, config.trainer.steps, config.trainer.keep) == ("m", 3, 2)
@@ -394,10 +404,10 @@ def test_check_answers_without_torch_and_sooner_than_its_import(tmp_path, models
 
 
 def test_every_number_has_its_range_on_its_field():
-    """The parameters of surrogates have theirs in the surrogate's row."""
-    from fivefold.config.methods import SURROGATES
-    from fivefold.config.ranges import Range, _rules
-    from fivefold.config.schema import RunConfig
+    """The parameters of surrogates have theirs on the surrogate's class."""
+    from fivefold.algo.surrogates import SURROGATES
+    from fivefold.config import RunConfig
+    from fivefold.keys.ranges import Range
 
     def is_number(hint) -> bool:
         return hint in (int, float) or any(map(is_number, typing.get_args(hint)))
@@ -414,5 +424,22 @@ def test_every_number_has_its_range_on_its_field():
         return found
 
     # Keys of a mapping have none: ids of tokens are compared with the model's vocabulary.
-    numbers = {key for row in SURROGATES.values() for key, its in row.parameters.items() if isinstance(its.range, Range)}
+    numbers = {key for row in SURROGATES.values() for key in row.parameters() if isinstance(row.range_of(key), Range)}
     assert set(without(RunConfig, "")) == {f"algorithm.{name}" for name in numbers}
+
+
+def test_at_most_five_files_besides_build_and_plan_take_a_whole_configuration():
+    root = Path(importlib.import_module("fivefold").__path__[0])
+
+    def takes_all(function: ast.FunctionDef) -> bool:
+        every = (*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs)
+        return any("RunConfig" in ast.unparse(each.annotation) for each in every if each.annotation is not None)
+
+    files = {
+        str(path.relative_to(root))
+        for path in root.rglob("*.py")
+        if path.relative_to(root).parts[0] not in ("config", "plan", "build.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef) and takes_all(node)
+    }
+    assert files and len(files) <= 5, files

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from fivefold.config import RunConfig
+from fivefold.config import RunConfig, make_config
 from fivefold.config.engine import RolloutConfig
 from fivefold.config.gpus import GPUS
 from fivefold.config.loader import ConfigError
@@ -103,7 +103,7 @@ def files(tmp_path_factory) -> Path:
 
 
 def config(files: Path, policy: str = "megatron:t2", model: str = "qwen3", **engine) -> RunConfig:
-    return RunConfig.of(
+    return make_config(
         model={"path": str(files / model)},
         policy={"backend": policy},
         engine=engine,
@@ -341,14 +341,16 @@ def test_a_url_where_nobody_or_somebody_else_answers_is_refused(files):
         urls = [here, f"http://127.0.0.1:{free_port()}", "localhost:8000", f"{here}/polite", "http://a:b"]
         stranger, nobody, unknown, polite, nonsense = check(config(files, backend="vllm", url=urls)).errors
         server.shutdown()
-    assert f"engine.url: {urls[3]} is no server that takes weights (it answers with 200)" in polite
+    assert f"engine.url: {urls[3]} is not a server that takes weights (it answers with 200)" in polite
     assert "engine.url: http://a:b does not answer (InvalidURL)" in nonsense
-    assert f"engine.url: {urls[0]} is no server that takes weights (it answers with 404); start it by python -m" in stranger
+    assert (
+        f"engine.url: {urls[0]} is not a server that takes weights (it answers with 404); start it by python -m" in stranger
+    )
     assert f"engine.url: {urls[1]} does not answer (ConnectError); start a server there: python -m" in nobody
     assert unknown == "engine.url must be http://host:port: got 'localhost:8000'"
 
 
-def test_what_servers_that_run_already_were_started_with_is_said_to_be_without_effect(files):
+def test_options_of_servers_that_run_already_are_reported_as_without_effect(files):
     given = {"backend": "vllm", "url": [f"http://127.0.0.1:{free_port()}"], "memory_fraction": 0.7, "vllm": {"a": 1}}
     ignored = dict(check(config(files, **given)).ignored)
     for key in ("engine.memory_fraction", "engine.vllm"):
@@ -554,10 +556,10 @@ def test_servers_apart_may_sample_ahead_of_the_trainer_on_gpus(files, vllm):
         "data": {"train": [str(files / "rows.jsonl")], "max_prompt_tokens": 32, "max_response_tokens": 32},
         "rollout": {"max_staleness": 2},
     }
-    made = RunConfig.of(**given, engine={"backend": "vllm:t2", "placement": "apart"})
+    made = make_config(**given, engine={"backend": "vllm:t2", "placement": "apart"})
     assert made.engine.sleep
     with pytest.raises(ConfigError, match=r"rollout.max_staleness must be 0 .* engine.placement: apart"):
-        RunConfig.of(**given, engine={"backend": "vllm:t2", "mode": "server"})
+        make_config(**given, engine={"backend": "vllm:t2", "mode": "server"})
 
 
 @pytest.mark.parametrize(
@@ -572,14 +574,14 @@ def test_servers_apart_may_sample_ahead_of_the_trainer_on_gpus(files, vllm):
         ("logprobs: list", {}, ["."], False),
     ],
 )
-def test_responses_with_stop_strings_go_on_under_new_weights_where_vllm_need_not_be_asked_anew(
+def test_interrupt_continue_with_stop_strings_needs_a_vllm_that_continues_requests(
     files, vllm, tmp_path, declares, rollout, stop, is_refused
 ):
     vllm("0.26.0")
     (tmp_path / "vllm" / "outputs.py").write_text(f"class CompletionOutput:\n    {declares}\n")
     given = config(files, backend="vllm:t2", placement="apart", sampling={"stop": stop})
     says = (
-        "rollout.interrupt: continue with engine.sampling.stop needs vLLM 0.32: older ones are asked anew for the rest of "
+        "rollout.interrupt: continue with engine.sampling.stop needs vLLM 0.32: older ones get a second request for the rest of "
         "responses and see no stop string that begins before; 0.26.0 is installed: finish or abort"
     )
     assert check(replace(given, rollout=RolloutConfig(**rollout))).errors == [says] * is_refused

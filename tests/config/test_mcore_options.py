@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from fivefold.config import mcore_options
-from fivefold.config.findings import Findings
 from fivefold.config.learners import MegatronConfig
 from fivefold.config.mcore_options import PIPELINE, Options
+from fivefold.keys.findings import Findings
 from fivefold.layout import ParallelLayout, PipelineSplit
 from tests.support.cluster import Together
 from tests.support.layout_cases import VPP2
@@ -134,7 +134,7 @@ def test_what_changes_nothing_is_reported_and_not_passed_on():
 
 def test_options_are_checked_without_torch():
     code = (
-        "import sys; from fivefold.config.mcore_options import Options; from fivefold.config.findings import Findings;"
+        "import sys; from fivefold.config.mcore_options import Options; from fivefold.keys.findings import Findings;"
         "found = Findings(); Options({'fp8': 'hybrid'}, {}, {}, {}).check(found); assert found.errors; assert 'torch' not in sys.modules and 'megatron' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from fivefold.config.findings import Findings
 from fivefold.config.packages import EXTRAS, KERNELS, TRACKERS, import_fault, missing_packages, slower_paths
+from fivefold.keys.findings import Findings
 from fivefold.plan.check import _check_launch
 from tests.plan.test_fit import config
 
@@ -25,7 +25,7 @@ def broken_packages(directory: Path, *names: str) -> None:
         (directory / name.replace(".", "/") / "__init__.py").write_text(BROKEN)
 
 
-def test_a_package_whose_import_fails_is_named_with_what_it_lacks_and_not_imported_here(tmp_path: Path, monkeypatch):
+def test_a_package_whose_import_fails_is_named_with_the_reason_and_not_imported_here(tmp_path: Path, monkeypatch):
     broken_packages(tmp_path, "broken_package", "outer_package.inner")
     (tmp_path / "whole_package.py").touch()
     (tmp_path / "ended_package.py").write_text("import os, sys; print('x'); os.kill(os.getpid(), 9)")
@@ -72,6 +72,6 @@ def test_check_names_the_slower_path_of_a_broken_package(tmp_path: Path, monkeyp
     monkeypatch.syspath_prepend(tmp_path)
     made = config(trainer={"device": "cuda"})
     findings = Findings()
-    _check_launch(findings.at("launch"), made)
+    _check_launch(findings.at("launch"), made.launch, made.trainer.device)
     notes = [note for note in findings.notes if "a_library_that_is_not_there" in note]
     assert len(notes) == 2 and all("slower" in note or "PyTorch" in note for note in notes)

@@ -27,6 +27,28 @@ except ValueError as error:
 """
 
 
+FLIPPED = """
+import sys
+from pathlib import Path
+import pyarrow, pyarrow.parquet
+from fivefold.data.rows import read_rows
+
+path = Path(sys.argv[1])
+whole = path.read_bytes()
+counts = {"read": 0, "refused": 0}
+for place in range(len(whole)):
+    for change in (1, 128):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ change]) + whole[place + 1 :])
+        try:
+            list(read_rows(path))
+            counts["read"] += 1
+        except ValueError as error:
+            assert str(path) in str(error), error
+            counts["refused"] += 1
+print(counts["read"] > 0 and counts["refused"] > 0)
+"""
+
+
 def read_with_3_gib(path) -> str:
     done = subprocess.run(
         [sys.executable, "-c", LIMITED, str(path)], capture_output=True, text=True, timeout=300, check=False
@@ -41,6 +63,17 @@ def test_a_small_parquet_file_that_unpacks_to_gigabytes_is_refused_by_row(tmp_pa
     pq.write_table(pa.table({"prompt": large}), path, compression="zstd", store_schema=False)
     assert path.stat().st_size < 10_000
     assert read_with_3_gib(path) == f"{path}, row 2: a row must take at most 16 MiB: it unpacks to 48 MiB"
+
+
+def test_a_parquet_file_with_a_flipped_bit_is_read_or_refused_by_its_name(tmp_path):
+    """Pyarrow ends the process where it is asked for the sizes of a column whose statistics are damaged."""
+    path = tmp_path / "flipped.parquet"
+    rows = [{"prompt": [{"role": "user", "content": f"{n}+1="}], "ground_truth": str(n + 1)} for n in range(4)]
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    done = subprocess.run(
+        [sys.executable, "-c", FLIPPED, str(path)], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, "True\n"), done.stderr[-2000:]
 
 
 def test_a_line_of_a_gigabyte_is_refused_by_its_number(tmp_path):
@@ -58,7 +91,7 @@ def test_a_line_of_a_gigabyte_is_refused_by_its_number(tmp_path):
 def test_a_row_that_has_a_key_twice_is_refused_by_its_number(tmp_path, line):
     path = tmp_path / "twice.jsonl"
     path.write_text('{"prompt": "a"}\n' + line + "\n")
-    with pytest.raises(ValueError, match=r"twice.jsonl, line 2 is not JSON: the key '(prompt|x)' is there twice"):
+    with pytest.raises(ValueError, match=r"twice.jsonl, line 2 is not JSON: the key '(prompt|x)' is given twice"):
         list(read_rows(path))
 
 

@@ -9,13 +9,13 @@ import pyarrow.parquet
 import pytest
 
 from fivefold.config import ConfigError, make_config
-from fivefold.config.findings import Findings
 from fivefold.data.light_tokenizer import LightTokenizer
 from fivefold.data.prepare import prepare
 from fivefold.data.prompt_loader import PromptLoader
 from fivefold.data.prompts import Reading, load_prompts, render
 from fivefold.data.rows import Columns, count_rows, read_rows
 from fivefold.data.tokenizer import load_tokenizer, train_tokenizer
+from fivefold.keys.findings import Findings
 from fivefold.plan.data_files import check_data
 
 SHARED = Path(__file__).resolve().parents[3] / "shared" / "data"
@@ -239,7 +239,7 @@ def test_a_template_that_rewrites_earlier_turns_is_refused(tmp_path, tokenizer):
         "{% if add_generation_prompt %}={% endif %}"
     )
     turns = [("user", "1"), ("assistant", "2"), ("user", "3"), ("assistant", "4")]
-    with pytest.raises(ValueError, match="writes earlier turns in another way"):
+    with pytest.raises(ValueError, match="changes earlier turns"):
         given(tmp_path, forgetful, "responses", {"messages": [{"role": role, "content": text} for role, text in turns]})
 
 
@@ -291,7 +291,7 @@ def test_variables_reach_the_chat_template_in_training_and_in_the_check(tmp_path
     assert load_prompts([str(tmp_path / "d.jsonl")], theirs, reading).prompts[0].text == "#1+1=#=+"
 
 
-def test_a_template_of_the_configuration_comes_over_the_tokenizers_in_training_and_in_the_check(tmp_path, tokenizer):
+def test_a_configured_chat_template_replaces_the_tokenizer_s_in_training_and_check(tmp_path, tokenizer):
     """Also where the tokenizer has none; a conversation to imitate goes through it too."""
     turns = [{"role": "user", "content": "1+1="}]
     template = "{% for message in messages %}{{ message.role + message.content + mark }}{% endfor %}"

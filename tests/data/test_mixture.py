@@ -10,11 +10,11 @@ import pytest
 
 from fivefold.build import build_loader
 from fivefold.config import ConfigError, make_config
-from fivefold.config.findings import Findings
 from fivefold.config.mixture import counts, domains_of
 from fivefold.data.mixture import MixedLoader, places_by_domain
 from fivefold.data.prompts import Reading, load_prompts
 from fivefold.data.rows import Columns
+from fivefold.keys.findings import Findings
 from fivefold.plan.data_files import check_data
 
 ITEMS = [f"{name}{number}" for name, count in (("m", 11), ("c", 7), ("j", 3)) for number in range(count)]
@@ -115,7 +115,7 @@ class _Characters:
         return list(text.encode())
 
 
-def test_rows_are_taken_by_the_domain_of_their_source_and_a_domain_without_enough_is_refused(tmp_path):
+def test_rows_are_taken_by_domain_and_a_domain_with_too_few_is_refused(tmp_path):
     path = tmp_path / "rows.jsonl"
     rows = [{"prompt": f"{tag} {number}", "tag": tag, "answer": "1", "tests": "2"} for number in range(3) for tag in "abz"]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))

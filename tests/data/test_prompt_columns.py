@@ -7,11 +7,11 @@ import json
 import pytest
 
 from fivefold.config import make_config
-from fivefold.config.findings import Findings
 from fivefold.data.light_tokenizer import LightTokenizer
 from fivefold.data.prompts import Reading, load_prompts
 from fivefold.data.rows import Columns
 from fivefold.data.tokenizer import load_tokenizer, train_tokenizer
+from fivefold.keys.findings import Findings
 from fivefold.plan.data_files import check_data
 
 TEMPLATE = (

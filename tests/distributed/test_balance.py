@@ -37,7 +37,7 @@ def test_more_parts_than_items_leave_some_empty(lengths_N, count):
 
 
 @given(st.lists(st.tuples(st.integers(1, 1000), st.integers(0, 3)), min_size=1, max_size=60), st.integers(1, 9))
-def test_every_unit_of_every_optimizer_step_has_one_replica_and_no_replica_is_far_above_the_others(units, replicas):
+def test_every_unit_of_a_step_has_one_replica_and_replicas_have_similar_loads(units, replicas):
     work, minibatch = [float(w) for w, _ in units], [m for _, m in units]
     owner = deal(work, minibatch, replicas)
     assert len(owner) == len(units) and set(owner) <= set(range(replicas))
@@ -60,7 +60,7 @@ def busiest(rows, owner_N) -> float:
     return max(work.values())
 
 
-def test_groups_stay_whole_where_there_are_enough_of_them_and_are_split_where_a_replica_would_wait():
+def test_groups_are_split_only_where_a_replica_would_wait():
     draw = random.Random(1)
     many = [(100.0 + draw.randint(50, 150), 100.0, group, 0) for group in range(64) for _ in range(8)]
     owner_N = deal_sharing(many, 4)
@@ -75,7 +75,7 @@ def test_groups_stay_whole_where_there_are_enough_of_them_and_are_split_where_a_
 @given(
     st.lists(st.tuples(st.integers(1, 50), st.integers(0, 4), st.integers(0, 2)), min_size=1, max_size=40), st.integers(1, 6)
 )
-def test_every_sample_of_a_group_has_one_replica_and_sharing_is_never_slower_than_single_samples(samples, replicas):
+def test_every_sample_has_one_replica_and_keeping_groups_is_never_slower(samples, replicas):
     rows = [(float(own + 10 * (group + 1)), 10.0 * (group + 1), group, part) for own, group, part in samples]
     owner_N = deal_sharing(rows, replicas)
     assert len(owner_N) == len(rows) and set(owner_N) <= set(range(replicas))
@@ -94,7 +94,7 @@ def lognormal(count: int, seed: int) -> list[int]:
 
 
 @pytest.mark.parametrize(("replicas", "updates"), [(4, 8), (8, 8), (64, 1)])
-def test_the_slowest_replica_is_within_5_percent_of_the_mean_with_8_samples_a_replica(replicas, updates):
+def test_with_8_samples_a_replica_the_slowest_is_within_5_percent_of_the_mean(replicas, updates):
     for seed in range(5):
         work = [float(length) for length in lognormal(1024, seed)]
         minibatch = [i * updates // 1024 for i in range(1024)]

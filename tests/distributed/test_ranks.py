@@ -24,7 +24,7 @@ def exchange(mesh, count: int):
 
 @pytest.mark.parametrize("layout", ["megatron:d2t2", "megatron:d2p2", "megatron:t2p2", "megatron:d4"])
 @pytest.mark.parametrize("count", [1, 3, 8, 9])
-def test_a_list_is_sharded_over_all_ranks_and_rows_of_any_number_come_together_in_order(cluster, layout, count):
+def test_a_list_is_sharded_over_all_ranks_and_rows_are_gathered_in_order(cluster, layout, count):
     results = cluster.run(exchange, layout, count)
     owned = [own for _, own, *_ in results]
     assert sorted(item for own in owned for item in own) == list(range(count))
@@ -70,6 +70,9 @@ def once_a_machine(mesh, path, fault: bool):
     import socket
     import time
 
+    from fivefold.distributed.calls import call_once_a_machine
+    from fivefold.errors import UserError
+
     rank = mesh.ranks.rank
     os.environ["LOCAL_RANK"] = str(rank % 2)
     socket.gethostname = lambda: f"machine-{rank // 2}"
@@ -79,12 +82,12 @@ def once_a_machine(mesh, path, fault: bool):
         with (path / "calls").open("a") as file:
             file.write(f"{rank}\n")
         if fault and rank == 2:
-            raise ValueError("a row of machine-1 cannot be used")
+            raise UserError("a row of machine-1 cannot be used")
         return f"what rank {rank} found"
 
     try:
-        return mesh.ranks.call_once_a_machine(function)
-    except ValueError as error:
+        return call_once_a_machine(mesh.ranks, function)
+    except UserError as error:
         return str(error)
 
 

@@ -17,7 +17,7 @@ HOLD = (
 )
 
 
-def test_what_a_killed_process_left_is_removed_by_the_next_one_and_not_what_others_have(temporary):
+def test_files_of_a_killed_process_are_removed_by_the_next_one_and_no_others(temporary):
     processes = [
         subprocess.Popen([sys.executable, "-c", HOLD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         for _ in range(2)

@@ -1,17 +1,20 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from docs.examples import EXAMPLES, GPU, OTHERS, RECIPES, with_stand_ins
 from fivefold.config import load_config
 from fivefold.data.tokenizer import train_tokenizer
 from fivefold.plan.check import check
+from tests.support.public_shapes import write_headers, write_shape
 
-ROOT = Path(__file__).resolve().parents[2]
-
-
+ROOT = EXAMPLES.parent
 RUNS = sorted(path for path in ROOT.glob("examples/**/*.yaml") if path.parent.name != "kubernetes")
 
 
@@ -34,26 +37,53 @@ def test_the_siirl_page_s_arithmetic_comes_out():
     assert config.samples_per_step // config.algorithm.updates_per_step == 128
 
 
-A3B = {
-    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_size": 2048, "intermediate_size": 6144,
-    "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 151936,
-    "max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "rope_theta": 1e6, "tie_word_embeddings": False, "hidden_act": "silu",
-    "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True, "decoder_sparse_step": 1,
-    "mlp_only_layers": [], "torch_dtype": "bfloat16", "attention_bias": False, "eos_token_id": 1, "bos_token_id": 1,
-}  # fmt: skip
-"""Qwen/Qwen3-30B-A3B."""
-NOT_HERE = ("no model.safetensors", "needs ray, not installed", "is not installed; `pip install")
-"""What a machine for tests lacks: the weights, Ray and the engines."""
+NOT_HERE = ("needs ray, not installed", "is not installed; `pip install")
+"""What a machine for tests lacks: Ray and the engines."""
 
 
-@pytest.mark.parametrize("name", ["qwen3-30b-a3b-areal-32gpus", "qwen3-30b-a3b-roll-two-layouts"])
-def test_check_accepts_the_large_examples_by_the_sizes_of_their_model(tmp_path, name):
-    model = tmp_path / "model"
-    train_tokenizer("char", ["1+=user asnt"], model)
-    (model / "config.json").write_text(json.dumps(A3B))
-    rows = [{"prompt": "1+1=", "data_source": "openai/gsm8k", "reward_model": {"ground_truth": "11"}}] * 300
-    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> Callable[[str], Path]:
+    """Directories that stand for published models: their sizes, the headers of their weights, a small tokenizer."""
+    root = tmp_path_factory.mktemp("models")
+
+    def write(model: str) -> Path:
+        directory = root / model
+        if not directory.is_dir():
+            write_shape(directory, directory.name, eos_token_id=1, bos_token_id=1)
+            write_headers(directory)
+            train_tokenizer("char", ["1+=user asnt"], directory)
+        return directory
+
+    return write
+
+
+def rows() -> list[dict[str, Any]]:
+    """Rows that every method reads: a prompt with its ground truth, a response, a pair."""
+    row = {"prompt": "1+1=", "data_source": "openai/gsm8k", "reward_model": {"ground_truth": "11"}}
+    return [row | {"response": "11", "chosen": "11", "rejected": "1"}] * 2000
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_check_accepts_every_recipe_and_estimates_what_its_row_says(tmp_path, monkeypatch, models, name):
+    monkeypatch.chdir(ROOT)
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows())))
     files = [f"data.{kind}=[{tmp_path}/rows.jsonl]" for kind in ("train", "val")]
-    given = [f"model.path={model}", "launch.gpu=h100-80g", "trainer.device=cuda", *files]
-    found = check(load_config(ROOT / f"examples/{name}.yaml", given))
-    assert [error for error in found.errors if not any(each in error for each in NOT_HERE)] == []
+    findings = check(with_stand_ins(name, models, *files, f"trainer.run_dir={tmp_path}/run"))
+    assert [error for error in findings.errors if not any(each in error for each in NOT_HERE)] == []
+    assert findings.ignored == []
+    [(held, room)] = re.findall(rf"it fits {GPU}: about ([\d.]+) of ([\d.]+) GiB", "\n".join(findings.notes))
+    [row] = [line for line in (EXAMPLES / "README.md").read_text().splitlines() if f"({name})" in line]
+    assert f"| {held} |" in row and float(held) < float(room)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_recipe_that_samples_does_so_with_vllm(name):
+    config = load_config(EXAMPLES / name)
+    assert not config.may_generate or config.engine.kind == "vllm"
+
+
+def test_every_example_has_a_row():
+    made = {str(path.relative_to(EXAMPLES)) for path in EXAMPLES.rglob("*") if path.is_file()}
+    parts = {"own_reward.py", "verl/run_qwen3_8b.sh", "gsm8k_tiny.yaml", "ray/sums.yaml", "README.md"}
+    parts |= {f"demo/{name}" for name in ("sft.yaml", "grpo.yaml", "sums.py")}
+    assert made - parts == {*RECIPES, *OTHERS}

@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
 import subprocess
 import sys
 import textwrap
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
+import yaml
 
-from fivefold.config.dialects import shared
-from fivefold.config.dialects.table import Section, Table, fixed, lacks, to, used
-from fivefold.config.dialects.translator import dialect
 from fivefold.config.scoring import RewardConfig
 from fivefold.interfaces import Engine, RolloutSource
 from fivefold.models.families import qwen2
 from fivefold.reward.pool import RewardPool
 from fivefold.types import Group, Prompt, Sample
+from fivefold_dialects import shared
+from fivefold_dialects.system import dialect
+from fivefold_dialects.table import table
 from tests.support.commands import LONGEST
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -30,14 +34,19 @@ BLOCKS = {
     title: [textwrap.dedent(text) for _, _, text in BLOCK.findall(part)]
     for title, part in zip(re.findall(r"^##+ (.*)$", PAGE, re.M), re.split(r"^##+ .*$", PAGE, flags=re.M)[1:], strict=True)
 }
-FOLLOWED = {"A method": 1, "A function of your own instead": 2, "A surrogate with a parameter": 4, "A model family": 1,
-            "A reward": 4, "An engine": 1, "A rollout source": 1, "A dialect": 1}  # fmt: skip
+FOLLOWED = {"A method": 1, "A function of your own instead": 2, "A surrogate with a parameter": 1, "A term of the loss": 1,
+            "A model family": 1, "A reward": 4, "A model that learns": 5, "An engine": 1, "A rollout source": 1,
+            "A dialect": 2}  # fmt: skip
 
 
-def follow(directory: Path, edits: dict[str, list[tuple[str, str]]], then: str) -> str:
-    """Run `then` with a copy of the package, in which each text stands before its mark."""
+def follow(
+    directory: Path, edits: dict[str, list[tuple[str, str]]], then: str, new: Mapping[str, str] = MappingProxyType({})
+) -> str:
+    """Run `then` with a copy of the package, in which each text stands before its mark, and with new files."""
     copy = directory / "src"
     shutil.copytree(ROOT / "src", copy, ignore=shutil.ignore_patterns("__pycache__"))
+    for name, text in new.items():
+        (copy / "fivefold" / name).write_text(text)
     for name, changes in edits.items():
         path = copy / "fivefold" / name
         text = path.read_text()
@@ -47,7 +56,7 @@ def follow(directory: Path, edits: dict[str, list[tuple[str, str]]], then: str) 
         path.write_text(text)
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(then)],
-        env={**os.environ, "PYTHONPATH": str(copy)}, cwd=directory, capture_output=True, text=True, timeout=LONGEST,
+        env={**os.environ, "PYTHONPATH": f"{copy}{os.pathsep}{ROOT}"}, cwd=directory, capture_output=True, text=True, timeout=LONGEST,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -65,14 +74,14 @@ def test_the_recipe_of_a_method_makes_a_method(tmp_path):
     (row,) = BLOCKS["A method"]
     says = follow(
         tmp_path,
-        {"config/methods.py": [('    "ppo": Method(', indented(row))]},
+        {"algo/methods.py": [('    "ppo": Method(', indented(row))]},
         """
-        from fivefold.algo import make_objective
-        from fivefold.config import RunConfig
-        config = RunConfig.of(model={"path": "m"}, data={"train": ["x"]}, algorithm={"name": "my_grpo"})
+        from fivefold.algo.objective import make_objective
+        from fivefold.config import make_config
+        config = make_config(model={"path": "m"}, data={"train": ["x"]}, algorithm={"name": "my_grpo"})
         objective = make_objective("my_grpo")
         kl = config.algorithm.resolved.kl
-        print(objective.surrogate.clip_high, kl.estimator, kl.coef)
+        print(objective.gradient.surrogate.clip_high, kl.estimator, kl.coef)
         """,
     )
     assert says == "0.28 k2 0.001\n"
@@ -88,44 +97,89 @@ def test_the_recipe_of_an_advantage_is_run_by_its_yaml(tmp_path):
         """
         import torch
         from types import SimpleNamespace
-        from fivefold.algo import Objective
+        from fivefold.algo.objective import Objective
         from fivefold.config import load_config
         config = load_config("run.yaml")
         objective = Objective.of(config.algorithm.resolved)
         scores = SimpleNamespace(rewards_N=torch.tensor([1.0, 2.0, 6.0]))
-        print(config.algorithm.advantage, objective.advantage(scores).tolist())
+        print(config.algorithm.advantage, objective.advantage.comparison(scores).tolist())
         """,
     )
     assert says == "my.py:advantage [-1.0, 0.0, 4.0]\n"
 
 
-def test_the_recipe_of_a_surrogate_makes_a_surrogate_and_its_key(tmp_path):
-    row, key, formula, entry = BLOCKS["A surrogate with a parameter"]
+def test_the_recipe_of_a_surrogate_is_one_file_with_its_key_rule_and_docs(tmp_path):
+    (formula,) = BLOCKS["A surrogate with a parameter"]
     says = follow(
         tmp_path,
-        {
-            "config/methods.py": [
-                ('    "ppo_clip": SurrogateRow(', indented(row)),
-                ("    clip_low: float | None = None\n    clip_high: float", indented(key)),
-            ],
-            "algo/surrogates.py": [
-                ("SURROGATES: dict[str, type[Surrogate]] = {", f"{formula}\n\n"),
-                ('    "ppo_clip": PPOClip,', indented(entry)),
-            ],
-        },
+        {},
         """
+        import sys
+        from docs.generate import configuration
+        from fivefold.config import ConfigError, make_config
+        def algorithm(**chosen):
+            return make_config(model={"path": "m"}, data={"train": ["x"]}, algorithm={"name": "grpo", **chosen}).algorithm
+        resolved = algorithm(surrogate="soft_clip", width=0.5).resolved
+        for chosen in ({"surrogate": "soft_clip", "width": -1}, {"width": 0.5}):
+            try: algorithm(**chosen)
+            except ConfigError as error: print(error)
+        page = configuration()
+        print("| `soft_clip` | `width` | `0.2` | above 0 |" in page, "at which soft_clip levels off" in page)
+        print("torch" in sys.modules)
         import torch
-        from fivefold.algo import Objective
-        from fivefold.config import RunConfig
-        algorithm = {"name": "grpo", "surrogate": "soft_clip", "width": 0.5}
-        config = RunConfig.of(model={"path": "m"}, data={"train": ["x"]}, algorithm=algorithm)
-        surrogate = Objective.of(config.algorithm.resolved).surrogate
+        from fivefold.algo.objective import Objective
+        surrogate = Objective.of(resolved).gradient.surrogate
         log_ratio_T, advantages_T = torch.tensor([2.0]).log(), torch.tensor([3.0])
         print(type(surrogate).__name__, surrogate.width, surrogate(log_ratio_T, None, advantages_T, None).item())
         """,
+        {"algo/surrogates/soft_clip.py": formula},
     )
-    name, width, value = says.split()
+    *rules, docs, has_torch, computed = says.splitlines()
+    assert rules == [
+        "algorithm.width must be above 0: got -1.0",
+        "algorithm.width belongs to soft_clip, not to ppo_clip: leave it out or choose another surrogate",
+    ]
+    assert (docs, has_torch) == ("True True", "False")
+    name, width, value = computed.split()
     assert (name, width) == ("SoftClip", "0.5") and float(value) == pytest.approx(3 * 0.9640276 * 0.5)
+
+
+def test_the_recipe_of_a_term_is_one_file_with_its_keys_rule_metric_and_docs(tmp_path):
+    (term,) = BLOCKS["A term of the loss"]
+    says = follow(
+        tmp_path,
+        {},
+        """
+        import sys
+        from docs.generate import configuration
+        from fivefold.config import make_config
+        from fivefold.config.validate import validate
+        from fivefold.observability.metrics import undocumented
+        def config(**chosen):
+            chosen = {"name": "dr_grpo", "surrogate": "log_likelihood", **chosen}
+            return make_config(model={"path": "m"}, data={"train": ["x"]}, algorithm=chosen)
+        print(validate(config(floor_logprob=-2)).ignored, undocumented(["policy/below_floor"]))
+        print("Log-prob below which a token is penalized." in configuration(), "torch" in sys.modules)
+        import torch
+        from fivefold.algo.objective import Objective
+        from fivefold.columns import Column
+        from fivefold.types import TokenBatch
+        mask_T = torch.tensor([False, True, True])
+        batch = TokenBatch(torch.zeros(3, dtype=torch.long), mask_T, [3], update_tokens=2)
+        batch[Column.ADVANTAGES], batch[Column.LOSS_WEIGHTS] = torch.zeros(3), mask_T / 2
+        for chosen in ({}, {"floor_coef": 0.1, "floor_logprob": -2}):
+            objective = Objective.of(config(**chosen).algorithm.resolved)
+            output = objective.loss(torch.tensor([0.0, -1.0, -5.0]), torch.zeros(3), batch)
+            print(round(output.loss.item(), 6), float(output.sums.get("policy/below_floor", -1)))
+        """,
+        {"algo/terms/floor.py": term},
+    )
+    assert says.splitlines() == [
+        "[('algorithm.floor_logprob', 'floor_coef is 0')] []",
+        "True False",
+        "0.0 -1.0",
+        "0.15 0.5",
+    ]
 
 
 def test_the_recipe_of_a_family_is_qwen2_as_it_is():
@@ -154,7 +208,7 @@ def test_the_recipe_of_a_built_in_reward_touches_one_file_and_is_not_the_accurac
         tmp_path,
         {"reward/rules.py": [("_MATH = (", f"{function}\n\n"), ('    "judge": BuiltIn(', indented(row))]},
         """
-        from fivefold.config.findings import Findings
+        from fivefold.keys.findings import Findings
         from fivefold.config.scoring import RewardConfig
         from fivefold.observability.metrics import undocumented
         from fivefold.reward.choose import check_rewards, choose_rewards
@@ -179,10 +233,88 @@ def test_the_recipe_of_a_built_in_reward_touches_one_file_and_is_not_the_accurac
     ]
 
 
+def edits_of_a_role() -> dict[str, list[tuple[str, str]]]:
+    section, role, _, line, _ = BLOCKS["A model that learns"]
+    imported = "from fivefold.config.learners import LearnerConfig"
+    return {
+        "config/schema.py": [
+            ("from fivefold.algo.methods import", imported),
+            ("    prm: PRMConfig = field(", indented(section)),
+        ],
+        "config/roles.py": [
+            ("def _further(", f"{role}\n\n"),
+            ('    "reward.model": _reward_model,', '    "draft": _draft,'),
+            ('"reward.model")\n"""Sections', '"draft",'),
+            ('"prm")\n"""Sections', '"draft",'),
+        ],
+        "build.py": [
+            ("from fivefold.trainer.learners import", "from fivefold.trainer.draft import DraftLearner"),
+            ('    learners["policy"] = PolicyLearner(', indented(line)),
+        ],
+    }
+
+
+def new_file_of_a_role() -> dict[str, str]:
+    return {"trainer/draft.py": BLOCKS["A model that learns"][2]}
+
+
+def test_the_recipe_of_a_model_that_learns_touches_four_files_and_is_in_every_list(tmp_path):
+    edits, new = edits_of_a_role(), new_file_of_a_role()
+    assert len(edits) + len(new) == 4
+    (tmp_path / "run.yaml").write_text(
+        f"model: {{path: m}}\ndata: {{train: [x]}}\npolicy: {{backend: 'megatron:d8'}}\n{BLOCKS['A model that learns'][-1]}"
+    )
+    says = follow(
+        tmp_path,
+        edits,
+        """
+        from fivefold.cli import _parser
+        from fivefold.config import load_config
+        from fivefold.observability.metrics import undocumented
+        from fivefold.plan.roles import placed
+        config = load_config("run.yaml")
+        print(list(config.roles.learners), [place.describe() for place in placed(config.roles)][-1])
+        print(undocumented(["draft/loss", "draft/lr", "draft/grad_norm", "draft/moe/load_max", "time/draft"]))
+        print(_parser().parse_args(["export", "checkpoint", "out", "--model", "draft"]).model)
+        """,
+        new,
+    )
+    assert says == "['policy', 'draft'] draft megatron:d8t1p1 on ranks 0-7\n[]\ndraft\n"
+
+
+@pytest.mark.slow
+def test_the_recipe_of_a_model_that_learns_trains_saves_resumes_and_exports_it(tmp_path):
+    """Two ranks that shard the draft in another way than the policy."""
+    run = """
+        import json
+        from pathlib import Path
+        from fivefold.cli import main
+        def do(*words):
+            assert main([str(word) for word in words]) == 0, words
+        do("data", "arithmetic", "--out", "data", "--limit", 64)
+        do("train-tokenizer", "char", "--data", "data/train.parquet", "--out", "tokenizer")
+        for name, layers in (("model", 2), ("small", 1)):
+            do("init-model", "qwen3", "--tokenizer", "tokenizer", "--out", name, "--hidden", 32, "--layers", layers, "--seed", layers)
+        keys = ["model.path=model", "data.train=[data/train.parquet]", "data.max_prompt_tokens=16", "data.max_response_tokens=8",
+                "data.prompts_per_step=4", "policy.backend=megatron:d2", "policy.dtype=float32", "trainer.device=cpu",
+                "trainer.run_dir=run", "trainer.save_every=1", "launch.threads=1", "draft.path=small", "draft.backend=megatron:t2",
+                "draft.optimizer.lr=1e-2", "engine.sampling.temperature=0.05"]
+        do("train", *keys, "trainer.steps=3")
+        do("train", *keys, "trainer.steps=6")
+        do("export", "run/checkpoints/step-000006", "out", "--model", "draft")
+        rows = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
+        print(json.dumps([row["draft/loss"] for row in rows if row["step"]]), Path("out/model.safetensors").is_file())
+    """
+    says = follow(tmp_path, edits_of_a_role(), run, new_file_of_a_role()).splitlines()[-1]
+    losses, exported = says.rsplit(" ", 1)
+    found = json.loads(losses)
+    assert len(found) == 6 and found[-1] < found[0] - 0.1 and exported == "True"
+
+
 def test_the_recipe_of_an_engine_names_what_an_engine_has():
     (block,) = BLOCKS["An engine"]
     space: dict = {}
-    exec("from __future__ import annotations\nfrom fivefold.interfaces import EngineReplica\n" + block, space)
+    exec("from __future__ import annotations\nfrom fivefold.interfaces import EngineReplica, EngineState\n" + block, space)
     own = {name for name in vars(space["MyEngine"]) if not name.startswith("_")}
     assert own == {name for name in vars(Engine) if not name.startswith("_")}
 
@@ -211,9 +343,8 @@ def test_the_recipe_of_a_rollout_source_filters_another_source():
 
 
 def test_the_recipe_of_a_dialect_translates():
-    (block,) = BLOCKS["A dialect"]
-    names = {"shared": shared, "Section": Section, "Table": Table, "fixed": fixed, "lacks": lacks, "to": to, "used": used}
-    space: dict = {**names, "dialect": dialect}
+    rows, block = BLOCKS["A dialect"]
+    space: dict = {"shared": shared, "table": table, "dialect": dialect, "content": yaml.safe_load(rows)}
     exec("from __future__ import annotations\n" + block, space)
     found = space["translate"]({"model_name_or_path": "some/model", "tp": 2, "log_dir": "x", "dropout": 0.0}, [])
     assert found.refusals == []

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 import pytest
 
 from docs.generate import DOCS, _ranges, _type, pages
-from fivefold.config.ranges import above, within
+from fivefold.keys.ranges import above, within
 from fivefold.observability.metrics import METRICS, find, undocumented
 from fivefold.reward.rules import BUILT_IN
 
@@ -59,7 +59,10 @@ def test_the_loop_of_the_architecture_page_is_the_loop():
     assert textwrap.indent(loop, "    ") in (DOCS.parent / "src/fivefold/trainer/train.py").read_text()
 
 
-@pytest.mark.parametrize("page", [DOCS.parent / "README.md", *sorted(DOCS.glob("*.md"))], ids=lambda path: path.name)
+OTHERS = [DOCS.parent / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "examples/README.md")]
+
+
+@pytest.mark.parametrize("page", [*OTHERS, *sorted(DOCS.rglob("*.md"))], ids=lambda path: path.name)
 def test_links_to_files_hold(page):
     for link in re.findall(r"(?:\]\(|src=\")([^)\"\s]+)", page.read_text()):
         path, _, anchor = link.partition("#")

@@ -9,8 +9,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from fivefold.algo import Objective
-from fivefold.config import methods
+from fivefold.algo import methods
+from fivefold.algo.advantages import ADVANTAGES
+from fivefold.algo.aggregate import AGGREGATES
+from fivefold.algo.correction import CORRECTIONS
+from fivefold.algo.objective import Objective
+from fivefold.algo.surrogates import SURROGATES
 from fivefold.config.methods_page import update
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "methods.md").read_text()
@@ -26,11 +30,11 @@ def test_the_page_has_the_rows_of_the_code():
 @pytest.mark.parametrize("name", sorted(methods.METHODS))
 def test_the_row_written_out_is_the_row_of_the_code(name, monkeypatch):
     told = yaml.safe_load(BLOCKS[name])
-    kl = methods.KLConfig(**told.pop("kl", {}))
-    correction = methods.CorrectionConfig(**told.pop("rollout_correction", {}))
+    kl = methods.KL(**told.pop("kl", {}))
+    correction = methods.Correction(**told.pop("rollout_correction", {}))
     monkeypatch.setitem(methods.METHODS, "blank", methods.Method(learns_from=methods.METHODS[name].learns_from))
-    expert = methods.ExpertConfig(**told.pop("expert", {}))
-    process = methods.ProcessRewardConfig(**told.pop("process_reward", {}))
+    expert = methods.Imitation(**told.pop("expert", {}))
+    process = methods.ProcessReward(**told.pop("process_reward", {}))
     choices = methods.Choices(kl=kl, rollout_correction=correction, expert=expert, process_reward=process, **told)
     written = methods.resolve("blank", choices)
     assert Objective.of(written) == Objective.of(methods.resolve(name))
@@ -41,5 +45,5 @@ def test_every_choice_is_explained():
     for item in dataclasses.fields(methods.Choices):
         assert f"`{item.name}" in PAGE or f" {item.name}:" in PAGE or f"{{{item.name}" in PAGE, item.name
     axes = PAGE.partition("## Axes")[2]
-    for name in [*methods.CORRECTIONS, *methods.ADVANTAGES, *methods.AGGREGATES, *methods.SURROGATES]:
+    for name in [*CORRECTIONS, *ADVANTAGES, *AGGREGATES, *SURROGATES]:
         assert name in axes, name

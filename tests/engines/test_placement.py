@@ -73,7 +73,7 @@ def placed(mesh):
     return None
 
 
-def test_ranks_of_several_machines_start_the_servers_of_their_own_which_listen_to_all(cluster):
+def test_ranks_of_each_machine_start_its_servers_which_listen_to_all_machines(cluster):
     import torch
 
     found = cluster.run(placed, "megatron:d3")

@@ -8,10 +8,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fivefold.config import RunConfig
+from fivefold.columns import Column
+from fivefold.config import make_config
 from fivefold.engines.servers.begun import Begun
 from fivefold.engines.transformers import TransformersEngine
 from fivefold.engines.transformers_routes import RouterOutputs
+from fivefold.interfaces import EngineState
 from fivefold.models.spec import RouteShape
 from fivefold.rollout.group_files import read_groups, write_groups
 from fivefold.rollout.packing import pack
@@ -59,7 +61,7 @@ def transformers_engine(directory: Path, max_num_seqs: int = 64, check_every: in
     assert set(state) == set(memory)
     for name, tensor in memory.items():
         tensor.copy_(state[name])
-    engine.version = 3
+    engine.state, engine.version = EngineState.READY, 3
     return engine
 
 
@@ -134,7 +136,7 @@ def test_samples_bring_their_routes_to_the_replica_that_trains_on_them(cluster, 
     sizes = [3, 2, 4, 1]
     samples = [(group, sample) for group in with_routes(shape, sizes) for sample in group.samples]
     for batch in cluster.run(packed, f"megatron:{layout}", shape, sizes):
-        pieces = batch.routes_TLK.split(batch.lengths_N)
+        pieces = batch[Column.ROUTES].split(batch.lengths_N)
         for row, found_TLK in zip(batch.sample_index_N, pieces, strict=True):
             group, sample = samples[row]
             wanted = no_routes(len(group.prompt.token_ids) + len(sample.token_ids), shape)
@@ -191,7 +193,7 @@ def test_layers_without_experts_are_left_out_of_what_an_engine_says():
     ],
 )
 def test_what_gives_no_routes_is_refused(sections, reason):
-    RunConfig.of(model={"path": "here"}, **sections)
+    make_config(model={"path": "here"}, **sections)
     sections = {"policy": {}} | sections
     with pytest.raises(ValueError, match=reason):
-        RunConfig.of(model={"path": "here"}, **sections | {"policy": sections["policy"] | {"router_replay": "R3"}})
+        make_config(model={"path": "here"}, **sections | {"policy": sections["policy"] | {"router_replay": "R3"}})

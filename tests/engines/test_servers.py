@@ -167,12 +167,10 @@ def routed(servers: list[InMemory], requests: list[Request], window: int = 8) ->
     router = RequestRouter(0, window, lambda line: None, stall_seconds=1.0)
     router.serve(servers)
     router.go(5)
-    stream, found = router.open(), []
+    stream = router.open()
     try:
         stream.submit(requests)
-        while stream.pending and (completion := stream.take()) is not None:
-            found.append(completion)
-        return found, router.lost
+        return list(stream.completions()), router.lost
     finally:
         stream.close()
         router.close()
@@ -196,9 +194,10 @@ def test_what_a_lost_server_had_is_sampled_by_another_and_counted_once(when):
     assert lost == {0} and dying.answered == when
 
 
-def test_where_no_server_is_left_what_is_missing_is_not_answered():
+def test_requests_without_a_server_left_are_lost():
     found, lost = routed([InMemory(lost_after=3), InMemory(lost_after=6)], asked(10))
-    assert len(found) == len({one.request_id for one in found}) == 9 and lost == {0, 1}
+    assert sorted(one.request_id for one in found) == list(range(40)) and lost == {0, 1}
+    assert [one.finish_reason for one in found] == ["stop"] * 9 + ["lost"] * 31
 
 
 def test_a_server_that_says_nothing_any_more_is_lost(monkeypatch):
@@ -245,7 +244,7 @@ def test_two_askers_get_their_own_and_one_that_goes_away_leaves_the_other_s():
 
 
 @pytest.mark.parametrize("answered", [0, 2])
-def test_what_is_dropped_of_a_group_ends_at_its_server_however_much_of_it_was_answered(answered):
+def test_dropped_requests_of_a_group_end_at_their_server_even_if_partly_answered(answered):
     router = RequestRouter(0, 8, lambda line: None, stall_seconds=1.0)
     router.serve([InMemory(deaf_after=answered)])
     router.go(5)
@@ -255,6 +254,22 @@ def test_what_is_dropped_of_a_group_ends_at_its_server_however_much_of_it_was_an
     assert stream.take(0.05) is None and not router.is_idle
     stream.drop({0, 1, 2, 3} - had)
     assert stream.pending == 0 and router.is_idle and router.lost == set()
+    router.close()
+
+
+def test_requests_that_are_dropped_before_they_were_sent_leave_their_server_idle():
+    router = RequestRouter(0, 8, lambda line: None, stall_seconds=1.0)
+    router.serve([InMemory()])
+    router.go(5)
+    stream = router.open()
+
+    def add_and_drop():
+        router.add(stream, asked(1))
+        router.forget(stream)
+
+    router.call(add_and_drop)
+    time.sleep(0.05)
+    assert router.is_idle and router.lost == set()
     router.close()
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from fivefold.interfaces import EngineState
 from tests.engines.test_server_engine import server_of
 from tests.engines.test_vllm_engine import SIZES
 from tests.support.engines import complete, requests
@@ -64,7 +65,7 @@ def three_servers(mesh, directory: Path, logs: Path):
 
     begin = time.monotonic()
     engine.update_weights(killed_midway(), 5)
-    found["cut"] = engine.version, sorted(engine._lost), [process.has_ended for process in engine._processes.values()]
+    found["cut"] = engine.state, sorted(engine._lost), [process.has_ended for process in engine._processes.values()]
     found["seconds"] = time.monotonic() - begin
     refreshed(engine, tensors)
     found["after"] = [[one.token_ids for one in each] for each in (complete(engine, asked), whole)]
@@ -97,8 +98,8 @@ def test_servers_apart_sample_with_the_weights_of_every_step(three):
 def test_a_server_killed_while_it_takes_weights_ends_them_all_at_once(three):
     """Nobody has half of the new weights, nobody waits for the one that is gone."""
     for found in three:
-        version, lost, ended = found["cut"]
-        assert version == -1 and lost == [0, 1, 2] and all(ended)
+        state, lost, ended = found["cut"]
+        assert state is EngineState.LOST and lost == [0, 1, 2] and all(ended)
         assert found["seconds"] < 100
     assert any("3 of 3 servers" in line for line in three[0]["said"]), three[0]["said"]
 

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from fivefold.columns import Column
 from fivefold.config.learners import MegatronConfig
 from fivefold.engines.vllm.arguments import of_model
 from fivefold.layout import ParallelLayout
@@ -100,7 +101,7 @@ def trained_and_sampled(mesh, directory: Path, engine_layout: str, pipeline: dic
             weight_sync(model, engine)
         found.append(complete(engine, asked))
         differences.append(difference(model, asked, found[-1]))
-        mine = replace(mine, old_logprobs_T=model.forward(mine))
+        mine = mine.with_columns({Column.OLD_LOGPROBS: model.forward(mine)})
         model.train_step(mine, OBJECTIVE.loss)
     return differences, found
 
@@ -251,14 +252,14 @@ def failing(given):
 
 
 FAULTS = {
-    "a tensor is left out": r"RuntimeError: .* 1 of \d+ tensors did not come, the first: \['model.layers.1.mlp.up_proj.weight'\]",
-    "one bit is off": r"RuntimeError: .* 1 of \d+ parameters are not what was sent.*layers.1.self_attn.qkv_proj",
+    "a tensor is left out": r"RunError: .* 1 of \d+ tensors did not come, the first: \['model.layers.1.mlp.up_proj.weight'\]",
+    "one bit is off": r"RunError: .* 1 of \d+ parameters are not what was sent.*layers.1.self_attn.qkv_proj",
     "the source fails": "OSError: the other end is gone",
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_weights_that_are_not_those_of_the_policy_are_refused_and_the_next_ones_are_exact(cluster, sized, fault):
+def test_weights_that_differ_from_the_policy_are_refused_and_the_next_ones_are_exact(cluster, sized, fault):
     ((said, exact),) = cluster.run(fed, "megatron:d1", sized("qwen3"), fault)
     assert re.match(FAULTS[fault], said, re.DOTALL), said
     assert exact
@@ -273,7 +274,7 @@ def closed(mesh, directory: Path):
     return float(total), sorted(block.name for block in blocks if block.exists()), kept, gc.get_freeze_count()
 
 
-def test_closing_the_engine_leaves_the_trainer_s_groups_and_no_shared_memory_and_garbage_is_collected_again(cluster, sized):
+def test_closing_the_engine_keeps_the_trainer_s_groups_and_frees_its_shared_memory(cluster, sized):
     assert cluster.run(closed, "megatron:d2", sized("qwen3")) == [(2.0, [], True, 0)] * 2
 
 

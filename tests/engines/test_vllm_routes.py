@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from fivefold.columns import Column
 from fivefold.models.families import load_spec
 from fivefold.routes import NO_ROUTE, no_routes
 from fivefold.types import Completion, Request, TokenBatch
@@ -42,20 +43,23 @@ def batch_of(asked: list[Request], found: list[Completion], shape) -> TokenBatch
         assert one.routes_TLK is not None and len(one.routes_TLK) == lengths[-1] - 1
         routes += [one.routes_TLK, no_routes(1, shape)]
     return TokenBatch(
-        torch.tensor(tokens), torch.tensor(mask), lengths, temperature=1.0,
-        rollout_logprobs_T=torch.tensor(logprobs), routes_TLK=torch.cat(routes),
-    )  # fmt: skip
+        torch.tensor(tokens),
+        torch.tensor(mask),
+        lengths,
+        temperature=1.0,
+        columns={Column.ROLLOUT_LOGPROBS: torch.tensor(logprobs), Column.ROUTES: torch.cat(routes)},
+    )
 
 
 def compared(model, asked: list[Request], found: list[Completion]) -> tuple[float, float, int]:
     """(share of the engine's routes that the trainer chooses too, largest difference of log-probs when they are replayed, how
     many routes there are), on every rank."""
     batch = batch_of(asked, found, model.spec.routes)
-    own = replace(batch, routes_TLK=None, records_routes=True)
+    own = replace(batch.with_columns({Column.ROUTES: None}), records_routes=True)
     model.forward(own)
-    known = batch.routes_TLK != NO_ROUTE
-    same = batch.routes_TLK.sort(-1).values == own.routes_TLK.sort(-1).values
-    gap = (model.forward(batch) - batch.rollout_logprobs_T)[batch.loss_mask_T].abs().max()
+    known = batch[Column.ROUTES] != NO_ROUTE
+    same = batch[Column.ROUTES].sort(-1).values == own[Column.ROUTES].sort(-1).values
+    gap = (model.forward(batch) - batch[Column.ROLLOUT_LOGPROBS])[batch.loss_mask_T].abs().max()
     return float(same[known].float().mean()), float(gap), int(known.sum())
 
 
@@ -74,7 +78,7 @@ def trained_and_sampled(mesh, directory: Path, site: Path | None):
         for _ in range(3):
             weight_sync(model, engine)
             results.append(compared(model, asked, complete(engine, asked)))
-            mine = replace(mine, old_logprobs_T=model.forward(mine))
+            mine = mine.with_columns({Column.OLD_LOGPROBS: model.forward(mine)})
             model.train_step(mine, OBJECTIVE.loss)
         if site is not None:
             results.append(interrupted(model, engine))

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from fivefold.config.dialects import Tree
+from fivefold.config.dialect import Tree
 
 _DEPTH = 12
 _SAME = ("deepcopy", "copy", "expanduser", "DictConfig", "float", "str", "list", "dict")

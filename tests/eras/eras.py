@@ -9,8 +9,8 @@ from typing import Any
 
 import yaml
 
-from fivefold.config.dialects import Translation, Tree, find_dialect
-from fivefold.config.dialects.source import flatten
+from fivefold.config.dialect import Translation, Tree, find_dialect
+from fivefold_dialects.source import flatten
 from tests.eras import archives
 from tests.eras.dataclass_defaults import Classes
 from tests.eras.hydra import compose

@@ -8,7 +8,8 @@ from typing import Any
 
 import yaml
 
-from fivefold.config.dialects import Tree, merged
+from fivefold.config.dialect import Tree
+from fivefold_dialects.source import merged
 
 Reader = Callable[[str], str | None]
 """`group/name.yaml` -> its text, None where there is none."""

@@ -12,8 +12,8 @@ from functools import cache
 import pytest
 import yaml
 
-from fivefold.config.dialects.source import flatten
 from fivefold.config.loader import build
+from fivefold_dialects.source import flatten
 from tests.eras import archives, eras
 
 pytestmark = pytest.mark.eras

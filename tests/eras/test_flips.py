@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fivefold.config.dialects import find_dialect
+from fivefold.config.dialect import find_dialect
 from tests.eras import eras
 
 pytestmark = pytest.mark.eras

@@ -59,7 +59,7 @@ def test_a_run_begins_at_its_base_and_its_engine_is_the_trainer_s_model(root, wh
 
 
 @pytest.mark.slow
-def test_what_an_engine_in_bfloat16_loses_of_adapters_is_said_and_ends_a_run_where_asked(root):
+def test_the_share_of_adapters_lost_in_bfloat16_is_reported_and_can_end_a_run(root):
     """At a small learning rate nearly all of it; before the first update there is nothing to lose."""
     small = ("policy.dtype=bfloat16", "policy.optimizer.lr=1e-5", "algorithm.updates_per_step=4", "trainer.save_every=0")
     done = run("lost", *small, "policy.lora.max_lost=0.5")

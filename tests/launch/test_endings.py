@@ -212,10 +212,10 @@ def test_a_step_goes_on_between_its_updates_on_another_layout_with_the_same_metr
     done = process.finish()
     (root / "slow-update").unlink()
     assert done.returncode == 128 + signal.SIGTERM, done.stdout + done.stderr
-    assert f"in step 2, which goes on after {taken} of its optimizer steps on resume" in done.stdout
+    assert f"in step 2, which continues after {taken} of its optimizer steps on resume" in done.stdout
     resumed = fivefold("train", root / "run.yaml", *given, *on(after))
     assert resumed.returncode == 0 and "resumed after step 1 " in resumed.stdout, resumed.stdout + resumed.stderr
-    assert f"step 2 goes on after {taken} of its optimizer steps" in resumed.stdout
+    assert f"step 2 continues after {taken} of its optimizer steps" in resumed.stdout
     assert_same(metrics(root, name), metrics(root, f"{name}-whole"))
     rows = [json.loads(line) for line in (root / "runs" / name / "samples.jsonl").read_text().splitlines()]
     others = [json.loads(line) for line in (root / "runs" / f"{name}-whole" / "samples.jsonl").read_text().splitlines()]
@@ -340,7 +340,7 @@ def limited_cgroup(limit: int) -> Iterator[Path]:
         group.rmdir()
 
 
-def test_a_rank_that_the_kernel_kills_for_lack_of_memory_is_said_to_have_run_out_of_it(tmp_path):
+def test_a_rank_that_the_kernel_kills_is_reported_as_out_of_memory(tmp_path):
     """A real limit and a real kill: the same signal as above, and another sentence."""
     (tmp_path / "hungry.py").write_text(HUNGRY)
     paths = [str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]

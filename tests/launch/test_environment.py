@@ -63,7 +63,7 @@ def test_the_number_on_the_node_is_derived(known, local):
 
 
 def test_ranks_without_a_number_on_their_node_do_not_all_take_the_first_gpu():
-    with pytest.raises(ValueError, match="rank 6 of 8 does not know its number on its node"):
+    with pytest.raises(ValueError, match="rank 6 of 8 needs its number on its node"):
         complete({"RANK": "6", "WORLD_SIZE": "8", "MASTER_ADDR": "a", "MASTER_PORT": "1"})
     with pytest.raises(ValueError, match="MASTER_ADDR, MASTER_PORT is missing"):
         complete({"RANK": "6", "WORLD_SIZE": "8", "LOCAL_RANK": "0"})
@@ -112,7 +112,7 @@ def test_srun_alone_starts_a_run(root):
     assert_same(metrics(root, "srun"), metrics(root, "base"))
 
 
-def test_each_of_two_nodes_finds_the_model_in_its_own_cache_and_the_other_sees_it_die(root, tmp_path):
+def test_each_of_two_nodes_has_its_own_cache_and_detects_the_other_s_death(root, tmp_path):
     """Training of two launchers, a hub model that the first rank of each node reads, and the death of one node."""
     environments = nodes(free_port())
     for node in range(2):

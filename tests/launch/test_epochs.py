@@ -35,7 +35,7 @@ def saved(root: Path, name: str) -> list[str]:
     return sorted(path.name for path in (root / "runs" / name / "checkpoints").iterdir() if path.name.startswith("step-"))
 
 
-def test_a_run_evaluates_and_saves_after_each_pass_over_the_data_also_when_it_was_killed(root):
+def test_a_run_evaluates_and_saves_after_each_epoch_even_if_it_was_killed(root):
     whole, said = train(root, "whole")
     assert [row["step"] for row in whole] == [1, 2, 3, 4] and evaluated(whole) == [2, 4]
     assert saved(root, "whole") == ["step-000002", "step-000004"]

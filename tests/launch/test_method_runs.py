@@ -82,7 +82,7 @@ def resumed(root):
     return found
 
 
-def test_a_ppo_run_that_was_killed_and_resumed_on_other_layouts_goes_on_as_if_never_stopped(base, resumed):
+def test_a_killed_ppo_run_resumes_exactly_on_other_layouts(base, resumed):
     assert_same(resumed, base)
 
 
@@ -141,7 +141,7 @@ def test_a_run_without_a_critic_cannot_resume_as_one_with(root):
     train(root, "grpo", "algorithm={name: grpo, group_size: 2}", "trainer.steps=1")
     done = fivefold("train", root / "run.yaml", f"trainer.run_dir={root}/runs/grpo", "trainer.steps=2")
     assert done.returncode != 0
-    assert "is of a run that learns something else:\n" in done.stderr, done.stderr
+    assert "is from a run that learns something else:\n" in done.stderr, done.stderr
     assert '\n  algorithm.name: "grpo" -> "ppo"\n' in done.stderr, done.stderr
     names = done.stderr.partition("trainer.accept_changes=")[2].partition("]")[0] + "]"
     done = fivefold(

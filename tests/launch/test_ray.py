@@ -42,6 +42,7 @@ from fivefold.launch.processes import end_with_launcher
 from fivefold.launch.rank import _leave_error
 
 end_with_launcher()
+assert Path("handed-over").exists(), "ranks start before they can read the configuration"
 rank, mode = int(os.environ["RANK"]), os.environ["FIVEFOLD_TEST_MODE"]
 blocked = [int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, [])]
 
@@ -76,12 +77,15 @@ time.sleep(1000)
 """A rank that trains nothing: what the launcher does with it is the same."""
 DRIVER = """
 import sys
-from fivefold.config import RunConfig
+from pathlib import Path
+
+from fivefold.config import load_config
 from fivefold.errors import sentence_of
 from fivefold.launch.ray.driver import spawn
 
+run, hand_over = load_config("run.yaml", sys.argv[1:]), Path("handed-over").touch
 try:
-    sys.exit(spawn(["light", "train", "run.yaml"], RunConfig.load("run.yaml", *sys.argv[1:])))
+    sys.exit(spawn(["light"], hand_over, run.run_dir / "logs", run.roles, run.engine, run.trainer, run.launch))
 except Exception as error:
     if sentence_of(error) is None:
         raise
@@ -106,7 +110,7 @@ def _in_root(root, monkeypatch):
 
 
 def remove_marks() -> None:
-    for left in [*Path().glob("rank-*"), *Path().glob("saved-*")]:
+    for left in [*Path().glob("rank-*"), *Path().glob("saved-*"), *Path().glob("handed-over")]:
         left.unlink()
 
 
@@ -240,7 +244,7 @@ def pids(ranks: list[dict]) -> list[int]:
 # --- who is where ----------------------------------------------------------------------------------------------------
 
 
-def test_neighbours_share_a_node_know_who_they_are_and_have_the_variables_that_were_named(two_nodes, monkeypatch):
+def test_neighbours_share_a_node_and_have_the_environment_variables_that_were_named(two_nodes, monkeypatch):
     monkeypatch.setenv("HF_TEST_NAMED", "1")
     monkeypatch.setenv("OWN_NAME", "2")
     monkeypatch.setenv("OWN_OTHER", "3")
@@ -371,7 +375,7 @@ def test_a_driver_outside_the_cluster_starts_a_run_and_sees_a_rank_die(two_nodes
     assert ends(driver, ranks).startswith("rank 3 on ")
 
 
-def test_a_run_on_two_nodes_has_the_metrics_of_one_machine_and_goes_on_after_a_node_was_lost(two_nodes, root):
+def test_a_run_on_two_nodes_equals_one_machine_and_resumes_after_a_lost_node(two_nodes, root):
     """Real ranks: two nodes of two. The raylet of one is killed, another node comes, and the run resumes with a rank on each."""
     done = fivefold("train", "run.yaml", "policy.backend=megatron:d1")
     assert done.returncode == 0, done.stderr

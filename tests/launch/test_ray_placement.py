@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fivefold.config import RunConfig
+from fivefold.config import make_config
 from fivefold.config.loader import ConfigError
 from fivefold.launch.environment import forwarded
 from fivefold.launch.ray.placement import Amount, Node, Role, has, needs, place, place_when_free, rank_role
@@ -51,7 +51,7 @@ def test_consecutive_ranks_fill_nodes_and_neighbours_share_one(role, gpus, sprea
     st.lists(st.tuples(st.integers(1, 4), st.sampled_from([1, 2, 4]), st.integers(0, 2), st.integers(1, 2)), min_size=1, max_size=3),
     st.booleans(),
 )  # fmt: skip
-def test_every_member_has_one_place_neighbours_share_a_node_and_no_node_gives_more_than_it_has(sizes, wanted, spread):
+def test_every_member_has_one_place_and_no_node_gives_more_than_it_has(sizes, wanted, spread):
     nodes = [node(f"n{number}", *size) for number, size in enumerate(sizes)]
     roles = [
         Role(f"role {number}", units * together, Amount(gpus, cpus), together)
@@ -115,14 +115,14 @@ def test_variables_of_libraries_go_along_and_those_of_a_machine_stay():
 )
 def test_what_cannot_be_is_refused_by_its_key(ray, says):
     with pytest.raises(ConfigError, match=says):
-        RunConfig.of(model={"path": "m/m"}, launch={"backend": "ray", "ray": ray})
+        make_config(model={"path": "m/m"}, launch={"backend": "ray", "ray": ray})
 
 
 def test_check_says_what_is_missing_and_which_keys_do_nothing(monkeypatch):
-    config = RunConfig.of(model={"path": "m/m"}, launch={"ray": {"cpus_per_rank": 2}})
+    config = make_config(model={"path": "m/m"}, launch={"ray": {"cpus_per_rank": 2}})
     assert ("launch.ray", "launch.backend is not ray") in check(config).ignored
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    found = check(RunConfig.of(model={"path": "m/m"}, launch={"backend": "ray"})).errors
+    found = check(make_config(model={"path": "m/m"}, launch={"backend": "ray"})).errors
     assert "launch.backend: ray needs ray, not installed here: pip install 'fivefold[ray]'" in found
 
 
@@ -133,7 +133,7 @@ def test_a_run_on_a_cluster_is_not_held_to_the_gpus_of_this_machine(monkeypatch)
 
     def faults(address: str | None) -> list[str]:
         tree = {"backend": "ray", "ray": {"address": address}}
-        config = RunConfig.of(
+        config = make_config(
             model={"path": "m/m"}, policy={"backend": "megatron:d8"}, trainer={"device": "cuda"}, launch=tree
         )
         return [fault for fault in check(config).errors if fault.startswith("layout")]
@@ -164,14 +164,14 @@ def test_a_run_on_a_cluster_is_not_held_to_the_gpus_of_this_machine(monkeypatch)
 )
 def test_ranks_have_the_gpus_of_the_servers_that_they_start_on_their_node(allocation, gpus, expected):
     sections = {"model": {"path": "m"}, "trainer": {"device": "cuda"}, "data": {"train": ["a.jsonl"]}}
-    config = RunConfig.of(
+    config = make_config(
         **sections,
         algorithm={"kl": {"coef": 0.1}},
         launch={"allocation": allocation, "backend": "ray"},
         reward={"functions": {"math": 1.0}},
     )
     nodes = [node(f"n{number}", count) for number, count in enumerate(gpus)]
-    role = rank_role(config, nodes)
+    role = rank_role(config.roles, config.engine, config.trainer.device, config.launch.ray.cpus_per_rank, nodes)
     found = place([role], nodes, spread=False)
     assert (found and [(each.node.id, len(each.members)) for each in found]) == expected
     if found:
@@ -189,12 +189,12 @@ def test_ranks_have_the_gpus_of_the_servers_that_they_start_on_their_node(alloca
     ],
 )
 def test_tensor_parallel_neighbours_of_a_model_on_ranks_of_its_own_share_a_node(allocation, together, expected):
-    config = RunConfig.of(
+    config = make_config(
         model={"path": "m"}, algorithm={"kl": {"coef": 0.1}}, launch={"allocation": allocation, "backend": "ray"},
         trainer={"device": "cuda"}, data={"train": ["a.jsonl"]}, reward={"functions": {"math": 1.0}},
     )  # fmt: skip
     nodes = [node(f"n{number}", 8) for number in range(2)]
-    role = rank_role(config, nodes)
+    role = rank_role(config.roles, config.engine, config.trainer.device, config.launch.ray.cpus_per_rank, nodes)
     found = place([role], nodes, spread=False)
     assert (role.count, role.together) == (config.roles.world_size, together)
     assert (found and [(each.node.id, len(each.members)) for each in found]) == expected

@@ -55,7 +55,7 @@ def test_a_ppo_run_has_the_same_metrics_with_models_on_ranks_of_their_own(root, 
         assert "         2     -       -          whole   -\n" in told
 
 
-def test_a_reference_without_adapters_computes_where_the_policy_is_while_the_critic_is_elsewhere(root):
+def test_a_reference_without_adapters_is_on_the_policy_s_ranks_without_the_critic_s(root):
     """The reference is the policy with its adapters switched off: asked by every rank, held by the policy's."""
     adapters = ("policy.lora.rank=4", "policy.lora.alpha=8")
     one, _ = train(root, "adapters", *adapters)
@@ -147,28 +147,26 @@ def slow_critic():
     MegatronModel.train_step = following
 
 
-def test_sigterm_to_a_rank_of_another_model_ends_the_run_and_it_goes_on_as_if_nothing_had_been(
-    root, base, tmp_path, monkeypatch
-):
+def test_a_run_resumes_exactly_after_sigterm_to_a_rank_of_another_model(root, base, tmp_path, monkeypatch):
     monkeypatch.setenv("FIVEFOLD_TEST_ROOT", str(tmp_path))
     told = end_run(root, "asked", tmp_path / "slow", slow_reference, on(EACH), rank=1)
-    assert "asked to end by SIGTERM in step 2, which is done anew on resume\n" in told
+    assert "asked to end by SIGTERM in step 2, which is repeated on resume\n" in told
     found, told = train(root, "asked", on(TWO))
     assert "resumed after step 1 " in told
     assert_same(found, base)
 
 
 @pytest.mark.slow
-def test_updates_that_a_critic_on_ranks_of_its_own_took_before_a_run_ended_are_counted(root, tmp_path, monkeypatch):
+def test_updates_of_a_critic_on_its_own_ranks_are_counted_when_a_run_ends(root, tmp_path, monkeypatch):
     """By what their optimizers have counted: the first rank has not heard of all of them."""
     monkeypatch.setenv("FIVEFOLD_TEST_ROOT", str(tmp_path))
     told = end_run(root, "learning", tmp_path / "slow", slow_critic, on(EACH), rank=2)
     saved = root / "runs/learning/checkpoints/step-000001"
     counted = sum(json.loads((saved / part / "optimizer.json").read_text())["step"] for part in ("policy", "critic"))
     # Two were the critic's in the first step.
-    assert (
-        f"in step 2, which is done anew on resume; {counted - 2:.0f} of its optimizer steps were taken and stay" in told
-    ), told
+    assert f"in step 2, which is repeated on resume; {counted - 2:.0f} of its optimizer steps were taken and stay" in told, (
+        told
+    )
 
 
 def failing_reference():

@@ -58,7 +58,7 @@ def test_nothing_is_written_through_a_link_in_a_run_directory(root, tmp_path, na
     (run_dir / name).unlink(missing_ok=True)
     (run_dir / name).symlink_to(target)
     done = fivefold("train", root / "run.yaml", f"trainer.run_dir={run_dir}")
-    assert done.returncode == 2 and "is a symbolic link, and a run writes through none" in done.stderr
+    assert done.returncode == 2 and "is a symbolic link, to which a run does not write" in done.stderr
     assert "Traceback" not in done.stderr and str(run_dir / name) in done.stderr
     assert target.read_text() == "precious"
 

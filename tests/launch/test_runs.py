@@ -265,7 +265,7 @@ def fail_to_write_step_4():
 
 
 @pytest.mark.parametrize("in_background", ["true", "false"])
-def test_a_disk_that_is_full_ends_the_run_with_one_sentence_and_the_checkpoint_before(root, base, in_background):
+def test_a_full_disk_ends_the_run_with_one_sentence_and_keeps_the_last_checkpoint(root, base, in_background):
     name = f"full-{in_background}"
     overrides = ["trainer.save_every=2", "policy.backend=megatron:d2", f"trainer.async_save={in_background}"]
     done = Command(
@@ -372,16 +372,16 @@ def test_killing_the_launcher_leaves_no_process_behind(root, base):
 
 
 FROM_PYTHON = """
-from fivefold import Objective, RunConfig, make_objective, train
+from fivefold import Objective, load_config, make_config, make_objective, train
 
 def digits(response):
     return sum(c.isdigit() for c in response) / 12
 
 if __name__ == "__main__":
-    config = RunConfig.load("{root}/run.yaml", "trainer.run_dir={root}/runs/python", "trainer.steps=2", "reward.functions={{}}")
+    config = load_config("{root}/run.yaml", ["trainer.run_dir={root}/runs/python", "trainer.steps=2", "reward.functions={{}}"])
     tree = {{"functions": {{digits: 1.0}}}}
     from dataclasses import asdict
-    config = RunConfig.of(**{{**asdict(config), "reward": tree}})
+    config = make_config(**{{**asdict(config), "reward": tree}})
     assert isinstance(make_objective("grpo", clip_high=0.28), Objective)
     print("ran in", train(config))
 """

@@ -118,6 +118,7 @@ def rank_1_is_slow():
     MegatronModel.train_step, EngineRollouts.next = computing, sampling
 
 
+@pytest.mark.slow
 def test_a_slow_rank_is_not_taken_for_one_that_hangs(root, tmp_path):
     done = Command("train", root / "run.yaml", f"trainer.run_dir={tmp_path}/run", hook=rank_1_is_slow).finish()
     assert done.returncode == 0, done.stdout + done.stderr

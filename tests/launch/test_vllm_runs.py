@@ -120,7 +120,7 @@ def test_sigterm_ends_the_rollout_between_two_steps_of_vllm(root, monkeypatch, t
     seconds = time.monotonic() - begin
     (tmp_path / "slow").unlink()
     assert done.returncode == 128 + signal.SIGTERM, done.stdout + done.stderr
-    assert "in step 2, which is done anew on resume" in done.stdout
+    assert "in step 2, which is repeated on resume" in done.stdout
     assert seconds < 30, f"{seconds} s, where the rollout takes {12 * STEP_SECONDS}"
     resumed = train(root, "terminated", *given)
     assert resumed.returncode == 0 and "resumed after step 1 " in resumed.stdout, resumed.stdout + resumed.stderr

@@ -78,7 +78,7 @@ def test_the_published_example_lies_on_sixteen_ranks():
         ("megatron:", "names no dimension"),
         ("MEGATRON:d4", "unknown backend 'MEGATRON'.*did you mean 'megatron'"),
         ("deepspeed:d4", "known: megatron, fsdp"),
-        ("sglang.d4", "colon behind its backend, not a dot"),
+        ("sglang.d4", "colon after its backend, not a dot"),
         ("megatron:d4d2", "given twice"),
         ("megatron:d0", "start at 1"),
         ("megatron:d04", "no leading zero"),

@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from fivefold.columns import Column
 from fivefold.config.learners import LoraConfig, MegatronConfig
 from fivefold.models.adapters import CONFIG, TENSORS, adapter_tensors, peft_config
 from fivefold.models.families import load_spec
@@ -102,7 +103,9 @@ def two_steps(mesh, directory: Path, policy, base_T: torch.Tensor):
     model = MegatronModel(directory, policy, mesh, total_updates=2, adapters=path)
     base = {name: p.clone() for c in model._chunks for name, p in c.named_parameters() if not p.requires_grad}
     batch = whole_batch()
-    batch = replace(batch, old_logprobs_T=base_T + batch.old_logprobs_T, ref_logprobs_T=base_T + batch.ref_logprobs_T)
+    batch = batch.with_columns(
+        {Column.OLD_LOGPROBS: base_T + batch[Column.OLD_LOGPROBS], Column.REF_LOGPROBS: base_T + batch[Column.REF_LOGPROBS]}
+    )
     mine = batch.select(mesh.ranks.shard_of_replica(range(len(LENGTHS))))
     reports = [model.train_step(mine, OBJECTIVE.loss) for _ in range(2)]
     model.verify()
@@ -353,7 +356,7 @@ def train_and_save(mesh, directory: Path, policy, before: Path | None, path: Pat
         batch = whole_batch()
         mine = batch.select(mesh.ranks.shard_of_replica(range(len(LENGTHS))))
         base_T = model.forward(mine)
-        mine = replace(mine, old_logprobs_T=base_T, ref_logprobs_T=base_T + mine.ref_logprobs_T)
+        mine = mine.with_columns({Column.OLD_LOGPROBS: base_T, Column.REF_LOGPROBS: base_T + mine[Column.REF_LOGPROBS]})
         for _ in range(2):
             model.train_step(mine, OBJECTIVE.loss)
     else:
@@ -541,7 +544,7 @@ def critic_step(mesh, directory: Path, policy, path: Path):
     mine = batch.select(mesh.ranks.shard_of_replica(range(len(LENGTHS))))
 
     def loss(values_T, entropy_T, micro):
-        return LossOutput(loss=(micro.loss_weights_T * (values_T - 1).square()).sum(), sums={})
+        return LossOutput(loss=(micro[Column.LOSS_WEIGHTS] * (values_T - 1).square()).sum(), sums={})
 
     reports = [model.train_step(mine, loss) for _ in range(2)]
     model.verify()

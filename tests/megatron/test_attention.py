@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from fivefold.columns import Column
 from fivefold.config.learners import MegatronConfig, OptimizerConfig, PolicyConfig
 from fivefold.megatron.layers.attention import local_positions, make_packing
 from fivefold.types import LossOutput, TokenBatch
@@ -31,11 +32,13 @@ def sequences() -> TokenBatch:
     mask = torch.cat([torch.arange(n) >= n - k for n, k in zip(LENGTHS, PREDICTED, strict=True)])
     tokens = torch.randint(0, VOCAB, (sum(LENGTHS),), generator=generator)
     weights = torch.randn(sum(LENGTHS), generator=generator)
-    return TokenBatch(tokens, mask, list(LENGTHS), temperature=1.0, loss_weights_T=weights, update_tokens=int(mask.sum()))
+    return TokenBatch(
+        tokens, mask, list(LENGTHS), temperature=1.0, update_tokens=int(mask.sum()), columns={Column.LOSS_WEIGHTS: weights}
+    )
 
 
 def weighted(logprobs_T, entropy_T, micro):
-    loss = (micro.loss_weights_T * (logprobs_T + 0.3 * entropy_T)).sum()
+    loss = (micro[Column.LOSS_WEIGHTS] * (logprobs_T + 0.3 * entropy_T)).sum()
     return LossOutput(loss, {})
 
 
@@ -86,7 +89,7 @@ def test_packed_equals_one_sequence_at_a_time(steps, name, layout):
     for packed, alone, gradients, expected in steps[name, layout]:
         # Each log-prob and entropy is made of numbers near log V: a last place of each, times the weights.
         whole = sequences()
-        size = float(whole.loss_weights_T[whole.loss_mask_T].abs().sum()) * 1.3 * math.log(VOCAB)
+        size = float(whole[Column.LOSS_WEIGHTS][whole.loss_mask_T].abs().sum()) * 1.3 * math.log(VOCAB)
         assert packed == pytest.approx(alone, abs=size * 2**-23)
         assert (gradients - expected).abs().max() <= 2e-5 * expected.abs().max()
 

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from fivefold.algo import make_objective
 from fivefold.algo.advantages import AdvantageInputs
+from fivefold.algo.objective import make_objective
 from fivefold.algo.values import ValueLoss
+from fivefold.columns import Column
 from fivefold.config.learners import PolicyConfig
 from fivefold.types import TokenBatch
 from tests.support import loops
@@ -99,18 +100,20 @@ def test_a_value_head_that_is_not_there_starts_at_zero(cluster, models):
 
 def with_returns(batch: TokenBatch, values_T: torch.Tensor) -> TokenBatch:
     scores = AdvantageInputs(torch.tensor(REWARDS), torch.arange(8), torch.tensor(LENGTHS) - torch.tensor(PROMPTS))
-    batch = replace(batch, values_T=values_T)
+    batch = batch.with_columns({Column.VALUES: values_T})
     advantages_T, returns_T = PPO.advantages(batch, scores, torch.tensor(FINISHED), Alone())
     weights_N = PPO.loss_weights(scores.lengths_N, MAX_RESPONSE)
-    return replace(batch, advantages_T=advantages_T, returns_T=returns_T, loss_weights_T=batch.expand_to_tokens(weights_N))
+    return batch.with_columns(
+        {Column.ADVANTAGES: advantages_T, Column.RETURNS: returns_T, Column.LOSS_WEIGHTS: batch.expand_to_tokens(weights_N)}
+    )
 
 
 def test_gae_of_the_batch_equals_the_loop():
     batch = whole_batch()
     values = torch.randn(sum(LENGTHS), generator=torch.Generator().manual_seed(4))
     found = replace(with_returns(batch, values))
-    plain, _ = replace(PPO, whiten=False).advantages(
-        replace(batch, values_T=values), AdvantageInputs(torch.tensor(REWARDS), torch.arange(8), torch.tensor(LENGTHS)),
+    plain, _ = replace(PPO, advantage=replace(PPO.advantage, whiten=False)).advantages(
+        batch.with_columns({Column.VALUES: values}), AdvantageInputs(torch.tensor(REWARDS), torch.arange(8), torch.tensor(LENGTHS)),
         torch.tensor(FINISHED), Alone(),
     )  # fmt: skip
     start, everything = 0, []
@@ -120,10 +123,10 @@ def test_gae_of_the_batch_equals_the_loop():
         behind = 0.0 if FINISHED[i] else float(values[tokens[-1]])
         advantages, returns = loops.gae(rewards, [float(values[t - 1]) for t in tokens], behind, GAMMA, LAM)
         assert plain[tokens].tolist() == pytest.approx(advantages, rel=1e-4, abs=1e-5)
-        assert found.returns_T[tokens].tolist() == pytest.approx(returns, rel=1e-4, abs=1e-5)
+        assert found[Column.RETURNS][tokens].tolist() == pytest.approx(returns, rel=1e-4, abs=1e-5)
         everything += advantages
         start += length
-    whitened = found.advantages_T[batch.loss_mask_T]
+    whitened = found[Column.ADVANTAGES][batch.loss_mask_T]
     expected = torch.tensor(everything, dtype=torch.float64)
     expected = (expected - expected.mean()) / (expected.var() + 1e-8).sqrt()
     assert torch.allclose(whitened.double(), expected, atol=1e-5)
@@ -148,7 +151,7 @@ def reference_critic(directory: Path, tmp: Path):
     for _ in range(2):
         values, loss = hf_values(directory, batch, model), torch.zeros(())
         for t in batch.loss_mask_T.nonzero()[:, 0].tolist():
-            value, old, target = values[t - 1], base[t - 1], batch.returns_T[t]
+            value, old, target = values[t - 1], base[t - 1], batch[Column.RETURNS][t]
             near = value.clamp(old - CLIP, old + CLIP)
             loss = loss + 0.5 * torch.maximum((value - target) ** 2, (near - target) ** 2) / batch.update_tokens
         adam.zero_grad()
@@ -221,14 +224,16 @@ def ppo_step(mesh, directory: Path, critic_directory: Path, policy: PolicyConfig
     actor = MegatronModel(directory, policy, mesh, total_updates=1)
     critic = MegatronModel(critic_directory, critic_policy or policy, mesh, total_updates=1, value_head=True)
     mine = mesh.ranks.shard_of_replica(range(len(LENGTHS)))
-    whole = replace(whole_batch(), old_logprobs_T=old_T)
-    batch = replace(whole.select(mine), values_T=critic.forward(whole.select(mine)))
+    whole = whole_batch().with_columns({Column.OLD_LOGPROBS: old_T})
+    batch = whole.select(mine).with_columns({Column.VALUES: critic.forward(whole.select(mine))})
 
     responses = torch.tensor(LENGTHS) - torch.tensor(PROMPTS)
     scores = AdvantageInputs(torch.tensor(REWARDS), torch.arange(8), responses)
     advantages_T, returns_T = PPO.advantages(batch, scores, torch.tensor(FINISHED), mesh.ranks)
     weights_N = PPO.loss_weights(responses, MAX_RESPONSE)[mine]
-    batch = replace(batch, advantages_T=advantages_T, returns_T=returns_T, loss_weights_T=batch.expand_to_tokens(weights_N))
+    batch = batch.with_columns(
+        {Column.ADVANTAGES: advantages_T, Column.RETURNS: returns_T, Column.LOSS_WEIGHTS: batch.expand_to_tokens(weights_N)}
+    )
     reports = [critic.train_step(batch, ValueLoss(CLIP)), actor.train_step(batch, PPO.loss)]
     weights = {
         f"{who}.{name}": tensor.clone()
@@ -257,10 +262,10 @@ def ppo_oracle(models, classifier, critic_oracle, tmp_path_factory):
         return torch.cat(found)
 
     now = logprobs()
-    old = (now.detach() + batch.old_logprobs_T) * batch.loss_mask_T
+    old = (now.detach() + batch[Column.OLD_LOGPROBS]) * batch.loss_mask_T
     loss = torch.zeros(())
     for t in batch.loss_mask_T.nonzero()[:, 0].tolist():
-        ratio, advantage = (now[t] - old[t]).exp(), batch.advantages_T[t]
+        ratio, advantage = (now[t] - old[t]).exp(), batch[Column.ADVANTAGES][t]
         loss = loss - torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage) / batch.update_tokens
     loss.backward()
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), OPTIMIZER.clip_grad)
@@ -272,7 +277,7 @@ def ppo_oracle(models, classifier, critic_oracle, tmp_path_factory):
     values, value_loss = hf_values(classifier, batch, critic), torch.zeros(())
     for t in batch.loss_mask_T.nonzero()[:, 0].tolist():
         # The first step's values are the old ones, so nothing is clipped.
-        value_loss = value_loss + 0.5 * (values[t - 1] - batch.returns_T[t]) ** 2 / batch.update_tokens
+        value_loss = value_loss + 0.5 * (values[t - 1] - batch[Column.RETURNS][t]) ** 2 / batch.update_tokens
     value_loss.backward()
     value_norm = torch.nn.utils.clip_grad_norm_(critic.parameters(), OPTIMIZER.clip_grad)
     critic_adam.step()

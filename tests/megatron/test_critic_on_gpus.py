@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from fivefold.algo import make_objective
 from fivefold.algo.advantages import AdvantageInputs
+from fivefold.algo.objective import make_objective
 from fivefold.algo.values import ValueLoss
+from fivefold.columns import Column
 from tests.support.cluster import Together
 from tests.support.gpu_models import build, finite, is_large, step_batch
 from tests.support.two_steps import OPTIMIZER
@@ -57,7 +57,9 @@ def ppo_updates(mesh, directory: Path, critic_directory: Path, dtype: str):
     samples = len(whole.lengths_N)
     own = mesh.ranks.shard_of_replica(range(samples))
     mine = whole.select(own)
-    mine = replace(mine, old_logprobs_T=policy.forward(mine) + mine.old_logprobs_T, values_T=critic.forward(mine))
+    mine = mine.with_columns(
+        {Column.OLD_LOGPROBS: policy.forward(mine) + mine[Column.OLD_LOGPROBS], Column.VALUES: critic.forward(mine)}
+    )
 
     generator = torch.Generator().manual_seed(3)
     responses_N = torch.tensor([int(whole.loss_mask_T[whole.token_index([i])].sum()) for i in range(samples)])
@@ -65,7 +67,9 @@ def ppo_updates(mesh, directory: Path, critic_directory: Path, dtype: str):
     finished_N = torch.rand(samples, generator=generator) < 0.7
     advantages_T, returns_T = PPO.advantages(mine, scores, finished_N, mesh.ranks)
     weights_N = PPO.loss_weights(responses_N, max(whole.lengths_N))[own]
-    mine = replace(mine, advantages_T=advantages_T, returns_T=returns_T, loss_weights_T=mine.expand_to_tokens(weights_N))
+    mine = mine.with_columns(
+        {Column.ADVANTAGES: advantages_T, Column.RETURNS: returns_T, Column.LOSS_WEIGHTS: mine.expand_to_tokens(weights_N)}
+    )
     numbers = []
     for _ in range(2):
         of_critic, of_policy = critic.train_step(mine, ValueLoss(0.5)), policy.train_step(mine, PPO.loss)

@@ -97,7 +97,7 @@ def overflowing(mesh, directory: Path, updates: int, scale: dict[str, float], sa
 
 
 @pytest.mark.parametrize(("name", "layout"), [("qwen3", "d2t2"), ("qwen3_moe", "d2e2")])
-def test_the_scale_falls_while_gradients_overflow_and_doubles_after_so_many_good_updates(cluster, models, name, layout):
+def test_the_scale_falls_at_overflows_and_doubles_after_enough_good_updates(cluster, models, name, layout):
     """By hand: the first overflow is forgiven (hysteresis 2), each further one halves; three good updates double it."""
     scale = {"initial_loss_scale": 2.0**24, "loss_scale_window": 3}
     found, *others = cluster.run(overflowing, f"megatron:{layout}", models(name), 24, scale)

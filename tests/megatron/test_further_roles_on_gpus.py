@@ -37,7 +37,7 @@ def test_replayed_routes_give_the_step_of_transformers(gpus, models, name, layou
 @pytest.mark.parametrize("case", [test_prm.Case("d1", "d1"), test_prm.Case("d2", "t2")], ids=str)
 def test_a_process_reward_model_learns_as_in_the_oracle(gpus, models, tmp_path, case):
     directory, other = models("qwen3"), models("llama")
-    numbers, whole_T, state, _ = test_prm.oracle(directory, other, tmp_path, *case.kind)
+    numbers, whole_T, state, _ = test_prm.oracle(directory, other, tmp_path, case.update, case.loss)
     for own, advantages_T, weights, _ in gpus.run(test_prm.learned, f"megatron:d{case.world_size}", case, directory, other):
         for found, expected in zip(own, numbers, strict=True):
             assert found == pytest.approx(expected, rel=4 * BOUNDS[1])

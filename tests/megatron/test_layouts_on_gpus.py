@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from fivefold.columns import Column
 from fivefold.config.learners import MegatronConfig
 from tests.support.cluster import Together
 from tests.support.gpu_models import build, finite, is_large, step_batch
@@ -93,7 +93,7 @@ def updates(mesh, directory: Path, dtype: str, count: int, changes: dict[str, An
     model = build(mesh, directory, dtype, budget(mesh), **changes)
     batch = step_batch(mesh, model.spec.vocab)
     mine = batch.select(mesh.ranks.shard_of_replica(range(len(batch.lengths_N))))
-    mine = replace(mine, old_logprobs_T=model.forward(mine) + mine.old_logprobs_T)
+    mine = mine.with_columns({Column.OLD_LOGPROBS: model.forward(mine) + mine[Column.OLD_LOGPROBS]})
     reports = [model.train_step(mine, OBJECTIVE.loss) for _ in range(count)]
     model.verify()
     return model, [(report.loss, report.grad_norm) for report in reports]

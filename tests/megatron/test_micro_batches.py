@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from fivefold.algo import Objective, make_objective
-from fivefold.config import methods
+from fivefold.algo import methods
+from fivefold.algo.aggregate import LEGACY_AGGREGATE
+from fivefold.algo.objective import Objective, make_objective
+from fivefold.columns import Column
 from fivefold.config.learners import MegatronConfig, PolicyConfig
 from fivefold.distributed.balance import balance, plan_micro_batches
 from tests.support import loops
@@ -18,7 +20,7 @@ from tests.support.cluster import Together
 from tests.support.objectives import COMBINATIONS, WITHOUT_RATIO, as_lists
 from tests.support.two_steps import LENGTHS, MAX_RESPONSE, POLICY, PROMPTS, whole_batch
 
-CUTTABLE = [each for each in COMBINATIONS if methods.LEGACY_AGGREGATE not in each]
+CUTTABLE = [each for each in COMBINATIONS if LEGACY_AGGREGATE not in each]
 LAYOUTS = ("d2", "t2", "p2", "c2")
 CUTS = [("d1", 2), *[(layout, count) for layout in LAYOUTS for count in (1, 5)]]
 """Layout and micro-batches of each replica."""
@@ -30,8 +32,8 @@ RESPONSES = torch.tensor(LENGTHS) - torch.tensor(PROMPTS)
 @cache
 def choices() -> list:
     """Every combination, with KL, entropy and a sequence-level correction; and DPO."""
-    extra = {"kl": methods.KLConfig(estimator="k3+", coef=0.1), "entropy_coef": 0.05}
-    extra["rollout_correction"] = methods.CorrectionConfig(
+    extra = {"kl": methods.KL(estimator="k3+", coef=0.1), "entropy_coef": 0.05}
+    extra["rollout_correction"] = methods.Correction(
         name="sequence_tis", reject="geometric", reject_low=0.8, reject_high=1.25
     )
     found = []
@@ -52,14 +54,17 @@ def batch_for(objective, base_T: torch.Tensor):
     noise = torch.randn(3, sum(LENGTHS), generator=torch.Generator().manual_seed(9)) * torch.tensor([[0.3], [0.3], [0.1]])
     mask = batch.loss_mask_T
     return replace(
-        batch,
-        per_micro_batch=objective.per_micro_batch,
-        samples_per_comparison=2 if objective.ratio_reference == "reference" else 1,
-        loss_weights_T=batch.expand_to_tokens(objective.loss_weights(RESPONSES, MAX_RESPONSE)),
-        old_logprobs_T=base_T + noise[0] * mask,
-        ref_logprobs_T=base_T + noise[1] * mask,
-        rollout_logprobs_T=base_T + (noise[0] + noise[2]) * mask,
-        selected_T=mask & (torch.arange(len(mask)) % 3 == 0),
+        batch.with_columns(
+            {
+                Column.LOSS_WEIGHTS: batch.expand_to_tokens(objective.loss_weights(RESPONSES, MAX_RESPONSE)),
+                Column.OLD_LOGPROBS: base_T + noise[0] * mask,
+                Column.REF_LOGPROBS: base_T + noise[1] * mask,
+                Column.ROLLOUT_LOGPROBS: base_T + (noise[0] + noise[2]) * mask,
+                Column.SELECTED: mask & (torch.arange(len(mask)) % 3 == 0),
+            }
+        ),
+        per_micro_batch=objective.aggregation.per_micro_batch,
+        samples_per_comparison=2 if objective.gradient.surrogate.ratio_reference == "reference" else 1,
     )
 
 
@@ -166,7 +171,7 @@ def legacy_loss(mesh, directory: Path, policy: PolicyConfig, base_T: torch.Tenso
     from fivefold.megatron.model import MegatronModel
 
     model = MegatronModel(directory, policy, mesh, total_updates=1)
-    objective = make_objective("grpo", kl=methods.KLConfig(coef=0.0), aggregate=methods.LEGACY_AGGREGATE)
+    objective = make_objective("grpo", kl=methods.KL(coef=0.0), aggregate=LEGACY_AGGREGATE)
     mine = mesh.ranks.shard_of_replica(range(len(LENGTHS)))
     batch = batch_for(objective, base_T).select(mine)
     return model.train_step(batch, objective.loss).loss, mine
@@ -188,8 +193,8 @@ def test_the_legacy_aggregation_is_the_mean_over_micro_batches_of_all_replicas(c
         for samples in plan_micro_batches(lengths, 2, budget):
             index = batch.token_index([mine[i] for i in samples])
             index = index[batch.loss_mask_T[index]]
-            ratio = (logprobs[index] - batch.old_logprobs_T[index]).exp()
-            advantage = batch.advantages_T[index]
+            ratio = (logprobs[index] - batch[Column.OLD_LOGPROBS][index]).exp()
+            advantage = batch[Column.ADVANTAGES][index]
             means.append(-torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage).mean().item())
     assert results[0][0] == pytest.approx(sum(means) / len(means), rel=1e-5)
 

@@ -31,7 +31,7 @@ def exported(mesh, directory: Path, moved: float, torch_dist: Path | None = None
 
 
 @pytest.mark.parametrize("name", list(MTP_VARIANTS))
-def test_an_export_has_every_tensor_of_the_files_those_shared_with_the_model_as_they_are_there(cluster, models, name):
+def test_an_export_has_every_tensor_of_the_files_and_copies_the_shared_ones(cluster, models, name):
     files, spec = load_tensors(models(name)), load_spec(models(name))
     for found in cluster.run(exported, "megatron:d1", models(name), 0.25):
         assert sorted(found) == sorted(files)

@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from fivefold.algo import make_objective
-from fivefold.config.methods import ProcessRewardConfig
+from fivefold.algo.methods import ProcessReward
+from fivefold.algo.objective import make_objective
+from fivefold.algo.term import Progress
+from fivefold.columns import Column
 from fivefold.config.roles import Learns
 from fivefold.layout import ParallelLayout
 from fivefold.types import RolloutStats
@@ -71,7 +73,7 @@ def stats_of() -> RolloutStats:
 
 def objective_of(update: str, loss: str, reference: str):
     chosen: dict[str, Any] = {"update": update, "loss": loss, "reference": reference}
-    return make_objective("prime", process_reward=ProcessRewardConfig(coef=COEF, outcome_coef=OUTCOME, beta=BETA, **chosen))
+    return make_objective("prime", process_reward=ProcessReward(coef=COEF, outcome_coef=OUTCOME, beta=BETA, **chosen))
 
 
 def learned(mesh, case: Case, directory: Path, other: Path):
@@ -96,7 +98,7 @@ def learned(mesh, case: Case, directory: Path, other: Path):
     is_policy = case.reference == "policy"
     by_role = {"prm": prm, "prm.reference": model("policy", other, 0) if is_policy else model("prm", other, case.first)}
     learner, guard = (
-        ProcessRewardLearner(objective.process, ranks, updates_per_step=2),
+        ProcessRewardLearner(objective.process, ranks, "prm", updates_per_step=2),
         SkipGuard(ranks, 0, directory, print),
     )
     models = Models(by_role, ranks, guard, {"prm": learner})
@@ -104,10 +106,10 @@ def learned(mesh, case: Case, directory: Path, other: Path):
     batch = whole_batch().select(mine)
     models.annotate(batch, objective.needs(1), stats)
     work = StepWork(stats, batch, [])
-    models.update(Learns.BEFORE_ADVANTAGES, work, 0)
+    models.update(Learns.BEFORE_ADVANTAGES, work, Progress())
     objective.assign_advantages(batch, stats, ranks)
     whole_T = torch.zeros(sum(LENGTHS))
-    whole_T[whole_batch().token_index(mine)] = batch.advantages_T
+    whole_T[whole_batch().token_index(mine)] = batch[Column.ADVANTAGES]
     prm.verify()
     state = {name: tensor.clone() for name, tensor in prm.weights()}
     numbers = [(report.loss, report.grad_norm) for report in work.reports["prm"]]

@@ -10,16 +10,18 @@ from typing import Any
 import pytest
 import torch
 
-from fivefold.algo import make_objective
 from fivefold.algo.advantages import AdvantageInputs
+from fivefold.algo.objective import make_objective
+from fivefold.algo.terms.kl import KL
 from fivefold.algo.values import ValueLoss
+from fivefold.columns import Column
 from fivefold.config.learners import MegatronConfig
 from fivefold.layout import ParallelLayout
 from tests.support.layout_cases import VPP2
 from tests.support.tiny_models import make_classifier
 from tests.support.two_steps import BOUNDS, LENGTHS, MAX_RESPONSE, POLICY, PROMPTS, whole_batch
 
-PPO = replace(make_objective("ppo", gamma=0.95, lam=0.9), kl_coef=0.5)
+PPO = make_objective("ppo", gamma=0.95, lam=0.9, kl=KL(coef=0.5))
 REWARDS = [1.0, 0, 0, 1, 0.5, 0, 1, 0]
 FINISHED = [True, False, True, True, True, True, False, True]
 UPDATES = [[0, 1, 2, 3, 4], [5, 6, 7]]
@@ -106,11 +108,12 @@ def updates(mesh, case: Case, directory: Path, reference_directory: Path, critic
     critic = model("critic", critic_directory, total_updates=2, value_head=True)
     mine = ranks.shard_of_replica(range(len(LENGTHS)))
     batch = whole_batch().select(mine)
-    batch = replace(
-        batch,
-        old_logprobs_T=policy.forward(batch) + batch.old_logprobs_T,
-        ref_logprobs_T=reference.forward(batch),
-        values_T=critic.forward(batch),
+    batch = batch.with_columns(
+        {
+            Column.OLD_LOGPROBS: policy.forward(batch) + batch[Column.OLD_LOGPROBS],
+            Column.REF_LOGPROBS: reference.forward(batch),
+            Column.VALUES: critic.forward(batch),
+        }
     )
     responses = torch.tensor(LENGTHS) - torch.tensor(PROMPTS)
     scores = AdvantageInputs(torch.tensor(REWARDS), torch.arange(8), responses)
@@ -120,16 +123,19 @@ def updates(mesh, case: Case, directory: Path, reference_directory: Path, critic
         weights_N = torch.zeros(len(LENGTHS)).double()
         weights_N[rows] = PPO.loss_weights(responses[rows], MAX_RESPONSE).double()
         whole = replace(
-            batch,
-            advantages_T=advantages_T,
-            returns_T=returns_T,
-            loss_weights_T=batch.expand_to_tokens(weights_N[mine]),
+            batch.with_columns(
+                {
+                    Column.ADVANTAGES: advantages_T,
+                    Column.RETURNS: returns_T,
+                    Column.LOSS_WEIGHTS: batch.expand_to_tokens(weights_N[mine]),
+                }
+            ),
             update_tokens=int(responses[rows].sum()),
         )
         part = whole.select([place for place, row in enumerate(mine) if row in rows])
         reports += [critic.train_step(part, ValueLoss(0.3)), policy.train_step(part, PPO.loss)]
     numbers_2T = torch.zeros(2, sum(LENGTHS))
-    numbers_2T[:, whole_batch().token_index(mine)] = torch.stack([batch.ref_logprobs_T, batch.values_T])
+    numbers_2T[:, whole_batch().token_index(mine)] = torch.stack([batch[Column.REF_LOGPROBS], batch[Column.VALUES]])
     numbers_2T = ranks.all_reduce_sum(numbers_2T)
     state = {f"policy.{name}": tensor.clone() for name, tensor in policy.weights()}
     state |= {f"critic.{name}": tensor.clone() for name, tensor in critic.weights()}
@@ -199,7 +205,7 @@ def test_updates_are_those_of_one_process_whatever_layouts_reference_and_critic_
 @pytest.mark.parametrize(
     "case", [pytest.param(case, marks=[pytest.mark.slow] * (case.world_size > 4), id=str(case)) for case in APART]
 )
-def test_updates_are_those_of_one_process_whatever_ranks_of_their_own_reference_and_critic_have(run, one_process, case):
+def test_updates_equal_one_process_for_any_ranks_of_reference_and_critic(run, one_process, case):
     check(run, one_process, case)
 
 

@@ -13,7 +13,7 @@ from fivefold.models.config_json import read_balance_coef
 from tests.support.two_steps import POLICY, ROUTER, expected, run_step
 
 
-def test_the_balance_loss_of_config_json_is_the_same_step_as_its_coefficient_written_out(cluster, models):
+def test_the_balance_loss_of_config_json_equals_its_coefficient_written_out(cluster, models):
     directory = models("qwen3_moe")
     coef = json.loads((Path(directory) / "config.json").read_text())["router_aux_loss_coef"]
     assert coef > 0

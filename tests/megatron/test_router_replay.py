@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from fivefold.columns import Column
 from fivefold.config.learners import MegatronConfig
 from fivefold.routes import NO_ROUTE
 from fivefold.types import TokenBatch
@@ -117,11 +118,12 @@ def replayed_step(mesh, directory: Path, policy, base_T, routes_TLK: torch.Tenso
 
     model = MegatronModel(directory, policy, mesh, total_updates=updates)
     batch = whole_batch()
-    batch = replace(
-        batch,
-        old_logprobs_T=base_T + batch.old_logprobs_T,
-        ref_logprobs_T=base_T + batch.ref_logprobs_T,
-        routes_TLK=routes_TLK,
+    batch = batch.with_columns(
+        {
+            Column.OLD_LOGPROBS: base_T + batch[Column.OLD_LOGPROBS],
+            Column.REF_LOGPROBS: base_T + batch[Column.REF_LOGPROBS],
+            Column.ROUTES: routes_TLK,
+        }
     )
     mine = batch.select(mesh.ranks.shard_of_replica(range(len(LENGTHS))))
     reports = [model.train_step(mine, OBJECTIVE.loss) for _ in range(updates)]
@@ -182,8 +184,8 @@ def recorded(mesh, directory: Path, policy, batch: TokenBatch):
     own = mesh.ranks.shard_of_replica(range(len(batch.lengths_N)))
     mine = replace(batch.select(own), records_routes=True)
     before = model.forward(mine)
-    assert mine.routes_TLK is not None
-    return mine.routes_TLK, own, before, model.forward(replace(mine, records_routes=False))
+    assert Column.ROUTES in mine
+    return mine[Column.ROUTES], own, before, model.forward(replace(mine, records_routes=False))
 
 
 @cache
@@ -250,7 +252,7 @@ def with_and_without(mesh, directory: Path, policy, base_T):
         batch = whole_batch().select(mesh.ranks.shard_of_replica(range(len(LENGTHS))))
         batch = replace(batch, records_routes=replays)
         model.forward(batch)
-        assert (batch.routes_TLK is not None) == replays
+        assert (Column.ROUTES in batch) == replays
         report = model.train_step(replace(batch, records_routes=False), OBJECTIVE.loss)
         assert report.metrics.get("moe/router_agreement") == (1.0 if replays else None)
         found.append({name: tensor.clone() for name, tensor in model.weights()})

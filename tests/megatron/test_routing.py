@@ -44,7 +44,7 @@ def collapsed(cluster, models):
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("dispatcher", DISPATCHERS)
-def test_a_router_that_sends_every_token_to_the_same_experts_neither_hangs_nor_differs(collapsed, models, case, dispatcher):
+def test_a_router_with_all_tokens_to_the_same_experts_neither_hangs_nor_differs(collapsed, models, case, dispatcher):
     """All tokens choose experts 0 and 1 of 8; ranks that hold none of them still take part, their gradients are zero."""
     results = collapsed[case.layout, dispatcher]
     assert_equal(results, expected(models("deepseek_v3_collapsed"), COLLAPSED))

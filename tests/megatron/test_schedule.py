@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from fivefold.columns import Column
 from fivefold.config.learners import OptimizerConfig, PolicyConfig
 from tests.support.two_steps import OBJECTIVE, whole_batch
 
@@ -22,7 +23,9 @@ def rates(mesh, directory: Path, optimizer: OptimizerConfig, steps: int, updates
     policy = PolicyConfig(dtype="float32", optimizer=optimizer)
     model = MegatronModel(directory, policy, mesh, total_updates=steps, updates_per_step=updates_per_step)
     batch = whole_batch()
-    batch = replace(batch, old_logprobs_T=None, ref_logprobs_T=model.forward(batch) + batch.ref_logprobs_T)
+    batch = batch.with_columns(
+        {Column.OLD_LOGPROBS: None, Column.REF_LOGPROBS: model.forward(batch) + batch[Column.REF_LOGPROBS]}
+    )
     found, before = [], {name: tensor.clone() for name, tensor in model.weights()}
     for _ in range(steps):
         report = model.train_step(batch, OBJECTIVE.loss)
@@ -89,7 +92,9 @@ def unclipped(mesh, directory: Path):
         model = MegatronModel(directory, policy, mesh, total_updates=1)
         before = {name: tensor.clone() for name, tensor in model.weights()}
         batch = whole_batch()
-        batch = replace(batch, old_logprobs_T=None, ref_logprobs_T=model.forward(batch) + batch.ref_logprobs_T)
+        batch = batch.with_columns(
+            {Column.OLD_LOGPROBS: None, Column.REF_LOGPROBS: model.forward(batch) + batch[Column.REF_LOGPROBS]}
+        )
         report = model.train_step(batch, OBJECTIVE.loss)
         moved = torch.stack([(tensor - before[name]).norm() for name, tensor in model.weights()]).norm()
         norms.append((report.grad_norm, float(moved)))
@@ -111,7 +116,9 @@ def save_and_load(mesh, directory: Path, path: Path, second: OptimizerConfig):
     batch = whole_batch()
     first = OptimizerConfig(lr=LR, warmup_steps=0)
     model = MegatronModel(directory, PolicyConfig(dtype="float32", optimizer=first), mesh, total_updates=4)
-    batch = replace(batch, old_logprobs_T=None, ref_logprobs_T=model.forward(batch) + batch.ref_logprobs_T)
+    batch = batch.with_columns(
+        {Column.OLD_LOGPROBS: None, Column.REF_LOGPROBS: model.forward(batch) + batch[Column.REF_LOGPROBS]}
+    )
     model.train_step(batch, OBJECTIVE.loss)
     path.mkdir()
     model.save(path)
@@ -131,3 +138,21 @@ def test_a_resumed_run_obeys_its_own_configuration_and_keeps_its_count(cluster, 
     assert sorted(decay for *_, decay in groups) == pytest.approx([0.0, 0.3])
     assert steps == {2.0}, "one step before, one after: torch's Adam counted every parameter once"
     assert version == 2
+
+
+def test_a_schedule_that_is_loaded_twice_counts_the_steps_of_the_second_only():
+    """As on a rank that could read its part of a checkpoint which another rank found damaged."""
+    from fivefold.megatron.optim.updater import build_schedule
+
+    def schedule_after(*steps: int):
+        adam = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=0.0)
+        made = build_schedule(adam, OptimizerConfig(lr=LR, min_lr=MIN, schedule="linear"), 10)  # type: ignore[arg-type]
+        for number in steps:
+            saved = schedule_after()
+            saved.step(number)
+            made.load_state_dict(saved.state_dict())
+        return made
+
+    found, expected = schedule_after(4, 2), schedule_after(2)
+    assert found.state_dict() == expected.state_dict()
+    assert (found.num_steps, found.optimizer.param_groups[0]["lr"]) == (2, expected.optimizer.param_groups[0]["lr"])

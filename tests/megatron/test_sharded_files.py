@@ -70,5 +70,5 @@ def test_what_no_file_holds_is_refused_by_name(tmp_path):
 
 def test_a_file_of_something_else_is_refused(tmp_path):
     (tmp_path / "rank-0.safetensors").write_bytes(b"\x05\0\0\0\0\0\0\0hello")
-    with pytest.raises(ValueError, match=r"rank-0\.safetensors is no safetensors file: its header is not a JSON object"):
+    with pytest.raises(ValueError, match=r"rank-0\.safetensors is not a safetensors file: its header is not a JSON object"):
         PieceReader(tmp_path)

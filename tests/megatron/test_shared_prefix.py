@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from fivefold.config import RunConfig
+from fivefold.columns import Column
+from fivefold.config import make_config
 from fivefold.config.learners import PolicyConfig
 from fivefold.layout import ParallelLayout
 from fivefold.megatron.layers import attention
@@ -45,14 +46,18 @@ def samples_of(groups=GROUPS) -> TokenBatch:
     loss_mask_T = torch.cat(mask)
     weights_T = torch.randn(2, len(loss_mask_T), generator=draw)
     return TokenBatch(
-        torch.cat(tokens), loss_mask_T, lengths, temperature=1.1, update_tokens=int(loss_mask_T.sum()),
-        loss_weights_T=weights_T[0], advantages_T=weights_T[1],
-    )  # fmt: skip
+        torch.cat(tokens),
+        loss_mask_T,
+        lengths,
+        temperature=1.1,
+        update_tokens=int(loss_mask_T.sum()),
+        columns={Column.LOSS_WEIGHTS: weights_T[0], Column.ADVANTAGES: weights_T[1]},
+    )
 
 
 def weighted(output_T, entropy_T, micro):
     """Other weights for every token, also those of values behind the last one."""
-    return LossOutput((micro.loss_weights_T * output_T + micro.advantages_T * entropy_T).sum(), {})
+    return LossOutput((micro[Column.LOSS_WEIGHTS] * output_T + micro[Column.ADVANTAGES] * entropy_T).sum(), {})
 
 
 @contextmanager
@@ -160,7 +165,7 @@ def test_gradients_of_keys_that_many_pieces_have_are_summed_in_float32():
 # --- who shares -------------------------------------------------------------------------------------------------------
 
 
-def test_a_thousand_tokens_of_prompt_and_eight_responses_of_a_thousand_are_44_percent_fewer():
+def test_sharing_a_long_prompt_among_eight_long_responses_saves_44_percent_of_tokens():
     batch = samples_of([(1000, [1000] * 8)] * 2)
     units = make_units(batch, budget=16384, share=True)
     assert [unit.samples for unit in units] == [list(range(8)), list(range(8, 16))]
@@ -203,6 +208,6 @@ def test_where_prefixes_cannot_be_shared_they_are_not():
     ],
 )
 def test_what_cannot_share_prefixes_is_refused(policy, reason):
-    RunConfig.of(model={"path": "here"}, policy={"share_prefix": True})
+    make_config(model={"path": "here"}, policy={"share_prefix": True})
     with pytest.raises(ValueError, match=f"policy.share_prefix .*{reason}"):
-        RunConfig.of(model={"path": "here"}, policy={"share_prefix": True, **policy})
+        make_config(model={"path": "here"}, policy={"share_prefix": True, **policy})

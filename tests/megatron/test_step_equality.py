@@ -164,9 +164,9 @@ def tied_not_reduced(mesh, *arguments):
 
 def biases_not_streamed(mesh, *arguments):
     """Weights streamed from named parameters only: the routers' biases are buffers."""
-    from fivefold.megatron import model
+    from fivefold.megatron import weights
 
-    original = model.named_weights
+    original = weights.named_weights
     calls, first = [], {}
 
     def frozen(chunks):
@@ -177,7 +177,7 @@ def biases_not_streamed(mesh, *arguments):
                 found[name] = first.setdefault(name, found[name].clone())
         return found
 
-    patched(model, "named_weights", frozen)
+    patched(weights, "named_weights", frozen)
     return megatron_step(mesh, *arguments)
 
 

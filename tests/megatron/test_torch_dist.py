@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.distributed import distributed_c10d
 
-from fivefold.config import RunConfig
+from fivefold.config import make_config
 from fivefold.config.learners import PolicyConfig
 from fivefold.models.families import load_spec
 from fivefold.models.torch_dist import check_torch_dist, find_torch_dist, has_value_head, read_index
@@ -186,7 +186,7 @@ def test_a_reward_models_head_comes_back_and_a_language_model_has_none(cluster, 
 
     def errors(path: Path) -> list[str]:
         return check(
-            RunConfig.of(
+            make_config(
                 model={"path": str(judge), "config": str(judge)}, reward={"model": {"path": str(path)}}, policy={"dtype": "float32"},
                 data={"train": ["none.jsonl"], "max_prompt_tokens": 64, "max_response_tokens": 64}, trainer={"device": "cpu"},
             )
@@ -261,15 +261,15 @@ def spoil(root: Path, how: str) -> None:
 @pytest.mark.parametrize(
     ("how", "says"),
     [
-        ("a pickle that does harm", "is no list of a checkpoint's tensors"),
-        ("cut off", "is no list of a checkpoint's tensors"),
+        ("a pickle that does harm", "is not a list of a checkpoint's tensors"),
+        ("cut off", "is not a list of a checkpoint's tensors"),
         ("a file elsewhere", "in a way that is not read"),
         ("no embedding", "it must hold one embedding.word_embeddings.weight"),
         ("a tensor too few", "lacks 4 tensors of a qwen3 model"),
         ("a tensor too many", "holds 1 tensors that a qwen3 model of its config.json does not have"),
         ("a file that is missing", "which is not there: copy the checkpoint again"),
         ("another backend", "its metadata.json says 'zarr'"),
-        ("not finished", "was not finished, or not copied whole"),
+        ("not finished", "the checkpoint is unfinished, or an incomplete copy"),
         ("gone", "names iter_0000007, which is not there"),
     ],
 )
@@ -305,14 +305,14 @@ def test_old_formats_are_named(tmp_path):
     assert find_torch_dist(tmp_path / "other") is None
 
 
-def test_check_wants_the_config_of_the_model_and_takes_it_from_beside_or_from_model_config(models, written, tmp_path):
+def test_check_reads_the_model_s_config_next_to_the_checkpoint_or_from_model_config(models, written, tmp_path):
     root = tmp_path / "ours"
     shutil.copytree(written, root)
     shutil.copytree(models("qwen3"), tmp_path / "model")
     make_tokenizer(tmp_path / "model")
 
     def findings(**model):
-        config = RunConfig.of(
+        config = make_config(
             model={"path": str(root), **model}, policy={"dtype": "float32"}, algorithm={"kl": {"coef": 0.1}},
             data={"train": ["none.jsonl"], "max_prompt_tokens": 64, "max_response_tokens": 64}, trainer={"device": "cpu"},
         )  # fmt: skip

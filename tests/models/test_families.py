@@ -162,7 +162,7 @@ def test_the_shape_of_every_tensor_follows_from_config_json(models, name):
 
 
 @pytest.mark.parametrize("kind", ["char", "bpe"])
-def test_a_tokenizer_read_without_transformers_encodes_and_renders_as_transformers_does(tmp_path, kind):
+def test_the_light_tokenizer_encodes_and_renders_as_transformers_does(tmp_path, kind):
     from fivefold.data.light_tokenizer import LightTokenizer
     from fivefold.data.prompts import render
     from fivefold.data.tokenizer import load_tokenizer, train_tokenizer

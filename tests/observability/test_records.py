@@ -59,7 +59,7 @@ def test_data_files_with_line_breaks_in_texts_are_read_whole(tmp_path):
 
 
 @pytest.mark.parametrize("cut", [1, 20, 60])
-def test_a_report_of_a_run_that_is_writing_leaves_its_unfinished_line_out_and_changes_nothing(run, cut):
+def test_a_report_of_a_running_run_leaves_out_its_unfinished_line(run, cut):
     for name, row in (("metrics.jsonl", {"step": 4, "reward/mean": 9.0}), ("samples.jsonl", sample(4, response="x" * 90))):
         line = json.dumps(row)[:cut]
         with (run / name).open("a") as file:

@@ -86,6 +86,6 @@ def test_addresses_that_cannot_be_had_are_refused_in_a_sentence(served, capsys):
     run = str(served.views[0].run_dir)
     assert main(["report", "--serve", "--host", "203.0.113.7", run]) == 2
     assert main(["report", "--serve", "--port", str(served.server_address[1]), run]) == 2
-    assert capsys.readouterr().err.count("--host and --port must be an address that can be had") == 2
+    assert capsys.readouterr().err.count("--host and --port must be an address that is free on this machine") == 2
     with pytest.raises(SystemExit):
         main(["report", "--serve", "--port", "70000", run])

@@ -36,6 +36,7 @@ def test_the_first_last_least_and_greatest_of_every_stretch_are_kept():
     assert thin(rows[:50], 2_000) == (rows[:50], [])
 
 
+@pytest.mark.slow
 def test_the_page_of_a_run_of_20000_steps_is_at_most_5_mb(tmp_path):
     draw = random.Random(5)
     named = [metric.name for section in METRICS.values() for metric in section]

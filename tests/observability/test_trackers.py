@@ -10,7 +10,7 @@ import pytest
 
 from fivefold.checkpoint.checkpoints import Checkpoints
 from fivefold.cli import main
-from fivefold.config import RunConfig
+from fivefold.config import make_config
 from fivefold.observability.trackers.state import State, without_secrets
 from fivefold.plan.check import check
 from tests.support.tracked import metrics_of, take_steps
@@ -76,7 +76,7 @@ def test_what_a_tracker_missed_is_sent_when_it_answers_again(tmp_path, faulty):
     said = take_steps(tmp_path / "r", ["wandb"], 1, 3, FAULT="log:once")
     got = [json.loads(line) for line in (faulty / "got.jsonl").read_text().splitlines()]
     assert [row["step"] for row in got if "samples" not in row] == [1, 2, 3]
-    assert "the run goes on, and it is tried again" in said and "wandb: takes metrics again" in said
+    assert "the run continues, and it is tried again" in said and "wandb: takes metrics again" in said
     assert "not sent" not in said and State.read(tmp_path / "r", "wandb").has_finished
 
 
@@ -98,7 +98,7 @@ def test_samples_that_a_tracker_refuses_are_left_out_and_counted(tmp_path, fault
     assert "wandb: refused the samples of 1 steps; trackers/wandb.log has the reason" in said
 
 
-def test_tensorboard_shows_one_timeline_and_every_value_of_a_run_that_was_killed_and_resumed(tmp_path):
+def test_tensorboard_shows_one_timeline_of_a_run_that_was_killed_and_resumed(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     run_dir = tmp_path / "r"
@@ -133,10 +133,10 @@ def test_messages_have_no_keys_and_no_logins():
 
 
 def test_check_names_a_tracker_that_is_not_installed_and_keys_that_no_tracker_reads(monkeypatch):
-    config = RunConfig.of(model={"path": "m/m"}, trainer={"loggers": ["console"]}, tracking={"project": "sums"})
+    config = make_config(model={"path": "m/m"}, trainer={"loggers": ["console"]}, tracking={"project": "sums"})
     assert ("tracking", "trainer.loggers names no tracker") in check(config).ignored
-    config = RunConfig.of(model={"path": "m/m"}, trainer={"loggers": ["tensorboard"]}, tracking={"offline": True})
+    config = make_config(model={"path": "m/m"}, trainer={"loggers": ["tensorboard"]}, tracking={"offline": True})
     assert "tracking.offline" in dict(check(config).ignored)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    found = check(RunConfig.of(model={"path": "m/m"}, trainer={"loggers": ["wandb"]})).errors
+    found = check(make_config(model={"path": "m/m"}, trainer={"loggers": ["wandb"]})).errors
     assert "trainer.loggers: wandb, not installed here: pip install wandb, or leave wandb out" in found

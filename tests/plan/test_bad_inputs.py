@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from fivefold.config import ConfigError, RunConfig
+from fivefold.config import ConfigError, make_config
 from fivefold.plan.check import check
 from tests.support.commands import Command
 from tests.support.tiny_models import make_model, make_tokenizer
@@ -87,7 +87,7 @@ class Case:
 
     def errors(self) -> list[str]:
         try:
-            return check(RunConfig.of(**copy.deepcopy(self.tree))).errors
+            return check(make_config(**copy.deepcopy(self.tree))).errors
         except ConfigError as error:
             return error.faults
 
@@ -233,7 +233,7 @@ BAD: dict[str, tuple[Callable[[Case], Any], str]] = {
     "no size": (lambda case: case.json("config.json", intermediate_size=...), "config.json of a qwen3 model must have intermediate_size"),
     "a billion layers": (lambda case: case.json("config.json", num_hidden_layers=10**9), "num_hidden_layers in config.json must be a whole number from 1 to 4096"),
     "heads that do not divide": (lambda case: case.json("config.json", num_key_value_heads=3), "must be a multiple of num_key_value_heads: got 8 and 3"),
-    "a norm's eps of -1": (lambda case: case.json("config.json", rms_norm_eps=-1), "rms_norm_eps in config.json must be a number above 0"),
+    "a norm's eps of -1": (lambda case: case.json("config.json", rms_norm_eps=-1.0), "rms_norm_eps in config.json must be a number above 0"),
     "a norm's eps that is NaN": (lambda case: case.json("config.json", rms_norm_eps=math.nan), "rms_norm_eps in config.json must be a number above 0"),
     "RoPE that is a text": (lambda case: case.json("config.json", rope_parameters="linear"), "rope_parameters in config.json must be a mapping"),
     "an unknown RoPE": (lambda case: case.json("config.json", rope_parameters={"rope_type": "spiral"}), "RoPE variant 'spiral' is not supported"),
@@ -251,9 +251,9 @@ BAD: dict[str, tuple[Callable[[Case], Any], str]] = {
     # --- the model's tensors
     "no tensors": (lambda case: (case.model / "model.safetensors").unlink(), "no model.safetensors or model.safetensors.index.json"),
     "tensors cut off": (cut("model.safetensors", 0.9), "model.safetensors is cut off or damaged: its tensors take"),
-    "a header cut off": (cut("model.safetensors", 0.001), "is no whole safetensors file"),
-    "an empty tensor file": (written("model.safetensors", b""), "is no whole safetensors file: it has 0 bytes"),
-    "a tensor file that is text": (written("model.safetensors", "not found" * 99), "is no whole safetensors file"),
+    "a header cut off": (cut("model.safetensors", 0.001), "is not a complete safetensors file"),
+    "an empty tensor file": (written("model.safetensors", b""), "is not a complete safetensors file: it has 0 bytes"),
+    "a tensor file that is text": (written("model.safetensors", "not found" * 99), "is not a complete safetensors file"),
     "a header that is not JSON": (written("model.safetensors", (4).to_bytes(8, "little") + b"{]}{"), "its header is not JSON"),
     "a tensor too few": (replaced(Q, lambda tensor: None), "lacks 1 tensors of a qwen3 model, the first: ['" + Q),
     "a tensor too many": (surplus, "holds 1 tensors that a qwen3 model of its config.json does not have"),
@@ -270,8 +270,8 @@ BAD: dict[str, tuple[Callable[[Case], Any], str]] = {
     # --- the tokenizer
     "no tokenizer": (lambda case: (case.model / "tokenizer.json").unlink(), "no tokenizer in"),
     "a tokenizer that is not there": (setting("model.tokenizer", "words"), "model.tokenizer: no directory words, and no hub id"),
-    "a tokenizer cut off": (cut("tokenizer.json", 0.5), "tokenizer.json is no tokenizer that the tokenizers library reads"),
-    "an empty tokenizer": (written("tokenizer.json", "{}"), "tokenizer.json is no tokenizer that the tokenizers library reads"),
+    "a tokenizer cut off": (cut("tokenizer.json", 0.5), "tokenizer.json is not a tokenizer that the tokenizers library can read"),
+    "an empty tokenizer": (written("tokenizer.json", "{}"), "tokenizer.json is not a tokenizer that the tokenizers library can read"),
     "a tokenizer configuration cut off": (cut("tokenizer_config.json", 0.5), "tokenizer_config.json is not JSON"),
     "an end token that is a number": (lambda case: case.json("tokenizer_config.json", eos_token=3), "tokenizer_config.json: eos_token must be a text: got 3"),
     "no end token": (lambda case: case.json("tokenizer_config.json", eos_token=...), "neither the tokenizer nor the model has an end token"),
@@ -382,7 +382,7 @@ def test_a_bad_input_is_refused_in_one_sentence(case, name):
 def test_a_key_that_changes_nothing_here_is_reported(case, key, value, ignored):
     case.set("trainer.steps", 2)
     case.set(key, value)
-    found = check(RunConfig.of(**copy.deepcopy(case.tree)))
+    found = check(make_config(**copy.deepcopy(case.tree)))
     assert found.errors == [] and [name for name, _ in found.ignored] == [ignored], found.ignored
     if key == "reward.by_source":
         assert found.ignored[0][1] == "no row has this data_source: did you mean 'arithmetic'?; the data has arithmetic"
@@ -414,7 +414,7 @@ def test_ranks_that_start_unchecked_end_with_the_same_single_sentence(case, name
 def test_rows_are_counted_up_to_what_a_round_of_dynamic_sampling_takes(tmp_path):
     """More rows than are read one by one, and a round that takes more than a step's prompts of them."""
     from fivefold.config import make_config
-    from fivefold.config.findings import Findings
+    from fivefold.keys.findings import Findings
     from fivefold.plan.data_files import ROWS, check_data
 
     row = {

@@ -8,10 +8,10 @@ import pytest
 
 from fivefold.config.gpus import GPUS
 from fivefold.plan import efficiency
-from fivefold.plan.efficiency import KINDS, Efficiencies, Rate, load_rates, read_calibration, write_calibration
+from fivefold.plan.efficiency import KINDS, Efficiencies, load_rates, read_calibration, write_calibration
 from fivefold.plan.hardware import Cluster
 from fivefold.plan.links import Group, Links
-from fivefold.plan.measured import MEASURED
+from fivefold.plan.measured import MEASURED, Rate
 
 H200 = "h200-141g"
 
@@ -29,7 +29,7 @@ def test_rates_are_interpolated_between_sizes_and_kept_beyond_them():
     assert [rates.rate("gemm", size) / 1e12 for size in (10, 100, 1000, 10000, 10**6)] == pytest.approx([10, 10, 20, 30, 30])
 
 
-def test_another_gpu_has_the_measured_one_s_share_of_its_data_sheet_and_the_same_host():
+def test_another_gpu_has_the_measured_share_of_its_data_sheet_and_the_same_host():
     here, there = Efficiencies(MEASURED, H200), Efficiencies(MEASURED, "a100-80g")
     sheets = GPUS["a100-80g"], GPUS[H200]
     assert there.rate("gemm", 2048) / here.rate("gemm", 2048) == pytest.approx(sheets[0].tflops / sheets[1].tflops)
@@ -38,7 +38,7 @@ def test_another_gpu_has_the_measured_one_s_share_of_its_data_sheet_and_the_same
     assert here.measured_here and not there.measured_here
 
 
-def test_attention_is_torch_s_own_where_flash_attn_4_is_not_installed_or_not_written_for_the_gpu():
+def test_attention_is_torch_s_own_where_flash_attn_4_does_not_run():
     with_flash, without = (Efficiencies(MEASURED, H200, has_flash) for has_flash in (True, False))
     older = Efficiencies(MEASURED, "a100-80g")
     for kind in ("attention_forward", "attention_backward"):

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from fivefold.config import RunConfig
-from fivefold.config.findings import Findings
+from fivefold.config import RunConfig, make_config
 from fivefold.config.gpus import GPUS
+from fivefold.keys.findings import Findings
 from fivefold.models.families import spec_from_config
 from fivefold.plan.check import _check_packages
 from fivefold.plan.devices import Device
@@ -35,7 +35,7 @@ def config(**sections) -> RunConfig:
         "data": {"train": ["x"], "max_prompt_tokens": 1024, "max_response_tokens": 3072},
         **sections,
     }
-    return RunConfig.of(model={"path": "here"}, **sections)
+    return make_config(model={"path": "here"}, **sections)
 
 
 def refused(config: RunConfig) -> str:
@@ -77,7 +77,7 @@ def test_every_change_that_is_named_makes_the_run_fit_by_the_number_that_is_give
         )
 
 
-def test_a_reference_on_a_layout_of_its_own_is_counted_by_it_and_may_be_sharded_further(monkeypatch):
+def test_a_reference_is_counted_by_its_own_layout_and_may_be_sharded_further(monkeypatch):
     """15 GiB of parameters whole on each of four GPUs, or half of them; while weights are synced there are 49 GiB of others."""
     sections = {"policy": {"backend": "megatron:t4", "tokens_per_micro_batch": 4096}, "algorithm": {"kl": {"coef": 0.1}}}
     halved, whole = (config(**sections, reference={"backend": f"megatron:{layout}"}) for layout in ("d2t2", "d4"))
@@ -152,7 +152,7 @@ def test_a_package_that_is_missing_is_named(monkeypatch, megatron, says):
     )
     made = config(policy={"megatron": megatron})
     findings = Findings()
-    _check_packages(findings.at("policy").at("megatron"), made, made.policy)
+    _check_packages(findings.at("policy").at("megatron"), made.policy, has_gpus=True)
     assert says in findings.errors[0]
 
 

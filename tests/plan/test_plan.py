@@ -114,7 +114,7 @@ def test_what_is_offloaded_is_not_there_while_responses_are_sampled(models):
     assert leaves.total < stays.total
 
 
-def test_an_engine_that_sleeps_is_there_while_it_samples_only_and_is_cut_over_its_ranks(models):
+def test_an_engine_that_sleeps_takes_memory_only_while_it_samples(models):
     spec = load_spec(models("qwen3"))
     sleeps, stays = estimate(spec, "t2"), estimate(spec, "t2", engine_sleeps=False)
     assert "engine" not in sleeps.training and stays.training["engine"] == sleeps.sampling["engine"] > 0
@@ -166,7 +166,7 @@ def test_a_process_reward_model_is_counted_with_what_it_is_compared_with(models)
     assert leaves.training_of("prm")["prm"] == 18 * count and leaves.training["prm"] == leaves.sampling["prm"] == 0
 
 
-def test_each_model_is_counted_by_its_own_layout_on_the_ranks_that_hold_most_together(models):
+def test_each_model_is_counted_by_its_own_layout_on_the_fullest_ranks(models):
     """Of two stages the first of the policy has the embedding, the last one the output layer; a whole reference is everywhere."""
     spec, values = load_spec(models("qwen3")), load_spec(models("qwen3"), value_head=True)
     staged, whole = ParallelLayout.parse("megatron:p2"), ParallelLayout.parse("megatron:d2")

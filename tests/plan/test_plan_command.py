@@ -11,11 +11,12 @@ import pytest
 import yaml
 
 from fivefold import cli
-from fivefold.config import RunConfig
+from fivefold.config import RunConfig, load_config, make_config
 from fivefold.models.families import load_spec
 from fivefold.plan.check import check
-from fivefold.plan.efficiency import Rate, write_calibration
+from fivefold.plan.efficiency import write_calibration
 from fivefold.plan.gain import describe_step
+from fivefold.plan.measured import Rate
 from tests.support.commands import python
 from tests.support.public_shapes import write_shape
 from tests.support.tiny_models import make_tokenizer
@@ -47,7 +48,7 @@ def test_it_prints_times_memory_limit_cost_and_yaml(tmp_path, capsys):
     tree = pasted(said)
     run = tmp_path / "run.yaml"
     run.write_text(yaml.safe_dump(tree))
-    config = RunConfig.load(run)
+    config = load_config(run)
     load_spec(model).check_layout(config.layout, config.policy.megatron.pipeline_split)
     assert config.data.max_response_tokens == 4096 and config.policy.optimizer.lr == 1e-5 and config.launch.gpu == "h100-80g"
 
@@ -68,7 +69,7 @@ def test_the_yaml_of_a_run_s_file_is_pasted_into_it_and_passes_check(models, tmp
     tree = pasted(plan(capsys, run, "--gpus", 4, "--gpu", "a10-24g"))
     assert tree["launch"] == {"gpu": "a10-24g", "allocation": None} and "model" not in tree
     run.write_text(yaml.safe_dump(base | tree | {"policy": base["policy"] | tree["policy"]}))
-    findings = check(RunConfig.load(run))
+    findings = check(load_config(run))
     assert [error for error in findings.errors if "vLLM is not installed" not in error] == []
     assert any(note.startswith("a step takes about ") for note in findings.notes)
 
@@ -88,7 +89,7 @@ def test_every_plan_is_a_run_that_lacks_nothing_but_its_machines(tmp_path, capsy
     arguments = ("--model", model, "--gpus", gpus, "--gpu", gpu, f"algorithm.name={method}", "data.train=[rows.jsonl]")
     for found in json.loads(plan(capsys, *arguments, "--json"))["runs"]:
         run.write_text(yaml.safe_dump(found["run"]))
-        findings = check(RunConfig.load(run))
+        findings = check(load_config(run))
         not_here = ("no model.safetensors", "no tokenizer in", "no file at rows.jsonl", "vLLM is not installed")
         assert [error for error in findings.errors if not any(part in error for part in not_here)] == [], found["run"]
         assert findings.ignored == []
@@ -124,7 +125,7 @@ def test_a_calibration_changes_what_is_predicted(tmp_path, capsys):
         (["--gpus", "8", "--gpu", "h100-80g", "--model", "nowhere"], "no directory nowhere, and no hub id"),
         (["--gpus", "8", "--gpu", "h100-80g", "--model", "Nobody/None"], "its config.json is enough: --model DIRECTORY"),
         (["--gpus", "8", "--gpu", "h100-80g", "--model", "{model}", "--calibration", "{model}/config.json"],
-         "config.json is no file of `fivefold plan --calibrate`"),
+         "config.json is not a file of `fivefold plan --calibrate`"),
         (["--gpus", "1", "--gpu", "l4-24g", "--model", "{model}"], "do not fit 1 x l4-24g on any layout"),
         (["--gpus", "8", "--gpu", "h100-80g", "--model", "{model}", "data.prompts=3"], "unknown key 'data.prompts'"),
         (["{model}/run.yaml", "--gpus", "8", "--gpu", "h100-80g"], "no configuration file at"),
@@ -151,7 +152,7 @@ def test_planning_needs_no_torch(tmp_path):
 
 def run_of(model: Path, **sections) -> RunConfig:
     data = {"train": ["x"], "prompts_per_step": 64, "max_prompt_tokens": 1024, "max_response_tokens": 3072}
-    return RunConfig.of(model={"path": str(model)}, data=data, **{"launch": {"gpu": "h200-141g"}, **sections})
+    return make_config(model={"path": str(model)}, data=data, **{"launch": {"gpu": "h200-141g"}, **sections})
 
 
 def test_check_says_what_a_step_takes_and_the_change_that_gains_most(tmp_path):
@@ -214,7 +215,7 @@ def test_a_calibration_that_cannot_be_read_keeps_no_run_from_starting(tmp_path, 
     path.write_text("{}")
     monkeypatch.setattr("fivefold.plan.efficiency.CALIBRATION", path)
     (said,) = describe_step(run_of(model), load_spec(model))
-    assert said.startswith(f"no time is estimated: {path} is no file of")
+    assert said.startswith(f"no time is estimated: {path} is not a file of")
 
 
 def test_nothing_is_said_of_the_time_on_a_device_without_rates(tmp_path):

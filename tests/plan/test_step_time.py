@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.plan_accuracy import ROLLOUTS, UPDATES, places, second_chunk, sharded, spec_of
-from fivefold.config import RunConfig
+from fivefold.config import RunConfig, make_config
 from fivefold.layout import ParallelLayout, PipelineSplit
 from fivefold.models.families import spec_from_config
 from fivefold.plan.efficiency import Efficiencies
@@ -125,11 +125,11 @@ def test_few_tokens_choose_few_experts():
 def run(**sections) -> RunConfig:
     data = {"train": ["x"], "prompts_per_step": 64, "max_prompt_tokens": 1024, "max_response_tokens": 3072}
     base = {"engine": {"backend": "vllm:d8"}, "policy": {"backend": "megatron:d8"}, "algorithm": {"kl": {"coef": 0}}}
-    return RunConfig.of(model={"path": "here"}, data=data, launch={"gpu": H200}, **{**base, **sections})
+    return make_config(model={"path": "here"}, data=data, launch={"gpu": H200}, **{**base, **sections})
 
 
 def step(config: RunConfig, gpus: int = 8):
-    return step_estimate(config, SPEC, Cluster(H200, gpus, 8), RATES, Lengths.of(config))
+    return step_estimate(config, SPEC, Cluster(H200, gpus, 8), RATES, Lengths.of(config.data))
 
 
 def test_a_step_has_the_parts_that_its_method_has():
@@ -159,14 +159,16 @@ def test_a_step_has_the_parts_that_its_method_has():
     ],
 )
 def test_old_log_probs_are_counted_where_the_objective_asks_for_them(algorithm, needed):
-    from fivefold.algo import Objective
+    from fivefold.algo.objective import Objective
+    from fivefold.columns import Column
 
     config = run(algorithm=algorithm)
     objective = Objective.of(config.algorithm.resolved)
-    assert needs_old_logprobs(config) is needed is objective.needs_old_logprobs(config.algorithm.updates)
+    wanted = Column.OLD_LOGPROBS in objective.needs(config.algorithm.updates)
+    assert needs_old_logprobs(config.algorithm, config.policy) is needed is wanted
 
 
-def test_an_engine_apart_samples_while_the_trainer_trains_only_within_a_bound_of_staleness():
+def test_an_engine_apart_samples_during_training_only_within_the_staleness_bound():
     apart = {"engine": {"backend": "vllm:d4", "placement": "apart"}, "policy": {"backend": "megatron:d4"}}
     waits, ahead = step(run(**apart)), step(run(**apart, rollout={"max_staleness": 1}))
     assert "rollout" not in waits.overlapped and ahead.overlapped["rollout"] > 0

@@ -151,7 +151,7 @@ HOLD = (
 
 
 @pytest.mark.parametrize(("tests", "right", "wrong"), HOLD)
-def test_a_right_program_passes_assertions_of_every_usual_form_and_a_wrong_one_does_not(tester, tests, right, wrong):
+def test_a_right_program_passes_assertions_of_every_form_and_a_wrong_one_fails(tester, tests, right, wrong):
     truth = json.dumps([{"assert_code": tests}])
     assert ground_truth_fault("code", truth) is None
     assert tester.passed(RIGHT, truth, to_the_end=True) == (1, 1)
@@ -179,9 +179,9 @@ def test_assertions_that_a_program_could_cheat_are_refused_unless_they_are_trust
         tester.passed("def apply(f, x): return f(x)", truth, to_the_end=True)
 
 
-def test_tests_that_turn_out_to_need_the_program_s_process_fail_the_sample_and_are_no_0(tester):
+def test_assertions_that_need_the_program_s_process_fail_the_sample_instead_of_a_0(tester):
     truth = json.dumps([{"assert_code": "class Own: pass\nown = Own()\nassert add(own, own) == 3"}])
-    with pytest.raises(ValueError, match="what is no plain value"):
+    with pytest.raises(ValueError, match="what is not a plain value"):
         tester.passed(RIGHT, truth, to_the_end=True)
 
 

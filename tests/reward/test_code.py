@@ -16,8 +16,8 @@ import psutil
 import pytest
 
 from fivefold.build import start_reward_pool
-from fivefold.config.findings import Findings
 from fivefold.config.scoring import CodeConfig, RewardConfig
+from fivefold.keys.findings import Findings
 from fivefold.reward.choose import check_rewards, choose_rewards
 from fivefold.reward.code import confine
 from fivefold.reward.code.cases import program_of, read_cases, same_text
@@ -392,7 +392,7 @@ def test_a_run_says_what_locks_programs_up_as_it_starts(source, is_locked_up):
     assert len(found) == is_locked_up, said
 
 
-def test_a_program_that_could_not_be_locked_up_is_a_failed_reward_and_no_wrong_program():
+def test_a_program_that_could_not_be_confined_is_a_failed_reward_and_not_a_0():
     """Landlock takes sixteen rulesets and no more; a machine where locking up fails must not give every program a 0."""
     code = (
         "import ctypes, struct\nfrom fivefold.reward.code import confine\nfrom fivefold.reward.code.sandbox import Sandbox\n"

@@ -148,7 +148,7 @@ def test_an_instruction_is_followed_by_these_texts_and_not_by_those(name):
         assert ifeval(text, ground_truth) == 0, text
 
 
-def test_every_instruction_of_a_prompt_must_be_followed_and_a_share_of_them_is_counted():
+def test_every_instruction_must_be_followed_and_the_share_of_them_is_counted():
     both = json.dumps({"instruction_id_list": ["punctuation:no_comma", "startend:quotation"], "kwargs": [None, {}]})
     assert [ifeval(text, both) for text in ('"so"', "so", '"a, b"', "a, b")] == [1, 0, 0, 0]
     assert [ifeval_fraction(text, both) for text in ('"so"', "so", '"a, b"', "a, b")] == [1, 0.5, 0.5, 0]

@@ -13,9 +13,9 @@ from dataclasses import replace
 import pytest
 
 from fivefold.config import ConfigError, dump_yaml, make_config
-from fivefold.config.findings import Findings
 from fivefold.config.scoring import JudgeConfig, RewardConfig
 from fivefold.data.tokenizer import train_tokenizer
+from fivefold.keys.findings import Findings
 from fivefold.reward.choose import check_rewards
 from fivefold.reward.judge import JudgeError, read_verdict
 from fivefold.reward.pool import RewardPool, clean_environment
@@ -114,7 +114,7 @@ def test_a_verdict_is_the_first_yes_or_no_and_what_has_none_fails_its_sample_onl
     assert [seen[f"asked|{text}|truth"] for text in ("busy", "broken", "cut", "unauthorized")] == [2, 2, 2, 1]
 
 
-def test_the_judge_is_told_the_last_question_the_response_and_the_truth_as_they_stand(server):
+def test_the_judge_reads_the_last_question_the_response_and_the_truth_unchanged(server):
     prompt = Prompt(0, [1], "s", "text", "{response}", messages=[
         {"role": "system", "content": "be brief"}, {"role": "user", "content": "first"},
         {"role": "assistant", "content": "so"}, {"role": "user", "content": "{ground_truth} {0.__class__}"},

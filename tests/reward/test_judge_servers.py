@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -53,8 +54,7 @@ def judged(mesh, directory: Path, run_dir: Path):
     )
     started, urls = start_judges(config, directory, mesh.ranks, torch.device("cpu"))
     family = [each for server in started for each in server._family()]
-    pool = RewardPool(config.reward)
-    pool.ask_judges_at(urls, directory)
+    pool = RewardPool(replace(config.reward, judge=replace(config.reward.judge, url=urls)), directory)
     samples = [Sample([1], [0.0], str(number), True, 0) for number in range(4)]
     prompt = Prompt(0, [1], "s", "1", "", messages=[{"role": "user", "content": "1 1"}])
     error = pool.wait([pool.submit(prompt, sample) for sample in samples])

@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from fivefold.config.findings import Findings
 from fivefold.config.learners import RewardModelConfig
 from fivefold.config.scoring import RewardConfig
-from fivefold.interfaces import EngineReplica
+from fivefold.interfaces import EngineReplica, EngineState
+from fivefold.keys.findings import Findings
 from fivefold.reward import maths, rules
 from fivefold.reward.choose import ChosenRewards, check_rewards, choose_rewards
 from fivefold.reward.cpu_limit import TooLongError, within
@@ -187,7 +187,7 @@ def test_a_response_that_takes_a_built_in_too_long_is_a_0_and_counted_not_failed
     assert (metrics["reward/timeouts"], metrics["reward/failed"]) == (number, 0)
 
 
-def test_a_built_in_that_cannot_be_interrupted_is_a_0_and_a_user_s_function_keeps_its_time(user_file, monkeypatch):
+def test_a_built_in_that_runs_too_long_gives_0_and_a_user_s_function_keeps_its_time(user_file, monkeypatch):
     """The process hangs in a call of the kernel until it is ended; the function after it has the sample's time to itself."""
     path = user_file.parent / "hangs.py"
     path.write_text(
@@ -523,6 +523,27 @@ def test_a_sample_whose_process_somebody_kills_is_scored_by_another_one_once(tmp
         pool.close()
 
 
+def test_a_reward_process_that_is_killed_while_it_starts_is_started_again(tmp_path):
+    path = tmp_path / "killed.py"
+    path.write_text(
+        "import os, pathlib, signal\n"
+        f"first = pathlib.Path({str(tmp_path / 'first')!r})\n"
+        "if not first.exists():\n"
+        "    first.touch()\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+        "def killed(response):\n"
+        "    return 0.5\n"
+    )
+    pool = RewardPool(RewardConfig(functions={f"{path}:killed": 1.0}, workers=1))
+    try:
+        assert pool.start([trial()]) is None
+        scored = group("text")
+        assert score(pool, scored) is None
+        assert scored.samples[0].reward == 0.5
+    finally:
+        pool.close()
+
+
 def test_named_variables_of_the_environment_are_passed_on(trouble_file):
     name = f"{trouble_file}:trouble"
     pool = RewardPool(RewardConfig(functions={name: 1.0}, environment=["MY_SECRET"], workers=1))
@@ -553,7 +574,7 @@ def test_every_function_is_called_once_before_the_first_sample(trouble_file):
     pool.close()
 
 
-def test_what_a_function_raises_on_its_trial_is_given_and_one_that_cannot_be_loaded_is_refused(tmp_path, user_file):
+def test_a_trial_reports_what_a_function_raises_and_refuses_one_that_does_not_load(tmp_path, user_file):
     pool = RewardPool(RewardConfig(functions={f"{user_file}:shout": 1.0}, workers=1))
     pool.weights("mine")
     assert "RuntimeError: as asked" in pool.start([trial("raise")])
@@ -896,7 +917,7 @@ def test_an_accuracy_that_no_source_uses_is_refused():
 class Says:
     """An engine and its tokenizer with one response to every prompt."""
 
-    version, replica = 0, EngineReplica(0, 1)
+    state, version, replica = EngineState.READY, 0, EngineReplica(0, 1)
 
     def generate(self, requests):
         return iter([Completion(request.id, [1], [0.0], "stop", 0) for request in requests])
@@ -908,7 +929,7 @@ class Says:
 
 
 def evaluated(mesh, run_dir: Path, functions: dict[str, float]) -> dict[str, float]:
-    from fivefold.algo import make_objective
+    from fivefold.algo.objective import make_objective
     from fivefold.observability.run_logger import RunLogger
     from fivefold.reward.manager import RewardManager
     from fivefold.rollout.generation import Generator

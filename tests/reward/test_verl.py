@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from fivefold.config.dialects import writer
-from fivefold.config.dialects.command import translate_words
 from fivefold.config.scoring import RewardConfig
 from fivefold.reward.choose import choose_rewards
 from fivefold.reward.rules import BUILT_IN, ground_truth_fault, resolve
-from tests.support.dialects import HOME
+from fivefold_dialects import writer
+from tests.support.dialects import HOME, translate_words
 
 
 @pytest.mark.parametrize(("response", "truth", "reward"), [

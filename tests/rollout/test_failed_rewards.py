@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from fivefold.algo import make_objective
-from fivefold.config import methods
-from fivefold.interfaces import EngineReplica
+from fivefold.algo import methods
+from fivefold.algo.objective import make_objective
+from fivefold.columns import Column
+from fivefold.interfaces import EngineReplica, EngineState
 from fivefold.rollout.packing import pack
 from fivefold.rollout.sources import DynamicSampling, EngineRollouts
 from fivefold.rollout.stats import BatchPlan, gather_stats, rollout_metrics
@@ -70,7 +71,7 @@ SHAPED = [
     {"overlong_filter": True},
     {"overlong_buffer": 2, "overlong_penalty": 0.5},
     {"reward_clip": 0.6},
-    {"kl": methods.KLConfig(coef=0.1, place="reward", estimator="k1")},
+    {"kl": methods.KL(coef=0.1, place="reward", estimator="k1")},
     {"credit": "discounted", "gamma": 0.9},
     *({"aggregate": name} for name in ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "constant-length")),
 ]
@@ -82,13 +83,19 @@ def learned(mesh, groups: list[Group], choices: dict):
     plan = BatchPlan(max_response_tokens=5)
     stats = gather_stats(groups, mesh.ranks, plan)
     batch = pack(groups, stats, mesh.ranks, plan)
-    batch.old_logprobs_T = batch.rollout_logprobs_T + 0.05
-    batch.ref_logprobs_T = batch.rollout_logprobs_T - 0.1
+    batch[Column.OLD_LOGPROBS] = batch[Column.ROLLOUT_LOGPROBS] + 0.05
+    batch[Column.REF_LOGPROBS] = batch[Column.ROLLOUT_LOGPROBS] - 0.1
     objective.assign_advantages(batch, stats, mesh.ranks)
     (mini,) = MiniBatches(objective)(batch, stats)
-    found = objective.loss(batch.rollout_logprobs_T, torch.zeros(len(batch.token_ids_T)), mini.batch)
+    found = objective.loss(batch[Column.ROLLOUT_LOGPROBS], torch.zeros(len(batch.token_ids_T)), mini.batch)
     sums = {name: float(value) for name, value in (found.sums | found.maxima).items()}
-    return batch.advantages_T.tolist(), mini.batch.loss_weights_T.tolist(), float(found.loss), sums, mini.batch.update_tokens
+    return (
+        batch[Column.ADVANTAGES].tolist(),
+        mini.batch[Column.LOSS_WEIGHTS].tolist(),
+        float(found.loss),
+        sums,
+        mini.batch.update_tokens,
+    )
 
 
 def every_objective(mesh):
@@ -120,7 +127,7 @@ def by_domain(mesh):
         batch = pack(mesh.ranks.shard(own), stats, mesh.ranks, plan)
         objective.assign_advantages(batch, stats, mesh.ranks)
         rewards = [stats.rewards_N[n] for n in batch.sample_index_N for _ in range(int(stats.lengths_N[n]))]
-        found = zip(rewards, batch.advantages_T.tolist(), batch.loss_mask_T.tolist(), strict=True)
+        found = zip(rewards, batch[Column.ADVANTAGES].tolist(), batch.loss_mask_T.tolist(), strict=True)
         return sorted({(float(reward), round(value, 5)) for reward, value, learned in found if learned})
 
     return advantages(groups), *(advantages([groups[n] for n in chosen]) for chosen in ((0, 2), (1, 3)))
@@ -137,7 +144,7 @@ def by_group(mesh):
     objective.assign_advantages(batch, stats, mesh.ranks)
     found, place = [], 0
     for row, length in zip(batch.sample_index_N, batch.lengths_N, strict=True):
-        own = batch.advantages_T[place : place + length][batch.loss_mask_T[place : place + length]]
+        own = batch[Column.ADVANTAGES][place : place + length][batch.loss_mask_T[place : place + length]]
         found += [(float(stats.rewards_N[row]), len(own), value) for value in own.tolist()]
         place += length
     return found
@@ -181,7 +188,7 @@ def test_a_failed_sample_is_in_no_baseline(cluster):
 
 
 @pytest.mark.parametrize("layout", ["d1", "d2t2"])
-def test_a_step_through_megatron_has_the_loss_and_gradient_of_the_step_without_failures(cluster, models, layout):
+def test_a_megatron_step_with_failed_rewards_equals_the_step_without_those_samples(cluster, models, layout):
     """Bit for bit: what is computed with is the same."""
     calls = [(gradients, models("qwen3"), 1, make) for make in (model_groups, failing_model_groups)]
     expected, found = (cluster.run(*call[:1], f"megatron:{layout}", *call[1:])[0] for call in calls)
@@ -274,7 +281,7 @@ def without_greedy_reward(mesh, tmp_path: Path):
             return scored()
 
     class Engine:
-        version, replica = 0, EngineReplica(0, 1)
+        state, version, replica = EngineState.READY, 0, EngineReplica(0, 1)
 
         def generate(self, requests):
             return iter([Completion(r.id, [int(r.sampling.temperature)], [0.0], "stop", 0) for r in requests])

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from fivefold.columns import Column
 from fivefold.rollout.packing import pack, pack_dataset
 from fivefold.rollout.stats import BatchPlan, gather_stats, rollout_metrics
 from fivefold.types import DatasetResponse, Group, Prompt, Sample
@@ -65,12 +66,12 @@ def test_every_token_arrives_at_its_owner_and_at_all_ranks_of_it(cluster, layout
         expected = [group.prompt.token_ids + sample.token_ids for group, sample in (samples[row] for row in rows)]
         assert batch.token_ids_T.tolist() == [token for tokens in expected for token in tokens]
         logprobs = torch.tensor([value for row in rows for value in samples[row][1].logprobs], dtype=torch.float32)
-        assert torch.equal(batch.rollout_logprobs_T[batch.loss_mask_T], logprobs), "bit for bit"
+        assert torch.equal(batch[Column.ROLLOUT_LOGPROBS][batch.loss_mask_T], logprobs), "bit for bit"
         if versions:
             found = [version for row in rows for version in samples[row][1].token_versions]
-            assert batch.version_T[batch.loss_mask_T].tolist() == found
+            assert batch[Column.VERSION][batch.loss_mask_T].tolist() == found
         else:
-            assert batch.version_T is None
+            assert Column.VERSION not in batch
         seen |= set(rows)
     assert seen == set(range(len(samples)))
 
@@ -141,7 +142,7 @@ def test_packing_lays_prompt_before_response_and_masks_the_prompt():
     assert batch.loss_mask_T.int().tolist() == [0, 0, 1, 0, 0, 1, 1, 1, 0, 1, 1, 1]
     assert batch.lengths_N == [4, 4, 4]
     assert batch.positions_T.tolist() == [0, 1, 2, 3] * 3
-    assert batch.rollout_logprobs_T is None
+    assert Column.ROLLOUT_LOGPROBS not in batch
     assert batch.expand_to_tokens(torch.tensor([1.0, 2.0, 3.0])).tolist() == [0, 0, 1, 0, 0, 2, 2, 2, 0, 3, 3, 3]
     picked = batch.select([2, 0])
     assert picked.token_ids_T.tolist() == [3, 5, 5, 5, 1, 2, 4, 5]

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from fivefold.algo import make_objective
-from fivefold.config import methods
+from fivefold.algo import methods
+from fivefold.algo.objective import make_objective
+from fivefold.columns import Column
 from fivefold.config.learners import MegatronConfig, PolicyConfig
 from fivefold.interfaces import RolloutSource
 from fivefold.observability.metrics import undocumented
@@ -142,7 +143,7 @@ def test_dynamic_sampling_reports_what_was_sampled_and_what_it_trains_on(cluster
 def test_groups_may_be_compared_by_the_reward_that_the_method_makes():
     """Two right responses of 10 and 20 tokens, of 20 at most: DAPO's penalty over the last 8 of them tells them apart."""
     objective = make_objective("dapo", overlong_buffer=8.0, overlong_penalty=1.0)
-    shape = partial(objective.shape_rewards, max_response_tokens=20)
+    shape = partial(objective.shaping, max_response_tokens=20)
     long, short, wrong = (
         Sample([0] * tokens, [0.0] * tokens, "", True, 0, reward=reward)
         for tokens, reward in ((20, 1.0), (10, 1.0), (10, 0.0))
@@ -241,6 +242,7 @@ def unequal_runs(mesh, run_dir: Path):
     return found
 
 
+@pytest.mark.slow
 def test_unequal_groups_train_with_every_objective(cluster, tmp_path):
     (found,) = cluster.run(unequal_runs, "megatron:d1", tmp_path)
     assert len(found) == 28
@@ -283,7 +285,7 @@ def gradients(mesh, directory: Path, dealings: int, step_groups: Callable[[], li
 
     model = MegatronModel(directory, POLICY, mesh, total_updates=1)
     # For PPO's ratio to matter the old log-probs are not the policy's own.
-    objective = make_objective("grpo", kl=methods.KLConfig(coef=0.0))
+    objective = make_objective("grpo", kl=methods.KL(coef=0.0))
     stream = WeightStream(
         lambda: {name: tensor.main_grad for name, tensor in named_weights(model._chunks).items()}, model.spec, mesh, 64
     )
@@ -294,8 +296,8 @@ def gradients(mesh, directory: Path, dealings: int, step_groups: Callable[[], li
         groups = mesh.ranks.shard(step_groups())
         stats = gather_stats(groups, mesh.ranks, plan)
         batch = pack(groups, stats, mesh.ranks, plan)
-        batch.old_logprobs_T = model.forward(batch) + 0.1 * torch.sin(batch.token_ids_T.float()) * batch.loss_mask_T
-        batch.rollout_logprobs_T = None
+        batch[Column.OLD_LOGPROBS] = model.forward(batch) + 0.1 * torch.sin(batch.token_ids_T.float()) * batch.loss_mask_T
+        batch.columns.pop(Column.ROLLOUT_LOGPROBS, None)
         objective.assign_advantages(batch, stats, mesh.ranks)
         for mini in MiniBatches(objective)(batch, stats):
             for ddp in model._models:

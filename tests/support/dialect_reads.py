@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
-from fivefold.config.dialects import find_dialect, translator
-from fivefold.config.dialects.source import Source
-from fivefold.config.dialects.table import Row, Table, _pattern
+from fivefold.config.dialect import find_dialect
 from fivefold.config.loader import read_mapping
+from fivefold_dialects import translator
+from fivefold_dialects.source import Source
+from fivefold_dialects.table import Row, Table, _pattern
 from tests.support.dialects import HOME
 
 

@@ -2,11 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 from fivefold.config import RunConfig, make_config
-from fivefold.config.dialects import Translation, find_dialect
+from fivefold.config.dialect import Translation, find_dialect, find_system
 from fivefold.config.loader import read_mapping
 
 HOME = {"HOME": "/home/me"}
+
+
+def translate_words(
+    system: str,
+    words: Sequence[str],
+    environment: Mapping[str, str],
+    given: Mapping[str, str] | None = None,
+    *,
+    allow_secrets: bool = False,
+) -> Translation:
+    """Translate a command as `fivefold convert --from SYSTEM` or `--from SYSTEM@VERSION` does."""
+    name, _, version = system.partition("@")
+    return find_system(name).translate_words(words, environment, given, version=version, allow_secrets=allow_secrets)
 
 
 def translated(system: str, *words: str, tree: str = "") -> Translation:

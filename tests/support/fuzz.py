@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import math
@@ -20,7 +21,7 @@ from typing import Any
 
 import yaml
 
-from fivefold.config import RunConfig, load_config
+from fivefold.config import load_config, make_config
 from fivefold.errors import sentence_of
 from fivefold.plan.check import check
 
@@ -87,7 +88,7 @@ class Inputs:
         ]
         self.rows += rows[4:]
         self.data.write_text("".join(json.dumps(row) + "\n" for row in self.rows))
-        config = RunConfig.of(
+        config = make_config(
             model={"path": str(self.model)},
             policy={"dtype": "float32", "tokens_per_micro_batch": 128},
             algorithm={"group_size": 2},
@@ -174,11 +175,11 @@ def _spoil(tree: Any, draw: random.Random, values: list[Any]) -> None:
     key = draw.choice(list(node)) if node else "new"
     change = draw.random()
     if change < 0.8:
-        node[key] = draw.choice(values)
+        node[key] = copy.deepcopy(draw.choice(values))
     elif change < 0.9:
         node.pop(key, None)
     else:
-        node[f"{key}x"] = draw.choice(values)
+        node[f"{key}x"] = copy.deepcopy(draw.choice(values))
 
 
 def _yaml(tree: Any) -> str:
@@ -213,14 +214,14 @@ def _spoil_bytes(content: bytes, draw: random.Random) -> bytes:
 
 def trainable_data(inputs: Inputs) -> list[str]:
     """What training itself says of the data, with its own tokenizer."""
-    from fivefold.build import build_data, build_reward_pool
+    from fivefold.build import build_data, check_rewards
     from fivefold.data.prompt_loader import PromptLoader
     from fivefold.data.tokenizer import load_tokenizer
 
     config = load_config(inputs.file)
     # Of small files every rank reads all by itself: none is asked.
     training, evaluation = build_data(config, load_tokenizer(str(inputs.model)), inputs.model, ranks=None)
-    build_reward_pool(config, training, evaluation)
+    check_rewards(config, training, evaluation)
     PromptLoader(training.prompts, config.data.prompts_per_step, 0, True)
     return []
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from fivefold.algo.advantages import AdvantageInputs
+from fivefold.columns import Column
 from fivefold.types import TokenBatch
 from tests.support.two_steps import OBJECTIVE, POLICY
 
@@ -121,16 +122,18 @@ def random_batch(samples: int, mean_length: int, vocab: int, spread: float = 0.5
     batch = TokenBatch(tokens, mask, lengths, temperature=1.0)
     responses_N = torch.tensor([n - max(1, n // 4) for n in lengths])
     rewards_N = torch.rand(samples, generator=generator)
-    advantages_N = OBJECTIVE.advantage(AdvantageInputs(rewards_N, torch.arange(samples) // 4, responses_N))
+    advantages_N = OBJECTIVE.advantage.comparison(AdvantageInputs(rewards_N, torch.arange(samples) // 4, responses_N))
     noise = torch.randn(2, len(tokens), generator=generator) * mask
     return replace(
-        batch,
-        advantages_T=batch.expand_to_tokens(advantages_N),
-        loss_weights_T=batch.expand_to_tokens(OBJECTIVE.loss_weights(responses_N, 2 * mean_length)),
+        batch.with_columns(
+            {
+                Column.ADVANTAGES: batch.expand_to_tokens(advantages_N),
+                Column.LOSS_WEIGHTS: batch.expand_to_tokens(OBJECTIVE.loss_weights(responses_N, 2 * mean_length)),
+                Column.OLD_LOGPROBS: 0.1 * noise[0],
+                Column.REF_LOGPROBS: noise[1] - torch.log(torch.tensor(float(vocab))) * mask,
+            }
+        ),
         update_tokens=int(responses_N.sum()),
-        old_logprobs_T=0.1 * noise[0],
-        # A reference that does not come from the model: otherwise the loss would be the same whatever a layout computes.
-        ref_logprobs_T=noise[1] - torch.log(torch.tensor(float(vocab))) * mask,
     )
 
 
@@ -147,12 +150,15 @@ def group_batch(groups: int, samples: int, prompt: int, response: int, vocab: in
     responses_N = torch.tensor(found.lengths_N)
     noise = torch.randn(2, len(tokens), generator=draw) * mask
     return replace(
-        batch,
-        advantages_T=batch.expand_to_tokens(torch.randn(groups * samples, generator=draw)),
-        loss_weights_T=batch.expand_to_tokens(OBJECTIVE.loss_weights(responses_N, 2 * response)),
+        batch.with_columns(
+            {
+                Column.ADVANTAGES: batch.expand_to_tokens(torch.randn(groups * samples, generator=draw)),
+                Column.LOSS_WEIGHTS: batch.expand_to_tokens(OBJECTIVE.loss_weights(responses_N, 2 * response)),
+                Column.OLD_LOGPROBS: 0.1 * noise[0],
+                Column.REF_LOGPROBS: noise[1] - torch.log(torch.tensor(float(vocab))) * mask,
+            }
+        ),
         update_tokens=int(responses_N.sum()),
-        old_logprobs_T=0.1 * noise[0],
-        ref_logprobs_T=noise[1] - torch.log(torch.tensor(float(vocab))) * mask,
     )
 
 

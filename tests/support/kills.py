@@ -87,9 +87,11 @@ def _launcher(process: Command, _: Path) -> bool:
 
 
 def _ranks(process: Command) -> list[psutil.Process]:
-    """Those that have begun, wherever they are below the launcher; rank processes were forked here, and know who they are."""
-    everyone = psutil.Process(process.pid).children(recursive=True)
-    return [one for one in everyone if "fivefold.launch.rank" in one.cmdline()] or psutil.Process(process.pid).children()
+    """Those that have begun, wherever they are below the launcher: programs of their own, or forks of the launcher here."""
+    launcher = psutil.Process(process.pid)
+    everyone, own = launcher.children(recursive=True), launcher.cmdline()
+    programs = [one for one in everyone if "fivefold.launch.rank" in one.cmdline()]
+    return programs or [one for one in launcher.children() if one.cmdline() == own]
 
 
 def _rank(process: Command, _: Path) -> bool:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from fivefold.config import methods
+from fivefold.algo.aggregate import AGGREGATES
+from fivefold.algo.surrogates import SURROGATES
+from fivefold.columns import Column
 from fivefold.types import TokenBatch
 
-WITHOUT_RATIO = [name for name, row in methods.SURROGATES.items() if row.ratio_reference != "old"]
+WITHOUT_RATIO = [name for name, row in SURROGATES.items() if row.ratio_reference != "old"]
 COMBINATIONS = [
     (surrogate, ratio, aggregate)
-    for surrogate, row in methods.SURROGATES.items()
+    for surrogate, row in SURROGATES.items()
     if not row.pairs
     for ratio in (row.levels or ["token"])
-    for aggregate in methods.AGGREGATES
+    for aggregate in AGGREGATES
 ]
 
 
@@ -26,19 +28,19 @@ class Alone:
 
 
 def as_lists(batch: TokenBatch, now=None, entropy=None) -> list[dict[str, list]]:
-    now = batch.old_logprobs_T.double() if now is None else now
+    now = batch[Column.OLD_LOGPROBS].double() if now is None else now
     found, start = [], 0
     for length in batch.lengths_N:
         tokens = [t for t in range(start, start + length) if batch.loss_mask_T[t]]
         found.append(
             {
                 "now": [now[t] for t in tokens],
-                "old": [float(batch.old_logprobs_T[t]) for t in tokens],
-                "ref": [float(batch.ref_logprobs_T[t]) for t in tokens],
-                "engine": [float(batch.rollout_logprobs_T[t]) for t in tokens],
-                "advantage": [float(batch.advantages_T[t]) for t in tokens],
+                "old": [float(batch[Column.OLD_LOGPROBS][t]) for t in tokens],
+                "ref": [float(batch[Column.REF_LOGPROBS][t]) for t in tokens],
+                "engine": [float(batch[Column.ROLLOUT_LOGPROBS][t]) for t in tokens],
+                "advantage": [float(batch[Column.ADVANTAGES][t]) for t in tokens],
                 "entropy": [0.0 if entropy is None else float(entropy[t]) for t in tokens],
-                "marked": [bool(batch.selected_T[t]) for t in tokens],
+                "marked": [bool(batch[Column.SELECTED][t]) for t in tokens],
             }
         )
         start += length

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+from math import prod
 from pathlib import Path
 from typing import Any
+
+from fivefold.models.families import load_spec, parameters_of
+from fivefold.models.shapes import file_shapes
 
 _QWEN3: dict[str, Any] = {
     "model_type": "qwen3", "vocab_size": 151936, "max_position_embeddings": 40960, "head_dim": 128, "rms_norm_eps": 1e-6,
@@ -26,7 +30,13 @@ SHAPES: dict[str, dict[str, Any]] = {
     "Qwen3-8B": _sized(_QWEN3, 4096, 12288, 36, 32),
     "Qwen3-30B-A3B": _sized(_MOE, 2048, 6144, 48, 32, moe_intermediate_size=768),
     "Qwen3-235B-A22B": _sized(_MOE, 4096, 12288, 94, 64, moe_intermediate_size=1536),
-}
+    "Qwen1.5-MoE-A2.7B-Chat": {
+        "model_type": "qwen2_moe", "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 24,
+        "num_attention_heads": 16, "num_key_value_heads": 16, "num_experts": 60, "num_experts_per_tok": 4,
+        "moe_intermediate_size": 1408, "shared_expert_intermediate_size": 5632, "max_position_embeddings": 8192,
+        "rms_norm_eps": 1e-6, "rope_theta": 1e6, "tie_word_embeddings": False, "norm_topk_prob": False,
+    },
+}  # fmt: skip
 
 
 def write_shape(directory: Path, name: str, **changes: Any) -> Path:
@@ -34,3 +44,16 @@ def write_shape(directory: Path, name: str, **changes: Any) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps({**SHAPES[name], **changes}))
     return directory
+
+
+def write_headers(directory: Path) -> None:
+    """A model.safetensors next to a config.json, with a header and no bytes on the disk below it."""
+    spec, header, end = load_spec(directory), dict[str, Any](), 0
+    for parameter in parameters_of(spec):
+        for name, shape in zip(parameter.hf, file_shapes(spec, parameter), strict=True):
+            begin, end = end, end + 2 * prod(shape or (1,))
+            header[name] = {"dtype": "BF16", "shape": shape or (1,), "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    with (directory / "model.safetensors").open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + end)

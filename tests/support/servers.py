@@ -15,7 +15,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from fivefold.columns import Column
 from fivefold.engines.servers.server_process import ServerProcess
+from fivefold.interfaces import EngineState
 from fivefold.types import Completion, Request, Sampling, TokenBatch
 from tests.engines.test_vllm_engine import TOKENIZER, difference
 from tests.support.engines import PROMPTS, complete, requests
@@ -68,7 +70,7 @@ def three_steps(mesh, directory: Path, engine) -> dict[str, object]:
         weight_sync(trained, engine)
         drawn.append(complete(engine, first))
         differences.append(difference(trained, first, drawn[-1]))
-        mine = replace(mine, old_logprobs_T=trained.forward(mine))
+        mine = mine.with_columns({Column.OLD_LOGPROBS: trained.forward(mine)})
         trained.train_step(mine, OBJECTIVE.loss)
     tensors, asked = load_tensors(directory), requests(2, GREEDY)
     engine.update_weights(iter(tensors.items()), 3)
@@ -87,9 +89,13 @@ def family_of(engine) -> list[psutil.Process]:
 
 
 def refreshed(engine, weights) -> None:
-    while engine.version < 0:
+    """As a weight sync does until the servers have the weights."""
+    is_sent = False
+    while not is_sent:
+        engine.restart()
         engine.wake()
         engine.update_weights(iter(weights.items()), 3)
+        is_sent = engine.state is EngineState.READY
 
 
 def midway(mesh, directory: Path, engine, prompts: int = 12):

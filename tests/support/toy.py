@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fivefold.config import methods
+from fivefold.algo import methods
+from fivefold.columns import Column
 from fivefold.engines.sampling import request_seed, sample_token, uniform
 from fivefold.engines.turns import Turns
-from fivefold.interfaces import EngineReplica
+from fivefold.interfaces import EngineReplica, EngineState
 from fivefold.reward.pool import Scoring
 from fivefold.types import Completion, DatasetResponse, LossFn, Prompt, Request, Sample, Sampling, StepReport, TokenBatch
 
@@ -78,11 +79,12 @@ class ToyEngine:
     """Draws LENGTH tokens from the table."""
 
     def __init__(self, replica: EngineReplica | None = None) -> None:
-        self.replica, self.version = replica or EngineReplica(0, 1), -1
+        self.replica = replica or EngineReplica(0, 1)
+        self.state, self.version = EngineState.ABSENT, 0
 
     def update_weights(self, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
         ((_, table),) = weights
-        self.table, self.version = table.clone(), version
+        self.table, self.state, self.version = table.clone(), EngineState.READY, version
 
     def generate(self, requests: Sequence[Request]) -> Iterator[Completion]:
         """The last request first: what comes back goes by its number."""
@@ -102,6 +104,7 @@ class ToyEngine:
     def abort(self) -> None: ...
     def sleep(self) -> None: ...
     def wake(self) -> None: ...
+    def restart(self) -> None: ...
     def close(self) -> None: ...
 
 
@@ -151,7 +154,7 @@ def toy_parts(
     max_rounds: int = 3, values_per_update: bool = False, **trainer: Any,
 ) -> Any:  # fmt: skip
     """A run of the real parts around the toy model; `source` takes the place of the method's own rollouts."""
-    from fivefold.algo import Objective
+    from fivefold.algo.objective import Objective
     from fivefold.algo.values import ValueLoss
     from fivefold.checkpoint.fingerprint import Fingerprint
     from fivefold.config.schema import GuardConfig, TrainerConfig
@@ -188,12 +191,12 @@ def toy_parts(
         if chosen.dynamic_sampling:
             source = DynamicSampling(source, ranks, logger, groups_per_step=groups_per_step, max_rounds=max_rounds)
     minibatches, by_role, learners = MiniBatches(objective, ppo_epochs), {"policy": policy}, {}
-    if objective.needs_reference:
+    if Column.REF_LOGPROBS in objective.needs(1):
         by_role["reference"] = ToyModel()
-    if objective.process is not None:
+    if objective.process.is_active:
         by_role |= {"prm": ToyModel(lr=0.05), "prm.reference": ToyModel()}
-        learners["prm"] = ProcessRewardLearner(objective.process, ranks)
-    if objective.needs_critic:
+        learners["prm"] = ProcessRewardLearner(objective.process, ranks, "prm")
+    if Column.VALUES in objective.needs(1):
         by_role["critic"] = ToyModel(value_head=True)
         learners["critic"] = CriticLearner(objective, minibatches, ValueLoss(), ranks, values_per_update)
     learners["policy"] = PolicyLearner(objective, minibatches, ranks, seed=3, first_step=critic_warmup)
@@ -241,5 +244,5 @@ CHOICES = {
     # Its bounds are made for long responses of large models, which move by less than a toy does.
     "gspo": methods.Choices(clip_low=0.1, clip_high=0.1),
     # Its responses are right in part long before one is right as a whole.
-    "prime": methods.Choices(process_reward=methods.ProcessRewardConfig(target="reward")),
+    "prime": methods.Choices(process_reward=methods.ProcessReward(target="reward")),
 }

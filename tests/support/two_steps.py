@@ -11,8 +11,10 @@ from typing import Any
 
 import torch
 
-from fivefold.algo import make_objective
 from fivefold.algo.advantages import AdvantageInputs
+from fivefold.algo.objective import make_objective
+from fivefold.algo.terms.kl import KL
+from fivefold.columns import Column
 from fivefold.config.learners import MegatronConfig, OptimizerConfig, PolicyConfig
 from fivefold.types import TokenBatch
 from tests.support.layout_cases import Case
@@ -29,7 +31,7 @@ KL_COEF = 0.5
 # Adam divides by |gradient| + eps: with eps well above rounding (1e-8) no rounding is blown up to the size of lr, and
 # unlike with a tiny eps a wrong scale of the gradient changes the update.
 OPTIMIZER = OptimizerConfig(lr=1e-3, eps=1e-4, weight_decay=0.1, clip_grad=1.0, betas=[0.8, 0.95])
-OBJECTIVE = replace(make_objective("grpo"), kl_coef=KL_COEF)
+OBJECTIVE = make_objective("grpo", kl=KL(coef=KL_COEF))
 
 
 def whole_batch() -> TokenBatch:
@@ -44,17 +46,18 @@ def whole_batch() -> TokenBatch:
         torch.randint(0, VOCAB, (sum(LENGTHS),), generator=generator), mask, list(LENGTHS), temperature=TEMPERATURE
     )
     rewards_N = torch.tensor([1.0, 0, 0, 1, 0.5, 0, 1, 0])
-    advantages_N = OBJECTIVE.advantage(
-        AdvantageInputs(rewards_N, torch.arange(len(LENGTHS)) // GROUP, torch.tensor(LENGTHS))
-    )
+    advantages_N = OBJECTIVE.compared(AdvantageInputs(rewards_N, torch.arange(len(LENGTHS)) // GROUP, torch.tensor(LENGTHS)))
     responses_N = torch.tensor(LENGTHS) - torch.tensor(PROMPTS)
     noise = torch.randn(2, sum(LENGTHS), generator=generator) * 0.1
     return replace(
-        batch,
-        advantages_T=batch.expand_to_tokens(advantages_N),
-        loss_weights_T=batch.expand_to_tokens(OBJECTIVE.loss_weights(responses_N, MAX_RESPONSE)),
-        old_logprobs_T=noise[0] * mask,
-        ref_logprobs_T=10 * noise[1] * mask,
+        batch.with_columns(
+            {
+                Column.ADVANTAGES: batch.expand_to_tokens(advantages_N),
+                Column.LOSS_WEIGHTS: batch.expand_to_tokens(OBJECTIVE.loss_weights(responses_N, MAX_RESPONSE)),
+                Column.OLD_LOGPROBS: noise[0] * mask,
+                Column.REF_LOGPROBS: 10 * noise[1] * mask,
+            }
+        ),
         update_tokens=int(responses_N.sum()),
     )
 
@@ -69,7 +72,9 @@ def megatron_step(mesh, directory: Path, policy: PolicyConfig, base_T: torch.Ten
 
     model = MegatronModel(directory, policy, mesh, total_updates=2)
     batch = whole_batch()
-    batch = replace(batch, old_logprobs_T=base_T + batch.old_logprobs_T, ref_logprobs_T=base_T + batch.ref_logprobs_T)
+    batch = batch.with_columns(
+        {Column.OLD_LOGPROBS: base_T + batch[Column.OLD_LOGPROBS], Column.REF_LOGPROBS: base_T + batch[Column.REF_LOGPROBS]}
+    )
     mine = batch.select(mesh.ranks.shard_of_replica(range(len(LENGTHS))))
     reports = [model.train_step(mine, OBJECTIVE.loss) for _ in range(2)]
     return reports, {name: tensor.clone() for name, tensor in model.weights()}
@@ -136,8 +141,8 @@ def reference_step(directory: Path, options: dict[str, Any], adapt: Callable[[An
         loss, start, now = torch.zeros(()), 0, logprobs()
         for i, (length, prompt) in enumerate(zip(LENGTHS, PROMPTS, strict=True)):
             place = slice(start + prompt, start + length)
-            old, ref = base[i] + batch.old_logprobs_T[place], base[i] + batch.ref_logprobs_T[place]
-            advantage = batch.advantages_T[place]
+            old, ref = base[i] + batch[Column.OLD_LOGPROBS][place], base[i] + batch[Column.REF_LOGPROBS][place]
+            advantage = batch[Column.ADVANTAGES][place]
             ratio = (now[i] - old).exp()
             gain = torch.min(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
             k3 = (ref - now[i]).exp() - (ref - now[i]) - 1

@@ -1,4 +1,5 @@
 """`make check`: words that an engineer who learned English as a second language stumbles over, in docstrings, comments and pages.
+Names of tests, which are sentences, have a longest length.
 
 Each row of WORDS names what to write instead. The dialects' tables and generated pages are not looked at.
 """
@@ -24,7 +25,9 @@ WORDS = {
     r"is told|are told": "is passed, receives",
 }
 """Pattern -> what to write instead."""
-LEFT_OUT = ("src/fivefold/config/dialects/", "docs/coming-from/", "docs/configuration.md", "docs/metrics.md", "docs/api.md")
+LONGEST_NAME = 80
+"""Letters of a test's name."""
+LEFT_OUT = ("src/fivefold_dialects/", "docs/coming-from/", "docs/configuration.md", "docs/metrics.md", "docs/api.md")
 
 
 def texts(path: Path) -> Iterator[tuple[int, str]]:
@@ -59,9 +62,17 @@ def faults(paths: list[Path]) -> Iterator[str]:
                     yield f"{name}:{number}: {match[0]!r}: write {plain}"
 
 
+def long_names(paths: list[Path]) -> Iterator[str]:
+    """One line for each test whose name is too long."""
+    for path in paths:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef) and node.name.startswith("test_") and len(node.name) > LONGEST_NAME:
+                yield f"{path}:{node.lineno}: {node.name}: a test's name has at most {LONGEST_NAME} letters"
+
+
 def main() -> int:
     pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
-    found = list(faults([*sorted((ROOT / "src").rglob("*.py")), *pages]))
+    found = [*faults([*sorted((ROOT / "src").rglob("*.py")), *pages]), *long_names(sorted((ROOT / "tests").rglob("*.py")))]
     print("\n".join(found) or "plain English: no word of the list")
     return bool(found)
 

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from fivefold.columns import Column
 from fivefold.types import TokenBatch
 
 VERSION = 4
@@ -19,10 +20,10 @@ class Scorer:
     def __init__(self, gap: float) -> None:
         self.policy, self.gap, self.scored = SimpleNamespace(version=VERSION), gap, []
 
-    def annotate(self, batch: TokenBatch, needs: frozenset[str]) -> None:
-        assert needs == {"old_logprobs_T"}
+    def annotate(self, batch: TokenBatch, needs: frozenset[Column]) -> None:
+        assert needs == {Column.OLD_LOGPROBS}
         self.scored += batch.sample_index_N
-        batch.old_logprobs_T = batch.rollout_logprobs_T - self.gap
+        batch[Column.OLD_LOGPROBS] = batch[Column.ROLLOUT_LOGPROBS] - self.gap
 
 
 def batch_of(versions: list[int]) -> TokenBatch:
@@ -32,8 +33,10 @@ def batch_of(versions: list[int]) -> TokenBatch:
         torch.tensor([False, True, True] * 2),
         [3, 3],
         [0, 1],
-        rollout_logprobs_T=torch.tensor([0.0, -1.0, -1.0] * 2),
-        version_T=torch.tensor([0, *versions, 0, 3, 3]),
+        columns={
+            Column.ROLLOUT_LOGPROBS: torch.tensor([0.0, -1.0, -1.0] * 2),
+            Column.VERSION: torch.tensor([0, *versions, 0, 3, 3]),
+        },
     )
 
 
@@ -57,14 +60,16 @@ def compared(
     try:
         for _ in range(steps):
             batch = batch_of(versions)
-            batch.old_logprobs_T = batch.rollout_logprobs_T - gap
+            batch[Column.OLD_LOGPROBS] = batch[Column.ROLLOUT_LOGPROBS] - gap
             if skipped is not None:
                 # As the trainer leaves it: no log-probs of what it does not train on.
-                batch.old_logprobs_T = torch.where(torch.tensor(skipped).repeat_interleave(3), 0.0, batch.old_logprobs_T)
+                batch[Column.OLD_LOGPROBS] = torch.where(
+                    torch.tensor(skipped).repeat_interleave(3), 0.0, batch[Column.OLD_LOGPROBS]
+                )
             gate.check(batch, stats, models)
     except RuntimeError as error:
-        return sorted(gate.needs), said, str(error), models.scored
-    return sorted(gate.needs), said, "", models.scored
+        return list(gate.needs), said, str(error), models.scored
+    return list(gate.needs), said, "", models.scored
 
 
 @pytest.mark.parametrize(
@@ -95,7 +100,7 @@ def test_the_mean_difference_is_looked_at_where_it_has_a_bound(cluster):
 
 def test_a_step_of_older_weights_leaves_the_gate_armed(cluster):
     ((needs, said, error, scored),) = cluster.run(compared, "megatron:d1", 0.5, [3, 3], None, 2)
-    assert needs == ["old_logprobs_T"] and not (said or error or scored)
+    assert needs == [Column.OLD_LOGPROBS] and not (said or error or scored)
 
 
 def test_a_step_without_an_advantage_has_some_of_its_samples_compared(cluster):
@@ -122,11 +127,11 @@ def probed(mesh, gap: float, versions: list[int]):
         for _ in range(2):
             gate.probe(Scorer(gap))
             older = batch_of([3, 3])
-            older.old_logprobs_T = older.rollout_logprobs_T + 9
+            older[Column.OLD_LOGPROBS] = older[Column.ROLLOUT_LOGPROBS] + 9
             gate.check(older, SimpleNamespace(skipped_N=None), Scorer(gap))
     except RuntimeError as fault:
         error = str(fault)
-    return sorted(gate.needs), len(sampled), error
+    return list(gate.needs), len(sampled), error
 
 
 @pytest.mark.parametrize(
@@ -136,7 +141,7 @@ def test_a_run_of_older_samples_is_compared_by_a_probe_before_its_first_step(clu
     """Again before the next one where the probe had nothing to compare."""
     ((needs, sampled, error),) = cluster.run(probed, "megatron:d1", gap, versions)
     assert sampled == wanted[0] and wanted[1] in error and bool(wanted[1]) == bool(error)
-    assert needs == (["old_logprobs_T"] if versions == [3, 3] else [])
+    assert needs == ([Column.OLD_LOGPROBS] if versions == [3, 3] else [])
 
 
 # --- adapters --------------------------------------------------------------------------------------------------------

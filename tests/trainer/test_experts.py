@@ -11,10 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from fivefold.algo import Objective, make_objective
-from fivefold.config import methods
+from fivefold.algo import methods
+from fivefold.algo.methods import KL, Choices, Correction, Imitation
+from fivefold.algo.objective import Objective, make_objective
+from fivefold.algo.term import Progress
+from fivefold.columns import Column
 from fivefold.config.learners import PolicyConfig
-from fivefold.config.methods import Choices, CorrectionConfig, ExpertConfig, KLConfig
 from fivefold.config.roles import Learns
 from fivefold.interfaces import RolloutSource
 from fivefold.rollout.packing import pack
@@ -31,10 +33,10 @@ from tests.support.whole_runs import REWARD, assert_same, make_model, metrics
 WEIGHT, FINAL, WARMUP, DECAY = 0.6, 0.1, 2, 3
 SCHEDULE = {1: 0.3, 2: 0.6, 3: 0.1 + 0.5 * 0.75, 4: 0.1 + 0.5 * 0.25, 5: 0.1, 50: 0.1}
 """μ by hand: half of 0.6, then from 0.6 to 0.1 along (1 + cos(π k/3)) / 2 = 1, 3/4, 1/4, 0."""
-EXPERT = ExpertConfig(WEIGHT, FINAL, WARMUP, DECAY, "phi", "seq-mean-token-mean")
+EXPERT = Imitation(WEIGHT, FINAL, WARMUP, DECAY, "phi", "seq-mean-token-mean")
 CHOICES = Choices(
-    expert=EXPERT, aggregate="token-mean", kl=KLConfig(estimator="k2", coef=0.2), overlong_filter=True, difficulty_high=0.9,
-    rollout_correction=CorrectionConfig(old_logprobs_from="engine"),
+    expert=EXPERT, aggregate="token-mean", kl=KL(estimator="k2", coef=0.2), overlong_filter=True, difficulty_high=0.9,
+    rollout_correction=Correction(old_logprobs_from="engine"),
 )  # fmt: skip
 LAYOUTS = ("d1", "d2", "t2", "p2", "c2")
 
@@ -111,9 +113,15 @@ def learned(mesh, directory: Path):
     guard = SkipGuard(mesh.ranks, 0, directory, print)
     learners = {"policy": PolicyLearner(objective, MiniBatches(objective), mesh.ranks)}
     models = module.Models({"policy": model, "reference": reference}, mesh.ranks, guard, learners)
-    models.annotate(batch, objective.needs(2) | {"old_logprobs_T"}, stats)
+    models.annotate(batch, objective.needs(2) | {Column.OLD_LOGPROBS}, stats)
     # An expert's log-probs, which no engine has given, would end the run here.
-    engine = replace(batch, rollout_logprobs_T=torch.where(batch.expert_T, batch.rollout_logprobs_T, batch.old_logprobs_T))
+    engine = batch.with_columns(
+        {
+            Column.ROLLOUT_LOGPROBS: torch.where(
+                batch[Column.EXPERT], batch[Column.ROLLOUT_LOGPROBS], batch[Column.OLD_LOGPROBS]
+            )
+        }
+    )
     LogprobGate(mesh.ranks, Bounds(1e-12), False, print).check(engine, replace(stats, version_N=stats.version_N * 0), models)
     objective.assign_advantages(batch, stats, mesh.ranks)
     rows = {
@@ -121,13 +129,12 @@ def learned(mesh, directory: Path):
         for row, place in zip(batch.sample_index_N, range(len(batch.lengths_N)), strict=True)
         for index in [batch.token_index([place])]
         for inside in [index[batch.loss_mask_T[index]]]
-        for piece, ref in [(batch.old_logprobs_T[inside], batch.ref_logprobs_T[inside])]
+        for piece, ref in [(batch[Column.OLD_LOGPROBS][inside], batch[Column.REF_LOGPROBS][inside])]
     }
     work = StepWork(stats, batch, [])
     for step in range(2):
-        objective.step = step
         work.reports["policy"], done = [], work.reports["policy"]
-        models.update(Learns.WITH_POLICY, work, step)
+        models.update(Learns.WITH_POLICY, work, Progress(step))
         work.reports["policy"] = [*done, *work.reports["policy"]]
     parameters = torch.cat([tensor.flatten().clone() for _, tensor in model.weights()])
     return rows, work.reports["policy"], parameters, rollout_metrics(stats, 7), stats.group_size
@@ -164,16 +171,15 @@ def gradient(mesh, logprobs: list[list[float]], refs: list[list[float]]):
     objective, groups = Objective.of(methods.resolve("grpo", CHOICES)), make_groups()[:4]
     stats = gather_stats(groups, mesh.ranks, plan := BatchPlan(max_response_tokens=12))
     batch = pack(groups, stats, mesh.ranks, plan)
-    objective.step = 1
 
     def on_tokens(rows: list[list[float]]) -> torch.Tensor:
         found_T = torch.zeros(len(batch.token_ids_T), dtype=torch.float64)
         found_T[batch.loss_mask_T] = torch.tensor([value for row in rows for value in row], dtype=torch.float64)
         return found_T
 
-    batch.ref_logprobs_T, now_T = on_tokens(refs), on_tokens(logprobs).requires_grad_()
+    batch[Column.REF_LOGPROBS], now_T = on_tokens(refs).float(), on_tokens(logprobs).requires_grad_()
     objective.assign_advantages(batch, stats, mesh.ranks)
-    (mini,) = MiniBatches(objective)(batch, stats)
+    (mini,) = MiniBatches(objective)(batch, stats, step=1)
     output = objective.loss(now_T, torch.zeros(len(now_T)), mini.batch)
     output.loss.backward()
     assert now_T.grad is not None and not now_T.grad[~batch.loss_mask_T].any()
@@ -242,7 +248,7 @@ def imitated(mesh, run_dir: Path, weight: float):
     from fivefold.trainer.train import train
 
     policy = ToyModel()
-    choices = Choices(expert=ExpertConfig(weight=weight, token_weight="none"), kl=KLConfig(coef=0.0))
+    choices = Choices(expert=Imitation(weight=weight, token_weight="none"), kl=KL(coef=0.0))
     run = toy_parts(mesh, run_dir, "chord", choices, policy, 40)
     source = ExpertRollouts(run.rollouts, Counted(), mesh.ranks, groups=8, per_step=4, updates=2)
     run.trainer.rollouts = source
@@ -284,14 +290,14 @@ def test_the_policy_comes_to_the_expert_or_to_the_reward_by_the_weight(cluster, 
         ("otb", {}, "credit: discounted"),
         ("sppo", {}, "step_log_mean_exp compares all rewards"),
         ("sft", {}, "learns from responses in the data alone"),
-        ("grpo", {"kl": KLConfig(coef=0.1, place="reward")}, "a KL in the reward"),
+        ("grpo", {"kl": KL(coef=0.1, place="reward")}, "a KL in the reward"),
         ("grpo", {"aggregate": "micro-batch-token-mean"}, "is for all of the loss"),
-        ("grpo", {"expert": ExpertConfig(weight=0.5, final_weight=0.1)}, "decay_updates, which must be above 0"),
+        ("grpo", {"expert": Imitation(weight=0.5, final_weight=0.1)}, "decay_updates, which must be above 0"),
     ],
 )
 def test_what_has_no_meaning_with_an_expert_is_refused(name, choices, reason):
     with pytest.raises(ValueError, match=reason):
-        make_objective(name, **{"expert": ExpertConfig(weight=0.5), **choices})
+        make_objective(name, **{"expert": Imitation(weight=0.5), **choices})
 
 
 RUN = """
@@ -311,7 +317,7 @@ trainer: {{run_dir: {root}/runs/whole, steps: 6, save_every: 3, loggers: [consol
 """
 
 
-def test_a_run_with_an_expert_learns_its_responses_and_resumes_with_the_same_numbers_on_another_layout(tmp_path):
+def test_a_run_with_an_expert_resumes_with_the_same_numbers_on_another_layout(tmp_path):
     """The system prompt is one of what is sampled: the expert's rows stay as they stand."""
     make_model(tmp_path)
     (tmp_path / "reward.py").write_text(REWARD)

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from fivefold.config import methods
+from fivefold.algo import methods
+from fivefold.algo.aggregate import LEGACY_AGGREGATE
 from fivefold.types import Sampling
 from tests.support.commands import fivefold
 from tests.support.toy import CHOICES, VOCAB, ToyModel, target, toy_parts, toy_prompts, toy_run
@@ -33,17 +34,18 @@ def test_every_method_learns(cluster, tmp_path, name):
 EXTRAS = {
     "legacy": ("grpo", {"aggregate": "micro-batch-token-mean"}),
     "normalised by the step": ("grpo", {"normalize": "batch"}),
-    "kl in the reward, adaptive": ("grpo", {"kl": methods.KLConfig(place="reward", estimator="k1", coef=0.01, target=0.5)}),
+    "kl in the reward, adaptive": ("grpo", {"kl": methods.KL(place="reward", estimator="k1", coef=0.01, target=0.5)}),
     "groups with a critic": ("ppo", {"advantage": "group", "lam": 0.95}),
-    "straight-through kl": ("rloo", {"kl": methods.KLConfig(estimator="k1+", coef=0.001)}),
+    "straight-through kl": ("rloo", {"kl": methods.KL(estimator="k1+", coef=0.001)}),
     **{
-        name: ("grpo", {"rollout_correction": methods.CorrectionConfig(name=name)})
+        name: ("grpo", {"rollout_correction": methods.Correction(name=name)})
         for name in ("tis", "sequence_mis", "decoupled")
     },
-    "engine as old policy": ("grpo", {"rollout_correction": methods.CorrectionConfig(old_logprobs_from="engine")}),
+    "engine as old policy": ("grpo", {"rollout_correction": methods.Correction(old_logprobs_from="engine")}),
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("extra", EXTRAS)
 def test_a_choice_on_another_axis_learns_too(cluster, tmp_path, extra):
     name, choices = EXTRAS[extra]
@@ -148,7 +150,7 @@ def validation_losses(mesh, run_dir: Path):
 
     prompts = [replace(prompt, responses=prompt.responses[:1]) for prompt in toy_prompts()]
     found = []
-    for aggregate in ("token-mean", "seq-mean-token-mean", methods.LEGACY_AGGREGATE):
+    for aggregate in ("token-mean", "seq-mean-token-mean", LEGACY_AGGREGATE):
         own = run_dir / f"{aggregate}-{mesh.ranks.rank}"
         run = toy_parts(mesh, own, "sft", methods.Choices(aggregate=aggregate), ToyModel(), 1)
         chosen = EvaluationSet(prompts, 0, Sampling(5), Sampling(5), generate=False, offline=prompts)
@@ -189,6 +191,7 @@ def root(tmp_path_factory):
     return root
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "layout"), [("grpo", "t2"), ("ppo", "d2"), ("dapo", "p2")])
 def test_a_method_learns_on_megatron_core(root, name, layout):
     """Say 7: one of about twenty tokens at first."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from fivefold.algo.methods import KL, Correction
 from fivefold.algo.objective import make_objective
-from fivefold.config.methods import CorrectionConfig, KLConfig
+from fivefold.columns import Column
 from fivefold.rollout.packing import pack
 from fivefold.rollout.stats import gather_stats
 from fivefold.trainer.minibatches import MiniBatches, select_tokens
@@ -18,7 +19,7 @@ SIZES = [4, 1, 3, 4, 2, 4]
 
 def shares(mesh, penalty: str | None):
     """Of each optimizer step: (length, weight in the surrogate, weight in the KL) of this replica's samples."""
-    objective = make_objective("grpo", aggregate="token-mean", penalty_aggregate=penalty, kl=KLConfig(coef=0.1))
+    objective = make_objective("grpo", aggregate="token-mean", penalty_aggregate=penalty, kl=KL(coef=0.1))
     own = make_groups(SIZES) if mesh.ranks.rank == 0 else []
     stats = gather_stats(own, mesh.ranks, PLAN)
     batch = pack(own, stats, mesh.ranks, PLAN)
@@ -28,7 +29,8 @@ def shares(mesh, penalty: str | None):
         for sample in range(len(part.lengths_N)):
             own_T = part.token_index([sample])[part.loss_mask_T[part.token_index([sample])]]
             weights = [
-                None if w is None else w[own_T].unique().tolist() for w in (part.loss_weights_T, part.penalty_weights_T)
+                None if w is None else w[own_T].unique().tolist()
+                for w in map(part.columns.get, (Column.LOSS_WEIGHTS, Column.PENALTY_WEIGHTS))
             ]
             rows.append((len(own_T), *weights))
         found.append(rows)
@@ -48,21 +50,23 @@ def test_kl_and_surrogate_have_the_denominators_of_the_whole_update(cluster, lay
 
 def left_out(mesh, bound: float):
     """Of each optimizer step: (row, log trainer - log engine, left out) of this replica's response tokens."""
-    chosen = CorrectionConfig(reject_divergence={"second_moment": bound})
+    chosen = Correction(reject_divergence={"second_moment": bound})
     objective = make_objective("grpo", rollout_correction=chosen)
     own = make_groups(SIZES) if mesh.ranks.rank == 0 else []
     stats = gather_stats(own, mesh.ranks, PLAN)
     batch = pack(own, stats, mesh.ranks, PLAN)
-    assert "old_logprobs_T" in objective.needs(1)
+    assert Column.OLD_LOGPROBS in objective.needs(1)
     # By the token's own log-prob, so that it is the same on whatever replica it is.
-    batch.old_logprobs_T = batch.rollout_logprobs_T + 3 * torch.sin(40 * batch.rollout_logprobs_T) * batch.loss_mask_T
+    batch[Column.OLD_LOGPROBS] = (
+        batch[Column.ROLLOUT_LOGPROBS] + 3 * torch.sin(40 * batch[Column.ROLLOUT_LOGPROBS]) * batch.loss_mask_T
+    )
     found = []
     for mini in MiniBatches(objective)(batch, stats):
         part = select_tokens(mini, objective, None, mesh.ranks, 0)
-        gaps_T = part.old_logprobs_T - part.rollout_logprobs_T
+        gaps_T = part[Column.OLD_LOGPROBS] - part[Column.ROLLOUT_LOGPROBS]
         for place, row in enumerate(part.sample_index_N):
             own_T = [int(t) for t in part.token_index([place]) if part.loss_mask_T[t]]
-            found.append((mini.number, row, gaps_T[own_T].tolist(), part.selected_T[own_T].tolist()))
+            found.append((mini.number, row, gaps_T[own_T].tolist(), part[Column.SELECTED][own_T].tolist()))
     return found
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fivefold.config import methods
+from fivefold.algo import methods
 from tests.support.toy import ToyModel, toy_parts
 
 
@@ -43,7 +43,7 @@ def turns(mesh, run_dir: Path):
     from fivefold.trainer.train import train
 
     present, log = set(), []
-    penalty, rewards = methods.KLConfig(coef=0.1, place="reward", estimator="k1"), methods.ProcessRewardConfig(coef=1.0)
+    penalty, rewards = methods.KL(coef=0.1, place="reward", estimator="k1"), methods.ProcessReward(coef=1.0)
     choices = methods.Choices(kl=penalty, process_reward=rewards)
     run = toy_parts(mesh, run_dir, "ppo", choices, ToyModel(), 2)
     models = replace(

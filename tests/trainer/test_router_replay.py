@@ -8,8 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from fivefold.algo import make_objective
-from fivefold.config import RunConfig
+from fivefold.algo.objective import make_objective
+from fivefold.algo.term import Progress
+from fivefold.algo.terms.kl import KL
+from fivefold.columns import Column
+from fivefold.config import RunConfig, make_config
 from fivefold.config.learners import OptimizerConfig, PolicyConfig
 from fivefold.config.roles import Learns
 from fivefold.models.families import load_spec
@@ -57,8 +60,7 @@ def updated(mesh, directory: Path, routes: list[torch.Tensor], budget: int, run_
     from fivefold.trainer.models import Models
     from fivefold.trainer.step_work import StepWork, read_work
 
-    objective = make_objective("grpo")
-    objective.kl_coef = 0.0
+    objective = make_objective("grpo", kl=KL(coef=0.0))
     own = mesh.ranks.shard(draw_groups(REWARDS))
     plan = BatchPlan(updates_per_step=UPDATES, max_response_tokens=12, skipped=objective.skipped)
     stats = gather_stats(own, mesh.ranks, plan)
@@ -71,16 +73,16 @@ def updated(mesh, directory: Path, routes: list[torch.Tensor], budget: int, run_
     models = Models({"policy": model}, mesh.ranks, guard, learners, updates=UPDATES * EPOCHS, router_replay=mode)
     models.annotate(batch, objective.needs(UPDATES * EPOCHS), stats)
     objective.assign_advantages(batch, stats, mesh.ranks)
-    if batch.routes_TLK is not None:
-        lost_N = [bool((piece == NO_ROUTE).all()) for piece in batch.routes_TLK.split(batch.lengths_N)]
+    if Column.ROUTES in batch:
+        lost_N = [bool((piece == NO_ROUTE).all()) for piece in batch[Column.ROUTES].split(batch.lengths_N)]
         assert lost_N == stats.skipped_N[batch.sample_index_N].tolist(), "routes of all that is computed, and no others"
-    given = replace(batch, routes_TLK=torch.cat([routes[row] for row in batch.sample_index_N]))
+    given = batch.with_columns({Column.ROUTES: torch.cat([routes[row] for row in batch.sample_index_N])})
     # A checkpoint between optimizer steps keeps them.
     run_dir.mkdir(exist_ok=True)
     StepWork(stats, batch, []).writer(mesh.ranks, {})(run_dir)
     mesh.ranks.barrier()
     work = read_work(run_dir, mesh.ranks, plan)
-    models.update(Learns.WITH_POLICY, work, 0)
+    models.update(Learns.WITH_POLICY, work, Progress())
     reports = work.reports["policy"]
 
     other = MegatronModel(directory, policy, mesh, total_updates=UPDATES * EPOCHS)
@@ -125,7 +127,7 @@ def test_without_it_later_updates_are_others(steps, layout):
 
 
 def run(**sections) -> RunConfig:
-    return RunConfig.of(model={"path": "here"}, **sections)
+    return make_config(model={"path": "here"}, **sections)
 
 
 def test_r2_needs_more_than_one_update_to_act():
@@ -142,15 +144,16 @@ def ignored(config: RunConfig) -> list[str]:
 
 def test_the_estimate_counts_the_pass_that_records():
     method = {"name": "grpo", "updates_per_step": 2, "rollout_correction": {"old_logprobs_from": "engine"}}
-    assert needs_old_logprobs(run(policy={"router_replay": "R2"}, algorithm=method))
-    assert not needs_old_logprobs(run(algorithm=method))
+    replaying, plain = run(policy={"router_replay": "R2"}, algorithm=method), run(algorithm=method)
+    assert needs_old_logprobs(replaying.algorithm, replaying.policy)
+    assert not needs_old_logprobs(plain.algorithm, plain.policy)
 
 
 def test_a_model_without_experts_is_refused(models):
-    from fivefold.config.findings import Findings
+    from fivefold.keys.findings import Findings
     from fivefold.plan.check import _check_spec
 
-    config = RunConfig.of(model={"path": str(models("qwen3"))}, policy={"router_replay": "R2"})
+    config = make_config(model={"path": str(models("qwen3"))}, policy={"router_replay": "R2"})
     findings = Findings()
     _check_spec(findings, config, config.roles["policy"], load_spec(models("qwen3")))
     assert any("policy.router_replay" in error and "no routers" in error for error in map(str, findings.errors))

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from fivefold.config.methods import Choices
+from fivefold.algo.methods import Choices
+from fivefold.columns import Column
 from fivefold.rollout.packing import pack
 from fivefold.rollout.stats import gather_stats
 from tests.support.toy import ToyModel, toy_parts
@@ -24,12 +25,12 @@ def squares(mesh, run_dir: Path, temperature: float):
     batch = pack(groups, stats, mesh.ranks, run.plan)
     batch.temperature = temperature
     run.models.annotate(batch, run.objective.needs(1), stats)
-    found_T = (2 * batch.old_logprobs_T - batch.half_temperature_logprobs_T).exp()
+    found_T = (2 * batch[Column.OLD_LOGPROBS] - batch[Column.HALF_TEMPERATURE_LOGPROBS]).exp()
     place_T = batch.positions_T
     prompt_T = batch.token_ids_T[torch.arange(len(place_T)) - place_T]
     chances_TV = (policy.table.detach()[prompt_T, (place_T - 1).clamp(min=0)] / temperature).softmax(-1)
     run.objective.assign_advantages(batch, stats, mesh.ranks)
-    assert batch.half_temperature_logprobs_T is None
+    assert Column.HALF_TEMPERATURE_LOGPROBS not in batch
     mask_T = batch.loss_mask_T
     return found_T[mask_T].tolist(), chances_TV.square().sum(-1)[mask_T].tolist()
 

@@ -8,8 +8,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fivefold.algo import make_objective
-from fivefold.config.methods import KLConfig
+from fivefold.algo.methods import KL
+from fivefold.algo.objective import make_objective
+from fivefold.columns import Column
 from fivefold.observability.run_logger import RunLogger
 from fivefold.trainer.update_metrics import throughput
 from fivefold.types import TokenBatch
@@ -43,12 +44,9 @@ def test_tokens_of_a_step_count_once_and_trained_ones_in_each_epoch():
 
 
 def test_a_step_without_an_update_leaves_the_kl_coefficient_as_it_is():
-    objective = make_objective("grpo", kl=KLConfig(coef=0.2, target=0.1))
-    before = objective.kl_coef
-    objective.adapt_kl(math.nan, 8)
-    assert objective.kl_coef == before == 0.2
-    objective.adapt_kl(0.3, 8)
-    assert objective.kl_coef == pytest.approx(0.2 * (1 + 0.2 * 8 / objective.kl_horizon))
+    objective = make_objective("grpo", kl=KL(coef=0.2, target=0.1))
+    assert objective.kl.adapted(0.2, math.nan, 8) == 0.2
+    assert objective.kl.adapted(0.2, 0.3, 8) == pytest.approx(0.2 * (1 + 0.2 * 8 / objective.kl.horizon))
 
 
 def test_the_greedy_reward_is_shaped_as_those_that_are_compared_with_it():
@@ -62,7 +60,7 @@ def test_the_greedy_reward_is_shaped_as_those_that_are_compared_with_it():
     )
     objective.assign_advantages(batch, given, Alone())
     own = torch.tensor([0.5, -0.5]) - torch.tensor([0.4, 0.4])
-    assert torch.allclose(batch.advantages_T[[2, 8]], own)
+    assert torch.allclose(batch[Column.ADVANTAGES][[2, 8]], own)
 
 
 def test_the_mean_of_a_micro_batch_leaves_out_what_the_overlong_filter_leaves_out():
@@ -75,7 +73,7 @@ def test_the_mean_of_a_micro_batch_leaves_out_what_the_overlong_filter_leaves_ou
         per_micro_batch=True,
         update_micro_batches=3,
     )
-    batch.loss_weights_T = batch.expand_to_tokens(weights_N)
+    batch[Column.LOSS_WEIGHTS] = batch.expand_to_tokens(weights_N)
     assert torch.allclose(batch.weights_T[2:6], torch.full((4,), 1 / 4 / 3))
     assert float(batch.weights_T.sum()) == pytest.approx(1 / 3)
 

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from fivefold.config.methods import Choices, CorrectionConfig
+from fivefold.algo.methods import Choices, Correction
+from fivefold.algo.term import Progress
+from fivefold.columns import Column
 from fivefold.config.roles import Learns
 from fivefold.rollout.packing import pack
 from fivefold.rollout.stats import gather_stats
@@ -16,7 +18,7 @@ from fivefold.trainer.step_work import StepWork
 from tests.support.toy import ToyModel, toy_parts
 
 GAMMA, LAM, CLIP, RATE = 0.9, 0.8, 0.5, 0.1
-CHOICES = Choices(gamma=GAMMA, lam=LAM, rollout_correction=CorrectionConfig(old_logprobs_from="engine"))
+CHOICES = Choices(gamma=GAMMA, lam=LAM, rollout_correction=Correction(old_logprobs_from="engine"))
 
 
 class SharedCritic(ToyModel):
@@ -42,13 +44,13 @@ def one_step(mesh, run_dir: Path, per_update: bool):
     batch = pack(groups, stats, mesh.ranks, run.plan)
     models.annotate(batch, objective.needs(run.plan.updates_per_step), stats)
     objective.assign_advantages(batch, stats, mesh.ranks)
-    models.update(Learns.WITH_POLICY, StepWork(stats, batch, []), 0)
+    models.update(Learns.WITH_POLICY, StepWork(stats, batch, []), Progress())
     rows = []
     for place, row in enumerate(batch.sample_index_N):
         index_T = batch.token_index([place])
         inside_T = index_T[batch.loss_mask_T[index_T]]
         reward, update = float(stats.rewards_N[row]), int(stats.minibatch_N[row])
-        rows.append((row, update, reward, batch.advantages_T[inside_T].tolist()))
+        rows.append((row, update, reward, batch[Column.ADVANTAGES][inside_T].tolist()))
     return rows, start, critic.table.detach().clone()
 
 

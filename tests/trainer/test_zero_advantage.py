@@ -8,13 +8,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fivefold.algo import make_objective
+from fivefold.algo.aggregate import LEGACY_AGGREGATE
+from fivefold.algo.methods import KL, Correction
+from fivefold.algo.objective import make_objective
 from fivefold.algo.segments import Segments
 from fivefold.algo.surrogates import SURROGATES, make_surrogate
+from fivefold.algo.term import Progress
 from fivefold.build import build_plan
-from fivefold.config import RunConfig, methods
+from fivefold.columns import Column
+from fivefold.config import make_config
 from fivefold.config.learners import PolicyConfig
-from fivefold.config.methods import CorrectionConfig, KLConfig
 from fivefold.config.roles import Learns
 from fivefold.models.families import load_spec
 from fivefold.rollout.packing import pack
@@ -32,7 +35,7 @@ from tests.support.two_steps import BOUNDS, OPTIMIZER
 
 REWARDS = [[1, 0], [0.1] * 2, [0, 1], [1] * 2, *[[0] * 2] * 4]
 """Of groups of two: in the first of two updates two groups have advantages, in the second none has."""
-OFF = KLConfig(coef=0.0)
+OFF = KL(coef=0.0)
 METHODS = {"grpo": {"kl": OFF}, "dapo": {"overlong_buffer": 3}, "gspo": {}, "rloo": {}}
 LAYOUTS = ("d1", "d2", "t2", "p2", "c2")
 
@@ -48,7 +51,10 @@ def with_own_denominators(mini):
     """The fault: weights of what is left after samples were skipped."""
     found = without_skipped(mini)
     whole, left = mini.batch.update_tokens, found.batch.update_tokens
-    return replace(found, batch=replace(found.batch, loss_weights_T=found.batch.loss_weights_T * (whole / max(left, 1))))
+    return replace(
+        found,
+        batch=found.batch.with_columns({Column.LOSS_WEIGHTS: found.batch[Column.LOSS_WEIGHTS] * (whole / max(left, 1))}),
+    )
 
 
 def trained(mesh, directory, name: str, budget: int, fault: str = ""):
@@ -60,7 +66,7 @@ def trained(mesh, directory, name: str, budget: int, fault: str = ""):
     objective = make_objective(name, **METHODS[name])
     stats, batch = stats_of(mesh, objective, draw_groups(REWARDS, 8 if budget == 1 else None))
     if fault == "entropy":
-        objective.entropy_coef = 0.05
+        objective = make_objective(name, **METHODS[name], entropy_coef=0.05)
     if fault == "advantage":
         stats.skipped_N[0] = True
     learners_module.without_skipped = with_own_denominators if fault == "denominators" else without_skipped
@@ -76,7 +82,7 @@ def trained(mesh, directory, name: str, budget: int, fault: str = ""):
         models.annotate(part, objective.needs(4), own)
         objective.assign_advantages(part, own, mesh.ranks)
         work = StepWork(own, part, [])
-        models.update(Learns.WITH_POLICY, work, 0)
+        models.update(Learns.WITH_POLICY, work, Progress())
         found.append((work.reports["policy"], torch.cat([tensor.flatten().clone() for _, tensor in model.weights()])))
     return found
 
@@ -179,24 +185,24 @@ def test_a_truncated_response_without_reward_has_no_advantage_and_still_counts()
         finished_N=torch.tensor([False, False, False, False, False, True, True, False, True]),
     )
     objective = make_objective("dr_grpo", overlong_zero=True)
-    found = objective._compared(objective._inputs(stats)).tolist()
+    found = objective.compared(objective.inputs(stats)).tolist()
     assert found == pytest.approx([0, 0, 0, 0, 0.25 - 5 / 12, 1 - 5 / 12, 0, 0, 0])
     assert objective.skipped(stats).tolist() == [True] * 4 + [False] * 2 + [True] * 3
     plain = make_objective("dr_grpo")
-    assert plain._compared(plain._inputs(stats)).tolist()[3] == pytest.approx(-5 / 12)
+    assert plain.compared(plain.inputs(stats)).tolist()[3] == pytest.approx(-5 / 12)
 
 
 def test_a_sample_without_weight_is_skipped_whatever_its_advantage_is():
     assert make_objective("dr_grpo", overlong_filter=True).skipped(rows()).tolist() == [*EQUAL[:5], True, *EQUAL[6:]]
     # With a penalty in the loss only those: they have no weight in it either.
-    found = make_objective("grpo", overlong_filter=True, kl=KLConfig(coef=0.1)).skipped(rows())
+    found = make_objective("grpo", overlong_filter=True, kl=KL(coef=0.1)).skipped(rows())
     assert found.tolist() == [False] * 5 + [True] + [False] * 3
 
 
 @pytest.mark.parametrize(
     "choices",
     [
-        {"kl": KLConfig(coef=0.1)},
+        {"kl": KL(coef=0.1)},
         {"entropy_coef": 0.01},
         {"whiten": True},
         {"credit": "gae"},
@@ -206,10 +212,10 @@ def test_a_sample_without_weight_is_skipped_whatever_its_advantage_is():
         {"surrogate": "cpgd", "drift_coef": 0.001},
         {"surrogate": "clip_cov"},
         {"surrogate": "kl_cov"},
-        {"rollout_correction": CorrectionConfig(reject_divergence={"second_moment": 0.04})},
-        {"aggregate": methods.LEGACY_AGGREGATE},
-        {"kl": KLConfig(coef=0.1, place="reward")},
-        {"kl": KLConfig(coef=0.1, target=0.1)},
+        {"rollout_correction": Correction(reject_divergence={"second_moment": 0.04})},
+        {"aggregate": LEGACY_AGGREGATE},
+        {"kl": KL(coef=0.1, place="reward")},
+        {"kl": KL(coef=0.1, target=0.1)},
         {"advantage": "reward", "normalize": "none", "credit": "discounted", "gamma": 1.0, "token_baseline": True},
     ],
 )
@@ -227,7 +233,7 @@ def test_of_functions_of_the_user_s_nothing_is_assumed(tmp_path):
 @pytest.mark.parametrize("name", SURROGATES)
 def test_a_surrogate_s_row_says_whether_it_vanishes_with_the_advantage(name):
     """The formula, on random numbers: value and gradient of a sample without advantages, and what it changes in others."""
-    row, draw = methods.SURROGATES[name], torch.Generator().manual_seed(0)
+    row, draw = SURROGATES[name], torch.Generator().manual_seed(0)
     samples = Segments(torch.arange(12) % 6 > 0, [6, 6], selected_T=torch.arange(12) % 3 == 0)
     advantages_T = torch.randn(12, generator=draw) * torch.tensor([0.0, 1.0]).repeat_interleave(6)
 
@@ -245,7 +251,7 @@ def test_a_surrogate_s_row_says_whether_it_vanishes_with_the_advantage(name):
         return same and not any(found[:6].any() for found in (value_T, gradient_T, other_T, other_gradient_T))
 
     surrogate = make_surrogate(name)
-    assert row.vanishes == (is_nothing(surrogate) and not hasattr(surrogate, "select_tokens"))
+    assert row.vanishes == (is_nothing(surrogate) and not surrogate.selects)
     for key in row.unless:
         assert not is_nothing(make_surrogate(name, **{key: 0.5}))
 
@@ -262,13 +268,13 @@ def dealt(mesh):
     stats, batch = stats_of(mesh, objective, groups)
     # As `annotate` leaves it: no log-probs of what is skipped.
     kept_T = ~stats.skipped_N[batch.sample_index_N].repeat_interleave(torch.tensor(batch.lengths_N))
-    batch.old_logprobs_T = batch.rollout_logprobs_T * kept_T
+    batch[Column.OLD_LOGPROBS] = batch[Column.ROLLOUT_LOGPROBS] * kept_T
     gate, other = (LogprobGate(mesh.ranks, Bounds(1e-6), is_open=False, log=print) for _ in range(2))
     scored: list[int] = []
 
     def annotate(part, needs):
         scored.append(len(part.lengths_N))
-        part.old_logprobs_T = part.rollout_logprobs_T.clone()
+        part[Column.OLD_LOGPROBS] = part[Column.ROLLOUT_LOGPROBS].clone()
 
     models = SimpleNamespace(policy=SimpleNamespace(version=0), annotate=annotate)
     gate.check(batch, stats, models)
@@ -304,10 +310,10 @@ def test_what_is_not_trained_on_gets_no_log_probs():
     model = Recorder()
     models = Models({"policy": model}, ranks=None, guard=None)
     whole = model.forward(batch)
-    models.annotate(batch, frozenset({"old_logprobs_T"}), SimpleNamespace(skipped_N=~torch.tensor(EQUAL)))
-    assert model.asked == [0] and torch.equal(batch.old_logprobs_T, torch.cat([whole[:3], torch.zeros(3)]))
-    models.annotate(batch, frozenset({"old_logprobs_T"}))
-    assert torch.equal(batch.old_logprobs_T, whole)
+    models.annotate(batch, frozenset({Column.OLD_LOGPROBS}), SimpleNamespace(skipped_N=~torch.tensor(EQUAL)))
+    assert model.asked == [0] and torch.equal(batch[Column.OLD_LOGPROBS], torch.cat([whole[:3], torch.zeros(3)]))
+    models.annotate(batch, frozenset({Column.OLD_LOGPROBS}))
+    assert torch.equal(batch[Column.OLD_LOGPROBS], whole)
 
 
 @pytest.mark.parametrize(
@@ -321,7 +327,7 @@ def test_what_is_not_trained_on_gets_no_log_probs():
     ],
 )
 def test_with_routers_that_look_at_every_token_nothing_is_skipped(models, policy, found):
-    config = RunConfig.of(model={"path": "here"}, algorithm={"name": "gspo"}, policy=policy)
+    config = make_config(model={"path": "here"}, algorithm={"name": "gspo"}, policy=policy)
     plan = build_plan(config, load_spec(models("qwen3_moe")), make_objective("gspo"))
     skipped_N = plan.skipped(rows())
     assert (None if skipped_N is None else skipped_N.tolist()) == found

@@ -1,5 +1,1 @@
-"""Objectives: pure functions of tensors."""
-
-from fivefold.algo.objective import Objective, make_objective
-
-__all__ = ["Objective", "make_objective"]
+"""Objectives: their keys and rules, and pure functions of tensors."""

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 
-import torch
-from torch import Tensor
+from fivefold.lazy import Tensor, torch
 
 
 @dataclass(frozen=True)
@@ -70,7 +69,7 @@ class AdvantageInputs:
         return (self.group_sums(self.centred_N.square()) / (self.count_N - 1).clamp(min=1)).sqrt()
 
 
-Advantage = Callable[[AdvantageInputs], Tensor]
+Advantage = Callable[[AdvantageInputs], "Tensor"]
 """AdvantageInputs -> advantages_N."""
 
 
@@ -180,6 +179,26 @@ def greedy_baseline(inputs: AdvantageInputs) -> Tensor:
 def reward(inputs: AdvantageInputs) -> Tensor:
     """r unchanged, for methods whose baseline is a critic or the whole step."""
     return inputs.rewards_N.float()
+
+
+ADVANTAGES: dict[str, bool] = {
+    "reward": False,
+    "group": True,
+    "leave_one_out": True,
+    "length_weighted": True,
+    "group_scaled": True,
+    "pass_at_k": True,
+    "greedy_baseline": False,
+    "log_mean_exp": True,
+    "nonzero_scaled": True,
+    "step_log_mean_exp": False,
+    "step_mean": False,
+}
+"""Advantage -> whether it compares the samples of a group."""
+NORMALIZED_BY_MEAN = ("group",)
+"""Advantages that `normalize: mean` applies to."""
+NORMALIZED = ("group", "leave_one_out", "pass_at_k", "step_mean")
+"""Advantages that `normalize` applies to."""
 
 
 def make_advantage(

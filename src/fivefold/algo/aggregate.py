@@ -6,14 +6,17 @@ The denominators cover the whole update over all replicas, so the split into mic
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Annotated
 
-import torch
-from torch import Tensor
+from fivefold.algo.part import Case, Part, chosen_function, usual
+from fivefold.keys.ranges import NameOrCode
+from fivefold.lazy import Tensor, torch
 
-from fivefold.config.methods import LEGACY_AGGREGATE
-
-Aggregate = Callable[[Tensor, int], Tensor]
+Aggregate = Callable[["Tensor", int], "Tensor"]
 """response_lengths_N of the whole update, max_response_tokens -> weight_N of every token of the sample."""
+LEGACY_AGGREGATE = "micro-batch-token-mean"
 
 
 def token_mean(response_lengths_N: Tensor, max_response_tokens: int) -> Tensor:
@@ -55,3 +58,64 @@ AGGREGATES: dict[str, Aggregate] = {
     "constant-length": constant_length,
     LEGACY_AGGREGATE: micro_batch_token_mean,
 }
+
+
+def aggregate_of(name: str) -> Aggregate:
+    """Return the aggregation of a name or of `path.py:function`."""
+    return chosen_function(name, AGGREGATES.__getitem__)
+
+
+def weights_of(aggregate: Aggregate, lengths_N: Tensor, max_response_tokens: int, kept_N: Tensor | None) -> Tensor:
+    """[N] aggregation weights of the samples that are kept, 0 for the others."""
+    if kept_N is None:
+        return aggregate(lengths_N, max_response_tokens)
+    weights_N = torch.zeros(len(lengths_N), dtype=torch.float64)
+    weights_N[kept_N] = aggregate(lengths_N[kept_N], max_response_tokens)
+    return weights_N
+
+
+@dataclass(frozen=True)
+class Aggregation(Part):
+    """Weights of tokens in the loss, and in its KL and entropy terms."""
+
+    aggregate: Annotated[str, NameOrCode(AGGREGATES)] = usual("token-mean")
+    """Weighting of tokens in the loss: one of AGGREGATES, or `path.py:function`."""
+    penalty_aggregate: Annotated[str, NameOrCode(AGGREGATES)] | None = None
+    """Aggregation for the KL and entropy terms; `aggregate` if left out."""
+
+    @cached_property
+    def of_policy(self) -> Aggregate:
+        return aggregate_of(self.aggregate)
+
+    @cached_property
+    def of_penalties(self) -> Aggregate:
+        return aggregate_of(self.penalty_aggregate or self.aggregate)
+
+    @property
+    def has_own_penalties(self) -> bool:
+        """Whether penalties have other weights than the surrogate."""
+        return self.penalty_aggregate not in (None, self.aggregate)
+
+    @property
+    def per_micro_batch(self) -> bool:
+        """Whether tokens are averaged per micro-batch instead of per update: the legacy aggregation."""
+        return self.aggregate == LEGACY_AGGREGATE
+
+    @classmethod
+    def check(cls, case: Case) -> None:
+        chosen, findings = case.chosen, case.findings
+        method = case.methods[case.name]
+        if method.learns_from == "pairs":
+            message = f"must be {method.aggregate} for {case.name}: every pair counts alike"
+            findings.require(case.own.aggregate in (None, method.aggregate), "aggregate", message)
+        if case.own.penalty_aggregate is None:
+            return
+        if not (chosen.kl.coef and chosen.kl.place == "loss") and not chosen.entropy_coef:
+            findings.ignore("penalty_aggregate", "there is neither KL nor entropy in the loss")
+        findings.require(
+            LEGACY_AGGREGATE not in {chosen.aggregate, chosen.penalty_aggregate}
+            or chosen.aggregate == chosen.penalty_aggregate,
+            "penalty_aggregate",
+            f": {LEGACY_AGGREGATE} is for all of the loss or none of it: got {chosen.penalty_aggregate} with "
+            f"{chosen.aggregate}",
+        )

@@ -7,33 +7,59 @@ decoupled PPO: AReaL (2505.24298).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Annotated, Literal
 
-import torch
-from torch import Tensor
-
+from fivefold.algo.part import Case, Part, chosen_function, usual
 from fivefold.algo.segments import Segments
-from fivefold.config.methods import SECOND_MOMENT
+from fivefold.algo.surrogates import surrogate_class
+from fivefold.keys.ranges import NameOrCode, OneOf, above, at_least
+from fivefold.lazy import Tensor, torch
 
-Level = Callable[[Tensor, Segments], Tensor]
+Level = Callable[["Tensor", Segments], "Tensor"]
 """log trainer - log engine of each token, samples -> the ratio that a token is weighted by."""
+WEIGHTS = ("none", "token", "sequence", "geometric")
+SECOND_MOMENT = "second_moment"
+DIVERGENCES = (*(f"{over}_{k}" for over in ("token", "sum", "mean", "max") for k in ("k2", "k3")), "max_drop", SECOND_MOMENT)
+"""Statistics, besides the ratio, by which tokens or responses are left out."""
 
 
 @dataclass(frozen=True)
-class Correction:
-    """Weights tokens by trainer / engine within bounds, and rejects tokens or responses that are too far off."""
+class Correction(Part):
+    """Correction of the mismatch between engine and trainer; each choice that is left out is that of `name`."""
 
-    weight: str | Level = "none"
-    """Level of the weight: none, token, sequence, geometric, or a user function."""
-    low: float = 0.0
-    high: float = 2.0
-    outside: str = "truncate"
-    reject: str = "none"
-    reject_low: float = 0.0
-    reject_high: float = 2.0
-    reject_divergence: Mapping[str, float] = field(default_factory=dict)
-    """Upper bound by statistic."""
+    section = "rollout_correction"
+    name: Annotated[str, OneOf(CORRECTIONS)] = usual("none")
+    """A row of CORRECTIONS, which the other keys override."""
+    weight: Annotated[str, NameOrCode(WEIGHTS)] = usual("none")
+    """Importance weight of a token: the ratio trainer / engine of the token (token), its product over the response
+    (sequence), or the geometric mean of that product (geometric); none; or `path.py:function`."""
+    low: Annotated[float, at_least(0)] = usual(0.0)
+    high: Annotated[float, at_least(0)] = usual(2.0)
+    """Bounds of the importance weight."""
+    outside: Literal["truncate", "mask"] = usual("truncate")
+    """Treatment of a weight outside the bounds: set to the bound (truncate), or to 0 (mask)."""
+    reject: Literal["none", "token", "sequence", "geometric"] = usual("none")
+    """Ratio that decides which tokens or whole responses are left out; they still count in the denominators."""
+    reject_low: Annotated[float, at_least(0)] = usual(0.0)
+    reject_high: Annotated[float, at_least(0)] = usual(2.0)
+    """Bounds of the `reject` ratio."""
+    reject_divergence: dict[str, Annotated[float, above(0)]] = usual({})
+    """Upper bounds of further statistics of d = log (trainer / engine), each a row of DIVERGENCES; tokens or responses
+    beyond one are left out. k2 = d²/2 and k3 = e^d - 1 - d of a token, or their sum, mean or maximum in a response. max_drop
+    is the largest -d in a response (9.21: no token may be 10,000 times less likely under the trainer). second_moment leaves
+    out the tokens with the largest d² until the mean is below the bound: M2PO (2510.01161)."""
+    old_logprobs_from: Literal["trainer", "engine", "loglinear"] = usual("trainer")
+    """Source of the old log-probs: the trainer before the step's updates, the engine, or loglinear. loglinear needs no extra
+    pass: it interpolates between the engine's and the current log-probs (A-3PO, 2512.06547). A token sampled s steps ago is
+    (s - 1) / s of the way to the current one."""
+
+    @cached_property
+    def level(self) -> str | Level:
+        """Level of the weight: a name of WEIGHTS, or the user's function."""
+        return chosen_function(self.weight, str)
 
     @property
     def is_active(self) -> bool:
@@ -51,7 +77,7 @@ class Correction:
         """
         weight_T = torch.ones_like(log_ratio_T)
         if self.weight != "none":
-            raw_T = ratio_at(self.weight, log_ratio_T, samples)
+            raw_T = ratio_at(self.level, log_ratio_T, samples)
             weight_T = raw_T.clamp(self.low, self.high)
             if self.outside == "mask":
                 weight_T = torch.where((raw_T >= self.low) & (raw_T <= self.high), raw_T, 0.0)
@@ -69,7 +95,7 @@ class Correction:
 
     def metrics(self, log_ratio_T: Tensor, weight_T: Tensor, kept_T: Tensor, samples: Segments) -> dict[str, Tensor]:
         """Return values per token; their mean over tokens is reported."""
-        level = next((each for each in (self.weight, self.reject) if each != "none"), "token")
+        level = next((each for each in (self.level, self.reject) if each != "none"), "token")
         raw_T = ratio_at(level, log_ratio_T, samples)
         final_T = weight_T * kept_T
         return {
@@ -81,6 +107,61 @@ class Correction:
             "rollout_correction/masked_fraction": (weight_T == 0).float(),
             "rollout_correction/rejected_fraction": (~kept_T).float(),
         }
+
+    @classmethod
+    def check(cls, case: Case) -> None:
+        correction, own, surrogate = case.chosen.rollout_correction, case.own.rollout_correction, case.chosen.surrogate
+        below = case.findings.at(cls.section)
+        if case.offline:
+            message = f"has nothing to act on: {case.name} does not sample"
+            case.findings.require(own == cls(), cls.section, message)
+        for low, high in (("low", "high"), ("reject_low", "reject_high")):
+            first, last = getattr(correction, low), getattr(correction, high)
+            below.require(first < last, f"{low} and {high}", f"must satisfy 0 <= low < high: got {first} and {last}")
+        for name in correction.reject_divergence:
+            if fault := OneOf(DIVERGENCES).fault(name):
+                below.error("reject_divergence", fault)
+        kind, by_moment = surrogate_class(surrogate), SECOND_MOMENT in correction.reject_divergence
+        below.require(
+            not (by_moment and kind.selects),
+            "reject_divergence",
+            f": second_moment leaves out tokens among the whole update, and so does {surrogate}: choose one",
+        )
+        source = correction.old_logprobs_from
+        if source != "trainer":
+            below.require(
+                kind.ratio_reference == "old",
+                "old_logprobs_from",
+                f": {source} changes the ratio, which {surrogate} does not have",
+            )
+        if source == "engine":
+            below.require(
+                correction.weight == "none" and not by_moment,
+                "old_logprobs_from",
+                ": engine puts the engine's log-probs into the ratio itself: leave weight none and second_moment out",
+            )
+        if source == "loglinear":
+            below.require(
+                not kind.selects and not by_moment,
+                "old_logprobs_from",
+                ": loglinear leaves out the pass by which clip_cov, kl_cov and second_moment choose tokens among the update",
+            )
+        if correction.weight == "none" and (own.low, own.high, own.outside) != (None, None, None):
+            below.ignore("low, high and outside", "weight is none")
+        if correction.reject == "none" and (own.reject_low, own.reject_high) != (None, None):
+            below.ignore("reject_low and reject_high", "reject is none")
+
+
+CORRECTIONS: dict[str, Correction] = {
+    "none": Correction(weight="none"),
+    "tis": Correction(weight="token", high=2.0),
+    "mis": Correction(weight="token", high=2.0, outside="mask"),
+    "icepop": Correction(weight="token", low=0.5, high=5.0, outside="mask"),
+    "sequence_tis": Correction(weight="sequence", high=2.0),
+    "sequence_mis": Correction(weight="sequence", high=2.0, outside="mask"),
+    "geometric": Correction(weight="none", reject="geometric", reject_low=0.999, reject_high=1.001),
+    "decoupled": Correction(weight="token", high=5.0, outside="mask"),
+}
 
 
 def interpolation(age_T: Tensor, updates: int) -> Tensor:

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import torch
-from torch import Tensor
-
 from fivefold.algo.segments import Segments
+from fivefold.lazy import Tensor, torch
+
+CREDITS = ("response", "discounted", "gae")
 
 
 class Credit(Protocol):

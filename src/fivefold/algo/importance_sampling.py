@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from torch import Tensor
-
 from fivefold.algo.segments import Segments
+from fivefold.lazy import Tensor
 
-Ratio = Callable[[Tensor, Tensor, Segments], Tensor]
+Ratio = Callable[["Tensor", "Tensor", Segments], "Tensor"]
 """logprobs_T, old_logprobs_T, samples -> log_ratio_T."""
 
 

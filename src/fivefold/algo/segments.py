@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+from fivefold.columns import Column
+from fivefold.lazy import Tensor, torch
 
-from fivefold.types import TokenBatch
+if TYPE_CHECKING:
+    from fivefold.types import TokenBatch
 
 
 @dataclass(frozen=True)
@@ -23,7 +25,7 @@ class Segments:
 
     @classmethod
     def of(cls, batch: TokenBatch) -> Segments:
-        return cls(batch.loss_mask_T, batch.lengths_N, batch.selected_T)
+        return cls(batch.loss_mask_T, batch.lengths_N, batch.columns.get(Column.SELECTED))
 
     @cached_property
     def sample_T(self) -> Tensor:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
 from fivefold.algo.credit import before
+from fivefold.columns import Column
+from fivefold.lazy import Tensor, torch
 from fivefold.types import LossOutput, TokenBatch
 
 
@@ -21,13 +20,12 @@ class ValueLoss:
     def __call__(self, values_T: Tensor, entropy_T: Tensor, batch: TokenBatch) -> LossOutput:
         """Return this micro-batch's share of the loss. `values_T` are the critic's values of the text up to and including
         each token."""
-        assert batch.values_T is not None and batch.returns_T is not None
-        mask_T = batch.loss_mask_T
-        value_T, old_T = before(values_T) * mask_T, before(batch.values_T) * mask_T
-        error_T = (value_T - batch.returns_T).square()
+        mask_T, returns_T = batch.loss_mask_T, batch[Column.RETURNS]
+        value_T, old_T = before(values_T) * mask_T, before(batch[Column.VALUES]) * mask_T
+        error_T = (value_T - returns_T).square()
         share_T = mask_T / max(batch.update_tokens, 1)
         # Variances are differences of these sums, which float32 would compute with few correct digits.
-        now_T, return_T = value_T.detach().double(), batch.returns_T.double()
+        now_T, return_T = value_T.detach().double(), returns_T.double()
         means = {
             "critic/value_mean": now_T,
             "critic/return_mean": return_T,
@@ -37,7 +35,7 @@ class ValueLoss:
         }
         if self.clip is not None:
             near_T = torch.maximum(torch.minimum(value_T, old_T + self.clip), old_T - self.clip)
-            clipped_T = (near_T - batch.returns_T).square()
+            clipped_T = (near_T - returns_T).square()
             means["critic/clip_fraction"] = (clipped_T > error_T).detach().float()
             error_T = torch.maximum(error_T, clipped_T)
         loss = 0.5 * (error_T * batch.weights_T).sum(dtype=torch.float64)

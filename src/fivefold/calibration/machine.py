@@ -20,8 +20,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
 
-from fivefold.errors import shown
-from fivefold.plan.efficiency import CALIBRATION, Rate, write_calibration
+from fivefold.errors import UserError, shown
+from fivefold.plan.efficiency import CALIBRATION, write_calibration
+from fivefold.plan.measured import Rate
 
 PARTS = {"kernels": 0.25, "links": 0.3, "layers": 1.0}
 """Part -> the maximum share of the remaining time that it may take; later parts get what earlier ones leave."""
@@ -55,7 +56,7 @@ def calibrate(path: Path | None = None, seconds: float = 120.0, tell: Callable[[
                 rows.append(Rate(**said))
                 tell(f"  {rows[-1].kind:<26}{rows[-1].size:>14,.0f}{rows[-1].rate:>14,.4g}")
     if not rows:
-        raise ValueError("; ".join(faults) or f"nothing could be measured in {seconds:g} seconds: give more with --seconds")
+        raise UserError("; ".join(faults) or f"nothing could be measured in {seconds:g} seconds: give more with --seconds")
     write_calibration(path, rows, rows[0].source)
     return path
 
@@ -81,7 +82,9 @@ def _part(name: str, seconds: float, earlier: Sequence[Rate]) -> Iterator[dict[s
                 yield json.loads(line)
             if process.wait(_GRACE):
                 said = errors.read_text(errors="replace").strip().splitlines()
-                yield {"fault": f"it ended with {process.returncode}: {shown(said[-1] if said else 'it said nothing', 200)}"}
+                yield {
+                    "fault": f"it ended with {process.returncode}: {shown(said[-1] if said else 'it printed nothing', 200)}"
+                }
         except (TimeoutError, subprocess.TimeoutExpired):
             yield {"fault": f"stopped, it did not end within {seconds:.0f} seconds"}
         finally:

@@ -18,9 +18,10 @@ import torch
 from fivefold.calibration import kernels
 from fivefold.calibration.kernels import Clock
 from fivefold.config.packages import flash_fault
-from fivefold.errors import first_line
+from fivefold.errors import UserError, first_line
 from fivefold.plan.devices import local_gpu_kind
-from fivefold.plan.efficiency import Efficiencies, Rate, known_rates
+from fivefold.plan.efficiency import Efficiencies, known_rates
+from fivefold.plan.measured import Rate
 
 Found = tuple[str, float, float]
 """(kind, size, rate)"""
@@ -30,7 +31,7 @@ def measure(part: str, clock: Clock, earlier: Sequence[Rate], tell: Callable[[st
     """Yield the rates of a part of `machine.PARTS`; raises ValueError if this machine's GPU is not in the table of GPUs."""
     hardware = local_gpu_kind() if clock.is_large else "cpu"
     if hardware is None:
-        raise ValueError(
+        raise UserError(
             f"this machine's GPU must be in the table of GPUs: got {torch.cuda.get_device_name()}; "
             "add its row to config/gpus.py"
         )

@@ -1,7 +1,7 @@
 """Checkpoints of a run: written to a staging directory, then renamed atomically; a corrupt one is named and skipped.
 
-checkpoints/step-000030/   policy/ critic/ prm/ (Megatron-Core, independent of the layout)  state.json  rng/  run.yaml
-                           manifest.json
+checkpoints/step-000030/   policy/ and others that learn (Megatron-Core, independent of the layout)  state.json  rng/
+                           run.yaml  manifest.json
                            rollouts/ (groups that wait)  work/ (of a step that resumes between its optimizer steps)
 checkpoints/latest         name of the checkpoint to resume from
 """
@@ -19,7 +19,7 @@ from typing import Any
 
 from fivefold.checkpoint.manifest import MANIFEST, Entry, Manifest, entry_of, find_corruption
 from fivefold.checkpoint.records import RECORDS, SAMPLES, move_rows
-from fivefold.errors import shown
+from fivefold.errors import UserError, shown
 from fivefold.files import write_text
 from fivefold.summed_files import DamagedFile, read_part, repeat_io
 
@@ -40,7 +40,6 @@ class RunState:
     """State of the rollout source: how many prompts were taken from the data."""
     kl_coef: float
     """Coefficient of the KL, which changes if it has a target."""
-    reward_mean: float | None = None
     fingerprint: dict[str, Any] = field(default_factory=dict)
     """Identity of the run: see fingerprint.py."""
     commits: dict[str, str] = field(default_factory=dict)
@@ -52,9 +51,12 @@ class RunState:
     def read(cls, directory: Path) -> RunState:
         """Read the state of a checkpoint; raises ValueError if another version of the program wrote it."""
         try:
-            return cls(**json.loads(read_part(directory / "state.json")))
+            state = json.loads(read_part(directory / "state.json"))
+            # Checkpoints of earlier versions have it, and nothing read it.
+            state.pop("reward_mean", None)
+            return cls(**state)
         except (TypeError, ValueError) as error:
-            raise ValueError(f"{directory / 'state.json'} was written by another version of fivefold: {error}") from error
+            raise UserError(f"{directory / 'state.json'} was written by another version of fivefold: {error}") from error
 
 
 class Checkpoints:
@@ -103,7 +105,7 @@ class Checkpoints:
         if resume == "never":
             return None
         if faults := find_corruption(Path(resume)):
-            raise ValueError(f"trainer.resume: checkpoint {resume} cannot be used: {faults}")
+            raise UserError(f"trainer.resume: checkpoint {resume} cannot be used: {faults}")
         _say_partial(Path(resume), warn)
         return Path(resume)
 
@@ -138,7 +140,7 @@ class Checkpoints:
             faults[path] = fault
             warn(f"checkpoint {path} is damaged and skipped: {fault}")
         listed = "".join(f"\n  {path.name}: {fault}" for path, fault in faults.items())
-        raise ValueError(
+        raise UserError(
             f"trainer.resume: {self.root} has checkpoints and none can be used:{listed}\n"
             "put one back from a copy, name another by trainer.resume=DIRECTORY, or start over by trainer.resume: never, "
             "which moves what is there aside"
@@ -192,7 +194,7 @@ class Checkpoints:
         if name == NONE:
             return 0
         if (step := _step_of(name)) is None:
-            warn(f"{pointer} must hold the name of a checkpoint: got {shown(name)}; the newest whole one is taken")
+            warn(f"{pointer} must hold the name of a checkpoint: got {shown(name)}; the latest complete one is taken")
         return step
 
     def _names(self) -> list[str]:

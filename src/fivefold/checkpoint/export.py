@@ -17,10 +17,11 @@ from torch import Tensor
 from fivefold.checkpoint.checkpoints import Checkpoints, RunState
 from fivefold.checkpoint.fingerprint import content_of
 from fivefold.checkpoint.manifest import find_corruption
-from fivefold.config import load_config
+from fivefold.config import restore
 from fivefold.config.learners import FrozenConfig
 from fivefold.config.roles import LEARNERS, Role
 from fivefold.distributed.ranks import Ranks
+from fivefold.errors import UserError
 from fivefold.files import write_text, writing
 from fivefold.hub import model_snapshot
 from fivefold.layout import ParallelLayout
@@ -47,23 +48,21 @@ def export(checkpoint: Path, out: Path, shard_gb: float, part: str = "policy", f
     if (checkpoint / "checkpoints").is_dir():
         newest = Checkpoints(checkpoint, 1).latest(lambda _: None)
         has = "it has none" if newest is None else f"its newest one is {newest}"
-        raise ValueError(f"name a checkpoint: {checkpoint} is a run, {has}")
+        raise UserError(f"name a checkpoint: {checkpoint} is a run, {has}")
     if faults := find_corruption(checkpoint):
-        raise ValueError(f"checkpoint {checkpoint} cannot be used: {faults}")
+        raise UserError(f"checkpoint {checkpoint} cannot be used: {faults}")
     if out.exists() and any(out.iterdir()):
-        raise ValueError(f"{out} is not empty: choose a new directory")
+        raise UserError(f"{out} is not empty: choose a new directory")
     if not (checkpoint / part).is_dir():
-        raise ValueError(f"checkpoint {checkpoint} has no {part}: it has {', '.join(_parts(checkpoint))}")
-    config = load_config(checkpoint / "run.yaml")
+        raise UserError(f"checkpoint {checkpoint} has no {part}: it has {', '.join(_parts(checkpoint))}")
+    config = restore(checkpoint / "run.yaml")
     role = config.roles[part]
-    path, settings = config.described_by(role.path), role.settings
+    path, settings = config.model.described_by(role.path), role.settings
     lora = settings.lora.spec
     if form == "adapter" and lora is None:
-        raise ValueError(f"checkpoint {checkpoint} has no adapters of its {part}: {part}.lora.rank is 0")
+        raise UserError(f"checkpoint {checkpoint} has no adapters of its {part}: {part}.lora.rank is 0")
     if form == "adapter" and role.has_value_head:
-        raise ValueError(
-            f"--to adapter is not for the {part}: its adapters say nothing without its value head; leave it out"
-        )
+        raise UserError(f"--to adapter is not for the {part}: its adapters say nothing without its value head; leave it out")
     state = RunState.read(checkpoint)
     directory = Path(path)
     if not directory.is_dir():
@@ -131,7 +130,7 @@ def _base_weights(role: Role, directory: Path, state: RunState) -> Path | None:
     then = state.fingerprint[key]["content"]
     now = content_of([Path(path) if Path(path).is_dir() else directory])
     if None not in (*then, *now) and then != now:
-        raise ValueError(f"{key}: {path} holds other files than those with which the adapters were trained: put them back")
+        raise UserError(f"{key}: {path} holds other files than those with which the adapters were trained: put them back")
     return find_torch_dist(path)
 
 

@@ -11,11 +11,12 @@ from typing import Any, cast
 
 from fivefold.checkpoint.manifest import sum_of_ends
 from fivefold.config import RunConfig
-from fivefold.config.identity import FUNCTION, Counts, leaves
 from fivefold.config.learners import PolicyConfig
 from fivefold.config.roles import LEARNERS
 from fivefold.config.schema import ModelConfig
+from fivefold.errors import UserError
 from fivefold.hub import commit_of
+from fivefold.keys.identity import FUNCTION, Counts, leaves
 from fivefold.models.torch_dist import find_torch_dist, is_torch_dist
 
 _OF_THIS_START = ("trainer.run_dir", "trainer.resume", "trainer.accept_changes")
@@ -43,8 +44,8 @@ class Changes:
             return
         keys = ",".join(change.partition(":")[0] for change in self.refused)
         listed = "".join(f"\n  {change}" for change in self.refused)
-        raise ValueError(
-            f"trainer.resume: {checkpoint} is of a run that learns something else:{listed}\n"
+        raise UserError(
+            f"trainer.resume: {checkpoint} is from a run that learns something else:{listed}\n"
             f"resume with the changes by trainer.accept_changes=[{keys}], choose another trainer.run_dir, or start over by "
             "trainer.resume=never, which moves what is there aside"
         )

@@ -10,17 +10,19 @@ from pathlib import Path
 from fivefold.checkpoint.checkpoints import Checkpoints, RunState
 from fivefold.checkpoint.fingerprint import Changes, Fingerprint
 from fivefold.checkpoint.rng import load_rng
-from fivefold.config import RunConfig
+from fivefold.config.schema import TrainerConfig
+from fivefold.distributed.calls import call_on_main
 from fivefold.distributed.ranks import Ranks
+from fivefold.errors import UserError
 from fivefold.interfaces import Model
 from fivefold.observability.run_logger import RunLogger
 from fivefold.summed_files import DamagedFile
 
 
-def find_checkpoint(config: RunConfig, ranks: Ranks) -> Path | None:
+def find_checkpoint(run_dir: Path, trainer: TrainerConfig, ranks: Ranks) -> Path | None:
     """Return the checkpoint to resume from, if any; raises ValueError if a named one is damaged. Collective."""
-    checkpoints = Checkpoints(config.run_dir, config.trainer.keep)
-    return _on_main(ranks, partial(checkpoints.find, config.trainer.resume, partial(print, flush=True)))
+    checkpoints = Checkpoints(run_dir, trainer.keep)
+    return _on_main(ranks, partial(checkpoints.find, trainer.resume, partial(print, flush=True)))
 
 
 def _on_main(ranks: Ranks, find: Callable[[], Path | None]) -> Path | None:
@@ -30,7 +32,7 @@ def _on_main(ranks: Ranks, find: Callable[[], Path | None]) -> Path | None:
         path = find()
         return None if path is None else str(path)
 
-    place = ranks.call_on_main(name)
+    place = call_on_main(ranks, name)
     return None if place is None else Path(place)
 
 
@@ -67,7 +69,7 @@ def load_run(
         if not fault:
             break
         if resume != "auto":
-            raise ValueError(f"trainer.resume: checkpoint {found} cannot be used: {fault}")
+            raise UserError(f"trainer.resume: checkpoint {found} cannot be used: {fault}")
         damaged[found] = fault
         found = _on_main(ranks, partial(checkpoints.latest, logger.log, damaged))
     if found is not None:
@@ -90,7 +92,7 @@ def _load_models(path: Path, models: dict[str, Model], ranks: Ranks) -> str:
     """Load every model from a checkpoint; return the fault, the same on all ranks, or an empty text."""
     for name, model in models.items():
         if not (path / name).is_dir():
-            raise ValueError(
+            raise UserError(
                 f"trainer.resume: checkpoint {path} has no {name}: it was written by another method; "
                 "name its method, or start over with trainer.resume=never"
             )

@@ -13,6 +13,7 @@ from fivefold.checkpoint.manifest import Entry, entry_of
 from fivefold.checkpoint.rng import rng_name, rng_states
 from fivefold.distributed.ranks import Ranks
 from fivefold.distributed.threads import in_thread
+from fivefold.errors import RunError
 from fivefold.files import write_text, writing
 
 Entries = dict[str, Entry]
@@ -68,7 +69,7 @@ class Saving:
         error = self._written.exception()
         found = self._ranks.gather_objects((self._written.result() if error is None else {}, _said(error)))
         if faults := [f"rank {rank}: {fault}" for rank, (_, fault) in enumerate(found) if fault]:
-            raise RuntimeError(f"the checkpoint of step {self._state.step} could not be written; {'; '.join(faults)}")
+            raise RunError(f"the checkpoint of step {self._state.step} could not be written; {'; '.join(faults)}")
         if self._ranks.is_main:
             self._checkpoints.publish(self._state, {name: each for entries, _ in found for name, each in entries.items()})
         self._ranks.barrier()

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from fivefold.algo.methods import METHODS
 from fivefold.commands.flags import BY_SOURCE, ENGINES
 from fivefold.commands.proposals import (
     DATA,
@@ -20,9 +21,9 @@ from fivefold.commands.proposals import (
 )
 from fivefold.commands.run_yaml import MOST_PROMPT, MOST_RESPONSE, Answers, write
 from fivefold.config.loader import build, read_mapping
-from fivefold.config.methods import METHODS
-from fivefold.config.ranges import OneOf
 from fivefold.data.rows import Columns
+from fivefold.errors import UserError
+from fivefold.keys.ranges import OneOf
 from fivefold.models.families import load_spec
 from fivefold.models.spec import ModelSpec
 from fivefold.plan.check import check
@@ -39,7 +40,7 @@ def init(options: argparse.Namespace) -> int:
     """Ask the questions, write and check the file; return the exit code."""
     out: Path = options.out
     if out.exists() and not options.force:
-        raise ValueError(f"{out} is there already: name another file, or overwrite it with --force")
+        raise UserError(f"{out} is there already: name another file, or overwrite it with --force")
     text = write(_answers(options))
     config = build(read_mapping(text, str(out)))
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -59,7 +60,7 @@ def _answers(options: argparse.Namespace) -> Answers:
         return _ask(question, given, proposed, fault, options.yes)
 
     if options.method and (wrong := OneOf(METHODS).fault(options.method)):
-        raise ValueError(f"--method {wrong}")
+        raise UserError(f"--method {wrong}")
     model = ask("Model: a directory, or an id of the Hugging Face hub", options.model, propose_model(), _model_fault)
     spec = load_spec(model) if Path(model).is_dir() else None
     train = ask("Data: a parquet or jsonl file of training rows", options.data, propose_data(), _data_fault)
@@ -100,7 +101,7 @@ def _ask(question: str, given: str | None, proposed: str, fault: Callable[[str],
         try:
             answer = input(f"{question} [{proposed}]\n> ").strip() or proposed
         except EOFError:
-            raise ValueError(
+            raise UserError(
                 f"init needs an answer to: {question}; give it as a flag, or take {proposed!r} with --yes"
             ) from None
         if (wrong := fault(answer)) is None:
@@ -108,7 +109,7 @@ def _ask(question: str, given: str | None, proposed: str, fault: Callable[[str],
         print(f"{topic} {wrong}")
     answer = proposed if given is None else given
     if (wrong := fault(answer)) is not None:
-        raise ValueError(f"--{topic.lower()} {wrong}")
+        raise UserError(f"--{topic.lower()} {wrong}")
     return answer
 
 
@@ -116,7 +117,7 @@ def _model_fault(answer: str) -> str | None:
     if Path(answer).is_dir():
         try:
             load_spec(answer)
-        except ValueError as error:
+        except UserError as error:
             return f"cannot be {answer}: {error}"
         return None
     if is_hub_id(answer):
@@ -140,7 +141,7 @@ def _reward_fault(answer: str) -> str | None:
     try:
         for name in answer.split(","):
             check_name(name.strip())
-    except ValueError as error:
+    except UserError as error:
         return f"cannot be {answer!r}: {error}"
     return None
 

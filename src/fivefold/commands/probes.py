@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
-from fivefold.errors import first_line, shown
+from fivefold.errors import RunError, UserError, first_line, sentence_of, shown
 
 Answer = dict[str, Any]
 _MIB = 2**20
@@ -40,7 +40,7 @@ def driver() -> Answer:
     said = _output(query)
     rows = [line.split(", ") for line in said.splitlines()]
     if any(len(row) != 3 or not row[1].isdecimal() for row in rows):
-        raise ValueError(f"nvidia-smi must list name, memory and driver of each GPU: got {shown(said)}")
+        raise UserError(f"nvidia-smi must list name, memory and driver of each GPU: got {shown(said)}")
     links = topology(_output([tool, "topo", "-m"])) if len(rows) > 1 else {}
     return {
         "version": rows[0][2] if rows else None,
@@ -53,7 +53,7 @@ def _output(command: list[str]) -> str:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         said = (done.stdout + done.stderr).strip().splitlines()
-        raise RuntimeError(f"{Path(command[0]).name} ended with {done.returncode}: {said[0] if said else 'it said nothing'}")
+        raise RunError(f"{Path(command[0]).name} ended with {done.returncode}: {said[0] if said else 'it printed nothing'}")
     return done.stdout
 
 
@@ -193,7 +193,7 @@ def rank(device: str, number: str, count: str, directory: str) -> Answer:
     backend = "nccl" if device == "cuda" else "gloo"
     if device == "cuda":
         if index >= torch.cuda.device_count():
-            raise ValueError(f"GPU {index} must be visible: there are {torch.cuda.device_count()}")
+            raise UserError(f"GPU {index} must be visible: there are {torch.cuda.device_count()}")
         torch.cuda.set_device(where)
     else:
         torch.set_num_threads(1)
@@ -203,7 +203,7 @@ def rank(device: str, number: str, count: str, directory: str) -> Answer:
     dist.all_reduce(values)
     total, found = world * (world + 1) / 2, (values.min().item(), values.max().item())
     if found != (total, total):
-        raise RuntimeError(f"the sum of 1 to {world} came out between {found[0]} and {found[1]}")
+        raise RunError(f"the sum of 1 to {world} came out between {found[0]} and {found[1]}")
     seconds = []
     for _ in range(_ROUNDS):
         # The first collectives set up channels.
@@ -245,7 +245,7 @@ def main() -> None:
     try:
         answer = PROBES[name](*arguments)
     except BaseException as error:
-        answer = {"error": f"{type(error).__name__}: {first_line(error)}"}
+        answer = {"error": sentence_of(error) or f"{type(error).__name__}: {first_line(error)}"}
     os.write(answers, json.dumps(answer).encode())
     os._exit("error" in answer)
 

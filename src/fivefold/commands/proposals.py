@@ -8,11 +8,11 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from fivefold.config.methods import LearnsFrom
+from fivefold.algo.methods import LearnsFrom
 from fivefold.config.scoring import RewardConfig
 from fivefold.data.rows import Columns, Row, check_responses, count_rows, parse_row, read_rows
 from fivefold.engines.vllm.arguments import installed_version
-from fivefold.errors import shown
+from fivefold.errors import UserError, shown
 from fivefold.files import read_json_object
 from fivefold.hub import cached_models
 from fivefold.models.families import FAMILIES
@@ -44,7 +44,7 @@ def _is_known(directory: Path) -> bool:
     """Return whether its config.json names a model family that can be trained."""
     try:
         return read_json_object(directory / "config.json").get("model_type") in FAMILIES
-    except ValueError:
+    except UserError:
         return False
 
 
@@ -86,7 +86,7 @@ def look_at(train: str, learns_from: LearnsFrom | None, prompt: str | None, trut
     """Return the use of the rows, from their columns or the named ones; raise ValueError if they fit no method."""
     rows = list(islice(read_rows(Path(train)), ROWS))
     if not rows:
-        raise ValueError(f"{train} has no rows")
+        raise UserError(f"{train} has no rows")
     ways: tuple[LearnsFrom, ...] = ("pairs", "rollouts", "responses") if learns_from is None else (learns_from,)
     for way in ways:
         for columns in _candidates(way, prompt, truth):
@@ -95,7 +95,7 @@ def look_at(train: str, learns_from: LearnsFrom | None, prompt: str | None, trut
     wanted = " or ".join({"pairs": "a pair to compare", "rollouts": "a prompt and an answer", "responses": "a prompt and a "
                           "response"}[way] for way in ways)  # fmt: skip
     names = ", ".join(map(str, rows[0]))
-    raise ValueError(
+    raise UserError(
         f"the columns of {train} must hold {wanted}: it has {shown(names, 200)}; name"
         " them with --prompt-key and --answer-key"
     )
@@ -124,7 +124,7 @@ def _read(rows: list[dict[str, Any]], columns: Columns, way: LearnsFrom, source:
         try:
             parsed = parse_row(row, columns, way, source)
             check_responses(parsed, columns, way, [])
-        except ValueError:
+        except UserError:
             # For sft or dpo data, the ground truth is read only if an unusual column is named.
             return None
         if way == "rollouts" and not parsed.ground_truth.strip():
@@ -137,7 +137,7 @@ def _uses(way: LearnsFrom, columns: Columns, rows: list[Row], count: int) -> Row
     truths, sources = {row.ground_truth for row in rows}, {row.source for row in rows}
     try:
         chosen = {next(iter(choose_rewards(RewardConfig(), source).weights)) for source in sources}
-    except ValueError:
+    except UserError:
         chosen = set()
     fits = [name for name in REWARDS if not any(ground_truth_fault(name, truth) for truth in truths)]
     is_by_source = bool(chosen) and chosen <= set(fits)

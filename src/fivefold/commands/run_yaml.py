@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from fivefold.config.methods import METHODS
+from fivefold.algo.methods import METHODS
 from fivefold.config.schema import DataConfig
 from fivefold.data.rows import Columns
 
@@ -45,7 +45,7 @@ def write(answers: Answers) -> str:
     """Return the YAML text."""
     parts = [
         "# Written by `fivefold init`. Every other key, with its default: docs/configuration.md.",
-        "# `fivefold check THIS_FILE` says whether the run can start; trainer.steps=10 behind it changes a key for once.",
+        "# `fivefold check THIS_FILE` reports whether the run can start; trainer.steps=10 after it changes a key once.",
     ]
     for name, lines in _sections(answers):
         parts += ["", f"{name}:", *map(_render, lines)]

@@ -7,19 +7,18 @@ import dataclasses
 import typing
 from typing import Any
 
-from fivefold.config.findings import Findings
-from fivefold.config.schema import RunConfig
+from fivefold.config.roles import LEARNERS
+from fivefold.config.schema import Sections
+from fivefold.errors import UserError
+from fivefold.keys.findings import Findings
 from fivefold.layout import Allocation, ParallelLayout
 from fivefold.layout.parallel import ENGINES
 
 KEY = "launch.allocation"
 ROLES = {
+    **{name: f"{name}.backend" for name in ("reference", *LEARNERS)},
     "actor": "policy.backend",
-    "policy": "policy.backend",
     "ref": "reference.backend",
-    "reference": "reference.backend",
-    "critic": "critic.backend",
-    "prm": "prm.backend",
     "reward": "reward.model.backend",
     "rollout": "engine.backend",
     "engine": "engine.backend",
@@ -36,7 +35,7 @@ def allocated(tree: Tree, findings: Findings) -> Tree:
         return tree
     try:
         keys = keys_of(Allocation.parse(text))
-    except ValueError as error:
+    except UserError as error:
         findings.error(KEY, f": {error}")
         return tree
     changed = copy.deepcopy(tree)
@@ -64,7 +63,7 @@ def keys_of(allocation: Allocation) -> dict[str, str | int]:
         for layout in group:
             key = _key(layout)
             if key in found:
-                raise ValueError(
+                raise UserError(
                     f"{key} is set twice, by {found[key]} and {layout}: give each layout another name in brackets"
                 )
             found[key] = str(dataclasses.replace(layout, name=None))
@@ -72,11 +71,11 @@ def keys_of(allocation: Allocation) -> dict[str, str | int]:
     engine, policy = group_of.pop("engine.backend", None), group_of.pop("policy.backend", None)
     trainers = sorted({*group_of.values()} - {policy})
     if policy is None and (len(trainers) > 1 or (trainers and engine is not None)):
-        raise ValueError(
+        raise UserError(
             f"where other models are depends on the policy: name its layout too, megatron[actor]:...; got {allocation}"
         )
     if engine is not None and engine in trainers:
-        raise ValueError(
+        raise UserError(
             f"the engine shares the policy's ranks or has devices of its own, not another model's: got {allocation}"
         )
     if policy is not None:
@@ -96,17 +95,17 @@ def _key(layout: ParallelLayout) -> str:
     if layout.name is None:
         return "engine.backend" if is_engine else "policy.backend"
     if (key := ROLES.get(layout.name)) is None:
-        raise ValueError(f"no role is called {layout.name!r}; known: {', '.join(ROLES)}")
+        raise UserError(f"no role is called {layout.name!r}; known: {', '.join(ROLES)}")
     if is_engine != (key == "engine.backend"):
-        raise ValueError(f"{layout.name} is {'no engine' if is_engine else 'an engine'}: got {layout}")
+        raise UserError(f"{layout.name} is {'no engine' if is_engine else 'an engine'}: got {layout}")
     if not _exists(key):
-        raise ValueError(f"{layout.name} has no layout of its own, it is on the policy's: leave {layout} out")
+        raise UserError(f"{layout.name} has no layout of its own, it is on the policy's: leave {layout} out")
     return key
 
 
 def _exists(key: str) -> bool:
     """Whether the schema has the key."""
-    part: Any = RunConfig
+    part: Any = Sections
     for name in key.split("."):
         if not dataclasses.is_dataclass(part) or name not in (hints := typing.get_type_hints(part)):
             return False
@@ -126,5 +125,5 @@ def _same(given: Any, value: str | int) -> bool:
         return bool(given == value)
     try:
         return ParallelLayout.parse(str(given)) == ParallelLayout.parse(value)
-    except ValueError:
+    except UserError:
         return bool(given == value)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from fivefold.config.identity import HARMLESS
-from fivefold.config.ranges import above, at_least, within
+from fivefold.keys.identity import HARMLESS
+from fivefold.keys.ranges import above, at_least, within
 from fivefold.layout import ParallelLayout
 
 

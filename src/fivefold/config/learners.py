@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any, Literal
 
-from fivefold.config.identity import CONTENT, HARMLESS
 from fivefold.config.mcore_options import Options
-from fivefold.config.ranges import RANKS, above, at_least, within
+from fivefold.keys.identity import CONTENT, HARMLESS
+from fivefold.keys.ranges import RANKS, above, at_least, within
 from fivefold.layout import ParallelLayout, PipelineSplit
 from fivefold.models.adapters import ALL, LoraSpec
 

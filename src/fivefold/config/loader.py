@@ -14,20 +14,20 @@ from typing import Any, TypeVar
 import yaml
 
 from fivefold.config.allocated import allocated
-from fivefold.config.dialects import OWN, REFUSED, Dialect, Translation, Tree, find_dialect
-from fivefold.config.findings import Findings
-from fivefold.config.ranges import suggest
-from fivefold.config.schema import RunConfig
+from fivefold.config.dialect import OWN, REFUSED, Dialect, Translation, Tree, find_dialect
+from fivefold.config.run_config import RunConfig
 from fivefold.config.validate import validate
-from fivefold.errors import shown
+from fivefold.errors import UserError, shown
 from fivefold.files import read_text
+from fivefold.keys.findings import Findings
+from fivefold.keys.ranges import suggest
 from fivefold.user_code import name_of
 
 T = TypeVar("T")
 _MOST_BYTES, _MOST_VALUES, _DEEPEST = 4 << 20, 100_000, 30
 
 
-class ConfigError(ValueError):
+class ConfigError(UserError):
     """A configuration that cannot be used; lists every error, one per line."""
 
     def __init__(self, faults: list[str]) -> None:
@@ -77,15 +77,22 @@ def config_of(overrides: list[str]) -> RunConfig:
     return config
 
 
-def make_config(tree: Tree) -> RunConfig:
-    """Make RunConfig from nested mappings, for runs started from Python; raises ConfigError with all errors.
+def make_config(tree: Tree | None = None, /, **sections: Any) -> RunConfig:
+    """Make RunConfig from nested mappings, or from one mapping per section; raises ConfigError with all errors.
 
     A function may be passed wherever `path.py:function` is allowed.
+
+    Example: `make_config(model={"path": "Qwen/Qwen3-0.6B"}, reward={"functions": {my_reward: 1.0}})`.
     """
-    config = build(tree)
+    config = build({**(tree or {}), **sections})
     if errors := validate(config).errors:
         raise ConfigError(errors)
     return config
+
+
+def restore(path: Path) -> RunConfig:
+    """Read a configuration from a file with the text of `dump_yaml`. It was validated before, and is not validated again."""
+    return build(read(path))
 
 
 def read(path: str | Path) -> Tree:
@@ -95,7 +102,7 @@ def read(path: str | Path) -> Tree:
         raise ConfigError([f"no configuration file at {path}"])
     try:
         text = read_text(path, _MOST_BYTES)
-    except ValueError as error:
+    except UserError as error:
         raise ConfigError([str(error)]) from error
     return read_mapping(text, str(path))
 
@@ -209,7 +216,7 @@ def _name_functions(value: Any, findings: Findings) -> Any:
         return value
     try:
         return name_of(value)
-    except ValueError as error:
+    except UserError as error:
         findings.error("", f": {error}")
         return shown(value)
 
@@ -229,7 +236,9 @@ def _build(cls: type[T], value: Any, findings: Findings) -> T | None:
     before = len(findings.errors)
     for key, item in value.items():
         if key in fields:
-            arguments[key] = _convert(hints[key], item, findings.at(key))
+            # null is what a key that is left out has.
+            is_null = item is None and fields[key].default is None
+            arguments[key] = None if is_null else _convert(hints[key], item, findings.at(key))
         else:
             close = suggest(key, fields, findings.key)
             findings.unknown(str(key), close or f"; known here: {', '.join(fields)}")

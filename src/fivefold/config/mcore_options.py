@@ -13,9 +13,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from fivefold.config.findings import Findings
-from fivefold.config.ranges import suggest
 from fivefold.errors import shown
+from fivefold.keys.findings import Findings
+from fivefold.keys.ranges import suggest
 
 SECTIONS = ("transformer", "pipeline", "ddp", "optimizer")
 """Sections of `policy.megatron`: TransformerConfig, its pipeline fields, DistributedDataParallelConfig, OptimizerConfig."""

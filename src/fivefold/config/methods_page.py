@@ -8,12 +8,15 @@ from typing import Any
 
 import yaml
 
-from fivefold.config import methods
+from fivefold.algo import methods
+from fivefold.algo.choices import PARTS
+from fivefold.algo.surrogates import PARAMETERS, SURROGATES
 
 BEGIN, END = "<!-- rows: begin (written by `make docs`) -->\n", "<!-- rows: end -->\n"
 
 
-_USUAL_NUMBERS = methods.SURROGATES[str(methods.USUAL.surrogate)].numbers({})
+_USUAL_NUMBERS = SURROGATES[methods.USUAL.surrogate].parameters()
+SECTIONS = tuple(part.section for part in PARTS if part.section)
 
 
 def write_rows() -> str:
@@ -37,24 +40,21 @@ def _text(name: str) -> str:
 def _block(method: str) -> str:
     usual, chosen = methods.USUAL, methods.resolve(method)
     choices: dict[str, Any] = {"advantage": chosen.advantage}
-    for item in dataclasses.fields(methods.Choices):
+    for item in dataclasses.fields(usual):
         name, value = item.name, getattr(chosen, item.name)
-        if name in ("kl", "rollout_correction", "expert", "process_reward", "penalty_aggregate") or value is None:
+        if name in SECTIONS or name == "penalty_aggregate" or value is None:
             continue
         # For a surrogate other than the usual one, all numbers are shown.
         left_out = _USUAL_NUMBERS.get(name) if chosen.surrogate == usual.surrogate else None
-        if value != (left_out if name in methods.PARAMETERS else getattr(usual, name)):
+        if value != (left_out if name in PARAMETERS else getattr(usual, name)):
             choices[name] = value
     if chosen.kl.coef:
         choices["kl"] = {key: getattr(chosen.kl, key) for key in ("estimator", "coef", "place")}
-    own = dataclasses.asdict(methods.METHODS[method].rollout_correction)
-    if correction := {key: value for key, value in own.items() if value is not None}:
-        choices["rollout_correction"] = correction
-    expert = dataclasses.asdict(methods.METHODS[method].expert)
-    if imitated := {key: value for key, value in expert.items() if value is not None}:
-        choices["expert"] = imitated
-    process = dataclasses.asdict(methods.METHODS[method].process_reward)
-    if rewarded := {key: value for key, value in process.items() if value is not None}:
-        choices["process_reward"] = rewarded
+    for section in SECTIONS:
+        if section == "kl":
+            continue
+        own = dataclasses.asdict(getattr(methods.METHODS[method], section))
+        if chosen_there := {key: value for key, value in own.items() if value is not None}:
+            choices[section] = chosen_there
     text: str = yaml.safe_dump(choices, sort_keys=False, default_flow_style=True, width=120)
     return text

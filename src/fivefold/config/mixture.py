@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
+from fivefold.errors import UserError
+
 OTHERS = "*"
 """Entry in a domain's data_sources that stands for every one that no domain names."""
 
@@ -27,7 +29,7 @@ def counts(mixture: Mapping[str, float], per_step: int) -> dict[str, int]:
     for name in most[: per_step - sum(found.values())]:
         found[name] += 1
     if empty := [name for name, count in found.items() if count == 0]:
-        raise ValueError(
+        raise UserError(
             f"must give every domain a prompt of a step: {empty[0]!r} has {mixture[empty[0]]:g} of {per_step}; raise its "
             "share or data.prompts_per_step"
         )

@@ -1,4 +1,4 @@
-"""The models of a run in one table, for all code that lists models. RunConfig -> Roles. No torch here."""
+"""The models of a run in one table, for all code that lists models. Sections -> Roles. No torch here."""
 
 from __future__ import annotations
 
@@ -7,13 +7,10 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
 
 from fivefold.config.learners import FrozenConfig, OffloadConfig, PolicyConfig
+from fivefold.config.schema import Sections
 from fivefold.layout import ParallelLayout
-
-if TYPE_CHECKING:
-    from fivefold.config.schema import RunConfig
 
 
 class Head(Enum):
@@ -155,7 +152,7 @@ class Roles(Mapping[str, Role]):
         return replace(role.settings, offload=OffloadConfig()) if is_alone and name != "policy" else role.settings
 
 
-def roles_of(config: RunConfig) -> Roles:
+def roles_of(config: Sections) -> Roles:
     """Return the roles in the run of a configuration; raises ValueError if a layout cannot be parsed."""
     rows = {name: make(config) for name, make in ROLES.items()}
     return Roles({name: role for name, role in rows.items() if role is not None})
@@ -164,7 +161,7 @@ def roles_of(config: RunConfig) -> Roles:
 # --- the table --------------------------------------------------------------------------------------------------------
 
 
-def _policy(config: RunConfig) -> Role:
+def _policy(config: Sections) -> Role:
     return Role(
         "policy",
         config.model.path,
@@ -178,7 +175,7 @@ def _policy(config: RunConfig) -> Role:
     )
 
 
-def _reference(config: RunConfig) -> Role | None:
+def _reference(config: Sections) -> Role | None:
     if not config.algorithm.needs_reference:
         return None
     role = _further(config, "reference", config.reference)
@@ -188,7 +185,7 @@ def _reference(config: RunConfig) -> Role | None:
     return _without_adapters(role, "policy") if policy.lora.rank and is_same and is_placed_alike else role
 
 
-def _critic(config: RunConfig) -> Role | None:
+def _critic(config: Sections) -> Role | None:
     if config.algorithm.resolved.credit != "gae":
         return None
     role = _further(config, "critic", config.critic)
@@ -196,14 +193,14 @@ def _critic(config: RunConfig) -> Role | None:
     return replace(role, head=Head.VALUE, learns=Learns.WITH_POLICY, updates_per_step=updates, epochs=epochs)
 
 
-def _prm(config: RunConfig) -> Role | None:
+def _prm(config: Sections) -> Role | None:
     if not config.algorithm.resolved.process_reward.coef:
         return None
     role = _further(config, "prm", config.prm)
     return replace(role, learns=Learns.BEFORE_ADVANTAGES, updates_per_step=config.prm.updates_per_step)
 
 
-def _prm_reference(config: RunConfig) -> Role | None:
+def _prm_reference(config: Sections) -> Role | None:
     """Return the role that the process reward model is compared with: frozen weights on its layout, or the policy."""
     process = config.algorithm.resolved.process_reward
     if not process.coef:
@@ -216,13 +213,13 @@ def _prm_reference(config: RunConfig) -> Role | None:
     return _without_adapters(role, "prm") if config.prm.lora.rank and is_same else role
 
 
-def _reward_model(config: RunConfig) -> Role | None:
+def _reward_model(config: Sections) -> Role | None:
     if not config.reward.model.path or not config.may_generate:
         return None
     return replace(_further(config, "reward.model", config.reward.model), head=Head.VALUE, reads_text=True)
 
 
-def _further(config: RunConfig, name: str, section: FrozenConfig) -> Role:
+def _further(config: Sections, name: str, section: FrozenConfig) -> Role:
     """Make the role of a model other than the policy; it starts from the policy's weights if its section names none."""
     path = section.path or config.model.path
     return Role(name, path, f"{name}.path", section, config.policy, f"{name}.backend", section.first_rank)
@@ -232,7 +229,7 @@ def _without_adapters(role: Role, model: str) -> Role:
     return replace(role, served_by=model, without_adapters=True)
 
 
-ROLES: dict[str, Callable[[RunConfig], Role | None]] = {
+ROLES: dict[str, Callable[[Sections], Role | None]] = {
     "policy": _policy,
     "reference": _reference,
     "critic": _critic,
@@ -246,21 +243,13 @@ SECTIONS = ("reference", "critic", "prm", "reward.model")
 """Sections of models other than the policy."""
 LEARNERS = ("policy", "critic", "prm")
 """Sections of trained models, in the order of a checkpoint's parts."""
+ABSENT = {
+    "critic": "has no critic: set algorithm.credit: gae",
+    "prm": "has no process reward model: set algorithm.process_reward.coef",
+}
+"""Section of a model -> why a method has no such model."""
 
 
-def further_sections(config: RunConfig) -> dict[str, FrozenConfig]:
+def further_sections(config: Sections) -> dict[str, FrozenConfig]:
     """Return every section of a model other than the policy, whether or not the run has that model."""
     return {name: attrgetter(name)(config) for name in SECTIONS}
-
-
-def on_policy_layout(config: RunConfig) -> RunConfig:
-    """Return the configuration with every model on the policy's layout."""
-    for name, section in further_sections(config).items():
-        config = _replaced(config, name.split("."), replace(section, backend=None))
-    return config
-
-
-def _replaced(section: Any, path: list[str], value: Any) -> Any:
-    """Return `section` with the value at `path` replaced by `value`."""
-    inner = value if len(path) == 1 else _replaced(getattr(section, path[0]), path[1:], value)
-    return replace(section, **{path[0]: inner})

@@ -6,28 +6,25 @@ each other.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import re
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from fivefold.algo.choices import Choices
+from fivefold.algo.methods import METHODS, Method, resolve
+from fivefold.algo.surrogates import surrogate_class
 from fivefold.config.engine import EngineConfig, RolloutConfig
 from fivefold.config.gpus import GPUS
-from fivefold.config.identity import CONTENT, HARMLESS, leaves, with_absolute_paths
 from fivefold.config.learners import (
     CriticConfig,
     PolicyConfig,
     PRMConfig,
     ReferenceConfig,
 )
-from fivefold.config.methods import METHODS, Choices, Method, resolve, surrogate_row
-from fivefold.config.ranges import Matches, OneOf, Range, above, at_least, within
-from fivefold.config.roles import Roles, roles_of
 from fivefold.config.scoring import VARIABLE, RewardConfig
-from fivefold.layout import ParallelLayout
+from fivefold.keys.identity import CONTENT, HARMLESS
+from fivefold.keys.ranges import Matches, OneOf, Range, above, at_least, within
 from fivefold.models.torch_dist import config_beside, is_torch_dist
 
 UMASK = re.compile(r"0?[0-7]{3}")
@@ -46,6 +43,18 @@ class ModelConfig:
     """Tokenizer directory or hub id; that of model.config or of the model if left out."""
     trust_remote_code: Annotated[bool, HARMLESS] = False
     """Let the tokenizer's repository run its own Python code. Code in model repositories is never run."""
+
+    @property
+    def tokenizer_path(self) -> str:
+        """Directory or hub id of the tokenizer."""
+        return self.tokenizer or self.described_by(self.path)
+
+    def described_by(self, path: str) -> str:
+        """Return the directory or hub id with the config.json for the model in `path`, which differs from `path` for a
+        Megatron-Core checkpoint."""
+        if not is_torch_dist(path):
+            return path
+        return self.config or str(config_beside(path) or path)
 
 
 @dataclass(frozen=True)
@@ -103,7 +112,7 @@ class AlgorithmConfig(Choices):
         """Whether the KL has a nonzero weight or the surrogate compares with the reference."""
         chosen = self.resolved
         has_penalty = chosen.kl.coef != 0 or chosen.kl.reward_coef != 0
-        return has_penalty or surrogate_row(str(chosen.surrogate)).ratio_reference == "reference"
+        return has_penalty or surrogate_class(chosen.surrogate).ratio_reference == "reference"
 
 
 @dataclass(frozen=True)
@@ -330,7 +339,9 @@ class LaunchConfig:
 
 
 @dataclass(frozen=True)
-class RunConfig:
+class Sections:
+    """All sections of a run's configuration."""
+
     model: ModelConfig
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
@@ -345,92 +356,6 @@ class RunConfig:
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     tracking: Annotated[TrackingConfig, HARMLESS] = field(default_factory=TrackingConfig)
     launch: Annotated[LaunchConfig, HARMLESS] = field(default_factory=LaunchConfig)
-
-    @classmethod
-    def of(cls, **sections: Any) -> RunConfig:
-        """Make a configuration from Python, one mapping per section; raises ConfigError with all errors.
-
-        A function may be passed wherever `path.py:function` is allowed.
-
-        Example: `RunConfig.of(model={"path": "Qwen/Qwen3-0.6B"}, reward={"functions": {my_reward: 1.0}})`.
-        """
-        from fivefold.config.loader import make_config
-
-        return make_config(sections)
-
-    @classmethod
-    def load(cls, path: str | Path, *overrides: str) -> RunConfig:
-        """Load a configuration from a YAML file with `a.b.c=value` overrides; raises ConfigError with all errors."""
-        from fivefold.config.loader import load_config
-
-        return load_config(path, list(overrides))
-
-    @property
-    def layout(self) -> ParallelLayout:
-        """Layout of the policy, on the first ranks. Other models may have their own layouts, on these ranks or on further
-        ones."""
-        return self.policy.layout
-
-    @cached_property
-    def roles(self) -> Roles:
-        """All models of the run, by role."""
-        return roles_of(self)
-
-    @property
-    def run_dir(self) -> Path:
-        """Directory for all output of the run."""
-        if self.trainer.run_dir is not None:
-            return Path(self.trainer.run_dir)
-        values = [(leaf.key, leaf.value) for leaf in leaves(self) if leaf.counts is not HARMLESS]
-        number = hashlib.sha256(json.dumps(values).encode()).hexdigest()[:8]
-        return Path("runs") / f"{self.algorithm.name}-{Path(self.model.path).name}-{number}"
-
-    @property
-    def absolute(self) -> RunConfig:
-        """The configuration with absolute paths and an explicit run directory, so it does not depend on the working
-        directory."""
-        trainer = replace(self.trainer, run_dir=str(self.run_dir.absolute()))
-        if trainer.resume not in ("auto", "never"):
-            trainer = replace(trainer, resume=str(Path(trainer.resume).absolute()))
-        return replace(with_absolute_paths(self), trainer=trainer)
-
-    @property
-    def tokenizer(self) -> str:
-        """Directory or hub id of the tokenizer."""
-        return self.model.tokenizer or self.described_by(self.model.path)
-
-    def described_by(self, path: str) -> str:
-        """Return the directory or hub id with the config.json for the model in `path`, which differs from `path` for a
-        Megatron-Core checkpoint."""
-        if not is_torch_dist(path):
-            return path
-        return self.model.config or str(config_beside(path) or path)
-
-    @property
-    def models(self) -> dict[str, bool]:
-        """Directory or hub id of every model that the run reads -> whether the weights are read too."""
-        named = [self.model.path, *(role.path for role in self.roles.values())]
-        judge = [self.reward.judge.model] if self.may_generate and self.reward.judge_layout else []
-        adapters = [role.settings.lora.path for role in self.roles.learners.values() if role.settings.lora.rank]
-        paths = [path for path in [*named, *judge, *adapters] if path]
-        return {**dict.fromkeys([self.tokenizer, *map(self.described_by, paths)], False), **dict.fromkeys(paths, True)}
-
-    @property
-    def prompts_taken(self) -> int:
-        """Number of prompts that an epoch counts per step: those of one round of dynamic sampling if rounds are counted."""
-        algorithm = self.algorithm
-        counts_rounds = algorithm.sampling_rounds == 1 or self.trainer.ends_with_data
-        has_one = bool(algorithm.resolved.dynamic_sampling) and counts_rounds and not self.data.mixture
-        return (algorithm.prompts_per_round if has_one else None) or self.data.prompts_per_step
-
-    @property
-    def samples_per_step(self) -> int:
-        return self.data.prompts_per_step * self.algorithm.samples_per_prompt + self.data.expert_per_step
-
-    @property
-    def max_sequence_tokens(self) -> int:
-        longest = self.data.max_prompt_tokens + self.data.max_response_tokens
-        return min(longest, self.data.max_total_tokens or longest) if self.algorithm.offline else longest
 
     @property
     def may_generate(self) -> bool:

@@ -6,9 +6,9 @@ import re
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from fivefold.config.identity import HARMLESS
 from fivefold.config.learners import RewardModelConfig
-from fivefold.config.ranges import Matches, above, within
+from fivefold.keys.identity import HARMLESS
+from fivefold.keys.ranges import Matches, above, within
 from fivefold.layout import ParallelLayout
 
 VARIABLE = re.compile(r"[A-Za-z_]\w*\*?")

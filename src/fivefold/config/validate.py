@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import fields
 
-from fivefold.config.engine import RolloutConfig
-from fivefold.config.findings import Findings
-from fivefold.config.identity import leaves
+from fivefold.algo.methods import check_method
+from fivefold.config.engine import EngineConfig, RolloutConfig
 from fivefold.config.learners import LoraConfig, MTPConfig, OptimizerConfig, PolicyConfig
 from fivefold.config.mcore_options import LOSS_SCALE
-from fivefold.config.method_rules import check_method
 from fivefold.config.mixture import counts
-from fivefold.config.ranges import check_values, suggest
-from fivefold.config.roles import further_sections
-from fivefold.config.schema import DataConfig, RunConfig
+from fivefold.config.roles import Roles, further_sections
+from fivefold.config.run_config import RunConfig
+from fivefold.config.schema import AlgorithmConfig, DataConfig
+from fivefold.errors import UserError
+from fivefold.keys.findings import Findings
+from fivefold.keys.identity import leaves
+from fivefold.keys.ranges import check_values, suggest
 from fivefold.layout import ParallelLayout
 from fivefold.layout.parallel import ENGINES
 from fivefold.models.adapters import ALL
@@ -60,16 +62,16 @@ def _check_layouts(findings: Findings, config: RunConfig) -> None:
             )
     try:
         _ = config.reward.judge_layout
-    except ValueError as error:
+    except UserError as error:
         findings.error("reward.judge.backend", f": {error}")
     if not findings.errors:
-        _check_spans(findings, config)
+        _check_spans(findings, config.roles)
 
 
-def _check_spans(findings: Findings, config: RunConfig) -> None:
+def _check_spans(findings: Findings, roles: Roles) -> None:
     """Check that two models share all ranks or none, and that every rank has a model."""
     # The model that a process reward model is compared with is on the same ranks.
-    spans = {name: role.ranks for name, role in config.roles.models.items() if role.compared_by is None}
+    spans = {name: role.ranks for name, role in roles.models.items() if role.compared_by is None}
     policy, before = spans["policy"], dict[str, range]()
     for name, span in spans.items():
         key = f"{name}.first_rank"
@@ -82,7 +84,7 @@ def _check_spans(findings: Findings, config: RunConfig) -> None:
             )
         before[name] = span
     held = {rank for span in spans.values() for rank in span}
-    idle = [rank for rank in range(config.roles.world_size) if rank not in held]
+    idle = [rank for rank in range(roles.world_size) if rank not in held]
     if idle and not findings.errors:
         later = [f"{name}.first_rank {span.start}" for name, span in spans.items() if span.start > idle[0]]
         findings.error(
@@ -99,7 +101,7 @@ def _shown(span: range) -> str:
 def _check_layout(findings: Findings, key: str, text: str) -> ParallelLayout | None:
     try:
         layout = ParallelLayout.parse(text)
-    except ValueError as error:
+    except UserError as error:
         findings.error(key, f": {error}")
         return None
     findings.require(
@@ -115,7 +117,7 @@ def _check_engine(findings: Findings, config: RunConfig) -> None:
     engine, longest = config.engine, config.max_sequence_tokens
     try:
         layout, policy = engine.layout, config.layout
-    except ValueError as error:
+    except UserError as error:
         findings.error("engine.backend", f": {error}")
         return
     findings.require(
@@ -267,7 +269,7 @@ def _check_mixture(findings: Findings, data: DataConfig) -> None:
         return
     try:
         counts(data.mixture, data.prompts_per_step)
-    except ValueError as error:
+    except UserError as error:
         findings.error("mixture", str(error))
 
 
@@ -313,8 +315,8 @@ def _check_rollout(findings: Findings, config: RunConfig) -> None:
     is_weighed = correction.weight != "none" or correction.reject != "none" or correction.reject_divergence
     if rollout.max_staleness and not is_weighed and correction.old_logprobs_from == "trainer":
         findings.note(
-            f"rollout.max_staleness {rollout.max_staleness:g}: nothing weighs what older weights have sampled, and a run "
-            f"can come apart by that (docs/async.md); algorithm.rollout_correction: {{name: tis}}, or "
+            f"rollout.max_staleness {rollout.max_staleness:g}: samples of older weights are not corrected, and "
+            f"training may diverge (docs/async.md); algorithm.rollout_correction: {{name: tis}}, or "
             f"{{old_logprobs_from: engine}}"
         )
     if not engine.is_server and rollout.interrupt != usual.interrupt:
@@ -325,8 +327,8 @@ def _check_models(findings: Findings, config: RunConfig) -> None:
     # Samples that are compared must fit into one micro-batch.
     longest = config.max_sequence_tokens * config.algorithm.samples_per_comparison
     _check_model(findings.at("policy"), config.policy, {item.name for item in fields(PolicyConfig)}, longest)
-    _check_shared_prefix(findings, config)
-    _check_router_replay(findings, config)
+    _check_shared_prefix(findings, config.policy, config.algorithm.samples_per_prompt)
+    _check_router_replay(findings, config.policy, config.engine, config.algorithm)
     _check_adapters(findings.at("policy"), config.policy)
     for name, role in config.roles.further_learners.items():
         _check_adapters(findings.at(name), role.settings)
@@ -345,8 +347,8 @@ def _check_models(findings: Findings, config: RunConfig) -> None:
             _check_model(findings.at(where), other.settings(config.policy), {"megatron"}, longest)
 
 
-def _check_shared_prefix(findings: Findings, config: RunConfig) -> None:
-    policy, key = config.policy, "policy.share_prefix"
+def _check_shared_prefix(findings: Findings, policy: PolicyConfig, samples_per_prompt: int) -> None:
+    key = "policy.share_prefix"
     if not policy.share_prefix:
         return
     layout = policy.layout
@@ -358,7 +360,7 @@ def _check_shared_prefix(findings: Findings, config: RunConfig) -> None:
     )
     message = "would change what routers' losses and biases count, as a prompt is routed once: leave one of the two out"
     findings.require(not policy.has_router_terms, key, message)
-    if config.algorithm.samples_per_prompt == 1:
+    if samples_per_prompt == 1:
         findings.ignore(key, "every prompt has one sample")
 
 
@@ -370,13 +372,12 @@ def _ignore_settings(findings: Findings, section: str, given: LoraConfig | MTPCo
             findings.ignore(f"{section}.{item.name}", reason)
 
 
-def _check_router_replay(findings: Findings, config: RunConfig) -> None:
-    mode, key = config.policy.router_replay, "policy.router_replay"
-    if mode == "R2" and config.algorithm.updates == 1:
+def _check_router_replay(findings: Findings, policy: PolicyConfig, engine: EngineConfig, algorithm: AlgorithmConfig) -> None:
+    mode, key = policy.router_replay, "policy.router_replay"
+    if mode == "R2" and algorithm.updates == 1:
         findings.ignore(key, "with one optimizer step a step, R2 replays what its routers choose anyway")
     if mode != "R3":
         return
-    engine, algorithm = config.engine, config.algorithm
     message = f"must be left out or R2 where no engine samples: {algorithm.name} learns from the data; got R3"
     findings.require(not algorithm.offline, key, message)
     message = "must be left out or R2 with SGLang: R3 needs the experts that the engine chose; take vllm or transformers"
@@ -401,7 +402,7 @@ def _check_adapters(findings: Findings, settings: PolicyConfig) -> None:
         found = getattr(megatron, key)
         findings.require(found == needed, f"megatron.{key}", f"must be {needed} with adapters (lora): got {found}")
     for key, why in (
-        ("moe_shared_expert_overlap", "adapters stand beside layers that gather and scatter by themselves"),
+        ("moe_shared_expert_overlap", "adapters are next to layers that gather and scatter themselves"),
         ("moe_router_bias_update_rate", "with adapters nothing else of the model moves"),
     ):
         value = megatron.transformer.get(key)
@@ -486,7 +487,7 @@ def _check_accepted(findings: Findings, config: RunConfig) -> None:
         message = f"must name keys or sections: got {name!r}{suggest(name, known)}"
         findings.require(name in known, "trainer.accept_changes", message)
         message = (
-            f"cannot name {name}: a checkpoint holds adapters of its own rank; leave it as it was, or start anew from an "
+            f"cannot name {name}: a checkpoint holds adapters of its own rank; leave it as it was, or start again from an "
         )
         message += "exported adapter by lora.path"
         findings.require(not name.endswith(".lora.rank"), "trainer.accept_changes", message)

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Literal
 
 from fivefold.data.rows import Row
+from fivefold.errors import UserError
 from fivefold.special_tokens import escape
 
 SpecialTokens = Literal["keep", "escape", "refuse"]
@@ -27,7 +28,7 @@ def guard(row: Row, mode: SpecialTokens, pattern: re.Pattern[str] | None) -> Row
     if (token := special_in(row, pattern)) is None:
         return row
     if mode == "refuse":
-        raise ValueError(
+        raise UserError(
             f"a text holds the special token {token}, which data.special_tokens refuses: set it to escape, or remove it"
         )
     messages = [

@@ -13,7 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from fivefold.errors import first_line, shown
+from fivefold.errors import UserError, first_line, shown
 from fivefold.files import read_json_object, read_text
 from fivefold.special_tokens import special_pattern
 
@@ -45,7 +45,9 @@ class LightTokenizer:
             backend = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:
             # The library raises plain Exception for all its errors.
-            raise ValueError(f"{path} is no tokenizer that the tokenizers library reads: {first_line(error)}") from error
+            raise UserError(
+                f"{path} is not a tokenizer that the tokenizers library can read: {first_line(error)}"
+            ) from error
         config: dict[str, Any] = {}
         special: dict[str, str] = {}
         for name in ("special_tokens_map.json", "tokenizer_config.json"):
@@ -93,7 +95,7 @@ class LightTokenizer:
         if 0 in covered:
             lost = {letter for letter, seen in zip(text, covered, strict=True) if not seen and not letter.isspace()}
         if lost:
-            raise ValueError(
+            raise UserError(
                 f"the tokenizer in {self.directory} has no token for {shown(''.join(sorted(lost)), 40)} and leaves it out: "
                 "the model would read another text"
             )
@@ -124,7 +126,7 @@ class LightTokenizer:
             RecursionError,
             MemoryError,
         ) as error:
-            raise ValueError(f"the chat template of {self.directory} raises: {first_line(error)}") from error
+            raise UserError(f"the chat template of {self.directory} raises: {first_line(error)}") from error
 
 
 def _compile(text: str, where: str) -> Any:
@@ -150,7 +152,7 @@ def _compile(text: str, where: str) -> Any:
     try:
         return environment.from_string(text)
     except (jinja2.TemplateError, RecursionError) as error:
-        raise ValueError(f"the chat template of {where} is not valid: {first_line(error)}") from error
+        raise UserError(f"the chat template of {where} is not valid: {first_line(error)}") from error
 
 
 def _sandbox() -> Any:
@@ -211,7 +213,7 @@ def _generation_block() -> Any:
 def _token_text(value: Any, name: str, path: Path) -> str:
     found = value.get("content") if isinstance(value, dict) else value
     if not isinstance(found, str):
-        raise ValueError(f"{path}: {name} must be a text: got {shown(value)}")
+        raise UserError(f"{path}: {name} must be a text: got {shown(value)}")
     return found
 
 
@@ -224,5 +226,5 @@ def _chat_template(directory: Path, config: dict[str, Any]) -> str | None:
         named = {one.get("name"): one.get("template") for one in found if isinstance(one, dict)}
         found = named.get("default")
     if found is not None and not isinstance(found, str):
-        raise ValueError(f"{directory / 'tokenizer_config.json'}: chat_template must be a text: got {shown(found)}")
+        raise UserError(f"{directory / 'tokenizer_config.json'}: chat_template must be a text: got {shown(found)}")
     return found

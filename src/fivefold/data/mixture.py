@@ -8,6 +8,8 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
+from fivefold.errors import UserError
+
 T = TypeVar("T")
 
 
@@ -27,7 +29,7 @@ class MixedLoader(Generic[T]):
         """
         for name, count in counts.items():
             if len(places.get(name, ())) < count:
-                raise ValueError(
+                raise UserError(
                     f"data.mixture: a step takes {count} prompts of {name!r}, of which there are {len(places.get(name, ()))}"
                 )
         self.per_step = sum(counts.values())

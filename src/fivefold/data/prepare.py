@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from fivefold.data.rows import read_rows
-from fivefold.errors import shown
+from fivefold.errors import UserError, shown
 from fivefold.files import read_json, read_json_lines, read_text
 from fivefold.hub import dataset_file
 
@@ -47,9 +47,9 @@ def prepare(
     Without `source` the files come from the hub; `arithmetic` needs none. `form` chooses the text after each question.
     """
     if form != "verl" and name not in INSTRUCTIONS[form]:
-        raise ValueError(f"--form {form} is a form of {', '.join(INSTRUCTIONS[form])}: got {name}")
+        raise UserError(f"--form {form} is a form of {', '.join(INSTRUCTIONS[form])}: got {name}")
     if limit is not None and limit < 1:
-        raise ValueError(f"--limit must be at least 1: got {limit}")
+        raise UserError(f"--limit must be at least 1: got {limit}")
     if name == "arithmetic":
         splits = arithmetic(limit or below * below * 3 // 4, seed, below)
     else:
@@ -59,9 +59,9 @@ def prepare(
                 try:
                     splits[split].append(_row(name, INSTRUCTIONS[form][name], raw, split, len(splits[split])))
                 except ValueError as error:
-                    raise ValueError(f"{path}, row {place}: {error}") from error
+                    raise UserError(f"{path}, row {place}: {error}") from error
         if not splits["train"] and not splits["test"]:
-            raise ValueError(f"no rows in {', '.join(map(str, source))}")
+            raise UserError(f"no rows in {', '.join(map(str, source))}")
         if not splits["test"]:
             held = max(1, int(len(splits["train"]) * TEST_SHARE))
             splits["test"], splits["train"] = splits["train"][-held:], splits["train"][:-held]
@@ -79,12 +79,12 @@ def prepare(
 def arithmetic(count: int, seed: int, below: int) -> dict[str, list[dict[str, Any]]]:
     """Create sums of two numbers, each problem once; the test split has none of the training problems."""
     if not 2 <= below <= _MOST_BELOW:
-        raise ValueError(f"--below must be in [2, {_MOST_BELOW}]: got {below}")
+        raise UserError(f"--below must be in [2, {_MOST_BELOW}]: got {below}")
     problems = [(a, b) for a in range(below) for b in range(below)]
     random.Random(seed).shuffle(problems)  # noqa: S311 - not for secrets
     held = max(min(64, len(problems) // 4), len(problems) // 16)
     if not 0 < count <= len(problems) - held:
-        raise ValueError(
+        raise UserError(
             f"sums of two numbers below {below} have {len(problems)} problems, {held} of them for the test: "
             f"--limit must be at most {len(problems) - held}, got {count}"
         )
@@ -109,7 +109,7 @@ def _files(name: str, source: list[Path]) -> Iterator[tuple[str, Path]]:
     if source:
         for path in source:
             if not path.is_file():
-                raise ValueError(f"no source file at {path}")
+                raise UserError(f"no source file at {path}")
             yield ("test" if "test" in path.stem else "train"), path
         return
     repository, files = HUB[name]
@@ -123,7 +123,7 @@ def _raw_rows(path: Path) -> Iterator[dict[str, Any]]:
     elif read_text(path).lstrip().startswith("["):
         for row in read_json(path):
             if not isinstance(row, dict):
-                raise ValueError(f"{path} must hold objects: got {shown(row)}")
+                raise UserError(f"{path} must hold objects: got {shown(row)}")
             yield row
     else:
         yield from (row for _, row in read_json_lines(path))
@@ -150,7 +150,7 @@ def _row(name: str, instruction: str, raw: dict[str, Any], split: str, index: in
 def _text(raw: dict[str, Any], column: str) -> str:
     found = raw.get(column)
     if not isinstance(found, (str, int, float)):
-        raise ValueError(f"column {column!r} must be a text: got {shown(found)}; it has {', '.join(raw)}")
+        raise UserError(f"column {column!r} must be a text: got {shown(found)}; it has {', '.join(raw)}")
     return str(found)
 
 

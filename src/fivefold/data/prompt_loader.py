@@ -7,6 +7,8 @@ from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 
+from fivefold.errors import UserError
+
 T = TypeVar("T")
 
 
@@ -24,7 +26,7 @@ class PromptLoader(Generic[T]):
 
     def __init__(self, items: Sequence[T], per_step: int, seed: int, shuffle: bool) -> None:
         if len(items) < per_step:
-            raise ValueError(
+            raise UserError(
                 f"data.prompts_per_step must not be larger than the training set: got {per_step} for {len(items)} prompts"
             )
         self.per_step = per_step

@@ -9,7 +9,7 @@ from itertools import count, islice
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from fivefold.config.methods import LearnsFrom
+from fivefold.algo.methods import LearnsFrom
 from fivefold.data.guarded_rows import SpecialTokens, guard
 from fivefold.data.rows import (
     TOOLS_NEED_TEMPLATE,
@@ -24,6 +24,7 @@ from fivefold.data.rows import (
     with_system_prompt,
 )
 from fivefold.data.stored_prompts import StoredPrompts
+from fivefold.errors import UserError
 from fivefold.special_tokens import pattern_of
 from fivefold.types import DatasetResponse, Prompt
 
@@ -86,19 +87,19 @@ class Reading:
             if self.need_responses:
                 check_responses(found, self.columns, self.learns_from, list(map(str, row)))
             if found.tools and not (self.apply_chat_template and _has_template(tokenizer, arguments)):
-                raise ValueError(TOOLS_NEED_TEMPLATE)
+                raise UserError(TOOLS_NEED_TEMPLATE)
             messages, token_ids, text, responses = (
                 tokenize(found, tokenizer, arguments | found.template_kwargs, self.learned_turns)
                 if self.apply_chat_template
                 else tokenize_as_it_is(found, tokenizer)
             )
         except ValueError as error:
-            raise ValueError(f"{where}: {error}") from error
+            raise UserError(f"{where}: {error}") from error
         room = (self.max_total_tokens or sys.maxsize) - len(token_ids)
         if len(token_ids) > self.max_prompt_tokens or room < 1:
             if self.overlong == "refuse":
                 bound = "max_prompt_tokens" if room >= 1 else "max_total_tokens"
-                raise ValueError(
+                raise UserError(
                     f"{where}: the prompt has {len(token_ids)} tokens, data.{bound} is {getattr(self, bound)}; "
                     "raise it, or set data.overlong_prompts to drop"
                 )
@@ -136,7 +137,7 @@ def numbered_rows(files: Sequence[str], first: int | None = None) -> Iterator[tu
 def not_empty(files: Sequence[str], reading: Reading, kept: int, dropped: int) -> int:
     """Return `dropped`; raises ValueError if no prompt was kept."""
     if not kept:
-        raise ValueError(
+        raise UserError(
             f"no prompts left in {', '.join(files)}: {dropped} were longer than {reading.max_prompt_tokens} tokens"
         )
     return dropped
@@ -158,7 +159,7 @@ def tokenize_as_it_is(row: Row, tokenizer: Any) -> tuple[Messages, list[int], st
     """(messages, tokens, text, responses) of a prompt that is plain text and needs no chat template."""
     text = text_of(row)
     if not (token_ids := [int(token) for token in tokenizer.encode(text)]):
-        raise ValueError(f"the prompt has no tokens: {text!r}")
+        raise UserError(f"the prompt has no tokens: {text!r}")
     return row.messages, token_ids, text, [_response(one, tokenizer) for one in row.responses]
 
 
@@ -188,9 +189,9 @@ def conversation(
         _, before = render(messages[:turn], tokenizer, template_kwargs)
         after = conversation_text(messages[: turn + 1], tokenizer, template_kwargs)
         if not before.startswith(said) or not after.startswith(before):
-            raise ValueError(
-                f"the chat template writes earlier turns in another way once turn {turn} follows, so what the model would "
-                "see and what it would learn from differ: keep one assistant's turn a row"
+            raise UserError(
+                f"the chat template changes earlier turns once turn {turn} follows, so what the model would "
+                "see and what it would learn from differ: keep one assistant's turn per row"
             )
         between = tokenizer.encode(before[len(said) :], add_special_tokens=False) if len(before) > len(said) else []
         own = tokenizer.encode(after[len(before) :], add_special_tokens=False)
@@ -211,12 +212,12 @@ def last_turn(
 ) -> tuple[Messages, list[int], str, list[DatasetResponse]]:
     """Split a conversation whose last turn is learned, including everything that the template writes after it."""
     if messages[-1]["role"] != "assistant":
-        raise ValueError(f"the last turn is to be learned, and is the {messages[-1]['role']}'s")
+        raise UserError(f"the last turn is to be learned, and is the {messages[-1]['role']}'s")
     prompt = messages[:-1]
     token_ids, text = render(prompt, tokenizer, template_kwargs)
     whole = conversation_text(messages, tokenizer, template_kwargs)
     if not whole.startswith(text):
-        raise ValueError("the chat template writes earlier turns in another way once the last one follows")
+        raise UserError("the chat template changes earlier turns once the last one follows")
     rest = [int(token) for token in tokenizer.encode(whole[len(text) :], add_special_tokens=False)]
     if not _has_template(tokenizer, template_kwargs):
         rest.append(tokenizer.eos_token_id)
@@ -250,7 +251,7 @@ def render(messages: Messages, tokenizer: Any, template_kwargs: dict[str, Any] |
         text = "\n".join(str(message["content"]) for message in messages) + "\n"
         token_ids = tokenizer.encode(text)
     if not token_ids:
-        raise ValueError(f"the prompt has no tokens: {messages!r}")
+        raise UserError(f"the prompt has no tokens: {messages!r}")
     return [int(token) for token in token_ids], text
 
 

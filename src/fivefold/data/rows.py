@@ -14,9 +14,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from fivefold.config.methods import LearnsFrom
+from fivefold.algo.methods import LearnsFrom
 from fivefold.config.schema import DataConfig
-from fivefold.errors import shown
+from fivefold.errors import UserError, shown
 from fivefold.files import LONGEST_LINE, read_json_lines
 
 Messages = list[dict[str, Any]]
@@ -114,7 +114,7 @@ def _count(path: Path, enough: int) -> int:
 def read_rows(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the rows of a parquet or jsonl file, or of a part of it."""
     if not (file := part_of(path)[0]).is_file():
-        raise ValueError(f"no data file at {file}")
+        raise UserError(f"no data file at {file}")
     file, begin, end = _bounds(path)
     yield from islice(_rows_of(file), begin, end)
 
@@ -125,7 +125,7 @@ def _rows_of(path: Path) -> Iterator[dict[str, Any]]:
     elif path.suffix in (".jsonl", ".json"):
         yield from (row for _, row in read_json_lines(path, unique=True))
     else:
-        raise ValueError(f"{path}: data files end in .parquet or .jsonl")
+        raise UserError(f"{path}: data files end in .parquet or .jsonl")
 
 
 def _read_parquet(path: Path) -> Iterator[dict[str, Any]]:
@@ -143,7 +143,7 @@ def _read_parquet(path: Path) -> Iterator[dict[str, Any]]:
                     _check_sizes(path, batch, number)
                     rows = batch.to_pylist()
                 except (pyarrow.ArrowException, OSError, UnicodeDecodeError, OverflowError) as error:
-                    raise ValueError(f"{path} cannot be read as parquet, it may be damaged: {error}") from error
+                    raise UserError(f"{path} cannot be read as parquet, it may be damaged: {error}") from error
                 number += len(rows)
                 yield from rows
 
@@ -152,11 +152,9 @@ def _batch_size(group: Any) -> int:
     """Return how many rows of a row group are unpacked together.
 
     A value that is stored once for many rows is unpacked for each of them, so one row may need as much memory as all texts
-    of the group.
+    of the group. The sizes of single columns are not asked for: pyarrow ends the process if they are damaged.
     """
-    columns = (group.column(place) for place in range(group.num_columns))
-    texts = sum(column.total_uncompressed_size for column in columns if column.physical_type == "BYTE_ARRAY")
-    return max(1, min(_ROWS, _UNPACKED // max(1, int(texts))))
+    return max(1, min(_ROWS, _UNPACKED // max(1, int(group.total_byte_size))))
 
 
 def _plain(batch: Any) -> Any:
@@ -174,7 +172,7 @@ def _check_sizes(path: Path, batch: Any, first: int) -> None:
         return
     for place in range(batch.num_rows):
         if (size := batch.slice(place, 1).nbytes) > _LARGEST_ROW:
-            raise ValueError(
+            raise UserError(
                 f"{path}, row {first + place}: a row must take at most {_LARGEST_ROW // 2**20} MiB: it unpacks to "
                 f"{size / 2**20:,.0f} MiB"
             )
@@ -186,8 +184,8 @@ def _parquet(path: Path) -> Any:
 
     try:
         return pyarrow.parquet.ParquetFile(path)
-    except (pyarrow.ArrowException, OSError) as error:
-        raise ValueError(f"{path} cannot be read as parquet, it may be cut off: {error}") from error
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} cannot be read as parquet, it may be cut off: {error}") from error
 
 
 def parse_row(row: dict[str, Any], columns: Columns, learns_from: LearnsFrom, source: str) -> Row:
@@ -195,7 +193,7 @@ def parse_row(row: dict[str, Any], columns: Columns, learns_from: LearnsFrom, so
     messages, is_conversation, responses = _read_texts(row, columns, learns_from)
     given = _cell(row, columns.source)
     if given is not None and not isinstance(given, (str, int)):
-        raise ValueError(f"column {columns.source!r} must be a text: got {shown(given)}")
+        raise UserError(f"column {columns.source!r} must be a text: got {shown(given)}")
     source = source if given is None else str(given)
     found = Row(
         messages,
@@ -219,7 +217,7 @@ def with_system_prompt(row: Row, text: str | None) -> Row:
 def text_of(row: Row) -> str:
     """Return the text of a prompt that needs no template; raises ValueError for a prompt of several messages."""
     if row.is_conversation or len(row.messages) != 1 or row.messages[0]["role"] != "user":
-        raise ValueError("a prompt of messages needs data.apply_chat_template: true")
+        raise UserError("a prompt of messages needs data.apply_chat_template: true")
     return str(row.messages[0]["content"])
 
 
@@ -229,8 +227,8 @@ def _read_texts(row: dict[str, Any], columns: Columns, learns_from: LearnsFrom) 
         messages = as_messages(found, columns.messages)
         roles = [message["role"] for message in messages]
         if roles[0] == "assistant" or "assistant" not in roles:
-            raise ValueError(
-                f"column {columns.messages!r}: a conversation to imitate needs an assistant's turn behind another one"
+            raise UserError(
+                f"column {columns.messages!r}: a conversation to imitate needs an assistant's turn after another one"
             )
         return messages, True, []
     pair = [_cell(row, columns.chosen), _cell(row, columns.rejected)] if learns_from == "pairs" else []
@@ -239,14 +237,14 @@ def _read_texts(row: dict[str, Any], columns: Columns, learns_from: LearnsFrom) 
     elif pair and all(isinstance(side, list) and len(side) > 1 for side in pair):
         chosen, rejected = as_messages(pair[0], columns.chosen), as_messages(pair[1], columns.rejected)
         if chosen[:-1] != rejected[:-1]:
-            raise ValueError(f"{columns.chosen!r} and {columns.rejected!r} must differ in their last turn only")
+            raise UserError(f"{columns.chosen!r} and {columns.rejected!r} must differ in their last turn only")
         messages = chosen[:-1]
     elif learns_from == "responses" and isinstance(row.get("instruction"), str) and isinstance(row.get("output"), str):
         return _of_alpaca(row), True, []
     else:
-        raise ValueError(f"no column {columns.prompt!r}; it has {', '.join(map(str, row))}; set data.prompt_key")
+        raise UserError(f"no column {columns.prompt!r}; it has {', '.join(map(str, row))}; set data.prompt_key")
     if not any(message["content"].strip() for message in messages):
-        raise ValueError(f"column {columns.prompt!r}: the prompt is empty: got {shown(messages)}")
+        raise UserError(f"column {columns.prompt!r}: the prompt is empty: got {shown(messages)}")
     named = {"rollouts": (), "responses": (columns.response,), "pairs": (columns.chosen, columns.rejected)}[learns_from]
     responses = [_response(text, name) for name in named if (text := _cell(row, name)) is not None]
     return messages, False, responses if len(responses) == len(named) else []
@@ -257,7 +255,7 @@ def _with_query(messages: Messages, row: dict[str, Any], columns: Columns) -> Me
     if columns.query is None:
         return messages
     if columns.query not in row:
-        raise ValueError(f"no column {columns.query!r}; it has {', '.join(map(str, row))}; set data.query_key")
+        raise UserError(f"no column {columns.query!r}; it has {', '.join(map(str, row))}; set data.query_key")
     query = _optional_text(row, columns.query)
     last = messages[-1]
     return messages if query is None else [*messages[:-1], {**last, "content": f"{last['content']}\n{query}"}]
@@ -269,7 +267,7 @@ def _optional_text(row: dict[str, Any], column: str | None) -> str | None:
     if found is None or found == "":
         return None
     if not isinstance(found, str):
-        raise ValueError(f"column {column!r} must be a text: got {shown(found)}")
+        raise UserError(f"column {column!r} must be a text: got {shown(found)}")
     _check_text(found, str(column))
     return found
 
@@ -281,9 +279,9 @@ def _tools(row: dict[str, Any], column: str | None) -> list[Any]:
         try:
             found = json.loads(found) if found.strip() else None
         except ValueError as error:
-            raise ValueError(f"column {column!r} must be a list of functions, or JSON of one: {error}") from error
+            raise UserError(f"column {column!r} must be a list of functions, or JSON of one: {error}") from error
     if found is not None and not isinstance(found, list):
-        raise ValueError(f"column {column!r} must be a list of functions, or JSON of one: got {shown(found)}")
+        raise UserError(f"column {column!r} must be a list of functions, or JSON of one: got {shown(found)}")
     return found or []
 
 
@@ -296,14 +294,14 @@ def check_responses(row: Row, columns: Columns, learns_from: LearnsFrom, names: 
         "responses": f"a text in column {columns.response!r} or a conversation in column {columns.messages!r}",
         "pairs": f"columns {columns.chosen!r} and {columns.rejected!r}",
     }[learns_from]
-    raise ValueError(f"learning from {learns_from} needs {needs}; it has {', '.join(names)}; data.*_key name others")
+    raise UserError(f"learning from {learns_from} needs {needs}; it has {', '.join(names)}; data.*_key name others")
 
 
 def _of_alpaca(row: dict[str, Any]) -> Messages:
     """Return the conversation of an Alpaca row: the instruction with the optional input, then the output."""
     asked = "\n\n".join(text for text in (row["instruction"], row.get("input")) if text).strip()
     if not asked:
-        raise ValueError("column 'instruction': the prompt is empty")
+        raise UserError("column 'instruction': the prompt is empty")
     messages = [{"role": "user", "content": asked}, {"role": "assistant", "content": row["output"]}]
     return as_messages(messages, "instruction")
 
@@ -315,21 +313,21 @@ def as_messages(prompt: Any, column: str) -> Messages:
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
     if not isinstance(prompt, list) or not prompt:
-        raise ValueError(
+        raise UserError(
             f"column {column!r}: a prompt is a text or a list of messages with role and content, got {shown(prompt)}"
         )
     for place, message in enumerate(prompt):
         if not isinstance(message, dict) or not {"role", "content"} <= set(message):
-            raise ValueError(
+            raise UserError(
                 f"column {column!r}: a prompt is a text or a list of messages with role and content, "
                 f"got {shown(message)} at {place}"
             )
         if message["role"] not in ROLES:
-            raise ValueError(
+            raise UserError(
                 f"column {column!r}: the role of a message is one of {', '.join(ROLES)}: got {shown(message['role'])}"
             )
         if not isinstance(message["content"], str):
-            raise ValueError(f"column {column!r}: the content of a message must be a text: got {shown(message['content'])}")
+            raise UserError(f"column {column!r}: the content of a message must be a text: got {shown(message['content'])}")
         _check_text(message["content"], column)
     return prompt
 
@@ -350,7 +348,7 @@ def _response(value: Any, column: str) -> str:
     """Return a response given as a text, or as messages whose last one is the response."""
     found = as_messages(value, column)[-1]["content"] if isinstance(value, list) else value
     if not isinstance(found, str):
-        raise ValueError(f"column {column!r}: a response is a text or a list of messages, got {shown(value)}")
+        raise UserError(f"column {column!r}: a response is a text or a list of messages, got {shown(value)}")
     _check_text(found, column)
     return found
 
@@ -359,7 +357,7 @@ def _check_text(text: str, column: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise ValueError(
+        raise UserError(
             f"column {column!r}: the text holds half a character, {text[error.start]!r}, which no tokenizer reads"
         ) from error
 
@@ -369,7 +367,7 @@ def _mapping(row: dict[str, Any], column: str) -> dict[str, Any]:
     if found is None:
         return {}
     if not isinstance(found, dict):
-        raise ValueError(f"column {column!r} must be a mapping: got {shown(found)}")
+        raise UserError(f"column {column!r} must be a mapping: got {shown(found)}")
     return dict(found)
 
 
@@ -389,7 +387,7 @@ def _ground_truth(row: dict[str, Any], name: str) -> str:
         return _as_text(_mapping(row, "reward_model").get("ground_truth"))
     found = _cell(row, name)
     if found is None:
-        raise ValueError(f"no ground truth in {name!r}; it has {', '.join(map(str, row))}; set data.ground_truth_key")
+        raise UserError(f"no ground truth in {name!r}; it has {', '.join(map(str, row))}; set data.ground_truth_key")
     return _as_text(found).rpartition("#### ")[2]
 
 

@@ -11,6 +11,7 @@ from typing import Any, overload
 
 import pyarrow as pa
 
+from fivefold.errors import UserError
 from fivefold.types import DatasetResponse, Prompt
 
 _TOKENS = pa.list_(pa.int32())
@@ -56,7 +57,7 @@ def _json(prompt: Prompt, value: Any) -> str:
             return text
     except (TypeError, ValueError):
         pass
-    raise ValueError(f"prompt {prompt.id}: extra_info must hold texts, numbers, lists and mappings: got {value!r:.200}")
+    raise UserError(f"prompt {prompt.id}: extra_info must hold texts, numbers, lists and mappings: got {value!r:.200}")
 
 
 class StoredPrompts(Sequence[Prompt]):

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from fivefold.data.rows import as_messages
-from fivefold.errors import first_line
+from fivefold.errors import UserError, first_line
 
 END, PAD, UNKNOWN = "<|end|>", "<|pad|>", "<|unknown|>"
 
@@ -19,7 +19,7 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> Any:
         return transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     except Exception as error:
         # Three libraries raise different errors for different kinds of damage.
-        raise ValueError(f"the tokenizer in {path} cannot be read: {first_line(error)}") from error
+        raise UserError(f"the tokenizer in {path} cannot be read: {first_line(error)}") from error
 
 
 def check_config(directory: Path) -> None:
@@ -31,7 +31,7 @@ def check_config(directory: Path) -> None:
         if (directory / "generation_config.json").is_file():
             transformers.GenerationConfig.from_pretrained(directory)
     except Exception as error:
-        raise ValueError(f"transformers refuses the configuration of {directory}: {first_line(error)}") from error
+        raise UserError(f"transformers refuses the configuration of {directory}: {first_line(error)}") from error
 
 
 def train_tokenizer(kind: Literal["char", "bpe"], texts: list[str], out: Path, vocabulary: int = 1024) -> int:
@@ -99,7 +99,7 @@ def make_model(
     import transformers
 
     if hidden % heads or hidden // heads % 2 or heads % kv_heads:
-        raise ValueError(
+        raise UserError(
             f"--hidden must be a multiple of --heads with an even quotient, and --heads of --kv-heads: "
             f"got {hidden}, {heads} and {kv_heads}"
         )

@@ -25,10 +25,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from fivefold.distributed.pulse import SECONDS, Motion
+from fivefold.config.roles import LEARNERS
+from fivefold.distributed.pulse import SECONDS, Motion, Stages
 
 Place = tuple[int, int]
-STAGES = frozenset({"step", "pack", "logprobs", "prm", "critic", "train"})
+STAGES = frozenset({"step", "pack", "logprobs", "train", *LEARNERS})
 """Stages in which every rank is expected to make progress at any moment, once the first of them has ended. Loading,
 compiling, sampling, rewards, weights and saving have separate limits."""
 _TIMES = 10
@@ -77,8 +78,7 @@ class Heartbeat:
         self._number = 0
         self._thread: threading.Thread | None = None
         self._close = threading.Event()
-        self.doing: Callable[[], tuple[str, bool]] = lambda: ("loading", False)
-        """Returns the current stage of this rank, and whether it has completed a stage of this name before."""
+        self.stages = Stages()
         self._ends: Ends | None = None
         self._motion: Motion | None = None
         self._still = self._longest_still = self._unheard = 0
@@ -88,8 +88,6 @@ class Heartbeat:
         self.has_begun = False
         """True once there is something to save: the run then ends in a place that all ranks agree on. Before, it ends where
         it is."""
-        self.on_request: Callable[[], None] = lambda: None
-        """Called by the thread repeatedly between a request to end and the end; wakes whatever its rank waits for."""
 
     # --- the thread --------------------------------------------------------------------------------------------------
 
@@ -127,8 +125,6 @@ class Heartbeat:
             self._end_hung(group, ends)
         if number and not self._places:
             self._agree(group, number)
-        if number and not self._is_over:
-            self.on_request()
         return bool(any_stays)
 
     def _agree(self, group: dist.ProcessGroup, number: int) -> None:
@@ -143,7 +139,7 @@ class Heartbeat:
             self._change.notify_all()
 
     def _has_moved(self) -> bool:
-        stage, is_known = self.doing()
+        stage, is_known = self.stages.now()
         assert self._motion is not None
         return self._motion.has_moved(self._place, stage in STAGES and is_known)
 
@@ -194,7 +190,7 @@ class Heartbeat:
     def place(self) -> str:
         """The place of this rank, for messages."""
         collective, item = self._place
-        return f"in stage {self.doing()[0]}, collective {collective}" + (
+        return f"in stage {self.stages.now()[0]}, collective {collective}" + (
             f", micro-batch or item {item}" if item >= 0 else ""
         )
 
@@ -264,9 +260,13 @@ class Heartbeat:
         finally:
             self._is_shielded = False
 
+    def is_ending(self) -> bool:
+        """Returns whether the run was asked to end, and this rank has not ended yet."""
+        return bool(self._places) and not self._is_over
+
     @property
     def _may_end(self) -> bool:
-        return bool(self._places) and not self._is_over and not self._is_shielded
+        return self.is_ending() and not self._is_shielded
 
     @property
     def _end(self) -> int:

@@ -8,6 +8,8 @@ import random
 import socket
 from pathlib import Path
 
+from fivefold.errors import RunError
+
 DIRECTORY = "FIVEFOLD_RENDEZVOUS"
 """Environment variable that names the directory in which the ranks of one machine meet."""
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
@@ -24,7 +26,7 @@ def free_port() -> int:
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("", port))
             return port
-    raise RuntimeError("no port between 15000 and 32000 is free on this machine")
+    raise RunError("no port between 15000 and 32000 is free on this machine")
 
 
 def on_one_machine(directory: Path, reaches_others: bool = False) -> dict[str, str]:

@@ -85,6 +85,28 @@ class Pulse:
         threading.Thread(target=beat, name="pulse", daemon=True).start()
 
 
+class Stages:
+    """The stages that the main thread of this rank is in; other threads read them."""
+
+    def __init__(self) -> None:
+        self._open: list[str] = []
+        self._ended: set[str] = set()
+
+    @contextlib.contextmanager
+    def within(self, name: str) -> Iterator[None]:
+        """Count this context as a stage, which may be inside another one."""
+        self._open.append(name)
+        try:
+            yield
+        finally:
+            self._ended.add(self._open.pop())
+
+    def now(self) -> tuple[str, bool]:
+        """Returns the innermost stage, and whether a stage of that name has ended before."""
+        stage = self._open[-1] if self._open else "between steps" if self._ended else "loading"
+        return stage, stage in self._ended
+
+
 class Silence:
     """How long a value has stayed the same, counting only time in which this process could look at it."""
 

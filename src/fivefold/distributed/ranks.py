@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import copy
-import os
-import socket
-import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import TypeVar
 
@@ -18,11 +14,11 @@ from torch import Tensor
 from fivefold.distributed.groups import own_groups_only
 from fivefold.distributed.heartbeat import Heartbeat
 from fivefold.distributed.objects import all_gather_json, all_gather_rows, broadcast_json
+from fivefold.errors import UserError
 from fivefold.layout import ParallelLayout
 from fivefold.layout.parallel import NOWHERE
 
 T = TypeVar("T")
-_POLL_SECONDS = 0.1
 
 
 class Ranks:
@@ -42,7 +38,7 @@ class Ranks:
             self.world = self._group(list(range(dist.get_world_size())))
             wanted = world_size or layout.world_size
             if self.world.size() != wanted:
-                raise ValueError(f"layout {layout} needs {wanted} ranks: got {self.world.size()}")
+                raise UserError(f"layout {layout} needs {wanted} ranks: got {self.world.size()}")
             self._take(layout, 0)
 
     def on_layout(self, layout: ParallelLayout, first: int = 0) -> Ranks:
@@ -213,42 +209,6 @@ class Ranks:
     def _broadcast(self, value: T | None, source: int) -> T:
         self.heartbeat.begin()
         return broadcast_json(value, source, self.world)
-
-    def call_once_a_machine(self, function: Callable[[], T]) -> T:
-        """Returns the function's result on the first rank of this rank's machine; its ValueError is raised on all ranks.
-
-        The function may take longer than the timeout between ranks: the ranks synchronize repeatedly until it is done.
-        """
-        is_first, host = int(os.environ.get("LOCAL_RANK", self.rank)) == 0, socket.gethostname()
-        value: T | None = None
-        fault = ""
-        with ThreadPoolExecutor(1) as pool:
-            call = pool.submit(function) if is_first else None
-            while self.any(call is not None and not call.done()):
-                time.sleep(_POLL_SECONDS)
-            if call is not None:
-                try:
-                    value = call.result()
-                except ValueError as error:
-                    fault = str(error)
-        found = self.gather_objects((is_first, host, value, fault))
-        for *_, each in found:
-            if each:
-                raise ValueError(each)
-        return next(given for first, there, given, _ in found if first and there == host)  # type: ignore[return-value]
-
-    def call_on_main(self, call: Callable[[], T]) -> T:
-        """Returns the call's result on rank 0, on every rank; its ValueError is raised on every rank."""
-        found: tuple[T | None, str | None] | None = None
-        if self.is_main:
-            try:
-                found = call(), None
-            except ValueError as error:
-                found = None, str(error)
-        value, fault = self.broadcast_from_main(found)
-        if fault is not None:
-            raise ValueError(fault)
-        return value  # type: ignore[return-value]
 
     def barrier(self) -> None:
         self.heartbeat.begin()

@@ -14,6 +14,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
+from fivefold.columns import Column
 from fivefold.distributed.balance import balance
 from fivefold.distributed.ranks import Ranks
 from fivefold.interfaces import FrozenModel, Model
@@ -21,8 +22,8 @@ from fivefold.summed_files import DamagedFile
 from fivefold.types import LossFn, StepReport, TokenBatch
 
 T = TypeVar("T")
-_READ_BY_FORWARD = {"token_ids_T", "loss_mask_T", "routes_TLK"}
-"""Tensors of a batch that a forward pass depends on."""
+_READ_BY_FORWARD = {Column.ROUTES}
+"""Columns of a batch that a forward pass depends on."""
 
 
 def on_replicas_of(ranks: Ranks, model: Model | None, own: Ranks) -> Model:
@@ -88,9 +89,8 @@ class RedealtModel:
 
     def begin_forward(self, batch: TokenBatch) -> Pass[Tensor]:
         """Begins `forward` as a `Pass`."""
-        # Tensors that the model does not read stay where they are.
-        unread: dict[str, Any] = dict.fromkeys(batch.tensors().keys() - _READ_BY_FORWARD)
-        there = replace(batch, **unread)
+        # Columns that the model does not read stay where they are.
+        there = batch.with_columns(dict.fromkeys(batch.columns.keys() - _READ_BY_FORWARD))
         deal = self._deal(batch) if self._moves else None
         if deal is not None:
             there = deal.there(there)
@@ -103,7 +103,7 @@ class RedealtModel:
         def result() -> Tensor:
             if batch.records_routes:
                 assert deal is None, "routes are recorded by the model whose replicas have the samples"
-                batch.routes_TLK = there.routes_TLK
+                batch.columns |= there.columns
             return found.pop() if deal is None else deal.back(found.pop())
 
         return Pass(compute, result)
@@ -210,14 +210,14 @@ class Deal:
     """The model's replica of each sample."""
 
     def there(self, batch: TokenBatch) -> TokenBatch:
-        """Returns the batch of the model's replica, with every field of this batch. Collective."""
-        fields = batch.tensors()
-        rows_TB = torch.cat([_bytes(value_T) for value_T in fields.values()], 1)
+        """Returns the batch of the model's replica, with every column of this batch. Collective."""
+        tensors = batch.tensors()
+        rows_TB = torch.cat([_bytes(value_T) for value_T in tensors.values()], 1)
         rows_TB = _move(rows_TB, self.lengths_N, (self.ranks, self.held_N), (self.own, self.owner_N))
-        columns = rows_TB.split([_row_bytes(value_T) for value_T in fields.values()], 1)
-        moved: dict[str, Any] = {
-            name: _numbers(column_TB, value_T) for (name, value_T), column_TB in zip(fields.items(), columns, strict=True)
-        }
+        parts = rows_TB.split([_row_bytes(value_T) for value_T in tensors.values()], 1)
+        moved = batch.fields_of(
+            {name: _numbers(part_TB, value_T) for (name, value_T), part_TB in zip(tensors.items(), parts, strict=True)}
+        )
         kept_N = self.owner_N == self.own.coords.dp
         return replace(
             batch, lengths_N=self.lengths_N[kept_N].tolist(), sample_index_N=self.index_N[kept_N].tolist(), **moved

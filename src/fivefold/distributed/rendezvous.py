@@ -73,7 +73,7 @@ def _listening(host: str, port: int, is_spread: bool) -> socket.socket:
         if not is_hidden:
             return _bound(family, address)
     print(
-        f"note     MASTER_ADDR {host} ({address[0]}) is no address at which this machine can listen for other machines: the "
+        f"note     MASTER_ADDR {host} ({address[0]}) is not an address at which this machine can listen for others: the "
         "rendezvous listens on all of its addresses (docs/security.md)",
         flush=True,
     )

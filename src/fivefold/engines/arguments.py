@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from fivefold.config.findings import Findings
-from fivefold.config.ranges import suggest
+from fivefold.keys.findings import Findings
+from fivefold.keys.ranges import suggest
 
 _TYPES: dict[str, tuple[type, ...]] = {
     "int": (int,),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,7 +14,7 @@ from transformers.initialization import no_init_weights
 from fivefold.engines.sampling import LogitsProcessor, sample_token, uniform
 from fivefold.engines.transformers_routes import BatchRoutes, RouterOutputs
 from fivefold.engines.turns import Turns
-from fivefold.interfaces import EngineReplica
+from fivefold.interfaces import EngineReplica, EngineState
 from fivefold.models.end_tokens import EndTokens
 from fivefold.models.families import load_spec, parameters_of
 from fivefold.models.parameters import OUTPUT
@@ -35,10 +35,12 @@ class TransformersEngine:
         replica: EngineReplica | None = None,
         can_sleep: bool = True,
         gives_routes: bool = False,
+        is_ending: Callable[[], bool] = lambda: False,
     ) -> None:
         """Creates the model in `directory` without its weights: they are set by the first `update_weights`.
 
-        `gives_routes`: completions contain the experts to which their tokens were sent.
+        `gives_routes`: completions contain the experts to which their tokens were sent; `is_ending`: returns whether
+        running requests must be aborted, because the run ends.
         """
         config = transformers.AutoConfig.from_pretrained(directory, trust_remote_code=False)
         with no_init_weights(), torch.device(device):
@@ -55,12 +57,12 @@ class TransformersEngine:
         # Checking whether a sequence has ended stalls a GPU: check only now and then, and discard what follows the end.
         self._check_every = 1 if device.type == "cpu" else 16
         self.replica = replica or EngineReplica(0, 1)
-        self.version = -1
-        self._is_aborted = False
+        self.state, self.version = EngineState.ABSENT, 0
+        self._is_aborted, self._is_ending = False, is_ending
 
     def update_weights(self, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
         """Copy new weights in, by their names in Hugging Face files; raises RuntimeError if they are not the whole model."""
-        missing = set(self._parameters)
+        self.state, missing = EngineState.ABSENT, set(self._parameters)
         with torch.no_grad():
             for name, tensor in weights:
                 self._parameters[name].copy_(tensor)
@@ -69,7 +71,7 @@ class TransformersEngine:
             raise RuntimeError(
                 f"the engine got no new weights for {len(missing)} parameters, the first: {sorted(missing)[:3]}"
             )
-        self.version = version
+        self.state, self.version = EngineState.READY, version
 
     def sleep(self) -> None:
         """Free the GPU's memory."""
@@ -77,14 +79,18 @@ class TransformersEngine:
             return
         for tensor in self._model.parameters():
             tensor.untyped_storage().resize_(0)
-        self.version = -1
+        self.state = EngineState.ASLEEP
         torch.cuda.empty_cache()
 
     def wake(self) -> None:
-        if not self._can_sleep:
+        if self.state is not EngineState.ASLEEP:
             return
         for tensor in self._model.parameters():
             tensor.untyped_storage().resize_(tensor.numel() * tensor.element_size())
+        self.state = EngineState.ABSENT
+
+    def restart(self) -> None:
+        """Does nothing: no part of the engine can fail without its rank."""
 
     def stream(self) -> Turns:
         """Returns a stream, whose requests are sampled when completions are requested."""
@@ -101,7 +107,7 @@ class TransformersEngine:
     @torch.inference_mode()
     def generate(self, requests: Sequence[Request]) -> Iterator[Completion]:
         """Yields a completion of each request, as they finish."""
-        assert self.version >= 0, "the engine has no weights yet"
+        assert self.state is EngineState.READY, f"the engine must be ready to sample: it is {self.state.value}"
         self._is_aborted = False
         for sampling in dict.fromkeys(request.sampling for request in requests):
             rows = [request for request in requests if request.sampling == sampling]
@@ -157,7 +163,7 @@ class _Batch:
                 keep, ended = self._collect(alive, tokens, logprobs)
                 tokens, logprobs = [], []
                 yield from (self._completion(row, "stop") for row in ended)
-                if is_last or engine._is_aborted:
+                if is_last or engine._is_aborted or engine._is_ending():
                     rest = alive[keep].tolist()
                     yield from (self._completion(row, "length" if is_last else "abort") for row in rest)
                     return

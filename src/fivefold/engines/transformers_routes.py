@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fivefold.errors import RunError
 from fivefold.models.spec import RouteShape
 from fivefold.routes import NO_ROUTE, no_routes, route_dtype
 
@@ -19,7 +20,7 @@ class RouterOutputs:
         # Routers return (logits, weights, experts) in every model family that is read here.
         routers = [module for module in model.modules() if type(module).__name__.lower().endswith("topkrouter")]
         if len(routers) != len(shape.layers):
-            raise RuntimeError(
+            raise RunError(
                 f"policy.router_replay: R3 reads the routers of {type(model).__name__}, which must be {len(shape.layers)}: "
                 f"this release of transformers has {len(routers)}; engine.backend: vllm"
             )

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
 class Turns:
     """Samples all submitted requests at once when completions are requested: the ranks of a replica do so in lockstep."""
 
-    is_stranded = False
-
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._waiting: dict[int, Request] = {}

@@ -8,19 +8,20 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from fivefold.interfaces import Engine, Model
+from fivefold.interfaces import Engine, EngineState, Model
 
 
 def weight_sync(policy: Model, engine: Engine | None) -> bool:
     """Sends the policy's weights to the engine, if there is one and its weights are outdated; returns whether any were sent.
     Collective."""
     is_sent = False
-    while engine is not None and engine.version != policy.version:
-        if engine.version < 0:
+    while engine is not None and (engine.state is not EngineState.READY or engine.version != policy.version):
+        if engine.state is not EngineState.READY:
             # Must come before parameters are moved, since it waits for the device.
             give_back_memory()
         # Offloaded parameters return while the engine allocates its memory.
         weights = policy.weights()
+        engine.restart()
         engine.wake()
         engine.update_weights(weights, policy.version)
         is_sent = True

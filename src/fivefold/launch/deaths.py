@@ -91,4 +91,4 @@ def describe(pid: int, number: int, memory: MemoryWatch) -> str:
         return f"was ended by {name}"
     if evidence := memory.evidence(pid):
         return f"was killed by {name}, probably out of memory: {evidence}"
-    return f"was killed by {name}; the kernel counts no process killed for lack of memory, so somebody or a scheduler did it"
+    return f"was killed by {name}; the kernel counts no process killed for lack of memory, so a user or a scheduler did it"

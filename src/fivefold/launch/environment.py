@@ -7,6 +7,8 @@ import os
 import re
 from collections.abc import Mapping, MutableMapping, Sequence
 
+from fivefold.errors import UserError
+
 OWN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK")
 _SLURM = {"RANK": "SLURM_PROCID", "WORLD_SIZE": "SLURM_STEP_NUM_TASKS", "LOCAL_RANK": "SLURM_LOCALID"}
 _FORWARDED = (
@@ -51,7 +53,7 @@ def complete(environment: MutableMapping[str, str] = os.environ) -> None:
         number = 31 * int(environment["SLURM_JOB_ID"]) + int(environment["SLURM_STEP_ID"])
         environment.setdefault("MASTER_PORT", str(_FIRST_PORT + number % _PORTS))
     if missing := [name for name in OWN if name not in environment and name != "LOCAL_RANK"]:
-        raise ValueError(f"a rank needs {', '.join(OWN)} in its environment: {', '.join(missing)} is missing")
+        raise UserError(f"a rank needs {', '.join(OWN)} in its environment: {', '.join(missing)} is missing")
     if "LOCAL_RANK" not in environment:
         environment["LOCAL_RANK"] = str(_local_rank(environment))
     if "LOCAL_WORLD_SIZE" in environment:
@@ -72,7 +74,7 @@ def forwarded(environment: Mapping[str, str], more: Sequence[str] = ()) -> dict[
         return any(fnmatch.fnmatchcase(name, form) for form in forms)
 
     if unset := [form for form in more if not any(matches(name, [form]) for name in environment)]:
-        raise ValueError(f"launch.ray.env_vars: {', '.join(unset)} must be set where the run is started")
+        raise UserError(f"launch.ray.env_vars: {', '.join(unset)} must be set where the run is started")
     usual = {name for name in environment if matches(name, _FORWARDED) and not matches(name, _OF_A_MACHINE)}
     return {name: value for name, value in environment.items() if name in usual or matches(name, more)}
 
@@ -88,8 +90,8 @@ def _local_rank(environment: Mapping[str, str]) -> int:
         return rank % int(environment["LOCAL_WORLD_SIZE"])
     if world_size == 1:
         return 0
-    raise ValueError(
-        f"rank {rank} of {world_size} does not know its number on its node, and so which GPU is its own: set LOCAL_RANK, or "
+    raise UserError(
+        f"rank {rank} of {world_size} needs its number on its node, which chooses its GPU: set LOCAL_RANK, or "
         "LOCAL_WORLD_SIZE where every node has the same number of ranks"
     )
 
@@ -98,5 +100,5 @@ def first_host(nodes: str) -> str:
     """Returns the first host of a list in Slurm's notation: `gpu[03-06,9],login1` begins with gpu03."""
     found = re.match(r"([^\[,]+)(?:\[([^\],-]+)[^\]]*\])?([^,\[]*)", nodes)
     if found is None:
-        raise ValueError(f"SLURM_STEP_NODELIST must name hosts: got {nodes!r}")
+        raise UserError(f"SLURM_STEP_NODELIST must name hosts: got {nodes!r}")
     return f"{found[1]}{found[2] or ''}{found[3] or ''}"

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from fivefold.errors import UserError
 from fivefold.files import open_file
 
 LOCK = "lock"
@@ -35,7 +36,7 @@ def locked(run_dir: Path) -> Iterator[tuple[int, ...]]:
             _lock_directory(directory)
         except BlockingIOError:
             holder = os.pread(file, 1000, 0).decode(errors="replace").strip() or f"another run, which made another {LOCK}"
-            raise ValueError(
+            raise UserError(
                 f"trainer.run_dir: {run_dir} is in use by {holder}; wait for it, or choose another trainer.run_dir"
             ) from None
         except OSError as error:

@@ -181,7 +181,7 @@ class RankProcesses:
                 Kind.LOST,
                 words.when,
                 f"rank {rank} on {socket.gethostname()} lost a rank that is elsewhere, or that still runs; the reason "
-                f"stands where that one ended:\n{words.text}",
+                f"is in the output of that one:\n{words.text}",
             )
             for rank, words in self._said("lost")
         ]

@@ -1,4 +1,7 @@
-"""Runs one rank: joins the others, builds its parts, executes its command. `python -m fivefold.launch.rank COMMAND ...`."""
+"""Runs one rank: joins the others, builds its parts, trains or evaluates.
+
+Launchers start it as `python -m fivefold.launch.rank FILE [CHECKPOINT]`, with the file of the configuration.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ import psutil
 from fivefold.distributed.processes import descendants, kill
 from fivefold.distributed.pulse import Pulse
 from fivefold.distributed.scratch import remove_scratch
-from fivefold.errors import describe_error
+from fivefold.errors import UserError, describe_error
 from fivefold.files import use_umask
 from fivefold.launch import environment, last_words
 from fivefold.launch.deaths import is_loss
@@ -79,19 +82,31 @@ class Requests:
         return self._first
 
 
-def main(arguments: list[str] | None = None) -> NoReturn:
-    """Run `train CONFIG [OVERRIDE ...]` or `eval CONFIG CHECKPOINT [OVERRIDE ...]` on this rank, then end."""
+def main(config: RunConfig | None = None, checkpoint: Path | None = None) -> NoReturn:
+    """Train a run on this rank, or evaluate a checkpoint, then end.
+
+    Without a configuration, one of our launchers started this process, and its arguments name the file to read it from.
+    """
     end_with_launcher()
     requests, pulse = Requests(), Pulse()
     pulse.start()
     plain = contextlib.ExitStack()
     plain.enter_context(plain_output())
     try:
-        code = _run(list(sys.argv[1:] if arguments is None else arguments), requests, pulse)
+        if config is None:
+            config, checkpoint = _from_launcher(*map(Path, sys.argv[1:]))
+        code = _run(config, checkpoint, requests, pulse)
     except BaseException as error:
         _leave_error(describe_error(error), "lost" if is_loss(error) else "error")
         end_process(FAILED)
     end_process(code)
+
+
+def _from_launcher(file: Path, checkpoint: Path | None = None) -> tuple[RunConfig, Path | None]:
+    """Return the configuration that the launcher wrote, and the checkpoint to evaluate, if any."""
+    from fivefold.config import restore
+
+    return restore(file), checkpoint
 
 
 def end_process(code: int) -> NoReturn:
@@ -125,19 +140,15 @@ def _end_hung(text: str) -> None:
     end_process(FAILED)
 
 
-def _run(arguments: list[str], requests: Requests, pulse: Pulse) -> int:
-    """Run the command; returns the exit code."""
+def _run(config: RunConfig, checkpoint: Path | None, requests: Requests, pulse: Pulse) -> int:
+    """Train, or evaluate `checkpoint`; returns the exit code."""
     import torch
 
-    from fivefold.config import load_config
     from fivefold.distributed.heartbeat import Ends, Interrupted
     from fivefold.distributed.ranks import Ranks
     from fivefold.megatron import mesh
 
     environment.complete()
-    command, path, *rest = arguments
-    checkpoint = rest.pop(0) if command == "eval" else None
-    config = load_config(path, rest)
     use_umask(config.trainer.umask)
     device = choose_device(config.trainer.device)
     if config.trainer.deterministic:
@@ -161,11 +172,10 @@ def _run(arguments: list[str], requests: Requests, pulse: Pulse) -> int:
     requests.is_watched = True
     code = 0
     try:
-        if command == "train":
+        if checkpoint is None:
             train(config, ranks, device)
         else:
-            assert checkpoint is not None
-            evaluate(config, Path(checkpoint), ranks, device)
+            evaluate(config, checkpoint, ranks, device)
     except Interrupted as asked:
         code = 128 + asked.number
     ranks.heartbeat.close()
@@ -181,7 +191,7 @@ def choose_device(wanted: str) -> torch.device:
         return torch.device("cpu")
     local_rank, found = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
     if local_rank >= found:
-        raise ValueError(
+        raise UserError(
             f"local rank {local_rank} needs a GPU of its own: found {found}; lower the layout or set trainer.device=cpu"
         )
     return torch.device("cuda", local_rank)
@@ -190,13 +200,14 @@ def choose_device(wanted: str) -> torch.device:
 def train(config: RunConfig, ranks: Ranks, device: torch.device) -> None:
     from fivefold.build import build_run
     from fivefold.checkpoint.resume import find_checkpoint
+    from fivefold.distributed.calls import call_on_main
     from fivefold.distributed.heartbeat import Interrupted
     from fivefold.trainer.train import train as loop
 
     with contextlib.ExitStack() as held:
         if not has_launcher():
-            ranks.call_on_main(lambda: _hold(config.run_dir, held))
-        run = build_run(config, ranks, device, find_checkpoint(config, ranks))
+            call_on_main(ranks, lambda: _hold(config.run_dir, held))
+        run = build_run(config, ranks, device, find_checkpoint(config.run_dir, config.trainer, ranks))
         try:
             loop(run)
         except Interrupted as asked:
@@ -220,7 +231,7 @@ def evaluate(config: RunConfig, checkpoint: Path, ranks: Ranks, device: torch.de
     run = build_run(config, ranks, device, checkpoint)
     try:
         if run.trainer.evaluation is None:
-            raise ValueError("nothing to evaluate: name validation files in data.val")
+            raise UserError("nothing to evaluate: name validation files in data.val")
         run.models.policy.load(checkpoint / "policy")
         metrics, _ = run.trainer.evaluation.measure(run.models)
         if ranks.is_main:

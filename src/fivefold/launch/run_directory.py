@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from fivefold.errors import UserError
 from fivefold.launch.lock import LOCK
 
 _MARKS = (LOCK, "metrics.jsonl")
@@ -24,18 +25,18 @@ def check_run_directory(run_dir: Path) -> None:
     if not run_dir.exists():
         return
     if not run_dir.is_dir():
-        raise ValueError(f"trainer.run_dir must be a directory: {run_dir} is a file; choose another one")
+        raise UserError(f"trainer.run_dir must be a directory: {run_dir} is a file; choose another one")
     names = sorted(os.listdir(run_dir))
     foreign = [name for name in names if not _MAY_STAND.fullmatch(name)]
     if foreign and not any(mark in names for mark in _MARKS):
         listed = ", ".join(foreign[:_SHOWN]) + (f" and {len(foreign) - _SHOWN} more" if len(foreign) > _SHOWN else "")
-        raise ValueError(
+        raise UserError(
             f"trainer.run_dir must be a new directory or a run's: {run_dir} holds files that are not a run's, {listed}; "
             "choose another trainer.run_dir"
         )
     if link := next(_links(run_dir), None):
-        raise ValueError(
-            f"trainer.run_dir: {link} is a symbolic link, and a run writes through none: remove it, or let trainer.run_dir "
+        raise UserError(
+            f"trainer.run_dir: {link} is a symbolic link, to which a run does not write: remove it, or let trainer.run_dir "
             "itself be the link"
         )
 

@@ -2,33 +2,33 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
+from functools import partial
 from pathlib import Path
 
 from fivefold.checkpoint.checkpoints import Checkpoints, RunState
 from fivefold.checkpoint.fingerprint import Fingerprint
 from fivefold.config import ConfigError, RunConfig, dump_yaml
-from fivefold.distributed.scratch import scratch_directory
-from fivefold.files import use_umask
+from fivefold.errors import RunError
+from fivefold.files import use_umask, write_whole
 from fivefold.launch import environment, local
 from fivefold.launch.lock import locked
 from fivefold.launch.run_directory import check_run_directory
 from fivefold.plan.check import check
 
 
-def start(arguments: list[str], config: RunConfig) -> int:
-    """Run `python -m fivefold.launch.rank ARGUMENTS` as every rank of the layout; returns the exit code.
+def start(config: RunConfig, checkpoint: Path | None = None) -> int:
+    """Train the run of a validated configuration on every rank of its layout, or evaluate a checkpoint; returns the exit
+    code.
 
     Under torchrun or srun this process is a rank already: it does the work and ends.
     """
     if config.launch.backend == "auto" and environment.launched_externally():
         from fivefold.launch.rank import main as rank_main
 
-        rank_main(arguments)
+        rank_main(config, checkpoint)
     use_umask(config.trainer.umask)
-    if arguments[0] != "train":
-        return _spawn(arguments, config)
+    if checkpoint is not None:
+        return _spawn(config, checkpoint)
     check_run_directory(config.run_dir)
     with locked(config.run_dir) as lock:
         # The ranks check again, with the content of the hub's models. Without this check, starting ranks only to fail would
@@ -37,20 +37,24 @@ def start(arguments: list[str], config: RunConfig) -> int:
         if found is not None:
             Fingerprint.of(config, config.trainer.steps, {}).compare(RunState.read(found).fingerprint).check(found)
         if config.launch.backend != "ray":
-            return _spawn(arguments, config, *lock)
+            return _spawn(config, None, *lock)
     # The node of rank 0 now locks the directory, and holds it until the last of its processes has ended.
-    return _spawn(arguments, config)
+    return _spawn(config, None)
 
 
-def _spawn(arguments: list[str], config: RunConfig, *inherited: int) -> int:
-    module = "fivefold.launch.rank"
+def _spawn(config: RunConfig, checkpoint: Path | None, *inherited: int) -> int:
+    """Start the ranks; each reads the configuration from one file in the run's logs."""
+    log_dir = config.run_dir / "logs"
+    requested = log_dir / "requested.yaml"
+    hand_over = partial(write_whole, requested, dump_yaml(config))
+    arguments = ["fivefold.launch.rank", str(requested), *([] if checkpoint is None else [str(checkpoint)])]
     if config.launch.backend == "ray":
         # Ray is imported only for this backend: others need neither Ray nor its import time.
         from fivefold.launch.ray import driver
 
-        return driver.spawn([module, *arguments], config)
-    log_dir, reaches_others = config.run_dir / "logs", bool(config.engine.url)
-    return local.spawn([module, *arguments], config.roles.world_size, log_dir, config.launch, inherited, reaches_others)
+        return driver.spawn(arguments, hand_over, log_dir, config.roles, config.engine, config.trainer, config.launch)
+    hand_over()
+    return local.spawn(arguments, config.roles.world_size, log_dir, config.launch, inherited, bool(config.engine.url))
 
 
 def train(config: RunConfig) -> Path:
@@ -64,18 +68,6 @@ def train(config: RunConfig) -> Path:
     """
     if errors := check(config).errors:
         raise ConfigError(errors)
-    # Several starts may write here before one of them holds the directory. Other nodes see nothing else of this machine.
-    on_ray = config.launch.backend == "ray"
-    if on_ray:
-        use_umask(config.trainer.umask)
-        check_run_directory(config.run_dir)
-        config.run_dir.mkdir(parents=True, exist_ok=True)
-    directory = Path(tempfile.mkdtemp(prefix="fivefold-", dir=config.run_dir)) if on_ray else scratch_directory()
-    try:
-        requested = directory / "requested.yaml"
-        requested.write_text(dump_yaml(config))
-        if code := start(["train", str(requested)], config):
-            raise RuntimeError(f"the run ended with exit code {code}; what its ranks left is in {config.run_dir / 'logs'}")
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)
+    if code := start(config):
+        raise RunError(f"the run ended with exit code {code}; what its ranks left is in {config.run_dir / 'logs'}")
     return config.run_dir

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from fivefold.errors import UserError
 from fivefold.layout.parallel import ParallelLayout
 
 
@@ -19,17 +20,15 @@ class Allocation:
             sizes = {layout.world_size for layout in group}
             if len(sizes) > 1:
                 each = ", ".join(f"{layout} has {layout.world_size}" for layout in group)
-                raise ValueError(f"layouts joined by | share their ranks, so their world sizes must be equal: {each}")
+                raise UserError(f"layouts joined by | share their ranks, so their world sizes must be equal: {each}")
             if unnamed := [str(layout) for layout in group[1:] if layout.name is None]:
-                raise ValueError(
-                    f"behind a | each layout needs a name in brackets, like megatron[actor]:d4: got {unnamed[0]}"
-                )
+                raise UserError(f"after a | each layout needs a name in brackets, like megatron[actor]:d4: got {unnamed[0]}")
         everyone = self.layouts
         if len(everyone) > 2 and (unnamed := [str(layout) for layout in everyone if layout.name is None]):
-            raise ValueError(f"with three or more layouts each needs a name in brackets: {unnamed[0]} has none")
+            raise UserError(f"with three or more layouts each needs a name in brackets: {unnamed[0]} has none")
         names = [layout.name for layout in everyone if layout.name is not None]
         if twice := sorted({name for name in names if names.count(name) > 1}):
-            raise ValueError(f"each name stands for one layout: {twice[0]!r} is given twice")
+            raise UserError(f"each name stands for one layout: {twice[0]!r} is given twice")
 
     @classmethod
     def parse(cls, text: str) -> Allocation:

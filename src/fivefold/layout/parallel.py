@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 
+from fivefold.errors import UserError
+
 TRAINERS = ("megatron", "fsdp")
 ENGINES = ("vllm", "sglang")
 DIMENSIONS = {"d": "dp", "t": "tp", "p": "pp", "c": "cp", "e": "ep"}
@@ -54,13 +56,13 @@ class ParallelLayout:
 
     def __post_init__(self) -> None:
         if self.backend == "fsdp" and (self.pp > 1 or self.ep > 1):
-            raise ValueError(
+            raise UserError(
                 f"fsdp has no pipeline or expert parallelism: got p{self.pp} e{self.ep}; use megatron: for those"
             )
         if self.world_size > _MOST:
-            raise ValueError(f"a layout must have at most {_MOST} ranks: got {self.world_size} in {self}")
+            raise UserError(f"a layout must have at most {_MOST} ranks: got {self.world_size} in {self}")
         if self.world_size % (self.pp * self.etp * self.ep):
-            raise ValueError(
+            raise UserError(
                 f"the ranks must be divisible among experts: world size d·t·p·c = {self.world_size} is not a multiple of "
                 f"p·etp·e = {self.pp}·{self.etp}·{self.ep} = {self.pp * self.etp * self.ep}; "
                 f"choose an e that divides {self.world_size // self.pp // self.etp or 1}, or more ranks"
@@ -77,20 +79,20 @@ class ParallelLayout:
         match = _HEAD.fullmatch(compact)
         if match is None:
             if "." in compact and ":" not in compact:
-                raise ValueError(f"a layout has a colon behind its backend, not a dot: got {text!r}; {_EXAMPLE}")
-            raise ValueError(f"a layout names its backend before a colon: got {text!r}; {_EXAMPLE}")
+                raise UserError(f"a layout has a colon after its backend, not a dot: got {text!r}; {_EXAMPLE}")
+            raise UserError(f"a layout names its backend before a colon: got {text!r}; {_EXAMPLE}")
         backend, name, sizes = match["backend"], match["name"], _unquote(match["sizes"])
         if not backend:
-            raise ValueError(f"a layout names its backend before a colon: got {text!r}; {_EXAMPLE}")
+            raise UserError(f"a layout names its backend before a colon: got {text!r}; {_EXAMPLE}")
         if backend not in TRAINERS + ENGINES:
             close = f": did you mean {backend.lower()!r}?" if backend.lower() in TRAINERS + ENGINES else ""
             known = ", ".join(TRAINERS + ENGINES)
-            raise ValueError(f"unknown backend {backend!r} in layout {text!r}{close}; known: {known}; {_EXAMPLE}")
+            raise UserError(f"unknown backend {backend!r} in layout {text!r}{close}; known: {known}; {_EXAMPLE}")
         if name is not None and not _NAME.fullmatch(name):
-            raise ValueError(f"a name in brackets is made of letters, digits and _: got {name!r} in layout {text!r}")
+            raise UserError(f"a name in brackets is made of letters, digits and _: got {name!r} in layout {text!r}")
         if "attn:" in sizes or "ffn:" in sizes:
             if backend in ENGINES:
-                raise ValueError(f"an engine's layout has no attn and ffn parts: got {text!r}; write '{backend}:d2t2'")
+                raise UserError(f"an engine's layout has no attn and ffn parts: got {text!r}; write '{backend}:d2t2'")
             return cls(backend=backend, name=name, **_hybrid(sizes, text))
         letters = _ENGINE if backend in ENGINES else "".join(DIMENSIONS)
         return cls(
@@ -127,8 +129,7 @@ class ParallelLayout:
 
         Experts number the ranks of a pipeline stage separately: expert tensor fastest, then expert, then expert data.
         """
-        if not 0 <= rank < self.world_size:
-            raise ValueError(f"rank must be in [0, {self.world_size}) for layout {self}: got {rank}")
+        assert 0 <= rank < self.world_size, f"rank must be in [0, {self.world_size}) for layout {self}: got {rank}"
         stage_size = self.tp * self.cp * self.dp
         inside = rank % stage_size
         return Coordinates(
@@ -151,7 +152,7 @@ def _unquote(text: str) -> str:
 def _sizes(text: str, letters: str, whole: str) -> dict[str, int]:
     """Parse `d2t4` -> {"d": 2, "t": 4}; allows only these letters, each once."""
     if not text:
-        raise ValueError(f"layout {whole!r} names no dimension; {_EXAMPLE}")
+        raise UserError(f"layout {whole!r} names no dimension; {_EXAMPLE}")
     found: dict[str, int] = {}
     position = 0
     for match in re.finditer(r"([a-zA-Z])([0-9]+)", text):
@@ -160,17 +161,17 @@ def _sizes(text: str, letters: str, whole: str) -> dict[str, int]:
         letter, number = match.groups()
         if letter not in letters:
             known = ", ".join(f"{key} ({DIMENSIONS[key]})" for key in letters)
-            raise ValueError(f"unknown dimension {letter!r} in layout {whole!r}; valid here: {known}")
+            raise UserError(f"unknown dimension {letter!r} in layout {whole!r}; valid here: {known}")
         if letter in found:
-            raise ValueError(f"dimension {letter!r} is given twice in layout {whole!r}: keep one")
+            raise UserError(f"dimension {letter!r} is given twice in layout {whole!r}: keep one")
         if number.startswith("0"):
-            raise ValueError(f"dimension sizes start at 1 and have no leading zero: got {letter}{number} in {whole!r}")
+            raise UserError(f"dimension sizes start at 1 and have no leading zero: got {letter}{number} in {whole!r}")
         if len(number) > 7 or int(number) > _MOST:
-            raise ValueError(f"dimension {letter!r} must be at most {_MOST}: got {number} in layout {whole!r}")
+            raise UserError(f"dimension {letter!r} must be at most {_MOST}: got {number} in layout {whole!r}")
         found[letter] = int(number)
         position = match.end()
     if position != len(text):
-        raise ValueError(
+        raise UserError(
             f"cannot read {text[position:]!r} in layout {whole!r}: expected a letter of {'/'.join(letters)} and a number; "
             f"{_EXAMPLE}"
         )
@@ -182,7 +183,7 @@ def _hybrid(text: str, whole: str) -> dict[str, int]:
     inner = text[1:-1] if text.startswith("(") and text.endswith(")") else text
     first, bar, second = inner.partition("|")
     if not bar or not first.startswith("attn:") or not second.startswith("ffn:"):
-        raise ValueError(
+        raise UserError(
             f"a layout with experts apart is written (attn:d?t?p?c?|ffn:d?t?p?e?): got {text!r} in layout {whole!r}; "
             f"{_EXAMPLE}"
         )
@@ -192,12 +193,12 @@ def _hybrid(text: str, whole: str) -> dict[str, int]:
     sizes |= {"ep": experts.get("e", 1), "etp": experts.get("t", 1)}
     world = sizes["dp"] * sizes["tp"] * sizes["pp"] * sizes["cp"]
     if experts.get("p", sizes["pp"]) != sizes["pp"]:
-        raise ValueError(
+        raise UserError(
             f"attn and ffn share the pipeline, so p must be the same in both: got p{sizes['pp']} and p{experts['p']} "
             f"in layout {whole!r}; leave it out of ffn"
         )
     if "d" in experts and experts["d"] * sizes["etp"] * sizes["ep"] * sizes["pp"] != world:
-        raise ValueError(
+        raise UserError(
             f"attn and ffn must use the same ranks: attn has d·t·p·c = {world}, ffn has d·t·p·e = "
             f"{experts['d']}·{sizes['etp']}·{sizes['pp']}·{sizes['ep']} = "
             f"{experts['d'] * sizes['etp'] * sizes['ep'] * sizes['pp']} in {whole!r}; leave d out of ffn and it follows"

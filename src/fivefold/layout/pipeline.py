@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+from fivefold.errors import UserError
 from fivefold.layout.parallel import ParallelLayout
 
 Chunks = tuple[tuple[tuple[int, ...], ...], ...]
@@ -39,9 +40,9 @@ class PipelineSplit:
         """Return the layers of each chunk; raises ValueError if the layers cannot be split this way."""
         pp, vpp = layout.pp, self.virtual_stages(layout)
         if vpp < 1:
-            raise ValueError(f"virtual_pipeline_model_parallel_size must be at least 1: got {vpp}")
+            raise UserError(f"virtual_pipeline_model_parallel_size must be at least 1: got {vpp}")
         if vpp > 1 and pp == 1:
-            raise ValueError(f"virtual stages need a pipeline: got {vpp} of them with p1 in {layout}; raise p or drop them")
+            raise UserError(f"virtual stages need a pipeline: got {vpp} of them with p1 in {layout}; raise p or drop them")
         if self.pipeline_model_parallel_layout is not None:
             counts = self._counts_of_layout(layers, layout)
         else:
@@ -49,7 +50,7 @@ class PipelineSplit:
             counts[0][0] -= self.account_for_embedding_in_pipeline_split
             counts[-1][-1] -= self.account_for_loss_in_pipeline_split
             if min(counts[0][0], counts[-1][-1]) < 0:
-                raise ValueError("the stage that counts the embedding or the loss as a layer must hold at least one")
+                raise UserError("the stage that counts the embedding or the loss as a layer must hold at least one")
         chunks: list[list[tuple[int, ...]]] = [[] for _ in range(pp)]
         first = 0
         for virtual in range(vpp):
@@ -65,16 +66,16 @@ class PipelineSplit:
         fixed = {stage: count for stage, count in ends if count is not None}
         extra = self.account_for_embedding_in_pipeline_split + self.account_for_loss_in_pipeline_split
         if fixed and pp == 1:
-            raise ValueError(f"num_layers_in_first/last_pipeline_stage need a pipeline: got p1 in {layout}")
+            raise UserError(f"num_layers_in_first/last_pipeline_stage need a pipeline: got p1 in {layout}")
         if fixed and extra:
-            raise ValueError(
+            raise UserError(
                 "num_layers_in_first/last_pipeline_stage and account_for_embedding/loss_in_pipeline_split exclude each other"
             )
         left, stages = layers + extra - sum(fixed.values()), pp - len(fixed)
         if min(fixed.values(), default=1) < 1 or left < 0 or bool(left) != bool(stages) or (stages and left % stages):
             counted = f"{layers} layers" + (f" and {extra} for embedding and loss" if extra else "")
             ends_text = f", {fixed} fixed" if fixed else ""
-            raise ValueError(
+            raise UserError(
                 f"layers must be divisible by pp: got {counted} for pp={pp} in {layout}{ends_text}; choose a p that divides "
                 "them or set megatron.pipeline (num_layers_in_first_pipeline_stage, pipeline_model_parallel_layout)"
             )
@@ -83,21 +84,21 @@ class PipelineSplit:
     def _counts_of_layout(self, layers: int, layout: ParallelLayout) -> list[list[int]]:
         text = str(self.pipeline_model_parallel_layout)
         if self != PipelineSplit(self.virtual_pipeline_model_parallel_size, pipeline_model_parallel_layout=text):
-            raise ValueError("pipeline_model_parallel_layout replaces the other settings of the split: drop those")
+            raise UserError("pipeline_model_parallel_layout replaces the other settings of the split: drop those")
         parts = _read_layout(text)
         if len(parts) % layout.pp:
-            raise ValueError(
+            raise UserError(
                 f"pipeline_model_parallel_layout must have a multiple of p stages: got {len(parts)}, p{layout.pp}: {text!r}"
             )
         vpp = len(parts) // layout.pp
         if self.virtual_pipeline_model_parallel_size not in (None, vpp):
-            raise ValueError(
+            raise UserError(
                 f"virtual_pipeline_model_parallel_size must be the stages of pipeline_model_parallel_layout over p: "
                 f"got {self.virtual_pipeline_model_parallel_size} and {len(parts)} / {layout.pp}; leave it out"
             )
         together = "".join(parts)
         if together != "E" + "t" * layers + "L":
-            raise ValueError(
+            raise UserError(
                 f"pipeline_model_parallel_layout must be E, {layers} times t and L, separated by |: got {text!r} with "
                 f"{together.count('t')} times t"
             )
@@ -106,7 +107,7 @@ class PipelineSplit:
 
 def _even(count: int, parts: int, what: str) -> list[int]:
     if count % parts:
-        raise ValueError(f"layers of a stage must be divisible by the virtual stages: {what} has {count}, got {parts}")
+        raise UserError(f"layers of a stage must be divisible by the virtual stages: {what} has {count}, got {parts}")
     return [count // parts] * parts
 
 
@@ -114,10 +115,10 @@ def _read_layout(text: str) -> list[str]:
     """Expand `Et*2|(tt|)*2L` -> one string of letters per stage."""
     expanded = text.replace(",", "").replace(" ", "")
     if not re.fullmatch(r"[EtL|()*0-9]*", expanded):
-        raise ValueError(f"pipeline_model_parallel_layout is made of E, t, L, |, ( ), *n and commas: got {text!r}")
+        raise UserError(f"pipeline_model_parallel_layout is made of E, t, L, |, ( ), *n and commas: got {text!r}")
     for pattern in (r"\(([EtL|*0-9]*)\)(?:\*([1-9][0-9]{0,3}))?", r"([EtL|])\*([1-9][0-9]{0,3})"):
         while match := re.search(pattern, expanded):
             expanded = expanded[: match.start()] + match[1] * int(match[2] or 1) + expanded[match.end() :]
     if re.search(r"[()*0-9]", expanded):
-        raise ValueError(f"cannot read pipeline_model_parallel_layout {text!r}: write for example 'Et*3|t*4|t*3L'")
+        raise UserError(f"cannot read pipeline_model_parallel_layout {text!r}: write for example 'Et*3|t*4|t*3L'")
     return expanded.split("|")

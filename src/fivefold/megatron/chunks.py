@@ -11,10 +11,11 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 
 from fivefold.config.learners import PolicyConfig
 from fivefold.config.mcore_options import recompute_fault
+from fivefold.errors import UserError
 from fivefold.layout import Coordinates
 from fivefold.megatron.layers.adapters import ExpertAdapters, LostToRounding, adapt, adapt_experts, adapters_in, is_adapter
 from fivefold.megatron.layers.layer_spec import PolicyModel, block_spec, mtp_block_spec
-from fivefold.megatron.layers.moe import GroupedExperts, MoE, Router
+from fivefold.megatron.layers.moe import GroupedExperts, Router
 from fivefold.megatron.mesh import Mesh
 from fivefold.megatron.patches.quiet import quiet
 from fivefold.models.adapters import LoraSpec, adapters_of
@@ -32,7 +33,7 @@ def build_chunks(config: TransformerConfig, spec: ModelSpec, mesh: Mesh, policy:
     """Build this rank's chunks of the model on its device, one per virtual stage; weights are not set yet."""
     split = policy.megatron.pipeline_split.split_layers(spec.layers, mesh.layout)
     if fault := recompute_fault(vars(config), (len(layers) for stage in split for layers in stage)):
-        raise ValueError(f"megatron.transformer: {fault}")
+        raise UserError(f"megatron.transformer: {fault}")
     stages = split[mesh.pp.rank()]
     virtual = config.virtual_pipeline_model_parallel_size
     parallel_state.set_virtual_pipeline_model_parallel_world_size(virtual)
@@ -144,18 +145,3 @@ def _whole_name(name: str, chunk: PolicyModel) -> str:
         return name
     _, _, layer, rest = name.split(".", 3)
     return f"decoder.layers.{chunk.layers_of_model[int(layer)]}.{FUSED_NAMES.get(rest, rest)}"
-
-
-def routers(chunks: list[PolicyModel]) -> dict[int, Router]:
-    """Return this rank's routers by layer number in the whole model; those of multi-token prediction come last."""
-    found = {
-        chunk.layers_of_model[index]: layer.mlp.router
-        for chunk in chunks
-        for index, layer in enumerate(chunk.decoder.layers)
-        if isinstance(layer.mlp, MoE)
-    }
-    for chunk in chunks:
-        for depth, layer in enumerate(chunk.mtp.layers if chunk.mtp_process else ()):
-            if isinstance(layer.transformer_layer.mlp, MoE):
-                found[chunk.config.num_layers + depth] = layer.transformer_layer.mlp.router
-    return found

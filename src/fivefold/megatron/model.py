@@ -3,46 +3,30 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial, wraps
+from collections.abc import Callable, Iterator
+from functools import wraps
 from itertools import chain
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
-import torch.distributed as dist
-from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from torch import Tensor
 
 from fivefold.config.learners import PolicyConfig
 from fivefold.distributed.groups import as_world
 from fivefold.distributed.heartbeat import Interrupted
-from fivefold.distributed.objects import all_gather_json, broadcast_json
-from fivefold.distributed.ranks import Ranks
-from fivefold.errors import first_line, sentence_of
 from fivefold.megatron import dist_checkpoint, step
-from fivefold.megatron.bridge import SafetensorsSource, TorchDistSource, WeightStream, load_adapters, load_parameters
-from fivefold.megatron.bridge.external import external_bridge
-from fivefold.megatron.chunks import (
-    MergedWeights,
-    adapter_weights,
-    add_adapters,
-    build_chunks,
-    named_weights,
-    routers,
-)
-from fivefold.megatron.layers.adapters import LostToRounding, switched_off
-from fivefold.megatron.layers.routing import MoELayers
+from fivefold.megatron.chunks import build_chunks
+from fivefold.megatron.layers.adapters import switched_off
 from fivefold.megatron.mesh import Mesh
 from fivefold.megatron.offload import Offload
 from fivefold.megatron.optim.updater import build_updater
 from fivefold.megatron.replica_check import verify_copies
-from fivefold.megatron.transformer_config import DTYPES, transformer_config
-from fivefold.models.adapters import adapter_tensors, check_adapter_files
-from fivefold.models.families import load_spec, mtp_parameters_of
+from fivefold.megatron.routers import Routers
+from fivefold.megatron.transformer_config import transformer_config
+from fivefold.megatron.weights import ModelWeights
+from fivefold.models.families import load_spec
 from fivefold.models.spec import ModelSpec
-from fivefold.models.tensor_files import check_tensor_files
-from fivefold.models.torch_dist import check_torch_dist
 from fivefold.types import LossFn, StepReport, TokenBatch
 
 P = ParamSpec("P")
@@ -95,20 +79,16 @@ class MegatronModel:
             self.spec.check_layout(mesh.layout, policy.megatron.pipeline_split)
             if policy.mtp.train:
                 self.spec.check_mtp(mesh.layout)
-            lora, loads = policy.lora.spec, read_weights or policy.lora.spec is not None
             config = transformer_config(self.spec, mesh, policy)
             self._chunks = build_chunks(config, self.spec, mesh, policy)
-            self._routers = routers(self._chunks)
-            own = [layer for layer in self._routers if layer < self.spec.layers]
-            for number, layer in enumerate(own):
-                self._routers[layer].place = number
+            self._routers = Routers(self._chunks, self.spec, mesh)
             self._batching = step.BatchingConfig(
                 mesh,
                 policy.tokens_per_micro_batch,
                 self.spec.vocab,
                 self.spec.value_head,
                 fused=config.transformer_impl == "transformer_engine",
-                experts=_moe_layers(self.spec, own),
+                experts=self._routers.layers,
                 virtual=len(self._chunks),
                 round_of=config.microbatch_group_size_per_vp_stage if len(self._chunks) > 1 else 1,
                 fixed_length=mesh.layout.pp > 1 and not config.variable_seq_lengths,
@@ -117,46 +97,21 @@ class MegatronModel:
                 mtp_layers=config.mtp_num_layers or 0,
                 mtp_factor=policy.mtp.loss_scaling_factor,
             )
-            kind = policy.megatron.bridge_type
-            if value_head and kind != "native":
-                raise ValueError(f"bridge_type must be native for a critic or a reward model: got {kind}")
-            if kind != "native" and torch_dist is not None:
-                raise ValueError(f"bridge_type must be native for a checkpoint of Megatron-Core: got {kind}")
-            if kind != "native" and lora is not None:
-                raise ValueError(f"bridge_type must be native for adapters (policy.lora): got {kind}")
-            if loads:
-                check = (
-                    partial(check_tensor_files, directory) if torch_dist is None else partial(check_torch_dist, torch_dist)
-                )
-                _check_files(partial(check, has_mtp=policy.mtp.train), self.spec, mesh.ranks)
-            external = None if kind == "native" else external_bridge(kind, self._chunks, directory, self.spec)
-            self.value_head_is_new = False
+            self._weights = ModelWeights(
+                self._chunks,
+                self.spec,
+                mesh,
+                policy,
+                directory,
+                bucket_mb=bucket_mb,
+                read_weights=read_weights,
+                torch_dist=torch_dist,
+                adapters=adapters,
+                engine_dtype=engine_dtype,
+                seed=seed,
+            )
+            self.value_head_is_new = self._weights.value_head_is_new
             """The value head was initialized to 0, because the directory has none."""
-            if loads and external is not None:
-                external.load(directory)
-            elif loads:
-                source = (
-                    SafetensorsSource(directory, self.spec) if torch_dist is None else TorchDistSource(torch_dist, self.spec)
-                )
-                self.value_head_is_new = value_head and not source.has_value_head
-                load_parameters(named_weights(self._chunks), source, self.spec, mesh.ranks.coords, mesh.layout)
-            if lora is not None:
-                add_adapters(self._chunks, self.spec, lora, mesh)
-                if read_weights:
-                    if adapters is not None:
-                        _check_files(lambda spec: check_adapter_files(adapters, spec, lora), self.spec, mesh.ranks)
-                    place = (mesh.ranks.coords, mesh.layout)
-                    load_adapters(adapter_weights(self._chunks), adapters, policy.lora.init, seed, self.spec, lora, *place)
-            self._lost: LostToRounding | None = None
-            if lora is not None and engine_dtype is not None:
-                self._lost = LostToRounding(DTYPES[engine_dtype], mesh.device)
-
-            weights = named_weights
-            if lora is not None:
-                weights = partial(MergedWeights, place=mesh.ranks.coords, lost=self._lost)
-            stream = WeightStream(lambda: weights(self._chunks), self.spec, mesh, bucket_mb)
-            self._stream = stream if external is None else external.weights
-            self._lora, self._bucket_mb = lora, bucket_mb
             self.has_mtp = policy.mtp.train
             """The model trains layers of multi-token prediction."""
             self._updater = None
@@ -187,7 +142,7 @@ class MegatronModel:
     def forward(self, batch: TokenBatch) -> Tensor:
         """[T] log-probs of the response tokens, or values, on the host of every rank of the replica.
 
-        With `batch.records_routes` this also sets `batch.routes_TLK`; if routes are given, it uses them.
+        With `batch.records_routes` this also fills in Column.ROUTES; if routes are given, it uses them.
         """
         self._settle()
         for model in self._models:
@@ -200,15 +155,9 @@ class MegatronModel:
         assert self._updater is not None, "a model built without total_updates does not train"
         self.onload()
         updater = self._updater
-        for ddp in updater.ddps:
-            ddp.train()
-            ddp.zero_grad_buffer()
-        updater.optimizer.zero_grad()
-        biases = [None if router.expert_bias is None else router.expert_bias.clone() for router in self._routers.values()]
-        for router in self._routers.values():
-            router.load_E.zero_()
-            router.balance.zero_()
-            router.replayed.zero_()
+        updater.begin()
+        self._routers.reset_counts()
+        biases = self._routers.biases()
         try:
             gradients = step.forward_backward(
                 self._models,
@@ -216,12 +165,12 @@ class MegatronModel:
                 batch,
                 loss_fn,
                 self._batching,
-                list(self._routers.values()),
+                list(self._routers),
                 1.0 if updater.loss_scale is None else float(updater.loss_scale.scale),
             )
         except Interrupted:
             # Part of the batch has already moved the router biases; the whole batch moves them when the update is repeated.
-            self._restore_biases(biases)
+            self._routers.restore(biases)
             raise
         updater.optimizer.prepare_grads()
         # The first wait for the device: the host's work for the gradients is queued by now.
@@ -234,16 +183,16 @@ class MegatronModel:
             overflowed = skipped and math.isfinite(loss) and updater.loss_scale.can_fall
             updater.loss_scale.follow(skipped)
         if skipped:
-            self._restore_biases(biases)
+            self._routers.restore(biases)
         else:
             updater.schedule.step(1)
             lr = max(group["lr"] for group in updater.optimizer.param_groups)
-            self._update(grad_norm)
+            updater.step(grad_norm)
         return StepReport(
             loss=loss,
             grad_norm=grad_norm,
             lr=float(lr),
-            metrics=metrics | self._expert_metrics(gradients.tokens),
+            metrics=metrics | self._routers.metrics(gradients.tokens),
             micro_batches=gradients.micro_batches,
             tokens=gradients.tokens,
             sequences=gradients.sequences,
@@ -252,72 +201,18 @@ class MegatronModel:
             overflowed=overflowed,
         )
 
-    def _restore_biases(self, biases: list[Tensor | None]) -> None:
-        """Undo what a rejected update did to the router biases (DeepSeek-V3, 2412.19437, section 2.1.2)."""
-        for router, bias in zip(self._routers.values(), biases, strict=True):
-            if bias is not None:
-                router.expert_bias.copy_(bias)
-
-    def _update(self, grad_norm: float) -> None:
-        """Clip the gradients, which must be finite, and take the optimizer step."""
-        assert self._updater is not None
-        for part in self._updater.optimizer.chained_optimizers:
-            parameters = part.get_parameters()
-            if parameters:
-                decoupled = part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
-                clip_grad_by_total_norm_fp32(parameters, part.config.clip_grad, grad_norm, use_decoupled_grad=decoupled)
-        updated = self._updater.optimizer.step_with_ready_grads()
-        assert updated, "the optimizer refused its gradients"
-
-    @torch.no_grad()
-    def _expert_metrics(self, tokens: int) -> dict[str, float]:
-        """Return metrics of the experts, the same on every rank.
-
-        They are the load of each layer's experts (largest over mean), the routers' losses per token, and the share of given
-        routes that the routers choose as well.
-        """
-        if self.spec.moe is None:
-            return {}
-        found: dict[str, float] = {}
-        if self._routers:
-            rows = torch.stack([torch.cat([r.load_E, r.balance[None], r.replayed]) for r in self._routers.values()])
-            dist.all_reduce(rows, group=self._mesh.stage)
-            for layer, row in zip(self._routers, rows.double().cpu(), strict=True):
-                load_E, (balance, replayed, same) = row[:-3], row[-3:].tolist()
-                found[f"moe/load_max/layer_{layer:02d}"] = float(load_E.max() / load_E.mean().clamp(min=1e-30))
-                found[f"moe/aux_loss/layer_{layer:02d}"] = balance / max(1, tokens)
-                if replayed:
-                    found[f"moe/router_agreement/layer_{layer:02d}"] = same / replayed
-        if self._mesh.layout.pp > 1:
-            everyone = all_gather_json(found, self._mesh.ranks.pp)
-            found = {name: value for stage in everyone for name, value in stage.items()}
-        by_name = {
-            kind: {name: value for name, value in sorted(found.items()) if name.startswith(f"moe/{kind}/")}
-            for kind in ("load_max", "aux_loss", "router_agreement")
-        }
-        loads, losses, same = by_name["load_max"], by_name["aux_loss"], by_name["router_agreement"]
-        whole = {"moe/load_max": max(loads.values()), "moe/aux_loss": math.fsum(losses.values())}
-        if same:
-            whole["moe/router_agreement"] = math.fsum(same.values()) / len(same)
-        return loads | same | whole
-
     def _settle(self) -> None:
         """Complete the parameters on every rank: `overlap_param_gather` leaves the last update's to the next forward."""
         # Gradients and optimizer are needed only for a step, so they stay where they are.
         self._offload.onload("parameters")
         if self._updater is not None:
-            for ddp in self._updater.ddps:
-                groups = ddp.bucket_groups + ddp.expert_parallel_bucket_groups
-                if ddp.ddp_config.overlap_param_gather and not all(group.param_gather_dispatched for group in groups):
-                    ddp.start_param_sync(force_sync=True)
+            self._updater.complete_parameters()
 
+    @_on_its_mesh
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (Hugging Face name, full tensor) on every rank, adapters merged; collective."""
-        with self._mesh.active():
-            self._settle()
-        if self._lost is not None:
-            self._lost.squares_2.zero_()
-        return self._mesh.iterate(self._stream())
+        self._settle()
+        return self._mesh.iterate(self._weights.merged())
 
     def lost_to_rounding(self) -> tuple[float, float]:
         """Return two norms over the whole model for the last stream of weights; collective.
@@ -325,29 +220,20 @@ class MegatronModel:
         The first is the norm of what is lost of the adapters' contribution in the engine's dtype; the second is the norm of
         that contribution.
         """
-        assert self._lost is not None, "a model built without adapters or engine_dtype counts nothing"
-        squares_2 = self._lost.squares_2.cpu()
-        dist.all_reduce(squares_2, group=self._mesh.ranks.members)
-        lost, share = squares_2.sqrt().tolist()
-        return lost, share
+        return self._weights.lost_to_rounding()
 
+    @_on_its_mesh
     def adapters(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (PEFT name, full A or B) of the adapters on every rank; collective."""
-        assert self._lora is not None, "a model built without policy.lora has no adapters"
-        with self._mesh.active():
-            self._settle()
-            tensors = adapter_tensors(self.spec, self._lora)
-            stream = WeightStream(lambda: adapter_weights(self._chunks), self.spec, self._mesh, self._bucket_mb, tensors)
-        return self._mesh.iterate(stream())
+        self._settle()
+        return self._mesh.iterate(self._weights.adapters())
 
+    @_on_its_mesh
     def mtp_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (Hugging Face name, full tensor) of the layers of multi-token prediction on every rank; collective."""
         assert self.has_mtp, "a model built without policy.mtp.train has no such layers"
-        with self._mesh.active():
-            self._settle()
-            own = partial(named_weights, self._chunks)
-            stream = WeightStream(own, self.spec, self._mesh, self._bucket_mb, mtp_parameters_of(self.spec))
-        return self._mesh.iterate(stream())
+        self._settle()
+        return self._mesh.iterate(self._weights.mtp())
 
     @_on_its_mesh
     def verify(self) -> None:
@@ -417,21 +303,3 @@ class WithoutAdapters:
 
     def onload(self) -> None:
         self._model.onload()
-
-
-def _moe_layers(spec: ModelSpec, own: Sequence[int]) -> MoELayers | None:
-    """Return which layers have experts and which of them this rank holds; None for a model without experts."""
-    routes = spec.routes
-    return None if routes is None else MoELayers(routes, tuple(map(routes.layers.index, own)))
-
-
-def _check_files(check: Callable[[ModelSpec], None], spec: ModelSpec, ranks: Ranks) -> None:
-    """Raise ValueError on all ranks of the model if the first one finds the tensor files unusable. Collective."""
-    fault: str | None = None
-    if ranks.leads:
-        try:
-            check(spec)
-        except (ValueError, OSError) as error:
-            fault = sentence_of(error) or first_line(error)
-    if fault := broadcast_json(fault, ranks.first, ranks.members):
-        raise ValueError(fault)

@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fivefold.distributed.objects import all_gather_json
+from fivefold.errors import RunError
 from fivefold.megatron.layers.layer_spec import PolicyModel
 from fivefold.megatron.mesh import Mesh
 
@@ -14,7 +15,7 @@ _PIECE = 1 << 24
 """Number of elements processed at once: 64-bit copies of a whole parameter would not fit next to it."""
 
 
-class ReplicaError(RuntimeError):
+class ReplicaError(RunError):
     """Raised when copies of a parameter that must be equal differ."""
 
 

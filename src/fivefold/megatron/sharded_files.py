@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from fivefold.errors import UserError
 from fivefold.files import writing
 from fivefold.summed_files import BLOCK, SUM_LETTERS, SUMS, DamagedFile, block_sums, count_blocks, fill, read_header, sum_of
 
@@ -189,7 +190,7 @@ class PieceReader:
                     values[part.within(box)].copy_(data)
                 filled += math.prod(shared.size)
         if filled != math.prod(box.size):
-            raise ValueError(
+            raise UserError(
                 f"{self._directory} holds {filled} of the {math.prod(box.size)} numbers of {name} at {box.offset}: it was "
                 "written for another model, or files are missing"
             )

@@ -27,6 +27,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region
 from torch import Tensor
 
+from fivefold.columns import Column
 from fivefold.distributed.balance import micro_batches_needed, plan_micro_batches
 from fivefold.distributed.objects import broadcast_json
 from fivefold.megatron.layers.attention import Packing, chunk_multiple, local_positions, make_packing
@@ -186,8 +187,8 @@ class MicroBatches:
             routing = Routing(to_device(owner[None] == torch.arange(max(1, len(pieces)))[:, None], mesh.device))
             if batch.records_routes:
                 routing.recorded = {}
-            if batch.routes_TLK is not None:
-                routing.routes_TLK = to_device(layers.local(batch.routes_TLK, local), mesh.device)
+            if Column.ROUTES in batch:
+                routing.routes_TLK = to_device(layers.local(batch[Column.ROUTES], local), mesh.device)
         predicted = batch.loss_mask_T.nonzero()[:, 0]
         predicted = predicted[place[predicted - 1] >= 0]
         output, source = predicted, predicted - 1
@@ -215,7 +216,7 @@ class MicroBatches:
             source_index_S=to_device(place[source], mesh.device),
             targets_S=to_device(batch.token_ids_T[output], mesh.device),
             output_index_S=to_device(output, mesh.device),
-            batch=replace(batch, routes_TLK=None).to(mesh.device),
+            batch=batch.with_columns({Column.ROUTES: None}).to(mesh.device),
             token_index_T=self._batch.token_index(samples),
             place_T=place,
             ahead=tuple(ahead),
@@ -293,7 +294,7 @@ def _schedule(batching: BatchingConfig) -> Any:
 def forward_only(models: list[Any], batch: TokenBatch, batching: BatchingConfig) -> Tensor:
     """[T] log-probs of the response tokens, or values, on the host of every rank of the replica.
 
-    With `batch.records_routes` this also sets `batch.routes_TLK`.
+    With `batch.records_routes` this also fills in Column.ROUTES.
     """
     mesh, micro_batches = batching.mesh, MicroBatches(batch, batching)
     record = RouteRecord(batching.experts) if batch.records_routes and batching.experts is not None else None
@@ -320,7 +321,7 @@ def forward_only(models: list[Any], batch: TokenBatch, batching: BatchingConfig)
     )
     mesh.ranks.heartbeat.check_items(micro_batches.count)
     if record is not None:
-        batch.routes_TLK = record.whole(len(batch.token_ids_T), mesh.tp, mesh.ranks.replica)
+        batch[Column.ROUTES] = record.whole(len(batch.token_ids_T), mesh.tp, mesh.ranks.replica)
     found_T = torch.zeros(len(batch.token_ids_T), dtype=torch.float32)
     if mesh.is_last_stage:
         for micro, numbers_T in results:

@@ -10,7 +10,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 
 from fivefold.config.learners import PolicyConfig
 from fivefold.config.mcore_options import RECOMPUTE
-from fivefold.errors import first_line
+from fivefold.errors import UserError, first_line
 from fivefold.megatron.layers.layer_spec import use_transformer_engine
 from fivefold.megatron.mesh import Mesh
 from fivefold.megatron.patches.quiet import quiet
@@ -24,7 +24,7 @@ def transformer_config(spec: ModelSpec, mesh: Mesh, policy: PolicyConfig) -> Tra
     layout, dtype = mesh.layout, DTYPES[policy.dtype]
     fused = use_transformer_engine(policy.megatron.transformer_impl, mesh.device)
     if fused and (spec.moe is not None or spec.mla is not None):
-        raise ValueError(
+        raise UserError(
             f"megatron.transformer_impl: transformer_engine has dense models without latent attention only: got "
             f"{spec.family}; use torch"
         )
@@ -95,7 +95,7 @@ def transformer_config(spec: ModelSpec, mesh: Mesh, policy: PolicyConfig) -> Tra
             return kind(**settings)
     except (AssertionError, ValueError, TypeError) as error:
         # Megatron-Core's own code checks which options fit together.
-        raise ValueError(f"Megatron-Core refuses these options of megatron.transformer: {first_line(error)}") from error
+        raise UserError(f"Megatron-Core refuses these options of megatron.transformer: {first_line(error)}") from error
 
 
 def _moe_settings(spec: ModelSpec, is_balanced: bool) -> dict[str, Any]:

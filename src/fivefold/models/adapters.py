@@ -10,7 +10,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from fivefold.errors import shown
+from fivefold.errors import UserError, shown
 from fivefold.files import read_json_object
 from fivefold.models.families import parameters_of
 from fivefold.models.parameters import MappedParameter, Sharding
@@ -96,7 +96,7 @@ def adapters_of(spec: ModelSpec, lora: LoraSpec) -> tuple[Adapter, ...]:
         known = sorted({module.rpartition(".")[2] for module, *_ in maps})
         for name in names:
             if name != ALL and not any(_fits(module, name) for module, *_ in maps):
-                raise ValueError(
+                raise UserError(
                     f"{key} must name linear maps of the model's layers, by the end of their names: got {shown(name)}; "
                     f"{spec.family} has {', '.join(known)}"
                 )
@@ -110,7 +110,7 @@ def adapters_of(spec: ModelSpec, lora: LoraSpec) -> tuple[Adapter, ...]:
     _check_experts(found)
     modules = {each.linear for each in found if each.is_adapted}
     if not modules:
-        raise ValueError("target_modules leaves nothing to train: exclude_modules excludes all of it")
+        raise UserError("target_modules leaves nothing to train: exclude_modules excludes all of it")
     return tuple(each for each in found if each.linear in modules)
 
 
@@ -122,7 +122,7 @@ def _check_experts(adapters: list[Adapter]) -> None:
             kinds = wanted.setdefault((each.layer, each.name), set())
             kinds.add(each.is_adapted)
             if len(kinds) > 1:
-                raise ValueError(
+                raise UserError(
                     f"target_modules and exclude_modules must treat all experts of a layer alike: got {each.module} apart"
                 )
 
@@ -195,20 +195,20 @@ def check_adapter_files(directory: Path, spec: ModelSpec, lora: LoraSpec) -> Non
     """Raise ValueError if `directory` does not hold adapters of this model, rank and alpha in PEFT's format."""
     path, config = directory / TENSORS, read_json_object(directory / CONFIG)
     if not path.is_file():
-        raise ValueError(f"no {TENSORS} in {directory}; adapters in pickle files (*.bin) are not read")
+        raise UserError(f"no {TENSORS} in {directory}; adapters in pickle files (*.bin) are not read")
     for key, values in _PLAIN.items():
         if (value := config.get(key, values[0])) not in values:
-            raise ValueError(
+            raise UserError(
                 f"{directory / CONFIG}: {key} must be {shown(values[0])}, nothing else is computed here: {shown(value)}"
             )
     for key, ours, own in (("r", "rank", lora.rank), ("lora_alpha", "alpha", lora.alpha)):
         if config.get(key) != own:
-            raise ValueError(f"lora.{ours} must be {key} of {directory / CONFIG}, {shown(config.get(key))}: got {own:g}")
+            raise UserError(f"lora.{ours} must be {key} of {directory / CONFIG}, {shown(config.get(key))}: got {own:g}")
     headers, wanted = read_headers(path), {tensor.hf[0]: shape for tensor, shape in adapter_tensors(spec, lora).items()}
     if missing := sorted(set(wanted) - set(headers)):
-        raise ValueError(f"{path} lacks {len(missing)} tensors of lora.target_modules, the first: {missing[:2]}")
+        raise UserError(f"{path} lacks {len(missing)} tensors of lora.target_modules, the first: {missing[:2]}")
     if extra := sorted(set(headers) - set(wanted)):
-        raise ValueError(f"{path} has {len(extra)} tensors that lora.target_modules leaves out, the first: {extra[:2]}")
+        raise UserError(f"{path} has {len(extra)} tensors that lora.target_modules leaves out, the first: {extra[:2]}")
     for name, shape in wanted.items():
         if headers[name].shape != shape:
-            raise ValueError(f"{path}: {name} must have the shape {shape}: got {headers[name].shape}")
+            raise UserError(f"{path}: {name} must have the shape {shape}: got {headers[name].shape}")

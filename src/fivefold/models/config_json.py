@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fivefold.errors import shown
+from fivefold.errors import UserError, shown
 from fivefold.files import read_json_object
 from fivefold.models.spec import ModelSpec, MoESpec, YarnSpec
 
@@ -39,7 +39,7 @@ def read_whole(config: dict[str, Any], key: str, default: Any = _REQUIRED, *, lo
     if found is None and default is not _REQUIRED:
         return default
     if not isinstance(found, int) or isinstance(found, bool) or not low <= found <= high:
-        raise ValueError(f"{key} in config.json must be a whole number from {low} to {high}: got {shown(found)}")
+        raise UserError(f"{key} in config.json must be a whole number from {low} to {high}: got {shown(found)}")
     return found
 
 
@@ -49,7 +49,7 @@ def read_number(config: dict[str, Any], key: str, default: Any = _REQUIRED, *, h
     if found is None and default is not _REQUIRED:
         return default
     if not isinstance(found, (int, float)) or isinstance(found, bool) or not 0 < found <= high:
-        raise ValueError(f"{key} in config.json must be a number above 0, at most {high:g}: got {shown(found)}")
+        raise UserError(f"{key} in config.json must be a number above 0, at most {high:g}: got {shown(found)}")
     return float(found)
 
 
@@ -59,7 +59,7 @@ def read_flag(config: dict[str, Any], key: str, default: bool = False) -> bool:
     if found is None:
         return default
     if not isinstance(found, bool):
-        raise ValueError(f"{key} in config.json must be true or false: got {shown(found)}")
+        raise UserError(f"{key} in config.json must be true or false: got {shown(found)}")
     return found
 
 
@@ -69,18 +69,31 @@ def read_mapping(config: dict[str, Any], key: str) -> dict[str, Any]:
     if found is None:
         return {}
     if not isinstance(found, dict):
-        raise ValueError(f"{key} in config.json must be a mapping: got {shown(found)}")
+        raise UserError(f"{key} in config.json must be a mapping: got {shown(found)}")
     return found
 
 
 _NULL = type(None)
+_KINDS = {
+    _NULL: "null",
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number with a decimal point",
+    str: "a text",
+    list: "a list",
+    dict: "a mapping",
+}
 _TYPES: dict[str, tuple[type, ...]] = {
     "use_cache": (bool,),
     "bos_token_id": (int, _NULL),
     "pad_token_id": (int, _NULL),
     "eos_token_id": (int, list, _NULL),
     "sliding_window": (int, _NULL),
-    "max_window_layers": (int, _NULL),
+    "max_window_layers": (int,),
+    "transformers_version": (str, _NULL),
+    "attention_bias": (bool,),
+    "tie_word_embeddings": (bool,),
+    "rms_norm_eps": (float,),
     "attention_dropout": (int, float),
     "initializer_range": (float,),
     "architectures": (list, _NULL),
@@ -88,7 +101,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "id2label": (dict, _NULL),
     "label2id": (dict, _NULL),
 }
-"""Keys that only transformers reads, which refuses values of other types."""
+"""Keys of which transformers refuses values of other types, even null where the family reads it as the default."""
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
@@ -98,24 +111,24 @@ def check_types(config: dict[str, Any]) -> None:
         found = config.get(key)
         fits = isinstance(found, types) and not (isinstance(found, bool) and bool not in types)
         if key in config and not fits:
-            wanted = " or ".join("null" if kind is _NULL else kind.__name__ for kind in types)
-            raise ValueError(f"{key} in config.json must be of type {wanted}: got {shown(found)}")
+            wanted = " or ".join(_KINDS[kind] for kind in types)
+            raise UserError(f"{key} in config.json must be {wanted}: got {shown(found)}")
         if isinstance(found, list) and key != "eos_token_id" and not all(isinstance(one, str) for one in found):
-            raise ValueError(f"{key} in config.json must be a list of texts: got {shown(found)}")
+            raise UserError(f"{key} in config.json must be a list of texts: got {shown(found)}")
     pad, vocab = config.get("pad_token_id"), config.get("vocab_size")
     if isinstance(pad, int) and isinstance(vocab, int) and not -vocab <= pad < vocab:
-        raise ValueError(f"pad_token_id in config.json must be a token of the vocabulary of {vocab}: got {shown(pad)}")
+        raise UserError(f"pad_token_id in config.json must be a token of the vocabulary of {vocab}: got {shown(pad)}")
     for key in ("dtype", "torch_dtype"):
         found = config.get(key)
         if found is not None and (not isinstance(found, str) or found.removeprefix("torch.") not in _DTYPES):
-            raise ValueError(f"{key} in config.json must be one of {', '.join(_DTYPES)}: got {shown(found)}")
+            raise UserError(f"{key} in config.json must be one of {', '.join(_DTYPES)}: got {shown(found)}")
 
 
 def read_config(directory: Path) -> dict[str, Any]:
     """Read the `config.json` of a model directory."""
     path = directory / "config.json"
     if not path.is_file():
-        raise ValueError(f"no config.json in {directory}: model.path must be a Hugging Face model directory")
+        raise UserError(f"no config.json in {directory}: model.path must be a Hugging Face model directory")
     return read_json_object(path)
 
 
@@ -143,20 +156,20 @@ def read_decoder(
     """
     family = config["model_type"]
     if config.get("hidden_act", "silu") != "silu":
-        raise ValueError(f"hidden_act must be 'silu' for {family}: got {config['hidden_act']!r}")
+        raise UserError(f"hidden_act must be 'silu' for {family}: got {config['hidden_act']!r}")
     for key in refused:
         if read_flag(config, key):
-            raise ValueError(f"{key}: true is not supported for {family} (the models of the family do not use it)")
+            raise UserError(f"{key}: true is not supported for {family} (the models of the family do not use it)")
     if absent := [key for key in (*SIZES, *required) if config.get(key) is None]:
-        raise ValueError(f"config.json of a {family} model must have {', '.join(absent)}")
+        raise UserError(f"config.json of a {family} model must have {', '.join(absent)}")
     rope = read_rope(config, rope_types, rotary_fraction, rope_theta)
     hidden, heads = read_whole(config, "hidden_size"), read_whole(config, "num_attention_heads")
     kv_heads = read_whole(config, "num_key_value_heads", heads)
     size = read_whole(config, "head_dim", head_dim or hidden // heads)
     if heads % kv_heads:
-        raise ValueError(f"num_attention_heads must be a multiple of num_key_value_heads: got {heads} and {kv_heads}")
+        raise UserError(f"num_attention_heads must be a multiple of num_key_value_heads: got {heads} and {kv_heads}")
     if size * rope.fraction % 2 or not size:
-        raise ValueError(
+        raise UserError(
             f"RoPE turns pairs, so the part of a head that it turns must be even: got {size} x {rope.fraction:g} of "
             f"hidden_size {hidden} and {heads} heads"
         )
@@ -205,15 +218,15 @@ def read_rope(config: dict[str, Any], types: Sequence[str], usual_fraction: floa
         config, "partial_rotary_factor", usual_fraction or 1.0, high=1
     )
     if fraction != 1.0 and usual_fraction is None:
-        raise ValueError(f"partial_rotary_factor must be 1 for {family}: got {fraction}")
+        raise UserError(f"partial_rotary_factor must be 1 for {family}: got {fraction}")
     if kind not in types:
-        raise ValueError(f"RoPE variant {kind!r} is not supported for {family}; supported: {', '.join(types)}")
+        raise UserError(f"RoPE variant {kind!r} is not supported for {family}; supported: {', '.join(types)}")
     if kind == "linear":
         return Rope(theta, fraction, linear_factor=read_number(rope, "factor"))
     if kind == "llama3":
         for key, fixed in LLAMA3_FIXED.items():
             if rope.get(key, fixed) != fixed:
-                raise ValueError(f"llama3 RoPE scaling is supported with {key}={fixed:g} only: got {shown(rope[key])}")
+                raise UserError(f"llama3 RoPE scaling is supported with {key}={fixed:g} only: got {shown(rope[key])}")
         return Rope(theta, fraction, llama3_factor=read_number(rope, "factor"))
     if kind == "yarn":
         return Rope(theta, fraction, yarn=_read_yarn(rope, config))
@@ -226,13 +239,13 @@ def _read_rope_keys(config: dict[str, Any]) -> dict[str, Any]:
     older, newer = read_mapping(config, "rope_scaling"), read_mapping(config, "rope_parameters")
     for name, rope in (("rope_scaling", older), ("rope_parameters", newer)):
         if nested := [key for key, value in rope.items() if isinstance(value, dict)]:
-            raise ValueError(f"{name} in config.json must be the same for all layers: got {shown(nested)} in it")
+            raise UserError(f"{name} in config.json must be the same for all layers: got {shown(nested)} in it")
     usual = {"rope_type": "default", "rope_theta": config.get("rope_theta")}
     both = [{**usual, **rope, "rope_type": rope.get("rope_type", rope.get("type", "default"))} for rope in (older, newer)]
     for rope in both:
         rope.pop("type", None)
     if older and newer and both[0] != both[1]:
-        raise ValueError(
+        raise UserError(
             "rope_scaling and rope_parameters in config.json must say the same, transformers takes the first of them: got "
             f"{shown(older)} and {shown(newer)}; remove one of them"
         )
@@ -241,9 +254,9 @@ def _read_rope_keys(config: dict[str, Any]) -> dict[str, Any]:
 
 def _read_yarn(rope: dict[str, Any], config: dict[str, Any]) -> YarnSpec:
     if rope.get("attention_factor") is not None or not read_flag(rope, "truncate", True):
-        raise ValueError("yarn RoPE scaling is supported without attention_factor and with truncate: true only")
+        raise UserError("yarn RoPE scaling is supported without attention_factor and with truncate: true only")
     if rope.get("factor") is None or not rope.get("mscale") or not rope.get("mscale_all_dim"):
-        raise ValueError(f"yarn RoPE scaling of a {config['model_type']} model must have factor, mscale and mscale_all_dim")
+        raise UserError(f"yarn RoPE scaling of a {config['model_type']} model must have factor, mscale and mscale_all_dim")
     return YarnSpec(
         factor=read_number(rope, "factor"),
         original_positions=read_whole(rope, "original_max_position_embeddings", config["max_position_embeddings"]),
@@ -265,11 +278,11 @@ def read_optional_window(config: dict[str, Any]) -> int | None:
         "sliding_attention" if layer >= first else "full_attention" for layer in range(layers)
     ]
     if not isinstance(kinds, list) or len(kinds) != layers or not all(isinstance(kind, str) for kind in kinds):
-        raise ValueError(f"layer_types in config.json must name the kind of each of {layers} layers: got {shown(kinds)}")
+        raise UserError(f"layer_types in config.json must name the kind of each of {layers} layers: got {shown(kinds)}")
     if set(kinds) == {"full_attention"}:
         return None
     if set(kinds) != {"sliding_attention"}:
-        raise ValueError(
+        raise UserError(
             f"a mixture of attention kinds over the layers is not supported: {kinds.count('sliding_attention')} of "
             f"{len(kinds)} layers have a sliding window; set use_sliding_window to false in config.json to train without"
         )
@@ -285,7 +298,7 @@ def read_window(config: dict[str, Any], usual: int | None = 4096) -> int | None:
 def refuse_optional_window(config: dict[str, Any]) -> None:
     """Raise ValueError if `use_sliding_window` turns a window on."""
     if read_flag(config, "use_sliding_window") and read_window(config) is not None:
-        raise ValueError(
+        raise UserError(
             f"use_sliding_window: true is not supported for {config['model_type']}; the published models have it off"
         )
 
@@ -294,12 +307,12 @@ def read_expert_counts(config: dict[str, Any]) -> tuple[int, int]:
     """Read (experts per layer, experts per token)."""
     names = [name for name in ("n_routed_experts", "num_local_experts", "num_experts") if config.get(name) is not None]
     if not names:
-        raise ValueError(f"config.json of a {config['model_type']} model must have the number of experts")
+        raise UserError(f"config.json of a {config['model_type']} model must have the number of experts")
     count, top_k = read_whole(config, names[0], high=MOST_EXPERTS), read_whole(config, "num_experts_per_tok")
     if read_whole(config, "num_hidden_layers", high=MOST_LAYERS) * count > MOST_EXPERTS:
-        raise ValueError(f"config.json must have at most {MOST_EXPERTS} experts in all layers: got {count} in each")
+        raise UserError(f"config.json must have at most {MOST_EXPERTS} experts in all layers: got {count} in each")
     if top_k > count:
-        raise ValueError(f"num_experts_per_tok must lie between 1 and the {count} experts: got {top_k}")
+        raise UserError(f"num_experts_per_tok must lie between 1 and the {count} experts: got {top_k}")
     return count, top_k
 
 
@@ -309,7 +322,7 @@ def read_softmax_experts(config: dict[str, Any], shared_ffn: int = 0) -> MoESpec
     dense, every = config.get("mlp_only_layers") or [], read_whole(config, "decoder_sparse_step", 1)
     layers = read_whole(config, "num_hidden_layers", high=MOST_LAYERS)
     if not isinstance(dense, list) or not all(isinstance(layer, int) for layer in dense):
-        raise ValueError(f"mlp_only_layers in config.json must be a list of layers: got {shown(dense)}")
+        raise UserError(f"mlp_only_layers in config.json must be a list of layers: got {shown(dense)}")
     return MoESpec(
         count,
         top_k,
@@ -338,21 +351,21 @@ def read_sigmoid_experts(
     count, top_k = read_expert_counts(config)
     groups, groups_chosen = read_whole(config, "n_group", n_group), read_whole(config, "topk_group", topk_group)
     if count % groups or groups_chosen > groups or (groups > 1 and top_k % groups_chosen):
-        raise ValueError(
+        raise UserError(
             f"experts must divide into n_group groups of which topk_group are chosen, and num_experts_per_tok must be a "
             f"multiple of topk_group: got {count} experts, n_group {groups}, topk_group {groups_chosen}, {top_k} of a token"
         )
     if groups > 1 and top_k // groups_chosen != 2:
-        raise ValueError(
+        raise UserError(
             f"groups of experts are scored by their two best (DeepSeek-V3), which Megatron-Core does only where "
             f"num_experts_per_tok / topk_group is 2: got {top_k} / {groups_chosen}"
         )
     if top_k < 2:
-        raise ValueError(
+        raise UserError(
             f"num_experts_per_tok must be at least 2 for {family}: Megatron-Core does not normalise a single score"
         )
     if not read_flag(config, "norm_topk_prob", True):
-        raise ValueError(
+        raise UserError(
             f"norm_topk_prob: false is not supported for {family}: Megatron-Core always normalises sigmoid scores"
         )
     dense, ffn = (

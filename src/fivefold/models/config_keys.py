@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from fivefold.errors import shown
+from fivefold.errors import UserError, shown
 from fivefold.models.spec import ModelSpec
 
 _DROPOUT = "nothing is dropped here, as when responses are sampled"
@@ -99,7 +99,7 @@ def check_keys(config: dict[str, Any], spec: ModelSpec) -> None:
     for key, neutral in NEUTRAL.items():
         if config.get(key) not in neutral:
             why = _WHY.get(key, "it is not supported: remove it where it has no effect")
-            raise ValueError(f"{key} in config.json must be left out: got {shown(config[key])}; {why}")
+            raise UserError(f"{key} in config.json must be left out: got {shown(config[key])}; {why}")
     _check_layer_types(config, spec)
 
 
@@ -110,7 +110,7 @@ def _check_layer_types(config: dict[str, Any], spec: ModelSpec) -> None:
         return
     computed = "full_attention" if spec.sliding_window is None else "sliding_attention"
     if not isinstance(kinds, list) or len(kinds) != spec.layers or any(kind != computed for kind in kinds):
-        raise ValueError(
+        raise UserError(
             f"layer_types in config.json must name {computed} for each of {spec.layers} layers, as the other keys do "
             f"(sliding_window, use_sliding_window): got {shown(kinds)}"
         )

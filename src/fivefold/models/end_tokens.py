@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fivefold.errors import shown
+from fivefold.errors import UserError, shown
 from fivefold.files import read_json_object
 
 _FILES = ("generation_config.json", "config.json")
@@ -49,5 +49,5 @@ def _tokens(path: Path) -> frozenset[int]:
     given: Any = read_json_object(path).get("eos_token_id")
     ids = given if isinstance(given, list) else [] if given is None else [given]
     if not all(isinstance(token, int) and not isinstance(token, bool) for token in ids):
-        raise ValueError(f"{path}: eos_token_id must be a token or a list of tokens: got {shown(given)}")
+        raise UserError(f"{path}: eos_token_id must be a token or a list of tokens: got {shown(given)}")
     return frozenset(ids)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from fivefold.errors import UserError
 from fivefold.layout import ParallelLayout, PipelineSplit
 
 VOCABULARY_MULTIPLE = 128
@@ -195,14 +196,14 @@ class ModelSpec:
             sharded.append(("shared expert ffn size", self.moe.shared_ffn, "tp", layout.tp))
         for what, size, dimension, parts in sharded:
             if size % parts:
-                raise ValueError(
+                raise UserError(
                     f"{what} must be divisible by {dimension}: got {size} for {dimension}={parts} in {layout}; "
                     f"choose a {dimension} that divides {size}"
                 )
         if self.moe is None and (layout.ep > 1 or layout.etp > 1):
-            raise ValueError(f"{self.family} has no experts: got ep={layout.ep} etp={layout.etp} in {layout}; leave e out")
+            raise UserError(f"{self.family} has no experts: got ep={layout.ep} etp={layout.etp} in {layout}; leave e out")
         if VOCABULARY_MULTIPLE % layout.tp:
-            raise ValueError(
+            raise UserError(
                 f"tp must divide {VOCABULARY_MULTIPLE} (the vocabulary of {self.vocab} is padded to {self.padded_vocab}): "
                 f"got tp={layout.tp} in {layout}; choose a power of two"
             )
@@ -211,12 +212,12 @@ class ModelSpec:
     def check_mtp(self, layout: ParallelLayout) -> None:
         """Raise ValueError if this model's multi-token prediction layers cannot be trained on `layout`."""
         if not self.mtp_layers:
-            raise ValueError(
+            raise UserError(
                 "policy.mtp.train needs layers of multi-token prediction, and num_nextn_predict_layers in config.json of "
                 f"this {self.family} model is 0 or missing: leave policy.mtp.train out, or take a model that has them"
             )
         if self.tied and layout.pp > 1:
-            raise ValueError(
+            raise UserError(
                 f"policy.mtp.train needs p1 where the output layer is the embedding, of which the last stage would have two "
                 f"copies: got {layout}; choose a layout without p"
             )

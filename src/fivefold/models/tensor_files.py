@@ -13,7 +13,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from fivefold.errors import shown
+from fivefold.errors import UserError, shown
 from fivefold.files import read_json_object
 from fivefold.models.families import is_of_mtp, mtp_parameters_of, parameters_of
 from fivefold.models.parameters import EMBEDDING, OUTPUT, VALUE_HEAD
@@ -47,14 +47,14 @@ def tensor_places(directory: Path) -> dict[str, str]:
     if (path := directory / INDEX).is_file():
         places = read_json_object(path).get("weight_map")
         if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
-            raise ValueError(f"{path} must have a weight_map of names to files: got {shown(places)}")
+            raise UserError(f"{path} must have a weight_map of names to files: got {shown(places)}")
         for file in sorted(set(places.values())):
             if Path(file).name != file or not (directory / file).is_file():
-                raise ValueError(f"{path} names {shown(file)}, which is not there: download the model again")
+                raise UserError(f"{path} names {shown(file)}, which is not there: download the model again")
         return places
     if (path := directory / SINGLE).is_file():
         return dict.fromkeys(read_headers(path), SINGLE)
-    raise ValueError(
+    raise UserError(
         f"no {SINGLE} or {INDEX} in {directory}; weights in pickle files (*.bin) are not read: "
         "convert them to safetensors first"
     )
@@ -75,19 +75,21 @@ def read_headers(path: Path) -> dict[str, TensorHeader]:
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if size < 8 or length > min(size - 8, _LONGEST_HEADER):
-            raise ValueError(f"{path} is no whole safetensors file: it has {size} bytes, its header would have {length}")
+            raise UserError(
+                f"{path} is not a complete safetensors file: it has {size} bytes, its header would have {length}"
+            )
         header = file.read(length)
     try:
         entries = json.loads(header)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is no safetensors file: its header is not JSON") from error
+        raise UserError(f"{path} is not a safetensors file: its header is not JSON") from error
     if not isinstance(entries, dict):
-        raise ValueError(f"{path} is no safetensors file: its header is {shown(entries)}")
+        raise UserError(f"{path} is not a safetensors file: its header is {shown(entries)}")
     entries.pop("__metadata__", None)
     found = {name: _header(path, name, entry, 8 + length) for name, entry in entries.items()}
     end = max((entry["data_offsets"][1] for entry in entries.values()), default=0)
     if end != size - 8 - length:
-        raise ValueError(
+        raise UserError(
             f"{path} is cut off or damaged: its tensors take {end} bytes, {size - 8 - length} are there; download it again"
         )
     return found
@@ -102,7 +104,7 @@ def _header(path: Path, name: str, entry: Any, data: int) -> TensorHeader:
     except (TypeError, KeyError, ValueError):
         good = False
     if not good:
-        raise ValueError(f"{path}: the header of tensor {name} is damaged: {shown(entry)}")
+        raise UserError(f"{path}: the header of tensor {name} is damaged: {shown(entry)}")
     return TensorHeader(path.name, dtype, tuple(shape), data + begin, end - begin)
 
 
@@ -126,12 +128,12 @@ def check_tensor_files(directory: Path, spec: ModelSpec, has_mtp: bool = False) 
             continue
         found = headers[name]
         if found.dtype not in _BYTES:
-            raise ValueError(
+            raise UserError(
                 f"{directory / found.file}: {name} is stored as {found.dtype}, parameters are read from "
                 f"{', '.join(_BYTES)}: take the model without quantization"
             )
         if shape is not None and found.shape != shape:
-            raise ValueError(
+            raise UserError(
                 f"{directory / found.file}: {name} must have the shape {shape} that config.json asks for: got {found.shape}"
             )
     if spec.tied and not spec.value_head:
@@ -146,7 +148,7 @@ def _check_tied(directory: Path, headers: dict[str, TensorHeader]) -> None:
     same = (head.dtype, head.shape) == (embedding.dtype, embedding.shape)
     if not same or not _are_equal(directory, head, embedding):
         held = "other numbers" if same else f"{head.dtype} of {head.shape} instead of {embedding.dtype} of {embedding.shape}"
-        raise ValueError(
+        raise UserError(
             f"{directory / head.file}: tie_word_embeddings in config.json is true, so {OUTPUT.hf[0]} must be left out or be "
             f"equal to {EMBEDDING.hf[0]}: it holds {held}; transformers computes with both, so set tie_word_embeddings to "
             "false, or remove the head"
@@ -173,11 +175,11 @@ def _check_names(directory: Path, placed: set[str], there: set[str], wanted: Col
     # Some tied models store the shared weight a second time; a critic does not use it.
     extra = {name for name in placed - set(wanted) if not _is_left_out(name, spec)} - set(OUTPUT.hf)
     if missing := sorted(needed - placed):
-        raise ValueError(f"{directory} lacks {len(missing)} tensors of a {spec.family} model, the first: {missing[:3]}")
+        raise UserError(f"{directory} lacks {len(missing)} tensors of a {spec.family} model, the first: {missing[:3]}")
     if absent := sorted(placed - there):
-        raise ValueError(f"{directory / INDEX} names {len(absent)} tensors that no file holds, the first: {absent[:3]}")
+        raise UserError(f"{directory / INDEX} names {len(absent)} tensors that no file holds, the first: {absent[:3]}")
     if extra:
-        raise ValueError(
+        raise UserError(
             f"{directory} holds {len(extra)} tensors that a {spec.family} model of its config.json does not have, "
             f"the first: {sorted(extra)[:3]}"
         )

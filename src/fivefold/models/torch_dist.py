@@ -14,7 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from fivefold.errors import first_line, shown
+from fivefold.errors import UserError, first_line, shown
 from fivefold.files import read_json_object, read_text
 from fivefold.models.families import mtp_parameters_of, parameters_of
 from fivefold.models.parameters import EMBEDDING, OUTPUT, VALUE_HEAD, MappedParameter, Sharding
@@ -81,13 +81,13 @@ def find_torch_dist(path: str | Path) -> Path | None:
     path = Path(path)
     if (backend := _backend(path)) is not None:
         if backend != "torch_dist":
-            raise ValueError(f"{path} must be a torch_dist checkpoint of Megatron-Core: its {CONFIG} says {shown(backend)}")
+            raise UserError(f"{path} must be a torch_dist checkpoint of Megatron-Core: its {CONFIG} says {shown(backend)}")
         if not (path / METADATA).is_file():
-            raise ValueError(f"{path} has no {METADATA}: the checkpoint was not finished, or not copied whole")
+            raise UserError(f"{path} has no {METADATA}: the checkpoint is unfinished, or an incomplete copy")
         return path
     if not (path / LATEST).is_file():
         if any(path.glob("mp_rank_*")):
-            raise ValueError(
+            raise UserError(
                 f"{path} holds pickles of ranks (mp_rank_*), which are not read: convert it with Megatron-LM's "
                 "--ckpt-convert-format torch_dist"
             )
@@ -95,9 +95,9 @@ def find_torch_dist(path: str | Path) -> Path | None:
     named = read_text(path / LATEST).strip()
     below = path / (f"iter_{int(named):07d}" if named.isdecimal() else named)
     if named != "release" and not named.isdecimal():
-        raise ValueError(f"{path / LATEST} must hold a number or release: got {shown(named)}")
+        raise UserError(f"{path / LATEST} must hold a number or release: got {shown(named)}")
     if not below.is_dir():
-        raise ValueError(f"{path / LATEST} names {below.name}, which is not there")
+        raise UserError(f"{path / LATEST} names {below.name}, which is not there")
     return find_torch_dist(below)
 
 
@@ -110,7 +110,7 @@ def _backend(path: Path) -> Any:
     """Return the format of the checkpoint in this directory; a Hugging Face directory may have a different metadata.json."""
     try:
         return read_json_object(path / CONFIG).get("sharded_backend")
-    except ValueError:
+    except UserError:
         return None
 
 
@@ -166,14 +166,14 @@ def read_index(directory: Path) -> dict[str, StoredTensor]:
         raise
     except Exception as error:
         # A damaged pickle can raise any error; a malicious one becomes a record without these fields.
-        raise ValueError(f"{path} is no list of a checkpoint's tensors: {first_line(error)}") from error
+        raise UserError(f"{path} is not a list of a checkpoint's tensors: {first_line(error)}") from error
 
 
 def _prefix(names: Mapping[str, Any]) -> str:
     """Return the prefix that some trainers put before the names of the model."""
     own = [name for name in names if name.endswith(EMBEDDING.mcore) and "optimizer" not in name]
     if len(own) != 1:
-        raise ValueError(f"it must hold one {EMBEDDING.mcore}: got {own or 'none'}")
+        raise UserError(f"it must hold one {EMBEDDING.mcore}: got {own or 'none'}")
     return own[0].removesuffix(EMBEDDING.mcore)
 
 
@@ -182,7 +182,7 @@ def _tensor(directory: Path, name: str, each: Any, places: Mapping[tuple[str, Sh
     for chunk in each.chunks:
         place = places[name, tuple(chunk.offsets)]
         if Path(place.relative_path).name != place.relative_path or getattr(place, "transform_descriptors", None):
-            raise ValueError(f"{name} lies in {shown(place.relative_path)}, in a way that is not read")
+            raise UserError(f"{name} lies in {shown(place.relative_path)}, in a way that is not read")
         chunks.append(Chunk(tuple(chunk.offsets), tuple(chunk.sizes), place.relative_path, place.offset, place.length))
     return StoredTensor(name, str(each.properties.dtype), tuple(each.size), tuple(chunks))
 
@@ -290,12 +290,12 @@ def check_torch_dist(directory: Path, spec: ModelSpec, has_mtp: bool = False) ->
         for each in found:
             _check_tensor(directory, item, each, spec, len(found))
     if missing:
-        raise ValueError(f"{directory} lacks {len(missing)} tensors of a {spec.family} model, the first: {missing[:3]}")
+        raise UserError(f"{directory} lacks {len(missing)} tensors of a {spec.family} model, the first: {missing[:3]}")
     # A critic does not use a language model's head, and a tied model may have a copy of it.
     known = {each.name for name, each in names.tensors.items() if name != OUTPUT.mcore and not name.startswith("mtp.")}
     extra = sorted(known - seen)
     if extra:
-        raise ValueError(
+        raise UserError(
             f"{directory} holds {len(extra)} tensors that a {spec.family} model of its config.json does not have, "
             f"the first: {extra[:3]}"
         )
@@ -304,10 +304,10 @@ def check_torch_dist(directory: Path, spec: ModelSpec, has_mtp: bool = False) ->
 def _check_tensor(directory: Path, item: MappedParameter, found: Stored, spec: ModelSpec, parts: int) -> None:
     tensor = found.tensor
     if tensor.dtype not in DTYPES:
-        raise ValueError(f"{directory}: {tensor.name} is stored as {shown(tensor.dtype)}, read are {', '.join(DTYPES)}")
+        raise UserError(f"{directory}: {tensor.name} is stored as {shown(tensor.dtype)}, read are {', '.join(DTYPES)}")
     for file in {chunk.file for chunk in tensor.chunks}:
         if not (directory / file).is_file():
-            raise ValueError(f"{directory} names {file}, which is not there: copy the checkpoint again")
+            raise UserError(f"{directory} names {file}, which is not there: copy the checkpoint again")
     shapes = file_shapes(spec, item)
     if None in shapes or (item.row == OUTPUT.mcore and spec.value_head):
         return
@@ -315,4 +315,4 @@ def _check_tensor(directory: Path, item: MappedParameter, found: Stored, spec: M
     wanted = (rows, *(shapes[0] or ())[1:])
     padded = item.sharding is Sharding.VOCABULARY and found.shape[1:] == wanted[1:] and found.shape[0] >= rows
     if found.shape != wanted and not padded:
-        raise ValueError(f"{directory}: {tensor.name} must have the shape {wanted} of config.json: got {found.shape}")
+        raise UserError(f"{directory}: {tensor.name} must have the shape {wanted} of config.json: got {found.shape}")

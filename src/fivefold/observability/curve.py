@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+from fivefold.errors import UserError
 from fivefold.files import read_json_lines
 from fivefold.observability.growing import numbers
 
@@ -28,7 +29,7 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
     """Return the rows of metrics.jsonl in order of steps."""
     rows = _read_rows(run_dir / "metrics.jsonl")
     if not rows:
-        raise ValueError(f"no metrics in {run_dir / 'metrics.jsonl'}: is it the directory of a run that has taken a step?")
+        raise UserError(f"no metrics in {run_dir / 'metrics.jsonl'}: is it the directory of a run that has taken a step?")
     return sorted(rows, key=lambda row: row["step"])
 
 
@@ -38,7 +39,7 @@ def plot(run_dir: Path, metric: str, width: int = 60, height: int = 10) -> str:
     points = [(row["step"], row[metric]) for row in rows if row.get(metric) is not None]
     if not points:
         names = ", ".join(sorted({name for row in rows for name in row}))
-        raise ValueError(f"no metric {metric!r} in {run_dir}; there are {names}")
+        raise UserError(f"no metric {metric!r} in {run_dir}; there are {names}")
     low, high = min(value for _, value in points), max(value for _, value in points)
     first, last = points[0][0], points[-1][0]
     grid = [[mark for mark, _ in row] for row in braille([points], width, height)]
@@ -81,7 +82,7 @@ def _read_rows(path: Path) -> list[dict[str, Any]]:
     rows = []
     for number, row in read_json_lines(path, growing=True):
         if type(row.get("step")) is not int:
-            raise ValueError(f"{path}, line {number} must have the number of a step: got {row.get('step')!r}")
+            raise UserError(f"{path}, line {number} must have the number of a step: got {row.get('step')!r}")
         rows.append(numbers(row))
     return rows
 
@@ -92,7 +93,7 @@ def write_curve(run_dir: Path, metrics: Sequence[str], title: str, out: Path) ->
     names = sorted({name for row in rows for name in row})
     series = _series(_matching(metrics, names), rows)
     if not series:
-        raise ValueError(f"no metric {' or '.join(metrics)} in {run_dir}; there are {', '.join(names)}")
+        raise UserError(f"no metric {' or '.join(metrics)} in {run_dir}; there are {', '.join(names)}")
     labels = [
         f'<text x="{LEFT + place * 200}" y="44" style="fill:{color}">■ {html.escape(name)} {_number(points[-1][1])}</text>'
         for place, ((name, points), color) in enumerate(zip(series, _colors(series), strict=True))

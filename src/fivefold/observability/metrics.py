@@ -8,6 +8,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 
+from fivefold.algo.surrogates import SURROGATES
+from fivefold.algo.terms import TERMS
+from fivefold.algo.terms.process_reward import ProcessReward
+from fivefold.config.roles import LEARNERS
 from fivefold.reward.rules import BUILT_IN
 
 
@@ -28,9 +32,11 @@ PLACEHOLDERS = {
     "<k>": r"\d+",
     "<layer>": r"\d+",
     "<sampled>": r"(?:reward|response)/.+",
+    "<model>": f"(?:{'|'.join(name for name in LEARNERS if name != 'policy')})",
 }
 """Placeholder of a name -> what replaces it: a part of the reward (a built-in function, `path.py:function` or `model`), a
-`data_source`, a number of samples, a layer counted from 0, or a metric of the samples."""
+`data_source`, a number of samples, a layer counted from 0, a metric of the samples, or the section of a model that learns
+besides the policy."""
 
 METRICS: dict[str, tuple[Metric, ...]] = {
     "Reward": (
@@ -125,43 +131,27 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         Metric("policy/loss_scale", "factor", "What float16's loss is multiplied by in the step's last update."),
         Metric("policy/mtp_loss", "nats", "Cross-entropy of the response tokens that multi-token prediction is trained on."),
         Metric("policy/skipped_fraction", "fraction", "Tokens, prompts too, that policy.skip_zero_advantage leaves out."),
-        Metric("policy/entropy", "nats", "Entropy of the next-token distribution, mean over response tokens."),
         Metric("policy/logprob_mean", "nats", "Log-prob of the response tokens, mean."),
-        Metric("expert/logprob_mean", "nats", "The same of an expert's (`data.expert`), which no other metric counts."),
         Metric("policy/ratio_mean", "ratio", "Importance ratio to the policy before the step, mean over tokens."),
         Metric("policy/ratio_max", "ratio", "Largest importance ratio of the step."),
         Metric("policy/clip_fraction", "fraction", "Tokens whose gradient the surrogate clips (cispo: whose weight)."),
-        Metric("policy/dual_clip_fraction", "fraction", "Tokens that dual_clip bounds."),
         Metric("policy/kl_old", "nats", "KL(policy before the step || policy), k3, mean over the step's updates."),
         Metric("policy/kl_old_last", "nats", "The same at the step's last update."),
-        Metric("policy/kl_reference", "nats", "KL(policy || reference), k3, whatever estimator the loss uses."),
-        Metric("policy/kl_coef", "factor", "KL coefficient of the step, where kl.target moves it."),
-        Metric("policy/accuracy", "fraction", "dpo: pairs whose chosen response has the higher implicit reward."),
-        Metric("policy/margin", "reward", "dpo: implicit reward of the chosen less that of the rejected response."),
-        Metric("policy/reward_chosen", "reward", "dpo: β · log-ratio to the reference of the chosen responses."),
-        Metric("policy/reward_rejected", "reward", "dpo: the same of the rejected responses."),
+        *(Metric(*row) for term in TERMS for row in term.reports),
+        *(Metric(*row) for surrogate in SURROGATES.values() for row in surrogate.reports),
     ),
-    "Critic": (
-        Metric("critic/loss", "loss", "Value loss, mean over the step's optimizer steps."),
-        Metric("critic/grad_norm", "norm", "Global gradient norm of the critic before clipping."),
-        Metric("critic/lr", "rate", "Learning rate of the critic's last update."),
-        Metric("critic/skipped_updates", "updates", "Updates of the critic skipped as not finite."),
-        Metric("critic/loss_scale", "factor", "What the critic's loss is multiplied by in float16."),
+    "Other models that learn": (
+        Metric("<model>/loss", "loss", "Loss of the model, mean over its optimizer steps of the step."),
+        Metric("<model>/grad_norm", "norm", "Its global gradient norm before clipping."),
+        Metric("<model>/lr", "rate", "Learning rate of its last update."),
+        Metric("<model>/skipped_updates", "updates", "Its updates skipped as not finite."),
+        Metric("<model>/loss_scale", "factor", "What its loss is multiplied by in float16."),
         Metric("critic/value_mean", "reward", "Mean value at the response tokens."),
         Metric("critic/return_mean", "reward", "Mean return from the response tokens on."),
         Metric("critic/return_std", "reward", "Standard deviation of the returns."),
         Metric("critic/explained_variance", "fraction", "1 - Var(return - value) / Var(return); 0 where returns are equal."),
         Metric("critic/clip_fraction", "fraction", "Tokens for which value_clip decides the loss."),
-    ),
-    "Process reward model": (
-        Metric("prm/loss", "loss", "Its loss, mean over the step's optimizer steps of it."),
-        Metric("prm/grad_norm", "norm", "Its global gradient norm before clipping."),
-        Metric("prm/lr", "rate", "Learning rate of its last update."),
-        Metric("prm/skipped_updates", "updates", "Its updates skipped as not finite."),
-        Metric("prm/loss_scale", "factor", "What its loss is multiplied by in float16."),
-        Metric("prm/accuracy", "fraction", "Responses whose score is above 0 where they came out well, below 0 otherwise."),
-        Metric("prm/pair_accuracy", "fraction", "Pairs of a prompt with different outcomes whose scores are in that order."),
-        Metric("prm/score_mean", "reward", "Mean score of the responses, β Σ (log π_prm - log π_ref)."),
+        *(Metric(*row) for row in ProcessReward.reports),
     ),
     "Experts": (
         Metric("moe/load_max", "ratio", "Load of the fullest expert over the mean, in the layer where it is largest."),
@@ -169,12 +159,9 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         Metric("moe/aux_loss", "loss", "Balance losses of all layers with their coefficient, summed."),
         Metric("moe/router_agreement", "fraction", "Routes that policy.router_replay gives and routers choose as well."),
         Metric("moe/router_agreement/layer_<layer>", "fraction", "The same of one layer."),
-        Metric("critic/moe/load_max", "ratio", "moe/load_max of a critic with experts."),
-        Metric("critic/moe/load_max/layer_<layer>", "ratio", "The same of one layer."),
-        Metric("critic/moe/aux_loss", "loss", "moe/aux_loss of a critic with experts."),
-        Metric("prm/moe/load_max", "ratio", "moe/load_max of a process reward model with experts."),
-        Metric("prm/moe/load_max/layer_<layer>", "ratio", "The same of one layer."),
-        Metric("prm/moe/aux_loss", "loss", "moe/aux_loss of a process reward model with experts."),
+        Metric("<model>/moe/load_max", "ratio", "moe/load_max of another model that learns and has experts."),
+        Metric("<model>/moe/load_max/layer_<layer>", "ratio", "The same of one layer."),
+        Metric("<model>/moe/aux_loss", "loss", "moe/aux_loss of that model."),
     ),
     "Evaluation": (
         Metric("val/<source>/accuracy", "fraction", "Correct greedy responses (pass@1) to a source's validation prompts."),
@@ -198,8 +185,11 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         Metric("time/greedy", "seconds", "Sampling and scoring most likely responses, for methods that compare with them."),
         Metric("time/pack", "seconds", "Gathering the stats and moving the tokens to the replicas that train on them."),
         Metric("time/logprobs", "seconds", "Log-probs of policy and reference, values of the critic."),
-        Metric("time/prm", "seconds", "The process reward model's updates, and its rewards of tokens."),
-        Metric("time/critic", "seconds", "The critic's updates."),
+        Metric(
+            "time/<model>",
+            "seconds",
+            "Updates of another model that learns, and the token rewards that it gives.",
+        ),
         Metric("time/train", "seconds", "The policy's updates."),
         Metric("time/verify", "seconds", "Comparing copies of parameters between ranks (trainer.guard.every)."),
         Metric("time/eval", "seconds", "Evaluation."),

@@ -14,6 +14,7 @@ from typing import Any, Literal
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from fivefold.distributed.pulse import Stages
 from fivefold.files import write_whole, writing
 from fivefold.observability.trackers.trackers import Trackers
 from fivefold.terminal import plain, raw
@@ -47,12 +48,14 @@ class RunLogger:
         steps: int,
         settle: Callable[[], None] = lambda: None,
         tracker_seconds: float = 30.0,
+        stages: Stages | None = None,
     ) -> None:
         """Create the logger.
 
         `settle` waits until the device has finished its work, so that no stage's time includes another's. `tracker_seconds`
-        is the longest time that the end of the run waits for trackers.
+        is the longest time that the end of the run waits for trackers. `stages` are the stages as other threads read them.
         """
+        self._stages = stages or Stages()
         self._settle, self._main, self._run_dir = settle, is_main, run_dir
         self._times: dict[str, float] = {}
         self._metrics: dict[str, float] = {}
@@ -67,8 +70,6 @@ class RunLogger:
         self._curves: dict[str, list[tuple[float, float]]] = {}
         self._inner: list[float] = []
         """Seconds of inner stages, for each open stage."""
-        self._open: list[str] = []
-        self._ended: set[str] = set()
         if not is_main:
             return
         (run_dir / "trace").mkdir(parents=True, exist_ok=True)
@@ -111,24 +112,18 @@ class RunLogger:
             self._progress.update(self._stage_task, description=name, total=None, completed=0)
         begin = time.perf_counter()
         self._inner.append(0.0)
-        self._open.append(name)
         try:
-            yield
-            self._settle()
+            with self._stages.within(name):
+                yield
+                self._settle()
         finally:
             seconds = time.perf_counter() - begin
             inner = self._inner.pop()
-            self._ended.add(self._open.pop())
             if self._inner:
                 self._inner[-1] += seconds
             own = seconds if name == "step" else seconds - inner
             self._times[name] = self._times.get(name, 0.0) + own
             self._spans.append({"name": name, "start": time.time() - self._start - seconds, "seconds": seconds})
-
-    def doing(self) -> tuple[str, bool]:
-        """Return the innermost open stage, and whether a stage of that name has ended before; other threads call this."""
-        stage = self._open[-1] if self._open else "between steps"
-        return stage, stage in self._ended
 
     @property
     def times(self) -> dict[str, float]:
@@ -156,7 +151,7 @@ class RunLogger:
         """
         return self._metrics | {f"time/{name}": seconds for name, seconds in self._times.items() if seconds > _SHORTEST}
 
-    def end_step(self, step: int) -> dict[str, float]:
+    def end_step(self, step: int) -> None:
         """Write the step's metrics and show its line; `step` counts from 1."""
         metrics = {"step": float(step), **self.pending}
         spans, self._spans, self._times, self._metrics = self._spans, [], {}, {}
@@ -173,7 +168,6 @@ class RunLogger:
             self.log(f"step {step} | {' | '.join(shown)} | {metrics.get('time/step', 0):.1f} s")
             if self._progress is not None:
                 self._progress.update(self._steps_task, completed=step)
-        return metrics
 
     def discard(self) -> None:
         """Discard everything recorded since the last step's metrics were written."""

@@ -14,6 +14,7 @@ from typing import Any
 
 import yaml
 
+from fivefold.errors import UserError
 from fivefold.observability.growing import GrowingRows, is_number, numbers
 
 _MOST_SAMPLES = 2000
@@ -35,9 +36,9 @@ class RunView:
     def __init__(self, run_dir: Path) -> None:
         """Raise ValueError if there is no such directory, or if it is not a run's."""
         if not run_dir.is_dir():
-            raise ValueError(f"{run_dir} must be the directory of a run: there is none")
+            raise UserError(f"{run_dir} must be the directory of a run: there is none")
         if not _is_run(run_dir) and (runs := sorted(filter(_is_run, run_dir.iterdir()))):
-            raise ValueError(f"{run_dir} must be the directory of a run: those in it are {', '.join(map(str, runs[:5]))}")
+            raise UserError(f"{run_dir} must be the directory of a run: those in it are {', '.join(map(str, runs[:5]))}")
         self.run_dir = run_dir
         self.rows: list[dict[str, Any]] = []
         """Rows of metrics.jsonl, in the order in which they were written."""

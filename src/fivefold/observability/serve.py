@@ -13,6 +13,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
 
+from fivefold.errors import UserError
 from fivefold.observability.report import Have, news, page
 from fivefold.observability.run_view import RunView
 
@@ -36,7 +37,9 @@ class ReportServer(ThreadingHTTPServer):
         try:
             super().__init__((host, port), _Handler)
         except (OSError, OverflowError) as error:
-            raise ValueError(f"--host and --port must be an address that can be had: {host}:{port}: {error}") from None
+            raise UserError(
+                f"--host and --port must be an address that is free on this machine: {host}:{port}: {error}"
+            ) from None
 
     @property
     def url(self) -> str:

@@ -6,6 +6,8 @@ import html
 from collections.abc import Sequence
 from typing import Any
 
+from fivefold.config.roles import LEARNERS
+
 WIDTH, LEFT, LANE, LOAD, GAP = 1440, 92, 26, 60, 8
 MOST_STEPS = 12
 WAITS = "rollout"
@@ -17,8 +19,7 @@ COLORS = {
     "train": "#7c3aed",
     "reward": "#059669",
     "logprobs": "#d97706",
-    "critic": "#be185d",
-    "prm": "#9d174d",
+    **dict(zip(LEARNERS[1:], ("#be185d", "#9d174d", "#831843"), strict=False)),
     "pack": "#0891b2",
     "weight_sync": "#dc2626",
     "eval": "#65a30d",

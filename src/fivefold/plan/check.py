@@ -3,22 +3,31 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from fivefold.algo.methods import COLUMNS
 from fivefold.config import RunConfig
 from fivefold.config.engine import SamplingConfig
-from fivefold.config.findings import Findings
-from fivefold.config.learners import CriticConfig, LearnerConfig, LoraConfig, PolicyConfig, PRMConfig, ReferenceConfig
+from fivefold.config.learners import LearnerConfig, LoraConfig, PolicyConfig, ReferenceConfig
 from fivefold.config.mcore_options import RECOMPUTE, recompute_fault
-from fivefold.config.methods import COLUMNS
 from fivefold.config.packages import BRIDGES, LAUNCHERS, TRACKERS, TRANSFORMER_IMPL, missing_packages, slower_paths
-from fivefold.config.roles import Role
-from fivefold.config.schema import AlgorithmConfig, DataConfig, ProfileConfig, RayConfig, TrackingConfig
+from fivefold.config.roles import ABSENT, Role
+from fivefold.config.schema import (
+    AlgorithmConfig,
+    DataConfig,
+    LaunchConfig,
+    ProfileConfig,
+    RayConfig,
+    TrackingConfig,
+    TrainerConfig,
+)
 from fivefold.config.scoring import RewardConfig
 from fivefold.config.validate import validate
-from fivefold.errors import shown
+from fivefold.errors import UserError, shown
 from fivefold.hub import MODELSCOPE
+from fivefold.keys.findings import Findings
 from fivefold.models.adapters import adapters_of, check_adapter_files
 from fivefold.models.config_json import read_config
 from fivefold.models.families import load_spec, unread_keys
@@ -59,7 +68,7 @@ def check(config: RunConfig) -> Findings:
         check_fit(findings, config, lambda changed: memory_of(changed, policy))
         if not findings.errors:
             findings.notes[:0] = describe_step(config, policy)
-    _check_run_dir(findings, config)
+    _check_run_dir(findings, config.run_dir, config.trainer.run_dir)
     resume = config.trainer.resume
     if resume not in ("auto", "never") and not Path(resume).is_dir():
         findings.error("trainer.resume", f"must be auto, never or a checkpoint directory: got {resume!r}")
@@ -68,12 +77,12 @@ def check(config: RunConfig) -> Findings:
     check_rewards(findings.at("reward"), config.reward)
     tokenizer = check_tokenizer(findings, config, policy)
     check_data(findings, config, tokenizer, None if policy is None else policy.vocab)
-    _check_trackers(findings, config)
-    _check_launch(findings.at("launch"), config)
+    _check_trackers(findings, config.trainer.loggers, config.tracking)
+    _check_launch(findings.at("launch"), config.launch, config.trainer.device)
     _check_devices(findings, config)
     if config.may_generate:
         check_engine(findings, config, policy)
-        check_judge(findings.at("reward.judge"), config)
+        check_judge(findings.at("reward.judge"), config.reward, config.launch)
     _report_ignored(findings, config, specs)
     chosen = config.algorithm.resolved.kl
     if chosen.coef and chosen.place == "loss" and chosen.estimator == "k1":
@@ -84,13 +93,11 @@ def check(config: RunConfig) -> Findings:
     return findings
 
 
-def _check_run_dir(findings: Findings, config: RunConfig) -> None:
+def _check_run_dir(findings: Findings, path: Path, named: str | None) -> None:
     """Check that the run directory, or its nearest existing parent, is writable."""
-    path = config.run_dir
     try:
         there = next(one for one in (path, *path.parents) if one.exists())
-        is_named = config.trainer.run_dir is None or bool(config.trainer.run_dir.strip())
-        usable = is_named and there.is_dir() and os.access(there, os.W_OK | os.X_OK)
+        usable = (named is None or bool(named.strip())) and there.is_dir() and os.access(there, os.W_OK | os.X_OK)
     except (OSError, ValueError, StopIteration):
         usable = False
     findings.require(usable, "trainer.run_dir", f"must be a directory that can be written: got {shown(str(path))}")
@@ -104,12 +111,12 @@ def _check_model(findings: Findings, config: RunConfig, role: Role, specs: dict[
     if Path(role.path).is_dir():
         try:
             checkpoint = find_torch_dist(role.path)
-            if checkpoint is not None and not has_config(findings, config, role.path_key, role.path, role.settings.megatron):
+            if checkpoint is not None and not has_config(findings, config.model, role):
                 return
-            specs[role.name] = spec = load_spec(config.described_by(role.path), role.has_value_head)
-            if unread := unread_keys(config.described_by(role.path)):
+            specs[role.name] = spec = load_spec(config.model.described_by(role.path), role.has_value_head)
+            if unread := unread_keys(config.model.described_by(role.path)):
                 findings.note(f"{role.path_key}: not read, here and by transformers: {', '.join(unread)} in config.json")
-            _check_layout(findings, config, role, spec)
+            _check_layout(findings, role, spec)
             if role.settings.mtp.train:
                 spec.check_mtp(role.settings.layout)
             _check_spec(findings, config, role, spec)
@@ -118,7 +125,7 @@ def _check_model(findings: Findings, config: RunConfig, role: Role, specs: dict[
                 check_torch_dist(checkpoint, spec, role.settings.mtp.train)
             elif not again:
                 check_tensor_files(Path(role.path), spec, role.settings.mtp.train)
-        except ValueError as error:
+        except UserError as error:
             findings.error(role.path_key, f": {error}")
     elif again:
         return
@@ -130,11 +137,11 @@ def _check_model(findings: Findings, config: RunConfig, role: Role, specs: dict[
         findings.note(f"model {role.path} is not here: it will be taken from the hub, and its sizes are not checked")
 
 
-def _check_layout(findings: Findings, config: RunConfig, role: Role, spec: ModelSpec) -> None:
+def _check_layout(findings: Findings, role: Role, spec: ModelSpec) -> None:
     """Check that the layout can shard the model; report the error at the model's own layout if it has one."""
     try:
         spec.check_layout(role.settings.layout, role.settings.megatron.pipeline_split)
-    except ValueError as error:
+    except UserError as error:
         findings.error(role.backend_key if role.has_own_layout else role.path_key, f": {error}")
         return
     megatron, layout = role.settings.megatron, role.settings.layout
@@ -157,7 +164,7 @@ def _check_spec(findings: Findings, config: RunConfig, role: Role, spec: ModelSp
     is_policy_s = role.name == "reference" and config.reference.megatron is None
     own = findings.at("policy" if is_policy_s else role.section_key).at("megatron")
     if not is_policy_s:
-        _check_packages(own, config, role.settings)
+        _check_packages(own, role.settings, on_gpus(config.launch, config.trainer.device))
     if not role.reads_text and config.max_sequence_tokens > spec.max_positions:
         findings.error(
             "data.max_prompt_tokens + data.max_response_tokens",
@@ -194,10 +201,11 @@ def _check_spec(findings: Findings, config: RunConfig, role: Role, spec: ModelSp
             own.error("transformer.recompute_modules", f": {spec.family} has no {module}")
     if role.reads_text:
         # transformers omits the labels of a classifier when there are two, its default.
-        described, head, checkpoint = Path(config.described_by(role.path)), VALUE_HEAD.hf[0], find_torch_dist(role.path)
+        described, checkpoint = Path(config.model.described_by(role.path)), find_torch_dist(role.path)
         if checkpoint is None:
             labels = len(read_config(described).get("id2label") or range(2))
             findings.require(labels == 1, role.path_key, f": a reward model has one label: got {labels} in config.json")
+        head = VALUE_HEAD.hf[0]
         is_there = head in tensor_places(described) if checkpoint is None else has_value_head(checkpoint, spec)
         if not is_there:
             findings.error(role.path_key, f": {role.path} has no value head ({head}): it is not a sequence classifier")
@@ -211,7 +219,7 @@ def _check_adapters(findings: Findings, asked: LoraConfig, spec: ModelSpec) -> N
         return
     try:
         adapters_of(spec, lora)
-    except ValueError as error:
+    except UserError as error:
         key, _, message = str(error).partition(" ")
         findings.at("lora").error(key, message)
         return
@@ -220,7 +228,7 @@ def _check_adapters(findings: Findings, asked: LoraConfig, spec: ModelSpec) -> N
     if Path(path).is_dir():
         try:
             check_adapter_files(Path(path), spec, lora)
-        except ValueError as error:
+        except UserError as error:
             findings.error("lora.path", f": {error}")
     elif not is_hub_id(path):
         findings.error("lora.path", f": no directory {path}, and no hub id, which is written owner/name")
@@ -228,14 +236,14 @@ def _check_adapters(findings: Findings, asked: LoraConfig, spec: ModelSpec) -> N
         findings.note(f"adapters {path} are not here: they will be taken from the hub, and are not checked")
 
 
-def _check_packages(findings: Findings, config: RunConfig, settings: PolicyConfig) -> None:
+def _check_packages(findings: Findings, settings: PolicyConfig, has_gpus: bool) -> None:
     """Check the packages that a model's settings require; `findings` are at its `megatron` section."""
     bridge, layers = settings.megatron.bridge_type, settings.megatron.transformer_impl
     if missing := missing_packages(BRIDGES[bridge]):
         findings.error("bridge_type", f": {bridge} needs {'; '.join(missing)}; native needs nothing more")
     if missing := missing_packages(TRANSFORMER_IMPL[layers]):
         findings.error("transformer_impl", f": {layers} needs {'; '.join(missing)}; torch needs nothing more")
-    elif layers == "transformer_engine" and not on_gpus(config):
+    elif layers == "transformer_engine" and not has_gpus:
         findings.error("transformer_impl", f": {layers} needs GPUs; on the CPU write torch or auto")
 
 
@@ -246,8 +254,8 @@ def _report_ignored(findings: Findings, config: RunConfig, specs: dict[str, Mode
         findings.ignore("policy.router_balance", "the model has no experts")
     for name, role in config.roles.items():
         section, own = findings.at(name), role.section
-        if name == "prm.reference":
-            # It shares the section of the model that it is compared with.
+        if role.compared_by is not None:
+            # It shares the section of that model.
             continue
         if own.megatron is not None:
             experts, balanced = name not in specs or specs[name].moe is not None, config.policy.router_balance != "none"
@@ -266,12 +274,12 @@ def _report_ignored(findings: Findings, config: RunConfig, specs: dict[str, Mode
             section.ignore("optimizer.schedule_over", "neither the decay nor the warm-up is a share of the run")
         if own.optimizer.warmup_init_lr and not own.optimizer.warmup_steps:
             section.ignore("optimizer.warmup_init_lr", "warmup_steps is 0")
-    _report_profile(findings.at("trainer.profile"), config)
+    _report_profile(findings.at("trainer.profile"), config.trainer, config.roles.world_size)
     name = algorithm.name
     if algorithm.offline:
         _report_unsampled(findings, config)
     if config.may_generate:
-        report_engine(findings, config)
+        report_engine(findings.at("engine"), config.engine, on_gpus(config.launch, config.trainer.device))
     for keys in COLUMNS.values():
         for key in keys:
             if getattr(config.data, key) != getattr(DataConfig(), key) and key not in algorithm.method.columns:
@@ -288,10 +296,9 @@ def _report_ignored(findings: Findings, config: RunConfig, specs: dict[str, Mode
         findings.ignore("reference", "the KL coefficient is 0")
     if config.reward.model.backend is not None and not config.reward.model.path:
         findings.ignore("reward.model.backend", "there is no reward model: name it in reward.model.path")
-    if "critic" not in config.roles and config.critic != CriticConfig():
-        findings.ignore("critic", f"{name} has no critic: set algorithm.credit: gae")
-    if "prm" not in config.roles and config.prm != PRMConfig():
-        findings.ignore("prm", f"{name} has no process reward model: set algorithm.process_reward.coef")
+    for absent, reason in ABSENT.items():
+        if absent not in config.roles and (own := getattr(config, absent)) != type(own)():
+            findings.ignore(absent, f"{name} {reason}")
     if not algorithm.resolved.dynamic_sampling and (
         algorithm.prompts_per_round is not None or algorithm.sampling_rounds != AlgorithmConfig().sampling_rounds
     ):
@@ -302,13 +309,13 @@ def _report_ignored(findings: Findings, config: RunConfig, specs: dict[str, Mode
         findings.ignore("eval.samples", "nothing is sampled for evaluation: set eval.generate: true")
 
 
-def _report_profile(findings: Findings, config: RunConfig) -> None:
+def _report_profile(findings: Findings, trainer: TrainerConfig, world_size: int) -> None:
     """Report ranks and steps of the profiler that the run does not have."""
-    profile, steps = config.trainer.profile, config.trainer.steps
+    profile, steps = trainer.profile, trainer.steps
     if late := [step for step in profile.steps if steps is not None and step > steps]:
         findings.ignore("steps", f"the run has {steps} steps, and no step {late[0]}")
-    if absent := [rank for rank in profile.ranks if rank >= config.roles.world_size]:
-        findings.ignore("ranks", f"the run has {config.roles.world_size} ranks from 0 on, and no rank {absent[0]}")
+    if absent := [rank for rank in profile.ranks if rank >= world_size]:
+        findings.ignore("ranks", f"the run has {world_size} ranks from 0 on, and no rank {absent[0]}")
     elif not profile.steps and profile != ProfileConfig():
         findings.ignore("ranks", "trainer.profile.steps names no step")
 
@@ -329,7 +336,7 @@ def _report_unsampled(findings: Findings, config: RunConfig) -> None:
 
 
 def _spec_notes(config: RunConfig, spec: ModelSpec) -> list[str]:
-    algorithm, memory, where = config.algorithm, memory_of(config, spec), placed(config)
+    algorithm, memory, where = config.algorithm, memory_of(config, spec), placed(config.roles)
     return [
         f"model {spec.family}, {spec.parameters / 1e6:,.1f} M parameters",
         *(one.describe() for one in where),
@@ -339,27 +346,27 @@ def _spec_notes(config: RunConfig, spec: ModelSpec) -> list[str]:
     ]
 
 
-def _check_trackers(findings: Findings, config: RunConfig) -> None:
-    trackers = [name for name in config.trainer.loggers if name in TRACKERS]
+def _check_trackers(findings: Findings, loggers: Sequence[str], tracking: TrackingConfig) -> None:
+    trackers = [name for name in loggers if name in TRACKERS]
     for name in trackers:
         if missing := missing_packages(TRACKERS[name]):
             findings.error("trainer.loggers", f": {'; '.join(missing)}: pip install {name}, or leave {name} out")
-    if not trackers and config.tracking != TrackingConfig():
+    if not trackers and tracking != TrackingConfig():
         findings.ignore("tracking", "trainer.loggers names no tracker")
-    elif config.tracking.offline and not {"wandb", "swanlab"} & set(trackers):
+    elif tracking.offline and not {"wandb", "swanlab"} & set(trackers):
         findings.ignore("tracking.offline", "of these trackers none is asked for: wandb, swanlab")
 
 
-def _check_launch(findings: Findings, config: RunConfig) -> None:
-    launch = config.launch
-    if on_gpus(config):
+def _check_launch(findings: Findings, launch: LaunchConfig, device: str) -> None:
+    has_gpus = on_gpus(launch, device)
+    if has_gpus:
         for line in slower_paths():
             findings.note(line)
     if missing := missing_packages(LAUNCHERS[launch.backend]):
         findings.error("backend", f": {launch.backend} needs {'; '.join(missing)}: pip install 'fivefold[ray]'")
     if launch.backend != "ray" and launch.ray != RayConfig():
         findings.ignore("ray", "launch.backend is not ray")
-    if elsewhere(config) and config.trainer.device == "auto" and not on_gpus(config):
+    if elsewhere(launch) and device == "auto" and not has_gpus:
         findings.note(
             "trainer.device is auto: the run takes GPUs if the Ray cluster has any; with trainer.device: cuda and launch.gpu"
             " it is looked at here as one on GPUs"
@@ -372,7 +379,7 @@ def _check_devices(findings: Findings, config: RunConfig) -> None:
     Under torchrun the ranks of other machines count too, so only torchrun's own world size is checked.
     """
     world = config.roles.world_size
-    if is_joined(config):
+    if is_joined(config.launch):
         launched = int(os.environ["WORLD_SIZE"])
         findings.require(launched == world, f"layout {config.layout}", f"needs {world} ranks: WORLD_SIZE is {launched}")
         here = int(os.environ.get("LOCAL_WORLD_SIZE", world))
@@ -384,12 +391,12 @@ def _check_devices(findings: Findings, config: RunConfig) -> None:
         )
         _check_apart(findings, config)
         return
-    if elsewhere(config):
+    if elsewhere(config.launch):
         # On a Ray cluster, the launcher checks this.
         return
     gpus = visible_gpus()
     # With launch.gpu set, the run is for other machines.
-    wanted = on_gpus(config) and config.launch.gpu is None
+    wanted = on_gpus(config.launch, config.trainer.device) and config.launch.gpu is None
     findings.require(
         not wanted or gpus >= world,
         f"layout {config.layout}",
@@ -406,7 +413,7 @@ def _check_apart(findings: Findings, config: RunConfig) -> None:
         return
     try:
         rows = device_rows(config)
-    except ValueError as error:
+    except UserError as error:
         findings.error("engine.placement" if config.reward.judge_layout is None else "reward.judge.backend", f": {error}")
         return
     for devices, who in rows:

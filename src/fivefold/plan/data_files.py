@@ -10,11 +10,11 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from fivefold.algo.methods import LearnsFrom
 from fivefold.config import RunConfig
-from fivefold.config.findings import Findings
-from fivefold.config.methods import LearnsFrom
 from fivefold.config.mixture import counts, domains_of
-from fivefold.config.ranges import suggest
+from fivefold.config.schema import DataConfig
+from fivefold.config.scoring import RewardConfig
 from fivefold.data.guarded_rows import guard, special_in
 from fivefold.data.light_tokenizer import LightTokenizer
 from fivefold.data.rows import (
@@ -30,7 +30,9 @@ from fivefold.data.rows import (
     text_of,
     with_system_prompt,
 )
-from fivefold.errors import shown
+from fivefold.errors import UserError, shown
+from fivefold.keys.findings import Findings
+from fivefold.keys.ranges import suggest
 from fivefold.reward.choose import choose_rewards
 from fivefold.reward.rules import ground_truth_fault
 
@@ -68,7 +70,7 @@ def check_data(findings: Findings, config: RunConfig, tokenizer: LightTokenizer 
     if data.chat_template is not None and tokenizer is not None:
         try:
             tokenizer = tokenizer.with_template(data.chat_template, "data.chat_template")
-        except ValueError as error:
+        except UserError as error:
             findings.error("data.chat_template", f": {error}")
             return
     if data.special_tokens != "keep" and not data.apply_chat_template:
@@ -84,30 +86,30 @@ def check_data(findings: Findings, config: RunConfig, tokenizer: LightTokenizer 
     try:
         training = reader.read(data.train, learns=config.algorithm.offline, scored=not config.algorithm.offline)
         _check_count(findings, config, training)
-        _check_domains(findings, config, training)
+        _check_domains(findings, data, training)
         if training.special:
             findings.note(_describe_special(training.special, data.special_tokens))
         scored = [] if config.algorithm.offline else [training]
         if data.val:
             scored.append(_check_validation(findings, config, reader))
         if scored and all(seen.whole for seen in scored):
-            for key, reason in unused_sources(config, {source for seen in scored for source in seen.sources}).items():
+            sources = {source for seen in scored for source in seen.sources}
+            for key, reason in unused_sources(data, config.reward, sources).items():
                 findings.ignore(key, reason)
         if data.expert:
             plain = _Reader(replace(config, data=replace(data, system_prompt=None)), tokenizer, vocab)
             experts = plain.read(data.expert, learns=True, scored=False, kind="responses")
             message = f"must not be larger than the expert's responses: got {data.expert_per_step} for {experts.rows}"
             findings.require(experts.rows >= data.expert_per_step, "data.expert_per_step", message)
-    except ValueError as error:
+    except UserError as error:
         findings.error("data", f": {error}")
 
 
-def unused_sources(config: RunConfig, sources: Collection[str]) -> dict[str, str]:
+def unused_sources(data: DataConfig, reward: RewardConfig, sources: Collection[str]) -> dict[str, str]:
     """Return keys for a data_source that no row of the data has -> why they change nothing."""
-    of_truth = config.data.ground_truth_by_source
     named: dict[str, Collection[str]] = {
-        "reward.by_source": config.reward.by_source,
-        "data.ground_truth_by_source": of_truth,
+        "reward.by_source": reward.by_source,
+        "data.ground_truth_by_source": data.ground_truth_by_source,
     }
     known = ", ".join(sorted(sources))
     return {
@@ -140,9 +142,8 @@ def _check_count(findings: Findings, config: RunConfig, training: _Seen) -> None
         findings.require(config.critic.warmup_steps < steps, "critic.warmup_steps", message)
 
 
-def _check_domains(findings: Findings, config: RunConfig, training: _Seen) -> None:
+def _check_domains(findings: Findings, data: DataConfig, training: _Seen) -> None:
     """Check that the mixture has rows for each domain, if all rows were checked."""
-    data = config.data
     if not data.mixture or not training.whole:
         return
     domain_of, found = domains_of(data.domains), Counter[str]()
@@ -208,7 +209,7 @@ class _Reader:
                     if scored:
                         self._check_reward(found)
                 except ValueError as error:
-                    raise ValueError(f"{where}: {error}") from error
+                    raise UserError(f"{where}: {error}") from error
                 seen.rows += fits
                 seen.sources[found.source] += fits
                 seen.responses += bool(found.responses) or found.is_conversation
@@ -230,7 +231,7 @@ class _Reader:
         for count, row in enumerate(islice(read_rows(path), limit), 1):
             yield count - 1, row
         if not count:
-            raise ValueError(f"{path} has no rows")
+            raise UserError(f"{path} has no rows")
         if count == ROWS:
             wanted = self.config.prompts_taken + ROWS if first is None else first
             behind = count_rows(path, wanted) - ROWS
@@ -244,7 +245,7 @@ class _Reader:
             return True
         kwargs = data.chat_template_kwargs | row.template_kwargs
         if row.tools and not (data.apply_chat_template and tokenizer.template is not None):
-            raise ValueError(TOOLS_NEED_TEMPLATE)
+            raise UserError(TOOLS_NEED_TEMPLATE)
         if row.is_conversation and data.learned_turns == "last":
             prompt, texts = row.messages[:-1], [tokenizer.render(row.messages, False, kwargs)]
         elif row.is_conversation:
@@ -255,15 +256,15 @@ class _Reader:
         text = tokenizer.render(prompt, kwargs=kwargs) if data.apply_chat_template else text_of(row)
         tokens = tokenizer.check_text(text)
         if not tokens:
-            raise ValueError(f"the prompt has no tokens: {shown(text)}")
+            raise UserError(f"the prompt has no tokens: {shown(text)}")
         for each in texts:
             tokenizer.check_text(each)
         if self.vocab is not None and (outside := [token for token in tokens if token >= self.vocab]):
-            raise ValueError(f"token {outside[0]} of the prompt is not in the model's vocabulary of {self.vocab}")
+            raise UserError(f"token {outside[0]} of the prompt is not in the model's vocabulary of {self.vocab}")
         most = min(data.max_prompt_tokens, (data.max_total_tokens or sys.maxsize) - 1)
         if len(tokens) > most and data.overlong_prompts == "refuse":
             bound = "max_prompt_tokens" if most == data.max_prompt_tokens else "max_total_tokens"
-            raise ValueError(
+            raise UserError(
                 f"the prompt has {len(tokens)} tokens, data.{bound} is {getattr(data, bound)}; raise it, or set "
                 "data.overlong_prompts to drop"
             )
@@ -273,7 +274,7 @@ class _Reader:
         """Return whether a reward can be chosen for a data_source."""
         try:
             choose_rewards(self.config.reward, source)
-        except ValueError:
+        except UserError:
             return False
         return True
 
@@ -283,4 +284,4 @@ class _Reader:
             if fault := ground_truth_fault(name, row.ground_truth, self.config.reward.code.trusted_tests):
                 data = self.config.data
                 column, _, part = data.ground_truth_by_source.get(row.source, data.ground_truth_key).partition(".")
-                raise ValueError(f"column {column!r}, {part or 'the ground truth'} {fault}: got {shown(row.ground_truth)}")
+                raise UserError(f"column {column!r}, {part or 'the ground truth'} {fault}: got {shown(row.ground_truth)}")

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from fivefold.config import RunConfig
 from fivefold.config.gpus import GPUS
+from fivefold.config.schema import LaunchConfig
 
 _DEVICES, _DRIVER = Path("/dev"), Path("/proc/driver/nvidia/gpus")
 _SAME_MEMORY = 0.1
@@ -29,30 +30,30 @@ def device_of(config: RunConfig) -> Device | None:
     """Return the device of each rank: launch.gpu, a GPU of this machine or a share of the host; None if unknown."""
     if config.launch.gpu is not None:
         return Device(config.launch.gpu, int(GPUS[config.launch.gpu].memory_gib * 2**30))
-    if elsewhere(config):
+    if elsewhere(config.launch):
         return None
-    if on_gpus(config):
+    if on_gpus(config.launch, config.trainer.device):
         found = gpu_bytes()
         return None if found is None else Device("the GPU of this machine", found)
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 0) if is_joined(config) else 0) or config.roles.world_size
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 0) if is_joined(config.launch) else 0) or config.roles.world_size
     return Device("its share of this machine's memory", host_bytes() // ranks)
 
 
-def is_joined(config: RunConfig) -> bool:
+def is_joined(launch: LaunchConfig) -> bool:
     """Return whether torchrun or another launcher started this process as a rank."""
-    return config.launch.backend == "auto" and "WORLD_SIZE" in os.environ
+    return launch.backend == "auto" and "WORLD_SIZE" in os.environ
 
 
-def elsewhere(config: RunConfig) -> bool:
+def elsewhere(launch: LaunchConfig) -> bool:
     """Return whether the ranks run on nodes of a Ray cluster, which may be other machines than this one."""
-    return config.launch.backend == "ray" and bool(config.launch.ray.address or os.environ.get("RAY_ADDRESS"))
+    return launch.backend == "ray" and bool(launch.ray.address or os.environ.get("RAY_ADDRESS"))
 
 
-def on_gpus(config: RunConfig) -> bool:
-    """Return whether the run will use GPUs."""
-    if config.trainer.device != "auto":
-        return config.trainer.device == "cuda"
-    return config.launch.gpu is not None or visible_gpus() > 0
+def on_gpus(launch: LaunchConfig, device: str) -> bool:
+    """Return whether the run will use GPUs; `device` is trainer.device."""
+    if device != "auto":
+        return device == "cuda"
+    return launch.gpu is not None or visible_gpus() > 0
 
 
 def visible_gpus() -> int:
@@ -73,10 +74,10 @@ def gpu_bytes() -> int | None:
         return None
 
 
-def gpu_kind(config: RunConfig) -> str | None:
+def gpu_kind(launch: LaunchConfig) -> str | None:
     """Return the GPU's name in the table of GPUs: launch.gpu, or this machine's GPU; None if unknown or not in the table."""
-    if config.launch.gpu is not None or elsewhere(config):
-        return config.launch.gpu
+    if launch.gpu is not None or elsewhere(launch):
+        return launch.gpu
     return local_gpu_kind()
 
 

@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Literal
 
 from fivefold.config.gpus import FLASH_CAPABILITY, GPUS
-from fivefold.errors import shown
+from fivefold.errors import UserError, shown
 from fivefold.files import read_json
+from fivefold.plan.measured import MEASURED, Rate
 
 Bound = Literal["arithmetic", "memory", "link", "host"]
 Unit = Literal["TFLOP/s", "GB/s", "us"]
@@ -74,21 +75,6 @@ KINDS: dict[str, Kind] = {
 _FLASH = ("attention_forward", "attention_backward")
 
 
-@dataclass(frozen=True)
-class Rate:
-    """One measured rate."""
-
-    kind: str
-    size: float
-    """Size at which the rate was measured; 0 if the kind has no sizes."""
-    rate: float
-    """Measured rate, in the unit of its kind."""
-    hardware: str
-    """Name in the table of GPUs, or cpu."""
-    source: str
-    """Source of the measurement."""
-
-
 class Efficiencies:
     """Rates for one kind of GPU: measured on it, or scaled from another GPU by the data sheets."""
 
@@ -126,7 +112,7 @@ class Efficiencies:
             scale = _scale(KINDS[kind].bound, row.hardware, self.gpu) * UNITS[KINDS[kind].unit]
             found.append((math.log(max(row.size, 1.0)), row.rate * scale))
         if not found:
-            raise ValueError(f"no rate of {kind} is known: run `fivefold plan --calibrate` on the machine in question")
+            raise UserError(f"no rate of {kind} is known: run `fivefold plan --calibrate` on the machine in question")
         return sorted(found)
 
     def rate(self, kind: str, size: float = 0.0) -> float:
@@ -170,8 +156,6 @@ def load_rates(calibration: Path | None = None) -> tuple[Rate, ...]:
 
 def known_rates(own: Iterable[Rate]) -> tuple[Rate, ...]:
     """Return `own` rows, plus the rows that come with Fivefold for kinds that `own` lacks on the same hardware."""
-    from fivefold.plan.measured import MEASURED
-
     own = tuple(own)
     replaced = {(row.kind, row.hardware) for row in own}
     return (*(row for row in MEASURED if (row.kind, row.hardware) not in replaced), *own)
@@ -186,11 +170,11 @@ def read_calibration(path: Path) -> tuple[Rate, ...]:
     except TypeError:
         made = ()
     if not made:
-        raise ValueError(f"{path} is no file of `fivefold plan --calibrate`: it must have a list `rates` of measured rows")
+        raise UserError(f"{path} is not a file of `fivefold plan --calibrate`: it must have a list `rates` of measured rows")
     for row in made:
         numbers = isinstance(row.size, int | float) and isinstance(row.rate, int | float)
         if row.kind not in KINDS or not numbers or not 0 < row.rate < math.inf:
-            raise ValueError(f"{path} has a row that cannot be used: got {shown(asdict(row))}; measure again")
+            raise UserError(f"{path} has a row that cannot be used: got {shown(asdict(row))}; measure again")
     return made
 
 

@@ -6,12 +6,16 @@ from pathlib import Path
 
 from fivefold.config import RunConfig
 from fivefold.config.engine import EngineConfig
-from fivefold.config.findings import Findings
+from fivefold.config.learners import PolicyConfig
+from fivefold.config.schema import LaunchConfig
+from fivefold.config.scoring import RewardConfig
 from fivefold.engines.servers.probe import check_servers
 from fivefold.engines.sglang import probe as sglang
 from fivefold.engines.sglang.arguments import check_sglang, refusals
 from fivefold.engines.vllm import probe as vllm
 from fivefold.engines.vllm.arguments import check_vllm, installed_version, names_versions, returns_routes
+from fivefold.errors import UserError
+from fivefold.keys.findings import Findings
 from fivefold.layout import ParallelLayout
 from fivefold.models.config_json import read_config
 from fivefold.models.spec import ModelSpec
@@ -25,10 +29,10 @@ CACHE_SIZES = {"vllm": "kv_cache_memory_bytes", "sglang": "max_total_tokens"}
 
 def check_engine(findings: Findings, config: RunConfig, spec: ModelSpec | None) -> None:
     """Check that the engine is installed, accepts its arguments and supports its layout."""
-    engine, section = config.engine, findings.at("engine")
+    engine, section, has_gpus = config.engine, findings.at("engine"), on_gpus(config.launch, config.trainer.device)
     try:
         layout = engine.layout
-    except ValueError:
+    except UserError:
         return
     if spec is not None:
         for key, tokens in (("stop_token_ids", engine.sampling.stop_token_ids), ("logit_bias", engine.sampling.logit_bias)):
@@ -43,7 +47,7 @@ def check_engine(findings: Findings, config: RunConfig, spec: ModelSpec | None) 
             check_sglang(section, engine.sglang)
         else:
             check_vllm(section, engine.vllm)
-            if config.policy.router_replay == "R3" and (lacks := returns_routes(on_gpus(config))):
+            if config.policy.router_replay == "R3" and (lacks := returns_routes(has_gpus)):
                 message = f"must be left out or R2, or engine.backend transformers: {lacks}"
                 findings.error("policy.router_replay", message)
             rollout = config.rollout
@@ -53,8 +57,8 @@ def check_engine(findings: Findings, config: RunConfig, spec: ModelSpec | None) 
             findings.at("rollout").require(
                 not (goes_on and engine.sampling.stop) or names_versions(),
                 "interrupt",
-                ": continue with engine.sampling.stop needs vLLM 0.32: older ones are asked anew for the rest of responses "
-                f"and see no stop string that begins before; {installed_version()} is installed: finish or abort",
+                ": continue with engine.sampling.stop needs vLLM 0.32: older ones get a second request for the rest of "
+                f"responses and see no stop string that begins before; {installed_version()} is installed: finish or abort",
             )
         if engine.own_arguments.get("quantization") and engine.verify_weights_every:
             section.ignore("verify_weights_every", "what a quantized engine holds has other bits than what it was given")
@@ -65,17 +69,17 @@ def check_engine(findings: Findings, config: RunConfig, spec: ModelSpec | None) 
                 _check_cache(section, config, spec)
         # Seen with vLLM 0.32: its CPU kernel for experts reads out of bounds when experts are sharded.
         section.require(
-            layout.ep == 1 or on_gpus(config),
+            layout.ep == 1 or has_gpus,
             "backend",
             f": experts are divided on GPUs only; leave the e of {layout} out",
         )
     if engine.url and spec is not None:
         probe = sglang if engine.kind == "sglang" else vllm
-        model = read_config(Path(config.described_by(config.model.path)))
+        model = read_config(Path(config.model.described_by(config.model.path)))
         check_servers(section, engine.url, probe.describe, probe.COMMAND, model, config.max_sequence_tokens)
     if engine.backend == "transformers" and not config.algorithm.offline and installed_version() is not None:
         section.note(f"vLLM {installed_version()} is installed and samples several times as fast: engine.backend: vllm:...")
-    if engine.is_apart and on_gpus(config) and engine.memory_fraction == EngineConfig().memory_fraction:
+    if engine.is_apart and has_gpus and engine.memory_fraction == EngineConfig().memory_fraction:
         section.note(
             f"the servers have GPUs of their own and take {engine.memory_fraction:.0%} of them: "
             "engine.memory_fraction up to 0.9 gives them a larger cache"
@@ -87,19 +91,19 @@ def check_engine(findings: Findings, config: RunConfig, spec: ModelSpec | None) 
         )
 
 
-def check_judge(findings: Findings, config: RunConfig) -> None:
+def check_judge(findings: Findings, reward: RewardConfig, launch: LaunchConfig) -> None:
     """Check that the judge's servers can be started; `findings` are at `reward.judge`."""
-    if findings.errors or config.reward.judge_layout is None:
+    if findings.errors or reward.judge_layout is None:
         return
-    if config.reward.judge_layout.backend == "sglang":
+    if reward.judge_layout.backend == "sglang":
         check_sglang(findings, {})
     else:
         check_vllm(findings, {})
-    model = str(config.reward.judge.model)
+    model = str(reward.judge.model)
     message = f": no directory {model}, and no hub id, which is written owner/name"
     findings.require(Path(model).is_dir() or is_hub_id(model), "model", message)
     message = ": servers on GPUs of their own are not placed on a Ray cluster: start them elsewhere and name them in url"
-    findings.require(config.launch.backend != "ray", "backend", message)
+    findings.require(launch.backend != "ray", "backend", message)
 
 
 def engine_cache(config: RunConfig, spec: ModelSpec) -> int | None:
@@ -108,8 +112,8 @@ def engine_cache(config: RunConfig, spec: ModelSpec) -> int | None:
     if engine.layout is None:
         return None
     if isinstance(given := engine.own_arguments.get(CACHE_SIZES[engine.kind]), int):
-        return given if engine.kind == "vllm" else given * token_bytes(config, spec)
-    if not on_gpus(config):
+        return given if engine.kind == "vllm" else given * token_bytes(engine, config.policy, spec)
+    if not on_gpus(config.launch, config.trainer.device):
         return CPU_CACHE
     if (device := device_of(config)) is None:
         return None
@@ -122,7 +126,7 @@ def _check_cache(findings: Findings, config: RunConfig, spec: ModelSpec) -> None
     engine, cache = config.engine, engine_cache(config, spec)
     assert engine.layout is not None
     longest = engine.max_model_len or config.max_sequence_tokens
-    needed, size = token_bytes(config, spec) * longest, CACHE_SIZES[engine.kind]
+    needed, size = token_bytes(engine, config.policy, spec) * longest, CACHE_SIZES[engine.kind]
     key = f"{engine.kind}.{size}" if size in engine.own_arguments else "memory_fraction"
     findings.require(
         cache is None or cache >= needed,
@@ -132,11 +136,10 @@ def _check_cache(findings: Findings, config: RunConfig, spec: ModelSpec) -> None
     )
 
 
-def token_bytes(config: RunConfig, spec: ModelSpec) -> int:
+def token_bytes(engine: EngineConfig, policy: PolicyConfig, spec: ModelSpec) -> int:
     """Return the bytes of one token's keys and values on each tensor-parallel rank."""
-    layout = config.engine.layout
-    assert layout is not None
-    return spec.kv_numbers_per_token * BYTES[config.engine.dtype or config.policy.dtype] // min(layout.tp, spec.kv_heads)
+    assert engine.layout is not None
+    return spec.kv_numbers_per_token * BYTES[engine.dtype or policy.dtype] // min(engine.layout.tp, spec.kv_heads)
 
 
 def _check_layout(findings: Findings, layout: ParallelLayout, spec: ModelSpec) -> None:
@@ -157,10 +160,9 @@ def _check_layout(findings: Findings, layout: ParallelLayout, spec: ModelSpec) -
         )
 
 
-def report_engine(findings: Findings, config: RunConfig) -> None:
-    """Report keys that belong to another engine, or that act on GPUs only."""
-    engine, usual, section = config.engine, EngineConfig(), findings.at("engine")
-    is_cpu = not on_gpus(config)
+def report_engine(section: Findings, engine: EngineConfig, has_gpus: bool) -> None:
+    """Report keys of the engine that belong to another engine, or that act on GPUs only."""
+    usual, is_cpu = EngineConfig(), not has_gpus
     others = {"vllm": "it is vLLM's", "sglang": "it is SGLang's"}
     others.pop(engine.kind, None)
     if engine.kind == "transformers":
@@ -180,6 +182,6 @@ def report_engine(findings: Findings, config: RunConfig) -> None:
             "on a CPU the cache has 1 GiB, or what engine.vllm.kv_cache_memory_bytes or engine.sglang.max_total_tokens say",
         )
     if engine.is_apart and engine.sleep != usual.sleep:
-        section.ignore("sleep", "the servers have devices of their own, and nobody to leave them to")
+        section.ignore("sleep", "the servers have devices of their own, which no model shares")
     elif is_cpu and not engine.url and engine.sleep != usual.sleep:
         section.ignore("sleep", "on a CPU there is nothing to leave")

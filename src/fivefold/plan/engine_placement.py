@@ -18,7 +18,7 @@ def machines_here(config: RunConfig) -> list[Machine]:
     world = int(os.environ.get("WORLD_SIZE", config.roles.world_size))
     here = int(os.environ.get("LOCAL_WORLD_SIZE", world))
     gpus = None
-    if on_gpus(config):
+    if on_gpus(config.launch, config.trainer.device):
         layouts = (config.engine.layout, config.reward.judge_layout)
         others = sum(layout.world_size for layout in layouts if layout is not None)
         gpus = visible_gpus() if config.launch.gpu is None else here + others

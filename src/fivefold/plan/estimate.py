@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 
+from fivefold.algo.surrogates import surrogate_class
 from fivefold.config import RunConfig
-from fivefold.config.methods import surrogate_row
+from fivefold.config.learners import PolicyConfig
 from fivefold.config.roles import Learns
+from fivefold.config.schema import AlgorithmConfig, DataConfig
 from fivefold.models.spec import ModelSpec
 from fivefold.plan.efficiency import Efficiencies
 from fivefold.plan.engine_checks import engine_cache
@@ -26,9 +29,9 @@ class Lengths:
     response: float
 
     @classmethod
-    def of(cls, config: RunConfig, prompt: float | None = None, response: float | None = None) -> Lengths:
+    def of(cls, data: DataConfig, prompt: float | None = None, response: float | None = None) -> Lengths:
         """Return the given lengths; half of the configured maximum replaces each one that is missing."""
-        return cls(prompt or config.data.max_prompt_tokens / 2, response or config.data.max_response_tokens / 2)
+        return cls(prompt or data.max_prompt_tokens / 2, response or data.max_response_tokens / 2)
 
 
 @dataclass(frozen=True)
@@ -87,17 +90,17 @@ def training_batch(config: RunConfig, lengths: Lengths) -> Batch:
     return Batch.of(config.samples_per_step / config.algorithm.updates_per_step, lengths.prompt, lengths.response)
 
 
-def needs_old_logprobs(config: RunConfig) -> bool:
+def needs_old_logprobs(algorithm: AlgorithmConfig, policy: PolicyConfig) -> bool:
     """Return whether a separate pass computes the policy's log-probs, or its routes, before the first update."""
-    if config.policy.router_replay == "R2" and config.algorithm.updates > 1:
+    if policy.router_replay == "R2" and algorithm.updates > 1:
         return True
-    chosen = config.algorithm.resolved
+    chosen = algorithm.resolved
     if chosen.rollout_correction.old_logprobs_from != "trainer":
         return False
     corrected = chosen.rollout_correction.name != "none"
-    compares = corrected or surrogate_row(str(chosen.surrogate)).ratio_reference == "old"
+    compares = corrected or surrogate_class(chosen.surrogate).ratio_reference == "old"
     in_reward = bool(chosen.kl.reward_coef) or (bool(chosen.kl.coef) and chosen.kl.place == "reward")
-    return in_reward or (config.algorithm.updates > 1 and compares)
+    return in_reward or (algorithm.updates > 1 and compares)
 
 
 def step_estimate(
@@ -121,8 +124,11 @@ def step_estimate(
         add({"rollout": sampled.total})
     turns: dict[int, dict[str, float]] = {}
     for name, role in roles.models.items():
-        if role.pass_name is None or name not in models or (name == "policy" and not needs_old_logprobs(config)):
+        if role.pass_name is None or name not in models:
             continue
+        if name == "policy" and not needs_old_logprobs(algorithm, config.policy):
+            continue
+
         # A model that only runs forward has micro-batches too.
         model = replace(models[name], tokens_per_micro_batch=role.settings.tokens_per_micro_batch)
         seconds = forward_time(model, everything, trainer_cluster(model.layout.world_size, cluster), rates).total
@@ -164,7 +170,7 @@ def step_estimate(
         sleeps = config.engine.layout is not None and config.engine.sleep and not config.engine.is_apart
         size = BYTES[config.policy.dtype]
         add({"weight sync": sync_time(spec, config.layout.world_size, size, rates, sleeps, onload)})
-    add({"offload": _offload(config, memory, rates)})
+    add({"offload": _offload(config.policy.offload.parts, memory, rates)})
     if (config.rollout.max_staleness or 0) > 0 and sampled is not None and config.engine.is_apart:
         # The engine samples the next step's responses during this step's training.
         hidden = min(parts["rollout"], sum(seconds for name, seconds in parts.items() if name not in _SERIAL))
@@ -214,10 +220,10 @@ def _rollout(config: RunConfig, spec: ModelSpec, rates: Efficiencies, lengths: L
     return rollout_time(sampler, requests, replicas, rates)
 
 
-def _offload(config: RunConfig, memory: Memory, rates: Efficiencies) -> float:
+def _offload(parts: Collection[str], memory: Memory, rates: Efficiencies) -> float:
     """Return the seconds to offload state to the host and to load it again; the weight sync already loads the parameters."""
     moved = {"optimizer": 2 * memory.optimizer, "parameters": memory.parameters, "gradients": 0}
-    return sum(moved[name] for name in config.policy.offload.parts) / rates.rate("host_copy")
+    return sum(moved[name] for name in parts) / rates.rate("host_copy")
 
 
 def describe_parts(times: PassTime | StepEstimate, least: float = 0.01) -> str:

@@ -7,8 +7,10 @@ from dataclasses import replace
 from typing import Any, cast
 
 from fivefold.config import RunConfig
-from fivefold.config.findings import Findings
+from fivefold.config.engine import EngineConfig
 from fivefold.config.learners import LearnerConfig, OffloadConfig
+from fivefold.errors import UserError
+from fivefold.keys.findings import Findings
 from fivefold.layout import ParallelLayout
 from fivefold.plan.devices import device_of, on_gpus
 from fivefold.plan.memory import Memory
@@ -93,15 +95,15 @@ def _advice(config: RunConfig, measure: Measure) -> str:
 
 def _settings(config: RunConfig) -> Iterator[Remedy]:
     """Yield changes of settings that do not change the numerical results of a run, each with its key."""
-    policy = config.policy
+    policy, has_gpus = config.policy, on_gpus(config.launch, config.trainer.device)
     everything = OffloadConfig(parameters=True, gradients=True, optimizer=True)
     if policy.recompute != "full" and "recompute_granularity" not in policy.megatron.transformer:
         yield "policy.recompute: full", replace(config, policy=replace(policy, recompute="full"))
-    if on_gpus(config) and len(policy.offload.parts) < 3:
+    if has_gpus and len(policy.offload.parts) < 3:
         text = "policy.offload: {parameters: true, gradients: true, optimizer: true}"
         yield text, replace(config, policy=replace(policy, offload=everything))
     for name, role in config.roles.further_learners.items():
-        if on_gpus(config) and role.settings.offload.parts != everything.parts:
+        if has_gpus and role.settings.offload.parts != everything.parts:
             text = f"{name}.offload: {{parameters: true, gradients: true, optimizer: true}}"
             changes: dict[str, Any] = {name: replace(cast(LearnerConfig, role.section), offload=everything)}
             yield text, replace(config, **changes)
@@ -111,24 +113,25 @@ def _settings(config: RunConfig) -> Iterator[Remedy]:
             f"policy.tokens_per_micro_batch: {least}",
             replace(config, policy=replace(policy, tokens_per_micro_batch=least)),
         )
-    if _shares_devices(config) and on_gpus(config) and config.engine.memory_fraction > 0.3:
+    if _shares_devices(config.engine) and has_gpus and config.engine.memory_fraction > 0.3:
         yield "engine.memory_fraction: 0.3", replace(config, engine=replace(config.engine, memory_fraction=0.3))
 
 
-def _shares_devices(config: RunConfig) -> bool:
+def _shares_devices(engine: EngineConfig) -> bool:
     """Return whether the engine has a layout on the policy's ranks."""
-    return config.engine.layout is not None and not config.engine.is_apart
+    return engine.layout is not None and not engine.is_apart
 
 
 def _layouts(config: RunConfig, measure: Measure) -> Iterator[Remedy]:
     """Yield layouts that shard the model further: first with the same number of ranks, then with more."""
-    own_layouts = {name: own for name, own in config.roles.own_layouts.items() if name != "prm.reference"}
+    roles = config.roles
+    own_layouts = {name: own for name, own in roles.own_layouts.items() if roles[name].compared_by is None}
     for where, own in {"policy": config.layout, **own_layouts}.items():
         for factor in (2, 4, 8):
             if own.dp % factor == 0:
                 yield from _layout(config, measure, where, own, dp=own.dp // factor, tp=own.tp * factor)
     # An engine on the policy's ranks and other models with their own layouts need the same number of ranks.
-    if _shares_devices(config) or config.roles.own_layouts or config.roles.world_size > config.layout.world_size:
+    if _shares_devices(config.engine) or config.roles.own_layouts or config.roles.world_size > config.layout.world_size:
         return
     layout = config.layout
     factor = 2
@@ -149,7 +152,7 @@ def _layout(config: RunConfig, measure: Measure, where: str, own: ParallelLayout
         layout = replace(own, **sizes)
         changed = _with_backend(config, where, str(layout))
         measure(changed)
-    except ValueError:
+    except UserError:
         # This layout cannot shard the model.
         return
     yield f"{where}.backend: {layout}", changed

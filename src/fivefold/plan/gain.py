@@ -7,9 +7,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from fivefold.config import RunConfig
+from fivefold.config.engine import EngineConfig
 from fivefold.config.learners import OffloadConfig
 from fivefold.config.packages import NOT_INSTALLED, flash_fault
 from fivefold.config.validate import validate
+from fivefold.errors import UserError
 from fivefold.layout import ParallelLayout
 from fivefold.models.spec import ModelSpec
 from fivefold.plan.devices import gpu_kind, on_gpus
@@ -25,17 +27,17 @@ Change = tuple[str, RunConfig]
 
 def describe_step(config: RunConfig, spec: ModelSpec) -> list[str]:
     """Describe memory, the time of a step and the change that would gain most; empty if the device's rates are unknown."""
-    kind = gpu_kind(config) if on_gpus(config) else None
+    kind = gpu_kind(config.launch) if on_gpus(config.launch, config.trainer.device) else None
     if kind is None:
         return []
     try:
         fault = flash_fault() if flash_runs_on(kind) else None
         has_flash = fault is None
-        cluster, rates = _cluster(config, kind), Efficiencies(load_rates(), kind, has_flash)
-    except ValueError as error:
+        cluster, rates = _cluster(kind, config.roles.world_size, config.engine), Efficiencies(load_rates(), kind, has_flash)
+    except UserError as error:
         # A run can start without an estimate of its time.
         return [f"no time is estimated: {error}"]
-    lengths = Lengths.of(config)
+    lengths = Lengths.of(config.data)
     estimate = step_estimate(config, spec, cluster, rates, lengths)
     assumed = f"prompts of {lengths.prompt:.0f} and responses of {lengths.response:.0f} tokens on average"
     if fault is not None:
@@ -65,7 +67,7 @@ def best_change(
             if validate(changed).errors:
                 continue
             estimate = step_estimate(changed, spec, cluster, rates, lengths)
-        except ValueError:
+        except UserError:
             # This layout cannot shard the model.
             continue
         least = (1 - WORTH) * now.seconds if found is None else found[1]
@@ -74,9 +76,9 @@ def best_change(
     return found
 
 
-def _cluster(config: RunConfig, kind: str) -> Cluster:
-    engine = config.engine.layout
-    gpus = config.roles.world_size + (engine.world_size if engine is not None and config.engine.is_apart else 0)
+def _cluster(kind: str, ranks: int, engine: EngineConfig) -> Cluster:
+    """Return the GPUs of the ranks and of an engine on devices of its own."""
+    gpus = ranks + (engine.layout.world_size if engine.layout is not None and engine.is_apart else 0)
     node = int(os.environ.get("LOCAL_WORLD_SIZE", 8))
     # If the last node is not full, the placement of its ranks is unknown: count full nodes.
     return Cluster(kind, -(-gpus // node) * node if gpus > node else gpus, node)
@@ -126,6 +128,6 @@ def _near(layout: ParallelLayout) -> Iterator[str]:
     for sizes in changes:
         try:
             yield str(replace(layout, **sizes))
-        except ValueError:
+        except UserError:
             # Experts cannot be sharded over the remaining ranks.
             continue

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fivefold.config.gpus import GPUS
-from fivefold.errors import shown
+from fivefold.errors import UserError, shown
 
 NETWORK_GB_S = 50.0
 """GB/s of each GPU's own network port to other nodes, in one direction: 400 Gbit/s."""
@@ -27,9 +27,9 @@ class Cluster:
 
     def __post_init__(self) -> None:
         if self.gpu not in GPUS:
-            raise ValueError(f"unknown GPU {shown(self.gpu)}: known are {', '.join(GPUS)}")
+            raise UserError(f"unknown GPU {shown(self.gpu)}: known are {', '.join(GPUS)}")
         if self.gpus > self.node_gpus and self.gpus % self.node_gpus:
-            raise ValueError(
+            raise UserError(
                 f"GPUs must fill their nodes: got {self.gpus} with {self.node_gpus} on a node; "
                 f"take {self.gpus // self.node_gpus * self.node_gpus} or {-(-self.gpus // self.node_gpus) * self.node_gpus}"
             )

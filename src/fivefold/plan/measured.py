@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fivefold.plan.efficiency import Rate
+from dataclasses import dataclass
 
 _H200 = "h200-141g"
 _STEP = "benchmarks/results/h200-step.txt"
@@ -13,6 +13,21 @@ _STEPS = "set by whole steps of benchmarks/results"
 _CALIBRATED = "benchmarks/results/h200-calibration.txt"
 _ASSUMED = "assumed, whole steps agree"
 _ENGINES = "set by benchmarks/results/h200-x4-engines.txt"
+
+
+@dataclass(frozen=True)
+class Rate:
+    """One measured rate."""
+
+    kind: str
+    size: float
+    """Size at which the rate was measured; 0 if the kind has no sizes."""
+    rate: float
+    """Measured rate, in the unit of its kind."""
+    hardware: str
+    """Name in the table of GPUs, or cpu."""
+    source: str
+    """Source of the measurement."""
 
 
 def _rows(kind: str, source: str, rates: dict[float, float], hardware: str = _H200) -> tuple[Rate, ...]:

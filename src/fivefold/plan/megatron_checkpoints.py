@@ -4,21 +4,23 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fivefold.config import RunConfig
-from fivefold.config.findings import Findings
-from fivefold.config.learners import MegatronConfig
+from fivefold.config.roles import Role
+from fivefold.config.schema import ModelConfig
+from fivefold.keys.findings import Findings
 from fivefold.plan.tokenizer_files import is_hub_id
 
 
-def has_config(findings: Findings, config: RunConfig, key: str, path: str, megatron: MegatronConfig) -> bool:
-    """Return whether the checkpoint in `path` has a config.json to read a model from; otherwise report an error or note."""
-    own, bridge = config.described_by(path), megatron.bridge_type
+def has_config(findings: Findings, model: ModelConfig, role: Role) -> bool:
+    """Return whether a role's checkpoint has a config.json to read a model from; otherwise report an error or note."""
+    key, path, bridge = role.path_key, role.path, role.settings.megatron.bridge_type
+    own = model.described_by(path)
+
     if bridge != "native":
         must = f"a Hugging Face directory for bridge_type {bridge}"
         findings.error(key, f"must be {must}: got a checkpoint of Megatron-Core, {path}")
     elif (Path(own) / "config.json").is_file():
         return True
-    elif config.model.config is None:
+    elif model.config is None:
         needs = "name the Hugging Face directory or hub id of its model in model.config"
         findings.error(key, f": no config.json in the checkpoint of Megatron-Core {path} or above it: {needs}")
     elif Path(own).is_dir() or not is_hub_id(own):

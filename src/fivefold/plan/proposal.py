@@ -11,7 +11,8 @@ import yaml
 from fivefold.config import RunConfig
 from fivefold.config.gpus import GPUS
 from fivefold.config.loader import make_config
-from fivefold.config.roles import further_sections, on_policy_layout
+from fivefold.config.roles import further_sections
+from fivefold.errors import UserError
 from fivefold.hub import model_snapshot
 from fivefold.models.families import load_spec
 from fivefold.models.spec import ModelSpec
@@ -57,11 +58,11 @@ def propose(
 
     `changes` are keys of the base run that are not in its file.
     """
-    directory = model_directory(base.described_by(base.model.path))
+    directory = model_directory(base.model.described_by(base.model.path))
     rates = Efficiencies(load_rates(calibration), cluster.gpu)
     # Sizes are read from the model's files. The search chooses the layouts, so the layouts already set are removed.
     searched = replace(
-        on_policy_layout(base),
+        _on_policy_layout(base),
         model=replace(base.model, path=str(directory)),
         launch=replace(base.launch, gpu=cluster.gpu, allocation=None),
         trainer=replace(base.trainer, device="auto"),
@@ -71,11 +72,24 @@ def propose(
     return Proposal(base, spec, cluster, rates, lengths, found, changes, has_file)
 
 
+def _on_policy_layout(config: RunConfig) -> RunConfig:
+    """Return the configuration with every model on the policy's layout."""
+    for name, section in further_sections(config).items():
+        config = _replaced(config, name.split("."), replace(section, backend=None))
+    return config
+
+
+def _replaced(section: Any, path: list[str], value: Any) -> Any:
+    """Return `section` with the value at `path` replaced by `value`."""
+    inner = value if len(path) == 1 else _replaced(getattr(section, path[0]), path[1:], value)
+    return replace(section, **{path[0]: inner})
+
+
 def base_run(tree: dict[str, Any], changes: dict[str, Any]) -> RunConfig:
     """Return the run to plan: the keys of a file, if there is one, with changes."""
     tree = _merged(tree, changes)
     if not isinstance(tree.get("model"), dict) or "path" not in tree["model"]:
-        raise ValueError("name the model: --model DIRECTORY, a hub id, or a run's YAML file")
+        raise UserError("name the model: --model DIRECTORY, a hub id, or a run's YAML file")
     return make_config(tree)
 
 
@@ -83,7 +97,7 @@ def gpu_or_refuse(name: str | None) -> str:
     """Return the GPU's name, or that of this machine's GPU; raise ValueError if neither is known."""
     found = name or local_gpu_kind()
     if found is None:
-        raise ValueError(f"name the GPU with --gpu, this machine has none that is known: one of {', '.join(GPUS)}")
+        raise UserError(f"name the GPU with --gpu, this machine has none that is known: one of {', '.join(GPUS)}")
     return found
 
 
@@ -92,11 +106,11 @@ def model_directory(model: str) -> Path:
     if Path(model).is_dir():
         return Path(model)
     if not is_hub_id(model):
-        raise ValueError(f"no directory {model}, and no hub id, which is written owner/name: name the model with --model")
+        raise UserError(f"no directory {model}, and no hub id, which is written owner/name: name the model with --model")
     try:
         return model_snapshot(model, ["config.json"])
-    except ValueError as error:
-        raise ValueError(f"{error}; a directory with its config.json is enough: --model DIRECTORY") from error
+    except UserError as error:
+        raise UserError(f"{error}; a directory with its config.json is enough: --model DIRECTORY") from error
 
 
 def as_tree(proposal: Proposal, candidate: Candidate) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from fivefold.config import RunConfig
-from fivefold.config.roles import Role
+from fivefold.config.roles import Role, Roles
 from fivefold.models.families import load_spec
 from fivefold.models.spec import ModelSpec
 from fivefold.plan.devices import on_gpus
@@ -14,9 +14,9 @@ from fivefold.plan.memory import Memory, Other, Sharded, estimate_memory
 from fivefold.plan.placement import Placed
 
 
-def placed(config: RunConfig) -> list[Placed]:
+def placed(roles: Roles) -> list[Placed]:
     """Return where each model of the run is placed."""
-    return [Placed(role.label, role.layout, role.first_rank) for role in config.roles.models.values()]
+    return [Placed(role.label, role.layout, role.first_rank) for role in roles.models.values()]
 
 
 def sharded(config: RunConfig, role: Role, spec: ModelSpec) -> Sharded:
@@ -30,7 +30,7 @@ def sharded(config: RunConfig, role: Role, spec: ModelSpec) -> Sharded:
         settings.megatron.pipeline_split,
         settings.recompute,
         min(settings.tokens_per_micro_batch, most) if role.is_learner else 0,
-        on_gpus(config),
+        on_gpus(config.launch, config.trainer.device),
         settings.lora.spec,
         spec.mtp_layers if settings.mtp.train else 0,
     )
@@ -40,7 +40,7 @@ def shard_roles(config: RunConfig, spec: ModelSpec) -> dict[str, Sharded]:
     """Return role -> model as its layout shards it, for each model whose sizes are known; `spec` is the policy's."""
     known: dict[str, Sharded] = {}
     for name, role in config.roles.models.items():
-        described = config.described_by(role.path)
+        described = config.model.described_by(role.path)
         is_policy_s = role.path == config.model.path and not role.has_value_head
         if not is_policy_s and Path(described).is_dir():
             known[name] = sharded(config, role, load_spec(described, role.has_value_head))
@@ -52,7 +52,7 @@ def shard_roles(config: RunConfig, spec: ModelSpec) -> dict[str, Sharded]:
 
 def memory_of(config: RunConfig, spec: ModelSpec) -> Memory:
     """Return the memory of a run's fullest rank; `spec` is the policy's."""
-    on_gpu, roles, models = on_gpus(config), config.roles.models, shard_roles(config, spec)
+    on_gpu, roles, models = on_gpus(config.launch, config.trainer.device), config.roles.models, shard_roles(config, spec)
     shares = not config.engine.url and not config.engine.is_apart
     return estimate_memory(
         models.pop("policy"),

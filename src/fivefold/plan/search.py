@@ -16,6 +16,7 @@ from typing import Any, cast
 from fivefold.config import RunConfig
 from fivefold.config.learners import OffloadConfig
 from fivefold.config.validate import validate
+from fivefold.errors import UserError
 from fivefold.layout import ParallelLayout, PipelineSplit
 from fivefold.models.spec import ModelSpec
 from fivefold.plan.efficiency import Efficiencies
@@ -88,7 +89,7 @@ class Space:
         """Return the fastest `count` runs with different layouts; raise ValueError if none fits."""
         found = self._found()
         if not found:
-            raise ValueError(self._too_large())
+            raise UserError(self._too_large())
         chosen: dict[tuple[str, str], Candidate] = {}
         for one in sorted(found, key=lambda one: one.estimate.seconds):
             where = (one.config.policy.backend, one.config.engine.placement)
@@ -96,7 +97,7 @@ class Space:
             if len(chosen) < count and where not in chosen and not validate(one.config).errors:
                 chosen[where] = one
         if not chosen:
-            raise ValueError("; ".join(validate(found[0].config).errors))
+            raise UserError("; ".join(validate(found[0].config).errors))
         return list(chosen.values())
 
     def _found(self) -> list[Candidate]:
@@ -244,7 +245,7 @@ class Space:
             if resident + fraction * self.cluster.bytes > self.cluster.bytes * (HEADROOM if not apart else 1):
                 continue
             cache = engine_cache(made, self.spec)
-            if cache is not None and cache >= token_bytes(made, self.spec) * config.max_sequence_tokens:
+            if cache is not None and cache >= token_bytes(made.engine, made.policy, self.spec) * config.max_sequence_tokens:
                 return made
             break
         return None
@@ -297,7 +298,7 @@ def _divisors(number: int, most: int) -> list[int]:
 def _can_shard(spec: ModelSpec, layout: ParallelLayout, split: PipelineSplit | None) -> bool:
     try:
         spec.check_layout(layout, split)
-    except ValueError:
+    except UserError:
         return False
     return True
 

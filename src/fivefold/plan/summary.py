@@ -5,7 +5,10 @@ from __future__ import annotations
 import math
 
 from fivefold.config import RunConfig
-from fivefold.config.roles import Learns, Role
+from fivefold.config.engine import EngineConfig, RolloutConfig
+from fivefold.config.learners import PolicyConfig
+from fivefold.config.roles import Learns, Role, Roles
+from fivefold.config.schema import TrainerConfig
 from fivefold.layout import ParallelLayout
 from fivefold.models.adapters import adapters_of
 from fivefold.models.spec import ModelSpec
@@ -44,9 +47,9 @@ def describe(config: RunConfig, spec: ModelSpec, *, steps: int, prompts: int, dr
         + (f" of {virtual} virtual stages each" if virtual > 1 else ""),
         *_describe_experts(spec, layout),
         *_describe_adapters(config, spec),
-        *_describe_placement(config),
+        *_describe_placement(config.roles),
         *_describe_engine(config),
-        *_describe_ahead(config),
+        *([] if algorithm.offline else _describe_ahead(config.rollout, config.engine)),
         f"method   {algorithm.name}: advantage {chosen.advantage}, credit {credit}, surrogate {chosen.surrogate} by "
         f"{chosen.importance_sampling_level}, {chosen.aggregate}, KL {kl}{correction}",
         *_describe_others(config),
@@ -55,23 +58,23 @@ def describe(config: RunConfig, spec: ModelSpec, *, steps: int, prompts: int, dr
         f"optimizer step{'s' if updates > 1 else ''} of {samples // algorithm.updates_per_step} samples; at most {most} "
         f"micro-batches of {config.policy.tokens_per_micro_batch} tokens on each of {layout.dp} replicas",
         f"steps    {steps}",
-        *_describe_checkpoints(config, spec),
+        *_describe_checkpoints(config.trainer, config.policy, spec),
         f"memory   on the fullest rank about: {memory_of(config, spec).describe()}",
     ]
     return "\n".join(lines)
 
 
-def _describe_placement(config: RunConfig) -> list[str]:
+def _describe_placement(roles: Roles) -> list[str]:
     """Describe other models' layouts, and which ranks hold which models."""
-    where = placed(config)
-    others = [one.describe() for one in where[1:] if not one.layout.is_same(config.layout)]
+    where = placed(roles)
+    others = [one.describe() for one in where[1:] if not one.layout.is_same(where[0].layout)]
     return [f"         {line}" for line in [*others, *placement(where)]]
 
 
-def _describe_checkpoints(config: RunConfig, spec: ModelSpec) -> list[str]:
+def _describe_checkpoints(trainer: TrainerConfig, policy: PolicyConfig, spec: ModelSpec) -> list[str]:
     """Describe when checkpoints are saved and their size, ignoring Megatron-Core's own settings for moments."""
-    trainer, gib = config.trainer, checkpoint_bytes(spec, config.policy.dtype, config.policy.lora.spec) / 2**30
-    share = f"{gib / config.layout.world_size:.2f} GiB by each rank"
+    gib = checkpoint_bytes(spec, policy.dtype, policy.lora.spec) / 2**30
+    share = f"{gib / policy.layout.world_size:.2f} GiB by each rank"
     if not trainer.save_every:
         return []
     how = f"in the background, with {share} of host memory" if trainer.async_save else share
@@ -114,12 +117,11 @@ _IN_FLIGHT = {
 }
 
 
-def _describe_ahead(config: RunConfig) -> list[str]:
-    rollout = config.rollout
-    if rollout.max_staleness is None or config.algorithm.offline:
+def _describe_ahead(rollout: RolloutConfig, engine: EngineConfig) -> list[str]:
+    if rollout.max_staleness is None:
         return []
     more = f", {rollout.oversample:.0%} more prompts than needed" if rollout.oversample else ""
-    in_flight = f"; what is in flight {_IN_FLIGHT[rollout.interrupt]}" if config.engine.is_server else ""
+    in_flight = f"; what is in flight {_IN_FLIGHT[rollout.interrupt]}" if engine.is_server else ""
     return [
         f"ahead    samples are at most {math.ceil(rollout.max_staleness)} steps old{more}; {_LATE[rollout.tail]}{in_flight}"
     ]

@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from fivefold.config import RunConfig
-from fivefold.config.findings import Findings
 from fivefold.data.light_tokenizer import OTHER_FILES, LightTokenizer
+from fivefold.errors import UserError
+from fivefold.keys.findings import Findings
 from fivefold.models.end_tokens import EndTokens
 from fivefold.models.spec import ModelSpec
 
@@ -14,7 +15,7 @@ from fivefold.models.spec import ModelSpec
 def check_tokenizer(findings: Findings, config: RunConfig, spec: ModelSpec | None) -> LightTokenizer | None:
     """Report errors of the policy's tokenizer; return it if its files are here and can be read without transformers."""
     key = next((f"model.{name}" for name in ("tokenizer", "config") if getattr(config.model, name)), "model.path")
-    given = config.tokenizer
+    given = config.model.tokenizer_path
     directory = Path(given)
     if not directory.is_dir():
         if config.model.tokenizer and not is_hub_id(given):
@@ -24,7 +25,7 @@ def check_tokenizer(findings: Findings, config: RunConfig, spec: ModelSpec | Non
     if tokenizer is not None:
         try:
             _check_ends(findings, key, config, tokenizer, spec)
-        except ValueError as error:
+        except UserError as error:
             findings.error(key, f": {error}")
     return tokenizer
 
@@ -37,7 +38,7 @@ def check_tokenizer_files(findings: Findings, key: str, directory: Path, spec: M
         return None
     try:
         tokenizer = LightTokenizer.load(directory)
-    except ValueError as error:
+    except UserError as error:
         findings.error(key, f": {error}")
         return None
     if spec is not None and (highest := tokenizer.highest_id(with_added=False)) >= spec.vocab:
@@ -56,7 +57,7 @@ def is_hub_id(path: str) -> bool:
 
 
 def _check_ends(findings: Findings, key: str, config: RunConfig, tokenizer: LightTokenizer, spec: ModelSpec | None) -> None:
-    tokens = EndTokens.of(Path(config.described_by(config.model.path)), tokenizer.eos_token_id)
+    tokens = EndTokens.of(Path(config.model.described_by(config.model.path)), tokenizer.eos_token_id)
     ends = tokens.used
     if tokens.contradiction and not config.engine.sampling.ignore_eos:
         findings.note(f"{key}: {tokens.contradiction}")

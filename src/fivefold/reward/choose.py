@@ -8,8 +8,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from fivefold.config.findings import Findings
 from fivefold.config.scoring import JudgeConfig, RewardConfig
+from fivefold.errors import UserError
+from fivefold.keys.findings import Findings
 from fivefold.layout import ParallelLayout
 from fivefold.reward.code.confine import layers, missing
 from fivefold.reward.rules import (
@@ -45,7 +46,7 @@ def choose_rewards(config: RewardConfig, source: str) -> ChosenRewards:
     if not weights and config.model.path is None:
         name = reward_of(source, config.chosen_as)
         if name is None:
-            raise ValueError(
+            raise UserError(
                 f"no reward is known for data_source {source!r}: name one in reward.functions or reward.by_source; "
                 f"chosen by themselves: {', '.join(SOURCES_OF[config.chosen_as])}"
             )
@@ -69,7 +70,7 @@ def _check_accuracy(config: RewardConfig) -> None:
         named |= set(SOURCES_OF[config.chosen_as].values())
     if config.accuracy is not None and config.accuracy not in named:
         used = ", ".join(sorted(named)) or "of which there is none"
-        raise ValueError(
+        raise UserError(
             f"reward.accuracy must be one of the reward functions in use, {used}: "
             f"got {config.accuracy!r}; add it to reward.functions, with weight 0 if it is to count for the accuracy only"
         )
@@ -129,7 +130,7 @@ def check_rewards(findings: Findings, config: RewardConfig) -> None:
             try:
                 check_name(name)
                 check_parameters(name, offered_to(config))
-            except ValueError as error:
+            except UserError as error:
                 findings.error(key, f": {error}")
     if any(runs_programs(name) for weights in sections.values() for name in weights):
         reason = missing()
@@ -153,5 +154,5 @@ def check_rewards(findings: Findings, config: RewardConfig) -> None:
         findings.require(name in os.environ, "environment", f"names variables that are set here: got {name!r}")
     try:
         _check_accuracy(config)
-    except ValueError as error:
+    except UserError as error:
         findings.errors.append(str(error))

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from fivefold.config.packages import NOT_INSTALLED, import_fault
+from fivefold.errors import UserError
 from fivefold.reward.texts import after_thinking
 
 Verifier = Callable[..., bool]
@@ -54,9 +55,9 @@ def read_instructions(ground_truth: str) -> list[tuple[Verifier, dict[str, Any]]
         else:
             names, given, known = found["instruction_id_list"], found["kwargs"], INSTRUCTIONS
         if not names or len(names) != len(given):
-            raise ValueError(f"{len(names or ())} instructions and {len(given)} kwargs")
+            raise UserError(f"{len(names or ())} instructions and {len(given)} kwargs")
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ValueError(f"must be {FORMS}: {error}") from error
+        raise UserError(f"must be {FORMS}: {error}") from error
     return [_verifier(name, own or {}, known) for name, own in zip(names, given, strict=True)]
 
 
@@ -64,7 +65,7 @@ def instructions_fault(ground_truth: str) -> str | None:
     """Return the requirement that a ground truth of `ifeval` violates, or None."""
     try:
         read_instructions(ground_truth)
-    except ValueError as error:
+    except UserError as error:
         return str(error)
     return None
 
@@ -77,16 +78,16 @@ def load_detector() -> None:
 
 def _verifier(name: str, given: dict[str, Any], known: dict[str, Verifier]) -> tuple[Verifier, dict[str, Any]]:
     if name not in known:
-        raise ValueError(f"must name instructions that are known: got {name!r}")
+        raise UserError(f"must name instructions that are known: got {name!r}")
     if known[name] is in_language and (fault := import_fault(_DETECTOR)) is not None:
         why = "" if fault == NOT_INSTALLED else f", {fault}"
-        raise ValueError(f"needs {_DETECTOR} for {name}{why}: pip install 'fivefold[ifeval]', or leave such rows out")
+        raise UserError(f"needs {_DETECTOR} for {name}{why}: pip install 'fivefold[ifeval]', or leave such rows out")
     parameters = list(inspect.signature(known[name]).parameters.values())[1:]
     # Data files fill columns of other instructions with null.
     own = {each.name: given[each.name] for each in parameters if given.get(each.name) is not None}
     missing = [each.name for each in parameters if each.name not in own and each.default is each.empty]
     if missing:
-        raise ValueError(f"must give {name} its {', '.join(missing)}")
+        raise UserError(f"must give {name} its {', '.join(missing)}")
     return known[name], own
 
 
@@ -96,7 +97,7 @@ def _compare(count: int, relation: str, wanted: int, tolerance: int = 0) -> bool
         return abs(count - wanted) <= tolerance
     compared = {"at least": count >= wanted, "less than": count < wanted, "at most": count <= wanted}
     if relation not in compared:
-        raise ValueError(f"a relation is one of {', '.join(compared)}, around: got {relation!r}")
+        raise UserError(f"a relation is one of {', '.join(compared)}, around: got {relation!r}")
     return compared[relation]
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from fivefold.distributed.ranks import Ranks
+from fivefold.errors import RunError
 from fivefold.reward.pool import Scoring
 from fivefold.types import Group, Prompt, Sample
 
@@ -90,7 +91,7 @@ class RewardManager:
         error = next(text for text in self.ranks.gather_objects(first_error) if text is not None)
         message = f"the reward of {failed:.0f} of {total:.0f} samples failed; the first error:\n{error}"
         if failed > self.max_failed * total:
-            raise RuntimeError(
+            raise RunError(
                 f"{message}\nreward.max_failed = {self.max_failed:g} is the largest share of failures that a run survives"
             )
         self.log(message)

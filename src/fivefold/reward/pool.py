@@ -17,13 +17,14 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from queue import Empty, LifoQueue
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
 from fivefold.config.scoring import RewardConfig
+from fivefold.errors import UserError
 from fivefold.reward.choose import ChosenRewards, choose_rewards, offered_to
 from fivefold.reward.judge import JUDGE, Judge, JudgeError
 from fivefold.reward.messages import Messages
@@ -31,6 +32,8 @@ from fivefold.reward.rules import BUILT_IN, runs_programs
 
 if TYPE_CHECKING:
     from fivefold.types import Prompt, Sample
+
+T = TypeVar("T")
 
 
 _START_SECONDS = 300.0
@@ -75,7 +78,8 @@ class RewardPool:
     the step's time for such responses lasts.
     """
 
-    def __init__(self, config: RewardConfig) -> None:
+    def __init__(self, config: RewardConfig, judge_files: Path | None = None) -> None:
+        """`judge_files`: directory of the judge's files, if the run has started its servers."""
         self._config = config
         self._chosen: dict[str, ChosenRewards] = {}
         self._names: set[str] = set()
@@ -96,13 +100,8 @@ class RewardPool:
         self._slow_seconds = self._slow_budget
         """Seconds of process time that remain for slow samples in this step."""
         self._judge: Judge | None = None
-        self._tokenizer, self._turns = str(config.judge.model), itertools.count()
+        self._tokenizer, self._turns = str(judge_files or config.judge.model), itertools.count()
         self._is_closed = False
-
-    def ask_judges_at(self, urls: Sequence[str], directory: Path) -> None:
-        """Set the judge's servers and the directory of its files; call this before the first sample."""
-        self._config = replace(self._config, judge=replace(self._config.judge, url=list(urls)))
-        self._tokenizer = str(directory)
 
     def weights(self, source: str) -> dict[str, float]:
         """Return reward name -> weight for rows of this data_source; raise ValueError if none is known."""
@@ -115,7 +114,7 @@ class RewardPool:
         return self._chosen[source]
 
     def start(self, trials: Sequence[tuple[Prompt, Sample]]) -> str | None:
-        """Load the functions of all data_sources seen so far and call each once on these samples.
+        """Load the functions of these samples' data_sources and call each once on its sample.
 
         Every process that starts does so. Imports and preparation then do not count toward a sample's time. Returns the
         first error of a call; raises ValueError if a function cannot be loaded or does not answer.
@@ -130,15 +129,15 @@ class RewardPool:
         judged = [trial for trial in trials if JUDGE in self.weights(trial[0].source)]
         if judged and (error := self.submit(*judged[0]).result()) is not None:
             # An error here is not the response's fault: the trial response is the ground truth.
-            raise ValueError(f"reward.judge: {error}")
+            raise UserError(f"reward.judge: {error}")
         if not requests:
             return None
         # Other processes start when needed, and do the same before their first sample.
         first = self._workers[-1]
         try:
-            first.start()
+            _again_after_kill(first.start)
         except _NoAnswerError as error:
-            raise ValueError(f"the reward functions {', '.join(first.names)} do not start:\n{error}") from error
+            raise UserError(f"the reward functions {', '.join(first.names)} do not start:\n{error}") from error
         return first.trial_error
 
     def submit(self, prompt: Prompt, sample: Sample) -> Scoring:
@@ -391,6 +390,16 @@ class _NoAnswerError(Exception):
         """True if the process was killed from outside, for example by the kernel for lack of memory."""
 
 
+def _again_after_kill(action: Callable[[], T]) -> T:
+    """Return the result of `action`, which is called again if the process was killed from outside in the first call."""
+    try:
+        return action()
+    except _NoAnswerError as error:
+        if not error.was_killed:
+            raise
+    return action()
+
+
 class _Worker:
     """One reward process, started at the first request and again after it was killed."""
 
@@ -415,12 +424,7 @@ class _Worker:
     def ask(self, request: dict[str, Any], seconds: float) -> dict[str, Any]:
         """Return the worker's answer, or {"error": ...} without one in time; after a kill the request is sent once more."""
         try:
-            return self._ask(request, seconds)
-        except _NoAnswerError as error:
-            if not error.was_killed:
-                return {"error": str(error), "is_late": error.is_late}
-        try:
-            return self._ask(request, seconds)
+            return _again_after_kill(lambda: self._ask(request, seconds))
         except _NoAnswerError as error:
             return {"error": str(error), "is_late": error.is_late}
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from fivefold.errors import UserError
 from fivefold.reward import verl
 from fivefold.reward.code.cases import cases_fault
 from fivefold.reward.code.reward import code, code_fraction, start_sandbox
@@ -182,13 +183,13 @@ def check_name(name: str) -> None:
     if name in BUILT_IN:
         return
     if not is_user_code(name):
-        raise ValueError(
+        raise UserError(
             f"unknown reward {name!r}; built in: {', '.join(BUILT_IN)}; your own is written path/to/file.py:function"
         )
     try:
         check_user_code(name)
-    except ValueError as error:
-        raise ValueError(f"reward {error}") from error
+    except UserError as error:
+        raise UserError(f"reward {error}") from error
 
 
 def check_parameters(name: str, offered: tuple[str, ...] = OFFERED) -> None:
@@ -200,18 +201,18 @@ def check_parameters(name: str, offered: tuple[str, ...] = OFFERED) -> None:
 def _check(name: str, parameters: Parameters, offered: tuple[str, ...]) -> None:
     may = f"its parameters may be {', '.join(offered)}"
     if "completions" in parameters.named:
-        raise ValueError(
+        raise UserError(
             f"reward {name!r} must not have the parameter completions, TRL's list of all of them: a function scores one "
             f"response here, so name it completion; {may}"
         )
     lacking = [parameter for parameter in parameters.required if parameter not in offered]
     if lacking:
-        raise ValueError(
+        raise UserError(
             f"reward {name!r} must have no required parameter that is not offered: got {', '.join(lacking)}; {may}, or have "
             "defaults"
         )
     if parameters.positional:
-        raise ValueError(
+        raise UserError(
             f"reward {name!r} must take its parameters by name: got {', '.join(parameters.positional)} before a `/`; {may}"
         )
 
@@ -244,8 +245,7 @@ def resolve(name: str, offered: tuple[str, ...] = OFFERED) -> RewardFunction:
         _check(name, Parameters.of(function), offered)
         return function
     row = BUILT_IN[name]
-    if row.function is None:
-        raise ValueError(f"the reward {name} is a model's verdict, and no function")
+    assert row.function is not None, f"the reward {name} is computed by a model"
     if row.prepare is not None:
         row.prepare()
     return row.function

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from itertools import count
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,49 +11,20 @@ import torch
 
 from fivefold.data.prompt_loader import Loader
 from fivefold.engines.sampling import request_seed
-from fivefold.interfaces import Load, Stream
+from fivefold.errors import UserError
+from fivefold.interfaces import EngineState, Load
 from fivefold.observability.run_logger import RunLogger
 from fivefold.reward.pool import Scoring
 from fivefold.rollout.generation import Generator, first_numbers
 from fivefold.rollout.group_files import read_groups, write_groups
+from fivefold.rollout.open_groups import OpenGroups
 from fivefold.rollout.staleness import Admission, staleness
 from fivefold.rollout.stats import Informative
-from fivefold.types import Completion, Group, Prompt, Request, Sample, Sampling
+from fivefold.types import Group, Prompt, Sampling
 
 _POLL_SECONDS = 0.05
 """Seconds between two synchronizations of the ranks on which groups are complete."""
 FILE = "groups-{:05d}.safetensors"
-
-
-@dataclass
-class _Open:
-    """A group of this rank that was given out and is not used yet."""
-
-    prompt: Prompt
-    requests: dict[int, Request] = field(default_factory=dict)
-    """Requests in flight, by id."""
-    numbers: dict[int, int] = field(default_factory=dict)
-    """Id of a request in flight -> its number in the group."""
-    samples: dict[int, Sample] = field(default_factory=dict)
-    scoring: list[Scoring] = field(default_factory=list)
-
-    @property
-    def is_sampled(self) -> bool:
-        return not self.requests
-
-    @property
-    def is_complete(self) -> bool:
-        return self.is_sampled and all(each.done() for each in self.scoring)
-
-
-@dataclass
-class _Tokens:
-    """Counts of tokens on this rank that were sampled while weights changed."""
-
-    aborted: int = 0
-    """Tokens thrown away."""
-    reused: int = 0
-    """Tokens from older weights than the last token of their response."""
 
 
 class AsyncRollouts:
@@ -91,18 +59,13 @@ class AsyncRollouts:
         self._admission, self._seed, self._group_size, self._tail = admission, seed, group_size, tail
         self._capacity, self._most_prompts, self._informative = capacity, most_prompts, informative or Informative()
         self._engine, self._ranks = generator.engine, generator.rewards.ranks
-        self._stream: Stream = self._engine.stream()
-        self._ids = count()
+        self._open = OpenGroups(generator)
         self._position = 0
         """Number of prompts given out."""
         self._unused: dict[int, int] = {}
         """Place in the run -> step before which it was given out, of all ranks."""
         self._versions: list[tuple[int, int]] = []
         """(step, optimizer steps taken before it) of the last steps, back to the oldest unused group."""
-        self._open: dict[int, _Open] = {}
-        self._owner: dict[int, int] = {}
-        """Id of a request in flight -> place of its group in the run."""
-        self._tokens = _Tokens()
         self._began = -1
         self._cached: tuple[int, list[Prompt], list[int]] = (-1, [], [])
 
@@ -119,11 +82,11 @@ class AsyncRollouts:
             return
         if self._began < 0:
             # Reset the load statistics: startup time is not waiting time.
-            self._stream.load()
+            self._open.stream.load()
         self._began = step
         # Only happens if `max_staleness` was changed after they were given out.
         for place in self._admission.overdue(self._unused, step - 1):
-            self._take_back(place)
+            self._open.discard(place)
             self._unused[place] = step
         # A repeated step already has an entry, with the weights it had then.
         oldest = min([step, *self._unused.values()])
@@ -146,13 +109,9 @@ class AsyncRollouts:
         begin = place - place % self._admission.per_step
         prompts, numbers = self._of_step(begin)
         prompt, first = prompts[place - begin], numbers[place - begin]
-        group = self._open[place] = _Open(prompt)
-        for number in range(self._group_size):
-            draw = (self._seed, begin // self._admission.per_step, prompt.id, first + number)
-            request = Request(next(self._ids), prompt.token_ids, self._sampling, request_seed(draw))
-            group.requests[request.id], group.numbers[request.id] = request, number
-            self._owner[request.id] = place
-        self._stream.submit(list(group.requests.values()))
+        draw = (self._seed, begin // self._admission.per_step, prompt.id)
+        seeds = [request_seed((*draw, first + number)) for number in range(self._group_size)]
+        self._open.ask(place, prompt, self._sampling, seeds)
 
     def _of_step(self, begin: int) -> tuple[list[Prompt], list[int]]:
         """Return the prompts of the step that starts at place `begin`, and the number of the first response to each."""
@@ -169,11 +128,12 @@ class AsyncRollouts:
         self._log.record({"epoch": float(self._prompts.epoch(min(self._unused)))})
         began, waited = time.monotonic(), 0
         left_out: list[int] = []
-        self._collect(0.0)
+        self._open.collect(0.0)
         while (chosen := self._choice(step, left_out)) is None:
-            self._collect(_POLL_SECONDS)
+            self._open.collect(_POLL_SECONDS)
             self._log.advance(waited := waited + 1, 0)
-            if self._is_stranded():
+            self._engine.look_after()
+            if self._engine.state is EngineState.LOST:
                 assert self._generator.refresh is not None
                 self._generator.refresh()
         seconds = time.monotonic() - began
@@ -181,13 +141,13 @@ class AsyncRollouts:
         scoring: list[Scoring] = []
         for index, place in enumerate([*chosen, *left_out]):
             self._unused.pop(place, None)
-            if (group := self._open.pop(place, None)) is not None and self._engine.replica.leads:
-                samples = [group.samples[number] for number in range(self._group_size)]
-                groups.append(Group(group.prompt, samples, index=index, is_used=index < len(chosen)))
+            if (group := self._open.take(place)) is not None:
+                groups.append(Group(group.prompt, group.in_order(), index=index, is_used=index < len(chosen)))
                 scoring += group.scoring
         with self._log.stage("reward"):
             self._generator.rewards.finish(groups, scoring)
-        stale = self._check(groups, step)
+        stale = [staleness(self._versions, sample.policy_version, step) for group in groups for sample in group.samples]
+        self._admission.check(stale, step)
         cut = self._cut(step) if self._tail != "wait" else 0
         self._record(stale, cut, seconds)
         if self._most_prompts:
@@ -201,33 +161,12 @@ class AsyncRollouts:
             )
         return groups
 
-    def _collect(self, seconds: float) -> None:
-        for completion in self._stream.arrived(seconds):
-            self._keep(completion)
-
-    def _keep(self, completion: Completion) -> None:
-        group = self._open[self._owner[completion.request_id]]
-        if completion.finish_reason == "abort":
-            # Aborted by a weight update: sample it again with the new weights.
-            self._tokens.aborted += len(completion.token_ids)
-            self._stream.submit([group.requests[completion.request_id]])
-            return
-        del self._owner[completion.request_id], group.requests[completion.request_id]
-        number = group.numbers.pop(completion.request_id)
-        versions = completion.token_versions or []
-        self._tokens.reused += sum(version < versions[-1] for version in versions)
-        sample = group.samples[number] = self._generator.to_sample(completion)
-        if self._engine.replica.leads:
-            group.scoring.append(self._generator.rewards.submit(group.prompt, sample))
-
     def _choice(self, step: int, left_out: list[int]) -> dict[int, bool] | None:
         """Return the groups that the step takes and whether each is informative; None until they are complete. Collective.
 
         The result is the same on all ranks. Groups that the step leaves out are appended to `left_out`.
         """
-        leads = self._engine.replica.leads
-        complete = [(place, group) for place, group in self._open.items() if leads and group.is_complete]
-        mine = [[place, self._informative(group.samples.values())] for place, group in complete]
+        mine = [[place, self._informative(group.samples.values())] for place, group in self._open.complete()]
         rows = self._ranks.all_gather_world(torch.tensor(mine, dtype=torch.long).view(-1, 2))
         ready = {place: bool(differs) for place, differs in torch.cat(rows).tolist() if place in self._unused}
         if self._most_prompts and self._leave_out(ready, left_out):
@@ -251,18 +190,11 @@ class AsyncRollouts:
                 del self._unused[place], ready[place]
         return len(left_out) > before
 
-    def _is_stranded(self) -> bool:
-        """Return whether no server is alive on any rank. Collective."""
-        if not self._ranks.any(self._stream.is_stranded):
-            return False
-        self._engine.look_after()
-        return self._engine.version < 0
-
     def _cut(self, step: int) -> int:
         """Discard groups that no later step may use, and return their number."""
         overdue = self._admission.overdue(self._unused, step)
         for place in overdue:
-            self._take_back(place)
+            self._open.discard(place)
             if self._tail == "drop":
                 del self._unused[place]
             else:
@@ -270,36 +202,17 @@ class AsyncRollouts:
                 self._unused[place] = step + 1
         return len(overdue)
 
-    def _take_back(self, place: int) -> None:
-        """Discard everything sampled for a group."""
-        if (group := self._open.pop(place, None)) is not None:
-            self._stream.drop(group.requests)
-            for request_id in group.requests:
-                del self._owner[request_id]
-            self._tokens.aborted += sum(len(sample.token_ids) for sample in group.samples.values())
-
     # --- what came of it ---------------------------------------------------------------------------------------------
-
-    def _check(self, groups: list[Group], step: int) -> list[int]:
-        """Return the steps between each sample's oldest weights and its use; raises RuntimeError above `max_staleness`."""
-        samples = [sample for group in groups for sample in group.samples]
-        found = [staleness(self._versions, sample.policy_version, step) for sample in samples]
-        if max(found, default=0) > self._admission.oldest:
-            raise RuntimeError(
-                f"a sample of step {step + 1} is {max(found)} steps old, rollout.max_staleness is "
-                f"{self._admission.max_staleness:g}: the engine has used weights that it should not have had"
-            )
-        return found
 
     def _record(self, stale: list[int], cut: int, seconds: float) -> None:
         """Record the metrics of the step over all ranks. Collective."""
         stale_N = torch.cat(self._ranks.all_gather_world(torch.tensor(stale, dtype=torch.long)))
-        complete = sum(group.is_complete for group in self._open.values()) if self._engine.replica.leads else 0
-        load = self._stream.load() or Load(0.0, 0.0, 0.0, [])
+        complete = sum(1 for _ in self._open.complete())
+        load = self._open.stream.load() or Load(0.0, 0.0, 0.0, [])
         if self._engine.replica.index is None:
             # A rank without an engine replica has no requests, so its waiting does not count.
             load = Load(0.0, 0.0, 0.0, [])
-        tokens, self._tokens = self._tokens, _Tokens()
+        tokens = self._open.take_tokens()
         own = [complete, tokens.aborted, tokens.reused, load.request_seconds, load.idle_seconds, load.seconds]
         waiting, aborted, reused, busy, idle, total = self._ranks.all_reduce_sum_world([float(each) for each in own])
         record = {
@@ -334,14 +247,8 @@ class AsyncRollouts:
     def snapshot(self) -> Callable[[Path], list[Path]]:
         """Copy this rank's fully sampled groups. The returned function writes them into a directory and returns its
         files."""
-        rank, held, scored = self._ranks.rank, {}, set()
-        if self._engine.replica.leads:
-            for place, group in self._open.items():
-                if group.is_complete:
-                    scored.add(place)
-                if group.is_sampled:
-                    # Copy, because a reward model changes the reward when a step takes the group.
-                    held[place] = [copy.copy(group.samples[number]) for number in range(self._group_size)]
+        rank = self._ranks.rank
+        held, scored = self._open.copies()
 
         def write(directory: Path) -> list[Path]:
             path = directory / FILE.format(rank)
@@ -356,13 +263,11 @@ class AsyncRollouts:
         for path in sorted(directory.glob("*.safetensors")):
             try:
                 groups, scored = read_groups(path)
-            except ValueError as error:
+            except UserError as error:
                 self._log.log(f"{error}: the prompts of its groups are sampled again")
                 continue
             for place, samples in groups.items():
                 is_own = replica.owns(place) and place in self._unused
                 if not is_own or len(samples) != self._group_size:
                     continue
-                group = self._open[place] = _Open(self._prompts.take(place, 1)[0], samples=dict(enumerate(samples)))
-                if place not in scored and replica.leads:
-                    group.scoring = [self._generator.rewards.submit(group.prompt, sample) for sample in samples]
+                self._open.restore(place, self._prompts.take(place, 1)[0], samples, is_scored=place in scored)

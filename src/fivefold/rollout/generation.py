@@ -9,7 +9,7 @@ from itertools import count
 from typing import Protocol
 
 from fivefold.engines.sampling import request_seed
-from fivefold.interfaces import Engine, SteppedEngine
+from fivefold.interfaces import Engine, EngineState, SteppedEngine
 from fivefold.observability.run_logger import RunLogger
 from fivefold.reward.manager import RewardManager
 from fivefold.reward.pool import Scoring
@@ -32,8 +32,6 @@ class Generator:
     logger: RunLogger
     refresh: Callable[[], None] | None = None
     """Sends weights to an engine again after it lost them together with its servers. Collective."""
-    members: Sequence[int] | None = None
-    """Ranks that share this engine replica and step it in lockstep; None: all ranks."""
 
     def sample(
         self, prompts: Sequence[Prompt], group_size: int, sampling: Sampling, draw: tuple[int, ...], is_scored: bool = True
@@ -44,7 +42,8 @@ class Generator:
         Every rank passes all prompts. Unless `is_scored`, all rewards are 0. `draw` (seed, step, ...) fixes the random
         numbers, together with the prompt's id and the number of the response. Repeats of a prompt get new response numbers.
         """
-        replica, heartbeat = self.engine.replica, self.rewards.ranks.heartbeat
+        replica, ranks = self.engine.replica, self.rewards.ranks
+        heartbeat = ranks.heartbeat
         heartbeat.begin()
         own = [place for place in range(len(prompts)) if replica.owns(place)]
         numbers = first_numbers(prompts, group_size)
@@ -60,11 +59,14 @@ class Generator:
         ]
         found: dict[int, Sample] = {}
         scoring: list[Scoring] = []
-        # A stepped engine checks for the end of the run before each of its own steps.
+        # A stepped engine checks for the end of the run before each step that its ranks take together. With others a rank
+        # samples alone, and checks after each response.
         finished, is_ending = count(), isinstance(self.engine, SteppedEngine)
         while True:
             for completion in self.engine.generate([request for request in requests if request.id not in found]):
-                if not is_ending and not heartbeat.item(next(finished), self.members):
+                if completion.finish_reason == "lost":
+                    continue
+                if not is_ending and not heartbeat.item(next(finished), [ranks.rank]):
                     is_ending = heartbeat.check()
                     self.engine.abort()
                 if replica.leads:
@@ -75,8 +77,9 @@ class Generator:
                     else:
                         sample.reward = 0.0
                 self.logger.advance(len(found), len(requests))
-            if self.engine.version >= 0 or self.refresh is None:
+            if self.engine.state is not EngineState.LOST:
                 break
+            assert self.refresh is not None
             self.refresh()
         groups = [
             Group(prompts[place], [found[place * group_size + number] for number in range(group_size)], index=place)

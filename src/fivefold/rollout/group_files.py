@@ -18,6 +18,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from fivefold.errors import UserError
 from fivefold.files import writing
 from fivefold.types import Sample
 
@@ -56,7 +57,7 @@ def read_groups(path: Path) -> tuple[dict[int, list[Sample]], set[int]]:
         described = json.loads(file.get_tensor(_JSON).numpy().tobytes()) if _JSON in file.keys() else {}  # noqa: SIM118
         columns, lengths = described.get("others", {}), described.get("lengths", {})
         if columns.keys() | lengths.keys() != names:
-            raise ValueError(f"{path} was written by another version of fivefold")
+            raise UserError(f"{path} was written by another version of fivefold")
         for name in lengths:
             columns[name] = _split(file.get_tensor(name), lengths[name], name in described["lists"])
     samples = (Sample(**dict(zip(columns, values, strict=True))) for values in zip(*columns.values(), strict=True))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fivefold.columns import Column
 from fivefold.distributed.ranks import Ranks
 from fivefold.rollout.stats import BatchPlan, scored
 from fivefold.routes import decode_routes, encode_routes, route_columns
@@ -101,9 +102,12 @@ def _batch(tokens_TF: Tensor, rows: list[int], stats: RolloutStats, plan: BatchP
         lengths_N=[int(length) for length in stats.lengths_N[rows]],
         sample_index_N=rows,
         temperature=plan.temperature,
-        rollout_logprobs_T=tokens_TF[:, 2].contiguous().view(torch.float32) if stats.has_logprobs else None,
-        version_T=tokens_TF[:, 3].long() if stats.versions_differ else None,
-        routes_TLK=None if plan.routes is None else decode_routes(tokens_TF[:, _FIELDS:], plan.routes),
-        expert_T=None if stats.expert_N is None else stats.expert_N[rows].repeat_interleave(stats.lengths_N[rows]),
         samples_per_comparison=plan.samples_per_comparison,
+    ).with_columns(
+        {
+            Column.ROLLOUT_LOGPROBS: tokens_TF[:, 2].contiguous().view(torch.float32) if stats.has_logprobs else None,
+            Column.VERSION: tokens_TF[:, 3].long() if stats.versions_differ else None,
+            Column.ROUTES: None if plan.routes is None else decode_routes(tokens_TF[:, _FIELDS:], plan.routes),
+            Column.EXPERT: None if stats.expert_N is None else stats.expert_N[rows].repeat_interleave(stats.lengths_N[rows]),
+        }
     )

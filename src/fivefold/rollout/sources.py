@@ -13,6 +13,7 @@ import torch
 
 from fivefold.data.prompt_loader import Loader
 from fivefold.distributed.ranks import Ranks
+from fivefold.errors import UserError
 from fivefold.interfaces import RolloutSource
 from fivefold.observability.run_logger import RunLogger
 from fivefold.rollout.generation import Generator
@@ -44,7 +45,7 @@ class PromptQueue:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the position; raises ValueError if the saved run gave out prompts ahead that it did not use."""
         if unused := state.get("unused"):
-            raise ValueError(
+            raise UserError(
                 f"{len(unused)} prompts were given out and not used, and a synchronous run would leave them out: "
                 "set rollout.max_staleness: 0, which draws what a synchronous run does"
             )

@@ -60,6 +60,14 @@ class Admission:
         """Return the groups that may not be used after `step`."""
         return sorted(place for place, given_out in unused.items() if self.deadline(given_out) <= step)
 
+    def check(self, ages: Sequence[int], step: int) -> None:
+        """Raise RuntimeError if a sample that `step` uses is older than it may be; `ages` are in steps."""
+        if max(ages, default=0) > self.oldest:
+            raise RuntimeError(
+                f"a sample of step {step + 1} is {max(ages)} steps old, rollout.max_staleness is {self.max_staleness:g}: "
+                "the engine has used weights that it should not have had"
+            )
+
 
 def staleness(versions: Sequence[tuple[int, int]], version: int, step: int) -> int:
     """Return the number of steps between the weights of `version` and `step`.

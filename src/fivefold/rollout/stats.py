@@ -17,8 +17,9 @@ from torch import Tensor
 from fivefold.algo.reward_shaping import repetition
 from fivefold.distributed.balance import deal, deal_sharing
 from fivefold.distributed.ranks import Ranks
+from fivefold.errors import RunError
 from fivefold.models.spec import RouteShape
-from fivefold.types import Group, RolloutStats, Sample
+from fivefold.types import Group, RolloutStats, Sample, Scoring
 
 
 def tokens(lengths_N: Tensor) -> Tensor:
@@ -73,11 +74,11 @@ def gather_stats(groups: list[Group], ranks: Ranks, plan: BatchPlan) -> RolloutS
     rank_N = torch.cat([torch.full((len(rows),), rank) for rank, rows in enumerate(gathered)])
     everyone = torch.cat(gathered)
     if not len(everyone):
-        raise RuntimeError("the step has no samples: its rollout source returned no group on any rank")
+        raise RunError("the step has no samples: its rollout source returned no group on any rank")
     group_N, place_N = everyone[:, 0].long(), everyone[:, 1].long()
     key_N = group_N * (int(place_N.max()) + 1) + place_N
     if len(key_N.unique()) < len(key_N):
-        raise RuntimeError(
+        raise RunError(
             "two ranks returned the same sample of a step: each rank returns its own groups, each with an index of its own "
             "(ranks.shard gives a rank its part of a list)"
         )
@@ -94,11 +95,11 @@ def _stats(rows: Tensor, rank_N: Tensor, groups: list[Group], ranks: Ranks, plan
     group_size = int(sampled[:, 0].unique(return_counts=True)[1].mode().values) if len(sampled) else 0
     failed_N = rows[:, _COLUMNS.index("failed")].bool()
     if failed_N.all():
-        raise RuntimeError(f"the rewards of all {len(rows)} samples of the step failed: there is nothing to learn from")
+        raise RunError(f"the rewards of all {len(rows)} samples of the step failed: there is nothing to learn from")
     rows, rank_N = rows[~failed_N], rank_N[~failed_N]
     column = {name: rows[:, number] for number, name in enumerate(_COLUMNS)}
     if not column["reward"].isfinite().all():
-        raise RuntimeError("every sample of a step needs a finite reward, or reward_failed: its rollout source gave it none")
+        raise RunError("every sample of a step needs a finite reward, or reward_failed: its rollout source gave it none")
     _, group_N = column["group"].long().unique(return_inverse=True)
     minibatch_N = deal_to_updates(group_N, plan.updates_per_step)
     lengths_N, expert_N = column["length"].long(), column["is_expert"].bool()
@@ -121,9 +122,7 @@ def _stats(rows: Tensor, rank_N: Tensor, groups: list[Group], ranks: Ranks, plan
         has_logprobs=bool((column["has_logprobs"].bool() | expert_N).all()),
         greedy_rewards_N=None if greedy_N.isnan().any() else greedy_N,
         greedy_lengths_N=column["greedy_length"].long(),
-        reward_parts=_reward_parts(groups, ranks),
-        failed=int(failed_N.sum()),
-        timed_out=int(column["timed_out"].sum()),
+        scoring=Scoring(_reward_parts(groups, ranks), int(failed_N.sum()), int(column["timed_out"].sum())),
         group_size=group_size,
         domain_N=column["domain"].unique(return_inverse=True)[1] if plan.domain_of else None,
         incomplete_N=column["incomplete"].bool() if failed_N.any() else None,
@@ -198,7 +197,7 @@ def deal_to_updates(group_N: Tensor, updates: int) -> Tensor:
     """Assign groups in order to optimizer steps, as evenly as whole groups allow."""
     groups = int(group_N.max()) + 1
     if groups < updates:
-        raise RuntimeError(
+        raise RunError(
             f"a step of {updates} optimizer steps needs as many groups: its rollout source returned {groups} with rewards"
         )
     return group_N * updates // groups
@@ -262,9 +261,9 @@ def rollout_metrics(stats: RolloutStats, policy_version: int) -> dict[str, float
         "reward/std": float(rewards.std()) if len(rewards) > 1 else 0.0,
         "reward/min": float(rewards.min()),
         "reward/max": float(rewards.max()),
-        "reward/failed": float(stats.failed),
-        "reward/timeouts": float(stats.timed_out),
-        **{f"reward/{name}": value for name, value in stats.reward_parts.items()},
+        "reward/failed": float(stats.scoring.failed),
+        "reward/timeouts": float(stats.scoring.timed_out),
+        **{f"reward/{name}": value for name, value in stats.scoring.reward_parts.items()},
         "response/repetition": float(stats.repetition_N.mean()),
         "rollout/staleness_mean": float(staleness_N.mean()),
         "rollout/staleness_max": float(staleness_N.max()),

@@ -9,7 +9,9 @@ from typing import Protocol
 
 import torch
 
+from fivefold.columns import Column
 from fivefold.distributed.ranks import Ranks
+from fivefold.errors import RunError
 from fivefold.types import RolloutStats, StepReport, TokenBatch, token_versions
 
 PROBED = 16
@@ -31,7 +33,7 @@ class Scorer(Protocol):
     @property
     def policy(self) -> Policy: ...
 
-    def annotate(self, batch: TokenBatch, needs: frozenset[str]) -> None: ...
+    def annotate(self, batch: TokenBatch, needs: frozenset[Column]) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -63,9 +65,9 @@ class LogprobGate:
         self._ranks, self._bounds, self._is_open, self._log, self._probe = ranks, bounds, is_open, log, probe
 
     @property
-    def needs(self) -> frozenset[str]:
-        """Batch fields that the check reads; empty once the check is done."""
-        return frozenset() if self._is_open else frozenset({"old_logprobs_T"})
+    def needs(self) -> frozenset[Column]:
+        """Columns that the check reads; empty once the check is done."""
+        return frozenset() if self._is_open else frozenset({Column.OLD_LOGPROBS})
 
     def probe(self, models: Scorer) -> None:
         """Compare a few responses sampled for this purpose, while the gate is armed; does nothing without a probe.
@@ -81,11 +83,11 @@ class LogprobGate:
 
         If the trainer has computed no log-probs because no sample has an advantage, it computes a few for this. Collective.
         """
-        if self._is_open or batch.rollout_logprobs_T is None:
+        if self._is_open or Column.ROLLOUT_LOGPROBS not in batch:
             return
         fresh_T = batch.loss_mask_T & (token_versions(batch, stats) == models.policy.version)
-        if batch.expert_T is not None:
-            fresh_T &= ~batch.expert_T
+        if Column.EXPERT in batch:
+            fresh_T &= ~batch[Column.EXPERT]
         if stats.skipped_N is None:
             self._compare(batch, fresh_T)
             return
@@ -96,14 +98,13 @@ class LogprobGate:
         sample_T = torch.arange(len(lengths_N)).repeat_interleave(lengths_N)
         places = sample_T[fresh_T].unique()[:PROBED].tolist()
         part = batch.select(places)
-        part.old_logprobs_T = None
+        part.columns.pop(Column.OLD_LOGPROBS, None)
         models.annotate(part, self.needs)
         self._compare(part, fresh_T[batch.token_index(places)])
 
     def _compare(self, batch: TokenBatch, chosen_T: torch.Tensor) -> bool:
         """Return whether any replica had tokens to compare; raises RuntimeError if their log-probs differ too much."""
-        assert batch.old_logprobs_T is not None and batch.rollout_logprobs_T is not None
-        gap_T = (batch.old_logprobs_T - batch.rollout_logprobs_T)[chosen_T].double()
+        gap_T = (batch[Column.OLD_LOGPROBS] - batch[Column.ROLLOUT_LOGPROBS])[chosen_T].double()
         bounded_T = gap_T.clamp(-1, 1)
         own = [gap_T.abs().sum(), (bounded_T.expm1() - bounded_T).sum(), torch.tensor(float(len(gap_T)))]
         total, divergence, count = self._ranks.all_reduce_sum(torch.stack(own).double()).tolist()
@@ -118,7 +119,7 @@ class LogprobGate:
         if not above:
             self._log(f"the engine's log-probs agree with the trainer's: {said}")
             return True
-        raise RuntimeError(
+        raise RunError(
             f"the engine's log-probs differ from the trainer's by {said}, more than {' and '.join(above)}: training would "
             "be off-policy from the start. Look at: the model's weights and RoPE settings (do both read the same "
             "config.json?), the dtype of both, the chat template and special tokens, and tied embeddings. Raise the bound "
@@ -158,7 +159,7 @@ class AdapterGuard:
         )
         self._log(message)
         if self._max_lost is not None and version >= SETTLED and lost / share > self._max_lost:
-            raise RuntimeError(
+            raise RunError(
                 f"{message}. policy.lora.max_lost = {self._max_lost:g} ends the run: raise policy.optimizer.lr or "
                 "policy.lora.alpha, set engine.dtype: float32, or train without adapters"
             )
@@ -185,7 +186,7 @@ class SkipGuard:
             directory.mkdir(parents=True, exist_ok=True)
             batch.save(directory / f"rank-{self._ranks.rank}.safetensors")
             self._ranks.barrier()
-            raise RuntimeError(
+            raise RunError(
                 f"{skipped} updates of the {name} in a row had a loss or gradient that was not finite "
                 f"(trainer.guard.max_skipped = {self._max_skipped}); parameters are as after the last good one. "
                 f"Each rank's last batch is in {directory}"

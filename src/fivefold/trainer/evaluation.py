@@ -8,8 +8,9 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from fivefold.algo import Objective
 from fivefold.algo.aggregate import token_mean
+from fivefold.algo.objective import Objective
+from fivefold.columns import Column
 from fivefold.distributed.balance import deal
 from fivefold.distributed.ranks import Ranks
 from fivefold.engines.weight_sync import sleeping_after
@@ -77,14 +78,14 @@ class Evaluation:
         owner_P = deal(work, [0] * len(groups), ranks.layout.dp)
         own = [place for place, owner in enumerate(owner_P) if owner == ranks.coords.dp]
         batch = pack_dataset([groups[place] for place in own], replace(self.plan, temperature=1.0))
-        models.annotate(batch, frozenset({"old_logprobs_T"}) | objective.needs(1))
-        logprobs_T, batch.old_logprobs_T = batch.old_logprobs_T, None
-        assert logprobs_T is not None
+        models.annotate(batch, frozenset({Column.OLD_LOGPROBS}) | objective.needs(1))
+        logprobs_T = batch.columns.pop(Column.OLD_LOGPROBS)
         # A validation set has no micro-batches, so the legacy aggregation becomes the mean over its tokens.
-        aggregate = token_mean if objective.per_micro_batch else objective.aggregate
+        aggregation = objective.aggregation
+        aggregate = token_mean if aggregation.per_micro_batch else aggregation.of_policy
         weights_PG = aggregate(lengths_N, self.evaluation_set.greedy.max_tokens).view(len(groups), -1)
-        batch.loss_weights_T = batch.expand_to_tokens(weights_PG[own].reshape(-1))
-        batch.advantages_T = batch.loss_mask_T.float()
+        batch[Column.LOSS_WEIGHTS] = batch.expand_to_tokens(weights_PG[own].reshape(-1))
+        batch[Column.ADVANTAGES] = batch.loss_mask_T.float()
         batch.update_tokens = int(lengths_N.sum())
         found = objective.loss(logprobs_T, torch.zeros_like(logprobs_T), batch)
         names = [name for name in found.sums if name != "policy/entropy"]

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from typing import Protocol, cast
 
-from fivefold.algo import Objective
-from fivefold.algo.process_reward import ProcessReward, pair_accuracy
+from fivefold.algo.objective import Objective
+from fivefold.algo.term import Progress
+from fivefold.algo.terms.process_reward import ProcessReward, pair_accuracy
 from fivefold.algo.values import ValueLoss
+from fivefold.columns import Column
 from fivefold.config.roles import Learns
 from fivefold.distributed.ranks import Ranks
 from fivefold.engines.sampling import request_seed
@@ -35,7 +38,7 @@ class Device(Protocol):
     @property
     def by_role(self) -> dict[str, FrozenModel]: ...
 
-    def annotate(self, batch: TokenBatch, needs: frozenset[str]) -> None: ...
+    def annotate(self, batch: TokenBatch, needs: frozenset[Column]) -> None: ...
 
 
 class Learner(Protocol):
@@ -59,8 +62,8 @@ class Learner(Protocol):
         """Whether an update starts only after the previous update's report, even if the model has ranks of its own."""
         ...
 
-    def updates(self, models: Device, work: StepWork, step: int) -> Iterator[Update]:
-        """Yield the updates after those that already have a report in `work`; `step` counts from 0. Collective."""
+    def updates(self, models: Device, work: StepWork, progress: Progress) -> Iterator[Update]:
+        """Yield the updates after those that already have a report in `work`. Collective."""
         ...
 
 
@@ -79,15 +82,15 @@ class PolicyLearner:
     sends_ahead: bool = False
     waits: bool = False
 
-    def updates(self, models: Device, work: StepWork, step: int) -> Iterator[Update]:
+    def updates(self, models: Device, work: StepWork, progress: Progress) -> Iterator[Update]:
         """Yield one update per mini-batch, without the samples that add nothing to the loss."""
-        if step < self.first_step:
+        if progress.step < self.first_step:
             return
         policy = cast(Model, models.by_role["policy"])
-        for mini in islice(self.minibatches(work.batch, work.stats), len(work.reports["policy"]), None):
-            seed = request_seed([self.seed, step, mini.number])
+        for mini in islice(self.minibatches(work.batch, work.stats, progress.step), len(work.reports["policy"]), None):
+            seed = request_seed([self.seed, progress.step, mini.number])
             batch = select_tokens(without_skipped(mini), self.objective, policy, self.ranks, seed)
-            yield Update(batch, self.objective.loss, self._finish(mini, batch))
+            yield Update(batch, partial(self.objective.loss, progress=progress), self._finish(mini, batch))
 
     def _finish(self, mini: MiniBatch, batch: TokenBatch) -> Callable[[StepReport], StepReport]:
         def finish(report: StepReport) -> StepReport:
@@ -116,26 +119,26 @@ class CriticLearner:
     def sends_ahead(self) -> bool:
         return not self.values_per_update
 
-    def updates(self, models: Device, work: StepWork, step: int) -> Iterator[Update]:
+    def updates(self, models: Device, work: StepWork, progress: Progress) -> Iterator[Update]:
         """Yield one update per mini-batch, with all its samples."""
-        for mini in islice(self.minibatches(work.batch, work.stats), len(work.reports["critic"]), None):
+        for mini in islice(self.minibatches(work.batch, work.stats, progress.step), len(work.reports["critic"]), None):
             if self.values_per_update:
-                self._revalue(models.by_role["critic"], mini)
-            yield Update(replace(mini.batch, routes_TLK=None), self.loss, self._finish)
+                self._revalue(models.by_role["critic"], mini, progress)
+            yield Update(mini.batch.with_columns({Column.ROUTES: None}), self.loss, self._finish)
 
     def _finish(self, report: StepReport) -> StepReport:
         return replace(report, metrics=self.loss.finalize_metrics(report.metrics))
 
-    def _revalue(self, critic: FrozenModel, mini: MiniBatch) -> None:
+    def _revalue(self, critic: FrozenModel, mini: MiniBatch, progress: Progress) -> None:
         """Recompute this update's values with the current critic, and its advantages over this update alone.
 
         The policy's update uses them too.
         """
         part, index = mini.batch, mini.source.token_index(mini.places)
-        part.values_T = critic.forward(replace(part, routes_TLK=None))
-        self.objective.assign_advantages(part, mini.stats, self.ranks)
-        for name in ("values_T", "advantages_T", "returns_T"):
-            getattr(mini.source, name)[index] = getattr(part, name)
+        part[Column.VALUES] = critic.forward(part.with_columns({Column.ROUTES: None}))
+        self.objective.assign_advantages(part, mini.stats, self.ranks, progress)
+        for column in (Column.VALUES, Column.ADVANTAGES, Column.RETURNS):
+            mini.source[column][index] = part[column]
 
 
 @dataclass(frozen=True)
@@ -144,25 +147,25 @@ class ProcessRewardLearner:
 
     process: ProcessReward
     ranks: Ranks
+    stage: str
     updates_per_step: int = 1
     when: Learns = Learns.BEFORE_ADVANTAGES
-    stage: str = "prm"
     sends_ahead: bool = False
     waits: bool = True
 
-    def updates(self, models: Device, work: StepWork, step: int) -> Iterator[Update]:
+    def updates(self, models: Device, work: StepWork, progress: Progress) -> Iterator[Update]:
         """Yield the updates of the model, before or after it rewards the tokens of the step, as the method chooses."""
-        process, batch, stats, reports = self.process, work.batch, work.stats, work.reports["prm"]
-        if process.update == "after" and batch.prm_logprobs_T is None:
-            models.annotate(batch, frozenset({"prm_logprobs_T"}))
-        is_scored = batch.prm_logprobs_T is not None
+        process, batch, stats, reports = self.process, work.batch, work.stats, work.reports[self.stage]
+        if process.update == "after" and Column.PRM_LOGPROBS not in batch:
+            models.annotate(batch, frozenset({Column.PRM_LOGPROBS}))
+        is_scored = Column.PRM_LOGPROBS in batch
         before_N = process.scores(batch, len(stats), self.ranks.all_reduce_sum) if is_scored else None
         targets_N = process.targets(stats)
         for rows_N, own in islice(divided(batch, stats, self.updates_per_step), len(reports), None):
             part = replace(batch.select(own), temperature=1.0, update_tokens=int(stats.response_lengths_N[rows_N].sum()))
-            yield Update(part, process.loss_of(targets_N, stats.group_N, before_N, samples=len(rows_N)))
+            yield Update(part, process.model_loss(targets_N, stats.group_N, before_N, samples=len(rows_N)))
         if not is_scored:
-            models.annotate(batch, frozenset({"prm_logprobs_T"}))
+            models.annotate(batch, frozenset({Column.PRM_LOGPROBS}))
         scores_N = process.scores(batch, len(stats), self.ranks.all_reduce_sum)
         if (accuracy := pair_accuracy(scores_N, targets_N, stats.group_N)) is not None:
-            reports[-1] = replace(reports[-1], metrics={**reports[-1].metrics, "prm/pair_accuracy": accuracy})
+            reports[-1] = replace(reports[-1], metrics={**reports[-1].metrics, f"{self.stage}/pair_accuracy": accuracy})

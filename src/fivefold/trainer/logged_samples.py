@@ -15,17 +15,18 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from fivefold.algo import Objective
+from fivefold.algo.objective import Objective
+from fivefold.columns import Column
 from fivefold.distributed.ranks import Ranks
 from fivefold.trainer.models import Models
 from fivefold.trainer.step_work import StepWork
 from fivefold.types import Group, RolloutStats, Sample, TokenBatch
 
 Row = dict[str, Any]
-_RENAMED = {"first_logprobs_T": "old_logprobs"}
-"""Batch columns that are written under another name."""
+_RENAMED = {Column.FIRST_LOGPROBS: "old_logprobs"}
+"""Columns of a batch that are written under another name."""
 _OF_TRAINED = ("old_logprobs", "ref_logprobs")
-"""Columns that are null for samples that the policy's passes skip."""
+"""Columns of a row that are null for samples that the policy's passes skip."""
 
 
 @dataclass(frozen=True)
@@ -54,10 +55,10 @@ class LoggedSamples:
 
     def note_logprobs(self, batch: TokenBatch, stats: RolloutStats, models: Models) -> None:
         """Store the log-probs before the step's updates in the batch, if no other component computes them. Collective."""
-        if self.count == "all" and batch.old_logprobs_T is None:
+        if self.count == "all" and Column.OLD_LOGPROBS not in batch:
             copy = replace(batch)
-            models.annotate(copy, frozenset({"old_logprobs_T"}), stats)
-            batch.first_logprobs_T = copy.old_logprobs_T
+            models.annotate(copy, frozenset({Column.OLD_LOGPROBS}), stats)
+            batch[Column.FIRST_LOGPROBS] = copy[Column.OLD_LOGPROBS]
 
     def complete(self, work: StepWork, objective: Objective) -> None:
         """Add the inputs and results of the step's updates to the rows. Collective."""
@@ -122,9 +123,12 @@ def _columns(batch: TokenBatch, stats: RolloutStats, objective: Objective) -> It
 
     Values have one more number: one before each token, and one after the last.
     """
-    numbers = {name: value for name, value in batch.tensors().items() if value.is_floating_point()}
-    columns = {_RENAMED.get(name, name.removesuffix("_T")): value_T for name, value_T in numbers.items()}
-    if (weights := objective.first_correction(batch)) is not None:
+    columns = {
+        _RENAMED.get(column, column.value.removesuffix("_T")): batch[column]
+        for column in Column
+        if column in batch and batch[column].is_floating_point()
+    }
+    if (weights := objective.gradient.first_correction(batch)) is not None:
         columns["correction_weights"], columns["correction_kept"] = weights
     end = 0
     for row, length in zip(batch.sample_index_N, batch.lengths_N, strict=True):

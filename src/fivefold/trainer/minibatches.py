@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from fivefold.algo import Objective
 from fivefold.algo.correction import beyond_second_moment
+from fivefold.algo.objective import Objective
+from fivefold.columns import Column
 from fivefold.distributed.ranks import Ranks
 from fivefold.interfaces import Model
 from fivefold.rollout.stats import deal_to_updates
@@ -44,19 +45,21 @@ class MiniBatches:
     objective: Objective
     ppo_epochs: int = 1
 
-    def __call__(self, batch: TokenBatch, stats: RolloutStats) -> Iterator[MiniBatch]:
+    def __call__(self, batch: TokenBatch, stats: RolloutStats, step: int = 0) -> Iterator[MiniBatch]:
+        """Yield the mini-batches of a step, which is counted from 0."""
         own_N = stats.minibatch_N[batch.sample_index_N]
         for epoch in range(self.ppo_epochs):
             for number in range(stats.minibatches):
                 rows_N = (stats.minibatch_N == number).nonzero()[:, 0]
                 own = [int(place) for place in (own_N == number).nonzero()[:, 0]]
                 place = epoch * stats.minibatches + number
-                weighted = self._weighted(batch.select(own), rows_N, stats, place)
+                update = (step * self.ppo_epochs + epoch) * stats.minibatches + number + 1
+                weighted = self._weighted(batch.select(own), rows_N, stats, update)
                 yield MiniBatch(weighted, rows_N, place, stats, batch, own)
 
-    def _weighted(self, part: TokenBatch, rows_N: Tensor, stats: RolloutStats, place: int) -> TokenBatch:
-        """Return the tokens with loss weights normalized over all replicas; `place` is the index of the optimizer step
-        within the step."""
+    def _weighted(self, part: TokenBatch, rows_N: Tensor, stats: RolloutStats, update: int) -> TokenBatch:
+        """Return the tokens with loss weights normalized over all replicas; `update` counts the run's optimizer steps from
+        1."""
         lengths_N = stats.response_lengths_N[rows_N]
 
         def on_tokens(weights_N: Tensor) -> Tensor:
@@ -67,15 +70,17 @@ class MiniBatches:
         kept_N, expert_N = self.objective.kept(stats), stats.expert_N
         kept_N, expert_N = (None if marked_N is None else marked_N[rows_N] for marked_N in (kept_N, expert_N))
         whole = (lengths_N, stats.max_response_tokens, kept_N, expert_N)
-        update = self.objective.step * stats.minibatches * self.ppo_epochs + place + 1
         penalty_weights_N = self.objective.penalty_weights(*whole)
         return replace(
-            part,
+            part.with_columns(
+                {
+                    Column.LOSS_WEIGHTS: on_tokens(self.objective.loss_weights(*whole, update)),
+                    Column.PENALTY_WEIGHTS: None if penalty_weights_N is None else on_tokens(penalty_weights_N),
+                }
+            ),
             update_tokens=int(lengths_N.sum()),
             expert_tokens=0 if expert_N is None else int(lengths_N[expert_N].sum()),
-            loss_weights_T=on_tokens(self.objective.loss_weights(*whole, update)),
-            penalty_weights_T=None if penalty_weights_N is None else on_tokens(penalty_weights_N),
-            per_micro_batch=self.objective.per_micro_batch,
+            per_micro_batch=self.objective.aggregation.per_micro_batch,
         )
 
 
@@ -99,8 +104,9 @@ def without_skipped(mini: MiniBatch) -> MiniBatch:
     for place, row in enumerate(part.sample_index_N):
         places[bool(skipped_N[row])].append(place)
     left_out = part.select(places[True])
-    assert left_out.advantages_T is not None and left_out.loss_weights_T is not None
-    assert not (left_out.advantages_T * left_out.loss_weights_T).any(), "a sample that has an advantage was to be skipped"
+    assert not (left_out[Column.ADVANTAGES] * left_out[Column.LOSS_WEIGHTS]).any(), (
+        "a sample that has an advantage was to be skipped"
+    )
     rows_N = mini.rows_N[~skipped_N[mini.rows_N]]
     update_tokens = int(mini.stats.response_lengths_N[rows_N].sum())
     return replace(mini, batch=replace(part.select(places[False]), update_tokens=update_tokens), rows_N=rows_N)
@@ -119,26 +125,25 @@ def select_tokens(mini: MiniBatch, objective: Objective, policy: Model, ranks: R
 
     The selection is the same on every layout. Tokens that the correction selects are left out of the loss. Collective.
     """
-    selector, part, bound = objective.token_selector, mini.batch, objective.rollout_correction.second_moment
+    gradient, part = objective.gradient, mini.batch
+    bound = gradient.correction.second_moment
     if bound is not None:
-        assert part.old_logprobs_T is not None and part.rollout_logprobs_T is not None
-        (difference_S,) = _gather(mini, (part.old_logprobs_T - part.rollout_logprobs_T)[None], ranks)
-        return replace(part, selected_T=_own(mini, beyond_second_moment(difference_S, bound)))
-    if selector is None:
+        (difference_S,) = _gather(mini, (part[Column.OLD_LOGPROBS] - part[Column.ROLLOUT_LOGPROBS])[None], ranks)
+        return part.with_columns({Column.SELECTED: _own(mini, beyond_second_moment(difference_S, bound))})
+    if not gradient.surrogate.selects:
         return part
     # Before the first update the current and the old policy are the same; later updates need a new forward pass.
-    now_T = part.old_logprobs_T if mini.number == 0 else None
+    now_T = part.columns.get(Column.OLD_LOGPROBS) if mini.number == 0 else None
     now_T = policy.forward(part) if now_T is None else now_T
-    assert part.advantages_T is not None
-    rows_3T = torch.stack([now_T, objective.old_logprobs(now_T, part), part.advantages_T])
+    rows_3T = torch.stack([now_T, gradient.old_logprobs(now_T, part), part[Column.ADVANTAGES]])
     now_S, old_S, advantages_S = _gather(mini, rows_3T, ranks)
     uniform_S = torch.rand(len(now_S), generator=torch.Generator().manual_seed(seed))
-    selected_T = _own(mini, selector.select_tokens(now_S, old_S, advantages_S, uniform_S))
+    selected_T = _own(mini, gradient.surrogate.select_tokens(now_S, old_S, advantages_S, uniform_S))
     if mini.number == 0:
         # Current and old policy are the same here. Without old log-probs the loss compares the pass with itself. Those of
         # another pass differ by rounding, and the gradient of |log ratio| depends only on the sign of that difference.
-        part = replace(part, old_logprobs_T=None)
-    return replace(part, selected_T=selected_T)
+        part = part.with_columns({Column.OLD_LOGPROBS: None})
+    return part.with_columns({Column.SELECTED: selected_T})
 
 
 def _gather(mini: MiniBatch, rows_KT: Tensor, ranks: Ranks) -> Tensor:

@@ -10,6 +10,8 @@ from typing import Literal, cast
 import torch
 
 from fivefold.algo.correction import interpolation
+from fivefold.algo.term import Progress
+from fivefold.columns import Column
 from fivefold.config.roles import Learns
 from fivefold.distributed.ranks import Ranks
 from fivefold.distributed.redealing import Pass, begin_forward, begin_train_step
@@ -20,16 +22,6 @@ from fivefold.trainer.checks import AdapterGuard, SkipGuard
 from fivefold.trainer.learners import Learner, Update
 from fivefold.trainer.step_work import StepWork
 from fivefold.types import RolloutStats, StepReport, TokenBatch, token_versions
-
-_FILLED_BY = {
-    "old_logprobs_T": "policy",
-    "half_temperature_logprobs_T": "policy",
-    "ref_logprobs_T": "reference",
-    "values_T": "critic",
-    "prm_logprobs_T": "prm",
-    "prm_ref_logprobs_T": "prm.reference",
-}
-"""Field of a batch -> the role that computes it."""
 
 
 @dataclass(frozen=True)
@@ -74,8 +66,8 @@ class Models:
                 model.offload(parameters=name != parameters_of)
         yield
 
-    def annotate(self, batch: TokenBatch, needs: frozenset[str], stats: RolloutStats | None = None) -> None:
-        """Fill in the batch fields in `needs`: log-probs of each model, critic values, interpolation by token age.
+    def annotate(self, batch: TokenBatch, needs: frozenset[Column], stats: RolloutStats | None = None) -> None:
+        """Fill in the columns in `needs`: log-probs of each model, critic values, interpolation by token age.
 
         Samples that the policy does not train on (`stats.skipped_N`) get no policy or reference log-probs.
         """
@@ -83,37 +75,41 @@ class Models:
         trained = [n for n, row in enumerate(batch.sample_index_N) if skipped_N is None or not skipped_N[row]]
         everything = list(range(len(batch.lengths_N)))
         # A single update uses the same weights as the recording pass would, so it takes the same routes without replay.
-        records = self.router_replay == "R2" and (self.updates > 1 or "old_logprobs_T" in needs)
+        records = self.router_replay == "R2" and (self.updates > 1 or Column.OLD_LOGPROBS in needs)
         passes = []
-        for name, role in _FILLED_BY.items():
-            records_this = records and name == "old_logprobs_T"
-            if name in needs or records_this:
-                samples = trained if role in ("policy", "reference") else everything
-                temperature = batch.temperature / (2 if name == "half_temperature_logprobs_T" else 1)
-                temperature = 1.0 if name.startswith("prm_") else temperature
-                part = replace(batch.select(samples), temperature=temperature, records_routes=records_this)
-                if self.by_role[role] is not self.by_role.get("policy"):
-                    # Routes are replayed for the policy only, since the other models did not sample.
-                    part.routes_TLK = None
-                passes.append((name, role, part, samples, begin_forward(self.by_role[role], part)))
-        for _, role, _, _, one in passes:
-            with self.on_device(self.served_by.get(role, role)):
+        for column in Column:
+            records_this = records and column is Column.OLD_LOGPROBS
+            if column.temperature is None or not (column in needs or records_this):
+                continue
+            role = column.filled_by
+            samples = trained if role in ("policy", "reference") else everything
+            temperature = column.temperature(batch.temperature)
+            part = replace(batch.select(samples), temperature=temperature, records_routes=records_this)
+            if self.by_role[role] is not self.by_role.get("policy"):
+                # Routes are replayed for the policy only, since the other models did not sample.
+                part.columns.pop(Column.ROUTES, None)
+            passes.append((column, part, samples, begin_forward(self.by_role[role], part)))
+        for column, _, _, one in passes:
+            with self.on_device(self.served_by.get(column.filled_by, column.filled_by)):
                 one.compute()
-        for name, _, part, samples, one in passes:
+        for column, part, samples, one in passes:
             index_T, result_T = batch.token_index(samples), one.result()
-            if part.records_routes and part.routes_TLK is not None:
-                routes_TLK = part.routes_TLK.new_full((len(batch.token_ids_T), *part.routes_TLK.shape[1:]), NO_ROUTE)
-                routes_TLK[index_T] = part.routes_TLK
-                batch.routes_TLK = routes_TLK
-            if name in needs:
+            if part.records_routes and Column.ROUTES in part:
+                found_TLK = part[Column.ROUTES]
+                routes_TLK = found_TLK.new_full((len(batch.token_ids_T), *found_TLK.shape[1:]), NO_ROUTE)
+                routes_TLK[index_T] = found_TLK
+                batch[Column.ROUTES] = routes_TLK
+            if column in needs:
                 whole_T = torch.zeros(len(batch.token_ids_T))
                 whole_T[index_T] = result_T
-                setattr(batch, name, whole_T)
-        if "interpolation_T" in needs:
+                batch[column] = whole_T
+        if Column.INTERPOLATION in needs:
             assert stats is not None
-            batch.interpolation_T = interpolation(self.policy.version - token_versions(batch, stats), self.updates)
+            batch[Column.INTERPOLATION] = interpolation(self.policy.version - token_versions(batch, stats), self.updates)
+        missing = [column.value for column in Column if column in needs and column not in batch]
+        assert not missing, f"no model fills in {missing}"
 
-    def update(self, when: Learns, work: StepWork, step: int) -> None:
+    def update(self, when: Learns, work: StepWork, progress: Progress) -> None:
         """Take the remaining optimizer steps of the models that learn at `when`. Collective.
 
         Models on separate ranks learn at the same time; all of them have finished when this returns.
@@ -122,13 +118,13 @@ class Models:
         for name, learner in self.learners.items():
             if learner.when is when:
                 with self.stage(learner.stage):
-                    ending.append((learner, self._begin(name, learner, work, step)))
+                    ending.append((learner, self._begin(name, learner, work, progress)))
         # Wait at the end: ranks without a model may still be training another one.
         for learner, finish in reversed(ending):
             with self.stage(learner.stage):
                 finish()
 
-    def _begin(self, name: str, learner: Learner, work: StepWork, step: int) -> Callable[[], None]:
+    def _begin(self, name: str, learner: Learner, work: StepWork, progress: Progress) -> Callable[[], None]:
         """Start the updates of one model. The returned function waits for them and adds their reports to `work`."""
         model, reports = cast(Model, self.by_role[name]), work.reports[name]
         begun: list[tuple[Update, Pass[StepReport]]] = []
@@ -141,16 +137,16 @@ class Models:
             while begun:
                 update, one = begun.pop(0)
                 report = one.result()
-                self.guard.check(report, update.batch, name, step)
+                self.guard.check(report, update.batch, name, progress.step)
                 reports.append(update.finish(report))
 
         with self.on_device(name):
             if learner.sends_ahead and not self.ranks.is_everywhere:
                 # Send all samples before the first update computes, so that no rank waits for a computing one.
-                for one in [begin(update) for update in learner.updates(self, work, step)]:
+                for one in [begin(update) for update in learner.updates(self, work, progress)]:
                     one.compute()
                 return finish
-            for update in learner.updates(self, work, step):
+            for update in learner.updates(self, work, progress):
                 begin(update).compute()
                 if self.ranks.is_everywhere or learner.waits:
                     finish()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fivefold.algo import Objective
+from fivefold.algo.objective import Objective
 from fivefold.distributed.ranks import Ranks
 from fivefold.interfaces import Engine, RolloutSource
 from fivefold.observability.run_logger import RunLogger

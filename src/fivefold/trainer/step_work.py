@@ -23,7 +23,7 @@ from torch import Tensor
 from fivefold.distributed.ranks import Ranks
 from fivefold.files import writing
 from fivefold.rollout.stats import BatchPlan, owners
-from fivefold.types import RolloutStats, StepReport, TokenBatch
+from fivefold.types import RolloutStats, Scoring, StepReport, TokenBatch
 
 WORK = "work"
 """Name of this part of a checkpoint."""
@@ -116,17 +116,20 @@ def _read_batch(directory: Path, stats: RolloutStats, rows: list[int], plan: Bat
                 for row, length, end in zip(index_N, lengths_N, ends, strict=True):
                     if row in own:
                         pieces.setdefault(name, {})[row] = numbers_T[end - length : end]
-    tensors: dict[str, Any] = {
-        name: torch.cat([pieces[name][row] for row in rows]) if rows else nothing[name] for name in nothing
-    }
-    return TokenBatch(lengths_N=stats.lengths_N[rows].tolist(), sample_index_N=rows, **tensors, **numbers)
+    tensors = {name: torch.cat([pieces[name][row] for row in rows]) if rows else nothing[name] for name in nothing}
+    held = TokenBatch.fields_of(tensors)
+    return TokenBatch(lengths_N=stats.lengths_N[rows].tolist(), sample_index_N=rows, **held, **numbers)
 
 
 def _taken_apart(stats: RolloutStats) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return (tensors, other fields) by name. Tensors of the nested `sampled` stats get a prefix."""
+    """Return (tensors, other fields) by name, with those of `scoring` among them.
+
+    Tensors of the nested `sampled` stats get a prefix.
+    """
+    whole = {item.name: getattr(stats, item.name) for item in fields(stats) if item.name != "scoring"}
     tensors: dict[str, Tensor] = {}
     numbers: dict[str, Any] = {}
-    for name, value in ((each.name, getattr(stats, each.name)) for each in fields(stats)):
+    for name, value in (whole | vars(stats.scoring)).items():
         if isinstance(value, RolloutStats):
             inner, numbers[_SAMPLED] = _taken_apart(value)
             tensors |= {_SAMPLED + key: tensor for key, tensor in inner.items()}
@@ -143,4 +146,5 @@ def _put_together(tensors: dict[str, Tensor], numbers: dict[str, Any]) -> Rollou
     if _SAMPLED in numbers:
         inner = {name.removeprefix(_SAMPLED): tensor for name, tensor in tensors.items() if name.startswith(_SAMPLED)}
         own["sampled"] = _put_together(inner, numbers[_SAMPLED])
+    own["scoring"] = Scoring(**{item.name: own.pop(item.name) for item in fields(Scoring) if item.name in own})
     return RolloutStats(**own)

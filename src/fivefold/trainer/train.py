@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
+from fivefold.columns import Column
 from fivefold.config.roles import Learns
 from fivefold.engines.weight_sync import sleeping_after
 from fivefold.rollout.packing import pack
@@ -32,10 +33,10 @@ def train(run: Run) -> None:
                 models.annotate(batch, objective.needs(run.updates) | gate.needs, stats)
             gate.check(batch, stats, models)
             work = trainer.begin_updates(groups, stats, batch)
-        models.update(Learns.BEFORE_ADVANTAGES, work, step)
-        if work.batch.advantages_T is None:
-            objective.assign_advantages(work.batch, work.stats, ranks)
-        models.update(Learns.WITH_POLICY, work, step)
+        models.update(Learns.BEFORE_ADVANTAGES, work, trainer.progress)
+        if Column.ADVANTAGES not in work.batch:
+            objective.assign_advantages(work.batch, work.stats, ranks, trainer.progress)
+        models.update(Learns.WITH_POLICY, work, trainer.progress)
         trainer.end_updates()
         with stage("weight_sync"):
             rollouts.begin(step + 1, partial(models.sync, engine))

@@ -5,25 +5,25 @@ from __future__ import annotations
 import math
 import signal
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
 from torch import Tensor
 
-from fivefold.algo import Objective
-from fivefold.checkpoint.checkpoints import Checkpoints, RunState
+from fivefold.algo.objective import Objective
+from fivefold.algo.term import Progress
 from fivefold.checkpoint.fingerprint import Fingerprint
 from fivefold.checkpoint.resume import load_run
 from fivefold.checkpoint.rng import rng_states, set_rng_states
-from fivefold.checkpoint.saving import Saving, Writer
-from fivefold.config.ranges import suggest
+from fivefold.checkpoint.saving import Writer
 from fivefold.config.schema import TrainerConfig
 from fivefold.distributed.ranks import Ranks
-from fivefold.errors import shown
+from fivefold.errors import UserError, shown
 from fivefold.files import write_whole
 from fivefold.interfaces import BufferedSource, RolloutSource
+from fivefold.keys.ranges import suggest
 from fivefold.observability.peak_memory import peak_memory
 from fivefold.observability.profiler import profiled
 from fivefold.observability.run_logger import RunLogger
@@ -32,6 +32,7 @@ from fivefold.trainer.evaluation import Evaluation
 from fivefold.trainer.heap import trim_heap
 from fivefold.trainer.logged_samples import LoggedSamples
 from fivefold.trainer.models import Models
+from fivefold.trainer.saver import Saver
 from fivefold.trainer.step_work import WORK, StepWork, read_work
 from fivefold.trainer.update_metrics import throughput, update_metrics
 from fivefold.types import Group, RolloutStats, TokenBatch
@@ -75,23 +76,36 @@ class Trainer:
     """Number of finished steps."""
     work: StepWork | None = None
     """Training data of the step in progress, once sampled; set from the start if the run resumes between optimizer steps."""
-    _saved: int = -1
+    _kl_coef: float = field(init=False)
+    """Coefficient of the KL penalty in the step in progress."""
     _before: BeforeStep | None = None
     """State before the step in progress; None between steps."""
     _is_pending: bool = False
     """Whether the metrics row of the last step is not written yet, because its evaluation is due or in progress."""
-    _saving: Saving | None = None
-    """Checkpoint that is being written in the background."""
     _has_learned: bool = False
     """Whether the step in progress has taken all its optimizer steps."""
-    _is_prepared: bool = False
-    """Whether host buffers for asynchronous snapshots of the models have been (or are being) allocated."""
-    _last_metrics: dict[str, float] | None = None
     _has_evaluated: bool = False
 
+    def __post_init__(self) -> None:
+        self._kl_coef = self.objective.kl.coef
+
+    @property
+    def progress(self) -> Progress:
+        """State of the run that the objective's formulas depend on."""
+        return Progress(self.step, self._kl_coef)
+
     @cached_property
-    def checkpoints(self) -> Checkpoints:
-        return Checkpoints(self.run_dir, self.config.keep)
+    def _saver(self) -> Saver:
+        return Saver(
+            self.config,
+            self.run_dir,
+            self.ranks,
+            self.logger,
+            self.models,
+            self.rollouts,
+            self.resolved_config,
+            self.fingerprint,
+        )
 
     @cached_property
     def _samples(self) -> LoggedSamples:
@@ -105,10 +119,9 @@ class Trainer:
             self._end_step()
         elif self.step == 0 and self.config.eval_before_train and self.evaluation is not None:
             self._evaluate(self.evaluation)
-            self._last_metrics = self.logger.end_step(0)
+            self.logger.end_step(0)
         while self.step < self.total_steps:
-            self._before = BeforeStep(self.rollouts.state_dict(), self._groups(), rng_states(), self._updates())
-            self.objective.step = self.step
+            self._before = BeforeStep(self.rollouts.state_dict(), self._saver.groups(), rng_states(), self._updates())
             trace = profiled(self.config.profile, self.run_dir, self.ranks.rank, self.step + 1)
             with trace, self.logger.stage("step"):
                 yield self.step
@@ -128,32 +141,29 @@ class Trainer:
     def end_updates(self) -> None:
         """Mark that the step has taken all its optimizer steps."""
         self._has_learned = True
-        if self.config.async_save and not self._is_prepared:
-            self._is_prepared = True
-            for model in self.models.trained.values():
-                model.prepare_snapshots()
+        self._saver.prepare()
 
     # --- before the first step ---------------------------------------------------------------------------------------
 
     def _resume(self) -> None:
-        models, resume = self.models.trained, self.config.resume
-        found = load_run(self.checkpoints, self.resume_from, resume, self.fingerprint, models, self.ranks, self.logger)
+        models, resume, checkpoints = self.models.trained, self.config.resume, self._saver.checkpoints
+        found = load_run(checkpoints, self.resume_from, resume, self.fingerprint, models, self.ranks, self.logger)
         if found is not None:
             path, state = found.path, found.state
             assert self.models.policy.version == state.version, "the checkpoint's optimizer steps and its schedule differ"
-            self.step = self._saved = state.step
+            self.step = self._saver.saved_step = state.step
             self.rollouts.load_state_dict(state.rollouts)
             if isinstance(self.rollouts, BufferedSource):
                 self.rollouts.load(path / "rollouts")
             if state.pending is not None:
-                self._is_pending, self._saved = True, -1
+                self._is_pending, self._saver.saved_step = True, -1
                 self.logger.record(state.pending)
             if (path / WORK).is_dir():
                 self.work = read_work(path / WORK, self.ranks, self.plan)
                 self.logger.record(self.work.metrics)
-                self.logger.log(f"step {self.step + 1} goes on after {self.work.updates} of its optimizer steps")
-            if self.objective.kl_target is not None:
-                self.objective.kl_coef = state.kl_coef
+                self.logger.log(f"step {self.step + 1} continues after {self.work.updates} of its optimizer steps")
+            if self.objective.kl.target is not None:
+                self._kl_coef = state.kl_coef
         if self.ranks.is_main:
             write_whole(self.run_dir / "run.yaml", self.resolved_config)
         self.logger.begin()
@@ -188,9 +198,9 @@ class Trainer:
             if goal and all(found.get(name, -math.inf) >= value for name, value in goal.items()):
                 self.logger.log(f"reached {goal} after step {self.step}")
                 self.total_steps, last = self.step, True
-        self._last_metrics = self.logger.end_step(self.step)
+        self.logger.end_step(self.step)
         self._is_pending = False
-        self._settle(wait=False)
+        self._saver.settle(wait=False)
         if last or self._is_due(self.config.save_every):
             self.save(last)
 
@@ -206,8 +216,8 @@ class Trainer:
         self.logger.log(f"the data of the run were used up after step {self.step}")
         if self.evaluation is not None and not self._is_due(self.config.eval_every):
             self._evaluate(self.evaluation)
-            self._last_metrics = self.logger.end_step(self.step)
-        self._settle(wait=False)
+            self.logger.end_step(self.step)
+        self._saver.settle(wait=False)
         self.save(True)
 
     def _record_metrics(self, done: StepWork) -> None:
@@ -217,9 +227,10 @@ class Trainer:
         record(rollout_metrics(done.stats, before))
         if policy_reports:
             found = update_metrics(policy_reports, "policy")
-            if self.objective.kl_target is not None:
-                record({"policy/kl_coef": self.objective.kl_coef})
-                self.objective.adapt_kl(found.get("policy/kl_reference", math.nan), len(done.stats))
+            if self.objective.kl.target is not None:
+                record({"policy/kl_coef": self._kl_coef})
+                kl_reference = found.get("policy/kl_reference", math.nan)
+                self._kl_coef = self.objective.kl.adapted(self._kl_coef, kl_reference, len(done.stats))
             record(found)
         for name in self.models.learners:
             if name != "policy" and done.reports[name]:
@@ -234,7 +245,7 @@ class Trainer:
         metrics, groups = evaluation.measure(self.models)
         unknown = [name for name in self.config.stop_at if name not in metrics]
         if unknown and not self._has_evaluated:
-            raise ValueError(
+            raise UserError(
                 f"trainer.stop_at must name metrics of the evaluation: got {shown(unknown[0])}"
                 f"{suggest(unknown[0], metrics)}; it has {', '.join(sorted(metrics))}"
             )
@@ -245,14 +256,14 @@ class Trainer:
 
     def save(self, is_last: bool) -> None:
         """Write a checkpoint of the current state unless there is one. `is_last`: the run ends with it."""
-        if self._saved != self.step:
+        if self._saver.saved_step != self.step:
             with self.ranks.heartbeat.shielded():
-                self._write(self.rollouts.state_dict(), self._groups(), is_last)
+                self._saver.write(self.progress, self.rollouts.state_dict(), self._saver.groups(), is_last)
 
     def save_interrupted(self, number: int) -> None:
         """Write a checkpoint of a run that a signal ended, within a step, within an evaluation or between them.
         Collective."""
-        self._settle(wait=True)
+        self._saver.settle(wait=True)
         if self._has_learned:
             self._count_step()
         self.logger.end("ended", self.total_steps)
@@ -261,64 +272,24 @@ class Trainer:
             asked += f" in step {self.step + 1}"
         if self.step == 0:
             self.logger.log(f"{asked}: no step was finished, there is nothing to save")
-        elif self._saved == self.step:
+        elif self._saver.saved_step == self.step:
             self.logger.log(f"{asked}: step {self.step} is saved")
         elif self._before is not None and self.ranks.is_everywhere and self.work is not None and self.work.updates:
-            self.logger.log(f"{asked}, which goes on after {self.work.updates} of its optimizer steps on resume")
-            self._write(self.rollouts.state_dict(), self._groups(), True, work=self.work)
+            self.logger.log(f"{asked}, which continues after {self.work.updates} of its optimizer steps on resume")
+            self._saver.write(self.progress, self.rollouts.state_dict(), self._saver.groups(), True, work=self.work)
         elif self._before is not None:
-            asked += ", which is done anew on resume"
+            asked += ", which is repeated on resume"
             # Ranks without a model may not have its last reports, so the step cannot resume between its updates.
             taken = sum(int(self.ranks.all_reduce_max(model.version)) for model in self.models.trained.values())
             if updates := taken - self._before.updates:
                 asked += f"; {updates} of its optimizer steps were taken and stay"
             self.logger.log(asked)
             set_rng_states(self._before.rng)
-            self._write(self._before.rollouts, self._before.groups, True)
+            self._saver.write(self.progress, self._before.rollouts, self._before.groups, True)
         else:
             self.logger.log(asked)
             pending = self.logger.pending if self._is_pending else None
-            self._write(self.rollouts.state_dict(), self._groups(), True, pending)
+            self._saver.write(self.progress, self.rollouts.state_dict(), self._saver.groups(), True, pending)
 
     def _updates(self) -> int:
         return sum(model.version for model in self.models.trained.values())
-
-    def _groups(self) -> Writer | None:
-        return self.rollouts.snapshot() if isinstance(self.rollouts, BufferedSource) else None
-
-    def _write(
-        self,
-        rollouts: dict[str, Any],
-        groups: Writer | None,
-        is_last: bool,
-        pending: dict[str, float] | None = None,
-        work: StepWork | None = None,
-    ) -> None:
-        state = RunState(
-            step=self.step,
-            version=self.models.policy.version,
-            layout=str(self.ranks.layout),
-            rollouts=rollouts,
-            kl_coef=self.objective.kl_coef,
-            reward_mean=(self._last_metrics or {}).get("reward/mean"),
-            fingerprint=self.fingerprint.values,
-            commits=self.fingerprint.commits,
-            pending=pending,
-        )
-        with self.logger.stage("save"):
-            self._settle(wait=True)
-            in_background = self.config.async_save and not is_last
-            parts = {name: model.snapshot(copies=in_background) for name, model in self.models.trained.items()}
-            if groups is not None:
-                parts["rollouts"] = groups
-            if work is not None:
-                parts[WORK] = work.writer(self.ranks, self.logger.pending)
-            self._saving = Saving(self.checkpoints, state, parts, self.ranks, self.resolved_config, in_background)
-            self._saved = self.step
-            self._settle(wait=not in_background)
-
-    def _settle(self, wait: bool) -> None:
-        """Publish the checkpoint that is being written once all ranks have written it. `wait` blocks until then."""
-        if self._saving is not None and (path := self._saving.finish(wait)) is not None:
-            self._saving = None
-            self.logger.log(f"saved {path}")

@@ -12,6 +12,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from fivefold.errors import RunError
+
 _LAZY_PEER_ACCESS = 1
 
 
@@ -35,7 +37,7 @@ def _runtime() -> ctypes.CDLL:
 def _call(name: str, *arguments: object) -> None:
     code = getattr(_runtime(), name)(*arguments)
     if code:
-        raise RuntimeError(f"{name}: {_runtime().cudaGetErrorString(code).decode()}")
+        raise RunError(f"{name}: {_runtime().cudaGetErrorString(code).decode()}")
 
 
 class _Memory:

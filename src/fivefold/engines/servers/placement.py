@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from fivefold.errors import UserError
 from fivefold.layout import ParallelLayout
 
 
@@ -65,7 +66,7 @@ def place_servers(layout: ParallelLayout, machines: Sequence[Machine]) -> list[S
     for _ in range(layout.dp):
         free = [place for place, room in enumerate(rooms) if room is None or counts[place] < room]
         if not free:
-            raise ValueError(_too_few(layout, machines))
+            raise UserError(_too_few(layout, machines))
         counts[min(free, key=counts.__getitem__)] += 1
     places: list[ServerPlace] = []
     for place, (machine, count) in enumerate(zip(machines, counts, strict=True)):

@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx2 as httpx
 
-from fivefold.config.findings import Findings
+from fivefold.keys.findings import Findings
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ def check_servers(
             findings.error("url", f": {address} does not answer ({type(error).__name__}); start a server there: {command}")
             continue
         if isinstance(found, int):
-            stranger = f": {address} is no server that takes weights (it answers with {found}); start it by {command}"
+            stranger = f": {address} is not a server that takes weights (it answers with {found}); start it by {command}"
             findings.error("url", stranger)
             continue
         wrong = {name: value for name, value in found.model.items() if name in model and value != model[name]}

@@ -7,6 +7,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
 from itertools import count, groupby
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar, cast
@@ -14,6 +16,7 @@ from typing import Any, TypeVar, cast
 from fivefold.engines.servers.begun import Begun
 from fivefold.engines.servers.load_meter import LoadMeter
 from fivefold.engines.servers.server import Answer, Server, ServerLostError
+from fivefold.errors import RunError
 from fivefold.interfaces import Load
 from fivefold.types import Completion, Request
 
@@ -21,6 +24,26 @@ _SILENCE, _MOST_SILENCES = 10.0, 6
 """Seconds without a completion after which servers are probed, and the number of failed probes after which they are given
 up."""
 T = TypeVar("T")
+
+
+class Cancelled(Enum):
+    """Why requests that a server has were cancelled."""
+
+    LOST = auto()
+    """The server was given up: another one gets the requests."""
+    DROPPED = auto()
+    """Their caller gave them up."""
+
+
+@dataclass
+class _Asked:
+    """Requests of one prompt that a server has."""
+
+    number: int
+    """Number of the server."""
+    stream: RequestStream
+    requests: list[Request]
+    cancelled: Cancelled | None = None
 
 
 class RequestStream:
@@ -38,6 +61,15 @@ class RequestStream:
     def submit(self, requests: Sequence[Request]) -> None:
         self._wanted.update(request.id for request in requests)
         self._router.call_soon(self._router.add, self, requests)
+
+    def completions(self) -> Iterator[Completion]:
+        """Yields a completion of each request, as they finish; if no server is left, the rest of them as lost."""
+        while self._wanted:
+            if (completion := self.take()) is not None:
+                yield completion
+                continue
+            lost, self._wanted = self._wanted, set()
+            yield from (Completion(number, [], [], "lost", self._router.version) for number in sorted(lost))
 
     def take(self, seconds: float | None = None) -> Completion | None:
         """Returns the next completion; None if none arrived in time or no server is left. Raises the error of a failed
@@ -75,11 +107,6 @@ class RequestStream:
         """Returns whether a completion of one of these requests is still to be taken."""
         return any(request.id in self._wanted for request in requests)
 
-    @property
-    def is_stranded(self) -> bool:
-        """True if no server is left."""
-        return self._router.is_stranded
-
     def load(self) -> Load:
         """Returns the load of all streams since the previous call."""
         return self._router.meter.read()
@@ -94,14 +121,15 @@ class RequestRouter:
         self._rank, self._window, self._log, self._stall_seconds = rank, window, log, stall_seconds
         self._numbers = count()
         self._waiting: deque[tuple[RequestStream, list[Request]]] = deque()
-        self._asked: dict[asyncio.Task[None], tuple[int, RequestStream, list[Request]]] = {}
+        self._asked: dict[asyncio.Task[None], _Asked] = {}
         self._servers: Sequence[Server] = ()
         self._loads: list[int] = []
         self._watched: list[_Watched] = []
         self._lost: set[int] = set()
         self._begun: dict[tuple[RequestStream, int], Begun] = {}
-        self._version, self._is_held, self._is_watching, self._is_closed = -1, True, True, False
-        self._keeps = False
+        self.version = 0
+        """Version of the weights that sample now."""
+        self._is_held, self._is_watching, self._keeps = True, True, False
         self.meter = LoadMeter()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="requests", daemon=True)
@@ -163,7 +191,7 @@ class RequestRouter:
         """Resume sending requests; tokens sampled from now on have this weight version."""
 
         def change() -> None:
-            self._version, self._is_held, self._is_watching, self._keeps = version, False, True, False
+            self.version, self._is_held, self._is_watching, self._keeps = version, False, True, False
             for each in self._watched:
                 each.reset()
             self._dispatch()
@@ -177,14 +205,13 @@ class RequestRouter:
         def change() -> None:
             for stream, run in self._waiting:
                 for request in run:
-                    self._give(stream, Completion(request.id, [], [], "abort", self._version))
+                    self._give(stream, Completion(request.id, [], [], "abort", self.version))
             self._waiting.clear()
 
         self.call(change)
 
     def close(self) -> None:
         """End the thread, and the requests in flight."""
-        self._is_closed = True
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
 
@@ -205,16 +232,17 @@ class RequestRouter:
     def _run(self) -> None:
         watch = self._loop.create_task(self._watch())
         self._loop.run_forever()
-        left = [watch, *self._asked]
-        for task in left:
-            task.cancel()
-        self._loop.run_until_complete(asyncio.wait(left))
+        self._is_held = True
+        watch.cancel()
+        tasks = [*self._asked]
+        self._cancel(tasks, Cancelled.DROPPED)
+        self._loop.run_until_complete(asyncio.wait([watch, *tasks]))
 
     def add(self, stream: RequestStream, requests: Sequence[Request]) -> None:
         # One server answers all requests of a prompt, so that the prompt is computed once.
         runs = groupby(requests, lambda one: (one.prompt_ids, one.sampling))
         self._waiting.extend((stream, list(run)) for _, run in runs)
-        if self._lost and self.is_stranded:
+        if self._lost and self._is_stranded:
             stream.arrivals.put(None)
         self._dispatch()
 
@@ -224,14 +252,16 @@ class RequestRouter:
         for key, begun in list(self._begun.items()):
             if key[0] is stream and not stream.wants_any([begun.request]):
                 del self._begun[key]
-        for task, (_, asker, run) in list(self._asked.items()):
-            if asker is stream and not stream.wants_any(run):
-                # Clearing the run keeps these unwanted requests from going to another server.
-                run.clear()
-                task.cancel()
+        of_stream = [(task, asked.requests) for task, asked in self._asked.items() if asked.stream is stream]
+        self._cancel([task for task, requests in of_stream if not stream.wants_any(requests)], Cancelled.DROPPED)
+
+    def _cancel(self, tasks: Sequence[asyncio.Task[None]], why: Cancelled) -> None:
+        for task in tasks:
+            self._asked[task].cancelled = why
+            task.cancel()
 
     @property
-    def is_stranded(self) -> bool:
+    def _is_stranded(self) -> bool:
         return len(self._lost) == len(self._servers)
 
     def _dispatch(self) -> None:
@@ -240,9 +270,10 @@ class RequestRouter:
             if not self._loads[number]:
                 self._watched[number].reset()
             self._count(number, len(run))
-            task = self._loop.create_task(self._ask(number, stream, run))
-            self._asked[task] = number, stream, run
-            task.add_done_callback(self._asked.pop)
+            asked = _Asked(number, stream, run)
+            task = self._loop.create_task(self._ask(asked))
+            self._asked[task] = asked
+            task.add_done_callback(self._ended)
 
     def _count(self, number: int, change: int) -> None:
         self._loads[number] += change
@@ -254,13 +285,14 @@ class RequestRouter:
         free = [number for number, load in enumerate(loads) if load < self._window and number not in self._lost]
         return min(free, key=lambda number: (loads[number], (number - self._rank) % len(loads)), default=None)
 
-    async def _ask(self, number: int, stream: RequestStream, run: list[Request]) -> None:
+    async def _ask(self, asked: _Asked) -> None:
+        number, stream, run = asked.number, asked.stream, asked.requests
         missing = {request.id: request for request in run}
         name, first = f"{self._rank}-{next(self._numbers)}", run[0]
-        draws, asked_at = [(request.id, request.seed) for request in run], self._version
+        draws, asked_at = [(request.id, request.seed) for request in run], self.version
         try:
             async for answer in self._servers[number].generate(name, first.prompt_ids, first.sampling, draws):
-                found = self._completion(answer, asked_at)
+                found = _completion(answer, asked_at, self.version)
                 request = missing.pop(answer[0])
                 self._watched[number].reset()
                 self._count(number, -1)
@@ -272,22 +304,30 @@ class RequestRouter:
             if missing:
                 raise RuntimeError(f"{self._servers[number]} left {len(missing)} requests out")
         except (ServerLostError, asyncio.CancelledError):
-            self._count(number, -len(missing))
-            if self._is_closed:
-                return
-            if missing and run:
-                self._waiting.appendleft((stream, list(missing.values())))
-            if run:
-                self._lose({number})
-            self._dispatch()
+            self._take_back(asked, list(missing.values()))
         except Exception as error:
             self._count(number, -len(missing))
             stream.arrivals.put(error)
 
+    def _take_back(self, asked: _Asked, missing: list[Request]) -> None:
+        """Take back the requests that their server will not answer."""
+        self._count(asked.number, -len(missing))
+        if asked.cancelled is not Cancelled.DROPPED:
+            if missing:
+                self._waiting.appendleft((asked.stream, missing))
+            self._lose({asked.number})
+        self._dispatch()
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        asked = self._asked.pop(task)
+        if task.cancelled():
+            # Only a task that was cancelled before it began does not catch this.
+            self._take_back(asked, asked.requests)
+
     def _keep(self, stream: RequestStream, request: Request, found: Completion) -> None:
         """Queue a request for the rest of a response, to be sent when there are new weights."""
         if request.sampling.stop:
-            raise RuntimeError("a response with stop strings cannot go on under new weights: one may begin before them")
+            raise RuntimeError("a response with stop strings cannot continue under new weights: one may begin before them")
         key = stream, request.id
         before = self._begun.get(key)
         begun = Begun(request, found) if before is None else before.with_more(found)
@@ -300,24 +340,12 @@ class RequestRouter:
         stream.arrivals.put(found if begun is None else begun.with_more(found).found)
 
     def _lose(self, numbers: set[int]) -> None:
-        before = self.is_stranded
+        before = self._is_stranded
         self._lost |= numbers
-        if self.is_stranded and not before:
-            askers = [*(stream for stream, _ in self._waiting), *(stream for _, stream, _ in self._asked.values())]
+        if self._is_stranded and not before:
+            askers = [*(stream for stream, _ in self._waiting), *(asked.stream for asked in self._asked.values())]
             for stream in dict.fromkeys(askers):
                 stream.arrivals.put(None)
-
-    def _completion(self, answer: Answer, asked_at: int) -> Completion:
-        (found, tokens, logprobs, reason, versions, routes), now = answer, self._version
-        if not versions and now != asked_at:
-            raise RuntimeError(
-                f"weights changed from {asked_at} to {now} while a request ran, and this release of the engine "
-                "does not say which of them sampled which token"
-            )
-        each = [version for version, count in versions or () for _ in range(count)]
-        first = each[0] if each else asked_at
-        mixed = each if len(versions or ()) > 1 else None
-        return Completion(found, tokens, logprobs, cast(Any, reason), first, mixed, routes)
 
     async def _watch(self) -> None:
         """Gives up servers that have requests and do not answer, or sample nothing."""
@@ -330,9 +358,22 @@ class RequestRouter:
                 tokens = await self._loop.run_in_executor(None, self._servers[number].progress)
                 if reason := watched.look(tokens, self._stall_seconds):
                     self._log(f"{self._servers[number]} {reason}")
-                    for task, (place, *_) in list(self._asked.items()):
-                        if place == number:
-                            task.cancel()
+                    here = [task for task, asked in self._asked.items() if asked.number == number]
+                    self._cancel(here, Cancelled.LOST)
+
+
+def _completion(answer: Answer, asked_at: int, now: int) -> Completion:
+    """Returns the completion of an answer; the weights had these versions when it was requested, and when it came."""
+    request_id, tokens, logprobs, reason, versions, routes = answer
+    if not versions and now != asked_at:
+        raise RunError(
+            f"weights changed from {asked_at} to {now} while a request ran, and this release of the engine "
+            "does not say which of them sampled which token"
+        )
+    each = [version for version, count in versions or () for _ in range(count)]
+    first = each[0] if each else asked_at
+    mixed = each if len(versions or ()) > 1 else None
+    return Completion(request_id, tokens, logprobs, cast(Any, reason), first, mixed, routes)
 
 
 class _Watched:

@@ -18,7 +18,8 @@ from fivefold.engines.servers.server_process import ServerProcess
 from fivefold.engines.servers.weight_sender import Sender, WeightSender
 from fivefold.engines.servers.wire_sender import WireSender
 from fivefold.engines.weight_sync import give_back_memory, not_come
-from fivefold.interfaces import EngineReplica
+from fivefold.errors import RunError
+from fivefold.interfaces import EngineReplica, EngineState
 from fivefold.models.families import load_spec, parameters_of
 from fivefold.types import Completion, Request
 
@@ -71,10 +72,10 @@ class ServerEngine:
         self._servers: list[Server] = []
         self._lost: set[int] = set()
         self._restarts = self._updates = 0
-        self._is_asleep = self._is_cache_asleep = self._is_paused = self._is_new = False
+        self._is_cache_asleep = self._is_paused = self._is_new = False
         self._interrupt = interrupt
         self.replica = EngineReplica(ranks.rank if ranks.holds else None, ranks.layout.world_size, leads=ranks.holds)
-        self.version = -1
+        self.state, self.version = EngineState.ABSENT, 0
         self._start()
 
     # --- servers -----------------------------------------------------------------------------------------------------
@@ -103,7 +104,7 @@ class ServerEngine:
             fault = str(error)
         for each in self._ranks.gather_objects(fault):
             if each:
-                raise RuntimeError(each)
+                raise RunError(each)
         started: dict[int, str] = {}
         own = [(number, process.address) for number, process in self._processes.items()]
         for found in self._ranks.gather_objects(own):
@@ -118,18 +119,22 @@ class ServerEngine:
                 server.take()
         self._names_versions = not self._ranks.any(not all(server.names_versions for server in self._own.values()))
 
-    def _restart(self) -> None:
-        """Restart the servers that were lost."""
+    def restart(self) -> None:
+        """Start lost servers again; raises RuntimeError after too many restarts, and for servers of another owner."""
+        if not self._lost:
+            return
         self._restarts, self._is_new = self._restarts + 1, True
         mine = [process for number, process in self._processes.items() if number in self._lost]
         tails = [tail for each in self._ranks.gather_objects([one.last_words() for one in mine]) for tail in each]
+        names = ", ".join(str(self._servers[number]) for number in sorted(self._lost))
         if self._given or self._restarts > MOST_RESTARTS:
-            names = ", ".join(str(self._servers[number]) for number in sorted(self._lost))
-            raise RuntimeError("\n".join([f"the engine's servers ended {self._restarts} times: {names}", *tails]))
-        self._log(f"{len(self._lost)} of {len(self._servers)} servers of the engine ended and are started again")
+            raise RunError("\n".join([f"the engine's servers ended {self._restarts} times: {names}", *tails]))
+        self._log(f"{len(self._lost)} of {len(self._servers)} servers of the engine ended and are started again: {names}")
         for process in mine:
             process.end()
         self._start()
+        if self.state is not EngineState.ASLEEP:
+            self.state = EngineState.ABSENT
 
     def close(self) -> None:
         """End the servers that this engine has started."""
@@ -143,7 +148,7 @@ class ServerEngine:
         """Send full tensors, of which each worker keeps its shard; raises RuntimeError if it then holds something else.
 
         As `interrupt` says, requests in flight wait and continue with the new weights, finish before, or are aborted. If a
-        server ends, the version stays below 0, and `wake` restarts it.
+        server ends meanwhile, the engine is lost: weights are sent again after `restart`.
         """
         verify = self._verify_every > 0 and self._updates % self._verify_every == 0
         missing = set(self._expected)
@@ -152,21 +157,22 @@ class ServerEngine:
             # Only these ranks hold the policy's weights, and so can see which tensors were sent.
             faults = not_come(missing, self._expected) or faults
         if said := "; ".join(fault for each in self._ranks.gather_objects(faults) for fault in each):
-            raise RuntimeError(f"the engine's weights are not those of the policy after {version} updates: {said}")
+            raise RunError(f"the engine's weights are not those of the policy after {version} updates: {said}")
         for number in lost.intersection(self._processes):
             # The server may wait for weights that are never sent, with requests in flight.
             self._processes[number].end()
         self._agree(lost)
-        self.version = -1 if self._lost else version
-        self._updates += not self._lost
-        if not self._lost:
-            # A restarted server has to last until the next update.
-            self._restarts, self._is_new = self._restarts if self._is_new else 0, False
         if self._is_paused:
             self._each("resume")
             self._is_paused = False
-        if not self._lost:
-            self._router.go(version)
+        if self._lost:
+            self.state = EngineState.LOST
+            return
+        # A restarted server has to last until the next update.
+        self._restarts, self._is_new = self._restarts if self._is_new else 0, False
+        self._updates += 1
+        self.state, self.version = EngineState.READY, version
+        self._router.go(version)
 
     def _hold(self) -> bool:
         """Stop all sampling; returns whether servers keep requests meanwhile."""
@@ -189,22 +195,19 @@ class ServerEngine:
     def _begin_update(self) -> None:
         """Begin an update: servers hold a mix of two versions from now on, until they have all of the new one."""
         self._is_paused = self._hold()
-        self.version = -1
+        self.state = EngineState.ABSENT
 
     # --- memory ------------------------------------------------------------------------------------------------------
 
     def sleep(self) -> None:
-        if self._can_sleep and not self._is_asleep:
+        if self._can_sleep and self.state is not EngineState.ASLEEP:
             self._each("sleep")
-            self._is_asleep = self._is_cache_asleep = True
-            self.version = -1
+            self.state, self._is_cache_asleep = EngineState.ASLEEP, True
 
     def wake(self) -> None:
-        if self._lost:
-            self._restart()
-        if self._is_asleep:
+        if self.state is EngineState.ASLEEP:
             self._each("wake", "weights")
-            self._is_asleep = False
+            self.state = EngineState.ABSENT
 
     def _wake_cache(self) -> None:
         if self._is_cache_asleep:
@@ -237,16 +240,15 @@ class ServerEngine:
     def generate(self, requests: Sequence[Request]) -> Iterator[Completion]:
         """Yields a completion of each request, as they finish. Collective.
 
-        The requests of a server that ended go to the others. If none is left, the version is below 0, and the missing
-        completions must be requested again after new weights.
+        The requests of a server that ended go to the others. If none is left, the engine is lost, and so are the requests
+        without a response: they are for the caller to send again after new weights.
         """
-        assert self.version >= 0, "the engine has no weights yet"
+        assert self.state is EngineState.READY, f"the engine must be ready to sample: it is {self.state.value}"
         self._wake_cache()
         stream = self.stream()
         try:
             stream.submit(requests)
-            while stream.pending and (completion := stream.take()) is not None:
-                yield completion
+            yield from stream.completions()
         finally:
             stream.close()
         self.look_after()
@@ -256,10 +258,10 @@ class ServerEngine:
         return self._router.open()
 
     def look_after(self) -> None:
-        """Synchronize server failures across ranks; without any server left the version is below 0. Collective."""
+        """Synchronize server failures across ranks; the engine is lost if no server is left. Collective."""
         self._agree(self._router.lost)
         if len(self._lost) == len(self._servers):
-            self.version = -1
+            self.state = EngineState.LOST
 
     def abort(self) -> None:
         """End the requests in flight: `generate` yields what they have so far."""

@@ -22,6 +22,7 @@ import psutil
 from fivefold.distributed.ports import free_port
 from fivefold.distributed.processes import descendants, kill, unname_shared_memory
 from fivefold.distributed.scratch import scratch_directory
+from fivefold.errors import RunError
 
 if TYPE_CHECKING:
     import torch
@@ -85,9 +86,9 @@ class ServerProcess:
         deadline = time.monotonic() + _LONGEST_START
         while not self._is_ready(self.address):
             if self.has_ended:
-                raise RuntimeError(f"the engine's server did not start\n{self.last_words()}")
+                raise RunError(f"the engine's server did not start\n{self.last_words()}")
             if time.monotonic() > deadline:
-                raise RuntimeError(f"the engine's server does not answer after {_LONGEST_START:.0f} s\n{self.last_words()}")
+                raise RunError(f"the engine's server does not answer after {_LONGEST_START:.0f} s\n{self.last_words()}")
             time.sleep(0.2)
         for each in self._family():
             unname_shared_memory(each.pid)

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from fivefold.config.engine import SamplingConfig
-from fivefold.config.findings import Findings
 from fivefold.config.packages import import_fault
 from fivefold.engines.arguments import check_arguments, declared_fields, dotted
+from fivefold.errors import UserError
+from fivefold.keys.findings import Findings
 
 VERSIONS = ((0, 5, 20), (0, 5, 23))
 """First and last version that this package supports."""
@@ -116,7 +117,7 @@ def server_arguments(directory: Path) -> dict[str, str]:
     parts = sorted((directory / "arg_groups" / "fields").glob("*.py"))
     fields = declared_fields([directory / "server_args.py"], "ServerArgs".__eq__) | declared_fields(parts, str.isidentifier)
     if "tp_size" not in fields:
-        raise ValueError(f"{directory} declares no server arguments: this release of SGLang is not one that fivefold knows")
+        raise UserError(f"{directory} declares no server arguments: this release of SGLang is not one that fivefold knows")
     return {name: _declared(kind) for name, kind in fields.items()}
 
 

@@ -21,6 +21,7 @@ from fivefold.engines.servers.transfer import open_store
 from fivefold.engines.sglang.arguments import LOADER
 from fivefold.engines.sglang.parameters import is_cut, sampling_arguments
 from fivefold.engines.sglang.probe import answers
+from fivefold.errors import RunError
 from fivefold.types import Sampling
 
 _FLUSH_SECONDS, _ANSWER_SECONDS = 30.0, 600.0
@@ -80,7 +81,7 @@ class SGLangServer:
         said, tokens = answer["meta_info"], answer["output_ids"]
         reason = said["finish_reason"]["type"]
         if reason == "length" and len(tokens) < sampling.max_tokens:
-            raise RuntimeError(
+            raise RunError(
                 f"{self} ended a response after {len(tokens)} of {sampling.max_tokens} tokens: its context is too short"
             )
         self._own(said["weight_version"])
@@ -94,9 +95,9 @@ class SGLangServer:
         sampled."""
         run, _, number = version.rpartition(":")
         if run != self._run:
-            raise RuntimeError(f"{self}: another run has taken this server")
+            raise RunError(f"{self}: another run has taken this server")
         if int(number) == _CUT:
-            raise RuntimeError(f"{self} has no whole weights: their transfer was cut")
+            raise RunError(f"{self} has incomplete weights: their transfer was cut off")
         return int(number)
 
     def answers(self) -> bool:
@@ -148,7 +149,7 @@ class SGLangServer:
         while self._control.post("/flush_cache").status_code != 200:
             # Abandoned requests end a moment later.
             if time.monotonic() > deadline:
-                raise RuntimeError(f"{self} keeps keys of the old weights: requests are running")
+                raise RunError(f"{self} keeps keys of the old weights: requests are running")
             time.sleep(0.05)
         return [fault for each in found for fault in each]
 
@@ -190,7 +191,7 @@ class SGLangServer:
         found = [json.loads(self._answers.get(f"{self._calls}/{rank}")) for rank in range(self._workers)]
         for each in found:
             if "error" in each:
-                raise RuntimeError(f"{self}: {each['error']}")
+                raise RunError(f"{self}: {each['error']}")
         return [each["result"] for each in found]
 
     def _in_session(self, method: str, *arguments: Any) -> None:
@@ -212,7 +213,7 @@ class SGLangServer:
             self._explain(response)
 
     def _explain(self, response: httpx.Response) -> None:
-        raise RuntimeError(f"{self} answers with {response.status_code}: {response.text[:2000]}")
+        raise RunError(f"{self} answers with {response.status_code}: {response.text[:2000]}")
 
     def __str__(self) -> str:
         return self.address

@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from fivefold.config.findings import Findings
 from fivefold.config.packages import import_fault
 from fivefold.engines.arguments import check_arguments, declared_fields, dotted
-from fivefold.errors import shown
+from fivefold.errors import UserError, shown
+from fivefold.keys.findings import Findings
 
 VERSIONS = ((0, 20), (0, 32))
 """First and last minor version that this package supports."""
@@ -147,5 +147,5 @@ def engine_arguments(source: Path) -> dict[str, str]:
     """Returns name -> declared type of vLLM's `EngineArgs`, read from its source."""
     fields = declared_fields([source], "EngineArgs".__eq__)
     if not fields:
-        raise ValueError(f"{source} declares no EngineArgs: this release of vLLM is not one that fivefold knows")
+        raise UserError(f"{source} declares no EngineArgs: this release of vLLM is not one that fivefold knows")
     return {name: ast.unparse(kind) for name, kind in fields.items()}

@@ -16,6 +16,7 @@ from fivefold.engines.vllm.arguments import ROUTE, TAKE, WEIGHTS
 from fivefold.engines.vllm.parameters import sampling_arguments
 from fivefold.engines.vllm.probe import answers, progress
 from fivefold.engines.vllm.routes import unpacked
+from fivefold.errors import RunError
 from fivefold.models.spec import RouteShape
 from fivefold.routes import routes_of_engine
 from fivefold.types import Sampling
@@ -55,7 +56,7 @@ class VLLMServer:
                 async for line in response.aiter_lines():
                     found = json.loads(line)
                     if isinstance(found, dict):
-                        kind = ServerLostError if found["is_dead"] else RuntimeError
+                        kind = ServerLostError if found["is_dead"] else RunError
                         raise kind(f"{self}: {found['error']}")
                     yield self._answer(len(prompt_ids), *found)
         except httpx.TransportError as error:
@@ -108,7 +109,7 @@ class VLLMServer:
         while not _succeeded(self._post("/reset_prefix_cache")):
             # Abandoned requests end a moment later.
             if time.monotonic() > deadline:
-                raise RuntimeError(f"{self} keeps keys of the old weights: requests are running")
+                raise RunError(f"{self} keeps keys of the old weights: requests are running")
             time.sleep(0.05)
         # Not every release names the weights in its answers.
         self._post("/update_weight_version", may_miss=True, json={"new_version": str(version)})
@@ -140,7 +141,7 @@ class VLLMServer:
         found = answer.json()["results"]
         for each in found:
             if "error" in each:
-                raise RuntimeError(f"{self}: {each['error']}")
+                raise RunError(f"{self}: {each['error']}")
         return [each["result"] for each in found]
 
     def _post(self, path: str, may_miss: bool = False, **named: Any) -> httpx.Response:
@@ -156,7 +157,7 @@ class VLLMServer:
         said = f"{self} answers {response.request.url.path} with {response.status_code}: {response.text[:2000]}"
         if response.status_code >= 500 and not self.answers():
             raise ServerLostError(said)
-        raise RuntimeError(said)
+        raise RunError(said)
 
     def __str__(self) -> str:
         return f"vLLM's server at {self.address}"

@@ -23,7 +23,8 @@ from fivefold.engines.vllm.arguments import EXTENSION, ON_CPU
 from fivefold.engines.vllm.parameters import sampling_arguments, seed_of
 from fivefold.engines.vllm.routes import V2, as_tensor
 from fivefold.engines.weight_sync import crossed_off, give_back_memory, not_come
-from fivefold.interfaces import EngineReplica
+from fivefold.errors import RunError
+from fivefold.interfaces import EngineReplica, EngineState
 from fivefold.layout import ParallelLayout
 from fivefold.models.families import load_spec, parameters_of
 from fivefold.observability.peak_memory import peak_memory
@@ -45,9 +46,11 @@ class VLLMEngine:
         *,
         verify_every: int,
         can_sleep: bool,
+        goes_on: Callable[[], bool] = lambda: True,
     ) -> None:
         """`arguments` are vLLM's own. `verify_every`: number of updates from one comparison of held and sent weights to the
-        next, beginning with the first update (0: never)."""
+        next, beginning with the first update (0: never). `goes_on`: called before every step of the engine, on all ranks of
+        the replica; if it returns False, running requests are aborted."""
         self._sockets, spec = scratch_directory(), load_spec(directory)
         self._routes = spec.routes if arguments.get("enable_return_routed_experts") else None
         environment = _ENVIRONMENT | (ON_CPU if device.type == "cpu" else {}) | (V2 if self._routes is not None else {})
@@ -79,19 +82,17 @@ class VLLMEngine:
         self._verify_every = 0 if arguments.get("quantization") else verify_every
         self._updates, self._can_sleep = 0, can_sleep
         self._aborted: list[Completion] = []
-        self.goes_on: Callable[[], bool] = lambda: True
-        """Called before every step of the engine, on all ranks of the replica; if it returns False, running requests are
-        aborted."""
-        self._is_asleep = self._is_cache_asleep = False
+        self.goes_on = goes_on
+        self._is_cache_asleep = False
         self.replica = EngineReplica(rank // layout.tp, layout.dp, leads=rank % layout.tp == 0)
-        self.version = -1
+        self.state, self.version = EngineState.ABSENT, 0
         # vLLM collects garbage whenever it sleeps or wakes; frozen objects are not scanned each time.
         gc.collect()
         gc.freeze()
 
     def update_weights(self, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
         """Load full tensors, of which each worker keeps its shard; raises RuntimeError if it then holds something else."""
-        self.version = -1
+        self.state = EngineState.ABSENT
         verify = self._verify_every > 0 and self._updates % self._verify_every == 0
         self._llm.collective_rpc("begin_weights", args=(verify,))
         missing, is_whole = set(self._expected), False
@@ -101,16 +102,16 @@ class VLLMEngine:
         finally:
             faults = [fault for each in self._llm.collective_rpc("finish_weights", args=(is_whole,)) for fault in each]
         if faults := not_come(missing, self._expected) or faults:
-            raise RuntimeError(f"vLLM's weights are not those of the policy after {version} updates: {'; '.join(faults)}")
+            raise RunError(f"vLLM's weights are not those of the policy after {version} updates: {'; '.join(faults)}")
         # Cached keys and values come from the old weights.
         if self._llm.reset_prefix_cache() is False:
-            raise RuntimeError("vLLM keeps keys of the old weights: requests are running")
+            raise RunError("vLLM keeps keys of the old weights: requests are running")
         self._updates += 1
-        self.version = version
+        self.state, self.version = EngineState.READY, version
 
     def generate(self, requests: Sequence[Request]) -> Iterator[Completion]:
         """Yields a completion of each request, as they finish."""
-        assert self.version >= 0, "the engine has no weights yet"
+        assert self.state is EngineState.READY, f"the engine must be ready to sample: it is {self.state.value}"
         self._wake_cache()
         engine = self._llm.llm_engine
         params = {sampling: self._parameters(sampling) for sampling in dict.fromkeys(one.sampling for one in requests)}
@@ -147,16 +148,15 @@ class VLLMEngine:
         self._llm.llm_engine.abort_request([state.request_id for state in running], internal=True)
 
     def sleep(self) -> None:
-        if self._can_sleep and not self._is_asleep:
+        if self._can_sleep and self.state is not EngineState.ASLEEP:
             self._llm.sleep(level=2)
-            self._is_asleep = self._is_cache_asleep = True
-            self.version = -1
+            self.state, self._is_cache_asleep = EngineState.ASLEEP, True
             peak_memory.away(_bytes_of("weights", "kv_cache"))
 
     def wake(self) -> None:
-        if self._is_asleep:
+        if self.state is EngineState.ASLEEP:
             self._llm.wake_up(["weights"])
-            self._is_asleep = False
+            self.state = EngineState.ABSENT
             peak_memory.away(_bytes_of("kv_cache"))
 
     def _wake_cache(self) -> None:
@@ -165,6 +165,9 @@ class VLLMEngine:
             self._llm.wake_up(["kv_cache"])
             self._is_cache_asleep = False
             peak_memory.away(0)
+
+    def restart(self) -> None:
+        """Does nothing: no part of the engine can fail without its rank."""
 
     def look_after(self) -> None:
         """Does nothing: no part of the engine can fail without its rank."""
@@ -221,9 +224,9 @@ def _start_explained() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        raise RuntimeError(
+        raise RunError(
             f"vLLM did not start: {error}\nLook at engine.memory_fraction (weights, cache and graphs must fit into it), "
-            "engine.max_model_len, engine.max_num_seqs and what stands in engine.vllm"
+            "engine.max_model_len, engine.max_num_seqs and the options in engine.vllm"
         ) from error
 
 

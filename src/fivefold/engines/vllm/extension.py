@@ -24,6 +24,7 @@ from fivefold.engines.servers.buckets import BucketReader, Entry
 from fivefold.engines.servers.server import Where
 from fivefold.engines.servers.transfer import join_groups, leave, open_store
 from fivefold.engines.weight_comparison import SentWeights
+from fivefold.errors import RunError
 
 EMBEDDING, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
 SIZES = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
@@ -82,7 +83,7 @@ class WeightReceiver:
 
     def _check_run(self, run: str | None) -> None:
         if run != self._run:
-            raise RuntimeError("another run has taken this server")
+            raise RunError("another run has taken this server")
 
     def begin_weights(self, verify: bool, run: str | None = None) -> None:
         """Begin an update. `verify`: sum up the received weights, which `finish_weights` compares with the held ones."""

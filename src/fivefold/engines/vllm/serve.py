@@ -110,7 +110,9 @@ async def _generate(raw: Any) -> Any:
     if asked["run"] != raw.app.state.run:
         return PlainTextResponse(_TAKEN, status_code=409)
     if not await raw.app.state.weights.are_whole():
-        return PlainTextResponse("this server has no whole weights: none came, or their transfer was cut", status_code=409)
+        return PlainTextResponse(
+            "this server has incomplete weights: none came, or their transfer was cut off", status_code=409
+        )
     return StreamingResponse(_lines(raw.app.state.engine_client, asked), media_type="application/x-ndjson")
 
 

@@ -20,6 +20,7 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
 from fivefold.config.schema import RayConfig
+from fivefold.errors import RunError, UserError
 from fivefold.launch.ray import guardian as guard
 from fivefold.launch.ray.placement import Amount, Bundle, Node, Role, has, needs, place, place_when_free
 
@@ -59,7 +60,7 @@ def _join(address: str) -> None:
             socket.create_connection((host.strip("[]"), int(port)), _REACH_SECONDS).close()
         ray.init(address, **_SPEECHLESS)
     except Exception as error:
-        raise ValueError(
+        raise UserError(
             f"launch.ray.address: no Ray cluster can be joined at {address}: {' '.join(str(error).split())[-500:]}; start "
             "one with `ray start --head`, or leave the address out for a cluster of this machine"
         ) from error
@@ -137,7 +138,7 @@ def nodes() -> list[Node]:
     try:
         found: list[Node] = ray.get(asked, timeout=_LOOK_SECONDS)
     except ray.exceptions.RayError as error:
-        raise RuntimeError(
+        raise RunError(
             "launch.backend: the Ray cluster does not run this package: every node needs it, with the Python and Ray of "
             f"this machine: {error}"
         ) from error
@@ -171,7 +172,7 @@ def _reserve(
         roles, spread = roles_for(there), settings.strategy == "spread"
         bundles = place(roles, there, spread)
         if bundles is None and place_when_free(roles, there, spread) is None:
-            raise ValueError(f"launch.ray: the cluster must have room for {needs(roles)}: {has(there)}; {_ADVICE}")
+            raise UserError(f"launch.ray: the cluster must have room for {needs(roles)}: {has(there)}; {_ADVICE}")
         if bundles is not None and (group := _try(bundles)):
             return bundles, group
         if not has_told:
@@ -181,7 +182,7 @@ def _reserve(
             )
             has_told = True
         if time.monotonic() > deadline:
-            raise ValueError(
+            raise UserError(
                 f"launch.ray.wait_minutes: no room for {needs(roles)} after {settings.wait_minutes:g} minutes: "
                 f"{has(there)}; end what has reserved it (`ray list placement-groups`, `ray list actors`), or wait longer"
             )

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,10 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from fivefold import __version__
-from fivefold.config import RunConfig
-from fivefold.errors import first_line
+from fivefold.config.engine import EngineConfig
+from fivefold.config.roles import Roles
+from fivefold.config.schema import LaunchConfig, TrainerConfig
+from fivefold.errors import RunError, UserError, first_line
 from fivefold.launch.environment import forwarded
 from fivefold.launch.ray.cluster import connected, reserved
 from fivefold.launch.ray.node import ERRORS, News, NodeRanks, Report
@@ -41,30 +44,44 @@ _DRAIN_SECONDS = 2.0
 """Most seconds to wait for the remaining output of rank 0 after it has ended."""
 
 
-def spawn(arguments: Sequence[str], config: RunConfig) -> int:
+def spawn(
+    arguments: Sequence[str],
+    hand_over: Callable[[], None],
+    log_dir: Path,
+    roles: Roles,
+    engine: EngineConfig,
+    trainer: TrainerConfig,
+    launch: LaunchConfig,
+) -> int:
     """Run `python -m ARGUMENTS` once per rank on the cluster of `launch.ray`; returns the exit code of the run.
 
+    `hand_over` writes the configuration into `log_dir`, where the ranks read it. It is called when no other run can start in
+    the run's directory, which is the parent of `log_dir`.
     Raises ValueError before anything starts if there is no cluster, if it has too few devices, or if a node does not see the
     run's files.
     """
-    count = config.roles.world_size
-    if config.engine.layout is not None and config.engine.placement == "apart":
-        count += config.engine.layout.world_size
-    own = Amount(1 if config.trainer.device != "cpu" else 0, config.launch.ray.cpus_per_rank) * count
-    with Signals() as signals, connected(config.launch.ray, own) as cluster:
+    count, settings = roles.world_size, launch.ray
+    if engine.layout is not None and engine.placement == "apart":
+        count += engine.layout.world_size
+    own = Amount(1 if trainer.device != "cpu" else 0, settings.cpus_per_rank) * count
+    role_on = partial(rank_role, roles, engine, trainer.device, settings.cpus_per_rank)
+    with Signals() as signals, connected(settings, own) as cluster:
         # Ray has replaced our handlers by its own.
         signals.install()
-        with reserved(lambda there: [rank_role(config, there)], config.launch.ray, lambda: bool(signals.taken)) as found:
+        with reserved(lambda there: [role_on(there)], settings, lambda: bool(signals.taken)) as found:
             if found is None:
                 return signals.code
-            with _actors(*found, config) as ranks:
+            with _actors(*found, log_dir, launch.silent_seconds) as ranks:
                 if not ranks.wait(lambda: bool(signals.taken)):
                     return signals.code
-                ranks.look(arguments, config)
+                # After the module and its configuration comes the checkpoint of an evaluation.
+                ranks.look(log_dir, arguments[2:])
                 print(f"note     on {cluster}:", flush=True)
                 for host in ranks.hosts:
                     print(f"note     {host}", flush=True)
-                ranks.start(arguments, config)
+                ranks.hold(log_dir.parent, trainer.umask)
+                hand_over()
+                ranks.start(arguments, roles.world_size, launch)
                 return watch(ranks, signals)
 
 
@@ -119,45 +136,44 @@ class RemoteRanks:
                 return True
         return not stopped()
 
-    def look(self, arguments: Sequence[str], config: RunConfig) -> None:
-        """Raises ValueError if a node does not see the files that the run reads and writes."""
-        log_dir = _log_dir(config)
+    def look(self, log_dir: Path, paths: Sequence[str]) -> None:
+        """Raises ValueError if a node does not see the run's logs, or one of the files that it reads."""
         log_dir.mkdir(parents=True, exist_ok=True)
         mark = log_dir / f".seen-{secrets.token_hex(8)}"
         mark.write_text(mark.name)
         try:
-            # The paths in `train CONFIG ...` and `eval CONFIG CHECKPOINT ...`.
-            paths = [str(word) for word in arguments[2 : 4 if arguments[1] == "eval" else 3]]
-            found = self._ask_all("look", paths, (str(mark), mark.name))
+            found = self._ask_all("look", list(paths), (str(mark), mark.name))
         finally:
             mark.unlink()
         for host, report in found:
             host.report = report
             where = f"launch.ray: node {host.bundle.node}"
             if report.missing:
-                raise ValueError(
+                raise UserError(
                     f"{where} must see the files of this machine, and lacks {', '.join(report.missing)}: use a file system "
                     "that all nodes share, with the same paths"
                 )
             if report.version != __version__:
-                raise ValueError(f"{where} must have fivefold {__version__}, as this machine: it has {report.version}")
+                raise UserError(f"{where} must have fivefold {__version__}, as this machine: it has {report.version}")
             assert report.node_id == host.bundle.node.id, "Ray has put it elsewhere than it was told"
 
-    def start(self, arguments: Sequence[str], config: RunConfig) -> None:
-        """Start the ranks. Raises ValueError if another run holds the directory."""
-        first = self.hosts[0]
-        run_dir = str(config.run_dir) if arguments[1] == "train" else None
-        held = self._ask_all("hold", run_dir, config.trainer.umask, among=[first])
+    def hold(self, run_dir: Path, umask: str) -> None:
+        """Lock the run's directory on the node of rank 0. Raises ValueError if another run holds it."""
+        held = self._ask_all("hold", str(run_dir), umask, among=self.hosts[:1])
         if fault := held[0][1]:
-            raise ValueError(fault)
+            raise UserError(fault)
+
+    def start(self, arguments: Sequence[str], world_size: int, launch: LaunchConfig) -> None:
+        """Start the ranks."""
+        first = self.hosts[0]
         assert first.report is not None
         variables = {
-            **forwarded(os.environ, config.launch.ray.env_vars),
-            "WORLD_SIZE": str(config.roles.world_size),
+            **forwarded(os.environ, launch.ray.env_vars),
+            "WORLD_SIZE": str(world_size),
             "MASTER_ADDR": first.report.address,
             "MASTER_PORT": str(first.report.port),
         }
-        self._ask_all("start", list(arguments), variables, config.launch)
+        self._ask_all("start", list(arguments), variables, launch)
 
     # --- while they run ----------------------------------------------------------------------------------------------
 
@@ -204,7 +220,7 @@ class RemoteRanks:
         there = [host.bundle for host, _ in answers]
         if silent := [host for host in among or self.hosts if host.bundle not in there]:
             said = [host.lost.text if host.lost else f"{host} does not answer" for host in silent]
-            raise RuntimeError("\n".join(said))
+            raise RunError("\n".join(said))
         return answers
 
     def _ask(self, method: str, *arguments: Any, among: Sequence[Host] | None = None) -> list[tuple[Host, Any]]:
@@ -250,21 +266,17 @@ def _is_there(node: Node) -> bool:
 
 
 @contextmanager
-def _actors(bundles: list[Bundle], group: PlacementGroup, config: RunConfig) -> Iterator[RemoteRanks]:
+def _actors(bundles: list[Bundle], group: PlacementGroup, log_dir: Path, silent_seconds: float) -> Iterator[RemoteRanks]:
     """Creates an actor for each bundle; they and their children end with this context."""
     actor = ray.remote(max_restarts=0, max_task_retries=0)(NodeRanks)
     hosts = []
     for number, bundle in enumerate(bundles):
         place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=number)
         options = {"num_cpus": bundle.amount.cpus, "num_gpus": bundle.amount.gpus, "scheduling_strategy": place}
-        made = actor.options(**options).remote(bundle.members, os.getcwd(), str(_log_dir(config)))
+        made = actor.options(**options).remote(bundle.members, os.getcwd(), str(log_dir))
         hosts.append(Host(bundle, made))
-    ranks = RemoteRanks(hosts, config.launch.silent_seconds)
+    ranks = RemoteRanks(hosts, silent_seconds)
     try:
         yield ranks
     finally:
         ranks.close()
-
-
-def _log_dir(config: RunConfig) -> Path:
-    return config.run_dir / "logs"

@@ -19,6 +19,7 @@ from fivefold import __version__
 from fivefold.config.schema import LaunchConfig
 from fivefold.distributed.ports import free_port
 from fivefold.distributed.pulse import Silence
+from fivefold.errors import UserError
 from fivefold.files import use_umask
 from fivefold.launch.lock import locked
 from fivefold.launch.processes import RankProcesses, clear
@@ -84,16 +85,15 @@ class NodeRanks:
         node = ray.get_runtime_context().get_node_id()
         return Report(__version__, node, ray.util.get_node_ip_address(), _port(), self._gpus, missing)
 
-    def hold(self, run_dir: str | None, umask: str) -> str:
-        """Lock the run's directory for its ranks, if one is given, and clear what ranks of an earlier run left.
+    def hold(self, run_dir: str, umask: str) -> str:
+        """Lock the run's directory for its ranks, and clear what ranks of an earlier run left.
 
         Returns why the directory cannot be locked, or an empty string.
         """
         use_umask(umask)
         try:
-            if run_dir is not None:
-                self._lock = self._held.enter_context(locked(Path(self._directory) / run_dir))
-        except ValueError as error:
+            self._lock = self._held.enter_context(locked(Path(self._directory) / run_dir))
+        except UserError as error:
             return str(error)
         clear(self._log_dir)
         return ""

@@ -10,7 +10,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from fivefold.config import RunConfig
+from fivefold.config.engine import EngineConfig
+from fivefold.config.roles import Roles
 
 RANKS = "ranks"
 
@@ -88,19 +89,22 @@ class Bundle:
         return self.role.unit * (len(self.members) // self.role.together)
 
 
-def rank_role(config: RunConfig, there: Sequence[Node]) -> Role:
-    """Returns the role of a run's ranks on these nodes, with the number of ranks that must share a node."""
-    world, engine, device = config.roles.world_size, config.engine, config.trainer.device
+def rank_role(roles: Roles, engine: EngineConfig, device: str, cpus: int, there: Sequence[Node]) -> Role:
+    """Returns the role of a run's ranks on these nodes, with the number of ranks that must share a node.
+
+    `roles`: the models of the run. `device`: trainer.device. `cpus`: CPUs of each rank.
+    """
+    world, policy = roles.world_size, roles["policy"].layout
     on_gpus = device == "cuda" or (device == "auto" and any(node.whole.gpus for node in there))
-    layouts = [config.layout, *config.roles.own_layouts.values()]
+    layouts = [policy, *roles.own_layouts.values()]
     together = math.lcm(*(size for each in layouts for size in (each.tp, each.etp)))
-    if any(role.first_rank % together for role in config.roles.models.values()) or world % together:
+    if any(role.first_rank % together for role in roles.models.values()) or world % together:
         # Groups of neighbors do not begin where the ranks of a node begin.
         together = world
-    each, beside = Amount(int(on_gpus), config.launch.ray.cpus_per_rank), Amount(0, 0)
+    each, beside = Amount(int(on_gpus), cpus), Amount(0, 0)
     if engine.layout is not None and engine.placement == "apart":
         # The ranks of a node start its servers, on the GPUs after their own, in a fixed ratio of servers to ranks.
-        units = math.gcd(world, engine.layout.dp) if config.layout.world_size == world else 1
+        units = math.gcd(world, engine.layout.dp) if policy.world_size == world else 1
         together = math.lcm(together, world // units)
         beside = each * (engine.layout.world_size * together // world)
     elif engine.is_server and not engine.url:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from fivefold.config.packages import BRIDGES, missing_packages
+from fivefold.errors import UserError
 from fivefold.megatron.chunks import FUSED_NAMES
 from fivefold.models.parameters import OUTPUT
 from fivefold.models.spec import VOCABULARY_MULTIPLE, ModelSpec
@@ -28,11 +29,11 @@ class ExternalBridge(Protocol):
 def external_bridge(kind: str, chunks: list[Any], directory: Path, spec: ModelSpec) -> ExternalBridge:
     """Return the bridge of `megatron.bridge_type`; raises ValueError naming the packages that are missing."""
     if spec.moe is not None or len(chunks) > 1:
-        raise ValueError(
+        raise UserError(
             f"megatron.bridge_type: {kind} is supported for dense models without virtual stages: use native, which has all"
         )
     if missing := missing_packages(BRIDGES[kind]):
-        raise ValueError(
+        raise UserError(
             f"megatron.bridge_type: {kind} needs the packages {'; '.join(missing)}: "
             "install them, or use native, which needs none"
         )

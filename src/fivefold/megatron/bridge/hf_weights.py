@@ -12,6 +12,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from fivefold.errors import UserError
 from fivefold.layout import Coordinates, ParallelLayout
 from fivefold.megatron.bridge.sharding import SHARDERS, Sliceable
 from fivefold.models.adapters import TENSORS, LoraSpec, adapter_tensors
@@ -146,6 +147,6 @@ def fill_parameters(
 def _fill(parameter: Tensor, value: Tensor, name: str, names: Sequence[str]) -> None:
     """Copy `value`, read from the tensors `names` of the files, into the parameter `name`."""
     if parameter.shape != value.shape:
-        raise ValueError(f"{name} must have the shape {tuple(parameter.shape)}: got {tuple(value.shape)} in the file")
+        raise UserError(f"{name} must have the shape {tuple(parameter.shape)}: got {tuple(value.shape)} in the file")
     check_finite(", ".join(names), value, "the model's files")
     parameter.copy_(value)

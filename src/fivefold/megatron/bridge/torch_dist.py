@@ -13,7 +13,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTenso
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from torch import Tensor
 
-from fivefold.errors import first_line
+from fivefold.errors import UserError, first_line
 from fivefold.megatron.bridge.sharding import SHARDERS, Sliceable
 from fivefold.megatron.sharded_files import Box
 from fivefold.models.families import mtp_parameters_of, parameters_of
@@ -57,7 +57,7 @@ class TorchDistSource:
         head, embedding = (Stored(self._names.tensors[row.mcore], ()) for row in (OUTPUT, EMBEDDING))
         one, other = (self._tensor(each)[: self._spec.vocab] for each in (head, embedding))
         if not torch.equal(one, other):
-            raise ValueError(
+            raise UserError(
                 f"{self._directory}: tie_word_embeddings in config.json is true, so {OUTPUT.mcore} must be left out or be "
                 f"equal to {EMBEDDING.mcore}: it holds other numbers; set tie_word_embeddings to false"
             )
@@ -82,8 +82,8 @@ class TorchDistSource:
                 values[shared.within(wanted)].copy_(self._read(chunk)[shared.within(there)])
                 filled += torch.Size(shared.size).numel()
         if filled != values.numel():
-            raise ValueError(
-                f"{self._directory} holds {filled} of the {values.numel()} numbers of {stored.tensor.name}: it is not whole"
+            raise UserError(
+                f"{self._directory} holds {filled} of the {values.numel()} numbers of {stored.tensor.name}: it is incomplete"
             )
         return values.view(stored.shape)
 
@@ -96,9 +96,9 @@ class TorchDistSource:
             # Tensors only: nothing else that a pickle may request is executed.
             found = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
         except Exception as error:
-            raise ValueError(f"{path} holds no tensor at {chunk.begin}: {first_line(error)}") from error
+            raise UserError(f"{path} holds no tensor at {chunk.begin}: {first_line(error)}") from error
         if not isinstance(found, Tensor) or found.numel() != torch.Size(chunk.size).numel():
-            raise ValueError(f"{path} must hold a tensor of {chunk.size} at {chunk.begin}: it is damaged")
+            raise UserError(f"{path} must hold a tensor of {chunk.size} at {chunk.begin}: it is damaged")
         return found.detach().view(chunk.size)
 
 

@@ -27,6 +27,7 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
+from fivefold.errors import UserError
 from fivefold.layout import Coordinates
 from fivefold.megatron.layers.mla import ReplicatedLinear
 from fivefold.megatron.layers.moe import GroupedExperts
@@ -349,7 +350,7 @@ def adapt(linear: torch.nn.Module, maps: Sequence[Adapter], lora: LoraSpec, grou
     """Add adapters to a linear module; their values are not set yet."""
     kind = type(linear)
     if kind not in _ADAPTED or getattr(linear, "explicit_expert_comm", False):
-        raise ValueError(
+        raise UserError(
             f"policy.lora: {maps[0].linear} is a {kind.__name__} that has no adapters here: leave "
             "megatron.transformer_impl and megatron.transformer.moe_shared_expert_overlap as they are by default"
         )

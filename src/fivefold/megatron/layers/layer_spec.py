@@ -24,6 +24,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from torch import Tensor
 
 from fivefold.config.packages import can_import, missing_packages
+from fivefold.errors import UserError
 from fivefold.megatron.layers.adapters import is_adapter
 from fivefold.megatron.layers.attention import PackedAttention, Packing
 from fivefold.megatron.layers.lm_head import LogProbHead, ValueHead
@@ -43,7 +44,7 @@ def use_transformer_engine(choice: str, device: torch.device) -> bool:
     missing = missing_packages(("transformer_engine",)) if choice == "transformer_engine" else []
     if missing or (choice == "transformer_engine" and device.type != "cuda"):
         lacking = missing[0] if missing else "a CUDA device"
-        raise ValueError(
+        raise UserError(
             f"megatron.transformer_impl: transformer_engine needs {lacking}: use torch, which needs nothing, or auto"
         )
     return can_import("transformer_engine")

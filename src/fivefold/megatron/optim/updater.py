@@ -10,12 +10,14 @@ import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.grad_scaler import DynamicGradScaler
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from fivefold.config.learners import OptimizerConfig, PolicyConfig
 from fivefold.config.mcore_options import DTYPE_NAMES
+from fivefold.errors import UserError
 from fivefold.megatron.layers.layer_spec import PolicyModel
 from fivefold.megatron.optim.adam import FusedAdamW, PrecisionAwareConfig, precision_aware_adam
 
@@ -30,6 +32,30 @@ class Updater:
     schedule: OptimizerParamScheduler
     loss_scale: LossScale | None = None
     """Dynamic loss scale; None except in float16."""
+
+    def begin(self) -> None:
+        """Prepare for an update: set the chunks to training and the gradients to 0."""
+        for ddp in self.ddps:
+            ddp.train()
+            ddp.zero_grad_buffer()
+        self.optimizer.zero_grad()
+
+    def step(self, grad_norm: float) -> None:
+        """Clip the gradients, which must be finite, and take the optimizer step."""
+        for part in self.optimizer.chained_optimizers:
+            parameters = part.get_parameters()
+            if parameters:
+                decoupled = part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
+                clip_grad_by_total_norm_fp32(parameters, part.config.clip_grad, grad_norm, use_decoupled_grad=decoupled)
+        updated = self.optimizer.step_with_ready_grads()
+        assert updated, "the optimizer refused its gradients"
+
+    def complete_parameters(self) -> None:
+        """Gather the parameters on every rank: `overlap_param_gather` leaves the last update's to the next forward."""
+        for ddp in self.ddps:
+            groups = ddp.bucket_groups + ddp.expert_parallel_bucket_groups
+            if ddp.ddp_config.overlap_param_gather and not all(group.param_gather_dispatched for group in groups):
+                ddp.start_param_sync(force_sync=True)
 
 
 def build_updater(
@@ -56,7 +82,7 @@ def build_updater(
         for name, value in options.effective("optimizer").items()
     }
     if raw.get("optimizer_cpu_offload", False) and next(chunks[0].parameters()).device.type == "cpu":
-        raise ValueError("policy.megatron.optimizer.optimizer_cpu_offload needs a GPU: leave it out on the CPU")
+        raise UserError("policy.megatron.optimizer.optimizer_cpu_offload needs a GPU: leave it out on the CPU")
     aware = raw.get("use_precision_aware_optimizer", False)
     with precision_aware_adam(aware):
         optimizer = get_megatron_optimizer(
@@ -138,6 +164,11 @@ class Schedule(OptimizerParamScheduler):
         self._updates_per_count, self._first = updates_per_count, first
         self.num_steps: int = 0
         super().__init__(*arguments, **others)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Set the schedule to a saved state; Megatron-Core's adds the saved steps to those already counted."""
+        self.num_steps = 0
+        super().load_state_dict(state_dict)
 
     def get_lr(self, param_group: dict[str, Any]) -> float:
         """Return the learning rate of the next update, number `num_steps`."""

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from fivefold.errors import shown
+from fivefold.errors import UserError, shown
 from fivefold.models.config_json import check_types, read_config
 from fivefold.models.config_keys import RecordedKeys, check_keys, unknown_keys
 from fivefold.models.family import Family
@@ -41,7 +41,7 @@ def spec_from_config(config: dict[str, Any]) -> ModelSpec:
     """Return the ModelSpec of a parsed `config.json`; accepts the RoPE spellings of transformers 4 and 5."""
     family = config.get("model_type")
     if not isinstance(family, str) or family not in FAMILIES:
-        raise ValueError(
+        raise UserError(
             f"unknown model family {shown(family)} (model_type in config.json); supported: {', '.join(FAMILIES)}"
         )
     check_types(config)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from fivefold.errors import UserError
 from fivefold.models.config_json import read_decoder, read_flag, read_sigmoid_experts, read_whole
 from fivefold.models.family import Family
 from fivefold.models.parameters import (
@@ -44,7 +45,7 @@ def _read(config: dict[str, Any]) -> ModelSpec:
     )
     moe = read_sigmoid_experts(config, n_group=8, topk_group=4, dense_layers=3, routed_scaling_factor=2.5)
     if not read_flag(config, "rope_interleave", True):
-        raise ValueError("rope_interleave: false is not supported: Megatron-Core's latent attention has it built in")
+        raise UserError("rope_interleave: false is not supported: Megatron-Core's latent attention has it built in")
     mla = MLASpec(
         q_rank=read_whole(config, "q_lora_rank", None if "q_lora_rank" in config else 1536),
         kv_rank=read_whole(config, "kv_lora_rank"),
@@ -53,7 +54,7 @@ def _read(config: dict[str, Any]) -> ModelSpec:
         v_dim=read_whole(config, "v_head_dim"),
     )
     if mla.qk_rope % 2:
-        raise ValueError(f"qk_rope_head_dim must be even, RoPE turns pairs: got {mla.qk_rope}")
+        raise UserError(f"qk_rope_head_dim must be even, RoPE turns pairs: got {mla.qk_rope}")
     return replace(spec, kv_heads=spec.heads, moe=moe, mla=mla)
 
 

@@ -89,7 +89,7 @@ class Follower:
                 if said != self.state.error:
                     self._keep(without_secrets(traceback.format_exc()))
                 if self.state.error is None:
-                    tell(f"{said}; the run goes on, and it is tried again")
+                    tell(f"{said}; the run continues, and it is tried again")
                 self.state.error = said
                 self._write()
                 pause = _SHORTEST_PAUSE if was_last else min(max(_SHORTEST_PAUSE, 2 * pause), _LONGEST_PAUSE)

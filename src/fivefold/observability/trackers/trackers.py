@@ -15,10 +15,11 @@ import psutil
 import yaml
 
 from fivefold.config.packages import TRACKERS, missing_packages
-from fivefold.config.ranges import OneOf
 from fivefold.distributed.processes import descendants, kill
 from fivefold.distributed.scratch import remove_scratch
+from fivefold.errors import UserError
 from fivefold.files import read_json_object, read_text
+from fivefold.keys.ranges import OneOf
 from fivefold.observability.growing import GrowingRows
 from fivefold.observability.trackers.state import State
 
@@ -113,17 +114,17 @@ def send_again(run_dir: Path, names: Sequence[str] | None, seconds: float, say: 
     `names` replaces the run's own trackers; raises ValueError if there are none.
     """
     if not (run_dir / "run.yaml").is_file():
-        raise ValueError(f"{run_dir} must be the directory of a run: it has no run.yaml")
+        raise UserError(f"{run_dir} must be the directory of a run: it has no run.yaml")
     if names is None:
         loggers = yaml.safe_load(read_text(run_dir / "run.yaml"))["trainer"]["loggers"]
         names = [name for name in loggers if name in TRACKERS]
     if not names:
-        raise ValueError(f"{run_dir} names no tracker in trainer.loggers: name one with --to {' | '.join(TRACKERS)}")
+        raise UserError(f"{run_dir} names no tracker in trainer.loggers: name one with --to {' | '.join(TRACKERS)}")
     for name in names:
         if fault := OneOf(TRACKERS).fault(name):
-            raise ValueError(f"a tracker {fault}")
+            raise UserError(f"a tracker {fault}")
         if missing := missing_packages(TRACKERS[name]):
-            raise ValueError(f"{'; '.join(missing)}: pip install {name}")
+            raise UserError(f"{'; '.join(missing)}: pip install {name}")
     status = run_dir / "status.json"
     is_finished = status.is_file() and read_json_object(status).get("state") == "finished"
     Trackers(run_dir, names, seconds, say).close(is_finished)

@@ -6,6 +6,7 @@ import ast
 import builtins
 from dataclasses import dataclass
 
+from fivefold.errors import UserError
 from fivefold.reward.code.program import GIVEN
 
 _LIBRARY = "solution"
@@ -29,7 +30,7 @@ def read_assertions(text: str) -> Assertions:
     try:
         tree = ast.parse(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise ValueError(f"assert_code must be Python: {error}") from error
+        raise UserError(f"assert_code must be Python: {error}") from error
     imports = _Imports()
     tree = imports.visit(tree)
     # A name that the usual imports also define belongs to the program only if the tests use no other name of the program.

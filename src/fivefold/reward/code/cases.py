@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from fivefold.errors import UserError, sentence_of
 from fivefold.reward.code.assertions import Assertions, read_assertions
 from fivefold.reward.code.program import GIVEN
 
@@ -89,9 +90,9 @@ def read_cases(ground_truth: str) -> Cases:
             function = found.get("fn_name") or None
         cases = [_call_case(*row) if function else _text_case(*row) for row in rows]
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ValueError(f"{must}: {type(error).__name__}: {error}; got {ground_truth[:200]!r}") from error
+        raise UserError(f"{must}: {sentence_of(error) or repr(error)}; got {ground_truth[:200]!r}") from error
     if not cases:
-        raise ValueError(f"{must}: there is no test in {ground_truth[:200]!r}")
+        raise UserError(f"{must}: there is no test in {ground_truth[:200]!r}")
     return Cases(cases, function)
 
 
@@ -99,7 +100,7 @@ def cases_fault(ground_truth: str, trusted_tests: bool = False) -> str | None:
     """Return the requirement that a ground truth of `code` violates, or None."""
     try:
         cases = read_cases(ground_truth).cases
-    except ValueError:
+    except UserError:
         return f"must be {FORMS}"
     faults = (case.tests.fault for case in cases if case.tests is not None)
     fault = next((fault for fault in faults if fault is not None), None)
@@ -120,7 +121,7 @@ def _check_case(row: dict[str, Any]) -> Case:
     """Return assertions whose functions `test_...` are called in their order; raise ValueError if they are not Python."""
     text = _FROM_SOLUTION.sub("", row["assert_code"])
     if "{response}" in text:
-        raise ValueError("checks of the text of a response are not supported: assert_code runs behind its program")
+        raise UserError("checks of the text of a response are not supported: assert_code runs after its program")
     tests = read_assertions(row["assert_code"])
     parts = ast.parse(text).body
     named = [part.name for part in parts if isinstance(part, ast.FunctionDef) and part.name.startswith("test_")]
@@ -142,7 +143,7 @@ def _call_case(given: Any, expected: Any) -> Case:
         given = [json.loads(line) for line in given.splitlines() if line.strip()]
         expected = json.loads(expected) if isinstance(expected, str) else expected
     if not isinstance(given, list):
-        raise ValueError(f"the arguments of a function are a list: got {given!r}")
+        raise UserError(f"the arguments of a function are a list: got {given!r}")
     return Case(json.dumps(given), expected)
 
 

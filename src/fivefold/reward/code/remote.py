@@ -147,7 +147,7 @@ class _Object:
     def __eq__(self, other: object) -> bool:
         if self is other:
             return True
-        raise AssertionError("an object of the program's own class is no plain value that could be compared")
+        raise AssertionError("an object of the program's own class is not a plain value and cannot be compared")
 
     def __bool__(self) -> bool:
         raise AssertionError("an object of the program's own class is neither true nor false")
@@ -206,7 +206,7 @@ class _Name:
         return self._line.ask("get", self._line.ask("value", self.__name__), (name,))
 
     def __eq__(self, other: object) -> bool:
-        raise AssertionError(f"{self.__name__} of the program is no plain value that could be compared")
+        raise AssertionError(f"{self.__name__} of the program is not a plain value and cannot be compared")
 
     __bool__ = _Object.__bool__
     __hash__ = object.__hash__

@@ -6,6 +6,7 @@ import secrets
 import time
 from dataclasses import dataclass, field
 
+from fivefold.errors import UserError
 from fivefold.reward.code.cases import CHEATED, Case, Cases, program_of, read_cases
 from fivefold.reward.code.remote import NOT_TESTABLE
 from fivefold.reward.code.sandbox import Sandbox
@@ -61,9 +62,9 @@ class ProgramTests:
             status = self.tests.check(self.sandbox, program, case.tests, seconds, clock)
             if status != f"exit code {NOT_TESTABLE}":
                 return status == "ended"
-            fault = "they hand the program what is no plain value"
+            fault = "they pass the program what is not a plain value"
         if fault is not None and not self.trusted_tests:
-            raise ValueError(f"assert_code must have assertions on plain values, {CHEATED.format(fault)}")
+            raise UserError(f"assert_code must have assertions on plain values, {CHEATED.format(fault)}")
         # A program that exits before the trusted tests finish has not written the mark.
         end_mark = secrets.token_hex(8)
         ran = self.sandbox.run(case.program(program, end_mark), case.given, tests.function, seconds, clock)

@@ -11,6 +11,7 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
+from fivefold.errors import RunError
 from fivefold.reward.code import confine
 from fivefold.reward.code.assertions import Assertions
 from fivefold.reward.code.server import NOT_BEGUN, STOP
@@ -43,7 +44,7 @@ class Sandbox:
     def start(self) -> None:
         """Start the server; raise RuntimeError if programs cannot be confined here."""
         if (reason := confine.missing()) is not None:
-            raise RuntimeError(f"the reward `code` runs no program here: {reason}")
+            raise RunError(f"the reward `code` runs no program here: {reason}")
         self.close()
         self._requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
@@ -60,7 +61,7 @@ class Sandbox:
         self.layers = self._receive(_START_SECONDS)
         tried = self.run("print(1)", "", None, _START_SECONDS, _START_SECONDS)
         if tried != Ran("ended", "1\n"):
-            raise RuntimeError(f"the simplest program does not run here: {tried}")
+            raise RunError(f"the simplest program does not run here: {tried}")
 
     def run(self, program: str, given: str, function: str | None, seconds: float, clock: float) -> Ran:
         """Run a program on one test, for at most so many seconds of CPU time and of wall-clock time.
@@ -105,7 +106,7 @@ class Sandbox:
             socket.send_fds(self._requests, [json.dumps(request).encode()], files)
         except OSError as error:
             self.close()
-            raise RuntimeError(f"the sandbox is gone: {error}") from error
+            raise RunError(f"the sandbox is gone: {error}") from error
 
     def _end(self, clock: float) -> str:
         """Wait for the request in progress and return its status."""
@@ -113,9 +114,9 @@ class Sandbox:
             status = str(self._receive(clock + _SLACK_SECONDS)["status"])
         except OSError as error:
             self.close()
-            raise RuntimeError(f"the sandbox is gone: {error}") from error
+            raise RunError(f"the sandbox is gone: {error}") from error
         if status == NOT_BEGUN:
-            raise RuntimeError("a program could not be locked up, or too little time or memory was left to do so")
+            raise RunError("a program could not be locked up, or too little time or memory was left to do so")
         return status
 
     def _stop(self, clock: float) -> None:
@@ -131,7 +132,7 @@ class Sandbox:
         message = self._requests.recv(1 << 16)
         if not message:
             self.close()
-            raise RuntimeError("the sandbox ended by itself")
+            raise RunError("the sandbox ended by itself")
         found: dict[str, Any] = json.loads(message)
         return found
 

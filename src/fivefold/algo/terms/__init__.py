@@ -1,0 +1,14 @@
+"""What the loss of an update is a sum of, and process rewards: a new term is a class in a file here.
+
+Its fields become keys of the configuration. No torch is imported before a term computes.
+"""
+
+from __future__ import annotations
+
+from fivefold.algo.part import Part, find_classes
+from fivefold.algo.term import Term
+
+FOUND = tuple(find_classes(__name__, list(__path__), Part))
+"""Every class with keys in this package."""
+TERMS = tuple(part for part in FOUND if issubclass(part, Term))
+"""Terms of the loss, next to the policy gradient itself."""

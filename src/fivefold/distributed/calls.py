@@ -1,0 +1,54 @@
+"""Calls of a function on some ranks, whose result or UserError every rank gets."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from fivefold.distributed.ranks import Ranks
+from fivefold.errors import UserError
+
+T = TypeVar("T")
+_POLL_SECONDS = 0.1
+
+
+def call_once_a_machine(ranks: Ranks, function: Callable[[], T]) -> T:
+    """Returns the function's result on the first rank of this rank's machine; its UserError is raised on all ranks.
+
+    The function may take longer than the timeout between ranks: the ranks synchronize repeatedly until it is done.
+    """
+    is_first, host = int(os.environ.get("LOCAL_RANK", ranks.rank)) == 0, socket.gethostname()
+    value: T | None = None
+    fault = ""
+    with ThreadPoolExecutor(1) as pool:
+        call = pool.submit(function) if is_first else None
+        while ranks.any(call is not None and not call.done()):
+            time.sleep(_POLL_SECONDS)
+        if call is not None:
+            try:
+                value = call.result()
+            except UserError as error:
+                fault = str(error)
+    results = ranks.gather_objects((is_first, host, value, fault))
+    for *_, each in results:
+        if each:
+            raise UserError(each)
+    return next(result for first, there, result, _ in results if first and there == host)  # type: ignore[return-value]
+
+
+def call_on_main(ranks: Ranks, call: Callable[[], T]) -> T:
+    """Returns the call's result on rank 0, on every rank; its UserError is raised on every rank."""
+    outcome: tuple[T | None, str | None] | None = None
+    if ranks.is_main:
+        try:
+            outcome = call(), None
+        except UserError as error:
+            outcome = None, str(error)
+    value, fault = ranks.broadcast_from_main(outcome)
+    if fault is not None:
+        raise UserError(fault)
+    return value  # type: ignore[return-value]

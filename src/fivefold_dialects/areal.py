@@ -1,0 +1,196 @@
+"""AReaL: YAML and `key=value`, layouts as strings: one for each role today, `allocation_mode` before, with dots before that.
+
+Numbers that only AReaL's code explains were read in AReaL 4aef98d8d (2026-05-21); a note has the place.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+from fivefold_dialects import shared
+from fivefold_dialects.areal_method import advantage, correction, critic, kl, loss, low_rank, optimizer
+from fivefold_dialects.areal_placement import ahead, engine, is_dpo, is_sampled, is_sft, layout, roles, trainer
+from fivefold_dialects.known import known
+from fivefold_dialects.legacy import areal as legacy
+from fivefold_dialects.shared import EVERY_CHECKPOINT
+from fivefold_dialects.source import Source
+from fivefold_dialects.system import dialect
+from fivefold_dialects.table import Table, load, table
+
+GSM8K = "data/gsm8k-areal"
+"""Directory of GSM8K with AReaL's own prompts, which `fivefold data gsm8k --form areal` writes."""
+
+
+def is_gsm8k(path: str | None) -> bool:
+    """GSM8K by its name on the hub, whose rows AReaL's own code makes (areal/dataset/gsm8k.py)."""
+    return path is not None and "gsm8k" in path and bool(re.fullmatch(r"[\w-]+/[\w-]+", path)) and not Path(path).exists()
+
+
+def files_of(split: str, source: Source, key: str) -> list[str] | None:
+    """A path or a list of them; GSM8K by its name on the hub is the file that we write of it."""
+    return [f"{GSM8K}/{split}.parquet"] if is_gsm8k(source.text(key)) else shared.files(source, key)
+
+
+def model(source: Source) -> dict[str, Any]:
+    role = source.under(f"{trainer(source)}.")
+    found: dict[str, Any] = {"model.path": shared.path(role, "path")}
+    tokenizer = source.text("tokenizer_path")
+    if tokenizer and tokenizer != found["model.path"]:
+        found["model.tokenizer"] = tokenizer
+    if (dtype := role.text("dtype")) not in (None, "bfloat16"):
+        if dtype in shared.DTYPES:
+            found["policy.dtype"] = shared.DTYPES[dtype]
+        else:
+            role.lacks("dtype", f"training in {dtype}")
+    if role.flag("gradient_checkpointing"):
+        found |= (
+            shared.recompute(source, f"{trainer(source)}.megatron", "policy")
+            if roles(source)[0].backend == "megatron"
+            else {"policy.recompute": "full"}
+        )
+    if (virtual := role.whole("megatron.virtual_pipeline_parallel_size") or 1) > 1:
+        found["policy.megatron.pipeline.virtual_pipeline_model_parallel_size"] = virtual
+    if source.flag("rollout.return_routed_experts"):
+        found |= shared.replayed("R3")
+    if role.flag("megatron.use_deterministic_algorithms"):
+        found["trainer.deterministic"] = True
+    if role.flag("offload") or role.flag("fsdp.offload_params"):
+        found |= {"policy.offload.parameters": True, "policy.offload.optimizer": True}
+    elif role.flag("optimizer.offload"):
+        found["policy.offload.optimizer"] = True
+    if role.text("megatron.bridge_type") == "megatron-bridge":
+        role.fixed("megatron.bridge_type", "weights are read by our own tables: the same numbers")
+    return found
+
+
+def longest(source: Source) -> tuple[int, int]:
+    """(prompt, response) in tokens."""
+    if not is_sampled(source):
+        length = source.whole("train_dataset.max_length") or 1024
+        return length, length
+    response = source.count("gconfig.max_new_tokens")
+    return source.whole("train_dataset.max_length") or max(1, source.count("gconfig.max_tokens") - response), response
+
+
+def data(source: Source) -> dict[str, Any]:
+    prompt, response = longest(source)
+    role = source.under(f"{trainer(source)}.")
+    budget = role.whole("mb_spec.max_tokens_per_mb")
+    found: dict[str, Any] = {
+        "data.max_prompt_tokens": prompt,
+        "data.max_response_tokens": response,
+        # Of a pair both are computed together.
+        "policy.tokens_per_micro_batch": max(budget or 0, (prompt + response) * (2 if is_dpo(source) else 1)),
+    }
+    found |= {"data.prompts_per_step": source.count("train_dataset.batch_size")}
+    if is_dpo(source):
+        return found | {"algorithm.name": "dpo", "algorithm.updates_per_step": 1, "data.apply_chat_template": False}
+    if is_sft(source):
+        found |= {"algorithm.name": "sft", "data.overlong_prompts": "refuse"}
+        if is_gsm8k(source.text("train_dataset.path")):
+            # The question's text itself, and the solution right after it.
+            found |= {"data.prompt_key": "extra_info.question", "data.apply_chat_template": False}
+        return found
+    updates = source.count("actor.ppo_n_minibatches")
+    if source.count("train_dataset.batch_size") % updates:
+        source.lacks("actor.ppo_n_minibatches", "updates of unequal size: train_dataset.batch_size is no multiple of it")
+    return found | {"algorithm.updates_per_step": updates}
+
+
+def sampling(source: Source) -> dict[str, Any]:
+    if not is_sampled(source):
+        return {}
+    said = source.under("gconfig.")
+    if said.flag("greedy"):
+        said.lacks("greedy", "training on greedy responses")
+    if source.number("actor.temperature") != said.number("temperature"):
+        source.lacks("actor.temperature", "another temperature of the trainer's log-probs than of sampling")
+    found: dict[str, Any] = {
+        "temperature": said.number("temperature"),
+        "top_p": said.number("top_p"),
+        "min_tokens": said.whole("min_new_tokens"),
+        "ignore_eos": said.flag("ignore_eos") or None,
+    }
+    kept = said.whole("top_k") or 0
+    # A bound above every vocabulary is none.
+    found["top_k"] = 0 if kept < 0 or kept >= 1_000_000 else kept
+    if said.items("stop_token_ids"):
+        found["stop_token_ids"] = [int(token) for token in said.items("stop_token_ids")]
+    if said.items("stop"):
+        found["stop"] = said.texts("stop")
+    return {f"engine.sampling.{key}": value for key, value in found.items()} | {
+        "algorithm.group_size": said.count("n_samples")
+    }
+
+
+def interval(source: Source, start: str) -> int | Literal["epoch"]:
+    """Steps between two events, or `epoch`; 0 is never. AReaL has all of several intervals, here it is one of them."""
+    said = source.under(start)
+    steps, epochs = said.whole("freq_steps") or 0, said.whole("freq_epochs") or 0
+    if epochs > 1 or (epochs and steps):
+        reason = "besides freq_steps" if steps else f"every {epochs} epochs: each of them, or so many freq_steps"
+        said.lacks("freq_epochs", reason, changes_result=False)
+    if said.has("freq_secs") and said.number("freq_secs"):
+        said.lacks("freq_secs", "seconds between checkpoints or evaluations: say freq_steps", changes_result=False)
+    return steps or ("epoch" if epochs else 0)
+
+
+def run(source: Source) -> dict[str, Any]:
+    place = "/".join(
+        filter(None, (source.text("cluster.fileroot"), source.text("experiment_name"), source.text("trial_name")))
+    )
+    steps = source.whole("total_train_steps")
+    mode = (source.text("recover.mode") or "disabled").lower()
+    found_again = mode not in ("disabled", "off")
+    return {
+        "trainer.run_dir": place,
+        "trainer.seed": source.whole("seed"),
+        "trainer.keep": EVERY_CHECKPOINT,
+        "trainer.resume": "auto" if found_again else "never",
+        "trainer.epochs": source.count("total_train_epochs"),
+        "trainer.steps": steps,
+        "trainer.save_every": interval(source, "saver.") or (interval(source, "recover.") if found_again else 0),
+        "trainer.eval_every": interval(source, "evaluator.") if source.text("valid_dataset.path") else 0,
+        "trainer.eval_before_train": source.flag("evaluator.eval_before_train"),
+    }
+
+
+def tracked(source: Source) -> dict[str, Any]:
+    """A tracker is off unless its mode says otherwise; project and name are those of the experiment where it has none."""
+    at = "stats_logger."
+    modes = {name: source.text(f"{at}{name}.mode") or "disabled" for name in ("wandb", "swanlab")}
+    asked = [name for name, mode in modes.items() if mode in ("online", "offline", "cloud", "local", "shared")]
+    board = ["tensorboard"] if source.text(at + "tensorboard.path") else []
+    if not asked:
+        return {"trainer.loggers": ["console", *board]}
+    own = source.under(f"{at}{asked[0]}.")
+    return {
+        "trainer.loggers": ["console", *board, *asked],
+        "tracking.project": own.text("project") or source.text("experiment_name"),
+        "tracking.name": own.text("name") or source.text("trial_name"),
+        "tracking.group": own.text("group"),
+        "tracking.tags": own.texts("tags") or None,
+        "tracking.offline": all(modes[name] in ("offline", "local") for name in asked) or None,
+    }
+
+
+_RUN = (model, data, run, tracked)
+DERIVED = (
+    *(ahead, layout, engine, low_rank, advantage, legacy.flagged, loss, kl, correction, optimizer, critic, sampling),
+    *_RUN,
+)
+_CONVERTERS = {"train_files": partial(files_of, "train"), "test_files": partial(files_of, "test")}
+TABLE = table("areal", DERIVED, _CONVERTERS, load("legacy/areal"), release_of=legacy.release_of, known=known("areal"))
+PPO, SFT = legacy.tables(TABLE, _RUN, sampling)
+
+
+def table_of(settings: Mapping[str, Any]) -> Table:
+    """The table of the program that the settings are of."""
+    return legacy.chosen(settings, TABLE, PPO, SFT)
+
+
+translate = dialect("areal", TABLE, PPO, SFT, choose=table_of)

@@ -1,0 +1,253 @@
+"""AReaL's advantages, losses and optimizers -> ours."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fivefold_dialects import shared
+from fivefold_dialects.adapters import adapters, refuse
+from fivefold_dialects.areal_placement import is_dpo, is_sampled, trainer
+from fivefold_dialects.source import Source
+
+
+def advantage(source: Source) -> dict[str, Any]:
+    if source.text("train_dataset.type") == "rw":
+        source.lacks("train_dataset.type", "the training of reward models")
+        return {}
+    if not is_sampled(source):
+        return {}
+    said, has_critic = source.under("actor."), bool(source.keys("critic."))
+    found: dict[str, Any] = {"name": "grpo", "advantage": "reward", "normalize": "none", "whiten": False}
+    if source.keys("actor.reward_norm."):
+        norm = said.under("reward_norm.")
+        mean, std = _level(norm, "mean_level"), _level(norm, "std_level")
+        if mean != "group":
+            norm.lacks("mean_level", "a mean of rewards other than that of the group")
+        found |= {"advantage": "group", "normalize": std or "none"}
+        if norm.flag("mean_leave1out"):
+            # A prompt's one response has nothing to be compared with: its mean is 0 there (data.py:1143).
+            found["advantage"] = "leave_one_out" if source.count("gconfig.n_samples") > 1 else "reward"
+            if std is not None:
+                norm.lacks("std_level", "the deviation from the mean of the others")
+    if has_critic:
+        found |= {"name": "ppo", "credit": "gae", "gamma": said.number("discount"), "lam": said.number("gae_lambda")}
+        # In every release that trains a critic, since 2025-09-26 (actor.py:134 of 9622a7188, today actor.py:223).
+        found["bootstrap_truncated"] = True
+    else:
+        found |= credit(source)
+    found |= normalized(source, found)
+    shift, scale = said.number("reward_bias") or 0.0, said.number("reward_scaling") or 1.0
+    if scale < 0:
+        said.lacks("reward_scaling", "rewards that are turned round")
+    elif shift or scale != 1.0:
+        found |= {"reward_shift": shift, "reward_scale": scale, "reward_clip": said.number("reward_clip")}
+    if said.flag("dynamic_sampling"):
+        # Without further prompts in their place, and of no weight in the denominators (functional.py:433).
+        found |= {"difficulty_low": 0.0, "difficulty_by": "spread"}
+    if said.flag("overlong_reward_penalty"):
+        found |= {
+            "overlong_buffer": said.whole("overlong_tokens"),
+            "overlong_penalty": said.number("overlong_penalty_factor"),
+        }
+    return {f"algorithm.{key}": value for key, value in found.items()}
+
+
+def _level(norm: Source, key: str) -> str | None:
+    """batch where a normalization does not say it (NormConfig); none where it says so."""
+    return norm.text(key) if norm.has(key) else "batch"
+
+
+def normalized(source: Source, chosen: dict[str, Any]) -> dict[str, Any]:
+    """actor.adv_norm, which takes mean and deviation over tokens."""
+    if not source.keys("actor.adv_norm."):
+        return {}
+    norm = source.under("actor.adv_norm.")
+    mean, std = _level(norm, "mean_level"), _level(norm, "std_level")
+    if norm.has("mean_leave1out") and norm.flag("mean_leave1out"):
+        norm.lacks("mean_leave1out", "the mean over the tokens of the group's other responses")
+    elif (mean, std) == ("batch", "batch"):
+        return {"whiten": True}
+    elif (mean, std) == ("group", "group"):
+        return {"whiten": True, "whiten_by": "group"}
+    elif (mean, std) == ("group", None) and chosen["advantage"] == "reward" and chosen["credit"] == "response":
+        # Over the tokens of a group, each of which has its response's reward: the mean is weighted by lengths.
+        return {"advantage": "length_weighted"}
+    elif (mean, std) == ("group", "batch"):
+        norm.lacks("mean_level", "advantages with the mean of each group over the deviation of the batch")
+    elif (mean, std) != (None, None):
+        norm.lacks("std_level", f"advantages less the mean of {mean} over the deviation of {std}")
+    return {}
+
+
+def credit(source: Source) -> dict[str, Any]:
+    """Without values the advantage of a token is the return from it on, of KL penalties too, discounted by both."""
+    said = source.under("actor.")
+    decay = (said.number("discount") or 0.0) * (said.number("gae_lambda") or 0.0)
+    if decay == 1.0 and not said.number("kl_ctl"):
+        return {"credit": "response"}
+    return {"credit": "discounted", "gamma": decay}
+
+
+def pairs(source: Source) -> dict[str, Any]:
+    """DPO's loss, the mean over pairs (dpo_engine.py:194)."""
+    if (kind := source.text("actor.loss_type") or source.text("loss_type") or "sigmoid") != "sigmoid":
+        source.lacks("actor.loss_type", f"the loss of pairs {kind}")
+    beta = source.number("actor.beta") if source.has("actor.beta") else source.number("beta")
+    if source.keys("ref.path") and shared.path(source, "ref.path") != shared.path(source, "actor.path"):
+        source.lacks("ref.path", "another reference than the policy as it was")
+    return {"algorithm.beta": 0.1 if beta is None else beta}
+
+
+def loss(source: Source) -> dict[str, Any]:
+    if is_dpo(source):
+        return pairs(source)
+    if not is_sampled(source):
+        return {}
+    said = source.under("actor.")
+    low, high = said.number("eps_clip"), said.number("eps_clip_higher")
+    found: dict[str, Any] = {
+        "surrogate": "ppo_clip",
+        "clip_low": low,
+        "clip_high": low if high is None else high,
+        "aggregate": "token-mean",
+        "importance_sampling_level": said.text("importance_sampling_level"),
+        "dual_clip": said.number("c_clip"),
+        "entropy_coef": 0.0,
+    }
+    if said.flag("use_cispo_loss"):
+        # Its clip has no second bound, and the weight of a token no gradient.
+        found |= {"surrogate": "cispo", "dual_clip": None}
+    if said.flag("use_sapo_loss"):
+        found |= {"surrogate": "sapo", "clip_low": None, "clip_high": None, "dual_clip": None}
+        temperatures = {"temperature_positive": "sapo_tau_pos", "temperature_negative": "sapo_tau_neg"}
+        found |= {name: said.number(key) for name, key in temperatures.items()}
+    return {f"algorithm.{key}": value for key, value in found.items()}
+
+
+def kl(source: Source) -> dict[str, Any]:
+    if not is_sampled(source) or source.text("train_dataset.type") == "rw":
+        return {}
+    found: dict[str, Any] = {"coef": source.number("actor.kl_ctl") or 0.0}
+    if found["coef"] and not source.keys("ref."):
+        source.lacks(
+            "actor.kl_ctl",
+            "a KL without a reference, where AReaL takes the log-prob itself off the reward (actor.py:192): "
+            "set it to 0 or configure ref",
+        )
+        return {}
+    if found["coef"]:
+        name = source.text("actor.kl_estimator") or "k1"
+        found |= {"place": "reward", "estimator": shared.ESTIMATORS.get(name, name)}
+    return {f"algorithm.kl.{key}": value for key, value in found.items()}
+
+
+def correction(source: Source) -> dict[str, Any]:
+    if not is_sampled(source):
+        return {}
+    said = source.under("actor.")
+    found: dict[str, Any] = {}
+    if not said.flag("use_decoupled_loss"):
+        return {} if said.flag("recompute_logprob") else {"algorithm.rollout_correction.old_logprobs_from": "engine"}
+    if (method := said.text("prox_logp_method")) == "metrics":
+        said.fixed("prox_logp_method", "log-probs are computed; estimates of them are only shown (actor.py:745)")
+    elif method == "loglinear":
+        found["old_logprobs_from"] = "loglinear"
+    elif method == "reuse_train_logp" and said.whole("ppo_n_minibatches") == 1:
+        said.fixed("prox_logp_method", "of one update the log-probs of now are those before it")
+    elif method not in (None, "recompute"):
+        said.lacks("prox_logp_method", f"log-probs that are estimated ({method}) instead of computed")
+    found |= rejection(said) if source.keys("actor.rejection_sampling.") else behaviour(source)
+    if (bound := said.number("m2_threshold")) is not None:
+        found["reject_divergence"] = {"second_moment": bound}
+    return {f"algorithm.rollout_correction.{key}": value for key, value in found.items()}
+
+
+_LEVELS = {"token": "token", "sequence": "geometric"}
+_OUTSIDE = {"mask": "mask", "clamp": "truncate", "truncate": "truncate"}
+_UNBOUNDED = 1e9
+
+
+def rejection(said: Source) -> dict[str, Any]:
+    """Since 2026-04-20; without it there is no weight at all (functional.py:518)."""
+    rule = said.under("rejection_sampling.")
+    if (rule.text("metric") or "ratio") != "ratio":
+        rule.lacks("metric", "rejection by an estimate of the KL")
+    level, action = rule.text("level") or "token", rule.text("action") or "mask"
+    if level == "sequence" and (rule.text("agg") or "mean") != "mean":
+        rule.lacks("agg", "another mean over a sequence than the geometric one")
+    upper = rule.number("upper")
+    return {
+        "weight": _LEVELS[level],
+        "low": rule.number("lower"),
+        "high": 5.0 if upper is None else upper,
+        "outside": _OUTSIDE[action],
+    }
+
+
+def behaviour(source: Source) -> dict[str, Any]:
+    """Until 2026-04-20: a weight of every token, which until 2026-03 had no bound unless one was said.
+
+    Then it was masked above 5, or what behave_imp_weight_mode says (compute_behave_imp_weight of 550656f3d). One string
+    of a layout is of before 2026-03-24: for most of that time without a bound.
+    """
+    said = source.under("actor.")
+    older, cap = said.number("behav_imp_weight_cap"), said.number("behave_imp_weight_cap")
+    mode = said.text("behave_imp_weight_mode")
+    if older is None and cap is None and mode is None and not source.text("allocation_mode"):
+        return {}
+    if mode == "disabled":
+        return {}
+    level, _, action = (mode or "token_mask").partition("_")
+    if level not in _LEVELS or action not in _OUTSIDE:
+        said.lacks("behave_imp_weight_mode", f"weights by {mode}")
+        return {}
+    high = older if cap is None else cap
+    if high is None:
+        high = 5.0 if mode and not said.has("behave_imp_weight_cap") else _UNBOUNDED
+    return {"weight": _LEVELS[level], "high": high, "outside": _OUTSIDE[action]}
+
+
+def optimizer(source: Source, role: str = "", ours: str = "policy.optimizer") -> dict[str, Any]:
+    said = source.under(f"{role or trainer(source)}.optimizer.")
+    style = said.text("lr_scheduler_type") or "constant"
+    if style not in ("constant", "linear", "cosine"):
+        said.lacks("lr_scheduler_type", f"the schedule {style}")
+        style = "constant"
+    if said.text("type") == "adam_bf16":
+        said.lacks("type", "moments in bfloat16: here they are float32, of more memory and precision", changes_result=False)
+    elif said.text("type") not in (None, "adam", "adamw"):
+        said.lacks("type", "another optimizer than AdamW")
+    exact = said.number("warmup_steps")
+    found: dict[str, Any] = {
+        "lr": said.number("lr"),
+        "weight_decay": said.number("weight_decay"),
+        "eps": said.number("eps"),
+        "clip_grad": said.number("gradient_clipping"),
+        "betas": [said.number("beta1"), said.number("beta2")],
+        "schedule": style,
+        "warmup_steps": said.number("warmup_steps_proportion") if exact is None else exact,
+        "schedule_per": "step",
+        "warmup_from": 0,
+    }
+    if style != "constant":
+        found["min_lr"] = (said.number("min_lr_ratio") or 0.0) * (found["lr"] or 0.0)
+    return {f"{ours}.{key}": value for key, value in found.items()}
+
+
+def critic(source: Source) -> dict[str, Any]:
+    if trainer(source) == "model" or not source.keys("critic."):
+        return {}
+    if (value := source.whole("critic.ppo_n_minibatches")) is not None and value != source.whole("actor.ppo_n_minibatches"):
+        source.lacks("critic.ppo_n_minibatches", "the critic learns in the policy's updates")
+    found = {"critic.path": shared.path(source, "critic.path"), "critic.value_clip": source.number("critic.eps_clip")}
+    learns = optimizer(source, "actor" if source.has("critic.optimizer") else "critic", "critic.optimizer")
+    return found | low_rank(source, "critic", "critic") | learns
+
+
+def low_rank(source: Source, role: str = "", ours: str = "policy") -> dict[str, Any]:
+    start = f"{role or trainer(source)}."
+    if not source.flag(start + "use_lora"):
+        return {}
+    keys = {"rank": "lora_rank", "alpha": "lora_alpha", "targets": "target_modules"}
+    refuse(source, start + "peft_type", "other adapters than LoRA", ("lora",))
+    return adapters(source, ours, **{name: start + key for name, key in keys.items()})

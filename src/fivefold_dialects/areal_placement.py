@@ -1,0 +1,155 @@
+"""AReaL's layouts as strings, of every age, and its engines -> ours."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from fivefold.layout import ParallelLayout
+from fivefold_dialects import shared
+from fivefold_dialects.sampler import say_replaced
+from fivefold_dialects.source import Source, UnreadableError
+
+
+def trainer(source: Source) -> str:
+    """The section of the model that learns: actor, or model in some SFT runs."""
+    return "model" if source.keys("model.path") else "actor"
+
+
+def is_sft(source: Source) -> bool:
+    """It imitates the data: neither generation nor rollouts have a section."""
+    sampled = source.keys("gconfig.") or source.keys("rollout.")
+    return trainer(source) == "model" or (source.text("train_dataset.type") == "sft" and not sampled)
+
+
+def is_dpo(source: Source) -> bool:
+    """It learns from pairs that are there."""
+    return source.text("train_dataset.type") == "dpo" or source.has("actor.beta") or source.has("beta")
+
+
+def is_sampled(source: Source) -> bool:
+    """Responses are sampled: it learns from neither rows nor pairs."""
+    return not (is_sft(source) or is_dpo(source))
+
+
+def roles(source: Source) -> tuple[ParallelLayout, ParallelLayout | None]:
+    """(layout of the trainer, layout of the engine), from the strings of the roles or of both."""
+    role = trainer(source)
+    both = source.text("allocation_mode") or ""
+    ours, theirs = source.text(f"{role}.backend") or "", source.text("rollout.backend") or ""
+    if both:
+        parts = [part.strip() for part in _components(both)]
+        engines = [part for part in parts if re.match(r"(sglang|vllm)\b", part)]
+        trainers = [part for part in parts if part not in ("cpu", "eval", *engines)]
+        theirs = (engines or [theirs])[0]
+        ours = _with_backend(trainers[0], ours.partition(":")[0]) if trainers else ours
+    if is_sft(source) and ours and ":" not in _dotless(ours):
+        # Of 2025-07, when torchrun alone said how many GPUs.
+        ours += f":d{(source.whole('cluster.n_nodes') or 1) * (source.whole('cluster.n_gpus_per_node') or 1)}"
+    try:
+        engine = ParallelLayout.parse(_dotless(theirs)) if theirs else None
+        return ParallelLayout.parse(_dotless(ours)), engine
+    except ValueError as error:
+        raise UnreadableError(f"{'allocation_mode' if both else role + '.backend'}: {error}") from None
+
+
+def _dotless(text: str) -> str:
+    """`sglang.d4p1m1` of before 2025-11 -> `sglang:d4p1t1`; Archon, which has all of Megatron's sizes, is Megatron here."""
+    text = re.sub(r"^\s*archon\b", "megatron", text)
+    text = re.sub(r"^\s*(sglang|vllm|fsdp|megatron)\.", r"\1:", text)
+    return re.sub(r"m(\d)", r"t\1", text)
+
+
+def _components(text: str) -> list[str]:
+    """Layouts that are joined by + or |; the | between attn and ffn joins nothing."""
+    return [part for side in text.split("+") for part in ([side] if "ffn:" in side else side.split("|"))]
+
+
+def _with_backend(text: str, backend: str) -> str:
+    """`d4p2t1` -> `megatron:d4p2t1`: without a name it is fsdp, or Megatron where there are stages or experts."""
+    if re.match(r"(fsdp|megatron|archon)\b", text):
+        return text
+    return f"{backend or ('megatron' if re.search('[pe](?!1)[0-9]', text) else 'fsdp')}:{text}"
+
+
+def is_colocated(source: Source) -> bool:
+    """Engine and trainer share GPUs: layouts joined by |, or one scheduled onto the other (rl_trainer.py:395)."""
+    both = source.text("allocation_mode") or ""
+    joined = "+" not in both and len(_components(both)) > 1
+    targets = {"rollout": "actor", "actor": "rollout"}
+    return joined or any(
+        source.text(f"{role}.scheduling_strategy.type") == "colocation"
+        and source.text(f"{role}.scheduling_strategy.target") == target
+        for role, target in targets.items()
+    )
+
+
+def steps_ahead(source: Source) -> int:
+    """0 where rollouts are waited for: until 2026 async_training said so."""
+    waits = not is_sampled(source) or not source.flag("async_training")
+    return 0 if waits else source.whole("rollout.max_head_offpolicyness") or 0
+
+
+def ahead(source: Source) -> dict[str, Any]:
+    """AReaL's rule counts prompts of consumer_batch_size (staleness_manager.py:93), which must be those of a step."""
+    taken, step = source.count("rollout.consumer_batch_size"), source.count("train_dataset.batch_size")
+    if steps_ahead(source) and taken != step:
+        source.lacks(
+            "rollout.consumer_batch_size",
+            f"a bound of ages that counts steps of {taken} prompts where a step takes {step}: "
+            "say ${train_dataset.batch_size}",
+        )
+    return shared.ahead(steps_ahead(source), "continue", "carry")
+
+
+def layout(source: Source) -> dict[str, Any]:
+    ours, _ = roles(source)
+    policy = _for_megatron(ours)
+    found = {"policy.backend": str(policy)}
+    others = {"ref": "reference.backend", "critic": "critic.backend"}
+    for role, key in others.items():
+        text = source.text(f"{role}.backend") or ""
+        if ":" in _dotless(text):
+            try:
+                other = _for_megatron(ParallelLayout.parse(_dotless(text)))
+            except ValueError as error:
+                raise UnreadableError(f"{role}.backend: {error}") from None
+            sizes = {"tp": other.tp, "pp": other.pp, "cp": other.cp, "ep": other.ep, "etp": other.etp}
+            if source.keys(f"{role}.path") and (own := shared.own_layout(policy, **sizes)):
+                found[key] = own
+    return found
+
+
+def _for_megatron(given: ParallelLayout) -> ParallelLayout:
+    return ParallelLayout(dp=given.dp, tp=given.tp, pp=given.pp, cp=given.cp, ep=given.ep, etp=given.etp)
+
+
+def engine(source: Source) -> dict[str, Any]:
+    if not is_sampled(source):
+        return {}
+    ours, theirs = roles(source)
+    if theirs is None:
+        return {}
+    places = ("rollout.backend", "allocation_mode")
+    say_replaced(source, next((key for key in places if source.text(key)), places[0]), theirs.backend)
+    tp, shares = theirs.tp * theirs.pp, is_colocated(source)
+    share = "sglang.mem_fraction_static" if theirs.backend == "sglang" else "vllm.gpu_memory_utilization"
+    found: dict[str, Any] = {"engine.memory_fraction": source.number(share)}
+    replicas = theirs.dp
+    if shares:
+        tp = tp if ours.world_size % tp == 0 else 1
+        replicas = ours.world_size // tp
+        # The trainer's share of the GPUs must be left.
+        found["engine.memory_fraction"] = min(source.number(share) or 0.5, 0.6)
+        found["engine.backend"] = shared.engine_layout(ours.world_size, tp)
+    else:
+        found |= shared.engine_apart(theirs.dp * tp, tp)
+    if theirs.backend == "vllm":
+        found["engine.max_num_seqs"] = source.whole("vllm.max_num_seqs")
+        if source.flag("vllm.enforce_eager"):
+            found["engine.vllm.enforce_eager"] = True
+    at_once = source.whole("rollout.max_concurrent_rollouts") or source.count("train_dataset.batch_size")
+    if (ahead := steps_ahead(source)) and at_once < (ahead + 1) * source.count("train_dataset.batch_size"):
+        samples = at_once * source.count("gconfig.n_samples")
+        found |= shared.at_once(samples, replicas, found.get("engine.max_num_seqs"))
+    return found

@@ -1,0 +1,184 @@
+"""The words after `--from SYSTEM` (a script, YAML, arguments) -> a configuration tree and `key=value` words."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fivefold.config.dialect import Translation, Tree
+from fivefold.config.loader import ConfigError, read_mapping
+from fivefold_dialects.bounds import LONGEST_KEY, TooMuchError, Work, is_file
+from fivefold_dialects.config_names import named_yaml, with_defaults
+from fivefold_dialects.secret_variables import Hidden
+from fivefold_dialects.shell import read_script
+from fivefold_dialects.shell_words import Script
+from fivefold_dialects.translator import with_own
+
+if TYPE_CHECKING:
+    from fivefold_dialects.system import System
+
+_MOST_SETTINGS = 5000
+_CONFIG = ("--config", "--config-path", "--config-dir", "--config-name")
+_SHORT = {"-cn": "--config-name", "-cp": "--config-path", "-cd": "--config-dir"}
+"""Hydra's short options -> the long ones."""
+_ENDS = ("|", "||", "&&", "&", ">", ">>", "<")
+_LAUNCHERS = ("torch.distributed", "accelerate", "deepspeed")
+"""Modules that start others: by the beginning of their name."""
+
+
+@dataclass
+class _Words:
+    """What was found in a command line."""
+
+    trees: list[Tree] = field(default_factory=list)
+    settings: list[str] = field(default_factory=list)
+    options: dict[str, str] = field(default_factory=dict)
+    scripts: set[Path] = field(default_factory=set)
+    """Scripts that were read."""
+    exported: dict[str, str] = field(default_factory=dict)
+    """Variables that these scripts hand on."""
+    work: Work = field(default_factory=Work)
+
+
+def translate_words(
+    system: System,
+    words: Sequence[str],
+    environment: Mapping[str, str],
+    given: Mapping[str, str] | None,
+    *,
+    version: str,
+    allow_secrets: bool,
+) -> Translation:
+    """Translate the run that these words describe, as `System.translate_words` has it."""
+    hidden = Hidden({} if allow_secrets else environment)
+    variables = {**environment, **hidden.environment, **(given or {})}
+    try:
+        return hidden.checked(_translated(system, version, words, variables))
+    except TooMuchError as error:
+        raise ConfigError([str(error)]) from error
+    except RecursionError:
+        raise ConfigError(
+            ["brackets, functions or scripts are nested too deeply: give the settings of the command that starts training"]
+        ) from None
+
+
+def _translated(system: System, version: str, words: Sequence[str], environment: Mapping[str, str]) -> Translation:
+    theirs, own = (words[: words.index("--")], words[words.index("--") + 1 :]) if "--" in words else (words, ())
+    found = _Words()
+    _take(list(theirs), found, environment, None)
+    options, known = found.options, system.config_names
+    file = options.pop("--config", None)
+    path = None if file is not None else named_yaml(options, found.scripts, known)
+    if file is not None:
+        found.trees.insert(0, _yaml(file, found.work, None))
+    elif path is not None:
+        found.trees.insert(0, with_defaults(path, known))
+    if len(found.settings) > _MOST_SETTINGS:
+        raise ConfigError([f"a command has {len(found.settings)} settings: at most {_MOST_SETTINGS} are read"])
+    try:
+        tree = system.join(found.trees)
+    except ValueError as error:
+        raise ConfigError([str(error)]) from error
+    if not tree and not found.settings:
+        raise ConfigError([f"no setting of {system.name} in {' '.join(theirs)[:LONGEST_KEY] or 'an empty command'}"])
+    said = [f"{option}={value}" for option, value in options.items()]
+    translation = system(tree, [*said, *found.settings], environment, version)
+    notes = [] if path is None else [f"--config-name is the file {path}"]
+    notes += [
+        f"{key}={found.exported[key]} has no effect: {where}"
+        for key, where in system.variables.items()
+        if key in found.exported
+    ]
+    return with_own(replace(translation, notes=[*notes, *translation.notes]), own)
+
+
+def _take(words: list[str], found: _Words, environment: Mapping[str, str], script: Script | None) -> None:
+    rest = iter(_arguments(words))
+    for word in rest:
+        if word in _ENDS or word.startswith(("2>", "&>", "1>")):
+            return
+        name, equals, value = word.partition("=")
+        option = _SHORT.get(name, name.replace("_", "-"))
+        if option in _CONFIG:
+            value = value if equals else next(rest, "")
+            if option == "--config":
+                found.trees.append(_yaml(value, found.work, script))
+            else:
+                found.options[option] = value
+        elif word == "-m":
+            found.options["-m"] = next(rest, "")
+        elif word.startswith("-"):
+            continue
+        elif equals:
+            found.settings.append(word)
+        elif word.endswith((".yaml", ".yml")):
+            found.trees.append(_yaml(word, found.work, script))
+        elif script is not None and word.endswith(".sh"):
+            # The words after it are that script's arguments.
+            _take_script(word, found, environment, script, list(rest))
+        elif script is None and is_file(Path(word)) and not word.endswith(".py"):
+            _take_script(word, found, environment, None, None)
+        elif word.endswith(".sh"):
+            raise ConfigError([f"no file at {word}"])
+
+
+def _arguments(words: list[str]) -> list[str]:
+    """What stands behind the program's name, with `-m` and the name of a module; before it are the launcher's words."""
+    for place, word in enumerate(words):
+        if word == "-m" and not " ".join(words[place + 1 : place + 2]).startswith(_LAUNCHERS):
+            return words[place:]
+        if word.endswith(".py") and "=" not in word and not word.startswith("-"):
+            return words[place + 1 :]
+    return words
+
+
+def _take_script(
+    name: str, found: _Words, environment: Mapping[str, str], caller: Script | None, arguments: list[str] | None
+) -> None:
+    """The command of a script, or of one that the script `caller` starts with these arguments."""
+    text = caller.files.get(name) if caller else None
+    place = Path(name)
+    if caller and text is None:
+        # From where the script that calls it was meant to be run: its own directory or one above.
+        above = Path(caller.variables.get("0", "")).parents
+        place = next((path for path in (place, *(parent / place for parent in above)) if is_file(path)), place)
+    if text is None:
+        if not is_file(place):
+            raise ConfigError([f"no file at {name[:LONGEST_KEY]}"])
+        text = _text(place, found.work)
+    if place in found.scripts:
+        raise ConfigError([f"{name} starts itself: give the script or command that starts training"])
+    found.scripts.add(place)
+    handed = dict(environment)
+    if caller:
+        handed |= {key: value for key, value in caller.variables.items() if key in caller.exported}
+    inner = read_script(text, handed, arguments, lambda other: _text_near(place, other, found.work), str(place), found.work)
+    found.exported |= {key: inner.variables[key] for key in inner.exported if key in inner.variables}
+    if not inner.command:
+        raise ConfigError([f"{name} has no command with key=value settings or a configuration file"])
+    _take(inner.command, found, environment, inner)
+
+
+def _text_near(place: Path, name: str, work: Work) -> str | None:
+    """The text of a script that another one at `place` sources: from the directory of either, or one above."""
+    known = [path for path in (Path(name), *(parent / name for parent in place.parents)) if is_file(path)]
+    return _text(known[0], work) if known else None
+
+
+def _text(place: Path, work: Work) -> str:
+    try:
+        return work.text(place)
+    except ValueError as error:
+        raise ConfigError([str(error)]) from error
+
+
+def _yaml(name: str, work: Work, script: Script | None) -> Tree:
+    """A YAML file, or one that the script writes."""
+    if script is not None and name in script.files:
+        return read_mapping(script.files[name], name)
+    place = Path(name)
+    if not is_file(place):
+        raise ConfigError([f"no configuration file at {name[:LONGEST_KEY]}"])
+    return read_mapping(_text(place, work), name)

@@ -1,0 +1,77 @@
+"""GPU lists in the spelling of other systems (`list(range(0,8)) + [12, 13]`, `0-7`): text -> numbers. Parsed, never
+evaluated."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fivefold.errors import UserError
+
+_RANGE = re.compile(r"list\(range\(\s*(\d+)\s*(?:,\s*(\d+)\s*(?:,\s*(\d+)\s*)?)?\)\)")
+_LIST = re.compile(r"(?:list\()?\[((?:\s*\d+\s*,)*(?:\s*\d+)?\s*)\]\)?")
+_SPANS = re.compile(r"\d+(?:\s*-\s*\d+)?(?:\s*,\s*\d+(?:\s*-\s*\d+)?)*")
+_MOST = 1 << 20
+
+
+def parse_devices(given: Any) -> list[int]:
+    """Return the numbers in a list, a sum of `list(range(a,b,c))`, `list([a,b])` and `[a,b]`, or spans `0-3,6`, in order.
+
+    Raises ValueError for anything else, and for a number that occurs twice.
+    """
+    if isinstance(given, list) and all(isinstance(one, int) and not isinstance(one, bool) and one >= 0 for one in given):
+        found = list(given)
+    elif isinstance(given, int) and not isinstance(given, bool) and given >= 0:
+        found = [given]
+    elif isinstance(given, str):
+        found = [number for part in given.split("+") for number in _numbers(part.strip(), given)]
+    else:
+        raise UserError(_wrong(given))
+    if len(set(found)) < len(found):
+        twice = next(number for place, number in enumerate(found) if number in found[:place])
+        raise UserError(f"names GPU {twice} more than once: got {given!r}")
+    return found
+
+
+def ranks_behind(policy: Sequence[int], engine: Sequence[int], others: Mapping[str, Sequence[int]]) -> dict[str, int]:
+    """Return the first rank of each other model that has GPUs of its own. The policy has the first ranks.
+
+    A model counts if it shares no GPU with policy and engine, and all or none with any other model. The rest is left out.
+    """
+    found: dict[str, int] = {}
+    placed: dict[frozenset[int], int] = {}
+    first, taken = len(policy), {*policy, *engine}
+    for name, gpus in others.items():
+        own = frozenset(gpus)
+        if own and own not in placed and not own & taken:
+            placed[own], first, taken = first, first + len(own), taken | own
+        if own in placed:
+            found[name] = placed[own]
+    return found
+
+
+def _numbers(part: str, whole: str) -> list[int]:
+    if span := _RANGE.fullmatch(part):
+        first, second, step = (None if group is None else int(group) for group in span.groups())
+        begin, end = (0, first) if second is None else (first, second)
+        assert begin is not None and end is not None
+        if step == 0 or max(begin, end) > _MOST:
+            raise UserError(_wrong(whole))
+        return list(range(begin, end, step or 1))
+    if listed := _LIST.fullmatch(part):
+        return [int(number) for number in listed[1].split(",") if number.strip()]
+    if not _SPANS.fullmatch(part):
+        raise UserError(_wrong(whole))
+    found: list[int] = []
+    for each in part.split(","):
+        first_text, _, last_text = each.partition("-")
+        low, high = int(first_text), int(last_text or first_text)
+        if high < low or high > _MOST:
+            raise UserError(_wrong(whole))
+        found += range(low, high + 1)
+    return found
+
+
+def _wrong(given: Any) -> str:
+    return f"must be a sum of list(range(a,b)) and [a,b], or spans like 0-7: got {given!r}"

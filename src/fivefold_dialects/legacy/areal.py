@@ -1,0 +1,179 @@
+"""AReaL before 2026: what tells its releases, and its programs before 2025-08, whose trainer was another one (realhf).
+
+Their keys stand for those of today where they mean the same (`today` in areal_ppo.yaml and areal_sft.yaml), and today's
+functions read them. What their code explains was read in AReaL c0ae64f70 (2025-11-13, under realhf/); a note has the place.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from fivefold_dialects import areal_method, shared
+from fivefold_dialects.areal_method import kl, loss, optimizer
+from fivefold_dialects.areal_placement import ahead, engine, is_sampled, layout
+from fivefold_dialects.source import Source
+from fivefold_dialects.table import Derived, Table, defaults_of, load, table
+
+_GONE = (
+    "actor.group_adv_norm",
+    "actor.group_reward_norm",
+    "actor.context_length",
+    "weight_update_mode",
+    "server_only",
+    "train_dataset.reward_fn",
+)
+_GONE_BELOW = re.compile(r"checkpointer\..*|.*\.(max_tokens_per_gpu|ulysses_sp_size|init_critic_from_actor|ds_auto_tp\..*)")
+
+
+def release_of(settings: Mapping[str, Any]) -> str:
+    """A month of `versions` that the configuration cannot be younger than, or nothing where it may be today's.
+
+    What went by 2025-10-16 says so of itself. A layout with dots went on 2025-11-13: four weeks of these had today's
+    optimizer already, and it is taken.
+    """
+    if any(key in _GONE or _GONE_BELOW.fullmatch(key) for key in settings) or isinstance(
+        settings.get("actor.adv_norm"), bool
+    ):
+        return "2025-09"
+    dots = re.match(r"['\"]?(sglang|vllm)\.", str(settings.get("allocation_mode") or ""))
+    return "2025-11" if dots else ""
+
+
+_FLAGS = ("actor.group_adv_norm", "actor.group_reward_norm")
+
+
+def is_flagged(source: Source) -> bool:
+    """It is of until 2025-09, when normalizations were switched on and off."""
+    return any(source.has(key) for key in _FLAGS) or (source.has("actor.adv_norm") and source.value("actor.adv_norm") != {})
+
+
+def flagged(source: Source) -> dict[str, Any]:
+    """adv_norm was on when left out, over all tokens of the step or those of each group (actor.py of f52e58e1)."""
+    if not is_sampled(source) or not is_flagged(source):
+        return {}
+    found: dict[str, Any] = {}
+    if source.has("actor.group_reward_norm") and source.flag("actor.group_reward_norm"):
+        found |= {"advantage": "group", "normalize": "group"}
+    of_group = source.has("actor.group_adv_norm") and source.flag("actor.group_adv_norm")
+    if of_group or not source.has("actor.adv_norm") or source.flag("actor.adv_norm"):
+        found |= {"whiten": True} | ({"whiten_by": "group"} if of_group else {})
+    return {f"algorithm.{key}": value for key, value in found.items()}
+
+
+_CRITIC = "a critic whose values are normalized by a running mean: ppo.disable_value=true does without"
+_REWARDS = {"math": {"math_any": 1.0}, "stem": {"math_any": 1.0}, "code": {"code": 1.0}}
+"""By the column `task` (math_code_dataset.py:90, math_rw_interface.py:104)."""
+
+_ASYNCHRONOUS = ("max_head_offpolicyness", "max_concurrent_rollouts", "n_rollout_workers", "flush_request_timeout")
+"""Keys of main_async_ppo.py alone."""
+
+
+def advantage(source: Source) -> dict[str, Any]:
+    said = source.under("ppo.")
+    if not said.flag("disable_value"):
+        said.lacks("disable_value", _CRITIC)
+    found: dict[str, Any] = {
+        "name": "grpo",
+        "advantage": "reward",
+        "normalize": "none",
+        "whiten": said.flag("adv_norm"),
+        "overlong_filter": source.flag("mask_too_long"),
+        **areal_method.credit(source),
+    }
+    if source.flag("group_adv_norm"):
+        found["whiten_by"] = "group"
+    if not found["whiten"]:
+        said.lacks("adv_norm", "rewards of -1 and 1 as they are, scaled: only their difference is kept here")
+    if (said.number("early_stop_imp_ratio") or 0.0) < 5.0:
+        said.lacks("early_stop_imp_ratio", "micro-batches that are left out as soon as ratios move")
+    return {f"algorithm.{key}": value for key, value in found.items()}
+
+
+def dynamic_sampling(source: Source) -> dict[str, Any]:
+    """Prompts that all responses solve, or none, are sampled anew where the bounds say just that."""
+    if not any(source.has(key) for key in _ASYNCHRONOUS):
+        return {}
+    low, high = source.number("success_rate_lb") or 0.0, source.number("success_rate_ub")
+    high, one = 1.0 if high is None else high, 1 / source.count("group_size")
+    if low <= 0 and high >= 1:
+        return {}
+    if not (0 < low <= one and 1 - one <= high < 1):
+        source.lacks("success_rate_lb", f"prompts by the share that is solved, within {low:g} and {high:g}")
+    return {"algorithm.dynamic_sampling": True}
+
+
+def correction(source: Source) -> dict[str, Any]:
+    """As today's, but without a cap the weight of the decoupled loss has no bound."""
+    found = areal_method.correction(source)
+    if source.flag("actor.use_decoupled_loss") and source.number("actor.behav_imp_weight_cap") is None:
+        unbounded = {"weight": "token", "high": 1e9}
+        found |= {f"algorithm.rollout_correction.{key}": value for key, value in unbounded.items()}
+    return found
+
+
+def precision(source: Source) -> dict[str, Any]:
+    """float16 unless bf16 is set, of engines float16 unless their dtype says otherwise."""
+    trains = "bfloat16" if source.flag("actor.bf16") else "float16"
+    found: dict[str, Any] = {"policy.dtype": trains}
+    name = "actor.vllm.dtype" if (source.text("allocation_mode") or "").startswith("vllm") else "actor.sglang.dtype"
+    samples = source.text(name) or trains
+    if samples not in ("auto", *shared.DTYPES):
+        source.lacks(name, f"sampling in {samples}")
+    elif samples != "auto" and shared.DTYPES[samples] != trains:
+        found["engine.dtype"] = shared.DTYPES[samples]
+    return found | (loss_scale(source, "actor.optimizer.") if trains == "float16" else {})
+
+
+def loss_scale(source: Source, start: str) -> dict[str, Any]:
+    """How a loss in float16 is scaled."""
+    found = {name: source.number(start + name) for name in ("initial_loss_scale", "min_loss_scale", "loss_scale_window")}
+    found["hysteresis"] = int(source.number(f"{start}hysteresis") or 0)
+    return {f"policy.megatron.optimizer.{name}": value for name, value in found.items()}
+
+
+def rewards(source: Source) -> dict[str, Any]:
+    """A row's task chooses the verifier; its rewards of -1 and 1, scaled, are 0 and 1 behind the normalization."""
+    return {
+        "reward.functions": {"math_any": 1.0},
+        "reward.by_source": _REWARDS,
+        "data.source_key": "task",
+        "data.apply_chat_template": False,
+        "data.ground_truth_key": "solutions",
+        "data.ground_truth_by_source": {"code": "input_output"},
+    }
+
+
+def imitation_precision(source: Source) -> dict[str, Any]:
+    """float16 unless bf16 is set."""
+    if source.flag("model.bf16"):
+        return {"policy.dtype": "bfloat16"}
+    return {"policy.dtype": "float16", **loss_scale(source, "model.optimizer.")}
+
+
+def rows(source: Source) -> dict[str, Any]:
+    """Prompt and answer are joined as they stand, and the answer is learned (prompt_answer_dataset.py:41)."""
+    return {"data.apply_chat_template": False, "data.prompt_key": "prompt", "data.response_key": "answer"}
+
+
+PPO = (ahead, layout, engine, precision, advantage, dynamic_sampling, loss, kl, correction, optimizer, rewards)
+SFT = (layout, imitation_precision, optimizer, rows)
+
+
+def tables(today: Table, run: tuple[Derived, ...], sampling: Derived) -> tuple[Table, Table]:
+    """The tables of the older programs, for PPO and for imitation; `run` and `sampling` are functions of today's."""
+    found = []
+    for name, derived in (("legacy/areal_ppo", (*PPO, sampling, *run)), ("legacy/areal_sft", (*SFT, *run))):
+        content = load(name)
+        elsewhere = {**dict.fromkeys(today.exact), **today.defaults, **defaults_of(content["today"])}
+        found.append(table(content, derived, {"files": shared.files}, elsewhere=elsewhere))
+    return found[0], found[1]
+
+
+def chosen(settings: Mapping[str, Any], today: Table, ppo: Table, sft: Table) -> Table:
+    """The table of the program that the settings are of: by a section, or by a model's family as its class."""
+    if "model.path" in settings and any(key.startswith("exp_ctrl.") for key in settings):
+        return sft
+    is_older = any(key.startswith(("ppo.", "exp_ctrl.")) or key.endswith(".type._class") for key in settings)
+    return ppo if is_older else today

@@ -1,0 +1,89 @@
+"""ROLL: YAML with one section for each role, `python examples/start_rlvr_pipeline.py --config_path DIR --config_name FILE`.
+
+Numbers that only ROLL's code explains were read in ROLL 8eb27cc2 (2026-08-18); a note has the place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fivefold_dialects import shared
+from fivefold_dialects.known import known
+from fivefold_dialects.roll_data import batch, columns, lengths, mixture
+from fivefold_dialects.roll_method import critic, loss, low_rank, method, optimizer
+from fivefold_dialects.roll_placement import engine, layout, megatron
+from fivefold_dialects.roll_roles import kind, role
+from fivefold_dialects.shared import EVERY_CHECKPOINT
+from fivefold_dialects.source import Source
+from fivefold_dialects.system import dialect
+from fivefold_dialects.table import table
+
+
+def release_of(settings: Mapping[str, Any]) -> str:
+    """2025-08 where rewards are normalized by the keys of until then, which no later release has."""
+    return "2025-08" if not {"reward_norm", "reward_scale", "reward_shift"}.isdisjoint(settings) else ""
+
+
+def run(source: Source) -> dict[str, Any]:
+    resume, keep = source.text("resume_from_checkpoint") or "False", source.whole("max_ckpt_to_keep") or 0
+    found: dict[str, Any] = {
+        "trainer.keep": keep or EVERY_CHECKPOINT,
+        "trainer.resume": "never" if resume.lower() == "false" else resume,
+        "trainer.save_every": source.whole("save_steps") or 0,
+        "trainer.eval_every": (source.whole("eval_steps") or 0) if source.items("validation.data_args.file_name") else 0,
+        "trainer.eval_before_train": False,
+    }
+    epochs = role(source) + "training_args.num_train_epochs"
+    by_steps = kind(source) == "rlvr" or not source.number(epochs)
+    found |= {"trainer.steps": source.whole("max_steps")} if by_steps else {"trainer.epochs": source.whole(epochs)}
+    drawn = source.under("validation.generating_args.")
+    if kind(source) == "rlvr" and drawn.number("temperature"):
+        found |= {
+            "eval.samples": drawn.whole("num_return_sequences"),
+            "eval.temperature": drawn.number("temperature"),
+            "eval.top_p": drawn.number("top_p"),
+        }
+        if (drawn.whole("top_k") or 0) > 0:
+            drawn.lacks("top_k", "top-k in evaluation", changes_result=False)
+    return found
+
+
+def ahead(source: Source) -> dict[str, Any]:
+    ratio = source.number("async_generation_ratio") or 0.0
+    if ratio > 0 and not ratio.is_integer():
+        reason = "a part of a step that is sampled ahead: rollout.max_staleness counts whole ones"
+        source.lacks("async_generation_ratio", reason)
+    return shared.ahead(int(ratio), "continue") if kind(source) == "rlvr" else {}
+
+
+def model(source: Source) -> dict[str, Any]:
+    own, reference = (source.text(f"{start}model_args.model_name_or_path") for start in (role(source), "reference."))
+    found = {"model.path": own or shared.path(source, "pretrain")}
+    return found | ({"reference.path": reference} if reference not in (None, found["model.path"]) else {})
+
+
+def epochs(source: Source, key: str) -> int | None:
+    return source.whole(key) if kind(source) == "rlvr" else None
+
+
+tracked = shared.tracked(
+    "track_with", "tracker_kwargs.project", "exp_name", group="tracker_kwargs.group", tags="tracker_kwargs.tags"
+)
+
+
+def router_replay(source: Source) -> dict[str, Any]:
+    key = "actor_train.router_replay.mode"
+    mode = source.text(key)
+    if mode not in (None, "disabled", "R3"):
+        source.lacks(key, f"the mode {mode} of router replay, which ROLL refuses too")
+    return shared.replayed("R3" if mode == "R3" else None)
+
+
+DERIVED = (
+    *(ahead, model, low_rank, method, loss, batch, lengths, columns, mixture, layout, megatron, optimizer, critic, engine),
+    *(router_replay, run, tracked),
+)
+_CONVERTERS = {"loggers": shared.loggers, "path": shared.path, "epochs": epochs}
+TABLE = table("roll", DERIVED, _CONVERTERS, release_of=release_of, known=known("roll"))
+translate = dialect("roll", TABLE)

@@ -1,0 +1,170 @@
+"""ROLL's batches, lengths, domains and their rewards -> ours."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fivefold_dialects import shared
+from fivefold_dialects.roll_placement import sizes
+from fivefold_dialects.roll_roles import TRAIN, devices, kind, role, samples_a_group
+from fivefold_dialects.source import Source
+
+
+def batch(source: Source) -> dict[str, Any]:
+    said = source.under(role(source) + "training_args.")
+    split, world = sizes(source), len(devices(source, role(source) + "device_mapping"))
+    replicas = world // (split.get("tp", 1) * split.get("pp", 1) * split.get("cp", 1))
+    update = said.count("per_device_train_batch_size") * said.count("gradient_accumulation_steps") * replicas
+    if kind(source) != "rlvr":
+        return {"data.prompts_per_step": update}
+    prompts, group = source.count("rollout_batch_size"), samples_a_group(source)
+    updates, rest = divmod(prompts * group, update)
+    if rest or updates < 1 or prompts % updates:
+        said.lacks(
+            "gradient_accumulation_steps",
+            f"updates of {update} samples of a step's {prompts} x {group}: whole prompts must make an update",
+        )
+        updates = 1
+    return {"data.prompts_per_step": prompts, "algorithm.updates_per_step": updates, "algorithm.group_size": group}
+
+
+def lengths(source: Source) -> dict[str, Any]:
+    said = source.under(role(source))
+    keys = ("prompt_length", "response_length") if kind(source) == "rlvr" else ("sequence_length", "sequence_length")
+    prompt, response = (source.count(key) for key in keys)
+    longest = (prompt + response) * (2 if kind(source) == "dpo" else 1)
+    if said.flag("use_dynamic_batching_in_train"):
+        tokens = said.whole("max_tokens_per_microbatch_in_train") or 0
+    else:
+        tokens = said.count("training_args.per_device_train_batch_size") * (prompt + response)
+    return {
+        "data.max_prompt_tokens": prompt,
+        "data.max_response_tokens": response,
+        "policy.tokens_per_micro_batch": max(tokens, longest),
+        "data.train": shared.files(source, role(source) + "data_args.file_name"),
+        "data.val": shared.files(source, "validation.data_args.file_name"),
+        "data.overlong_prompts": "drop" if kind(source) == "rlvr" else "refuse",
+    }
+
+
+MATH = "math_rule"
+"""The domain of every row whose tag no domain names (rlvr_pipeline.py:116)."""
+_SCORED: dict[str, dict[str, float]] = {
+    "MathRuleRewardWorker": {"math": 1.0},
+    "GeneralRuleRewardWorker": {"ifeval": 1.0, "repetition": -0.5},
+    "CrossThinkQARuleRewardWorker": {"multiple_choice": 0.0, "multiple_choice_soft": 1.0, "repetition": -0.5},
+    "CodeSandboxRewardWorker": {"code": 1.0},
+    "LLMJudgeRewardWorker": {"judge": 1.0},
+}
+"""Class of a reward's worker -> our rewards and their weights."""
+_JUDGE_PROMPT = "Qwen2.5-7B-Instruct-RLVR-prompt"
+
+
+def domains(source: Source) -> dict[str, int]:
+    """Domain -> its prompts in a step: each share rounded down, and what is left to the last (rlvr_pipeline.py:283)."""
+    start, prompts = TRAIN + "data_args.domain_interleave_probs.", source.count("rollout_batch_size")
+    names = [key.removeprefix(start) for key in source.keys(start)]
+    counts = {name: int((source.number(start + name) or 0.0) * prompts) for name in names}
+    if names:
+        counts[names[-1]] = prompts - sum(counts[name] for name in names[:-1])
+    return {name: count for name, count in counts.items() if count}
+
+
+def mixture(source: Source) -> dict[str, Any]:
+    """Domains mixed in each step, and the rewards of their rows; nothing of it where all rows are of math_rule."""
+    if kind(source) != "rlvr" or not is_mixed(source):
+        return {}
+    counts, prompts = domains(source), source.count("rollout_batch_size")
+    rewards = list(dict.fromkeys(key.split(".")[1] for key in source.keys("rewards.")))
+    for name in counts:
+        if name not in rewards:
+            source.lacks(f"{TRAIN}data_args.domain_interleave_probs.{name}", "a domain without a section in rewards")
+    tags = {name: source.texts(f"rewards.{name}.tag_included") for name in rewards}
+    tags.setdefault(MATH, [])
+    found: dict[str, Any] = {
+        "data.source_key": source.text(TRAIN + "data_args.tag") or "tag",
+        "data.domains": {name: [*own, "*"] if name == MATH else own for name, own in tags.items() if own or name == MATH},
+        "data.mixture": {name: count / prompts for name, count in counts.items()} or None,
+    }
+    by_source: dict[str, dict[str, float]] = {}
+    for name in rewards:
+        weights = scored(source, name, is_used=not counts or name in counts)
+        if name == MATH:
+            found["reward.functions"] = weights
+        by_source |= {tag: weights for tag in tags[name] if weights and name != MATH}
+        if "judge" in weights:
+            found |= judge(source, name)
+        if "code" in weights:
+            found["data.ground_truth_by_source"] = dict.fromkeys(tags[name], "test_cases")
+    if len(counts) > 1 and source.flag("whiten_advantages"):
+        found["algorithm.whiten_by"] = "domain"
+    if len(counts) > 1 and source.flag("add_token_level_kl") and source.number("target_kl") is not None:
+        source.lacks("target_kl", "a KL coefficient that every domain moves in turn")
+    if source.flag("difficulty_mask") and samples_a_group(source) > 1:
+        found["algorithm.difficulty_by"] = "correct"
+    return found | {"reward.by_source": by_source or None}
+
+
+def is_mixed(source: Source) -> bool:
+    """There are other rewards than math_rule's."""
+    return {key.split(".")[1] for key in source.keys("rewards.")} - {MATH} != set()
+
+
+def scored(source: Source, name: str, is_used: bool) -> dict[str, float]:
+    """Our rewards of a domain; none where it is not used and we have none."""
+    said = source.under(f"rewards.{name}.")
+    worker = (said.text("worker_cls") or "").rpartition(".")[2]
+    if not is_used and worker not in _SCORED:
+        return {}
+    if worker not in _SCORED:
+        said.lacks("worker_cls", "a reward worker of your own: reward.by_source names a function")
+    if worker == "CrossThinkQARuleRewardWorker":
+        if (reward := said.text("reward_type")) != "soft":
+            said.lacks("reward_type", f"the reward {reward} of choices: soft is what there is")
+        if said.number("response_length_penalty_coef"):
+            said.lacks("response_length_penalty_coef", "a penalty of fewer than 400 tokens")
+    if worker == "CodeSandboxRewardWorker" and said.has("use_local") and not said.flag("use_local"):
+        said.lacks("use_local", "a sandbox behind an address: programs run locked up on the ranks' machines")
+    return _SCORED.get(worker, {})
+
+
+def judge(source: Source, name: str) -> dict[str, Any]:
+    """The model that judges: a server that is there, or one of ours on GPUs of its own."""
+    said = source.under(f"rewards.{name}.")
+    if (prompt := said.text("judge_prompt")) != _JUDGE_PROMPT:
+        said.lacks("judge_prompt", f"the prompt {prompt}: {_JUDGE_PROMPT} is known; reward.judge.prompt takes any text")
+    if (asked := said.text("judge_model_type")) == "api":
+        return {
+            "reward.judge.url": said.texts("judge_api_url"),
+            "reward.judge.model": said.text("judge_model_name"),
+            "reward.judge.api_key_variable": "JUDGE_API_KEY",
+            "reward.judge.temperature": 1.0,
+        }
+    if asked != "inference":
+        said.lacks("judge_model_type", f"the judge {asked}: api or inference")
+        return {}
+    gpus, drawn = len(devices(source, f"rewards.{name}.device_mapping")), said.under("generating_args.")
+    engine = said.under("strategy_args.strategy_config.")
+    tp = engine.whole("tensor_parallel_size") or engine.whole("tp_size") or said.whole("num_gpus_per_worker") or 1
+    others = {key: drawn.value(key) for key in ("top_p", "top_k") if drawn.has(key)}
+    return {
+        "reward.judge.model": said.text("model_args.model_name_or_path"),
+        "reward.judge.backend": shared.engine_layout(gpus, tp),
+        "reward.judge.memory_fraction": engine.number("gpu_memory_utilization") or engine.number("mem_fraction_static"),
+        "reward.judge.max_model_len": engine.whole("max_model_len"),
+        "reward.judge.temperature": drawn.number("temperature"),
+        "reward.judge.max_tokens": drawn.whole("max_new_tokens"),
+        "reward.judge.request": others or None,
+    }
+
+
+def columns(source: Source) -> dict[str, Any]:
+    """Where rows keep what; the reward of runs of math_rule alone."""
+    if kind(source) != "rlvr":
+        return {}
+    said = source.under(TRAIN + "data_args.")
+    return {
+        "data.ground_truth_key": "ground_truth",
+        "data.prompt_key": said.text("messages") or said.text("prompt"),
+        "reward.functions": {"math": 1.0} if source.keys("rewards.") and not is_mixed(source) else None,
+    }

@@ -1,0 +1,188 @@
+"""ROLL's advantages, losses and optimizers -> ours."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fivefold_dialects import shared
+from fivefold_dialects.adapters import adapters, refuse
+from fivefold_dialects.roll_roles import TRAIN, kind, role, samples_a_group, uses_critic
+from fivefold_dialects.source import Source
+from fivefold_dialects.table import choices
+
+CHOICES = choices("roll")
+
+
+def method(source: Source) -> dict[str, Any]:
+    if kind(source) == "sft":
+        # The loader of sft_pipeline.py does not shuffle.
+        columns = {"prompt": "instruction", "response": "output", "query": None, "system": None}
+        keys = {f"data.{name}_key": source.text(f"{name}_key") or usual for name, usual in columns.items()}
+        return {"algorithm.name": "sft", "data.shuffle": False, **keys}
+    if kind(source) == "dpo":
+        if source.flag("ipo"):
+            source.lacks("ipo", "the loss IPO")
+        found: dict[str, Any] = {f"algorithm.{key}": source.number(key) for key in ("beta", "label_smoothing")}
+        found |= {f"data.{name}_key": source.text(f"{name}_key") for name in ("prompt", "chosen", "rejected")}
+        return {"algorithm.name": "dpo", **found}
+    name = source.text("adv_estimator") or "gae"
+    found = {
+        "whiten": source.flag("whiten_advantages"),
+        "advantage_clip": source.number("advantage_clip") or None,
+        "overlong_filter": source.flag("max_len_mask"),
+        "overlong_buffer": 0,
+        "dynamic_sampling": False,
+    }
+    if source.flag("difficulty_mask") and samples_a_group(source) > 1:
+        found |= {f"difficulty_{end}": source.number(f"difficulty_{end}_threshold") for end in ("low", "high")}
+    masked = [key for key in ("max_len_mask", "difficulty_mask") if source.flag(key)]
+    if masked and source.number("entropy_loss_coef"):
+        source.lacks(masked[0], "responses without loss that the entropy still counts (actor_worker.py:128)")
+    mean, deviation = source.text("norm_mean_type"), source.text("norm_std_type")
+    if name == "grpo":
+        mean = deviation = "group"
+    elif source.text("reward_norm") in ("group", "batch"):
+        mean = mean or source.text("reward_norm")
+        deviation = deviation or (source.text("reward_norm") if source.flag("reward_scale") else None)
+    if mean == "group":
+        found |= {"advantage": "group", "normalize": deviation or "none"}
+    elif mean is None and deviation is None:
+        found |= {"advantage": "reward", "normalize": "none"}
+    elif mean == "batch" and deviation in (None, "batch", "group"):
+        domains = {key.split(".")[1] for key in source.keys("rewards.")}
+        if len(domains) > 1:
+            source.lacks("norm_mean_type", "rewards with the mean of the batch, which ROLL takes of each of several domains")
+        found |= {"advantage": "step_mean", "normalize": deviation or "none"}
+    else:
+        source.lacks("norm_mean_type", "rewards with the mean of the whole run, or with none over a deviation")
+    found |= CHOICES["adv_estimator"].read(source)
+    if name == "grpo" and source.number("gamma") == 1 and not token_kl(source):
+        # With γ = 1 and no KL on tokens the return of every token is the response's.
+        found |= {"credit": "response", "gamma": None}
+    bound = source.number("reward_clip")
+    if bound and mean is None:
+        found["reward_clip"] = bound
+    elif bound and bound >= 10:
+        reason = "after the normalization in a group, where no advantage of fewer than 100 samples is beyond 10"
+        source.fixed("reward_clip", reason)
+    elif bound:
+        source.lacks("reward_clip", "a bound of normalized rewards")
+    return {f"algorithm.{key}": value for key, value in found.items()}
+
+
+def token_kl(source: Source) -> float:
+    """The coefficient of the KL that each token's reward loses; 0 without."""
+    return (source.number("init_kl_coef") or 0.0) if source.flag("add_token_level_kl") else 0.0
+
+
+def kl(source: Source) -> dict[str, Any]:
+    """In the loss, off each token's reward when rewards have been normalized (rlvr_pipeline.py, compute_token_reward), or
+    both."""
+    in_loss = (source.number("kl_loss_coef") or 0.0) if source.flag("use_kl_loss") else 0.0
+    of_tokens, target = token_kl(source), source.number("target_kl")
+    found: dict[str, Any] = {"coef": in_loss}
+    if in_loss:
+        found |= {"place": "loss", "estimator": "k3"}
+    if not of_tokens:
+        return found
+    if (name := source.text("kl_penalty") or "kl") not in shared.ESTIMATORS:
+        source.lacks("kl_penalty", f"the estimator {name}: known here are {', '.join(shared.ESTIMATORS)}")
+    estimator = shared.ESTIMATORS.get(name, "k1")
+    if not in_loss:
+        found = {"coef": of_tokens, "place": "reward", "estimator": estimator}
+        return found | ({} if target is None else {"target": target, "horizon": source.whole("kl_horizon")})
+    if target is not None:
+        source.lacks("target_kl", "two penalties of which one has a coefficient that moves")
+    return found | {"reward_coef": of_tokens, "reward_estimator": estimator}
+
+
+def loss(source: Source) -> dict[str, Any]:
+    if kind(source) != "rlvr":
+        return {}
+    ends = ("_low", "_high") if source.flag("use_pg_clip_range") else ("", "")
+    low, high = (source.number(f"pg_clip{end}") for end in ends)
+    found: dict[str, Any] = {
+        "surrogate": "ppo_clip",
+        "clip_low": low,
+        "clip_high": high,
+        "importance_sampling_level": CHOICES["importance_sampling"].read(source),
+        "aggregate": CHOICES["loss_agg_mode"].read(source),
+        "dual_clip": 1 + 2 * (source.number("pg_clip") or 0.0) if source.flag("dual_clip_loss") else None,
+        "entropy_coef": source.number("entropy_loss_coef"),
+    }
+    found |= variant(source)
+    if found["dual_clip"] is not None and found["dual_clip"] <= 1 + (high or 0.0):
+        source.lacks("dual_clip_loss", "a bound below that of the ratio")
+    return {f"algorithm.{key}": value for key, value in found.items()} | {
+        f"algorithm.kl.{key}": value for key, value in kl(source).items()
+    }
+
+
+_WORKERS = ("roll.pipeline.rlvr.actor_worker.ActorWorker", "roll.pipeline.base_worker.ActorWorker")
+"""With the loss that `loss` reads."""
+_PG_WORKER = "roll.pipeline.rlvr.actor_pg_worker.ActorPGWorker"
+
+
+def variant(source: Source) -> dict[str, Any]:
+    """What the worker ActorPGWorker has in the place of PPO's loss (actor_pg_worker.py); other workers do not read it."""
+    said = source.under(TRAIN)
+    worker = said.text("worker_cls") or _WORKERS[0]
+    if worker not in (*_WORKERS, _PG_WORKER):
+        said.lacks("worker_cls", "a worker of your own, whose loss no key says")
+    if worker != _PG_WORKER:
+        return {}
+    chosen = CHOICES["actor_train.pg_variant"]
+    name, found = chosen.name(source), {"importance_sampling_level": "token", **chosen.read(source)}
+    if name != "ppo":
+        found = {"clip_low": None, "clip_high": None, "dual_clip": None, **found}
+    if name == "tis":
+        low, high = said.number("tis_lower_bound") or 0.0, said.number("tis_upper_bound") or 0.0
+        if low > 1 or high < 1:
+            said.lacks("tis_upper_bound", "bounds of the ratio that leave 1 out")
+        found |= {"clip_low": 1 - low, "clip_high": high - 1}
+    if name == "kimi15":
+        # -A log π + τ/2 (log ρ)²
+        found["proximal_coef"] = (said.number("kimi15_tau") or 0.0) / 2
+    return found
+
+
+def optimizer(source: Source, start: str = "", ours: str = "policy.optimizer") -> dict[str, Any]:
+    said = source.under((start or role(source)) + "training_args.")
+    style = said.text("lr_scheduler_type") or "linear"
+    if style not in ("constant", "constant_with_warmup", "linear", "cosine"):
+        said.lacks("lr_scheduler_type", f"the schedule {style}")
+        style = "constant"
+    steps, share = said.number("warmup_steps"), said.number("warmup_ratio")
+    found = {
+        "lr": said.number("learning_rate"),
+        "weight_decay": said.number("weight_decay"),
+        "betas": [said.number("adam_beta1"), said.number("adam_beta2")],
+        "clip_grad": source.number("max_grad_norm"),
+        "schedule": style.removesuffix("_with_warmup"),
+        "warmup_steps": steps or share or 0,
+        "warmup_from": 0,
+    }
+    return {f"{ours}.{key}": value for key, value in found.items()}
+
+
+def critic(source: Source) -> dict[str, Any]:
+    if kind(source) != "rlvr" or not uses_critic(source):
+        return {}
+    return {
+        "critic.path": shared.path(source, "reward_pretrain"),
+        "critic.value_clip": source.number("value_clip"),
+    } | optimizer(source, "critic.", "critic.optimizer")
+
+
+def low_rank(source: Source) -> dict[str, Any]:
+    """Adapters are there where lora_target is; its alpha is twice the rank when left out (model_args.py, __post_init__)."""
+    said = f"{role(source)}model_args."
+    if not source.texts(said + "lora_target"):
+        return {}
+    keys = {"rank": said + "lora_rank", "alpha": said + "lora_alpha", "targets": said + "lora_target"}
+    found = adapters(source, "policy", path=said + "adapter_name_or_path", **keys)
+    if found and found["policy.lora.alpha"] is None:
+        found["policy.lora.alpha"] = 2.0 * found["policy.lora.rank"]
+    refuse(source, said + "lora_dropout", "dropout of adapters", (0, 0.0))
+    refuse(source, said + "additional_target", "weights that are trained beside adapters", ())
+    return found

@@ -1,0 +1,143 @@
+"""Layouts, Megatron-Core's options and engines of ROLL's roles -> ours."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fivefold_dialects import shared
+from fivefold_dialects.device_mapping import ranks_behind
+from fivefold_dialects.roll_roles import INFER, TRAIN, devices, kind, role, uses_critic
+from fivefold_dialects.sampler import say_replaced
+from fivefold_dialects.shared import SPREAD
+from fivefold_dialects.source import Source
+from fivefold_dialects.table import listed
+
+
+def sizes(source: Source) -> dict[str, int]:
+    said = source.under(role(source))
+    name = said.text("strategy_args.strategy_name") or "megatron_train"
+    if not name.startswith("megatron"):
+        return {"cp": said.whole("model_args.ulysses_size") or 1}
+    return shared.parallel_sizes(said.under("strategy_args.strategy_config."))
+
+
+def layout(source: Source) -> dict[str, Any]:
+    """Of the policy, and of the other models: on GPUs of their own, or laid out otherwise by Megatron on the policy's."""
+    trained = devices(source, role(source) + "device_mapping")
+    policy = shared.world_layout(len(trained), **sizes(source))
+    found: dict[str, Any] = {"policy.backend": str(policy)}
+    # A reference comes last: without a KL there is none, and no rank is left empty before others.
+    asked = {"critic": kind(source) == "rlvr" and uses_critic(source), "reference": kind(source) != "sft"}
+    gpus = {
+        name: devices(source, key)
+        for name, key in ((name, f"{name}.device_mapping") for name in (*asked, "actor_infer"))
+        if source.has(key)
+    }
+    sampled = gpus.pop("actor_infer", [])
+    first_ranks = ranks_behind(trained, sampled, {name: own for name, own in gpus.items() if asked[name]})
+    if first_ranks and kind(source) == "rlvr" and source.text(INFER + "strategy_args.strategy_name") != "hf_infer":
+        found["engine.mode"] = "server"
+    for name in (name for name, is_asked in asked.items() if is_asked):
+        if name in gpus and name not in first_ranks and set(gpus[name]) != set(trained):
+            source.fixed(f"{name}.device_mapping", "the model shares all of the policy's ranks, not a part of them")
+        said = source.under(f"{name}.strategy_args.")
+        is_megatron = (said.text("strategy_name") or "").startswith("megatron")
+        own_sizes = shared.parallel_sizes(said.under("strategy_config.")) if is_megatron else {}
+        own = shared.own_layout(policy, **own_sizes) if is_megatron else None
+        if name in first_ranks:
+            own, found[f"{name}.first_rank"] = str(shared.world_layout(len(gpus[name]), **own_sizes)), first_ranks[name]
+        if own is not None:
+            found[f"{name}.backend"] = own
+            virtual = said.whole("strategy_config.virtual_pipeline_model_parallel_size") or 1
+            if is_megatron and virtual > 1:
+                found[f"{name}.megatron.pipeline.virtual_pipeline_model_parallel_size"] = virtual
+    return found
+
+
+_OPTIONS_OF_LAYOUT, _OPTIONS_FIXED = listed("roll", "layout"), listed("roll", "spread")
+_OPTIONS_SAID = {
+    "overlap_grad_reduce": "communication that is hidden: policy.megatron.ddp has it",
+    "optimizer_cpu_offload": "an optimizer that computes on the host: policy.megatron.optimizer has it",
+}
+_OPTIONS_SAID |= {
+    "overlap_param_gather": _OPTIONS_SAID["overlap_grad_reduce"],
+    "optimizer_offload_fraction": _OPTIONS_SAID["optimizer_cpu_offload"],
+}
+"""Settings that change only time or memory, reported where they are on."""
+
+
+def megatron(source: Source) -> dict[str, Any]:
+    said = source.under(role(source))
+    name = said.text("strategy_args.strategy_name") or "megatron_train"
+    checkpointing = not said.flag("model_args.disable_gradient_checkpointing")
+    if not name.startswith("megatron"):
+        return {"policy.recompute": "full"} if checkpointing else {}
+    start = role(source) + "strategy_args.strategy_config"
+    options = source.under(start + ".")
+    found: dict[str, Any] = {}
+    for key in options.keys(""):
+        value = options.value(key)
+        short = key.removeprefix("additional_configs.")
+        if short in _OPTIONS_OF_LAYOUT or value is None or short.startswith("recompute_"):
+            continue
+        if short in _OPTIONS_FIXED:
+            options.fixed(key, SPREAD)
+        elif short in _OPTIONS_SAID:
+            options.fixed(key, "off") if not value else options.lacks(key, _OPTIONS_SAID[short], changes_result=False)
+        elif short == "moe_layer_recompute":
+            options.fixed(key, "off") if not value else found.update(
+                {
+                    "policy.megatron.transformer.recompute_granularity": "selective",
+                    "policy.megatron.transformer.recompute_modules": ["moe"],
+                }
+            )
+        else:
+            shared.option(options, key, short, value, "policy.megatron", found)
+    virtual = options.whole("virtual_pipeline_model_parallel_size")
+    if virtual and virtual > 1:
+        found["policy.megatron.pipeline.virtual_pipeline_model_parallel_size"] = virtual
+    if checkpointing and options.text("recompute_granularity"):
+        modules = options.text("recompute_modules")
+        again = shared.recompute(source, start, "policy")
+        if modules and "," in modules:
+            again["policy.megatron.transformer.recompute_modules"] = [part.strip() for part in modules.split(",")]
+        if again:
+            found = {key: value for key, value in found.items() if "recompute" not in key} | again
+    # Its converter takes the routers' loss from config.json, which either of two keys replaces (model_providers.py:456).
+    coef, ours = said.number("model_args.moe_aux_loss_coef"), "policy.megatron.transformer.moe_aux_loss_coeff"
+    if coef is not None and ours not in found:
+        found[ours] = coef
+    return found | {"policy.sequence_parallel": True, "policy.router_balance": "config"}
+
+
+def engine(source: Source) -> dict[str, Any]:
+    if kind(source) != "rlvr":
+        return {}
+    said = source.under(INFER + "strategy_args.strategy_config.")
+    trained, key = devices(source, TRAIN + "device_mapping"), INFER + "device_mapping"
+    # Where the two have some GPUs in common, the engine shares all of the policy's.
+    own = devices(source, key) if source.has(key) else []
+    is_apart = bool(own) and not set(own) & set(trained)
+    world = len(own if is_apart else trained)
+    tp = said.whole("tensor_parallel_size") or said.whole("tp_size") or source.whole(INFER + "num_gpus_per_worker") or 1
+    if (name := source.text(INFER + "strategy_args.strategy_name")) == "hf_infer":
+        return {"engine.backend": "transformers"}
+    say_replaced(source, INFER + "strategy_args.strategy_name", name)
+    found: dict[str, Any] = {"engine.backend": shared.engine_layout(world, tp if world % tp == 0 else 1)}
+    if is_apart:
+        found["engine.placement"] = "apart"
+    found["engine.memory_fraction"] = said.number(
+        "mem_fraction_static" if said.has("mem_fraction_static") else "gpu_memory_utilization"
+    )
+    if (longest := said.whole("max_model_len")) is not None:
+        found["engine.max_model_len"] = max(longest, source.count("prompt_length") + source.count("response_length"))
+    if name == "vllm" and said.has("enforce_eager"):
+        found["engine.vllm.enforce_eager"] = said.flag("enforce_eager")
+    drawn = source.under(INFER + "generating_args.")
+    if (drawn.whole("num_beams") or 1) != 1:
+        drawn.lacks("num_beams", "beam search")
+    return found | {
+        "engine.sampling.temperature": drawn.number("temperature"),
+        "engine.sampling.top_p": drawn.number("top_p"),
+        "engine.sampling.top_k": max(0, drawn.whole("top_k") or 0),
+    }

@@ -1,0 +1,62 @@
+"""Variables of the environment that may be secrets: a script or YAML of others gets a mark in the place of their values.
+
+A run's configuration lies in its directory and goes to trackers, so that a value gets there only when the user says so.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from fivefold.config.dialect import Translation
+
+# TOKENS and TOKENIZER are numbers and models, not secrets.
+_SECRET = re.compile(r"TOKEN(?!S|IZ)|KEY|SECRET|PASSWORD", re.IGNORECASE)
+_FIRST, _MOST = 0xE000, 0x1900
+"""Unicode's letters for private use, one for each variable: any part of a mark still shows whose it is."""
+_MARK = re.compile(f"[{chr(_FIRST)}-{chr(_FIRST + _MOST - 1)}]+")
+
+
+class Hidden:
+    """An environment whose possible secrets are hidden."""
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        self._names = [name for name in environment if _SECRET.search(name)][:_MOST]
+        self.environment = dict(environment) | {
+            name: chr(_FIRST + place) * 8 if place < _MOST else "" for place, name in enumerate(self._names)
+        }
+
+    def checked(self, translation: Translation) -> Translation:
+        """The translation with `${NAME}` for each mark; a setting of the run that needs one is a fault."""
+        faults = [
+            f"{', '.join(line.sources) or line.key} needs ${{{name}}}, whose name says that it is a secret: give it with "
+            f"--env {name}=value, or --allow-secrets for all such variables of the environment"
+            for line in translation.lines
+            for name in self._in(line.value)
+        ]
+        return replace(
+            translation,
+            tree=self._shown(translation.tree),
+            keys=self._shown(translation.keys),
+            lines=[replace(line, value=self._shown(line.value)) for line in translation.lines],
+            outcomes=[
+                replace(each, key=self._shown(each.key), value=self._shown(each.value), reason=self._shown(each.reason))
+                for each in translation.outcomes
+            ],
+            faults=[*dict.fromkeys(faults), *map(self._shown, translation.faults)],
+        )
+
+    def _in(self, value: Any) -> list[str]:
+        # Python's own text of a list would escape the marks.
+        marks = dict.fromkeys("".join(_MARK.findall(json.dumps(value, ensure_ascii=False, default=str))))
+        return [self._names[place] for mark in marks if (place := ord(mark) - _FIRST) < len(self._names)]
+
+    def _shown(self, value: Any) -> Any:
+        if isinstance(value, str):
+            return _MARK.sub(lambda mark: "".join(f"${{{name}}}" for name in self._in(mark[0])) or mark[0], value)
+        if isinstance(value, dict):
+            return {self._shown(key): self._shown(item) for key, item in value.items()}
+        return [self._shown(item) for item in value] if isinstance(value, list) else value

@@ -1,0 +1,279 @@
+"""What several systems' tables need: conversions of values, Megatron-Core's options, layouts. Functions of a Source."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from fivefold.config.engine import EngineConfig
+from fivefold.config.mcore_options import PIPELINE, is_option, refusal
+from fivefold.config.packages import TRACKERS
+from fivefold.layout import ParallelLayout
+from fivefold_dialects.source import Source, UnreadableError
+from fivefold_dialects.table import Convert, Derived, listed
+
+EVERY_CHECKPOINT = 1_000_000
+"""trainer.keep where a system keeps all."""
+ESTIMATORS = {"kl": "k1", "k1": "k1", "abs": "abs", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
+ESTIMATORS |= {"k1+": "k1+", "kl+": "k1+", "k3+": "k3+", "low_var_kl+": "k3+", "abs+": "abs+"}
+"""Names of KL estimators in the field -> ours."""
+_DTYPES = {
+    "bfloat16": "bf16 bfloat16 torch.bfloat16",
+    "float16": "fp16 float16 half",
+    "float32": "fp32 float32 torch.float32",
+}
+DTYPES = {name: ours for ours, theirs in _DTYPES.items() for name in theirs.split()}
+AGGREGATES = {name: name for name in ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum")}
+AGGREGATES["seq-mean-token-sum-norm"] = "constant-length"
+"""How losses are averaged, by verl's names -> ours."""
+PPO: dict[str, Any] = {"name": "ppo", "advantage": "reward", "credit": "gae", "whiten": True, "normalize": "none"}
+RLOO: dict[str, Any] = {"name": "rloo", "advantage": "leave_one_out", "normalize": "none"}
+REINFORCE_PLUS_PLUS: dict[str, Any] = {**PPO, "name": "reinforce_plus_plus", "credit": "discounted"}
+"""Methods and their choices, as most systems have them."""
+WITHOUT_ACCOUNT = ("console", "tensorboard")
+"""Loggers that write here and ask nobody."""
+SHOWN = "changes what is shown, not what is learned"
+KERNELS = "other kernels of the same formula: numbers agree up to rounding"
+SPREAD = "how state is spread over GPUs: the numbers are the same"
+REFERENCE_ALONE = "a reference that leaves the GPU alone: its weights go with the policy's (policy.offload.parameters)"
+WHOLE_STATE = "a checkpoint has the whole state; `fivefold export` writes Hugging Face's form"
+NO_CUT = "no cut changes the numbers"
+DATA_PARALLEL = "another engine's layout: data parallelism instead"
+
+
+def whole(source: Source, key: str) -> int | None:
+    return source.whole(key)
+
+
+def number(source: Source, key: str) -> float | None:
+    return source.number(key)
+
+
+def flag(source: Source, key: str) -> bool:
+    return source.flag(key)
+
+
+def text(source: Source, key: str) -> str | None:
+    return source.text(key)
+
+
+def path(source: Source, key: str) -> str | None:
+    """A path, with ~ for the home directory."""
+    found = source.text(key)
+    if found is None or not found.startswith("~"):
+        return found
+    return source.environment.get("HOME", os.path.expanduser("~")) + found[1:]
+
+
+def files(source: Source, key: str) -> list[str] | None:
+    """A path or a list of them."""
+    home = source.environment.get("HOME", os.path.expanduser("~"))
+    found = [home + name[1:] if name.startswith("~") else name for name in source.texts(key)]
+    return found or None
+
+
+def interval(source: Source, key: str) -> int | None:
+    """Steps between two events; 0 where it is switched off (-1, null, or false: Python takes it for 0, and true for 1)."""
+    word = str(source.raw(key)).strip("'\"").lower()
+    return {"false": 0, "true": 1}[word] if word in ("false", "true") else max(0, source.whole(key) or 0)
+
+
+def epochs_and_steps(source: Source) -> dict[str, Any]:
+    """The length of a run of verl's: its epochs, or its steps where they are fewer."""
+    steps, epochs = source.whole("trainer.total_training_steps") or 0, source.count("trainer.total_epochs")
+    return {"trainer.epochs": epochs} | ({"trainer.steps": steps, "trainer.ends_with_data": True} if steps > 0 else {})
+
+
+def validation_rows(source: Source, key: str) -> dict[str, int]:
+    """`eval.max_prompts` where the key names a number of rows."""
+    count = (source.whole(key) if source.has(key) else None) or 0
+    return {"eval.max_prompts": count} if count > 0 else {}
+
+
+def top_k(source: Source, key: str) -> int | None:
+    """-1 turns it off there, 0 here."""
+    return max(0, source.whole(key) or 0)
+
+
+def choice(names: Mapping[str, Any], what: str) -> Convert:
+    """A value by its name; another one is not supported."""
+
+    def convert(source: Source, key: str) -> Any:
+        found = source.text(key)
+        if found is None:
+            return None
+        if found not in names:
+            source.lacks(key, f"{what}: known here are {', '.join(names)}")
+            return None
+        return names[found]
+
+    return convert
+
+
+def loggers(source: Source, key: str) -> list[str]:
+    """The terminal and trackers that are known here; metrics.jsonl is always written."""
+    found = source.texts(key)
+    known: list[str] = [name for name in ("console", *TRACKERS) if name in found]
+    if others := [name for name in found if name not in known]:
+        source.lacks(
+            key, f"{', '.join(others)}: metrics are in metrics.jsonl, from where any tool reads them", changes_result=False
+        )
+    if not source.has(key):
+        # A default asks nobody for a package and an account.
+        known = [name for name in known if name in WITHOUT_ACCOUNT]
+    return known or ["console"]
+
+
+def tracked(logger: str, project: str, name: str, group: str = "", tags: str = "") -> Derived:
+    """A table's function for what its trackers are told, where `logger` names one that asks: ours from these keys."""
+
+    def read(source: Source) -> dict[str, Any]:
+        if not source.has(logger) or not set(source.texts(logger)) & set(TRACKERS).difference(WITHOUT_ACCOUNT):
+            return {}
+        found = {ours: source.text(key) for ours, key in (("project", project), ("name", name), ("group", group)) if key}
+        return {f"tracking.{ours}": text for ours, text in found.items() if text} | (
+            {"tracking.tags": source.texts(tags)} if tags and source.texts(tags) else {}
+        )
+
+    return read
+
+
+def parallel_sizes(said: Source) -> dict[str, int]:
+    """tp, pp, cp, ep and etp by Megatron's names; where nothing is said experts are split as the other weights are."""
+    found = {
+        short: said.whole(f"{name}_parallel_size") or 1
+        for short, name in (("tp", "tensor_model"), ("pp", "pipeline_model"), ("cp", "context"), ("ep", "expert_model"))
+    }
+    return found | {"etp": said.whole("expert_tensor_parallel_size") or (found["tp"] if found["ep"] > 1 else 1)}
+
+
+def world_layout(world: int, *, tp: int = 1, pp: int = 1, cp: int = 1, ep: int = 1, etp: int = 1) -> ParallelLayout:
+    """The layout of so many GPUs; raises UnreadableError where they cannot be divided so."""
+    replica = tp * pp * cp
+    if world < 1 or world % replica:
+        raise UnreadableError(f"{world} GPUs cannot be divided into replicas of t{tp}·p{pp}·c{cp} = {replica}")
+    try:
+        return ParallelLayout(dp=world // replica, tp=tp, pp=pp, cp=cp, ep=ep, etp=etp)
+    except ValueError as error:
+        raise UnreadableError(str(error)) from None
+
+
+def engine_layout(world: int, tp: int, ep: int = 1) -> str:
+    """vLLM's layout over all GPUs of the policy."""
+    if world % tp:
+        raise UnreadableError(f"{world} GPUs cannot be divided into engines of {tp}")
+    return f"vllm:d{world // tp}t{tp}" + (f"e{ep}" if ep > 1 else "")
+
+
+def engine_apart(gpus: int, tp: int, ep: int = 1) -> dict[str, Any]:
+    """vLLM on so many GPUs of its own."""
+    return {"engine.backend": engine_layout(gpus, tp, ep), "engine.placement": "apart"}
+
+
+def own_layout(policy: ParallelLayout, **sizes: int) -> str | None:
+    """Another model's layout on the policy's ranks; None where it is the policy's, or the ranks cannot be divided so."""
+    try:
+        found = world_layout(policy.world_size, **sizes)
+    except UnreadableError:
+        return None
+    return None if found.is_same(policy) else str(found)
+
+
+def ahead(steps: float, interrupt: str, tail: str = "wait") -> dict[str, Any]:
+    """Sampling so many steps ahead of the trainer; nothing of it where that is none."""
+    return {"rollout.max_staleness": steps, "rollout.interrupt": interrupt, "rollout.tail": tail} if steps > 0 else {}
+
+
+def at_once(samples: int, replicas: int, usual: int | None) -> dict[str, int]:
+    """`engine.max_num_seqs` where no more than so many samples are in flight at once; `usual` is a bound that was said."""
+    return {"engine.max_num_seqs": min(max(1, -(-samples // replicas)), usual or EngineConfig().max_num_seqs)}
+
+
+_OF_MINDSPEED = listed("shared", "mindspeed")
+"""Of MindSpeed's programs: kernels, how batches are padded and sent, which class builds the layers of config.json."""
+_RECOMPUTE = ("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules")
+
+
+def megatron_options(source: Source, start: str, ours: str) -> dict[str, Any]:
+    """Fields of TransformerConfig under `start` -> those of section `ours`; what we set ourselves is said to be fixed."""
+    found: dict[str, Any] = {}
+    said = source.under(f"{start}.")
+    for name in said.keys(""):
+        value = said.value(name)
+        if name not in _RECOMPUTE and value is not None:
+            option(said, name, name, value, ours, found)
+    return found
+
+
+def replayed(mode: str | None) -> dict[str, Any]:
+    """R2, R3 or None, for no replay of routes."""
+    if mode != "R3":
+        return {"policy.router_replay": mode}
+    # As the other systems have them: of a replica in the trainer's ranks, vLLM gives its routes to one rank only.
+    return {"policy.router_replay": mode, "engine.mode": "server"}
+
+
+def option(source: Source, key: str, name: str, value: Any, ours: str, found: dict[str, Any]) -> None:
+    """Put one field of TransformerConfig into `found`, or say why not."""
+    section = "pipeline" if name in PIPELINE else "transformer"
+    reason = refusal(section, name)
+    if name in _OF_MINDSPEED:
+        source.fixed(key, "a kernel of another device or library: numbers agree up to rounding")
+    elif name.startswith(("fp8", "fp4")):
+        source.lacks(key, "training in 8 or 4 bits")
+    elif name in ("attention_dropout", "hidden_dropout"):
+        source.fixed(key, "there is no dropout") if not value else source.lacks(key, "dropout")
+    elif name in ("moe_expert_capacity_factor", "moe_pad_expert_input_to_capacity", "moe_token_drop_policy"):
+        source.lacks(key, "experts that drop tokens: log-probs of engine and trainer would differ")
+    elif name.startswith("mtp_"):
+        source.fixed(key, "off") if not value else source.lacks(
+            key, "multi-token prediction: policy.mtp trains it, on response tokens"
+        )
+    elif name == "moe_token_dispatcher_type" and value == "flex":
+        source.lacks(key, "flex needs the package deep_ep; alltoall sends the same tokens", changes_result=False)
+    elif name == "moe_enable_routing_replay" and value:
+        source.lacks(key, "replaying the sampler's routing")
+    elif reason is not None:
+        source.fixed(key, reason.replace("{section}", ours.removesuffix(".megatron")))
+    elif not is_option(section, name):
+        source.lacks(key, f"Megatron-Core {section} options have no {name}")
+    else:
+        found[f"{ours}.{section}.{name}"] = value
+
+
+def moments(said: Source, *, are_read: bool) -> dict[str, Any]:
+    """Adam's moments of the policy in fewer bits, from a section `optim` of Megatron-Core's or Automodel's."""
+    if not are_read:
+        return {}
+    found = {name: DTYPES.get(said.text(name) or "float32") for name in ("exp_avg_dtype", "exp_avg_sq_dtype")}
+    for name in (name for name, value in found.items() if value not in ("float32", "bfloat16")):
+        said.lacks(name, f"moments of the type {said.text(name)}: known here are float32 and bfloat16")
+    if set(found.values()) == {"float32"}:
+        return {}
+    return {f"policy.megatron.optimizer.{name}": value for name, value in (found | _AWARE).items()}
+
+
+_AWARE = {"use_precision_aware_optimizer": True}
+
+
+def recompute(source: Source, start: str, ours: str) -> dict[str, Any]:
+    """Megatron-Core's recompute_* -> `recompute`, or its finer options as they stand."""
+    granularity = source.text(f"{start}.recompute_granularity")
+    method, layers = source.text(f"{start}.recompute_method"), source.whole(f"{start}.recompute_num_layers")
+    modules = source.texts(f"{start}.recompute_modules")
+    if granularity is None:
+        return {}
+    if granularity == "full":
+        if method in (None, "uniform") and layers in (None, 1):
+            return {f"{ours}.recompute": "full"}
+        found = {
+            "recompute_granularity": "full",
+            "recompute_method": method or "uniform",
+            "recompute_num_layers": layers or 1,
+        }
+    elif modules in ([], ["core_attn"]):
+        return {f"{ours}.recompute": "selective"}
+    else:
+        found = {"recompute_granularity": granularity, "recompute_modules": modules}
+    return {f"{ours}.megatron.transformer.{name}": value for name, value in found.items()}

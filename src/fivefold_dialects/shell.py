@@ -1,0 +1,367 @@
+"""A launch script -> the words of the command that starts training. The script is read, never run.
+
+Understood: assignments, `${VAR:-default}` and its kin, `$((arithmetic))`, arrays, quotes, line continuations, `if`, `case`
+and `&&` with plain tests, functions, other scripts that are sourced, files that the script writes from heredocs, `eval` and
+`bash -c` of a text, commands that only make text of text (`dirname`, `echo | tr`). A variable that nothing sets is empty in
+a test, as it is when the script runs. What only running could tell (`$(command)`, arguments of the script, what a loop or an
+unknown test leaves) stands open: it stays `${NAME}`, and who asks for its value is told to give it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from fivefold_dialects.bounds import Work, whole_number
+from fivefold_dialects.shell_words import (
+    ASSIGNMENT,
+    OPEN,
+    Script,
+    expand,
+    expand_word,
+    fits,
+    parts,
+    skip,
+    split,
+    test,
+    words_of,
+)
+
+_HEREDOC = re.compile(r"<<-?\s*(['\"]?)(\w+)\1")
+_DECLARING = ("export", "declare", "local", "readonly", "typeset")
+_SHELLS = ("bash", "sh", "/bin/bash", "/bin/sh", "zsh")
+_DEEP = 20
+"""Functions and texts that are read within each other at most."""
+
+
+def read_script(
+    text: str,
+    environment: Mapping[str, str],
+    arguments: Sequence[str] | None = None,
+    read_file: Callable[[str], str | None] = lambda name: None,
+    name: str = "",
+    work: Work | None = None,
+) -> Script:
+    """Read a bash script; `environment` has the variables that it finds set, `read_file` the text of scripts that it
+    sources, `name` is what it calls `$0`. Raises TooMuchError where reading takes more than is left of `work`."""
+    script = Script(dict(environment), read_file=read_file, work=work or Work())
+    script.work.spend(len(text))
+    script.exported.update(environment)
+    if name:
+        script.variables.update({"0": name, "BASH_SOURCE": name})
+    _hand_over(script, arguments)
+    _read_block(script, _Lines(text), True)
+    for body in [*script.functions.values()]:
+        # Nothing calls it by its name: `trap main EXIT`, `"$COMMAND"`.
+        _read_block(script, body, True)
+    return script
+
+
+def _hand_over(script: Script, arguments: Sequence[str] | None) -> None:
+    for name in [name for name in script.variables if name.isdigit() and name != "0"]:
+        del script.variables[name]
+    script.arguments = None if arguments is None else list(arguments)
+    script.variables["#"] = str(len(arguments or ()))
+    script.variables.update({str(place): word for place, word in enumerate(arguments or (), 1)})
+
+
+class _Lines:
+    """The statements of a script, with heredocs taken out of the text."""
+
+    def __init__(self, text: str) -> None:
+        self.heredocs: list[str] = []
+        self.statements = list(_statements(self._without_heredocs(text)))
+        self.place = 0
+
+    def body(self) -> _Lines:
+        """The statements up to the bracket that closes a function, which are gone from here."""
+        depth, start = 1, self.place
+        for statement in self:
+            depth += len(re.findall(r"(?:^|\s)\{$", statement)) + statement.startswith("{ ")
+            if statement == "}" or statement.startswith(("} ", "}\t")):
+                depth -= 1
+            if depth == 0:
+                break
+        found = _Lines("")
+        found.heredocs, found.statements = self.heredocs, self.statements[start : max(start, self.place - 1)]
+        return found
+
+    def _without_heredocs(self, text: str) -> str:
+        kept: list[str] = []
+        lines = iter(text.splitlines())
+        for line in lines:
+            match = _HEREDOC.search(line) if not line.lstrip().startswith("#") else None
+            if match and "<<<" not in line:
+                body = []
+                for inner in lines:
+                    if inner.strip() == match[2]:
+                        break
+                    body.append(inner)
+                self.heredocs.append(("" if match[1] else "$") + "\n".join(body) + "\n")
+                line = f"{line[: match.start()]} <<{len(self.heredocs) - 1} {line[match.end() :]}"
+            kept.append(line)
+        return "\n".join(kept)
+
+    def __iter__(self) -> Iterator[str]:
+        while self.place < len(self.statements):
+            self.place += 1
+            yield self.statements[self.place - 1]
+
+
+def _statements(text: str) -> Iterator[str]:
+    """Statements as text: cut at line ends and `;`, not within quotes, parentheses or after a backslash; `;;` is one."""
+    # Without the look behind, each of many spaces in a row would be tried as the first.
+    text = re.sub(r"(?<![ \t])[ \t]*\\[ \t]*\r?\n[ \t]*", " ", text)
+    piece, depth, i = "", 0, 0
+    while i < len(text):
+        letter = text[i]
+        if letter == "#" and (not piece or piece[-1] in " \t\n(;"):
+            while i < len(text) and text[i] != "\n":
+                i += 1
+            continue
+        if letter in "\\'\"`$":
+            end = skip(text, i)
+            piece += text[i:end]
+            i = end
+            continue
+        depth = depth + 1 if letter == "(" else max(0, depth - 1) if letter == ")" else depth
+        is_end = text.startswith(";;", i) and depth == 0
+        if letter in "\n;" and depth == 0:
+            if piece.strip():
+                yield piece.strip()
+            piece = ""
+            if is_end:
+                yield ";;"
+                i += 1
+        else:
+            piece += letter
+        i += 1
+    if piece.strip():
+        yield piece.strip()
+
+
+def _read_block(script: Script, lines: _Lines, known: bool, ends: tuple[str, ...] = ()) -> str:
+    """Read statements up to one of `ends`, which is returned; where it is not `known` whether they run, names stay open."""
+    for statement in lines:
+        # Each counts for the list that it may be put back into.
+        script.work.spend(len(statement) + len(lines.statements) // 100)
+        first, _, rest = statement.partition(" ")
+        if first in ends:
+            if rest.strip() and first in ("then", "else", "do"):
+                lines.statements.insert(lines.place, rest.strip())
+            return statement
+        if first in ("then", "do", "{", "}", "("):
+            if rest.strip() and first != "}":
+                lines.statements.insert(lines.place, rest.strip())
+        elif first == "if":
+            _read_if(script, lines, known, rest)
+        elif first == "for":
+            _read_for(script, lines, known, rest)
+        elif first in ("while", "until"):
+            holds = test(script, rest.partition("; do")[0])
+            is_skipped = holds is (first == "until")
+            _skip(script, lines, ("done",)) if is_skipped else _read_block(script, lines, False, ("done",))
+        elif first == "case":
+            _read_case(script, lines, known, rest)
+        elif named := re.match(
+            r"(?:function\s+([\w-]+)\s*(?:\(\))?|(\w[\w-]*)\s*\(\))\s*(\{?)\s*(.*)", statement, re.DOTALL
+        ):
+            _read_function(script, lines, named)
+        else:
+            _read_statement(script, lines, statement, known)
+    return ""
+
+
+def _read_function(script: Script, lines: _Lines, named: re.Match[str]) -> None:
+    inner = named[4].strip()
+    if inner:
+        lines.statements.insert(lines.place, inner)
+    elif not named[3] and lines.place < len(lines.statements) and lines.statements[lines.place].startswith("{"):
+        lines.place += 1
+        if rest := lines.statements[lines.place - 1][1:].strip():
+            lines.statements.insert(lines.place, rest)
+    script.functions[named[1] or named[2]] = lines.body()
+
+
+def _call(script: Script, name: str, arguments: list[str], known: bool) -> None:
+    body, before = script.functions[name], (script.arguments, dict(script.variables))
+    body.place = 0
+    del script.functions[name]
+    _hand_over(script, arguments)
+    _read_block(script, body, known)
+    _hand_over(script, before[0])
+    script.variables.update({key: value for key, value in before[1].items() if key.isdigit() or key == "#"})
+
+
+def _skip(script: Script, lines: _Lines, ends: tuple[str, ...]) -> str:
+    """Read over a branch that does not run; its commands are kept apart."""
+    state, count, functions = script.state(), len(script.commands), dict(script.functions)
+    end = _read_block(script, lines, False, ends)
+    assigned = script.open - state[2]
+    script.restore(state)
+    # The script's own names, which nothing else sets.
+    script.variables.update(dict.fromkeys(assigned - script.variables.keys(), ""))
+    script.functions = functions
+    script.skipped += script.commands[count:]
+    del script.commands[count:]
+    return end
+
+
+def _read_if(script: Script, lines: _Lines, known: bool, condition: str) -> None:
+    done: bool | None = False
+    ends = ("elif", "else", "fi")
+    while True:
+        holds = test(script, condition)
+        # The branch runs, does not, or nobody can tell.
+        runs = False if done else holds if done is False else None
+        end = _skip(script, lines, ends) if runs is False else _read_block(script, lines, known and runs is True, ends)
+        if holds is None and done is False:
+            done = None
+        elif holds:
+            done = True
+        if end.startswith("elif"):
+            condition = end.removeprefix("elif").strip()
+        elif end.startswith("else"):
+            condition = "true"
+        else:
+            return
+
+
+def _read_for(script: Script, lines: _Lines, known: bool, rest: str) -> None:
+    """A loop over one word sets the name to it; what longer ones set stands open."""
+    named = re.match(r"\s*(\w+)(?:\s+in\s+(.*))?", rest.partition("; do")[0], re.DOTALL)
+    words = words_of(script, named[2]) if named and named[2] else []
+    is_once = len(words) == 1 and "$" not in words[0]
+    if named and is_once:
+        _assign(script, named[1], words[0], known)
+    elif named:
+        _assign(script, named[1], "", False)
+    _read_block(script, lines, known and is_once, ("done",))
+
+
+def _read_case(script: Script, lines: _Lines, known: bool, rest: str) -> None:
+    subject, inside, first = _in(rest)
+    value = expand_word(subject, script) if inside else ""
+    value = re.sub(r"\$\{([A-Za-z_]\w*|\d+)\}", lambda name: name[0] if name[1] in script.open else "", value)
+    if first:
+        lines.statements.insert(lines.place, first)
+    done: bool | None = False if "$" not in value else None
+    for statement in lines:
+        if statement.startswith("esac"):
+            return
+        if not (branch := re.match(r"\(?([^()]*)\)\s*(.*)", statement, re.DOTALL)):
+            continue
+        if branch[2]:
+            lines.statements.insert(lines.place, branch[2])
+        patterns = [expand_word(each.strip(), script) for each in branch[1].split("|")]
+        holds = done is False and any(fits(value, pattern, script) for pattern in patterns)
+        if done is None or holds:
+            end = _read_block(script, lines, known and holds, (";;", "esac"))
+        else:
+            end = _skip(script, lines, (";;", "esac"))
+        done = True if holds else done
+        if end.startswith("esac"):
+            return
+
+
+def _in(text: str) -> tuple[str, str, str]:
+    """`SUBJECT in REST` as (SUBJECT, "in", REST); empty texts where there is no `in`."""
+    for word in re.finditer(r"(?<!\S)in(?!\S)", text):
+        return text[: word.start()].strip(), "in", text[word.end() :].strip()
+    return "", "", ""
+
+
+def _read_statement(script: Script, lines: _Lines, statement: str, known: bool, depth: int = 0) -> None:
+    pieces = list(parts(statement, ("&&", "||")))
+    if len(pieces) > 1:
+        _read_chain(script, lines, pieces, known)
+        return
+    # Each assignment sees the ones before it.
+    set_before: list[str] = []
+    while match := re.match(r"([A-Za-z_]\w*)=(?!\()", statement):
+        raw = split(statement)[0]
+        _assign(script, match[1], expand_word(raw[match.end() :], script), known)
+        set_before.append(match[1])
+        statement = statement[len(raw) :].lstrip()
+    words = words_of(script, statement)
+    if words and words[0] in _DECLARING:
+        if words[0] == "export" or "-x" in words:
+            script.exported.update(word.partition("=")[0] for word in words[1:])
+        words = [word for word in words[1:] if not word.startswith("-")]
+    for place, word in enumerate(words):
+        match = ASSIGNMENT.fullmatch(word)
+        if match is None or ("." in word.partition("=")[0]):
+            script.exported.update(set_before)
+            _read_command(script, lines, words[place:], known, depth)
+            return
+        name, append, value = match.groups()
+        if value.startswith(OPEN + "("):
+            array = value[2:].split(OPEN) if value[2:] else []
+            script.assign_array(name, (script.arrays.get(name, []) if append else []) + array)
+        else:
+            _assign(script, name, (script.variables.get(name, "") if append else "") + value, known)
+
+
+def _read_chain(script: Script, lines: _Lines, pieces: list[tuple[str, str]], known: bool) -> None:
+    """`test && command || other`: what runs is known where tests are; a command that is no test is taken to succeed."""
+    holds: bool | None = True
+    for sign, piece in pieces:
+        runs = True if not sign else holds if sign == "&&" else None if holds is None else not holds
+        if runs is False:
+            continue
+        if piece.startswith(("[", "((", "test ", "! ")):
+            holds = test(script, piece) if runs else None
+        elif sign == "||" and re.match(r"(exit|return|true|:|echo|\{)\b", piece):
+            continue
+        else:
+            _read_statement(script, lines, piece.strip("{} "), known and runs is True)
+            holds = holds if runs is None else True
+
+
+def _read_command(script: Script, lines: _Lines, command: list[str], known: bool, depth: int) -> None:
+    first, rest = command[0], command[1:]
+    if depth > _DEEP:
+        return
+    if first == "unset":
+        for name in rest:
+            script.variables.pop(name, None)
+        return
+    if first == "shift" and script.arguments is not None:
+        _hand_over(script, script.arguments[max(0, (whole_number(rest[0]) if rest else None) or 1) :])
+        return
+    if first in script.functions:
+        _call(script, first, rest, known)
+        return
+    if first in ("source", ".") and rest:
+        if rest[0] not in script.sourced and (text := script.read_file(rest[0])) is not None:
+            script.sourced.add(rest[0])
+            _read_block(script, _Lines(text), known)
+        return
+    if first == "eval" and len(rest) == 1:
+        _read_statement(script, lines, rest[0], known, depth + 1)
+        return
+    shell = next((place for place, word in enumerate(command) if word in _SHELLS), None)
+    if shell is not None and len(command) > shell + 2 and re.fullmatch(r"-\w*c", command[shell + 1]):
+        _read_block(script, _Lines(command[shell + 2]), known)
+        return
+    places = (whole_number(word[2:]) for word in command if word.startswith("<<"))
+    if (number := next((place for place in places if place in range(len(lines.heredocs))), None)) is not None:
+        written = next((command[i + 1] for i, word in enumerate(command[:-1]) if word in (">", ">|")), None)
+        written = written or next((word[1:] for word in command if word.startswith(">") and len(word) > 1), None)
+        body = lines.heredocs[number]
+        text = expand(body[1:], script, quoted=True) if body.startswith("$") else body
+        if written is not None:
+            script.files[written] = script.work.value(text, written)
+        elif shell is not None:
+            _read_block(script, _Lines(text), known)
+    script.commands.append(command)
+
+
+def _assign(script: Script, name: str, value: str, known: bool) -> None:
+    """Where nobody can tell whether this runs, the name stands open."""
+    if known:
+        script.assign(name, value)
+        script.open.discard(name)
+    else:
+        script.variables.pop(name, None)
+        script.open.add(name)

@@ -1,0 +1,294 @@
+"""SkyRL: dataclasses filled from `key=value`, and the Hydra keys of skyrl-train before (PR #223 and after).
+
+skyrl_algorithm.py has what several keys say of the method, skyrl_model.py of the models, here is the rest of RL. What only
+SkyRL's code explains was read in SkyRL a9564572e (2026-08-21); a note has the place.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from fivefold_dialects import shared, skyrl_sft
+from fivefold_dialects.adapters import refuse
+from fivefold_dialects.known import known
+from fivefold_dialects.sampler import say_replaced
+from fivefold_dialects.skyrl_algorithm import METHOD, TOKEN_MEAN, constant_scale
+from fivefold_dialects.skyrl_model import CHOICES, kept, low_rank, optimizer, policy
+from fivefold_dialects.source import Source, UnreadableError, typed
+from fivefold_dialects.system import dialect
+from fivefold_dialects.table import Table, load, several, table
+
+_ALGORITHM, _POLICY, _ENGINE = "trainer.algorithm.", "trainer.policy.", "generator.inference_engine."
+_MEGATRON = _POLICY + "megatron_config."
+_COLOCATED = "trainer.placement.colocate_all"
+_OLDER = {name: f"inference_engine_{name}" for name in several("(tensor expert data pipeline)_parallel_size")}
+_OLDER["num_engines"] = "num_inference_engines"
+"""Settings of engines that had other names in skyrl-train; there all stood in the section generator."""
+_OLDER_KEYS = frozenset(several(load("legacy/skyrl")["older"]))
+PROGRAMS = ("main_base", "main_dapo", "main_tis_dapo", "main_async", "main_fully_async", "main_dapo_fully_async")
+WITH_A_FUNCTION = {
+    "main_custom_policy_loss": (_ALGORITHM + "policy_loss_type", "reinforce"),
+    "main_custom_adv_est": (_ALGORITHM + "advantage_estimator", "simple_baseline"),
+}
+"""SkyRL's examples of functions of one's own, with the key and the name that ask for them."""
+FLASHRL = "main_dapo_flashrl"
+OTHER_PROGRAMS = {
+    "main_full_ctx": "a test of memory on made-up sequences of the longest length, which learns nothing: `fivefold check`",
+    "main_fully_async_sim": "training that is only simulated",
+    "main_generate": "sampling and scoring without training: `fivefold eval`",
+}
+"""Programs that are refused, with what they do besides their keys."""
+_URLS = (_ENGINE + "external_server_urls", _ENGINE + "remote_urls", "generator.remote_inference_engine_urls")
+"""Servers that run already; by the oldest names they are host:port."""
+_PAIR = re.compile(r"([A-Za-z_]\w*)\s*:\s*('[^']*'|\"[^\"]*\"|[^,{}]+)")
+
+
+def of_engine(source: Source, name: str) -> str:
+    """The key of an engine's setting: of today, or of skyrl-train where that one is set."""
+    older = f"generator.{_OLDER.get(name, name)}"
+    return older if source.has(older) and not source.has(_ENGINE + name) else _ENGINE + name
+
+
+def gpus(source: Source) -> int:
+    return source.count("trainer.placement.policy_num_nodes") * source.count("trainer.placement.policy_num_gpus_per_node")
+
+
+def program_of(source: Source) -> str:
+    return (source.text("-m") or "main_base").rpartition(".")[2]
+
+
+def program(source: Source) -> dict[str, Any]:
+    name = program_of(source)
+    for example, (key, function) in WITH_A_FUNCTION.items():
+        if example != name and source.text(key) == function:
+            source.lacks(key, f"the function {function}, which SkyRL's example of it registers, and not {name}")
+    if name == FLASHRL:
+        return {"engine.vllm.quantization": "fp8"}
+    if name not in PROGRAMS and name not in WITH_A_FUNCTION:
+        source.lacks("-m", OTHER_PROGRAMS.get(name, "another program than main_base: it may do what no key says"))
+    return {}
+
+
+def template(source: Source) -> dict[str, Any]:
+    """Variables of the chat template, as keys of their own or as `{name:value}`."""
+    start = "generator.chat_template_kwargs"
+    found = {key.removeprefix(f"{start}."): source.value(key) for key in source.keys(f"{start}.")}
+    if source.has(start) and (written := source.raw(start)) not in (None, "null", "{}", {}):
+        pairs = written if isinstance(written, dict) else dict(_PAIR.findall(str(written)))
+        if not pairs:
+            raise UnreadableError(f"{start} must be a mapping: got {written!r}")
+        found |= {name: typed(value) if isinstance(value, str) else value for name, value in pairs.items()}
+    return {"data.chat_template_kwargs": found} if found else {}
+
+
+def steps_ahead(source: Source) -> int:
+    """By the program: those of main_fully_async, one in main_async, none otherwise."""
+    name = program_of(source)
+    if name.endswith("fully_async") or source.flag("trainer.fully_async.enabled"):
+        return source.count("trainer.fully_async.max_staleness_steps")
+    return 1 if name == "main_async" else 0
+
+
+def ahead(source: Source) -> dict[str, Any]:
+    if not (steps := steps_ahead(source)):
+        return {}
+    if source.flag(_COLOCATED):
+        source.lacks(_COLOCATED, "asynchronous training on shared GPUs, which SkyRL refuses: say false")
+    if program_of(source) == "main_async" and not source.flag("trainer.fully_async.enabled"):
+        return shared.ahead(steps, "finish")
+    if source.count("trainer.train_batch_size") != source.count("trainer.policy_mini_batch_size"):
+        source.lacks(
+            "trainer.policy_mini_batch_size",
+            "a step of another size than train_batch_size, which fully asynchronous training refuses: say the same",
+        )
+    return shared.ahead(steps, "continue", "carry")
+
+
+def batch(source: Source) -> dict[str, Any]:
+    prompts, mini = source.count("trainer.train_batch_size"), source.count("trainer.policy_mini_batch_size")
+    if not 0 < mini <= prompts:
+        raise UnreadableError(
+            f"trainer.policy_mini_batch_size = {mini} must be in 1 to trainer.train_batch_size = {prompts}"
+        )
+    if prompts % mini:
+        source.lacks("trainer.policy_mini_batch_size", f"updates of unequal size: {prompts} prompts are no multiple of it")
+    return {"data.prompts_per_step": prompts, "algorithm.updates_per_step": prompts // mini}
+
+
+def micro_batch(source: Source) -> dict[str, Any]:
+    longest = source.count("trainer.max_prompt_length") + source.count("generator.sampling_params.max_generate_length")
+    budget = source.whole("trainer.max_tokens_per_microbatch") or -1
+    tokens = max(budget, longest) if budget > 0 else source.count("trainer.micro_train_batch_size_per_gpu") * longest
+    return {"policy.tokens_per_micro_batch": tokens}
+
+
+def layout(source: Source) -> dict[str, Any]:
+    megatron = ""
+    if source.text("trainer.strategy") == "megatron":
+        # It stood next to `trainer` from 2025-08 to 2025-10.
+        megatron = "megatron_config.policy." if source.keys("megatron_config.policy.") else _MEGATRON
+    recomputes = source.flag("trainer.gradient_checkpointing")
+    found = policy(source, gpus(source), megatron, _POLICY + "sequence_parallel_size", recomputes=recomputes)
+    if source.flag(_COLOCATED) and source.flag(_POLICY + "optimizer_config.offload_after_step"):
+        found["policy.offload.optimizer"] = True
+    return found
+
+
+def learning(source: Source) -> dict[str, Any]:
+    return optimizer(source, _POLICY, scale=constant_scale(source))
+
+
+def adapters(source: Source) -> dict[str, Any]:
+    if found := low_rank(source, _POLICY):
+        refuse(source, f"{_MEGATRON}lora_config.lora_type", "other adapters than LoRA", ("lora", "canonical_lora"))
+    return found
+
+
+def critic(source: Source) -> dict[str, Any]:
+    if source.text(_ALGORITHM + "advantage_estimator") != "gae":
+        return {}
+    if source.count("trainer.critic_mini_batch_size") != source.count("trainer.policy_mini_batch_size"):
+        source.lacks("trainer.critic_mini_batch_size", "the critic learns in the policy's updates")
+    found = {
+        "critic.path": shared.path(source, "trainer.critic.model.path"),
+        "critic.value_clip": source.number(_ALGORITHM + "value_clip"),
+    }
+    return found | optimizer(source, "trainer.critic.", "critic.optimizer") | low_rank(source, "trainer.critic.", "critic")
+
+
+def sampling(source: Source) -> dict[str, Any]:
+    said = source.under("generator.sampling_params.")
+    found: dict[str, Any] = {name: said.number(name) for name in ("temperature", "top_p", "min_p", "repetition_penalty")}
+    limit, prompt = source.whole("generator.max_input_length"), source.count("trainer.max_prompt_length")
+    if limit is not None and limit < prompt:
+        source.lacks("generator.max_input_length", f"less than trainer.max_prompt_length = {prompt}, which SkyRL refuses")
+    found |= {"top_k": max(0, said.whole("top_k") or 0), "stop": said.texts("stop") or None}
+    return {f"engine.sampling.{key}": value for key, value in found.items()}
+
+
+def servers(source: Source) -> list[str]:
+    """Addresses of engines that the program does not start; none where it starts them."""
+    key = of_engine(source, "run_engines_locally")
+    if not (source.has(key) and not source.flag(key)) and not source.has(_URLS[0]):
+        return []
+    named = [url for name in _URLS if source.has(name) for url in source.texts(name)]
+    if not named:
+        raise UnreadableError(f"{key}=false needs the addresses of engines: {_URLS[0]}")
+    return [url if "://" in url else f"http://{url}" for url in named]
+
+
+def engine(source: Source) -> dict[str, Any]:
+    def key(name: str) -> str:
+        return of_engine(source, name)
+
+    tp, ep, pp, dp = (source.whole(key(f"{of}_parallel_size")) or 1 for of in ("tensor", "expert", "pipeline", "data"))
+    replicas = source.count(key("num_engines")) * dp
+    # What is sharded over stages there is over tensors here.
+    tp, ep = tp * pp, ep if ep == tp * pp else 1
+    is_colocated, backend = source.flag(_COLOCATED), source.text(key("backend"))
+    if urls := servers(source):
+        if is_colocated:
+            source.lacks(_COLOCATED, "engines that run elsewhere on the policy's GPUs: say false")
+        if (backend or "vllm") not in ("vllm", "sglang"):
+            source.lacks(key("backend"), f"servers of {backend}: known here are vllm and sglang")
+        return {"engine.backend": backend or "vllm", "engine.url": urls}
+    if is_colocated and replicas * tp != gpus(source):
+        raise UnreadableError(
+            f"{key('num_engines')} x tensor_parallel_size = {replicas * tp} must be the policy's {gpus(source)} "
+            f"GPUs where all are colocated"
+        )
+    found: dict[str, Any] = {
+        "engine.memory_fraction": source.number(key("gpu_memory_utilization")),
+        "engine.max_num_seqs": source.whole(key("max_num_seqs")),
+    }
+    if is_colocated:
+        found["engine.backend"] = shared.engine_layout(gpus(source), tp, ep)
+    else:
+        found |= shared.engine_apart(replicas * tp, tp, ep)
+    say_replaced(source, key("backend"), backend)
+    if backend == "vllm":
+        for name in ("enforce_eager", "enable_prefix_caching", "enable_chunked_prefill", "max_num_batched_tokens"):
+            if source.has(key(name)):
+                read = source.whole if name == "max_num_batched_tokens" else source.flag
+                found[f"engine.vllm.{name}"] = read(key(name))
+    workers = source.whole("trainer.fully_async.num_parallel_generation_workers") or 0
+    if steps_ahead(source) and 0 < workers < (steps_ahead(source) + 1) * source.count("trainer.train_batch_size"):
+        samples = workers * source.count("generator.n_samples_per_prompt")
+        found |= shared.at_once(samples, replicas, found["engine.max_num_seqs"])
+    return found
+
+
+def router_replay(source: Source) -> dict[str, Any]:
+    key, by_engine = _MEGATRON + "moe_enable_routing_replay", source.flag(_ENGINE + "enable_return_routed_experts")
+    if source.text("trainer.strategy") != "megatron" or not source.flag(key):
+        return {}
+    if not by_engine:
+        source.lacks(key, "R3 without enable_return_routed_experts of the engine, which SkyRL refuses too")
+    return shared.replayed("R3")
+
+
+def evaluation(source: Source) -> dict[str, Any]:
+    said = source.under("generator.eval_sampling_params.")
+    length = said.whole("max_generate_length")
+    if length is not None and length != source.count("generator.sampling_params.max_generate_length"):
+        said.lacks("max_generate_length", "responses of another length in evaluation")
+    # Without keys of its own evaluation is greedy.
+    if not (temperature := said.number("temperature")):
+        return {"eval.samples": 0}
+    samples = source.whole("generator.eval_n_samples_per_prompt")
+    return {"eval.samples": samples, "eval.temperature": temperature, "eval.top_p": said.number("top_p")}
+
+
+def rewards(source: Source) -> dict[str, Any]:
+    chosen = CHOICES["environment.env_class"]
+    if chosen.name(source) == "aime" and source.text(_ALGORITHM + "advantage_estimator") in ("gae", "reinforce++"):
+        source.lacks(chosen.key, "rewards of -1 and 1, of which only the difference is kept here")
+    return dict(chosen.read(source))
+
+
+def run(source: Source) -> dict[str, Any]:
+    mode = (source.text("trainer.resume_mode") or "none").lower()
+    return {
+        "trainer.resume": {"latest": "auto", "none": "never"}.get(mode, source.text("trainer.resume_path")),
+        "trainer.eval_every": shared.interval(source, "trainer.eval_interval") if source.items("data.val_data") else 0,
+    }
+
+
+def reference(source: Source, key: str) -> str | None:
+    return shared.path(source, key) if source.flag(_ALGORITHM + "use_kl_loss") else None
+
+
+def router(source: Source, key: str) -> str | None:
+    return source.text(key) if (source.whole(_MEGATRON + "expert_model_parallel_size") or 1) > 1 else None
+
+
+def release_of(settings: Mapping[str, Any]) -> str:
+    """Settings of the package skyrl-train, which ended on 2026-03-02: by its name, or by keys that no later one has."""
+    is_older = str(settings.get("-m", "")).startswith("skyrl_train.") or not _OLDER_KEYS.isdisjoint(settings)
+    return "2026-03" if is_older else ""
+
+
+DERIVED = (
+    *(*METHOD, program, template, ahead, batch, layout, micro_batch, learning, adapters, critic, sampling, engine),
+    *(router_replay, evaluation, rewards, run),
+    shared.tracked("trainer.logger", "trainer.project_name", "trainer.run_name", tags="trainer.tags"),
+)
+_CONVERTERS = {
+    "files": shared.files, "interval": shared.interval, "kept": kept, "loggers": shared.loggers, "path": shared.path,
+    "reference": reference, "router": router,
+}  # fmt: skip
+TABLE = table(
+    "skyrl", DERIVED, _CONVERTERS, load("legacy/skyrl"), elsewhere={TOKEN_MEAN: "token-mean"}, release_of=release_of,
+    known=known("skyrl"),
+)  # fmt: skip
+SFT = table("skyrl_sft", skyrl_sft.DERIVED, _CONVERTERS, known=known("skyrl"))
+
+
+def table_of(settings: Mapping[str, Any]) -> Table:
+    """The table of a program's settings: that of RL or of SFT."""
+    return SFT if skyrl_sft.looks_like(settings) else TABLE
+
+
+translate = dialect("skyrl", TABLE, SFT, choose=table_of, config_names=("ppo_base_config",))

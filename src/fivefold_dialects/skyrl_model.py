@@ -1,0 +1,72 @@
+"""How SkyRL's models are spread, computed and updated, in RL and in SFT -> ours."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fivefold_dialects import shared
+from fivefold_dialects.adapters import adapters, refuse
+from fivefold_dialects.shared import EVERY_CHECKPOINT
+from fivefold_dialects.source import Source
+from fivefold_dialects.table import choices
+
+CHOICES = choices("skyrl")
+
+
+def policy(source: Source, world: int, megatron: str, sequence_parallel: str, *, recomputes: bool) -> dict[str, Any]:
+    """The policy on so many GPUs; `megatron` is its section of Megatron-Core's settings, "" where FSDP trains it."""
+    if not megatron:
+        backend = str(shared.world_layout(world, cp=source.whole(sequence_parallel) or 1))
+        return {"policy.backend": backend, "policy.recompute": "full" if recomputes else None}
+    sizes, kwargs = shared.parallel_sizes(source.under(megatron)), megatron + "transformer_config_kwargs"
+    found: dict[str, Any] = {"policy.backend": str(shared.world_layout(world, **sizes)), "policy.sequence_parallel": True}
+    if recomputes:
+        found |= shared.recompute(source, kwargs, "policy")
+    found |= shared.megatron_options(source, kwargs, "policy.megatron")
+    if sizes["pp"] == 1:
+        for name in ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"):
+            if found.pop(f"policy.megatron.pipeline.{name}", None) is not None:
+                source.fixed(f"{kwargs}.{name}", "there is one stage, which has all layers")
+    said, names = source.under(megatron + "optimizer_config_kwargs."), []
+    if said.flag("optimizer_cpu_offload"):
+        names = ["optimizer_cpu_offload", "optimizer_offload_fraction", "overlap_cpu_optimizer_d2h_h2d"]
+    if said.flag("use_precision_aware_optimizer"):
+        names.append("use_precision_aware_optimizer")
+    return found | {f"policy.megatron.optimizer.{name}": said.value(name) for name in names}
+
+
+def optimizer(source: Source, section: str = "", ours: str = "policy.optimizer", scale: float = 1.0) -> dict[str, Any]:
+    """AdamW of a section; `scale` is how much smaller the loss is there than here."""
+    said = source.under(section + "optimizer_config.")
+    clip = said.number("max_grad_norm")
+    found = {
+        "lr": said.number("lr"),
+        "betas": [float(beta) for beta in said.items("adam_betas")],
+        "clip_grad": clip and clip * scale,
+        "weight_decay": said.number("weight_decay"),
+        "schedule": CHOICES["scheduler"].read(said) or "constant",
+        "warmup_steps": said.whole("num_warmup_steps") or 0,
+        "warmup_from": 0,
+    }
+    return {f"{ours}.{key}": value for key, value in found.items()}
+
+
+def low_rank(source: Source, section: str = "", ours: str = "policy") -> dict[str, Any]:
+    start = section + "model.lora."
+    names = {
+        "rank": "rank",
+        "alpha": "alpha",
+        "targets": "target_modules",
+        "exclude": "exclude_modules",
+        "init": "init_method",
+    }
+    found = adapters(source, ours, **{name: start + key for name, key in names.items()})
+    if found:
+        refuse(source, start + "dropout", "dropout of adapters", (0, 0.0))
+    return found
+
+
+def kept(source: Source, key: str) -> int:
+    """Checkpoints that stay: all of them where the number is -1."""
+    keep = source.whole(key) or -1
+    return keep if keep > 0 else EVERY_CHECKPOINT

@@ -1,0 +1,121 @@
+"""SkyRL's SFT program, `skyrl.train.main_sft`: its own flat keys.
+
+What its code explains was read in SkyRL a9564572e (2026-08-21); a note has the place.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from fivefold_dialects import shared
+from fivefold_dialects.skyrl_model import low_rank, optimizer, policy
+from fivefold_dialects.source import Source, UnreadableError
+from fivefold_dialects.table import choices
+
+CHOICES = choices("skyrl_sft")
+PROGRAMS = ("main_sft", "main_sft_with_callbacks")
+"""The second one shows e to the loss besides."""
+_LONGEST = 1 << 20
+"""Tokens of a sequence that nothing bounds."""
+
+
+def looks_like(settings: Mapping[str, Any]) -> bool:
+    """Settings of the SFT program: by its name, or by keys that the others have under `trainer.`."""
+    if (program := str(settings.get("-m", ""))) and "sft" in program:
+        return True
+    return not any(key.startswith(("trainer.", "generator.")) for key in settings) and any(
+        key.startswith("train_dataset") or key in ("dataset_name", "dataset_split", "messages_key") for key in settings
+    )
+
+
+def program(source: Source) -> dict[str, Any]:
+    name = (source.text("-m") or "main_sft").rpartition(".")[2]
+    if name not in PROGRAMS:
+        source.lacks("-m", "another program than main_sft: it may do what no key says")
+    return {"algorithm.name": "sft"}
+
+
+def _slices(source: Source, key: str) -> list[str]:
+    """A list of slices, whose own brackets and colons YAML would take for its own: `[train[:100],train[100:]]`."""
+    raw = source.raw(key)
+    if not isinstance(raw, str) or "[" not in raw.strip("'\" ")[1:]:
+        return source.texts(key)
+    inner = raw.strip("'\" ")
+    inner = inner[1:-1] if inner.startswith("[") else inner
+    return [part.strip("'\" ") for part in re.split(r",(?![^\[]*\])", inner)]
+
+
+def _parts(source: Source, sets: str, splits: str, older_set: str, older_split: str) -> list[str]:
+    """Files of data sets of the hub, OWNER/NAME-SPLIT.parquet, with the rows of a slice."""
+    if (source.has(older_set) or source.has(older_split)) and not source.has(sets):
+        names, slices = source.texts(older_set), _slices(source, older_split)
+    else:
+        names, slices = source.texts(sets), _slices(source, splits)
+    if not names:
+        return []
+    if len(names) != len(slices):
+        raise UnreadableError(f"{splits} must have one entry for each of {sets}: got {len(slices)} for {len(names)}")
+    found = []
+    for name, split in zip(names, slices, strict=True):
+        split_name, bracket, rows = split.partition("[")
+        if bracket and (":" not in rows or not set(rows) <= set("-0123456789:]")):
+            source.lacks(splits, f"the slice {split}: [begin:end] in rows is read")
+        found.append(f"{name}-{split_name}.parquet{bracket}{rows}")
+    return found
+
+
+def data(source: Source) -> dict[str, Any]:
+    train = _parts(source, "train_datasets", "train_dataset_splits", "dataset_name", "dataset_split")
+    if len(train) > 1:
+        source.lacks(
+            "train_datasets", "rows of several sets drawn with replacement by weight: data.mixture has fixed shares"
+        )
+    if (order := source.text("sampler")) not in ("random", "sequential"):
+        source.lacks("sampler", "an order of one's own")
+    if (longest := source.whole("max_length")) is None:
+        source.lacks("max_length", "sequences that nothing cuts off: max_length")
+    found = {
+        "data.train": train,
+        "data.shuffle": order == "random",
+        "data.learned_turns": CHOICES["train_on_what"].read(source),
+        "eval.generate": False,
+        **{f"data.max_{part}_tokens": longest or _LONGEST for part in ("total", "prompt", "response")},
+    }
+    if validates(source):
+        found["data.val"] = _parts(source, "eval_datasets", "eval_dataset_splits", "eval_dataset_name", "eval_dataset_split")
+    return found
+
+
+def validates(source: Source) -> bool:
+    return source.has("eval_datasets") or source.has("eval_dataset_name")
+
+
+def layout(source: Source) -> dict[str, Any]:
+    world = source.count("placement.num_nodes") * source.count("placement.num_gpus_per_node")
+    megatron = "megatron_config." if source.text("strategy") == "megatron" else ""
+    return policy(source, world, megatron, "sequence_parallel_size", recomputes=True)
+
+
+def micro_batch(source: Source) -> dict[str, Any]:
+    longest = source.whole("max_length") or _LONGEST
+    if source.flag("use_sequence_packing"):
+        return {"policy.tokens_per_micro_batch": max(source.whole("max_tokens_per_microbatch") or 0, longest)}
+    return {"policy.tokens_per_micro_batch": source.count("micro_train_batch_size_per_gpu") * longest}
+
+
+def run(source: Source) -> dict[str, Any]:
+    steps = [number for key in ("num_steps", "max_training_steps") if (number := source.whole(key)) is not None]
+    resume = source.text("resume_from")
+    return {
+        "trainer.steps": min(steps, default=None),
+        "trainer.epochs": 1_000_000 if source.whole("num_steps") is not None else source.count("num_epochs"),
+        "trainer.eval_every": shared.interval(source, "eval_interval") if validates(source) else 0,
+        "trainer.run_dir": shared.path(source, "ckpt_path") or f"runs/{source.text('run_name')}",
+        "trainer.resume": {None: "never", "latest": "auto"}.get(resume, resume),
+    }
+
+
+tracked = shared.tracked("logger", "project_name", "run_name", tags="tags")
+DERIVED = (program, data, layout, micro_batch, low_rank, run, tracked, optimizer)

@@ -1,0 +1,254 @@
+"""Another system's settings as its program would see them: defaults, interpolations, types of words on a command line."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import Any
+
+from fivefold.config.dialect import Outcome, Tree
+from fivefold.config.loader import ConfigError, parse_value
+from fivefold.errors import UserError, shown
+from fivefold_dialects.bounds import Work
+
+_VARIABLE = re.compile(r"\$\{([^${}]*)\}|\$([A-Za-z_][A-Za-z0-9_]*|[0-9@*#])")
+_NONE = ("null", "none", "~", "")
+_TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
+
+
+class UnreadableError(UserError):
+    """A value that cannot be used as it stands."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """Settings by their full key; every read is recorded, so that it is known what a value of ours comes from."""
+
+    settings: Mapping[str, Any]
+    """What the configuration sets."""
+    defaults: Mapping[str, Any]
+    environment: Mapping[str, str]
+    """Values of variables that stand open."""
+    prefix: str = ""
+    read: set[str] = field(default_factory=set)
+    """Full keys that were asked for."""
+    found: list[Outcome] = field(default_factory=list)
+    """What functions say of keys."""
+    work: Work = field(default_factory=Work)
+    notes: list[str] = field(default_factory=list)
+    """What functions say of the run."""
+
+    def under(self, prefix: str) -> Source:
+        """The same settings seen from a section: `prefix` is put before keys."""
+        return replace(self, prefix=self.prefix + prefix)
+
+    def recording(self) -> Source:
+        """The same with a record of its own."""
+        return replace(self, read=set())
+
+    def without(self, key: str) -> Source:
+        """The same without a full key, with records of its own."""
+        settings = dict(self.settings)
+        del settings[key]
+        return replace(self, settings=settings, read=set(), found=[], notes=[])
+
+    def has(self, key: str) -> bool:
+        """The configuration sets it."""
+        self.read.add(self.prefix + key)
+        return self.prefix + key in self.settings
+
+    def keys(self, start: str) -> list[str]:
+        """Keys that the configuration sets below `start`."""
+        full = self.prefix + start
+        return [key.removeprefix(self.prefix) for key in self.settings if key.startswith(full)]
+
+    def value(self, key: str) -> Any:
+        """The value, of YAML's type: the configuration's, or the default; None where there is none."""
+        raw = self.raw(key)
+        return typed(raw) if isinstance(raw, str) else raw
+
+    def raw(self, key: str) -> Any:
+        """The value as it was written, with interpolations in their place."""
+        return self._resolved(self.prefix + key, 0)
+
+    def text(self, key: str) -> str | None:
+        """The value as text, without the quotes around it."""
+        raw = self.raw(key)
+        if raw is None or (isinstance(raw, str) and raw.strip().lower() in _NONE):
+            return None
+        return _unquoted(str(raw))
+
+    def number(self, key: str) -> float | None:
+        raw = self.raw(key)
+        if raw is None or str(raw).strip().lower() in _NONE:
+            return None
+        try:
+            if isinstance(raw, bool):
+                raise ValueError
+            return float(_unquoted(str(raw)))
+        except (ValueError, OverflowError):
+            raise UnreadableError(f"{self.prefix}{key} must be a number: got {shown(raw)}") from None
+
+    def whole(self, key: str) -> int | None:
+        number = self.number(key)
+        if number is None:
+            return None
+        if not number.is_integer():
+            raise UnreadableError(f"{self.prefix}{key} must be a whole number: got {number}")
+        return int(number)
+
+    def count(self, key: str) -> int:
+        """A whole number that cannot be absent."""
+        number = self.whole(key)
+        if number is None:
+            raise UnreadableError(f"{self.prefix}{key} must be a whole number: got none")
+        return number
+
+    def flag(self, key: str) -> bool:
+        """True or false; absent is false."""
+        raw = self.raw(key)
+        if isinstance(raw, bool):
+            return raw
+        word = _unquoted(str(raw)).strip().lower()
+        if raw is None or word in _NONE or word in _FALSE:
+            return False
+        if word in _TRUE:
+            return True
+        raise UnreadableError(f"{self.prefix}{key} must be true or false: got {raw!r}")
+
+    def items(self, key: str) -> list[Any]:
+        """A list; one value alone is a list of it."""
+        value = self.value(key)
+        if isinstance(value, str) and value[:1] in "[(":
+            value = typed(value.replace("(", "[").replace(")", "]"))
+        if value is None:
+            return []
+        return list(value) if isinstance(value, (list, tuple)) else [value]
+
+    def texts(self, key: str) -> list[str]:
+        return [str(item) for item in self.items(key)]
+
+    def lacks(self, key: str, reason: str, *, changes_result: bool = True) -> None:
+        """Say of a key that its value asks for what is not supported."""
+        full = self.prefix + key
+        self.read.add(full)
+        # A default that we lack is named too: the run would be another without it.
+        value = self.settings.get(full, f"{self.defaults.get(full)} (the default)")
+        self.found.append(Outcome(full, value, "unsupported", reason, changes_result=changes_result))
+
+    def note(self, sentence: str) -> None:
+        """Say of the run what its users should know, where no key is refused for it."""
+        if sentence not in self.notes:
+            self.notes.append(sentence)
+
+    def fixed(self, key: str, reason: str) -> None:
+        """Say of a key that it changes nothing of the numbers here."""
+        full = self.prefix + key
+        self.read.add(full)
+        if full in self.settings:
+            self.found.append(Outcome(full, self.settings[full], "fixed", reason))
+
+    def _resolved(self, key: str, depth: int) -> Any:
+        if depth > 20:
+            raise UnreadableError(f"{key} refers to itself, or to others more than 20 deep")
+        self.read.add(key)
+        self.work.spend(20)
+        value = self.settings[key] if key in self.settings else self.defaults.get(key)
+        return self._interpolated(key, value, depth)
+
+    def _interpolated(self, key: str, value: Any, depth: int) -> Any:
+        if isinstance(value, list):
+            return [self._interpolated(key, item, depth) for item in value]
+        if not isinstance(value, str) or "$" not in value:
+            return value
+        whole = _VARIABLE.fullmatch(value.strip())
+        if whole:
+            return self._reference(key, whole, depth)
+        while match := _VARIABLE.search(value):
+            inner = self._reference(key, match, depth)
+            self.work.value(value, key)
+            value = value[: match.start()] + ("null" if inner is None else str(inner)) + value[match.end() :]
+            if _VARIABLE.fullmatch(value.strip()):
+                return self._interpolated(key, value, depth + 1)
+        return value
+
+    def _reference(self, key: str, match: re.Match[str], depth: int) -> Any:
+        """What `${a.b}`, `${.b}`, `${oc.select:a.b,default}`, `${oc.env:NAME,default}`, `${NAME}` or `$NAME` stands for."""
+        name = match[1] if match[1] is not None else match[2]
+        kind, colon, rest = name.partition(":")
+        if colon and kind in ("oc.select", "oc.env"):
+            place, comma, default = rest.partition(",")
+            if kind == "oc.env":
+                if place in self.environment:
+                    return self.environment[place]
+            elif (found := self._resolved(_sibling(key, place), depth + 1)) is not None:
+                return found
+            return self._interpolated(key, default.strip(), depth + 1) if comma else None
+        if colon and kind not in self.environment and name not in self.environment:
+            if rest.startswith(("-", "=")):
+                return rest[1:]
+            raise UnreadableError(f"{key}: ${{{name}}} is computed when the program runs: write the value in its place")
+        place = _sibling(key, name)
+        if place in self.settings or place in self.defaults:
+            return self._resolved(place, depth + 1)
+        if kind in self.environment:
+            return self.environment[kind]
+        if "." in place:
+            return None
+        raise UnreadableError(f"{key} needs ${{{name}}}, which stands open: give it with --env {name}=value")
+
+
+def merged(trees: Iterable[Tree]) -> Tree:
+    """Return mappings one over the other, the last on top."""
+    result: Tree = {}
+    for tree in trees:
+        for key, value in tree.items():
+            both = isinstance(value, dict) and isinstance(result.get(key), dict)
+            result[key] = merged([result[key], value]) if both else value
+    return result
+
+
+def flatten(tree: Mapping[str, Any], start: str = "") -> Iterator[tuple[str, Any]]:
+    """(full key, value) of a nested mapping; an empty mapping is a value."""
+    for name, value in tree.items():
+        key = f"{start}.{name}" if start else str(name)
+        if isinstance(value, Mapping) and value:
+            yield from flatten(value, key)
+        else:
+            yield key, value
+
+
+def _sibling(key: str, name: str) -> str:
+    """The full name of an interpolation at `key`: one dot is its own section, each further one the section above."""
+    dots = len(name) - len(name.lstrip("."))
+    return ".".join([*key.split(".")[:-dots], name[dots:]]) if dots else name
+
+
+def _unquoted(text: str) -> str:
+    text = text.strip()
+    while len(text) > 1 and text[0] == text[-1] and text[0] in "'\"":
+        text = text[1:-1]
+    return text
+
+
+def typed(text: str) -> Any:
+    """A word as YAML reads it, with Python's None and numbers like 1e-6."""
+    found = _typed(text)
+    return copy.deepcopy(found) if isinstance(found, (list, dict)) else found
+
+
+@lru_cache(1 << 14)
+def _typed(text: str) -> Any:
+    """Parse a word; the result is kept, because functions are run many times and YAML is slow."""
+    plain = _unquoted(text)
+    if plain.lower() in _NONE:
+        return None
+    if re.fullmatch(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+", plain):
+        return float(plain)
+    try:
+        return parse_value(plain)
+    except ConfigError:
+        return plain

@@ -1,0 +1,83 @@
+"""A system whose runs are read: its tables, the words of its commands, and the run.yaml that is written from them."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from fivefold.config.dialect import Translation, Tree
+from fivefold.errors import UserError
+from fivefold.keys.ranges import OneOf
+from fivefold_dialects import command, writer
+from fivefold_dialects.source import merged
+from fivefold_dialects.table import Table
+from fivefold_dialects.translator import settings_of, translate
+
+
+@dataclass(frozen=True)
+class System:
+    """A dialect: called with a tree and `key=value` words, it returns their translation."""
+
+    name: str
+    """As it stands after `--from`."""
+    tables: tuple[Table, ...]
+    """One for each program of the system with keys of its own; the first is the one that most users run."""
+    choose: Callable[[Mapping[str, Any]], Table] | None = None
+    """Settings -> the table that fits them; without it the first does."""
+    config_names: tuple[str, ...] = ()
+    """YAML files of the system itself, whose values are the defaults of its tables."""
+    join: Callable[[list[Tree]], Tree] = merged
+    """What several files that a command names are together."""
+    variables: Mapping[str, str] = field(default_factory=dict)
+    """Variables that a script exports without effect here -> where what they are about is."""
+
+    def __call__(
+        self, tree: Tree, overrides: list[str], /, environment: Mapping[str, str] | None = None, version: str = ""
+    ) -> Translation:
+        """Translate settings; `version` is the month of an older release, `environment` has the variables left open."""
+        settings = settings_of(tree, overrides)
+        table = self.choose(settings) if self.choose else self.tables[0]
+        if version and (fault := self._version_fault(table, version)):
+            raise UserError(fault)
+        release = version or table.release_of(settings)
+        defaults = {**table.elsewhere, **table.defaults, **table.versions.get(release, {})}
+        translation = translate(table, settings, defaults, os.environ if environment is None else environment)
+        return dataclasses.replace(translation, release=release)
+
+    def translate_words(
+        self,
+        words: Sequence[str],
+        environment: Mapping[str, str],
+        given: Mapping[str, str] | None = None,
+        *,
+        version: str = "",
+        allow_secrets: bool = False,
+    ) -> Translation:
+        """Translate a command: a script, YAML files or `key=value` words; raises ConfigError if they describe no run.
+
+        `given` are variables that the user names; those of the environment that may be secrets need `allow_secrets`. What
+        follows `--` are settings of ours, which come over those of the system.
+        """
+        return command.translate_words(self, words, environment, given, version=version, allow_secrets=allow_secrets)
+
+    def write(self, translation: Translation, *, strict: bool = True) -> str:
+        """Return the translated run as a commented YAML file."""
+        return writer.write(translation, self.name, strict=strict)
+
+    def notes(self, translation: Translation) -> list[str]:
+        """Return sentences about the translated run for the terminal, the first with the counts of keys."""
+        return [f"of {self.name}'s keys {writer.summary(translation)}", *writer.notes(translation)]
+
+    def _version_fault(self, table: Table, version: str) -> str | None:
+        if not table.versions:
+            return f"this program of {table.name} has no older defaults here: say --from {self.name} without @{version}"
+        fault = OneOf(table.versions).fault(version)
+        return fault and f"the version of {table.name} {fault}"
+
+
+def dialect(name: str, *tables: Table, **options: Any) -> System:
+    """Make the dialect of a system from its tables; `options` are further fields of System."""
+    return System(name, tables, **options)

@@ -1,0 +1,255 @@
+"""A table and a system's settings -> our configuration, with what became of every key."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import typing
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
+
+from fivefold.config.dialect import Line, Outcome, Translation, Tree
+from fivefold.config.loader import ConfigError, override
+from fivefold.config.schema import Sections
+from fivefold_dialects import clusters
+from fivefold_dialects.bounds import LONGEST_KEY, TooMuchError
+from fivefold_dialects.source import Source, UnreadableError, flatten
+from fivefold_dialects.table import Derived, Row, Table
+
+_MOST_SUGGESTIONS = 50
+"""Unknown keys for which a known one is looked for, which takes a hundredth of a second each."""
+_MOST_RERUNS = 300
+"""Keys of one function without each of which it is run again; if there are more, each is a source of all its values."""
+AFTER = "after --"
+"""Where settings of ours stand in another system's command."""
+
+
+def translate(
+    table: Table, settings: Mapping[str, Any], defaults: Mapping[str, Any], environment: Mapping[str, str]
+) -> Translation:
+    """Translate settings by their full key; `environment` has the variables that stand open.
+
+    Every key of the source has one outcome; a value that cannot be read is a fault, never a guess.
+    """
+    source = Source(settings, defaults, environment)
+    rows = {key: table.row(key) for key in settings}
+    values: dict[str, _Value] = {}
+    heard: set[str] = set()
+    faults: list[str] = []
+
+    def take(function: Derived, inferred: bool = True) -> None:
+        seen = source.recording()
+        try:
+            result = {ours: value for ours, value in function(seen).items() if value is not None}
+        except UnreadableError as error:
+            faults.append(str(error))
+            result = {}
+        source.read.update(seen.read)
+        if not result:
+            return
+        keys = [key for key in settings if key in seen.read]
+        heard.update(keys)
+        unsure = [key for key in keys if inferred and _is_inferred(rows[key])]
+        is_rerun = len(unsure) <= _MOST_RERUNS
+        changed = {key: _changes(function, seen, key, result) if is_rerun else set(result) for key in unsure}
+        for ours, value in result.items():
+            values[ours] = _Value(value, {key for key in keys if _concerns(rows[key], ours, changed.get(key))})
+
+    for row in _rows(table, settings):
+        if row.form == "to":
+            take(partial(_converted, row), inferred=False)
+    for function in table.derived:
+        take(function)
+    suggests = iter(range(_MOST_SUGGESTIONS))
+    outcomes = {key: _outcome(table, source, key, rows[key], values, heard, suggests) for key in settings}
+    for each in source.found:
+        outcomes[each.key] = each
+    lines = [Line(ours, taken.value, taken.ordered(settings)) for ours, taken in values.items()]
+    on_ray = clusters.keys_for_ray(source, table.name)
+    if on_ray and "reward.judge.backend" in values:
+        source.note(clusters.WITH_JUDGE)
+    elif on_ray:
+        lines.append(Line(clusters.KEY, "ray", tuple(on_ray)))
+        # What a function said of a key stays.
+        said = {each.key for each in source.found}
+        outcomes |= {key: _also(outcomes[key], clusters.KEY) for key in on_ray if key not in said}
+    lines.sort(key=_order)
+    names = {key: ", ".join(each.ours) or each.reason for key, each in outcomes.items()}
+    faults = list(dict.fromkeys(faults))
+    return Translation(nested(lines), [], names, lines, list(outcomes.values()), faults, notes=source.notes)
+
+
+@dataclass(frozen=True)
+class _Value:
+    """A value of ours and the keys of the source that it comes from."""
+
+    value: Any
+    sources: set[str]
+
+    def ordered(self, settings: Mapping[str, Any]) -> tuple[str, ...]:
+        """The keys in the order of the source."""
+        return tuple(key for key in settings if key in self.sources)
+
+
+def _converted(row: Row, source: Source) -> dict[str, Any]:
+    assert row.convert is not None
+    return {row.ours[0]: row.convert(source, row.key)}
+
+
+def _is_inferred(row: Row | None) -> bool:
+    return row is not None and row.form == "used" and not row.ours
+
+
+def _changes(function: Derived, source: Source, key: str, result: Mapping[str, Any]) -> set[str]:
+    """The values of ours that would be others if the configuration left this key out; all where it must be there."""
+    try:
+        without = function(source.without(key))
+    except UnreadableError:
+        return set(result)
+    return {ours for ours, value in result.items() if without.get(ours) != value}
+
+
+def settings_of(tree: Tree, overrides: list[str]) -> dict[str, Any]:
+    """Full key -> value of tree and words; Hydra's signs (`+key`, `++key`, `~key`) are read."""
+    settings = dict(flatten(tree))
+    for word in overrides:
+        key, _, value = word.partition("=")
+        if key.startswith("~"):
+            for below in [name for name in settings if name == key[1:] or name.startswith(f"{key[1:]}.")]:
+                del settings[below]
+        else:
+            settings[key.lstrip("+")] = value
+    if long := next((key for key in settings if len(key) > LONGEST_KEY), None):
+        raise TooMuchError(f"a key has {len(long)} letters, more than {LONGEST_KEY}: {long[:LONGEST_KEY]}...")
+    return settings
+
+
+def _concerns(row: Row | None, ours: str, changed: set[str] | None) -> bool:
+    """Whether a key that a function read is a source of one of the function's values."""
+    if changed is not None:
+        return ours in changed
+    return row is not None and any(ours == name or ours.startswith(f"{name}.") for name in row.ours)
+
+
+def _rows(table: Table, settings: Mapping[str, Any]) -> list[Row]:
+    """Rows whose keys are set or have a default."""
+    return [row for key, row in table.exact.items() if key in settings or key in table.defaults]
+
+
+def _outcome(
+    table: Table,
+    source: Source,
+    key: str,
+    row: Row | None,
+    values: Mapping[str, _Value],
+    heard: set[str],
+    suggests: Iterator[int],
+) -> Outcome:
+    value = source.settings[key]
+    if row is None:
+        return Outcome(key, value, "unknown", _unknown(table, key, next(suggests, None) is not None))
+    if row.form == "fixed":
+        return Outcome(key, value, "fixed", row.note)
+    if row.form == "lacks":
+        try:
+            found = source.value(key)
+        except UnreadableError:
+            found = value
+        if found in row.off or found in ([], {}):
+            return Outcome(key, value, "fixed", f"off, as here: {row.note}")
+        return Outcome(key, value, "unsupported", row.note, changes_result=row.changes_result)
+    ours = tuple(name for name, taken in values.items() if key in taken.sources)
+    if ours or (key in heard and _is_inferred(row)):
+        return Outcome(key, value, "translated", row.note, ours)
+    if key in source.read:
+        return Outcome(key, value, "fixed", f"it asks for nothing that is not so here anyway{row.note and ': '}{row.note}")
+    return Outcome(key, value, "fixed", f"{table.name} does not read it with these settings{row.note and ': '}{row.note}")
+
+
+def _also(outcome: Outcome, ours: str) -> Outcome:
+    """The outcome of a key whose value goes into `ours` too."""
+    if outcome.is_refused:
+        return outcome
+    return dataclasses.replace(outcome, kind="translated", ours=(*outcome.ours, ours), reason="")
+
+
+def with_own(translation: Translation, settings: Sequence[str]) -> Translation:
+    """The translation with `key=value` settings of ours over it."""
+    own = {key: Line(key, value, (AFTER,)) for key, value in flatten(override({}, list(settings)))}
+    kept = [line for line in translation.lines if not any(line.key == key or line.key.startswith(f"{key}.") for key in own)]
+    if unknown := [key for key in own if key.partition(".")[0] not in known_keys()]:
+        raise ConfigError([f"what follows -- must be keys of fivefold: got {unknown[0]}"])
+    lines = sorted([*kept, *own.values()], key=_order)
+    return dataclasses.replace(translation, lines=lines, tree=nested(lines))
+
+
+def _unknown(table: Table, key: str, suggests: bool) -> str:
+    if key in known_keys():
+        return f"a key of fivefold, not of {table.name}: it stands after --, as in -- {key}=..."
+    near = _near(table, key) if suggests else None
+    return f"no key of {table.name} that is known here" + (f": did you mean {near}?" if near else "")
+
+
+def _near(table: Table, key: str) -> str | None:
+    """The known key that a misspelt one is most like."""
+    known = [*table.exact, *table.defaults, *sorted(_filled(name, key) for name in table.known.names)]
+    close = difflib.get_close_matches(key, known, n=1, cutoff=0.75)
+    if not close:
+        last = key.rpartition(".")[2]
+        close = [name for name in known if name.rpartition(".")[2] == last][:1]
+    return close[0] if close else None
+
+
+def _filled(name: str, key: str) -> str:
+    """A name with the key's own parts in the place of `*`."""
+    parts = key.split(".")
+    pieces = enumerate(name.split("."))
+    return ".".join(parts[place] if piece == "*" and place < len(parts) else piece for place, piece in pieces)
+
+
+@cache
+def our_defaults() -> dict[str, Any]:
+    """Our keys with their defaults, in the order of the schema; sections and keys without a default have MISSING."""
+
+    def below(kind: type[Any], start: str) -> Iterator[tuple[str, Any]]:
+        hints = typing.get_type_hints(kind)
+        for each in sorted(dataclasses.fields(kind), key=lambda each: each.name not in ("algorithm", "name")):
+            key, hint = f"{start}{each.name}", hints[each.name]
+            inner = [option for option in (hint, *typing.get_args(hint)) if dataclasses.is_dataclass(option)]
+            if inner:
+                yield key, dataclasses.MISSING
+                yield from below(typing.cast(type[Any], inner[0]), f"{key}.")
+            elif each.default_factory is not dataclasses.MISSING:
+                yield key, each.default_factory()
+            else:
+                yield key, each.default
+
+    return dict(below(Sections, ""))
+
+
+@cache
+def known_keys() -> dict[str, int]:
+    """Our keys and their places in a file; the method comes before all else, and its name before its choices."""
+    return {key: place for place, key in enumerate(our_defaults())}
+
+
+def _order(line: Line) -> tuple[int, str]:
+    """The key's place, or that of the mapping that it is in."""
+    key = line.key
+    while key not in known_keys():
+        key = key.rpartition(".")[0]
+    return known_keys()[key], line.key
+
+
+def nested(lines: Iterable[Line]) -> Tree:
+    """Return the mapping of lines by their full key."""
+    tree: Tree = {}
+    for line in lines:
+        *parents, last = line.key.split(".")
+        node = tree
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[last] = line.value
+    return tree

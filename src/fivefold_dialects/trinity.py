@@ -1,0 +1,139 @@
+"""Trinity-RFT: YAML, `trinity run --config FILE`; an explorer that samples and a trainer (verl's) on GPUs of their own.
+
+tables/trinity.yaml has what becomes of each key; what several of them say is divided by what it is about: trinity_method.py
+(the algorithm, batches and steps), trinity_data.py (tasks and rewards), trinity_models.py (GPUs, the engine and what is
+trained). Here is the run; names and numbers of releases before 2026 are in legacy/.
+Numbers that only Trinity's code explains were read in Trinity-RFT 221b0759 and 9051d637; a note has the place.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+from fivefold.config.dialect import Translation, Tree
+from fivefold.errors import UserError
+from fivefold_dialects import shared
+from fivefold_dialects import trinity_data as of_data
+from fivefold_dialects import trinity_method as of_method
+from fivefold_dialects import trinity_models as of_models
+from fivefold_dialects.known import known
+from fivefold_dialects.legacy import trinity as legacy
+from fivefold_dialects.source import Source, flatten, merged
+from fivefold_dialects.system import System
+from fivefold_dialects.table import load, table
+from fivefold_dialects.trinity_keys import EVALUATED, VERL, offline, period, periods
+
+HALVES = "explore and train"
+"""The mode of two files that are one run."""
+
+
+def _is_said(value: Any) -> bool:
+    return value not in ("", None)
+
+
+def _differ(one: Any, other: Any) -> bool:
+    """What one of two files leaves empty the other says, and a path is the same with a slash behind it."""
+    ends = [str(value).rstrip("/") for value in (one, other)]
+    return _is_said(one) and _is_said(other) and one != other and ends[0] != ends[1]
+
+
+def join(trees: list[Tree]) -> Tree:
+    """Two files of which one explores and one trains are the run that `mode: both` makes of them, on the GPUs of both.
+
+    With sync_style fixed the explorer waits for new weights after each sync_interval of its steps (explorer.py,
+    _pull_latest_weights) and the trainer for its samples, so neither has a pace of its own. The explorer's section is that
+    of its file, the trainer's and the cluster (the trainer's GPUs) those of the other; what both say they must say alike.
+    """
+    modes = {str(tree.get("mode")): tree for tree in trees}
+    if len(trees) != 2 or set(modes) != {"explore", "train"}:
+        return merged(trees)
+    explorer, trainer = modes["explore"], modes["train"]
+    own = ("mode", "explorer", "cluster", "trainer", "monitor", "log", "service", "ignore_validator_suggestions")
+    shared_parts = [
+        copy.deepcopy({key: value for key, value in each.items() if key not in own}) for each in (explorer, trainer)
+    ]
+    said, also = (dict(flatten(part)) for part in shared_parts)
+    if differing := sorted(key for key in said.keys() & also.keys() if _differ(said[key], also[key])):
+        first = differing[0]
+        raise UserError(
+            f"the files of explorer and trainer must say the same of {', '.join(differing)}: "
+            f"got {first}={said[first]} and {also[first]}"
+        )
+    of_trainer = {key: trainer[key] for key in own if key in trainer}
+    for key in (key for key in said.keys() & also.keys() if not _is_said(also[key])):
+        legacy.remove(shared_parts[1], key)
+    return {**merged(shared_parts), **of_trainer, "explorer": explorer.get("explorer", {}), "mode": HALVES}
+
+
+def program(source: Source) -> dict[str, Any]:
+    mode = source.text("mode") or "both"
+    if mode not in ("both", HALVES, "train") or (mode == "train" and not offline(source)):
+        reason = "half of a run of two programs: give the other's file too" if mode in ("explore", "train") else mode
+        source.lacks("mode", f"{reason}; a run samples and trains here (both), or learns from data (train with dpo or sft)")
+    if mode == HALVES and source.text(legacy.RELEASE) in legacy.FIRST:
+        source.lacks("mode", "an explorer that never waits for the trainer's weights (explorer.py of 2025-05, explore)")
+    if source.text("trainer.trainer_config_path"):
+        source.lacks("trainer.trainer_config_path", "settings in a second file: write them under trainer.trainer_config")
+    return {}
+
+
+def resume(source: Source, key: str) -> str:
+    return "auto" if source.flag(key) else "never"
+
+
+def run(source: Source) -> dict[str, Any]:
+    place = "/".join(filter(None, (source.text("checkpoint_root_dir"), source.text("project"), source.text("name"))))
+    place = source.text("model.checkpoint_path") or place
+    keep = source.whole("trainer.max_checkpoints_to_keep") or source.whole(VERL + "trainer.max_actor_ckpt_to_keep")
+    key = "buffer.total_steps" if source.whole("buffer.total_steps") else "trainer.total_steps"
+    steps = source.whole(key)
+    if steps and steps % period(source):
+        source.lacks(key, f"a run that ends between two syncs: say a multiple of sync_interval = {period(source)}")
+    evaluated = bool(source.items(EVALUATED)) and not offline(source)
+    return {
+        "trainer.run_dir": place,
+        "trainer.keep": keep if keep and keep > 0 else shared.EVERY_CHECKPOINT,
+        "trainer.save_every": periods(source, source.whole("trainer.save_interval")),
+        "trainer.eval_every": periods(source, source.whole("explorer.eval_interval")) if evaluated else 0,
+        "trainer.eval_before_train": source.flag("explorer.eval_on_startup") and evaluated,
+        "trainer.steps": periods(source, steps) or None,
+        "trainer.epochs": source.whole("buffer.total_epochs"),
+        **(of_data.sampled_evaluation(source) if evaluated else {"eval.samples": 0}),
+        "trainer.loggers": [
+            "console",
+            *(name for name in shared.loggers(source, "monitor.monitor_type") if name != "console"),
+        ],
+    }
+
+
+tracked = shared.tracked("monitor.monitor_type", "project", "name", group="group")
+DERIVED = (
+    *(program, of_models.low_rank, of_method.ahead, of_method.replayed, of_models.layout, of_models.memory),
+    *(of_data.lengths, of_method.batch, of_method.epochs, of_method.algorithm, of_method.loss, of_method.kl),
+    *(of_models.optimizer, of_models.critic, of_models.weights, of_models.engine, of_data.data, run, tracked),
+)
+TABLE = table(
+    "trinity",
+    DERIVED,
+    {"path": shared.path, "resume": resume},
+    older=load("legacy/trinity"),
+    elsewhere={legacy.RELEASE: None},
+    known=known("trinity"),
+)
+
+
+class _Trinity(System):
+    """Trinity-RFT, whose runs may have keys with older names."""
+
+    def __call__(
+        self, tree: Tree, overrides: list[str], /, environment: Mapping[str, str] | None = None, version: str = ""
+    ) -> Translation:
+        """Translate settings as those of the release that is named, or of the one that their keys show."""
+        version, tree = version or legacy.release_of(tree), legacy.with_second_file(tree)
+        today, names = legacy.moved(tree)
+        return legacy.named(super().__call__(today, overrides, environment, version), names)
+
+
+translate = _Trinity("trinity", (TABLE,), join=join)

@@ -1,0 +1,191 @@
+"""Trinity-RFT's lengths, tasks and their workflows, rewards and evaluation -> ours."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fivefold_dialects import shared
+from fivefold_dialects.legacy import trinity as legacy
+from fivefold_dialects.source import Source, UnreadableError, flatten
+from fivefold_dialects.trinity_keys import ACTOR, BUFFER, EVALUATED, EXPERTS, ROLLOUT, TASKSET, kind, mixes, offline
+
+
+def longest(source: Source, name: str) -> int | None:
+    """What the model's section says of prompts or responses, or the engine's, which went before it until 2025-09."""
+    places = [f"model.max_{name}_tokens", f"{ROLLOUT}max_{name}_tokens"]
+    if legacy.engine_first(source):
+        places.reverse()
+    return next((found for place in places if (found := source.whole(place)) is not None), None)
+
+
+def response_tokens(source: Source) -> int:
+    """What prompts leave of model.max_model_len where it is not said, or half of it (config_validator.py:555)."""
+    said, whole = longest(source, "response"), source.whole("model.max_model_len")
+    if said is not None or whole is None:
+        return source.count("model.max_response_tokens") if said is None else said
+    prompt = longest(source, "prompt")
+    return whole - (whole // 2 if prompt is None else min(prompt, whole - 1))
+
+
+def lengths(source: Source) -> dict[str, Any]:
+    response = response_tokens(source)
+    prompt, whole = longest(source, "prompt"), source.whole("model.max_model_len")
+    if prompt is None:
+        prompt = whole - response if whole is not None else None
+    if prompt is None or prompt < 1:
+        raise UnreadableError("model.max_prompt_tokens or model.max_model_len must say how long prompts may be")
+    whole_sample = (prompt + response) * (2 if kind(source) == "dpo" else 1)
+    if source.flag((ACTOR if source.has(ACTOR + "use_dynamic_bsz") else "trainer.") + "use_dynamic_bsz"):
+        tokens = source.whole("trainer.max_token_len_per_gpu") or source.count(ACTOR + "ppo_max_token_len_per_gpu")
+        tokens *= source.whole("trainer.ulysses_sequence_parallel_size") or 1
+    else:
+        tokens = source.count(ACTOR + "ppo_micro_batch_size_per_gpu") * (prompt + response)
+    return {
+        "data.max_prompt_tokens": prompt,
+        "data.max_response_tokens": response,
+        "policy.tokens_per_micro_batch": max(tokens, whole_sample),
+        "data.overlong_prompts": "refuse",
+    }
+
+
+_WORKFLOWS = ("math_workflow", "async_math_workflow", "math_boxed_workflow", "default", "simple_workflow")
+_REWARDS = {
+    "math_reward": {"math": 1.0, "think_answer": 0.1},
+    "math_boxed_reward": {"math": 1.0},
+    "accuracy_reward": {"math": 1.0},
+    "math_dapo_reward": {"math": 1.0},
+    "countdown_reward": {"countdown": 1.0},
+}
+_R1_PROMPT = (
+    "A conversation between User and Assistant. The user asks a question, and the Assistant solves it. The assistant first "
+    "thinks about the reasoning process in the mind and then provides the user with the answer. The reasoning process and "
+    "answer are enclosed within <think> </think> and <answer> </answer> tags, respectively, i.e.,\n"
+    "<think> reasoning process here </think>\n<answer> answer here </answer>.\n"
+)
+"""DeepSeek-R1's (2501.12948 table 1), which math_workflow puts before prompts that have none (workflow.py)."""
+_BOXED_PROMPT = "Please reason step by step, and put your final answer within \\boxed{}."
+_THINK_PROMPT = (
+    "You are a helpful assistant that solves MATH problems. You should first thinks about the reasoning process in mind and "
+    "then provides the user with the answer. You should present your reasoning process using the format: <think>\n "
+    "...your reasoning process here... </think>\n first. You should always include your final answer in \\boxed{} as "
+    "closed-form results."
+)
+"""math_boxed_workflow's, without and with with_think (customized_math_workflows.py)."""
+_BASE_TEMPLATE = (
+    "{% for message in messages %}{% if message.role == 'system' %}{{ 'System:' + message.content + '\\n' }}"
+    "{% elif message.role == 'user' %}{{ 'User:\\n' + message.content + '\\nAssistant:\\n' }}"
+    "{% else %}{{ message.content }}{% endif %}{% endfor %}"
+)
+"""Its prompt with use_base, for models that know no chat."""
+
+
+def data(source: Source) -> dict[str, Any]:
+    if offline(source):
+        said = source.under(BUFFER + "format.")
+        columns = [f"{name}_key" for name in ("prompt", "response", "messages", "chosen", "rejected")]
+        return {
+            "data.train": shared.files(source, BUFFER + "path"),
+            **{f"data.{key}": said.text(key) for key in columns if said.has(key)},
+        }
+    said = source.under(TASKSET)
+    sets = [str(each.get("path")) for each in source.items(EVALUATED) if isinstance(each, dict)]
+    if (selector := said.text("data_selector.selector_type") or "sequential") not in ("sequential", "shuffle"):
+        said.lacks("data_selector.selector_type", f"tasks that are chosen in another way: {selector}")
+    thinking = ROLLOUT + "enable_thinking" if source.has(ROLLOUT + "enable_thinking") else "model.enable_thinking"
+    return {
+        "data.train": shared.files(said, "path"),
+        "data.val": sets or None,
+        "data.prompt_key": said.text("format.prompt_key"),
+        "data.ground_truth_key": said.text("format.response_key") or None,
+        "data.shuffle": selector == "shuffle",
+        # Until 2026-02 it was false when left out, which templates of models that think read.
+        "data.chat_template_kwargs": None if source.value(thinking) is None else {"enable_thinking": source.flag(thinking)},
+        **_workflow(source),
+        **(_experts(source) if mixes(source) else {}),
+    }
+
+
+def _experts(source: Source) -> dict[str, Any]:
+    """The data set of an expert's responses, of which the taskset's prompts have the same column."""
+    said = source.under(EXPERTS + "format.")
+    found: dict[str, Any] = {"data.expert": shared.files(source, EXPERTS + "path")}
+    if (said.text("prompt_type") or "messages") == "messages":
+        return found | {"data.messages_key": said.text("messages_key") or "message"}
+    if (said.text("prompt_key") or "prompt") != source.text(TASKSET + "format.prompt_key"):
+        said.lacks("prompt_key", "another column with prompts than that of the tasks")
+    return found | {"data.response_key": said.text("response_key") or "response"}
+
+
+def _workflow(source: Source) -> dict[str, Any]:
+    """How a task is asked and scored: its workflow, the reward function, and the arguments of both."""
+    places = [source.under(TASKSET), source.under("buffer.explorer_input.")]
+    flow, reward = (
+        next((name for place in places if (name := place.text(key))), "")
+        for key in ("default_workflow_type", "default_reward_fn_type")
+    )
+    if flow not in ("", *_WORKFLOWS):
+        places[1].lacks(
+            "default_workflow_type", f"the workflow {flow}: a prompt, its responses and a reward function are what there is"
+        )
+        return {}
+    if reward and reward not in _REWARDS:
+        places[1].lacks("default_reward_fn_type", f"the reward {reward}: reward.functions names a function")
+        return {}
+    said, is_boxed = source.under(TASKSET + "workflow_args."), flow == "math_boxed_workflow"
+    known = ("use_base", "with_think", "format_score_coef") if is_boxed else ()
+    for key in source.keys(TASKSET + "workflow_args."):
+        if key.removeprefix(TASKSET + "workflow_args.") not in known:
+            source.lacks(key, f"an argument of {flow or 'the workflow'}")
+    with_think = is_boxed and said.flag("with_think")
+    # As it was written: a line break at its end is the model's to read.
+    system = places[0].raw("format.system_prompt") or places[1].raw("system_prompt") or None
+    found: dict[str, Any] = {}
+    if is_boxed:
+        system = system or (_THINK_PROMPT if with_think else _BOXED_PROMPT)
+        reward = reward or "math_boxed_reward"
+        found["data.chat_template"] = _BASE_TEMPLATE if said.flag("use_base") else None
+    elif flow in ("math_workflow", "async_math_workflow"):
+        reward = reward or "math_reward"
+        if not system and reward == "math_reward":
+            system = _R1_PROMPT
+    rewards = dict(_REWARDS.get(reward, {}))
+    if with_think and reward == "math_boxed_reward":
+        rewards["think"] = said.number("format_score_coef") or 0.1
+    found |= {"data.system_prompt": system, "reward.functions": rewards or None}
+    return found | _reward_arguments(source, reward)
+
+
+def _reward_arguments(source: Source, reward: str) -> dict[str, Any]:
+    """DAPO's penalty of long responses, which is the only one among them."""
+    said = source.under(TASKSET + "reward_fn_args.")
+    known = ("enable_overlong_penalty", "penalty_factor", "max_response_length", "cache_length")
+    for key in source.keys(TASKSET + "reward_fn_args."):
+        if reward != "math_dapo_reward" or key.removeprefix(TASKSET + "reward_fn_args.") not in known:
+            source.lacks(key, f"an argument of {reward or 'the reward'}")
+    if reward != "math_dapo_reward" or not said.flag("enable_overlong_penalty"):
+        return {}
+    if said.whole("max_response_length") != response_tokens(source):
+        said.lacks("max_response_length", "a penalty of lengths up to another one than model.max_response_tokens")
+    return {
+        "algorithm.overlong_buffer": said.count("cache_length"),
+        "algorithm.overlong_penalty": said.number("penalty_factor"),
+    }
+
+
+def sampled_evaluation(source: Source) -> dict[str, Any]:
+    """How evaluation sets are sampled, `repeat_times` a task and as the model where they say nothing; the greedy response
+    comes besides here."""
+    key = EVALUATED
+    usual = (source.number("model.temperature"), source.number("model.top_p"))
+    ways = []
+    for each in source.items(key):
+        own = Source(dict(flatten(each)) if isinstance(each, dict) else {}, {}, source.environment).under("rollout_args.")
+        drawn = (
+            own.number(name) if own.has(name) else other for name, other in zip(("temperature", "top_p"), usual, strict=True)
+        )
+        times = (each.get("repeat_times") if isinstance(each, dict) else None) or own.whole("n")
+        ways.append((*drawn, int(times or 1)))
+    if len(set(ways)) > 1:
+        source.lacks(key, "sets that are sampled in different ways: all are as the first", changes_result=False)
+    temperature, top_p, times = ways[0]
+    return {"eval.samples": times if temperature else 0, "eval.temperature": temperature, "eval.top_p": top_p}

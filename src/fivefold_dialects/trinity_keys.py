@@ -1,0 +1,41 @@
+"""Where sections of Trinity-RFT's configuration stand, and what kind of run it is."""
+
+from __future__ import annotations
+
+from fivefold_dialects.source import Source
+
+VERL = "trainer.trainer_config."
+"""verl's settings, of which Trinity overwrites some."""
+ACTOR, REFERENCE, CRITIC = VERL + "actor_rollout_ref.actor.", VERL + "actor_rollout_ref.ref.", VERL + "critic."
+MODEL = VERL + "actor_rollout_ref.model."
+TASKSET, BUFFER = "buffer.explorer_input.taskset.", "buffer.trainer_input.experience_buffer."
+ROLLOUT = "explorer.rollout_model."
+EXPERTS = "buffer.trainer_input.auxiliary_buffers.sft_dataset."
+EVALUATED = "buffer.explorer_input.eval_tasksets"
+
+
+def kind(source: Source) -> str:
+    return source.text("algorithm.algorithm_type") or "ppo"
+
+
+def offline(source: Source) -> bool:
+    return kind(source) in ("dpo", "sft")
+
+
+def mixes(source: Source) -> bool:
+    """Whether it learns from an expert's responses next to those of the policy."""
+    return kind(source) in ("mix", "mix_chord")
+
+
+def is_megatron(source: Source) -> bool:
+    return (source.text(ACTOR + "strategy") or source.text("trainer.trainer_strategy")) == "megatron"
+
+
+def period(source: Source) -> int:
+    """Return the trainer's steps in one step of ours: those between two syncs, whose samples are all of the same weights."""
+    return 1 if offline(source) else max(1, source.whole("synchronizer.sync_interval") or 1)
+
+
+def periods(source: Source, steps: int | None) -> int:
+    """Return the steps of ours that so many of the trainer's make, rounded up."""
+    return -(-max(0, steps or 0) // period(source))

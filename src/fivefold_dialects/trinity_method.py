@@ -1,0 +1,264 @@
+"""Trinity-RFT's method and its steps -> ours: the choices of an algorithm type, its loss, its KL and its batches."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+from fivefold_dialects import shared
+from fivefold_dialects.legacy import trinity as legacy
+from fivefold_dialects.source import Source
+from fivefold_dialects.table import Choice, choices
+from fivefold_dialects.trinity_keys import ACTOR, BUFFER, kind, mixes, offline, period
+
+CHOICES = choices("trinity")
+TYPES = CHOICES["algorithm.algorithm_type"]
+_LOSS = "algorithm.policy_loss_fn_args."
+
+
+def chosen(source: Source, name: str) -> str:
+    """Return the name of a choice of the algorithm (advantage_fn, ...): its own key's, or what the type has."""
+    said = source.text(f"algorithm.{name}")
+    if said is None and name == "advantage_fn":
+        said = legacy.advantage(source, kind(source))
+    return said or str(TYPES.names.get(kind(source), {}).get(name, "none"))
+
+
+def choice(source: Source, name: str) -> Choice:
+    return replace(CHOICES[f"algorithm.{name}"], default=chosen(source, name))
+
+
+def uses_critic(source: Source) -> bool:
+    return not offline(source) and chosen(source, "advantage_fn") == "ppo"
+
+
+def group_size(source: Source) -> int:
+    return source.whole("algorithm.repeat_times") or int(TYPES.names.get(kind(source), {}).get("repeat_times", 1))
+
+
+def algorithm(source: Source) -> dict[str, Any]:
+    name = TYPES.name(source)
+    if name is None or name == "sft":
+        return {"algorithm.name": name}
+    said = source.under("algorithm.advantage_fn_args.")
+    if name == "dpo":
+        places = [key for key in (_LOSS + "beta", "algorithm.kl_loss_fn_args.kl_coef") if source.has(key)]
+        beta = legacy.early(source).get("kl_loss_coef", source.number(places[0]) if places else None)
+        smoothing = source.number(_LOSS + "label_smoothing")
+        return {
+            "algorithm.name": "dpo",
+            "algorithm.beta": 0.1 if beta is None else beta,
+            "algorithm.label_smoothing": smoothing,
+        }
+    strategy = source.text("algorithm.sample_strategy")
+    if strategy not in (None, "mix" if mixes(source) else "default", "warmup"):
+        source.lacks("algorithm.sample_strategy", f"another choice of samples: {strategy}")
+    advantage = choice(source, "advantage_fn")
+    if advantage.name(source) is None:
+        return {}
+    found = {"whiten": False, "credit": "response", **advantage.read(source)}
+    if found["name"] == "grpo" and said.text("std_cal_level") == "batch":
+        found["normalize"] = "batch"
+    old, tau = legacy.opmd(source) or (said, 1.0)
+    if found["name"] == "opmd" and old.text("opmd_baseline") == "logavgexp":
+        found |= {"advantage": "log_mean_exp", "baseline_temperature": old.number("tau") if old.has("tau") else tau}
+    if group_size(source) == 1 and found["advantage"] in ("group", "leave_one_out", "log_mean_exp"):
+        found |= {"advantage": "reward", "normalize": "none", "baseline_shift": None, "baseline_temperature": None}
+    return {f"algorithm.{key}": value for key, value in found.items()}
+
+
+def loss(source: Source) -> dict[str, Any]:
+    if offline(source) or kind(source) not in TYPES.names:
+        return {}
+    own, said, early = choice(source, "policy_loss_fn"), source.under(_LOSS), legacy.early(source)
+    name = own.name(source)
+    if name is None:
+        return {}
+    mean = source.text(_LOSS + ("grpo_loss_agg_mode" if mixes(source) else "loss_agg_mode"))
+    mean = mean or source.text("algorithm.loss_agg_mode") or ("seq-mean-token-mean" if name == "gspo" else "token-mean")
+    found = {**own.read(source), "aggregate": _mean(said, "loss_agg_mode", mean), "entropy_coef": 0.0}
+    if chosen(source, "entropy_loss_fn") != "none":
+        coef = source.number("algorithm.entropy_loss_fn_args.entropy_coef") or 0.0
+        found["entropy_coef"] = early.get("entropy_coef", coef)
+    if name != "opmd":
+        # Of the engine, whose samples the trainer takes as they are (data conversion of verl_trainer).
+        found["rollout_correction.old_logprobs_from"] = "engine"
+    if early:
+        found |= legacy.bounds(source, found)
+    if name == "sppo":
+        found["clip_low"] = 1 - 1 / (1 + (found["clip_high"] or 0.0))
+    if name == "rec":
+        found |= _rec(source, said)
+    if name in ("mix", "mix_chord"):
+        found |= {f"expert.{key}": value for key, value in _expert(source, said, name).items()}
+    return {f"algorithm.{key}": value for key, value in found.items()}
+
+
+def _mean(said: Source, key: str, name: str) -> str | None:
+    if name not in shared.AGGREGATES:
+        said.lacks(key, f"the mean {name}: known here are {', '.join(shared.AGGREGATES)}")
+    return shared.AGGREGATES.get(name)
+
+
+def expert_batch(source: Source) -> int:
+    """Return the expert's share of a trainer's step (mix_sample_strategy.py)."""
+    share = source.number("algorithm.sample_strategy_args.expert_data_ratio") or 0.0
+    return math.ceil(share * (source.whole("buffer.train_batch_size") or 0))
+
+
+def _expert(source: Source, said: Source, name: str) -> dict[str, Any]:
+    """Return (1 - μ) and μ of the losses mix and mix_chord (mix_policy_loss.py, chord_policy_loss.py), by trainer's steps.
+
+    Each side is a mean over its own samples where the batch sizes that the loss is told are those of the run.
+    """
+    mean = said.text("sft_loss_agg_mode")
+    mean = mean or ("token-mean" if said.flag("use_token_level_loss_in_sft") else "seq-mean-token-mean")
+    whole, own = source.whole("buffer.train_batch_size") or 0, expert_batch(source)
+    told = {"ppo_mini_batch_size": whole, "train_batch_size_usual": whole - own, "train_batch_size_expert": own}
+    for key, holds in told.items():
+        if said.whole(key) != holds:
+            said.lacks(key, f"a loss that is scaled by the quotient to the run's own number, {holds}")
+    if not said.flag("use_dynamic_bsz"):
+        said.lacks("use_dynamic_bsz", "a loss that is scaled by the number of GPUs: say true")
+    found: dict[str, Any] = {"aggregate": _mean(said, "sft_loss_agg_mode", mean), "token_weight": "none"}
+    if name == "mix":
+        return found | {"weight": said.number("mu") or 0.0}
+    warmup, decay = (int(said.number(key) or 0) for key in ("mu_warmup_steps", "mu_decay_steps"))
+    peak, valley = (said.number(key) or 0.0 for key in ("mu_peak", "mu_valley"))
+    if warmup and not decay and peak != valley:
+        said.lacks("mu_decay_steps", "a share that falls at once after its warm-up: say 1 or more")
+    return found | {
+        "weight": peak if decay or warmup else valley,
+        "final_weight": valley if decay else None,
+        "warmup_updates": warmup,
+        "decay_updates": decay,
+        "token_weight": "phi" if said.flag("enable_phi_function") else "none",
+    }
+
+
+def _rec(source: Source, said: Source) -> dict[str, Any]:
+    """Mask, weight and regularizer of the loss rec (policy_loss_fn/rec_policy_loss.py)."""
+    mode, weight, more = (said.text(key) or "none" for key in ("clip_mode", "weight", "regularizer"))
+    by_sequence = mode == "gspo-one-side"
+    found: dict[str, Any] = {}
+    if by_sequence:
+        found = {"importance_sampling_level": "sequence", "aggregate": "seq-mean-token-mean"}
+    # The ratio of a token with the mask of a sequence, and the other way round, are what we lack.
+    ratio = "gspo_importance_sampling" if by_sequence else "importance_sampling"
+    weights = {"none": "none", "advantage": "advantage", ratio: "ratio"}
+    if weight not in weights:
+        said.lacks("weight", f"the weight {weight} with clip_mode {mode}: known here are {', '.join(weights)}")
+    coef = said.number("regularizer_coef") or 0.0
+    if more not in ("none", "k2", "forward-kl") or (more == "k2" and coef and by_sequence):
+        said.lacks("regularizer", f"the regularizer {more} with clip_mode {mode}")
+    elif more != "none":
+        found["proximal_coef" if more == "k2" else "likelihood_coef"] = coef
+    mask = CHOICES[_LOSS + "clip_mode"].read(source)
+    return found | {"clip_mode": mask, "token_weight": weights.get(weight)}
+
+
+def kl(source: Source) -> dict[str, Any]:
+    if offline(source) or kind(source) not in TYPES.names:
+        return {}
+    found: dict[str, Any] = {"coef": 0.0}
+    loss, reward = (_penalty(source, name) for name in ("kl_loss_fn", "kl_penalty_fn"))
+    if loss and reward:
+        if "target" in loss or "target" in reward:
+            source.lacks("algorithm.kl_penalty_fn", "two penalties of which one has a coefficient that moves")
+        found = {**loss, "place": "loss", "reward_coef": reward["coef"], "reward_estimator": reward["estimator"]}
+    elif loss or reward:
+        found = {**(loss or reward), "place": "loss" if loss else "reward"}
+    if mixes(source) and (loss or reward):
+        source.lacks("algorithm.kl_loss_fn", "a penalty on the expert's tokens too: say kl_coef 0")
+    return {f"algorithm.kl.{key}": value for key, value in found.items()}
+
+
+def _penalty(source: Source, section: str) -> dict[str, Any]:
+    """Return estimator and coefficient of one of the two penalties; nothing where it is off."""
+    name, said = chosen(source, section), source.under(f"algorithm.{section}_args.")
+    coef, adaptive = said.number("kl_coef"), said.flag("adaptive")
+    if old := legacy.penalty(source, section):
+        name, coef, said, adaptive = old
+    if name == "none" or not coef:
+        return {}
+    if name not in shared.ESTIMATORS:
+        source.lacks(f"algorithm.{section}", f"the estimator {name}: known here are {', '.join(shared.ESTIMATORS)}")
+        return {}
+    found: dict[str, Any] = {"estimator": shared.ESTIMATORS[name], "coef": coef}
+    return found | ({"target": said.number("target_kl"), "horizon": said.whole("horizon")} if adaptive else {})
+
+
+def ahead(source: Source) -> dict[str, Any]:
+    """The explorer's step s has the weights of trainer's step max(0, (s - offset - 1) // interval) x interval (explorer.py,
+    need_sync), so that an offset counts steps of ours, or a part of one, by its intervals."""
+    if offline(source):
+        return {}
+    said, interval = source.under("synchronizer."), period(source)
+    if (style := said.text("sync_style") or "fixed") != "fixed":
+        reason = "weights that come when one of the two asks, so that no step says how old a sample is"
+        said.lacks("sync_style", f"{style}: {reason}")
+    if interval > 1:
+        advantage = CHOICES["algorithm.advantage_fn"].names.get(chosen(source, "advantage_fn"), {})
+        over_batch = advantage.get("whiten") or source.text("algorithm.advantage_fn_args.std_cal_level") == "batch"
+        section = "kl_penalty_fn_args" if (source.text("algorithm.kl_penalty_fn") or "none") != "none" else "kl_loss_fn_args"
+        moves = source.flag(f"algorithm.{section}.adaptive")
+        where = f"each of the trainer's steps, where {interval} of them are one step here: say 1"
+        if over_batch and advantage.get("credit") != "gae":
+            said.lacks("sync_interval", f"advantages over the samples of {where}")
+        if moves:
+            said.lacks("sync_interval", f"a KL coefficient that moves in {where}")
+    return shared.ahead((said.whole("sync_offset") or 0) / interval, "finish")
+
+
+_PRIORITIES = ("linear_decay", "decay_limit_randomization")
+
+
+def replayed(source: Source) -> dict[str, Any]:
+    """A queue with priorities: the newest weights' samples come first, and come again after `reuse_cooldown_time`."""
+    said = source.under(BUFFER)
+    enabled = next((key for key in ("replay_buffer.enable", "use_priority_queue") if said.flag(key)), None)
+    if enabled is None or offline(source):
+        return {}
+    is_old = enabled == "use_priority_queue"
+    place = said if is_old else said.under("replay_buffer.")
+    arguments = said.under("replay_buffer_kwargs." if is_old else "replay_buffer.priority_fn_args.")
+    priority, capacity = (arguments if is_old else place).text("priority_fn") or _PRIORITIES[0], said.whole("capacity")
+    reasons = {
+        "samples that are learned from again after so many seconds": place.value("reuse_cooldown_time") is not None,
+        f"the priority {priority}: known here are {', '.join(_PRIORITIES)}": priority not in _PRIORITIES,
+        "priorities with noise": arguments.number("sigma"),
+        "the newest samples first, where a sync_offset leaves older ones waiting": source.whole("synchronizer.sync_offset"),
+        "a queue that drops samples": capacity and capacity < source.count("buffer.batch_size") * period(source),
+    }
+    for reason in (reason for reason, is_asked in reasons.items() if is_asked):
+        said.lacks(enabled, reason)
+    return {}
+
+
+def batch(source: Source) -> dict[str, Any]:
+    tasks, taken = source.count("buffer.batch_size"), source.whole("buffer.train_batch_size") or 0
+    if offline(source):
+        return {"data.prompts_per_step": taken or tasks} | legacy.pairs(source, kind(source))
+    group, steps, experts = group_size(source), period(source), expert_batch(source) if mixes(source) else 0
+    if (taken or mixes(source)) and taken != tasks * group + experts:
+        source.lacks(
+            "buffer.train_batch_size",
+            f"a trainer's step of {taken} samples next to an explorer's of {tasks} x {group}"
+            f"{f' and {experts} of an expert' if experts else ''}: they must be as many",
+        )
+    return {
+        "data.prompts_per_step": tasks * steps,
+        "data.expert_per_step": experts * steps or None,
+        "algorithm.group_size": group,
+        "algorithm.updates_per_step": steps,
+        "algorithm.values_per": "update" if uses_critic(source) and steps > 1 else None,
+    }
+
+
+def epochs(source: Source) -> dict[str, Any]:
+    """Passes over each of the trainer's batches."""
+    passes = source.whole(ACTOR + "ppo_epochs") or 1
+    if passes > 1 and offline(source):
+        source.lacks(ACTOR + "ppo_epochs", "several passes over a step's rows, where nothing is sampled: trainer.epochs")
+    return {} if offline(source) else {"algorithm.ppo_epochs": passes}

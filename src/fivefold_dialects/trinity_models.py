@@ -1,0 +1,305 @@
+"""Trinity-RFT's GPUs, engine and models -> ours: optimizers, layouts, memory and weights of policy, reference and critic.
+
+Read in the wheels trinity-rft 0.1.0 to 0.6.0 (verl_config.py, synchronize_config; fsdp_workers.py; megatron_workers.py).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fivefold.config.mcore_options import is_option, refusal
+from fivefold.layout import ParallelLayout
+from fivefold_dialects import shared
+from fivefold_dialects.adapters import adapters
+from fivefold_dialects.legacy import trinity as legacy
+from fivefold_dialects.sampler import say_replaced
+from fivefold_dialects.source import Source, UnreadableError
+from fivefold_dialects.trinity_data import lengths
+from fivefold_dialects.trinity_keys import (
+    ACTOR,
+    CRITIC,
+    MODEL,
+    REFERENCE,
+    ROLLOUT,
+    TASKSET,
+    VERL,
+    is_megatron,
+    kind,
+    offline,
+    period,
+    periods,
+)  # fmt: skip
+from fivefold_dialects.trinity_method import kl, uses_critic
+
+_VIRTUAL = "virtual_pipeline_model_parallel_size"
+_PARTS = {"parameters": "param", "gradients": "grad", "optimizer": "optimizer"}
+
+
+def uses_reference(source: Source) -> bool:
+    return kind(source) == "dpo" or any(value for key, value in kl(source).items() if key.endswith("coef"))
+
+
+def dtype(said: Source, key: str) -> str | None:
+    """Return the type of a model's numbers; None for bfloat16, which is ours."""
+    if (name := said.text(key)) not in ("auto", *shared.DTYPES):
+        said.lacks(key, f"numbers of the type {name}: known here are {', '.join(shared.DTYPES)}")
+    found = shared.DTYPES.get(name or "")
+    return None if found == "bfloat16" else found
+
+
+def engine(source: Source) -> dict[str, Any]:
+    if offline(source):
+        return {}
+    said = source.under(ROLLOUT)
+    tp = said.count("tensor_parallel_size")
+    say_replaced(said, "engine_type", said.text("engine_type"))
+    flags = ("enforce_eager", "enable_prefix_caching", "enable_chunked_prefill")
+    drawn = {
+        name: source.number(key if source.value(key := f"{TASKSET}rollout_args.{name}") is not None else f"model.{name}")
+        for name in ("temperature", "top_p", "top_k")
+    }
+    return {
+        **shared.engine_apart(said.count("engine_num") * tp, tp),
+        "engine.memory_fraction": said.number("gpu_memory_utilization"),
+        "engine.sampling.temperature": drawn["temperature"],
+        "engine.sampling.top_p": drawn["top_p"],
+        "engine.sampling.top_k": max(0, int(drawn["top_k"] or 0)),
+        "engine.dtype": dtype(said, "dtype"),
+        **{f"engine.vllm.{name}": said.flag(name) for name in flags if said.has(name)},
+    }
+
+
+def low_rank(source: Source) -> dict[str, Any]:
+    """The one adapter of model.lora_configs; its rank, alpha and modules have Trinity's defaults (LoRAConfig)."""
+    key = "model.lora_configs"
+    if not source.has(key) or not (entries := source.items(key)):
+        return {}
+    if len(entries) > 1 or not isinstance(entries[0], dict):
+        source.lacks(key, "more than one adapter")
+        return {}
+    own = Source(entries[0], {"lora_rank": 32, "lora_alpha": 32, "target_modules": "all-linear"}, source.environment)
+    names = {"rank": "lora_rank", "alpha": "lora_alpha", "targets": "target_modules", "exclude": "exclude_modules"}
+    found = adapters(own, "policy", path="path", **names)
+    if own.found or own.value("is_dummy"):
+        source.lacks(key, "adapters for the sampler alone, or whose modules are given by a pattern")
+    return found
+
+
+def optimizer(source: Source) -> dict[str, Any]:
+    """algorithm.optimizer, or verl's keys where those are set instead."""
+    new, old = source.under("algorithm.optimizer."), source.under(ACTOR + "optim.")
+
+    def of(key: str) -> Source:
+        return old if old.has(key) and not new.has(key) else new
+
+    style = new.text("warmup_style") or (old.text("warmup_style") if old.has("warmup_style") else None)
+    style = style or of("lr_scheduler_type").text("lr_scheduler_type")
+    lowest = (of("lr").number("lr") or 0.0) * (of("min_lr_ratio").number("min_lr_ratio") or 0.0)
+    found: dict[str, Any] = {key: of(key).number(key) for key in ("lr", "weight_decay")}
+    found["betas"] = [float(beta) for beta in of("betas").items("betas")]
+    found |= _warmup(source, of("lr_warmup_steps"), of("lr_warmup_steps_ratio"))
+    if is_megatron(source):
+        floor = lowest if source.text(legacy.RELEASE) in (None, "2026-02") else 0.0
+        found["clip_grad"] = of("clip_grad").number("clip_grad")
+        found |= _of_megatron(old, old.text("lr_decay_style") or style, found["warmup_steps"], floor, lowest)
+    else:
+        keys = ("trainer.actor_grad_clip", ACTOR + "grad_clip", "trainer.grad_clip")
+        found["clip_grad"] = next((number for key in keys if (number := source.number(key)) is not None), None)
+        found |= _schedule(new, style, lowest)
+    return {f"policy.optimizer.{key}": value for key, value in found.items()}
+
+
+def _critic_optimizer(source: Source, said: Source) -> dict[str, Any]:
+    lr, release = said.number("lr") or 0.0, source.text(legacy.RELEASE)
+    found: dict[str, Any] = {"lr": lr, "weight_decay": said.number("weight_decay")}
+    found |= {"betas": [float(beta) for beta in said.items("betas")], **_warmup(source, said, said)}
+    if is_megatron(source):
+        found["clip_grad"], floor = said.number("clip_grad"), 0.01 * lr if release is None else 0.0
+        found |= _of_megatron(said, said.text("lr_decay_style"), found["warmup_steps"], floor, floor)
+    else:
+        of_critic = source.number(CRITIC + "grad_clip")
+        found["clip_grad"] = source.number("trainer.grad_clip") if of_critic is None else of_critic
+        # lr_scheduler_type took its place in 2026-02, when verl's workers ceased to read warmup_style.
+        style = said.text("lr_scheduler_type" if release in (None, "2026-02") else "warmup_style")
+        found |= _schedule(said, style, (said.number("min_lr_ratio") or 0.0) * lr)
+    return {f"critic.optimizer.{key}": value for key, value in found.items()}
+
+
+def _warmup(source: Source, of_steps: Source, of_share: Source) -> dict[str, Any]:
+    """verl's warm-up: steps of the run, the first with rate 0."""
+    steps, share = of_steps.whole("lr_warmup_steps"), of_share.number("lr_warmup_steps_ratio")
+    return {
+        "schedule_per": "step" if period(source) == 1 else "update",
+        "warmup_from": 0,
+        "warmup_steps": steps if steps is not None and steps >= 0 else share or 0,
+    }
+
+
+def _schedule(said: Source, style: str | None, lowest: float) -> dict[str, Any]:
+    if style not in (None, "constant", "cosine"):
+        said.lacks("lr_scheduler_type", f"the schedule {style}")
+    return {"schedule": "cosine", "min_lr": lowest} if style == "cosine" else {"schedule": "constant"}
+
+
+def _of_megatron(said: Source, style: str | None, warmup: float, floor: float, lowest: float) -> dict[str, Any]:
+    """What Megatron's scheduler reads besides, `floor` and `lowest` where the keys of `said` are left out."""
+    found: dict[str, Any] = {"betas": [0.9, 0.999], "schedule": style if style in ("linear", "cosine") else "constant"}
+    if style not in (None, "constant", "linear", "cosine"):
+        said.lacks("lr_decay_style", f"the schedule {style}")
+    begin, end = said.number("lr_warmup_init"), said.number("min_lr")
+    if warmup:
+        found["warmup_init_lr"] = (floor if begin is None else begin) or None
+    if found["schedule"] != "constant":
+        found |= {"min_lr": lowest if end is None else end, "decay_steps": said.whole("lr_decay_steps")}
+    return found
+
+
+def critic(source: Source) -> dict[str, Any]:
+    if not uses_critic(source):
+        return {}
+    said = source.under(CRITIC)
+    found: dict[str, Any] = {
+        "critic.path": source.text("model.critic_model_path"),
+        "critic.value_clip": said.number("cliprange_value"),
+        **_critic_optimizer(source, said.under("optim.")),
+        **_own_options(source, CRITIC, "critic"),
+        **_offload(source, CRITIC, "critic"),
+    }
+    legacy.critic_updates(source)
+    if (said.whole("ppo_epochs") or 1) != (source.whole(ACTOR + "ppo_epochs") or 1):
+        said.lacks("ppo_epochs", "the critic learns in the policy's updates, so as often")
+    lengths_of_both = lengths(source)
+    longest = lengths_of_both["data.max_prompt_tokens"] + lengths_of_both["data.max_response_tokens"]
+    if said.has("use_dynamic_bsz") and not said.flag("use_dynamic_bsz"):
+        found["critic.tokens_per_micro_batch"] = (said.whole("ppo_micro_batch_size_per_gpu") or 1) * longest
+    elif budget := said.whole("ppo_max_token_len_per_gpu"):
+        found["critic.tokens_per_micro_batch"] = max(budget, longest)
+    if (warmup := source.whole(VERL + "trainer.critic_warmup") or 0) > 1:
+        if (warmup - 1) % period(source):
+            source.lacks(VERL + "trainer.critic_warmup", "a critic that learns alone until between two syncs")
+        found["critic.warmup_steps"] = periods(source, warmup - 1)
+    return found
+
+
+def gpus(source: Source) -> int:
+    """Those of the trainer: the cluster's without those that only sample."""
+    total = source.count("cluster.node_num") * source.count("cluster.gpu_per_node")
+    if (source.text("mode") or "both") != "both" or offline(source):
+        return total
+    rest = total - source.count(ROLLOUT + "engine_num") * source.count(ROLLOUT + "tensor_parallel_size")
+    for other in source.items("explorer.auxiliary_models"):
+        rest -= int(other.get("engine_num", 1)) * int(other.get("tensor_parallel_size", 1)) if isinstance(other, dict) else 0
+    if rest < 1:
+        raise UnreadableError(f"cluster.node_num x gpu_per_node = {total} leaves no GPU for the trainer next to the engines")
+    return rest
+
+
+def layout(source: Source) -> dict[str, Any]:
+    """The policy's, on the trainer's GPUs, and with Megatron those of other models where they have their own."""
+    world, name = gpus(source), "ulysses_sequence_parallel_size"
+    if not is_megatron(source):
+        cp = max(source.whole(f"trainer.{name}") or 1, source.whole(ACTOR + name) or 1)
+        return {"policy.backend": str(shared.world_layout(world, cp=cp))}
+    said = source.under(ACTOR + "megatron.")
+    policy = shared.world_layout(world, **shared.parallel_sizes(said))
+    found = {"policy.backend": str(policy), "policy.sequence_parallel": said.flag("sequence_parallel")}
+    found |= _virtual(said, "policy")
+    others = {"reference": (REFERENCE, uses_reference(source)), "critic": (CRITIC, uses_critic(source))}
+    for name, (start, is_there) in others.items():
+        if is_there:
+            found |= _own_layout(source.under(start + "megatron."), name, policy)
+    return found
+
+
+def _virtual(said: Source, name: str) -> dict[str, Any]:
+    size = said.whole(_VIRTUAL) or 1
+    return {f"{name}.megatron.pipeline.{_VIRTUAL}": size} if size > 1 else {}
+
+
+def _own_layout(said: Source, name: str, policy: ParallelLayout) -> dict[str, Any]:
+    """Another model's layout, where it says one that is not the policy's."""
+    keys = [key for key in said.keys("") if key.endswith("_parallel_size") and key != _VIRTUAL]
+    if not keys:
+        return {}
+    sizes = shared.parallel_sizes(said)
+    if (own := shared.own_layout(policy, **sizes)) is not None:
+        return {f"{name}.backend": own, **_virtual(said, name)}
+    try:
+        shared.world_layout(policy.world_size, **sizes)
+    except UnreadableError as error:
+        said.lacks(keys[0], f"{error}: the model has the policy's layout", changes_result=False)
+    return {}
+
+
+def memory(source: Source) -> dict[str, Any]:
+    """The policy's numbers, recomputation, Megatron-Core's options and offload; the reference's where it has its own."""
+    section = "megatron." if is_megatron(source) else "fsdp_config."
+    found = {**_options(source, ACTOR, "policy"), **_offload(source, ACTOR, "policy")}
+    if source.text(f"{ACTOR}{section}dtype"):
+        found["policy.dtype"] = dtype(source, f"{ACTOR}{section}dtype")
+    if uses_reference(source):
+        own = _own_options(source, REFERENCE, "reference")
+        found |= {key: value for key, value in own.items() if "recompute" not in key and ".ddp" not in key}
+        # The reference's weights leave the GPU with the policy's.
+        key = f"{section}param_offload"
+        if source.flag(REFERENCE + key) and not source.flag(ACTOR + key):
+            source.lacks(REFERENCE + key, shared.REFERENCE_ALONE, changes_result=False)
+    return found
+
+
+def _options(source: Source, start: str, ours: str) -> dict[str, Any]:
+    """Recomputation and Megatron-Core's options of a model."""
+    if not is_megatron(source):
+        key = (CRITIC + "model." if start == CRITIC else MODEL) + "enable_gradient_checkpointing"
+        return {f"{ours}.recompute": "full"} if source.flag(key) else {}
+    options, ddp = start + "megatron.override_transformer_config", source.under(start + "megatron.override_ddp_config.")
+    found = {**shared.recompute(source, options, ours), **shared.megatron_options(source, options, f"{ours}.megatron")}
+    for name in (name for name in ddp.keys("") if ddp.value(name) is not None):
+        if (reason := refusal("ddp", name)) is not None:
+            ddp.fixed(name, reason.replace("{section}", ours))
+        elif not is_option("ddp", name):
+            ddp.lacks(name, f"Megatron-Core's ddp options have no {name}")
+        else:
+            found[f"{ours}.megatron.ddp.{name}"] = ddp.value(name)
+    return found
+
+
+def _own_options(source: Source, start: str, ours: str) -> dict[str, Any]:
+    """A model's options where they are not the policy's, which it has otherwise."""
+    own = _options(source, start, ours)
+    of_policy = {f"{ours}{key.removeprefix('policy')}": value for key, value in _options(source, ACTOR, "policy").items()}
+    if own == of_policy:
+        return {}
+    found: dict[str, Any] = {f"{ours}.recompute": "none", **own}
+    if not any(key.startswith(f"{ours}.megatron.") for key in own) and any(".megatron." in key for key in of_policy):
+        # Said empty: left out it would be the policy's.
+        found[f"{ours}.megatron.transformer"] = {}
+    return found
+
+
+def _offload(source: Source, start: str, ours: str) -> dict[str, Any]:
+    section = "megatron." if is_megatron(source) else "model.fsdp_config." if start == CRITIC else "fsdp_config."
+    parts = {part: source.flag(f"{start}{section}{name}_offload") for part, name in _PARTS.items()}
+    return {f"{ours}.offload.{part}": True for part, is_moved in parts.items() if is_moved}
+
+
+def weights(source: Source) -> dict[str, Any]:
+    """Weights in Megatron-Core's form, which are not those of the Hugging Face directory."""
+    if not is_megatron(source):
+        return {}
+    directory, has_reference = shared.path(source, "model.model_path"), uses_reference(source)
+    roles = {"model": (ACTOR, True), "reference": (REFERENCE, has_reference), "critic": (CRITIC, uses_critic(source))}
+    found: dict[str, Any] = {}
+    for role, (start, is_there) in roles.items():
+        said = source.under(start + "megatron.")
+        if not (is_there and said.flag("use_dist_checkpointing")):
+            continue
+        found[f"{role}.path"] = shared.path(said, "dist_checkpointing_path")
+        if found[f"{role}.path"] is None:
+            raise UnreadableError(f"{start}megatron.dist_checkpointing_path must name a checkpoint")
+        if role == "critic" and source.text("model.critic_model_path") not in (None, directory):
+            reason = "weights in Megatron-Core's form of another model than model.model_path, whose config.json is taken"
+            said.lacks("use_dist_checkpointing", reason)
+    if not found:
+        return {}
+    return {**({"reference.path": directory} if has_reference else {}), **found, "model.config": directory}

@@ -1,0 +1,124 @@
+"""verl: Hydra's keys of `verl.trainer.main_ppo` and the recipes over it, and of its SFT trainers.
+
+tables/verl.yaml says what becomes of each key, the other modules what several say together: verl_algorithm.py (the method),
+verl_models.py (layout, batches, optimizers), verl_async.py (programs that sample ahead), verl_rollout.py (engines, rewards,
+evaluation), verl_prime.py (a recipe). legacy/verl.py has what is of before 2026.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from fivefold_dialects import shared, verl_async, verl_prime, verl_sft
+from fivefold_dialects import verl_models as models
+from fivefold_dialects.known import known
+from fivefold_dialects.legacy import verl as legacy
+from fivefold_dialects.shared import EVERY_CHECKPOINT
+from fivefold_dialects.source import Source
+from fivefold_dialects.system import dialect
+from fivefold_dialects.table import Table, defaults_of, load, several, table
+from fivefold_dialects.verl_algorithm import advantage, correction, dynamic_sampling, kl, loss, overlong
+from fivefold_dialects.verl_rollout import engine, evaluation, rewards
+
+_R = "actor_rollout_ref.rollout."
+OWN_DEFAULTS: dict[str, dict[str, Any]] = {
+    program: defaults_of(own or {}) for names, own in load("verl")["programs"].items() for program in several(names)
+}
+"""Programs whose configuration says all of what they do -> defaults that are not main_ppo's."""
+CONFIG_NAMES = (
+    *(f"ppo_{engine}trainer" for engine in ("", "megatron_", "veomni_", "torchtitan_")),
+    *(f"_generated_ppo_{engine}trainer" for engine in ("", "megatron_", "veomni_", "torchtitan_")),
+    *(f"{start}ppo_{engine}trainer" for start in ("one_step_off_", "fully_async_") for engine in ("", "megatron_")),
+    "transfer_queue_ppo_trainer", "transfer_queue_ppo_megatron_trainer", "dapo_trainer", "dapo_megatron_trainer",
+    "sft_trainer", "sft_trainer_engine", "sppo_trainer", "prime_trainer", "entropy_trainer",
+)  # fmt: skip
+"""YAML files of these programs, whose values are the defaults of their tables."""
+
+
+def program(source: Source) -> dict[str, Any]:
+    name = source.text("-m")
+    if name is not None and name not in OWN_DEFAULTS:
+        source.lacks("-m", "another program than verl.trainer.main_ppo: it may do what no key says")
+    for key, is_read in ((_R + "nnodes", verl_async.is_separate(source)), ("rollout.nnodes", verl_async.is_apart(source))):
+        if not is_read and source.has(key) and source.whole(key):
+            source.lacks(
+                key, "GPUs of their own for sampling, of another program than one_step_off_policy and fully_async_policy"
+            )
+    return verl_async.ahead(source)
+
+
+def overlong_prompts(source: Source, key: str) -> str:
+    # Where prompts would be cut off or refused, the run is refused if there is such a prompt: nothing is cut silently.
+    return "drop" if source.flag(key) else "refuse"
+
+
+def template(source: Source) -> dict[str, Any]:
+    start = "data.apply_chat_template_kwargs"
+    whole = source.value(start) if source.has(start) else None
+    found = dict(whole) if isinstance(whole, dict) else {}
+    found |= {key.removeprefix(f"{start}."): source.value(key) for key in source.keys(f"{start}.")}
+    return {"data.chat_template_kwargs": found} if found else {}
+
+
+def kept(source: Source, key: str) -> int:
+    count = source.whole(key)
+    return count if count and count > 0 else EVERY_CHECKPOINT
+
+
+def length_of_run(source: Source) -> dict[str, Any]:
+    if verl_async.is_fully_async(source):
+        return {"trainer.steps": verl_async.steps(source)}
+    found = shared.epochs_and_steps(source)
+    if source.flag("algorithm.filter_groups.enable") and not verl_async.is_v1(source) and not verl_async.ahead(source):
+        # The loop goes over the batches that are drawn (dapo_ray_trainer.py); the newer trainer's over updates.
+        found["trainer.ends_with_data"] = True
+    return found
+
+
+def evaluation_interval(source: Source) -> dict[str, Any]:
+    return verl_sft.evaluation_interval(source, verl_async.evaluation_key(source))
+
+
+def profiler(source: Source) -> dict[str, Any]:
+    asked = any(source.flag(f"actor_rollout_ref.{role}.profiler.enable") for role in ("actor", "rollout", "ref"))
+    if (steps := source.items("global_profiler.steps")) and asked and source.text("global_profiler.tool") == "torch":
+        return {"trainer.profile.steps": [int(step) for step in steps]}
+    return {}
+
+
+DERIVED = (
+    *(program, advantage, loss, kl, correction, overlong, dynamic_sampling, template, engine, evaluation, rewards),
+    *(models.batch, models.layout, models.megatron, models.low_rank, models.further_tokens, models.dtypes, models.memory),
+    *(models.micro_batch, models.optimizer, models.critic, models.reference, models.router_replay),
+    *(models.megatron_checkpoints, verl_sft.resume, length_of_run, evaluation_interval, profiler),
+    *(verl_sft.first_rows, verl_sft.TRACKED, verl_prime.prime, legacy.say_which_entropy, legacy.older),
+)
+CONVERTERS = {
+    "files": shared.files, "path": shared.path, "interval": shared.interval, "loggers": shared.loggers,
+    "top_k": shared.top_k, "overlong_prompts": overlong_prompts, "kept": kept,
+    "device": shared.choice({"cuda": "cuda", "npu": "auto", "gpu": "cuda", "cpu": "cpu", "xpu": "auto"}, "a device"),
+}  # fmt: skip
+TABLE = replace(
+    table("verl", DERIVED, CONVERTERS, release_of=legacy.release_of, known=known("verl")), versions=legacy.VERSIONS
+)
+_OWN = {program: replace(TABLE, defaults={**TABLE.defaults, **own}) for program, own in OWN_DEFAULTS.items() if own}
+"""Tables of programs whose configuration has other defaults."""
+MEGATRON = replace(TABLE, versions=legacy.MEGATRON_VERSIONS)
+"""The table of ppo_megatron_trainer.yaml, which had other defaults in older releases."""
+
+
+def table_of(settings: Mapping[str, Any]) -> Table:
+    """The table of a program's settings: PPO's, or that of the SFT trainers."""
+    is_rl = any(key.startswith(("actor_rollout_ref.", "algorithm.")) for key in settings)
+    if (own := _OWN.get(str(settings.get("-m")))) is not None:
+        return own
+    if "ppo_megatron_trainer" in str(settings.get("--config-name")):
+        return MEGATRON
+    if not is_rl and verl_sft.looks_like(settings):
+        return verl_sft.table_of(settings)
+    return TABLE
+
+
+translate = dialect("verl", TABLE, verl_sft.TABLE, choose=table_of, config_names=CONFIG_NAMES)

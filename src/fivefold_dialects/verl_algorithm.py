@@ -1,0 +1,283 @@
+"""verl's method: advantage, loss, KL, rollout correction, shaping of rewards and dynamic sampling."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fivefold_dialects import shared
+from fivefold_dialects.legacy import verl as legacy
+from fivefold_dialects.source import Source, UnreadableError
+from fivefold_dialects.table import choices
+from fivefold_dialects.verl_async import bypasses, is_v1
+from fivefold_dialects.verl_prime import is_prime
+
+_A, _R = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
+
+CHOICES = choices("verl")
+_ESTIMATOR, _LOSS, _MEAN = "algorithm.adv_estimator", _A + "policy_loss.loss_mode", _A + "loss_agg_mode"
+SPPO = "recipe.sppo.main_sppo"
+MEAN_OF_MICRO_BATCHES = (
+    "{} took the mean over the tokens of each micro-batch of each GPU and then the mean of those: here each token of an "
+    "update counts the same (algorithm.aggregate: micro-batch-token-mean is the former)"
+)
+
+
+def estimator(source: Source) -> str:
+    """Of advantages; the recipe of SPPO has its own."""
+    # Of another program it says nothing.
+    if source.settings.get("-m") == SPPO == source.text("-m"):
+        return "sppo"
+    return source.text("algorithm.adv_estimator") or "gae"
+
+
+def has_penalty(actor: Source) -> bool:
+    """The loss has a term besides the policy gradient."""
+    return bool((actor.flag("use_kl_loss") and actor.number("kl_loss_coef")) or actor.number("entropy_coeff"))
+
+
+def sppo(source: Source) -> dict[str, Any]:
+    """Rewards less their log mean exp over the step (sppo_ray_trainer.py), and a squared distance (dp_actor.py)."""
+    actor, eta = source.under(_A), source.number("algorithm.sppo_eta")
+    if not eta or eta < 0:
+        source.lacks("algorithm.sppo_eta", "rewards less their mean over the step, or a log mean exp that turns round")
+        eta = 1.0
+    if (actor.text("loss_agg_mode") or "token-mean") != "token-mean":
+        actor.lacks("loss_agg_mode", "another mean than token-mean, with which the recipe fails")
+    found = {"name": "sppo", "advantage": "step_log_mean_exp", "baseline_temperature": 1 / eta, "normalize": "none"}
+    found |= {"surrogate": "sppo", "eta": actor.number("sppo_eta"), "aggregate": "seq-mean-token-mean"}
+    if has_penalty(actor):
+        found["penalty_aggregate"] = "token-mean"
+    return {f"algorithm.{key}": value for key, value in (found | {"whiten": False, "credit": "response"}).items()}
+
+
+def advantage(source: Source) -> dict[str, Any]:
+    if estimator(source) == "sppo":
+        return sppo(source)
+    found, group = CHOICES[_ESTIMATOR].read(source), source.count(_R + "n")
+    if not found:
+        return {}
+    kind = found["advantage"]
+    if kind in ("group", "pass_at_k") and "normalize" not in found:
+        found["normalize"] = "group" if source.flag("algorithm.norm_adv_by_std_in_grpo") else "none"
+    if kind == "nonzero_scaled" and group == 1:
+        source.lacks(_ESTIMATOR, "gpg with one sample per prompt, which compares with nothing")
+    if kind in ("group", "leave_one_out", "length_weighted") and group == 1:
+        # A group of one has mean 0 and deviation 1 there: the advantage is the reward.
+        found |= {"advantage": "reward", "normalize": "none"}
+    if found.get("token_baseline") and group == 1:
+        found["token_baseline"] = False
+    found = {"whiten": False, "credit": "response", **found, **legacy.of_rllm(source)}
+    return {f"algorithm.{key}": value for key, value in found.items()}
+
+
+def has_engine_workers(source: Source) -> bool:
+    """The configuration is of a release, or asks for workers, whose losses count all tokens of an update."""
+    return is_v1(source) or source.text("trainer.use_legacy_worker_impl") == "disable"
+
+
+def loss(source: Source, actor_of: str = "verl until 0.7") -> dict[str, Any]:
+    if estimator(source) == "sppo":
+        return {}
+    actor, bypassed = source.under(_A), source.under("algorithm.rollout_correction.")
+    if not (found := CHOICES[_LOSS].read(source)):
+        return {}
+    is_reinforce = bypasses(source) and bypassed.text("loss_type") == "reinforce"
+    if is_reinforce:
+        # bypass_mode takes the place of loss_mode; the weight has no gradient, as CISPO's.
+        found = {"surrogate": "cispo" if bypassed.text("rollout_is") is not None else "log_likelihood"}
+    surrogate = found["surrogate"]
+    if surrogate in ("ppo_clip", "gmpo", "cispo", "clip_cov", "dppo"):
+        common = actor.number("clip_ratio")
+        for key in ("clip_low", "clip_high"):
+            bound = actor.number(key.replace("clip_", "clip_ratio_"))
+            # Below 0 no ratio falls: 1 is no bound.
+            found[key] = min(bound if bound is not None else common or 0.0, 1.0 if key == "clip_low" else 1e9)
+        if is_reinforce:
+            found |= {"clip_low": 1.0, "clip_high": (bypassed.number("rollout_is_threshold") or 2.0) - 1}
+        if surrogate == "gmpo":
+            found["clip_low"] = actor.number("clip_ratio_low")
+    if found.get("dual_clip") is not None and found["dual_clip"] <= 1 + found["clip_high"]:
+        actor.lacks("clip_ratio_c", f"a bound below that of the ratio, {1 + found['clip_high']:g}")
+    for key in ("tau_pos", "tau_neg") if surrogate == "sapo" else ():
+        if actor.has(f"policy_loss.{key}") and actor.number(f"policy_loss.{key}") != actor.number(key):
+            actor.lacks(f"policy_loss.{key}", f"verl's loss reads actor.{key}: say it there")
+    mean = CHOICES[_MEAN].read(source)
+    if "aggregate" not in found:
+        found["aggregate"] = mean
+        if mean == "token-mean" and not has_engine_workers(source):
+            source.note(MEAN_OF_MICRO_BATCHES.format(f"with token-mean the actor of {actor_of}"))
+    elif has_penalty(actor):
+        found["penalty_aggregate"] = mean
+    return {f"algorithm.{key}": value for key, value in found.items()}
+
+
+def kl(source: Source) -> dict[str, Any]:
+    found: dict[str, Any] = {"coef": 0.0}
+    control, loss_coef = source.under("algorithm.kl_ctrl."), source.number(_A + "kl_loss_coef")
+    in_loss = source.flag(_A + "use_kl_loss") and bool(loss_coef)
+    # PRIME's recipe loads the reference and takes nothing off any reward.
+    in_reward = kl_in_reward(source) and bool(control.number("kl_coef")) and not is_prime(source)
+    if not in_reward and not in_loss and control.has("kl_coef") and control.number("kl_coef") and not is_prime(source):
+        legacy.say_where_kl_was(source)
+    is_adaptive = control.text("type") == "adaptive"
+    reward = _estimator(source, "algorithm.kl_penalty", "kl").removesuffix("+") if in_reward else "k1"
+    if in_loss:
+        estimator = _estimator(source, _A + "kl_loss_type", "low_var_kl")
+        found = {"place": "loss", "estimator": estimator, "coef": loss_coef}
+        if in_reward:
+            found |= {"reward_coef": control.number("kl_coef"), "reward_estimator": reward}
+            if is_adaptive:
+                control.lacks("type", "a coefficient in the reward that moves, besides one in the loss")
+    elif in_reward:
+        found = {"place": "reward", "estimator": reward, "coef": control.number("kl_coef")}
+        if is_adaptive:
+            found |= {"target": control.number("target_kl"), "horizon": control.whole("horizon")}
+    return {f"algorithm.kl.{key}": value for key, value in found.items()}
+
+
+def kl_in_reward(source: Source) -> bool:
+    """The KL is taken off rewards; in releases before there was a key for it, where it is not in the loss."""
+    if (said := source.raw("algorithm.use_kl_in_reward")) == legacy.UNLESS_IN_LOSS:
+        return not source.flag(_A + "use_kl_loss")
+    return said is not None and source.flag("algorithm.use_kl_in_reward")
+
+
+def _estimator(source: Source, key: str, usual: str) -> str:
+    name = source.text(key) or usual
+    if name not in shared.ESTIMATORS:
+        source.lacks(key, f"the estimator {name}: known here are {', '.join(shared.ESTIMATORS)}")
+    return shared.ESTIMATORS.get(name, "k3")
+
+
+_REJECTED = {"token_k1": "token", "seq_sum_k1": "sequence", "seq_mean_k1": "geometric"}
+_DIVERGENCES = {
+    **{f"token_{k}": f"token_{k}" for k in ("k2", "k3")},
+    **{f"seq_{over}_{k}": f"{over}_{k}" for over in ("sum", "mean", "max") for k in ("k2", "k3")},
+}
+
+
+def correction(source: Source) -> dict[str, Any]:
+    if (cap := source.number(_A + "tis_imp_ratio_cap")) is not None and cap > 0:
+        return {"algorithm.rollout_correction.name": "tis", "algorithm.rollout_correction.high": cap}
+    said = source.under("algorithm.rollout_correction.")
+    found: dict[str, Any] = {}
+    if bypasses(source):
+        weighted, reinforce = said.text("rollout_is"), said.text("loss_type") == "reinforce"
+        if reinforce and weighted is None:
+            for key in ("rollout_rs", "rollout_token_veto_threshold"):
+                if said.has(key) and said.text(key) is not None:
+                    said.lacks(key, "rejection with REINFORCE without a weight")
+            return {}
+        found["old_logprobs_from"] = "engine"
+        if said.text("loss_type") not in ("ppo_clip", "reinforce"):
+            said.lacks("loss_type", f"the loss {said.text('loss_type')}")
+        if reinforce and (weighted != "token" or (said.number("rollout_is_threshold") or 2.0) < 1):
+            said.lacks("rollout_is", "REINFORCE weighted by whole responses, or by less than 1")
+        if weighted is not None and not reinforce:
+            for key in ("rollout_is", "rollout_is_batch_normalize"):
+                said.fixed(key, "with bypass_mode and ppo_clip verl multiplies by no weight: the ratio has it")
+    elif (level := said.text("rollout_is")) is not None:
+        if level not in ("token", "sequence"):
+            said.lacks("rollout_is", f"the weight {level}")
+        low, _, high = str(said.raw("rollout_is_threshold")).strip("'\"").rpartition("_")
+        if low:
+            # Two bounds: what is outside of them has weight 0 (verl since 2026-03; before, it was an error).
+            found |= {"weight": level, "low": _bound(low), "high": _bound(high), "outside": "mask"}
+        else:
+            found |= {"weight": level, "high": said.number("rollout_is_threshold"), "outside": "truncate"}
+    if (rejected := said.text("rollout_rs")) is not None:
+        older = rejected in legacy.LEVELS
+        names = [part.strip() for part in rejected.split(",") if part.strip()]
+        found |= legacy.rejection(said, rejected) if older else rejection(said, names)
+    if vetoed := legacy.veto(said):
+        found["reject_divergence"] = {**found.get("reject_divergence", {}), **vetoed["reject_divergence"]}
+    return {f"algorithm.rollout_correction.{key}": value for key, value in found.items()}
+
+
+def _bound(text: str) -> float:
+    try:
+        if (number := float(text)) > 0:
+            return number
+    except ValueError:
+        pass
+    raise UnreadableError(f"bounds of algorithm.rollout_correction must be numbers above 0: got {text!r}")
+
+
+def rejection(said: Source, names: list[str]) -> dict[str, Any]:
+    """What is left out by one of several statistics, each with its bounds (rollout_corr_helper.py:156)."""
+    bounds = (said.text("rollout_rs_threshold") or "").split(",")
+    bounds = bounds * len(names) if len(bounds) == 1 else bounds
+    known = sum(name in _REJECTED for name in names)
+    if known > 1 or len(bounds) != len(names) or any(name not in (*_REJECTED, *_DIVERGENCES) for name in names):
+        said.lacks(
+            "rollout_rs", f"rejection by {', '.join(names)}: known here are {', '.join(_DIVERGENCES)}, and one of "
+            f"{', '.join(_REJECTED)}"
+        )  # fmt: skip
+        return {}
+    found: dict[str, Any] = {}
+    divergences: dict[str, float] = {}
+    for name, bound in zip(names, bounds, strict=True):
+        low, _, high = bound.strip().rpartition("_")
+        upper = _bound(high)
+        lower = _bound(low) if low else 1 / upper
+        if name in _DIVERGENCES:
+            divergences[_DIVERGENCES[name]] = upper
+        else:
+            # verl compares -log(trainer / engine) with the logarithms of the bounds.
+            found |= {"reject": _REJECTED[name], "reject_low": 1 / upper, "reject_high": 1 / lower}
+    return found | ({"reject_divergence": divergences} if divergences else {})
+
+
+MANAGERS = (
+    "reward.reward_manager.name",
+    "reward_model.reward_manager",
+    "reward_manager.name",
+    "reward_model.reward_manager.name",
+)
+"""Where verl has had the name of its reward manager."""
+_WITHOUT_PENALTY = ("naive", "prime", "batch")
+"""Reward managers that score responses whatever their length (workers/reward_manager)."""
+
+
+def overlong(source: Source) -> dict[str, Any]:
+    """DAPO's penalty, in the four places where verl has had its keys; other reward managers do not read them."""
+    named = [key for key in MANAGERS if source.has(key)] or ["reward_model.reward_manager"]
+    if source.text(named[0]) in _WITHOUT_PENALTY:
+        return {"algorithm.overlong_buffer": 0}
+    for start in (
+        "reward.reward_kwargs.overlong_buffer_cfg.",
+        "reward_model.reward_kwargs.overlong_buffer_cfg.",
+        "reward_model.overlong_buffer.",
+        "custom_reward_function.overlong_buffer.",
+    ):
+        said = source.under(start)
+        if said.flag("enable"):
+            buffer, penalty = said.count("len"), said.number("penalty_factor")
+            longest = source.count("data.max_response_length")
+            counted_from = start.replace("overlong_buffer_cfg.", "max_resp_len")
+            end = (source.whole(counted_from) if source.has(counted_from) else None) or longest
+            if end - buffer >= longest:
+                # It would begin after the longest response.
+                break
+            if end != longest:
+                source.lacks(counted_from, "a penalty that ends at another length than data.max_response_length")
+            return {"algorithm.overlong_buffer": buffer, "algorithm.overlong_penalty": 1.0 if penalty is None else penalty}
+    return {"algorithm.overlong_buffer": 0}
+
+
+def dynamic_sampling(source: Source) -> dict[str, Any]:
+    said = source.under("algorithm.filter_groups.")
+    if not said.flag("enable"):
+        return {"algorithm.dynamic_sampling": False}
+    rounds = said.whole("max_num_gen_batches") or 0
+    found: dict[str, Any] = {"algorithm.dynamic_sampling": True}
+    # 0 is no bound there.
+    found["algorithm.sampling_rounds"] = rounds if rounds > 0 else 1000
+    found["algorithm.prompts_per_round"] = source.whole("data.gen_batch_size")
+    # acc and score are without the penalty of long responses, seq_reward is with it, seq_final_reward with the KL too.
+    metric = said.text("metric") or ""
+    if metric == "seq_final_reward" and kl_in_reward(source):
+        said.lacks("metric", "groups compared by rewards with their KL: say metric=seq_reward")
+    if metric.startswith("seq_") and overlong(source)["algorithm.overlong_buffer"]:
+        found["algorithm.dynamic_sampling_by"] = "shaped_reward"
+    return found

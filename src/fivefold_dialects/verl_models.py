@@ -1,0 +1,373 @@
+"""What verl's models learn with: layout, numbers' types, memory, batches, optimizers and their schedules, checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fivefold_dialects import shared, verl_async
+from fivefold_dialects.adapters import adapters, refuse
+from fivefold_dialects.legacy import verl as legacy
+from fivefold_dialects.source import Source, UnreadableError
+from fivefold_dialects.table import load
+from fivefold_dialects.verl_algorithm import estimator, kl_in_reward
+
+_A, _R, _M = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout.", "actor_rollout_ref.model."
+_C, _REF = "critic.", "actor_rollout_ref.ref."
+SCHEDULES: Mapping[str, Mapping[str, Any]] = load("verl")["schedules"]
+TOTAL_STEPS = "trainer.total_training_steps"
+STRATEGIES = ("fsdp", "fsdp2", "megatron", "veomni", "torchtitan", "mindspeed")
+
+
+def is_megatron(source: Source) -> bool:
+    """The actor trains with Megatron-Core: by its strategy, or by the configuration that it starts from."""
+    for key in (_A + "strategy", "model_engine"):
+        if source.has(key) and (chosen := source.text(key)) is not None:
+            by_fsdp = source.text(_A + "mindspeed.strategy") == "mindspeed_fsdp"
+            return chosen == "megatron" or (chosen == "mindspeed" and not by_fsdp)
+    named = [source.text("--config-name") or "", *source.texts("defaults")]
+    return any("megatron" in name for name in named) or source.text(_A + "strategy") == "megatron"
+
+
+def engine_of(source: Source) -> str:
+    """What trains, by its name in SCHEDULES."""
+    if is_megatron(source):
+        return "megatron"
+    named = (source.text("model_engine"), source.text(_A + "strategy"))
+    return next((name for name in ("veomni", "torchtitan") if name in named), "fsdp")
+
+
+def mcore(source: Source) -> str:
+    """Where Megatron-Core's settings of the actor stand: MindSpeed's engine has its own section (2026-05 to 08)."""
+    said = (source.text("model_engine"), source.text(_A + "strategy"))
+    return _A + ("mindspeed." if "mindspeed" in said else "megatron.")
+
+
+def options(source: Source) -> str:
+    """Where fields of Megatron-Core's TransformerConfig stand."""
+    if (start := mcore(source)) == _A + "megatron.":
+        return start + "override_transformer_config"
+    # llm_kwargs until 2026-05.
+    return start + ("llm_kwargs" if source.keys(start + "llm_kwargs.") else "mcore_kwargs")
+
+
+def gpus(source: Source) -> int:
+    """Of the trainer."""
+    of_node = "n_training_gpus_per_node" if legacy.is_rllm(source) else "n_gpus_per_node"
+    return source.count("trainer.nnodes") * source.count(f"trainer.{of_node}")
+
+
+def layout(source: Source) -> dict[str, Any]:
+    if (name := source.text(_A + "strategy")) not in (None, *STRATEGIES):
+        source.lacks(_A + "strategy", f"the engine {name}: known here are {', '.join(STRATEGIES)}")
+    if is_megatron(source):
+        sizes = shared.parallel_sizes(source.under(mcore(source)))
+    else:
+        sizes = {"cp": max(source.whole(f"{_A}{part}ulysses_sequence_parallel_size") or 1 for part in ("", "fsdp_config."))}
+    return {"policy.backend": str(shared.world_layout(gpus(source), **sizes))}
+
+
+def megatron(source: Source) -> dict[str, Any]:
+    if not is_megatron(source):
+        return {}
+    found: dict[str, Any] = {"policy.sequence_parallel": source.flag(mcore(source) + "sequence_parallel")}
+    return found | virtual_stages(source, "policy") | shared.megatron_options(source, options(source), "policy.megatron")
+
+
+def virtual_stages(source: Source, ours: str) -> dict[str, Any]:
+    """Of the policy, and of each model that lies as it does."""
+    count = source.whole(mcore(source) + "virtual_pipeline_model_parallel_size") or 1
+    return {f"{ours}.megatron.pipeline.virtual_pipeline_model_parallel_size": count} if count > 1 else {}
+
+
+def router_replay(source: Source) -> dict[str, Any]:
+    """R3 where both trainer and engine are asked for it; verl fails where it is one of them, or R2 with the engine."""
+    mode, by_engine = None, source.flag(_R + "enable_rollout_routing_replay")
+    for key in (f"{_A}{part}router_replay.mode" for part in ("megatron.", "veomni.", "")):
+        if (said := source.text(key)) in (None, "disabled"):
+            continue
+        if not is_megatron(source) and "veomni" not in key:
+            source.fixed(key, "read by Megatron and VeOmni only")
+        elif said not in ("R2", "R3"):
+            source.lacks(key, f"the mode {said} of router replay: known here are R2 and R3")
+        elif (said == "R3") != by_engine:
+            source.lacks(key, f"{said} with rollout.enable_rollout_routing_replay: {by_engine}, with which verl fails")
+        else:
+            mode = mode or said
+    return shared.replayed(mode)
+
+
+def dtype(source: Source, key: str) -> str | None:
+    """A type of numbers by its name there; None where nothing is said."""
+    if (name := source.text(key) if source.has(key) else None) in (None, "auto"):
+        return None
+    if name not in shared.DTYPES:
+        source.lacks(key, f"numbers of the type {name}: known here are {', '.join(shared.DTYPES)}")
+    return shared.DTYPES.get(str(name), "bfloat16")
+
+
+def dtypes(source: Source) -> dict[str, Any]:
+    """Of the policy, and of the engine where it is another; bfloat16 where nothing is said."""
+    trainers = [f"{section}dtype" for section in sections(source, _A)]
+    if engine_of(source) == "fsdp":
+        trainers.append(_A + "fsdp_config.mixed_precision.param_dtype")
+    policy = next(filter(None, [dtype(source, key) for key in trainers]), "bfloat16")
+    engine = policy if source.text(_R + "dtype") == "auto" else dtype(source, _R + "dtype") or "bfloat16"
+    return {"policy.dtype": None if policy == "bfloat16" else policy, "engine.dtype": None if engine == policy else engine}
+
+
+def sections(source: Source, role: str) -> list[str]:
+    """Where the engine's settings of a model stand, whose own begin with `role`; the newer engine's critic has a second."""
+    if is_megatron(source):
+        return [mcore(source) if role == _A else role + "megatron."]
+    if role == _C and engine_of(source) == "fsdp":
+        return [role + "model.fsdp_config.", role + "fsdp."]
+    return [role + {"fsdp": "fsdp_config."}.get(engine_of(source), f"{engine_of(source)}.")]
+
+
+PARTS = {"parameters": "param", "gradients": "grad", "optimizer": "optimizer"}
+"""What is offloaded -> its name there."""
+
+
+def offloaded(source: Source, role: str) -> list[str]:
+    """Parts of a model that wait on the host; gradients do with Megatron-Core only."""
+    return [
+        part
+        for part, name in PARTS.items()
+        if (part != "gradients" or is_megatron(source))
+        and True in [source.flag(f"{section}{name}_offload") for section in sections(source, role)]
+    ]
+
+
+_OF_OPTIMIZER = (
+    "optimizer_cpu_offload", "optimizer_offload_fraction", "overlap_cpu_optimizer_d2h_h2d", "use_precision_aware_optimizer",
+)  # fmt: skip
+
+
+def memory(source: Source) -> dict[str, Any]:
+    """Recomputation and offload."""
+    found: dict[str, Any] = {f"policy.offload.{part}": True for part in offloaded(source, _A)}
+    if not is_megatron(source):
+        return found | ({"policy.recompute": "full"} if source.flag(_M + "enable_gradient_checkpointing") else {})
+    said = source.under(_A + "optim.")
+    found |= shared.recompute(source, options(source), "policy")
+    found |= shared.moments(said, are_read=said.flag("use_precision_aware_optimizer"))
+    optimizer = said.under("override_optimizer_config.")
+    for key in optimizer.keys(""):
+        if (value := optimizer.value(key)) is None:
+            continue
+        if key not in _OF_OPTIMIZER:
+            optimizer.lacks(key, "another setting of Megatron's optimizer: policy.megatron.optimizer has its fields")
+        elif value not in (False, None) and optimizer.flag("optimizer_cpu_offload") | key.startswith("use_"):
+            found[f"policy.megatron.optimizer.{key}"] = float(value) if key.endswith("fraction") else value
+    return found
+
+
+def longest(source: Source) -> int:
+    return source.count("data.max_prompt_length") + source.count("data.max_response_length")
+
+
+def micro_batch(source: Source) -> dict[str, Any]:
+    """A token budget as it is, times the ranks that share a sequence; a number of sequences at their longest."""
+    tokens = longest(source)
+    if source.flag(_A + "use_dynamic_bsz"):
+        by_mcore = is_megatron(source)
+        shared_by = mcore(source) + "context_parallel_size" if by_mcore else _A + "ulysses_sequence_parallel_size"
+        budget = source.count(_A + "ppo_max_token_len_per_gpu") * (source.whole(shared_by) or 1)
+        return {"policy.tokens_per_micro_batch": max(budget, tokens)}
+    sequences = source.whole(_A + "ppo_micro_batch_size_per_gpu")
+    if sequences is None and (total := source.whole(_A + "ppo_micro_batch_size")) is not None:
+        sequences = max(1, total // gpus(source))
+    return {"policy.tokens_per_micro_batch": (sequences or 1) * tokens}
+
+
+def schedule(said: Source, engine: str, steps_of_run: int | None = None) -> dict[str, Any]:
+    """Our keys of an optimizer's schedule, from a section `optim`; `steps_of_run`: trainer.total_training_steps where it is
+    set, which verl's schedule goes over even where the data end before."""
+    reads, rate = SCHEDULES[engine], said.number("lr") or 0.0
+    key = "warmup_style" if reads["style"] == "lr_scheduler_type" and said.text("warmup_style") else reads["style"]
+    if (style := said.text(key) or reads["usual"]) not in ("constant", "linear", "cosine"):
+        said.lacks(key, f"the schedule {style}")
+        style = "constant"
+    factor = 1.0 if reads.get("is_rate") else rate
+    found: dict[str, Any] = {"schedule": style}
+    if "first" in reads:
+        found["warmup_init_lr"] = factor * (said.number(reads["first"]) or 0.0) or None
+    total = steps_of_run if steps_of_run and steps_of_run > 0 else None
+    steps = (said.whole(reads["decay_steps"]) if "decay_steps" in reads else None) or total
+    if style != "constant":
+        found["min_lr"] = factor * (said.number(reads["lowest"]) or 0.0) if "lowest" in reads else 0.0
+        found["decay_steps"] = steps
+    found["warmup_steps"] = _warmup(said, reads, steps)
+    found["warmup_from"] = reads.get("warmup_from", 0) if found["warmup_steps"] else 0
+    return found
+
+
+def _warmup(said: Source, reads: Mapping[str, Any], decay_steps: int | None) -> float:
+    """Steps, or a share of the run; of `decay_steps` where those are known."""
+    steps = None if reads.get("shares_only") else said.whole("lr_warmup_steps")
+    if steps is not None and steps >= 0 and (steps or "decay_steps" not in reads):
+        return steps
+    shares = ("lr_warmup_steps_ratio", *reads.get("shares", ()))
+    share = said.number(next((key for key in shares if said.has(key)), shares[0])) or 0.0
+    return int(share * decay_steps) if decay_steps and share < 1 else share
+
+
+def low_rank_of(source: Source, start: str, ours: str, by_megatron: bool) -> dict[str, Any]:
+    """The adapters of a model whose section is `start`: FSDP reads lora_rank and its neighbours, Megatron-Core lora.*."""
+    said = f"{start}lora." if by_megatron else start
+    names = {"rank": "lora_rank", "alpha": "lora_alpha", "path": "lora_adapter_path"}
+    if by_megatron:
+        names = {"rank": "rank", "alpha": "alpha", "path": "adapter_path", "init": "lora_A_init_method"}
+    names |= {"targets": "target_modules", "exclude": "exclude_modules"}
+    found = adapters(source, ours, **{role: said + name for role, name in names.items()})
+    if found and by_megatron:
+        refuse(source, said + "dropout", "dropout of adapters", (0, 0.0))
+        refuse(source, said + "type", "other adapters than LoRA", ("lora", "canonical_lora"))
+        refuse(source, said + "lora_B_init_method", "B that does not begin at 0", ("zero",))
+    return found
+
+
+def further_tokens_of(source: Source, start: str) -> dict[str, Any]:
+    """What trains the layers of multi-token prediction of the model whose section is `start`; nothing where they stay."""
+    said = source.under(f"{start}mtp.")
+    if not (said.flag("enable") and said.flag("enable_train")):
+        return {}
+    found = {"loss_scaling_factor": said.number("mtp_loss_scaling_factor"), "detach_encoder": said.flag("detach_encoder")}
+    return {f"policy.mtp.{key}": value for key, value in ({"train": True} | found).items()}
+
+
+def batch(source: Source) -> dict[str, Any]:
+    if verl_async.is_fully_async(source):
+        return verl_async.batch(source)
+    key = batch_key(source)
+    prompts, mini = source.count(key), source.count(_A + "ppo_mini_batch_size")
+    if not 0 < mini <= prompts:
+        raise UnreadableError(f"{_A}ppo_mini_batch_size = {mini} must be in 1 to {key} = {prompts}")
+    updates, rest = divmod(prompts, mini)
+    if rest:
+        source.lacks(_A + "ppo_mini_batch_size", f"updates of unequal size: {key} = {prompts} is no multiple of it")
+    found = {"data.prompts_per_step": prompts, "algorithm.updates_per_step": updates}
+    return verl_async.separate_batch(source, found) if verl_async.is_separate(source) else found
+
+
+def batch_key(source: Source) -> str:
+    """The key with the prompts of a step: without dynamic sampling verl until 0.8 trains on all that its loader draws."""
+    drawn, usual = "data.gen_batch_size", "data.train_batch_size"
+    if source.flag("algorithm.filter_groups.enable") or verl_async.is_v1(source) or not source.has(drawn):
+        return usual
+    if source.whole(drawn) in (None, source.whole(usual)):
+        return usual
+    source.note(
+        f"{drawn} = {source.whole(drawn)} is the batch of a step, as in verl until 0.8; with trainer.use_v1=True, which 0.9 "
+        f"has, it is {usual}"
+    )
+    return drawn
+
+
+def optimizer(source: Source, role: str = _A, ours: str = "policy.optimizer") -> dict[str, Any]:
+    said = source.under(role + "optim.")
+    uses_megatron = is_megatron(source)
+    found: dict[str, Any] = {"lr": said.number("lr"), "weight_decay": said.number("weight_decay")}
+    if not uses_megatron:
+        # verl does not hand betas to Megatron's optimizer, whose own are 0.9 and 0.999.
+        found["betas"] = [float(beta) for beta in said.items("betas")]
+        found["eps"] = said.number("eps")
+        # The newer engine reads optim.clip_grad, the older workers grad_clip: whichever is set.
+        set_there = said.has("clip_grad") and not source.has(role + "grad_clip")
+        found["clip_grad"] = said.number("clip_grad") if set_there else source.number(role + "grad_clip")
+    else:
+        found |= {"betas": [0.9, 0.999], "clip_grad": said.number("clip_grad")}
+    found |= {"schedule_per": "step", **schedule(said, engine_of(source), source.whole(TOTAL_STEPS))}
+    if verl_async.is_fully_async(source) or verl_async.is_separate(source):
+        found |= verl_async.schedule(source, found["schedule"], found["warmup_steps"])
+    return {f"{ours}.{key}": value for key, value in found.items()}
+
+
+def megatron_checkpoints(source: Source) -> dict[str, Any]:
+    """Weights of policy and reference that are not those of the Hugging Face directory."""
+    if not is_megatron(source):
+        return {}
+    weights: dict[str, Any] = {}
+    directory = shared.path(source, _M + "path")
+    has_reference = uses_reference(source)
+    roles = [
+        ("model.path", _A, _M + "path", True),
+        ("reference.path", _REF, _M + "path", has_reference),
+        ("critic.path", _C, _C + "model.path", estimator(source) == "gae"),
+        ("reward.model.path", "reward_model.", "reward_model.model.path", source.flag("reward_model.enable")),
+    ]
+    for ours, role, describing, is_there in roles:
+        if not (source.flag(f"{role}megatron.use_dist_checkpointing") and is_there):
+            continue
+        weights[ours] = source.text(f"{role}megatron.dist_checkpointing_path")
+        if shared.path(source, describing) != directory:
+            source.lacks(
+                f"{role}megatron.use_dist_checkpointing",
+                f"weights in Megatron-Core's form of another model than {_M}path, whose config.json is model.config here",
+            )
+    if not weights:
+        return {}
+    if has_reference and "reference.path" not in weights:
+        weights["reference.path"] = directory
+    return {**weights, "model.config": directory}
+
+
+def low_rank(source: Source) -> dict[str, Any]:
+    return low_rank_of(source, _M, "policy", is_megatron(source))
+
+
+def further_tokens(source: Source) -> dict[str, Any]:
+    return further_tokens_of(source, _M)
+
+
+def critic(source: Source) -> dict[str, Any]:
+    if estimator(source) != "gae":
+        return {}
+    said = source.under(_C)
+    found: dict[str, Any] = {
+        "critic.path": shared.path(source, "critic.model.path"),
+        "critic.value_clip": said.number("cliprange_value"),
+    }
+    found |= optimizer(source, _C, "critic.optimizer")
+    found |= low_rank_of(source, "critic.model.", "critic", is_megatron(source))
+    for key in ("ppo_mini_batch_size", "ppo_epochs", "loss_agg_mode"):
+        if said.raw(key) is not None and str(said.raw(key)) != str(source.raw(_A + key)):
+            said.lacks(key, "the critic learns in the policy's updates")
+    if (warmup := source.whole("trainer.critic_warmup") or 0) > 1:
+        found["critic.warmup_steps"] = warmup - 1
+    if said.flag("use_dynamic_bsz") and (budget := said.whole("ppo_max_token_len_per_gpu")):
+        found["critic.tokens_per_micro_batch"] = max(budget, longest(source))
+    elif sequences := said.whole("ppo_micro_batch_size_per_gpu"):
+        found["critic.tokens_per_micro_batch"] = sequences * longest(source)
+    if not is_megatron(source):
+        found["critic.recompute"] = "full" if said.flag("model.enable_gradient_checkpointing") else "none"
+    return found | {f"critic.offload.{part}": True for part in offloaded(source, _C)} | _own_options(source, _C, "critic")
+
+
+def reference(source: Source) -> dict[str, Any]:
+    """What is the reference's own: Megatron-Core's options. Its weights leave the GPU with the policy's."""
+    if not uses_reference(source):
+        return {}
+    if "parameters" in offloaded(source, _REF) and "parameters" not in offloaded(source, _A):
+        key = f"{sections(source, _REF)[0]}param_offload"
+        source.lacks(key, shared.REFERENCE_ALONE, changes_result=False)
+    own = _own_options(source, _REF, "reference")
+    return {key: value for key, value in own.items() if "recompute" not in key}
+
+
+def uses_reference(source: Source) -> bool:
+    return source.flag(_A + "use_kl_loss") or kl_in_reward(source)
+
+
+def _own_options(source: Source, role: str, ours: str) -> dict[str, Any]:
+    """What a model's own section says of numbers and of Megatron-Core, which are the policy's where it says nothing."""
+    policy = dtypes(source)["policy.dtype"] or "bfloat16"
+    for key in (f"{section}dtype" for section in sections(source, role)):
+        if source.has(key) and (name := source.text(key)) is not None and shared.DTYPES.get(name) != policy:
+            source.lacks(key, f"numbers of the type {name}, where the policy's are {policy}")
+    start = f"{role}megatron.override_transformer_config"
+    if not is_megatron(source) or not source.keys(f"{start}."):
+        return {}
+    found = shared.megatron_options(source, start, f"{ours}.megatron")
+    return found | shared.recompute(source, start, ours) | (virtual_stages(source, ours) if found else {})

@@ -1,0 +1,153 @@
+"""verl's recipe of PRIME: rloo over outcomes and implicit process rewards, the reward model, the filter of prompts.
+
+Read in verl-recipe 48ea0a79 (prime/): prime_core_algos.py has the advantage and the losses, prime_dp_rm.py the rewards of
+tokens, prime_ray_trainer.py the filter and the length of the run, prime_trainer.yaml what a configuration leaves out.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fivefold_dialects import shared
+from fivefold_dialects.source import Source
+
+PROGRAM = "recipe.prime.main_prime"
+_A, _R, _P = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout.", "reward_model."
+_MODEL = _P + "model."
+
+_OWN = (
+    "data.filter_accuracy", "data.filter_truncate", _MODEL + "update", _MODEL + "loss_type", _P + "prime_norm",
+    "algorithm.reward_dpo_coef",
+)  # fmt: skip
+"""Keys that say that the recipe is meant."""
+_REFUSED = {"whole": ", with which the recipe fails", "none": ", a reward model that does not learn"}
+
+
+def is_prime(source: Source) -> bool:
+    return source.text("-m") == PROGRAM
+
+
+def prime(source: Source) -> dict[str, Any]:
+    """The recipe's method, reward model and filter; another program has nothing of them."""
+    if not is_prime(source):
+        for key in _OWN:
+            if source.has(key) and source.raw(key) not in (None, False, "False", "false"):
+                source.lacks(key, f"PRIME's, which is a program of its own: say -m={PROGRAM}")
+        return {}
+    if source.text("algorithm.adv_estimator") != "rloo":
+        source.lacks("algorithm.adv_estimator", "another advantage than rloo, with which the recipe fails")
+    found = {**_advantage(source), **_filter(source), **_length(source)}
+    if not found["algorithm.process_reward.coef"]:
+        return found
+    return found | _process_reward(source) | _model(source, found["data.prompts_per_step"])
+
+
+def _advantage(source: Source) -> dict[str, Any]:
+    """Leave-one-out of each source of rewards, the return from each token on, whitened (compute_rloo_advantage_return)."""
+    coef = source.number("algorithm.reward_dpo_coef") if source.flag(_P + "enable") else 0.0
+    outcome = source.number("algorithm.reward_gt_coef")
+    if not outcome:
+        source.lacks("algorithm.reward_gt_coef", "process rewards without the outcome's")
+    chosen = {"name": "prime", "advantage": "leave_one_out", "normalize": "none", "credit": "discounted", "gamma": 1.0}
+    chosen |= {"whiten": True, "process_reward.coef": coef, "process_reward.outcome_coef": outcome if coef else None}
+    return {f"algorithm.{key}": value for key, value in chosen.items()}
+
+
+def _process_reward(source: Source) -> dict[str, Any]:
+    names: dict[str, dict[str | None, str]] = {
+        _P + "prime_granularity": {"token": "token"},
+        _P + "prime_norm": {"batch_norm": "step", "none": "none", None: "none"},
+        _MODEL + "loss_type": {"ce": "ce", "dpo": "dpo"},
+        _MODEL + "update": {"before": "before", "after": "after", "reverse": "after"},
+    }
+    chosen = {}
+    for key, known in names.items():
+        value = source.text(key)
+        if value not in known:
+            shown = ", ".join(name for name in known if name)
+            source.lacks(key, f"{value or 'none'}{_REFUSED.get(value or 'none', '')}: known here are {shown}")
+        chosen[key] = known.get(value)
+    granularity, normalize, loss, update = chosen.values()
+    if loss == "dpo" and source.text(_MODEL + "update") != "reverse":
+        source.lacks(_MODEL + "loss_type", "dpo without update=reverse, with which the recipe fails")
+    said = {"beta": source.number(_MODEL + "beta_train"), "granularity": granularity, "normalize": normalize, "loss": loss}
+    # Its scores are the outcomes, of functions that give parts of 1 too.
+    said |= {"update": update, "reference": "initial", "target": "reward"}
+    return {f"algorithm.process_reward.{key}": value for key, value in said.items()}
+
+
+def _filter(source: Source) -> dict[str, Any]:
+    """One round of prompts, of which 1 / oversample_factor are kept, those that fit first (filter_and_downsample)."""
+    factor, group = source.number("data.oversample_factor") or 1.0, source.count(_R + "n")
+    drawn = int(source.count("data.train_batch_size") * factor)
+    kept, rest = divmod(int(drawn * group // factor), group)
+    if rest or not kept:
+        source.lacks("data.oversample_factor", f"a part of a prompt's responses: {drawn} prompts x {group} over {factor:g}")
+    updates, odd = divmod(kept, source.count(_A + "ppo_mini_batch_size"))
+    if odd or not updates:
+        source.lacks(_A + "ppo_mini_batch_size", f"updates of unequal size, or larger than the {kept} prompts of a step")
+    found: dict[str, Any] = {"data.prompts_per_step": kept, "algorithm.updates_per_step": max(updates, 1)}
+    if kept == drawn:
+        return found | {"algorithm.dynamic_sampling": False}
+    by_accuracy, by_length = source.flag("data.filter_accuracy"), source.flag("data.filter_truncate")
+    if not by_accuracy and not by_length:
+        source.lacks("data.oversample_factor", "prompts that are sampled and left out by no rule")
+    found |= {
+        "algorithm.dynamic_sampling": True,
+        "algorithm.sampling_rounds": 1,
+        "algorithm.prompts_per_round": drawn,
+        # Without bounds every reward is within them.
+        "algorithm.dynamic_sampling_low": source.number("data.accuracy_lower_bound") if by_accuracy else -1e9,
+        "algorithm.dynamic_sampling_high": source.number("data.accuracy_upper_bound") if by_accuracy else None,
+    }
+    if by_length:
+        # A response of one token less than the longest is as good as cut there.
+        found["algorithm.dynamic_sampling_max_tokens"] = source.count("data.max_response_length") - 2
+    return found
+
+
+def _length(source: Source) -> dict[str, Any]:
+    """The recipe counts steps from 1 and ends when that number reaches the total: one step before it."""
+    steps = source.whole("trainer.total_training_steps")
+    return {"trainer.steps": max(1, steps - 1)} if steps and steps > 0 else {}
+
+
+def _model(source: Source, prompts: int) -> dict[str, Any]:
+    """The reward model: its weights, optimizer, and how it is computed. It always lies on FSDP."""
+    said, group = source.under(_MODEL), source.count(_R + "n")
+    path, frozen = shared.path(source, _MODEL + "path"), shared.path(source, _MODEL + "ref_path")
+    samples, mini = prompts * group, source.count(_P + "mini_batch_size")
+    updates, rest = divmod(samples, mini) if mini else (0, 0)
+    if rest or not updates or prompts % max(updates, 1):
+        source.lacks(
+            _P + "mini_batch_size",
+            f"updates of {mini} responses, into which the {samples} of a step do not divide by whole prompts",
+        )
+        updates = 1
+    if updates > 1 and source.text(_MODEL + "update") in ("after", "reverse"):
+        said.lacks("update", "rewards of an update's responses by the model that the updates before it have left")
+    if source.flag(_P + "use_dynamic_bsz"):
+        source.lacks(_P + "use_dynamic_bsz", "a loss that is divided by another number than that of responses")
+    longest = source.count("data.max_prompt_length") + source.count("data.max_response_length")
+    sequences = source.whole(_P + "micro_batch_size_per_gpu") or 1
+    gpus = source.count("trainer.nnodes") * source.count("trainer.n_gpus_per_node")
+    # Only lr_warmup_steps acts: the share is of a number of steps that is never set.
+    warmup = said.whole("optim.lr_warmup_steps")
+    found: dict[str, Any] = {
+        "path": path,
+        "reference_path": None if frozen == path else frozen,
+        "backend": str(shared.world_layout(gpus, cp=source.whole(_P + "ulysses_sequence_parallel_size") or 1)),
+        "updates_per_step": updates,
+        "tokens_per_micro_batch": sequences * longest,
+        "recompute": "full" if said.flag("enable_gradient_checkpointing") else "none",
+        "offload.parameters": said.flag("fsdp_config.param_offload") or None,
+        "offload.optimizer": said.flag("fsdp_config.optimizer_offload") or None,
+        "optimizer.lr": said.number("optim.lr"),
+        "optimizer.betas": [float(beta) for beta in said.items("optim.betas")],
+        "optimizer.weight_decay": said.number("optim.weight_decay"),
+        "optimizer.clip_grad": said.number("optim.grad_clip"),
+        "optimizer.schedule_per": "step",
+        "optimizer.warmup_from": 0,
+        "optimizer.warmup_steps": max(0, warmup or 0),
+    }
+    return {f"prm.{key}": value for key, value in found.items()}

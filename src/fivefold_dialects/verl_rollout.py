@@ -1,0 +1,130 @@
+"""What verl samples with, in training and in evaluation, and where its rewards come from."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fivefold_dialects import sampler, shared, verl_async, verl_prime
+from fivefold_dialects.legacy import verl as legacy
+from fivefold_dialects.source import Source
+from fivefold_dialects.verl_algorithm import MANAGERS
+from fivefold_dialects.verl_models import gpus, longest
+
+_R = "actor_rollout_ref.rollout."
+OWN_REWARDS = {"recipe.entropy.main_entropy": "recipe/entropy/reward_score/__init__.py:_default_compute_score"}
+"""Programs with a reward function of their own for all data, and its place next to verl."""
+
+
+CHOSEN_BY_SOURCE = (
+    "the reward of each data_source is that system's own (docs/rewards.md), but for numina_*, which math scores instead of "
+    "PRIME's grader, and programs, of which code_fraction runs all tests instead of the first ten"
+)
+
+
+def engine(source: Source) -> dict[str, Any]:
+    said, name = source.under(_R), source.text(_R + "name") or "vllm"
+    if name == "hf":
+        return {"engine.backend": "transformers"}
+    sampler.say_replaced(source, _R + "name", name)
+    tp, ep = said.whole("tensor_model_parallel_size") or 1, said.whole("expert_parallel_size") or 1
+    ep, is_apart, world = ep if ep == tp else 1, verl_async.is_apart(source), gpus(source)
+    if is_apart:
+        world = verl_async.engine_gpus(source)
+        found: dict[str, Any] = shared.engine_apart(world, tp, ep)
+    else:
+        found = {"engine.backend": shared.engine_layout(world, tp, ep)}
+    found["engine.memory_fraction"] = said.number("gpu_memory_utilization")
+    found["engine.max_num_seqs"] = said.whole("max_num_seqs")
+    found |= verl_async.in_flight(source, world // tp, said.whole("max_num_seqs"))
+    if (form := said.text("quantization")) is not None:
+        if form != "fp8":
+            said.lacks("quantization", f"sampling with weights quantized as {form}: known here is fp8")
+        found["engine.vllm.quantization"] = "fp8_per_block"
+    if (length := said.whole("max_model_len")) is not None:
+        found["engine.max_model_len"] = max(length, longest(source))
+    if verl_async.is_colocated(source):
+        # Responses go on while the policy trains, so the engine stays.
+        found |= {"engine.mode": "server", "engine.sleep": False}
+    elif said.has("free_cache_engine") and not is_apart:
+        found["engine.sleep"] = said.flag("free_cache_engine")
+    if name == "vllm":
+        found["engine.vllm.enforce_eager"] = said.flag("enforce_eager") or None
+        for key in ("enable_chunked_prefill", "enable_prefix_caching"):
+            found[f"engine.vllm.{key}"] = said.flag(key) if said.has(key) else None
+        if said.has(key := "max_num_batched_tokens"):
+            found[f"engine.vllm.{key}"] = said.whole(key)
+    return found
+
+
+def evaluation(source: Source) -> dict[str, Any]:
+    if (found := legacy.evaluation(source)) is not None:
+        return found
+    said = source.under(_R + "val_kwargs.")
+    if not (said.flag("do_sample") and said.number("temperature")):
+        return {"eval.samples": 0}
+    return {
+        "eval.samples": said.whole("n"),
+        "eval.temperature": said.number("temperature"),
+        "eval.top_p": said.number("top_p"),
+        "eval.top_k": shared.top_k(said, "top_k") or None,
+    }
+
+
+def rewards(source: Source) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for start in ("reward.custom_reward_function.", "custom_reward_function."):
+        if (file := source.text(start + "path")) is not None:
+            found["reward.functions"] = {f"{file}:{source.text(start + 'name') or 'compute_score'}": 1.0}
+    if "reward.functions" not in found and (own := OWN_REWARDS.get(source.text("-m") or "")) is not None:
+        found["reward.functions"] = {own: 1.0}
+    named = "reward_model.model_path" if source.has("reward_model.model_path") else "reward_model.model.path"
+    for enabled, model in (
+        ("reward_model.enable", named),
+        ("reward.reward_model.enable", "reward.reward_model.model_path"),
+    ):
+        if verl_prime.is_prime(source):
+            # The model there is one that learns, and rewards tokens.
+            break
+        if source.flag(enabled):
+            pool = source.under(enabled.removesuffix("enable"))
+            if "reward.functions" in found:
+                found |= asked_by_functions(source, pool, model)
+                continue
+            found["reward.model.path"] = shared.path(source, model)
+            if pool.flag("enable_resource_pool"):
+                found["reward.model.backend"] = f"megatron:d{pool.count('nnodes') * pool.count('n_gpus_per_node')}"
+                found["reward.model.first_rank"] = gpus(source)
+                if source.text("actor_rollout_ref.rollout.name") != "hf":
+                    found["engine.mode"] = "server"
+    if "reward.functions" not in found and "reward.model.path" not in found:
+        found["reward.chosen_as"] = "verl"
+        source.note(CHOSEN_BY_SOURCE)
+    for key in MANAGERS:
+        name = source.text(key)
+        if source.has(key) and name not in (None, "naive", "dapo", "prime", "batch"):
+            source.lacks(key, f"the reward manager {name}")
+    return found
+
+
+def asked_by_functions(source: Source, pool: Source, model: str) -> dict[str, Any]:
+    """Servers of a model that a reward function asks; verl hands it their address and tokenizer (reward_manager/dapo.py)."""
+    engine = pool.text("rollout.name")
+    if not pool.flag("enable_resource_pool"):
+        pool.lacks("enable", "a model that a reward function asks, on the policy's GPUs: say enable_resource_pool")
+        return {}
+    if engine not in ("vllm", "sglang"):
+        pool.lacks("rollout.name", f"servers of {engine} that a reward function asks: known here are vllm and sglang")
+        return {}
+    layout = shared.engine_layout(
+        pool.count("nnodes") * pool.count("n_gpus_per_node"), pool.whole("rollout.tensor_model_parallel_size") or 1
+    )
+    return {
+        "reward.judge.functions_ask": True,
+        "reward.judge.model": shared.path(source, model),
+        "reward.judge.backend": layout.replace("vllm", engine),
+        "reward.judge.memory_fraction": pool.number("rollout.gpu_memory_utilization"),
+        "reward.judge.max_model_len": pool.whole("rollout.max_model_len"),
+        # There a function has all the time that it takes.
+        "reward.timeout_seconds": 3600.0,
+        "reward.wait_seconds": 3600.0,
+    }

@@ -1,0 +1,170 @@
+"""verl's SFT trainers: `verl.trainer.sft_trainer` with an engine; the older `fsdp_sft_trainer` is legacy/verl_sft.py's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from fivefold_dialects import shared
+from fivefold_dialects.known import known
+from fivefold_dialects.legacy import verl_sft as older
+from fivefold_dialects.shared import EVERY_CHECKPOINT
+from fivefold_dialects.source import Source
+from fivefold_dialects.table import Table, table
+from fivefold_dialects.verl_models import PARTS, SCHEDULES, TOTAL_STEPS, dtype, further_tokens_of, low_rank_of, schedule
+
+_ENGINES = ("optim", "engine", "model_engine")
+"""Keys that name an engine, the optimizer's first."""
+
+
+def looks_like(settings: Mapping[str, Any]) -> bool:
+    """Settings of an SFT trainer."""
+    names = (str(settings.get("-m")), str(settings.get("--config-name")))
+    is_named = any("sft_trainer" in name for name in names)
+    return is_named or any(key.startswith("optim.") or key in ("model.partial_pretrain", "model.path") for key in settings)
+
+
+def table_of(settings: Mapping[str, Any]) -> Table:
+    """The table of the trainer and the engine that these settings choose."""
+    if older.is_meant(settings):
+        return OLDER_TABLE
+    return AUTOMODEL_TABLE if _optimizer_of(settings) == "automodel" else TABLE
+
+
+def _optimizer_of(settings: Mapping[str, Any]) -> str:
+    """The engine whose optimizer is configured: `optim=NAME`, or else that of the engine."""
+    named = (str(settings.get(key, "")).strip("'\"") for key in _ENGINES)
+    return next((name for name in named if name in SCHEDULES), "fsdp")
+
+
+def is_megatron(source: Source) -> bool:
+    return "megatron" in (source.text(key) for key in ("engine", "model_engine", "engine.strategy"))
+
+
+def low_rank(source: Source) -> dict[str, Any]:
+    return low_rank_of(source, "model.", "policy", is_megatron(source))
+
+
+def further_tokens(source: Source) -> dict[str, Any]:
+    return further_tokens_of(source, "model.")
+
+
+def layout(source: Source) -> dict[str, Any]:
+    gpus, said = source.count("trainer.nnodes") * source.count("trainer.n_gpus_per_node"), source.under("engine.")
+    if not is_megatron(source):
+        cp = max(each.whole("ulysses_sequence_parallel_size") or 1 for each in (said, source))
+        return {"policy.backend": str(shared.world_layout(gpus, cp=cp))}
+    found: dict[str, Any] = {"policy.backend": str(shared.world_layout(gpus, **shared.parallel_sizes(said)))}
+    if (virtual := said.whole("virtual_pipeline_model_parallel_size")) and virtual > 1:
+        found["policy.megatron.pipeline.virtual_pipeline_model_parallel_size"] = virtual
+    return found | shared.megatron_options(source, "engine.override_transformer_config", "policy.megatron")
+
+
+def memory(source: Source) -> dict[str, Any]:
+    """The type of numbers, recomputation and offload."""
+    found: dict[str, Any] = {
+        f"policy.offload.{part}": True for part, name in PARTS.items() if source.flag(f"engine.{name}_offload")
+    }
+    found["policy.dtype"] = dtype(source, "engine.dtype")
+    if _optimizer_of(source.settings) == "veomni" and source.has(key := "engine.mixed_precision") and not source.flag(key):
+        source.lacks(key, "weights of bfloat16 without a copy in float32")
+    if is_megatron(source):
+        return found | shared.recompute(source, "engine.override_transformer_config", "policy")
+    key = "engine.activation_checkpointing"
+    key = key if source.text("engine") == "automodel" else "model.enable_gradient_checkpointing"
+    return found | ({"policy.recompute": "full"} if source.flag(key) else {})
+
+
+def micro_batch(source: Source) -> dict[str, Any]:
+    longest = source.count("data.max_length")
+    if not source.flag("data.use_dynamic_bsz"):
+        return {"policy.tokens_per_micro_batch": max((source.whole("data.micro_batch_size_per_gpu") or 1), 2) * longest}
+    key = "engine.context_parallel_size" if is_megatron(source) else "engine.ulysses_sequence_parallel_size"
+    budget = source.count("data.max_token_len_per_gpu") * (source.whole(key) or 1)
+    return {"policy.tokens_per_micro_batch": max(budget, 2 * longest)}
+
+
+def optimizer(source: Source, engine: str = "") -> dict[str, Any]:
+    """`engine`: whose schedule it is; left out, that of the keys `optim` and `engine`."""
+    said, engine = source.under("optim."), engine or _optimizer_of({key: source.text(key) for key in _ENGINES})
+    # verl hands no betas to Megatron's optimizer.
+    betas = [0.9, 0.999] if engine == "megatron" else [float(beta) for beta in said.items("betas")]
+    total = None if engine == older.PROGRAM else source.whole(TOTAL_STEPS)
+    aware = engine == "megatron" and said.flag("use_precision_aware_optimizer")
+    ours = {f"policy.optimizer.{name}": value for name, value in schedule(said, engine, total).items()}
+    return {"policy.optimizer.betas": betas, **ours, **shared.moments(said, are_read=aware or engine == "automodel")}
+
+
+def columns(source: Source) -> dict[str, Any]:
+    """The column, and the part of it that the text is in: `extra_info.question`."""
+    return {
+        f"data.{key}": ".".join([source.text(f"data.{key}") or "", *source.texts(f"data.{inner}")])
+        for key, inner in (("prompt_key", "prompt_dict_keys"), ("response_key", "response_dict_keys"))
+    }
+
+
+def lengths(source: Source) -> dict[str, Any]:
+    """One length of the whole there, of prompt and response here: each may be as long."""
+    if source.text("data.truncation") not in ("error", None):
+        source.fixed(
+            "data.truncation", "a response that is too long is cut off at its end; prompts that are too long are refused"
+        )
+    found: dict[str, Any] = {"data.overlong_prompts": "refuse"}
+    for key, ours in (("max_prompt_length", "max_prompt_tokens"), ("max_response_length", "max_response_tokens")):
+        found[f"data.{ours}"] = source.count(f"data.{key}" if source.has(f"data.{key}") else "data.max_length")
+    return found
+
+
+def first_rows(source: Source, key: str = "data.train_max_samples") -> dict[str, Any]:
+    """The first rows of the training data."""
+    if ((source.whole(key) if source.has(key) else None) or 0) <= 0:
+        return {}
+    files = shared.files(source, "data.train_files") or []
+    if len(files) != 1:
+        source.lacks(key, "the first rows of several files together: write `FILE[:N]` for each in data.train")
+        return {}
+    return {"data.train": [f"{files[0]}[:{source.whole(key)}]"]}
+
+
+def frequency(source: Source, key: str) -> int | None:
+    if source.text(key) != "after_each_epoch":
+        return shared.interval(source, key)
+    source.lacks(key, "after each epoch: say a number of steps", changes_result=False)
+    return None
+
+
+def evaluation_interval(source: Source, key: str = "trainer.test_freq") -> dict[str, Any]:
+    found = {"trainer.eval_every": frequency(source, key) if source.items("data.val_files") else 0}
+    return found | shared.validation_rows(source, "data.val_max_samples")
+
+
+def resume(source: Source) -> dict[str, Any]:
+    mode = (source.text("trainer.resume_mode") or "auto").lower()
+    if mode == "resume_path":
+        return {"trainer.resume": source.text("trainer.resume_from_path")}
+    modes = {"auto": "auto", "disable": "never", "off": "never"}
+    if mode not in modes:
+        source.lacks("trainer.resume_mode", f"{mode}: known here are {', '.join(modes)}, resume_path")
+    return {"trainer.resume": modes.get(mode)}
+
+
+def method(source: Source) -> dict[str, Any]:
+    keep = source.whole("trainer.max_ckpt_to_keep") or EVERY_CHECKPOINT
+    return {"algorithm.name": "sft", "trainer.eval_before_train": False, "trainer.keep": keep}
+
+
+TRACKED = shared.tracked("trainer.logger", "trainer.project_name", "trainer.experiment_name")
+DERIVED = (
+    *(low_rank, further_tokens, columns, lengths, first_rows, layout, memory, micro_batch, optimizer),
+    *(method, shared.epochs_and_steps, evaluation_interval, resume, TRACKED),
+)
+_CONVERTERS = {
+    "files": shared.files, "path": shared.path, "loggers": shared.loggers, "frequency": frequency,
+    "device": shared.choice({"cuda": "cuda", "npu": "auto", "cpu": "cpu"}, "a device"),
+}  # fmt: skip
+TABLE = table("verl_sft", DERIVED, _CONVERTERS, known=known("verl"))
+AUTOMODEL_TABLE = replace(
+    TABLE, defaults={**TABLE.defaults, "optim.lr": 1e-5, "optim.init_lr_ratio": 0.1, "optim.min_lr_ratio": 0.01}
+)
+OLDER_TABLE = older.table(TABLE, optimizer)

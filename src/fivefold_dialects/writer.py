@@ -1,0 +1,127 @@
+"""A translation -> the commented run.yaml, and the table of what became of the source's keys."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import yaml
+
+from fivefold.config.dialect import REFUSED, Kind, Line, Outcome, Translation
+from fivefold.config.loader import ConfigError, make_config
+from fivefold_dialects.translator import nested, our_defaults
+
+_WIDTH = 60
+TITLES: dict[Kind, str] = {
+    "translated": "translated",
+    "fixed": "fixed here",
+    "unsupported": "not supported",
+    "unknown": "unknown",
+}
+
+
+def write(translation: Translation, system: str, *, strict: bool = True) -> str:
+    """Return what differs from our defaults as YAML, each line with its keys there; a table at the end counts those.
+
+    When `strict`, the file of a run that is refused begins with the key `refused`, with which no run starts.
+    """
+    release = f", with the defaults of its release {translation.release}" if translation.release else ""
+    parts = [f"# Translated from {system}{release}. Each value is followed by the key that it comes from.",
+             "# A key that is not here has our default, which is what the run needs.", ""]  # fmt: skip
+    if strict and translation.refusals:
+        parts += ["# The run below lacks these settings. Delete this key to accept that.", f"{REFUSED}:"]
+        parts += [*(f"  - {_flow(refusal)}" for refusal in translation.refusals), ""]
+    path: tuple[str, ...] = ()
+    for line in _needed(translation.lines):
+        *sections, last = line.key.split(".")
+        common = next(
+            (i for i, (a, b) in enumerate(zip(path, sections, strict=False)) if a != b), min(len(path), len(sections))
+        )
+        parts += [f"{'  ' * depth}{sections[depth]}:" for depth in range(common, len(sections))]
+        path = tuple(sections)
+        setting = f"{'  ' * len(sections)}{last}: {_flow(line.value)}"
+        parts.append(f"{setting:<{_WIDTH}}  {_comment(_sources(line, system))}")
+    said = [_comment(f"Note: {sentence}.") for sentence in translation.notes]
+    return "\n".join([*parts, "", *said, *_table(translation.outcomes, system), ""])
+
+
+def summary(translation: Translation) -> str:
+    """One line with the counts, and the release whose defaults were taken where it is not today's."""
+    counts = Counter(each.kind for each in translation.outcomes)
+    release = [f"defaults of release {translation.release}"] if translation.release else []
+    return ", ".join([*(f"{counts[kind]} {title}" for kind, title in TITLES.items()), *release])
+
+
+def notes(translation: Translation) -> list[str]:
+    """Return sentences about the translated run: its notes, and settings without support that change no number."""
+    return [*translation.notes, *(f"{each.key}={each.shown}: {each.reason}" for each in translation.outcomes
+            if each.kind == "unsupported" and not each.changes_result)]  # fmt: skip
+
+
+def _needed(lines: Sequence[Line]) -> list[Line]:
+    """The lines without which the run would be another; the name of the method always, and not what it brings itself."""
+    found = [line for line in lines if not _is_default(line)]
+    chosen = _choices(found)
+    for line in list(found):
+        section, _, name = line.key.partition(".")
+        fewer = [each for each in found if each is not line]
+        if section == "algorithm" and hasattr(chosen, name.partition(".")[0]) and _choices(fewer) == chosen:
+            found = fewer
+    return found
+
+
+def _choices(lines: Sequence[Line]) -> object:
+    """What the run's method computes; None where the lines make no run."""
+    try:
+        return make_config(nested(lines)).algorithm.resolved
+    except ConfigError:
+        return None
+
+
+def _is_default(line: Line) -> bool:
+    """Whether the value is the one that our key has when it is left out; the name of the method always stands."""
+    if line.key == "algorithm.name":
+        return False
+    default = our_defaults().get(line.key, dataclasses.MISSING)
+    value = tuple(line.value) if isinstance(line.value, list) else line.value
+    default = tuple(default) if isinstance(default, list) else default
+    return type(value) is type(default) and bool(value == default)
+
+
+def _sources(line: Line, system: str) -> str:
+    if not line.sources:
+        return f"{system}'s default"
+    more = f" and {len(line.sources) - 3} more" if len(line.sources) > 3 else ""
+    return ", ".join(line.sources[:3]) + more
+
+
+def _flow(value: Any) -> str:
+    """A value in YAML's short form, in one line."""
+    text: str = yaml.safe_dump(value, default_flow_style=True, width=10**9, allow_unicode=True)
+    return text.removesuffix("\n...\n").strip()
+
+
+def _table(outcomes: list[Outcome], system: str) -> list[str]:
+    counts = Counter(each.kind for each in outcomes)
+    lines = [f"# {sum(counts.values())} keys of {system}:"]
+    for kind, title in TITLES.items():
+        if not counts[kind]:
+            continue
+        lines.append(f"# {counts[kind]:4d} {title}")
+        if kind != "translated":
+            of_kind = [each for each in outcomes if each.kind == kind]
+            lines += [_comment(f"       {each.key} = {each.shown}: {_marked(each)}") for each in of_kind]
+    return lines
+
+
+def _comment(text: str) -> str:
+    """A comment of one line, whatever keys and values of the source hold."""
+    return "# " + "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
+
+
+def _marked(each: Outcome) -> str:
+    return (
+        f"{each.reason} (the numbers would be others)" if each.kind == "unsupported" and each.changes_result else each.reason
+    )

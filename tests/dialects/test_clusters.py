@@ -1,0 +1,118 @@
+"""Runs of several machines from other systems' configurations, and settings of ours that follow `--`."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from fivefold.config import ConfigError, make_config
+from fivefold_dialects import writer
+from tests.support.dialects import HOME, translate_words
+
+VERL = ["data.train_files=/d/a.parquet", "actor_rollout_ref.model.path=m", "actor_rollout_ref.rollout.name=vllm"]
+AREAL = [
+    "experiment_name=e",
+    "trial_name=t",
+    "actor.path=m",
+    "actor.backend=megatron:d8",
+    "rollout.backend=vllm:d8",
+    "train_dataset.path=d.parquet",
+]
+SKYRL = ["data.train_data=['/d/a.parquet']", "trainer.policy.model.path=m", "trainer.placement.policy_num_gpus_per_node=8",
+         "generator.inference_engine.num_engines=8", "generator.inference_engine.run_engines_locally=true"]  # fmt: skip
+ROLL = [
+    "adv_estimator=grpo",
+    "pretrain=m",
+    "actor_train.device_mapping=list(range(0,{}))",
+    "actor_infer.device_mapping=list(range(0,{}))",
+]
+
+
+def roll(count):
+    return [word.format(count) for word in ROLL]
+
+
+@pytest.mark.parametrize(("system", "words", "backend"), [
+    ("verl", [*VERL, "trainer.nnodes=2"], "ray"),
+    ("verl", [*VERL, "trainer.nnodes=$NODES"], "ray"),
+    ("verl", [*VERL, "trainer.nnodes=1"], None),
+    ("verl", VERL, None),
+    ("verl", ["model.path=m", "data.train_files=a.parquet", "optim.lr=1e-5", "trainer.nnodes=2"], "ray"),
+    ("siirl", [*VERL, "trainer.nnodes=4"], "ray"),
+    ("areal", [*AREAL, "scheduler.type=ray"], "ray"),
+    ("areal", [*AREAL, "scheduler.type=local", "cluster.n_nodes=1"], None),
+    ("areal", [*AREAL, "cluster.n_nodes=2"], "ray"),
+    ("areal", AREAL, None),
+    ("skyrl", [*SKYRL, "trainer.placement.policy_num_nodes=2"], "ray"),
+    ("skyrl", SKYRL, None),
+    ("roll", roll(16), "ray"),
+    ("roll", roll(8), None),
+    ("roll", [*roll(8), "num_gpus_per_node=4"], "ray"),
+    ("trinity", ["mode=both", "cluster.node_num=2", "cluster.gpu_per_node=8"], "ray"),
+    ("trinity", ["mode=both", "cluster.node_num=1", "cluster.gpu_per_node=8"], None),
+])  # fmt: skip
+def test_a_configuration_of_several_machines_is_placed_by_ray(system, words, backend):
+    found = translate_words(system, words, {**HOME, "NODES": "3"})
+    assert found.tree.get("launch", {}).get("backend") == backend
+    if backend:
+        (line,) = [each for each in found.lines if each.key == "launch.backend"]
+        assert line.sources and all("launch.backend" in found.keys[key] for key in line.sources)
+
+
+def test_ranks_that_torchrun_has_started_are_joined_whatever_the_number_of_machines():
+    joined = {**HOME, "RANK": "0", "WORLD_SIZE": "16", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
+    assert "launch" not in translate_words("verl", [*VERL, "trainer.nnodes=2"], joined).tree
+
+
+def test_settings_of_ours_follow_two_dashes():
+    words = [
+        *VERL,
+        "trainer.total_epochs=3",
+        "--",
+        "launch.backend=ray",
+        "trainer.epochs=5",
+        "engine.sampling={temperature: 0.5}",
+    ]
+    found = translate_words("verl", words, HOME)
+    run = make_config(found.tree)
+    assert (run.launch.backend, run.trainer.epochs, run.engine.sampling.temperature) == ("ray", 5, 0.5)
+    text = writer.write(found, "verl")
+    assert "  backend: ray                                                # after --" in text
+    assert text.count("  epochs:") == 1
+
+
+def test_a_whole_section_of_ours_takes_the_place_of_what_was_translated():
+    found = translate_words("verl", [*VERL, "trainer.nnodes=2", "--", "launch={backend: local, threads: 4}"], HOME)
+    assert found.tree["launch"] == {"backend": "local", "threads": 4}
+
+
+def test_a_key_of_ours_before_two_dashes_is_refused_with_its_place():
+    found = translate_words("verl", [*VERL, "launch.backend=ray"], HOME)
+    assert found.refusals == [
+        "launch.backend=ray: a key of fivefold, not of verl: it stands after --, as in -- launch.backend=..."
+    ]
+
+
+@pytest.mark.parametrize("word", ["nothing.of.ours=1", "trainer.epochs"])
+def test_what_follows_two_dashes_must_be_a_key_of_ours_with_a_value(word):
+    with pytest.raises(ConfigError, match=r"what follows -- must be|written key=value"):
+        translate_words("verl", [*VERL, "--", word], HOME)
+
+
+def test_the_command_line_takes_settings_of_ours_after_two_dashes(tmp_path):
+    words = ["convert", "--from", "verl", *VERL, "--", "launch.backend=ray", "trainer.steps=7"]
+    done = subprocess.run(
+        [sys.executable, "-m", "fivefold.cli", *words], capture_output=True, text=True, cwd=tmp_path, check=True
+    )
+    assert "backend: ray" in done.stdout and "steps: 7" in done.stdout
+
+
+def test_a_judge_on_servers_of_its_own_keeps_ray_away_with_a_line():
+    judge = ["judge_model_type=inference", "worker_cls=roll.pipeline.rlvr.rewards.llm_judge_reward_worker.LLMJudgeRewardWorker",
+             "judge_prompt=Qwen2.5-7B-Instruct-RLVR-prompt", "model_args.model_name_or_path=j", "device_mapping=list(range(8,16))",
+             "strategy_args.strategy_name=hf_infer", "tag_included=[RLVR]"]  # fmt: skip
+    found = translate_words("roll", [*roll(16), *(f"rewards.llm_judge.{word}" for word in judge)], HOME)
+    assert found.tree["reward"]["judge"]["backend"].startswith("vllm:") and "launch" not in found.tree
+    assert any("start it by torchrun" in note for note in found.notes)

@@ -1,0 +1,143 @@
+"""What another system has and this run lacks is said each time: engines that are replaced, memory, communication, few bits."""
+
+from __future__ import annotations
+
+import pytest
+
+from fivefold_dialects.writer import notes
+from tests.dialects import test_areal_data_and_intervals as areal_runs
+from tests.dialects import test_dialects as known_runs
+from tests.dialects import test_roll_defaults as roll_runs
+from tests.dialects import test_trinity_trainer as trinity_runs
+from tests.support.dialects import config, translated
+
+INFER, CONFIG = "actor_infer.strategy_args.", "actor_train.strategy_args.strategy_config."
+SGLANG = {
+    "roll": ([INFER + "strategy_name=sglang"], roll_runs.RUN),
+    "areal": ([], areal_runs.RL.replace("vllm:d4", "sglang:d4")),
+    "skyrl": ([*known_runs.SKYRL, "generator.inference_engine.backend=sglang"], ""),
+    "trinity": (["explorer.rollout_model.engine_type=sglang"], trinity_runs.FSDP),
+    **{system: ([*known_runs.GRPO_VERL, "actor_rollout_ref.rollout.name=sglang"], "") for system in ("verl", "siirl")},
+}
+
+
+@pytest.mark.parametrize("system", SGLANG)
+def test_each_run_whose_engine_was_sglang_is_told_that_vllm_samples(system):
+    words, tree = SGLANG[system]
+    (line,) = [note for note in notes(translated(system, *words, tree=tree)) if "SGLang" in note]
+    assert "vLLM samples instead" in line
+    assert config(system, *words, tree=tree).engine.backend.startswith("vllm")
+
+
+DROPPED = [
+    ("roll", CONFIG + "overlap_grad_reduce=true", roll_runs.RUN, False),
+    ("roll", CONFIG + "optimizer_cpu_offload=true", roll_runs.RUN, False),
+    ("roll", "reference.strategy_args.strategy_config.fp8=e4m3", roll_runs.RUN, True),
+    ("roll", INFER + "strategy_config.quantization=fp8", roll_runs.RUN, True),
+    ("roll", INFER + "strategy_config.kv_cache_dtype=fp8", roll_runs.RUN, True),
+    ("roll", INFER + "strategy_config.cpu_offload_gb=8", roll_runs.RUN, False),
+    ("areal", "actor.megatron.fp8_config.mode=e4m3", areal_runs.RL, True),
+    ("areal", "actor.megatron.fp8_config.param=false", areal_runs.RL, True),
+    ("areal", "actor.megatron.ddp.overlap_grad_reduce=true", areal_runs.RL, False),
+    ("areal", "actor.megatron.exp_avg_dtype=bfloat16", areal_runs.RL, True),
+    ("areal", "actor.megatron.ddp.fp8_param_gather=true", areal_runs.RL, True),
+    ("areal", "sglang.cpu_offload_gb=4", areal_runs.RL, False),
+    ("areal", "vllm.dtype=float16", areal_runs.RL, True),
+    ("areal", "recover.no_load_optim=true", areal_runs.RL, True),
+    ("trinity", f"{trinity_runs.VERL}actor_rollout_ref.actor.fsdp_config.offload_policy=true", trinity_runs.FSDP, False),
+    ("trinity", f"{trinity_runs.VERL}critic.megatron.dtype=float16", trinity_runs.MEGATRON, True),
+]
+DROPPED += [
+    ("skyrl", word, "", changes)
+    for word, changes in (
+        ("trainer.policy.fsdp_config.cpu_offload=true", False),
+        ("trainer.policy.megatron_config.ddp_config.overlap_grad_reduce=true", False),
+        ("trainer.policy.megatron_config.ddp_config.grad_reduce_in_fp32=false", True),
+        ("trainer.critic.model.fake_int4_qat.enabled=true", True),
+    )
+]
+ACTOR, REF = "actor_rollout_ref.actor.", "actor_rollout_ref.ref."
+VERL_PPO = [*known_runs.GRPO_VERL, "algorithm.adv_estimator=gae", "critic.model.path=c", ACTOR + "use_kl_loss=true"]
+VERL_PPO += ["actor_rollout_ref.rollout.n=1"]
+DROPPED_BY_VERL = [
+    (ACTOR + "fsdp_config.offload_policy=true", "fsdp", False),
+    (REF + "fsdp_config.param_offload=true", "fsdp", False),
+    (REF + "fsdp_config.dtype=float16", "fsdp", True),
+    ("critic.fsdp.dtype=float32", "fsdp", True),
+    ("critic.model.enable_activation_offload=true", "fsdp", False),
+    (REF + "megatron.param_offload=true", "megatron", False),
+    (REF + "megatron.dtype=float16", "megatron", True),
+    ("critic.megatron.dtype=float16", "megatron", True),
+    (ACTOR + "megatron.override_ddp_config.overlap_grad_reduce=true", "megatron", False),
+    (ACTOR + "optim.main_grads_dtype=bf16", "megatron", True),
+    ("critic.optim.exp_avg_dtype=bf16", "megatron", True),
+    (ACTOR + "veomni.enable_fsdp_offload=true", "veomni", False),
+    (ACTOR + "veomni.enable_async_activation_offload=true", "veomni", False),
+    (ACTOR + "veomni.mixed_precision=false", "veomni", True),
+    (ACTOR + "veomni.load_checkpoint_path=/w", "veomni", True),
+    (ACTOR + "torchtitan.tensor_parallel_size=2", "torchtitan", False),
+    ("reward_model.max_length=512", "fsdp", True),
+    (ACTOR + "strategy=fsdp_turbo", "fsdp", True),
+    ("reward.reward_model.rollout.quantization=fp8", "fsdp", True),
+    ("actor_rollout_ref.rollout.engine_kwargs.vllm.kv_cache_dtype=fp8", "fsdp", True),
+]
+
+
+@pytest.mark.parametrize("system", ["verl", "siirl"])
+@pytest.mark.parametrize(("word", "engine", "changes_result"), DROPPED_BY_VERL, ids=[row[0] for row in DROPPED_BY_VERL])
+def test_what_verls_engines_lose_here_is_said_and_refused_where_numbers_change(system, word, engine, changes_result):
+    off = [f"{role}megatron.param_offload=false" for role in (ACTOR, "critic.")]
+    words = [*VERL_PPO, f"{ACTOR}strategy={engine}", *off, word]
+    (outcome,) = [each for each in translated(system, *words).outcomes if each.key == word.partition("=")[0]]
+    assert (outcome.kind, outcome.changes_result) == ("unsupported", changes_result), outcome.reason
+    assert "the numbers are the same" not in outcome.reason
+
+
+@pytest.mark.parametrize(("engine", "section", "critics"), [
+    ("fsdp", "fsdp_config.", "fsdp."), ("fsdp", "fsdp_config.", "model.fsdp_config."), ("veomni", "veomni.", "veomni."),
+    ("torchtitan", "torchtitan.", "torchtitan."), ("megatron", "megatron.", "megatron."),
+])  # fmt: skip
+def test_offload_of_every_engine_of_verl_acts_in_policy_and_critic(engine, section, critics):
+    words = [f"{ACTOR}{section}param_offload=true", f"critic.{critics}optimizer_offload=true", f"{ACTOR}strategy={engine}"]
+    found = config("verl", *VERL_PPO, *words)
+    assert (found.policy.offload.parts, found.critic.offload.parts) == ({"parameters"}, {"optimizer"})
+
+
+def test_a_critic_and_a_reference_of_verl_have_the_options_of_their_own_sections():
+    start = "megatron.override_transformer_config."
+    words = [f"critic.{start}recompute_granularity=full", f"{REF}{start}moe_router_dtype=fp64"]
+    found = config("verl", *VERL_PPO, ACTOR + "strategy=megatron", *words)
+    assert (found.policy.recompute, found.critic.recompute) == ("none", "full")
+    assert found.reference.megatron.transformer == {"moe_router_dtype": "fp64"} and not found.policy.megatron.transformer
+
+
+def test_adams_moments_in_sixteen_bits_are_those_of_the_run():
+    asked = ["optim.use_precision_aware_optimizer=true", "optim.exp_avg_dtype=bf16"]
+    wanted = {"use_precision_aware_optimizer": True, "exp_avg_dtype": "bfloat16", "exp_avg_sq_dtype": "float32"}
+    found = config("verl", *VERL_PPO, ACTOR + "strategy=megatron", *(ACTOR + word for word in asked))
+    assert found.policy.megatron.optimizer == wanted
+    assert config("verl", *known_runs.SFT_VERL, "engine=megatron", *asked).policy.megatron.optimizer == wanted
+    assert config("verl", *known_runs.SFT_VERL, "optim=automodel", asked[1]).policy.megatron.optimizer == wanted
+
+
+def test_an_sft_run_of_verl_has_its_type_of_numbers_and_its_offload():
+    found = config("verl", *known_runs.SFT_VERL, "engine.dtype=float16", "engine.optimizer_offload=true")
+    assert (found.policy.dtype, found.policy.offload.parts) == ("float16", {"optimizer"})
+
+
+def test_siirl_starts_no_program_of_verls():
+    words = [*known_runs.GRPO_VERL, "-m=verl.trainer.main_ppo"]
+    assert any("a program that is not siiRL's" in fault for fault in translated("siirl", *words).refusals)
+
+
+@pytest.mark.parametrize(("system", "word", "tree", "changes_result"), DROPPED, ids=[row[1] for row in DROPPED])
+def test_what_is_dropped_is_said_and_refused_where_numbers_change(system, word, tree, changes_result):
+    words = [*known_runs.SKYRL, word] if system == "skyrl" else [word]
+    (outcome,) = [each for each in translated(system, *words, tree=tree).outcomes if each.key == word.partition("=")[0]]
+    assert (outcome.kind, outcome.changes_result) == ("unsupported", changes_result), outcome.reason
+    assert "the numbers are the same" not in outcome.reason
+
+
+def test_areals_offload_and_background_checkpoints_act():
+    found = config("areal", "actor.offload=true", "actor.megatron.async_save=true", tree=areal_runs.RL)
+    assert found.policy.offload.parts == {"parameters", "optimizer"} and found.trainer.async_save
