@@ -26,9 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
 from fivefold.config import ConfigError, RunConfig, make_config
-from fivefold.config.dialects import SYSTEMS, Translation, Tree, find_dialect
-from fivefold.config.dialects.source import flatten
-from fivefold.config.dialects.trinity import join
+from fivefold.config.dialect import Translation, Tree, find_dialect
 from fivefold.config.packages import LAUNCHERS, TRACKERS, missing_packages
 from fivefold.data.tokenizer import train_tokenizer
 from fivefold.layout import ParallelLayout, PipelineSplit
@@ -36,6 +34,9 @@ from fivefold.models.families import load_spec
 from fivefold.models.parameters import VALUE_HEAD
 from fivefold.plan.check import check
 from fivefold.plan.data_files import ROWS
+from fivefold_dialects import SYSTEMS
+from fivefold_dialects.source import flatten
+from fivefold_dialects.trinity import join
 
 OTHER_KINDS = ("vlm", "agentic", "distill")
 DENOISING = ("num_inference_steps", "sampling_steps")

@@ -2,13 +2,12 @@
 
 DIRECTORY has the systems' defaults, `SYSTEM*.json`: a `tree` as it is composed, or `classes` by name with the type of each
 field; the trees of older releases are those of their wheels (`make test-eras` fetches them). Those of their keys that a row
-with a wildcard stands for go into src/fivefold/config/dialects/known/SYSTEM.txt: such a row takes these and no others.
+with a wildcard stands for go into src/fivefold_dialects/known/SYSTEM.txt: such a row takes these and no others.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import re
 import sys
@@ -21,7 +20,8 @@ ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src"
 sys.path[:0] = [str(SOURCE), str(ROOT)]
 
-from fivefold.config.dialects import SYSTEMS  # noqa: E402
+from fivefold.config.dialect import find_system  # noqa: E402
+from fivefold_dialects import SYSTEMS  # noqa: E402
 from tests.eras import eras  # noqa: E402
 
 ROOTS = {
@@ -87,8 +87,7 @@ def of_system(directory: Path, system: str) -> set[str]:
 
 def behind_wildcards(system: str, keys: set[str]) -> set[str]:
     """Those that have no row of their own."""
-    module = importlib.import_module(f"fivefold.config.dialects.{system}")
-    tables = [module.TABLE, *getattr(module, "OTHER_TABLES", ())]
+    tables = find_system(system).tables
 
     def is_behind(key: str) -> bool:
         plain = key.replace(".**", ".x").replace(".*", ".x")
@@ -116,7 +115,7 @@ def main() -> None:
     options = parser.parse_args()
     for system in SYSTEMS:
         keys = behind_wildcards(system, of_system(options.directory, system))
-        write(SOURCE / f"fivefold/config/dialects/known/{system}.txt", keys)
+        write(SOURCE / f"fivefold_dialects/known/{system}.txt", keys)
         print(f"{system}: {len(keys)} keys")
 
 

@@ -32,6 +32,7 @@ from fivefold.engines.servers.http import blocking_client, streaming_client
 from fivefold.engines.vllm.arguments import of_model
 from fivefold.engines.vllm.probe import answers
 from fivefold.engines.weight_sync import weight_sync
+from fivefold.interfaces import EngineState
 from fivefold.layout import ParallelLayout
 from fivefold.models.config_json import read_config
 from fivefold.types import Completion, Request, Sampling, TokenBatch
@@ -71,7 +72,7 @@ def transformers_engine(mesh, directory: Path, names: list[str]) -> dict[str, An
     from fivefold.engines.transformers import TransformersEngine
 
     engine = TransformersEngine(directory, TOKENIZER, mesh.device, torch.bfloat16, 256)
-    engine.version = 0
+    engine.state = EngineState.READY
     sets, found = request_sets(is_large(mesh), engine._spec.vocab), {}
     list(engine.generate([Request(0, [11, 12], Sampling(max_tokens=8), 1)]))
     for name in names:

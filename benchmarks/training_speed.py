@@ -21,10 +21,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 import torch
 
 from benchmarks.harness import Part, peak_gib, run
-from fivefold.algo import make_objective
 from fivefold.algo.advantages import AdvantageInputs
+from fivefold.algo.objective import make_objective
 from fivefold.algo.values import ValueLoss
 from fivefold.calibration.profile import seconds_by_kind
+from fivefold.columns import Column
 from fivefold.config.learners import OffloadConfig
 from fivefold.layout import ParallelLayout
 from fivefold.models.families import load_spec
@@ -189,7 +190,7 @@ def policy_and_critic(mesh, directory: Path, critic_directory: Path, tokens: int
     critic = build(mesh, critic_directory, "bfloat16", tokens, value_head=True)
     batch = random_batch(samples, length, policy.spec.vocab)
     values_T, returns_T = torch.zeros(2, len(batch.token_ids_T))
-    batch = replace(batch, values_T=values_T, returns_T=returns_T)
+    batch = batch.with_columns({Column.VALUES: values_T, Column.RETURNS: returns_T})
     scores = AdvantageInputs(torch.rand(samples), torch.arange(samples), torch.ones(samples))
     finished_N = torch.ones(samples, dtype=torch.bool)
     work = {

@@ -33,7 +33,7 @@ HEAD = """
     ```
 
     **Functions of your own** are not registered: wherever the configuration names `path.py:function`, that function is
-    loaded, and `RunConfig.of` takes the function itself: rewards (`reward.functions`), advantages, credit, ratios,
+    loaded, and `make_config` takes the function itself: rewards (`reward.functions`), advantages, credit, ratios,
     surrogates, aggregation, KL estimators (`algorithm.*`), weights of old samples. [extending.md](extending.md) has the
     signature of each; what needs a file of ours (a method, a family, an engine, a dialect) has its recipe there too.
 """

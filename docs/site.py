@@ -1,4 +1,5 @@
-"""Hooks of the documentation site: the README is its first page, links to files outside docs/ go to the repository."""
+"""Hooks of the documentation site: README.md and examples/README.md are pages, links to other files outside docs/ go to
+the repository."""
 
 from __future__ import annotations
 
@@ -9,12 +10,15 @@ from typing import Any
 from mkdocs.structure.files import File
 
 ROOT = Path(__file__).resolve().parent.parent
+PAGES = {"README.md": "index.md", "examples/README.md": "examples.md"}
+"""File outside docs/ -> its page."""
 LINK = re.compile(r"(\]\(|src=\")(?!https?:|#)([^)\"\s]+)")
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Add the README as index.md."""
-    files.append(File.generated(config, "index.md", content=_index()))
+    """Add the README as index.md, and the list of examples."""
+    for name, page in PAGES.items():
+        files.append(File.generated(config, page, content=_page(ROOT / name)))
     return files
 
 
@@ -33,9 +37,13 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     return LINK.sub(follow, markdown)
 
 
-def _index() -> str:
-    def follow(link: re.Match[str]) -> str:
-        inside = link[2].startswith("docs/")
-        return link[1] + (link[2].removeprefix("docs/") if inside else f"../{link[2]}")
+def _page(path: Path) -> str:
+    """Return a file's text with its links as they are from docs/."""
 
-    return LINK.sub(follow, (ROOT / "README.md").read_text())
+    def follow(link: re.Match[str]) -> str:
+        target, _, anchor = link[2].partition("#")
+        name = (path.parent / target).resolve().relative_to(ROOT).as_posix()
+        inside = PAGES.get(name) or (name.removeprefix("docs/") if name.startswith("docs/") else f"../{name}")
+        return link[1] + inside + ("#" + anchor if anchor else "")
+
+    return LINK.sub(follow, path.read_text())
