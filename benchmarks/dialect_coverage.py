@@ -25,7 +25,7 @@ from unittest.mock import patch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
-from fivefold.config import ConfigError, RunConfig, make_config
+from fivefold.config import ConfigError, RunConfig
 from fivefold.config.dialect import Translation, Tree, find_dialect
 from fivefold.config.packages import LAUNCHERS, TRACKERS, missing_packages
 from fivefold.data.tokenizer import train_tokenizer
@@ -239,7 +239,7 @@ def faults(translation: Translation, directory: Path) -> list[str]:
             (name if ":" not in name else f"{reward}:f"): weight for name, weight in tree["reward"]["functions"].items()
         }
     try:
-        config = make_config(tree)
+        config = RunConfig.of(tree)
     except ConfigError as error:
         return error.faults
     write_data(data, config)

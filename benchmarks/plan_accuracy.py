@@ -18,7 +18,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
-from fivefold.config import make_config
+from fivefold.config import RunConfig
 from fivefold.layout import ParallelLayout, PipelineSplit
 from fivefold.models.families import spec_from_config
 from fivefold.models.spec import ModelSpec
@@ -219,7 +219,7 @@ def whole_steps(rates: Efficiencies) -> Iterator[Tally]:
     print(f"\n{'whole GRPO step':<42}{'seconds':>9}{'predicted':>11}")
     for model, layout, engine, fraction, recompute, measured in STEPS:
         policy = {"backend": f"megatron:{layout}", "tokens_per_micro_batch": BUDGET, "recompute": recompute}
-        config = make_config(
+        config = RunConfig.of(
             model={"path": "here"},
             policy={**policy, "offload": {"parameters": True, "gradients": True, "optimizer": True}},
             engine={"backend": f"vllm:{engine}", "memory_fraction": fraction},
@@ -270,7 +270,7 @@ def places(rates: Efficiencies) -> Iterator[Place]:
         best = min(rows, key=lambda row: row.seconds)
         model, batch, cluster = sharded(best)
         data = {"train": ["x"], "prompts_per_step": best.samples // 2}
-        base = make_config(model={"path": "here"}, data=data, algorithm={"group_size": 2})
+        base = RunConfig.of(model={"path": "here"}, data=data, algorithm={"group_size": 2})
         timed = []
         for layout, split in Space(model.spec, base, cluster, rates, Lengths(256, 256)).layouts(world):
             other = replace(model, layout=layout, stages=split)

@@ -19,7 +19,7 @@ HEAD = """
     version to the next. Importing `fivefold` takes no torch: each name brings what it needs when it is asked for.
 
     ```python
-    from fivefold import check, load_config, train
+    from fivefold import RunConfig, check, train
 
 
     def concise(response, ground_truth):  # a reward of your own, in this file
@@ -27,13 +27,13 @@ HEAD = """
 
 
     if __name__ == "__main__":
-        config = load_config("run.yaml", ["trainer.steps=10"])
+        config = RunConfig.from_yaml("run.yaml", ["trainer.steps=10"])
         print(*check(config).errors, sep="\\n")
         directory = train(config)  # metrics.jsonl, samples.jsonl, checkpoints/
     ```
 
     **Functions of your own** are not registered: wherever the configuration names `path.py:function`, that function is
-    loaded, and `make_config` takes the function itself: rewards (`reward.functions`), advantages, credit, ratios,
+    loaded, and `RunConfig.of` takes the function itself: rewards (`reward.functions`), advantages, credit, ratios,
     surrogates, aggregation, KL estimators (`algorithm.*`), weights of old samples. [extending.md](extending.md) has the
     signature of each; what needs a file of ours (a method, a family, an engine, a dialect) has its recipe there too.
 """

@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from fivefold.config import RunConfig, load_config
+from fivefold.config import RunConfig
 from fivefold.models.families import load_spec
 from fivefold.plan.efficiency import Efficiencies
 from fivefold.plan.estimate import Lengths, step_estimate
@@ -72,16 +72,16 @@ def examples(generated: str) -> str:
 def with_stand_ins(name: str, write: Callable[[str], Path], *overrides: str) -> RunConfig:
     """Return the configuration of a recipe on GPUs of the kind `GPU`; `write` makes a directory for each of its models."""
     path = EXAMPLES / name
-    config = load_config(path)
+    config = RunConfig.from_yaml(path)
     models = {"model.path": config.model.path}
     models |= {role.path_key: role.path for role in config.roles.models.values() if role.path != config.model.path}
     here = [f"{key}={write(model)}" for key, model in models.items()]
-    return load_config(path, [*here, f"launch.gpu={GPU}", "trainer.device=cuda", *overrides])
+    return RunConfig.from_yaml(path, [*here, f"launch.gpu={GPU}", "trainer.device=cuda", *overrides])
 
 
 def _numbers(name: str) -> str:
     """Return the model, GPUs, GiB and seconds of a recipe as cells."""
-    model = load_config(EXAMPLES / name).model.path
+    model = RunConfig.from_yaml(EXAMPLES / name).model.path
     with tempfile.TemporaryDirectory() as directory:
         config = with_stand_ins(name, lambda path: write_shape(Path(directory) / path, Path(path).name))
         engine = config.engine.layout

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fivefold.algo.objective import Objective, make_objective
     from fivefold.checkpoint.export import export
-    from fivefold.config import ConfigError, RunConfig, load_config, make_config
+    from fivefold.config import ConfigError, RunConfig
     from fivefold.launch.start import train
     from fivefold.plan.check import check
 
 __version__ = "0.1.0"
 __all__ = [
-    "ConfigError", "Objective", "RunConfig", "check", "export", "load_config", "make_config", "make_objective", "train",
+    "ConfigError", "Objective", "RunConfig", "check", "export", "make_objective", "train",
 ]  # fmt: skip
 
 _HOMES = {
@@ -23,8 +23,6 @@ _HOMES = {
     "RunConfig": "fivefold.config",
     "check": "fivefold.plan.check",
     "export": "fivefold.checkpoint.export",
-    "load_config": "fivefold.config",
-    "make_config": "fivefold.config",
     "make_objective": "fivefold.algo.objective",
     "train": "fivefold.launch.start",
 }

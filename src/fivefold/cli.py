@@ -191,16 +191,16 @@ def _system(options: argparse.Namespace) -> SystemDialect:
 
 def _configure(options: argparse.Namespace, quiet: bool = False) -> RunConfig:
     """Return the validated configuration of the run that the command line describes."""
-    from fivefold.config import ConfigError, config_of, load_config, make_config
+    from fivefold.config import ConfigError, RunConfig
 
     if options.system is None and options.config is not None:
-        return load_config(options.config, options.overrides)
+        return RunConfig.from_yaml(options.config, options.overrides)
     if options.system is None:
-        return config_of(options.overrides)
+        return RunConfig.from_overrides(options.overrides)
     translation = _translate(options)
     if translation.refusals:
         raise ConfigError([f"this run of {options.system} is not supported here:", *translation.refusals])
-    config = make_config(translation.tree)
+    config = RunConfig.of(translation.tree)
     if not quiet:
         for note in _system(options).notes(translation):
             print(f"note     {note}")
@@ -280,13 +280,13 @@ def _calibrate(options: argparse.Namespace) -> int:
 def _eval(options: argparse.Namespace) -> int:
     from fivefold.checkpoint.checkpoints import Checkpoints
     from fivefold.checkpoint.manifest import find_corruption
-    from fivefold.config import load_config
+    from fivefold.config import RunConfig
     from fivefold.distributed.scratch import scratch_directory
     from fivefold.launch.start import start
 
     if options.config is None:
         raise UserError("eval needs the YAML file of the run: RUN/run.yaml has all of it")
-    config = load_config(options.config, options.overrides)
+    config = RunConfig.from_yaml(options.config, options.overrides)
     found = Path(options.checkpoint) if options.checkpoint else Checkpoints(config.run_dir, 1).latest(print)
     if found is None:
         raise UserError(f"no checkpoint in {config.run_dir / 'checkpoints'}; name one with --checkpoint")

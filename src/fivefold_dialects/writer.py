@@ -10,7 +10,8 @@ from typing import Any
 import yaml
 
 from fivefold.config.dialect import REFUSED, Kind, Line, Outcome, Translation
-from fivefold.config.loader import ConfigError, make_config
+from fivefold.config.loader import ConfigError
+from fivefold.config.run_config import RunConfig
 from fivefold_dialects.translator import nested, our_defaults
 
 _WIDTH = 60
@@ -75,7 +76,7 @@ def _needed(lines: Sequence[Line]) -> list[Line]:
 def _choices(lines: Sequence[Line]) -> object:
     """What the run's method computes; None where the lines make no run."""
     try:
-        return make_config(nested(lines)).algorithm.resolved
+        return RunConfig.of(nested(lines)).algorithm.resolved
     except ConfigError:
         return None
 

@@ -12,7 +12,7 @@ import pytest
 from fivefold.algo.methods import CORRECTIONS
 from fivefold.build import portable
 from fivefold.checkpoint.fingerprint import Changes, Fingerprint
-from fivefold.config import RunConfig, make_config
+from fivefold.config import RunConfig
 from fivefold.keys.identity import HARMLESS, leaves
 
 
@@ -28,7 +28,7 @@ def config_of(tmp_path: Path, method: str) -> RunConfig:
     (tmp_path / "model/model.safetensors").write_bytes(b"weights")
     (tmp_path / "train.jsonl").write_text('{"prompt": "1+1="}\n')
     (tmp_path / "reward.py").write_text("def right(response):\n    return 1.0\n")
-    return make_config(
+    return RunConfig.of(
         model={"path": str(tmp_path / "model")},
         algorithm={"name": method},
         data={"train": [str(tmp_path / "train.jsonl")]},
@@ -149,7 +149,7 @@ def test_the_refusal_names_every_change_and_how_to_say_that_it_is_meant(config, 
     meant = changes(config, with_key(now, "trainer.accept_changes", ["policy.optimizer", "algorithm.group_size"]))
     assert meant.refused == [] and len(meant.accepted) == 2
     with pytest.raises(ValueError, match=r"must name keys or sections: got 'policy.optimizer.rl': did you mean"):
-        make_config(model={"path": "m"}, trainer={"accept_changes": ["policy.optimizer.rl"]})
+        RunConfig.of(model={"path": "m"}, trainer={"accept_changes": ["policy.optimizer.rl"]})
 
 
 def test_different_runs_have_different_directories_when_none_is_named(config):
@@ -163,7 +163,7 @@ def test_different_runs_have_different_directories_when_none_is_named(config):
 
 def test_paths_are_written_so_that_they_mean_the_same_from_elsewhere(config, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    relative = make_config(
+    relative = RunConfig.of(
         model={"path": "model"},
         data={"train": ["train.jsonl"]},
         reward={"functions": {"reward.py:right": 1.0}},

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from fivefold import cli
-from fivefold.config import load_config, restore
+from fivefold.config import RunConfig
 
 
 def said(capsys, *arguments: str) -> list[str]:
@@ -85,9 +85,9 @@ def test_ranks_read_the_run_that_the_command_line_describes(tmp_path, monkeypatc
         "trainer": {"run_dir": str(tmp_path / "run")},
     }
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(nested))
-    described = load_config(tmp_path / "run.yaml")
+    described = RunConfig.from_yaml(tmp_path / "run.yaml")
     assert module == "fivefold.launch.rank"
     # The command has checked and translated the run. Ranks only read it.
     for done in ("validate", "translate", "override"):
-        monkeypatch.delattr(f"fivefold.config.loader.{done}")
-    assert restore(Path(requested)) == described
+        monkeypatch.delattr(f"fivefold.config.run_config.{done}")
+    assert RunConfig.restore(Path(requested)) == described

@@ -15,7 +15,7 @@ import pytest
 from fivefold import cli
 from fivefold.algo.methods import METHODS
 from fivefold.commands.completion import keys
-from fivefold.config import ConfigError, load_config
+from fivefold.config import ConfigError, RunConfig
 from tests.support.commands import LONGEST
 
 
@@ -82,7 +82,7 @@ def test_every_completed_key_and_value_is_one_of_the_configuration(tmp_path):
     for key in known:
         for value in (key.values or ("[]",))[:1]:
             try:
-                load_config(tmp_path / "run.yaml", ["model.path=m", f"{key.name}={value}"])
+                RunConfig.from_yaml(tmp_path / "run.yaml", ["model.path=m", f"{key.name}={value}"])
             except ConfigError as error:
                 assert not any("unknown key" in fault for fault in error.faults), key
                 assert not (key.values and any(fault.startswith(f"{key.name} must be one of") for fault in error.faults)), (

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from fivefold import cli
-from fivefold.config import load_config
+from fivefold.config import RunConfig
 from fivefold.errors import describe_error, sentence_of
 from fivefold.files import read_json
 from fivefold.keys.ranges import within
@@ -35,7 +35,7 @@ def lost_connection() -> None:
 @pytest.mark.parametrize(
     ("action", "says"),
     [
-        (lambda: load_config("/none.yaml"), "no configuration file at /none.yaml"),
+        (lambda: RunConfig.from_yaml("/none.yaml"), "no configuration file at /none.yaml"),
         (lambda: read_json(Path("/none.json")), "/none.json cannot be read: No such file or directory"),
         (lambda: Path("/none").read_text(), "/none: No such file or directory"),
         (full_disk, "the disk: No space left on device"),
@@ -140,7 +140,7 @@ def test_a_bug_shows_its_traceback(tmp_path, monkeypatch):
     def wrong(path, overrides):
         return {}["absent"]
 
-    monkeypatch.setattr("fivefold.config.load_config", wrong)
+    monkeypatch.setattr("fivefold.config.RunConfig.from_yaml", wrong)
     with pytest.raises(KeyError):
         cli.main(["check", str(tmp_path)])
 

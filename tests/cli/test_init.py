@@ -10,7 +10,7 @@ import yaml
 
 from fivefold import cli
 from fivefold.commands.proposals import propose_model
-from fivefold.config import load_config
+from fivefold.config import RunConfig
 from fivefold.plan.check import check
 from tests.support.tiny_models import make_model, make_tokenizer
 
@@ -63,7 +63,7 @@ def test_columns_and_task_are_found_and_the_run_can_start(tmp_path, monkeypatch,
     assert tree["algorithm"]["name"] == method
     assert {key: value for key, value in tree["data"].items() if key.endswith("_key")} == keys
     assert tree.get("reward", {}).get("functions", {}) == rewards
-    found = check(load_config(tmp_path / "run.yaml"))
+    found = check(RunConfig.from_yaml(tmp_path / "run.yaml"))
     assert (found.errors, found.ignored) == ([], [])
     assert cli.main(["check", "run.yaml"]) == 0
 
@@ -81,7 +81,7 @@ def test_columns_and_task_are_found_and_the_run_can_start(tmp_path, monkeypatch,
 def test_every_choice_gives_a_run_that_lacks_at_most_a_package(tmp_path, capsys, model, flags, layout, lacks):
     out = tmp_path / "new" / "run.yaml"
     assert init(out, "--model", model, "--data", write_rows(tmp_path / "rows.jsonl", USUAL), *flags, "--yes") == 0
-    config = load_config(out)
+    config = RunConfig.from_yaml(out)
     assert config.policy.backend == layout
     found = check(config)
     assert [error.partition(":")[0].partition(" ")[0] for error in found.errors] == lacks
@@ -103,7 +103,7 @@ def test_answers_are_asked_for_again_until_they_hold(tmp_path, monkeypatch, caps
         "did you mean 'vllm'?",
     ):
         assert wrong in said
-    config = load_config(tmp_path / "run.yaml")
+    config = RunConfig.from_yaml(tmp_path / "run.yaml")
     assert (config.model.path, config.data.train, config.data.val) == (str(model), ["data/train.jsonl"], ["data/test.jsonl"])
     assert config.reward.functions == {"format": 1.0}
 

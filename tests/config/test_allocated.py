@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from fivefold.config import ConfigError, RunConfig, dump_yaml, load_config, make_config
+from fivefold.config import ConfigError, RunConfig, dump_yaml
 
 
 def made(allocation: str, **sections) -> RunConfig:
-    return make_config(model={"path": "m"}, launch={"allocation": allocation}, **sections)
+    return RunConfig.of(model={"path": "m"}, launch={"allocation": allocation}, **sections)
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_a_key_that_says_otherwise_is_refused_with_both(sections, says):
 def test_keys_that_say_the_same_are_fine_and_the_whole_tree_reads_back(tmp_path):
     config = made("vllm:d4t2+megatron:d2t4", engine={"backend": "vllm:t2d4"}, policy={"backend": "megatron:t4d2p1c1"})
     (tmp_path / "run.yaml").write_text(dump_yaml(config))
-    assert load_config(tmp_path / "run.yaml") == config
+    assert RunConfig.from_yaml(tmp_path / "run.yaml") == config
 
 
 @pytest.mark.parametrize("policy", [3, ["a"], None])
@@ -138,10 +138,10 @@ def test_a_section_that_is_none_is_refused_as_such(policy):
 def test_ranks_that_cannot_be_shared_so_are_refused(sections, says):
     given = {"policy": {"backend": "megatron:d2"}, "algorithm": {"name": "ppo", "kl": {"coef": 0.1}}}
     with pytest.raises(ConfigError) as refused:
-        make_config(model={"path": "m"}, **given, **sections)
+        RunConfig.of(model={"path": "m"}, **given, **sections)
     assert says in str(refused.value), str(refused.value)
 
 
 def test_ranks_of_a_model_that_the_run_does_not_have_are_not_there():
-    config = make_config(model={"path": "m"}, reference={"first_rank": 1}, algorithm={"name": "grpo", "kl": {"coef": 0}})
+    config = RunConfig.of(model={"path": "m"}, reference={"first_rank": 1}, algorithm={"name": "grpo", "kl": {"coef": 0}})
     assert config.roles.world_size == 1

@@ -13,7 +13,7 @@ import pytest
 
 from fivefold.algo import methods
 from fivefold.algo.choices import PARTS
-from fivefold.config import ConfigError, dump_yaml, load_config, make_config
+from fivefold.config import ConfigError, RunConfig, dump_yaml
 from fivefold.config.dialect import Translation
 from fivefold.config.loader import read, translate
 from fivefold.config.validate import validate
@@ -38,15 +38,15 @@ def write(tmp_path: Path, text: str) -> Path:
 
 
 def test_a_configuration_reads_back_what_it_dumps(tmp_path):
-    config = load_config(write(tmp_path, GOOD))
+    config = RunConfig.from_yaml(write(tmp_path, GOOD))
     assert config.policy.optimizer.lr == 1e-6
     assert config.data.train == ["a.parquet"]
-    again = load_config(write(tmp_path, dump_yaml(config)))
+    again = RunConfig.from_yaml(write(tmp_path, dump_yaml(config)))
     assert again == config
 
 
 def test_overrides_change_one_key(tmp_path):
-    config = load_config(
+    config = RunConfig.from_yaml(
         write(tmp_path, GOOD), ["policy.optimizer.lr=3e-4", "trainer.steps=7", "data.val=[x.jsonl,y.jsonl]"]
     )
     assert (config.policy.optimizer.lr, config.trainer.steps, config.data.val) == (3e-4, 7, ["x.jsonl", "y.jsonl"])
@@ -96,27 +96,27 @@ def test_overrides_change_one_key(tmp_path):
 )
 def test_a_bad_key_or_value_is_refused_with_what_to_write(tmp_path, override, says):
     with pytest.raises(ConfigError, match=says):
-        load_config(write(tmp_path, GOOD), [override])
+        RunConfig.from_yaml(write(tmp_path, GOOD), [override])
 
 
 def test_how_the_loss_is_scaled_is_said_to_be_without_effect_but_in_float16(tmp_path):
     scale = ["policy.megatron.optimizer.initial_loss_scale=65536.0"]
     for dtype, expected in (("float32", True), ("float16", False)):
-        ignored = dict(validate(load_config(write(tmp_path, GOOD), [f"policy.dtype={dtype}", *scale])).ignored)
+        ignored = dict(validate(RunConfig.from_yaml(write(tmp_path, GOOD), [f"policy.dtype={dtype}", *scale])).ignored)
         assert ("policy.megatron.optimizer.initial_loss_scale" in ignored) == expected
 
 
 def test_estimated_old_log_probs_are_reported_as_the_engine_s_within_one_step(tmp_path):
     for steps, expected in (("1", True), ("2", False)):
         words = ["algorithm.rollout_correction.old_logprobs_from=loglinear", f"rollout.max_staleness={steps}"]
-        notes = validate(load_config(write(tmp_path, GOOD), words)).notes
+        notes = validate(RunConfig.from_yaml(write(tmp_path, GOOD), words)).notes
         assert any("loglinear is the same as engine" in note for note in notes) == expected
 
 
 @pytest.mark.parametrize("method", ["name=remax", "advantage=greedy_baseline"])
 def test_a_method_that_samples_within_the_step_is_refused_ahead_of_it(tmp_path, method):
     with pytest.raises(ConfigError, match=r"rollout.max_staleness must be left out with advantage: greedy_baseline"):
-        load_config(write(tmp_path, GOOD), [f"algorithm.{method}", "rollout.max_staleness=1"])
+        RunConfig.from_yaml(write(tmp_path, GOOD), [f"algorithm.{method}", "rollout.max_staleness=1"])
 
 
 def test_no_rule_looks_for_a_name_that_the_tables_of_methods_lack():
@@ -134,7 +134,7 @@ def test_no_rule_looks_for_a_name_that_the_tables_of_methods_lack():
 
 def test_all_faults_are_told_at_once(tmp_path):
     with pytest.raises(ConfigError) as caught:
-        load_config(write(tmp_path, GOOD), ["trainer.stepz=1", "policy.dtype=float8"])
+        RunConfig.from_yaml(write(tmp_path, GOOD), ["trainer.stepz=1", "policy.dtype=float8"])
     assert len(caught.value.faults) == 2
 
 
@@ -149,12 +149,12 @@ def test_all_faults_are_told_at_once(tmp_path):
 )
 def test_a_bad_file_is_refused(tmp_path, text, says):
     with pytest.raises(ConfigError, match=says):
-        load_config(write(tmp_path, text))
+        RunConfig.from_yaml(write(tmp_path, text))
 
 
 def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(ConfigError, match="no configuration file at"):
-        load_config(tmp_path / "none.yaml")
+        RunConfig.from_yaml(tmp_path / "none.yaml")
 
 
 def check(*arguments: object) -> subprocess.CompletedProcess[str]:
@@ -221,7 +221,7 @@ def test_a_fault_is_reported_once_by_the_section_that_has_it(tmp_path):
     options = "megatron={transformer: {recompute_granularty: full}, optimizer: {lr: 0.1}}"
     for where in ("policy", "critic"):
         with pytest.raises(ConfigError) as caught:
-            load_config(path, ["algorithm.name=ppo", f"{where}.{options}", f"{where}.tokens_per_micro_batch=100"])
+            RunConfig.from_yaml(path, ["algorithm.name=ppo", f"{where}.{options}", f"{where}.tokens_per_micro_batch=100"])
         unknown, refused, short = sorted(caught.value.faults, key=lambda fault: "must hold" in fault)
         assert f"unknown key '{where}.megatron.transformer.recompute_granularty': did you mean" in unknown
         assert f"{where}.megatron.optimizer.lr cannot be set: set {where}.optimizer.lr" in refused
@@ -230,10 +230,10 @@ def test_a_fault_is_reported_once_by_the_section_that_has_it(tmp_path):
 
 def test_every_fault_of_a_value_and_of_values_together_is_collected(tmp_path):
     with pytest.raises(ConfigError) as caught:
-        load_config(write(tmp_path, GOOD), ["trainer.keep=0", "policy.optimizer.lr=-1", "algorithm.name=grpoo"])
+        RunConfig.from_yaml(write(tmp_path, GOOD), ["trainer.keep=0", "policy.optimizer.lr=-1", "algorithm.name=grpoo"])
     assert len(caught.value.faults) == 3
     with pytest.raises(ConfigError) as caught:
-        load_config(write(tmp_path, GOOD), ["trainer.eval_every=5", "policy.optimizer.min_lr=1", "algorithm.beta=1"])
+        RunConfig.from_yaml(write(tmp_path, GOOD), ["trainer.eval_every=5", "policy.optimizer.min_lr=1", "algorithm.beta=1"])
     assert len(caught.value.faults) == 3
 
 
@@ -279,10 +279,10 @@ def user_module(tmp_path, monkeypatch):
 def test_a_function_stands_wherever_its_path_and_name_may(tmp_path, user_module):
     path = tmp_path / "user_functions.py"
     tree = {"reward": {"functions": {user_module.score: 1.0, "format": 0.1}, "accuracy": user_module.score}}
-    config = make_config({"model": {"path": "m"}, "algorithm": {"surrogate": user_module.linear}, **tree})
+    config = RunConfig.of({"model": {"path": "m"}, "algorithm": {"surrogate": user_module.linear}, **tree})
     assert config.reward.functions == {f"{path}:score": 1.0, "format": 0.1}
     assert config.reward.accuracy == f"{path}:score" and config.algorithm.surrogate == f"{path}:linear"
-    assert load_config(write(tmp_path, dump_yaml(config))) == config
+    assert RunConfig.from_yaml(write(tmp_path, dump_yaml(config))) == config
     assert load_user_code(config.algorithm.surrogate)(2.0, None, 3.0, None) == 6.0
     assert tree["reward"]["accuracy"] is user_module.score, "the caller's tree stays as it was"
 
@@ -315,7 +315,7 @@ def test_a_function_that_other_processes_cannot_load_is_refused(user_module, nam
     exec(compile("def typed(response): return 0.0", "<stdin>", "exec"), typed)
     functions = {"anonymous": user_module.anonymous, "made": user_module.make(), "typed": typed["typed"], "builtin": len}
     with pytest.raises(ConfigError, match=says):
-        make_config({"model": {"path": "m"}, "algorithm": {"surrogate": functions[name]}})
+        RunConfig.of({"model": {"path": "m"}, "algorithm": {"surrogate": functions[name]}})
 
 
 DIALECT = """
@@ -345,23 +345,23 @@ def test_a_dialect_is_one_file_that_an_entry_point_names(tmp_path, monkeypatch):
     (installed / "entry_points.txt").write_text("[fivefold.dialects]\nelsewhere = elsewhere:translate\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     path = write(tmp_path, "model_path: m\nactor.lr: 1e-5\nuse_magic: true\n")
-    config = load_config(path, ["actor.lr=3e-5"], dialect="elsewhere")
+    config = RunConfig.from_yaml(path, ["actor.lr=3e-5"], dialect="elsewhere")
     assert (config.model.path, config.policy.optimizer.lr) == ("m", 3e-5)
     keys = translate(read(path), [], "elsewhere").keys
     assert keys == {"model_path": "model.path", "actor.lr": "policy.optimizer.lr", "use_magic": "has no counterpart"}
     with pytest.raises(ConfigError, match=r"policy.optimizer.lr must be in \[0, 1\]: got -1.0"):
-        load_config(path, ["actor.lr=-1"], dialect="elsewhere")
+        RunConfig.from_yaml(path, ["actor.lr=-1"], dialect="elsewhere")
     with pytest.raises(
         ValueError, match=r"must be one of areal, elsewhere, fivefold, roll, .*; got 'elsewere': did you mean 'elsewhere'\?"
     ):
-        load_config(path, dialect="elsewere")
+        RunConfig.from_yaml(path, dialect="elsewere")
 
 
 def test_a_dialect_may_be_a_function(tmp_path):
     def translate(tree, overrides):
         return Translation({"model": {"path": tree["path"]}}, ["trainer.steps=3", *overrides])
 
-    config = load_config(write(tmp_path, "path: m"), ["trainer.keep=2"], dialect=translate)
+    config = RunConfig.from_yaml(write(tmp_path, "path: m"), ["trainer.keep=2"], dialect=translate)
     assert (config.model.path, config.trainer.steps, config.trainer.keep) == ("m", 3, 2)
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from fivefold.config import RunConfig, make_config
+from fivefold.config import RunConfig
 from fivefold.config.engine import RolloutConfig
 from fivefold.config.gpus import GPUS
 from fivefold.config.loader import ConfigError
@@ -103,7 +103,7 @@ def files(tmp_path_factory) -> Path:
 
 
 def config(files: Path, policy: str = "megatron:t2", model: str = "qwen3", **engine) -> RunConfig:
-    return make_config(
+    return RunConfig.of(
         model={"path": str(files / model)},
         policy={"backend": policy},
         engine=engine,
@@ -424,7 +424,7 @@ def test_gpus_of_servers_apart_hold_no_weights_of_the_policy(files, vllm):
 
 def test_the_example_of_an_engine_apart_passes_the_check(files, vllm, tmp_path):
     """With a model of its sizes but for the layers' number and width, on GPUs that are not here."""
-    from fivefold.config import load_config
+    from fivefold.config import RunConfig
 
     vllm("0.26.0")
     sizes = {"num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 64, "max_position_embeddings": 2048}
@@ -433,7 +433,7 @@ def test_the_example_of_an_engine_apart_passes_the_check(files, vllm, tmp_path):
     rows = files / "rows.jsonl"
     given = [f"model.path={model}", f"data.train=[{rows}]", f"data.val=[{rows}]", "launch.gpu=h100-80g"]
     example = Path(__file__).resolve().parents[2] / "examples/qwen3-8b-apart.yaml"
-    found = check(load_config(example, [*given, "data.prompts_per_step=32", 'reward={"functions":{"format":1.0}}']))
+    found = check(RunConfig.from_yaml(example, [*given, "data.prompts_per_step=32", 'reward={"functions":{"format":1.0}}']))
     assert found.errors == []
     assert "GPU 0-3: ranks 0-3 of megatron:d1t4p1" in found.notes
     assert "GPU 6-7: server 1 of vllm:d2t2p1, started by rank 1" in found.notes
@@ -556,10 +556,10 @@ def test_servers_apart_may_sample_ahead_of_the_trainer_on_gpus(files, vllm):
         "data": {"train": [str(files / "rows.jsonl")], "max_prompt_tokens": 32, "max_response_tokens": 32},
         "rollout": {"max_staleness": 2},
     }
-    made = make_config(**given, engine={"backend": "vllm:t2", "placement": "apart"})
+    made = RunConfig.of(**given, engine={"backend": "vllm:t2", "placement": "apart"})
     assert made.engine.sleep
     with pytest.raises(ConfigError, match=r"rollout.max_staleness must be 0 .* engine.placement: apart"):
-        make_config(**given, engine={"backend": "vllm:t2", "mode": "server"})
+        RunConfig.of(**given, engine={"backend": "vllm:t2", "mode": "server"})
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from fivefold.config import ConfigError, make_config
+from fivefold.config import ConfigError, RunConfig
 from fivefold.data.light_tokenizer import LightTokenizer
 from fivefold.data.prepare import prepare
 from fivefold.data.prompt_loader import PromptLoader
@@ -315,7 +315,7 @@ def test_a_template_of_the_configuration_that_is_none_is_named(tmp_path, tokeniz
     tokenizer.save_pretrained(tmp_path)
     (tmp_path / "d.jsonl").write_text(json.dumps({"prompt": "1+1="}) + "\n")
     data = {"train": [str(tmp_path / "d.jsonl")], "chat_template": "{% for message in messages %}"}
-    config, findings = make_config({"model": {"path": "m"}, "data": data}), Findings()
+    config, findings = RunConfig.of({"model": {"path": "m"}, "data": data}), Findings()
     check_data(findings, config, LightTokenizer.load(tmp_path), None)
     assert "the chat template of data.chat_template is not valid" in findings.errors[0]
 
@@ -335,7 +335,7 @@ def test_variables_that_no_template_reads_or_that_are_not_free_are_refused(tmp_p
     row = {"prompt": "1+1=", "data_source": "arithmetic", "reward_model": {"ground_truth": "2"}}
     (tmp_path / "d.jsonl").write_text((json.dumps(row) + "\n") * 40)
     data = {"train": [str(tmp_path / "d.jsonl")], "chat_template_kwargs": kwargs}
-    config, findings = make_config({"model": {"path": "m"}, "data": data}), Findings()
+    config, findings = RunConfig.of({"model": {"path": "m"}, "data": data}), Findings()
     check_data(findings, config, LightTokenizer.load(tmp_path), None)
     assert findings.errors == [] if says is None else says in findings.errors[0]
 
@@ -359,7 +359,7 @@ def test_a_prompt_that_is_rendered_already_is_read_as_it_stands(tmp_path, tokeni
         path.write_text((json.dumps(row | {"prompt": prompt}) + "\n") * 40)
         reading = Reading(max_prompt_tokens=64, apply_chat_template=False)
         data = {"train": [str(path)], "apply_chat_template": False}
-        config, findings = make_config({"model": {"path": "m"}, "data": data}), Findings()
+        config, findings = RunConfig.of({"model": {"path": "m"}, "data": data}), Findings()
         check_data(findings, config, LightTokenizer.load(tmp_path), None)
         if fault is None:
             (found, *_) = load_prompts([str(path)], tokenizer, reading).prompts
@@ -422,6 +422,6 @@ def test_a_bound_of_both_together_is_for_responses_of_the_data(tmp_path):
     data = {"train": ["d.jsonl"], "val": ["d.jsonl"], "max_total_tokens": 100}
     tree = {"model": {"path": "m"}, "data": data, "algorithm": {"name": "sft"}}
     with pytest.raises(ConfigError, match=r"set eval\.generate to false"):
-        make_config(tree)
-    assert make_config(tree | {"eval": {"generate": False}}).max_sequence_tokens == 100
-    assert make_config(tree | {"algorithm": {"name": "grpo"}}).max_sequence_tokens == 1024
+        RunConfig.of(tree)
+    assert RunConfig.of(tree | {"eval": {"generate": False}}).max_sequence_tokens == 100
+    assert RunConfig.of(tree | {"algorithm": {"name": "grpo"}}).max_sequence_tokens == 1024

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from fivefold.build import build_loader
-from fivefold.config import ConfigError, make_config
+from fivefold.config import ConfigError, RunConfig
 from fivefold.config.mixture import counts, domains_of
 from fivefold.data.mixture import MixedLoader, places_by_domain
 from fivefold.data.prompts import Reading, load_prompts
@@ -91,7 +91,7 @@ def test_several_sources_are_one_domain_and_one_may_take_all_others():
 
 def config(**data):
     usual = {"train": ["x.jsonl"], "prompts_per_step": 4, "source_key": "tag", "ground_truth_key": "answer"}
-    return make_config({"model": {"path": "m"}, "data": {**usual, **data}, "reward": {"functions": {"math": 1.0}}})
+    return RunConfig.of({"model": {"path": "m"}, "data": {**usual, **data}, "reward": {"functions": {"math": 1.0}}})
 
 
 @pytest.mark.parametrize(

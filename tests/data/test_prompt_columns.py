@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from fivefold.config import make_config
+from fivefold.config import RunConfig
 from fivefold.data.light_tokenizer import LightTokenizer
 from fivefold.data.prompts import Reading, load_prompts
 from fivefold.data.rows import Columns
@@ -41,7 +41,7 @@ def prompts_of(directory, tmp_path, *rows, template=TEMPLATE, learns_from="respo
 def checked(directory, tmp_path, *rows, **data):
     """Errors of the check before a run."""
     files = {"train": [written(tmp_path, *rows)], "prompts_per_step": 1, **data}
-    config = make_config({"model": {"path": "m"}, "algorithm": {"name": "sft"}, "data": files})
+    config = RunConfig.of({"model": {"path": "m"}, "algorithm": {"name": "sft"}, "data": files})
     findings = Findings()
     check_data(findings, config, LightTokenizer.load(directory), None)
     return [str(error) for error in findings.errors]

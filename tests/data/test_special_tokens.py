@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from fivefold.config import make_config
+from fivefold.config import RunConfig
 from fivefold.data.guarded_rows import guard, special_in
 from fivefold.data.light_tokenizer import LightTokenizer
 from fivefold.data.prompts import Reading, load_prompts
@@ -83,7 +83,7 @@ def test_check_counts_the_rows_that_hold_special_tokens(tmp_path, tokenizer):
     for mode, what in (("keep", "which open turns there"), ("escape", "which are escaped there")):
         findings = Findings()
         data = {"train": [str(path)], "special_tokens": mode, "prompts_per_step": 1}
-        check_data(findings, make_config(model={"path": "m"}, data=data), light, None)
+        check_data(findings, RunConfig.of(model={"path": "m"}, data=data), light, None)
         notes = [note for note in findings.notes if "special tokens" in note]
         assert notes and notes[0].startswith("data.train: 2 rows hold special tokens, " + what), (
             findings.notes,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fivefold.config import make_config
+from fivefold.config import RunConfig
 from fivefold.config.dialect import find_dialect
 from fivefold.config.learners import LoraConfig, MTPConfig
 from fivefold.config.loader import read_mapping
@@ -35,7 +35,7 @@ def lora_of(system: str, *words: str, tree: str = "", model: str = "policy"):
     named = found.tree.get(model, {}).get("lora", {})
     about = ("lora", "model", "peft")
     refused = [each.reason for each in found.outcomes if each.is_refused and any(word in each.key for word in about)]
-    return make_config({"model": {"path": "m"}, "policy": {"lora": named}}).policy.lora, refused
+    return RunConfig.of({"model": {"path": "m"}, "policy": {"lora": named}}).policy.lora, refused
 
 
 @pytest.mark.parametrize(("system", "words", "tree", "wanted"), [
@@ -98,7 +98,9 @@ MTP = f"{M}mtp."
 ])  # fmt: skip
 def test_the_layers_of_multi_token_prediction_learn_as_verl_says(system, words, wanted):
     found = find_dialect(system)({}, [*MEGATRON, *words], environment={})  # type: ignore[call-arg]
-    assert make_config({"model": {"path": "m"}, "policy": {"mtp": found.tree["policy"].get("mtp", {})}}).policy.mtp == wanted
+    assert (
+        RunConfig.of({"model": {"path": "m"}, "policy": {"mtp": found.tree["policy"].get("mtp", {})}}).policy.mtp == wanted
+    )
     assert not [each for each in found.outcomes if each.is_refused and "mtp" in each.key]
 
 
@@ -108,7 +110,7 @@ def test_they_learn_in_sft_of_verl_too():
     found = find_dialect("verl")({}, words, environment={})  # type: ignore[call-arg]
     assert found.tree["algorithm"]["name"] == "sft"
     wanted = MTPConfig(train=True, loss_scaling_factor=0.1, detach_encoder=True)
-    assert make_config({"model": {"path": "m"}, "policy": {"mtp": found.tree["policy"]["mtp"]}}).policy.mtp == wanted
+    assert RunConfig.of({"model": {"path": "m"}, "policy": {"mtp": found.tree["policy"]["mtp"]}}).policy.mtp == wanted
 
 
 @pytest.mark.parametrize(("system", "words", "says"), [

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from fivefold.config import ConfigError, make_config
+from fivefold.config import ConfigError, RunConfig
 from fivefold_dialects import writer
 from tests.support.dialects import HOME, translate_words
 
@@ -76,7 +76,7 @@ def test_settings_of_ours_follow_two_dashes():
         "engine.sampling={temperature: 0.5}",
     ]
     found = translate_words("verl", words, HOME)
-    run = make_config(found.tree)
+    run = RunConfig.of(found.tree)
     assert (run.launch.backend, run.trainer.epochs, run.engine.sampling.temperature) == ("ray", 5, 0.5)
     text = writer.write(found, "verl")
     assert "  backend: ray                                                # after --" in text

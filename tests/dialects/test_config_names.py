@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fivefold.config import ConfigError, make_config
+from fivefold.config import ConfigError, RunConfig
 from fivefold_dialects import writer
 from tests.support.dialects import HOME, translate_words
 
@@ -48,7 +48,7 @@ def test_which_yaml_was_read_is_said(repository, tmp_path, monkeypatch):
     file.write_text(YAML % "False")
     found = translate_words("verl", [str(repository)], HOME)
     assert writer.notes(found)[0] == f"--config-name is the file {file}"
-    assert make_config(found.tree).data.prompts_per_step == 64
+    assert RunConfig.of(found.tree).data.prompts_per_step == 64
     assert f"# Note: --config-name is the file {file}." in writer.write(found, "verl")
 
 

@@ -13,7 +13,7 @@ import torch
 
 from fivefold.algo.methods import Imitation
 from fivefold.algo.objective import Objective
-from fivefold.config import ConfigError, RunConfig, make_config
+from fivefold.config import ConfigError, RunConfig
 from fivefold.config.dialect import find_system
 from fivefold.config.loader import read_mapping
 from fivefold.config.mixture import counts, domains_of
@@ -117,7 +117,7 @@ def test_each_line_names_the_key_that_it_comes_from():
     lines = {line.split(":")[0].strip(): line for line in text.splitlines()}
     assert lines["save_every"].endswith("# trainer.save_freq") and lines["group_size"].endswith("# verl's default")
     assert "#    1 not supported\n#        trainer.logger = clearml: clearml: metrics" in text
-    assert _is_same_run(make_config(read_mapping(text, "what was written")), make_config(found.tree))
+    assert _is_same_run(RunConfig.of(read_mapping(text, "what was written")), RunConfig.of(found.tree))
 
 
 def _is_same_run(written, meant):
@@ -134,7 +134,7 @@ def test_what_is_written_differs_from_our_defaults_and_begins_with_the_method():
     assert written["algorithm"]["clip_high"] == 0.28 and "shuffle" not in written["data"]
     # GRPO's own.
     assert not {"advantage", "normalize", "surrogate"} & set(written["algorithm"]) and "advantage" in found.tree["algorithm"]
-    assert _is_same_run(make_config(written), make_config(found.tree))
+    assert _is_same_run(RunConfig.of(written), RunConfig.of(found.tree))
 
 
 def test_a_value_names_the_keys_without_which_it_would_be_another():
@@ -1485,7 +1485,7 @@ def test_the_megatron_section_of_trinitys_page_is_read_key_by_key():
         "trinity", tree=GSM8K_TRINITY + f"  trainer_config:\n    actor_rollout_ref:\n      actor:\n{section}\n"
     )
     assert found.refusals == [] and not [each for each in found.outcomes if each.kind in ("unknown", "unsupported")]
-    run = make_config(found.tree)
+    run = RunConfig.of(found.tree)
     assert (run.policy.backend, run.policy.recompute) == ("megatron:d2t2p1", "full")
 
 
@@ -1494,7 +1494,7 @@ def test_an_older_release_has_the_defaults_that_it_had():
     words = [*SKYRL, "trainer.algorithm.policy_loss_type=cispo", "trainer.logger=console"]
     bounds = {}
     for system in ("skyrl", "skyrl@2026-03"):
-        found = make_config(translate_words(system, words, HOME).tree).algorithm.resolved
+        found = RunConfig.of(translate_words(system, words, HOME).tree).algorithm.resolved
         bounds[system] = (found.clip_low, found.clip_high)
     assert bounds == {"skyrl": (1.0, 4.0), "skyrl@2026-03": (0.0, 5.0)}
     with pytest.raises(ValueError, match=r"the version of SkyRL must be one of 2026-03, 2025-09; got '2024'"):
@@ -1720,7 +1720,7 @@ def test_trinitys_evaluation_is_sampled_as_its_sets_say():
         ((greedy,), (0, 0.0, 1.0)),
         ((), (0, 1.0, 1.0)),
     ):
-        found = make_config(evaluated(*sets).tree).eval
+        found = RunConfig.of(evaluated(*sets).tree).eval
         assert (found.samples, found.temperature, found.top_p) == expected
     (outcome,) = [each for each in evaluated(own, plain).outcomes if each.kind == "unsupported"]
     assert "sampled in different ways" in outcome.reason and not outcome.is_refused
@@ -1844,7 +1844,7 @@ def test_explorer_and_trainer_of_trinity_in_two_files_are_the_run_of_mode_both(t
     for names in (list(files), list(files)[::-1]):
         words = [word for name in names for word in ("--config", str(tmp_path / name))]
         found = translate_words("trinity", words, HOME)
-        assert found.refusals == [] and make_config(found.tree) == whole
+        assert found.refusals == [] and RunConfig.of(found.tree) == whole
         (refusal,) = translate_words("trinity", [*words, "synchronizer.sync_style=explorer_driven"], HOME).refusals
         assert "weights that come when one of the two asks" in refusal
     assert whole.algorithm.updates_per_step == 10

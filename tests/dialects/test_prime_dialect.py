@@ -6,7 +6,7 @@ from operator import attrgetter
 
 import pytest
 
-from fivefold.config import RunConfig, make_config
+from fivefold.config import RunConfig
 from fivefold.config.dialect import find_dialect
 
 HOME = {"HOME": "/home/me"}
@@ -59,7 +59,7 @@ def translated(*words: str):
 def config(*words: str) -> RunConfig:
     found = translated(*words)
     assert found.refusals == []
-    return make_config(found.tree)
+    return RunConfig.of(found.tree)
 
 
 EXPECTED = {

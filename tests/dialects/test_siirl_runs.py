@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fivefold.config import make_config
+from fivefold.config import RunConfig
 from fivefold.config.dialect import find_system
 from fivefold_dialects import writer
 from tests.support.dialects import HOME, config, translate_words, translated
@@ -45,7 +45,7 @@ def test_gradient_checkpointing_of_siirls_fsdp_recomputes():
     found = translated("siirl", *FSDP, CHECKPOINTING + "=False")
     assert [each.kind for each in found.outcomes if each.key == CHECKPOINTING] != ["unsupported"]
     assert config("siirl", *FSDP, CHECKPOINTING + "=True").policy.recompute == "full"
-    assert make_config(found.tree).policy.recompute == "none"
+    assert RunConfig.of(found.tree).policy.recompute == "none"
 
 
 def test_each_variable_of_siirls_logs_that_a_script_exports_is_answered(tmp_path):

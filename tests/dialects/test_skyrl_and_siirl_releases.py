@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fivefold.config import make_config
+from fivefold.config import RunConfig
 from tests.support.dialects import HOME, config, translate_words, translated
 
 SKYRL = [
@@ -147,7 +147,7 @@ def test_cpgd_of_siirl_is_the_one_of_its_program():
     assert (chosen.surrogate, chosen.clip_low, chosen.clip_high, chosen.drift_coef) == ("cpgd", 0.2, 0.2, 0.001)
     assert (chosen.advantage, chosen.normalize, chosen.aggregate) == ("group", "group", "token-mean")
     assert (found.data.prompts_per_step, found.algorithm.group_size, found.algorithm.updates_per_step) == (512, 8, 2)
-    naive = make_config(translated("siirl", *SIIRL, *asked[:2], "algorithm.weight_factor_in_cpgd=naive").tree)
+    naive = RunConfig.of(translated("siirl", *SIIRL, *asked[:2], "algorithm.weight_factor_in_cpgd=naive").tree)
     assert naive.algorithm.resolved.normalize == "none"
     # With GRPO's advantages the loss is asked for by itself: whose program it is says what it means.
     by_itself = [*SIIRL, "algorithm.adv_estimator=grpo", "actor_rollout_ref.actor.use_cpgd_loss=True", asked[1]]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fivefold.config import make_config
+from fivefold.config import RunConfig
 from fivefold_dialects import writer
 from tests.support.dialects import HOME, config, translate_words, translated
 
@@ -19,7 +19,7 @@ ACTOR = "actor_rollout_ref.actor."
 def of_release(release, *words):
     found = translate_words(f"verl@{release}" if release else "verl", [*GRPO, *words], HOME)
     assert found.refusals == []
-    return make_config(found.tree).algorithm.resolved
+    return RunConfig.of(found.tree).algorithm.resolved
 
 
 @pytest.mark.parametrize(("release", "kl", "entropy", "dual_clip", "low", "high"), [

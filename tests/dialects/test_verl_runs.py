@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fivefold.config import make_config
+from fivefold.config import RunConfig
 from fivefold_dialects import writer
 from tests.support.dialects import HOME, config, translate_words, translated
 
@@ -20,7 +20,7 @@ FILTER = ["algorithm.filter_groups.enable=True", "data.gen_batch_size=48"]
 def run(*words, system="verl"):
     found = translate_words(system, list(words), HOME)
     assert found.refusals == []
-    return make_config(found.tree)
+    return RunConfig.of(found.tree)
 
 
 def notes(*words, system="verl"):

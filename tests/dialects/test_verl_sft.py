@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 
-from fivefold.config import make_config
+from fivefold.config import RunConfig
 from fivefold_dialects import writer
 from tests.support.dialects import HOME, config, translate_words
 
@@ -20,7 +20,7 @@ ENGINE = ["-m", "verl.trainer.sft_trainer", *DATA, "model.path=m"]
 def run(*words, system="verl"):
     found = translate_words(system, list(words), HOME)
     assert found.refusals == []
-    return make_config(found.tree)
+    return RunConfig.of(found.tree)
 
 
 @pytest.mark.parametrize(("words", "lr", "betas", "schedule", "warmup", "lowest", "first"), [
@@ -45,7 +45,7 @@ def test_each_sft_trainer_of_verl_has_the_defaults_of_its_own_files(words, lr, b
 @pytest.mark.parametrize("key", ["optim.warmup_steps_ratio", "optim.lr_warmup_steps_ratio"])
 def test_both_names_of_the_warm_up_ratio_act(key):
     found = translate_words("verl", [*OLDER, f"{key}=0.25"], HOME)
-    assert make_config(found.tree).policy.optimizer.warmup_steps == 0.25
+    assert RunConfig.of(found.tree).policy.optimizer.warmup_steps == 0.25
     assert [each.kind for each in found.outcomes if each.key == key] == ["translated"]
 
 

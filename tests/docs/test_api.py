@@ -32,7 +32,7 @@ def test_what_pages_import_from_the_package_is_public():
 
 
 def test_a_configuration_is_checked_without_torch():
-    text = "import sys, fivefold; fivefold.check(fivefold.make_config(model={'path': 'm'})); print('torch' in sys.modules)"
+    text = "import sys, fivefold; fivefold.check(fivefold.RunConfig.of(model={'path': 'm'})); print('torch' in sys.modules)"
     done = python("-c", text, env={"PYTHONPATH": str(ROOT / "src")})
     assert done.stdout == "False\n", done.stderr
 

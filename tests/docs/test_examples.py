@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from docs.examples import EXAMPLES, GPU, OTHERS, RECIPES, with_stand_ins
-from fivefold.config import load_config
+from fivefold.config import RunConfig
 from fivefold.data.tokenizer import train_tokenizer
 from fivefold.plan.check import check
 from tests.support.public_shapes import write_headers, write_shape
@@ -20,18 +20,18 @@ RUNS = sorted(path for path in ROOT.glob("examples/**/*.yaml") if path.parent.na
 
 @pytest.mark.parametrize("path", RUNS, ids=lambda path: path.name)
 def test_every_example_is_a_valid_configuration(path):
-    load_config(path)
+    RunConfig.from_yaml(path)
 
 
 def test_the_readme_s_configuration_is_valid(tmp_path):
     block = (ROOT / "README.md").read_text().split("```yaml\n")[1].split("```")[0]
     (tmp_path / "run.yaml").write_text(block)
-    config = load_config(tmp_path / "run.yaml")
+    config = RunConfig.from_yaml(tmp_path / "run.yaml")
     assert (config.layout.dp, config.layout.tp, config.samples_per_step) == (2, 4, 1024)
 
 
 def test_the_siirl_page_s_arithmetic_comes_out():
-    config = load_config(ROOT / "examples/qwen3-8b-grpo-megatron.yaml")
+    config = RunConfig.from_yaml(ROOT / "examples/qwen3-8b-grpo-megatron.yaml")
     assert config.layout.world_size == 8
     assert config.samples_per_step == 1024
     assert config.samples_per_step // config.algorithm.updates_per_step == 128
@@ -78,7 +78,7 @@ def test_check_accepts_every_recipe_and_estimates_what_its_row_says(tmp_path, mo
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_recipe_that_samples_does_so_with_vllm(name):
-    config = load_config(EXAMPLES / name)
+    config = RunConfig.from_yaml(EXAMPLES / name)
     assert not config.may_generate or config.engine.kind == "vllm"
 
 

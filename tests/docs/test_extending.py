@@ -77,8 +77,8 @@ def test_the_recipe_of_a_method_makes_a_method(tmp_path):
         {"algo/methods.py": [('    "ppo": Method(', indented(row))]},
         """
         from fivefold.algo.objective import make_objective
-        from fivefold.config import make_config
-        config = make_config(model={"path": "m"}, data={"train": ["x"]}, algorithm={"name": "my_grpo"})
+        from fivefold.config import RunConfig
+        config = RunConfig.of(model={"path": "m"}, data={"train": ["x"]}, algorithm={"name": "my_grpo"})
         objective = make_objective("my_grpo")
         kl = config.algorithm.resolved.kl
         print(objective.gradient.surrogate.clip_high, kl.estimator, kl.coef)
@@ -98,8 +98,8 @@ def test_the_recipe_of_an_advantage_is_run_by_its_yaml(tmp_path):
         import torch
         from types import SimpleNamespace
         from fivefold.algo.objective import Objective
-        from fivefold.config import load_config
-        config = load_config("run.yaml")
+        from fivefold.config import RunConfig
+        config = RunConfig.from_yaml("run.yaml")
         objective = Objective.of(config.algorithm.resolved)
         scores = SimpleNamespace(rewards_N=torch.tensor([1.0, 2.0, 6.0]))
         print(config.algorithm.advantage, objective.advantage.comparison(scores).tolist())
@@ -116,9 +116,9 @@ def test_the_recipe_of_a_surrogate_is_one_file_with_its_key_rule_and_docs(tmp_pa
         """
         import sys
         from docs.generate import configuration
-        from fivefold.config import ConfigError, make_config
+        from fivefold.config import ConfigError, RunConfig
         def algorithm(**chosen):
-            return make_config(model={"path": "m"}, data={"train": ["x"]}, algorithm={"name": "grpo", **chosen}).algorithm
+            return RunConfig.of(model={"path": "m"}, data={"train": ["x"]}, algorithm={"name": "grpo", **chosen}).algorithm
         resolved = algorithm(surrogate="soft_clip", width=0.5).resolved
         for chosen in ({"surrogate": "soft_clip", "width": -1}, {"width": 0.5}):
             try: algorithm(**chosen)
@@ -152,12 +152,12 @@ def test_the_recipe_of_a_term_is_one_file_with_its_keys_rule_metric_and_docs(tmp
         """
         import sys
         from docs.generate import configuration
-        from fivefold.config import make_config
+        from fivefold.config import RunConfig
         from fivefold.config.validate import validate
         from fivefold.observability.metrics import undocumented
         def config(**chosen):
             chosen = {"name": "dr_grpo", "surrogate": "log_likelihood", **chosen}
-            return make_config(model={"path": "m"}, data={"train": ["x"]}, algorithm=chosen)
+            return RunConfig.of(model={"path": "m"}, data={"train": ["x"]}, algorithm=chosen)
         print(validate(config(floor_logprob=-2)).ignored, undocumented(["policy/below_floor"]))
         print("Log-prob below which a token is penalized." in configuration(), "torch" in sys.modules)
         import torch
@@ -269,10 +269,10 @@ def test_the_recipe_of_a_model_that_learns_touches_four_files_and_is_in_every_li
         edits,
         """
         from fivefold.cli import _parser
-        from fivefold.config import load_config
+        from fivefold.config import RunConfig
         from fivefold.observability.metrics import undocumented
         from fivefold.plan.roles import placed
-        config = load_config("run.yaml")
+        config = RunConfig.from_yaml("run.yaml")
         print(list(config.roles.learners), [place.describe() for place in placed(config.roles)][-1])
         print(undocumented(["draft/loss", "draft/lr", "draft/grad_norm", "draft/moe/load_max", "time/draft"]))
         print(_parser().parse_args(["export", "checkpoint", "out", "--model", "draft"]).model)

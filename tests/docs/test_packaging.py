@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from fivefold.config import config_of, load_config
+from fivefold.config import RunConfig
 from fivefold.config.packages import EXTRAS
 from fivefold.plan.check import check
 from tests.support.kubernetes_api import faults
@@ -80,7 +80,7 @@ NOT_HERE = ("no file at", "not installed", "GPUs on this machine", "no such file
 def test_commands_of_the_examples_lack_nothing_but_their_machines(monkeypatch, name):
     monkeypatch.chdir(ROOT)
     words = commands()[name]
-    config = load_config(words[0], words[1:]) if words[0].endswith(".yaml") else config_of(words)
+    config = RunConfig.from_yaml(words[0], words[1:]) if words[0].endswith(".yaml") else RunConfig.from_overrides(words)
     assert config.layout.world_size == GPUS[name]
     assert [error for error in check(config).errors if not any(part in error for part in NOT_HERE)] == []
 

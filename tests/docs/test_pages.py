@@ -14,7 +14,8 @@ import yaml
 
 from docs.generate import DOCS, _yaml
 from fivefold.cli import _parser
-from fivefold.config.loader import make_config, override
+from fivefold.config import RunConfig
+from fivefold.config.loader import override
 from fivefold.data.rows import Columns, check_responses, parse_row
 from fivefold.layout import ParallelLayout
 from tests.support.commands import fivefold
@@ -53,7 +54,7 @@ def test_every_yaml_block_is_a_part_of_a_configuration(page):
     for own in map(yaml.safe_load, blocks(page, "yaml")):
         # The rows of methods.md are a part of `algorithm`, and have a test of their own.
         if page.stem != "methods" or {"algorithm", "reward"} & set(own):
-            make_config(whole(own))
+            RunConfig.of(whole(own))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
@@ -66,7 +67,7 @@ def test_every_command_has_the_options_and_keys_that_it_prints(page):
         if "=" in (getattr(options, "config", None) or ""):
             given.append(options.config)
         assert all("=" in word for word in given), words
-        make_config(whole(override({}, given)))
+        RunConfig.of(whole(override({}, given)))
 
 
 @pytest.mark.parametrize("task", TASKS)
@@ -95,7 +96,7 @@ def test_the_columns_of_the_data_page_are_columns():
     [block] = [text for text in blocks(DOCS / "data.md", "yaml") if "prompt_key" in text]
     names = yaml.safe_load(block)["data"]
     tree = {"model": {"path": "m"}, "data": {"train": ["x.jsonl"], **names}}
-    columns = Columns.of(make_config(tree).data)
+    columns = Columns.of(RunConfig.of(tree).data)
     row = {"question": "q", "answer": "so #### 42", "tag": "t", "input": "more", "instructions": "be brief", "functions": []}
     found = parse_row(row, columns, "rollouts", "train")
     assert (found.source, found.ground_truth) == ("t", "42")
@@ -118,7 +119,7 @@ TRL = DOCS / "coming-from" / "trl.md"
 
 
 def test_defaults_on_the_page_of_trl_are_those_of_the_schema():
-    configs = {name: make_config(whole({"algorithm": {"name": name}})) for name in ("grpo", "dpo")}
+    configs = {name: RunConfig.of(whole({"algorithm": {"name": name}})) for name in ("grpo", "dpo")}
     rows = [line.split(" | ") for line in TRL.read_text().splitlines() if line.startswith("|")]
     keys = [(row[2].strip("`"), row[3]) for row in rows if len(row) == 5 and re.fullmatch(r"`\w+\.[\w.]+`", row[2])]
     assert len(keys) >= 45
@@ -133,7 +134,7 @@ def test_defaults_on_the_page_of_trl_are_those_of_the_schema():
 def test_methods_that_stand_for_loss_types_of_trl_are_methods():
     part = TRL.read_text().partition("### Loss types")[2].partition("## DPO")[0]
     for text in re.findall(r"`(\{name: .*?\})`", part):
-        make_config(whole({"algorithm": yaml.safe_load(text)}))
+        RunConfig.of(whole({"algorithm": yaml.safe_load(text)}))
 
 
 def test_both_rewards_on_the_page_of_trl_give_the_same():

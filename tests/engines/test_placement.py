@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fivefold.config import make_config
+from fivefold.config import RunConfig
 from fivefold.engines.servers.placement import Machine, ServerPlace, behind, machines_of, place_servers
 from fivefold.layout import ParallelLayout
 from fivefold.plan.engine_placement import device_rows
@@ -106,7 +106,7 @@ def test_servers_of_a_judge_come_behind_those_of_the_engine():
 
 
 def test_check_says_which_gpus_a_judge_has():
-    config = make_config(
+    config = RunConfig.of(
         {
             "model": {"path": "m"},
             "policy": {"backend": "megatron:d2"},

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fivefold.columns import Column
-from fivefold.config import make_config
+from fivefold.config import RunConfig
 from fivefold.engines.servers.begun import Begun
 from fivefold.engines.transformers import TransformersEngine
 from fivefold.engines.transformers_routes import RouterOutputs
@@ -193,7 +193,7 @@ def test_layers_without_experts_are_left_out_of_what_an_engine_says():
     ],
 )
 def test_what_gives_no_routes_is_refused(sections, reason):
-    make_config(model={"path": "here"}, **sections)
+    RunConfig.of(model={"path": "here"}, **sections)
     sections = {"policy": {}} | sections
     with pytest.raises(ValueError, match=reason):
-        make_config(model={"path": "here"}, **sections | {"policy": sections["policy"] | {"router_replay": "R3"}})
+        RunConfig.of(model={"path": "here"}, **sections | {"policy": sections["policy"] | {"router_replay": "R3"}})

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fivefold.build_engine import _vllm_arguments
-from fivefold.config.loader import config_of
+from fivefold.config import RunConfig
 from tests.support.tiny_models import make_model
 
 REST = ["data.train=[prompts.parquet]", "data.prompts_per_step=2", "reward.functions={format: 1.0}", "trainer.steps=1"]
@@ -22,7 +22,7 @@ def arguments(directory, device: str, **given):
         **{f"engine.vllm.{k}": v for k, v in given.items()},
     }
     sets = [f"{name}={json.dumps(value)}" for name, value in settings.items()]
-    return _vllm_arguments(config_of([*REST, *sets]), directory, torch.device(device))
+    return _vllm_arguments(RunConfig.from_overrides([*REST, *sets]), directory, torch.device(device))
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,7 @@ from functools import cache
 import pytest
 import yaml
 
+from fivefold.config import RunConfig
 from fivefold.config.loader import build
 from fivefold_dialects.source import flatten
 from tests.eras import archives, eras
@@ -47,7 +48,7 @@ def differences(era, name=""):
     both = []
     for translation in (era.whole(switches), era.bare(switches)):
         tree = eras.nested({"model.path": "/m", "data.train": ["/d"], **dict(flatten(translation.tree))})
-        both.append(dict(flatten(dataclasses.asdict(build(tree)))))
+        both.append(dict(flatten(dataclasses.asdict(build(RunConfig, tree)))))
     whole, bare = both
     return {key: (whole.get(key), bare.get(key)) for key in whole.keys() | bare.keys() if whole.get(key) != bare.get(key)}
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fivefold.config import ConfigError, make_config
+from fivefold.config import ConfigError, RunConfig
 from tests.support.commands import fivefold
 from tests.support.whole_runs import assert_same, kill_run, make_model, metrics, train, write_run
 
@@ -66,7 +66,7 @@ def test_a_schedule_over_the_data_falls_as_it_does_in_a_run_that_takes_them_all(
 @pytest.mark.parametrize("value", ["epochs", 0.5, True])
 def test_another_word_than_epoch_is_refused_with_what_may_stand_there(value):
     with pytest.raises(ConfigError, match=r"trainer\.save_every .*epoch"):
-        make_config({"model": {"path": "m"}, "trainer": {"save_every": value}})
+        RunConfig.of({"model": {"path": "m"}, "trainer": {"save_every": value}})
 
 
 def test_evaluation_by_epoch_needs_validation_files(root):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from fivefold.config import load_config, restore
+from fivefold.config import RunConfig
 from tests.support.commands import fivefold
 from tests.support.whole_runs import assert_same, make_model, metrics
 
@@ -107,7 +107,7 @@ def test_a_script_of_siirl_trains_as_its_translation_does(root):
     converted = fivefold("convert", "--from=siirl", root / "run.sh", *given)
     assert converted.returncode == 0 and "  path: " in converted.stdout
     (root / "converted.yaml").write_text(converted.stdout)
-    ran, written = restore(root / "runs/siirl/logs/requested.yaml"), load_config(root / "converted.yaml")
+    ran, written = RunConfig.restore(root / "runs/siirl/logs/requested.yaml"), RunConfig.from_yaml(root / "converted.yaml")
     # What the method brings by itself is not written.
     assert replace(ran, algorithm=written.algorithm) == written and ran.algorithm.resolved == written.algorithm.resolved
     again = fivefold("train", root / "converted.yaml", f"trainer.run_dir={root}/runs/converted")

@@ -79,11 +79,11 @@ DRIVER = """
 import sys
 from pathlib import Path
 
-from fivefold.config import load_config
+from fivefold.config import RunConfig
 from fivefold.errors import sentence_of
 from fivefold.launch.ray.driver import spawn
 
-run, hand_over = load_config("run.yaml", sys.argv[1:]), Path("handed-over").touch
+run, hand_over = RunConfig.from_yaml("run.yaml", sys.argv[1:]), Path("handed-over").touch
 try:
     sys.exit(spawn(["light"], hand_over, run.run_dir / "logs", run.roles, run.engine, run.trainer, run.launch))
 except Exception as error:

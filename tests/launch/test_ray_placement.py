@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fivefold.config import make_config
+from fivefold.config import RunConfig
 from fivefold.config.loader import ConfigError
 from fivefold.launch.environment import forwarded
 from fivefold.launch.ray.placement import Amount, Node, Role, has, needs, place, place_when_free, rank_role
@@ -115,14 +115,14 @@ def test_variables_of_libraries_go_along_and_those_of_a_machine_stay():
 )
 def test_what_cannot_be_is_refused_by_its_key(ray, says):
     with pytest.raises(ConfigError, match=says):
-        make_config(model={"path": "m/m"}, launch={"backend": "ray", "ray": ray})
+        RunConfig.of(model={"path": "m/m"}, launch={"backend": "ray", "ray": ray})
 
 
 def test_check_says_what_is_missing_and_which_keys_do_nothing(monkeypatch):
-    config = make_config(model={"path": "m/m"}, launch={"ray": {"cpus_per_rank": 2}})
+    config = RunConfig.of(model={"path": "m/m"}, launch={"ray": {"cpus_per_rank": 2}})
     assert ("launch.ray", "launch.backend is not ray") in check(config).ignored
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    found = check(make_config(model={"path": "m/m"}, launch={"backend": "ray"})).errors
+    found = check(RunConfig.of(model={"path": "m/m"}, launch={"backend": "ray"})).errors
     assert "launch.backend: ray needs ray, not installed here: pip install 'fivefold[ray]'" in found
 
 
@@ -133,7 +133,7 @@ def test_a_run_on_a_cluster_is_not_held_to_the_gpus_of_this_machine(monkeypatch)
 
     def faults(address: str | None) -> list[str]:
         tree = {"backend": "ray", "ray": {"address": address}}
-        config = make_config(
+        config = RunConfig.of(
             model={"path": "m/m"}, policy={"backend": "megatron:d8"}, trainer={"device": "cuda"}, launch=tree
         )
         return [fault for fault in check(config).errors if fault.startswith("layout")]
@@ -164,7 +164,7 @@ def test_a_run_on_a_cluster_is_not_held_to_the_gpus_of_this_machine(monkeypatch)
 )
 def test_ranks_have_the_gpus_of_the_servers_that_they_start_on_their_node(allocation, gpus, expected):
     sections = {"model": {"path": "m"}, "trainer": {"device": "cuda"}, "data": {"train": ["a.jsonl"]}}
-    config = make_config(
+    config = RunConfig.of(
         **sections,
         algorithm={"kl": {"coef": 0.1}},
         launch={"allocation": allocation, "backend": "ray"},
@@ -189,7 +189,7 @@ def test_ranks_have_the_gpus_of_the_servers_that_they_start_on_their_node(alloca
     ],
 )
 def test_tensor_parallel_neighbours_of_a_model_on_ranks_of_its_own_share_a_node(allocation, together, expected):
-    config = make_config(
+    config = RunConfig.of(
         model={"path": "m"}, algorithm={"kl": {"coef": 0.1}}, launch={"allocation": allocation, "backend": "ray"},
         trainer={"device": "cuda"}, data={"train": ["a.jsonl"]}, reward={"functions": {"math": 1.0}},
     )  # fmt: skip

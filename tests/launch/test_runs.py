@@ -372,16 +372,16 @@ def test_killing_the_launcher_leaves_no_process_behind(root, base):
 
 
 FROM_PYTHON = """
-from fivefold import Objective, load_config, make_config, make_objective, train
+from fivefold import Objective, RunConfig, make_objective, train
 
 def digits(response):
     return sum(c.isdigit() for c in response) / 12
 
 if __name__ == "__main__":
-    config = load_config("{root}/run.yaml", ["trainer.run_dir={root}/runs/python", "trainer.steps=2", "reward.functions={{}}"])
+    config = RunConfig.from_yaml("{root}/run.yaml", ["trainer.run_dir={root}/runs/python", "trainer.steps=2", "reward.functions={{}}"])
     tree = {{"functions": {{digits: 1.0}}}}
     from dataclasses import asdict
-    config = make_config(**{{**asdict(config), "reward": tree}})
+    config = RunConfig.of(**{{**asdict(config), "reward": tree}})
     assert isinstance(make_objective("grpo", clip_high=0.28), Objective)
     print("ran in", train(config))
 """

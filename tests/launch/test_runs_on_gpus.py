@@ -107,10 +107,10 @@ def assert_exported(gpus, root: Path, run: str, part: str, kind: str) -> None:
 
 
 def stream(mesh, checkpoint: Path, part: str) -> dict[str, torch.Tensor]:
-    from fivefold.config import load_config
+    from fivefold.config import RunConfig
     from fivefold.megatron.model import MegatronModel
 
-    config = load_config(checkpoint / "run.yaml")
+    config = RunConfig.from_yaml(checkpoint / "run.yaml")
     critic = part == "critic"
     settings = config.critic.settings(config.policy) if critic else config.policy
     model = MegatronModel(Path(config.model.path), settings, mesh, read_weights=False, value_head=critic)

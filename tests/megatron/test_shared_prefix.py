@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fivefold.columns import Column
-from fivefold.config import make_config
+from fivefold.config import RunConfig
 from fivefold.config.learners import PolicyConfig
 from fivefold.layout import ParallelLayout
 from fivefold.megatron.layers import attention
@@ -208,6 +208,6 @@ def test_where_prefixes_cannot_be_shared_they_are_not():
     ],
 )
 def test_what_cannot_share_prefixes_is_refused(policy, reason):
-    make_config(model={"path": "here"}, policy={"share_prefix": True})
+    RunConfig.of(model={"path": "here"}, policy={"share_prefix": True})
     with pytest.raises(ValueError, match=f"policy.share_prefix .*{reason}"):
-        make_config(model={"path": "here"}, policy={"share_prefix": True, **policy})
+        RunConfig.of(model={"path": "here"}, policy={"share_prefix": True, **policy})

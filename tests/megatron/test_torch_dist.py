@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.distributed import distributed_c10d
 
-from fivefold.config import make_config
+from fivefold.config import RunConfig
 from fivefold.config.learners import PolicyConfig
 from fivefold.models.families import load_spec
 from fivefold.models.torch_dist import check_torch_dist, find_torch_dist, has_value_head, read_index
@@ -186,7 +186,7 @@ def test_a_reward_models_head_comes_back_and_a_language_model_has_none(cluster, 
 
     def errors(path: Path) -> list[str]:
         return check(
-            make_config(
+            RunConfig.of(
                 model={"path": str(judge), "config": str(judge)}, reward={"model": {"path": str(path)}}, policy={"dtype": "float32"},
                 data={"train": ["none.jsonl"], "max_prompt_tokens": 64, "max_response_tokens": 64}, trainer={"device": "cpu"},
             )
@@ -312,7 +312,7 @@ def test_check_reads_the_model_s_config_next_to_the_checkpoint_or_from_model_con
     make_tokenizer(tmp_path / "model")
 
     def findings(**model):
-        config = make_config(
+        config = RunConfig.of(
             model={"path": str(root), **model}, policy={"dtype": "float32"}, algorithm={"kl": {"coef": 0.1}},
             data={"train": ["none.jsonl"], "max_prompt_tokens": 64, "max_response_tokens": 64}, trainer={"device": "cpu"},
         )  # fmt: skip

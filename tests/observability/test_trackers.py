@@ -10,7 +10,7 @@ import pytest
 
 from fivefold.checkpoint.checkpoints import Checkpoints
 from fivefold.cli import main
-from fivefold.config import make_config
+from fivefold.config import RunConfig
 from fivefold.observability.trackers.state import State, without_secrets
 from fivefold.plan.check import check
 from tests.support.tracked import metrics_of, take_steps
@@ -133,10 +133,10 @@ def test_messages_have_no_keys_and_no_logins():
 
 
 def test_check_names_a_tracker_that_is_not_installed_and_keys_that_no_tracker_reads(monkeypatch):
-    config = make_config(model={"path": "m/m"}, trainer={"loggers": ["console"]}, tracking={"project": "sums"})
+    config = RunConfig.of(model={"path": "m/m"}, trainer={"loggers": ["console"]}, tracking={"project": "sums"})
     assert ("tracking", "trainer.loggers names no tracker") in check(config).ignored
-    config = make_config(model={"path": "m/m"}, trainer={"loggers": ["tensorboard"]}, tracking={"offline": True})
+    config = RunConfig.of(model={"path": "m/m"}, trainer={"loggers": ["tensorboard"]}, tracking={"offline": True})
     assert "tracking.offline" in dict(check(config).ignored)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    found = check(make_config(model={"path": "m/m"}, trainer={"loggers": ["wandb"]})).errors
+    found = check(RunConfig.of(model={"path": "m/m"}, trainer={"loggers": ["wandb"]})).errors
     assert "trainer.loggers: wandb, not installed here: pip install wandb, or leave wandb out" in found

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from fivefold.config import ConfigError, make_config
+from fivefold.config import ConfigError, RunConfig
 from fivefold.layout import ParallelLayout
 from fivefold.models.adapters import CONFIG, TENSORS, LoraSpec, adapter_tensors, peft_config
 from fivefold.models.families import load_spec
@@ -34,7 +34,7 @@ def faults(model: Path, lora: dict[str, Any], **others: Any) -> str:
     tree["trainer"] = {"device": "cpu", "run_dir": "x", **tree.get("trainer", {})}
     tree.setdefault("data", {"train": ["x.jsonl"], "max_prompt_tokens": 16, "max_response_tokens": 16})
     try:
-        return "\n".join(check(make_config(tree)).errors)
+        return "\n".join(check(RunConfig.of(tree)).errors)
     except ConfigError as error:
         return "\n".join(error.faults)
 
@@ -75,15 +75,15 @@ def is_base(config) -> bool:
 def test_a_reference_that_is_the_base_takes_no_memory(models):
     tree: dict[str, Any] = {"model": {"path": str(models("qwen3"))}, "algorithm": {"kl": {"coef": 0.1}}}
     tree["policy"] = {"backend": "megatron:d2", "lora": {"rank": 4}}
-    config, spec = make_config(tree), load_spec(models("qwen3"))
+    config, spec = RunConfig.of(tree), load_spec(models("qwen3"))
     assert is_base(config) and "reference" not in memory_of(config, spec).others and list(config.roles.models) == ["policy"]
     for own in (
         {"reference": {"backend": "megatron:t2"}},
         {"reference": {"path": "other"}},
         {"policy": {"lora": {"rank": 0}}},
     ):
-        assert not is_base(make_config({**tree, **own}))
-    assert is_base(make_config({**tree, "reference": {"backend": "megatron:d2"}}))
+        assert not is_base(RunConfig.of({**tree, **own}))
+    assert is_base(RunConfig.of({**tree, "reference": {"backend": "megatron:d2"}}))
 
 
 def test_an_update_of_adapters_takes_less_time_and_no_gradients_of_frozen_experts(models):

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from fivefold.config import ConfigError, make_config
+from fivefold.config import ConfigError, RunConfig
 from fivefold.plan.check import check
 from tests.support.commands import Command
 from tests.support.tiny_models import make_model, make_tokenizer
@@ -87,7 +87,7 @@ class Case:
 
     def errors(self) -> list[str]:
         try:
-            return check(make_config(**copy.deepcopy(self.tree))).errors
+            return check(RunConfig.of(**copy.deepcopy(self.tree))).errors
         except ConfigError as error:
             return error.faults
 
@@ -382,7 +382,7 @@ def test_a_bad_input_is_refused_in_one_sentence(case, name):
 def test_a_key_that_changes_nothing_here_is_reported(case, key, value, ignored):
     case.set("trainer.steps", 2)
     case.set(key, value)
-    found = check(make_config(**copy.deepcopy(case.tree)))
+    found = check(RunConfig.of(**copy.deepcopy(case.tree)))
     assert found.errors == [] and [name for name, _ in found.ignored] == [ignored], found.ignored
     if key == "reward.by_source":
         assert found.ignored[0][1] == "no row has this data_source: did you mean 'arithmetic'?; the data has arithmetic"
@@ -413,7 +413,7 @@ def test_ranks_that_start_unchecked_end_with_the_same_single_sentence(case, name
 
 def test_rows_are_counted_up_to_what_a_round_of_dynamic_sampling_takes(tmp_path):
     """More rows than are read one by one, and a round that takes more than a step's prompts of them."""
-    from fivefold.config import make_config
+    from fivefold.config import RunConfig
     from fivefold.keys.findings import Findings
     from fivefold.plan.data_files import ROWS, check_data
 
@@ -426,7 +426,7 @@ def test_rows_are_counted_up_to_what_a_round_of_dynamic_sampling_takes(tmp_path)
         path = tmp_path / f"{count}.jsonl"
         path.write_text((json.dumps(row) + "\n") * count)
         algorithm = {"dynamic_sampling": True, "sampling_rounds": 1, "prompts_per_round": 1500}
-        run = make_config(
+        run = RunConfig.of(
             {"model": {"path": "m"}, "algorithm": algorithm, "data": {"train": [str(path)], "prompts_per_step": 64}}
         )
         findings = Findings()

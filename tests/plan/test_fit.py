@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from fivefold.config import RunConfig, make_config
+from fivefold.config import RunConfig
 from fivefold.config.gpus import GPUS
 from fivefold.keys.findings import Findings
 from fivefold.models.families import spec_from_config
@@ -35,7 +35,7 @@ def config(**sections) -> RunConfig:
         "data": {"train": ["x"], "max_prompt_tokens": 1024, "max_response_tokens": 3072},
         **sections,
     }
-    return make_config(model={"path": "here"}, **sections)
+    return RunConfig.of(model={"path": "here"}, **sections)
 
 
 def refused(config: RunConfig) -> str:

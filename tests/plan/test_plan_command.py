@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from fivefold import cli
-from fivefold.config import RunConfig, load_config, make_config
+from fivefold.config import RunConfig
 from fivefold.models.families import load_spec
 from fivefold.plan.check import check
 from fivefold.plan.efficiency import write_calibration
@@ -48,7 +48,7 @@ def test_it_prints_times_memory_limit_cost_and_yaml(tmp_path, capsys):
     tree = pasted(said)
     run = tmp_path / "run.yaml"
     run.write_text(yaml.safe_dump(tree))
-    config = load_config(run)
+    config = RunConfig.from_yaml(run)
     load_spec(model).check_layout(config.layout, config.policy.megatron.pipeline_split)
     assert config.data.max_response_tokens == 4096 and config.policy.optimizer.lr == 1e-5 and config.launch.gpu == "h100-80g"
 
@@ -69,7 +69,7 @@ def test_the_yaml_of_a_run_s_file_is_pasted_into_it_and_passes_check(models, tmp
     tree = pasted(plan(capsys, run, "--gpus", 4, "--gpu", "a10-24g"))
     assert tree["launch"] == {"gpu": "a10-24g", "allocation": None} and "model" not in tree
     run.write_text(yaml.safe_dump(base | tree | {"policy": base["policy"] | tree["policy"]}))
-    findings = check(load_config(run))
+    findings = check(RunConfig.from_yaml(run))
     assert [error for error in findings.errors if "vLLM is not installed" not in error] == []
     assert any(note.startswith("a step takes about ") for note in findings.notes)
 
@@ -89,7 +89,7 @@ def test_every_plan_is_a_run_that_lacks_nothing_but_its_machines(tmp_path, capsy
     arguments = ("--model", model, "--gpus", gpus, "--gpu", gpu, f"algorithm.name={method}", "data.train=[rows.jsonl]")
     for found in json.loads(plan(capsys, *arguments, "--json"))["runs"]:
         run.write_text(yaml.safe_dump(found["run"]))
-        findings = check(load_config(run))
+        findings = check(RunConfig.from_yaml(run))
         not_here = ("no model.safetensors", "no tokenizer in", "no file at rows.jsonl", "vLLM is not installed")
         assert [error for error in findings.errors if not any(part in error for part in not_here)] == [], found["run"]
         assert findings.ignored == []
@@ -152,7 +152,7 @@ def test_planning_needs_no_torch(tmp_path):
 
 def run_of(model: Path, **sections) -> RunConfig:
     data = {"train": ["x"], "prompts_per_step": 64, "max_prompt_tokens": 1024, "max_response_tokens": 3072}
-    return make_config(model={"path": str(model)}, data=data, **{"launch": {"gpu": "h200-141g"}, **sections})
+    return RunConfig.of(model={"path": str(model)}, data=data, **{"launch": {"gpu": "h200-141g"}, **sections})
 
 
 def test_check_says_what_a_step_takes_and_the_change_that_gains_most(tmp_path):

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from fivefold.config import make_config
+from fivefold.config import RunConfig
 from fivefold.config.validate import validate
 from fivefold.layout import ParallelLayout
 from fivefold.models.families import spec_from_config
@@ -24,7 +24,7 @@ H100 = "h100-80g"
 
 def space(name: str, gpus: int, gpu: str = H100, node: int = 8, **sections) -> Space:
     data = {"train": ["x"], "prompts_per_step": 64, "max_prompt_tokens": 1024, "max_response_tokens": 3072}
-    config = make_config(
+    config = RunConfig.of(
         model={"path": "here"}, data=data, launch={"gpu": gpu}, **{"algorithm": {"kl": {"coef": 0}}, **sections}
     )
     cluster = Cluster(gpu, gpus, min(node, gpus))
@@ -68,7 +68,7 @@ def test_the_first_is_faster_than_what_its_neighbours_would_be(thirty):
         layout = ParallelLayout.parse(f"megatron:{text}")
         for recompute in ("none", "full"):
             policy = {"backend": str(layout), "recompute": recompute, "tokens_per_micro_batch": 8192}
-            other = make_config(
+            other = RunConfig.of(
                 model={"path": "here"}, policy=policy, engine={"backend": "vllm:d8t2", "memory_fraction": 0.4},
                 algorithm={"kl": {"coef": 0}}, launch={"gpu": H100},
                 data={"train": ["x"], "prompts_per_step": 64, "max_prompt_tokens": 1024, "max_response_tokens": 3072},

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.plan_accuracy import ROLLOUTS, UPDATES, places, second_chunk, sharded, spec_of
-from fivefold.config import RunConfig, make_config
+from fivefold.config import RunConfig
 from fivefold.layout import ParallelLayout, PipelineSplit
 from fivefold.models.families import spec_from_config
 from fivefold.plan.efficiency import Efficiencies
@@ -125,7 +125,7 @@ def test_few_tokens_choose_few_experts():
 def run(**sections) -> RunConfig:
     data = {"train": ["x"], "prompts_per_step": 64, "max_prompt_tokens": 1024, "max_response_tokens": 3072}
     base = {"engine": {"backend": "vllm:d8"}, "policy": {"backend": "megatron:d8"}, "algorithm": {"kl": {"coef": 0}}}
-    return make_config(model={"path": "here"}, data=data, launch={"gpu": H200}, **{**base, **sections})
+    return RunConfig.of(model={"path": "here"}, data=data, launch={"gpu": H200}, **{**base, **sections})
 
 
 def step(config: RunConfig, gpus: int = 8):

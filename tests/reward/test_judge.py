@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import pytest
 
-from fivefold.config import ConfigError, dump_yaml, make_config
+from fivefold.config import ConfigError, RunConfig, dump_yaml
 from fivefold.config.scoring import JudgeConfig, RewardConfig
 from fivefold.data.tokenizer import train_tokenizer
 from fivefold.keys.findings import Findings
@@ -238,7 +238,7 @@ def test_the_key_reaches_the_judge_alone(server, monkeypatch, capfd):
     assert "answers 401" in error and "***" in error and KEY not in error
     assert KEY not in repr(clean_environment(reward.environment))
     written = {"functions": {"judge": 1.0}, "judge": {"url": [server], "model": "m", "api_key_variable": "JUDGE_KEY"}}
-    assert KEY not in dump_yaml(make_config({"model": {"path": "m"}, "data": {"train": ["x"]}, "reward": written}))
+    assert KEY not in dump_yaml(RunConfig.of({"model": {"path": "m"}, "data": {"train": ["x"]}, "reward": written}))
     out, err = capfd.readouterr()
     assert KEY not in out + err
     findings = Findings()
@@ -297,4 +297,4 @@ def test_a_judge_that_nobody_asks_is_said_to_be_without_effect():
     check_rewards(findings, RewardConfig(functions={"judge": 1.0}, judge=judge))
     assert not findings.errors and [key for key, _ in findings.ignored] == ["judge.memory_fraction", "judge.scale"]
     with pytest.raises(ConfigError, match="api_key_variable must be the name of a variable"):
-        make_config({"model": {"path": "m"}, "data": {"train": ["x"]}, "reward": {"judge": {"api_key_variable": "sk-1 2"}}})
+        RunConfig.of({"model": {"path": "m"}, "data": {"train": ["x"]}, "reward": {"judge": {"api_key_variable": "sk-1 2"}}})

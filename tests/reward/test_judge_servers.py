@@ -32,7 +32,7 @@ def judged(mesh, directory: Path, run_dir: Path):
     import torch
 
     from fivefold.build_engine import start_judges
-    from fivefold.config import make_config
+    from fivefold.config import RunConfig
     from fivefold.data.tokenizer import load_tokenizer
     from fivefold.reward.pool import RewardPool
     from fivefold.types import Prompt, Sample
@@ -44,7 +44,7 @@ def judged(mesh, directory: Path, run_dir: Path):
         "model": str(directory), "backend": "vllm:d2t1", "verdict": "score", "pattern": r"(\d)", "scale": 8, "max_tokens": 4,
         "prompt": "{prompt}={response}", "max_model_len": 64, "timeout_seconds": 600, "request": only,
     }  # fmt: skip
-    config = make_config(
+    config = RunConfig.of(
         {
             "model": {"path": str(directory)},
             "data": {"train": ["x.jsonl"]},

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from fivefold.algo.methods import Choices
-from fivefold.config import ConfigError, make_config
+from fivefold.config import ConfigError, RunConfig
 from fivefold.data.prompt_loader import PromptLoader
 from fivefold.rollout.sources import DynamicSampling, EngineRollouts, PromptQueue
 from fivefold.types import Sampling
@@ -72,7 +72,7 @@ def test_a_source_gives_nothing_after_the_last_whole_round_of_prompts(end, calls
 
 
 def config(**trainer):
-    return make_config(
+    return RunConfig.of(
         model={"path": "m"},
         algorithm={"name": "dapo", "group_size": 4, "prompts_per_round": 48},
         data={"train": ["a.parquet"], "prompts_per_step": 16},
@@ -86,7 +86,7 @@ def test_an_epoch_counts_the_prompts_that_a_round_draws_where_it_ends_the_run():
 
 def test_a_mixture_with_dynamic_sampling_cannot_end_with_its_data():
     with pytest.raises(ConfigError, match=r"trainer\.ends_with_data must be false with dynamic sampling and data\.mixture"):
-        make_config(
+        RunConfig.of(
             model={"path": "m"},
             algorithm={"name": "dapo", "group_size": 4},
             data={"train": ["a.parquet"], "mixture": {"a": 1.0}, "prompts_per_step": 16},

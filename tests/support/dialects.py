@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from fivefold.config import RunConfig, make_config
+from fivefold.config import RunConfig
 from fivefold.config.dialect import Translation, find_dialect, find_system
 from fivefold.config.loader import read_mapping
 
@@ -31,4 +31,4 @@ def translated(system: str, *words: str, tree: str = "") -> Translation:
 def config(system: str, *words: str, tree: str = "") -> RunConfig:
     found = translated(system, *words, tree=tree)
     assert found.refusals == []
-    return make_config(found.tree)
+    return RunConfig.of(found.tree)

@@ -21,7 +21,7 @@ from typing import Any
 
 import yaml
 
-from fivefold.config import load_config, make_config
+from fivefold.config import RunConfig
 from fivefold.errors import sentence_of
 from fivefold.plan.check import check
 
@@ -88,7 +88,7 @@ class Inputs:
         ]
         self.rows += rows[4:]
         self.data.write_text("".join(json.dumps(row) + "\n" for row in self.rows))
-        config = make_config(
+        config = RunConfig.of(
             model={"path": str(self.model)},
             policy={"dtype": "float32", "tokens_per_micro_batch": 128},
             algorithm={"group_size": 2},
@@ -99,7 +99,7 @@ class Inputs:
         self.file.write_text(yaml.safe_dump(self.tree))
 
     def check(self) -> list[str]:
-        return check(load_config(self.file)).errors
+        return check(RunConfig.from_yaml(self.file)).errors
 
     # --- run.yaml ----------------------------------------------------------------------------------------------------
 
@@ -218,7 +218,7 @@ def trainable_data(inputs: Inputs) -> list[str]:
     from fivefold.data.prompt_loader import PromptLoader
     from fivefold.data.tokenizer import load_tokenizer
 
-    config = load_config(inputs.file)
+    config = RunConfig.from_yaml(inputs.file)
     # Of small files every rank reads all by itself: none is asked.
     training, evaluation = build_data(config, load_tokenizer(str(inputs.model)), inputs.model, ranks=None)
     check_rewards(config, training, evaluation)

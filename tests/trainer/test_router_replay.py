@@ -12,7 +12,7 @@ from fivefold.algo.objective import make_objective
 from fivefold.algo.term import Progress
 from fivefold.algo.terms.kl import KL
 from fivefold.columns import Column
-from fivefold.config import RunConfig, make_config
+from fivefold.config import RunConfig
 from fivefold.config.learners import OptimizerConfig, PolicyConfig
 from fivefold.config.roles import Learns
 from fivefold.models.families import load_spec
@@ -127,7 +127,7 @@ def test_without_it_later_updates_are_others(steps, layout):
 
 
 def run(**sections) -> RunConfig:
-    return make_config(model={"path": "here"}, **sections)
+    return RunConfig.of(model={"path": "here"}, **sections)
 
 
 def test_r2_needs_more_than_one_update_to_act():
@@ -153,7 +153,7 @@ def test_a_model_without_experts_is_refused(models):
     from fivefold.keys.findings import Findings
     from fivefold.plan.check import _check_spec
 
-    config = make_config(model={"path": str(models("qwen3"))}, policy={"router_replay": "R2"})
+    config = RunConfig.of(model={"path": str(models("qwen3"))}, policy={"router_replay": "R2"})
     findings = Findings()
     _check_spec(findings, config, config.roles["policy"], load_spec(models("qwen3")))
     assert any("policy.router_replay" in error and "no routers" in error for error in map(str, findings.errors))

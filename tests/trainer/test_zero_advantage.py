@@ -16,7 +16,7 @@ from fivefold.algo.surrogates import SURROGATES, make_surrogate
 from fivefold.algo.term import Progress
 from fivefold.build import build_plan
 from fivefold.columns import Column
-from fivefold.config import make_config
+from fivefold.config import RunConfig
 from fivefold.config.learners import PolicyConfig
 from fivefold.config.roles import Learns
 from fivefold.models.families import load_spec
@@ -327,7 +327,7 @@ def test_what_is_not_trained_on_gets_no_log_probs():
     ],
 )
 def test_with_routers_that_look_at_every_token_nothing_is_skipped(models, policy, found):
-    config = make_config(model={"path": "here"}, algorithm={"name": "gspo"}, policy=policy)
+    config = RunConfig.of(model={"path": "here"}, algorithm={"name": "gspo"}, policy=policy)
     plan = build_plan(config, load_spec(models("qwen3_moe")), make_objective("gspo"))
     skipped_N = plan.skipped(rows())
     assert (None if skipped_N is None else skipped_N.tolist()) == found

@@ -17,7 +17,7 @@ from torch import Tensor
 from fivefold.checkpoint.checkpoints import Checkpoints, RunState
 from fivefold.checkpoint.fingerprint import content_of
 from fivefold.checkpoint.manifest import find_corruption
-from fivefold.config import restore
+from fivefold.config import RunConfig
 from fivefold.config.learners import FrozenConfig
 from fivefold.config.roles import LEARNERS, Role
 from fivefold.distributed.ranks import Ranks
@@ -55,7 +55,7 @@ def export(checkpoint: Path, out: Path, shard_gb: float, part: str = "policy", f
         raise UserError(f"{out} is not empty: choose a new directory")
     if not (checkpoint / part).is_dir():
         raise UserError(f"checkpoint {checkpoint} has no {part}: it has {', '.join(_parts(checkpoint))}")
-    config = restore(checkpoint / "run.yaml")
+    config = RunConfig.restore(checkpoint / "run.yaml")
     role = config.roles[part]
     path, settings = config.model.described_by(role.path), role.settings
     lora = settings.lora.spec

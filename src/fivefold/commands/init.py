@@ -20,6 +20,7 @@ from fivefold.commands.proposals import (
     validation_of,
 )
 from fivefold.commands.run_yaml import MOST_PROMPT, MOST_RESPONSE, Answers, write
+from fivefold.config import RunConfig
 from fivefold.config.loader import build, read_mapping
 from fivefold.data.rows import Columns
 from fivefold.errors import UserError
@@ -42,7 +43,7 @@ def init(options: argparse.Namespace) -> int:
     if out.exists() and not options.force:
         raise UserError(f"{out} is there already: name another file, or overwrite it with --force")
     text = write(_answers(options))
-    config = build(read_mapping(text, str(out)))
+    config = build(RunConfig, read_mapping(text, str(out)))
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(text)
     print(f"{out}: {config.algorithm.name} of {config.model.path} on {config.policy.backend}")
@@ -169,5 +170,5 @@ def _laid_out(answers: Answers, spec: ModelSpec | None, gpus: int) -> Answers:
         if engine != "transformers":
             engine = f"{engine}:d{replicas}t{shards}"
         laid = replace(answers, layout=f"megatron:d{replicas}" + (f"t{shards}" if shards > 1 else ""), engine=engine)
-        found.append((len(check(build(read_mapping(write(laid), "run.yaml"))).errors), shards, laid))
+        found.append((len(check(build(RunConfig, read_mapping(write(laid), "run.yaml"))).errors), shards, laid))
     return min(found, key=lambda each: each[:2])[2]

@@ -1,6 +1,6 @@
 """Typed configuration: YAML and overrides -> RunConfig. No torch here."""
 
-from fivefold.config.loader import ConfigError, config_of, dump_yaml, load_config, make_config, restore
+from fivefold.config.loader import ConfigError, dump_yaml
 from fivefold.config.run_config import RunConfig
 
-__all__ = ["ConfigError", "RunConfig", "config_of", "dump_yaml", "load_config", "make_config", "restore"]
+__all__ = ["ConfigError", "RunConfig", "dump_yaml"]

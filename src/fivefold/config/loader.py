@@ -1,4 +1,4 @@
-"""Strict loading: read -> translate -> override -> build -> validate, or an error that says what to write instead."""
+"""Strict loading: read -> translate -> override -> build, or an error that says what to write instead."""
 
 from __future__ import annotations
 
@@ -15,8 +15,6 @@ import yaml
 
 from fivefold.config.allocated import allocated
 from fivefold.config.dialect import OWN, REFUSED, Dialect, Translation, Tree, find_dialect
-from fivefold.config.run_config import RunConfig
-from fivefold.config.validate import validate
 from fivefold.errors import UserError, shown
 from fivefold.files import read_text
 from fivefold.keys.findings import Findings
@@ -50,49 +48,6 @@ def _unique_mapping(loader: _UniqueKeyLoader, node: yaml.MappingNode) -> dict[An
 
 
 _UniqueKeyLoader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _unique_mapping)
-
-
-def load_config(path: str | Path, overrides: list[str] | None = None, dialect: str | Dialect | None = None) -> RunConfig:
-    """Load RunConfig from a YAML file and `a.b.c=value` overrides, both in the spelling of `dialect` (our own if left out).
-
-    Raises ConfigError with all errors.
-    """
-    translation = translate(read(path), overrides or [], dialect)
-    return make_config(override(translation.tree, translation.overrides))
-
-
-def config_of(overrides: list[str]) -> RunConfig:
-    """Make RunConfig from `a.b.c=value` alone, without a file; raises ConfigError with all errors and missing keys."""
-    tree = override({}, overrides)
-    data = tree.get("data")
-    missing = (
-        [] if isinstance(data, dict) and data.get("train") else ["data.train is required: write data.train=[FILE.jsonl]"]
-    )
-    try:
-        config = make_config(tree)
-    except ConfigError as error:
-        raise ConfigError([*error.faults, *missing]) from None
-    if missing:
-        raise ConfigError(missing)
-    return config
-
-
-def make_config(tree: Tree | None = None, /, **sections: Any) -> RunConfig:
-    """Make RunConfig from nested mappings, or from one mapping per section; raises ConfigError with all errors.
-
-    A function may be passed wherever `path.py:function` is allowed.
-
-    Example: `make_config(model={"path": "Qwen/Qwen3-0.6B"}, reward={"functions": {my_reward: 1.0}})`.
-    """
-    config = build({**(tree or {}), **sections})
-    if errors := validate(config).errors:
-        raise ConfigError(errors)
-    return config
-
-
-def restore(path: Path) -> RunConfig:
-    """Read a configuration from a file with the text of `dump_yaml`. It was validated before, and is not validated again."""
-    return build(read(path))
 
 
 def read(path: str | Path) -> Tree:
@@ -164,12 +119,12 @@ def override(tree: Tree, overrides: list[str]) -> Tree:
     return changed
 
 
-def build(tree: Tree) -> RunConfig:
-    """Build the typed configuration of a tree; raises ConfigError for unknown keys and wrong types."""
+def build(cls: type[T], tree: Tree) -> T:
+    """Build the typed configuration `cls` of a tree; raises ConfigError for unknown keys and wrong types."""
     findings = Findings()
     if REFUSED in tree:
         raise ConfigError([_accept_first(tree[REFUSED])])
-    config = _build(RunConfig, allocated(_name_functions(tree, findings), findings), findings)
+    config = _build(cls, allocated(_name_functions(tree, findings), findings), findings)
     if findings.errors:
         raise ConfigError(findings.errors)
     assert config is not None
@@ -183,7 +138,7 @@ def _accept_first(refused: Any) -> str:
 
 
 def dump_yaml(config: Any) -> str:
-    """Write the whole resolved tree as YAML; `load_config` reads it back to an equal configuration."""
+    """Write the whole resolved tree as YAML; `RunConfig.from_yaml` reads it back to an equal configuration."""
     text: str = yaml.safe_dump(dataclasses.asdict(config), sort_keys=False, allow_unicode=True)
     return text
 

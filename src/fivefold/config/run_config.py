@@ -1,56 +1,66 @@
-"""The configuration of a run: its sections, and what follows from several of them."""
+"""The configuration of a run, and the ways to make one: from a file, from keys of a command line, or from Python."""
 
 from __future__ import annotations
 
-import hashlib
-import json
-from functools import cached_property
 from pathlib import Path
+from typing import Any
 
-from fivefold.config.roles import Roles, roles_of
-from fivefold.config.schema import Sections
-from fivefold.keys.identity import HARMLESS, leaves
-from fivefold.layout import ParallelLayout
+from fivefold.config.derived import Derived
+from fivefold.config.dialect import Dialect, Tree
+from fivefold.config.loader import ConfigError, build, override, read, translate
+from fivefold.config.validate import validate
 
 
-class RunConfig(Sections):
-    """The whole configuration of a run. `load_config` and `make_config` build and validate one."""
+class RunConfig(Derived):
+    """The whole configuration of a run: its sections, every key with its value."""
 
-    @property
-    def layout(self) -> ParallelLayout:
-        """Layout of the policy, on the first ranks. Other models may have their own layouts, on these ranks or on further
-        ones."""
-        return self.policy.layout
+    @classmethod
+    def from_yaml(
+        cls, path: str | Path, overrides: list[str] | None = None, dialect: str | Dialect | None = None
+    ) -> RunConfig:
+        """Read a configuration from a YAML file and `a.b.c=value` overrides, both in the spelling of `dialect` (our own if
+        left out).
 
-    @cached_property
-    def roles(self) -> Roles:
-        """All models of the run, by role."""
-        return roles_of(self)
+        Raises ConfigError with all errors.
 
-    @property
-    def run_dir(self) -> Path:
-        """Directory for all output of the run."""
-        if self.trainer.run_dir is not None:
-            return Path(self.trainer.run_dir)
-        values = [(leaf.key, leaf.value) for leaf in leaves(self) if leaf.counts is not HARMLESS]
-        number = hashlib.sha256(json.dumps(values).encode()).hexdigest()[:8]
-        return Path("runs") / f"{self.algorithm.name}-{Path(self.model.path).name}-{number}"
+        Example: `RunConfig.from_yaml("grpo.yaml", ["trainer.steps=10"])`.
+        """
+        translation = translate(read(path), overrides or [], dialect)
+        return cls.of(override(translation.tree, translation.overrides))
 
-    @property
-    def prompts_taken(self) -> int:
-        """Number of prompts that an epoch counts per step: those of one round of dynamic sampling if rounds are counted."""
-        algorithm = self.algorithm
-        counts_rounds = algorithm.sampling_rounds == 1 or self.trainer.ends_with_data
-        has_one = bool(algorithm.resolved.dynamic_sampling) and counts_rounds and not self.data.mixture
-        return (algorithm.prompts_per_round if has_one else None) or self.data.prompts_per_step
+    @classmethod
+    def from_overrides(cls, overrides: list[str]) -> RunConfig:
+        """Make a configuration from `a.b.c=value` alone, without a file.
 
-    @property
-    def samples_per_step(self) -> int:
-        """Number of samples that a step learns from, with those of an expert."""
-        return self.data.prompts_per_step * self.algorithm.samples_per_prompt + self.data.expert_per_step
+        Raises ConfigError with all errors and missing keys.
+        """
+        tree = override({}, overrides)
+        data = tree.get("data")
+        has_data = isinstance(data, dict) and bool(data.get("train"))
+        missing = [] if has_data else ["data.train is required: write data.train=[FILE.jsonl]"]
+        try:
+            config = cls.of(tree)
+        except ConfigError as error:
+            raise ConfigError([*error.faults, *missing]) from None
+        if missing:
+            raise ConfigError(missing)
+        return config
 
-    @property
-    def max_sequence_tokens(self) -> int:
-        """Maximum length of a prompt and its response together."""
-        longest = self.data.max_prompt_tokens + self.data.max_response_tokens
-        return min(longest, self.data.max_total_tokens or longest) if self.algorithm.offline else longest
+    @classmethod
+    def of(cls, tree: Tree | None = None, /, **sections: Any) -> RunConfig:
+        """Make a configuration from nested mappings, or from one mapping per section.
+
+        A function may be passed wherever `path.py:function` is allowed. Raises ConfigError with all errors.
+
+        Example: `RunConfig.of(model={"path": "Qwen/Qwen3-0.6B"}, reward={"functions": {my_reward: 1.0}})`.
+        """
+        config = build(cls, {**(tree or {}), **sections})
+        if errors := validate(config).errors:
+            raise ConfigError(errors)
+        return config
+
+    @classmethod
+    def restore(cls, path: Path) -> RunConfig:
+        """Read a configuration from a file with the text of `dump_yaml`. It was validated before, and is not validated
+        again."""
+        return build(cls, read(path))

@@ -6,12 +6,12 @@ from collections.abc import Collection
 from dataclasses import fields
 
 from fivefold.algo.methods import check_method
+from fivefold.config.derived import Derived
 from fivefold.config.engine import EngineConfig, RolloutConfig
 from fivefold.config.learners import LoraConfig, MTPConfig, OptimizerConfig, PolicyConfig
 from fivefold.config.mcore_options import LOSS_SCALE
 from fivefold.config.mixture import counts
 from fivefold.config.roles import Roles, further_sections
-from fivefold.config.run_config import RunConfig
 from fivefold.config.schema import AlgorithmConfig, DataConfig
 from fivefold.errors import UserError
 from fivefold.keys.findings import Findings
@@ -22,7 +22,7 @@ from fivefold.layout.parallel import ENGINES
 from fivefold.models.adapters import ALL
 
 
-def validate(config: RunConfig) -> Findings:
+def validate(config: Derived) -> Findings:
     """Find everything that the configuration alone shows; plan/check.py checks files, models and devices."""
     findings = Findings()
     check_values(config, findings)
@@ -46,7 +46,7 @@ def validate(config: RunConfig) -> Findings:
     return findings
 
 
-def _check_layouts(findings: Findings, config: RunConfig) -> None:
+def _check_layouts(findings: Findings, config: Derived) -> None:
     """Check the layouts of all models that train or compute log-probs and values."""
     policy = _check_layout(findings, "policy.backend", config.policy.backend)
     for name, of in further_sections(config).items():
@@ -113,7 +113,7 @@ def _check_layout(findings: Findings, key: str, text: str) -> ParallelLayout | N
     return layout
 
 
-def _check_engine(findings: Findings, config: RunConfig) -> None:
+def _check_engine(findings: Findings, config: Derived) -> None:
     engine, longest = config.engine, config.max_sequence_tokens
     try:
         layout, policy = engine.layout, config.layout
@@ -178,7 +178,7 @@ def _check_engine(findings: Findings, config: RunConfig) -> None:
     )
 
 
-def _check_batch(findings: Findings, config: RunConfig) -> None:
+def _check_batch(findings: Findings, config: Derived) -> None:
     data, algorithm = config.data, config.algorithm
     chosen = algorithm.resolved
     drawn = (algorithm.prompts_per_round or data.prompts_per_step) * algorithm.sampling_rounds
@@ -218,7 +218,7 @@ def _check_batch(findings: Findings, config: RunConfig) -> None:
         )
 
 
-def _check_prm(findings: Findings, config: RunConfig) -> None:
+def _check_prm(findings: Findings, config: Derived) -> None:
     prm, process, reward = config.prm, config.algorithm.resolved.process_reward, config.reward
     findings.require(
         config.data.prompts_per_step % prm.updates_per_step == 0,
@@ -237,7 +237,7 @@ def _check_prm(findings: Findings, config: RunConfig) -> None:
         findings.ignore("prm.reference_path", "algorithm.process_reward.reference is the policy")
 
 
-def _check_expert(findings: Findings, config: RunConfig) -> None:
+def _check_expert(findings: Findings, config: Derived) -> None:
     data, algorithm = config.data, config.algorithm
     if algorithm.resolved.expert.weight is None:
         findings.require(not data.expert, "data.expert", f"needs algorithm.expert.weight, which {algorithm.name} has not")
@@ -273,7 +273,7 @@ def _check_mixture(findings: Findings, data: DataConfig) -> None:
         findings.error("mixture", str(error))
 
 
-def _check_rollout(findings: Findings, config: RunConfig) -> None:
+def _check_rollout(findings: Findings, config: Derived) -> None:
     rollout, algorithm, usual = config.rollout, config.algorithm, RolloutConfig()
     if algorithm.resolved.rollout_correction.old_logprobs_from == "loglinear" and (rollout.max_staleness or 0) < 2:
         findings.note(
@@ -323,7 +323,7 @@ def _check_rollout(findings: Findings, config: RunConfig) -> None:
         findings.ignore("interrupt", "the engine samples in the ranks: nothing is in flight when its weights change")
 
 
-def _check_models(findings: Findings, config: RunConfig) -> None:
+def _check_models(findings: Findings, config: Derived) -> None:
     # Samples that are compared must fit into one micro-batch.
     longest = config.max_sequence_tokens * config.algorithm.samples_per_comparison
     _check_model(findings.at("policy"), config.policy, {item.name for item in fields(PolicyConfig)}, longest)
@@ -480,7 +480,7 @@ def _check_optimizer(findings: Findings, optimizer: OptimizerConfig) -> None:
         )
 
 
-def _check_accepted(findings: Findings, config: RunConfig) -> None:
+def _check_accepted(findings: Findings, config: Derived) -> None:
     known = {leaf.key for leaf in leaves(config)}
     known |= {".".join(parts[:count]) for parts in (key.split(".") for key in known) for count in range(1, len(parts))}
     for name in config.trainer.accept_changes:
@@ -493,7 +493,7 @@ def _check_accepted(findings: Findings, config: RunConfig) -> None:
         findings.require(not name.endswith(".lora.rank"), "trainer.accept_changes", message)
 
 
-def _check_evaluation(findings: Findings, config: RunConfig) -> None:
+def _check_evaluation(findings: Findings, config: Derived) -> None:
     trainer, files = config.trainer, bool(config.data.val)
     findings.require(
         config.data.max_total_tokens is None or not config.algorithm.offline or not config.may_generate,

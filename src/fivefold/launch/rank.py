@@ -104,9 +104,9 @@ def main(config: RunConfig | None = None, checkpoint: Path | None = None) -> NoR
 
 def _from_launcher(file: Path, checkpoint: Path | None = None) -> tuple[RunConfig, Path | None]:
     """Return the configuration that the launcher wrote, and the checkpoint to evaluate, if any."""
-    from fivefold.config import restore
+    from fivefold.config import RunConfig
 
-    return restore(file), checkpoint
+    return RunConfig.restore(file), checkpoint
 
 
 def end_process(code: int) -> NoReturn:

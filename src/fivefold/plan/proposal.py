@@ -10,7 +10,6 @@ import yaml
 
 from fivefold.config import RunConfig
 from fivefold.config.gpus import GPUS
-from fivefold.config.loader import make_config
 from fivefold.config.roles import further_sections
 from fivefold.errors import UserError
 from fivefold.hub import model_snapshot
@@ -90,7 +89,7 @@ def base_run(tree: dict[str, Any], changes: dict[str, Any]) -> RunConfig:
     tree = _merged(tree, changes)
     if not isinstance(tree.get("model"), dict) or "path" not in tree["model"]:
         raise UserError("name the model: --model DIRECTORY, a hub id, or a run's YAML file")
-    return make_config(tree)
+    return RunConfig.of(tree)
 
 
 def gpu_or_refuse(name: str | None) -> str:

@@ -1,0 +1,56 @@
+"""The sections of a run's configuration with the values that follow from several of them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from functools import cached_property
+from pathlib import Path
+
+from fivefold.config.roles import Roles, roles_of
+from fivefold.config.schema import Sections
+from fivefold.keys.identity import HARMLESS, leaves
+from fivefold.layout import ParallelLayout
+
+
+class Derived(Sections):
+    """The sections of a run, and the values that follow from several of them."""
+
+    @property
+    def layout(self) -> ParallelLayout:
+        """Layout of the policy, on the first ranks. Other models may have their own layouts, on these ranks or on further
+        ones."""
+        return self.policy.layout
+
+    @cached_property
+    def roles(self) -> Roles:
+        """All models of the run, by role."""
+        return roles_of(self)
+
+    @property
+    def run_dir(self) -> Path:
+        """Directory for all output of the run."""
+        if self.trainer.run_dir is not None:
+            return Path(self.trainer.run_dir)
+        values = [(leaf.key, leaf.value) for leaf in leaves(self) if leaf.counts is not HARMLESS]
+        number = hashlib.sha256(json.dumps(values).encode()).hexdigest()[:8]
+        return Path("runs") / f"{self.algorithm.name}-{Path(self.model.path).name}-{number}"
+
+    @property
+    def prompts_taken(self) -> int:
+        """Number of prompts that an epoch counts per step: those of one round of dynamic sampling if rounds are counted."""
+        algorithm = self.algorithm
+        counts_rounds = algorithm.sampling_rounds == 1 or self.trainer.ends_with_data
+        has_one = bool(algorithm.resolved.dynamic_sampling) and counts_rounds and not self.data.mixture
+        return (algorithm.prompts_per_round if has_one else None) or self.data.prompts_per_step
+
+    @property
+    def samples_per_step(self) -> int:
+        """Number of samples that a step learns from, with those of an expert."""
+        return self.data.prompts_per_step * self.algorithm.samples_per_prompt + self.data.expert_per_step
+
+    @property
+    def max_sequence_tokens(self) -> int:
+        """Maximum length of a prompt and its response together."""
+        longest = self.data.max_prompt_tokens + self.data.max_response_tokens
+        return min(longest, self.data.max_total_tokens or longest) if self.algorithm.offline else longest
