@@ -18,7 +18,7 @@ from fivefold.distributed.ranks import Ranks
 from fivefold.distributed.scratch import scratch_directory
 from fivefold.engines.absent import AbsentEngine
 from fivefold.engines.servers.http import own_address
-from fivefold.engines.servers.placement import Machine, behind, machines_of, place_servers
+from fivefold.engines.servers.placement import Machine, after_servers, machines_of, place_servers
 from fivefold.engines.servers.server import Server
 from fivefold.engines.servers.server_process import ServerProcess
 from fivefold.engines.transformers import TransformersEngine, stop_token_ids
@@ -194,7 +194,7 @@ def start_judges(
     judge, layout, machines = config.reward.judge, config.reward.judge_layout, _machines(ranks, device)
     assert layout is not None
     if config.engine.is_apart and config.engine.layout is not None:
-        machines = behind(machines, config.engine.layout)
+        machines = after_servers(machines, config.engine.layout)
     meeting = f"http://{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}" if len(machines) > 1 else "unix:"
     arguments: dict[str, Any]
     if layout.backend == "sglang":

@@ -85,11 +85,14 @@ def open_file(path: Path, flags: int) -> int:
 def write_whole(path: Path, text: str) -> None:
     """Write a file atomically, so that readers never see a part of it; replaces a symbolic link at `path`."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    beside.unlink(missing_ok=True)
-    with writing(beside), os.fdopen(open_file(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "w", encoding="utf-8") as file:
+    new = path.with_name(f".{path.name}.{os.getpid()}")
+    new.unlink(missing_ok=True)
+    with (
+        writing(new),
+        os.fdopen(open_file(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "w", encoding="utf-8") as file,
+    ):
         file.write(text)
-    beside.replace(path)
+    new.replace(path)
 
 
 def write_text(path: Path, text: str) -> None:

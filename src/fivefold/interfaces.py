@@ -106,13 +106,13 @@ class EngineState(Enum):
     """Whether an engine can sample, and what it needs otherwise."""
 
     ABSENT = "absent"
-    """It has no weights: before the first ones, after `wake` and `restart`, and while new ones arrive."""
+    """The engine has no weights: before the first ones, after `wake` and `restart`, and while new ones arrive."""
     ASLEEP = "asleep"
-    """Its device memory is free; `wake` allocates it again."""
+    """The engine's device memory is free; `wake` allocates it again."""
     LOST = "lost"
-    """None of its servers is left, or one ended while weights arrived; `restart` starts them again."""
+    """None of the engine's servers is left, or one ended while weights arrived; `restart` starts them again."""
     READY = "ready"
-    """It samples with the weights of its version."""
+    """The engine samples with the weights of its version."""
 
 
 class Engine(Protocol):

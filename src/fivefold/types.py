@@ -281,7 +281,7 @@ class TokenBatch:
     samples_per_comparison: int = 1
     """Number of consecutive samples that stay in one micro-batch: 2 if the loss compares pairs."""
     columns: dict[Column, Tensor] = field(default_factory=dict)
-    """What else is known of each token; a batch has its own dictionary, also after `replace`."""
+    """Further values of each token, by column; a batch has its own dictionary, also after `replace`."""
 
     def __post_init__(self) -> None:
         assert len(self.token_ids_T) == sum(self.lengths_N) == len(self.loss_mask_T)

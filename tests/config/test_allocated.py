@@ -125,7 +125,7 @@ def test_a_section_that_is_none_is_refused_as_such(policy):
         ),
         (
             {"reference": {"first_rank": 2}, "critic": {"first_rank": 5}},
-            "critic.first_rank leaves rank 4 without a model: got critic.first_rank 5 behind the policy's ranks 0-1; number "
+            "critic.first_rank leaves rank 4 without a model: got critic.first_rank 5 after the policy's ranks 0-1; number "
             "them without a gap",
         ),
         (

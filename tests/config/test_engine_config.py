@@ -401,7 +401,7 @@ def test_gpus_that_servers_apart_lack_are_counted(files, vllm, monkeypatch):
     )
     (error,) = check(made("vllm:d2t2")).errors
     assert error == (
-        "engine.placement: vllm:d2t2p1 apart needs 4 GPUs behind those of the ranks, 2 for each server on one machine: the "
+        "engine.placement: vllm:d2t2p1 apart needs 4 GPUs after those of the ranks, 2 for each server on one machine: the "
         "machine has 5 GPUs for 2 ranks; lower it, share the ranks' GPUs (colocated), or start servers elsewhere (engine.url)"
     )
     monkeypatch.setenv("WORLD_SIZE", "4")

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fivefold.config import RunConfig
-from fivefold.engines.servers.placement import Machine, ServerPlace, behind, machines_of, place_servers
+from fivefold.engines.servers.placement import Machine, ServerPlace, after_servers, machines_of, place_servers
 from fivefold.layout import ParallelLayout
 from fivefold.plan.engine_placement import device_rows
 
@@ -44,7 +44,7 @@ def test_no_gpu_has_two_masters_and_none_is_asked_for_that_is_not_there(sizes, d
     can_start = [(ranks, gpus) for begin, (ranks, gpus) in zip(begins, sizes, strict=True) if begin < policy]
     room = sum(max(0, gpus - ranks) // tp for ranks, gpus in can_start) if on_gpus else dp
     if room < dp:
-        with pytest.raises(ValueError, match=f"apart needs {dp * tp} GPUs behind those of the ranks"):
+        with pytest.raises(ValueError, match=f"apart needs {dp * tp} GPUs after those of the ranks"):
             place_servers(layout, machines)
         return
     places = place_servers(layout, machines)
@@ -97,7 +97,7 @@ def test_a_server_sees_its_own_gpus_only(monkeypatch):
 
 def test_servers_of_a_judge_come_behind_those_of_the_engine():
     machines = [Machine(range(2), 8, range(2)), Machine(range(2, 4), 6, range(2, 4))]
-    free = behind(machines, ParallelLayout.parse("vllm:d3t2"))
+    free = after_servers(machines, ParallelLayout.parse("vllm:d3t2"))
     assert [machine.first for machine in free] == [6, 4]
     judge = place_servers(ParallelLayout.parse("vllm:d2t1"), free)
     assert [(place.machine, place.first_gpu) for place in judge] == [(0, 6), (1, 4)]

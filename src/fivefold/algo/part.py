@@ -1,4 +1,4 @@
-"""What an objective is composed of: keys of `algorithm` with their usual values and rules, and the formulas that use them.
+"""Parts of an objective: keys of `algorithm` with their usual values and rules, and the formulas that use them.
 
 A part is one frozen dataclass. The configuration has its fields as keys (choices.py), and its own methods compute.
 """

@@ -34,12 +34,12 @@ class Surrogate:
     levels: tuple[str, ...] = tuple(RATIOS)
     """Importance sampling levels that it supports."""
     pairs = False
-    """Whether it compares the two responses of a pair; it then belongs to methods that learn from pairs."""
+    """Whether the surrogate compares the two responses of a pair; if so, it belongs to methods that learn from pairs."""
     vanishes = False
     """Whether a sample without advantages contributes exactly zero to value and gradient and does not affect other
     samples."""
     selects = False
-    """Whether it treats some tokens differently, selected among all tokens of the update."""
+    """Whether the surrogate treats some tokens differently, selected among all tokens of the update."""
     unless: tuple[str, ...] = ()
     """Parameters that prevent vanishing if they are not 0."""
     reports: tuple[tuple[str, str, str], ...] = ()

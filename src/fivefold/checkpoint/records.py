@@ -36,14 +36,14 @@ def move_rows(path: Path, last: int, aside: Path, warn: Callable[[str], None]) -
         aside.parent.mkdir(parents=True, exist_ok=True)
         aside.write_bytes(_joined(moved))
     if unreadable:
-        beside = path.with_name(f"{path.name}.unreadable")
-        with beside.open("ab") as file:
+        aside = path.with_name(f"{path.name}.unreadable")
+        with aside.open("ab") as file:
             file.write(_joined(unreadable.values()))
             file.flush()
             os.fsync(file.fileno())
         lines = f"line{'s' * (len(unreadable) > 1)} {', '.join(map(str, list(unreadable)[:5]))}"
         more = f" and {len(unreadable) - 5} more" if len(unreadable) > 5 else ""
-        warn(f"{path}: {lines}{more} must be a JSON object with the number of a step: kept in {beside}")
+        warn(f"{path}: {lines}{more} must be a JSON object with the number of a step: kept in {aside}")
     # Write a new file and rename it, so that a kill in between does not lose the kept rows.
     partial = path.with_name(f".{path.name}.partial")
     partial.write_bytes(_joined(kept))

@@ -86,7 +86,7 @@ _REPAIRS = {
     "zsh": (r'"\(\*\)::?', '"*:'),
     "fish": ("", ""),
 }
-"""What to replace in shtab's script."""
+"""Texts of shtab's script and their replacements."""
 
 
 @dataclass(frozen=True)

@@ -59,8 +59,8 @@ def validation_of(train: str) -> str | None:
     path = Path(train)
     if "train" in path.name:
         for word in ("test", "val", "validation"):
-            if (beside := path.with_name(path.name.replace("train", word))).is_file():
-                return str(beside)
+            if (neighbour := path.with_name(path.name.replace("train", word))).is_file():
+                return str(neighbour)
     return None
 
 

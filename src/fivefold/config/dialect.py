@@ -1,7 +1,7 @@
-"""What a dialect is: a program that reads the configuration of another system as one of ours.
+"""Dialects: programs that read the configuration of another system as one of ours.
 
-It runs before anything is checked, so its result is refused or accepted like a configuration in our own spelling. Packages
-name their dialects in the entry point group `fivefold.dialects`; the core knows no system by name.
+A dialect runs before anything is checked, so its result is refused or accepted like a configuration in our own spelling.
+Packages name their dialects in the entry point group `fivefold.dialects`; the core knows no system by name.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ Tree = dict[str, Any]
 """A configuration as nested mappings."""
 
 Kind = Literal["translated", "fixed", "unsupported", "unknown"]
-"""What became of a key: a key of ours has its value; it is so here whatever it says, or says nothing here; we lack it."""
+"""Outcome of a key: one of our keys has its value; it has no effect here, or only one value is possible; it is not
+supported; it is not known."""
 
 REFUSED = "refused"
 """The key with which the YAML of a run begins that lacks settings of its source: the loader refuses it."""
@@ -29,7 +30,7 @@ _SECRET = re.compile(r"(api|access|secret|private)_?key$|token$|password$|secret
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one key of the source."""
+    """Outcome of one key of the source configuration."""
 
     key: str
     value: Any
@@ -38,7 +39,7 @@ class Outcome:
     ours: tuple[str, ...] = ()
     """Our keys that its value went into."""
     changes_result: bool = True
-    """Of what is unsupported: the numbers of the run would be others; otherwise only speed, memory or what is shown."""
+    """Whether an unsupported key changes the numbers of a run; otherwise it changes only speed, memory or output."""
 
     @property
     def shown(self) -> Any:

@@ -213,7 +213,7 @@ class FrozenConfig:
     """First rank of the model: 0 shares the policy's ranks; the number of the policy's ranks, or more, gives it ranks of its
     own."""
     megatron: MegatronConfig | None = None
-    """As in `policy`; the policy's if left out, without `pipeline` if `backend` is another layout."""
+    """Key as in `policy`; the policy's value if left out, without `pipeline` if `backend` is another layout."""
 
     def settings(self, policy: PolicyConfig) -> PolicyConfig:
         """Return all settings of the model."""
@@ -233,9 +233,9 @@ class LearnerConfig(FrozenConfig):
     lora: LoraConfig = field(default_factory=LoraConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     recompute: Annotated[Literal["none", "selective", "full"] | None, HARMLESS] = None
-    """As in `policy`; the policy's if left out."""
+    """Key as in `policy`; the policy's value if left out."""
     tokens_per_micro_batch: Annotated[int | None, above(0), HARMLESS] = None
-    """As in `policy`; the policy's if left out."""
+    """Key as in `policy`; the policy's value if left out."""
     offload: Annotated[OffloadConfig | None, HARMLESS] = None
 
 

@@ -54,7 +54,7 @@ class Role:
     compared_by: str | None = None
     """The role that learns by comparison with this model."""
     reads_text: bool = False
-    """Whether it scores texts, with its own tokenizer, before they are packed; it stays on the device."""
+    """Whether the model scores texts, with its own tokenizer, before they are packed; if so, it stays on the device."""
     served_by: str | None = None
     """The role whose model serves as this one, so there is no second model."""
     without_adapters: bool = False
@@ -96,7 +96,7 @@ class Role:
 
     @property
     def has_own_layout(self) -> bool:
-        """Whether its section names a layout; otherwise it has the policy's."""
+        """Whether the role's section names a layout; otherwise the model has the policy's."""
         return isinstance(self.section, FrozenConfig) and self.section.backend is not None
 
     @property

@@ -89,7 +89,7 @@ def _check_spans(findings: Findings, roles: Roles) -> None:
         later = [f"{name}.first_rank {span.start}" for name, span in spans.items() if span.start > idle[0]]
         findings.error(
             later[0].split()[0],
-            f"leaves rank {idle[0]} without a model: got {', '.join(later)} behind the policy's {_shown(policy)}; "
+            f"leaves rank {idle[0]} without a model: got {', '.join(later)} after the policy's {_shown(policy)}; "
             f"number them without a gap",
         )
 

@@ -63,7 +63,7 @@ def bit_sum(tensor: Tensor) -> Tensor:
 
 
 class Places:
-    """Which parameter of an engine holds a tensor of the files; vLLM and SGLang use the same names."""
+    """Lookup of the engine's parameter that holds a tensor of the files; vLLM and SGLang use the same names."""
 
     def __init__(self, names: Collection[str], fused: Mapping[str, Sequence[str]]) -> None:
         """`fused`: name of a fused linear layer -> names of the layers in the files that it joins, as the engine's models

@@ -1,1 +1,1 @@
-"""What a run shows and records: console, metrics, samples, reports, trackers."""
+"""Output of a run: console, metrics, samples, reports, trackers."""

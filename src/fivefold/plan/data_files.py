@@ -234,9 +234,9 @@ class _Reader:
             raise UserError(f"{path} has no rows")
         if count == ROWS:
             wanted = self.config.prompts_taken + ROWS if first is None else first
-            behind = count_rows(path, wanted) - ROWS
-            seen.rows += behind
-            seen.whole = seen.whole and not behind
+            further = count_rows(path, wanted) - ROWS
+            seen.rows += further
+            seen.whole = seen.whole and not further
 
     def _encode(self, row: Row) -> bool:
         """Return whether the prompt is short enough; raise ValueError for a text that the model cannot read."""

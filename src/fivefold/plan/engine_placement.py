@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from fivefold.config import RunConfig
-from fivefold.engines.servers.placement import Machine, ServerPlace, behind, place_servers
+from fivefold.engines.servers.placement import Machine, ServerPlace, after_servers, place_servers
 from fivefold.layout import ParallelLayout
 from fivefold.plan.devices import on_gpus, visible_gpus
 
@@ -36,7 +36,7 @@ def device_rows(config: RunConfig) -> list[tuple[str, str]]:
     free = machines
     if config.engine.is_apart and config.engine.layout is not None:
         places += [("server", config.engine.layout, place) for place in place_servers(config.engine.layout, free)]
-        free = behind(free, config.engine.layout)
+        free = after_servers(free, config.engine.layout)
     if (judge := config.reward.judge_layout) is not None:
         places += [("judge", judge, place) for place in place_servers(judge, free)]
     rows = []

@@ -154,14 +154,14 @@ def step_estimate(
         own_cluster = trainer_cluster(model.layout.world_size, cluster)
         part = replace(everything, tokens=everything.tokens * role.epochs / updates)
         seconds = updates * update_time(model, part, own_cluster, rates).total
-        beside = 0.0
+        overlap = 0.0
         if role.learns is Learns.BEFORE_ADVANTAGES:
             # The advantages wait for this update, and for the model's forward pass after it.
             seconds += forward_time(model, everything, own_cluster, rates).total
         elif role.first_rank:
-            beside = min(seconds, learning)
-        add({name: seconds - beside})
-        overlapped |= {name: beside} if beside else {}
+            overlap = min(seconds, learning)
+        add({name: seconds - overlap})
+        overlapped |= {name: overlap} if overlap else {}
     add(update.parts, algorithm.updates)
     overlapped |= {name: algorithm.updates * seconds for name, seconds in update.overlapped.items() if seconds}
     memory = memory_of(elastic(config), spec)

@@ -219,12 +219,12 @@ def _describe(proposal: Proposal, number: int, candidate: Candidate) -> list[str
     engine = "" if config.algorithm.offline else f", {config.engine.backend} {config.engine.placement}"
     cost = estimate.cost_per_million(proposal.cluster)
     price = "" if cost is None else f", {cost:.3g} a million tokens"
-    beside = ", ".join(f"{name} {seconds:.2f}" for name, seconds in estimate.overlapped.items() if seconds >= 0.005)
+    overlap = ", ".join(f"{name} {seconds:.2f}" for name, seconds in estimate.overlapped.items() if seconds >= 0.005)
     return [
         f"{number}. {config.policy.backend}{engine}: {estimate.seconds:.1f} s a step, "
         f"{estimate.tokens_per_second:,.0f} tokens/s{price}",
         f"time     {describe_parts(estimate, _PARTS_LEAST)}",
-        *([f"beside   {beside} (overlaps)"] if beside else []),
+        *([f"overlap  {overlap}"] if overlap else []),
         f"memory   {estimate.memory.describe()}",
         f"limit    {estimate.limit}",
         "",

@@ -1,4 +1,4 @@
-"""What the loss of an update is a sum of, and process rewards: a new term is a class in a file here.
+"""Terms, whose sum is the loss of an update, and process rewards: a new term is a class in a file here.
 
 Its fields become keys of the configuration. No torch is imported before a term computes.
 """

@@ -76,7 +76,7 @@ def place_servers(layout: ParallelLayout, machines: Sequence[Machine]) -> list[S
     return places
 
 
-def behind(machines: Sequence[Machine], layout: ParallelLayout) -> list[Machine]:
+def after_servers(machines: Sequence[Machine], layout: ParallelLayout) -> list[Machine]:
     """Returns the machines with the GPUs of this layout's servers marked as taken; raises ValueError if there are too
     few."""
     places = place_servers(layout, machines)
@@ -95,6 +95,6 @@ def _too_few(layout: ParallelLayout, machines: Sequence[Machine]) -> str:
     has += f" and {others} for other servers" if others else ""
     found = f"the machine has {has}" if len(machines) == 1 else f"its {len(machines)} machines have {has}"
     return (
-        f"{layout} apart needs {layout.world_size} GPUs behind those of the ranks, {layout.tp} for each server on one "
+        f"{layout} apart needs {layout.world_size} GPUs after those of the ranks, {layout.tp} for each server on one "
         f"machine: {found}; lower it, share the ranks' GPUs (colocated), or start servers elsewhere (engine.url)"
     )

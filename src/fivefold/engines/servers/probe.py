@@ -13,7 +13,7 @@ from fivefold.keys.findings import Findings
 
 @dataclass(frozen=True)
 class Description:
-    """What a server reports of its model; sizes and names as in the model's config.json."""
+    """Description of a server's model, as it reports it; sizes and names as in the model's config.json."""
 
     model: Mapping[str, Any]
     longest: int

@@ -52,13 +52,13 @@ class Role:
     each: Amount
     together: int = 1
     """Number of neighbors that must share a node; divides `count`."""
-    beside: Amount = Amount(0, 0)
+    further: Amount = Amount(0, 0)
     """Additional resources for each group of neighbors, for processes that they start themselves."""
 
     @property
     def unit(self) -> Amount:
         """All resources that a group of neighbors takes."""
-        return self.each * self.together + self.beside
+        return self.each * self.together + self.further
 
 
 @dataclass(frozen=True)
@@ -101,18 +101,18 @@ def rank_role(roles: Roles, engine: EngineConfig, device: str, cpus: int, there:
     if any(role.first_rank % together for role in roles.models.values()) or world % together:
         # Groups of neighbors do not begin where the ranks of a node begin.
         together = world
-    each, beside = Amount(int(on_gpus), cpus), Amount(0, 0)
+    each, further = Amount(int(on_gpus), cpus), Amount(0, 0)
     if engine.layout is not None and engine.placement == "apart":
         # The ranks of a node start its servers, on the GPUs after their own, in a fixed ratio of servers to ranks.
         units = math.gcd(world, engine.layout.dp) if policy.world_size == world else 1
         together = math.lcm(together, world // units)
-        beside = each * (engine.layout.world_size * together // world)
+        further = each * (engine.layout.world_size * together // world)
     elif engine.is_server and not engine.url:
         # Ranks reach servers by a socket of the same machine.
         together = world
     elif engine.layout is not None:
         together = math.lcm(together, engine.layout.tp)
-    return Role(RANKS, world, each, together, beside)
+    return Role(RANKS, world, each, together, further)
 
 
 def place(roles: Sequence[Role], nodes: Sequence[Node], spread: bool) -> list[Bundle] | None:
@@ -172,7 +172,7 @@ def needs(roles: Sequence[Role]) -> str:
     for role in roles:
         text = f"{role.count} {role.name} with {role.each} each"
         text += f", {role.together} neighbours on one node" if role.together > 1 else ""
-        said.append(text + (f" and {role.beside} beside them" if role.beside != Amount(0, 0) else ""))
+        said.append(text + (f" and {role.further} for their servers" if role.further != Amount(0, 0) else ""))
     return "; ".join(said)
 
 
