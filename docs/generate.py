@@ -239,14 +239,19 @@ def _meaning(kind: type[Any], name: str) -> str:
 
 @cache
 def _docstrings(kind: type[Any]) -> dict[str, str]:
-    """Field -> the string below it, in one line."""
+    """Field, or member of an enum -> the string below it, in one line."""
     (tree,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
     assert isinstance(tree, ast.ClassDef)
     found: dict[str, str] = {}
     for before, node in zip([None, *tree.body], tree.body, strict=False):
-        if isinstance(before, ast.AnnAssign) and isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
-            assert isinstance(before.target, ast.Name)
-            found[before.target.id] = " ".join(str(node.value.value).split())
+        if (
+            isinstance(before, ast.AnnAssign | ast.Assign)
+            and isinstance(node, ast.Expr)
+            and isinstance(node.value, ast.Constant)
+        ):
+            target = before.target if isinstance(before, ast.AnnAssign) else before.targets[0]
+            assert isinstance(target, ast.Name)
+            found[target.id] = " ".join(str(node.value.value).split())
     names = [node.target.id for node in tree.body if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)]
     for first, second in itertools.pairwise(names):
         if first not in found and second in found and set(first.split("_")) ^ set(second.split("_")) in PAIRS:

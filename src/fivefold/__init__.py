@@ -8,22 +8,31 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fivefold.algo.objective import Objective, make_objective
     from fivefold.checkpoint.export import export
+    from fivefold.columns import Column
     from fivefold.config import ConfigError, RunConfig
     from fivefold.launch.start import train
+    from fivefold.observability.run_view import load_metrics
     from fivefold.plan.check import check
+    from fivefold.trainer.own_loop import prepare_update
+    from fivefold.types import TokenBatch
 
 __version__ = "0.1.0"
 __all__ = [
-    "ConfigError", "Objective", "RunConfig", "check", "export", "make_objective", "train",
+    "Column", "ConfigError", "Objective", "RunConfig", "TokenBatch", "check", "export", "load_metrics", "make_objective",
+    "prepare_update", "train",
 ]  # fmt: skip
 
 _HOMES = {
+    "Column": "fivefold.columns",
     "ConfigError": "fivefold.config",
     "Objective": "fivefold.algo.objective",
     "RunConfig": "fivefold.config",
+    "TokenBatch": "fivefold.types",
     "check": "fivefold.plan.check",
     "export": "fivefold.checkpoint.export",
+    "load_metrics": "fivefold.observability.run_view",
     "make_objective": "fivefold.algo.objective",
+    "prepare_update": "fivefold.trainer.own_loop",
     "train": "fivefold.launch.start",
 }
 

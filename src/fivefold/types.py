@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from fivefold.columns import Column
+from fivefold.errors import UserError
 from fivefold.files import writing
 from fivefold.lazy import Tensor, torch
 
@@ -291,6 +292,34 @@ class TokenBatch:
         given, self.columns = self.columns, {}
         for column, value in given.items():
             self[column] = value
+
+    @classmethod
+    def from_padded(
+        cls, token_ids_NL: Tensor, response_NL: Tensor, attention_NL: Tensor, temperature: float = 1.0
+    ) -> TokenBatch:
+        """Pack samples that are rows of a padded matrix, as the tokenizers and `generate` of transformers return them.
+
+        `attention_NL` is true for tokens that are no padding, wherever the padding is, `response_NL` for tokens that carry
+        loss. `values_NL[attention_NL]` packs any other matrix in the same order, for example log-probs. Raises UserError for
+        matrices that do not fit together.
+
+        Example: `TokenBatch.from_padded(token_ids_NL, response_NL, token_ids_NL != tokenizer.pad_token_id)`.
+        """
+        response_NL, attention_NL = response_NL.bool(), attention_NL.bool()
+        shapes = [tuple(matrix.shape) for matrix in (token_ids_NL, response_NL, attention_NL)]
+        if token_ids_NL.dim() != 2 or len(set(shapes)) > 1:
+            raise UserError(f"the three matrices must have one shape [samples, tokens]: got {', '.join(map(str, shapes))}")
+        lengths_N = attention_NL.sum(1)
+        if not lengths_N.all():
+            raise UserError(f"every sample must have tokens: sample {int(lengths_N.argmin())} is padding only")
+        if (response_NL & ~attention_NL).any():
+            raise UserError("padding cannot carry loss: response_NL must be false wherever attention_NL is")
+        loss_mask_T = response_NL[attention_NL]
+        starts_N = lengths_N.cumsum(0) - lengths_N
+        if loss_mask_T[starts_N].any():
+            wrong = int(loss_mask_T[starts_N].int().argmax())
+            raise UserError(f"the first token of a sample cannot carry loss, as it has no log-prob: sample {wrong}")
+        return cls(token_ids_NL[attention_NL].long(), loss_mask_T, lengths_N.tolist(), temperature=temperature)
 
     def __contains__(self, column: Column) -> bool:
         return column in self.columns

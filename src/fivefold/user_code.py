@@ -1,4 +1,4 @@
-"""User functions, named `path/to/file.py:function`. No torch here."""
+"""User functions, named `path/to/file.py:function`, or passed by a user's program. No torch here."""
 
 from __future__ import annotations
 
@@ -20,13 +20,15 @@ from fivefold.files import read_text
 _DEFINED = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
-def is_user_code(name: str) -> bool:
-    """Whether a name stands for a function in a user's file."""
-    return ":" in name
+def is_user_code(name: Any) -> bool:
+    """Whether a value is a function, or the name of one in a user's file."""
+    return callable(name) or ":" in str(name)
 
 
-def check_user_code(name: str) -> None:
-    """Raise ValueError for a name that `load_user_code` would not find, without running the user's code."""
+def check_user_code(name: Any) -> None:
+    """Raise UserError for a name that `load_user_code` would not find, without running the user's code."""
+    if callable(name):
+        return
     path, _, function = name.rpartition(":")
     if not Path(path).is_file():
         raise UserError(f"{name!r}: no file at {path}")
@@ -96,10 +98,12 @@ def _top_level(body: list[ast.stmt]) -> Iterator[ast.stmt]:
                 yield from _top_level(handler.body)
 
 
-def load_user_code(name: str) -> Any:
+def load_user_code(name: Any) -> Any:
     """Load the function of `path/to/file.py:function`; the file can import files next to it, an `__init__.py` those of its
-    package."""
+    package. A function is returned as it is."""
     check_user_code(name)
+    if callable(name):
+        return name
     path, _, function = name.rpartition(":")
     own = Path(path).resolve()
     spec = importlib.util.spec_from_file_location(

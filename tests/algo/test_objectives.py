@@ -28,6 +28,7 @@ from fivefold.algo.terms import kl
 from fivefold.algo.values import ValueLoss
 from fivefold.columns import Column
 from fivefold.config.schema import AlgorithmConfig
+from fivefold.errors import UserError
 from fivefold.keys.findings import Findings
 from fivefold.keys.ranges import OneOf, check_values, within
 from fivefold.types import RolloutStats, TokenBatch
@@ -1345,3 +1346,14 @@ def test_a_function_of_the_user_s_own_plugs_in_on_every_axis(tmp_path):
         gain = weight * float(now[t] - batch[Column.OLD_LOGPROBS][t]) / 2 * float(batch[Column.ADVANTAGES][t])
         expected -= (gain - 0.5 * abs(float(now[t] - batch[Column.REF_LOGPROBS][t])) ** 3) / math.sqrt(3)
     assert float(objective.loss(now, torch.zeros(15), batch).loss) == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("method", methods.METHODS)
+@pytest.mark.parametrize("credit", ["response", "discounted", "gae"])
+def test_every_method_takes_every_credit_or_refuses_it(method, credit):
+    try:
+        objective = make_objective(method, credit=credit)
+    except UserError as error:
+        assert "algorithm." in str(error)
+    else:
+        assert objective.advantage.assignment.needs_critic == (credit == "gae")

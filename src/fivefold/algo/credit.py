@@ -217,7 +217,9 @@ def whiten(
 
 def make_credit(name: str, gamma: float | None, lam: float | None, bootstrap_truncated: bool | None = None) -> Credit:
     """Return the credit `name`. Parameters left out keep their defaults."""
-    given: dict[str, Any] = {key: value for key, value in (("gamma", gamma), ("lam", lam)) if value is not None}
+    given: dict[str, Any] = {} if gamma is None else {"gamma": gamma}
     if name == "gae":
+        given |= {} if lam is None else {"lam": lam}
         return GAE(**given, bootstrap_truncated=bool(bootstrap_truncated))
+    # The λ of a method's row belongs to GAE.
     return DiscountedReturn(**given) if name == "discounted" else UniformCredit()

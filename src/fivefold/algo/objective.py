@@ -8,7 +8,7 @@ from typing import Any, Protocol, TypeVar
 from fivefold.algo.advantages import AdvantageInputs
 from fivefold.algo.aggregate import Aggregation, weights_of
 from fivefold.algo.choices import Choices
-from fivefold.algo.methods import check_method, resolve
+from fivefold.algo.methods import METHODS, check_method, resolve
 from fivefold.algo.reward_shaping import RewardShaping
 from fivefold.algo.sample_filter import SampleFilter
 from fivefold.algo.segments import Segments
@@ -22,7 +22,8 @@ from fivefold.algo.token_advantages import TokenAdvantages
 from fivefold.columns import Column
 from fivefold.errors import UserError
 from fivefold.keys.findings import Findings
-from fivefold.keys.ranges import check_values
+from fivefold.keys.ranges import OneOf, check_values
+from fivefold.keys.typed import make
 from fivefold.lazy import Tensor, torch
 from fivefold.types import LossOutput, RolloutStats, TokenBatch
 
@@ -223,9 +224,11 @@ class Objective:
     # --- the loss ----------------------------------------------------------------------------------------------------
 
     def loss(self, logprobs_T: Tensor, entropy_T: Tensor, batch: TokenBatch, progress: Progress = Progress()) -> LossOutput:
-        """Return this micro-batch's share of the loss and of the step's metrics (a LossFn).
+        """Return this micro-batch's share of the loss to minimize, with its gradient, and of the step's metrics (a LossFn).
 
-        Positive and negative terms cancel; with a float64 sum the reported loss does not depend on the split.
+        `logprobs_T` and `entropy_T` have a number per token of the batch at its temperature; entropies may be 0 unless
+        algorithm.entropy_coef is set, and numbers on prompts are not used. The batch needs loss weights and advantages. The
+        sum is float64: positive and negative terms cancel, and the loss does not depend on the split.
         """
         tokens = self.gradient.tokens(logprobs_T, entropy_T, batch, progress)
         policy = self.gradient(tokens)
@@ -255,10 +258,19 @@ class Objective:
 
 
 def make_objective(name: str, **choices: Any) -> Objective:
-    """Return the objective of a method with `choices` in place of its defaults; raises UserError for invalid choices."""
-    overrides, findings = Choices(**choices), Findings(section="algorithm")
-    check_values(overrides, findings)
-    if not findings.errors:
+    """Return the objective of a method with `choices` in place of its defaults, as the section `algorithm` has them.
+
+    A function may be passed wherever `path.py:function` is allowed. Raises UserError for invalid choices.
+
+    Example: `make_objective("grpo", clip_high=0.28, kl={"coef": 0.001}, advantage=my_advantage)`.
+    """
+    findings = Findings(section="algorithm")
+    if fault := OneOf(METHODS).fault(name):
+        raise UserError(f"the name of the method {fault}")
+    overrides = make(Choices, choices, findings)
+    if overrides is not None:
+        check_values(overrides, findings)
+    if overrides is not None and not findings.errors:
         check_method(findings, name, overrides, group_size=2)
     if findings.errors:
         raise UserError("\n".join(findings.errors))

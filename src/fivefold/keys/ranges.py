@@ -96,9 +96,9 @@ class NameOrCode(OneOf):
     """One of these names, or a user's function as `path.py:function`."""
 
     def fault(self, value: Any) -> str | None:
-        if not is_user_code(str(value)):
-            known = ", ".join(self.names)
-            return None if value in self.names else f"must be one of {known} or path.py:function: got {shown(value)}"
+        if not is_user_code(value):
+            known, close = ", ".join(self.names), suggest(value, self.names)
+            return None if value in self.names else f"must be one of {known} or path.py:function: got {shown(value)}{close}"
         try:
             check_user_code(value)
         except UserError as error:
@@ -143,8 +143,8 @@ def check_values(part: Any, findings: Findings) -> None:
             elif isinstance(item, str) and "\0" in item:
                 findings.error(key, f"must have no character NUL: got {shown(item)}")
             elif item is not None:
-                # In a field that takes a name or a number, a range does not apply to the name.
-                applying = [rule for rule in rules if not (isinstance(item, str) and isinstance(rule, Range))]
+                # In a field that takes a name, a function or a number, a range applies to the number only.
+                applying = [rule for rule in rules if isinstance(item, (int, float)) or not isinstance(rule, Range)]
                 faults = [fault for rule in applying if (fault := rule.fault(item))]
                 if isinstance(item, float) and item and not FLOATS[0] <= abs(item) <= FLOATS[1] and not faults:
                     low, high = FLOATS

@@ -60,11 +60,13 @@ def _spawn(config: RunConfig, checkpoint: Path | None, *inherited: int) -> int:
 def train(config: RunConfig) -> Path:
     """Train as `fivefold train` does; returns the run directory, with metrics, samples and checkpoints.
 
-    Raises ConfigError with everything that prevents the run from starting. Raises ValueError if another run holds the
-    directory or left a checkpoint of something else in it, and RuntimeError if the run failed.
+    Raises ConfigError with everything that prevents the run from starting. Raises UserError if another run holds the
+    directory or left a checkpoint of something else in it, and RunError if the run failed.
 
     Every rank loads functions of the configuration from the file that defines them. So the code in that file that starts the
     run must be under `if __name__ == "__main__"`. Under torchrun the process ends with the run.
+
+    Example: `train(RunConfig.from_yaml("run.yaml", ["trainer.steps=3"]))`.
     """
     if errors := check(config).errors:
         raise ConfigError(errors)

@@ -53,6 +53,8 @@ def check(config: RunConfig) -> Findings:
 
     `errors` keep the run from starting, `notes` are worth reading first, and `ignored` has a (key, reason) pair for each key
     that is set but changes nothing.
+
+    Example: `print(*check(RunConfig.from_yaml("run.yaml")).errors, sep="\\n")`.
     """
     findings = validate(config)
     specs: dict[str, ModelSpec] = {}

@@ -161,11 +161,11 @@ class KL(Term):
             message = f": {case.name} has the reference in its loss already, weighted by beta"
             findings.require(not own.coef, "kl.coef", message)
         for key, is_used in (("estimator", kl.place == "reward"), ("reward_estimator", kl.reward_coef)):
-            name = getattr(kl, key)
+            name = str(getattr(kl, key))
             findings.require(
                 not is_used or not name.endswith("+"),
                 f"kl.{key}",
-                f": {name} changes the gradient, which a reward has not: write {name[:-1]}",
+                f": {name} changes the gradient, which a reward has not: write {name.removesuffix('+')}",
             )
         findings.require(
             not kl.reward_coef or (kl.place == "loss" and bool(kl.coef)),

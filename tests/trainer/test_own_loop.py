@@ -1,0 +1,213 @@
+"""Objectives in a loop of the user's own compute what a run computes: batches, losses and gradients."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from fivefold import Column, TokenBatch, make_objective, prepare_update
+from fivefold.config.learners import MegatronConfig
+from fivefold.errors import UserError
+from fivefold.types import Group, Prompt, Sample
+from tests.support.two_steps import POLICY
+
+PAGE = Path(__file__).resolve().parents[2] / "docs/api.md"
+TOKENS = torch.tensor([[5, 6, 9, 8, 2], [5, 6, 4, 2, 0], [0, 7, 3, 3, 2], [0, 7, 8, 2, 0]])
+RESPONSES = [[9, 8, 2], [4, 2], [3, 3, 2], [8, 2]]
+MASK = torch.tensor([[0, 0, 1, 1, 1], [0, 0, 1, 1, 0], [0, 0, 1, 1, 1], [0, 0, 1, 1, 0]])
+REWARDS = [1.0, 0.0, 0.25, 1.0]
+FINISHED = [True, False, True, True]
+LONGEST = 8
+METHODS = {
+    "grpo": {},
+    "dr_grpo": {"aggregate": "constant-length"},
+    "dapo": {"reward_shift": 0.5},
+    "gspo": {"overlong_filter": True},
+    "ppo": {"advantage": "reward", "credit": "discounted", "gamma": 0.9, "kl": {"coef": 0.0}},
+    "rloo": {"kl": {"coef": 0.1, "place": "reward"}},
+    "reinforce_plus_plus": {"kl": {"coef": 0.2, "place": "loss"}},
+}
+
+
+def padded() -> TokenBatch:
+    return TokenBatch.from_padded(TOKENS, MASK, TOKENS != 0)
+
+
+def filled(batch: TokenBatch) -> TokenBatch:
+    """With log-probs of other models, which some methods ask for."""
+    values_T = torch.linspace(-1, 0, len(batch.token_ids_T)) * batch.loss_mask_T
+    return batch.with_columns({Column.OLD_LOGPROBS: values_T, Column.REF_LOGPROBS: 0.5 * values_T})
+
+
+def groups() -> list[Group]:
+    samples = [
+        Sample(tokens, [], "", finished, 0, reward=reward)
+        for tokens, finished, reward in zip(RESPONSES, FINISHED, REWARDS, strict=True)
+    ]
+    prompts = [Prompt(0, [5, 6], "s", "", ""), Prompt(1, [7], "s", "", "")]
+    return [Group(prompt, samples[2 * i : 2 * i + 2], index=i) for i, prompt in enumerate(prompts)]
+
+
+def batches_of_a_run(mesh, methods: dict) -> list[tuple[torch.Tensor, ...]]:
+    from fivefold.rollout.packing import pack
+    from fivefold.rollout.stats import BatchPlan, gather_stats
+    from fivefold.trainer.minibatches import MiniBatches
+
+    found, plan = [], BatchPlan(max_response_tokens=LONGEST)
+    for name, choices in methods.items():
+        objective = make_objective(name, **choices)
+        stats = gather_stats(groups(), mesh.ranks, plan)
+        batch = filled(pack(groups(), stats, mesh.ranks, plan))
+        objective.assign_advantages(batch, stats, mesh.ranks)
+        (mini,) = MiniBatches(objective)(batch, stats)
+        found.append(tuple(mini.batch.tensors().values()))
+    return found
+
+
+def test_an_own_loop_gets_the_batches_of_a_run(cluster):
+    (expected,) = cluster.run(batches_of_a_run, "megatron:d1", METHODS)
+    for (name, choices), tensors in zip(METHODS.items(), expected, strict=True):
+        objective = make_objective(name, **choices)
+        batch = prepare_update(
+            objective, filled(padded()), REWARDS, [0, 0, 1, 1], max_response_tokens=LONGEST, finished=FINISHED
+        )
+        assert len(batch.tensors()) == len(tensors)
+        for column, expected_T in zip(batch.tensors().values(), tensors, strict=True):
+            assert torch.equal(column, expected_T), name
+        assert batch[Column.LOSS_WEIGHTS].any() and batch[Column.ADVANTAGES].any()
+
+
+def gradients_of_a_run(mesh, directory: Path) -> dict[str, torch.Tensor]:
+    from fivefold.megatron import step
+    from fivefold.megatron.bridge import WeightStream
+    from fivefold.megatron.chunks import named_weights
+    from fivefold.megatron.model import MegatronModel
+
+    policy = replace(POLICY, megatron=MegatronConfig(ddp={"use_distributed_optimizer": False}))
+    model = MegatronModel(directory, policy, mesh, total_updates=1)
+    objective = make_objective("grpo", surrogate=lambda *values: values[0].exp() * values[2], kl={"coef": 0})
+    batch = prepare_update(objective, padded(), [1, 0, 0, 1], [0, 0, 1, 1], max_response_tokens=LONGEST)
+    for ddp in model._models:
+        ddp.train()
+        ddp.zero_grad_buffer()
+    with mesh.active():
+        step.forward_backward(model._models, model._finalize, batch, objective.loss, model._batching, [])
+    stream = WeightStream(
+        lambda: {name: tensor.main_grad for name, tensor in named_weights(model._chunks).items()}, model.spec, mesh, 64
+    )
+    return {name: tensor.clone() for name, tensor in stream()}
+
+
+def test_the_loop_on_the_page_has_the_gradient_of_a_run(cluster, models, tmp_path, monkeypatch):
+    program = next(text for text in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S) if "optimizer.step" in text)
+    assert len(program.splitlines()) <= 40
+    (tmp_path / "model").symlink_to(models("qwen3"))
+    monkeypatch.chdir(tmp_path)
+    space: dict = {}
+    exec(program, space)
+    (expected,) = cluster.run(gradients_of_a_run, "megatron:d1", models("qwen3"))
+    found = {name: parameter.grad for name, parameter in space["model"].named_parameters()}
+    assert found.keys() == expected.keys()
+    # Relative to the whole gradient: sums in another order differ by float32's rounding and no more.
+    norm = torch.stack([gradient.norm() for gradient in expected.values()]).norm()
+    assert norm > 0.1
+    for name, gradient in expected.items():
+        assert (found[name] - gradient).norm() < 1e-5 * norm, name
+
+
+def test_the_losses_of_parts_add_up_to_that_of_the_whole():
+    objective = make_objective("dapo")
+    batch = prepare_update(objective, padded(), REWARDS, [0, 0, 1, 1], max_response_tokens=LONGEST)
+    logprobs_T = torch.linspace(-2, -1, len(batch.token_ids_T))
+    parts = [[0, 3], [1], [2]]
+    losses = []
+    for samples in parts:
+        part = batch.select(samples)
+        own_T = logprobs_T[batch.token_index(samples)]
+        losses.append(objective.loss(own_T, torch.zeros_like(own_T), part).loss)
+    whole = objective.loss(logprobs_T, torch.zeros_like(logprobs_T), batch).loss
+    assert sum(losses) == pytest.approx(float(whole), abs=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("method", "choices", "changes", "message"),
+    [
+        ("grpo", {}, {"rewards": [1, 0]}, "rewards must have a number for each of the 4 samples: got 2"),
+        ("grpo", {}, {"rewards": [1, 0, float("nan"), 1]}, "every reward must be a finite number"),
+        ("grpo", {}, {"groups": [0]}, "groups must have a number for each of the 4 samples: got 1"),
+        ("dapo", {}, {"max_response_tokens": 2}, "max_response_tokens must be at least 3, the longest response: got 2"),
+        ("grpo", {"kl": {"coef": 0.1}}, {}, r"the method needs batch\[Column.REF_LOGPROBS\]: set it before"),
+        ("ppo", {}, {}, r"the method needs batch\[Column.VALUES\]: set it before"),
+        ("clip_cov", {}, {}, "selects tokens over all samples of an update: only a run supports that"),
+        ("remax", {}, {}, "compares with the most likely response: only a run supports that"),
+    ],
+)
+def test_what_an_own_loop_cannot_compute_is_refused(method, choices, changes, message):
+    given = {"rewards": REWARDS, "groups": [0, 0, 1, 1], "max_response_tokens": LONGEST} | changes
+    batch = padded()
+    if method == "clip_cov":
+        batch = filled(batch)
+    with pytest.raises(UserError, match=message):
+        prepare_update(make_objective(method, **choices), batch, **given)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"response_NL": MASK[:, :4]}, r"one shape \[samples, tokens\]: got \(4, 5\), \(4, 4\), \(4, 5\)"),
+        ({"attention_NL": torch.zeros(4, 5)}, "sample 0 is padding only"),
+        ({"response_NL": torch.ones(4, 5)}, "padding cannot carry loss"),
+        (
+            {"response_NL": MASK | (TOKENS == 7)},
+            "the first token of a sample cannot carry loss, as it has no log-prob: sample 2",
+        ),
+    ],
+)
+def test_padded_samples_that_do_not_fit_together_are_refused(changes, message):
+    given = {"token_ids_NL": TOKENS, "response_NL": MASK, "attention_NL": TOKENS != 0} | changes
+    with pytest.raises(UserError, match=message):
+        TokenBatch.from_padded(**given)
+
+
+def function(*values):
+    return values[0]
+
+
+@pytest.mark.parametrize(
+    "choices",
+    [
+        {"surrogate": function},
+        {"surrogate": lambda *values: values[0]},
+        {"advantage": function},
+        {"credit": function},
+        {"importance_sampling_level": function},
+        {"aggregate": function},
+        {"kl": {"coef": 0.1, "estimator": function}},
+        {"rollout_correction": {"weight": function}},
+    ],
+)
+def test_an_objective_takes_functions(choices):
+    objective = make_objective("grpo", **choices)
+    if "surrogate" in choices:
+        values_T = torch.tensor([0.5, 0.0])
+        assert objective.gradient.surrogate(values_T, values_T, values_T, None) is values_T
+
+
+@pytest.mark.parametrize(
+    ("name", "choices", "message"),
+    [
+        ("grop", {}, "the name of the method must be one of .*; got 'grop': did you mean 'grpo'?"),
+        ("grpo", {"surrogat": function}, "unknown key 'algorithm.surrogat': did you mean 'algorithm.surrogate'?"),
+        ("grpo", {"surrogate": "ppo_clop"}, "got 'ppo_clop': did you mean 'ppo_clip'?"),
+        ("grpo", {"kl": {"koef": 1}}, "unknown key 'algorithm.kl.koef': did you mean 'algorithm.kl.coef'?"),
+        ("grpo", {"normalize": function}, "algorithm.normalize must be one of group, batch, mean, none"),
+        ("grpo", {"clip_high": "much"}, "algorithm.clip_high must be a number, got 'much'"),
+    ],
+)
+def test_a_misspelt_choice_of_an_objective_is_named(name, choices, message):
+    with pytest.raises(UserError, match=message):
+        make_objective(name, **choices)
