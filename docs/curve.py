@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from fivefold.observability.curve import write_curve
+from fivefold.observability.curve import figure
 
 
 def main() -> None:
@@ -18,7 +18,8 @@ def main() -> None:
     parser.add_argument("metrics", nargs="+", metavar="METRIC")
     parser.add_argument("--title", default="")
     options = parser.parse_args()
-    print(write_curve(options.run, options.metrics, options.title, options.out))
+    options.out.write_text(figure(options.run, *options.metrics, title=options.title).svg)
+    print(options.out)
 
 
 if __name__ == "__main__":

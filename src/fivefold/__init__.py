@@ -11,26 +11,28 @@ if TYPE_CHECKING:
     from fivefold.columns import Column
     from fivefold.config import ConfigError, RunConfig
     from fivefold.launch.start import train
-    from fivefold.observability.run_view import load_metrics
+    from fivefold.observability.curve import Figure, figure, load_metrics
     from fivefold.plan.check import check
     from fivefold.trainer.own_loop import prepare_update
     from fivefold.types import TokenBatch
 
 __version__ = "0.1.0"
 __all__ = [
-    "Column", "ConfigError", "Objective", "RunConfig", "TokenBatch", "check", "export", "load_metrics", "make_objective",
-    "prepare_update", "train",
+    "Column", "ConfigError", "Figure", "Objective", "RunConfig", "TokenBatch", "check", "export", "figure", "load_metrics",
+    "make_objective", "prepare_update", "train",
 ]  # fmt: skip
 
 _HOMES = {
     "Column": "fivefold.columns",
     "ConfigError": "fivefold.config",
     "Objective": "fivefold.algo.objective",
+    "Figure": "fivefold.observability.curve",
     "RunConfig": "fivefold.config",
     "TokenBatch": "fivefold.types",
     "check": "fivefold.plan.check",
     "export": "fivefold.checkpoint.export",
-    "load_metrics": "fivefold.observability.run_view",
+    "figure": "fivefold.observability.curve",
+    "load_metrics": "fivefold.observability.curve",
     "make_objective": "fivefold.algo.objective",
     "prepare_update": "fivefold.trainer.own_loop",
     "train": "fivefold.launch.start",

@@ -200,7 +200,7 @@ def _configure(options: argparse.Namespace, quiet: bool = False) -> RunConfig:
     translation = _translate(options)
     if translation.refusals:
         raise ConfigError([f"this run of {options.system} is not supported here:", *translation.refusals])
-    config = RunConfig.of(translation.tree)
+    config = RunConfig.from_tree(translation.tree)
     if not quiet:
         for note in _system(options).notes(translation):
             print(f"note     {note}")

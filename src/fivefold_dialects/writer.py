@@ -76,7 +76,7 @@ def _needed(lines: Sequence[Line]) -> list[Line]:
 def _choices(lines: Sequence[Line]) -> object:
     """What the run's method computes; None where the lines make no run."""
     try:
-        return RunConfig.of(nested(lines)).algorithm.resolved
+        return RunConfig.from_tree(nested(lines)).algorithm.resolved
     except ConfigError:
         return None
 

@@ -11,7 +11,7 @@ import pytest
 from fivefold import cli
 from fivefold.commands.doctor import SECONDS, Report, _judge, describe, run_probes
 from fivefold.commands.probes import topology
-from fivefold.plan.devices import visible_gpus
+from fivefold.config.machine import visible_gpus
 
 TOPOLOGY = """\
 \t\x1b[4mGPU0\tGPU1\tGPU2\tGPU3\tNIC0\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\x1b[0m

@@ -10,6 +10,7 @@ import typing
 from pathlib import Path
 
 import pytest
+import yaml
 
 from fivefold.algo import methods
 from fivefold.algo.choices import PARTS
@@ -443,3 +444,26 @@ def test_at_most_five_files_besides_build_and_plan_take_a_whole_configuration():
         if isinstance(node, ast.FunctionDef) and takes_all(node)
     }
     assert files and len(files) <= 5, files
+
+
+@pytest.mark.parametrize(
+    ("gpus", "sections", "dtype"),
+    [
+        (0, {}, "float32"),
+        (0, {"policy": {"dtype": "bfloat16"}}, "bfloat16"),
+        (0, {"launch": {"gpu": "h100-80g"}}, "bfloat16"),
+        (0, {"trainer": {"device": "cuda"}}, "bfloat16"),
+        (0, {"launch": {"backend": "ray", "ray": {"address": "auto"}}}, "bfloat16"),
+        (1, {}, "bfloat16"),
+        (1, {"trainer": {"device": "cpu"}}, "float32"),
+    ],
+)
+def test_a_run_from_python_without_gpus_computes_in_float32(monkeypatch, tmp_path, gpus, sections, dtype):
+    monkeypatch.setattr("fivefold.config.machine.visible_gpus", lambda: gpus)
+    config = RunConfig.of(model={"path": "m"}, data={"train": ["rows.jsonl"]}, **sections)
+    assert config.policy.dtype == dtype
+    # A file says what it computes in, wherever it is read.
+    assert RunConfig.from_yaml(write(tmp_path, dump_yaml(config))).policy.dtype == dtype
+    tree = {"model": {"path": "m"}, "data": {"train": ["rows.jsonl"]}, **sections}
+    written = RunConfig.from_yaml(write(tmp_path, yaml.safe_dump(tree))).policy.dtype
+    assert written == sections.get("policy", {}).get("dtype", "bfloat16")

@@ -105,7 +105,7 @@ def files(tmp_path_factory) -> Path:
 def config(files: Path, policy: str = "megatron:t2", model: str = "qwen3", **engine) -> RunConfig:
     return RunConfig.of(
         model={"path": str(files / model)},
-        policy={"backend": policy},
+        policy={"backend": policy, "dtype": "bfloat16"},
         engine=engine,
         data={"train": [str(files / "rows.jsonl")], "max_prompt_tokens": 32, "max_response_tokens": 32},
         reward={"functions": {"format": 1.0}},
@@ -383,11 +383,12 @@ def test_an_engine_apart_has_a_layout_of_any_size(files, vllm, sglang, layout):
 
 def test_gpus_that_servers_apart_lack_are_counted(files, vllm, monkeypatch):
     """Five GPUs, two of them for the ranks: one server of two is the most; on each of two such machines as well."""
+    from fivefold.config import machine
     from fivefold.plan import check as checks
     from fivefold.plan import devices, engine_placement
 
     vllm("0.26.0")
-    for module in (checks, devices, engine_placement):
+    for module in (checks, devices, engine_placement, machine):
         monkeypatch.setattr(module, "visible_gpus", lambda: 5)
     monkeypatch.setattr(devices, "gpu_bytes", lambda: 80 << 30)
 

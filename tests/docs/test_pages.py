@@ -119,7 +119,7 @@ TRL = DOCS / "coming-from" / "trl.md"
 
 
 def test_defaults_on_the_page_of_trl_are_those_of_the_schema():
-    configs = {name: RunConfig.of(whole({"algorithm": {"name": name}})) for name in ("grpo", "dpo")}
+    configs = {name: RunConfig.from_tree(whole({"algorithm": {"name": name}})) for name in ("grpo", "dpo")}
     rows = [line.split(" | ") for line in TRL.read_text().splitlines() if line.startswith("|")]
     keys = [(row[2].strip("`"), row[3]) for row in rows if len(row) == 5 and re.fullmatch(r"`\w+\.[\w.]+`", row[2])]
     assert len(keys) >= 45

@@ -7,7 +7,7 @@ from itertools import product
 
 import pytest
 
-from fivefold.observability.curve import plot, write_curve
+from fivefold.observability.curve import figure, plot
 from fivefold.observability.report import write_report
 from fivefold.observability.run_view import RunView
 from fivefold.observability.watch import frame
@@ -59,5 +59,5 @@ def test_rows_of_another_shape_give_no_traceback(tmp_path, name):
         file.write("".join(json.dumps(row) + "\n" for row in rows))
     assert '"reward/mean": 0.5' in write_report([tmp_path]).read_text()
     assert "reward/mean" in plot(tmp_path, "reward/mean")
-    write_curve(tmp_path, ["reward/mean"], "title", tmp_path / "curve.svg")
+    (tmp_path / "curve.svg").write_text(figure(tmp_path, "reward/mean").svg)
     frame([RunView(tmp_path)], 100, 40)

@@ -12,7 +12,7 @@ import pytest
 from fivefold.checkpoint.checkpoints import Checkpoints
 from fivefold.data.prepare import prepare
 from fivefold.data.rows import read_rows
-from fivefold.observability.curve import plot, read_metrics
+from fivefold.observability.curve import load_metrics, plot
 from fivefold.observability.report import write_report
 from fivefold.observability.run_logger import append_json
 
@@ -65,7 +65,7 @@ def test_a_report_of_a_running_run_leaves_out_its_unfinished_line(run, cut):
         with (run / name).open("a") as file:
             file.write(line)
     before = {path: path.read_bytes() for path in run.iterdir()}
-    assert [row["step"] for row in read_metrics(run)] == [1, 2, 3]
+    assert [row["step"] for row in load_metrics(run)] == [1, 2, 3]
     write_report([run])
     plot(run, "reward/mean")
     assert {path: path.read_bytes() for path in before} == before

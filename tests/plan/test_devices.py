@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from fivefold.config import machine
 from fivefold.plan import devices
 
 
@@ -47,9 +48,9 @@ def test_gpus_are_those_that_a_process_may_use(tmp_path, monkeypatch, given, of_
         (tmp_path / folder).mkdir()
     for name in [f"dev/{name}" for name in given] + [f"gpus/0000:{number}" for number in range(of_the_driver)]:
         (tmp_path / name).touch()
-    monkeypatch.setattr(devices, "_DEVICES", tmp_path / "dev")
-    monkeypatch.setattr(devices, "_DRIVER", tmp_path / "gpus")
+    monkeypatch.setattr(machine, "_DEVICES", tmp_path / "dev")
+    monkeypatch.setattr(machine, "_DRIVER", tmp_path / "gpus")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert devices.visible_gpus() == count
+    assert machine.visible_gpus() == count

@@ -132,7 +132,7 @@ def test_a_calibration_changes_what_is_predicted(tmp_path, capsys):
     ],
 )  # fmt: skip
 def test_what_cannot_be_planned_is_one_sentence(tmp_path, capsys, monkeypatch, arguments, says):
-    monkeypatch.setattr("fivefold.plan.devices.visible_gpus", lambda: 0)
+    monkeypatch.setattr("fivefold.config.machine.visible_gpus", lambda: 0)
     write_shape(tmp_path, "Qwen3-8B")
     assert cli.main(["plan", *(one.format(model=tmp_path) for one in arguments)]) == 2
     said = capsys.readouterr().err

@@ -31,4 +31,4 @@ def translated(system: str, *words: str, tree: str = "") -> Translation:
 def config(system: str, *words: str, tree: str = "") -> RunConfig:
     found = translated(system, *words, tree=tree)
     assert found.refusals == []
-    return RunConfig.of(found.tree)
+    return RunConfig.from_tree(found.tree)

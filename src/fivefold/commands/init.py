@@ -22,13 +22,13 @@ from fivefold.commands.proposals import (
 from fivefold.commands.run_yaml import MOST_PROMPT, MOST_RESPONSE, Answers, write
 from fivefold.config import RunConfig
 from fivefold.config.loader import build, read_mapping
+from fivefold.config.machine import visible_gpus
 from fivefold.data.rows import Columns
 from fivefold.errors import UserError
 from fivefold.keys.ranges import OneOf
 from fivefold.models.families import load_spec
 from fivefold.models.spec import ModelSpec
 from fivefold.plan.check import check
-from fivefold.plan.devices import visible_gpus
 from fivefold.plan.tokenizer_files import is_hub_id
 from fivefold.reward.rules import check_name
 

@@ -8,6 +8,7 @@ from typing import Any
 from fivefold.config.derived import Derived
 from fivefold.config.dialect import Dialect, Tree
 from fivefold.config.loader import ConfigError, build, override, read, translate
+from fivefold.config.machine import elsewhere, on_gpus
 from fivefold.config.validate import validate
 
 
@@ -26,7 +27,7 @@ class RunConfig(Derived):
         Example: `RunConfig.from_yaml("grpo.yaml", ["trainer.steps=10"])`.
         """
         translation = translate(read(path), overrides or [], dialect)
-        return cls.of(override(translation.tree, translation.overrides))
+        return cls.from_tree(override(translation.tree, translation.overrides))
 
     @classmethod
     def from_overrides(cls, overrides: list[str]) -> RunConfig:
@@ -39,7 +40,7 @@ class RunConfig(Derived):
         has_data = isinstance(data, dict) and bool(data.get("train"))
         missing = [] if has_data else ["data.train is required: write data.train=[FILE.jsonl]"]
         try:
-            config = cls.of(tree)
+            config = cls.from_tree(tree)
         except ConfigError as error:
             raise ConfigError([*error.faults, *missing]) from None
         if missing:
@@ -50,11 +51,21 @@ class RunConfig(Derived):
     def of(cls, tree: Tree | None = None, /, **sections: Any) -> RunConfig:
         """Make a configuration from nested mappings, or from one mapping per section.
 
-        A function may be passed wherever `path.py:function` is allowed. Raises ConfigError with all errors.
+        A function may be passed wherever `path.py:function` is allowed. If policy.dtype is left out, a run without GPUs
+        computes in float32, as in files that `fivefold init` writes. Raises ConfigError with all errors.
 
         Example: `RunConfig.of(model={"path": "Qwen/Qwen3-0.6B"}, reward={"functions": {my_reward: 1.0}})`.
         """
-        config = build(cls, {**(tree or {}), **sections})
+        whole = {**(tree or {}), **sections}
+        config, policy = cls.from_tree(whole), whole.get("policy") or {}
+        if "dtype" in policy or elsewhere(config.launch) or on_gpus(config.launch, config.trainer.device):
+            return config
+        return cls.from_tree({**whole, "policy": {**policy, "dtype": "float32"}})
+
+    @classmethod
+    def from_tree(cls, tree: Tree) -> RunConfig:
+        """Make a configuration from nested mappings, as a YAML file has them; raises ConfigError with all errors."""
+        config = build(cls, tree)
         if errors := validate(config).errors:
             raise ConfigError(errors)
         return config

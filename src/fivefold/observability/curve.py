@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -25,17 +26,23 @@ text{fill:#9ca3af} .title{fill:#e5e7eb}}
 """
 
 
-def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """Return the rows of metrics.jsonl in order of steps."""
-    rows = _read_rows(run_dir / "metrics.jsonl")
+def load_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
+    """Return the metrics of a running or ended run: a dictionary of numbers per step, which docs/metrics.md explains.
+
+    Raises UserError if the directory has no metrics.
+
+    Example: `pandas.DataFrame(load_metrics("runs/first")).set_index("step")["reward/mean"].plot()`.
+    """
+    path = Path(run_dir) / "metrics.jsonl"
+    rows = _read_rows(path)
     if not rows:
-        raise UserError(f"no metrics in {run_dir / 'metrics.jsonl'}: is it the directory of a run that has taken a step?")
+        raise UserError(f"no metrics in {path}: is it the directory of a run that has taken a step?")
     return sorted(rows, key=lambda row: row["step"])
 
 
 def plot(run_dir: Path, metric: str, width: int = 60, height: int = 10) -> str:
     """Return a curve as text."""
-    rows = read_metrics(run_dir)
+    rows = load_metrics(run_dir)
     points = [(row["step"], row[metric]) for row in rows if row.get(metric) is not None]
     if not points:
         names = ", ".join(sorted({name for row in rows for name in row}))
@@ -87,9 +94,24 @@ def _read_rows(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def write_curve(run_dir: Path, metrics: Sequence[str], title: str, out: Path) -> Path:
-    """Write one chart of a run as a standalone SVG file, readable on light and dark pages."""
-    rows = read_metrics(run_dir)
+@dataclass(frozen=True)
+class Figure:
+    """A chart as SVG text, readable on light and dark pages; a notebook shows it as a picture."""
+
+    svg: str
+
+    def _repr_svg_(self) -> str:
+        return self.svg
+
+
+def figure(run_dir: str | Path, *metrics: str, title: str = "") -> Figure:
+    """Return one chart of a run's metrics, which may be patterns as `val/*`.
+
+    Raises UserError if the run has no such metric.
+
+    Example: `figure("runs/first", "reward/mean", "val/*/mean@4")` at the end of a notebook's cell.
+    """
+    rows = load_metrics(run_dir)
     names = sorted({name for row in rows for name in row})
     series = _series(_matching(metrics, names), rows)
     if not series:
@@ -98,14 +120,13 @@ def write_curve(run_dir: Path, metrics: Sequence[str], title: str, out: Path) ->
         f'<text x="{LEFT + place * 200}" y="44" style="fill:{color}">■ {html.escape(name)} {_number(points[-1][1])}</text>'
         for place, ((name, points), color) in enumerate(zip(series, _colors(series), strict=True))
     ]
-    out.write_text(
+    return Figure(
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT + 48}" width="{WIDTH * 1.4:.0f}" role="img" '
         f'aria-label="{html.escape(title)}"><style>{CURVE_STYLE}</style>'
         f'<rect class="page" x="0.5" y="0.5" width="{WIDTH - 1}" height="{HEIGHT + 47}" rx="8"/>'
         f'<text class="title" x="{LEFT}" y="26">{html.escape(title)}</text>{"".join(labels)}'
         f'<g transform="translate(0 48)">{_curves(series)}</g></svg>\n'
     )
-    return out
 
 
 Series = list[tuple[str, list[tuple[int, float]]]]

@@ -14,7 +14,7 @@ from string import Template
 from typing import Any
 
 from fivefold.files import write_whole
-from fivefold.observability.curve import read_metrics
+from fivefold.observability.curve import load_metrics
 from fivefold.observability.metrics import find
 from fivefold.observability.run_view import RunView
 from fivefold.observability.thinning import thin
@@ -78,7 +78,7 @@ def write_report(run_dirs: Sequence[Path]) -> Path:
     """Write report.html with all runs into the first directory; raise ValueError if a directory has no metrics."""
     views = [RunView(run_dir) for run_dir in run_dirs]
     for run_dir in run_dirs:
-        read_metrics(run_dir)
+        load_metrics(run_dir)
     out = run_dirs[0] / "report.html"
     write_whole(out, page(views, most_samples=_MOST_IN_A_FILE))
     return out

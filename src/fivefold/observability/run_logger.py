@@ -73,7 +73,8 @@ class RunLogger:
         if not is_main:
             return
         (run_dir / "trace").mkdir(parents=True, exist_ok=True)
-        if self._console.is_terminal and "console" in loggers:
+        # Rich believes FORCE_COLOR, which notebooks set: they show cursor movements as text.
+        if self._console.file.isatty() and "console" in loggers:
             self._progress = Progress(
                 TextColumn("{task.description:>12}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
                 console=self._console, transient=True,

@@ -30,16 +30,6 @@ def _is_run(path: Path) -> bool:
     return any((path / name).is_file() for name in ("status.json", "run.yaml", "metrics.jsonl"))
 
 
-def load_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
-    """Return the metrics of a running or ended run: one dictionary of numbers per step, docs/metrics.md says which.
-
-    Raises UserError if there is no such run.
-
-    Example: `pandas.DataFrame(load_metrics("runs/first")).set_index("step")["reward/mean"].plot()`.
-    """
-    return RunView(Path(run_dir)).rows
-
-
 class RunView:
     """Contents of a run directory; `refresh` reads what is new."""
 

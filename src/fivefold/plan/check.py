@@ -11,6 +11,7 @@ from fivefold.algo.methods import COLUMNS
 from fivefold.config import RunConfig
 from fivefold.config.engine import SamplingConfig
 from fivefold.config.learners import LearnerConfig, LoraConfig, PolicyConfig, ReferenceConfig
+from fivefold.config.machine import elsewhere, is_joined, on_gpus, visible_gpus
 from fivefold.config.mcore_options import RECOMPUTE, recompute_fault
 from fivefold.config.packages import BRIDGES, LAUNCHERS, TRACKERS, TRANSFORMER_IMPL, missing_packages, slower_paths
 from fivefold.config.roles import ABSENT, Role
@@ -36,7 +37,6 @@ from fivefold.models.spec import ModelSpec
 from fivefold.models.tensor_files import check_tensor_files, tensor_places
 from fivefold.models.torch_dist import check_torch_dist, find_torch_dist, has_value_head, is_torch_dist
 from fivefold.plan.data_files import check_data
-from fivefold.plan.devices import elsewhere, is_joined, on_gpus, visible_gpus
 from fivefold.plan.engine_checks import check_engine, check_judge, report_engine
 from fivefold.plan.engine_placement import device_rows
 from fivefold.plan.fit import check_fit

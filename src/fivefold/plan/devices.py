@@ -11,9 +11,9 @@ from pathlib import Path
 
 from fivefold.config import RunConfig
 from fivefold.config.gpus import GPUS
+from fivefold.config.machine import elsewhere, is_joined, on_gpus, visible_gpus
 from fivefold.config.schema import LaunchConfig
 
-_DEVICES, _DRIVER = Path("/dev"), Path("/proc/driver/nvidia/gpus")
 _SAME_MEMORY = 0.1
 """Largest relative difference in memory between GPUs that count as the same kind."""
 
@@ -37,32 +37,6 @@ def device_of(config: RunConfig) -> Device | None:
         return None if found is None else Device("the GPU of this machine", found)
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 0) if is_joined(config.launch) else 0) or config.roles.world_size
     return Device("its share of this machine's memory", host_bytes() // ranks)
-
-
-def is_joined(launch: LaunchConfig) -> bool:
-    """Return whether torchrun or another launcher started this process as a rank."""
-    return launch.backend == "auto" and "WORLD_SIZE" in os.environ
-
-
-def elsewhere(launch: LaunchConfig) -> bool:
-    """Return whether the ranks run on nodes of a Ray cluster, which may be other machines than this one."""
-    return launch.backend == "ray" and bool(launch.ray.address or os.environ.get("RAY_ADDRESS"))
-
-
-def on_gpus(launch: LaunchConfig, device: str) -> bool:
-    """Return whether the run will use GPUs; `device` is trainer.device."""
-    if device != "auto":
-        return device == "cuda"
-    return launch.gpu is not None or visible_gpus() > 0
-
-
-def visible_gpus() -> int:
-    """Return the number of this machine's GPUs that the run may use."""
-    # In a container, count the GPUs that it was given: a node's driver may create the device files at their first use.
-    devices = [path for path in _DEVICES.glob("nvidia*") if path.name.removeprefix("nvidia").isdecimal()]
-    gpus = len(devices or list(_DRIVER.glob("*")))
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return gpus if visible is None else min(gpus, len([item for item in visible.split(",") if item.strip()]))
 
 
 @cache

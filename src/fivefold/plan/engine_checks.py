@@ -7,6 +7,7 @@ from pathlib import Path
 from fivefold.config import RunConfig
 from fivefold.config.engine import EngineConfig
 from fivefold.config.learners import PolicyConfig
+from fivefold.config.machine import on_gpus
 from fivefold.config.schema import LaunchConfig
 from fivefold.config.scoring import RewardConfig
 from fivefold.engines.servers.probe import check_servers
@@ -19,7 +20,7 @@ from fivefold.keys.findings import Findings
 from fivefold.layout import ParallelLayout
 from fivefold.models.config_json import read_config
 from fivefold.models.spec import ModelSpec
-from fivefold.plan.devices import device_of, on_gpus
+from fivefold.plan.devices import device_of
 from fivefold.plan.memory import BYTES, CPU_CACHE, ENGINE_GRAPHS
 from fivefold.plan.tokenizer_files import is_hub_id
 

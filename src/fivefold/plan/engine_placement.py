@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 
 from fivefold.config import RunConfig
+from fivefold.config.machine import on_gpus, visible_gpus
 from fivefold.engines.servers.placement import Machine, ServerPlace, after_servers, place_servers
 from fivefold.layout import ParallelLayout
-from fivefold.plan.devices import on_gpus, visible_gpus
 
 
 def machines_here(config: RunConfig) -> list[Machine]:

@@ -9,10 +9,11 @@ from typing import Any, cast
 from fivefold.config import RunConfig
 from fivefold.config.engine import EngineConfig
 from fivefold.config.learners import LearnerConfig, OffloadConfig
+from fivefold.config.machine import on_gpus
 from fivefold.errors import UserError
 from fivefold.keys.findings import Findings
 from fivefold.layout import ParallelLayout
-from fivefold.plan.devices import device_of, on_gpus
+from fivefold.plan.devices import device_of
 from fivefold.plan.memory import Memory
 
 Measure = Callable[[RunConfig], Memory]

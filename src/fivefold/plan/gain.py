@@ -9,12 +9,13 @@ from dataclasses import replace
 from fivefold.config import RunConfig
 from fivefold.config.engine import EngineConfig
 from fivefold.config.learners import OffloadConfig
+from fivefold.config.machine import on_gpus
 from fivefold.config.packages import NOT_INSTALLED, flash_fault
 from fivefold.config.validate import validate
 from fivefold.errors import UserError
 from fivefold.layout import ParallelLayout
 from fivefold.models.spec import ModelSpec
-from fivefold.plan.devices import gpu_kind, on_gpus
+from fivefold.plan.devices import gpu_kind
 from fivefold.plan.efficiency import Efficiencies, flash_runs_on, load_rates
 from fivefold.plan.estimate import Lengths, StepEstimate, describe_parts, step_estimate
 from fivefold.plan.hardware import Cluster

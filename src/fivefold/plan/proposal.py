@@ -89,7 +89,7 @@ def base_run(tree: dict[str, Any], changes: dict[str, Any]) -> RunConfig:
     tree = _merged(tree, changes)
     if not isinstance(tree.get("model"), dict) or "path" not in tree["model"]:
         raise UserError("name the model: --model DIRECTORY, a hub id, or a run's YAML file")
-    return RunConfig.of(tree)
+    return RunConfig.from_tree(tree)
 
 
 def gpu_or_refuse(name: str | None) -> str:

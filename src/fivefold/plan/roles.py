@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from fivefold.config import RunConfig
+from fivefold.config.machine import on_gpus
 from fivefold.config.roles import Role, Roles
 from fivefold.models.families import load_spec
 from fivefold.models.spec import ModelSpec
-from fivefold.plan.devices import on_gpus
 from fivefold.plan.engine_checks import engine_cache
 from fivefold.plan.memory import Memory, Other, Sharded, estimate_memory
 from fivefold.plan.placement import Placed
