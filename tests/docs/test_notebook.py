@@ -24,6 +24,8 @@ def test_the_notebook_trains_and_shows_its_curve(tmp_path, monkeypatch):
     nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
     # The commands in its cells are those of the environment that runs the tests.
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    # Within pytest, ipykernel does not show what processes of a cell print.
+    monkeypatch.delenv("PYTEST_CURRENT_TEST")
     notebook = nbformat.read(NOTEBOOK, 4)
     nbclient.NotebookClient(notebook, timeout=900, resources={"metadata": {"path": str(tmp_path)}}).execute()
     outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
