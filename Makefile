@@ -23,7 +23,7 @@ TRACKERS_READY := $(TRACKERS)/.ready
 PART ?= 1/1
 
 .PHONY: setup check test test-plain test-vllm test-slow test-slow-vllm test-sglang test-kernels test-routes test-trackers test-browser test-dialects test-eras test-cpus \
-	test-layouts test-attacks test-by-turns test-all demo docs site demo-curve gsm8k gpu-test gpu-speed wheel clean
+	test-layouts test-attacks test-by-turns test-all demo docs site demo-curve gsm8k gpu-test gpu-speed wheel image-cpu image-cuda clean
 
 setup: $(READY)
 
@@ -181,6 +181,11 @@ wheel:
 	cmp dist/1/*.whl dist/2/*.whl
 	mv dist/1/*.whl dist && rm -r dist/1 dist/2
 	sha256sum dist/*.whl
+
+# With Docker the image, without it the lines of the Dockerfile in a chroot, by root.
+image-cpu image-cuda: image-%:
+	if docker info > /dev/null 2>&1; then docker build -f docker/Dockerfile.$* -t fivefold:$* . && docker run --rm fivefold:$*; \
+		else sh docker/try.sh docker/Dockerfile.$*; fi
 
 clean:
 	rm -rf .eras $(VENV) $(VLLM) $(SGLANG) $(KERNELS) $(TRACKERS) $(SITE) dist demo runs .mypy_cache .ruff_cache .pytest_cache .hypothesis
