@@ -27,10 +27,11 @@ PART ?= 1/1
 
 setup: $(READY)
 
-# torch first and alone: the pinned version has a CPU build, an unpinned one would bring gigabytes of CUDA.
+# torch first and alone, in its build for CPUs: that of PyPI brings gigabytes of CUDA on Linux.
 $(READY): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --retries 1 --extra-index-url https://download.pytorch.org/whl/cpu \
+		--constraint constraints.txt torch
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev]"
 	touch $(READY)
 
@@ -175,7 +176,7 @@ gpu-speed:
 wheel:
 	rm -rf dist
 	umask 022; for copy in 1 2; do \
-		directory=$$(mktemp -d) && git archive HEAD | tar -x -C $$directory && \
+		directory=$$(mktemp -d) && git -c tar.umask=0022 archive HEAD | tar -x -C $$directory && \
 		SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) $(PYTHON) -m pip wheel --quiet --disable-pip-version-check --no-deps \
 			--wheel-dir dist/$$copy $$directory && rm -rf $$directory || exit 1; done
 	cmp dist/1/*.whl dist/2/*.whl
