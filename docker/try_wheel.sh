@@ -2,8 +2,8 @@
 # Installs a wheel into an empty environment, away from the checkout, and runs the first run of docs/first-run.md there:
 #     sh docker/try_wheel.sh dist/fivefold-0.1.0-py3-none-any.whl -c constraints.txt              # CPUs
 #     EXTRAS=vllm,ray sh docker/try_wheel.sh dist/fivefold-*.whl -c constraints-gpu.txt            # GPUs: not measured yet
-# What follows the wheel are arguments of pip. DIRECTORY: where, and left there; STEPS: of the run; VENV: arguments of venv,
-# --system-site-packages where CUDA's torch is installed already and nothing can be downloaded (then with --no-deps).
+# What follows the wheel are arguments of pip. DIRECTORY: where, and left there. STEPS: of the run. SITE: a site-packages
+# directory that the environment sees as well, for a machine that can download nothing and has torch (then with --no-deps).
 set -eu
 
 wheel=$(realpath "$1") && shift
@@ -11,8 +11,11 @@ page=$(cd "$(dirname "$0")/.." && pwd)/docs/first-run.md
 directory=${DIRECTORY:-$(mktemp -d)}
 [ -n "${DIRECTORY:-}" ] || trap 'rm -rf "$directory"' EXIT
 
+python3 -m venv "$directory/venv"
+if [ -n "${SITE:-}" ]; then
+	echo "$SITE" > "$("$directory/venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/site.pth"
+fi
 # Paths among pip's arguments are those of here.
-python3 -m venv ${VENV:-} "$directory/venv"
 "$directory/venv/bin/python" -m pip install --quiet --disable-pip-version-check "$@" "fivefold${EXTRAS:+[$EXTRAS]} @ file://$wheel"
 
 cd "$directory"
