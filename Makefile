@@ -23,14 +23,15 @@ TRACKERS_READY := $(TRACKERS)/.ready
 PART ?= 1/1
 
 .PHONY: setup check test test-plain test-vllm test-slow test-slow-vllm test-sglang test-kernels test-routes test-trackers test-browser test-dialects test-eras test-cpus \
-	test-layouts test-attacks test-by-turns test-all demo docs site demo-curve gsm8k gpu-test gpu-speed wheel clean
+	test-layouts test-attacks test-by-turns test-all demo docs site demo-curve gsm8k gpu-test gpu-speed wheel image-cpu image-cuda clean
 
 setup: $(READY)
 
-# torch first and alone: the pinned version has a CPU build, an unpinned one would bring gigabytes of CUDA.
+# torch first and alone, in its build for CPUs: that of PyPI brings gigabytes of CUDA on Linux.
 $(READY): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --retries 1 --extra-index-url https://download.pytorch.org/whl/cpu \
+		--constraint constraints.txt torch
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev]"
 	touch $(READY)
 
@@ -175,12 +176,17 @@ gpu-speed:
 wheel:
 	rm -rf dist
 	umask 022; for copy in 1 2; do \
-		directory=$$(mktemp -d) && git archive HEAD | tar -x -C $$directory && \
+		directory=$$(mktemp -d) && git -c tar.umask=0022 archive HEAD | tar -x -C $$directory && \
 		SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) $(PYTHON) -m pip wheel --quiet --disable-pip-version-check --no-deps \
 			--wheel-dir dist/$$copy $$directory && rm -rf $$directory || exit 1; done
 	cmp dist/1/*.whl dist/2/*.whl
 	mv dist/1/*.whl dist && rm -r dist/1 dist/2
 	sha256sum dist/*.whl
+
+# With Docker the image, without it the lines of the Dockerfile in a chroot, by root.
+image-cpu image-cuda: image-%:
+	if docker info > /dev/null 2>&1; then docker build -f docker/Dockerfile.$* -t fivefold:$* . && docker run --rm fivefold:$*; \
+		else sh docker/try.sh docker/Dockerfile.$*; fi
 
 clean:
 	rm -rf .eras $(VENV) $(VLLM) $(SGLANG) $(KERNELS) $(TRACKERS) $(SITE) dist demo runs .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -5,6 +5,8 @@ metrics.md: every metric, from observability/metrics.py.
 rewards.md: the built-in rewards, from reward/rules.py.
 methods.md: its rows, from algo/methods.py.
 plan.md: its rates and GPUs, from plan/measured.py and config/gpus.py, and what benchmarks/plan_accuracy.py printed.
+faq.md: how many GPUs a model needs, by docs/faq.py.
+install.md: the repository's address, from pyproject.toml.
 api.md: the names of the package, from their docstrings.
 README.md, status.md: the number of methods.
 examples/README.md: GPUs, memory and time of each example, by docs/examples.py.
@@ -19,14 +21,17 @@ import dataclasses
 import inspect
 import itertools
 import textwrap
+import tomllib
 import types
 import typing
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 from docs.api import api
 from docs.examples import EXAMPLES, examples
+from docs.faq import gpus_table
 from fivefold.algo.choices import PARTS, Choices
 from fivefold.algo.methods import METHODS
 from fivefold.algo.part import Part
@@ -53,21 +58,31 @@ ON_RESUME = {Counts.VALUE: "", Counts.CONTENT: "content", Counts.HARMLESS: "may 
 TYPES = {bool: "true or false", int: "whole number", float: "number", str: "text", Any: "anything", type(None): "null"}
 
 
-def pages() -> dict[Path, str]:
-    """Every generated page and its text."""
-    methods = DOCS / "methods.md"
+def pages() -> dict[Path, Callable[[], str]]:
+    """Every generated page and what returns its text."""
+
+    def part(page: Path, write: Callable[[str], str]) -> dict[Path, Callable[[], str]]:
+        return {page: lambda: write(page.read_text())}
+
     return {
-        DOCS / "configuration.md": configuration(),
-        DOCS / "metrics.md": metrics(),
-        methods: update(methods.read_text()),
-        DOCS / "rewards.md": rewards((DOCS / "rewards.md").read_text()),
-        DOCS / "plan.md": planning((DOCS / "plan.md").read_text()),
-        DOCS / "api.md": api(GENERATED, _docstrings),
-        EXAMPLES / "verl" / "run.yaml": converted(EXAMPLES / "verl" / "run_qwen3_8b.sh"),
-        EXAMPLES / "README.md": examples(GENERATED),
-        **{page: counted(page.read_text()) for page in (DOCS.parent / "README.md", DOCS / "status.md")},
-        **{DOCS / "coming-from" / f"{system}.md": write_page(find_system(system), GENERATED) for system in SYSTEMS},
+        DOCS / "configuration.md": configuration,
+        DOCS / "metrics.md": metrics,
+        DOCS / "api.md": lambda: api(GENERATED, _docstrings),
+        EXAMPLES / "verl" / "run.yaml": lambda: converted(EXAMPLES / "verl" / "run_qwen3_8b.sh"),
+        EXAMPLES / "README.md": lambda: examples(GENERATED),
+        **{DOCS / "coming-from" / f"{system}.md": partial(_dialect, system) for system in SYSTEMS},
+        **part(DOCS / "methods.md", update),
+        **part(DOCS / "rewards.md", rewards),
+        **part(DOCS / "plan.md", planning),
+        **part(DOCS / "faq.md", faq),
+        **part(DOCS / "install.md", installing),
+        **part(DOCS.parent / "README.md", counted),
+        **part(DOCS / "status.md", counted),
     }
+
+
+def _dialect(system: str) -> str:
+    return write_page(find_system(system), GENERATED)
 
 
 # --- configuration ---------------------------------------------------------------------------------------------------
@@ -317,6 +332,23 @@ def planning(page: str) -> str:
     return _between(page, ACCURACY, END_OF_ACCURACY, f"```\n{printed}```\n")
 
 
+GPU_COUNTS, END_OF_GPU_COUNTS = "<!-- GPUs: begin (written by `make docs`) -->\n", "<!-- GPUs: end -->\n"
+
+
+def faq(page: str) -> str:
+    """The page with the table of GPUs that models need as it is."""
+    return _between(page, GPU_COUNTS, END_OF_GPU_COUNTS, gpus_table())
+
+
+CLONE, END_OF_CLONE = "<!-- clone: begin (written by `make docs`) -->\n", "<!-- clone: end -->\n"
+
+
+def installing(page: str) -> str:
+    """The page with the repository's address, which pyproject.toml has."""
+    urls = tomllib.loads((DOCS.parent / "pyproject.toml").read_text())["project"]["urls"]
+    return _between(page, CLONE, END_OF_CLONE, f"\n    git clone {urls['Source']} && cd fivefold\n\n")
+
+
 def converted(script: Path) -> str:
     """What `fivefold convert --from verl` prints for a script."""
     verl = find_system("verl")
@@ -361,7 +393,7 @@ def _page(head: str, parts: list[str]) -> str:
 
 def main() -> None:
     for path, text in pages().items():
-        path.write_text(text)
+        path.write_text(text())
         print(path)
 
 

@@ -4,6 +4,7 @@ the repository."""
 from __future__ import annotations
 
 import re
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,13 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGES = {"README.md": "index.md", "examples/README.md": "examples.md"}
 """File outside docs/ -> its page."""
 LINK = re.compile(r"(\]\(|src=\")(?!https?:|#)([^)\"\s]+)")
+
+
+def on_config(config: Any) -> Any:
+    """Set the repository's address, which pyproject.toml has."""
+    urls = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]
+    config.repo_url, config.repo_name = urls["Source"], config.site_name
+    return config
 
 
 def on_files(files: Any, config: Any) -> Any:

@@ -16,7 +16,7 @@ from fivefold.reward.rules import BUILT_IN
 
 @pytest.mark.parametrize("path", sorted(pages()), ids=lambda path: path.name)
 def test_the_page_is_current(path):
-    assert path.read_text() == pages()[path], f"{path} is not what the code says: run `make docs`"
+    assert path.read_text() == pages()[path](), f"{path} is not what the code says: run `make docs`"
 
 
 def test_every_key_is_explained():

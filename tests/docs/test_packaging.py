@@ -9,13 +9,17 @@ import re
 import shlex
 import subprocess
 import sys
+import tarfile
 import tomllib
 import zipfile
 from pathlib import Path
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
+from fivefold import __version__
 from fivefold.config import RunConfig
 from fivefold.config.packages import EXTRAS
 from fivefold.plan.check import check
@@ -148,33 +152,118 @@ def test_compose_has_keys_of_its_specification():
     assert device["driver"] == "nvidia" and "gpu" in device["capabilities"]
 
 
-@pytest.mark.slow
-def test_wheels_come_out_the_same_and_carry_their_types(tmp_path):
-    """Built out of the last commit."""
-    subprocess.run(["git", "clone", "--quiet", ROOT, tmp_path / "copy"], check=True)
-    done = subprocess.run(
-        ["make", "wheel", f"PYTHON={sys.executable}"], cwd=tmp_path / "copy", capture_output=True, text=True
-    )
+@pytest.mark.parametrize("name", ["constraints.txt", "constraints-gpu.txt"])
+def test_constraints_are_versions_that_the_project_accepts(name):
+    pins = {}
+    for line in (ROOT / name).read_text().splitlines():
+        if not line.startswith("#"):
+            package, version = line.split("==")
+            assert pins.setdefault(canonicalize_name(package), version) == version
+    wanted = [Requirement(text) for text in PROJECT["dependencies"]]
+    extras = [Requirement(text) for each in EXTRAS for text in PROJECT["optional-dependencies"][each.name]]
+    assert {canonicalize_name(one.name) for one in wanted} <= set(pins)
+    for one in [*wanted, *extras]:
+        version = pins.get(canonicalize_name(one.name))
+        assert version is None or one.specifier.contains(version, prereleases=True), (one, version)
+    if name == "constraints-gpu.txt":
+        assert {canonicalize_name(each.package) for each in EXTRAS} - set(pins) == {"flash-attn-4"}
+        page = (ROOT / "docs/install.md").read_text()
+        for package, shown in (("torch", "torch"), ("vllm", "vLLM"), ("ray", "Ray"), ("transformers", "transformers")):
+            assert f"{shown} {'.'.join(pins[package].split('.')[:2])}" in page
+
+
+def test_the_address_of_the_repository_stands_in_one_place():
+    assert all(url.startswith(PROJECT["urls"]["Source"]) for url in PROJECT["urls"].values())
+    account = PROJECT["urls"]["Source"].split("/")[3]
+    named = subprocess.run(["git", "grep", "-lI", f"{account}/fivefold"], cwd=ROOT, capture_output=True, text=True).stdout
+    # The page is written from it.
+    assert named.split() == ["docs/install.md", "pyproject.toml"]
+
+
+def test_a_tag_is_built_checked_tried_and_published_without_a_token():
+    text = (ROOT / ".github/workflows/publish.yml").read_text()
+    workflow = yaml.safe_load(text)
+    build, publish = workflow["jobs"]["build"], workflow["jobs"]["publish"]
+    lines = [line.strip() for step in build["steps"] for line in step.get("run", "").splitlines()]
+    order = ["test ", "SOURCE_DATE_EPOCH=", "twine check --strict", "sh docker/try_wheel.sh"]
+    assert [start for line in lines for start in order if line.startswith(start)] == order
+    assert (publish["needs"], publish["if"]) == ("build", "github.ref_type == 'tag'")
+    assert workflow["permissions"] == {"contents": "read"} and publish["permissions"] == {"id-token": "write"}
+    assert [step["uses"].partition("@")[0] for step in publish["steps"]] == [
+        "actions/download-artifact",
+        "pypa/gh-action-pypi-publish",
+    ]
+    assert "secrets" not in text and "password" not in text
+    # The check of the tag finds the version.
+    [tag] = [line for line in lines if line.startswith("test ")]
+    for name, code in ((f"v{__version__}", 0), ("v9.9.9", 1)):
+        environment = os.environ | {"GITHUB_REF_NAME": name}
+        assert subprocess.run(["sh", "-c", tag], cwd=ROOT, env=environment, check=False).returncode == code
+
+
+@pytest.mark.parametrize("dockerfile", DOCKERFILES, ids=lambda path: path.name)
+def test_the_chroot_runs_every_instruction_of_an_image(dockerfile):
+    script = (ROOT / "docker/try.sh").read_text()
+    instructions = set(re.findall(r"^([A-Z]+) ", dockerfile.read_text(), re.M))
+    labels = {word for line in re.findall(r"^\t([A-Z |]+)\)", script, re.M) for word in line.split(" | ")}
+    assert instructions <= labels
+    subprocess.run(["sh", "-n", ROOT / "docker/try.sh"], check=True)
+    subprocess.run(["sh", "-n", ROOT / "docker/try_wheel.sh"], check=True)
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory) -> tuple[Path, str]:
+    """A clone of the last commit after `make wheel`, and what that printed."""
+    copy = tmp_path_factory.mktemp("built") / "copy"
+    subprocess.run(["git", "clone", "--quiet", ROOT, copy], check=True)
+    done = subprocess.run(["make", "wheel", f"PYTHON={sys.executable}"], cwd=copy, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    [wheel] = (tmp_path / "copy/dist").glob("*.whl")
-    assert hashlib.sha256(wheel.read_bytes()).hexdigest() in done.stdout
-    names = zipfile.ZipFile(wheel).namelist()
-    assert "fivefold/py.typed" in names and not [name for name in names if name.startswith("tests")]
+    return copy, done.stdout
 
 
 @pytest.mark.slow
-def test_the_lines_of_the_cpu_image_make_an_environment_that_can_run(tmp_path):
-    """In a clean environment, as the image would be but for its Python."""
-    subprocess.run([sys.executable, "-m", "venv", tmp_path / "venv"], check=True)
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    environment |= {"PATH": f"{tmp_path}/venv/bin:{os.environ['PATH']}", "PIP_RETRIES": "0"}
-    source = tmp_path / "source"
-    source.mkdir()
-    for name in ("pyproject.toml", "constraints.txt", "README.md", "LICENSE"):
-        (source / name).write_bytes((ROOT / name).read_bytes())
-    subprocess.run(["cp", "-r", ROOT / "src", source], check=True)
-    for line in pip_lines(ROOT / "docker/Dockerfile.cpu"):
-        subprocess.run(["bash", "-c", line], cwd=source, env=environment, check=True)
-    done = subprocess.run(["fivefold", "doctor"], cwd=tmp_path, env=environment, capture_output=True, text=True)
+def test_a_wheel_comes_out_the_same_with_every_file_of_the_package_and_no_other(built):
+    copy, printed = built
+    [wheel] = (copy / "dist").glob("*.whl")
+    assert hashlib.sha256(wheel.read_bytes()).hexdigest() in printed
+    names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    committed = subprocess.run(["git", "ls-files", "src"], cwd=copy, check=True, capture_output=True, text=True).stdout
+    assert names == {name.removeprefix("src/") for name in committed.split()}
+
+
+@pytest.mark.slow
+def test_the_source_archive_builds_the_same_wheel_and_carries_no_tests(built, tmp_path):
+    copy, _ = built
+    [wheel] = (copy / "dist").glob("*.whl")
+    time = subprocess.run(["git", "log", "-1", "--format=%ct"], cwd=copy, check=True, capture_output=True, text=True).stdout
+    environment = os.environ | {"SOURCE_DATE_EPOCH": time.strip()}
+    code = f"from setuptools.build_meta import build_sdist; build_sdist({str(tmp_path)!r})"
+    subprocess.run([sys.executable, "-c", code], cwd=copy, env=environment, check=True, stdout=subprocess.DEVNULL)
+    [archive] = tmp_path.glob("*.tar.gz")
+    with tarfile.open(archive) as files:
+        assert not [name for name in files.getnames() if "/tests" in name or "/examples" in name]
+        files.extractall(tmp_path / "source", filter="data")
+    [source] = (tmp_path / "source").iterdir()
+    line = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", tmp_path, source]
+    subprocess.run(line, env=environment, check=True)
+    assert (tmp_path / wheel.name).read_bytes() == wheel.read_bytes()
+
+
+@pytest.mark.slow
+def test_a_wheel_alone_inits_and_trains_in_an_empty_environment(built, tmp_path):
+    """With the packages of the CPU image, without the checkout."""
+    copy, _ = built
+    [wheel] = (copy / "dist").glob("*.whl")
+    [torch, _] = pip_lines(ROOT / "docker/Dockerfile.cpu")
+    environment = os.environ | {"PIP_RETRIES": "0", "DIRECTORY": str(tmp_path / "away")}
+    line = f"sh {ROOT}/docker/try_wheel.sh {wheel} {torch.removeprefix('pip install ')}"
+    done = subprocess.run(["sh", "-c", line], cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "a plain run can start here" in done.stdout
+    assert "a plain run can start here" in done.stdout and 'the wheel runs: {"step": 2' in done.stdout
+    # Tables of other systems and the report's page are files of the wheel.
+    script = ROOT / "examples/verl/run_qwen3_8b.sh"
+    convert = [tmp_path / "away/venv/bin/fivefold", "convert", "--from", "verl", script]
+    plain = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    converted = subprocess.run(convert, cwd=tmp_path, env=plain, capture_output=True, text=True)
+    assert converted.stdout == script.with_name("run.yaml").read_text(), converted.stderr
+    assert (tmp_path / "away/runs/first/report.html").read_text().count("<script") > 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,13 +15,22 @@ from safetensors.torch import save_file
 from fivefold.config import ConfigError, RunConfig
 from fivefold.layout import ParallelLayout
 from fivefold.models.adapters import CONFIG, TENSORS, LoraSpec, adapter_tensors, peft_config
-from fivefold.models.families import load_spec
+from fivefold.models.families import load_spec, spec_from_config
+from fivefold.models.parameters import Sharding
 from fivefold.plan.check import check
 from fivefold.plan.efficiency import Efficiencies, load_rates
 from fivefold.plan.hardware import Cluster
-from fivefold.plan.memory import Sharded, checkpoint_bytes, rank_parameters, trained_parameters, training_flops
+from fivefold.plan.memory import (
+    Sharded,
+    adapter_parameters,
+    checkpoint_bytes,
+    rank_parameters,
+    trained_parameters,
+    training_flops,
+)
 from fivefold.plan.roles import memory_of
 from fivefold.plan.step_time import Batch, update_time
+from tests.support.public_shapes import SHAPES
 
 ALL = LoraSpec(4, 6.0, ("all-linear",))
 
@@ -137,3 +147,26 @@ def test_adapters_of_another_model_are_refused(models, tmp_path):
     path = write(tmp_path, models("qwen3"), replace(ALL, exclude_modules=("k_proj",)))
     assert "lacks 8 tensors" in faults(models("qwen3"), {"rank": 4, "alpha": 6, "path": str(path)})
     assert "lora" not in faults(models("qwen3"), {"rank": 4, "alpha": 6, "exclude_modules": ["k_proj"], "path": str(path)})
+
+
+def test_parameters_of_a_rank_are_those_of_its_shards_tensor_by_tensor():
+    spec, lora = spec_from_config(SHAPES["Qwen1.5-MoE-A2.7B-Chat"]), LoraSpec(32, 64.0, ("all-linear",))
+    layout = ParallelLayout.parse("megatron:(attn:d2p2t2|ffn:d1p2t2e2)")
+    dense, experts = [0, 0], [0, 0]
+    for tensor, (rows, columns) in adapter_tensors(spec, lora).items():
+        stage, is_whole = tensor.layer // 12, tensor.sharding is Sharding.REPLICATE
+        if tensor.expert is None:
+            dense[stage] += rows * columns // (1 if is_whole else 2)
+        elif tensor.expert % 2 == 0:  # one of two ranks' experts
+            experts[stage] += rows * columns // (1 if is_whole else 2)
+    assert [(part.dense, part.experts) for part in adapter_parameters(spec, lora, layout)] == [
+        *zip(dense, experts, strict=True)
+    ]
+
+
+def test_adapters_of_128_experts_are_counted_once_and_not_for_each_layout():
+    spec, lora = spec_from_config(SHAPES["Qwen3-30B-A3B"]), LoraSpec(32, 64.0, ("all-linear",))
+    begin = time.process_time()
+    for layout in [ParallelLayout(dp=dp, tp=tp, ep=ep) for dp in (4, 8, 16, 32) for tp in (1, 2, 4) for ep in (1, 2, 4)]:
+        adapter_parameters(spec, lora, layout)
+    assert time.process_time() - begin < 5

@@ -27,7 +27,10 @@ def _sized(base: dict[str, Any], hidden: int, ffn: int, layers: int, heads: int,
 SHAPES: dict[str, dict[str, Any]] = {
     "Qwen3-0.6B": _sized(_QWEN3, 1024, 3072, 28, 16, tie_word_embeddings=True),
     "Qwen3-1.7B": _sized(_QWEN3, 2048, 6144, 28, 16, tie_word_embeddings=True),
+    "Qwen3-4B": _sized(_QWEN3, 2560, 9728, 36, 32, tie_word_embeddings=True),
     "Qwen3-8B": _sized(_QWEN3, 4096, 12288, 36, 32),
+    "Qwen3-14B": _sized(_QWEN3, 5120, 17408, 40, 40),
+    "Qwen3-32B": _sized(_QWEN3, 5120, 25600, 64, 64),
     "Qwen3-30B-A3B": _sized(_MOE, 2048, 6144, 48, 32, moe_intermediate_size=768),
     "Qwen3-235B-A22B": _sized(_MOE, 4096, 12288, 94, 64, moe_intermediate_size=1536),
     "Qwen1.5-MoE-A2.7B-Chat": {

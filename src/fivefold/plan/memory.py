@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -143,17 +144,25 @@ def rank_parameters(
     return tuple(found)
 
 
+@lru_cache(maxsize=64)
+def _adapter_sizes(spec: ModelSpec, lora: LoraSpec) -> Counter[tuple[int, bool, bool, int]]:
+    """Return how many adapter tensors each (layer, of an expert, sharded, size) has: experts have tens of thousands."""
+    found = Counter[tuple[int, bool, bool, int]]()
+    for tensor, (rows, columns) in adapter_tensors(spec, lora).items():
+        assert tensor.layer is not None
+        found[tensor.layer, tensor.expert is not None, tensor.sharding is not Sharding.REPLICATE, rows * columns] += 1
+    return found
+
+
 @lru_cache(maxsize=4096)
 def adapter_parameters(
     spec: ModelSpec, lora: LoraSpec, layout: ParallelLayout, stages: PipelineSplit | None = None
 ) -> tuple[RankParameters, ...]:
     """Return the adapter parameters of one rank in each pipeline stage."""
     dense, experts = [0] * spec.layers, [0] * spec.layers
-    for tensor, (rows, columns) in adapter_tensors(spec, lora).items():
-        assert tensor.layer is not None
-        parts = layout.tp if tensor.expert is None else layout.etp
-        size = rows * columns // (1 if tensor.sharding is Sharding.REPLICATE else parts)
-        (dense if tensor.expert is None else experts)[tensor.layer] += size
+    for (layer, of_expert, is_sharded, size), count in _adapter_sizes(spec, lora).items():
+        parts = layout.etp if of_expert else layout.tp
+        (experts if of_expert else dense)[layer] += count * (size // (parts if is_sharded else 1))
     return tuple(
         RankParameters(sum(dense[layer] for layer in own), sum(experts[layer] for layer in own) // layout.ep)
         for chunks in (stages or PipelineSplit()).split_layers(spec.layers, layout)
@@ -344,7 +353,7 @@ def trained_parameters(spec: ModelSpec, lora: LoraSpec | None) -> int:
     """Return the number of trained parameters: all of the model, or only its adapters."""
     if lora is None:
         return spec.parameters
-    return sum(rows * columns for rows, columns in adapter_tensors(spec, lora).values())
+    return sum(size * count for (*_, size), count in _adapter_sizes(spec, lora).items())
 
 
 def checkpoint_bytes(spec: ModelSpec, dtype: str, lora: LoraSpec | None = None) -> int:

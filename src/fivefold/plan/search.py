@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any, cast
 
 from fivefold.config import RunConfig
@@ -99,6 +100,22 @@ class Space:
         if not chosen:
             raise UserError("; ".join(validate(found[0].config).errors))
         return list(chosen.values())
+
+    def larger(self) -> Iterator[Space]:
+        """Yield the search on 2, 4, 8 and more times as many GPUs, up to 64 times."""
+        cluster, factor = self.cluster, 2
+        while factor <= _MOST_GPUS:
+            gpus = cluster.gpus * factor
+            node = max(cluster.node_gpus, min(8, gpus)) if cluster.gpus <= cluster.node_gpus else cluster.node_gpus
+            yield replace(self, cluster=replace(cluster, gpus=gpus, node_gpus=node), _smallest=_Smallest())
+            factor *= 2
+
+    def fewest(self) -> Candidate | None:
+        """Return the fastest run on the fewest GPUs that the model fits, this cluster's times a power of two, or None."""
+        for space in chain([self], self.larger()):
+            if found := space._found():
+                return min(found, key=lambda one: one.estimate.seconds)
+        return None
 
     def _found(self) -> list[Candidate]:
         for reserve in _RESERVES:
@@ -270,14 +287,9 @@ class Space:
                 f": the smallest needs {need / 2**30:,.1f} GiB of each, {(need - self.room) / 2**30:,.1f} more than the "
                 f"{self.room / 2**30:.1f} GiB that a run may fill"
             )
-        factor = 2
-        while factor <= _MOST_GPUS:
-            gpus = cluster.gpus * factor
-            node = max(cluster.node_gpus, min(8, gpus)) if cluster.gpus <= cluster.node_gpus else cluster.node_gpus
-            larger = replace(self, cluster=replace(cluster, gpus=gpus, node_gpus=node), _smallest=_Smallest())
-            if larger._found():
-                return f"{told}; it fits {gpus} of them"
-            factor *= 2
+        enough = next((larger for larger in self.larger() if larger._found()), None)
+        if enough is not None:
+            return f"{told}; it fits {enough.cluster.gpus} of them"
         return f"{told}; it does not fit {cluster.gpus * _MOST_GPUS} of them either: take larger GPUs or a smaller model"
 
 

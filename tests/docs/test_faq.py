@@ -1,0 +1,67 @@
+"""The answers of docs/faq.md are what the commands that it prints answer."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+from docs.faq import GPUS, MODELS, WAYS
+from docs.generate import DOCS
+from fivefold.cli import main
+from tests.support.public_shapes import write_shape
+
+PAGE = (DOCS / "faq.md").read_text()
+
+
+def cells() -> dict[tuple[str, str, str], tuple[int, str, int]]:
+    """(model, what learns, GPU) -> number of GPUs, layout, seconds."""
+    found = {}
+    for line in re.findall(r"^\| (Qwen.*) \|$", PAGE, re.M):
+        model, way, *shown = line.split(" | ")
+        for gpu, cell in zip(GPUS, shown, strict=True):
+            number, layout, seconds = re.fullmatch(r"(\d+): (\w+), (\d+) s", cell).groups()
+            found[model, way, gpu] = int(number), layout, int(seconds)
+    return found
+
+
+def plan(capsys, *arguments: object) -> tuple[int, str]:
+    code = main(["plan", *map(str, arguments)])
+    printed = capsys.readouterr()
+    return code, printed.out + printed.err
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_plan_command_finds_the_run_of_a_cell_and_none_on_half_its_gpus(capsys, monkeypatch, tmp_path, way):
+    monkeypatch.setattr("sys.argv", ["fivefold"])
+    directory, gpu = write_shape(tmp_path / "m", "Qwen3-30B-A3B"), "h100-80g"
+    number, layout, seconds = cells()["Qwen3-30B-A3B", way, gpu]
+    keys = [f"policy.lora.rank={WAYS[way]['lora']['rank']}"] if WAYS[way] else []
+    given = ["--model", directory, "--gpu", gpu]
+    code, printed = plan(capsys, *given, "--gpus", number, "--top", 1, "--json", *keys)
+    assert code == 0, printed
+    [run] = json.loads(printed)["runs"]
+    assert (run["run"]["policy"]["backend"], round(run["seconds"])) == (f"megatron:{layout}", seconds)
+    code, printed = plan(capsys, *given, "--gpus", number // 2, *keys)
+    assert code != 0 and f"it fits {number} of them" in printed
+
+
+def test_every_cell_has_a_number_and_larger_gpus_need_no_more_of_them():
+    table = cells()
+    assert len(table) == len(MODELS) * len(WAYS) * len(GPUS)
+    for model in MODELS:
+        for way in WAYS:
+            numbers = [table[model, way, gpu][0] for gpu in GPUS]
+            assert numbers == sorted(numbers, reverse=True)
+        assert all(table[model, "LoRA, rank 32", gpu][0] <= table[model, "all weights", gpu][0] for gpu in GPUS)
+
+
+def test_the_page_says_what_a_step_of_the_table_is():
+    from fivefold.config import RunConfig
+    from fivefold.plan.estimate import Lengths
+
+    config = RunConfig.from_tree({"model": {"path": "m"}})
+    lengths = Lengths.of(config.data)
+    assert config.algorithm.name == "grpo" and lengths.prompt == lengths.response
+    assert f"{config.samples_per_step} samples a step, prompts and responses of {lengths.response:.0f} tokens" in PAGE
