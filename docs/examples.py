@@ -37,6 +37,7 @@ RECIPES = {
 """GPU recipe -> what it shows, in the order of the table."""
 OTHERS = {
     "demo/demo.sh": "`make demo`: SFT, then GRPO of a tiny model that learns to add",
+    "quickstart.ipynb": "SFT, then GRPO with a reward of your own, from a notebook on a CPU",
     "gsm8k_tiny.sh": "every stage on real text: GSM8K, a new tokenizer, a small random model",
     "ray/sums.sh": "four ranks on a Ray cluster",
     "slurm/train.sbatch": "a run on two nodes under Slurm",

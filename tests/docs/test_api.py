@@ -58,3 +58,12 @@ launch: {threads: 1}
     assert done.returncode == 0, done.stderr
     assert len((tmp_path / "run/metrics.jsonl").read_text().splitlines()) == 10
     assert (tmp_path / "run/checkpoints/latest").read_text() == "step-000010"
+
+
+@pytest.mark.parametrize("name", [name for name in fivefold.__all__ if inspect.isfunction(getattr(fivefold, name))])
+def test_public_functions_have_types_and_an_example(name):
+    function = getattr(fivefold, name)
+    signature = inspect.signature(function)
+    assert signature.return_annotation is not signature.empty
+    assert all(parameter.annotation is not parameter.empty for parameter in signature.parameters.values())
+    assert "\nExample: `" in inspect.getdoc(function)

@@ -44,6 +44,8 @@ def export(checkpoint: Path, out: Path, shard_gb: float, part: str = "policy", f
     """Write one model of `checkpoint` to the new directory `out`, in one process; return a sentence that describes it.
 
     Adapters are merged into the model that the run began with. With `form` adapter they are written separately, for PEFT.
+
+    Example: `export(Path("runs/first/checkpoints/step-000100"), Path("models/first"), shard_gb=5)`.
     """
     if (checkpoint / "checkpoints").is_dir():
         newest = Checkpoints(checkpoint, 1).latest(lambda _: None)
