@@ -91,12 +91,17 @@ def test_a_run_writes_what_it_promises(root, base):
     assert base[-1]["rollout/logprob_diff_max"] < 1e-5
     assert undocumented(name for row in raw for name in row) == []
     assert (run / "run.yaml").is_file()
-    assert len((run / "samples.jsonl").read_text().splitlines()) >= 20
+    samples = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
+    assert len(samples) >= 20 and all(row["prompt"] == row["question"] + "\n" for row in samples)
+    assert {len(row["group_rewards"]) for row in samples} == {len(row["group_lengths"]) for row in samples} == {1, 4}
+    assert all(
+        (row["reward"], row["response_tokens"]) == (row["group_rewards"][0], row["group_lengths"][0]) for row in samples
+    )
     assert sorted(p.name for p in (run / "checkpoints").iterdir()) == ["latest", "step-000002", "step-000004", "step-000005"]
     report = fivefold("report", run, "--plot", "reward/mean")
     assert report.returncode == 0, report.stderr
     page = (run / "report.html").read_text()
-    assert '"timeline": "\\u003cfigure' in page and '"state": "finished"' in page and '"reason": ""' in page
+    assert '"timeline": {"steps": [' in page and '"state": "finished"' in page and '"reason": ""' in page
     assert "://" not in page.replace("http://www.w3.org", "")
 
 

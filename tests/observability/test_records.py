@@ -95,5 +95,6 @@ def test_a_report_shows_what_the_trainer_did_above_what_the_engine_had(run):
         curves = {"requests in flight": [[start, 7], [start + 2, 3]]}
         append_json(run / "trace/stages.jsonl", {"step": step, "spans": spans, "curves": curves})
     lanes = shown(write_report([run]).read_text(encoding="utf-8"))["timeline"]
-    assert "Stages of steps 2 to 3; in flight at most 7 requests" in lanes
-    assert lanes.count("<title>train 2 s</title>") == 2 and lanes.count("<polygon") == 1
+    assert lanes["steps"] == [2, 3] and lanes["seconds"] == 14
+    assert [stage for stage in lanes["stages"] if stage[0] == "train"] == [["train", 1, 2], ["train", 11, 2]]
+    assert lanes["in_flight"] == [[0, 7], [2, 3], [10, 7], [12, 3]]

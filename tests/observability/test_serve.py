@@ -58,9 +58,43 @@ def test_only_what_is_new_is_sent(served):
     assert len(json.loads(ask(served, "/data?have=9.9.9,x")[1])["runs"][0]["rows"]) == 1
 
 
+@pytest.mark.parametrize("name", ["metrics.jsonl", "samples.jsonl", "run.yaml"])
+def test_raw_files_of_each_run_are_sent_whole_to_be_saved(served, name):
+    for place, view in enumerate(served.views):
+        status, content, headers = ask(served, f"/raw/{place}/{name}")
+        assert (status, content) == (200, (view.run_dir / name).read_text())
+        assert re.fullmatch(rf'attachment; filename="[\w.-]+-{name}"', headers["Content-Disposition"])
+        assert headers["Content-Type"].startswith("text/plain") and headers["X-Content-Type-Options"] == "nosniff"
+    path = served.views[1].run_dir / name
+    path.unlink()
+    assert ask(served, f"/raw/1/{name}")[0] == 404
+    path.symlink_to(served.views[0].run_dir.parent / "secret")
+    assert ask(served, f"/raw/1/{name}")[0] == 404, "a link is not followed"
+
+
+def test_a_large_raw_file_is_sent_as_it_was_when_it_was_asked_for(served):
+    path = served.views[0].run_dir / "samples.jsonl"
+    path.write_bytes(b"x" * (3 * 2**20 + 1))
+    assert len(ask(served, "/raw/0/samples.jsonl")[1]) == 3 * 2**20 + 1
+
+
 @pytest.mark.parametrize(
     "path",
-    ["/secret", "/../secret", "/one/run.yaml", "/%2e%2e/secret", "//etc/passwd", "/data/../../secret", "/?x/../secret"],
+    [
+        "/raw/0/status.json",
+        "/raw/2/run.yaml",
+        "/raw/0/../secret",
+        "/raw/-1/run.yaml",
+        "/raw/0/lock",
+        "/raw/9999/run.yaml",
+        "/secret",
+        "/../secret",
+        "/one/run.yaml",
+        "/%2e%2e/secret",
+        "//etc/passwd",
+        "/data/../../secret",
+        "/?x/../secret",
+    ],
 )
 def test_no_file_can_be_reached(served, path):
     status, content, _ = ask(served, path)

@@ -36,6 +36,14 @@ def test_the_first_last_least_and_greatest_of_every_stretch_are_kept():
     assert thin(rows[:50], 2_000) == (rows[:50], [])
 
 
+def test_every_row_that_is_kept_has_its_time_to_the_tenth_of_a_second():
+    rows = [{"step": step, "wall": 1.76e9 + 0.26 * step, "a": step % 7, "time/train": 0.5} for step in range(10_000)]
+    found, seconds = thin(rows, 500)
+    assert len(found) < 600
+    for row in [*found, *seconds]:
+        assert row["wall"] == pytest.approx(1.76e9 + 0.26 * row["step"], abs=0.051, rel=0)
+
+
 @pytest.mark.slow
 def test_the_page_of_a_run_of_20000_steps_is_at_most_5_mb(tmp_path):
     draw = random.Random(5)

@@ -49,7 +49,38 @@ def test_a_frame_fits_the_terminal_and_says_what_goes_on(run, width, runs):
         text = "\n".join(lines)
         assert "running" in text and "step 30 of 40" in text
         if height is None:
-            assert "train  75%" in text and "2�[2J yes" in text and "reward 0.75" in text and "entropy 0.0333" in text
+            assert "train  75%" in text and "2�[2J yes" in text
+            assert all(
+                f"{name}{' ' if runs == 1 else ' ■ '}{value}" in text
+                for name, value in (("reward", 0.75), ("entropy", 0.0333))
+            )
+
+
+def shown(*runs, width=120):
+    written = io.StringIO()
+    Console(file=written, width=width).print(frame([RunView(run) for run in runs], width))
+    return written.getvalue()
+
+
+def test_a_sample_shows_the_question_and_its_difference_to_its_group(run):
+    row = {"step": 31, "kind": "train", "prompt": "<|im_start|>system\nBe brief.", "question": "2+2=", "response": "4"}
+    for sample, reward, group in ((0, 1.0, [1.0, 0.0, None, 0.0]), (1, 0.0, None)):
+        numbers = {"group_rewards": group, "group_lengths": [1, 2, 3, 4]} if group else {}
+        append_json(run / "samples.jsonl", {**row, "sample": sample, "reward": reward, "response_tokens": 3, **numbers})
+    append_json(run / "samples.jsonl", {**row, "reward": 0.5, "group_rewards": [0.5] * 8})
+    text = shown(run)
+    assert "step 31 train reward 1 (+0.667 to its group), 3 tokens  2+2=" in text and "im_start" not in text
+    assert "step 31 train reward 0.5 (all 8 equal)  2+2=" in text
+    assert "step 31 train reward 0" not in text.replace("reward 0.5", ""), "one row for each group"
+
+
+def test_the_axis_of_a_curve_is_named(run):
+    assert "     step 1    " in shown(run)
+
+
+def test_runs_are_told_apart_without_colors_and_take_turns_among_samples(run):
+    text = shown(run, run)
+    assert "■ step 30" in text and "● step 30" in text and "entropy ■ 0.0333 ● 0.0333" in text
 
 
 def test_without_a_terminal_one_frame_is_printed(run, capsys):

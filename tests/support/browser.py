@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import shutil
@@ -40,7 +41,11 @@ class Browser:
                 self._left += os.read(self._back, 1 << 20)
             line, self._left = self._left.split(b"\0", 1)
             answer = json.loads(line)
-            if answer.get("method") in ("Runtime.exceptionThrown", "Log.entryAdded"):
+            is_error = answer.get("method") == "Runtime.consoleAPICalled" and answer["params"]["type"] in (
+                "error",
+                "warning",
+            )
+            if is_error or answer.get("method") in ("Runtime.exceptionThrown", "Log.entryAdded"):
                 self.errors.append(json.dumps(answer["params"]))
             if answer.get("id") == self._number:
                 assert "error" not in answer, answer
@@ -50,6 +55,25 @@ class Browser:
         self._call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
         self._call("Page.navigate", url=url)
         self.wait("document.readyState === 'complete'")
+
+    def prefer(self, scheme: str) -> None:
+        """Light or dark, as the reader's system says."""
+        self._call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+
+    def press(self, key: str) -> None:
+        codes = {"Tab": 9, "Enter": 13, "Escape": 27, "ArrowLeft": 37, "ArrowRight": 39}
+        text = {"text": "\r"} if key == "Enter" else {}
+        for kind in ("keyDown", "keyUp"):
+            self._call("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=codes[key], **text)
+
+    def save_to(self, directory: Path) -> None:
+        """Where downloads go."""
+        self._call("Browser.setDownloadBehavior", behavior="allow", downloadPath=str(directory))
+
+    def picture(self) -> bytes:
+        """The whole page as a PNG."""
+        found = self._call("Page.captureScreenshot", format="png", captureBeyondViewport=True)
+        return base64.b64decode(found["data"])
 
     def ask(self, expression: str) -> Any:
         """The value of an expression in the page."""

@@ -263,9 +263,10 @@ class TrainerConfig:
     stop_at: Annotated[dict[str, Annotated[float, Range()]], HARMLESS] = field(default_factory=dict)
     """End the run when an evaluation finds each of these metrics at or above its value."""
     logged_samples_per_step: Annotated[int | Literal["all"], at_least(0), HARMLESS] = 4
-    """Number of samples written to samples.jsonl per step, the first of as many groups. all: every sample with its tokens,
-    log-probs, values, weights and advantages, from which another program can recompute the step's loss. This costs a gather,
-    disk space, and a forward pass of the policy if nothing else needs one."""
+    """Number of samples written to samples.jsonl per step, the first of as many groups, with the rewards and lengths of the
+    whole group. all: every sample with its tokens, log-probs, values, weights and advantages, from which another program can
+    recompute the step's loss. This costs a gather, disk space, and a forward pass of the policy if nothing else needs
+    one."""
     loggers: Annotated[list[Literal["console", "tensorboard", "wandb", "mlflow", "swanlab", "trackio"]], HARMLESS] = field(
         default_factory=lambda: ["console", "tensorboard"]
     )

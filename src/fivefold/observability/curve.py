@@ -15,9 +15,13 @@ from fivefold.files import read_json_lines
 from fivefold.observability.growing import numbers
 
 COLORS = ("#2563eb", "#d97706", "#059669", "#dc2626", "#7c3aed", "#0891b2", "#be185d", "#65a30d")
+_DASHES = ("", "7 4", "2 3", "9 3 2 3", "14 5", "9 3 2 3 2 3", "4 3")
+"""Patterns of lines; with the colors, no two of 56 lines look the same."""
 _DOTS = ((1, 8), (2, 16), (4, 32), (64, 128))
 """Bits of a Braille character's dots, by line and column."""
 WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 460, 220, 58, 26, 12
+_KEY = 218
+"""Width of a label above the chart."""
 CURVE_STYLE = """
 text{font:11px system-ui,sans-serif;fill:#6b7280} .title{font-size:14px;font-weight:600;fill:#1f2937}
 .page{fill:#ffffff;stroke:#d1d5db} .grid{stroke:#e5e7eb}
@@ -117,8 +121,9 @@ def figure(run_dir: str | Path, *metrics: str, title: str = "") -> Figure:
     if not series:
         raise UserError(f"no metric {' or '.join(metrics)} in {run_dir}; there are {', '.join(names)}")
     labels = [
-        f'<text x="{LEFT + place * 200}" y="44" style="fill:{color}">■ {html.escape(name)} {_number(points[-1][1])}</text>'
-        for place, ((name, points), color) in enumerate(zip(series, _colors(series), strict=True))
+        f'<line x1="{LEFT + place * _KEY}" x2="{LEFT + place * _KEY + 24}" y1="40" y2="40" {_style(place)}/>'
+        f'<text x="{LEFT + place * _KEY + 29}" y="44">{html.escape(name)} {_number(points[-1][1])}</text>'
+        for place, (name, points) in enumerate(series)
     ]
     return Figure(
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT + 48}" width="{WIDTH * 1.4:.0f}" role="img" '
@@ -138,8 +143,10 @@ def _series(names: Sequence[str], rows: list[dict[str, Any]]) -> Series:
     return [(name, points) for name, points in found if points]
 
 
-def _colors(series: Series) -> list[str]:
-    return [COLORS[place % len(COLORS)] for place in range(len(series))]
+def _style(place: int) -> str:
+    """Return color and pattern of a chart's line, as attributes."""
+    dash = _DASHES[place % len(_DASHES)]
+    return f'stroke="{COLORS[place % len(COLORS)]}" stroke-width="1.6"' + (f' stroke-dasharray="{dash}"' if dash else "")
 
 
 def _curves(series: Series) -> str:
@@ -164,12 +171,13 @@ def _curves(series: Series) -> str:
         if tick == int(tick):
             x, _ = place(tick, low)
             parts.append(f'<text x="{x:.1f}" y="{HEIGHT - 8}" text-anchor="middle">{int(tick)}</text>')
-    for (_, points), color in zip(series, _colors(series), strict=True):
+    parts.append(f'<text x="{LEFT - 10}" y="{HEIGHT - 8}" text-anchor="end">step</text>')
+    for number, (_, points) in enumerate(series):
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in (place(*point) for point in points))
         if len(points) == 1:
             x, y = place(*points[0])
-            parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{color}"/>')
-        parts.append(f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="1.6"/>')
+            parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{COLORS[number % len(COLORS)]}"/>')
+        parts.append(f'<polyline points="{path}" fill="none" {_style(number)}/>')
     return "".join(parts)
 
 

@@ -14,45 +14,92 @@ from string import Template
 from typing import Any
 
 from fivefold.files import write_whole
+from fivefold.observability.constant import constant_reasons
 from fivefold.observability.curve import load_metrics
+from fivefold.observability.differences import differences, settings
+from fivefold.observability.distributions import histograms
 from fivefold.observability.metrics import find
 from fivefold.observability.run_view import RunView
 from fivefold.observability.thinning import thin
 from fivefold.observability.timeline import stage_color, timeline
 
-CHARTS: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("Reward", ("reward/mean", "reward/std")),
-    ("Validation accuracy", ("val/*/accuracy", "val/*/mean@*", "val/*/pass@*")),
-    ("Groups", ("reward/pass@*", "reward/mean@*", "reward/solve_all", "reward/solve_none")),
-    ("Validation loss", ("val/loss",)),
-    ("Validation pairs", ("val/accuracy", "val/margin")),
-    ("Loss", ("policy/loss",)),
-    ("Gradient norm", ("policy/grad_norm",)),
-    ("Entropy", ("policy/entropy",)),
-    ("KL to the reference", ("policy/kl_reference",)),
-    ("Ratio and clipping", ("policy/ratio_mean", "policy/clip_fraction")),
-    ("KL from the policy before the step", ("policy/kl_old", "policy/kl_old_last")),
+Chart = tuple[str, tuple[str, ...]]
+"""Title and the metrics that are drawn in it, as patterns."""
+CHARTS: tuple[tuple[str, tuple[Chart, ...]], ...] = (
     (
-        "Correction of the rollout",
-        ("rollout_correction/weight_mean", "rollout_correction/masked_fraction", "rollout_correction/effective_sample_size"),
+        "Reward and evaluation",
+        (
+            ("Reward", ("reward/mean", "reward/std")),
+            ("Validation accuracy", ("val/*/accuracy", "val/*/mean@*", "val/*/pass@*")),
+            ("Groups", ("reward/pass@*", "reward/mean@*", "reward/solve_all", "reward/solve_none")),
+            ("Validation loss", ("val/loss",)),
+            ("Validation pairs", ("val/accuracy", "val/margin")),
+            ("Dynamic sampling: prompts with reward variance", ("dynamic_sampling/kept_fraction",)),
+        ),
     ),
-    ("Critic: explained variance", ("critic/explained_variance",)),
-    ("Critic: loss", ("critic/loss",)),
-    ("Process reward model: accuracy", ("prm/accuracy", "prm/pair_accuracy")),
-    ("Process reward model: loss", ("prm/loss",)),
-    ("Dynamic sampling: prompts with reward variance", ("dynamic_sampling/kept_fraction",)),
-    ("Engine against trainer: log-prob difference", ("rollout/logprob_diff_mean", "rollout/logprob_diff_max", "rollout/kl")),
-    ("Response length", ("response/length_mean", "response/length_max")),
-    ("Truncated and repetitive responses", ("response/truncated_fraction", "response/repetition")),
-    ("Sampling ahead: age of samples in steps", ("async/staleness_mean", "async/staleness_max")),
-    ("Sampling ahead: groups not used yet", ("async/unused_groups", "async/complete_groups")),
-    ("Sampling ahead: who waits, seconds", ("async/trainer_wait_seconds", "async/engine_wait_seconds")),
-    ("Learning rate", ("policy/lr", "critic/lr", "prm/lr")),
-    ("Tokens a second", ("throughput/tokens_per_second", "throughput/train_tokens_per_second")),
-    ("Peak memory, GB", ("memory/peak_gb",)),
+    (
+        "Responses",
+        (
+            ("Response length, tokens", ("response/length_mean", "response/length_max")),
+            ("Truncated and repetitive responses", ("response/truncated_fraction", "response/repetition")),
+        ),
+    ),
+    (
+        "Policy",
+        (
+            ("Loss", ("policy/loss",)),
+            ("Gradient norm", ("policy/grad_norm",)),
+            ("Entropy", ("policy/entropy",)),
+            ("KL to the reference", ("policy/kl_reference",)),
+            ("Ratio", ("policy/ratio_mean",)),
+            ("Clipped tokens", ("policy/clip_fraction",)),
+            ("KL from the policy before the step", ("policy/kl_old", "policy/kl_old_last")),
+            ("Learning rate", ("policy/lr", "critic/lr", "prm/lr")),
+        ),
+    ),
+    (
+        "Other models that learn",
+        (
+            ("Critic: explained variance", ("critic/explained_variance",)),
+            ("Critic: loss", ("critic/loss",)),
+            ("Process reward model: accuracy", ("prm/accuracy", "prm/pair_accuracy")),
+            ("Process reward model: loss", ("prm/loss",)),
+        ),
+    ),
+    (
+        "Engine",
+        (
+            (
+                "Engine against trainer: log-prob difference",
+                ("rollout/logprob_diff_mean", "rollout/logprob_diff_max", "rollout/kl"),
+            ),
+            (
+                "Correction of the rollout",
+                (
+                    "rollout_correction/weight_mean",
+                    "rollout_correction/masked_fraction",
+                    "rollout_correction/effective_sample_size",
+                ),
+            ),
+            ("Sampling ahead: age of samples in steps", ("async/staleness_mean", "async/staleness_max")),
+            ("Sampling ahead: groups not used yet", ("async/unused_groups", "async/complete_groups")),
+            ("Sampling ahead: who waits, seconds", ("async/trainer_wait_seconds", "async/engine_wait_seconds")),
+        ),
+    ),
+    (
+        "Speed and memory",
+        (
+            ("Tokens a second", ("throughput/tokens_per_second", "throughput/train_tokens_per_second")),
+            ("Seconds a step", ("time/step",)),
+            ("Peak memory, GiB", ("memory/peak_gb",)),
+        ),
+    ),
 )
+"""Section -> its charts, in the order in which they are shown."""
 NUMBERS = (
     "reward/mean",
+    "val/*/accuracy",
+    "val/*/mean@*",
     "val/loss",
     "policy/loss",
     "policy/entropy",
@@ -62,13 +109,15 @@ NUMBERS = (
     "rollout/logprob_diff_mean",
     "throughput/tokens_per_second",
 )
-"""Metrics in the table, after accuracies."""
+"""Metrics in the table, as patterns."""
 _MOST_IN_A_FILE = 500
 """Largest number of samples per run in a page that is a file."""
 _SAMPLE_BYTES = 10**6
 """Largest size of the samples of all runs together in such a page, as JSON."""
 _CURVE_BYTES = 2.5 * 10**6
 """Approximate size of the curves of all runs together in a page, as JSON."""
+_SCRIPTS = ("base.js", "curves.js", "histograms.js", "times.js", "samples.js", "page.js")
+"""Parts of the page's one script."""
 Have = tuple[int, int, int]
 """State of a run in a browser's page: generation, rows, samples."""
 NOTHING: Have = (-1, 0, 0)
@@ -96,7 +145,7 @@ def page(views: Sequence[RunView], *, is_live: bool = False, most_samples: int |
     if most_samples is not None:
         for run in data["runs"]:
             run["samples"] = _latest(run["samples"][-most_samples:], _SAMPLE_BYTES // len(views))
-    script = _part("page.js")
+    script = "".join(map(_part, _SCRIPTS))
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     title = html.escape(", ".join(view.name for view in views))
     # Inside a script element, only `<` could end it or open another one.
@@ -107,9 +156,13 @@ def page(views: Sequence[RunView], *, is_live: bool = False, most_samples: int |
 
 
 def news(views: Sequence[RunView], have: Sequence[Have]) -> dict[str, Any]:
-    """Return the state of each run, and the rows and samples that the page does not have yet."""
+    """Return the state of each run, the rows and samples that the page does not have yet, and what compares the runs."""
     share = _CURVE_BYTES / max(1, len(views))
-    return {"runs": [_news(view, have[at] if at < len(have) else NOTHING, share) for at, view in enumerate(views)]}
+    return {
+        "runs": [_news(view, have[at] if at < len(have) else NOTHING, share) for at, view in enumerate(views)],
+        "histograms": histograms([view.distributions for view in views]),
+        "differences": differences([view.config for view in views]),
+    }
 
 
 def _news(view: RunView, have: Have, curve_bytes: float) -> dict[str, Any]:
@@ -117,6 +170,8 @@ def _news(view: RunView, have: Have, curve_bytes: float) -> dict[str, Any]:
     names = {name for row in view.rows[rows:] for name in row}
     # Bytes per value: a name in quotes, six digits, separators, and the step.
     most_values = int(curve_bytes / (sum(map(len, names)) / max(1, len(names)) + 24))
+    lanes = timeline(list(view.stages))
+    stages = {*view.stage_names, *(name for name, *_ in (lanes or {"stages": []})["stages"])}
     shown, seconds = thin(view.rows[rows:], most_values)
     return {
         **({"thinned": {"rows": len(shown), "seconds": seconds}} if seconds else {}),
@@ -133,9 +188,10 @@ def _news(view: RunView, have: Have, curve_bytes: float) -> dict[str, Any]:
         "rows_end": len(view.rows),
         "samples": list(view.samples)[max(0, samples - view.dropped) :],
         "samples_end": view.dropped + len(view.samples),
-        "timeline": timeline(list(view.stages)),
-        "stage_colors": {name: stage_color(name) for name in view.stage_names},
+        "timeline": lanes,
+        "stage_colors": {name: stage_color(name) for name in sorted(stages)},
         "config": view.config,
+        "constant": constant_reasons(settings(view.config), view.rows),
     }
 
 

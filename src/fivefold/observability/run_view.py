@@ -12,9 +12,9 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from fivefold.errors import UserError
+from fivefold.observability.differences import settings
+from fivefold.observability.distributions import Drawn
 from fivefold.observability.growing import GrowingRows, is_number, numbers
 
 _MOST_SAMPLES = 2000
@@ -43,6 +43,7 @@ class RunView:
         self.rows: list[dict[str, Any]] = []
         """Rows of metrics.jsonl, in the order in which they were written."""
         self.samples: deque[dict[str, Any]] = deque(maxlen=_MOST_SAMPLES)
+        self.distributions = Drawn()
         self.stages: deque[dict[str, Any]] = deque(maxlen=_MOST_STAGES)
         self.dropped = 0
         """Number of samples before the first that is kept."""
@@ -66,6 +67,7 @@ class RunView:
             # Samples and metrics are shown together, so both are read again from the start.
             self.rows, self.dropped = [], 0
             self.samples.clear()
+            self.distributions = Drawn()
             self.generation += 1
             self._files[:2] = [GrowingRows(self.run_dir / name) for name in ("metrics.jsonl", "samples.jsonl")]
             rows, drawn = self._files[0].new()[0], self._files[1].new()[0]
@@ -74,6 +76,8 @@ class RunView:
         self.rows += [numbers(row) for row in rows]
         self.dropped += max(0, len(self.samples) + len(drawn) - _MOST_SAMPLES)
         self.samples.extend(drawn)
+        for row in drawn:
+            self.distributions.add(row)
         self.stages.extend(row for row in times if _is_timed(row))
         self._status = _read(self.run_dir / "status.json")
 
@@ -95,10 +99,8 @@ class RunView:
         """Return the planned number of steps; None if no file has it."""
         if isinstance(found := self._status.get("steps"), int):
             return found
-        try:
-            steps = yaml.safe_load(self.config)["trainer"]["steps"]
-        except (yaml.YAMLError, TypeError, KeyError):
-            return None
+        trainer = settings(self.config).get("trainer")
+        steps = trainer.get("steps") if isinstance(trainer, dict) else None
         return steps if isinstance(steps, int) else None
 
     @property

@@ -1,13 +1,14 @@
-"""`fivefold report --serve`: a report page that requests updates from this server. Two addresses, no files."""
+"""`fivefold report --serve`: a report page that requests updates from this server. Page, data and raw files of its runs."""
 
 from __future__ import annotations
 
 import ipaddress
 import json
+import os
 import re
 import secrets
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -19,6 +20,9 @@ from fivefold.observability.run_view import RunView
 
 _OWN_NAMES = {"localhost", "127.0.0.1", "[::1]"}
 _HAVE = re.compile(r"(\d{1,9}\.\d{1,9}\.\d{1,9})(,\d{1,9}\.\d{1,9}\.\d{1,9})*")
+_RAW = re.compile(r"raw/(\d{1,4})/(metrics\.jsonl|samples\.jsonl|run\.yaml)")
+"""Address of a run's raw file: the run's place, and the file's name."""
+_CHUNK = 2**20
 _POLICY = "default-src 'none'; frame-ancestors 'none'"
 
 
@@ -52,7 +56,7 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = 30
 
     def do_GET(self) -> None:
-        """Return the page at /TOKEN/ and updates at /TOKEN/data; any other address is not found."""
+        """Return the page at /TOKEN/, updates at /TOKEN/data and files at /TOKEN/raw/RUN/NAME; nothing else is found."""
         if self.server.is_own and not self._asks_this_machine():
             # A foreign page can point its own host name to this machine's address (DNS rebinding), and would read the runs.
             self._send(HTTPStatus.FORBIDDEN, "text/plain", "this server answers to localhost and 127.0.0.1")
@@ -67,8 +71,10 @@ class _Handler(BaseHTTPRequestHandler):
             text = parse_qs(asked.query).get("have", [""])[0]
             have = [_have(part) for part in text.split(",")] if _HAVE.fullmatch(text) else []
             self._answer("application/json", lambda: json.dumps(news(self.server.views, have), ensure_ascii=False))
+        elif (raw := _RAW.fullmatch(page_name)) and int(raw[1]) < len(self.server.views):
+            self._download(self.server.views[int(raw[1])], raw[2])
         else:
-            self._send(HTTPStatus.NOT_FOUND, "text/plain", "there is nothing here but the page and its data")
+            self._send(HTTPStatus.NOT_FOUND, "text/plain", "there is nothing here but the page, its data and raw files")
 
     def _asks_this_machine(self) -> bool:
         host = self.headers.get("Host", "")
@@ -81,19 +87,38 @@ class _Handler(BaseHTTPRequestHandler):
             content = make()
         self._send(HTTPStatus.OK, kind, content)
 
+    def _download(self, view: RunView, name: str) -> None:
+        """Send a file of a run as it is now; it may grow meanwhile."""
+        try:
+            # A link could lead to any file that this process can read.
+            file = os.fdopen(os.open(view.run_dir / name, os.O_RDONLY | os.O_NOFOLLOW), "rb")
+        except OSError:
+            self._send(HTTPStatus.NOT_FOUND, "text/plain", f"the run has no {name}")
+            return
+        with file:
+            size = os.fstat(file.fileno()).st_size
+            saved_as = re.sub(r"[^\w.-]+", "_", f"{view.name}-{name}", flags=re.ASCII)
+            self._head(HTTPStatus.OK, "text/plain", size, {"Content-Disposition": f'attachment; filename="{saved_as}"'})
+            while size > 0 and (chunk := file.read(min(size, _CHUNK))):
+                self.wfile.write(chunk)
+                size -= len(chunk)
+
     def _send(self, status: HTTPStatus, kind: str, content: str) -> None:
         body = content.encode("utf-8", errors="replace")
+        self._head(status, kind, len(body))
+        self.wfile.write(body)
+
+    def _head(self, status: HTTPStatus, kind: str, size: int, more: Mapping[str, str] = {}) -> None:
         self.send_response(status)
-        for name, value in (
-            ("Content-Type", f"{kind}; charset=utf-8"), ("Content-Length", str(len(body))), ("Cache-Control", "no-store"),
-            ("X-Content-Type-Options", "nosniff"), ("Referrer-Policy", "no-referrer"),
-        ):  # fmt: skip
+        for name, value in {
+            "Content-Type": f"{kind}; charset=utf-8", "Content-Length": str(size), "Cache-Control": "no-store",
+            "X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer", **more,
+        }.items():  # fmt: skip
             self.send_header(name, value)
         if kind != "text/html":
             # The page has its own policy, which names its script.
             self.send_header("Content-Security-Policy", _POLICY)
         self.end_headers()
-        self.wfile.write(body)
 
     def log_message(self, format: str, *arguments: object) -> None:
         """Suppress the request log."""

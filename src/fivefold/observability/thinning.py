@@ -13,10 +13,10 @@ _POINTS = 4
 def thin(rows: Sequence[Row], most_values: int) -> tuple[list[Row], list[Row]]:
     """Return (rows with about `most_values` values, seconds of each stage within each stretch), both with their `step`.
 
-    If there are no more values than that, return all rows and an empty list. A row keeps only the values that are drawn for
-    its metrics, to six digits.
+    If there are no more values than that, return all rows and an empty list. A row keeps only its time `wall`, and the
+    values that are drawn for its metrics, to six digits.
     """
-    names = sorted({name for row in rows for name in row} - {"step"})
+    names = sorted({name for row in rows for name in row} - {"step", "wall"})
     if sum(map(len, rows)) <= most_values:
         return list(rows), []
     size = -(-len(rows) // max(1, most_values // (_POINTS * max(1, len(names)))))
@@ -33,10 +33,13 @@ def thin(rows: Sequence[Row], most_values: int) -> tuple[list[Row], list[Row]]:
             for place in (places[0], least, most, places[-1]):
                 kept[place][name] = _rounded(rows[place][name])
         stages = {name: [rows[place].get(name) or 0 for place in stretch] for name in names if name.startswith("time/")}
-        seconds.append(
-            {"step": rows[begin]["step"], **{name: _rounded(sum(each)) for name, each in stages.items() if any(each)}}
-        )
-    return [{"step": row["step"], **values} for row, values in zip(rows, kept, strict=True) if values], seconds
+        seconds.append({**_moment(rows[begin]), **{name: _rounded(sum(each)) for name, each in stages.items() if any(each)}})
+    return [{**_moment(row), **values} for row, values in zip(rows, kept, strict=True) if values], seconds
+
+
+def _moment(row: Row) -> Row:
+    """Return the row's step and time, with which its values are drawn."""
+    return {"step": row["step"], **({"wall": round(row["wall"], 1)} if row.get("wall") is not None else {})}
 
 
 def _rounded(value: float) -> float:

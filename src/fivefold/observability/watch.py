@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fivefold.observability.curve import braille
+from fivefold.observability.growing import is_number
 from fivefold.observability.run_view import RunView
 from fivefold.terminal import raw
 
@@ -31,6 +32,8 @@ CURVES: tuple[tuple[str, tuple[str, ...]], ...] = (
 )
 """Title and candidate metrics of each curve: the first metric that a run has is drawn."""
 _COLORS = ("bright_blue", "yellow", "green", "magenta", "cyan", "red")
+_MARKS = "■●▲◆★✚"
+"""Mark of each run, in its color."""
 _STATES = {
     "running": ("running", "bright_blue"), "finished": ("finished", "green"), "ended": ("ended when asked to", "yellow"),
     "failed": ("failed", "red"), "dead": ("gone without a word", "red"), "over": ("over", "default"),
@@ -92,7 +95,11 @@ def _runs(views: Sequence[RunView], width: int) -> tuple[int, RenderableType]:
             if points := view.series(name):
                 said.append(f"{label} {_short(points[-1][1])}")
         head = Text.assemble(
-            ("■ ", _COLORS[place % len(_COLORS)]), (plain(view.name, max(8, width // 4)), "bold"), "  ", (word, style), "  "
+            (f"{_mark(place)} ", _COLORS[place % len(_COLORS)]),
+            (plain(view.name, max(8, width // 4)), "bold"),
+            "  ",
+            (word, style),
+            "  ",
         )
         lines.append(_cut(head + Text("  ".join(said)), width))
         if total:
@@ -114,22 +121,28 @@ def _curves(views: Sequence[RunView], width: int) -> list[RenderableType]:
         name = next(matching, None)
         if name is None:
             continue
-        series = [(view.series(name), _COLORS[place % len(_COLORS)]) for place, view in enumerate(views)]
-        series = [(points, color) for points, color in series if points]
+        marks = [f"{_mark(place)} " if len(views) > 1 else "" for place in range(len(views))]
+        series = [
+            (points, _COLORS[place % len(_COLORS)], marks[place])
+            for place, view in enumerate(views)
+            if (points := view.series(name))
+        ]
         if not series:
             continue
-        head = Text.assemble((title, "bold"), *((f" {_short(points[-1][1])}", color) for points, color in series))
-        low, high = (pick(value for points, _ in series for _, value in points) for pick in (min, max))
-        first, last = (pick(step for points, _ in series for step, _ in points) for pick in (min, max))
+        head = Text.assemble(
+            (title, "bold"), *((f" {mark}{_short(points[-1][1])}", color) for points, color, mark in series)
+        )
+        low, high = (pick(value for points, *_ in series for _, value in points) for pick in (min, max))
+        first, last = (pick(step for points, *_ in series for step, _ in points) for pick in (min, max))
         inner = max(10, width - _LABEL - 3)
         labels = [_short(high), *[""] * (_CURVE_HEIGHT - 2), _short(low)]
-        cells = braille([points for points, _ in series], inner, _CURVE_HEIGHT)
-        styles = {place: color for place, (_, color) in enumerate(series)} | {-1: ""}
+        cells = braille([points for points, *_ in series], inner, _CURVE_HEIGHT)
+        styles = {place: color for place, (_, color, _) in enumerate(series)} | {-1: ""}
         body = [
             Text.assemble((f"{label:>{_LABEL}} ", "dim"), *((mark, styles[owner]) for mark, owner in row))
             for label, row in zip(labels, cells, strict=True)
         ]
-        foot = Text(f"{'':{_LABEL}} {first}{last!s:>{max(1, inner - len(str(first)))}}", "dim")
+        foot = Text(f"{'step':>{_LABEL}} {first}{last!s:>{max(1, inner - len(str(first)))}}", "dim")
         found.append(Group(_cut(head, width - 1), *body, foot, Text("")))
     return found
 
@@ -153,18 +166,41 @@ def _stages(views: Sequence[RunView], width: int) -> tuple[int, RenderableType]:
 
 
 def _samples(views: Sequence[RunView], width: int, height: int | None) -> tuple[int, RenderableType]:
-    """Return the latest samples of the runs, the last step first: prompt, then response."""
+    """Return the latest samples of the runs, the last step first: question, then response."""
     most = 4 if height is None else max(0, (height - 2) // 2)
-    rows = [(place, row) for place, view in enumerate(views) for row in list(view.samples)[-most:]] if most else []
-    rows.sort(key=lambda item: -item[1]["step"])
+    # The row of a group's first sample has the group's rewards.
+    firsts = [[row for row in reversed(view.samples) if row.get("sample") in (None, 0)][:most] for view in views]
+    by_age = [(age, place, row) for place, found in enumerate(firsts) for age, row in enumerate(found)]
+    rows = [(place, row) for _, place, row in sorted(by_age, key=lambda item: (-item[2]["step"], item[:2]))]
     lines: list[RenderableType] = [Text("latest samples", "bold")] if rows else []
     for place, row in rows[:most]:
-        reward = found if isinstance(found := row.get("reward"), int | float) else None
-        mark = Text(f"{'–' if reward is None else _short(reward):>7} ", "green" if (reward or 0) > 0 else "red")
-        head = Text.assemble((f"{row['step']:>6} ", _COLORS[place % len(_COLORS)]), (f"{plain(row.get('kind')):<6}", "dim"))
-        lines.append(_cut(head + mark + Text(plain(row.get("prompt"), width), "dim"), width))
-        lines.append(_cut(Text(" " * 21 + plain(row.get("response"), width)), width))
+        reward = row["reward"] if is_number(row.get("reward")) else None
+        mark = f"{_mark(place)} " if len(views) > 1 else ""
+        head = Text.assemble(
+            (f"{mark}step {row['step']} ", _COLORS[place % len(_COLORS)]),
+            (f"{plain(row.get('kind'), 12)} ", "dim"),
+            (f"reward {'–' if reward is None else _short(reward)}", "green" if (reward or 0) > 0 else "red"),
+            _against_group(reward, row.get("group_rewards")),
+            f", {row['response_tokens']} tokens" if is_number(row.get("response_tokens")) else "",
+        )
+        question = row["question"] if row.get("question") is not None else row.get("prompt")
+        lines.append(_cut(head + Text(f"  {plain(question, width)}", "dim"), width))
+        lines.append(_cut(Text("    " + plain(row.get("response"), width)), width))
     return len(lines), Group(*lines)
+
+
+def _against_group(reward: float | None, group: Any) -> str:
+    """Return how far a reward is from the mean of its group, if the row has the group's rewards."""
+    rewards = [value for value in group if is_number(value)] if isinstance(group, list) else []
+    if reward is None or len(rewards) < 2:
+        return ""
+    if min(rewards) == max(rewards):
+        return f" (all {len(rewards)} equal)"
+    return f" ({reward - sum(rewards) / len(rewards):+.3g} to its group)"
+
+
+def _mark(place: int) -> str:
+    return _MARKS[place % len(_MARKS)]
 
 
 def plain(text: Any, most: int = 200) -> str:

@@ -20,7 +20,7 @@ from fivefold.columns import Column
 from fivefold.distributed.ranks import Ranks
 from fivefold.trainer.models import Models
 from fivefold.trainer.step_work import StepWork
-from fivefold.types import Group, RolloutStats, Sample, TokenBatch
+from fivefold.types import Group, Prompt, RolloutStats, Sample, TokenBatch
 
 Row = dict[str, Any]
 _RENAMED = {Column.FIRST_LOGPROBS: "old_logprobs"}
@@ -47,7 +47,9 @@ class LoggedSamples:
             first = set(torch.cat(self.ranks.all_gather_world(own)).sort().values[: self.count].tolist())
             chosen = [group for group in chosen if group.index in first]
         rows = [
-            _row(step, kind, group, sample) | (_what_was_sampled(group, number, sample) if is_audit else {})
+            _row(step, kind, group, sample)
+            | ({} if number else _group_numbers(group))
+            | (_what_was_sampled(group, number, sample) if is_audit else {})
             for group in chosen
             for number, sample in enumerate(group.samples if is_audit else group.samples[:1])
         ]
@@ -89,6 +91,7 @@ def _row(step: int, kind: str, group: Group, sample: Sample) -> Row:
         "source": group.prompt.source,
         "prompt_id": group.prompt.id,
         "prompt": group.prompt.text,
+        "question": _question(group.prompt),
         "response": sample.text,
         "ground_truth": group.prompt.ground_truth,
         "reward": sample.reward,
@@ -96,6 +99,20 @@ def _row(step: int, kind: str, group: Group, sample: Sample) -> Row:
         "response_tokens": len(sample.token_ids),
         "finished": sample.finished,
         "wall": time.time(),
+    }
+
+
+def _question(prompt: Prompt) -> str:
+    """Return the last user message, or the prompt's text if there is none."""
+    asked = [message["content"] for message in prompt.messages if message["role"] == "user"]
+    return str(asked[-1]) if asked else prompt.text
+
+
+def _group_numbers(group: Group) -> Row:
+    """Return rewards and lengths of all samples of a group, for the row of its first sample."""
+    return {
+        "group_rewards": [sample.reward for sample in group.samples],
+        "group_lengths": [len(sample.token_ids) for sample in group.samples],
     }
 
 
