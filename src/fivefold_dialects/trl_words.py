@@ -57,7 +57,7 @@ def _tree(words: list[str], variables: Mapping[str, str], work: Work) -> Tree:
     tree: Tree = {"-m": name, **dict(_launch(words[:place]))} if name else {}
     settings = dict(_options(words[place + 1 :]))
     below = _read(str(settings.pop("config")), files, work) if "config" in settings else {}
-    if not below and not settings:
+    if not name and not below and not settings:
         raise ConfigError([f"no setting of TRL in {' '.join(words)[:LONGEST_KEY] or 'an empty command'}"])
     tree = merged([tree, below, settings])
     profile = str(tree.get("accelerate_config", ""))
