@@ -37,9 +37,8 @@ def layout(source: Source) -> dict[str, Any]:
     world = processes(source)
     if not any(source.has(key) for key in ("num_processes", "accelerate.num_processes", "accelerate_config")):
         source.note(NO_PROCESSES)
-    recompute = source.flag("gradient_checkpointing")
-    if source.has("activation_checkpointing"):
-        recompute = source.flag("activation_checkpointing")
+    newer = source.value("activation_checkpointing") is not None
+    recompute = source.flag("activation_checkpointing" if newer else "gradient_checkpointing")
     return {
         "policy.backend": str(shared.world_layout(world)),
         "policy.recompute": "full" if recompute else "none",
@@ -176,6 +175,7 @@ def run(source: Source) -> dict[str, Any]:
     if resume not in ("true", "false"):
         source.lacks("resume_from_checkpoint", "a checkpoint of transformers: model_name_or_path takes its weights")
     found: dict[str, Any] = {
+        "trainer.run_dir": shared.path(source, "output_dir") or "trainer_output",
         "trainer.save_every": interval(source, "save"),
         "trainer.keep": shared.EVERY_CHECKPOINT,
         "trainer.resume": "auto" if resume == "true" else "never",
