@@ -177,7 +177,7 @@ def run(source: Source) -> dict[str, Any]:
     found: dict[str, Any] = {
         "trainer.run_dir": shared.path(source, "output_dir") or "trainer_output",
         "trainer.save_every": interval(source, "save"),
-        "trainer.keep": shared.EVERY_CHECKPOINT,
+        "trainer.keep": source.whole("save_total_limit") or shared.EVERY_CHECKPOINT,
         "trainer.resume": "auto" if resume == "true" else "never",
     }
     if last > 0:
@@ -185,10 +185,6 @@ def run(source: Source) -> dict[str, Any]:
     if epochs % 1:
         source.lacks("num_train_epochs", "a part of an epoch: max_steps counts optimizer steps")
     return found | {"trainer.epochs": max(1, int(epochs))}
-
-
-def kept(source: Source, key: str) -> int | None:
-    return source.whole(key) or None
 
 
 def trackers(source: Source, key: str) -> list[str]:
@@ -254,7 +250,7 @@ def _table(name: str, **fields: Any) -> Table:
     content = load("trl")
     own = content["programs"][name]
     sections = own["sections"] | dict.fromkeys(content["sections"], "trl")
-    converters = {"path": shared.path, "kept": kept, "trackers": trackers, "top_k": shared.top_k}
+    converters = {"path": shared.path, "trackers": trackers, "top_k": shared.top_k}
     return table({**content, **own, "sections": sections}, (*_COMMON, *_DERIVED[name]), converters, **fields)
 
 
