@@ -15,7 +15,7 @@ from fivefold.config.dialect import Translation
 from fivefold.errors import UserError
 from fivefold.keys.ranges import OneOf
 from fivefold_dialects import shared, trl_grpo
-from fivefold_dialects.adapters import refuse
+from fivefold_dialects.adapters import adapters, refuse
 from fivefold_dialects.source import Source, UnreadableError
 from fivefold_dialects.system import System
 from fivefold_dialects.table import Table, choices, load, table
@@ -72,14 +72,12 @@ def low_rank(source: Source) -> dict[str, Any]:
     refuse(source, "lora_dropout", "dropout of adapters: say 0", (0, 0.0))
     if not source.has("lora_dropout"):
         source.lacks("lora_dropout", "dropout of adapters: say --lora_dropout 0")
-    rank, alpha = source.count("lora_r"), source.number("lora_alpha") or 0.0
-    targets = [name for text in source.texts("lora_target_modules") for name in text.replace(",", " ").split()] or _TARGETS
-    found = {
-        "rank": rank,
-        "alpha": alpha * math.sqrt(rank) if source.flag("use_rslora") else alpha,
-        "target_modules": targets,
-    }
-    return {f"policy.lora.{key}": value for key, value in found.items()}
+    found = adapters(source, "policy", rank="lora_r", alpha="lora_alpha", targets="lora_target_modules")
+    if not found:
+        raise UnreadableError(f"lora_r must be above 0 with use_peft: got {source.count('lora_r')}")
+    if source.flag("use_rslora"):
+        found["policy.lora.alpha"] *= math.sqrt(found["policy.lora.rank"])
+    return found | {"policy.lora.target_modules": found["policy.lora.target_modules"] or _TARGETS}
 
 
 def hub(name: str, config: str | None, split: str | None) -> str:
@@ -205,7 +203,7 @@ def offline(source: Source, older: str = "max_length") -> dict[str, Any]:
         **{f"data.max_{part}_tokens": longest for part in ("total", "prompt", "response")},
         "data.tools_key": "tools",
         "policy.tokens_per_micro_batch": max(our_defaults()["policy.tokens_per_micro_batch"], 2 * longest),
-        "eval.generate": False,
+        "eval.generate": False if interval(source, "eval") else None,
     }
 
 

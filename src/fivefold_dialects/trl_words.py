@@ -94,7 +94,9 @@ def _launch(words: Sequence[str]) -> Iterator[tuple[str, Any]]:
     places = [place for place, word in enumerate(words) if _LAUNCHES.match(word.rpartition("/")[2])]
     if words and not places:
         yield "num_processes", 1
-    found = {_ALIASES.get(key, key): value for key, value in _options(words[places[0] + 1 :] if places else ()) if key != "m"}
+    found = {
+        _ALIASES.get(key, key): value for key, value in _options(words[places[0] + 1 :] if places else ()) if key != "m"
+    }
     counts = [str(found.get(key, "1")) for key in ("num_processes", "nnodes")]
     if "nnodes" in found and all(map(str.isdigit, counts)):
         found["num_processes"] = int(counts[0]) * int(counts[1])

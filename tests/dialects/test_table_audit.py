@@ -210,7 +210,14 @@ MORE: dict[str, list[Run]] = {
         for words in (
             ["dataset_name=a/b", "report_to=wandb", "bf16=false", "lr_scheduler_type=cosine_with_min_lr"],
             ["datasets=[{path: a/b}]", "use_vllm=true", "loss_type=sapo", "max_completion_length=64"],
-            ["dataset_name=a/b", "use_vllm=true", "vllm_mode=server", "entropy_coef=0.1", "beta=0.1", "evaluation_strategy=no"],
+            [
+                "dataset_name=a/b",
+                "use_vllm=true",
+                "vllm_mode=server",
+                "entropy_coef=0.1",
+                "beta=0.1",
+                "evaluation_strategy=no",
+            ],
         )
     ],
 }

@@ -75,7 +75,7 @@ ACCEPTED = {
         {"data.prompts_per_step": 8, "trainer.eval_every": "epoch", "policy.optimizer.lr": 5e-7},
     f"trl sft {SFT}": {"algorithm.name": "sft", "data.response_key": "completion", "policy.optimizer.lr": 2e-5},
     f"trl sft {M} --assistant_only_loss --max_length 2048 --num_train_epochs 1":
-        {"data.max_total_tokens": 2048, "trainer.epochs": 1, "eval.generate": False},
+        {"data.max_total_tokens": 2048, "trainer.epochs": 1, "data.shuffle": None},
 }  # fmt: skip
 REFUSED = {
     f"trl grpo {GRPO} --loss_type vespo": "loss_type=vespo",
@@ -119,6 +119,8 @@ REFUSED = {
     f"trl grpo {GRPO} --reward_weights 1 2": "reward_weights must be one for each reward: got 2 for 1",
     f"trl grpo {GRPO} --use_vllm --vllm_tensor_parallel_size 3": "8 GPUs cannot be divided into engines of 3",
     f"trl grpo {GRPO} --accelerate_config zero9": "accelerate_config must be a file with num_processes or one of",
+    f"trl grpo {GRPO} --use_peft --lora_dropout 0 --lora_r 0": "lora_r must be above 0",
+    f"trl grpo {GRPO} --use_peft --lora_dropout 0 --lora_target_modules '.*_proj'": "a pattern of module names",
     "trl grpo --model_name_or_path m --reward_funcs r.f": "dataset_name must name a data set",
 }
 
@@ -187,9 +189,13 @@ ACCELERATE_LOG_LEVEL=info accelerate launch --num_processes $GPUS \\
     found = translate_words("trl", [str(tmp_path / "run.sh")], {}, {"GPUS": "2"})
     assert found.refusals == []
     lines = {line.key: line.value for line in found.lines}
-    assert (lines["model.path"], lines["data.prompts_per_step"], lines["policy.optimizer.lr"]) == ("Qwen/Qwen3-0.6B", 4, 1e-5)
+    assert (lines["model.path"], lines["data.prompts_per_step"], lines["policy.optimizer.lr"]) == (
+        "Qwen/Qwen3-0.6B",
+        4,
+        1e-5,
+    )
+    (tmp_path / "other.sh").write_text("echo hello\n")
     with pytest.raises(ConfigError, match="no command that starts a program of TRL"):
-        (tmp_path / "other.sh").write_text("echo hello\n")
         words(f"{tmp_path}/other.sh")
 
 
@@ -201,7 +207,9 @@ def test_a_secret_of_the_environment_does_not_get_into_a_run(tmp_path):
 
 
 def test_a_file_of_accelerate_says_how_many_processes_there_are(tmp_path):
-    (tmp_path / "a.yaml").write_text("num_processes: 16\nnum_machines: 2\nmixed_precision: bf16\ndeepspeed_config: {zero_stage: 3}\n")
+    (tmp_path / "a.yaml").write_text(
+        "num_processes: 16\nnum_machines: 2\nmixed_precision: bf16\ndeepspeed_config: {zero_stage: 3}\n"
+    )
     for command in (f"accelerate launch --config_file {tmp_path}/a.yaml grpo.py {GRPO}",
                     f"trl grpo {GRPO} --accelerate_config {tmp_path}/a.yaml"):  # fmt: skip
         found = valued(command)

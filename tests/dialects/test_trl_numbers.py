@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -198,11 +199,9 @@ def test_each_update_has_the_learning_rate_of_transformers_schedule(words, rate)
 
     chosen = config("trl", *RUN, "learning_rate=0.5", "max_steps=10", *words).policy.optimizer
 
-    class Groups:
-        param_groups = [{"lr": 0.0, "max_lr": chosen.lr, "min_lr": chosen.min_lr, "weight_decay": 0.0}]
-
-    schedule, found = build_schedule(Groups(), chosen, 10), []
+    group = {"lr": 0.0, "max_lr": chosen.lr, "min_lr": chosen.min_lr, "weight_decay": 0.0}
+    schedule, found = build_schedule(SimpleNamespace(param_groups=[group]), chosen, 10), []
     for _ in range(10):
         schedule.step(1)
-        found.append(Groups.param_groups[0]["lr"] / 0.5)
+        found.append(group["lr"] / 0.5)
     assert found == pytest.approx([rate(step) for step in range(10)])

@@ -156,7 +156,11 @@ def classes(package: str, version: str, files: tuple[str, ...]) -> Classes:
 
 def _trl() -> list[Era]:
     """TRL's programs: the class of each over transformers' arguments, with those of the model and of the data."""
-    modules = ("scripts/utils", "scripts/grpo", *(f"trainer/{name}_config" for name in ("base", "grpo", "dpo", "sft", "model")))
+    modules = (
+        "scripts/utils",
+        "scripts/grpo",
+        *(f"trainer/{name}_config" for name in ("base", "grpo", "dpo", "sft", "model")),
+    )
     added = {"model_name_or_path": "m", "dataset_name": "a/b", "num_processes": 8}
     needed = {"grpo": {"reward_funcs": "accuracy_reward"}, "dpo": {}, "sft": {"completion_only_loss": True}}
 
