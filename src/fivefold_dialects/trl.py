@@ -133,6 +133,7 @@ def optimizer(source: Source) -> dict[str, Any]:
         "schedule": CHOICES["lr_scheduler_type"].read(source),
         "warmup_steps": 0.0 if name == "constant" else warmup,
         "warmup_from": 0,
+        "clip_grad": source.number("max_grad_norm") or 0.0,
         "min_lr": lowest,
         "betas": [source.number("adam_beta1"), source.number("adam_beta2")],
     }
@@ -257,9 +258,13 @@ TABLES = {"grpo": GRPO, "dpo": _table("dpo", page_of=GRPO), "sft": _table("sft",
 
 
 def table_of(settings: Mapping[str, Any]) -> Table:
-    """The table of the program that is named, or else of the one that knows most of the keys; raises UserError."""
+    """The table of the program that is named, or else of the only one that knows most of the keys; raises UserError."""
     if (name := settings.get("-m")) is None:
-        return max(TABLES.values(), key=lambda each: sum(each.row(key) is not None for key in settings))
+        known = {name: sum(each.row(key) is not None for key in settings) for name, each in TABLES.items()}
+        most = [name for name, count in known.items() if count == max(known.values())]
+        if len(most) > 1:
+            raise UserError(f"the settings may be of {' or '.join(most)}: begin with the program, as trl {most[0]}")
+        return TABLES[most[0]]
     if fault := OneOf(TABLES).fault(name):
         raise UserError(f"the program of TRL {fault}: other programs may do what no key says")
     return TABLES[name]

@@ -68,6 +68,7 @@ ACCEPTED = {
     f"trl grpo {GRPO} --optim adamw_torch --weight_decay 0.1 --adam_beta2 0.99 --max_grad_norm 0.2": {
         "policy.optimizer.betas": [0.9, 0.99], "policy.optimizer.weight_decay": 0.1, "policy.optimizer.clip_grad": 0.2,
     },
+    f"trl grpo {GRPO} --max_grad_norm null": {"policy.optimizer.clip_grad": 0.0},
     f"trl dpo {DPO}": {"algorithm.name": "dpo", "algorithm.beta": 0.1, "data.max_total_tokens": 1024,
                        "data.prompts_per_step": 64},
     f"accelerate launch --num_processes 2 trl/scripts/dpo.py {DPO} --gradient_accumulation_steps 4 --learning_rate 5e-7 "
@@ -152,6 +153,7 @@ def test_what_would_be_another_run_of_trl_is_refused_by_name(command, says):
     ("accelerate launch my_training.py --beta 0.1", "got 'my_training'"),
     ("trl grpo --config missing.yaml", "no configuration file at missing.yaml"),
     ("", "no setting of TRL"),
+    ("model_name_or_path=m max_length=9", "the settings may be of dpo or sft: begin with the program"),
 ])  # fmt: skip
 def test_a_command_that_is_no_run_of_trl_is_a_sentence(command, says):
     with pytest.raises(UserError, match=says):
