@@ -52,7 +52,9 @@ def _tree(words: list[str], variables: Mapping[str, str], work: Work) -> Tree:
         commands = [each for each in script.commands if _program(each)[0]]
         if not commands:
             raise ConfigError([f"{first} has no command that starts a program of TRL"])
-        words, files = commands[-1], script.files
+        # A script may prepare data before training, and evaluate after it.
+        words = next((each for each in reversed(commands) if _program(each)[0] in _COMMANDS), commands[-1])
+        files = script.files
     name, place = _program(words)
     tree: Tree = {"-m": name, **dict(_launch(words[:place]))} if name else {}
     settings = dict(_options(words[place + 1 :]))

@@ -184,9 +184,11 @@ cat > run.yaml <<EOF
 {YAML}num_generations: 4
 EOF
 pip install trl
+CUDA_VISIBLE_DEVICES=2 trl vllm-serve --model $MODEL &
 ACCELERATE_LOG_LEVEL=info accelerate launch --num_processes $GPUS \\
     trl/scripts/grpo.py --config run.yaml --model_name_or_path $MODEL \\
     --learning_rate 1e-5 > out.log 2>&1
+python evaluate.py --model out
 """)
     found = translate_words("trl", [str(tmp_path / "run.sh")], {}, {"GPUS": "2"})
     assert found.refusals == []
