@@ -84,7 +84,7 @@ def _parser() -> argparse.ArgumentParser:
             "--from",
             dest="system",
             metavar="SYSTEM",
-            help="read the run of verl, siirl, trinity, roll, areal or skyrl; skyrl@2026-03 has the defaults of then",
+            help="read the run of verl, siirl, trinity, roll, areal, skyrl or trl; skyrl@2026-03 has the defaults of then",
         )
         added.add_argument(
             "--env", action="append", default=[], metavar="NAME=value", help="a variable that its script leaves open"
@@ -209,7 +209,7 @@ def _configure(options: argparse.Namespace, quiet: bool = False) -> RunConfig:
 
 def _convert(options: argparse.Namespace) -> int:
     if options.system is None:
-        raise UserError("convert needs --from and a system: verl, siirl, trinity, roll, areal or skyrl")
+        raise UserError("convert needs --from and a system: verl, siirl, trinity, roll, areal, skyrl or trl")
     translation = _translate(options)
     for refusal in translation.refusals:
         print(f"{'error   ' if refusal in translation.faults else 'refused '} {refusal}", file=sys.stderr)

@@ -36,6 +36,7 @@ CLUSTERS = {
     "ROLL": Cluster(("num_nodes",), devices=".device_mapping", gpus_per_node="num_gpus_per_node"),
     "AReaL": Cluster(("cluster.n_nodes", "n_nodes"), {"scheduler.type": "ray", "mode": "ray"}),
     "SkyRL": Cluster(("trainer.placement.policy_num_nodes", "placement.num_nodes")),
+    "TRL": Cluster(("num_machines", "nnodes", "accelerate.num_machines")),
 }
 """System -> how it asks for several machines."""
 

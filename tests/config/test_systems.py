@@ -17,6 +17,9 @@ RUNS = {
         ["data.train_data=[d.parquet]", "trainer.policy.model.path=m", "trainer.placement.policy_num_gpus_per_node=8",
          "generator.inference_engine.num_engines=8"], "",
     ),
+    "trl": (
+        ["-m=grpo", "model_name_or_path=m", "dataset_name=a/b", "reward_funcs=rewards.exact", "num_processes=8"], "",
+    ),
     "roll": (
         [],
         """

@@ -204,6 +204,22 @@ MORE: dict[str, list[Run]] = {
         ),
         ([*known_runs.SKYRL, "generator.eval_sampling_params.temperature=0.6", "data.val_data=['v']"], ""),
     ],
+    "trl": [
+        ([f"-m={name}", "model_name_or_path=m", *words, "eval_strategy=steps", "use_peft=true"], "")
+        for name in ("grpo", "dpo", "sft")
+        for words in (
+            ["dataset_name=a/b", "report_to=wandb", "bf16=false", "lr_scheduler_type=cosine_with_min_lr"],
+            ["datasets=[{path: a/b}]", "use_vllm=true", "loss_type=sapo", "max_completion_length=64"],
+            [
+                "dataset_name=a/b",
+                "use_vllm=true",
+                "vllm_mode=server",
+                "entropy_coef=0.1",
+                "beta=0.1",
+                "evaluation_strategy=no",
+            ],
+        )
+    ],
 }
 """Words, and YAML where there is some."""
 
@@ -219,7 +235,7 @@ def runs_of(system: str) -> list[Run]:
     return found
 
 
-@pytest.mark.parametrize("system", ["roll", "trinity", "areal", "skyrl", "verl", "siirl"])
+@pytest.mark.parametrize("system", ["roll", "trinity", "areal", "skyrl", "verl", "siirl", "trl"])
 def test_a_key_that_is_said_to_be_used_is_read_by_a_function_in_some_run(system, monkeypatch):
     assert unread(reads_of(system, runs_of(system), monkeypatch)) == {}
 

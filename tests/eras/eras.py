@@ -154,6 +154,31 @@ def classes(package: str, version: str, files: tuple[str, ...]) -> Classes:
     return Classes.of(text for text in texts if text is not None)
 
 
+def _trl() -> list[Era]:
+    """TRL's programs: the class of each over transformers' arguments, with those of the model and of the data."""
+    modules = (
+        "scripts/utils",
+        "scripts/grpo",
+        *(f"trainer/{name}_config" for name in ("base", "grpo", "dpo", "sft", "model")),
+    )
+    added = {"model_name_or_path": "m", "dataset_name": "a/b", "num_processes": 8}
+    needed = {"grpo": {"reward_funcs": "accuracy_reward"}, "dpo": {}, "sft": {"completion_only_loss": True}}
+
+    def read(version: str, program: str) -> Tree:
+        texts = [archives.text("trl", version, f"trl/{module}.py") for module in modules]
+        texts += [archives.text("transformers", base, "transformers/training_args.py")]
+        known = Classes.of(text for text in texts if text is not None)
+        script = "GRPOScriptArguments" if program == "grpo" else "ScriptArguments"
+        roots = (f"{program.upper()}Config", "ModelConfig", script, "DatasetMixtureConfig")
+        return {key: value for root in roots for key, value in known.tree(root).items()}
+
+    (version,), (base,) = ([pin[1] for pin in archives.pins() if pin[0] == name] for name in ("trl", "transformers"))
+    return [
+        Era("trl", "trl", version, program, partial(read, version, program), added={**added, **more, "-m": program})
+        for program, more in needed.items()
+    ]
+
+
 _TRINITY = {
     "model.model_path": "/m", "buffer.explorer_input.taskset.path": "/d", "model.max_prompt_tokens": 512,
     "model.max_response_tokens": 512, "cluster.node_num": 1, "cluster.gpu_per_node": 8, "buffer.batch_size": 32,
@@ -186,6 +211,7 @@ def every() -> list[Era]:
                      ("skyrl/train/config/config.py", "skyrl/train/config/sft_config.py"),
                      ("trainer.policy.model.path", "data.train_data", "data.val_data", "model.path", "dataset_name", "dataset_split"),
                      {"sft": {"-m": "skyrl.train.main_sft", "max_length": 512}}),
+        *_trl(),
     ]  # fmt: skip
     return [era for era in eras if _is_there(era)]
 

@@ -128,6 +128,28 @@ def test_arguments_of_skyrl_train_as_they_are(root):
     assert "0 unknown" in done.stdout
 
 
+def test_a_command_of_trl_with_its_yaml_as_they_are(root):
+    rows = [{"prompt": [{"role": "user", "content": f"{a}+{a}="}], "solution": f"${2 * a}$"} for a in range(8)]
+    (root / "data/trl.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (root / "grpo.yaml").write_text(f"""\
+        model_name_or_path: {root}/model
+        datasets: [{{path: json, data_files: [{root}/data/trl.jsonl]}}]
+        reward_funcs: [accuracy_reward]
+        per_device_train_batch_size: 4
+        max_completion_length: 8
+        """)
+    done = fivefold(
+        "train", "--from", "trl", "trl", "grpo", "--config", root / "grpo.yaml", "--num_processes", "1", "--max_steps", "4",
+        "--num_generations", "2", "--gradient_accumulation_steps", "2", "--steps_per_generation", "4", "--loss_type", "grpo",
+        "--use_cpu", "--no_bf16", "--output_dir", root / "runs/trl", "--", "data.max_prompt_tokens=16",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "0 not supported, 0 unknown" in done.stdout
+    written = yaml.safe_load((root / "runs/trl/run.yaml").read_text())
+    assert (written["data"]["prompts_per_step"], written["algorithm"]["updates_per_step"]) == (8, 2)
+    assert [row["step"] for row in metrics(root, "trl")] == [1, 2], "four optimizer steps are two rollouts"
+
+
 AREAL_PAGE = """
 experiment_name: x
 trial_name: y

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from xml.etree import ElementTree
 
-from fivefold.observability.curve import write_curve
+from fivefold.observability.curve import figure
 from fivefold.observability.run_logger import append_json
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -14,12 +14,12 @@ SVG = "{http://www.w3.org/2000/svg}"
 def test_labels_show_the_pattern_of_their_lines_and_no_two_are_alike(tmp_path):
     for step in (1, 2, 3):
         append_json(tmp_path / "metrics.jsonl", {"step": step, **{f"m{number}": number * step for number in range(9)}})
-    out = write_curve(tmp_path, ["m*"], "nine", tmp_path / "curve.svg")
-    tree = ElementTree.fromstring(out.read_text())
+    svg = figure(tmp_path, "m*", title="nine").svg
+    tree = ElementTree.fromstring(svg)
     looks = [
         [(line.get("stroke"), line.get("stroke-dasharray")) for line in tree.iter(SVG + tag) if line.get("stroke")]
         for tag in ("line", "polyline")
     ]
     assert looks[0] == looks[1] and len(set(looks[0])) == 9
     assert "step" in [text.text for text in tree.iter(SVG + "text")]
-    assert re.search(r"m8 24<", out.read_text())
+    assert re.search(r"m8 24<", svg)

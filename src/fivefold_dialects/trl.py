@@ -1,0 +1,288 @@
+"""TRL: YAML and command lines of `trl grpo`, `trl dpo` and `trl sft`; what the three have together.
+
+trl_grpo.py has GRPO's method, sampling and rewards, trl_words.py reads the command line. What only code explains was read in
+TRL 1.16.0 and transformers 5.23.0.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, Literal
+
+from fivefold.config.dialect import Translation
+from fivefold.errors import UserError
+from fivefold.keys.ranges import OneOf
+from fivefold_dialects import shared, trl_grpo
+from fivefold_dialects.adapters import adapters, refuse
+from fivefold_dialects.source import Source, UnreadableError
+from fivefold_dialects.system import System
+from fivefold_dialects.table import Table, choices, load, table
+from fivefold_dialects.translator import our_defaults
+from fivefold_dialects.trl_grpo import at_once, processes, updates_of
+from fivefold_dialects.trl_words import read_words
+
+CHOICES = choices("trl")
+NO_PROCESSES = "nothing says how many processes there are: 8 GPUs are taken; --num_processes N says otherwise"
+TEXT_PROMPTS = (
+    "a prompt that is a text gets the chat template here, TRL gives it to the model as it is: for such rows "
+    "-- data.apply_chat_template=false"
+)
+_TARGETS = ["q_proj", "v_proj"]
+"""Where PEFT puts adapters in Llama, Mistral, Qwen and Gemma."""
+
+
+def layout(source: Source) -> dict[str, Any]:
+    world = processes(source)
+    if not any(source.has(key) for key in ("num_processes", "accelerate.num_processes", "accelerate_config")):
+        source.note(NO_PROCESSES)
+    newer = source.value("activation_checkpointing") is not None
+    recompute = source.flag("activation_checkpointing" if newer else "gradient_checkpointing")
+    return {
+        "policy.backend": str(shared.world_layout(world)),
+        "policy.recompute": "full" if recompute else "none",
+        "policy.router_balance": balance(source),
+        "trainer.device": "cpu" if source.flag("use_cpu") else None,
+    }
+
+
+def balance(source: Source) -> str:
+    """The loss of routers: that of config.json where its coefficient is left out, which a model without experts lacks."""
+    coefficient = source.number("router_aux_loss_coef")
+    if coefficient:
+        source.lacks("router_aux_loss_coef", "a coefficient of its own: policy.router_balance takes config.json's")
+    return "none" if coefficient == 0 else "config"
+
+
+def dtype(source: Source) -> dict[str, Any]:
+    half = source.flag("fp16")
+    if half or source.value("bf16") is None or source.flag("bf16"):
+        return {"policy.dtype": "float16" if half else "bfloat16"}
+    key = "torch_dtype" if source.has("torch_dtype") else "dtype"
+    name = source.text(key) or "float32"
+    if name not in shared.DTYPES:
+        source.lacks(key, "a type that the model's files say: bfloat16, float16 or float32")
+    return {"policy.dtype": shared.DTYPES.get(name)}
+
+
+def low_rank(source: Source) -> dict[str, Any]:
+    if not source.flag("use_peft"):
+        return {}
+    refuse(source, "lora_dropout", "dropout of adapters: say 0", (0, 0.0))
+    if not source.has("lora_dropout"):
+        source.lacks("lora_dropout", "dropout of adapters: say --lora_dropout 0")
+    found = adapters(source, "policy", rank="lora_r", alpha="lora_alpha", targets="lora_target_modules")
+    if not found:
+        raise UnreadableError(f"lora_r must be above 0 with use_peft: got {source.count('lora_r')}")
+    if source.flag("use_rslora"):
+        found["policy.lora.alpha"] *= math.sqrt(found["policy.lora.rank"])
+    return found | {"policy.lora.target_modules": found["policy.lora.target_modules"] or _TARGETS}
+
+
+def hub(name: str, config: str | None, split: str | None) -> str:
+    """OWNER/NAME:CONFIG/SPLIT, as the loader of data sets has it; without what is the hub's own choice."""
+    parts = [part for part in (config, split) if part]
+    return f"{name}:{'/'.join(parts)}" if config or split not in (None, "train") else name
+
+
+def data(source: Source) -> dict[str, Any]:
+    source.note(TEXT_PROMPTS)
+    name, config = source.text("dataset_name"), source.text("dataset_config")
+    evaluates = interval(source, "eval") != 0
+    if entries := source.items("datasets"):
+        train = [file for entry in entries for file in _mixed(source, entry)]
+        if evaluates:
+            source.lacks("datasets", "evaluation on a mixture's split: -- data.val=[...]", changes_result=False)
+        return {"data.train": train, "trainer.eval_every": 0}
+    if source.keys("dataset_mixture"):
+        return {}
+    if name is None:
+        raise UnreadableError("dataset_name must name a data set: got none")
+    found: dict[str, Any] = {"data.train": [hub(name, config, source.text("dataset_train_split"))]}
+    if evaluates:
+        found["data.val"] = [hub(name, config, source.text("dataset_test_split"))]
+    return found | {"trainer.eval_every": interval(source, "eval")}
+
+
+def _mixed(source: Source, entry: Any) -> list[str]:
+    """Files or names of one entry of `datasets`."""
+    if not isinstance(entry, Mapping) or not isinstance(entry.get("path"), str):
+        raise UnreadableError(f"datasets must be a list of mappings with a path: got {entry!r}")
+    if lacking := [key for key in ("data_dir", "fraction") if entry.get(key) is not None]:
+        source.lacks("datasets", f"{lacking[0]} of {entry['path']}: data.mixture has fixed shares of domains")
+    files = entry.get("data_files")
+    if files is not None and entry["path"] in ("json", "parquet"):
+        return [files] if isinstance(files, str) else [str(file) for file in files]
+    return [hub(entry["path"], entry.get("name"), entry.get("split", "train"))]
+
+
+def optimizer(source: Source) -> dict[str, Any]:
+    name, kwargs = source.text("lr_scheduler_type"), source.under("lr_scheduler_kwargs.")
+    lowest = None
+    if name == "cosine_with_min_lr":
+        share = kwargs.number("min_lr_rate")
+        lowest = kwargs.number("min_lr") if share is None else share * (source.number("learning_rate") or 0.0)
+    if kwargs.has("num_cycles") and kwargs.number("num_cycles") != 0.5:
+        kwargs.lacks("num_cycles", "a cosine of other cycles")
+    warmup = source.number("warmup_steps") or source.number("warmup_ratio") or 0.0
+    last = source.whole("max_steps") or -1
+    if 0 < warmup < 1 <= last:
+        warmup = math.ceil(warmup * last)
+    found = {
+        "schedule": CHOICES["lr_scheduler_type"].read(source),
+        "warmup_steps": 0.0 if name == "constant" else warmup,
+        "warmup_from": 0,
+        "clip_grad": source.number("max_grad_norm") or 0.0,
+        "min_lr": lowest,
+        "betas": [source.number("adam_beta1"), source.number("adam_beta2")],
+    }
+    return {f"policy.optimizer.{key}": value for key, value in found.items()}
+
+
+def in_rollouts(source: Source, key: str, steps: float, *, changes_result: bool) -> int:
+    """A number of optimizer steps as rollouts of so many updates each; a rollout of DPO and SFT is one."""
+    each = updates_of(source) * source.count("num_iterations") if "num_iterations" in source.defaults else 1
+    if steps % each:
+        source.lacks(key, f"no multiple of the {each} optimizer steps of a rollout", changes_result=changes_result)
+    return max(1, round(steps / each))
+
+
+def interval(source: Source, event: Literal["save", "eval"]) -> int | Literal["epoch"]:
+    """Steps between two events, or `epoch`; 0 is never."""
+    older = event == "eval" and source.has("evaluation_strategy")
+    strategy = (source.text("evaluation_strategy" if older else f"{event}_strategy") or "no").lower()
+    if strategy in ("no", "false"):
+        return 0
+    if strategy == "epoch":
+        return "epoch"
+    key = f"{event}_steps"
+    if strategy != "steps":
+        source.lacks(f"{event}_strategy", f"the strategy {strategy}: steps, epoch or no", changes_result=False)
+    steps = source.number(key) or source.number("logging_steps") or 0.0
+    if 0 < steps < 1:
+        if (last := source.whole("max_steps") or -1) < 1:
+            source.lacks(key, "a share of a run whose length max_steps does not say", changes_result=False)
+            return 0
+        steps = math.ceil(steps * last)
+    return in_rollouts(source, key, steps, changes_result=False)
+
+
+def run(source: Source) -> dict[str, Any]:
+    last, epochs = source.whole("max_steps") or -1, source.number("num_train_epochs") or 0.0
+    resume = (source.text("resume_from_checkpoint") or "false").lower()
+    if resume not in ("true", "false"):
+        source.lacks("resume_from_checkpoint", "a checkpoint of transformers: model_name_or_path takes its weights")
+    found: dict[str, Any] = {
+        "trainer.run_dir": shared.path(source, "output_dir") or "trainer_output",
+        "trainer.save_every": interval(source, "save"),
+        "trainer.keep": source.whole("save_total_limit") or shared.EVERY_CHECKPOINT,
+        "trainer.resume": "auto" if resume == "true" else "never",
+    }
+    if last > 0:
+        return found | {"trainer.steps": in_rollouts(source, "max_steps", last, changes_result=True)}
+    if epochs % 1:
+        source.lacks("num_train_epochs", "a part of an epoch: max_steps counts optimizer steps")
+    return found | {"trainer.epochs": max(1, int(epochs))}
+
+
+def trackers(source: Source, key: str) -> list[str]:
+    """The terminal, and the trackers that report_to names; `all` are those of a machine."""
+    names = source.texts(key)
+    if set(names) <= {"none", "False"}:
+        return ["console"]
+    return list(dict.fromkeys(["console", *shared.loggers(source, key)]))
+
+
+def offline(source: Source, older: str = "max_length") -> dict[str, Any]:
+    """Batches and lengths of DPO and SFT, whose rows bring their responses; `older` is a former name of max_length."""
+    key = older if source.has(older) else "max_length"
+    if (longest := source.whole(key)) is None:
+        raise UnreadableError(f"{key} must be a whole number, for responses are cut off there: got none")
+    return {
+        "data.prompts_per_step": at_once(source) * source.count("gradient_accumulation_steps"),
+        **{f"data.max_{part}_tokens": longest for part in ("total", "prompt", "response")},
+        "data.tools_key": "tools",
+        "policy.tokens_per_micro_batch": max(our_defaults()["policy.tokens_per_micro_batch"], 2 * longest),
+        "eval.generate": False if interval(source, "eval") else None,
+    }
+
+
+def evaluation(source: Source) -> dict[str, Any]:
+    """As many responses as in training and of the same distribution, next to the greedy one."""
+    if interval(source, "eval") == 0:
+        return {}
+    found = {"temperature": source.number("temperature"), "top_p": source.number("top_p")}
+    found |= {"samples": source.whole("num_generations_eval") or source.whole("num_generations")}
+    return {f"eval.{key}": value for key, value in found.items()} | {"eval.top_k": shared.top_k(source, "top_k")}
+
+
+def dpo(source: Source) -> dict[str, Any]:
+    if source.texts("loss_type") != ["sigmoid"]:
+        source.lacks("loss_type", "another loss than sigmoid, or several")
+    return {"algorithm.name": "dpo"}
+
+
+def sft(source: Source) -> dict[str, Any]:
+    turns, completion = source.flag("assistant_only_loss"), source.value("completion_only_loss")
+    if completion is not None and not source.flag("completion_only_loss"):
+        source.lacks("completion_only_loss", "a loss of prompts")
+    elif completion is None and not turns:
+        source.lacks(
+            "assistant_only_loss",
+            "a loss of all turns of a conversation, the users' too: say --assistant_only_loss for rows with messages, and "
+            "--completion_only_loss true for rows with prompt and completion",
+        )
+    return {"algorithm.name": "sft", "data.response_key": "completion"}
+
+
+_COMMON = (layout, dtype, low_rank, data, optimizer, run, shared.tracked("report_to", "project", "run_name"))
+_DERIVED = {
+    "grpo": (*trl_grpo.DERIVED, evaluation),
+    "dpo": (offline, dpo),
+    "sft": (partial(offline, older="max_seq_length"), sft),
+}
+
+
+def _table(name: str, **fields: Any) -> Table:
+    """The table of a program: its own sections, and those that all have."""
+    content = load("trl")
+    own = content["programs"][name]
+    sections = own["sections"] | dict.fromkeys(content["sections"], "trl")
+    converters = {"path": shared.path, "trackers": trackers, "top_k": shared.top_k}
+    return table({**content, **own, "sections": sections}, (*_COMMON, *_DERIVED[name]), converters, **fields)
+
+
+GRPO = _table("grpo")
+TABLES = {"grpo": GRPO, "dpo": _table("dpo", page_of=GRPO), "sft": _table("sft", page_of=GRPO)}
+
+
+def table_of(settings: Mapping[str, Any]) -> Table:
+    """The table of the program that is named, or else of the only one that knows most of the keys; raises UserError."""
+    if (name := settings.get("-m")) is None:
+        known = {name: sum(each.row(key) is not None for key in settings) for name, each in TABLES.items()}
+        most = [name for name, count in known.items() if count == max(known.values())]
+        if len(most) > 1:
+            raise UserError(f"the settings may be of {' or '.join(most)}: begin with the program, as trl {most[0]}")
+        return TABLES[most[0]]
+    if fault := OneOf(TABLES).fault(name):
+        raise UserError(f"the program of TRL {fault}: other programs may do what no key says")
+    return TABLES[name]
+
+
+class TRL(System):
+    """A system whose words are `--key value`, after the name of a program and its launcher."""
+
+    def translate_words(
+        self,
+        words: Sequence[str],
+        environment: Mapping[str, str],
+        given: Mapping[str, str] | None = None,
+        *,
+        version: str = "",
+        allow_secrets: bool = False,
+    ) -> Translation:
+        return read_words(self, words, environment, given, version=version, allow_secrets=allow_secrets)
+
+
+translate = TRL("trl", tuple(TABLES.values()), table_of)

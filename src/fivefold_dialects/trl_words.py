@@ -1,0 +1,123 @@
+"""TRL's command line -> settings: a launcher, the name of a program, `--key value`, and the files that these name."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fivefold.config.dialect import Translation, Tree
+from fivefold.config.loader import ConfigError, parse_value, read_mapping
+from fivefold_dialects.bounds import LONGEST_KEY, TooMuchError, Work, is_file
+from fivefold_dialects.secret_variables import Hidden
+from fivefold_dialects.shell import read_script
+from fivefold_dialects.source import merged
+from fivefold_dialects.translator import with_own
+
+if TYPE_CHECKING:
+    from fivefold_dialects.system import System
+
+_COMMANDS = ("grpo", "dpo", "sft", "kto", "rloo", "reward", "distillation")
+_LAUNCHES = re.compile(r"(torch\.distributed|accelerate|deepspeed)\b|(torchrun|trl)$")
+_END = re.compile(r"[|&;<>]+|\d?>.*|&>.*")
+_OPTION = re.compile(r"--?[A-Za-z]")
+_ALIASES = {"nproc_per_node": "num_processes", "num_gpus": "num_processes", "config_file": "accelerate_config"}
+"""Options of torchrun, deepspeed and accelerate -> those of `trl`."""
+
+
+def read_words(
+    system: System, words: Sequence[str], environment: Mapping[str, str], given: Mapping[str, str] | None, *,
+    version: str, allow_secrets: bool,
+) -> Translation:  # fmt: skip
+    """Translate the run that these words describe; raises ConfigError if they describe none."""
+    hidden = Hidden({} if allow_secrets else environment)
+    variables = {**environment, **hidden.environment, **(given or {})}
+    theirs, own = (words[: words.index("--")], words[words.index("--") + 1 :]) if "--" in words else (words, ())
+    try:
+        tree = _tree(list(theirs), variables, Work())
+        return hidden.checked(with_own(system(tree, [], variables, version), own))
+    except TooMuchError as error:
+        raise ConfigError([str(error)]) from error
+    except RecursionError:
+        raise ConfigError(["brackets or scripts are nested too deeply: give the command that starts training"]) from None
+
+
+def _tree(words: list[str], variables: Mapping[str, str], work: Work) -> Tree:
+    files: Mapping[str, str] = {}
+    first = Path(words[0]) if words else Path()
+    if is_file(first) and first.suffix not in (".yaml", ".yml", ".py"):
+        script = read_script(work.text(first), variables, name=str(first), work=work)
+        commands = [each for each in script.commands if _program(each)[0]]
+        if not commands:
+            raise ConfigError([f"{first} has no command that starts a program of TRL"])
+        # A script may prepare data before training, and evaluate after it.
+        words = next((each for each in reversed(commands) if _program(each)[0] in _COMMANDS), commands[-1])
+        files = script.files
+    name, place = _program(words)
+    tree: Tree = {"-m": name, **dict(_launch(words[:place]))} if name else {}
+    settings = dict(_options(words[place + 1 :]))
+    below = _read(str(settings.pop("config")), files, work) if "config" in settings else {}
+    if not name and not below and not settings:
+        raise ConfigError([f"no setting of TRL in {' '.join(words)[:LONGEST_KEY] or 'an empty command'}"])
+    tree = merged([tree, below, settings])
+    profile = str(tree.get("accelerate_config", ""))
+    if profile in files or is_file(Path(profile)):
+        tree["accelerate"] = _read(profile, files, work)
+    elif profile:
+        # As in TRL's repository: accelerate_configs/deepspeed_zero3.yaml.
+        tree["accelerate_config"] = Path(profile).name.removesuffix(".yaml").removeprefix("deepspeed_")
+    return tree
+
+
+def _read(name: str, files: Mapping[str, str], work: Work) -> Tree:
+    """Return the mapping in a YAML file, or in one that the script writes."""
+    if name not in files and not is_file(Path(name)):
+        raise ConfigError([f"no configuration file at {name[:LONGEST_KEY]}"])
+    return read_mapping(files[name] if name in files else work.text(Path(name)), name)
+
+
+def _program(words: Sequence[str]) -> tuple[str, int]:
+    """(program, its place) of a command: the word after `trl`, a Python file, or a module after -m; ("", -1) without one."""
+    for place, word in enumerate(words):
+        before = words[place - 1].rpartition("/")[2] if place else "trl"
+        if word in _COMMANDS and before == "trl":
+            return word, place
+        if before == "-m" and not _LAUNCHES.match(word):
+            return word.rpartition(".")[2], place
+        if word.endswith(".py") and "=" not in word:
+            return Path(word).stem, place
+    return "", -1
+
+
+def _launch(words: Sequence[str]) -> Iterator[tuple[str, Any]]:
+    """Yield the launcher's options; Python alone starts one process."""
+    places = [place for place, word in enumerate(words) if _LAUNCHES.match(word.rpartition("/")[2])]
+    if words and not places:
+        yield "num_processes", 1
+    found = {
+        _ALIASES.get(key, key): value for key, value in _options(words[places[0] + 1 :] if places else ()) if key != "m"
+    }
+    counts = [str(found.get(key, "1")) for key in ("num_processes", "nnodes")]
+    if "nnodes" in found and all(map(str.isdigit, counts)):
+        found["num_processes"] = int(counts[0]) * int(counts[1])
+    yield from found.items()
+
+
+def _options(words: Sequence[str]) -> Iterator[tuple[str, Any]]:
+    """Yield (key, value) of `--key value...`, `--key=value`, `--flag` and `--no_flag`, as transformers' parser reads them,
+    and of `key=value` and a YAML file before these."""
+    rest = list(itertools.takewhile(lambda word: not _END.fullmatch(word), words))
+    starts = [place for place, word in enumerate(rest) if _OPTION.match(word)]
+    for word in rest[: min(starts, default=len(rest))]:
+        key, equals, value = word.partition("=")
+        if equals or word.endswith((".yaml", ".yml")):
+            yield (key, value) if equals else ("config", word)
+    for place, end in itertools.pairwise([*starts, len(rest)]):
+        key, equals, value = rest[place].lstrip("-").partition("=")
+        key, values = key.replace("-", "_"), [value] * bool(equals) + rest[place + 1 : end]
+        if values:
+            yield key, values if len(values) > 1 else parse_value(values[0]) if values[0].startswith("{") else values[0]
+        else:
+            yield key.removeprefix("no_"), not key.startswith("no_")
