@@ -18,9 +18,10 @@ from fivefold.config.dialect import OWN, REFUSED, Dialect, Translation, Tree, fi
 from fivefold.config.run_config import RunConfig
 from fivefold.config.validate import validate
 from fivefold.errors import UserError, shown
-from fivefold.files import read_text
+from fivefold.files import read_text, with_umask
 from fivefold.keys.findings import Findings
 from fivefold.keys.ranges import suggest
+from fivefold.tables import take_rows, write_rows
 from fivefold.user_code import name_of
 
 T = TypeVar("T")
@@ -80,14 +81,25 @@ def config_of(overrides: list[str]) -> RunConfig:
 def make_config(tree: Tree | None = None, /, **sections: Any) -> RunConfig:
     """Make RunConfig from nested mappings, or from one mapping per section; raises ConfigError with all errors.
 
-    A function may be passed wherever `path.py:function` is allowed.
+    A function may be passed wherever `path.py:function` is allowed. `data` may have rows in the place of file names, as a
+    list of dicts or a `datasets.Dataset`: they are written below the run's directory.
 
     Example: `make_config(model={"path": "Qwen/Qwen3-0.6B"}, reward={"functions": {my_reward: 1.0}})`.
     """
-    config = build({**(tree or {}), **sections})
+    named, rows = take_rows({**(tree or {}), **sections})
+    config = build(named)
     if errors := validate(config).errors:
         raise ConfigError(errors)
-    return config
+    if not rows:
+        return config
+    with with_umask(config.trainer.umask):
+        return _with_files(config, write_rows(rows, config.run_dir / "data"))
+
+
+def _with_files(config: RunConfig, files: dict[str, str]) -> RunConfig:
+    """Return the configuration with the files that rows were written to, and the run directory that it had before."""
+    data = config.data.renamed(lambda name: files.get(name, name))
+    return dataclasses.replace(config, data=data, trainer=dataclasses.replace(config.trainer, run_dir=str(config.run_dir)))
 
 
 def restore(path: Path) -> RunConfig:
