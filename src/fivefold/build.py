@@ -21,6 +21,8 @@ from fivefold.config import RunConfig, dump_yaml
 from fivefold.config.learners import PolicyConfig
 from fivefold.config.mixture import counts, domains_of
 from fivefold.config.roles import Role
+from fivefold.config.schema import DataConfig
+from fivefold.data.data_sets import cache_of, hub_names, local_file, with_files
 from fivefold.data.mixture import MixedLoader, places_by_domain
 from fivefold.data.prompt_cache import is_large, open_prompts, store_prompts
 from fivefold.data.prompt_loader import Loader, PromptLoader
@@ -45,7 +47,7 @@ from fivefold.observability.run_logger import RunLogger
 from fivefold.plan.data_files import unused_sources
 from fivefold.plan.memory import training_flops
 from fivefold.plan.summary import describe
-from fivefold.reward.choose import choose_rewards
+from fivefold.reward.choose import choose_rewards, columns_read
 from fivefold.reward.code.confine import layers
 from fivefold.reward.manager import RewardManager
 from fivefold.reward.pool import RewardPool
@@ -115,6 +117,23 @@ def _newest_commit(name: str, wanted: Sequence[str], commit: str | None) -> str:
     return commit_of(model_snapshot(name, wanted, commit))
 
 
+def fetch_data(data: DataConfig, ranks: Ranks, commits: Mapping[str, str]) -> dict[str, Path]:
+    """Return the local file of each data set on the hub; collective.
+
+    The first rank of each node downloads the commit in `commits`, or the latest, and the others wait.
+    """
+    files: dict[str, Path] = {}
+    for key, name in hub_names(data):
+        fetch = partial(_data_file, name, key, cache_of(data))
+        commit = commit_of(Path(call_on_main(ranks, partial(fetch, commits.get(name)))))
+        files[name] = Path(call_once_a_machine(ranks, partial(fetch, commit)))
+    return files
+
+
+def _data_file(name: str, key: str, cache: Path, commit: str | None) -> str:
+    return str(local_file(name, key, cache, commit))
+
+
 def build_run(config: RunConfig, ranks: Ranks, device: torch.device, checkpoint: Path | None) -> Run:
     """Build everything that `train` needs on this rank; raises ValueError for what cannot work, before any step.
 
@@ -125,7 +144,8 @@ def build_run(config: RunConfig, ranks: Ranks, device: torch.device, checkpoint:
         torch.use_deterministic_algorithms(True)
         # No code reads uninitialized memory, so filling it would only cost time.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    directories = fetch_models(config, ranks, {} if checkpoint is None else RunState.read(checkpoint).commits)
+    commits = {} if checkpoint is None else RunState.read(checkpoint).commits
+    directories, data_files = fetch_models(config, ranks, commits), fetch_data(config.data, ranks, commits)
     directory = directories[config.model.described_by(config.model.path)]
     spec = load_spec(directory)
     spec.check_layout(ranks.layout, config.policy.megatron.pipeline_split)
@@ -133,7 +153,8 @@ def build_run(config: RunConfig, ranks: Ranks, device: torch.device, checkpoint:
     check_config(known)
     tokenizer_directory = directories[config.model.tokenizer_path]
     tokenizer = load_tokenizer(str(tokenizer_directory), config.model.trust_remote_code)
-    training, evaluation_set = build_data(config, tokenizer, tokenizer_directory, ranks)
+    local = replace(config, data=with_files(config.data, data_files))
+    training, evaluation_set = build_data(local, tokenizer, tokenizer_directory, ranks)
     first_prompts = check_rewards(config, training, evaluation_set)
     loader = build_loader(config, training)
     of_data = config.trainer.epochs * loader.steps_per_epoch
@@ -187,7 +208,7 @@ def build_run(config: RunConfig, ranks: Ranks, device: torch.device, checkpoint:
     plan = build_plan(config, spec, objective)
     rollouts = build_rollouts(config, loader, generator, ranks, logger, objective, steps)
     if config.data.expert:
-        experts = PromptQueue(build_expert_loader(config, tokenizer, tokenizer_directory, ranks), logger, "expert/epoch")
+        experts = PromptQueue(build_expert_loader(local, tokenizer, tokenizer_directory, ranks), logger, "expert/epoch")
         rollouts = ExpertRollouts(
             rollouts,
             experts,
@@ -228,7 +249,7 @@ def build_run(config: RunConfig, ranks: Ranks, device: torch.device, checkpoint:
             flops=partial(training_flops, spec, lora=config.policy.lora.spec),
             resolved_config=dump_yaml(portable(config)),
             # Only one rank compares and writes it, because this reads every file of the run.
-            fingerprint=Fingerprint.of(config, steps, directories) if ranks.is_main else Fingerprint(),
+            fingerprint=Fingerprint.of(config, steps, directories | data_files) if ranks.is_main else Fingerprint(),
             resume_from=checkpoint,
         ),
     )
@@ -316,10 +337,12 @@ def check_rewards(config: RunConfig, training: PromptSet, evaluation_set: Evalua
 
 
 def start_reward_pool(pool: RewardPool, prompts: list[Prompt], log: Callable[[str], None]) -> None:
-    """Call every reward function once and log what it raises; raises ValueError for one that cannot be loaded."""
+    """Call every reward function once and log how; raises ValueError for one that cannot be loaded or raises."""
     error = pool.start([(prompt, Sample([], [], prompt.ground_truth, True, 0)) for prompt in prompts])
     if error is not None:
-        log(f"a reward function failed on a trial, in which the response was the ground truth:\n{error}")
+        raise UserError(f"a reward function failed on a trial, in which the response was the ground truth:\n{error}")
+    for line in pool.forms:
+        log(f"reward   {line}")
     if any(runs_programs(name) for prompt in prompts for name in pool.weights(prompt.source)):
         log(f"sandbox  programs in responses are locked up by {layers()}")
 
@@ -568,7 +591,7 @@ def _prompts(
     reading = Reading(
         data.max_prompt_tokens,
         data.overlong_prompts,
-        Columns.of(data),
+        replace(Columns.of(data), carried=columns_read(config.reward)),
         learns_from or config.algorithm.method.learns_from,
         need_responses,
         data.max_response_tokens,
@@ -582,7 +605,7 @@ def _prompts(
     )
     if first is not None or not is_large(files):
         return load_prompts(files, tokenizer, reading, first)
-    cache = Path(data.cache_dir).expanduser()
+    cache = cache_of(data)
     trusted = config.model.trust_remote_code
 
     def store() -> str:

@@ -125,6 +125,16 @@ _UMASK = "FIVEFOLD_USERS_UMASK"
 """Environment variable with the umask from before `use_umask`; child processes inherit it."""
 
 
+@contextmanager
+def with_umask(text: str) -> Iterator[None]:
+    """Remove these permissions from new files within this block: three octal digits."""
+    before = os.umask(int(text, 8))
+    try:
+        yield
+    finally:
+        os.umask(before)
+
+
 def use_umask(text: str) -> None:
     """Remove these permissions from new files of this process and its child processes: three octal digits."""
     before = os.umask(int(text, 8))
@@ -137,11 +147,8 @@ def users_umask() -> Iterator[None]:
     if (users := os.environ.get(_UMASK)) is None:
         yield
         return
-    before = os.umask(int(users, 8))
-    try:
+    with with_umask(users):
         yield
-    finally:
-        os.umask(before)
 
 
 def _holds_at_most(path: Path, most: int) -> bool:

@@ -5,14 +5,17 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 from fivefold.errors import UserError, first_line
 from fivefold.files import users_umask
 
 _CONNECT_SECONDS = 5.0
+_ABSENT = "it does not answer, and its cache on this machine does not have it"
 MODELSCOPE = "modelscope:"
 """Prefix of the id of a model on ModelScope."""
 
@@ -60,8 +63,8 @@ def cached_models() -> dict[str, Path]:
 
 
 def commit_of(snapshot: Path) -> str:
-    """Return the commit of a directory from `model_snapshot`: the cache names the directory by it."""
-    return snapshot.name
+    """Return the commit of a directory from `model_snapshot`, or of a data set's parquet file."""
+    return snapshot.parent.parent.name if snapshot.suffix == ".parquet" else snapshot.name
 
 
 def dataset_file(repository: str, name: str) -> Path:
@@ -70,6 +73,78 @@ def dataset_file(repository: str, name: str) -> Path:
 
     what = f"{repository} cannot be downloaded from the hub, name local files with --source"
     return _take(what, lambda cached: hf_hub_download(repository, name, repo_type="dataset", local_files_only=cached))
+
+
+def dataset_commit(repository: str, revision: str | None, line: str) -> str | None:
+    """Return the commit of a data set's revision; None if the hub does not answer. `line` writes it as parquet."""
+    if not _answers(None):
+        return None
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
+
+    try:
+        return str(HfApi().dataset_info(repository, revision=revision).sha)
+    except RevisionNotFoundError as error:
+        raise UserError(_no_dataset(repository, f"it has no revision {revision!r}", line)) from error
+    except RepositoryNotFoundError as error:
+        reason = "there is none of this name, or only for users whose token is in HF_TOKEN"
+        raise UserError(_no_dataset(repository, reason, line)) from error
+    except Exception as error:
+        # As in `_take`: the user sees one message.
+        raise UserError(_no_dataset(repository, first_line(error), line)) from error
+
+
+def load_dataset_splits(repository: str, config: str | None, commit: str | None, line: str) -> tuple[dict[str, Any], str]:
+    """Return (split -> `datasets.Dataset`, commit); without a commit, of what the cache of `datasets` has."""
+    try:
+        import datasets
+    except ImportError as error:
+        is_absent = isinstance(error, ModuleNotFoundError) and error.name == "datasets"
+        why = "not installed here" if is_absent else f"whose import fails: {first_line(error)}"
+        raise UserError(
+            f"{repository!r} is no file here, and a data set of the hub needs datasets, {why}: pip install "
+            f"'fivefold[datasets]', or run where it is installed: {line}, and name that file"
+        ) from error
+    try:
+        found = datasets.load_dataset(repository, config, revision=commit)
+        commit = commit or Path(next(iter(found.values())).cache_files[0]["filename"]).parent.name
+    except Exception as error:
+        # The library raises many kinds of errors (no such data set, no network, no access, damaged files).
+        if names := _configurations(repository, config, commit):
+            listed = ", ".join(f"{repository}:{name}" for name in names)
+            raise UserError(f"{repository!r} must name one of its configurations: {listed}") from error
+        reason = first_line(error) if _answers(None) else _ABSENT
+        raise UserError(_no_dataset(repository, reason, line)) from error
+    return dict(found), commit
+
+
+def _configurations(repository: str, config: str | None, commit: str | None) -> list[str]:
+    """Return the configurations of a data set, unless `config` is one of them or they are not known."""
+    import datasets
+
+    try:
+        names = datasets.get_dataset_config_names(repository, revision=commit)
+    except Exception:
+        # What went wrong is reported by the caller.
+        return []
+    return [] if config in names or len(names) < 2 else list(names)
+
+
+def _no_dataset(repository: str, reason: str, line: str) -> str:
+    return (
+        f"{repository!r} is neither a file here nor a data set that the hub gives: {reason}; where the hub can be reached, "
+        f"write a file and name it: {line}"
+    )
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold a lock file within this block; other processes wait for it."""
+    from huggingface_hub.utils import WeakFileLock
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with WeakFileLock(path):
+        yield
 
 
 def _take(what: str, download: Callable[[bool], str], endpoint: str | None = None) -> Path:
@@ -81,7 +156,7 @@ def _take(what: str, download: Callable[[bool], str], endpoint: str | None = Non
             return Path(download(not reachable))
     except Exception as error:
         # The hub's client raises many kinds of errors (no such model, no network, no access); the user sees one message.
-        reason = first_line(error) if reachable else "it does not answer, and its cache on this machine does not have it"
+        reason = first_line(error) if reachable else _ABSENT
         raise UserError(f"{what}: {reason}") from error
 
 

@@ -38,6 +38,15 @@ class Prompt:
     responses: list[DatasetResponse] = field(default_factory=list)
     """Responses from the data to learn from: one to imitate, or the chosen and the rejected one."""
     extra: dict[str, Any] = field(default_factory=dict)
+    columns: dict[str, Any] = field(default_factory=dict)
+    """Columns of the row that reward functions take by name."""
+    is_chat: bool = False
+    """Whether the row's prompt is a list of messages, not a text."""
+
+    @property
+    def given(self) -> str | list[dict[str, Any]]:
+        """The prompt in the row's form: its messages, or its text without a chat template."""
+        return self.messages if self.is_chat or not self.messages else str(self.messages[-1]["content"])
 
 
 @dataclass(frozen=True)

@@ -48,19 +48,19 @@ class Parameters:
     """Parameters without a default."""
     positional: tuple[str, ...] = ()
     """Required parameters before a `/`, which cannot be passed by name."""
+    takes_any: bool = False
+    """Whether it has `**kwargs`, or a decorator that may have them."""
 
     @classmethod
     def of(cls, function: Any) -> Parameters:
         """Return the parameters of a loaded function."""
-        found = [
-            each
-            for each in inspect.signature(function).parameters.values()
-            if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
-        ]
+        every = inspect.signature(function).parameters.values()
+        found = [each for each in every if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
         return cls(
             tuple(each.name for each in found),
             tuple(each.name for each in found if each.default is each.empty),
             tuple(each.name for each in found if each.kind is each.POSITIONAL_ONLY and each.default is each.empty),
+            any(each.kind is each.VAR_KEYWORD for each in every),
         )
 
 
@@ -85,6 +85,7 @@ def parameters_of(name: str) -> Parameters | None:
         tuple(each.arg for each in (*by_place, *own.kwonlyargs)),
         tuple(each.arg for each in required),
         tuple(each.arg for each in own.posonlyargs if each in required),
+        own.kwarg is not None or bool(defined[-1].decorator_list),
     )
 
 

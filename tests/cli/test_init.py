@@ -108,6 +108,62 @@ def test_answers_are_asked_for_again_until_they_hold(tmp_path, monkeypatch, caps
     assert config.reward.functions == {"format": 1.0}
 
 
+REWARD = "def f(completions, **kwargs): return [0.0]\n"
+
+
+@pytest.mark.parametrize(
+    ("row", "answers", "method"),
+    [
+        ({"question": "1+1=", "answer": "#### 2"}, [""], "grpo"),
+        ({"question": "1+1=", "answer": "#### 2"}, ["ppo", "sft"], "sft"),
+        ({"prompt": "1+1=", "response": "2"}, [""], "sft"),
+        ({"prompt": "1+1=", "completion": "2"}, ["grpo"], "grpo"),
+        ({"prompt": "1+1=", "chosen": "2", "rejected": "3"}, [], "dpo"),
+        ({"prompt": "1+1="}, [], "grpo"),
+    ],
+)
+def test_init_asks_whether_responses_in_the_rows_are_to_be_imitated(
+    tmp_path, monkeypatch, capsys, model, row, answers, method
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(REWARD)
+    monkeypatch.setattr("sys.stdin", io.StringIO("".join(f"{answer}\n" for answer in [*answers, "mine.py:f", "", ""])))
+    data = write_rows(tmp_path / "rows.jsonl", row)
+    assert init("--model", model, "--data", data, "--gpus", 0, "--engine", "transformers") == 0
+    said = capsys.readouterr().out
+    assert ("Method: " in said) == bool(answers) and ("Method must be one of grpo, sft" in said) == ("ppo" in answers)
+    config = RunConfig.from_yaml(tmp_path / "run.yaml")
+    assert config.algorithm.name == method and check(config).errors == []
+    assert config.data.response_key == (
+        "completion"
+        if method == "sft" and "completion" in row
+        else "response"
+        if "question" not in row or method != "sft"
+        else "answer"
+    )
+
+
+def test_prompts_alone_are_taken_with_a_reward_that_needs_no_truth(tmp_path, monkeypatch, capsys, model):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(REWARD)
+    flags = ["--model", model, "--data", write_rows(tmp_path / "rows.jsonl", {"prompt": "1+1="}), "--gpus", 0, "--yes"]
+    for more, says in (
+        (
+            [],
+            "--reward must be named: the rows have no ground truth; name its column with --answer-key, or a path.py:function",
+        ),
+        (["--reward", "mine.py:f,math"], "--reward cannot be math: the rows have no ground truth; name its column"),
+        (["--reward", "by-source"], "--reward cannot be by-source: the rows have no ground truth"),
+    ):
+        assert init(*flags, *more) == 2
+        assert says in capsys.readouterr().err
+    for reward in ("mine.py:f", "format"):
+        assert init(*flags, "--reward", reward, "--force") == 0
+        config = RunConfig.from_yaml(tmp_path / "run.yaml")
+        assert (config.reward.functions, config.data.ground_truth_key) == ({reward: 1.0}, "reward_model.ground_truth")
+        assert check(config).errors == []
+
+
 def test_models_that_are_here_are_proposed(tmp_path, monkeypatch):
     from huggingface_hub import constants
 
@@ -130,8 +186,11 @@ def test_models_that_are_here_are_proposed(tmp_path, monkeypatch):
         ([], "init needs an answer to: Model"),
         (["--yes", "--method", "grppo"], "did you mean 'grpo'?"),
         (["--yes", "--gpus", "-1"], "--gpus must be a number"),
-        (["--yes", "--data", "rows.csv"], "--data must name a file that ends in"),
-        (["--yes", "--data", "odd.jsonl"], "must hold a pair to compare or a prompt and an answer"),
+        (
+            ["--yes", "--data", "rows.csv"],
+            "--data must be a parquet or jsonl file, a directory of `save_to_disk`, or OWNER/NAME",
+        ),
+        (["--yes", "--data", "odd.jsonl"], "must hold a pair to compare or a prompt or a prompt and a response"),
         (["--yes", "--data", "none.jsonl", "--model", "gone"], "--model must be a directory or a hub id"),
         (["taken.yaml", "--yes"], "taken.yaml is there already"),
     ],

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,15 @@ from docs.generate import DOCS
 from fivefold.cli import _parser
 from fivefold.config import RunConfig
 from fivefold.config.loader import override
-from fivefold.data.rows import Columns, check_responses, parse_row
+from fivefold.config.scoring import RewardConfig
+from fivefold.data.prompts import Reading, load_prompts
+from fivefold.data.rows import Columns, parse_row
+from fivefold.data.tokenizer import load_tokenizer, make_model, train_tokenizer
 from fivefold.layout import ParallelLayout
+from fivefold.plan.check import check
+from fivefold.reward.choose import columns_read
+from fivefold.reward.pool import RewardPool
+from fivefold.types import Prompt, Sample
 from tests.support.commands import fivefold
 from tests.support.whole_runs import metrics
 
@@ -75,24 +82,92 @@ def test_the_page_of_a_task_begins_with_a_block_to_copy(task):
     assert any(line.startswith(("```", "    ")) for line in lines), lines
 
 
-ROWS = {"RL": ("rollouts", 2), "SFT": ("responses", 3), "DPO": ("pairs", 2)}
-"""What learns -> what a row must have, and how many rows the page prints."""
+def sections(page: Path) -> dict[str, list[tuple[str, str]]]:
+    """Heading -> (language, text) of each block below it."""
+    parts = re.split(r"^##+ (.*)$", page.read_text(), flags=re.M)
+    return dict(zip(parts[1::2], map(BLOCK.findall, parts[2::2]), strict=True))
 
 
-def test_every_row_of_the_data_page_is_read_as_the_page_says():
-    rows = [json.loads(line) for block in blocks(DOCS / "data.md", "json") for line in block.splitlines()]
-    kinds = [kind for kind, count in ROWS.values() for _ in range(count)]
-    for row, learns_from in zip(rows, kinds, strict=True):
-        found = parse_row(row, Columns(), learns_from, "train")
-        check_responses(found, Columns(), learns_from, list(row))
-        assert "6" in str(found.messages) or "prime" in str(found.messages)
-    with_truth, without = (parse_row(row, Columns(), "rollouts", "train") for row in rows[:2])
-    assert (with_truth.source, with_truth.ground_truth) == ("openai/gsm8k", "42")
-    assert (without.source, without.ground_truth) == ("train", "")
+DATA_ROWS = {
+    "RL with a ground truth": (2, ["42", "42"]),
+    "RL without a ground truth": (1, [""]),
+    "RL from several sources": (2, ["42", '{"inputs": [""], "outputs": ["42"]}']),
+    "RL with further columns": (1, [""]),
+    "SFT": (4, []),
+    "DPO": (2, []),
+    "Chat template, system prompt, thinking models": (1, ["42"]),
+}
+"""Section of the page about data -> how many rows it prints, and the ground truths that rewards get."""
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def bytes_model(tmp_path_factory):
+    """A tiny model whose tokenizer reads every text, with a chat template."""
+    directory = tmp_path_factory.mktemp("bytes")
+    train_tokenizer("bpe", ["a"], directory / "tokenizer")
+    make_model("qwen3", str(directory / "tokenizer"), directory / "model", hidden=16, layers=1, heads=2, kv_heads=1, ffn=16,
+               positions=1024, tied=True, seed=0)  # fmt: skip
+    (directory / "model/chat_template.jinja").write_text(TEMPLATE)
+    return directory / "model"
+
+
+def test_every_row_of_the_data_page_has_a_test():
+    assert [title for title, found in sections(DOCS / "data.md").items() if any(kind == "json" for kind, _ in found)] == [
+        *DATA_ROWS
+    ]
+
+
+@pytest.mark.parametrize("title", DATA_ROWS)
+def test_every_row_of_the_data_page_is_read_with_the_keys_next_to_it(tmp_path, monkeypatch, bytes_model, title):
+    monkeypatch.chdir(tmp_path)
+    [code] = [text for text in blocks(DOCS / "rewards.md", "python") if "def concise" in text]
+    Path("rewards.py").write_text(code)
+    found = sections(DOCS / "data.md")[title]
+    count, truths = DATA_ROWS[title]
+    prompts: list[Prompt] = []
+    for (kind, text), (next_kind, following) in zip(found, [*found[1:], ("", "")], strict=True):
+        if kind != "json":
+            continue
+        Path("rows.jsonl").write_text(text)
+        tree = yaml.safe_load(following) if next_kind == "yaml" else {}
+        tree = tree | {"model": {"path": str(bytes_model)}, "trainer": {"device": "cpu"}}
+        tree["data"] = {**tree.get("data", {}), "train": ["rows.jsonl"], "prompts_per_step": 1}
+        config = RunConfig.of(tree)
+        findings = check(config)
+        assert findings.errors == [] and not any("do not ask" in note for note in findings.notes), findings
+        assert not [key for key, _ in findings.ignored if not key.startswith("reward.by_source")]
+        learns = config.algorithm.method.learns_from
+        columns = replace(Columns.of(config.data), carried=columns_read(config.reward))
+        reading = Reading(512, columns=columns, learns_from=learns, need_responses=learns != "rollouts", max_response_tokens=99,
+                          template_kwargs=config.data.chat_template_kwargs, system_prompt=config.data.system_prompt)  # fmt: skip
+        prompts += load_prompts(["rows.jsonl"], load_tokenizer(str(bytes_model)), reading).prompts
+    assert len(prompts) == count
+    if truths:
+        assert [prompt.ground_truth for prompt in prompts] == truths
+    else:
+        assert all(prompt.responses for prompt in prompts)
+    if "further" in title:
+        assert prompts[0].columns == {"level": 1, "solution": ["2", "3", "5", "7"]} and prompts[0].is_chat
+    if "system" in title:
+        assert prompts[0].messages[0]["content"] == "Multiply, then answer in \\boxed{}."
+
+
+def test_own_rewards_on_the_page_are_called_as_it_says(tmp_path):
+    [code] = [text for text in blocks(DOCS / "rewards.md", "python") if "def concise" in text]
+    (tmp_path / "rewards.py").write_text(code)
+    pool = RewardPool(RewardConfig(functions={f"{tmp_path}/rewards.py:{name}": 1.0 for name in ("concise", "in_solutions")}))
+    prompt = Prompt(0, [1], "s", "q", "", [{"role": "user", "content": "q"}], columns={"solution": ["2", "3"]}, is_chat=True)
+    samples = [Sample([1], [0.0], text, True, 0) for text in ("3", "4")]
+    assert pool.wait([pool.submit(prompt, sample) for sample in samples]) is None
+    pool.close()
+    assert [sample.reward for sample in samples] == [1.0 - 0.001, -0.001]
 
 
 def test_the_columns_of_the_data_page_are_columns():
-    [block] = [text for text in blocks(DOCS / "data.md", "yaml") if "prompt_key" in text]
+    [block] = [text for text in blocks(DOCS / "data.md", "yaml") if "query_key" in text]
     names = yaml.safe_load(block)["data"]
     tree = {"model": {"path": "m"}, "data": {"train": ["x.jsonl"], **names}}
     columns = Columns.of(RunConfig.of(tree).data)

@@ -183,9 +183,17 @@ BAD: dict[str, tuple[Callable[[Case], Any], str]] = {
     "an unknown ending": (lambda case: (case.data.rename(case.root / "data.csv"), case.set("data.train", [str(case.root / "data.csv")])), "data files end in .parquet or .jsonl"),
     "a parquet file cut off": (lambda case: case.parquet(0.7), "data.parquet cannot be read as parquet, it may be cut off"),
     "a parquet file that is text": (lambda case: (case.data.rename(case.root / "a.parquet"), case.set("data.train", [str(case.root / "a.parquet")])), "a.parquet cannot be read as parquet"),
-    "a directory for a data file": (lambda case: case.set("data.train", [str(case.model)]), "data.train: no file at"),
+    "a directory for a data file": (lambda case: case.set("data.train", [str(case.model)]), "is a directory without state.json"),
     # --- data: rows
     "no prompt column": (lambda case: case.row(prompt=...), "data.jsonl, row 1: no column 'prompt'; it has data_source, reward_model"),
+    "a prompt under a usual name": (
+        lambda case: case.row(prompt=..., question="1+1="), "row 1: no column 'prompt'; it has data_source, reward_model, question; set data.prompt_key: question",
+    ),
+    "TRL's column for what to imitate": (
+        offline("sft", {"prompt": "1+1=", "completion": "2"}),
+        "row 0: learning from responses needs a text in column 'response' or a conversation in column 'messages'; it has prompt, "
+        "completion; set data.response_key: completion",
+    ),
     "another prompt column": (setting("data.prompt_key", "question"), "row 0: no column 'question'"),
     "a number for a prompt": (lambda case: case.row(prompt=3), "row 1: column 'prompt': a prompt is a text or a list of messages"),
     "a mapping for a prompt": (lambda case: case.row(prompt={"role": "user"}), "row 1: column 'prompt': a prompt is a text or a list"),

@@ -19,7 +19,7 @@ from fivefold.config.learners import RewardModelConfig
 from fivefold.config.scoring import RewardConfig
 from fivefold.interfaces import EngineReplica, EngineState
 from fivefold.keys.findings import Findings
-from fivefold.reward import maths, rules
+from fivefold.reward import forms, maths, rules
 from fivefold.reward.choose import ChosenRewards, check_rewards, choose_rewards
 from fivefold.reward.cpu_limit import TooLongError, within
 from fivefold.reward.pool import RewardPool, cores_of_rank
@@ -208,6 +208,12 @@ def test_a_built_in_that_runs_too_long_gives_0_and_a_user_s_function_keeps_its_t
     assert [(each.reward, each.reward_timed_out) for each in scored.samples] == [(1.5, False), (0.5, True), (1.5, False)]
 
 
+def of_row(response: str, truth: str) -> dict[str, object]:
+    """What a reward process receives of a response."""
+    own = {"ground_truth": truth, "prompt": "q", "prompts": "q", "data_source": "mine", "extra_info": {}, "columns": {}}
+    return {"response": response, **own}
+
+
 PLAIN_TRUTHS = {"math_any": ['["3"]'], "countdown": [COUNTDOWN], "multiple_choice": ["A"], "multiple_choice_soft": ["A"]}
 TRUTHS = {**PLAIN_TRUTHS, "ifeval": INSTRUCTION_TRUTHS, "ifeval_fraction": INSTRUCTION_TRUTHS[:1]}
 FUNCTIONS = {name: row.function for name, row in rules.BUILT_IN.items() if row.function and not row.runs_programs}
@@ -222,7 +228,7 @@ HOSTILE_TEXTS = (
 def cpu_seconds(function, response: str, truth: str) -> float:
     begin = time.process_time()
     with contextlib.suppress(TooLongError):
-        within(4.0, lambda: rules.call(function, {"response": response, "ground_truth": truth}))
+        within(4.0, lambda: forms.call("built in", function, of_row(response, truth)))
     return time.process_time() - begin
 
 
@@ -250,9 +256,9 @@ def test_a_built_in_that_is_prepared_imports_nothing_on_a_response_s_time(name):
     """Or the first response of a process would have 0 for the time that imports take."""
     (truth, *_) = TRUTHS.get(name, ["3"])
     code = (
-        "import sys\nfrom fivefold.reward import rules\n"
+        "import sys\nfrom fivefold.reward import forms, rules\n"
         f"function = rules.resolve({name!r})\nbefore = set(sys.modules)\n"
-        f"rules.call(function, {{'response': r'so \\boxed{{\\frac{{9}}{{3}}}}', 'ground_truth': {truth!r}}})\n"
+        f"forms.call({name!r}, function, {of_row(chr(92) + 'boxed{3}', truth)!r})\n"
         "print(sorted(set(sys.modules) - before))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=LONGEST)
@@ -465,7 +471,7 @@ FAIL = {
     "close": "ended with exit code 1",
     "answers itself": "not the answer",
     "bad JSON": "no exchange with the reward process",
-    "nothing": "TypeError",
+    "nothing": "got None; is a `return` missing?",
     "text": "could not convert string to float: 'high'",
     "mapping": "KeyError: 'score'",
     "huge": "OverflowError",
@@ -797,46 +803,6 @@ def test_with_a_reward_model_no_function_is_chosen_by_itself():
     (sample,) = groups[0].samples
     assert (sample.reward, sample.reward_parts, sample.reward_failed) == (0.0, {}, False)
     assert not sample.correct
-
-
-PARAMETERS = [
-    ("def f(completions, **kw): ...", "must not have the parameter completions, TRL's list"),
-    ("def f(response, completions=None): ...", "must not have the parameter completions, TRL's list"),
-    (
-        "def f(prompts, response): ...",
-        "is not offered: got prompts; its parameters may be response, completion, solution_str, ",
-    ),
-    ("async def f(answer, *, label): ...", "is not offered: got answer, label; its parameters may be response, completion"),
-    ("def f(response, reward_router_address): ...", "is not offered: got reward_router_address"),
-    ("def f(response, /): ...", "must take its parameters by name: got response before a `/`"),
-    ("if True:\n    def f(wrong): ...", "is not offered: got wrong"),
-    ("def f(response): ...\ndef f(wrong): ...", "is not offered: got wrong"),
-    ("def f(response, ground_truth, extra=1, *rest, **kw): ...", None),
-    ("def f(completion): ...", None),
-    ("def f(solution_str, data_source, ground_truth, extra_info=None): ...", None),
-    ("def f(): ...", None),
-    ("def g(wrong):\n    def f(wrong): ...\ndef f(prompt): ...", None),
-]
-
-
-@pytest.mark.parametrize(("code", "says"), PARAMETERS)
-def test_a_required_parameter_that_is_not_offered_is_refused_with_what_is(tmp_path, code, says):
-    path = tmp_path / "mine.py"
-    path.write_text(code)
-    findings = Findings(section="reward")
-    check_rewards(findings, RewardConfig(functions={f"{path}:f": 1.0}))
-    assert bool(findings.errors) == (says is not None)
-    assert says is None or (says in findings.errors[0] and findings.errors[0].startswith("reward.functions: reward"))
-
-
-def test_parameters_that_only_the_loaded_function_shows_end_the_run_before_it_starts(tmp_path):
-    path = tmp_path / "mine.py"
-    path.write_text("def wrong(answer): ...\nf = wrong\n")
-    pool = RewardPool(RewardConfig(functions={f"{path}:f": 1.0}, workers=1))
-    pool.weights("mine")
-    with pytest.raises(ValueError, match=r"(?s)do not start:.*is not offered: got answer; its parameters may be response"):
-        pool.start([trial()])
-    pool.close()
 
 
 def test_the_response_has_three_names(tmp_path):

@@ -14,6 +14,7 @@ from fivefold.config import RunConfig
 from fivefold.config.learners import PolicyConfig
 from fivefold.config.roles import LEARNERS
 from fivefold.config.schema import ModelConfig
+from fivefold.data.rows import bounds_of, part_of
 from fivefold.errors import UserError
 from fivefold.hub import commit_of
 from fivefold.keys.identity import FUNCTION, Counts, leaves
@@ -25,7 +26,7 @@ _NEVER_ACCEPTED = tuple(f"{name}.lora.rank" for name in LEARNERS)
 """Keys that determine the size of a checkpoint's tensors."""
 _BEFORE_THE_KEY = {"algorithm.bootstrap_truncated": ("algorithm.credit", "gae", True)}
 """Key -> (another key, its value, behavior of runs with that value before the key existed), if that is not the default."""
-_OF_A_MODEL = ("*.safetensors", "*.distcp", ".metadata", "*.json", "*.jinja", "*.txt", "*.model")
+_OF_A_DIRECTORY = ("*.arrow", "*.safetensors", "*.distcp", ".metadata", "*.json", "*.jinja", "*.txt", "*.model")
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,9 @@ class Fingerprint:
         for key, value, counts in _keys(config):
             if counts is Counts.CONTENT and value:
                 names = value if isinstance(value, list) else [value]
-                held = content_of([directories.get(name, Path(name)) for name in names])
+                held = content_of([directories.get(name, part_of(Path(name))[0]) for name in names])
+                # The rows of a part of a file are its content and the bounds.
+                held = [each and each + bounds_of(name) for each, name in zip(held, names, strict=True)]
                 values[key] = {"files": names, "content": held}
             else:
                 values[key] = _with_code(value)
@@ -133,7 +136,7 @@ def content_of(paths: Sequence[Path]) -> list[str | None]:
     for path in paths:
         if path.is_dir() and is_torch_dist(path):
             path = find_torch_dist(path) or path
-        files = sorted({file for pattern in _OF_A_MODEL for file in path.glob(pattern)}) if path.is_dir() else [path]
+        files = sorted({file for pattern in _OF_A_DIRECTORY for file in path.glob(pattern)}) if path.is_dir() else [path]
         if not all(file.is_file() for file in files):
             found.append(None)
             continue

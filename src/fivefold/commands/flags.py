@@ -15,7 +15,7 @@ BY_SOURCE = "by-source"
 def init(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("out", nargs="?", type=Path, default=Path("run.yaml"), help="file to write (default run.yaml)")
     parser.add_argument("--model", help="model directory or hub id")
-    parser.add_argument("--data", help="parquet or jsonl file of training rows")
+    parser.add_argument("--data", help="training rows: a parquet or jsonl file, or OWNER/NAME[:CONFIG][/SPLIT] of the hub")
     parser.add_argument("--val", help="file of validation rows; the one next to the training rows when left out")
     parser.add_argument("--reward", help=f"reward names with commas between, path.py:function, or {BY_SOURCE}")
     parser.add_argument("--gpus", help="GPUs of the run; 0 runs on the CPU")

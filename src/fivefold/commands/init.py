@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
-from fivefold.algo.methods import METHODS
+from fivefold.algo.methods import METHODS, LearnsFrom
 from fivefold.commands.flags import BY_SOURCE, ENGINES
 from fivefold.commands.proposals import (
     DATA,
@@ -23,6 +24,8 @@ from fivefold.commands.run_yaml import MOST_PROMPT, MOST_RESPONSE, Answers, writ
 from fivefold.config import RunConfig
 from fivefold.config.loader import build, read_mapping
 from fivefold.config.machine import visible_gpus
+from fivefold.config.schema import DataConfig
+from fivefold.data.data_sets import FORMS, HubDataSet, cache_of, local_file
 from fivefold.data.rows import Columns
 from fivefold.errors import UserError
 from fivefold.keys.ranges import OneOf
@@ -30,7 +33,7 @@ from fivefold.models.families import load_spec
 from fivefold.models.spec import ModelSpec
 from fivefold.plan.check import check
 from fivefold.plan.tokenizer_files import is_hub_id
-from fivefold.reward.rules import check_name
+from fivefold.reward.rules import check_name, needs_truth
 
 _METHODS = {"rollouts": "grpo", "responses": "sft", "pairs": "dpo"}
 _UNKNOWN_ROWS = 1024
@@ -64,16 +67,22 @@ def _answers(options: argparse.Namespace) -> Answers:
         raise UserError(f"--method {wrong}")
     model = ask("Model: a directory, or an id of the Hugging Face hub", options.model, propose_model(), _model_fault)
     spec = load_spec(model) if Path(model).is_dir() else None
-    train = ask("Data: a parquet or jsonl file of training rows", options.data, propose_data(), _data_fault)
-    rows = _look_at(train, options)
-    method = options.method or _METHODS[rows.learns_from]
+    train = ask(f"Data: {FORMS}", options.data, propose_data(), _data_fault)
+    uses = _look_at(train, options)
+    method = options.method or _METHODS[next(iter(uses))]
+    if options.method is None and len(uses) > 1:
+        # Flags of rewards are for methods that learn from them.
+        given = "grpo" if options.reward else None
+        names = [_METHODS[way] for way in uses]
+        method = ask(f"Method: {' or '.join(names)}; the rows have responses to imitate", given, method, OneOf(names).fault)
+    rows = uses[METHODS[method].learns_from]
     offline = METHODS[method].offline
     if offline:
         rewards: tuple[str, ...] = ()
     else:
         question = f"Reward: names with commas between, path.py:function, or {BY_SOURCE} for that of each row's data_source"
         proposed = BY_SOURCE if rows.is_by_source else rows.reward or ""
-        named = ask(question, options.reward, proposed, _reward_fault)
+        named = ask(question, options.reward, proposed, partial(_reward_fault, rows.has_truth))
         rewards = () if named == BY_SOURCE else tuple(name.strip() for name in named.split(","))
     gpus = int(ask("GPUs: how many; 0 runs on the CPU", options.gpus, str(visible_gpus()), _count_fault))
     engine = "transformers"
@@ -127,32 +136,38 @@ def _model_fault(answer: str) -> str | None:
 
 
 def _data_fault(answer: str) -> str | None:
-    if Path(answer).suffix in (".parquet", ".jsonl", ".json"):
+    if Path(answer).suffix in (".parquet", ".jsonl", ".json") or Path(answer).is_dir() or HubDataSet.parse(answer):
         return None
-    return f"must name a file that ends in .parquet or .jsonl: got {answer!r}"
+    return f"must be {FORMS}: got {answer!r}"
 
 
 def _count_fault(answer: str) -> str | None:
     return None if answer.isdecimal() and int(answer) <= 4096 else f"must be a number from 0 to 4096: got {answer!r}"
 
 
-def _reward_fault(answer: str) -> str | None:
+def _reward_fault(has_truth: bool, answer: str) -> str | None:
+    names = [name.strip() for name in answer.split(",")]
+    if not has_truth and (lacking := [name for name in names if name in ("", BY_SOURCE) or needs_truth(name)]):
+        what = f"cannot be {', '.join(lacking)}" if any(lacking) else "must be named"
+        return f"{what}: the rows have no ground truth; name its column with --answer-key, or a path.py:function"
     if answer == BY_SOURCE:
         return None
     try:
-        for name in answer.split(","):
-            check_name(name.strip())
+        for name in names:
+            check_name(name)
     except UserError as error:
         return f"cannot be {answer!r}: {error}"
     return None
 
 
-def _look_at(train: str, options: argparse.Namespace) -> Rows:
+def _look_at(train: str, options: argparse.Namespace) -> dict[LearnsFrom, Rows]:
     learns_from = METHODS[options.method].learns_from if options.method else None
-    if Path(train).is_file():
-        return look_at(train, learns_from, options.prompt_key, options.answer_key)
+    if Path(train).exists() or HubDataSet.parse(train):
+        file = local_file(train, "train", cache_of(DataConfig()))
+        return look_at(train, file, learns_from, options.prompt_key, options.answer_key)
     # The file of `fivefold data`, which has not run yet.
-    return Rows(learns_from or "rollouts", Columns(), _UNKNOWN_ROWS, "gsm8k", is_by_source=learns_from in (None, "rollouts"))
+    way = learns_from or "rollouts"
+    return {way: Rows(way, Columns(), _UNKNOWN_ROWS, "gsm8k", is_by_source=way == "rollouts")}
 
 
 def _laid_out(answers: Answers, spec: ModelSpec | None, gpus: int) -> Answers:

@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from fivefold.algo.methods import LearnsFrom
+from fivefold.config.schema import DataConfig
 from fivefold.config.scoring import RewardConfig
-from fivefold.data.rows import Columns, Row, check_responses, count_rows, parse_row, read_rows
+from fivefold.data.data_sets import HubDataSet, cache_of
+from fivefold.data.rows import OTHER_NAMES, Columns, Row, check_responses, count_rows, parse_row, read_rows, source_of
 from fivefold.engines.vllm.arguments import installed_version
 from fivefold.errors import UserError, shown
 from fivefold.files import read_json_object
@@ -23,11 +25,12 @@ ROWS = 200
 """Number of rows of a file that are checked."""
 HUB_MODEL, DATA = "Qwen/Qwen3-0.6B", "data/gsm8k/train.parquet"
 """Model and data file that are proposed if this machine has none."""
-PROMPTS = ("prompt", "question", "problem", "instruction", "query", "input", "messages")
-TRUTHS = ("reward_model.ground_truth", "ground_truth", "answer", "final_answer", "solution", "target", "label", "output")
-RESPONSES = ("response", "completion", "answer", "solution", "output", "target")
 REWARDS = ("gsm8k", "code", "countdown", "math")
 """Built-in rewards in the order in which they are tried on ground truths: the most specific first."""
+_VALIDATION = ("test", "val", "validation")
+_WAYS: list[tuple[LearnsFrom, bool]] = [("pairs", False), ("rollouts", True), ("responses", False), ("rollouts", False)]
+"""What a run may learn from, and whether rows need a ground truth for it, the likeliest first."""
+_NEEDS = {"pairs": "a pair to compare", "rollouts": "a prompt", "responses": "a prompt and a response"}
 
 
 def propose_model() -> str:
@@ -55,11 +58,15 @@ def propose_data() -> str:
 
 
 def validation_of(train: str) -> str | None:
-    """Return the evaluation file next to the training rows, by its name."""
+    """Return the evaluation file next to the training rows, by its name, or the split of a data set of the hub."""
+    if (hub := HubDataSet.parse(train)) is not None:
+        found = hub.splits(cache_of(DataConfig()))
+        split = next((word for word in _VALIDATION if word in found and word != hub.split), None)
+        return None if split is None else replace(hub, split=split).name
     path = Path(train)
     if "train" in path.name:
-        for word in ("test", "val", "validation"):
-            if (neighbour := path.with_name(path.name.replace("train", word))).is_file():
+        for word in _VALIDATION:
+            if (neighbour := path.with_name(path.name.replace("train", word))).exists():
                 return str(neighbour)
     return None
 
@@ -71,7 +78,7 @@ def propose_engine() -> str:
 
 @dataclass(frozen=True)
 class Rows:
-    """Possible uses of the first rows of a file."""
+    """One possible use of the first rows of a data set."""
 
     learns_from: LearnsFrom
     columns: Columns
@@ -80,20 +87,31 @@ class Rows:
     """Built-in reward that suits every ground truth; None if none does."""
     is_by_source: bool
     """True if the rows' data_source chooses that reward by itself."""
+    has_truth: bool = True
+    """Whether the rows have a ground truth."""
 
 
-def look_at(train: str, learns_from: LearnsFrom | None, prompt: str | None, truth: str | None) -> Rows:
-    """Return the use of the rows, from their columns or the named ones; raise ValueError if they fit no method."""
-    rows = list(islice(read_rows(Path(train)), ROWS))
+def look_at(
+    train: str, file: Path, learns_from: LearnsFrom | None, prompt: str | None, truth: str | None
+) -> dict[LearnsFrom, Rows]:
+    """Return the uses of the rows, from their columns or the named ones, the likeliest first; raise ValueError without any.
+
+    `file` is the local file of `train`. Rows with a pair have no other use, unless `learns_from` names it.
+    """
+    rows = list(islice(read_rows(file), ROWS))
     if not rows:
         raise UserError(f"{train} has no rows")
-    ways: tuple[LearnsFrom, ...] = ("pairs", "rollouts", "responses") if learns_from is None else (learns_from,)
-    for way in ways:
-        for columns in _candidates(way, prompt, truth):
-            if (found := _read(rows, columns, way, Path(train).stem)) is not None:
-                return _uses(way, columns, found, count_rows(Path(train), 10**6))
-    wanted = " or ".join({"pairs": "a pair to compare", "rollouts": "a prompt and an answer", "responses": "a prompt and a "
-                          "response"}[way] for way in ways)  # fmt: skip
+    source, uses = source_of(file), dict[LearnsFrom, Rows]()
+    for way, needs_truth in _WAYS:
+        if way in uses or "pairs" in uses or learns_from not in (None, way):
+            continue
+        for columns in _candidates(way, prompt, truth, needs_truth):
+            if (found := _read(rows, columns, way, source, needs_truth)) is not None:
+                uses[way] = _uses(way, columns, found, count_rows(file, 10**6), needs_truth)
+                break
+    if uses:
+        return uses
+    wanted = " or ".join(text for way, text in _NEEDS.items() if learns_from in (None, way))
     names = ", ".join(map(str, rows[0]))
     raise UserError(
         f"the columns of {train} must hold {wanted}: it has {shown(names, 200)}; name"
@@ -101,23 +119,23 @@ def look_at(train: str, learns_from: LearnsFrom | None, prompt: str | None, trut
     )
 
 
-def _candidates(way: LearnsFrom, prompt: str | None, truth: str | None) -> Iterator[Columns]:
+def _candidates(way: LearnsFrom, prompt: str | None, truth: str | None, needs_truth: bool) -> Iterator[Columns]:
     """Yield possible columns, the usual ones first."""
     usual = Columns()
     if way == "responses" and prompt is None:
         # A whole conversation needs no other column.
         yield usual
-    for one in PROMPTS if prompt is None else (prompt,):
+    for one in OTHER_NAMES["prompt_key"] if prompt is None else (prompt,):
         named = replace(usual, prompt=one)
-        if way == "pairs":
+        if way == "pairs" or (way == "rollouts" and not needs_truth):
             yield named
         else:
-            known = TRUTHS if way == "rollouts" else RESPONSES
+            known = OTHER_NAMES["ground_truth_key" if way == "rollouts" else "response_key"]
             for other in known if truth is None else (truth,):
                 yield replace(named, ground_truth=other) if way == "rollouts" else replace(named, response=other)
 
 
-def _read(rows: list[dict[str, Any]], columns: Columns, way: LearnsFrom, source: str) -> list[Row] | None:
+def _read(rows: list[dict[str, Any]], columns: Columns, way: LearnsFrom, source: str, needs_truth: bool) -> list[Row] | None:
     """Return the rows read with these columns; None if a row lacks something."""
     found = []
     for row in rows:
@@ -127,19 +145,20 @@ def _read(rows: list[dict[str, Any]], columns: Columns, way: LearnsFrom, source:
         except UserError:
             # For sft or dpo data, the ground truth is read only if an unusual column is named.
             return None
-        if way == "rollouts" and not parsed.ground_truth.strip():
+        lacks_truth = needs_truth and not parsed.ground_truth.strip()
+        if way == "rollouts" and (lacks_truth or parsed.messages[-1]["role"] == "assistant"):
             return None
         found.append(parsed)
     return found
 
 
-def _uses(way: LearnsFrom, columns: Columns, rows: list[Row], count: int) -> Rows:
+def _uses(way: LearnsFrom, columns: Columns, rows: list[Row], count: int, has_truth: bool) -> Rows:
     truths, sources = {row.ground_truth for row in rows}, {row.source for row in rows}
     try:
         chosen = {next(iter(choose_rewards(RewardConfig(), source).weights)) for source in sources}
     except UserError:
         chosen = set()
-    fits = [name for name in REWARDS if not any(ground_truth_fault(name, truth) for truth in truths)]
+    fits = [name for name in REWARDS if has_truth and not any(ground_truth_fault(name, truth) for truth in truths)]
     is_by_source = bool(chosen) and chosen <= set(fits)
     reward = " ".join(sorted(chosen)) if is_by_source else next(iter(fits), None)
-    return Rows(way, columns, count, reward if way == "rollouts" else None, is_by_source)
+    return Rows(way, columns, count, reward if way == "rollouts" else None, is_by_source, has_truth)

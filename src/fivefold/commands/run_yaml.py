@@ -99,7 +99,7 @@ def _sections(answers: Answers) -> Iterable[tuple[str, list[Line]]]:
 def _data(answers: Answers) -> list[Line]:
     usual, columns = DataConfig(), answers.columns
     prompt = min(MOST_PROMPT, answers.positions // 2)
-    lines: list[Line] = [("train", [answers.train], "parquet or jsonl")]
+    lines: list[Line] = [("train", [answers.train], "files, or OWNER/NAME of the hub: docs/data.md")]
     if answers.val:
         lines.append(("val", [answers.val], ""))
     if columns.prompt != usual.prompt_key:

@@ -58,6 +58,7 @@ EXTRAS = (
     Extra("mbridge", "mbridge", "policy.megatron.bridge_type: mbridge", "mbridge"),
     Extra("modelscope", "modelscope", "model.path: modelscope:OWNER/NAME", "modelscope"),
     Extra("ifeval", "py3langid", "reward ifeval: the language of a response", "py3langid"),
+    Extra("datasets", "datasets", "data.train: OWNER/NAME, a data set of the Hugging Face hub", "datasets"),
     Extra("wandb", "wandb", "trainer.loggers: [wandb]", "wandb"),
     Extra("mlflow", "mlflow-skinny", "trainer.loggers: [mlflow]", "mlflow"),
     Extra("swanlab", "swanlab", "trainer.loggers: [swanlab]", "swanlab"),

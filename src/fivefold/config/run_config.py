@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ from fivefold.config.dialect import Dialect, Tree
 from fivefold.config.loader import ConfigError, build, override, read, translate
 from fivefold.config.machine import elsewhere, on_gpus
 from fivefold.config.validate import validate
+from fivefold.files import with_umask
+from fivefold.tables import take_rows, write_rows
 
 
 class RunConfig(Derived):
@@ -51,16 +54,18 @@ class RunConfig(Derived):
     def of(cls, tree: Tree | None = None, /, **sections: Any) -> RunConfig:
         """Make a configuration from nested mappings, or from one mapping per section.
 
-        A function may be passed wherever `path.py:function` is allowed. If policy.dtype is left out, a run without GPUs
-        computes in float32, as in files that `fivefold init` writes. Raises ConfigError with all errors.
+        A function may be passed wherever `path.py:function` is allowed. `data` may have rows in the place of file names, as
+        a list of dicts or a `datasets.Dataset`: they are written below the run's directory. If policy.dtype is left out, a
+        run without GPUs computes in float32, as in files that `fivefold init` writes. Raises ConfigError with all errors.
 
         Example: `RunConfig.of(model={"path": "Qwen/Qwen3-0.6B"}, reward={"functions": {my_reward: 1.0}})`.
         """
-        whole = {**(tree or {}), **sections}
+        whole, rows = take_rows({**(tree or {}), **sections})
         config, policy = cls.from_tree(whole), whole.get("policy") or {}
-        if "dtype" in policy or elsewhere(config.launch) or on_gpus(config.launch, config.trainer.device):
-            return config
-        return cls.from_tree({**whole, "policy": {**policy, "dtype": "float32"}})
+        has_gpus = elsewhere(config.launch) or on_gpus(config.launch, config.trainer.device)
+        if "dtype" not in policy and not has_gpus:
+            config = cls.from_tree({**whole, "policy": {**policy, "dtype": "float32"}})
+        return config._with_files(rows) if rows else config
 
     @classmethod
     def from_tree(cls, tree: Tree) -> RunConfig:
@@ -69,6 +74,13 @@ class RunConfig(Derived):
         if errors := validate(config).errors:
             raise ConfigError(errors)
         return config
+
+    def _with_files(self, rows: dict[str, Any]) -> RunConfig:
+        """Return the configuration with the files that rows are written to, and the run directory that it had before."""
+        with with_umask(self.trainer.umask):
+            files = write_rows(rows, self.run_dir / "data")
+        data = self.data.renamed(lambda name: files.get(name, name))
+        return replace(self, data=data, trainer=replace(self.trainer, run_dir=str(self.run_dir)))
 
     @classmethod
     def restore(cls, path: Path) -> RunConfig:

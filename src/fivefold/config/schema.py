@@ -7,7 +7,8 @@ each other.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Annotated, Any, Literal
 
@@ -26,6 +27,7 @@ from fivefold.config.scoring import VARIABLE, RewardConfig
 from fivefold.keys.identity import CONTENT, HARMLESS
 from fivefold.keys.ranges import Matches, OneOf, Range, above, at_least, within
 from fivefold.models.torch_dist import config_beside, is_torch_dist
+from fivefold.tables import DATA_SETS
 
 UMASK = re.compile(r"0?[0-7]{3}")
 RAY_ADDRESS = re.compile(r"auto|(ray://)?[^/\s]+:\d+")
@@ -118,9 +120,11 @@ class AlgorithmConfig(Choices):
 @dataclass(frozen=True)
 class DataConfig:
     train: Annotated[list[str], CONTENT] = field(default_factory=list)
-    """Parquet or jsonl files with prompts; `FILE[begin:end]` selects rows as a Python slice does: `[:200]`, `[-100:]`."""
+    """Data sets with prompts: parquet or jsonl files, directories of `save_to_disk`, or `OWNER/NAME[:CONFIG][/SPLIT]` of the
+    Hugging Face hub, with `@REVISION` at the end for another than the latest. `NAME[begin:end]` selects rows as a Python
+    slice does: `[:200]`, `[-100:]`."""
     val: Annotated[list[str], CONTENT] = field(default_factory=list)
-    """Files for evaluation; no evaluation if left out."""
+    """Data sets for evaluation; no evaluation if left out."""
     expert: Annotated[list[str], CONTENT] = field(default_factory=list)
     """Files with an expert's responses, which algorithm.expert imitates in addition to the sampled ones; rows as for sft."""
     expert_per_step: Annotated[int, at_least(0)] = 0
@@ -139,7 +143,7 @@ class DataConfig:
     shuffle: bool = True
     """Shuffle again for each epoch, seeded by trainer.seed."""
     cache_dir: Annotated[str, HARMLESS] = "~/.cache/fivefold/prompts"
-    """Directory on each machine that caches the tokenized prompts of data sets with more than 20,000 rows."""
+    """Directory on each machine that caches data sets of the hub, and the tokenized prompts of more than 20,000 rows."""
     system_prompt: str | None = None
     """System message for each prompt that does not begin with one."""
     chat_template: str | None = None
@@ -185,6 +189,11 @@ class DataConfig:
     rejected_key: str = "rejected"
     """Columns with the better and the worse response, for methods that learn from pairs (dpo): texts, or conversations whose
     last turn is the response."""
+
+    def renamed(self, change: Callable[[str], str]) -> DataConfig:
+        """Return the section with each name of a data set changed."""
+        named: dict[str, Any] = {key: [change(name) for name in getattr(self, key)] for key in DATA_SETS}
+        return replace(self, **named)
 
 
 @dataclass(frozen=True)

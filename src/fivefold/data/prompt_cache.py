@@ -18,14 +18,14 @@ from pathlib import Path
 from typing import Any
 
 from fivefold.data.prompts import Place, PromptSet, Reading, not_empty, numbered_rows
-from fivefold.data.rows import count_rows, part_of
+from fivefold.data.rows import count_rows, files_of
 from fivefold.data.stored_prompts import DROPPED, SCHEMA, StoredPrompts, to_batch
 from fivefold.data.tokenizer import load_tokenizer
 from fivefold.files import users_umask
 
 IN_MEMORY = 20_000
 """Maximum rows for which every rank reads and tokenizes by itself, which takes a second or two."""
-_CHUNK, _FORMAT, _NEWS = 2_000, 1, 100_000
+_CHUNK, _FORMAT, _NEWS = 2_000, 2, 100_000
 
 Log = Callable[[str], None]
 
@@ -138,7 +138,7 @@ def _key(files: Sequence[str], tokenizer: Path, reading: Reading) -> str:
     names = [Path(name).name for name in files]
     found = hashlib.sha256(json.dumps([_FORMAT, transformers.__version__, names, asdict(reading)]).encode())
     for path in [
-        *(part_of(Path(name))[0] for name in files),
+        *(path for name in files for path in files_of(Path(name))),
         *sorted(path for path in tokenizer.iterdir() if _is_tokenizer_s(path)),
     ]:
         with path.open("rb") as file:

@@ -20,6 +20,7 @@ from fivefold.data.rows import (
     check_responses,
     parse_row,
     read_rows,
+    source_of,
     text_of,
     with_system_prompt,
 )
@@ -49,6 +50,8 @@ class Place(NamedTuple):
     """Index of the row over all files, from 0."""
     file: Path
     row: int
+    source: str
+    """data_source if the row has none."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +83,7 @@ class Reading:
         # The chat_template argument of apply_chat_template overrides the tokenizer's template.
         arguments = self.template_kwargs | ({} if self.template is None else {"chat_template": self.template})
         try:
-            found = parse_row(row, self.columns, self.learns_from, at.file.stem)
+            found = parse_row(row, self.columns, self.learns_from, at.source)
             if self.apply_chat_template:
                 found = guard(found, self.special_tokens, pattern_of(tokenizer))
             found = with_system_prompt(found, self.system_prompt)
@@ -113,6 +116,8 @@ class Reading:
             messages=messages,
             responses=[_truncate(response, min(self.max_response_tokens, room)) for response in responses],
             extra=found.extra,
+            columns=found.columns,
+            is_chat=found.is_chat,
         )
 
 
@@ -129,9 +134,11 @@ def load_prompts(files: Sequence[str], tokenizer: Any, reading: Reading, first: 
 def numbered_rows(files: Sequence[str], first: int | None = None) -> Iterator[tuple[dict[str, Any], Place]]:
     """Yield the rows of all files in order; `first` limits the rows of each file."""
     number = count()
-    for name in files:
-        for place, row in enumerate(islice(read_rows(Path(name)), first)):
-            yield row, Place(next(number), Path(name), place)
+    for path in map(Path, files):
+        rows = enumerate(islice(read_rows(path), first))
+        source = source_of(path)
+        for place, row in rows:
+            yield row, Place(next(number), path, place, source)
 
 
 def not_empty(files: Sequence[str], reading: Reading, kept: int, dropped: int) -> int:

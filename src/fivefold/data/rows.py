@@ -1,4 +1,4 @@
-"""Rows of data files: parquet or jsonl -> parsed rows, before any tokenizer. No torch here.
+"""Rows of data files: parquet, jsonl or what `save_to_disk` wrote -> parsed rows, before any tokenizer. No torch here.
 
 A ValueError names the file, the row and the column that cannot be used.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
@@ -17,10 +17,11 @@ from typing import Any
 from fivefold.algo.methods import LearnsFrom
 from fivefold.config.schema import DataConfig
 from fivefold.errors import UserError, shown
-from fivefold.files import LONGEST_LINE, read_json_lines
+from fivefold.files import LONGEST_LINE, read_json_lines, read_json_object
+from fivefold.tables import SOURCE
 
 Messages = list[dict[str, Any]]
-_LARGEST_ROW, _UNPACKED, _ROWS = LONGEST_LINE, 2**29, 1024
+_LARGEST_ROW, _UNPACKED, _ROWS, _SAVED_ROWS = LONGEST_LINE, 2**29, 1024, 64
 """Maximum bytes of a row, bytes of parquet rows that are unpacked together, and number of such rows."""
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
@@ -40,6 +41,8 @@ class Columns:
     query: str | None = None
     system: str | None = None
     tools: str | None = None
+    carried: tuple[str, ...] | None = ()
+    """Columns that stay with a prompt, because reward functions take them; None: all."""
 
     @classmethod
     def of(cls, data: DataConfig) -> Columns:
@@ -52,6 +55,13 @@ USUAL_COLUMNS = Columns()
 TEMPLATE_NAMES = ("messages", "conversation", "tools", "documents", "chat_template", "add_generation_prompt", "tokenize",
                   "continue_final_message")  # fmt: skip
 """Chat template arguments that the program sets itself."""
+OTHER_NAMES = {
+    "prompt_key": ("prompt", "question", "problem", "instruction", "query", "input", "messages"),
+    "ground_truth_key": ("reward_model.ground_truth", "ground_truth", "answer", "final_answer", "solution", "target",
+                         "label", "output"),
+    "response_key": ("response", "completion", "answer", "solution", "output", "target"),
+}  # fmt: skip
+"""Key of `data` -> names that its column has in public data sets, the most usual first."""
 TOOLS_NEED_TEMPLATE = "functions of data.tools_key are written by a chat template: set data.chat_template"
 
 
@@ -68,6 +78,10 @@ class Row:
     responses: list[str] = field(default_factory=list)
     """Texts to learn from: the one to imitate, or the chosen and the rejected one."""
     extra: dict[str, Any] = field(default_factory=dict)
+    columns: dict[str, Any] = field(default_factory=dict)
+    """Columns that reward functions take."""
+    is_chat: bool = False
+    """Whether the prompt is a list of messages, not a text."""
     tools: list[Any] = field(default_factory=list)
     """Functions that the chat template describes."""
 
@@ -88,6 +102,12 @@ def part_of(path: Path) -> tuple[Path, slice]:
     return Path(found[1]), slice(*(int(number) if number else None for number in found.groups()[1:]))
 
 
+def bounds_of(name: str) -> str:
+    """Return the end of a name that selects rows, as `[:200]`; an empty text without one."""
+    found = _PART.fullmatch(name)
+    return "" if found is None else name[found.end(1) :]
+
+
 def _bounds(path: Path) -> tuple[Path, int, int | None]:
     """(file, first row, row after the last; None: until the end)."""
     file, part = part_of(path)
@@ -104,7 +124,15 @@ def count_rows(path: Path, enough: int) -> int:
     return max(0, (there if end is None else min(there, end)) - begin)
 
 
+def files_of(path: Path) -> list[Path]:
+    """Return the files whose content the rows of a data file, or of a part of it, come from."""
+    file = part_of(path)[0]
+    return sorted(file.glob("*.arrow")) if file.is_dir() else [file]
+
+
 def _count(path: Path, enough: int) -> int:
+    if path.is_dir():
+        return sum(batch.num_rows for batch in _saved_batches(path))
     if path.suffix == ".parquet":
         with _parquet(path) as file:
             return int(file.metadata.num_rows)
@@ -112,20 +140,60 @@ def _count(path: Path, enough: int) -> int:
 
 
 def read_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a parquet or jsonl file, or of a part of it."""
-    if not (file := part_of(path)[0]).is_file():
+    """Yield the rows of a parquet or jsonl file, of a directory that `save_to_disk` wrote, or of a part of these."""
+    if not (file := part_of(path)[0]).exists():
         raise UserError(f"no data file at {file}")
     file, begin, end = _bounds(path)
     yield from islice(_rows_of(file), begin, end)
 
 
 def _rows_of(path: Path) -> Iterator[dict[str, Any]]:
-    if path.suffix == ".parquet":
+    if path.is_dir():
+        for batch in _saved_batches(path):
+            yield from batch.to_pylist()
+    elif path.suffix == ".parquet":
         yield from _read_parquet(path)
     elif path.suffix in (".jsonl", ".json"):
         yield from (row for _, row in read_json_lines(path, unique=True))
     else:
         raise UserError(f"{path}: data files end in .parquet or .jsonl")
+
+
+def source_of(path: Path) -> str:
+    """Return the data_source of rows that have none: the file's name, or the id of the hub's data set in it."""
+    file = part_of(path)[0]
+    named = None
+    if file.suffix == ".parquet" and file.is_file():
+        with _parquet(file) as opened:
+            named = (opened.schema_arrow.metadata or {}).get(SOURCE)
+    return file.stem if named is None else str(named, "utf-8")
+
+
+def _saved_batches(directory: Path) -> Iterator[Any]:
+    """Yield the record batches of a directory that `Dataset.save_to_disk` wrote; state.json lists its files."""
+    import pyarrow
+
+    if (splits := directory / "dataset_dict.json").is_file():
+        names = ", ".join(str(directory / str(name)) for name in read_json_object(splits).get("splits", ()))
+        raise UserError(f"{directory} holds several splits: name one of {names}")
+    if not (state := directory / "state.json").is_file():
+        raise UserError(f"{directory} is a directory without state.json, which `Dataset.save_to_disk` writes: name a file")
+    listed = read_json_object(state).get("_data_files")
+    files = [each.get("filename") for each in listed if isinstance(each, dict)] if isinstance(listed, list) else [None]
+    number = 0
+    for name in files:
+        if not isinstance(name, str) or Path(name).name != name or not (file := directory / name).is_file():
+            raise UserError(f"{state} must list the Arrow files next to it in _data_files: got {shown(name)}")
+        try:
+            with pyarrow.memory_map(str(file)) as source:
+                for stored in pyarrow.ipc.open_stream(source):
+                    for place in range(0, stored.num_rows, _SAVED_ROWS):
+                        batch = _plain(stored.slice(place, _SAVED_ROWS))
+                        _check_sizes(directory, batch, number)
+                        number += batch.num_rows
+                        yield batch
+        except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
+            raise UserError(f"{file} cannot be read as Arrow, it may be cut off: {error}") from error
 
 
 def _read_parquet(path: Path) -> Iterator[dict[str, Any]]:
@@ -194,7 +262,7 @@ def parse_row(row: dict[str, Any], columns: Columns, learns_from: LearnsFrom, so
     given = _cell(row, columns.source)
     if given is not None and not isinstance(given, (str, int)):
         raise UserError(f"column {columns.source!r} must be a text: got {shown(given)}")
-    source = source if given is None else str(given)
+    source, given_prompt = source if given is None else str(given), _cell(row, columns.prompt)
     found = Row(
         messages,
         source,
@@ -202,9 +270,29 @@ def parse_row(row: dict[str, Any], columns: Columns, learns_from: LearnsFrom, so
         is_conversation,
         responses,
         _mapping(row, "extra_info"),
+        _carried(row, columns),
+        isinstance(given_prompt, list) or (isinstance(given_prompt, str) and _json_messages(given_prompt) is not None),
         _tools(row, columns.tools),
     )
     return with_system_prompt(found, _optional_text(row, columns.system))
+
+
+def _carried(row: dict[str, Any], columns: Columns) -> dict[str, Any]:
+    """Return the columns that stay with the prompt; those that JSON cannot hold are left out unless they are named."""
+    if columns.carried is None:
+        names = [str(name) for name in row if name not in (columns.prompt, columns.messages)]
+    else:
+        names = [name for name in columns.carried if name in row]
+    found = {}
+    for name in names:
+        try:
+            found[name] = json.loads(json.dumps(row[name]))
+        except (TypeError, ValueError) as error:
+            if columns.carried is not None:
+                raise UserError(
+                    f"column {name!r}, which a reward function takes, must hold texts, numbers, lists and mappings: {error}"
+                ) from error
+    return found
 
 
 def with_system_prompt(row: Row, text: str | None) -> Row:
@@ -242,7 +330,7 @@ def _read_texts(row: dict[str, Any], columns: Columns, learns_from: LearnsFrom) 
     elif learns_from == "responses" and isinstance(row.get("instruction"), str) and isinstance(row.get("output"), str):
         return _of_alpaca(row), True, []
     else:
-        raise UserError(f"no column {columns.prompt!r}; it has {', '.join(map(str, row))}; set data.prompt_key")
+        raise UserError(_no_column(row, columns.prompt, "prompt_key"))
     if not any(message["content"].strip() for message in messages):
         raise UserError(f"column {columns.prompt!r}: the prompt is empty: got {shown(messages)}")
     named = {"rollouts": (), "responses": (columns.response,), "pairs": (columns.chosen, columns.rejected)}[learns_from]
@@ -294,7 +382,20 @@ def check_responses(row: Row, columns: Columns, learns_from: LearnsFrom, names: 
         "responses": f"a text in column {columns.response!r} or a conversation in column {columns.messages!r}",
         "pairs": f"columns {columns.chosen!r} and {columns.rejected!r}",
     }[learns_from]
-    raise UserError(f"learning from {learns_from} needs {needs}; it has {', '.join(names)}; data.*_key name others")
+    other = key_for(names, "response_key") if learns_from == "responses" else None
+    hint = f"set {other}" if other else "data.*_key name others"
+    raise UserError(f"learning from {learns_from} needs {needs}; it has {', '.join(names)}; {hint}")
+
+
+def key_for(names: Collection[str], key: str) -> str | None:
+    """Return `data.KEY: COLUMN` for the first column of a usual name, or None."""
+    found = next((name for name in OTHER_NAMES[key] if name in names), None)
+    return None if found is None else f"data.{key}: {found}"
+
+
+def _no_column(row: dict[str, Any], name: str, key: str) -> str:
+    names = [str(each) for each in row]
+    return f"no column {name!r}; it has {', '.join(names)}; set {key_for(names, key) or f'data.{key}'}"
 
 
 def _of_alpaca(row: dict[str, Any]) -> Messages:

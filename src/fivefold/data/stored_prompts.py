@@ -18,12 +18,14 @@ _TOKENS = pa.list_(pa.int32())
 _RESPONSE = pa.struct(
     [("token_ids", _TOKENS), ("loss_mask", pa.list_(pa.bool_())), ("text", pa.string()), ("truncated", pa.bool_())]
 )
-_TEXTS = ("source", "text", "ground_truth", "messages", "extra")
+_JSON = ("messages", "extra", "columns")
+_TEXTS = ("source", "text", "ground_truth", *_JSON)
 SCHEMA = pa.schema(
     [
         ("id", pa.int64()),
         ("token_ids", _TOKENS),
         *((name, pa.string()) for name in _TEXTS),
+        ("is_chat", pa.bool_()),
         ("responses", pa.list_(_RESPONSE)),
     ]
 )
@@ -41,8 +43,8 @@ def to_batch(prompts: Sequence[Prompt]) -> Any:
             "source": prompt.source,
             "text": prompt.text,
             "ground_truth": prompt.ground_truth,
-            "messages": _json(prompt, prompt.messages),
-            "extra": _json(prompt, prompt.extra),
+            "is_chat": prompt.is_chat,
+            **{name: _json(prompt, getattr(prompt, name)) for name in _JSON},
             "responses": [vars(response) for response in prompt.responses],
         }
         for prompt in prompts
@@ -88,9 +90,8 @@ class StoredPrompts(Sequence[Prompt]):
         batch = self._batches[number]
         (row,) = batch.slice(place - self._ends[number] + batch.num_rows, 1).to_pylist()
         return Prompt(
-            **{name: row[name] for name in ("id", "token_ids", "source", "text", "ground_truth")},
-            messages=json.loads(row["messages"]),
-            extra=json.loads(row["extra"]),
+            **{name: row[name] for name in ("id", "token_ids", "source", "text", "ground_truth", "is_chat")},
+            **{name: json.loads(row[name]) for name in _JSON},
             responses=[DatasetResponse(**response) for response in row["responses"]],
         )
 

@@ -13,7 +13,7 @@ from fivefold.launch.lock import LOCK
 _MARKS = (LOCK, "metrics.jsonl")
 """Files that mark a run: at least one is in every directory in which a run has begun."""
 _MAY_STAND = re.compile(
-    r"\..*|lost\+found|run\.yaml|logs|checkpoints|tensorboard|trace|trackers|fivefold-.*|.*\.(out|err|log|ya?ml|sbatch|sh)"
+    r"\..*|lost\+found|run\.yaml|logs|checkpoints|data|tensorboard|trace|trackers|fivefold-.*|.*\.(out|err|log|ya?ml|sbatch|sh)"
 )
 """Names allowed before a run begins: hidden files, its configuration and job script, and output files of a scheduler."""
 _SHOWN = 3

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
@@ -15,6 +15,7 @@ from fivefold.config import RunConfig
 from fivefold.config.mixture import counts, domains_of
 from fivefold.config.schema import DataConfig
 from fivefold.config.scoring import RewardConfig
+from fivefold.data.data_sets import cache_of, local_file
 from fivefold.data.guarded_rows import guard, special_in
 from fivefold.data.light_tokenizer import LightTokenizer
 from fivefold.data.rows import (
@@ -22,20 +23,25 @@ from fivefold.data.rows import (
     TOOLS_NEED_TEMPLATE,
     Columns,
     Row,
+    bounds_of,
     check_responses,
     count_rows,
+    key_for,
     parse_row,
-    part_of,
     read_rows,
+    source_of,
     text_of,
     with_system_prompt,
 )
 from fivefold.errors import UserError, shown
 from fivefold.keys.findings import Findings
 from fivefold.keys.ranges import suggest
-from fivefold.reward.choose import choose_rewards
-from fivefold.reward.rules import ground_truth_fault
+from fivefold.reward.choose import check_columns, choose_rewards, user_functions
+from fivefold.reward.rules import forms_read, ground_truth_fault, takes_truth
+from fivefold.tables import DATA_SETS
 
+_PROMPTS = 100
+"""Number of prompts of each built-in reward that are looked at."""
 ROWS = 1000
 """Number of rows checked in each file; smaller files are checked completely."""
 
@@ -52,6 +58,14 @@ class _Seen:
     """data_source -> number of checked rows that would become prompts."""
     responses: int = 0
     """Number of rows that have something to learn from."""
+    truths: int = 0
+    """Number of checked rows with a ground truth."""
+    columns: tuple[str, ...] = ()
+    """Columns of the first row."""
+    prompts: Counter[str] = field(default_factory=Counter)
+    """Built-in reward -> number of its prompts that were looked at."""
+    unasked: dict[str, list[str]] = field(default_factory=dict)
+    """Built-in reward -> places of the prompts among them that do not ask for the form that it reads."""
     special: list[str] = field(default_factory=list)
     """Places of special tokens in the texts of rows, with the tokens."""
 
@@ -61,10 +75,13 @@ def check_data(findings: Findings, config: RunConfig, tokenizer: LightTokenizer 
     data, before = config.data, len(findings.errors)
     if not data.train:
         findings.error("data.train", "names no file")
-    for key, files in (("data.train", data.train), ("data.val", data.val), ("data.expert", data.expert)):
-        for name in files:
-            if not part_of(Path(name))[0].is_file():
-                findings.error(key, f": no file at {name}; `fivefold data` writes data sets")
+    files: dict[str, Path] = {}
+    for key in DATA_SETS:
+        for name in getattr(data, key):
+            try:
+                files[name] = local_file(name, key, cache_of(data))
+            except UserError as error:
+                findings.error(f"data.{key}", f": {error}")
     if len(findings.errors) > before:
         return
     if data.chat_template is not None and tokenizer is not None:
@@ -82,11 +99,14 @@ def check_data(findings: Findings, config: RunConfig, tokenizer: LightTokenizer 
     if ours := [name for name in data.chat_template_kwargs if name in TEMPLATE_NAMES]:
         findings.error("data.chat_template_kwargs", f"cannot name what the prompt itself says: got {', '.join(ours)}")
         return
-    reader = _Reader(config, tokenizer, vocab)
+    reader = _Reader(config, tokenizer, vocab, files)
     try:
         training = reader.read(data.train, learns=config.algorithm.offline, scored=not config.algorithm.offline)
         _check_count(findings, config, training)
         _check_domains(findings, data, training)
+        if not config.algorithm.offline:
+            _report_forms(findings, training)
+            _report_truths(findings, config, training)
         if training.special:
             findings.note(_describe_special(training.special, data.special_tokens))
         scored = [] if config.algorithm.offline else [training]
@@ -97,7 +117,7 @@ def check_data(findings: Findings, config: RunConfig, tokenizer: LightTokenizer 
             for key, reason in unused_sources(data, config.reward, sources).items():
                 findings.ignore(key, reason)
         if data.expert:
-            plain = _Reader(replace(config, data=replace(data, system_prompt=None)), tokenizer, vocab)
+            plain = _Reader(replace(config, data=replace(data, system_prompt=None)), tokenizer, vocab, files)
             experts = plain.read(data.expert, learns=True, scored=False, kind="responses")
             message = f"must not be larger than the expert's responses: got {data.expert_per_step} for {experts.rows}"
             findings.require(experts.rows >= data.expert_per_step, "data.expert_per_step", message)
@@ -125,6 +145,26 @@ def _describe_special(places: Sequence[str], mode: str) -> str:
     what = "open turns there; data.special_tokens: escape makes text of them" if mode == "keep" else "are escaped there"
     rows = f"{len(places)} row{'s' if len(places) > 1 else ''}"
     return f"data.train: {rows} hold{'' if len(places) > 1 else 's'} special tokens, which {what} (the first: {places[0]})"
+
+
+def _report_forms(findings: Findings, training: _Seen) -> None:
+    """Report built-in rewards whose prompts mostly do not ask for the form that they read."""
+    for name, places in training.unasked.items():
+        if 2 * len(places) > (looked := training.prompts[name]):
+            forms = " or ".join(forms_read(name))
+            findings.note(
+                f"data.train: {len(places)} of the first {looked} prompts do not ask for {forms}, where the reward {name} "
+                f"reads the answer (the first: {places[0]}): a model that does not write it by itself gets no reward; ask "
+                "for it in data.system_prompt or in the prompts"
+            )
+
+
+def _report_truths(findings: Findings, config: RunConfig, training: _Seen) -> None:
+    """Report user functions that take a ground truth which no row has."""
+    takers = [name for name in user_functions(config.reward) if takes_truth(name, training.columns)]
+    if takers and not training.truths:
+        other = key_for(training.columns, "ground_truth_key") or "data.ground_truth_key"
+        findings.note(f"data.train: {', '.join(takers)} takes ground_truth, which is empty in every row: set {other}")
 
 
 def _check_count(findings: Findings, config: RunConfig, training: _Seen) -> None:
@@ -185,6 +225,10 @@ class _Reader:
     config: RunConfig
     tokenizer: LightTokenizer | None
     vocab: int | None
+    files: Mapping[str, Path]
+    """Name of a data set -> its local file."""
+    bound: set[tuple[str, frozenset[str]]] = field(default_factory=set)
+    """Reward functions and columns that fill their parameters."""
 
     def read(
         self, files: Sequence[str], *, learns: bool, scored: bool, first: int | None = None, kind: LearnsFrom | None = None
@@ -197,22 +241,26 @@ class _Reader:
         data, seen = self.config.data, _Seen()
         columns, kind = Columns.of(data), kind or self.config.algorithm.method.learns_from
         for name in files:
-            path = Path(name)
+            path = Path(f"{self.files[name]}{bounds_of(name)}")
+            source = None
             for place, row in self._rows(path, seen, first):
-                where = f"{name}, row {place}"
+                where, source = f"{name}, row {place}", source or source_of(path)
                 try:
-                    found = self._guard(parse_row(row, columns, kind, path.stem), seen, where)
+                    found = self._guard(parse_row(row, columns, kind, source), seen, where)
                     found = with_system_prompt(found, data.system_prompt)
                     if learns:
                         check_responses(found, columns, kind, list(map(str, row)))
                     fits = self._encode(found)
                     if scored:
-                        self._check_reward(found)
+                        self._check_reward(found, row)
+                        self._look_at_prompt(found, seen, where)
                 except ValueError as error:
                     raise UserError(f"{where}: {error}") from error
                 seen.rows += fits
                 seen.sources[found.source] += fits
                 seen.responses += bool(found.responses) or found.is_conversation
+                seen.truths += bool(found.ground_truth.strip())
+                seen.columns = seen.columns or tuple(map(str, row))
         return seen
 
     def _guard(self, row: Row, seen: _Seen, where: str) -> Row:
@@ -278,10 +326,28 @@ class _Reader:
             return False
         return True
 
-    def _check_reward(self, row: Row) -> None:
+    def _check_reward(self, row: Row, columns: Mapping[str, Any]) -> None:
         """Raise ValueError if the rewards of the row's source cannot score it."""
+        names = frozenset(columns)
         for name in choose_rewards(self.config.reward, row.source).weights:
+            if (name, names) not in self.bound:
+                check_columns(self.config.reward, name, list(columns))
+                self.bound.add((name, names))
             if fault := ground_truth_fault(name, row.ground_truth, self.config.reward.code.trusted_tests):
                 data = self.config.data
                 column, _, part = data.ground_truth_by_source.get(row.source, data.ground_truth_key).partition(".")
-                raise UserError(f"column {column!r}, {part or 'the ground truth'} {fault}: got {shown(row.ground_truth)}")
+                other = None if row.ground_truth else key_for(names - {column}, "ground_truth_key")
+                hint = f"; set {other}" if other else ""
+                raise UserError(
+                    f"column {column!r}, {part or 'the ground truth'} {fault}: got {shown(row.ground_truth)}{hint}"
+                )
+
+    def _look_at_prompt(self, row: Row, seen: _Seen, where: str) -> None:
+        """Count the prompts that do not name the form in which a reward reads the answer, for the first rows of each."""
+        text = "\n".join(str(message["content"]) for message in row.messages)
+        for name in choose_rewards(self.config.reward, row.source).weights:
+            forms = forms_read(name)
+            if forms and seen.prompts[name] < _PROMPTS:
+                seen.prompts[name] += 1
+                if not any(form in text for form in forms):
+                    seen.unasked.setdefault(name, []).append(where)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
@@ -13,9 +13,9 @@ from fivefold.errors import UserError
 from fivefold.keys.findings import Findings
 from fivefold.layout import ParallelLayout
 from fivefold.reward.code.confine import layers, missing
+from fivefold.reward.forms import OFFERED_BY_JUDGE, TOKENS, check_binding, columns_of
 from fivefold.reward.rules import (
-    OFFERED,
-    OFFERED_BY_JUDGE,
+    BUILT_IN,
     SOURCES_OF,
     check_name,
     check_parameters,
@@ -24,7 +24,7 @@ from fivefold.reward.rules import (
     runs_programs,
     takes_ground_truth,
 )
-from fivefold.user_code import is_user_code
+from fivefold.user_code import is_user_code, parameters_of
 
 
 @dataclass(frozen=True)
@@ -54,10 +54,10 @@ def choose_rewards(config: RewardConfig, source: str) -> ChosenRewards:
     for name in weights:
         check_name(name)
     _check_accuracy(config)
-    return ChosenRewards(weights, config.accuracy if config.accuracy in weights else _default_accuracy(weights))
+    return ChosenRewards(weights, config.accuracy if config.accuracy in weights else default_accuracy(weights))
 
 
-def _default_accuracy(names: Iterable[str]) -> str | None:
+def default_accuracy(names: Iterable[str]) -> str | None:
     """Return the first reward by name that takes a ground truth, or the first of all; the order in YAML does not matter."""
     ordered = sorted(names)
     return next((name for name in ordered if takes_ground_truth(name)), ordered[0] if ordered else None)
@@ -114,9 +114,31 @@ def _check_judge(findings: Findings, judge: JudgeConfig, is_rewarding: bool) -> 
     findings.require(name is None or name in os.environ, "api_key_variable", f"names a variable that is set: got {name!r}")
 
 
-def offered_to(config: RewardConfig) -> tuple[str, ...]:
-    """Return the parameters that a user's reward function may have in this run."""
-    return (*OFFERED, *OFFERED_BY_JUDGE) if config.judge.functions_ask else OFFERED
+def check_columns(config: RewardConfig, name: str, columns: Collection[str]) -> None:
+    """Raise ValueError for a user's function with a required parameter that rows of these columns cannot fill."""
+    if name not in BUILT_IN and (parameters := parameters_of(name)) is not None:
+        check_binding(name, parameters, columns, OFFERED_BY_JUDGE if config.judge.functions_ask else ())
+
+
+def user_functions(config: RewardConfig) -> list[str]:
+    """Return the names of the user's reward functions."""
+    return sorted({name for own in (config.functions, *config.by_source.values()) for name in own if is_user_code(name)})
+
+
+def reads_tokens(config: RewardConfig) -> bool:
+    """Return whether a user's function takes the tokens of responses, or may take them: it is known only when loaded."""
+    found = map(parameters_of, user_functions(config))
+    return any(parameters is None or TOKENS in parameters.named for parameters in found)
+
+
+def columns_read(config: RewardConfig) -> tuple[str, ...] | None:
+    """Return the columns of the data that user functions take by name; None if one of them may take any."""
+    found: set[str] = set()
+    for name in user_functions(config):
+        if (columns := columns_of(parameters_of(name))) is None:
+            return None
+        found |= {*columns}
+    return tuple(sorted(found))
 
 
 def check_rewards(findings: Findings, config: RewardConfig) -> None:
@@ -129,7 +151,7 @@ def check_rewards(findings: Findings, config: RewardConfig) -> None:
         for name in weights:
             try:
                 check_name(name)
-                check_parameters(name, offered_to(config))
+                check_parameters(name)
             except UserError as error:
                 findings.error(key, f": {error}")
     if any(runs_programs(name) for weights in sections.values() for name in weights):

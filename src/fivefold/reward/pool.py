@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from pathlib import Path
 from queue import Empty, LifoQueue
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -25,7 +26,8 @@ from urllib.parse import urlsplit
 
 from fivefold.config.scoring import RewardConfig
 from fivefold.errors import UserError
-from fivefold.reward.choose import ChosenRewards, choose_rewards, offered_to
+from fivefold.reward.choose import ChosenRewards, choose_rewards, default_accuracy, reads_tokens
+from fivefold.reward.forms import TOKENS
 from fivefold.reward.judge import JUDGE, Judge, JudgeError
 from fivefold.reward.messages import Messages
 from fivefold.reward.rules import BUILT_IN, runs_programs
@@ -48,10 +50,11 @@ _QUICK_SECONDS, _LONG_SECONDS = 0.1, 1.0
 """CPU seconds of a built-in function per response: at first, and once no other sample waits."""
 _SLOW_SHARE = 0.1
 """Share of `reward.wait_seconds` that each process may spend per step on responses that took too long at first."""
-_Values = dict[str, float] | str
-"""Function -> its value, or the reason why one has no value."""
+_Values = dict[str, float | None] | str
+"""Function -> its value, None where it does not apply to the response; or the reason why one has no value."""
 Scoring = Future[str | None]
 """Future of a sample's error: None if it was scored."""
+_ALONE = "a reward that compares responses with each other is not supported"
 KEPT_VARIABLES = (
     "PATH", "HOME", "USER", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR", "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV",
     "CONDA_PREFIX", "LD_LIBRARY_PATH", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "HF_HOME", "HF_HUB_OFFLINE",
@@ -100,6 +103,9 @@ class RewardPool:
         self._slow_seconds = self._slow_budget
         """Seconds of process time that remain for slow samples in this step."""
         self._judge: Judge | None = None
+        self.forms: list[str] = []
+        """How each user function is called, one line each."""
+        self._sends_tokens = reads_tokens(config)
         self._tokenizer, self._turns = str(judge_files or config.judge.model), itertools.count()
         self._is_closed = False
 
@@ -117,10 +123,10 @@ class RewardPool:
         """Load the functions of these samples' data_sources and call each once on its sample.
 
         Every process that starts does so. Imports and preparation then do not count toward a sample's time. Returns the
-        first error of a call; raises ValueError if a function cannot be loaded or does not answer.
+        first error of a call; raises ValueError if a function cannot be loaded or does not answer. Sets `forms`.
         """
         requests = [
-            _request(name, self._offered(*trial), _LONG_SECONDS)
+            _request(name, self._offered(*trial), _LONG_SECONDS, is_trial=True)
             for trial in trials
             for name in _functions(self._rewards(trial[0].source))
         ]
@@ -138,6 +144,7 @@ class RewardPool:
             _again_after_kill(first.start)
         except _NoAnswerError as error:
             raise UserError(f"the reward functions {', '.join(first.names)} do not start:\n{error}") from error
+        self.forms = first.forms
         return first.trial_error
 
     def submit(self, prompt: Prompt, sample: Sample) -> Scoring:
@@ -187,7 +194,7 @@ class RewardPool:
         """Score a sample with a judge's verdict, in the judge's thread; return its error."""
         chosen = self._rewards(prompt.source)
         try:
-            parts: dict[str, float] = {JUDGE: await judge.value(prompt, sample.text)}
+            parts: dict[str, float | None] = {JUDGE: await judge.value(prompt, sample.text)}
             if _functions(chosen):
                 values: _Values = await asyncio.wrap_future(self._begin(prompt, sample, lambda values: values))
                 if isinstance(values, str):
@@ -263,7 +270,7 @@ class RewardPool:
                 elif (error := _error_of(answer)) is not None:
                     return error
                 else:
-                    job.values[name] = float(answer["value"])
+                    job.values[name] = None if answer["value"] is None else float(answer["value"])
                     job.names.remove(name)
         finally:
             self._idle.put(worker)
@@ -291,13 +298,16 @@ class RewardPool:
         self._idle.put(worker)
 
     def _offered(self, prompt: Prompt, sample: Sample) -> dict[str, Any]:
-        """Return the values of `rules.OFFERED`, and of `OFFERED_BY_JUDGE` if functions use a judge."""
+        """Return what forms.py makes a function's arguments of."""
         offered = {
-            **dict.fromkeys(("response", "completion", "solution_str"), sample.text),
+            "response": sample.text,
             "ground_truth": prompt.ground_truth,
             "prompt": prompt.text,
+            "prompts": prompt.given,
             "data_source": prompt.source,
             "extra_info": prompt.extra,
+            "columns": prompt.columns,
+            **({TOKENS: sample.token_ids} if self._sends_tokens else {}),
         }
         if (judge := self._config.judge).functions_ask:
             address = urlsplit(judge.url[next(self._turns) % len(judge.url)]).netloc
@@ -315,7 +325,7 @@ class _Job:
     """Names of functions that have no value yet, in their order."""
     finish: Callable[[_Values], Any]
     future: Future[Any] = field(default_factory=Future)
-    values: dict[str, float] = field(default_factory=dict)
+    values: dict[str, float | None] = field(default_factory=dict)
     is_slow: bool = False
     """True if a built-in function took too long at first."""
 
@@ -336,10 +346,10 @@ class _Job:
         self.future.set_result(found)
 
 
-def _request(name: str, offered: dict[str, Any], seconds: float) -> dict[str, Any]:
+def _request(name: str, offered: dict[str, Any], seconds: float, is_trial: bool = False) -> dict[str, Any]:
     """What a reward process is asked; a built-in function that runs no programs has so many seconds of CPU time."""
     is_limited = name in BUILT_IN and not runs_programs(name)
-    return {"reward": name, "sample": offered, "cpu_seconds": seconds if is_limited else None}
+    return {"reward": name, "sample": offered, "cpu_seconds": seconds if is_limited else None, "is_trial": is_trial}
 
 
 def _functions(chosen: ChosenRewards) -> list[str]:
@@ -354,12 +364,19 @@ def _finish(sample: Sample, chosen: ChosenRewards, parts: _Values) -> str | None
     if chosen.accuracy is None:
         sample.reward, sample.reward_failed = 0.0, False
         return None
-    reward = sum(weight * parts[name] for name, weight in chosen.weights.items())
-    if not all(map(math.isfinite, [reward, *parts.values()])):
-        return f"a reward must be finite: got {parts}"
-    sample.reward, sample.reward_parts, sample.reward_failed = reward, parts, False
-    sample.correct = parts[str(chosen.accuracy)] >= 1
+    values = {name: value for name, value in parts.items() if value is not None}
+    if not values:
+        return f"each of the rewards {', '.join(parts)} is None, which says that it does not apply: one must be a number"
+    reward = sum(weight * values[name] for name, weight in chosen.weights.items() if name in values)
+    if not all(map(math.isfinite, [reward, *values.values()])):
+        return f"a reward must be finite: got {values}"
+    sample.reward, sample.reward_parts, sample.reward_failed = reward, values, False
+    accuracy = chosen.accuracy if chosen.accuracy in values else _accuracy(tuple(values))
+    sample.correct = values[str(accuracy)] >= 1
     return None
+
+
+_accuracy = cache(default_accuracy)
 
 
 def _fail(sample: Sample) -> None:
@@ -369,12 +386,12 @@ def _fail(sample: Sample) -> None:
 
 def _is_late(answer: dict[str, Any]) -> bool:
     """Whether the function took too long, by its CPU time or by the clock."""
-    return bool(answer.get("is_late")) or answer.get("value", 0) is None
+    return bool(answer.get("is_late"))
 
 
 def _error_of(answer: dict[str, Any]) -> str | None:
     """Return why an answer has no value, or None."""
-    if isinstance(answer.get("value"), (int, float)):
+    if "value" in answer and isinstance(answer["value"], (int, float, type(None))):
         return None
     return str(answer.get("error") or f"the reward process gave no value: {answer}")
 
@@ -410,6 +427,7 @@ class _Worker:
         self.trials: list[dict[str, Any]] = []
         """Requests that it answers when it starts, so that no import counts toward a sample's time."""
         self.trial_error: str | None = None
+        self.forms: list[str] = []
         self._process: subprocess.Popen[bytes] | None = None
         self._messages: Messages | None = None
         self._numbers = itertools.count(1)
@@ -454,14 +472,20 @@ class _Worker:
                 start_new_session=True,
             )
         settings = {"id": 0, "rewards": self.names, "memory_mb": self._config.memory_mb}
-        settings["offered"] = offered_to(self._config)
         settings["code"] = {**asdict(self._config.code), "sample_seconds": self._config.timeout_seconds}
-        if error := _error_of(self._exchange(settings, _START_SECONDS, "its functions were not loaded")):
+        confirmed = self._exchange(settings, _START_SECONDS, "its functions were not loaded")
+        if error := _error_of(confirmed):
             self.kill()
             raise _NoAnswerError(error)
+        self.forms = confirmed["forms"]
         found = [self._exchange({**trial, "id": 0}, _START_SECONDS, "no reward") for trial in self.trials]
         errors = (_error_of(answer) for answer in found if not _is_late(answer))
         self.trial_error = next((error for error in errors if error is not None), None)
+        self.forms += [
+            f"{trial['reward']} gives other rewards when its lists have two elements: {_ALONE}"
+            for trial, answer in zip(self.trials, found, strict=True)
+            if answer.get("lists_matter")
+        ]
 
     def _exchange(self, request: dict[str, Any], seconds: float, missing: str) -> dict[str, Any]:
         """Send a request and return its answer.

@@ -12,13 +12,16 @@ import signal
 import socket
 import sys
 import traceback
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 from fivefold.reward.code.reward import configure
 from fivefold.reward.cpu_limit import TooLongError, within
+from fivefold.reward.forms import RewardFunction, call, describe, lists_matter
 from fivefold.reward.messages import Messages
-from fivefold.reward.rules import RewardFunction, call, resolve
+from fivefold.reward.rules import resolve
+from fivefold.user_code import is_user_code
 
 _LONGEST_ERROR = 4000
 """Number of characters of a traceback that are kept, from its end."""
@@ -28,9 +31,10 @@ _PR_SET_PDEATHSIG = 1
 def main() -> None:
     """Read the settings, load the functions and confirm; then answer requests until the other end is gone.
 
-    The settings are `{"memory_mb": ..., "rewards": [name, ...], "offered": [parameter, ...], "code": limits}`. A request is
-    `{"id": ..., "reward": name, "sample": {...}, "cpu_seconds": limit or null}`. Its answer is `{"id": ..., "value":
-    number}`, with null for a call that took too long, or `{"id": ..., "error": traceback}`.
+    The settings are `{"memory_mb": ..., "rewards": [name, ...], "code": limits}`, and the confirmation has the line of each
+    user function for the start of a run in `forms`. A request is `{"id": ..., "reward": name, "sample": {...},
+    "cpu_seconds": limit or null, "is_trial": ...}`. Its answer is `{"id": ..., "value": number}`, with null if the function
+    does not apply, `{"id": ..., "is_late": true}` for a call that took too long, or `{"id": ..., "error": traceback}`.
     """
     messages = Messages(socket.socket(fileno=int(sys.argv[1])))
     # A copy that a function forks must not keep the socket open when this process ends.
@@ -44,23 +48,27 @@ def main() -> None:
     configure(**settings["code"])
     functions: dict[str, RewardFunction] = {}
 
-    def load(names: list[str], offered: tuple[str, ...]) -> float:
-        functions.update({name: resolve(name, offered) for name in names if name not in functions})
-        return 0.0
+    def load(names: list[str]) -> None:
+        functions.update({name: resolve(name) for name in names if name not in functions})
 
-    def value(request: dict[str, Any]) -> float | None:
-        name, offered, seconds = request["reward"], request["sample"], request.get("cpu_seconds")
-        load([name], tuple(offered))
-        if (model := offered.get("reward_model_tokenizer")) is not None:
-            offered["reward_model_tokenizer"] = _tokenizer(model)
+    def confirm(request: dict[str, Any]) -> dict[str, Any]:
+        load(request["rewards"])
+        return {"value": 0.0, "forms": [describe(name, each) for name, each in functions.items() if is_user_code(name)]}
+
+    def value(request: dict[str, Any]) -> dict[str, Any]:
+        name, scored, seconds = request["reward"], request["sample"], request.get("cpu_seconds")
+        load([name])
+        if (model := scored.get("reward_model_tokenizer")) is not None:
+            scored["reward_model_tokenizer"] = _tokenizer(model)
         if seconds is None:
-            return call(functions[name], offered)
+            answer: dict[str, Any] = {"value": call(name, functions[name], scored)}
+            return answer | {"lists_matter": request["is_trial"] and lists_matter(functions[name], scored)}
         try:
-            return within(seconds, lambda: call(functions[name], offered))
+            return {"value": within(seconds, lambda: call(name, functions[name], scored))}
         except TooLongError:
-            return None
+            return {"is_late": True}
 
-    messages.send(_answer(lambda request: load(request["rewards"], tuple(request["offered"])), settings))
+    messages.send(_answer(confirm, settings))
     while (request := messages.receive()) is not None:
         messages.send(_answer(value, request))
 
@@ -72,10 +80,10 @@ def _tokenizer(model: str) -> Any:
     return AutoTokenizer.from_pretrained(model)
 
 
-def _answer(work: Any, request: dict[str, Any]) -> dict[str, Any]:
-    own, answer = os.getpid(), {"id": request.get("id")}
+def _answer(work: Callable[[dict[str, Any]], dict[str, Any]], request: dict[str, Any]) -> dict[str, Any]:
+    own, answer = os.getpid(), dict[str, Any](id=request.get("id"))
     try:
-        answer["value"] = work(request)
+        answer |= work(request)
     except BaseException:
         # SystemExit and MemoryError of a user's function cost this sample its reward, like any other error.
         answer["error"] = traceback.format_exc()[-_LONGEST_ERROR:]

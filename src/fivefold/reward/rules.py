@@ -1,17 +1,15 @@
-"""Table of built-in rewards, and how any reward is found by its name and called."""
+"""Table of built-in rewards, and how any reward is found by its name. forms.py calls it."""
 
 from __future__ import annotations
 
-import asyncio
-import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Any
 
 from fivefold.errors import UserError
 from fivefold.reward import verl
 from fivefold.reward.code.cases import cases_fault
 from fivefold.reward.code.reward import code, code_fraction, start_sandbox
+from fivefold.reward.forms import ONE, RewardFunction, check_by_name, column_names, form_of
 from fivefold.reward.ifeval import ifeval, ifeval_fraction, instructions_fault, load_detector
 from fivefold.reward.maths import (
     format,
@@ -26,8 +24,6 @@ from fivefold.reward.maths import (
 from fivefold.reward.tagged import countdown, countdown_fault, think, think_answer
 from fivefold.reward.texts import choice_fault, multiple_choice, multiple_choice_soft, repetition
 from fivefold.user_code import Parameters, check_user_code, is_user_code, load_user_code, parameters_of
-
-RewardFunction = Callable[..., float]
 
 
 @dataclass(frozen=True)
@@ -52,31 +48,36 @@ class BuiltIn:
     """Function that imports and starts what the reward needs, once per process, before the time of a response counts."""
     runs_programs: bool = False
     """True if the reward runs a response's program in the sandbox, which has its own limits."""
+    reads: tuple[str, ...] = ()
+    """Marks of the answer that the reward reads. A prompt that names none of them does not ask for the answer's form."""
 
 
 _MATH = ("math", "deepscaler", "aime", "lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500",
          "agentica-org/DeepScaleR-Preview-Dataset")  # fmt: skip
 _PROGRAMS = ("apps", "taco", "codecontests", "codeforces", "livecodebench")
 
+_HASHES, _BOX, _ANSWER = "####", "\\boxed", "<answer>"
+
 BUILT_IN: dict[str, BuiltIn] = {
     "gsm8k": BuiltIn(
         gsm8k, True, gsm8k_fault,
         r"1 when the number after the last `####`, else in the last `\boxed{}`, equals the truth as a number",
-        sources=("gsm8k", "arithmetic", "openai/gsm8k"),
+        sources=("gsm8k", "arithmetic", "openai/gsm8k"), reads=(_HASHES, _BOX),
     ),
     "math": BuiltIn(
         math, True, math_fault,
         "1 when the answer is mathematically equal to the truth (math-verify)",
-        sources=_MATH, prepare=load_math,
+        sources=_MATH, prepare=load_math, reads=(_BOX,),
     ),
     "math_any": BuiltIn(
         math_any, True, math_any_fault,
         r"the same for one of the solutions in a JSON list, each a text, with its last `\boxed{}` where it has one",
-        prepare=load_math,
+        prepare=load_math, reads=(_BOX,),
     ),
     "format": BuiltIn(
         format, False, None,
         "1 when an answer stands where it is looked for",
+        reads=(_HASHES, _BOX),
     ),
     "think": BuiltIn(
         think, False, None,
@@ -85,11 +86,13 @@ BUILT_IN: dict[str, BuiltIn] = {
     "think_answer": BuiltIn(
         think_answer, False, None,
         "1 when `<think>...</think>` and then `<answer>...</answer>` stand in the response, else -1",
+        reads=(_ANSWER,),
     ),
     "countdown": BuiltIn(
         countdown, True, countdown_fault,
         '1 when the equation in the last `<answer>` uses every number of `{"target": 98, "numbers": [44, 19, 35]}` once and '
         "has the target, 0.1 for another equation, 0 for none (TinyZero)",
+        reads=(_ANSWER,),
     ),
     "code": BuiltIn(
         code, True, cases_fault,
@@ -127,22 +130,27 @@ BUILT_IN: dict[str, BuiltIn] = {
     "verl_gsm8k": BuiltIn(
         verl.verl_gsm8k, True, verl.gsm8k_fault,
         "verl's: 1 when the number after the last `#### ` in the last 300 characters is the truth as text, but for commas",
+        reads=(_HASHES,),
     ),
     "verl_gsm8k_first": BuiltIn(
         verl.verl_gsm8k_first, True, verl.gsm8k_fault,
         "siiRL's, and verl's until 0.4: by the first `#### ` of the whole response",
+        reads=(_HASHES,),
     ),
     "verl_math": BuiltIn(
         verl.verl_math, True, verl.text_fault,
         r"verl's for MATH: 1 when the last `\boxed{}` is the truth as text, after both are brought into one form",
+        reads=(_BOX,),
     ),
     "verl_math_dapo": BuiltIn(
         verl.verl_math_dapo, True, verl.text_fault,
         "verl's for DAPO's data: 1 when what follows the last `Answer:` is the truth in Minerva's form, else -1",
+        reads=("Answer:",),
     ),
     "verl_math_dapo_boxed": BuiltIn(
         verl.verl_math_dapo_boxed, True, verl.text_fault,
         r"the same as verl 0.9.1 has it: without `Answer:` a `\boxed{}` that is written as the truth",
+        reads=("Answer:", _BOX),
     ),
     "judge": BuiltIn(
         None, True, None,
@@ -155,10 +163,6 @@ SOURCES = {source: name for name, row in BUILT_IN.items() for source in row.sour
 SOURCES_OF = {"fivefold": SOURCES, "verl": SOURCES | verl.SOURCES, "siirl": SOURCES | verl.OF_SIIRL}
 """System -> built-in reward of each data_source, as that system chooses it, or as Fivefold does if it chooses none. A name
 that ends with * stands for all that begin so."""
-OFFERED = ("response", "completion", "solution_str", "ground_truth", "prompt", "data_source", "extra_info")
-"""Parameters that a reward function may have; the first three are the text of the response."""
-OFFERED_BY_JUDGE = ("reward_router_address", "reward_model_tokenizer")
-"""Further parameters that a reward function may have with `reward.judge.functions_ask`."""
 
 
 def runs_programs(name: str) -> bool:
@@ -192,37 +196,39 @@ def check_name(name: str) -> None:
         raise UserError(f"reward {error}") from error
 
 
-def check_parameters(name: str, offered: tuple[str, ...] = OFFERED) -> None:
-    """Raise ValueError for a user's function with a parameter that has no value, without running it."""
+def check_parameters(name: str) -> None:
+    """Raise ValueError for a user's function whose parameters cannot be passed by name, without running it."""
     if name not in BUILT_IN and (parameters := parameters_of(name)) is not None:
-        _check(name, parameters, offered)
+        check_by_name(name, parameters)
 
 
-def _check(name: str, parameters: Parameters, offered: tuple[str, ...]) -> None:
-    may = f"its parameters may be {', '.join(offered)}"
-    if "completions" in parameters.named:
-        raise UserError(
-            f"reward {name!r} must not have the parameter completions, TRL's list of all of them: a function scores one "
-            f"response here, so name it completion; {may}"
-        )
-    lacking = [parameter for parameter in parameters.required if parameter not in offered]
-    if lacking:
-        raise UserError(
-            f"reward {name!r} must have no required parameter that is not offered: got {', '.join(lacking)}; {may}, or have "
-            "defaults"
-        )
-    if parameters.positional:
-        raise UserError(
-            f"reward {name!r} must take its parameters by name: got {', '.join(parameters.positional)} before a `/`; {may}"
-        )
+def needs_truth(name: str) -> bool:
+    """Return whether a built-in reward compares with the ground truth."""
+    return name in BUILT_IN and BUILT_IN[name].needs_truth
+
+
+def takes_truth(name: str, columns: Collection[str] = ()) -> bool:
+    """Return whether a user's function takes the ground truth, and not a column of that name."""
+    parameters = parameters_of(name)
+    if parameters is None or "ground_truth" not in parameters.named:
+        return False
+    return form_of(parameters) is ONE or "ground_truth" not in columns
+
+
+def forms_read(name: str) -> tuple[str, ...]:
+    """Return the forms of an answer of which a prompt must ask for one; empty for rewards that read any text."""
+    return BUILT_IN[name].reads if name in BUILT_IN else ()
 
 
 def takes_ground_truth(name: str) -> bool:
-    """Return whether a reward compares with the ground truth; a user's function does if it has a parameter of that name."""
+    """Return whether a reward compares with the ground truth; a user's function does if it has a parameter of that name, or
+    one that must be a column of the data."""
     if name in BUILT_IN:
         return BUILT_IN[name].needs_truth
     parameters = parameters_of(name)
-    return parameters is not None and "ground_truth" in parameters.named
+    if parameters is None:
+        return False
+    return takes_truth(name) or bool({*column_names(parameters)} & {*parameters.required})
 
 
 def ground_truth_fault(name: str, ground_truth: str, trusted_tests: bool = False) -> str | None:
@@ -234,34 +240,18 @@ def ground_truth_fault(name: str, ground_truth: str, trusted_tests: bool = False
     return None if fault is None else f"{fault} for the reward {name}"
 
 
-def resolve(name: str, offered: tuple[str, ...] = OFFERED) -> RewardFunction:
+def resolve(name: str) -> RewardFunction:
     """Return the reward function of a name, or of `path/to/file.py:function`, ready to be called.
 
-    Raises RuntimeError if `code` cannot run programs, ValueError for a function with parameters that have no value.
+    Raises RuntimeError if `code` cannot run programs, ValueError for a function whose parameters cannot be passed by name.
     """
     check_name(name)
     if name not in BUILT_IN:
         function: RewardFunction = load_user_code(name)
-        _check(name, Parameters.of(function), offered)
+        check_by_name(name, Parameters.of(function))
         return function
     row = BUILT_IN[name]
     assert row.function is not None, f"the reward {name} is computed by a model"
     if row.prepare is not None:
         row.prepare()
     return row.function
-
-
-def call(function: RewardFunction, offered: dict[str, Any]) -> float:
-    """Call a reward function with the values that its parameters name.
-
-    The function may be asynchronous, and may return a number or {"score": number}.
-    """
-    parameters = inspect.signature(function).parameters
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-        chosen = offered
-    else:
-        chosen = {name: value for name, value in offered.items() if name in parameters}
-    result = function(**chosen)
-    if inspect.iscoroutine(result):
-        result = asyncio.run(result)
-    return float(result["score"] if isinstance(result, dict) else result)
