@@ -122,6 +122,10 @@ class Table:
             return self.exact[key]
         return next((row for pattern, row in self.patterns if pattern.fullmatch(key) and self._takes(row, key)), None)
 
+    def is_section(self, key: str) -> bool:
+        """Whether keys of the system stand below this one."""
+        return key in self._places or key in self.known.sections or self.row(f"{key}.x") is not None
+
     def _takes(self, row: Row, key: str) -> bool:
         """What the system knows; where the row has the last name itself, the section must be one of the system's."""
         if row.takes_any or key in self.known:

@@ -22,6 +22,8 @@ _MOST_SUGGESTIONS = 50
 """Unknown keys for which a known one is looked for, which takes a hundredth of a second each."""
 _MOST_RERUNS = 300
 """Keys of one function without each of which it is run again; if there are more, each is a source of all its values."""
+_EMPTY = ({}, [], None, "{}", "[]", "null", "")
+"""Values of a section that sets nothing."""
 AFTER = "after --"
 """Where settings of ours stand in another system's command."""
 
@@ -148,6 +150,8 @@ def _outcome(
     suggests: Iterator[int],
 ) -> Outcome:
     value = source.settings[key]
+    if row is None and value in _EMPTY and table.is_section(key):
+        return Outcome(key, value, "fixed", "empty")
     if row is None:
         return Outcome(key, value, "unknown", _unknown(table, key, next(suggests, None) is not None))
     if row.form == "fixed":
