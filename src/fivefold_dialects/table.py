@@ -74,6 +74,7 @@ class Section:
     """Rows under a heading of the documentation, in the order in which that system's users think."""
 
     title: str
+    """Empty where another system's page has the rows."""
     rows: tuple[Row, ...]
     text: str = ""
 
@@ -255,6 +256,7 @@ def table(
     content = load(name) if isinstance(name, str) else name
     content = {**content, **{part: content.get(part, {}) | older.get(part, {}) for part in ("versions", "sections")}}
     rows = tuple(_sections(content, converters))
+    rows += tuple(_below(content, Table("", rows)))
     texts = {key: content[key] for key in ("command", "loses", "gains") if key in content}
     versions = {month: defaults_of(changed) for month, changed in content.get("versions", {}).items()}
     return Table(
@@ -304,6 +306,19 @@ def _sections(content: Mapping[str, Any], converters: Mapping[str, Convert]) -> 
         else:
             own.update(row.key for row in section.rows)
         yield section
+
+
+def _below(content: Mapping[str, Any], own: Table) -> Iterator[Section]:
+    """Yield what another system's file says is fixed or not supported, for its keys below one of this system's.
+
+    `below: {trainer.trainer_config: [verl, Model, Engines]}` names the file and its sections; rows of `own` come first.
+    """
+    for start, (name, *titles) in content.get("below", {}).items():
+        other = load(name)
+        for title in titles:
+            forms = {form: rows for form, rows in other["sections"][title].items() if form in ("fixed", "lacks", "slower")}
+            rows = (replace(row, key=f"{start}.{row.key}") for row in _section(title, forms, other["lists"], {}).rows)
+            yield Section("", tuple(row for row in rows if row.is_pattern or own.row(row.key) is None))
 
 
 def _section(title: str, rows: Mapping[str, Any], lists: Mapping[str, str], converters: Mapping[str, Convert]) -> Section:

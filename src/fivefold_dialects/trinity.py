@@ -120,7 +120,7 @@ TABLE = table(
     {"path": shared.path, "resume": resume},
     older=load("legacy/trinity"),
     elsewhere={legacy.RELEASE: None},
-    known=known("trinity"),
+    known=known("trinity").with_below(VERL.rstrip("."), known("verl")),
 )
 
 

@@ -25,6 +25,11 @@ class KnownKeys:
     def __contains__(self, key: str) -> bool:
         return any(form in self.names or not self.open.isdisjoint(sections(form)) for form in _forms(key))
 
+    def with_below(self, start: str, other: KnownKeys) -> KnownKeys:
+        """Return these keys, and those of another system below `start`."""
+        names, opened = ({f"{start}.{key}" for key in keys} for keys in (other.names, other.open))
+        return KnownKeys(self.names | names, self.open | opened)
+
     @cached_property
     def sections(self) -> KnownKeys:
         """Where keys stand."""
