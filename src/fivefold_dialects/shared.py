@@ -27,35 +27,14 @@ DTYPES = {name: ours for ours, theirs in _DTYPES.items() for name in theirs.spli
 AGGREGATES = {name: name for name in ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum")}
 AGGREGATES["seq-mean-token-sum-norm"] = "constant-length"
 """How losses are averaged, by verl's names -> ours."""
-PPO: dict[str, Any] = {"name": "ppo", "advantage": "reward", "credit": "gae", "whiten": True, "normalize": "none"}
-RLOO: dict[str, Any] = {"name": "rloo", "advantage": "leave_one_out", "normalize": "none"}
-REINFORCE_PLUS_PLUS: dict[str, Any] = {**PPO, "name": "reinforce_plus_plus", "credit": "discounted"}
-"""Methods and their choices, as most systems have them."""
 WITHOUT_ACCOUNT = ("console", "tensorboard")
 """Loggers that write here and ask nobody."""
-SHOWN = "changes what is shown, not what is learned"
-KERNELS = "other kernels of the same formula: numbers agree up to rounding"
 SPREAD = "how state is spread over GPUs: the numbers are the same"
 REFERENCE_ALONE = "a reference that leaves the GPU alone: its weights go with the policy's (policy.offload.parameters)"
-WHOLE_STATE = "a checkpoint has the whole state; `fivefold export` writes Hugging Face's form"
-NO_CUT = "no cut changes the numbers"
-DATA_PARALLEL = "another engine's layout: data parallelism instead"
-
-
-def whole(source: Source, key: str) -> int | None:
-    return source.whole(key)
-
-
-def number(source: Source, key: str) -> float | None:
-    return source.number(key)
-
-
-def flag(source: Source, key: str) -> bool:
-    return source.flag(key)
-
-
-def text(source: Source, key: str) -> str | None:
-    return source.text(key)
+MEAN_OF_MICRO_BATCHES = (
+    "{} took the mean over the tokens of each micro-batch of each GPU and then the mean of those: here each token of an "
+    "update counts the same (algorithm.aggregate: micro-batch-token-mean is the former)"
+)
 
 
 def path(source: Source, key: str) -> str | None:

@@ -22,7 +22,7 @@ _MOST_SUGGESTIONS = 50
 """Unknown keys for which a known one is looked for, which takes a hundredth of a second each."""
 _MOST_RERUNS = 300
 """Keys of one function without each of which it is run again; if there are more, each is a source of all its values."""
-_EMPTY = ({}, [], None, "{}", "[]", "null", "")
+_EMPTY: tuple[Any, ...] = ({}, [], None, "{}", "[]", "null", "")
 """Values of a section that sets nothing."""
 AFTER = "after --"
 """Where settings of ours stand in another system's command."""

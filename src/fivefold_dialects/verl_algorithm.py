@@ -16,10 +16,6 @@ _A, _R = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
 CHOICES = choices("verl")
 _ESTIMATOR, _LOSS, _MEAN = "algorithm.adv_estimator", _A + "policy_loss.loss_mode", _A + "loss_agg_mode"
 SPPO = "recipe.sppo.main_sppo"
-MEAN_OF_MICRO_BATCHES = (
-    "{} took the mean over the tokens of each micro-batch of each GPU and then the mean of those: here each token of an "
-    "update counts the same (algorithm.aggregate: micro-batch-token-mean is the former)"
-)
 
 
 def estimator(source: Source) -> str:
@@ -105,7 +101,7 @@ def loss(source: Source, actor_of: str = "verl until 0.7") -> dict[str, Any]:
     if "aggregate" not in found:
         found["aggregate"] = mean
         if mean == "token-mean" and not has_engine_workers(source):
-            source.note(MEAN_OF_MICRO_BATCHES.format(f"with token-mean the actor of {actor_of}"))
+            source.note(shared.MEAN_OF_MICRO_BATCHES.format(f"with token-mean the actor of {actor_of}"))
     elif has_penalty(actor):
         found["penalty_aggregate"] = mean
     return {f"algorithm.{key}": value for key, value in found.items()}
