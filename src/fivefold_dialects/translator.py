@@ -22,8 +22,6 @@ _MOST_SUGGESTIONS = 50
 """Unknown keys for which a known one is looked for, which takes a hundredth of a second each."""
 _MOST_RERUNS = 300
 """Keys of one function without each of which it is run again; if there are more, each is a source of all its values."""
-_EMPTY: tuple[Any, ...] = ({}, [], None, "{}", "[]", "null", "")
-"""Values of a section that sets nothing."""
 AFTER = "after --"
 """Where settings of ours stand in another system's command."""
 
@@ -150,17 +148,14 @@ def _outcome(
     suggests: Iterator[int],
 ) -> Outcome:
     value = source.settings[key]
-    if row is None and value in _EMPTY and table.is_section(key):
-        return Outcome(key, value, "fixed", "empty")
+    if row is None and table.is_section(key) and _sets_nothing(source, key):
+        return Outcome(key, value, "fixed", "empty, or the same as in another model's section")
     if row is None:
         return Outcome(key, value, "unknown", _unknown(table, key, next(suggests, None) is not None))
     if row.form == "fixed":
         return Outcome(key, value, "fixed", row.note)
     if row.form == "lacks":
-        try:
-            found = source.value(key)
-        except UnreadableError:
-            found = value
+        found = _read(source, key)
         if found in row.off or found in ([], {}):
             return Outcome(key, value, "fixed", f"off, as here: {row.note}")
         return Outcome(key, value, "unsupported", row.note, changes_result=row.changes_result)
@@ -170,6 +165,20 @@ def _outcome(
     if key in source.read:
         return Outcome(key, value, "fixed", f"it asks for nothing that is not so here anyway{row.note and ': '}{row.note}")
     return Outcome(key, value, "fixed", f"{table.name} does not read it with these settings{row.note and ': '}{row.note}")
+
+
+def _sets_nothing(source: Source, key: str) -> bool:
+    """Whether a section is empty, or refers to the section of the same name elsewhere."""
+    text, name = str(source.settings[key]), key.rpartition(".")[2]
+    return _read(source, key) in (None, [], {}, "") or (text.startswith("${") and f".{name}" in text)
+
+
+def _read(source: Source, key: str) -> Any:
+    """Return the value of a key; as it was written where it cannot be read."""
+    try:
+        return source.value(key)
+    except UnreadableError:
+        return source.settings[key]
 
 
 def _also(outcome: Outcome, ours: str) -> Outcome:
