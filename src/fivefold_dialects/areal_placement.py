@@ -7,7 +7,6 @@ from typing import Any
 
 from fivefold.layout import ParallelLayout
 from fivefold_dialects import shared
-from fivefold_dialects.sampler import say_replaced
 from fivefold_dialects.source import Source, UnreadableError
 
 
@@ -131,7 +130,7 @@ def engine(source: Source) -> dict[str, Any]:
     if theirs is None:
         return {}
     places = ("rollout.backend", "allocation_mode")
-    say_replaced(source, next((key for key in places if source.text(key)), places[0]), theirs.backend)
+    shared.replaced_engine(source, next((key for key in places if source.text(key)), places[0]), theirs.backend)
     tp, shares = theirs.tp * theirs.pp, is_colocated(source)
     share = "sglang.mem_fraction_static" if theirs.backend == "sglang" else "vllm.gpu_memory_utilization"
     found: dict[str, Any] = {"engine.memory_fraction": source.number(share)}

@@ -12,8 +12,7 @@ from fivefold_dialects import shared
 from fivefold_dialects.known import known
 from fivefold_dialects.roll_data import batch, columns, lengths, mixture
 from fivefold_dialects.roll_method import critic, loss, low_rank, method, optimizer
-from fivefold_dialects.roll_placement import engine, layout, megatron
-from fivefold_dialects.roll_roles import kind, role
+from fivefold_dialects.roll_placement import engine, kind, layout, megatron, role
 from fivefold_dialects.shared import EVERY_CHECKPOINT
 from fivefold_dialects.source import Source
 from fivefold_dialects.system import dialect

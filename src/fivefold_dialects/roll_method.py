@@ -6,7 +6,7 @@ from typing import Any
 
 from fivefold_dialects import shared
 from fivefold_dialects.adapters import adapters, refuse
-from fivefold_dialects.roll_roles import TRAIN, kind, role, samples_a_group, uses_critic
+from fivefold_dialects.roll_placement import TRAIN, kind, role, samples_a_group, uses_critic
 from fivefold_dialects.source import Source
 from fivefold_dialects.table import choices
 
@@ -85,9 +85,7 @@ def kl(source: Source) -> dict[str, Any]:
         found |= {"place": "loss", "estimator": "k3"}
     if not of_tokens:
         return found
-    if (name := source.text("kl_penalty") or "kl") not in shared.ESTIMATORS:
-        source.lacks("kl_penalty", f"the estimator {name}: known here are {', '.join(shared.ESTIMATORS)}")
-    estimator = shared.ESTIMATORS.get(name, "k1")
+    estimator = shared.estimator(source, "kl_penalty", "kl")
     if not in_loss:
         found = {"coef": of_tokens, "place": "reward", "estimator": estimator}
         return found | ({} if target is None else {"target": target, "horizon": source.whole("kl_horizon")})
@@ -124,7 +122,7 @@ _PG_WORKER = "roll.pipeline.rlvr.actor_pg_worker.ActorPGWorker"
 
 
 def variant(source: Source) -> dict[str, Any]:
-    """What the worker ActorPGWorker has in the place of PPO's loss (actor_pg_worker.py); other workers do not read it."""
+    """Return the loss of the worker ActorPGWorker in the place of PPO's (actor_pg_worker.py); nothing for other workers."""
     said = source.under(TRAIN)
     worker = said.text("worker_cls") or _WORKERS[0]
     if worker not in (*_WORKERS, _PG_WORKER):
@@ -148,10 +146,7 @@ def variant(source: Source) -> dict[str, Any]:
 
 def optimizer(source: Source, start: str = "", ours: str = "policy.optimizer") -> dict[str, Any]:
     said = source.under((start or role(source)) + "training_args.")
-    style = said.text("lr_scheduler_type") or "linear"
-    if style not in ("constant", "constant_with_warmup", "linear", "cosine"):
-        said.lacks("lr_scheduler_type", f"the schedule {style}")
-        style = "constant"
+    style = said.one_of("lr_scheduler_type", ("constant", "constant_with_warmup", "linear", "cosine"), "schedule", "linear")
     steps, share = said.number("warmup_steps"), said.number("warmup_ratio")
     found = {
         "lr": said.number("learning_rate"),

@@ -1,4 +1,4 @@
-"""What several systems' tables need: conversions of values, Megatron-Core's options, layouts. Functions of a Source."""
+"""Functions of a Source that several systems share: conversions of values, Megatron-Core's options, layouts."""
 
 from __future__ import annotations
 
@@ -125,6 +125,36 @@ def parallel_sizes(said: Source) -> dict[str, int]:
         for short, name in (("tp", "tensor_model"), ("pp", "pipeline_model"), ("cp", "context"), ("ep", "expert_model"))
     }
     return found | {"etp": said.whole("expert_tensor_parallel_size") or (found["tp"] if found["ep"] > 1 else 1)}
+
+
+VIRTUAL = "virtual_pipeline_model_parallel_size"
+
+
+def estimator(source: Source, key: str, usual: str) -> str:
+    """Return our name of the KL estimator that the key has."""
+    return ESTIMATORS[source.one_of(key, ESTIMATORS, "estimator", usual)]
+
+
+def virtual_stages(said: Source, ours: str, key: str = VIRTUAL) -> dict[str, int]:
+    """Return Megatron-Core's option of a model with several virtual stages on each rank."""
+    count = said.whole(key) or 1
+    return {f"{ours}.megatron.pipeline.{VIRTUAL}": count} if count > 1 else {}
+
+
+def dtype(source: Source, key: str) -> str | None:
+    """Return a type of numbers by its name in PyTorch; None where the key is left out or auto."""
+    if (name := source.text(key)) in (None, "auto"):
+        return None
+    if name not in DTYPES:
+        source.lacks(key, f"numbers of the type {name}: known here are {', '.join(DTYPES)}")
+    return DTYPES.get(str(name), "bfloat16")
+
+
+def replaced_engine(source: Source, key: str, name: str | None) -> None:
+    """Report that vLLM samples where the key names another engine."""
+    if name in (engines := {"sglang": "SGLang", "trtllm": "TensorRT-LLM"}):
+        reason = f"{engines[name]}: vLLM samples instead, from the same distribution, with kernels of its own"
+        source.lacks(key, reason, changes_result=False)
 
 
 def world_layout(world: int, *, tp: int = 1, pp: int = 1, cp: int = 1, ep: int = 1, etp: int = 1) -> ParallelLayout:

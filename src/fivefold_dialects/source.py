@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
@@ -130,6 +130,17 @@ class Source:
 
     def texts(self, key: str) -> list[str]:
         return [str(item) for item in self.items(key)]
+
+    def numbers(self, key: str) -> list[float]:
+        """Return a list of numbers."""
+        return [float(item) for item in self.items(key)]
+
+    def one_of(self, key: str, names: Collection[str], what: str, usual: str) -> str:
+        """Return which of `names` the key has, `usual` where it is left out; another name is not supported."""
+        if (name := self.text(key) or usual) in names:
+            return name
+        self.lacks(key, f"the {what} {name}: known here are {', '.join(names)}")
+        return usual
 
     def lacks(self, key: str, reason: str, *, changes_result: bool = True) -> None:
         """Say of a key that its value asks for what is not supported."""

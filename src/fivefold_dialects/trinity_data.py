@@ -89,8 +89,7 @@ def data(source: Source) -> dict[str, Any]:
         }
     said = source.under(TASKSET)
     sets = [str(each.get("path")) for each in source.items(EVALUATED) if isinstance(each, dict)]
-    if (selector := said.text("data_selector.selector_type") or "sequential") not in ("sequential", "shuffle"):
-        said.lacks("data_selector.selector_type", f"tasks that are chosen in another way: {selector}")
+    selector = said.one_of("data_selector.selector_type", ("sequential", "shuffle"), "order of tasks", "sequential")
     thinking = ROLLOUT + "enable_thinking" if source.has(ROLLOUT + "enable_thinking") else "model.enable_thinking"
     return {
         "data.train": shared.files(said, "path"),

@@ -19,7 +19,7 @@ SPPO = "recipe.sppo.main_sppo"
 
 
 def estimator(source: Source) -> str:
-    """Of advantages; the recipe of SPPO has its own."""
+    """Return the name of the advantage; the recipe of SPPO has its own."""
     # Of another program it says nothing.
     if source.settings.get("-m") == SPPO == source.text("-m"):
         return "sppo"
@@ -116,9 +116,9 @@ def kl(source: Source) -> dict[str, Any]:
     if not in_reward and not in_loss and control.has("kl_coef") and control.number("kl_coef") and not is_prime(source):
         legacy.say_where_kl_was(source)
     is_adaptive = control.text("type") == "adaptive"
-    reward = _estimator(source, "algorithm.kl_penalty", "kl").removesuffix("+") if in_reward else "k1"
+    reward = shared.estimator(source, "algorithm.kl_penalty", "kl").removesuffix("+") if in_reward else "k1"
     if in_loss:
-        estimator = _estimator(source, _A + "kl_loss_type", "low_var_kl")
+        estimator = shared.estimator(source, _A + "kl_loss_type", "low_var_kl")
         found = {"place": "loss", "estimator": estimator, "coef": loss_coef}
         if in_reward:
             found |= {"reward_coef": control.number("kl_coef"), "reward_estimator": reward}
@@ -136,13 +136,6 @@ def kl_in_reward(source: Source) -> bool:
     if (said := source.raw("algorithm.use_kl_in_reward")) == legacy.UNLESS_IN_LOSS:
         return not source.flag(_A + "use_kl_loss")
     return said is not None and source.flag("algorithm.use_kl_in_reward")
-
-
-def _estimator(source: Source, key: str, usual: str) -> str:
-    name = source.text(key) or usual
-    if name not in shared.ESTIMATORS:
-        source.lacks(key, f"the estimator {name}: known here are {', '.join(shared.ESTIMATORS)}")
-    return shared.ESTIMATORS.get(name, "k3")
 
 
 _REJECTED = {"token_k1": "token", "seq_sum_k1": "sequence", "seq_mean_k1": "geometric"}
@@ -200,7 +193,7 @@ def _bound(text: str) -> float:
 
 
 def rejection(said: Source, names: list[str]) -> dict[str, Any]:
-    """What is left out by one of several statistics, each with its bounds (rollout_corr_helper.py:156)."""
+    """Return the rejection of samples by several statistics, each with its bounds (rollout_corr_helper.py:156)."""
     bounds = (said.text("rollout_rs_threshold") or "").split(",")
     bounds = bounds * len(names) if len(bounds) == 1 else bounds
     known = sum(name in _REJECTED for name in names)

@@ -233,7 +233,7 @@ def test_a_value_that_cannot_be_used_is_a_sentence(word, says):
 
 
 def test_a_device_mapping_is_parsed_and_never_evaluated():
-    from fivefold_dialects.roll_roles import devices
+    from fivefold_dialects.roll_placement import devices
 
     for text, count in (
         ("list(range(0,16))", 16),
