@@ -23,7 +23,7 @@ _LAUNCHERS = ("torch.distributed", "accelerate", "deepspeed")
 
 @dataclass
 class Command:
-    """What was found in the words of a command."""
+    """The trees, settings and options in the words of a command."""
 
     trees: list[Tree] = field(default_factory=list)
     settings: list[str] = field(default_factory=list)
@@ -75,7 +75,7 @@ def _take(words: list[str], found: Command, environment: Mapping[str, str], scri
 
 
 def _arguments(words: list[str]) -> list[str]:
-    """What stands behind the program's name, with `-m` and the name of a module; before it are the launcher's words."""
+    """Return the words after the program's name, with `-m` and the name of a module; the launcher's stand before it."""
     for place, word in enumerate(words):
         if word == "-m" and not " ".join(words[place + 1 : place + 2]).startswith(_LAUNCHERS):
             return words[place:]

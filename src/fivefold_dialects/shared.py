@@ -26,7 +26,7 @@ _DTYPES = {
 DTYPES = {name: ours for ours, theirs in _DTYPES.items() for name in theirs.split()}
 AGGREGATES = {name: name for name in ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum")}
 AGGREGATES["seq-mean-token-sum-norm"] = "constant-length"
-"""How losses are averaged, by verl's names -> ours."""
+"""verl's name of the mean of losses -> ours."""
 WITHOUT_ACCOUNT = ("console", "tensorboard")
 """Loggers that write here and ask nobody."""
 SPREAD = "how state is spread over GPUs: the numbers are the same"
@@ -200,7 +200,7 @@ def at_once(samples: int, replicas: int, usual: int | None) -> dict[str, int]:
 
 
 _OF_MINDSPEED = listed("shared", "mindspeed")
-"""Of MindSpeed's programs: kernels, how batches are padded and sent, which class builds the layers of config.json."""
+"""Options of MindSpeed: kernels, how batches are padded and sent, which class builds the layers of config.json."""
 _RECOMPUTE = ("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules")
 
 

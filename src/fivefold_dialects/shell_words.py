@@ -39,7 +39,7 @@ _OPERATORS: Mapping[type[ast.AST], Callable[[int, int], int]] = {
 
 @dataclass
 class Script:
-    """What a script says, as far as reading tells."""
+    """The variables, arrays, files and commands of a script, as far as reading tells."""
 
     variables: dict[str, str]
     arrays: dict[str, list[str]] = field(default_factory=dict)
@@ -52,7 +52,7 @@ class Script:
     """Names whose values only running could tell; other names without a value are empty."""
     exported: set[str] = field(default_factory=set)
     arguments: list[str] | None = None
-    """What another script hands over; None where that is not known."""
+    """Arguments from the script that calls it; None where they are not known."""
     functions: dict[str, Any] = field(default_factory=dict)
     """Statements of functions that were not called yet."""
     sourced: set[str] = field(default_factory=set)
@@ -229,7 +229,7 @@ def expand(text: str, script: Script, *, quoted: bool, depth: int = 0) -> str:
 
 
 def _parameter(inside: str, script: Script, depth: int, quoted: bool) -> str:
-    """What `${inside}` stands for."""
+    """Return the value of `${inside}`."""
     if counted := re.fullmatch(r"#([A-Za-z_]\w*)(\[[@*]\])?", inside):
         things = script.arrays.get(counted[1]) if counted[2] else script.variables.get(counted[1])
         return "${" + inside + "}" if things is None else str(len(things))
@@ -392,7 +392,7 @@ def _without_unset(text: str, script: Script) -> str | None:
 
 
 def _printed(command: str, script: Script) -> str | None:
-    """What a command prints that only makes text of text; None for any other."""
+    """Return the output of a command that only makes text of text; None for any other."""
     if (place := _entered(command)) is not None:
         directory = expand_word(place, script)
         return None if "$" in directory else os.path.normpath(os.path.join(script.variables.get("PWD", ""), directory))

@@ -37,7 +37,7 @@ class System:
     config_names: tuple[str, ...] = ()
     """YAML files of the system itself, whose values are the defaults of its tables."""
     join: Callable[[list[Tree]], Tree] = merged
-    """What several files that a command names are together."""
+    """Joins the files that a command names into one tree."""
     variables: Mapping[str, str] = field(default_factory=dict)
     """Variables that a script exports without effect here -> where what they are about is."""
 

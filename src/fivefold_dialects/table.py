@@ -50,7 +50,7 @@ Derived = Callable[[Source], Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Row:
-    """What becomes of a key."""
+    """One key of a system, and its meaning here."""
 
     key: str
     form: Literal["to", "used", "fixed", "lacks"]
@@ -62,7 +62,7 @@ class Row:
     """Values at which what we lack is not asked for; None is always one of them."""
     changes_result: bool = True
     takes_any: bool = False
-    """Of a row with a wildcard: whatever it fits is taken, known or not, because there is no list of those names."""
+    """A row with a wildcard takes every key that it fits, known or not, because there is no list of those names."""
 
     @property
     def is_pattern(self) -> bool:
@@ -100,9 +100,9 @@ class Table:
     known: KnownKeys = NONE
     """Keys that rows with a wildcard take."""
     command: str = ""
-    """How its users start a run, in our command."""
+    """The command that starts a run of its users here."""
     loses: tuple[str, ...] = ()
-    """What they do without here."""
+    """Features of the system that are missing here."""
     gains: tuple[str, ...] = ()
     page_of: Table | None = None
     """The table of the system whose page has the rows that are the same here."""
@@ -128,7 +128,7 @@ class Table:
         return key in self._places or key in self.known.sections or self.row(f"{key}.x") is not None
 
     def _takes(self, row: Row, key: str) -> bool:
-        """What the system knows; where the row has the last name itself, the section must be one of the system's."""
+        """Whether the system knows the key; a row that has the last name itself takes it in every section of the system."""
         if row.takes_any or key in self.known:
             return True
         if "*" in row.key.rpartition(".")[2]:
@@ -144,7 +144,7 @@ class Table:
 
 
 def _exactness(row: Row) -> list[int]:
-    """How much each part of a pattern leaves open, so that the one with the first named part comes first."""
+    """Return how much each part of a pattern leaves open, so that the one with the first named part comes first."""
     return [3 if part == "**" else 2 if part == "*" else int("*" in part) for part in row.key.split(".")]
 
 

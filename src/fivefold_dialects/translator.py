@@ -23,7 +23,7 @@ _MOST_SUGGESTIONS = 50
 _MOST_RERUNS = 300
 """Keys of one function without each of which it is run again; if there are more, each is a source of all its values."""
 AFTER = "after --"
-"""Where settings of ours stand in another system's command."""
+"""Source of the settings of ours in another system's command."""
 
 
 def translate(

@@ -138,7 +138,7 @@ def _schedule(said: Source, style: str | None, lowest: float) -> dict[str, Any]:
 
 
 def _of_megatron(said: Source, style: str | None, warmup: float, floor: float, lowest: float) -> dict[str, Any]:
-    """What Megatron's scheduler reads besides, `floor` and `lowest` where the keys of `said` are left out."""
+    """Return what Megatron's scheduler reads besides, `floor` and `lowest` where the keys of `said` are left out."""
     found: dict[str, Any] = {"betas": [0.9, 0.999], "schedule": style if style in ("linear", "cosine") else "constant"}
     if style not in (None, "constant", "linear", "cosine"):
         said.lacks("lr_decay_style", f"the schedule {style}")
@@ -178,7 +178,7 @@ def critic(source: Source) -> dict[str, Any]:
 
 
 def gpus(source: Source) -> int:
-    """Those of the trainer: the cluster's without those that only sample."""
+    """Return the number of the trainer's GPUs: the cluster's without those that only sample."""
     total = source.count("cluster.node_num") * source.count("cluster.gpu_per_node")
     if (source.text("mode") or "both") != "both" or offline(source):
         return total

@@ -223,7 +223,7 @@ MANAGERS = (
     "reward_manager.name",
     "reward_model.reward_manager.name",
 )
-"""Where verl has had the name of its reward manager."""
+"""Keys in which verl has had the name of its reward manager."""
 _WITHOUT_PENALTY = ("naive", "prime", "batch")
 """Reward managers that score responses whatever their length (workers/reward_manager)."""
 

@@ -1,4 +1,4 @@
-"""What verl samples with, in training and in evaluation, and where its rewards come from."""
+"""verl's engine, its sampling in training and in evaluation, and its rewards -> ours."""
 
 from __future__ import annotations
 
@@ -78,10 +78,7 @@ def rewards(source: Source) -> dict[str, Any]:
     if "reward.functions" not in found and (own := OWN_REWARDS.get(source.text("-m") or "")) is not None:
         found["reward.functions"] = {own: 1.0}
     named = "reward_model.model_path" if source.has("reward_model.model_path") else "reward_model.model.path"
-    for enabled, model in (
-        ("reward_model.enable", named),
-        ("reward.reward_model.enable", "reward.reward_model.model_path"),
-    ):
+    for enabled, model in (("reward_model.enable", named), ("reward.reward_model.enable", "reward.reward_model.model_path")):
         if verl_prime.is_prime(source):
             # The model there is one that learns, and rewards tokens.
             break

@@ -73,7 +73,7 @@ def _needed(lines: Sequence[Line]) -> list[Line]:
 
 
 def _choices(lines: Sequence[Line]) -> object:
-    """What the run's method computes; None where the lines make no run."""
+    """Return the resolved method of the run; None where the lines make no run."""
     try:
         return make_config(nested(lines)).algorithm.resolved
     except ConfigError:

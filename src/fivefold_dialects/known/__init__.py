@@ -32,7 +32,7 @@ class KnownKeys:
 
     @cached_property
     def sections(self) -> KnownKeys:
-        """Where keys stand."""
+        """Sections of the keys."""
         return KnownKeys(frozenset(itertools.chain.from_iterable(map(sections, self.names))) | self.open, self.open)
 
 
@@ -55,7 +55,7 @@ NONE = KnownKeys(frozenset(), frozenset())
 
 @cache
 def known(*systems: str) -> KnownKeys:
-    """What these systems know of."""
+    """Return the keys that these systems know."""
     keys: set[str] = set()
     for system in systems:
         for line in files(__name__).joinpath(f"{system}.txt").read_text().splitlines():
