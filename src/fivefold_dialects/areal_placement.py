@@ -54,8 +54,7 @@ def roles(source: Source) -> tuple[ParallelLayout, ParallelLayout | None]:
 
 def _dotless(text: str) -> str:
     """`sglang.d4p1m1` of before 2025-11 -> `sglang:d4p1t1`; Archon, which has all of Megatron's sizes, is Megatron here."""
-    text = re.sub(r"^\s*archon\b", "megatron", text)
-    text = re.sub(r"^\s*(sglang|vllm|fsdp|megatron)\.", r"\1:", text)
+    text = re.sub(r"^\s*(sglang|vllm|fsdp|megatron)\.", r"\1:", re.sub(r"^\s*archon\b", "megatron", text))
     return re.sub(r"m(\d)", r"t\1", text)
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from fivefold_dialects import shared
 from fivefold_dialects.adapters import adapters, refuse
+from fivefold_dialects.legacy import roll as legacy
 from fivefold_dialects.roll_placement import TRAIN, kind, role, samples_a_group, uses_critic
 from fivefold_dialects.source import Source
 from fivefold_dialects.table import choices
@@ -41,9 +42,8 @@ def method(source: Source) -> dict[str, Any]:
     mean, deviation = source.text("norm_mean_type"), source.text("norm_std_type")
     if name == "grpo":
         mean = deviation = "group"
-    elif source.text("reward_norm") in ("group", "batch"):
-        mean = mean or source.text("reward_norm")
-        deviation = deviation or (source.text("reward_norm") if source.flag("reward_scale") else None)
+    else:
+        mean, deviation = legacy.normalization(source, mean, deviation)
     if mean == "group":
         found |= {"advantage": "group", "normalize": deviation or "none"}
     elif mean is None and deviation is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from fivefold.config.engine import EngineConfig
@@ -264,6 +264,29 @@ def moments(said: Source, *, are_read: bool) -> dict[str, Any]:
 
 
 _AWARE = {"use_precision_aware_optimizer": True}
+
+
+def megatron_weights(
+    source: Source, directory: str | None, roles: Iterable[tuple[str, str, str, bool]], has_reference: bool
+) -> dict[str, Any]:
+    """Return models whose weights are a checkpoint of Megatron-Core's; `directory` is the policy's of Hugging Face.
+
+    `roles` have our key of a model's path, the section of its settings, the key of its directory, and if it is there.
+    """
+    found: dict[str, Any] = {}
+    for ours, section, key, is_there in roles:
+        said = source.under(f"{section}megatron.")
+        if not (said.flag("use_dist_checkpointing") and is_there):
+            continue
+        found[ours] = path(said, "dist_checkpointing_path")
+        if found[ours] is None:
+            said.lacks("use_dist_checkpointing", "weights of a checkpoint that dist_checkpointing_path does not name")
+        if path(source, key) not in (None, directory):
+            reason = "weights in Megatron-Core's form of another model than the policy, whose config.json is model.config"
+            said.lacks("use_dist_checkpointing", reason)
+    if found and has_reference:
+        found.setdefault("reference.path", directory)
+    return {**found, "model.config": directory} if found else {}
 
 
 def recompute(source: Source, start: str, ours: str) -> dict[str, Any]:

@@ -19,7 +19,7 @@ def longest(source: Source, name: str) -> int | None:
 
 
 def response_tokens(source: Source) -> int:
-    """Return the longest response: left out, what prompts leave of model.max_model_len, or half (config_validator.py:555)."""
+    """Return the longest response: left out, what prompts leave of max_model_len, or half (config_validator.py:555)."""
     said, whole = longest(source, "response"), source.whole("model.max_model_len")
     if said is not None or whole is None:
         return source.count("model.max_response_tokens") if said is None else said
@@ -172,8 +172,7 @@ def _reward_arguments(source: Source, reward: str) -> dict[str, Any]:
 
 
 def sampled_evaluation(source: Source) -> dict[str, Any]:
-    """Return how evaluation sets are sampled: `repeat_times` a task, and as the model where they say nothing; the greedy response
-    comes besides here."""
+    """Return how evaluation sets are sampled, as the model where they say nothing; greedy responses come besides."""
     key = EVALUATED
     usual = (source.number("model.temperature"), source.number("model.top_p"))
     ways = []

@@ -274,22 +274,13 @@ def _offload(source: Source, start: str, ours: str) -> dict[str, Any]:
 
 
 def weights(source: Source) -> dict[str, Any]:
-    """Weights in Megatron-Core's form, which are not those of the Hugging Face directory."""
+    """Return weights in Megatron-Core's form, which are not those of the Hugging Face directory."""
     if not is_megatron(source):
         return {}
     directory, has_reference = shared.path(source, "model.model_path"), uses_reference(source)
-    roles = {"model": (ACTOR, True), "reference": (REFERENCE, has_reference), "critic": (CRITIC, uses_critic(source))}
-    found: dict[str, Any] = {}
-    for role, (start, is_there) in roles.items():
-        said = source.under(start + "megatron.")
-        if not (is_there and said.flag("use_dist_checkpointing")):
-            continue
-        found[f"{role}.path"] = shared.path(said, "dist_checkpointing_path")
-        if found[f"{role}.path"] is None:
-            raise UnreadableError(f"{start}megatron.dist_checkpointing_path must name a checkpoint")
-        if role == "critic" and source.text("model.critic_model_path") not in (None, directory):
-            reason = "weights in Megatron-Core's form of another model than model.model_path, whose config.json is taken"
-            said.lacks("use_dist_checkpointing", reason)
-    if not found:
-        return {}
-    return {**({"reference.path": directory} if has_reference else {}), **found, "model.config": directory}
+    roles = [
+        ("model.path", ACTOR, "model.model_path", True),
+        ("reference.path", REFERENCE, "model.model_path", has_reference),
+        ("critic.path", CRITIC, "model.critic_model_path", uses_critic(source)),
+    ]
+    return shared.megatron_weights(source, directory, roles, has_reference)

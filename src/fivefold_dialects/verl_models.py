@@ -273,32 +273,17 @@ def optimizer(source: Source, role: str = _A, ours: str = "policy.optimizer") ->
 
 
 def megatron_checkpoints(source: Source) -> dict[str, Any]:
-    """Weights of policy and reference that are not those of the Hugging Face directory."""
+    """Return weights of models that are not those of the Hugging Face directory."""
     if not is_megatron(source):
         return {}
-    weights: dict[str, Any] = {}
-    directory = shared.path(source, _M + "path")
-    has_reference = uses_reference(source)
+    directory, has_reference = shared.path(source, _M + "path"), uses_reference(source)
     roles = [
         ("model.path", _A, _M + "path", True),
         ("reference.path", _REF, _M + "path", has_reference),
         ("critic.path", _C, _C + "model.path", estimator(source) == "gae"),
         ("reward.model.path", "reward_model.", "reward_model.model.path", source.flag("reward_model.enable")),
     ]
-    for ours, role, describing, is_there in roles:
-        if not (source.flag(f"{role}megatron.use_dist_checkpointing") and is_there):
-            continue
-        weights[ours] = source.text(f"{role}megatron.dist_checkpointing_path")
-        if shared.path(source, describing) != directory:
-            source.lacks(
-                f"{role}megatron.use_dist_checkpointing",
-                f"weights in Megatron-Core's form of another model than {_M}path, whose config.json is model.config here",
-            )
-    if not weights:
-        return {}
-    if has_reference and "reference.path" not in weights:
-        weights["reference.path"] = directory
-    return {**weights, "model.config": directory}
+    return shared.megatron_weights(source, directory, roles, has_reference)
 
 
 def low_rank(source: Source) -> dict[str, Any]:
