@@ -78,20 +78,13 @@ def token_kl(source: Source) -> float:
 def kl(source: Source) -> dict[str, Any]:
     """In the loss, off each token's reward when rewards have been normalized (rlvr_pipeline.py, compute_token_reward), or
     both."""
-    in_loss = (source.number("kl_loss_coef") or 0.0) if source.flag("use_kl_loss") else 0.0
+    coef = (source.number("kl_loss_coef") or 0.0) if source.flag("use_kl_loss") else 0.0
     of_tokens, target = token_kl(source), source.number("target_kl")
-    found: dict[str, Any] = {"coef": in_loss}
-    if in_loss:
-        found |= {"place": "loss", "estimator": "k3"}
-    if not of_tokens:
-        return found
-    estimator = shared.estimator(source, "kl_penalty", "kl")
-    if not in_loss:
-        found = {"coef": of_tokens, "place": "reward", "estimator": estimator}
-        return found | ({} if target is None else {"target": target, "horizon": source.whole("kl_horizon")})
-    if target is not None:
-        source.lacks("target_kl", "two penalties of which one has a coefficient that moves")
-    return found | {"reward_coef": of_tokens, "reward_estimator": estimator}
+    reward: dict[str, Any] = {}
+    if of_tokens:
+        reward = {"estimator": shared.estimator(source, "kl_penalty", "kl"), "coef": of_tokens}
+        reward |= {} if target is None else {"target": target, "horizon": source.whole("kl_horizon")}
+    return shared.penalties(source, {"estimator": "k3", "coef": coef} if coef else {}, reward, "target_kl")
 
 
 def loss(source: Source) -> dict[str, Any]:
@@ -111,9 +104,7 @@ def loss(source: Source) -> dict[str, Any]:
     found |= variant(source)
     if found["dual_clip"] is not None and found["dual_clip"] <= 1 + (high or 0.0):
         source.lacks("dual_clip_loss", "a bound below that of the ratio")
-    return {f"algorithm.{key}": value for key, value in found.items()} | {
-        f"algorithm.kl.{key}": value for key, value in kl(source).items()
-    }
+    return {f"algorithm.{key}": value for key, value in found.items()} | kl(source)
 
 
 _WORKERS = ("roll.pipeline.rlvr.actor_worker.ActorWorker", "roll.pipeline.base_worker.ActorWorker")

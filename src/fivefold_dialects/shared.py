@@ -127,6 +127,22 @@ def parallel_sizes(said: Source) -> dict[str, int]:
     return found | {"etp": said.whole("expert_tensor_parallel_size") or (found["tp"] if found["ep"] > 1 else 1)}
 
 
+def penalties(source: Source, loss: dict[str, Any], reward: dict[str, Any], moving: str) -> dict[str, Any]:
+    """Return the KL of the loss and that of the reward, each empty where it is off, as keys of ours.
+
+    Of two, neither coefficient can move: the key `moving`, which asks for it, is not supported then.
+    """
+    if loss and reward:
+        if "target" in {**loss, **reward}:
+            source.lacks(moving, "two penalties of which one has a coefficient that moves")
+        found = {**loss, "place": "loss", "reward_coef": reward["coef"], "reward_estimator": reward["estimator"]}
+    elif loss or reward:
+        found = {**(loss or reward), "place": "loss" if loss else "reward"}
+    else:
+        found = {"coef": 0.0}
+    return {f"algorithm.kl.{key}": value for key, value in found.items()}
+
+
 VIRTUAL = "virtual_pipeline_model_parallel_size"
 
 

@@ -108,27 +108,23 @@ def loss(source: Source, actor_of: str = "verl until 0.7") -> dict[str, Any]:
 
 
 def kl(source: Source) -> dict[str, Any]:
-    found: dict[str, Any] = {"coef": 0.0}
     control, loss_coef = source.under("algorithm.kl_ctrl."), source.number(_A + "kl_loss_coef")
     in_loss = source.flag(_A + "use_kl_loss") and bool(loss_coef)
     # PRIME's recipe loads the reference and takes nothing off any reward.
     in_reward = kl_in_reward(source) and bool(control.number("kl_coef")) and not is_prime(source)
     if not in_reward and not in_loss and control.has("kl_coef") and control.number("kl_coef") and not is_prime(source):
         legacy.say_where_kl_was(source)
+    loss: dict[str, Any] = {}
+    reward: dict[str, Any] = {}
     is_adaptive = control.text("type") == "adaptive"
-    reward = shared.estimator(source, "algorithm.kl_penalty", "kl").removesuffix("+") if in_reward else "k1"
     if in_loss:
-        estimator = shared.estimator(source, _A + "kl_loss_type", "low_var_kl")
-        found = {"place": "loss", "estimator": estimator, "coef": loss_coef}
-        if in_reward:
-            found |= {"reward_coef": control.number("kl_coef"), "reward_estimator": reward}
-            if is_adaptive:
-                control.lacks("type", "a coefficient in the reward that moves, besides one in the loss")
-    elif in_reward:
-        found = {"place": "reward", "estimator": reward, "coef": control.number("kl_coef")}
+        loss = {"estimator": shared.estimator(source, _A + "kl_loss_type", "low_var_kl"), "coef": loss_coef}
+    if in_reward:
+        name = shared.estimator(source, "algorithm.kl_penalty", "kl").removesuffix("+")
+        reward = {"estimator": name, "coef": control.number("kl_coef")}
         if is_adaptive:
-            found |= {"target": control.number("target_kl"), "horizon": control.whole("horizon")}
-    return {f"algorithm.kl.{key}": value for key, value in found.items()}
+            reward |= {"target": control.number("target_kl"), "horizon": control.whole("horizon")}
+    return shared.penalties(source, loss, reward, "algorithm.kl_ctrl.type")
 
 
 def kl_in_reward(source: Source) -> bool:
