@@ -22,6 +22,10 @@ them with each, also within each other, and `$name` a list of the file's section
 `Data: verl`, is that of the file of this name, with the lists of both; rows that this file has itself take the place of that
 file's.
 
+`below: {trainer.trainer_config: [verl, Model, Engines]}` takes the rows of these sections of another file that are fixed,
+lacking or slower, for that system's keys below a key of this one; the file's own rows come first. An empty section, or one
+that refers to the section of the same name elsewhere, sets nothing and needs no row.
+
 In a key `*` stands for one of its parts and `**` for any number of them, where the system knows the key (known/): another
 one is unknown, as it is without the row. With `!` at its end a pattern takes any key. A row of the key itself comes before
 a pattern; of patterns the one that is more exact in the first part in which they differ.
@@ -309,10 +313,7 @@ def _sections(content: Mapping[str, Any], converters: Mapping[str, Convert]) -> 
 
 
 def _below(content: Mapping[str, Any], own: Table) -> Iterator[Section]:
-    """Yield what another system's file says is fixed or not supported, for its keys below one of this system's.
-
-    `below: {trainer.trainer_config: [verl, Model, Engines]}` names the file and its sections; rows of `own` come first.
-    """
+    """Yield what another system's file says is fixed or not supported, for its keys below one of this system's."""
     for start, (name, *titles) in content.get("below", {}).items():
         other = load(name)
         for title in titles:

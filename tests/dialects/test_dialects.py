@@ -1747,7 +1747,7 @@ def test_trinitys_tasks_come_in_the_order_of_the_file_unless_it_is_asked_to_shuf
     }
     assert {said: of_taskset(said).data.shuffle for said in orders} == orders
     random = BOXED_TRINITY.replace("{path: d.parquet,", "{path: d.parquet, data_selector: {selector_type: random},")
-    assert "chosen in another way: random" in translated("trinity", tree=random).refusals[0]
+    assert "the order of tasks random" in translated("trinity", tree=random).refusals[0]
     assert "1+1" in str(
         config(
             "trinity", tree=GSM8K_TRINITY.replace("model_path: m", "model_path: m, custom_chat_template: '{{ 1+1 }} '")
