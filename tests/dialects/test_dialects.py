@@ -1043,7 +1043,7 @@ def test_only_areal_continues_truncated_responses_with_the_critics_value():
     ("verl", [*FULLY_ASYNC, "async_training.use_rollout_log_probs=False"], "", "old log-probs by the weights of each"),
     ("verl", [*FULLY_ASYNC, "algorithm.filter_groups.enable=True"], "", "dynamic sampling, which this program leaves out"),
     ("skyrl", [*SKYRL, "trainer.algorithm.use_kl_in_reward=true"], "", "which SkyRL refuses too"),
-    ("verl", [*GRPO_VERL, "actor_rollout_ref.actor.use_kl_loss=True", "algorithm.use_kl_in_reward=True", "algorithm.kl_ctrl.type=adaptive"], "", "a coefficient in the reward that moves"),
+    ("verl", [*GRPO_VERL, "actor_rollout_ref.actor.use_kl_loss=True", "algorithm.use_kl_in_reward=True", "algorithm.kl_ctrl.type=adaptive"], "", "two penalties of which one has a coefficient that moves"),
     ("trinity", [], of_type("ppo", "kl_penalty_fn: k3, kl_penalty_fn_args: {adaptive: true}"), "two penalties of which one"),
     ("skyrl", [*SKYRL, "trainer.fully_async.enabled=true"], "", "asynchronous training on shared GPUs"),
     ("skyrl", [*SKYRL, "trainer.placement.colocate_all=false", "trainer.fully_async.enabled=true"], "", "a step of another size than train_batch_size"),
