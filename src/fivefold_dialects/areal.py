@@ -41,19 +41,15 @@ def model(source: Source) -> dict[str, Any]:
     tokenizer = source.text("tokenizer_path")
     if tokenizer and tokenizer != found["model.path"]:
         found["model.tokenizer"] = tokenizer
-    if (dtype := role.text("dtype")) not in (None, "bfloat16"):
-        if dtype in shared.DTYPES:
-            found["policy.dtype"] = shared.DTYPES[dtype]
-        else:
-            role.lacks("dtype", f"training in {dtype}")
+    if (dtype := shared.dtype(role, "dtype")) not in (None, "bfloat16"):
+        found["policy.dtype"] = dtype
     if role.flag("gradient_checkpointing"):
         found |= (
             shared.recompute(source, f"{trainer(source)}.megatron", "policy")
             if roles(source)[0].backend == "megatron"
             else {"policy.recompute": "full"}
         )
-    if (virtual := role.whole("megatron.virtual_pipeline_parallel_size") or 1) > 1:
-        found["policy.megatron.pipeline.virtual_pipeline_model_parallel_size"] = virtual
+    found |= shared.virtual_stages(role, "policy", "megatron.virtual_pipeline_parallel_size")
     if source.flag("rollout.return_routed_experts"):
         found |= shared.replayed("R3")
     if role.flag("megatron.use_deterministic_algorithms"):

@@ -209,10 +209,7 @@ def behaviour(source: Source) -> dict[str, Any]:
 
 def optimizer(source: Source, role: str = "", ours: str = "policy.optimizer") -> dict[str, Any]:
     said = source.under(f"{role or trainer(source)}.optimizer.")
-    style = said.text("lr_scheduler_type") or "constant"
-    if style not in ("constant", "linear", "cosine"):
-        said.lacks("lr_scheduler_type", f"the schedule {style}")
-        style = "constant"
+    style = said.one_of("lr_scheduler_type", ("constant", "linear", "cosine"), "schedule", "constant")
     if said.text("type") == "adam_bf16":
         said.lacks("type", "moments in bfloat16: here they are float32, of more memory and precision", changes_result=False)
     elif said.text("type") not in (None, "adam", "adamw"):

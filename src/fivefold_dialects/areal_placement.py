@@ -7,7 +7,6 @@ from typing import Any
 
 from fivefold.layout import ParallelLayout
 from fivefold_dialects import shared
-from fivefold_dialects.sampler import say_replaced
 from fivefold_dialects.source import Source, UnreadableError
 
 
@@ -55,8 +54,7 @@ def roles(source: Source) -> tuple[ParallelLayout, ParallelLayout | None]:
 
 def _dotless(text: str) -> str:
     """`sglang.d4p1m1` of before 2025-11 -> `sglang:d4p1t1`; Archon, which has all of Megatron's sizes, is Megatron here."""
-    text = re.sub(r"^\s*archon\b", "megatron", text)
-    text = re.sub(r"^\s*(sglang|vllm|fsdp|megatron)\.", r"\1:", text)
+    text = re.sub(r"^\s*(sglang|vllm|fsdp|megatron)\.", r"\1:", re.sub(r"^\s*archon\b", "megatron", text))
     return re.sub(r"m(\d)", r"t\1", text)
 
 
@@ -131,7 +129,7 @@ def engine(source: Source) -> dict[str, Any]:
     if theirs is None:
         return {}
     places = ("rollout.backend", "allocation_mode")
-    say_replaced(source, next((key for key in places if source.text(key)), places[0]), theirs.backend)
+    shared.replaced_engine(source, next((key for key in places if source.text(key)), places[0]), theirs.backend)
     tp, shares = theirs.tp * theirs.pp, is_colocated(source)
     share = "sglang.mem_fraction_static" if theirs.backend == "sglang" else "vllm.gpu_memory_utilization"
     found: dict[str, Any] = {"engine.memory_fraction": source.number(share)}

@@ -1,23 +1,16 @@
-"""The words after `--from SYSTEM` (a script, YAML, arguments) -> a configuration tree and `key=value` words."""
+"""The words after `--from SYSTEM` (a script, YAML, arguments) -> configuration trees, `key=value` words and options."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from fivefold.config.dialect import Translation, Tree
+from fivefold.config.dialect import Tree
 from fivefold.config.loader import ConfigError, read_mapping
-from fivefold_dialects.bounds import LONGEST_KEY, TooMuchError, Work, is_file
-from fivefold_dialects.config_names import named_yaml, with_defaults
-from fivefold_dialects.secret_variables import Hidden
+from fivefold_dialects.bounds import LONGEST_KEY, Work, is_file
 from fivefold_dialects.shell import read_script
 from fivefold_dialects.shell_words import Script
-from fivefold_dialects.translator import with_own
-
-if TYPE_CHECKING:
-    from fivefold_dialects.system import System
 
 _MOST_SETTINGS = 5000
 _CONFIG = ("--config", "--config-path", "--config-dir", "--config-name")
@@ -29,8 +22,8 @@ _LAUNCHERS = ("torch.distributed", "accelerate", "deepspeed")
 
 
 @dataclass
-class _Words:
-    """What was found in a command line."""
+class Command:
+    """The trees, settings and options in the words of a command."""
 
     trees: list[Tree] = field(default_factory=list)
     settings: list[str] = field(default_factory=list)
@@ -42,59 +35,16 @@ class _Words:
     work: Work = field(default_factory=Work)
 
 
-def translate_words(
-    system: System,
-    words: Sequence[str],
-    environment: Mapping[str, str],
-    given: Mapping[str, str] | None,
-    *,
-    version: str,
-    allow_secrets: bool,
-) -> Translation:
-    """Translate the run that these words describe, as `System.translate_words` has it."""
-    hidden = Hidden({} if allow_secrets else environment)
-    variables = {**environment, **hidden.environment, **(given or {})}
-    try:
-        return hidden.checked(_translated(system, version, words, variables))
-    except TooMuchError as error:
-        raise ConfigError([str(error)]) from error
-    except RecursionError:
-        raise ConfigError(
-            ["brackets, functions or scripts are nested too deeply: give the settings of the command that starts training"]
-        ) from None
-
-
-def _translated(system: System, version: str, words: Sequence[str], environment: Mapping[str, str]) -> Translation:
-    theirs, own = (words[: words.index("--")], words[words.index("--") + 1 :]) if "--" in words else (words, ())
-    found = _Words()
-    _take(list(theirs), found, environment, None)
-    options, known = found.options, system.config_names
-    file = options.pop("--config", None)
-    path = None if file is not None else named_yaml(options, found.scripts, known)
-    if file is not None:
-        found.trees.insert(0, _yaml(file, found.work, None))
-    elif path is not None:
-        found.trees.insert(0, with_defaults(path, known))
+def read_command(words: Sequence[str], environment: Mapping[str, str]) -> Command:
+    """Read the words of a command, and the scripts and YAML files that they name."""
+    found = Command()
+    _take(list(words), found, environment, None)
     if len(found.settings) > _MOST_SETTINGS:
         raise ConfigError([f"a command has {len(found.settings)} settings: at most {_MOST_SETTINGS} are read"])
-    try:
-        tree = system.join(found.trees)
-    except ValueError as error:
-        raise ConfigError([str(error)]) from error
-    if not tree and not found.settings:
-        raise ConfigError([f"no setting of {system.name} in {' '.join(theirs)[:LONGEST_KEY] or 'an empty command'}"])
-    said = [f"{option}={value}" for option, value in options.items()]
-    translation = system(tree, [*said, *found.settings], environment, version)
-    notes = [] if path is None else [f"--config-name is the file {path}"]
-    notes += [
-        f"{key}={found.exported[key]} has no effect: {where}"
-        for key, where in system.variables.items()
-        if key in found.exported
-    ]
-    return with_own(replace(translation, notes=[*notes, *translation.notes]), own)
+    return found
 
 
-def _take(words: list[str], found: _Words, environment: Mapping[str, str], script: Script | None) -> None:
+def _take(words: list[str], found: Command, environment: Mapping[str, str], script: Script | None) -> None:
     rest = iter(_arguments(words))
     for word in rest:
         if word in _ENDS or word.startswith(("2>", "&>", "1>")):
@@ -125,7 +75,7 @@ def _take(words: list[str], found: _Words, environment: Mapping[str, str], scrip
 
 
 def _arguments(words: list[str]) -> list[str]:
-    """What stands behind the program's name, with `-m` and the name of a module; before it are the launcher's words."""
+    """Return the words after the program's name, with `-m` and the name of a module; the launcher's stand before it."""
     for place, word in enumerate(words):
         if word == "-m" and not " ".join(words[place + 1 : place + 2]).startswith(_LAUNCHERS):
             return words[place:]
@@ -135,7 +85,7 @@ def _arguments(words: list[str]) -> list[str]:
 
 
 def _take_script(
-    name: str, found: _Words, environment: Mapping[str, str], caller: Script | None, arguments: list[str] | None
+    name: str, found: Command, environment: Mapping[str, str], caller: Script | None, arguments: list[str] | None
 ) -> None:
     """The command of a script, or of one that the script `caller` starts with these arguments."""
     text = caller.files.get(name) if caller else None

@@ -55,7 +55,7 @@ def _section(section: Section, table: Table) -> str:
     rows = [row for row in _rows(section, table) if row not in elsewhere]
     text = f"{section.text}\n\n" if section.text else ""
     head = f"| key of {table.name} | default | here | |\n|---|---|---|---|\n"
-    return f"## {section.title}\n\n{text}{head}" + "\n".join(rows) + "\n" if rows else ""
+    return f"## {section.title}\n\n{text}{head}" + "\n".join(rows) + "\n" if rows and section.title else ""
 
 
 def _rows(section: Section, table: Table) -> list[str]:

@@ -5,24 +5,18 @@ Numbers that only ROLL's code explains were read in ROLL 8eb27cc2 (2026-08-18); 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from fivefold_dialects import shared
 from fivefold_dialects.known import known
+from fivefold_dialects.legacy import roll as legacy
 from fivefold_dialects.roll_data import batch, columns, lengths, mixture
 from fivefold_dialects.roll_method import critic, loss, low_rank, method, optimizer
-from fivefold_dialects.roll_placement import engine, layout, megatron
-from fivefold_dialects.roll_roles import kind, role
+from fivefold_dialects.roll_placement import engine, kind, layout, megatron, role
 from fivefold_dialects.shared import EVERY_CHECKPOINT
 from fivefold_dialects.source import Source
 from fivefold_dialects.system import dialect
-from fivefold_dialects.table import table
-
-
-def release_of(settings: Mapping[str, Any]) -> str:
-    """2025-08 where rewards are normalized by the keys of until then, which no later release has."""
-    return "2025-08" if not {"reward_norm", "reward_scale", "reward_shift"}.isdisjoint(settings) else ""
+from fivefold_dialects.table import load, table
 
 
 def run(source: Source) -> dict[str, Any]:
@@ -85,5 +79,5 @@ DERIVED = (
     *(router_replay, run, tracked),
 )
 _CONVERTERS = {"loggers": shared.loggers, "path": shared.path, "epochs": epochs}
-TABLE = table("roll", DERIVED, _CONVERTERS, release_of=release_of, known=known("roll"))
+TABLE = table("roll", DERIVED, _CONVERTERS, load("legacy/roll"), release_of=legacy.release_of, known=known("roll"))
 translate = dialect("roll", TABLE)

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from fivefold_dialects import shared
-from fivefold_dialects.roll_placement import sizes
-from fivefold_dialects.roll_roles import TRAIN, devices, kind, role, samples_a_group
+from fivefold_dialects.roll_placement import TRAIN, devices, kind, role, samples_a_group, sizes
 from fivefold_dialects.source import Source
 
 
@@ -159,7 +158,7 @@ def judge(source: Source, name: str) -> dict[str, Any]:
 
 
 def columns(source: Source) -> dict[str, Any]:
-    """Where rows keep what; the reward of runs of math_rule alone."""
+    """Return the columns of rows, and the reward of runs of math_rule alone."""
     if kind(source) != "rlvr":
         return {}
     said = source.under(TRAIN + "data_args.")

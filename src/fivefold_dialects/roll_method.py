@@ -6,7 +6,8 @@ from typing import Any
 
 from fivefold_dialects import shared
 from fivefold_dialects.adapters import adapters, refuse
-from fivefold_dialects.roll_roles import TRAIN, kind, role, samples_a_group, uses_critic
+from fivefold_dialects.legacy import roll as legacy
+from fivefold_dialects.roll_placement import TRAIN, kind, role, samples_a_group, uses_critic
 from fivefold_dialects.source import Source
 from fivefold_dialects.table import choices
 
@@ -41,9 +42,8 @@ def method(source: Source) -> dict[str, Any]:
     mean, deviation = source.text("norm_mean_type"), source.text("norm_std_type")
     if name == "grpo":
         mean = deviation = "group"
-    elif source.text("reward_norm") in ("group", "batch"):
-        mean = mean or source.text("reward_norm")
-        deviation = deviation or (source.text("reward_norm") if source.flag("reward_scale") else None)
+    else:
+        mean, deviation = legacy.normalization(source, mean, deviation)
     if mean == "group":
         found |= {"advantage": "group", "normalize": deviation or "none"}
     elif mean is None and deviation is None:
@@ -78,22 +78,13 @@ def token_kl(source: Source) -> float:
 def kl(source: Source) -> dict[str, Any]:
     """In the loss, off each token's reward when rewards have been normalized (rlvr_pipeline.py, compute_token_reward), or
     both."""
-    in_loss = (source.number("kl_loss_coef") or 0.0) if source.flag("use_kl_loss") else 0.0
+    coef = (source.number("kl_loss_coef") or 0.0) if source.flag("use_kl_loss") else 0.0
     of_tokens, target = token_kl(source), source.number("target_kl")
-    found: dict[str, Any] = {"coef": in_loss}
-    if in_loss:
-        found |= {"place": "loss", "estimator": "k3"}
-    if not of_tokens:
-        return found
-    if (name := source.text("kl_penalty") or "kl") not in shared.ESTIMATORS:
-        source.lacks("kl_penalty", f"the estimator {name}: known here are {', '.join(shared.ESTIMATORS)}")
-    estimator = shared.ESTIMATORS.get(name, "k1")
-    if not in_loss:
-        found = {"coef": of_tokens, "place": "reward", "estimator": estimator}
-        return found | ({} if target is None else {"target": target, "horizon": source.whole("kl_horizon")})
-    if target is not None:
-        source.lacks("target_kl", "two penalties of which one has a coefficient that moves")
-    return found | {"reward_coef": of_tokens, "reward_estimator": estimator}
+    reward: dict[str, Any] = {}
+    if of_tokens:
+        reward = {"estimator": shared.estimator(source, "kl_penalty", "kl"), "coef": of_tokens}
+        reward |= {} if target is None else {"target": target, "horizon": source.whole("kl_horizon")}
+    return shared.penalties(source, {"estimator": "k3", "coef": coef} if coef else {}, reward, "target_kl")
 
 
 def loss(source: Source) -> dict[str, Any]:
@@ -113,9 +104,7 @@ def loss(source: Source) -> dict[str, Any]:
     found |= variant(source)
     if found["dual_clip"] is not None and found["dual_clip"] <= 1 + (high or 0.0):
         source.lacks("dual_clip_loss", "a bound below that of the ratio")
-    return {f"algorithm.{key}": value for key, value in found.items()} | {
-        f"algorithm.kl.{key}": value for key, value in kl(source).items()
-    }
+    return {f"algorithm.{key}": value for key, value in found.items()} | kl(source)
 
 
 _WORKERS = ("roll.pipeline.rlvr.actor_worker.ActorWorker", "roll.pipeline.base_worker.ActorWorker")
@@ -124,7 +113,7 @@ _PG_WORKER = "roll.pipeline.rlvr.actor_pg_worker.ActorPGWorker"
 
 
 def variant(source: Source) -> dict[str, Any]:
-    """What the worker ActorPGWorker has in the place of PPO's loss (actor_pg_worker.py); other workers do not read it."""
+    """Return the loss of the worker ActorPGWorker in the place of PPO's (actor_pg_worker.py); nothing for other workers."""
     said = source.under(TRAIN)
     worker = said.text("worker_cls") or _WORKERS[0]
     if worker not in (*_WORKERS, _PG_WORKER):
@@ -148,10 +137,7 @@ def variant(source: Source) -> dict[str, Any]:
 
 def optimizer(source: Source, start: str = "", ours: str = "policy.optimizer") -> dict[str, Any]:
     said = source.under((start or role(source)) + "training_args.")
-    style = said.text("lr_scheduler_type") or "linear"
-    if style not in ("constant", "constant_with_warmup", "linear", "cosine"):
-        said.lacks("lr_scheduler_type", f"the schedule {style}")
-        style = "constant"
+    style = said.one_of("lr_scheduler_type", ("constant", "constant_with_warmup", "linear", "cosine"), "schedule", "linear")
     steps, share = said.number("warmup_steps"), said.number("warmup_ratio")
     found = {
         "lr": said.number("learning_rate"),

@@ -1,16 +1,44 @@
-"""Layouts, Megatron-Core's options and engines of ROLL's roles -> ours."""
+"""ROLL's roles (what trains, what samples, on which GPUs), their layouts, Megatron-Core options and engine -> ours."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from fivefold_dialects import shared
-from fivefold_dialects.device_mapping import ranks_behind
-from fivefold_dialects.roll_roles import INFER, TRAIN, devices, kind, role, uses_critic
-from fivefold_dialects.sampler import say_replaced
+from fivefold_dialects.device_mapping import parse_devices, ranks_behind
 from fivefold_dialects.shared import SPREAD
-from fivefold_dialects.source import Source
+from fivefold_dialects.source import Source, UnreadableError
 from fivefold_dialects.table import listed
+
+TRAIN, INFER = "actor_train.", "actor_infer."
+
+
+def kind(source: Source) -> str:
+    """rlvr, sft or dpo: by the sections that are there."""
+    if source.keys("sft_train."):
+        return "sft"
+    return "dpo" if source.has("chosen_key") else "rlvr"
+
+
+def role(source: Source) -> str:
+    return "sft_train." if kind(source) == "sft" else TRAIN
+
+
+def devices(source: Source, key: str) -> list[int]:
+    """The GPUs that a mapping names."""
+    try:
+        return parse_devices(source.raw(key))
+    except ValueError as error:
+        raise UnreadableError(f"{key} {error}") from None
+
+
+def uses_critic(source: Source) -> bool:
+    return source.text("adv_estimator") in (None, "gae")
+
+
+def samples_a_group(source: Source) -> int:
+    key = INFER + "generating_args.num_return_sequences"
+    return source.count(key if source.has(key) else "num_return_sequences_in_group")
 
 
 def sizes(source: Source) -> dict[str, int]:
@@ -22,7 +50,7 @@ def sizes(source: Source) -> dict[str, int]:
 
 
 def layout(source: Source) -> dict[str, Any]:
-    """Of the policy, and of the other models: on GPUs of their own, or laid out otherwise by Megatron on the policy's."""
+    """Return the layouts of the policy and of other models: on their own GPUs, or split otherwise on the policy's."""
     trained = devices(source, role(source) + "device_mapping")
     policy = shared.world_layout(len(trained), **sizes(source))
     found: dict[str, Any] = {"policy.backend": str(policy)}
@@ -48,9 +76,7 @@ def layout(source: Source) -> dict[str, Any]:
             own, found[f"{name}.first_rank"] = str(shared.world_layout(len(gpus[name]), **own_sizes)), first_ranks[name]
         if own is not None:
             found[f"{name}.backend"] = own
-            virtual = said.whole("strategy_config.virtual_pipeline_model_parallel_size") or 1
-            if is_megatron and virtual > 1:
-                found[f"{name}.megatron.pipeline.virtual_pipeline_model_parallel_size"] = virtual
+            found |= shared.virtual_stages(said.under("strategy_config."), name) if is_megatron else {}
     return found
 
 
@@ -93,9 +119,7 @@ def megatron(source: Source) -> dict[str, Any]:
             )
         else:
             shared.option(options, key, short, value, "policy.megatron", found)
-    virtual = options.whole("virtual_pipeline_model_parallel_size")
-    if virtual and virtual > 1:
-        found["policy.megatron.pipeline.virtual_pipeline_model_parallel_size"] = virtual
+    found |= shared.virtual_stages(options, "policy")
     if checkpointing and options.text("recompute_granularity"):
         modules = options.text("recompute_modules")
         again = shared.recompute(source, start, "policy")
@@ -122,7 +146,7 @@ def engine(source: Source) -> dict[str, Any]:
     tp = said.whole("tensor_parallel_size") or said.whole("tp_size") or source.whole(INFER + "num_gpus_per_worker") or 1
     if (name := source.text(INFER + "strategy_args.strategy_name")) == "hf_infer":
         return {"engine.backend": "transformers"}
-    say_replaced(source, INFER + "strategy_args.strategy_name", name)
+    shared.replaced_engine(source, INFER + "strategy_args.strategy_name", name)
     found: dict[str, Any] = {"engine.backend": shared.engine_layout(world, tp if world % tp == 0 else 1)}
     if is_apart:
         found["engine.placement"] = "apart"

@@ -1,9 +1,9 @@
-"""What several systems' tables need: conversions of values, Megatron-Core's options, layouts. Functions of a Source."""
+"""Functions of a Source that several systems share: conversions of values, Megatron-Core's options, layouts."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from fivefold.config.engine import EngineConfig
@@ -26,36 +26,15 @@ _DTYPES = {
 DTYPES = {name: ours for ours, theirs in _DTYPES.items() for name in theirs.split()}
 AGGREGATES = {name: name for name in ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum")}
 AGGREGATES["seq-mean-token-sum-norm"] = "constant-length"
-"""How losses are averaged, by verl's names -> ours."""
-PPO: dict[str, Any] = {"name": "ppo", "advantage": "reward", "credit": "gae", "whiten": True, "normalize": "none"}
-RLOO: dict[str, Any] = {"name": "rloo", "advantage": "leave_one_out", "normalize": "none"}
-REINFORCE_PLUS_PLUS: dict[str, Any] = {**PPO, "name": "reinforce_plus_plus", "credit": "discounted"}
-"""Methods and their choices, as most systems have them."""
+"""verl's name of the mean of losses -> ours."""
 WITHOUT_ACCOUNT = ("console", "tensorboard")
 """Loggers that write here and ask nobody."""
-SHOWN = "changes what is shown, not what is learned"
-KERNELS = "other kernels of the same formula: numbers agree up to rounding"
 SPREAD = "how state is spread over GPUs: the numbers are the same"
 REFERENCE_ALONE = "a reference that leaves the GPU alone: its weights go with the policy's (policy.offload.parameters)"
-WHOLE_STATE = "a checkpoint has the whole state; `fivefold export` writes Hugging Face's form"
-NO_CUT = "no cut changes the numbers"
-DATA_PARALLEL = "another engine's layout: data parallelism instead"
-
-
-def whole(source: Source, key: str) -> int | None:
-    return source.whole(key)
-
-
-def number(source: Source, key: str) -> float | None:
-    return source.number(key)
-
-
-def flag(source: Source, key: str) -> bool:
-    return source.flag(key)
-
-
-def text(source: Source, key: str) -> str | None:
-    return source.text(key)
+MEAN_OF_MICRO_BATCHES = (
+    "{} took the mean over the tokens of each micro-batch of each GPU and then the mean of those: here each token of an "
+    "update counts the same (algorithm.aggregate: micro-batch-token-mean is the former)"
+)
 
 
 def path(source: Source, key: str) -> str | None:
@@ -148,6 +127,52 @@ def parallel_sizes(said: Source) -> dict[str, int]:
     return found | {"etp": said.whole("expert_tensor_parallel_size") or (found["tp"] if found["ep"] > 1 else 1)}
 
 
+def penalties(source: Source, loss: dict[str, Any], reward: dict[str, Any], moving: str) -> dict[str, Any]:
+    """Return the KL of the loss and that of the reward, each empty where it is off, as keys of ours.
+
+    Of two, neither coefficient can move: the key `moving`, which asks for it, is not supported then.
+    """
+    if loss and reward:
+        if "target" in {**loss, **reward}:
+            source.lacks(moving, "two penalties of which one has a coefficient that moves")
+        found = {**loss, "place": "loss", "reward_coef": reward["coef"], "reward_estimator": reward["estimator"]}
+    elif loss or reward:
+        found = {**(loss or reward), "place": "loss" if loss else "reward"}
+    else:
+        found = {"coef": 0.0}
+    return {f"algorithm.kl.{key}": value for key, value in found.items()}
+
+
+VIRTUAL = "virtual_pipeline_model_parallel_size"
+
+
+def estimator(source: Source, key: str, usual: str) -> str:
+    """Return our name of the KL estimator that the key has."""
+    return ESTIMATORS[source.one_of(key, ESTIMATORS, "estimator", usual)]
+
+
+def virtual_stages(said: Source, ours: str, key: str = VIRTUAL) -> dict[str, int]:
+    """Return Megatron-Core's option of a model with several virtual stages on each rank."""
+    count = said.whole(key) or 1
+    return {f"{ours}.megatron.pipeline.{VIRTUAL}": count} if count > 1 else {}
+
+
+def dtype(source: Source, key: str) -> str | None:
+    """Return a type of numbers by its name in PyTorch; None where the key is left out or auto."""
+    if (name := source.text(key)) in (None, "auto"):
+        return None
+    if name not in DTYPES:
+        source.lacks(key, f"numbers of the type {name}: known here are {', '.join(DTYPES)}")
+    return DTYPES.get(str(name), "bfloat16")
+
+
+def replaced_engine(source: Source, key: str, name: str | None) -> None:
+    """Report that vLLM samples where the key names another engine."""
+    if name in (engines := {"sglang": "SGLang", "trtllm": "TensorRT-LLM"}):
+        reason = f"{engines[name]}: vLLM samples instead, from the same distribution, with kernels of its own"
+        source.lacks(key, reason, changes_result=False)
+
+
 def world_layout(world: int, *, tp: int = 1, pp: int = 1, cp: int = 1, ep: int = 1, etp: int = 1) -> ParallelLayout:
     """The layout of so many GPUs; raises UnreadableError where they cannot be divided so."""
     replica = tp * pp * cp
@@ -191,7 +216,7 @@ def at_once(samples: int, replicas: int, usual: int | None) -> dict[str, int]:
 
 
 _OF_MINDSPEED = listed("shared", "mindspeed")
-"""Of MindSpeed's programs: kernels, how batches are padded and sent, which class builds the layers of config.json."""
+"""Options of MindSpeed: kernels, how batches are padded and sent, which class builds the layers of config.json."""
 _RECOMPUTE = ("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules")
 
 
@@ -255,6 +280,29 @@ def moments(said: Source, *, are_read: bool) -> dict[str, Any]:
 
 
 _AWARE = {"use_precision_aware_optimizer": True}
+
+
+def megatron_weights(
+    source: Source, directory: str | None, roles: Iterable[tuple[str, str, str, bool]], has_reference: bool
+) -> dict[str, Any]:
+    """Return models whose weights are a checkpoint of Megatron-Core's; `directory` is the policy's of Hugging Face.
+
+    `roles` have our key of a model's path, the section of its settings, the key of its directory, and if it is there.
+    """
+    found: dict[str, Any] = {}
+    for ours, section, key, is_there in roles:
+        said = source.under(f"{section}megatron.")
+        if not (said.flag("use_dist_checkpointing") and is_there):
+            continue
+        found[ours] = path(said, "dist_checkpointing_path")
+        if found[ours] is None:
+            said.lacks("use_dist_checkpointing", "weights of a checkpoint that dist_checkpointing_path does not name")
+        if path(source, key) not in (None, directory):
+            reason = "weights in Megatron-Core's form of another model than the policy, whose config.json is model.config"
+            said.lacks("use_dist_checkpointing", reason)
+    if found and has_reference:
+        found.setdefault("reference.path", directory)
+    return {**found, "model.config": directory} if found else {}
 
 
 def recompute(source: Source, start: str, ours: str) -> dict[str, Any]:

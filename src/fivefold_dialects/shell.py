@@ -13,19 +13,8 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from fivefold_dialects.bounds import Work, whole_number
-from fivefold_dialects.shell_words import (
-    ASSIGNMENT,
-    OPEN,
-    Script,
-    expand,
-    expand_word,
-    fits,
-    parts,
-    skip,
-    split,
-    test,
-    words_of,
-)
+from fivefold_dialects.shell_glob import fits
+from fivefold_dialects.shell_words import ASSIGNMENT, OPEN, Script, expand, expand_word, parts, skip, split, test, words_of
 
 _HEREDOC = re.compile(r"<<-?\s*(['\"]?)(\w+)\1")
 _DECLARING = ("export", "declare", "local", "readonly", "typeset")
@@ -254,7 +243,7 @@ def _read_case(script: Script, lines: _Lines, known: bool, rest: str) -> None:
         if branch[2]:
             lines.statements.insert(lines.place, branch[2])
         patterns = [expand_word(each.strip(), script) for each in branch[1].split("|")]
-        holds = done is False and any(fits(value, pattern, script) for pattern in patterns)
+        holds = done is False and any(fits(value, pattern, script.work) for pattern in patterns)
         if done is None or holds:
             end = _read_block(script, lines, known and holds, (";;", "esac"))
         else:
@@ -358,7 +347,7 @@ def _read_command(script: Script, lines: _Lines, command: list[str], known: bool
 
 
 def _assign(script: Script, name: str, value: str, known: bool) -> None:
-    """Where nobody can tell whether this runs, the name stands open."""
+    """Assign a name; it stands open where reading cannot tell whether this runs."""
     if known:
         script.assign(name, value)
         script.open.discard(name)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fivefold_dialects.bounds import LONGEST, Work, whole_number
-from fivefold_dialects.shell_glob import Glob
+from fivefold_dialects.shell_glob import fits, replaced, trimmed
 
 OPEN = "\x00"
 """Stands before a quoted character that is not special any more."""
@@ -39,7 +39,7 @@ _OPERATORS: Mapping[type[ast.AST], Callable[[int, int], int]] = {
 
 @dataclass
 class Script:
-    """What a script says, as far as reading tells."""
+    """The variables, arrays, files and commands of a script, as far as reading tells."""
 
     variables: dict[str, str]
     arrays: dict[str, list[str]] = field(default_factory=dict)
@@ -52,7 +52,7 @@ class Script:
     """Names whose values only running could tell; other names without a value are empty."""
     exported: set[str] = field(default_factory=set)
     arguments: list[str] | None = None
-    """What another script hands over; None where that is not known."""
+    """Arguments from the script that calls it; None where they are not known."""
     functions: dict[str, Any] = field(default_factory=dict)
     """Statements of functions that were not called yet."""
     sourced: set[str] = field(default_factory=set)
@@ -229,7 +229,7 @@ def expand(text: str, script: Script, *, quoted: bool, depth: int = 0) -> str:
 
 
 def _parameter(inside: str, script: Script, depth: int, quoted: bool) -> str:
-    """What `${inside}` stands for."""
+    """Return the value of `${inside}`."""
     if counted := re.fullmatch(r"#([A-Za-z_]\w*)(\[[@*]\])?", inside):
         things = script.arrays.get(counted[1]) if counted[2] else script.variables.get(counted[1])
         return "${" + inside + "}" if things is None else str(len(things))
@@ -267,11 +267,11 @@ def _parameter(inside: str, script: Script, depth: int, quoted: bool) -> str:
         start = int(cut[1])
         return value[start : start + int(cut[2])] if cut[2] else value[start:]
     if cut := re.match(r"(##?|%%?)(.*)", rest, re.DOTALL):
-        return _trim(value, cut[1], expand(cut[2], script, quoted=True, depth=depth + 1), script.work)
+        return trimmed(value, cut[1], expand(cut[2], script, quoted=True, depth=depth + 1), script.work)
     if swap := re.fullmatch(r"(//?)((?:\\.|[^/\\])+)(?:/(.*))?", rest, re.DOTALL):
         pattern, other = (expand(part or "", script, quoted=True, depth=depth + 1) for part in (swap[2], swap[3]))
         if not pattern.startswith(("#", "%")) and "$" not in pattern:
-            return _swapped(value, pattern, other, swap[1] == "//", script.work)
+            return replaced(value, pattern, other, swap[1] == "//", script.work)
     return "${" + inside + "}"
 
 
@@ -285,31 +285,6 @@ def _element(script: Script, name: str, index: str, inside: str) -> str:
 
 def _value_of(script: Script, name: str) -> str:
     return script.variables[name] if name in script.variables else "${" + name + "}"
-
-
-def _trim(value: str, sign: str, pattern: str, work: Work) -> str:
-    """`${name#pattern}` and its kin."""
-    glob, reads_back = Glob(pattern), sign.startswith("%")
-    work.spend(glob.cost(value))
-    ends = list((glob.backwards if reads_back else glob).ends(value[::-1] if reads_back else value))
-    length = 0 if not ends else max(ends) if len(sign) == 2 else min(ends)
-    return value[: len(value) - length] if reads_back else value[length:]
-
-
-def _swapped(value: str, pattern: str, other: str, every: bool, work: Work) -> str:
-    """`${name/pattern/other}`, and `${name//pattern/other}` of every match: the longest at each place."""
-    glob, kept, i = Glob(pattern), "", 0
-    while i < len(value):
-        work.spend(glob.cost(value, i))
-        end = max(glob.ends(value, i), default=i)
-        if end == i:
-            kept, i = kept + value[i], i + 1
-            continue
-        kept = work.value(kept + other, pattern)
-        i = end
-        if not every:
-            break
-    return kept + value[i:]
 
 
 def arithmetic(text: str, script: Script) -> int | None:
@@ -403,18 +378,11 @@ def _compared(script: Script, raw: list[str], is_double: bool) -> bool | None:
     left, sign, right = known
     if sign in ("=", "==", "!="):
         is_pattern = is_double and not raw[2].startswith(('"', "'"))
-        return (fits(left, right, script) if is_pattern else left == right) == (sign != "!=")
+        return (fits(left, right, script.work) if is_pattern else left == right) == (sign != "!=")
     one, other = whole_number(left), whole_number(right)
     if sign in ("-eq", "-ne", "-gt", "-ge", "-lt", "-le") and one is not None and other is not None:
         return bool(getattr(operator, sign[1:])(one, other))
     return None
-
-
-def fits(text: str, pattern: str, script: Script) -> bool:
-    """Whether a text fits a pattern of the shell."""
-    glob = Glob(pattern)
-    script.work.spend(glob.cost(text))
-    return glob.fits(text)
 
 
 def _without_unset(text: str, script: Script) -> str | None:
@@ -424,7 +392,7 @@ def _without_unset(text: str, script: Script) -> str | None:
 
 
 def _printed(command: str, script: Script) -> str | None:
-    """What a command prints that only makes text of text; None for any other."""
+    """Return the output of a command that only makes text of text; None for any other."""
     if (place := _entered(command)) is not None:
         directory = expand_word(place, script)
         return None if "$" in directory else os.path.normpath(os.path.join(script.variables.get("PWD", ""), directory))

@@ -35,7 +35,7 @@ def program(source: Source) -> dict[str, Any]:
 
 
 def megatron_path(source: Source) -> dict[str, Any]:
-    """What siiRL's Megatron path does whatever its keys say."""
+    """Report keys that siiRL's Megatron path does not follow."""
     if not verl_models.is_megatron(source):
         return {}
     if (source.whole(_A + "ppo_epochs") or 1) > 1:

@@ -13,7 +13,6 @@ from typing import Any
 from fivefold_dialects import shared, skyrl_sft
 from fivefold_dialects.adapters import refuse
 from fivefold_dialects.known import known
-from fivefold_dialects.sampler import say_replaced
 from fivefold_dialects.skyrl_algorithm import METHOD, TOKEN_MEAN, constant_scale
 from fivefold_dialects.skyrl_model import CHOICES, kept, low_rank, optimizer, policy
 from fivefold_dialects.source import Source, UnreadableError, typed
@@ -207,7 +206,7 @@ def engine(source: Source) -> dict[str, Any]:
         found["engine.backend"] = shared.engine_layout(gpus(source), tp, ep)
     else:
         found |= shared.engine_apart(replicas * tp, tp, ep)
-    say_replaced(source, key("backend"), backend)
+    shared.replaced_engine(source, key("backend"), backend)
     if backend == "vllm":
         for name in ("enforce_eager", "enable_prefix_caching", "enable_chunked_prefill", "max_num_batched_tokens"):
             if source.has(key(name)):

@@ -10,7 +10,7 @@ from fivefold_dialects.source import Source
 
 _ALGORITHM = "trainer.algorithm."
 TOKEN_MEAN = "skyrl.token_mean"
-"""What the release takes token_mean for; no key of SkyRL's, so nobody can set it."""
+"""Key of the mean that the release takes token_mean for; it is no key of SkyRL's, so that no configuration sets it."""
 
 
 def is_before_2026_04(source: Source) -> bool:
@@ -36,7 +36,7 @@ def aggregate(source: Source) -> str | None:
 
 
 def constant_scale(source: Source) -> float:
-    """How much smaller SkyRL's loss is than that of constant-length: what it is divided by over the longest response."""
+    """Return how much smaller SkyRL's loss is than constant-length's: what it is divided by over the longest response."""
     said = source.under(_ALGORITHM)
     if said.text("loss_reduction") != "seq_mean_token_sum_norm" or said.text("policy_loss_type") == "reinforce":
         return 1.0
@@ -82,11 +82,7 @@ def kl(source: Source) -> dict[str, Any]:
         return {"algorithm.kl.coef": 0.0}
     if in_loss and in_reward:
         said.lacks("use_kl_in_reward", "a KL in the loss and another in the reward, which SkyRL refuses too: say one")
-    name = said.text("kl_estimator_type") or "k3"
-    if name not in shared.ESTIMATORS:
-        said.lacks("kl_estimator_type", f"the estimator {name}")
-        return {}
-    found: dict[str, Any] = {"estimator": shared.ESTIMATORS[name], "coef": coef, "place": "reward"}
+    found: dict[str, Any] = {"estimator": shared.estimator(said, "kl_estimator_type", "k3"), "coef": coef, "place": "reward"}
     result: dict[str, Any] = {}
     if not in_reward:
         # Where the rest of the loss is divided by another constant, the KL weighs as much more.

@@ -1,4 +1,4 @@
-"""How SkyRL's models are spread, computed and updated, in RL and in SFT -> ours."""
+"""SkyRL's layouts, options of Megatron-Core, optimizers and adapters, in RL and in SFT -> ours."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def optimizer(source: Source, section: str = "", ours: str = "policy.optimizer",
     clip = said.number("max_grad_norm")
     found = {
         "lr": said.number("lr"),
-        "betas": [float(beta) for beta in said.items("adam_betas")],
+        "betas": said.numbers("adam_betas"),
         "clip_grad": clip and clip * scale,
         "weight_decay": said.number("weight_decay"),
         "schedule": CHOICES["scheduler"].read(said) or "constant",

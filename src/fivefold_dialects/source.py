@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
@@ -28,7 +28,7 @@ class Source:
     """Settings by their full key; every read is recorded, so that it is known what a value of ours comes from."""
 
     settings: Mapping[str, Any]
-    """What the configuration sets."""
+    """Full key -> value, as the configuration sets it."""
     defaults: Mapping[str, Any]
     environment: Mapping[str, str]
     """Values of variables that stand open."""
@@ -36,10 +36,10 @@ class Source:
     read: set[str] = field(default_factory=set)
     """Full keys that were asked for."""
     found: list[Outcome] = field(default_factory=list)
-    """What functions say of keys."""
+    """Outcomes of keys, which functions add."""
     work: Work = field(default_factory=Work)
     notes: list[str] = field(default_factory=list)
-    """What functions say of the run."""
+    """Sentences about the run, which functions add."""
 
     def under(self, prefix: str) -> Source:
         """The same settings seen from a section: `prefix` is put before keys."""
@@ -131,6 +131,17 @@ class Source:
     def texts(self, key: str) -> list[str]:
         return [str(item) for item in self.items(key)]
 
+    def numbers(self, key: str) -> list[float]:
+        """Return a list of numbers."""
+        return [float(item) for item in self.items(key)]
+
+    def one_of(self, key: str, names: Collection[str], what: str, usual: str) -> str:
+        """Return which of `names` the key has, `usual` where it is left out; another name is not supported."""
+        if (name := self.text(key) or usual) in names:
+            return name
+        self.lacks(key, f"the {what} {name}: known here are {', '.join(names)}")
+        return usual
+
     def lacks(self, key: str, reason: str, *, changes_result: bool = True) -> None:
         """Say of a key that its value asks for what is not supported."""
         full = self.prefix + key
@@ -176,7 +187,7 @@ class Source:
         return value
 
     def _reference(self, key: str, match: re.Match[str], depth: int) -> Any:
-        """What `${a.b}`, `${.b}`, `${oc.select:a.b,default}`, `${oc.env:NAME,default}`, `${NAME}` or `$NAME` stands for."""
+        """Return the value of `${a.b}`, `${.b}`, `${oc.select:a.b,default}`, `${oc.env:NAME,default}` or `$NAME`."""
         name = match[1] if match[1] is not None else match[2]
         kind, colon, rest = name.partition(":")
         if colon and kind in ("oc.select", "oc.env"):

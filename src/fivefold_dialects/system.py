@@ -9,12 +9,19 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fivefold.config.dialect import Translation, Tree
+from fivefold.config.loader import ConfigError
 from fivefold.errors import UserError
 from fivefold.keys.ranges import OneOf
-from fivefold_dialects import command, writer
+from fivefold_dialects import writer
+from fivefold_dialects.bounds import LONGEST_KEY, TooMuchError
+from fivefold_dialects.command import read_command
+from fivefold_dialects.config_names import named_yaml, with_defaults
+from fivefold_dialects.secret_variables import Hidden
 from fivefold_dialects.source import merged
 from fivefold_dialects.table import Table
-from fivefold_dialects.translator import settings_of, translate
+from fivefold_dialects.translator import settings_of, translate, with_own
+
+_TOO_DEEP = "brackets, functions or scripts are nested too deeply: give the settings of the command that starts training"
 
 
 @dataclass(frozen=True)
@@ -30,7 +37,7 @@ class System:
     config_names: tuple[str, ...] = ()
     """YAML files of the system itself, whose values are the defaults of its tables."""
     join: Callable[[list[Tree]], Tree] = merged
-    """What several files that a command names are together."""
+    """Joins the files that a command names into one tree."""
     variables: Mapping[str, str] = field(default_factory=dict)
     """Variables that a script exports without effect here -> where what they are about is."""
 
@@ -56,12 +63,35 @@ class System:
         version: str = "",
         allow_secrets: bool = False,
     ) -> Translation:
-        """Translate a command: a script, YAML files or `key=value` words; raises ConfigError if they describe no run.
+        """Translate the words of a command, as `SystemDialect` in the core has it."""
+        hidden = Hidden({} if allow_secrets else environment)
+        variables = {**environment, **hidden.environment, **(given or {})}
+        try:
+            return hidden.checked(self._of_command(words, variables, version))
+        except TooMuchError as error:
+            raise ConfigError([str(error)]) from error
+        except RecursionError:
+            raise ConfigError([_TOO_DEEP]) from None
 
-        `given` are variables that the user names; those of the environment that may be secrets need `allow_secrets`. What
-        follows `--` are settings of ours, which come over those of the system.
-        """
-        return command.translate_words(self, words, environment, given, version=version, allow_secrets=allow_secrets)
+    def _of_command(self, words: Sequence[str], environment: Mapping[str, str], version: str) -> Translation:
+        """Translate a command; what follows `--` are settings of ours, which come over those of the system."""
+        theirs, own = (words[: words.index("--")], words[words.index("--") + 1 :]) if "--" in words else (words, ())
+        found = read_command(theirs, environment)
+        notes = []
+        if (path := named_yaml(found.options, found.scripts, self.config_names)) is not None:
+            found.trees.insert(0, with_defaults(path, self.config_names))
+            notes.append(f"--config-name is the file {path}")
+        try:
+            tree = self.join(found.trees)
+        except ValueError as error:
+            raise ConfigError([str(error)]) from error
+        if not tree and not found.settings:
+            raise ConfigError([f"no setting of {self.name} in {' '.join(theirs)[:LONGEST_KEY] or 'an empty command'}"])
+        options = [f"{option}={value}" for option, value in found.options.items()]
+        translation = self(tree, [*options, *found.settings], environment, version)
+        exported = ((key, found.exported[key], where) for key, where in self.variables.items() if key in found.exported)
+        notes += [f"{key}={value} has no effect: {where}" for key, value, where in exported]
+        return with_own(dataclasses.replace(translation, notes=[*notes, *translation.notes]), own)
 
     def write(self, translation: Translation, *, strict: bool = True) -> str:
         """Return the translated run as a commented YAML file."""

@@ -22,6 +22,10 @@ them with each, also within each other, and `$name` a list of the file's section
 `Data: verl`, is that of the file of this name, with the lists of both; rows that this file has itself take the place of that
 file's.
 
+`below: {trainer.trainer_config: [verl, Model, Engines]}` takes the rows of these sections of another file that are fixed,
+lacking or slower, for that system's keys below a key of this one; the file's own rows come first. An empty section, or one
+that refers to the section of the same name elsewhere, sets nothing and needs no row.
+
 In a key `*` stands for one of its parts and `**` for any number of them, where the system knows the key (known/): another
 one is unknown, as it is without the row. With `!` at its end a pattern takes any key. A row of the key itself comes before
 a pattern; of patterns the one that is more exact in the first part in which they differ.
@@ -50,7 +54,7 @@ Derived = Callable[[Source], Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Row:
-    """What becomes of a key."""
+    """One key of a system, and its meaning here."""
 
     key: str
     form: Literal["to", "used", "fixed", "lacks"]
@@ -62,7 +66,7 @@ class Row:
     """Values at which what we lack is not asked for; None is always one of them."""
     changes_result: bool = True
     takes_any: bool = False
-    """Of a row with a wildcard: whatever it fits is taken, known or not, because there is no list of those names."""
+    """A row with a wildcard takes every key that it fits, known or not, because there is no list of those names."""
 
     @property
     def is_pattern(self) -> bool:
@@ -74,6 +78,7 @@ class Section:
     """Rows under a heading of the documentation, in the order in which that system's users think."""
 
     title: str
+    """Empty where another system's page has the rows."""
     rows: tuple[Row, ...]
     text: str = ""
 
@@ -99,9 +104,9 @@ class Table:
     known: KnownKeys = NONE
     """Keys that rows with a wildcard take."""
     command: str = ""
-    """How its users start a run, in our command."""
+    """The command that starts a run of its users here."""
     loses: tuple[str, ...] = ()
-    """What they do without here."""
+    """Features of the system that are missing here."""
     gains: tuple[str, ...] = ()
     page_of: Table | None = None
     """The table of the system whose page has the rows that are the same here."""
@@ -122,8 +127,12 @@ class Table:
             return self.exact[key]
         return next((row for pattern, row in self.patterns if pattern.fullmatch(key) and self._takes(row, key)), None)
 
+    def is_section(self, key: str) -> bool:
+        """Whether keys of the system stand below this one."""
+        return key in self._places or key in self.known.sections or self.row(f"{key}.x") is not None
+
     def _takes(self, row: Row, key: str) -> bool:
-        """What the system knows; where the row has the last name itself, the section must be one of the system's."""
+        """Whether the system knows the key; a row that has the last name itself takes it in every section of the system."""
         if row.takes_any or key in self.known:
             return True
         if "*" in row.key.rpartition(".")[2]:
@@ -139,7 +148,7 @@ class Table:
 
 
 def _exactness(row: Row) -> list[int]:
-    """How much each part of a pattern leaves open, so that the one with the first named part comes first."""
+    """Return how much each part of a pattern leaves open, so that the one with the first named part comes first."""
     return [3 if part == "**" else 2 if part == "*" else int("*" in part) for part in row.key.split(".")]
 
 
@@ -251,6 +260,7 @@ def table(
     content = load(name) if isinstance(name, str) else name
     content = {**content, **{part: content.get(part, {}) | older.get(part, {}) for part in ("versions", "sections")}}
     rows = tuple(_sections(content, converters))
+    rows += tuple(_below(content, Table("", rows)))
     texts = {key: content[key] for key in ("command", "loses", "gains") if key in content}
     versions = {month: defaults_of(changed) for month, changed in content.get("versions", {}).items()}
     return Table(
@@ -300,6 +310,16 @@ def _sections(content: Mapping[str, Any], converters: Mapping[str, Convert]) -> 
         else:
             own.update(row.key for row in section.rows)
         yield section
+
+
+def _below(content: Mapping[str, Any], own: Table) -> Iterator[Section]:
+    """Yield what another system's file says is fixed or not supported, for its keys below one of this system's."""
+    for start, (name, *titles) in content.get("below", {}).items():
+        other = load(name)
+        for title in titles:
+            forms = {form: rows for form, rows in other["sections"][title].items() if form in ("fixed", "lacks", "slower")}
+            rows = (replace(row, key=f"{start}.{row.key}") for row in _section(title, forms, other["lists"], {}).rows)
+            yield Section("", tuple(row for row in rows if row.is_pattern or own.row(row.key) is None))
 
 
 def _section(title: str, rows: Mapping[str, Any], lists: Mapping[str, str], converters: Mapping[str, Convert]) -> Section:

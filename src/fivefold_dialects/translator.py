@@ -23,7 +23,7 @@ _MOST_SUGGESTIONS = 50
 _MOST_RERUNS = 300
 """Keys of one function without each of which it is run again; if there are more, each is a source of all its values."""
 AFTER = "after --"
-"""Where settings of ours stand in another system's command."""
+"""Source of the settings of ours in another system's command."""
 
 
 def translate(
@@ -148,15 +148,14 @@ def _outcome(
     suggests: Iterator[int],
 ) -> Outcome:
     value = source.settings[key]
+    if row is None and table.is_section(key) and _sets_nothing(source, key):
+        return Outcome(key, value, "fixed", "empty, or the same as in another model's section")
     if row is None:
         return Outcome(key, value, "unknown", _unknown(table, key, next(suggests, None) is not None))
     if row.form == "fixed":
         return Outcome(key, value, "fixed", row.note)
     if row.form == "lacks":
-        try:
-            found = source.value(key)
-        except UnreadableError:
-            found = value
+        found = _read(source, key)
         if found in row.off or found in ([], {}):
             return Outcome(key, value, "fixed", f"off, as here: {row.note}")
         return Outcome(key, value, "unsupported", row.note, changes_result=row.changes_result)
@@ -166,6 +165,20 @@ def _outcome(
     if key in source.read:
         return Outcome(key, value, "fixed", f"it asks for nothing that is not so here anyway{row.note and ': '}{row.note}")
     return Outcome(key, value, "fixed", f"{table.name} does not read it with these settings{row.note and ': '}{row.note}")
+
+
+def _sets_nothing(source: Source, key: str) -> bool:
+    """Whether a section is empty, or refers to the section of the same name elsewhere."""
+    text, name = str(source.settings[key]), key.rpartition(".")[2]
+    return _read(source, key) in (None, [], {}, "") or (text.startswith("${") and f".{name}" in text)
+
+
+def _read(source: Source, key: str) -> Any:
+    """Return the value of a key; as it was written where it cannot be read."""
+    try:
+        return source.value(key)
+    except UnreadableError:
+        return source.settings[key]
 
 
 def _also(outcome: Outcome, ours: str) -> Outcome:

@@ -34,7 +34,7 @@ def _is_said(value: Any) -> bool:
 
 
 def _differ(one: Any, other: Any) -> bool:
-    """What one of two files leaves empty the other says, and a path is the same with a slash behind it."""
+    """Whether two values differ: an empty one never does, and a slash at the end of a path says nothing."""
     ends = [str(value).rstrip("/") for value in (one, other)]
     return _is_said(one) and _is_said(other) and one != other and ends[0] != ends[1]
 
@@ -120,7 +120,7 @@ TABLE = table(
     {"path": shared.path, "resume": resume},
     older=load("legacy/trinity"),
     elsewhere={legacy.RELEASE: None},
-    known=known("trinity"),
+    known=known("trinity").with_below(VERL.rstrip("."), known("verl")),
 )
 
 

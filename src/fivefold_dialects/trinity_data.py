@@ -11,7 +11,7 @@ from fivefold_dialects.trinity_keys import ACTOR, BUFFER, EVALUATED, EXPERTS, RO
 
 
 def longest(source: Source, name: str) -> int | None:
-    """What the model's section says of prompts or responses, or the engine's, which went before it until 2025-09."""
+    """Return the length of prompts or responses by the model's section, or the engine's, which came first until 2025-09."""
     places = [f"model.max_{name}_tokens", f"{ROLLOUT}max_{name}_tokens"]
     if legacy.engine_first(source):
         places.reverse()
@@ -19,7 +19,7 @@ def longest(source: Source, name: str) -> int | None:
 
 
 def response_tokens(source: Source) -> int:
-    """What prompts leave of model.max_model_len where it is not said, or half of it (config_validator.py:555)."""
+    """Return the longest response: left out, what prompts leave of max_model_len, or half (config_validator.py:555)."""
     said, whole = longest(source, "response"), source.whole("model.max_model_len")
     if said is not None or whole is None:
         return source.count("model.max_response_tokens") if said is None else said
@@ -89,8 +89,7 @@ def data(source: Source) -> dict[str, Any]:
         }
     said = source.under(TASKSET)
     sets = [str(each.get("path")) for each in source.items(EVALUATED) if isinstance(each, dict)]
-    if (selector := said.text("data_selector.selector_type") or "sequential") not in ("sequential", "shuffle"):
-        said.lacks("data_selector.selector_type", f"tasks that are chosen in another way: {selector}")
+    selector = said.one_of("data_selector.selector_type", ("sequential", "shuffle"), "order of tasks", "sequential")
     thinking = ROLLOUT + "enable_thinking" if source.has(ROLLOUT + "enable_thinking") else "model.enable_thinking"
     return {
         "data.train": shared.files(said, "path"),
@@ -117,7 +116,7 @@ def _experts(source: Source) -> dict[str, Any]:
 
 
 def _workflow(source: Source) -> dict[str, Any]:
-    """How a task is asked and scored: its workflow, the reward function, and the arguments of both."""
+    """Return how a task is asked and scored: its workflow, the reward function, and the arguments of both."""
     places = [source.under(TASKSET), source.under("buffer.explorer_input.")]
     flow, reward = (
         next((name for place in places if (name := place.text(key))), "")
@@ -173,8 +172,7 @@ def _reward_arguments(source: Source, reward: str) -> dict[str, Any]:
 
 
 def sampled_evaluation(source: Source) -> dict[str, Any]:
-    """How evaluation sets are sampled, `repeat_times` a task and as the model where they say nothing; the greedy response
-    comes besides here."""
+    """Return how evaluation sets are sampled, as the model where they say nothing; greedy responses come besides."""
     key = EVALUATED
     usual = (source.number("model.temperature"), source.number("model.top_p"))
     ways = []

@@ -1,4 +1,4 @@
-"""Where sections of Trinity-RFT's configuration stand, and what kind of run it is."""
+"""Sections of Trinity-RFT's configuration by their place, and the kind of a run."""
 
 from __future__ import annotations
 

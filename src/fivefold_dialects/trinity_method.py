@@ -161,17 +161,10 @@ def _rec(source: Source, said: Source) -> dict[str, Any]:
 def kl(source: Source) -> dict[str, Any]:
     if offline(source) or kind(source) not in TYPES.names:
         return {}
-    found: dict[str, Any] = {"coef": 0.0}
     loss, reward = (_penalty(source, name) for name in ("kl_loss_fn", "kl_penalty_fn"))
-    if loss and reward:
-        if "target" in loss or "target" in reward:
-            source.lacks("algorithm.kl_penalty_fn", "two penalties of which one has a coefficient that moves")
-        found = {**loss, "place": "loss", "reward_coef": reward["coef"], "reward_estimator": reward["estimator"]}
-    elif loss or reward:
-        found = {**(loss or reward), "place": "loss" if loss else "reward"}
     if mixes(source) and (loss or reward):
         source.lacks("algorithm.kl_loss_fn", "a penalty on the expert's tokens too: say kl_coef 0")
-    return {f"algorithm.kl.{key}": value for key, value in found.items()}
+    return shared.penalties(source, loss, reward, "algorithm.kl_penalty_fn")
 
 
 def _penalty(source: Source, section: str) -> dict[str, Any]:

@@ -12,7 +12,6 @@ from fivefold.layout import ParallelLayout
 from fivefold_dialects import shared
 from fivefold_dialects.adapters import adapters
 from fivefold_dialects.legacy import trinity as legacy
-from fivefold_dialects.sampler import say_replaced
 from fivefold_dialects.source import Source, UnreadableError
 from fivefold_dialects.trinity_data import lengths
 from fivefold_dialects.trinity_keys import (
@@ -31,7 +30,6 @@ from fivefold_dialects.trinity_keys import (
 )  # fmt: skip
 from fivefold_dialects.trinity_method import kl, uses_critic
 
-_VIRTUAL = "virtual_pipeline_model_parallel_size"
 _PARTS = {"parameters": "param", "gradients": "grad", "optimizer": "optimizer"}
 
 
@@ -41,9 +39,7 @@ def uses_reference(source: Source) -> bool:
 
 def dtype(said: Source, key: str) -> str | None:
     """Return the type of a model's numbers; None for bfloat16, which is ours."""
-    if (name := said.text(key)) not in ("auto", *shared.DTYPES):
-        said.lacks(key, f"numbers of the type {name}: known here are {', '.join(shared.DTYPES)}")
-    found = shared.DTYPES.get(name or "")
+    found = shared.dtype(said, key)
     return None if found == "bfloat16" else found
 
 
@@ -52,7 +48,7 @@ def engine(source: Source) -> dict[str, Any]:
         return {}
     said = source.under(ROLLOUT)
     tp = said.count("tensor_parallel_size")
-    say_replaced(said, "engine_type", said.text("engine_type"))
+    shared.replaced_engine(said, "engine_type", said.text("engine_type"))
     flags = ("enforce_eager", "enable_prefix_caching", "enable_chunked_prefill")
     drawn = {
         name: source.number(key if source.value(key := f"{TASKSET}rollout_args.{name}") is not None else f"model.{name}")
@@ -96,7 +92,7 @@ def optimizer(source: Source) -> dict[str, Any]:
     style = style or of("lr_scheduler_type").text("lr_scheduler_type")
     lowest = (of("lr").number("lr") or 0.0) * (of("min_lr_ratio").number("min_lr_ratio") or 0.0)
     found: dict[str, Any] = {key: of(key).number(key) for key in ("lr", "weight_decay")}
-    found["betas"] = [float(beta) for beta in of("betas").items("betas")]
+    found["betas"] = of("betas").numbers("betas")
     found |= _warmup(source, of("lr_warmup_steps"), of("lr_warmup_steps_ratio"))
     if is_megatron(source):
         floor = lowest if source.text(legacy.RELEASE) in (None, "2026-02") else 0.0
@@ -112,7 +108,7 @@ def optimizer(source: Source) -> dict[str, Any]:
 def _critic_optimizer(source: Source, said: Source) -> dict[str, Any]:
     lr, release = said.number("lr") or 0.0, source.text(legacy.RELEASE)
     found: dict[str, Any] = {"lr": lr, "weight_decay": said.number("weight_decay")}
-    found |= {"betas": [float(beta) for beta in said.items("betas")], **_warmup(source, said, said)}
+    found |= {"betas": said.numbers("betas"), **_warmup(source, said, said)}
     if is_megatron(source):
         found["clip_grad"], floor = said.number("clip_grad"), 0.01 * lr if release is None else 0.0
         found |= _of_megatron(said, said.text("lr_decay_style"), found["warmup_steps"], floor, floor)
@@ -142,7 +138,7 @@ def _schedule(said: Source, style: str | None, lowest: float) -> dict[str, Any]:
 
 
 def _of_megatron(said: Source, style: str | None, warmup: float, floor: float, lowest: float) -> dict[str, Any]:
-    """What Megatron's scheduler reads besides, `floor` and `lowest` where the keys of `said` are left out."""
+    """Return what Megatron's scheduler reads besides, `floor` and `lowest` where the keys of `said` are left out."""
     found: dict[str, Any] = {"betas": [0.9, 0.999], "schedule": style if style in ("linear", "cosine") else "constant"}
     if style not in (None, "constant", "linear", "cosine"):
         said.lacks("lr_decay_style", f"the schedule {style}")
@@ -182,7 +178,7 @@ def critic(source: Source) -> dict[str, Any]:
 
 
 def gpus(source: Source) -> int:
-    """Those of the trainer: the cluster's without those that only sample."""
+    """Return the number of the trainer's GPUs: the cluster's without those that only sample."""
     total = source.count("cluster.node_num") * source.count("cluster.gpu_per_node")
     if (source.text("mode") or "both") != "both" or offline(source):
         return total
@@ -203,7 +199,7 @@ def layout(source: Source) -> dict[str, Any]:
     said = source.under(ACTOR + "megatron.")
     policy = shared.world_layout(world, **shared.parallel_sizes(said))
     found = {"policy.backend": str(policy), "policy.sequence_parallel": said.flag("sequence_parallel")}
-    found |= _virtual(said, "policy")
+    found |= shared.virtual_stages(said, "policy")
     others = {"reference": (REFERENCE, uses_reference(source)), "critic": (CRITIC, uses_critic(source))}
     for name, (start, is_there) in others.items():
         if is_there:
@@ -211,19 +207,14 @@ def layout(source: Source) -> dict[str, Any]:
     return found
 
 
-def _virtual(said: Source, name: str) -> dict[str, Any]:
-    size = said.whole(_VIRTUAL) or 1
-    return {f"{name}.megatron.pipeline.{_VIRTUAL}": size} if size > 1 else {}
-
-
 def _own_layout(said: Source, name: str, policy: ParallelLayout) -> dict[str, Any]:
     """Another model's layout, where it says one that is not the policy's."""
-    keys = [key for key in said.keys("") if key.endswith("_parallel_size") and key != _VIRTUAL]
+    keys = [key for key in said.keys("") if key.endswith("_parallel_size") and key != shared.VIRTUAL]
     if not keys:
         return {}
     sizes = shared.parallel_sizes(said)
     if (own := shared.own_layout(policy, **sizes)) is not None:
-        return {f"{name}.backend": own, **_virtual(said, name)}
+        return {f"{name}.backend": own, **shared.virtual_stages(said, name)}
     try:
         shared.world_layout(policy.world_size, **sizes)
     except UnreadableError as error:
@@ -235,8 +226,7 @@ def memory(source: Source) -> dict[str, Any]:
     """The policy's numbers, recomputation, Megatron-Core's options and offload; the reference's where it has its own."""
     section = "megatron." if is_megatron(source) else "fsdp_config."
     found = {**_options(source, ACTOR, "policy"), **_offload(source, ACTOR, "policy")}
-    if source.text(f"{ACTOR}{section}dtype"):
-        found["policy.dtype"] = dtype(source, f"{ACTOR}{section}dtype")
+    found["policy.dtype"] = dtype(source, f"{ACTOR}{section}dtype")
     if uses_reference(source):
         own = _own_options(source, REFERENCE, "reference")
         found |= {key: value for key, value in own.items() if "recompute" not in key and ".ddp" not in key}
@@ -284,22 +274,13 @@ def _offload(source: Source, start: str, ours: str) -> dict[str, Any]:
 
 
 def weights(source: Source) -> dict[str, Any]:
-    """Weights in Megatron-Core's form, which are not those of the Hugging Face directory."""
+    """Return weights in Megatron-Core's form, which are not those of the Hugging Face directory."""
     if not is_megatron(source):
         return {}
     directory, has_reference = shared.path(source, "model.model_path"), uses_reference(source)
-    roles = {"model": (ACTOR, True), "reference": (REFERENCE, has_reference), "critic": (CRITIC, uses_critic(source))}
-    found: dict[str, Any] = {}
-    for role, (start, is_there) in roles.items():
-        said = source.under(start + "megatron.")
-        if not (is_there and said.flag("use_dist_checkpointing")):
-            continue
-        found[f"{role}.path"] = shared.path(said, "dist_checkpointing_path")
-        if found[f"{role}.path"] is None:
-            raise UnreadableError(f"{start}megatron.dist_checkpointing_path must name a checkpoint")
-        if role == "critic" and source.text("model.critic_model_path") not in (None, directory):
-            reason = "weights in Megatron-Core's form of another model than model.model_path, whose config.json is taken"
-            said.lacks("use_dist_checkpointing", reason)
-    if not found:
-        return {}
-    return {**({"reference.path": directory} if has_reference else {}), **found, "model.config": directory}
+    roles = [
+        ("model.path", ACTOR, "model.model_path", True),
+        ("reference.path", REFERENCE, "model.model_path", has_reference),
+        ("critic.path", CRITIC, "model.critic_model_path", uses_critic(source)),
+    ]
+    return shared.megatron_weights(source, directory, roles, has_reference)

@@ -16,14 +16,10 @@ _A, _R = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
 CHOICES = choices("verl")
 _ESTIMATOR, _LOSS, _MEAN = "algorithm.adv_estimator", _A + "policy_loss.loss_mode", _A + "loss_agg_mode"
 SPPO = "recipe.sppo.main_sppo"
-MEAN_OF_MICRO_BATCHES = (
-    "{} took the mean over the tokens of each micro-batch of each GPU and then the mean of those: here each token of an "
-    "update counts the same (algorithm.aggregate: micro-batch-token-mean is the former)"
-)
 
 
 def estimator(source: Source) -> str:
-    """Of advantages; the recipe of SPPO has its own."""
+    """Return the name of the advantage; the recipe of SPPO has its own."""
     # Of another program it says nothing.
     if source.settings.get("-m") == SPPO == source.text("-m"):
         return "sppo"
@@ -105,34 +101,30 @@ def loss(source: Source, actor_of: str = "verl until 0.7") -> dict[str, Any]:
     if "aggregate" not in found:
         found["aggregate"] = mean
         if mean == "token-mean" and not has_engine_workers(source):
-            source.note(MEAN_OF_MICRO_BATCHES.format(f"with token-mean the actor of {actor_of}"))
+            source.note(shared.MEAN_OF_MICRO_BATCHES.format(f"with token-mean the actor of {actor_of}"))
     elif has_penalty(actor):
         found["penalty_aggregate"] = mean
     return {f"algorithm.{key}": value for key, value in found.items()}
 
 
 def kl(source: Source) -> dict[str, Any]:
-    found: dict[str, Any] = {"coef": 0.0}
     control, loss_coef = source.under("algorithm.kl_ctrl."), source.number(_A + "kl_loss_coef")
     in_loss = source.flag(_A + "use_kl_loss") and bool(loss_coef)
     # PRIME's recipe loads the reference and takes nothing off any reward.
     in_reward = kl_in_reward(source) and bool(control.number("kl_coef")) and not is_prime(source)
     if not in_reward and not in_loss and control.has("kl_coef") and control.number("kl_coef") and not is_prime(source):
         legacy.say_where_kl_was(source)
+    loss: dict[str, Any] = {}
+    reward: dict[str, Any] = {}
     is_adaptive = control.text("type") == "adaptive"
-    reward = _estimator(source, "algorithm.kl_penalty", "kl").removesuffix("+") if in_reward else "k1"
     if in_loss:
-        estimator = _estimator(source, _A + "kl_loss_type", "low_var_kl")
-        found = {"place": "loss", "estimator": estimator, "coef": loss_coef}
-        if in_reward:
-            found |= {"reward_coef": control.number("kl_coef"), "reward_estimator": reward}
-            if is_adaptive:
-                control.lacks("type", "a coefficient in the reward that moves, besides one in the loss")
-    elif in_reward:
-        found = {"place": "reward", "estimator": reward, "coef": control.number("kl_coef")}
+        loss = {"estimator": shared.estimator(source, _A + "kl_loss_type", "low_var_kl"), "coef": loss_coef}
+    if in_reward:
+        name = shared.estimator(source, "algorithm.kl_penalty", "kl").removesuffix("+")
+        reward = {"estimator": name, "coef": control.number("kl_coef")}
         if is_adaptive:
-            found |= {"target": control.number("target_kl"), "horizon": control.whole("horizon")}
-    return {f"algorithm.kl.{key}": value for key, value in found.items()}
+            reward |= {"target": control.number("target_kl"), "horizon": control.whole("horizon")}
+    return shared.penalties(source, loss, reward, "algorithm.kl_ctrl.type")
 
 
 def kl_in_reward(source: Source) -> bool:
@@ -140,13 +132,6 @@ def kl_in_reward(source: Source) -> bool:
     if (said := source.raw("algorithm.use_kl_in_reward")) == legacy.UNLESS_IN_LOSS:
         return not source.flag(_A + "use_kl_loss")
     return said is not None and source.flag("algorithm.use_kl_in_reward")
-
-
-def _estimator(source: Source, key: str, usual: str) -> str:
-    name = source.text(key) or usual
-    if name not in shared.ESTIMATORS:
-        source.lacks(key, f"the estimator {name}: known here are {', '.join(shared.ESTIMATORS)}")
-    return shared.ESTIMATORS.get(name, "k3")
 
 
 _REJECTED = {"token_k1": "token", "seq_sum_k1": "sequence", "seq_mean_k1": "geometric"}
@@ -204,7 +189,7 @@ def _bound(text: str) -> float:
 
 
 def rejection(said: Source, names: list[str]) -> dict[str, Any]:
-    """What is left out by one of several statistics, each with its bounds (rollout_corr_helper.py:156)."""
+    """Return the rejection of samples by several statistics, each with its bounds (rollout_corr_helper.py:156)."""
     bounds = (said.text("rollout_rs_threshold") or "").split(",")
     bounds = bounds * len(names) if len(bounds) == 1 else bounds
     known = sum(name in _REJECTED for name in names)
@@ -234,7 +219,7 @@ MANAGERS = (
     "reward_manager.name",
     "reward_model.reward_manager.name",
 )
-"""Where verl has had the name of its reward manager."""
+"""Keys in which verl has had the name of its reward manager."""
 _WITHOUT_PENALTY = ("naive", "prime", "batch")
 """Reward managers that score responses whatever their length (workers/reward_manager)."""
 

@@ -35,7 +35,7 @@ _MODE = _V1 + "trainer_mode"
 
 
 def mode(source: Source) -> str:
-    """Of trainer.v1, unless another trainer is asked for."""
+    """Return the mode of trainer.v1, unless another trainer is asked for."""
     is_other = source.has("trainer.use_v1") and not source.flag("trainer.use_v1")
     return "sync" if is_other else source.text(_MODE) or "sync"
 
@@ -63,7 +63,7 @@ def is_fully_async(source: Source) -> bool:
 
 
 def engine_gpus(source: Source) -> int:
-    """Of an engine with GPUs of its own."""
+    """Return the number of GPUs of an engine with GPUs of its own."""
     start = _R if is_separate(source) else "trainer." if legacy.is_rllm(source) else "rollout."
     per_node = source.count(start + "n_gpus_per_node")
     if legacy.is_rllm(source):
@@ -133,13 +133,13 @@ def _check_batches(source: Source, key: str, count: int, updates: int) -> None:
 
 
 def _values(source: Source, count: int) -> dict[str, Any]:
-    """Of the trainer's batches each has values by the critic that the one before has left."""
+    """Return when values are computed: by the critic that the trainer's batch before has left."""
     is_critic = (source.text("algorithm.adv_estimator") or "gae") == "gae"
     return {"algorithm.values_per": "update" if count > 1 and is_critic else None}
 
 
 def schedule(source: Source, style: str, warmup: float) -> dict[str, Any]:
-    """What the rate counts: verl moves it once in each of the trainer's batches (fsdp_workers.py, update_actor)."""
+    """Return what the rate counts: verl moves it once in each of the trainer's batches (fsdp_workers.py, update_actor)."""
     if style != "constant" or 0 < warmup < 1:
         key = "lr_warmup_steps_ratio" if style == "constant" else "lr_scheduler_type"
         source.lacks(
@@ -156,7 +156,7 @@ def bypasses(source: Source) -> bool:
 
 
 def steps(source: Source) -> int:
-    """Of the run: total_rollout_steps counts prompts."""
+    """Return the steps of the run: total_rollout_steps counts prompts."""
     return source.count("rollout.total_rollout_steps") // int(batch(source)["data.prompts_per_step"])
 
 

@@ -1,4 +1,4 @@
-"""What verl's models learn with: layout, numbers' types, memory, batches, optimizers and their schedules, checkpoints."""
+"""verl's layouts, types of numbers, memory, batches, optimizers with their schedules, and checkpoints -> ours."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def is_megatron(source: Source) -> bool:
 
 
 def engine_of(source: Source) -> str:
-    """What trains, by its name in SCHEDULES."""
+    """Return the engine that trains, by its name in SCHEDULES."""
     if is_megatron(source):
         return "megatron"
     named = (source.text("model_engine"), source.text(_A + "strategy"))
@@ -38,13 +38,13 @@ def engine_of(source: Source) -> str:
 
 
 def mcore(source: Source) -> str:
-    """Where Megatron-Core's settings of the actor stand: MindSpeed's engine has its own section (2026-05 to 08)."""
+    """Return the section of the actor's Megatron-Core settings: MindSpeed's engine has its own section (2026-05 to 08)."""
     said = (source.text("model_engine"), source.text(_A + "strategy"))
     return _A + ("mindspeed." if "mindspeed" in said else "megatron.")
 
 
 def options(source: Source) -> str:
-    """Where fields of Megatron-Core's TransformerConfig stand."""
+    """Return the section of the fields of Megatron-Core's TransformerConfig."""
     if (start := mcore(source)) == _A + "megatron.":
         return start + "override_transformer_config"
     # llm_kwargs until 2026-05.
@@ -52,7 +52,7 @@ def options(source: Source) -> str:
 
 
 def gpus(source: Source) -> int:
-    """Of the trainer."""
+    """Return the number of the trainer's GPUs."""
     of_node = "n_training_gpus_per_node" if legacy.is_rllm(source) else "n_gpus_per_node"
     return source.count("trainer.nnodes") * source.count(f"trainer.{of_node}")
 
@@ -75,9 +75,8 @@ def megatron(source: Source) -> dict[str, Any]:
 
 
 def virtual_stages(source: Source, ours: str) -> dict[str, Any]:
-    """Of the policy, and of each model that lies as it does."""
-    count = source.whole(mcore(source) + "virtual_pipeline_model_parallel_size") or 1
-    return {f"{ours}.megatron.pipeline.virtual_pipeline_model_parallel_size": count} if count > 1 else {}
+    """Return the virtual stages of the policy, or of a model with its layout."""
+    return shared.virtual_stages(source.under(mcore(source)), ours)
 
 
 def router_replay(source: Source) -> dict[str, Any]:
@@ -97,27 +96,18 @@ def router_replay(source: Source) -> dict[str, Any]:
     return shared.replayed(mode)
 
 
-def dtype(source: Source, key: str) -> str | None:
-    """A type of numbers by its name there; None where nothing is said."""
-    if (name := source.text(key) if source.has(key) else None) in (None, "auto"):
-        return None
-    if name not in shared.DTYPES:
-        source.lacks(key, f"numbers of the type {name}: known here are {', '.join(shared.DTYPES)}")
-    return shared.DTYPES.get(str(name), "bfloat16")
-
-
 def dtypes(source: Source) -> dict[str, Any]:
-    """Of the policy, and of the engine where it is another; bfloat16 where nothing is said."""
+    """Return the policy's type of numbers, and the engine's where it is another; bfloat16 where nothing is said."""
     trainers = [f"{section}dtype" for section in sections(source, _A)]
     if engine_of(source) == "fsdp":
         trainers.append(_A + "fsdp_config.mixed_precision.param_dtype")
-    policy = next(filter(None, [dtype(source, key) for key in trainers]), "bfloat16")
-    engine = policy if source.text(_R + "dtype") == "auto" else dtype(source, _R + "dtype") or "bfloat16"
+    policy = next(filter(None, [shared.dtype(source, key) for key in trainers]), "bfloat16")
+    engine = policy if source.text(_R + "dtype") == "auto" else shared.dtype(source, _R + "dtype") or "bfloat16"
     return {"policy.dtype": None if policy == "bfloat16" else policy, "engine.dtype": None if engine == policy else engine}
 
 
 def sections(source: Source, role: str) -> list[str]:
-    """Where the engine's settings of a model stand, whose own begin with `role`; the newer engine's critic has a second."""
+    """Return the sections of a model's engine settings, which begin with `role`; a critic of the newer engine has two."""
     if is_megatron(source):
         return [mcore(source) if role == _A else role + "megatron."]
     if role == _C and engine_of(source) == "fsdp":
@@ -126,7 +116,7 @@ def sections(source: Source, role: str) -> list[str]:
 
 
 PARTS = {"parameters": "param", "gradients": "grad", "optimizer": "optimizer"}
-"""What is offloaded -> its name there."""
+"""Part of a model that can be offloaded -> its name in verl."""
 
 
 def offloaded(source: Source, role: str) -> list[str]:
@@ -186,9 +176,7 @@ def schedule(said: Source, engine: str, steps_of_run: int | None = None) -> dict
     set, which verl's schedule goes over even where the data end before."""
     reads, rate = SCHEDULES[engine], said.number("lr") or 0.0
     key = "warmup_style" if reads["style"] == "lr_scheduler_type" and said.text("warmup_style") else reads["style"]
-    if (style := said.text(key) or reads["usual"]) not in ("constant", "linear", "cosine"):
-        said.lacks(key, f"the schedule {style}")
-        style = "constant"
+    style = said.one_of(key, ("constant", "linear", "cosine"), "schedule", reads["usual"])
     factor = 1.0 if reads.get("is_rate") else rate
     found: dict[str, Any] = {"schedule": style}
     if "first" in reads:
@@ -229,7 +217,7 @@ def low_rank_of(source: Source, start: str, ours: str, by_megatron: bool) -> dic
 
 
 def further_tokens_of(source: Source, start: str) -> dict[str, Any]:
-    """What trains the layers of multi-token prediction of the model whose section is `start`; nothing where they stay."""
+    """Return how layers of multi-token prediction of the model at `start` learn; nothing where they stay as they are."""
     said = source.under(f"{start}mtp.")
     if not (said.flag("enable") and said.flag("enable_train")):
         return {}
@@ -271,7 +259,7 @@ def optimizer(source: Source, role: str = _A, ours: str = "policy.optimizer") ->
     found: dict[str, Any] = {"lr": said.number("lr"), "weight_decay": said.number("weight_decay")}
     if not uses_megatron:
         # verl does not hand betas to Megatron's optimizer, whose own are 0.9 and 0.999.
-        found["betas"] = [float(beta) for beta in said.items("betas")]
+        found["betas"] = said.numbers("betas")
         found["eps"] = said.number("eps")
         # The newer engine reads optim.clip_grad, the older workers grad_clip: whichever is set.
         set_there = said.has("clip_grad") and not source.has(role + "grad_clip")
@@ -285,32 +273,17 @@ def optimizer(source: Source, role: str = _A, ours: str = "policy.optimizer") ->
 
 
 def megatron_checkpoints(source: Source) -> dict[str, Any]:
-    """Weights of policy and reference that are not those of the Hugging Face directory."""
+    """Return weights of models that are not those of the Hugging Face directory."""
     if not is_megatron(source):
         return {}
-    weights: dict[str, Any] = {}
-    directory = shared.path(source, _M + "path")
-    has_reference = uses_reference(source)
+    directory, has_reference = shared.path(source, _M + "path"), uses_reference(source)
     roles = [
         ("model.path", _A, _M + "path", True),
         ("reference.path", _REF, _M + "path", has_reference),
         ("critic.path", _C, _C + "model.path", estimator(source) == "gae"),
         ("reward.model.path", "reward_model.", "reward_model.model.path", source.flag("reward_model.enable")),
     ]
-    for ours, role, describing, is_there in roles:
-        if not (source.flag(f"{role}megatron.use_dist_checkpointing") and is_there):
-            continue
-        weights[ours] = source.text(f"{role}megatron.dist_checkpointing_path")
-        if shared.path(source, describing) != directory:
-            source.lacks(
-                f"{role}megatron.use_dist_checkpointing",
-                f"weights in Megatron-Core's form of another model than {_M}path, whose config.json is model.config here",
-            )
-    if not weights:
-        return {}
-    if has_reference and "reference.path" not in weights:
-        weights["reference.path"] = directory
-    return {**weights, "model.config": directory}
+    return shared.megatron_weights(source, directory, roles, has_reference)
 
 
 def low_rank(source: Source) -> dict[str, Any]:
@@ -346,7 +319,7 @@ def critic(source: Source) -> dict[str, Any]:
 
 
 def reference(source: Source) -> dict[str, Any]:
-    """What is the reference's own: Megatron-Core's options. Its weights leave the GPU with the policy's."""
+    """Return the reference's own options of Megatron-Core. Its weights leave the GPU with the policy's."""
     if not uses_reference(source):
         return {}
     if "parameters" in offloaded(source, _REF) and "parameters" not in offloaded(source, _A):
@@ -361,7 +334,7 @@ def uses_reference(source: Source) -> bool:
 
 
 def _own_options(source: Source, role: str, ours: str) -> dict[str, Any]:
-    """What a model's own section says of numbers and of Megatron-Core, which are the policy's where it says nothing."""
+    """Return a model's own types of numbers and Megatron-Core options, which are the policy's where it has none."""
     policy = dtypes(source)["policy.dtype"] or "bfloat16"
     for key in (f"{section}dtype" for section in sections(source, role)):
         if source.has(key) and (name := source.text(key)) is not None and shared.DTYPES.get(name) != policy:

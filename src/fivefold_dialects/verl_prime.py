@@ -143,7 +143,7 @@ def _model(source: Source, prompts: int) -> dict[str, Any]:
         "offload.parameters": said.flag("fsdp_config.param_offload") or None,
         "offload.optimizer": said.flag("fsdp_config.optimizer_offload") or None,
         "optimizer.lr": said.number("optim.lr"),
-        "optimizer.betas": [float(beta) for beta in said.items("optim.betas")],
+        "optimizer.betas": said.numbers("optim.betas"),
         "optimizer.weight_decay": said.number("optim.weight_decay"),
         "optimizer.clip_grad": said.number("optim.grad_clip"),
         "optimizer.schedule_per": "step",

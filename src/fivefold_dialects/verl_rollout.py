@@ -1,10 +1,10 @@
-"""What verl samples with, in training and in evaluation, and where its rewards come from."""
+"""verl's engine, its sampling in training and in evaluation, and its rewards -> ours."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from fivefold_dialects import sampler, shared, verl_async, verl_prime
+from fivefold_dialects import shared, verl_async, verl_prime
 from fivefold_dialects.legacy import verl as legacy
 from fivefold_dialects.source import Source
 from fivefold_dialects.verl_algorithm import MANAGERS
@@ -25,7 +25,7 @@ def engine(source: Source) -> dict[str, Any]:
     said, name = source.under(_R), source.text(_R + "name") or "vllm"
     if name == "hf":
         return {"engine.backend": "transformers"}
-    sampler.say_replaced(source, _R + "name", name)
+    shared.replaced_engine(source, _R + "name", name)
     tp, ep = said.whole("tensor_model_parallel_size") or 1, said.whole("expert_parallel_size") or 1
     ep, is_apart, world = ep if ep == tp else 1, verl_async.is_apart(source), gpus(source)
     if is_apart:
@@ -78,10 +78,7 @@ def rewards(source: Source) -> dict[str, Any]:
     if "reward.functions" not in found and (own := OWN_REWARDS.get(source.text("-m") or "")) is not None:
         found["reward.functions"] = {own: 1.0}
     named = "reward_model.model_path" if source.has("reward_model.model_path") else "reward_model.model.path"
-    for enabled, model in (
-        ("reward_model.enable", named),
-        ("reward.reward_model.enable", "reward.reward_model.model_path"),
-    ):
+    for enabled, model in (("reward_model.enable", named), ("reward.reward_model.enable", "reward.reward_model.model_path")):
         if verl_prime.is_prime(source):
             # The model there is one that learns, and rewards tokens.
             break

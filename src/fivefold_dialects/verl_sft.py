@@ -12,7 +12,7 @@ from fivefold_dialects.legacy import verl_sft as older
 from fivefold_dialects.shared import EVERY_CHECKPOINT
 from fivefold_dialects.source import Source
 from fivefold_dialects.table import Table, table
-from fivefold_dialects.verl_models import PARTS, SCHEDULES, TOTAL_STEPS, dtype, further_tokens_of, low_rank_of, schedule
+from fivefold_dialects.verl_models import PARTS, SCHEDULES, TOTAL_STEPS, further_tokens_of, low_rank_of, schedule
 
 _ENGINES = ("optim", "engine", "model_engine")
 """Keys that name an engine, the optimizer's first."""
@@ -56,8 +56,7 @@ def layout(source: Source) -> dict[str, Any]:
         cp = max(each.whole("ulysses_sequence_parallel_size") or 1 for each in (said, source))
         return {"policy.backend": str(shared.world_layout(gpus, cp=cp))}
     found: dict[str, Any] = {"policy.backend": str(shared.world_layout(gpus, **shared.parallel_sizes(said)))}
-    if (virtual := said.whole("virtual_pipeline_model_parallel_size")) and virtual > 1:
-        found["policy.megatron.pipeline.virtual_pipeline_model_parallel_size"] = virtual
+    found |= shared.virtual_stages(said, "policy")
     return found | shared.megatron_options(source, "engine.override_transformer_config", "policy.megatron")
 
 
@@ -66,7 +65,7 @@ def memory(source: Source) -> dict[str, Any]:
     found: dict[str, Any] = {
         f"policy.offload.{part}": True for part, name in PARTS.items() if source.flag(f"engine.{name}_offload")
     }
-    found["policy.dtype"] = dtype(source, "engine.dtype")
+    found["policy.dtype"] = shared.dtype(source, "engine.dtype")
     if _optimizer_of(source.settings) == "veomni" and source.has(key := "engine.mixed_precision") and not source.flag(key):
         source.lacks(key, "weights of bfloat16 without a copy in float32")
     if is_megatron(source):
@@ -89,7 +88,7 @@ def optimizer(source: Source, engine: str = "") -> dict[str, Any]:
     """`engine`: whose schedule it is; left out, that of the keys `optim` and `engine`."""
     said, engine = source.under("optim."), engine or _optimizer_of({key: source.text(key) for key in _ENGINES})
     # verl hands no betas to Megatron's optimizer.
-    betas = [0.9, 0.999] if engine == "megatron" else [float(beta) for beta in said.items("betas")]
+    betas = [0.9, 0.999] if engine == "megatron" else said.numbers("betas")
     total = None if engine == older.PROGRAM else source.whole(TOTAL_STEPS)
     aware = engine == "megatron" and said.flag("use_precision_aware_optimizer")
     ours = {f"policy.optimizer.{name}": value for name, value in schedule(said, engine, total).items()}

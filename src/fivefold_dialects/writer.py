@@ -74,7 +74,7 @@ def _needed(lines: Sequence[Line]) -> list[Line]:
 
 
 def _choices(lines: Sequence[Line]) -> object:
-    """What the run's method computes; None where the lines make no run."""
+    """Return the resolved method of the run; None where the lines make no run."""
     try:
         return RunConfig.from_tree(nested(lines)).algorithm.resolved
     except ConfigError:

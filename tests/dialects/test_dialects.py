@@ -233,7 +233,7 @@ def test_a_value_that_cannot_be_used_is_a_sentence(word, says):
 
 
 def test_a_device_mapping_is_parsed_and_never_evaluated():
-    from fivefold_dialects.roll_roles import devices
+    from fivefold_dialects.roll_placement import devices
 
     for text, count in (
         ("list(range(0,16))", 16),
@@ -1043,7 +1043,7 @@ def test_only_areal_continues_truncated_responses_with_the_critics_value():
     ("verl", [*FULLY_ASYNC, "async_training.use_rollout_log_probs=False"], "", "old log-probs by the weights of each"),
     ("verl", [*FULLY_ASYNC, "algorithm.filter_groups.enable=True"], "", "dynamic sampling, which this program leaves out"),
     ("skyrl", [*SKYRL, "trainer.algorithm.use_kl_in_reward=true"], "", "which SkyRL refuses too"),
-    ("verl", [*GRPO_VERL, "actor_rollout_ref.actor.use_kl_loss=True", "algorithm.use_kl_in_reward=True", "algorithm.kl_ctrl.type=adaptive"], "", "a coefficient in the reward that moves"),
+    ("verl", [*GRPO_VERL, "actor_rollout_ref.actor.use_kl_loss=True", "algorithm.use_kl_in_reward=True", "algorithm.kl_ctrl.type=adaptive"], "", "two penalties of which one has a coefficient that moves"),
     ("trinity", [], of_type("ppo", "kl_penalty_fn: k3, kl_penalty_fn_args: {adaptive: true}"), "two penalties of which one"),
     ("skyrl", [*SKYRL, "trainer.fully_async.enabled=true"], "", "asynchronous training on shared GPUs"),
     ("skyrl", [*SKYRL, "trainer.placement.colocate_all=false", "trainer.fully_async.enabled=true"], "", "a step of another size than train_batch_size"),
@@ -1747,7 +1747,7 @@ def test_trinitys_tasks_come_in_the_order_of_the_file_unless_it_is_asked_to_shuf
     }
     assert {said: of_taskset(said).data.shuffle for said in orders} == orders
     random = BOXED_TRINITY.replace("{path: d.parquet,", "{path: d.parquet, data_selector: {selector_type: random},")
-    assert "chosen in another way: random" in translated("trinity", tree=random).refusals[0]
+    assert "the order of tasks random" in translated("trinity", tree=random).refusals[0]
     assert "1+1" in str(
         config(
             "trinity", tree=GSM8K_TRINITY.replace("model_path: m", "model_path: m, custom_chat_template: '{{ 1+1 }} '")

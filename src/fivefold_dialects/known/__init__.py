@@ -25,9 +25,14 @@ class KnownKeys:
     def __contains__(self, key: str) -> bool:
         return any(form in self.names or not self.open.isdisjoint(sections(form)) for form in _forms(key))
 
+    def with_below(self, start: str, other: KnownKeys) -> KnownKeys:
+        """Return these keys, and those of another system below `start`."""
+        names, opened = ({f"{start}.{key}" for key in keys} for keys in (other.names, other.open))
+        return KnownKeys(self.names | names, self.open | opened)
+
     @cached_property
     def sections(self) -> KnownKeys:
-        """Where keys stand."""
+        """Sections of the keys."""
         return KnownKeys(frozenset(itertools.chain.from_iterable(map(sections, self.names))) | self.open, self.open)
 
 
@@ -50,7 +55,7 @@ NONE = KnownKeys(frozenset(), frozenset())
 
 @cache
 def known(*systems: str) -> KnownKeys:
-    """What these systems know of."""
+    """Return the keys that these systems know."""
     keys: set[str] = set()
     for system in systems:
         for line in files(__name__).joinpath(f"{system}.txt").read_text().splitlines():

@@ -8,9 +8,9 @@ from dataclasses import replace
 from typing import Any
 
 from fivefold_dialects.legacy.verl import VERSIONS as MONTHS
+from fivefold_dialects.shared import MEAN_OF_MICRO_BATCHES
 from fivefold_dialects.source import Source
 from fivefold_dialects.table import Table
-from fivefold_dialects.verl_algorithm import MEAN_OF_MICRO_BATCHES
 
 PROGRAM = "fsdp_sft_trainer"
 _DEFAULTS = {
