@@ -226,18 +226,22 @@ def _hold(run_dir: Path, held: contextlib.ExitStack) -> None:
 
 
 def evaluate(config: RunConfig, checkpoint: Path, ranks: Ranks, device: torch.device) -> None:
+    """Print the metrics of a checkpoint as JSON on stdout, and everything else on stderr."""
     from fivefold.build import build_run
 
-    run = build_run(config, ranks, device, checkpoint)
-    try:
-        if run.trainer.evaluation is None:
-            raise UserError("nothing to evaluate: name validation files in data.val")
-        run.models.policy.load(checkpoint / "policy")
-        metrics, _ = run.trainer.evaluation.measure(run.models)
-        if ranks.is_main:
-            print(json.dumps({"checkpoint": str(checkpoint), **metrics}, indent=1))
-    finally:
-        run.close()
+    with contextlib.redirect_stdout(sys.stderr):
+        run = build_run(config, ranks, device, checkpoint, is_evaluation=True)
+        try:
+            if run.trainer.evaluation is None:
+                raise UserError("nothing to evaluate: name validation files in data.val")
+            run.models.policy.load(checkpoint / "policy")
+            metrics, _ = run.trainer.evaluation.measure(run.models)
+            for sentence in run.logger.warnings.of(0, metrics)[1]:
+                run.logger.log(f"warning  {sentence}")
+        finally:
+            run.close()
+    if ranks.is_main:
+        print(json.dumps({"checkpoint": str(checkpoint), **metrics}, indent=1))
 
 
 if __name__ == "__main__":

@@ -166,7 +166,7 @@ class Trainer:
                 self._kl_coef = state.kl_coef
         if self.ranks.is_main:
             write_whole(self.run_dir / "run.yaml", self.resolved_config)
-        self.logger.begin()
+        self.logger.begin(self.step)
 
     # --- after a step ------------------------------------------------------------------------------------------------
 

@@ -89,6 +89,7 @@ function drawRuns() {
     return el("div", {class: `run${view.hidden.has(place) ? " off" : ""}`}, top, el("div", {class: "path"}, run.path),
       run.total ? el("div", {class: "bar"}, el("i", {style: `width:${share}%;background:${run.color}`})) : null,
       el("div", {class: "facts"}, ...facts.map(([label, value]) => el("span", {}, `${label} `, el("em", {}, String(value))))),
+      ...run.warnings.map(text => el("div", {class: "warning"}, text)),
       run.reason && run.state !== "running" ? el("div", {class: "reason"}, run.reason) : null);
   }));
 }
