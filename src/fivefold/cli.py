@@ -230,12 +230,17 @@ def _train(options: argparse.Namespace) -> int:
     return start(config) if _show_check(config, quiet=not first) else 2
 
 
-def _show_check(config: RunConfig, quiet: bool = False) -> bool:
+def _show_check(config: RunConfig, quiet: bool = False, starts: bool = True) -> bool:
+    """Print what is found; return whether the run can start. If it `starts` now, it prints its summary itself."""
     from fivefold.plan.check import check
 
     findings = check(config)
     if not quiet:
-        for note in [*findings.notes, *(f"{key} has no effect: {reason}" for key, reason in findings.ignored)]:
+        for note in [
+            *([] if starts else findings.summary),
+            *findings.notes,
+            *(f"{key} has no effect: {reason}" for key, reason in findings.ignored),
+        ]:
             print(f"note     {note}")
     for error in findings.errors:
         print(f"error    {error}", file=sys.stderr)
@@ -243,7 +248,7 @@ def _show_check(config: RunConfig, quiet: bool = False) -> bool:
 
 
 def _check(options: argparse.Namespace) -> int:
-    good = _show_check(_configure(options))
+    good = _show_check(_configure(options), starts=False)
     print("this run can start" if good else "this run cannot start")
     return 0 if good else 2
 

@@ -160,6 +160,14 @@ def test_a_run_that_learns_says_nothing(cluster, tmp_path):
     assert cluster.run(warned, "megatron:d1", tmp_path) == [([], [])]
 
 
+def test_what_an_evaluation_shows_holds_until_the_next_one():
+    warnings = Warnings(facts=FACTS)
+    wrong, right = ({"val/toy/accuracy": value, "val/toy/reward": value} for value in (0.0, 0.5))
+    found = [warnings.of(step, row) for step, row in enumerate([wrong, *[{}] * 11, right, {}])]
+    assert [bool(rows) for rows, _ in found] == [True] * 12 + [False] * 2
+    assert [step for step, (_, printed) in enumerate(found) if printed] == [0, 10]
+
+
 WRONG = {
     "reward/frac_reward_zero_std": 1.0, "reward/mean": 0.0, "reward/min": 0.0, "reward/max": 0.0, "policy/grad_norm": 0.0,
     "val/a/b/accuracy": 0.0, "val/a/b/reward": 0.0, "policy/entropy": 0.01, "policy/clip_fraction": 0.9,

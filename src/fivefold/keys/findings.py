@@ -15,6 +15,8 @@ class Findings:
     """Notes to read before the run starts."""
     ignored: list[tuple[str, str]] = field(default_factory=list)
     """(key, reason) of each key that was set but has no effect."""
+    summary: list[str] = field(default_factory=list)
+    """Lines about the model, its layout and its memory. A run prints its own summary when it starts."""
     section: str = ""
     """Section of the keys; empty for the whole file."""
 

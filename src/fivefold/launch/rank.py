@@ -28,7 +28,7 @@ from fivefold.launch.deaths import is_loss
 from fivefold.launch.lock import locked
 from fivefold.launch.processes import end_with_launcher, has_launcher
 from fivefold.launch.run_directory import check_run_directory
-from fivefold.launch.watch import FAILED, PAUSE
+from fivefold.launch.watch import FAILED, PAUSE, name_of
 from fivefold.terminal import plain_output
 
 if TYPE_CHECKING:
@@ -214,7 +214,9 @@ def train(config: RunConfig, ranks: Ranks, device: torch.device) -> None:
             if run.engine is not None:
                 # The state to save may have to return to the device that it shares with the engine.
                 run.engine.sleep()
-            run.trainer.save_interrupted(asked.number)
+            # The launcher has said which signal it got; it forwards all of them as SIGTERM.
+            by = "" if has_launcher() else f" by {name_of(asked.number)}"
+            run.trainer.save_interrupted(f"asked to end{by}")
             raise
         finally:
             run.close()

@@ -170,7 +170,7 @@ class RunLogger:
                 for name in sorted(metrics)
                 if name == "val/loss" or (name.startswith("val/") and "accuracy" in name)
             ]
-            self.log(" | ".join([f"step {step}", *shown, *_seconds(metrics, spans)]))
+            self.log(" | ".join([f"step {step}", *shown, *_seconds(step, metrics, spans)]))
             rows, sentences = self.warnings.of(step, metrics)
             for row in rows:
                 append_json(self._run_dir / WARNINGS, row)
@@ -206,10 +206,10 @@ class RunLogger:
             self._trackers.close(is_finished=self._state == "finished")
 
 
-def _seconds(metrics: dict[str, float], spans: list[dict[str, Any]]) -> list[str]:
+def _seconds(step: int, metrics: dict[str, float], spans: list[dict[str, Any]]) -> list[str]:
     """Return the seconds of a step and of its evaluation, scoring included, as the console line shows them."""
     evaluation = [span["seconds"] for span in spans if span["name"] == "eval"]
-    shown = [f"{metrics['time/step']:.1f} s"] if "time/step" in metrics else []
+    shown = [f"{metrics.get('time/step', 0):.1f} s"] if step else []
     return [*shown, *([f"evaluation {sum(evaluation):.1f} s"] if evaluation else [])]
 
 

@@ -70,6 +70,7 @@ class Warnings:
     config: WarningsConfig = field(default_factory=WarningsConfig)
     facts: Facts = field(default_factory=Facts)
     _first: dict[str, float] = field(default_factory=dict)
+    _evaluated: dict[str, Any] = field(default_factory=dict)
     _printed: dict[str, int] = field(default_factory=dict)
 
     def resume(self, metrics: Path) -> None:
@@ -84,7 +85,9 @@ class Warnings:
         self._remember(row)
         if not self.config.enabled:
             return [], []
-        look = Look(row, self._first, self.facts)
+        # What an evaluation shows holds until the next one.
+        self._evaluated = {name: row[name] for name in row if name.startswith("val/")} or self._evaluated
+        look = Look({**self._evaluated, **row}, self._first, self.facts)
         rows = [{"step": step, "rule": name, "text": text} for name, text in holding(look, self.config).items()]
         printed = []
         for found in rows:
@@ -224,8 +227,8 @@ def _entropy_drop(look: Look) -> float | None:
 def _about_entropy(look: Look, threshold: float) -> str:
     now, first = look.row["policy/entropy"], look.first["policy/entropy"]
     return (
-        f"the entropy fell to {now:.3g} nats, {now / first:.0%} of the first step's {first:.3g}: responses to a prompt become"
-        " alike; raise algorithm.clip_high or algorithm.entropy_coef, or lower policy.optimizer.lr"
+        f"the entropy fell to {now:.3g} nats, {now / first:.0%} of the first step's {first:.3g}: responses to a prompt"
+        " become alike; raise algorithm.clip_high or algorithm.entropy_coef, or lower policy.optimizer.lr"
     )
 
 

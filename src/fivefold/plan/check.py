@@ -64,7 +64,7 @@ def check(config: RunConfig) -> Findings:
         if policy is not None and not roles[name].reads_text and spec.vocab != policy.vocab:
             findings.error(roles[name].path_key, f"must have the policy's vocabulary: {spec.vocab} != {policy.vocab}")
     if policy is not None and not findings.errors:
-        findings.notes[:0] = _spec_notes(config, policy)
+        findings.summary[:] = _summary(config, policy)
         check_fit(findings, config, lambda changed: memory_of(changed, policy))
         if not findings.errors:
             findings.notes[:0] = describe_step(config, policy)
@@ -335,14 +335,14 @@ def _report_unsampled(findings: Findings, config: RunConfig) -> None:
         findings.ignore("reward", f"{name} scores nothing where nothing is sampled for evaluation")
 
 
-def _spec_notes(config: RunConfig, spec: ModelSpec) -> list[str]:
+def _summary(config: RunConfig, spec: ModelSpec) -> list[str]:
     algorithm, memory, where = config.algorithm, memory_of(config, spec), placed(config.roles)
     return [
         f"model {spec.family}, {spec.parameters / 1e6:,.1f} M parameters",
         *(one.describe() for one in where),
         *(placement(where) if config.roles.own_layouts else []),
         f"{config.samples_per_step} samples a step, {algorithm.updates} optimizer step{'s' * (algorithm.updates > 1)} each",
-        f"memory on the fullest rank about: {memory.describe()}",
+        *memory.table(),
     ]
 
 

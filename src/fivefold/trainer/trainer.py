@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -260,14 +259,13 @@ class Trainer:
             with self.ranks.heartbeat.shielded():
                 self._saver.write(self.progress, self.rollouts.state_dict(), self._saver.groups(), is_last)
 
-    def save_interrupted(self, number: int) -> None:
-        """Write a checkpoint of a run that a signal ended, within a step, within an evaluation or between them.
-        Collective."""
+    def save_interrupted(self, asked: str) -> None:
+        """Write a checkpoint of a run that was asked to end, within a step, within an evaluation or between them.
+        `asked` begins the message. Collective."""
         self._saver.settle(wait=True)
         if self._has_learned:
             self._count_step()
         self.logger.end("ended", self.total_steps)
-        asked = f"asked to end by {signal.Signals(number).name}"
         if self._before is not None:
             asked += f" in step {self.step + 1}"
         if self.step == 0:
