@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import shutil
 import signal
 import sys
@@ -22,6 +23,7 @@ from fivefold.terminal import plain, plain_output
 if TYPE_CHECKING:
     from fivefold.config import RunConfig
     from fivefold.config.dialect import SystemDialect, Translation
+    from fivefold.keys.findings import Findings
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -227,30 +229,34 @@ def _train(options: argparse.Namespace) -> int:
         environment.complete()
     first = os.environ.get("RANK", "0") == "0"
     config = _configure(options, quiet=not first)
-    return start(config) if _show_check(config, quiet=not first) else 2
+    return 2 if _show_check(config, quiet=not first).errors else start(config)
 
 
-def _show_check(config: RunConfig, quiet: bool = False, starts: bool = True) -> bool:
-    """Print what is found; return whether the run can start. If it `starts` now, it prints its summary itself."""
+def _show_check(config: RunConfig, quiet: bool = False, starts: bool = True) -> Findings:
+    """Print and return what is found. If the run `starts` now, it prints its summary itself."""
     from fivefold.plan.check import check
 
     findings = check(config)
     if not quiet:
         for note in [
             *([] if starts else findings.summary),
+            *findings.duration,
             *findings.notes,
             *(f"{key} has no effect: {reason}" for key, reason in findings.ignored),
         ]:
             print(f"note     {note}")
     for error in findings.errors:
         print(f"error    {error}", file=sys.stderr)
-    return not findings.errors
+    return findings
 
 
 def _check(options: argparse.Namespace) -> int:
-    good = _show_check(_configure(options), starts=False)
-    print("this run can start" if good else "this run cannot start")
-    return 0 if good else 2
+    findings = _show_check(_configure(options), starts=False)
+    print("this run cannot start" if findings.errors else "this run can start")
+    if findings.trial and options.system is None:
+        given = [*([options.config] if options.config else []), *options.overrides]
+        print(f"try it   {shlex.join(['fivefold', 'train', *given, *findings.trial])}")
+    return 2 if findings.errors else 0
 
 
 def _plan(options: argparse.Namespace) -> int:
@@ -297,7 +303,7 @@ def _eval(options: argparse.Namespace) -> int:
         raise UserError(f"no checkpoint in {config.run_dir / 'checkpoints'}; name one with --checkpoint")
     if faults := find_corruption(found):
         raise UserError(f"checkpoint {found} cannot be used: {faults}")
-    if not _show_check(config, quiet=True):
+    if _show_check(config, quiet=True).errors:
         return 2
     # An evaluation has its own directory, because the run itself may be training now. Other nodes of a cluster see only the
     # run's directory of this machine.
