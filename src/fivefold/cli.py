@@ -116,17 +116,19 @@ def _parser() -> argparse.ArgumentParser:
     )
     translated(added)
     added = command("eval", _eval, "evaluate a checkpoint on the validation files of a run")
-    added.add_argument("--checkpoint", help="checkpoint directory; the newest of the run when left out")
-    configured(added)
+    added.add_argument("--checkpoint", help="checkpoint directory; the latest of the run when left out")
+    added.add_argument("config", nargs="?", metavar="RUN", help="directory of the run, or a YAML file")
+    added.add_argument("overrides", nargs="*", metavar="key=value", help="set a key, for example eval.samples=16")
     added = command(
         "export", _export, "write a checkpoint as a Hugging Face directory, as one of Megatron-Core, or for PEFT"
     )
-    added.add_argument("checkpoint", type=Path)
-    added.add_argument("out", type=Path)
-    added.add_argument("--model", choices=LEARNERS, default="policy", help="model to write (default policy)")
-    forms = ["huggingface", "megatron", "adapter"]
-    added.add_argument("--to", choices=forms, default=forms[0], help="form (default huggingface); adapter: as PEFT has it")
-    added.add_argument("--shard-gb", type=flags.above_0(float), default=5.0, help="largest safetensors file (default 5)")
+    added.add_argument(
+        "checkpoint",
+        type=Path,
+        metavar="RUN",
+        help="directory of a run, for its latest checkpoint, or a checkpoint",
+    )
+    flags.export(added, LEARNERS)
     flags.report(
         command("report", _report, "write RUN/report.html, or serve it: curves, stage times, samples of one run or several")
     )
@@ -296,11 +298,16 @@ def _eval(options: argparse.Namespace) -> int:
     from fivefold.launch.start import start
 
     if options.config is None:
-        raise UserError("eval needs the YAML file of the run: RUN/run.yaml has all of it")
-    config = load_config(options.config, options.overrides)
-    found = Path(options.checkpoint) if options.checkpoint else Checkpoints(config.run_dir, 1).latest(print)
+        raise UserError("eval needs the directory of a run, or its YAML file")
+    path, log = Path(options.config), partial(print, file=sys.stderr)
+    # A run's directory may have been moved since it was written down.
+    here = [f"trainer.run_dir={path}"] if path.is_dir() else []
+    config = load_config(path / "run.yaml" if path.is_dir() else path, [*here, *options.overrides])
+    found = Path(options.checkpoint) if options.checkpoint else Checkpoints(config.run_dir, 1).latest(log)
     if found is None:
         raise UserError(f"no checkpoint in {config.run_dir / 'checkpoints'}; name one with --checkpoint")
+    if not options.checkpoint:
+        log(f"{found} is the latest checkpoint of {config.run_dir}")
     if faults := find_corruption(found):
         raise UserError(f"checkpoint {found} cannot be used: {faults}")
     if _show_check(config, quiet=True).errors:
@@ -317,9 +324,17 @@ def _eval(options: argparse.Namespace) -> int:
 
 
 def _export(options: argparse.Namespace) -> int:
-    from fivefold.checkpoint.export import export
+    from fivefold.checkpoint.export import Wanted, checkpoint_of, export
+    from fivefold.hub import check_push, push
 
-    print(export(options.checkpoint, options.out, options.shard_gb, options.model, options.to))
+    if options.push is not None:
+        if options.to == "megatron":
+            raise UserError("--push is for forms that the hub's users load: huggingface or adapter, not megatron")
+        check_push(options.push)
+    wanted = Wanted(options.model, options.to, options.dtype, options.shard_gb, options.push)
+    print(export(checkpoint_of(options.checkpoint, print), options.out, wanted))
+    if options.push is not None:
+        print(f"pushed to {push(options.out, options.push)}")
     return 0
 
 

@@ -88,13 +88,14 @@ class Warnings:
         # What an evaluation shows holds until the next one.
         self._evaluated = {name: row[name] for name in row if name.startswith("val/")} or self._evaluated
         look = Look({**self._evaluated, **row}, self._first, self.facts)
-        rows = [{"step": step, "rule": name, "text": text} for name, text in holding(look, self.config).items()]
+        found = holding(look, self.config)
+        rows: list[dict[str, Any]] = [{"step": step, "rule": name, "text": text} for name, text in found.items()]
         printed = []
-        for found in rows:
-            last = self._printed.get(found["rule"])
+        for name, text in found.items():
+            last = self._printed.get(name)
             if last is None or step >= last + self.config.every:
-                self._printed[found["rule"]] = step
-                printed.append(found["text"])
+                self._printed[name] = step
+                printed.append(text)
         return rows, printed
 
     def _remember(self, row: Row) -> None:

@@ -55,7 +55,8 @@ def measured_rates() -> Rates:
 
 def _fastest(work: Callable[[], object]) -> float:
     """Return the fewest seconds of one call: another program may use the cores too."""
-    found, deadline = [], time.perf_counter() + _SECONDS
+    found: list[float] = []
+    deadline = time.perf_counter() + _SECONDS
     while not found or time.perf_counter() < deadline:
         begin = time.perf_counter()
         work()
