@@ -281,9 +281,9 @@ class TrainerConfig:
     accept_changes: Annotated[list[str], HARMLESS] = field(default_factory=list)
     """Keys or sections that may differ from the resumed checkpoint although they affect what is learned. Any other such
     change is refused."""
-    eval_every: Annotated[Annotated[int, at_least(0)] | Literal["epoch"], HARMLESS] = 0
+    eval_every: Annotated[Annotated[int, at_least(0)] | Literal["epoch", "never"], HARMLESS] = 0
     """Steps between evaluations; 0: only before the first step and at the end, `epoch`: as many steps as one pass over the
-    data takes."""
+    data takes, `never`: none after a step, not at the end either."""
     eval_before_train: Annotated[bool, HARMLESS] = True
     """Evaluate before the first step, if there is validation data."""
     stop_at: Annotated[dict[str, Annotated[float, Range()]], HARMLESS] = field(default_factory=dict)

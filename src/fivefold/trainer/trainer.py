@@ -192,7 +192,7 @@ class Trainer:
 
     def _end_step(self) -> None:
         last = self.step == self.total_steps
-        if self.evaluation is not None and (self._is_due(self.config.eval_every) or last):
+        if self.evaluation is not None and (self._is_due(self.config.eval_every) or (last and self._ends_with_evaluation)):
             found, goal = self._evaluate(self.evaluation), self.config.stop_at
             if goal and all(found.get(name, -math.inf) >= value for name, value in goal.items()):
                 self.logger.log(f"reached {goal} after step {self.step}")
@@ -203,17 +203,21 @@ class Trainer:
         if last or self._is_due(self.config.save_every):
             self.save(last)
 
-    def _is_due(self, every: int | Literal["epoch"]) -> bool:
+    def _is_due(self, every: int | Literal["epoch", "never"]) -> bool:
         """Whether the step that just ended completes an interval of `every` steps; 0 means never."""
-        count = self.steps_per_epoch if every == "epoch" else every
+        count = {"epoch": self.steps_per_epoch, "never": 0}.get(every, every)
         return bool(count) and self.step % count == 0
+
+    @property
+    def _ends_with_evaluation(self) -> bool:
+        return self.config.eval_every != "never"
 
     def _end_with_data(self) -> None:
         """End the run after the last finished step, because too few prompts are left for the one in progress."""
         self._before, self.total_steps = None, self.step
         self.logger.discard()
         self.logger.log(f"the data of the run were used up after step {self.step}")
-        if self.evaluation is not None and not self._is_due(self.config.eval_every):
+        if self.evaluation is not None and self._ends_with_evaluation and not self._is_due(self.config.eval_every):
             self._evaluate(self.evaluation)
             self.logger.end_step(self.step)
         self._saver.settle(wait=False)
