@@ -324,15 +324,15 @@ def _eval(options: argparse.Namespace) -> int:
 
 
 def _export(options: argparse.Namespace) -> int:
-    from fivefold.checkpoint.export import Wanted, checkpoint_of, export
+    from fivefold.checkpoint.export import export
     from fivefold.hub import check_push, push
 
     if options.push is not None:
         if options.to == "megatron":
             raise UserError("--push is for forms that the hub's users load: huggingface or adapter, not megatron")
         check_push(options.push)
-    wanted = Wanted(options.model, options.to, options.dtype, options.shard_gb, options.push)
-    print(export(checkpoint_of(options.checkpoint, print), options.out, wanted))
+    path, out, gb = options.checkpoint, options.out, options.shard_gb
+    print(export(path, out, gb, options.model, options.to, options.dtype, options.push))
     if options.push is not None:
         print(f"pushed to {push(options.out, options.push)}")
     return 0

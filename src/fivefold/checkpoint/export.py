@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -43,23 +43,8 @@ ROUTER_BIAS_NAME = ROUTER_BIAS.hf[0].rpartition(".")[2]
 _COPIED = ("*.json", "*.jinja", "*.txt", "*.model")
 
 
-@dataclass(frozen=True)
-class Wanted:
-    """What an export writes."""
-
-    part: str = "policy"
-    """Model of the run."""
-    form: Form = "huggingface"
-    dtype: str | None = None
-    """Type of the weights; None: as config.json says."""
-    shard_gb: float = 5.0
-    """Size of the largest safetensors file."""
-    repository: str | None = None
-    """Name of the hub's repository that the model card is written for; None: no card."""
-
-
 def checkpoint_of(path: Path, log: Callable[[str], None]) -> Path:
-    """Return the checkpoint at `path`, or the latest one of the run there, which `log` is told."""
+    """Return the checkpoint at `path`, or the latest one of the run there, after a line about it."""
     if not (path / "checkpoints").is_dir():
         return path
     found = Checkpoints(path, 1).latest(log)
@@ -69,12 +54,22 @@ def checkpoint_of(path: Path, log: Callable[[str], None]) -> Path:
     return found
 
 
-def export(checkpoint: Path, out: Path, wanted: Wanted) -> str:
-    """Write one model of `checkpoint` to the new directory `out`, in one process; return a sentence that describes it.
+def export(
+    checkpoint: Path,
+    out: Path,
+    shard_gb: float = 5.0,
+    part: str = "policy",
+    form: Form = "huggingface",
+    dtype: str | None = None,
+    repository: str | None = None,
+) -> str:
+    """Write one model of a checkpoint to the new directory `out`, in one process; return a sentence that describes it.
 
-    Adapters are merged into the model that the run began with. In the form `adapter` they are written separately, for PEFT.
+    Of a run's directory, the latest checkpoint is taken. Adapters are merged into the model that the run began with; in the
+    form `adapter` they are written separately, for PEFT. `dtype` is that of the weights, as config.json says if left out.
+    For a `repository` of the hub, a model card is written too.
     """
-    part, form = wanted.part, wanted.form
+    checkpoint = checkpoint_of(checkpoint, print)
     if faults := find_corruption(checkpoint):
         raise UserError(f"checkpoint {checkpoint} cannot be used: {faults}")
     if out.exists() and any(out.iterdir()):
@@ -94,7 +89,7 @@ def export(checkpoint: Path, out: Path, wanted: Wanted) -> str:
     if not directory.is_dir():
         # A checkpoint of adapters has no base weights.
         files = _COPIED if lora is None else (*_COPIED, "*.safetensors")
-        directory = model_snapshot(path, (*files, *([CARD] if wanted.repository else [])), state.commits.get(path))
+        directory = model_snapshot(path, (*files, *([CARD] if repository else [])), state.commits.get(path))
     base = None if lora is None else _base_weights(role, directory, state)
     os.environ.update(RANK="0", WORLD_SIZE="1")
     device = torch.device("cpu")
@@ -114,7 +109,7 @@ def export(checkpoint: Path, out: Path, wanted: Wanted) -> str:
         )
         out.mkdir(parents=True, exist_ok=True)
         has_mtp = source is not None and bool(source.mtp_names)
-        weights, dtype = model.weights(), wanted.dtype or dtype_of(directory) or settings.dtype
+        weights, dtype = model.weights(), dtype or dtype_of(directory) or settings.dtype
         if source is not None:
             weights = with_mtp(weights, source, model.spec, dict(model.mtp_weights()) if model.has_mtp else {})
         weights = in_dtype(weights, dtype)
@@ -129,7 +124,7 @@ def export(checkpoint: Path, out: Path, wanted: Wanted) -> str:
             total = write_torch_dist(weights, model.spec, out)
             said = "as a torch_dist checkpoint of Megatron-Core"
         else:
-            count, total = write_safetensors(weights, out, int(wanted.shard_gb * 2**30))
+            count, total = write_safetensors(weights, out, int(shard_gb * 2**30))
             said = f"in {count} file{'s' if count > 1 else ''}"
     finally:
         mesh.destroy()
@@ -146,12 +141,10 @@ def export(checkpoint: Path, out: Path, wanted: Wanted) -> str:
             said += f", layers of multi-token prediction as {'they were trained' if model.has_mtp else 'the model had them'}"
         else:
             _without_mtp(out / "config.json")
-    if wanted.repository is not None:
+    if repository is not None:
         # The checkpoint of a run is in RUN/checkpoints/step-000030.
         library = "peft" if form == "adapter" else "transformers"
-        text = model_card(
-            wanted.repository, config, state, checkpoint.absolute().parents[1], part, library, directory / CARD
-        )
+        text = model_card(repository, config, state, checkpoint.absolute().parents[1], part, library, directory / CARD)
         write_text(out / CARD, text)
     trained = "" if dtype == settings.dtype else f" (trained in {settings.dtype})"
     return f"{out}: {total / 2**20:,.1f} MiB of weights {said}, {dtype}{trained}"

@@ -205,7 +205,9 @@ class Trainer:
 
     def _is_due(self, every: int | Literal["epoch", "never"]) -> bool:
         """Whether the step that just ended completes an interval of `every` steps; 0 means never."""
-        count = {"epoch": self.steps_per_epoch, "never": 0}.get(every, every)
+        if every == "never":
+            return False
+        count = self.steps_per_epoch if every == "epoch" else every
         return bool(count) and self.step % count == 0
 
     @property
