@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -214,3 +216,14 @@ def test_a_kl_penalty_alone_is_not_taken_for_a_gradient_of_the_rewards():
     assert (
         "same reward: no gradient from rewards; " in holding(Look(row, {}, Facts(5, 8)), WarningsConfig())["equal_rewards"]
     )
+
+
+def test_every_warning_stands_on_the_page_and_names_keys_that_there_are():
+    page = (Path(__file__).parents[2] / "docs/troubleshooting.md").read_text()
+    assert [rule.name for rule in RULES if f"| `{rule.name}` |" not in page] == []
+    look = Look(WRONG, {"policy/entropy": 1.0, "rollout/logprob_diff_mean": 0.02}, Facts(5, 8))
+    reference = (Path(__file__).parents[2] / "docs/configuration.md").read_text()
+    for rule in RULES:
+        sentence = rule.sentence(look, 0.5)
+        keys = re.findall(r"\b(?:algorithm|data|policy|rollout|reward)\.(?:[a-z_]+\.)*([a-z_]+)", sentence)
+        assert keys and all(f"`{key}`" in reference or f"## algorithm.{key}" in reference for key in keys), sentence
