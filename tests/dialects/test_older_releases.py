@@ -95,7 +95,7 @@ def test_keys_of_verls_older_releases_act_as_they_did():
         "verl", *GRPO, "actor_rollout_ref.actor.fsdp_config.grad_offload=True", "trainer.test_freq=False", "data.train_max_samples=100"
     )  # fmt: skip
     assert (
-        found.policy.offload.gradients and found.trainer.eval_every == "never" and found.data.train == ["/d/a.parquet[:100]"]
+        found.policy.offload.gradients and found.trainer.eval_every == 0 and found.data.train == ["/d/a.parquet[:100]"]
     )
     for words in (
         ["actor_rollout_ref.actor.clip_cov_ratio=0.3"],
@@ -195,10 +195,10 @@ def test_a_deepspeed_file_within_rolls_changes_no_number():
 
 
 @pytest.mark.parametrize(("system", "words", "every"), [
-    ("verl", ["trainer.test_freq=-1"], "never"),
-    ("verl", ["trainer.test_freq=0"], "never"),
-    ("verl", ["trainer.test_freq=5"], 5),
-    ("verl", ["data.val_files=[]", "trainer.test_freq=-1"], 0),
+    ("verl", ["data.val_files=/d/b.parquet", "trainer.test_freq=-1"], "never"),
+    ("verl", ["data.val_files=/d/b.parquet", "trainer.test_freq=False"], "never"),
+    ("verl", ["data.val_files=/d/b.parquet", "trainer.test_freq=5"], 5),
+    ("verl", ["trainer.test_freq=-1"], 0),
 ])  # fmt: skip
 def test_verl_without_a_frequency_evaluates_at_the_end_neither(system, words, every):
     """ray_trainer.py evaluates where test_freq > 0 and the step is the last or due."""
