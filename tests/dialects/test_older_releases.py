@@ -94,9 +94,7 @@ def test_keys_of_verls_older_releases_act_as_they_did():
     found = config(
         "verl", *GRPO, "actor_rollout_ref.actor.fsdp_config.grad_offload=True", "trainer.test_freq=False", "data.train_max_samples=100"
     )  # fmt: skip
-    assert (
-        found.policy.offload.gradients and found.trainer.eval_every == 0 and found.data.train == ["/d/a.parquet[:100]"]
-    )
+    assert found.policy.offload.gradients and found.trainer.eval_every == 0 and found.data.train == ["/d/a.parquet[:100]"]
     for words in (
         ["actor_rollout_ref.actor.clip_cov_ratio=0.3"],
         ["data.train_max_samples=100", "data.train_files=[a,b]"],
