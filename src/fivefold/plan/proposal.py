@@ -226,7 +226,7 @@ def _describe(proposal: Proposal, number: int, candidate: Candidate) -> list[str
         f"{estimate.tokens_per_second:,.0f} tokens/s{price}",
         f"time     {describe_parts(estimate, _PARTS_LEAST)}",
         *([f"beside   {beside} (overlaps)"] if beside else []),
-        f"memory   {estimate.memory.describe()}",
+        "memory   " + "\n         ".join(estimate.memory.table()),
         f"limit    {estimate.limit}",
         "",
         as_yaml(proposal, candidate).rstrip(),
