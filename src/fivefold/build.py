@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -11,6 +11,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from fivefold.algo.advantages import ADVANTAGES
 from fivefold.algo.methods import LearnsFrom
 from fivefold.algo.objective import Objective
 from fivefold.algo.values import ValueLoss
@@ -44,10 +45,11 @@ from fivefold.models.families import load_spec
 from fivefold.models.spec import ModelSpec
 from fivefold.models.torch_dist import find_torch_dist
 from fivefold.observability.run_logger import RunLogger
+from fivefold.observability.warnings import Facts, Warnings
 from fivefold.plan.data_files import unused_sources
 from fivefold.plan.memory import training_flops
 from fivefold.plan.summary import describe
-from fivefold.reward.choose import choose_rewards, columns_read
+from fivefold.reward.choose import choose_rewards, columns_read, forms_by_source
 from fivefold.reward.code.confine import layers
 from fivefold.reward.manager import RewardManager
 from fivefold.reward.pool import RewardPool
@@ -134,10 +136,13 @@ def _data_file(name: str, key: str, cache: Path, commit: str | None) -> str:
     return str(local_file(name, key, cache, commit))
 
 
-def build_run(config: RunConfig, ranks: Ranks, device: torch.device, checkpoint: Path | None) -> Run:
+def build_run(
+    config: RunConfig, ranks: Ranks, device: torch.device, checkpoint: Path | None, is_evaluation: bool = False
+) -> Run:
     """Build everything that `train` needs on this rank; raises ValueError for what cannot work, before any step.
 
-    Hub models have the commits of `checkpoint` if the run resumes from one or evaluates one.
+    Hub models have the commits of `checkpoint` if the run resumes from one or evaluates one. An evaluation logs no summary
+    of the training.
     """
     torch.manual_seed(config.trainer.seed)
     if config.trainer.deterministic:
@@ -175,11 +180,13 @@ def build_run(config: RunConfig, ranks: Ranks, device: torch.device, checkpoint:
         settle,
         config.tracking.wait_seconds,
         ranks.heartbeat.stages,
+        Warnings(config.trainer.warnings, facts_of(config, {prompt.source for prompt in first_prompts})),
     )
     objective = Objective.of(config.algorithm.resolved)
     validation = 0 if evaluation_set is None else len(evaluation_set.prompts)
     sizes = {"prompts": len(training.prompts), "dropped": training.dropped, "validation": validation}
-    logger.log(describe(config, spec, steps=steps, **sizes))
+    if not is_evaluation:
+        logger.log(describe(config, spec, steps=steps, **sizes))
     judges: list[ServerProcess] = []
     reward, judge_files = config.reward, None
     if reward.judge_layout is not None and config.may_generate:
@@ -252,6 +259,17 @@ def build_run(config: RunConfig, ranks: Ranks, device: torch.device, checkpoint:
             fingerprint=Fingerprint.of(config, steps, directories | data_files) if ranks.is_main else Fingerprint(),
             resume_from=checkpoint,
         ),
+    )
+
+
+def facts_of(config: RunConfig, sources: Collection[str]) -> Facts:
+    """Return what the warnings of a run say about its configuration; `sources` are those of the scored prompts."""
+    return Facts(
+        config.data.max_response_tokens,
+        config.algorithm.group_size,
+        ADVANTAGES[config.algorithm.resolved.advantage],
+        forms_by_source(config.reward),
+        sorted(sources),
     )
 
 
@@ -530,6 +548,7 @@ def build_plan(config: RunConfig, spec: ModelSpec, objective: Objective) -> Batc
         skipped=objective.skipped if skips else nothing_skipped,
         domain_of=domains_of(config.data.domains) if config.algorithm.resolved.whiten_by == "domain" else None,
         share_prefix=config.policy.shares_prefix_on(config.layout),
+        forms=forms_by_source(config.reward),
         routes=spec.routes if config.policy.router_replay == "R3" else None,
     )
 

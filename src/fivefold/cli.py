@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import shutil
 import signal
 import sys
@@ -22,6 +23,7 @@ from fivefold.terminal import plain, plain_output
 if TYPE_CHECKING:
     from fivefold.config import RunConfig
     from fivefold.config.dialect import SystemDialect, Translation
+    from fivefold.keys.findings import Findings
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -114,17 +116,19 @@ def _parser() -> argparse.ArgumentParser:
     )
     translated(added)
     added = command("eval", _eval, "evaluate a checkpoint on the validation files of a run")
-    added.add_argument("--checkpoint", help="checkpoint directory; the newest of the run when left out")
-    configured(added)
+    added.add_argument("--checkpoint", help="checkpoint directory; the latest of the run when left out")
+    added.add_argument("config", nargs="?", metavar="RUN", help="directory of the run, or a YAML file")
+    added.add_argument("overrides", nargs="*", metavar="key=value", help="set a key, for example eval.samples=16")
     added = command(
         "export", _export, "write a checkpoint as a Hugging Face directory, as one of Megatron-Core, or for PEFT"
     )
-    added.add_argument("checkpoint", type=Path)
-    added.add_argument("out", type=Path)
-    added.add_argument("--model", choices=LEARNERS, default="policy", help="model to write (default policy)")
-    forms = ["huggingface", "megatron", "adapter"]
-    added.add_argument("--to", choices=forms, default=forms[0], help="form (default huggingface); adapter: as PEFT has it")
-    added.add_argument("--shard-gb", type=flags.above_0(float), default=5.0, help="largest safetensors file (default 5)")
+    added.add_argument(
+        "checkpoint",
+        type=Path,
+        metavar="RUN",
+        help="directory of a run, for its latest checkpoint, or a checkpoint",
+    )
+    flags.export(added, LEARNERS)
     flags.report(
         command("report", _report, "write RUN/report.html, or serve it: curves, stage times, samples of one run or several")
     )
@@ -227,25 +231,34 @@ def _train(options: argparse.Namespace) -> int:
         environment.complete()
     first = os.environ.get("RANK", "0") == "0"
     config = _configure(options, quiet=not first)
-    return start(config) if _show_check(config, quiet=not first) else 2
+    return 2 if _show_check(config, quiet=not first).errors else start(config)
 
 
-def _show_check(config: RunConfig, quiet: bool = False) -> bool:
+def _show_check(config: RunConfig, quiet: bool = False, starts: bool = True) -> Findings:
+    """Print and return what is found. If the run `starts` now, it prints its summary itself."""
     from fivefold.plan.check import check
 
     findings = check(config)
     if not quiet:
-        for note in [*findings.notes, *(f"{key} has no effect: {reason}" for key, reason in findings.ignored)]:
+        for note in [
+            *([] if starts else findings.summary),
+            *findings.duration,
+            *findings.notes,
+            *(f"{key} has no effect: {reason}" for key, reason in findings.ignored),
+        ]:
             print(f"note     {note}")
     for error in findings.errors:
         print(f"error    {error}", file=sys.stderr)
-    return not findings.errors
+    return findings
 
 
 def _check(options: argparse.Namespace) -> int:
-    good = _show_check(_configure(options))
-    print("this run can start" if good else "this run cannot start")
-    return 0 if good else 2
+    findings = _show_check(_configure(options), starts=False)
+    print("this run cannot start" if findings.errors else "this run can start")
+    if findings.trial and options.system is None:
+        given = [*([options.config] if options.config else []), *options.overrides]
+        print(f"try it   {shlex.join(['fivefold', 'train', *given, *findings.trial])}")
+    return 2 if findings.errors else 0
 
 
 def _plan(options: argparse.Namespace) -> int:
@@ -285,14 +298,19 @@ def _eval(options: argparse.Namespace) -> int:
     from fivefold.launch.start import start
 
     if options.config is None:
-        raise UserError("eval needs the YAML file of the run: RUN/run.yaml has all of it")
-    config = RunConfig.from_yaml(options.config, options.overrides)
-    found = Path(options.checkpoint) if options.checkpoint else Checkpoints(config.run_dir, 1).latest(print)
+        raise UserError("eval needs the directory of a run, or its YAML file")
+    path, log = Path(options.config), partial(print, file=sys.stderr)
+    # A run's directory may have been moved since it was written down.
+    here = [f"trainer.run_dir={path}"] if path.is_dir() else []
+    config = RunConfig.from_yaml(path / "run.yaml" if path.is_dir() else path, [*here, *options.overrides])
+    found = Path(options.checkpoint) if options.checkpoint else Checkpoints(config.run_dir, 1).latest(log)
     if found is None:
         raise UserError(f"no checkpoint in {config.run_dir / 'checkpoints'}; name one with --checkpoint")
+    if not options.checkpoint:
+        log(f"{found} is the latest checkpoint of {config.run_dir}")
     if faults := find_corruption(found):
         raise UserError(f"checkpoint {found} cannot be used: {faults}")
-    if not _show_check(config, quiet=True):
+    if _show_check(config, quiet=True).errors:
         return 2
     # An evaluation has its own directory, because the run itself may be training now. Other nodes of a cluster see only the
     # run's directory of this machine.
@@ -307,8 +325,16 @@ def _eval(options: argparse.Namespace) -> int:
 
 def _export(options: argparse.Namespace) -> int:
     from fivefold.checkpoint.export import export
+    from fivefold.hub import check_push, push
 
-    print(export(options.checkpoint, options.out, options.shard_gb, options.model, options.to))
+    if options.push is not None:
+        if options.to == "megatron":
+            raise UserError("--push is for forms that the hub's users load: huggingface or adapter, not megatron")
+        check_push(options.push)
+    path, out, gb = options.checkpoint, options.out, options.shard_gb
+    print(export(path, out, gb, options.model, options.to, options.dtype, options.push))
+    if options.push is not None:
+        print(f"pushed to {push(options.out, options.push)}")
     return 0
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from fivefold.errors import UserError, first_line
+from fivefold.errors import UserError, first_line, shown
 from fivefold.files import users_umask
 
 _CONNECT_SECONDS = 5.0
@@ -145,6 +145,40 @@ def locked(path: Path) -> Iterator[None]:
     path.parent.mkdir(parents=True, exist_ok=True)
     with WeakFileLock(path):
         yield
+
+
+def check_push(repository: str) -> None:
+    """Raise ValueError if nothing can be uploaded to the hub: a wrong name, or no token."""
+    from huggingface_hub import constants, get_token
+    from huggingface_hub.utils import HFValidationError, validate_repo_id
+
+    try:
+        validate_repo_id(repository)
+    except HFValidationError as error:
+        raise UserError(f"--push must be OWNER/NAME: got {shown(repository)}: {first_line(error)}") from error
+    if repository.count("/") != 1:
+        raise UserError(f"--push must be OWNER/NAME: got {shown(repository)}")
+    if constants.HF_HUB_OFFLINE:
+        raise UserError("--push needs the hub, and HF_HUB_OFFLINE is set: unset it")
+    if get_token() is None:
+        raise UserError("--push needs a token that may write: `hf auth login`, or the variable HF_TOKEN")
+
+
+def push(directory: Path, repository: str) -> str:
+    """Upload a directory to a repository of the hub, which is created private if it does not exist; return its address."""
+    from huggingface_hub import HfApi
+
+    api = HfApi()
+    try:
+        url = api.create_repo(repository, private=True, exist_ok=True)
+        api.upload_folder(repo_id=repository, folder_path=directory, commit_message="Upload an export of Fivefold")
+    except Exception as error:
+        # The hub's client raises many kinds of errors (no network, no access, no such owner).
+        raise UserError(
+            f"{directory} is written, and cannot be uploaded to {repository}: {first_line(error)}; upload it with `hf "
+            f"upload {repository} {directory}`"
+        ) from error
+    return str(url)
 
 
 def _take(what: str, download: Callable[[bool], str], endpoint: str | None = None) -> Path:

@@ -136,6 +136,8 @@ class Scoring:
     """Number of samples without a row because their reward failed."""
     timed_out: int = 0
     """Number of samples with reward 0 because a built-in reward timed out."""
+    formed: float | None = None
+    """Share of the sampled responses with the form that their reward reads; None if no reward needs one."""
 
 
 @dataclass(frozen=True)

@@ -78,7 +78,10 @@ def length_of_run(source: Source) -> dict[str, Any]:
 
 
 def evaluation_interval(source: Source) -> dict[str, Any]:
-    return verl_sft.evaluation_interval(source, verl_async.evaluation_key(source))
+    """Without a frequency verl evaluates at the end neither; its program for SFT does."""
+    found = verl_sft.evaluation_interval(source, verl_async.evaluation_key(source))
+    is_off = found["trainer.eval_every"] == 0 and source.items("data.val_files")
+    return found | ({"trainer.eval_every": "never"} if is_off else {})
 
 
 def profiler(source: Source) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import yaml
 
 from fivefold import cli
 from fivefold.config import RunConfig
+from fivefold.keys.findings import Findings
 
 
 def said(capsys, *arguments: str) -> list[str]:
@@ -36,7 +37,7 @@ def test_keys_after_an_option_count_too(capsys):
         "name the YAML file of the run, which `fivefold init` writes, its keys as in model.path=DIR"
         in capsys.readouterr().err
     )
-    assert "eval needs the YAML file" in said(capsys, "eval", "model.path=m")[0]
+    assert "eval needs the directory of a run, or its YAML file" in said(capsys, "eval", "model.path=m")[0]
 
 
 def test_without_a_command_all_are_listed(capsys):
@@ -55,7 +56,7 @@ def test_a_directory_above_what_is_wanted_names_it(tmp_path, capsys):
             f"{tmp_path}/runs must be the directory of a run: those in it are {tmp_path}/runs/first"
         ]
     assert said(capsys, "export", str(tmp_path / "runs/first"), str(tmp_path / "out")) == [
-        f"name a checkpoint: {tmp_path}/runs/first is a run, it has none"
+        f"{tmp_path}/runs/first is a run without a checkpoint: it writes the first after trainer.save_every steps"
     ]
 
 
@@ -68,7 +69,7 @@ def test_a_file_may_have_an_equals_sign_in_its_name(tmp_path, capsys):
 def test_ranks_read_the_run_that_the_command_line_describes(tmp_path, monkeypatch):
     """The same keys in a file describe the same run."""
     started = []
-    monkeypatch.setattr("fivefold.cli._show_check", lambda config, quiet: True)
+    monkeypatch.setattr("fivefold.cli._show_check", lambda config, quiet: Findings())
     monkeypatch.setattr("fivefold.launch.local.spawn", lambda words, *others: started.append(words) or 0)
     keys = {
         "model.path": "m",

@@ -190,3 +190,14 @@ def test_a_deepspeed_file_within_rolls_changes_no_number():
     )
     found = config("roll", tree=ROLL.replace("strategy_name: megatron_train", own) + "max_grad_norm: 0.7\n")
     assert (found.policy.optimizer.clip_grad, found.layout.dp) == (0.7, 8)
+
+
+@pytest.mark.parametrize(("system", "words", "every"), [
+    ("verl", ["data.val_files=/d/b.parquet", "trainer.test_freq=-1"], "never"),
+    ("verl", ["data.val_files=/d/b.parquet", "trainer.test_freq=False"], "never"),
+    ("verl", ["data.val_files=/d/b.parquet", "trainer.test_freq=5"], 5),
+    ("verl", ["trainer.test_freq=-1"], 0),
+])  # fmt: skip
+def test_verl_without_a_frequency_evaluates_at_the_end_neither(system, words, every):
+    """ray_trainer.py evaluates where test_freq > 0 and the step is the last or due."""
+    assert config(system, *GRPO, *words).trainer.eval_every == every

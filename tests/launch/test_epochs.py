@@ -46,6 +46,18 @@ def test_a_run_evaluates_and_saves_after_each_epoch_even_if_it_was_killed(root):
     assert_same(again, whole)
 
 
+def test_a_run_that_never_evaluates_does_not_at_its_end_either(root):
+    rows, _ = train(root, "never", "trainer.eval_every=never", "trainer.steps=2", "trainer.eval_before_train=true")
+    assert evaluated(rows) == [0]
+    found, said = train(root, "not-at-all", "trainer.eval_every=never", "trainer.steps=1", "trainer.ends_with_data=true")
+    assert evaluated(found) == [] and "data.val has no effect: the run evaluates neither before nor after a step" in said
+    with pytest.raises(ConfigError, match=r"trainer.stop_at looks at evaluations: set trainer.eval_every and data.val"):
+        RunConfig.of(
+            model={"path": "m"}, data={"train": ["a.jsonl"], "val": ["b.jsonl"]},
+            trainer={"eval_every": "never", "stop_at": {"val/a/accuracy": 0.5}},
+        )  # fmt: skip
+
+
 def test_a_run_that_counts_steps_is_resumed_by_one_that_counts_epochs(root):
     train(root, "moved", "trainer.eval_every=3", "trainer.save_every=0", "trainer.steps=3")
     train(root, "moved", "trainer.steps=4")

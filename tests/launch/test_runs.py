@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -60,6 +62,9 @@ def base(root: Path) -> list[dict[str, float]]:
     """One rank, as a user starts it: whatever forked runs are compared with it shows that forking changes nothing."""
     done = train(root, "base", "trainer.save_every=2", "trainer.keep=10", run=from_the_shell)
     assert done.returncode == 0, done.stderr
+    assert "Warning" not in done.stderr, done.stderr
+    # The estimate of the memory is a table, and stands there once.
+    assert done.stdout.count("on the fullest rank") == 1 and re.search(r"\n +training +[\d.]+", done.stdout), done.stdout
     return metrics(root, "base")
 
 
@@ -336,6 +341,29 @@ def test_a_signal_ends_all_ranks_after_a_checkpoint(root, base, number, code):
     # The metrics of a step whose evaluation was interrupted are in its checkpoint: the row is written on resume.
     assert state["step"] == last + (state["pending"] is not None), (last, state)
     wait_for(lambda: gone(everyone))
+    said = {"SIGTERM": "asked to end by SIGTERM", "SIGINT": "asked to end by Ctrl-C"}[number.name]
+    assert f"{said}: the run saves its state and ends" in done.stdout and ("SIGTERM" in done.stdout) == (
+        number.name == "SIGTERM"
+    )
+    # The last line resumes the run as it stands there.
+    resumed = Command(*shlex.split(done.stdout.splitlines()[-1])[1:])
+    wait_for(lambda: f'"step": {state["step"] + 1},' in path.read_text(), resumed)
+    resumed.send_signal(number)
+    assert f"resumed after step {state['step']} " in resumed.finish().stdout
+
+
+def test_a_run_that_never_resumes_is_told_how_to(tmp_path):
+    from fivefold.config import RunConfig
+    from fivefold.launch.start import resume_command
+
+    config = RunConfig.of(
+        model={"path": "m"}, data={"train": ["a.jsonl"]}, trainer={"run_dir": f"{tmp_path}/a b", "resume": "never"}
+    )
+    assert resume_command(config) == ""
+    (tmp_path / "a b/checkpoints").mkdir(parents=True)
+    for name in ("run.yaml", "checkpoints/latest"):
+        (tmp_path / "a b" / name).touch()
+    assert resume_command(config) == f"fivefold train '{tmp_path}/a b/run.yaml' trainer.resume=auto"
 
 
 def test_an_exception_in_one_rank_ends_the_run_with_its_traceback(root, base, tmp_path):

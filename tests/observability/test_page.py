@@ -101,6 +101,8 @@ def full_run(run, place=0, steps=40):
             })  # fmt: skip
     spans = [{"name": name, "start": start + 30.0 * step, "seconds": seconds} for step in range(6)
              for name, start, seconds in (("step", 0, 30), ("rollout", 0, 20), ("train", 20, 9), ("eval", 29, 1))]  # fmt: skip
+    warning = "all 8 samples of every group had the same reward: no gradient; raise data.max_response_tokens"
+    append_json(run / "warnings.jsonl", {"step": steps, "rule": "equal_rewards", "text": warning})
     curve = [[float(second), second % 50] for second in range(0, 180, 3)]
     append_json(run / "trace/stages.jsonl", {"step": steps, "spans": spans, "curves": {"requests in flight": curve}})
     return run
@@ -297,6 +299,13 @@ def test_charts_that_are_constant_by_construction_are_folded_with_the_reason(tmp
         ) and "Truncated and repetitive responses" not in page.ask(TITLES)
         page.ask("document.querySelector('#folded details').open = true")
         assert page.ask("document.querySelectorAll('#folded details[open] polyline').length") == 9
+
+
+def test_warnings_stand_with_their_run_at_the_top_of_the_page(tmp_path, full):
+    with browser(tmp_path / "profile") as page:
+        page.open(full[3])
+        found = page.ask("[...document.querySelectorAll('#runs .run')].map(r => r.querySelector('.warning').textContent)")
+        assert len(found) == 3 and all(text.startswith("all 8 samples of every group had the same reward") for text in found)
 
 
 def test_keys_that_differ_between_runs_are_a_table(tmp_path, full):

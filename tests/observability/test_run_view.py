@@ -14,6 +14,7 @@ from fivefold.checkpoint.checkpoints import Checkpoints
 from fivefold.launch.lock import locked
 from fivefold.observability.run_logger import RunLogger, append_json
 from fivefold.observability.run_view import RunView
+from fivefold.observability.warnings import WARNINGS
 
 
 def write(run_dir, *steps, value=1.0):
@@ -82,3 +83,31 @@ def test_a_run_whose_process_is_gone_is_not_shown_as_running(tmp_path):
     held.wait()
     view.refresh()
     assert (view.state, view.reason) == ("dead", "MemoryError: no more")
+
+
+def test_warnings_are_those_of_the_latest_step_also_after_a_resume_from_an_older_one(tmp_path):
+    def write(step: int, *rules: str) -> None:
+        append_json(tmp_path / "metrics.jsonl", {"step": step, "wall": float(step)})
+        for rule in rules:
+            append_json(tmp_path / WARNINGS, {"step": step, "rule": rule, "text": f"{rule} at {step}"})
+
+    write(1, "kl")
+    write(2, "kl", "truncated")
+    view = RunView(tmp_path)
+    assert view.warnings == ["kl at 2", "truncated at 2"]
+    write(3)
+    view.refresh()
+    assert view.warnings == []
+    write(4, "kl")
+    view.refresh()
+    assert view.warnings == ["kl at 4"]
+    # The run begins again after step 1: what was written of later steps moves aside.
+    Checkpoints(tmp_path, keep=1).set_aside(1)
+    assert [json.loads(line)["step"] for line in (tmp_path / WARNINGS).read_text().splitlines()] == [1]
+    view.refresh()
+    assert view.warnings == ["kl at 1"]
+    assert [json.loads(line)["step"] for line in (tmp_path / "superseded-1" / WARNINGS).read_text().splitlines()] == [
+        2,
+        2,
+        4,
+    ]

@@ -398,8 +398,9 @@ def test_a_key_that_changes_nothing_here_is_reported(case, key, value, ignored):
 
 def start_without_check() -> None:
     from fivefold import cli
+    from fivefold.keys.findings import Findings
 
-    cli._show_check = lambda config, quiet=False: True
+    cli._show_check = lambda config, quiet=False: Findings()
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,16 @@ def test_it_prints_times_memory_limit_cost_and_yaml(tmp_path, capsys):
     assert "attention of flash-attn-4 (pip install" in said
     assert "qwen3_moe, 30.53 billion parameters" in said and "cluster  32 x h100-80g, 4 nodes" in said
     assert "responses of 1500 tokens on average" in said and "\n2. megatron:" in said and "\n3. " not in said
-    for word in ("time     ", "rollout ", "backward ", "memory   training ", "sampling ", "limit    ", "a million tokens"):
+    for word in (
+        "time     ",
+        "rollout ",
+        "backward ",
+        "memory   GiB on the fullest rank ",
+        "         training ",
+        "         sampling ",
+        "limit    ",
+        "a million tokens",
+    ):
         assert word in said, word
     tree = pasted(said)
     run = tmp_path / "run.yaml"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from fivefold.checkpoint.card import CARD, model_card
 from fivefold.checkpoint.checkpoints import Checkpoints, RunState
 from fivefold.checkpoint.fingerprint import content_of
 from fivefold.checkpoint.manifest import find_corruption
@@ -30,27 +31,47 @@ from fivefold.megatron.bridge import SafetensorsSource, Source, TorchDistSource
 from fivefold.megatron.bridge.torch_dist import write_torch_dist
 from fivefold.megatron.model import MegatronModel
 from fivefold.models.adapters import CONFIG, TENSORS, peft_config
+from fivefold.models.config_json import read_config
 from fivefold.models.families import mtp_copies
-from fivefold.models.parameters import EMBEDDING, OUTPUT
+from fivefold.models.parameters import EMBEDDING, OUTPUT, ROUTER_BIAS
 from fivefold.models.spec import ModelSpec
 from fivefold.models.tensor_files import INDEX, SINGLE, find_mtp_tensors
 from fivefold.models.torch_dist import find_torch_dist
 
 Form = Literal["huggingface", "megatron", "adapter"]
+ROUTER_BIAS_NAME = ROUTER_BIAS.hf[0].rpartition(".")[2]
 _COPIED = ("*.json", "*.jinja", "*.txt", "*.model")
 
 
-def export(checkpoint: Path, out: Path, shard_gb: float, part: str = "policy", form: Form = "huggingface") -> str:
-    """Write one model of `checkpoint` to the new directory `out`, in one process; return a sentence that describes it.
+def checkpoint_of(path: Path, log: Callable[[str], None]) -> Path:
+    """Return the checkpoint at `path`, or the latest one of the run there, after a line about it."""
+    if not (path / "checkpoints").is_dir():
+        return path
+    found = Checkpoints(path, 1).latest(log)
+    if found is None:
+        raise UserError(f"{path} is a run without a checkpoint: it writes the first after trainer.save_every steps")
+    log(f"{found} is the latest checkpoint of {path}")
+    return found
 
-    Adapters are merged into the model that the run began with. With `form` adapter they are written separately, for PEFT.
 
-    Example: `export(Path("runs/first/checkpoints/step-000100"), Path("models/first"), shard_gb=5)`.
+def export(
+    checkpoint: Path,
+    out: Path,
+    shard_gb: float = 5.0,
+    part: str = "policy",
+    form: Form = "huggingface",
+    dtype: str | None = None,
+    repository: str | None = None,
+) -> str:
+    """Write one model of a checkpoint to the new directory `out`, in one process; return a sentence that describes it.
+
+    Of a run's directory, the latest checkpoint is taken. Adapters are merged into the model that the run began with; in the
+    form `adapter` they are written separately, for PEFT. `dtype` is that of the weights, as config.json says if left out.
+    For a `repository` of the hub, a model card is written too.
+
+    Example: `export(Path("runs/first"), Path("models/first"))`.
     """
-    if (checkpoint / "checkpoints").is_dir():
-        newest = Checkpoints(checkpoint, 1).latest(lambda _: None)
-        has = "it has none" if newest is None else f"its newest one is {newest}"
-        raise UserError(f"name a checkpoint: {checkpoint} is a run, {has}")
+    checkpoint = checkpoint_of(checkpoint, print)
     if faults := find_corruption(checkpoint):
         raise UserError(f"checkpoint {checkpoint} cannot be used: {faults}")
     if out.exists() and any(out.iterdir()):
@@ -69,8 +90,8 @@ def export(checkpoint: Path, out: Path, shard_gb: float, part: str = "policy", f
     directory = Path(path)
     if not directory.is_dir():
         # A checkpoint of adapters has no base weights.
-        wanted = _COPIED if lora is None else (*_COPIED, "*.safetensors")
-        directory = model_snapshot(path, wanted, state.commits.get(path))
+        files = _COPIED if lora is None else (*_COPIED, "*.safetensors")
+        directory = model_snapshot(path, (*files, *([CARD] if repository else [])), state.commits.get(path))
     base = None if lora is None else _base_weights(role, directory, state)
     os.environ.update(RANK="0", WORLD_SIZE="1")
     device = torch.device("cpu")
@@ -90,12 +111,13 @@ def export(checkpoint: Path, out: Path, shard_gb: float, part: str = "policy", f
         )
         out.mkdir(parents=True, exist_ok=True)
         has_mtp = source is not None and bool(source.mtp_names)
-        weights = model.weights()
+        weights, dtype = model.weights(), dtype or dtype_of(directory) or settings.dtype
         if source is not None:
             weights = with_mtp(weights, source, model.spec, dict(model.mtp_weights()) if model.has_mtp else {})
+        weights = in_dtype(weights, dtype)
         if form == "adapter":
             assert lora is not None
-            tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in model.adapters()}
+            tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in in_dtype(model.adapters(), dtype)}
             with writing(out / TENSORS):
                 save_file(tensors, out / TENSORS, metadata={"format": "pt"})
             write_text(out / CONFIG, json.dumps(peft_config(model.spec, lora, path), indent=2))
@@ -104,14 +126,16 @@ def export(checkpoint: Path, out: Path, shard_gb: float, part: str = "policy", f
             total = write_torch_dist(weights, model.spec, out)
             said = "as a torch_dist checkpoint of Megatron-Core"
         else:
-            files, total = write_safetensors(weights, out, int(shard_gb * 2**30))
-            said = f"in {files} file{'s' if files > 1 else ''}"
+            count, total = write_safetensors(weights, out, int(shard_gb * 2**30))
+            said = f"in {count} file{'s' if count > 1 else ''}"
     finally:
         mesh.destroy()
     for pattern in _COPIED if form != "adapter" else ():
         for file in directory.glob(pattern):
             if file.name != "model.safetensors.index.json":
                 shutil.copy(file, out / file.name)
+    if form != "adapter":
+        _name_dtype(out / "config.json", dtype)
     if role.has_value_head:
         _make_classifier(out / "config.json")
     if model.spec.mtp_layers and form != "adapter":
@@ -119,7 +143,13 @@ def export(checkpoint: Path, out: Path, shard_gb: float, part: str = "policy", f
             said += f", layers of multi-token prediction as {'they were trained' if model.has_mtp else 'the model had them'}"
         else:
             _without_mtp(out / "config.json")
-    return f"{out}: {total / 2**20:,.1f} MiB of weights {said}"
+    if repository is not None:
+        # The checkpoint of a run is in RUN/checkpoints/step-000030.
+        library = "peft" if form == "adapter" else "transformers"
+        text = model_card(repository, config, state, checkpoint.absolute().parents[1], part, library, directory / CARD)
+        write_text(out / CARD, text)
+    trained = "" if dtype == settings.dtype else f" (trained in {settings.dtype})"
+    return f"{out}: {total / 2**20:,.1f} MiB of weights {said}, {dtype}{trained}"
 
 
 def _base_weights(role: Role, directory: Path, state: RunState) -> Path | None:
@@ -174,6 +204,27 @@ def _without_mtp(path: Path) -> None:
     """Set the number of multi-token prediction layers in config.json to 0."""
     config = json.loads(path.read_text()) | {"num_nextn_predict_layers": 0}
     write_text(path, json.dumps(config, indent=2))
+
+
+def dtype_of(directory: Path) -> str | None:
+    """Return the type of a model's weights by its config.json; None if that does not name one."""
+    config = read_config(directory)
+    found = config.get("dtype") or config.get("torch_dtype")
+    return found.removeprefix("torch.") if isinstance(found, str) else None
+
+
+def in_dtype(weights: Iterable[tuple[str, Tensor]], dtype: str) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name, tensor) pairs with the tensors in a type. A router's bias stays in float32, as its family has it."""
+    for name, tensor in weights:
+        yield name, tensor if name.endswith(ROUTER_BIAS_NAME) else tensor.to(getattr(torch, dtype))
+
+
+def _name_dtype(path: Path, dtype: str) -> None:
+    """Set the type of the weights in config.json, under the key that it has."""
+    config = json.loads(path.read_text())
+    keys = [key for key in ("dtype", "torch_dtype") if config.get(key) is not None] or ["dtype"]
+    if any(str(config.get(key)).removeprefix("torch.") != dtype for key in keys):
+        write_text(path, json.dumps(config | dict.fromkeys(keys, dtype), indent=2))
 
 
 def _parts(checkpoint: Path) -> list[str]:

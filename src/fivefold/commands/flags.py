@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 ENGINES = ("transformers", "vllm", "sglang")
@@ -55,6 +55,18 @@ def plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--calibrate", action="store_true", help="measure this machine and keep the rates, in two minutes")
     parser.add_argument("--seconds", type=above_0(float), default=120.0, help="most time of --calibrate (default 120)")
     parser.add_argument("--calibration", type=Path, metavar="FILE", help="rates to read, or to write with --calibrate")
+
+
+def export(parser: argparse.ArgumentParser, models: Sequence[str]) -> None:
+    parser.add_argument("out", type=Path, metavar="OUT", help="new directory")
+    parser.add_argument("--model", choices=models, default="policy", help="model to write (default policy)")
+    forms = ["huggingface", "megatron", "adapter"]
+    parser.add_argument("--to", choices=forms, default=forms[0], help="form (default huggingface); adapter: as PEFT has it")
+    dtypes = ["float32", "bfloat16", "float16"]
+    parser.add_argument("--dtype", choices=dtypes, help="of the weights; that of the model's config.json when left out")
+    push = "also upload it to the Hugging Face hub, with a model card; a new repository is private"
+    parser.add_argument("--push", metavar="OWNER/NAME", help=push)
+    parser.add_argument("--shard-gb", type=above_0(float), default=5.0, help="largest safetensors file (default 5)")
 
 
 def report(parser: argparse.ArgumentParser) -> None:

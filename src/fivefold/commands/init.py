@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -53,9 +54,13 @@ def init(options: argparse.Namespace) -> int:
     findings = check(config)
     for error in findings.errors:
         print(f"error    {error}")
+    for sentence in findings.duration:
+        print(f"note     {sentence}")
     if config.data.train == [DATA] and not Path(DATA).exists():
         print(f"next     fivefold data gsm8k --out {Path(DATA).parent}")
-    print(f"next     fivefold {'check' if findings.errors else 'train'} {out}")
+    if findings.trial and not findings.errors:
+        print(f"next     {shlex.join(['fivefold', 'train', str(out), *findings.trial])}")
+    print(f"next     {shlex.join(['fivefold', 'check' if findings.errors else 'train', str(out)])}")
     return 0
 
 

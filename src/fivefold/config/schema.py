@@ -233,6 +233,32 @@ class GuardConfig:
 
 
 @dataclass(frozen=True)
+class WarningsConfig:
+    """Thresholds at which a run says that something is wrong with what it learns. null switches a warning off."""
+
+    enabled: bool = True
+    """Print and store warnings."""
+    every: Annotated[int, above(0)] = 10
+    """Steps between two lines of the same warning, while it holds."""
+    equal_rewards: Annotated[float | None, within("(0, 1]")] = 1.0
+    """Share of groups whose samples all have the same reward. For methods that do not compare the samples of a group: 1 if
+    all samples of the step have the same reward."""
+    truncated: Annotated[float | None, within("(0, 1]")] = 0.5
+    """Share of responses, in training or in an evaluation, that are cut off at data.max_response_tokens."""
+    evaluation: Annotated[float | None, within("(0, 1]")] = 1.0
+    """Share of greedy responses to a source's validation prompts that are not correct."""
+    entropy_drop: Annotated[float | None, within("(0, 1]")] = 0.9
+    """Share of the first step's entropy that is gone."""
+    clip_fraction: Annotated[float | None, within("(0, 1]")] = 0.5
+    """Share of tokens whose ratio is clipped."""
+    kl: Annotated[float | None, above(0)] = 1.0
+    """KL divergence from the reference, in nats a token."""
+    engine_diff: Annotated[float | None, above(0)] = 3.0
+    """Mean difference of the engine's and the trainer's log-probs, as a multiple of the first step's. Differences below 0.01
+    are never reported."""
+
+
+@dataclass(frozen=True)
 class TrainerConfig:
     run_dir: Annotated[str | None, HARMLESS] = None
     """Directory for all output of the run. If left out: `runs/METHOD-MODEL-NUMBER`, where NUMBER is a hash of all keys that
@@ -264,9 +290,9 @@ class TrainerConfig:
     accept_changes: Annotated[list[str], HARMLESS] = field(default_factory=list)
     """Keys or sections that may differ from the resumed checkpoint although they affect what is learned. Any other such
     change is refused."""
-    eval_every: Annotated[Annotated[int, at_least(0)] | Literal["epoch"], HARMLESS] = 0
+    eval_every: Annotated[Annotated[int, at_least(0)] | Literal["epoch", "never"], HARMLESS] = 0
     """Steps between evaluations; 0: only before the first step and at the end, `epoch`: as many steps as one pass over the
-    data takes."""
+    data takes, `never`: none after a step, not at the end either."""
     eval_before_train: Annotated[bool, HARMLESS] = True
     """Evaluate before the first step, if there is validation data."""
     stop_at: Annotated[dict[str, Annotated[float, Range()]], HARMLESS] = field(default_factory=dict)
@@ -282,6 +308,7 @@ class TrainerConfig:
     """Outputs for metrics in addition to metrics.jsonl: the terminal, and trackers (`tracking`)."""
     profile: Annotated[ProfileConfig, HARMLESS] = field(default_factory=ProfileConfig)
     guard: Annotated[GuardConfig, HARMLESS] = field(default_factory=GuardConfig)
+    warnings: Annotated[WarningsConfig, HARMLESS] = field(default_factory=WarningsConfig)
     deterministic: Annotated[bool, HARMLESS] = False
     """Make two runs bitwise identical: only deterministic kernels, which are slower."""
 

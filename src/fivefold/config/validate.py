@@ -504,12 +504,14 @@ def _check_evaluation(findings: Findings, config: Derived) -> None:
         config.eval.samples == 0 or config.eval.temperature > 0, "eval.temperature", "must be above 0 when eval.samples is"
     )
     findings.require(
-        trainer.eval_every == 0 or files,
+        trainer.eval_every in (0, "never") or files,
         "trainer.eval_every",
         "needs validation files: name them in data.val or set eval_every to 0",
     )
+    if files and trainer.eval_every == "never" and not trainer.eval_before_train:
+        findings.ignore("data.val", "the run evaluates neither before nor after a step; `fivefold eval` does")
     findings.require(
-        not trainer.stop_at or (files and trainer.eval_every != 0),
+        not trainer.stop_at or (files and trainer.eval_every not in (0, "never")),
         "trainer.stop_at",
         "looks at evaluations: set trainer.eval_every and data.val",
     )

@@ -15,6 +15,12 @@ class Findings:
     """Notes to read before the run starts."""
     ignored: list[tuple[str, str]] = field(default_factory=list)
     """(key, reason) of each key that was set but has no effect."""
+    summary: list[str] = field(default_factory=list)
+    """Lines about the model, its layout and its memory. A run prints its own summary when it starts."""
+    duration: list[str] = field(default_factory=list)
+    """Sentences on how long a step takes on this machine's CPU."""
+    trial: list[str] = field(default_factory=list)
+    """Overrides of a short run, where a step of the whole one takes long; else empty."""
     section: str = ""
     """Section of the keys; empty for the whole file."""
 

@@ -28,7 +28,7 @@ from fivefold.launch.deaths import is_loss
 from fivefold.launch.lock import locked
 from fivefold.launch.processes import end_with_launcher, has_launcher
 from fivefold.launch.run_directory import check_run_directory
-from fivefold.launch.watch import FAILED, PAUSE
+from fivefold.launch.watch import FAILED, PAUSE, name_of
 from fivefold.terminal import plain_output
 
 if TYPE_CHECKING:
@@ -214,7 +214,9 @@ def train(config: RunConfig, ranks: Ranks, device: torch.device) -> None:
             if run.engine is not None:
                 # The state to save may have to return to the device that it shares with the engine.
                 run.engine.sleep()
-            run.trainer.save_interrupted(asked.number)
+            # The launcher has said which signal it got; it forwards all of them as SIGTERM.
+            by = "" if has_launcher() else f" by {name_of(asked.number)}"
+            run.trainer.save_interrupted(f"asked to end{by}")
             raise
         finally:
             run.close()
@@ -226,18 +228,22 @@ def _hold(run_dir: Path, held: contextlib.ExitStack) -> None:
 
 
 def evaluate(config: RunConfig, checkpoint: Path, ranks: Ranks, device: torch.device) -> None:
+    """Print the metrics of a checkpoint as JSON on stdout, and everything else on stderr."""
     from fivefold.build import build_run
 
-    run = build_run(config, ranks, device, checkpoint)
-    try:
-        if run.trainer.evaluation is None:
-            raise UserError("nothing to evaluate: name validation files in data.val")
-        run.models.policy.load(checkpoint / "policy")
-        metrics, _ = run.trainer.evaluation.measure(run.models)
-        if ranks.is_main:
-            print(json.dumps({"checkpoint": str(checkpoint), **metrics}, indent=1))
-    finally:
-        run.close()
+    with contextlib.redirect_stdout(sys.stderr):
+        run = build_run(config, ranks, device, checkpoint, is_evaluation=True)
+        try:
+            if run.trainer.evaluation is None:
+                raise UserError("nothing to evaluate: name validation files in data.val")
+            run.models.policy.load(checkpoint / "policy")
+            metrics, _ = run.trainer.evaluation.measure(run.models)
+            for sentence in run.logger.warnings.of(0, metrics)[1]:
+                run.logger.log(f"warning  {sentence}")
+        finally:
+            run.close()
+    if ranks.is_main:
+        print(json.dumps({"checkpoint": str(checkpoint), **metrics}, indent=1))
 
 
 if __name__ == "__main__":

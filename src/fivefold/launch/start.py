@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import shlex
 from functools import partial
 from pathlib import Path
 
-from fivefold.checkpoint.checkpoints import Checkpoints, RunState
+from fivefold.checkpoint.checkpoints import LATEST, Checkpoints, RunState
 from fivefold.checkpoint.fingerprint import Fingerprint
 from fivefold.config import ConfigError, RunConfig, dump_yaml
 from fivefold.errors import RunError
@@ -13,6 +14,7 @@ from fivefold.files import use_umask, write_whole
 from fivefold.launch import environment, local
 from fivefold.launch.lock import locked
 from fivefold.launch.run_directory import check_run_directory
+from fivefold.launch.watch import ASKED
 from fivefold.plan.check import check
 
 
@@ -37,9 +39,22 @@ def start(config: RunConfig, checkpoint: Path | None = None) -> int:
         if found is not None:
             Fingerprint.of(config, config.trainer.steps, {}).compare(RunState.read(found).fingerprint).check(found)
         if config.launch.backend != "ray":
-            return _spawn(config, None, *lock)
-    # The node of rank 0 now locks the directory, and holds it until the last of its processes has ended.
-    return _spawn(config, None)
+            code = _spawn(config, None, *lock)
+    if config.launch.backend == "ray":
+        # The node of rank 0 now locks the directory, and holds it until the last of its processes has ended.
+        code = _spawn(config, None)
+    if code in ASKED and (command := resume_command(config)):
+        print(f"to resume this run:\n{command}", flush=True)
+    return code
+
+
+def resume_command(config: RunConfig) -> str:
+    """Return the command that resumes a run from its latest checkpoint; empty if it has none."""
+    file = config.run_dir / "run.yaml"
+    if not file.is_file() or not (config.run_dir / "checkpoints" / LATEST).is_file():
+        return ""
+    auto = [] if config.trainer.resume == "auto" else ["trainer.resume=auto"]
+    return shlex.join(["fivefold", "train", str(file), *auto])
 
 
 def _spawn(config: RunConfig, checkpoint: Path | None, *inherited: int) -> int:

@@ -119,6 +119,8 @@ def watch(ranks: Ranks, signals: Signals) -> int:
     handed_on = 0
     while True:
         while handed_on < len(signals.taken):
+            if not handed_on:
+                _acknowledge(signals.taken[0])
             ranks.send(signal.SIGKILL if handed_on else signal.SIGTERM)
             handed_on += 1
         codes = ranks.codes()
@@ -138,6 +140,17 @@ def watch(ranks: Ranks, signals: Signals) -> int:
         if is_late or all(code is not None for code in codes):
             return signals.code or max(code or 0 for code in codes)
         time.sleep(0.1)
+
+
+def name_of(number: int) -> str:
+    """Returns the name of a signal as a user knows it."""
+    return "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+
+
+def _acknowledge(number: int) -> None:
+    """Tell the user that the request to end has arrived."""
+    again = "; a second Ctrl-C ends it at once, without saving" if number == signal.SIGINT else ""
+    print(f"\nasked to end by {name_of(number)}: the run saves its state and ends{again}", flush=True)
 
 
 def _fail(ranks: Ranks, causes: list[Cause]) -> int:

@@ -179,6 +179,7 @@ def _news(view: RunView, have: Have, curve_bytes: float) -> dict[str, Any]:
         "path": str(view.run_dir),
         "state": view.state,
         "reason": view.reason,
+        "warnings": view.warnings,
         "step": view.step,
         "total": view.total,
         "seconds_left": view.seconds_left,

@@ -17,6 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from fivefold.distributed.pulse import Stages
 from fivefold.files import write_whole, writing
 from fivefold.observability.trackers.trackers import Trackers
+from fivefold.observability.warnings import WARNINGS, Warnings
 from fivefold.terminal import plain, raw
 
 LINE = {
@@ -49,13 +50,14 @@ class RunLogger:
         settle: Callable[[], None] = lambda: None,
         tracker_seconds: float = 30.0,
         stages: Stages | None = None,
+        warnings: Warnings | None = None,
     ) -> None:
         """Create the logger.
 
         `settle` waits until the device has finished its work, so that no stage's time includes another's. `tracker_seconds`
         is the longest time that the end of the run waits for trackers. `stages` are the stages as other threads read them.
         """
-        self._stages = stages or Stages()
+        self._stages, self.warnings = stages or Stages(), warnings or Warnings()
         self._settle, self._main, self._run_dir = settle, is_main, run_dir
         self._times: dict[str, float] = {}
         self._metrics: dict[str, float] = {}
@@ -83,8 +85,8 @@ class RunLogger:
             self._stage_task = self._progress.add_task("", total=None)
             self._progress.start()
 
-    def begin(self) -> None:
-        """Start the trackers.
+    def begin(self, step: int = 0) -> None:
+        """Start the trackers, and show `step` as the last finished one.
 
         Call this once the run's files hold the resumed state and nothing of later steps.
         """
@@ -92,6 +94,9 @@ class RunLogger:
             return
         self._has_begun = True
         self._write_status()
+        self.warnings.resume(self._run_dir / "metrics.jsonl")
+        if self._progress is not None:
+            self._progress.update(self._steps_task, completed=step)
         if self._tracker_names:
             self._trackers = Trackers(self._run_dir, self._tracker_names, self._tracker_seconds, self.log)
 
@@ -166,7 +171,12 @@ class RunLogger:
                 for name in sorted(metrics)
                 if name == "val/loss" or (name.startswith("val/") and "accuracy" in name)
             ]
-            self.log(f"step {step} | {' | '.join(shown)} | {metrics.get('time/step', 0):.1f} s")
+            self.log(" | ".join([f"step {step}", *shown, *_seconds(step, metrics, spans)]))
+            rows, sentences = self.warnings.of(step, metrics)
+            for row in rows:
+                append_json(self._run_dir / WARNINGS, row)
+            for sentence in sentences:
+                self.log(f"warning  {sentence}")
             if self._progress is not None:
                 self._progress.update(self._steps_task, completed=step)
 
@@ -195,6 +205,13 @@ class RunLogger:
                 self._write_status()
         if self._trackers is not None:
             self._trackers.close(is_finished=self._state == "finished")
+
+
+def _seconds(step: int, metrics: dict[str, float], spans: list[dict[str, Any]]) -> list[str]:
+    """Return the seconds of a step and of its evaluation, scoring included, as the console line shows them."""
+    evaluation = [span["seconds"] for span in spans if span["name"] == "eval"]
+    shown = [f"{metrics.get('time/step', 0):.1f} s"] if step else []
+    return [*shown, *([f"evaluation {sum(evaluation):.1f} s"] if evaluation else [])]
 
 
 def append_json(path: Path, row: dict[str, Any]) -> None:

@@ -16,6 +16,7 @@ from fivefold.errors import UserError
 from fivefold.observability.differences import settings
 from fivefold.observability.distributions import Drawn
 from fivefold.observability.growing import GrowingRows, is_number, numbers
+from fivefold.observability.warnings import WARNINGS
 
 _MOST_SAMPLES = 2000
 _MOST_STAGES = 32
@@ -50,6 +51,7 @@ class RunView:
         self.generation = 0
         """Counter that changes when earlier rows become void, because the run resumed from an older step."""
         self._files = [GrowingRows(run_dir / name) for name in ("metrics.jsonl", "samples.jsonl", "trace/stages.jsonl")]
+        self._warnings, self._warned = GrowingRows(run_dir / WARNINGS), list[dict[str, Any]]()
         self._status: dict[str, Any] = {}
         self.refresh()
 
@@ -79,12 +81,21 @@ class RunView:
         for row in drawn:
             self.distributions.add(row)
         self.stages.extend(row for row in times if _is_timed(row))
+        # Only the warnings of the latest step are shown.
+        warned, is_moved = self._warnings.new()
+        if warned or is_moved:
+            self._warned = [row for row in warned if row["step"] == warned[-1]["step"]]
         self._status = _read(self.run_dir / "status.json")
 
     @property
     def step(self) -> int:
         """Return the number of finished steps."""
         return max((row["step"] for row in self.rows), default=0)
+
+    @property
+    def warnings(self) -> list[str]:
+        """Return what is wrong in the latest step; empty if its metrics reach no threshold of `trainer.warnings`."""
+        return [str(row.get("text", "")) for row in self._warned if row["step"] == self.step]
 
     @property
     def config(self) -> str:

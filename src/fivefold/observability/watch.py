@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+import textwrap
 import time
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
@@ -108,6 +109,8 @@ def _runs(views: Sequence[RunView], width: int) -> tuple[int, RenderableType]:
             lines.append(Text.assemble(("━" * done, style), ("━" * (room - done), "dim")))
         if view.state in ("failed", "dead") and view.reason:
             lines.append(_cut(Text(plain(view.reason), "red"), width))
+        for warning in view.warnings:
+            lines += [Text(line, "yellow") for line in textwrap.wrap(f"warning  {plain(warning, 600)}", width)]
         if not view.rows:
             lines.append(Text("no metrics yet", "dim"))
     return len(lines) + 1, Group(*lines, Text(""))

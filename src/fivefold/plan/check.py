@@ -27,7 +27,7 @@ from fivefold.config.schema import (
 from fivefold.config.scoring import RewardConfig
 from fivefold.config.validate import validate
 from fivefold.errors import UserError, shown
-from fivefold.hub import MODELSCOPE
+from fivefold.hub import MODELSCOPE, cached_models
 from fivefold.keys.findings import Findings
 from fivefold.models.adapters import adapters_of, check_adapter_files
 from fivefold.models.config_json import read_config
@@ -36,6 +36,7 @@ from fivefold.models.parameters import VALUE_HEAD
 from fivefold.models.spec import ModelSpec
 from fivefold.models.tensor_files import check_tensor_files, tensor_places
 from fivefold.models.torch_dist import check_torch_dist, find_torch_dist, has_value_head, is_torch_dist
+from fivefold.plan import cpu_time
 from fivefold.plan.data_files import check_data
 from fivefold.plan.engine_checks import check_engine, check_judge, report_engine
 from fivefold.plan.engine_placement import device_rows
@@ -66,10 +67,11 @@ def check(config: RunConfig) -> Findings:
         if policy is not None and not roles[name].reads_text and spec.vocab != policy.vocab:
             findings.error(roles[name].path_key, f"must have the policy's vocabulary: {spec.vocab} != {policy.vocab}")
     if policy is not None and not findings.errors:
-        findings.notes[:0] = _spec_notes(config, policy)
+        findings.summary[:] = _summary(config, policy)
         check_fit(findings, config, lambda changed: memory_of(changed, policy))
         if not findings.errors:
             findings.notes[:0] = describe_step(config, policy)
+    _estimate_on_cpu(findings, config, policy)
     _check_run_dir(findings, config.run_dir, config.trainer.run_dir)
     resume = config.trainer.resume
     if resume not in ("auto", "never") and not Path(resume).is_dir():
@@ -93,6 +95,17 @@ def check(config: RunConfig) -> Findings:
             "gradient of the KL"
         )
     return findings
+
+
+def _estimate_on_cpu(findings: Findings, config: RunConfig, spec: ModelSpec | None) -> None:
+    """Note the time of a step on this machine's CPU, and a trial if it is long. A model of the hub may be in its cache."""
+    if findings.errors or elsewhere(config.launch) or on_gpus(config.launch, config.trainer.device):
+        return
+    if spec is None:
+        cached = cached_models().get(config.model.path)
+        spec = None if cached is None else load_spec(cached)
+    if spec is not None:
+        findings.duration[:], findings.trial[:] = cpu_time.describe_cpu_step(config, spec, cpu_time.measured_rates)
 
 
 def _check_run_dir(findings: Findings, path: Path, named: str | None) -> None:
@@ -337,14 +350,14 @@ def _report_unsampled(findings: Findings, config: RunConfig) -> None:
         findings.ignore("reward", f"{name} scores nothing where nothing is sampled for evaluation")
 
 
-def _spec_notes(config: RunConfig, spec: ModelSpec) -> list[str]:
+def _summary(config: RunConfig, spec: ModelSpec) -> list[str]:
     algorithm, memory, where = config.algorithm, memory_of(config, spec), placed(config.roles)
     return [
         f"model {spec.family}, {spec.parameters / 1e6:,.1f} M parameters",
         *(one.describe() for one in where),
         *(placement(where) if config.roles.own_layouts else []),
         f"{config.samples_per_step} samples a step, {algorithm.updates} optimizer step{'s' * (algorithm.updates > 1)} each",
-        f"memory on the fullest rank about: {memory.describe()}",
+        *memory.table(),
     ]
 
 

@@ -96,14 +96,17 @@ class Memory:
         """Return the bytes of the largest phase."""
         return max(sum(parts.values()) for parts in self.phases.values())
 
-    def describe(self) -> str:
-        """Describe each phase with its parts, in GiB."""
-
-        def sizes_of(parts: dict[str, int]) -> str:
-            sizes = {name: size / 2**30 for name, size in parts.items() if size}
-            return f"{sum(sizes.values()):.2f} GiB = " + " + ".join(f"{name} {size:.2f}" for name, size in sizes.items())
-
-        return "; ".join(f"{name} {sizes_of(parts)}" for name, parts in self.phases.items())
+    def table(self) -> list[str]:
+        """Return a table as lines: a row for each phase, a column for each part, in GiB or MiB."""
+        unit, size = ("GiB", 2**30) if self.total >= 2**30 else ("MiB", 2**20)
+        columns = list(dict.fromkeys(name for parts in self.phases.values() for name, held in parts.items() if held))
+        rows = [[f"{unit} on the fullest rank", "total", *columns]]
+        for phase, parts in self.phases.items():
+            sizes = [sum(parts.values()), *(parts.get(name, 0) for name in columns)]
+            rows.append([phase, *(f"{held / size:.2f}" if held else "" for held in sizes)])
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        cells = [[row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])] for row in rows]
+        return ["  ".join(line).rstrip() for line in cells]
 
 
 @dataclass(frozen=True)

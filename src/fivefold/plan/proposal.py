@@ -225,7 +225,7 @@ def _describe(proposal: Proposal, number: int, candidate: Candidate) -> list[str
         f"{estimate.tokens_per_second:,.0f} tokens/s{price}",
         f"time     {describe_parts(estimate, _PARTS_LEAST)}",
         *([f"overlap  {overlap}"] if overlap else []),
-        f"memory   {estimate.memory.describe()}",
+        "memory   " + "\n         ".join(estimate.memory.table()),
         f"limit    {estimate.limit}",
         "",
         as_yaml(proposal, candidate).rstrip(),

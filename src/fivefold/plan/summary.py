@@ -59,7 +59,7 @@ def describe(config: RunConfig, spec: ModelSpec, *, steps: int, prompts: int, dr
         f"micro-batches of {config.policy.tokens_per_micro_batch} tokens on each of {layout.dp} replicas",
         f"steps    {steps}",
         *_describe_checkpoints(config.trainer, config.policy, spec),
-        f"memory   on the fullest rank about: {memory_of(config, spec).describe()}",
+        "memory   " + "\n         ".join(memory_of(config, spec).table()),
     ]
     return "\n".join(lines)
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
+from functools import cache
 from urllib.parse import urlsplit
 
 from fivefold.config.scoring import JudgeConfig, RewardConfig
@@ -19,6 +20,7 @@ from fivefold.reward.rules import (
     SOURCES_OF,
     check_name,
     check_parameters,
+    forms_read,
     is_judged,
     reward_of,
     runs_programs,
@@ -55,6 +57,20 @@ def choose_rewards(config: RewardConfig, source: str) -> ChosenRewards:
         check_name(name)
     _check_accuracy(config)
     return ChosenRewards(weights, config.accuracy if config.accuracy in weights else default_accuracy(weights))
+
+
+def forms_by_source(config: RewardConfig) -> Callable[[str], tuple[str, ...]]:
+    """Return a function: data_source -> texts, of which a response needs one to be correct by its reward."""
+
+    @cache
+    def forms(source: str) -> tuple[str, ...]:
+        try:
+            return forms_read(choose_rewards(config, source).accuracy or "")
+        except UserError:
+            # Nothing scores this source.
+            return ()
+
+    return forms
 
 
 def default_accuracy(names: Iterable[str]) -> str | None:

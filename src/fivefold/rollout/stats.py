@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -31,6 +31,16 @@ def nothing_skipped(stats: RolloutStats) -> None:
     """Return None: the policy's passes cover all samples."""
 
 
+def no_forms(source: str) -> tuple[str, ...]:
+    """Return no form: the reward reads any text."""
+    return ()
+
+
+def has_form(text: str, forms: Sequence[str]) -> float:
+    """Return 1 if a response has one of the forms that its reward reads, 0 if it has none; NaN if there is none to have."""
+    return float(any(form in text for form in forms)) if forms else math.nan
+
+
 @dataclass(frozen=True)
 class BatchPlan:
     """Parameters that turn the samples of a step into batches: dealt to optimizer steps, then to replicas."""
@@ -50,6 +60,8 @@ class BatchPlan:
     """data_source -> domain; None if domains are not distinguished."""
     share_prefix: bool = False
     """Whether samples of one prompt on one replica compute the prompt only once."""
+    forms: Callable[[str], Sequence[str]] = no_forms
+    """data_source -> texts, one of which a response must have to be right; empty if its reward reads any text."""
     routes: RouteShape | None = None
     """Shape of the expert routes that are sent with the samples; None: no routes are sent."""
 
@@ -57,7 +69,7 @@ class BatchPlan:
 _COLUMNS = (
     "group", "place", "reward", "response_length", "prompt_length", "length", "finished", "failed", "incomplete", "correct",
     "repetition", "version", "versions_differ", "greedy_reward", "greedy_length", "has_logprobs", "is_used", "domain",
-    "is_expert", "timed_out",
+    "is_expert", "timed_out", "formed",
 )  # fmt: skip
 
 
@@ -67,9 +79,7 @@ def gather_stats(groups: list[Group], ranks: Ranks, plan: BatchPlan) -> RolloutS
     Numbers per sample are exchanged as one tensor; tokens stay on their rank until they are packed. Samples whose reward
     failed are left out of the step.
     """
-    own = torch.tensor([row for group in groups for row in _rows(group, plan.domain_of)], dtype=torch.float64).view(
-        -1, len(_COLUMNS)
-    )
+    own = torch.tensor([row for group in groups for row in _rows(group, plan)], dtype=torch.float64).view(-1, len(_COLUMNS))
     gathered = ranks.all_gather_world(own)
     rank_N = torch.cat([torch.full((len(rows),), rank) for rank, rows in enumerate(gathered)])
     everyone = torch.cat(gathered)
@@ -122,7 +132,12 @@ def _stats(rows: Tensor, rank_N: Tensor, groups: list[Group], ranks: Ranks, plan
         has_logprobs=bool((column["has_logprobs"].bool() | expert_N).all()),
         greedy_rewards_N=None if greedy_N.isnan().any() else greedy_N,
         greedy_lengths_N=column["greedy_length"].long(),
-        scoring=Scoring(_reward_parts(groups, ranks), int(failed_N.sum()), int(column["timed_out"].sum())),
+        scoring=Scoring(
+            _reward_parts(groups, ranks),
+            int(failed_N.sum()),
+            int(column["timed_out"].sum()),
+            known_mean(column["formed"][~expert_N]),
+        ),
         group_size=group_size,
         domain_N=column["domain"].unique(return_inverse=True)[1] if plan.domain_of else None,
         incomplete_N=column["incomplete"].bool() if failed_N.any() else None,
@@ -175,19 +190,26 @@ class Informative:
         return len(rewards_N) > 0 and low <= float(rewards_N.mean()) <= high
 
 
-def _rows(group: Group, domain_of: Callable[[str], str] | None) -> list[list[float]]:
+def known_mean(values_N: Tensor) -> float | None:
+    """Return the mean of the values that are not NaN, or None if there are none."""
+    known_N = values_N[~values_N.isnan()]
+    return float(known_N.mean()) if len(known_N) else None
+
+
+def _rows(group: Group, plan: BatchPlan) -> list[list[float]]:
     greedy = float("nan") if group.greedy_reward is None else group.greedy_reward
     prompt = len(group.prompt.token_ids)
     incomplete = any(sample.reward_failed for sample in group.samples)
     # CRC-32 is the same on every rank.
-    domain = 0 if domain_of is None else zlib.crc32(domain_of(group.prompt.source).encode())
+    source, forms = group.prompt.source, plan.forms(group.prompt.source)
+    domain = 0 if plan.domain_of is None else zlib.crc32(plan.domain_of(source).encode())
     return [
         [
             group.index, place, sample.reward, sample.loss_tokens, prompt, prompt + len(sample.token_ids), sample.finished,
             sample.reward_failed, incomplete, sample.correct, repetition(sample.token_ids), sample.policy_version,
             sample.token_versions is not None, greedy, group.greedy_length,
             len(sample.logprobs) == len(sample.token_ids), group.is_used, domain, group.is_expert,
-            sample.reward_timed_out,
+            sample.reward_timed_out, has_form(sample.text, forms),
         ]
         for place, sample in enumerate(group.samples)
     ]  # fmt: skip
@@ -268,6 +290,8 @@ def rollout_metrics(stats: RolloutStats, policy_version: int) -> dict[str, float
         "rollout/staleness_mean": float(staleness_N.mean()),
         "rollout/staleness_max": float(staleness_N.max()),
     }
+    if stats.scoring.formed is not None:
+        found["response/form_fraction"] = stats.scoring.formed
     for name, chosen in (("correct", stats.correct_N), ("incorrect", ~stats.correct_N)):
         if chosen.any():
             found[f"response/length_mean_{name}"] = float(lengths[chosen].mean())

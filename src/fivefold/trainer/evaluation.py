@@ -18,7 +18,7 @@ from fivefold.observability.run_logger import RunLogger
 from fivefold.rollout.generation import Generator
 from fivefold.rollout.packing import pack_dataset
 from fivefold.rollout.sources import groups_from_dataset
-from fivefold.rollout.stats import BatchPlan
+from fivefold.rollout.stats import BatchPlan, has_form, known_mean
 from fivefold.trainer.models import Models
 from fivefold.types import Group, Prompt, Sampling
 
@@ -102,6 +102,7 @@ class Evaluation:
         greedy = self.generator.sample(chosen.prompts, 1, chosen.greedy, draw)
         for source, rows in self._by_source(greedy).items():
             metrics |= rows.means(source, correct="accuracy", rewards="reward", lengths="length_mean")
+            metrics |= rows.shapes(source)
         if chosen.samples:
             k = chosen.samples
             sampled = self.generator.sample(chosen.prompts, k, chosen.sampled, draw)
@@ -117,11 +118,19 @@ class Evaluation:
     def _by_source(self, groups: Sequence[Group]) -> dict[str, _Rows]:
         """Numbers of the samples of all ranks by source, in the order of the prompts."""
         own = [
-            [group.index, sample.correct, sample.reward, len(sample.token_ids), sample.reward_failed]
+            [
+                group.index,
+                sample.correct,
+                sample.reward,
+                len(sample.token_ids),
+                sample.reward_failed,
+                not sample.finished,
+                has_form(sample.text, self.plan.forms(group.prompt.source)),
+            ]
             for group in groups
             for sample in group.samples
         ]
-        gathered = torch.cat(self.ranks.all_gather_world(torch.tensor(own, dtype=torch.float64).view(-1, 5)))
+        gathered = torch.cat(self.ranks.all_gather_world(torch.tensor(own, dtype=torch.float64).view(-1, 7)))
         gathered = gathered[gathered[:, 0].argsort(stable=True)]
         sources = [self.evaluation_set.prompts[int(index)].source for index in gathered[:, 0]]
         places = {source: [i for i, name in enumerate(sources) if name == source] for source in sorted(set(sources))}
@@ -136,6 +145,8 @@ class _Rows:
     rewards: Tensor
     lengths: Tensor
     failed: Tensor
+    truncated: Tensor
+    formed: Tensor
 
     def means(self, source: str, **names: str) -> dict[str, float]:
         """`val/<source>/<name>` of the named columns, over samples with a known reward; empty if there are none."""
@@ -143,3 +154,8 @@ class _Rows:
         if not known.any():
             return {}
         return {f"val/{source}/{name}": float(getattr(self, column)[known].mean()) for column, name in names.items()}
+
+    def shapes(self, source: str) -> dict[str, float]:
+        """`val/<source>/...` on how the responses end and whether they have the form that the reward reads."""
+        found = {"truncated_fraction": float(self.truncated.mean()), "form_fraction": known_mean(self.formed)}
+        return {f"val/{source}/{name}": value for name, value in found.items() if value is not None}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -166,7 +165,7 @@ class Trainer:
                 self._kl_coef = state.kl_coef
         if self.ranks.is_main:
             write_whole(self.run_dir / "run.yaml", self.resolved_config)
-        self.logger.begin()
+        self.logger.begin(self.step)
 
     # --- after a step ------------------------------------------------------------------------------------------------
 
@@ -193,7 +192,7 @@ class Trainer:
 
     def _end_step(self) -> None:
         last = self.step == self.total_steps
-        if self.evaluation is not None and (self._is_due(self.config.eval_every) or last):
+        if self.evaluation is not None and (self._is_due(self.config.eval_every) or (last and self._ends_with_evaluation)):
             found, goal = self._evaluate(self.evaluation), self.config.stop_at
             if goal and all(found.get(name, -math.inf) >= value for name, value in goal.items()):
                 self.logger.log(f"reached {goal} after step {self.step}")
@@ -204,17 +203,23 @@ class Trainer:
         if last or self._is_due(self.config.save_every):
             self.save(last)
 
-    def _is_due(self, every: int | Literal["epoch"]) -> bool:
+    def _is_due(self, every: int | Literal["epoch", "never"]) -> bool:
         """Whether the step that just ended completes an interval of `every` steps; 0 means never."""
+        if every == "never":
+            return False
         count = self.steps_per_epoch if every == "epoch" else every
         return bool(count) and self.step % count == 0
+
+    @property
+    def _ends_with_evaluation(self) -> bool:
+        return self.config.eval_every != "never"
 
     def _end_with_data(self) -> None:
         """End the run after the last finished step, because too few prompts are left for the one in progress."""
         self._before, self.total_steps = None, self.step
         self.logger.discard()
         self.logger.log(f"the data of the run were used up after step {self.step}")
-        if self.evaluation is not None and not self._is_due(self.config.eval_every):
+        if self.evaluation is not None and self._ends_with_evaluation and not self._is_due(self.config.eval_every):
             self._evaluate(self.evaluation)
             self.logger.end_step(self.step)
         self._saver.settle(wait=False)
@@ -260,14 +265,13 @@ class Trainer:
             with self.ranks.heartbeat.shielded():
                 self._saver.write(self.progress, self.rollouts.state_dict(), self._saver.groups(), is_last)
 
-    def save_interrupted(self, number: int) -> None:
-        """Write a checkpoint of a run that a signal ended, within a step, within an evaluation or between them.
-        Collective."""
+    def save_interrupted(self, asked: str) -> None:
+        """Write a checkpoint of a run that was asked to end, within a step, within an evaluation or between them.
+        `asked` begins the message. Collective."""
         self._saver.settle(wait=True)
         if self._has_learned:
             self._count_step()
         self.logger.end("ended", self.total_steps)
-        asked = f"asked to end by {signal.Signals(number).name}"
         if self._before is not None:
             asked += f" in step {self.step + 1}"
         if self.step == 0:

@@ -18,6 +18,7 @@ function drawRuns() {
     return el("section", {class: `run${isOff ? " off" : ""}`}, top, el("div", {class: "path"}, run.path),
       run.total ? el("div", {class: "bar"}, el("i", {class: `c${run.color}`, style: `width:${share}%`})) : null,
       el("dl", {class: "facts"}, ...facts.map(([label, value]) => el("div", {}, el("dt", {}, label), el("dd", {}, String(value))))),
+      ...run.warnings.map(text => el("div", {class: "warning"}, text)),
       run.reason && run.state !== "running" ? el("div", {class: "reason"}, run.reason) : null);
   }));
   if (focused != null) document.querySelector(`[data-run="${focused}"]`)?.focus();

@@ -1,0 +1,129 @@
+"""The model card of an export: base model, data, method, metrics, layout and license of the run that made it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from fivefold import __version__
+from fivefold.algo.methods import METHODS
+from fivefold.checkpoint.checkpoints import RunState
+from fivefold.config import RunConfig
+from fivefold.files import read_json_lines
+
+CARD = "README.md"
+_MOST_CARD = 1 << 20
+_SHOWN = ("reward/mean", "val/", "response/length_mean", "policy/kl_reference", "policy/entropy")
+"""Beginnings of the names of metrics that the card has."""
+
+
+def model_card(
+    name: str, config: RunConfig, state: RunState, run_dir: Path, part: str, library: str, base_card: Path | None
+) -> str:
+    """Return the card's text.
+
+    `name` is the repository's, `library` the one that loads the files, `base_card` the README of the base model.
+    """
+    algorithm, data, path = config.algorithm, config.data, config.roles[part].path
+    method = METHODS[algorithm.name]
+    is_local = Path(path).is_dir()
+    base = Path(path).name if is_local else path
+    license_of_base = _license(base_card)
+    # A directory's name is no id of the hub.
+    head: dict[str, Any] = {} if is_local else {"base_model": path}
+    head |= {"library_name": library, "tags": ["fivefold", algorithm.name]}
+    if license_of_base:
+        head["license"] = license_of_base
+    files = {"trained on": data.train, "evaluated on": data.val}
+    rows = _metrics(run_dir, state.step)
+    lines = [
+        "---",
+        yaml.safe_dump(head, sort_keys=False, allow_unicode=True).rstrip(),
+        "---",
+        f"# {name.partition('/')[2] or name}",
+        "",
+        f"The {part} of a run of Fivefold {__version__} that began with `{base}`, after {state.step} steps.",
+        "",
+        "## Method",
+        "",
+        f"`{algorithm.name}`: {method.about}",
+        "",
+        "```yaml",
+        yaml.safe_dump(_settings(config, state), sort_keys=False, allow_unicode=True).rstrip(),
+        "```",
+        "",
+        "## Data",
+        "",
+        *(f"- {what}: {', '.join(f'`{_named(file)}`' for file in names)}" for what, names in files.items() if names),
+        *([f"- rewards: {', '.join(f'`{_named(reward)}`' for reward in config.reward.functions)}"]
+          if config.reward.functions and not algorithm.offline else []),
+        "",
+        "## Metrics",
+        "",
+        *(["| metric | value | step |", "|---|---|---|", *rows] if rows else ["The run's metrics are not known."]),
+        "",
+        "## License",
+        "",
+        f"`{license_of_base}`, that of the model it began with." if license_of_base
+        else "That of the model it began with, which its card does not name.",
+        "",
+    ]  # fmt: skip
+    return "\n".join(lines)
+
+
+def _settings(config: RunConfig, state: RunState) -> dict[str, Any]:
+    """Return the settings that say how it was trained."""
+    algorithm, data, policy = config.algorithm, config.data, config.policy
+    found: dict[str, Any] = {
+        "layout": state.layout,
+        "dtype": policy.dtype,
+        "steps": state.step,
+        "optimizer_steps": state.version,
+        "learning_rate": policy.optimizer.lr,
+        "prompts_per_step": data.prompts_per_step,
+        "max_prompt_tokens": data.max_prompt_tokens,
+        "max_response_tokens": data.max_response_tokens,
+        "seed": config.trainer.seed,
+    }
+    if not algorithm.offline:
+        found |= {"group_size": algorithm.group_size, "temperature": config.engine.sampling.temperature}
+        found |= {"kl_coef": algorithm.resolved.kl.coef}
+    if policy.lora.rank:
+        found["lora_rank"] = policy.lora.rank
+    return found
+
+
+def _named(text: str) -> str:
+    """Return a file's name without its directory, which is of the machine; an id of the hub is kept."""
+    return Path(text).name if text.startswith(("/", ".", "~")) else text
+
+
+def _metrics(run_dir: Path, step: int) -> list[str]:
+    """Return rows of a table with the last values up to a step."""
+    found: dict[str, tuple[float, int]] = {}
+    file = run_dir / "metrics.jsonl"
+    for _, row in read_json_lines(file, growing=True) if file.is_file() else ():
+        if isinstance(row.get("step"), int) and row["step"] <= step:
+            found |= {
+                name: (value, row["step"])
+                for name, value in row.items()
+                if name.startswith(_SHOWN) and isinstance(value, int | float)
+            }
+    return [f"| `{name}` | {value:.4g} | {at} |" for name, (value, at) in sorted(found.items())]
+
+
+def _license(base_card: Path | None) -> str:
+    """Return the license in the front matter of a model's card; empty if it names none."""
+    if base_card is None or not base_card.is_file():
+        return ""
+    with base_card.open(encoding="utf-8", errors="replace") as file:
+        text = file.read(_MOST_CARD)
+    begin, _, rest = text.partition("---\n")
+    try:
+        head = yaml.safe_load(rest.partition("\n---")[0]) if not begin.strip() else None
+    except yaml.YAMLError:
+        head = None
+    found = head.get("license") if isinstance(head, dict) else None
+    return found if isinstance(found, str) else ""

@@ -1,0 +1,40 @@
+"""Lines of a run in the terminal: the seconds of a step and of an evaluation, and the bar of a resumed run."""
+
+from __future__ import annotations
+
+import io
+import re
+import sys
+import time
+
+from fivefold.observability.run_logger import RunLogger
+
+
+def test_the_line_of_step_0_has_the_seconds_of_its_evaluation(tmp_path, capsys):
+    logger = RunLogger(tmp_path, ["console"], is_main=True, steps=5)
+    with logger.stage("eval"), logger.stage("reward"):
+        time.sleep(0.2)
+    logger.record({"val/a/accuracy": 0.5})
+    logger.end_step(0)
+    with logger.stage("step"):
+        pass
+    logger.end_step(1)
+    first, second = capsys.readouterr().out.splitlines()
+    # Scoring is a stage of its own in the metrics; the line has all of the evaluation.
+    found = re.fullmatch(r"step 0 \| val/a/accuracy 0.5 \| evaluation ([\d.]+) s", first)
+    assert found is not None and float(found[1]) >= 0.2
+    assert second == "step 1 | 0.0 s"
+
+
+def test_the_bar_of_a_resumed_run_starts_at_its_step(tmp_path, monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setenv("TERM", "xterm")
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stdout", terminal)
+    logger = RunLogger(tmp_path, ["console"], is_main=True, steps=40)
+    logger.begin(30)
+    logger.close()
+    assert "30/40" in terminal.getvalue()
