@@ -8,7 +8,6 @@ from typing import Any
 
 import yaml
 
-from fivefold import __version__
 from fivefold.algo.methods import METHODS
 from fivefold.checkpoint.checkpoints import RunState
 from fivefold.config.learners import PolicyConfig
@@ -63,7 +62,7 @@ def model_card(name: str, run: Trained, state: RunState) -> str:
         "---",
         f"# {name.partition('/')[2] or name}",
         "",
-        f"The {part} of a run of Fivefold {__version__} that began with `{base}`, after {state.step} steps.",
+        f"The {part} of a run of Fivefold that began with `{base}`, after {state.step} steps.",
         "",
         "## Method",
         "",
