@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from fivefold import __version__
 from fivefold.algo.methods import METHODS
 from fivefold.checkpoint.checkpoints import RunState
-from fivefold.config import RunConfig
+from fivefold.config.learners import PolicyConfig
+from fivefold.config.schema import AlgorithmConfig, DataConfig
+from fivefold.config.scoring import RewardConfig
 from fivefold.files import read_json_lines
 
 CARD = "README.md"
@@ -19,46 +21,62 @@ _SHOWN = ("reward/mean", "val/", "response/length_mean", "policy/kl_reference", 
 """Beginnings of the names of metrics that the card has."""
 
 
-def model_card(
-    name: str, config: RunConfig, state: RunState, run_dir: Path, part: str, library: str, base_card: Path | None
-) -> str:
-    """Return the card's text.
+@dataclass(frozen=True)
+class Trained:
+    """What a card says about a run."""
 
-    `name` is the repository's, `library` the one that loads the files, `base_card` the README of the base model.
-    """
-    algorithm, data, path = config.algorithm, config.data, config.roles[part].path
+    part: str
+    """Model of the run: the policy or another one that learned."""
+    path: str
+    """Directory or hub id of the model that it began with."""
+    base_card: Path
+    """README of that model, which may be missing."""
+    library: str
+    """Library that loads the files."""
+    run_dir: Path
+    algorithm: AlgorithmConfig
+    data: DataConfig
+    policy: PolicyConfig
+    reward: RewardConfig
+    temperature: float
+    seed: int
+
+
+def model_card(name: str, run: Trained, state: RunState) -> str:
+    """Return the text of the card for the repository `name`."""
+    algorithm, data, path, part = run.algorithm, run.data, run.path, run.part
     method = METHODS[algorithm.name]
     is_local = Path(path).is_dir()
     base = Path(path).name if is_local else path
-    license_of_base = _license(base_card)
+    license_of_base = _license(run.base_card)
     # A directory's name is no id of the hub.
     head: dict[str, Any] = {} if is_local else {"base_model": path}
-    head |= {"library_name": library, "tags": ["fivefold", algorithm.name]}
+    head |= {"library_name": run.library, "tags": ["fivefold", algorithm.name]}
     if license_of_base:
         head["license"] = license_of_base
     files = {"trained on": data.train, "evaluated on": data.val}
-    rows = _metrics(run_dir, state.step)
+    rows = _metrics(run.run_dir, state.step)
     lines = [
         "---",
         yaml.safe_dump(head, sort_keys=False, allow_unicode=True).rstrip(),
         "---",
         f"# {name.partition('/')[2] or name}",
         "",
-        f"The {part} of a run of Fivefold {__version__} that began with `{base}`, after {state.step} steps.",
+        f"The {part} of a run of Fivefold that began with `{base}`, after {state.step} steps.",
         "",
         "## Method",
         "",
         f"`{algorithm.name}`: {method.about}",
         "",
         "```yaml",
-        yaml.safe_dump(_settings(config, state), sort_keys=False, allow_unicode=True).rstrip(),
+        yaml.safe_dump(_settings(run, state), sort_keys=False, allow_unicode=True).rstrip(),
         "```",
         "",
         "## Data",
         "",
         *(f"- {what}: {', '.join(f'`{_named(file)}`' for file in names)}" for what, names in files.items() if names),
-        *([f"- rewards: {', '.join(f'`{_named(reward)}`' for reward in config.reward.functions)}"]
-          if config.reward.functions and not algorithm.offline else []),
+        *([f"- rewards: {', '.join(f'`{_named(reward)}`' for reward in run.reward.functions)}"]
+          if run.reward.functions and not algorithm.offline else []),
         "",
         "## Metrics",
         "",
@@ -73,9 +91,9 @@ def model_card(
     return "\n".join(lines)
 
 
-def _settings(config: RunConfig, state: RunState) -> dict[str, Any]:
+def _settings(run: Trained, state: RunState) -> dict[str, Any]:
     """Return the settings that say how it was trained."""
-    algorithm, data, policy = config.algorithm, config.data, config.policy
+    algorithm, data, policy = run.algorithm, run.data, run.policy
     found: dict[str, Any] = {
         "layout": state.layout,
         "dtype": policy.dtype,
@@ -85,10 +103,10 @@ def _settings(config: RunConfig, state: RunState) -> dict[str, Any]:
         "prompts_per_step": data.prompts_per_step,
         "max_prompt_tokens": data.max_prompt_tokens,
         "max_response_tokens": data.max_response_tokens,
-        "seed": config.trainer.seed,
+        "seed": run.seed,
     }
     if not algorithm.offline:
-        found |= {"group_size": algorithm.group_size, "temperature": config.engine.sampling.temperature}
+        found |= {"group_size": algorithm.group_size, "temperature": run.temperature}
         found |= {"kl_coef": algorithm.resolved.kl.coef}
     if policy.lora.rank:
         found["lora_rank"] = policy.lora.rank
@@ -114,9 +132,9 @@ def _metrics(run_dir: Path, step: int) -> list[str]:
     return [f"| `{name}` | {value:.4g} | {at} |" for name, (value, at) in sorted(found.items())]
 
 
-def _license(base_card: Path | None) -> str:
+def _license(base_card: Path) -> str:
     """Return the license in the front matter of a model's card; empty if it names none."""
-    if base_card is None or not base_card.is_file():
+    if not base_card.is_file():
         return ""
     with base_card.open(encoding="utf-8", errors="replace") as file:
         text = file.read(_MOST_CARD)

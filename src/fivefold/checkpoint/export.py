@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from fivefold.checkpoint.card import CARD, model_card
+from fivefold.checkpoint.card import CARD, Trained, model_card
 from fivefold.checkpoint.checkpoints import Checkpoints, RunState
 from fivefold.checkpoint.fingerprint import content_of
 from fivefold.checkpoint.manifest import find_corruption
@@ -145,9 +145,11 @@ def export(
             _without_mtp(out / "config.json")
     if repository is not None:
         # The checkpoint of a run is in RUN/checkpoints/step-000030.
-        library = "peft" if form == "adapter" else "transformers"
-        text = model_card(repository, config, state, checkpoint.absolute().parents[1], part, library, directory / CARD)
-        write_text(out / CARD, text)
+        library, run_dir = "peft" if form == "adapter" else "transformers", checkpoint.absolute().parents[1]
+        sections = (config.algorithm, config.data, config.policy, config.reward)
+        drawn, seed = config.engine.sampling, config.trainer.seed
+        run = Trained(part, path, directory / CARD, library, run_dir, *sections, drawn.temperature, seed)
+        write_text(out / CARD, model_card(repository, run, state))
     trained = "" if dtype == settings.dtype else f" (trained in {settings.dtype})"
     return f"{out}: {total / 2**20:,.1f} MiB of weights {said}, {dtype}{trained}"
 
