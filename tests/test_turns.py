@@ -21,9 +21,8 @@ def test_the_workflow_runs_only_targets_of_the_makefile():
     workflow = yaml.safe_load((ROOT / ".github/workflows/tests.yml").read_text())
     [job] = workflow["jobs"].values()
     assert job["steps"][-1]["run"] == "make ${{ matrix.target }}"
-    makefile = (ROOT / "Makefile").read_text()
-    rows = job["strategy"]["matrix"]["include"]
-    assert [row for row in rows if not re.search(rf"^{row['target']}:", makefile, re.MULTILINE)] == []
+    known = set(re.findall(r"[\w-]+", " ".join(re.findall(r"^(?!\t)([\w -]+):", (ROOT / "Makefile").read_text(), re.M))))
+    assert {row["target"] for row in job["strategy"]["matrix"]["include"]} <= known
 
 
 def test_every_marker_that_the_suite_leaves_out_is_run_by_a_long_target():

@@ -520,11 +520,17 @@ def test_bad_input_is_told_before_any_rank_starts(root):
     assert not (root / "runs/bad/logs").exists()
 
 
-def test_a_reward_function_that_raises_ends_the_run_with_its_traceback(root):
-    (root / "broken.py").write_text("def broken(response):\n    return len(response) / unknown_name\n")
+@pytest.mark.parametrize(
+    ("raises", "says"),
+    [("True", "a reward function failed on a trial"), ("response != ground_truth", "the reward of 32 of 32 samples failed")],
+)
+def test_a_reward_function_that_raises_ends_the_run_with_its_traceback(root, raises, says):
+    """The trial's response is the ground truth: one function fails there, the other on what the policy samples."""
+    text = f"def broken(response, ground_truth):\n    return unknown_name if {raises} else 1\n"
+    (root / "broken.py").write_text(text)
     done = train(root, "broken", f"reward.functions={{'{root}/broken.py:broken': 1.0}}", "trainer.eval_before_train=false")
     assert done.returncode == 1
-    assert "the reward of 32 of 32 samples failed" in done.stderr
+    assert says in done.stderr
     assert "broken.py" in done.stderr and "NameError: name 'unknown_name' is not defined" in done.stderr
 
 

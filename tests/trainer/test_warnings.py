@@ -34,7 +34,7 @@ def warned(mesh, run_dir, *, choices=methods.Choices(), policy=None, steps=4, ch
 
 
 def forms(source: str) -> tuple[str, ...]:
-    return ("####", "\\boxed{")
+    return ("####", "\\boxed")
 
 
 FACTS = Facts(5, 8, True, forms, ["toy"])

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from fivefold.config.schema import WarningsConfig
+from fivefold.reward.rules import describe_forms
 
 WARNINGS = "warnings.jsonl"
 """File of a run with one row for each warning of each step: step, rule, text."""
@@ -186,7 +187,7 @@ def _responses(cut: float, formed: float | None, forms: Sequence[str], facts: Fa
     said = f"{cut:.0%} of responses were cut off at data.max_response_tokens = {facts.max_response_tokens}"
     if formed is None or not forms:
         return said
-    return f"{said}; {'none' if formed == 0 else f'{formed:.0%}'} contained {_names(forms)}"
+    return f"{said}; {'none' if formed == 0 else f'{formed:.0%}'} contained {describe_forms(forms)}"
 
 
 def _remedy(cut: float, formed: float | None, forms: Sequence[str], row: Row) -> str:
@@ -194,14 +195,10 @@ def _remedy(cut: float, formed: float | None, forms: Sequence[str], row: Row) ->
     if cut >= 0.5:
         return "raise data.max_response_tokens"
     if formed is not None and formed < 0.5 and forms:
-        return f"ask for {_names(forms)} in data.system_prompt"
+        return f"ask for {describe_forms(forms)} in data.system_prompt"
     if row.get("reward/solve_all") == 1:
         return "the prompts are too easy: use harder ones in data.train"
     return "look at samples.jsonl: use easier prompts in data.train, a larger algorithm.group_size or other reward.functions"
-
-
-def _names(forms: Sequence[str]) -> str:
-    return " or ".join(form.replace("{", "{}") for form in forms)
 
 
 def _truncated(look: Look) -> float | None:

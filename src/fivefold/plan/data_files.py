@@ -37,7 +37,7 @@ from fivefold.errors import UserError, shown
 from fivefold.keys.findings import Findings
 from fivefold.keys.ranges import suggest
 from fivefold.reward.choose import check_columns, choose_rewards, user_functions
-from fivefold.reward.rules import forms_read, ground_truth_fault, takes_truth
+from fivefold.reward.rules import describe_forms, forms_read, ground_truth_fault, takes_truth
 from fivefold.tables import DATA_SETS
 
 _PROMPTS = 100
@@ -151,7 +151,7 @@ def _report_forms(findings: Findings, training: _Seen) -> None:
     """Report built-in rewards whose prompts mostly do not ask for the form that they read."""
     for name, places in training.unasked.items():
         if 2 * len(places) > (looked := training.prompts[name]):
-            forms = " or ".join(forms_read(name))
+            forms = describe_forms(forms_read(name))
             findings.note(
                 f"data.train: {len(places)} of the first {looked} prompts do not ask for {forms}, where the reward {name} "
                 f"reads the answer (the first: {places[0]}): a model that does not write it by itself gets no reward; ask "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from fivefold.errors import UserError
@@ -218,6 +218,11 @@ def takes_truth(name: str, columns: Collection[str] = ()) -> bool:
 def forms_read(name: str) -> tuple[str, ...]:
     """Return the forms of an answer of which a prompt must ask for one; empty for rewards that read any text."""
     return BUILT_IN[name].reads if name in BUILT_IN else ()
+
+
+def describe_forms(forms: Sequence[str]) -> str:
+    """Return forms of an answer as a sentence names them."""
+    return " or ".join(f"{form}{{}}" if form == _BOX else form for form in forms)
 
 
 def takes_ground_truth(name: str) -> bool:
