@@ -18,6 +18,7 @@ from fivefold.plan.measured import Rate
 from tests.support.commands import gone, program, wait_for
 
 
+@pytest.mark.slow
 def test_a_calibration_measures_layers_as_the_trainer_runs_them(tmp_path):
     path = tmp_path / "own" / "rates.json"
     done = program("fivefold.cli", "plan", "--calibrate", "--seconds", "900", "--calibration", path,

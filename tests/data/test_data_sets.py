@@ -244,6 +244,7 @@ def configured(tmp_path: Path, model: Path, train: list[str], **sections: Any) -
     }
 
 
+@pytest.mark.slow
 def test_a_run_reads_a_data_set_of_the_hub_and_resumes_with_its_commit(tmp_path, hub, model):
     pytest.importorskip("datasets")
     first = hub.push("openai/gsm8k", gsm8k())

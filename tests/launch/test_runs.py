@@ -274,7 +274,7 @@ def fail_to_write_step_4():
     dist_checkpoint.write_pieces = full
 
 
-@pytest.mark.parametrize("in_background", ["true", "false"])
+@pytest.mark.parametrize("in_background", [pytest.param("true", marks=pytest.mark.slow), "false"])
 def test_a_full_disk_ends_the_run_with_one_sentence_and_keeps_the_last_checkpoint(root, base, in_background):
     name = f"full-{in_background}"
     overrides = ["trainer.save_every=2", "policy.backend=megatron:d2", f"trainer.async_save={in_background}"]
@@ -420,6 +420,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_a_run_from_python_with_a_function_as_reward_is_the_run_of_the_command_line(root, base):
     (root / "script.py").write_text(FROM_PYTHON.format(root=root))
     done = python(root / "script.py")
@@ -587,7 +588,7 @@ SPARSE = "model.path={root}/sparse trainer.steps=3 trainer.save_every=2"
 @pytest.mark.parametrize(
     ("name", "overrides"),
     [
-        ("d2e2", "policy.backend=megatron:d2e2"),
+        pytest.param("d2e2", "policy.backend=megatron:d2e2", marks=pytest.mark.slow),
         ("t2c2", "policy.backend=megatron:t2c2e2"),
     ],
 )

@@ -131,6 +131,7 @@ def tied_then_untied(mesh, tied: Path, untied: Path):
     return [through_mbridge(mesh, directory)[1] for directory in (tied, untied)]
 
 
+@pytest.mark.slow
 def test_a_tied_model_leaves_nothing_behind_for_the_next_one_of_mbridge(cluster, models):
     (found,) = cluster.run(tied_then_untied, "megatron:d1", models("qwen2_tied"), models("qwen2"))
     for name, weights in zip(("qwen2_tied", "qwen2"), found, strict=True):
@@ -139,8 +140,16 @@ def test_a_tied_model_leaves_nothing_behind_for_the_next_one_of_mbridge(cluster,
     assert "lm_head.weight" in found[1]
 
 
-@pytest.mark.parametrize("layout", ["d1", "t2p2"])
-@pytest.mark.parametrize("name", ["llama", "llama3_rope", "qwen2", "qwen2_tied", "qwen3"])
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        pytest.param(
+            name, layout, marks=() if (name, layout) in (("llama3_rope", "d1"), ("qwen2", "t2p2")) else pytest.mark.slow
+        )
+        for name in ("llama", "llama3_rope", "qwen2", "qwen2_tied", "qwen3")
+        for layout in ("d1", "t2p2")
+    ],
+)
 def test_mbridge_loads_and_streams_the_same_weights(cluster, models, name, layout):
     expected_T, _, state = hf_numbers(models(name))
     for logprobs_T, weights in cluster.run(through_mbridge, f"megatron:{layout}", models(name)):

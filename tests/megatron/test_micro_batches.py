@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -21,11 +22,10 @@ from tests.support.objectives import COMBINATIONS, WITHOUT_RATIO, as_lists
 from tests.support.two_steps import LENGTHS, MAX_RESPONSE, POLICY, PROMPTS, whole_batch
 
 CUTTABLE = [each for each in COMBINATIONS if LEGACY_AGGREGATE not in each]
-LAYOUTS = ("d2", "t2", "p2", "c2")
-CUTS = [("d1", 2), *[(layout, count) for layout in LAYOUTS for count in (1, 5)]]
+CUTS = [("d1", 2), ("d2", 5), ("p2", 5), ("c2", 1)]
 """Layout and micro-batches of each replica."""
-MORE_CUTS = [("d1", 5), *[(layout, 2) for layout in LAYOUTS]]
-"""`make test-layouts` has them too."""
+MORE_CUTS = [each for each in product(("d1", "d2", "t2", "p2", "c2"), (1, 2, 5)) if each not in [("d1", 1), *CUTS]]
+"""`make test-slow` has them."""
 RESPONSES = torch.tensor(LENGTHS) - torch.tensor(PROMPTS)
 
 
