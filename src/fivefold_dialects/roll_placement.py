@@ -120,7 +120,9 @@ def megatron(source: Source) -> dict[str, Any]:
         else:
             shared.option(options, key, short, value, "policy.megatron", found)
     found |= shared.virtual_stages(options, "policy")
-    if checkpointing and options.text("recompute_granularity"):
+    if not options.text("recompute_granularity"):
+        said.fixed("model_args.disable_gradient_checkpointing", "read with recompute_granularity only")
+    elif checkpointing:
         modules = options.text("recompute_modules")
         again = shared.recompute(source, start, "policy")
         if modules and "," in modules:
