@@ -270,6 +270,7 @@ def facts_of(config: RunConfig, sources: Collection[str]) -> Facts:
         ADVANTAGES[config.algorithm.resolved.advantage],
         forms_by_source(config.reward),
         sorted(sources),
+        config.algorithm.offline,
     )
 
 

@@ -227,3 +227,14 @@ def test_every_warning_stands_on_the_page_and_names_keys_that_there_are():
         sentence = rule.sentence(look, 0.5)
         keys = re.findall(r"\b(?:algorithm|data|policy|rollout|reward)\.(?:[a-z_]+\.)*([a-z_]+)", sentence)
         assert keys and all(f"`{key}`" in reference or f"## algorithm.{key}" in reference for key in keys), sentence
+
+
+@pytest.mark.parametrize(
+    ("formed", "remedy"),
+    [(1.0, "look at samples.jsonl: more steps or a higher policy.optimizer.lr may be needed"), (0.0, "data.system_prompt")],
+)
+def test_a_run_on_responses_is_not_told_to_change_rewards(formed, remedy):
+    row = {"val/toy/accuracy": 0.0, "val/toy/form_fraction": formed, "val/toy/truncated_fraction": 0.0}
+    facts = Facts(forms=lambda source: ("####",), offline=True)
+    _, (text,) = Warnings(facts=facts).of(0, row)
+    assert text.endswith(remedy) and "reward" not in text

@@ -35,6 +35,8 @@ class Facts:
     """data_source -> texts, one of which a response must have to be right; empty if its reward reads any text."""
     sources: Sequence[str] = ()
     """`data_source` of the training prompts."""
+    offline: bool = False
+    """Whether the run learns from responses in the data, so that no key of rewards changes what it learns."""
 
 
 @dataclass(frozen=True)
@@ -179,7 +181,7 @@ def _about_evaluation(look: Look, threshold: float) -> str:
     forms = tuple(look.facts.forms(source))
     none = "no" if accuracy[source] == 0 else f"{accuracy[source]:.0%} of the"
     said = f"{none} greedy responses to {source} were correct"
-    return f"{said}; {_responses(cut, formed, forms, look.facts)}; {_remedy(cut, formed, forms, {})}"
+    return f"{said}; {_responses(cut, formed, forms, look.facts)}; {_remedy(cut, formed, forms, {}, look.facts.offline)}"
 
 
 def _responses(cut: float, formed: float | None, forms: Sequence[str], facts: Facts) -> str:
@@ -190,12 +192,14 @@ def _responses(cut: float, formed: float | None, forms: Sequence[str], facts: Fa
     return f"{said}; {'none' if formed == 0 else f'{formed:.0%}'} contained {describe_forms(forms)}"
 
 
-def _remedy(cut: float, formed: float | None, forms: Sequence[str], row: Row) -> str:
+def _remedy(cut: float, formed: float | None, forms: Sequence[str], row: Row, offline: bool = False) -> str:
     """Return the key that removes the most probable reason."""
     if cut >= 0.5:
         return "raise data.max_response_tokens"
     if formed is not None and formed < 0.5 and forms:
         return f"ask for {describe_forms(forms)} in data.system_prompt"
+    if offline:
+        return "look at samples.jsonl: more steps or a higher policy.optimizer.lr may be needed"
     if row.get("reward/solve_all") == 1:
         return "the prompts are too easy: use harder ones in data.train"
     return "look at samples.jsonl: use easier prompts in data.train, a larger algorithm.group_size or other reward.functions"
