@@ -260,8 +260,8 @@ def test_a_truth_that_is_taken_and_nowhere_given_is_reported_with_its_column(tmp
 
 
 FORMS = {
-    "gsm8k": ("1+1=", "2", "do not ask for #### or \\boxed"),
-    "math": ("1+1=", "2", "do not ask for \\boxed"),
+    "gsm8k": ("1+1=", "2", "do not ask for #### or \\boxed{}"),
+    "math": ("1+1=", "2", "do not ask for \\boxed{}"),
     "multiple_choice": ("1+1=", "A", None),
     "verl_math_dapo": ("1+1= #### and \\boxed{}", "2", "do not ask for Answer:"),
 }
