@@ -35,7 +35,7 @@ from tests.support.servers import (
 )
 from tests.support.tiny_models import load_tensors, make_model
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 ARGUMENTS = {"dtype": "float32", "max_model_len": 256, "max_num_seqs": 64, "seed": 0, "kv_cache_memory_bytes": 64 << 20}
 
@@ -352,11 +352,7 @@ sys.stdin.read()
 """
 
 
-OWN_END = [pytest.param(victim, marks=pytest.mark.slow) for victim in ("the engine core", "a worker")]
-"""vLLM itself ends the others then."""
-
-
-@pytest.mark.parametrize("victim", ["the rank", "the API server", *OWN_END])
+@pytest.mark.parametrize("victim", ["the rank", "the API server", "the engine core", "a worker"])
 def test_whatever_is_killed_no_process_and_no_shared_memory_stays(model, tmp_path, victim):
     host = subprocess.Popen(
         [sys.executable, "-c", HOST, str(model), str(tmp_path / "log")],

@@ -313,6 +313,7 @@ def test_a_worker_process_of_rays_that_is_killed_takes_its_ranks_along_and_is_na
     assert said.startswith("ranks 2-3 on ") and "Ray's worker process that started them has ended" in said
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_stopped_on_another_node_ends_the_run_and_is_named(two_nodes):
     driver = Driver("wait", "launch.silent_seconds=5", address=two_nodes.address)
     ranks = driver.wait_for_ranks()
@@ -321,6 +322,7 @@ def test_a_rank_that_is_stopped_on_another_node_ends_the_run_and_is_named(two_no
     assert said.startswith("rank 3 on ") and "has given no sign of life for " in said and "stopped by a signal" in said
 
 
+@pytest.mark.slow
 def test_ranks_end_when_their_driver_is_not_heard_of(two_nodes):
     """A driver that is stopped is not heard of, as one beyond a network that is cut; a rank may be stopped too."""
     driver = Driver("wait", "launch.silent_seconds=5", address=two_nodes.address)

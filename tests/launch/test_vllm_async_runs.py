@@ -88,6 +88,7 @@ def test_ages_stay_within_their_bound_and_each_prompt_is_used_once(root, interru
     assert (aborted > 0, reused > 0) == (interrupt == "abort", interrupt == "continue"), (aborted, reused)
 
 
+@pytest.mark.slow
 def test_a_killed_server_or_trainer_loses_no_prompt_and_uses_none_twice(root, temporary):
     process = command(root, "killed", "rollout.max_staleness=2")
     checkpoints = root / "runs/killed/checkpoints"

@@ -127,6 +127,7 @@ def test_sigterm_ends_the_rollout_between_two_steps_of_vllm(root, monkeypatch, t
     assert_same(metrics(root, "terminated"), metrics(root, "terminated-whole"))
 
 
+@pytest.mark.slow
 def test_a_run_whose_server_is_killed_has_the_same_metrics_as_one_in_process(root, base):
     """The one server there is, killed by SIGKILL between two steps or in one: it is started again, nothing counts twice."""
     process = Command("train", root / "run.yaml", f"trainer.run_dir={root}/runs/server", "engine.mode=server")
@@ -212,6 +213,7 @@ def test_grpo_with_vllm_raises_the_reward(root):
     assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.2, rewards
 
 
+@pytest.mark.slow
 def test_an_engine_that_cannot_start_ends_the_run_with_its_reason(root):
     done = train(root, "no-start", "engine.vllm.max_num_batched_tokens=7", "engine.vllm.enable_chunked_prefill=false")
     assert done.returncode != 0
