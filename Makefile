@@ -19,10 +19,14 @@ KERNELS_READY := $(KERNELS)/.ready
 TRACKERS := .venv-trackers
 TRACKERS_READY := $(TRACKERS)/.ready
 
+# ModelScope's client needs a dozen packages that nothing else needs.
+HUB := .venv-hub
+HUB_READY := $(HUB)/.ready
+
 # Which part of a long target runs: K/N is the K-th of N.
 PART ?= 1/1
 
-.PHONY: setup check test test-plain test-vllm test-slow test-slow-vllm test-sglang test-kernels test-routes test-trackers test-browser test-dialects test-eras test-cpus \
+.PHONY: setup check test test-plain test-vllm test-slow test-slow-vllm test-sglang test-kernels test-routes test-trackers test-hub test-browser test-dialects test-eras test-cpus \
 	test-layouts test-attacks test-by-turns test-all demo docs site demo-curve gsm8k gpu-test gpu-speed wheel image-cpu image-cuda clean
 
 setup: $(READY)
@@ -53,6 +57,12 @@ $(TRACKERS_READY): tests/trackers.txt $(READY)
 	$(BIN)/python -m pip --python $(TRACKERS)/bin/python install --quiet --disable-pip-version-check --no-deps --requirement tests/trackers.txt
 	printf 'import site; site.addsitedir("%s")\n' $(CURDIR)/$$(echo $(VENV)/lib/python3*/site-packages) > $$(echo $(TRACKERS)/lib/python3*/site-packages)/plain.pth
 	touch $(TRACKERS_READY)
+
+$(HUB_READY): tests/hub.txt $(READY)
+	test -x $(HUB)/bin/python || $(PYTHON) -m venv --without-pip $(HUB)
+	$(BIN)/python -m pip --python $(HUB)/bin/python install --quiet --disable-pip-version-check --no-deps --requirement tests/hub.txt
+	printf 'import site; site.addsitedir("%s")\n' $(CURDIR)/$$(echo $(VENV)/lib/python3*/site-packages) > $$(echo $(HUB)/lib/python3*/site-packages)/plain.pth
+	touch $(HUB_READY)
 
 check: $(READY)
 	$(BIN)/ruff check .
@@ -91,6 +101,10 @@ test-routes: $(VLLM_READY) $(KERNELS_READY)
 # W&B, MLflow, SwanLab and Trackio themselves, without a network. About a minute.
 test-trackers: $(TRACKERS_READY)
 	$(TRACKERS)/bin/python -m pytest -m trackers
+
+# The clients of Hugging Face and ModelScope with a hub on this machine, and whole runs with its models. About three minutes.
+test-hub: $(HUB_READY)
+	$(HUB)/bin/python -m pytest -n 2 -m hub tests/test_hub.py
 
 # The served report in a headless Chromium, or the browser that CHROMIUM names.
 test-browser: $(READY)
@@ -189,4 +203,4 @@ image-cpu image-cuda: image-%:
 		else sh docker/try.sh docker/Dockerfile.$*; fi
 
 clean:
-	rm -rf .eras $(VENV) $(VLLM) $(SGLANG) $(KERNELS) $(TRACKERS) $(SITE) dist demo runs .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .eras $(VENV) $(VLLM) $(SGLANG) $(KERNELS) $(TRACKERS) $(HUB) $(SITE) dist demo runs .mypy_cache .ruff_cache .pytest_cache .hypothesis
