@@ -19,6 +19,7 @@ import pytest
 import yaml
 
 from fivefold.data.rows import count_rows
+from fivefold.hub import commit_of
 from tests.data.test_data_sets import parquet, rows
 from tests.support.commands import LONGEST
 from tests.support.hub import MEMBER, STRANGER, Hub, serving
@@ -127,6 +128,24 @@ def test_a_model_comes_from_its_hub_at_the_revision_that_its_name_has(user, hub)
     assert sorted(path.name for path in Path(latest).iterdir()) == ["config.json", "model.safetensors", "tokenizer.json"]
 
 
+@pytest.mark.hub
+@pytest.mark.skipif(not MODELSCOPE, reason="modelscope is not installed")
+def test_modelscope_s_cache_gives_no_other_revision_also_in_its_first_form(hub, tmp_path):
+    user = User(tmp_path, hub, "modelscope:")
+    hub.push("some/tiny", files("a"), "models", tag="v1")
+    hub.push("some/tiny", files("b"), "models")
+    user.load("some/tiny@v1")
+    (said,) = user.having(HF_HUB_OFFLINE="1").load("some/tiny")
+    assert "does not have all of it" in said
+    # The first client wrote models/OWNER/NAME, whose revision is the branch.
+    first = tmp_path / "ms/models/some/old"
+    first.mkdir(parents=True)
+    (first / "config.json").write_text("{}")
+    hub.push("some/old", files("c"), "models")
+    (found,) = user.load("some/old")
+    assert Path(found) == first and weights(found) == b"c" * 1000 and commit_of(first) == "master"
+
+
 def test_what_a_hub_does_not_give_is_one_sentence_with_what_to_do(user, hub):
     hub.push("some/tiny", files("a"), "models")
     missing, revision = user.load("some/none", "some/tiny@v9")
@@ -134,7 +153,7 @@ def test_what_a_hub_does_not_give_is_one_sentence_with_what_to_do(user, hub):
     says = "there is none of this name{}, or it is private (then set " + user.token + " to a token that may read it)"
     assert missing.startswith(head) and missing.endswith(f"from {hub.url}: " + says.format(""))
     assert revision.endswith(
-        says.format(" and revision 'v9'") if user.prefix else f"from {hub.url}: it has no revision 'v9'"
+        says.format(" with revision 'v9'") if user.prefix else f"from {hub.url}: it has no revision 'v9'"
     )
 
 

@@ -23,6 +23,8 @@ from fivefold.files import read_json, users_umask
 _CONNECT_SECONDS = 5.0
 _PROGRESS_SECONDS = 5.0
 _OFFLINE = "HF_HUB_OFFLINE is set"
+_BRANCH = "master"
+"""ModelScope's default."""
 _INDEX = "model.safetensors.index.json"
 MODELSCOPE = "modelscope:"
 """Prefix of the id of a model on ModelScope."""
@@ -78,7 +80,8 @@ def model_snapshot(name: str, wanted: Sequence[str], commit: str | None = None) 
     repository, _, revision = name.partition("@")
     asked = commit or revision or None
     if repository.startswith(MODELSCOPE):
-        return _from_modelscope(name, repository.removeprefix(MODELSCOPE), wanted, asked)
+        # Without a revision and a network its client takes any that the cache has.
+        return _from_modelscope(name, repository.removeprefix(MODELSCOPE), wanted, asked or _BRANCH)
     from huggingface_hub import snapshot_download
 
     what = f"{name!r} is no directory here, and the model cannot be read"
@@ -87,7 +90,7 @@ def model_snapshot(name: str, wanted: Sequence[str], commit: str | None = None) 
         return _with_weights(Path(found), wanted)
 
 
-def _from_modelscope(name: str, repository: str, wanted: Sequence[str], revision: str | None) -> Path:
+def _from_modelscope(name: str, repository: str, wanted: Sequence[str], revision: str) -> Path:
     try:
         # modelscope itself imports torch and transformers.
         from modelscope_hub.compat import snapshot_download
@@ -126,7 +129,10 @@ def cached_models() -> dict[str, Path]:
 
 def commit_of(snapshot: Path) -> str:
     """Return the commit of a directory from `model_snapshot`, or of a data set's parquet file."""
-    return snapshot.parent.parent.name if snapshot.suffix == ".parquet" else snapshot.name
+    if snapshot.suffix == ".parquet":
+        return snapshot.parent.parent.name
+    # Caches of ModelScope's first client have one revision, without its name.
+    return snapshot.name if snapshot.parent.name == "snapshots" else _BRANCH
 
 
 def dataset_file(repository: str, name: str) -> Path:
@@ -292,7 +298,7 @@ def _reason(error: BaseException, hub: _Hub, repository: str, revision: str | No
         "token": hub.token,
         "cache": hub.cache,
         "revision": revision,
-        "at": f" and revision {revision!r}" if revision else "",
+        "at": f" with revision {revision!r}" if revision not in (None, _BRANCH) else "",
         "first": first_line(causes[-1]),
     }
     if any(isinstance(each, OSError) and each.errno in FULL for each in causes):

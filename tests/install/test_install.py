@@ -42,13 +42,17 @@ def shell(checkout) -> Shell:
     """Runs a line of a page in the checkout with its `.venv`, and returns what it printed; packages are of one time."""
     pins = checkout.parent / "pins.txt"
     pins.write_text(PINS.replace(TORCH.removesuffix("+cpu"), TORCH))
-    kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV", "PYTHONHOME")}
+    others = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "CONDA_PREFIX")
+    # A variable of uv may name another environment to install into.
+    kept = {name: value for name, value in os.environ.items() if name not in others and not name.startswith("UV_")}
     path = f"{checkout}/.venv/bin{os.pathsep}{os.environ['PATH']}"
     own = {"PIP_CONSTRAINT": str(pins), "UV_CONSTRAINT": str(pins), "UV_FIND_LINKS": os.environ.get("PIP_FIND_LINKS", "")}
-    environment = {**kept, **own, "PATH": path, "VIRTUAL_ENV": f"{checkout}/.venv", "UV_PYTHON": sys.executable}
+    environment = {**kept, **own, "PATH": path, "VIRTUAL_ENV": f"{checkout}/.venv"}
 
     def run(line: str, code: int = 0) -> str:
-        done = subprocess.run(["bash", "-c", line], cwd=checkout, env=environment, capture_output=True, text=True, timeout=1500)
+        done = subprocess.run(
+            ["bash", "-c", line], cwd=checkout, env=environment, capture_output=True, text=True, timeout=1500
+        )
         assert done.returncode == code, done.stdout + done.stderr
         return done.stdout + done.stderr
 
@@ -56,7 +60,8 @@ def shell(checkout) -> Shell:
 
 
 def works(shell: Shell) -> bool:
-    """All modules that a run imports are there, and the command runs, without any package of CUDA."""
+    """All modules that a run imports are there, and the command runs, with torch for CPUs."""
+    assert shell("python -c 'import sys; print(sys.prefix)'").strip() == shell("echo $VIRTUAL_ENV").strip()
     shell("cd / && python -c 'import fivefold.build, fivefold.cli, fivefold_dialects.skyrl, megatron.core'")
     shell("cd / && fivefold data arithmetic --limit 64 --out $VIRTUAL_ENV/sums && test -f $VIRTUAL_ENV/sums/train.parquet")
     assert shell("python -c 'import torch; print(torch.__version__)'").strip() == TORCH.partition("==")[2]
@@ -73,14 +78,14 @@ def test_pip_installs_the_checkout_with_the_extra_that_trinity_names(shell):
 
 
 def test_uv_pip_installs_the_package_with_the_extra_that_trinity_names(shell):
-    shell("uv venv .venv")
+    shell(f"uv venv --python {sys.executable} .venv")
     said = shell("uv pip install '.[megatron]'")
     assert works(shell) and "does not have an extra" not in said
 
 
 def test_uv_sync_installs_the_groups_that_skyrl_names(shell, checkout):
     """The lock is what a user gets; of what it chose for CUDA, torch alone is replaced and the rest is left out."""
-    shell("uv lock")
+    shell(f"uv venv --python {sys.executable} .venv && uv lock")
     locked = {package["name"] for package in tomllib.loads((checkout / "uv.lock").read_text())["package"]}
     assert {"vllm", "ray", "mbridge", "megatron-core"} <= locked
     left_out = " ".join(f"--no-install-package {name}" for name in sorted(locked) if name == "torch" or CUDA.match(name))
