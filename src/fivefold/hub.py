@@ -23,6 +23,7 @@ from fivefold.files import read_json, users_umask
 _CONNECT_SECONDS = 5.0
 _PROGRESS_SECONDS = 5.0
 _OFFLINE = "HF_HUB_OFFLINE is set"
+_SOURCE = "; or name local files with --source"
 _BRANCH = "master"
 """ModelScope's default."""
 _INDEX = "model.safetensors.index.json"
@@ -139,8 +140,7 @@ def dataset_file(repository: str, name: str) -> Path:
     """Download one file of a data set's repository."""
     from huggingface_hub import hf_hub_download
 
-    what = f"{repository} cannot be downloaded, name local files with --source"
-    with _asking(what, _hugging_face("datasets"), repository) as cached:
+    with _asking(f"{repository} cannot be downloaded", _hugging_face("datasets"), repository, way_round=_SOURCE) as cached:
         return Path(hf_hub_download(repository, name, repo_type="dataset", local_files_only=cached))
 
 
@@ -181,8 +181,25 @@ def load_dataset_splits(repository: str, config: str | None, commit: str | None,
         if names := _configurations(repository, config, commit):
             listed = ", ".join(f"{repository}:{name}" for name in names)
             raise UserError(f"{repository!r} must name one of its configurations: {listed}") from error
-        raise UserError(_no_dataset(repository, _why(error, hub, repository, commit), line)) from error
+        raise UserError(
+            _no_dataset(repository, _why(_refusal(repository) or error, hub, repository, commit), line)
+        ) from error
     return dict(found), commit
+
+
+def _refusal(repository: str) -> Exception | None:
+    """Return the hub's error if the user has no access to a data set: `datasets` does not pass it on."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import RepositoryNotFoundError
+
+    try:
+        HfApi().auth_check(repository, repo_type="dataset")
+    except RepositoryNotFoundError as error:
+        return error
+    except Exception:
+        # The library's own error says what went wrong.
+        return None
+    return None
 
 
 def _configurations(repository: str, config: str | None, commit: str | None) -> list[str]:
@@ -249,7 +266,7 @@ def push(directory: Path, repository: str) -> str:
 
 
 @contextmanager
-def _asking(what: str, hub: _Hub, repository: str, revision: str | None = None) -> Iterator[bool]:
+def _asking(what: str, hub: _Hub, repository: str, revision: str | None = None, way_round: str = "") -> Iterator[bool]:
     """Yield whether only the cache can be read; an error within the block becomes a sentence that `what` begins."""
     from huggingface_hub import utils
 
@@ -259,7 +276,8 @@ def _asking(what: str, hub: _Hub, repository: str, revision: str | None = None) 
             yield offline is not None
     except Exception as error:
         # The clients raise many kinds of errors (no such model, no network, no access); the user sees one message.
-        raise UserError(f"{what} from {hub.address}: {_why(error, hub, repository, revision, offline)}") from error
+        reason = _why(error, hub, repository, revision, offline)
+        raise UserError(f"{what} from {hub.address}: {reason}{way_round}") from error
 
 
 def _why(error: Exception, hub: _Hub, repository: str, revision: str | None, offline: str | None = None) -> str:

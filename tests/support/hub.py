@@ -176,9 +176,13 @@ class _Front(_Handler):
         self.json({"error": "Repository not found"}, 404 if self.token else 401, X_Error_Code="RepoNotFound")
 
     def api(self, repository: str, rest: list[str], query: dict[str, str], body: bytes) -> None:
-        found = self.hub.files(repository, "/".join(rest[1:]) if rest[:1] == ["revision"] else rest[1] if rest else "main")
+        found = self.hub.files(
+            repository, "/".join(rest[1:]) if rest[:1] == ["revision"] else rest[1] if rest[1:] else "main"
+        )
         if found is None:
             return self.absent(repository)
+        if rest[:1] == ["auth-check"]:
+            return None if self.is_refused(repository) else self.json({})
         commit, files = found
         entries = [self.entry(name, data) for name, data in files.items()]
         folders = {str(PurePosixPath(name).parent) for name in files} - {"."}
@@ -304,7 +308,7 @@ def serving(refuses: int | None = None) -> Iterator[Hub]:
     hub.url, hub.storage = (f"http://{server.server_address[0]}:{server.server_port}" for server in servers)
     for server in servers:
         server.daemon_threads = True
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
     try:
         yield hub
     finally:
