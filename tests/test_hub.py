@@ -9,8 +9,11 @@ import importlib.util
 import json
 import os
 import resource
+import shutil
+import signal
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -192,6 +195,31 @@ def test_a_full_disk_is_named_and_what_it_lacked_is_downloaded_again(hub, tmp_pa
     assert weights(directory) == b"a" * (1 << 20)
 
 
+@pytest.mark.hub
+def test_a_disk_without_room_is_named_by_both_hubs(user, hub):
+    """A file system of one MiB for the cache, in a namespace of the process's own."""
+    disk = user.home / ("ms" if user.prefix else "hf")
+    disk.mkdir()
+    inside = [
+        "unshare",
+        "--mount",
+        "--map-root-user",
+        "sh",
+        "-c",
+        f'mount -t tmpfs -o size=1m none {disk} && exec "$@"',
+        "sh",
+    ]
+    if shutil.which("unshare") is None or subprocess.run([*inside, "true"], capture_output=True).returncode:
+        pytest.skip("no file system can be mounted here")
+    hub.push("some/tiny", files("a", 4 << 20), "models")
+    asked = json.dumps([(f"{user.prefix}some/tiny", WANTED, None)])
+    words = [*inside, sys.executable, "-c", LOAD, asked]
+    done = subprocess.run(words, env=user.environment, capture_output=True, text=True, timeout=LONGEST)
+    variable = "MODELSCOPE_CACHE" if user.prefix else "HF_HOME"
+    says = f"the disk of {user.cache} is full: make room, or set {variable} to a directory on another one\n"
+    assert done.stdout.endswith(says) and "Traceback" not in done.stderr, done.stdout + done.stderr
+
+
 def test_without_a_network_a_whole_cache_is_enough_and_a_part_of_one_is_not(user, hub):
     hub.push("some/tiny", files("a"), "models")
     hub.push("some/part", files("b"), "models")
@@ -308,11 +336,33 @@ def test_two_ranks_train_a_model_of_a_hub_that_was_downloaded_once(user, hub, mo
 @pytest.mark.hub
 def test_what_a_hub_lacks_is_one_sentence_before_any_rank_starts(user, model):
     run = write_run(user, model)
-    for key, name in (("model.path", f"{user.prefix}some/none"), ("data.train", "[openai/none]")):
+    for key, name, begins in (
+        ("model.path", f"{user.prefix}some/none", "fivefold: "),
+        # `check` reads the first rows.
+        ("data.train", "[openai/none]", "error    data.train: "),
+    ):
         done = user.fivefold("train", str(run), f"{key}={name}")
         errors = done.stderr.splitlines()
-        assert done.returncode == 2 and len(errors) == 1 and errors[0].startswith("fivefold: "), done.stderr
+        assert done.returncode == 2 and len(errors) == 1 and errors[0].startswith(begins), done.stderr
         assert name.strip("[]") in errors[0] and not list((user.home / "run").rglob("*.log")), errors
+
+
+@pytest.mark.hub
+def test_an_interrupt_ends_a_download_at_once_and_the_next_one_is_whole(user, hub, model):
+    run = write_run(user, model)
+    hub.seconds_per_piece = 60.0
+    words = [sys.executable, "-m", "fivefold.cli", "train", str(run)]
+    with subprocess.Popen(words, env=user.environment, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
+        while not hub.large_downloads():
+            assert process.poll() is None, process.stderr.read()
+            time.sleep(0.1)
+        begin = time.monotonic()
+        os.killpg(process.pid, signal.SIGINT)
+        assert process.wait(LONGEST) == 128 + signal.SIGINT and "Traceback" not in process.stderr.read()
+    assert time.monotonic() - begin < 30
+    hub.seconds_per_piece = 0.0
+    (directory,) = user.load("some/tiny")
+    assert weights(directory) == (model / "model.safetensors").read_bytes()
 
 
 @pytest.mark.hub
