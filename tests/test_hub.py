@@ -85,7 +85,13 @@ class User:
                 resource.setrlimit(resource.RLIMIT_FSIZE, (self.largest, self.largest))
 
         return subprocess.run(
-            [sys.executable, *words], env=self.environment, preexec_fn=limit, capture_output=True, text=True, timeout=LONGEST
+            [sys.executable, *words],
+            cwd=self.home,
+            env=self.environment,
+            preexec_fn=limit,
+            capture_output=True,
+            text=True,
+            timeout=LONGEST,
         )
 
     def fivefold(self, *words: str) -> subprocess.CompletedProcess[str]:
@@ -365,15 +371,66 @@ def test_an_interrupt_ends_a_download_at_once_and_the_next_one_is_whole(user, hu
     assert weights(directory) == (model / "model.safetensors").read_bytes()
 
 
-@pytest.mark.hub
-def test_what_the_hubs_own_commands_download_is_a_model_directory(user, model):
-    run = write_run(user, model)
-    out = str(user.home / "model")
+def download(user: User, directory: str) -> None:
+    """Download a model by the hub's own command."""
     hugging_face = "from huggingface_hub.cli.hf import main; main()", "--local-dir"
     program, option = (
         ("from modelscope_hub.cli.main import run_cmd; run_cmd()", "--local_dir") if user.prefix else hugging_face
     )
-    done = user.run("-c", program, "download", "some/tiny", option, out)
+    done = user.run("-c", program, "download", "some/tiny", option, directory)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.hub
+def test_what_the_hubs_own_commands_download_is_a_model_directory(user, model):
+    run = write_run(user, model)
+    out = str(user.home / "model")
+    download(user, out)
     done = user.fivefold("check", str(run), f"model.path={out}")
     assert done.returncode == 0 and "will be taken from the hub" not in done.stdout, done.stderr + done.stdout
+
+
+@pytest.mark.hub
+def test_siirl_s_steps_from_a_hub_to_a_run_are_done_as_its_page_has_them(user, hub, model):
+    """Step 1 writes its data set, step 2 downloads the model by the hub's own command, step 3 trains."""
+    write_run(user, model)
+    problems = [{"problem": f"{number}+1=", "answer": str(number + 1), "solution": ""} for number in range(40)]
+    hub.push("agentica-org/DeepScaleR-Preview-Dataset", {"deepscaler.json": json.dumps(problems).encode()})
+    done = user.fivefold("data", "deepscaler", "--out", "data/datasets/deepscaler")
+    assert done.returncode == 0, done.stderr
+    download(user, "data/models/Qwen3-8B")
+    done = user.fivefold(
+        "train", "--from", "siirl", "algorithm.adv_estimator=grpo", "data.train_files=data/datasets/deepscaler/train.parquet",
+        "data.val_files=data/datasets/deepscaler/test.parquet", "data.train_batch_size=2", "data.max_prompt_length=200",
+        "data.max_response_length=8", "actor_rollout_ref.model.path=data/models/Qwen3-8B", "actor_rollout_ref.rollout.name=hf",
+        "actor_rollout_ref.actor.strategy=megatron", "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+        "actor_rollout_ref.rollout.n=2", "trainer.n_gpus_per_node=1", "trainer.nnodes=1", "trainer.total_training_steps=1",
+        "trainer.default_local_dir=run", "--", "trainer.device=cpu", "policy.dtype=float32",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert json.loads((user.home / "run/metrics.jsonl").read_text().splitlines()[-1])["step"] == 1
+
+
+AREAL = """
+rollout: {max_head_offpolicyness: 0}
+gconfig: {n_samples: 2, max_new_tokens: 8}
+actor: {ppo_n_minibatches: 1, kl_ctl: 0, optimizer: {lr: 1.0e-6}, reward_norm: {mean_level: group, std_level: group}}
+train_dataset: {path: openai/gsm8k, batch_size: 2, max_length: 200}
+total_train_steps: 1
+"""
+
+
+@pytest.mark.hub
+def test_areal_s_command_takes_its_model_and_its_rows_from_the_hub(hub, tmp_path, model):
+    user = User(tmp_path, hub, "")
+    write_run(user, model)
+    (tmp_path / "areal.yaml").write_text(AREAL)
+    done = user.fivefold("data", "gsm8k", "--form", "areal", "--out", "data/gsm8k-areal")
+    assert done.returncode == 0, done.stderr
+    done = user.fivefold(
+        "train", "--from", "areal", "--config", "areal.yaml", "experiment_name=megatron-moe-gsm8k-grpo", "trial_name=trial-0",
+        "rollout.backend=sglang:d1", "actor.backend=megatron:d1", "actor.path=some/tiny", f"cluster.fileroot={tmp_path}/runs",
+        "--", "engine.backend=transformers", "engine.placement=colocated", "trainer.device=cpu", "policy.dtype=float32",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len(hub.large_downloads()) == 1 and "step 1" in done.stdout
