@@ -290,6 +290,7 @@ def test_fivefold_data_writes_known_data_sets_from_the_hub_or_says_why_not(hub, 
         assert tuple(count_rows(path, 99) for path in found) == sizes
     hub.gated.add("datasets/openai/gsm8k")
     other = replace(user, home=tmp_path / "other")
+    other.home.mkdir()
     done = other.fivefold("data", "gsm8k", "--out", str(tmp_path / "gated"))
     says = f"accept its license at {hub.url}/datasets/openai/gsm8k, then set HF_TOKEN to a token of that account"
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and says in done.stderr, done.stderr

@@ -181,9 +181,10 @@ def load_dataset_splits(repository: str, config: str | None, commit: str | None,
         if names := _configurations(repository, config, commit):
             listed = ", ".join(f"{repository}:{name}" for name in names)
             raise UserError(f"{repository!r} must name one of its configurations: {listed}") from error
-        raise UserError(
-            _no_dataset(repository, _why(_refusal(repository) or error, hub, repository, commit), line)
-        ) from error
+        offline = hub.fault
+        refusal = None if offline else _refusal(repository)
+        reason = _why(refusal or error, hub, repository, commit, offline)
+        raise UserError(_no_dataset(repository, reason, line)) from error
     return dict(found), commit
 
 
@@ -194,11 +195,8 @@ def _refusal(repository: str) -> Exception | None:
 
     try:
         HfApi().auth_check(repository, repo_type="dataset")
-    except RepositoryNotFoundError as error:
-        return error
-    except Exception:
-        # The library's own error says what went wrong.
-        return None
+    except Exception as error:
+        return error if isinstance(error, RepositoryNotFoundError) else None
     return None
 
 
@@ -280,9 +278,9 @@ def _asking(what: str, hub: _Hub, repository: str, revision: str | None = None, 
         raise UserError(f"{what} from {hub.address}: {reason}{way_round}") from error
 
 
-def _why(error: Exception, hub: _Hub, repository: str, revision: str | None, offline: str | None = None) -> str:
-    """Return why a download failed, and what to do."""
-    if offline := offline or hub.fault:
+def _why(error: Exception, hub: _Hub, repository: str, revision: str | None, offline: str | None) -> str:
+    """Return why a download failed, and what to do; `offline` says why only the cache was read."""
+    if offline is not None:
         return f"{offline}, and its cache in {hub.cache} does not have all of it"
     return _reason(error, hub, repository, revision)
 
