@@ -19,10 +19,18 @@ KERNELS_READY := $(KERNELS)/.ready
 TRACKERS := .venv-trackers
 TRACKERS_READY := $(TRACKERS)/.ready
 
+# ModelScope's client needs a dozen packages that nothing else needs.
+HUB := .venv-hub
+HUB_READY := $(HUB)/.ready
+
+# uv, and torch's build for CPUs as a file: the tests install into environments that they make.
+INSTALL := .venv-install
+INSTALL_READY := $(INSTALL)/.ready
+
 # Which part of a long target runs: K/N is the K-th of N.
 PART ?= 1/1
 
-.PHONY: setup check test test-plain test-vllm test-slow test-slow-vllm test-sglang test-kernels test-routes test-trackers test-browser test-dialects test-eras test-cpus \
+.PHONY: setup check test test-plain test-vllm test-slow test-slow-vllm test-sglang test-kernels test-routes test-trackers test-hub test-install test-browser test-dialects test-eras test-cpus \
 	test-layouts test-attacks test-by-turns test-all demo docs site demo-curve gsm8k gpu-test gpu-speed wheel image-cpu image-cuda clean
 
 setup: $(READY)
@@ -53,6 +61,19 @@ $(TRACKERS_READY): tests/trackers.txt $(READY)
 	$(BIN)/python -m pip --python $(TRACKERS)/bin/python install --quiet --disable-pip-version-check --no-deps --requirement tests/trackers.txt
 	printf 'import site; site.addsitedir("%s")\n' $(CURDIR)/$$(echo $(VENV)/lib/python3*/site-packages) > $$(echo $(TRACKERS)/lib/python3*/site-packages)/plain.pth
 	touch $(TRACKERS_READY)
+
+$(HUB_READY): tests/hub.txt $(READY)
+	test -x $(HUB)/bin/python || $(PYTHON) -m venv --without-pip $(HUB)
+	$(BIN)/python -m pip --python $(HUB)/bin/python install --quiet --disable-pip-version-check --no-deps --requirement tests/hub.txt
+	printf 'import site; site.addsitedir("%s")\n' $(CURDIR)/$$(echo $(VENV)/lib/python3*/site-packages) > $$(echo $(HUB)/lib/python3*/site-packages)/plain.pth
+	touch $(HUB_READY)
+
+$(INSTALL_READY): tests/install.txt constraints.txt $(READY)
+	test -x $(INSTALL)/bin/python || $(PYTHON) -m venv --without-pip $(INSTALL)
+	$(BIN)/python -m pip --python $(INSTALL)/bin/python install --quiet --disable-pip-version-check --no-deps --requirement tests/install.txt
+	$(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps --retries 1 --dest $(INSTALL)/wheels \
+		--extra-index-url https://download.pytorch.org/whl/cpu $$(grep ^torch== constraints.txt)+cpu
+	touch $(INSTALL_READY)
 
 check: $(READY)
 	$(BIN)/ruff check .
@@ -91,6 +112,14 @@ test-routes: $(VLLM_READY) $(KERNELS_READY)
 # W&B, MLflow, SwanLab and Trackio themselves, without a network. About a minute.
 test-trackers: $(TRACKERS_READY)
 	$(TRACKERS)/bin/python -m pytest -m trackers
+
+# The clients of Hugging Face and ModelScope with a hub on this machine, and whole runs with its models. About three minutes.
+test-hub: $(HUB_READY)
+	$(HUB)/bin/python -m pytest -n 2 -m hub tests/test_hub.py
+
+# The lines with which users of other systems install, by pip and uv in environments of their own. Five minutes.
+test-install: $(INSTALL_READY)
+	PATH="$(CURDIR)/$(INSTALL)/bin:$$PATH" PIP_FIND_LINKS=$(CURDIR)/$(INSTALL)/wheels $(BIN)/python -m pytest -m install tests/install
 
 # The served report in a headless Chromium, or the browser that CHROMIUM names.
 test-browser: $(READY)
@@ -189,4 +218,4 @@ image-cpu image-cuda: image-%:
 		else sh docker/try.sh docker/Dockerfile.$*; fi
 
 clean:
-	rm -rf .eras $(VENV) $(VLLM) $(SGLANG) $(KERNELS) $(TRACKERS) $(SITE) dist demo runs .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .eras $(VENV) $(VLLM) $(SGLANG) $(KERNELS) $(TRACKERS) $(HUB) $(INSTALL) $(SITE) dist demo runs .mypy_cache .ruff_cache .pytest_cache .hypothesis

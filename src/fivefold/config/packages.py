@@ -56,7 +56,7 @@ EXTRAS = (
     Extra("flash", "flash-attn-4", "attention twice as fast on Hopper and later", FLASH),
     Extra("ray", "ray", "launch.backend: ray", "ray"),
     Extra("mbridge", "mbridge", "policy.megatron.bridge_type: mbridge", "mbridge"),
-    Extra("modelscope", "modelscope", "model.path: modelscope:OWNER/NAME", "modelscope"),
+    Extra("modelscope", "modelscope", "model.path: modelscope:OWNER/NAME", "modelscope_hub"),
     Extra("ifeval", "py3langid", "reward ifeval: the language of a response", "py3langid"),
     Extra("datasets", "datasets", "data.train: OWNER/NAME, a data set of the Hugging Face hub", "datasets"),
     Extra("wandb", "wandb", "trainer.loggers: [wandb]", "wandb"),

@@ -36,8 +36,9 @@ RAY_ADDRESS = re.compile(r"auto|(ray://)?[^/\s]+:\d+")
 @dataclass(frozen=True)
 class ModelConfig:
     path: Annotated[str, CONTENT]
-    """Hugging Face model directory, a hub id (`modelscope:OWNER/NAME` for ModelScope), downloaded once per node, or a
-    Megatron-Core checkpoint (`torch_dist`), whose weights are loaded. critic.path and reference.path accept the same."""
+    """Hugging Face model directory, a hub id (`OWNER/NAME[@REVISION]`, `modelscope:OWNER/NAME` for ModelScope), which is
+    downloaded once per node, or a Megatron-Core checkpoint (`torch_dist`), whose weights are loaded. critic.path and
+    reference.path accept the same."""
     config: Annotated[str | None, CONTENT] = None
     """Hugging Face directory or hub id with the config.json and the tokenizer for a Megatron-Core checkpoint. If left out:
     the files in the checkpoint's directory or above it."""

@@ -146,7 +146,7 @@ def _check_model(findings: Findings, config: RunConfig, role: Role, specs: dict[
         return
     elif not is_hub_id(role.path):
         findings.error(role.path_key, f": no directory {role.path}, and no hub id, which is written owner/name")
-    elif role.path.startswith(MODELSCOPE) and (missing := missing_packages(("modelscope",))):
+    elif role.path.startswith(MODELSCOPE) and (missing := missing_packages(("modelscope_hub",))):
         findings.error(role.path_key, f": {role.path} needs {'; '.join(missing)}: pip install 'fivefold[modelscope]'")
     else:
         findings.note(f"model {role.path} is not here: it will be taken from the hub, and its sizes are not checked")
