@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
+from docs.documents import documents
 from fivefold.config import ConfigError, RunConfig, dump_yaml
 from fivefold.config.dialect import Translation, find_dialect
 from tests.eras.eras import nested
@@ -51,6 +52,15 @@ def read_yaml(block: str, within: Mapping[str, Sequence[str]]) -> dict[str, Any]
         elif colon:
             path.append(name)
     return values
+
+
+def check_commands(page: str, system: str, answers: Mapping[str, Sequence[str]]) -> None:
+    """Check that each command which a page prints begins as one of `answers`, which names rows that there are."""
+    programs = r"(?:cd|git|conda|python3\S*|source|pip|docker|huggingface-cli|modelscope|tensorboard) "
+    lines = [line for line in re.findall(rf"^{programs}.*", text(page), re.MULTILINE) if not line.startswith("cd Trinity")]
+    assert [line for line in lines if not line.startswith(tuple(answers))] == []
+    assert [begin for begin in answers if not any(line.startswith(begin) for line in lines)] == []
+    assert {row for rows in answers.values() for row in rows} <= {row.id for row in documents()[system][1]}
 
 
 # --- settings changed one at a time ----------------------------------------------------------------------------------

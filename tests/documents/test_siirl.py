@@ -9,7 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.documents.pages import SETTINGS, check_change, for_a_toy, in_small, make_run, settings, text, train
+from tests.documents.pages import (
+    SETTINGS,
+    check_change,
+    check_commands,
+    for_a_toy,
+    in_small,
+    make_run,
+    settings,
+    text,
+    train,
+)
 from tests.support.commands import fivefold
 from tests.support.dialects import HOME, translate_words
 
@@ -19,6 +29,12 @@ SMALL = {
     "MAX_RESPONSE_LENGTH": 8, "ROLLOUT_N": 2, "SAVE_FREQ": 1, "TEST_FREQ": 1, "TOTAL_EPOCHS": 1, "MAX_CKPT_KEEP": 1,
     "ACTOR_REF_TP": 2, "ACTOR_REF_PP": 2, "N_GPUS_PER_NODE": 4, "CKPT_PATH": "$HOME/runs/page",
 }  # fmt: skip
+
+COMMANDS = {
+    "cd examples/data_preprocess": ["siirl-6"], "python3 deepscaler.py": ["siirl-6"], "huggingface-cli download": ["siirl-7"],
+    "modelscope download": ["siirl-8"], "python3 -m siirl.main_dag": ["siirl-9"], "tensorboard --logdir": ["siirl-35"],
+}  # fmt: skip
+"""How a command of the page begins -> the rows of docs/documents.md that answer it."""
 
 
 def script() -> str:
@@ -82,6 +98,10 @@ def test_the_page_s_command_again_resumes_its_run(root, page_run):
         root, "page", "siirl", root / "run.sh", "--env", f"HOME={root}", *for_a_toy(root, "trainer.steps=3")
     )  # fmt: skip
     assert [row["step"] for row in rows] == [0, 1, 2, 3] and "step-000002" in told
+
+
+def test_every_command_of_the_page_has_its_row():
+    check_commands(PAGE, "siirl", COMMANDS)
 
 
 def test_the_settings_that_are_changed_are_those_of_the_page(tmp_path):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import tomllib
 from importlib.metadata import metadata
 
@@ -10,8 +9,18 @@ import pytest
 import yaml
 from packaging.specifiers import SpecifierSet
 
-from docs.documents import ROOT, documents
-from tests.documents.pages import SETTINGS, check_change, for_a_toy, make_run, read_yaml, settings, text, train
+from docs.documents import ROOT
+from tests.documents.pages import (
+    SETTINGS,
+    check_change,
+    check_commands,
+    for_a_toy,
+    make_run,
+    read_yaml,
+    settings,
+    text,
+    train,
+)
 from tests.eras.eras import nested
 from tests.support.commands import fivefold
 
@@ -75,11 +84,7 @@ def test_every_setting_of_the_page_acts_or_the_report_says_why_not(key):
 
 
 def test_every_command_of_the_page_has_its_row():
-    lines = re.findall(r"^(?:git|conda|python3\S*|source|pip|docker) .*", text(PAGE), re.MULTILINE)
-    assert {begin for begin in COMMANDS if any(line.startswith(begin) for line in lines)} == set(COMMANDS)
-    assert [line for line in lines if not line.startswith(tuple(COMMANDS))] == []
-    ids = {row.id for row in documents()["trinity"][1]}
-    assert {row for rows in COMMANDS.values() for row in rows} <= ids
+    check_commands(PAGE, "trinity", COMMANDS)
 
 
 def test_the_package_says_which_python_it_needs_and_that_is_none_below():
