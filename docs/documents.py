@@ -23,8 +23,8 @@ of the {total} things that they describe is a row: **{works} work, {part} work i
 
 *works*: a test or a measurement shows it. *in part*: what is not shown, or has no effect yet, follows. *refused*: a run
 that needs it does not start, and the reason follows. `make test-documents` runs the pages' own commands and files in
-small, where their text is there, and changes each of their settings once. The rows are in
-[`documents.yaml`](documents.yaml); a test compares them with the tests and results that they name.
+small, where their text is there, and changes each of their settings once. The rows are in `docs/documents.yaml`; a test
+compares them with the tests and results that they name.
 """
 
 
