@@ -33,7 +33,7 @@ project: page
 name: trinity
 checkpoint_root_dir: {root}/runs
 algorithm: {{algorithm_type: ppo, repeat_times: 2}}
-model: {{model_path: {root}/model, max_prompt_tokens: 240, max_response_tokens: 8}}
+model: {{model_path: {root}/model, max_prompt_tokens: 440, max_response_tokens: 8}}
 cluster: {{node_num: 1, gpu_per_node: 3}}
 buffer:
   total_steps: 2
@@ -63,7 +63,8 @@ def printed() -> dict[str, object]:
 
 def test_the_page_s_yaml_trains_actor_reference_and_critic_in_small(tmp_path):
     """Every key of the page: two tensor-parallel ranks for each model, all layers computed again, and an engine of its own."""
-    make_run(tmp_path)
+    # Trinity's system prompt has 400 characters, which are tokens here.
+    make_run(tmp_path, max_position_embeddings=512)
     tree = yaml.safe_load(REST.format(root=tmp_path))
     tree["trainer"] |= nested(printed())["trainer"]
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(tree))
