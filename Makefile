@@ -30,7 +30,7 @@ INSTALL_READY := $(INSTALL)/.ready
 # Which part of a long target runs: K/N is the K-th of N.
 PART ?= 1/1
 
-.PHONY: setup check test test-plain test-vllm test-slow test-slow-vllm test-sglang test-kernels test-routes test-trackers test-hub test-install test-browser test-dialects test-eras test-cpus \
+.PHONY: setup check test test-plain test-vllm test-slow test-slow-vllm test-sglang test-kernels test-routes test-trackers test-hub test-install test-browser test-dialects test-documents test-eras test-cpus \
 	test-layouts test-attacks test-by-turns test-all demo docs site demo-curve gsm8k gpu-test gpu-speed wheel image-cpu image-cuda clean
 
 setup: $(READY)
@@ -128,6 +128,11 @@ test-browser: $(READY)
 # Configurations of other systems in full; `make test` has one run of each system. Minutes.
 test-dialects: $(READY)
 	$(BIN)/python -m pytest -n 2 -m dialects tests/dialects --part $(PART)
+
+# The commands, files and keys of other systems' pages, with their own engine and Ray. Their text lies next to a checkout:
+# without it these tests are skipped. Minutes.
+test-documents: $(VLLM_READY)
+	$(VLLM)/bin/python -m pytest -n 2 -m documents tests/documents --part $(PART)
 
 # Other systems' own default files, from their wheels on PyPI, which are read as archives. About three minutes.
 test-eras: $(READY)

@@ -8,6 +8,7 @@ plan.md: its rates and GPUs, from plan/measured.py and config/gpus.py, and what 
 faq.md: how many GPUs a model needs, by docs/faq.py.
 install.md: the repository's address, from pyproject.toml.
 api.md: the names of the package, from their docstrings.
+documents.md: what five pages of other systems describe, from documents.yaml.
 README.md, status.md: the number of methods.
 examples/README.md: GPUs, memory and time of each example, by docs/examples.py.
 examples/verl/run.yaml: what `fivefold convert` makes of the script next to it.
@@ -30,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from docs.api import api
+from docs.documents import write as documents
 from docs.examples import EXAMPLES, examples
 from docs.faq import gpus_table
 from fivefold.algo.choices import PARTS, Choices
@@ -68,6 +70,7 @@ def pages() -> dict[Path, Callable[[], str]]:
         DOCS / "configuration.md": configuration,
         DOCS / "metrics.md": metrics,
         DOCS / "api.md": lambda: api(GENERATED, _docstrings),
+        DOCS / "documents.md": lambda: documents(GENERATED),
         EXAMPLES / "verl" / "run.yaml": lambda: converted(EXAMPLES / "verl" / "run_qwen3_8b.sh"),
         EXAMPLES / "README.md": lambda: examples(GENERATED),
         **{DOCS / "coming-from" / f"{system}.md": partial(_dialect, system) for system in SYSTEMS},

@@ -190,12 +190,22 @@ def _also(outcome: Outcome, ours: str) -> Outcome:
 
 def with_own(translation: Translation, settings: Sequence[str]) -> Translation:
     """The translation with `key=value` settings of ours over it."""
-    own = {key: Line(key, value, (AFTER,)) for key, value in flatten(override({}, list(settings)))}
+    own = {key: Line(key, value, (AFTER,)) for key, value in _own(override({}, list(settings)))}
     kept = [line for line in translation.lines if not any(line.key == key or line.key.startswith(f"{key}.") for key in own)]
     if unknown := [key for key in own if key.partition(".")[0] not in known_keys()]:
         raise ConfigError([f"what follows -- must be keys of fivefold: got {unknown[0]}"])
     lines = sorted([*kept, *own.values()], key=_order)
     return dataclasses.replace(translation, lines=lines, tree=nested(lines))
+
+
+def _own(tree: Tree, start: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield full keys and values of settings of ours; a mapping with a dot in a name (`file.py:function`) is a value."""
+    for name, value in tree.items():
+        key = f"{start}{name}"
+        if isinstance(value, dict) and value and not any("." in str(inner) for inner in value):
+            yield from _own(value, f"{key}.")
+        else:
+            yield key, value
 
 
 def _unknown(table: Table, key: str, suggests: bool) -> str:

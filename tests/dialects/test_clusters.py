@@ -83,6 +83,19 @@ def test_settings_of_ours_follow_two_dashes():
     assert text.count("  epochs:") == 1
 
 
+def test_a_function_of_a_file_may_be_named_after_two_dashes():
+    words = [
+        *VERL,
+        "--",
+        'reward={"functions": {"/my/reward.py:score": 1.0}}',
+        "engine.vllm={seed: 3}",
+        "engine.vllm.dtype=auto",
+    ]
+    found = translate_words("verl", words, HOME)
+    assert found.tree["reward"]["functions"] == {"/my/reward.py:score": 1.0}
+    assert {"seed": 3, "dtype": "auto"}.items() <= found.tree["engine"]["vllm"].items()
+
+
 def test_a_whole_section_of_ours_takes_the_place_of_what_was_translated():
     found = translate_words("verl", [*VERL, "trainer.nnodes=2", "--", "launch={backend: local, threads: 4}"], HOME)
     assert found.tree["launch"] == {"backend": "local", "threads": 4}
