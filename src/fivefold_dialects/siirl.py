@@ -1,6 +1,6 @@
-"""siiRL: a descendant of verl with defaults of its own, started as `python3 -m siirl.main_dag key=value ...`.
+"""Translate siiRL, a fork of verl with its own defaults, started as `python3 -m siirl.main_dag key=value ...`.
 
-What its Megatron path does not do was read in siiRL af00a77; a note has the place.
+Missing features of its Megatron path were read in siiRL af00a77; comments and notes cite the place.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ _A, _R = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
 
 PROGRAMS = ("siirl.main_dag", "siirl.client.main_dag")
 VARIABLES = {
-    "TENSORBOARD_DIR": "TensorBoard's files are in `tensorboard` of trainer.run_dir",
+    "TENSORBOARD_DIR": "TensorBoard's files are in trainer.run_dir/tensorboard",
     "SIIRL_LOG_VERBOSITY": "the terminal has one line for each step",
-    "SIIRL_LOGGING_FILENAME": "what each rank prints is in `logs` of trainer.run_dir",
+    "SIIRL_LOGGING_FILENAME": "the output of each rank is in trainer.run_dir/logs",
 }
-"""Variables that a script exports -> where what they are about is here."""
+"""Variables that a script exports and that have no effect here -> the sentence that says what to use instead."""
 
 
 def program(source: Source) -> dict[str, Any]:
     if source.text("-m") not in (None, *PROGRAMS):
         source.lacks("-m", f"a program that is not siiRL's: known here are {', '.join(PROGRAMS)}")
     if (source.text("algorithm.workflow_type") or "default") == "dapo" and not source.has("algorithm.filter_groups.enable"):
-        source.lacks("algorithm.workflow_type", "DAPO's workflow without algorithm.filter_groups.enable: say it")
+        source.lacks("algorithm.workflow_type", "DAPO's workflow without algorithm.filter_groups.enable: set that key")
     return {}
 
 
 def megatron_path(source: Source) -> dict[str, Any]:
-    """Report keys that siiRL's Megatron path does not follow."""
+    """Report the keys that siiRL's Megatron path ignores; return no keys of ours."""
     if not verl_models.is_megatron(source):
         return {}
     if (source.whole(_A + "ppo_epochs") or 1) > 1:
-        source.lacks(_A + "ppo_epochs", "siiRL's Megatron actor goes through a rollout once whatever it says: say 1")
+        source.lacks(_A + "ppo_epochs", "siiRL's Megatron actor makes one pass over a rollout with any value: set it to 1")
     for name in ("lr_decay_style", "lr_decay_steps", "min_lr", "lr_warmup_init"):
         source.fixed(f"{_A}optim.{name}", "siiRL never steps the schedule of its Megatron path: the rate stays the same")
     source.fixed(
@@ -52,11 +52,11 @@ def megatron_path(source: Source) -> dict[str, Any]:
 
 
 def optimizer(source: Source) -> dict[str, Any]:
-    """verl's, with the rate that siiRL's Megatron path has."""
+    """Return our keys of the optimizer as for verl, with the learning rate of siiRL's Megatron path."""
     found = verl_models.optimizer(source)
     if not verl_models.is_megatron(source):
         return found
-    # No scheduler is ever stepped (megatron_workers.py): the rate stays what it is at step 0.
+    # siiRL never steps a scheduler (megatron_workers.py): the learning rate stays that of step 0.
     if found["policy.optimizer.warmup_steps"]:
         source.lacks(
             _A + "optim.lr_warmup_steps",
@@ -72,7 +72,7 @@ def rewards(source: Source) -> dict[str, Any]:
 
 
 def is_cpgd(source: Source) -> bool:
-    """By any of the keys that ask for it; the program of 2025 has no loss_mode."""
+    """Return whether the method is CPGD, by any of the keys for it; the program of 2025 has no loss_mode."""
     named = "cpgd" in (source.text("algorithm.adv_estimator"), source.text(_A + "policy_loss.loss_mode"))
     return named or source.flag(_A + "use_cpgd_loss")
 
@@ -86,7 +86,7 @@ def advantage(source: Source) -> dict[str, Any]:
         source.lacks("algorithm.weight_factor_in_cpgd", f"the weight {weight} of advantages: known are STD_weight, naive")
     found: dict[str, Any] = {"name": "cpgd", "advantage": "group", "normalize": normalize}
     if source.count(_R + "n") == 1:
-        # A group of one has mean 0 and deviation 1 there.
+        # siiRL gives a group of one the mean 0 and the deviation 1.
         found |= {"advantage": "reward", "normalize": "none"}
     return {f"algorithm.{key}": value for key, value in (found | {"whiten": False, "credit": "response"}).items()}
 
@@ -104,7 +104,7 @@ def loss(source: Source) -> dict[str, Any]:
         )
     program = source.text("-m") or ""
     if mode != "cpgd" and not asked and not program.startswith("siirl.client"):
-        said.lacks("use_cpgd_loss", "PPO's clip with CPGD's drift, as siiRL has it since 2025-10: loss_mode: cpgd is CPGD")
+        said.lacks("use_cpgd_loss", "PPO's clip with CPGD's drift, as in siiRL since 2025-10: for CPGD set loss_mode: cpgd")
     drift = said.number("policy_drift_coeff") if asked or said.flag("use_cpgd_loss") else 0.0
     found: dict[str, Any] = {"surrogate": "cpgd", "drift_coef": drift or 0.0}
     found["aggregate"] = verl_algorithm.CHOICES[_A + "loss_agg_mode"].read(source)
