@@ -1,6 +1,6 @@
-"""ROLL: YAML with one section for each role, `python examples/start_rlvr_pipeline.py --config_path DIR --config_name FILE`.
+"""Translate ROLL: `python examples/start_rlvr_pipeline.py --config_path DIR --config_name FILE`, YAML with roles.
 
-Numbers that only ROLL's code explains were read in ROLL 8eb27cc2 (2026-08-18); a note has the place.
+Behavior that only ROLL's code defines was read in ROLL 8eb27cc2 (2026-08-18); comments and notes cite the place.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def run(source: Source) -> dict[str, Any]:
 def ahead(source: Source) -> dict[str, Any]:
     ratio = source.number("async_generation_ratio") or 0.0
     if ratio > 0 and not ratio.is_integer():
-        reason = "a part of a step that is sampled ahead: rollout.max_staleness counts whole ones"
+        reason = "a part of a step that is sampled ahead: rollout.max_staleness counts whole steps"
         source.lacks("async_generation_ratio", reason)
     return shared.ahead(int(ratio), "continue") if kind(source) == "rlvr" else {}
 
