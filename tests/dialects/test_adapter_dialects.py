@@ -72,10 +72,10 @@ def test_a_critic_of_verl_has_its_own_adapters():
 @pytest.mark.parametrize(("system", "words", "tree", "says"), [
     ("verl", [*MEGATRON, f"{M}lora.rank=8", f"{M}lora.dropout=0.1"], "", "dropout of adapters"),
     ("verl", [*MEGATRON, f"{M}lora.rank=8", f"{M}lora.type=dora"], "", "other adapters than LoRA"),
-    ("verl", [*MEGATRON, f"{M}lora.rank=8", f"{M}lora.lora_A_init_method=normal"], "", "A that is drawn in another way"),
+    ("verl", [*MEGATRON, f"{M}lora.rank=8", f"{M}lora.lora_A_init_method=normal"], "", "an initialization of A other than kaiming"),
     ("verl", [*VERL, f"{M}lora_rank=8", f"{M}target_modules=.*(q|v)_proj"], "", "a pattern of module names"),
     ("roll", [], ROLL % ", lora_dropout: 0.1", "dropout of adapters"),
-    ("roll", [], ROLL % ", additional_target: embed_tokens", "weights that are trained beside adapters"),
+    ("roll", [], ROLL % ", additional_target: embed_tokens", "weights that are trained in addition to adapters"),
     ("trinity", [], "model: {model_path: m, lora_configs: [{name: a}, {name: b}]}", "more than one adapter"),
     ("skyrl", [*SKYRL, "trainer.policy.model.lora.rank=8", "trainer.policy.model.lora.dropout=0.05"], "", "dropout of adapters"),
     ("areal", [], "actor: {path: m, use_lora: true, peft_type: dora}", "other adapters than LoRA"),

@@ -52,7 +52,7 @@ def test_each_variable_of_siirls_logs_that_a_script_exports_is_answered(tmp_path
     (tmp_path / "run.sh").write_text(SCRIPT)
     found = writer.notes(translate_words("siirl", [str(tmp_path / "run.sh")], HOME))
     assert (
-        "TENSORBOARD_DIR=/logs/tensorboard has no effect: TensorBoard's files are in `tensorboard` of trainer.run_dir"
+        "TENSORBOARD_DIR=/logs/tensorboard has no effect: TensorBoard's files are in trainer.run_dir/tensorboard"
         in found
     )
     assert [note.partition("=")[0] for note in found if "has no effect" in note] == [

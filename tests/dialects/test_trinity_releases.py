@@ -129,5 +129,5 @@ def test_trinitys_engine_said_how_long_samples_are_until_2025_09():
 def test_the_two_files_of_trinity_may_leave_empty_what_the_other_says():
     said = join([{"mode": "explore", "model": {"path": "a/"}, "x": "1"}, {"mode": "train", "model": {"path": "a"}, "x": ""}])
     assert (said["x"], said["mode"]) == ("1", "explore and train")
-    with pytest.raises(ValueError, match=r"must say the same of model\.path"):
+    with pytest.raises(ValueError, match=r"must have the same model\.path"):
         join([{"mode": "explore", "model": {"path": "a"}}, {"mode": "train", "model": {"path": "b"}}])
