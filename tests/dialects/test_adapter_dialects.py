@@ -115,8 +115,8 @@ def test_they_learn_in_sft_of_verl_too():
 
 @pytest.mark.parametrize(("system", "words", "says"), [
     ("verl", [*MEGATRON, f"{MTP}enable=True", f"{MTP}enable_rollout=True"], "speculative decoding"),
-    ("skyrl", [*SKYRL, "trainer.mtp.enabled=true", "trainer.mtp.loss_weight=0.2"], "learns the same without them"),
-    ("skyrl", [*SKYRL, "trainer.policy.megatron_config.mtp_num_layers=1"], "learns the same without them"),
+    ("skyrl", [*SKYRL, "trainer.mtp.enabled=true", "trainer.mtp.loss_weight=0.2"], "is the same without them"),
+    ("skyrl", [*SKYRL, "trainer.policy.megatron_config.mtp_num_layers=1"], "is the same without them"),
 ])  # fmt: skip
 def test_what_only_makes_rollouts_faster_is_said_and_left_out(system, words, says):
     found = find_dialect(system)({}, words, environment={})  # type: ignore[call-arg]

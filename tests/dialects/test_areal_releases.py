@@ -157,7 +157,7 @@ def test_imitation_of_areal_before_2025_08_is_the_run_of_its_own_program():
     (["vllm.quantization=fp8"], "engines that quantize"),
     (["actor.optimizer.type=sgd"], "another optimizer than AdamW"),
     (["actor.aent.entropy_coeff=0.1"], "AEnt"),
-    (["actor.enable_mtp_training=true"], "policy.mtp trains that too"),
+    (["actor.enable_mtp_training=true"], "policy.mtp trains that layer too"),
     (["actor.prox_logp_method=reuse_train_logp", "actor.use_decoupled_loss=true", "actor.ppo_n_minibatches=2"], "estimated (reuse_train_logp)"),
     (["dynamic_hint.hint_delta=1"], "hints in prompts"),
 ])  # fmt: skip

@@ -1022,7 +1022,7 @@ def test_only_areal_continues_truncated_responses_with_the_critics_value():
     ("areal", [], GSM8K_AREAL.replace("max_head_offpolicyness: 0", "max_head_offpolicyness: 4"), "in steps of 1 prompts, where a step takes 256"),
     ("roll", [], GSM8K_ROLL + "difficulty_mask: true\nentropy_loss_coef: 0.1\n", "left out of the loss but not of the entropy"),
     ("roll", [], pg_variant("topr").replace("max_steps: 100", "max_steps: 100\nwhiten_advantages: true"), "TOPR by the sign of the reward"),
-    ("roll", [], pg_variant("cispo, cispo_use_unified_mask: true"), "a mask besides the bounds"),
+    ("roll", [], pg_variant("cispo, cispo_use_unified_mask: true"), "a mask in addition to the bounds"),
     ("trinity", [], of_type("rec", "policy_loss_fn_args: {clip_mode: gspo-one-side, weight: importance_sampling}"), "the weight importance_sampling"),
     ("trinity", [], of_type("rec", "advantage_fn_args: {std_normalize: true}"), "a biased deviation"),
     ("trinity", [], of_type("multi_step_grpo", ""), "the algorithm multi_step_grpo"),
