@@ -32,8 +32,8 @@ WITHOUT_ACCOUNT = ("console", "tensorboard")
 SPREAD = "how state is spread over GPUs: the numbers are the same"
 REFERENCE_ALONE = "offload of the reference only: its weights leave the GPU with the policy's (policy.offload.parameters)"
 MEAN_OF_MICRO_BATCHES = (
-    "{} took the mean over the tokens of each micro-batch on each GPU, and then the mean of these means: here each token of an "
-    "update counts the same (for the former set algorithm.aggregate: micro-batch-token-mean)"
+    "{} took the mean over the tokens of each micro-batch on each GPU, and then the mean of these means: here each token of "
+    "an update counts the same (for the former set algorithm.aggregate: micro-batch-token-mean)"
 )
 
 

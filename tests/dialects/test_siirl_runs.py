@@ -51,10 +51,7 @@ def test_gradient_checkpointing_of_siirls_fsdp_recomputes():
 def test_each_variable_of_siirls_logs_that_a_script_exports_is_answered(tmp_path):
     (tmp_path / "run.sh").write_text(SCRIPT)
     found = writer.notes(translate_words("siirl", [str(tmp_path / "run.sh")], HOME))
-    assert (
-        "TENSORBOARD_DIR=/logs/tensorboard has no effect: TensorBoard's files are in trainer.run_dir/tensorboard"
-        in found
-    )
+    assert "TENSORBOARD_DIR=/logs/tensorboard has no effect: TensorBoard's files are in trainer.run_dir/tensorboard" in found
     assert [note.partition("=")[0] for note in found if "has no effect" in note] == [
         "TENSORBOARD_DIR", "SIIRL_LOG_VERBOSITY", "SIIRL_LOGGING_FILENAME",
     ]  # fmt: skip
