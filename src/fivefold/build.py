@@ -181,12 +181,14 @@ def build_run(
         config.tracking.wait_seconds,
         ranks.heartbeat.stages,
         Warnings(config.trainer.warnings, facts_of(config, {prompt.source for prompt in first_prompts})),
+        config.trainer.verbosity,
+        config.trainer.log_file,
     )
     objective = Objective.of(config.algorithm.resolved)
     validation = 0 if evaluation_set is None else len(evaluation_set.prompts)
     sizes = {"prompts": len(training.prompts), "dropped": training.dropped, "validation": validation}
     if not is_evaluation:
-        logger.log(describe(config, spec, steps=steps, **sizes))
+        logger.log(describe(config, spec, steps=steps, **sizes), "normal")
     judges: list[ServerProcess] = []
     reward, judge_files = config.reward, None
     if reward.judge_layout is not None and config.may_generate:
@@ -197,7 +199,7 @@ def build_run(
     start_reward_pool(pool, first_prompts, logger.log)
     if first_prompts:
         for key, reason in unused_sources(config.data, config.reward, {prompt.source for prompt in first_prompts}).items():
-            logger.log(f"{key} has no effect: {reason}")
+            logger.log(f"{key} has no effect: {reason}", "normal")
     models = build_models(config, directories, meshes, objective, {"run": steps, "data": of_data}, logger)
     engine = generator = reward_model = None
     generates = not config.algorithm.offline or (evaluation_set is not None and evaluation_set.generate)

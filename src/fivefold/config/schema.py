@@ -306,6 +306,14 @@ class TrainerConfig:
         default_factory=lambda: ["console", "tensorboard"]
     )
     """Outputs for metrics in addition to metrics.jsonl: the terminal, and trackers (`tracking`)."""
+    tensorboard_dir: Annotated[str | None, HARMLESS] = None
+    """Directory for TensorBoard's event files; `tensorboard` in run_dir if left out."""
+    verbosity: Annotated[Literal["quiet", "normal", "debug"], HARMLESS] = "normal"
+    """Lines in the terminal. quiet: warnings, errors, checkpoints and how the run ends; normal: also notes and a line for
+    each step; debug: also a line for each stage, with its seconds and the memory in use."""
+    log_file: Annotated[str | None, HARMLESS] = None
+    """File to which the lines of verbosity `debug` are appended with their time, whatever the terminal shows: a path, or a
+    name in `logs` of run_dir."""
     profile: Annotated[ProfileConfig, HARMLESS] = field(default_factory=ProfileConfig)
     guard: Annotated[GuardConfig, HARMLESS] = field(default_factory=GuardConfig)
     warnings: Annotated[WarningsConfig, HARMLESS] = field(default_factory=WarningsConfig)
