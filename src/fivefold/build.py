@@ -42,6 +42,7 @@ from fivefold.keys.identity import with_absolute_paths
 from fivefold.megatron.mesh import Meshes
 from fivefold.megatron.model import MegatronModel, WithoutAdapters
 from fivefold.models.families import load_spec
+from fivefold.models.overrides import overridden
 from fivefold.models.spec import ModelSpec
 from fivefold.models.torch_dist import find_torch_dist
 from fivefold.observability.run_logger import RunLogger
@@ -99,6 +100,8 @@ def fetch_models(config: RunConfig, ranks: Ranks, commits: Mapping[str, str]) ->
         wanted = (*(_MODEL_FILES if weights else _TOKENIZER_FILES), *(code if name == config.model.tokenizer_path else ()))
         commit = call_on_main(ranks, partial(_newest_commit, name, wanted, commits.get(name)))
         directories[name] = Path(call_once_a_machine(ranks, partial(_snapshot, name, wanted, commit)))
+        if config.model.overrides and name == config.model.described_by(config.model.path):
+            directories[name] = overridden(directories[name], config.model.overrides)
     return directories
 
 
