@@ -246,7 +246,7 @@ def _train(options: argparse.Namespace) -> int:
     first = os.environ.get("RANK", "0") == "0"
     config = _configure(options, quiet=not first)
     is_quiet = not first or config.trainer.verbosity == "quiet"
-    return 2 if _show_check(config, quiet=is_quiet).errors else start(config)
+    return 2 if _show_check(config, quiet=is_quiet).starting() else start(config)
 
 
 def _show_check(config: RunConfig, quiet: bool = False, starts: bool = True) -> Findings:
@@ -259,10 +259,11 @@ def _show_check(config: RunConfig, quiet: bool = False, starts: bool = True) -> 
             *([] if starts else findings.summary),
             *findings.duration,
             *findings.notes,
+            *([] if starts else findings.missing),
             *(f"{key} has no effect: {reason}" for key, reason in findings.ignored),
         ]:
             print(f"note     {note}")
-    for error in findings.errors:
+    for error in findings.starting() if starts else findings.errors:
         print(f"error    {error}", file=sys.stderr)
     return findings
 
@@ -326,7 +327,7 @@ def _eval(options: argparse.Namespace) -> int:
         log(f"{found} is the latest checkpoint of {config.run_dir}")
     if faults := find_corruption(found):
         raise UserError(f"checkpoint {found} cannot be used: {faults}")
-    if _show_check(config, quiet=True).errors:
+    if _show_check(config, quiet=True).starting():
         return 2
     # An evaluation has its own directory, because the run itself may be training now. Other nodes of a cluster see only the
     # run's directory of this machine.

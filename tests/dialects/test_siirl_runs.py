@@ -61,7 +61,11 @@ def test_each_variable_of_siirls_logs_that_a_script_exports_acts(tmp_path):
     (tmp_path / "run.sh").write_text(SCRIPT)
     found = translate_words("siirl", [str(tmp_path / "run.sh")], HOME)
     trainer = RunConfig.of(found.tree).trainer
-    assert (trainer.tensorboard_dir, trainer.verbosity, trainer.log_file) == ("/logs/tensorboard", "quiet", "/logs/siirl.log")
+    assert (trainer.tensorboard_dir, trainer.verbosity, trainer.log_file) == (
+        "/logs/tensorboard",
+        "quiet",
+        "/logs/siirl.log",
+    )
     assert not any("no effect" in note for note in writer.notes(found))
     shell = {**HOME, "SIIRL_LOG_VERBOSITY": "DEBUG", "SIIRL_LOGGING_FILENAME": "run_$(date +%Y)"}
     trainer = RunConfig.of(translate_words("siirl", MEGATRON, shell).tree).trainer
