@@ -56,4 +56,8 @@ def test_verbosity_decides_what_the_terminal_shows_and_the_log_file_has_it_all(t
     assert "stage rollout" in shown["debug"] and "GB" in shown["debug"]
     for verbosity in LEVELS:
         lines = (tmp_path / "logs" / f"{verbosity}.log").read_text().splitlines()
-        assert [re.sub(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d ", "", line).split()[0] for line in lines] == ["saved", "stage", "step"]
+        assert [re.sub(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d ", "", line).split()[0] for line in lines] == [
+            "saved",
+            "stage",
+            "step",
+        ]
