@@ -286,7 +286,7 @@ def option(source: Source, key: str, name: str, value: Any, ours: str, found: di
         source.lacks(key, "flex needs the package deep_ep; alltoall sends the same tokens", changes_result=False)
     elif name == "moe_enable_routing_replay" and value:
         source.lacks(key, "replaying the sampler's routing")
-    elif name in ("overlap_p2p_comm", "batch_p2p_comm", "deallocate_pipeline_outputs") and value:
+    elif name in ("batch_p2p_comm", "deallocate_pipeline_outputs") and value:
         source.fixed(key, "on wherever the stages allow it")
     elif (reason := reason or without_effect(section, name)) is not None:
         source.fixed(key, reason.replace("{section}", ours.removesuffix(".megatron")))

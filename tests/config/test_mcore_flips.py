@@ -17,6 +17,7 @@ from fivefold.config import mcore_options
 from fivefold.config.learners import MegatronConfig
 from fivefold.config.mcore_options import RECOMPUTE, section_of, table
 from tests.support.cluster import Together
+from tests.support.tiny_models import make_model
 from tests.support.two_steps import LENGTHS, OBJECTIVE, OPTIMIZER, POLICY, whole_batch
 
 SECTIONS = ("transformer", "ddp", "optimizer")
@@ -33,6 +34,8 @@ class Flip:
     model: str = "qwen3"
     base: dict[str, Any] = field(default_factory=dict)
     """Options of the same section that both runs have, because the flipped one is read with them only."""
+    also: dict[str, Any] = field(default_factory=dict)
+    """Options of `base` that change with the flipped one, because the two exclude each other."""
     dtype: str = "float32"
     pipeline: dict[str, Any] = field(default_factory=dict)
     ddp: dict[str, Any] = field(default_factory=dict)
@@ -42,7 +45,7 @@ class Flip:
     def policy(self, flipped: bool) -> Any:
         options: dict[str, dict[str, Any]] = {"ddp": dict(self.ddp), "pipeline": dict(self.pipeline)}
         section = section_of(self.name) if self.section == "transformer" else self.section
-        own = self.base | ({self.name: self.value} if flipped else {})
+        own = self.base | (self.also | {self.name: self.value} if flipped else {})
         options[section] = options.get(section, {}) | own
         return replace(
             POLICY,
@@ -53,12 +56,14 @@ class Flip:
             megatron=MegatronConfig(**options),
         )
 
-    def run(self, flipped: bool, again: int) -> tuple[Any, ...]:
+    def run(self, flipped: bool, time: int) -> tuple[Any, ...]:
         """Return the name of a run, which several flips may have in common."""
-        return self.layout, self.model, str(self.policy(flipped)), again
+        return self.layout, self.model, str(self.policy(flipped)), time
 
 
 FULL = RECOMPUTE["full"]
+ODD = "qwen3 of 5 layers"
+LOSS, EMBED = ({f"account_for_{name}_in_pipeline_split": True} for name in ("loss", "embedding"))
 BOTH = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 VIRTUAL = {"virtual_pipeline_model_parallel_size": 2}
 AWARE = {"use_precision_aware_optimizer": True}
@@ -85,8 +90,8 @@ FLIPS = [
     Flip("activation_func_fp8_input_store", True, base=FUSED),
     Flip("disable_bf16_reduced_precision_matmul", True, dtype="bfloat16"),
     Flip("clone_scatter_output_in_embedding", False, layout="t2"),
-    Flip("account_for_embedding_in_pipeline_split", True, layout="p2", base={"account_for_loss_in_pipeline_split": True}),
-    Flip("account_for_loss_in_pipeline_split", True, layout="p2", base={"account_for_embedding_in_pipeline_split": True}),
+    Flip("account_for_embedding_in_pipeline_split", True, layout="p2", model=ODD, base=LOSS, also={next(iter(LOSS)): False}),
+    Flip("account_for_loss_in_pipeline_split", True, layout="p2", model=ODD, base=EMBED, also={next(iter(EMBED)): False}),
     Flip("num_layers_in_first_pipeline_stage", 1, layout="p2"),
     Flip("num_layers_in_last_pipeline_stage", 1, layout="p2"),
     Flip("pipeline_model_parallel_layout", "Et|tttL", layout="p2"),
@@ -95,7 +100,6 @@ FLIPS = [
     Flip("variable_seq_lengths", False, layout="p2"),
     Flip("batch_p2p_comm", False, layout="p2"),
     Flip("batch_p2p_sync", False, layout="p2"),
-    Flip("overlap_p2p_comm", False, layout="p2", pipeline=VIRTUAL),
     Flip("overlap_p2p_comm_warmup_flush", True, layout="p2", pipeline=VIRTUAL),
     Flip("deallocate_pipeline_outputs", False, layout="p2"),
     *(
@@ -112,7 +116,7 @@ FLIPS = [
             ("check_for_large_grads", True, {}, "float32"),
         ]
     ),
-    Flip("align_param_gather", True, "ddp", "d2p2", ddp=BOTH, pipeline=VIRTUAL),
+    Flip("align_param_gather", True, "ddp", "d2p2", ddp=BOTH | {"bucket_size": 5000}, pipeline=VIRTUAL),
     Flip("decoupled_lr", 1e-4, "optimizer"),
     Flip("decoupled_min_lr", 9e-5, "optimizer", base={"decoupled_lr": 1e-4}, schedule="linear"),
     Flip("apply_wd_to_qk_layernorm", True, "optimizer"),
@@ -178,7 +182,7 @@ def observed(mesh, directory: Path, policy) -> dict[str, Any]:
         "weights": {name: float(tensor.double().abs().sum()) for name, tensor in model.weights()},
         "layers": [list(chunk.layers_of_model) for chunk in model._chunks],
         "buffers": [(buffer.numel, len(buffer.buckets), str(buffer.grad_dtype)) for buffer in buffers],
-        "state": {name: str(value.dtype) for name, value in next(iter(first.state.values())).items() if name != "step"},
+        "state": {name: str(value.dtype) for name, value in next(iter(first.state.values()), {}).items() if name != "step"},
         "loss scale": None if updater.loss_scale is None else {
             name: str(value) for name, value in vars(updater.loss_scale).items()
         },
@@ -188,21 +192,16 @@ def observed(mesh, directory: Path, policy) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def flipped(request, cluster, models):
+def flipped(request, cluster, models, tmp_path_factory):
     """Results of the selected flips by layout, model, policy and time, all of a layout in one start of its ranks."""
-    chosen = [
-        item.callspec.params["each"]
-        for item in request.session.items
-        if item.module is request.module and hasattr(item, "callspec")
-    ]
-    # What is made once a process and kept would be seen in the first run only.
-    calls: dict[Any, Any] = {
-        each.layout: (f"megatron:{each.layout}", observed, models(each.model), POLICY) for each in chosen
-    }
+    chosen = [item.callspec.params["each"] for item in request.session.items if "each" in getattr(item, "fixturenames", ())]
+    made = make_model("qwen3", tmp_path_factory.mktemp("odd"), num_hidden_layers=5)
+    calls: dict[Any, Any] = {}
     for each in chosen:
-        for is_flipped, again in ((False, 0), (True, 0), (False, 1)):
-            policy = each.policy(is_flipped)
-            calls[each.run(is_flipped, again)] = (f"megatron:{each.layout}", observed, models(each.model), policy)
+        # What is made once a process and kept is seen in the first run only, which is not read.
+        for is_flipped, time in ((False, 0), (False, 1), (True, 1), (False, 2)):
+            directory, policy = made if each.model == ODD else models(each.model), each.policy(is_flipped)
+            calls[each.run(is_flipped, time)] = (f"megatron:{each.layout}", observed, directory, policy)
     return Together(cluster, calls)
 
 
@@ -222,6 +221,38 @@ def test_every_option_that_acts_is_flipped():
 @pytest.mark.slow
 @pytest.mark.parametrize("each", FLIPS, ids=lambda each: each.name)
 def test_flipping_an_option_changes_what_runs_or_what_is_built(flipped, each):
-    base, other, again = (flipped[each.run(*which)] for which in ((False, 0), (True, 0), (False, 1)))
+    base, other, again = (flipped[each.run(*which)] for which in ((False, 1), (True, 1), (False, 2)))
     assert base == again, "two runs without the option differ: what is observed is not the option's"
     assert base != other
+
+
+HOST = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0}
+HOST_FLIPS = {
+    "optimizer_cpu_offload": ({}, HOST),
+    "optimizer_offload_fraction": (HOST, HOST | {"optimizer_offload_fraction": 0.5}),
+    "overlap_cpu_optimizer_d2h_h2d": (HOST, HOST | {"overlap_cpu_optimizer_d2h_h2d": True}),
+    "pin_cpu_grads": (HOST, HOST | {"pin_cpu_grads": False}),
+    "pin_cpu_params": (HOST, HOST | {"pin_cpu_params": False}),
+}
+"""Options of the optimizer without and with each of ON_GPUS flipped."""
+
+
+def built_on_host(mesh, directory: Path, policy) -> dict[str, Any]:
+    """The class of the optimizer that Megatron-Core built, and its settings."""
+    from fivefold.megatron.model import MegatronModel
+
+    optimizer = MegatronModel(directory, policy, mesh, total_updates=1)._updater.optimizer.chained_optimizers[0].optimizer
+    plain = {name: value for name, value in vars(optimizer).items() if isinstance(value, (bool, float))}
+    return {"class": type(optimizer).__name__, **plain}
+
+
+@pytest.mark.gpu
+def test_an_optimizer_on_the_host_acts(gpus, gpu_models):
+    if gpus.kind == "cpu":
+        pytest.skip("on the CPU the optimizer is there already, and the option is refused")
+    assert set(HOST_FLIPS) == ON_GPUS
+    given = [options for pair in HOST_FLIPS.values() for options in pair]
+    policies = [replace(POLICY, dtype="bfloat16", megatron=MegatronConfig(optimizer=options)) for options in given]
+    found = gpus.run_all("megatron:d1", [(built_on_host, gpu_models["qwen3"], policy) for policy in policies])
+    for place, name in enumerate(HOST_FLIPS):
+        assert found[2 * place] != found[2 * place + 1], name

@@ -64,6 +64,7 @@ def errors(given: Options, section: str) -> list[str]:
         ("optimizer", {"exp_avg_dtype": "bfloat16"}, "needs use_precision_aware_optimizer"),
         ("optimizer", {"exp_avg_dtype": "int8"}, "must be torch.dtype"),
         ("optimizer", {"muon_momentum": 0.9}, "the optimizer is Adam"),
+        ("pipeline", {"overlap_p2p_comm": False}, "messages overlap with virtual stages"),
         ("optimizer", {"loss_scale": 0.0}, "must be above 0: got 0.0"),
         ("optimizer", {"decoupled_weight_decay": False, "use_precision_aware_optimizer": True}, "must be true with"),
         ("optimizer", {"loss_scale_window": 0.0}, "must be above 0: got 0.0"),
@@ -88,9 +89,7 @@ def test_an_error_and_what_to_do_name_the_section_of_the_model():
     ("pipeline", "virtual", "key"),
     [
         ({"batch_p2p_comm": True}, 2, "batch_p2p_comm"),
-        ({"overlap_p2p_comm": True}, 1, "overlap_p2p_comm"),
         ({"overlap_p2p_comm_warmup_flush": True}, 1, "overlap_p2p_comm_warmup_flush"),
-        ({"overlap_p2p_comm_warmup_flush": True, "overlap_p2p_comm": False}, 2, "overlap_p2p_comm_warmup_flush"),
         ({"batch_p2p_comm": False}, 1, None),
         ({"overlap_p2p_comm_warmup_flush": True}, 2, None),
     ],

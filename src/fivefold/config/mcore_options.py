@@ -60,7 +60,7 @@ RECOMPUTE: dict[str, dict[str, Any]] = {
     "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
 }
 """Options that each value of the key `recompute` sets."""
-MESSAGES = ("batch_p2p_comm", "batch_p2p_sync", "overlap_p2p_comm", "overlap_p2p_comm_warmup_flush",
+MESSAGES = ("batch_p2p_comm", "batch_p2p_sync", "overlap_p2p_comm_warmup_flush",
             "deallocate_pipeline_outputs")  # fmt: skip
 """Pipeline options about what stages send."""
 _RECOMPUTED = ("core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts")
@@ -315,10 +315,8 @@ def messages_fault(options: Mapping[str, Any], virtual: int) -> tuple[str, str] 
     """Return the pipeline option that does not fit so many virtual stages, and what must hold; None if all fit."""
     if virtual > 1 and options.get("batch_p2p_comm", False):
         return "batch_p2p_comm", "must be false with virtual stages: they would mix up forward and backward messages"
-    if virtual == 1 and options.get("overlap_p2p_comm", False):
-        return "overlap_p2p_comm", "needs virtual stages: set virtual_pipeline_model_parallel_size"
-    if options.get("overlap_p2p_comm_warmup_flush", False) and not (virtual > 1 and options.get("overlap_p2p_comm", True)):
-        return "overlap_p2p_comm_warmup_flush", "needs virtual stages and overlap_p2p_comm: true"
+    if virtual == 1 and options.get("overlap_p2p_comm_warmup_flush", False):
+        return "overlap_p2p_comm_warmup_flush", "needs virtual stages: set virtual_pipeline_model_parallel_size"
     return None
 
 
