@@ -140,6 +140,9 @@ def engine(source: Source) -> dict[str, Any]:
         # The trainer's share of the GPUs must be left.
         found["engine.memory_fraction"] = min(source.number(share) or 0.5, 0.6)
         found["engine.backend"] = shared.engine_layout(ours.world_size, tp, name=name)
+        if name == "sglang" and steps_ahead(source):
+            # Its servers would leave the GPUs while the policy trains, and with them the responses in flight.
+            found["engine.sleep"] = False
     else:
         found |= shared.engine_apart(theirs.dp * tp, tp, name=name)
     if theirs.backend == "vllm":
