@@ -49,6 +49,8 @@ def model(source: Source) -> dict[str, Any]:
             if roles(source)[0].backend == "megatron"
             else {"policy.recompute": "full"}
         )
+    if roles(source)[0].backend == "megatron":
+        found |= shared.ddp_options(role, "megatron.ddp.", "policy")
     found |= shared.virtual_stages(role, "policy", "megatron.virtual_pipeline_parallel_size")
     if source.flag("rollout.return_routed_experts"):
         found |= shared.replayed("R3")

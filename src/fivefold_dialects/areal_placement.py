@@ -130,7 +130,7 @@ def engine(source: Source) -> dict[str, Any]:
     if theirs is None:
         return {}
     places = ("rollout.backend", "allocation_mode")
-    shared.replaced_engine(source, next((key for key in places if source.text(key)), places[0]), theirs.backend)
+    name = shared.engine_name(source, next((key for key in places if source.text(key)), places[0]), theirs.backend)
     tp, shares = theirs.tp * theirs.pp, is_colocated(source)
     share = "sglang.mem_fraction_static" if theirs.backend == "sglang" else "vllm.gpu_memory_utilization"
     found: dict[str, Any] = {"engine.memory_fraction": source.number(share)}
@@ -140,9 +140,12 @@ def engine(source: Source) -> dict[str, Any]:
         replicas = ours.world_size // tp
         # Leave memory for the trainer on the same GPUs.
         found["engine.memory_fraction"] = min(source.number(share) or 0.5, 0.6)
-        found["engine.backend"] = shared.engine_layout(ours.world_size, tp)
+        found["engine.backend"] = shared.engine_layout(ours.world_size, tp, name=name)
+        if name == "sglang" and steps_ahead(source):
+            # Its servers would leave the GPUs while the policy trains, and with them the responses in flight.
+            found["engine.sleep"] = False
     else:
-        found |= shared.engine_apart(theirs.dp * tp, tp)
+        found |= shared.engine_apart(theirs.dp * tp, tp, name=name)
     if theirs.backend == "vllm":
         found["engine.max_num_seqs"] = source.whole("vllm.max_num_seqs")
         if source.flag("vllm.enforce_eager"):

@@ -12,7 +12,7 @@ from fivefold_dialects.known import known
 from fivefold_dialects.legacy import roll as legacy
 from fivefold_dialects.roll_data import batch, columns, lengths, mixture
 from fivefold_dialects.roll_method import critic, loss, low_rank, method, optimizer
-from fivefold_dialects.roll_placement import engine, kind, layout, megatron, role
+from fivefold_dialects.roll_placement import engine, forwards, kind, layout, megatron, role
 from fivefold_dialects.shared import EVERY_CHECKPOINT
 from fivefold_dialects.source import Source
 from fivefold_dialects.system import dialect
@@ -76,7 +76,7 @@ def router_replay(source: Source) -> dict[str, Any]:
 
 DERIVED = (
     *(ahead, model, low_rank, method, loss, batch, lengths, columns, mixture, layout, megatron, optimizer, critic, engine),
-    *(router_replay, run, tracked),
+    *(forwards, router_replay, run, tracked),
 )
 _CONVERTERS = {"loggers": shared.loggers, "path": shared.path, "epochs": epochs}
 TABLE = table("roll", DERIVED, _CONVERTERS, load("legacy/roll"), release_of=legacy.release_of, known=known("roll"))

@@ -8,7 +8,7 @@ from fivefold_dialects import shared
 from fivefold_dialects.device_mapping import parse_devices, ranks_behind
 from fivefold_dialects.shared import SPREAD
 from fivefold_dialects.source import Source, UnreadableError
-from fivefold_dialects.table import listed
+from fivefold_dialects.table import listed, load
 
 TRAIN, INFER = "actor_train.", "actor_infer."
 
@@ -81,15 +81,8 @@ def layout(source: Source) -> dict[str, Any]:
 
 
 _OPTIONS_OF_LAYOUT, _OPTIONS_FIXED = listed("roll", "layout"), listed("roll", "spread")
-_OPTIONS_SAID = {
-    "overlap_grad_reduce": "overlap of communication: set it in policy.megatron.ddp",
-    "optimizer_cpu_offload": "an optimizer that computes on the host: set it in policy.megatron.optimizer",
-}
-_OPTIONS_SAID |= {
-    "overlap_param_gather": _OPTIONS_SAID["overlap_grad_reduce"],
-    "optimizer_offload_fraction": _OPTIONS_SAID["optimizer_cpu_offload"],
-}
-"""Settings that change only time or memory; they are reported if they are on."""
+_OPTIONS_CARRIED = load("roll")["carried"]
+"""Settings that change only time or memory -> ours, in policy.megatron."""
 
 
 def megatron(source: Source) -> dict[str, Any]:
@@ -108,8 +101,8 @@ def megatron(source: Source) -> dict[str, Any]:
             continue
         if short in _OPTIONS_FIXED:
             options.fixed(key, SPREAD)
-        elif short in _OPTIONS_SAID:
-            options.fixed(key, "off") if not value else options.lacks(key, _OPTIONS_SAID[short], changes_result=False)
+        elif short in _OPTIONS_CARRIED:
+            options.fixed(key, "off") if not value else found.update({f"policy.megatron.{_OPTIONS_CARRIED[short]}": value})
         elif short == "moe_layer_recompute":
             options.fixed(key, "off") if not value else found.update(
                 {
@@ -137,6 +130,18 @@ def megatron(source: Source) -> dict[str, Any]:
     return found | {"policy.sequence_parallel": True, "policy.router_balance": "config"}
 
 
+def forwards(source: Source) -> dict[str, Any]:
+    """Sequences in a pass without gradient, of each model that has one; with dynamic batches tokens limit it."""
+    asked = {"policy": TRAIN, "reference": "reference."} if kind(source) != "sft" else {}
+    if kind(source) == "rlvr" and uses_critic(source):
+        asked["critic"] = "critic."
+    return {
+        f"{ours}.sequences_per_forward": source.count(f"{start}infer_batch_size")
+        for ours, start in asked.items()
+        if source.has(f"{start}infer_batch_size") and not source.flag(f"{start}use_dynamic_batching_in_infer")
+    }
+
+
 def engine(source: Source) -> dict[str, Any]:
     if kind(source) != "rlvr":
         return {}
@@ -149,8 +154,8 @@ def engine(source: Source) -> dict[str, Any]:
     tp = said.whole("tensor_parallel_size") or said.whole("tp_size") or source.whole(INFER + "num_gpus_per_worker") or 1
     if (name := source.text(INFER + "strategy_args.strategy_name")) == "hf_infer":
         return {"engine.backend": "transformers"}
-    shared.replaced_engine(source, INFER + "strategy_args.strategy_name", name)
-    found: dict[str, Any] = {"engine.backend": shared.engine_layout(world, tp if world % tp == 0 else 1)}
+    ours = shared.engine_name(source, INFER + "strategy_args.strategy_name", name)
+    found: dict[str, Any] = {"engine.backend": shared.engine_layout(world, tp if world % tp == 0 else 1, name=ours)}
     if is_apart:
         found["engine.placement"] = "apart"
     found["engine.memory_fraction"] = said.number(

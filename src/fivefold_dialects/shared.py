@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from fivefold.config.engine import EngineConfig
-from fivefold.config.mcore_options import PIPELINE, is_option, refusal
-from fivefold.config.packages import TRACKERS
+from fivefold.config.mcore_options import is_option, refusal, section_of, without_effect
+from fivefold.config.packages import TRACKERS, missing_packages
 from fivefold.layout import ParallelLayout
 from fivefold_dialects.source import Source, UnreadableError
 from fivefold_dialects.table import Convert, Derived, listed
@@ -166,11 +166,19 @@ def dtype(source: Source, key: str) -> str | None:
     return DTYPES.get(str(name), "bfloat16")
 
 
-def replaced_engine(source: Source, key: str, name: str | None) -> None:
-    """Report that vLLM is used instead if the key names another engine."""
-    if name in (engines := {"sglang": "SGLang", "trtllm": "TensorRT-LLM"}):
-        reason = f"{engines[name]}: vLLM samples instead, from the same distribution, with other kernels"
+def engine_name(source: Source, key: str, name: str | None) -> str:
+    """Return our engine for the one that the key names: vLLM, or SGLang with a note where it is not installed."""
+    if name == "trtllm":
+        reason = "TensorRT-LLM: vLLM samples instead, from the same distribution, with kernels of its own"
         source.lacks(key, reason, changes_result=False)
+    if name != "sglang":
+        return "vllm"
+    if missing_packages(("sglang",)):
+        source.note(
+            f"{key}: SGLang is not installed here, and `train` needs it: pip install sglang (docs/engines.md), or set "
+            "engine.backend to the same layout of vllm"
+        )
+    return "sglang"
 
 
 def world_layout(world: int, *, tp: int = 1, pp: int = 1, cp: int = 1, ep: int = 1, etp: int = 1) -> ParallelLayout:
@@ -184,16 +192,16 @@ def world_layout(world: int, *, tp: int = 1, pp: int = 1, cp: int = 1, ep: int =
         raise UnreadableError(str(error)) from None
 
 
-def engine_layout(world: int, tp: int, ep: int = 1) -> str:
-    """Return vLLM's layout over `world` GPUs, as `vllm:d4t2`."""
+def engine_layout(world: int, tp: int, ep: int = 1, name: str = "vllm") -> str:
+    """The engine's layout over all GPUs of the policy."""
     if world % tp:
         raise UnreadableError(f"{world} GPUs cannot be divided into engines of {tp}")
-    return f"vllm:d{world // tp}t{tp}" + (f"e{ep}" if ep > 1 else "")
+    return f"{name}:d{world // tp}t{tp}" + (f"e{ep}" if ep > 1 else "")
 
 
-def engine_apart(gpus: int, tp: int, ep: int = 1) -> dict[str, Any]:
-    """Return our keys of vLLM on its own `gpus` GPUs."""
-    return {"engine.backend": engine_layout(gpus, tp, ep), "engine.placement": "apart"}
+def engine_apart(gpus: int, tp: int, ep: int = 1, name: str = "vllm") -> dict[str, Any]:
+    """The engine on so many GPUs of its own."""
+    return {"engine.backend": engine_layout(gpus, tp, ep, name), "engine.placement": "apart"}
 
 
 def own_layout(policy: ParallelLayout, **sizes: int) -> str | None:
@@ -231,6 +239,25 @@ def megatron_options(source: Source, start: str, ours: str) -> dict[str, Any]:
     return found
 
 
+def ddp_options(source: Source, start: str, ours: str) -> dict[str, Any]:
+    """Fields of DistributedDataParallelConfig under `start` -> those of section `ours`; what cannot be set is said."""
+    found: dict[str, Any] = {}
+    said = source.under(start)
+    for name in (name for name in said.keys("") if said.value(name) is not None):
+        value = said.value(name)
+        if not is_option("ddp", name):
+            said.lacks(name, f"Megatron-Core's ddp options have no {name}")
+        elif (reason := refusal("ddp", name)) is not None and value not in (False, "no_shard"):
+            said.lacks(name, reason.replace("{section}", ours), changes_result=name.startswith("fp8"))
+        elif reason is not None:
+            said.fixed(name, "off")
+        elif (reason := without_effect("ddp", name)) is not None:
+            said.fixed(name, reason)
+        else:
+            found[f"{ours}.megatron.ddp.{name}"] = value
+    return found
+
+
 def replayed(mode: str | None) -> dict[str, Any]:
     """Return our keys of replaying the experts' routing: R2, R3 or None for off."""
     if mode != "R3":
@@ -240,8 +267,8 @@ def replayed(mode: str | None) -> dict[str, Any]:
 
 
 def option(source: Source, key: str, name: str, value: Any, ours: str, found: dict[str, Any]) -> None:
-    """Put one field of TransformerConfig into `found`, or report why it has no effect or is not supported."""
-    section = "pipeline" if name in PIPELINE else "transformer"
+    """Put one field of TransformerConfig into `found`, or say why not."""
+    section = section_of(name)
     reason = refusal(section, name)
     if name in _OF_MINDSPEED:
         source.fixed(key, "a kernel of another device or library: the numbers agree up to rounding")
@@ -259,7 +286,9 @@ def option(source: Source, key: str, name: str, value: Any, ours: str, found: di
         source.lacks(key, "flex needs the package deep_ep; alltoall sends the same tokens", changes_result=False)
     elif name == "moe_enable_routing_replay" and value:
         source.lacks(key, "replaying the sampler's routing")
-    elif reason is not None:
+    elif name in ("batch_p2p_comm", "deallocate_pipeline_outputs") and value:
+        source.fixed(key, "on wherever the stages allow it")
+    elif (reason := reason or without_effect(section, name)) is not None:
         source.fixed(key, reason.replace("{section}", ours.removesuffix(".megatron")))
     elif not is_option(section, name):
         source.lacks(key, f"Megatron-Core {section} options have no {name}")

@@ -5,25 +5,31 @@ Missing features of its Megatron path were read in siiRL af00a77; comments and n
 
 from __future__ import annotations
 
+import re
+import time
 from dataclasses import replace
 from typing import Any
 
-from fivefold_dialects import verl, verl_algorithm, verl_models, verl_rollout
+from fivefold_dialects import shared, verl, verl_algorithm, verl_models, verl_rollout
 from fivefold_dialects.known import known
 from fivefold_dialects.legacy import verl as legacy
 from fivefold_dialects.source import Source
 from fivefold_dialects.system import dialect
-from fivefold_dialects.table import table
+from fivefold_dialects.table import load, table
 
 _A, _R = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
 
 PROGRAMS = ("siirl.main_dag", "siirl.client.main_dag")
-VARIABLES = {
-    "TENSORBOARD_DIR": "TensorBoard's files are in trainer.run_dir/tensorboard",
-    "SIIRL_LOG_VERBOSITY": "the terminal has one line for each step",
-    "SIIRL_LOGGING_FILENAME": "the output of each rank is in trainer.run_dir/logs",
-}
-"""Variables that a script exports and that have no effect here -> the sentence that says what to use instead."""
+VARIABLES = ("TENSORBOARD_DIR", "SIIRL_LOG_VERBOSITY", "SIIRL_LOGGING_FILENAME")
+
+
+_DATE = re.compile(r"""\$\(date \+["']?([^)"']*)["']?\)""")
+
+
+def dated(source: Source, key: str) -> str | None:
+    """A path, with the time of now where the script has `$(date +FORMAT)`."""
+    found = shared.path(source, key)
+    return found and _DATE.sub(lambda date: time.strftime(date[1]), found)
 
 
 def program(source: Source) -> dict[str, Any]:
@@ -39,31 +45,18 @@ def megatron_path(source: Source) -> dict[str, Any]:
     if not verl_models.is_megatron(source):
         return {}
     if (source.whole(_A + "ppo_epochs") or 1) > 1:
-        source.lacks(_A + "ppo_epochs", "siiRL's Megatron actor makes one pass over a rollout with any value: set it to 1")
-    for name in ("lr_decay_style", "lr_decay_steps", "min_lr", "lr_warmup_init"):
-        source.fixed(f"{_A}optim.{name}", "siiRL never steps the schedule of its Megatron path: the rate stays the same")
-    source.fixed(
-        "actor_rollout_ref.model.enable_gradient_checkpointing",
-        "siiRL's Megatron path sets a method without a granularity (megatron/worker.py:93), so nothing is recomputed; "
-        "override_transformer_config.recompute_granularity decides",
-    )
+        source.lacks(_A + "ppo_epochs", "siiRL's Megatron actor goes through a rollout once whatever it says: say 1")
     source.fixed(_A + "megatron.sequence_parallel", "siiRL shards sequences wherever tensor parallelism is above 1")
     return {}
 
 
-def optimizer(source: Source) -> dict[str, Any]:
-    """Return our keys of the optimizer as for verl, with the learning rate of siiRL's Megatron path."""
-    found = verl_models.optimizer(source)
-    if not verl_models.is_megatron(source):
-        return found
-    # siiRL never steps a scheduler (megatron_workers.py): the learning rate stays that of step 0.
-    if found["policy.optimizer.warmup_steps"]:
-        source.lacks(
-            _A + "optim.lr_warmup_steps",
-            "siiRL never steps the schedule of its Megatron path, so that with a warm-up the rate stays 0: leave it out",
-        )
-    found |= {"policy.optimizer.schedule": "constant"}
-    return found | {f"policy.optimizer.{name}": None for name in ("min_lr", "decay_steps")}
+def memory(source: Source) -> dict[str, Any]:
+    """verl's; gradient checkpointing recomputes with Megatron too, where siiRL sets a method without a granularity."""
+    found = verl_models.memory(source)
+    said = any(key.startswith(("policy.recompute", "policy.megatron.transformer.recompute")) for key in found)
+    if verl_models.is_megatron(source) and not said:
+        found["policy.recompute"] = "full" if source.flag(verl_models.CHECKPOINTING) else "none"
+    return found
 
 
 def rewards(source: Source) -> dict[str, Any]:
@@ -118,10 +111,12 @@ _REPLACED: dict[Any, Any] = {
     verl.program: program,
     verl_algorithm.advantage: advantage,
     verl_algorithm.loss: loss,
-    verl_models.optimizer: optimizer,
+    verl_models.memory: memory,
     verl_rollout.rewards: rewards,
 }
 DERIVED = tuple(_REPLACED.get(function, function) for function in verl.DERIVED if function is not legacy.say_which_entropy)
-_OWN = table("siirl", (*DERIVED, megatron_path), verl.CONVERTERS, known=known("verl", "siirl"), page_of=verl.TABLE)
+_LEVELS = shared.choice(load("siirl")["levels"], "a log level")
+_CONVERTERS = {**verl.CONVERTERS, "dated": dated, "level": _LEVELS}
+_OWN = table("siirl", (*DERIVED, megatron_path), _CONVERTERS, known=known("verl", "siirl"), page_of=verl.TABLE)
 TABLE = replace(_OWN, defaults={**verl.TABLE.defaults, **_OWN.defaults})
 translate = dialect("siirl", TABLE, config_names=("ppo_trainer", "ppo_megatron_trainer"), variables=VARIABLES)

@@ -64,6 +64,7 @@ def program(source: Source) -> dict[str, Any]:
         if example != name and source.text(key) == function:
             source.lacks(key, f"the function {function}: SkyRL registers it in the program {example} only, not in {name}")
     if name == FLASHRL:
+        source.note("FlashRL's engine samples with weights in fp8, which vLLM makes of the policy's in each step: int8 too")
         return {"engine.vllm.quantization": "fp8"}
     if name not in PROGRAMS and name not in WITH_A_FUNCTION:
         source.lacks("-m", OTHER_PROGRAMS.get(name, "a program other than main_base: it may do things that no key shows"))
@@ -202,11 +203,11 @@ def engine(source: Source) -> dict[str, Any]:
         "engine.memory_fraction": source.number(key("gpu_memory_utilization")),
         "engine.max_num_seqs": source.whole(key("max_num_seqs")),
     }
+    ours = shared.engine_name(source, key("backend"), backend)
     if is_colocated:
-        found["engine.backend"] = shared.engine_layout(gpus(source), tp, ep)
+        found["engine.backend"] = shared.engine_layout(gpus(source), tp, ep, ours)
     else:
-        found |= shared.engine_apart(replicas * tp, tp, ep)
-    shared.replaced_engine(source, key("backend"), backend)
+        found |= shared.engine_apart(replicas * tp, tp, ep, ours)
     if backend == "vllm":
         for name in ("enforce_eager", "enable_prefix_caching", "enable_chunked_prefill", "max_num_batched_tokens"):
             if source.has(key(name)):
@@ -217,6 +218,32 @@ def engine(source: Source) -> dict[str, Any]:
         samples = workers * source.count("generator.n_samples_per_prompt")
         found |= shared.at_once(samples, replicas, found["engine.max_num_seqs"])
     return found
+
+
+def profile(source: Source) -> dict[str, Any]:
+    """The steps that SkyRL's profiler records, by the schedule of torch.profiler."""
+    for start in (_POLICY, _MEGATRON):
+        said = source.under(start + "torch_profiler_config.")
+        if said.flag("enable"):
+            first, wait, warmup = (said.whole(name) or 0 for name in ("skip_first", "wait", "warmup"))
+            active, repeat = said.whole("active") or 1, min(said.whole("repeat") or 1, 100)
+            begins = [first + wait + warmup + cycle * (wait + warmup + active) for cycle in range(repeat)]
+            steps = [begin + step for begin in begins for step in range(1, active + 1)]
+            return {
+                "trainer.profile.steps": steps,
+                "trainer.profile.ranks": [int(rank) for rank in said.items("ranks")] or None,
+            }
+    return {}
+
+
+def changed_config(source: Source) -> dict[str, Any]:
+    """Values in place of those in config.json."""
+    found: dict[str, Any] = {}
+    for start in (f"{_POLICY}model_config_kwargs", f"{_MEGATRON}model_config_kwargs"):
+        whole = source.value(start) if source.has(start) else None
+        found |= whole if isinstance(whole, dict) else {}
+        found |= {key.removeprefix(f"{start}."): source.value(key) for key in source.keys(f"{start}.")}
+    return {f"model.overrides.{name}": value for name, value in found.items()}
 
 
 def router_replay(source: Source) -> dict[str, Any]:
@@ -274,7 +301,7 @@ def release_of(settings: Mapping[str, Any]) -> str:
 
 DERIVED = (
     *(*METHOD, program, template, ahead, batch, layout, micro_batch, learning, adapters, critic, sampling, engine),
-    *(router_replay, evaluation, rewards, run),
+    *(router_replay, evaluation, rewards, run, profile, changed_config),
     shared.tracked("trainer.logger", "trainer.project_name", "trainer.run_name", tags="trainer.tags"),
 )
 _CONVERTERS = {

@@ -23,6 +23,7 @@ def policy(source: Source, world: int, megatron: str, sequence_parallel: str, *,
     if recomputes:
         found |= shared.recompute(source, kwargs, "policy")
     found |= shared.megatron_options(source, kwargs, "policy.megatron")
+    found |= shared.ddp_options(source, megatron + "ddp_config.", "policy")
     if sizes["pp"] == 1:
         for name in ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"):
             if found.pop(f"policy.megatron.pipeline.{name}", None) is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from fivefold.config.dialect import Translation, Tree
@@ -37,9 +37,9 @@ class System:
     config_names: tuple[str, ...] = ()
     """Names of the system's own YAML files; their values are already the defaults of its tables."""
     join: Callable[[list[Tree]], Tree] = merged
-    """Function that joins the files of a command into one tree."""
-    variables: Mapping[str, str] = field(default_factory=dict)
-    """Variables that a script exports and that have no effect here -> the sentence that says what to use instead."""
+    """Joins the files that a command names into one tree."""
+    variables: Sequence[str] = ()
+    """Variables of the environment that its programs read: the tables have rows for them as for keys."""
 
     def __call__(
         self, tree: Tree, overrides: list[str], /, environment: Mapping[str, str] | None = None, version: str = ""
@@ -88,9 +88,9 @@ class System:
         if not tree and not found.settings:
             raise ConfigError([f"no setting of {self.name} in {' '.join(theirs)[:LONGEST_KEY] or 'an empty command'}"])
         options = [f"{option}={value}" for option, value in found.options.items()]
-        translation = self(tree, [*options, *found.settings], environment, version)
-        exported = ((key, found.exported[key], where) for key, where in self.variables.items() if key in found.exported)
-        notes += [f"{key}={value} has no effect: {where}" for key, value, where in exported]
+        exported = {**environment, **found.exported}
+        variables = [f"{name}={exported[name]}" for name in self.variables if exported.get(name)]
+        translation = self(tree, [*variables, *options, *found.settings], environment, version)
         return with_own(dataclasses.replace(translation, notes=[*notes, *translation.notes]), own)
 
     def write(self, translation: Translation, *, strict: bool = True) -> str:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from fivefold.config.mcore_options import is_option, refusal
 from fivefold.layout import ParallelLayout
 from fivefold_dialects import shared
 from fivefold_dialects.adapters import adapters
@@ -48,20 +47,20 @@ def engine(source: Source) -> dict[str, Any]:
         return {}
     said = source.under(ROLLOUT)
     tp = said.count("tensor_parallel_size")
-    shared.replaced_engine(said, "engine_type", said.text("engine_type"))
+    name = shared.engine_name(said, "engine_type", said.text("engine_type"))
     flags = ("enforce_eager", "enable_prefix_caching", "enable_chunked_prefill")
     drawn = {
         name: source.number(key if source.value(key := f"{TASKSET}rollout_args.{name}") is not None else f"model.{name}")
         for name in ("temperature", "top_p", "top_k")
     }
     return {
-        **shared.engine_apart(said.count("engine_num") * tp, tp),
+        **shared.engine_apart(said.count("engine_num") * tp, tp, name=name),
         "engine.memory_fraction": said.number("gpu_memory_utilization"),
         "engine.sampling.temperature": drawn["temperature"],
         "engine.sampling.top_p": drawn["top_p"],
         "engine.sampling.top_k": max(0, int(drawn["top_k"] or 0)),
         "engine.dtype": dtype(said, "dtype"),
-        **{f"engine.vllm.{name}": said.flag(name) for name in flags if said.has(name)},
+        **{f"engine.vllm.{flag}": said.flag(flag) for flag in flags if name == "vllm" and said.has(flag)},
     }
 
 
@@ -242,16 +241,9 @@ def _options(source: Source, start: str, ours: str) -> dict[str, Any]:
     if not is_megatron(source):
         key = (CRITIC + "model." if start == CRITIC else MODEL) + "enable_gradient_checkpointing"
         return {f"{ours}.recompute": "full"} if source.flag(key) else {}
-    options, ddp = start + "megatron.override_transformer_config", source.under(start + "megatron.override_ddp_config.")
+    options = start + "megatron.override_transformer_config"
     found = {**shared.recompute(source, options, ours), **shared.megatron_options(source, options, f"{ours}.megatron")}
-    for name in (name for name in ddp.keys("") if ddp.value(name) is not None):
-        if (reason := refusal("ddp", name)) is not None:
-            ddp.fixed(name, reason.replace("{section}", ours))
-        elif not is_option("ddp", name):
-            ddp.lacks(name, f"Megatron-Core's ddp options have no {name}")
-        else:
-            found[f"{ours}.megatron.ddp.{name}"] = ddp.value(name)
-    return found
+    return found | shared.ddp_options(source, start + "megatron.override_ddp_config.", ours)
 
 
 def _own_options(source: Source, start: str, ours: str) -> dict[str, Any]:

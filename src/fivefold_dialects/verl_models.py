@@ -16,6 +16,7 @@ _A, _R, _M = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout.", "actor_ro
 _C, _REF = "critic.", "actor_rollout_ref.ref."
 SCHEDULES: Mapping[str, Mapping[str, Any]] = load("verl")["schedules"]
 TOTAL_STEPS = "trainer.total_training_steps"
+CHECKPOINTING = _M + "enable_gradient_checkpointing"
 STRATEGIES = ("fsdp", "fsdp2", "megatron", "veomni", "torchtitan", "mindspeed")
 
 
@@ -139,7 +140,7 @@ def memory(source: Source) -> dict[str, Any]:
     """Return our keys of the policy's recomputation and offload."""
     found: dict[str, Any] = {f"policy.offload.{part}": True for part in offloaded(source, _A)}
     if not is_megatron(source):
-        return found | ({"policy.recompute": "full"} if source.flag(_M + "enable_gradient_checkpointing") else {})
+        return found | ({"policy.recompute": "full"} if source.flag(CHECKPOINTING) else {})
     said = source.under(_A + "optim.")
     found |= shared.recompute(source, options(source), "policy")
     found |= shared.moments(said, are_read=said.flag("use_precision_aware_optimizer"))

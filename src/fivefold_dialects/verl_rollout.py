@@ -25,20 +25,20 @@ def engine(source: Source) -> dict[str, Any]:
     said, name = source.under(_R), source.text(_R + "name") or "vllm"
     if name == "hf":
         return {"engine.backend": "transformers"}
-    shared.replaced_engine(source, _R + "name", name)
+    ours = shared.engine_name(source, _R + "name", name)
     tp, ep = said.whole("tensor_model_parallel_size") or 1, said.whole("expert_parallel_size") or 1
     ep, is_apart, world = ep if ep == tp else 1, verl_async.is_apart(source), gpus(source)
     if is_apart:
         world = verl_async.engine_gpus(source)
-        found: dict[str, Any] = shared.engine_apart(world, tp, ep)
+        found: dict[str, Any] = shared.engine_apart(world, tp, ep, ours)
     else:
-        found = {"engine.backend": shared.engine_layout(world, tp, ep)}
+        found = {"engine.backend": shared.engine_layout(world, tp, ep, ours)}
     found["engine.memory_fraction"] = said.number("gpu_memory_utilization")
     found["engine.max_num_seqs"] = said.whole("max_num_seqs")
     found |= verl_async.in_flight(source, world // tp, said.whole("max_num_seqs"))
     if (form := said.text("quantization")) is not None:
-        if form != "fp8":
-            said.lacks("quantization", f"sampling with weights quantized as {form}: known here is fp8")
+        if form != "fp8" or ours == "sglang":
+            said.lacks("quantization", f"sampling with weights quantized as {form}: known here is fp8, with vLLM")
         found["engine.vllm.quantization"] = "fp8_per_block"
     if (length := said.whole("max_model_len")) is not None:
         found["engine.max_model_len"] = max(length, longest(source))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from fivefold.config import ConfigError
 from tests.support.dialects import config, translated
 
 RUN = """
@@ -111,8 +112,11 @@ def test_areals_filter_leaves_out_prompts_that_say_nothing_and_samples_no_others
 
 
 def test_replayed_routes_are_those_of_the_engine():
-    found = config("areal", tree=run(more="rollout: {return_routed_experts: true}\n"))
+    tree = run(more="rollout: {return_routed_experts: true}\n")
+    found = config("areal", tree=tree.replace("sglang", "vllm"))
     assert (found.policy.router_replay, found.engine.mode) == ("R3", "server")
+    with pytest.raises(ConfigError, match="R2 with SGLang"):
+        config("areal", tree=tree)
 
 
 def test_preference_pairs_of_areal_are_learned_by_dpo():

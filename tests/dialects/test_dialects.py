@@ -575,11 +575,11 @@ ASKED: dict[str, tuple[RunConfig | list, Asked]] = {
         Asked(512, 8192, 16, 1536, 1e-6, None, (0.2, 0.28, 10.0), "token-mean", "megatron:d2t4p1"),
     ),
     # Warm-up is a fifth of the run, in steps from rate 0: step 10 of 100 has 9/20.
-    "areal grpo": (["areal", GSM8K_AREAL], Asked(256, 1024, 2, 10240, 0.45 * 1.7e-5, None, (0.4, 0.4, None), "token-mean", "megatron:d4t1p1", "vllm:d4t1")),
+    "areal grpo": (["areal", GSM8K_AREAL], Asked(256, 1024, 2, 10240, 0.45 * 1.7e-5, None, (0.4, 0.4, None), "token-mean", "megatron:d4t1p1", "sglang:d4t1")),
     # KL in the reward against a reference, 0.1 when nothing is said; the critic learns in the same updates.
     "areal ppo": (
         ["areal", AREAL_PPO],
-        Asked(256, 1024, 2, 10240, 0.45 * 1.7e-5, ("reward", "k1", 0.1), (0.2, 0.28, 3.0), "token-mean", "megatron:d2t2p1", "vllm:d4t1"),
+        Asked(256, 1024, 2, 10240, 0.45 * 1.7e-5, ("reward", "k1", 0.1), (0.2, 0.28, 3.0), "token-mean", "megatron:d2t2p1", "sglang:d4t1"),
     ),
     # 2 x 8 samples on each of 4 replicas are an update of 64, of 512: eight. Linear decay over 800 updates behind 20 of warm-up.
     "roll grpo": (
@@ -834,7 +834,7 @@ def test_a_run_of_areal_before_2025_08_is_the_one_of_its_own_program():
         0.0,
     )
     assert chosen.rollout_correction.old_logprobs_from == "engine" and not chosen.dynamic_sampling
-    assert (found.policy.backend, found.engine.backend, found.engine.placement) == ("megatron:d2t1p2", "vllm:d4t1", "apart")
+    assert (found.policy.backend, found.engine.backend, found.engine.placement) == ("megatron:d2t1p2", "sglang:d4t1", "apart")
     assert (found.policy.dtype, found.engine.dtype, found.policy.recompute) == ("float16", None, "full")
     assert found.policy.megatron.optimizer == {
         "initial_loss_scale": 2.0**32,
@@ -999,9 +999,8 @@ def test_only_areal_continues_truncated_responses_with_the_critics_value():
     ("verl", [*GRPO_VERL, "-m=recipe.flowrl.main_flowrl"], "", "a program other than verl.trainer.main_ppo"),
     ("verl", [*GRPO_VERL, "-m=recipe.sppo.main_sppo", "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean"], "", "with which the recipe fails"),
     ("verl", [*GRPO_VERL, "actor_rollout_ref.actor.ppo_mini_batch_size=100"], "", "updates of unequal size"),
-    ("verl", [*GRPO_VERL, "reward_model.enable=True", "reward_model.model.path=j", "custom_reward_function.path=f.py"], "", "on the policy's GPUs: set"),
-    ("verl", [*ASKED_MODEL, "reward.reward_model.rollout.name=trtllm"], "", "servers of trtllm that a reward function calls"),
-    ("siirl", [*GRPO_VERL, "actor_rollout_ref.actor.strategy=megatron", "actor_rollout_ref.actor.optim.lr_warmup_steps=5"], "", "siiRL never steps the schedule"),
+    ("verl", [*GRPO_VERL, "reward_model.enable=True", "reward_model.model.path=j", "custom_reward_function.path=f.py"], "", "on the policy's GPUs: say"),
+    ("verl", [*ASKED_MODEL, "reward.reward_model.rollout.name=trtllm"], "", "servers of trtllm that a reward function asks"),
     ("skyrl", [*SKYRL, "trainer.algorithm.loss_reduction=prompt_mean"], "", "the mean prompt_mean"),
     ("skyrl", [*SKYRL, "trainer.strategy=megatron", "trainer.policy.megatron_config.moe_enable_routing_replay=true"], "", "which SkyRL refuses too"),
     ("verl", [*GRPO_VERL, "actor_rollout_ref.actor.strategy=megatron", "actor_rollout_ref.actor.megatron.router_replay.mode=R3"], "", "enable_rollout_routing_replay=False, with which verl fails"),
@@ -1556,15 +1555,15 @@ ASYNC_SKYRL = [
 AHEAD = {
     # 96 prompts at once, of 4 samples on 4 servers.
     "areal": (
-        ["areal", ASYNC_AREAL], (2, "continue", "carry"), ("megatron:d4t1p1", "vllm:d4t1p1", "apart", 96), (256, 2, "trainer"),
+        ["areal", ASYNC_AREAL], (2, "continue", "carry"), ("megatron:d4t1p1", "sglang:d4t1p1", "apart", 96), (256, 2, "trainer"),
     ),
     "areal on the trainer's GPUs": (
         ["areal", ASYNC_AREAL.replace('backend: "sglang:d4t1"', 'backend: "sglang:d4t1", scheduling_strategy: {type: colocation, target: actor}')],
-        (2, "continue", "carry"), ("megatron:d4t1p1", "vllm:d4t1p1", "colocated", 96), (256, 2, "trainer"),
+        (2, "continue", "carry"), ("megatron:d4t1p1", "sglang:d4t1p1", "colocated", 96), (256, 2, "trainer"),
     ),
     "areal that waits": (
         ["areal", ASYNC_AREAL + "async_training: false\n"],
-        (None, "continue", "wait"), ("megatron:d4t1p1", "vllm:d4t1p1", "apart", 256), (256, 2, "trainer"),
+        (None, "continue", "wait"), ("megatron:d4t1p1", "sglang:d4t1p1", "apart", 256), (256, 2, "trainer"),
     ),
     # Eight of the trainer's steps of 96 prompts have samples of the same weights, two such periods ahead.
     "trinity": (
