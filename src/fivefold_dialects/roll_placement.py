@@ -82,7 +82,7 @@ def layout(source: Source) -> dict[str, Any]:
 
 _OPTIONS_OF_LAYOUT, _OPTIONS_FIXED = listed("roll", "layout"), listed("roll", "spread")
 _OPTIONS_CARRIED = load("roll")["carried"]
-"""Settings that change only time or memory -> ours, in policy.megatron."""
+"""Settings that change only time or memory -> our keys in policy.megatron."""
 
 
 def megatron(source: Source) -> dict[str, Any]:
@@ -131,7 +131,7 @@ def megatron(source: Source) -> dict[str, Any]:
 
 
 def forwards(source: Source) -> dict[str, Any]:
-    """Sequences in a pass without gradient, of each model that has one; with dynamic batches tokens limit it."""
+    """Return our keys of the sequences in a pass without gradient, for each model; with dynamic batches tokens limit it."""
     asked = {"policy": TRAIN, "reference": "reference."} if kind(source) != "sft" else {}
     if kind(source) == "rlvr" and uses_critic(source):
         asked["critic"] = "critic."

@@ -167,9 +167,9 @@ def dtype(source: Source, key: str) -> str | None:
 
 
 def engine_name(source: Source, key: str, name: str | None) -> str:
-    """Return our engine for the one that the key names: vLLM, or SGLang with a note where it is not installed."""
+    """Return our name of the engine in the key, vllm or sglang; add a note if SGLang is not installed."""
     if name == "trtllm":
-        reason = "TensorRT-LLM: vLLM samples instead, from the same distribution, with kernels of its own"
+        reason = "TensorRT-LLM: vLLM samples instead, from the same distribution, with other kernels"
         source.lacks(key, reason, changes_result=False)
     if name != "sglang":
         return "vllm"
@@ -193,14 +193,14 @@ def world_layout(world: int, *, tp: int = 1, pp: int = 1, cp: int = 1, ep: int =
 
 
 def engine_layout(world: int, tp: int, ep: int = 1, name: str = "vllm") -> str:
-    """The engine's layout over all GPUs of the policy."""
+    """Return the engine's layout over `world` GPUs, as `vllm:d4t2`."""
     if world % tp:
         raise UnreadableError(f"{world} GPUs cannot be divided into engines of {tp}")
     return f"{name}:d{world // tp}t{tp}" + (f"e{ep}" if ep > 1 else "")
 
 
 def engine_apart(gpus: int, tp: int, ep: int = 1, name: str = "vllm") -> dict[str, Any]:
-    """The engine on so many GPUs of its own."""
+    """Return our keys of an engine on its own `gpus` GPUs."""
     return {"engine.backend": engine_layout(gpus, tp, ep, name), "engine.placement": "apart"}
 
 
@@ -240,7 +240,7 @@ def megatron_options(source: Source, start: str, ours: str) -> dict[str, Any]:
 
 
 def ddp_options(source: Source, start: str, ours: str) -> dict[str, Any]:
-    """Fields of DistributedDataParallelConfig under `start` -> those of section `ours`; what cannot be set is said."""
+    """Return the fields of DistributedDataParallelConfig under `start` as keys of section `ours`; report the others."""
     found: dict[str, Any] = {}
     said = source.under(start)
     for name in (name for name in said.keys("") if said.value(name) is not None):
@@ -267,7 +267,7 @@ def replayed(mode: str | None) -> dict[str, Any]:
 
 
 def option(source: Source, key: str, name: str, value: Any, ours: str, found: dict[str, Any]) -> None:
-    """Put one field of TransformerConfig into `found`, or say why not."""
+    """Put one field of TransformerConfig into `found`, or report why it has no effect or is not supported."""
     section = section_of(name)
     reason = refusal(section, name)
     if name in _OF_MINDSPEED:

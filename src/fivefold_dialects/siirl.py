@@ -27,7 +27,7 @@ _DATE = re.compile(r"""\$\(date \+["']?([^)"']*)["']?\)""")
 
 
 def dated(source: Source, key: str) -> str | None:
-    """A path, with the time of now where the script has `$(date +FORMAT)`."""
+    """Return a path, with `$(date +FORMAT)` in the script replaced by the current time."""
     found = shared.path(source, key)
     return found and _DATE.sub(lambda date: time.strftime(date[1]), found)
 
@@ -45,13 +45,13 @@ def megatron_path(source: Source) -> dict[str, Any]:
     if not verl_models.is_megatron(source):
         return {}
     if (source.whole(_A + "ppo_epochs") or 1) > 1:
-        source.lacks(_A + "ppo_epochs", "siiRL's Megatron actor goes through a rollout once whatever it says: say 1")
+        source.lacks(_A + "ppo_epochs", "siiRL's Megatron actor makes one pass over a rollout with any value: set it to 1")
     source.fixed(_A + "megatron.sequence_parallel", "siiRL shards sequences wherever tensor parallelism is above 1")
     return {}
 
 
 def memory(source: Source) -> dict[str, Any]:
-    """verl's; gradient checkpointing recomputes with Megatron too, where siiRL sets a method without a granularity."""
+    """Return our keys of recomputation and offload as for verl; gradient checkpointing recomputes with Megatron too."""
     found = verl_models.memory(source)
     said = any(key.startswith(("policy.recompute", "policy.megatron.transformer.recompute")) for key in found)
     if verl_models.is_megatron(source) and not said:

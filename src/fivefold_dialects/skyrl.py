@@ -64,7 +64,9 @@ def program(source: Source) -> dict[str, Any]:
         if example != name and source.text(key) == function:
             source.lacks(key, f"the function {function}: SkyRL registers it in the program {example} only, not in {name}")
     if name == FLASHRL:
-        source.note("FlashRL's engine samples with weights in fp8, which vLLM makes of the policy's in each step: int8 too")
+        source.note(
+            "FlashRL's engine samples with weights in fp8, also for int8: vLLM computes them from the policy's in each step"
+        )
         return {"engine.vllm.quantization": "fp8"}
     if name not in PROGRAMS and name not in WITH_A_FUNCTION:
         source.lacks("-m", OTHER_PROGRAMS.get(name, "a program other than main_base: it may do things that no key shows"))
@@ -221,7 +223,7 @@ def engine(source: Source) -> dict[str, Any]:
 
 
 def profile(source: Source) -> dict[str, Any]:
-    """The steps that SkyRL's profiler records, by the schedule of torch.profiler."""
+    """Return our keys of the steps that SkyRL's profiler records, by the schedule of torch.profiler."""
     for start in (_POLICY, _MEGATRON):
         said = source.under(start + "torch_profiler_config.")
         if said.flag("enable"):
@@ -237,7 +239,7 @@ def profile(source: Source) -> dict[str, Any]:
 
 
 def changed_config(source: Source) -> dict[str, Any]:
-    """Values in place of those in config.json."""
+    """Return our key of values that replace those in config.json."""
     found: dict[str, Any] = {}
     for start in (f"{_POLICY}model_config_kwargs", f"{_MEGATRON}model_config_kwargs"):
         whole = source.value(start) if source.has(start) else None

@@ -37,9 +37,9 @@ class System:
     config_names: tuple[str, ...] = ()
     """Names of the system's own YAML files; their values are already the defaults of its tables."""
     join: Callable[[list[Tree]], Tree] = merged
-    """Joins the files that a command names into one tree."""
+    """Function that joins the files of a command into one tree."""
     variables: Sequence[str] = ()
-    """Variables of the environment that its programs read: the tables have rows for them as for keys."""
+    """Environment variables that the system's programs read; the tables have rows for them as for keys."""
 
     def __call__(
         self, tree: Tree, overrides: list[str], /, environment: Mapping[str, str] | None = None, version: str = ""

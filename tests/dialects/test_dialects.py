@@ -834,7 +834,11 @@ def test_a_run_of_areal_before_2025_08_is_the_one_of_its_own_program():
         0.0,
     )
     assert chosen.rollout_correction.old_logprobs_from == "engine" and not chosen.dynamic_sampling
-    assert (found.policy.backend, found.engine.backend, found.engine.placement) == ("megatron:d2t1p2", "sglang:d4t1", "apart")
+    assert (found.policy.backend, found.engine.backend, found.engine.placement) == (
+        "megatron:d2t1p2",
+        "sglang:d4t1",
+        "apart",
+    )
     assert (found.policy.dtype, found.engine.dtype, found.policy.recompute) == ("float16", None, "full")
     assert found.policy.megatron.optimizer == {
         "initial_loss_scale": 2.0**32,
@@ -999,8 +1003,8 @@ def test_only_areal_continues_truncated_responses_with_the_critics_value():
     ("verl", [*GRPO_VERL, "-m=recipe.flowrl.main_flowrl"], "", "a program other than verl.trainer.main_ppo"),
     ("verl", [*GRPO_VERL, "-m=recipe.sppo.main_sppo", "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean"], "", "with which the recipe fails"),
     ("verl", [*GRPO_VERL, "actor_rollout_ref.actor.ppo_mini_batch_size=100"], "", "updates of unequal size"),
-    ("verl", [*GRPO_VERL, "reward_model.enable=True", "reward_model.model.path=j", "custom_reward_function.path=f.py"], "", "on the policy's GPUs: say"),
-    ("verl", [*ASKED_MODEL, "reward.reward_model.rollout.name=trtllm"], "", "servers of trtllm that a reward function asks"),
+    ("verl", [*GRPO_VERL, "reward_model.enable=True", "reward_model.model.path=j", "custom_reward_function.path=f.py"], "", "on the policy's GPUs: set"),
+    ("verl", [*ASKED_MODEL, "reward.reward_model.rollout.name=trtllm"], "", "servers of trtllm that a reward function calls"),
     ("skyrl", [*SKYRL, "trainer.algorithm.loss_reduction=prompt_mean"], "", "the mean prompt_mean"),
     ("skyrl", [*SKYRL, "trainer.strategy=megatron", "trainer.policy.megatron_config.moe_enable_routing_replay=true"], "", "which SkyRL refuses too"),
     ("verl", [*GRPO_VERL, "actor_rollout_ref.actor.strategy=megatron", "actor_rollout_ref.actor.megatron.router_replay.mode=R3"], "", "enable_rollout_routing_replay=False, with which verl fails"),
