@@ -43,6 +43,7 @@ from fivefold.keys.identity import with_absolute_paths
 from fivefold.megatron.mesh import Meshes
 from fivefold.megatron.model import MegatronModel, WithoutAdapters
 from fivefold.models.families import load_spec
+from fivefold.models.overrides import overridden
 from fivefold.models.spec import ModelSpec
 from fivefold.models.torch_dist import find_torch_dist
 from fivefold.observability.run_logger import RunLogger
@@ -94,6 +95,8 @@ def fetch_models(config: RunConfig, ranks: Ranks, commits: Mapping[str, str]) ->
             continue
         commit = call_once(ranks, partial(_newest_commit, name, wanted, commits.get(name)))
         directories[name] = Path(call_once_a_machine(ranks, partial(_snapshot, name, wanted, commit)))
+        if config.model.overrides and name == config.model.described_by(config.model.path):
+            directories[name] = overridden(directories[name], config.model.overrides)
     return directories
 
 
@@ -167,12 +170,14 @@ def build_run(
         config.tracking.wait_seconds,
         ranks.heartbeat.stages,
         Warnings(config.trainer.warnings, facts_of(config, {prompt.source for prompt in first_prompts})),
+        config.trainer.verbosity,
+        config.trainer.log_file,
     )
     objective = Objective.of(config.algorithm.resolved)
     validation = 0 if evaluation_set is None else len(evaluation_set.prompts)
     sizes = {"prompts": len(training.prompts), "dropped": training.dropped, "validation": validation}
     if not is_evaluation:
-        logger.log(describe(config, spec, steps=steps, **sizes))
+        logger.log(describe(config, spec, steps=steps, **sizes), "normal")
     judges: list[ServerProcess] = []
     reward, judge_files = config.reward, None
     if reward.judge_layout is not None and config.may_generate:
@@ -183,7 +188,7 @@ def build_run(
     start_reward_pool(pool, first_prompts, logger.log)
     if first_prompts:
         for key, reason in unused_sources(config.data, config.reward, {prompt.source for prompt in first_prompts}).items():
-            logger.log(f"{key} has no effect: {reason}")
+            logger.log(f"{key} has no effect: {reason}", "normal")
     models = build_models(config, directories, meshes, objective, {"run": steps, "data": of_data}, logger)
     engine = generator = reward_model = None
     generates = not config.algorithm.offline or (evaluation_set is not None and evaluation_set.generate)

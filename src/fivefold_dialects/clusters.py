@@ -1,4 +1,4 @@
-"""Runs of several machines: how other systems ask for them -> `launch.backend: ray`."""
+"""Find the keys by which other systems run on several machines; with them we set `launch.backend: ray`."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from fivefold_dialects.source import Source, UnreadableError
 
 KEY = "launch.backend"
 WITH_JUDGE = (
-    "runs on several machines, where Ray does not place a judge's servers here: start it by torchrun, or name servers that "
-    "run already in reward.judge.url and set launch.backend: ray"
+    "runs on several machines, and here Ray does not start the servers of a judge: start the run with torchrun, or set "
+    "reward.judge.url to servers that already run, and launch.backend: ray"
 )
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """The keys by which a configuration asks for a cluster; what is left out asks for none."""
+    """Keys by which a system's configuration asks for several machines."""
 
     nodes: tuple[str, ...] = ()
-    """Numbers of machines: Ray above 1."""
+    """Keys with a number of machines; above 1 the run uses Ray."""
     chosen: Mapping[str, str] = field(default_factory=dict)
-    """Key -> its value that names Ray."""
+    """Key -> the value with which it chooses Ray."""
     devices: str = ""
-    """End of keys that list GPUs over all machines: Ray where one of them is beyond the first machine."""
+    """Suffix of keys that list GPUs of all machines; the run uses Ray if one is not on the first machine."""
     gpus_per_node: str = ""
 
 
@@ -38,11 +38,11 @@ CLUSTERS = {
     "SkyRL": Cluster(("trainer.placement.policy_num_nodes", "placement.num_nodes")),
     "TRL": Cluster(("num_machines", "nnodes", "accelerate.num_machines")),
 }
-"""System -> how it asks for several machines."""
+"""System -> the keys by which it asks for several machines."""
 
 
 def keys_for_ray(source: Source, system: str) -> list[str]:
-    """The keys that ask for Ray; none where this process is a rank that torchrun or another launcher has started."""
+    """Return the keys that ask for Ray; empty if torchrun or another launcher has started this process as a rank."""
     if {"RANK", "WORLD_SIZE"} <= set(source.environment):
         return []
     asks = CLUSTERS.get(system, Cluster())
@@ -55,7 +55,7 @@ def keys_for_ray(source: Source, system: str) -> list[str]:
 
 
 def _number(source: Source, key: str) -> int:
-    """A number, or 0 where there is none: another function says what is wrong with it."""
+    """Return a number, or 0 if the value is absent or wrong; another function reports a wrong value."""
     with contextlib.suppress(UnreadableError):
         return source.whole(key) or 0
     return 0

@@ -104,13 +104,13 @@ def test_a_whole_section_of_ours_takes_the_place_of_what_was_translated():
 def test_a_key_of_ours_before_two_dashes_is_refused_with_its_place():
     found = translate_words("verl", [*VERL, "launch.backend=ray"], HOME)
     assert found.refusals == [
-        "launch.backend=ray: a key of fivefold, not of verl: it stands after --, as in -- launch.backend=..."
+        "launch.backend=ray: a key of fivefold, not of verl: write it after --, as in -- launch.backend=..."
     ]
 
 
 @pytest.mark.parametrize("word", ["nothing.of.ours=1", "trainer.epochs"])
 def test_what_follows_two_dashes_must_be_a_key_of_ours_with_a_value(word):
-    with pytest.raises(ConfigError, match=r"what follows -- must be|written key=value"):
+    with pytest.raises(ConfigError, match=r"settings after -- must be|written key=value"):
         translate_words("verl", [*VERL, "--", word], HOME)
 
 
@@ -128,4 +128,4 @@ def test_a_judge_on_servers_of_its_own_keeps_ray_away_with_a_line():
              "strategy_args.strategy_name=hf_infer", "tag_included=[RLVR]"]  # fmt: skip
     found = translate_words("roll", [*roll(16), *(f"rewards.llm_judge.{word}" for word in judge)], HOME)
     assert found.tree["reward"]["judge"]["backend"].startswith("vllm:") and "launch" not in found.tree
-    assert any("start it by torchrun" in note for note in found.notes)
+    assert any("start the run with torchrun" in note for note in found.notes)

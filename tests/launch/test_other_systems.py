@@ -268,7 +268,7 @@ def test_a_run_that_would_be_another_does_not_start(root):
         done = fivefold(command, *words)
         assert done.returncode == 2 and "Traceback" not in done.stderr
         assert "actor_rollout_ref.actor.megatron.qat.enable=True: training for a quantized model" in done.stderr
-        assert "trainer.loger=console: no key of verl that is known here: did you mean trainer.logger?" in done.stderr
+        assert "trainer.loger=console: not a known key of verl: did you mean trainer.logger?" in done.stderr
     assert not (root / "runs/refused").exists()
 
 

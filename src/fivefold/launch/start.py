@@ -92,7 +92,7 @@ def train(config: RunConfig) -> Path:
 
     Example: `train(RunConfig.from_yaml("run.yaml", ["trainer.steps=3"]))`.
     """
-    if errors := check(config).errors:
+    if errors := check(config).starting():
         raise ConfigError(errors)
     if code := start(config):
         raise RunError(f"the run ended with exit code {code}; what its ranks left is in {config.run_dir / 'logs'}")

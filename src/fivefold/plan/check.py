@@ -12,7 +12,7 @@ from fivefold.config import RunConfig
 from fivefold.config.engine import SamplingConfig
 from fivefold.config.learners import LearnerConfig, LoraConfig, PolicyConfig, ReferenceConfig
 from fivefold.config.machine import elsewhere, is_joined, on_gpus, visible_gpus
-from fivefold.config.mcore_options import RECOMPUTE, recompute_fault
+from fivefold.config.mcore_options import MESSAGES, RECOMPUTE, messages_fault, recompute_fault
 from fivefold.config.packages import BRIDGES, LAUNCHERS, TRACKERS, TRANSFORMER_IMPL, missing_packages, slower_paths
 from fivefold.config.roles import ABSENT, Role
 from fivefold.config.schema import (
@@ -169,6 +169,12 @@ def _check_layout(findings: Findings, role: Role, spec: ModelSpec) -> None:
             findings.ignore(name, "there are no virtual stages")
         elif group is not None:
             findings.require(group >= layout.pp, name, f"must be at least p = {layout.pp}: got {group}")
+    pipeline = findings.at(f"{role.section_key}.megatron.pipeline")
+    if messages := messages_fault(megatron.pipeline, len(chunks[0])):
+        pipeline.error(*messages)
+    for name in MESSAGES if layout.pp == 1 else ():
+        if name in megatron.pipeline:
+            pipeline.ignore(name, "there is one stage")
     if fault := recompute_fault(options, (len(chunk) for stage in chunks for chunk in stage)):
         findings.error(f"{role.section_key}.megatron.transformer", f": {fault}")
 
