@@ -440,6 +440,7 @@ def resumed(mesh, directory: Path, policy, path: Path):
         ({}, {"use_precision_aware_optimizer": True, "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}, "bfloat16"),
         ({"use_distributed_optimizer": False}, {}, "float32"),
         ({"use_distributed_optimizer": False}, {}, "bfloat16"),
+        ({}, {"decoupled_weight_decay": False}, "bfloat16"),
     ],
 )
 def test_a_run_with_these_options_goes_on_from_its_checkpoint_as_if_never_stopped(
