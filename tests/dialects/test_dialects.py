@@ -834,7 +834,11 @@ def test_a_run_of_areal_before_2025_08_is_the_one_of_its_own_program():
         0.0,
     )
     assert chosen.rollout_correction.old_logprobs_from == "engine" and not chosen.dynamic_sampling
-    assert (found.policy.backend, found.engine.backend, found.engine.placement) == ("megatron:d2t1p2", "sglang:d4t1", "apart")
+    assert (found.policy.backend, found.engine.backend, found.engine.placement) == (
+        "megatron:d2t1p2",
+        "sglang:d4t1",
+        "apart",
+    )
     assert (found.policy.dtype, found.engine.dtype, found.policy.recompute) == ("float16", None, "full")
     assert found.policy.megatron.optimizer == {
         "initial_loss_scale": 2.0**32,
