@@ -111,9 +111,10 @@ FLIPS = [
             ("bucket_size", 5000, {"overlap_grad_reduce": True}, "float32"),
             ("pad_buckets_for_high_nccl_busbw", True, {"overlap_grad_reduce": True}, "float32"),
             ("grad_reduce_in_fp32", False, {}, "bfloat16"),
-            ("reduce_scatter_with_fp32_accumulation", True, {"grad_reduce_in_fp32": False}, "bfloat16"),
             ("check_for_nan_in_grad", True, {}, "float32"),
             ("check_for_large_grads", True, {}, "float32"),
+            # The last one of this layout: Megatron-Core replaces a function for every model of the process.
+            ("reduce_scatter_with_fp32_accumulation", True, {"grad_reduce_in_fp32": False}, "bfloat16"),
         ]
     ),
     Flip("align_param_gather", True, "ddp", "d2p2", ddp=BOTH | {"bucket_size": 5000}, pipeline=VIRTUAL),
@@ -178,7 +179,8 @@ def observed(mesh, directory: Path, policy) -> dict[str, Any]:
     buffers = [buffer for ddp in updater.ddps for buffer in ddp.buffers]
     return {
         "calls": dict(counts),
-        "numbers": [(report.loss, report.grad_norm, report.lr, report.metrics, report.loss_scale) for report in reports],
+        # As text: an update that float16 overflows has NaN, which equals nothing.
+        "numbers": [str((each.loss, each.grad_norm, each.lr, each.metrics, each.loss_scale)) for each in reports],
         "weights": {name: float(tensor.double().abs().sum()) for name, tensor in model.weights()},
         "layers": [list(chunk.layers_of_model) for chunk in model._chunks],
         "buffers": [(buffer.numel, len(buffer.buckets), str(buffer.grad_dtype)) for buffer in buffers],
@@ -199,7 +201,7 @@ def flipped(request, cluster, models, tmp_path_factory):
     calls: dict[Any, Any] = {}
     for each in chosen:
         # What is made once a process and kept is seen in the first run only, which is not read.
-        for is_flipped, time in ((False, 0), (False, 1), (True, 1), (False, 2)):
+        for is_flipped, time in ((False, 0), (False, 1), (False, 2), (True, 3)):
             directory, policy = made if each.model == ODD else models(each.model), each.policy(is_flipped)
             calls[each.run(is_flipped, time)] = (f"megatron:{each.layout}", observed, directory, policy)
     return Together(cluster, calls)
@@ -221,8 +223,9 @@ def test_every_option_that_acts_is_flipped():
 @pytest.mark.slow
 @pytest.mark.parametrize("each", FLIPS, ids=lambda each: each.name)
 def test_flipping_an_option_changes_what_runs_or_what_is_built(flipped, each):
-    base, other, again = (flipped[each.run(*which)] for which in ((False, 1), (True, 1), (False, 2)))
-    assert base == again, "two runs without the option differ: what is observed is not the option's"
+    base, other, again = (flipped[each.run(*which)] for which in ((False, 1), (True, 3), (False, 2)))
+    unlike = [name for one, two in zip(base, again, strict=True) for name in one if one[name] != two[name]]
+    assert not unlike, "two runs without the option differ: what is observed is not the option's"
     assert base != other
 
 

@@ -440,6 +440,7 @@ def resumed(mesh, directory: Path, policy, path: Path):
         ({}, {"use_precision_aware_optimizer": True, "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}, "bfloat16"),
         ({"use_distributed_optimizer": False}, {}, "float32"),
         ({"use_distributed_optimizer": False}, {}, "bfloat16"),
+        ({}, {"decoupled_weight_decay": False}, "bfloat16"),
     ],
 )
 def test_a_run_with_these_options_goes_on_from_its_checkpoint_as_if_never_stopped(
@@ -448,3 +449,26 @@ def test_a_run_with_these_options_goes_on_from_its_checkpoint_as_if_never_stoppe
     policy = replace(POLICY, dtype=dtype, megatron=MegatronConfig(transformer=ROUTER, ddp=ddp, optimizer=optimizer))
     for whole, stopped in cluster.run(resumed, f"megatron:{layout}", models("qwen3_moe"), policy, tmp_path):
         assert all(torch.equal(whole[name], stopped[name]) for name in whole)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"pipeline": {"batch_p2p_comm": False}},
+        {"pipeline": {**VPP2, "overlap_p2p_comm_warmup_flush": True}},
+        {
+            "transformer": {
+                "recompute_granularity": "full",
+                "recompute_method": "uniform",
+                "recompute_num_layers": 1,
+                "num_microbatches_with_partial_activation_checkpoints": 1,
+            }
+        },
+        {"transformer": {"bias_activation_fusion": True}},
+    ],
+    ids=str,
+)
+def test_messages_between_stages_and_partial_recomputation_change_no_number(cluster, models, given):
+    policy = replace(POLICY, tokens_per_micro_batch=32, megatron=MegatronConfig(**given))
+    oracle = expected(models("qwen3"), POLICY)
+    assert_equal(run_step(cluster, "p2", models("qwen3"), policy, oracle=oracle), oracle)
