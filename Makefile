@@ -23,7 +23,7 @@ TRACKERS_READY := $(TRACKERS)/.ready
 PART ?= 1/1
 
 .PHONY: setup check test test-plain test-vllm test-slow test-slow-vllm test-sglang test-kernels test-routes test-trackers test-browser test-dialects test-eras test-cpus \
-	test-layouts test-attacks test-by-turns test-all demo docs site demo-curve gsm8k gpu-test gpu-speed wheel image-cpu image-cuda clean
+	test-layouts test-attacks test-hosts test-by-turns test-all demo docs site demo-curve gsm8k gpu-test gpu-speed wheel image-cpu image-cuda clean
 
 setup: $(READY)
 
@@ -137,6 +137,11 @@ test-all: test
 # python -m benchmarks.attacks --seconds 14400
 test-attacks: $(READY)
 	FIVEFOLD_ATTACK_SEED=$(or $(SEED),0) $(BIN)/python -m pytest -m attacks -s
+
+# Two hosts made of network namespaces, by root: torchrun, Ray, Slurm, and faults of network, hosts and disks. What is missing
+# is said: apt-get install --no-install-recommends iproute2 slurm-wlm munge libfaketime
+test-hosts: $(VLLM_READY)
+	$(VLLM)/bin/python -m pytest -m hosts -n 0 -rs --part $(PART)
 
 demo: $(READY)
 	PATH="$(CURDIR)/$(BIN):$$PATH" sh examples/demo/demo.sh
