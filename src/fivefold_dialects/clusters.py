@@ -1,11 +1,15 @@
-"""Runs of several machines: how other systems ask for them -> `launch.backend: ray`."""
+"""Hosts and GPUs of other systems' clusters -> launch.nodes, launch.gpus_per_node and `launch.backend: ray`."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
+from fivefold.config.dialect import Line
+from fivefold.config.machine import is_node_of_job
 from fivefold_dialects.device_mapping import parse_devices
 from fivefold_dialects.source import Source, UnreadableError
 
@@ -14,6 +18,10 @@ WITH_JUDGE = (
     "runs on several machines, where Ray does not place a judge's servers here: start it by torchrun, or name servers that "
     "run already in reward.judge.url and set launch.backend: ray"
 )
+
+
+_OTHERS = re.compile(r"\.first_rank$|^reward\.judge\.backend$")
+"""Keys of ours that give a model or a judge GPUs of its own."""
 
 
 @dataclass(frozen=True)
@@ -26,32 +34,70 @@ class Cluster:
     """Key -> its value that names Ray."""
     devices: str = ""
     """End of keys that list GPUs over all machines: Ray where one of them is beyond the first machine."""
-    gpus_per_node: str = ""
+    gpus_per_node: tuple[str, ...] = ()
+    """Numbers of GPUs of each machine."""
+    is_whole: bool = False
+    """The numbers are those of all GPUs of the run; otherwise of the policy's, and of all only where others share them."""
 
 
 CLUSTERS = {
-    "verl": Cluster(("trainer.nnodes", "rollout.nnodes", "actor_rollout_ref.rollout.nnodes")),
-    "siiRL": Cluster(("trainer.nnodes",)),
-    "Trinity-RFT": Cluster(("cluster.node_num",)),
-    "ROLL": Cluster(("num_nodes",), devices=".device_mapping", gpus_per_node="num_gpus_per_node"),
-    "AReaL": Cluster(("cluster.n_nodes", "n_nodes"), {"scheduler.type": "ray", "mode": "ray"}),
-    "SkyRL": Cluster(("trainer.placement.policy_num_nodes", "placement.num_nodes")),
-    "TRL": Cluster(("num_machines", "nnodes", "accelerate.num_machines")),
-}
+    "verl": Cluster(
+        ("trainer.nnodes", "rollout.nnodes", "actor_rollout_ref.rollout.nnodes"), gpus_per_node=("trainer.n_gpus_per_node",)
+    ),
+    "siiRL": Cluster(("trainer.nnodes",), gpus_per_node=("trainer.n_gpus_per_node",)),
+    "Trinity-RFT": Cluster(("cluster.node_num",), gpus_per_node=("cluster.gpu_per_node",), is_whole=True),
+    "ROLL": Cluster(("num_nodes",), devices=".device_mapping", gpus_per_node=("num_gpus_per_node",), is_whole=True),
+    "AReaL": Cluster(
+        ("cluster.n_nodes", "n_nodes"), {"scheduler.type": "ray", "mode": "ray"},
+        gpus_per_node=("cluster.n_gpus_per_node", "n_gpus_per_node"), is_whole=True,
+    ),
+    "SkyRL": Cluster(
+        ("trainer.placement.policy_num_nodes", "placement.num_nodes"),
+        gpus_per_node=("trainer.placement.policy_num_gpus_per_node", "placement.num_gpus_per_node"),
+    ),
+    "TRL": Cluster(("num_machines", "nnodes", "accelerate.num_machines"), is_whole=True),
+}  # fmt: skip
 """System -> how it asks for several machines."""
 
 
 def keys_for_ray(source: Source, system: str) -> list[str]:
     """The keys that ask for Ray; none where this process is a rank that torchrun or another launcher has started."""
-    if {"RANK", "WORLD_SIZE"} <= set(source.environment):
+    if {"RANK", "WORLD_SIZE"} <= set(source.environment) and not is_node_of_job(source.environment):
         return []
     asks = CLUSTERS.get(system, Cluster())
     found = [key for key in asks.nodes if key in source.settings and _number(source, key) > 1]
     found += [key for key, name in asks.chosen.items() if key in source.settings and source.text(key) == name]
     if asks.devices:
-        per_node = _number(source, asks.gpus_per_node)
+        per_node = _number(source, asks.gpus_per_node[0])
         found += [key for key in source.settings if key.endswith(asks.devices) and _last(source, key) >= per_node]
     return found
+
+
+def hosts(source: Source, system: str, ours: Mapping[str, Any]) -> Iterator[Line]:
+    """Yield launch.nodes and launch.gpus_per_node, as far as the configuration sets the numbers.
+
+    `ours`: the other values of the run. Nothing where they place servers or models on GPUs that the numbers leave out.
+    """
+    asks = CLUSTERS.get(system, Cluster())
+    if asks.devices:
+        yield from _hosts_of_devices(source, asks)
+        return
+    has_others = ours.get("engine.placement") == "apart" or any(_OTHERS.search(key) for key in ours)
+    if has_others and not asks.is_whole:
+        return
+    for name, keys in (("launch.nodes", asks.nodes), ("launch.gpus_per_node", asks.gpus_per_node)):
+        if found := next((key for key in keys if key in source.settings and _number(source, key) > 0), None):
+            yield Line(name, _number(source, found), (found,))
+
+
+def _hosts_of_devices(source: Source, asks: Cluster) -> Iterator[Line]:
+    """Yield what ROLL computes (base_config.py): whole machines, or one machine with the GPUs that mappings name."""
+    keys = tuple(key for key in source.settings if key.endswith(asks.devices))
+    gpus = max((_last(source, key) for key in keys), default=-1) + 1
+    per_node = asks.gpus_per_node[0]
+    if per_node in source.settings and gpus > 0 and (most := _number(source, per_node)) > 0:
+        yield Line("launch.nodes", -(-gpus // most), (per_node, *keys))
+        yield Line("launch.gpus_per_node", min(gpus, most), (per_node, *keys))
 
 
 def _number(source: Source, key: str) -> int:
