@@ -5,9 +5,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.support.commands import wait_for
 from tests.support.two_hosts import Host, Hosts, Program, skip_without_hosts, two_hosts
 from tests.support.whole_runs import assert_same, make_model, metrics, write_run
 
@@ -25,7 +28,7 @@ policy: {backend: "megatron:d2", tokens_per_micro_batch: 64}
 algorithm: {name: grpo, group_size: 4, updates_per_step: 2, kl: {coef: 0.1}}
 data: {prompts_per_step: 4, max_response_tokens: 8}
 trainer: {steps: 4, save_every: 2, device: cpu, logged_samples_per_step: 16}
-launch: {silent_seconds: 10}
+launch: {silent_seconds: 30}
 """
 
 
@@ -47,18 +50,24 @@ def pair(root) -> Iterator[Hosts]:
 
 
 def torchrun(
-    hosts: Hosts, root: Path, name: str, *overrides: str, per_host: int = 1, rendezvous: str = "static"
+    hosts: Hosts,
+    root: Path,
+    name: str,
+    *overrides: str,
+    per_host: int = 1,
+    rendezvous: str = "static",
+    env: Sequence[Mapping[str, str]] = ({}, {}),
 ) -> list[Program]:
-    """Starts torchrun on both hosts, as docs/multi-gpu.md has it."""
+    """Starts torchrun on both hosts, as docs/multi-gpu.md has it; `env` has the variables of each."""
     where = {
         "c10d": ["--rdzv-backend", "c10d", "--rdzv-endpoint", "north:29500", "--rdzv-id", name],
-        "static": ["--master-addr", "north", "--master-port", "29500"],
+        "static": ["--master-addr", "north", "--master-port", 29500],
     }[rendezvous]
     return [
         host.start(
             sys.executable, "-m", "torch.distributed.run", "--nnodes", 2, "--nproc-per-node", per_host, *where,
             *([] if rendezvous == "c10d" else ["--node-rank", number]), "-m", "fivefold.cli", "train", root / "run.yaml",
-            f"trainer.run_dir={root}/runs/{name}", *overrides,
+            f"trainer.run_dir={root}/runs/{name}", *overrides, env=env[number],
         )
         for number, host in enumerate(hosts)
     ]  # fmt: skip
@@ -97,7 +106,80 @@ def samples(root: Path, name: str) -> list[dict[str, Any]]:
     return [{key: value for key, value in json.loads(line).items() if key != "wall"} for line in lines]
 
 
-def test_torchrun_on_two_hosts_trains_as_one_host_does(root, pair):
-    finish(torchrun(pair, root, "torchrun", rendezvous="c10d"))
+@pytest.fixture(scope="module")
+def one(root, pair) -> str:
+    """The name of the run that one host trains."""
     local(pair.north, root, "one")
-    assert_equal_runs(root, "torchrun", "one")
+    return "one"
+
+
+def test_torchrun_on_two_hosts_trains_as_one_host_does(root, pair, one):
+    """With the number of hosts and of their GPUs, which are compared with torchrun's."""
+    finish(torchrun(pair, root, "torchrun", "launch={nodes: 2, gpus_per_node: 1, silent_seconds: 30}", rendezvous="c10d"))
+    assert_equal_runs(root, "torchrun", one)
+
+
+def test_another_number_of_hosts_than_torchrun_started_is_refused_with_both(root, pair):
+    programs = torchrun(pair, root, "refused", "launch.nodes=1")
+    assert all(program.wait() != 0 for program in programs)
+    assert "launch.nodes: 1 hosts are requested, and the launcher started ranks on 2" in programs[0].said
+    assert not (root / "runs/refused/metrics.jsonl").exists()
+
+
+APART = [
+    "launch.allocation=megatron[policy]:d1+megatron[ref]:d1|megatron[critic]:d1", "algorithm={name: ppo, updates_per_step: 2}",
+    "critic.optimizer={lr: 2.0e-3, eps: 1.0e-4}", "trainer.steps=2",
+]  # fmt: skip
+
+
+def test_ppo_with_roles_on_different_hosts_trains_as_one_host_does(root, pair):
+    """The policy learns on one host, reference and critic on the other."""
+    finish(torchrun(pair, root, "ppo", *APART))
+    local(pair.south, root, "ppo-one", *APART)
+    assert_equal_runs(root, "ppo", "ppo-one")
+
+
+@pytest.fixture
+def wide(root) -> list[str]:
+    """A model with heads as wide as vLLM's attention on CPUs wants them; skips where vLLM is not installed."""
+    if importlib.util.find_spec("vllm") is None:
+        pytest.skip("vLLM is not installed: make test-hosts runs this in .venv-vllm")
+    if not (root / "wide").exists():
+        (root / "wide").mkdir()
+        make_model(root / "wide", hidden=64, heads=2, rows=16)
+    return [
+        f"model.path={root}/wide/model", "algorithm.updates_per_step=1", "trainer.steps=2",
+        "engine.vllm={kv_cache_memory_bytes: 67108864}", "policy.tokens_per_micro_batch=512",
+    ]  # fmt: skip
+
+
+def test_vllm_in_the_ranks_of_two_hosts_trains_as_on_one_host(root, pair, wide):
+    given = [*wide, "engine.backend=vllm:d2"]
+    finish(torchrun(pair, root, "vllm", *given))
+    local(pair.north, root, "vllm-one", *given)
+    assert_equal_runs(root, "vllm", "vllm-one")
+
+
+def test_a_server_on_the_other_host_samples_ahead_as_one_on_this_host(root, pair, wide):
+    given = [*wide, "policy.backend=megatron:d1", "engine.backend=vllm:d1", "rollout.max_staleness=1", "trainer.steps=4"]
+    for name, host in (("ahead", pair.south), ("ahead-one", pair.north)):
+        server = serve(host, root)
+        local(pair.north, root, name, *given, f"engine.url=[http://{host.name}:8000]")
+        server.send_signal(signal.SIGTERM)
+        server.wait()
+    assert max(row["async/staleness_max"] for row in metrics(root, "ahead")) == 1
+    assert_equal_runs(root, "ahead", "ahead-one")
+
+
+def serve(host: Host, root: Path) -> Program:
+    """Starts a server of vLLM, as docs/engines.md has it, and waits until it answers."""
+    from fivefold.engines.vllm.arguments import ON_CPU
+
+    server = host.start(
+        sys.executable, "-m", "fivefold.engines.vllm.serve", "--model", root / "wide/model", "--host", host.address, "--port",
+        8000, "--dtype", "float32", "--max-model-len", 64, "--enforce-eager", "--kv-cache-memory-bytes", 67108864,
+        env={**ON_CPU, "TORCH_COMPILE_DISABLE": "1"},
+    )  # fmt: skip
+    ask = f"import urllib.request; urllib.request.urlopen('http://{host.name}:8000/health')"
+    wait_for(lambda: host.start(sys.executable, "-c", ask).wait() == 0, server)
+    return server

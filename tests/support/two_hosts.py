@@ -106,7 +106,8 @@ class Host:
         self.name, self.address = name, address
         self.temporary = Path(tempfile.mkdtemp(prefix=f"{name}-", dir="/tmp"))
         # Its first process reads a pipe of this one: where this process ends, in whatever way, the host ends too.
-        begin = f"hostname {name} && mount --bind {hosts_file} /etc/hosts && ip link set lo up && echo up && cat"
+        own = f"mount --bind {hosts_file} /etc/hosts && mount -t tmpfs tmpfs /run"
+        begin = f"hostname {name} && {own} && ip link set lo up && echo up && cat"
         words = ["unshare", "--net", "--uts", "--mount", "--pid", "--ipc", "--fork", "--mount-proc", "sh", "-c", begin]
         self._holder = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         assert self._holder.stdout is not None
