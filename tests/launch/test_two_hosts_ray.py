@@ -65,7 +65,9 @@ def drive(host: Host, root: Path, name: str, *overrides: str) -> Program:
 
 def is_of_ray(line: str) -> bool:
     """True for a line that Ray's own processes have written, as a state dump of a raylet."""
-    return "raylet" in line or "(pid=" in line or "[state-dump]" in line or "ray::" in line
+    return not line.startswith("rank ") and any(
+        part in line for part in ("raylet", "Raylet", "(pid=", "[state-dump]", "ray::", "core_worker", "gcs_")
+    )
 
 
 def test_a_ray_cluster_of_two_hosts_trains_as_one_host_does(root):
@@ -83,7 +85,7 @@ def test_a_ray_cluster_of_two_hosts_trains_as_one_host_does(root):
     assert_equal_runs(root, "ray", "one")
 
 
-@pytest.mark.parametrize("fault", ["cable cut", "host killed"])
+@pytest.mark.parametrize("fault", ["cable cut", "host killed", "raylet killed"])
 def test_a_host_that_ray_loses_is_named_and_the_rest_resumes(root, fault):
     name = fault.replace(" ", "-")
     with cluster() as hosts:
@@ -93,6 +95,8 @@ def test_a_host_that_ray_loses_is_named_and_the_rest_resumes(root, fault):
         begin = time.monotonic()
         if fault == "cable cut":
             hosts.cable.is_cut = True
+        elif fault == "raylet killed":
+            next(each for each in hosts.south.processes() if each.name() == "raylet").kill()
         else:
             hosts.lose(hosts.south)
         assert driver.wait(SILENT + 90) == 1, driver.said

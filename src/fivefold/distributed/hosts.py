@@ -20,10 +20,10 @@ _CLOCK_SECONDS = 5.0
 
 def meet(group: dist.ProcessGroup) -> tuple[list[str], list[str]]:
     """Returns the host of each rank, and a sentence for each host whose clock differs from that of rank 0's host."""
+    names = all_gather_json(socket.gethostname(), group)
     # Ranks arrive at different times; after the barrier they read their clocks within a moment.
     dist.barrier(group=group)
-    told = all_gather_json([socket.gethostname(), time.time()], group)
-    names, clocks = [str(name) for name, _ in told], [float(clock) for _, clock in told]
+    clocks = all_gather_json(time.time(), group)
     differences = {name: clock - clocks[0] for name, clock in zip(names, clocks, strict=True)}
     return names, [
         f"the clock of {on_hosts(names, [names.index(name)])} is {abs(difference):.0f} s "

@@ -39,6 +39,9 @@ def connected(settings: RayConfig, own: Amount) -> Iterator[str]:
     ValueError if there is no cluster at the address.
     """
     address = settings.address or os.environ.get("RAY_ADDRESS")
+    # A thread of Ray's prints what other processes of Ray publish, as the last lines of a raylet's log; `log_to_driver` does
+    # not reach it. What it says of lost nodes is in our own messages, and in Ray's logs.
+    ray._private.worker.print_to_stdstream = lambda *data, **options: None
     if ray.is_initialized():
         yield "the Ray cluster of this process"
     elif address is None:
