@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.launch.test_two_hosts import RUN, assert_equal_runs, finish, local
@@ -85,7 +86,13 @@ def test_a_ray_cluster_of_two_hosts_trains_as_one_host_does(root):
     assert_equal_runs(root, "ray", "one")
 
 
-@pytest.mark.parametrize("fault", ["cable cut", "host killed", "raylet killed"])
+def has_ranks(host: Host) -> bool:
+    return any(
+        "fivefold.launch.rank" in each.cmdline() for each in host.processes() if each.status() != psutil.STATUS_ZOMBIE
+    )
+
+
+@pytest.mark.parametrize("fault", ["cable cut", "host killed", "raylet killed", "head killed"])
 def test_a_host_that_ray_loses_is_named_and_the_rest_resumes(root, fault):
     name = fault.replace(" ", "-")
     with cluster() as hosts:
@@ -93,20 +100,23 @@ def test_a_host_that_ray_loses_is_named_and_the_rest_resumes(root, fault):
         rows = root / f"runs/{name}/metrics.jsonl"
         wait_for(lambda: rows.is_file() and '"step": 3,' in rows.read_text(), driver)
         begin = time.monotonic()
-        if fault == "cable cut":
-            hosts.cable.is_cut = True
-        elif fault == "raylet killed":
-            next(each for each in hosts.south.processes() if each.name() == "raylet").kill()
-        else:
-            hosts.lose(hosts.south)
-        assert driver.wait(SILENT + 90) == 1, driver.said
+        match fault:
+            case "cable cut":
+                hosts.cable.is_cut = True
+            case "raylet killed":
+                next(each for each in hosts.south.processes() if each.name() == "raylet").kill()
+            case "host killed":
+                hosts.lose(hosts.south)
+            case "head killed":
+                hosts.lose(hosts.north)
+        if fault != "head killed":
+            assert driver.wait(SILENT + 90) == 1, driver.said
+            assert "rank 1 on south (10.77.0.2), Ray node " in driver.said
+            assert [line for line in driver.said.splitlines() if is_of_ray(line)] == []
+        # Ranks beyond the cut end by themselves.
+        wait_for(lambda: not has_ranks(hosts.south))
         assert time.monotonic() - begin < SILENT + 90
-        assert "rank 1 on south (10.77.0.2), Ray node " in driver.said
-        assert [line for line in driver.said.splitlines() if is_of_ray(line)] == []
-        if fault == "cable cut":
-            # The actor beyond the cut ends its rank by itself.
-            wait_for(lambda: not any("fivefold.launch.rank" in " ".join(each.cmdline()) for each in hosts.south.processes()))
         assert 3 <= len(metrics(root, name)) < STEPS
         wait_for(lambda: is_free(root / "runs" / name))
-        local(hosts.north, root, name)
+        local(hosts.south if fault == "head killed" else hosts.north, root, name)
     assert_equal_runs(root, name, "one")
