@@ -12,6 +12,7 @@ from fivefold.config.dialect import Line
 from fivefold.config.machine import is_node_of_job
 from fivefold_dialects.device_mapping import parse_devices
 from fivefold_dialects.source import Source, UnreadableError
+from fivefold_dialects.trinity_keys import HALVES
 
 KEY = "launch.backend"
 WITH_JUDGE = (
@@ -38,6 +39,8 @@ class Cluster:
     """Numbers of GPUs of each machine."""
     is_whole: bool = False
     """The numbers are those of all GPUs of the run; otherwise of the policy's, and of all only where others share them."""
+    part: Mapping[str, str] = field(default_factory=dict)
+    """Key -> its value with which the numbers are not those of all GPUs after all."""
 
 
 CLUSTERS = {
@@ -45,7 +48,9 @@ CLUSTERS = {
         ("trainer.nnodes", "rollout.nnodes", "actor_rollout_ref.rollout.nnodes"), gpus_per_node=("trainer.n_gpus_per_node",)
     ),
     "siiRL": Cluster(("trainer.nnodes",), gpus_per_node=("trainer.n_gpus_per_node",)),
-    "Trinity-RFT": Cluster(("cluster.node_num",), gpus_per_node=("cluster.gpu_per_node",), is_whole=True),
+    "Trinity-RFT": Cluster(
+        ("cluster.node_num",), gpus_per_node=("cluster.gpu_per_node",), is_whole=True, part={"mode": HALVES}
+    ),
     "ROLL": Cluster(("num_nodes",), devices=".device_mapping", gpus_per_node=("num_gpus_per_node",), is_whole=True),
     "AReaL": Cluster(
         ("cluster.n_nodes", "n_nodes"), {"scheduler.type": "ray", "mode": "ray"},
@@ -83,7 +88,8 @@ def hosts(source: Source, system: str, ours: Mapping[str, Any]) -> Iterator[Line
         yield from _hosts_of_devices(source, asks)
         return
     has_others = ours.get("engine.placement") == "apart" or any(_OTHERS.search(key) for key in ours)
-    if has_others and not asks.is_whole:
+    is_whole = asks.is_whole and not any(source.text(key) == value for key, value in asks.part.items())
+    if has_others and not is_whole:
         return
     for name, keys in (("launch.nodes", asks.nodes), ("launch.gpus_per_node", asks.gpus_per_node)):
         if found := next((key for key in keys if key in source.settings and _number(source, key) > 0), None):

@@ -65,7 +65,7 @@ def test_a_configuration_of_several_machines_is_placed_by_ray(system, words, bac
     ("verl", [*VERL, "trainer.nnodes=2", "trainer.n_gpus_per_node=4"], 2, 4),
     ("verl", [*VERL, "trainer.nnodes=2"], 2, None),
     ("verl", VERL, None, None),
-    ("verl", [*VERL, "trainer.nnodes=2", "-m=recipe.one_step_off_policy.main_ppo", "rollout.n_gpus_per_node=2"], None, None),
+    ("verl", ["python3", "-m", "recipe.one_step_off_policy.main_ppo", *VERL, "trainer.nnodes=2"], None, None),
     ("verl", ["model.path=m", "data.train_files=a.parquet", "optim.lr=1e-5", "trainer.n_gpus_per_node=4"], None, 4),
     ("siirl", [*VERL, "trainer.nnodes=4", "trainer.n_gpus_per_node=8"], 4, 8),
     ("areal", [*AREAL, "cluster.n_nodes=2", "cluster.n_gpus_per_node=8"], 2, 8),
@@ -88,7 +88,7 @@ def test_a_layout_of_other_gpus_than_the_cluster_s_is_refused_with_both_numbers(
     from fivefold.keys.findings import Findings
     from fivefold.plan.hosts import check_hosts
 
-    words = [*AREAL, "cluster.n_nodes=1", "cluster.n_gpus_per_node=8"]
+    words = [*AREAL, "cluster.n_nodes=1", "cluster.n_gpus_per_node=8", "train_dataset.batch_size=4"]
     findings = Findings()
     check_hosts(findings, RunConfig.of(translate_words("areal", words, HOME).tree))
     (error,) = findings.errors
@@ -135,9 +135,9 @@ def test_settings_of_ours_follow_two_dashes():
     assert text.count("  epochs:") == 1
 
 
-def test_a_whole_section_of_ours_takes_the_place_of_what_was_translated():
+def test_keys_in_a_section_of_ours_take_the_place_of_what_was_translated():
     found = translate_words("verl", [*VERL, "trainer.nnodes=2", "--", "launch={backend: local, threads: 4}"], HOME)
-    assert found.tree["launch"] == {"backend": "local", "threads": 4}
+    assert found.tree["launch"] == {"nodes": 2, "backend": "local", "threads": 4}
 
 
 def test_a_key_of_ours_before_two_dashes_is_refused_with_its_place():
