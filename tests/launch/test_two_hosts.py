@@ -122,13 +122,14 @@ def test_torchrun_on_two_hosts_trains_as_one_host_does(root, pair, one):
 def test_another_number_of_hosts_than_torchrun_started_is_refused_with_both(root, pair):
     programs = torchrun(pair, root, "refused", "launch.nodes=1")
     assert all(program.wait() != 0 for program in programs)
-    assert "launch.nodes: 1 hosts are requested, and the launcher started ranks on 2" in programs[0].said
+    assert "launch.nodes: 1 requested, and the launcher started ranks on 2" in programs[0].said
     assert not (root / "runs/refused/metrics.jsonl").exists()
 
 
 APART = [
-    "launch.allocation=megatron[policy]:d1+megatron[ref]:d1|megatron[critic]:d1", "algorithm={name: ppo, updates_per_step: 2}",
-    "critic.optimizer={lr: 2.0e-3, eps: 1.0e-4}", "trainer.steps=2",
+    "policy.backend=megatron:d1", "reference={backend: 'megatron:d1', first_rank: 1}",
+    "critic={backend: 'megatron:d1', first_rank: 1, optimizer: {lr: 2.0e-3, eps: 1.0e-4}}",
+    "algorithm={name: ppo, updates_per_step: 2, kl: {coef: 0.1}}", "trainer.steps=2",
 ]  # fmt: skip
 
 

@@ -65,10 +65,10 @@ SLURM = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": 
     [
         (TORCHRUN, ["launch.nodes=2", "launch.gpus_per_node=4"], None),
         (TORCHRUN, ["launch.gpus_per_node=6", *APART], None),
-        (TORCHRUN, ["launch.nodes=4"], "launch.nodes: 4 hosts are requested, and the launcher started ranks on 2"),
-        (TORCHRUN, ["launch.nodes=1"], "launch.nodes: 1 hosts are requested, and the launcher started ranks on 2"),
+        (TORCHRUN, ["launch.nodes=4"], "launch.nodes: 4 requested, and the launcher started ranks on 2"),
+        (TORCHRUN, ["launch.nodes=1"], "launch.nodes: 1 requested, and the launcher started ranks on 2"),
         (SLURM, ["launch.nodes=4", "launch.gpus_per_node=2"], None),
-        (SLURM, ["launch.nodes=2"], "launch.nodes: 2 hosts are requested, and the launcher started ranks on 4"),
+        (SLURM, ["launch.nodes=2"], "launch.nodes: 2 requested, and the launcher started ranks on 4"),
         ({**TORCHRUN, "LOCAL_WORLD_SIZE": "3"}, ["launch.nodes=2"], "4 ranks are requested on each host, and the launcher started 3"),
     ],
 )  # fmt: skip

@@ -69,7 +69,7 @@ def _compare_joined(findings: Findings, wanted: int, per_node: int, gpus: int, r
     here = int(os.environ.get("LOCAL_WORLD_SIZE", 0))
     count = next((int(os.environ[name]) for name in _COUNTS if name in os.environ), ranks // here if here else wanted)
     if count != wanted:
-        findings.error("launch.nodes", f": {wanted} hosts are requested, and the launcher started ranks on {count}")
+        findings.error("launch.nodes", f": {wanted} requested, and the launcher started ranks on {count}")
     elif here and here * gpus != per_node * ranks:
         findings.error(
             "launch.gpus_per_node",
