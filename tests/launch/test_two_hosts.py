@@ -162,7 +162,7 @@ def test_vllm_in_the_ranks_of_two_hosts_trains_as_on_one_host(root, pair, wide):
 
 
 def test_a_server_on_the_other_host_samples_ahead_as_one_on_this_host(root, pair, wide):
-    given = [*wide, "policy.backend=megatron:d1", "engine.backend=vllm:d1", "rollout.max_staleness=1", "trainer.steps=4"]
+    given = [*wide, "policy.backend=megatron:d1", "engine.backend=vllm", "rollout.max_staleness=1", "trainer.steps=4"]
     for name, host in (("ahead", pair.south), ("ahead-one", pair.north)):
         server = serve(host, root)
         local(pair.north, root, name, *given, f"engine.url=[http://{host.name}:8000]")
