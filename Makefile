@@ -31,7 +31,7 @@ INSTALL_READY := $(INSTALL)/.ready
 PART ?= 1/1
 
 .PHONY: setup check test test-plain test-vllm test-slow test-slow-vllm test-sglang test-kernels test-routes test-trackers test-hub test-install test-browser test-dialects test-documents test-eras test-cpus \
-	test-layouts test-attacks test-by-turns test-all demo docs site demo-curve gsm8k gpu-test gpu-speed wheel image-cpu image-cuda clean
+	test-layouts test-attacks test-hosts test-by-turns test-all demo docs site demo-curve gsm8k gpu-test gpu-speed wheel image-cpu image-cuda clean
 
 setup: $(READY)
 
@@ -171,6 +171,14 @@ test-all: test
 # python -m benchmarks.attacks --seconds 14400
 test-attacks: $(READY)
 	FIVEFOLD_ATTACK_SEED=$(or $(SEED),0) $(BIN)/python -m pytest -m attacks -s
+
+# Two hosts made of network namespaces, by root: torchrun, Ray, Slurm, and faults of network, hosts and disks. Tests whose
+# programs are missing are skipped and name them: apt-get install --no-install-recommends $(HOST_PACKAGES)
+HOST_PACKAGES := iproute2 slurm-wlm munge faketime libfaketime
+SUDO = $$(test $$(id -u) = 0 || ! sudo --non-interactive true 2> /dev/null || echo sudo --preserve-env)
+
+test-hosts: $(VLLM_READY)
+	$(SUDO) $(VLLM)/bin/python -m pytest -m hosts -n 0 -rs --part $(PART)
 
 demo: $(READY)
 	PATH="$(CURDIR)/$(BIN):$$PATH" sh examples/demo/demo.sh

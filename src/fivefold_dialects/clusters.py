@@ -1,19 +1,28 @@
-"""Find the keys by which other systems run on several machines; with them we set `launch.backend: ray`."""
+"""Translate the hosts and GPUs of other systems' clusters into launch.nodes, launch.gpus_per_node and `launch.backend: ray`."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
+from fivefold.config.dialect import Line
+from fivefold.config.machine import is_node_of_job
 from fivefold_dialects.device_mapping import parse_devices
 from fivefold_dialects.source import Source, UnreadableError
+from fivefold_dialects.trinity_keys import HALVES
 
 KEY = "launch.backend"
 WITH_JUDGE = (
     "runs on several machines, and here Ray does not start the servers of a judge: start the run with torchrun, or set "
     "reward.judge.url to servers that already run, and launch.backend: ray"
 )
+
+
+_OTHERS = re.compile(r"\.first_rank$|^reward\.judge\.backend$")
+"""Keys of ours that give a model or a judge GPUs of its own."""
 
 
 @dataclass(frozen=True)
@@ -26,32 +35,75 @@ class Cluster:
     """Key -> the value with which it chooses Ray."""
     devices: str = ""
     """Suffix of keys that list GPUs of all machines; the run uses Ray if one is not on the first machine."""
-    gpus_per_node: str = ""
+    gpus_per_node: tuple[str, ...] = ()
+    """Keys with the number of GPUs of each machine."""
+    is_whole: bool = False
+    """Whether the numbers count all GPUs of the run; otherwise they count the policy's, which other models may share."""
+    part: Mapping[str, str] = field(default_factory=dict)
+    """Key -> the value with which the numbers count only a part of the GPUs."""
 
 
 CLUSTERS = {
-    "verl": Cluster(("trainer.nnodes", "rollout.nnodes", "actor_rollout_ref.rollout.nnodes")),
-    "siiRL": Cluster(("trainer.nnodes",)),
-    "Trinity-RFT": Cluster(("cluster.node_num",)),
-    "ROLL": Cluster(("num_nodes",), devices=".device_mapping", gpus_per_node="num_gpus_per_node"),
-    "AReaL": Cluster(("cluster.n_nodes", "n_nodes"), {"scheduler.type": "ray", "mode": "ray"}),
-    "SkyRL": Cluster(("trainer.placement.policy_num_nodes", "placement.num_nodes")),
-    "TRL": Cluster(("num_machines", "nnodes", "accelerate.num_machines")),
-}
+    "verl": Cluster(
+        ("trainer.nnodes", "rollout.nnodes", "actor_rollout_ref.rollout.nnodes"), gpus_per_node=("trainer.n_gpus_per_node",)
+    ),
+    "siiRL": Cluster(("trainer.nnodes",), gpus_per_node=("trainer.n_gpus_per_node",)),
+    "Trinity-RFT": Cluster(
+        ("cluster.node_num",), gpus_per_node=("cluster.gpu_per_node",), is_whole=True, part={"mode": HALVES}
+    ),
+    "ROLL": Cluster(("num_nodes",), devices=".device_mapping", gpus_per_node=("num_gpus_per_node",), is_whole=True),
+    "AReaL": Cluster(
+        ("cluster.n_nodes", "n_nodes"), {"scheduler.type": "ray", "mode": "ray"},
+        gpus_per_node=("cluster.n_gpus_per_node", "n_gpus_per_node"), is_whole=True,
+    ),
+    "SkyRL": Cluster(
+        ("trainer.placement.policy_num_nodes", "placement.num_nodes"),
+        gpus_per_node=("trainer.placement.policy_num_gpus_per_node", "placement.num_gpus_per_node"),
+    ),
+    "TRL": Cluster(("num_machines", "nnodes", "accelerate.num_machines"), is_whole=True),
+}  # fmt: skip
 """System -> the keys by which it asks for several machines."""
 
 
 def keys_for_ray(source: Source, system: str) -> list[str]:
     """Return the keys that ask for Ray; empty if torchrun or another launcher has started this process as a rank."""
-    if {"RANK", "WORLD_SIZE"} <= set(source.environment):
+    if {"RANK", "WORLD_SIZE"} <= set(source.environment) and not is_node_of_job(source.environment):
         return []
     asks = CLUSTERS.get(system, Cluster())
     found = [key for key in asks.nodes if key in source.settings and _number(source, key) > 1]
     found += [key for key, name in asks.chosen.items() if key in source.settings and source.text(key) == name]
     if asks.devices:
-        per_node = _number(source, asks.gpus_per_node)
+        per_node = _number(source, asks.gpus_per_node[0])
         found += [key for key in source.settings if key.endswith(asks.devices) and _last(source, key) >= per_node]
     return found
+
+
+def hosts(source: Source, system: str, ours: Mapping[str, Any]) -> Iterator[Line]:
+    """Yield launch.nodes and launch.gpus_per_node, as far as the configuration sets the numbers.
+
+    `ours`: the other values of the run. Yields nothing if these place servers or models on GPUs that the numbers do not count.
+    """
+    asks = CLUSTERS.get(system, Cluster())
+    if asks.devices:
+        yield from _hosts_of_devices(source, asks)
+        return
+    has_others = ours.get("engine.placement") == "apart" or any(_OTHERS.search(key) for key in ours)
+    is_whole = asks.is_whole and not any(source.text(key) == value for key, value in asks.part.items())
+    if has_others and not is_whole:
+        return
+    for name, keys in (("launch.nodes", asks.nodes), ("launch.gpus_per_node", asks.gpus_per_node)):
+        if found := next((key for key in keys if key in source.settings and _number(source, key) > 0), None):
+            yield Line(name, _number(source, found), (found,))
+
+
+def _hosts_of_devices(source: Source, asks: Cluster) -> Iterator[Line]:
+    """Yield what ROLL computes (base_config.py): whole machines, or one machine with the GPUs that mappings name."""
+    keys = tuple(key for key in source.settings if key.endswith(asks.devices))
+    gpus = max((_last(source, key) for key in keys), default=-1) + 1
+    per_node = asks.gpus_per_node[0]
+    if per_node in source.settings and gpus > 0 and (most := _number(source, per_node)) > 0:
+        yield Line("launch.nodes", -(-gpus // most), (per_node, *keys))
+        yield Line("launch.gpus_per_node", min(gpus, most), (per_node, *keys))
 
 
 def _number(source: Source, key: str) -> int:

@@ -67,14 +67,17 @@ def translate(
     for each in source.found:
         outcomes[each.key] = each
     lines = [Line(ours, taken.value, taken.ordered(settings)) for ours, taken in values.items()]
-    on_ray = clusters.keys_for_ray(source, table.name)
-    if on_ray and "reward.judge.backend" in values:
-        source.note(clusters.WITH_JUDGE)
-    elif on_ray:
-        lines.append(Line(clusters.KEY, "ray", tuple(on_ray)))
-        # An outcome that a function has reported is kept.
-        said = {each.key for each in source.found}
-        outcomes |= {key: _also(outcomes[key], clusters.KEY) for key in on_ray if key not in said}
+    launch = list(clusters.hosts(source, table.name, {line.key: line.value for line in lines}))
+    if on_ray := clusters.keys_for_ray(source, table.name):
+        if "reward.judge.backend" in values:
+            source.note(clusters.WITH_JUDGE)
+        else:
+            launch.append(Line(clusters.KEY, "ray", tuple(on_ray)))
+    # An outcome that a function has reported is kept.
+    said = {each.key for each in source.found}
+    for line in launch:
+        outcomes |= {key: _also(outcomes[key], line.key) for key in line.sources if key not in said}
+    lines += launch
     lines.sort(key=_order)
     names = {key: ", ".join(each.ours) or each.reason for key, each in outcomes.items()}
     faults = list(dict.fromkeys(faults))

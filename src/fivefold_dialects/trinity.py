@@ -23,10 +23,7 @@ from fivefold_dialects.legacy import trinity as legacy
 from fivefold_dialects.source import Source, flatten, merged
 from fivefold_dialects.system import System
 from fivefold_dialects.table import load, table
-from fivefold_dialects.trinity_keys import EVALUATED, VERL, offline, period, periods
-
-HALVES = "explore and train"
-"""Value of `mode` for two files that are one run."""
+from fivefold_dialects.trinity_keys import EVALUATED, HALVES, VERL, offline, period, periods
 
 
 def _is_said(value: Any) -> bool:

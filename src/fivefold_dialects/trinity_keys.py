@@ -12,6 +12,8 @@ TASKSET, BUFFER = "buffer.explorer_input.taskset.", "buffer.trainer_input.experi
 ROLLOUT = "explorer.rollout_model."
 EXPERTS = "buffer.trainer_input.auxiliary_buffers.sft_dataset."
 EVALUATED = "buffer.explorer_input.eval_tasksets"
+HALVES = "explore and train"
+"""The mode of two files that are one run."""
 
 
 def kind(source: Source) -> str:

@@ -64,7 +64,8 @@ def test_compose_builds_the_dockerfiles():
 def commands() -> dict[str, list[str]]:
     """Of each example the words of its `fivefold train`."""
     slurm = (ROOT / "examples/slurm/train.sbatch").read_text()
-    [words] = re.findall(r"^srun fivefold train (.*)$", slurm, re.M)
+    assert 'srun fivefold train "$@"' in slurm
+    [words] = re.findall(r"^    set -- (.*)$", slurm, re.M)
     job = yaml.safe_load((ROOT / "examples/kubernetes/job.yaml").read_text())
     ray = yaml.safe_load((ROOT / "examples/kubernetes/rayjob.yaml").read_text())
     own = {

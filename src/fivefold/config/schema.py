@@ -373,6 +373,12 @@ class LaunchConfig:
     """How the ranks start. `auto` joins the ranks of torchrun or Slurm if this process is one of them, and otherwise acts as
     `local`; `local` starts all ranks on this machine; `ray` places them on a Ray cluster."""
     ray: RayConfig = field(default_factory=RayConfig)
+    nodes: Annotated[int, within("[1, 100000]")] | None = None
+    """Number of hosts. Compared with the layouts and with what torchrun or Slurm report, requested from a Ray cluster, and 1
+    where all ranks start on this machine. If left out, what the launcher reports."""
+    gpus_per_node: Annotated[int, within("[1, 4096]")] | None = None
+    """Number of GPUs that the run takes on each host, for ranks and for servers on GPUs of their own; on CPUs, the number of
+    these processes. Compared and requested as `nodes` is: nodes x gpus_per_node must be what the layouts take."""
     allocation: str | None = None
     """Layouts of engine and models in one string: `vllm:d4t2+megatron:d2t4` gives each its own GPUs,
     `vllm:d4t2|megatron[actor]:d8` the same GPUs. It sets engine.backend, policy.backend and engine.placement, and for other

@@ -42,6 +42,7 @@ from fivefold.plan.engine_checks import check_engine, check_judge, report_engine
 from fivefold.plan.engine_placement import device_rows
 from fivefold.plan.fit import check_fit
 from fivefold.plan.gain import describe_step
+from fivefold.plan.hosts import check_hosts
 from fivefold.plan.megatron_checkpoints import has_config
 from fivefold.plan.placement import placement
 from fivefold.plan.roles import memory_of, placed
@@ -83,6 +84,7 @@ def check(config: RunConfig) -> Findings:
     check_data(findings, config, tokenizer, None if policy is None else policy.vocab)
     _check_trackers(findings, config.trainer.loggers, config.tracking)
     _check_launch(findings.at("launch"), config.launch, config.trainer.device)
+    check_hosts(findings, config)
     _check_devices(findings, config)
     if config.may_generate:
         check_engine(findings, config, policy)
