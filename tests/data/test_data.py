@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import re
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -338,6 +340,28 @@ def test_variables_that_no_template_reads_or_that_are_not_free_are_refused(tmp_p
     config, findings = RunConfig.of({"model": {"path": "m"}, "data": data}), Findings()
     check_data(findings, config, LightTokenizer.load(tmp_path), None)
     assert findings.errors == [] if says is None else says in findings.errors[0]
+
+
+@pytest.mark.parametrize(
+    ("template", "kept"),
+    [
+        ("{% for m in messages if m.role == 'system' %}{{ m.content }}{% endfor %}answer:", False),
+        ("{% for m in messages %}{{ m.content | replace(' a', 'b') }}{% endfor %}", True),
+    ],
+)
+def test_a_chat_template_that_drops_the_prompt_is_refused_in_training_and_check(tmp_path, tokenizer, template, kept):
+    tokenizer.save_pretrained(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(template)
+    prompt = [{"role": "system", "content": "1"}, {"role": "user", "content": " a+1="}]
+    row = {"prompt": prompt, "data_source": "arithmetic", "reward_model": {"ground_truth": "2"}}
+    (tmp_path / "d.jsonl").write_text((json.dumps(row) + "\n") * 40)
+    config = RunConfig.of({"model": {"path": "m"}, "data": {"train": [str(tmp_path / "d.jsonl")]}})
+    findings = Findings()
+    check_data(findings, config, LightTokenizer.load(tmp_path), None)
+    fault = "the chat template drops the last message of the prompt, the 'user' message ' a+1='"
+    assert any(fault in error for error in findings.errors) is not kept
+    with nullcontext() if kept else pytest.raises(ValueError, match=re.escape(fault)):
+        load_prompts([str(tmp_path / "d.jsonl")], load_tokenizer(str(tmp_path)), Reading(max_prompt_tokens=64))
 
 
 def test_messages_may_stand_in_a_column_as_json(tmp_path, tokenizer):

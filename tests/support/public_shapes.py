@@ -33,6 +33,11 @@ SHAPES: dict[str, dict[str, Any]] = {
     "Qwen3-32B": _sized(_QWEN3, 5120, 25600, 64, 64),
     "Qwen3-30B-A3B": _sized(_MOE, 2048, 6144, 48, 32, moe_intermediate_size=768),
     "Qwen3-235B-A22B": _sized(_MOE, 4096, 12288, 94, 64, moe_intermediate_size=1536),
+    "SmolLM2-135M-Instruct": {
+        "model_type": "llama", "vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30,
+        "num_attention_heads": 9, "num_key_value_heads": 3, "max_position_embeddings": 8192, "rms_norm_eps": 1e-5,
+        "rope_theta": 1e5, "tie_word_embeddings": True,
+    },
     "Qwen1.5-MoE-A2.7B-Chat": {
         "model_type": "qwen2_moe", "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 24,
         "num_attention_heads": 16, "num_key_value_heads": 16, "num_experts": 60, "num_experts_per_tok": 4,

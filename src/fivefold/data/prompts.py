@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count, islice
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -17,6 +18,7 @@ from fivefold.data.rows import (
     Columns,
     Messages,
     Row,
+    check_kept,
     check_responses,
     parse_row,
     read_rows,
@@ -251,7 +253,11 @@ def render(messages: Messages, tokenizer: Any, template_kwargs: dict[str, Any] |
     Without a template, messages are joined by line breaks and one more line break ends the text.
     """
     if _has_template(tokenizer, template_kwargs):
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **(template_kwargs or {}))
+        template = partial(
+            tokenizer.apply_chat_template, tokenize=False, add_generation_prompt=True, **(template_kwargs or {})
+        )
+        text = template(messages)
+        check_kept(messages, text, template)
         # The template writes its own special tokens.
         token_ids = tokenizer.encode(text, add_special_tokens=False)
     else:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
@@ -300,6 +300,17 @@ def with_system_prompt(row: Row, text: str | None) -> Row:
     if text is None or row.messages[0]["role"] in ("system", "developer"):
         return row
     return replace(row, messages=[{"role": "system", "content": text}, *row.messages])
+
+
+def check_kept(messages: Messages, text: str, render: Callable[[Messages], str]) -> None:
+    """Raise UserError if a chat template drops the last message of a prompt: `text` is the same with another one."""
+    last = messages[-1]
+    content = str(last["content"])
+    if content.strip() not in text and render([*messages[:-1], {**last, "content": f"{content}."}]) == text:
+        raise UserError(
+            f"the chat template drops the last message of the prompt, the {shown(last['role'])} message "
+            f"{shown(content)}, so the model would never read it: correct the template, or set data.chat_template"
+        )
 
 
 def text_of(row: Row) -> str:

@@ -6,6 +6,7 @@ import sys
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from fivefold.data.rows import (
     Columns,
     Row,
     bounds_of,
+    check_kept,
     check_responses,
     count_rows,
     key_for,
@@ -301,7 +303,12 @@ class _Reader:
             texts = [tokenizer.render(row.messages, False, kwargs)]
         else:
             prompt, texts = row.messages, list(row.responses)
-        text = tokenizer.render(prompt, kwargs=kwargs) if data.apply_chat_template else text_of(row)
+        if data.apply_chat_template:
+            template = partial(tokenizer.render, kwargs=kwargs)
+            text = template(prompt)
+            check_kept(prompt, text, template)
+        else:
+            text = text_of(row)
         tokens = tokenizer.check_text(text)
         if not tokens:
             raise UserError(f"the prompt has no tokens: {shown(text)}")

@@ -1,0 +1,65 @@
+"""Arithmetic in words: problems, their answers to imitate, and the reward. A seed gives the same files everywhere.
+
+    python examples/smollm2/words.py OUT [SEED]         writes OUT/train.jsonl and OUT/test.jsonl
+
+"What is forty-one plus twenty-seven?" must be answered with "68" alone.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from pathlib import Path
+
+SYSTEM = "Answer with one number."
+"""Takes the place of the longer system message that the chat template begins with."""
+TRAIN, TEST = 6000, 500
+UNITS = [
+    *("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"),
+    *("ten", "eleven", "twelve", "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen"),
+]
+TENS = ["twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety"]
+
+
+def words(number: int) -> str:
+    """Write a number from 0 to 99 in English."""
+    if number < 20:
+        return UNITS[number]
+    tens, unit = divmod(number, 10)
+    return TENS[tens - 2] + (f"-{UNITS[unit]}" if unit else "")
+
+
+def right(response: str, ground_truth: str) -> float:
+    """Return 1 if the response is the ground truth and nothing else."""
+    return float(response.strip() == ground_truth)
+
+
+def problems() -> list[tuple[str, int]]:
+    """Every question about two numbers from 10 to 99 with its answer; no answer is below 0."""
+    pairs = [(a, b) for a in range(10, 100) for b in range(10, 100)]
+    return [(f"What is {words(a)} plus {words(b)}?", a + b) for a, b in pairs] + [
+        (f"What is {words(a)} minus {words(b)}?", a - b) for a, b in pairs if a >= b
+    ]
+
+
+def row(question: str, answer: int) -> dict[str, object]:
+    return {
+        "data_source": "words",
+        "prompt": [{"role": "system", "content": SYSTEM}, {"role": "user", "content": question}],
+        "reward_model": {"style": "rule", "ground_truth": str(answer)},
+        "response": str(answer),
+    }
+
+
+def main(out: Path, seed: int) -> None:
+    every = problems()
+    random.Random(seed).shuffle(every)  # noqa: S311 - not for secrets
+    out.mkdir(parents=True, exist_ok=True)
+    for name, part in (("train", every[:TRAIN]), ("test", every[TRAIN : TRAIN + TEST])):
+        (out / f"{name}.jsonl").write_text("".join(json.dumps(row(*problem)) + "\n" for problem in part))
+        print(f"{out / name}.jsonl: {len(part)} rows")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 0)
