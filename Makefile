@@ -19,10 +19,14 @@ KERNELS_READY := $(KERNELS)/.ready
 TRACKERS := .venv-trackers
 TRACKERS_READY := $(TRACKERS)/.ready
 
+# Megatron-Bridge asks for another transformers and for compiled packages: its tests see the plain environment's instead.
+BRIDGES := .venv-bridges
+BRIDGES_READY := $(BRIDGES)/.ready
+
 # Which part of a long target runs: K/N is the K-th of N.
 PART ?= 1/1
 
-.PHONY: setup check test test-plain test-vllm test-slow test-slow-vllm test-sglang test-kernels test-routes test-trackers test-browser test-dialects test-eras test-cpus \
+.PHONY: setup check test test-plain test-vllm test-slow test-slow-vllm test-sglang test-kernels test-routes test-trackers test-bridges test-browser test-dialects test-eras test-cpus \
 	test-layouts test-attacks test-by-turns test-all demo docs site demo-curve gsm8k gpu-test gpu-speed wheel image-cpu image-cuda clean
 
 setup: $(READY)
@@ -53,6 +57,12 @@ $(TRACKERS_READY): tests/trackers.txt $(READY)
 	$(BIN)/python -m pip --python $(TRACKERS)/bin/python install --quiet --disable-pip-version-check --no-deps --requirement tests/trackers.txt
 	printf 'import site; site.addsitedir("%s")\n' $(CURDIR)/$$(echo $(VENV)/lib/python3*/site-packages) > $$(echo $(TRACKERS)/lib/python3*/site-packages)/plain.pth
 	touch $(TRACKERS_READY)
+
+$(BRIDGES_READY): tests/bridges.txt $(READY)
+	test -x $(BRIDGES)/bin/python || $(PYTHON) -m venv --without-pip $(BRIDGES)
+	$(BIN)/python -m pip --python $(BRIDGES)/bin/python install --quiet --disable-pip-version-check --no-deps --requirement tests/bridges.txt
+	printf 'import site; site.addsitedir("%s")\n' $(CURDIR)/$$(echo $(VENV)/lib/python3*/site-packages) > $$(echo $(BRIDGES)/lib/python3*/site-packages)/plain.pth
+	touch $(BRIDGES_READY)
 
 check: $(READY)
 	$(BIN)/ruff check .
@@ -91,6 +101,10 @@ test-routes: $(VLLM_READY) $(KERNELS_READY)
 # W&B, MLflow, SwanLab and Trackio themselves, without a network. About a minute.
 test-trackers: $(TRACKERS_READY)
 	$(TRACKERS)/bin/python -m pytest -m trackers
+
+# mbridge and Megatron-Bridge against our own tables. About three minutes.
+test-bridges: $(BRIDGES_READY)
+	$(BRIDGES)/bin/python -m pytest -m bridges -p no:xdist -o addopts="" -q tests/megatron/test_bridges.py
 
 # The served report in a headless Chromium, or the browser that CHROMIUM names.
 test-browser: $(READY)
@@ -189,4 +203,4 @@ image-cpu image-cuda: image-%:
 		else sh docker/try.sh docker/Dockerfile.$*; fi
 
 clean:
-	rm -rf .eras $(VENV) $(VLLM) $(SGLANG) $(KERNELS) $(TRACKERS) $(SITE) dist demo runs .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .eras $(VENV) $(VLLM) $(SGLANG) $(KERNELS) $(TRACKERS) $(BRIDGES) $(SITE) dist demo runs .mypy_cache .ruff_cache .pytest_cache .hypothesis
