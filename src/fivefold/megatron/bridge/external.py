@@ -111,22 +111,18 @@ class _MBridge:
 
 class _MegatronBridge:
     def __init__(self, library: Any, directory: Path, config: Any, spec: ModelSpec) -> None:
-        import transformers
-
         # It sends the model's configuration to the other stages of a pipeline.
         take_records_of("megatron")
-        self._vocab, conversion = spec.vocab, library.models.conversion
-        self._mapping = conversion.param_mapping.MegatronParamMapping
+        self._vocab, self._mapping = spec.vocab, library.models.conversion.param_mapping.MegatronParamMapping
         try:
-            config = transformers.AutoConfig.from_pretrained(directory)
-            [name] = config.architectures
-            self._bridge = conversion.model_bridge.get_model_bridge(getattr(transformers, name))
+            opened = library.AutoBridge.from_hf_pretrained(str(directory), trust_remote_code=False)
+            self._bridge = opened._model_bridge
         except Exception as error:
             raise _unsupported("megatron-bridge", spec, error) from error
         # Its progress bars would go between the lines of the log.
         self._bridge._with_progress_tracking = lambda tasks, *_, **__: tasks
         files = _PaddedFiles(directory, spec)
-        self._files = SimpleNamespace(state=files, config=config, model_name_or_path=str(directory))
+        self._files = SimpleNamespace(state=files, config=opened.hf_pretrained.config, model_name_or_path=str(directory))
 
     def load(self, views: list[Any]) -> None:
         with patch.object(self._mapping, "scatter_to_tp_ranks", _contiguous(self._mapping.scatter_to_tp_ranks)):
