@@ -31,11 +31,15 @@ INSTALL_READY := $(INSTALL)/.ready
 PUBLISHED := .venv-published
 PUBLISHED_READY := $(PUBLISHED)/.ready
 
+# Megatron-Bridge asks for another transformers and for compiled packages: its tests see the plain environment's instead.
+BRIDGES := .venv-bridges
+BRIDGES_READY := $(BRIDGES)/.ready
+
 # Which part of a long target runs: K/N is the K-th of N.
 PART ?= 1/1
 
 .PHONY: setup check test test-plain test-vllm test-slow test-slow-vllm test-sglang test-kernels test-routes test-trackers test-hub test-install test-browser test-dialects test-documents test-eras test-cpus \
-	test-layouts test-attacks test-published test-hosts test-by-turns test-all demo docs site demo-curve gsm8k gpu-test gpu-speed wheel image-cpu image-cuda clean
+	test-layouts test-attacks test-bridges test-published test-hosts test-by-turns test-all demo docs site demo-curve gsm8k gpu-test gpu-speed wheel image-cpu image-cuda clean
 
 setup: $(READY)
 
@@ -60,17 +64,12 @@ $(SGLANG_READY): tests/sglang.txt $(VLLM_READY)
 	printf 'import site; site.addsitedir("%s")\n' $(CURDIR)/$$(echo $(VLLM)/lib/python3*/site-packages) > $$(echo $(SGLANG)/lib/python3*/site-packages)/vllm.pth
 	touch $(SGLANG_READY)
 
-$(TRACKERS_READY): tests/trackers.txt $(READY)
-	test -x $(TRACKERS)/bin/python || $(PYTHON) -m venv --without-pip $(TRACKERS)
-	$(BIN)/python -m pip --python $(TRACKERS)/bin/python install --quiet --disable-pip-version-check --no-deps --requirement tests/trackers.txt
-	printf 'import site; site.addsitedir("%s")\n' $(CURDIR)/$$(echo $(VENV)/lib/python3*/site-packages) > $$(echo $(TRACKERS)/lib/python3*/site-packages)/plain.pth
-	touch $(TRACKERS_READY)
-
-$(HUB_READY): tests/hub.txt $(READY)
-	test -x $(HUB)/bin/python || $(PYTHON) -m venv --without-pip $(HUB)
-	$(BIN)/python -m pip --python $(HUB)/bin/python install --quiet --disable-pip-version-check --no-deps --requirement tests/hub.txt
-	printf 'import site; site.addsitedir("%s")\n' $(CURDIR)/$$(echo $(VENV)/lib/python3*/site-packages) > $$(echo $(HUB)/lib/python3*/site-packages)/plain.pth
-	touch $(HUB_READY)
+# Environments that see the packages of the plain one too.
+$(TRACKERS_READY) $(HUB_READY) $(PUBLISHED_READY) $(BRIDGES_READY): .venv-%/.ready: tests/%.txt $(READY)
+	test -x .venv-$*/bin/python || $(PYTHON) -m venv --without-pip .venv-$*
+	$(BIN)/python -m pip --python .venv-$*/bin/python install --quiet --disable-pip-version-check --no-deps --requirement tests/$*.txt
+	printf 'import site; site.addsitedir("%s")\n' $(CURDIR)/$$(echo $(VENV)/lib/python3*/site-packages) > $$(echo .venv-$*/lib/python3*/site-packages)/plain.pth
+	touch $@
 
 $(INSTALL_READY): tests/install.txt constraints.txt $(READY)
 	test -x $(INSTALL)/bin/python || $(PYTHON) -m venv --without-pip $(INSTALL)
@@ -78,12 +77,6 @@ $(INSTALL_READY): tests/install.txt constraints.txt $(READY)
 	$(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps --retries 1 --dest $(INSTALL)/wheels \
 		--extra-index-url https://download.pytorch.org/whl/cpu $$(grep ^torch== constraints.txt)+cpu
 	touch $(INSTALL_READY)
-
-$(PUBLISHED_READY): tests/published.txt $(READY)
-	test -x $(PUBLISHED)/bin/python || $(PYTHON) -m venv --without-pip $(PUBLISHED)
-	$(BIN)/python -m pip --python $(PUBLISHED)/bin/python install --quiet --disable-pip-version-check --no-deps --requirement tests/published.txt
-	printf 'import site; site.addsitedir("%s")\n' $(CURDIR)/$$(echo $(VENV)/lib/python3*/site-packages) > $$(echo $(PUBLISHED)/lib/python3*/site-packages)/plain.pth
-	touch $(PUBLISHED_READY)
 
 check: $(READY)
 	$(BIN)/ruff check .
@@ -135,6 +128,9 @@ test-install: $(INSTALL_READY)
 test-published: $(PUBLISHED_READY) $(VLLM_READY)
 	$(PUBLISHED)/bin/python -m pytest -m "published and not vllm" tests/published
 	$(VLLM)/bin/python -m pytest -m "published and vllm" tests/published
+# mbridge and Megatron-Bridge against our own tables. About three minutes.
+test-bridges: $(BRIDGES_READY)
+	$(BRIDGES)/bin/python -m pytest -m bridges -p no:xdist -o addopts="" -q tests/megatron/test_bridges.py
 
 # The served report in a headless Chromium, or the browser that CHROMIUM names.
 test-browser: $(READY)
@@ -246,4 +242,4 @@ image-cpu image-cuda: image-%:
 		else sh docker/try.sh docker/Dockerfile.$*; fi
 
 clean:
-	rm -rf .eras .published $(VENV) $(VLLM) $(SGLANG) $(KERNELS) $(TRACKERS) $(HUB) $(INSTALL) $(PUBLISHED) $(SITE) dist demo runs .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .eras .published .venv* $(SITE) dist demo runs .mypy_cache .ruff_cache .pytest_cache .hypothesis

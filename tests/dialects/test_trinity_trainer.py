@@ -119,6 +119,8 @@ def test_weights_in_megatrons_form_are_those_that_trinity_names(tmp_path):
         "m",
         "m",
     )
+    own = [f"{REFERENCE}megatron.use_dist_checkpointing=true", f"{REFERENCE}megatron.dist_checkpointing_path=/nowhere/r"]
+    assert config("trinity", *words, *own, tree=MEGATRON).reference.path == "/nowhere/r"
     unset = translated("trinity", words[0], tree=MEGATRON)
     assert "a checkpoint without dist_checkpointing_path" in unset.refusals[0]
     off = config("trinity", words[2], tree=MEGATRON)

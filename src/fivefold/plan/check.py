@@ -30,6 +30,7 @@ from fivefold.errors import UserError, shown
 from fivefold.hub import MODELSCOPE, cached_models
 from fivefold.keys.findings import Findings
 from fivefold.models.adapters import adapters_of, check_adapter_files
+from fivefold.models.bridges import bridge_fault
 from fivefold.models.config_json import read_config
 from fivefold.models.families import load_spec, unread_keys
 from fivefold.models.parameters import VALUE_HEAD
@@ -208,8 +209,8 @@ def _check_spec(findings: Findings, config: RunConfig, role: Role, spec: ModelSp
         findings.error("policy.router_replay", message)
     if megatron.transformer_impl == "transformer_engine" and (spec.moe or spec.mla):
         own.error("transformer_impl", f"must be torch for {spec.family}")
-    if megatron.bridge_type != "native" and (spec.moe or megatron.pipeline_split.virtual_stages(layout) > 1):
-        own.error("bridge_type", "must be native for models with experts and for virtual stages")
+    if fault := bridge_fault(megatron.bridge_type, spec, layout, megatron.pipeline_split.virtual_stages(layout)):
+        own.error("bridge_type", fault)
     if megatron.bridge_type != "native" and role.has_value_head:
         findings.error(role.path_key, ": a value head needs megatron.bridge_type: native")
     gathers = megatron.transformer.get("moe_token_dispatcher_type") == "allgather"
