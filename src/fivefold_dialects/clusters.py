@@ -1,4 +1,4 @@
-"""Translate the hosts and GPUs of other systems' clusters into launch.nodes, launch.gpus_per_node and `launch.backend: ray`."""
+"""Translate hosts and GPUs of other systems into launch.nodes, launch.gpus_per_node and `launch.backend: ray`."""
 
 from __future__ import annotations
 
@@ -81,7 +81,8 @@ def keys_for_ray(source: Source, system: str) -> list[str]:
 def hosts(source: Source, system: str, ours: Mapping[str, Any]) -> Iterator[Line]:
     """Yield launch.nodes and launch.gpus_per_node, as far as the configuration sets the numbers.
 
-    `ours`: the other values of the run. Yields nothing if these place servers or models on GPUs that the numbers do not count.
+    `ours`: the other values of the run. Yields nothing if these place servers or models on GPUs of their own that are not
+    counted.
     """
     asks = CLUSTERS.get(system, Cluster())
     if asks.devices:
