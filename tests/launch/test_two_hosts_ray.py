@@ -92,7 +92,7 @@ def has_ranks(host: Host) -> bool:
     )
 
 
-@pytest.mark.parametrize("fault", ["cable cut", "host killed", "raylet killed", "head killed"])
+@pytest.mark.parametrize("fault", ["cable cut", "host killed", "node process killed", "head killed"])
 def test_a_host_that_ray_loses_is_named_and_the_rest_resumes(root, fault):
     name = fault.replace(" ", "-")
     with cluster() as hosts:
@@ -103,7 +103,7 @@ def test_a_host_that_ray_loses_is_named_and_the_rest_resumes(root, fault):
         match fault:
             case "cable cut":
                 hosts.cable.is_cut = True
-            case "raylet killed":
+            case "node process killed":
                 next(each for each in hosts.south.processes() if each.name() == "raylet").kill()
             case "host killed":
                 hosts.lose(hosts.south)

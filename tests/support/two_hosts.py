@@ -114,7 +114,7 @@ class Host:
         assert self._holder.stdout is not None
         assert self._holder.stdout.readline() == "up\n", "the host does not start"
         (first,) = psutil.Process(self._holder.pid).children()
-        self._first = first
+        self._first, self._pids = first, _pids_of(first.pid)
         self.enter = ["nsenter", "--target", str(first.pid), "--net", "--uts", "--mount", "--pid", "--ipc", "--"]
         self.started: list[Program] = []
 
@@ -143,7 +143,7 @@ class Host:
 
     def processes(self) -> list[psutil.Process]:
         """Returns all processes of this host."""
-        return self._first.children(recursive=True) if self._first.is_running() else []
+        return [each for each in psutil.process_iter() if _pids_of(each.pid) == self._pids]
 
     def kill(self) -> None:
         """End all processes of this host at once."""
@@ -157,6 +157,14 @@ class Host:
         for program in self.started:
             program.close()
         shutil.rmtree(self.temporary, ignore_errors=True)
+
+
+def _pids_of(pid: int) -> str:
+    """Returns the namespace of a process's number; empty if the process has ended."""
+    try:
+        return os.readlink(f"/proc/{pid}/ns/pid")
+    except OSError:
+        return ""
 
 
 class Program:
