@@ -19,15 +19,27 @@ KERNELS_READY := $(KERNELS)/.ready
 TRACKERS := .venv-trackers
 TRACKERS_READY := $(TRACKERS)/.ready
 
+# ModelScope's client needs a dozen packages that nothing else needs.
+HUB := .venv-hub
+HUB_READY := $(HUB)/.ready
+
+# uv, and torch's build for CPUs as a file: the tests install into environments that they make.
+INSTALL := .venv-install
+INSTALL_READY := $(INSTALL)/.ready
+
 # What reads a GGUF, for the published model of examples/smollm2: it sees the packages of the plain environment too.
 PUBLISHED := .venv-published
 PUBLISHED_READY := $(PUBLISHED)/.ready
 
+# Megatron-Bridge asks for another transformers and for compiled packages: its tests see the plain environment's instead.
+BRIDGES := .venv-bridges
+BRIDGES_READY := $(BRIDGES)/.ready
+
 # Which part of a long target runs: K/N is the K-th of N.
 PART ?= 1/1
 
-.PHONY: setup check test test-plain test-vllm test-slow test-slow-vllm test-sglang test-kernels test-routes test-trackers test-browser test-published test-dialects test-eras \
-	test-cpus test-layouts test-attacks test-by-turns test-all demo docs site demo-curve gsm8k gpu-test gpu-speed wheel image-cpu image-cuda clean
+.PHONY: setup check test test-plain test-vllm test-slow test-slow-vllm test-sglang test-kernels test-routes test-trackers test-hub test-install test-browser test-dialects test-documents test-eras test-cpus \
+	test-layouts test-attacks test-bridges test-published test-hosts test-by-turns test-all demo docs site demo-curve gsm8k gpu-test gpu-speed wheel image-cpu image-cuda clean
 
 setup: $(READY)
 
@@ -52,17 +64,19 @@ $(SGLANG_READY): tests/sglang.txt $(VLLM_READY)
 	printf 'import site; site.addsitedir("%s")\n' $(CURDIR)/$$(echo $(VLLM)/lib/python3*/site-packages) > $$(echo $(SGLANG)/lib/python3*/site-packages)/vllm.pth
 	touch $(SGLANG_READY)
 
-$(TRACKERS_READY): tests/trackers.txt $(READY)
-	test -x $(TRACKERS)/bin/python || $(PYTHON) -m venv --without-pip $(TRACKERS)
-	$(BIN)/python -m pip --python $(TRACKERS)/bin/python install --quiet --disable-pip-version-check --no-deps --requirement tests/trackers.txt
-	printf 'import site; site.addsitedir("%s")\n' $(CURDIR)/$$(echo $(VENV)/lib/python3*/site-packages) > $$(echo $(TRACKERS)/lib/python3*/site-packages)/plain.pth
-	touch $(TRACKERS_READY)
+# Environments that see the packages of the plain one too.
+$(TRACKERS_READY) $(HUB_READY) $(PUBLISHED_READY) $(BRIDGES_READY): .venv-%/.ready: tests/%.txt $(READY)
+	test -x .venv-$*/bin/python || $(PYTHON) -m venv --without-pip .venv-$*
+	$(BIN)/python -m pip --python .venv-$*/bin/python install --quiet --disable-pip-version-check --no-deps --requirement tests/$*.txt
+	printf 'import site; site.addsitedir("%s")\n' $(CURDIR)/$$(echo $(VENV)/lib/python3*/site-packages) > $$(echo .venv-$*/lib/python3*/site-packages)/plain.pth
+	touch $@
 
-$(PUBLISHED_READY): tests/published.txt $(READY)
-	test -x $(PUBLISHED)/bin/python || $(PYTHON) -m venv --without-pip $(PUBLISHED)
-	$(BIN)/python -m pip --python $(PUBLISHED)/bin/python install --quiet --disable-pip-version-check --no-deps --requirement tests/published.txt
-	printf 'import site; site.addsitedir("%s")\n' $(CURDIR)/$$(echo $(VENV)/lib/python3*/site-packages) > $$(echo $(PUBLISHED)/lib/python3*/site-packages)/plain.pth
-	touch $(PUBLISHED_READY)
+$(INSTALL_READY): tests/install.txt constraints.txt $(READY)
+	test -x $(INSTALL)/bin/python || $(PYTHON) -m venv --without-pip $(INSTALL)
+	$(BIN)/python -m pip --python $(INSTALL)/bin/python install --quiet --disable-pip-version-check --no-deps --requirement tests/install.txt
+	$(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps --retries 1 --dest $(INSTALL)/wheels \
+		--extra-index-url https://download.pytorch.org/whl/cpu $$(grep ^torch== constraints.txt)+cpu
+	touch $(INSTALL_READY)
 
 check: $(READY)
 	$(BIN)/ruff check .
@@ -102,10 +116,21 @@ test-routes: $(VLLM_READY) $(KERNELS_READY)
 test-trackers: $(TRACKERS_READY)
 	$(TRACKERS)/bin/python -m pytest -m trackers
 
+# The clients of Hugging Face and ModelScope with a hub on this machine, and whole runs with its models. About three minutes.
+test-hub: $(HUB_READY)
+	$(HUB)/bin/python -m pytest -n 2 -m hub tests/test_hub.py
+
+# The lines with which users of other systems install, by pip and uv in environments of their own. Five minutes.
+test-install: $(INSTALL_READY)
+	PATH="$(CURDIR)/$(INSTALL)/bin:$$PATH" PIP_FIND_LINKS=$(CURDIR)/$(INSTALL)/wheels $(BIN)/python -m pytest -m install tests/install
+
 # SmolLM2-135M-Instruct's published weights, from a wheel of 93 MB on PyPI, against transformers; skipped without a network.
 test-published: $(PUBLISHED_READY) $(VLLM_READY)
 	$(PUBLISHED)/bin/python -m pytest -m "published and not vllm" tests/published
 	$(VLLM)/bin/python -m pytest -m "published and vllm" tests/published
+# mbridge and Megatron-Bridge against our own tables. About three minutes.
+test-bridges: $(BRIDGES_READY)
+	$(BRIDGES)/bin/python -m pytest -m bridges -p no:xdist -o addopts="" -q tests/megatron/test_bridges.py
 
 # The served report in a headless Chromium, or the browser that CHROMIUM names.
 test-browser: $(READY)
@@ -114,6 +139,11 @@ test-browser: $(READY)
 # Configurations of other systems in full; `make test` has one run of each system. Minutes.
 test-dialects: $(READY)
 	$(BIN)/python -m pytest -n 2 -m dialects tests/dialects --part $(PART)
+
+# The commands, files and keys of other systems' pages, with their own engine and Ray. Their text lies next to a checkout:
+# without it these tests are skipped. Minutes.
+test-documents: $(VLLM_READY)
+	$(VLLM)/bin/python -m pytest -n 2 -m documents tests/documents --part $(PART)
 
 # Other systems' own default files, from their wheels on PyPI, which are read as archives. About three minutes.
 test-eras: $(READY)
@@ -152,6 +182,14 @@ test-all: test
 # python -m benchmarks.attacks --seconds 14400
 test-attacks: $(READY)
 	FIVEFOLD_ATTACK_SEED=$(or $(SEED),0) $(BIN)/python -m pytest -m attacks -s
+
+# Two hosts made of network namespaces, by root: torchrun, Ray, Slurm, and faults of network, hosts and disks. Tests whose
+# programs are missing are skipped and name them: apt-get install --no-install-recommends $(HOST_PACKAGES)
+HOST_PACKAGES := iproute2 slurm-wlm munge faketime libfaketime
+SUDO = $$(test $$(id -u) = 0 || ! sudo --non-interactive true 2> /dev/null || echo sudo --preserve-env)
+
+test-hosts: $(VLLM_READY)
+	$(SUDO) $(VLLM)/bin/python -m pytest -m hosts -n 0 -rs --part $(PART)
 
 demo: $(READY)
 	PATH="$(CURDIR)/$(BIN):$$PATH" sh examples/demo/demo.sh
@@ -204,4 +242,4 @@ image-cpu image-cuda: image-%:
 		else sh docker/try.sh docker/Dockerfile.$*; fi
 
 clean:
-	rm -rf .eras .published $(VENV) $(VLLM) $(SGLANG) $(KERNELS) $(TRACKERS) $(PUBLISHED) $(SITE) dist demo runs .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .eras .published .venv* $(SITE) dist demo runs .mypy_cache .ruff_cache .pytest_cache .hypothesis

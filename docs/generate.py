@@ -2,12 +2,14 @@
 
 configuration.md: every key with its type, default, range and docstring, read from the dataclasses of config/ and algo/.
 metrics.md: every metric, from observability/metrics.py.
+megatron-options.md: every option of Megatron-Core, from config/mcore_options.yaml.
 rewards.md: the built-in rewards, from reward/rules.py.
 methods.md: its rows, from algo/methods.py.
 plan.md: its rates and GPUs, from plan/measured.py and config/gpus.py, and what benchmarks/plan_accuracy.py printed.
 faq.md: how many GPUs a model needs, by docs/faq.py.
 install.md: the repository's address, from pyproject.toml.
 api.md: the names of the package, from their docstrings.
+documents.md: what five pages of other systems describe, from documents.yaml.
 README.md, status.md: the number of methods.
 examples/README.md: GPUs, memory and time of each example, by docs/examples.py.
 examples/verl/run.yaml: what `fivefold convert` makes of the script next to it.
@@ -30,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from docs.api import api
+from docs.documents import write as documents
 from docs.examples import EXAMPLES, examples
 from docs.faq import gpus_table
 from fivefold.algo.choices import PARTS, Choices
@@ -39,6 +42,7 @@ from fivefold.algo.surrogates import PARAMETERS, SURROGATES
 from fivefold.config import RunConfig
 from fivefold.config.dialect import find_system
 from fivefold.config.gpus import GPUS
+from fivefold.config.mcore_options import table
 from fivefold.config.methods_page import update
 from fivefold.config.schema import AlgorithmConfig
 from fivefold.keys.identity import Counts
@@ -67,7 +71,9 @@ def pages() -> dict[Path, Callable[[], str]]:
     return {
         DOCS / "configuration.md": configuration,
         DOCS / "metrics.md": metrics,
+        DOCS / "megatron-options.md": megatron_options,
         DOCS / "api.md": lambda: api(GENERATED, _docstrings),
+        DOCS / "documents.md": lambda: documents(GENERATED),
         EXAMPLES / "verl" / "run.yaml": lambda: converted(EXAMPLES / "verl" / "run_qwen3_8b.sh"),
         EXAMPLES / "README.md": lambda: examples(GENERATED),
         **{DOCS / "coming-from" / f"{system}.md": partial(_dialect, system) for system in SYSTEMS},
@@ -83,6 +89,46 @@ def pages() -> dict[Path, Callable[[], str]]:
 
 def _dialect(system: str) -> str:
     return write_page(find_system(system), GENERATED)
+
+
+# --- options of Megatron-Core ----------------------------------------------------------------------------------------
+
+OPTION_PARTS = {
+    "acts": ("Act", "What they change"),
+    "ours": ("Refused: the project decides them", "What to set, or why not"),
+    "transformer_engine": ("Refused: they need Transformer Engine", "What they need of it"),
+    "package": ("Refused: they need something else", "What they need"),
+    "no_effect": ("Accepted and reported: they change nothing here", "Why"),
+}
+"""Part of mcore_options.yaml -> its title, and the title of its reasons."""
+
+
+def megatron_options() -> str:
+    tables = {section: table(section) for section in ("transformer", "ddp", "optimizer")}
+    count = sum(map(len, tables.values()))
+    acting = sum(option.part == "acts" for options in tables.values() for option in options.values())
+    parts = []
+    for part, (title, reason_title) in OPTION_PARTS.items():
+        rows: dict[tuple[str, str], list[str]] = {}
+        for section, options in tables.items():
+            for name, option in options.items():
+                if option.part == part:
+                    own = "pipeline" if option.is_pipeline else section
+                    rows.setdefault((own, option.reason.replace("{section}", "policy")), []).append(f"`{name}`")
+        lines = [f"| `{own}` | {', '.join(names)} | {reason} |" for (own, reason), names in rows.items()]
+        head = [f"## {title}", "", f"| section | options | {reason_title} |", "|---|---|---|"]
+        parts.append("\n".join([*head, *lines]) + "\n")
+    head = f"""
+        # Options of Megatron-Core
+
+        {{generated}}
+
+        The {count} fields of Megatron-Core's TransformerConfig (with ModelParallelConfig and MLATransformerConfig),
+        DistributedDataParallelConfig and OptimizerConfig, and what becomes of each in `policy.megatron`, and in the section
+        `megatron` of other models. {acting} act. A test flips each of them and sees that other functions run, other objects
+        are built, or numbers differ; another compares this list with the installed release.
+    """
+    return _page(head, parts)
 
 
 # --- configuration ---------------------------------------------------------------------------------------------------

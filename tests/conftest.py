@@ -2,9 +2,11 @@ from __future__ import annotations
 
 import os
 import tempfile
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import pytest
+import yaml
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -29,8 +31,30 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--part", default="1/1", help="K/N: run only the K-th of N parts of the selected files")
 
 
+LONG = yaml.safe_load((Path(__file__).parent / "long.yaml").read_text())
+
+
+def mark_long(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark the cases that long.yaml leaves to the long targets; raises where it names what is not in the whole suite."""
+    unknown = {(path, test, case) for path, tests in LONG.items() for test, kept in tests.items() for case in kept or [""]}
+    for item in items:
+        path, _, name = item.nodeid.removeprefix("tests/").partition("::")
+        test, _, case = name.removesuffix("]").partition("[")
+        kept = LONG.get(path, {}).get(test)
+        if kept is None:
+            continue
+        matching = {pattern for pattern in kept or [""] if fnmatchcase(case, pattern)}
+        if not kept or not matching:
+            item.add_marker(pytest.mark.slow)
+        unknown -= {(path, test, pattern) for pattern in matching or {""}}
+    if unknown and config.args == config.getini("testpaths"):
+        raise pytest.UsageError(f"tests/long.yaml names tests that there are not: {sorted(unknown)}")
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Workers take whole files in this order: a long one at the end would leave the other worker idle."""
+    """Mark long tests, and order files: workers take whole ones, and a long one at the end would leave the other idle."""
+    mark_long(config, items)
     places = {f"tests/{name}.py": place for place, name in enumerate(LONGEST_FIRST)}
     items.sort(key=lambda item: places.get(item.nodeid.partition("::")[0], len(places)))
     part, parts = map(int, config.getoption("part").split("/"))

@@ -30,9 +30,10 @@ from fivefold.data.prompt_loader import Loader, PromptLoader
 from fivefold.data.prompts import PromptSet, Reading, encode_conversation, load_prompts
 from fivefold.data.rows import Columns
 from fivefold.data.tokenizer import check_config, load_tokenizer
-from fivefold.distributed.calls import call_on_main, call_once_a_machine
+from fivefold.distributed.calls import call_once, call_once_a_machine
 from fivefold.distributed.ranks import Ranks
 from fivefold.distributed.redealing import on_replicas_of
+from fivefold.downloads import models_read
 from fivefold.engines.servers.server_process import ServerProcess
 from fivefold.engines.weight_sync import sleeping_after
 from fivefold.errors import UserError, shown
@@ -42,6 +43,7 @@ from fivefold.keys.identity import with_absolute_paths
 from fivefold.megatron.mesh import Meshes
 from fivefold.megatron.model import MegatronModel, WithoutAdapters
 from fivefold.models.families import load_spec
+from fivefold.models.overrides import overridden
 from fivefold.models.spec import ModelSpec
 from fivefold.models.torch_dist import find_torch_dist
 from fivefold.observability.run_logger import RunLogger
@@ -80,35 +82,22 @@ _PROBE = 16, 64
 """Minimum number of responses sampled for the comparison of log-probs alone, and their maximum length in tokens."""
 
 
-_TOKENIZER_FILES = ("*.json", "*.txt", "*.jinja", "*.model", "tokenizer*")
-_MODEL_FILES = ("*.safetensors", *_TOKENIZER_FILES)
-
-
 def fetch_models(config: RunConfig, ranks: Ranks, commits: Mapping[str, str]) -> dict[str, Path]:
     """Return the local directory of each model in the configuration; collective.
 
     For a model on the hub, the first rank of each node downloads the commit in `commits`, or the latest, and the others
     wait.
     """
-    code = ["*.py"] if config.model.trust_remote_code else []
     directories: dict[str, Path] = {}
-    for name, weights in _models_read(config).items():
+    for name, wanted in models_read(config).items():
         if Path(name).is_dir():
             directories[name] = Path(name)
             continue
-        wanted = (*(_MODEL_FILES if weights else _TOKENIZER_FILES), *(code if name == config.model.tokenizer_path else ()))
-        commit = call_on_main(ranks, partial(_newest_commit, name, wanted, commits.get(name)))
+        commit = call_once(ranks, partial(_newest_commit, name, wanted, commits.get(name)))
         directories[name] = Path(call_once_a_machine(ranks, partial(_snapshot, name, wanted, commit)))
+        if config.model.overrides and name == config.model.described_by(config.model.path):
+            directories[name] = overridden(directories[name], config.model.overrides)
     return directories
-
-
-def _models_read(config: RunConfig) -> dict[str, bool]:
-    """Return directory or hub id of every model that the run reads -> whether its weights are read too."""
-    model, roles = config.model, config.roles
-    judge = [config.reward.judge.model] if config.may_generate and config.reward.judge_layout else []
-    adapters = [role.settings.lora.path for role in roles.learners.values() if role.settings.lora.rank]
-    paths = [path for path in [model.path, *(role.path for role in roles.values()), *judge, *adapters] if path]
-    return {**dict.fromkeys([model.tokenizer_path, *map(model.described_by, paths)], False), **dict.fromkeys(paths, True)}
 
 
 def _snapshot(name: str, wanted: Sequence[str], commit: str) -> str:
@@ -127,7 +116,7 @@ def fetch_data(data: DataConfig, ranks: Ranks, commits: Mapping[str, str]) -> di
     files: dict[str, Path] = {}
     for key, name in hub_names(data):
         fetch = partial(_data_file, name, key, cache_of(data))
-        commit = commit_of(Path(call_on_main(ranks, partial(fetch, commits.get(name)))))
+        commit = commit_of(Path(call_once(ranks, partial(fetch, commits.get(name)))))
         files[name] = Path(call_once_a_machine(ranks, partial(fetch, commit)))
     return files
 
@@ -181,12 +170,14 @@ def build_run(
         config.tracking.wait_seconds,
         ranks.heartbeat.stages,
         Warnings(config.trainer.warnings, facts_of(config, {prompt.source for prompt in first_prompts})),
+        config.trainer.verbosity,
+        config.trainer.log_file,
     )
     objective = Objective.of(config.algorithm.resolved)
     validation = 0 if evaluation_set is None else len(evaluation_set.prompts)
     sizes = {"prompts": len(training.prompts), "dropped": training.dropped, "validation": validation}
     if not is_evaluation:
-        logger.log(describe(config, spec, steps=steps, **sizes))
+        logger.log(describe(config, spec, steps=steps, **sizes), "normal")
     judges: list[ServerProcess] = []
     reward, judge_files = config.reward, None
     if reward.judge_layout is not None and config.may_generate:
@@ -197,7 +188,7 @@ def build_run(
     start_reward_pool(pool, first_prompts, logger.log)
     if first_prompts:
         for key, reason in unused_sources(config.data, config.reward, {prompt.source for prompt in first_prompts}).items():
-            logger.log(f"{key} has no effect: {reason}")
+            logger.log(f"{key} has no effect: {reason}", "normal")
     models = build_models(config, directories, meshes, objective, {"run": steps, "data": of_data}, logger)
     engine = generator = reward_model = None
     generates = not config.algorithm.offline or (evaluation_set is not None and evaluation_set.generate)

@@ -98,10 +98,17 @@ def _parser() -> argparse.ArgumentParser:
         )
         configured(added)
 
+    def verbose(added: argparse.ArgumentParser) -> None:
+        added.add_argument(
+            "--verbosity", choices=["quiet", "normal", "debug"], help="lines in the terminal, in place of trainer.verbosity"
+        )
+
     flags.init(command("init", _init, "write a commented YAML file of a run, from five questions or flags"))
     flags.completion(command("completion", _completion, "print what makes a shell complete subcommands, options and keys"))
     flags.doctor(command("doctor", _doctor, "say what this machine has for a run, and what is missing for what"))
-    translated(command("train", _train, "train; alone it starts the ranks of the layout, under torchrun it joins them"))
+    added = command("train", _train, "train; alone it starts the ranks of the layout, under torchrun it joins them")
+    verbose(added)
+    translated(added)
     translated(command("check", _check, "say whether a run can start: keys, types, layout, files"))
     added = command("plan", _plan, "find the layouts and settings that train a model fastest on so many GPUs, without any")
     flags.plan(added)
@@ -116,6 +123,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     translated(added)
     added = command("eval", _eval, "evaluate a checkpoint on the validation files of a run")
+    verbose(added)
     added.add_argument("--checkpoint", help="checkpoint directory; the latest of the run when left out")
     added.add_argument("config", nargs="?", metavar="RUN", help="directory of the run, or a YAML file")
     added.add_argument("overrides", nargs="*", metavar="key=value", help="set a key, for example eval.samples=16")
@@ -158,7 +166,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-_OWN_OPTIONS = {"--from": 1, "--env": 1, "--strict": 0, "--no-strict": 0, "--allow-secrets": 0}
+_OWN_OPTIONS = {"--from": 1, "--env": 1, "--verbosity": 1, "--strict": 0, "--no-strict": 0, "--allow-secrets": 0}
 
 
 def _words_of(arguments: Sequence[str]) -> list[str]:
@@ -198,17 +206,23 @@ def _configure(options: argparse.Namespace, quiet: bool = False) -> RunConfig:
     from fivefold.config import ConfigError, RunConfig
 
     if options.system is None and options.config is not None:
-        return RunConfig.from_yaml(options.config, options.overrides)
+        return _with_verbosity(RunConfig.from_yaml(options.config, options.overrides), options)
     if options.system is None:
-        return RunConfig.from_overrides(options.overrides)
+        return _with_verbosity(RunConfig.from_overrides(options.overrides), options)
     translation = _translate(options)
     if translation.refusals:
         raise ConfigError([f"this run of {options.system} is not supported here:", *translation.refusals])
-    config = RunConfig.from_tree(translation.tree)
-    if not quiet:
+    config = _with_verbosity(RunConfig.from_tree(translation.tree), options)
+    if not quiet and config.trainer.verbosity != "quiet":
         for note in _system(options).notes(translation):
             print(f"note     {note}")
     return config
+
+
+def _with_verbosity(config: RunConfig, options: argparse.Namespace) -> RunConfig:
+    """Return the configuration with the verbosity of the command line, if it has one."""
+    chosen = getattr(options, "verbosity", None) or config.trainer.verbosity
+    return replace(config, trainer=replace(config.trainer, verbosity=chosen))
 
 
 def _convert(options: argparse.Namespace) -> int:
@@ -231,7 +245,8 @@ def _train(options: argparse.Namespace) -> int:
         environment.complete()
     first = os.environ.get("RANK", "0") == "0"
     config = _configure(options, quiet=not first)
-    return 2 if _show_check(config, quiet=not first).errors else start(config)
+    is_quiet = not first or config.trainer.verbosity == "quiet"
+    return 2 if _show_check(config, quiet=is_quiet).starting() else start(config)
 
 
 def _show_check(config: RunConfig, quiet: bool = False, starts: bool = True) -> Findings:
@@ -244,10 +259,11 @@ def _show_check(config: RunConfig, quiet: bool = False, starts: bool = True) -> 
             *([] if starts else findings.summary),
             *findings.duration,
             *findings.notes,
+            *([] if starts else findings.missing),
             *(f"{key} has no effect: {reason}" for key, reason in findings.ignored),
         ]:
             print(f"note     {note}")
-    for error in findings.errors:
+    for error in findings.starting() if starts else findings.errors:
         print(f"error    {error}", file=sys.stderr)
     return findings
 
@@ -303,6 +319,7 @@ def _eval(options: argparse.Namespace) -> int:
     # A run's directory may have been moved since it was written down.
     here = [f"trainer.run_dir={path}"] if path.is_dir() else []
     config = RunConfig.from_yaml(path / "run.yaml" if path.is_dir() else path, [*here, *options.overrides])
+    config = _with_verbosity(config, options)
     found = Path(options.checkpoint) if options.checkpoint else Checkpoints(config.run_dir, 1).latest(log)
     if found is None:
         raise UserError(f"no checkpoint in {config.run_dir / 'checkpoints'}; name one with --checkpoint")
@@ -310,7 +327,7 @@ def _eval(options: argparse.Namespace) -> int:
         log(f"{found} is the latest checkpoint of {config.run_dir}")
     if faults := find_corruption(found):
         raise UserError(f"checkpoint {found} cannot be used: {faults}")
-    if _show_check(config, quiet=True).errors:
+    if _show_check(config, quiet=True).starting():
         return 2
     # An evaluation has its own directory, because the run itself may be training now. Other nodes of a cluster see only the
     # run's directory of this machine.

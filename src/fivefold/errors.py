@@ -6,7 +6,8 @@ import errno
 import traceback
 from typing import Any
 
-_FULL = (errno.ENOSPC, errno.EDQUOT)
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""Errors of a disk that is full, of a quota, and of a limit on the size of files."""
 
 
 class UserError(ValueError):
@@ -27,7 +28,7 @@ def sentence_of(error: BaseException) -> str | None:
 
     For a refusal by the system the file's name is enough. Errors of Python, of a library or of a user's function are faults.
     """
-    if isinstance(error, OSError) and (error.filename is not None or error.errno in _FULL):
+    if isinstance(error, OSError) and (error.filename is not None or error.errno in FULL):
         return f"{error.filename or 'the disk'}: {error.strerror}"
     return str(error) if isinstance(error, (UserError, RunError)) else None
 

@@ -3,55 +3,121 @@ file."""
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stderr, suppress
+from dataclasses import dataclass
+from io import StringIO
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from fivefold.errors import UserError, first_line, shown
-from fivefold.files import users_umask
+from fivefold.errors import FULL, UserError, first_line, shown
+from fivefold.files import read_json, users_umask
 
 _CONNECT_SECONDS = 5.0
-_ABSENT = "it does not answer, and its cache on this machine does not have it"
+_PROGRESS_SECONDS = 5.0
+_OFFLINE = "HF_HUB_OFFLINE is set"
+_SOURCE = "; or name local files with --source"
+_BRANCH = "master"
+"""ModelScope's default."""
+_INDEX = "model.safetensors.index.json"
 MODELSCOPE = "modelscope:"
 """Prefix of the id of a model on ModelScope."""
 
 
-def model_snapshot(repository: str, wanted: Sequence[str], commit: str | None = None) -> Path:
-    """Return a local directory with the files of a model's repository that match `wanted`, at `commit` or else the latest.
+@dataclass(frozen=True)
+class _Hub:
+    """A hub as its client sees it in this environment."""
 
-    `modelscope:OWNER/NAME` is a repository on ModelScope, whose commits are names of branches and tags.
+    address: str
+    pages: str
+    """Path of the repositories' pages."""
+    folder: str
+    """Folder of a repository in the cache, with {} for its id."""
+    cache: Path
+    cache_variable: str
+    """Variable that moves the cache."""
+    token: str
+    """Variable with the user's token."""
+
+    @property
+    def fault(self) -> str | None:
+        """Why no request is made or answered; without a network the clients would retry for half a minute."""
+        from huggingface_hub import constants
+
+        if constants.HF_HUB_OFFLINE:
+            return _OFFLINE
+        if any(os.environ.get(name) for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")):
+            # Only the client can find out whether a proxy reaches the hub.
+            return None
+        address = urlsplit(self.address)
+        try:
+            port = address.port or (80 if address.scheme == "http" else 443)
+            socket.create_connection((address.hostname or "", port), _CONNECT_SECONDS).close()
+        except OSError:
+            return "it does not answer"
+        return None
+
+
+def _hugging_face(kind: str = "models") -> _Hub:
+    from huggingface_hub import constants
+
+    pages = "" if kind == "models" else f"{kind}/"
+    return _Hub(constants.ENDPOINT, pages, f"{kind}--{{}}", Path(constants.HF_HUB_CACHE), "HF_HOME", "HF_TOKEN")
+
+
+def model_snapshot(name: str, wanted: Sequence[str], commit: str | None = None) -> Path:
+    """Return a local directory with the files of a model's repository that match `wanted`.
+
+    `name` is OWNER/NAME or modelscope:OWNER/NAME, with `@REVISION` at the end for another than the latest; `commit` takes
+    its place. Revisions of ModelScope are names of branches and tags.
     """
+    repository, _, revision = name.partition("@")
+    asked = commit or revision or None
     if repository.startswith(MODELSCOPE):
-        return _from_modelscope(repository, wanted, commit)
+        # Without a revision and a network its client takes any that the cache has.
+        return _from_modelscope(name, repository.removeprefix(MODELSCOPE), wanted, asked or _BRANCH)
     from huggingface_hub import snapshot_download
 
-    what = f"{repository!r} is neither a directory here nor a model that the hub gives" + (
-        f" at commit {commit}" if commit else ""
-    )
-    return _take(
-        what,
-        lambda cached: snapshot_download(repository, revision=commit, allow_patterns=list(wanted), local_files_only=cached),
-    )
+    what = f"{name!r} is no directory here, and the model cannot be read"
+    with _asking(what, _hugging_face(), repository, asked) as cached:
+        found = snapshot_download(repository, revision=asked, allow_patterns=list(wanted), local_files_only=cached)
+        return _with_weights(Path(found), wanted)
 
 
-def _from_modelscope(repository: str, wanted: Sequence[str], revision: str | None) -> Path:
+def _from_modelscope(name: str, repository: str, wanted: Sequence[str], revision: str) -> Path:
     try:
-        from modelscope import snapshot_download
-        from modelscope_hub.constants import DEFAULT_ENDPOINT
+        # modelscope itself imports torch and transformers.
+        from modelscope_hub.compat import snapshot_download
+        from modelscope_hub.config import HubConfig
     except ImportError as error:
-        is_absent = isinstance(error, ModuleNotFoundError) and error.name == "modelscope"
+        is_absent = isinstance(error, ModuleNotFoundError) and error.name == "modelscope_hub"
         why = "not installed here" if is_absent else f"whose import fails: {first_line(error)}"
-        raise UserError(f"{repository!r} needs modelscope, {why}: pip install 'fivefold[modelscope]'") from error
-    name, at = repository.removeprefix(MODELSCOPE), f" at {revision}" if revision else ""
-    return _take(
-        f"{name!r} is not a model that ModelScope has{at}",
-        lambda cached: snapshot_download(name, revision=revision, allow_patterns=list(wanted), local_files_only=cached),
-        os.environ.get("MODELSCOPE_ENDPOINT", DEFAULT_ENDPOINT),
-    )
+        raise UserError(f"{name!r} needs modelscope, {why}: pip install 'fivefold[modelscope]'") from error
+    own = HubConfig()
+    hub = _Hub(str(own.endpoint), "models/", "models/{}", own.cache_dir, "MODELSCOPE_CACHE", "MODELSCOPE_API_TOKEN")
+    # Its client draws a bar for each file, and logs what the error says too.
+    logging.getLogger("modelscope_hub").setLevel(logging.CRITICAL)
+    what = f"{name!r}, a model of ModelScope, cannot be read"
+    with _asking(what, hub, repository, revision) as cached, redirect_stderr(StringIO()):
+        found = snapshot_download(repository, revision=revision, allow_patterns=list(wanted), local_files_only=cached)
+        return _with_weights(Path(found), wanted)
+
+
+def _with_weights(snapshot: Path, wanted: Sequence[str]) -> Path:
+    """Return the snapshot; raise FileNotFoundError if it lacks wanted weights: clients return what a cache has a part of."""
+    if "*.safetensors" in wanted:
+        index = snapshot / _INDEX
+        names = sorted(set(read_json(index)["weight_map"].values())) if index.is_file() else ["*.safetensors"]
+        if missing := [name for name in names if not any(snapshot.glob(name))]:
+            raise FileNotFoundError(f"it has no {missing[0]}")
+    return snapshot
 
 
 def cached_models() -> dict[str, Path]:
@@ -64,38 +130,38 @@ def cached_models() -> dict[str, Path]:
 
 def commit_of(snapshot: Path) -> str:
     """Return the commit of a directory from `model_snapshot`, or of a data set's parquet file."""
-    return snapshot.parent.parent.name if snapshot.suffix == ".parquet" else snapshot.name
+    if snapshot.suffix == ".parquet":
+        return snapshot.parent.parent.name
+    # Caches of ModelScope's first client have one revision, without its name.
+    return snapshot.name if snapshot.parent.name == "snapshots" else _BRANCH
 
 
 def dataset_file(repository: str, name: str) -> Path:
     """Download one file of a data set's repository."""
     from huggingface_hub import hf_hub_download
 
-    what = f"{repository} cannot be downloaded from the hub, name local files with --source"
-    return _take(what, lambda cached: hf_hub_download(repository, name, repo_type="dataset", local_files_only=cached))
+    with _asking(f"{repository} cannot be downloaded", _hugging_face("datasets"), repository, way_round=_SOURCE) as cached:
+        return Path(hf_hub_download(repository, name, repo_type="dataset", local_files_only=cached))
 
 
 def dataset_commit(repository: str, revision: str | None, line: str) -> str | None:
     """Return the commit of a data set's revision; None if the hub does not answer. `line` writes it as parquet."""
-    if not _answers(None):
+    hub = _hugging_face("datasets")
+    if hub.fault is not None:
         return None
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
 
     try:
         return str(HfApi().dataset_info(repository, revision=revision).sha)
-    except RevisionNotFoundError as error:
-        raise UserError(_no_dataset(repository, f"it has no revision {revision!r}", line)) from error
-    except RepositoryNotFoundError as error:
-        reason = "there is none of this name, or only for users whose token is in HF_TOKEN"
-        raise UserError(_no_dataset(repository, reason, line)) from error
     except Exception as error:
-        # As in `_take`: the user sees one message.
-        raise UserError(_no_dataset(repository, first_line(error), line)) from error
+        # As in `_asking`: the user sees one message.
+        raise UserError(_no_dataset(repository, _reason(error, hub, repository, revision), line)) from error
 
 
 def load_dataset_splits(repository: str, config: str | None, commit: str | None, line: str) -> tuple[dict[str, Any], str]:
     """Return (split -> `datasets.Dataset`, commit); without a commit, of what the cache of `datasets` has."""
+    from huggingface_hub import utils
+
     try:
         import datasets
     except ImportError as error:
@@ -105,17 +171,33 @@ def load_dataset_splits(repository: str, config: str | None, commit: str | None,
             f"{repository!r} is no file here, and a data set of the hub needs datasets, {why}: pip install "
             f"'fivefold[datasets]', or run where it is installed: {line}, and name that file"
         ) from error
+    hub = _hugging_face("datasets")
     try:
-        found = datasets.load_dataset(repository, config, revision=commit)
+        with _without_bars(datasets.utils), _without_bars(utils), _progress(repository, hub):
+            found = datasets.load_dataset(repository, config, revision=commit)
         commit = commit or Path(next(iter(found.values())).cache_files[0]["filename"]).parent.name
     except Exception as error:
         # The library raises many kinds of errors (no such data set, no network, no access, damaged files).
         if names := _configurations(repository, config, commit):
             listed = ", ".join(f"{repository}:{name}" for name in names)
             raise UserError(f"{repository!r} must name one of its configurations: {listed}") from error
-        reason = first_line(error) if _answers(None) else _ABSENT
+        offline = hub.fault
+        refusal = None if offline else _refusal(repository)
+        reason = _why(refusal or error, hub, repository, commit, offline)
         raise UserError(_no_dataset(repository, reason, line)) from error
     return dict(found), commit
+
+
+def _refusal(repository: str) -> Exception | None:
+    """Return the hub's error if the user has no access to a data set: `datasets` does not pass it on."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import RepositoryNotFoundError
+
+    try:
+        HfApi().auth_check(repository, repo_type="dataset")
+    except Exception as error:
+        return error if isinstance(error, RepositoryNotFoundError) else None
+    return None
 
 
 def _configurations(repository: str, config: str | None, commit: str | None) -> list[str]:
@@ -181,31 +263,124 @@ def push(directory: Path, repository: str) -> str:
     return str(url)
 
 
-def _take(what: str, download: Callable[[bool], str], endpoint: str | None = None) -> Path:
-    """Return the path from `download(only from the cache)`; `what` begins the message if it fails. `endpoint` is another
-    hub's."""
-    reachable = _answers(endpoint)
+@contextmanager
+def _asking(what: str, hub: _Hub, repository: str, revision: str | None = None, way_round: str = "") -> Iterator[bool]:
+    """Yield whether only the cache can be read; an error within the block becomes a sentence that `what` begins."""
+    from huggingface_hub import utils
+
+    offline = hub.fault
     try:
-        with users_umask():
-            return Path(download(not reachable))
+        with users_umask(), _without_bars(utils), _progress(repository, hub):
+            yield offline is not None
     except Exception as error:
-        # The hub's client raises many kinds of errors (no such model, no network, no access); the user sees one message.
-        reason = first_line(error) if reachable else _ABSENT
-        raise UserError(f"{what}: {reason}") from error
+        # The clients raise many kinds of errors (no such model, no network, no access); the user sees one message.
+        reason = _why(error, hub, repository, revision, offline)
+        raise UserError(f"{what} from {hub.address}: {reason}{way_round}") from error
 
 
-def _answers(endpoint: str | None) -> bool:
-    """Whether the hub can be reached; without a network its client would retry for half a minute."""
-    from huggingface_hub import constants
+def _why(error: Exception, hub: _Hub, repository: str, revision: str | None, offline: str | None) -> str:
+    """Return why a download failed, and what to do; `offline` says why only the cache was read."""
+    if offline is not None:
+        return f"{offline}, and its cache in {hub.cache} does not have all of it"
+    return _reason(error, hub, repository, revision)
 
-    if constants.HF_HUB_OFFLINE:
-        return False
-    if any(os.environ.get(name) for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")):
-        # Only the client can find out whether a proxy reaches the hub.
-        return True
-    address = urlsplit(endpoint or constants.ENDPOINT)
+
+_REASONS = {
+    "GatedRepoError AuthenticationError PermissionDeniedError":
+        "access to it is restricted: accept its license at {page}, then set {token} to a token of that account",
+    "RevisionNotFoundError": "it has no revision {revision!r}",
+    "RemoteEntryNotFoundError": "it has no such file",
+    "RepositoryNotFoundError": "there is none of this name, or it is private (then set {token} to a token that may read it)",
+    "NotExistError": "there is none of this name{at}, or it is private (then set {token} to a token that may read it)",
+    "TransportError ConnectionError Timeout RequestTimeoutError":
+        "the connection broke off ({first}); run the same command again: files that are complete stay in {cache}",
+}  # fmt: skip
+"""Names of the clients' errors -> reason. The clients are imported only if they are used, so names stand for classes."""
+_STATUSES = {
+    401: "it refuses the token in {token}: set another one, or none",
+    403: "the token in {token} may not read it",
+    429: "it takes no more requests for now ({first}): try again later, or set {token}",
+}
+
+
+def _reason(error: BaseException, hub: _Hub, repository: str, revision: str | None) -> str:
+    """Return why the hub did not give what was asked for, and what to do."""
+    causes = list(_causes(error))
+    names = {kind.__name__ for each in causes for kind in type(each).__mro__}
+    statuses = [getattr(each, "status_code", None) or _status(each) for each in causes]
+    status = next((each for each in statuses if each), 0)
+    values = {
+        "page": f"{hub.address}/{hub.pages}{repository}",
+        "token": hub.token,
+        "cache": hub.cache,
+        "revision": revision,
+        "at": f" with revision {revision!r}" if revision not in (None, _BRANCH) else "",
+        "first": first_line(causes[-1]),
+    }
+    if any(isinstance(each, OSError) and each.errno in FULL for each in causes):
+        return f"the disk of {hub.cache} is full: make room, or set {hub.cache_variable} to a directory on another one"
+    for kinds, reason in _REASONS.items():
+        if not names.isdisjoint(kinds.split()):
+            return reason.format(**values)
+    if status >= 500:
+        return f"it answers with status {status}: try again later"
+    return _STATUSES[status].format(**values) if status in _STATUSES else first_line(error)
+
+
+def _status(error: BaseException) -> int | None:
+    return getattr(getattr(error, "response", None), "status_code", None)
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """Yield an error and those that led to it; of ModelScope's for several files, that of the first."""
+    now: BaseException | None = error
+    while now is not None:
+        yield now
+        files = getattr(now, "failed_files", None)
+        now = next(iter(files.values())) if files else now.__cause__ or now.__context__
+
+
+@contextmanager
+def _progress(repository: str, hub: _Hub) -> Iterator[None]:
+    """Print every few seconds how much of a repository has arrived in the cache, whatever client downloads it."""
+    folder, out = hub.cache / hub.folder.format(repository.replace("/", "--")), sys.stderr
+    is_done = threading.Event()
+
+    def report() -> None:
+        begin, first = time.monotonic(), _size(folder)
+        before = first
+        while not is_done.wait(_PROGRESS_SECONDS):
+            if (size := _size(folder)) > before + 1e6:
+                megabytes, seconds = (size - first) / 1e6, time.monotonic() - begin
+                line = f"download {repository}: {megabytes:,.0f} MB so far, {megabytes / seconds:,.1f} MB/s"
+                print(line, file=out, flush=True)
+                before = size
+
+    thread = threading.Thread(target=report, daemon=True)
+    thread.start()
     try:
-        socket.create_connection((address.hostname or "", address.port or 443), _CONNECT_SECONDS).close()
-    except OSError:
-        return False
-    return True
+        yield
+    finally:
+        is_done.set()
+        thread.join()
+
+
+def _size(folder: Path) -> int:
+    """Return the bytes of a folder's files; they may be renamed meanwhile."""
+    total = 0
+    for path in folder.rglob("*"):
+        with suppress(OSError):
+            total += path.lstat().st_size
+    return total
+
+
+@contextmanager
+def _without_bars(library: Any) -> Iterator[None]:
+    """Turn off the library's progress bars within this block: they draw with control characters."""
+    was_off = library.are_progress_bars_disabled()
+    library.disable_progress_bars()
+    try:
+        yield
+    finally:
+        if not was_off:
+            library.enable_progress_bars()

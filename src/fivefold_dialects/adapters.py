@@ -1,4 +1,4 @@
-"""Low-rank adapters as other systems ask for them -> `lora` of a model."""
+"""Translate low-rank adapters of other systems to our section `lora` of a model."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ MEGATRON_MODULES: Mapping[str, tuple[str, ...]] = {
     "linear_kv_up_proj": ("kv_b_proj",),
     "all": ("all-linear",),
 }
-"""Modules of Megatron-Core -> the linear maps that each is made of, by their names in Hugging Face."""
+"""Modules of Megatron-Core -> Hugging Face's names of the linear layers that each consists of."""
 _OF_A_PATTERN = frozenset("*$|()[]^\\+?")
 
 
 def modules(source: Source, key: str) -> list[str] | None:
-    """Linear maps by name, from a list or a text with commas; None where there are none or they are a pattern."""
+    """Return the names of linear layers from a list or a text with commas; None if there are none or they form a pattern."""
     names = [name.strip() for text in source.texts(key) for name in text.split(",") if name.strip()]
     if any(_OF_A_PATTERN & set(name) for name in names):
-        source.lacks(key, "a pattern of module names: name the linear maps, as q_proj, k_proj")
+        source.lacks(key, "a pattern of module names: name the linear layers, as q_proj, k_proj")
         return None
     return list(dict.fromkeys(ours for name in names for ours in MEGATRON_MODULES.get(name, (name,)))) or None
 
@@ -41,7 +41,7 @@ def modules(source: Source, key: str) -> list[str] | None:
 def adapters(
     source: Source, ours: str, *, rank: str, alpha: str, targets: str, exclude: str = "", path: str = "", init: str = ""
 ) -> dict[str, Any]:
-    """Our keys of the adapters of a model `ours`, from the keys that have them there; nothing where the rank is 0."""
+    """Return our keys of the adapters of model `ours`; other arguments name the system's keys. Empty if the rank is 0."""
     number = source.whole(rank) or 0
     if number <= 0:
         return {}
@@ -54,11 +54,11 @@ def adapters(
         if how in ("kaiming", "xavier"):
             found["init"] = how
         else:
-            source.lacks(init, "A that is drawn in another way than kaiming or xavier")
+            source.lacks(init, "an initialization of A other than kaiming or xavier")
     return {f"{ours}.lora.{name}": value for name, value in found.items()}
 
 
 def refuse(source: Source, key: str, reason: str, off: tuple[Any, ...]) -> None:
-    """Say of a key that it is not supported, where it has another value than null or one of `off`."""
+    """Report a key as not supported unless its value is null or one of `off`."""
     if source.has(key) and source.value(key) not in (None, [], {}, *off):
         source.lacks(key, reason)

@@ -1,6 +1,6 @@
-"""AReaL: YAML and `key=value`, layouts as strings: one for each role today, `allocation_mode` before, with dots before that.
+"""Translate AReaL: YAML and `key=value`, with layouts as strings: one per role today, before that `allocation_mode`.
 
-Numbers that only AReaL's code explains were read in AReaL 4aef98d8d (2026-05-21); a note has the place.
+Behavior that only AReaL's code defines was read in AReaL 4aef98d8d (2026-05-21); comments and notes cite the place.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from fivefold_dialects.system import dialect
 from fivefold_dialects.table import Table, load, table
 
 GSM8K = "data/gsm8k-areal"
-"""Directory of GSM8K with AReaL's own prompts, which `fivefold data gsm8k --form areal` writes."""
+"""Directory that `fivefold data gsm8k --form areal` writes: GSM8K with AReaL's own prompts."""
 
 
 def is_gsm8k(path: str | None) -> bool:
-    """GSM8K by its name on the hub, whose rows AReaL's own code makes (areal/dataset/gsm8k.py)."""
+    """Return whether a path is GSM8K's name on the hub, whose rows AReaL's own code makes (areal/dataset/gsm8k.py)."""
     return path is not None and "gsm8k" in path and bool(re.fullmatch(r"[\w-]+/[\w-]+", path)) and not Path(path).exists()
 
 
 def files_of(split: str, source: Source, key: str) -> list[str] | None:
-    """A path or a list of them; GSM8K by its name on the hub is the file that we write of it."""
+    """Return the paths of a key; for GSM8K's name on the hub, the file that `fivefold data gsm8k` writes."""
     return [f"{GSM8K}/{split}.parquet"] if is_gsm8k(source.text(key)) else shared.files(source, key)
 
 
@@ -49,6 +49,8 @@ def model(source: Source) -> dict[str, Any]:
             if roles(source)[0].backend == "megatron"
             else {"policy.recompute": "full"}
         )
+    if roles(source)[0].backend == "megatron":
+        found |= shared.ddp_options(role, "megatron.ddp.", "policy")
     found |= shared.virtual_stages(role, "policy", "megatron.virtual_pipeline_parallel_size")
     if source.flag("rollout.return_routed_experts"):
         found |= shared.replayed("R3")
@@ -64,7 +66,7 @@ def model(source: Source) -> dict[str, Any]:
 
 
 def longest(source: Source) -> tuple[int, int]:
-    """(prompt, response) in tokens."""
+    """Return the longest (prompt, response) in tokens."""
     if not is_sampled(source):
         length = source.whole("train_dataset.max_length") or 1024
         return length, length
@@ -79,7 +81,7 @@ def data(source: Source) -> dict[str, Any]:
     found: dict[str, Any] = {
         "data.max_prompt_tokens": prompt,
         "data.max_response_tokens": response,
-        # Of a pair both are computed together.
+        # The two responses of a pair are computed together.
         "policy.tokens_per_micro_batch": max(budget or 0, (prompt + response) * (2 if is_dpo(source) else 1)),
     }
     found |= {"data.prompts_per_step": source.count("train_dataset.batch_size")}
@@ -88,7 +90,7 @@ def data(source: Source) -> dict[str, Any]:
     if is_sft(source):
         found |= {"algorithm.name": "sft", "data.overlong_prompts": "refuse"}
         if is_gsm8k(source.text("train_dataset.path")):
-            # The question's text itself, and the solution right after it.
+            # The sequence is the question's text, directly followed by the solution.
             found |= {"data.prompt_key": "extra_info.question", "data.apply_chat_template": False}
         return found
     updates = source.count("actor.ppo_n_minibatches")
@@ -104,7 +106,7 @@ def sampling(source: Source) -> dict[str, Any]:
     if said.flag("greedy"):
         said.lacks("greedy", "training on greedy responses")
     if source.number("actor.temperature") != said.number("temperature"):
-        source.lacks("actor.temperature", "another temperature of the trainer's log-probs than of sampling")
+        source.lacks("actor.temperature", "a temperature of the trainer's log-probs that is not the one of sampling")
     found: dict[str, Any] = {
         "temperature": said.number("temperature"),
         "top_p": said.number("top_p"),
@@ -112,7 +114,7 @@ def sampling(source: Source) -> dict[str, Any]:
         "ignore_eos": said.flag("ignore_eos") or None,
     }
     kept = said.whole("top_k") or 0
-    # A bound above every vocabulary is none.
+    # A top_k above every vocabulary size is no bound.
     found["top_k"] = 0 if kept < 0 or kept >= 1_000_000 else kept
     if said.items("stop_token_ids"):
         found["stop_token_ids"] = [int(token) for token in said.items("stop_token_ids")]
@@ -124,14 +126,14 @@ def sampling(source: Source) -> dict[str, Any]:
 
 
 def interval(source: Source, start: str) -> int | Literal["epoch"]:
-    """Steps between two events, or `epoch`; 0 is never. AReaL has all of several intervals, here it is one of them."""
+    """Return the steps between two events, or `epoch`; 0 means never. AReaL can combine intervals, we support only one."""
     said = source.under(start)
     steps, epochs = said.whole("freq_steps") or 0, said.whole("freq_epochs") or 0
     if epochs > 1 or (epochs and steps):
-        reason = "besides freq_steps" if steps else f"every {epochs} epochs: each of them, or so many freq_steps"
+        reason = "together with freq_steps" if steps else f"every {epochs} epochs: set 1, or a number of freq_steps"
         said.lacks("freq_epochs", reason, changes_result=False)
     if said.has("freq_secs") and said.number("freq_secs"):
-        said.lacks("freq_secs", "seconds between checkpoints or evaluations: say freq_steps", changes_result=False)
+        said.lacks("freq_secs", "seconds between checkpoints or evaluations: set freq_steps", changes_result=False)
     return steps or ("epoch" if epochs else 0)
 
 
@@ -156,7 +158,7 @@ def run(source: Source) -> dict[str, Any]:
 
 
 def tracked(source: Source) -> dict[str, Any]:
-    """A tracker is off unless its mode says otherwise; project and name are those of the experiment where it has none."""
+    """Return our keys of trackers; a tracker is off unless its mode is set, and takes project and name of the experiment."""
     at = "stats_logger."
     modes = {name: source.text(f"{at}{name}.mode") or "disabled" for name in ("wandb", "swanlab")}
     asked = [name for name, mode in modes.items() if mode in ("online", "offline", "cloud", "local", "shared")]
@@ -185,7 +187,7 @@ PPO, SFT = legacy.tables(TABLE, _RUN, sampling)
 
 
 def table_of(settings: Mapping[str, Any]) -> Table:
-    """The table of the program that the settings are of."""
+    """Return the table of the program that the settings belong to."""
     return legacy.chosen(settings, TABLE, PPO, SFT)
 
 

@@ -1,4 +1,4 @@
-"""AReaL's advantages, losses and optimizers -> ours."""
+"""Translate AReaL's advantages, losses and optimizers to our keys."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ def advantage(source: Source) -> dict[str, Any]:
         norm = said.under("reward_norm.")
         mean, std = _level(norm, "mean_level"), _level(norm, "std_level")
         if mean != "group":
-            norm.lacks("mean_level", "a mean of rewards other than that of the group")
+            norm.lacks("mean_level", "a mean of rewards that is not over the group")
         found |= {"advantage": "group", "normalize": std or "none"}
         if norm.flag("mean_leave1out"):
-            # A prompt's one response has nothing to be compared with: its mean is 0 there (data.py:1143).
+            # A single response has no others to compare with: AReaL takes a mean of 0 (data.py:1143).
             found["advantage"] = "leave_one_out" if source.count("gconfig.n_samples") > 1 else "reward"
             if std is not None:
                 norm.lacks("std_level", "the deviation from the mean of the others")
     if has_critic:
         found |= {"name": "ppo", "credit": "gae", "gamma": said.number("discount"), "lam": said.number("gae_lambda")}
-        # In every release that trains a critic, since 2025-09-26 (actor.py:134 of 9622a7188, today actor.py:223).
+        # Every release that trains a critic does this, since 2025-09-26 (actor.py:134 of 9622a7188, today actor.py:223).
         found["bootstrap_truncated"] = True
     else:
         found |= credit(source)
     found |= normalized(source, found)
     shift, scale = said.number("reward_bias") or 0.0, said.number("reward_scaling") or 1.0
     if scale < 0:
-        said.lacks("reward_scaling", "rewards that are turned round")
+        said.lacks("reward_scaling", "rewards with their sign changed")
     elif shift or scale != 1.0:
         found |= {"reward_shift": shift, "reward_scale": scale, "reward_clip": said.number("reward_clip")}
     if said.flag("dynamic_sampling"):
-        # Without further prompts in their place, and of no weight in the denominators (functional.py:433).
+        # The groups are not replaced by other prompts, and do not count in the denominators (functional.py:433).
         found |= {"difficulty_low": 0.0, "difficulty_by": "spread"}
     if said.flag("overlong_reward_penalty"):
         found |= {
@@ -53,24 +53,24 @@ def advantage(source: Source) -> dict[str, Any]:
 
 
 def _level(norm: Source, key: str) -> str | None:
-    """batch where a normalization does not say it (NormConfig); none where it says so."""
+    """Return the level of a normalization: `batch` if the key is left out (NormConfig), None if it is null."""
     return norm.text(key) if norm.has(key) else "batch"
 
 
 def normalized(source: Source, chosen: dict[str, Any]) -> dict[str, Any]:
-    """actor.adv_norm, which takes mean and deviation over tokens."""
+    """Return our keys of actor.adv_norm, which normalizes advantages by mean and deviation over tokens."""
     if not source.keys("actor.adv_norm."):
         return {}
     norm = source.under("actor.adv_norm.")
     mean, std = _level(norm, "mean_level"), _level(norm, "std_level")
     if norm.has("mean_leave1out") and norm.flag("mean_leave1out"):
-        norm.lacks("mean_leave1out", "the mean over the tokens of the group's other responses")
+        norm.lacks("mean_leave1out", "a mean over the tokens of the group's other responses")
     elif (mean, std) == ("batch", "batch"):
         return {"whiten": True}
     elif (mean, std) == ("group", "group"):
         return {"whiten": True, "whiten_by": "group"}
     elif (mean, std) == ("group", None) and chosen["advantage"] == "reward" and chosen["credit"] == "response":
-        # Over the tokens of a group, each of which has its response's reward: the mean is weighted by lengths.
+        # The mean is over tokens, and each token has its response's reward: so responses are weighted by their lengths.
         return {"advantage": "length_weighted"}
     elif (mean, std) == ("group", "batch"):
         norm.lacks("mean_level", "advantages with the mean of each group over the deviation of the batch")
@@ -80,7 +80,7 @@ def normalized(source: Source, chosen: dict[str, Any]) -> dict[str, Any]:
 
 
 def credit(source: Source) -> dict[str, Any]:
-    """Without values the advantage of a token is the return from it on, of KL penalties too, discounted by both."""
+    """Return our keys of credit without a critic: the advantage is the return, with KL penalties, discounted by γλ."""
     said = source.under("actor.")
     decay = (said.number("discount") or 0.0) * (said.number("gae_lambda") or 0.0)
     if decay == 1.0 and not said.number("kl_ctl"):
@@ -89,12 +89,12 @@ def credit(source: Source) -> dict[str, Any]:
 
 
 def pairs(source: Source) -> dict[str, Any]:
-    """DPO's loss, the mean over pairs (dpo_engine.py:194)."""
+    """Return our keys of DPO's loss, a mean over pairs (dpo_engine.py:194)."""
     if (kind := source.text("actor.loss_type") or source.text("loss_type") or "sigmoid") != "sigmoid":
         source.lacks("actor.loss_type", f"the loss of pairs {kind}")
     beta = source.number("actor.beta") if source.has("actor.beta") else source.number("beta")
     if source.keys("ref.path") and shared.path(source, "ref.path") != shared.path(source, "actor.path"):
-        source.lacks("ref.path", "another reference than the policy as it was")
+        source.lacks("ref.path", "a reference other than the initial policy")
     return {"algorithm.beta": 0.1 if beta is None else beta}
 
 
@@ -115,7 +115,7 @@ def loss(source: Source) -> dict[str, Any]:
         "entropy_coef": 0.0,
     }
     if said.flag("use_cispo_loss"):
-        # Its clip has no second bound, and the weight of a token no gradient.
+        # CISPO's clip has no second bound, and the weight of a token has no gradient.
         found |= {"surrogate": "cispo", "dual_clip": None}
     if said.flag("use_sapo_loss"):
         found |= {"surrogate": "sapo", "clip_low": None, "clip_high": None, "dual_clip": None}
@@ -131,7 +131,7 @@ def kl(source: Source) -> dict[str, Any]:
     if found["coef"] and not source.keys("ref."):
         source.lacks(
             "actor.kl_ctl",
-            "a KL without a reference, where AReaL takes the log-prob itself off the reward (actor.py:192): "
+            "a KL without a reference: AReaL then subtracts the log-prob itself from the reward (actor.py:192); "
             "set it to 0 or configure ref",
         )
         return {}
@@ -149,11 +149,11 @@ def correction(source: Source) -> dict[str, Any]:
     if not said.flag("use_decoupled_loss"):
         return {} if said.flag("recompute_logprob") else {"algorithm.rollout_correction.old_logprobs_from": "engine"}
     if (method := said.text("prox_logp_method")) == "metrics":
-        said.fixed("prox_logp_method", "log-probs are computed; estimates of them are only shown (actor.py:745)")
+        said.fixed("prox_logp_method", "log-probs are computed; their estimates are only metrics (actor.py:745)")
     elif method == "loglinear":
         found["old_logprobs_from"] = "loglinear"
     elif method == "reuse_train_logp" and said.whole("ppo_n_minibatches") == 1:
-        said.fixed("prox_logp_method", "of one update the log-probs of now are those before it")
+        said.fixed("prox_logp_method", "with one update, the log-probs in the update equal those before it")
     elif method not in (None, "recompute"):
         said.lacks("prox_logp_method", f"log-probs that are estimated ({method}) instead of computed")
     found |= rejection(said) if source.keys("actor.rejection_sampling.") else behaviour(source)
@@ -168,13 +168,13 @@ _UNBOUNDED = 1e9
 
 
 def rejection(said: Source) -> dict[str, Any]:
-    """Since 2026-04-20; without it there is no weight at all (functional.py:518)."""
+    """Return our keys of actor.rejection_sampling, which AReaL has since 2026-04-20 (functional.py:518)."""
     rule = said.under("rejection_sampling.")
     if (rule.text("metric") or "ratio") != "ratio":
         rule.lacks("metric", "rejection by an estimate of the KL")
     level, action = rule.text("level") or "token", rule.text("action") or "mask"
     if level == "sequence" and (rule.text("agg") or "mean") != "mean":
-        rule.lacks("agg", "another mean over a sequence than the geometric one")
+        rule.lacks("agg", "a mean over a sequence that is not the geometric one")
     upper = rule.number("upper")
     return {
         "weight": _LEVELS[level],
@@ -185,10 +185,10 @@ def rejection(said: Source) -> dict[str, Any]:
 
 
 def behaviour(source: Source) -> dict[str, Any]:
-    """Until 2026-04-20: a weight of every token, which until 2026-03 had no bound unless one was said.
+    """Return our keys of the weight of every token that AReaL had until 2026-04-20.
 
-    Then it was masked above 5, or what behave_imp_weight_mode says (compute_behave_imp_weight of 550656f3d). One string
-    of a layout is of before 2026-03-24: for most of that time without a bound.
+    Until 2026-03 it had no bound by default; then it was masked above 5 or bounded by behave_imp_weight_mode
+    (compute_behave_imp_weight of 550656f3d). allocation_mode is a key from before 2026-03-24, mostly without a bound.
     """
     said = source.under("actor.")
     older, cap = said.number("behav_imp_weight_cap"), said.number("behave_imp_weight_cap")
@@ -211,7 +211,7 @@ def optimizer(source: Source, role: str = "", ours: str = "policy.optimizer") ->
     said = source.under(f"{role or trainer(source)}.optimizer.")
     style = said.one_of("lr_scheduler_type", ("constant", "linear", "cosine"), "schedule", "constant")
     if said.text("type") == "adam_bf16":
-        said.lacks("type", "moments in bfloat16: here they are float32, of more memory and precision", changes_result=False)
+        said.lacks("type", "moments in bfloat16: float32 here, which needs more memory", changes_result=False)
     elif said.text("type") not in (None, "adam", "adamw"):
         said.lacks("type", "another optimizer than AdamW")
     exact = said.number("warmup_steps")
@@ -235,7 +235,7 @@ def critic(source: Source) -> dict[str, Any]:
     if trainer(source) == "model" or not source.keys("critic."):
         return {}
     if (value := source.whole("critic.ppo_n_minibatches")) is not None and value != source.whole("actor.ppo_n_minibatches"):
-        source.lacks("critic.ppo_n_minibatches", "the critic learns in the policy's updates")
+        source.lacks("critic.ppo_n_minibatches", "the critic is trained in the policy's updates: set the same number")
     found = {"critic.path": shared.path(source, "critic.path"), "critic.value_clip": source.number("critic.eps_clip")}
     learns = optimizer(source, "actor" if source.has("critic.optimizer") else "critic", "critic.optimizer")
     return found | low_rank(source, "critic", "critic") | learns

@@ -1,4 +1,4 @@
-"""AReaL's layouts as strings, of every age, and its engines -> ours."""
+"""Translate AReaL's layouts, strings whose form changed with its releases, and its engines to our keys."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from fivefold_dialects.source import Source, UnreadableError
 
 
 def trainer(source: Source) -> str:
-    """The section of the model that learns: actor, or model in some SFT runs."""
+    """Return the section of the model that is trained: `actor`, or `model` in some SFT runs."""
     return "model" if source.keys("model.path") else "actor"
 
 
 def is_sft(source: Source) -> bool:
-    """It imitates the data: neither generation nor rollouts have a section."""
+    """Return whether the run is SFT: it has no section for generation or rollouts."""
     sampled = source.keys("gconfig.") or source.keys("rollout.")
     return trainer(source) == "model" or (source.text("train_dataset.type") == "sft" and not sampled)
 
 
 def is_dpo(source: Source) -> bool:
-    """It learns from pairs that are there."""
+    """Return whether the run is DPO, which learns from the pairs of a data set."""
     return source.text("train_dataset.type") == "dpo" or source.has("actor.beta") or source.has("beta")
 
 
 def is_sampled(source: Source) -> bool:
-    """Responses are sampled: it learns from neither rows nor pairs."""
+    """Return whether the run samples responses: it is neither SFT nor DPO."""
     return not (is_sft(source) or is_dpo(source))
 
 
 def roles(source: Source) -> tuple[ParallelLayout, ParallelLayout | None]:
-    """(layout of the trainer, layout of the engine), from the strings of the roles or of both."""
+    """Return (layout of the trainer, layout of the engine) from the backends of the roles or from allocation_mode."""
     role = trainer(source)
     both = source.text("allocation_mode") or ""
     ours, theirs = source.text(f"{role}.backend") or "", source.text("rollout.backend") or ""
@@ -43,7 +43,7 @@ def roles(source: Source) -> tuple[ParallelLayout, ParallelLayout | None]:
         theirs = (engines or [theirs])[0]
         ours = _with_backend(trainers[0], ours.partition(":")[0]) if trainers else ours
     if is_sft(source) and ours and ":" not in _dotless(ours):
-        # Of 2025-07, when torchrun alone said how many GPUs.
+        # In 2025-07 a layout had no sizes: torchrun alone set the number of GPUs.
         ours += f":d{(source.whole('cluster.n_nodes') or 1) * (source.whole('cluster.n_gpus_per_node') or 1)}"
     try:
         engine = ParallelLayout.parse(_dotless(theirs)) if theirs else None
@@ -53,25 +53,25 @@ def roles(source: Source) -> tuple[ParallelLayout, ParallelLayout | None]:
 
 
 def _dotless(text: str) -> str:
-    """`sglang.d4p1m1` of before 2025-11 -> `sglang:d4p1t1`; Archon, which has all of Megatron's sizes, is Megatron here."""
+    """Return `sglang.d4p1m1`, as written before 2025-11, as `sglang:d4p1t1`; Archon, with Megatron's sizes, is Megatron."""
     text = re.sub(r"^\s*(sglang|vllm|fsdp|megatron)\.", r"\1:", re.sub(r"^\s*archon\b", "megatron", text))
     return re.sub(r"m(\d)", r"t\1", text)
 
 
 def _components(text: str) -> list[str]:
-    """Layouts that are joined by + or |; the | between attn and ffn joins nothing."""
+    """Return the layouts that `+` or `|` join; the `|` between attn and ffn belongs to one layout."""
     return [part for side in text.split("+") for part in ([side] if "ffn:" in side else side.split("|"))]
 
 
 def _with_backend(text: str, backend: str) -> str:
-    """`d4p2t1` -> `megatron:d4p2t1`: without a name it is fsdp, or Megatron where there are stages or experts."""
+    """Return a layout with its backend: `d4p2t1` is `megatron:d4p2t1` with stages or experts, otherwise fsdp."""
     if re.match(r"(fsdp|megatron|archon)\b", text):
         return text
     return f"{backend or ('megatron' if re.search('[pe](?!1)[0-9]', text) else 'fsdp')}:{text}"
 
 
 def is_colocated(source: Source) -> bool:
-    """Engine and trainer share GPUs: layouts joined by |, or one scheduled onto the other (rl_trainer.py:395)."""
+    """Return whether engine and trainer share GPUs: by `|` between layouts or by their scheduling (rl_trainer.py:395)."""
     both = source.text("allocation_mode") or ""
     joined = "+" not in both and len(_components(both)) > 1
     targets = {"rollout": "actor", "actor": "rollout"}
@@ -83,19 +83,20 @@ def is_colocated(source: Source) -> bool:
 
 
 def steps_ahead(source: Source) -> int:
-    """0 where rollouts are waited for: until 2026 async_training said so."""
+    """Return how many steps sampling may run ahead; 0 if training waits for rollouts (async_training until 2026)."""
     waits = not is_sampled(source) or not source.flag("async_training")
     return 0 if waits else source.whole("rollout.max_head_offpolicyness") or 0
 
 
 def ahead(source: Source) -> dict[str, Any]:
-    """AReaL's rule counts prompts of consumer_batch_size (staleness_manager.py:93), which must be those of a step."""
+    """Return our keys of sampling ahead; consumer_batch_size, which the bound counts in (staleness_manager.py:93), must be a
+    step's prompts."""
     taken, step = source.count("rollout.consumer_batch_size"), source.count("train_dataset.batch_size")
     if steps_ahead(source) and taken != step:
         source.lacks(
             "rollout.consumer_batch_size",
-            f"a bound of ages that counts steps of {taken} prompts where a step takes {step}: "
-            "say ${train_dataset.batch_size}",
+            f"a staleness bound in steps of {taken} prompts, where a step takes {step}: "
+            "set it to ${train_dataset.batch_size}",
         )
     return shared.ahead(steps_ahead(source), "continue", "carry")
 
@@ -129,7 +130,7 @@ def engine(source: Source) -> dict[str, Any]:
     if theirs is None:
         return {}
     places = ("rollout.backend", "allocation_mode")
-    shared.replaced_engine(source, next((key for key in places if source.text(key)), places[0]), theirs.backend)
+    name = shared.engine_name(source, next((key for key in places if source.text(key)), places[0]), theirs.backend)
     tp, shares = theirs.tp * theirs.pp, is_colocated(source)
     share = "sglang.mem_fraction_static" if theirs.backend == "sglang" else "vllm.gpu_memory_utilization"
     found: dict[str, Any] = {"engine.memory_fraction": source.number(share)}
@@ -137,11 +138,14 @@ def engine(source: Source) -> dict[str, Any]:
     if shares:
         tp = tp if ours.world_size % tp == 0 else 1
         replicas = ours.world_size // tp
-        # The trainer's share of the GPUs must be left.
+        # Leave memory for the trainer on the same GPUs.
         found["engine.memory_fraction"] = min(source.number(share) or 0.5, 0.6)
-        found["engine.backend"] = shared.engine_layout(ours.world_size, tp)
+        found["engine.backend"] = shared.engine_layout(ours.world_size, tp, name=name)
+        if name == "sglang" and steps_ahead(source):
+            # Its servers would leave the GPUs while the policy trains, and with them the responses in flight.
+            found["engine.sleep"] = False
     else:
-        found |= shared.engine_apart(theirs.dp * tp, tp)
+        found |= shared.engine_apart(theirs.dp * tp, tp, name=name)
     if theirs.backend == "vllm":
         found["engine.max_num_seqs"] = source.whole("vllm.max_num_seqs")
         if source.flag("vllm.enforce_eager"):

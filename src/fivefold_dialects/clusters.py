@@ -1,61 +1,114 @@
-"""Runs of several machines: how other systems ask for them -> `launch.backend: ray`."""
+"""Translate hosts and GPUs of other systems into launch.nodes, launch.gpus_per_node and `launch.backend: ray`."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
+from fivefold.config.dialect import Line
+from fivefold.config.machine import is_node_of_job
 from fivefold_dialects.device_mapping import parse_devices
 from fivefold_dialects.source import Source, UnreadableError
+from fivefold_dialects.trinity_keys import HALVES
 
 KEY = "launch.backend"
 WITH_JUDGE = (
-    "runs on several machines, where Ray does not place a judge's servers here: start it by torchrun, or name servers that "
-    "run already in reward.judge.url and set launch.backend: ray"
+    "runs on several machines, and here Ray does not start the servers of a judge: start the run with torchrun, or set "
+    "reward.judge.url to servers that already run, and launch.backend: ray"
 )
+
+
+_OTHERS = re.compile(r"\.first_rank$|^reward\.judge\.backend$")
+"""Keys of ours that give a model or a judge GPUs of its own."""
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """The keys by which a configuration asks for a cluster; what is left out asks for none."""
+    """Keys by which a system's configuration asks for several machines."""
 
     nodes: tuple[str, ...] = ()
-    """Numbers of machines: Ray above 1."""
+    """Keys with a number of machines; above 1 the run uses Ray."""
     chosen: Mapping[str, str] = field(default_factory=dict)
-    """Key -> its value that names Ray."""
+    """Key -> the value with which it chooses Ray."""
     devices: str = ""
-    """End of keys that list GPUs over all machines: Ray where one of them is beyond the first machine."""
-    gpus_per_node: str = ""
+    """Suffix of keys that list GPUs of all machines; the run uses Ray if one is not on the first machine."""
+    gpus_per_node: tuple[str, ...] = ()
+    """Keys with the number of GPUs of each machine."""
+    is_whole: bool = False
+    """Whether the numbers count all GPUs of the run; otherwise they count the policy's, which other models may share."""
+    part: Mapping[str, str] = field(default_factory=dict)
+    """Key -> the value with which the numbers count only a part of the GPUs."""
 
 
 CLUSTERS = {
-    "verl": Cluster(("trainer.nnodes", "rollout.nnodes", "actor_rollout_ref.rollout.nnodes")),
-    "siiRL": Cluster(("trainer.nnodes",)),
-    "Trinity-RFT": Cluster(("cluster.node_num",)),
-    "ROLL": Cluster(("num_nodes",), devices=".device_mapping", gpus_per_node="num_gpus_per_node"),
-    "AReaL": Cluster(("cluster.n_nodes", "n_nodes"), {"scheduler.type": "ray", "mode": "ray"}),
-    "SkyRL": Cluster(("trainer.placement.policy_num_nodes", "placement.num_nodes")),
-    "TRL": Cluster(("num_machines", "nnodes", "accelerate.num_machines")),
-}
-"""System -> how it asks for several machines."""
+    "verl": Cluster(
+        ("trainer.nnodes", "rollout.nnodes", "actor_rollout_ref.rollout.nnodes"), gpus_per_node=("trainer.n_gpus_per_node",)
+    ),
+    "siiRL": Cluster(("trainer.nnodes",), gpus_per_node=("trainer.n_gpus_per_node",)),
+    "Trinity-RFT": Cluster(
+        ("cluster.node_num",), gpus_per_node=("cluster.gpu_per_node",), is_whole=True, part={"mode": HALVES}
+    ),
+    "ROLL": Cluster(("num_nodes",), devices=".device_mapping", gpus_per_node=("num_gpus_per_node",), is_whole=True),
+    "AReaL": Cluster(
+        ("cluster.n_nodes", "n_nodes"), {"scheduler.type": "ray", "mode": "ray"},
+        gpus_per_node=("cluster.n_gpus_per_node", "n_gpus_per_node"), is_whole=True,
+    ),
+    "SkyRL": Cluster(
+        ("trainer.placement.policy_num_nodes", "placement.num_nodes"),
+        gpus_per_node=("trainer.placement.policy_num_gpus_per_node", "placement.num_gpus_per_node"),
+    ),
+    "TRL": Cluster(("num_machines", "nnodes", "accelerate.num_machines"), is_whole=True),
+}  # fmt: skip
+"""System -> the keys by which it asks for several machines."""
 
 
 def keys_for_ray(source: Source, system: str) -> list[str]:
-    """The keys that ask for Ray; none where this process is a rank that torchrun or another launcher has started."""
-    if {"RANK", "WORLD_SIZE"} <= set(source.environment):
+    """Return the keys that ask for Ray; empty if torchrun or another launcher has started this process as a rank."""
+    if {"RANK", "WORLD_SIZE"} <= set(source.environment) and not is_node_of_job(source.environment):
         return []
     asks = CLUSTERS.get(system, Cluster())
     found = [key for key in asks.nodes if key in source.settings and _number(source, key) > 1]
     found += [key for key, name in asks.chosen.items() if key in source.settings and source.text(key) == name]
     if asks.devices:
-        per_node = _number(source, asks.gpus_per_node)
+        per_node = _number(source, asks.gpus_per_node[0])
         found += [key for key in source.settings if key.endswith(asks.devices) and _last(source, key) >= per_node]
     return found
 
 
+def hosts(source: Source, system: str, ours: Mapping[str, Any]) -> Iterator[Line]:
+    """Yield launch.nodes and launch.gpus_per_node, as far as the configuration sets the numbers.
+
+    `ours`: the other values of the run. Yields nothing if these place servers or models on GPUs of their own that are not
+    counted.
+    """
+    asks = CLUSTERS.get(system, Cluster())
+    if asks.devices:
+        yield from _hosts_of_devices(source, asks)
+        return
+    has_others = ours.get("engine.placement") == "apart" or any(_OTHERS.search(key) for key in ours)
+    is_whole = asks.is_whole and not any(source.text(key) == value for key, value in asks.part.items())
+    if has_others and not is_whole:
+        return
+    for name, keys in (("launch.nodes", asks.nodes), ("launch.gpus_per_node", asks.gpus_per_node)):
+        if found := next((key for key in keys if key in source.settings and _number(source, key) > 0), None):
+            yield Line(name, _number(source, found), (found,))
+
+
+def _hosts_of_devices(source: Source, asks: Cluster) -> Iterator[Line]:
+    """Yield what ROLL computes (base_config.py): whole machines, or one machine with the GPUs that mappings name."""
+    keys = tuple(key for key in source.settings if key.endswith(asks.devices))
+    gpus = max((_last(source, key) for key in keys), default=-1) + 1
+    per_node = asks.gpus_per_node[0]
+    if per_node in source.settings and gpus > 0 and (most := _number(source, per_node)) > 0:
+        yield Line("launch.nodes", -(-gpus // most), (per_node, *keys))
+        yield Line("launch.gpus_per_node", min(gpus, most), (per_node, *keys))
+
+
 def _number(source: Source, key: str) -> int:
-    """A number, or 0 where there is none: another function says what is wrong with it."""
+    """Return a number, or 0 if the value is absent or wrong; another function reports a wrong value."""
     with contextlib.suppress(UnreadableError):
         return source.whole(key) or 0
     return 0

@@ -1,4 +1,4 @@
-"""The words after `--from SYSTEM` (a script, YAML, arguments) -> configuration trees, `key=value` words and options."""
+"""Read the words after `--from SYSTEM` (a script, YAML, arguments) as trees, `key=value` settings and options."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from fivefold_dialects.shell_words import Script
 _MOST_SETTINGS = 5000
 _CONFIG = ("--config", "--config-path", "--config-dir", "--config-name")
 _SHORT = {"-cn": "--config-name", "-cp": "--config-path", "-cd": "--config-dir"}
-"""Hydra's short options -> the long ones."""
+"""Hydra's short options -> its long options."""
 _ENDS = ("|", "||", "&&", "&", ">", ">>", "<")
 _LAUNCHERS = ("torch.distributed", "accelerate", "deepspeed")
-"""Modules that start others: by the beginning of their name."""
+"""Modules that start other programs, by the beginning of their names."""
 
 
 @dataclass
 class Command:
-    """The trees, settings and options in the words of a command."""
+    """Trees, settings and options in the words of a command."""
 
     trees: list[Tree] = field(default_factory=list)
     settings: list[str] = field(default_factory=list)
@@ -31,12 +31,12 @@ class Command:
     scripts: set[Path] = field(default_factory=set)
     """Scripts that were read."""
     exported: dict[str, str] = field(default_factory=dict)
-    """Variables that these scripts hand on."""
+    """Variables that these scripts export."""
     work: Work = field(default_factory=Work)
 
 
 def read_command(words: Sequence[str], environment: Mapping[str, str]) -> Command:
-    """Read the words of a command, and the scripts and YAML files that they name."""
+    """Return what the words of a command contain, with the scripts and YAML files that they name."""
     found = Command()
     _take(list(words), found, environment, None)
     if len(found.settings) > _MOST_SETTINGS:
@@ -66,7 +66,7 @@ def _take(words: list[str], found: Command, environment: Mapping[str, str], scri
         elif word.endswith((".yaml", ".yml")):
             found.trees.append(_yaml(word, found.work, script))
         elif script is not None and word.endswith(".sh"):
-            # The words after it are that script's arguments.
+            # The words after a script are its arguments.
             _take_script(word, found, environment, script, list(rest))
         elif script is None and is_file(Path(word)) and not word.endswith(".py"):
             _take_script(word, found, environment, None, None)
@@ -75,7 +75,7 @@ def _take(words: list[str], found: Command, environment: Mapping[str, str], scri
 
 
 def _arguments(words: list[str]) -> list[str]:
-    """Return the words after the program's name, with `-m` and the name of a module; the launcher's stand before it."""
+    """Return the words after the program's name, also `-m MODULE`; the words before it are the launcher's."""
     for place, word in enumerate(words):
         if word == "-m" and not " ".join(words[place + 1 : place + 2]).startswith(_LAUNCHERS):
             return words[place:]
@@ -87,11 +87,11 @@ def _arguments(words: list[str]) -> list[str]:
 def _take_script(
     name: str, found: Command, environment: Mapping[str, str], caller: Script | None, arguments: list[str] | None
 ) -> None:
-    """The command of a script, or of one that the script `caller` starts with these arguments."""
+    """Read a script into `found`, or a script that the script `caller` starts with these arguments."""
     text = caller.files.get(name) if caller else None
     place = Path(name)
     if caller and text is None:
-        # From where the script that calls it was meant to be run: its own directory or one above.
+        # Such scripts are usually run from the caller's directory or one above it.
         above = Path(caller.variables.get("0", "")).parents
         place = next((path for path in (place, *(parent / place for parent in above)) if is_file(path)), place)
     if text is None:
@@ -99,7 +99,7 @@ def _take_script(
             raise ConfigError([f"no file at {name[:LONGEST_KEY]}"])
         text = _text(place, found.work)
     if place in found.scripts:
-        raise ConfigError([f"{name} starts itself: give the script or command that starts training"])
+        raise ConfigError([f"{name} starts itself: pass the script or command that starts training"])
     found.scripts.add(place)
     handed = dict(environment)
     if caller:
@@ -112,7 +112,7 @@ def _take_script(
 
 
 def _text_near(place: Path, name: str, work: Work) -> str | None:
-    """The text of a script that another one at `place` sources: from the directory of either, or one above."""
+    """Return the text of a script that the script at `place` sources, searched from here and above it; None if missing."""
     known = [path for path in (Path(name), *(parent / name for parent in place.parents)) if is_file(path)]
     return _text(known[0], work) if known else None
 
@@ -125,7 +125,7 @@ def _text(place: Path, work: Work) -> str:
 
 
 def _yaml(name: str, work: Work, script: Script | None) -> Tree:
-    """A YAML file, or one that the script writes."""
+    """Return the mapping in a YAML file, which may be a file that the script writes."""
     if script is not None and name in script.files:
         return read_mapping(script.files[name], name)
     place = Path(name)

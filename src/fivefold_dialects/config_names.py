@@ -1,4 +1,4 @@
-"""`--config-name` of Hydra and its kin: which YAML is meant, and which files its `defaults` bring in."""
+"""Find the YAML file that Hydra's `--config-name` means, and the files in its `defaults`."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from fivefold_dialects.source import merged
 
 _DIRECTORIES = ("--config-path", "--config-dir")
 _COMPUTED = re.compile(r"^.*(\$\([^()]*\)|\$\{\w+\}|\$\w+)/?")
-"""Beginning of a directory that stands open, as `$(pwd)/`: the directory that a script is run from."""
+"""Beginning of a directory that only running the script gives, such as `$(pwd)/`."""
 
 
 def named_yaml(options: dict[str, str], scripts: Iterable[Path], known: Collection[str]) -> Path | None:
-    """The file that the options name, which are taken out then; None where the name is one of `known` or there is none.
+    """Return the file of `--config-name` and remove this option; None if the name is one of `known` or is not given.
 
-    A directory is looked for from the working directory, and from those above the scripts that were read: that is where
-    such scripts are meant to be run. Raises ConfigError where the name is neither known nor found.
+    The file is searched from the working directory and from the directories above the scripts, where such scripts are
+    usually run. Raise ConfigError if the name is not in `known` and no file is found.
     """
     wanted = options.get("--config-name")
     if wanted is None:
@@ -28,7 +28,7 @@ def named_yaml(options: dict[str, str], scripts: Iterable[Path], known: Collecti
     given = next((options[option] for option in _DIRECTORIES if option in options), None)
     if given is None and wanted.removesuffix(".yaml") in known:
         return None
-    # `$(pwd)` of the root gives two slashes, which is another place to Python.
+    # `$(pwd)` of the root gives two slashes, which Python reads as another place.
     directory = _COMPUTED.sub("", given or ".").removeprefix("file://").replace("//", "/")
     directories = list(_places(Path(directory or "."), scripts))
     for place in directories:
@@ -41,13 +41,13 @@ def named_yaml(options: dict[str, str], scripts: Iterable[Path], known: Collecti
     looked = ", ".join(map(str, directories))
     without = f"; known without a file are {', '.join(known)}" if known else ""
     raise ConfigError(
-        [f"--config-name must be a YAML file that is here: got {wanted}, and looked in {looked}{without}; "
+        [f"--config-name must name an existing YAML file: got {wanted}, and searched in {looked}{without}; "
          "give its directory with --config-path, or run the script from its repository's root"]
     )  # fmt: skip
 
 
 def with_defaults(path: Path, known: Collection[str]) -> Tree:
-    """The mapping in a YAML file over those that its `defaults` name; raises ConfigError for one that is not there."""
+    """Return the mapping in a YAML file, merged over the files in its `defaults`; raise ConfigError if one is missing."""
     tree = read(path)
     names = tree.get("defaults")
     below: list[Tree] = []

@@ -1,5 +1,4 @@
-"""GPU lists in the spelling of other systems (`list(range(0,8)) + [12, 13]`, `0-7`): text -> numbers. Parsed, never
-evaluated."""
+"""Read GPU lists as other systems write them (`list(range(0,8)) + [12, 13]`, `0-7`) without evaluating code."""
 
 from __future__ import annotations
 
@@ -16,9 +15,9 @@ _MOST = 1 << 20
 
 
 def parse_devices(given: Any) -> list[int]:
-    """Return the numbers in a list, a sum of `list(range(a,b,c))`, `list([a,b])` and `[a,b]`, or spans `0-3,6`, in order.
+    """Return the GPUs in a list, a sum of `list(range(a,b,c))`, `list([a,b])` and `[a,b]`, or spans `0-3,6`, in order.
 
-    Raises ValueError for anything else, and for a number that occurs twice.
+    Raise UserError for any other value, and for a number that occurs twice.
     """
     if isinstance(given, list) and all(isinstance(one, int) and not isinstance(one, bool) and one >= 0 for one in given):
         found = list(given)
@@ -30,14 +29,14 @@ def parse_devices(given: Any) -> list[int]:
         raise UserError(_wrong(given))
     if len(set(found)) < len(found):
         twice = next(number for place, number in enumerate(found) if number in found[:place])
-        raise UserError(f"names GPU {twice} more than once: got {given!r}")
+        raise UserError(f"must name each GPU once: got GPU {twice} more than once in {given!r}")
     return found
 
 
 def ranks_behind(policy: Sequence[int], engine: Sequence[int], others: Mapping[str, Sequence[int]]) -> dict[str, int]:
-    """Return the first rank of each other model that has GPUs of its own. The policy has the first ranks.
+    """Return the first rank of each model that has its own GPUs; its ranks come after those of the policy.
 
-    A model counts if it shares no GPU with policy and engine, and all or none with any other model. The rest is left out.
+    A model is included if it shares no GPU with policy and engine, and either all or no GPUs with each other model.
     """
     found: dict[str, int] = {}
     placed: dict[frozenset[int], int] = {}

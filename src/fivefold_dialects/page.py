@@ -1,4 +1,4 @@
-"""A table -> docs/coming-from/SYSTEM.md, which `make docs` writes."""
+"""Write docs/coming-from/SYSTEM.md from a system's tables; `make docs` runs it."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from fivefold_dialects.table import Row, Section, Table
 
 
 def write_page(dialect: System, note: str) -> str:
-    """Return the page of a system; `note` stands below its title."""
+    """Return the page of a system as Markdown, with `note` below its title."""
     system, tables = dialect.name, dialect.tables
     table = tables[0]
     parts = [f"# Coming from {table.name}\n\n{note}\n", _head(system, table)]
     if (other := table.page_of) is not None:
         own = {key: value for key, value in table.defaults.items() if other.defaults.get(key) != value}
         page = f"[{other.name}'s page]({other.name.lower()}.md)"
-        parts.append(f"The keys are those of {page}, except for the rows below and these defaults:\n")
+        parts.append(f"The keys are the same as on {page}, except for the rows below and these defaults:\n")
         parts.append(", ".join(f"`{key}` {_value(value)}" for key, value in own.items()) + ".\n")
     parts += [text for each in tables for part in each.sections if (text := _section(part, each))]
     return "\n".join(parts)
@@ -26,29 +26,29 @@ def write_page(dialect: System, note: str) -> str:
 def _head(system: str, table: Table) -> str:
     return f"""{table.command}
 
-`fivefold convert --from {system} ...` writes the same as a commented `run.yaml`; what a script leaves open is given with
-`--env NAME=value`; settings of ours follow `--`, as in `-- trainer.steps=10`. Several machines are `launch.backend: ray`,
-unless this is a rank that torchrun has started. A setting that is left out has {table.name}'s default, not
-ours{_versions(system, table)}. Of each key one of five things becomes:
+`fivefold convert --from {system} ...` writes this run as a commented `run.yaml`. Pass variables that a script does not set
+with `--env NAME=value`, and our own settings after `--`, as in `-- trainer.steps=10`. A run on several machines gets
+`launch.backend: ray`, unless torchrun has started this process. A setting that is left out has {table.name}'s default,
+not ours{_versions(system, table)}. Each key is handled in one of five ways:
 
-- **our key**: its value, with the conversion that the note names;
-- *with others*: several keys together make values of ours, and `convert` names them at each value;
-- *fixed here*: whatever it says, the numbers of the run are the same;
-- **not supported**: the run is refused, unless the value is one of those that switch it off;
-- *not supported, speed only*: the run starts and says so.
+- **our key**: it becomes this key; the note names a conversion of its value;
+- *with others*: several keys together give values of ours, and `convert` names these keys next to each value;
+- *fixed here*: the numbers of the run are the same with any value;
+- **not supported**: the run is refused, unless the value turns the feature off;
+- *not supported, speed only*: the run starts and reports the key.
 
-What you do without: {"; ".join(table.loses)}.
+What is missing here: {"; ".join(table.loses)}.
 
 What you gain: {"; ".join(table.gains)}.
 """
 
 
 def _versions(system: str, table: Table) -> str:
-    return "".join(f"; `--from {system}@{version}` has those of {version}" for version in table.versions)
+    return "".join(f"; `--from {system}@{version}` has the defaults of {version}" for version in table.versions)
 
 
 def _section(section: Section, table: Table) -> str:
-    """Return a section without the rows that another page has; empty if that page has all of them."""
+    """Return a section as Markdown, without the rows that the page of `table.page_of` has; empty if no row is left."""
     elsewhere: set[str] = set()
     if (other := table.page_of) is not None:
         elsewhere = {row for each in other.sections for row in _rows(each, other)}

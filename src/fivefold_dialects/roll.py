@@ -1,6 +1,6 @@
-"""ROLL: YAML with one section for each role, `python examples/start_rlvr_pipeline.py --config_path DIR --config_name FILE`.
+"""Translate ROLL: `python examples/start_rlvr_pipeline.py --config_path DIR --config_name FILE`, YAML with roles.
 
-Numbers that only ROLL's code explains were read in ROLL 8eb27cc2 (2026-08-18); a note has the place.
+Behavior that only ROLL's code defines was read in ROLL 8eb27cc2 (2026-08-18); comments and notes cite the place.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from fivefold_dialects.known import known
 from fivefold_dialects.legacy import roll as legacy
 from fivefold_dialects.roll_data import batch, columns, lengths, mixture
 from fivefold_dialects.roll_method import critic, loss, low_rank, method, optimizer
-from fivefold_dialects.roll_placement import engine, kind, layout, megatron, role
+from fivefold_dialects.roll_placement import engine, forwards, kind, layout, megatron, role
 from fivefold_dialects.shared import EVERY_CHECKPOINT
 from fivefold_dialects.source import Source
 from fivefold_dialects.system import dialect
@@ -46,7 +46,7 @@ def run(source: Source) -> dict[str, Any]:
 def ahead(source: Source) -> dict[str, Any]:
     ratio = source.number("async_generation_ratio") or 0.0
     if ratio > 0 and not ratio.is_integer():
-        reason = "a part of a step that is sampled ahead: rollout.max_staleness counts whole ones"
+        reason = "a part of a step that is sampled ahead: rollout.max_staleness counts whole steps"
         source.lacks("async_generation_ratio", reason)
     return shared.ahead(int(ratio), "continue") if kind(source) == "rlvr" else {}
 
@@ -76,7 +76,7 @@ def router_replay(source: Source) -> dict[str, Any]:
 
 DERIVED = (
     *(ahead, model, low_rank, method, loss, batch, lengths, columns, mixture, layout, megatron, optimizer, critic, engine),
-    *(router_replay, run, tracked),
+    *(forwards, router_replay, run, tracked),
 )
 _CONVERTERS = {"loggers": shared.loggers, "path": shared.path, "epochs": epochs}
 TABLE = table("roll", DERIVED, _CONVERTERS, load("legacy/roll"), release_of=legacy.release_of, known=known("roll"))

@@ -1,4 +1,4 @@
-"""ROLL's batches, lengths, domains and their rewards -> ours."""
+"""Translate ROLL's batches, lengths, domains and their rewards to our keys."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def batch(source: Source) -> dict[str, Any]:
     if rest or updates < 1 or prompts % updates:
         said.lacks(
             "gradient_accumulation_steps",
-            f"updates of {update} samples of a step's {prompts} x {group}: whole prompts must make an update",
+            f"updates of {update} samples, where a step has {prompts} x {group}: an update must consist of whole prompts",
         )
         updates = 1
     return {"data.prompts_per_step": prompts, "algorithm.updates_per_step": updates, "algorithm.group_size": group}
@@ -47,7 +47,7 @@ def lengths(source: Source) -> dict[str, Any]:
 
 
 MATH = "math_rule"
-"""The domain of every row whose tag no domain names (rlvr_pipeline.py:116)."""
+"""Name of the domain for rows whose tag belongs to no other domain (rlvr_pipeline.py:116)."""
 _SCORED: dict[str, dict[str, float]] = {
     "MathRuleRewardWorker": {"math": 1.0},
     "GeneralRuleRewardWorker": {"ifeval": 1.0, "repetition": -0.5},
@@ -55,12 +55,12 @@ _SCORED: dict[str, dict[str, float]] = {
     "CodeSandboxRewardWorker": {"code": 1.0},
     "LLMJudgeRewardWorker": {"judge": 1.0},
 }
-"""Class of a reward's worker -> our rewards and their weights."""
+"""Class of ROLL's reward worker -> our rewards and their weights."""
 _JUDGE_PROMPT = "Qwen2.5-7B-Instruct-RLVR-prompt"
 
 
 def domains(source: Source) -> dict[str, int]:
-    """Domain -> its prompts in a step: each share rounded down, and what is left to the last (rlvr_pipeline.py:283)."""
+    """Return each domain's prompts in a step: shares are rounded down, the last gets the rest (rlvr_pipeline.py:283)."""
     start, prompts = TRAIN + "data_args.domain_interleave_probs.", source.count("rollout_batch_size")
     names = [key.removeprefix(start) for key in source.keys(start)]
     counts = {name: int((source.number(start + name) or 0.0) * prompts) for name in names}
@@ -70,7 +70,7 @@ def domains(source: Source) -> dict[str, int]:
 
 
 def mixture(source: Source) -> dict[str, Any]:
-    """Domains mixed in each step, and the rewards of their rows; nothing of it where all rows are of math_rule."""
+    """Return our keys of the domains in each step and of their rewards; empty if math_rule is the only domain."""
     if kind(source) != "rlvr" or not is_mixed(source):
         return {}
     counts, prompts = domains(source), source.count("rollout_batch_size")
@@ -98,37 +98,37 @@ def mixture(source: Source) -> dict[str, Any]:
     if len(counts) > 1 and source.flag("whiten_advantages"):
         found["algorithm.whiten_by"] = "domain"
     if len(counts) > 1 and source.flag("add_token_level_kl") and source.number("target_kl") is not None:
-        source.lacks("target_kl", "a KL coefficient that every domain moves in turn")
+        source.lacks("target_kl", "a KL coefficient that every domain adapts in turn")
     if source.flag("difficulty_mask") and samples_a_group(source) > 1:
         found["algorithm.difficulty_by"] = "correct"
     return found | {"reward.by_source": by_source or None}
 
 
 def is_mixed(source: Source) -> bool:
-    """There are other rewards than math_rule's."""
+    """Return whether the run has rewards for other domains than math_rule."""
     return {key.split(".")[1] for key in source.keys("rewards.")} - {MATH} != set()
 
 
 def scored(source: Source, name: str, is_used: bool) -> dict[str, float]:
-    """Our rewards of a domain; none where it is not used and we have none."""
+    """Return our rewards of a domain and their weights; empty if we have none, which is reported if the domain is used."""
     said = source.under(f"rewards.{name}.")
     worker = (said.text("worker_cls") or "").rpartition(".")[2]
     if not is_used and worker not in _SCORED:
         return {}
     if worker not in _SCORED:
-        said.lacks("worker_cls", "a reward worker of your own: reward.by_source names a function")
+        said.lacks("worker_cls", "your own reward worker: name your function in reward.by_source")
     if worker == "CrossThinkQARuleRewardWorker":
         if (reward := said.text("reward_type")) != "soft":
-            said.lacks("reward_type", f"the reward {reward} of choices: soft is what there is")
+            said.lacks("reward_type", f"the reward {reward} for multiple choice: only soft is supported")
         if said.number("response_length_penalty_coef"):
-            said.lacks("response_length_penalty_coef", "a penalty of fewer than 400 tokens")
+            said.lacks("response_length_penalty_coef", "a penalty for fewer than 400 tokens")
     if worker == "CodeSandboxRewardWorker" and said.has("use_local") and not said.flag("use_local"):
-        said.lacks("use_local", "a sandbox behind an address: programs run locked up on the ranks' machines")
+        said.lacks("use_local", "a remote sandbox: here programs run isolated on the ranks' machines")
     return _SCORED.get(worker, {})
 
 
 def judge(source: Source, name: str) -> dict[str, Any]:
-    """The model that judges: a server that is there, or one of ours on GPUs of its own."""
+    """Return our keys of the judge: a server that already runs, or one that we start on its own GPUs."""
     said = source.under(f"rewards.{name}.")
     if (prompt := said.text("judge_prompt")) != _JUDGE_PROMPT:
         said.lacks("judge_prompt", f"the prompt {prompt}: {_JUDGE_PROMPT} is known; reward.judge.prompt takes any text")
@@ -140,7 +140,7 @@ def judge(source: Source, name: str) -> dict[str, Any]:
             "reward.judge.temperature": 1.0,
         }
     if asked != "inference":
-        said.lacks("judge_model_type", f"the judge {asked}: api or inference")
+        said.lacks("judge_model_type", f"the judge {asked}: known here are api and inference")
         return {}
     gpus, drawn = len(devices(source, f"rewards.{name}.device_mapping")), said.under("generating_args.")
     engine = said.under("strategy_args.strategy_config.")
@@ -158,7 +158,7 @@ def judge(source: Source, name: str) -> dict[str, Any]:
 
 
 def columns(source: Source) -> dict[str, Any]:
-    """Return the columns of rows, and the reward of runs of math_rule alone."""
+    """Return our keys of the columns, and of the reward if math_rule is the only domain."""
     if kind(source) != "rlvr":
         return {}
     said = source.under(TRAIN + "data_args.")

@@ -1,4 +1,4 @@
-"""ROLL's advantages, losses and optimizers -> ours."""
+"""Translate ROLL's advantages, losses and optimizers to our keys."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def method(source: Source) -> dict[str, Any]:
         found |= {f"difficulty_{end}": source.number(f"difficulty_{end}_threshold") for end in ("low", "high")}
     masked = [key for key in ("max_len_mask", "difficulty_mask") if source.flag(key)]
     if masked and source.number("entropy_loss_coef"):
-        source.lacks(masked[0], "responses without loss that the entropy still counts (actor_worker.py:128)")
+        source.lacks(masked[0], "responses that are left out of the loss but not of the entropy (actor_worker.py:128)")
     mean, deviation = source.text("norm_mean_type"), source.text("norm_std_type")
     if name == "grpo":
         mean = deviation = "group"
@@ -51,33 +51,33 @@ def method(source: Source) -> dict[str, Any]:
     elif mean == "batch" and deviation in (None, "batch", "group"):
         domains = {key.split(".")[1] for key in source.keys("rewards.")}
         if len(domains) > 1:
-            source.lacks("norm_mean_type", "rewards with the mean of the batch, which ROLL takes of each of several domains")
+            source.lacks("norm_mean_type", "rewards less the mean of the batch, which ROLL computes per domain")
         found |= {"advantage": "step_mean", "normalize": deviation or "none"}
     else:
-        source.lacks("norm_mean_type", "rewards with the mean of the whole run, or with none over a deviation")
+        source.lacks("norm_mean_type", "rewards less the mean of the whole run, or a deviation without a mean")
     found |= CHOICES["adv_estimator"].read(source)
     if name == "grpo" and source.number("gamma") == 1 and not token_kl(source):
-        # With γ = 1 and no KL on tokens the return of every token is the response's.
+        # With γ = 1 and no KL on tokens the return of every token is the response's reward.
         found |= {"credit": "response", "gamma": None}
     bound = source.number("reward_clip")
     if bound and mean is None:
         found["reward_clip"] = bound
     elif bound and bound >= 10:
-        reason = "after the normalization in a group, where no advantage of fewer than 100 samples is beyond 10"
+        reason = "acts after the normalization in a group, where no advantage of fewer than 100 samples is above 10"
         source.fixed("reward_clip", reason)
     elif bound:
-        source.lacks("reward_clip", "a bound of normalized rewards")
+        source.lacks("reward_clip", "a bound on normalized rewards")
     return {f"algorithm.{key}": value for key, value in found.items()}
 
 
 def token_kl(source: Source) -> float:
-    """The coefficient of the KL that each token's reward loses; 0 without."""
+    """Return the coefficient of the KL that is subtracted from each token's reward; 0 if there is none."""
     return (source.number("init_kl_coef") or 0.0) if source.flag("add_token_level_kl") else 0.0
 
 
 def kl(source: Source) -> dict[str, Any]:
-    """In the loss, off each token's reward when rewards have been normalized (rlvr_pipeline.py, compute_token_reward), or
-    both."""
+    """Return our keys of the KL: in the loss, subtracted from each token's reward after the rewards are normalized
+    (rlvr_pipeline.py, compute_token_reward), or both."""
     coef = (source.number("kl_loss_coef") or 0.0) if source.flag("use_kl_loss") else 0.0
     of_tokens, target = token_kl(source), source.number("target_kl")
     reward: dict[str, Any] = {}
@@ -108,16 +108,16 @@ def loss(source: Source) -> dict[str, Any]:
 
 
 _WORKERS = ("roll.pipeline.rlvr.actor_worker.ActorWorker", "roll.pipeline.base_worker.ActorWorker")
-"""With the loss that `loss` reads."""
+"""Worker classes that compute the loss which `loss` translates."""
 _PG_WORKER = "roll.pipeline.rlvr.actor_pg_worker.ActorPGWorker"
 
 
 def variant(source: Source) -> dict[str, Any]:
-    """Return the loss of the worker ActorPGWorker in the place of PPO's (actor_pg_worker.py); nothing for other workers."""
+    """Return our keys of the loss of the worker ActorPGWorker (actor_pg_worker.py); empty for other workers."""
     said = source.under(TRAIN)
     worker = said.text("worker_cls") or _WORKERS[0]
     if worker not in (*_WORKERS, _PG_WORKER):
-        said.lacks("worker_cls", "a worker of your own, whose loss no key says")
+        said.lacks("worker_cls", "your own worker class: no key describes its loss")
     if worker != _PG_WORKER:
         return {}
     chosen = CHOICES["actor_train.pg_variant"]
@@ -127,7 +127,7 @@ def variant(source: Source) -> dict[str, Any]:
     if name == "tis":
         low, high = said.number("tis_lower_bound") or 0.0, said.number("tis_upper_bound") or 0.0
         if low > 1 or high < 1:
-            said.lacks("tis_upper_bound", "bounds of the ratio that leave 1 out")
+            said.lacks("tis_upper_bound", "bounds of the ratio that do not contain 1")
         found |= {"clip_low": 1 - low, "clip_high": high - 1}
     if name == "kimi15":
         # -A log π + τ/2 (log ρ)²
@@ -161,7 +161,7 @@ def critic(source: Source) -> dict[str, Any]:
 
 
 def low_rank(source: Source) -> dict[str, Any]:
-    """Adapters are there where lora_target is; its alpha is twice the rank when left out (model_args.py, __post_init__)."""
+    """Return our keys of LoRA if lora_target is set; alpha defaults to twice the rank (model_args.py, __post_init__)."""
     said = f"{role(source)}model_args."
     if not source.texts(said + "lora_target"):
         return {}
@@ -170,5 +170,5 @@ def low_rank(source: Source) -> dict[str, Any]:
     if found and found["policy.lora.alpha"] is None:
         found["policy.lora.alpha"] = 2.0 * found["policy.lora.rank"]
     refuse(source, said + "lora_dropout", "dropout of adapters", (0, 0.0))
-    refuse(source, said + "additional_target", "weights that are trained beside adapters", ())
+    refuse(source, said + "additional_target", "weights that are trained in addition to adapters", ())
     return found

@@ -1,4 +1,4 @@
-"""ROLL's roles (what trains, what samples, on which GPUs), their layouts, Megatron-Core options and engine -> ours."""
+"""Translate ROLL's roles (which model trains or samples on which GPUs), layouts, Megatron-Core options and engine."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from fivefold_dialects import shared
 from fivefold_dialects.device_mapping import parse_devices, ranks_behind
 from fivefold_dialects.shared import SPREAD
 from fivefold_dialects.source import Source, UnreadableError
-from fivefold_dialects.table import listed
+from fivefold_dialects.table import listed, load
 
 TRAIN, INFER = "actor_train.", "actor_infer."
 
 
 def kind(source: Source) -> str:
-    """rlvr, sft or dpo: by the sections that are there."""
+    """Return the kind of the run, rlvr, sft or dpo, by the sections that it has."""
     if source.keys("sft_train."):
         return "sft"
     return "dpo" if source.has("chosen_key") else "rlvr"
@@ -25,7 +25,7 @@ def role(source: Source) -> str:
 
 
 def devices(source: Source, key: str) -> list[int]:
-    """The GPUs that a mapping names."""
+    """Return the GPUs of a `device_mapping`."""
     try:
         return parse_devices(source.raw(key))
     except ValueError as error:
@@ -50,11 +50,11 @@ def sizes(source: Source) -> dict[str, int]:
 
 
 def layout(source: Source) -> dict[str, Any]:
-    """Return the layouts of the policy and of other models: on their own GPUs, or split otherwise on the policy's."""
+    """Return our keys of the layouts of the policy and of other models, on their own GPUs or on the policy's."""
     trained = devices(source, role(source) + "device_mapping")
     policy = shared.world_layout(len(trained), **sizes(source))
     found: dict[str, Any] = {"policy.backend": str(policy)}
-    # A reference comes last: without a KL there is none, and no rank is left empty before others.
+    # The reference comes last: without a KL it is absent, and must not leave empty ranks before other models.
     asked = {"critic": kind(source) == "rlvr" and uses_critic(source), "reference": kind(source) != "sft"}
     gpus = {
         name: devices(source, key)
@@ -81,15 +81,8 @@ def layout(source: Source) -> dict[str, Any]:
 
 
 _OPTIONS_OF_LAYOUT, _OPTIONS_FIXED = listed("roll", "layout"), listed("roll", "spread")
-_OPTIONS_SAID = {
-    "overlap_grad_reduce": "communication that is hidden: policy.megatron.ddp has it",
-    "optimizer_cpu_offload": "an optimizer that computes on the host: policy.megatron.optimizer has it",
-}
-_OPTIONS_SAID |= {
-    "overlap_param_gather": _OPTIONS_SAID["overlap_grad_reduce"],
-    "optimizer_offload_fraction": _OPTIONS_SAID["optimizer_cpu_offload"],
-}
-"""Settings that change only time or memory, reported where they are on."""
+_OPTIONS_CARRIED = load("roll")["carried"]
+"""Settings that change only time or memory -> our keys in policy.megatron."""
 
 
 def megatron(source: Source) -> dict[str, Any]:
@@ -108,8 +101,8 @@ def megatron(source: Source) -> dict[str, Any]:
             continue
         if short in _OPTIONS_FIXED:
             options.fixed(key, SPREAD)
-        elif short in _OPTIONS_SAID:
-            options.fixed(key, "off") if not value else options.lacks(key, _OPTIONS_SAID[short], changes_result=False)
+        elif short in _OPTIONS_CARRIED:
+            options.fixed(key, "off") if not value else found.update({f"policy.megatron.{_OPTIONS_CARRIED[short]}": value})
         elif short == "moe_layer_recompute":
             options.fixed(key, "off") if not value else found.update(
                 {
@@ -129,11 +122,24 @@ def megatron(source: Source) -> dict[str, Any]:
             again["policy.megatron.transformer.recompute_modules"] = [part.strip() for part in modules.split(",")]
         if again:
             found = {key: value for key, value in found.items() if "recompute" not in key} | again
-    # Its converter takes the routers' loss from config.json, which either of two keys replaces (model_providers.py:456).
+    # ROLL's converter takes the coefficient of the routers' loss from config.json unless one of two keys has it
+    # (model_providers.py:456).
     coef, ours = said.number("model_args.moe_aux_loss_coef"), "policy.megatron.transformer.moe_aux_loss_coeff"
     if coef is not None and ours not in found:
         found[ours] = coef
     return found | {"policy.sequence_parallel": True, "policy.router_balance": "config"}
+
+
+def forwards(source: Source) -> dict[str, Any]:
+    """Return our keys of the sequences in a pass without gradient, for each model; with dynamic batches tokens limit it."""
+    asked = {"policy": TRAIN, "reference": "reference."} if kind(source) != "sft" else {}
+    if kind(source) == "rlvr" and uses_critic(source):
+        asked["critic"] = "critic."
+    return {
+        f"{ours}.sequences_per_forward": source.count(f"{start}infer_batch_size")
+        for ours, start in asked.items()
+        if source.has(f"{start}infer_batch_size") and not source.flag(f"{start}use_dynamic_batching_in_infer")
+    }
 
 
 def engine(source: Source) -> dict[str, Any]:
@@ -141,15 +147,15 @@ def engine(source: Source) -> dict[str, Any]:
         return {}
     said = source.under(INFER + "strategy_args.strategy_config.")
     trained, key = devices(source, TRAIN + "device_mapping"), INFER + "device_mapping"
-    # Where the two have some GPUs in common, the engine shares all of the policy's.
+    # If engine and policy have GPUs in common, the engine shares all GPUs of the policy.
     own = devices(source, key) if source.has(key) else []
     is_apart = bool(own) and not set(own) & set(trained)
     world = len(own if is_apart else trained)
     tp = said.whole("tensor_parallel_size") or said.whole("tp_size") or source.whole(INFER + "num_gpus_per_worker") or 1
     if (name := source.text(INFER + "strategy_args.strategy_name")) == "hf_infer":
         return {"engine.backend": "transformers"}
-    shared.replaced_engine(source, INFER + "strategy_args.strategy_name", name)
-    found: dict[str, Any] = {"engine.backend": shared.engine_layout(world, tp if world % tp == 0 else 1)}
+    ours = shared.engine_name(source, INFER + "strategy_args.strategy_name", name)
+    found: dict[str, Any] = {"engine.backend": shared.engine_layout(world, tp if world % tp == 0 else 1, name=ours)}
     if is_apart:
         found["engine.placement"] = "apart"
     found["engine.memory_fraction"] = said.number(

@@ -1,6 +1,6 @@
-"""Variables of the environment that may be secrets: a script or YAML of others gets a mark in the place of their values.
+"""Hide variables of the environment that may be secrets: a script or YAML from elsewhere sees a mark instead of the value.
 
-A run's configuration lies in its directory and goes to trackers, so that a value gets there only when the user says so.
+A run's configuration is saved in its directory and sent to trackers, so a secret gets into it only if the user allows it.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from typing import Any
 
 from fivefold.config.dialect import Translation
 
-# TOKENS and TOKENIZER are numbers and models, not secrets.
+# Names with TOKENS or TOKENIZER hold numbers and models, not secrets.
 _SECRET = re.compile(r"TOKEN(?!S|IZ)|KEY|SECRET|PASSWORD", re.IGNORECASE)
 _FIRST, _MOST = 0xE000, 0x1900
-"""Unicode's letters for private use, one for each variable: any part of a mark still shows whose it is."""
+"""Unicode letters for private use, one for each variable: any part of a mark still identifies its variable."""
 _MARK = re.compile(f"[{chr(_FIRST)}-{chr(_FIRST + _MOST - 1)}]+")
 
 
 class Hidden:
-    """An environment whose possible secrets are hidden."""
+    """Environment in which the values of possible secrets are replaced by marks."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         self._names = [name for name in environment if _SECRET.search(name)][:_MOST]
@@ -30,10 +30,10 @@ class Hidden:
         }
 
     def checked(self, translation: Translation) -> Translation:
-        """The translation with `${NAME}` for each mark; a setting of the run that needs one is a fault."""
+        """Return the translation with `${NAME}` for each mark; a setting of the run that needs a secret is a fault."""
         faults = [
-            f"{', '.join(line.sources) or line.key} needs ${{{name}}}, whose name says that it is a secret: give it with "
-            f"--env {name}=value, or --allow-secrets for all such variables of the environment"
+            f"{', '.join(line.sources) or line.key} needs ${{{name}}}, which may be a secret by its name: pass it with "
+            f"--env {name}=value, or allow all such variables of the environment with --allow-secrets"
             for line in translation.lines
             for name in self._in(line.value)
         ]
@@ -50,7 +50,7 @@ class Hidden:
         )
 
     def _in(self, value: Any) -> list[str]:
-        # Python's own text of a list would escape the marks.
+        # The text that Python itself makes of a list would escape the marks.
         marks = dict.fromkeys("".join(_MARK.findall(json.dumps(value, ensure_ascii=False, default=str))))
         return [self._names[place] for mark in marks if (place := ord(mark) - _FIRST) < len(self._names)]
 

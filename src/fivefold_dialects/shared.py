@@ -1,4 +1,4 @@
-"""Functions of a Source that several systems share: conversions of values, Megatron-Core's options, layouts."""
+"""Functions of a Source for several systems: conversions of values, options of Megatron-Core, layouts."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from fivefold.config.engine import EngineConfig
-from fivefold.config.mcore_options import PIPELINE, is_option, refusal
-from fivefold.config.packages import TRACKERS
+from fivefold.config.mcore_options import is_option, refusal, section_of, without_effect
+from fivefold.config.packages import TRACKERS, missing_packages
 from fivefold.layout import ParallelLayout
 from fivefold_dialects.source import Source, UnreadableError
 from fivefold_dialects.table import Convert, Derived, listed
 
 EVERY_CHECKPOINT = 1_000_000
-"""trainer.keep where a system keeps all."""
+"""Value of trainer.keep for a system that keeps every checkpoint."""
 ESTIMATORS = {"kl": "k1", "k1": "k1", "abs": "abs", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
 ESTIMATORS |= {"k1+": "k1+", "kl+": "k1+", "k3+": "k3+", "low_var_kl+": "k3+", "abs+": "abs+"}
-"""Names of KL estimators in the field -> ours."""
+"""Names of KL estimators in other systems -> our names."""
 _DTYPES = {
     "bfloat16": "bf16 bfloat16 torch.bfloat16",
     "float16": "fp16 float16 half",
@@ -26,19 +26,19 @@ _DTYPES = {
 DTYPES = {name: ours for ours, theirs in _DTYPES.items() for name in theirs.split()}
 AGGREGATES = {name: name for name in ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum")}
 AGGREGATES["seq-mean-token-sum-norm"] = "constant-length"
-"""verl's name of the mean of losses -> ours."""
+"""verl's names of how the loss is averaged -> our names."""
 WITHOUT_ACCOUNT = ("console", "tensorboard")
-"""Loggers that write here and ask nobody."""
+"""Loggers that write to this machine and need no account."""
 SPREAD = "how state is spread over GPUs: the numbers are the same"
-REFERENCE_ALONE = "a reference that leaves the GPU alone: its weights go with the policy's (policy.offload.parameters)"
+REFERENCE_ALONE = "offload of the reference only: its weights leave the GPU with the policy's (policy.offload.parameters)"
 MEAN_OF_MICRO_BATCHES = (
-    "{} took the mean over the tokens of each micro-batch of each GPU and then the mean of those: here each token of an "
-    "update counts the same (algorithm.aggregate: micro-batch-token-mean is the former)"
+    "{} took the mean over the tokens of each micro-batch on each GPU, and then the mean of these means: here each token of "
+    "an update counts the same (for the former set algorithm.aggregate: micro-batch-token-mean)"
 )
 
 
 def path(source: Source, key: str) -> str | None:
-    """A path, with ~ for the home directory."""
+    """Return a path, with a leading ~ replaced by the home directory."""
     found = source.text(key)
     if found is None or not found.startswith("~"):
         return found
@@ -46,37 +46,37 @@ def path(source: Source, key: str) -> str | None:
 
 
 def files(source: Source, key: str) -> list[str] | None:
-    """A path or a list of them."""
+    """Return the paths of a key that has one path or a list; None if it has none."""
     home = source.environment.get("HOME", os.path.expanduser("~"))
     found = [home + name[1:] if name.startswith("~") else name for name in source.texts(key)]
     return found or None
 
 
 def interval(source: Source, key: str) -> int | None:
-    """Steps between two events; 0 where it is switched off (-1, null, or false: Python takes it for 0, and true for 1)."""
+    """Return the steps between two events; 0 if they are off (-1, null or false, which Python reads as 0, and true as 1)."""
     word = str(source.raw(key)).strip("'\"").lower()
     return {"false": 0, "true": 1}[word] if word in ("false", "true") else max(0, source.whole(key) or 0)
 
 
 def epochs_and_steps(source: Source) -> dict[str, Any]:
-    """The length of a run of verl's: its epochs, or its steps where they are fewer."""
+    """Return our keys of a verl run's length: its epochs, or its steps if these end earlier."""
     steps, epochs = source.whole("trainer.total_training_steps") or 0, source.count("trainer.total_epochs")
     return {"trainer.epochs": epochs} | ({"trainer.steps": steps, "trainer.ends_with_data": True} if steps > 0 else {})
 
 
 def validation_rows(source: Source, key: str) -> dict[str, int]:
-    """`eval.max_prompts` where the key names a number of rows."""
+    """Return our key eval.max_prompts if the key has a number of rows above 0, otherwise nothing."""
     count = (source.whole(key) if source.has(key) else None) or 0
     return {"eval.max_prompts": count} if count > 0 else {}
 
 
 def top_k(source: Source, key: str) -> int | None:
-    """-1 turns it off there, 0 here."""
+    """Return top-k, with 0 for off, where other systems have -1."""
     return max(0, source.whole(key) or 0)
 
 
 def choice(names: Mapping[str, Any], what: str) -> Convert:
-    """A value by its name; another one is not supported."""
+    """Return a converter that looks a value up in `names`; another value is reported as not supported."""
 
     def convert(source: Source, key: str) -> Any:
         found = source.text(key)
@@ -91,7 +91,7 @@ def choice(names: Mapping[str, Any], what: str) -> Convert:
 
 
 def loggers(source: Source, key: str) -> list[str]:
-    """The terminal and trackers that are known here; metrics.jsonl is always written."""
+    """Return the terminal and the supported trackers; metrics.jsonl is always written."""
     found = source.texts(key)
     known: list[str] = [name for name in ("console", *TRACKERS) if name in found]
     if others := [name for name in found if name not in known]:
@@ -99,13 +99,13 @@ def loggers(source: Source, key: str) -> list[str]:
             key, f"{', '.join(others)}: metrics are in metrics.jsonl, from where any tool reads them", changes_result=False
         )
     if not source.has(key):
-        # A default asks nobody for a package and an account.
+        # A default must not require a package or an account.
         known = [name for name in known if name in WITHOUT_ACCOUNT]
     return known or ["console"]
 
 
 def tracked(logger: str, project: str, name: str, group: str = "", tags: str = "") -> Derived:
-    """A table's function for what its trackers are told, where `logger` names one that asks: ours from these keys."""
+    """Return a table's function that gives our section `tracking` if the key `logger` names a tracker with an account."""
 
     def read(source: Source) -> dict[str, Any]:
         if not source.has(logger) or not set(source.texts(logger)) & set(TRACKERS).difference(WITHOUT_ACCOUNT):
@@ -119,7 +119,7 @@ def tracked(logger: str, project: str, name: str, group: str = "", tags: str = "
 
 
 def parallel_sizes(said: Source) -> dict[str, int]:
-    """tp, pp, cp, ep and etp by Megatron's names; where nothing is said experts are split as the other weights are."""
+    """Return tp, pp, cp, ep and etp by Megatron's names; by default experts are split over tp as other weights are."""
     found = {
         short: said.whole(f"{name}_parallel_size") or 1
         for short, name in (("tp", "tensor_model"), ("pp", "pipeline_model"), ("cp", "context"), ("ep", "expert_model"))
@@ -128,13 +128,13 @@ def parallel_sizes(said: Source) -> dict[str, int]:
 
 
 def penalties(source: Source, loss: dict[str, Any], reward: dict[str, Any], moving: str) -> dict[str, Any]:
-    """Return the KL of the loss and that of the reward, each empty where it is off, as keys of ours.
+    """Return our keys of the KL in the loss and of the KL in the reward; each argument is empty if its KL is off.
 
-    Of two, neither coefficient can move: the key `moving`, which asks for it, is not supported then.
+    With both, no coefficient can adapt: then the key `moving`, which turns this on, is reported as not supported.
     """
     if loss and reward:
         if "target" in {**loss, **reward}:
-            source.lacks(moving, "two penalties of which one has a coefficient that moves")
+            source.lacks(moving, "two KL penalties, one with an adaptive coefficient")
         found = {**loss, "place": "loss", "reward_coef": reward["coef"], "reward_estimator": reward["estimator"]}
     elif loss or reward:
         found = {**(loss or reward), "place": "loss" if loss else "reward"}
@@ -147,18 +147,18 @@ VIRTUAL = "virtual_pipeline_model_parallel_size"
 
 
 def estimator(source: Source, key: str, usual: str) -> str:
-    """Return our name of the KL estimator that the key has."""
+    """Return our name of the KL estimator in the key."""
     return ESTIMATORS[source.one_of(key, ESTIMATORS, "estimator", usual)]
 
 
 def virtual_stages(said: Source, ours: str, key: str = VIRTUAL) -> dict[str, int]:
-    """Return Megatron-Core's option of a model with several virtual stages on each rank."""
+    """Return our key of a model's virtual pipeline stages per rank; empty for one."""
     count = said.whole(key) or 1
     return {f"{ours}.megatron.pipeline.{VIRTUAL}": count} if count > 1 else {}
 
 
 def dtype(source: Source, key: str) -> str | None:
-    """Return a type of numbers by its name in PyTorch; None where the key is left out or auto."""
+    """Return PyTorch's name of a data type; None if the key is left out or is auto."""
     if (name := source.text(key)) in (None, "auto"):
         return None
     if name not in DTYPES:
@@ -166,15 +166,23 @@ def dtype(source: Source, key: str) -> str | None:
     return DTYPES.get(str(name), "bfloat16")
 
 
-def replaced_engine(source: Source, key: str, name: str | None) -> None:
-    """Report that vLLM samples where the key names another engine."""
-    if name in (engines := {"sglang": "SGLang", "trtllm": "TensorRT-LLM"}):
-        reason = f"{engines[name]}: vLLM samples instead, from the same distribution, with kernels of its own"
+def engine_name(source: Source, key: str, name: str | None) -> str:
+    """Return our name of the engine in the key, vllm or sglang; add a note if SGLang is not installed."""
+    if name == "trtllm":
+        reason = "TensorRT-LLM: vLLM samples instead, from the same distribution, with other kernels"
         source.lacks(key, reason, changes_result=False)
+    if name != "sglang":
+        return "vllm"
+    if missing_packages(("sglang",)):
+        source.note(
+            f"{key}: SGLang is not installed here, and `train` needs it: pip install sglang (docs/engines.md), or set "
+            "engine.backend to the same layout of vllm"
+        )
+    return "sglang"
 
 
 def world_layout(world: int, *, tp: int = 1, pp: int = 1, cp: int = 1, ep: int = 1, etp: int = 1) -> ParallelLayout:
-    """The layout of so many GPUs; raises UnreadableError where they cannot be divided so."""
+    """Return the layout of `world` GPUs with these sizes; raise UnreadableError if the GPUs do not divide into it."""
     replica = tp * pp * cp
     if world < 1 or world % replica:
         raise UnreadableError(f"{world} GPUs cannot be divided into replicas of t{tp}·p{pp}·c{cp} = {replica}")
@@ -184,20 +192,20 @@ def world_layout(world: int, *, tp: int = 1, pp: int = 1, cp: int = 1, ep: int =
         raise UnreadableError(str(error)) from None
 
 
-def engine_layout(world: int, tp: int, ep: int = 1) -> str:
-    """vLLM's layout over all GPUs of the policy."""
+def engine_layout(world: int, tp: int, ep: int = 1, name: str = "vllm") -> str:
+    """Return the engine's layout over `world` GPUs, as `vllm:d4t2`."""
     if world % tp:
         raise UnreadableError(f"{world} GPUs cannot be divided into engines of {tp}")
-    return f"vllm:d{world // tp}t{tp}" + (f"e{ep}" if ep > 1 else "")
+    return f"{name}:d{world // tp}t{tp}" + (f"e{ep}" if ep > 1 else "")
 
 
-def engine_apart(gpus: int, tp: int, ep: int = 1) -> dict[str, Any]:
-    """vLLM on so many GPUs of its own."""
-    return {"engine.backend": engine_layout(gpus, tp, ep), "engine.placement": "apart"}
+def engine_apart(gpus: int, tp: int, ep: int = 1, name: str = "vllm") -> dict[str, Any]:
+    """Return our keys of an engine on its own `gpus` GPUs."""
+    return {"engine.backend": engine_layout(gpus, tp, ep, name), "engine.placement": "apart"}
 
 
 def own_layout(policy: ParallelLayout, **sizes: int) -> str | None:
-    """Another model's layout on the policy's ranks; None where it is the policy's, or the ranks cannot be divided so."""
+    """Return another model's layout on the policy's ranks; None if it is the same, or if the ranks do not divide into it."""
     try:
         found = world_layout(policy.world_size, **sizes)
     except UnreadableError:
@@ -206,22 +214,22 @@ def own_layout(policy: ParallelLayout, **sizes: int) -> str | None:
 
 
 def ahead(steps: float, interrupt: str, tail: str = "wait") -> dict[str, Any]:
-    """Sampling so many steps ahead of the trainer; nothing of it where that is none."""
+    """Return our keys of sampling `steps` steps ahead of the trainer; empty for 0."""
     return {"rollout.max_staleness": steps, "rollout.interrupt": interrupt, "rollout.tail": tail} if steps > 0 else {}
 
 
 def at_once(samples: int, replicas: int, usual: int | None) -> dict[str, int]:
-    """`engine.max_num_seqs` where no more than so many samples are in flight at once; `usual` is a bound that was said."""
+    """Return engine.max_num_seqs so that at most `samples` are in flight; `usual` is the configured bound, if any."""
     return {"engine.max_num_seqs": min(max(1, -(-samples // replicas)), usual or EngineConfig().max_num_seqs)}
 
 
 _OF_MINDSPEED = listed("shared", "mindspeed")
-"""Options of MindSpeed: kernels, how batches are padded and sent, which class builds the layers of config.json."""
+"""Options of MindSpeed that change no number: kernels, padding and transfer of batches, the class that builds layers."""
 _RECOMPUTE = ("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules")
 
 
 def megatron_options(source: Source, start: str, ours: str) -> dict[str, Any]:
-    """Fields of TransformerConfig under `start` -> those of section `ours`; what we set ourselves is said to be fixed."""
+    """Return the fields of TransformerConfig under `start` as keys of section `ours`; report fields that we set as fixed."""
     found: dict[str, Any] = {}
     said = source.under(f"{start}.")
     for name in said.keys(""):
@@ -231,20 +239,39 @@ def megatron_options(source: Source, start: str, ours: str) -> dict[str, Any]:
     return found
 
 
+def ddp_options(source: Source, start: str, ours: str) -> dict[str, Any]:
+    """Return the fields of DistributedDataParallelConfig under `start` as keys of section `ours`; report the others."""
+    found: dict[str, Any] = {}
+    said = source.under(start)
+    for name in (name for name in said.keys("") if said.value(name) is not None):
+        value = said.value(name)
+        if not is_option("ddp", name):
+            said.lacks(name, f"Megatron-Core's ddp options have no {name}")
+        elif (reason := refusal("ddp", name)) is not None and value not in (False, "no_shard"):
+            said.lacks(name, reason.replace("{section}", ours), changes_result=name.startswith("fp8"))
+        elif reason is not None:
+            said.fixed(name, "off")
+        elif (reason := without_effect("ddp", name)) is not None:
+            said.fixed(name, reason)
+        else:
+            found[f"{ours}.megatron.ddp.{name}"] = value
+    return found
+
+
 def replayed(mode: str | None) -> dict[str, Any]:
-    """R2, R3 or None, for no replay of routes."""
+    """Return our keys of replaying the experts' routing: R2, R3 or None for off."""
     if mode != "R3":
         return {"policy.router_replay": mode}
-    # As the other systems have them: of a replica in the trainer's ranks, vLLM gives its routes to one rank only.
+    # In the trainer's ranks vLLM returns the routes of a replica to one rank only; other systems use servers as well.
     return {"policy.router_replay": mode, "engine.mode": "server"}
 
 
 def option(source: Source, key: str, name: str, value: Any, ours: str, found: dict[str, Any]) -> None:
-    """Put one field of TransformerConfig into `found`, or say why not."""
-    section = "pipeline" if name in PIPELINE else "transformer"
+    """Put one field of TransformerConfig into `found`, or report why it has no effect or is not supported."""
+    section = section_of(name)
     reason = refusal(section, name)
     if name in _OF_MINDSPEED:
-        source.fixed(key, "a kernel of another device or library: numbers agree up to rounding")
+        source.fixed(key, "a kernel of another device or library: the numbers agree up to rounding")
     elif name.startswith(("fp8", "fp4")):
         source.lacks(key, "training in 8 or 4 bits")
     elif name in ("attention_dropout", "hidden_dropout"):
@@ -259,7 +286,9 @@ def option(source: Source, key: str, name: str, value: Any, ours: str, found: di
         source.lacks(key, "flex needs the package deep_ep; alltoall sends the same tokens", changes_result=False)
     elif name == "moe_enable_routing_replay" and value:
         source.lacks(key, "replaying the sampler's routing")
-    elif reason is not None:
+    elif name in ("batch_p2p_comm", "deallocate_pipeline_outputs") and value:
+        source.fixed(key, "on wherever the stages allow it")
+    elif (reason := reason or without_effect(section, name)) is not None:
         source.fixed(key, reason.replace("{section}", ours.removesuffix(".megatron")))
     elif not is_option(section, name):
         source.lacks(key, f"Megatron-Core {section} options have no {name}")
@@ -268,7 +297,7 @@ def option(source: Source, key: str, name: str, value: Any, ours: str, found: di
 
 
 def moments(said: Source, *, are_read: bool) -> dict[str, Any]:
-    """Adam's moments of the policy in fewer bits, from a section `optim` of Megatron-Core's or Automodel's."""
+    """Return our keys of the data types of Adam's moments, from the section `optim` of Megatron-Core or Automodel."""
     if not are_read:
         return {}
     found = {name: DTYPES.get(said.text(name) or "float32") for name in ("exp_avg_dtype", "exp_avg_sq_dtype")}
@@ -285,9 +314,9 @@ _AWARE = {"use_precision_aware_optimizer": True}
 def megatron_weights(
     source: Source, directory: str | None, roles: Iterable[tuple[str, str, str, bool]], has_reference: bool
 ) -> dict[str, Any]:
-    """Return models whose weights are a checkpoint of Megatron-Core's; `directory` is the policy's of Hugging Face.
+    """Return our keys of models whose weights are a Megatron-Core checkpoint; `directory` is the policy's Hugging Face one.
 
-    `roles` have our key of a model's path, the section of its settings, the key of its directory, and if it is there.
+    Each of `roles` has our key of the model's path, its section, the key of its directory, and whether the model is used.
     """
     found: dict[str, Any] = {}
     for ours, section, key, is_there in roles:
@@ -296,9 +325,9 @@ def megatron_weights(
             continue
         found[ours] = path(said, "dist_checkpointing_path")
         if found[ours] is None:
-            said.lacks("use_dist_checkpointing", "weights of a checkpoint that dist_checkpointing_path does not name")
+            said.lacks("use_dist_checkpointing", "a checkpoint without dist_checkpointing_path, which must name it")
         if path(source, key) not in (None, directory):
-            reason = "weights in Megatron-Core's form of another model than the policy, whose config.json is model.config"
+            reason = "a Megatron-Core checkpoint of another model than the policy, whose config.json is model.config"
             said.lacks("use_dist_checkpointing", reason)
     if found and has_reference:
         found.setdefault("reference.path", directory)
@@ -306,7 +335,7 @@ def megatron_weights(
 
 
 def recompute(source: Source, start: str, ours: str) -> dict[str, Any]:
-    """Megatron-Core's recompute_* -> `recompute`, or its finer options as they stand."""
+    """Return our key `recompute` for Megatron-Core's recompute_* options, or the options if it has no such value."""
     granularity = source.text(f"{start}.recompute_granularity")
     method, layers = source.text(f"{start}.recompute_method"), source.whole(f"{start}.recompute_num_layers")
     modules = source.texts(f"{start}.recompute_modules")

@@ -1,10 +1,10 @@
-"""A launch script -> the words of the command that starts training. The script is read, never run.
+"""Read a launch script, without running it, to get the words of the command that starts training.
 
-Understood: assignments, `${VAR:-default}` and its kin, `$((arithmetic))`, arrays, quotes, line continuations, `if`, `case`
-and `&&` with plain tests, functions, other scripts that are sourced, files that the script writes from heredocs, `eval` and
-`bash -c` of a text, commands that only make text of text (`dirname`, `echo | tr`). A variable that nothing sets is empty in
-a test, as it is when the script runs. What only running could tell (`$(command)`, arguments of the script, what a loop or an
-unknown test leaves) stands open: it stays `${NAME}`, and who asks for its value is told to give it.
+Supported: assignments, `${VAR:-default}` and similar forms, `$((arithmetic))`, arrays, quotes, line continuations, `if`,
+`case` and `&&` with plain tests, functions, sourced scripts, files that the script writes from heredocs, `eval` and
+`bash -c` of a text, and commands that only transform text (`dirname`, `echo | tr`). A variable that nothing sets is empty in
+a test, as in a real run. A value that only running would show (`$(command)`, arguments of the script, a variable set in a
+loop or after an unknown test) is open: it stays `${NAME}`, and a setting that needs it is an error that asks for `--env`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _HEREDOC = re.compile(r"<<-?\s*(['\"]?)(\w+)\1")
 _DECLARING = ("export", "declare", "local", "readonly", "typeset")
 _SHELLS = ("bash", "sh", "/bin/bash", "/bin/sh", "zsh")
 _DEEP = 20
-"""Functions and texts that are read within each other at most."""
+"""Most levels of nested functions and texts."""
 
 
 def read_script(
@@ -31,8 +31,8 @@ def read_script(
     name: str = "",
     work: Work | None = None,
 ) -> Script:
-    """Read a bash script; `environment` has the variables that it finds set, `read_file` the text of scripts that it
-    sources, `name` is what it calls `$0`. Raises TooMuchError where reading takes more than is left of `work`."""
+    """Return the variables and commands of a bash script. `environment` has its variables, `read_file` returns the text of
+    scripts that it sources, `name` is its `$0`. Raise TooMuchError if reading takes more than `work` has left."""
     script = Script(dict(environment), read_file=read_file, work=work or Work())
     script.work.spend(len(text))
     script.exported.update(environment)
@@ -41,7 +41,7 @@ def read_script(
     _hand_over(script, arguments)
     _read_block(script, _Lines(text), True)
     for body in [*script.functions.values()]:
-        # Nothing calls it by its name: `trap main EXIT`, `"$COMMAND"`.
+        # These functions are not called by name but may run: `trap main EXIT`, `"$COMMAND"`.
         _read_block(script, body, True)
     return script
 
@@ -55,7 +55,7 @@ def _hand_over(script: Script, arguments: Sequence[str] | None) -> None:
 
 
 class _Lines:
-    """The statements of a script, with heredocs taken out of the text."""
+    """Statements of a script, with the heredocs taken out of the text."""
 
     def __init__(self, text: str) -> None:
         self.heredocs: list[str] = []
@@ -63,7 +63,7 @@ class _Lines:
         self.place = 0
 
     def body(self) -> _Lines:
-        """The statements up to the bracket that closes a function, which are gone from here."""
+        """Return and remove the statements up to the bracket that closes a function."""
         depth, start = 1, self.place
         for statement in self:
             depth += len(re.findall(r"(?:^|\s)\{$", statement)) + statement.startswith("{ ")
@@ -98,8 +98,8 @@ class _Lines:
 
 
 def _statements(text: str) -> Iterator[str]:
-    """Statements as text: cut at line ends and `;`, not within quotes, parentheses or after a backslash; `;;` is one."""
-    # Without the look behind, each of many spaces in a row would be tried as the first.
+    """Yield statements: split at line ends and `;`, not within quotes, parentheses or after a backslash; `;;` is its own."""
+    # Without the lookbehind, the search would start at each of many spaces in a row, which is slow.
     text = re.sub(r"(?<![ \t])[ \t]*\\[ \t]*\r?\n[ \t]*", " ", text)
     piece, depth, i = "", 0, 0
     while i < len(text):
@@ -130,9 +130,9 @@ def _statements(text: str) -> Iterator[str]:
 
 
 def _read_block(script: Script, lines: _Lines, known: bool, ends: tuple[str, ...] = ()) -> str:
-    """Read statements up to one of `ends`, which is returned; where it is not `known` whether they run, names stay open."""
+    """Read statements up to one of `ends` and return it; names that they set stay open unless they are `known` to run."""
     for statement in lines:
-        # Each counts for the list that it may be put back into.
+        # The second term is the cost of inserting into the list below.
         script.work.spend(len(statement) + len(lines.statements) // 100)
         first, _, rest = statement.partition(" ")
         if first in ends:
@@ -183,12 +183,12 @@ def _call(script: Script, name: str, arguments: list[str], known: bool) -> None:
 
 
 def _skip(script: Script, lines: _Lines, ends: tuple[str, ...]) -> str:
-    """Read over a branch that does not run; its commands are kept apart."""
+    """Read a branch that does not run, keep its commands separately, and return its end word."""
     state, count, functions = script.state(), len(script.commands), dict(script.functions)
     end = _read_block(script, lines, False, ends)
     assigned = script.open - state[2]
     script.restore(state)
-    # The script's own names, which nothing else sets.
+    # Names that only this branch sets are empty.
     script.variables.update(dict.fromkeys(assigned - script.variables.keys(), ""))
     script.functions = functions
     script.skipped += script.commands[count:]
@@ -201,7 +201,7 @@ def _read_if(script: Script, lines: _Lines, known: bool, condition: str) -> None
     ends = ("elif", "else", "fi")
     while True:
         holds = test(script, condition)
-        # The branch runs, does not, or nobody can tell.
+        # True: the branch runs; False: it does not; None: reading cannot decide.
         runs = False if done else holds if done is False else None
         end = _skip(script, lines, ends) if runs is False else _read_block(script, lines, known and runs is True, ends)
         if holds is None and done is False:
@@ -217,7 +217,7 @@ def _read_if(script: Script, lines: _Lines, known: bool, condition: str) -> None
 
 
 def _read_for(script: Script, lines: _Lines, known: bool, rest: str) -> None:
-    """A loop over one word sets the name to it; what longer ones set stands open."""
+    """Read a loop: over a single word its variable has this value; over several words it is open."""
     named = re.match(r"\s*(\w+)(?:\s+in\s+(.*))?", rest.partition("; do")[0], re.DOTALL)
     words = words_of(script, named[2]) if named and named[2] else []
     is_once = len(words) == 1 and "$" not in words[0]
@@ -254,7 +254,7 @@ def _read_case(script: Script, lines: _Lines, known: bool, rest: str) -> None:
 
 
 def _in(text: str) -> tuple[str, str, str]:
-    """`SUBJECT in REST` as (SUBJECT, "in", REST); empty texts where there is no `in`."""
+    """Return (SUBJECT, "in", REST) for `SUBJECT in REST`; empty texts if there is no `in`."""
     for word in re.finditer(r"(?<!\S)in(?!\S)", text):
         return text[: word.start()].strip(), "in", text[word.end() :].strip()
     return "", "", ""
@@ -265,7 +265,7 @@ def _read_statement(script: Script, lines: _Lines, statement: str, known: bool, 
     if len(pieces) > 1:
         _read_chain(script, lines, pieces, known)
         return
-    # Each assignment sees the ones before it.
+    # Assignments before a command: a later one can use the values of earlier ones.
     set_before: list[str] = []
     while match := re.match(r"([A-Za-z_]\w*)=(?!\()", statement):
         raw = split(statement)[0]
@@ -292,7 +292,7 @@ def _read_statement(script: Script, lines: _Lines, statement: str, known: bool, 
 
 
 def _read_chain(script: Script, lines: _Lines, pieces: list[tuple[str, str]], known: bool) -> None:
-    """`test && command || other`: what runs is known where tests are; a command that is no test is taken to succeed."""
+    """Read `test && command || other`: known tests decide what runs; other commands are assumed to succeed."""
     holds: bool | None = True
     for sign, piece in pieces:
         runs = True if not sign else holds if sign == "&&" else None if holds is None else not holds
@@ -347,7 +347,7 @@ def _read_command(script: Script, lines: _Lines, command: list[str], known: bool
 
 
 def _assign(script: Script, name: str, value: str, known: bool) -> None:
-    """Assign a name; it stands open where reading cannot tell whether this runs."""
+    """Assign a value to a name; the name becomes open if it is not `known` whether the assignment runs."""
     if known:
         script.assign(name, value)
         script.open.discard(name)

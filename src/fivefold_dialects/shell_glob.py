@@ -1,4 +1,4 @@
-"""Patterns of a shell (`*`, `?`, `[a-z]`) against a value: what fits them, is cut off by them or replaced."""
+"""Match, cut and replace text by patterns of a shell (`*`, `?`, `[a-z]`)."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from fivefold_dialects.bounds import Work
 
 
 def fits(value: str, pattern: str, work: Work) -> bool:
-    """Whether the whole value fits the pattern."""
+    """Return whether the whole value matches the pattern."""
     work.spend(len(value))
     return _compiled(pattern).fullmatch(value) is not None
 
 
 def trimmed(value: str, sign: str, pattern: str, work: Work) -> str:
-    """Return what `${name#pattern}` and its kin leave: a doubled sign cuts off the longest match, % at the end."""
+    """Return `${name#pattern}`: `#` cuts off at the beginning, `%` at the end; a doubled sign cuts off the longest match."""
     lengths = range(_longest(value, pattern) + 1)
     work.spend(len(value) * len(lengths) // 100)
     for length in reversed(lengths) if len(sign) == 2 else lengths:
@@ -31,7 +31,7 @@ def trimmed(value: str, sign: str, pattern: str, work: Work) -> str:
 
 
 def replaced(value: str, pattern: str, other: str, every: bool, work: Work) -> str:
-    """Return `${name/pattern/other}`, or `${name//pattern/other}` of every match: the longest at each place."""
+    """Return `${name/pattern/other}`, or with `every` `${name//pattern/other}`; matches are as long as possible."""
     regex, longest, kept, i = _compiled(pattern), _longest(value, pattern), "", 0
     work.spend(len(value) * longest * (1 + len(value) // 1000))
     while i < len(value):
@@ -44,12 +44,12 @@ def replaced(value: str, pattern: str, other: str, every: bool, work: Work) -> s
 
 
 def _longest(value: str, pattern: str) -> int:
-    """Return how much of a value a match may take."""
+    """Return how many letters of a value a match can have at most."""
     return len(value) if "*" in pattern else min(len(value), len(pattern))
 
 
 @lru_cache
 def _compiled(pattern: str) -> re.Pattern[str]:
-    """Return the regular expression of a pattern, in which no star is tried twice."""
+    """Return the regular expression of a pattern; it tries each star once, so matching is never slow."""
     plain = re.sub(r"\\(.)", lambda escaped: f"[{escaped[1]}]" if escaped[1] in "*?[" else escaped[1], pattern)
     return re.compile(fnmatch.translate(plain.replace("[^", "[!")))

@@ -1,4 +1,4 @@
-"""Words of a script: quotes, variables, arithmetic, tests, and commands that only print text. Nothing is run."""
+"""Expand the words of a script: quotes, variables, arithmetic, tests, and commands that only print text. It runs nothing."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from fivefold_dialects.bounds import LONGEST, Work, whole_number
 from fivefold_dialects.shell_glob import fits, replaced, trimmed
 
 OPEN = "\x00"
-"""Stands before a quoted character that is not special any more."""
+"""Mark before a quoted character, which has lost its special meaning."""
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
 _SETTING = re.compile(r"[+~]{0,2}[A-Za-z_@][\w.@/-]*=.*", re.DOTALL)
 _ARGUMENTS = ('"$@"', "$@", '"${@}"', "${@}", "$*", '"$*"')
 _NAME = re.compile(r"\$\{([A-Za-z_]\w*|\d+)\}")
 _LONGEST_EXPRESSION = 2000
 _SILENCED = ("--", "2>&1", ">/dev/null", "&>/dev/null", ">", "&>", "/dev/null")
-"""Words of `cd` that do not say where to."""
+"""Words of a `cd` command that are not the directory."""
 
 
 def _quotient(left: int, right: int) -> int:
-    """Division towards zero, as in C."""
+    """Return the quotient rounded towards zero, as in C."""
     return abs(left) // abs(right) * (1 if (left < 0) == (right < 0) else -1)
 
 
@@ -39,30 +39,30 @@ _OPERATORS: Mapping[type[ast.AST], Callable[[int, int], int]] = {
 
 @dataclass
 class Script:
-    """The variables, arrays, files and commands of a script, as far as reading tells."""
+    """Variables, arrays, files and commands of a script, as far as reading it shows them."""
 
     variables: dict[str, str]
     arrays: dict[str, list[str]] = field(default_factory=dict)
     files: dict[str, str] = field(default_factory=dict)
-    """Files that it writes from heredocs: name -> text."""
+    """Files that the script writes from heredocs: name -> text."""
     commands: list[list[str]] = field(default_factory=list)
     skipped: list[list[str]] = field(default_factory=list)
-    """Commands of branches that do not run with the variables as they are."""
+    """Commands of branches that do not run with these variables."""
     open: set[str] = field(default_factory=set)
-    """Names whose values only running could tell; other names without a value are empty."""
+    """Names whose values only running the script would show; other names without a value are empty."""
     exported: set[str] = field(default_factory=set)
     arguments: list[str] | None = None
-    """Arguments from the script that calls it; None where they are not known."""
+    """Arguments from the calling script; None if they are not known."""
     functions: dict[str, Any] = field(default_factory=dict)
-    """Statements of functions that were not called yet."""
+    """Functions that were not called yet -> their statements."""
     sourced: set[str] = field(default_factory=set)
     work: Work = field(default_factory=Work)
     read_file: Callable[[str], str | None] = lambda name: None
-    """The text of another script, None where there is none."""
+    """Function that returns the text of another script; None if that script does not exist."""
 
     @property
     def command(self) -> list[str]:
-        """The words with most settings: of a command, or of an array that the script runs; or those that start a script."""
+        """Return the words with the most settings, of a command or an array, or else the words that start another script."""
         candidates = [*self.commands, *self.arrays.values()]
         found = max(candidates, key=_weight, default=[])
         return found if _weight(found) else max(self.skipped, key=_weight, default=found)
@@ -91,7 +91,7 @@ def _weight(words: list[str]) -> float:
 
 
 def skip(text: str, i: int) -> int:
-    """The place behind what begins at `i`: a quoted text, `$(...)`, `${...}`, an escape, or one letter."""
+    """Return the index after the item that begins at `i`: a quoted text, `$(...)`, `${...}`, an escape, or one letter."""
     letter = text[i]
     if letter == "\\":
         return i + 2
@@ -107,7 +107,7 @@ def skip(text: str, i: int) -> int:
 
 
 def bracket(text: str, i: int) -> int:
-    """The place behind the bracket that closes the one at `i`."""
+    """Return the index after the bracket that closes the bracket at `i`."""
     opening, closing = text[i], {"(": ")", "{": "}"}[text[i]]
     i += 1
     while i < len(text) and text[i] != closing:
@@ -116,7 +116,7 @@ def bracket(text: str, i: int) -> int:
 
 
 def parts(text: str, signs: tuple[str, ...]) -> Iterator[tuple[str, str]]:
-    """(sign before it, piece) of a text that is cut at these signs, not within quotes or brackets."""
+    """Yield (sign before the piece, piece) of a text that is split at these signs outside of quotes and brackets."""
     sign, start, i = "", 0, 0
     while i < len(text):
         found = next((each for each in signs if text.startswith(each, i)), None)
@@ -134,7 +134,7 @@ def parts(text: str, signs: tuple[str, ...]) -> Iterator[tuple[str, str]]:
 
 
 def split(text: str) -> list[str]:
-    """Words at white space, quotes kept."""
+    """Return the words of a text, split at white space outside of quotes; the quotes are kept."""
     words, start, i = [], 0, 0
     while i < len(text):
         if text[i].isspace():
@@ -147,7 +147,7 @@ def split(text: str) -> list[str]:
 
 
 def words_of(script: Script, statement: str) -> list[str]:
-    """The words of a statement, expanded; an array assignment keeps its elements apart."""
+    """Return the expanded words of a statement; an array assignment is one word with OPEN between its elements."""
     script.work.spend(len(statement))
     array = re.match(r"((?:export |declare -a |local |readonly )?)([A-Za-z_]\w*\+?)=\((.*)\)\s*$", statement, re.DOTALL)
     if array:
@@ -166,7 +166,7 @@ def words_of(script: Script, statement: str) -> list[str]:
         found = expand_word(raw, script)
         is_assignment = ASSIGNMENT.fullmatch(raw) is not None and "." not in raw.partition("=")[0]
         if "$" in raw and not is_assignment and not raw.startswith(('"', "'")) and len(found.split()) > 1:
-            # An unquoted variable is split at spaces.
+            # The value of an unquoted variable is split at spaces.
             words += [expand_word(each, script) for each in split(found)] if "=" not in raw.partition("$")[0] else [found]
         elif found:
             words.append(found)
@@ -174,7 +174,7 @@ def words_of(script: Script, statement: str) -> list[str]:
 
 
 def expand_word(raw: str, script: Script) -> str:
-    """A word without its quotes, variables in their place (not within single quotes)."""
+    """Return a word without its quotes, with variables expanded (not within single quotes)."""
     script.work.spend(len(raw))
     text, i = "", 0
     while i < len(raw):
@@ -182,7 +182,7 @@ def expand_word(raw: str, script: Script) -> str:
         if raw[i] == "'":
             text += raw[i + 1 : end - 1].replace("$", OPEN + "$")
         elif raw[i] == '"':
-            # Within double quotes a backslash escapes only what is special there.
+            # Within double quotes a backslash escapes only special characters.
             text += expand(re.sub(r'\\(["\\])', r"\1", raw[i + 1 : end - 1]), script, quoted=True)
         else:
             while end < len(raw) and raw[end] not in "'\"":
@@ -193,12 +193,12 @@ def expand_word(raw: str, script: Script) -> str:
 
 
 def expand(text: str, script: Script, *, quoted: bool, depth: int = 0) -> str:
-    """Variables, defaults and arithmetic in a text; what stands open stays as it is written."""
+    """Return a text with its variables, defaults and arithmetic expanded; unknown values stay as they are written."""
     script.work.spend(len(text))
     found, i = "", 0
     while i < len(text):
         if text[i] == "\\" and i + 1 < len(text):
-            # `\$VAR` is for a second reading (eval), which there is where the command is an array.
+            # `\$VAR` is expanded by a second reading (eval), as in commands that are arrays.
             found += (
                 _value_of(script, name[1])
                 if (name := re.match(r"\$(\w+)", text[i + 1 :]))
@@ -229,7 +229,7 @@ def expand(text: str, script: Script, *, quoted: bool, depth: int = 0) -> str:
 
 
 def _parameter(inside: str, script: Script, depth: int, quoted: bool) -> str:
-    """Return the value of `${inside}`."""
+    """Return the value of `${inside}`, or this text itself if the value is unknown."""
     if counted := re.fullmatch(r"#([A-Za-z_]\w*)(\[[@*]\])?", inside):
         things = script.arrays.get(counted[1]) if counted[2] else script.variables.get(counted[1])
         return "${" + inside + "}" if things is None else str(len(things))
@@ -246,7 +246,7 @@ def _parameter(inside: str, script: Script, depth: int, quoted: bool) -> str:
         there = is_set and (value != "" or not colon)
         if name in script.open:
             return "${" + inside + "}"
-        # Within double quotes, single quotes are letters.
+        # Within double quotes, single quotes are plain letters.
         other = expand(word.replace('"', ""), script, quoted=True, depth=depth + 1) if quoted else expand_word(word, script)
         if sign == "+":
             return other if there else ""
@@ -288,7 +288,7 @@ def _value_of(script: Script, name: str) -> str:
 
 
 def arithmetic(text: str, script: Script) -> int | None:
-    """A whole-number expression of 64 bits; None where a name in it stands open."""
+    """Return the value of a 64-bit whole-number expression; None if a name in it has no known value or it is not valid."""
     if len(text) > _LONGEST_EXPRESSION:
         return None
     if choice := re.fullmatch(r"([^?]+)\?([^:]+):(.+)", text.strip(), re.DOTALL):
@@ -310,22 +310,22 @@ def arithmetic(text: str, script: Script) -> int | None:
     try:
         return value(ast.parse(plain, mode="eval").body) if len(plain) <= _LONGEST_EXPRESSION else None
     except (ValueError, SyntaxError, ZeroDivisionError, KeyError, RecursionError, MemoryError):
-        # Python's parser raises the last two for brackets that are nested too deeply.
+        # Python's parser raises the last two errors for brackets that are nested too deeply.
         return None
 
 
 def _of_64_bits(number: int) -> int:
-    """The number as a shell holds it."""
+    """Return a number reduced to 64 bits, as a shell stores it."""
     return (number + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
 def test(script: Script, condition: str) -> bool | None:
-    """Whether a condition holds; None where reading cannot tell."""
+    """Return whether a condition of a script is true; None if reading cannot decide it."""
     return _joined(condition.strip(), lambda piece: _single(script, piece))
 
 
 def _joined(text: str, holds: Callable[[str], bool | None]) -> bool | None:
-    """Three-valued `a && b || c`, from left to right."""
+    """Return the value of `a && b || c`, from left to right; None if it cannot be decided."""
     found: bool | None = None
     for sign, piece in parts(text, ("&&", "||")):
         right = holds(piece)
@@ -361,7 +361,7 @@ def _single(script: Script, condition: str) -> bool | None:
 
 
 def _compared(script: Script, raw: list[str], is_double: bool) -> bool | None:
-    """One comparison within brackets; a variable that is not set anywhere is empty, as when the script runs without it."""
+    """Return whether one comparison within brackets is true; a variable that nothing sets is empty, as in a real run."""
     if raw[:1] == ["!"]:
         holds = _compared(script, raw[1:], is_double)
         return None if holds is None else not holds
@@ -386,13 +386,13 @@ def _compared(script: Script, raw: list[str], is_double: bool) -> bool | None:
 
 
 def _without_unset(text: str, script: Script) -> str | None:
-    """The text with names that nothing sets as empty; None where it stands open."""
+    """Return a text with names that nothing sets replaced by ""; None if its value is unknown."""
     found = _NAME.sub(lambda name: name[0] if name[1] in script.open else "", text)
     return None if "${" in found or "$(" in found else found
 
 
 def _printed(command: str, script: Script) -> str | None:
-    """Return the output of a command that only makes text of text; None for any other."""
+    """Return the output of a command that only transforms text; None for any other command."""
     if (place := _entered(command)) is not None:
         directory = expand_word(place, script)
         return None if "$" in directory else os.path.normpath(os.path.join(script.variables.get("PWD", ""), directory))
@@ -413,7 +413,7 @@ def _printed(command: str, script: Script) -> str | None:
 
 
 def _entered(command: str) -> str | None:
-    """DIRECTORY of `cd DIRECTORY && pwd`; None for any other command."""
+    """Return DIRECTORY of `cd DIRECTORY && pwd`; None for any other command."""
     (_, first), *rest = parts(command, ("&&",))
     words = [word for word in split(first) if word not in _SILENCED]
     if [piece.split() for _, piece in rest] not in ([["pwd"]], [["pwd", "-P"]]) or len(words) != 2 or words[0] != "cd":
@@ -455,7 +455,7 @@ def _filtered(words: list[str], text: str) -> str | None:
     if name == "tr" and len(rest) == 2 and not any(word.startswith("[") for word in rest):
         if rest[0] == "-d":
             return text.translate(dict.fromkeys(map(ord, rest[1])))
-        # The first of two places that a letter has in the set counts.
+        # If a letter occurs twice in the set, its first place counts.
         ordered, last = reversed(list(enumerate(rest[0]))), len(rest[1]) - 1
         return text.translate({ord(letter): rest[1][min(place, last)] for place, letter in ordered}) if rest[1] else None
     if name == "wc" and rest in (["-w"], ["-l"]):

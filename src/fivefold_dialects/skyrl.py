@@ -1,7 +1,7 @@
-"""SkyRL: dataclasses filled from `key=value`, and the Hydra keys of skyrl-train before (PR #223 and after).
+"""Translate SkyRL: its `key=value` settings, and the Hydra keys of the older package skyrl-train (PR #223 and later).
 
-skyrl_algorithm.py has what several keys say of the method, skyrl_model.py of the models, here is the rest of RL. What only
-SkyRL's code explains was read in SkyRL a9564572e (2026-08-21); a note has the place.
+skyrl_algorithm.py translates the method, skyrl_model.py the models, this file the rest of RL. Behavior that only SkyRL's
+code defines was read in SkyRL a9564572e (2026-08-21); comments and notes cite the place.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ _MEGATRON = _POLICY + "megatron_config."
 _COLOCATED = "trainer.placement.colocate_all"
 _OLDER = {name: f"inference_engine_{name}" for name in several("(tensor expert data pipeline)_parallel_size")}
 _OLDER["num_engines"] = "num_inference_engines"
-"""Settings of engines that had other names in skyrl-train; there all stood in the section generator."""
+"""Engine settings that had other names in skyrl-train -> those names; there all were in the section generator."""
 _OLDER_KEYS = frozenset(several(load("legacy/skyrl")["older"]))
 PROGRAMS = ("main_base", "main_dapo", "main_tis_dapo", "main_async", "main_fully_async", "main_dapo_fully_async")
 WITH_A_FUNCTION = {
     "main_custom_policy_loss": (_ALGORITHM + "policy_loss_type", "reinforce"),
     "main_custom_adv_est": (_ALGORITHM + "advantage_estimator", "simple_baseline"),
 }
-"""SkyRL's examples of functions of one's own, with the key and the name that ask for them."""
+"""SkyRL's example programs that register a function -> the key and the name that choose this function."""
 FLASHRL = "main_dapo_flashrl"
 OTHER_PROGRAMS = {
-    "main_full_ctx": "a test of memory on made-up sequences of the longest length, which learns nothing: `fivefold check`",
-    "main_fully_async_sim": "training that is only simulated",
-    "main_generate": "sampling and scoring without training: `fivefold eval`",
+    "main_full_ctx": "a memory test on synthetic sequences of the longest length, without training: use `fivefold check`",
+    "main_fully_async_sim": "a simulation without training",
+    "main_generate": "sampling and scoring without training: use `fivefold eval`",
 }
-"""Programs that are refused, with what they do besides their keys."""
+"""Programs that are refused -> what they do, which their keys do not show."""
 _URLS = (_ENGINE + "external_server_urls", _ENGINE + "remote_urls", "generator.remote_inference_engine_urls")
-"""Servers that run already; by the oldest names they are host:port."""
+"""Keys with the addresses of servers that already run; the oldest keys have host:port."""
 _PAIR = re.compile(r"([A-Za-z_]\w*)\s*:\s*('[^']*'|\"[^\"]*\"|[^,{}]+)")
 
 
 def of_engine(source: Source, name: str) -> str:
-    """The key of an engine's setting: of today, or of skyrl-train where that one is set."""
+    """Return the key of an engine's setting: today's key, or that of skyrl-train if only that one is set."""
     older = f"generator.{_OLDER.get(name, name)}"
     return older if source.has(older) and not source.has(_ENGINE + name) else _ENGINE + name
 
@@ -62,16 +62,19 @@ def program(source: Source) -> dict[str, Any]:
     name = program_of(source)
     for example, (key, function) in WITH_A_FUNCTION.items():
         if example != name and source.text(key) == function:
-            source.lacks(key, f"the function {function}, which SkyRL's example of it registers, and not {name}")
+            source.lacks(key, f"the function {function}: SkyRL registers it in the program {example} only, not in {name}")
     if name == FLASHRL:
+        source.note(
+            "FlashRL's engine samples with weights in fp8, also for int8: vLLM computes them from the policy's in each step"
+        )
         return {"engine.vllm.quantization": "fp8"}
     if name not in PROGRAMS and name not in WITH_A_FUNCTION:
-        source.lacks("-m", OTHER_PROGRAMS.get(name, "another program than main_base: it may do what no key says"))
+        source.lacks("-m", OTHER_PROGRAMS.get(name, "a program other than main_base: it may do things that no key shows"))
     return {}
 
 
 def template(source: Source) -> dict[str, Any]:
-    """Variables of the chat template, as keys of their own or as `{name:value}`."""
+    """Return our key of the chat template's variables, which may be single keys or one text `{name:value}`."""
     start = "generator.chat_template_kwargs"
     found = {key.removeprefix(f"{start}."): source.value(key) for key in source.keys(f"{start}.")}
     if source.has(start) and (written := source.raw(start)) not in (None, "null", "{}", {}):
@@ -83,7 +86,7 @@ def template(source: Source) -> dict[str, Any]:
 
 
 def steps_ahead(source: Source) -> int:
-    """By the program: those of main_fully_async, one in main_async, none otherwise."""
+    """Return how many steps the program samples ahead: as configured in main_fully_async, 1 in main_async, otherwise 0."""
     name = program_of(source)
     if name.endswith("fully_async") or source.flag("trainer.fully_async.enabled"):
         return source.count("trainer.fully_async.max_staleness_steps")
@@ -94,13 +97,13 @@ def ahead(source: Source) -> dict[str, Any]:
     if not (steps := steps_ahead(source)):
         return {}
     if source.flag(_COLOCATED):
-        source.lacks(_COLOCATED, "asynchronous training on shared GPUs, which SkyRL refuses: say false")
+        source.lacks(_COLOCATED, "asynchronous training on shared GPUs, which SkyRL refuses: set it to false")
     if program_of(source) == "main_async" and not source.flag("trainer.fully_async.enabled"):
         return shared.ahead(steps, "finish")
     if source.count("trainer.train_batch_size") != source.count("trainer.policy_mini_batch_size"):
         source.lacks(
             "trainer.policy_mini_batch_size",
-            "a step of another size than train_batch_size, which fully asynchronous training refuses: say the same",
+            "another number than train_batch_size, which fully asynchronous training refuses: set both to the same number",
         )
     return shared.ahead(steps, "continue", "carry")
 
@@ -126,7 +129,7 @@ def micro_batch(source: Source) -> dict[str, Any]:
 def layout(source: Source) -> dict[str, Any]:
     megatron = ""
     if source.text("trainer.strategy") == "megatron":
-        # It stood next to `trainer` from 2025-08 to 2025-10.
+        # From 2025-08 to 2025-10 this section was next to `trainer`.
         megatron = "megatron_config.policy." if source.keys("megatron_config.policy.") else _MEGATRON
     recomputes = source.flag("trainer.gradient_checkpointing")
     found = policy(source, gpus(source), megatron, _POLICY + "sequence_parallel_size", recomputes=recomputes)
@@ -149,7 +152,7 @@ def critic(source: Source) -> dict[str, Any]:
     if source.text(_ALGORITHM + "advantage_estimator") != "gae":
         return {}
     if source.count("trainer.critic_mini_batch_size") != source.count("trainer.policy_mini_batch_size"):
-        source.lacks("trainer.critic_mini_batch_size", "the critic learns in the policy's updates")
+        source.lacks("trainer.critic_mini_batch_size", "the critic is trained in the policy's updates: set the same")
     found = {
         "critic.path": shared.path(source, "trainer.critic.model.path"),
         "critic.value_clip": source.number(_ALGORITHM + "value_clip"),
@@ -168,7 +171,7 @@ def sampling(source: Source) -> dict[str, Any]:
 
 
 def servers(source: Source) -> list[str]:
-    """Addresses of engines that the program does not start; none where it starts them."""
+    """Return the addresses of engines that already run; empty if the program starts the engines."""
     key = of_engine(source, "run_engines_locally")
     if not (source.has(key) and not source.flag(key)) and not source.has(_URLS[0]):
         return []
@@ -184,29 +187,29 @@ def engine(source: Source) -> dict[str, Any]:
 
     tp, ep, pp, dp = (source.whole(key(f"{of}_parallel_size")) or 1 for of in ("tensor", "expert", "pipeline", "data"))
     replicas = source.count(key("num_engines")) * dp
-    # What is sharded over stages there is over tensors here.
+    # Engines that are sharded over pipeline stages in SkyRL use tensor parallelism here.
     tp, ep = tp * pp, ep if ep == tp * pp else 1
     is_colocated, backend = source.flag(_COLOCATED), source.text(key("backend"))
     if urls := servers(source):
         if is_colocated:
-            source.lacks(_COLOCATED, "engines that run elsewhere on the policy's GPUs: say false")
+            source.lacks(_COLOCATED, "engines that already run elsewhere cannot share the policy's GPUs: set it to false")
         if (backend or "vllm") not in ("vllm", "sglang"):
             source.lacks(key("backend"), f"servers of {backend}: known here are vllm and sglang")
         return {"engine.backend": backend or "vllm", "engine.url": urls}
     if is_colocated and replicas * tp != gpus(source):
         raise UnreadableError(
             f"{key('num_engines')} x tensor_parallel_size = {replicas * tp} must be the policy's {gpus(source)} "
-            f"GPUs where all are colocated"
+            f"GPUs if all are colocated"
         )
     found: dict[str, Any] = {
         "engine.memory_fraction": source.number(key("gpu_memory_utilization")),
         "engine.max_num_seqs": source.whole(key("max_num_seqs")),
     }
+    ours = shared.engine_name(source, key("backend"), backend)
     if is_colocated:
-        found["engine.backend"] = shared.engine_layout(gpus(source), tp, ep)
+        found["engine.backend"] = shared.engine_layout(gpus(source), tp, ep, ours)
     else:
-        found |= shared.engine_apart(replicas * tp, tp, ep)
-    shared.replaced_engine(source, key("backend"), backend)
+        found |= shared.engine_apart(replicas * tp, tp, ep, ours)
     if backend == "vllm":
         for name in ("enforce_eager", "enable_prefix_caching", "enable_chunked_prefill", "max_num_batched_tokens"):
             if source.has(key(name)):
@@ -219,12 +222,38 @@ def engine(source: Source) -> dict[str, Any]:
     return found
 
 
+def profile(source: Source) -> dict[str, Any]:
+    """Return our keys of the steps that SkyRL's profiler records, by the schedule of torch.profiler."""
+    for start in (_POLICY, _MEGATRON):
+        said = source.under(start + "torch_profiler_config.")
+        if said.flag("enable"):
+            first, wait, warmup = (said.whole(name) or 0 for name in ("skip_first", "wait", "warmup"))
+            active, repeat = said.whole("active") or 1, min(said.whole("repeat") or 1, 100)
+            begins = [first + wait + warmup + cycle * (wait + warmup + active) for cycle in range(repeat)]
+            steps = [begin + step for begin in begins for step in range(1, active + 1)]
+            return {
+                "trainer.profile.steps": steps,
+                "trainer.profile.ranks": [int(rank) for rank in said.items("ranks")] or None,
+            }
+    return {}
+
+
+def changed_config(source: Source) -> dict[str, Any]:
+    """Return our key of values that replace those in config.json."""
+    found: dict[str, Any] = {}
+    for start in (f"{_POLICY}model_config_kwargs", f"{_MEGATRON}model_config_kwargs"):
+        whole = source.value(start) if source.has(start) else None
+        found |= whole if isinstance(whole, dict) else {}
+        found |= {key.removeprefix(f"{start}."): source.value(key) for key in source.keys(f"{start}.")}
+    return {f"model.overrides.{name}": value for name, value in found.items()}
+
+
 def router_replay(source: Source) -> dict[str, Any]:
     key, by_engine = _MEGATRON + "moe_enable_routing_replay", source.flag(_ENGINE + "enable_return_routed_experts")
     if source.text("trainer.strategy") != "megatron" or not source.flag(key):
         return {}
     if not by_engine:
-        source.lacks(key, "R3 without enable_return_routed_experts of the engine, which SkyRL refuses too")
+        source.lacks(key, "R3 without the engine's enable_return_routed_experts, which SkyRL refuses too")
     return shared.replayed("R3")
 
 
@@ -233,7 +262,7 @@ def evaluation(source: Source) -> dict[str, Any]:
     length = said.whole("max_generate_length")
     if length is not None and length != source.count("generator.sampling_params.max_generate_length"):
         said.lacks("max_generate_length", "responses of another length in evaluation")
-    # Without keys of its own evaluation is greedy.
+    # Evaluation is greedy unless it has its own sampling keys.
     if not (temperature := said.number("temperature")):
         return {"eval.samples": 0}
     samples = source.whole("generator.eval_n_samples_per_prompt")
@@ -264,14 +293,17 @@ def router(source: Source, key: str) -> str | None:
 
 
 def release_of(settings: Mapping[str, Any]) -> str:
-    """Settings of the package skyrl-train, which ended on 2026-03-02: by its name, or by keys that no later one has."""
+    """Return "2026-03" for settings of the package skyrl-train, which ended on 2026-03-02, otherwise "".
+
+    They show by the program's name, or by keys that no later release has.
+    """
     is_older = str(settings.get("-m", "")).startswith("skyrl_train.") or not _OLDER_KEYS.isdisjoint(settings)
     return "2026-03" if is_older else ""
 
 
 DERIVED = (
     *(*METHOD, program, template, ahead, batch, layout, micro_batch, learning, adapters, critic, sampling, engine),
-    *(router_replay, evaluation, rewards, run),
+    *(router_replay, evaluation, rewards, run, profile, changed_config),
     shared.tracked("trainer.logger", "trainer.project_name", "trainer.run_name", tags="trainer.tags"),
 )
 _CONVERTERS = {
@@ -286,7 +318,7 @@ SFT = table("skyrl_sft", skyrl_sft.DERIVED, _CONVERTERS, known=known("skyrl"))
 
 
 def table_of(settings: Mapping[str, Any]) -> Table:
-    """The table of a program's settings: that of RL or of SFT."""
+    """Return the table for these settings: that of RL or of SFT."""
     return SFT if skyrl_sft.looks_like(settings) else TABLE
 
 

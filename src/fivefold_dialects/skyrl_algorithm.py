@@ -1,4 +1,4 @@
-"""SkyRL's method: advantage, loss, KL, rollout correction, shaping of rewards and dynamic sampling."""
+"""Translate SkyRL's method: advantage, loss, KL, rollout correction, reward shaping and dynamic sampling."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from fivefold_dialects.source import Source
 
 _ALGORITHM = "trainer.algorithm."
 TOKEN_MEAN = "skyrl.token_mean"
-"""Key of the mean that the release takes token_mean for; it is no key of SkyRL's, so that no configuration sets it."""
+"""Internal key: the mean that `token_mean` stands for in a release. It is not a key of SkyRL, so no run can set it."""
 
 
 def is_before_2026_04(source: Source) -> bool:
-    """Losses are averaged over micro-batches, as until #1296 (2026-03-31)."""
+    """Return whether losses are averaged over micro-batches, as SkyRL did until #1296 (2026-03-31)."""
     return bool(source.defaults[TOKEN_MEAN] == "micro-batch-token-mean")
 
 
 def aggregate(source: Source) -> str | None:
-    """The mean of the loss; None where it is not known.
+    """Return our name of the mean of the loss; None if SkyRL's name is unknown.
 
-    That of micro-batches is one of sequences where each has one; it is for all of the loss or none here, and the KL's never
-    was one: beside a KL it is token-mean.
+    A mean over micro-batches is a mean over sequences if each micro-batch has one sequence. Here it applies to the whole
+    loss, but SkyRL's KL never had it: with a KL the mean is token-mean.
     """
     said = source.under(_ALGORITHM)
     found: str | None = CHOICES["loss_reduction"].read(said)
@@ -36,7 +36,7 @@ def aggregate(source: Source) -> str | None:
 
 
 def constant_scale(source: Source) -> float:
-    """Return how much smaller SkyRL's loss is than constant-length's: what it is divided by over the longest response."""
+    """Return the factor by which SkyRL's loss is smaller than our constant-length loss: divisor / longest response."""
     said = source.under(_ALGORITHM)
     if said.text("loss_reduction") != "seq_mean_token_sum_norm" or said.text("policy_loss_type") == "reinforce":
         return 1.0
@@ -64,14 +64,15 @@ def loss(source: Source) -> dict[str, Any]:
     found = {"aggregate": mean, **chosen.read(said)}
     if name == "reinforce" and not is_before_2026_04(source):
         said.lacks(
-            "policy_loss_type", "REINFORCE whose advantages were divided by loss_reduction before: @2026-03 has it whole"
+            "policy_loss_type",
+            "REINFORCE with advantages that loss_reduction has divided; --from skyrl@2026-03 has the older loss",
         )
     if name == "dppo":
         found["divergence"] = CHOICES["dppo.dppo_type"].read(said)
     if name == "cispo" and said.text("cispo.cispo_anchor") == "rollout":
         found["rollout_correction.old_logprobs_from"] = "engine"
     if said.flag("use_entropy_loss"):
-        said.lacks("use_entropy_loss", "an entropy that is averaged over the tokens of each micro-batch")
+        said.lacks("use_entropy_loss", "an entropy that is averaged over each micro-batch's tokens")
     return {f"algorithm.{key}": value for key, value in found.items()}
 
 
@@ -81,11 +82,11 @@ def kl(source: Source) -> dict[str, Any]:
     if not coef or not (in_loss or in_reward):
         return {"algorithm.kl.coef": 0.0}
     if in_loss and in_reward:
-        said.lacks("use_kl_in_reward", "a KL in the loss and another in the reward, which SkyRL refuses too: say one")
+        said.lacks("use_kl_in_reward", "a KL in the loss and another in the reward, which SkyRL refuses too: use one")
     found: dict[str, Any] = {"estimator": shared.estimator(said, "kl_estimator_type", "k3"), "coef": coef, "place": "reward"}
     result: dict[str, Any] = {}
     if not in_reward:
-        # Where the rest of the loss is divided by another constant, the KL weighs as much more.
+        # SkyRL divides the rest of the loss by a larger constant, so here the KL needs a larger weight.
         found |= {"coef": coef * constant_scale(source), "place": "loss"}
         if aggregate(source) in ("token-mean", "constant-length"):
             result["algorithm.penalty_aggregate"] = "seq-mean-token-mean"
@@ -96,7 +97,7 @@ def kl(source: Source) -> dict[str, Any]:
 
 def correction(source: Source) -> dict[str, Any]:
     said, found = source.under(_ALGORITHM), dict[str, Any]()
-    # As off_policy_correction was called in January 2026.
+    # The name of off_policy_correction in January 2026.
     older = "rollout_correction."
     off, bound = (said.under(older), "cap") if said.keys(older) else (said.under("off_policy_correction."), "clip")
     if said.flag("use_tis"):
@@ -115,7 +116,7 @@ def correction(source: Source) -> dict[str, Any]:
 
 
 def shaping(source: Source) -> dict[str, Any]:
-    """DAPO's penalty, in the recipe whose program applies it."""
+    """Return our keys of DAPO's penalty for long responses, which only the programs of this recipe apply."""
     said, nested = source.under(_ALGORITHM), source.has(_ALGORITHM + "overlong_buffer.len")
     start, program = "overlong_buffer." if nested else "overlong_buffer_", source.text("-m") or ""
     if not nested and not program.endswith(("main_dapo", "main_tis_dapo", "main_dapo_fully_async", "main_dapo_flashrl")):

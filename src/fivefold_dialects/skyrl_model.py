@@ -1,4 +1,4 @@
-"""SkyRL's layouts, options of Megatron-Core, optimizers and adapters, in RL and in SFT -> ours."""
+"""Translate SkyRL's layouts, options of Megatron-Core, optimizers and adapters, in RL and in SFT."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CHOICES = choices("skyrl")
 
 
 def policy(source: Source, world: int, megatron: str, sequence_parallel: str, *, recomputes: bool) -> dict[str, Any]:
-    """The policy on so many GPUs; `megatron` is its section of Megatron-Core's settings, "" where FSDP trains it."""
+    """Return our keys of the policy on `world` GPUs; `megatron` is its section of Megatron-Core settings, "" with FSDP."""
     if not megatron:
         backend = str(shared.world_layout(world, cp=source.whole(sequence_parallel) or 1))
         return {"policy.backend": backend, "policy.recompute": "full" if recomputes else None}
@@ -23,6 +23,7 @@ def policy(source: Source, world: int, megatron: str, sequence_parallel: str, *,
     if recomputes:
         found |= shared.recompute(source, kwargs, "policy")
     found |= shared.megatron_options(source, kwargs, "policy.megatron")
+    found |= shared.ddp_options(source, megatron + "ddp_config.", "policy")
     if sizes["pp"] == 1:
         for name in ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"):
             if found.pop(f"policy.megatron.pipeline.{name}", None) is not None:
@@ -36,7 +37,7 @@ def policy(source: Source, world: int, megatron: str, sequence_parallel: str, *,
 
 
 def optimizer(source: Source, section: str = "", ours: str = "policy.optimizer", scale: float = 1.0) -> dict[str, Any]:
-    """AdamW of a section; `scale` is how much smaller the loss is there than here."""
+    """Return our keys of AdamW in a section; `scale` is the factor by which SkyRL's loss is smaller than ours."""
     said = source.under(section + "optimizer_config.")
     clip = said.number("max_grad_norm")
     found = {
@@ -67,6 +68,6 @@ def low_rank(source: Source, section: str = "", ours: str = "policy") -> dict[st
 
 
 def kept(source: Source, key: str) -> int:
-    """Checkpoints that stay: all of them where the number is -1."""
+    """Return how many checkpoints are kept; -1 means all."""
     keep = source.whole(key) or -1
     return keep if keep > 0 else EVERY_CHECKPOINT

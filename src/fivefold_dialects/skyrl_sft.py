@@ -1,6 +1,6 @@
-"""SkyRL's SFT program, `skyrl.train.main_sft`: its own flat keys.
+"""Translate SkyRL's SFT program `skyrl.train.main_sft`, which has its own flat keys.
 
-What its code explains was read in SkyRL a9564572e (2026-08-21); a note has the place.
+Behavior that only its code defines was read in SkyRL a9564572e (2026-08-21); comments and notes cite the place.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from fivefold_dialects.table import choices
 
 CHOICES = choices("skyrl_sft")
 PROGRAMS = ("main_sft", "main_sft_with_callbacks")
-"""The second one shows e to the loss besides."""
+"""Supported programs; the second one also logs e to the power of the loss."""
 _LONGEST = 1 << 20
-"""Tokens of a sequence that nothing bounds."""
+"""Length limit in tokens for sequences without one."""
 
 
 def looks_like(settings: Mapping[str, Any]) -> bool:
-    """Settings of the SFT program: by its name, or by keys that the others have under `trainer.`."""
+    """Return whether the settings are those of the SFT program, by its name or by keys that only it has at the top level."""
     if (program := str(settings.get("-m", ""))) and "sft" in program:
         return True
     return not any(key.startswith(("trainer.", "generator.")) for key in settings) and any(
@@ -33,12 +33,12 @@ def looks_like(settings: Mapping[str, Any]) -> bool:
 def program(source: Source) -> dict[str, Any]:
     name = (source.text("-m") or "main_sft").rpartition(".")[2]
     if name not in PROGRAMS:
-        source.lacks("-m", "another program than main_sft: it may do what no key says")
+        source.lacks("-m", "a program other than main_sft: it may do things that no key shows")
     return {"algorithm.name": "sft"}
 
 
 def _slices(source: Source, key: str) -> list[str]:
-    """A list of slices, whose own brackets and colons YAML would take for its own: `[train[:100],train[100:]]`."""
+    """Return a list of slices such as `[train[:100],train[100:]]`, whose brackets and colons YAML would misread."""
     raw = source.raw(key)
     if not isinstance(raw, str) or "[" not in raw.strip("'\" ")[1:]:
         return source.texts(key)
@@ -48,7 +48,7 @@ def _slices(source: Source, key: str) -> list[str]:
 
 
 def _parts(source: Source, sets: str, splits: str, older_set: str, older_split: str) -> list[str]:
-    """Files of data sets of the hub, OWNER/NAME-SPLIT.parquet, with the rows of a slice."""
+    """Return the files of data sets of the hub, as OWNER/NAME-SPLIT.parquet, with the rows of a slice."""
     if (source.has(older_set) or source.has(older_split)) and not source.has(sets):
         names, slices = source.texts(older_set), _slices(source, older_split)
     else:
@@ -70,12 +70,12 @@ def data(source: Source) -> dict[str, Any]:
     train = _parts(source, "train_datasets", "train_dataset_splits", "dataset_name", "dataset_split")
     if len(train) > 1:
         source.lacks(
-            "train_datasets", "rows of several sets drawn with replacement by weight: data.mixture has fixed shares"
+            "train_datasets", "rows of several sets, drawn with replacement by weight: data.mixture has fixed shares"
         )
     if (order := source.text("sampler")) not in ("random", "sequential"):
-        source.lacks("sampler", "an order of one's own")
+        source.lacks("sampler", "your own order of rows")
     if (longest := source.whole("max_length")) is None:
-        source.lacks("max_length", "sequences that nothing cuts off: max_length")
+        source.lacks("max_length", "sequences without a length limit: set max_length")
     found = {
         "data.train": train,
         "data.shuffle": order == "random",

@@ -1,4 +1,4 @@
-"""Another system's settings as its program would see them: defaults, interpolations, types of words on a command line."""
+"""Read another system's settings as its program would: defaults, interpolations, types of words on a command line."""
 
 from __future__ import annotations
 
@@ -20,62 +20,62 @@ _TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 
 
 class UnreadableError(UserError):
-    """A value that cannot be used as it stands."""
+    """Value of a setting that cannot be used."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """Settings by their full key; every read is recorded, so that it is known what a value of ours comes from."""
+    """Settings by full key; every read is recorded, which shows the keys that a value of ours comes from."""
 
     settings: Mapping[str, Any]
-    """Full key -> value, as the configuration sets it."""
+    """Full key -> value, for the keys that the configuration sets."""
     defaults: Mapping[str, Any]
     environment: Mapping[str, str]
-    """Values of variables that stand open."""
+    """Variables for `${NAME}` and `$NAME` -> their values."""
     prefix: str = ""
     read: set[str] = field(default_factory=set)
-    """Full keys that were asked for."""
+    """Full keys that were read."""
     found: list[Outcome] = field(default_factory=list)
-    """Outcomes of keys, which functions add."""
+    """Outcomes of keys that functions have reported."""
     work: Work = field(default_factory=Work)
     notes: list[str] = field(default_factory=list)
-    """Sentences about the run, which functions add."""
+    """Sentences about the run that functions have added."""
 
     def under(self, prefix: str) -> Source:
-        """The same settings seen from a section: `prefix` is put before keys."""
+        """Return the same settings seen from a section: `prefix` is put before every key."""
         return replace(self, prefix=self.prefix + prefix)
 
     def recording(self) -> Source:
-        """The same with a record of its own."""
+        """Return the same settings with a new record of the keys that are read."""
         return replace(self, read=set())
 
     def without(self, key: str) -> Source:
-        """The same without a full key, with records of its own."""
+        """Return the same settings without a full key, and with new records."""
         settings = dict(self.settings)
         del settings[key]
         return replace(self, settings=settings, read=set(), found=[], notes=[])
 
     def has(self, key: str) -> bool:
-        """The configuration sets it."""
+        """Return whether the configuration sets the key."""
         self.read.add(self.prefix + key)
         return self.prefix + key in self.settings
 
     def keys(self, start: str) -> list[str]:
-        """Keys that the configuration sets below `start`."""
+        """Return the keys below `start` that the configuration sets."""
         full = self.prefix + start
         return [key.removeprefix(self.prefix) for key in self.settings if key.startswith(full)]
 
     def value(self, key: str) -> Any:
-        """The value, of YAML's type: the configuration's, or the default; None where there is none."""
+        """Return the value of the configuration or else the default, with YAML's type; None if there is neither."""
         raw = self.raw(key)
         return typed(raw) if isinstance(raw, str) else raw
 
     def raw(self, key: str) -> Any:
-        """The value as it was written, with interpolations in their place."""
+        """Return the value as it was written, with interpolations replaced by their values."""
         return self._resolved(self.prefix + key, 0)
 
     def text(self, key: str) -> str | None:
-        """The value as text, without the quotes around it."""
+        """Return the value as text without the quotes around it; None if it is absent or null."""
         raw = self.raw(key)
         if raw is None or (isinstance(raw, str) and raw.strip().lower() in _NONE):
             return None
@@ -101,14 +101,14 @@ class Source:
         return int(number)
 
     def count(self, key: str) -> int:
-        """A whole number that cannot be absent."""
+        """Return a whole number; raise UnreadableError if it is absent."""
         number = self.whole(key)
         if number is None:
             raise UnreadableError(f"{self.prefix}{key} must be a whole number: got none")
         return number
 
     def flag(self, key: str) -> bool:
-        """True or false; absent is false."""
+        """Return whether the value is true; an absent value is false."""
         raw = self.raw(key)
         if isinstance(raw, bool):
             return raw
@@ -120,7 +120,7 @@ class Source:
         raise UnreadableError(f"{self.prefix}{key} must be true or false: got {raw!r}")
 
     def items(self, key: str) -> list[Any]:
-        """A list; one value alone is a list of it."""
+        """Return a list; a single value becomes a list of one."""
         value = self.value(key)
         if isinstance(value, str) and value[:1] in "[(":
             value = typed(value.replace("(", "[").replace(")", "]"))
@@ -132,31 +132,31 @@ class Source:
         return [str(item) for item in self.items(key)]
 
     def numbers(self, key: str) -> list[float]:
-        """Return a list of numbers."""
+        """Return the value as a list of numbers."""
         return [float(item) for item in self.items(key)]
 
     def one_of(self, key: str, names: Collection[str], what: str, usual: str) -> str:
-        """Return which of `names` the key has, `usual` where it is left out; another name is not supported."""
+        """Return the key's value, one of `names`, or `usual` if it is left out; report another name as not supported."""
         if (name := self.text(key) or usual) in names:
             return name
         self.lacks(key, f"the {what} {name}: known here are {', '.join(names)}")
         return usual
 
     def lacks(self, key: str, reason: str, *, changes_result: bool = True) -> None:
-        """Say of a key that its value asks for what is not supported."""
+        """Report that the value of a key needs something that is not supported."""
         full = self.prefix + key
         self.read.add(full)
-        # A default that we lack is named too: the run would be another without it.
+        # A default that is not supported is named too: without it the run would be a different one.
         value = self.settings.get(full, f"{self.defaults.get(full)} (the default)")
         self.found.append(Outcome(full, value, "unsupported", reason, changes_result=changes_result))
 
     def note(self, sentence: str) -> None:
-        """Say of the run what its users should know, where no key is refused for it."""
+        """Add a sentence about the run that its users should know and for which no key is refused."""
         if sentence not in self.notes:
             self.notes.append(sentence)
 
     def fixed(self, key: str, reason: str) -> None:
-        """Say of a key that it changes nothing of the numbers here."""
+        """Report that the value of a key does not change any number of the run here."""
         full = self.prefix + key
         self.read.add(full)
         if full in self.settings:
@@ -164,7 +164,7 @@ class Source:
 
     def _resolved(self, key: str, depth: int) -> Any:
         if depth > 20:
-            raise UnreadableError(f"{key} refers to itself, or to others more than 20 deep")
+            raise UnreadableError(f"{key} refers to itself, or through more than 20 other keys")
         self.read.add(key)
         self.work.spend(20)
         value = self.settings[key] if key in self.settings else self.defaults.get(key)
@@ -201,7 +201,7 @@ class Source:
         if colon and kind not in self.environment and name not in self.environment:
             if rest.startswith(("-", "=")):
                 return rest[1:]
-            raise UnreadableError(f"{key}: ${{{name}}} is computed when the program runs: write the value in its place")
+            raise UnreadableError(f"{key}: ${{{name}}} is computed when the program runs: replace it by the value")
         place = _sibling(key, name)
         if place in self.settings or place in self.defaults:
             return self._resolved(place, depth + 1)
@@ -209,11 +209,11 @@ class Source:
             return self.environment[kind]
         if "." in place:
             return None
-        raise UnreadableError(f"{key} needs ${{{name}}}, which stands open: give it with --env {name}=value")
+        raise UnreadableError(f"{key} needs ${{{name}}}, which has no known value: pass it with --env {name}=value")
 
 
 def merged(trees: Iterable[Tree]) -> Tree:
-    """Return mappings one over the other, the last on top."""
+    """Return one mapping of several: a later one overrides an earlier one, section by section."""
     result: Tree = {}
     for tree in trees:
         for key, value in tree.items():
@@ -223,7 +223,7 @@ def merged(trees: Iterable[Tree]) -> Tree:
 
 
 def flatten(tree: Mapping[str, Any], start: str = "") -> Iterator[tuple[str, Any]]:
-    """(full key, value) of a nested mapping; an empty mapping is a value."""
+    """Yield (full key, value) for each value of a nested mapping; an empty mapping is a value."""
     for name, value in tree.items():
         key = f"{start}.{name}" if start else str(name)
         if isinstance(value, Mapping) and value:
@@ -233,7 +233,7 @@ def flatten(tree: Mapping[str, Any], start: str = "") -> Iterator[tuple[str, Any
 
 
 def _sibling(key: str, name: str) -> str:
-    """The full name of an interpolation at `key`: one dot is its own section, each further one the section above."""
+    """Return the full key of an interpolation at `key`: one leading dot is its section, each further dot the one above."""
     dots = len(name) - len(name.lstrip("."))
     return ".".join([*key.split(".")[:-dots], name[dots:]]) if dots else name
 
@@ -246,14 +246,14 @@ def _unquoted(text: str) -> str:
 
 
 def typed(text: str) -> Any:
-    """A word as YAML reads it, with Python's None and numbers like 1e-6."""
+    """Return the value of a word as YAML reads it, and also None for `None` and a number for `1e-6`."""
     found = _typed(text)
     return copy.deepcopy(found) if isinstance(found, (list, dict)) else found
 
 
 @lru_cache(1 << 14)
 def _typed(text: str) -> Any:
-    """Parse a word; the result is kept, because functions are run many times and YAML is slow."""
+    """Return the value of a word; results are cached, because functions are run many times and YAML is slow."""
     plain = _unquoted(text)
     if plain.lower() in _NONE:
         return None

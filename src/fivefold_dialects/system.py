@@ -1,11 +1,11 @@
-"""A system whose runs are read: its tables, the words of its commands, and the run.yaml that is written from them."""
+"""Define one supported system: its tables, how its commands are read, and the run.yaml that is written from them."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from fivefold.config.dialect import Translation, Tree
@@ -26,25 +26,25 @@ _TOO_DEEP = "brackets, functions or scripts are nested too deeply: give the sett
 
 @dataclass(frozen=True)
 class System:
-    """A dialect: called with a tree and `key=value` words, it returns their translation."""
+    """One supported system; calling it with a tree and `key=value` words returns their translation."""
 
     name: str
-    """As it stands after `--from`."""
+    """Name of the system after `--from`."""
     tables: tuple[Table, ...]
-    """One for each program of the system with keys of its own; the first is the one that most users run."""
+    """One table for each program of the system that has its own keys; the first is the program that most users run."""
     choose: Callable[[Mapping[str, Any]], Table] | None = None
-    """Settings -> the table that fits them; without it the first does."""
+    """Function that returns the table for some settings; without it the first table is used."""
     config_names: tuple[str, ...] = ()
-    """YAML files of the system itself, whose values are the defaults of its tables."""
+    """Names of the system's own YAML files; their values are already the defaults of its tables."""
     join: Callable[[list[Tree]], Tree] = merged
-    """Joins the files that a command names into one tree."""
-    variables: Mapping[str, str] = field(default_factory=dict)
-    """Variables that a script exports without effect here -> where what they are about is."""
+    """Function that joins the files of a command into one tree."""
+    variables: Sequence[str] = ()
+    """Environment variables that the system's programs read; the tables have rows for them as for keys."""
 
     def __call__(
         self, tree: Tree, overrides: list[str], /, environment: Mapping[str, str] | None = None, version: str = ""
     ) -> Translation:
-        """Translate settings; `version` is the month of an older release, `environment` has the variables left open."""
+        """Return the translation of settings; `version` is the month of an older release, `environment` has variables."""
         settings = settings_of(tree, overrides)
         table = self.choose(settings) if self.choose else self.tables[0]
         if version and (fault := self._version_fault(table, version)):
@@ -63,7 +63,7 @@ class System:
         version: str = "",
         allow_secrets: bool = False,
     ) -> Translation:
-        """Translate the words of a command, as `SystemDialect` in the core has it."""
+        """Return the translation of the words of a command; see `SystemDialect` in the core."""
         hidden = Hidden({} if allow_secrets else environment)
         variables = {**environment, **hidden.environment, **(given or {})}
         try:
@@ -74,7 +74,7 @@ class System:
             raise ConfigError([_TOO_DEEP]) from None
 
     def _of_command(self, words: Sequence[str], environment: Mapping[str, str], version: str) -> Translation:
-        """Translate a command; what follows `--` are settings of ours, which come over those of the system."""
+        """Return the translation of a command; after `--` come our own settings, which override those of the system."""
         theirs, own = (words[: words.index("--")], words[words.index("--") + 1 :]) if "--" in words else (words, ())
         found = read_command(theirs, environment)
         notes = []
@@ -88,9 +88,9 @@ class System:
         if not tree and not found.settings:
             raise ConfigError([f"no setting of {self.name} in {' '.join(theirs)[:LONGEST_KEY] or 'an empty command'}"])
         options = [f"{option}={value}" for option, value in found.options.items()]
-        translation = self(tree, [*options, *found.settings], environment, version)
-        exported = ((key, found.exported[key], where) for key, where in self.variables.items() if key in found.exported)
-        notes += [f"{key}={value} has no effect: {where}" for key, value, where in exported]
+        exported = {**environment, **found.exported}
+        variables = [f"{name}={exported[name]}" for name in self.variables if exported.get(name)]
+        translation = self(tree, [*variables, *options, *found.settings], environment, version)
         return with_own(dataclasses.replace(translation, notes=[*notes, *translation.notes]), own)
 
     def write(self, translation: Translation, *, strict: bool = True) -> str:
@@ -103,11 +103,11 @@ class System:
 
     def _version_fault(self, table: Table, version: str) -> str | None:
         if not table.versions:
-            return f"this program of {table.name} has no older defaults here: say --from {self.name} without @{version}"
+            return f"this program of {table.name} has no older defaults here: write --from {self.name} without @{version}"
         fault = OneOf(table.versions).fault(version)
         return fault and f"the version of {table.name} {fault}"
 
 
 def dialect(name: str, *tables: Table, **options: Any) -> System:
-    """Make the dialect of a system from its tables; `options` are further fields of System."""
+    """Return the System with this name and these tables; `options` are further fields of System."""
     return System(name, tables, **options)

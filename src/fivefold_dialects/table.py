@@ -1,34 +1,33 @@
-"""The form of a system's table: rows that say what becomes of its keys, defaults, and the names of its methods, as data.
+"""Define a system's table: rows that say how each of its keys is handled, defaults, and the names of its methods, as data.
 
-`tables/SYSTEM.yaml` has them (`load`), the system's module has functions for what several keys say together:
+`tables/SYSTEM.yaml` has these (`load`); the system's module has functions for values that depend on several keys:
 
     sections:
       Algorithm:
         to:                                       # one key -> one of ours
           ppo_epochs: algorithm.ppo_epochs whole
-        reads:                                    # functions read these keys; the text after them is for the page
+        reads:                                    # keys that functions read; the text after them is for the page
           gamma lambd:
           loss_agg_mode: seq-mean-token-mean when left out.
-        fixed:                                    # why the numbers are the same whatever a key says: the keys
+        fixed:                                    # why the numbers are the same with any value of these keys: the keys
           how data are read: (actor_train reference).data_args.(tag id) **.template
-        lacks:                                    # what is not supported: the keys, or [keys, values that switch it off]
+        lacks:                                    # the feature that is not supported: the keys, or [keys, values for off]
           computing in 8 bits: [critic.fp8, false]
-        slower:                                   # as lacks, where the numbers of the run are the same without it
+        slower:                                   # like lacks, if the numbers of the run are the same without it
           an optimizer on the host: [optimizer_cpu_offload, false, 0]
 
-What a function reads is recorded (source.py), and the translator finds out which of our keys it changes, so `reads` only
-names the keys: one that is neither there nor in another row is unknown. Keys stand in one text; `(a b).(c d)` is each of
-them with each, also within each other, and `$name` a list of the file's section `lists`. A section that is a text, as
-`Data: verl`, is that of the file of this name, with the lists of both; rows that this file has itself take the place of that
-file's.
+Every key that a function reads is recorded (source.py), and the translator finds which of our keys it changes, so `reads`
+only names the keys; a key in no row is unknown. The keys of a row are one text: `(a b).(c d)` means all four combinations,
+may be nested, and `$name` is a list in the file's section `lists`. A section that is a name, as `Data: verl`, is copied from
+that system's file, with the lists of both files; this file's own rows replace copied ones.
 
-`below: {trainer.trainer_config: [verl, Model, Engines]}` takes the rows of these sections of another file that are fixed,
-lacking or slower, for that system's keys below a key of this one; the file's own rows come first. An empty section, or one
-that refers to the section of the same name elsewhere, sets nothing and needs no row.
+`below: {trainer.trainer_config: [verl, Model, Engines]}` copies the rows `fixed`, `lacks` and `slower` of these sections of
+another file, for that system's keys below this key; the file's own rows come first. A setting that is an empty section, or
+refers to a section of the same name elsewhere, needs no row.
 
-In a key `*` stands for one of its parts and `**` for any number of them, where the system knows the key (known/): another
-one is unknown, as it is without the row. With `!` at its end a pattern takes any key. A row of the key itself comes before
-a pattern; of patterns the one that is more exact in the first part in which they differ.
+In a key `*` matches one of its parts and `**` any number of parts, but only keys that the system has (known/); with `!` at
+its end a pattern matches any key. A row with the key itself comes before patterns. Of two patterns the one that is more
+exact in the first part where they differ comes first.
 """
 
 from __future__ import annotations
@@ -47,26 +46,26 @@ from fivefold_dialects.known import NONE, KnownKeys, sections
 from fivefold_dialects.source import Source, flatten
 
 Convert = Callable[[Source, str], Any]
-"""The source and a key -> our value, or None to leave ours as it is."""
+"""Function of the source and a key that returns our value, or None to keep our default."""
 Derived = Callable[[Source], Mapping[str, Any]]
-"""The source -> our keys and values; None leaves ours as it is."""
+"""Function of the source that returns our keys and values; the value None keeps our default."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One key of a system, and its meaning here."""
+    """Row for one key of a system: how it is handled here."""
 
     key: str
     form: Literal["to", "used", "fixed", "lacks"]
     ours: tuple[str, ...] = ()
     note: str = ""
-    """The reason, or what is worth knowing of the conversion."""
+    """Reason of the row, or a note about the conversion."""
     convert: Convert | None = None
     off: tuple[Any, ...] = ()
-    """Values at which what we lack is not asked for; None is always one of them."""
+    """Values that turn the unsupported feature off; None is always one of them."""
     changes_result: bool = True
     takes_any: bool = False
-    """A row with a wildcard takes every key that it fits, known or not, because there is no list of those names."""
+    """Whether a row with a wildcard takes every key that it matches, known or not, if there is no list of those names."""
 
     @property
     def is_pattern(self) -> bool:
@@ -75,41 +74,41 @@ class Row:
 
 @dataclass(frozen=True)
 class Section:
-    """Rows under a heading of the documentation, in the order in which that system's users think."""
+    """Rows under one heading of the documentation, in an order that the system's users know."""
 
     title: str
-    """Empty where another system's page has the rows."""
+    """Heading; empty if another system's page shows the rows."""
     rows: tuple[Row, ...]
     text: str = ""
 
 
 @dataclass(frozen=True)
 class Table:
-    """All that is known of a system's configuration."""
+    """Table of a system's configuration: rows, functions and defaults."""
 
     name: str
-    """As the system writes itself."""
+    """Name of the system as it spells it."""
     sections: tuple[Section, ...]
     derived: tuple[Derived, ...] = ()
-    """Later ones come over earlier ones."""
+    """Functions for values that depend on several keys; later ones override earlier ones."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Key -> what it is when a configuration leaves it out, as far as a row or function asks for it."""
+    """Key -> its default in the system, for keys that rows or functions read."""
     elsewhere: Mapping[str, Any] = field(default_factory=dict)
-    """Keys of another program that functions shared with it read, with the key of this one that stands for each, or the
-    value that it has here; nobody can set them."""
+    """Keys that shared functions read but this program does not have -> a value, or `${key}` of this program; no run can set
+    them."""
     versions: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """Month of an older release -> defaults that were others then."""
+    """Month of an older release -> its defaults that differ from today's."""
     release_of: Callable[[Mapping[str, Any]], str] = lambda settings: ""
-    """The month of the release that settings show by what no later one has; "" where they may be today's."""
+    """Function that returns the month of the older release that settings were written for; "" for the current release."""
     known: KnownKeys = NONE
-    """Keys that rows with a wildcard take."""
+    """Keys that rows with a wildcard accept."""
     command: str = ""
-    """The command that starts a run of its users here."""
+    """Command with which the system's users start a run here."""
     loses: tuple[str, ...] = ()
     """Features of the system that are missing here."""
     gains: tuple[str, ...] = ()
     page_of: Table | None = None
-    """The table of the system whose page has the rows that are the same here."""
+    """Table of another system, whose page shows the rows that are the same here."""
 
     @cached_property
     def exact(self) -> dict[str, Row]:
@@ -122,33 +121,33 @@ class Table:
         return [(_pattern(row.key), row) for row in found]
 
     def row(self, key: str) -> Row | None:
-        """The row of a key: its own, or the first with a wildcard that fits and takes it."""
+        """Return the row of a key: its own row, or the first row with a wildcard that matches and accepts it."""
         if key in self.exact:
             return self.exact[key]
         return next((row for pattern, row in self.patterns if pattern.fullmatch(key) and self._takes(row, key)), None)
 
     def is_section(self, key: str) -> bool:
-        """Whether keys of the system stand below this one."""
+        """Return whether the system has keys below this one."""
         return key in self._places or key in self.known.sections or self.row(f"{key}.x") is not None
 
     def _takes(self, row: Row, key: str) -> bool:
-        """Whether the system knows the key; a row that has the last name itself takes it in every section of the system."""
+        """Return whether a row with a wildcard accepts a key: a known key, or the row's last name in a known section."""
         if row.takes_any or key in self.known:
             return True
         if "*" in row.key.rpartition(".")[2]:
-            # A row that refuses may take what is misspelt too.
+            # A row that refuses may also accept a misspelt key.
             return row.form == "lacks"
         section = key.rpartition(".")[0]
         return not section or section in self._places or section in self.known.sections
 
     @cached_property
     def _places(self) -> frozenset[str]:
-        """Sections of keys with a row of their own."""
+        """Return the sections of the keys that have their own row."""
         return frozenset(itertools.chain.from_iterable(map(sections, self.exact)))
 
 
 def _exactness(row: Row) -> list[int]:
-    """Return how much each part of a pattern leaves open, so that the one with the first named part comes first."""
+    """Return a sort key of a pattern: parts without wildcards come before `*`, and `*` before `**`."""
     return [3 if part == "**" else 2 if part == "*" else int("*" in part) for part in row.key.split(".")]
 
 
@@ -159,22 +158,22 @@ def _pattern(key: str) -> re.Pattern[str]:
 
 @dataclass(frozen=True)
 class Choice:
-    """A key whose value names a method, a loss or a mean, and what each name is here.
+    """Key whose value names a method, a loss or a mean, with the translation of each name.
 
-    In the file (`choices`, by the key):
+    In the file, under `choices` and this key:
 
         actor_train.pg_variant:
           what: loss                              # in the message for a name that is not listed
           default: vanilla
           names:
             vanilla: {surrogate: log_likelihood}
-            cispo:                                # $KEY is that key's number, `$KEY flag` what Source.flag reads
+            cispo:                                # $KEY is that key's number, `$KEY flag` its value by Source.flag
               surrogate: cispo
               clip_low: $actor_train.cispo_epsilon_low
-              needs: {a mask besides the bounds: [actor_train.cispo_use_unified_mask, false]}
+              needs: {a mask in addition to the bounds: [actor_train.cispo_use_unified_mask, false]}
 
-    `needs` are rows of the form `lacks` that hold with this name alone; `takes` are the arguments that it has. A name may
-    also be one value.
+    `needs` has rows of the form `lacks` that apply only to this name; `takes` lists the arguments of this name. The
+    translation of a name may also be a single value.
     """
 
     key: str
@@ -182,11 +181,11 @@ class Choice:
     names: Mapping[str, Any]
     default: str | None = None
     arguments: str = ""
-    """A section whose keys are the choice's arguments: `$KEY` is one of them, and a name refuses those it does not take."""
+    """Section whose keys are the choice's arguments: `$KEY` is one of them; a name refuses arguments it does not take."""
     lists: Mapping[str, str] = field(default_factory=dict)
 
     def name(self, source: Source) -> str | None:
-        """Return the name that the source has; reports it where it is not listed, and returns None then."""
+        """Return the name in the source; report a name that is not listed and return None."""
         name = source.text(self.key) or self.default
         if name in self.names:
             return name
@@ -194,7 +193,7 @@ class Choice:
         return None
 
     def read(self, source: Source) -> Any:
-        """Return what the source's choice is here: our keys and values, or one value; an unlisted name is {} or None."""
+        """Return the translation of the source's name: our keys and values, or a single value; {} or None if not listed."""
         name = self.name(source)
         if name is None:
             return {} if isinstance(next(iter(self.names.values())), Mapping) else None
@@ -214,7 +213,7 @@ class Choice:
 
 
 def _number(source: Source, value: Any) -> Any:
-    """A value of a choice; `$key` is that key's number, `$key reader` what this method of Source reads."""
+    """Return a value of a choice; for `$key` that key's number, for `$key reader` its value by this method of Source."""
     if not (isinstance(value, str) and value.startswith("$")):
         return value
     key, _, reader = value[1:].partition(" ")
@@ -223,7 +222,7 @@ def _number(source: Source, value: Any) -> Any:
 
 @cache
 def load(name: str) -> Mapping[str, Any]:
-    """Return the mapping in `tables/NAME.yaml`; `legacy/NAME` is the file of older releases."""
+    """Return the mapping in `tables/NAME.yaml`; the name `legacy/NAME` means the file of older releases."""
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     place = name if "/" in name else f"tables/{name}"
     content: dict[str, Any] = yaml.load(files(__package__).joinpath(f"{place}.yaml").read_text(), loader)  # noqa: S506
@@ -252,10 +251,10 @@ def table(
     older: Mapping[str, Any] = {},
     **fields: Any,
 ) -> Table:
-    """Make the table of `tables/NAME.yaml`, or of what such a file holds, with the system's functions.
+    """Return the Table of `tables/NAME.yaml`, or of the content of such a file, with the system's functions.
 
-    `converters` are those that rows `to` name besides the methods of Source; `older` has the versions and sections of keys
-    of before 2026 (`legacy/`); `fields` are further ones of Table.
+    `converters` are functions that rows `to` name, in addition to the methods of Source; `older` has versions and sections
+    from before 2026 (`legacy/`); `fields` are further fields of Table.
     """
     content = load(name) if isinstance(name, str) else name
     content = {**content, **{part: content.get(part, {}) | older.get(part, {}) for part in ("versions", "sections")}}
@@ -270,19 +269,19 @@ def table(
 
 
 def defaults_of(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Return full key -> value of nested defaults, whose keys may stand for several."""
+    """Return full key -> value of nested defaults, where one text may be several keys (`several`)."""
     return {key: value for keys, value in flatten(tree) for key in several(keys)}
 
 
 def several(text: str, lists: Mapping[str, str] | None = None) -> Iterator[str]:
-    """Yield the keys that a text stands for: `(a b).(c d)` is a.c, a.d, b.c and b.d."""
+    """Yield the keys in a text: `(a b).(c d)` gives a.c, a.d, b.c and b.d; `$name` is an entry of `lists`."""
     if lists:
         text = re.sub(r"\$(\w+)", lambda name: " ".join(several(lists[name[1]], lists)), text)
     yield from _expanded(iter(re.findall(r"[()]|\s+|[^\s()]+", text)))
 
 
 def _expanded(tokens: Iterator[str]) -> list[str]:
-    """Return the keys of a text up to its end, or to the parenthesis that closes it."""
+    """Return the keys of a text up to its end or to the closing parenthesis."""
     done: list[str] = []
     word = [""]
     for token in tokens:
@@ -297,11 +296,11 @@ def _expanded(tokens: Iterator[str]) -> list[str]:
 
 
 def _sections(content: Mapping[str, Any], converters: Mapping[str, Convert]) -> Iterator[Section]:
-    """Yield the sections of a file, its own and those of others; of several rows of a key in those the first counts."""
+    """Yield the sections of a file, its own and those copied from other files, where the first row of a key counts."""
     own: set[str] = set()
     named = {each: load(each) for each in content["sections"].values() if isinstance(each, str)}
     lists = dict(item for each in (*named.values(), content) for item in each.get("lists", {}).items())
-    # Its own rows come first, for those of others give way to them.
+    # The file's own rows come first, because they replace copied ones.
     for title, each in sorted(content["sections"].items(), key=lambda item: isinstance(item[1], str)):
         section = _section(title, named[each]["sections"][title] if isinstance(each, str) else each, lists, converters)
         if isinstance(each, str):
@@ -313,7 +312,7 @@ def _sections(content: Mapping[str, Any], converters: Mapping[str, Convert]) -> 
 
 
 def _below(content: Mapping[str, Any], own: Table) -> Iterator[Section]:
-    """Yield what another system's file says is fixed or not supported, for its keys below one of this system's."""
+    """Yield rows `fixed`, `lacks` and `slower` of another system's file, for its keys below a key of this system."""
     for start, (name, *titles) in content.get("below", {}).items():
         other = load(name)
         for title in titles:

@@ -1,4 +1,4 @@
-"""A table and a system's settings -> our configuration, with what became of every key."""
+"""Translate a system's settings to our configuration by its table, and report how every key was handled."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from fivefold_dialects.source import Source, UnreadableError, flatten
 from fivefold_dialects.table import Derived, Row, Table
 
 _MOST_SUGGESTIONS = 50
-"""Unknown keys for which a known one is looked for, which takes a hundredth of a second each."""
+"""Most unknown keys for which a similar known key is searched; each search takes about 10 ms."""
 _MOST_RERUNS = 300
-"""Keys of one function without each of which it is run again; if there are more, each is a source of all its values."""
+"""Most keys of a function for which it is run again without the key; with more, each key is a source of all its values."""
 AFTER = "after --"
-"""Source of the settings of ours in another system's command."""
+"""Name of the source of our own settings in another system's command."""
 
 
 def translate(
     table: Table, settings: Mapping[str, Any], defaults: Mapping[str, Any], environment: Mapping[str, str]
 ) -> Translation:
-    """Translate settings by their full key; `environment` has the variables that stand open.
+    """Return the translation of settings by full key; `environment` has values for the variables in them.
 
-    Every key of the source has one outcome; a value that cannot be read is a fault, never a guess.
+    Every key of the source has one outcome. A value that cannot be read is a fault, it is never guessed.
     """
     source = Source(settings, defaults, environment)
     rows = {key: table.row(key) for key in settings}
@@ -67,14 +67,17 @@ def translate(
     for each in source.found:
         outcomes[each.key] = each
     lines = [Line(ours, taken.value, taken.ordered(settings)) for ours, taken in values.items()]
-    on_ray = clusters.keys_for_ray(source, table.name)
-    if on_ray and "reward.judge.backend" in values:
-        source.note(clusters.WITH_JUDGE)
-    elif on_ray:
-        lines.append(Line(clusters.KEY, "ray", tuple(on_ray)))
-        # What a function said of a key stays.
-        said = {each.key for each in source.found}
-        outcomes |= {key: _also(outcomes[key], clusters.KEY) for key in on_ray if key not in said}
+    launch = list(clusters.hosts(source, table.name, {line.key: line.value for line in lines}))
+    if on_ray := clusters.keys_for_ray(source, table.name):
+        if "reward.judge.backend" in values:
+            source.note(clusters.WITH_JUDGE)
+        else:
+            launch.append(Line(clusters.KEY, "ray", tuple(on_ray)))
+    # An outcome that a function has reported is kept.
+    said = {each.key for each in source.found}
+    for line in launch:
+        outcomes |= {key: _also(outcomes[key], line.key) for key in line.sources if key not in said}
+    lines += launch
     lines.sort(key=_order)
     names = {key: ", ".join(each.ours) or each.reason for key, each in outcomes.items()}
     faults = list(dict.fromkeys(faults))
@@ -83,13 +86,13 @@ def translate(
 
 @dataclass(frozen=True)
 class _Value:
-    """A value of ours and the keys of the source that it comes from."""
+    """Value of one of our keys, and the source keys that it comes from."""
 
     value: Any
     sources: set[str]
 
     def ordered(self, settings: Mapping[str, Any]) -> tuple[str, ...]:
-        """The keys in the order of the source."""
+        """Return the source keys in the order of the source."""
         return tuple(key for key in settings if key in self.sources)
 
 
@@ -103,7 +106,7 @@ def _is_inferred(row: Row | None) -> bool:
 
 
 def _changes(function: Derived, source: Source, key: str, result: Mapping[str, Any]) -> set[str]:
-    """The values of ours that would be others if the configuration left this key out; all where it must be there."""
+    """Return our keys whose values would change without the source key `key`; all of them if the function needs it."""
     try:
         without = function(source.without(key))
     except UnreadableError:
@@ -112,7 +115,7 @@ def _changes(function: Derived, source: Source, key: str, result: Mapping[str, A
 
 
 def settings_of(tree: Tree, overrides: list[str]) -> dict[str, Any]:
-    """Full key -> value of tree and words; Hydra's signs (`+key`, `++key`, `~key`) are read."""
+    """Return full key -> value of a tree and `key=value` words, including Hydra's signs (`+key`, `++key`, `~key`)."""
     settings = dict(flatten(tree))
     for word in overrides:
         key, _, value = word.partition("=")
@@ -127,14 +130,14 @@ def settings_of(tree: Tree, overrides: list[str]) -> dict[str, Any]:
 
 
 def _concerns(row: Row | None, ours: str, changed: set[str] | None) -> bool:
-    """Whether a key that a function read is a source of one of the function's values."""
+    """Return whether a key that a function read is a source of the function's value `ours`."""
     if changed is not None:
         return ours in changed
     return row is not None and any(ours == name or ours.startswith(f"{name}.") for name in row.ours)
 
 
 def _rows(table: Table, settings: Mapping[str, Any]) -> list[Row]:
-    """Rows whose keys are set or have a default."""
+    """Return the rows whose keys are set or have a default."""
     return [row for key, row in table.exact.items() if key in settings or key in table.defaults]
 
 
@@ -149,7 +152,7 @@ def _outcome(
 ) -> Outcome:
     value = source.settings[key]
     if row is None and table.is_section(key) and _sets_nothing(source, key):
-        return Outcome(key, value, "fixed", "empty, or the same as in another model's section")
+        return Outcome(key, value, "fixed", "empty, or a copy of another model's section")
     if row is None:
         return Outcome(key, value, "unknown", _unknown(table, key, next(suggests, None) is not None))
     if row.form == "fixed":
@@ -163,18 +166,18 @@ def _outcome(
     if ours or (key in heard and _is_inferred(row)):
         return Outcome(key, value, "translated", row.note, ours)
     if key in source.read:
-        return Outcome(key, value, "fixed", f"it asks for nothing that is not so here anyway{row.note and ': '}{row.note}")
+        return Outcome(key, value, "fixed", f"no effect: this is already the default behavior{row.note and ': '}{row.note}")
     return Outcome(key, value, "fixed", f"{table.name} does not read it with these settings{row.note and ': '}{row.note}")
 
 
 def _sets_nothing(source: Source, key: str) -> bool:
-    """Whether a section is empty, or refers to the section of the same name elsewhere."""
+    """Return whether a section is empty, or refers to a section of the same name elsewhere."""
     text, name = str(source.settings[key]), key.rpartition(".")[2]
     return _read(source, key) in (None, [], {}, "") or (text.startswith("${") and f".{name}" in text)
 
 
 def _read(source: Source, key: str) -> Any:
-    """Return the value of a key; as it was written where it cannot be read."""
+    """Return the value of a key, or its text as it was written if it cannot be read."""
     try:
         return source.value(key)
     except UnreadableError:
@@ -182,31 +185,41 @@ def _read(source: Source, key: str) -> Any:
 
 
 def _also(outcome: Outcome, ours: str) -> Outcome:
-    """The outcome of a key whose value goes into `ours` too."""
+    """Return the outcome of a key whose value is also a source of `ours`."""
     if outcome.is_refused:
         return outcome
     return dataclasses.replace(outcome, kind="translated", ours=(*outcome.ours, ours), reason="")
 
 
 def with_own(translation: Translation, settings: Sequence[str]) -> Translation:
-    """The translation with `key=value` settings of ours over it."""
-    own = {key: Line(key, value, (AFTER,)) for key, value in flatten(override({}, list(settings)))}
+    """Return the translation with our own `key=value` settings, which override the translated ones."""
+    own = {key: Line(key, value, (AFTER,)) for key, value in _own(override({}, list(settings)))}
     kept = [line for line in translation.lines if not any(line.key == key or line.key.startswith(f"{key}.") for key in own)]
     if unknown := [key for key in own if key.partition(".")[0] not in known_keys()]:
-        raise ConfigError([f"what follows -- must be keys of fivefold: got {unknown[0]}"])
+        raise ConfigError([f"settings after -- must be keys of fivefold: got {unknown[0]}"])
     lines = sorted([*kept, *own.values()], key=_order)
     return dataclasses.replace(translation, lines=lines, tree=nested(lines))
 
 
+def _own(tree: Tree, start: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield full keys and values of settings of ours; a mapping with a dot in a name (`file.py:function`) is a value."""
+    for name, value in tree.items():
+        key = f"{start}{name}"
+        if isinstance(value, dict) and value and not any("." in str(inner) for inner in value):
+            yield from _own(value, f"{key}.")
+        else:
+            yield key, value
+
+
 def _unknown(table: Table, key: str, suggests: bool) -> str:
     if key in known_keys():
-        return f"a key of fivefold, not of {table.name}: it stands after --, as in -- {key}=..."
+        return f"a key of fivefold, not of {table.name}: write it after --, as in -- {key}=..."
     near = _near(table, key) if suggests else None
-    return f"no key of {table.name} that is known here" + (f": did you mean {near}?" if near else "")
+    return f"not a known key of {table.name}" + (f": did you mean {near}?" if near else "")
 
 
 def _near(table: Table, key: str) -> str | None:
-    """The known key that a misspelt one is most like."""
+    """Return the known key that is most similar to a misspelt one; None if none is similar."""
     known = [*table.exact, *table.defaults, *sorted(_filled(name, key) for name in table.known.names)]
     close = difflib.get_close_matches(key, known, n=1, cutoff=0.75)
     if not close:
@@ -216,7 +229,7 @@ def _near(table: Table, key: str) -> str | None:
 
 
 def _filled(name: str, key: str) -> str:
-    """A name with the key's own parts in the place of `*`."""
+    """Return a name with each `*` replaced by the part of `key` at this place."""
     parts = key.split(".")
     pieces = enumerate(name.split("."))
     return ".".join(parts[place] if piece == "*" and place < len(parts) else piece for place, piece in pieces)
@@ -224,7 +237,7 @@ def _filled(name: str, key: str) -> str:
 
 @cache
 def our_defaults() -> dict[str, Any]:
-    """Our keys with their defaults, in the order of the schema; sections and keys without a default have MISSING."""
+    """Return our keys with their defaults, in the order of the schema; a section or a key without default has MISSING."""
 
     def below(kind: type[Any], start: str) -> Iterator[tuple[str, Any]]:
         hints = typing.get_type_hints(kind)
@@ -244,12 +257,12 @@ def our_defaults() -> dict[str, Any]:
 
 @cache
 def known_keys() -> dict[str, int]:
-    """Our keys and their places in a file; the method comes before all else, and its name before its choices."""
+    """Return our keys with their places in a file: the method comes first, and its name before its choices."""
     return {key: place for place, key in enumerate(our_defaults())}
 
 
 def _order(line: Line) -> tuple[int, str]:
-    """The key's place, or that of the mapping that it is in."""
+    """Return the place of the line's key in a file, or of the mapping that the key is in."""
     key = line.key
     while key not in known_keys():
         key = key.rpartition(".")[0]
@@ -257,7 +270,7 @@ def _order(line: Line) -> tuple[int, str]:
 
 
 def nested(lines: Iterable[Line]) -> Tree:
-    """Return the mapping of lines by their full key."""
+    """Return the nested mapping that lines with full keys make."""
     tree: Tree = {}
     for line in lines:
         *parents, last = line.key.split(".")

@@ -1,9 +1,9 @@
-"""Trinity-RFT: YAML, `trinity run --config FILE`; an explorer that samples and a trainer (verl's) on GPUs of their own.
+"""Translate Trinity-RFT (`trinity run --config FILE`): an explorer that samples and verl's trainer, on separate GPUs.
 
-tables/trinity.yaml has what becomes of each key; what several of them say is divided by what it is about: trinity_method.py
-(the algorithm, batches and steps), trinity_data.py (tasks and rewards), trinity_models.py (GPUs, the engine and what is
-trained). Here is the run; names and numbers of releases before 2026 are in legacy/.
-Numbers that only Trinity's code explains were read in Trinity-RFT 221b0759 and 9051d637; a note has the place.
+tables/trinity.yaml has a row for each key. Values that depend on several keys are in trinity_method.py (the algorithm,
+batches and steps), trinity_data.py (tasks and rewards), trinity_models.py (GPUs, the engine and the models) and here (the
+run); names and numbers of releases before 2026 are in legacy/. Behavior that only Trinity's code defines was read in
+Trinity-RFT 221b0759 and 9051d637; comments and notes cite the place.
 """
 
 from __future__ import annotations
@@ -23,10 +23,7 @@ from fivefold_dialects.legacy import trinity as legacy
 from fivefold_dialects.source import Source, flatten, merged
 from fivefold_dialects.system import System
 from fivefold_dialects.table import load, table
-from fivefold_dialects.trinity_keys import EVALUATED, VERL, offline, period, periods
-
-HALVES = "explore and train"
-"""The mode of two files that are one run."""
+from fivefold_dialects.trinity_keys import EVALUATED, HALVES, VERL, offline, period, periods
 
 
 def _is_said(value: Any) -> bool:
@@ -34,17 +31,17 @@ def _is_said(value: Any) -> bool:
 
 
 def _differ(one: Any, other: Any) -> bool:
-    """Whether two values differ: an empty one never does, and a slash at the end of a path says nothing."""
+    """Return whether two values differ; an empty value never does, and a slash at the end of a path is ignored."""
     ends = [str(value).rstrip("/") for value in (one, other)]
     return _is_said(one) and _is_said(other) and one != other and ends[0] != ends[1]
 
 
 def join(trees: list[Tree]) -> Tree:
-    """Two files of which one explores and one trains are the run that `mode: both` makes of them, on the GPUs of both.
+    """Return one tree for two files, one that explores and one that trains: the run with `mode: both` on the GPUs of both.
 
-    With sync_style fixed the explorer waits for new weights after each sync_interval of its steps (explorer.py,
-    _pull_latest_weights) and the trainer for its samples, so neither has a pace of its own. The explorer's section is that
-    of its file, the trainer's and the cluster (the trainer's GPUs) those of the other; what both say they must say alike.
+    With sync_style=fixed the explorer waits for new weights after each sync_interval steps (explorer.py,
+    _pull_latest_weights) and the trainer waits for samples, so they run in lockstep. The section `explorer` comes from one
+    file, `trainer` and `cluster` (the trainer's GPUs) from the other; other sections must agree.
     """
     modes = {str(tree.get("mode")): tree for tree in trees}
     if len(trees) != 2 or set(modes) != {"explore", "train"}:
@@ -58,7 +55,7 @@ def join(trees: list[Tree]) -> Tree:
     if differing := sorted(key for key in said.keys() & also.keys() if _differ(said[key], also[key])):
         first = differing[0]
         raise UserError(
-            f"the files of explorer and trainer must say the same of {', '.join(differing)}: "
+            f"the files of explorer and trainer must have the same {', '.join(differing)}: "
             f"got {first}={said[first]} and {also[first]}"
         )
     of_trainer = {key: trainer[key] for key in own if key in trainer}
@@ -70,7 +67,7 @@ def join(trees: list[Tree]) -> Tree:
 def program(source: Source) -> dict[str, Any]:
     mode = source.text("mode") or "both"
     if mode not in ("both", HALVES, "train") or (mode == "train" and not offline(source)):
-        reason = "half of a run of two programs: give the other's file too" if mode in ("explore", "train") else mode
+        reason = "half of a run of two programs: pass the other program's file too" if mode in ("explore", "train") else mode
         source.lacks("mode", f"{reason}; a run samples and trains here (both), or learns from data (train with dpo or sft)")
     if mode == HALVES and source.text(legacy.RELEASE) in legacy.FIRST:
         source.lacks("mode", "an explorer that never waits for the trainer's weights (explorer.py of 2025-05, explore)")
@@ -90,7 +87,7 @@ def run(source: Source) -> dict[str, Any]:
     key = "buffer.total_steps" if source.whole("buffer.total_steps") else "trainer.total_steps"
     steps = source.whole(key)
     if steps and steps % period(source):
-        source.lacks(key, f"a run that ends between two syncs: say a multiple of sync_interval = {period(source)}")
+        source.lacks(key, f"a run that ends between two syncs: set a multiple of sync_interval = {period(source)}")
     evaluated = bool(source.items(EVALUATED)) and not offline(source)
     return {
         "trainer.run_dir": place,
@@ -125,12 +122,12 @@ TABLE = table(
 
 
 class _Trinity(System):
-    """Trinity-RFT, whose runs may have keys with older names."""
+    """System of Trinity-RFT, whose configurations may have keys with older names."""
 
     def __call__(
         self, tree: Tree, overrides: list[str], /, environment: Mapping[str, str] | None = None, version: str = ""
     ) -> Translation:
-        """Translate settings as those of the release that is named, or of the one that their keys show."""
+        """Return the translation of settings, read as those of release `version` or of the release that their keys show."""
         version, tree = version or legacy.release_of(tree), legacy.with_second_file(tree)
         today, names = legacy.moved(tree)
         return legacy.named(super().__call__(today, overrides, environment, version), names)

@@ -1,4 +1,4 @@
-"""Trinity-RFT's lengths, tasks and their workflows, rewards and evaluation -> ours."""
+"""Translate Trinity-RFT's lengths, tasks, workflows, rewards and evaluation to our keys."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fivefold_dialects.trinity_keys import ACTOR, BUFFER, EVALUATED, EXPERTS, RO
 
 
 def longest(source: Source, name: str) -> int | None:
-    """Return the length of prompts or responses by the model's section, or the engine's, which came first until 2025-09."""
+    """Return the longest prompt or response in tokens, set for the model or the engine (the engine first until 2025-09)."""
     places = [f"model.max_{name}_tokens", f"{ROLLOUT}max_{name}_tokens"]
     if legacy.engine_first(source):
         places.reverse()
@@ -19,7 +19,7 @@ def longest(source: Source, name: str) -> int | None:
 
 
 def response_tokens(source: Source) -> int:
-    """Return the longest response: left out, what prompts leave of max_model_len, or half (config_validator.py:555)."""
+    """Return the longest response in tokens, by default max_model_len less the prompt, or half (config_validator.py:555)."""
     said, whole = longest(source, "response"), source.whole("model.max_model_len")
     if said is not None or whole is None:
         return source.count("model.max_response_tokens") if said is None else said
@@ -33,7 +33,7 @@ def lengths(source: Source) -> dict[str, Any]:
     if prompt is None:
         prompt = whole - response if whole is not None else None
     if prompt is None or prompt < 1:
-        raise UnreadableError("model.max_prompt_tokens or model.max_model_len must say how long prompts may be")
+        raise UnreadableError("model.max_prompt_tokens or model.max_model_len must be set: they say how long prompts may be")
     whole_sample = (prompt + response) * (2 if kind(source) == "dpo" else 1)
     if source.flag((ACTOR if source.has(ACTOR + "use_dynamic_bsz") else "trainer.") + "use_dynamic_bsz"):
         tokens = source.whole("trainer.max_token_len_per_gpu") or source.count(ACTOR + "ppo_max_token_len_per_gpu")
@@ -62,7 +62,7 @@ _R1_PROMPT = (
     "answer are enclosed within <think> </think> and <answer> </answer> tags, respectively, i.e.,\n"
     "<think> reasoning process here </think>\n<answer> answer here </answer>.\n"
 )
-"""DeepSeek-R1's (2501.12948 table 1), which math_workflow puts before prompts that have none (workflow.py)."""
+"""System prompt of DeepSeek-R1 (2501.12948 table 1), which math_workflow adds to prompts without one (workflow.py)."""
 _BOXED_PROMPT = "Please reason step by step, and put your final answer within \\boxed{}."
 _THINK_PROMPT = (
     "You are a helpful assistant that solves MATH problems. You should first thinks about the reasoning process in mind and "
@@ -70,13 +70,13 @@ _THINK_PROMPT = (
     "...your reasoning process here... </think>\n first. You should always include your final answer in \\boxed{} as "
     "closed-form results."
 )
-"""math_boxed_workflow's, without and with with_think (customized_math_workflows.py)."""
+"""System prompt of math_boxed_workflow with with_think; without it, _BOXED_PROMPT (customized_math_workflows.py)."""
 _BASE_TEMPLATE = (
     "{% for message in messages %}{% if message.role == 'system' %}{{ 'System:' + message.content + '\\n' }}"
     "{% elif message.role == 'user' %}{{ 'User:\\n' + message.content + '\\nAssistant:\\n' }}"
     "{% else %}{{ message.content }}{% endif %}{% endfor %}"
 )
-"""Its prompt with use_base, for models that know no chat."""
+"""Chat template of math_boxed_workflow with use_base, for base models, which have no chat format."""
 
 
 def data(source: Source) -> dict[str, Any]:
@@ -97,7 +97,7 @@ def data(source: Source) -> dict[str, Any]:
         "data.prompt_key": said.text("format.prompt_key"),
         "data.ground_truth_key": said.text("format.response_key") or None,
         "data.shuffle": selector == "shuffle",
-        # Until 2026-02 it was false when left out, which templates of models that think read.
+        # Until 2026-02 the default was false, which the chat templates of thinking models read.
         "data.chat_template_kwargs": None if source.value(thinking) is None else {"enable_thinking": source.flag(thinking)},
         **_workflow(source),
         **(_experts(source) if mixes(source) else {}),
@@ -105,18 +105,18 @@ def data(source: Source) -> dict[str, Any]:
 
 
 def _experts(source: Source) -> dict[str, Any]:
-    """The data set of an expert's responses, of which the taskset's prompts have the same column."""
+    """Return the keys of the data set with the expert's responses; it must have the same prompt column as the taskset."""
     said = source.under(EXPERTS + "format.")
     found: dict[str, Any] = {"data.expert": shared.files(source, EXPERTS + "path")}
     if (said.text("prompt_type") or "messages") == "messages":
         return found | {"data.messages_key": said.text("messages_key") or "message"}
     if (said.text("prompt_key") or "prompt") != source.text(TASKSET + "format.prompt_key"):
-        said.lacks("prompt_key", "another column with prompts than that of the tasks")
+        said.lacks("prompt_key", "a column of prompts that is not the tasks' column")
     return found | {"data.response_key": said.text("response_key") or "response"}
 
 
 def _workflow(source: Source) -> dict[str, Any]:
-    """Return how a task is asked and scored: its workflow, the reward function, and the arguments of both."""
+    """Return our keys of a task's prompt and reward, from its workflow, its reward function and their arguments."""
     places = [source.under(TASKSET), source.under("buffer.explorer_input.")]
     flow, reward = (
         next((name for place in places if (name := place.text(key))), "")
@@ -124,7 +124,7 @@ def _workflow(source: Source) -> dict[str, Any]:
     )
     if flow not in ("", *_WORKFLOWS):
         places[1].lacks(
-            "default_workflow_type", f"the workflow {flow}: a prompt, its responses and a reward function are what there is"
+            "default_workflow_type", f"the workflow {flow}: only a prompt, its responses and a reward function are supported"
         )
         return {}
     if reward and reward not in _REWARDS:
@@ -136,7 +136,7 @@ def _workflow(source: Source) -> dict[str, Any]:
         if key.removeprefix(TASKSET + "workflow_args.") not in known:
             source.lacks(key, f"an argument of {flow or 'the workflow'}")
     with_think = is_boxed and said.flag("with_think")
-    # As it was written: a line break at its end is the model's to read.
+    # The text as it was written: a line break at its end is part of the prompt.
     system = places[0].raw("format.system_prompt") or places[1].raw("system_prompt") or None
     found: dict[str, Any] = {}
     if is_boxed:
@@ -155,7 +155,7 @@ def _workflow(source: Source) -> dict[str, Any]:
 
 
 def _reward_arguments(source: Source, reward: str) -> dict[str, Any]:
-    """DAPO's penalty of long responses, which is the only one among them."""
+    """Return DAPO's penalty for long responses, from the arguments of the reward function; other arguments are refused."""
     said = source.under(TASKSET + "reward_fn_args.")
     known = ("enable_overlong_penalty", "penalty_factor", "max_response_length", "cache_length")
     for key in source.keys(TASKSET + "reward_fn_args."):
@@ -164,7 +164,7 @@ def _reward_arguments(source: Source, reward: str) -> dict[str, Any]:
     if reward != "math_dapo_reward" or not said.flag("enable_overlong_penalty"):
         return {}
     if said.whole("max_response_length") != response_tokens(source):
-        said.lacks("max_response_length", "a penalty of lengths up to another one than model.max_response_tokens")
+        said.lacks("max_response_length", "a length penalty that ends at another length than model.max_response_tokens")
     return {
         "algorithm.overlong_buffer": said.count("cache_length"),
         "algorithm.overlong_penalty": said.number("penalty_factor"),
@@ -172,7 +172,7 @@ def _reward_arguments(source: Source, reward: str) -> dict[str, Any]:
 
 
 def sampled_evaluation(source: Source) -> dict[str, Any]:
-    """Return how evaluation sets are sampled, as the model where they say nothing; greedy responses come besides."""
+    """Return our sampling keys of evaluation; a set without its own values is sampled as in training."""
     key = EVALUATED
     usual = (source.number("model.temperature"), source.number("model.top_p"))
     ways = []
@@ -184,6 +184,6 @@ def sampled_evaluation(source: Source) -> dict[str, Any]:
         times = (each.get("repeat_times") if isinstance(each, dict) else None) or own.whole("n")
         ways.append((*drawn, int(times or 1)))
     if len(set(ways)) > 1:
-        source.lacks(key, "sets that are sampled in different ways: all are as the first", changes_result=False)
+        source.lacks(key, "evaluation sets with different sampling: all are sampled as the first one", changes_result=False)
     temperature, top_p, times = ways[0]
     return {"eval.samples": times if temperature else 0, "eval.temperature": temperature, "eval.top_p": top_p}

@@ -1,17 +1,19 @@
-"""Sections of Trinity-RFT's configuration by their place, and the kind of a run."""
+"""Name the sections of Trinity-RFT's configuration, and read the kind of a run."""
 
 from __future__ import annotations
 
 from fivefold_dialects.source import Source
 
 VERL = "trainer.trainer_config."
-"""verl's settings, of which Trinity overwrites some."""
+"""Section of verl's settings; Trinity overwrites some of them."""
 ACTOR, REFERENCE, CRITIC = VERL + "actor_rollout_ref.actor.", VERL + "actor_rollout_ref.ref.", VERL + "critic."
 MODEL = VERL + "actor_rollout_ref.model."
 TASKSET, BUFFER = "buffer.explorer_input.taskset.", "buffer.trainer_input.experience_buffer."
 ROLLOUT = "explorer.rollout_model."
 EXPERTS = "buffer.trainer_input.auxiliary_buffers.sft_dataset."
 EVALUATED = "buffer.explorer_input.eval_tasksets"
+HALVES = "explore and train"
+"""The mode of two files that are one run."""
 
 
 def kind(source: Source) -> str:
@@ -23,7 +25,7 @@ def offline(source: Source) -> bool:
 
 
 def mixes(source: Source) -> bool:
-    """Whether it learns from an expert's responses next to those of the policy."""
+    """Return whether the run also learns from an expert's responses, next to those of the policy."""
     return kind(source) in ("mix", "mix_chord")
 
 
@@ -32,10 +34,10 @@ def is_megatron(source: Source) -> bool:
 
 
 def period(source: Source) -> int:
-    """Return the trainer's steps in one step of ours: those between two syncs, whose samples are all of the same weights."""
+    """Return the number of the trainer's steps in one of our steps: those between two syncs, with the same weights."""
     return 1 if offline(source) else max(1, source.whole("synchronizer.sync_interval") or 1)
 
 
 def periods(source: Source, steps: int | None) -> int:
-    """Return the steps of ours that so many of the trainer's make, rounded up."""
+    """Return the number of our steps for `steps` steps of the trainer, rounded up."""
     return -(-max(0, steps or 0) // period(source))

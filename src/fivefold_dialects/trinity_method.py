@@ -1,4 +1,4 @@
-"""Trinity-RFT's method and its steps -> ours: the choices of an algorithm type, its loss, its KL and its batches."""
+"""Translate Trinity-RFT's method and steps: the choices of an algorithm type, its loss, its KL and its batches."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LOSS = "algorithm.policy_loss_fn_args."
 
 
 def chosen(source: Source, name: str) -> str:
-    """Return the name of a choice of the algorithm (advantage_fn, ...): its own key's, or what the type has."""
+    """Return the name of one of the algorithm's choices (advantage_fn, ...): its key's value, or the algorithm type's."""
     said = source.text(f"algorithm.{name}")
     if said is None and name == "advantage_fn":
         said = legacy.advantage(source, kind(source))
@@ -82,7 +82,7 @@ def loss(source: Source) -> dict[str, Any]:
         coef = source.number("algorithm.entropy_loss_fn_args.entropy_coef") or 0.0
         found["entropy_coef"] = early.get("entropy_coef", coef)
     if name != "opmd":
-        # Of the engine, whose samples the trainer takes as they are (data conversion of verl_trainer).
+        # The trainer uses the engine's log-probs of its samples (data conversion in verl_trainer).
         found["rollout_correction.old_logprobs_from"] = "engine"
     if early:
         found |= legacy.bounds(source, found)
@@ -102,15 +102,16 @@ def _mean(said: Source, key: str, name: str) -> str | None:
 
 
 def expert_batch(source: Source) -> int:
-    """Return the expert's share of a trainer's step (mix_sample_strategy.py)."""
+    """Return the number of the expert's samples in one step of the trainer (mix_sample_strategy.py)."""
     share = source.number("algorithm.sample_strategy_args.expert_data_ratio") or 0.0
     return math.ceil(share * (source.whole("buffer.train_batch_size") or 0))
 
 
 def _expert(source: Source, said: Source, name: str) -> dict[str, Any]:
-    """Return (1 - μ) and μ of the losses mix and mix_chord (mix_policy_loss.py, chord_policy_loss.py), by trainer's steps.
+    """Return our keys of the expert's loss in mix and mix_chord, with weight μ next to 1 - μ for the policy's own samples.
 
-    Each side is a mean over its own samples where the batch sizes that the loss is told are those of the run.
+    Each of the two is a mean over its own samples if the loss gets the batch sizes of the run (mix_policy_loss.py,
+    chord_policy_loss.py); μ changes with the trainer's steps.
     """
     mean = said.text("sft_loss_agg_mode")
     mean = mean or ("token-mean" if said.flag("use_token_level_loss_in_sft") else "seq-mean-token-mean")
@@ -118,16 +119,16 @@ def _expert(source: Source, said: Source, name: str) -> dict[str, Any]:
     told = {"ppo_mini_batch_size": whole, "train_batch_size_usual": whole - own, "train_batch_size_expert": own}
     for key, holds in told.items():
         if said.whole(key) != holds:
-            said.lacks(key, f"a loss that is scaled by the quotient to the run's own number, {holds}")
+            said.lacks(key, f"a loss scaled by another batch size than the run's: set it to {holds}")
     if not said.flag("use_dynamic_bsz"):
-        said.lacks("use_dynamic_bsz", "a loss that is scaled by the number of GPUs: say true")
+        said.lacks("use_dynamic_bsz", "a loss that is scaled by the number of GPUs: set it to true")
     found: dict[str, Any] = {"aggregate": _mean(said, "sft_loss_agg_mode", mean), "token_weight": "none"}
     if name == "mix":
         return found | {"weight": said.number("mu") or 0.0}
     warmup, decay = (int(said.number(key) or 0) for key in ("mu_warmup_steps", "mu_decay_steps"))
     peak, valley = (said.number(key) or 0.0 for key in ("mu_peak", "mu_valley"))
     if warmup and not decay and peak != valley:
-        said.lacks("mu_decay_steps", "a share that falls at once after its warm-up: say 1 or more")
+        said.lacks("mu_decay_steps", "a share that drops at once after its warm-up: set it to 1 or more")
     return found | {
         "weight": peak if decay or warmup else valley,
         "final_weight": valley if decay else None,
@@ -138,13 +139,13 @@ def _expert(source: Source, said: Source, name: str) -> dict[str, Any]:
 
 
 def _rec(source: Source, said: Source) -> dict[str, Any]:
-    """Mask, weight and regularizer of the loss rec (policy_loss_fn/rec_policy_loss.py)."""
+    """Return our keys for the mask, weight and regularizer of the loss rec (policy_loss_fn/rec_policy_loss.py)."""
     mode, weight, more = (said.text(key) or "none" for key in ("clip_mode", "weight", "regularizer"))
     by_sequence = mode == "gspo-one-side"
     found: dict[str, Any] = {}
     if by_sequence:
         found = {"importance_sampling_level": "sequence", "aggregate": "seq-mean-token-mean"}
-    # The ratio of a token with the mask of a sequence, and the other way round, are what we lack.
+    # We do not support a token's ratio with a sequence's mask, nor a sequence's ratio with a token's mask.
     ratio = "gspo_importance_sampling" if by_sequence else "importance_sampling"
     weights = {"none": "none", "advantage": "advantage", ratio: "ratio"}
     if weight not in weights:
@@ -163,12 +164,12 @@ def kl(source: Source) -> dict[str, Any]:
         return {}
     loss, reward = (_penalty(source, name) for name in ("kl_loss_fn", "kl_penalty_fn"))
     if mixes(source) and (loss or reward):
-        source.lacks("algorithm.kl_loss_fn", "a penalty on the expert's tokens too: say kl_coef 0")
+        source.lacks("algorithm.kl_loss_fn", "a penalty that also counts the expert's tokens: set kl_coef to 0")
     return shared.penalties(source, loss, reward, "algorithm.kl_penalty_fn")
 
 
 def _penalty(source: Source, section: str) -> dict[str, Any]:
-    """Return estimator and coefficient of one of the two penalties; nothing where it is off."""
+    """Return the estimator and coefficient of one of the two KL penalties; empty if it is off."""
     name, said = chosen(source, section), source.under(f"algorithm.{section}_args.")
     coef, adaptive = said.number("kl_coef"), said.flag("adaptive")
     if old := legacy.penalty(source, section):
@@ -183,24 +184,24 @@ def _penalty(source: Source, section: str) -> dict[str, Any]:
 
 
 def ahead(source: Source) -> dict[str, Any]:
-    """The explorer's step s has the weights of trainer's step max(0, (s - offset - 1) // interval) x interval (explorer.py,
-    need_sync), so that an offset counts steps of ours, or a part of one, by its intervals."""
+    """Return our keys of sampling ahead: offset / interval of our steps, for the explorer's step s has the weights of the
+    trainer's step max(0, (s - offset - 1) // interval) x interval (explorer.py, need_sync)."""
     if offline(source):
         return {}
     said, interval = source.under("synchronizer."), period(source)
     if (style := said.text("sync_style") or "fixed") != "fixed":
-        reason = "weights that come when one of the two asks, so that no step says how old a sample is"
+        reason = "weights that are synchronized on demand, so the age of a sample is not fixed"
         said.lacks("sync_style", f"{style}: {reason}")
     if interval > 1:
         advantage = CHOICES["algorithm.advantage_fn"].names.get(chosen(source, "advantage_fn"), {})
         over_batch = advantage.get("whiten") or source.text("algorithm.advantage_fn_args.std_cal_level") == "batch"
         section = "kl_penalty_fn_args" if (source.text("algorithm.kl_penalty_fn") or "none") != "none" else "kl_loss_fn_args"
         moves = source.flag(f"algorithm.{section}.adaptive")
-        where = f"each of the trainer's steps, where {interval} of them are one step here: say 1"
+        where = f"each of the trainer's steps, where {interval} of them are one step here: set it to 1"
         if over_batch and advantage.get("credit") != "gae":
             said.lacks("sync_interval", f"advantages over the samples of {where}")
         if moves:
-            said.lacks("sync_interval", f"a KL coefficient that moves in {where}")
+            said.lacks("sync_interval", f"a KL coefficient that adapts in {where}")
     return shared.ahead((said.whole("sync_offset") or 0) / interval, "finish")
 
 
@@ -208,7 +209,7 @@ _PRIORITIES = ("linear_decay", "decay_limit_randomization")
 
 
 def replayed(source: Source) -> dict[str, Any]:
-    """A queue with priorities: the newest weights' samples come first, and come again after `reuse_cooldown_time`."""
+    """Refuse a priority queue whose order matters: it takes samples of the latest weights first and may use them again."""
     said = source.under(BUFFER)
     enabled = next((key for key in ("replay_buffer.enable", "use_priority_queue") if said.flag(key)), None)
     if enabled is None or offline(source):
@@ -218,10 +219,10 @@ def replayed(source: Source) -> dict[str, Any]:
     arguments = said.under("replay_buffer_kwargs." if is_old else "replay_buffer.priority_fn_args.")
     priority, capacity = (arguments if is_old else place).text("priority_fn") or _PRIORITIES[0], said.whole("capacity")
     reasons = {
-        "samples that are learned from again after so many seconds": place.value("reuse_cooldown_time") is not None,
+        "samples that are used again after some seconds": place.value("reuse_cooldown_time") is not None,
         f"the priority {priority}: known here are {', '.join(_PRIORITIES)}": priority not in _PRIORITIES,
         "priorities with noise": arguments.number("sigma"),
-        "the newest samples first, where a sync_offset leaves older ones waiting": source.whole("synchronizer.sync_offset"),
+        "the latest samples first, while a sync_offset keeps older ones": source.whole("synchronizer.sync_offset"),
         "a queue that drops samples": capacity and capacity < source.count("buffer.batch_size") * period(source),
     }
     for reason in (reason for reason, is_asked in reasons.items() if is_asked):
@@ -237,8 +238,8 @@ def batch(source: Source) -> dict[str, Any]:
     if (taken or mixes(source)) and taken != tasks * group + experts:
         source.lacks(
             "buffer.train_batch_size",
-            f"a trainer's step of {taken} samples next to an explorer's of {tasks} x {group}"
-            f"{f' and {experts} of an expert' if experts else ''}: they must be as many",
+            f"a trainer's step of {taken} samples where the explorer's step has {tasks} x {group}"
+            f"{f' and {experts} of an expert' if experts else ''}: both numbers must be equal",
         )
     return {
         "data.prompts_per_step": tasks * steps,
@@ -250,8 +251,8 @@ def batch(source: Source) -> dict[str, Any]:
 
 
 def epochs(source: Source) -> dict[str, Any]:
-    """Passes over each of the trainer's batches."""
+    """Return our key of the passes over each of the trainer's batches."""
     passes = source.whole(ACTOR + "ppo_epochs") or 1
     if passes > 1 and offline(source):
-        source.lacks(ACTOR + "ppo_epochs", "several passes over a step's rows, where nothing is sampled: trainer.epochs")
+        source.lacks(ACTOR + "ppo_epochs", "several passes over the rows of a step without sampling: use trainer.epochs")
     return {} if offline(source) else {"algorithm.ppo_epochs": passes}

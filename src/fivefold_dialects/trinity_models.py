@@ -1,13 +1,12 @@
-"""Trinity-RFT's GPUs, engine and models -> ours: optimizers, layouts, memory and weights of policy, reference and critic.
+"""Translate Trinity-RFT's GPUs, engine and models: optimizers, layouts, memory and weights of policy, reference, critic.
 
-Read in the wheels trinity-rft 0.1.0 to 0.6.0 (verl_config.py, synchronize_config; fsdp_workers.py; megatron_workers.py).
+Source: the wheels trinity-rft 0.1.0 to 0.6.0 (verl_config.py, synchronize_config; fsdp_workers.py; megatron_workers.py).
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from fivefold.config.mcore_options import is_option, refusal
 from fivefold.layout import ParallelLayout
 from fivefold_dialects import shared
 from fivefold_dialects.adapters import adapters
@@ -38,7 +37,7 @@ def uses_reference(source: Source) -> bool:
 
 
 def dtype(said: Source, key: str) -> str | None:
-    """Return the type of a model's numbers; None for bfloat16, which is ours."""
+    """Return a model's data type; None for bfloat16, our default."""
     found = shared.dtype(said, key)
     return None if found == "bfloat16" else found
 
@@ -48,25 +47,25 @@ def engine(source: Source) -> dict[str, Any]:
         return {}
     said = source.under(ROLLOUT)
     tp = said.count("tensor_parallel_size")
-    shared.replaced_engine(said, "engine_type", said.text("engine_type"))
+    name = shared.engine_name(said, "engine_type", said.text("engine_type"))
     flags = ("enforce_eager", "enable_prefix_caching", "enable_chunked_prefill")
     drawn = {
         name: source.number(key if source.value(key := f"{TASKSET}rollout_args.{name}") is not None else f"model.{name}")
         for name in ("temperature", "top_p", "top_k")
     }
     return {
-        **shared.engine_apart(said.count("engine_num") * tp, tp),
+        **shared.engine_apart(said.count("engine_num") * tp, tp, name=name),
         "engine.memory_fraction": said.number("gpu_memory_utilization"),
         "engine.sampling.temperature": drawn["temperature"],
         "engine.sampling.top_p": drawn["top_p"],
         "engine.sampling.top_k": max(0, int(drawn["top_k"] or 0)),
         "engine.dtype": dtype(said, "dtype"),
-        **{f"engine.vllm.{name}": said.flag(name) for name in flags if said.has(name)},
+        **{f"engine.vllm.{flag}": said.flag(flag) for flag in flags if name == "vllm" and said.has(flag)},
     }
 
 
 def low_rank(source: Source) -> dict[str, Any]:
-    """The one adapter of model.lora_configs; its rank, alpha and modules have Trinity's defaults (LoRAConfig)."""
+    """Return our keys of the adapter in model.lora_configs; rank, alpha and modules have Trinity's defaults (LoRAConfig)."""
     key = "model.lora_configs"
     if not source.has(key) or not (entries := source.items(key)):
         return {}
@@ -77,12 +76,12 @@ def low_rank(source: Source) -> dict[str, Any]:
     names = {"rank": "lora_rank", "alpha": "lora_alpha", "targets": "target_modules", "exclude": "exclude_modules"}
     found = adapters(own, "policy", path="path", **names)
     if own.found or own.value("is_dummy"):
-        source.lacks(key, "adapters for the sampler alone, or whose modules are given by a pattern")
+        source.lacks(key, "adapters for the sampler only, or with a pattern of module names")
     return found
 
 
 def optimizer(source: Source) -> dict[str, Any]:
-    """algorithm.optimizer, or verl's keys where those are set instead."""
+    """Return our keys of the policy's optimizer, from algorithm.optimizer or from verl's keys if only those are set."""
     new, old = source.under("algorithm.optimizer."), source.under(ACTOR + "optim.")
 
     def of(key: str) -> Source:
@@ -115,14 +114,14 @@ def _critic_optimizer(source: Source, said: Source) -> dict[str, Any]:
     else:
         of_critic = source.number(CRITIC + "grad_clip")
         found["clip_grad"] = source.number("trainer.grad_clip") if of_critic is None else of_critic
-        # lr_scheduler_type took its place in 2026-02, when verl's workers ceased to read warmup_style.
+        # lr_scheduler_type replaced warmup_style in 2026-02, when verl's workers stopped reading the latter.
         style = said.text("lr_scheduler_type" if release in (None, "2026-02") else "warmup_style")
         found |= _schedule(said, style, (said.number("min_lr_ratio") or 0.0) * lr)
     return {f"critic.optimizer.{key}": value for key, value in found.items()}
 
 
 def _warmup(source: Source, of_steps: Source, of_share: Source) -> dict[str, Any]:
-    """verl's warm-up: steps of the run, the first with rate 0."""
+    """Return our keys of verl's warm-up: a number or share of the run's steps, the first with learning rate 0."""
     steps, share = of_steps.whole("lr_warmup_steps"), of_share.number("lr_warmup_steps_ratio")
     return {
         "schedule_per": "step" if period(source) == 1 else "update",
@@ -138,7 +137,7 @@ def _schedule(said: Source, style: str | None, lowest: float) -> dict[str, Any]:
 
 
 def _of_megatron(said: Source, style: str | None, warmup: float, floor: float, lowest: float) -> dict[str, Any]:
-    """Return what Megatron's scheduler reads besides, `floor` and `lowest` where the keys of `said` are left out."""
+    """Return our keys of Megatron's schedule; `floor` and `lowest` are the defaults of lr_warmup_init and min_lr."""
     found: dict[str, Any] = {"betas": [0.9, 0.999], "schedule": style if style in ("linear", "cosine") else "constant"}
     if style not in (None, "constant", "linear", "cosine"):
         said.lacks("lr_decay_style", f"the schedule {style}")
@@ -163,7 +162,7 @@ def critic(source: Source) -> dict[str, Any]:
     }
     legacy.critic_updates(source)
     if (said.whole("ppo_epochs") or 1) != (source.whole(ACTOR + "ppo_epochs") or 1):
-        said.lacks("ppo_epochs", "the critic learns in the policy's updates, so as often")
+        said.lacks("ppo_epochs", "the critic is trained in the policy's updates, so it needs as many passes")
     lengths_of_both = lengths(source)
     longest = lengths_of_both["data.max_prompt_tokens"] + lengths_of_both["data.max_response_tokens"]
     if said.has("use_dynamic_bsz") and not said.flag("use_dynamic_bsz"):
@@ -172,13 +171,13 @@ def critic(source: Source) -> dict[str, Any]:
         found["critic.tokens_per_micro_batch"] = max(budget, longest)
     if (warmup := source.whole(VERL + "trainer.critic_warmup") or 0) > 1:
         if (warmup - 1) % period(source):
-            source.lacks(VERL + "trainer.critic_warmup", "a critic that learns alone until between two syncs")
+            source.lacks(VERL + "trainer.critic_warmup", "a warm-up of the critic that does not end at a sync")
         found["critic.warmup_steps"] = periods(source, warmup - 1)
     return found
 
 
 def gpus(source: Source) -> int:
-    """Return the number of the trainer's GPUs: the cluster's without those that only sample."""
+    """Return the number of the trainer's GPUs: all GPUs of the cluster except those that only sample."""
     total = source.count("cluster.node_num") * source.count("cluster.gpu_per_node")
     if (source.text("mode") or "both") != "both" or offline(source):
         return total
@@ -191,7 +190,7 @@ def gpus(source: Source) -> int:
 
 
 def layout(source: Source) -> dict[str, Any]:
-    """The policy's, on the trainer's GPUs, and with Megatron those of other models where they have their own."""
+    """Return our keys of the policy's layout on the trainer's GPUs, and with Megatron of other models' own layouts."""
     world, name = gpus(source), "ulysses_sequence_parallel_size"
     if not is_megatron(source):
         cp = max(source.whole(f"trainer.{name}") or 1, source.whole(ACTOR + name) or 1)
@@ -208,7 +207,7 @@ def layout(source: Source) -> dict[str, Any]:
 
 
 def _own_layout(said: Source, name: str, policy: ParallelLayout) -> dict[str, Any]:
-    """Another model's layout, where it says one that is not the policy's."""
+    """Return our keys of another model's layout; empty if it is the policy's or the ranks do not divide into it."""
     keys = [key for key in said.keys("") if key.endswith("_parallel_size") and key != shared.VIRTUAL]
     if not keys:
         return {}
@@ -218,12 +217,12 @@ def _own_layout(said: Source, name: str, policy: ParallelLayout) -> dict[str, An
     try:
         shared.world_layout(policy.world_size, **sizes)
     except UnreadableError as error:
-        said.lacks(keys[0], f"{error}: the model has the policy's layout", changes_result=False)
+        said.lacks(keys[0], f"{error}; the model uses the policy's layout", changes_result=False)
     return {}
 
 
 def memory(source: Source) -> dict[str, Any]:
-    """The policy's numbers, recomputation, Megatron-Core's options and offload; the reference's where it has its own."""
+    """Return our keys of data type, recomputation, Megatron-Core's options and offload, for policy and reference."""
     section = "megatron." if is_megatron(source) else "fsdp_config."
     found = {**_options(source, ACTOR, "policy"), **_offload(source, ACTOR, "policy")}
     found["policy.dtype"] = dtype(source, f"{ACTOR}{section}dtype")
@@ -238,31 +237,24 @@ def memory(source: Source) -> dict[str, Any]:
 
 
 def _options(source: Source, start: str, ours: str) -> dict[str, Any]:
-    """Recomputation and Megatron-Core's options of a model."""
+    """Return our keys of a model's recomputation and Megatron-Core options."""
     if not is_megatron(source):
         key = (CRITIC + "model." if start == CRITIC else MODEL) + "enable_gradient_checkpointing"
         return {f"{ours}.recompute": "full"} if source.flag(key) else {}
-    options, ddp = start + "megatron.override_transformer_config", source.under(start + "megatron.override_ddp_config.")
+    options = start + "megatron.override_transformer_config"
     found = {**shared.recompute(source, options, ours), **shared.megatron_options(source, options, f"{ours}.megatron")}
-    for name in (name for name in ddp.keys("") if ddp.value(name) is not None):
-        if (reason := refusal("ddp", name)) is not None:
-            ddp.fixed(name, reason.replace("{section}", ours))
-        elif not is_option("ddp", name):
-            ddp.lacks(name, f"Megatron-Core's ddp options have no {name}")
-        else:
-            found[f"{ours}.megatron.ddp.{name}"] = ddp.value(name)
-    return found
+    return found | shared.ddp_options(source, start + "megatron.override_ddp_config.", ours)
 
 
 def _own_options(source: Source, start: str, ours: str) -> dict[str, Any]:
-    """A model's options where they are not the policy's, which it has otherwise."""
+    """Return our keys of a model's own options; empty if they are equal to the policy's, which it has by default."""
     own = _options(source, start, ours)
     of_policy = {f"{ours}{key.removeprefix('policy')}": value for key, value in _options(source, ACTOR, "policy").items()}
     if own == of_policy:
         return {}
     found: dict[str, Any] = {f"{ours}.recompute": "none", **own}
     if not any(key.startswith(f"{ours}.megatron.") for key in own) and any(".megatron." in key for key in of_policy):
-        # Said empty: left out it would be the policy's.
+        # An empty section; without it the model would have the policy's options.
         found[f"{ours}.megatron.transformer"] = {}
     return found
 
@@ -274,7 +266,7 @@ def _offload(source: Source, start: str, ours: str) -> dict[str, Any]:
 
 
 def weights(source: Source) -> dict[str, Any]:
-    """Return weights in Megatron-Core's form, which are not those of the Hugging Face directory."""
+    """Return our keys of models whose weights are a Megatron-Core checkpoint instead of the Hugging Face directory."""
     if not is_megatron(source):
         return {}
     directory, has_reference = shared.path(source, "model.model_path"), uses_reference(source)

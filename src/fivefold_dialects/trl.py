@@ -1,7 +1,7 @@
-"""TRL: YAML and command lines of `trl grpo`, `trl dpo` and `trl sft`; what the three have together.
+"""Translate TRL: YAML and command lines of `trl grpo`, `trl dpo` and `trl sft`; this file has what the three share.
 
-trl_grpo.py has GRPO's method, sampling and rewards, trl_words.py reads the command line. What only code explains was read in
-TRL 1.16.0 and transformers 5.23.0.
+trl_grpo.py has GRPO's method, sampling and rewards, trl_words.py reads the command line. Behavior that only code defines was
+read in TRL 1.16.0 and transformers 5.23.0.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from fivefold_dialects.trl_grpo import at_once, processes, updates_of
 from fivefold_dialects.trl_words import read_words
 
 CHOICES = choices("trl")
-NO_PROCESSES = "nothing says how many processes there are: 8 GPUs are taken; --num_processes N says otherwise"
+NO_PROCESSES = "the number of processes is not given: 8 GPUs are assumed; set another number with --num_processes N"
 TEXT_PROMPTS = (
-    "a prompt that is a text gets the chat template here, TRL gives it to the model as it is: for such rows "
+    "a prompt that is plain text gets the chat template here, but not in TRL: for such rows add "
     "-- data.apply_chat_template=false"
 )
 _TARGETS = ["q_proj", "v_proj"]
-"""Where PEFT puts adapters in Llama, Mistral, Qwen and Gemma."""
+"""Default target modules of PEFT for Llama, Mistral, Qwen and Gemma."""
 
 
 def layout(source: Source) -> dict[str, Any]:
@@ -48,10 +48,10 @@ def layout(source: Source) -> dict[str, Any]:
 
 
 def balance(source: Source) -> str:
-    """The loss of routers: that of config.json where its coefficient is left out, which a model without experts lacks."""
+    """Return our setting of the routers' loss: `none` if the coefficient is 0, otherwise as in config.json."""
     coefficient = source.number("router_aux_loss_coef")
     if coefficient:
-        source.lacks("router_aux_loss_coef", "a coefficient of its own: policy.router_balance takes config.json's")
+        source.lacks("router_aux_loss_coef", "its own coefficient: policy.router_balance takes the one in config.json")
     return "none" if coefficient == 0 else "config"
 
 
@@ -62,16 +62,16 @@ def dtype(source: Source) -> dict[str, Any]:
     key = "torch_dtype" if source.has("torch_dtype") else "dtype"
     name = source.text(key) or "float32"
     if name not in shared.DTYPES:
-        source.lacks(key, "a type that the model's files say: bfloat16, float16 or float32")
+        source.lacks(key, "the data type of the model's files: set bfloat16, float16 or float32")
     return {"policy.dtype": shared.DTYPES.get(name)}
 
 
 def low_rank(source: Source) -> dict[str, Any]:
     if not source.flag("use_peft"):
         return {}
-    refuse(source, "lora_dropout", "dropout of adapters: say 0", (0, 0.0))
+    refuse(source, "lora_dropout", "dropout of adapters: set it to 0", (0, 0.0))
     if not source.has("lora_dropout"):
-        source.lacks("lora_dropout", "dropout of adapters: say --lora_dropout 0")
+        source.lacks("lora_dropout", "dropout of adapters: set --lora_dropout 0")
     found = adapters(source, "policy", rank="lora_r", alpha="lora_alpha", targets="lora_target_modules")
     if not found:
         raise UnreadableError(f"lora_r must be above 0 with use_peft: got {source.count('lora_r')}")
@@ -81,7 +81,7 @@ def low_rank(source: Source) -> dict[str, Any]:
 
 
 def hub(name: str, config: str | None, split: str | None) -> str:
-    """OWNER/NAME:CONFIG/SPLIT, as the loader of data sets has it; without what is the hub's own choice."""
+    """Return a data set's name for our loader, as OWNER/NAME:CONFIG/SPLIT; defaults of the hub are left out."""
     parts = [part for part in (config, split) if part]
     return f"{name}:{'/'.join(parts)}" if config or split not in (None, "train") else name
 
@@ -106,7 +106,7 @@ def data(source: Source) -> dict[str, Any]:
 
 
 def _mixed(source: Source, entry: Any) -> list[str]:
-    """Files or names of one entry of `datasets`."""
+    """Return the files or the hub's name of one entry of `datasets`."""
     if not isinstance(entry, Mapping) or not isinstance(entry.get("path"), str):
         raise UnreadableError(f"datasets must be a list of mappings with a path: got {entry!r}")
     if lacking := [key for key in ("data_dir", "fraction") if entry.get(key) is not None]:
@@ -124,7 +124,7 @@ def optimizer(source: Source) -> dict[str, Any]:
         share = kwargs.number("min_lr_rate")
         lowest = kwargs.number("min_lr") if share is None else share * (source.number("learning_rate") or 0.0)
     if kwargs.has("num_cycles") and kwargs.number("num_cycles") != 0.5:
-        kwargs.lacks("num_cycles", "a cosine of other cycles")
+        kwargs.lacks("num_cycles", "a cosine with another number of cycles")
     warmup = source.number("warmup_steps") or source.number("warmup_ratio") or 0.0
     last = source.whole("max_steps") or -1
     if 0 < warmup < 1 <= last:
@@ -141,7 +141,7 @@ def optimizer(source: Source) -> dict[str, Any]:
 
 
 def in_rollouts(source: Source, key: str, steps: float, *, changes_result: bool) -> int:
-    """A number of optimizer steps as rollouts of so many updates each; a rollout of DPO and SFT is one."""
+    """Return optimizer steps as a number of rollouts, of several updates each; with DPO and SFT one update is a rollout."""
     each = updates_of(source) * source.count("num_iterations") if "num_iterations" in source.defaults else 1
     if steps % each:
         source.lacks(key, f"no multiple of the {each} optimizer steps of a rollout", changes_result=changes_result)
@@ -149,7 +149,7 @@ def in_rollouts(source: Source, key: str, steps: float, *, changes_result: bool)
 
 
 def interval(source: Source, event: Literal["save", "eval"]) -> int | Literal["epoch"]:
-    """Steps between two events, or `epoch`; 0 is never."""
+    """Return our steps between two events, or `epoch`; 0 means never."""
     older = event == "eval" and source.has("evaluation_strategy")
     strategy = (source.text("evaluation_strategy" if older else f"{event}_strategy") or "no").lower()
     if strategy in ("no", "false"):
@@ -158,11 +158,11 @@ def interval(source: Source, event: Literal["save", "eval"]) -> int | Literal["e
         return "epoch"
     key = f"{event}_steps"
     if strategy != "steps":
-        source.lacks(f"{event}_strategy", f"the strategy {strategy}: steps, epoch or no", changes_result=False)
+        source.lacks(f"{event}_strategy", f"the strategy {strategy}: known are steps, epoch and no", changes_result=False)
     steps = source.number(key) or source.number("logging_steps") or 0.0
     if 0 < steps < 1:
         if (last := source.whole("max_steps") or -1) < 1:
-            source.lacks(key, "a share of a run whose length max_steps does not say", changes_result=False)
+            source.lacks(key, "a share of the run, which needs max_steps", changes_result=False)
             return 0
         steps = math.ceil(steps * last)
     return in_rollouts(source, key, steps, changes_result=False)
@@ -187,7 +187,7 @@ def run(source: Source) -> dict[str, Any]:
 
 
 def trackers(source: Source, key: str) -> list[str]:
-    """The terminal, and the trackers that report_to names; `all` are those of a machine."""
+    """Return the terminal and the trackers in report_to."""
     names = source.texts(key)
     if set(names) <= {"none", "False"}:
         return ["console"]
@@ -195,10 +195,10 @@ def trackers(source: Source, key: str) -> list[str]:
 
 
 def offline(source: Source, older: str = "max_length") -> dict[str, Any]:
-    """Batches and lengths of DPO and SFT, whose rows bring their responses; `older` is a former name of max_length."""
+    """Return our keys of batches and lengths of DPO and SFT; `older` is a former name of max_length."""
     key = older if source.has(older) else "max_length"
     if (longest := source.whole(key)) is None:
-        raise UnreadableError(f"{key} must be a whole number, for responses are cut off there: got none")
+        raise UnreadableError(f"{key} must be a whole number, because sequences are cut off at this length: got none")
     return {
         "data.prompts_per_step": at_once(source) * source.count("gradient_accumulation_steps"),
         **{f"data.max_{part}_tokens": longest for part in ("total", "prompt", "response")},
@@ -209,7 +209,7 @@ def offline(source: Source, older: str = "max_length") -> dict[str, Any]:
 
 
 def evaluation(source: Source) -> dict[str, Any]:
-    """As many responses as in training and of the same distribution, next to the greedy one."""
+    """Return our keys of evaluation: by default as many responses as in training, with the same sampling."""
     if interval(source, "eval") == 0:
         return {}
     found = {"temperature": source.number("temperature"), "top_p": source.number("top_p")}
@@ -226,11 +226,11 @@ def dpo(source: Source) -> dict[str, Any]:
 def sft(source: Source) -> dict[str, Any]:
     turns, completion = source.flag("assistant_only_loss"), source.value("completion_only_loss")
     if completion is not None and not source.flag("completion_only_loss"):
-        source.lacks("completion_only_loss", "a loss of prompts")
+        source.lacks("completion_only_loss", "a loss on prompts")
     elif completion is None and not turns:
         source.lacks(
             "assistant_only_loss",
-            "a loss of all turns of a conversation, the users' too: say --assistant_only_loss for rows with messages, and "
+            "a loss on all turns of a conversation, also the user's: set --assistant_only_loss for rows with messages, and "
             "--completion_only_loss true for rows with prompt and completion",
         )
     return {"algorithm.name": "sft", "data.response_key": "completion"}
@@ -245,7 +245,7 @@ _DERIVED = {
 
 
 def _table(name: str, **fields: Any) -> Table:
-    """The table of a program: its own sections, and those that all have."""
+    """Return the table of a program: its own sections, and those that all programs share."""
     content = load("trl")
     own = content["programs"][name]
     sections = own["sections"] | dict.fromkeys(content["sections"], "trl")
@@ -258,20 +258,20 @@ TABLES = {"grpo": GRPO, "dpo": _table("dpo", page_of=GRPO), "sft": _table("sft",
 
 
 def table_of(settings: Mapping[str, Any]) -> Table:
-    """The table of the program that is named, or else of the only one that knows most of the keys; raises UserError."""
+    """Return the table of the named program, or else of the one with most of these keys; raise UserError if not unique."""
     if (name := settings.get("-m")) is None:
         known = {name: sum(each.row(key) is not None for key in settings) for name, each in TABLES.items()}
         most = [name for name, count in known.items() if count == max(known.values())]
         if len(most) > 1:
-            raise UserError(f"the settings may be of {' or '.join(most)}: begin with the program, as trl {most[0]}")
+            raise UserError(f"the settings fit {' and '.join(most)}: begin with the program, as in trl {most[0]}")
         return TABLES[most[0]]
     if fault := OneOf(TABLES).fault(name):
-        raise UserError(f"the program of TRL {fault}: other programs may do what no key says")
+        raise UserError(f"the program of TRL {fault}: other programs may do things that no key shows")
     return TABLES[name]
 
 
 class TRL(System):
-    """A system whose words are `--key value`, after the name of a program and its launcher."""
+    """System of TRL, whose commands are a launcher, the name of a program and `--key value` options."""
 
     def translate_words(
         self,

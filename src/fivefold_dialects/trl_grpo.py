@@ -1,4 +1,4 @@
-"""TRL's GRPO -> ours: rollouts and updates, loss, correction, rewards, sampling and engine (grpo_trainer.py)."""
+"""Translate TRL's GRPO: rollouts and updates, loss, correction, rewards, sampling and engine (grpo_trainer.py)."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from fivefold_dialects.translator import our_defaults
 
 CHOICES = choices("trl")
 PROFILES = {"single_gpu": 1, **dict.fromkeys(("fsdp1", "fsdp2", "multi_gpu", "zero1", "zero2", "zero3"), 8)}
-"""TRL's own configurations of accelerate -> processes."""
+"""TRL's own configurations of accelerate -> their number of processes."""
 LONGEST_PROMPT = 2048
-"""Tokens of a prompt, which TRL does not bound: a run with longer ones does not start."""
+"""Longest prompt in tokens, which TRL does not limit: a run with longer prompts does not start."""
 NO_BOUND = 1.0e9
-"""A bound that no weight reaches: a ratio is at most e^20."""
+"""Upper bound that no weight reaches: a ratio is at most e^20."""
 OVERLONG = (1280, 256)
 """Longest response and buffer of get_soft_overlong_punishment in TRL's program."""
 DEVIATION = "TRL divides advantages by the deviation + 1e-4, here + 1e-6: they are larger by 1e-4 / deviation"
-SERVERS = "servers of vllm_mode=server must be fivefold's own, which docs/engines.md says how to start"
+SERVERS = "servers of vllm_mode=server must be fivefold's own: docs/engines.md shows how to start them"
 REWARDS = {
     "accuracy_reward": ("math", "the last answer of a response counts, in TRL the first formula that it finds"),
     "think_format_reward": ("think", "<think> may stand after other text, and 0 and -1 stand for TRL's 1 and 0"),
 }
-"""TRL's rewards -> ours, and what differs."""
+"""TRL's rewards -> our reward, and the difference between the two."""
 _NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty")
 _OTHERS = ("top_k", "min_tokens", "ignore_eos", "stop", "stop_token_ids", "logit_bias")
 
 
 def processes(source: Source) -> int:
-    """Processes that train, each with a GPU."""
+    """Return the number of processes that train, each with one GPU."""
     profile, count = source.text("accelerate_config") or "", source.whole("num_processes")
     if count is None:
         count = source.whole("accelerate.num_processes")
@@ -42,24 +42,24 @@ def processes(source: Source) -> int:
 
 
 def at_once(source: Source) -> int:
-    """Responses, or rows, that all processes compute together."""
+    """Return the number of responses (or rows) in one micro-batch of all processes together."""
     return source.count("per_device_train_batch_size") * processes(source)
 
 
 def micro_steps(source: Source) -> int:
-    """Responses of a rollout by those that all processes compute together."""
+    """Return the number of micro-batches in one rollout."""
     whole, steps, together = source.whole("generation_batch_size"), source.whole("steps_per_generation"), at_once(source)
     if whole is None:
         return steps or source.count("gradient_accumulation_steps")
     if steps is not None:
-        raise UnreadableError("generation_batch_size and steps_per_generation say the same: say one of them")
+        raise UnreadableError("only one of generation_batch_size and steps_per_generation can be set: remove one of them")
     if whole < 1 or together < 1 or whole % together:
         raise UnreadableError(f"generation_batch_size = {whole} must be a multiple of the {together} responses of a batch")
     return whole // together
 
 
 def updates_of(source: Source) -> int:
-    """Optimizer steps of one pass over a rollout; 1 where they do not fit, which `batch` refuses."""
+    """Return the optimizer steps of one pass over a rollout; 1 if the numbers do not divide, which `batch` refuses."""
     return max(1, micro_steps(source) // max(1, source.count("gradient_accumulation_steps")))
 
 
@@ -74,19 +74,21 @@ def batch(source: Source) -> dict[str, Any]:
         )
     if steps % accumulated or prompts % parts:
         key = "generation_batch_size" if source.has("generation_batch_size") else "steps_per_generation"
-        source.lacks(key, f"a rollout of {steps} batches and {prompts} prompts, in updates of {accumulated} batches")
+        source.lacks(
+            key, f"a rollout of {steps} batches, {prompts} prompts, not divisible into updates of {accumulated} batches"
+        )
     return {"data.prompts_per_step": prompts, "algorithm.updates_per_step": parts}
 
 
 def one_by_one(source: Source) -> str | None:
-    """The mean over micro-batches as one of ours; None where it depends on which responses they have."""
+    """Return our name of a mean over micro-batches; None if it depends on which responses a micro-batch has."""
     if source.count("per_device_train_batch_size") == 1:
         return "seq-mean-token-mean"
     return "token-mean" if processes(source) * source.count("gradient_accumulation_steps") == 1 else None
 
 
 def aggregate(source: Source) -> str | None:
-    """The mean of the loss and its KL; None where it is not one of ours."""
+    """Return our name of the mean of the loss and its KL; None if we have no such mean."""
     found: str | None = CHOICES["loss_type"].read(source).get("aggregate")
     return one_by_one(source) if found == "micro-batch-token-mean" else found
 
@@ -103,11 +105,11 @@ def loss(source: Source) -> dict[str, Any]:
         source.note(DEVIATION)
     name, parts = source.text("loss_type"), updates_of(source)
     if name == "bnpo" and mean is None:
-        source.lacks("loss_type", "a mean over micro-batches of several responses, which are others here: dapo has none")
+        source.lacks("loss_type", "a mean over micro-batches of several responses, which differ here: use dapo")
     if name in ("dapo", "cispo") and parts > 1:
-        source.lacks("loss_type", f"{parts} updates of a rollout, each divided by the tokens of all: one update, or grpo")
+        source.lacks("loss_type", f"{parts} updates of a rollout, each divided by the tokens of all: use one, or grpo")
     if found["overlong_filter"] and mean != "token-mean":
-        source.lacks("mask_truncated_completions", "truncated responses that count in the denominator: dapo leaves them out")
+        source.lacks("mask_truncated_completions", "truncated responses that count in the denominator: use dapo")
     return {f"algorithm.{key}": value for key, value in (found | bounds(source, found.get("surrogate"))).items()}
 
 
@@ -115,7 +117,7 @@ def bounds(source: Source, surrogate: str | None) -> dict[str, Any]:
     high = source.number("epsilon_high" if source.number("epsilon_high") is not None else "epsilon") or 0.0
     if surrogate == "cispo":
         if high < 1:
-            source.lacks("epsilon_high", f"cispo with weights of at most {high:g}, which is epsilon_high itself: 1 or more")
+            source.lacks("epsilon_high", f"cispo with weights of at most epsilon_high = {high:g}: use 1 or more")
         return {"clip_high": max(0.0, high - 1)}
     if surrogate != "ppo_clip":
         return {}
@@ -126,7 +128,7 @@ def bounds(source: Source, surrogate: str | None) -> dict[str, Any]:
 
 
 def penalties(source: Source) -> dict[str, Any]:
-    """KL, which has the loss's own mean, and entropy, which has one over micro-batches."""
+    """Return our keys of the KL, which is averaged as the loss is, and of the entropy, averaged over micro-batches."""
     coef, entropy = source.number("beta") or 0.0, source.number("entropy_coef") or 0.0
     found: dict[str, Any] = {"kl.coef": coef, "entropy_coef": entropy}
     if coef:
@@ -155,7 +157,7 @@ def rewards(source: Source) -> dict[str, Any]:
     if len(weights) != count:
         raise UnreadableError(f"reward_weights must be one for each reward: got {len(weights)} for {count}")
     if not count:
-        source.lacks("reward_funcs", "rewards that only the program says: name them, as --reward_funcs rewards.exact")
+        source.lacks("reward_funcs", "rewards that only the program's code names: set --reward_funcs rewards.exact")
     found: dict[str, Any] = {"reward.model.path": model, "reward.model.weight": weights.pop(0)} if model else {}
     functions: dict[str, float] = {}
     for name, weight in zip(names, weights, strict=True):
@@ -209,7 +211,7 @@ def engine(source: Source) -> dict[str, Any]:
             "engine.url": [source.text("vllm_server_base_url") or f"http://{host}:{port}"],
         }
     if mode != "colocate":
-        source.lacks("vllm_mode", f"the mode {mode}: colocate or server")
+        source.lacks("vllm_mode", f"the mode {mode}: known here are colocate and server")
     return length | {
         "engine.backend": shared.engine_layout(processes(source), source.count("vllm_tensor_parallel_size")),
         "engine.memory_fraction": source.number("vllm_gpu_memory_utilization"),

@@ -1,4 +1,4 @@
-"""TRL's command line -> settings: a launcher, the name of a program, `--key value`, and the files that these name."""
+"""Read TRL's command line: a launcher, the name of a program, `--key value` options, and the files in them."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _LAUNCHES = re.compile(r"(torch\.distributed|accelerate|deepspeed)\b|(torchrun|t
 _END = re.compile(r"[|&;<>]+|\d?>.*|&>.*")
 _OPTION = re.compile(r"--?[A-Za-z]")
 _ALIASES = {"nproc_per_node": "num_processes", "num_gpus": "num_processes", "config_file": "accelerate_config"}
-"""Options of torchrun, deepspeed and accelerate -> those of `trl`."""
+"""Options of torchrun, deepspeed and accelerate -> options of `trl`."""
 
 
 def read_words(
     system: System, words: Sequence[str], environment: Mapping[str, str], given: Mapping[str, str] | None, *,
     version: str, allow_secrets: bool,
 ) -> Translation:  # fmt: skip
-    """Translate the run that these words describe; raises ConfigError if they describe none."""
+    """Return the translation of the run that these words describe; raise ConfigError if they describe none."""
     hidden = Hidden({} if allow_secrets else environment)
     variables = {**environment, **hidden.environment, **(given or {})}
     theirs, own = (words[: words.index("--")], words[words.index("--") + 1 :]) if "--" in words else (words, ())
@@ -66,7 +66,7 @@ def _tree(words: list[str], variables: Mapping[str, str], work: Work) -> Tree:
     if profile in files or is_file(Path(profile)):
         tree["accelerate"] = _read(profile, files, work)
     elif profile:
-        # As in TRL's repository: accelerate_configs/deepspeed_zero3.yaml.
+        # A name as in TRL's repository: accelerate_configs/deepspeed_zero3.yaml.
         tree["accelerate_config"] = Path(profile).name.removesuffix(".yaml").removeprefix("deepspeed_")
     return tree
 
@@ -79,7 +79,7 @@ def _read(name: str, files: Mapping[str, str], work: Work) -> Tree:
 
 
 def _program(words: Sequence[str]) -> tuple[str, int]:
-    """(program, its place) of a command: the word after `trl`, a Python file, or a module after -m; ("", -1) without one."""
+    """Return (program, its index) of a command: a word after `trl`, a Python file or a module after -m; ("", -1) if none."""
     for place, word in enumerate(words):
         before = words[place - 1].rpartition("/")[2] if place else "trl"
         if word in _COMMANDS and before == "trl":
@@ -92,7 +92,7 @@ def _program(words: Sequence[str]) -> tuple[str, int]:
 
 
 def _launch(words: Sequence[str]) -> Iterator[tuple[str, Any]]:
-    """Yield the launcher's options; Python alone starts one process."""
+    """Yield the launcher's options; without a launcher, Python starts one process."""
     places = [place for place, word in enumerate(words) if _LAUNCHES.match(word.rpartition("/")[2])]
     if words and not places:
         yield "num_processes", 1
@@ -106,8 +106,8 @@ def _launch(words: Sequence[str]) -> Iterator[tuple[str, Any]]:
 
 
 def _options(words: Sequence[str]) -> Iterator[tuple[str, Any]]:
-    """Yield (key, value) of `--key value...`, `--key=value`, `--flag` and `--no_flag`, as transformers' parser reads them,
-    and of `key=value` and a YAML file before these."""
+    """Yield (key, value) of options as transformers' parser reads them (`--key value...`, `--key=value`, `--flag`,
+    `--no_flag`), and of `key=value` words and a YAML file before them."""
     rest = list(itertools.takewhile(lambda word: not _END.fullmatch(word), words))
     starts = [place for place, word in enumerate(rest) if _OPTION.match(word)]
     for word in rest[: min(starts, default=len(rest))]:

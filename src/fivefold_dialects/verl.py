@@ -1,8 +1,8 @@
-"""verl: Hydra's keys of `verl.trainer.main_ppo` and the recipes over it, and of its SFT trainers.
+"""Translate verl: the keys of `verl.trainer.main_ppo`, of the recipes that use it, and of the SFT trainers.
 
-tables/verl.yaml says what becomes of each key, the other modules what several say together: verl_algorithm.py (the method),
+tables/verl.yaml has a row for each key. Values that depend on several keys are in verl_algorithm.py (the method),
 verl_models.py (layout, batches, optimizers), verl_async.py (programs that sample ahead), verl_rollout.py (engines, rewards,
-evaluation), verl_prime.py (a recipe). legacy/verl.py has what is of before 2026.
+evaluation) and verl_prime.py (a recipe). legacy/verl.py reads releases before 2026.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _R = "actor_rollout_ref.rollout."
 OWN_DEFAULTS: dict[str, dict[str, Any]] = {
     program: defaults_of(own or {}) for names, own in load("verl")["programs"].items() for program in several(names)
 }
-"""Programs whose configuration says all of what they do -> defaults that are not main_ppo's."""
+"""Supported programs -> their defaults that differ from main_ppo's."""
 CONFIG_NAMES = (
     *(f"ppo_{engine}trainer" for engine in ("", "megatron_", "veomni_", "torchtitan_")),
     *(f"_generated_ppo_{engine}trainer" for engine in ("", "megatron_", "veomni_", "torchtitan_")),
@@ -34,23 +34,21 @@ CONFIG_NAMES = (
     "transfer_queue_ppo_trainer", "transfer_queue_ppo_megatron_trainer", "dapo_trainer", "dapo_megatron_trainer",
     "sft_trainer", "sft_trainer_engine", "sppo_trainer", "prime_trainer", "entropy_trainer",
 )  # fmt: skip
-"""YAML files of these programs, whose values are the defaults of their tables."""
+"""Names of these programs' YAML files; their values are already the defaults of the tables."""
 
 
 def program(source: Source) -> dict[str, Any]:
     name = source.text("-m")
     if name is not None and name not in OWN_DEFAULTS:
-        source.lacks("-m", "another program than verl.trainer.main_ppo: it may do what no key says")
+        source.lacks("-m", "a program other than verl.trainer.main_ppo: it may do things that no key shows")
     for key, is_read in ((_R + "nnodes", verl_async.is_separate(source)), ("rollout.nnodes", verl_async.is_apart(source))):
         if not is_read and source.has(key) and source.whole(key):
-            source.lacks(
-                key, "GPUs of their own for sampling, of another program than one_step_off_policy and fully_async_policy"
-            )
+            source.lacks(key, "separate GPUs for sampling, which only one_step_off_policy and fully_async_policy use")
     return verl_async.ahead(source)
 
 
 def overlong_prompts(source: Source, key: str) -> str:
-    # Where prompts would be cut off or refused, the run is refused if there is such a prompt: nothing is cut silently.
+    # verl may cut off a long prompt; here the run is refused instead, so no prompt is cut silently.
     return "drop" if source.flag(key) else "refuse"
 
 
@@ -72,13 +70,13 @@ def length_of_run(source: Source) -> dict[str, Any]:
         return {"trainer.steps": verl_async.steps(source)}
     found = shared.epochs_and_steps(source)
     if source.flag("algorithm.filter_groups.enable") and not verl_async.is_v1(source) and not verl_async.ahead(source):
-        # The loop goes over the batches that are drawn (dapo_ray_trainer.py); the newer trainer's over updates.
+        # This loop counts the batches that are drawn (dapo_ray_trainer.py); the newer trainer counts updates.
         found["trainer.ends_with_data"] = True
     return found
 
 
 def evaluation_interval(source: Source) -> dict[str, Any]:
-    """Without a frequency verl evaluates at the end neither; its program for SFT does."""
+    """Return our key of the evaluation interval; without test_freq verl's PPO never evaluates, its SFT at the end."""
     found = verl_sft.evaluation_interval(source, verl_async.evaluation_key(source))
     is_off = found["trainer.eval_every"] == 0 and source.items("data.val_files")
     return found | ({"trainer.eval_every": "never"} if is_off else {})
@@ -107,13 +105,13 @@ TABLE = replace(
     table("verl", DERIVED, CONVERTERS, release_of=legacy.release_of, known=known("verl")), versions=legacy.VERSIONS
 )
 _OWN = {program: replace(TABLE, defaults={**TABLE.defaults, **own}) for program, own in OWN_DEFAULTS.items() if own}
-"""Tables of programs whose configuration has other defaults."""
+"""Tables of programs whose defaults differ from main_ppo's."""
 MEGATRON = replace(TABLE, versions=legacy.MEGATRON_VERSIONS)
-"""The table of ppo_megatron_trainer.yaml, which had other defaults in older releases."""
+"""Table of ppo_megatron_trainer.yaml, whose defaults differed in older releases."""
 
 
 def table_of(settings: Mapping[str, Any]) -> Table:
-    """The table of a program's settings: PPO's, or that of the SFT trainers."""
+    """Return the table for these settings: that of PPO, of another program, or of the SFT trainers."""
     is_rl = any(key.startswith(("actor_rollout_ref.", "algorithm.")) for key in settings)
     if (own := _OWN.get(str(settings.get("-m")))) is not None:
         return own

@@ -1,4 +1,4 @@
-"""verl's method: advantage, loss, KL, rollout correction, shaping of rewards and dynamic sampling."""
+"""Translate verl's method: advantage, loss, KL, rollout correction, reward shaping and dynamic sampling."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ SPPO = "recipe.sppo.main_sppo"
 
 
 def estimator(source: Source) -> str:
-    """Return the name of the advantage; the recipe of SPPO has its own."""
-    # Of another program it says nothing.
+    """Return the name of the advantage estimator; it is `sppo` for the recipe of SPPO."""
+    # `settings` first: so `-m` is not recorded as a source for other programs.
     if source.settings.get("-m") == SPPO == source.text("-m"):
         return "sppo"
     return source.text("algorithm.adv_estimator") or "gae"
 
 
 def has_penalty(actor: Source) -> bool:
-    """The loss has a term besides the policy gradient."""
+    """Return whether the loss has a KL or an entropy term next to the policy gradient."""
     return bool((actor.flag("use_kl_loss") and actor.number("kl_loss_coef")) or actor.number("entropy_coeff"))
 
 
 def sppo(source: Source) -> dict[str, Any]:
-    """Rewards less their log mean exp over the step (sppo_ray_trainer.py), and a squared distance (dp_actor.py)."""
+    """Return our keys of SPPO: rewards minus the step's log-mean-exp (sppo_ray_trainer.py), squared loss (dp_actor.py)."""
     actor, eta = source.under(_A), source.number("algorithm.sppo_eta")
     if not eta or eta < 0:
-        source.lacks("algorithm.sppo_eta", "rewards less their mean over the step, or a log mean exp that turns round")
+        source.lacks("algorithm.sppo_eta", "rewards minus their mean over the step, or a negative eta")
         eta = 1.0
     if (actor.text("loss_agg_mode") or "token-mean") != "token-mean":
-        actor.lacks("loss_agg_mode", "another mean than token-mean, with which the recipe fails")
+        actor.lacks("loss_agg_mode", "a mean other than token-mean, with which the recipe fails")
     found = {"name": "sppo", "advantage": "step_log_mean_exp", "baseline_temperature": 1 / eta, "normalize": "none"}
     found |= {"surrogate": "sppo", "eta": actor.number("sppo_eta"), "aggregate": "seq-mean-token-mean"}
     if has_penalty(actor):
@@ -56,9 +56,9 @@ def advantage(source: Source) -> dict[str, Any]:
     if kind in ("group", "pass_at_k") and "normalize" not in found:
         found["normalize"] = "group" if source.flag("algorithm.norm_adv_by_std_in_grpo") else "none"
     if kind == "nonzero_scaled" and group == 1:
-        source.lacks(_ESTIMATOR, "gpg with one sample per prompt, which compares with nothing")
+        source.lacks(_ESTIMATOR, "gpg with one sample per prompt, which has no other sample to compare with")
     if kind in ("group", "leave_one_out", "length_weighted") and group == 1:
-        # A group of one has mean 0 and deviation 1 there: the advantage is the reward.
+        # verl gives a group of one the mean 0 and the deviation 1: the advantage is the reward.
         found |= {"advantage": "reward", "normalize": "none"}
     if found.get("token_baseline") and group == 1:
         found["token_baseline"] = False
@@ -67,7 +67,7 @@ def advantage(source: Source) -> dict[str, Any]:
 
 
 def has_engine_workers(source: Source) -> bool:
-    """The configuration is of a release, or asks for workers, whose losses count all tokens of an update."""
+    """Return whether the run uses workers of verl whose losses are averaged over all tokens of an update."""
     return is_v1(source) or source.text("trainer.use_legacy_worker_impl") == "disable"
 
 
@@ -79,14 +79,14 @@ def loss(source: Source, actor_of: str = "verl until 0.7") -> dict[str, Any]:
         return {}
     is_reinforce = bypasses(source) and bypassed.text("loss_type") == "reinforce"
     if is_reinforce:
-        # bypass_mode takes the place of loss_mode; the weight has no gradient, as CISPO's.
+        # bypass_mode replaces loss_mode; the weight has no gradient, as in CISPO.
         found = {"surrogate": "cispo" if bypassed.text("rollout_is") is not None else "log_likelihood"}
     surrogate = found["surrogate"]
     if surrogate in ("ppo_clip", "gmpo", "cispo", "clip_cov", "dppo"):
         common = actor.number("clip_ratio")
         for key in ("clip_low", "clip_high"):
             bound = actor.number(key.replace("clip_", "clip_ratio_"))
-            # Below 0 no ratio falls: 1 is no bound.
+            # A ratio is never below 0, so a clip_low of 1 is no bound.
             found[key] = min(bound if bound is not None else common or 0.0, 1.0 if key == "clip_low" else 1e9)
         if is_reinforce:
             found |= {"clip_low": 1.0, "clip_high": (bypassed.number("rollout_is_threshold") or 2.0) - 1}
@@ -96,7 +96,7 @@ def loss(source: Source, actor_of: str = "verl until 0.7") -> dict[str, Any]:
         actor.lacks("clip_ratio_c", f"a bound below that of the ratio, {1 + found['clip_high']:g}")
     for key in ("tau_pos", "tau_neg") if surrogate == "sapo" else ():
         if actor.has(f"policy_loss.{key}") and actor.number(f"policy_loss.{key}") != actor.number(key):
-            actor.lacks(f"policy_loss.{key}", f"verl's loss reads actor.{key}: say it there")
+            actor.lacks(f"policy_loss.{key}", f"verl's loss reads actor.{key}: set that key")
     mean = CHOICES[_MEAN].read(source)
     if "aggregate" not in found:
         found["aggregate"] = mean
@@ -110,7 +110,7 @@ def loss(source: Source, actor_of: str = "verl until 0.7") -> dict[str, Any]:
 def kl(source: Source) -> dict[str, Any]:
     control, loss_coef = source.under("algorithm.kl_ctrl."), source.number(_A + "kl_loss_coef")
     in_loss = source.flag(_A + "use_kl_loss") and bool(loss_coef)
-    # PRIME's recipe loads the reference and takes nothing off any reward.
+    # The recipe PRIME loads the reference but subtracts no KL from rewards.
     in_reward = kl_in_reward(source) and bool(control.number("kl_coef")) and not is_prime(source)
     if not in_reward and not in_loss and control.has("kl_coef") and control.number("kl_coef") and not is_prime(source):
         legacy.say_where_kl_was(source)
@@ -128,7 +128,7 @@ def kl(source: Source) -> dict[str, Any]:
 
 
 def kl_in_reward(source: Source) -> bool:
-    """The KL is taken off rewards; in releases before there was a key for it, where it is not in the loss."""
+    """Return whether the KL is subtracted from rewards; releases without this key do so if it is not in the loss."""
     if (said := source.raw("algorithm.use_kl_in_reward")) == legacy.UNLESS_IN_LOSS:
         return not source.flag(_A + "use_kl_loss")
     return said is not None and source.flag("algorithm.use_kl_in_reward")
@@ -160,13 +160,13 @@ def correction(source: Source) -> dict[str, Any]:
             said.lacks("rollout_is", "REINFORCE weighted by whole responses, or by less than 1")
         if weighted is not None and not reinforce:
             for key in ("rollout_is", "rollout_is_batch_normalize"):
-                said.fixed(key, "with bypass_mode and ppo_clip verl multiplies by no weight: the ratio has it")
+                said.fixed(key, "with bypass_mode and ppo_clip verl applies no weight: the ratio already contains it")
     elif (level := said.text("rollout_is")) is not None:
         if level not in ("token", "sequence"):
             said.lacks("rollout_is", f"the weight {level}")
         low, _, high = str(said.raw("rollout_is_threshold")).strip("'\"").rpartition("_")
         if low:
-            # Two bounds: what is outside of them has weight 0 (verl since 2026-03; before, it was an error).
+            # With two bounds, tokens outside of them have weight 0 (verl since 2026-03; an error before).
             found |= {"weight": level, "low": _bound(low), "high": _bound(high), "outside": "mask"}
         else:
             found |= {"weight": level, "high": said.number("rollout_is_threshold"), "outside": "truncate"}
@@ -189,7 +189,7 @@ def _bound(text: str) -> float:
 
 
 def rejection(said: Source, names: list[str]) -> dict[str, Any]:
-    """Return the rejection of samples by several statistics, each with its bounds (rollout_corr_helper.py:156)."""
+    """Return our keys of rejecting samples by several statistics, each with its bounds (rollout_corr_helper.py:156)."""
     bounds = (said.text("rollout_rs_threshold") or "").split(",")
     bounds = bounds * len(names) if len(bounds) == 1 else bounds
     known = sum(name in _REJECTED for name in names)
@@ -219,13 +219,14 @@ MANAGERS = (
     "reward_manager.name",
     "reward_model.reward_manager.name",
 )
-"""Keys in which verl has had the name of its reward manager."""
+"""Keys for the name of the reward manager in verl's releases."""
 _WITHOUT_PENALTY = ("naive", "prime", "batch")
-"""Reward managers that score responses whatever their length (workers/reward_manager)."""
+"""Reward managers without a penalty for long responses (workers/reward_manager)."""
 
 
 def overlong(source: Source) -> dict[str, Any]:
-    """DAPO's penalty, in the four places where verl has had its keys; other reward managers do not read them."""
+    """Return our keys of DAPO's penalty for long responses, from four sections of verl's releases; some reward managers
+    ignore them."""
     named = [key for key in MANAGERS if source.has(key)] or ["reward_model.reward_manager"]
     if source.text(named[0]) in _WITHOUT_PENALTY:
         return {"algorithm.overlong_buffer": 0}
@@ -242,7 +243,7 @@ def overlong(source: Source) -> dict[str, Any]:
             counted_from = start.replace("overlong_buffer_cfg.", "max_resp_len")
             end = (source.whole(counted_from) if source.has(counted_from) else None) or longest
             if end - buffer >= longest:
-                # It would begin after the longest response.
+                # The penalty would begin after the longest response.
                 break
             if end != longest:
                 source.lacks(counted_from, "a penalty that ends at another length than data.max_response_length")
@@ -256,13 +257,13 @@ def dynamic_sampling(source: Source) -> dict[str, Any]:
         return {"algorithm.dynamic_sampling": False}
     rounds = said.whole("max_num_gen_batches") or 0
     found: dict[str, Any] = {"algorithm.dynamic_sampling": True}
-    # 0 is no bound there.
+    # In verl 0 means no bound.
     found["algorithm.sampling_rounds"] = rounds if rounds > 0 else 1000
     found["algorithm.prompts_per_round"] = source.whole("data.gen_batch_size")
-    # acc and score are without the penalty of long responses, seq_reward is with it, seq_final_reward with the KL too.
+    # acc and score are without the penalty for long responses, seq_reward is with it, seq_final_reward also with the KL.
     metric = said.text("metric") or ""
     if metric == "seq_final_reward" and kl_in_reward(source):
-        said.lacks("metric", "groups compared by rewards with their KL: say metric=seq_reward")
+        said.lacks("metric", "groups compared by rewards that include the KL: set metric=seq_reward")
     if metric.startswith("seq_") and overlong(source)["algorithm.overlong_buffer"]:
         found["algorithm.dynamic_sampling_by"] = "shaped_reward"
     return found

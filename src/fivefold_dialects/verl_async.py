@@ -1,14 +1,14 @@
-"""verl's programs that sample ahead of the trainer: one_step_off_policy and fully_async_policy, and trainer.v1's modes.
+"""Translate verl's programs that sample ahead of the trainer: one_step_off_policy, fully_async_policy, trainer.v1's modes.
 
-Of fully_async_policy, S = trigger_parameter_sync_step, R = require_batches, M = ppo_mini_batch_size and θ =
-staleness_threshold. The trainer takes R x M prompts as they are complete, for R updates, and after S such batches gives its
-weights to the engine: that is one step here, of S x R x M prompts and S x R updates, whose old log-probs are those of the
-weights of its beginning. At a sync int((1 + θ) x S x R x M) prompts are given out and not used (fully_async_rollouter.py,
-set_max_required_samples): rollout.max_staleness: θ. Read in verl b178a3cd (2026-01) and d23b2829 (2026-08).
+In fully_async_policy, S = trigger_parameter_sync_step, R = require_batches, M = ppo_mini_batch_size and θ =
+staleness_threshold. The trainer takes R x M complete prompts for R updates, and after S such batches sends its weights to
+the engine. That is one step here, with S x R x M prompts and S x R updates; old log-probs come from the weights at its
+beginning. At a sync, int((1 + θ) x S x R x M) prompts are sent out and not yet used (fully_async_rollouter.py,
+set_max_required_samples): this is rollout.max_staleness = θ. Source: verl b178a3cd (2026-01) and d23b2829 (2026-08).
 
-The modes of trainer.v1 (trainer_colocate_async.py, trainer_separate_async.py) give out num_warmup_batches of
-data.train_batch_size prompts before the first step, and one more before each: rollout.max_staleness is that number. A step
-takes the oldest groups that are complete. Read in verl 1dda039b (2026-11), as partial_rollout in verl-recipe 48ea0a79.
+The modes of trainer.v1 (trainer_colocate_async.py, trainer_separate_async.py) send out num_warmup_batches of
+data.train_batch_size prompts before the first step and one more before each step: rollout.max_staleness is that number. A
+step takes the oldest complete groups. Source: verl 1dda039b (2026-11); for partial_rollout, verl-recipe 48ea0a79.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ from fivefold_dialects.source import Source, UnreadableError
 
 _A, _R, _S = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout.", "async_training."
 ONE_STEP_OFF = ("recipe.one_step_off_policy.main_ppo", "verl.experimental.one_step_off_policy.main_ppo", legacy.RLLM_ASYNC)
-"""They sample a step ahead, on GPUs of their own."""
+"""Programs that sample one step ahead, on separate GPUs."""
 FULLY_ASYNC = (
     "recipe.fully_async_policy.fully_async_main",
     "verl.experimental.fully_async_policy.fully_async_main",
     "recipe.reward_queue.main",
 )
-"""They sample a part of a step ahead, on GPUs of their own."""
+"""Programs that sample a part of a step ahead, on separate GPUs."""
 PARTIAL_ROLLOUT = "recipe.partial_rollout.main_ppo"
-"""A batch more is given out than a step takes, on the policy's GPUs (prompt_manager.py, _PREFETCH_FACTOR)."""
+"""Program that samples one batch ahead, on the policy's GPUs (prompt_manager.py, _PREFETCH_FACTOR)."""
 _V1 = "trainer.v1."
 _MODE = _V1 + "trainer_mode"
 
 
 def mode(source: Source) -> str:
-    """Return the mode of trainer.v1, unless another trainer is asked for."""
+    """Return the mode of trainer.v1; `sync` if the configuration chooses another trainer."""
     is_other = source.has("trainer.use_v1") and not source.flag("trainer.use_v1")
     return "sync" if is_other else source.text(_MODE) or "sync"
 
 
 def is_v1(source: Source) -> bool:
-    """The configuration asks for the trainer of 2026-08 and after (ppo/v1), by what no other one reads."""
+    """Return whether the run uses the trainer of 2026-08 and later (ppo/v1), by keys that only this trainer reads."""
     return (source.has("trainer.use_v1") and source.flag("trainer.use_v1")) or bool(source.keys(_V1))
 
 
@@ -50,7 +50,7 @@ def is_separate(source: Source) -> bool:
 
 
 def is_colocated(source: Source) -> bool:
-    """Responses are in flight on the policy's GPUs while it trains."""
+    """Return whether responses are sampled on the policy's GPUs while it trains."""
     return mode(source) == "colocate_async" or source.text("-m") == PARTIAL_ROLLOUT
 
 
@@ -63,7 +63,7 @@ def is_fully_async(source: Source) -> bool:
 
 
 def engine_gpus(source: Source) -> int:
-    """Return the number of GPUs of an engine with GPUs of its own."""
+    """Return the number of GPUs of an engine that has separate GPUs."""
     start = _R if is_separate(source) else "trainer." if legacy.is_rllm(source) else "rollout."
     per_node = source.count(start + "n_gpus_per_node")
     if legacy.is_rllm(source):
@@ -90,7 +90,7 @@ def ahead(source: Source) -> dict[str, Any]:
 
 
 def batch(source: Source) -> dict[str, Any]:
-    """The step between two syncs."""
+    """Return our keys of one step, which is everything between two syncs in fully_async_policy."""
     said, mini = source.under(_S), source.count(_A + "ppo_mini_batch_size")
     syncs, batches = said.count("trigger_parameter_sync_step"), said.count("require_batches")
     if min(syncs, batches, mini) < 1:
@@ -101,14 +101,14 @@ def batch(source: Source) -> dict[str, Any]:
     if said.flag("use_dynamic_resource_scheduling"):
         said.lacks("use_dynamic_resource_scheduling", "GPUs that move between trainer and engines")
     if source.flag("algorithm.filter_groups.enable"):
-        source.lacks("algorithm.filter_groups.enable", "dynamic sampling, which this program leaves out: say false")
+        source.lacks("algorithm.filter_groups.enable", "dynamic sampling, which this program does not do: set it to false")
     _check_batches(source, _S + "trigger_parameter_sync_step", syncs, batches)
     found = {"data.prompts_per_step": syncs * batches * mini, "algorithm.updates_per_step": syncs * batches}
     return found | _values(source, syncs)
 
 
 def separate_batch(source: Source, batch: dict[str, Any]) -> dict[str, Any]:
-    """`batch` of main_ppo, whose updates are batches of the trainer, each with a pass of its own."""
+    """Return `batch`, our keys of a step, for separate_async, where each update is one of the trainer's batches."""
     count, key = int(batch["algorithm.updates_per_step"]), f"{_V1}separate_async.parameter_sync_step"
     if source.has(key) and source.whole(key) != count:
         source.lacks(key, f"verl refuses it: it must be train_batch_size / ppo_mini_batch_size = {count}")
@@ -117,56 +117,57 @@ def separate_batch(source: Source, batch: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_batches(source: Source, key: str, count: int, updates: int) -> None:
-    """Refuse what is of each of the trainer's batches, of so many updates, where `count` of them are one step here."""
+    """Refuse settings that act per batch of the trainer (of `updates` updates) if `count` batches are one step here."""
     if count < 2:
         return
     name = source.text("algorithm.adv_estimator") or "gae"
     moves = source.flag("algorithm.use_kl_in_reward") and source.text("algorithm.kl_ctrl.type") == "adaptive"
     reasons = {
-        "batches that are each gone through several times": (source.whole(_A + "ppo_epochs") or 1) > 1,
+        "several passes over each of the trainer's batches": (source.whole(_A + "ppo_epochs") or 1) > 1,
         "values that are computed again for batches of several updates": name == "gae" and updates > 1,
         "advantages over the samples of each of the trainer's batches": name.startswith("reinforce_plus_plus"),
-        "a KL coefficient that moves with each of the trainer's batches": moves,
+        "a KL coefficient that adapts in each of the trainer's batches": moves,
     }
     for reason in (reason for reason, is_asked in reasons.items() if is_asked):
-        source.lacks(key, f"{reason}, where {count} of them are one step here: say 1")
+        source.lacks(key, f"{reason}, where {count} of them are one step here: set it to 1")
 
 
 def _values(source: Source, count: int) -> dict[str, Any]:
-    """Return when values are computed: by the critic that the trainer's batch before has left."""
+    """Return our key of when values are computed: the critic's weights after the trainer's previous batch compute them."""
     is_critic = (source.text("algorithm.adv_estimator") or "gae") == "gae"
     return {"algorithm.values_per": "update" if count > 1 and is_critic else None}
 
 
 def schedule(source: Source, style: str, warmup: float) -> dict[str, Any]:
-    """Return what the rate counts: verl moves it once in each of the trainer's batches (fsdp_workers.py, update_actor)."""
+    """Return our key of what the learning rate counts: verl steps it once per batch of the trainer (fsdp_workers.py,
+    update_actor)."""
     if style != "constant" or 0 < warmup < 1:
         key = "lr_warmup_steps_ratio" if style == "constant" else "lr_scheduler_type"
         source.lacks(
-            f"{_A}optim.{key}", "a schedule over the whole run, whose length this program does not tell its optimizer"
+            f"{_A}optim.{key}", "a schedule over the whole run, whose length this program does not pass to its optimizer"
         )
     batches = source.count(_S + "require_batches") if is_fully_async(source) else 1
     return {"schedule_per": batches * (source.whole(_A + "ppo_epochs") or 1)}
 
 
 def bypasses(source: Source) -> bool:
-    """Old log-probs are the engine's."""
+    """Return whether the old log-probs are those of the engine."""
     found = legacy.bypasses(source, is_fully_async(source))
     return source.flag("algorithm.rollout_correction.bypass_mode") if found is None else found
 
 
 def steps(source: Source) -> int:
-    """Return the steps of the run: total_rollout_steps counts prompts."""
+    """Return the number of steps of the run; total_rollout_steps counts prompts."""
     return source.count("rollout.total_rollout_steps") // int(batch(source)["data.prompts_per_step"])
 
 
 def evaluation_key(source: Source) -> str:
-    """rollout.test_freq until 2026-02; both count steps of ours."""
+    """Return the key of the evaluation interval, rollout.test_freq until 2026-02; both keys count our steps."""
     return "rollout.test_freq" if is_fully_async(source) and source.has("rollout.test_freq") else "trainer.test_freq"
 
 
 def in_flight(source: Source, replicas: int, usual: int | None) -> dict[str, int]:
-    """Prompts that are sampled at once, each with its responses."""
+    """Return our key that limits how many samples are in flight at once."""
     if not is_fully_async(source):
         return {}
     samples = source.count(_S + "concurrent_samples_per_replica") * source.count(_R + "n") * replicas

@@ -1,4 +1,4 @@
-"""verl's layouts, types of numbers, memory, batches, optimizers with their schedules, and checkpoints -> ours."""
+"""Translate verl's layouts, data types, memory, batches, optimizers with their schedules, and checkpoints to our keys."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ _A, _R, _M = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout.", "actor_ro
 _C, _REF = "critic.", "actor_rollout_ref.ref."
 SCHEDULES: Mapping[str, Mapping[str, Any]] = load("verl")["schedules"]
 TOTAL_STEPS = "trainer.total_training_steps"
+CHECKPOINTING = _M + "enable_gradient_checkpointing"
 STRATEGIES = ("fsdp", "fsdp2", "megatron", "veomni", "torchtitan", "mindspeed")
 
 
 def is_megatron(source: Source) -> bool:
-    """The actor trains with Megatron-Core: by its strategy, or by the configuration that it starts from."""
+    """Return whether the actor trains with Megatron-Core, by its strategy or by the name of its configuration."""
     for key in (_A + "strategy", "model_engine"):
         if source.has(key) and (chosen := source.text(key)) is not None:
             by_fsdp = source.text(_A + "mindspeed.strategy") == "mindspeed_fsdp"
@@ -30,7 +31,7 @@ def is_megatron(source: Source) -> bool:
 
 
 def engine_of(source: Source) -> str:
-    """Return the engine that trains, by its name in SCHEDULES."""
+    """Return the name in SCHEDULES of the engine that trains."""
     if is_megatron(source):
         return "megatron"
     named = (source.text("model_engine"), source.text(_A + "strategy"))
@@ -38,7 +39,7 @@ def engine_of(source: Source) -> str:
 
 
 def mcore(source: Source) -> str:
-    """Return the section of the actor's Megatron-Core settings: MindSpeed's engine has its own section (2026-05 to 08)."""
+    """Return the section of the actor's Megatron-Core settings; MindSpeed's engine has its own section (2026-05 to 08)."""
     said = (source.text("model_engine"), source.text(_A + "strategy"))
     return _A + ("mindspeed." if "mindspeed" in said else "megatron.")
 
@@ -47,7 +48,7 @@ def options(source: Source) -> str:
     """Return the section of the fields of Megatron-Core's TransformerConfig."""
     if (start := mcore(source)) == _A + "megatron.":
         return start + "override_transformer_config"
-    # llm_kwargs until 2026-05.
+    # This section was llm_kwargs until 2026-05.
     return start + ("llm_kwargs" if source.keys(start + "llm_kwargs.") else "mcore_kwargs")
 
 
@@ -75,12 +76,13 @@ def megatron(source: Source) -> dict[str, Any]:
 
 
 def virtual_stages(source: Source, ours: str) -> dict[str, Any]:
-    """Return the virtual stages of the policy, or of a model with its layout."""
+    """Return our key of the virtual stages of the policy, or of another model `ours` with the same layout."""
     return shared.virtual_stages(source.under(mcore(source)), ours)
 
 
 def router_replay(source: Source) -> dict[str, Any]:
-    """R3 where both trainer and engine are asked for it; verl fails where it is one of them, or R2 with the engine."""
+    """Return our keys of routing replay: R3 if both trainer and engine are set to it. verl fails if only one of them is, and
+    with R2 if the engine is."""
     mode, by_engine = None, source.flag(_R + "enable_rollout_routing_replay")
     for key in (f"{_A}{part}router_replay.mode" for part in ("megatron.", "veomni.", "")):
         if (said := source.text(key)) in (None, "disabled"):
@@ -90,14 +92,14 @@ def router_replay(source: Source) -> dict[str, Any]:
         elif said not in ("R2", "R3"):
             source.lacks(key, f"the mode {said} of router replay: known here are R2 and R3")
         elif (said == "R3") != by_engine:
-            source.lacks(key, f"{said} with rollout.enable_rollout_routing_replay: {by_engine}, with which verl fails")
+            source.lacks(key, f"{said} with rollout.enable_rollout_routing_replay={by_engine}, with which verl fails")
         else:
             mode = mode or said
     return shared.replayed(mode)
 
 
 def dtypes(source: Source) -> dict[str, Any]:
-    """Return the policy's type of numbers, and the engine's where it is another; bfloat16 where nothing is said."""
+    """Return our keys of the policy's data type, by default bfloat16, and of the engine's if it differs."""
     trainers = [f"{section}dtype" for section in sections(source, _A)]
     if engine_of(source) == "fsdp":
         trainers.append(_A + "fsdp_config.mixed_precision.param_dtype")
@@ -107,7 +109,7 @@ def dtypes(source: Source) -> dict[str, Any]:
 
 
 def sections(source: Source, role: str) -> list[str]:
-    """Return the sections of a model's engine settings, which begin with `role`; a critic of the newer engine has two."""
+    """Return the sections of a model's engine settings, which begin with `role`; an FSDP critic has two possible ones."""
     if is_megatron(source):
         return [mcore(source) if role == _A else role + "megatron."]
     if role == _C and engine_of(source) == "fsdp":
@@ -116,11 +118,11 @@ def sections(source: Source, role: str) -> list[str]:
 
 
 PARTS = {"parameters": "param", "gradients": "grad", "optimizer": "optimizer"}
-"""Part of a model that can be offloaded -> its name in verl."""
+"""Parts of a model that can be offloaded -> their names in verl."""
 
 
 def offloaded(source: Source, role: str) -> list[str]:
-    """Parts of a model that wait on the host; gradients do with Megatron-Core only."""
+    """Return the parts of a model that are offloaded to the host; gradients only with Megatron-Core."""
     return [
         part
         for part, name in PARTS.items()
@@ -135,10 +137,10 @@ _OF_OPTIMIZER = (
 
 
 def memory(source: Source) -> dict[str, Any]:
-    """Recomputation and offload."""
+    """Return our keys of the policy's recomputation and offload."""
     found: dict[str, Any] = {f"policy.offload.{part}": True for part in offloaded(source, _A)}
     if not is_megatron(source):
-        return found | ({"policy.recompute": "full"} if source.flag(_M + "enable_gradient_checkpointing") else {})
+        return found | ({"policy.recompute": "full"} if source.flag(CHECKPOINTING) else {})
     said = source.under(_A + "optim.")
     found |= shared.recompute(source, options(source), "policy")
     found |= shared.moments(said, are_read=said.flag("use_precision_aware_optimizer"))
@@ -158,7 +160,8 @@ def longest(source: Source) -> int:
 
 
 def micro_batch(source: Source) -> dict[str, Any]:
-    """A token budget as it is, times the ranks that share a sequence; a number of sequences at their longest."""
+    """Return our key of a micro-batch's tokens: a token budget times the ranks that share a sequence, or a number of
+    sequences times the longest one."""
     tokens = longest(source)
     if source.flag(_A + "use_dynamic_bsz"):
         by_mcore = is_megatron(source)
@@ -172,8 +175,8 @@ def micro_batch(source: Source) -> dict[str, Any]:
 
 
 def schedule(said: Source, engine: str, steps_of_run: int | None = None) -> dict[str, Any]:
-    """Our keys of an optimizer's schedule, from a section `optim`; `steps_of_run`: trainer.total_training_steps where it is
-    set, which verl's schedule goes over even where the data end before."""
+    """Return our keys of an optimizer's schedule, from a section `optim`; `steps_of_run` is trainer.total_training_steps if
+    set: verl's schedule covers these steps even if the data end earlier."""
     reads, rate = SCHEDULES[engine], said.number("lr") or 0.0
     key = "warmup_style" if reads["style"] == "lr_scheduler_type" and said.text("warmup_style") else reads["style"]
     style = said.one_of(key, ("constant", "linear", "cosine"), "schedule", reads["usual"])
@@ -192,7 +195,7 @@ def schedule(said: Source, engine: str, steps_of_run: int | None = None) -> dict
 
 
 def _warmup(said: Source, reads: Mapping[str, Any], decay_steps: int | None) -> float:
-    """Steps, or a share of the run; of `decay_steps` where those are known."""
+    """Return the warm-up in steps, or as a share (below 1) of the run if `decay_steps` is not known."""
     steps = None if reads.get("shares_only") else said.whole("lr_warmup_steps")
     if steps is not None and steps >= 0 and (steps or "decay_steps" not in reads):
         return steps
@@ -202,7 +205,7 @@ def _warmup(said: Source, reads: Mapping[str, Any], decay_steps: int | None) -> 
 
 
 def low_rank_of(source: Source, start: str, ours: str, by_megatron: bool) -> dict[str, Any]:
-    """The adapters of a model whose section is `start`: FSDP reads lora_rank and its neighbours, Megatron-Core lora.*."""
+    """Return our keys of a model's adapters, in section `start`: FSDP reads lora_rank and others, Megatron-Core lora.*."""
     said = f"{start}lora." if by_megatron else start
     names = {"rank": "lora_rank", "alpha": "lora_alpha", "path": "lora_adapter_path"}
     if by_megatron:
@@ -212,12 +215,12 @@ def low_rank_of(source: Source, start: str, ours: str, by_megatron: bool) -> dic
     if found and by_megatron:
         refuse(source, said + "dropout", "dropout of adapters", (0, 0.0))
         refuse(source, said + "type", "other adapters than LoRA", ("lora", "canonical_lora"))
-        refuse(source, said + "lora_B_init_method", "B that does not begin at 0", ("zero",))
+        refuse(source, said + "lora_B_init_method", "an initialization of B other than 0", ("zero",))
     return found
 
 
 def further_tokens_of(source: Source, start: str) -> dict[str, Any]:
-    """Return how layers of multi-token prediction of the model at `start` learn; nothing where they stay as they are."""
+    """Return our keys of training layers of multi-token prediction, from section `start`; empty if they are not trained."""
     said = source.under(f"{start}mtp.")
     if not (said.flag("enable") and said.flag("enable_train")):
         return {}
@@ -240,15 +243,15 @@ def batch(source: Source) -> dict[str, Any]:
 
 
 def batch_key(source: Source) -> str:
-    """The key with the prompts of a step: without dynamic sampling verl until 0.8 trains on all that its loader draws."""
+    """Return the key with the prompts of a step: verl until 0.8, without dynamic sampling, trains on all drawn prompts."""
     drawn, usual = "data.gen_batch_size", "data.train_batch_size"
     if source.flag("algorithm.filter_groups.enable") or verl_async.is_v1(source) or not source.has(drawn):
         return usual
     if source.whole(drawn) in (None, source.whole(usual)):
         return usual
     source.note(
-        f"{drawn} = {source.whole(drawn)} is the batch of a step, as in verl until 0.8; with trainer.use_v1=True, which 0.9 "
-        f"has, it is {usual}"
+        f"{drawn} = {source.whole(drawn)} is the batch of a step, as in verl until 0.8; with trainer.use_v1=True (0.9) "
+        f"it is {usual}"
     )
     return drawn
 
@@ -258,10 +261,10 @@ def optimizer(source: Source, role: str = _A, ours: str = "policy.optimizer") ->
     uses_megatron = is_megatron(source)
     found: dict[str, Any] = {"lr": said.number("lr"), "weight_decay": said.number("weight_decay")}
     if not uses_megatron:
-        # verl does not hand betas to Megatron's optimizer, whose own are 0.9 and 0.999.
+        # verl does not pass betas to Megatron's optimizer, whose defaults are 0.9 and 0.999.
         found["betas"] = said.numbers("betas")
         found["eps"] = said.number("eps")
-        # The newer engine reads optim.clip_grad, the older workers grad_clip: whichever is set.
+        # The newer engine reads optim.clip_grad, the older workers grad_clip: take the one that is set.
         set_there = said.has("clip_grad") and not source.has(role + "grad_clip")
         found["clip_grad"] = said.number("clip_grad") if set_there else source.number(role + "grad_clip")
     else:
@@ -273,7 +276,7 @@ def optimizer(source: Source, role: str = _A, ours: str = "policy.optimizer") ->
 
 
 def megatron_checkpoints(source: Source) -> dict[str, Any]:
-    """Return weights of models that are not those of the Hugging Face directory."""
+    """Return our keys of models whose weights are a Megatron-Core checkpoint instead of the Hugging Face directory."""
     if not is_megatron(source):
         return {}
     directory, has_reference = shared.path(source, _M + "path"), uses_reference(source)
@@ -306,7 +309,7 @@ def critic(source: Source) -> dict[str, Any]:
     found |= low_rank_of(source, "critic.model.", "critic", is_megatron(source))
     for key in ("ppo_mini_batch_size", "ppo_epochs", "loss_agg_mode"):
         if said.raw(key) is not None and str(said.raw(key)) != str(source.raw(_A + key)):
-            said.lacks(key, "the critic learns in the policy's updates")
+            said.lacks(key, "the critic is trained in the policy's updates: set it as the policy's")
     if (warmup := source.whole("trainer.critic_warmup") or 0) > 1:
         found["critic.warmup_steps"] = warmup - 1
     if said.flag("use_dynamic_bsz") and (budget := said.whole("ppo_max_token_len_per_gpu")):
@@ -319,7 +322,7 @@ def critic(source: Source) -> dict[str, Any]:
 
 
 def reference(source: Source) -> dict[str, Any]:
-    """Return the reference's own options of Megatron-Core. Its weights leave the GPU with the policy's."""
+    """Return our keys of the reference's own Megatron-Core options; its weights leave the GPU with the policy's."""
     if not uses_reference(source):
         return {}
     if "parameters" in offloaded(source, _REF) and "parameters" not in offloaded(source, _A):
@@ -334,11 +337,11 @@ def uses_reference(source: Source) -> bool:
 
 
 def _own_options(source: Source, role: str, ours: str) -> dict[str, Any]:
-    """Return a model's own types of numbers and Megatron-Core options, which are the policy's where it has none."""
+    """Return our keys of a model's own Megatron-Core options; empty if it has none and uses the policy's."""
     policy = dtypes(source)["policy.dtype"] or "bfloat16"
     for key in (f"{section}dtype" for section in sections(source, role)):
         if source.has(key) and (name := source.text(key)) is not None and shared.DTYPES.get(name) != policy:
-            source.lacks(key, f"numbers of the type {name}, where the policy's are {policy}")
+            source.lacks(key, f"the data type {name}, where the policy has {policy}")
     start = f"{role}megatron.override_transformer_config"
     if not is_megatron(source) or not source.keys(f"{start}."):
         return {}

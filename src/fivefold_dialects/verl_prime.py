@@ -1,7 +1,7 @@
-"""verl's recipe of PRIME: rloo over outcomes and implicit process rewards, the reward model, the filter of prompts.
+"""Translate verl's recipe PRIME: rloo over outcome and implicit process rewards, its reward model and prompt filter.
 
-Read in verl-recipe 48ea0a79 (prime/): prime_core_algos.py has the advantage and the losses, prime_dp_rm.py the rewards of
-tokens, prime_ray_trainer.py the filter and the length of the run, prime_trainer.yaml what a configuration leaves out.
+Source: verl-recipe 48ea0a79 (prime/): prime_core_algos.py has the advantage and the losses, prime_dp_rm.py the rewards of
+tokens, prime_ray_trainer.py the filter and the length of the run, prime_trainer.yaml the defaults.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _OWN = (
     "data.filter_accuracy", "data.filter_truncate", _MODEL + "update", _MODEL + "loss_type", _P + "prime_norm",
     "algorithm.reward_dpo_coef",
 )  # fmt: skip
-"""Keys that say that the recipe is meant."""
+"""Keys that only this recipe reads."""
 _REFUSED = {"whole": ", with which the recipe fails", "none": ", a reward model that does not learn"}
 
 
@@ -28,11 +28,11 @@ def is_prime(source: Source) -> bool:
 
 
 def prime(source: Source) -> dict[str, Any]:
-    """The recipe's method, reward model and filter; another program has nothing of them."""
+    """Return our keys of the recipe's method, reward model and filter; empty for other programs."""
     if not is_prime(source):
         for key in _OWN:
             if source.has(key) and source.raw(key) not in (None, False, "False", "false"):
-                source.lacks(key, f"PRIME's, which is a program of its own: say -m={PROGRAM}")
+                source.lacks(key, f"a key of PRIME, which is a separate program: set -m={PROGRAM}")
         return {}
     if source.text("algorithm.adv_estimator") != "rloo":
         source.lacks("algorithm.adv_estimator", "another advantage than rloo, with which the recipe fails")
@@ -43,11 +43,12 @@ def prime(source: Source) -> dict[str, Any]:
 
 
 def _advantage(source: Source) -> dict[str, Any]:
-    """Leave-one-out of each source of rewards, the return from each token on, whitened (compute_rloo_advantage_return)."""
+    """Return our keys of the advantage: leave-one-out for each reward, return per token, whitened
+    (compute_rloo_advantage_return)."""
     coef = source.number("algorithm.reward_dpo_coef") if source.flag(_P + "enable") else 0.0
     outcome = source.number("algorithm.reward_gt_coef")
     if not outcome:
-        source.lacks("algorithm.reward_gt_coef", "process rewards without the outcome's")
+        source.lacks("algorithm.reward_gt_coef", "process rewards without outcome rewards")
     chosen = {"name": "prime", "advantage": "leave_one_out", "normalize": "none", "credit": "discounted", "gamma": 1.0}
     chosen |= {"whiten": True, "process_reward.coef": coef, "process_reward.outcome_coef": outcome if coef else None}
     return {f"algorithm.{key}": value for key, value in chosen.items()}
@@ -71,18 +72,19 @@ def _process_reward(source: Source) -> dict[str, Any]:
     if loss == "dpo" and source.text(_MODEL + "update") != "reverse":
         source.lacks(_MODEL + "loss_type", "dpo without update=reverse, with which the recipe fails")
     said = {"beta": source.number(_MODEL + "beta_train"), "granularity": granularity, "normalize": normalize, "loss": loss}
-    # Its scores are the outcomes, of functions that give parts of 1 too.
+    # The targets are the outcome rewards, which may also be fractions of 1.
     said |= {"update": update, "reference": "initial", "target": "reward"}
     return {f"algorithm.process_reward.{key}": value for key, value in said.items()}
 
 
 def _filter(source: Source) -> dict[str, Any]:
-    """One round of prompts, of which 1 / oversample_factor are kept, those that fit first (filter_and_downsample)."""
+    """Return our keys of the filter: it keeps 1 / oversample_factor of one round, passing prompts first
+    (filter_and_downsample)."""
     factor, group = source.number("data.oversample_factor") or 1.0, source.count(_R + "n")
     drawn = int(source.count("data.train_batch_size") * factor)
     kept, rest = divmod(int(drawn * group // factor), group)
     if rest or not kept:
-        source.lacks("data.oversample_factor", f"a part of a prompt's responses: {drawn} prompts x {group} over {factor:g}")
+        source.lacks("data.oversample_factor", f"a part of a prompt's responses: {drawn} prompts x {group} / {factor:g}")
     updates, odd = divmod(kept, source.count(_A + "ppo_mini_batch_size"))
     if odd or not updates:
         source.lacks(_A + "ppo_mini_batch_size", f"updates of unequal size, or larger than the {kept} prompts of a step")
@@ -91,29 +93,29 @@ def _filter(source: Source) -> dict[str, Any]:
         return found | {"algorithm.dynamic_sampling": False}
     by_accuracy, by_length = source.flag("data.filter_accuracy"), source.flag("data.filter_truncate")
     if not by_accuracy and not by_length:
-        source.lacks("data.oversample_factor", "prompts that are sampled and left out by no rule")
+        source.lacks("data.oversample_factor", "prompts that are sampled and then dropped without a rule")
     found |= {
         "algorithm.dynamic_sampling": True,
         "algorithm.sampling_rounds": 1,
         "algorithm.prompts_per_round": drawn,
-        # Without bounds every reward is within them.
+        # Without a filter by accuracy, these bounds accept every reward.
         "algorithm.dynamic_sampling_low": source.number("data.accuracy_lower_bound") if by_accuracy else -1e9,
         "algorithm.dynamic_sampling_high": source.number("data.accuracy_upper_bound") if by_accuracy else None,
     }
     if by_length:
-        # A response of one token less than the longest is as good as cut there.
+        # The recipe also counts a response that is one token shorter than the limit as truncated.
         found["algorithm.dynamic_sampling_max_tokens"] = source.count("data.max_response_length") - 2
     return found
 
 
 def _length(source: Source) -> dict[str, Any]:
-    """The recipe counts steps from 1 and ends when that number reaches the total: one step before it."""
+    """Return our key of the number of steps: the recipe counts from 1 and stops one step before the total."""
     steps = source.whole("trainer.total_training_steps")
     return {"trainer.steps": max(1, steps - 1)} if steps and steps > 0 else {}
 
 
 def _model(source: Source, prompts: int) -> dict[str, Any]:
-    """The reward model: its weights, optimizer, and how it is computed. It always lies on FSDP."""
+    """Return our keys of the reward model's weights, optimizer and layout; the recipe always uses FSDP for it."""
     said, group = source.under(_MODEL), source.count(_R + "n")
     path, frozen = shared.path(source, _MODEL + "path"), shared.path(source, _MODEL + "ref_path")
     samples, mini = prompts * group, source.count(_P + "mini_batch_size")
@@ -121,17 +123,17 @@ def _model(source: Source, prompts: int) -> dict[str, Any]:
     if rest or not updates or prompts % max(updates, 1):
         source.lacks(
             _P + "mini_batch_size",
-            f"updates of {mini} responses, into which the {samples} of a step do not divide by whole prompts",
+            f"updates of {mini} responses: the {samples} responses of a step do not divide into such updates",
         )
         updates = 1
     if updates > 1 and source.text(_MODEL + "update") in ("after", "reverse"):
-        said.lacks("update", "rewards of an update's responses by the model that the updates before it have left")
+        said.lacks("update", "rewards of an update's responses by the model as it is after the previous updates")
     if source.flag(_P + "use_dynamic_bsz"):
-        source.lacks(_P + "use_dynamic_bsz", "a loss that is divided by another number than that of responses")
+        source.lacks(_P + "use_dynamic_bsz", "a loss that is not divided by the number of responses")
     longest = source.count("data.max_prompt_length") + source.count("data.max_response_length")
     sequences = source.whole(_P + "micro_batch_size_per_gpu") or 1
     gpus = source.count("trainer.nnodes") * source.count("trainer.n_gpus_per_node")
-    # Only lr_warmup_steps acts: the share is of a number of steps that is never set.
+    # Only lr_warmup_steps has an effect: the recipe never sets the number of steps that the share refers to.
     warmup = said.whole("optim.lr_warmup_steps")
     found: dict[str, Any] = {
         "path": path,

@@ -1,4 +1,4 @@
-"""verl's engine, its sampling in training and in evaluation, and its rewards -> ours."""
+"""Translate verl's engine, its sampling in training and in evaluation, and its rewards to our keys."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from fivefold_dialects.verl_models import gpus, longest
 
 _R = "actor_rollout_ref.rollout."
 OWN_REWARDS = {"recipe.entropy.main_entropy": "recipe/entropy/reward_score/__init__.py:_default_compute_score"}
-"""Programs with a reward function of their own for all data, and its place next to verl."""
+"""Programs with their own reward function for all data -> its file and name in verl's repository."""
 
 
 CHOSEN_BY_SOURCE = (
-    "the reward of each data_source is that system's own (docs/rewards.md), but for numina_*, which math scores instead of "
-    "PRIME's grader, and programs, of which code_fraction runs all tests instead of the first ten"
+    "the reward of each data_source is that system's own (docs/rewards.md), with two exceptions: math scores numina_*, "
+    "not PRIME's grader, and code_fraction scores programs, on all tests instead of the first ten"
 )
 
 
@@ -25,25 +25,25 @@ def engine(source: Source) -> dict[str, Any]:
     said, name = source.under(_R), source.text(_R + "name") or "vllm"
     if name == "hf":
         return {"engine.backend": "transformers"}
-    shared.replaced_engine(source, _R + "name", name)
+    ours = shared.engine_name(source, _R + "name", name)
     tp, ep = said.whole("tensor_model_parallel_size") or 1, said.whole("expert_parallel_size") or 1
     ep, is_apart, world = ep if ep == tp else 1, verl_async.is_apart(source), gpus(source)
     if is_apart:
         world = verl_async.engine_gpus(source)
-        found: dict[str, Any] = shared.engine_apart(world, tp, ep)
+        found: dict[str, Any] = shared.engine_apart(world, tp, ep, ours)
     else:
-        found = {"engine.backend": shared.engine_layout(world, tp, ep)}
+        found = {"engine.backend": shared.engine_layout(world, tp, ep, ours)}
     found["engine.memory_fraction"] = said.number("gpu_memory_utilization")
     found["engine.max_num_seqs"] = said.whole("max_num_seqs")
     found |= verl_async.in_flight(source, world // tp, said.whole("max_num_seqs"))
     if (form := said.text("quantization")) is not None:
-        if form != "fp8":
-            said.lacks("quantization", f"sampling with weights quantized as {form}: known here is fp8")
+        if form != "fp8" or ours == "sglang":
+            said.lacks("quantization", f"sampling with weights quantized as {form}: known here is fp8, with vLLM")
         found["engine.vllm.quantization"] = "fp8_per_block"
     if (length := said.whole("max_model_len")) is not None:
         found["engine.max_model_len"] = max(length, longest(source))
     if verl_async.is_colocated(source):
-        # Responses go on while the policy trains, so the engine stays.
+        # Responses continue while the policy trains, so the engine keeps its memory.
         found |= {"engine.mode": "server", "engine.sleep": False}
     elif said.has("free_cache_engine") and not is_apart:
         found["engine.sleep"] = said.flag("free_cache_engine")
@@ -80,7 +80,7 @@ def rewards(source: Source) -> dict[str, Any]:
     named = "reward_model.model_path" if source.has("reward_model.model_path") else "reward_model.model.path"
     for enabled, model in (("reward_model.enable", named), ("reward.reward_model.enable", "reward.reward_model.model_path")):
         if verl_prime.is_prime(source):
-            # The model there is one that learns, and rewards tokens.
+            # In PRIME this model learns and rewards tokens: verl_prime.py reads it.
             break
         if source.flag(enabled):
             pool = source.under(enabled.removesuffix("enable"))
@@ -104,13 +104,14 @@ def rewards(source: Source) -> dict[str, Any]:
 
 
 def asked_by_functions(source: Source, pool: Source, model: str) -> dict[str, Any]:
-    """Servers of a model that a reward function asks; verl hands it their address and tokenizer (reward_manager/dapo.py)."""
+    """Return our keys of servers for a reward function that calls a model; verl passes it their address and tokenizer
+    (reward_manager/dapo.py)."""
     engine = pool.text("rollout.name")
     if not pool.flag("enable_resource_pool"):
-        pool.lacks("enable", "a model that a reward function asks, on the policy's GPUs: say enable_resource_pool")
+        pool.lacks("enable", "a model that a reward function calls, on the policy's GPUs: set enable_resource_pool")
         return {}
     if engine not in ("vllm", "sglang"):
-        pool.lacks("rollout.name", f"servers of {engine} that a reward function asks: known here are vllm and sglang")
+        pool.lacks("rollout.name", f"servers of {engine} that a reward function calls: known here are vllm and sglang")
         return {}
     layout = shared.engine_layout(
         pool.count("nnodes") * pool.count("n_gpus_per_node"), pool.whole("rollout.tensor_model_parallel_size") or 1
@@ -121,7 +122,7 @@ def asked_by_functions(source: Source, pool: Source, model: str) -> dict[str, An
         "reward.judge.backend": layout.replace("vllm", engine),
         "reward.judge.memory_fraction": pool.number("rollout.gpu_memory_utilization"),
         "reward.judge.max_model_len": pool.whole("rollout.max_model_len"),
-        # There a function has all the time that it takes.
+        # In verl a function has no time limit.
         "reward.timeout_seconds": 3600.0,
         "reward.wait_seconds": 3600.0,
     }

@@ -1,4 +1,4 @@
-"""verl's SFT trainers: `verl.trainer.sft_trainer` with an engine; the older `fsdp_sft_trainer` is legacy/verl_sft.py's."""
+"""Translate verl's SFT trainer, `verl.trainer.sft_trainer`; legacy/verl_sft.py has the older `fsdp_sft_trainer`."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from fivefold_dialects.table import Table, table
 from fivefold_dialects.verl_models import PARTS, SCHEDULES, TOTAL_STEPS, further_tokens_of, low_rank_of, schedule
 
 _ENGINES = ("optim", "engine", "model_engine")
-"""Keys that name an engine, the optimizer's first."""
+"""Keys that name an engine; the optimizer's key comes first."""
 
 
 def looks_like(settings: Mapping[str, Any]) -> bool:
-    """Settings of an SFT trainer."""
+    """Return whether the settings are those of an SFT trainer."""
     names = (str(settings.get("-m")), str(settings.get("--config-name")))
     is_named = any("sft_trainer" in name for name in names)
     return is_named or any(key.startswith("optim.") or key in ("model.partial_pretrain", "model.path") for key in settings)
 
 
 def table_of(settings: Mapping[str, Any]) -> Table:
-    """The table of the trainer and the engine that these settings choose."""
+    """Return the table for the SFT trainer and the engine that these settings choose."""
     if older.is_meant(settings):
         return OLDER_TABLE
     return AUTOMODEL_TABLE if _optimizer_of(settings) == "automodel" else TABLE
 
 
 def _optimizer_of(settings: Mapping[str, Any]) -> str:
-    """The engine whose optimizer is configured: `optim=NAME`, or else that of the engine."""
+    """Return the engine whose optimizer is configured: `optim=NAME`, or else the name of the engine."""
     named = (str(settings.get(key, "")).strip("'\"") for key in _ENGINES)
     return next((name for name in named if name in SCHEDULES), "fsdp")
 
@@ -61,7 +61,7 @@ def layout(source: Source) -> dict[str, Any]:
 
 
 def memory(source: Source) -> dict[str, Any]:
-    """The type of numbers, recomputation and offload."""
+    """Return our keys of the policy's data type, recomputation and offload."""
     found: dict[str, Any] = {
         f"policy.offload.{part}": True for part, name in PARTS.items() if source.flag(f"engine.{name}_offload")
     }
@@ -85,9 +85,9 @@ def micro_batch(source: Source) -> dict[str, Any]:
 
 
 def optimizer(source: Source, engine: str = "") -> dict[str, Any]:
-    """`engine`: whose schedule it is; left out, that of the keys `optim` and `engine`."""
+    """Return our optimizer keys with the schedule of `engine`, by default the engine of the keys `optim` and `engine`."""
     said, engine = source.under("optim."), engine or _optimizer_of({key: source.text(key) for key in _ENGINES})
-    # verl hands no betas to Megatron's optimizer.
+    # verl passes no betas to Megatron's optimizer.
     betas = [0.9, 0.999] if engine == "megatron" else said.numbers("betas")
     total = None if engine == older.PROGRAM else source.whole(TOTAL_STEPS)
     aware = engine == "megatron" and said.flag("use_precision_aware_optimizer")
@@ -96,7 +96,7 @@ def optimizer(source: Source, engine: str = "") -> dict[str, Any]:
 
 
 def columns(source: Source) -> dict[str, Any]:
-    """The column, and the part of it that the text is in: `extra_info.question`."""
+    """Return our keys of the columns with prompt and response, also inside another column: `extra_info.question`."""
     return {
         f"data.{key}": ".".join([source.text(f"data.{key}") or "", *source.texts(f"data.{inner}")])
         for key, inner in (("prompt_key", "prompt_dict_keys"), ("response_key", "response_dict_keys"))
@@ -104,7 +104,7 @@ def columns(source: Source) -> dict[str, Any]:
 
 
 def lengths(source: Source) -> dict[str, Any]:
-    """One length of the whole there, of prompt and response here: each may be as long."""
+    """Return our length limits: verl limits prompt and response together, so each of them gets the whole length."""
     if source.text("data.truncation") not in ("error", None):
         source.fixed(
             "data.truncation", "a response that is too long is cut off at its end; prompts that are too long are refused"
@@ -116,12 +116,12 @@ def lengths(source: Source) -> dict[str, Any]:
 
 
 def first_rows(source: Source, key: str = "data.train_max_samples") -> dict[str, Any]:
-    """The first rows of the training data."""
+    """Return our key for training on the first rows of a file (train_max_samples)."""
     if ((source.whole(key) if source.has(key) else None) or 0) <= 0:
         return {}
     files = shared.files(source, "data.train_files") or []
     if len(files) != 1:
-        source.lacks(key, "the first rows of several files together: write `FILE[:N]` for each in data.train")
+        source.lacks(key, "the first rows of several files together: write `FILE[:N]` for each file in data.train")
         return {}
     return {"data.train": [f"{files[0]}[:{source.whole(key)}]"]}
 
@@ -129,7 +129,7 @@ def first_rows(source: Source, key: str = "data.train_max_samples") -> dict[str,
 def frequency(source: Source, key: str) -> int | None:
     if source.text(key) != "after_each_epoch":
         return shared.interval(source, key)
-    source.lacks(key, "after each epoch: say a number of steps", changes_result=False)
+    source.lacks(key, "after each epoch: set a number of steps", changes_result=False)
     return None
 
 

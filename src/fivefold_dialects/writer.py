@@ -1,4 +1,4 @@
-"""A translation -> the commented run.yaml, and the table of what became of the source's keys."""
+"""Write a translation as a commented run.yaml, with a table of how each key of the source was handled."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ TITLES: dict[Kind, str] = {
 
 
 def write(translation: Translation, system: str, *, strict: bool = True) -> str:
-    """Return what differs from our defaults as YAML, each line with its keys there; a table at the end counts those.
+    """Return the values that differ from our defaults as YAML, each with its source keys; a table at the end counts these.
 
-    When `strict`, the file of a run that is refused begins with the key `refused`, with which no run starts.
+    With `strict`, the file of a refused run begins with the key `refused`; a run with this key does not start.
     """
     release = f", with the defaults of its release {translation.release}" if translation.release else ""
     parts = [f"# Translated from {system}{release}. Each value is followed by the key that it comes from.",
-             "# A key that is not here has our default, which is what the run needs.", ""]  # fmt: skip
+             "# A key that is not in this file keeps our default, which is the value that the run needs.", ""]  # fmt: skip
     if strict and translation.refusals:
-        parts += ["# The run below lacks these settings. Delete this key to accept that.", f"{REFUSED}:"]
+        parts += ["# The run below does not have these settings. Delete this key to accept that.", f"{REFUSED}:"]
         parts += [*(f"  - {_flow(refusal)}" for refusal in translation.refusals), ""]
     path: tuple[str, ...] = ()
     for line in _needed(translation.lines):
@@ -49,20 +49,20 @@ def write(translation: Translation, system: str, *, strict: bool = True) -> str:
 
 
 def summary(translation: Translation) -> str:
-    """One line with the counts, and the release whose defaults were taken where it is not today's."""
+    """Return one line with the counts of keys, and with the release of the defaults if it is not the current one."""
     counts = Counter(each.kind for each in translation.outcomes)
     release = [f"defaults of release {translation.release}"] if translation.release else []
     return ", ".join([*(f"{counts[kind]} {title}" for kind, title in TITLES.items()), *release])
 
 
 def notes(translation: Translation) -> list[str]:
-    """Return sentences about the translated run: its notes, and settings without support that change no number."""
+    """Return sentences about the translated run: its notes, and unsupported settings that change no number."""
     return [*translation.notes, *(f"{each.key}={each.shown}: {each.reason}" for each in translation.outcomes
             if each.kind == "unsupported" and not each.changes_result)]  # fmt: skip
 
 
 def _needed(lines: Sequence[Line]) -> list[Line]:
-    """The lines without which the run would be another; the name of the method always, and not what it brings itself."""
+    """Return the lines that the run needs: no defaults, always the method's name, and no choices that the method implies."""
     found = [line for line in lines if not _is_default(line)]
     chosen = _choices(found)
     for line in list(found):
@@ -74,7 +74,7 @@ def _needed(lines: Sequence[Line]) -> list[Line]:
 
 
 def _choices(lines: Sequence[Line]) -> object:
-    """Return the resolved method of the run; None where the lines make no run."""
+    """Return the resolved method of the run; None if the lines are not a valid run."""
     try:
         return RunConfig.from_tree(nested(lines)).algorithm.resolved
     except ConfigError:
@@ -82,7 +82,7 @@ def _choices(lines: Sequence[Line]) -> object:
 
 
 def _is_default(line: Line) -> bool:
-    """Whether the value is the one that our key has when it is left out; the name of the method always stands."""
+    """Return whether the line has our key's default; always False for the method's name."""
     if line.key == "algorithm.name":
         return False
     default = our_defaults().get(line.key, dataclasses.MISSING)
@@ -99,7 +99,7 @@ def _sources(line: Line, system: str) -> str:
 
 
 def _flow(value: Any) -> str:
-    """A value in YAML's short form, in one line."""
+    """Return a value in YAML's flow form, in one line."""
     text: str = yaml.safe_dump(value, default_flow_style=True, width=10**9, allow_unicode=True)
     return text.removesuffix("\n...\n").strip()
 
@@ -118,11 +118,9 @@ def _table(outcomes: list[Outcome], system: str) -> list[str]:
 
 
 def _comment(text: str) -> str:
-    """A comment of one line, whatever keys and values of the source hold."""
+    """Return a comment of one line; line breaks in keys and values of the source are escaped."""
     return "# " + "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
 
 
 def _marked(each: Outcome) -> str:
-    return (
-        f"{each.reason} (the numbers would be others)" if each.kind == "unsupported" and each.changes_result else each.reason
-    )
+    return f"{each.reason} (the numbers would differ)" if each.kind == "unsupported" and each.changes_result else each.reason

@@ -95,7 +95,7 @@ COMMANDS = [
     (["train", "{tmp}/none.yaml"], "no configuration file at"),
     (["report", "{tmp}/none"], "must be the directory of a run: there is none"),
     (["report", "{tmp}/run"], "run/metrics.jsonl, line 1 is not JSON"),
-    (["data", "gsm8k", "--out", "{tmp}/out"], "openai/gsm8k cannot be downloaded from the hub, name local files with --source"),
+    (["data", "gsm8k", "--out", "{tmp}/out"], "have all of it; or name local files with --source"),
     (["data", "gsm8k", "--source", "{tmp}/none.jsonl", "--out", "{tmp}/out"], "no source file at"),
     (["data", "gsm8k", "--source", "{tmp}/rows.jsonl", "--out", "{tmp}/out"], "rows.jsonl, row 0: column 'question' must be a text"),
     (["data", "math", "--source", "{tmp}/binary.yaml", "--out", "{tmp}/out"], "is not UTF-8 text"),
@@ -160,6 +160,6 @@ def test_a_hub_that_does_not_answer_is_asked_once(tmp_path, monkeypatch):
     for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy"):
         monkeypatch.delenv(name, raising=False)
     begin = time.monotonic()
-    with pytest.raises(ValueError, match=r"'nobody/nothing' is neither a directory .* it does not answer"):
+    with pytest.raises(ValueError, match=r"'nobody/nothing' is no directory here, .*: it does not answer"):
         model_snapshot("nobody/nothing", ["*.json"])
     assert time.monotonic() - begin < 5

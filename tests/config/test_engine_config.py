@@ -198,15 +198,23 @@ def test_arguments_are_checked_by_name_and_type_against_the_installed_release(fi
     assert error.startswith(says), error
 
 
+def test_a_missing_sglang_is_noted_by_check_and_refused_by_train_with_the_way_round(files, sglang):
+    sglang(None)
+    found = check(config(files, backend="sglang:t2"))
+    (sentence,) = found.missing
+    assert not found.errors and found.starting() == [sentence]
+    assert sentence.startswith("engine.backend: SGLang is not installed here: `pip install sglang`")
+    assert "engine.backend=vllm:d1t2" in sentence
+
+
 @pytest.mark.parametrize(
     ("version", "says"),
     [
-        (None, "engine.backend: SGLang is not installed; `pip install sglang`"),
         ("0.5.10.post1", "engine.backend: SGLang 0.5.10.post1 is installed, supported are 0.5.20 to 0.5.23"),
         ("0.6.0", "engine.backend: SGLang 0.6.0 is installed, supported are 0.5.20 to 0.5.23"),
     ],
 )
-def test_an_sglang_that_is_not_there_or_not_supported_is_refused(files, sglang, version, says):
+def test_an_sglang_that_is_not_supported_is_refused(files, sglang, version, says):
     sglang(version)
     (error,) = check(config(files, backend="sglang:t2")).errors
     assert error.startswith(says)

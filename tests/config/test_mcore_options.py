@@ -13,7 +13,7 @@ import torch
 
 from fivefold.config import mcore_options
 from fivefold.config.learners import MegatronConfig
-from fivefold.config.mcore_options import PIPELINE, Options
+from fivefold.config.mcore_options import Options
 from fivefold.keys.findings import Findings
 from fivefold.layout import ParallelLayout, PipelineSplit
 from tests.support.cluster import Together
@@ -57,15 +57,18 @@ def errors(given: Options, section: str) -> list[str]:
         ("transformer", {"moe_token_dispatcher_type": "flex"}, "deep_ep"),
         ("transformer", {"moe_expert_capacity_factor": 1.0}, "never drop tokens"),
         ("ddp", {"overlap_param_gather": True}, "needs overlap_grad_reduce"),
-        ("ddp", {"use_megatron_fsdp": True}, "another backend"),
+        ("ddp", {"use_megatron_fsdp": True}, "is Megatron-FSDP's"),
+        ("ddp", {"data_parallel_sharding_strategy": "optim"}, "use_distributed_optimizer shards"),
+        ("transformer", {"use_kitchen": True}, "it needs nvidia-kitchen"),
         ("optimizer", {"lr": 1e-3}, "set policy.optimizer.lr"),
         ("optimizer", {"exp_avg_dtype": "bfloat16"}, "needs use_precision_aware_optimizer"),
         ("optimizer", {"exp_avg_dtype": "int8"}, "must be torch.dtype"),
-        ("optimizer", {"muon_momentum": 0.9}, "the optimizer is AdamW"),
-        ("optimizer", {"loss_scale": 1024.0}, "initial_loss_scale is where it begins"),
+        ("optimizer", {"muon_momentum": 0.9}, "the optimizer is Adam"),
+        ("pipeline", {"overlap_p2p_comm": False}, "messages overlap with virtual stages"),
+        ("optimizer", {"loss_scale": 0.0}, "must be above 0: got 0.0"),
+        ("optimizer", {"decoupled_weight_decay": False, "use_precision_aware_optimizer": True}, "must be true with"),
         ("optimizer", {"loss_scale_window": 0.0}, "must be above 0: got 0.0"),
         ("optimizer", {"min_loss_scale": 2.0, "initial_loss_scale": 1.0}, "must not be above initial_loss_scale = 1: got 2"),
-        ("pipeline", {"overlap_p2p_comm": False}, "mix up forward and backward"),
     ],
 )
 def test_an_option_that_cannot_be_used_is_refused_with_the_reason(section, given, says):
@@ -82,42 +85,17 @@ def test_an_error_and_what_to_do_name_the_section_of_the_model():
     ]
 
 
-def test_every_field_of_megatron_core_passes_or_is_refused_or_reported():
-    """No field of the installed release slips through unread: each is named in a table or is one of those known to act."""
-    acting = {
-        "transformer": {
-            "distribute_saved_activations", "fp32_residual_connection", "moe_aux_loss_coeff", "moe_grouped_gemm",
-            "moe_router_bias_update_rate", "moe_router_dtype", "moe_router_load_balancing_type",
-            "moe_shared_expert_overlap", "moe_token_dispatcher_type", "moe_z_loss_coeff", "recompute_granularity",
-            "recompute_method", "recompute_modules", "recompute_num_layers",
-        },
-        "pipeline": {
-            "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split",
-            "microbatch_group_size_per_vp_stage", "num_layers_in_first_pipeline_stage",
-            "num_layers_in_last_pipeline_stage", "pipeline_model_parallel_layout", "variable_seq_lengths",
-            "virtual_pipeline_model_parallel_size",
-        },
-        "ddp": {
-            "align_param_gather", "bucket_size", "check_for_large_grads", "check_for_nan_in_grad", "grad_reduce_in_fp32",
-            "overlap_grad_reduce", "overlap_param_gather", "pad_buckets_for_high_nccl_busbw",
-            "reduce_scatter_with_fp32_accumulation", "use_distributed_optimizer",
-        },
-        "optimizer": {
-            "apply_wd_to_qk_layernorm", "decoupled_lr", "decoupled_min_lr", "exp_avg_dtype", "exp_avg_sq_dtype",
-            "hysteresis", "initial_loss_scale", "loss_scale_window", "min_loss_scale", "optimizer_cpu_offload", "optimizer_offload_fraction", "overlap_cpu_optimizer_d2h_h2d", "pin_cpu_grads",
-            "pin_cpu_params", "use_precision_aware_optimizer",
-        },
-    }  # fmt: skip
-    for section, known in acting.items():
-        fields = mcore_options._fields("transformer" if section == "pipeline" else section)
-        names = [
-            name
-            for name in fields
-            if section == "ddp" or section == "optimizer" or (name in PIPELINE) == (section == "pipeline")
-        ]
-        silent = mcore_options._NO_EFFECT.get(section, {})
-        passing = {name for name in names if mcore_options.refusal(section, name) is None and name not in silent}
-        assert passing == known
+@pytest.mark.parametrize(
+    ("pipeline", "virtual", "key"),
+    [
+        ({"batch_p2p_comm": True}, 2, "batch_p2p_comm"),
+        ({"overlap_p2p_comm_warmup_flush": True}, 1, "overlap_p2p_comm_warmup_flush"),
+        ({"batch_p2p_comm": False}, 1, None),
+        ({"overlap_p2p_comm_warmup_flush": True}, 2, None),
+    ],
+)
+def test_messages_that_do_not_fit_the_virtual_stages_are_refused(pipeline, virtual, key):
+    assert (mcore_options.messages_fault(pipeline, virtual) or (None,))[0] == key
 
 
 def test_what_changes_nothing_is_reported_and_not_passed_on():
@@ -462,6 +440,7 @@ def resumed(mesh, directory: Path, policy, path: Path):
         ({}, {"use_precision_aware_optimizer": True, "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}, "bfloat16"),
         ({"use_distributed_optimizer": False}, {}, "float32"),
         ({"use_distributed_optimizer": False}, {}, "bfloat16"),
+        ({}, {"decoupled_weight_decay": False}, "bfloat16"),
     ],
 )
 def test_a_run_with_these_options_goes_on_from_its_checkpoint_as_if_never_stopped(
@@ -470,3 +449,26 @@ def test_a_run_with_these_options_goes_on_from_its_checkpoint_as_if_never_stoppe
     policy = replace(POLICY, dtype=dtype, megatron=MegatronConfig(transformer=ROUTER, ddp=ddp, optimizer=optimizer))
     for whole, stopped in cluster.run(resumed, f"megatron:{layout}", models("qwen3_moe"), policy, tmp_path):
         assert all(torch.equal(whole[name], stopped[name]) for name in whole)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"pipeline": {"batch_p2p_comm": False}},
+        {"pipeline": {**VPP2, "overlap_p2p_comm_warmup_flush": True}},
+        {
+            "transformer": {
+                "recompute_granularity": "full",
+                "recompute_method": "uniform",
+                "recompute_num_layers": 1,
+                "num_microbatches_with_partial_activation_checkpoints": 1,
+            }
+        },
+        {"transformer": {"bias_activation_fusion": True}},
+    ],
+    ids=str,
+)
+def test_messages_between_stages_and_partial_recomputation_change_no_number(cluster, models, given):
+    policy = replace(POLICY, tokens_per_micro_batch=32, megatron=MegatronConfig(**given))
+    oracle = expected(models("qwen3"), POLICY)
+    assert_equal(run_step(cluster, "p2", models("qwen3"), policy, oracle=oracle), oracle)

@@ -195,7 +195,8 @@ def test_without_a_network_the_cache_has_what_was_read_before(tmp_path, hub):
 
 
 SAYS = {
-    ("openai/none", "train"): "there is none of this name, or only for users whose token is in HF_TOKEN",
+    ("openai/none", "train"): "there is none of this name, or it is private (then set HF_TOKEN to a token that may read it)",
+    ("openai/gated", "train"): "/datasets/openai/gated, then set HF_TOKEN to a token of that account",
     ("openai/gsm8k:main@v9", "train"): "it has no revision 'v9'",
     ("openai/gsm8k", "train"): "must name one of its configurations: openai/gsm8k:main, openai/gsm8k:socratic",
     ("openai/gsm8k:mian", "train"): "must name one of its configurations: openai/gsm8k:main, openai/gsm8k:socratic",
@@ -209,6 +210,8 @@ def test_what_the_hub_does_not_have_is_said_in_one_sentence(tmp_path, hub):
     pytest.importorskip("datasets")
     hub.push("openai/gsm8k", gsm8k())
     hub.push("openai/code", {"code.py": b"raise SystemExit('run')"})
+    hub.push("openai/gated", {"train.parquet": parquet(*rows(1))})
+    hub.gated.add("datasets/openai/gated")
     for (name, key), says in SAYS.items():
         said = locate(tmp_path, hub, name, key)
         assert said.startswith("refused: ") and says in said, (name, said)
@@ -228,7 +231,7 @@ def test_without_the_library_or_a_network_a_line_says_how_to_write_a_file(tmp_pa
     assert line in said
     pytest.importorskip("datasets")
     said = locate(tmp_path, None, "a/b:c/train", HF_HUB_OFFLINE="1")
-    assert "that the hub gives: it does not answer, and its cache on this machine does not have it" in said and line in said
+    assert "that the hub gives: HF_HUB_OFFLINE is set, and its cache in " in said and line in said
 
 
 def configured(tmp_path: Path, model: Path, train: list[str], **sections: Any) -> dict[str, Any]:

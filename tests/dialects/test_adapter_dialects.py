@@ -72,10 +72,10 @@ def test_a_critic_of_verl_has_its_own_adapters():
 @pytest.mark.parametrize(("system", "words", "tree", "says"), [
     ("verl", [*MEGATRON, f"{M}lora.rank=8", f"{M}lora.dropout=0.1"], "", "dropout of adapters"),
     ("verl", [*MEGATRON, f"{M}lora.rank=8", f"{M}lora.type=dora"], "", "other adapters than LoRA"),
-    ("verl", [*MEGATRON, f"{M}lora.rank=8", f"{M}lora.lora_A_init_method=normal"], "", "A that is drawn in another way"),
+    ("verl", [*MEGATRON, f"{M}lora.rank=8", f"{M}lora.lora_A_init_method=normal"], "", "an initialization of A other than kaiming"),
     ("verl", [*VERL, f"{M}lora_rank=8", f"{M}target_modules=.*(q|v)_proj"], "", "a pattern of module names"),
     ("roll", [], ROLL % ", lora_dropout: 0.1", "dropout of adapters"),
-    ("roll", [], ROLL % ", additional_target: embed_tokens", "weights that are trained beside adapters"),
+    ("roll", [], ROLL % ", additional_target: embed_tokens", "weights that are trained in addition to adapters"),
     ("trinity", [], "model: {model_path: m, lora_configs: [{name: a}, {name: b}]}", "more than one adapter"),
     ("skyrl", [*SKYRL, "trainer.policy.model.lora.rank=8", "trainer.policy.model.lora.dropout=0.05"], "", "dropout of adapters"),
     ("areal", [], "actor: {path: m, use_lora: true, peft_type: dora}", "other adapters than LoRA"),
@@ -115,8 +115,8 @@ def test_they_learn_in_sft_of_verl_too():
 
 @pytest.mark.parametrize(("system", "words", "says"), [
     ("verl", [*MEGATRON, f"{MTP}enable=True", f"{MTP}enable_rollout=True"], "speculative decoding"),
-    ("skyrl", [*SKYRL, "trainer.mtp.enabled=true", "trainer.mtp.loss_weight=0.2"], "learns the same without them"),
-    ("skyrl", [*SKYRL, "trainer.policy.megatron_config.mtp_num_layers=1"], "learns the same without them"),
+    ("skyrl", [*SKYRL, "trainer.mtp.enabled=true", "trainer.mtp.loss_weight=0.2"], "is the same without them"),
+    ("skyrl", [*SKYRL, "trainer.policy.megatron_config.mtp_num_layers=1"], "is the same without them"),
 ])  # fmt: skip
 def test_what_only_makes_rollouts_faster_is_said_and_left_out(system, words, says):
     found = find_dialect(system)({}, words, environment={})  # type: ignore[call-arg]

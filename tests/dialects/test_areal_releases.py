@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from fivefold.config import ConfigError
 from tests.support.dialects import config, translated
 
 RUN = """
@@ -111,8 +112,11 @@ def test_areals_filter_leaves_out_prompts_that_say_nothing_and_samples_no_others
 
 
 def test_replayed_routes_are_those_of_the_engine():
-    found = config("areal", tree=run(more="rollout: {return_routed_experts: true}\n"))
+    tree = run(more="rollout: {return_routed_experts: true}\n")
+    found = config("areal", tree=tree.replace("sglang", "vllm"))
     assert (found.policy.router_replay, found.engine.mode) == ("R3", "server")
+    with pytest.raises(ConfigError, match="R2 with SGLang"):
+        config("areal", tree=tree)
 
 
 def test_preference_pairs_of_areal_are_learned_by_dpo():
@@ -157,7 +161,7 @@ def test_imitation_of_areal_before_2025_08_is_the_run_of_its_own_program():
     (["vllm.quantization=fp8"], "engines that quantize"),
     (["actor.optimizer.type=sgd"], "another optimizer than AdamW"),
     (["actor.aent.entropy_coeff=0.1"], "AEnt"),
-    (["actor.enable_mtp_training=true"], "policy.mtp trains that too"),
+    (["actor.enable_mtp_training=true"], "policy.mtp trains that layer too"),
     (["actor.prox_logp_method=reuse_train_logp", "actor.use_decoupled_loss=true", "actor.ppo_n_minibatches=2"], "estimated (reuse_train_logp)"),
     (["dynamic_hint.hint_delta=1"], "hints in prompts"),
 ])  # fmt: skip

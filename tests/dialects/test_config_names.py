@@ -58,7 +58,7 @@ def test_which_yaml_was_read_is_said(repository, tmp_path, monkeypatch):
 @pytest.mark.parametrize("system", ["verl", "siirl", "roll", "skyrl"])
 def test_a_config_name_that_is_neither_known_nor_found_is_refused(system, words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match="--config-name must be a YAML file that is here: got mine"):
+    with pytest.raises(ConfigError, match="--config-name must name an existing YAML file: got mine"):
         translate_words(system, [*words, *WORDS], HOME)
 
 

@@ -57,7 +57,7 @@ def test_anything_else_is_refused_with_what_may_stand_there(text):
 
 
 def test_a_gpu_that_is_named_twice_is_refused():
-    with pytest.raises(ValueError, match="names GPU 3 more than once"):
+    with pytest.raises(ValueError, match="must name each GPU once: got GPU 3 more than once"):
         parse_devices("list(range(0,4)) + [3]")
 
 

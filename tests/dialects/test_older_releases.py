@@ -173,7 +173,7 @@ def test_variables_of_skyrls_chat_template_are_ours(words):
     ("infer_correction: false\ninfer_is_mode: token\nreport_length_and_rewards: true", ""),
     ("infer_correction: true\ninfer_is_threshold_max: 2.0", "correction of the engine's log-probs"),
     ("dynamic_sampling: false\nmax_prompts_ratio: 1\nautoscaling: false", ""),
-    ("max_prompts_ratio: 1.25", "more of which are begun than used"),
+    ("max_prompts_ratio: 1.25", "which start more of them than are used"),
     ("debug_max_steps: 20", "an end of the run before max_steps"),
 ])  # fmt: skip
 def test_keys_of_rolls_forks_are_refused_by_name_where_they_act(words, refusal):

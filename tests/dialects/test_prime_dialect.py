@@ -167,10 +167,10 @@ def test_a_key_changes_what_it_says(change):
         (["reward_model.model.update=after"], "rewards of an update's responses by the model"),
         (["reward_model.mini_batch_size=100"], "updates of 100 responses"),
         (["reward_model.mini_batch_size=512"], "updates of 512 responses"),
-        (["reward_model.use_dynamic_bsz=True"], "divided by another number"),
-        (["data.filter_accuracy=False", "data.filter_truncate=False"], "left out by no rule"),
-        (["algorithm.reward_gt_coef=0"], "without the outcome's"),
-        (["-m=verl.trainer.main_ppo"], "a program of its own: say -m=recipe.prime.main_prime"),
+        (["reward_model.use_dynamic_bsz=True"], "not divided by the number of responses"),
+        (["data.filter_accuracy=False", "data.filter_truncate=False"], "dropped without a rule"),
+        (["algorithm.reward_gt_coef=0"], "without outcome rewards"),
+        (["-m=verl.trainer.main_ppo"], "a separate program: set -m=recipe.prime.main_prime"),
     ],
 )
 def test_what_the_recipe_does_not_do_or_this_does_not_is_refused(words, told):

@@ -1,4 +1,4 @@
-"""What another system has and this run lacks is said each time: engines that are replaced, memory, communication, few bits."""
+"""What another system has and this run lacks is said each time: engines that are missing, memory, communication, few bits."""
 
 from __future__ import annotations
 
@@ -22,23 +22,20 @@ SGLANG = {
 
 
 @pytest.mark.parametrize("system", SGLANG)
-def test_each_run_whose_engine_was_sglang_is_told_that_vllm_samples(system):
+def test_each_run_whose_engine_was_sglang_gets_sglang_and_a_note_where_it_is_missing(system):
     words, tree = SGLANG[system]
     (line,) = [note for note in notes(translated(system, *words, tree=tree)) if "SGLang" in note]
-    assert "vLLM samples instead" in line
-    assert config(system, *words, tree=tree).engine.backend.startswith("vllm")
+    assert "pip install sglang" in line and "vllm" in line
+    assert config(system, *words, tree=tree).engine.backend.startswith("sglang:")
 
 
 DROPPED = [
-    ("roll", CONFIG + "overlap_grad_reduce=true", roll_runs.RUN, False),
-    ("roll", CONFIG + "optimizer_cpu_offload=true", roll_runs.RUN, False),
     ("roll", "reference.strategy_args.strategy_config.fp8=e4m3", roll_runs.RUN, True),
     ("roll", INFER + "strategy_config.quantization=fp8", roll_runs.RUN, True),
     ("roll", INFER + "strategy_config.kv_cache_dtype=fp8", roll_runs.RUN, True),
     ("roll", INFER + "strategy_config.cpu_offload_gb=8", roll_runs.RUN, False),
     ("areal", "actor.megatron.fp8_config.mode=e4m3", areal_runs.RL, True),
     ("areal", "actor.megatron.fp8_config.param=false", areal_runs.RL, True),
-    ("areal", "actor.megatron.ddp.overlap_grad_reduce=true", areal_runs.RL, False),
     ("areal", "actor.megatron.exp_avg_dtype=bfloat16", areal_runs.RL, True),
     ("areal", "actor.megatron.ddp.fp8_param_gather=true", areal_runs.RL, True),
     ("areal", "sglang.cpu_offload_gb=4", areal_runs.RL, False),
@@ -51,8 +48,6 @@ DROPPED += [
     ("skyrl", word, "", changes)
     for word, changes in (
         ("trainer.policy.fsdp_config.cpu_offload=true", False),
-        ("trainer.policy.megatron_config.ddp_config.overlap_grad_reduce=true", False),
-        ("trainer.policy.megatron_config.ddp_config.grad_reduce_in_fp32=false", True),
         ("trainer.critic.model.fake_int4_qat.enabled=true", True),
     )
 ]
@@ -141,3 +136,64 @@ def test_what_is_dropped_is_said_and_refused_where_numbers_change(system, word, 
 def test_areals_offload_and_background_checkpoints_act():
     found = config("areal", "actor.offload=true", "actor.megatron.async_save=true", tree=areal_runs.RL)
     assert found.policy.offload.parts == {"parameters", "optimizer"} and found.trainer.async_save
+
+
+MEG = "trainer.policy.megatron_config."
+MEGATRON = [*known_runs.SKYRL, "trainer.strategy=megatron"]
+AREAL = areal_runs.RL.replace("fsdp", "megatron")
+CARRIED = [
+    ("roll", CONFIG + "overlap_grad_reduce=true", "ddp", {"overlap_grad_reduce": True}),
+    ("roll", CONFIG + "ddp_bucket_size=5000", "ddp", {"bucket_size": 5000}),
+    ("roll", CONFIG + "optimizer_cpu_offload=true", "optimizer", {"optimizer_cpu_offload": True}),
+    ("areal", "actor.megatron.ddp.overlap_grad_reduce=true", "ddp", {"overlap_grad_reduce": True}),
+    ("areal", "actor.megatron.ddp.grad_reduce_in_fp32=false", "ddp", {"grad_reduce_in_fp32": False}),
+    ("areal", "actor.megatron.ddp.bucket_size=5000", "ddp", {"bucket_size": 5000}),
+    ("skyrl", MEG + "ddp_config.overlap_grad_reduce=true", "ddp", {"overlap_grad_reduce": True}),
+    ("skyrl", MEG + "ddp_config.grad_reduce_in_fp32=false", "ddp", {"grad_reduce_in_fp32": False}),
+    ("skyrl", MEG + "optimizer_config_kwargs.optimizer_cpu_offload=true", "optimizer", {"optimizer_cpu_offload": True}),
+]
+_RUNS = {"roll": ([], roll_runs.RUN), "areal": ([], AREAL), "skyrl": (MEGATRON, "")}
+
+
+@pytest.mark.parametrize(("system", "word", "section", "options"), CARRIED)
+def test_options_of_communication_and_of_the_optimizers_place_are_carried(system, word, section, options):
+    words, tree = _RUNS[system]
+    key = f"policy.megatron.{section}.{next(iter(options))}"
+    (line,) = [line for line in translated(system, *words, word, tree=tree).lines if line.key == key]
+    assert line.value == options[key.rpartition(".")[2]] and word.partition("=")[0] in line.sources
+
+
+def test_a_sharding_strategy_of_megatron_fsdp_is_named_with_what_to_use():
+    word = MEG + "ddp_config.data_parallel_sharding_strategy=optim_grads_params"
+    (line,) = [note for note in notes(translated("skyrl", *MEGATRON, word)) if "sharding_strategy" in note]
+    assert "use_distributed_optimizer" in line and "policy.offload" in line
+
+
+def test_infer_batch_size_of_each_role_of_roll_acts_where_batches_are_not_dynamic():
+    words = ["actor_train.infer_batch_size=2", "reference.infer_batch_size=4"]
+    found = config("roll", *words, tree=roll_runs.RUN)
+    assert (found.policy.sequences_per_forward, found.reference.sequences_per_forward) == (2, 4)
+    dynamic = config("roll", *words, "actor_train.use_dynamic_batching_in_infer=true", tree=roll_runs.RUN)
+    assert dynamic.policy.sequences_per_forward is None
+
+
+def test_skyrls_profiler_and_changes_of_config_json_act():
+    profiler = "trainer.policy.torch_profiler_config."
+    words = [
+        profiler + "enable=true",
+        profiler + "skip_first=1",
+        profiler + "warmup=1",
+        profiler + "active=2",
+        profiler + "repeat=2",
+    ]
+    found = config("skyrl", *MEGATRON, *words, profiler + "ranks=[0,1]", MEG + "model_config_kwargs.rope_theta=5000.0")
+    assert found.trainer.profile.steps == [3, 4, 6, 7] and found.trainer.profile.ranks == [0, 1]
+    assert found.model.overrides == {"rope_theta": 5000.0}
+    assert config("skyrl", *MEGATRON, profiler + "enable=false").trainer.profile.steps == []
+
+
+def test_flashrls_int8_becomes_fp8_with_a_line():
+    words = ["-m=examples.flash_rl.main_dapo_flashrl", *known_runs.SKYRL]
+    assert config("skyrl", *words).engine.vllm["quantization"] == "fp8"
+    (line,) = [note for note in notes(translated("skyrl", *words)) if "FlashRL" in note]
+    assert "int8" in line and "fp8" in line

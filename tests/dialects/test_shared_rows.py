@@ -34,7 +34,7 @@ def test_a_key_of_verl_means_below_trinitys_trainer_what_verls_table_says(key, k
 
 def test_trinitys_own_row_comes_before_verls():
     assert VERL.row("actor_rollout_ref.actor.policy_loss.loss_mode").form == "used"
-    assert "Trinity's own losses" in TRINITY.row(START + "actor_rollout_ref.actor.policy_loss.loss_mode").note
+    assert "Trinity uses its own losses" in TRINITY.row(START + "actor_rollout_ref.actor.policy_loss.loss_mode").note
     assert TRINITY.row(START + "reward_model.strategy").note.startswith("verl's own data")
 
 

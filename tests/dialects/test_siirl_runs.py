@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from fivefold.config import RunConfig
@@ -15,24 +17,31 @@ FSDP = [*MEGATRON[:2], ACTOR + "strategy=fsdp"]
 CHECKPOINTING = "actor_rollout_ref.model.enable_gradient_checkpointing"
 SCRIPT = """
 export TENSORBOARD_DIR=/logs/tensorboard
-export SIIRL_LOG_VERBOSITY=INFO
+export SIIRL_LOG_VERBOSITY=WARNING
 export SIIRL_LOGGING_FILENAME=/logs/siirl.log
 OTHER=1
 python3 -m siirl.main_dag data.train_files=/d/a.parquet actor_rollout_ref.model.path=m
 """
 
 
-@pytest.mark.parametrize(("word", "says"), [
-    (CHECKPOINTING + "=True", "sets a method without a granularity"),
-    (ACTOR + "optim.lr_decay_style=cosine", "never steps the schedule"),
-    (ACTOR + "optim.min_lr=1e-7", "never steps the schedule"),
-    (ACTOR + "optim.lr_decay_steps=7", "never steps the schedule"),
+def test_gradient_checkpointing_of_siirls_megatron_recomputes_though_siirl_does_not():
+    assert config("siirl", *MEGATRON, CHECKPOINTING + "=True").policy.recompute == "full"
+    assert config("siirl", *MEGATRON, CHECKPOINTING + "=False").policy.recompute == "none"
+    assert config("siirl", *MEGATRON).policy.recompute == "full", "siiRL's default is True"
+
+
+@pytest.mark.parametrize(("word", "key", "value"), [
+    (ACTOR + "optim.lr_decay_style=cosine", "schedule", "cosine"),
+    (ACTOR + "optim.lr_decay_style=linear", "schedule", "linear"),
+    (ACTOR + "optim.min_lr=1e-7", "min_lr", 1e-7),
+    (ACTOR + "optim.lr_decay_steps=7", "decay_steps", 7),
+    (ACTOR + "optim.lr_warmup_steps=5", "warmup_steps", 5),
 ])  # fmt: skip
-def test_what_siirls_megatron_path_leaves_out_is_said_and_changes_nothing(word, says):
-    found = translated("siirl", *MEGATRON, word)
-    (outcome,) = [each for each in found.outcomes if each.key == word.partition("=")[0]]
-    assert outcome.kind == "fixed" and says in outcome.reason
-    assert config("siirl", *MEGATRON, word) == config("siirl", *MEGATRON)
+def test_the_schedule_that_a_script_of_siirl_says_is_the_schedule(word, key, value):
+    style = [ACTOR + "optim.lr_decay_style=cosine"] if key in ("min_lr", "decay_steps") else []
+    assert getattr(config("siirl", *MEGATRON, *style, word).policy.optimizer, key) == value
+    # The schema's default is linear, which siiRL never steps.
+    assert config("siirl", *MEGATRON).policy.optimizer.schedule == "constant"
 
 
 def test_a_granularity_that_siirl_is_given_recomputes():
@@ -48,17 +57,19 @@ def test_gradient_checkpointing_of_siirls_fsdp_recomputes():
     assert RunConfig.of(found.tree).policy.recompute == "none"
 
 
-def test_each_variable_of_siirls_logs_that_a_script_exports_is_answered(tmp_path):
+def test_each_variable_of_siirls_logs_that_a_script_exports_acts(tmp_path):
     (tmp_path / "run.sh").write_text(SCRIPT)
-    found = writer.notes(translate_words("siirl", [str(tmp_path / "run.sh")], HOME))
-    assert (
-        "TENSORBOARD_DIR=/logs/tensorboard has no effect: TensorBoard's files are in `tensorboard` of trainer.run_dir"
-        in found
+    found = translate_words("siirl", [str(tmp_path / "run.sh")], HOME)
+    trainer = RunConfig.of(found.tree).trainer
+    assert (trainer.tensorboard_dir, trainer.verbosity, trainer.log_file) == (
+        "/logs/tensorboard",
+        "quiet",
+        "/logs/siirl.log",
     )
-    assert [note.partition("=")[0] for note in found if "has no effect" in note] == [
-        "TENSORBOARD_DIR", "SIIRL_LOG_VERBOSITY", "SIIRL_LOGGING_FILENAME",
-    ]  # fmt: skip
-    assert not any("no effect" in note for note in writer.notes(translate_words("siirl", MEGATRON, HOME)))
+    assert not any("no effect" in note for note in writer.notes(found))
+    shell = {**HOME, "SIIRL_LOG_VERBOSITY": "DEBUG", "SIIRL_LOGGING_FILENAME": "run_$(date +%Y)"}
+    trainer = RunConfig.of(translate_words("siirl", MEGATRON, shell).tree).trainer
+    assert trainer.verbosity == "debug" and trainer.log_file == time.strftime("run_%Y") and trainer.tensorboard_dir is None
 
 
 def test_siirls_table_has_verls_rows_but_for_those_that_it_has_itself():

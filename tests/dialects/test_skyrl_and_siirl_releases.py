@@ -90,9 +90,9 @@ def test_functions_that_skyrls_examples_register_are_there_under_their_programs_
     chosen = config("skyrl", *OLDER_SKYRL, "-m=x.main_custom_policy_loss", loss).algorithm.resolved
     assert (chosen.surrogate, chosen.aggregate) == ("log_likelihood", "constant-length")
     for words, says in (
-        ([*SKYRL, baseline], "which SkyRL's example of it registers, and not main_base"),
-        ([*OLDER_SKYRL, "-m=x.main_custom_adv_est", loss], "which SkyRL's example of it registers"),
-        ([*SKYRL, "-m=x.main_custom_policy_loss", loss], "divided by loss_reduction before: @2026-03"),
+        ([*SKYRL, baseline], "in the program main_custom_adv_est only, not in main_base"),
+        ([*OLDER_SKYRL, "-m=x.main_custom_adv_est", loss], "SkyRL registers it in the program main_custom_policy_loss only"),
+        ([*SKYRL, "-m=x.main_custom_policy_loss", loss], "that loss_reduction has divided; --from skyrl@2026-03"),
     ):
         assert any(says in each for each in translated("skyrl", *words).refusals), words
 

@@ -93,9 +93,9 @@ monitor: {project: p, name: n}
 @pytest.mark.parametrize(("tree", "refusal"), [
     (GSM8K_OF_2025_04.replace("adv_estimator: grpo", "adv_estimator: gae"), "several updates of the critic"),
     (GSM8K_OF_2025_04.replace("adv_estimator: grpo", "adv_estimator: remax"), "the advantage remax"),
-    (GSM8K_OF_2025_04.replace("sft_warmup_iteration: 0", "sft_warmup_iteration: 5"), "imitation before sampling begins"),
+    (GSM8K_OF_2025_04.replace("sft_warmup_iteration: 0", "sft_warmup_iteration: 5"), "SFT before sampling begins"),
     (GSM8K_OF_2025_04.replace("sft_warmup_iteration: 0", "get_exp_strategy: LFU"), "samples in another order"),
-    (GSM8K_OF_2025_04.replace("prompt_key: q,", "prompt_key: q, workflow_key: w,"), "a column that says how its row"),
+    (GSM8K_OF_2025_04.replace("prompt_key: q,", "prompt_key: q, workflow_key: w,"), "columns that choose the workflow or the reward"),
     (GSM8K_OF_2025_04.replace("batch_size: 96", "batch_sice: 96"), "data.batch_sice"),
 ])  # fmt: skip
 def test_what_trinitys_first_schema_asks_beyond_ours_is_refused(tree, refusal):
@@ -129,5 +129,5 @@ def test_trinitys_engine_said_how_long_samples_are_until_2025_09():
 def test_the_two_files_of_trinity_may_leave_empty_what_the_other_says():
     said = join([{"mode": "explore", "model": {"path": "a/"}, "x": "1"}, {"mode": "train", "model": {"path": "a"}, "x": ""}])
     assert (said["x"], said["mode"]) == ("1", "explore and train")
-    with pytest.raises(ValueError, match=r"must say the same of model\.path"):
+    with pytest.raises(ValueError, match=r"must have the same model\.path"):
         join([{"mode": "explore", "model": {"path": "a"}}, {"mode": "train", "model": {"path": "b"}}])

@@ -74,8 +74,8 @@ def test_each_key_of_trinitys_critic_optimizer_acts(tree, words, found):
     ("words", "reason"),
     [
         ([CRITIC + "optim.optimizer=sgd"], "another optimizer than AdamW"),
-        ([CRITIC + "ppo_epochs=2"], "the critic learns in the policy's updates"),
-        ([ACTOR + "ppo_epochs=2"], "the critic learns in the policy's updates"),
+        ([CRITIC + "ppo_epochs=2"], "the critic is trained in the policy's updates"),
+        ([ACTOR + "ppo_epochs=2"], "the critic is trained in the policy's updates"),
         ([CRITIC + "model.override_config.num_hidden_layers=2"], "changes of config.json"),
         ([f"{VERL}actor_rollout_ref.model.override_config.rope_theta=1e6"], "changes of config.json"),
         ([ACTOR + "load_weight=false"], "models that begin with random weights"),
@@ -119,8 +119,10 @@ def test_weights_in_megatrons_form_are_those_that_trinity_names(tmp_path):
         "m",
         "m",
     )
+    own = [f"{REFERENCE}megatron.use_dist_checkpointing=true", f"{REFERENCE}megatron.dist_checkpointing_path=/nowhere/r"]
+    assert config("trinity", *words, *own, tree=MEGATRON).reference.path == "/nowhere/r"
     unset = translated("trinity", words[0], tree=MEGATRON)
-    assert "a checkpoint that dist_checkpointing_path does not name" in unset.refusals[0]
+    assert "a checkpoint without dist_checkpointing_path" in unset.refusals[0]
     off = config("trinity", words[2], tree=MEGATRON)
     assert off.model.path == "m", "the path is read with use_dist_checkpointing only"
 

@@ -101,10 +101,10 @@ REFUSED = {
     f"trl grpo {GRPO} --resume_from_checkpoint out/checkpoint-500": "resume_from_checkpoint=",
     f"trl grpo {GRPO} --loss_type grpo --gradient_accumulation_steps 2 --steps_per_generation 4 --max_steps 7": "max_steps=7",
     f"trl grpo {GRPO} --num_generatoins 4": "did you mean num_generations?",
-    f"trl grpo {GRPO} --dataset_prompt_column problem": "dataset_prompt_column=problem: no key of TRL",
+    f"trl grpo {GRPO} --dataset_prompt_column problem": "dataset_prompt_column=problem: not a known key of TRL",
     f"trl dpo {DPO} --loss_type sigmoid bco_pair": "loss_type=['sigmoid', 'bco_pair']",
     f"trl dpo {DPO} --loss_type ipo": "loss_type=ipo",
-    f"trl dpo {DPO} --num_generations 4": "num_generations=4: no key of TRL",
+    f"trl dpo {DPO} --num_generations 4": "num_generations=4: not a known key of TRL",
     f"trl sft {M}": "assistant_only_loss=False (the default)",
     f"trl sft {M} --completion_only_loss false": "completion_only_loss=false",
     f"trl sft {SFT} --packing": "packing=True",
@@ -116,7 +116,7 @@ REFUSED = {
     f"trl grpo {GRPO} --num_generations 7": "must be whole groups of num_generations = 7",
     f"trl grpo {GRPO} --num_generations 1": "of at least 2",
     f"trl grpo {GRPO} --generation_batch_size 60": "generation_batch_size = 60 must be a multiple of the 64",
-    f"trl grpo {GRPO} --generation_batch_size 64 --steps_per_generation 1": "say one of them",
+    f"trl grpo {GRPO} --generation_batch_size 64 --steps_per_generation 1": "remove one of them",
     f"trl grpo {GRPO} --reward_weights 1 2": "reward_weights must be one for each reward: got 2 for 1",
     f"trl grpo {GRPO} --use_vllm --vllm_tensor_parallel_size 3": "8 GPUs cannot be divided into engines of 3",
     f"trl grpo {GRPO} --accelerate_config zero9": "accelerate_config must be a file with num_processes or one of",
@@ -153,7 +153,7 @@ def test_what_would_be_another_run_of_trl_is_refused_by_name(command, says):
     ("accelerate launch my_training.py --beta 0.1", "got 'my_training'"),
     ("trl grpo --config missing.yaml", "no configuration file at missing.yaml"),
     ("", "no setting of TRL"),
-    ("model_name_or_path=m max_length=9", "the settings may be of dpo or sft: begin with the program"),
+    ("model_name_or_path=m max_length=9", "the settings fit dpo and sft: begin with the program"),
 ])  # fmt: skip
 def test_a_command_that_is_no_run_of_trl_is_a_sentence(command, says):
     with pytest.raises(UserError, match=says):
@@ -243,7 +243,7 @@ def test_what_differs_is_said_and_only_where_it_differs():
         assert sum(text in sentence for sentence in said) == 1
     assert NO_PROCESSES in said
     quiet = words(f"trl grpo {M} --reward_funcs r.f --scale_rewards none --num_processes 4").notes
-    assert len(quiet) == 1, "a prompt that is a text"
+    assert len(quiet) == 1, "a prompt that is plain text"
 
 
 @pytest.mark.parametrize("key", ["push_to_hub", "activation_offloading", "dataset_streaming"])

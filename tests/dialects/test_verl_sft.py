@@ -85,7 +85,7 @@ def test_sft_of_an_older_release_has_that_releases_defaults(release):
 
 
 def test_a_release_of_which_nothing_is_known_is_a_whole_sentence():
-    with pytest.raises(ValueError, match="has no older defaults here: say --from verl without @2025-04"):
+    with pytest.raises(ValueError, match="has no older defaults here: write --from verl without @2025-04"):
         translate_words("verl@2025-04", ENGINE, HOME)
     with pytest.raises(ValueError, match=r"must be one of 2026-06, .* 2025-02, 2024-11; got"):
         translate_words("verl@2024-01", OLDER, HOME)

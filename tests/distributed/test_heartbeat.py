@@ -28,7 +28,7 @@ def interrupted_rounds(mesh, seed: int):
         asks = ranks.rank in whom
         beat.has_begun = True
         requested = lambda: signal.SIGTERM if asks and time.monotonic() > begin + after else 0  # noqa: B023, E731
-        beat.start(group, Ends(requested, lambda number: None, print, print))
+        beat.start(group, Ends(requested, lambda number: None, print, print), ["host"] * group.size())
         try:
             for kind, size in zip(program, sizes, strict=True):
                 if kind == "pass":
@@ -74,7 +74,7 @@ def alone(mesh):
     beat, group = Heartbeat(), mesh.ranks.whole_group()
     beat.has_begun = True
     requested = lambda: signal.SIGINT if mesh.ranks.rank == 0 else 0  # noqa: E731
-    beat.start(group, Ends(requested, lambda number: None, print, print))
+    beat.start(group, Ends(requested, lambda number: None, print, print), ["host"] * group.size())
     beat.begin()
     try:
         while True:
@@ -95,7 +95,7 @@ def unheard(mesh):
 
     beat, said = Heartbeat(), []
     beat._ends = Ends(lambda: 0, print, said.append, print, unheard_seconds=1.0)
-    beat._all_have_begun = True
+    beat._all_have_begun, beat._hosts = True, ["north", "south"]
     for _ in range(4 if mesh.ranks.rank == 0 else 0):
         beat.tick()
     mesh.ranks.barrier()
@@ -104,5 +104,7 @@ def unheard(mesh):
 
 def test_a_rank_that_hears_of_no_other_names_those_that_do_not_answer(cluster):
     (first,), second = cluster.run(unheard, "megatron:d2")
-    assert first.startswith("the other ranks were not heard of for 1 s") and first.endswith("ranks [1] do not answer")
+    assert first.startswith("the other ranks were not heard of for 1 s") and first.endswith(
+        "rank 1 on south does not answer"
+    )
     assert second == []

@@ -64,13 +64,13 @@ def test_ranks_that_have_nothing_of_a_layout_know_what_its_ranks_know(cluster, l
     assert results[first][3] == [[replica] * 2 for replica in range(dp) for _ in range(2 * replica)]
 
 
-def once_a_machine(mesh, path, fault: bool):
+def called(mesh, name: str, path, fault: bool):
     """Four ranks of two machines, each with a first one; the call takes longer than the ranks wait for each other."""
     import os
     import socket
     import time
 
-    from fivefold.distributed.calls import call_once_a_machine
+    from fivefold.distributed import calls
     from fivefold.errors import UserError
 
     rank = mesh.ranks.rank
@@ -81,18 +81,24 @@ def once_a_machine(mesh, path, fault: bool):
         time.sleep(0.5)
         with (path / "calls").open("a") as file:
             file.write(f"{rank}\n")
-        if fault and rank == 2:
-            raise UserError("a row of machine-1 cannot be used")
+        if fault and rank in (0, 2):
+            raise UserError("a row cannot be used")
         return f"what rank {rank} found"
 
     try:
-        return call_once_a_machine(mesh.ranks, function)
+        return getattr(calls, name)(mesh.ranks, function)
     except UserError as error:
         return str(error)
 
 
 def test_one_rank_of_each_machine_is_called_and_its_fault_is_everybody_s(cluster, tmp_path):
-    found = cluster.run(once_a_machine, "megatron:d4", tmp_path, False)
+    found = cluster.run(called, "megatron:d4", "call_once_a_machine", tmp_path, False)
     assert found == ["what rank 0 found"] * 2 + ["what rank 2 found"] * 2
     assert sorted((tmp_path / "calls").read_text().split()) == ["0", "2"]
-    assert cluster.run(once_a_machine, "megatron:d4", tmp_path, True) == ["a row of machine-1 cannot be used"] * 4
+    assert cluster.run(called, "megatron:d4", "call_once_a_machine", tmp_path, True) == ["a row cannot be used"] * 4
+
+
+def test_rank_0_alone_is_called_for_all_however_long_it_takes(cluster, tmp_path):
+    assert cluster.run(called, "megatron:d4", "call_once", tmp_path, False) == ["what rank 0 found"] * 4
+    assert (tmp_path / "calls").read_text().split() == ["0"]
+    assert cluster.run(called, "megatron:d4", "call_once", tmp_path, True) == ["a row cannot be used"] * 4

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from fivefold.checkpoint.export import in_dtype
 from tests.support.commands import fivefold, program
-from tests.support.hub_api import hub_api
+from tests.support.hub import serving
 from tests.support.whole_runs import make_model, train, write_run
 
 RUN = """
@@ -105,11 +105,11 @@ def push(root: Path, address: str, out: str, *options: str, **environment: str):
 
 
 def test_an_export_is_pushed_with_a_card_that_has_the_run(root):
-    with hub_api() as (address, hub):
-        done = push(root, address, "pushed", "someone/tiny-grpo")
+    with serving() as hub:
+        done = push(root, hub.url, "pushed", "someone/tiny-grpo")
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == f"pushed to {address}/someone/tiny-grpo"
-    files = hub.repositories["someone/tiny-grpo"]
+    assert done.stdout.splitlines()[-1] == f"pushed to {hub.url}/someone/tiny-grpo"
+    (files,) = hub.repositories["models/someone/tiny-grpo"].values()
     assert files == {path.name: path.read_bytes() for path in (root / "pushed").iterdir() if path.is_file()}
     assert hub.created[0]["visibility"] == "private" and hub.tokens == {"Bearer hf_test"}
     _, head, text = files["README.md"].decode().split("---\n", 2)
@@ -124,8 +124,8 @@ def test_an_export_is_pushed_with_a_card_that_has_the_run(root):
 
 
 def test_what_the_hub_refuses_is_one_sentence_and_the_export_stays(root):
-    with hub_api(refuses=403) as (address, _):
-        done = push(root, address, "refused", "someone/tiny")
+    with serving(refuses=403) as hub:
+        done = push(root, hub.url, "refused", "someone/tiny")
     assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
     assert f"{root}/refused is written, and cannot be uploaded to someone/tiny: " in done.stderr
     assert (

@@ -240,7 +240,8 @@ def test_the_configuration_of_rolls_page_trains_by_its_own_command(root):
     ("trinity", TRINITY_PAGE, []),
 ])  # fmt: skip
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="states what keeps it from starting without vLLM")
-def test_nothing_but_a_missing_vllm_keeps_the_pages_own_command_from_starting(root, system, text, words):
+def test_nothing_but_a_missing_engine_keeps_the_pages_own_command_from_starting(root, system, text, words):
+    engine = "SGLang" if system == "areal" else "vLLM"
     (root / f"{system}.yaml").write_text(text.format(root=root))
     given = [word.replace("{root}", str(root)) for word in words]
     done = fivefold("train", "--from", system, "--config", root / f"{system}.yaml", *given)
@@ -248,7 +249,8 @@ def test_nothing_but_a_missing_vllm_keeps_the_pages_own_command_from_starting(ro
     faults = [line.strip() for line in done.stderr.splitlines() if line.strip().startswith("error")]
     # AReaL's page has scheduler.type=ray.
     faults = [line for line in faults if "launch.backend: ray needs ray" not in line]
-    assert len(faults) == 1 and "vLLM is not installed" in faults[0], done.stderr
+    # AReaL's page asks for SGLang, and gets it.
+    assert len(faults) == 1 and f"{engine} is not installed" in faults[0] and "pip install" in faults[0], done.stderr
 
 
 def test_a_run_that_would_be_another_does_not_start(root):
@@ -268,7 +270,7 @@ def test_a_run_that_would_be_another_does_not_start(root):
         done = fivefold(command, *words)
         assert done.returncode == 2 and "Traceback" not in done.stderr
         assert "actor_rollout_ref.actor.megatron.qat.enable=True: training for a quantized model" in done.stderr
-        assert "trainer.loger=console: no key of verl that is known here: did you mean trainer.logger?" in done.stderr
+        assert "trainer.loger=console: not a known key of verl: did you mean trainer.logger?" in done.stderr
     assert not (root / "runs/refused").exists()
 
 

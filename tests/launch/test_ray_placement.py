@@ -198,3 +198,21 @@ def test_tensor_parallel_neighbours_of_a_model_on_ranks_of_its_own_share_a_node(
     found = place([role], nodes, spread=False)
     assert (role.count, role.together) == (config.roles.world_size, together)
     assert (found and [(each.node.id, len(each.members)) for each in found]) == expected
+
+
+@pytest.mark.parametrize(
+    ("gpus", "hosts", "expected"),
+    [
+        ([8, 8], 2, {"n0": 4, "n1": 4}),
+        ([8, 4, 8], 2, {"n1": 4, "n0": 4}),
+        ([8, 8], 1, {"n0": 8}),
+        ([8, 2], 2, None),
+        ([8, 8, 8], 3, None),
+        ([8], 2, None),
+    ],
+)
+def test_a_number_of_hosts_is_given_the_same_number_of_ranks_on_each_or_refused(gpus, hosts, expected):
+    role = ranks(8)
+    found = place([role], [node(f"n{number}", count) for number, count in enumerate(gpus)], False, hosts)
+    assert found is None if expected is None else {bundle.node.id: len(bundle.members) for bundle in found} == expected
+    assert "on 2 nodes alike (launch.nodes)" in needs([role], 2)

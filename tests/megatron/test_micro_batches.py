@@ -203,3 +203,60 @@ def own_logprobs(mesh, directory: Path):
     from fivefold.megatron.model import MegatronModel
 
     return MegatronModel(directory, POLICY, mesh).forward(whole_batch())
+
+
+FORWARDS = [None, 1, 3, 100]
+"""policy.sequences_per_forward."""
+PADDED = {"variable_seq_lengths": False}
+
+
+def numbers_by_sequences(mesh, directory: Path, role: str, pipeline: dict, share: bool):
+    """(log-probs or values, number of micro-batches, most sequences in one of them) for each of FORWARDS."""
+    from fivefold.megatron import step
+    from fivefold.megatron.model import MegatronModel
+
+    found, held, forward = [], [], step._forward
+
+    def watched(iterator, model, batching):
+        micro, output = forward(iterator, model, batching)
+        held.append(len(micro.batch.lengths_N))
+        return micro, output
+
+    step._forward = watched
+    for sequences in FORWARDS:
+        held.clear()
+        policy = replace(
+            POLICY,
+            tokens_per_micro_batch=40,
+            sequences_per_forward=sequences,
+            share_prefix=share,
+            megatron=MegatronConfig(pipeline=pipeline),
+        )
+        model = MegatronModel(directory, policy, mesh, value_head=role == "critic")
+        numbers_T = model.forward(whole_batch().select(mesh.ranks.shard_of_replica(range(len(LENGTHS)))))
+        found.append((numbers_T, len(held), max(held)))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("layout", "role", "pipeline", "share"),
+    [
+        ("d1", "policy", {}, False),
+        ("d1", "policy", {}, True),
+        ("d1", "critic", {}, False),
+        ("d2", "policy", {}, False),
+        ("t2", "policy", {}, False),
+        ("c2", "policy", {}, False),
+        ("p2", "policy", PADDED, False),
+        ("p2", "policy", {}, False),
+    ],
+)
+def test_passes_without_gradient_take_as_many_sequences_as_asked(cluster, models, layout, role, pipeline, share):
+    """The numbers are those of the token budget up to the rounding of other sizes of products."""
+    results = cluster.run(numbers_by_sequences, f"megatron:{layout}", models("qwen3"), role, pipeline, share)
+    own = len(LENGTHS) // (2 if layout == "d2" else 1)
+    for (base_T, by_tokens, _), *others in results:
+        assert 1 < by_tokens < own
+        for asked, (numbers_T, passes, most) in zip(FORWARDS[1:], others, strict=True):
+            assert passes == -(-own // asked) and most <= asked
+            torch.testing.assert_close(numbers_T, base_T, atol=2e-6, rtol=1e-5)

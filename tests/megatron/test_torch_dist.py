@@ -19,7 +19,9 @@ from fivefold.config.learners import PolicyConfig
 from fivefold.models.families import load_spec
 from fivefold.models.torch_dist import check_torch_dist, find_torch_dist, has_value_head, read_index
 from fivefold.plan.check import check
+from tests.megatron.test_hugging_face import sample_batch
 from tests.support.tiny_models import load_tensors, make_classifier, make_tokenizer
+from tests.support.verl_converter import convert
 
 POLICY = PolicyConfig(dtype="float32", sequence_parallel=False)
 
@@ -160,6 +162,82 @@ def test_experts_in_some_layers_and_latent_attention_come_back_bit_for_bit(clust
     for weights in cluster.run(read, "megatron:t2e2", directory, ours):
         assert set(weights) == set(expected)
         assert all(torch.equal(tensor, expected[key]) for key, tensor in weights.items())
+
+
+def converted(mesh, directory: Path, out: Path) -> list[str]:
+    return convert(mesh, json.loads((directory / "config.json").read_text()), load_tensors(directory), out)
+
+
+def numbers(mesh, directory: Path, checkpoint: Path | None):
+    from fivefold.megatron.model import MegatronModel
+
+    model = MegatronModel(directory, POLICY, mesh, torch_dist=checkpoint and find_torch_dist(checkpoint))
+    return model.forward(sample_batch()), {name: tensor.clone() for name, tensor in model.weights()}
+
+
+FUSED = "self_attention.linear_qkv.layer_norm_weight"
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "norm"),
+    [
+        ("qwen3", "t2", "mlp.linear_fc1.layer_norm_weight"),
+        ("qwen3_moe", "d2e2", "pre_mlp_layernorm.weight"),
+        pytest.param("qwen2_tied", "p2", "mlp.linear_fc1.layer_norm_weight", marks=pytest.mark.slow),
+        pytest.param("qwen3_moe", "p2", "pre_mlp_layernorm.weight", marks=pytest.mark.slow),
+    ],
+)
+def test_a_checkpoint_of_verls_converter_equals_the_models_files(cluster, models, tmp_path, name, layout, norm):
+    directory, out = models(name), tmp_path / "dist_ckpt"
+    [stored] = cluster.run(converted, "megatron:d1", directory, out)
+    assert {f"decoder.layers.{FUSED}", f"decoder.layers.{norm}"} <= set(stored)
+    expected = load_tensors(directory)
+    ours = cluster.run(numbers, f"megatron:{layout}", directory, None)
+    for (logprobs_T, weights), (expected_T, native) in zip(
+        cluster.run(numbers, f"megatron:{layout}", directory, out), ours, strict=True
+    ):
+        assert torch.equal(logprobs_T, expected_T) and bool(expected_T.any())
+        assert set(weights) == set(native)
+        assert all(torch.equal(tensor, expected[key]) for key, tensor in weights.items())
+
+
+@pytest.fixture(scope="module")
+def of_verl(cluster, models, tmp_path_factory):
+    out = tmp_path_factory.mktemp("verl") / "dist_ckpt"
+    cluster.run(converted, "megatron:d1", models("qwen3_moe"), out)
+    return out
+
+
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        ("no fused norm", "lacks 4 tensors of a qwen3_moe model, the first: ['decoder.layers.0.input_layernorm.weight'"),
+        ("no experts", "lacks 32 tensors of a qwen3_moe model, the first: ['decoder.layers.0.mlp.experts.0.fc1'"),
+        ("another width", "decoder.layers.self_attention.linear_proj.weight must have the shape (64, 128) of config.json"),
+        ("fewer experts", "linear_fc2.weight must hold the 32 parts (layers x experts) of config.json: got (4, 7)"),
+        ("more layers", "linear_qkv.weight must hold the 4 parts (layers x experts) of config.json: got (5,)"),
+    ],
+)
+def test_tensors_that_verls_checkpoint_lacks_are_named(models, of_verl, tmp_path, how, says):
+    root = tmp_path / "dist_ckpt"
+    shutil.copytree(of_verl, root)
+    spec = load_spec(models("qwen3_moe"))
+    check_torch_dist(find_torch_dist(root), spec)
+    metadata = pickle.loads((root / ".metadata").read_bytes())
+    tensors = metadata.state_dict_metadata
+    if how == "no fused norm":
+        del tensors[f"decoder.layers.{FUSED}"]
+    elif how == "no experts":
+        del tensors["decoder.layers.mlp.experts.experts.linear_fc1.weight"]
+    elif how == "another width":
+        tensors["decoder.layers.self_attention.linear_proj.weight"].size = torch.Size((4, 64, 120))
+    elif how == "fewer experts":
+        tensors["decoder.layers.mlp.experts.experts.linear_fc2.weight"].size = torch.Size((4, 7, 64, 32))
+    else:
+        tensors["decoder.layers.self_attention.linear_qkv.weight"].size = torch.Size((5, 256, 64))
+    (root / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(ValueError, match=re.escape(says)):
+        check_torch_dist(find_torch_dist(root), spec)
 
 
 def scores(mesh, directory: Path, out: Path) -> tuple[bool, bool]:

@@ -7,7 +7,7 @@ import re
 import sys
 import time
 
-from fivefold.observability.run_logger import RunLogger
+from fivefold.observability.run_logger import LEVELS, RunLogger
 
 
 def test_the_line_of_step_0_has_the_seconds_of_its_evaluation(tmp_path, capsys):
@@ -38,3 +38,26 @@ def test_the_bar_of_a_resumed_run_starts_at_its_step(tmp_path, monkeypatch):
     logger.begin(30)
     logger.close()
     assert "30/40" in terminal.getvalue()
+
+
+def test_verbosity_decides_what_the_terminal_shows_and_the_log_file_has_it_all(tmp_path, capsys):
+    shown = {}
+    for verbosity in LEVELS:
+        logger = RunLogger(tmp_path, ["console"], True, 5, verbosity=verbosity, log_file=f"{verbosity}.log")
+        logger.log("saved x")
+        with logger.stage("rollout"):
+            pass
+        logger.record({"reward/mean": 0.5})
+        logger.end_step(1)
+        logger.close()
+        shown[verbosity] = capsys.readouterr().out
+    assert shown["quiet"] == "saved x\n"
+    assert "step 1 | reward 0.5" in shown["normal"] and "stage rollout" not in shown["normal"]
+    assert "stage rollout" in shown["debug"] and "GB" in shown["debug"]
+    for verbosity in LEVELS:
+        lines = (tmp_path / "logs" / f"{verbosity}.log").read_text().splitlines()
+        assert [re.sub(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d ", "", line).split()[0] for line in lines] == [
+            "saved",
+            "stage",
+            "step",
+        ]

@@ -73,7 +73,7 @@ def test_a_hub_id_that_no_hub_has_is_refused(tmp_path, capsys):
     )
 
 
-def test_weights_that_are_missing_or_not_finite_and_a_template_without_the_prompt_are_refused(tmp_path, capsys, monkeypatch):
+def test_damaged_weights_and_a_template_without_the_prompt_are_refused(tmp_path, capsys, monkeypatch):
     """Of a directory as the hub gives it; transformers would draw a missing tensor at random."""
     from safetensors.torch import save_file
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import importlib.util
 import json
 import os
 import pickle
@@ -124,6 +125,11 @@ def _import_everything() -> None:
         getattr(transformers, name)
     for family in ("Llama", "Qwen2", "Qwen3", "Qwen3Moe", "DeepseekV3"):
         getattr(transformers, f"{family}ForCausalLM")
+    if importlib.util.find_spec("megatron.bridge") is not None:
+        from fivefold.megatron.bridge.external import import_bridge
+
+        for kind in ("mbridge", "megatron-bridge"):
+            import_bridge(kind)
     # A table of regular expressions that is built at the first loading of a model, and kept.
     transformers.conversion_mapping.get_checkpoint_conversion_mapping("qwen3")
     torch.set_num_threads(1)

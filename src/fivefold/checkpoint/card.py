@@ -50,7 +50,7 @@ def model_card(name: str, run: Trained, state: RunState) -> str:
     base = Path(path).name if is_local else path
     license_of_base = _license(run.base_card)
     # A directory's name is no id of the hub.
-    head: dict[str, Any] = {} if is_local else {"base_model": path}
+    head: dict[str, Any] = {} if is_local else {"base_model": path.partition("@")[0]}
     head |= {"library_name": run.library, "tags": ["fivefold", algorithm.name]}
     if license_of_base:
         head["license"] = license_of_base

@@ -33,6 +33,7 @@ from fivefold.megatron.model import MegatronModel
 from fivefold.models.adapters import CONFIG, TENSORS, peft_config
 from fivefold.models.config_json import read_config
 from fivefold.models.families import mtp_copies
+from fivefold.models.overrides import overridden
 from fivefold.models.parameters import EMBEDDING, OUTPUT, ROUTER_BIAS
 from fivefold.models.spec import ModelSpec
 from fivefold.models.tensor_files import INDEX, SINGLE, find_mtp_tensors
@@ -92,6 +93,8 @@ def export(
         # A checkpoint of adapters has no base weights.
         files = _COPIED if lora is None else (*_COPIED, "*.safetensors")
         directory = model_snapshot(path, (*files, *([CARD] if repository else [])), state.commits.get(path))
+        if config.model.overrides and role.path == config.model.path:
+            directory = overridden(directory, config.model.overrides)
     base = None if lora is None else _base_weights(role, directory, state)
     os.environ.update(RANK="0", WORLD_SIZE="1")
     device = torch.device("cpu")

@@ -150,6 +150,9 @@ class PolicyConfig:
     options."""
     tokens_per_micro_batch: Annotated[int, above(0), HARMLESS] = 16384
     """Maximum number of packed tokens in one forward-backward of one data-parallel replica."""
+    sequences_per_forward: Annotated[int | None, above(0), HARMLESS] = None
+    """Number of sequences in one pass without gradient (log-probs, values, scores), whatever their lengths. If left out,
+    tokens_per_micro_batch limits these passes too."""
     skip_zero_advantage: Annotated[bool, HARMLESS] = True
     """Skip samples that contribute exactly zero to the policy's gradient, unless something else reads them (mtp.train does).
     These are samples without an advantage (in groups with equal rewards) or without weight. The update is the same; its
@@ -214,16 +217,18 @@ class FrozenConfig:
     own."""
     megatron: MegatronConfig | None = None
     """Key as in `policy`; the policy's value if left out, without `pipeline` if `backend` is another layout."""
+    sequences_per_forward: Annotated[int | None, above(0), HARMLESS] = None
+    """Key as in `policy`; the policy's value if left out."""
 
     def settings(self, policy: PolicyConfig) -> PolicyConfig:
         """Return all settings of the model."""
-        own = {item.name: getattr(self, item.name) for item in fields(self) if item.name in _OF_LEARNERS}
+        own = {item.name: getattr(self, item.name) for item in fields(self) if item.name in _OWN}
         own = {name: value for name, value in own.items() if value is not None}
         return policy.for_role(self.backend, self.megatron, **own)
 
 
-_OF_LEARNERS = ("lora", "optimizer", "recompute", "tokens_per_micro_batch", "offload")
-"""Settings that sections of trained models have in addition to those of frozen models."""
+_OWN = ("lora", "optimizer", "recompute", "tokens_per_micro_batch", "sequences_per_forward", "offload")
+"""Settings of the policy that sections of other models have too."""
 
 
 @dataclass(frozen=True)

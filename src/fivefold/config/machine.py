@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 from fivefold.config.schema import LaunchConfig
@@ -12,7 +13,19 @@ _DEVICES, _DRIVER = Path("/dev"), Path("/proc/driver/nvidia/gpus")
 
 def is_joined(launch: LaunchConfig) -> bool:
     """Return whether torchrun or another launcher started this process as a rank."""
-    return launch.backend == "auto" and "WORLD_SIZE" in os.environ
+    return launch.backend == "auto" and "WORLD_SIZE" in os.environ and not is_node_of_job()
+
+
+def is_node_of_job(environment: Mapping[str, str] = os.environ) -> bool:
+    """Return whether RANK and WORLD_SIZE count hosts, as a PyTorchJob sets them next to PET_* for torchrun to read."""
+    return "PET_NNODES" in environment and "LOCAL_RANK" not in environment
+
+
+def hosts(launch: LaunchConfig, gpus: int) -> int | None:
+    """Return the number of hosts that launch.nodes, or launch.gpus_per_node, requests; `gpus` is what the layouts take."""
+    if launch.nodes is None and launch.gpus_per_node is not None:
+        return -(-gpus // launch.gpus_per_node)
+    return launch.nodes
 
 
 def elsewhere(launch: LaunchConfig) -> bool:

@@ -1,17 +1,21 @@
 """Megatron-Core's own options, checked by name and type against its dataclasses without importing it. No torch here.
 
-Policy, critic and reward model each have a section `megatron`; `{section}` in a reason is replaced by the model's section.
+Policy, critic and reward model each have a section `megatron`. mcore_options.yaml lists every field of the dataclasses with
+what becomes of it; `{section}` in a reason is replaced by the model's section.
 """
 
 from __future__ import annotations
 
 import ast
 import importlib.metadata
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
+from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import yaml
 
 from fivefold.errors import shown
 from fivefold.keys.findings import Findings
@@ -29,161 +33,25 @@ _CLASSES = {
     "optimizer": (("optimizer/optimizer_config.py", ("OptimizerConfig",)),),
 }
 
-PIPELINE = (
-    "account_for_embedding_in_pipeline_split",
-    "account_for_loss_in_pipeline_split",
-    "batch_p2p_comm",
-    "batch_p2p_sync",
-    "deallocate_pipeline_outputs",
-    "microbatch_group_size_per_vp_stage",
-    "num_layers_in_first_pipeline_stage",
-    "num_layers_in_last_pipeline_stage",
-    "overlap_p2p_comm",
-    "overlap_p2p_comm_warmup_flush",
-    "pipeline_model_parallel_layout",
-    "variable_seq_lengths",
-    "virtual_pipeline_model_parallel_size",
-)
-"""Fields of TransformerConfig that belong in `policy.megatron.pipeline`."""
+REFUSED = {
+    "ours": "{}",
+    "transformer_engine": "it needs Transformer Engine, with which this project has not been run: {}",
+    "package": "it needs {}",
+}
+"""Part of the table whose fields are refused -> the sentence around their reason."""
 
-_SHAPE = "it comes from the model's config.json"
-_LAYOUT = "it comes from the layout string policy.backend"
-_PACKED = "sequences are packed, and the loss is weighted by token"
-_TE = "it needs Transformer Engine's layers, which have not been run with this project"
-_NOT_HERE = "nothing in a decoder of this kind uses it"
 
-_REFUSED: dict[str, dict[str, tuple[str, ...]]] = {
-    "transformer": {
-        _SHAPE: (
-            "num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "ffn_hidden_size", "kv_channels",
-            "layernorm_epsilon", "layernorm_zero_centered_gamma", "add_bias_linear", "add_qkv_bias", "gated_linear_unit",
-            "activation_func", "glu_linear_offset", "activation_func_clamp_value", "num_moe_experts", "rotary_interleaved",
-            "window_size", "window_attn_skip_freq", "normalization", "qk_layernorm", "qk_l2_norm", "softmax_scale",
-            "softmax_type", "no_rope_freq", "multi_latent_attention", "q_lora_rank", "kv_lora_rank", "qk_head_dim",
-            "qk_pos_emb_head_dim", "v_head_dim", "rope_type", "rotary_base", "rotary_percent", "rotary_scaling_factor",
-            "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim",
-            "moe_shared_expert_intermediate_size", "moe_shared_expert_gate", "moe_layer_freq", "moe_ffn_hidden_size",
-            "moe_router_topk", "moe_router_num_groups", "moe_router_group_topk", "moe_router_pre_softmax",
-            "moe_router_topk_scaling_factor", "moe_router_score_function", "moe_router_enable_expert_bias",
-            "moe_router_topk_limited_devices", "attention_output_gate", "apply_residual_connection_post_layernorm",
-        ),
-        _LAYOUT: (
-            "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size",
-            "expert_model_parallel_size", "expert_tensor_parallel_size", "moe_extended_tp",
-            "hierarchical_context_parallel_sizes", "hybrid_context_parallel", "max_seqlen_per_dp_cp_rank",
-        ),
-        "set policy.sequence_parallel": ("sequence_parallel",),
-        "set policy.dtype": (
-            "fp16", "bf16", "params_dtype", "pipeline_dtype", "enable_autocast", "autocast_dtype",
-            "disable_bf16_reduced_precision_matmul",
-        ),
-        "set {section}.megatron.transformer_impl": ("transformer_impl",),
-        "set trainer.deterministic": ("deterministic_mode",),
-        _PACKED: ("calculate_per_token_loss", "hidden_dropout", "attention_dropout", "cross_entropy_loss_fusion",
-                  "cross_entropy_fusion_impl", "moe_input_jitter_eps"),
-        "the project sets it": (
-            "finalize_model_grads_func", "grad_scale_func", "no_sync_func", "grad_sync_func", "param_sync_func", "timers",
-            "init_method", "output_layer_init_method", "embedding_init_method", "use_cpu_initialization",
-            "perform_initialization", "config_logger_dir", "_cpu_offloading_context", "is_hybrid_model", "mtp_standalone",
-            "num_microbatches_with_partial_activation_checkpoints", "init_model_with_meta_device",
-            "bias_activation_fusion", "bias_dropout_fusion",
-        ),
-        "set recompute_modules: [moe]": ("moe_layer_recompute",),
-        "experts never drop tokens, or the log-probs of sampler and trainer would differ": (
-            "moe_expert_capacity_factor", "moe_pad_expert_input_to_capacity", "moe_token_drop_policy", "moe_token_dropping",
-            "moe_router_force_load_balancing", "moe_apply_probs_on_input", "moe_latent_size",
-        ),
-        "it needs the package deep_ep": ("moe_enable_deepep", "moe_flex_dispatcher_backend", "moe_deepep_num_sms",
-                                         "moe_hybridep_num_sms"),
-        "set policy.mtp": ("mtp_num_layers", "mtp_loss_scaling_factor"),
-        "set policy.router_replay": ("moe_enable_routing_replay",),
-        "products add to the optimizer's buffer by themselves": ("gradient_accumulation_fusion",),
-        "use {section}.offload, which moves state between the stages of a step": (
-            "cpu_offloading", "cpu_offloading_num_layers", "cpu_offloading_activations", "cpu_offloading_weights",
-            "cpu_offloading_double_buffering", "fine_grained_activation_offloading", "offload_modules",
-            "min_offloaded_tensor_size",
-        ),
-        _TE: (
-            "apply_rope_fusion", "fused_single_qkv_rope", "moe_permute_fusion", "moe_router_fusion", "delay_wgrad_compute",
-            "overlap_moe_expert_parallel_comm", "ep_overlap_early_attn_memory_release", "use_te_rng_tracker",
-            "use_te_activation_func", "moe_router_padding_for_quantization", "moe_router_padding_for_fp8",
-            "use_kitchen", "use_kitchen_attention", "kitchen_attention_backend", "quant_recipe", "batch_invariant_mode",
-            "cp_comm_type", "attention_backend", "first_last_layers_bf16", "num_layers_at_start_in_bf16",
-            "num_layers_at_end_in_bf16", "tp_only_amax_red", "disable_parameter_transpose_cache", "symmetric_ar_type",
-            "defer_embedding_wgrad_compute", "wgrad_deferral_limit",
-            "activation_func_fp8_input_store", "log_max_attention_logit", "qk_clip", "qk_clip_alpha", "qk_clip_threshold",
-            "use_ring_exchange_p2p", "pipeline_model_parallel_comm_backend", "use_fused_weighted_squared_relu",
-            "memory_efficient_layer_norm", "persist_layer_norm", "moe_use_legacy_grouped_gemm",
-        ),
-    },
-    "pipeline": {
-        "the project sets it: over Gloo a sent tensor must stay": ("deallocate_pipeline_outputs",),
-        "the project sets it: with batched messages interleaved stages would mix up forward and backward": (
-            "overlap_p2p_comm", "batch_p2p_comm", "batch_p2p_sync", "overlap_p2p_comm_warmup_flush",
-        ),
-    },
-    "ddp": {
-        "Megatron-FSDP is another backend": (
-            "use_megatron_fsdp", "use_custom_fsdp", "data_parallel_sharding_strategy", "outer_dp_sharding_strategy",
-            "suggested_communication_unit_size", "preserve_fp32_weights", "keep_fp8_transpose_cache", "fsdp_double_buffer",
-            "fsdp_manual_registration", "disable_symmetric_registration", "gradient_reduce_div_fusion",
-        ),
-        "one instance of the distributed optimizer spans all replicas": ("num_distributed_optimizer_instances",),
-        _TE: ("fp8_param_gather", "reuse_grad_buf_for_mxfp8_param_ag", "delay_wgrad_compute", "nccl_ub"),
-    },
-    "optimizer": {
-        "set {section}.optimizer.lr": ("lr",),
-        "set {section}.optimizer.min_lr": ("min_lr",),
-        "set {section}.optimizer.weight_decay": ("weight_decay",),
-        "set {section}.optimizer.betas": ("adam_beta1", "adam_beta2"),
-        "set {section}.optimizer.eps": ("adam_eps",),
-        "set {section}.optimizer.clip_grad": ("clip_grad",),
-        "set {section}.megatron.ddp.grad_reduce_in_fp32": ("main_grads_dtype",),
-        "the optimizer's copy of the parameters is always in float32": ("main_params_dtype",),
-        "set policy.dtype": (
-            "fp16", "bf16", "params_dtype",
-        ),
-        "the scale of float16's loss moves: initial_loss_scale is where it begins": ("loss_scale",),
-        "set {section}.megatron.ddp.use_distributed_optimizer": ("use_distributed_optimizer",),
-        "set {section}.megatron.ddp.overlap_param_gather": ("overlap_param_gather",),
-        "the optimizer is AdamW": (
-            "optimizer", "decoupled_weight_decay", "sgd_momentum", "muon_momentum", "muon_split_qkv", "muon_use_nesterov",
-            "muon_scale_mode", "muon_fp32_matmul_prec", "muon_num_ns_steps", "muon_tp_mode", "muon_extra_scale_factor",
-            "use_torch_optimizer_for_cpu_offload",
-        ),
-        "the project sets it": ("timers", "config_logger_dir", "log_num_zeros_in_grad"),
-        _TE: ("fp8_recipe", "reuse_grad_buf_for_mxfp8_param_ag", "store_param_remainders"),
-        "the parameter gather overlaps with the forward pass instead (ddp.overlap_param_gather)": (
-            "overlap_param_gather_with_optimizer_step",
-        ),
-    },
-}  # fmt: skip
-_REFUSED_PREFIXES = {
-    "transformer": {
-        _TE: ("fp8", "fp4", "tp_comm", "cuda_graph", "enable_cuda_graph", "external_cuda_graph"),
-        _NOT_HERE: (
-            "mamba", "use_mamba", "heterogeneous", "hetereogenous", "inference", "use_inference", "dsa_", "linear_",
-            "experimental_attention", "mrope", "mlp_chunks", "flash_decode", "test_mode", "cache_mla",
-        ),
-    },
-}  # fmt: skip
-_NO_EFFECT: dict[str, dict[str, str]] = {
-    "transformer": {
-        "init_method_std": "weights are loaded, not drawn",
-        "embedding_init_method_std": "weights are loaded, not drawn",
-        "apply_query_key_layer_scaling": "attention runs in PyTorch's kernels, which scale exactly",
-        "attention_softmax_in_fp32": "attention's softmax is always in float32",
-        "masked_softmax_fusion": "attention runs in PyTorch's kernels",
-        "async_tensor_model_parallel_allreduce": "Megatron-Core no longer reads it",
-        "clone_scatter_output_in_embedding": "the embedding's output is used once",
-        "barrier_with_L1_time": "Megatron-Core's timers are not used; stages are timed by the project",
-        "moe_per_layer_logging": "every layer's load is always recorded (metrics moe/load/...)",
-    },
-    "ddp": {
-        "average_in_collective": "gradients are summed and divided once by the tokens of the update, which is the same mean",
-    },
-    "optimizer": {"barrier_with_L1_time": "Megatron-Core's timers are not used; stages are timed by the project"},
-}  # fmt: skip
+class Option(NamedTuple):
+    """What becomes of one field of Megatron-Core."""
+
+    part: str
+    """acts, ours, transformer_engine, package or no_effect."""
+    reason: str
+    """What it changes, why it is refused, or why it has no effect."""
+    is_pipeline: bool
+    """It belongs into the section `pipeline`."""
+
+
 LOSS_SCALE = {"initial_loss_scale": 2.0**32, "min_loss_scale": 1.0, "loss_scale_window": 1000, "hysteresis": 2}
 """Options of the dynamic loss scale in float16, with Megatron-Core's defaults."""
 RECOMPUTE: dict[str, dict[str, Any]] = {
@@ -192,6 +60,9 @@ RECOMPUTE: dict[str, dict[str, Any]] = {
     "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
 }
 """Options that each value of the key `recompute` sets."""
+MESSAGES = ("batch_p2p_comm", "batch_p2p_sync", "overlap_p2p_comm_warmup_flush",
+            "deallocate_pipeline_outputs")  # fmt: skip
+"""Pipeline options about what stages send."""
 _RECOMPUTED = ("core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts")
 """Modules that `selective` may name."""
 _NEEDED: dict[str, dict[str, tuple[str, ...]]] = {
@@ -201,7 +72,9 @@ _NEEDED: dict[str, dict[str, tuple[str, ...]]] = {
             "recompute_num_layers",
             "recompute_modules",
             "distribute_saved_activations",
-        )
+            "num_microbatches_with_partial_activation_checkpoints",
+        ),
+        "bias_activation_fusion": ("activation_func_fp8_input_store",),
     },
     "optimizer": {
         "optimizer_cpu_offload": (
@@ -259,11 +132,19 @@ class Options:
             "must be alltoall or allgather: flex needs the package deep_ep",
         )
         aware = self.optimizer.get("use_precision_aware_optimizer", False)
+        optimizer.require(
+            self.optimizer.get("decoupled_weight_decay", True)
+            or not (aware or self.optimizer.get("optimizer_cpu_offload", False)),
+            "decoupled_weight_decay",
+            "must be true with use_precision_aware_optimizer or optimizer_cpu_offload, which have AdamW only",
+        )
         for name in ("exp_avg_dtype", "exp_avg_sq_dtype"):
             dtype = DTYPE_NAMES[self.optimizer.get(name, "float32")]
             message = "must be float32 or bfloat16: small moments vanish in float16"
             optimizer.require(dtype != "float16", name, message)
             optimizer.require(dtype == "float32" or aware, name, "needs use_precision_aware_optimizer: true")
+        constant = self.optimizer.get("loss_scale")
+        optimizer.require(constant is None or constant > 0, "loss_scale", f"must be above 0: got {constant}")
         scale = {name: self.optimizer.get(name, default) for name, default in LOSS_SCALE.items()}
         for name, value in scale.items():
             optimizer.require(value > 0, name, f"must be above 0: got {value}")
@@ -315,16 +196,19 @@ class Options:
         The key `recompute` sets some options; `balanced`: routers have a balance loss without these options.
         """
         findings = findings.at("megatron")
-        for section, reasons in _NO_EFFECT.items():
+        for section in SECTIONS:
             for name in getattr(self, section):
-                if name in reasons:
-                    findings.ignore(f"{section}.{name}", reasons[name])
+                if (reason := without_effect(section, name)) is not None:
+                    findings.ignore(f"{section}.{name}", reason)
         for section, needed in _NEEDED.items():
             options: dict[str, Any] = getattr(self, section)
             for needs, names in needed.items():
                 for name in names if not options.get(needs) else ():
                     if name in options and not (needs == "recompute_granularity" and recompute != "none"):
                         findings.ignore(f"{section}.{name}", f"{needs} is not set")
+        for name in LOSS_SCALE:
+            if name in self.optimizer and self.optimizer.get("loss_scale") is not None:
+                findings.ignore(f"optimizer.{name}", "loss_scale never moves")
         balancing = self.transformer.get("moe_router_load_balancing_type", "none")
         if balancing == "none" and not balanced and self.transformer.get("moe_aux_loss_coeff"):
             findings.ignore("transformer.moe_aux_loss_coeff", "moe_router_load_balancing_type is none")
@@ -333,19 +217,21 @@ class Options:
 
     def effective(self, section: str) -> dict[str, Any]:
         """Return the options of a section that are passed to Megatron-Core."""
-        ignored = _NO_EFFECT.get(section, {})
-        return {name: value for name, value in getattr(self, section).items() if name not in ignored}
+        given: dict[str, Any] = getattr(self, section)
+        return {name: value for name, value in given.items() if without_effect(section, name) is None}
 
 
 def _check_option(findings: Findings, section: str, name: str, value: Any) -> None:
     """Record an error for an unusable option; `findings` are at the `megatron` of the model's section."""
     key, model = f"{section}.{name}", findings.section.removesuffix(".megatron")
-    fields = _fields("transformer" if section == "pipeline" else section)
-    known = [field for field in fields if (field in PIPELINE) == (section == "pipeline")]
+    options, fields = table(section), _fields(section)
     if name not in fields:
+        known = [field for field in fields if field in options and options[field].is_pipeline == (section == "pipeline")]
         findings.unknown(key, suggest(name, known) or f"; see Megatron-Core {_version()}'s dataclass")
-    elif section in ("transformer", "pipeline") and (name in PIPELINE) != (section == "pipeline"):
-        findings.error(key, f"belongs into {findings.key('pipeline' if name in PIPELINE else 'transformer')}")
+    elif name not in options:
+        findings.error(key, f"is new in Megatron-Core {_version()}, and this project has not been run with it: leave it out")
+    elif section in ("transformer", "pipeline") and options[name].is_pipeline != (section == "pipeline"):
+        findings.error(key, f"belongs into {findings.key(section_of(name))}")
     elif reason := refusal(section, name):
         findings.error(key, f"cannot be set: {reason.replace('{section}', model)}")
     elif not _fits(fields[name], value):
@@ -356,25 +242,51 @@ def _check_option(findings: Findings, section: str, name: str, value: Any) -> No
 
 def is_option(section: str, name: str) -> bool:
     """Whether Megatron-Core has this option."""
-    return name in _fields("transformer" if section == "pipeline" else section)
+    return name in _fields(section)
+
+
+def section_of(name: str) -> str:
+    """Return the section of `policy.megatron` that a field of TransformerConfig belongs into."""
+    option = table("transformer").get(name)
+    return "pipeline" if option is not None and option.is_pipeline else "transformer"
 
 
 def refusal(section: str, name: str) -> str | None:
     """Return why an option of Megatron-Core cannot be set here; None if it can."""
-    for reason, names in _REFUSED.get(section, {}).items():
-        if name in names:
-            return reason
-    for reason, prefixes in _REFUSED_PREFIXES.get(section, {}).items():
-        if name.startswith(prefixes):
-            return reason
-    return None
+    option = table(section).get(name)
+    return None if option is None or option.part not in REFUSED else REFUSED[option.part].format(option.reason)
+
+
+def without_effect(section: str, name: str) -> str | None:
+    """Return why an option that is accepted changes nothing; None if it acts."""
+    option = table(section).get(name)
+    return option.reason if option is not None and option.part == "no_effect" else None
+
+
+@cache
+def table(section: str) -> Mapping[str, Option]:
+    """Return field -> what becomes of it; `pipeline` and `transformer` are sections of one dataclass."""
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    content = yaml.load(files(__package__).joinpath("mcore_options.yaml").read_text(), loader)  # noqa: S506
+    pipeline = content["pipeline"].split()
+
+    def rows() -> Iterator[tuple[str, Option]]:
+        for part, reasons in content[_dataclass(section)].items():
+            for reason, names in reasons.items():
+                yield from ((name, Option(part, reason, name in pipeline)) for name in names.split())
+
+    return dict(rows())
+
+
+def _dataclass(section: str) -> str:
+    return "transformer" if section == "pipeline" else section
 
 
 @cache
 def _fields(section: str) -> dict[str, ast.expr]:
     """Return field -> annotation, read from the source of the installed package."""
     found: dict[str, ast.expr] = {}
-    for file, classes in _CLASSES[section]:
+    for file, classes in _CLASSES[_dataclass(section)]:
         tree = ast.parse((_root() / file).read_text())
         for node in tree.body:
             if isinstance(node, ast.ClassDef) and node.name in classes:
@@ -397,6 +309,15 @@ def recompute_fault(options: Mapping[str, Any], chunks: Iterable[int]) -> str | 
         return f"recompute_num_layers must divide the layers of each stage where uniform: got {layers} for {sizes}"
     # With `block`, a stage of fewer layers recomputes all that it has.
     return f"recompute_num_layers must be at least 1: got {layers}" if layers < 1 else None
+
+
+def messages_fault(options: Mapping[str, Any], virtual: int) -> tuple[str, str] | None:
+    """Return the pipeline option that does not fit so many virtual stages, and what must hold; None if all fit."""
+    if virtual > 1 and options.get("batch_p2p_comm", False):
+        return "batch_p2p_comm", "must be false with virtual stages: they would mix up forward and backward messages"
+    if virtual == 1 and options.get("overlap_p2p_comm_warmup_flush", False):
+        return "overlap_p2p_comm_warmup_flush", "needs virtual stages: set virtual_pipeline_model_parallel_size"
+    return None
 
 
 def _root() -> Path:

@@ -26,8 +26,10 @@ KERNELS = {
 _SECONDS = 120
 _TRY = """
 import importlib, sys
+from fivefold.stand_ins import stand_ins
 try:
-    importlib.import_module(sys.argv[1])
+    with stand_ins(*sys.argv[2:]):
+        importlib.import_module(sys.argv[1])
 except BaseException as error:
     sys.exit(print(type(error).__name__, str(error).partition(chr(10))[0], sep=': ') or 1)
 """
@@ -35,7 +37,9 @@ except BaseException as error:
 TRANSFORMER_IMPL = {"torch": (), "auto": (), "transformer_engine": ("transformer_engine",)}
 LAUNCHERS = {"auto": (), "local": (), "ray": ("ray",)}
 TRACKERS = {name: (name,) for name in ("tensorboard", "wandb", "mlflow", "swanlab", "trackio")}
-BRIDGES = {"native": (), "mbridge": ("mbridge",), "megatron-bridge": ("megatron.bridge", "transformer_engine", "modelopt")}
+BRIDGES = {"native": (), "mbridge": ("mbridge",), "megatron-bridge": ("megatron.bridge",)}
+STAND_INS = {"megatron.bridge": ("transformer_engine", "triton")}
+"""Package -> packages that its import needs and that the project never calls: `stand_ins` serves if they are missing."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +60,7 @@ EXTRAS = (
     Extra("flash", "flash-attn-4", "attention twice as fast on Hopper and later", FLASH),
     Extra("ray", "ray", "launch.backend: ray", "ray"),
     Extra("mbridge", "mbridge", "policy.megatron.bridge_type: mbridge", "mbridge"),
-    Extra("modelscope", "modelscope", "model.path: modelscope:OWNER/NAME", "modelscope"),
+    Extra("modelscope", "modelscope", "model.path: modelscope:OWNER/NAME", "modelscope_hub"),
     Extra("ifeval", "py3langid", "reward ifeval: the language of a response", "py3langid"),
     Extra("datasets", "datasets", "data.train: OWNER/NAME, a data set of the Hugging Face hub", "datasets"),
     Extra("wandb", "wandb", "trainer.loggers: [wandb]", "wandb"),
@@ -88,7 +92,7 @@ def _failed_import(name: str, path: tuple[str, ...]) -> str | None:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path)}
     try:
         done = subprocess.run(
-            [sys.executable, "-c", _TRY, name],
+            [sys.executable, "-c", _TRY, name, *STAND_INS.get(name, ())],
             env=environment,
             capture_output=True,
             text=True,

@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from fivefold.algo.choices import Choices
@@ -26,6 +27,7 @@ from fivefold.config.learners import (
 from fivefold.config.scoring import VARIABLE, RewardConfig
 from fivefold.keys.identity import CONTENT, HARMLESS
 from fivefold.keys.ranges import Matches, OneOf, Range, above, at_least, within
+from fivefold.models.overrides import overridden
 from fivefold.models.torch_dist import config_beside, is_torch_dist
 from fivefold.tables import DATA_SETS
 
@@ -36,13 +38,17 @@ RAY_ADDRESS = re.compile(r"auto|(ray://)?[^/\s]+:\d+")
 @dataclass(frozen=True)
 class ModelConfig:
     path: Annotated[str, CONTENT]
-    """Hugging Face model directory, a hub id (`modelscope:OWNER/NAME` for ModelScope), downloaded once per node, or a
-    Megatron-Core checkpoint (`torch_dist`), whose weights are loaded. critic.path and reference.path accept the same."""
+    """Hugging Face model directory, a hub id (`OWNER/NAME[@REVISION]`, `modelscope:OWNER/NAME` for ModelScope), which is
+    downloaded once per node, or a Megatron-Core checkpoint (`torch_dist`), whose weights are loaded. critic.path and
+    reference.path accept the same."""
     config: Annotated[str | None, CONTENT] = None
     """Hugging Face directory or hub id with the config.json and the tokenizer for a Megatron-Core checkpoint. If left out:
     the files in the checkpoint's directory or above it."""
     tokenizer: Annotated[str | None, CONTENT] = None
     """Tokenizer directory or hub id; that of model.config or of the model if left out."""
+    overrides: dict[str, Any] = field(default_factory=dict)
+    """Values in place of those in the policy's config.json, by key: `{rope_theta: 1000000.0}`. Trainer, engine and exports
+    read them; a reference or critic with the same path too. A key that config.json does not have is refused."""
     trust_remote_code: Annotated[bool, HARMLESS] = False
     """Let the tokenizer's repository run its own Python code. Code in model repositories is never run."""
 
@@ -53,10 +59,11 @@ class ModelConfig:
 
     def described_by(self, path: str) -> str:
         """Return the directory or hub id with the config.json for the model in `path`, which differs from `path` for a
-        Megatron-Core checkpoint."""
-        if not is_torch_dist(path):
-            return path
-        return self.config or str(config_beside(path) or path)
+        Megatron-Core checkpoint, and for a local model with `overrides`."""
+        found = (self.config or str(config_beside(path) or path)) if is_torch_dist(path) else path
+        if self.overrides and path == self.path and Path(found).is_dir():
+            return str(overridden(Path(found), self.overrides))
+        return found
 
 
 @dataclass(frozen=True)
@@ -306,6 +313,14 @@ class TrainerConfig:
         default_factory=lambda: ["console", "tensorboard"]
     )
     """Outputs for metrics in addition to metrics.jsonl: the terminal, and trackers (`tracking`)."""
+    tensorboard_dir: Annotated[str | None, HARMLESS] = None
+    """Directory for TensorBoard's event files; `tensorboard` in run_dir if left out."""
+    verbosity: Annotated[Literal["quiet", "normal", "debug"], HARMLESS] = "normal"
+    """Lines in the terminal. quiet: warnings, errors, checkpoints and how the run ends; normal: also notes and a line for
+    each step; debug: also a line for each stage, with its seconds and the memory in use."""
+    log_file: Annotated[str | None, HARMLESS] = None
+    """File to which the lines of verbosity `debug` are appended with their time, whatever the terminal shows: a path, or a
+    name in `logs` of run_dir."""
     profile: Annotated[ProfileConfig, HARMLESS] = field(default_factory=ProfileConfig)
     guard: Annotated[GuardConfig, HARMLESS] = field(default_factory=GuardConfig)
     warnings: Annotated[WarningsConfig, HARMLESS] = field(default_factory=WarningsConfig)
@@ -358,6 +373,12 @@ class LaunchConfig:
     """How the ranks start. `auto` joins the ranks of torchrun or Slurm if this process is one of them, and otherwise acts as
     `local`; `local` starts all ranks on this machine; `ray` places them on a Ray cluster."""
     ray: RayConfig = field(default_factory=RayConfig)
+    nodes: Annotated[int, within("[1, 100000]")] | None = None
+    """Number of hosts. Compared with the layouts and with what torchrun or Slurm report, requested from a Ray cluster, and 1
+    where all ranks start on this machine. If left out, what the launcher reports."""
+    gpus_per_node: Annotated[int, within("[1, 4096]")] | None = None
+    """Number of GPUs that the run takes on each host, for ranks and for servers on GPUs of their own; on CPUs, the number of
+    these processes. Compared and requested as `nodes` is: nodes x gpus_per_node must be what the layouts take."""
     allocation: str | None = None
     """Layouts of engine and models in one string: `vllm:d4t2+megatron:d2t4` gives each its own GPUs,
     `vllm:d4t2|megatron[actor]:d8` the same GPUs. It sets engine.backend, policy.backend and engine.placement, and for other

@@ -437,7 +437,7 @@ def _check_model(findings: Findings, settings: PolicyConfig, own: Collection[str
             "needs policy.dtype: bfloat16: Megatron-Core moves the float32 copies of parameters, and float32 parameters "
             "have none",
         )
-        for name in LOSS_SCALE:
+        for name in (*LOSS_SCALE, "loss_scale"):
             if name in megatron.optimizer and settings.dtype != "float16":
                 findings.ignore(f"megatron.optimizer.{name}", f"it is read in float16 only, and dtype is {settings.dtype}")
     if "megatron" in own or "recompute" in own:

@@ -21,11 +21,22 @@ def call_once_a_machine(ranks: Ranks, function: Callable[[], T]) -> T:
 
     The function may take longer than the timeout between ranks: the ranks synchronize repeatedly until it is done.
     """
-    is_first, host = int(os.environ.get("LOCAL_RANK", ranks.rank)) == 0, socket.gethostname()
+    host = socket.gethostname()
+    results = _call_on(ranks, function, int(os.environ.get("LOCAL_RANK", ranks.rank)) == 0)
+    return next(value for there, value in results if there == host)
+
+
+def call_once(ranks: Ranks, function: Callable[[], T]) -> T:
+    """Returns the function's result on rank 0, on every rank. It may take long, as in `call_once_a_machine`."""
+    return _call_on(ranks, function, ranks.is_main)[0][1]
+
+
+def _call_on(ranks: Ranks, function: Callable[[], T], calls: bool) -> list[tuple[str, T]]:
+    """Return (machine, result) of each rank that `calls` the function; a UserError of one is raised on all ranks."""
     value: T | None = None
     fault = ""
     with ThreadPoolExecutor(1) as pool:
-        call = pool.submit(function) if is_first else None
+        call = pool.submit(function) if calls else None
         while ranks.any(call is not None and not call.done()):
             time.sleep(_POLL_SECONDS)
         if call is not None:
@@ -33,11 +44,11 @@ def call_once_a_machine(ranks: Ranks, function: Callable[[], T]) -> T:
                 value = call.result()
             except UserError as error:
                 fault = str(error)
-    results = ranks.gather_objects((is_first, host, value, fault))
+    results = ranks.gather_objects((calls, socket.gethostname(), value, fault))
     for *_, each in results:
         if each:
             raise UserError(each)
-    return next(result for first, there, result, _ in results if first and there == host)  # type: ignore[return-value]
+    return [(there, result) for called, there, result, _ in results if called]  # type: ignore[misc]
 
 
 def call_on_main(ranks: Ranks, call: Callable[[], T]) -> T:

@@ -14,8 +14,7 @@ from __future__ import annotations
 
 import math
 import threading
-import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
@@ -23,10 +22,10 @@ from typing import NoReturn
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
 from fivefold.config.roles import LEARNERS
-from fivefold.distributed.pulse import SECONDS, Motion, Stages
+from fivefold.distributed.hosts import on_hosts, roll_call
+from fivefold.distributed.pulse import SECONDS, KernelWait, Motion, Stages
 
 Place = tuple[int, int]
 STAGES = frozenset({"step", "pack", "logprobs", "train", *LEARNERS})
@@ -35,8 +34,6 @@ compiling, sampling, rewards, weights and saving have separate limits."""
 _TIMES = 10
 """Factor on the longest pause that ended by itself: a rank that paused and resumed may pause again for that many times as
 long."""
-_ROLL_CALL_SECONDS = 5.0
-"""Seconds in which ranks must answer the roll call, after some were unheard of."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +78,11 @@ class Heartbeat:
         self.stages = Stages()
         self._ends: Ends | None = None
         self._motion: Motion | None = None
+        self._hosts: Sequence[str] = ()
+        """The host of each rank."""
+        self._kernel_wait = KernelWait()
+        self._named: set[int] = set()
+        """Ranks that were reported as waiting for a disk."""
         self._still = self._longest_still = self._unheard = 0
         """`_still` and `_longest_still`: exchanges in which no rank moved, now and at most before one moved again.
         `_unheard`: ticks since the last exchange."""
@@ -91,9 +93,9 @@ class Heartbeat:
 
     # --- the thread --------------------------------------------------------------------------------------------------
 
-    def start(self, group: dist.ProcessGroup, ends: Ends, computes_on_cpu: bool = True) -> None:
-        """Start the thread that exchanges with the other ranks."""
-        self._ends, self._motion = ends, Motion(computes_on_cpu)
+    def start(self, group: dist.ProcessGroup, ends: Ends, hosts: Sequence[str], computes_on_cpu: bool = True) -> None:
+        """Start the thread that exchanges with the other ranks; `hosts` has the host of each rank."""
+        self._ends, self._motion, self._hosts = ends, Motion(computes_on_cpu), hosts
 
         def beat() -> None:
             try:
@@ -115,9 +117,12 @@ class Heartbeat:
     def _exchange(self, group: dist.ProcessGroup, ends: Ends) -> bool:
         """Exchange once with all other ranks; returns whether to continue."""
         stays, saves = not self._close.is_set(), self.has_begun
-        numbers = torch.tensor([ends.requested(), stays, saves, not saves, self._has_moved()])
+        waiting = group.rank() + 1 if self._kernel_wait.look() > ends.still_seconds else 0
+        numbers = torch.tensor([ends.requested(), stays, saves, not saves, self._has_moved(), waiting])
         dist.all_reduce(numbers, dist.ReduceOp.MAX, group=group)
-        number, any_stays, any_saves, any_loads, any_moved = numbers.tolist()
+        number, any_stays, any_saves, any_loads, any_moved, waiting = numbers.tolist()
+        if waiting and group.rank() == 0:
+            self._report_wait(waiting - 1, ends.still_seconds)
         self._unheard, self._all_have_begun = 0, not any_loads
         if number and not any_saves:
             ends.now(number)
@@ -126,6 +131,16 @@ class Heartbeat:
         if number and not self._places:
             self._agree(group, number)
         return bool(any_stays)
+
+    def _report_wait(self, rank: int, seconds: float) -> None:
+        """Report, once, a rank that waits for a disk, on the terminal of the run: the log of that rank may be there."""
+        if rank not in self._named:
+            self._named.add(rank)
+            print(
+                f"warning  {on_hosts(self._hosts, [rank])} has waited for {seconds:g} s in the kernel, for a disk or a "
+                "network file system that does not answer; the run continues when it does",
+                flush=True,
+            )
 
     def _agree(self, group: dist.ProcessGroup, number: int) -> None:
         with self._change:
@@ -172,7 +187,7 @@ class Heartbeat:
                 f"(launch.silent_seconds: {ends.still_seconds:g}):\n{self._motion.stack()}"
             )
         else:
-            ends.lost(f"ranks {named} have stood still for {self._still * SECONDS:.0f} s")
+            ends.lost(f"{on_hosts(self._hosts, named)} stood still for {self._still * SECONDS:.0f} s")
 
     def tick(self) -> None:
         """End this rank if the other ranks are unheard of for too long. Called twice a second by a thread that waits for no
@@ -183,7 +198,7 @@ class Heartbeat:
         self._unheard = 0
         self._ends.lost(
             f"the other ranks were not heard of for {self._ends.unheard_seconds:g} s (launch.silent_seconds): a rank is "
-            f"stopped, or the network to it is cut; {_roll_call()}"
+            f"stopped, or the network to it is cut; {roll_call(self._hosts)}"
         )
 
     @property
@@ -287,21 +302,3 @@ class Heartbeat:
     def _interrupt(self) -> NoReturn:
         self._is_over = True
         raise Interrupted(self._number)
-
-
-def _roll_call() -> str:
-    """Returns which ranks do not answer at the rendezvous, as a message."""
-    absent: list[int] = []
-    store = distributed_c10d._get_default_store()
-
-    def call() -> None:
-        store.set(f"here/{dist.get_rank()}", "")
-        time.sleep(_ROLL_CALL_SECONDS)
-        absent.extend(rank for rank in range(dist.get_world_size()) if not store.check([f"here/{rank}"]))
-
-    caller = threading.Thread(target=call, daemon=True)
-    caller.start()
-    caller.join(2 * _ROLL_CALL_SECONDS)
-    if caller.is_alive():
-        return "rank 0, which holds the rendezvous, does not answer"
-    return f"ranks {absent} do not answer" if absent else "every rank answers at the rendezvous"

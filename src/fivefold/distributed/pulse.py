@@ -15,6 +15,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -121,6 +122,24 @@ class Silence:
         self.seconds = self.seconds + passed if value == self._last else 0.0
         self._last, self._looked = value, now
         return self.seconds
+
+
+class KernelWait:
+    """How long any thread of this process has waited in the kernel without a break, as for a disk that does not answer."""
+
+    def __init__(self) -> None:
+        self._since: dict[str, float] = {}
+
+    def look(self) -> float:
+        """Returns the seconds since the first of the looks that all found the same thread waiting."""
+        now, waiting = time.monotonic(), {}
+        with contextlib.suppress(OSError):
+            for task in Path("/proc/self/task").iterdir():
+                with contextlib.suppress(OSError):
+                    if (task / "stat").read_text().rpartition(") ")[2].startswith("D"):
+                        waiting[task.name] = self._since.get(task.name, now)
+        self._since = waiting
+        return now - min(waiting.values(), default=now)
 
 
 class Motion:

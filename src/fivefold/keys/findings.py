@@ -11,6 +11,8 @@ class Findings:
 
     errors: list[str] = field(default_factory=list)
     """Errors that keep the run from starting, one sentence each."""
+    missing: list[str] = field(default_factory=list)
+    """What this machine lacks for the run, one sentence each: errors for a run that starts here, otherwise notes."""
     notes: list[str] = field(default_factory=list)
     """Notes to read before the run starts."""
     ignored: list[tuple[str, str]] = field(default_factory=list)
@@ -39,6 +41,16 @@ class Findings:
         text = f"{self.key(key)}{'' if message.startswith(':') else ' '}{message}"
         if text not in self.errors:
             self.errors.append(text)
+
+    def lacks(self, key: str, message: str) -> None:
+        """Record once what this machine lacks; `message` follows the key as in `error`."""
+        text = f"{self.key(key)}{message}"
+        if text not in self.missing:
+            self.missing.append(text)
+
+    def starting(self) -> list[str]:
+        """Return the errors that keep the run from starting on this machine."""
+        return [*self.errors, *self.missing]
 
     def require(self, holds: bool, key: str, message: str) -> None:
         """Record an error unless `holds`."""

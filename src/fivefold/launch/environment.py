@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Mapping, MutableMapping, Sequence
 
+from fivefold.config.machine import is_node_of_job
 from fivefold.errors import UserError
 
 OWN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK")
@@ -24,7 +25,8 @@ _FIRST_PORT, _PORTS = 15000, 17000
 
 def launched_externally(environment: Mapping[str, str] = os.environ) -> bool:
     """Returns whether this process is already a rank, started by torchrun, Slurm or Kubernetes."""
-    return ("RANK" in environment and "WORLD_SIZE" in environment) or _is_slurm_task(environment)
+    is_rank = "RANK" in environment and "WORLD_SIZE" in environment and not is_node_of_job(environment)
+    return is_rank or _is_slurm_task(environment)
 
 
 def _is_slurm_task(environment: Mapping[str, str]) -> bool:

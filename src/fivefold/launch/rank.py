@@ -144,6 +144,7 @@ def _run(config: RunConfig, checkpoint: Path | None, requests: Requests, pulse: 
     """Train, or evaluate `checkpoint`; returns the exit code."""
     import torch
 
+    from fivefold.distributed import hosts
     from fivefold.distributed.heartbeat import Ends, Interrupted
     from fivefold.distributed.ranks import Ranks
     from fivefold.megatron import mesh
@@ -167,7 +168,10 @@ def _run(config: RunConfig, checkpoint: Path | None, requests: Requests, pulse: 
     # A launcher detects by itself which rank is silent, and names it.
     unheard = _LATER * silent if has_launcher() else silent
     ends = Ends(requests.first, end_now, _end_after_loss, _end_hung, silent, unheard)
-    ranks.heartbeat.start(ranks.whole_group(), ends, device.type == "cpu")
+    names, differences = hosts.meet(ranks.world)
+    for sentence in differences if ranks.is_main else ():
+        print(f"warning  {sentence}", flush=True)
+    ranks.heartbeat.start(ranks.whole_group(), ends, names, device.type == "cpu")
     pulse.describe, pulse.tick = lambda: (True, ranks.heartbeat.place), ranks.heartbeat.tick
     requests.is_watched = True
     code = 0

@@ -9,6 +9,7 @@ from pathlib import Path
 from fivefold.checkpoint.checkpoints import LATEST, Checkpoints, RunState
 from fivefold.checkpoint.fingerprint import Fingerprint
 from fivefold.config import ConfigError, RunConfig, dump_yaml
+from fivefold.downloads import download
 from fivefold.errors import RunError
 from fivefold.files import use_umask, write_whole
 from fivefold.launch import environment, local
@@ -30,6 +31,7 @@ def start(config: RunConfig, checkpoint: Path | None = None) -> int:
         rank_main(config, checkpoint)
     use_umask(config.trainer.umask)
     if checkpoint is not None:
+        _download(config, checkpoint)
         return _spawn(config, checkpoint)
     check_run_directory(config.run_dir)
     with locked(config.run_dir) as lock:
@@ -38,6 +40,7 @@ def start(config: RunConfig, checkpoint: Path | None = None) -> int:
         found = Checkpoints(config.run_dir, config.trainer.keep).find(config.trainer.resume, lambda text: None)
         if found is not None:
             Fingerprint.of(config, config.trainer.steps, {}).compare(RunState.read(found).fingerprint).check(found)
+        _download(config, found)
         if config.launch.backend != "ray":
             code = _spawn(config, None, *lock)
     if config.launch.backend == "ray":
@@ -46,6 +49,12 @@ def start(config: RunConfig, checkpoint: Path | None = None) -> int:
     if code in ASKED and (command := resume_command(config)):
         print(f"to resume this run:\n{command}", flush=True)
     return code
+
+
+def _download(config: RunConfig, checkpoint: Path | None) -> None:
+    """Download models and data sets before the ranks of this machine start; those of other machines do it themselves."""
+    if config.launch.backend != "ray":
+        download(config, {} if checkpoint is None else RunState.read(checkpoint).commits)
 
 
 def resume_command(config: RunConfig) -> str:
@@ -83,7 +92,7 @@ def train(config: RunConfig) -> Path:
 
     Example: `train(RunConfig.from_yaml("run.yaml", ["trainer.steps=3"]))`.
     """
-    if errors := check(config).errors:
+    if errors := check(config).starting():
         raise ConfigError(errors)
     if code := start(config):
         raise RunError(f"the run ended with exit code {code}; what its ranks left is in {config.run_dir / 'logs'}")

@@ -19,14 +19,9 @@ from fivefold.megatron.layers.moe import GroupedExperts, Router
 from fivefold.megatron.mesh import Mesh
 from fivefold.megatron.patches.quiet import quiet
 from fivefold.models.adapters import LoraSpec, adapters_of
+from fivefold.models.fused_names import SEPARATE
 from fivefold.models.parameters import Sharding
 from fivefold.models.spec import ModelSpec
-
-FUSED_NAMES = {
-    "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
-    "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
-}
-"""Transformer Engine's name of a norm -> ours: its layers store a norm's weight in the linear layer after it."""
 
 
 def build_chunks(config: TransformerConfig, spec: ModelSpec, mesh: Mesh, policy: PolicyConfig) -> list[PolicyModel]:
@@ -144,4 +139,4 @@ def _whole_name(name: str, chunk: PolicyModel) -> str:
     if not name.startswith("decoder.layers."):
         return name
     _, _, layer, rest = name.split(".", 3)
-    return f"decoder.layers.{chunk.layers_of_model[int(layer)]}.{FUSED_NAMES.get(rest, rest)}"
+    return f"decoder.layers.{chunk.layers_of_model[int(layer)]}.{SEPARATE.get(rest, rest)}"

@@ -96,6 +96,7 @@ class MegatronModel:
                 share_prefix=policy.shares_prefix_on(mesh.layout) and config.transformer_impl != "transformer_engine",
                 mtp_layers=config.mtp_num_layers or 0,
                 mtp_factor=policy.mtp.loss_scaling_factor,
+                sequences=policy.sequences_per_forward,
             )
             self._weights = ModelWeights(
                 self._chunks,
@@ -182,6 +183,8 @@ class MegatronModel:
             loss_scale = float(updater.loss_scale.scale)
             overflowed = skipped and math.isfinite(loss) and updater.loss_scale.can_fall
             updater.loss_scale.follow(skipped)
+        if updater.optimizer.config.log_num_zeros_in_grad:
+            metrics["zero_gradients"] = float(updater.optimizer.count_zeros())
         if skipped:
             self._routers.restore(biases)
         else:

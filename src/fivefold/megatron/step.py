@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,6 +26,7 @@ from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region
+from megatron.core.utils import get_model_config
 from torch import Tensor
 
 from fivefold.columns import Column
@@ -93,13 +95,20 @@ class BatchingConfig:
     """Number of layers of multi-token prediction that are trained."""
     mtp_factor: float = 0.0
     """Factor on the mean loss of the layers of multi-token prediction."""
+    sequences: int | None = None
+    """Number of sequences in a micro-batch of a pass without gradient, in place of `budget`."""
 
 
 class MicroBatches:
     """The micro-batches of a batch: the same number on every data-parallel replica."""
 
-    def __init__(self, batch: TokenBatch, batching: BatchingConfig, mtp_layers: int = 0) -> None:
-        """Plan the micro-batches; each carries the inputs of `mtp_layers` layers of multi-token prediction."""
+    def __init__(
+        self, batch: TokenBatch, batching: BatchingConfig, mtp_layers: int = 0, sequences: int | None = None
+    ) -> None:
+        """Plan the micro-batches; each carries the inputs of `mtp_layers` layers of multi-token prediction.
+
+        With `sequences` each holds at most so many of them, whatever their lengths; otherwise the token budget limits it.
+        """
         self._mtp_layers = mtp_layers
         batching.mesh.ranks.heartbeat.begin()
         layout = batching.mesh.layout
@@ -112,14 +121,21 @@ class MicroBatches:
         self.tokens = sum(sum(lengths) for lengths in computed)
         """Number of tokens that this replica computes, without padding."""
         sizes = [sum(self._padded(length) for length in lengths) for lengths in computed]
-        needed = torch.tensor(micro_batches_needed(sizes, self._budget))
+        weights, most = (
+            (sizes, self._budget) if sequences is None else ([len(unit.samples) for unit in self._units], sequences)
+        )
+        needed = torch.tensor(micro_batches_needed(weights, most))
         dist.all_reduce(needed, dist.ReduceOp.MAX, group=batching.mesh.ranks.dp)
         self.count = -(-int(needed) // batching.round_of) * batching.round_of
         self._batch, self._batching = batch, batching
-        self._plan = plan_micro_batches(sizes, self.count, self._budget)
+        self._plan = plan_micro_batches(weights, self.count, most)
         totals = torch.tensor([sum(sizes[unit] for unit in units) for units in self._plan])
         # A replica without samples takes part with padding only; otherwise the collectives of the others would hang.
         totals = -(-totals.clamp(min=1) // self._total_multiple) * self._total_multiple
+        if sequences is not None and batching.fixed_length:
+            longest = totals.amax()
+            dist.all_reduce(longest, dist.ReduceOp.MAX, group=batching.mesh.ranks.dp)
+            self._budget = int(longest)
         if batching.equal_length:
             dist.all_reduce(totals, dist.ReduceOp.MAX, group=batching.mesh.ranks.dp)
         self._totals = [self._budget] * self.count if batching.fixed_length else totals.tolist()
@@ -281,6 +297,20 @@ def _forward(iterator: Iterator[MicroBatch], model: Any, batching: BatchingConfi
     return micro, output
 
 
+@contextmanager
+def _recomputing(model: Any, wanted: bool | None) -> Iterator[None]:
+    """Recompute the layers of a micro-batch only if `wanted`, which is None except with Megatron-Core's option
+    `num_microbatches_with_partial_activation_checkpoints`."""
+    config = get_model_config(model)
+    granularity = config.recompute_granularity
+    if wanted is False:
+        config.recompute_granularity = None
+    try:
+        yield
+    finally:
+        config.recompute_granularity = granularity
+
+
 def _schedule(batching: BatchingConfig) -> Any:
     """Return Megatron-Core's schedule for this model.
 
@@ -296,10 +326,10 @@ def forward_only(models: list[Any], batch: TokenBatch, batching: BatchingConfig)
 
     With `batch.records_routes` this also fills in Column.ROUTES.
     """
-    mesh, micro_batches = batching.mesh, MicroBatches(batch, batching)
+    mesh, micro_batches = batching.mesh, MicroBatches(batch, batching, sequences=batching.sequences)
     record = RouteRecord(batching.experts) if batch.records_routes and batching.experts is not None else None
 
-    def step(iterator: Iterator[MicroBatch], model: Any) -> tuple[Any, Any]:
+    def step(iterator: Iterator[MicroBatch], model: Any, recomputes: bool | None = None) -> tuple[Any, Any]:
         micro, output = _forward(iterator, model, batching)
         if record is not None and micro.routing is not None:
             record.add(micro.routing, micro.place_T, micro.token_index_T)
@@ -394,8 +424,9 @@ def forward_backward(
     for router in routers:
         router.update_scale = loss_scale / max(1, tokens) if batch.update_tokens else 0.0
 
-    def step(iterator: Iterator[MicroBatch], model: Any) -> tuple[Any, Any]:
-        micro, output = _forward(iterator, model, batching)
+    def step(iterator: Iterator[MicroBatch], model: Any, recomputes: bool | None = None) -> tuple[Any, Any]:
+        with _recomputing(model, recomputes):
+            micro, output = _forward(iterator, model, batching)
 
         def loss(output: Tensor) -> tuple[Tensor, Tensor, LossOutput]:
             sizes = [len(micro.targets_S), *(len(each.targets_S) for each in micro.ahead)]

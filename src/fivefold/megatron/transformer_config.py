@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from fivefold.config.learners import PolicyConfig
-from fivefold.config.mcore_options import RECOMPUTE
+from fivefold.config.mcore_options import RECOMPUTE, messages_fault
 from fivefold.errors import UserError, first_line
 from fivefold.megatron.layers.layer_spec import use_transformer_engine
 from fivefold.megatron.mesh import Mesh
@@ -28,6 +28,9 @@ def transformer_config(spec: ModelSpec, mesh: Mesh, policy: PolicyConfig) -> Tra
             f"megatron.transformer_impl: transformer_engine has dense models without latent attention only: got "
             f"{spec.family}; use torch"
         )
+    virtual = policy.megatron.pipeline_split.virtual_stages(layout)
+    if fault := messages_fault(policy.megatron.pipeline, virtual):
+        raise UserError(f"megatron.pipeline.{' '.join(fault)}")
     settings: dict[str, Any] = {
         "num_layers": spec.layers,
         "hidden_size": spec.hidden,
@@ -53,12 +56,14 @@ def transformer_config(spec: ModelSpec, mesh: Mesh, policy: PolicyConfig) -> Tra
         "sequence_parallel": policy.sequence_parallel and layout.tp > 1,
         # Micro-batches are packed to different lengths.
         "variable_seq_lengths": layout.pp > 1,
-        # Gloo needs a sent tensor to stay: interleaved stages would otherwise silently send what took its place.
-        "deallocate_pipeline_outputs": layout.pp > 1 and mesh.device.type == "cuda",
+        "deallocate_pipeline_outputs": layout.pp > 1,
+        # With batched messages between two virtual stages, forward and backward messages would cross and give a wrong loss.
+        "overlap_p2p_comm": virtual > 1,
+        "batch_p2p_comm": virtual == 1,
         "moe_token_dispatcher_type": "alltoall",
         "transformer_impl": "transformer_engine" if fused else "local",
         "params_dtype": dtype,
-        "pipeline_dtype": dtype,
+        "pipeline_dtype": torch.float32 if policy.megatron.transformer.get("fp32_residual_connection", False) else dtype,
         "bf16": dtype == torch.bfloat16,
         "fp16": dtype == torch.float16,
         # The loss is a sum of shares, so there is nothing left to divide (step.py).
@@ -83,12 +88,9 @@ def transformer_config(spec: ModelSpec, mesh: Mesh, policy: PolicyConfig) -> Tra
     if settings["moe_token_dispatcher_type"] == "allgather":
         # Megatron-Core needs the sizes in advance if ranks gather each other's tokens.
         settings["variable_seq_lengths"] = False
-    if (virtual := policy.megatron.pipeline_split.virtual_stages(layout)) > 1:
-        # With batched messages between two stages, forward and backward messages would cross and silently give a wrong loss.
-        settings |= {"overlap_p2p_comm": True, "batch_p2p_comm": False}
-        settings["virtual_pipeline_model_parallel_size"] = virtual
-    else:
-        settings["virtual_pipeline_model_parallel_size"] = None
+    settings["virtual_pipeline_model_parallel_size"] = virtual if virtual > 1 else None
+    # Gloo needs a sent tensor to stay: interleaved stages would otherwise silently send what took its place.
+    settings["deallocate_pipeline_outputs"] &= mesh.device.type == "cuda"
     kind = TransformerConfig if spec.mla is None else MLATransformerConfig
     try:
         with quiet("megatron.core"):

@@ -14,7 +14,7 @@ from fivefold.distributed.objects import broadcast_json
 from fivefold.distributed.ranks import Ranks
 from fivefold.errors import UserError, first_line, sentence_of
 from fivefold.megatron.bridge import SafetensorsSource, TorchDistSource, WeightStream, load_adapters, load_parameters
-from fivefold.megatron.bridge.external import external_bridge
+from fivefold.megatron.bridge.external import ExternalBridge
 from fivefold.megatron.chunks import MergedWeights, adapter_weights, add_adapters, named_weights
 from fivefold.megatron.layers.adapters import LostToRounding
 from fivefold.megatron.layers.layer_spec import PolicyModel
@@ -60,11 +60,11 @@ class ModelWeights:
         if loads:
             check = partial(check_tensor_files, directory) if torch_dist is None else partial(check_torch_dist, torch_dist)
             _check_files(partial(check, has_mtp=policy.mtp.train), spec, mesh.ranks)
-        external = None if kind == "native" else external_bridge(kind, chunks, directory, spec)
+        external = None if kind == "native" else ExternalBridge(kind, chunks, directory, spec, mesh.layout)
         self.value_head_is_new = False
         """The value head was initialized to 0, because the directory has none."""
         if loads and external is not None:
-            external.load(directory)
+            external.load()
         elif loads:
             source = SafetensorsSource(directory, spec) if torch_dist is None else TorchDistSource(torch_dist, spec)
             self.value_head_is_new = spec.value_head and not source.has_value_head

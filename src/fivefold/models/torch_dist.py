@@ -6,6 +6,7 @@ every class or function that it names becomes a plain record. `common.pt`, a pic
 
 from __future__ import annotations
 
+import math
 import pickle
 import re
 from collections.abc import Iterator, Mapping
@@ -17,6 +18,7 @@ from typing import Any
 from fivefold.errors import UserError, first_line, shown
 from fivefold.files import read_json_object, read_text
 from fivefold.models.families import mtp_parameters_of, parameters_of
+from fivefold.models.fused_names import FUSED, fused_name
 from fivefold.models.parameters import EMBEDDING, OUTPUT, VALUE_HEAD, MappedParameter, Sharding
 from fivefold.models.shapes import Shape, file_shapes
 from fivefold.models.spec import ModelSpec
@@ -27,13 +29,6 @@ DTYPES = ("float64", "float32", "bfloat16", "float16")
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.*)")
 _MTP_LAYER = re.compile(r"(mtp\.layers\.\d+\.transformer_layer)\.(.*)")
 _EXPERT = re.compile(r"mlp\.experts\.(\d+)\.fc([12])")
-_ALIASES = {
-    "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
-    "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
-    "self_attention.q_layernorm.weight": "self_attention.linear_q_up_proj.layer_norm_weight",
-    "self_attention.kv_layernorm.weight": "self_attention.linear_kv_up_proj.layer_norm_weight",
-}
-"""Names under which Transformer Engine's layers store a norm's weight: in the linear layer that follows it."""
 _GATE, _UP = "_w", "_v"
 """Suffixes of the names if gate and up are separate tensors."""
 _OF_A_MODEL = ("embedding.", "decoder.", "mtp.", "output_layer.")
@@ -233,7 +228,7 @@ def _spellings(item: MappedParameter) -> Iterator[tuple[str, Shape]]:
         name = f"linear_fc{expert[2]}.weight"
         ways = [(f"mlp.experts.experts.{name}", (int(expert[1]),)), (f"mlp.experts.experts.{expert[1]}.{name}", ())]
     else:
-        ways = [(rest, ()), *([(_ALIASES[rest], ())] if rest in _ALIASES else [])]
+        ways = [(rest, ()), *([(FUSED[rest], ())] if rest in FUSED else [])]
     for name, index in ways:
         if found.re is _MTP_LAYER:
             yield f"{found[1]}.{name}", index
@@ -257,8 +252,8 @@ def stored_name(item: MappedParameter, spec: ModelSpec) -> tuple[str, Shape, Sha
     if (expert := _EXPERT.fullmatch(rest)) is not None:
         assert spec.moe is not None
         rest, place, sizes = f"mlp.experts.experts.linear_fc{expert[2]}.weight", (int(expert[1]),), (spec.moe.num_experts,)
-    elif _is_fused(rest, spec, layer):
-        rest = _ALIASES[rest]
+    else:
+        rest = fused_name(rest, spec, layer)
     if found.re is _MTP_LAYER:
         return f"{found[1]}.{rest}", place, sizes
     if spec.moe is None or all(spec.has_experts(each) for each in range(spec.layers)):
@@ -266,34 +261,33 @@ def stored_name(item: MappedParameter, spec: ModelSpec) -> tuple[str, Shape, Sha
     return f"decoder.layers.{layer}.{rest}", place, sizes
 
 
-def _is_fused(rest: str, spec: ModelSpec, layer: int) -> bool:
-    """Whether Transformer Engine's layers store this norm in the linear layer that follows it."""
-    if rest == "pre_mlp_layernorm.weight":
-        return not spec.has_experts(layer)
-    if rest == "input_layernorm.weight":
-        return spec.mla is None
-    return rest in _ALIASES and spec.mla is not None
-
-
 def check_torch_dist(directory: Path, spec: ModelSpec, has_mtp: bool = False) -> None:
     """Raise ValueError if checkpoint files are missing, or its tensors are not those of the model.
 
     With `has_mtp` it must also have multi-token prediction layers.
     """
-    names, seen, missing = TorchDistNames.read(directory), set(), []
+    names, missing = TorchDistNames.read(directory), []
+    seen: dict[str, set[Shape]] = {}
     ahead = mtp_parameters_of(spec)
     for item in parameters_of(spec) + [item for item in ahead if has_mtp or names.find(item)]:
         found = names.find(item)
-        seen |= {each.tensor.name for each in found}
+        for each in found:
+            seen.setdefault(each.tensor.name, set()).add(each.index)
         if not found and not (item.row == OUTPUT.mcore and spec.value_head):
             missing.append(item.mcore)
         for each in found:
             _check_tensor(directory, item, each, spec, len(found))
     if missing:
         raise UserError(f"{directory} lacks {len(missing)} tensors of a {spec.family} model, the first: {missing[:3]}")
+    for name, parts in seen.items():
+        stacked = next(each for each in names.tensors.values() if each.name == name).shape[: len(next(iter(parts)))]
+        if math.prod(stacked) != len(parts):
+            raise UserError(
+                f"{directory}: {name} must hold the {len(parts)} parts (layers x experts) of config.json: got {stacked}"
+            )
     # A critic does not use a language model's head, and a tied model may have a copy of it.
     known = {each.name for name, each in names.tensors.items() if name != OUTPUT.mcore and not name.startswith("mtp.")}
-    extra = sorted(known - seen)
+    extra = sorted(known - seen.keys())
     if extra:
         raise UserError(
             f"{directory} holds {len(extra)} tensors that a {spec.family} model of its config.json does not have, "

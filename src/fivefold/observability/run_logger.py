@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal
 
+import psutil
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -34,6 +35,8 @@ LINE = {
 """Metrics in the console line of each step -> their names there."""
 
 
+LEVELS = ("quiet", "normal", "debug")
+"""Values of `trainer.verbosity`, each with more lines than the one before."""
 _SHORTEST = 2e-4
 """Seconds below which a stage is left out of the metrics."""
 
@@ -51,17 +54,22 @@ class RunLogger:
         tracker_seconds: float = 30.0,
         stages: Stages | None = None,
         warnings: Warnings | None = None,
+        verbosity: Literal["quiet", "normal", "debug"] = "normal",
+        log_file: str | None = None,
     ) -> None:
         """Create the logger.
 
         `settle` waits until the device has finished its work, so that no stage's time includes another's. `tracker_seconds`
         is the longest time that the end of the run waits for trackers. `stages` are the stages as other threads read them.
+        `verbosity` and `log_file` are the keys of `trainer`.
         """
         self._stages, self.warnings = stages or Stages(), warnings or Warnings()
         self._settle, self._main, self._run_dir = settle, is_main, run_dir
         self._times: dict[str, float] = {}
         self._metrics: dict[str, float] = {}
         self._console = Console(file=raw(sys.stdout), quiet=not (is_main and "console" in loggers), highlight=False)
+        self._verbosity = verbosity
+        self._log_file = run_dir / "logs" / log_file if log_file is not None and is_main else None
         self._tracker_names = [name for name in loggers if name != "console"]
         self._trackers: Trackers | None = None
         self._tracker_seconds, self._has_begun = tracker_seconds, False
@@ -76,7 +84,7 @@ class RunLogger:
             return
         (run_dir / "trace").mkdir(parents=True, exist_ok=True)
         # Rich believes FORCE_COLOR, which notebooks set: they show cursor movements as text.
-        if self._console.file.isatty() and "console" in loggers:
+        if self._console.file.isatty() and "console" in loggers and verbosity != "quiet":
             self._progress = Progress(
                 TextColumn("{task.description:>12}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
                 console=self._console, transient=True,
@@ -104,9 +112,14 @@ class RunLogger:
         """Write status.json, which `watch` and `report` read."""
         write_whole(self._run_dir / "status.json", json.dumps({"state": self._state, "steps": self._steps}) + "\n")
 
-    def log(self, text: str) -> None:
-        """Print a line for the user."""
-        self._console.print(plain(text), markup=False, soft_wrap=True)
+    def log(self, text: str, level: Literal["quiet", "normal", "debug"] = "quiet") -> None:
+        """Print a line for the user, unless `trainer.verbosity` is below its level."""
+        if LEVELS.index(level) <= LEVELS.index(self._verbosity):
+            self._console.print(plain(text), markup=False, soft_wrap=True)
+        if self._log_file is not None:
+            self._log_file.parent.mkdir(parents=True, exist_ok=True)
+            with writing(self._log_file), self._log_file.open("a", encoding="utf-8") as file:
+                file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {plain(text)}\n")
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
@@ -130,6 +143,9 @@ class RunLogger:
             own = seconds if name == "step" else seconds - inner
             self._times[name] = self._times.get(name, 0.0) + own
             self._spans.append({"name": name, "start": time.time() - self._start - seconds, "seconds": seconds})
+            if self._main and (self._verbosity == "debug" or self._log_file is not None):
+                used = psutil.Process().memory_info().rss / 1e9
+                self.log(f"stage {name}: {own:.3f} s, {used:.2f} GB of host memory in use", "debug")
 
     @property
     def times(self) -> dict[str, float]:
@@ -171,7 +187,7 @@ class RunLogger:
                 for name in sorted(metrics)
                 if name == "val/loss" or (name.startswith("val/") and "accuracy" in name)
             ]
-            self.log(" | ".join([f"step {step}", *shown, *_seconds(step, metrics, spans)]))
+            self.log(" | ".join([f"step {step}", *shown, *_seconds(step, metrics, spans)]), "normal")
             rows, sentences = self.warnings.of(step, metrics)
             for row in rows:
                 append_json(self._run_dir / WARNINGS, row)

@@ -12,7 +12,7 @@ from fivefold.config import RunConfig
 from fivefold.config.engine import SamplingConfig
 from fivefold.config.learners import LearnerConfig, LoraConfig, PolicyConfig, ReferenceConfig
 from fivefold.config.machine import elsewhere, is_joined, on_gpus, visible_gpus
-from fivefold.config.mcore_options import RECOMPUTE, recompute_fault
+from fivefold.config.mcore_options import MESSAGES, RECOMPUTE, messages_fault, recompute_fault
 from fivefold.config.packages import BRIDGES, LAUNCHERS, TRACKERS, TRANSFORMER_IMPL, missing_packages, slower_paths
 from fivefold.config.roles import ABSENT, Role
 from fivefold.config.schema import (
@@ -30,6 +30,7 @@ from fivefold.errors import UserError, shown
 from fivefold.hub import MODELSCOPE, cached_models
 from fivefold.keys.findings import Findings
 from fivefold.models.adapters import adapters_of, check_adapter_files
+from fivefold.models.bridges import bridge_fault
 from fivefold.models.config_json import read_config
 from fivefold.models.families import load_spec, unread_keys
 from fivefold.models.parameters import VALUE_HEAD
@@ -42,6 +43,7 @@ from fivefold.plan.engine_checks import check_engine, check_judge, report_engine
 from fivefold.plan.engine_placement import device_rows
 from fivefold.plan.fit import check_fit
 from fivefold.plan.gain import describe_step
+from fivefold.plan.hosts import check_hosts
 from fivefold.plan.megatron_checkpoints import has_config
 from fivefold.plan.placement import placement
 from fivefold.plan.roles import memory_of, placed
@@ -83,6 +85,7 @@ def check(config: RunConfig) -> Findings:
     check_data(findings, config, tokenizer, None if policy is None else policy.vocab)
     _check_trackers(findings, config.trainer.loggers, config.tracking)
     _check_launch(findings.at("launch"), config.launch, config.trainer.device)
+    check_hosts(findings, config)
     _check_devices(findings, config)
     if config.may_generate:
         check_engine(findings, config, policy)
@@ -146,7 +149,7 @@ def _check_model(findings: Findings, config: RunConfig, role: Role, specs: dict[
         return
     elif not is_hub_id(role.path):
         findings.error(role.path_key, f": no directory {role.path}, and no hub id, which is written owner/name")
-    elif role.path.startswith(MODELSCOPE) and (missing := missing_packages(("modelscope",))):
+    elif role.path.startswith(MODELSCOPE) and (missing := missing_packages(("modelscope_hub",))):
         findings.error(role.path_key, f": {role.path} needs {'; '.join(missing)}: pip install 'fivefold[modelscope]'")
     else:
         findings.note(f"model {role.path} is not here: it will be taken from the hub, and its sizes are not checked")
@@ -169,6 +172,12 @@ def _check_layout(findings: Findings, role: Role, spec: ModelSpec) -> None:
             findings.ignore(name, "there are no virtual stages")
         elif group is not None:
             findings.require(group >= layout.pp, name, f"must be at least p = {layout.pp}: got {group}")
+    pipeline = findings.at(f"{role.section_key}.megatron.pipeline")
+    if messages := messages_fault(megatron.pipeline, len(chunks[0])):
+        pipeline.error(*messages)
+    for name in MESSAGES if layout.pp == 1 else ():
+        if name in megatron.pipeline:
+            pipeline.ignore(name, "there is one stage")
     if fault := recompute_fault(options, (len(chunk) for stage in chunks for chunk in stage)):
         findings.error(f"{role.section_key}.megatron.transformer", f": {fault}")
 
@@ -200,8 +209,8 @@ def _check_spec(findings: Findings, config: RunConfig, role: Role, spec: ModelSp
         findings.error("policy.router_replay", message)
     if megatron.transformer_impl == "transformer_engine" and (spec.moe or spec.mla):
         own.error("transformer_impl", f"must be torch for {spec.family}")
-    if megatron.bridge_type != "native" and (spec.moe or megatron.pipeline_split.virtual_stages(layout) > 1):
-        own.error("bridge_type", "must be native for models with experts and for virtual stages")
+    if fault := bridge_fault(megatron.bridge_type, spec, layout, megatron.pipeline_split.virtual_stages(layout)):
+        own.error("bridge_type", fault)
     if megatron.bridge_type != "native" and role.has_value_head:
         findings.error(role.path_key, ": a value head needs megatron.bridge_type: native")
     gathers = megatron.transformer.get("moe_token_dispatcher_type") == "allgather"

@@ -45,7 +45,7 @@ def check_engine(findings: Findings, config: RunConfig, spec: ModelSpec | None) 
             section.error(f"sampling.{key}", reason)
     if layout is not None:
         if engine.kind == "sglang":
-            check_sglang(section, engine.sglang)
+            check_sglang(section, engine.sglang, layout)
         else:
             check_vllm(section, engine.vllm)
             if config.policy.router_replay == "R3" and (lacks := returns_routes(has_gpus)):
@@ -97,7 +97,7 @@ def check_judge(findings: Findings, reward: RewardConfig, launch: LaunchConfig) 
     if findings.errors or reward.judge_layout is None:
         return
     if reward.judge_layout.backend == "sglang":
-        check_sglang(findings, {})
+        check_sglang(findings, {}, reward.judge_layout)
     else:
         check_vllm(findings, {})
     model = str(reward.judge.model)

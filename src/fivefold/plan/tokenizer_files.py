@@ -52,8 +52,9 @@ def check_tokenizer_files(findings: Findings, key: str, directory: Path, spec: M
 
 
 def is_hub_id(path: str) -> bool:
-    """Return whether the path may name a hub repository: owner/name."""
-    return not path.startswith((".", "/", "~")) and path.count("/") == 1 and all(path.split("/"))
+    """Return whether the path may name a hub repository: owner/name, with @revision for another than the latest."""
+    name = path.partition("@")[0]
+    return not name.startswith((".", "/", "~")) and name.count("/") == 1 and all(name.split("/"))
 
 
 def _check_ends(findings: Findings, key: str, config: RunConfig, tokenizer: LightTokenizer, spec: ModelSpec | None) -> None:

@@ -14,7 +14,8 @@ def update_metrics(reports: list[StepReport], model: str) -> dict[str, float]:
     for name in dict.fromkeys(name for report in good for name in report.metrics):
         # An update without tokens has no means.
         values = [report.metrics[name] for report in good if name in report.metrics]
-        key = f"{model}/{name}" if model != "policy" and name.startswith("moe/") else name
+        is_shared = "/" not in name or (model != "policy" and name.startswith("moe/"))
+        key = f"{model}/{name}" if is_shared else name
         if name.startswith("rollout/"):
             combined[key] = values[0]
         elif name.endswith("_max"):

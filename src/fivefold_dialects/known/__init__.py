@@ -1,8 +1,8 @@
-"""Keys that other systems know and that rows with a wildcard stand for: so that such a row takes no misspelt key.
+"""List the keys that other systems have, so that a row with a wildcard does not accept a misspelt key.
 
-A file for each system, written by benchmarks/dialect_keys.py from its own defaults; `verl-2025-04` has the keys that verl
-d6821a051 (2025-04-16) had, and those of its recipe DAPO. A line is a section and the keys in it,
-`a.b: c d`; `*` stands for any name, and `**` for whatever stands below, where the system takes any mapping.
+Each system has a file, which benchmarks/dialect_keys.py writes from the system's own defaults; `verl-2025-04` has the keys
+of verl d6821a051 (2025-04-16) and of its recipe DAPO. A line is a section and its keys, `a.b: c d`; `*` matches any name,
+and `**` everything below a section where the system takes any mapping.
 """
 
 from __future__ import annotations
@@ -20,30 +20,30 @@ class KnownKeys:
 
     names: frozenset[str]
     open: frozenset[str]
-    """Sections below which everything is known."""
+    """Sections below which every key is known."""
 
     def __contains__(self, key: str) -> bool:
         return any(form in self.names or not self.open.isdisjoint(sections(form)) for form in _forms(key))
 
     def with_below(self, start: str, other: KnownKeys) -> KnownKeys:
-        """Return these keys, and those of another system below `start`."""
+        """Return these keys together with those of another system below `start`."""
         names, opened = ({f"{start}.{key}" for key in keys} for keys in (other.names, other.open))
         return KnownKeys(self.names | names, self.open | opened)
 
     @cached_property
     def sections(self) -> KnownKeys:
-        """Sections of the keys."""
+        """Return the sections of these keys, and of sections themselves."""
         return KnownKeys(frozenset(itertools.chain.from_iterable(map(sections, self.names))) | self.open, self.open)
 
 
 def sections(key: str) -> Iterator[str]:
-    """`a` and `a.b` of `a.b.c`."""
+    """Yield the sections of a key: `a` and `a.b` for `a.b.c`."""
     parts = key.split(".")
     return (".".join(parts[:count]) for count in range(1, len(parts)))
 
 
 def _forms(key: str) -> Iterator[str]:
-    """The key, and the key with `*` in one of its places: there anyone may give a name."""
+    """Yield the key, and the key with each one of its parts replaced by `*`, which matches any name."""
     yield key
     parts = key.split(".")
     for place in range(len(parts)):
@@ -55,7 +55,7 @@ NONE = KnownKeys(frozenset(), frozenset())
 
 @cache
 def known(*systems: str) -> KnownKeys:
-    """Return the keys that these systems know."""
+    """Return the keys that these systems have."""
     keys: set[str] = set()
     for system in systems:
         for line in files(__name__).joinpath(f"{system}.txt").read_text().splitlines():

@@ -1,1 +1,1 @@
-"""Spellings and programs of before 2026, frozen: they are read as they were, and nothing is added."""
+"""Read configurations and programs from before 2026; this package is frozen, nothing is added."""

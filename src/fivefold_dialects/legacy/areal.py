@@ -1,7 +1,7 @@
-"""AReaL before 2026: what tells its releases, and its programs before 2025-08, whose trainer was another one (realhf).
+"""Recognize AReaL's releases before 2026, and translate its programs before 2025-08, which had another trainer (realhf).
 
-Their keys stand for those of today where they mean the same (`today` in areal_ppo.yaml and areal_sft.yaml), and today's
-functions read them. What their code explains was read in AReaL c0ae64f70 (2025-11-13, under realhf/); a note has the place.
+`today` in areal_ppo.yaml and areal_sft.yaml maps today's keys to older keys with the same meaning, so today's functions read
+them. Other behavior was read in AReaL c0ae64f70 (2025-11-13, under realhf/); comments and notes cite the place.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _GONE_BELOW = re.compile(r"checkpointer\..*|.*\.(max_tokens_per_gpu|ulysses_sp_s
 
 
 def release_of(settings: Mapping[str, Any]) -> str:
-    """A month of `versions` that the configuration cannot be younger than, or nothing where it may be today's.
+    """Return the month, one of `versions`, of the last release that the configuration fits; "" if it fits today's.
 
-    What went by 2025-10-16 says so of itself. A layout with dots went on 2025-11-13: four weeks of these had today's
-    optimizer already, and it is taken.
+    Some keys show a release before 2025-10-16. A layout with dots was replaced on 2025-11-13; such configurations get the
+    current optimizer, which the last four weeks of these releases had.
     """
     if any(key in _GONE or _GONE_BELOW.fullmatch(key) for key in settings) or isinstance(
         settings.get("actor.adv_norm"), bool
@@ -45,12 +45,13 @@ _FLAGS = ("actor.group_adv_norm", "actor.group_reward_norm")
 
 
 def is_flagged(source: Source) -> bool:
-    """It is of until 2025-09, when normalizations were switched on and off."""
+    """Return whether normalizations are true or false, as until 2025-09, instead of sections."""
     return any(source.has(key) for key in _FLAGS) or (source.has("actor.adv_norm") and source.value("actor.adv_norm") != {})
 
 
 def flagged(source: Source) -> dict[str, Any]:
-    """adv_norm was on when left out, over all tokens of the step or those of each group (actor.py of f52e58e1)."""
+    """Return our keys of normalization until 2025-09: adv_norm, on by default, is over the tokens of the step or of each
+    group (actor.py of f52e58e1)."""
     if not is_sampled(source) or not is_flagged(source):
         return {}
     found: dict[str, Any] = {}
@@ -62,12 +63,12 @@ def flagged(source: Source) -> dict[str, Any]:
     return {f"algorithm.{key}": value for key, value in found.items()}
 
 
-_CRITIC = "a critic whose values are normalized by a running mean: ppo.disable_value=true does without"
+_CRITIC = "a critic whose values are normalized by a running mean: set ppo.disable_value=true to train without a critic"
 _REWARDS = {"math": {"math_any": 1.0}, "stem": {"math_any": 1.0}, "code": {"code": 1.0}}
-"""By the column `task` (math_code_dataset.py:90, math_rw_interface.py:104)."""
+"""Value of the column `task` -> our rewards (math_code_dataset.py:90, math_rw_interface.py:104)."""
 
 _ASYNCHRONOUS = ("max_head_offpolicyness", "max_concurrent_rollouts", "n_rollout_workers", "flush_request_timeout")
-"""Keys of main_async_ppo.py alone."""
+"""Keys that only main_async_ppo.py reads."""
 
 
 def advantage(source: Source) -> dict[str, Any]:
@@ -85,14 +86,14 @@ def advantage(source: Source) -> dict[str, Any]:
     if source.flag("group_adv_norm"):
         found["whiten_by"] = "group"
     if not found["whiten"]:
-        said.lacks("adv_norm", "rewards of -1 and 1 as they are, scaled: only their difference is kept here")
+        said.lacks("adv_norm", "rewards of -1 and 1 without normalization: only their difference is kept here")
     if (said.number("early_stop_imp_ratio") or 0.0) < 5.0:
-        said.lacks("early_stop_imp_ratio", "micro-batches that are left out as soon as ratios move")
+        said.lacks("early_stop_imp_ratio", "micro-batches that are skipped when ratios are large")
     return {f"algorithm.{key}": value for key, value in found.items()}
 
 
 def dynamic_sampling(source: Source) -> dict[str, Any]:
-    """Prompts that all responses solve, or none, are sampled anew where the bounds say just that."""
+    """Return our key of dynamic sampling if the bounds drop exactly the prompts that all or no responses solve."""
     if not any(source.has(key) for key in _ASYNCHRONOUS):
         return {}
     low, high = source.number("success_rate_lb") or 0.0, source.number("success_rate_ub")
@@ -100,12 +101,12 @@ def dynamic_sampling(source: Source) -> dict[str, Any]:
     if low <= 0 and high >= 1:
         return {}
     if not (0 < low <= one and 1 - one <= high < 1):
-        source.lacks("success_rate_lb", f"prompts by the share that is solved, within {low:g} and {high:g}")
+        source.lacks("success_rate_lb", f"a filter of prompts by their share of solved responses, {low:g} to {high:g}")
     return {"algorithm.dynamic_sampling": True}
 
 
 def correction(source: Source) -> dict[str, Any]:
-    """As today's, but without a cap the weight of the decoupled loss has no bound."""
+    """Return our keys of the rollout correction as for today's releases, but without a cap the weight has no bound."""
     found = areal_method.correction(source)
     if source.flag("actor.use_decoupled_loss") and source.number("actor.behav_imp_weight_cap") is None:
         unbounded = {"weight": "token", "high": 1e9}
@@ -114,7 +115,7 @@ def correction(source: Source) -> dict[str, Any]:
 
 
 def precision(source: Source) -> dict[str, Any]:
-    """float16 unless bf16 is set, of engines float16 unless their dtype says otherwise."""
+    """Return our keys of data types: training uses float16 unless bf16 is set, the engine its own dtype."""
     trains = "bfloat16" if source.flag("actor.bf16") else "float16"
     found: dict[str, Any] = {"policy.dtype": trains}
     name = "actor.vllm.dtype" if (source.text("allocation_mode") or "").startswith("vllm") else "actor.sglang.dtype"
@@ -127,14 +128,14 @@ def precision(source: Source) -> dict[str, Any]:
 
 
 def loss_scale(source: Source, start: str) -> dict[str, Any]:
-    """How a loss in float16 is scaled."""
+    """Return our keys of how a float16 loss is scaled."""
     found = {name: source.number(start + name) for name in ("initial_loss_scale", "min_loss_scale", "loss_scale_window")}
     found["hysteresis"] = int(source.number(f"{start}hysteresis") or 0)
     return {f"policy.megatron.optimizer.{name}": value for name, value in found.items()}
 
 
 def rewards(source: Source) -> dict[str, Any]:
-    """A row's task chooses the verifier; its rewards of -1 and 1, scaled, are 0 and 1 behind the normalization."""
+    """Return our keys of rewards: a row's task chooses the verifier; normalization makes -1 and 1 equal to our 0 and 1."""
     return {
         "reward.functions": {"math_any": 1.0},
         "reward.by_source": _REWARDS,
@@ -146,14 +147,14 @@ def rewards(source: Source) -> dict[str, Any]:
 
 
 def imitation_precision(source: Source) -> dict[str, Any]:
-    """float16 unless bf16 is set."""
+    """Return our keys of the data type in SFT: float16 unless bf16 is set."""
     if source.flag("model.bf16"):
         return {"policy.dtype": "bfloat16"}
     return {"policy.dtype": "float16", **loss_scale(source, "model.optimizer.")}
 
 
 def rows(source: Source) -> dict[str, Any]:
-    """Prompt and answer are joined as they stand, and the answer is learned (prompt_answer_dataset.py:41)."""
+    """Return our keys of the columns: prompt and answer are joined without a template (prompt_answer_dataset.py:41)."""
     return {"data.apply_chat_template": False, "data.prompt_key": "prompt", "data.response_key": "answer"}
 
 
@@ -162,7 +163,7 @@ SFT = (layout, imitation_precision, optimizer, rows)
 
 
 def tables(today: Table, run: tuple[Derived, ...], sampling: Derived) -> tuple[Table, Table]:
-    """The tables of the older programs, for PPO and for imitation; `run` and `sampling` are functions of today's."""
+    """Return the tables of the older programs for PPO and for SFT; `run` and `sampling` are functions of today's table."""
     found = []
     for name, derived in (("legacy/areal_ppo", (*PPO, sampling, *run)), ("legacy/areal_sft", (*SFT, *run))):
         content = load(name)
@@ -172,7 +173,7 @@ def tables(today: Table, run: tuple[Derived, ...], sampling: Derived) -> tuple[T
 
 
 def chosen(settings: Mapping[str, Any], today: Table, ppo: Table, sft: Table) -> Table:
-    """The table of the program that the settings are of: by a section, or by a model's family as its class."""
+    """Return the table of the program that the settings belong to, by a section, or by a model's family as its class."""
     if "model.path" in settings and any(key.startswith("exp_ctrl.") for key in settings):
         return sft
     is_older = any(key.startswith(("ppo.", "exp_ctrl.")) or key.endswith(".type._class") for key in settings)

@@ -1,8 +1,8 @@
-"""Trinity-RFT's older releases: names of then -> those of today, and the release that a configuration is written for.
+"""Rename keys of Trinity-RFT's older releases to today's, and recognize the release that a configuration is written for.
 
-What their code explains was read in Trinity-RFT e4a356b to 732d801 (2025-04-24 to 2025-06-05), d9d2135 (2025-11-19) and
-ad80580 (2026-02-05). A setting that says the same by another name is moved; one that means something else stays where it
-stands and is read by the functions at the end of this file as that release read it; trinity.yaml has its row.
+Source: Trinity-RFT e4a356b to 732d801 (2025-04-24 to 2025-06-05), d9d2135 (2025-11-19) and ad80580 (2026-02-05). A setting
+with the same meaning and another name is renamed. One with another meaning keeps its name; the functions at the end of this
+file read it as that release did, and trinity.yaml has its row.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from fivefold_dialects.source import Source, flatten
 from fivefold_dialects.trinity_keys import ACTOR, BUFFER, CRITIC, EVALUATED, ROLLOUT, TASKSET, VERL
 
 RELEASE = "release"
-"""A default that no configuration can set: the month of the release that it is read as."""
+"""Internal key that no configuration can set: the month of the release that the configuration is read as."""
 FIRST = ("2025-04", "2025-05")
-"""Releases whose loss was told by verl's keys alone."""
+"""Releases in which only verl's keys configure the loss."""
 
 
 def _section(old: str, new: str, names: str) -> dict[str, str]:
@@ -77,7 +77,7 @@ _MOVED = {
     ),
     "trainer.ppo_max_token_len_per_gpu": "trainer.max_token_len_per_gpu",
 }
-"""Key of before -> that of today; the first of several that are there."""
+"""Older key -> today's key; the first older key that is set counts."""
 _SIGNS: tuple[tuple[str, Callable[[Iterable[str]], bool]], ...] = (
     ("2025-05", lambda keys: any(key.startswith("global_config.") for key in keys)),
     (
@@ -95,18 +95,18 @@ _SIGNS: tuple[tuple[str, Callable[[Iterable[str]], bool]], ...] = (
     ),
     ("2025-11", lambda keys: "trainer.ppo_max_token_len_per_gpu" in keys),
 )
-"""Release -> whether keys that only it and those before it have are set, the oldest that fits first."""
+"""(release, function that tests for keys which only this and earlier releases have); the first match counts."""
 
 
 def release_of(tree: Tree) -> str:
-    """The release that the keys' names tell of; empty for one of which they tell nothing, which is today's."""
-    # Keys that are kept for older configurations are empty in later ones.
+    """Return the release that the keys' names show; "" for the current release."""
+    # Later configurations may still have older keys, which are empty.
     keys = [key for key, value in flatten(tree) if value not in (None, "", {})]
     return next((release for release, is_of in _SIGNS if is_of(keys)), "")
 
 
 def _second_file(path: str) -> Tree:
-    """Return the settings of verl's own file, whose references (`${critic.optim.lr}`) begin at its own root."""
+    """Return the settings of verl's own file, with references (`${critic.optim.lr}`) changed to their place below VERL."""
     whole = read(path)
 
     def moved_below(value: Any) -> Any:
@@ -122,7 +122,7 @@ def _second_file(path: str) -> Tree:
 
 
 def with_second_file(tree: Tree) -> Tree:
-    """Return the settings with those of the file `trainer.trainer_config_path` where it is here."""
+    """Return the settings together with those of the file `trainer.trainer_config_path`, if it exists."""
     trainer = tree.get("trainer")
     if not (isinstance(trainer, dict) and Path(str(trainer.get("trainer_config_path") or "")).is_file()):
         return tree
@@ -132,7 +132,7 @@ def with_second_file(tree: Tree) -> Tree:
 
 
 def moved(tree: Tree) -> tuple[Tree, dict[str, str]]:
-    """The tree with today's names, and name of today -> name of then where they differ."""
+    """Return the tree with today's names, and a mapping of today's names to the names in the configuration that differ."""
     if "actor_rollout_ref" in tree:
         return tree, {}
     tree = copy.deepcopy(tree)
@@ -153,7 +153,7 @@ def moved(tree: Tree) -> tuple[Tree, dict[str, str]]:
 
 
 def _expert(tree: Tree) -> None:
-    """The expert's data of mix, which was sft_warmup_dataset until 2025-10."""
+    """Rename the expert's data set of mix, which was sft_warmup_dataset until 2025-10, in place."""
     buffer, algorithm = tree.get("buffer"), tree.get("algorithm")
     inputs = buffer.get("trainer_input") if isinstance(buffer, dict) else None
     mixes = isinstance(algorithm, dict) and str(algorithm.get("algorithm_type")).startswith("mix")
@@ -162,7 +162,7 @@ def _expert(tree: Tree) -> None:
 
 
 def remove(tree: Tree, key: str) -> None:
-    """Remove a key that is set, and the sections that it leaves empty."""
+    """Remove a key that is set, and sections that are then empty."""
     *parents, last = key.split(".")
     nodes = [tree]
     for name in parents:
@@ -174,7 +174,7 @@ def remove(tree: Tree, key: str) -> None:
 
 
 def _put(tree: Tree, key: str, value: Any) -> None:
-    """Set a key."""
+    """Set a full key in a nested tree."""
     *parents, last = key.split(".")
     node = tree
     for name in parents:
@@ -185,7 +185,7 @@ def _put(tree: Tree, key: str, value: Any) -> None:
 
 
 def named(translation: Translation, names: dict[str, str]) -> Translation:
-    """The same with the names that the configuration has."""
+    """Return the translation with the names that the configuration uses."""
 
     def of(each: Outcome) -> Outcome:
         return replace(each, key=names.get(each.key, each.key))
@@ -204,13 +204,13 @@ _EARLY = {
     "entropy_coef": ("entropy_coeff", 0.001),
     "clip_ratio": ("clip_ratio", 0.2),
 }
-"""trainer.actor_* of before 2025-06 -> verl's key that it came over, and what that was when left out (verl_config.py)."""
+"""Name of trainer.actor_* before 2025-06 -> verl's key that it overrode, and the default (verl_config.py)."""
 _OF_VERL = {"gae": "ppo", "grpo": "grpo", "rloo": "rloo", "reinforce_plus_plus": "reinforceplusplus"}
-"""adv_estimator -> advantage_fn."""
+"""verl's adv_estimator -> Trinity's advantage_fn."""
 
 
 def early(source: Source) -> dict[str, Any]:
-    """Return the numbers of the loss where keys of before 2025-06 say them; nothing where none does."""
+    """Return the numbers of the loss from keys before 2025-06; empty if the configuration has none of them."""
     if source.text(RELEASE) not in FIRST and not any(source.has(f"trainer.actor_{name}") for name in _EARLY):
         return {}
     found: dict[str, Any] = {}
@@ -222,7 +222,8 @@ def early(source: Source) -> dict[str, Any]:
 
 
 def advantage(source: Source, kind: str) -> str | None:
-    """Return the advantage by verl's key, while the type ppo told of the loss alone (ray_trainer.py, compute_advantage)."""
+    """Return the advantage_fn from verl's key, for the release where algorithm_type set only the loss (ray_trainer.py,
+    compute_advantage); None for others."""
     if source.text(RELEASE) != "2025-04" or kind not in ("ppo", "grpo"):
         return None
     key = VERL + "algorithm.adv_estimator"
@@ -233,13 +234,13 @@ def advantage(source: Source, kind: str) -> str | None:
 
 
 def opmd(source: Source) -> tuple[Source, float] | None:
-    """Return where OPMD's baseline was said before 2025-06, and its temperature when left out."""
+    """Return the section of OPMD's baseline before 2025-06 and its default temperature; None for later releases."""
     is_old = early(source) and not source.keys("algorithm.advantage_fn_args.")
     return (source.under(ACTOR), 0.001) if is_old else None
 
 
 def bounds(source: Source, found: dict[str, Any]) -> dict[str, Any]:
-    """Return the numbers of a loss that policy_loss_fn_args leaves out."""
+    """Return our keys of the loss for numbers that policy_loss_fn_args leaves out."""
     said = source.under("algorithm.policy_loss_fn_args.")
     if found["surrogate"] == "opmd" and not said.has("tau"):
         return {"tau": source.number(ACTOR + "tau") if source.has(ACTOR + "tau") else 0.001}
@@ -250,9 +251,9 @@ def bounds(source: Source, found: dict[str, Any]) -> dict[str, Any]:
 
 
 def penalty(source: Source, section: str) -> tuple[str, float | None, Source, bool] | None:
-    """Return one of the two penalties: as in verl in the loss, or else in the reward (verl_trainer.py, train_rft_iteration).
+    """Return one of the two KL penalties, in the loss or in the reward as in verl (verl_trainer.py, train_rft_iteration).
 
-    It is an estimator, its coefficient, the section with what it moves to, and whether it does.
+    It is (estimator, coefficient, section with its target, whether it adapts to the target); None for later releases.
     """
     if not (before := early(source)):
         return None
@@ -265,17 +266,19 @@ def penalty(source: Source, section: str) -> tuple[str, float | None, Source, bo
 
 
 def pairs(source: Source, kind: str) -> dict[str, int]:
-    """Return two updates of a step where a pair of DPO counted twice, until 2025-05 (verl_config.py, synchronize_config)."""
+    """Return our key for two updates per step if a DPO pair counts twice, as until 2025-05 (verl_config.py,
+    synchronize_config)."""
     return {"algorithm.updates_per_step": 2} if kind == "dpo" and source.has(ACTOR + "alg_type") else {}
 
 
 def engine_first(source: Source) -> bool:
-    """Return whether the engine's lengths went before the model's (config.py, check_and_update)."""
+    """Return whether the engine's length limits override the model's (config.py, check_and_update)."""
     return source.text(RELEASE) in (*FIRST, "2025-09")
 
 
 def critic_updates(source: Source) -> None:
-    """Before 2025-05-15 the critic's mini-batch counted samples where the policy's counted prompts (fsdp_workers.py:867)."""
+    """Refuse several updates of the critic per policy update: before 2025-05-15 its mini-batch counted samples, the policy's
+    counted prompts (fsdp_workers.py:867)."""
     if source.text(RELEASE) != "2025-04":
         return
     key, group = CRITIC + "ppo_mini_batch_size", source.whole("algorithm.repeat_times") or 1

@@ -1,4 +1,4 @@
-"""What verl called things until 2025, the defaults of its releases, and rLLM's verl of 2025-05 (verl.yaml has the rows)."""
+"""Read verl's keys until 2025, its releases' defaults, and rLLM's fork of verl of 2025-05; verl.yaml has the rows."""
 
 from __future__ import annotations
 
@@ -15,42 +15,43 @@ _READ_NOWHERE = {
     **{f"{_A}{name}": f"{_A}policy_loss.{name}" for name in ("loss_mode", "clip_cov_ratio", "clip_cov_lb", "clip_cov_ub")},
     **{f"{_A}{name}": f"{_A}policy_loss.{name}" for name in ("kl_cov_ratio", "ppo_kl_coef")},
 }
-"""Keys of the recipe entropy next to those that verl reads."""
+"""Keys that the recipe entropy sets but verl does not read -> the keys that verl reads."""
 _IMPORTANCE = "algorithm.rollout_is"
 LEVELS = ("token", "sequence", "geometric")
 UNLESS_IN_LOSS = "unless actor.use_kl_loss"
-"""What algorithm.use_kl_in_reward was before there was such a key."""
+"""Value of algorithm.use_kl_in_reward for releases that did not have this key."""
 _CONTENT = load("legacy/verl")
 VERSIONS: dict[str, dict[str, Any]] = {month: defaults_of(changed) for month, changed in _CONTENT["versions"].items()}
-"""Month of a release -> defaults that were others then."""
+"""Month of a release -> its defaults that differ from today's."""
 MEGATRON_VERSIONS = {
     month: {**defaults, **defaults_of(_CONTENT["megatron"].get(month, {}))} for month, defaults in VERSIONS.items()
 }
-"""The same for ppo_megatron_trainer.yaml, which says more of itself."""
+"""Month of a release -> its defaults that differ from today's, for ppo_megatron_trainer.yaml."""
 GONE = {
     "actor_rollout_ref.actor.fsdp_config.grad_offload": "2025-02",
     "critic.model.fsdp_config.grad_offload": "2025-02",
     "trainer.val_generations_to_log_to_wandb": "2025-03",
     "trainer.remove_previous_ckpt_in_save": "2025-03",
 }
-"""Keys that no later release starts with: a configuration that has one is of that month or before."""
+"""Keys that later releases refuse -> the last month: a configuration with such a key is from that month or before."""
 _CAME = ("algorithm.use_kl_in_reward", *(f"{_A}{name}" for name in ("loss_agg_mode", "clip_ratio_low", "clip_ratio_c")))
 _OF_FORKS = ("algorithm.mask_truncated_samples", _A + "use_token_level_loss")
 _OF_2025_04 = known("verl-2025-04")
 RLLM_ASYNC = "verl.trainer.main_ppo_async"
-"""Of rLLM's verl of 2025-05: a step ahead, on the node's GPUs that do not train (ray_trainer_async.py)."""
+"""Program of rLLM's verl of 2025-05: it samples one step ahead on the node's GPUs that do not train
+(ray_trainer_async.py)."""
 
 
 def release_of(settings: Mapping[str, Any]) -> str:
-    """The month of the release that a configuration of main_ppo must be of, by keys that are gone since; "" for any."""
+    """Return the month of the last release that accepts all keys of a main_ppo configuration; "" for the current release."""
     months = [month for key, month in GONE.items() if key in settings]
     is_main = settings.get("-m") in (None, "verl.trainer.main_ppo")
-    # Forks have kept some and brought others.
+    # Forks have kept some of these keys and added others.
     return min(months) if months and is_main and not any(key in settings for key in (*_CAME, *_OF_FORKS)) else ""
 
 
 def say_which_entropy(source: Source) -> dict[str, Any]:
-    """Name the older default of a coefficient that is left out, where no key shows that the configuration is a later one."""
+    """Note the older default of entropy_coeff if it is left out and no key shows a later release; return no keys of ours."""
     key, dapo = "actor_rollout_ref.actor.entropy_coeff", ("recipe.dapo.main_dapo", "recipe.dapo.src.main_dapo")
     is_of_then = source.settings.get("-m") in (None, "verl.trainer.main_ppo", *dapo) and all(
         name in _OF_2025_04 for name in source.settings if name != "-m"
@@ -61,13 +62,13 @@ def say_which_entropy(source: Source) -> dict[str, Any]:
 
 
 def say_where_kl_was(source: Source) -> None:
-    """Name the release that read a coefficient, where the configuration may be of the time when verl did."""
+    """Report kl_coef without use_kl_in_reward, which releases until 2025-03 read, if the configuration may be that old."""
     if source.has("algorithm.use_kl_in_reward") or source.has(_A + "use_kl_loss"):
         return
     source.lacks(
         "algorithm.kl_ctrl.kl_coef",
-        "read with use_kl_in_reward only; until 2025-03 verl took it off rewards wherever use_kl_loss was false: "
-        "`--from verl@2025-03`",
+        "read with use_kl_in_reward only; until 2025-03 verl subtracted this KL from rewards if use_kl_loss was false: "
+        "for that use `--from verl@2025-03`",
         changes_result=False,
     )
 
@@ -77,22 +78,25 @@ def is_rllm(source: Source) -> bool:
 
 
 def bypasses(source: Source, is_fully_async: bool) -> bool | None:
-    """Old log-probs are the engine's, as rLLM's verl and fully_async_policy until 2026-02 say it; None where they do not."""
+    """Return whether the old log-probs are the engine's, by keys of rLLM's verl and of fully_async_policy until 2026-02.
+
+    Return None if these keys are not set.
+    """
     said = source.under("async_training.")
     if is_rllm(source):
         return source.flag(_R + "enable_log_prob")
     if not is_fully_async or not (said.has("use_rollout_log_probs") or said.has("compute_prox_log_prob")):
         return None
-    # Recomputed by the weights of the last sync, or, without the engine's, by those of each batch.
+    # Old log-probs are recomputed by the weights of the last sync, or, with use_rollout_log_probs off, of each batch.
     if said.has("use_rollout_log_probs") and not said.flag("use_rollout_log_probs"):
         if (said.whole("trigger_parameter_sync_step") or 1) > 1:
-            said.lacks("use_rollout_log_probs", "old log-probs by the weights of each of the trainer's batches: say true")
+            said.lacks("use_rollout_log_probs", "old log-probs by the weights of each of the trainer's batches: set true")
         return False
     return not said.flag("compute_prox_log_prob")
 
 
 def of_rllm(source: Source) -> dict[str, Any]:
-    """What rLLM's verl does with advantages besides."""
+    """Return our keys of the further changes that rLLM's verl makes to advantages."""
     found: dict[str, Any] = {}
     if source.flag("algorithm.mask_truncated_samples") and source.text("algorithm.adv_estimator") == "grpo":
         found["overlong_zero"] = True
@@ -102,7 +106,7 @@ def of_rllm(source: Source) -> dict[str, Any]:
 
 
 def evaluation(source: Source) -> dict[str, Any] | None:
-    """Of rLLM's verl, which knows no val_kwargs: its top_p is a number of the code; None of verl's own."""
+    """Return our keys of evaluation in rLLM's verl, which has no val_kwargs (top_p is fixed in its code); None for verl."""
     if not (source.has(_R + "n_val") or source.has(_R + "val_temperature")):
         return None
     temperature = source.number(_R + "val_temperature") if source.has(_R + "val_temperature") else 0.6
@@ -113,7 +117,7 @@ def evaluation(source: Source) -> dict[str, Any] | None:
 
 
 def older(source: Source) -> dict[str, Any]:
-    """What keys of older releases say, where the configuration has them."""
+    """Return our keys for the keys of older releases that the configuration has."""
     found: dict[str, Any] = {}
     for key, ours in ((f"{_A}fsdp_config", "policy"), ("critic.model.fsdp_config", "critic")):
         if source.has(f"{key}.grad_offload") and source.flag(f"{key}.grad_offload"):
@@ -122,12 +126,12 @@ def older(source: Source) -> dict[str, Any]:
         del found["critic.offload.gradients"]
     for key, read in _READ_NOWHERE.items():
         if source.has(key) and source.text(key) != source.text(read):
-            source.lacks(key, f"verl's loss reads {read}: say it there")
+            source.lacks(key, f"verl's loss reads {read}: set that key")
     return found | importance(source)
 
 
 def importance(source: Source) -> dict[str, Any]:
-    """What algorithm.rollout_is and the keys next to it say."""
+    """Return our keys of the rollout correction for algorithm.rollout_is and its related keys."""
     said = source.under(_IMPORTANCE)
     threshold = said.number("_threshold") if said.has("_threshold") else None
     if not threshold:
@@ -141,7 +145,7 @@ def importance(source: Source) -> dict[str, Any]:
             said.lacks("_mode", "rejection without weights")
         return {}
     if mode not in ("truncate", "clip", "mask"):
-        said.lacks("_mode", f"weights outside of their bounds by {mode}: known here are truncate, clip and mask")
+        said.lacks("_mode", f"the mode {mode} for weights outside of their bounds: known here are truncate, clip and mask")
     found: dict[str, Any] = {"weight": level, "high": threshold, "outside": "truncate" if mode == "truncate" else "mask"}
     found |= veto(said, "_veto_threshold")
     if mode != "truncate":
@@ -150,7 +154,7 @@ def importance(source: Source) -> dict[str, Any]:
 
 
 def veto(said: Source, key: str = "rollout_token_veto_threshold") -> dict[str, Any]:
-    """What leaves a response out for one token."""
+    """Return our key that drops a response because of one token's ratio."""
     bound = said.number(key) if said.has(key) else None
     if bound is None:
         return {}
@@ -160,9 +164,9 @@ def veto(said: Source, key: str = "rollout_token_veto_threshold") -> dict[str, A
 
 
 def rejection(said: Source, name: str) -> dict[str, Any]:
-    """rollout_rs of until 2026-01: one ratio within its bounds."""
+    """Return our keys of rejection by one ratio, as rollout_rs was until 2026-01."""
     upper = said.number("rollout_rs_threshold")
     if not upper or upper < 0:
-        raise UnreadableError(f"{said.prefix}rollout_rs_threshold must be above 0 where rollout_rs is {name}: got {upper}")
+        raise UnreadableError(f"{said.prefix}rollout_rs_threshold must be above 0 if rollout_rs is {name}: got {upper}")
     lower = said.number("rollout_rs_threshold_lower") if said.has("rollout_rs_threshold_lower") else None
     return {"reject": name, "reject_low": lower or 1 / upper, "reject_high": upper}

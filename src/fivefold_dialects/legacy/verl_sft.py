@@ -1,4 +1,4 @@
-"""verl's older SFT trainer, `fsdp_sft_trainer` of 0.1 to 0.7: its table, from that of `sft_trainer`."""
+"""Define the table of verl's older SFT trainer, `fsdp_sft_trainer` of 0.1 to 0.7, from the table of `sft_trainer`."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _DEFAULTS = {
     "optim.betas": [0.9, 0.95],
     "optim.lr_warmup_steps_ratio": 0.1,
 }
-"""Of sft_trainer.yaml of verl 0.1 to 0.7."""
+"""Defaults in sft_trainer.yaml of verl 0.1 to 0.7."""
 _BEFORE_2025_06 = {"model.enable_gradient_checkpointing": False}
 _VERSIONS: dict[str, dict[str, Any]] = {month: _BEFORE_2025_06 if month <= "2025-06" else {} for month in MONTHS}
-"""Month of a release -> defaults that were others then (sft_trainer.yaml of 0.1 to 0.4)."""
+"""Month of a release -> its defaults that differ from _DEFAULTS (sft_trainer.yaml of 0.1 to 0.4)."""
 _LATER = re.compile(r"data\.max_token_len_per_gpu|optim\.lr_warmup_steps|engine\..*")
-"""Keys of the newer trainer's defaults."""
+"""Keys that only the newer trainer's defaults have."""
 _OWN = re.compile(
     r"model\.(partial_pretrain|strategy|fsdp_config\..*)|data\.(multiturn\..*|\w+_dict_keys)|ulysses_sequence_parallel_size"
     r"|use_remove_padding|optim\.(lr_scheduler|warmup_steps_ratio)"
@@ -33,13 +33,13 @@ _OWN = re.compile(
 
 
 def is_meant(settings: Mapping[str, Any]) -> bool:
-    """Settings of this trainer: by its name, or by its keys where no other is named."""
+    """Return whether the settings are for this trainer, by its name, or by its keys if no other trainer is named."""
     program = str(settings.get("-m")).rpartition(".")[2]
     return program == PROGRAM or (not program.startswith("sft_trainer") and any(map(_OWN.fullmatch, settings)))
 
 
 def table(newer: Table, optimizer: Callable[..., dict[str, Any]]) -> Table:
-    """The trainer's table; its schedule goes over trainer.total_epochs wherever the run ends."""
+    """Return the older trainer's table; its schedule covers trainer.total_epochs even if the run ends earlier."""
 
     def own_optimizer(source: Source) -> dict[str, Any]:
         found = optimizer(source, PROGRAM)

@@ -7,6 +7,7 @@ import ast
 import importlib.metadata
 import importlib.util
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from fivefold.config.packages import import_fault
 from fivefold.engines.arguments import check_arguments, declared_fields, dotted
 from fivefold.errors import UserError
 from fivefold.keys.findings import Findings
+from fivefold.layout import ParallelLayout
 
 VERSIONS = ((0, 5, 20), (0, 5, 23))
 """First and last version that this package supports."""
@@ -91,12 +93,16 @@ def installed_version() -> str | None:
         return None
 
 
-def check_sglang(findings: Findings, given: dict[str, Any]) -> None:
-    """Adds errors if SGLang is missing, too old or too new, or lacks an argument; `findings` are at `engine`."""
+def check_sglang(findings: Findings, given: dict[str, Any], layout: ParallelLayout) -> None:
+    """Adds errors if SGLang is too old or too new or lacks an argument, and records if it is missing; `findings` are at
+    `engine`."""
     version, found = installed_version(), importlib.util.find_spec("sglang")
     if version is None or found is None or found.origin is None:
-        findings.error(
-            "backend", ": SGLang is not installed; `pip install sglang`, or engine.backend: transformers or vllm:..."
+        other = replace(layout, backend="vllm")
+        findings.lacks(
+            "backend",
+            f": SGLang is not installed here: `pip install sglang` (docs/engines.md), or {findings.key('backend')}={other}, "
+            "which samples from the same distribution",
         )
         return
     if (fault := import_fault("sglang")) is not None:

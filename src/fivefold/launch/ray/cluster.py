@@ -39,6 +39,9 @@ def connected(settings: RayConfig, own: Amount) -> Iterator[str]:
     ValueError if there is no cluster at the address.
     """
     address = settings.address or os.environ.get("RAY_ADDRESS")
+    # A thread of Ray's prints what other processes of Ray publish, as the last lines of a raylet's log; `log_to_driver` does
+    # not reach it. What it says of lost nodes is in our own messages, and in Ray's logs.
+    ray._private.worker.print_to_stdstream = lambda *data, **options: None
     if ray.is_initialized():
         yield "the Ray cluster of this process"
     elif address is None:
@@ -147,14 +150,14 @@ def nodes() -> list[Node]:
 
 @contextmanager
 def reserved(
-    roles_for: Callable[[list[Node]], Sequence[Role]], settings: RayConfig, stopped: Callable[[], bool]
+    roles_for: Callable[[list[Node]], Sequence[Role]], settings: RayConfig, hosts: int | None, stopped: Callable[[], bool]
 ) -> Iterator[tuple[list[Bundle], PlacementGroup] | None]:
     """Reserves bundles for all processes of these roles as one placement group; yields None if `stopped` while waiting.
 
-    `roles_for` returns the roles for a cluster with these nodes. Raises ValueError at once if the cluster is too small, and
-    after `wait_minutes` if others hold what is needed.
+    `roles_for` returns the roles for a cluster with these nodes. `hosts`: the number of nodes, if it is requested. Raises
+    ValueError at once if the cluster is too small, and after `wait_minutes` if others hold what is needed.
     """
-    found = _reserve(roles_for, settings, stopped)
+    found = _reserve(roles_for, settings, hosts, stopped)
     try:
         yield found
     finally:
@@ -164,26 +167,24 @@ def reserved(
 
 
 def _reserve(
-    roles_for: Callable[[list[Node]], Sequence[Role]], settings: RayConfig, stopped: Callable[[], bool]
+    roles_for: Callable[[list[Node]], Sequence[Role]], settings: RayConfig, hosts: int | None, stopped: Callable[[], bool]
 ) -> tuple[list[Bundle], PlacementGroup] | None:
     deadline, has_told = time.monotonic() + 60 * settings.wait_minutes, False
     while not stopped():
         there = nodes()
         roles, spread = roles_for(there), settings.strategy == "spread"
-        bundles = place(roles, there, spread)
-        if bundles is None and place_when_free(roles, there, spread) is None:
-            raise UserError(f"launch.ray: the cluster must have room for {needs(roles)}: {has(there)}; {_ADVICE}")
+        bundles = place(roles, there, spread, hosts)
+        if bundles is None and place_when_free(roles, there, spread, hosts) is None:
+            raise UserError(f"launch.ray: the cluster must have room for {needs(roles, hosts)}: {has(there)}; {_ADVICE}")
         if bundles is not None and (group := _try(bundles)):
             return bundles, group
         if not has_told:
-            print(
-                f"note     waiting for room for {needs(roles)}, at most {settings.wait_minutes:g} minutes: {has(there)}",
-                flush=True,
-            )
+            longest = f"at most {settings.wait_minutes:g} minutes"
+            print(f"note     waiting for room for {needs(roles, hosts)}, {longest}: {has(there)}", flush=True)
             has_told = True
         if time.monotonic() > deadline:
             raise UserError(
-                f"launch.ray.wait_minutes: no room for {needs(roles)} after {settings.wait_minutes:g} minutes: "
+                f"launch.ray.wait_minutes: no room for {needs(roles, hosts)} after {settings.wait_minutes:g} minutes: "
                 f"{has(there)}; end what has reserved it (`ray list placement-groups`, `ray list actors`), or wait longer"
             )
         time.sleep(1.0)

@@ -26,6 +26,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from fivefold import __version__
 from fivefold.config.engine import EngineConfig
+from fivefold.config.machine import hosts
 from fivefold.config.roles import Roles
 from fivefold.config.schema import LaunchConfig, TrainerConfig
 from fivefold.errors import RunError, UserError, first_line
@@ -68,7 +69,8 @@ def spawn(
     with Signals() as signals, connected(settings, own) as cluster:
         # Ray has replaced our handlers by its own.
         signals.install()
-        with reserved(lambda there: [role_on(there)], settings, lambda: bool(signals.taken)) as found:
+        wanted = hosts(launch, count)
+        with reserved(lambda there: [role_on(there)], settings, wanted, lambda: bool(signals.taken)) as found:
             if found is None:
                 return signals.code
             with _actors(*found, log_dir, launch.silent_seconds) as ranks:

@@ -115,15 +115,17 @@ def rank_role(roles: Roles, engine: EngineConfig, device: str, cpus: int, there:
     return Role(RANKS, world, each, together, further)
 
 
-def place(roles: Sequence[Role], nodes: Sequence[Node], spread: bool) -> list[Bundle] | None:
+def place(roles: Sequence[Role], nodes: Sequence[Node], spread: bool, hosts: int | None = None) -> list[Bundle] | None:
     """Places bundles of all roles into free resources of the nodes, the first role first; returns None if they do not fit.
 
-    `spread`: as evenly as possible over all nodes; otherwise on as few as possible.
+    `spread`: as evenly as possible over all nodes; otherwise on as few as possible. `hosts`: on so many nodes, the same
+    number on each.
     """
     free, bundles = {node.id: node.free for node in nodes}, []
     for role in roles:
         room = {node.id: free[node.id] // role.unit for node in nodes}
-        shares = (_spread if spread else _pack)(role.count // role.together, room)
+        units = role.count // role.together
+        shares = (_spread if spread else _pack)(units, room) if hosts is None else _share(units, room, hosts)
         if shares is None:
             return None
         begin = 0
@@ -136,9 +138,11 @@ def place(roles: Sequence[Role], nodes: Sequence[Node], spread: bool) -> list[Bu
     return bundles
 
 
-def place_when_free(roles: Sequence[Role], nodes: Sequence[Node], spread: bool) -> list[Bundle] | None:
+def place_when_free(
+    roles: Sequence[Role], nodes: Sequence[Node], spread: bool, hosts: int | None = None
+) -> list[Bundle] | None:
     """Places bundles like `place`, as if no other run had reserved anything."""
-    return place(roles, [replace(node, free=node.whole) for node in nodes], spread)
+    return place(roles, [replace(node, free=node.whole) for node in nodes], spread, hosts)
 
 
 def _pack(units: int, room: dict[str, int]) -> dict[str, int] | None:
@@ -166,14 +170,21 @@ def _spread(units: int, room: dict[str, int]) -> dict[str, int] | None:
     return shares
 
 
-def needs(roles: Sequence[Role]) -> str:
+def _share(units: int, room: dict[str, int], hosts: int) -> dict[str, int] | None:
+    """Returns units for each node: the same number on so many nodes, which are those with the least room for it."""
+    each, rest = divmod(units, hosts)
+    chosen = sorted((node for node, count in room.items() if count >= each), key=room.__getitem__)[:hosts]
+    return dict.fromkeys(chosen, each) if each and not rest and len(chosen) == hosts else None
+
+
+def needs(roles: Sequence[Role], hosts: int | None = None) -> str:
     """Returns the resources of all roles, as text for a message."""
     said = []
     for role in roles:
         text = f"{role.count} {role.name} with {role.each} each"
         text += f", {role.together} neighbours on one node" if role.together > 1 else ""
         said.append(text + (f" and {role.further} for their servers" if role.further != Amount(0, 0) else ""))
-    return "; ".join(said)
+    return "; ".join(said) + (f", on {hosts} node{'s' if hosts > 1 else ''} alike (launch.nodes)" if hosts else "")
 
 
 def has(nodes: Sequence[Node]) -> str:

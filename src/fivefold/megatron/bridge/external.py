@@ -1,82 +1,100 @@
 """mbridge and Megatron-Bridge, if installed, for loading and streaming weights.
 
-Both name parameters as Transformer Engine's fused layers do, so our model is presented to them under those names. Only their
-weight tables are used; the model's configuration (RoPE, norms, vocabulary padding) stays ours.
+Only their tables of weights and their converters are used; the model and its configuration (RoPE, norms, vocabulary padding)
+stay ours. Both see the model as `named_view` shows it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Protocol
+from unittest.mock import patch
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from fivefold.config.packages import BRIDGES, missing_packages
-from fivefold.errors import UserError
-from fivefold.megatron.chunks import FUSED_NAMES
-from fivefold.models.parameters import OUTPUT
+from fivefold.config.packages import BRIDGES, STAND_INS
+from fivefold.distributed.objects import take_records_of
+from fivefold.errors import UserError, first_line
+from fivefold.layout import ParallelLayout
+from fivefold.megatron.bridge.hf_weights import SafetensorsSource
+from fivefold.megatron.bridge.named_view import named_view
+from fivefold.megatron.chunks import named_weights
+from fivefold.megatron.layers.layer_spec import PolicyModel
+from fivefold.models.bridges import bridge_fault
+from fivefold.models.parameters import EMBEDDING, OUTPUT
 from fivefold.models.spec import VOCABULARY_MULTIPLE, ModelSpec
+from fivefold.stand_ins import stand_ins
+from fivefold.tensors import check_finite
 
 
-class ExternalBridge(Protocol):
-    def load(self, directory: Path) -> None: ...
+class Bridge(Protocol):
+    """A library that converts weights between Hugging Face files and models, given as a list of their chunks."""
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]: ...
+    def load(self, views: list[Any]) -> None: ...
+
+    def weights(self, views: list[Any]) -> Iterator[tuple[str, Tensor]]: ...
 
 
-def external_bridge(kind: str, chunks: list[Any], directory: Path, spec: ModelSpec) -> ExternalBridge:
-    """Return the bridge of `megatron.bridge_type`; raises ValueError naming the packages that are missing."""
-    if spec.moe is not None or len(chunks) > 1:
+class ExternalBridge:
+    """Loads and streams the weights of one model through another project's library."""
+
+    def __init__(
+        self, kind: str, chunks: list[PolicyModel], directory: Path, spec: ModelSpec, layout: ParallelLayout
+    ) -> None:
+        """Open the bridge of `megatron.bridge_type`; raises UserError if it is not installed or lacks this kind of model."""
+        if fault := bridge_fault(kind, spec, layout, len(chunks)):
+            raise UserError(f"megatron.bridge_type {fault}")
+        self._kind, self._chunks, self._spec, self._layout = kind, chunks, spec, layout
+        self._bridge = _OPENERS[kind](import_bridge(kind), directory, chunks[0].config, spec)
+
+    @torch.no_grad()
+    def load(self) -> None:
+        """Set all parameters from the model's files. Collective."""
+        weights = named_weights(self._chunks)
+        for tensor in weights.values():
+            tensor.fill_(torch.nan)
+        self._bridge.load(self._views())
+        for name, tensor in weights.items():
+            # A bridge only warns about a parameter that its table lacks.
+            check_finite(name, tensor, f"what {self._kind} read of the model's files")
+
+    @torch.no_grad()
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield (Hugging Face name, full tensor) on every rank. Collective."""
+        yield from self._bridge.weights(self._views())
+
+    def _views(self) -> list[Any]:
+        return [named_view(chunk, self._spec, self._layout) for chunk in self._chunks]
+
+
+def import_bridge(kind: str) -> Any:
+    """Return the library of `megatron.bridge_type`; raises UserError if it cannot be imported."""
+    [package] = BRIDGES[kind]
+    try:
+        with stand_ins(*STAND_INS.get(package, ())):
+            return import_module(package)
+    except Exception as error:
         raise UserError(
-            f"megatron.bridge_type: {kind} is supported for dense models without virtual stages: use native, which has all"
-        )
-    if missing := missing_packages(BRIDGES[kind]):
-        raise UserError(
-            f"megatron.bridge_type: {kind} needs the packages {'; '.join(missing)}: "
-            "install them, or use native, which needs none"
-        )
-    view = _FusedNames(chunks[0])
-    if kind == "mbridge":
-        return _MBridge(view, directory, spec)
-    return _MegatronBridge(view, directory)
-
-
-class _FusedNames(torch.nn.Module):
-    """View of a model whose parameters have Transformer Engine's names; the parameters are shared with that model."""
-
-    def __init__(self, model: Any) -> None:
-        super().__init__()
-        self.decoder, self.config = model.decoder, model.config
-        self._shown = (model,)
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(self.__dict__["_shown"][0], name)
-
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        for name, parameter in self._shown[0].named_parameters():
-            for theirs, ours in FUSED_NAMES.items():
-                if name.endswith(f".{ours}"):
-                    name = name.removesuffix(ours) + theirs
-            yield name, parameter
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        return {name: parameter.detach() for name, parameter in self.named_parameters()}
+            f"megatron.bridge_type: {kind} needs the package {package}, whose import fails ({first_line(error)}): "
+            "install it, or use native, which needs none"
+        ) from error
 
 
 class _MBridge:
-    def __init__(self, view: _FusedNames, directory: Path, spec: ModelSpec) -> None:
-        import mbridge
-
-        self._view = view
-        # mbridge rounds every weight to its own dtype, bfloat16 by default.
-        self._bridge = mbridge.AutoBridge.from_pretrained(
-            str(directory), dtype=view.config.params_dtype, make_vocab_size_divisible_by=VOCABULARY_MULTIPLE
-        )
+    def __init__(self, library: Any, directory: Path, config: Any, spec: ModelSpec) -> None:
+        self._directory = str(directory)
+        try:
+            # mbridge rounds every weight to its own dtype, bfloat16 by default.
+            self._bridge = library.AutoBridge.from_pretrained(
+                self._directory, dtype=config.params_dtype, make_vocab_size_divisible_by=VOCABULARY_MULTIPLE
+            )
+        except Exception as error:
+            raise _unsupported("mbridge", spec, error) from error
         self._bridge.vocab_size, self._bridge.padded_vocab_size = spec.vocab, spec.padded_vocab
         # mbridge records a tied output layer in a table of its class, where it would affect the next model.
         kind = type(self._bridge)
@@ -84,26 +102,73 @@ class _MBridge:
         if spec.tied:
             kind._DIRECT_MAPPING["output_layer.weight"] = OUTPUT.hf[0]
 
-    @torch.no_grad()
-    def load(self, directory: Path) -> None:
-        self._bridge.load_weights([self._view], str(directory))
+    def load(self, views: list[Any]) -> None:
+        self._bridge.load_weights(views, self._directory)
 
-    @torch.no_grad()
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        yield from self._bridge.export_weights([self._view])
+    def weights(self, views: list[Any]) -> Iterator[tuple[str, Tensor]]:
+        yield from self._bridge.export_weights(views)
 
 
 class _MegatronBridge:
-    def __init__(self, view: _FusedNames, directory: Path) -> None:
-        from megatron.bridge import AutoBridge
+    def __init__(self, library: Any, directory: Path, config: Any, spec: ModelSpec) -> None:
+        # It sends the model's configuration to the other stages of a pipeline.
+        take_records_of("megatron")
+        self._vocab, self._mapping = spec.vocab, library.models.conversion.param_mapping.MegatronParamMapping
+        try:
+            opened = library.AutoBridge.from_hf_pretrained(str(directory), trust_remote_code=False)
+            self._bridge = opened._model_bridge
+        except Exception as error:
+            raise _unsupported("megatron-bridge", spec, error) from error
+        # Its progress bars would go between the lines of the log.
+        self._bridge._with_progress_tracking = lambda tasks, *_, **__: tasks
+        files = _PaddedFiles(directory, spec)
+        self._files = SimpleNamespace(state=files, config=opened.hf_pretrained.config, model_name_or_path=str(directory))
 
-        self._view = view
-        self._bridge = AutoBridge.from_hf_pretrained(str(directory), trust_remote_code=False)
+    def load(self, views: list[Any]) -> None:
+        with patch.object(self._mapping, "scatter_to_tp_ranks", _contiguous(self._mapping.scatter_to_tp_ranks)):
+            self._bridge.load_weights_hf_to_megatron(self._files, views)
 
-    @torch.no_grad()
-    def load(self, directory: Path) -> None:
-        self._bridge.load_hf_weights([self._view], str(directory))
+    def weights(self, views: list[Any]) -> Iterator[tuple[str, Tensor]]:
+        stream = self._bridge.stream_weights_megatron_to_hf(views, self._files, cpu=False, merge_adapter_weights=False)
+        for name, tensor in stream:
+            yield name, tensor[: self._vocab] if name in _OF_VOCABULARY else tensor
 
-    @torch.no_grad()
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        yield from self._bridge.export_hf_weights([self._view], cpu=False, show_progress=False)
+
+def _contiguous(scatter: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Wrap Megatron-Bridge's scatter, which passes slices of columns to Gloo, and Gloo reads memory as it lies."""
+
+    def contiguous(mapping: Any, splits: list[Tensor] | None, *rest: Any) -> Tensor:
+        return scatter(mapping, splits and [part.contiguous() for part in splits], *rest)
+
+    return contiguous
+
+
+_OPENERS: dict[str, Callable[[Any, Path, Any, ModelSpec], Bridge]] = {
+    "mbridge": _MBridge,
+    "megatron-bridge": _MegatronBridge,
+}
+_OF_VOCABULARY = (*EMBEDDING.hf, *OUTPUT.hf)
+
+
+def _unsupported(kind: str, spec: ModelSpec, error: Exception) -> UserError:
+    return UserError(f"megatron.bridge_type: {kind} cannot convert a {spec.family} model ({first_line(error)}): use native")
+
+
+class _PaddedFiles:
+    """The tensors of a Hugging Face directory, with rows of zeros up to the padded vocabulary."""
+
+    def __init__(self, directory: Path, spec: ModelSpec) -> None:
+        self._files, self._spec = SafetensorsSource(directory, spec), spec
+        self.source = self
+
+    def keys(self) -> list[str]:
+        """Return the names; a tied model may have a copy of the embedding in its files, which is not read."""
+        return [name for name in self._files.names if not (self._spec.tied and name in OUTPUT.hf)]
+
+    get_all_keys = keys
+
+    def __getitem__(self, name: str) -> Tensor:
+        tensor = self._files[name][:]
+        if name in _OF_VOCABULARY:
+            return F.pad(tensor, (0, 0, 0, self._spec.padded_vocab - len(tensor)))
+        return tensor

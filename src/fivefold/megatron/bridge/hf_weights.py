@@ -46,6 +46,11 @@ class SafetensorsSource:
         self._open: dict[str, Any] = {}
 
     @property
+    def names(self) -> list[str]:
+        """Names of all tensors."""
+        return list(self._files)
+
+    @property
     def has_value_head(self) -> bool:
         return set(VALUE_HEAD.hf) <= set(self._files)
 

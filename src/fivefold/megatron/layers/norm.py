@@ -21,4 +21,5 @@ class RMSNorm(MegatronModule):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        # With fp32_residual_connection the sum over layers is in float32, and what follows a norm in the model's dtype.
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps).to(self.weight.dtype)

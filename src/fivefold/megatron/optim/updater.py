@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -128,12 +129,14 @@ class LossScale(DynamicGradScaler):
 
     @classmethod
     def of(cls, config: MegatronOptimizerConfig) -> LossScale:
+        """Return the scale that the options describe; `loss_scale` is one that never moves."""
+        constant = config.loss_scale
         return cls(
-            initial_scale=config.initial_loss_scale,
-            min_scale=config.min_loss_scale,
+            initial_scale=constant or config.initial_loss_scale,
+            min_scale=constant or config.min_loss_scale,
             growth_factor=2.0,
             backoff_factor=0.5,
-            growth_interval=int(config.loss_scale_window),
+            growth_interval=sys.maxsize if constant else int(config.loss_scale_window),
             hysteresis=config.hysteresis,
         )
 

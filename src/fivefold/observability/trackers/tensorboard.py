@@ -1,4 +1,6 @@
-"""TensorBoard: event files under RUN/tensorboard. If a resumed run repeats a step, TensorBoard hides the earlier point."""
+"""TensorBoard: event files under RUN/tensorboard or trainer.tensorboard_dir.
+
+If a resumed run repeats a step, TensorBoard hides the earlier point."""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ class TensorboardTracker:
     settles = 0.0
 
     def start(self, run: TrackedRun) -> tuple[str, str | None]:
-        self._writer = EventFileWriter(str(run.run_dir / "tensorboard"))
+        chosen = run.config.get("trainer", {}).get("tensorboard_dir")
+        self._writer = EventFileWriter(str(chosen or run.run_dir / "tensorboard"))
         self._writer.add_event(Event(step=run.first_step, session_log=SessionLog(status=SessionLog.START)))
         return run.id, None
 

@@ -1,0 +1,25 @@
+"""Models and layouts that the bridges of other projects convert, as `make test-bridges` compares them. No torch here."""
+
+from __future__ import annotations
+
+from fivefold.layout import ParallelLayout
+from fivefold.models.spec import ModelSpec
+
+FAMILIES = {
+    "mbridge": ("llama", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "glm4_moe"),
+    "megatron-bridge": ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3", "glm4_moe"),
+}
+"""`megatron.bridge_type` -> families whose weights it loads and exports like our own tables, bit by bit."""
+
+
+def bridge_fault(kind: str, spec: ModelSpec, layout: ParallelLayout, virtual_stages: int) -> str | None:
+    """Return what must hold for this model and layout to be converted by the bridge `kind`, or None if it does."""
+    if kind == "native":
+        return None
+    if spec.family not in FAMILIES[kind]:
+        return f"must be native for {spec.family}: {kind} converts {', '.join(FAMILIES[kind])}"
+    if virtual_stages > 1:
+        return f"must be native for virtual stages: got {kind} with {virtual_stages}"
+    if kind == "mbridge" and layout.etp not in (1, layout.tp):
+        return f"must be native where experts have a t of their own: mbridge converts 1 or {layout.tp}, got {layout.etp}"
+    return None
