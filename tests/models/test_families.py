@@ -12,6 +12,7 @@ import pytest
 from fivefold.layout import ParallelLayout
 from fivefold.models import families
 from fivefold.models.families import FAMILIES, load_spec, parameters_of, spec_from_config
+from tests.support.public_shapes import SHAPES
 from tests.support.tiny_models import MOE_VARIANTS, VARIANTS, load_tensors
 
 QWEN3 = {
@@ -136,6 +137,16 @@ def test_what_is_not_supported_is_refused_by_name(change, says):
 def test_a_layout_that_does_not_fit_is_refused(layout, says):
     with pytest.raises(ValueError, match=says):
         spec_from_config(QWEN3).check_layout(ParallelLayout.parse(layout))
+
+
+def test_tensor_ranks_must_divide_the_padded_vocabulary():
+    """Three ranks share SmolLM2's 9 heads, 3 key/value heads and 384 x 128 tokens; one token more is padded to 385 x 128."""
+    layout = ParallelLayout.parse("megatron:t3")
+    spec_from_config(SHAPES["SmolLM2-135M-Instruct"]).check_layout(layout)
+    with pytest.raises(
+        ValueError, match=r"tp must divide the padded vocabulary of 49280 \(of 49153, .*choose a power of two"
+    ):
+        spec_from_config(SHAPES["SmolLM2-135M-Instruct"] | {"vocab_size": 49153}).check_layout(layout)
 
 
 def test_a_directory_without_a_model_is_named(tmp_path):

@@ -34,17 +34,18 @@ OPTIMIZER = OptimizerConfig(lr=1e-3, eps=1e-4, weight_decay=0.1, clip_grad=1.0, 
 OBJECTIVE = make_objective("grpo", kl=KL(coef=KL_COEF))
 
 
-def whole_batch() -> TokenBatch:
-    """The same batch on every layout, with old and reference log-probs that differ from the policy's."""
+def whole_batch(text_T: torch.Tensor | None = None) -> TokenBatch:
+    """The same batch on every layout, with old and reference log-probs that differ from the policy's; `text_T` are its tokens,
+    drawn at random if left out.
+    """
     generator = torch.Generator().manual_seed(3)
     mask = torch.ones(sum(LENGTHS), dtype=torch.bool)
     start = 0
     for length, prompt in zip(LENGTHS, PROMPTS, strict=True):
         mask[start : start + prompt] = False
         start += length
-    batch = TokenBatch(
-        torch.randint(0, VOCAB, (sum(LENGTHS),), generator=generator), mask, list(LENGTHS), temperature=TEMPERATURE
-    )
+    drawn_T = torch.randint(0, VOCAB, (sum(LENGTHS),), generator=generator)
+    batch = TokenBatch(drawn_T if text_T is None else text_T, mask, list(LENGTHS), temperature=TEMPERATURE)
     rewards_N = torch.tensor([1.0, 0, 0, 1, 0.5, 0, 1, 0])
     advantages_N = OBJECTIVE.compared(AdvantageInputs(rewards_N, torch.arange(len(LENGTHS)) // GROUP, torch.tensor(LENGTHS)))
     responses_N = torch.tensor(LENGTHS) - torch.tensor(PROMPTS)
@@ -80,7 +81,15 @@ def megatron_step(mesh, directory: Path, policy: PolicyConfig, base_T: torch.Ten
     return reports, {name: tensor.clone() for name, tensor in model.weights()}
 
 
-def reference_step(directory: Path, options: dict[str, Any], adapt: Callable[[Any], Callable[[], None]] | None = None):
+def reference_step(
+    directory: Path,
+    options: dict[str, Any],
+    adapt: Callable[[Any], Callable[[], None]] | None = None,
+    *,
+    batch: TokenBatch | None = None,
+    optimizer: OptimizerConfig = OPTIMIZER,
+    updates: int = 2,
+):
     """The same two steps written out with transformers and torch.optim.AdamW, routers' losses included.
 
     ([(loss, gradient norm)], parameters by name, [T] log-probs before the first step). `adapt` changes the model before, and
@@ -91,14 +100,14 @@ def reference_step(directory: Path, options: dict[str, Any], adapt: Callable[[An
     config = transformers.AutoConfig.from_pretrained(directory)
     model = transformers.AutoModelForCausalLM.from_pretrained(directory, config=config).float()
     finish = (lambda: None) if adapt is None else adapt(model)
-    batch = whole_batch()
+    batch = whole_batch() if batch is None else batch
     decay = [p for n, p in model.named_parameters() if p.ndim > 1 and p.requires_grad]
     plain = [p for n, p in model.named_parameters() if p.ndim == 1 and p.requires_grad]
     adam = torch.optim.AdamW(
-        [{"params": decay, "weight_decay": OPTIMIZER.weight_decay}, {"params": plain, "weight_decay": 0.0}],
-        lr=OPTIMIZER.lr,
-        betas=tuple(OPTIMIZER.betas),
-        eps=OPTIMIZER.eps,
+        [{"params": decay, "weight_decay": optimizer.weight_decay}, {"params": plain, "weight_decay": 0.0}],
+        lr=optimizer.lr,
+        betas=tuple(optimizer.betas),
+        eps=optimizer.eps,
     )
     routed: dict[torch.nn.Module, list[torch.Tensor]] = {}
     for module in model.modules():
@@ -137,7 +146,7 @@ def reference_step(directory: Path, options: dict[str, Any], adapt: Callable[[An
 
     base = [x.detach() for x in logprobs()]
     results = []
-    for _ in range(2):
+    for _ in range(updates):
         loss, start, now = torch.zeros(()), 0, logprobs()
         for i, (length, prompt) in enumerate(zip(LENGTHS, PROMPTS, strict=True)):
             place = slice(start + prompt, start + length)
@@ -151,7 +160,7 @@ def reference_step(directory: Path, options: dict[str, Any], adapt: Callable[[An
         adam.zero_grad()
         (loss + router_losses()).backward()
         move_biases()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), OPTIMIZER.clip_grad)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), optimizer.clip_grad)
         adam.step()
         results.append((loss.item(), norm.item()))
     finish()

@@ -202,10 +202,10 @@ class ModelSpec:
                 )
         if self.moe is None and (layout.ep > 1 or layout.etp > 1):
             raise UserError(f"{self.family} has no experts: got ep={layout.ep} etp={layout.etp} in {layout}; leave e out")
-        if VOCABULARY_MULTIPLE % layout.tp:
+        if self.padded_vocab % layout.tp:
             raise UserError(
-                f"tp must divide {VOCABULARY_MULTIPLE} (the vocabulary of {self.vocab} is padded to {self.padded_vocab}): "
-                f"got tp={layout.tp} in {layout}; choose a power of two"
+                f"tp must divide the padded vocabulary of {self.padded_vocab} (of {self.vocab}, to a multiple of "
+                f"{VOCABULARY_MULTIPLE}): got tp={layout.tp} in {layout}; choose a power of two"
             )
         (stages or PipelineSplit()).split_layers(self.layers, layout)
 
