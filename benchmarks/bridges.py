@@ -19,10 +19,10 @@ from tests.support.tiny_models import make_model
 from tests.support.zygote import zygote
 
 MODELS = {
-    "qwen3": {"vocab_size": 16000, "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 24, "head_dim": 64},
+    "qwen3": {"vocab_size": 8000, "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 24},
     "qwen3_moe": {"hidden_size": 128, "moe_intermediate_size": 64, "num_hidden_layers": 8, "num_experts": 64},
 }
-ROUNDS = 3
+ROUNDS = 2
 
 
 def seconds(mesh, kind: str, directory: Path) -> dict[str, float]:

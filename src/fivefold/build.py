@@ -21,6 +21,7 @@ from fivefold.checkpoint.fingerprint import Fingerprint
 from fivefold.config import RunConfig, dump_yaml
 from fivefold.config.learners import PolicyConfig
 from fivefold.config.mixture import counts, domains_of
+from fivefold.config.models_read import models_read
 from fivefold.config.roles import Role
 from fivefold.config.schema import DataConfig
 from fivefold.data.data_sets import cache_of, hub_names, local_file, with_files
@@ -33,7 +34,6 @@ from fivefold.data.tokenizer import check_config, load_tokenizer
 from fivefold.distributed.calls import call_once, call_once_a_machine
 from fivefold.distributed.ranks import Ranks
 from fivefold.distributed.redealing import on_replicas_of
-from fivefold.downloads import models_read
 from fivefold.engines.servers.server_process import ServerProcess
 from fivefold.engines.weight_sync import sleeping_after
 from fivefold.errors import UserError, shown

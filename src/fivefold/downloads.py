@@ -11,40 +11,25 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from fivefold.config import RunConfig
+from fivefold.config.schema import DataConfig
 from fivefold.data.data_sets import cache_of, hub_names, local_file
 from fivefold.errors import RunError, UserError, sentence_of
 from fivefold.hub import model_snapshot
 
-_TOKENIZER_FILES = ("*.json", "*.txt", "*.jinja", "*.model", "tokenizer*")
-_MODEL_FILES = ("*.safetensors", *_TOKENIZER_FILES)
 _REFUSED = 2
 
 
-def models_read(config: RunConfig) -> dict[str, tuple[str, ...]]:
-    """Return directory or hub id of every model that the run reads -> patterns of the files that it reads there."""
-    model, roles = config.model, config.roles
-    judge = [config.reward.judge.model] if config.may_generate and config.reward.judge_layout else []
-    adapters = [role.settings.lora.path for role in roles.learners.values() if role.settings.lora.rank]
-    paths = [path for path in [model.path, *(role.path for role in roles.values()), *judge, *adapters] if path]
-    described = dict.fromkeys([model.tokenizer_path, *map(model.described_by, paths)], _TOKENIZER_FILES)
-    files = {**described, **dict.fromkeys(paths, _MODEL_FILES)}
-    if model.trust_remote_code:
-        files[model.tokenizer_path] = (*files[model.tokenizer_path], "*.py")
-    return files
-
-
-def download(config: RunConfig, commits: Mapping[str, str]) -> None:
-    """Download what the run reads into this machine's caches, at the commit in `commits` or else the latest."""
-    models = [(name, wanted, commits.get(name)) for name, wanted in models_read(config).items() if not Path(name).is_dir()]
-    cache = str(cache_of(config.data))
-    data = [(name, key, cache, commits.get(name)) for key, name in hub_names(config.data)]
-    if not models and not data:
+def download(models: Mapping[str, Sequence[str]], data: DataConfig, commits: Mapping[str, str]) -> None:
+    """Download models (id -> patterns of files) and data sets into this machine's caches, at `commits` or the latest."""
+    wanted = [(name, files, commits.get(name)) for name, files in models.items() if not Path(name).is_dir()]
+    cache = str(cache_of(data))
+    sets = [(name, key, cache, commits.get(name)) for key, name in hub_names(data)]
+    if not wanted and not sets:
         return
-    words = [sys.executable, "-m", "fivefold.downloads", json.dumps([models, data])]
+    words = [sys.executable, "-m", "fivefold.downloads", json.dumps([wanted, sets])]
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         said = process.stdout.read() if process.stdout else ""
     if process.returncode == _REFUSED:

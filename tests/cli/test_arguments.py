@@ -71,8 +71,10 @@ def test_ranks_read_the_run_that_the_command_line_describes(tmp_path, monkeypatc
     started = []
     monkeypatch.setattr("fivefold.cli._show_check", lambda config, quiet: Findings())
     monkeypatch.setattr("fivefold.launch.local.spawn", lambda words, *others: started.append(words) or 0)
+    model = str(tmp_path / "m")
+    Path(model).mkdir()
     keys = {
-        "model.path": "m",
+        "model.path": model,
         "data.train": "[a.jsonl, b.jsonl]",
         "algorithm.kl.coef": "1e-3",
         "trainer.run_dir": str(tmp_path / "run"),
@@ -80,7 +82,7 @@ def test_ranks_read_the_run_that_the_command_line_describes(tmp_path, monkeypatc
     assert cli.main(["train", *(f"{key}={value}" for key, value in keys.items())]) == 0
     [(module, requested)] = started
     nested = {
-        "model": {"path": "m"},
+        "model": {"path": model},
         "data": {"train": ["a.jsonl", "b.jsonl"]},
         "algorithm": {"kl": {"coef": 1e-3}},
         "trainer": {"run_dir": str(tmp_path / "run")},

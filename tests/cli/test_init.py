@@ -74,7 +74,7 @@ def test_columns_and_task_are_found_and_the_run_can_start(tmp_path, monkeypatch,
         (["--gpus", 1], "megatron:d1", []),
         (["--gpus", 4, "--method", "ppo"], "megatron:d4", []),
         (["--gpus", 2, "--engine", "vllm"], "megatron:d2", ["engine.backend"]),
-        (["--gpus", 0, "--engine", "sglang", "--method", "dapo"], "megatron:d1", ["engine.backend"]),
+        (["--gpus", 0, "--engine", "sglang", "--method", "dapo"], "megatron:d1", []),
         (["--reward", "gsm8k,format", "--gpus", 0], "megatron:d1", []),
     ],
 )  # fmt: skip

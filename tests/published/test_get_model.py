@@ -68,7 +68,7 @@ def test_a_wheel_that_no_index_has_is_named_with_pip_s_reason(tmp_path, capsys, 
 
 
 def test_a_hub_id_that_no_hub_has_is_refused(tmp_path, capsys):
-    assert "'OWNER/NONE' is neither a directory here nor a model that the hub gives" in said(
+    assert "'OWNER/NONE' is no directory here, and the model cannot be read from" in said(
         capsys, tmp_path / "out", "--hub", "OWNER/NONE"
     )
 

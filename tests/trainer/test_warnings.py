@@ -23,7 +23,7 @@ def warned(mesh, run_dir, *, choices=methods.Choices(), policy=None, steps=4, ch
 
     run = toy_parts(mesh, run_dir, "grpo", choices, policy or ToyModel(), steps, **more)
     said: list[str] = []
-    run.logger.log = said.append
+    run.logger.log = lambda text, level="quiet": said.append(text)
     run.logger.warnings = Warnings(WarningsConfig(), facts)
     if change is not None:
         change(run)

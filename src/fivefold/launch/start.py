@@ -9,6 +9,7 @@ from pathlib import Path
 from fivefold.checkpoint.checkpoints import LATEST, Checkpoints, RunState
 from fivefold.checkpoint.fingerprint import Fingerprint
 from fivefold.config import ConfigError, RunConfig, dump_yaml
+from fivefold.config.models_read import models_read
 from fivefold.downloads import download
 from fivefold.errors import RunError
 from fivefold.files import use_umask, write_whole
@@ -54,7 +55,7 @@ def start(config: RunConfig, checkpoint: Path | None = None) -> int:
 def _download(config: RunConfig, checkpoint: Path | None) -> None:
     """Download models and data sets before the ranks of this machine start; those of other machines do it themselves."""
     if config.launch.backend != "ray":
-        download(config, {} if checkpoint is None else RunState.read(checkpoint).commits)
+        download(models_read(config), config.data, {} if checkpoint is None else RunState.read(checkpoint).commits)
 
 
 def resume_command(config: RunConfig) -> str:
