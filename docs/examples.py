@@ -21,8 +21,10 @@ GPU = "h100-80g"
 RECIPES = {
     "qwen3-0.6b-gsm8k.yaml": "GRPO",
     "own_reward.yaml": "GRPO with a reward of your own (`own_reward.py`)",
-    "smollm2/sft.yaml": "warm start on arithmetic in words (`words.py`) of a model that needs no hub (`get_model.py`)",
-    "smollm2/grpo.yaml": "GRPO from that warm start",
+    "smollm2/words-sft.yaml": "warm start on arithmetic in words (`words.py`) of a model that needs no hub (`get_model.py`)",
+    "smollm2/words-grpo.yaml": "GRPO from that warm start",
+    "smollm2/gsm8k-sft.yaml": "warm start on GSM8K (`gsm8k.py`) of the same model",
+    "smollm2/gsm8k-grpo.yaml": "GRPO from that warm start",
     "qwen3-8b-lora.yaml": "GRPO with low-rank adapters",
     "qwen3-8b-grpo-megatron.yaml": "GRPO on tensor and pipeline parallel ranks; siiRL's run",
     "verl/run.yaml": "GRPO, converted from verl's script `verl/run_qwen3_8b.sh`",
