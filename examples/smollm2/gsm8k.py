@@ -11,13 +11,11 @@ from __future__ import annotations
 import json
 import re
 import sys
-import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from fivefold.data.prepare import prepare
-from fivefold.data.rows import read_rows
+from fivefold.data.prepare import rows_of
 from fivefold.errors import sentence_of
 
 NOTE = re.compile(r"<<.*?>>")
@@ -34,26 +32,24 @@ def is_easy(row: dict[str, Any]) -> bool:
     return len(NOTE.findall(row["response"])) <= MOST_CALCULATIONS
 
 
-def write(path: Path, rows: Iterator[dict[str, Any]]) -> None:
+def write(path: Path, rows: Iterable[dict[str, Any]]) -> None:
     lines = [json.dumps(plain(row)) + "\n" for row in rows]
     path.write_text("".join(lines))
     print(f"{path}: {len(lines)} rows")
 
 
 def main(out: Path, sources: list[Path]) -> int:
-    with tempfile.TemporaryDirectory() as scratch:
-        try:
-            prepare("gsm8k", Path(scratch), sources)
-        except Exception as error:
-            if (sentence := sentence_of(error)) is None:
-                raise
-            print(f"gsm8k: {sentence}", file=sys.stderr)
-            return 2
-        train, test = (list(read_rows(Path(scratch) / f"{split}.parquet")) for split in ("train", "test"))
+    try:
+        splits = rows_of("gsm8k", sources)
+    except Exception as error:
+        if (sentence := sentence_of(error)) is None:
+            raise
+        print(f"gsm8k: {sentence}", file=sys.stderr)
+        return 2
     out.mkdir(parents=True, exist_ok=True)
-    write(out / "train.jsonl", iter(train))
-    write(out / "easy.jsonl", filter(is_easy, train))
-    write(out / "test.jsonl", iter(test))
+    write(out / "train.jsonl", splits["train"])
+    write(out / "easy.jsonl", filter(is_easy, splits["train"]))
+    write(out / "test.jsonl", splits["test"])
     return 0
 
 
