@@ -35,10 +35,18 @@ DRY = [
     *("engine.backend=transformers", "launch.threads=1"),
 ]
 DRY_SAMPLING = ["algorithm.group_size=4"]
+DRY_OF = {"gsm8k-dapo": ["algorithm.prompts_per_round=8"], "gsm8k-async": ["launch.allocation=null"]}
 PATIENCE = 60
 """Seconds that a run has to save after SIGTERM."""
 LEFT_OUT = {"time/step", "time/eval", "time/save", "time/load"}
 """Stages that are not part of a step, and the step itself."""
+
+
+MEANS = (
+    *("reward/mean", "policy/loss", "reward/frac_reward_zero_std", "rollout/logprob_diff_mean"),
+    *("response/length_mean", "throughput/tokens_per_second"),
+)
+"""Metrics whose mean since the evaluation before is stored with one."""
 
 
 @dataclass
@@ -84,7 +92,7 @@ class Curve:
             name: statistics.fmean(each.get(name, 0.0) for each in steps)
             for name in dict.fromkeys(name for each in steps for name in each if name.startswith("time/"))
         }
-        for name in ("reward/mean", "policy/loss", "reward/frac_reward_zero_std", "rollout/logprob_diff_mean"):
+        for name in MEANS:
             if values := [each[name] for each in steps if name in each]:
                 means[name] = statistics.fmean(values)
         found = {"step": row["step"], "seconds": seconds, **scores, **means}
@@ -112,6 +120,7 @@ def described(row: dict[str, float]) -> str:
         stages = {name[5:]: value for name, value in row.items() if name.startswith("time/") and name not in LEFT_OUT}
         shown = ", ".join(f"{name} {value:.2f}" for name, value in stages.items() if value >= 0.005)
         parts.append(f"{row['time/step']:.2f} s a step = {shown}")
+        parts.append(f"{row.get('throughput/tokens_per_second', 0):,.0f} tokens/s")
     return "  ".join(parts)
 
 
@@ -151,7 +160,7 @@ class Bench:
         curve = self.curve(name, seed)
         changes = [*curve.changes, f"trainer.run_dir={run_dir}", f"trainer.seed={seed}", "trainer.resume=auto"]
         print(f"\n{curve.name}: {' '.join(curve.changes) or 'as in its file'}", flush=True)
-        self.follow(curve, run_dir, ["train", str(path), *changes])
+        self.follow(curve, run_dir, [*FIVEFOLD, "train", str(path), *changes])
         if kind == "sft":
             self.command(curve.name, ["export", str(run_dir), str(self.out / task / "warm" / MODEL)], 300)
         elif curve.evaluations and "max_prompts" in path.read_text():
@@ -169,7 +178,7 @@ class Bench:
         stopped = False
         with (self.out / f"{curve.name}.log").open("a") as log:
             began = time.time()
-            process = subprocess.Popen([*FIVEFOLD, *command], stdout=log, stderr=log, cwd=HERE, env=environment())
+            process = subprocess.Popen(command, stdout=log, stderr=log, cwd=HERE, env=environment())
             try:
                 while True:
                     ended = process.poll() is not None
@@ -214,7 +223,7 @@ class Bench:
 
     def curve(self, name: str, seed: int) -> Curve:
         """Return the curve of a run that continues, or a new one."""
-        dry = DRY if name.endswith("-sft") else DRY + DRY_SAMPLING
+        dry = DRY if name.endswith("-sft") else DRY + DRY_SAMPLING + DRY_OF.get(name, [])
         changes = [*(dry if self.dry else []), *self.changes.get(name, [])]
         path = self.out / "curves" / f"{name}-{seed}.json"
         before = json.loads(path.read_text()) if path.exists() else {}
@@ -296,6 +305,9 @@ def write_data(out: Path, model: Path | None, gsm8k: Path | None, dry: bool) -> 
             ["init-model", "llama", "--tokenizer", str(out / "tokenizer"), "--positions", "1024", "--out", str(out / MODEL)],
         ):
             subprocess.run([*FIVEFOLD, *words], check=True, env=environment(), cwd=HERE, stdout=subprocess.DEVNULL)
+        (out / MODEL / "chat_template.jinja").write_text(
+            "{% for turn in messages %}{{ turn['content'] + '\\n' }}{% endfor %}"
+        )
     elif model is not None:
         (out / MODEL).symlink_to(model.resolve())
 
