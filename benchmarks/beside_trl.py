@@ -14,7 +14,7 @@ transformers, numpy, pyarrow, psutil and tqdm are there with Fivefold):
 
     pip download --no-deps --only-binary=:all: --python-version 3.12 --implementation cp --platform manylinux_2_28_x86_64 \\
       --platform manylinux_2_24_x86_64 --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 --dest trl-wheels \\
-      trl==1.16.0 accelerate==1.15.0 datasets==4.7.0 dill==0.4.0 multiprocess==0.70.18 xxhash==4.1.0 fsspec==2026.2.0 \\
+      trl==1.16.0 accelerate==1.15.0 datasets==5.2.0 dill==0.4.1 multiprocess==0.70.19 xxhash==4.1.0 fsspec==2026.9.0 \\
       pandas==3.1.1 python-dateutil==2.9.0.post0 six==1.17.0
     for wheel in trl-wheels/*.whl; do python -m zipfile -e "$wheel" SITE; done        # there; then SITE is on PYTHONPATH
 """
@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import signal
 import statistics
@@ -45,7 +46,7 @@ LOSSES = {"seq-mean-token-mean": "grpo", "token-mean": "dapo", "constant-length"
 SHAPE = {
     "algorithm.group_size": 8, "algorithm.updates_per_step": 1, "data.prompts_per_step": 32, "data.max_response_tokens": 512,
     "policy.skip_zero_advantage": "false", "engine.sampling.ignore_eos": "true", "engine.memory_fraction": 0.4,
-    "engine.max_num_seqs": 256, "policy.offload.optimizer": "true", "policy.offload.gradients": "true",
+    "policy.tokens_per_micro_batch": 8192, "engine.max_num_seqs": 256, "policy.offload.optimizer": "true", "policy.offload.gradients": "true",
 }  # fmt: skip
 """What a comparison of time and memory changes: every response has the longest length, and all of them are trained on."""
 
@@ -90,7 +91,8 @@ def train_with_trl(path: Path, changes: list[str], run_dir: Path) -> None:
     clock, on_gpu = Clock(), config.trainer.device == "cuda"
     run_dir.mkdir(parents=True, exist_ok=True)
     samples, updates = data.prompts_per_step * algorithm.group_size, algorithm.updates_per_step
-    at_once = min(64 if on_gpu else 8, samples // updates)
+    limit = data.max_prompt_tokens + data.max_response_tokens
+    at_once = min(samples // updates, 2 ** int(math.log2(max(1, config.policy.tokens_per_micro_batch // limit))))
 
     def right(completions: list[list[dict[str, str]]], ground_truth: list[str], **_: Any) -> list[float]:
         with clock.stage("reward"):
@@ -138,9 +140,8 @@ def train_with_trl(path: Path, changes: list[str], run_dir: Path) -> None:
 
         @contextmanager
         def _temperature(self, temperature: float) -> Iterator[None]:
-            holder, key, value = self.generation_config, "do_sample", temperature > 0
-            if self.use_vllm:
-                holder, key, value = self.vllm_generation, "temperature", temperature
+            holder, key = (self.vllm_generation, "temperature") if self.use_vllm else (self.generation_config, "do_sample")
+            value = temperature if self.use_vllm else temperature > 0
             before = getattr(holder, key)
             setattr(holder, key, value)
             yield
@@ -195,7 +196,6 @@ def train_with_trl(path: Path, changes: list[str], run_dir: Path) -> None:
                 file.write(json.dumps({"step": step, **row, "wall": time.time()}) + "\n")
 
     chosen = algorithm.resolved
-    limit = data.max_prompt_tokens + data.max_response_tokens
     arguments = trl.GRPOConfig(
         output_dir=str(run_dir), max_steps=config.trainer.steps * updates, seed=config.trainer.seed,
         per_device_train_batch_size=at_once, gradient_accumulation_steps=samples // updates // at_once,
@@ -206,7 +206,8 @@ def train_with_trl(path: Path, changes: list[str], run_dir: Path) -> None:
         adam_beta2=optimizer.betas[1], adam_epsilon=optimizer.eps, beta=chosen.kl.coef or 0.0,
         epsilon=chosen.clip_low, epsilon_high=chosen.clip_high, loss_type=LOSSES[chosen.aggregate],
         scale_rewards=chosen.normalize,
-        bf16=on_gpu, use_cpu=not on_gpu, gradient_checkpointing=False, use_vllm=on_gpu, vllm_mode="colocate",
+        bf16=on_gpu, use_cpu=not on_gpu, gradient_checkpointing=False,
+        use_vllm=config.engine.kind == "vllm", vllm_mode="colocate",
         vllm_gpu_memory_utilization=config.engine.memory_fraction, vllm_max_model_length=limit,
         vllm_importance_sampling_correction=False, save_strategy="no", report_to=[], logging_strategy="no",
         disable_tqdm=True,
@@ -230,7 +231,8 @@ def side(bench: recipes.Bench, which: str, options: argparse.Namespace, seed: in
     path = bench.recipe(options.recipe)
     run_dir = bench.out / "beside" / f"{which}-{seed}"
     curve = bench.curve(f"beside-{which}", seed)
-    curve.changes += [*changes(bench, options), f"trainer.steps={options.steps}", f"trainer.eval_every={options.eval_every}"]
+    length = [f"trainer.steps={options.steps}", f"trainer.eval_every={options.eval_every}"]
+    curve.changes = [*changes(bench, options), *curve.changes, *length, *options.set]
     common = [*curve.changes, f"trainer.run_dir={run_dir}", f"trainer.seed={seed}"]
     print(f"\n{curve.name}: {' '.join(curve.changes)}", flush=True)
     if which == "trl":
@@ -246,8 +248,7 @@ def changes(bench: recipes.Bench, options: argparse.Namespace) -> list[str]:
     """Return the keys that both sides change in the recipe."""
     model = bench.warm(options.recipe.split("-")[0]) if options.shape is None else shape(bench.out, options.shape)
     shaped = {} if options.shape is None else SHAPE | {"data.val": "[]"}
-    dry = recipes.DRY + recipes.DRY_SAMPLING if bench.dry else []
-    return [f"model.path={model}", *(f"{key}={value}" for key, value in shaped.items()), *dry]
+    return [f"model.path={model}", *(f"{key}={value}" for key, value in shaped.items())]
 
 
 def shape(out: Path, name: str) -> Path:
@@ -312,8 +313,7 @@ def main() -> int:
     print(f"{about['hardware']}; commit {about['commit']}; {about['versions']}", flush=True)
     if not (out / recipes.MODEL).exists():
         recipes.write_data(out, options.model, options.gsm8k, options.dry_run)
-    given = {f"beside-{which}": options.set for which in options.sides.split(",")}
-    bench = recipes.Bench(out, options.minutes, options.dry_run, given, about)
+    bench = recipes.Bench(out, options.minutes, options.dry_run, {}, about)
     curves = [side(bench, which, options, seed) for seed in range(options.seeds) for which in options.sides.split(",")]
     print(f"\n{recipes.table(curves)}\n{compared(curves)}", flush=True)
     return 0 if all(curve.rewards for curve in curves) else 1

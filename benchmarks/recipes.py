@@ -35,7 +35,11 @@ DRY = [
     *("engine.backend=transformers", "launch.threads=1"),
 ]
 DRY_SAMPLING = ["algorithm.group_size=4"]
-DRY_OF = {"gsm8k-dapo": ["algorithm.prompts_per_round=8"], "gsm8k-async": ["launch.allocation=null"]}
+DRY_OF = {
+    "gsm8k-dapo": ["algorithm.prompts_per_round=8"],
+    "gsm8k-ppo": ["critic.warmup_steps=1"],
+    "gsm8k-async": ["launch.allocation=null"],
+}
 PATIENCE = 60
 """Seconds that a run has to save after SIGTERM."""
 LEFT_OUT = {"time/step", "time/eval", "time/save", "time/load"}
