@@ -44,10 +44,18 @@ from fivefold.config import RunConfig
 LOSSES = {"seq-mean-token-mean": "grpo", "token-mean": "dapo", "constant-length": "dr_grpo"}
 """Aggregation -> TRL's loss_type."""
 SHAPE = {
-    "algorithm.group_size": 8, "algorithm.updates_per_step": 1, "data.prompts_per_step": 32, "data.max_response_tokens": 512,
-    "policy.skip_zero_advantage": "false", "engine.sampling.ignore_eos": "true", "engine.memory_fraction": 0.4,
-    "policy.tokens_per_micro_batch": 8192, "engine.max_num_seqs": 256, "policy.offload.optimizer": "true", "policy.offload.gradients": "true",
-}  # fmt: skip
+    "algorithm.group_size": 8,
+    "algorithm.updates_per_step": 1,
+    "data.prompts_per_step": 32,
+    "data.max_response_tokens": 512,
+    "policy.skip_zero_advantage": "false",
+    "policy.tokens_per_micro_batch": 8192,
+    "policy.offload.gradients": "true",
+    "policy.offload.optimizer": "true",
+    "engine.sampling.ignore_eos": "true",
+    "engine.memory_fraction": 0.4,
+    "engine.max_num_seqs": 256,
+}
 """What a comparison of time and memory changes: every response has the longest length, and all of them are trained on."""
 
 
