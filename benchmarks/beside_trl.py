@@ -321,7 +321,7 @@ def main() -> int:
     print(f"{about['hardware']}; commit {about['commit']}; {about['versions']}", flush=True)
     if not (out / recipes.MODEL).exists():
         recipes.write_data(out, options.model, options.gsm8k, options.dry_run)
-    bench = recipes.Bench(out, options.minutes, options.dry_run, {}, about)
+    bench = recipes.Bench(out, options.minutes, options.dry_run, False, {}, about)
     curves = [side(bench, which, options, seed) for seed in range(options.seeds) for which in options.sides.split(",")]
     print(f"\n{recipes.table(curves)}\n{compared(curves)}", flush=True)
     return 0 if all(curve.rewards for curve in curves) else 1

@@ -2,6 +2,7 @@
 
     python benchmarks/recipes.py OUT --model DIR --gsm8k DIR [--recipes words-grpo,gsm8k-grpo] [--seeds 1] [--minutes 8]
     python benchmarks/recipes.py OUT --dry-run                                  # on a CPU, with a tiny model and little data
+    python benchmarks/recipes.py OUT --cpu --recipes words-grpo --seeds 2       # `make real`: the model itself on a CPU
 
 DIR of --model is what examples/smollm2/get_model.py writes; that of --gsm8k has OpenAI's train.jsonl and test.jsonl.
 A recipe whose warm start is not in OUT trains it first. A run that is stopped by --minutes saves a checkpoint, and the same
@@ -35,6 +36,23 @@ DRY = [
     *("engine.backend=transformers", "launch.threads=1"),
 ]
 DRY_SAMPLING = ["algorithm.group_size=4"]
+CPU = [
+    *("trainer.device=cpu", "trainer.loggers=[console]", "policy.dtype=float32", "policy.optimizer.warmup_steps=0"),
+    *("engine.backend=transformers", "data.max_response_tokens=4", "eval.max_prompts=50"),
+]
+CPU_OF = {
+    "words-sft": [
+        *("data.prompts_per_step=16", "trainer.steps=40", "trainer.eval_every=5", "trainer.eval_before_train=false"),
+        "trainer.stop_at={val/words/mean@4: 0.2}",
+    ],
+    "words-grpo": [
+        *("data.prompts_per_step=16", "algorithm.group_size=8", "trainer.steps=30", "trainer.eval_every=15"),
+        "trainer.stop_at={}",
+    ],
+}
+"""What a CPU changes, where arithmetic in words has numbers below 10."""
+RISE = 0.1
+"""Least rise of the mean reward from the first to the last fifth of the steps, with --cpu."""
 DRY_OF = {
     "gsm8k-dapo": ["algorithm.prompts_per_round=8"],
     "gsm8k-ppo": ["critic.warmup_steps=1"],
@@ -135,6 +153,7 @@ class Bench:
     out: Path
     minutes: float
     dry: bool
+    cpu: bool
     changes: dict[str, list[str]]
     """Recipe -> keys that the command line sets."""
     about: dict[str, Any]
@@ -228,7 +247,9 @@ class Bench:
     def curve(self, name: str, seed: int) -> Curve:
         """Return the curve of a run that continues, or a new one."""
         dry = DRY if name.endswith("-sft") else DRY + DRY_SAMPLING + DRY_OF.get(name, [])
-        changes = [*(dry if self.dry else []), *self.changes.get(name, [])]
+        mode = dry if self.dry else CPU + CPU_OF[name] if self.cpu else []
+        changes = [*mode, *self.changes.get(name, [])]
+        name = f"{name}-cpu" if self.cpu else name
         path = self.out / "curves" / f"{name}-{seed}.json"
         before = json.loads(path.read_text()) if path.exists() else {}
         kept = {key: before[key] for key in ("evaluations", "rewards", "peak_gib") if key in before}
@@ -288,9 +309,9 @@ def described_machine() -> dict[str, Any]:
     }
 
 
-def write_data(out: Path, model: Path | None, gsm8k: Path | None, dry: bool) -> None:
+def write_data(out: Path, model: Path | None, gsm8k: Path | None, dry: bool, cpu: bool = False) -> None:
     """Put the data of both tasks and the model where the recipes look for them."""
-    run = [sys.executable, str(EXAMPLES / "words.py"), str(out / "words")]
+    run = [sys.executable, str(EXAMPLES / "words.py"), str(out / "words"), *(["0", "10"] if cpu else [])]
     subprocess.run(run, check=True, env=environment(), cwd=HERE, stdout=subprocess.DEVNULL)
     if dry and gsm8k is None:
         gsm8k = out / "source"
@@ -314,6 +335,10 @@ def write_data(out: Path, model: Path | None, gsm8k: Path | None, dry: bool) -> 
         )
     elif model is not None:
         (out / MODEL).symlink_to(model.resolve())
+    else:
+        subprocess.run(
+            [sys.executable, str(EXAMPLES / "get_model.py"), str(out / MODEL)], check=True, env=environment(), cwd=HERE
+        )
 
 
 def table(curves: list[Curve]) -> str:
@@ -333,6 +358,19 @@ def table(curves: list[Curve]) -> str:
     return "\n".join(lines)
 
 
+def risen(curves: list[Curve]) -> bool:
+    """Print how the mean reward of each run that samples has changed from the first to the last fifth of its steps."""
+    rises = {}
+    for curve in curves:
+        if "-sft" not in curve.recipe:
+            rewards = [row[2] for row in curve.rewards] or [0.0]
+            fifth = max(1, len(rewards) // 5)
+            first, last = statistics.fmean(rewards[:fifth]), statistics.fmean(rewards[-fifth:])
+            rises[curve.name] = last - first
+            print(f"{curve.name}: mean reward of the first {fifth} steps {first:.3f}, of the last {last:.3f}", flush=True)
+    return all(rise >= RISE for rise in rises.values())
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
@@ -343,11 +381,14 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=8.0, help="that each training has, its start included")
     parser.add_argument("--set", action="append", default=[], metavar="RECIPE:KEY=VALUE", help="change a key of a recipe")
     parser.add_argument("--dry-run", action="store_true")
+    parser.add_argument("--cpu", action="store_true", help=f"the small version, whose reward must rise by {RISE}")
     options = parser.parse_args()
     wanted = options.recipes.split(",")
     if unknown := set(wanted) - set(RECIPES):
         parser.error(f"there is no recipe {', '.join(sorted(unknown))}: choose from {', '.join(RECIPES)}")
-    if not options.dry_run and options.model is None:
+    if options.cpu and not set(wanted) <= set(CPU_OF):
+        parser.error(f"--cpu is for {', '.join(CPU_OF)}: got {options.recipes}")
+    if not (options.dry_run or options.cpu) and options.model is None:
         parser.error("--model must name the directory that examples/smollm2/get_model.py writes, unless --dry-run is given")
     if not options.dry_run and options.gsm8k is None and any(name.startswith("gsm8k") for name in wanted):
         parser.error("--gsm8k must name the directory with train.jsonl and test.jsonl")
@@ -364,13 +405,18 @@ def main() -> int:
     about = described_machine()
     print(f"{about['hardware']}; commit {about['commit']}; {about['versions']}", flush=True)
     if not (out / MODEL).exists():
-        write_data(out, options.model, options.gsm8k, options.dry_run)
-    bench = Bench(out, options.minutes, options.dry_run, changes, about)
+        write_data(out, options.model, options.gsm8k, options.dry_run, options.cpu)
+    bench = Bench(out, options.minutes, options.dry_run, options.cpu, changes, about)
     curves = [
         bench.train(name, seed) for name in wanted for seed in range(1 if name.endswith("-sft") else options.seeds)
     ]  # fmt: skip
     print(f"\n{table(curves)}", flush=True)
-    return 0 if all(curve.evaluations for curve in curves) else 1
+    well = all(curve.evaluations for curve in curves)
+    if options.cpu:
+        well = risen(curves) and well
+        for run_dir in sorted(out.glob("words/grpo-*")):
+            print(bench.command("report", ["report", str(run_dir)], 120).strip(), flush=True)
+    return 0 if well else 1
 
 
 if __name__ == "__main__":

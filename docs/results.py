@@ -23,7 +23,7 @@ SIDES = {"beside-fivefold": "Fivefold", "beside-trl": "TRL"}
 STAGES = ("rollout", "weight_sync", "logprobs", "train")
 NOT_MEASURED = "not measured"
 ON_CPU = ("words-sft-cpu", "words-grpo-cpu")
-"""Recipes as `make real` runs them, with numbers below 20."""
+"""Recipes as `make real` runs them, with numbers below 10."""
 HEADS = (
     "seed",
     "steps",

@@ -1,7 +1,7 @@
 """Arithmetic in words: problems, their answers to imitate, and the reward. A seed gives the same files everywhere.
 
     python examples/smollm2/words.py OUT [SEED]         writes OUT/train.jsonl and OUT/test.jsonl
-    python examples/smollm2/words.py OUT SEED 20        with numbers below 20 only, for a CPU
+    python examples/smollm2/words.py OUT SEED 10        with numbers below 10 only, for a CPU
 
 "What is forty-one plus twenty-seven?" must be answered with "68" alone.
 """
