@@ -82,6 +82,8 @@ class Curve:
     hardware: str
     commit: str
     versions: dict[str, str]
+    tag: str = ""
+    """Name of a trial with other keys than the recipe's."""
     evaluations: list[dict[str, float]] = field(default_factory=list)
     """Step, seconds since the start (of all processes together), accuracies with standard errors, seconds of stages."""
     rewards: list[list[float]] = field(default_factory=list)
@@ -92,7 +94,7 @@ class Curve:
 
     @property
     def name(self) -> str:
-        return f"{self.recipe}-{self.seed}"
+        return "-".join(filter(None, [self.recipe, self.tag, str(self.seed)]))
 
     @property
     def seconds(self) -> float:
@@ -100,7 +102,9 @@ class Curve:
         return max(rows, default=0.0)
 
     def add(self, row: dict[str, Any], seconds: float, since: list[dict[str, Any]]) -> str | None:
-        """Take a row of metrics; return the line of an evaluation."""
+        """Take a row of metrics; return the line of an evaluation. A step that is repeated replaces what it was."""
+        self.rewards = [kept for kept in self.rewards if kept[0] < row["step"]]
+        self.evaluations = [kept for kept in self.evaluations if kept["step"] < row["step"]]
         since.append(row)
         self.peak_gib = max(self.peak_gib, row.get("memory/peak_gb", 0.0))
         if (reward := row.get("reward/mean", row.get("policy/loss"))) is not None:
@@ -157,6 +161,7 @@ class Bench:
     changes: dict[str, list[str]]
     """Recipe -> keys that the command line sets."""
     about: dict[str, Any]
+    tag: str = ""
 
     def recipe(self, name: str) -> Path:
         """Write a recipe whose files are in `out`."""
@@ -177,16 +182,21 @@ class Bench:
     def train(self, name: str, seed: int) -> Curve:
         """Run a recipe until it ends or its time is over; the last checkpoint is then evaluated on all test problems."""
         task, kind = name.split("-", 1)
+        path, curve = self.recipe(name), self.curve(name, seed)
+        run_dir = self.out / task / curve.name.removeprefix(f"{task}-")
+        # A warm start that is there is that of the runs that follow; one with a tag is measured only.
+        warm = self.out / task / "warm" / MODEL if kind == "sft" and not self.tag else None
+        if warm is not None and warm.is_dir():
+            print(f"\n{curve.name}: {warm} is there", flush=True)
+            return curve
         if kind != "sft":
             self.warm(task)
-        path, run_dir = self.recipe(name), self.out / task / f"{kind}-{seed}"
-        curve = self.curve(name, seed)
         changes = [*curve.changes, f"trainer.run_dir={run_dir}", f"trainer.seed={seed}", "trainer.resume=auto"]
         print(f"\n{curve.name}: {' '.join(curve.changes) or 'as in its file'}", flush=True)
         self.follow(curve, run_dir, [*FIVEFOLD, "train", str(path), *changes])
-        if kind == "sft":
-            self.command(curve.name, ["export", str(run_dir), str(self.out / task / "warm" / MODEL)], 300)
-        elif curve.evaluations and "max_prompts" in path.read_text():
+        if warm is not None:
+            self.command(curve.name, ["export", str(run_dir), str(warm)], 300)
+        elif kind != "sft" and curve.evaluations and "max_prompts" in path.read_text():
             changes = [] if self.dry else ["eval.max_prompts=null"]
             printed = self.command(curve.name, ["eval", str(run_dir), *changes], 400)
             curve.whole = _scores(json.loads(printed)) if printed else {}
@@ -250,13 +260,18 @@ class Bench:
         mode = dry if self.dry else CPU + CPU_OF[name] if self.cpu else []
         changes = [*mode, *self.changes.get(name, [])]
         name = f"{name}-cpu" if self.cpu else name
-        path = self.out / "curves" / f"{name}-{seed}.json"
-        before = json.loads(path.read_text()) if path.exists() else {}
-        kept = {key: before[key] for key in ("evaluations", "rewards", "peak_gib") if key in before}
-        return Curve(name, seed, changes, **self.about, **kept)
+        curve = Curve(name, seed, changes, **self.about, tag=self.tag)
+        if (path := self.file(curve)).exists():
+            before = json.loads(path.read_text())
+            curve.evaluations, curve.rewards, curve.peak_gib = before["evaluations"], before["rewards"], before["peak_gib"]
+            curve.whole = before["whole"]
+        return curve
+
+    def file(self, curve: Curve) -> Path:
+        return self.out / "curves" / f"{curve.name}.json"
 
     def write(self, curve: Curve) -> None:
-        path = self.out / "curves" / f"{curve.name}.json"
+        path = self.file(curve)
         path.parent.mkdir(exist_ok=True)
         fields = [f"{json.dumps(key)}: {_lines(value)}" for key, value in vars(curve).items()]
         path.write_text("{\n" + ",\n".join(fields) + "\n}\n")
@@ -380,6 +395,7 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=1, help="seeds 0 to N - 1 of each recipe; a warm start has one")
     parser.add_argument("--minutes", type=float, default=8.0, help="that each training has, its start included")
     parser.add_argument("--set", action="append", default=[], metavar="RECIPE:KEY=VALUE", help="change a key of a recipe")
+    parser.add_argument("--tag", default="", help="name of a trial with --set: files of its own next to the recipe's")
     parser.add_argument("--dry-run", action="store_true")
     parser.add_argument("--cpu", action="store_true", help=f"the small version, whose reward must rise by {RISE}")
     options = parser.parse_args()
@@ -406,7 +422,7 @@ def main() -> int:
     print(f"{about['hardware']}; commit {about['commit']}; {about['versions']}", flush=True)
     if not (out / MODEL).exists():
         write_data(out, options.model, options.gsm8k, options.dry_run, options.cpu)
-    bench = Bench(out, options.minutes, options.dry_run, options.cpu, changes, about)
+    bench = Bench(out, options.minutes, options.dry_run, options.cpu, changes, about, options.tag)
     curves = [
         bench.train(name, seed) for name in wanted for seed in range(1 if name.endswith("-sft") else options.seeds)
     ]  # fmt: skip
@@ -414,7 +430,7 @@ def main() -> int:
     well = all(curve.evaluations for curve in curves)
     if options.cpu:
         well = risen(curves) and well
-        for run_dir in sorted(out.glob("words/grpo-*")):
+        for run_dir in sorted(out.glob("words/grpo-cpu-*")):
             print(bench.command("report", ["report", str(run_dir)], 120).strip(), flush=True)
     return 0 if well else 1
 

@@ -13,11 +13,13 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from fivefold.config import RunConfig
 from fivefold.observability.curve import Series, drawn
 
 DOCS = Path(__file__).resolve().parent
 FILES = DOCS.parent / "benchmarks" / "results" / "smollm2"
-RECIPES = sorted(path.stem for path in (DOCS.parent / "examples" / "smollm2").glob("*.yaml"))
+EXAMPLES = DOCS.parent / "examples" / "smollm2"
+RECIPES = sorted(path.stem for path in EXAMPLES.glob("*.yaml"))
 TASKS = {"words": "arithmetic in words", "gsm8k": "GSM8K, all 1,319 test problems"}
 SIDES = {"beside-fivefold": "Fivefold", "beside-trl": "TRL"}
 STAGES = ("rollout", "weight_sync", "logprobs", "train")
@@ -65,11 +67,13 @@ BESIDE = """
     data, reward, batch, lengths, learning rate and share of memory for vLLM, one after the other on the same GPU. Stages are
     means of the steps before the last evaluation.
 """
+TRIED = "Recipes with other keys, from the same warm start; the recipes above are what was chosen.\n\n"
+TRIED_HEADS = ("keys", "steps", "s a step", "sampled: before", "after", "reward", "on")
 Curve = dict[str, Any]
 
 
 def curves() -> list[Curve]:
-    return [json.loads(path.read_text()) | {"file": path.name} for path in sorted(FILES.glob("*.json"))]
+    return [{"tag": ""} | json.loads(path.read_text()) | {"file": path.name} for path in sorted(FILES.glob("*.json"))]
 
 
 def results(generated: str, found: list[Curve] | None = None) -> str:
@@ -80,7 +84,7 @@ def results(generated: str, found: list[Curve] | None = None) -> str:
         parts += [f"## {shown[0].upper()}{shown[1:]}", _task(task, found)]
         if _series(task, found):
             parts.append(f"![Share of correct samples over the steps]({picture(task).name})")
-    parts += [inspect.cleandoc(BESIDE), _beside(found)]
+    parts += ["## What was tried", TRIED + _tried(found), inspect.cleandoc(BESIDE), _beside(found)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -112,8 +116,9 @@ def _sentence(found: list[Curve]) -> str:
     """Return what GRPO reaches on each task, with the range over its seeds."""
     parts = []
     for task, shown in TASKS.items():
-        last = [_sampled(_after(curve))[0] for curve in _of(found, f"{task}-grpo")]
-        first = [_sampled(row)[0] for curve in _of(found, f"{task}-grpo") if (row := _before(curve, found))]
+        whole = [curve for curve in _of(found, f"{task}-grpo") if _part(curve) is None]
+        last = [_sampled(_after(curve))[0] for curve in whole]
+        first = [_sampled(row)[0] for curve in whole if (row := _before(curve, found))]
         between = f"{_span(first)} to {_span(last)} with {_seeds(len(last))}" if first and last else NOT_MEASURED
         parts.append(f"{shown}: {between}")
     text = "GRPO of SmolLM2-135M-Instruct, a published model of 135M parameters, on one GPU; share of correct samples: "
@@ -130,16 +135,31 @@ def _span(values: list[float]) -> str:
 
 
 def _of(found: Iterable[Curve], recipe: str) -> list[Curve]:
-    return [curve for curve in found if curve["recipe"] == recipe and curve["evaluations"]]
+    return [curve for curve in found if curve["recipe"] == recipe and curve["evaluations"] and not curve["tag"]]
 
 
 def _before(curve: Curve, found: list[Curve]) -> dict[str, float] | None:
-    """Return the evaluation of the warm start: the last of the task's SFT, or the run's own first one."""
+    """Return the evaluation of the warm start: the last of the task's SFT, or the run's own first one.
+
+    It is that of as many problems as the one after.
+    """
     task, kind, *device = curve["recipe"].split("-")
     if kind == "sft":
         return None
+    if _part(curve):
+        return curve["evaluations"][0]
     warm = _of(found, "-".join([task, "sft", *device]))
     return _after(warm[0]) if warm else curve["evaluations"][0]
+
+
+def _part(curve: Curve) -> int | None:
+    """Return the number of test problems of a run that has not evaluated all of them; None if it has."""
+    path = EXAMPLES / f"{curve['recipe'].removesuffix('-cpu')}.yaml"
+    if curve["whole"] or not path.exists():
+        return None
+    changes = dict(change.split("=", 1) for change in curve["changes"])
+    given = changes.get("eval.max_prompts", RunConfig.from_yaml(path).eval.max_prompts)
+    return None if given in (None, "null") else int(given)
 
 
 def _after(curve: Curve) -> dict[str, float]:
@@ -173,28 +193,39 @@ def _task(task: str, found: list[Curve]) -> str:
     for recipe in (name for name in [*RECIPES, *ON_CPU] if name.startswith(f"{task}-")):
         file = recipe.removesuffix("-cpu")
         name = f"[`{file}`](../examples/smollm2/{file}.yaml)" + (", `make real`" if recipe in ON_CPU else "")
-        rows = [f"| {name} {_row(curve, found)}" for curve in _of(found, recipe)]
+        rows = [f"| {name} | {' | '.join(_cells(curve, found))} |" for curve in _of(found, recipe)]
         lines += rows or [f"| {name} | {NOT_MEASURED} |" + " |" * 10]
     return "\n".join(lines)
+
+
+def _tried(found: list[Curve]) -> str:
+    lines = _head("recipe", *TRIED_HEADS)
+    for curve in found:
+        if curve["tag"] and curve["evaluations"]:
+            _, steps, _, seconds, _, _, before, after, reward, _, source = _cells(curve, found)
+            keys = " ".join(f"`{change}`" for change in curve["changes"])
+            lines.append(f"| `{curve['recipe']}` | {' | '.join([keys, steps, seconds, before, after, reward, source])} |")
+    return "\n".join(lines if len(lines) > 2 else [*lines, f"| {NOT_MEASURED} |" + " |" * len(TRIED_HEADS)])
 
 
 def _head(*names: str) -> list[str]:
     return [f"| {' | '.join(names)} |", "|" + "---|" * len(names)]
 
 
-def _row(curve: Curve, found: list[Curve]) -> str:
+def _cells(curve: Curve, found: list[Curve]) -> list[str]:
     before, after, rewards = _before(curve, found), _after(curve), [row[2] for row in curve["rewards"]]
     samples = before is not None
     ends = [statistics.fmean(part) for part in (rewards[:10], rewards[-10:])] if rewards and samples else []
     shares = [
         _share(*values(row)) if row else "" for values in (_greedy, _sampled) for row in (before, after)
     ]  # fmt: skip
+    if part := _part(curve):
+        shares = [f"{share} (of {part})" if share else "" for share in shares]
     seconds = max([row["seconds"] for row in curve["evaluations"]] + [row[1] for row in curve["rewards"]])
-    cells = [
+    return [
         f"{curve['seed']}", f"{len(rewards)}", f"{seconds / 60:.1f}", f"{_median(curve):.2f}", *shares,
         " to ".join(f"{end:.3f}" for end in ends), f"{curve['peak_gib']:.1f}", _source(curve),
     ]  # fmt: skip
-    return "| " + " | ".join(cells) + " |"
 
 
 def _share(value: float, error: float) -> str:

@@ -53,6 +53,13 @@ def test_a_run_that_continues_keeps_its_curve_and_its_seconds(tmp_path):
     assert json.loads((tmp_path / "curves/words-grpo-0.json").read_text())["rewards"] == [[7, 81.0, 0.5, 2.0]]
 
 
+def test_a_step_that_is_repeated_after_a_kill_counts_once():
+    found = curve()
+    for number, reward in ((1, 0.1), (2, 0.2), (3, 0.3), (2, 0.4)):
+        found.add(step(number, reward), 10.0 * number, [])
+    assert [row[:3:2] for row in found.rewards] == [[1, 0.1], [2, 0.4]]
+
+
 def test_a_line_that_is_being_written_waits_for_its_end(tmp_path):
     path = tmp_path / "metrics.jsonl"
     assert grown(path, 0) == ([], 0)

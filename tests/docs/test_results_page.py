@@ -15,7 +15,7 @@ def curve(recipe: str, seed: int = 0, **more: Any) -> dict[str, Any]:
     found: dict[str, Any] = {
         "recipe": recipe, "seed": seed, "changes": [], "hardware": "1 x GPU", "commit": "abc1234", "versions": {},
         "evaluations": [evaluation(0, 0.125), evaluation(3, 0.75)], "whole": {}, "peak_gib": 12.34,
-        "rewards": [[step, 10.0 * step, 0.1 * step, 1.5] for step in (1, 2, 3)], "file": f"{recipe}-{seed}.json",
+        "rewards": [[step, 10.0 * step, 0.1 * step, 1.5] for step in (1, 2, 3)], "file": f"{recipe}-{seed}.json", "tag": "",
     }  # fmt: skip
     return found | more
 
@@ -43,6 +43,19 @@ def test_before_is_the_warm_start_on_all_problems_and_after_too():
     part, warm, whole = curve("gsm8k-grpo"), curve("gsm8k-sft"), evaluation(3, 0.5)
     row = row_of(results("", [part | {"whole": whole}, warm]), "gsm8k-grpo")
     assert row[4:8] == ["0.3750 ± 0.0100", "0.2500 ± 0.0100", "0.7500 ± 0.0200", "0.5000 ± 0.0200"]
+
+
+def test_an_evaluation_of_part_of_the_problems_says_so_and_is_compared_with_its_like():
+    row = row_of(results("", [curve("gsm8k-grpo"), curve("gsm8k-sft", evaluations=[evaluation(9, 0.5)])]), "gsm8k-grpo")
+    assert row[6:8] == ["0.1250 ± 0.0200 (of 256)", "0.7500 ± 0.0200 (of 256)"]
+    begin, end = "<!-- results: begin (written by `make docs`) -->\n", "<!-- results: end -->\n"
+    assert "0.75" not in readme(begin + end, [curve("gsm8k-grpo")])
+
+
+def test_a_trial_is_listed_with_its_keys_and_is_no_result():
+    page = results("", [curve("words-grpo", tag="slow", changes=["policy.optimizer.lr=1e-6"])])
+    assert row_of(page, "words-grpo")[0] == "not measured"
+    assert "| `words-grpo` | `policy.optimizer.lr=1e-6` | 3 | 1.50 | 0.1250 ± 0.0200 | 0.7500 ± 0.0200 |" in page
 
 
 def test_what_has_no_file_is_not_measured():
@@ -73,4 +86,4 @@ def test_the_picture_has_a_curve_for_each_run_but_the_warm_start():
 def test_a_result_names_its_hardware_and_commit(path):
     found = json.loads(path.read_text())
     assert found["hardware"] and found["commit"] not in ("", "unknown") and found["evaluations"]
-    assert path.stem == f"{found['recipe']}-{found['seed']}"
+    assert path.stem == "-".join(filter(None, [found["recipe"], found.get("tag"), str(found["seed"])]))
