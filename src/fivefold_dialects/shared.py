@@ -182,7 +182,7 @@ def engine_name(source: Source, key: str, name: str | None) -> str:
 
 
 def bridge(source: Source, key: str, kind: str, ours: str, lacks: str | None) -> dict[str, Any]:
-    """Return our key of the library that loads and exports a model, or report that our tables do it where it `lacks` a part."""
+    """Return our key of the library that loads and exports a model; report that our tables do it where it `lacks` a part."""
     if lacks is not None:
         source.fixed(key, f"our own tables load and export the same bits: {kind} has no {lacks}")
         return {}
