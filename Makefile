@@ -39,7 +39,7 @@ BRIDGES_READY := $(BRIDGES)/.ready
 PART ?= 1/1
 
 .PHONY: setup check test test-plain test-vllm test-slow test-slow-vllm test-sglang test-kernels test-routes test-trackers test-hub test-install test-browser test-dialects test-documents test-eras test-cpus \
-	test-layouts test-attacks test-bridges test-published test-hosts test-by-turns test-all demo docs site demo-curve gsm8k gpu-test gpu-speed wheel image-cpu image-cuda clean
+	test-layouts test-attacks test-bridges test-published test-hosts test-by-turns test-all demo real docs site demo-curve gsm8k gpu-test gpu-speed wheel image-cpu image-cuda clean
 
 setup: $(READY)
 
@@ -193,6 +193,11 @@ test-hosts: $(VLLM_READY)
 
 demo: $(READY)
 	PATH="$(CURDIR)/$(BIN):$$PATH" sh examples/demo/demo.sh
+
+# A published model on a CPU, from its wheel to the report: arithmetic in words with small numbers, two seeds, at most 20 minutes.
+real: $(PUBLISHED_READY)
+	rm -rf runs/real
+	$(PUBLISHED)/bin/python benchmarks/recipes.py runs/real --cpu --recipes words-grpo --seeds 2
 
 # The pages that are written from the code; a test fails where they are not current.
 docs: $(READY)

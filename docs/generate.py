@@ -10,7 +10,8 @@ faq.md: how many GPUs a model needs, by docs/faq.py.
 install.md: the repository's address, from pyproject.toml.
 api.md: the names of the package, from their docstrings.
 documents.md: what five pages of other systems describe, from documents.yaml.
-README.md, status.md: the number of methods.
+README.md, status.md: the number of methods; README.md: the curves of results.md.
+results.md, results-*.svg: what the recipes of examples/smollm2 reach, from benchmarks/results/smollm2/, by docs/results.py.
 examples/README.md: GPUs, memory and time of each example, by docs/examples.py.
 examples/verl/run.yaml: what `fivefold convert` makes of the script next to it.
 coming-from/*.md: the tables of other systems' keys, from fivefold_dialects/.
@@ -35,6 +36,7 @@ from docs.api import api
 from docs.documents import write as documents
 from docs.examples import EXAMPLES, examples
 from docs.faq import gpus_table
+from docs.results import TASKS, drawing, picture, readme, results
 from fivefold.algo.choices import PARTS, Choices
 from fivefold.algo.methods import METHODS
 from fivefold.algo.part import Part
@@ -76,13 +78,15 @@ def pages() -> dict[Path, Callable[[], str]]:
         DOCS / "documents.md": lambda: documents(GENERATED),
         EXAMPLES / "verl" / "run.yaml": lambda: converted(EXAMPLES / "verl" / "run_qwen3_8b.sh"),
         EXAMPLES / "README.md": lambda: examples(GENERATED),
+        DOCS / "results.md": lambda: results(GENERATED),
+        **{picture(task): lambda svg=svg: svg for task in TASKS if (svg := drawing(task))},
         **{DOCS / "coming-from" / f"{system}.md": partial(_dialect, system) for system in SYSTEMS},
         **part(DOCS / "methods.md", update),
         **part(DOCS / "rewards.md", rewards),
         **part(DOCS / "plan.md", planning),
         **part(DOCS / "faq.md", faq),
         **part(DOCS / "install.md", installing),
-        **part(DOCS.parent / "README.md", counted),
+        **part(DOCS.parent / "README.md", lambda page: readme(counted(page))),
         **part(DOCS / "status.md", counted),
     }
 

@@ -1,6 +1,7 @@
 """Arithmetic in words: problems, their answers to imitate, and the reward. A seed gives the same files everywhere.
 
     python examples/smollm2/words.py OUT [SEED]         writes OUT/train.jsonl and OUT/test.jsonl
+    python examples/smollm2/words.py OUT SEED 10        with numbers below 10 only, for a CPU
 
 "What is forty-one plus twenty-seven?" must be answered with "68" alone.
 """
@@ -15,6 +16,7 @@ from pathlib import Path
 SYSTEM = "Answer with one number."
 """Takes the place of the longer system message that the chat template begins with."""
 TRAIN, TEST = 6000, 500
+"""Rows at most; a third of few problems is for the test."""
 UNITS = [
     *("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"),
     *("ten", "eleven", "twelve", "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen"),
@@ -35,9 +37,9 @@ def right(response: str, ground_truth: str) -> float:
     return float(response.strip() == ground_truth)
 
 
-def problems() -> list[tuple[str, int]]:
-    """Every question about two numbers from 10 to 99 with its answer; no answer is below 0."""
-    pairs = [(a, b) for a in range(10, 100) for b in range(10, 100)]
+def problems(numbers: range = range(10, 100)) -> list[tuple[str, int]]:
+    """Every question about two of the numbers with its answer; no answer is below 0."""
+    pairs = [(a, b) for a in numbers for b in numbers]
     return [(f"What is {words(a)} plus {words(b)}?", a + b) for a, b in pairs] + [
         (f"What is {words(a)} minus {words(b)}?", a - b) for a, b in pairs if a >= b
     ]
@@ -52,14 +54,16 @@ def row(question: str, answer: int) -> dict[str, object]:
     }
 
 
-def main(out: Path, seed: int) -> None:
-    every = problems()
+def main(out: Path, seed: int = 0, below: int | None = None) -> None:
+    every = problems() if below is None else problems(range(below))
     random.Random(seed).shuffle(every)  # noqa: S311 - not for secrets
     out.mkdir(parents=True, exist_ok=True)
-    for name, part in (("train", every[:TRAIN]), ("test", every[TRAIN : TRAIN + TEST])):
+    test = min(TEST, len(every) // 3)
+    train = min(TRAIN, len(every) - test)
+    for name, part in (("train", every[:train]), ("test", every[train : train + test])):
         (out / f"{name}.jsonl").write_text("".join(json.dumps(row(*problem)) + "\n" for problem in part))
         print(f"{out / name}.jsonl: {len(part)} rows")
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 0)
+    main(Path(sys.argv[1]), *map(int, sys.argv[2:]))

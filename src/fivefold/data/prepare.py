@@ -41,7 +41,21 @@ def prepare(
     below: int = 100,
     form: str = "verl",
 ) -> dict[str, int]:
-    """Write `out`/train.parquet and `out`/test.parquet; return the number of rows in each.
+    """Write `out`/train.parquet and `out`/test.parquet; return the number of rows in each."""
+    splits = rows_of(name, source, limit, seed, below, form)
+    out.mkdir(parents=True, exist_ok=True)
+    written = {}
+    for split, rows in splits.items():
+        if rows:
+            _write(rows, out / f"{split}.parquet")
+            written[split] = len(rows)
+    return written
+
+
+def rows_of(
+    name: str, source: list[Path], limit: int | None = None, seed: int = 0, below: int = 100, form: str = "verl"
+) -> dict[str, list[dict[str, Any]]]:
+    """Return the rows of the splits "train" and "test".
 
     `source` are local files. Files with "test" in their name make the test split; without one, the last 5 % of the rows do.
     Without `source` the files come from the hub; `arithmetic` needs none. `form` chooses the text after each question.
@@ -67,13 +81,7 @@ def prepare(
             splits["test"], splits["train"] = splits["train"][-held:], splits["train"][:-held]
         if limit:
             splits = {split: rows[:limit] for split, rows in splits.items()}
-    out.mkdir(parents=True, exist_ok=True)
-    written = {}
-    for split, rows in splits.items():
-        if rows:
-            _write(rows, out / f"{split}.parquet")
-            written[split] = len(rows)
-    return written
+    return splits
 
 
 def arithmetic(count: int, seed: int, below: int) -> dict[str, list[dict[str, Any]]]:

@@ -120,17 +120,24 @@ def figure(run_dir: str | Path, *metrics: str, title: str = "") -> Figure:
     series = _series(_matching(metrics, names), rows)
     if not series:
         raise UserError(f"no metric {' or '.join(metrics)} in {run_dir}; there are {', '.join(names)}")
+    return drawn(series, title)
+
+
+def drawn(series: Series, title: str) -> Figure:
+    """Return one chart of named curves, with two labels per line above it."""
+    top = 32 + 16 * ((len(series) + 1) // 2)
     labels = [
-        f'<line x1="{LEFT + place * _KEY}" x2="{LEFT + place * _KEY + 24}" y1="40" y2="40" {_style(place)}/>'
-        f'<text x="{LEFT + place * _KEY + 29}" y="44">{html.escape(name)} {_number(points[-1][1])}</text>'
+        f'<line x1="{x}" x2="{x + 24}" y1="{y}" y2="{y}" {_style(place)}/>'
+        f'<text x="{x + 29}" y="{y + 4}">{html.escape(name)} {_number(points[-1][1])}</text>'
         for place, (name, points) in enumerate(series)
+        for x, y in [(LEFT + place % 2 * _KEY, 40 + 16 * (place // 2))]
     ]
     return Figure(
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT + 48}" width="{WIDTH * 1.4:.0f}" role="img" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT + top}" width="{WIDTH * 1.4:.0f}" role="img" '
         f'aria-label="{html.escape(title)}"><style>{CURVE_STYLE}</style>'
-        f'<rect class="page" x="0.5" y="0.5" width="{WIDTH - 1}" height="{HEIGHT + 47}" rx="8"/>'
+        f'<rect class="page" x="0.5" y="0.5" width="{WIDTH - 1}" height="{HEIGHT + top - 1}" rx="8"/>'
         f'<text class="title" x="{LEFT}" y="26">{html.escape(title)}</text>{"".join(labels)}'
-        f'<g transform="translate(0 48)">{_curves(series)}</g></svg>\n'
+        f'<g transform="translate(0 {top})">{_curves(series)}</g></svg>\n'
     )
 
 

@@ -172,11 +172,13 @@ METRICS: dict[str, tuple[Metric, ...]] = {
     ),
     "Evaluation": (
         Metric("val/<source>/accuracy", "fraction", "Correct greedy responses (pass@1) to a source's validation prompts."),
+        Metric("val/<source>/accuracy_stderr", "fraction", "Standard error of that over the prompts."),
         Metric("val/<source>/reward", "reward", "Mean reward of the greedy responses."),
         Metric("val/<source>/length_mean", "tokens", "Mean length of the greedy responses."),
         Metric("val/<source>/truncated_fraction", "fraction", "Greedy responses that ended at the token limit."),
         Metric("val/<source>/form_fraction", "fraction", "response/form_fraction of the greedy responses."),
         Metric("val/<source>/mean@<k>", "fraction", "Correct responses among k sampled ones."),
+        Metric("val/<source>/stderr@<k>", "fraction", "Standard error of mean@k over the prompts."),
         Metric("val/<source>/pass@<k>", "fraction", "Prompts with a correct response among k sampled ones."),
         Metric("val/loss", "loss", "Loss on the validation responses, for methods that learn from data."),
         Metric("val/kl_reference", "nats", "policy/kl_reference on them."),

@@ -102,17 +102,14 @@ class Evaluation:
         greedy = self.generator.sample(chosen.prompts, 1, chosen.greedy, draw)
         for source, rows in self._by_source(greedy).items():
             metrics |= rows.means(source, correct="accuracy", rewards="reward", lengths="length_mean")
-            metrics |= rows.shapes(source)
+            metrics |= rows.shapes(source) | rows.standard_error(1, f"val/{source}/accuracy_stderr")
         if chosen.samples:
             k = chosen.samples
             sampled = self.generator.sample(chosen.prompts, k, chosen.sampled, draw)
             for source, rows in self._by_source(sampled).items():
-                metrics |= rows.means(source, correct=f"mean@{k}")
-                # pass@k counts only prompts whose k responses all have a reward.
-                whole_P = rows.failed.view(-1, k).sum(1) == 0
-                if whole_P.any():
-                    passed_P = rows.correct.view(-1, k)[whole_P].any(1)
-                    metrics[f"val/{source}/pass@{k}"] = float(passed_P.double().mean())
+                metrics |= rows.means(source, correct=f"mean@{k}") | rows.standard_error(k, f"val/{source}/stderr@{k}")
+                if len(correct_PG := rows.by_prompt(k)):
+                    metrics[f"val/{source}/pass@{k}"] = float(correct_PG.any(1).double().mean())
         return metrics, greedy
 
     def _by_source(self, groups: Sequence[Group]) -> dict[str, _Rows]:
@@ -154,6 +151,18 @@ class _Rows:
         if not known.any():
             return {}
         return {f"val/{source}/{name}": float(getattr(self, column)[known].mean()) for column, name in names.items()}
+
+    def by_prompt(self, k: int) -> Tensor:
+        """Whether each of a prompt's k responses is correct; only prompts whose k responses all have a reward."""
+        return self.correct.view(-1, k)[self.failed.view(-1, k).sum(1) == 0]
+
+    def standard_error(self, k: int, name: str) -> dict[str, float]:
+        """Standard error of the share of correct responses, under `name`: that of a mean over independent prompts.
+
+        The k responses to a prompt are not independent of each other. Empty if there are fewer than two prompts.
+        """
+        mean_P = self.by_prompt(k).double().mean(1)
+        return {name: float(mean_P.std() / len(mean_P) ** 0.5)} if len(mean_P) > 1 else {}
 
     def shapes(self, source: str) -> dict[str, float]:
         """`val/<source>/...` on how the responses end and whether they have the form that the reward reads."""

@@ -1,0 +1,331 @@
+"""GRPO of the same model by Fivefold and by TRL's GRPOTrainer with vLLM in its process, one after the other on one GPU.
+
+    python benchmarks/beside_trl.py OUT [--recipe gsm8k-grpo] [--steps 40] [--sides fivefold,trl] [--seeds 1] [--minutes 8]
+    python benchmarks/beside_trl.py OUT --shape Qwen3-1.7B --steps 6        # random weights: time and memory only
+    python benchmarks/beside_trl.py OUT --dry-run                           # on a CPU; TRL samples with transformers
+
+OUT is a directory of benchmarks/recipes.py, whose --model and --gsm8k it takes too: both sides start from its warm start,
+with the data, reward, batch, lengths, learning rate, clipping and share of memory for vLLM of the recipe. TRL keeps float32
+weights under autocast to bfloat16, as Fivefold's optimizer does. Gradient checkpointing and sleep mode are off, since the
+model leaves room, and so is its correction by the engine's log-probs, which the recipe does not have either.
+
+TRL 1.16 accepts vLLM 0.22 to 0.31 and needs no patch for 0.26. Without a package index these wheels bring it (14 MB;
+transformers, numpy, pyarrow, psutil and tqdm are there with Fivefold):
+
+    pip download --no-deps --only-binary=:all: --python-version 3.12 --implementation cp --platform manylinux_2_28_x86_64 \\
+      --platform manylinux_2_24_x86_64 --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 --dest trl-wheels \\
+      trl==1.16.0 accelerate==1.15.0 datasets==5.2.0 dill==0.4.1 multiprocess==0.70.19 xxhash==4.1.0 fsspec==2026.9.0 \\
+      pandas==3.1.1 python-dateutil==2.9.0.post0 six==1.17.0
+    for wheel in trl-wheels/*.whl; do python -m zipfile -e "$wheel" SITE; done        # there; then SITE is on PYTHONPATH
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import signal
+import statistics
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
+
+from benchmarks import recipes
+from fivefold.config import RunConfig
+
+LOSSES = {"seq-mean-token-mean": "grpo", "token-mean": "dapo", "constant-length": "dr_grpo"}
+"""Aggregation -> TRL's loss_type."""
+SHAPE = {
+    "algorithm.group_size": 8,
+    "algorithm.updates_per_step": 1,
+    "data.prompts_per_step": 32,
+    "data.max_response_tokens": 512,
+    "policy.skip_zero_advantage": "false",
+    "policy.tokens_per_micro_batch": 8192,
+    "policy.offload.gradients": "true",
+    "policy.offload.optimizer": "true",
+    "engine.sampling.ignore_eos": "true",
+    "engine.memory_fraction": 0.4,
+    "engine.max_num_seqs": 256,
+}
+"""What a comparison of time and memory changes: every response has the longest length, and all of them are trained on."""
+
+
+class Clock:
+    """Seconds of a step by stage; a stage ends when the device has finished its work."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = defaultdict(float)
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        begun = self.now()
+        yield
+        self.seconds[name] += self.now() - begun
+
+    def now(self) -> float:
+        import torch
+
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+
+def train_with_trl(path: Path, changes: list[str], run_dir: Path) -> None:
+    """Write the metrics of a run of TRL under Fivefold's names to `run_dir`/metrics.jsonl."""
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    import torch
+    import transformers
+    import trl
+    from datasets import Dataset
+
+    from fivefold.reward.rules import BUILT_IN
+    from fivefold.user_code import is_user_code, load_user_code
+
+    config = RunConfig.from_yaml(path, changes)
+    data, algorithm, optimizer = config.data, config.algorithm, config.policy.optimizer
+    (name,) = config.reward.functions
+    score = load_user_code(name) if is_user_code(name) else BUILT_IN[name].function
+    rows = {kind: _rows(files) for kind, files in (("train", data.train), ("val", data.val))}
+    rows["val"] = rows["val"][: config.eval.max_prompts]
+    clock, on_gpu = Clock(), config.trainer.device == "cuda"
+    run_dir.mkdir(parents=True, exist_ok=True)
+    samples, updates = data.prompts_per_step * algorithm.group_size, algorithm.updates_per_step
+    limit = data.max_prompt_tokens + data.max_response_tokens
+    at_once = min(samples // updates, 2 ** int(math.log2(max(1, config.policy.tokens_per_micro_batch // limit))))
+
+    def right(completions: list[list[dict[str, str]]], ground_truth: list[str], **_: Any) -> list[float]:
+        with clock.stage("reward"):
+            return [score(each[0]["content"], truth) for each, truth in zip(completions, ground_truth, strict=True)]
+
+    class Timed(trl.GRPOTrainer):
+        """Measures its stages, and evaluates as Fivefold does."""
+
+        def _generate_and_score_completions(self, inputs):
+            with clock.stage("generation"):
+                return super()._generate_and_score_completions(inputs)
+
+        def _generate_single_turn(self, *arguments, **named):
+            if self.use_vllm and self.state.global_step != self._last_loaded_step:
+                with clock.stage("weight_sync"):
+                    self.vllm_generation.sync_weights()
+                self._last_loaded_step = self.state.global_step
+            with clock.stage("rollout"):
+                return super()._generate_single_turn(*arguments, **named)
+
+        def _get_per_token_logps_and_entropies(self, *arguments, **named):
+            with clock.stage("logprobs" if not torch.is_grad_enabled() else "forward"):
+                return super()._get_per_token_logps_and_entropies(*arguments, **named)
+
+        def evaluated(self) -> dict[str, float]:
+            """Accuracy of greedy decoding, and of as many samples as the recipe has."""
+            found, k = {}, config.eval.samples
+            self.model.eval()
+            for count, temperature, mean, error in (
+                (1, 0.0, "accuracy", "accuracy_stderr"),
+                (k, config.eval.temperature, f"mean@{k}", f"stderr@{k}"),
+            ):
+                prompts = [row["prompt"] for row in rows["val"] for _ in range(count)]
+                ids, images, fields = self._tokenize_prompts(prompts)
+                with self._temperature(temperature):
+                    completions, _ = self._generate_single_turn(ids, images, fields, count)
+                texts = self.processing_class.batch_decode(completions, skip_special_tokens=True)
+                truths = [row["ground_truth"] for row in rows["val"] for _ in range(count)]
+                right_PG = torch.tensor([score(*pair) for pair in zip(texts, truths, strict=True)]).view(-1, count)
+                mean_P = (right_PG >= 1).double().mean(1)
+                found[f"val/{path.stem}/{mean}"] = float(mean_P.mean())
+                found[f"val/{path.stem}/{error}"] = float(mean_P.std() / len(mean_P) ** 0.5)
+            self.model.train()
+            return found
+
+        @contextmanager
+        def _temperature(self, temperature: float) -> Iterator[None]:
+            holder, key = (self.vllm_generation, "temperature") if self.use_vllm else (self.generation_config, "do_sample")
+            value = temperature if self.use_vllm else temperature > 0
+            before = getattr(holder, key)
+            setattr(holder, key, value)
+            yield
+            setattr(holder, key, before)
+
+    class Rows(transformers.TrainerCallback):
+        """Writes a row after every step, which has as many optimizer steps as the recipe says."""
+
+        def __init__(self) -> None:
+            self.begun, self.tokens = 0.0, 0
+
+        def on_train_begin(self, args, state, control, **named):
+            self.write(0, trainer.evaluated() if config.trainer.eval_before_train and rows["val"] else {})
+
+        def on_step_begin(self, args, state, control, **named):
+            if state.global_step % updates == 0:
+                clock.seconds.clear()
+                self.begun = clock.now()
+
+        def on_step_end(self, args, state, control, **named):
+            if state.global_step % updates:
+                return
+            step, whole, seconds = state.global_step // updates, clock.now() - self.begun, dict(clock.seconds)
+            generation = seconds.pop("generation")
+            seconds.pop("forward", None)
+            row = {f"time/{name}": value for name, value in seconds.items()}
+            row |= {"time/step": whole, "time/train": whole - generation, "time/pack": generation - sum(seconds.values())}
+            row |= self.metrics(whole)
+            every = config.trainer.eval_every
+            if rows["val"] and (step == config.trainer.steps or (isinstance(every, int) and every and step % every == 0)):
+                row |= trainer.evaluated()
+            self.write(step, row)
+
+        def metrics(self, whole: float) -> dict[str, float]:
+            found = {name: values[-1] for name, values in trainer._metrics["train"].items() if values}
+            names = {
+                "reward": "reward/mean",
+                "frac_reward_zero_std": "reward/frac_reward_zero_std",
+                "completions/mean_length": "response/length_mean",
+            }
+            row = {ours: found[theirs] for theirs, ours in names.items()}
+            tokens = trainer.state.num_input_tokens_seen
+            row["throughput/tokens_per_second"] = (tokens - self.tokens) / whole
+            self.tokens = tokens
+            if on_gpu:
+                row["memory/peak_gb"] = torch.cuda.max_memory_allocated() / 2**30
+                torch.cuda.reset_peak_memory_stats()
+            return row
+
+        def write(self, step: int, row: dict[str, float]) -> None:
+            with (run_dir / "metrics.jsonl").open("a") as file:
+                file.write(json.dumps({"step": step, **row, "wall": time.time()}) + "\n")
+
+    chosen = algorithm.resolved
+    arguments = trl.GRPOConfig(
+        output_dir=str(run_dir), max_steps=config.trainer.steps * updates, seed=config.trainer.seed,
+        per_device_train_batch_size=at_once, gradient_accumulation_steps=samples // updates // at_once,
+        steps_per_generation=samples // at_once, num_generations=algorithm.group_size,
+        max_completion_length=data.max_response_tokens, temperature=config.engine.sampling.temperature,
+        learning_rate=optimizer.lr, lr_scheduler_type="constant_with_warmup", warmup_steps=int(optimizer.warmup_steps),
+        weight_decay=optimizer.weight_decay, max_grad_norm=optimizer.clip_grad, adam_beta1=optimizer.betas[0],
+        adam_beta2=optimizer.betas[1], adam_epsilon=optimizer.eps, beta=chosen.kl.coef or 0.0,
+        epsilon=chosen.clip_low, epsilon_high=chosen.clip_high, loss_type=LOSSES[chosen.aggregate],
+        scale_rewards=chosen.normalize,
+        bf16=on_gpu, use_cpu=not on_gpu, gradient_checkpointing=False,
+        use_vllm=config.engine.kind == "vllm", vllm_mode="colocate",
+        vllm_gpu_memory_utilization=config.engine.memory_fraction, vllm_max_model_length=limit,
+        vllm_importance_sampling_correction=False, save_strategy="no", report_to=[], logging_strategy="no",
+        disable_tqdm=True,
+        generation_kwargs={"ignore_eos": True} if config.engine.sampling.ignore_eos else None,
+    )  # fmt: skip
+    trainer = Timed(
+        model=config.model.path, reward_funcs=right, args=arguments, train_dataset=Dataset.from_list(rows["train"]),
+        callbacks=[Rows()],
+    )  # fmt: skip
+    trainer.train()
+
+
+def _rows(files: list[str]) -> list[dict[str, Any]]:
+    """Return prompts with their truths, as TRL takes them."""
+    rows = [json.loads(line) for file in files for line in Path(file).read_text().splitlines()]
+    return [{"prompt": row["prompt"], "ground_truth": row["reward_model"]["ground_truth"]} for row in rows]
+
+
+def side(bench: recipes.Bench, which: str, options: argparse.Namespace, seed: int) -> recipes.Curve:
+    """Run one side from the recipe's warm start."""
+    path = bench.recipe(options.recipe)
+    run_dir = bench.out / "beside" / f"{which}-{seed}"
+    curve = bench.curve(f"beside-{which}", seed)
+    length = [f"trainer.steps={options.steps}", f"trainer.eval_every={options.eval_every}"]
+    curve.changes = [*changes(bench, options), *curve.changes, *length, *options.set]
+    common = [*curve.changes, f"trainer.run_dir={run_dir}", f"trainer.seed={seed}"]
+    print(f"\n{curve.name}: {' '.join(curve.changes)}", flush=True)
+    if which == "trl":
+        command = [sys.executable, __file__, "--trl", str(path), str(run_dir), *common]
+    else:
+        command = [*recipes.FIVEFOLD, "train", str(path), *common, "trainer.resume=never", "trainer.stop_at={}"]
+    bench.follow(curve, run_dir, command)
+    bench.write(curve)
+    return curve
+
+
+def changes(bench: recipes.Bench, options: argparse.Namespace) -> list[str]:
+    """Return the keys that both sides change in the recipe."""
+    model = bench.warm(options.recipe.split("-")[0]) if options.shape is None else shape(bench.out, options.shape)
+    shaped = {} if options.shape is None else SHAPE | {"data.val": "[]"}
+    return [f"model.path={model}", *(f"{key}={value}" for key, value in shaped.items())]
+
+
+def shape(out: Path, name: str) -> Path:
+    """Return a directory with a random model of a published model's sizes, and the tokenizer of the recipe's model."""
+    import shutil
+
+    import torch
+    import transformers
+
+    from tests.support.public_shapes import SHAPES, write_shape
+
+    directory = out / name
+    if not directory.exists():
+        config = transformers.AutoConfig.from_pretrained(write_shape(out / f"{name}.config", name))
+        torch.manual_seed(0)
+        with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+            model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        model.save_pretrained(directory)
+        for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json"):
+            if (out / recipes.MODEL / file).exists():
+                shutil.copy(out / recipes.MODEL / file, directory)
+    assert name in SHAPES
+    return directory
+
+
+def compared(curves: list[recipes.Curve]) -> str:
+    """Return the sides' median seconds a step, without the first two steps, which compile and allocate."""
+    medians: dict[str, list[float]] = defaultdict(list)
+    for curve in curves:
+        if seconds := [row[3] for row in curve.rewards if row[0] > 2]:
+            medians[curve.recipe].append(statistics.median(seconds))
+    lines = [f"{name}: {statistics.median(found):.2f} s a step" for name, found in medians.items()]
+    if len(medians) == 2:
+        ours, theirs = (statistics.median(medians[f"beside-{which}"]) for which in ("fivefold", "trl"))
+        lines.append(f"a step of Fivefold takes {ours / theirs:.2f} of TRL's time")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    if sys.argv[1:2] == ["--trl"]:
+        path, run_dir, *overrides = sys.argv[2:]
+        train_with_trl(Path(path), overrides, Path(run_dir))
+        return 0
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--model", type=Path, help="directory of the model, if OUT has none")
+    parser.add_argument("--gsm8k", type=Path, help="directory with train.jsonl and test.jsonl, if OUT has no data")
+    parser.add_argument("--recipe", default="gsm8k-grpo")
+    parser.add_argument("--sides", default="fivefold,trl")
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--eval-every", type=int, default=20)
+    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--minutes", type=float, default=8.0, help="that each side has, its start included")
+    parser.add_argument("--shape", help="a model of tests/support/public_shapes.py with random weights instead")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="change a key of both sides")
+    parser.add_argument("--dry-run", action="store_true")
+    options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    out = options.out.resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    about = recipes.described_machine()
+    print(f"{about['hardware']}; commit {about['commit']}; {about['versions']}", flush=True)
+    if not (out / recipes.MODEL).exists():
+        recipes.write_data(out, options.model, options.gsm8k, options.dry_run)
+    bench = recipes.Bench(out, options.minutes, options.dry_run, False, {}, about)
+    curves = [side(bench, which, options, seed) for seed in range(options.seeds) for which in options.sides.split(",")]
+    print(f"\n{recipes.table(curves)}\n{compared(curves)}", flush=True)
+    return 0 if all(curve.rewards for curve in curves) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

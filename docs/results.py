@@ -1,0 +1,262 @@
+"""Writes docs/results.md, its pictures and README's line from benchmarks/results/smollm2/*.json: every number from a file.
+
+benchmarks/recipes.py and benchmarks/beside_trl.py write these files; `make docs` after a new one is all there is to do.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import statistics
+import textwrap
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from fivefold.config import RunConfig
+from fivefold.observability.curve import Series, drawn
+
+DOCS = Path(__file__).resolve().parent
+FILES = DOCS.parent / "benchmarks" / "results" / "smollm2"
+EXAMPLES = DOCS.parent / "examples" / "smollm2"
+RECIPES = sorted(path.stem for path in EXAMPLES.glob("*.yaml"))
+TASKS = {"words": "arithmetic in words", "gsm8k": "GSM8K, all 1,319 test problems"}
+SIDES = {"beside-fivefold": "Fivefold", "beside-trl": "TRL"}
+STAGES = ("rollout", "weight_sync", "logprobs", "train")
+NOT_MEASURED = "not measured"
+ON_CPU = ("words-sft-cpu", "words-grpo-cpu")
+"""Recipes as `make real` runs them, with numbers below 10."""
+HEADS = (
+    "seed",
+    "steps",
+    "minutes",
+    "s a step",
+    "greedy: before",
+    "after",
+    "sampled: before",
+    "after",
+    "reward",
+    "GiB",
+    "on",
+)
+BESIDE_HEADS = (
+    *("seed", "s a step", "rollout", "sync", "log-probs", "training", "tokens/s", "GiB"),
+    *("sampled: first", "last", "on"),
+)
+HEAD = """
+    # Results
+
+    {generated}
+
+    SmolLM2-135M-Instruct, a published model that needs no hub, trained by the recipes of
+    [`examples/smollm2`](../examples/README.md). `benchmarks/recipes.py` ran them; each row's numbers come from the file that
+    it links, which has the whole curve, the versions, and the keys that were changed. A row without numbers has not been
+    measured.
+
+        python examples/smollm2/get_model.py runs/model
+        python benchmarks/recipes.py runs/smollm2 --model runs/model --gsm8k DIR --seeds 3
+
+    *Greedy* is the share of test problems that greedy decoding solves, *sampled* that of four samples for each problem at
+    temperature 1 (mean@4), both with standard errors over the problems. *Before* is the warm start, at the end of the task's
+    SFT. *Reward* is the mean reward of the samples in the first and in the last ten steps of training.
+"""
+BESIDE = """
+    ## TRL
+
+    `benchmarks/beside_trl.py` runs a recipe by Fivefold and by TRL's GRPOTrainer with vLLM in its process: the same model,
+    data, reward, batch, lengths, learning rate and share of memory for vLLM, one after the other on the same GPU. Stages are
+    means of the steps before the last evaluation.
+"""
+TRIED = "Recipes with other keys, from the same warm start; the recipes above are what was chosen.\n\n"
+TRIED_HEADS = ("keys", "steps", "s a step", "sampled: before", "after", "reward", "on")
+Curve = dict[str, Any]
+
+
+def curves() -> list[Curve]:
+    return [{"tag": ""} | json.loads(path.read_text()) | {"file": path.name} for path in sorted(FILES.glob("*.json"))]
+
+
+def results(generated: str, found: list[Curve] | None = None) -> str:
+    """Return the page; `found` are the curves, by default those of the repository."""
+    found = curves() if found is None else found
+    parts = [inspect.cleandoc(HEAD).format(generated=generated)]
+    for task, shown in TASKS.items():
+        parts += [f"## {shown[0].upper()}{shown[1:]}", _task(task, found)]
+        if _series(task, found):
+            parts.append(f"![Share of correct samples over the steps]({picture(task).name})")
+    parts += ["## What was tried", TRIED + _tried(found), inspect.cleandoc(BESIDE), _beside(found)]
+    return "\n\n".join(parts) + "\n"
+
+
+def picture(task: str) -> Path:
+    return DOCS / f"results-{task}.svg"
+
+
+def drawing(task: str, found: list[Curve] | None = None) -> str | None:
+    """Return the picture of a task's curves: sampled accuracy of each run over its steps; None if nothing is measured."""
+    series = _series(task, curves() if found is None else found)
+    return drawn(series, f"SmolLM2-135M, {TASKS[task]}").svg if series else None
+
+
+def readme(page: str, found: list[Curve] | None = None) -> str:
+    """Return README with its line on these results."""
+    begin, end = "<!-- results: begin (written by `make docs`) -->\n", "<!-- results: end -->\n"
+    found = curves() if found is None else found
+    pictures = [
+        f'<img src="docs/{picture(task).name}" width="520" alt="{TASKS[task]}: share of correct samples over the steps">\n'
+        for task in TASKS
+        if _series(task, found)
+    ]
+    before, _, rest = page.partition(begin)
+    text = "".join(pictures) + ("\n" if pictures else "") + _sentence(found) + "\n"
+    return before + begin + text + end + rest.partition(end)[2]
+
+
+def _sentence(found: list[Curve]) -> str:
+    """Return what GRPO reaches on each task, with the range over its seeds."""
+    parts = []
+    for task, shown in TASKS.items():
+        whole = [curve for curve in _of(found, f"{task}-grpo") if _part(curve) is None]
+        last = [_sampled(_after(curve))[0] for curve in whole]
+        first = [_sampled(row)[0] for curve in whole if (row := _before(curve, found))]
+        between = f"{_span(first)} to {_span(last)} with {_seeds(len(last))}" if first and last else NOT_MEASURED
+        parts.append(f"{shown}: {between}")
+    text = "GRPO of SmolLM2-135M-Instruct, a published model of 135M parameters, on one GPU; share of correct samples: "
+    return textwrap.fill(f"{text}{'; '.join(parts)} ([results](docs/results.md)).", 120)
+
+
+def _seeds(count: int) -> str:
+    return "one seed" if count == 1 else f"{count} seeds"
+
+
+def _span(values: list[float]) -> str:
+    low, high = f"{min(values):.2f}", f"{max(values):.2f}"
+    return low if low == high else f"{low}-{high}"
+
+
+def _of(found: Iterable[Curve], recipe: str) -> list[Curve]:
+    return [curve for curve in found if curve["recipe"] == recipe and curve["evaluations"] and not curve["tag"]]
+
+
+def _before(curve: Curve, found: list[Curve]) -> dict[str, float] | None:
+    """Return the evaluation of the warm start: the last of the task's SFT, or the run's own first one.
+
+    It is that of as many problems as the one after.
+    """
+    task, kind, *device = curve["recipe"].split("-")
+    if kind == "sft":
+        return None
+    if _part(curve):
+        return curve["evaluations"][0]
+    warm = _of(found, "-".join([task, "sft", *device]))
+    return _after(warm[0]) if warm else curve["evaluations"][0]
+
+
+def _part(curve: Curve) -> int | None:
+    """Return the number of test problems of a run that has not evaluated all of them; None if it has."""
+    path = EXAMPLES / f"{curve['recipe'].removesuffix('-cpu')}.yaml"
+    if curve["whole"] or not path.exists():
+        return None
+    changes = dict(change.split("=", 1) for change in curve["changes"])
+    given = changes.get("eval.max_prompts", RunConfig.from_yaml(path).eval.max_prompts)
+    return None if given in (None, "null") else int(given)
+
+
+def _after(curve: Curve) -> dict[str, float]:
+    return curve["whole"] or curve["evaluations"][-1]
+
+
+def _greedy(row: dict[str, float]) -> tuple[float, float]:
+    """Return the accuracy of greedy decoding and its standard error."""
+    return row["accuracy"], row.get("accuracy_stderr", 0.0)
+
+
+def _sampled(row: dict[str, float]) -> tuple[float, float]:
+    """Return mean@k and its standard error."""
+    (k,) = [name.removeprefix("mean@") for name in row if name.startswith("mean@")]
+    return row[f"mean@{k}"], row.get(f"stderr@{k}", 0.0)
+
+
+def _series(task: str, found: list[Curve]) -> Series:
+    """Return sampled accuracy over steps for each run that samples to learn."""
+    return [
+        (f"{curve['recipe'].split('-', 1)[1]}, seed {curve['seed']}", points)
+        for recipe in RECIPES
+        if recipe.startswith(f"{task}-") and recipe != f"{task}-sft"
+        for curve in _of(found, recipe)
+        if len(points := [(int(row["step"]), _sampled(row)[0]) for row in curve["evaluations"]]) > 1
+    ]
+
+
+def _task(task: str, found: list[Curve]) -> str:
+    lines = _head("recipe", *HEADS)
+    for recipe in (name for name in [*RECIPES, *ON_CPU] if name.startswith(f"{task}-")):
+        file = recipe.removesuffix("-cpu")
+        name = f"[`{file}`](../examples/smollm2/{file}.yaml)" + (", `make real`" if recipe in ON_CPU else "")
+        rows = [f"| {name} | {' | '.join(_cells(curve, found))} |" for curve in _of(found, recipe)]
+        lines += rows or [f"| {name} | {NOT_MEASURED} |" + " |" * 10]
+    return "\n".join(lines)
+
+
+def _tried(found: list[Curve]) -> str:
+    lines = _head("recipe", *TRIED_HEADS)
+    for curve in found:
+        if curve["tag"] and curve["evaluations"]:
+            _, steps, _, seconds, _, _, before, after, reward, _, source = _cells(curve, found)
+            keys = " ".join(f"`{change}`" for change in curve["changes"])
+            lines.append(f"| `{curve['recipe']}` | {' | '.join([keys, steps, seconds, before, after, reward, source])} |")
+    return "\n".join(lines if len(lines) > 2 else [*lines, f"| {NOT_MEASURED} |" + " |" * len(TRIED_HEADS)])
+
+
+def _head(*names: str) -> list[str]:
+    return [f"| {' | '.join(names)} |", "|" + "---|" * len(names)]
+
+
+def _cells(curve: Curve, found: list[Curve]) -> list[str]:
+    before, after, rewards = _before(curve, found), _after(curve), [row[2] for row in curve["rewards"]]
+    samples = before is not None
+    ends = [statistics.fmean(part) for part in (rewards[:10], rewards[-10:])] if rewards and samples else []
+    shares = [
+        _share(*values(row)) if row else "" for values in (_greedy, _sampled) for row in (before, after)
+    ]  # fmt: skip
+    if part := _part(curve):
+        shares = [f"{share} (of {part})" if share else "" for share in shares]
+    seconds = max([row["seconds"] for row in curve["evaluations"]] + [row[1] for row in curve["rewards"]])
+    return [
+        f"{curve['seed']}", f"{len(rewards)}", f"{seconds / 60:.1f}", f"{_median(curve):.2f}", *shares,
+        " to ".join(f"{end:.3f}" for end in ends), f"{curve['peak_gib']:.1f}", _source(curve),
+    ]  # fmt: skip
+
+
+def _share(value: float, error: float) -> str:
+    return f"{value:.4f} ± {error:.4f}"
+
+
+def _median(curve: Curve) -> float:
+    """Return the median seconds of a step, without the first two, which compile and allocate."""
+    return statistics.median([row[3] for row in curve["rewards"][2:]] or [0.0])
+
+
+def _source(curve: Curve) -> str:
+    return f"[{curve['hardware']}, {curve['commit']}](../benchmarks/results/smollm2/{curve['file']})"
+
+
+def _beside(found: list[Curve]) -> str:
+    lines = _head("", *BESIDE_HEADS)
+    for recipe, shown in SIDES.items():
+        rows = [f"| {shown} {_side(curve)}" for curve in _of(found, recipe)]
+        lines += rows or [f"| {shown} | {NOT_MEASURED} |" + " |" * 10]
+    medians = {recipe: [_median(curve) for curve in _of(found, recipe)] for recipe in SIDES}
+    if all(medians.values()):
+        ours, theirs = (statistics.median(values) for values in medians.values())
+        lines += ["", f"A step of Fivefold takes {ours / theirs:.2f} of TRL's time."]
+    return "\n".join(lines)
+
+
+def _side(curve: Curve) -> str:
+    last = curve["evaluations"][-1]
+    stages = [f"{last.get(f'time/{name}', 0.0):.2f}" for name in STAGES]
+    accuracies = [_share(*_sampled(row)) for row in (curve["evaluations"][0], last)]
+    tokens = last.get("throughput/tokens_per_second", 0.0)
+    cells = [str(curve["seed"]), f"{_median(curve):.2f}", *stages, f"{tokens:,.0f}", f"{curve['peak_gib']:.1f}", *accuracies]
+    return "| " + " | ".join([*cells, _source(curve)]) + " |"

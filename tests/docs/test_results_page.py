@@ -1,0 +1,89 @@
+"""docs/results.md: every number from a file of benchmarks/results/smollm2, and `not measured` where there is none."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from docs.results import FILES, RECIPES, drawing, readme, results
+
+
+def curve(recipe: str, seed: int = 0, **more: Any) -> dict[str, Any]:
+    """A run of three steps with two evaluations."""
+    found: dict[str, Any] = {
+        "recipe": recipe, "seed": seed, "changes": [], "hardware": "1 x GPU", "commit": "abc1234", "versions": {},
+        "evaluations": [evaluation(0, 0.125), evaluation(3, 0.75)], "whole": {}, "peak_gib": 12.34,
+        "rewards": [[step, 10.0 * step, 0.1 * step, 1.5] for step in (1, 2, 3)], "file": f"{recipe}-{seed}.json", "tag": "",
+    }  # fmt: skip
+    return found | more
+
+
+def evaluation(step: int, share: float) -> dict[str, float]:
+    row = {"step": step, "seconds": 40.0 * step, "accuracy": share / 2, "accuracy_stderr": 0.01, "mean@4": share}
+    return row | {"stderr@4": 0.02, "time/rollout": 0.5, "throughput/tokens_per_second": 20000.0}
+
+
+def row_of(page: str, name: str) -> list[str]:
+    (line,) = [
+        line for line in page.splitlines() if line.startswith((f"| {name} |", f"| [`{name}`]")) and "make real" not in line
+    ]
+    return [cell.strip() for cell in line.split("|")[2:-1]]
+
+
+def test_a_row_has_the_numbers_of_its_file_and_names_it():
+    row = row_of(results("", [curve("words-grpo")]), "words-grpo")
+    shares = ["0.0625 ± 0.0100", "0.3750 ± 0.0100", "0.1250 ± 0.0200", "0.7500 ± 0.0200"]
+    assert row[:-1] == ["0", "3", "2.0", "1.50", *shares, "0.200 to 0.200", "12.3"]
+    assert row[-1] == "[1 x GPU, abc1234](../benchmarks/results/smollm2/words-grpo-0.json)"
+
+
+def test_before_is_the_warm_start_on_all_problems_and_after_too():
+    part, warm, whole = curve("gsm8k-grpo"), curve("gsm8k-sft"), evaluation(3, 0.5)
+    row = row_of(results("", [part | {"whole": whole}, warm]), "gsm8k-grpo")
+    assert row[4:8] == ["0.3750 ± 0.0100", "0.2500 ± 0.0100", "0.7500 ± 0.0200", "0.5000 ± 0.0200"]
+
+
+def test_an_evaluation_of_part_of_the_problems_says_so_and_is_compared_with_its_like():
+    row = row_of(results("", [curve("gsm8k-grpo"), curve("gsm8k-sft", evaluations=[evaluation(9, 0.5)])]), "gsm8k-grpo")
+    assert row[6:8] == ["0.1250 ± 0.0200 (of 256)", "0.7500 ± 0.0200 (of 256)"]
+    begin, end = "<!-- results: begin (written by `make docs`) -->\n", "<!-- results: end -->\n"
+    assert "0.75" not in readme(begin + end, [curve("gsm8k-grpo")])
+
+
+def test_a_trial_is_listed_with_its_keys_and_is_no_result():
+    page = results("", [curve("words-grpo", tag="slow", changes=["policy.optimizer.lr=1e-6"])])
+    assert row_of(page, "words-grpo")[0] == "not measured"
+    assert "| `words-grpo` | `policy.optimizer.lr=1e-6` | 3 | 1.50 | 0.1250 ± 0.0200 | 0.7500 ± 0.0200 |" in page
+
+
+def test_what_has_no_file_is_not_measured():
+    page = results("", [])
+    assert all(row_of(page, name)[0] == "not measured" for name in [*RECIPES, "Fivefold", "TRL"])
+    assert not any(character.isdigit() for name in RECIPES for cell in row_of(page, name) for character in cell)
+    assert drawing("words", []) is None
+    begin, end = "<!-- results: begin (written by `make docs`) -->\n", "<!-- results: end -->\n"
+    shown = readme(f"a\n{begin}old\n{end}b\n", [])
+    assert shown.startswith(f"a\n{begin}") and shown.endswith(f"{end}b\n") and "old" not in shown
+    assert shown.count("not measured") == 2 and "<img" not in shown
+
+
+def test_the_two_sides_are_compared_by_their_median_steps():
+    page = results(
+        "", [curve("beside-fivefold"), curve("beside-trl", rewards=[[step, 9.0, 0.1, 6.0] for step in (1, 2, 3)])]
+    )
+    assert "A step of Fivefold takes 0.25 of TRL's time." in page
+    assert row_of(page, "TRL")[:4] == ["0", "6.00", "0.50", "0.00"]
+
+
+def test_the_picture_has_a_curve_for_each_run_but_the_warm_start():
+    svg = drawing("words", [curve("words-sft"), curve("words-grpo"), curve("words-grpo", 1)])
+    assert svg.count("<polyline") == 2 and "grpo, seed 1 0.75" in svg
+
+
+@pytest.mark.parametrize("path", sorted(FILES.glob("*.json")), ids=lambda path: path.stem)
+def test_a_result_names_its_hardware_and_commit(path):
+    found = json.loads(path.read_text())
+    assert found["hardware"] and found["commit"] not in ("", "unknown") and found["evaluations"]
+    assert path.stem == "-".join(filter(None, [found["recipe"], found.get("tag"), str(found["seed"])]))
