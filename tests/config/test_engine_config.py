@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from fivefold.algo.correction import Correction
 from fivefold.config import RunConfig
 from fivefold.config.engine import RolloutConfig
 from fivefold.config.gpus import GPUS
@@ -481,6 +482,21 @@ def test_the_summary_says_what_samples(files, vllm):
     lines = describe(made, load_spec(files / "qwen3"), steps=1, prompts=1, dropped=0, validation=0).splitlines()
     (line,) = [line for line in lines if line.startswith("engine")]
     assert "vllm, bfloat16: 1 replicas x 2 tensor on the policy's ranks" in line and "40% of each GPU" in line
+
+
+@pytest.mark.parametrize(
+    ("backend", "correction", "says"),
+    [
+        ("vllm:t2", {}, None),
+        ("vllm:t2", {"name": "tis"}, "a correction or your own code reads the log-probs of every step"),
+        ("transformers", {}, "the transformers engine has the log-probs anyway"),
+    ],
+)
+def test_log_probs_of_every_tenth_step_are_told_where_that_changes_nothing(files, vllm, backend, correction, says):
+    vllm("0.26.0")
+    made = config(files, backend=backend, logprobs="tenth_step")
+    made = replace(made, algorithm=AlgorithmConfig(rollout_correction=Correction(**correction)))
+    assert dict(check(made).ignored).get("engine.logprobs") == says
 
 
 @pytest.mark.parametrize(

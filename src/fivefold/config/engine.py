@@ -79,6 +79,9 @@ class EngineConfig:
     max_logprob_diff: Annotated[float | None, above(0), HARMLESS] = None
     """Maximum mean difference between the trainer's and the engine's log-probs at their first comparison; not checked if
     left out."""
+    logprobs: Annotated[Literal["always", "tenth_step"], HARMLESS] = "always"
+    """Steps in which the engine returns log-probs. `tenth_step`: every tenth one, the first ones after a start, resume or
+    restart, and all steps if a correction reads them; other steps do not compare engine and trainer."""
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     sync_bucket_mb: Annotated[int, above(0), HARMLESS] = 256
     """Approximate bucket size for sending weights from trainer to engine, in MB."""

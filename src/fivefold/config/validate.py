@@ -131,6 +131,11 @@ def _check_engine(findings: Findings, config: Derived) -> None:
         "engine.sampling.min_tokens",
         f"must be at most data.max_response_tokens = {config.data.max_response_tokens}: got {engine.sampling.min_tokens}",
     )
+    if engine.logprobs == "tenth_step":
+        if engine.kind == "transformers":
+            findings.ignore("engine.logprobs", "the transformers engine has the log-probs anyway")
+        elif config.algorithm.reads_rollout_logprobs:
+            findings.ignore("engine.logprobs", "a correction or your own code reads the log-probs of every step")
     if engine.url:
         message = f"must be vllm or sglang alone: the servers of engine.url have layouts of their own; got {engine.backend}"
         findings.require(engine.backend in ENGINES, "engine.backend", message)
