@@ -25,15 +25,10 @@ Drawn = tuple[list[int], list[float]]
 class _Request:
     """Tokens and log-probs of one request, in the order of its response."""
 
+    __slots__ = ("logprobs", "tokens")
+
     def __init__(self) -> None:
         self.tokens, self.logprobs = array("i"), array("f")
-
-    def put(self, position: int, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
-        """Add tokens from this position of the response on. vLLM discards what it draws again after a preemption."""
-        if position < len(self.tokens):
-            del self.tokens[position:], self.logprobs[position:]
-        self.tokens.extend(tokens)
-        self.logprobs.extend(logprobs)
 
 
 class LogprobCollector:
@@ -93,14 +88,21 @@ class LogprobCollector:
             return output
         # The tokens are taken from the rows of the log-probs, so that a wrong row is seen when they are handed over.
         tokens, logprobs = output.logprobs.logprob_token_ids[:, 0].tolist(), output.logprobs.logprobs[:, 0].tolist()
-        starts = output.logprobs.cu_num_generated_tokens
-        are_all = True
+        starts, sampled, are_all = output.logprobs.cu_num_generated_tokens, output.sampled_token_ids, True
         for name, row in output.req_id_to_index.items():
             if (one := named.get(name)) is None:
                 are_all = False
-            elif count := len(output.sampled_token_ids[row]):
-                first = row if starts is None else starts[row]
-                one.put(positions[name], tokens[first : first + count], logprobs[first : first + count])
+            elif count := len(sampled[row]):
+                first, own = row if starts is None else starts[row], one.tokens
+                if (position := positions[name]) < len(own):
+                    # vLLM draws again what it discards.
+                    del own[position:], one.logprobs[position:]
+                if count == 1:
+                    own.append(tokens[first])
+                    one.logprobs.append(logprobs[first])
+                else:
+                    own.extend(tokens[first : first + count])
+                    one.logprobs.extend(logprobs[first : first + count])
         if are_all:
             output.logprobs = None
         return output
