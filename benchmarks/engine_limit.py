@@ -1,12 +1,12 @@
-"""How many tokens a second vLLM samples alone and in our engine, with random keys and log-probs, by one or several processes.
+"""How many tokens a second vLLM samples alone and in our engine, with random keys and log-probs, in one or more processes.
 
-`python benchmarks/engine_limit.py --model DIRECTORY [GROUP ...]` on one GPU: the directory's model (its config.json is read, its
-weights are random) and Qwen3-1.7B's shape; prompts of 100 tokens, 200 new ones, 256 and 1,024 sequences. Each line is printed as
-it comes; what does not fit into `--seconds` is reported as not measured. `--dry-run`: tiny, on a CPU.
+`python benchmarks/engine_limit.py --model DIRECTORY [GROUP ...]` on one GPU: the directory's model (its config.json is read,
+its weights are random) and Qwen3-1.7B's shape; prompts of 100 tokens, 200 new ones, 256 and 1,024 sequences. Each line is
+printed as it comes; what does not fit into `--seconds` is reported as not measured. `--dry-run`: tiny, on a CPU.
 
-Compare lines of one run only: hosts differ by a third. "Alone" is `vllm.LLM` with its own defaults; "ours" is our engine as it
-is in a rank, without a trainer. "before" is our engine with vLLM's own objects for log-probs, "after" with collected ones.
-Several processes share the GPU, and each samples its part of the sequences.
+Compare lines of one run only: hosts differ by a third. "Alone" is `vllm.LLM` with its own defaults; "ours" is our engine as
+it is in a rank, without a trainer. "before" is our engine with vLLM's own objects for log-probs, "after" with collected
+ones. Several processes share the GPU, and each samples its part of the sequences.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -49,19 +50,25 @@ class Group:
     arguments: tuple[tuple[str, Any], ...] = ()
     """vLLM's own."""
 
+    @property
+    def are_servers(self) -> bool:
+        """Whether the processes are servers of one engine, as `engine.processes` starts them."""
+        return self.kind == "servers"
+
 
 MANY = SEQUENCES[1:]
 GROUPS = {
     "small-alone": Group("small", "alone", 1, tuple(PLAIN)),
     "small-ours": Group("small", "ours", 1, tuple(OURS)),
     "small-alone-2": Group("small", "alone", 2, ("plain", "both"), MANY),
-    "small-ours-2": Group("small", "ours", 2, ("before", "after"), MANY),
+    "small-servers-2": Group("small", "servers", 2, ("after",)),
     "large-alone": Group("large", "alone", 1, ("plain", "both")),
     "large-ours": Group("large", "ours", 1, ("before", "after")),
     "large-alone-2": Group("large", "alone", 2, ("plain", "both"), MANY),
-    "large-ours-2": Group("large", "ours", 2, ("after",), MANY),
+    "large-servers-2": Group("large", "servers", 2, ("after",), MANY),
+    "small-servers-4": Group("small", "servers", 4, ("after",), MANY),
     "small-alone-4": Group("small", "alone", 4, ("plain", "both"), MANY),
-    "small-ours-4": Group("small", "ours", 4, ("after",), MANY),
+    "small-ours-2": Group("small", "ours", 2, ("before", "after"), MANY),
     "small-blocks-64": Group("small", "ours", 1, ("after",), MANY, (("block_size", 64),)),
 }
 """In the order of what decides; the last ones may not fit into the time."""
@@ -76,12 +83,14 @@ TINY |= {"num_key_value_heads": 2, "vocab_size": 500, "max_position_embeddings":
 
 
 class Timers:
-    """Seconds in the parts of a step that the host does, summed over the steps of a row."""
+    """Seconds in the parts of a step that the host does, summed over the steps of a row; none of servers."""
 
     def __init__(self, inner: Any) -> None:
-        core = getattr(inner.engine_core, "engine_core", None)
         self.seconds: dict[str, float] = {}
         self.steps = 0
+        if inner is None:
+            return
+        core = getattr(inner.engine_core, "engine_core", None)
         parts = {"schedule": (getattr(core, "scheduler", None), "schedule")}
         parts |= {"update": (getattr(core, "scheduler", None), "update_from_output")}
         parts |= {"outputs": (inner.output_processor, "process_outputs"), "step": (inner, "step")}
@@ -116,7 +125,9 @@ class Timers:
 
 def child(given: dict[str, Any]) -> None:
     """Start an engine, then measure the rows that arrive as lines of JSON."""
-    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+    os.environ |= {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+    if given["kind"] != "servers":
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     import torch
 
     large = not given["dry"]
@@ -126,9 +137,12 @@ def child(given: dict[str, Any]) -> None:
         os.environ |= ON_CPU
         torch.set_num_threads(1)
         torch._dynamo.config.disable = True
-    engine = None
-    if given["kind"] == "ours":
-        engine = ours(given, torch.device("cuda", 0) if large else torch.device("cpu"))
+    engine = inner = None
+    device = torch.device("cuda", 0) if large else torch.device("cpu")
+    if given["kind"] == "servers":
+        engine = servers(given, device)
+    elif given["kind"] == "ours":
+        engine = ours(given, device)
         inner = engine._llm.llm_engine
     else:
         import vllm
@@ -144,18 +158,58 @@ def child(given: dict[str, Any]) -> None:
         print("@@" + json.dumps({"begin": begin, "end": time.time(), "tokens": tokens, "host": timers.take()}), flush=True)
 
 
+def become_rank(device: Any) -> None:
+    """Start the process group of a run with one rank."""
+    from fivefold.distributed.ports import free_port
+    from fivefold.megatron.mesh import init_process_group
+
+    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    os.environ["MASTER_PORT"] = str(free_port())
+    init_process_group(device, timeout_minutes=10)
+
+
+def servers(given: dict[str, Any], device: Any) -> Any:
+    """Our engine of several servers on the rank's device, which have got random weights from it."""
+    import torch
+    import transformers
+
+    from fivefold.distributed.ranks import Ranks
+    from fivefold.engines.servers.server_engine import ServerEngine
+    from fivefold.engines.vllm.client import VLLMServer
+    from fivefold.engines.vllm.probe import answers
+    from fivefold.engines.vllm.serve import server_process
+    from fivefold.layout import ParallelLayout
+
+    become_rank(device)
+    directory, most = Path(given["model"]), given["arguments"]["max_num_seqs"]
+    arguments = {"model": str(directory), "load_format": "dummy", **given["arguments"]}
+    logs = Path(tempfile.mkdtemp())
+    processes = {
+        number: server_process(arguments, device, 1, logs / f"{number}.log", answers) for number in range(given["processes"])
+    }
+    engine = ServerEngine(
+        directory, Ranks(ParallelLayout.parse("megatron:d1"), 10), device, partial(VLLMServer, ends=set(), run="benchmark"),
+        lambda line: None, processes=processes, window=-(-most * 5 // 4), bucket_bytes=256 << 20, verify_every=0,
+        can_sleep=False,
+    )  # fmt: skip
+    config = transformers.AutoConfig.from_pretrained(directory)
+    with device:
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=getattr(torch, arguments["dtype"]))
+    weights = {name: one.detach() for name, one in model.state_dict().items() if name in engine._expected}
+    for version in range(2):
+        begin = time.perf_counter()
+        engine.update_weights(iter(weights.items()), version)
+        print("@@" + json.dumps({"sync_seconds": round(time.perf_counter() - begin, 3)}), flush=True)
+    return engine
+
+
 def ours(given: dict[str, Any], device: Any) -> Any:
     """Our engine as it is in a rank, ready to sample with random weights."""
-    import torch.distributed as dist
-
-    from fivefold.distributed.ports import free_port
     from fivefold.engines.vllm.engine import VLLMEngine
     from fivefold.interfaces import EngineState
     from fivefold.layout import ParallelLayout
 
-    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-    os.environ["MASTER_PORT"] = str(free_port())
-    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+    become_rank(device)
     layout, tokenizer = ParallelLayout.parse("vllm:d1"), SimpleNamespace(eos_token_id=None)
     settings: dict[str, Any] = {"verify_every": 0, "can_sleep": False}
     engine = VLLMEngine(Path(given["model"]), tokenizer, layout, 0, device, given["arguments"], **settings)
@@ -202,12 +256,14 @@ def children(group: Group, given: dict[str, Any], logs: Path, deadline: float) -
     command = [sys.executable, str(Path(__file__).resolve()), "--child", json.dumps(given)]
     started: list[subprocess.Popen[str]] = []
     try:
-        for number in range(group.processes):
+        for number in range(1 if group.are_servers else group.processes):
             log = (logs / f"{number}.log").open("w")
             pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": log, "text": True}
             started.append(subprocess.Popen(command, **pipes))
         for number, one in enumerate(started):
-            if answer(one, deadline) != "ready":
+            while (said := answer(one, deadline)) is not None and said != "ready":
+                print(f"    {said}", flush=True)
+            if said is None:
                 lines = (logs / f"{number}.log").read_text().strip().splitlines()
                 raise RuntimeError(f"process {number} did not start: {' / '.join(lines[-2:])}")
         yield started
@@ -256,6 +312,7 @@ def measured(name: str, group: Group, directory: Path, scale: Any, logs: Path, d
     """Yields the rows of a group as they come."""
     config = json.loads((directory / "config.json").read_text())
     given = {"kind": group.kind, "model": str(directory), "dry": scale.dry, "vocab": config["vocab_size"]}
+    given["processes"] = group.processes
     given["arguments"] = arguments_of(config, group, scale.dry, scale.prompt + scale.tokens)
     begin = time.monotonic()
     with children(group, given, logs, deadline) as processes:
@@ -263,7 +320,7 @@ def measured(name: str, group: Group, directory: Path, scale: Any, logs: Path, d
         for sequences in group.sequences:
             for number, row in enumerate(group.rows):
                 seeds, logprobs = (PLAIN | OURS)[row]
-                asked = {"sequences": sequences // group.processes, "prompt": scale.prompt, "tokens": scale.tokens}
+                asked = {"sequences": sequences // len(processes), "prompt": scale.prompt, "tokens": scale.tokens}
                 asked |= {"seeds": seeds, "logprobs": logprobs}
                 for place, one in enumerate(processes):
                     assert one.stdin is not None
