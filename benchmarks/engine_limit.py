@@ -1,12 +1,12 @@
 """How many tokens a second vLLM samples alone and in our engine, with random keys and log-probs, in one or more processes.
 
 `python benchmarks/engine_limit.py --model DIRECTORY [GROUP ...]` on one GPU: the directory's model (its config.json is read,
-its weights are random) and Qwen3-1.7B's shape; prompts of 100 tokens, 200 new ones, 256 and 1,024 sequences. Each line is
-printed as it comes; what does not fit into `--seconds` is reported as not measured. `--dry-run`: tiny, on a CPU.
+its weights are random) and Qwen3-1.7B's shape; prompts of 100 tokens, 8 responses of 200 to each, 256 and 1,024 sequences.
+Each line is printed as it comes; what does not fit into `--seconds` is reported as not measured. `--dry-run`: tiny, on CPUs.
 
 Compare lines of one run only: hosts differ by a third. "Alone" is `vllm.LLM` with its own defaults; "ours" is our engine as
 it is in a rank, without a trainer. "before" is our engine with vLLM's own objects for log-probs, "after" with collected
-ones. Several processes share the GPU, and each samples its part of the sequences.
+ones. Several processes share the GPU, and each samples its part of the sequences; "servers" are those of engine.processes.
 """
 
 from __future__ import annotations
@@ -225,11 +225,14 @@ def measure(engine: Any, inner: Any, given: dict[str, Any], row: dict[str, Any])
     from fivefold.types import Request, Sampling
 
     draw = random.Random(row["number"])
-    prompts = [[draw.randrange(10, given["vocab"] - 10) for _ in range(row["prompt"])] for _ in range(row["sequences"])]
+    texts = [[draw.randrange(10, given["vocab"] - 10) for _ in range(row["prompt"])] for _ in range(row["sequences"] // 8)]
+    prompts = [text for text in texts for _ in range(8)]
     if row["logprobs"] == "collected" or (engine is not None and row["logprobs"] is None):
         sampling = Sampling(max_tokens=row["tokens"], ignore_eos=True, logprobs=row["logprobs"] is not None)
         requests = [Request(i, prompt, sampling, draw.getrandbits(62)) for i, prompt in enumerate(prompts)]
         found = list(engine.generate(requests))
+        if ends := sorted({one.finish_reason for one in found} - {"length"}):
+            raise RuntimeError(f"responses ended as {', '.join(ends)}, not by their length")
         assert all(len(one.logprobs) == (row["tokens"] if sampling.logprobs else 0) for one in found)
         return sum(len(one.token_ids) for one in found)
     options: dict[str, Any] = {} if row["logprobs"] is None else {"logprobs": 0, "flat_logprobs": True}
