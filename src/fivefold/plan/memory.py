@@ -317,13 +317,14 @@ def estimate_memory(
     engine_sleeps: bool = True,
     engine_dtype: str | None = None,
     engine_cache: int | None = None,
+    engine_processes: int = 1,
     offload: frozenset[str] = frozenset(),
     others: Mapping[str, Other] | None = None,
 ) -> Memory:
     """Estimate memory on the fullest rank, with the engine next to the policy (0 sequences: no engine).
 
     `engine_shards`: ranks that shard the engine. `engine_cache`: bytes that the engine always takes for its cache (default:
-    as many as its sequences need).
+    as many as its sequences need). `engine_processes`: processes that each hold the engine's weights.
     """
     spec, size, engine_size = policy.spec, BYTES[dtype], BYTES[engine_dtype or dtype]
     if engine_cache is None:
@@ -350,7 +351,7 @@ def estimate_memory(
                 gradients=own.gradients,
                 optimizer=own.optimizer,
                 activations=own.activations,
-                engine=spec.parameters * engine_size // engine_shards if samples else 0,
+                engine=engine_processes * spec.parameters * engine_size // engine_shards if samples else 0,
                 cache=max(0, engine_cache) if samples else 0,
                 others={
                     name: _other(name, others, held, has_company)
