@@ -91,7 +91,7 @@ def test_a_reference_is_counted_by_its_own_layout_and_may_be_sharded_further(mon
     assert "t8" not in said
 
 
-def test_passes_of_too_many_sequences_are_refused_and_the_key_that_limits_them_is_named():
+def test_passes_of_too_many_sequences_are_refused_and_their_key_is_named():
     """256 of 4096 tokens on two ranks: 2 x 3 x 14336 bytes a token for a layer's MLP alone are 42 GiB on each."""
     policy = {"backend": "megatron:d4t2", "recompute": "full", "sequences_per_forward": 256}
     sections = {"policy": policy, "algorithm": {"kl": {"coef": 0.1}}}
