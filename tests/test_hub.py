@@ -130,9 +130,10 @@ def test_a_model_comes_from_its_hub_at_the_revision_that_its_name_has(user, hub)
     hub.push("some/tiny", files("b"), "models")
     latest, tagged = user.load("some/tiny", "some/tiny@v1")
     assert (weights(latest), weights(tagged)) == (b"b" * 1000, b"a" * 1000)
+    assert commit_of(Path(tagged)) == first
     # The commit of a checkpoint is read, whatever the name says; nothing is downloaded twice.
     asked = len(hub.large_downloads())
-    (pinned,) = user.load("some/tiny", commit="v1" if user.prefix else first)
+    (pinned,) = user.load("some/tiny", commit=first)
     assert weights(pinned) == b"a" * 1000 and len(hub.large_downloads()) == asked == 2
     assert sorted(path.name for path in Path(latest).iterdir()) == ["config.json", "model.safetensors", "tokenizer.json"]
 
@@ -153,6 +154,34 @@ def test_modelscope_s_cache_gives_no_other_revision_also_in_its_first_form(hub, 
     hub.push("some/old", files("c"), "models")
     (found,) = user.load("some/old")
     assert Path(found) == first and weights(found) == b"c" * 1000 and commit_of(first) == "master"
+
+
+@pytest.mark.hub
+@pytest.mark.skipif(not MODELSCOPE, reason="modelscope is not installed")
+def test_a_branch_of_modelscope_is_read_at_its_commit_or_a_line_says_that_it_is_not(hub, tmp_path):
+    """Each file names the commit that wrote it: the newest is the branch's if the same files are there."""
+    user = User(tmp_path, hub, "modelscope:")
+    hub.push("some/tiny", files("a"), "models")
+    commit = hub.push("some/tiny", {**files("a"), "tokenizer.json": b"[1]"}, "models")
+    (found,) = user.load("some/tiny")
+    assert commit_of(Path(found)) == commit
+    later = hub.push("some/tiny", files("b"), "models")
+    offline, pinned, latest = (
+        user.having(HF_HUB_OFFLINE="1").load("some/tiny"),
+        user.load("some/tiny", commit=commit),
+        user.load("some/tiny"),
+    )
+    assert offline == pinned == [found] and commit_of(Path(latest[0])) == later and weights(latest[0]) == b"b" * 1000
+    # A file was taken away last: the newest commit of the files that are left is not the branch's, and has one more.
+    hub.push("some/fewer", {**files("a"), "extra.json": b"1"}, "models")
+    hub.push("some/fewer", files("a"), "models")
+    hub.push("some/old", files("a"), "models")
+    for name, names_none in (("some/fewer", False), ("some/old", True)):
+        hub.names_no_commits = names_none
+        asked = json.dumps([(f"modelscope:{name}", WANTED, None)])
+        done = user.run("-c", LOAD, asked)
+        assert commit_of(Path(done.stdout.strip())) == "master"
+        assert f"download modelscope:{name}: the commit of these files is not known" in done.stderr
 
 
 def test_what_a_hub_does_not_give_is_one_sentence_with_what_to_do(user, hub):

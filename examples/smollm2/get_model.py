@@ -136,6 +136,8 @@ def write(directory: Path, gguf: str | None, out: Path) -> None:
         raise UserError(
             f"{source} has weights that are not finite in {len(bad)} tensors, the first: {bad[0]}; download it again"
         )
+    # Some releases of transformers give the tokenizer of a GGUF another end token than the file names.
+    tokenizer.eos_token = tokenizer.convert_ids_to_tokens(model.config.eos_token_id)
     render([{"role": "user", "content": PROBE}], tokenizer)
     model.save_pretrained(out)
     tokenizer.save_pretrained(out)

@@ -59,6 +59,7 @@ from fivefold.reward.reward_model import ModelReward
 from fivefold.reward.rules import ground_truth_fault, runs_programs
 from fivefold.rollout.asynchronous import AsyncRollouts
 from fivefold.rollout.generation import Generator
+from fivefold.rollout.logprob_steps import LogprobSteps
 from fivefold.rollout.packing import pack
 from fivefold.rollout.sources import DatasetRollouts, DynamicSampling, EngineRollouts, ExpertRollouts, PromptQueue
 from fivefold.rollout.staleness import Admission
@@ -204,7 +205,11 @@ def build_run(
                 engine.sleep()
         generator = Generator(engine, tokenizer, rewards, logger, partial(_refresh, models, engine))
     plan = build_plan(config, spec, objective)
-    rollouts = build_rollouts(config, loader, generator, ranks, logger, objective, steps)
+    probe = None
+    if generator is not None and (checkpoint is not None or config.rollout.max_staleness is not None):
+        probe = partial(sample_probe, config, training, generator, models, plan)
+    gate = build_gate(config, ranks, logger, probe)
+    rollouts = build_rollouts(config, loader, generator, ranks, logger, objective, steps, gate)
     if config.data.expert:
         experts = PromptQueue(build_expert_loader(local, tokenizer, tokenizer_directory, ranks), logger, "expert/epoch")
         rollouts = ExpertRollouts(
@@ -218,9 +223,6 @@ def build_run(
     evaluation = None
     if evaluation_set is not None:
         evaluation = Evaluation(evaluation_set, generator, objective, ranks, logger, plan)
-    probe = None
-    if generator is not None and (checkpoint is not None or config.rollout.max_staleness is not None):
-        probe = partial(sample_probe, config, training, generator, models, plan)
     return Run(
         ranks=ranks,
         logger=logger,
@@ -231,7 +233,7 @@ def build_run(
         plan=plan,
         objective=objective,
         updates=config.algorithm.updates,
-        gate=build_gate(config, ranks, logger, probe),
+        gate=gate,
         trainer=Trainer(
             config.trainer,
             config.run_dir,
@@ -464,6 +466,7 @@ def build_rollouts(
     logger: RunLogger,
     objective: Objective,
     steps: int,
+    gate: LogprobGate,
 ) -> RolloutSource:
     """Build the source of the groups for each step."""
     algorithm, rollout = config.algorithm, config.rollout
@@ -479,6 +482,10 @@ def build_rollouts(
     informative = Informative(
         shape, chosen.dynamic_sampling_low, chosen.dynamic_sampling_high, chosen.dynamic_sampling_max_tokens
     )
+    logprobs = None
+    if config.engine.logprobs == "tenth_step" and not algorithm.reads_rollout_logprobs:
+        engine_in_use = generator.engine
+        logprobs = LogprobSteps(lambda: gate.is_armed, lambda: engine_in_use.restarts)
     per_call = (algorithm.prompts_per_round if is_dynamic else None) or config.data.prompts_per_step
     if rollout.max_staleness is not None:
         engine = config.engine
@@ -495,6 +502,7 @@ def build_rollouts(
             capacity=engine.max_num_seqs * replicas,
             most_prompts=per_call * algorithm.sampling_rounds if is_dynamic else 0,
             informative=informative,
+            logprobs=logprobs,
         )
     rollouts = EngineRollouts(
         generator,
@@ -505,6 +513,7 @@ def build_rollouts(
         group_size=algorithm.group_size,
         prompts_per_call=per_call,
         with_greedy=objective.needs_greedy,
+        logprobs=logprobs,
     )
     if not is_dynamic:
         return rollouts

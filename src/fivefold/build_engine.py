@@ -28,7 +28,7 @@ from fivefold.layout import ParallelLayout
 from fivefold.megatron.transformer_config import DTYPES
 from fivefold.models.config_json import read_config
 from fivefold.models.families import FAMILIES, load_spec
-from fivefold.plan.engine_checks import engine_cache, token_bytes
+from fivefold.plan.engine_checks import cache_beside, engine_cache, token_bytes
 from fivefold.plan.memory import CPU_CACHE
 
 _CPU_BATCH = 4096
@@ -99,7 +99,7 @@ def _vllm_arguments(config: RunConfig, directory: Path, device: torch.device) ->
     arguments: dict[str, Any] = {
         "dtype": settings.dtype or config.policy.dtype,
         "max_model_len": settings.max_model_len or config.max_sequence_tokens,
-        "max_num_seqs": settings.max_num_seqs,
+        "max_num_seqs": -(-settings.max_num_seqs // settings.processes),
         "seed": config.trainer.seed,
         # vLLM needs a tokenizer only to detect stop strings.
         "skip_tokenizer_init": not settings.sampling.stop,
@@ -108,16 +108,35 @@ def _vllm_arguments(config: RunConfig, directory: Path, device: torch.device) ->
     if config.policy.router_replay == "R3":
         # vLLM finds the routes of cached prompts by their cache blocks.
         arguments |= {"enable_return_routed_experts": True, "enable_prefix_caching": True}
-    if "kv_cache_memory_bytes" not in settings.vllm:
-        is_cpu = device.type == "cpu"
-        arguments |= {"kv_cache_memory_bytes": CPU_CACHE} if is_cpu else {"gpu_memory_utilization": settings.memory_fraction}
+    arguments |= _cache_arguments(config, directory, device)
     if device.type == "cpu":
         # With chunked prefill vLLM rolls back random draws, which a CPU generator does not support (seen with 0.32).
         longest = max(arguments["max_model_len"], _CPU_BATCH)
         arguments |= {"enable_chunked_prefill": False, "max_num_batched_tokens": longest}
     own = of_model(read_config(directory), device.type == "cpu")
     both = {name: own[name] | settings.vllm[name] for name in own if isinstance(settings.vllm.get(name), dict)}
-    return arguments | own | settings.vllm | both
+    given = {name: value for name, value in settings.vllm.items() if name != "kv_cache_memory_bytes"}
+    return arguments | own | given | both
+
+
+def _cache_arguments(config: RunConfig, directory: Path, device: torch.device) -> dict[str, Any]:
+    """Return the arguments for the size of the KV cache in each process of a replica."""
+    settings, count = config.engine, config.engine.processes
+    if (whole := settings.vllm.get("kv_cache_memory_bytes")) is None and device.type == "cpu":
+        whole = CPU_CACHE
+    if whole is None and count == 1:
+        return {"gpu_memory_utilization": settings.memory_fraction}
+    if whole is None:
+        # vLLM would count the memory of the other processes as its own.
+        spec, dtype = load_spec(directory), DTYPES[settings.dtype or config.policy.dtype]
+        assert settings.layout is not None
+        weights = spec.parameters * dtype.itemsize // settings.layout.tp
+        whole = cache_beside(settings, torch.cuda.get_device_properties(device).total_memory, weights)
+    found: dict[str, Any] = {"kv_cache_memory_bytes": whole // count}
+    if count > 1 and device.type == "cuda":
+        # Before it starts, vLLM requires this part of the device to be free.
+        found["gpu_memory_utilization"] = settings.memory_fraction / count
+    return found
 
 
 def _build_servers(
@@ -138,8 +157,9 @@ def _build_servers(
         if settings.is_apart:
             own = _own_servers(layout, ranks, device)
         else:
-            each = layout.tp
-            own = {ranks.rank // each: (device, None)} if ranks.holds and ranks.rank % each == 0 else {}
+            each, count = layout.tp, settings.processes
+            first = ranks.rank // each * count if ranks.holds and ranks.rank % each == 0 else None
+            own = {} if first is None else dict.fromkeys(range(first, first + count), (device, None))
         logs = config.run_dir / "logs"
         processes = {
             number: start(config, directory, where, logs / f"server-{number}.log", host)
@@ -154,7 +174,7 @@ def _build_servers(
         processes=processes,
         ranks_per_server=each,
         addresses=settings.url,
-        window=-(-settings.max_num_seqs * 5 // (4 * ranks.layout.world_size)),
+        window=-(-settings.max_num_seqs * 5 // (4 * ranks.layout.world_size * settings.processes)),
         bucket_bytes=settings.sync_bucket_mb << 20,
         verify_every=0 if settings.own_arguments.get("quantization") else settings.verify_weights_every,
         can_sleep=settings.sleep and device.type == "cuda" and not settings.url and not settings.is_apart,

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import socket
 import sys
 import threading
@@ -26,6 +27,7 @@ _OFFLINE = "HF_HUB_OFFLINE is set"
 _SOURCE = "; or name local files with --source"
 _BRANCH = "master"
 """ModelScope's default."""
+_COMMIT = re.compile("[0-9a-f]{40}")
 _INDEX = "model.safetensors.index.json"
 MODELSCOPE = "modelscope:"
 """Prefix of the id of a model on ModelScope."""
@@ -76,13 +78,17 @@ def model_snapshot(name: str, wanted: Sequence[str], commit: str | None = None) 
     """Return a local directory with the files of a model's repository that match `wanted`.
 
     `name` is OWNER/NAME or modelscope:OWNER/NAME, with `@REVISION` at the end for another than the latest; `commit` takes
-    its place. Revisions of ModelScope are names of branches and tags.
+    its place.
     """
     repository, _, revision = name.partition("@")
     asked = commit or revision or None
     if repository.startswith(MODELSCOPE):
         # Without a revision and a network its client takes any that the cache has.
-        return _from_modelscope(name, repository.removeprefix(MODELSCOPE), wanted, asked or _BRANCH)
+        found = _from_modelscope(name, repository.removeprefix(MODELSCOPE), wanted, asked or _BRANCH)
+        if commit is None and not _COMMIT.fullmatch(commit_of(found)):
+            note = "the commit of these files is not known, so a run that resumes reads the latest ones"
+            print(f"download {name}: {note}", file=sys.stderr, flush=True)
+        return found
     from huggingface_hub import snapshot_download
 
     what = f"{name!r} is no directory here, and the model cannot be read"
@@ -94,6 +100,7 @@ def model_snapshot(name: str, wanted: Sequence[str], commit: str | None = None) 
 def _from_modelscope(name: str, repository: str, wanted: Sequence[str], revision: str) -> Path:
     try:
         # modelscope itself imports torch and transformers.
+        from modelscope_hub import HubApi
         from modelscope_hub.compat import snapshot_download
         from modelscope_hub.config import HubConfig
     except ImportError as error:
@@ -105,9 +112,38 @@ def _from_modelscope(name: str, repository: str, wanted: Sequence[str], revision
     # Its client draws a bar for each file, and logs what the error says too.
     logging.getLogger("modelscope_hub").setLevel(logging.CRITICAL)
     what = f"{name!r}, a model of ModelScope, cannot be read"
+    known = hub.cache / hub.folder.format(repository.replace("/", "--")) / "refs" / revision
     with _asking(what, hub, repository, revision) as cached, redirect_stderr(StringIO()):
-        found = snapshot_download(repository, revision=revision, allow_patterns=list(wanted), local_files_only=cached)
+        if not cached and not _COMMIT.fullmatch(revision):
+            _note_commit(HubApi(), repository, revision, known)
+        commit = known.read_text() if known.is_file() else revision
+        found = snapshot_download(repository, revision=commit, allow_patterns=list(wanted), local_files_only=cached)
         return _with_weights(Path(found), wanted)
+
+
+def _note_commit(api: Any, repository: str, revision: str, known: Path) -> None:
+    """Write the commit of a branch or tag of ModelScope into a file, if the hub has these files under it."""
+
+    def listed(revision: str) -> list[dict[str, Any]]:
+        found = api.legacy.list_repo_files(repository, "model", revision=revision)
+        return [file for file in found if file.get("Type") != "tree"]
+
+    def content(files: list[dict[str, Any]]) -> set[tuple[str, str]]:
+        return {(file["Path"], file["Sha256"]) for file in files}
+
+    api = type(api)(endpoint=api.resolve_endpoint_for_read(repository))
+    files = listed(revision)
+    # The hub names the commit of each file only. The newest is the branch's, unless a file was removed after it.
+    commit = max(files, key=lambda file: file.get("CommittedDate") or 0, default={}).get("Revision") or ""
+    is_same = False
+    if _COMMIT.fullmatch(commit):
+        with suppress(Exception):
+            is_same = content(listed(commit)) == content(files)
+    if is_same:
+        known.parent.mkdir(parents=True, exist_ok=True)
+        known.write_text(commit)
+    else:
+        known.unlink(missing_ok=True)
 
 
 def _with_weights(snapshot: Path, wanted: Sequence[str]) -> Path:

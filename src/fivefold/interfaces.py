@@ -131,6 +131,11 @@ class Engine(Protocol):
         """Optimizer steps taken by the weights that arrived last; they sample while the engine is ready."""
         ...
 
+    @property
+    def restarts(self) -> int:
+        """Number of times that servers which ended were started again; the same on all ranks that sample."""
+        ...
+
     def generate(self, requests: Sequence[Request]) -> Iterator[Completion]:
         """Yield a completion of each request as it finishes, or as `lost` if no server is left."""
         ...

@@ -225,6 +225,8 @@ class Sampling:
     """Tokens that end a response, in addition to the model's end tokens."""
     logit_bias: tuple[tuple[int, float], ...] = ()
     """Pairs of a token and the number added to its logit."""
+    logprobs: bool = True
+    """Whether vLLM and SGLang return log-probs of the drawn tokens; the transformers engine always does."""
 
 
 @dataclass(frozen=True)
@@ -251,7 +253,7 @@ class Completion:
     token_ids: list[int]
     logprobs: list[float]
     """Log-prob of each token under the distribution that it was drawn from; at temperature 0, under the model's
-    distribution."""
+    distribution. Empty if they were not requested."""
     finish_reason: Literal["stop", "length", "abort", "lost"]
     """Ended by an end token or stop string (stop), by the token limit (length), by `Engine.abort` or new weights (abort), or
     by the end of the last server (lost). A lost response has no tokens: request it again once the engine is ready."""

@@ -51,7 +51,7 @@ def model(source: Source) -> dict[str, Any]:
         )
     if roles(source)[0].backend == "megatron":
         found |= shared.ddp_options(role, "megatron.ddp.", "policy")
-    found |= shared.virtual_stages(role, "policy", "megatron.virtual_pipeline_parallel_size")
+    found |= (stages := shared.virtual_stages(role, "policy", "megatron.virtual_pipeline_parallel_size"))
     if source.flag("rollout.return_routed_experts"):
         found |= shared.replayed("R3")
     if role.flag("megatron.use_deterministic_algorithms"):
@@ -61,7 +61,8 @@ def model(source: Source) -> dict[str, Any]:
     elif role.flag("optimizer.offload"):
         found["policy.offload.optimizer"] = True
     if role.text("megatron.bridge_type") == "megatron-bridge":
-        role.fixed("megatron.bridge_type", "weights are read by our own tables: the same numbers")
+        lacks = "adapters" if role.flag("use_lora") else "virtual stages" if stages else None
+        found |= shared.bridge(role, "megatron.bridge_type", "megatron-bridge", "policy", lacks)
     return found
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from fivefold.config.engine import EngineConfig
 from fivefold.config.mcore_options import is_option, refusal, section_of, without_effect
-from fivefold.config.packages import TRACKERS, missing_packages
+from fivefold.config.packages import BRIDGES, TRACKERS, missing_packages
 from fivefold.layout import ParallelLayout
 from fivefold_dialects.source import Source, UnreadableError
 from fivefold_dialects.table import Convert, Derived, listed
@@ -179,6 +179,19 @@ def engine_name(source: Source, key: str, name: str | None) -> str:
             "engine.backend to the same layout of vllm"
         )
     return "sglang"
+
+
+def bridge(source: Source, key: str, kind: str, ours: str, lacks: str | None) -> dict[str, Any]:
+    """Return our key of the library that loads and exports a model; report that our tables do it where it `lacks` a part."""
+    if lacks is not None:
+        source.fixed(key, f"our own tables load and export the same bits: {kind} has no {lacks}")
+        return {}
+    if missing_packages(BRIDGES[kind]):
+        source.note(
+            f"{source.prefix}{key}: {kind} is not installed here, and `train` needs it: docs/bridges.md has the line that "
+            f"installs it; `-- {ours}.megatron.bridge_type=native` loads the same weights without it"
+        )
+    return {f"{ours}.megatron.bridge_type": kind}
 
 
 def world_layout(world: int, *, tp: int = 1, pp: int = 1, cp: int = 1, ep: int = 1, etp: int = 1) -> ParallelLayout:

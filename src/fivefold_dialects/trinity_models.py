@@ -243,6 +243,15 @@ def _options(source: Source, start: str, ours: str) -> dict[str, Any]:
         return {f"{ours}.recompute": "full"} if source.flag(key) else {}
     options = start + "megatron.override_transformer_config"
     found = {**shared.recompute(source, options, ours), **shared.megatron_options(source, options, f"{ours}.megatron")}
+    if (said := source.under(start + "megatron.")).flag("use_mbridge"):
+        missing = {
+            "value heads": start == CRITIC,
+            "adapters": source.has("model.lora_configs"),
+            "virtual stages": bool(shared.virtual_stages(said, ours)),
+            "checkpoints of Megatron-Core": said.flag("use_dist_checkpointing"),
+        }
+        lacks = next((part for part, is_needed in missing.items() if is_needed), None)
+        found |= shared.bridge(said, "use_mbridge", "mbridge", ours, lacks)
     return found | shared.ddp_options(source, start + "megatron.override_ddp_config.", ours)
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from fivefold.algo.correction import Correction
 from fivefold.config import RunConfig
 from fivefold.config.engine import RolloutConfig
 from fivefold.config.gpus import GPUS
@@ -481,6 +482,58 @@ def test_the_summary_says_what_samples(files, vllm):
     lines = describe(made, load_spec(files / "qwen3"), steps=1, prompts=1, dropped=0, validation=0).splitlines()
     (line,) = [line for line in lines if line.startswith("engine")]
     assert "vllm, bfloat16: 1 replicas x 2 tensor on the policy's ranks" in line and "40% of each GPU" in line
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"backend": "vllm:t2", "mode": "in_process"}, "engine.mode must be server or left out with engine.processes 2"),
+        ({"backend": "vllm:t2", "max_num_seqs": 1}, "engine.processes must be at most engine.max_num_seqs = 1: got 2"),
+        ({"backend": "transformers"}, "engine.processes must be 1 with transformers"),
+        ({"backend": "vllm:d1t2", "placement": "apart"}, "engine.processes must be 1 where engine.placement is apart"),
+        ({"backend": "vllm", "url": ["http://127.0.0.1:1"]}, "engine.processes must be 1 where engine.url names"),
+    ],
+)
+def test_processes_share_the_gpus_of_vllm_s_ranks_only(files, vllm, given, says):
+    vllm("0.26.0")
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        config(files, processes=2, **given)
+
+
+def test_processes_share_the_cache_and_each_has_the_weights(files, vllm):
+    from fivefold.models.families import load_spec
+    from fivefold.plan.engine_checks import cache_beside
+    from fivefold.plan.memory import ENGINE_GRAPHS
+    from fivefold.plan.roles import memory_of
+
+    vllm("0.26.0")
+    one, two = (config(files, backend="vllm:d1t2", processes=count) for count in (1, 2))
+    spec = load_spec(files / "qwen3")
+    assert memory_of(two, spec).engine == 2 * memory_of(one, spec).engine
+    assert memory_of(two, spec).cache == memory_of(one, spec).cache
+    lost = cache_beside(one.engine, 80 << 30, 1 << 30) - cache_beside(two.engine, 80 << 30, 1 << 30)
+    assert lost == (1 << 30) + ENGINE_GRAPHS
+    (line,) = [
+        line for line in describe(two, spec, steps=1, prompts=1, dropped=0, validation=0).splitlines() if "vllm" in line
+    ]
+    assert "1 replicas x 2 tensor as 2 servers each on the policy's ranks" in line
+    narrow = config(files, backend="vllm:d1t2", processes=2, vllm={"kv_cache_memory_bytes": 20000})
+    assert any("MiB for keys and values in each of 2 processes" in error for error in check(narrow).errors)
+
+
+@pytest.mark.parametrize(
+    ("backend", "correction", "says"),
+    [
+        ("vllm:t2", {}, None),
+        ("vllm:t2", {"name": "tis"}, "a correction or your own code reads the log-probs of every step"),
+        ("transformers", {}, "the transformers engine has the log-probs anyway"),
+    ],
+)
+def test_log_probs_of_every_tenth_step_are_told_where_that_changes_nothing(files, vllm, backend, correction, says):
+    vllm("0.26.0")
+    made = config(files, backend=backend, logprobs="tenth_step")
+    made = replace(made, algorithm=AlgorithmConfig(rollout_correction=Correction(**correction)))
+    assert dict(check(made).ignored).get("engine.logprobs") == says
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,18 @@ def test_each_run_whose_engine_was_sglang_gets_sglang_and_a_note_where_it_is_mis
     assert config(system, *words, tree=tree).engine.backend.startswith("sglang:")
 
 
+def test_megatron_bridge_of_areal_is_that_library_with_a_note_where_it_is_missing(monkeypatch):
+    tree = areal_runs.RL.replace("fsdp", "megatron")
+    word, lines = "actor.megatron.bridge_type=megatron-bridge", []
+    assert config("areal", word, tree=tree).policy.megatron.bridge_type == "megatron-bridge"
+    assert config("areal", tree=tree).policy.megatron.bridge_type == "native", "mbridge is AReaL's default"
+    for missing in (["megatron.bridge, not installed here"], []):
+        monkeypatch.setattr("fivefold_dialects.shared.missing_packages", lambda names, missing=missing: missing)
+        lines.append([note for note in notes(translated("areal", word, tree=tree)) if "megatron-bridge" in note])
+    ((line,), none) = lines
+    assert "docs/bridges.md" in line and "-- policy.megatron.bridge_type=native" in line and none == []
+
+
 DROPPED = [
     ("roll", "reference.strategy_args.strategy_config.fp8=e4m3", roll_runs.RUN, True),
     ("roll", INFER + "strategy_config.quantization=fp8", roll_runs.RUN, True),

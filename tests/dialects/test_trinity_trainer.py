@@ -9,6 +9,7 @@ import pytest
 
 from fivefold.config.dialect import find_dialect
 from fivefold.config.loader import read_mapping
+from fivefold.config.roles import roles_of
 from tests.support.dialects import HOME, config, translated
 
 VERL = "trainer.trainer_config."
@@ -154,6 +155,29 @@ def test_offload_and_recomputation_of_trinitys_critic_are_its_own():
     assert (plain.critic.recompute, plain.policy.recompute) == ("none", "full")
     without = config("trinity", f"{VERL}actor_rollout_ref.model.enable_gradient_checkpointing=false", tree=FSDP)
     assert (without.critic.recompute, without.policy.recompute) == ("full", "none")
+
+
+def test_mbridge_of_trinity_loads_policy_and_reference_and_our_tables_what_it_lacks():
+    asked, ours = f"{ACTOR}megatron.use_mbridge=true", "policy.megatron.bridge_type"
+    kl = ["algorithm.kl_loss_fn=k2", "algorithm.kl_loss_fn_args.kl_coef=0.01"]
+    found = config("trinity", asked, *kl, tree=MEGATRON)
+    of_reference = found.reference.settings(found.policy).megatron.bridge_type
+    assert (found.policy.megatron.bridge_type, of_reference, roles_of(found)["critic"].settings.megatron.bridge_type) == (
+        "mbridge", "native", "native",
+    )  # fmt: skip
+    both = config("trinity", asked, asked.replace(ACTOR, REFERENCE), *kl, tree=MEGATRON)
+    assert roles_of(both)["reference"].settings.megatron.bridge_type == "mbridge"
+    for words, lacks in (
+        ([f"{CRITIC}megatron.use_mbridge=true"], "value heads"),
+        ([asked, "model.lora_configs=[{name: a}]"], "adapters"),
+        (
+            [asked, f"{ACTOR}megatron.use_dist_checkpointing=true", f"{ACTOR}megatron.dist_checkpointing_path=/c"],
+            "checkpoints",
+        ),
+    ):
+        said = translated("trinity", *words, tree=MEGATRON)
+        (line,) = {each.reason for each in said.outcomes if each.key == words[0].partition("=")[0]}
+        assert f"mbridge has no {lacks}" in line and ours not in [each.key for each in said.lines]
 
 
 def test_a_reference_that_only_trinity_moves_to_the_host_is_said():

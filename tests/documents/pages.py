@@ -137,6 +137,6 @@ def train(root: Path, name: str, *words: object) -> tuple[list[dict[str, float]]
 def in_small(script: str, sizes: Mapping[str, object]) -> str:
     """Return a script with the values of some of its variables replaced."""
     for name, value in sizes.items():
-        script, count = re.subn(rf"^(export {name}=).*$", rf"\g<1>{value}", script, flags=re.MULTILINE)
+        script, count = re.subn(rf"^((?:export )?{name}=).*$", rf"\g<1>{value}", script, flags=re.MULTILINE)
         assert count == 1, name
     return script

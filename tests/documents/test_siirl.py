@@ -37,16 +37,18 @@ COMMANDS = {
 """How a command of the page begins -> the rows of docs/documents.md that answer it."""
 
 
-def script() -> str:
+def script(**variables: object) -> str:
+    """The page's script, with other values of some of its variables, and a time that stands still."""
     page = text(PAGE)
-    return page[page.index("#!/usr/bin/env bash") : page.index("\nStep 4")] + "\n"
+    whole = page[page.index("#!/usr/bin/env bash") : page.index("\nStep 4")] + "\n"
+    return in_small(whole, {"timestamp": "now", **variables})
 
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory) -> Path:
     """The directories of the page with a tiny model, and DeepScaleR's rows as its preprocessing script writes them."""
     root = tmp_path_factory.mktemp("siirl")
-    (root / "run.sh").write_text(in_small(script(), SMALL))
+    (root / "run.sh").write_text(script(**SMALL))
     make_run(root)
     (root / "data/models").mkdir(parents=True)
     (root / "model").rename(root / "data/models/Qwen3-8B")
@@ -71,7 +73,7 @@ def test_deepscaler_is_prepared_as_the_page_s_first_command_does(root):
 
 def test_the_script_of_the_page_trains_in_small(root, page_run):
     rows, run, told = page_run
-    assert "of siirl's keys 29 translated, 10 fixed here, 0 not supported, 0 unknown" in told
+    assert "of siirl's keys 34 translated, 8 fixed here, 0 not supported, 0 unknown" in told
     assert [row["step"] for row in rows] == [0, 1, 2], "step 0 is the validation before training"
     assert all("val/deepscaler/reward" in row for row in rows) and max(row["policy/grad_norm"] for row in rows[1:]) > 0
     assert (run["policy"]["backend"], run["engine"]["backend"]) == ("megatron:d1t2p2", "vllm:d2t2")
@@ -86,7 +88,7 @@ def test_tensorboard_serves_the_reward_the_loss_and_the_kl_of_the_run(root, page
     from tensorboard import program
 
     board = program.TensorBoard()
-    board.configure(argv=[None, "--logdir", str(root / "runs/page/tensorboard"), "--port", "0", "--load_fast", "false"])
+    board.configure(argv=[None, "--logdir", str(root / "tensorboard"), "--port", "0", "--load_fast", "false"])
     with urllib.request.urlopen(f"{board.launch()}data/plugin/scalars/tags", timeout=60) as answer:
         tags = {tag for names in json.load(answer).values() for tag in names}
     assert {"reward/mean", "policy/loss", "policy/kl_old"} <= tags, tags
@@ -116,11 +118,12 @@ def test_the_settings_that_are_changed_are_those_of_the_page(tmp_path):
 
 @pytest.mark.parametrize("key", settings("siirl"))
 def test_every_setting_of_the_page_acts_or_the_report_says_why_not(tmp_path, key):
-    """Changed by a word after the page's own script."""
-    (tmp_path / "run.sh").write_text(script())
+    """Changed by a word after the page's own script, or as a variable that the script exports."""
 
     def translate(flipped):
-        words = [f"{flipped}={SETTINGS['siirl']['flips'][flipped][1]}"] if flipped else []
+        changed = {flipped: SETTINGS["siirl"]["flips"][flipped][1]} if flipped else {}
+        (tmp_path / "run.sh").write_text(script(**changed) if key.isupper() else script())
+        words = [] if key.isupper() else [f"{name}={value}" for name, value in changed.items()]
         return translate_words("siirl", [str(tmp_path / "run.sh"), *words], HOME)
 
     check_change("siirl", key, translate)

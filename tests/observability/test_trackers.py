@@ -117,6 +117,15 @@ def test_tensorboard_shows_one_timeline_of_a_run_that_was_killed_and_resumed(tmp
     assert b"    <b>2</b>\n    |two| \xe2\x80\xa8" in samples[0].tensor_proto.string_val[0]
 
 
+def test_tensorboard_s_events_are_where_tensorboard_dir_says(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    take_steps(tmp_path / "r", ["tensorboard"], 1, 2, tensorboard_dir=str(tmp_path / "events"))
+    assert not (tmp_path / "r/tensorboard").exists()
+    board = EventAccumulator(str(tmp_path / "events")).Reload()
+    assert [each.step for each in board.Scalars("reward/mean")] == [1, 2]
+
+
 def test_a_run_that_starts_anew_has_a_tracked_run_of_its_own(tmp_path):
     ids = set()
     for _ in range(2):

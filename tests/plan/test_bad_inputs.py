@@ -283,6 +283,7 @@ BAD: dict[str, tuple[Callable[[Case], Any], str]] = {
     "a tokenizer configuration cut off": (cut("tokenizer_config.json", 0.5), "tokenizer_config.json is not JSON"),
     "an end token that is a number": (lambda case: case.json("tokenizer_config.json", eos_token=3), "tokenizer_config.json: eos_token must be a text: got 3"),
     "no end token": (lambda case: case.json("tokenizer_config.json", eos_token=...), "neither the tokenizer nor the model has an end token"),
+    "another end token for sft than for sampling": (lambda case: (case.json("generation_config.json", eos_token_id=3), offline("sft", {"prompt": "1", "response": "2"})(case)), "a model that learns it would never stop"),
     "no end token for sft": (lambda case: (case.json("config.json", eos_token_id=2), case.json("tokenizer_config.json", eos_token=...), offline("sft", {"prompt": "1", "response": "2"})(case)), "the tokenizer has no eos_token"),
     "a tokenizer larger than the model": (lambda case: (case.json("config.json", vocab_size=60), replaced("model.embed_tokens.weight", lambda tensor: tensor[:60].clone())(case), replaced("lm_head.weight", lambda tensor: tensor[:60].clone())(case)), "the model knows 60: they do not belong together"),
     "a template that is not valid": (lambda case: case.template("{% for m in messages %}"), "the chat template of"),

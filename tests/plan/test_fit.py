@@ -91,6 +91,17 @@ def test_a_reference_is_counted_by_its_own_layout_and_may_be_sharded_further(mon
     assert "t8" not in said
 
 
+def test_passes_of_too_many_sequences_are_refused_and_their_key_is_named():
+    """256 of 4096 tokens on two ranks: 2 x 3 x 14336 bytes a token for a layer's MLP alone are 42 GiB on each."""
+    policy = {"backend": "megatron:d4t2", "recompute": "full", "sequences_per_forward": 256}
+    sections = {"policy": policy, "algorithm": {"kl": {"coef": 0.1}}}
+    said = refused(config(**sections, data={"train": ["x"], "prompts_per_step": 512, "max_response_tokens": 3072}))
+    assert "a pass without gradient needs at least" in said and "a pass of the reference needs at least" in said
+    assert "policy.sequences_per_forward: null (" in said
+    few = config(**sections, data={"train": ["x"], "prompts_per_step": 8, "max_response_tokens": 3072})
+    assert "a pass without gradient" not in refused(few), "a rank has as many sequences as a step"
+
+
 def test_a_change_that_does_not_suffice_is_not_named():
     """Parameters, gradients and optimizer are 135 GiB on one GPU: no saving of activations helps."""
     offload = {"parameters": True, "gradients": True, "optimizer": True}

@@ -8,7 +8,7 @@ import pytest
 
 from fivefold.layout import ParallelLayout, PipelineSplit
 from fivefold.models.families import load_spec
-from fivefold.plan.memory import Other, Sharded, estimate_memory, rank_parameters
+from fivefold.plan.memory import LOGITS_BYTES, Other, Sharded, estimate_memory, kept_numbers, rank_parameters
 
 
 @pytest.mark.parametrize(
@@ -151,6 +151,30 @@ def test_a_critic_and_a_reward_model_take_their_place(models):
     assert both.training_of("critic")["critic"] == 18 * count
     assert both.training["critic"] == 2 * count, "its gradients and optimizer are not there while the policy learns"
     assert both.sampling["critic"] == both.sampling["reward model"] == 2 * count
+
+
+def test_a_pass_of_many_sequences_is_a_phase_with_one_layer_s_activations(models):
+    """2 bytes each of 2 x 64 numbers a token that enter and leave a layer and of those inside; the critic's state as it waits."""
+    spec, values = load_spec(models("qwen3")), load_spec(models("qwen3"), value_head=True)
+    tokens = 10**6
+    inside = kept_numbers(spec, 0, kernels=True)
+    critic = Sharded(values, ParallelLayout.parse("megatron:t2"), tokens_per_micro_batch=64, tokens_per_forward=tokens)
+    leaving = frozenset({"parameters", "optimizer"})
+    policy = Sharded(spec, critic.layout, tokens_per_micro_batch=64, tokens_per_forward=tokens)
+    found = estimate_memory(
+        policy, dtype="bfloat16", engine_sequences=0, max_sequence_tokens=128, offload=leaving,
+        others={"critic": Other(critic, 0, leaving, learns=True), "reference": Other(replace(policy, tokens_per_forward=0))},
+    )  # fmt: skip
+    count = rank_parameters(values, critic.layout)[0].total
+    one = found.phases["a pass of the critic"]
+    assert one["activations"] == tokens * (2 * spec.hidden + inside)
+    assert one["critic"] == (2 + 4) * count, "its optimizer is on the host"
+    assert (one["gradients"], one["reference"]) == (found.gradients, 2 * rank_parameters(spec, critic.layout)[0].total)
+    own = found.phases["a pass without gradient"]
+    logits = min(LOGITS_BYTES, 4 * tokens // 2 * spec.padded_vocab) + tokens * 3 * spec.hidden
+    assert own["activations"] == tokens * 2 * spec.hidden + max(logits, tokens * inside)
+    assert set(own) == {"parameters", "activations", "critic", "reference", "gradients"}
+    assert "a pass of the reference" not in found.phases and "a pass without gradient" not in estimate(spec, "d1").phases
 
 
 def test_a_process_reward_model_is_counted_with_what_it_is_compared_with(models):

@@ -114,6 +114,19 @@ def test_a_long_tail_decodes_alone():
     assert times[1].total > 2 * times[0].total
 
 
+def test_processes_share_the_host_s_work_and_each_reads_the_weights():
+    """Each prepares its part of the sequences; the GPU computes their steps one after another."""
+    one, two = sampler(max_num_seqs=1024), sampler(max_num_seqs=1024, processes=2)
+    (host, gpu), (host_2, gpu_2) = (each.step_seconds(1024, 200, RATES) for each in (one, two))
+    fixed, weights = RATES.rate("decode_host"), one._weights(512) / RATES.rate("decode_memory")
+    assert host_2 - fixed == pytest.approx((host - fixed) / 2)
+    assert gpu_2 == pytest.approx(gpu + weights)
+    small = replace(SPEC, layers=8)
+    requests = Requests(1024, 8, 100, 200, 200)
+    times = [rollout_time(sampler(small, max_num_seqs=1024, processes=n), requests, 1, RATES).total for n in (1, 2)]
+    assert times[1] < 0.7 * times[0]
+
+
 def test_few_tokens_choose_few_experts():
     """Decoding one sequence reads 8 of 128 experts, decoding 256 nearly all."""
     spec = spec_from_config(SHAPES["Qwen3-30B-A3B"])

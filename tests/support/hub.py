@@ -31,6 +31,8 @@ class Hub:
         self.refuses = refuses
         """Status of every request to create a repository."""
         self.repositories: dict[str, dict[str, dict[str, bytes]]] = {}
+        self.names_no_commits = False
+        """ModelScope's lists of files have no commits."""
         self.tags: dict[str, str] = {}
         """Name of a branch or tag -> commit."""
         self.gated: set[str] = set()
@@ -237,8 +239,19 @@ class _Front(_Handler):
             return self.elsewhere(name, data, X_Repo_Commit=commit, X_Linked_Size=str(len(data)), X_Linked_ETag=linked)
         self.answer(200, data, ETag=f'"{hashlib.sha1(data).hexdigest()}"', X_Repo_Commit=commit)
 
+    def last_change(self, repository: str, commit: str, name: str) -> dict[str, Any]:
+        """The commit that wrote a file, and its time, which is that of the place in the history."""
+        history = list(self.hub.repositories[repository].items())
+        history = history[: [each for each, _ in history].index(commit) + 1]
+        data, found = history[-1][1][name], {}
+        for second, (one, files) in reversed(list(enumerate(history))):
+            if files.get(name) != data:
+                break
+            found = {"Revision": one, "CommittedDate": 1_700_000_000 + second}
+        return found
+
     def modelscope(self, repository: str, rest: list[str], query: dict[str, str]) -> None:
-        found = self.hub.files(repository, query.get("Revision", "master"))
+        hub, found = self.hub, self.hub.files(repository, query.get("Revision", "master"))
         if found is None:
             what = "revision" if repository in self.hub.repositories else "model"
             return self.json({"Code": 10010205001, "Message": f"{what} not found", "Success": False}, 404)
@@ -248,7 +261,7 @@ class _Front(_Handler):
         if rest == ["repo", "files"]:
             entries = [
                 {"Path": name, "Name": name, "Type": "blob", "Size": len(data), "Sha256": hashlib.sha256(data).hexdigest(),
-                 "Revision": commit}
+                 **({} if hub.names_no_commits else self.last_change(repository, commit, name))}
                 for name, data in files.items()
             ]  # fmt: skip
             return self.json({"Code": 200, "Data": {"Files": entries}, "Success": True})

@@ -56,13 +56,14 @@ def take_steps(
     seconds: float = 60,
     killed: str = "no",
     offline: bool = True,
+    tensorboard_dir: str | None = None,
     **environment: str,
 ) -> str:
     """Run steps `first` to `last` in a process of their own; what it said."""
     run_dir.mkdir(parents=True, exist_ok=True)
-    (run_dir / "run.yaml").write_text(
-        json.dumps({"tracking": SETTINGS | {"offline": offline}, "policy": {"optimizer": {"lr": 1e-6}}})
-    )
+    tracking, trainer = SETTINGS | {"offline": offline}, {"tensorboard_dir": tensorboard_dir}
+    tree = {"tracking": tracking, "trainer": trainer, "policy": {"optimizer": {"lr": 1e-6}}}
+    (run_dir / "run.yaml").write_text(json.dumps(tree))
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, str(run_dir), ",".join(names), str(first), str(last), str(seconds),
          killed],

@@ -49,6 +49,9 @@ class EngineConfig:
     mode: Annotated[Literal["in_process", "server"] | None, HARMLESS] = None
     """Where the engine runs: in the policy's ranks, or as servers in processes of their own on the same devices. If left
     out, vLLM runs in the ranks; SGLang always runs as servers."""
+    processes: Annotated[int, within("[1, 16]"), HARMLESS] = 1
+    """vLLM's processes in each replica, which share its GPUs: each has all weights and its part of the cache and of
+    max_num_seqs. More than 1 run as servers, for models whose steps take the host longer than the GPU."""
     placement: Annotated[Literal["colocated", "apart"], HARMLESS] = "colocated"
     """Placement of the engine's servers. `apart`: on GPUs of their own, the next ones after the ranks' on each machine;
     weights are sent over the network, and the layout may have any size."""
@@ -60,7 +63,7 @@ class EngineConfig:
     """Fraction of GPU memory for the engine's weights, cache and graphs (vLLM's gpu_memory_utilization, SGLang's
     mem_fraction_static)."""
     max_num_seqs: Annotated[int, above(0), HARMLESS] = 256
-    """Maximum number of sequences that one replica decodes at once."""
+    """Maximum number of sequences that one replica decodes at once, over all its processes."""
     max_model_len: Annotated[int | None, above(0), HARMLESS] = None
     """Maximum sequence length of the engine; the longest prompt plus the longest response if left out."""
     sleep: Annotated[bool, HARMLESS] = True
@@ -79,6 +82,9 @@ class EngineConfig:
     max_logprob_diff: Annotated[float | None, above(0), HARMLESS] = None
     """Maximum mean difference between the trainer's and the engine's log-probs at their first comparison; not checked if
     left out."""
+    logprobs: Annotated[Literal["always", "tenth_step"], HARMLESS] = "always"
+    """Steps in which the engine returns log-probs. `tenth_step`: every tenth one, the first ones after a start, resume or
+    restart, and all steps if a correction reads them; other steps do not compare engine and trainer."""
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     sync_bucket_mb: Annotated[int, above(0), HARMLESS] = 256
     """Approximate bucket size for sending weights from trainer to engine, in MB."""
@@ -89,7 +95,7 @@ class EngineConfig:
     @property
     def is_server(self) -> bool:
         """Whether the engine samples in processes of its own."""
-        return self.mode == "server" or bool(self.url) or self.kind == "sglang" or self.is_apart
+        return self.mode == "server" or bool(self.url) or self.kind == "sglang" or self.is_apart or self.processes > 1
 
     @property
     def is_apart(self) -> bool:

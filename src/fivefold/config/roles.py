@@ -63,7 +63,13 @@ class Role:
     @cached_property
     def settings(self) -> PolicyConfig:
         """All settings of the model; raises ValueError if its layout cannot be parsed."""
-        return self.section if isinstance(self.section, PolicyConfig) else self.section.settings(self.policy)
+        if isinstance(self.section, PolicyConfig):
+            return self.section
+        settings = self.section.settings(self.policy)
+        if self.has_value_head and self.section.megatron is None:
+            # Other libraries have no value heads.
+            return replace(settings, megatron=replace(settings.megatron, bridge_type="native"))
+        return settings
 
     @property
     def section_key(self) -> str:

@@ -7,13 +7,14 @@ each other.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from fivefold.algo.choices import Choices
+from fivefold.algo.correction import Correction
 from fivefold.algo.methods import METHODS, Method, resolve
 from fivefold.algo.surrogates import surrogate_class
 from fivefold.config.engine import EngineConfig, RolloutConfig
@@ -30,6 +31,7 @@ from fivefold.keys.ranges import Matches, OneOf, Range, above, at_least, within
 from fivefold.models.overrides import overridden
 from fivefold.models.torch_dist import config_beside, is_torch_dist
 from fivefold.tables import DATA_SETS
+from fivefold.user_code import is_user_code
 
 UMASK = re.compile(r"0?[0-7]{3}")
 RAY_ADDRESS = re.compile(r"auto|(ray://)?[^/\s]+:\d+")
@@ -117,11 +119,23 @@ class AlgorithmConfig(Choices):
         return self.updates_per_step * self.ppo_epochs
 
     @property
+    def reads_rollout_logprobs(self) -> bool:
+        """Whether every step needs the engine's log-probs: for a correction, or for user code, which may read them."""
+        correction = self.resolved.rollout_correction
+        is_read = Correction.of(self.resolved).is_active or correction.old_logprobs_from != "trainer"
+        return is_read or any(map(is_user_code, _leaves(asdict(self.resolved))))
+
+    @property
     def needs_reference(self) -> bool:
         """Whether the KL has a nonzero weight or the surrogate compares with the reference."""
         chosen = self.resolved
         has_penalty = chosen.kl.coef != 0 or chosen.kl.reward_coef != 0
         return has_penalty or surrogate_class(chosen.surrogate).ratio_reference == "reference"
+
+
+def _leaves(values: dict[str, Any]) -> Iterator[Any]:
+    for value in values.values():
+        yield from _leaves(value) if isinstance(value, dict) else (value,)
 
 
 @dataclass(frozen=True)

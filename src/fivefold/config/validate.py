@@ -131,6 +131,12 @@ def _check_engine(findings: Findings, config: Derived) -> None:
         "engine.sampling.min_tokens",
         f"must be at most data.max_response_tokens = {config.data.max_response_tokens}: got {engine.sampling.min_tokens}",
     )
+    _check_processes(findings, engine)
+    if engine.logprobs == "tenth_step":
+        if engine.kind == "transformers":
+            findings.ignore("engine.logprobs", "the transformers engine has the log-probs anyway")
+        elif config.algorithm.reads_rollout_logprobs:
+            findings.ignore("engine.logprobs", "a correction or your own code reads the log-probs of every step")
     if engine.url:
         message = f"must be vllm or sglang alone: the servers of engine.url have layouts of their own; got {engine.backend}"
         findings.require(engine.backend in ENGINES, "engine.backend", message)
@@ -254,6 +260,23 @@ def _check_expert(findings: Findings, config: Derived) -> None:
         config.rollout.max_staleness is None,
         "rollout.max_staleness",
         "must be left out with algorithm.expert: groups that are sampled ahead have no expert's among them",
+    )
+
+
+def _check_processes(findings: Findings, engine: EngineConfig) -> None:
+    """Check that an engine of several processes shares the ranks' devices."""
+    if engine.processes == 1:
+        return
+    key, count = "engine.processes", engine.processes
+    message = f"must be 1 with {engine.kind}: only vLLM's processes share a GPU; got {count}"
+    findings.require(engine.kind == "vllm", key, message)
+    message = f"must be 1 where {{}}: got {count}; each server is on GPUs of its own"
+    findings.require(not engine.url, key, message.format("engine.url names the servers"))
+    findings.require(not engine.is_apart, key, message.format("engine.placement is apart"))
+    message = f"must be server or left out with engine.processes {count}: they run next to the ranks"
+    findings.require(engine.mode != "in_process", "engine.mode", message)
+    findings.require(
+        engine.max_num_seqs >= count, key, f"must be at most engine.max_num_seqs = {engine.max_num_seqs}: got {count}"
     )
 
 

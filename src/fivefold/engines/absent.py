@@ -14,6 +14,8 @@ from fivefold.types import Completion, Request
 class AbsentEngine:
     """An Engine that receives no requests, and has the state and the version of the engine on the other ranks."""
 
+    restarts = 0
+
     def __init__(self, count: int, can_sleep: bool) -> None:
         """`count`: replicas of the engine, all on other ranks; `can_sleep`: whether these can sleep."""
         self.replica = EngineReplica(None, count, leads=False)

@@ -25,6 +25,8 @@ from fivefold.types import Completion, Request, Sampling
 class TransformersEngine:
     """Samples with transformers; requests share the prefill of their prompt, and finished sequences leave the batch."""
 
+    restarts = 0
+
     def __init__(
         self,
         directory: Path,

@@ -108,7 +108,8 @@ def check_judge(findings: Findings, reward: RewardConfig, launch: LaunchConfig) 
 
 
 def engine_cache(config: RunConfig, spec: ModelSpec) -> int | None:
-    """Return the bytes of vLLM's or SGLang's KV cache on each device; None for another engine, or if GPUs are unknown."""
+    """Return the bytes of vLLM's or SGLang's KV cache on each device, over all processes that share it; None for another
+    engine, or if GPUs are unknown."""
     engine = config.engine
     if engine.layout is None:
         return None
@@ -119,7 +120,13 @@ def engine_cache(config: RunConfig, spec: ModelSpec) -> int | None:
     if (device := device_of(config)) is None:
         return None
     weights = spec.parameters * BYTES[engine.dtype or config.policy.dtype] // engine.layout.tp
-    return int(engine.memory_fraction * device.bytes) - weights - ENGINE_GRAPHS
+    return cache_beside(engine, device.bytes, weights)
+
+
+def cache_beside(engine: EngineConfig, device_bytes: int, weights: int) -> int:
+    """Return the bytes that `memory_fraction` of a device leaves for the cache, after the weights and graphs of each
+    process."""
+    return int(engine.memory_fraction * device_bytes) - engine.processes * (weights + ENGINE_GRAPHS)
 
 
 def _check_cache(findings: Findings, config: RunConfig, spec: ModelSpec) -> None:
@@ -128,12 +135,14 @@ def _check_cache(findings: Findings, config: RunConfig, spec: ModelSpec) -> None
     assert engine.layout is not None
     longest = engine.max_model_len or config.max_sequence_tokens
     needed, size = token_bytes(engine, config.policy, spec) * longest, CACHE_SIZES[engine.kind]
+    each = f" in each of {engine.processes} processes" if engine.processes > 1 else ""
     key = f"{engine.kind}.{size}" if size in engine.own_arguments else "memory_fraction"
     findings.require(
-        cache is None or cache >= needed,
+        cache is None or cache // engine.processes >= needed,
         key,
-        f"leaves {max(0, cache or 0) / 2**20:,.2f} MiB for keys and values, one sequence of {longest} tokens needs "
-        f"{needed / 2**20:,.2f}; raise it, more t in engine.backend, or a smaller engine.max_model_len",
+        f"leaves {max(0, cache or 0) // engine.processes / 2**20:,.2f} MiB for keys and values{each}, one sequence of "
+        f"{longest} tokens needs {needed / 2**20:,.2f}; "
+        "raise it, more t in engine.backend, or a smaller engine.max_model_len",
     )
 
 

@@ -215,6 +215,7 @@ def _rollout(config: RunConfig, spec: ModelSpec, rates: Efficiencies, lengths: L
         float("inf") if cache is None else max(1.0, cache),
         size,
         is_server=engine.is_server,
+        processes=engine.processes,
         is_eager=engine.kind == "transformers",
     )
     return rollout_time(sampler, requests, replicas, rates)

@@ -114,6 +114,9 @@ def _settings(config: RunConfig) -> Iterator[Remedy]:
             f"policy.tokens_per_micro_batch: {least}",
             replace(config, policy=replace(policy, tokens_per_micro_batch=least)),
         )
+    for name, role in config.roles.models.items():
+        if role.section.sequences_per_forward is not None and role.backend_key == f"{name}.backend":
+            yield f"{name}.sequences_per_forward: null", _with(config, name, sequences_per_forward=None)
     if _shares_devices(config.engine) and has_gpus and config.engine.memory_fraction > 0.3:
         yield "engine.memory_fraction: 0.3", replace(config, engine=replace(config.engine, memory_fraction=0.3))
 
@@ -151,7 +154,7 @@ def _layout(config: RunConfig, measure: Measure, where: str, own: ParallelLayout
     """Yield a change of one model's layout to these sizes, if the model can be sharded so."""
     try:
         layout = replace(own, **sizes)
-        changed = _with_backend(config, where, str(layout))
+        changed = _with(config, where, backend=str(layout))
         measure(changed)
     except UserError:
         # This layout cannot shard the model.
@@ -159,11 +162,12 @@ def _layout(config: RunConfig, measure: Measure, where: str, own: ParallelLayout
     yield f"{where}.backend: {layout}", changed
 
 
-def _with_backend(config: RunConfig, where: str, backend: str) -> RunConfig:
+def _with(config: RunConfig, where: str, **changes: Any) -> RunConfig:
+    """Return the configuration with these keys of a model's section changed."""
     if where == "reward.model":
         reward = config.reward
-        return replace(config, reward=replace(reward, model=replace(reward.model, backend=backend)))
-    return replace(config, **{where: replace(getattr(config, where), backend=backend)})
+        return replace(config, reward=replace(reward, model=replace(reward.model, **changes)))
+    return replace(config, **{where: replace(getattr(config, where), **changes)})
 
 
 def _gib(size: float) -> str:

@@ -106,6 +106,10 @@ def _changes(config: RunConfig) -> Iterator[Change]:
     for fraction in (0.6, 0.7, 0.8, 0.9):
         if engine.layout is not None and fraction > engine.memory_fraction:
             yield f"engine.memory_fraction: {fraction}", replace(config, engine=replace(engine, memory_fraction=fraction))
+    for processes in (2, 4):
+        if engine.kind == "vllm" and not engine.is_apart and processes > engine.processes:
+            own = replace(engine, processes=processes, mode=None)
+            yield f"engine.processes: {processes}", replace(config, engine=own)
     if engine.layout is None:
         world = config.layout.world_size
         yield f"engine.backend: vllm:d{world}", replace(config, engine=replace(engine, backend=f"vllm:d{world}"))

@@ -35,6 +35,10 @@ class OtherMemory:
     """Bytes that stay on the device outside of its turn."""
     activations: int = 0
     """Bytes that an update keeps for its backward pass."""
+    computing: int = 0
+    """Bytes of its state during a pass without gradient."""
+    forward: int = 0
+    """Bytes that this pass holds, where a number of sequences limits it; 0 where the micro-batches of updates do."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +59,8 @@ class Memory:
     """True if the engine is on the device only while it samples."""
     offload: frozenset[str] = frozenset()
     """Parts of the policy that are on the host outside of its turn."""
+    forward: int = 0
+    """Bytes that a pass of the policy without gradient holds, where a number of sequences limits it."""
 
     def _waiting(self, turn: str = "policy") -> dict[str, int]:
         """Return the bytes of models whose turn it is not."""
@@ -88,8 +94,16 @@ class Memory:
     def phases(self) -> dict[str, dict[str, int]]:
         """Return the phases of a step in this run, by name."""
         others = {f"training the {name}": self.training_of(name) for name, one in self.others.items() if one.state}
+        passes = {
+            f"a pass of the {name}": {name: one.computing, "activations": one.forward} | self._waiting(name)
+            for name, one in self.others.items()
+            if one.forward
+        }
+        if self.forward:
+            own = {"parameters": self.parameters, "activations": self.forward}
+            passes["a pass without gradient"] = own | self._waiting()
         engine = {"syncing weights": self.syncing, "sampling": self.sampling} if self.engine else {}
-        return {"training": self.training, **others, **engine}
+        return {"training": self.training, **others, **passes, **engine}
 
     @property
     def total(self) -> int:
@@ -213,6 +227,8 @@ class Sharded:
     """Adapters that are trained instead of the whole model."""
     mtp_layers: int = 0
     """Layers of multi-token prediction that are trained."""
+    tokens_per_forward: int = 0
+    """Most tokens of a pass without gradient that a number of sequences limits; 0 where `tokens_per_micro_batch` does."""
 
     @property
     def trained(self) -> tuple[RankParameters, ...]:
@@ -225,13 +241,6 @@ class Sharded:
         """Return the bytes on one rank of each pipeline stage; `size` is the bytes per number."""
         spec, layout, found = self.spec, self.layout, list[Held]()
         tokens = self.tokens_per_micro_batch / (layout.tp * layout.cp)
-        logits = 4 * tokens * spec.padded_vocab
-        if self.kernels:
-            # The last norm, its input and output; also the states that every tensor-parallel rank has whole, and their
-            # gradients.
-            logits = min(LOGITS_BYTES, logits) + tokens * size * spec.hidden * (2 + 2 * layout.tp)
-        else:
-            logits = min(PLAIN_LOGITS_BYTES, 3 * logits)
         parts = rank_parameters(self.spec, layout, self.stages, self.mtp_layers)
         split = self.stages.split_layers(self.spec.layers, layout)
         for stage, (own, learned, chunks) in enumerate(zip(parts, self.trained, split, strict=True)):
@@ -245,12 +254,29 @@ class Sharded:
             if self.recompute == "full":
                 # The input of each layer, and one recomputed layer at a time.
                 kept, again = [spec.hidden] * len(layers), max(kept, default=0)
-            last = logits if stage == layout.pp - 1 and not spec.value_head else 0
+            has_logits = stage == layout.pp - 1 and not spec.value_head
+            last = self._logits(tokens, size, copies=2) if has_logits else 0
             # The logits are freed before a layer is recomputed.
             activations = int(tokens * size * in_flight * sum(kept) + max(last, tokens * size * again))
             held = (own.total + (0 if self.lora is None else learned.total)) * size
-            found.append(Held(held, learned.total * 4, _optimizer(learned, layout, size), activations))
+            forward = self._forward(layers, size, has_logits)
+            found.append(Held(held, learned.total * 4, _optimizer(learned, layout, size), activations, forward))
         return found
+
+    def _forward(self, layers: list[int], size: int, has_logits: bool) -> int:
+        """Return the bytes of a pass without gradient: what goes in and out of a layer, and one layer or the logits."""
+        tokens = self.tokens_per_forward / (self.layout.tp * self.layout.cp)
+        inside = max((kept_numbers(self.spec, layer, self.kernels) for layer in layers), default=0)
+        logits = self._logits(tokens, size, copies=1) if has_logits else 0
+        return int(2 * tokens * size * self.spec.hidden + max(logits, tokens * size * inside))
+
+    def _logits(self, tokens: float, size: int, copies: int) -> float:
+        """Return the bytes of the output layer; `copies` is 2 with gradients."""
+        logits = 4 * tokens * self.spec.padded_vocab
+        if self.kernels:
+            # The last norm, its input and output; also the states that every tensor-parallel rank has whole.
+            return min(LOGITS_BYTES, logits) + copies * tokens * size * self.spec.hidden * (1 + self.layout.tp)
+        return min(PLAIN_LOGITS_BYTES, 3 * logits)
 
 
 @dataclass(frozen=True)
@@ -261,6 +287,8 @@ class Held:
     gradients: int = 0
     optimizer: int = 0
     activations: int = 0
+    forward: int = 0
+    """Bytes of a pass without gradient, where a number of sequences limits it."""
 
     def outside(self, parts: Collection[str]) -> int:
         """Return the bytes of its state after these parts are offloaded."""
@@ -289,13 +317,14 @@ def estimate_memory(
     engine_sleeps: bool = True,
     engine_dtype: str | None = None,
     engine_cache: int | None = None,
+    engine_processes: int = 1,
     offload: frozenset[str] = frozenset(),
     others: Mapping[str, Other] | None = None,
 ) -> Memory:
     """Estimate memory on the fullest rank, with the engine next to the policy (0 sequences: no engine).
 
     `engine_shards`: ranks that shard the engine. `engine_cache`: bytes that the engine always takes for its cache (default:
-    as many as its sequences need).
+    as many as its sequences need). `engine_processes`: processes that each hold the engine's weights.
     """
     spec, size, engine_size = policy.spec, BYTES[dtype], BYTES[engine_dtype or dtype]
     if engine_cache is None:
@@ -322,7 +351,7 @@ def estimate_memory(
                 gradients=own.gradients,
                 optimizer=own.optimizer,
                 activations=own.activations,
-                engine=spec.parameters * engine_size // engine_shards if samples else 0,
+                engine=engine_processes * spec.parameters * engine_size // engine_shards if samples else 0,
                 cache=max(0, engine_cache) if samples else 0,
                 others={
                     name: _other(name, others, held, has_company)
@@ -331,6 +360,7 @@ def estimate_memory(
                 },
                 engine_sleeps=engine_sleeps,
                 offload=offload if has_company else frozenset(),
+                forward=own.forward,
             )
         )
     return max(memories, key=lambda memory: memory.total)
@@ -342,8 +372,10 @@ def _other(name: str, others: Mapping[str, Other], held: Mapping[str, Held], has
     compared = sum(held.get(key, Held()).parameters for key, one in others.items() if one.compared_by == name)
     compared = 0 if "parameters" in leaving else compared
     if not others[name].learns:
-        return OtherMemory(0, 0 if "parameters" in leaving else own.parameters)
-    return OtherMemory(own.outside(()) + compared, own.outside(leaving) + compared, own.activations)
+        resident = 0 if "parameters" in leaving else own.parameters
+        return OtherMemory(0, resident, computing=own.parameters, forward=own.forward)
+    computing = own.outside(leaving - {"parameters"}) + compared
+    return OtherMemory(own.outside(()) + compared, own.outside(leaving) + compared, own.activations, computing, own.forward)
 
 
 def _optimizer(own: RankParameters, layout: ParallelLayout, size: int) -> int:

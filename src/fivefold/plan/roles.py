@@ -23,7 +23,8 @@ def sharded(config: RunConfig, role: Role, spec: ModelSpec) -> Sharded:
     """Return a model as its layout shards it."""
     settings, layout = role.settings, role.layout
     # A step may have fewer tokens than fit in a micro-batch.
-    most = config.max_sequence_tokens * -(-config.samples_per_step // layout.dp)
+    samples = -(-config.samples_per_step // layout.dp)
+    most = config.max_sequence_tokens * samples
     return Sharded(
         spec,
         layout,
@@ -33,6 +34,7 @@ def sharded(config: RunConfig, role: Role, spec: ModelSpec) -> Sharded:
         on_gpus(config.launch, config.trainer.device),
         settings.lora.spec,
         spec.mtp_layers if settings.mtp.train else 0,
+        config.max_sequence_tokens * min(settings.sequences_per_forward or 0, samples),
     )
 
 
@@ -61,6 +63,7 @@ def memory_of(config: RunConfig, spec: ModelSpec) -> Memory:
         engine_shards=1 if config.engine.layout is None else config.engine.layout.tp,
         engine_dtype=config.engine.dtype,
         engine_cache=engine_cache(config, spec),
+        engine_processes=config.engine.processes,
         engine_sleeps=config.engine.sleep and on_gpu,
         max_sequence_tokens=config.max_sequence_tokens,
         offload=config.policy.offload.parts if on_gpu else frozenset(),

@@ -61,6 +61,8 @@ class Sampler:
     """Bytes of the KV cache on each rank of the replica."""
     number_bytes: int = 2
     is_server: bool = False
+    processes: int = 1
+    """Processes that share the replica's GPUs; each has a part of the sequences."""
     is_eager: bool = False
     """True for the transformers engine, which launches each kernel of each step from Python."""
 
@@ -93,7 +95,15 @@ class Sampler:
         return tokens * self._parameters[2] / self.tp / rates.rate("gemm", self.spec.hidden)
 
     def step_seconds(self, sequences: float, length: float, rates: Efficiencies) -> tuple[float, float]:
-        """Return (host, GPU) seconds of a decoding step: one token of each sequence."""
+        """Return (host, GPU) seconds of a decoding step: one token of each sequence.
+
+        Of several processes, each prepares the steps of its part of the sequences at the same time, and the GPU computes
+        them one after another.
+        """
+        host, gpu = self._process_seconds(sequences / self.processes, length, rates)
+        return host, gpu * self.processes
+
+    def _process_seconds(self, sequences: float, length: float, rates: Efficiencies) -> tuple[float, float]:
         spec = self.spec
         read = self._weights(sequences) + sequences * length * self.token_bytes
         # Logits are written in float32, then read by the softmax and by sampling.

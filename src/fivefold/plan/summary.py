@@ -102,6 +102,8 @@ def _describe_engine(config: RunConfig) -> list[str]:
             *(f"         {devices:<{width}}  {who}" for devices, who in shown),
         ]
     where = "as servers on" if engine.is_server else "on"
+    if engine.processes > 1:
+        where = f"as {engine.processes} servers each on"
     rest = "" if engine.sleep else ", on the device all the time"
     return [
         f"engine   {replicas} {where} "

@@ -74,6 +74,13 @@ def _check_ends(findings: Findings, key: str, config: RunConfig, tokenizer: Ligh
             ": neither the tokenizer nor the model has an end token, so no response would ever end: name eos_token in "
             "tokenizer_config.json, or engine.sampling.stop_token_ids",
         )
+    elif config.algorithm.offline and not drawn.ignore_eos and tokenizer.eos_token_id not in {*ends, *drawn.stop_token_ids}:
+        findings.error(
+            key,
+            f": every response to learn ends with token {tokenizer.eos_token_id}, the tokenizer's eos_token, which ends no "
+            f"sampled one ({sorted(ends)} do): a model that learns it would never stop. Name one of them as eos_token in "
+            "tokenizer_config.json, or add it to engine.sampling.stop_token_ids",
+        )
     outside = sorted(token for token in ends if spec is not None and not 0 <= token < spec.vocab)
     if outside and spec is not None:
         findings.error(key, f": the end token {outside[0]} is not in the model's vocabulary of {spec.vocab}")

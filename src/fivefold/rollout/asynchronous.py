@@ -17,6 +17,7 @@ from fivefold.observability.run_logger import RunLogger
 from fivefold.reward.pool import Scoring
 from fivefold.rollout.generation import Generator, first_numbers
 from fivefold.rollout.group_files import read_groups, write_groups
+from fivefold.rollout.logprob_steps import LogprobSteps
 from fivefold.rollout.open_groups import OpenGroups
 from fivefold.rollout.staleness import Admission, staleness
 from fivefold.rollout.stats import Informative
@@ -48,17 +49,19 @@ class AsyncRollouts:
         capacity: int = 0,
         most_prompts: int = 0,
         informative: Informative | None = None,
+        logprobs: LogprobSteps | None = None,
     ) -> None:
         """`tail`: for groups that no later step may use, wait for them, sample their prompts again, or drop them.
 
         `capacity`: requests that the engine can have in flight, over all its replicas. `most_prompts`: maximum prompts of a
         step with dynamic sampling (DAPO, 2503.14476, section 3.2), up to which groups without reward variance are left out.
-        `informative`: defines those groups, as in DynamicSampling.
+        `informative`: defines those groups, as in DynamicSampling. `logprobs`: steps in which the engine returns log-probs;
+        None: every step.
         """
         self._generator, self._prompts, self._log, self._sampling = generator, prompts, log, sampling
         self._admission, self._seed, self._group_size, self._tail = admission, seed, group_size, tail
         self._capacity, self._most_prompts, self._informative = capacity, most_prompts, informative or Informative()
-        self._engine, self._ranks = generator.engine, generator.rewards.ranks
+        self._engine, self._ranks, self._logprobs = generator.engine, generator.rewards.ranks, logprobs
         self._open = OpenGroups(generator)
         self._position = 0
         """Number of prompts given out."""
@@ -109,9 +112,11 @@ class AsyncRollouts:
         begin = place - place % self._admission.per_step
         prompts, numbers = self._of_step(begin)
         prompt, first = prompts[place - begin], numbers[place - begin]
-        draw = (self._seed, begin // self._admission.per_step, prompt.id)
+        step = begin // self._admission.per_step
+        draw = (self._seed, step, prompt.id)
         seeds = [request_seed((*draw, first + number)) for number in range(self._group_size)]
-        self._open.ask(place, prompt, self._sampling, seeds)
+        sampling = self._sampling if self._logprobs is None else self._logprobs.of(self._sampling, step)
+        self._open.ask(place, prompt, sampling, seeds)
 
     def _of_step(self, begin: int) -> tuple[list[Prompt], list[int]]:
         """Return the prompts of the step that starts at place `begin`, and the number of the first response to each."""

@@ -17,6 +17,7 @@ from fivefold.errors import UserError
 from fivefold.interfaces import RolloutSource
 from fivefold.observability.run_logger import RunLogger
 from fivefold.rollout.generation import Generator
+from fivefold.rollout.logprob_steps import LogprobSteps
 from fivefold.rollout.stats import Informative
 from fivefold.types import Group, Prompt, Sample, Sampling
 
@@ -66,11 +67,13 @@ class EngineRollouts(RolloutSource):
         group_size: int,
         prompts_per_call: int,
         with_greedy: bool = False,
+        logprobs: LogprobSteps | None = None,
     ) -> None:
-        """`with_greedy`: the method compares with the reward of the most likely response."""
+        """`with_greedy`: the method compares with the reward of the most likely response. `logprobs`: steps in which the
+        engine returns log-probs; None: every step."""
         self._generator, self._prompts, self._log = generator, prompts, log
         self._sampling, self._seed, self._group_size, self._count = sampling, seed, group_size, prompts_per_call
-        self._with_greedy = with_greedy
+        self._with_greedy, self._logprobs = with_greedy, logprobs
         self._step, self._round = -1, 0
 
     def next(self, step: int) -> list[Group] | None:
@@ -82,7 +85,8 @@ class EngineRollouts(RolloutSource):
         prompts = self._prompts.take(self._count)
         # The round is part of the draw: a prompt repeated in a later round of the step gets other responses.
         draw = (self._seed, step + (self._round << 32))
-        groups = self._generator.sample(prompts, self._group_size, self._sampling, draw)
+        sampling = self._sampling if self._logprobs is None else self._logprobs.of(self._sampling, step)
+        groups = self._generator.sample(prompts, self._group_size, sampling, draw)
         if self._with_greedy:
             with self._log.stage("greedy"):
                 greedy = replace(self._sampling, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)

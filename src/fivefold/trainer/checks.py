@@ -65,9 +65,14 @@ class LogprobGate:
         self._ranks, self._bounds, self._is_open, self._log, self._probe = ranks, bounds, is_open, log, probe
 
     @property
+    def is_armed(self) -> bool:
+        """Whether the check still has to compare some tokens."""
+        return not self._is_open
+
+    @property
     def needs(self) -> frozenset[Column]:
         """Columns that the check reads; empty once the check is done."""
-        return frozenset() if self._is_open else frozenset({Column.OLD_LOGPROBS})
+        return frozenset({Column.OLD_LOGPROBS}) if self.is_armed else frozenset()
 
     def probe(self, models: Scorer) -> None:
         """Compare a few responses sampled for this purpose, while the gate is armed; does nothing without a probe.

@@ -71,7 +71,7 @@ class ServerEngine:
         self._expected = [name for parameter in parameters_of(load_spec(directory)) for name in parameter.hf]
         self._servers: list[Server] = []
         self._lost: set[int] = set()
-        self._restarts = self._updates = 0
+        self._restarts = self._updates = self.restarts = 0
         self._is_cache_asleep = self._is_paused = self._is_new = False
         self._interrupt = interrupt
         self.replica = EngineReplica(ranks.rank if ranks.holds else None, ranks.layout.world_size, leads=ranks.holds)
@@ -123,7 +123,7 @@ class ServerEngine:
         """Start lost servers again; raises RuntimeError after too many restarts, and for servers of another owner."""
         if not self._lost:
             return
-        self._restarts, self._is_new = self._restarts + 1, True
+        self._restarts, self._is_new, self.restarts = self._restarts + 1, True, self.restarts + 1
         mine = [process for number, process in self._processes.items() if number in self._lost]
         tails = [tail for each in self._ranks.gather_objects([one.last_words() for one in mine]) for tail in each]
         names = ", ".join(str(self._servers[number]) for number in sorted(self._lost))

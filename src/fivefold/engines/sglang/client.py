@@ -71,8 +71,8 @@ class SGLangServer:
             "rid": f"{self._run}-{name}-{number}",
             "input_ids": prompt_ids,
             "sampling_params": sampling_arguments(sampling, self._ends, seed),
-            "return_logprob": True,
-            "return_sampling_mask": is_part,
+            "return_logprob": sampling.logprobs,
+            "return_sampling_mask": is_part and sampling.logprobs,
         }
         response = await self._requests.post("/generate", json=asked)
         if response.status_code != 200:
@@ -85,7 +85,10 @@ class SGLangServer:
                 f"{self} ended a response after {len(tokens)} of {sampling.max_tokens} tokens: its context is too short"
             )
         self._own(said["weight_version"])
-        logprobs = said["output_token_sampling_logprobs"] if is_part else [one[0] for one in said["output_token_logprobs"]]
+        logprobs: list[float] = []
+        if sampling.logprobs:
+            of = "output_token_sampling_logprobs" if is_part else "output_token_logprobs"
+            logprobs = said[of] if is_part else [one[0] for one in said[of]]
         spans = said.get("weight_versions")
         versions = spans and [(self._own(span["version"]), span["end"] - span["start"]) for span in spans]
         return number, tokens, logprobs, reason, versions, None

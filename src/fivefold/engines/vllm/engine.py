@@ -20,6 +20,7 @@ from fivefold.distributed.scratch import scratch_directory
 from fivefold.engines.transformers import stop_token_ids
 from fivefold.engines.turns import Turns
 from fivefold.engines.vllm.arguments import EXTENSION, ON_CPU
+from fivefold.engines.vllm.logprobs import TAG, logprobs_of
 from fivefold.engines.vllm.parameters import sampling_arguments, seed_of
 from fivefold.engines.vllm.routes import V2, as_tensor
 from fivefold.engines.weight_sync import crossed_off, give_back_memory, not_come
@@ -34,6 +35,8 @@ from fivefold.types import Completion, Request, Sampling
 
 class VLLMEngine:
     """vLLM's engine on this rank; the ranks of a tensor-parallel group compute every request together."""
+
+    restarts = 0
 
     def __init__(
         self,
@@ -76,12 +79,15 @@ class VLLMEngine:
                 enable_sleep_mode=can_sleep,
                 **arguments,
             )
+        self._llm.collective_rpc("collect_logprobs")
         self._ends = stop_token_ids(directory, tokenizer)
         self._expected = [name for parameter in parameters_of(spec) for name in parameter.hf]
         # A quantized engine holds other bits than it received.
         self._verify_every = 0 if arguments.get("quantization") else verify_every
         self._updates, self._can_sleep = 0, can_sleep
         self._aborted: list[Completion] = []
+        self._tagged: set[str] = set()
+        """Requests whose log-probs the workers collect."""
         self.goes_on = goes_on
         self._is_cache_asleep = False
         self.replica = EngineReplica(rank // layout.tp, layout.dp, leads=rank % layout.tp == 0)
@@ -118,8 +124,10 @@ class VLLMEngine:
         for request in requests:
             own = params[request.sampling].clone()
             own.seed = seed_of(request.seed)
+            if request.sampling.logprobs:
+                own.extra_args = {TAG: str(request.id)}
             engine.add_request(str(request.id), {"prompt_token_ids": request.prompt_ids}, own)
-        self._aborted = []
+        self._aborted, self._tagged = [], {str(request.id) for request in requests if request.sampling.logprobs}
         try:
             while engine.has_unfinished_requests():
                 if not self.goes_on():
@@ -128,7 +136,7 @@ class VLLMEngine:
                 for output in engine.step():
                     (found,) = output.outputs
                     routes = self._read_routes(found, len(output.prompt_token_ids))
-                    yield self._completion(output.request_id, found.token_ids, found.logprobs, found.finish_reason, routes)
+                    yield self._completion(output.request_id, found.token_ids, found.finish_reason, routes)
             yield from self._aborted
         finally:
             # The caller may have stopped iterating.
@@ -143,8 +151,7 @@ class VLLMEngine:
         processor = self._llm.llm_engine.output_processor
         running = list(processor.request_states.values())
         for state in running:
-            tokens, logprobs = state.detokenizer.output_token_ids, state.logprobs_processor.logprobs
-            self._aborted.append(self._completion(state.external_req_id, tokens, logprobs, "abort"))
+            self._aborted.append(self._completion(state.external_req_id, state.detokenizer.output_token_ids, "abort"))
         self._llm.llm_engine.abort_request([state.request_id for state in running], internal=True)
 
     def sleep(self) -> None:
@@ -187,11 +194,14 @@ class VLLMEngine:
         self,
         name: str,
         token_ids: Sequence[int],
-        logprobs: Any,
         reason: Literal["stop", "length", "abort"],
         routes: Tensor | None = None,
     ) -> Completion:
-        return Completion(int(name), list(token_ids), list(logprobs.logprobs), reason, self.version, routes_TLK=routes)
+        logprobs: list[float] = []
+        if name in self._tagged:
+            collected = self._llm.collective_rpc("give_logprobs", args=([name],))
+            logprobs = logprobs_of(name, token_ids, [each for (each,) in collected])
+        return Completion(int(name), list(token_ids), logprobs, reason, self.version, routes_TLK=routes)
 
     def _read_routes(self, found: Any, prompt: int) -> Tensor | None:
         if self._routes is None:

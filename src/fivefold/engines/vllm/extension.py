@@ -23,6 +23,7 @@ from fivefold.distributed.processes import unname_shared_memory
 from fivefold.engines.servers.buckets import BucketReader, Entry
 from fivefold.engines.servers.server import Where
 from fivefold.engines.servers.transfer import join_groups, leave, open_store
+from fivefold.engines.vllm.logprobs import LogprobCollector
 from fivefold.engines.weight_comparison import SentWeights
 from fivefold.errors import RunError
 
@@ -31,7 +32,7 @@ SIZES = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_at
 """Keys of the model's config.json that show whether a server holds another model."""
 
 
-class WeightReceiver:
+class WeightReceiver(LogprobCollector):
     """Mixed into vLLM's worker: `begin_weights`, `receive_weights` any number of times, `finish_weights`."""
 
     device: torch.device
@@ -78,8 +79,9 @@ class WeightReceiver:
             torch.cuda.current_stream().synchronize()
 
     def take(self, run: str) -> None:
-        """Accept weights of this run alone from now on."""
+        """Accept weights of this run alone from now on, and collect the log-probs of its requests."""
         self._run = run
+        self.collect_logprobs()
 
     def _check_run(self, run: str | None) -> None:
         if run != self._run:

@@ -31,6 +31,6 @@ def sampling_arguments(sampling: Sampling, ends: Collection[int]) -> dict[str, A
         "stop": list(sampling.stop) or None,
         "include_stop_str_in_output": True,
         "detokenize": bool(sampling.stop),
-        "logprobs": 0,
+        "logprobs": 0 if sampling.logprobs else None,
         "flat_logprobs": True,
     }

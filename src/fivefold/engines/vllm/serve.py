@@ -19,6 +19,7 @@ from fivefold.engines.arguments import flags
 from fivefold.engines.servers.server_process import ServerProcess, devices_from, end_with_parent, own_environment
 from fivefold.engines.vllm.arguments import EXTENSION, ON_CPU, ROUTE, TAKE, WEIGHTS
 from fivefold.engines.vllm.held_weights import HeldWeights
+from fivefold.engines.vllm.logprobs import TAG, LogprobTaker, logprobs_of
 from fivefold.engines.vllm.parameters import seed_of
 from fivefold.engines.vllm.routes import V2, packed
 
@@ -59,7 +60,7 @@ def main(arguments: list[str]) -> None:
 def _with_route(build_app: Callable[..., Any]) -> Callable[..., Any]:
     def build(*arguments: Any, **named: Any) -> Any:
         app = build_app(*arguments, **named)
-        app.state.run, app.state.weights = None, HeldWeights()
+        app.state.run, app.state.weights, app.state.logprobs = None, HeldWeights(), LogprobTaker()
         app.router.add_route(TAKE, _take, methods=["POST"])
         app.router.add_route(WEIGHTS, _weights, methods=["POST"])
         app.router.add_route(ROUTE, _generate, methods=["POST"])
@@ -113,25 +114,30 @@ async def _generate(raw: Any) -> Any:
         return PlainTextResponse(
             "this server has incomplete weights: none came, or their transfer was cut off", status_code=409
         )
-    return StreamingResponse(_lines(raw.app.state.engine_client, asked), media_type="application/x-ndjson")
+    state = raw.app.state
+    return StreamingResponse(_lines(state.engine_client, asked, state.logprobs), media_type="application/x-ndjson")
 
 
-async def _lines(engine: Any, asked: dict[str, Any]) -> AsyncIterator[str]:
+async def _lines(engine: Any, asked: dict[str, Any], logprobs: LogprobTaker) -> AsyncIterator[str]:
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
-    given = asked["sampling"]
-    given["logit_bias"] = given["logit_bias"] and {int(token): bias for token, bias in given["logit_bias"].items()}
-    params = SamplingParams(**given, output_kind=RequestOutputKind.FINAL_ONLY)
+    sampling = asked["sampling"]
+    sampling["logit_bias"] = sampling["logit_bias"] and {int(one): bias for one, bias in sampling["logit_bias"].items()}
+    params = SamplingParams(**sampling, output_kind=RequestOutputKind.FINAL_ONLY)
 
     async def draw(number: int, name: str, seed: int) -> str:
         own = params.clone()
         own.seed = seed_of(seed)
+        if own.logprobs is not None:
+            own.extra_args = {TAG: name}
         async for output in engine.generate({"prompt_token_ids": asked["prompt_ids"]}, own, name):
             (found,) = output.outputs
         spans = getattr(found, "weight_versions", None)
         versions = spans and [(int(span.version), span.end - span.start) for span in spans]
-        answer = number, list(found.token_ids), list(found.logprobs.logprobs), found.finish_reason, versions
+        token_ids = list(found.token_ids)
+        given = [] if own.logprobs is None else logprobs_of(name, token_ids, await logprobs.take(engine, name))
+        answer = number, token_ids, given, found.finish_reason, versions
         return json.dumps([*answer, packed(getattr(found, "routed_experts", None))])
 
     draws = [asyncio.ensure_future(draw(number, f"{asked['name']}-{number}", seed)) for number, seed in asked["draws"]]

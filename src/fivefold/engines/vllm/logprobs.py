@@ -1,0 +1,159 @@
+"""Collects the log-probs of drawn tokens inside vLLM's workers, and hands them over once when a request is done.
+
+vLLM itself makes objects of every token's log-prob in every step, which takes longer than a small model takes to sample it.
+No vLLM here: its model runners are read through what all supported releases have in common.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from fivefold.errors import RunError
+
+TAG = "fivefold"
+"""Name of a request in `SamplingParams.extra_args`. A request that has it hands over its log-probs here."""
+_MOST_UNTAKEN = 1 << 14
+"""Number of requests whose log-probs are kept, counting those that no client takes any more."""
+
+Drawn = tuple[list[int], list[float]]
+"""Tokens of a request that were drawn so far, and their log-probs."""
+
+
+class _Request:
+    """Tokens and log-probs of one request, in the order of its response."""
+
+    __slots__ = ("logprobs", "tokens")
+
+    def __init__(self) -> None:
+        self.tokens, self.logprobs = array("i"), array("f")
+
+
+class LogprobCollector:
+    """Mixed into vLLM's worker: `collect_logprobs` once, `give_logprobs` when requests are done."""
+
+    model_runner: Any
+
+    _requests: dict[str, _Request]
+
+    def collect_logprobs(self) -> None:
+        """Collect log-probs of tagged requests from now on."""
+        if hasattr(self, "_requests"):
+            return
+        self._requests, runner = {}, self.model_runner
+        named: dict[str, _Request] = {}
+        execute, sample, scheduled = runner.execute_model, runner.sample_tokens, None
+
+        def execute_model(scheduler_output: Any, *arguments: Any, **given: Any) -> Any:
+            nonlocal scheduled
+            scheduled = scheduler_output
+            return self._watched(execute(scheduler_output, *arguments, **given), scheduler_output, named)
+
+        def sample_tokens(*arguments: Any, **given: Any) -> Any:
+            return self._watched(sample(*arguments, **given), scheduled, named)
+
+        runner.execute_model, runner.sample_tokens = execute_model, sample_tokens
+
+    def give_logprobs(self, names: Sequence[str]) -> list[Drawn]:
+        """Returns tokens and log-probs of requests that are done; a request that has drawn no token has none."""
+        found = [self._requests.pop(name, _Request()) for name in names]
+        return [(one.tokens.tolist(), one.logprobs.tolist()) for one in found]
+
+    def _watched(self, result: Any, scheduled: Any, named: dict[str, _Request]) -> Any:
+        """Returns a runner's result without the log-probs of tagged requests, which are collected once it is there."""
+        if hasattr(result, "get_output"):
+            # The copy from the GPU is under way.
+            get: Callable[[], Any] = result.get_output
+            result.get_output = lambda: self._collect(get(), scheduled, named)
+            return result
+        return result if result is None else self._collect(result, scheduled, named)
+
+    def _collect(self, output: Any, scheduled: Any, named: dict[str, _Request]) -> Any:
+        cached = scheduled.scheduled_cached_reqs
+        positions: dict[str, int] = dict(zip(cached.req_ids, cached.num_output_tokens, strict=True))
+        for name in scheduled.finished_req_ids:
+            named.pop(name, None)
+        for new in scheduled.scheduled_new_reqs:
+            if (tag := _tag_of(new)) is not None:
+                # The second model runner gets a preempted request as a new one, with the tokens that it has drawn.
+                drawn = len(getattr(new, "prefill_token_ids", None) or new.prompt_token_ids) - len(new.prompt_token_ids)
+                positions[new.req_id] = drawn
+                kept = self._requests.get(tag) if drawn else None
+                named[new.req_id] = self._requests[tag] = kept or _Request()
+        while len(self._requests) > max(_MOST_UNTAKEN, 2 * len(named)):
+            self._requests.pop(next(iter(self._requests)), None)
+        if output.logprobs is None or not named:
+            return output
+        # The tokens are taken from the rows of the log-probs, so that a wrong row is seen when they are handed over.
+        tokens, logprobs = output.logprobs.logprob_token_ids[:, 0].tolist(), output.logprobs.logprobs[:, 0].tolist()
+        starts, sampled, are_all = output.logprobs.cu_num_generated_tokens, output.sampled_token_ids, True
+        for name, row in output.req_id_to_index.items():
+            if (one := named.get(name)) is None:
+                are_all = False
+            elif count := len(sampled[row]):
+                first, own = row if starts is None else starts[row], one.tokens
+                if (position := positions[name]) < len(own):
+                    # vLLM draws again what it discards.
+                    del own[position:], one.logprobs[position:]
+                if count == 1:
+                    own.append(tokens[first])
+                    one.logprobs.append(logprobs[first])
+                else:
+                    own.extend(tokens[first : first + count])
+                    one.logprobs.extend(logprobs[first : first + count])
+        if are_all:
+            output.logprobs = None
+        return output
+
+
+def _tag_of(new: Any) -> str | None:
+    extra: Mapping[str, Any] = getattr(new.sampling_params, "extra_args", None) or {}
+    return extra.get(TAG)
+
+
+def logprobs_of(name: str, token_ids: Sequence[int], answers: Sequence[Drawn]) -> list[float]:
+    """Returns the log-probs of a response from what the workers of a replica collected; raises RunError if they belong to
+    other tokens."""
+    tokens, logprobs = max(answers, key=lambda drawn: len(drawn[0]))
+    count = len(token_ids)
+    if tokens[:count] != list(token_ids):
+        pairs = enumerate(zip(token_ids, tokens, strict=False))
+        place = next((at for at, (own, other) in pairs if own != other), len(tokens))
+        raise RunError(
+            f"vLLM's log-probs of request {name} belong to other tokens than its response, from token {place} of {count} "
+            "on: this release hands them over in another way; please report it with the version of vLLM"
+        )
+    return logprobs[:count]
+
+
+class LogprobTaker:
+    """Takes log-probs from the workers of a server, in one call for all requests that are done by then."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[str, asyncio.Future[list[Drawn]]] = {}
+        self._task: asyncio.Task[None] | None = None
+
+    async def take(self, engine: Any, name: str) -> list[Drawn]:
+        """Returns what each worker has collected for a request that is done."""
+        found: asyncio.Future[list[Drawn]] = asyncio.get_running_loop().create_future()
+        self._waiting[name] = found
+        if self._task is None or self._task.done():
+            self._task = asyncio.ensure_future(self._take(engine))
+        return await found
+
+    async def _take(self, engine: Any) -> None:
+        while self._waiting:
+            waiting, self._waiting = self._waiting, {}
+            try:
+                answers = await engine.collective_rpc(method="give_logprobs", args=(list(waiting),))
+            except Exception as error:
+                for future in waiting.values():
+                    if not future.done():
+                        future.set_exception(error)
+                continue
+            for place, future in enumerate(waiting.values()):
+                # The client may have gone.
+                if not future.done():
+                    future.set_result([each[place] for each in answers])

@@ -1,0 +1,105 @@
+"""Several of vLLM's processes in one replica: the samples of one process, the same weights in all of them."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from fivefold.config import RunConfig
+from fivefold.types import Sampling
+from tests.engines.test_vllm_engine import SIZES, TOKENIZER, difference
+from tests.support.engines import PROMPTS, complete, requests
+from tests.support.tiny_models import make_model
+from tests.support.two_steps import LENGTHS, OBJECTIVE, POLICY, whole_batch
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+
+FREE = Sampling(max_tokens=16)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return make_model("qwen3", tmp_path_factory.mktemp("model") / "qwen3", **SIZES)
+
+
+def config(model: Path, run_dir: Path, processes: int) -> RunConfig:
+    (run_dir / "rows.jsonl").write_text('{"prompt": "1+1=", "ground_truth": "2"}\n' * 8)
+    return RunConfig.of(
+        model={"path": str(model)},
+        policy={"dtype": "float32", "backend": "megatron:d1"},
+        engine={"backend": "vllm:d1", "processes": processes, "max_num_seqs": 32, "max_model_len": 256},
+        data={"train": [str(run_dir / "rows.jsonl")], "max_prompt_tokens": 32, "max_response_tokens": 32},
+        reward={"functions": {"format": 1.0}},
+        trainer={"device": "cpu", "run_dir": str(run_dir), "seed": 0},
+    )
+
+
+def to_the_first(deliver, servers, *rest):
+    return deliver({0: servers[0]}, *rest)
+
+
+def sampled(mesh, made: RunConfig, directory: Path, fault: bool):
+    """For three optimizer steps: what was sampled, the difference to the trainer's log-probs, and which server had what.
+
+    `fault`: the last weights do not reach the last process, without any error.
+    """
+    from fivefold.build_engine import build_engine
+    from fivefold.engines.weight_sync import weight_sync
+    from fivefold.megatron.model import MegatronModel
+
+    trained = MegatronModel(directory, POLICY, mesh, total_updates=3)
+    mine = whole_batch().select(mesh.ranks.shard_of_replica(range(len(LENGTHS))))
+    engine = build_engine(made, directory, TOKENIZER, mesh.ranks, mesh.device, lambda line: None)
+    asked, drawn, differences, servers = requests(4, FREE, [*PROMPTS, [9, 8, 7]]), [], [], []
+    if made.engine.processes > 1:
+        router = engine._router
+        ask = router._ask
+
+        async def noted(one):
+            servers.append((one.number, sorted(request.id for request in one.requests)))
+            await ask(one)
+
+        router._ask = noted
+    try:
+        for step in range(3):
+            if fault and step == 2:
+                engine._sender.deliver = partial(to_the_first, engine._sender.deliver)
+            weight_sync(trained, engine)
+            drawn.append(complete(engine, asked))
+            differences.append(difference(trained, asked, drawn[-1]))
+            trained.train_step(mine, OBJECTIVE.loss)
+    finally:
+        engine.close()
+    return [[(one.token_ids, one.logprobs) for one in step] for step in drawn], differences, servers
+
+
+@pytest.fixture(scope="module")
+def two(cluster, model, tmp_path_factory):
+    made = config(model, tmp_path_factory.mktemp("run"), 2)
+    ((found),) = cluster.run(sampled, "megatron:d1", made, model, False, seconds=900)
+    return found
+
+
+def test_samples_do_not_depend_on_the_number_of_processes(cluster, model, tmp_path, two):
+    """The same tokens and log-probs in float32, in the ranks by one process and by two processes next to them."""
+    ((one, differences, _),) = cluster.run(sampled, "megatron:d1", config(model, tmp_path, 1), model, False)
+    drawn, differences_two, _ = two
+    assert one == drawn
+    assert max(differences + differences_two) < 1e-5
+    assert one[0] != one[2]
+
+
+def test_the_responses_to_a_prompt_stay_in_one_process_and_both_work(two):
+    _, _, servers = two
+    assert {number for number, _ in servers} == {0, 1}
+    assert all(ids == list(range(ids[0], ids[0] + 4)) and ids[0] % 4 == 0 for _, ids in servers)
+    assert len(servers) == 3 * 5
+
+
+def test_one_of_two_processes_on_old_weights_is_seen(cluster, model, tmp_path, two):
+    ((drawn, differences, _),) = cluster.run(sampled, "megatron:d1", config(model, tmp_path, 2), model, True, seconds=900)
+    assert max(differences[:2]) < 1e-5 and differences[2] > 1e-4, differences
+    wrong = [place for place, pair in enumerate(zip(drawn[2], two[0][2], strict=True)) if pair[0] != pair[1]]
+    assert 0 < len(wrong) < len(drawn[2]), "the other process has the new weights"
