@@ -93,7 +93,7 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         Metric("turns/seconds_mean", "seconds", "Mean time from the request of a turn to its completion."),
         Metric("turns/seconds_max", "seconds", "Longest time from the request of a turn to its completion."),
         Metric(
-            "trajectory/sequences", "sequences", "Sequences of a trajectory: 1 if every turn extends the tokens before it."
+            "trajectory/sequences", "sequences", "Sequences of a trajectory: 1 if each turn extends the tokens before it."
         ),
         Metric("trajectory/breaks_<cause>", "sequences", "Sequences of a trajectory that begin for this cause."),
         Metric("trajectory/end_<end>", "fraction", "Trajectories with this end, including those whose reward failed."),
