@@ -353,6 +353,8 @@ def test_nothing_reads_the_log_probs_of_observations(cluster, models):
     for group in spoiled:
         for sample in group.samples:
             sample.logprobs = [p if m else math.nan for p, m in zip(sample.logprobs, sample.loss_mask, strict=True)]
+    ((_, batch, _),) = cluster.run(inspected, "megatron:d1", spoiled, "token-mean")
+    assert not batch[Column.ROLLOUT_LOGPROBS][~batch.loss_mask_T].any()
     (found,) = cluster.run(gradients, "megatron:d1", models("qwen3"), spoiled, chosen)
     for name, by_key in expected.items():
         assert all(torch.equal(gradient, found[name][key]) for key, gradient in by_key.items()), name
