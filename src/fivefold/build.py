@@ -348,7 +348,7 @@ def check_rewards(config: RunConfig, training: PromptSet, evaluation_set: Evalua
 
 def start_reward_pool(pool: RewardPool, prompts: list[Prompt], log: Callable[[str], None]) -> None:
     """Call every reward function once and log how; raises ValueError for one that cannot be loaded or raises."""
-    error = pool.start([(prompt, Sample([], [], prompt.ground_truth, True, 0)) for prompt in prompts])
+    error = pool.start([(prompt, Sample([], [], prompt.ground_truth, "answered", 0)) for prompt in prompts])
     if error is not None:
         raise UserError(f"a reward function failed on a trial, in which the response was the ground truth:\n{error}")
     for line in pool.forms:

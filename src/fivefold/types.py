@@ -1,7 +1,7 @@
 """The data types that stages pass to each other.
 
-Shape letters, the same in all modules: T packed tokens, S selected tokens, N samples, G samples of one prompt, P prompts, V
-vocabulary, D model width, H heads, L layers, E experts.
+Shape letters, the same in all modules: T packed tokens, S selected tokens, N samples, M trajectories, U turns, G samples of
+one prompt, P prompts, V vocabulary, D model width, H heads, L layers, E experts.
 """
 
 from __future__ import annotations
@@ -64,21 +64,68 @@ class DatasetResponse:
 MODEL_PART = "model"
 """Name of the reward model's score in `Sample.reward_parts`."""
 
+ENDS: dict[str, Literal["finished", "truncated", "failed"]] = {
+    "done": "finished",
+    "answered": "finished",
+    "turns": "truncated",
+    "length": "truncated",
+    "context": "truncated",
+    "time": "truncated",
+    "environment": "failed",
+    "agent": "failed",
+    "abort": "failed",
+}
+"""How a trajectory may end -> whether it is finished, truncated (`overlong_filter`), or has no reward.
+
+The environment ended it (done); the response ended by itself, without a tool call (answered); a limit was reached: turns of
+the trajectory, length of one turn, context, time; the environment or the agent failed, or the engine's request was aborted.
+"""
+
+BREAKS = ("template", "content", "calls", "system", "tools", "reasoning", "shorter")
+"""Where the context of a turn differs from the tokens held so far, so that a new sequence begins: what the template renders
+of earlier turns, in a message's content or tool calls, the system message, the tools or the reasoning; or it has fewer
+messages."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One sampled piece of a sequence: the tokens of one request to the engine.
+
+    Example: the second turn, 12 tokens after an observation of 8: `Turn(number=1, begin=20, end=32, reward=0.5)`.
+    """
+
+    number: int
+    """Position among all turns of the trajectory, from 0."""
+    begin: int
+    end: int
+    """The turn's tokens are `Sample.token_ids[begin:end]`."""
+    reward: float = 0.0
+    """Part of the trajectory's reward that this turn earned; what no turn earned belongs to the last one."""
+    state: str | None = None
+    """State of the environment that the turn answers. Turns of a group with equal states are comparable; None: with no
+    other."""
+    finish: str = "stop"
+    """`Completion.finish_reason` of the turn's request."""
+    seconds: float = 0.0
+    """Time from the request to its completion."""
+
 
 @dataclass
 class Sample:
-    """One response to a prompt.
+    """One sequence of a trajectory: a context that the engine read, and what it sampled. A response is the only sequence of
+    its trajectory unless an environment or an agent answers it.
 
     Example: two tokens and the end token, sampled after 20 optimizer steps, of which the reward function made 1:
-    `Sample([5, 8, 2], [-0.1, -1.3, -0.02], "7", finished=True, policy_version=20, reward=1.0, correct=True)`.
+    `Sample([5, 8, 2], [-0.1, -1.3, -0.02], "7", "answered", policy_version=20, reward=1.0, correct=True)`.
     """
 
     token_ids: list[int]
+    """Tokens after the context: sampled ones, and between turns the observations, which have `loss_mask` false."""
     logprobs: list[float]
-    """Log-prob of each token under the engine, at the sampling temperature."""
+    """Log-prob of each token under the engine, at the sampling temperature; 0 for observations, which nothing reads."""
     text: str
-    finished: bool
-    """Whether the response ended with EOS or a stop string, not at the token limit."""
+    end: str
+    """How the trajectory ended, a row of ENDS."""
     policy_version: int
     """Optimizer steps taken by the weights that sampled the first token."""
     token_versions: list[int] | None = None
@@ -97,6 +144,21 @@ class Sample:
     """The reward function raised, timed out or returned no finite number; the step and all means exclude the sample."""
     reward_timed_out: bool = False
     """A built-in reward timed out on this sample, which counts as reward 0."""
+    prompt_ids: list[int] | None = None
+    """Context of this sequence; None: the tokens of the group's prompt."""
+    trajectory: int | None = None
+    """Number of the trajectory within the group. Its sequences have the same reward and end. None: the sample is a
+    trajectory of its own, which holds for all samples of the group or for none."""
+    turns: tuple[Turn, ...] = ()
+    """Turns in the order of their tokens; empty: the whole response is one turn."""
+    break_cause: str | None = None
+    """Why this sequence begins instead of the one before being extended, a row of BREAKS; None for the first of a
+    trajectory."""
+
+    @property
+    def finished(self) -> bool:
+        """Whether the trajectory ended by itself, not at a limit."""
+        return ENDS[self.end] == "finished"
 
     @property
     def loss_tokens(self) -> int:
@@ -124,6 +186,27 @@ class Group:
     """Whether the step trains on this group. Groups that dynamic sampling leaves out count in the metrics only."""
     is_expert: bool = False
     """Whether the response is an expert's, from the data, and was not sampled."""
+
+    def __post_init__(self) -> None:
+        if any(sample.trajectory is not None for sample in self.samples):
+            self.samples = sorted(self.samples, key=lambda sample: -1 if sample.trajectory is None else sample.trajectory)
+            _carry_loss_once(self.samples)
+
+    def context_of(self, sample: Sample) -> list[int]:
+        """Return the tokens that a sample's first turn answers."""
+        return self.prompt.token_ids if sample.prompt_ids is None else sample.prompt_ids
+
+
+def _carry_loss_once(samples: list[Sample]) -> None:
+    """Take the loss from the tokens of turns that an earlier sequence of the same trajectory contains."""
+    seen: set[tuple[int | None, int]] = set()
+    for sample in samples:
+        own = {(sample.trajectory, turn.number): turn for turn in sample.turns}
+        for turn in (own[key] for key in own.keys() & seen):
+            if sample.loss_mask is None:
+                sample.loss_mask = [True] * len(sample.token_ids)
+            sample.loss_mask[turn.begin : turn.end] = [False] * (turn.end - turn.begin)
+        seen |= own.keys()
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ def logged(mesh, counts):
         Group(
             Prompt(9 - index, [1, 2], "s", f"p{index}", "t"),
             [
-                Sample([3] * (index + 1), [-0.5] * (index + 1), f"r{index}-{n}", True, 0, reward=index + n / 10)
+                Sample([3] * (index + 1), [-0.5] * (index + 1), f"r{index}-{n}", "answered", 0, reward=index + n / 10)
                 for n in range(2)
             ]
             if index != 3
@@ -52,7 +52,7 @@ def asked(mesh):
     messages = [{"role": role, "content": text} for role, text in (("system", "Be brief."), ("user", "Hello"), ("assistant", "Hi"),
                                                                    ("user", "3+4?"), ("assistant", "It is"))]  # fmt: skip
     prompts = Prompt(0, [1], "s", "<|im_start|>system...", "7", messages=messages), Prompt(1, [1], "s", "3+4=", "7")
-    groups = [Group(prompt, [Sample([3], [-0.5], "7", True, 0, reward=1.0)], index=prompt.id) for prompt in prompts]
+    groups = [Group(prompt, [Sample([3], [-0.5], "7", "answered", 0, reward=1.0)], index=prompt.id) for prompt in prompts]
     return LoggedSamples(2, mesh.ranks).rows(1, groups, "train")
 
 

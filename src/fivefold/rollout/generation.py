@@ -96,7 +96,7 @@ class Generator:
             token_ids=completion.token_ids,
             logprobs=completion.logprobs,
             text=self.tokenizer.decode(completion.token_ids, skip_special_tokens=True),
-            finished=completion.finish_reason == "stop",
+            end="answered" if completion.finish_reason == "stop" else completion.finish_reason,
             policy_version=completion.policy_version,
             token_versions=completion.token_versions,
             routes_TLK=completion.routes_TLK,

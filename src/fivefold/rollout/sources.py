@@ -18,7 +18,7 @@ from fivefold.interfaces import RolloutSource
 from fivefold.observability.run_logger import RunLogger
 from fivefold.rollout.generation import Generator
 from fivefold.rollout.stats import Informative
-from fivefold.types import Group, Prompt, Sample, Sampling
+from fivefold.types import DatasetResponse, Group, Prompt, Sample, Sampling
 
 
 class PromptQueue:
@@ -221,10 +221,14 @@ def groups_from_dataset(prompts: Sequence[Prompt]) -> list[Group]:
         Group(
             prompt,
             [
-                Sample(found.token_ids, [], found.text, not found.truncated, 0, loss_mask=found.loss_mask, reward=reward)
+                Sample(found.token_ids, [], found.text, _end(found), 0, loss_mask=found.loss_mask, reward=reward)
                 for found, reward in zip(prompt.responses, (1.0, 0.0), strict=False)
             ],
             index=index,
         )
         for index, prompt in enumerate(prompts)
     ]
+
+
+def _end(response: DatasetResponse) -> str:
+    return "length" if response.truncated else "answered"
