@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from fivefold.config.scoring import VARIABLE
 from fivefold.keys.identity import HARMLESS
@@ -15,7 +16,7 @@ REWARD = "environment"
 
 @dataclass(frozen=True)
 class EnvironmentConfig:
-    """A conversation in place of one response: an environment or tools answer each turn of the model (docs/environments.md)."""
+    """Trajectories of several turns: an environment or tools answer each turn of the model; see docs/environments.md."""
 
     class_: str | None = None
     """Class of the environment, as `path/to/file.py:Class`."""
@@ -36,7 +37,7 @@ class EnvironmentConfig:
     reset_seconds: Annotated[float, within("(0, 86400]"), HARMLESS] = 60.0
     """Maximum time for `reset`; after it the trajectory has failed."""
     step_seconds: Annotated[float, within("(0, 86400]"), HARMLESS] = 60.0
-    """Maximum time for `step`, after which the trajectory has failed, and for a tool call, which is answered with an error."""
+    """Maximum time for `step`, after which the trajectory has failed, and for a tool call, whose answer is then an error."""
     trajectory_seconds: Annotated[float, within("(0, 864000]"), HARMLESS] = 3600.0
     """Time after which a trajectory takes no further turn."""
     memory_mb: Annotated[int, within("[64, 1048576]"), HARMLESS] = 4096
@@ -53,3 +54,16 @@ class EnvironmentConfig:
     def is_active(self) -> bool:
         """Whether trajectories may have several turns."""
         return self.class_ is not None or bool(self.tools)
+
+
+def rewarded(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the tree of a configuration in which the rewards of the environment's class count, with weight 1 if none is
+    given."""
+    environment, reward = tree.get("environment"), tree.get("reward") or {}
+    if not isinstance(environment, dict) or environment.get("class") is None or not isinstance(reward, dict):
+        return dict(tree)
+    functions, by_source = reward.get("functions") or {}, reward.get("by_source") or {}
+    if not isinstance(functions, dict) or not isinstance(by_source, dict):
+        return dict(tree)
+    own = {source: {REWARD: 1.0, **found} if isinstance(found, dict) else found for source, found in by_source.items()}
+    return {**tree, "reward": {**reward, "functions": {REWARD: 1.0, **functions}, "by_source": own}}

@@ -7,10 +7,10 @@ placeholder stands for the model's turn, and the tokens from the end of that tur
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from itertools import takewhile
 from typing import Any, Literal
 
 from fivefold.data.rows import ROLES, Messages, check_kept
@@ -92,9 +92,9 @@ class Dialog:
         begin = next((place for place, token in enumerate(tokens) if token in self.ends), None)
         if begin is None:
             raise UserError(
-                "data.chat_template: the template ends the model's turns with no token at which the engine stops, so nothing "
-                f"can be appended to a turn: after a turn it writes {shown(rest)}; take another template, or name its token "
-                "in engine.sampling.stop_token_ids"
+                "data.chat_template: the template ends the model's turns with no token at which the engine stops, so "
+                f"nothing can be appended to a turn: it writes {shown(rest)} after one; take another template, or name its "
+                "token in engine.sampling.stop_token_ids"
             )
         return tokens[begin:]
 
@@ -109,6 +109,10 @@ class Dialog:
         return (_MARK + words if side == "start" else words + _MARK), True
 
     # --- what the model says -----------------------------------------------------------------------------------------
+
+    def text(self, token_ids: Sequence[int]) -> str:
+        """Return the text of tokens, without special ones."""
+        return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
     def read(self, token_ids: Sequence[int]) -> Answer:
         """Return a sampled turn as a message; with tools, it has the calls that the turn makes."""
@@ -148,7 +152,7 @@ class Dialog:
             own = {"role": "assistant", "content": content, **({"tool_calls": self._written(calls)} if calls else {})}
             answer = {"role": role, "content": f"answer {turn}"} | ({"name": calls[0].name} if calls else {})
             whole = self._text([*messages, own], False)
-            said = whole[len(os.path.commonprefix([self._text(messages, True), whole])) :]
+            said = whole[_same(self._text(messages, True), whole) :]
             rest = self._after([_USER, self._turn(calls), answer])
             ends = [self.tokenizer.decode([token], skip_special_tokens=False) for token in self.ends]
             end = next((end for end in ends if end in rest), "")
@@ -159,9 +163,10 @@ class Dialog:
             messages = [*messages, own, answer]
             rendered = self._text(messages, True)
             if held != rendered:
-                place = len(os.path.commonprefix([held, rendered]))
+                place = _same(held, rendered)
                 where = next(name for stop, name in parts if place < stop or stop == len(held))
-                return f"from turn {turn + 1} on, {where}: {shown(held[place:], 60)}, and the template {shown(rendered[place:], 60)}"
+                texts = (shown(text[place:], 60) for text in (held, rendered))
+                return f"from turn {turn + 1} on, {where}: {next(texts)}, in the template {next(texts)}"
         return None
 
     def _check_turns(self) -> None:
@@ -171,8 +176,8 @@ class Dialog:
         other = [[_USER, thinking, _USER], [_USER, {**word, "content": "word"}, _USER, word, _USER]]
         if any(first != (found := self._encode(self._after(each)))[len(found) - len(first) :] for each in other):
             raise UserError(
-                "data.chat_template: what the template writes after a turn of the model depends on that turn or its number, so "
-                "turns cannot be appended to what was sampled: take another template"
+                "data.chat_template: what the template writes after a turn of the model depends on that turn or its number, "
+                "so turns cannot be appended to what was sampled: take another template"
             )
 
     def _after(self, messages: Messages) -> str:
@@ -202,7 +207,7 @@ class Dialog:
             before, whole = self._text([_USER], True), self._text([_USER, message], False)
         except UserError:
             return None
-        text = whole[len(os.path.commonprefix([before, whole])) :]
+        text = whole[_same(before, whole) :]
         for end in self.ends:
             text = text.partition(self.tokenizer.decode([end], skip_special_tokens=False))[0]
         words, found = parser(text, schemas)
@@ -253,6 +258,11 @@ class Dialog:
         except Exception as error:
             # Templates raise errors of many kinds.
             raise UserError(f"the chat template refuses {shown(messages)}: {first_line(error)}") from error
+
+
+def _same(one: str, other: str) -> int:
+    """Return the number of characters with which both texts begin."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
 
 
 def check_messages(messages: Any) -> None:

@@ -130,5 +130,48 @@ PARSERS: dict[str, Parser] = {
     ),
     "whole": Parser(re.compile(r"\A\s*(\{.*\})\s*\Z", re.DOTALL), _json_call("parameters"), '{"name":'),
 }
-"""Name -> parser: JSON in tags (Qwen2.5, Qwen3), XML (Qwen3.5, Qwen3-Coder), pairs of tags (GLM-4), DeepSeek-V3's tokens, and
-a turn that is nothing but one call in JSON (Llama 3.1)."""
+"""Name -> parser: JSON in tags (Qwen2.5, Qwen3), XML (Qwen3.5, Qwen3-Coder), pairs of tags (GLM-4), DeepSeek-V3's tokens,
+and a turn that is nothing but one call in JSON (Llama 3.1)."""
+
+
+def arguments_fault(call: ToolCall, schemas: Schemas) -> str | None:
+    """Return why a call cannot be made with these arguments, or None: an unknown tool, or arguments of another schema."""
+    if call.error is not None:
+        return call.error
+    if call.name not in schemas:
+        return f"there is no tool {call.name!r}; the tools are {', '.join(schemas)}"
+    properties, required = schemas[call.name]["properties"], schemas[call.name].get("required", [])
+    if missing := [name for name in required if name not in call.arguments]:
+        return f"{call.name} needs the argument {missing[0]!r}"
+    for name, value in call.arguments.items():
+        if name not in properties:
+            return f"{call.name} has no argument {name!r}; it has {', '.join(properties)}"
+        if fault := _fault(value, properties[name]):
+            return f"{call.name}: the argument {name!r} {fault}"
+    return None
+
+
+_TYPES: dict[str, tuple[type, ...]] = {
+    "string": (str,),
+    "integer": (int,),
+    "number": (int, float),
+    "boolean": (bool,),
+    "array": (list,),
+    "object": (dict,),
+    "null": (type(None),),
+}
+
+
+def _fault(value: Any, schema: Mapping[str, Any]) -> str | None:
+    """Return what a value must be by its schema, or None if it is."""
+    given = schema.get("type")
+    types = [given] if isinstance(given, str) else given or [*_TYPES]
+    # bool is a kind of int in Python, and not in JSON.
+    kinds = {"boolean"} if isinstance(value, bool) else {name for name, own in _TYPES.items() if isinstance(value, own)}
+    if not kinds.intersection(types):
+        return f"must be {' or '.join(types)}: got {shown(value)}"
+    if "enum" in schema and value not in schema["enum"]:
+        return f"must be one of {', '.join(map(str, schema['enum']))}: got {shown(value)}"
+    if isinstance(value, list) and "items" in schema:
+        return next((fault for item in value if (fault := _fault(item, schema["items"]))), None)
+    return None

@@ -127,7 +127,8 @@ class EnvironmentPool:
 
     def leave(self, place: Place) -> None:
         """Close an environment; nothing waits for that."""
-        self._call(self._leave(place))
+        if self._loop.is_running():
+            self._call(self._leave(place))
 
     def close(self) -> None:
         """End the processes."""
@@ -239,8 +240,9 @@ class _Process:
     def kill(self) -> str:
         """Kill the process and its children, and return how it ended."""
         self.has_ended = True
-        code = self._process.poll()
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        code = self._process.wait() if code is None else code
+        if self._process.returncode is None:
+            # A process that has ended by itself keeps its exit code until it is waited for.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+        code = self._process.wait()
         return f"ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"

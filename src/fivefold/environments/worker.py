@@ -120,7 +120,12 @@ def _step(step: Any) -> dict[str, Any]:
         raise ValueError(f"the reward of a step is a finite number: got {reward!r}")
     if not done and not messages:
         raise ValueError("a step without messages must be done: the model would have nothing to answer")
-    return {"messages": messages, "reward": float(reward), "done": bool(done), "state": None if state is None else str(state)}
+    return {
+        "messages": messages,
+        "reward": float(reward),
+        "done": bool(done),
+        "state": None if state is None else str(state),
+    }
 
 
 def schema_of(function: Any) -> dict[str, Any]:
