@@ -51,6 +51,8 @@ class Derived(Sections):
 
     @property
     def max_sequence_tokens(self) -> int:
-        """Maximum length of a prompt and its response together."""
+        """Maximum length of a prompt and its response together, or of a trajectory of several turns."""
         longest = self.data.max_prompt_tokens + self.data.max_response_tokens
+        if self.environment.is_active:
+            return self.data.max_total_tokens or longest
         return min(longest, self.data.max_total_tokens or longest) if self.algorithm.offline else longest

@@ -55,7 +55,7 @@ class RewardManager:
     """Largest share of samples, over all ranks, whose reward may fail."""
     log: Callable[[str], None] = print
     servers: Sequence[Closing] = ()
-    """Servers of a judge, which are closed with the run."""
+    """Servers of a judge and environments, which are closed with the run."""
 
     def submit(self, prompt: Prompt, sample: Sample) -> Scoring:
         """Begin to score a sample while the engine still samples others."""
@@ -97,7 +97,7 @@ class RewardManager:
         self.log(message)
 
     def close(self) -> None:
-        """End the reward processes and a judge's servers."""
+        """End the reward processes, a judge's servers and environments."""
         self.pool.close()
         for server in self.servers:
             server.close()

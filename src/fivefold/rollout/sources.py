@@ -83,6 +83,7 @@ class EngineRollouts(RolloutSource):
         # The round is part of the draw: a prompt repeated in a later round of the step gets other responses.
         draw = (self._seed, step + (self._round << 32))
         groups = self._generator.sample(prompts, self._group_size, self._sampling, draw)
+        self._generator.record_conversations()
         if self._with_greedy:
             with self._log.stage("greedy"):
                 greedy = replace(self._sampling, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)
