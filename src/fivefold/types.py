@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -221,12 +222,40 @@ class Scoring:
     """Number of samples with reward 0 because a built-in reward timed out."""
     formed: float | None = None
     """Share of the sampled responses with the form that their reward reads; None if no reward needs one."""
+    group_size: int = 1
+    """Usual number of trajectories in a group, including those whose reward failed."""
+    trajectories: dict[str, float] = field(default_factory=dict)
+    """Metrics of trajectories, including those whose reward failed; empty without turns."""
+
+
+@dataclass(frozen=True)
+class Turns:
+    """Turns of the step's trajectories, each in the first sequence that contains it; the same on every rank."""
+
+    row_U: Tensor
+    """Row in RolloutStats of the sequence that contains the turn."""
+    number_U: Tensor
+    begin_U: Tensor
+    end_U: Tensor
+    """First token of the turn and the one after its last, counted from the end of the sequence's context."""
+    reward_U: Tensor
+    state_U: Tensor
+    """Number of the state that the turn answers, among all states of all groups; -1 for a turn without a state."""
+    cut_U: Tensor
+    """Whether the turn ended at its own length limit."""
+    seconds_U: Tensor
+
+    def select(self, kept_N: Tensor) -> Turns:
+        """Return the turns of the chosen rows, whose numbers are then those among the chosen ones."""
+        kept_U, place_N = kept_N[self.row_U], kept_N.cumsum(0) - 1
+        chosen = Turns(**{name: value[kept_U] for name, value in vars(self).items()})
+        return replace(chosen, row_U=place_N[chosen.row_U])
 
 
 @dataclass(frozen=True)
 class RolloutStats:
     """Per-sample statistics of the whole step: one row per sample with a reward, the same on every rank, in the order of
-    groups.
+    groups. The sequences of a trajectory are neighbors.
 
     Example: two prompts with three and two responses on two replicas, one optimizer step:
     `group_N = [0, 0, 0, 1, 1]`, `lengths_N = [9, 4, 5, 8, 4]`, `owner_N = [0, 1, 1, 1, 0]` (13 and 17 tokens).
@@ -263,8 +292,6 @@ class RolloutStats:
     scoring: Scoring = field(default_factory=Scoring)
     sampled: RolloutStats | None = None
     """Statistics over all samples, if the step does not train on some of them."""
-    group_size: int = 1
-    """Usual size of a group, including samples whose reward failed."""
     incomplete_N: Tensor | None = None
     """Whether the reward of another sample in the same group failed; None if no reward failed."""
     domain_N: Tensor | None = None
@@ -274,9 +301,39 @@ class RolloutStats:
     skipped_N: Tensor | None = None
     """Samples that contribute exactly zero to the policy's loss and gradient, which its passes leave out. None if this is
     off or cannot be determined."""
+    trajectory_N: Tensor | None = None
+    """Trajectory that each sample is a sequence of, from 0; None: every sample is a trajectory of its own."""
+    turns: Turns | None = None
+    """Turns of the trajectories; None if every response is one turn."""
 
     def __len__(self) -> int:
         return len(self.group_N)
+
+    @property
+    def trajectory_of_N(self) -> Tensor:
+        """Trajectory of each sample, which is its own number without `trajectory_N`."""
+        return torch.arange(len(self)) if self.trajectory_N is None else self.trajectory_N
+
+    @cached_property
+    def trajectories(self) -> RolloutStats:
+        """Statistics with one row per trajectory: what rewards, baselines, weights and metrics count.
+
+        Tokens are those of all its sequences, the prompt is that of the first, and the version is the oldest.
+        """
+        if self.trajectory_N is None:
+            return self
+        count = int(self.trajectory_N.max()) + 1 if len(self) else 0
+        first_M = torch.searchsorted(self.trajectory_N, torch.arange(count))
+
+        def reduced(values_N: Tensor, kind: str) -> Tensor:
+            return values_N.new_zeros(count).scatter_reduce(0, self.trajectory_of_N, values_N, kind, include_self=False)
+
+        tensors = {name: value for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
+        tensors = {name: value for name, value in tensors.items() if len(value) == len(self)}
+        columns: dict[str, Any] = {name: value[first_M] for name, value in tensors.items()}
+        columns |= {name: reduced(tensors[name], "sum") for name in ("response_lengths_N", "lengths_N")}
+        columns |= {"version_N": reduced(self.version_N, "amin"), "trajectory_N": None, "turns": None}
+        return replace(self, **columns)
 
     @property
     def minibatches(self) -> int:

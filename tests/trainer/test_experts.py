@@ -141,7 +141,7 @@ def learned(mesh, directory: Path):
         models.update(Learns.WITH_POLICY, work, Progress(step))
         work.reports["policy"] = [*done, *work.reports["policy"]]
     parameters = torch.cat([tensor.flatten().clone() for _, tensor in model.weights()])
-    return rows, work.reports["policy"], parameters, rollout_metrics(stats, 7), stats.group_size
+    return rows, work.reports["policy"], parameters, rollout_metrics(stats, 7), stats.scoring.group_size
 
 
 @pytest.fixture(scope="module")

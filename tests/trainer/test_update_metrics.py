@@ -26,8 +26,12 @@ def stats(**fields):
         "finished_N": torch.tensor([True, True]),
         "max_response_tokens": 10,
         "expert_N": None,
+        "trajectory_N": None,
+        "turns": None,
     }
-    return SimpleNamespace(**base | fields)
+    found = SimpleNamespace(**base | fields)
+    found.trajectories = found
+    return found
 
 
 def test_tokens_of_a_step_count_once_and_trained_ones_in_each_epoch():

@@ -42,6 +42,8 @@ CHARTS: tuple[tuple[str, tuple[Chart, ...]], ...] = (
         (
             ("Response length, tokens", ("response/length_mean", "response/length_max")),
             ("Truncated and repetitive responses", ("response/truncated_fraction", "response/repetition")),
+            ("Turns of a trajectory", ("turns/mean", "turns/max")),
+            ("How trajectories end", ("trajectory/end_*",)),
         ),
     ),
     (

@@ -89,7 +89,8 @@ class EngineRollouts(RolloutSource):
                 greedy = replace(self._sampling, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)
                 most_likely = self._generator.sample(prompts, 1, greedy, draw)
             for group, other in zip(groups, most_likely, strict=True):
-                group.greedy_reward, group.greedy_length = other.samples[0].reward, other.samples[0].loss_tokens
+                group.greedy_reward = other.samples[0].reward
+                group.greedy_length = sum(sample.loss_tokens for sample in other.samples)
                 if other.samples[0].reward_failed:
                     # The group has no baseline without the greedy reward.
                     for sample in group.samples:

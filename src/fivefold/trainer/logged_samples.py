@@ -96,7 +96,7 @@ def _row(step: int, kind: str, group: Group, sample: Sample) -> Row:
         "ground_truth": group.prompt.ground_truth,
         "reward": sample.reward,
         "reward_parts": sample.reward_parts,
-        "response_tokens": len(sample.token_ids),
+        "response_tokens": sample.loss_tokens,
         "finished": sample.finished,
         "wall": time.time(),
     }
@@ -112,7 +112,7 @@ def _group_numbers(group: Group) -> Row:
     """Return rewards and lengths of all samples of a group, for the row of its first sample."""
     return {
         "group_rewards": [sample.reward for sample in group.samples],
-        "group_lengths": [len(sample.token_ids) for sample in group.samples],
+        "group_lengths": [sample.loss_tokens for sample in group.samples],
     }
 
 
@@ -127,7 +127,7 @@ def _what_was_sampled(group: Group, number: int, sample: Sample) -> Row:
         "greedy_reward": group.greedy_reward,
         "greedy_length": group.greedy_length,
         "tokens": {
-            "prompt": group.prompt.token_ids,
+            "prompt": group.context_of(sample),
             "response": sample.token_ids,
             "mask": [True] * len(sample.token_ids) if sample.loss_mask is None else sample.loss_mask,
             "versions": sample.token_versions or [sample.policy_version] * len(sample.token_ids),
