@@ -256,7 +256,7 @@ WITH_TOOLS = {"qwen2_5", "qwen3", "qwen3_instruct_2507", "qwen3_vl", "qwen3_5_th
 @pytest.mark.parametrize("path", templates() or [None], ids=lambda path: path.stem if path else "none")
 @settings(max_examples=4, deadline=None)
 @given(data=st.data())
-def test_conversations_extend_to_the_template_s_own_rendering_or_the_difference_is_named(path, data):
+def test_conversations_extend_to_the_template_s_rendering_or_check_says_where_not(path, data):
     text = path.read_text()
     has_tools = path.stem in WITH_TOOLS
     if path.stem in REFUSED:
