@@ -11,7 +11,7 @@ class Guess:
     """The model guesses a digit; the answer to a wrong guess says on which side of it the digit lies."""
 
     async def reset(self, task: dict, seed: int) -> str:
-        self.secret = random.Random(seed).randrange(10)
+        self.secret = random.Random(seed).randrange(10)  # noqa: S311 - not for secrets
         return task["prompt"]
 
     async def step(self, message: dict) -> Step:

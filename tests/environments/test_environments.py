@@ -151,7 +151,7 @@ def test_a_hanging_coroutine_leaves_the_others_of_its_process_alone(pool_of):
     pool.start()
     places = [pool.reset("x", seed).result()[0] for seed in range(3)]
     hanging = say(pool, places[0], "hang", 0.5)
-    with pytest.raises(EnvironmentFailure, match="longer than 0.5 s"):
+    with pytest.raises(EnvironmentFailure, match=r"longer than 0\.5 s"):
         hanging.result(timeout=20)
     assert len({say(pool, place, "pid").result()["messages"] for place in places[1:]}) == 1
 

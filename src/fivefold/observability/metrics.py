@@ -32,14 +32,15 @@ PLACEHOLDERS = {
     "<source>": r".+",
     "<k>": r"\d+",
     "<layer>": r"\d+",
+    "<tool>": r"\w+",
     "<cause>": f"(?:{'|'.join(BREAKS)})",
     "<end>": f"(?:{'|'.join(ENDS)})",
     "<sampled>": r"(?:reward|response)/.+",
     "<model>": f"(?:{'|'.join(name for name in LEARNERS if name != 'policy')})",
 }
 """Placeholder of a name -> what replaces it: a part of the reward (a built-in function, `path.py:function` or `model`), a
-`data_source`, a number of samples, a layer counted from 0, why a sequence begins, how a trajectory ends, a metric of the
-samples, or the section of a model that learns besides the policy."""
+`data_source`, a number of samples, a layer counted from 0, a tool, why a sequence begins, how a trajectory ends, a metric of
+the samples, or the section of a model that learns besides the policy."""
 
 METRICS: dict[str, tuple[Metric, ...]] = {
     "Reward": (
@@ -97,6 +98,20 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         ),
         Metric("trajectory/breaks_<cause>", "sequences", "Sequences of a trajectory that begin for this cause."),
         Metric("trajectory/end_<end>", "fraction", "Trajectories with this end, including those whose reward failed."),
+        Metric(
+            "turns/inserted_ends",
+            "turns",
+            "Turns that ended otherwise and got the template's end token, without loss.",
+        ),
+        Metric("turns/observations_cut", "messages", "Answers longer than `environment.max_observation_tokens`."),
+        Metric("tools/<tool>/calls", "calls", "Calls of a tool."),
+        Metric("tools/<tool>/errors", "calls", "Calls of a tool that raised or took too long."),
+        Metric("tools/<tool>/timeouts", "calls", "Calls of a tool that took longer than `environment.step_seconds`."),
+        Metric("tools/<tool>/seconds", "seconds", "Mean time of a tool's call."),
+        Metric("tools/malformed", "calls", "Calls that could not be read or made, and were answered with the reason."),
+        Metric("environment/steps_per_second", "steps", "Steps of the environments a second, over all ranks."),
+        Metric("environment/wait", "seconds", "Mean time that a trajectory waits for a step of its environment."),
+        Metric("environment/failed", "trajectories", "Trajectories whose environment failed; absent if none did."),
     ),
     "Dynamic sampling": (
         Metric("dynamic_sampling/rounds", "rounds", "Rounds of sampling of the step; absent where engines sample ahead."),

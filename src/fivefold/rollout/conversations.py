@@ -170,7 +170,7 @@ class Conversations:
             )
 
     def _count(self, name: str, number: float = 1.0) -> None:
-        self._sums[name] += number  # type: ignore[assignment]
+        self._sums[name] += float(number)  # type: ignore[assignment]
 
     # --- one trajectory ----------------------------------------------------------------------------------------------
 
