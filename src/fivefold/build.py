@@ -258,6 +258,7 @@ def build_run(
             # Only one rank compares and writes it, because this reads every file of the run.
             fingerprint=Fingerprint.of(config, steps, directories | data_files) if ranks.is_main else Fingerprint(),
             resume_from=checkpoint,
+            dialog=None if conversations is None else conversations.dialog,
         ),
     )
 

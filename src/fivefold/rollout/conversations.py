@@ -108,7 +108,7 @@ class Conversations:
 
     def __init__(self, config: EnvironmentConfig, dialog: Dialog, pool: EnvironmentPool, max_tokens: int) -> None:
         """`max_tokens`: maximum length of a whole trajectory with its first context."""
-        self._config, self._dialog, self._pool, self._max_tokens = config, dialog, pool, max_tokens
+        self._config, self.dialog, self._pool, self._max_tokens = config, dialog, pool, max_tokens
         self._sums: Counter[str] = Counter()
 
     def tasks(
@@ -162,7 +162,7 @@ class Conversations:
     def _check_start(self, held: Trajectory, other: Trajectory) -> None:
         """Raise RunError if two trajectories of a group began with different contexts."""
         if held.context != other.context:
-            texts = (shown(self._dialog.text(each.context), 1000) for each in (other, held))
+            texts = (shown(self.dialog.text(each.context), 1000) for each in (other, held))
             raise RunError(
                 "the trajectories of a group must start alike, and `reset` gave different first contexts for one task with "
                 f"seed {held.task.seed}:\n{next(texts)}\n{next(texts)}\n"
@@ -204,14 +204,14 @@ class Conversations:
             request = Request(number, held.context + held.token_ids, replace(sampling, max_tokens=limit), seed)
             found: Completion = yield request
             held.sampled(found, state, time.monotonic() - asked)
-            held.texts.append(self._dialog.text(found.token_ids))
+            held.texts.append(self.dialog.text(found.token_ids))
             if found.finish_reason == "abort":
                 held.end, held.error = "abort", "the engine's request was aborted"
                 return
             if found.finish_reason == "length":
                 held.end = "length" if limit == sampling.max_tokens else "context"
                 return
-            answer = self._dialog.read(found.token_ids)
+            answer = self.dialog.read(found.token_ids)
             end, messages, state = yield from self._answer(held, place, answer, deadline)
             if end is None and turn + 1 == self._config.max_turns:
                 end = "turns"
@@ -255,7 +255,7 @@ class Conversations:
         self, place: Place, calls: Sequence[ToolCall], seconds: float
     ) -> Coroutine[Waiting, Any, list[dict[str, Any]]]:
         """Return the tools' answers to all calls of a turn, in the order of the calls."""
-        faults = [arguments_fault(call, self._dialog.schemas) for call in calls]
+        faults = [arguments_fault(call, self.dialog.schemas) for call in calls]
         for number in range(self._config.max_parallel_calls, len(calls)):
             faults[number] = f"a turn may call at most {self._config.max_parallel_calls} tools"
         good = [(call.name, call.arguments) for call, fault in zip(calls, faults, strict=True) if fault is None]
@@ -289,7 +289,7 @@ class Conversations:
         system = [message for message in prompt.messages[:1] if message["role"] == "system"]
         if system and messages[0]["role"] != "system":
             messages = [*system, *messages]
-        return self._dialog.begin(messages)[0]
+        return self.dialog.begin(messages)[0]
 
     def _follow(self, held: Trajectory, messages: list[dict[str, Any]], calls: Sequence[ToolCall]) -> list[int]:
         """Return the tokens between a turn and the next; the end token of the turn is the first unless it was sampled."""
@@ -297,10 +297,10 @@ class Conversations:
         limit, side = self._config.max_observation_tokens, self._config.cut_observations
         short = []
         for message in messages:
-            text, is_cut = self._dialog.cut(message["content"], limit, side)
+            text, is_cut = self.dialog.cut(message["content"], limit, side)
             self._count("turns/observations_cut", is_cut)
             short.append({**message, "content": text})
-        follow = self._dialog.follow(short, calls)
+        follow = self.dialog.follow(short, calls)
         if held.token_ids[-1] == follow[0]:
             return follow[1:]
         self._count("turns/inserted_ends")
