@@ -497,7 +497,7 @@ def build_rollouts(
     is_dynamic = bool(algorithm.resolved.dynamic_sampling)
     chosen = algorithm.resolved
     shapes = chosen.dynamic_sampling_by == "shaped_reward"
-    shape = partial(objective.shaping, max_response_tokens=config.data.max_response_tokens) if shapes else None
+    shape = partial(objective.shaping, max_response_tokens=config.max_sampled_tokens) if shapes else None
     informative = Informative(
         shape, chosen.dynamic_sampling_low, chosen.dynamic_sampling_high, chosen.dynamic_sampling_max_tokens
     )
@@ -557,7 +557,7 @@ def build_plan(config: RunConfig, spec: ModelSpec, objective: Objective) -> Batc
         updates_per_step=config.algorithm.updates_per_step,
         samples_per_comparison=config.algorithm.samples_per_comparison,
         temperature=_sampling(config).temperature,
-        max_response_tokens=config.data.max_response_tokens,
+        max_response_tokens=config.max_sampled_tokens,
         work=work,
         skipped=objective.skipped if skips else nothing_skipped,
         domain_of=domains_of(config.data.domains) if config.algorithm.resolved.whiten_by == "domain" else None,

@@ -56,3 +56,10 @@ class Derived(Sections):
         if self.environment.is_active:
             return self.data.max_total_tokens or longest
         return min(longest, self.data.max_total_tokens or longest) if self.algorithm.offline else longest
+
+    @property
+    def max_sampled_tokens(self) -> int:
+        """Maximum number of tokens that are sampled for a response, or in all turns of a trajectory."""
+        if not self.environment.is_active:
+            return self.data.max_response_tokens
+        return min(self.environment.max_turns * self.data.max_response_tokens, self.max_sequence_tokens)

@@ -36,7 +36,8 @@ def validate(config: Derived) -> Findings:
     are_layouts_good = not findings.errors
     if are_layouts_good:
         _check_engine(findings, config)
-    check_method(findings.at("algorithm"), algorithm.name, algorithm, algorithm.group_size, algorithm.updates)
+    has_turns = config.environment.is_active
+    check_method(findings.at("algorithm"), algorithm.name, algorithm, algorithm.group_size, algorithm.updates, has_turns)
     _check_batch(findings, config)
     _check_mixture(findings.at("data"), config.data)
     _check_rollout(findings.at("rollout"), config)

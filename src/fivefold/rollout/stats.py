@@ -119,7 +119,7 @@ def _stats(
         raise RunError(f"the rewards of all {failed} samples of the step failed: there is nothing to learn from")
     of_trajectories = {} if turns is None else _trajectory_metrics(rows[chosen_N], firsts)
     kept_N = chosen_N & ~failed_N
-    turns = None if turns is None else turns.select(kept_N)
+    turns = turns.select(kept_N) if turns is not None and rows[kept_N][:, _TURNS].any() else None
     rows, rank_N, begun_N = rows[kept_N], rank_N[kept_N], begun_N[kept_N]
     column = {name: rows[:, number] for number, name in enumerate(_COLUMNS)}
     if not column["reward"].isfinite().all():
