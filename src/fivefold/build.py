@@ -285,6 +285,7 @@ def facts_of(config: RunConfig, sources: Collection[str]) -> Facts:
         forms_by_source(config.reward),
         sorted(sources),
         config.algorithm.offline,
+        config.environment.is_active,
     )
 
 

@@ -7,7 +7,7 @@ one prompt, P prompts, V vocabulary, D model width, H heads, L layers, E experts
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
@@ -196,6 +196,15 @@ class Group:
     def context_of(self, sample: Sample) -> list[int]:
         """Return the tokens that a sample's first turn answers."""
         return self.prompt.token_ids if sample.prompt_ids is None else sample.prompt_ids
+
+
+def by_trajectory(samples: Iterable[Sample]) -> list[list[Sample]]:
+    """Return the sequences of each trajectory of a group; a sample without a trajectory is one of its own."""
+    found: dict[tuple[bool, int], list[Sample]] = {}
+    for place, sample in enumerate(samples):
+        key = (False, place) if sample.trajectory is None else (True, sample.trajectory)
+        found.setdefault(key, []).append(sample)
+    return list(found.values())
 
 
 def _carry_loss_once(samples: list[Sample]) -> None:

@@ -135,7 +135,7 @@ class TokenAdvantages(Part):
         """
         longest_G = torch.zeros(int(inputs.group_N.max()) + 1 if len(inputs.group_N) else 0, dtype=torch.long)
         longest_G = longest_G.scatter_reduce(0, inputs.group_N, inputs.lengths_N.long(), "amax")
-        squares_T = self._squared_scores(batch, samples, correction)
+        squares_T = self._squared_scores(batch, Segments.of(batch), correction)
         return optimal_token_baseline(returns_T, squares_T, samples, inputs.group_N[own_N], longest_G, total)
 
     def _squared_scores(self, batch: TokenBatch, samples: Segments, correction: Correction) -> Tensor:

@@ -19,8 +19,8 @@ from fivefold.distributed.balance import deal, deal_sharing
 from fivefold.distributed.ranks import Ranks
 from fivefold.errors import RunError
 from fivefold.models.spec import RouteShape
-from fivefold.rollout.turns import by_trajectory, gather_turns, sampled_tokens, turn_metrics
-from fivefold.types import BREAKS, ENDS, Group, RolloutStats, Sample, Scoring, Turns
+from fivefold.rollout.turns import gather_turns, sampled_tokens, turn_metrics
+from fivefold.types import BREAKS, ENDS, Group, RolloutStats, Sample, Scoring, Turns, by_trajectory
 
 
 def tokens(lengths_N: Tensor) -> Tensor:

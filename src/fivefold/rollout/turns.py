@@ -8,18 +8,9 @@ import torch
 from torch import Tensor
 
 from fivefold.distributed.ranks import Ranks
-from fivefold.types import Group, RolloutStats, Sample, Turns
+from fivefold.types import Group, RolloutStats, Sample, Turns, by_trajectory
 
 _COLUMNS = ("number", "begin", "end", "reward", "state", "cut", "seconds")
-
-
-def by_trajectory(samples: Iterable[Sample]) -> list[list[Sample]]:
-    """Return the sequences of each trajectory of a group; a sample without a trajectory is one of its own."""
-    found: dict[tuple[bool, int], list[Sample]] = {}
-    for place, sample in enumerate(samples):
-        key = (False, place) if sample.trajectory is None else (True, sample.trajectory)
-        found.setdefault(key, []).append(sample)
-    return list(found.values())
 
 
 def sampled_tokens(sequences: Iterable[Sample]) -> list[int]:

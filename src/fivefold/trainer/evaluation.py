@@ -19,9 +19,8 @@ from fivefold.rollout.generation import Generator
 from fivefold.rollout.packing import pack_dataset
 from fivefold.rollout.sources import groups_from_dataset
 from fivefold.rollout.stats import BatchPlan, has_form, known_mean
-from fivefold.rollout.turns import by_trajectory
 from fivefold.trainer.models import Models
-from fivefold.types import Group, Prompt, Sampling
+from fivefold.types import Group, Prompt, Sampling, by_trajectory
 
 EVALUATION_STREAM = 0x5EED
 """Mixed into the seed, so that evaluation and training use different random numbers."""

@@ -20,11 +20,10 @@ from fivefold.columns import Column
 from fivefold.data.dialog import Dialog
 from fivefold.distributed.ranks import Ranks
 from fivefold.rollout.stats import scored
-from fivefold.rollout.turns import by_trajectory
 from fivefold.trainer.models import Models
 from fivefold.trainer.step_work import StepWork
 from fivefold.trainer.transcripts import advantages_of, transcript
-from fivefold.types import Group, Prompt, RolloutStats, Sample, TokenBatch
+from fivefold.types import Group, Prompt, RolloutStats, Sample, TokenBatch, by_trajectory
 
 Row = dict[str, Any]
 _RENAMED = {Column.FIRST_LOGPROBS: "old_logprobs"}
