@@ -232,10 +232,13 @@ def test_turns_of_concurrent_sequences_are_credited_in_the_order_of_their_number
     assert found == pytest.approx([0.5 * 0.5 + 0.25 * 0.5, 0.5, 0.5 + 0.5 * 0.5])
 
 
-def test_gae_skips_observations_and_has_the_rewards_of_turns(cluster):
+@pytest.mark.parametrize("is_merged", [True, False])
+def test_gae_skips_observations_and_has_the_rewards_of_turns(cluster, is_merged):
     """δ by hand; before the second turn stands the value at the last token of the observation."""
-    values = [0.3, 0.1, -0.2, 0.4, 7.0, 0.6, 0.9, 0.0, 0.2, 0.5, 8.0, -0.4, 0.7, 0.8]
-    group = [one for number, given in enumerate(CREDITED) for one in trajectory(number, *given, is_merged=True)]
+    # Prompt, turn, observation and turn of each trajectory. The second sequence of an unmerged one has all of them.
+    whole = [[0.3, 0.1, -0.2, 0.4, 7.0, 0.6, 0.9], [0.0, 0.2, 0.5, 8.0, -0.4, 0.7, 0.8]]
+    values = [value for own, first in zip(whole, (4, 3), strict=True) for value in ([] if is_merged else own[:first]) + own]
+    group = [one for number, given in enumerate(CREDITED) for one in trajectory(number, *given, is_merged)]
     gamma, lam = 0.9, 0.8
     choices = {"gamma": gamma, "lam": lam, "whiten": False}
     ((found, returns),) = cluster.run(assigned, "megatron:d1", group, "ppo", choices, values)
