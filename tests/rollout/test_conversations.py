@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from fivefold.columns import Column
 from fivefold.config.environment import EnvironmentConfig
 from fivefold.errors import RunError
 from fivefold.interfaces import EngineReplica
-from fivefold.types import Prompt, Sample, Sampling
+from fivefold.types import Completion, Prompt, Sample, Sampling
 from tests.support.engines import own_logits
 from tests.support.tiny_models import make_tokenizer
 from tests.support.toy import scored
@@ -362,3 +363,127 @@ def too_long(mesh, files):
 def test_a_first_context_without_room_is_a_failure_with_its_sentence(cluster, files):
     (error,) = cluster.run(too_long, "megatron:d1", files)
     assert "the reward of 12 of 12 samples failed" in error and "leaves no room" in error
+
+
+# --- tools -------------------------------------------------------------------------------------------------------------
+
+TOOLS = '''
+import time
+
+def add(a: int, b: int) -> int:
+    """Add."""
+    time.sleep(0.05 / (1 + a))
+    return a + b
+
+def fails(a: int) -> int:
+    raise ValueError("no")
+'''
+TOOL_TEMPLATE = (
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>{{ {'name': "
+    "c.function.name, 'arguments': c.function.arguments} | tojson }}</tool_call>{% endfor %}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+
+
+class Scripted:
+    """An engine that says what a script has for each turn, with log-probs of its own."""
+
+    version, replica = 3, EngineReplica(0, 1)
+
+    def __init__(self, tokenizer: Any, script: list[str]) -> None:
+        from fivefold.interfaces import EngineState
+
+        self.state, self.seen = EngineState.READY, []
+        self._script = [[*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id] for text in script]
+        self._tokenizer = tokenizer
+
+    def generate(self, requests):
+        for request in requests:
+            said = self._tokenizer.decode(request.prompt_ids).count("[assistant]") - 1
+            tokens = self._script[said]
+            self.seen.append(request.prompt_ids)
+            yield Completion(request.id, tokens, [-0.5 - said] * len(tokens), "stop", self.version)
+
+    def stream(self):
+        from fivefold.engines.turns import Turns
+
+        return Turns(self)
+
+    def look_after(self): ...
+
+
+def scripted(mesh, root: str, words: str, script: list[str], most: int = 8):
+    """(sample, its text with all tokens, metrics) of one trajectory with tools."""
+    from fivefold.data.dialog import Dialog
+    from fivefold.data.tokenizer import load_tokenizer
+    from fivefold.environments.pool import EnvironmentPool
+    from fivefold.observability.run_logger import RunLogger
+    from fivefold.reward.manager import RewardManager
+    from fivefold.rollout.conversations import Conversations
+    from fivefold.rollout.generation import Generator
+
+    tokenizer = load_tokenizer(words)
+    config = EnvironmentConfig(tools=[f"{root}/tools.py:add", f"{root}/tools.py:fails"], max_parallel_calls=most)
+    pool = EnvironmentPool(config)
+    dialog = Dialog.of(tokenizer, {"chat_template": TOOL_TEMPLATE}, [tokenizer.eos_token_id], pool.start())
+    conversations, engine = Conversations(config, dialog, pool, 1000), Scripted(tokenizer, script)
+    manager, logger = RewardManager(Scorer(), mesh.ranks), RunLogger(Path(root), [], is_main=False, steps=1)
+    generator = Generator(engine, tokenizer, manager, logger, conversations=conversations)
+    prompt = Prompt(0, dialog.begin([{"role": "user", "content": "Q"}])[0], source="s", text="", ground_truth="")
+    try:
+        ((group,),) = [generator.sample([prompt], 1, Sampling(max_tokens=200), STEPS)]
+    finally:
+        pool.close()
+    (one,) = group.samples
+    return one, tokenizer.decode(group.context_of(one) + one.token_ids), conversations.take_metrics(mesh.ranks)
+
+
+@pytest.fixture
+def tools(tmp_path) -> tuple[str, str]:
+    from fivefold.data.tokenizer import train_tokenizer
+
+    (tmp_path / "tools.py").write_text(TOOLS)
+    train_tokenizer("bpe", ["abc"], tmp_path / "words", 300)
+    return str(tmp_path), str(tmp_path / "words")
+
+
+def call(name: str, **arguments: Any) -> str:
+    return "<tool_call>" + json.dumps({"name": name, "arguments": arguments}) + "</tool_call>"
+
+
+def test_calls_are_answered_in_their_order_and_the_turn_without_one_ends_it(cluster, tools):
+    script = [call("add", a=1, b=2) + call("add", a=9, b=2), "so " + call("fails", a=1), "11"]
+    ((one, text, metrics),) = cluster.run(scripted, "megatron:d1", *tools, script)
+    assert text == (
+        f"[user]Q<|end|>[assistant]{script[0]}<|end|>[tool]3<|end|>[tool]11<|end|>[assistant]{script[1]}<|end|>"
+        "[tool]Error: ValueError: no<|end|>[assistant]11<|end|>"
+    )
+    assert (one.end, len(one.turns), one.text) == ("answered", 3, "\n".join(script))
+    assert metrics["tools/add/calls"] == 2 and metrics["tools/fails/errors"] == metrics["tools/fails/calls"] == 1
+    assert metrics["turns/inserted_ends"] == 0 and "tools/malformed" not in metrics
+    # Nothing that was sampled is written again: log-probs stand where the engine gave them, and nowhere else.
+    for turn, value in zip(one.turns, (-0.5, -1.5, -2.5), strict=True):
+        assert one.logprobs[turn.begin : turn.end] == [value] * (turn.end - turn.begin)
+    assert one.loss_mask.count(True) == sum(turn.end - turn.begin for turn in one.turns)
+
+
+@pytest.mark.parametrize(
+    ("said", "answer"),
+    [
+        (call("add", a=1), "add needs the argument 'b'"),
+        (call("sub", a=1), "there is no tool 'sub'; the tools are add, fails"),
+        (call("add", a="1", b=2), "add: the argument 'a' must be integer: got '1'"),
+        ('<tool_call>{"name": "add",}</tool_call>', "the call cannot be read: "),
+        ('<tool_call>{"name": "add"', "a call begins with '<tool_call>' and does not end"),
+    ],
+)
+def test_a_malformed_call_is_answered_and_counted_and_never_dropped(cluster, tools, said, answer):
+    ((one, text, metrics),) = cluster.run(scripted, "megatron:d1", *tools, [said, "ok"])
+    assert f"{said}<|end|>[tool]Error: {answer}" in text
+    assert metrics["tools/malformed"] == 1 and one.end == "answered" and len(one.turns) == 2
+
+
+def test_calls_beyond_the_most_of_a_turn_are_answered_with_that(cluster, tools):
+    ((_, text, metrics),) = cluster.run(scripted, "megatron:d1", *tools, [call("add", a=1, b=1) * 3, "ok"], 2)
+    assert "[tool]2<|end|>[tool]2<|end|>[tool]Error: a turn may call at most 2 tools<|end|>" in text
+    assert metrics["tools/add/calls"] == 2 and metrics["tools/malformed"] == 1
