@@ -487,3 +487,11 @@ def test_calls_beyond_the_most_of_a_turn_are_answered_with_that(cluster, tools):
     ((_, text, metrics),) = cluster.run(scripted, "megatron:d1", *tools, [call("add", a=1, b=1) * 3, "ok"], 2)
     assert "[tool]2<|end|>[tool]2<|end|>[tool]Error: a turn may call at most 2 tools<|end|>" in text
     assert metrics["tools/add/calls"] == 2 and metrics["tools/malformed"] == 1
+
+
+@pytest.mark.parametrize("name", ["Once", "Echo"])
+def test_the_first_turns_of_a_group_answer_one_state_however_they_end(cluster, files, name):
+    ((groups, _, _),) = cluster.run(sample, "megatron:d1", files, name)
+    turns = [one.turns for group in groups for one in group.samples]
+    assert {own[0].state for own in turns} == {""}
+    assert all(turn.state not in ("", None) for own in turns for turn in own[1:])

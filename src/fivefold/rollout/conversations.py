@@ -190,7 +190,8 @@ class Conversations:
 
     def _turns(self, held: Trajectory, place: Place, sampling: Sampling, number: int) -> Steps:
         deadline = time.monotonic() + self._config.trajectory_seconds
-        state: str | None = None
+        # Trajectories of a group start in the same state, which has no name of its own.
+        state: str | None = "" if self._config.same_start else None
         while True:
             limit = min(sampling.max_tokens, self._room(held))
             if limit < max(1, sampling.min_tokens):
@@ -233,7 +234,7 @@ class Conversations:
         left = max(deadline - time.monotonic(), 1e-3)
         if answer.calls:
             messages = yield from self._call_tools(place, answer.calls, left)
-            return None, messages, held.turns[-1].state
+            return None, messages, held.turns[-1].state or None
         if not self._pool.has_class:
             return "answered", [], None
         try:
@@ -246,9 +247,6 @@ class Conversations:
         self._count("environment/steps")
         self._count("environment/wait", time.monotonic() - began)
         held.turns[-1] = replace(held.turns[-1], reward=step["reward"])
-        if step["state"] is not None and len(held.turns) == 1:
-            # Trajectories of a group start in the same state, which has no name of its own.
-            held.turns[0] = replace(held.turns[0], state="")
         return ("done" if step["done"] else None), as_messages(step["messages"]), step["state"]
 
     def _call_tools(
