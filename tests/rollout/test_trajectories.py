@@ -120,16 +120,18 @@ def gradients(mesh, directory: Path, groups: list[Group], methods: dict) -> dict
     return found
 
 
-@pytest.mark.parametrize("layout", ["d1", "d2"])
+@pytest.mark.parametrize("layout", ["d1", "d2", "t2", "p2", "c2"])
 def test_unmerged_sequences_have_the_gradient_of_the_merged_one(cluster, models, layout):
     directory = models("qwen3")
-    merged = cluster.run(gradients, f"megatron:{layout}", directory, make_groups(True), METHODS)[0]
+    merged = cluster.run(gradients, "megatron:d1", directory, make_groups(True), METHODS)[0]
     apart = cluster.run(gradients, f"megatron:{layout}", directory, make_groups(False), METHODS)[0]
+    # Other layouts add the same numbers in another order.
+    closeness = 1e-6 if layout.startswith("d") else 5e-6
     for name in METHODS:
         largest = max(float(gradient.abs().max()) for gradient in merged[name].values())
         assert largest > 1e-3, name
         for key, gradient in merged[name].items():
-            assert torch.allclose(apart[name][key], gradient, rtol=0, atol=1e-6 * largest), (name, key)
+            assert torch.allclose(apart[name][key], gradient, rtol=0, atol=closeness * largest), (name, key)
 
 
 def one_turn(groups: list[Group]) -> list[Group]:

@@ -91,9 +91,9 @@ class TurnReturn:
     ) -> tuple[Tensor, Tensor]:
         table = Table(samples)
         turn_NL = table.turns()
-        rewards_NL = torch.zeros_like(turn_NL, dtype=torch.float64)
-        rewards_NL.scatter_add_(1, turn_NL, table.rewards(advantages_N, penalties_T))
-        advantages_T = table.flat(returns_of(rewards_NL, self.gamma).gather(1, turn_NL))
+        rewards_NU = torch.zeros(len(turn_NL), int(turn_NL.max()) + 1 if turn_NL.numel() else 1, dtype=torch.float64)
+        rewards_NU.scatter_add_(1, turn_NL, table.rewards(advantages_N, penalties_T))
+        advantages_T = table.flat(returns_of(rewards_NU, self.gamma).gather(1, turn_NL))
         return advantages_T, advantages_T
 
 
