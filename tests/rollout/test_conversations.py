@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import re
+import threading
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import pytest
@@ -14,7 +17,7 @@ import torch
 from fivefold.columns import Column
 from fivefold.config.environment import EnvironmentConfig
 from fivefold.errors import RunError
-from fivefold.interfaces import EngineReplica
+from fivefold.interfaces import EngineReplica, Load
 from fivefold.types import Completion, Prompt, Sample, Sampling
 from tests.support.engines import own_logits
 from tests.support.tiny_models import make_tokenizer
@@ -126,6 +129,35 @@ class Recording:
         return Turns(self)
 
 
+class Streamed(Recording):
+    """An engine that samples in the background, one request at a time, as servers do."""
+
+    def __init__(self, engine: Any) -> None:
+        super().__init__(engine)
+        self._requests, self._arrivals = SimpleQueue(), SimpleQueue()
+        threading.Thread(target=self._sample, daemon=True).start()
+
+    def _sample(self) -> None:
+        while True:
+            for completion in self.generate([self._requests.get()]):
+                self._arrivals.put(completion)
+
+    def stream(self):
+        return self
+
+    def submit(self, requests) -> None:
+        for request in requests:
+            self._requests.put(request)
+
+    def arrived(self, seconds: float):
+        with suppress(Empty):
+            while True:
+                yield self._arrivals.get(timeout=seconds)
+
+    def load(self) -> Load:
+        return Load(0.0, 0.0, 0.0, [])
+
+
 class Scorer:
     """The sum of the environment's rewards."""
 
@@ -139,7 +171,7 @@ class Scorer:
     def close(self): ...
 
 
-def engine_of(model: str, tokenizer: Any, ranks: Any) -> Recording:
+def engine_of(model: str, tokenizer: Any, ranks: Any, kind: type[Recording]) -> Recording:
     import transformers
 
     from fivefold.engines.transformers import TransformersEngine
@@ -148,11 +180,11 @@ def engine_of(model: str, tokenizer: Any, ranks: Any) -> Recording:
     engine = TransformersEngine(Path(model), tokenizer, torch.device("cpu"), torch.float32, 64, replica)
     source = transformers.AutoModelForCausalLM.from_pretrained(model).float()
     engine.update_weights(((name, p.detach()) for name, p in source.named_parameters()), version=2)
-    return Recording(engine)
+    return kind(engine)
 
 
 def sample(mesh, files, name: str | None, sampling: Sampling = SAMPLING, most: int = 100, max_failed: float = 0.0,
-           **settings: Any):  # fmt: skip
+           kind: type[Recording] = Recording, **settings: Any):  # fmt: skip
     """(groups of this rank, what the engine saw, metrics) of four prompts with an environment, or without one."""
     from fivefold.data.dialog import Dialog
     from fivefold.data.tokenizer import load_tokenizer
@@ -170,7 +202,7 @@ def sample(mesh, files, name: str | None, sampling: Sampling = SAMPLING, most: i
         Prompt(number, dialog.begin(each)[0], source="s", text="", ground_truth="", messages=each)
         for number, each in enumerate(messages)
     ]
-    engine, pool, conversations = engine_of(model, tokenizer, mesh.ranks), None, None
+    engine, pool, conversations = engine_of(model, tokenizer, mesh.ranks, kind), None, None
     if name is not None:
         config = EnvironmentConfig(class_=f"{code}:{name}", **settings)
         pool = EnvironmentPool(config)
@@ -293,6 +325,21 @@ def test_processes_order_of_arrival_and_layouts_change_nothing(cluster, files):
         assert found[:2] + found[3:] == expected[key][:2] + expected[key][3:]
         assert found[2] == pytest.approx(expected[key][2], abs=1e-5)
     assert len({len(found[6]) for found in expected.values()}) > 1
+
+
+def in_background(mesh, files):
+    return sample(mesh, files, "Echo", kind=Streamed)
+
+
+def test_an_engine_that_samples_in_the_background_gives_the_same_trajectories(cluster, files):
+    """Turns of one trajectory are sampled while the environments of others answer."""
+    ((whole, _, _),) = cluster.run(sample, "megatron:d1", files, "Echo")
+    ((found, seen, _),) = cluster.run(in_background, "megatron:d1", files)
+    expected = keys(whole)
+    for key, one in keys(found).items():
+        assert one[:2] + one[3:] == expected[key][:2] + expected[key][3:]
+        assert one[2] == pytest.approx(expected[key][2], abs=1e-5)
+    assert [len(request.prompt_ids) for request, _ in seen] != sorted(len(request.prompt_ids) for request, _ in seen)
 
 
 def test_members_of_a_group_start_alike_and_turns_draw_anew(cluster, files):
