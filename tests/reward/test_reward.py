@@ -821,7 +821,7 @@ def test_every_built_in_that_needs_a_truth_takes_one():
         assert row.needs_truth or row.fault_of_truth is None, name
         assert rules.takes_ground_truth(name) == row.needs_truth
     without = {name for name, row in rules.BUILT_IN.items() if not row.needs_truth}
-    assert without == {"format", "think", "think_answer", "repetition"}
+    assert without == {"format", "think", "think_answer", "repetition", "environment"}
     assert rules.SOURCES["openai/gsm8k"] == "gsm8k" and rules.SOURCES["aime"] == "math" and rules.SOURCES["taco"] == "code"
 
 
