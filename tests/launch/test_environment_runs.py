@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,10 +17,7 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
 def made(root: Path, example: str, *words: str) -> Path:
-    """The directory of an example with its rows, as its script makes them, and a tokenizer and a model of them."""
-    import subprocess
-    import sys
-
+    """A directory with the rows of an example, as its script makes them."""
     (root / "examples").symlink_to(EXAMPLES)
     subprocess.run([sys.executable, f"examples/{example}/rows.py", f"{example}/data", *words], cwd=root, check=True)
     return root
@@ -101,3 +100,41 @@ def test_a_model_learns_the_guessing_game(guessing):
     right = [row["val/guess/mean@4"] for row in rows if "val/guess/mean@4" in row]
     assert right[0] < 0.3 and right[-1] > 0.8
     assert json.loads((guessing / "runs/learns/status.json").read_text())["state"] == "finished"
+
+
+@pytest.mark.slow
+def test_a_model_learns_to_call_a_calculator(tmp_path):
+    root = made(tmp_path, "calculator", "0")
+    place = root / "calculator"
+    for command in (
+        ["train-tokenizer", "bpe", "--vocab", 400, "--data", place / "data/worked.jsonl", "--out", place / "words"],
+        ["init-model", "qwen3", "--tokenizer", place / "words", "--hidden", 96, "--layers", 2, "--ffn", 192, "--out", place / "model"],
+    ):  # fmt: skip
+        done = fivefold(*command)
+        assert done.returncode == 0, done.stderr
+    tools = EXAMPLES / "calculator/tools.py"
+    common = [
+        f"data.val=[{place}/data/test.jsonl]",
+        f"environment.tools=[{tools}:multiply]",
+        f'reward={{"functions": {{"{tools}:right": 1.0}}}}',
+    ]
+    run(
+        root,
+        "sft",
+        EXAMPLES / "calculator/sft.yaml",
+        f"model.path={place}/model",
+        f"data.train=[{place}/data/worked.jsonl]",
+        *common,
+    )
+    latest = (root / "runs/sft/checkpoints/latest").read_text().strip()
+    assert fivefold("export", root / "runs/sft/checkpoints" / latest, place / "warm").returncode == 0
+    rows = run(
+        root,
+        "grpo",
+        EXAMPLES / "calculator/grpo.yaml",
+        f"model.path={place}/warm",
+        f"data.train=[{place}/data/train.jsonl]",
+        *common,
+    )
+    right = [row["val/products/mean@2"] for row in rows if "val/products/mean@2" in row]
+    assert right[0] < 0.3 and right[-1] > 0.8
