@@ -50,7 +50,8 @@ class Facts:
     @property
     def limit_keys(self) -> str:
         """Return the keys of that limit."""
-        return "environment.max_turns or data.max_total_tokens" if self.has_turns else "data.max_response_tokens"
+        of_turns = "environment.max_turns, data.max_response_tokens or data.max_total_tokens"
+        return of_turns if self.has_turns else "data.max_response_tokens"
 
 
 @dataclass(frozen=True)
