@@ -54,7 +54,9 @@ class Run:
         self._part, self._name, self._directory = part, name, options.out / "runs" / name
         log = (options.out / f"{name}.log").open("w")
         words = ["train", str(options.out / "run.yaml"), f"trainer.run_dir={self._directory}", *options.set, *overrides]
-        self._process = subprocess.Popen([sys.executable, "-m", "fivefold.cli", *words], stdout=log, stderr=subprocess.STDOUT)
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "fivefold.cli", *words], stdout=log, stderr=subprocess.STDOUT
+        )
         self._log, self._began = Path(log.name), time.monotonic()
         self.memory: dict[int, list[int]] = {}
         """Process -> MiB on the GPU at each look."""
@@ -87,13 +89,17 @@ class Run:
             math.isfinite(value) for row in rows for value in row.values() if isinstance(value, float)
         )
         last = "" if is_whole else " / ".join(self._log.read_text().strip().splitlines()[-12:])
-        self._part.claim(f"{self._name}: whole run of {len(rows)} rows, s", is_whole, last or round(time.monotonic() - self._began))
+        self._part.claim(
+            f"{self._name}: whole run of {len(rows)} rows, s", is_whole, last or round(time.monotonic() - self._began)
+        )
         return rows
 
     def kill_server(self) -> str:
         """Kill the process of the servers that has most memory; returns its name."""
         below = psutil.Process(self._process.pid).children(recursive=True)
-        served = [each for each in below if "fivefold.engines" in " ".join(each.cmdline()) or "sglang" in each.name().lower()]
+        served = [
+            each for each in below if "fivefold.engines" in " ".join(each.cmdline()) or "sglang" in each.name().lower()
+        ]
         victim = max(served, key=lambda each: each.memory_info().rss)
         said = " ".join([victim.name(), *victim.cmdline()[-3:]])
         victim.kill()
@@ -121,9 +127,13 @@ def numbers(part: Part, options: argparse.Namespace) -> None:
         part.claim(f"{options.engine} {dtype}: {key}, largest of {len(rows)} steps, bound {bound}", worst <= bound, worst)
         part.say(f"{options.engine} {dtype}: mean difference", [row["rollout/logprob_diff_mean"] for row in rows])
         for pid, used in run.memory.items():
-            part.say(f"{options.engine} {dtype}: MiB of process {pid}, last, least and most", [used[-1], min(used), max(used)])
+            part.say(
+                f"{options.engine} {dtype}: MiB of process {pid}, last, least and most", [used[-1], min(used), max(used)]
+            )
             if max(used) > 10_000:
-                part.claim("memory given back while the policy trains, share", min(used[len(used) // 2 :]) < 0.5 * max(used), "")
+                part.claim(
+                    "memory given back while the policy trains, share", min(used[len(used) // 2 :]) < 0.5 * max(used), ""
+                )
 
 
 def repeated(part: Part, options: argparse.Namespace) -> None:

@@ -47,7 +47,7 @@ from fivefold.config.gpus import GPUS
 from fivefold.config.mcore_options import table
 from fivefold.config.methods_page import update
 from fivefold.config.schema import AlgorithmConfig
-from fivefold.keys.identity import Counts
+from fivefold.keys.identity import Counts, key_of
 from fivefold.keys.ranges import NameOrCode, OneOf, Range, Rule
 from fivefold.observability.metrics import METRICS, PLACEHOLDERS
 from fivefold.plan.efficiency import KINDS
@@ -183,7 +183,7 @@ def _section(
                 shown = "by surrogate" if owner is Choices and item.name in PARAMETERS else "by method"
             may_be_null = default is None and type(None) not in _options(hint)
             type_ = _type(hint) + (" or null" if may_be_null else "")
-            cells = (f"`{item.name}`", type_, shown, _ranges(hint), ON_RESUME[own_counts], _meaning(kind, item.name))
+            cells = (f"`{key_of(item.name)}`", type_, shown, _ranges(hint), ON_RESUME[own_counts], _meaning(kind, item.name))
             rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
         else:
             inner.append((f"{path}.{item.name}".strip("."), nested, default, own_counts))

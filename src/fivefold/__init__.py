@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from fivefold.checkpoint.export import export
     from fivefold.columns import Column
     from fivefold.config import ConfigError, RunConfig
+    from fivefold.environments import Step
     from fivefold.launch.start import train
     from fivefold.observability.curve import Figure, figure, load_metrics
     from fivefold.plan.check import check
@@ -18,8 +19,8 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
-    "Column", "ConfigError", "Figure", "Objective", "RunConfig", "TokenBatch", "check", "export", "figure", "load_metrics",
-    "make_objective", "prepare_update", "train",
+    "Column", "ConfigError", "Figure", "Objective", "RunConfig", "Step", "TokenBatch", "check", "export", "figure",
+    "load_metrics", "make_objective", "prepare_update", "train",
 ]  # fmt: skip
 
 _HOMES = {
@@ -28,6 +29,7 @@ _HOMES = {
     "Objective": "fivefold.algo.objective",
     "Figure": "fivefold.observability.curve",
     "RunConfig": "fivefold.config",
+    "Step": "fivefold.environments",
     "TokenBatch": "fivefold.types",
     "check": "fivefold.plan.check",
     "export": "fivefold.checkpoint.export",

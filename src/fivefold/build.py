@@ -25,6 +25,7 @@ from fivefold.config.models_read import models_read
 from fivefold.config.roles import Role
 from fivefold.config.schema import DataConfig
 from fivefold.data.data_sets import cache_of, hub_names, local_file, with_files
+from fivefold.data.dialog import Dialog
 from fivefold.data.mixture import MixedLoader, places_by_domain
 from fivefold.data.prompt_cache import is_large, open_prompts, store_prompts
 from fivefold.data.prompt_loader import Loader, PromptLoader
@@ -36,12 +37,14 @@ from fivefold.distributed.ranks import Ranks
 from fivefold.distributed.redealing import on_replicas_of
 from fivefold.engines.servers.server_process import ServerProcess
 from fivefold.engines.weight_sync import sleeping_after
+from fivefold.environments.pool import EnvironmentPool
 from fivefold.errors import UserError, shown
 from fivefold.hub import commit_of, model_snapshot
 from fivefold.interfaces import Engine, FrozenModel, Model, RolloutSource
 from fivefold.keys.identity import with_absolute_paths
 from fivefold.megatron.mesh import Meshes
 from fivefold.megatron.model import MegatronModel, WithoutAdapters
+from fivefold.models.end_tokens import EndTokens
 from fivefold.models.families import load_spec
 from fivefold.models.overrides import overridden
 from fivefold.models.spec import ModelSpec
@@ -53,11 +56,12 @@ from fivefold.plan.memory import training_flops
 from fivefold.plan.summary import describe
 from fivefold.reward.choose import choose_rewards, columns_read, forms_by_source
 from fivefold.reward.code.confine import layers
-from fivefold.reward.manager import RewardManager
+from fivefold.reward.manager import Closing, RewardManager
 from fivefold.reward.pool import RewardPool
 from fivefold.reward.reward_model import ModelReward
 from fivefold.reward.rules import ground_truth_fault, runs_programs
 from fivefold.rollout.asynchronous import AsyncRollouts
+from fivefold.rollout.conversations import Conversations
 from fivefold.rollout.generation import Generator
 from fivefold.rollout.logprob_steps import LogprobSteps
 from fivefold.rollout.packing import pack
@@ -149,6 +153,10 @@ def build_run(
     tokenizer_directory = directories[config.model.tokenizer_path]
     tokenizer = load_tokenizer(str(tokenizer_directory), config.model.trust_remote_code)
     local = replace(config, data=with_files(config.data, data_files))
+    conversations = environments = None
+    if config.environment.is_active:
+        environments = EnvironmentPool(config.environment)
+        conversations, local = build_conversations(local, tokenizer, directory, environments)
     training, evaluation_set = build_data(local, tokenizer, tokenizer_directory, ranks)
     first_prompts = check_rewards(config, training, evaluation_set)
     loader = build_loader(config, training)
@@ -195,7 +203,8 @@ def build_run(
     generates = not config.algorithm.offline or (evaluation_set is not None and evaluation_set.generate)
     if generates and config.reward.model.path:
         reward_model = build_reward_model(config, directories, meshes)
-    rewards = RewardManager(pool, ranks, reward_model, config.reward.max_failed, logger.log, judges)
+    servers: list[Closing] = [*judges, *([] if environments is None else [environments])]
+    rewards = RewardManager(pool, ranks, reward_model, config.reward.max_failed, logger.log, servers)
     if generates:
         # An engine measures the free device memory when it starts.
         with models.on_device():
@@ -203,7 +212,7 @@ def build_run(
             if checkpoint is not None and (checkpoint / WORK).is_dir():
                 # The run resumes between two optimizer steps, which need the device first.
                 engine.sleep()
-        generator = Generator(engine, tokenizer, rewards, logger, partial(_refresh, models, engine))
+        generator = Generator(engine, tokenizer, rewards, logger, partial(_refresh, models, engine), conversations)
     plan = build_plan(config, spec, objective)
     probe = None
     if generator is not None and (checkpoint is not None or config.rollout.max_staleness is not None):
@@ -251,8 +260,22 @@ def build_run(
             # Only one rank compares and writes it, because this reads every file of the run.
             fingerprint=Fingerprint.of(config, steps, directories | data_files) if ranks.is_main else Fingerprint(),
             resume_from=checkpoint,
+            dialog=None if conversations is None else conversations.dialog,
         ),
     )
+
+
+def build_conversations(
+    config: RunConfig, tokenizer: Any, directory: Path, environments: EnvironmentPool
+) -> tuple[Conversations, RunConfig]:
+    """Return what samples trajectories of several turns, and the configuration whose prompts name the tools."""
+    data, tools = config.data, environments.start()
+    template = data.chat_template_kwargs | ({} if data.chat_template is None else {"chat_template": data.chat_template})
+    ends = EndTokens.of(directory, tokenizer.eos_token_id).used | {*config.engine.sampling.stop_token_ids}
+    dialog = Dialog.of(tokenizer, template, ends, tools)
+    found = Conversations(config.environment, dialog, environments, config.max_sequence_tokens)
+    named = data.chat_template_kwargs | ({"tools": tools} if tools else {})
+    return found, replace(config, data=replace(data, chat_template_kwargs=named))
 
 
 def facts_of(config: RunConfig, sources: Collection[str]) -> Facts:
@@ -264,6 +287,7 @@ def facts_of(config: RunConfig, sources: Collection[str]) -> Facts:
         forms_by_source(config.reward),
         sorted(sources),
         config.algorithm.offline,
+        config.environment.is_active,
     )
 
 
@@ -350,7 +374,7 @@ def check_rewards(config: RunConfig, training: PromptSet, evaluation_set: Evalua
 
 def start_reward_pool(pool: RewardPool, prompts: list[Prompt], log: Callable[[str], None]) -> None:
     """Call every reward function once and log how; raises ValueError for one that cannot be loaded or raises."""
-    error = pool.start([(prompt, Sample([], [], prompt.ground_truth, True, 0)) for prompt in prompts])
+    error = pool.start([(prompt, Sample([], [], prompt.ground_truth, "answered", 0)) for prompt in prompts])
     if error is not None:
         raise UserError(f"a reward function failed on a trial, in which the response was the ground truth:\n{error}")
     for line in pool.forms:
@@ -478,7 +502,7 @@ def build_rollouts(
     is_dynamic = bool(algorithm.resolved.dynamic_sampling)
     chosen = algorithm.resolved
     shapes = chosen.dynamic_sampling_by == "shaped_reward"
-    shape = partial(objective.shaping, max_response_tokens=config.data.max_response_tokens) if shapes else None
+    shape = partial(objective.shaping, max_response_tokens=config.max_sampled_tokens) if shapes else None
     informative = Informative(
         shape, chosen.dynamic_sampling_low, chosen.dynamic_sampling_high, chosen.dynamic_sampling_max_tokens
     )
@@ -544,7 +568,7 @@ def build_plan(config: RunConfig, spec: ModelSpec, objective: Objective) -> Batc
         updates_per_step=config.algorithm.updates_per_step,
         samples_per_comparison=config.algorithm.samples_per_comparison,
         temperature=_sampling(config).temperature,
-        max_response_tokens=config.data.max_response_tokens,
+        max_response_tokens=config.max_sampled_tokens,
         work=work,
         skipped=objective.skipped if skips else nothing_skipped,
         domain_of=domains_of(config.data.domains) if config.algorithm.resolved.whiten_by == "domain" else None,
@@ -611,7 +635,7 @@ def _prompts(
     reading = Reading(
         data.max_prompt_tokens,
         data.overlong_prompts,
-        replace(Columns.of(data), carried=columns_read(config.reward)),
+        replace(Columns.of(data), carried=None if config.environment.class_ else columns_read(config.reward)),
         learns_from or config.algorithm.method.learns_from,
         need_responses,
         data.max_response_tokens,

@@ -54,6 +54,9 @@ class Column(Enum):
     """Log-probs of the engine that sampled the tokens; absent if the responses come from the data."""
     VERSION = "version_T", ("int64",), "packing"
     """Optimizer steps taken by the weights that sampled each token; absent if every sample has one version."""
+    TURN = "turn_T", ("int64",), "packing"
+    """Number, within its trajectory, of the turn that sampled each token; -1 on tokens without loss. Absent if every
+    response is one turn."""
     INTERPOLATION = "interpolation_T", _FLOAT, "token age"
     """Position of each token's old log-prob between the engine's (0) and the current one (1)."""
     OLD_LOGPROBS = "old_logprobs_T", _FLOAT, "policy", _sampling

@@ -1,14 +1,15 @@
 """The data types that stages pass to each other.
 
-Shape letters, the same in all modules: T packed tokens, S selected tokens, N samples, G samples of one prompt, P prompts, V
-vocabulary, D model width, H heads, L layers, E experts.
+Shape letters, the same in all modules: T packed tokens, S selected tokens, N samples, M trajectories, U turns, G samples of
+one prompt, P prompts, V vocabulary, D model width, H heads, L layers, E experts.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -64,21 +65,68 @@ class DatasetResponse:
 MODEL_PART = "model"
 """Name of the reward model's score in `Sample.reward_parts`."""
 
+ENDS: dict[str, Literal["finished", "truncated", "failed"]] = {
+    "done": "finished",
+    "answered": "finished",
+    "turns": "truncated",
+    "length": "truncated",
+    "context": "truncated",
+    "time": "truncated",
+    "environment": "failed",
+    "agent": "failed",
+    "abort": "failed",
+}
+"""How a trajectory may end -> whether it is finished, truncated (`overlong_filter`), or has no reward.
+
+The environment ended it (done); the response ended by itself, without a tool call (answered); a limit was reached: turns of
+the trajectory, length of one turn, context, time; the environment or the agent failed, or the engine's request was aborted.
+"""
+
+BREAKS = ("template", "content", "calls", "system", "tools", "reasoning", "shorter")
+"""Where the context of a turn differs from the tokens held so far, so that a new sequence begins: what the template renders
+of earlier turns, in a message's content or tool calls, the system message, the tools or the reasoning; or it has fewer
+messages."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One sampled piece of a sequence: the tokens of one request to the engine.
+
+    Example: the second turn, 12 tokens after an observation of 8: `Turn(number=1, begin=20, end=32, reward=0.5)`.
+    """
+
+    number: int
+    """Position among all turns of the trajectory, from 0."""
+    begin: int
+    end: int
+    """The turn's tokens are `Sample.token_ids[begin:end]`."""
+    reward: float = 0.0
+    """Part of the trajectory's reward that this turn earned; what no turn earned belongs to the last one."""
+    state: str | None = None
+    """State of the environment that the turn answers. Turns of a group with equal states are comparable; None: with no
+    other."""
+    finish: str = "stop"
+    """`Completion.finish_reason` of the turn's request."""
+    seconds: float = 0.0
+    """Time from the request to its completion."""
+
 
 @dataclass
 class Sample:
-    """One response to a prompt.
+    """One sequence of a trajectory: a context that the engine read, and what it sampled. A response is the only sequence of
+    its trajectory unless an environment or an agent answers it.
 
     Example: two tokens and the end token, sampled after 20 optimizer steps, of which the reward function made 1:
-    `Sample([5, 8, 2], [-0.1, -1.3, -0.02], "7", finished=True, policy_version=20, reward=1.0, correct=True)`.
+    `Sample([5, 8, 2], [-0.1, -1.3, -0.02], "7", "answered", policy_version=20, reward=1.0, correct=True)`.
     """
 
     token_ids: list[int]
+    """Tokens after the context: sampled ones, and between turns the observations, which have `loss_mask` false."""
     logprobs: list[float]
-    """Log-prob of each token under the engine, at the sampling temperature."""
+    """Log-prob of each token under the engine, at the sampling temperature; 0 for observations, which nothing reads."""
     text: str
-    finished: bool
-    """Whether the response ended with EOS or a stop string, not at the token limit."""
+    end: str
+    """How the trajectory ended, a row of ENDS."""
     policy_version: int
     """Optimizer steps taken by the weights that sampled the first token."""
     token_versions: list[int] | None = None
@@ -97,6 +145,21 @@ class Sample:
     """The reward function raised, timed out or returned no finite number; the step and all means exclude the sample."""
     reward_timed_out: bool = False
     """A built-in reward timed out on this sample, which counts as reward 0."""
+    prompt_ids: list[int] | None = None
+    """Context of this sequence; None: the tokens of the group's prompt."""
+    trajectory: int | None = None
+    """Number of the trajectory within the group. Its sequences have the same reward and end. None: the sample is a
+    trajectory of its own, which holds for all samples of the group or for none."""
+    turns: tuple[Turn, ...] = ()
+    """Turns in the order of their tokens; empty: the whole response is one turn."""
+    break_cause: str | None = None
+    """Why this sequence begins instead of the one before being extended, a row of BREAKS; None for the first of a
+    trajectory."""
+
+    @property
+    def finished(self) -> bool:
+        """Whether the trajectory ended by itself, not at a limit."""
+        return ENDS[self.end] == "finished"
 
     @property
     def loss_tokens(self) -> int:
@@ -125,6 +188,36 @@ class Group:
     is_expert: bool = False
     """Whether the response is an expert's, from the data, and was not sampled."""
 
+    def __post_init__(self) -> None:
+        if any(sample.trajectory is not None for sample in self.samples):
+            self.samples = sorted(self.samples, key=lambda sample: -1 if sample.trajectory is None else sample.trajectory)
+            _carry_loss_once(self.samples)
+
+    def context_of(self, sample: Sample) -> list[int]:
+        """Return the tokens that a sample's first turn answers."""
+        return self.prompt.token_ids if sample.prompt_ids is None else sample.prompt_ids
+
+
+def by_trajectory(samples: Iterable[Sample]) -> list[list[Sample]]:
+    """Return the sequences of each trajectory of a group; a sample without a trajectory is one of its own."""
+    found: dict[tuple[bool, int], list[Sample]] = {}
+    for place, sample in enumerate(samples):
+        key = (False, place) if sample.trajectory is None else (True, sample.trajectory)
+        found.setdefault(key, []).append(sample)
+    return list(found.values())
+
+
+def _carry_loss_once(samples: list[Sample]) -> None:
+    """Take the loss from the tokens of turns that an earlier sequence of the same trajectory contains."""
+    seen: set[tuple[int | None, int]] = set()
+    for sample in samples:
+        own = {(sample.trajectory, turn.number): turn for turn in sample.turns}
+        for turn in (own[key] for key in own.keys() & seen):
+            if sample.loss_mask is None:
+                sample.loss_mask = [True] * len(sample.token_ids)
+            sample.loss_mask[turn.begin : turn.end] = [False] * (turn.end - turn.begin)
+        seen |= own.keys()
+
 
 @dataclass(frozen=True)
 class Scoring:
@@ -138,12 +231,40 @@ class Scoring:
     """Number of samples with reward 0 because a built-in reward timed out."""
     formed: float | None = None
     """Share of the sampled responses with the form that their reward reads; None if no reward needs one."""
+    group_size: int = 1
+    """Usual number of trajectories in a group, including those whose reward failed."""
+    trajectories: dict[str, float] = field(default_factory=dict)
+    """Metrics of trajectories, including those whose reward failed; empty without turns."""
+
+
+@dataclass(frozen=True)
+class Turns:
+    """Turns of the step's trajectories, each in the first sequence that contains it; the same on every rank."""
+
+    row_U: Tensor
+    """Row in RolloutStats of the sequence that contains the turn."""
+    number_U: Tensor
+    begin_U: Tensor
+    end_U: Tensor
+    """First token of the turn and the one after its last, counted from the end of the sequence's context."""
+    reward_U: Tensor
+    state_U: Tensor
+    """Number of the state that the turn answers, among all states of all groups; -1 for a turn without a state."""
+    cut_U: Tensor
+    """Whether the turn ended at its own length limit."""
+    seconds_U: Tensor
+
+    def select(self, kept_N: Tensor) -> Turns:
+        """Return the turns of the chosen rows, whose numbers are then those among the chosen ones."""
+        kept_U, place_N = kept_N[self.row_U], kept_N.cumsum(0) - 1
+        chosen = Turns(**{name: value[kept_U] for name, value in vars(self).items()})
+        return replace(chosen, row_U=place_N[chosen.row_U])
 
 
 @dataclass(frozen=True)
 class RolloutStats:
     """Per-sample statistics of the whole step: one row per sample with a reward, the same on every rank, in the order of
-    groups.
+    groups. The sequences of a trajectory are neighbors.
 
     Example: two prompts with three and two responses on two replicas, one optimizer step:
     `group_N = [0, 0, 0, 1, 1]`, `lengths_N = [9, 4, 5, 8, 4]`, `owner_N = [0, 1, 1, 1, 0]` (13 and 17 tokens).
@@ -180,8 +301,6 @@ class RolloutStats:
     scoring: Scoring = field(default_factory=Scoring)
     sampled: RolloutStats | None = None
     """Statistics over all samples, if the step does not train on some of them."""
-    group_size: int = 1
-    """Usual size of a group, including samples whose reward failed."""
     incomplete_N: Tensor | None = None
     """Whether the reward of another sample in the same group failed; None if no reward failed."""
     domain_N: Tensor | None = None
@@ -191,9 +310,39 @@ class RolloutStats:
     skipped_N: Tensor | None = None
     """Samples that contribute exactly zero to the policy's loss and gradient, which its passes leave out. None if this is
     off or cannot be determined."""
+    trajectory_N: Tensor | None = None
+    """Trajectory that each sample is a sequence of, from 0; None: every sample is a trajectory of its own."""
+    turns: Turns | None = None
+    """Turns of the trajectories; None if every response is one turn."""
 
     def __len__(self) -> int:
         return len(self.group_N)
+
+    @property
+    def trajectory_of_N(self) -> Tensor:
+        """Trajectory of each sample, which is its own number without `trajectory_N`."""
+        return torch.arange(len(self)) if self.trajectory_N is None else self.trajectory_N
+
+    @cached_property
+    def trajectories(self) -> RolloutStats:
+        """Statistics with one row per trajectory: what rewards, baselines, weights and metrics count.
+
+        Tokens are those of all its sequences, the prompt is that of the first, and the version is the oldest.
+        """
+        if self.trajectory_N is None:
+            return self
+        count = int(self.trajectory_N.max()) + 1 if len(self) else 0
+        first_M = torch.searchsorted(self.trajectory_N, torch.arange(count))
+
+        def reduced(values_N: Tensor, kind: str) -> Tensor:
+            return values_N.new_zeros(count).scatter_reduce(0, self.trajectory_of_N, values_N, kind, include_self=False)
+
+        tensors = {name: value for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
+        tensors = {name: value for name, value in tensors.items() if len(value) == len(self)}
+        columns: dict[str, Any] = {name: value[first_M] for name, value in tensors.items()}
+        columns |= {name: reduced(tensors[name], "sum") for name in ("response_lengths_N", "lengths_N")}
+        columns |= {"version_N": reduced(self.version_N, "amin"), "trajectory_N": None, "turns": None}
+        return replace(self, **columns)
 
     @property
     def minibatches(self) -> int:

@@ -1200,11 +1200,19 @@ def test_a_number_that_is_not_finite_is_refused(number):
         ("grpo", {"clip_low": 1.5}, r"clip_low must be in \[0, 1\]"),
         ("rloo", {"importance_sampling_level": "sequence"}, "compare with the policy before the update"),
         ("gmpo", {"importance_sampling_level": "sequence"}, "looks at tokens itself"),
+        (
+            "grpo",
+            {"credit": "turns"},
+            "turns adds rewards of turns to the advantage of their trajectory.* set normalize: none",
+        ),
+        ("gpg", {"credit": "turns"}, "which must have their unit: got advantage group_scaled"),
+        ("ppo", {"turn_coef": 1.0, "credit": "response", "kl": {"coef": 0.0}}, "turn_coef needs an advantage that compares"),
+        ("gigpo", {"credit": "turns", "normalize": "none"}, "turn_coef needs credit: response"),
         ("cispo", {"dual_clip": 3.0}, "dual_clip belongs to ppo_clip"),
         ("grpo", {"dual_clip": 1.1}, r"above 1 \+ clip_high"),
         ("opo", {"normalize": "group"}, "normalize belongs to"),
         ("grpo", {"lam": 0.9}, "lam belongs to credit: gae"),
-        ("grpo", {"gamma": 0.9}, "gamma belongs to credit: discounted or gae"),
+        ("grpo", {"gamma": 0.9}, "gamma belongs to credit: turns, discounted or gae"),
         ("grpo", {"bootstrap_truncated": True}, "bootstrap_truncated belongs to credit: gae"),
         ("ppo", {"lam": 1.5}, r"lam must be in \[0, 1\]"),
         ("grpo", {"surrogate": "dpo"}, "write name: dpo"),
@@ -1215,7 +1223,7 @@ def test_a_number_that_is_not_finite_is_refused(number):
         ("grpo", {"beta": 0.1}, "beta belongs to dpo, not to ppo_clip"),
         ("dpo", {"beta": 0.0}, "beta must be above 0: got 0.0"),
         ("gmpo", {"clip_low": -1.0}, "clip_low must be at least 0: got -1.0"),
-        ("grpo", {"credit": "gea"}, "credit must be one of response, discounted, gae"),
+        ("grpo", {"credit": "gea"}, "credit must be one of response, turns, discounted, gae"),
         ("sft", {"credit": "gae"}, "credit has nothing to act on"),
         ("sft", {"dynamic_sampling": True}, "does not sample"),
         ("dpo", {"kl": methods.KL(coef=0.1)}, "has the reference in its loss already"),
@@ -1357,3 +1365,42 @@ def test_every_method_takes_every_credit_or_refuses_it(method, credit):
         assert "algorithm." in str(error)
     else:
         assert objective.advantage.assignment.needs_critic == (credit == "gae")
+
+
+@pytest.mark.parametrize(
+    ("name", "choices", "key"),
+    [
+        ("gigpo", {}, "algorithm.turn_coef: gigpo compares the turns of trajectories"),
+        ("dr_grpo", {"credit": "turns"}, "algorithm.credit: turns gives each turn of a trajectory its own return"),
+        (
+            "grpo",
+            {"importance_sampling_level": "turn"},
+            "algorithm.importance_sampling_level: turn needs turns of trajectories",
+        ),
+        (
+            "grpo",
+            {"rollout_correction": methods.Correction(weight="turn")},
+            "algorithm.rollout_correction.weight: turn needs turns of trajectories",
+        ),
+    ],
+)
+def test_what_acts_on_turns_is_refused_without_an_environment(name, choices, key):
+    def errors(has_turns: bool | None) -> list[str]:
+        findings = Findings(section="algorithm")
+        check_method(findings, name, methods.Choices(**choices), group_size=4, has_turns=has_turns)
+        return findings.errors
+
+    (error,) = errors(False)
+    assert error.startswith(key) and "every response has one: name an environment (environment.class" in error
+    assert errors(True) == errors(None) == []
+
+
+def test_gae_with_turns_needs_advantages_in_the_unit_of_the_reward():
+    def errors(has_turns: bool, **choices) -> list[str]:
+        findings = Findings()
+        check_method(findings, "ppo", methods.Choices(**choices), group_size=4, has_turns=has_turns)
+        return findings.errors
+
+    scaled = {"advantage": "group", "normalize": "group"}
+    assert errors(False, **scaled) == errors(True) == errors(True, advantage="group") == []
+    assert "gae adds rewards of turns" in errors(True, **scaled)[0]

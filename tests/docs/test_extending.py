@@ -194,7 +194,7 @@ def test_the_recipe_of_a_reward_is_run_by_its_yaml(tmp_path, monkeypatch):
     import yaml
 
     pool = RewardPool(RewardConfig(**yaml.safe_load(section)["reward"], workers=1))
-    prompt, sample = Prompt(0, [1], "mine", "q", "18"), Sample([1], [0.0], "#### 18", True, 0)
+    prompt, sample = Prompt(0, [1], "mine", "q", "18"), Sample([1], [0.0], "#### 18", "answered", 0)
     try:
         assert pool.wait([pool.submit(prompt, sample)]) is None
     finally:
@@ -220,7 +220,7 @@ def test_the_recipe_of_a_built_in_reward_touches_one_file_and_is_not_the_accurac
             check_rewards(findings, config)
             print(choose_rewards(config, "mine").accuracy, findings.errors)
         print(undocumented(["reward/brevity"]), ground_truth_fault("brevity", ""))
-        pool, sample = RewardPool(config), Sample([1], [0.0], "#### 1", True, 0)
+        pool, sample = RewardPool(config), Sample([1], [0.0], "#### 1", "answered", 0)
         print(pool.wait([pool.submit(Prompt(0, [1], "mine", "q", "1"), sample)]), sample.reward_parts, sample.correct)
         pool.close()
         """,
@@ -326,7 +326,7 @@ def test_the_recipe_of_a_rollout_source_filters_another_source():
 
     class Four:
         def next(self, step):
-            return [Group(Prompt(0, [1], "s", "q", "t"), [Sample([1] * n, [], "", True, step) for n in (1, 4, 2, 3)])]
+            return [Group(Prompt(0, [1], "s", "q", "t"), [Sample([1] * n, [], "", "answered", step) for n in (1, 4, 2, 3)])]
 
         def state_dict(self):
             return {"position": 3}

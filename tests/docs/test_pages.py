@@ -160,7 +160,7 @@ def test_own_rewards_on_the_page_are_called_as_it_says(tmp_path):
     (tmp_path / "rewards.py").write_text(code)
     pool = RewardPool(RewardConfig(functions={f"{tmp_path}/rewards.py:{name}": 1.0 for name in ("concise", "in_solutions")}))
     prompt = Prompt(0, [1], "s", "q", "", [{"role": "user", "content": "q"}], columns={"solution": ["2", "3"]}, is_chat=True)
-    samples = [Sample([1], [0.0], text, True, 0) for text in ("3", "4")]
+    samples = [Sample([1], [0.0], text, "answered", 0) for text in ("3", "4")]
     assert pool.wait([pool.submit(prompt, sample) for sample in samples]) is None
     pool.close()
     assert [sample.reward for sample in samples] == [1.0 - 0.001, -0.001]

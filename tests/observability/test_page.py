@@ -388,3 +388,42 @@ def test_a_page_of_a_thinned_run_says_that_it_has_a_part_and_keeps_its_time_axis
         page.ask("document.querySelector('input[value=step]').click()")
         again = page.ask("[...document.querySelector('figure.chart polyline').points].map(p => p.x)")
         assert x == pytest.approx(again, abs=0.3), "every step took the same time"
+
+
+def trajectory(step: int, text: str) -> dict:
+    """A row of transcripts.jsonl: two turns with an observation between them, and a second sequence."""
+    turn = {"reward": 0.0, "state": None, "finish": "stop", "seconds": 0.5, "text": text, "calls": []}
+    first = {
+        "row": 0, "break": None, "context": [1, 2], "context_text": text, "tokens": [3, 4, 5], "texts": [text, "seen", "c"],
+        "mask": [True, False, True], "logprobs": [-0.01, None, -5.0], "advantages": [0.5, 0.0, -0.5],
+        "turns": [turn | {"number": 0, "begin": 0, "end": 1}, turn | {"number": 1, "begin": 2, "end": 3, "reward": 1.0}],
+    }  # fmt: skip
+    later = {
+        **first, "break": {"cause": "template", "at": 4, "held": text, "now": "x"}, "tokens": [3], "texts": ["d"], "mask": [True],
+        "logprobs": [-0.5], "advantages": None, "turns": [turn | {"number": 2, "begin": 0, "end": 1}],
+    }  # fmt: skip
+    head = {"step": step, "kind": "train", "group": 0, "source": text, "prompt_id": 1, "wall": 1.0, "trajectory": 0}
+    return head | {"reward": 1.0, "reward_parts": {}, "failed": False, "end": "done", "sequences": [first, later]}
+
+
+def test_transcripts_show_turns_folded_with_colored_tokens_and_breaks(tmp_path, runs):
+    out = write_report(runs)
+    with browser(tmp_path / "profile") as page:
+        page.open(out.as_uri())
+        assert page.ask("document.getElementById('transcripts').hidden"), "no run has several turns"
+    append_json(runs[0] / "transcripts.jsonl", trajectory(3, EVIL))
+    out = write_report(runs)
+    with browser(tmp_path / "other") as page:
+        page.open(out.as_uri(), width=420)
+        assert not page.ask("document.getElementById('transcripts').hidden")
+        assert page.ask("document.querySelectorAll('.trajectory .turn').length") == 2 + 3 + 1
+        assert page.ask("document.querySelectorAll('.trajectory details[open]').length") == 0
+        page.ask("document.querySelectorAll('.trajectory details').forEach(each => each.open = true)")
+        shades = page.ask("[...document.querySelectorAll('.trajectory .sampled')].map(each => each.className)")
+        assert shades == ["sampled up", "sampled p3 down", "sampled p1"]
+        assert page.ask("document.querySelector('.trajectory .sampled').textContent") == EVIL
+        assert page.ask("document.querySelector('.trajectory span.observed').textContent") == "seen"
+        broken = page.ask("document.querySelector('.trajectory .warning').textContent")
+        assert broken.startswith('A new sequence begins (template): token 4 is "x" where ')
+        assert page.ask("document.documentElement.scrollWidth") <= 420
+        assert page.ask("document.title").endswith("- Fivefold") and page.errors == []

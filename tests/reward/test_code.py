@@ -336,7 +336,7 @@ def test_a_program_that_never_ends_is_wrong_and_no_failure_of_the_reward():
         functions={"code": 1.0, "code_fraction": 0.5}, timeout_seconds=10.0, workers=1, code=CodeConfig(test_seconds=0.5)
     )
     pool = RewardPool(config)
-    samples = [Sample([1], [0.0], text, True, 0) for text in ("print(input())", "while True: pass")]
+    samples = [Sample([1], [0.0], text, "answered", 0) for text in ("print(input())", "while True: pass")]
     error = pool.wait([pool.submit(Prompt(0, [1], "taco", "q", tests), sample) for sample in samples])
     server = psutil.Process(pool._workers[-1]._process.pid).children()[0].pid
     pool.close()

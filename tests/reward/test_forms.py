@@ -44,7 +44,7 @@ def prompts_of(
 def rewards(config: RewardConfig, prompts: list[Prompt], *texts: str) -> list[Sample]:
     """One response to each prompt, scored in a process of its own."""
     pool = RewardPool(config)
-    samples = [Sample([5, 6], [0.0, 0.0], text, True, 0) for text in texts]
+    samples = [Sample([5, 6], [0.0, 0.0], text, "answered", 0) for text in texts]
     try:
         scoring = [pool.submit(prompt, sample) for prompt, sample in zip(prompts, samples, strict=True)]
         assert (error := pool.wait(scoring)) is None, error
@@ -124,7 +124,7 @@ def test_a_function_of_lists_that_returns_none_does_not_apply_and_counts_nowhere
     first, second = rewards(both, prompts, "x", "x")
     assert (first.reward, list(first.reward_parts.values()), first.correct) == (2.0, [1.0], True)
     assert (second.reward, list(second.reward_parts.values()), second.correct) == (1.0, [0.5], False)
-    pool, sample = RewardPool(config), Sample([], [], "x", True, 0)
+    pool, sample = RewardPool(config), Sample([], [], "x", "answered", 0)
     error = pool.wait([pool.submit(prompts[1], sample)])
     pool.close()
     assert sample.reward_failed and "is None, which says that it does not apply" in error

@@ -87,7 +87,7 @@ def config(server: str, prompt: str = "{prompt}|{response}|{ground_truth}", **se
 
 
 def samples(*texts: str) -> list[Sample]:
-    return [Sample([1], [0.0], text, True, 0) for text in texts]
+    return [Sample([1], [0.0], text, "answered", 0) for text in texts]
 
 
 def scored(reward: RewardConfig, *texts: str, prompt: Prompt | None = None) -> tuple[list[Sample], str | None]:

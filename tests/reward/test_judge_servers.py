@@ -55,7 +55,7 @@ def judged(mesh, directory: Path, run_dir: Path):
     started, urls = start_judges(config, directory, mesh.ranks, torch.device("cpu"))
     family = [each for server in started for each in server._family()]
     pool = RewardPool(replace(config.reward, judge=replace(config.reward.judge, url=urls)), directory)
-    samples = [Sample([1], [0.0], str(number), True, 0) for number in range(4)]
+    samples = [Sample([1], [0.0], str(number), "answered", 0) for number in range(4)]
     prompt = Prompt(0, [1], "s", "1", "", messages=[{"role": "user", "content": "1 1"}])
     error = pool.wait([pool.submit(prompt, sample) for sample in samples])
     said = []

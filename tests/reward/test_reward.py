@@ -160,11 +160,11 @@ def scored_with_slow_ones(mesh, number: int):
     pool._slow_seconds = pool._slow_budget = 3.0
     prompt = Prompt(0, [1], "mine", "q", "(x+y+z)^{301}")
     texts = [r"\boxed{(x+y+z)^{300}}"] * number + [r"\boxed{(x+y+z)^{301}}", r"\boxed{x}"] * 4
-    samples = [Sample([1], [0.0], text, True, 0) for text in texts]
+    samples = [Sample([1], [0.0], text, "answered", 0) for text in texts]
     order: list[int] = []
     try:
         # The trial of a process has the same limit.
-        assert pool.start([(prompt, Sample([], [], texts[0], True, 0))]) is None
+        assert pool.start([(prompt, Sample([], [], texts[0], "answered", 0))]) is None
         scoring = [pool.submit(prompt, sample) for sample in samples]
         for place, each in enumerate(scoring):
             each.add_done_callback(lambda _, place=place: order.append(place))
@@ -340,7 +340,7 @@ def like_verl(data_source, solution_str, ground_truth, extra_info=None):
 
 def group(*texts: str) -> Group:
     prompt = Prompt(0, [1], "mine", "q", "t", extra={"index": 7})
-    return Group(prompt, [Sample([1], [0.0], text, True, 0) for text in texts])
+    return Group(prompt, [Sample([1], [0.0], text, "answered", 0) for text in texts])
 
 
 def score(pool: RewardPool, *groups: Group) -> str | None:
@@ -821,7 +821,7 @@ def test_every_built_in_that_needs_a_truth_takes_one():
         assert row.needs_truth or row.fault_of_truth is None, name
         assert rules.takes_ground_truth(name) == row.needs_truth
     without = {name for name, row in rules.BUILT_IN.items() if not row.needs_truth}
-    assert without == {"format", "think", "think_answer", "repetition"}
+    assert without == {"format", "think", "think_answer", "repetition", "environment"}
     assert rules.SOURCES["openai/gsm8k"] == "gsm8k" and rules.SOURCES["aime"] == "math" and rules.SOURCES["taco"] == "code"
 
 

@@ -65,6 +65,9 @@ def test_a_source_gives_nothing_after_the_last_whole_round_of_prompts(end, calls
         def sample(self, prompts, *arguments):
             return [*prompts]
 
+        def record_conversations(self):
+            pass
+
     source = EngineRollouts(Generator(), prompts, Log(), Sampling(max_tokens=1), seed=0, group_size=1, prompts_per_call=8)
     given = [source.next(step) for step in range(9)]
     assert [len(groups) for groups in given if groups is not None] == [8] * calls

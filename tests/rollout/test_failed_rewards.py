@@ -26,7 +26,7 @@ FAILED = math.nan
 
 
 def failing_sample() -> Sample:
-    return Sample([7, 7, 7], [-0.5] * 3, "", False, 0, reward_failed=True)
+    return Sample([7, 7, 7], [-0.5] * 3, "", "length", 0, reward_failed=True)
 
 
 def with_failures(groups: list[Group]) -> list[Group]:
@@ -42,7 +42,7 @@ def with_failures(groups: list[Group]) -> list[Group]:
 
 def group_of(*rewards: float, index: int = 0) -> Group:
     samples = [
-        Sample([1, 2, 3][: 1 + place % 3], [-0.1, -0.2, -0.3][: 1 + place % 3], "", place % 4 != 3, 0, reward=reward,
+        Sample([1, 2, 3][: 1 + place % 3], [-0.1, -0.2, -0.3][: 1 + place % 3], "", "answered" if place % 4 != 3 else "length", 0, reward=reward,
                reward_failed=math.isnan(reward), correct=reward >= 1)
         for place, reward in enumerate(rewards)
     ]  # fmt: skip
@@ -229,7 +229,7 @@ def refused(mesh, groups: list[Group]) -> str:
 def test_a_sample_without_a_finite_reward_that_did_not_fail_ends_the_step(cluster, reward):
     """So a source or scorer that forgot a sample is seen, and not taken for a reward of 0."""
     groups = [group_of(1.0, 0.5), group_of(1.0, 0.0, index=1)]
-    groups[1].samples[1] = Sample([1], [0.0], "", True, 0, reward=reward)
+    groups[1].samples[1] = Sample([1], [0.0], "", "answered", 0, reward=reward)
     for found in cluster.run(refused, "megatron:d2", groups):
         assert "every sample of a step needs a finite reward" in found
     for found in cluster.run(refused, "megatron:d2", STEP[3:4]):

@@ -26,7 +26,9 @@ def make_groups(sizes: list[int], versions: bool = False) -> list[Group]:
         samples = []
         for _ in range(size):
             tokens = draw.randint(1, 9)
-            sample = Sample([], [], "", draw.random() < 0.5, policy_version=3, reward=draw.random())
+            sample = Sample(
+                [], [], "", "answered" if draw.random() < 0.5 else "length", policy_version=3, reward=draw.random()
+            )
             for _ in range(tokens):
                 number += 1
                 sample.token_ids.append(number)
@@ -134,7 +136,7 @@ def test_packing_lays_prompt_before_response_and_masks_the_prompt():
     first = DatasetResponse([4, 5], [True, False], "")
     prompts = [replace(toy_prompts()[0], token_ids=[1, 2], responses=[first]), toy_prompts()[3]]
     groups = [
-        Group(prompt, [Sample(one.token_ids, [], "", True, 0, loss_mask=one.loss_mask) for one in prompt.responses])
+        Group(prompt, [Sample(one.token_ids, [], "", "answered", 0, loss_mask=one.loss_mask) for one in prompt.responses])
         for prompt in prompts
     ]
     batch = pack_dataset(groups, PLAN)

@@ -44,7 +44,8 @@ class InMemory(RolloutSource):
             picked = [[float(logprobs[prompt.id, place, t]) for place, t in enumerate(one)] for one in tokens]
             rewards = [float((one == target(prompt.id)).float().mean()) for one in tokens]
             samples = [
-                Sample(one.tolist(), p, "", True, step, reward=r) for one, p, r in zip(tokens, picked, rewards, strict=True)
+                Sample(one.tolist(), p, "", "answered", step, reward=r)
+                for one, p, r in zip(tokens, picked, rewards, strict=True)
             ]
             groups.append(Group(prompt, samples, index=index))
         return self._ranks.shard(groups)
@@ -104,7 +105,14 @@ class Known:
             tokens = [[self._calls, index, place, 0][: 2 if reward else 4] for place, reward in enumerate(rewards)]
             samples = [
                 Sample(
-                    one, [0.0] * len(one), "", True, 0, reward=reward, correct=reward == 1, reward_parts={"gsm8k": reward}
+                    one,
+                    [0.0] * len(one),
+                    "",
+                    "answered",
+                    0,
+                    reward=reward,
+                    correct=reward == 1,
+                    reward_parts={"gsm8k": reward},
                 )
                 for one, reward in zip(tokens, rewards, strict=True)
             ]
@@ -145,7 +153,7 @@ def test_groups_may_be_compared_by_the_reward_that_the_method_makes():
     objective = make_objective("dapo", overlong_buffer=8.0, overlong_penalty=1.0)
     shape = partial(objective.shaping, max_response_tokens=20)
     long, short, wrong = (
-        Sample([0] * tokens, [0.0] * tokens, "", True, 0, reward=reward)
+        Sample([0] * tokens, [0.0] * tokens, "", "answered", 0, reward=reward)
         for tokens, reward in ((20, 1.0), (10, 1.0), (10, 0.0))
     )
     assert not differ([long, short]) and differ([long, short], shape)
@@ -158,7 +166,7 @@ def test_prompts_may_be_kept_by_their_mean_reward_and_their_longest_response():
     """Against the filter of PRIME's recipe, written out: a mean beyond a bound, or a response as good as cut, is left out."""
 
     def group(rewards: list[float], lengths: list[int]) -> list[Sample]:
-        return [Sample([0] * n, [0.0] * n, "", True, 0, reward=r) for r, n in zip(rewards, lengths, strict=True)]
+        return [Sample([0] * n, [0.0] * n, "", "answered", 0, reward=r) for r, n in zip(rewards, lengths, strict=True)]
 
     keeps = Informative(low=0.2, high=0.8, max_tokens=18)
     for right in range(6):
@@ -269,7 +277,8 @@ def model_groups() -> list[Group]:
     for index, size in enumerate([4, 2, 3, 4]):
         responses = [tokens(1, 20) for _ in range(size)]
         samples = [
-            Sample(one, [0.0] * len(one), "", True, 0, reward=float(torch.rand((), generator=draw))) for one in responses
+            Sample(one, [0.0] * len(one), "", "answered", 0, reward=float(torch.rand((), generator=draw)))
+            for one in responses
         ]
         groups.append(Group(Prompt(index, tokens(1, 9), "s", "", ""), samples, index=index))
     return groups

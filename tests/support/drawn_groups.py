@@ -22,7 +22,7 @@ def draw_groups(rewards: Sequence[Sequence[float]], response_tokens: int | None 
         prompt = Prompt(index, tokens(2 + index), "s", "", "")
         lengths = [response_tokens or 3 + (5 * index + 3 * place) % 8 for place in range(len(own))]
         samples = [
-            Sample(tokens(length), [-2.0] * length, "", True, 0, reward=float(reward))
+            Sample(tokens(length), [-2.0] * length, "", "answered", 0, reward=float(reward))
             for length, reward in zip(lengths, own, strict=True)
         ]
         groups.append(Group(prompt, samples, index=index))

@@ -85,7 +85,7 @@ def log_ratios(level: str, now: list, old: list) -> list:
     if level == "token":
         return own
     mean = sum(own) / len(own)
-    if level == "sequence":
+    if level in ("turn", "sequence"):
         return [mean] * len(own)
     return [a - a.item() + mean.item() for a in now]
 
@@ -176,6 +176,7 @@ def correction(chosen: Any, gaps: list[float], marked: list[bool]) -> tuple[list
     """(weight, kept) of the tokens of one response from log trainer - log engine."""
     levels = {
         "token": [math.exp(g) for g in gaps],
+        "turn": [math.exp(sum(gaps))] * len(gaps),
         "sequence": [math.exp(sum(gaps))] * len(gaps),
         "geometric": [math.exp(sum(gaps) / len(gaps))] * len(gaps),
     }

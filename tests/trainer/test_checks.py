@@ -176,3 +176,33 @@ def test_a_loss_of_adapters_is_recorded_reported_and_ends_a_run_where_asked(clus
     assert metrics == ({} if value is None else {"rollout/lora_lost": value})
     assert bool(said) == is_said and all(f"{value:.0%} of what the adapters add is lost" in line for line in said)
     assert ("policy.lora.max_lost = 0.2 ends the run" in error) is ends
+
+
+def compared_by_turn(mesh, gaps: list[float], kl: float) -> str:
+    """The gate's error, or what it logs, for two samples of two turns of one token with these gaps."""
+    from fivefold.trainer.checks import Bounds, LogprobGate
+
+    said: list[str] = []
+    batch = batch_of([VERSION, VERSION])
+    batch[Column.VERSION] = torch.full((6,), VERSION)
+    batch[Column.TURN] = torch.tensor([-1, 0, 1] * 2)
+    batch[Column.OLD_LOGPROBS] = batch[Column.ROLLOUT_LOGPROBS] - torch.tensor([9.0, *gaps] * 2)
+    gate = LogprobGate(mesh.ranks, Bounds(kl), is_open=False, log=said.append)
+    try:
+        gate.check(batch, SimpleNamespace(skipped_N=None), Scorer(0.0))
+    except RuntimeError as error:
+        return str(error)
+    return said[0]
+
+
+def test_the_first_turn_beyond_the_bound_is_named(cluster):
+    def k3(gap: float) -> str:
+        return f"{math.exp(-gap) - 1 + gap:.3g}"
+
+    (error,) = cluster.run(compared_by_turn, "megatron:d1", [0.0, 0.5], 0.06)
+    # Over both turns the divergence is half of that, and below the bound.
+    assert f"differ from turn 2 on from the trainer's by a KL divergence of {k3(0.5)} a token" in error
+    (error,) = cluster.run(compared_by_turn, "megatron:d1", [0.5, 0.5], 0.06)
+    assert "from turn 1 on" in error and "over 2 tokens" in error
+    (error,) = cluster.run(compared_by_turn, "megatron:d1", [0.1, 0.1], 0.06)
+    assert f"agree with the trainer's: a KL divergence of {k3(0.1)} a token, 0.1 on average, over 4 tokens" in error

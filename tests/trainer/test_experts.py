@@ -57,7 +57,11 @@ def make_groups() -> list[Group]:
             logprobs = [] if is_expert else (-4 * torch.rand(length, generator=draw)).tolist()
             finished = not is_expert or index == 2
             reward = 1.0 if is_expert else float((index + place) % 3 == 0)
-            samples.append(Sample(tokens(length), logprobs, "", finished, 0 if is_expert else 5, reward=reward))
+            samples.append(
+                Sample(
+                    tokens(length), logprobs, "", "answered" if finished else "length", 0 if is_expert else 5, reward=reward
+                )
+            )
         groups.append(Group(prompt, samples, index=index, is_expert=is_expert))
     return groups
 
@@ -137,7 +141,7 @@ def learned(mesh, directory: Path):
         models.update(Learns.WITH_POLICY, work, Progress(step))
         work.reports["policy"] = [*done, *work.reports["policy"]]
     parameters = torch.cat([tensor.flatten().clone() for _, tensor in model.weights()])
-    return rows, work.reports["policy"], parameters, rollout_metrics(stats, 7), stats.group_size
+    return rows, work.reports["policy"], parameters, rollout_metrics(stats, 7), stats.scoring.group_size
 
 
 @pytest.fixture(scope="module")

@@ -45,7 +45,7 @@ def filled(batch: TokenBatch) -> TokenBatch:
 
 def groups() -> list[Group]:
     samples = [
-        Sample(tokens, [], "", finished, 0, reward=reward)
+        Sample(tokens, [], "", "answered" if finished else "length", 0, reward=reward)
         for tokens, finished, reward in zip(RESPONSES, FINISHED, REWARDS, strict=True)
     ]
     prompts = [Prompt(0, [5, 6], "s", "", ""), Prompt(1, [7], "s", "", "")]

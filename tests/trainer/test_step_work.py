@@ -9,10 +9,11 @@ import torch
 from fivefold.columns import Column
 from fivefold.rollout.stats import BatchPlan
 from fivefold.trainer import step_work
-from fivefold.types import RolloutStats, Scoring, TokenBatch
+from fivefold.types import RolloutStats, Scoring, TokenBatch, Turns
 from tests.support.cluster import Cluster
 
-SCORING = Scoring({"format": 0.5}, failed=2, timed_out=1)
+SCORING = Scoring({"format": 0.5}, failed=2, timed_out=1, group_size=3, trajectories={"trajectory/sequences": 1.5})
+TURNS = Turns(*(torch.tensor([number, 2 * number]) for number in range(8)))
 
 
 def test_every_column_and_added_field_is_kept_between_two_updates(tmp_path, cluster: Cluster, monkeypatch):
@@ -21,6 +22,7 @@ def test_every_column_and_added_field_is_kept_between_two_updates(tmp_path, clus
     assert again.columns.keys() == {column.value for column in Column}
     assert all(torch.equal(again.columns[column.value], numbers_of(column)) for column in Column)
     assert work.scoring == SCORING and work.rounds == 4 and torch.equal(work.turns_N, torch.tensor([2, 1]))
+    assert repr(work.turns) == repr(TURNS) and work.trajectory_N.tolist() == [0, 0]
 
 
 def numbers_of(column: Column) -> torch.Tensor:
@@ -44,7 +46,7 @@ def written_and_read(mesh, directory):
     columns |= {"response_lengths_N": torch.tensor([2, 1]), "lengths_N": torch.tensor([3, 2])}
     stats = Stats(
         **columns, versions_differ=False, max_response_tokens=2, has_logprobs=True, turns_N=torch.tensor([2, 1]), rounds=4,
-        scoring=SCORING,
+        scoring=SCORING, turns=TURNS, trajectory_N=torch.tensor([0, 0]),
     )  # fmt: skip
     directory.mkdir(exist_ok=True)
     step_work.StepWork(stats, batch, []).writer(mesh.ranks, {})(directory)
@@ -54,7 +56,10 @@ def written_and_read(mesh, directory):
     columns = {column.value: value for column, value in work.batch.columns.items()}
     return (
         _Plain({name: getattr(work.batch, name) for name in names} | {"columns": columns}),
-        _Plain({"scoring": work.stats.scoring, "rounds": work.stats.rounds, "turns_N": work.stats.turns_N}),
+        _Plain(
+            {"scoring": work.stats.scoring, "rounds": work.stats.rounds, "turns_N": work.stats.turns_N}
+            | {"turns": work.stats.turns, "trajectory_N": work.stats.trajectory_N}
+        ),
     )
 
 

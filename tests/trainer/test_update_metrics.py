@@ -26,17 +26,18 @@ def stats(**fields):
         "finished_N": torch.tensor([True, True]),
         "max_response_tokens": 10,
         "expert_N": None,
+        "trajectory_N": None,
+        "turns": None,
     }
-    return SimpleNamespace(**base | fields)
+    found = SimpleNamespace(**base | fields)
+    found.trajectories = found
+    return found
 
 
 def test_tokens_of_a_step_count_once_and_trained_ones_in_each_epoch():
-    class Stats(SimpleNamespace):
-        def __len__(self) -> int:
-            return 2
-
     reports = [SimpleNamespace(tokens=18, sequences=2)] * 3
-    found = throughput(Stats(lengths_N=torch.tensor([6, 12])), reports, {"step": 4.0, "train": 2.0}, 8.0, 2)
+    own = SimpleNamespace(lengths_N=torch.tensor([6, 12]), trajectories=[0, 1])
+    found = throughput(own, reports, {"step": 4.0, "train": 2.0}, 8.0, 2)
     assert found["throughput/tokens_per_second"] == 18 / 4
     assert found["throughput/samples_per_second"] == 2 / 4
     assert found["throughput/train_tokens_per_second"] == 3 * 18 / 2

@@ -238,3 +238,15 @@ def test_a_run_on_responses_is_not_told_to_change_rewards(formed, remedy):
     facts = Facts(forms=lambda source: ("####",), offline=True)
     _, (text,) = Warnings(facts=facts).of(0, row)
     assert text.endswith(remedy) and "reward" not in text
+
+
+def test_trajectories_that_are_cut_off_name_the_limits_of_turns_too():
+    row = {"response/truncated_fraction": 0.9, "reward/mean": 0.5}
+    for facts, said in (
+        (Facts(5, 8), "cut off at data.max_response_tokens = 5: raise it"),
+        (
+            Facts(5, 8, has_turns=True),
+            "as trajectory/end_* shows: raise environment.max_turns, data.max_response_tokens or data",
+        ),
+    ):
+        assert said in holding(Look(row, {}, facts), WarningsConfig())["truncated"]

@@ -150,8 +150,14 @@ def rows(**changes) -> SimpleNamespace:
     """Stats of three groups of three: equal rewards whose mean is rounded, different ones, and equal ones, one cut off."""
 
     class Stats(SimpleNamespace):
+        trajectory_of_N = torch.arange(9)
+
         def __len__(self) -> int:
             return 9
+
+        @property
+        def trajectories(self) -> Stats:
+            return self
 
     base = {
         "rewards_N": torch.tensor([0.1] * 3 + [0, 1, 0] + [1.0] * 3, dtype=torch.float64),

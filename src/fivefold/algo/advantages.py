@@ -200,6 +200,9 @@ NORMALIZED_BY_MEAN = ("group",)
 NORMALIZED = ("group", "leave_one_out", "pass_at_k", "step_mean")
 """Advantages that `normalize` applies to."""
 
+SCALED = ("group_scaled", "nonzero_scaled", "pass_at_k")
+"""Advantages that are more than the reward less a baseline, also without `normalize`."""
+
 
 def make_advantage(
     name: str, normalize: str, baseline_shift: float | None = None, baseline_temperature: float | None = None

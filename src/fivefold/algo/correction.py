@@ -20,7 +20,7 @@ from fivefold.lazy import Tensor, torch
 
 Level = Callable[["Tensor", Segments], "Tensor"]
 """log trainer - log engine of each token, samples -> the ratio that a token is weighted by."""
-WEIGHTS = ("none", "token", "sequence", "geometric")
+WEIGHTS = ("none", "token", "turn", "sequence", "geometric")
 SECOND_MOMENT = "second_moment"
 DIVERGENCES = (*(f"{over}_{k}" for over in ("token", "sum", "mean", "max") for k in ("k2", "k3")), "max_drop", SECOND_MOMENT)
 """Statistics, besides the ratio, by which tokens or responses are left out."""
@@ -34,8 +34,8 @@ class Correction(Part):
     name: Annotated[str, OneOf(CORRECTIONS)] = usual("none")
     """A row of CORRECTIONS, which the other keys override."""
     weight: Annotated[str, NameOrCode(WEIGHTS)] = usual("none")
-    """Importance weight of a token: the ratio trainer / engine of the token (token), its product over the response
-    (sequence), or the geometric mean of that product (geometric); none; or `path.py:function`."""
+    """Importance weight of a token: the ratio trainer / engine of the token (token), its product over the turn (turn) or the
+    response (sequence), or the geometric mean of the latter (geometric); none; or `path.py:function`."""
     low: Annotated[float, at_least(0)] = usual(0.0)
     high: Annotated[float, at_least(0)] = usual(2.0)
     """Bounds of the importance weight."""
@@ -112,6 +112,7 @@ class Correction(Part):
     def check(cls, case: Case) -> None:
         correction, own, surrogate = case.chosen.rollout_correction, case.own.rollout_correction, case.chosen.surrogate
         below = case.findings.at(cls.section)
+        case.require_turns(f"{cls.section}.weight", correction.weight == "turn", ": turn needs turns of trajectories")
         if case.offline:
             message = f"has nothing to act on: {case.name} does not sample"
             case.findings.require(own == cls(), cls.section, message)
@@ -201,10 +202,12 @@ def beyond_second_moment(log_ratio_S: Tensor, bound: float) -> Tensor:
 
 
 def ratio_at(level: str | Level, log_ratio_T: Tensor, samples: Segments) -> Tensor:
-    """[T] trainer / engine of each token, or of its response: the product over its tokens, or the geometric mean."""
+    """[T] trainer / engine of each token, or the product over its turn or response, or the geometric mean of the latter."""
     if not isinstance(level, str):
         return level(log_ratio_T, samples)
-    if level == "sequence":
+    if level == "turn":
+        log_ratio_T = samples.turn_sums(log_ratio_T)
+    elif level == "sequence":
         log_ratio_T = samples.sums(log_ratio_T)[samples.sample_T]
     elif level == "geometric":
         log_ratio_T = samples.means(log_ratio_T)[samples.sample_T]

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from fivefold.algo.segments import Segments
 from fivefold.lazy import Tensor, torch
 
-CREDITS = ("response", "discounted", "gae")
+CREDITS = ("response", "turns", "discounted", "gae")
 
 
 class Credit(Protocol):
@@ -24,6 +24,11 @@ class Credit(Protocol):
     @property
     def keeps_zero(self) -> bool:
         """Whether the tokens of a response with advantage 0 and no penalties have advantage 0."""
+        ...
+
+    @property
+    def by_turn(self) -> bool:
+        """Whether a turn's own reward counts at its last token. Otherwise the whole reward counts at the end."""
         ...
 
     def __call__(
@@ -44,6 +49,7 @@ class UniformCredit:
     by_token: bool = False
     needs_critic: bool = False
     keeps_zero: bool = True
+    by_turn: bool = False
 
     def __call__(
         self, advantages_N: Tensor, penalties_T: Tensor, values_T: Tensor | None, finished_N: Tensor, samples: Segments
@@ -60,6 +66,7 @@ class DiscountedReturn:
     by_token: bool = True
     needs_critic: bool = False
     keeps_zero: bool = True
+    by_turn: bool = False
 
     def __call__(
         self, advantages_N: Tensor, penalties_T: Tensor, values_T: Tensor | None, finished_N: Tensor, samples: Segments
@@ -70,11 +77,32 @@ class DiscountedReturn:
 
 
 @dataclass(frozen=True)
+class TurnReturn:
+    """G_k = R_k + γ G_{k+1} at every token of turn k, where R_k is the sum of the rewards of its tokens."""
+
+    gamma: float = 1.0
+    by_token: bool = True
+    needs_critic: bool = False
+    keeps_zero: bool = False
+    by_turn: bool = True
+
+    def __call__(
+        self, advantages_N: Tensor, penalties_T: Tensor, values_T: Tensor | None, finished_N: Tensor, samples: Segments
+    ) -> tuple[Tensor, Tensor]:
+        table = Table(samples)
+        turn_NL = table.turns()
+        rewards_NU = torch.zeros(len(turn_NL), int(turn_NL.max()) + 1 if turn_NL.numel() else 1, dtype=torch.float64)
+        rewards_NU.scatter_add_(1, turn_NL, table.rewards(advantages_N, penalties_T))
+        advantages_T = table.flat(returns_of(rewards_NU, self.gamma).gather(1, turn_NL))
+        return advantages_T, advantages_T
+
+
+@dataclass(frozen=True)
 class GAE:
     """δ_t = r_t + γ V_{t+1} - V_t, A_t = δ_t + γλ A_{t+1}, returns A + V: 1506.02438 equations 11 to 16.
 
-    V_t is the value before token t. After the last token it is 0. With `bootstrap_truncated` and a truncated response, it is
-    the critic's value of the whole text.
+    V_t is the value before token t; t counts tokens with loss, so that observations are skipped. After the last token it
+    is 0. With `bootstrap_truncated` and a truncated response, it is the critic's value of the whole text.
     """
 
     gamma: float = 1.0
@@ -83,6 +111,7 @@ class GAE:
     by_token: bool = True
     needs_critic: bool = True
     keeps_zero: bool = False
+    by_turn: bool = True
 
     def __call__(
         self, advantages_N: Tensor, penalties_T: Tensor, values_T: Tensor | None, finished_N: Tensor, samples: Segments
@@ -107,6 +136,7 @@ class UserCredit:
     by_token: bool = True
     needs_critic: bool = False
     keeps_zero: bool = False
+    by_turn: bool = False
 
     def __call__(
         self, advantages_N: Tensor, penalties_T: Tensor, values_T: Tensor | None, finished_N: Tensor, samples: Segments
@@ -130,10 +160,14 @@ def returns_of(rewards_NL: Tensor, factor: float) -> Tensor:
 
 
 class Table:
-    """Arranges response tokens as rows [N, L] in float64, each row filled from the left."""
+    """Arranges tokens with loss as rows [N, L] in float64, each row filled from the left in the order of its turns."""
 
     def __init__(self, samples: Segments) -> None:
         self._place_S = samples.mask_T.nonzero()[:, 0]
+        self._turn_T = samples.turn_T
+        if samples.turn_T is not None:
+            key_S = (samples.sample_T << 32)[self._place_S] + samples.turn_T[self._place_S]
+            self._place_S = self._place_S[key_S.argsort(stable=True)]
         self._tokens = len(samples.mask_T)
         self._row_S = samples.sample_T[self._place_S]
         count_N = torch.bincount(self._row_S, minlength=len(samples.lengths_N))
@@ -150,6 +184,15 @@ class Table:
     def rewards(self, advantages_N: Tensor, penalties_T: Tensor) -> Tensor:
         """[N, L] reward of each token: minus its penalty, plus the advantage of the response at the last token."""
         return torch.where(self.is_last_NL, advantages_N.double()[:, None], 0.0) - self.rows(penalties_T)
+
+    def turns(self) -> Tensor:
+        """[N, L] position of each token's turn in its row, from 0; all 0 if every response is one turn."""
+        turn_NL = torch.zeros(self.present_NL.shape, dtype=torch.long)
+        if self._turn_T is not None:
+            turn_NL[self._row_S, self._column_S] = self._turn_T[self._place_S]
+            turn_NL[:, 1:] = (turn_NL[:, 1:] != turn_NL[:, :-1]).cumsum(1)
+            turn_NL[:, 0] = 0
+        return turn_NL
 
     def last(self, values_T: Tensor) -> Tensor:
         """[N] value at the last response token of each sample; 0 for an empty response."""
@@ -222,4 +265,5 @@ def make_credit(name: str, gamma: float | None, lam: float | None, bootstrap_tru
         given |= {} if lam is None else {"lam": lam}
         return GAE(**given, bootstrap_truncated=bool(bootstrap_truncated))
     # The λ of a method's row belongs to GAE.
-    return DiscountedReturn(**given) if name == "discounted" else UniformCredit()
+    kinds: dict[str, Callable[..., Credit]] = {"discounted": DiscountedReturn, "turns": TurnReturn}
+    return kinds[name](**given) if name in kinds else UniformCredit()

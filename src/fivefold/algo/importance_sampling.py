@@ -1,4 +1,4 @@
-"""logprobs, old_logprobs -> log-ratio of each token, by token or by whole response."""
+"""logprobs, old_logprobs -> log-ratio of each token, by token, by turn or by whole response."""
 
 from __future__ import annotations
 
@@ -26,4 +26,9 @@ def sequence_token(logprobs_T: Tensor, old_logprobs_T: Tensor, samples: Segments
     return logprobs_T - logprobs_T.detach() + sequence(logprobs_T.detach(), old_logprobs_T, samples)
 
 
-RATIOS: dict[str, Ratio] = {"token": token, "sequence": sequence, "sequence-token": sequence_token}
+def turn(logprobs_T: Tensor, old_logprobs_T: Tensor, samples: Segments) -> Tensor:
+    """Mean log-ratio over the turn, at each of its tokens: `sequence` with a turn in place of the response."""
+    return samples.turn_means(logprobs_T - old_logprobs_T)
+
+
+RATIOS: dict[str, Ratio] = {"token": token, "turn": turn, "sequence": sequence, "sequence-token": sequence_token}

@@ -120,6 +120,17 @@ METHODS: dict[str, Method] = {
         clip_high=4e-4,
         aggregate="seq-mean-token-mean",
     ),
+    "gigpo": Method(
+        normalize="group",
+        about=(
+            "2505.10978: the advantage of the trajectory among those of its group, plus ω = 1 times that of the turn: its "
+            "return (γ = 0.95 per turn) among the turns of the group that answer the same state of the environment. "
+            "A state that one turn alone answers adds 0. ω, γ and the KL coefficient are those of the paper's experiments."
+        ),
+        turn_coef=1.0,
+        turn_gamma=0.95,
+        kl=KL(coef=0.01),
+    ),
     "cispo": Method(
         normalize="group",
         about="MiniMax-M1, 2506.13585, equation 4: not bounded below; the paper names no upper bound, 0.2 is PPO's.",
@@ -368,11 +379,13 @@ def resolve(name: str, overrides: Choices | None = None) -> Choices:
     return replace(chosen, **changes)
 
 
-def check_method(findings: Findings, name: str, overrides: Choices, group_size: int, updates: int = 1) -> None:
+def check_method(
+    findings: Findings, name: str, overrides: Choices, group_size: int, updates: int = 1, has_turns: bool | None = None
+) -> None:
     """Record unusable choices, choices without effect, and notes; `updates` is the number of optimizer steps per rollout.
 
-    Each value must already be within its range.
+    Each value must already be within its range. `has_turns`: trajectories may have several turns; None if that is not known.
     """
-    case = Case(findings, name, METHODS, overrides, resolve(name, overrides), group_size, updates)
+    case = Case(findings, name, METHODS, overrides, resolve(name, overrides), group_size, updates, has_turns)
     for part in PARTS:
         part.check(case)

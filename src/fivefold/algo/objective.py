@@ -19,6 +19,7 @@ from fivefold.algo.terms.kl import KL
 from fivefold.algo.terms.policy_gradient import PolicyGradient
 from fivefold.algo.terms.process_reward import ProcessReward
 from fivefold.algo.token_advantages import TokenAdvantages
+from fivefold.algo.turns import rewards_of_turns
 from fivefold.columns import Column
 from fivefold.errors import UserError
 from fivefold.keys.findings import Findings
@@ -102,16 +103,17 @@ class Objective:
         self, batch: TokenBatch, stats: RolloutStats, replicas: Replicas, progress: Progress = Progress()
     ) -> None:
         """Set `advantages_T` and `returns_T` of this replica's batch from the rewards of the whole step. Collective."""
-        inputs = self.inputs(stats)
-        kept_N, part_N = self.filter.before_whitening.kept(stats, inputs), self.advantage.parts(stats)
+        inputs, whole = self.inputs(stats), stats.trajectories
+        kept_M, part_M = self.filter.before_whitening.kept(whole, inputs), self.advantage.parts(whole)
         batch[Column.ADVANTAGES], batch[Column.RETURNS] = self.advantages(
-            batch, inputs, stats.finished_N, replicas, kept_N, part_N, progress
+            batch, inputs, whole.finished_N, replicas, kept_M, part_M, progress, stats
         )
         # Not used after this point.
         batch.columns.pop(Column.HALF_TEMPERATURE_LOGPROBS, None)
 
     def inputs(self, stats: RolloutStats) -> AdvantageInputs:
-        """Return the rewards of the step as the method shapes them, with what they are compared by."""
+        """Return the rewards of the step's trajectories as the method shapes them, with what they are compared by."""
+        stats = stats.trajectories
         limit, greedy_N = stats.max_response_tokens, stats.greedy_rewards_N
         return AdvantageInputs(
             rewards_N=self.shaping(stats.rewards_N, stats.response_lengths_N, limit),
@@ -127,8 +129,8 @@ class Objective:
         return self.filter.zeroed(self.advantage.compare(inputs), inputs)
 
     def kept(self, stats: RolloutStats) -> Tensor | None:
-        """[N] samples that carry loss, by truncation and prompt difficulty; None if all do."""
-        return self.filter.kept(stats, self.inputs(stats))
+        """[M] trajectories that carry loss, by truncation and prompt difficulty; None if all do."""
+        return self.filter.kept(stats.trajectories, self.inputs(stats))
 
     def skipped(self, stats: RolloutStats) -> Tensor | None:
         """[N] samples that add exactly nothing to the loss and its gradient, as far as the step's rewards determine that.
@@ -141,13 +143,13 @@ class Objective:
         if not gradient.vanishes or depends or self.process.is_active:
             return None
         inputs = self.inputs(stats)
-        kept_N = (self.filter.before_whitening if whitens else self.filter).kept(stats, inputs)
-        skipped_N = torch.zeros(len(stats), dtype=torch.bool) if kept_N is None else ~kept_N
+        kept_M = (self.filter.before_whitening if whitens else self.filter).kept(stats.trajectories, inputs)
+        skipped_M = torch.zeros(len(inputs.rewards_N), dtype=torch.bool) if kept_M is None else ~kept_M
         has_penalty = any(term.is_active and term.weights == "penalty" for term in self.terms)
-        compares = whitens or self.advantage.token_baseline
+        compares = whitens or self.advantage.token_baseline or self.advantage.turn_coef != 0
         if not has_penalty and not compares and self.advantage.assignment.keeps_zero:
-            skipped_N = skipped_N | (self.compared(inputs) == 0)
-        return skipped_N
+            skipped_M = skipped_M | (self.compared(inputs) == 0)
+        return skipped_M[stats.trajectory_of_N]
 
     def advantages(
         self,
@@ -158,13 +160,16 @@ class Objective:
         kept_N: Tensor | None = None,
         part_N: Tensor | None = None,
         progress: Progress = Progress(),
+        stats: RolloutStats | None = None,
     ) -> tuple[Tensor, Tensor]:
         """(advantages_T, returns_T) of this replica's tokens, 0 outside of responses.
 
-        `inputs`, `finished_N` (the response ended by itself), `kept_N` (it carries loss) and `part_N` cover the whole step.
-        `part_N` numbers, from 0, the parts that are whitened separately.
+        `inputs`, `finished_N` (the response ended by itself), `kept_N` (it carries loss) and `part_N` cover the whole step,
+        with a row per trajectory of `stats` (a row per sample without them). `part_N` numbers, from 0, the parts that are
+        whitened separately.
         """
-        segments, own_N, total = Segments.of(batch), batch.sample_index_N, replicas.all_reduce_sum
+        total, turns = replicas.all_reduce_sum, None if stats is None else stats.turns
+        segments, own_N = Segments.of_trajectories(batch, None if stats is None else stats.trajectory_N)
         penalties_T = torch.zeros(len(batch.token_ids_T))
         if self.kl.is_in_reward:
             is_trainer = self.gradient.correction.old_logprobs_from == "trainer"
@@ -177,15 +182,20 @@ class Objective:
                 inputs = replace(inputs, rewards_N=inputs.rewards_N - total(penalties_N))
         advantages_N = self.compared(inputs)[own_N]
         if self.process.is_active:
-            rewards_T = self.process.rewards(batch, replicas.all_reduce_max)
-            gains_T = self.process.advantages(batch, inputs.group_N, rewards_T, total)
+            rewards_T = self.process.rewards(batch, segments, replicas.all_reduce_max)
+            gains_T = self.process.advantages(segments, own_N, inputs.group_N, rewards_T, total)
             advantages_N, penalties_T = self.process.outcome_coef * advantages_N, penalties_T - gains_T
         assign, values_T = self.advantage.assignment, batch.columns.get(Column.VALUES)
+        if stats is not None and turns is not None and assign.by_turn:
+            earned_T = self.shaping.reward_scale * rewards_of_turns(batch, stats, turns)
+            advantages_N, penalties_T = advantages_N - segments.sums(earned_T), penalties_T - earned_T
         advantages_T, returns_T = assign(advantages_N, penalties_T, values_T, finished_N[own_N], segments)
+        if stats is not None and turns is not None and self.advantage.turn_coef:
+            advantages_T += self.advantage.of_turns(batch, stats, turns, inputs, self.shaping.reward_scale)
         if self.advantage.token_baseline:
-            baseline_T = self.advantage.baseline(batch, returns_T, inputs, self.gradient.correction, total)
+            baseline_T = self.advantage.baseline(batch, segments, own_N, returns_T, inputs, self.gradient.correction, total)
             advantages_T = advantages_T - baseline_T
-        return self.advantage.scaled(advantages_T, batch, kept_N, part_N, total), returns_T
+        return self.advantage.scaled(advantages_T, segments, own_N, kept_N, part_N, total), returns_T
 
     def loss_weights(
         self,

@@ -91,6 +91,8 @@ class Case:
     group_size: int
     updates: int = 1
     """Number of optimizer steps per rollout."""
+    has_turns: bool | None = None
+    """Whether trajectories may have several turns; None: not known."""
 
     @property
     def offline(self) -> bool:
@@ -105,6 +107,14 @@ class Case:
                 key,
                 f"has nothing to act on: {self.name} does not sample",
             )
+
+    def require_turns(self, key: str, needed: bool, message: str) -> None:
+        """Record an error for a key that acts on the turns of a trajectory, if responses have none."""
+        self.findings.require(
+            not needed or self.has_turns is not False,
+            key,
+            f"{message}, and every response has one: name an environment (environment.class or environment.tools)",
+        )
 
 
 def find_classes(package: str, path: list[str], base: type[C]) -> Iterator[type[C]]:

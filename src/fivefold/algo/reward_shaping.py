@@ -21,8 +21,8 @@ class RewardShaping(Part):
     reward_clip: Annotated[float, above(0)] | None = None
     """Clip rewards to ± this."""
     overlong_buffer: Annotated[float, at_least(0)] = usual(0.0)
-    """Number of tokens before `data.max_response_tokens` over which a penalty grows to `overlong_penalty`; below 1 a share
-    of that length, 0 for none."""
+    """Number of tokens before `data.max_response_tokens` (with several turns: the most that a trajectory can sample) over
+    which a penalty grows to `overlong_penalty`; below 1 a share of that length, 0 for none."""
     overlong_penalty: Annotated[float, at_least(0)] = usual(1.0)
     """Penalty of a response of maximum length."""
 

@@ -10,6 +10,7 @@ from fivefold.algo.advantages import (
     ADVANTAGES,
     NORMALIZED,
     NORMALIZED_BY_MEAN,
+    SCALED,
     Advantage,
     AdvantageInputs,
     make_advantage,
@@ -18,6 +19,7 @@ from fivefold.algo.correction import Correction
 from fivefold.algo.credit import CREDITS, Credit, UserCredit, make_credit, optimal_token_baseline, whiten
 from fivefold.algo.part import Case, Part, chosen_function, usual
 from fivefold.algo.segments import Segments
+from fivefold.algo.turns import places_of_turns, turn_returns
 from fivefold.columns import Column
 from fivefold.keys.ranges import NameOrCode, above, within
 from fivefold.lazy import Tensor, torch
@@ -26,7 +28,7 @@ from fivefold.user_code import is_user_code, load_user_code
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from fivefold.types import RolloutStats, TokenBatch
+    from fivefold.types import RolloutStats, TokenBatch, Turns
 
 
 @dataclass(frozen=True)
@@ -44,10 +46,10 @@ class TokenAdvantages(Part):
     """τ of log_mean_exp: near 0 the baseline is the best reward of the group, for large τ the mean. step_log_mean_exp uses
     the whole step instead of the group."""
     credit: Annotated[str, NameOrCode(CREDITS)] = usual("response")
-    """How a response's advantage is assigned to its tokens: the same for all (response), as discounted return, or by GAE
-    with a critic; or `path.py:function`."""
+    """How a response's advantage is assigned to its tokens: the same for all (response), as return of each turn (turns), as
+    discounted return, or by GAE with a critic; or `path.py:function`."""
     gamma: Annotated[float, within("[0, 1]")] | None = None
-    """Discount per token (discounted, gae)."""
+    """Discount per token (discounted, gae) or per turn (turns)."""
     lam: Annotated[float, within("[0, 1]")] | None = None
     """λ of GAE: 1 uses returns only, 0 values only."""
     bootstrap_truncated: bool = usual(False)
@@ -56,6 +58,11 @@ class TokenAdvantages(Part):
     token_baseline: bool = usual(False)
     """Subtract from each token's return the minimum-variance baseline over the responses to the prompt that have such a
     token."""
+    turn_coef: Annotated[float, within("[0, 1000]")] = usual(0.0)
+    """ω: weight of the advantage of a turn, its return compared with those of the other turns of the group that answer the
+    same state (gigpo)."""
+    turn_gamma: Annotated[float, within("[0, 1]")] = usual(0.95)
+    """Discount per turn of the returns that `turn_coef` compares."""
     whiten: bool = usual(False)
     """Shift and scale advantages to mean 0 and variance 1 over all tokens of the step."""
     whiten_by: Literal["step", "domain", "group"] = usual("step")
@@ -94,20 +101,42 @@ class TokenAdvantages(Part):
         advantages_N[~expert_N] = self.comparison(inputs.select(~expert_N)).double()
         return advantages_N
 
+    def of_turns(
+        self, batch: TokenBatch, stats: RolloutStats, turns: Turns, inputs: AdvantageInputs, scale: float
+    ) -> Tensor:
+        """[T] ω times the advantage of each token's turn: GiGPO (2505.10978). A state that one turn alone answers gives 0.
+
+        `inputs` have a row per trajectory, `scale` is the factor of its turns' own rewards.
+        """
+        returns_U = turn_returns(turns, stats.trajectory_of_N, inputs.rewards_N, self.turn_gamma, scale)
+        is_known_U = turns.state_U >= 0
+        _, group_U = turns.state_U[is_known_U].unique(return_inverse=True)
+        lengths_U = (turns.end_U - turns.begin_U)[is_known_U]
+        advantages_U = torch.zeros(len(returns_U))
+        advantages_U[is_known_U] = self.comparison(AdvantageInputs(returns_U[is_known_U], group_U, lengths_U))
+        place_S, turn_S = places_of_turns(batch, stats, turns)
+        found_T = torch.zeros(len(batch.token_ids_T))
+        found_T[place_S] = self.turn_coef * advantages_U[turn_S]
+        return found_T * batch.loss_mask_T
+
     def baseline(
         self,
         batch: TokenBatch,
+        samples: Segments,
+        own_N: list[int],
         returns_T: Tensor,
         inputs: AdvantageInputs,
         correction: Correction,
         total: Callable[[Tensor], Tensor],
     ) -> Tensor:
-        """[T] baseline of least variance that `token_baseline` subtracts; `total` sums over replicas."""
-        samples = Segments.of(batch)
+        """[T] baseline of least variance that `token_baseline` subtracts; `total` sums over replicas.
+
+        `own_N` has the rows of `samples` in `inputs`.
+        """
         longest_G = torch.zeros(int(inputs.group_N.max()) + 1 if len(inputs.group_N) else 0, dtype=torch.long)
         longest_G = longest_G.scatter_reduce(0, inputs.group_N, inputs.lengths_N.long(), "amax")
-        squares_T = self._squared_scores(batch, samples, correction)
-        return optimal_token_baseline(returns_T, squares_T, samples, inputs.group_N[batch.sample_index_N], longest_G, total)
+        squares_T = self._squared_scores(batch, Segments.of(batch), correction)
+        return optimal_token_baseline(returns_T, squares_T, samples, inputs.group_N[own_N], longest_G, total)
 
     def _squared_scores(self, batch: TokenBatch, samples: Segments, correction: Correction) -> Tensor:
         """[T] |e - π|² = 1 - 2π + Σπ² of each token under the old policy: the squared norm of its gradient with respect to
@@ -129,15 +158,17 @@ class TokenAdvantages(Part):
     def scaled(
         self,
         advantages_T: Tensor,
-        batch: TokenBatch,
+        samples: Segments,
+        own_N: list[int],
         kept_N: Tensor | None,
         part_N: Tensor | None,
         total: Callable[[Tensor], Tensor],
     ) -> Tensor:
-        """[T] whitened and clipped advantages; `kept_N` and `part_N` cover the whole step, `total` sums over replicas."""
+        """[T] whitened and clipped advantages; `kept_N` and `part_N` cover the whole step, with rows `own_N` for `samples`,
+        `total` sums over replicas."""
         if self.whiten:
-            own_N, sample_T = batch.sample_index_N, Segments.of(batch).sample_T
-            counted_T = batch.loss_mask_T
+            sample_T = samples.sample_T
+            counted_T = samples.mask_T
             if kept_N is not None:
                 counted_T = counted_T & kept_N[own_N][sample_T]
             part_T = None if part_N is None else part_N[own_N][sample_T]
@@ -150,7 +181,14 @@ class TokenAdvantages(Part):
     def check(cls, case: Case) -> None:
         own, chosen, findings = case.own, cls.of(case.chosen), case.findings
         case.require_off(
-            "advantage", "credit", "token_baseline", "whiten", "whiten_by", "advantage_clip", "bootstrap_truncated"
+            "advantage",
+            "credit",
+            "turn_coef",
+            "token_baseline",
+            "whiten",
+            "whiten_by",
+            "advantage_clip",
+            "bootstrap_truncated",
         )
         if own.normalize not in (None, "none"):
             message = f"belongs to advantages {', '.join(NORMALIZED)}: got {own.normalize} with {chosen.advantage}"
@@ -170,7 +208,8 @@ class TokenAdvantages(Part):
         if chosen.token_baseline:
             cls._check_token_baseline(case)
         if chosen.credit == "response":
-            findings.require(own.gamma is None, "gamma", "belongs to credit: discounted or gae")
+            findings.require(own.gamma is None, "gamma", "belongs to credit: turns, discounted or gae")
+        cls._check_turns(case)
         findings.require(own.lam is None or chosen.credit == "gae", "lam", "belongs to credit: gae")
         findings.require(
             not own.bootstrap_truncated or chosen.credit == "gae",
@@ -179,6 +218,35 @@ class TokenAdvantages(Part):
         )
         if own.whiten_by is not None and not chosen.whiten:
             findings.ignore("whiten_by", "whiten is off")
+
+    @staticmethod
+    def _check_turns(case: Case) -> None:
+        own, chosen, findings = case.own, case.chosen, case.findings
+        case.require_turns("turn_coef", chosen.turn_coef > 0, f": {case.name} compares the turns of trajectories")
+        case.require_turns("credit", chosen.credit == "turns", ": turns gives each turn of a trajectory its own return")
+        if chosen.credit == "turns" or (case.has_turns and chosen.credit == "gae"):
+            message = (
+                f"{chosen.credit} adds rewards of turns to the advantage of their trajectory, which must have their unit"
+            )
+            is_scaled = chosen.normalize != "none" or chosen.advantage in SCALED
+            findings.require(
+                not is_scaled,
+                "credit",
+                f": {message}: got advantage {chosen.advantage} with normalize {chosen.normalize}; set normalize: none and "
+                "another advantage, or credit: response",
+            )
+        findings.require(
+            not chosen.turn_coef or ADVANTAGES.get(chosen.advantage, True),
+            "turn_coef",
+            f"needs an advantage that compares the samples of a group: got {chosen.advantage}",
+        )
+        findings.require(
+            not chosen.turn_coef or chosen.credit == "response",
+            "turn_coef",
+            f"needs credit: response, since both assign the rewards of turns to tokens: got {chosen.credit}",
+        )
+        if own.turn_gamma is not None and not chosen.turn_coef:
+            findings.ignore("turn_gamma", "turn_coef is 0")
 
     @staticmethod
     def _check_token_baseline(case: Case) -> None:

@@ -167,7 +167,7 @@ class Checkpoints:
             if not left:
                 (self.root / LATEST).unlink()
         for name in RECORDS:
-            last = step - 1 if step == 0 or (is_pending and name != SAMPLES) else step
+            last = step - 1 if step == 0 or (is_pending and name not in SAMPLES) else step
             move_rows(run_dir / name, last, aside / name, warn)
         if step == 0 and aside.exists() and (run_dir / "run.yaml").is_file():
             (run_dir / "run.yaml").rename(aside / "run.yaml")

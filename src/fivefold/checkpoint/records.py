@@ -7,8 +7,8 @@ import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-SAMPLES = "samples.jsonl"
-RECORDS = ("metrics.jsonl", SAMPLES, "trace/stages.jsonl", "warnings.jsonl")
+SAMPLES = ("samples.jsonl", "transcripts.jsonl")
+RECORDS = ("metrics.jsonl", *SAMPLES, "trace/stages.jsonl", "warnings.jsonl")
 
 
 def move_rows(path: Path, last: int, aside: Path, warn: Callable[[str], None]) -> None:

@@ -51,6 +51,15 @@ class Derived(Sections):
 
     @property
     def max_sequence_tokens(self) -> int:
-        """Maximum length of a prompt and its response together."""
+        """Maximum length of a prompt and its response together, or of a trajectory of several turns."""
         longest = self.data.max_prompt_tokens + self.data.max_response_tokens
+        if self.environment.is_active:
+            return self.data.max_total_tokens or longest
         return min(longest, self.data.max_total_tokens or longest) if self.algorithm.offline else longest
+
+    @property
+    def max_sampled_tokens(self) -> int:
+        """Maximum number of tokens that are sampled for a response, or in all turns of a trajectory."""
+        if not self.environment.is_active:
+            return self.data.max_response_tokens
+        return min(self.environment.max_turns * self.data.max_response_tokens, self.max_sequence_tokens)

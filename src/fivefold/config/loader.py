@@ -11,9 +11,11 @@ import yaml
 
 from fivefold.config.allocated import allocated
 from fivefold.config.dialect import OWN, REFUSED, Dialect, Translation, Tree, find_dialect
+from fivefold.config.environment import rewarded
 from fivefold.errors import UserError, shown
 from fivefold.files import read_text
 from fivefold.keys.findings import Findings
+from fivefold.keys.identity import key_of
 from fivefold.keys.typed import make
 from fivefold.user_code import name_of
 
@@ -120,7 +122,7 @@ def build(cls: type[T], tree: Tree) -> T:
     findings = Findings()
     if REFUSED in tree:
         raise ConfigError([_accept_first(tree[REFUSED])])
-    config = make(cls, allocated(_name_functions(tree, findings), findings), findings)
+    config = make(cls, rewarded(allocated(_name_functions(tree, findings), findings)), findings)
     if findings.errors:
         raise ConfigError(findings.errors)
     assert config is not None
@@ -135,7 +137,8 @@ def _accept_first(refused: Any) -> str:
 
 def dump_yaml(config: Any) -> str:
     """Write the whole resolved tree as YAML; `RunConfig.from_yaml` reads it back to an equal configuration."""
-    text: str = yaml.safe_dump(dataclasses.asdict(config), sort_keys=False, allow_unicode=True)
+    tree = dataclasses.asdict(config, dict_factory=lambda items: {key_of(name): value for name, value in items})
+    text: str = yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
     return text
 
 

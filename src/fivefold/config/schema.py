@@ -18,6 +18,7 @@ from fivefold.algo.correction import Correction
 from fivefold.algo.methods import METHODS, Method, resolve
 from fivefold.algo.surrogates import surrogate_class
 from fivefold.config.engine import EngineConfig, RolloutConfig
+from fivefold.config.environment import EnvironmentConfig
 from fivefold.config.gpus import GPUS
 from fivefold.config.learners import (
     CriticConfig,
@@ -155,10 +156,11 @@ class DataConfig:
     max_prompt_tokens: Annotated[int, above(0)] = 512
     """Maximum length of a prompt, in tokens."""
     max_response_tokens: Annotated[int, above(0)] = 512
-    """Maximum length of a response, in tokens."""
+    """Maximum length of a response, in tokens; with `environment`, of one turn."""
     max_total_tokens: Annotated[int | None, above(1)] = None
     """Maximum length of prompt and response together in the data (sft), in tokens. Longer responses are cut; a prompt that
-    leaves no room for a response is too long."""
+    leaves no room for a response is too long. With `environment`: of a trajectory with its first context and all its turns;
+    `max_prompt_tokens` + `max_response_tokens` if left out."""
     overlong_prompts: Literal["drop", "refuse"] = "drop"
     """Drop and count prompts that are too long, or refuse to start."""
     shuffle: bool = True
@@ -424,6 +426,7 @@ class Sections:
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     data: DataConfig = field(default_factory=DataConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
+    environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     tracking: Annotated[TrackingConfig, HARMLESS] = field(default_factory=TrackingConfig)

@@ -8,6 +8,7 @@ from dataclasses import fields
 from fivefold.algo.methods import check_method
 from fivefold.config.derived import Derived
 from fivefold.config.engine import EngineConfig, RolloutConfig
+from fivefold.config.environment import REWARD
 from fivefold.config.learners import LoraConfig, MTPConfig, OptimizerConfig, PolicyConfig
 from fivefold.config.mcore_options import LOSS_SCALE
 from fivefold.config.mixture import counts
@@ -35,10 +36,12 @@ def validate(config: Derived) -> Findings:
     are_layouts_good = not findings.errors
     if are_layouts_good:
         _check_engine(findings, config)
-    check_method(findings.at("algorithm"), algorithm.name, algorithm, algorithm.group_size, algorithm.updates)
+    has_turns = config.environment.is_active
+    check_method(findings.at("algorithm"), algorithm.name, algorithm, algorithm.group_size, algorithm.updates, has_turns)
     _check_batch(findings, config)
     _check_mixture(findings.at("data"), config.data)
     _check_rollout(findings.at("rollout"), config)
+    _check_environment(findings, config)
     if are_layouts_good:
         _check_models(findings, config)
     _check_evaluation(findings, config)
@@ -344,6 +347,45 @@ def _check_rollout(findings: Findings, config: Derived) -> None:
         )
     if not engine.is_server and rollout.interrupt != usual.interrupt:
         findings.ignore("interrupt", "the engine samples in the ranks: nothing is in flight when its weights change")
+
+
+def _check_environment(findings: Findings, config: Derived) -> None:
+    environment, data = config.environment, config.data
+    named = [REWARD in own for own in (config.reward.functions, *config.reward.by_source.values())]
+    findings.require(
+        environment.class_ is not None or not any(named),
+        "reward.functions",
+        f"cannot name {REWARD} without environment.class, which gives this reward: set it, or leave the reward out",
+    )
+    if not environment.is_active:
+        return
+    findings.require(
+        config.rollout.max_staleness is None,
+        "rollout.max_staleness",
+        "must be left out with environment: trajectories of several turns are sampled within their step",
+    )
+    message = "must be true with environment: a chat template writes the turns"
+    findings.require(data.apply_chat_template, "data.apply_chat_template", message)
+    message = "must be left out with environment.tools, which are the functions that the model reads about"
+    findings.require(not environment.tools or data.tools_key is None, "data.tools_key", message)
+    longest = data.max_total_tokens or data.max_prompt_tokens + data.max_response_tokens
+    findings.require(
+        longest > data.max_response_tokens,
+        "data.max_total_tokens",
+        f"must be above data.max_response_tokens = {data.max_response_tokens}, the length of one turn: got {longest}",
+    )
+    layout = None if config.engine.is_server else config.engine.layout
+    findings.require(
+        layout is None or layout.tp == 1,
+        "engine.mode",
+        f"must be server with environment where a replica has several ranks, as in {config.engine.backend}: only one "
+        "has the environment's answers; or write t1",
+    )
+    findings.require(
+        environment.same_start or not config.policy.share_prefix,
+        "environment.same_start",
+        "must be true with policy.share_prefix: trajectories with contexts of their own share none",
+    )
 
 
 def _check_models(findings: Findings, config: Derived) -> None:

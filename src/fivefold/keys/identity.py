@@ -32,6 +32,11 @@ class Counts(Enum):
 CONTENT, HARMLESS = Counts.CONTENT, Counts.HARMLESS
 
 
+def key_of(name: str) -> str:
+    """Return the key of a field: without the underscore of a name that Python reserves (`class_`)."""
+    return name.removesuffix("_")
+
+
 @dataclass(frozen=True)
 class Leaf:
     """A key with a value, and no keys below it that the schema names."""
@@ -48,7 +53,7 @@ hints_of: Callable[[Any], dict[str, Any]] = cache(partial(typing.get_type_hints,
 def leaves(part: Any, section: str = "", counts: Counts = Counts.VALUE) -> Iterator[Leaf]:
     """Yield every key of a section (a dataclass) and of its subsections; a mark on a section applies to all of it."""
     for name, hint in hints_of(type(part)).items():
-        value, key = getattr(part, name), f"{section}.{name}".removeprefix(".")
+        value, key = getattr(part, name), f"{section}.{key_of(name)}".removeprefix(".")
         marks = typing.get_args(hint)[1:] if typing.get_origin(hint) is Annotated else ()
         own = next((mark for mark in marks if isinstance(mark, Counts)), counts)
         if dataclasses.is_dataclass(value):

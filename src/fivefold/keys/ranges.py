@@ -16,7 +16,7 @@ from typing import Annotated, Any, Protocol, runtime_checkable
 
 from fivefold.errors import UserError, shown
 from fivefold.keys.findings import Findings
-from fivefold.keys.identity import hints_of
+from fivefold.keys.identity import hints_of, key_of
 from fivefold.user_code import check_user_code, is_user_code
 
 LARGEST = 2**53
@@ -135,7 +135,7 @@ def check_values(part: Any, findings: Findings) -> None:
             check_values(value, findings.at(name))
             continue
         rules = _rules(hint)
-        for key, item in _items(name, value):
+        for key, item in _items(key_of(name), value):
             if isinstance(item, float) and not math.isfinite(item):
                 findings.error(key, f"must be a finite number: got {item}")
             elif isinstance(item, int) and abs(item) > LARGEST:

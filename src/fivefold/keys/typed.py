@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from fivefold.errors import shown
 from fivefold.keys.findings import Findings
+from fivefold.keys.identity import key_of
 from fivefold.keys.ranges import suggest
 
 T = TypeVar("T")
@@ -30,25 +31,26 @@ def make(cls: type[T], value: Any, findings: Findings) -> T | None:
         findings.error("" if findings.section else "the file", f"must be a mapping of keys, got {shown(value)}")
         return None
     hints = _plain_hints(cls)
-    fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    fields = {key_of(field.name): field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
     arguments: dict[str, Any] = {}
     before = len(findings.errors)
     for key, item in value.items():
         if key in fields:
             # null is what a key that is left out has.
             is_null = item is None and fields[key].default is None
-            arguments[key] = None if is_null else _convert(hints[key], item, findings.at(key))
+            name = fields[key].name
+            arguments[name] = None if is_null else _convert(hints[name], item, findings.at(key))
         else:
             close = suggest(key, fields, findings.key)
             findings.unknown(str(key), close or f"; known here: {', '.join(fields)}")
-    for name, field in fields.items():
+    for key, field in fields.items():
         required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-        if required and name not in value:
-            if dataclasses.is_dataclass(hints[name]):
+        if required and key not in value:
+            if dataclasses.is_dataclass(hints[field.name]):
                 # Building an empty section reports its keys that have no default.
-                make(hints[name], {}, findings.at(name))
+                make(hints[field.name], {}, findings.at(key))
             else:
-                findings.error(name, "is required: it has no default")
+                findings.error(key, "is required: it has no default")
     if len(findings.errors) > before:
         return None
     return cls(**arguments)

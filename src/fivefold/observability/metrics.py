@@ -13,6 +13,7 @@ from fivefold.algo.terms import TERMS
 from fivefold.algo.terms.process_reward import ProcessReward
 from fivefold.config.roles import LEARNERS
 from fivefold.reward.rules import BUILT_IN
+from fivefold.types import BREAKS, ENDS
 
 
 @dataclass(frozen=True)
@@ -31,12 +32,15 @@ PLACEHOLDERS = {
     "<source>": r".+",
     "<k>": r"\d+",
     "<layer>": r"\d+",
+    "<tool>": r"\w+",
+    "<cause>": f"(?:{'|'.join(BREAKS)})",
+    "<end>": f"(?:{'|'.join(ENDS)})",
     "<sampled>": r"(?:reward|response)/.+",
     "<model>": f"(?:{'|'.join(name for name in LEARNERS if name != 'policy')})",
 }
 """Placeholder of a name -> what replaces it: a part of the reward (a built-in function, `path.py:function` or `model`), a
-`data_source`, a number of samples, a layer counted from 0, a metric of the samples, or the section of a model that learns
-besides the policy."""
+`data_source`, a number of samples, a layer counted from 0, a tool, why a sequence begins, how a trajectory ends, a metric of
+the samples, or the section of a model that learns besides the policy."""
 
 METRICS: dict[str, tuple[Metric, ...]] = {
     "Reward": (
@@ -67,7 +71,11 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         Metric("response/length_max", "tokens", "Longest response of the step."),
         Metric("response/length_mean_correct", "tokens", "Mean length of the correct responses; absent without one."),
         Metric("response/length_mean_incorrect", "tokens", "Mean length of the other responses; absent without one."),
-        Metric("response/truncated_fraction", "fraction", "Responses that ended at the token limit."),
+        Metric(
+            "response/truncated_fraction",
+            "fraction",
+            "Responses that ended at the token limit, and trajectories that ended at any limit.",
+        ),
         Metric(
             "response/form_fraction",
             "fraction",
@@ -75,6 +83,35 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         ),
         Metric("response/repetition", "fraction", "4-grams of a response that already occurred in it, averaged."),
         Metric("prompt/length_mean", "tokens", "Mean length of a prompt."),
+    ),
+    "Trajectories of several turns": (
+        Metric("turns/mean", "turns", "Mean number of turns of a trajectory."),
+        Metric("turns/max", "turns", "Most turns of a trajectory."),
+        Metric("turns/tokens_mean", "tokens", "Mean number of tokens that a turn sampled."),
+        Metric("turns/tokens_max", "tokens", "Most tokens that a turn sampled."),
+        Metric("turns/cut_fraction", "fraction", "Turns that ended at their own token limit."),
+        Metric("turns/reward_mean", "reward", "Mean reward that a turn earned itself, with its weight in the reward."),
+        Metric("turns/seconds_mean", "seconds", "Mean time from the request of a turn to its completion."),
+        Metric("turns/seconds_max", "seconds", "Longest time from the request of a turn to its completion."),
+        Metric(
+            "trajectory/sequences", "sequences", "Sequences of a trajectory: 1 if each turn extends the tokens before it."
+        ),
+        Metric("trajectory/breaks_<cause>", "sequences", "Sequences of a trajectory that begin for this cause."),
+        Metric("trajectory/end_<end>", "fraction", "Trajectories with this end, including those whose reward failed."),
+        Metric(
+            "turns/inserted_ends",
+            "turns",
+            "Turns that ended otherwise and got the template's end token, without loss.",
+        ),
+        Metric("turns/observations_cut", "messages", "Answers longer than `environment.max_observation_tokens`."),
+        Metric("tools/<tool>/calls", "calls", "Calls of a tool."),
+        Metric("tools/<tool>/errors", "calls", "Calls of a tool that raised or took too long."),
+        Metric("tools/<tool>/timeouts", "calls", "Calls of a tool that took longer than `environment.step_seconds`."),
+        Metric("tools/<tool>/seconds", "seconds", "Mean time of a tool's call."),
+        Metric("tools/malformed", "calls", "Calls that could not be read or made, and were answered with the reason."),
+        Metric("environment/steps_per_second", "steps", "Steps of the environments a second, over all ranks."),
+        Metric("environment/wait", "seconds", "Mean time that a trajectory waits for a step of its environment."),
+        Metric("environment/failed", "trajectories", "Trajectories whose environment failed; absent if none did."),
     ),
     "Dynamic sampling": (
         Metric("dynamic_sampling/rounds", "rounds", "Rounds of sampling of the step; absent where engines sample ahead."),

@@ -42,6 +42,8 @@ CHARTS: tuple[tuple[str, tuple[Chart, ...]], ...] = (
         (
             ("Response length, tokens", ("response/length_mean", "response/length_max")),
             ("Truncated and repetitive responses", ("response/truncated_fraction", "response/repetition")),
+            ("Turns of a trajectory", ("turns/mean", "turns/max")),
+            ("How trajectories end", ("trajectory/end_*",)),
         ),
     ),
     (
@@ -114,9 +116,11 @@ _MOST_IN_A_FILE = 500
 """Largest number of samples per run in a page that is a file."""
 _SAMPLE_BYTES = 10**6
 """Largest size of the samples of all runs together in such a page, as JSON."""
+_TRANSCRIPT_BYTES = 10**6
+"""Largest size of the transcripts of a run in a page, as JSON."""
 _CURVE_BYTES = 2.5 * 10**6
 """Approximate size of the curves of all runs together in a page, as JSON."""
-_SCRIPTS = ("base.js", "curves.js", "histograms.js", "times.js", "samples.js", "page.js")
+_SCRIPTS = ("base.js", "curves.js", "histograms.js", "times.js", "samples.js", "transcripts.js", "page.js")
 """Parts of the page's one script."""
 Have = tuple[int, int, int]
 """State of a run in a browser's page: generation, rows, samples."""
@@ -172,6 +176,7 @@ def _news(view: RunView, have: Have, curve_bytes: float) -> dict[str, Any]:
     most_values = int(curve_bytes / (sum(map(len, names)) / max(1, len(names)) + 24))
     lanes = timeline(list(view.stages))
     stages = {*view.stage_names, *(name for name, *_ in (lanes or {"stages": []})["stages"])}
+    new_samples = list(view.samples)[max(0, samples - view.dropped) :]
     shown, seconds = thin(view.rows[rows:], most_values)
     return {
         **({"thinned": {"rows": len(shown), "seconds": seconds}} if seconds else {}),
@@ -187,8 +192,10 @@ def _news(view: RunView, have: Have, curve_bytes: float) -> dict[str, Any]:
         "generation": view.generation,
         "rows": shown,
         "rows_end": len(view.rows),
-        "samples": list(view.samples)[max(0, samples - view.dropped) :],
+        "samples": new_samples,
         "samples_end": view.dropped + len(view.samples),
+        # Transcripts are written with samples, and the page keeps the ones that it has.
+        **({"transcripts": _latest(list(view.transcripts), _TRANSCRIPT_BYTES)} if new_samples else {}),
         "timeline": lanes,
         "stage_colors": {name: stage_color(name) for name in sorted(stages)},
         "config": view.config,

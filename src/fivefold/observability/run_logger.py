@@ -201,10 +201,14 @@ class RunLogger:
         self._spans, self._times, self._metrics, self._curves = [], {}, {}, {}
 
     def samples(self, rows: list[dict[str, Any]]) -> None:
-        """Append rows to samples.jsonl."""
+        """Append rows to samples.jsonl, and the trajectories among them to transcripts.jsonl."""
         if self._main:
             for row in rows:
+                written = row.pop("transcript", None)
                 append_json(self._run_dir / "samples.jsonl", row)
+                if written is not None:
+                    head = {name: row[name] for name in ("step", "kind", "group", "source", "prompt_id", "wall")}
+                    append_json(self._run_dir / "transcripts.jsonl", head | written)
 
     def end(self, state: Literal["finished", "ended"], steps: int) -> None:
         """Record how the run ended, and after how many steps."""

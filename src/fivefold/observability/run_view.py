@@ -19,6 +19,7 @@ from fivefold.observability.growing import GrowingRows, is_number, numbers
 from fivefold.observability.warnings import WARNINGS
 
 _MOST_SAMPLES = 2000
+_MOST_TRANSCRIPTS = 50
 _MOST_STAGES = 32
 _SILENT = 120.0
 """Seconds without new metrics after which a run on another machine is considered dead; more if its steps are longer."""
@@ -44,6 +45,8 @@ class RunView:
         self.rows: list[dict[str, Any]] = []
         """Rows of metrics.jsonl, in the order in which they were written."""
         self.samples: deque[dict[str, Any]] = deque(maxlen=_MOST_SAMPLES)
+        self.transcripts: deque[dict[str, Any]] = deque(maxlen=_MOST_TRANSCRIPTS)
+        """Latest rows of transcripts.jsonl."""
         self.distributions = Drawn()
         self.stages: deque[dict[str, Any]] = deque(maxlen=_MOST_STAGES)
         self.dropped = 0
@@ -52,6 +55,7 @@ class RunView:
         """Counter that changes when earlier rows become void, because the run resumed from an older step."""
         self._files = [GrowingRows(run_dir / name) for name in ("metrics.jsonl", "samples.jsonl", "trace/stages.jsonl")]
         self._warnings, self._warned = GrowingRows(run_dir / WARNINGS), list[dict[str, Any]]()
+        self._transcripts = GrowingRows(run_dir / "transcripts.jsonl")
         self._status: dict[str, Any] = {}
         self.refresh()
 
@@ -81,6 +85,10 @@ class RunView:
         for row in drawn:
             self.distributions.add(row)
         self.stages.extend(row for row in times if _is_timed(row))
+        transcripts, is_moved = self._transcripts.new()
+        if is_moved:
+            self.transcripts.clear()
+        self.transcripts.extend(transcripts)
         # Only the warnings of the latest step are shown.
         warned, is_moved = self._warnings.new()
         if warned or is_moved:

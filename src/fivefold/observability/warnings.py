@@ -37,6 +37,21 @@ class Facts:
     """`data_source` of the training prompts."""
     offline: bool = False
     """Whether the run learns from responses in the data, so that no key of rewards changes what it learns."""
+    has_turns: bool = False
+    """Whether trajectories have several turns, so that they may end at several limits."""
+
+    @property
+    def limit(self) -> str:
+        """Return where responses are cut off."""
+        if self.has_turns:
+            return "a limit of turns or tokens, as trajectory/end_* shows"
+        return f"data.max_response_tokens = {self.max_response_tokens}"
+
+    @property
+    def limit_keys(self) -> str:
+        """Return the keys of that limit."""
+        of_turns = "environment.max_turns, data.max_response_tokens or data.max_total_tokens"
+        return of_turns if self.has_turns else "data.max_response_tokens"
 
 
 @dataclass(frozen=True)
@@ -157,7 +172,7 @@ def _about_equal_rewards(look: Look, threshold: float) -> str:
         gradient = ": no gradient from rewards"
     cut, formed = row.get("response/truncated_fraction", 0.0), row.get("response/form_fraction")
     forms = tuple(dict.fromkeys(form for source in facts.sources for form in facts.forms(source)))
-    return f"{which}{gradient}; {_responses(cut, formed, forms, facts)}; {_remedy(cut, formed, forms, row)}"
+    return f"{which}{gradient}; {_responses(cut, formed, forms, facts)}; {_remedy(cut, formed, forms, facts, row)}"
 
 
 def _accuracies(look: Look) -> dict[str, float]:
@@ -181,21 +196,22 @@ def _about_evaluation(look: Look, threshold: float) -> str:
     forms = tuple(look.facts.forms(source))
     none = "no" if accuracy[source] == 0 else f"{accuracy[source]:.0%} of the"
     said = f"{none} greedy responses to {source} were correct"
-    return f"{said}; {_responses(cut, formed, forms, look.facts)}; {_remedy(cut, formed, forms, {}, look.facts.offline)}"
+    remedy = _remedy(cut, formed, forms, look.facts, {}, look.facts.offline)
+    return f"{said}; {_responses(cut, formed, forms, look.facts)}; {remedy}"
 
 
 def _responses(cut: float, formed: float | None, forms: Sequence[str], facts: Facts) -> str:
     """Return how many responses were cut off, and how many had what the reward reads."""
-    said = f"{cut:.0%} of responses were cut off at data.max_response_tokens = {facts.max_response_tokens}"
+    said = f"{cut:.0%} of responses were cut off at {facts.limit}"
     if formed is None or not forms:
         return said
     return f"{said}; {'none' if formed == 0 else f'{formed:.0%}'} contained {describe_forms(forms)}"
 
 
-def _remedy(cut: float, formed: float | None, forms: Sequence[str], row: Row, offline: bool = False) -> str:
+def _remedy(cut: float, formed: float | None, forms: Sequence[str], facts: Facts, row: Row, offline: bool = False) -> str:
     """Return the key that removes the most probable reason."""
     if cut >= 0.5:
-        return "raise data.max_response_tokens"
+        return f"raise {facts.limit_keys}"
     if formed is not None and formed < 0.5 and forms:
         return f"ask for {describe_forms(forms)} in data.system_prompt"
     if offline:
@@ -218,7 +234,7 @@ def _about_truncated(look: Look, threshold: float) -> str:
         if share is not None and share >= threshold:
             shares[f"greedy responses to {source}"] = share
     said = " and ".join(f"{share:.0%} of {name}" for name, share in shares.items())
-    return f"{said} were cut off at data.max_response_tokens = {look.facts.max_response_tokens}: raise it"
+    return f"{said} were cut off at {look.facts.limit}: raise {look.facts.limit_keys if look.facts.has_turns else 'it'}"
 
 
 def _entropy_drop(look: Look) -> float | None:

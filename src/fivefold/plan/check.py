@@ -41,6 +41,7 @@ from fivefold.plan import cpu_time
 from fivefold.plan.data_files import check_data
 from fivefold.plan.engine_checks import check_engine, check_judge, report_engine
 from fivefold.plan.engine_placement import device_rows
+from fivefold.plan.environment_checks import check_environment
 from fivefold.plan.fit import check_fit
 from fivefold.plan.gain import describe_step
 from fivefold.plan.hosts import check_hosts
@@ -87,6 +88,7 @@ def check(config: RunConfig) -> Findings:
     _check_launch(findings.at("launch"), config.launch, config.trainer.device)
     check_hosts(findings, config)
     _check_devices(findings, config)
+    check_environment(findings, config, tokenizer)
     if config.may_generate:
         check_engine(findings, config, policy)
         check_judge(findings.at("reward.judge"), config.reward, config.launch)
@@ -190,8 +192,9 @@ def _check_spec(findings: Findings, config: RunConfig, role: Role, spec: ModelSp
     if not is_policy_s:
         _check_packages(own, role.settings, on_gpus(config.launch, config.trainer.device))
     if not role.reads_text and config.max_sequence_tokens > spec.max_positions:
+        has_own = config.environment.is_active and config.data.max_total_tokens is not None
         findings.error(
-            "data.max_prompt_tokens + data.max_response_tokens",
+            "data.max_total_tokens" if has_own else "data.max_prompt_tokens + data.max_response_tokens",
             f"= {config.max_sequence_tokens} is more than the {spec.max_positions} positions of the model in "
             f"{role.path_key}",
         )
@@ -308,8 +311,8 @@ def _report_ignored(findings: Findings, config: RunConfig, specs: dict[str, Mode
         for key in keys:
             if getattr(config.data, key) != getattr(DataConfig(), key) and key not in algorithm.method.columns:
                 findings.ignore(f"data.{key}", f"{name} does not read it")
-    if not algorithm.offline and config.data.max_total_tokens is not None:
-        findings.ignore("data.max_total_tokens", f"{name} samples its responses")
+    if not algorithm.offline and not config.environment.is_active and config.data.max_total_tokens is not None:
+        findings.ignore("data.max_total_tokens", f"{name} samples its responses, and there is no environment")
     if config.data.learned_turns != DataConfig().learned_turns and algorithm.method.learns_from != "responses":
         findings.ignore("data.learned_turns", f"{name} does not read it")
     if config.data.domains and not config.data.mixture and algorithm.resolved.whiten_by != "domain":

@@ -10,7 +10,7 @@ from typing import Protocol
 from fivefold.distributed.ranks import Ranks
 from fivefold.errors import RunError
 from fivefold.reward.pool import Scoring
-from fivefold.types import Group, Prompt, Sample
+from fivefold.types import Group, Prompt, Sample, by_trajectory
 
 _SECONDS = 0.5
 """Seconds between two checks whether the run is to end."""
@@ -55,7 +55,7 @@ class RewardManager:
     """Largest share of samples, over all ranks, whose reward may fail."""
     log: Callable[[str], None] = print
     servers: Sequence[Closing] = ()
-    """Servers of a judge, which are closed with the run."""
+    """Servers of a judge and environments, which are closed with the run."""
 
     def submit(self, prompt: Prompt, sample: Sample) -> Scoring:
         """Begin to score a sample while the engine still samples others."""
@@ -84,7 +84,7 @@ class RewardManager:
         return done.result()
 
     def _check_failures(self, groups: list[Group], first_error: str | None) -> None:
-        samples = [sample for group in groups for sample in group.samples]
+        samples = [own[0] for group in groups for own in by_trajectory(group.samples)]
         failed, total = self.ranks.all_reduce_sum_world([sum(sample.reward_failed for sample in samples), len(samples)])
         if not failed:
             return
@@ -97,7 +97,7 @@ class RewardManager:
         self.log(message)
 
     def close(self) -> None:
-        """End the reward processes and a judge's servers."""
+        """End the reward processes, a judge's servers and environments."""
         self.pool.close()
         for server in self.servers:
             server.close()

@@ -17,13 +17,14 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from queue import Empty, LifoQueue
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
+from fivefold.config.environment import REWARD
 from fivefold.config.scoring import RewardConfig
 from fivefold.errors import UserError
 from fivefold.reward.choose import ChosenRewards, choose_rewards, default_accuracy, reads_tokens
@@ -354,7 +355,7 @@ def _request(name: str, offered: dict[str, Any], seconds: float, is_trial: bool 
 
 def _functions(chosen: ChosenRewards) -> list[str]:
     """Return the rewards that are functions."""
-    return [name for name in chosen.weights if name != JUDGE]
+    return [name for name in chosen.weights if name not in (JUDGE, REWARD)]
 
 
 def _finish(sample: Sample, chosen: ChosenRewards, parts: _Values) -> str | None:
@@ -365,6 +366,10 @@ def _finish(sample: Sample, chosen: ChosenRewards, parts: _Values) -> str | None
         sample.reward, sample.reward_failed = 0.0, False
         return None
     values = {name: value for name, value in parts.items() if value is not None}
+    if REWARD in chosen.weights:
+        values[REWARD] = sum(turn.reward for turn in sample.turns)
+        weight = chosen.weights[REWARD]
+        sample.turns = tuple(replace(turn, reward=weight * turn.reward) for turn in sample.turns)
     if not values:
         return f"each of the rewards {', '.join(parts)} is None, which says that it does not apply: one must be a number"
     reward = sum(weight * values[name] for name, weight in chosen.weights.items() if name in values)

@@ -9,7 +9,7 @@ import torch
 
 from fivefold.distributed.ranks import Ranks
 from fivefold.interfaces import Model
-from fivefold.types import MODEL_PART, Group, Prompt, Sample, TokenBatch
+from fivefold.types import MODEL_PART, Group, Prompt, Sample, TokenBatch, by_trajectory
 
 
 class ModelReward:
@@ -23,20 +23,23 @@ class ModelReward:
     def score(self, groups: list[Group]) -> str | None:
         """Add the scores of this rank's groups, and return the error of the first sample that failed. Collective.
 
-        A sample fails if its text is longer than the model's positions, or if its score is not finite.
+        A sample fails if its text is longer than the model's positions, or if its score is not finite. The score of a
+        trajectory is that of its last sequence.
         """
-        samples = [(group.prompt, sample) for group in groups for sample in group.samples]
-        texts = [self._encode(prompt, sample) for prompt, sample in samples]
+        trajectories = [(group.prompt, own) for group in groups for own in by_trajectory(group.samples)]
+        texts = [self._encode(prompt, own[-1]) for prompt, own in trajectories]
         readable = [i for i, tokens in enumerate(texts) if len(tokens) <= self._max_tokens]
         scores = dict(zip(readable, self._scores([texts[i] for i in readable]), strict=True))
         first_error = None
-        for i, (_, sample) in enumerate(samples):
+        for i, (_, own) in enumerate(trajectories):
             score = scores.get(i, math.nan)
             if math.isfinite(score):
-                sample.reward_parts[MODEL_PART] = score
-                sample.reward += self._weight * score
+                for sample in own:
+                    sample.reward_parts[MODEL_PART] = score
+                    sample.reward += self._weight * score
                 continue
-            sample.reward, sample.reward_failed = math.nan, True
+            for sample in own:
+                sample.reward, sample.reward_failed = math.nan, True
             first_error = first_error or (
                 f"the reward model gave {score}"
                 if i in scores

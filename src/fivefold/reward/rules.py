@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
+from fivefold.config.environment import REWARD
 from fivefold.errors import UserError
 from fivefold.reward import verl
 from fivefold.reward.code.cases import cases_fault
@@ -31,7 +32,7 @@ class BuiltIn:
     """One built-in reward: a row of `BUILT_IN`, which is all that the project stores about it."""
 
     function: RewardFunction | None
-    """Function that scores a response; None if a model does."""
+    """Function that scores a response; None if a model or an environment does."""
     needs_truth: bool
     """True if the reward compares with the ground truth, so that it can be the accuracy."""
     fault_of_truth: Callable[..., str | None] | None
@@ -156,6 +157,10 @@ BUILT_IN: dict[str, BuiltIn] = {
         None, True, None,
         "what [a model](#a-judge) says of the response",
     ),
+    REWARD: BuiltIn(
+        None, False, None,
+        "the sum of the rewards that an [environment](environments.md) gives for the turns of a trajectory",
+    ),
 }  # fmt: skip
 
 SOURCES = {source: name for name, row in BUILT_IN.items() for source in row.sources}
@@ -172,7 +177,7 @@ def runs_programs(name: str) -> bool:
 
 def is_judged(name: str) -> bool:
     """Return whether a model gives the reward instead of a function."""
-    return name in BUILT_IN and BUILT_IN[name].function is None
+    return name in BUILT_IN and BUILT_IN[name].function is None and name != REWARD
 
 
 def reward_of(source: str, system: str) -> str | None:
@@ -256,7 +261,7 @@ def resolve(name: str) -> RewardFunction:
         check_by_name(name, Parameters.of(function))
         return function
     row = BUILT_IN[name]
-    assert row.function is not None, f"the reward {name} is computed by a model"
+    assert row.function is not None, f"the reward {name} is not computed by a function"
     if row.prepare is not None:
         row.prepare()
     return row.function

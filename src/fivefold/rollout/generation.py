@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
 from itertools import count
 from typing import Protocol
 
@@ -13,6 +15,7 @@ from fivefold.interfaces import Engine, EngineState, SteppedEngine
 from fivefold.observability.run_logger import RunLogger
 from fivefold.reward.manager import RewardManager
 from fivefold.reward.pool import Scoring
+from fivefold.rollout.conversations import Conversations
 from fivefold.types import Completion, Group, Prompt, Request, Sample, Sampling
 
 
@@ -32,6 +35,8 @@ class Generator:
     logger: RunLogger
     refresh: Callable[[], None] | None = None
     """Sends weights to an engine again after it lost them together with its servers. Collective."""
+    conversations: Conversations | None = None
+    """Samples trajectories of several turns; None: one response to each prompt."""
 
     def sample(
         self, prompts: Sequence[Prompt], group_size: int, sampling: Sampling, draw: tuple[int, ...], is_scored: bool = True
@@ -42,6 +47,8 @@ class Generator:
         Every rank passes all prompts. Unless `is_scored`, all rewards are 0. `draw` (seed, step, ...) fixes the random
         numbers, together with the prompt's id and the number of the response. Repeats of a prompt get new response numbers.
         """
+        if self.conversations is not None and is_scored:
+            return self._converse(self.conversations, prompts, group_size, sampling, draw)
         replica, ranks = self.engine.replica, self.rewards.ranks
         heartbeat = ranks.heartbeat
         heartbeat.begin()
@@ -90,17 +97,71 @@ class Generator:
                 self.rewards.finish(groups, scoring)
         return groups
 
+    def _converse(
+        self,
+        conversations: Conversations,
+        prompts: Sequence[Prompt],
+        group_size: int,
+        sampling: Sampling,
+        draw: tuple[int, ...],
+    ) -> list[Group]:
+        """Sample and score groups of trajectories. Collective."""
+        began, ranks, numbers = time.monotonic(), self.rewards.ranks, first_numbers(prompts, group_size)
+        own = [place for place in range(len(prompts)) if self.engine.replica.owns(place)]
+        driver = conversations.begin(self.engine, conversations.tasks(prompts, own, numbers, group_size, draw), sampling)
+        found: dict[tuple[int, int], Sample] = {}
+        scoring: list[Scoring] = []
+        while ranks.any(driver.is_running):
+            for held in driver.advance():
+                sample = found[held.task.place, held.task.number] = held.sample()
+                scoring.append(self.rewards.submit(held.task.prompt, sample) if held.error is None else _failed(held.error))
+                self.logger.advance(len(found), len(own) * group_size)
+            self.engine.look_after()
+            if self.engine.state is EngineState.LOST:
+                assert self.refresh is not None
+                self.refresh()
+        conversations.count_seconds(time.monotonic() - began)
+        groups = []
+        for place in own:
+            samples = [found[place, number] for number in range(group_size)]
+            groups.append(Group(with_context(prompts[place], samples), samples, index=place))
+        with self.logger.stage("reward"):
+            self.rewards.finish(groups, scoring)
+        return groups
+
+    def record_conversations(self) -> None:
+        """Record the metrics of environments and tools since the previous call. Collective."""
+        if self.conversations is not None:
+            self.logger.record(self.conversations.take_metrics(self.rewards.ranks))
+
     def to_sample(self, completion: Completion) -> Sample:
         """Convert a completion to a sample that is not scored yet."""
         return Sample(
             token_ids=completion.token_ids,
             logprobs=completion.logprobs,
             text=self.tokenizer.decode(completion.token_ids, skip_special_tokens=True),
-            finished=completion.finish_reason == "stop",
+            end="answered" if completion.finish_reason == "stop" else completion.finish_reason,
             policy_version=completion.policy_version,
             token_versions=completion.token_versions,
             routes_TLK=completion.routes_TLK,
         )
+
+
+def with_context(prompt: Prompt, samples: Sequence[Sample]) -> Prompt:
+    """Return the prompt with the context that the samples have in common, which they then take from it."""
+    contexts = [sample.prompt_ids for sample in samples if sample.prompt_ids is not None]
+    if not contexts or any(context != contexts[0] for context in contexts):
+        return prompt
+    for sample in samples:
+        sample.prompt_ids = None
+    return replace(prompt, token_ids=contexts[0])
+
+
+def _failed(error: str) -> Scoring:
+    """Return the outcome of a trajectory that has no reward."""
+    outcome: Scoring = Future()
+    outcome.set_result(error)
+    return outcome
 
 
 def first_numbers(prompts: Sequence[Prompt], group_size: int) -> list[int]:

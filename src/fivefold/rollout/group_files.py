@@ -7,7 +7,7 @@ other fields are the bytes of a JSON object in a tensor: a file header is limite
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import fields
 from itertools import chain
 from pathlib import Path
@@ -20,10 +20,14 @@ from torch import Tensor
 
 from fivefold.errors import UserError
 from fivefold.files import writing
-from fivefold.types import Sample
+from fivefold.types import Sample, Turn
 
 _JSON = "fields.json"
 """Name of the tensor with the JSON bytes; no field has a dot in its name."""
+_WRITTEN: dict[str, Callable[[Any], Any]] = {"turns": lambda turns: [vars(turn) for turn in turns]}
+"""Field -> its value as JSON has it, for fields that JSON would change."""
+_READ: dict[str, Callable[[Any], Any]] = {"turns": lambda turns: tuple(Turn(**turn) for turn in turns)}
+"""Field -> its value from what `_WRITTEN` gave."""
 
 
 def write_groups(path: Path, groups: Mapping[int, list[Sample]], scored: Collection[int]) -> None:
@@ -34,7 +38,7 @@ def write_groups(path: Path, groups: Mapping[int, list[Sample]], scored: Collect
     lists: list[str] = []
     others: dict[str, list[Any]] = {}
     for name in (item.name for item in fields(Sample)):
-        column = [getattr(sample, name) for sample in samples]
+        column = [_WRITTEN.get(name, _same)(getattr(sample, name)) for sample in samples]
         if any(value is not None for value in column) and all(value is None or _is_long(value) for value in column):
             tensors[name] = _joined([value for value in column if value is not None])
             lengths[name] = [None if value is None else len(value) for value in column]
@@ -60,9 +64,14 @@ def read_groups(path: Path) -> tuple[dict[int, list[Sample]], set[int]]:
             raise UserError(f"{path} was written by another version of fivefold")
         for name in lengths:
             columns[name] = _split(file.get_tensor(name), lengths[name], name in described["lists"])
+        columns |= {name: map(read, columns[name]) for name, read in _READ.items()}
     samples = (Sample(**dict(zip(columns, values, strict=True))) for values in zip(*columns.values(), strict=True))
     groups = {int(place): [next(samples) for _ in range(count)] for place, count in described["groups"].items()}
     return groups, set(described["scored"])
+
+
+def _same(value: Any) -> Any:
+    return value
 
 
 def _is_long(value: Any) -> bool:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fivefold.algo.turns import places_of_turns
 from fivefold.columns import Column
 from fivefold.distributed.ranks import Ranks
 from fivefold.rollout.stats import BatchPlan, scored
 from fivefold.routes import decode_routes, encode_routes, route_columns
-from fivefold.types import Group, RolloutStats, Sample, TokenBatch
+from fivefold.types import Group, RolloutStats, Sample, TokenBatch, Turns
 
 _FIELDS = 4
 """Numbers sent per token: token id, loss mask, log-prob (its bits), version. The numbers of its routes follow."""
@@ -79,13 +80,16 @@ def _nothing(plan: BatchPlan) -> Tensor:
 def _encode(one: tuple[Group, Sample], plan: BatchPlan) -> Tensor:
     """[tokens, fields] of one sample, prompt before response; log-probs keep their bits."""
     group, sample = one
-    prompt, response = len(group.prompt.token_ids), len(sample.token_ids)
+    context = group.context_of(sample)
+    prompt, response = len(context), len(sample.token_ids)
     found = torch.zeros(prompt + response, _FIELDS, dtype=torch.int32)
-    found[:, 0] = torch.tensor(group.prompt.token_ids + sample.token_ids, dtype=torch.int32)
+    found[:, 0] = torch.tensor(context + sample.token_ids, dtype=torch.int32)
     found[prompt:, 1] = 1 if sample.loss_mask is None else torch.tensor(sample.loss_mask, dtype=torch.int32)
     if sample.logprobs:
         assert len(sample.logprobs) == response
-        found[prompt:, 2] = torch.tensor(sample.logprobs, dtype=torch.float32).view(torch.int32)
+        logprobs = torch.tensor(sample.logprobs, dtype=torch.float32).view(torch.int32)
+        # No engine has sampled an observation: whatever stands there must not reach the loss.
+        found[prompt:, 2] = logprobs * found[prompt:, 1]
     found[:, 3] = sample.policy_version
     if sample.token_versions is not None:
         assert len(sample.token_versions) == response
@@ -96,18 +100,27 @@ def _encode(one: tuple[Group, Sample], plan: BatchPlan) -> Tensor:
 
 
 def _batch(tokens_TF: Tensor, rows: list[int], stats: RolloutStats, plan: BatchPlan) -> TokenBatch:
-    return TokenBatch(
+    batch = TokenBatch(
         token_ids_T=tokens_TF[:, 0].long(),
         loss_mask_T=tokens_TF[:, 1].bool(),
         lengths_N=[int(length) for length in stats.lengths_N[rows]],
         sample_index_N=rows,
         temperature=plan.temperature,
         samples_per_comparison=plan.samples_per_comparison,
-    ).with_columns(
+    )
+    return batch.with_columns(
         {
             Column.ROLLOUT_LOGPROBS: tokens_TF[:, 2].contiguous().view(torch.float32) if stats.has_logprobs else None,
             Column.VERSION: tokens_TF[:, 3].long() if stats.versions_differ else None,
+            Column.TURN: None if stats.turns is None else _turns(batch, stats, stats.turns),
             Column.ROUTES: None if plan.routes is None else decode_routes(tokens_TF[:, _FIELDS:], plan.routes),
             Column.EXPERT: None if stats.expert_N is None else stats.expert_N[rows].repeat_interleave(stats.lengths_N[rows]),
         }
     )
+
+
+def _turns(batch: TokenBatch, stats: RolloutStats, turns: Turns) -> Tensor:
+    place_S, turn_S = places_of_turns(batch, stats, turns)
+    turn_T = torch.full_like(batch.token_ids_T, -1)
+    turn_T[place_S] = turns.number_U[turn_S]
+    return torch.where(batch.loss_mask_T, turn_T, -1)

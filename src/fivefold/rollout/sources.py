@@ -19,7 +19,7 @@ from fivefold.observability.run_logger import RunLogger
 from fivefold.rollout.generation import Generator
 from fivefold.rollout.logprob_steps import LogprobSteps
 from fivefold.rollout.stats import Informative
-from fivefold.types import Group, Prompt, Sample, Sampling
+from fivefold.types import DatasetResponse, Group, Prompt, Sample, Sampling
 
 
 class PromptQueue:
@@ -87,12 +87,14 @@ class EngineRollouts(RolloutSource):
         draw = (self._seed, step + (self._round << 32))
         sampling = self._sampling if self._logprobs is None else self._logprobs.of(self._sampling, step)
         groups = self._generator.sample(prompts, self._group_size, sampling, draw)
+        self._generator.record_conversations()
         if self._with_greedy:
             with self._log.stage("greedy"):
                 greedy = replace(self._sampling, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)
                 most_likely = self._generator.sample(prompts, 1, greedy, draw)
             for group, other in zip(groups, most_likely, strict=True):
-                group.greedy_reward, group.greedy_length = other.samples[0].reward, other.samples[0].loss_tokens
+                group.greedy_reward = other.samples[0].reward
+                group.greedy_length = sum(sample.loss_tokens for sample in other.samples)
                 if other.samples[0].reward_failed:
                     # The group has no baseline without the greedy reward.
                     for sample in group.samples:
@@ -225,10 +227,14 @@ def groups_from_dataset(prompts: Sequence[Prompt]) -> list[Group]:
         Group(
             prompt,
             [
-                Sample(found.token_ids, [], found.text, not found.truncated, 0, loss_mask=found.loss_mask, reward=reward)
+                Sample(found.token_ids, [], found.text, _end(found), 0, loss_mask=found.loss_mask, reward=reward)
                 for found, reward in zip(prompt.responses, (1.0, 0.0), strict=False)
             ],
             index=index,
         )
         for index, prompt in enumerate(prompts)
     ]
+
+
+def _end(response: DatasetResponse) -> str:
+    return "length" if response.truncated else "answered"

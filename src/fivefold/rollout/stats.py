@@ -19,7 +19,8 @@ from fivefold.distributed.balance import deal, deal_sharing
 from fivefold.distributed.ranks import Ranks
 from fivefold.errors import RunError
 from fivefold.models.spec import RouteShape
-from fivefold.types import Group, RolloutStats, Sample, Scoring
+from fivefold.rollout.turns import gather_turns, sampled_tokens, turn_metrics
+from fivefold.types import BREAKS, ENDS, Group, RolloutStats, Sample, Scoring, Turns, by_trajectory
 
 
 def tokens(lengths_N: Tensor) -> Tensor:
@@ -69,8 +70,10 @@ class BatchPlan:
 _COLUMNS = (
     "group", "place", "reward", "response_length", "prompt_length", "length", "finished", "failed", "incomplete", "correct",
     "repetition", "version", "versions_differ", "greedy_reward", "greedy_length", "has_logprobs", "is_used", "domain",
-    "is_expert", "timed_out", "formed",
+    "is_expert", "timed_out", "formed", "trajectory", "turns", "break", "end",
 )  # fmt: skip
+_TURNS = _COLUMNS.index("turns")
+_ENDS = tuple(ENDS)
 
 
 def gather_stats(groups: list[Group], ranks: Ranks, plan: BatchPlan) -> RolloutStats:
@@ -94,19 +97,30 @@ def gather_stats(groups: list[Group], ranks: Ranks, plan: BatchPlan) -> RolloutS
         )
     order_N = key_N.argsort()
     rows, rank_N = everyone[order_N], rank_N[order_N]
+    turns = gather_turns(groups, key_N[order_N], int(place_N.max()) + 1, ranks) if rows[:, _TURNS].any() else None
     used_N = rows[:, _COLUMNS.index("is_used")].bool()
-    stats = _stats(rows[used_N], rank_N[used_N], [group for group in groups if group.is_used], ranks, plan)
-    return stats if used_N.all() else replace(stats, sampled=_stats(rows, rank_N, groups, ranks, plan))
+    stats = _stats(rows, rank_N, turns, used_N, [group for group in groups if group.is_used], ranks, plan)
+    if used_N.all():
+        return stats
+    return replace(stats, sampled=_stats(rows, rank_N, turns, torch.ones_like(used_N), groups, ranks, plan))
 
 
-def _stats(rows: Tensor, rank_N: Tensor, groups: list[Group], ranks: Ranks, plan: BatchPlan) -> RolloutStats:
-    """Return the stats of these samples of all ranks; `groups` are this rank's groups. Collective."""
-    sampled = rows[~rows[:, _COLUMNS.index("is_expert")].bool()]
+def _stats(
+    rows: Tensor, rank_N: Tensor, turns: Turns | None, chosen_N: Tensor, groups: list[Group], ranks: Ranks, plan: BatchPlan
+) -> RolloutStats:
+    """Return the stats of the chosen samples of all ranks; `groups` are this rank's groups. Collective."""
+    begun_N = begins(rows)
+    firsts = rows[chosen_N & begun_N]
+    sampled = firsts[~firsts[:, _COLUMNS.index("is_expert")].bool()]
     group_size = int(sampled[:, 0].unique(return_counts=True)[1].mode().values) if len(sampled) else 0
     failed_N = rows[:, _COLUMNS.index("failed")].bool()
-    if failed_N.all():
-        raise RunError(f"the rewards of all {len(rows)} samples of the step failed: there is nothing to learn from")
-    rows, rank_N = rows[~failed_N], rank_N[~failed_N]
+    failed = int((failed_N & chosen_N & begun_N).sum())
+    if failed == len(firsts):
+        raise RunError(f"the rewards of all {failed} samples of the step failed: there is nothing to learn from")
+    of_trajectories = {} if turns is None else _trajectory_metrics(rows[chosen_N], firsts)
+    kept_N = chosen_N & ~failed_N
+    turns = turns.select(kept_N) if turns is not None and rows[kept_N][:, _TURNS].any() else None
+    rows, rank_N, begun_N = rows[kept_N], rank_N[kept_N], begun_N[kept_N]
     column = {name: rows[:, number] for number, name in enumerate(_COLUMNS)}
     if not column["reward"].isfinite().all():
         raise RunError("every sample of a step needs a finite reward, or reward_failed: its rollout source gave it none")
@@ -134,17 +148,38 @@ def _stats(rows: Tensor, rank_N: Tensor, groups: list[Group], ranks: Ranks, plan
         greedy_lengths_N=column["greedy_length"].long(),
         scoring=Scoring(
             _reward_parts(groups, ranks),
-            int(failed_N.sum()),
-            int(column["timed_out"].sum()),
-            known_mean(column["formed"][~expert_N]),
+            failed,
+            int(column["timed_out"][begun_N].sum()),
+            known_mean(column["formed"][~expert_N & begun_N]),
+            group_size,
+            of_trajectories,
         ),
-        group_size=group_size,
         domain_N=column["domain"].unique(return_inverse=True)[1] if plan.domain_of else None,
-        incomplete_N=column["incomplete"].bool() if failed_N.any() else None,
+        incomplete_N=column["incomplete"].bool() if failed else None,
         expert_N=expert_N if expert_N.any() else None,
+        trajectory_N=None if begun_N.all() else begun_N.cumsum(0) - 1,
+        turns=turns,
     )
     stats = replace(stats, skipped_N=plan.skipped(stats))
     return replace(stats, owner_N=owners(stats, ranks.layout.dp, plan))
+
+
+def begins(rows: Tensor) -> Tensor:
+    """[N] whether a row is the first sequence of its trajectory."""
+    own_N = rows[:, [_COLUMNS.index("group"), _COLUMNS.index("trajectory")]]
+    begun_N = torch.ones(len(rows), dtype=torch.bool)
+    begun_N[1:] = (own_N[1:] != own_N[:-1]).any(1)
+    return begun_N
+
+
+def _trajectory_metrics(rows: Tensor, firsts: Tensor) -> dict[str, float]:
+    """Sequences and breaks of a trajectory, and the share of each end; `firsts` has its first sequences."""
+    cause_N, end_M = (of[:, _COLUMNS.index(name)] for of, name in ((rows, "break"), (firsts, "end")))
+    return {
+        "trajectory/sequences": len(rows) / len(firsts),
+        **{f"trajectory/breaks_{cause}": float((cause_N == at).sum()) / len(firsts) for at, cause in enumerate(BREAKS)},
+        **{f"trajectory/end_{end}": float((end_M == at).double().mean()) for at, end in enumerate(ENDS)},
+    }
 
 
 def scored(groups: list[Group]) -> list[Sample]:
@@ -162,9 +197,11 @@ def differ(samples: Iterable[Sample], shape: Shape | None = None) -> bool:
 
 
 def _known_rewards(samples: Iterable[Sample], shape: Shape | None) -> Tensor:
-    known = [sample for sample in samples if not sample.reward_failed]
-    rewards_N = torch.tensor([sample.reward for sample in known], dtype=torch.double)
-    return rewards_N if shape is None else shape(rewards_N, torch.tensor([sample.loss_tokens for sample in known]))
+    """[M] known rewards of the trajectories."""
+    known = [own for own in by_trajectory(samples) if not own[0].reward_failed]
+    rewards_M = torch.tensor([own[0].reward for own in known], dtype=torch.double)
+    lengths = [sum(sample.loss_tokens for sample in own) for own in known]
+    return rewards_M if shape is None else shape(rewards_M, torch.tensor(lengths))
 
 
 @dataclass(frozen=True)
@@ -181,7 +218,8 @@ class Informative:
 
     def __call__(self, samples: Iterable[Sample]) -> bool:
         samples = list(samples)
-        if self.max_tokens is not None and any(len(sample.token_ids) > self.max_tokens for sample in samples):
+        lengths = (sum(sample.loss_tokens for sample in own) for own in by_trajectory(samples))
+        if self.max_tokens is not None and any(length > self.max_tokens for length in lengths):
             return False
         if self.low is None and self.high is None:
             return differ(samples, self.shape)
@@ -198,21 +236,26 @@ def known_mean(values_N: Tensor) -> float | None:
 
 def _rows(group: Group, plan: BatchPlan) -> list[list[float]]:
     greedy = float("nan") if group.greedy_reward is None else group.greedy_reward
-    prompt = len(group.prompt.token_ids)
     incomplete = any(sample.reward_failed for sample in group.samples)
     # CRC-32 is the same on every rank.
     source, forms = group.prompt.source, plan.forms(group.prompt.source)
     domain = 0 if plan.domain_of is None else zlib.crc32(plan.domain_of(source).encode())
-    return [
-        [
-            group.index, place, sample.reward, sample.loss_tokens, prompt, prompt + len(sample.token_ids), sample.finished,
-            sample.reward_failed, incomplete, sample.correct, repetition(sample.token_ids), sample.policy_version,
-            sample.token_versions is not None, greedy, group.greedy_length,
-            len(sample.logprobs) == len(sample.token_ids), group.is_used, domain, group.is_expert,
-            sample.reward_timed_out, has_form(sample.text, forms),
-        ]
-        for place, sample in enumerate(group.samples)
-    ]  # fmt: skip
+    rows: list[list[float]] = []
+    for number, sequences in enumerate(by_trajectory(group.samples)):
+        if len({repr((sample.reward, sample.reward_failed, sample.end)) for sample in sequences}) > 1:
+            raise RunError("the sequences of a trajectory need the same reward and end: its rollout source gave them others")
+        repeated, formed = repetition(sampled_tokens(sequences)), has_form(sequences[-1].text, forms)
+        for sample in sequences:
+            prompt = len(group.context_of(sample))
+            rows.append([
+                group.index, len(rows), sample.reward, sample.loss_tokens, prompt, prompt + len(sample.token_ids),
+                sample.finished, sample.reward_failed, incomplete, sample.correct, repeated, sample.policy_version,
+                sample.token_versions is not None, greedy, group.greedy_length,
+                len(sample.logprobs) == len(sample.token_ids), group.is_used, domain, group.is_expert,
+                sample.reward_timed_out, formed, number, len(sample.turns),
+                -1 if sample.break_cause is None else BREAKS.index(sample.break_cause), _ENDS.index(sample.end),
+            ])  # fmt: skip
+    return rows
 
 
 def deal_to_updates(group_N: Tensor, updates: int) -> Tensor:
@@ -226,24 +269,27 @@ def deal_to_updates(group_N: Tensor, updates: int) -> Tensor:
 
 
 def owners(stats: RolloutStats, replicas: int, plan: BatchPlan) -> Tensor:
-    """[N] replica of each sample, dealt by work within each optimizer step."""
+    """[N] replica of each sample, dealt by work within each optimizer step; a trajectory stays on one replica."""
     size, part_N = plan.samples_per_comparison, stats.minibatch_N
     if stats.skipped_N is not None:
         # Balance the samples that the policy computes, and separately the skipped ones, which other models may compute.
         part_N = 2 * part_N + stats.skipped_N
     work_N = plan.work(stats.lengths_N)
-    if plan.share_prefix and size == 1:
+    whole, trajectory_N = stats.trajectories, stats.trajectory_of_N
+    if plan.share_prefix and size == 1 and len(whole) == len(stats):
         prompt_work_N = plan.work(stats.prompt_lengths_N)
         rows = zip(work_N.tolist(), prompt_work_N.tolist(), stats.group_N.tolist(), part_N.tolist(), strict=True)
         return torch.tensor(deal_sharing(list(rows), replicas))
-    owner_U = deal(work_N.view(-1, size).sum(1).tolist(), part_N[::size].tolist(), replicas)
-    return torch.tensor(owner_U).repeat_interleave(size)
+    work_M = torch.zeros(len(whole), dtype=work_N.dtype).index_add(0, trajectory_N, work_N)
+    part_M = torch.zeros(len(whole), dtype=torch.long).scatter(0, trajectory_N, part_N)
+    owner_M = torch.tensor(deal(work_M.view(-1, size).sum(1).tolist(), part_M[::size].tolist(), replicas))
+    return owner_M.repeat_interleave(size)[trajectory_N]
 
 
 def _reward_parts(groups: list[Group], ranks: Ranks) -> dict[str, float]:
-    """Mean of each reward part over the samples that have it."""
+    """Mean of each reward part over the trajectories that have it."""
     own: dict[str, list[float]] = {}
-    for sample in scored(groups):
+    for sample in (own[0] for group in groups for own in by_trajectory(group.samples) if not own[0].reward_failed):
         for name, value in sample.reward_parts.items():
             total = own.setdefault(name, [0.0, 0.0])
             total[0] += value
@@ -266,6 +312,8 @@ def rollout_metrics(stats: RolloutStats, policy_version: int) -> dict[str, float
         return rollout_metrics(stats.sampled, policy_version) | {
             f"filtered/{name}": value for name, value in filtered.items() if name.startswith(("reward/", "response/"))
         }
+    of_turns = {} if stats.turns is None else turn_metrics(stats, stats.turns) | stats.scoring.trajectories
+    stats = stats.trajectories
     rewards, lengths = stats.rewards_N, stats.response_lengths_N.double()
     found = {
         "response/length_mean": float(lengths.mean()),
@@ -295,7 +343,7 @@ def rollout_metrics(stats: RolloutStats, policy_version: int) -> dict[str, float
     for name, chosen in (("correct", stats.correct_N), ("incorrect", ~stats.correct_N)):
         if chosen.any():
             found[f"response/length_mean_{name}"] = float(lengths[chosen].mean())
-    return found | _group_metrics(stats)
+    return found | of_turns | _group_metrics(stats)
 
 
 def _without_experts(stats: RolloutStats) -> RolloutStats:
@@ -306,8 +354,10 @@ def _without_experts(stats: RolloutStats) -> RolloutStats:
     chosen: dict[str, Any] = {
         name: value[rows_N] for name, value in columns.items() if isinstance(value, Tensor) and len(value) == count
     }
-    chosen["group_N"] = chosen["group_N"].unique(return_inverse=True)[1]
-    return replace(stats, **{**chosen, "expert_N": None})
+    for name in chosen.keys() & {"group_N", "trajectory_N"}:
+        chosen[name] = chosen[name].unique(return_inverse=True)[1]
+    turns = None if stats.turns is None else stats.turns.select(rows_N)
+    return replace(stats, **{**chosen, "expert_N": None, "turns": turns})
 
 
 def _group_metrics(stats: RolloutStats) -> dict[str, float]:
@@ -317,7 +367,7 @@ def _group_metrics(stats: RolloutStats) -> dict[str, float]:
     leave such groups out.
     """
     count_P = torch.bincount(stats.group_N)
-    k = stats.group_size
+    k = stats.scoring.group_size
     if k == 1:
         return {}
     correct_P = torch.zeros(len(count_P), dtype=torch.float64).index_add(0, stats.group_N, stats.correct_N.double())

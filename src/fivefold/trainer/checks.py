@@ -108,27 +108,44 @@ class LogprobGate:
         self._compare(part, fresh_T[batch.token_index(places)])
 
     def _compare(self, batch: TokenBatch, chosen_T: torch.Tensor) -> bool:
-        """Return whether any replica had tokens to compare; raises RuntimeError if their log-probs differ too much."""
+        """Return whether any replica had tokens to compare; raises RuntimeError if the log-probs of all of them, or of the
+        turns with one number, differ too much."""
         gap_T = (batch[Column.OLD_LOGPROBS] - batch[Column.ROLLOUT_LOGPROBS])[chosen_T].double()
         bounded_T = gap_T.clamp(-1, 1)
-        own = [gap_T.abs().sum(), (bounded_T.expm1() - bounded_T).sum(), torch.tensor(float(len(gap_T)))]
-        total, divergence, count = self._ranks.all_reduce_sum(torch.stack(own).double()).tolist()
-        if not count:
+        own_3T = torch.stack([gap_T.abs(), bounded_T.expm1() - bounded_T, torch.ones_like(gap_T)])
+        turns, turn_T = 1, torch.zeros_like(batch.token_ids_T)[chosen_T]
+        if Column.TURN in batch:
+            turn_T = batch[Column.TURN][chosen_T].clamp(min=0)
+            turns = 1 + int(self._ranks.all_reduce_max(float(turn_T.max()) if len(turn_T) else 0.0))
+        # Row 0 is the sum over all turns, and row k the k-th turn of every trajectory.
+        sums_3U = torch.zeros(3, turns, dtype=torch.float64).index_add(1, turn_T, own_3T)
+        total, divergence, count = self._ranks.all_reduce_sum(torch.stack([own_3T.sum(1), *sums_3U.T])).unbind(1)
+        if not count[0]:
             return False
         self._is_open = True
-        mean, kl = total / count, divergence / count
-        said = f"a KL divergence of {kl:.3g} a token, {mean:.3g} on average, over {count:.0f} tokens"
-        limits = {"engine.max_logprob_kl": (kl, self._bounds.kl), "engine.max_logprob_diff": (mean, self._bounds.diff)}
-        # NaN is above every bound.
-        above = [f"{key} = {most:.3g}" for key, (value, most) in limits.items() if most is not None and not value <= most]
-        if not above:
+        limits = {"engine.max_logprob_kl": self._bounds.kl, "engine.max_logprob_diff": self._bounds.diff}
+
+        def above(row: int) -> list[str]:
+            """Return the bounds that the tokens of a row exceed."""
+            values = zip((divergence[row] / count[row], total[row] / count[row]), limits.items(), strict=True)
+            # NaN is above every bound.
+            return [f"{key} = {most:.3g}" for value, (key, most) in values if most is not None and not value <= most]
+
+        numbers = range(1, turns + 1) if turns > 1 else ()
+        row = next((number for number in numbers if count[number] and above(number)), 0)
+        said = (
+            f"a KL divergence of {divergence[row] / count[row]:.3g} a token, {total[row] / count[row]:.3g} on average, over "
+            f"{count[row]:.0f} tokens"
+        )
+        if not above(row):
             self._log(f"the engine's log-probs agree with the trainer's: {said}")
             return True
+        where = f"from turn {row} on " if row else ""
         raise RunError(
-            f"the engine's log-probs differ from the trainer's by {said}, more than {' and '.join(above)}: training would "
-            "be off-policy from the start. Look at: the model's weights and RoPE settings (do both read the same "
-            "config.json?), the dtype of both, the chat template and special tokens, and tied embeddings. Raise the bound "
-            "only if you know the reason."
+            f"the engine's log-probs differ {where}from the trainer's by {said}, more than {' and '.join(above(row))}: "
+            "training would be off-policy from the start. Look at: the model's weights and RoPE settings (do both read the "
+            "same config.json?), the dtype of both, the chat template and special tokens, and tied embeddings. Raise the "
+            "bound only if you know the reason."
         )
 
 

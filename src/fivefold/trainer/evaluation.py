@@ -20,7 +20,7 @@ from fivefold.rollout.packing import pack_dataset
 from fivefold.rollout.sources import groups_from_dataset
 from fivefold.rollout.stats import BatchPlan, has_form, known_mean
 from fivefold.trainer.models import Models
-from fivefold.types import Group, Prompt, Sampling
+from fivefold.types import Group, Prompt, Sampling, by_trajectory
 
 EVALUATION_STREAM = 0x5EED
 """Mixed into the seed, so that evaluation and training use different random numbers."""
@@ -113,21 +113,21 @@ class Evaluation:
         return metrics, greedy
 
     def _by_source(self, groups: Sequence[Group]) -> dict[str, _Rows]:
-        """Numbers of the samples of all ranks by source, in the order of the prompts."""
-        own = [
+        """Numbers of the trajectories of all ranks by source, in the order of the prompts."""
+        rows = [
             [
                 group.index,
-                sample.correct,
-                sample.reward,
-                len(sample.token_ids),
-                sample.reward_failed,
-                not sample.finished,
-                has_form(sample.text, self.plan.forms(group.prompt.source)),
+                own[0].correct,
+                own[0].reward,
+                sum(sample.loss_tokens for sample in own),
+                own[0].reward_failed,
+                not own[0].finished,
+                has_form(own[-1].text, self.plan.forms(group.prompt.source)),
             ]
             for group in groups
-            for sample in group.samples
+            for own in by_trajectory(group.samples)
         ]
-        gathered = torch.cat(self.ranks.all_gather_world(torch.tensor(own, dtype=torch.float64).view(-1, 7)))
+        gathered = torch.cat(self.ranks.all_gather_world(torch.tensor(rows, dtype=torch.float64).view(-1, 7)))
         gathered = gathered[gathered[:, 0].argsort(stable=True)]
         sources = [self.evaluation_set.prompts[int(index)].source for index in gathered[:, 0]]
         places = {source: [i for i, name in enumerate(sources) if name == source] for source in sorted(set(sources))}

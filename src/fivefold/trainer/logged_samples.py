@@ -17,10 +17,13 @@ from torch import Tensor
 
 from fivefold.algo.objective import Objective
 from fivefold.columns import Column
+from fivefold.data.dialog import Dialog
 from fivefold.distributed.ranks import Ranks
+from fivefold.rollout.stats import scored
 from fivefold.trainer.models import Models
 from fivefold.trainer.step_work import StepWork
-from fivefold.types import Group, Prompt, RolloutStats, Sample, TokenBatch
+from fivefold.trainer.transcripts import advantages_of, transcript
+from fivefold.types import Group, Prompt, RolloutStats, Sample, TokenBatch, by_trajectory
 
 Row = dict[str, Any]
 _RENAMED = {Column.FIRST_LOGPROBS: "old_logprobs"}
@@ -35,9 +38,16 @@ class LoggedSamples:
 
     count: int | Literal["all"]
     ranks: Ranks
+    dialog: Dialog | None = None
+    """Reads the turns of trajectories, which are then written to transcripts.jsonl too; None if responses have one turn."""
 
-    def rows(self, step: int, groups: list[Group], kind: Literal["train", "val"]) -> list[Row]:
-        """Return the rows on the main rank, without the columns that the updates add later. Collective."""
+    def rows(
+        self, step: int, groups: list[Group], kind: Literal["train", "val"], stats: RolloutStats | None = None
+    ) -> list[Row]:
+        """Return the rows on the main rank, without the columns that the updates add later. Collective.
+
+        `stats`: those of the step, if it trains on the groups. A row with the key `transcript` begins a trajectory.
+        """
         if not self.count:
             return []
         chosen = [group for group in sorted(groups, key=lambda group: group.index) if group.samples]
@@ -46,14 +56,31 @@ class LoggedSamples:
             own = torch.tensor([group.index for group in chosen[: self.count]], dtype=torch.long)
             first = set(torch.cat(self.ranks.all_gather_world(own)).sort().values[: self.count].tolist())
             chosen = [group for group in chosen if group.index in first]
+        transcripts = self._transcripts(groups, chosen, stats)
         rows = [
             _row(step, kind, group, sample)
             | ({} if number else _group_numbers(group))
             | (_what_was_sampled(group, number, sample) if is_audit else {})
+            | transcripts.get(id(sample), {})
             for group in chosen
             for number, sample in enumerate(group.samples if is_audit else group.samples[:1])
         ]
         return sorted(self._gather(rows), key=lambda row: (row["group"], row.get("sample", 0)))
+
+    def _transcripts(self, groups: list[Group], chosen: list[Group], stats: RolloutStats | None) -> dict[int, Row]:
+        """Return what each trajectory of these groups adds to the row of its first sequence, by the sample's id."""
+        if self.dialog is None:
+            return {}
+        used = sorted((group for group in groups if group.is_used), key=lambda group: group.index)
+        places = [] if stats is None else (stats.rank_N == self.ranks.rank).nonzero()[:, 0].tolist()
+        rows = {id(sample): place for sample, place in zip(scored(used), places, strict=False)}
+        found = {}
+        for group in chosen:
+            trajectories = by_trajectory(group.samples)
+            for number, own in enumerate(trajectories if self.count == "all" else trajectories[:1]):
+                written = transcript(group, number, own, [rows.get(id(sample)) for sample in own], self.dialog)
+                found[id(own[0])] = {"transcript": written}
+        return found
 
     def note_logprobs(self, batch: TokenBatch, stats: RolloutStats, models: Models) -> None:
         """Store the log-probs before the step's updates in the batch, if no other component computes them. Collective."""
@@ -64,10 +91,17 @@ class LoggedSamples:
 
     def complete(self, work: StepWork, objective: Objective) -> None:
         """Add the inputs and results of the step's updates to the rows. Collective."""
-        if self.count != "all":
-            return
         # All ranks of a replica have the same tokens.
         leads = self.ranks.holds and self.ranks.replica.rank() == 0
+        if self.count and work.stats.turns is not None:
+            own = [one for row in work.rows if "transcript" in row for one in row["transcript"]["sequences"]]
+            wanted = [one["row"] for one in own if one["row"] is not None]
+            wanted = self.ranks.broadcast_from_main(wanted if self.ranks.is_main else None)
+            given = dict(self._gather(list(advantages_of(work.batch, work.stats, wanted)) if leads else []))
+            for one in own:
+                one["advantages"] = given.get(one["row"])
+        if self.count != "all":
+            return
         found = dict(self._gather(list(_columns(work.batch, work.stats, objective)) if leads else []))
         learned = [row for row in work.rows if row.get("used") and not row["failed"]]
         for number, row in enumerate(learned):
@@ -96,7 +130,7 @@ def _row(step: int, kind: str, group: Group, sample: Sample) -> Row:
         "ground_truth": group.prompt.ground_truth,
         "reward": sample.reward,
         "reward_parts": sample.reward_parts,
-        "response_tokens": len(sample.token_ids),
+        "response_tokens": sample.loss_tokens,
         "finished": sample.finished,
         "wall": time.time(),
     }
@@ -109,10 +143,11 @@ def _question(prompt: Prompt) -> str:
 
 
 def _group_numbers(group: Group) -> Row:
-    """Return rewards and lengths of all samples of a group, for the row of its first sample."""
+    """Return rewards and lengths of all trajectories of a group, for the row of its first sample."""
+    trajectories = by_trajectory(group.samples)
     return {
-        "group_rewards": [sample.reward for sample in group.samples],
-        "group_lengths": [len(sample.token_ids) for sample in group.samples],
+        "group_rewards": [own[0].reward for own in trajectories],
+        "group_lengths": [sum(sample.loss_tokens for sample in own) for own in trajectories],
     }
 
 
@@ -127,7 +162,7 @@ def _what_was_sampled(group: Group, number: int, sample: Sample) -> Row:
         "greedy_reward": group.greedy_reward,
         "greedy_length": group.greedy_length,
         "tokens": {
-            "prompt": group.prompt.token_ids,
+            "prompt": group.context_of(sample),
             "response": sample.token_ids,
             "mask": [True] * len(sample.token_ids) if sample.loss_mask is None else sample.loss_mask,
             "versions": sample.token_versions or [sample.policy_version] * len(sample.token_ids),

@@ -60,15 +60,16 @@ class MiniBatches:
     def _weighted(self, part: TokenBatch, rows_N: Tensor, stats: RolloutStats, update: int) -> TokenBatch:
         """Return the tokens with loss weights normalized over all replicas; `update` counts the run's optimizer steps from
         1."""
-        lengths_N = stats.response_lengths_N[rows_N]
+        trajectories, own_M = stats.trajectories, stats.trajectory_of_N[rows_N].unique()
+        lengths_N = trajectories.response_lengths_N[own_M]
 
-        def on_tokens(weights_N: Tensor) -> Tensor:
-            all_N = torch.zeros(len(stats), dtype=torch.float64)
-            all_N[rows_N] = weights_N
-            return part.expand_to_tokens(all_N[part.sample_index_N])
+        def on_tokens(weights_M: Tensor) -> Tensor:
+            all_M = torch.zeros(len(trajectories), dtype=torch.float64)
+            all_M[own_M] = weights_M
+            return part.expand_to_tokens(all_M[stats.trajectory_of_N[part.sample_index_N]])
 
-        kept_N, expert_N = self.objective.kept(stats), stats.expert_N
-        kept_N, expert_N = (None if marked_N is None else marked_N[rows_N] for marked_N in (kept_N, expert_N))
+        kept_N, expert_N = self.objective.kept(stats), trajectories.expert_N
+        kept_N, expert_N = (None if marked_N is None else marked_N[own_M] for marked_N in (kept_N, expert_N))
         whole = (lengths_N, stats.max_response_tokens, kept_N, expert_N)
         penalty_weights_N = self.objective.penalty_weights(*whole)
         return replace(

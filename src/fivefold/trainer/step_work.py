@@ -23,12 +23,12 @@ from torch import Tensor
 from fivefold.distributed.ranks import Ranks
 from fivefold.files import writing
 from fivefold.rollout.stats import BatchPlan, owners
-from fivefold.types import RolloutStats, Scoring, StepReport, TokenBatch
+from fivefold.types import RolloutStats, Scoring, StepReport, TokenBatch, Turns
 
 WORK = "work"
 """Name of this part of a checkpoint."""
 _STEP, _REPLICA = "step.safetensors", "replica-"
-_SAMPLED = "sampled."
+_SAMPLED, _TURNS = "sampled.", "turns."
 _ROWS = "rows.json"
 """Name of a tensor that holds the rows as bytes."""
 
@@ -124,7 +124,7 @@ def _read_batch(directory: Path, stats: RolloutStats, rows: list[int], plan: Bat
 def _taken_apart(stats: RolloutStats) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return (tensors, other fields) by name, with those of `scoring` among them.
 
-    Tensors of the nested `sampled` stats get a prefix.
+    Tensors of the nested `sampled` stats and of `turns` get a prefix.
     """
     whole = {item.name: getattr(stats, item.name) for item in fields(stats) if item.name != "scoring"}
     tensors: dict[str, Tensor] = {}
@@ -133,6 +133,8 @@ def _taken_apart(stats: RolloutStats) -> tuple[dict[str, Tensor], dict[str, Any]
         if isinstance(value, RolloutStats):
             inner, numbers[_SAMPLED] = _taken_apart(value)
             tensors |= {_SAMPLED + key: tensor for key, tensor in inner.items()}
+        elif isinstance(value, Turns):
+            tensors |= {_TURNS + key: tensor.contiguous() for key, tensor in vars(value).items()}
         elif isinstance(value, Tensor):
             tensors[name] = value.contiguous()
         elif value is not None:
@@ -141,7 +143,9 @@ def _taken_apart(stats: RolloutStats) -> tuple[dict[str, Tensor], dict[str, Any]
 
 
 def _put_together(tensors: dict[str, Tensor], numbers: dict[str, Any]) -> RolloutStats:
-    own: dict[str, Any] = {name: tensor for name, tensor in tensors.items() if not name.startswith(_SAMPLED)}
+    own: dict[str, Any] = {name: tensor for name, tensor in tensors.items() if not name.startswith((_SAMPLED, _TURNS))}
+    if turns := {name.removeprefix(_TURNS): tensor for name, tensor in tensors.items() if name.startswith(_TURNS)}:
+        own["turns"] = Turns(**turns)
     own |= {name: value for name, value in numbers.items() if name != _SAMPLED}
     if _SAMPLED in numbers:
         inner = {name.removeprefix(_SAMPLED): tensor for name, tensor in tensors.items() if name.startswith(_SAMPLED)}

@@ -18,6 +18,7 @@ from fivefold.checkpoint.resume import load_run
 from fivefold.checkpoint.rng import rng_states, set_rng_states
 from fivefold.checkpoint.saving import Writer
 from fivefold.config.schema import TrainerConfig
+from fivefold.data.dialog import Dialog
 from fivefold.distributed.ranks import Ranks
 from fivefold.errors import UserError, shown
 from fivefold.files import write_whole
@@ -71,6 +72,8 @@ class Trainer:
     fingerprint: Fingerprint
     resume_from: Path | None = None
     """Path of the checkpoint to resume from; None starts from the beginning."""
+    dialog: Dialog | None = None
+    """Reads the turns of trajectories; None if responses have one turn."""
     step: int = 0
     """Number of finished steps."""
     work: StepWork | None = None
@@ -108,7 +111,7 @@ class Trainer:
 
     @cached_property
     def _samples(self) -> LoggedSamples:
-        return LoggedSamples(self.config.logged_samples_per_step, self.ranks)
+        return LoggedSamples(self.config.logged_samples_per_step, self.ranks, self.dialog)
 
     def steps(self) -> Iterator[int]:
         """Yield the remaining steps, counted from 0. The loop body trains; the work around each step happens here."""
@@ -134,7 +137,7 @@ class Trainer:
     def begin_updates(self, groups: list[Group], stats: RolloutStats, batch: TokenBatch) -> StepWork:
         """Store the step's training data and sample rows until the step ends."""
         self._samples.note_logprobs(batch, stats, self.models)
-        self.work = StepWork(stats, batch, self._samples.rows(self.step + 1, groups, "train"))
+        self.work = StepWork(stats, batch, self._samples.rows(self.step + 1, groups, "train", stats))
         return self.work
 
     def end_updates(self) -> None:

@@ -48,7 +48,7 @@ def throughput(
     trained = sum(report.tokens for report in reports)
     return {
         "throughput/tokens_per_second": int(stats.lengths_N.sum()) / times["step"],
-        "throughput/samples_per_second": len(stats) / times["step"],
+        "throughput/samples_per_second": len(stats.trajectories) / times["step"],
         "throughput/train_tokens_per_second": trained / times["train"],
         "throughput/tflops_per_gpu": tflop / times["train"] / world_size,
     }

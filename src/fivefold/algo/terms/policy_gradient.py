@@ -30,7 +30,7 @@ class SurrogateKeys(Part):
     """Choice of the surrogate and of the ratio that it takes."""
 
     importance_sampling_level: Annotated[str, NameOrCode(RATIOS)] = usual("token")
-    """Level of the ratio to the old policy: token, sequence or sequence-token; or `path.py:function`."""
+    """Level of the ratio to the old policy: token, turn, sequence or sequence-token; or `path.py:function`."""
     surrogate: Annotated[str, NameOrCode(SURROGATES)] = usual("ppo_clip")
     """Per-token objective: one of SURROGATES, or `path.py:function`. Its parameters follow; the surrogate's row has their
     defaults and ranges."""
@@ -64,6 +64,7 @@ class SurrogateKeys(Part):
                 "importance_sampling_level",
                 f"must be {' or '.join(kind.levels)} for {surrogate}, which looks at tokens itself: got {level}",
             )
+        case.require_turns("importance_sampling_level", level == "turn", ": turn needs turns of trajectories")
         if kind.pairs:
             learners = " or ".join(name for name, method in case.methods.items() if method.learns_from == "pairs")
             message = f": {surrogate} compares pairs that stand in the data: write name: {learners}"

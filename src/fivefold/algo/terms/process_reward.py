@@ -95,13 +95,13 @@ class ProcessReward(Part):
         scores_N[batch.sample_index_N] = self.beta * Segments.of(batch).sums(self.log_ratios(batch).double())
         return total(scores_N)
 
-    def rewards(self, batch: TokenBatch, largest: Callable[[float], float]) -> Tensor:
+    def rewards(self, batch: TokenBatch, segments: Segments, largest: Callable[[float], float]) -> Tensor:
         """[T] reward of each token, 0 outside of responses; `largest` is the maximum over replicas.
 
         Granularity `token`: β log-ratio, and 0 at the last token, which carries the outcome. Granularity `response`: β Σ
         log-ratio at the last token. If normalized, rewards are divided by the largest |return| of any token in the step.
         """
-        table = Table(Segments.of(batch))
+        table = Table(segments)
         rewards_NL = self.beta * table.rows(self.log_ratios(batch))
         if self.granularity == "token":
             rewards_NL = torch.where(table.is_last_NL, 0.0, rewards_NL)
@@ -112,13 +112,20 @@ class ProcessReward(Part):
             rewards_NL = rewards_NL / (largest(float(returns_NL.abs().max()) if returns_NL.numel() else 0.0) + EPS)
         return table.flat(rewards_NL)
 
-    def advantages(self, batch: TokenBatch, group_N: Tensor, rewards_T: Tensor, total: Callable[[Tensor], Tensor]) -> Tensor:
+    def advantages(
+        self,
+        segments: Segments,
+        own_N: list[int],
+        group_N: Tensor,
+        rewards_T: Tensor,
+        total: Callable[[Tensor], Tensor],
+    ) -> Tensor:
         """[T] coef · (r_t n / (n - 1) - Σ mean r of each of the n responses to the prompt / (n - 1)).
 
         The mean over a response is its mean reward minus that of the other responses; a group of one gets 0. With one reward
-        per response, the rewards of the responses are compared. `group_N` has the groups of all samples of the step.
+        per response, the rewards of the responses are compared. `group_N` has the groups of all responses of the step, of
+        which `segments` are those in `own_N`.
         """
-        segments, own_N = Segments.of(batch), batch.sample_index_N
         has_one = self.granularity == "response"
         means_N = torch.zeros(len(group_N), dtype=torch.float64)
         means_N[own_N] = (segments.sums if has_one else segments.means)(rewards_T.double())

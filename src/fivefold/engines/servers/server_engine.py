@@ -254,7 +254,10 @@ class ServerEngine:
         self.look_after()
 
     def stream(self) -> RequestStream:
-        """Returns a stream for requests of this rank that the caller does not wait for."""
+        """Returns a stream for requests of this rank that the caller does not wait for; an engine with weights then has all
+        of its memory. Collective."""
+        if self.state is EngineState.READY:
+            self._wake_cache()
         return self._router.open()
 
     def look_after(self) -> None:

@@ -71,8 +71,8 @@ function take(found) {
   view.histograms = found.histograms;
   view.differences = found.differences;
   found.runs.forEach((news, place) => {
-    const run = view.runs[place] ||= {rows: [], samples: [], names: new Set(), color: place % COLORS, place};
-    if (run.generation !== news.generation) Object.assign(run, {rows: [], samples: [], names: new Set(), thinned: null});
+    const run = view.runs[place] ||= {rows: [], samples: [], transcripts: [], names: new Set(), color: place % COLORS, place};
+    if (run.generation !== news.generation) Object.assign(run, {rows: [], samples: [], transcripts: [], names: new Set(), thinned: null});
     const {rows, samples, ...rest} = news;
     Object.assign(run, rest);
     run.rows.push(...rows);

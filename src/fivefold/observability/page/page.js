@@ -74,6 +74,7 @@ function draw() {
   drawNumbers();
   drawTimes();
   drawSamples();
+  drawTranscripts();
   drawData();
 }
 // Draw what is new without disturbing who is reading: the chart in focus stays in focus, samples in focus stay as they are.

@@ -1,0 +1,69 @@
+"""The configuration section `environment`: trajectories of several turns."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+from fivefold.config.scoring import VARIABLE
+from fivefold.keys.identity import HARMLESS
+from fivefold.keys.ranges import Matches, above, within
+
+REWARD = "environment"
+"""Name of the reward that the environment's class gives."""
+
+
+@dataclass(frozen=True)
+class EnvironmentConfig:
+    """Trajectories of several turns: an environment or tools answer each turn of the model; see docs/environments.md."""
+
+    class_: str | None = None
+    """Class of the environment, as `path/to/file.py:Class`."""
+    tools: list[str] = field(default_factory=list)
+    """Functions that the model may call, as `path/to/file.py:function`; annotations and docstring describe them."""
+    max_turns: Annotated[int, within("[1, 10000]")] = 10
+    """Maximum number of turns of the model in a trajectory."""
+    max_parallel_calls: Annotated[int, within("[1, 1000]")] = 8
+    """Maximum number of tool calls in one turn; further ones are answered with an error."""
+    max_observation_tokens: Annotated[int, above(3)] = 1024
+    """Maximum length of an answer that the model reads, in tokens. Longer ones are cut, with a mark."""
+    cut_observations: Literal["start", "end"] = "end"
+    """Side of a long answer that is left out."""
+    same_start: bool = True
+    """Stop the run if the trajectories of a group begin with different contexts."""
+    per_worker: Annotated[int, within("[1, 65536]"), HARMLESS] = 64
+    """Number of environments that one process serves. 1 for libraries with random state of their own."""
+    reset_seconds: Annotated[float, within("(0, 86400]"), HARMLESS] = 60.0
+    """Maximum time for `reset`; after it the trajectory has failed."""
+    step_seconds: Annotated[float, within("(0, 86400]"), HARMLESS] = 60.0
+    """Maximum time for `step`, after which the trajectory has failed, and for a tool call, whose answer is then an error."""
+    trajectory_seconds: Annotated[float, within("(0, 864000]"), HARMLESS] = 3600.0
+    """Time after which a trajectory takes no further turn."""
+    memory_mb: Annotated[int, within("[64, 1048576]"), HARMLESS] = 4096
+    """Address space of one environment process, in MB."""
+    python: Annotated[str | None, HARMLESS] = None
+    """Python interpreter of the environment processes, with the libraries that they need; the run's own if left out."""
+    variables: Annotated[list[Annotated[str, Matches(VARIABLE, "the name of a variable")]], HARMLESS] = field(
+        default_factory=list
+    )
+    """Environment variables for environment processes in addition to the usual ones (PATH, HOME, ...). They get no other
+    variables of the trainer."""
+
+    @property
+    def is_active(self) -> bool:
+        """Whether trajectories may have several turns."""
+        return self.class_ is not None or bool(self.tools)
+
+
+def rewarded(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the tree of a configuration in which the rewards of the environment's class count, with weight 1 if none is
+    given."""
+    environment, reward = tree.get("environment"), tree.get("reward") or {}
+    if not isinstance(environment, dict) or environment.get("class") is None or not isinstance(reward, dict):
+        return dict(tree)
+    functions, by_source = reward.get("functions") or {}, reward.get("by_source") or {}
+    if not isinstance(functions, dict) or not isinstance(by_source, dict):
+        return dict(tree)
+    own = {source: {REWARD: 1.0, **found} if isinstance(found, dict) else found for source, found in by_source.items()}
+    return {**tree, "reward": {**reward, "functions": {REWARD: 1.0, **functions}, "by_source": own}}

@@ -1,0 +1,272 @@
+"""Environments in their processes: what hangs, raises or dies fails its own trajectories, and nothing of the trainer leaks."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from fivefold.config.environment import EnvironmentConfig
+from fivefold.environments.pool import EnvironmentFailure, EnvironmentPool
+from fivefold.errors import UserError
+
+CODE = '''
+import asyncio, json, os, signal, sys, time
+
+
+class Game:
+    async def reset(self, task, seed):
+        self.task = task
+        if task == "raise":
+            raise KeyError("no such task")
+        return f"seed {seed}"
+
+    async def step(self, message):
+        said = message["content"]
+        if said == "hang":
+            await asyncio.sleep(1000)
+        if said == "block":
+            time.sleep(1000)
+        if said == "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if said == "nan":
+            return {"messages": "x", "reward": float("nan")}
+        if said == "text":
+            return {"messages": "x", "reward": "much"}
+        if said == "nothing":
+            return {"messages": []}
+        if said == "memory":
+            bytearray(10**10)
+        if said == "environment":
+            return {"messages": json.dumps(dict(os.environ)), "done": True}
+        if said == "pid":
+            return {"messages": str(os.getpid())}
+        return {"messages": [{"role": "user", "content": said}], "reward": 0.5, "done": False, "state": 3}
+
+    async def close(self):
+        if "/" in self.task:
+            open(self.task, "a").write("closed")
+
+
+class Plain:
+    def reset(self, task, seed):
+        return None
+
+    def step(self, message):
+        time.sleep(float(message["content"]))
+        return {"done": True, "reward": 1}
+
+
+def add(a: int, b: int = 1) -> int:
+    """Add two numbers.
+
+    Args:
+        a: The first number.
+        b (int): The second number.
+    """
+    return a + b
+
+
+def slow(text: str) -> str:
+    time.sleep(1000)
+
+
+async def wrong(values: list[float]) -> dict:
+    raise ValueError(f"no such values: {values}")
+
+
+def bare(a):
+    return a
+'''
+
+
+@pytest.fixture
+def code(tmp_path: Path) -> Path:
+    path = tmp_path / "envs.py"
+    path.write_text(CODE)
+    return path
+
+
+@pytest.fixture
+def pool_of(code: Path):
+    pools = []
+
+    def make(**settings) -> EnvironmentPool:
+        names = {"class_": f"{code}:Game"} if "class_" not in settings and "tools" not in settings else {}
+        settings = {"step_seconds": 20.0, **names, **settings}
+        settings["tools"] = [f"{code}:{name}" for name in settings.get("tools", [])]
+        pools.append(EnvironmentPool(EnvironmentConfig(**settings)))
+        return pools[-1]
+
+    yield make
+    for pool in pools:
+        pool.close()
+
+
+def say(pool: EnvironmentPool, place, text: str, seconds: float = 20.0):
+    return pool.step(place, {"role": "assistant", "content": text}, seconds)
+
+
+def test_a_step_gives_messages_reward_done_and_state(pool_of):
+    pool = pool_of()
+    assert pool.start() == []
+    place, first = pool.reset("x", 7).result()
+    assert first == "seed 7"
+    step = say(pool, place, "hello").result()
+    assert step == {"messages": [{"role": "user", "content": "hello"}], "reward": 0.5, "done": False, "state": "3"}
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("hang", "step took longer than 1 s"),
+        ("block", "step took longer than 1 s"),
+        ("die", "ended by SIGKILL"),
+        ("nan", "the reward of a step is a finite number: got nan"),
+        ("text", "the reward of a step is a finite number: got 'much'"),
+        ("nothing", "a step without messages must be done"),
+        ("memory", "MemoryError"),
+    ],
+)
+def test_a_failure_of_an_environment_fails_its_own_trajectory_only(pool_of, text, error):
+    pool = pool_of(per_worker=1, memory_mb=2000)
+    pool.start()
+    failing, other = (pool.reset("x", seed).result()[0] for seed in (1, 2))
+    broken = say(pool, failing, text, 1.0)
+    assert say(pool, other, "hello").result()["reward"] == 0.5
+    with pytest.raises(EnvironmentFailure, match=error):
+        broken.result(timeout=20)
+    assert say(pool, other, "hello").result()["reward"] == 0.5
+    # Another trajectory gets a process that works.
+    pool.leave(failing)
+    assert say(pool, pool.reset("x", 3).result()[0], "hello").result()["reward"] == 0.5
+
+
+def test_a_hanging_coroutine_leaves_the_others_of_its_process_alone(pool_of):
+    pool = pool_of(per_worker=8)
+    pool.start()
+    places = [pool.reset("x", seed).result()[0] for seed in range(3)]
+    hanging = say(pool, places[0], "hang", 0.5)
+    with pytest.raises(EnvironmentFailure, match=r"longer than 0\.5 s"):
+        hanging.result(timeout=20)
+    assert len({say(pool, place, "pid").result()["messages"] for place in places[1:]}) == 1
+
+
+def test_per_worker_bounds_the_environments_of_a_process(pool_of):
+    pool = pool_of(per_worker=2)
+    pool.start()
+    places = [pool.reset("x", seed).result()[0] for seed in range(5)]
+    pids = [say(pool, place, "pid").result()["messages"] for place in places]
+    assert sorted(pids.count(pid) for pid in set(pids)) == [1, 2, 2]
+
+
+def test_plain_methods_do_not_hold_each_other_up(pool_of, code):
+    pool = pool_of(class_=f"{code}:Plain")
+    pool.start()
+    places = [pool.reset("x", 0).result()[0] for _ in range(8)]
+    begin = time.monotonic()
+    steps = [say(pool, place, "0.5") for place in places]
+    assert all(step.result()["reward"] == 1 for step in steps)
+    assert time.monotonic() - begin < 3.0
+
+
+def test_a_reset_that_raises_is_a_failure_with_its_traceback(pool_of):
+    pool = pool_of()
+    pool.start()
+    with pytest.raises(EnvironmentFailure, match="KeyError: 'no such task'"):
+        pool.reset("raise", 0).result()
+
+
+def test_close_is_called_at_the_end_of_a_trajectory(pool_of, tmp_path):
+    pool = pool_of()
+    pool.start()
+    place, _ = pool.reset(str(tmp_path / "mark"), 0).result()
+    pool.leave(place)
+    deadline = time.monotonic() + 20
+    while not (tmp_path / "mark").exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert (tmp_path / "mark").read_text() == "closed"
+
+
+def test_processes_get_no_secrets_of_the_trainer(pool_of, monkeypatch):
+    monkeypatch.setenv("SECRET_TOKEN", "abc")
+    monkeypatch.setenv("WANTED", "yes")
+    pool = pool_of(variables=["WANTED"])
+    pool.start()
+    seen = say(pool, pool.reset("x", 0).result()[0], "environment").result()["messages"]
+    assert "SECRET_TOKEN" not in seen and '"WANTED": "yes"' in seen
+
+
+def test_processes_end_with_the_one_that_started_them(code, tmp_path):
+    program = f"""
+import os, signal
+from fivefold.config.environment import EnvironmentConfig
+from fivefold.environments.pool import EnvironmentPool
+pool = EnvironmentPool(EnvironmentConfig(class_="{code}:Game"))
+pool.start()
+place, _ = pool.reset("x", 0).result()
+print(pool.step(place, {{"content": "pid"}}, 20).result()["messages"], flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    done = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    assert done.returncode == -signal.SIGKILL
+    deadline = time.monotonic() + 20
+    while Path(f"/proc/{done.stdout.strip()}").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not Path(f"/proc/{int(done.stdout)}").exists()
+
+
+def test_the_worker_runs_without_any_package(pool_of):
+    """Under an interpreter that has the standard library alone."""
+    python = os.path.realpath(sys.executable)
+    probe = subprocess.run([python, "-I", "-c", "import torch"], capture_output=True)
+    assert probe.returncode, "the interpreter outside of the environment must have no torch"
+    pool = pool_of(python=python)
+    assert pool.start() == []
+    assert pool.reset("x", 4).result()[1] == "seed 4"
+
+
+def test_tools_are_described_by_annotations_and_docstring(pool_of):
+    (schema,) = pool_of(tools=["add"]).start()
+    assert schema["function"] == {
+        "name": "add",
+        "description": "Add two numbers.",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "a": {"type": "integer", "description": "The first number."},
+                "b": {"type": "integer", "description": "The second number."},
+            },
+            "required": ["a"],
+        },
+    }
+
+
+def test_tools_of_one_turn_run_together_and_each_has_its_own_fate(pool_of):
+    pool = pool_of(tools=["add", "slow", "wrong"], step_seconds=1.0)
+    pool.start()
+    place, first = pool.reset({}, 0).result()
+    assert first is None
+    calls = [("add", {"a": 2, "b": 3}), ("slow", {"text": "x"}), ("wrong", {"values": [1.0]})]
+    good, late, raised = pool.call(place, calls, 100).result()
+    assert (good.text, good.is_error) == ("5", False)
+    assert late.is_late and late.is_error and "longer than 1 s" in late.text
+    assert raised.is_error and not raised.is_late and raised.text == "ValueError: no such values: [1.0]"
+
+
+@pytest.mark.parametrize(
+    ("settings", "error"),
+    [
+        ({"tools": ["bare"]}, "the tool bare needs an annotation for its argument a"),
+        ({"tools": ["add", "add"]}, "two tools are called add"),
+        ({"class_": "envs.py:None"}, "No such file"),
+    ],
+)
+def test_what_cannot_be_loaded_ends_the_start_with_its_reason(pool_of, settings, error):
+    with pytest.raises(UserError, match=error):
+        pool_of(**settings).start()

@@ -1,0 +1,139 @@
+"""Whole runs of several turns: of one process and of two, with an evaluation, and until they have learned."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.commands import fivefold
+from tests.support.whole_runs import assert_same, metrics
+from tests.support.zygote import THREADS
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+
+
+def made(root: Path, example: str, *words: str) -> Path:
+    """A directory with the rows of an example, as its script makes them."""
+    (root / "examples").symlink_to(EXAMPLES)
+    subprocess.run([sys.executable, f"examples/{example}/rows.py", f"{example}/data", *words], cwd=root, check=True)
+    return root
+
+
+def run(root: Path, name: str, yaml: Path, *overrides: str) -> list[dict[str, float]]:
+    """The metrics of a run of an example's file."""
+    done = fivefold("train", yaml, f"trainer.run_dir={root}/runs/{name}", f"launch.threads={THREADS}", *overrides)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return metrics(root, name)
+
+
+@pytest.fixture(scope="module")
+def guessing(tmp_path_factory) -> Path:
+    root = made(tmp_path_factory.mktemp("guessing"), "guessing")
+    data, words, model = root / "guessing/data/train.jsonl", root / "guessing/tokenizer", root / "guessing/model"
+    for command in (
+        ["train-tokenizer", "char", "--data", data, "--out", words],
+        ["init-model", "qwen3", "--tokenizer", words, "--hidden", 64, "--layers", 2, "--ffn", 128, "--out", model],
+    ):
+        done = fivefold(*command)
+        assert done.returncode == 0, done.stderr
+    return root
+
+
+def paths(root: Path) -> list[str]:
+    """Overrides with the whole paths of the guessing game, for a command that is started elsewhere."""
+    return [
+        f"model.path={root}/guessing/model",
+        f"data.train=[{root}/guessing/data/train.jsonl]",
+        f"data.val=[{root}/guessing/data/test.jsonl]",
+        f"environment.class={EXAMPLES}/guessing/envs.py:Guess",
+    ]
+
+
+SHORT = [
+    "trainer.steps=2",
+    "data.prompts_per_step=4",
+    "algorithm.group_size=4",
+    "eval.max_prompts=4",
+    "trainer.eval_every=2",
+]
+
+
+def test_a_run_of_several_turns_is_the_same_on_two_ranks(guessing):
+    alone = run(guessing, "alone", EXAMPLES / "guessing/grpo.yaml", *paths(guessing), *SHORT)
+    pair = run(guessing, "pair", EXAMPLES / "guessing/grpo.yaml", *paths(guessing), *SHORT, "policy.backend=megatron:d2")
+    of_time = ("environment/", "turns/seconds")
+    assert_same(*[[{k: v for k, v in row.items() if not k.startswith(of_time)} for row in rows] for rows in (pair, alone)])
+    last = alone[-1]
+    assert last["turns/mean"] > 1 and last["turns/inserted_ends"] > 0
+    assert last["reward/mean"] == pytest.approx(last["reward/environment"])
+    assert 0 <= last["val/guess/mean@4"] <= 1
+    shares = {name: value for name, value in last.items() if name.startswith("trajectory/end_") and value}
+    ends = {name.removeprefix("trajectory/end_"): share for name, share in shares.items()}
+    assert sum(ends.values()) == pytest.approx(1) and set(ends) <= {"done", "length", "turns"}
+
+
+def test_dynamic_sampling_and_other_methods_take_trajectories(guessing):
+    rows = run(guessing, "dapo", EXAMPLES / "guessing/grpo.yaml", *paths(guessing), *SHORT, "algorithm.name=dapo")
+    assert rows[-1]["dynamic_sampling/prompts"] >= 4
+    assert rows[-1]["turns/mean"] > 1
+
+
+def test_a_run_that_fails_in_its_environment_ends_with_the_reason(guessing):
+    (guessing / "broken.py").write_text(
+        "class Game:\n    def reset(self, task, seed):\n        raise KeyError('lost')\n    def step(self, m): ...\n"
+    )
+    done = fivefold("train", EXAMPLES / "guessing/grpo.yaml", *paths(guessing)[:3], *SHORT, "trainer.eval_before_train=false",
+                    f"environment.class={guessing}/broken.py:Game", f"trainer.run_dir={guessing}/runs/broken")  # fmt: skip
+    assert done.returncode != 0
+    assert "the reward of 16 of 16 samples failed" in done.stdout + done.stderr
+    assert "KeyError: 'lost'" in done.stdout + done.stderr
+
+
+@pytest.mark.slow
+def test_a_model_learns_the_guessing_game(guessing):
+    rows = run(guessing, "learns", EXAMPLES / "guessing/grpo.yaml", *paths(guessing))
+    right = [row["val/guess/mean@4"] for row in rows if "val/guess/mean@4" in row]
+    assert right[0] < 0.3 and right[-1] > 0.8
+    assert json.loads((guessing / "runs/learns/status.json").read_text())["state"] == "finished"
+
+
+@pytest.mark.slow
+def test_a_model_learns_to_call_a_calculator(tmp_path):
+    root = made(tmp_path, "calculator", "0")
+    place = root / "calculator"
+    for command in (
+        ["train-tokenizer", "bpe", "--vocab", 400, "--data", place / "data/worked.jsonl", "--out", place / "words"],
+        ["init-model", "qwen3", "--tokenizer", place / "words", "--hidden", 96, "--layers", 2, "--ffn", 192, "--out", place / "model"],
+    ):  # fmt: skip
+        done = fivefold(*command)
+        assert done.returncode == 0, done.stderr
+    tools = EXAMPLES / "calculator/tools.py"
+    common = [
+        f"data.val=[{place}/data/test.jsonl]",
+        f"environment.tools=[{tools}:multiply]",
+        f'reward={{"functions": {{"{tools}:right": 1.0}}}}',
+    ]
+    run(
+        root,
+        "sft",
+        EXAMPLES / "calculator/sft.yaml",
+        f"model.path={place}/model",
+        f"data.train=[{place}/data/worked.jsonl]",
+        *common,
+    )
+    latest = (root / "runs/sft/checkpoints/latest").read_text().strip()
+    assert fivefold("export", root / "runs/sft/checkpoints" / latest, place / "warm").returncode == 0
+    rows = run(
+        root,
+        "grpo",
+        EXAMPLES / "calculator/grpo.yaml",
+        f"model.path={place}/warm",
+        f"data.train=[{place}/data/train.jsonl]",
+        *common,
+    )
+    right = [row["val/products/mean@2"] for row in rows if "val/products/mean@2" in row]
+    assert right[0] < 0.3 and right[-1] > 0.8

@@ -1,0 +1,133 @@
+"""What `check` says of the section `environment`: one sentence with the key, what must hold and the cure."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fivefold.config import ConfigError, RunConfig, dump_yaml
+from fivefold.plan.check import check
+from tests.support.tiny_models import make_tokenizer
+
+CODE = '''
+class Game:
+    async def reset(self, task, seed): ...
+    async def step(self, message): ...
+
+def add(a: int, b: int) -> int:
+    """Add."""
+
+def bare(a, b: int): ...
+
+number = 3
+'''
+TEMPLATE = (
+    "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>{{ {'name': c.function.name, "
+    "'arguments': c.function.arguments} | tojson }}</tool_call>{% endfor %}<|end|>{% endfor %}"
+)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory, models) -> Path:
+    root = tmp_path_factory.mktemp("environment")
+    make_tokenizer(root / "tokenizer")
+    (root / "model").symlink_to(models("qwen3"))
+    (root / "envs.py").write_text(CODE)
+    (root / "rows.jsonl").write_text(json.dumps({"prompt": "a", "data_source": "s", "ground_truth": ""}) + "\n")
+    return root
+
+
+def tree(root: Path, **sections: Any) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "model": {"path": f"{root}/model", "tokenizer": f"{root}/tokenizer"},
+        "policy": {"dtype": "float32"},
+        "data": {"train": [f"{root}/rows.jsonl"], "max_prompt_tokens": 16, "max_response_tokens": 16, "prompts_per_step": 1,
+                 "chat_template": TEMPLATE, "ground_truth_key": "ground_truth"},
+        "environment": {"class": f"{root}/envs.py:Game"},
+        "trainer": {"steps": 1, "run_dir": f"{root}/run"},
+    }  # fmt: skip
+    return {name: found.get(name, {}) | sections.get(name, {}) for name in (*found, *sections)}
+
+
+def said(root: Path, **sections: Any) -> list[str]:
+    try:
+        return check(RunConfig.of(json.loads(json.dumps(tree(root, **sections)).replace("$", str(root))))).errors
+    except ConfigError as error:
+        return error.faults
+
+
+def test_a_good_environment_is_taken(root):
+    assert said(root) == []
+    assert said(root, environment={"tools": ["$/envs.py:add"]}) == []
+    assert said(root, environment={"class": None, "tools": ["$/envs.py:add"]}, reward={"functions": {"format": 1.0}}) == []
+
+
+@pytest.mark.parametrize(
+    ("sections", "sentence"),
+    [
+        ({"environment": {"class": "gymnasium:CartPole-v1"}}, "environment.class must be path/to/file.py:Class: got 'gymnasium"),
+        ({"environment": {"class": "nowhere.py:Game"}}, "environment.class: no file at nowhere.py"),
+        ({"environment": {"class": "$/envs.py:Other"}}, "envs.py defines no class Other"),
+        ({"environment": {"tools": ["mcp:server"]}}, "environment.tools must be functions as path/to/file.py:function"),
+        ({"environment": {"tools": ["$/envs.py:sub"]}}, "defines no sub"),
+        ({"environment": {"tools": ["$/envs.py:bare"]}}, "the argument 'a' of bare needs an annotation"),
+        ({"environment": {"tools": ["$/envs.py:add", "$/envs.py:add"]}}, "must have one function of each name: got add twice"),
+        ({"environment": {"python": "no-such-python"}}, "environment.python must be a Python interpreter"),
+        ({"environment": {"variables": ["NO_SUCH_VARIABLE"]}}, "environment.variables names variables that are set here"),
+        ({"environment": {"max_turns": 0}}, "environment.max_turns must be in [1, 10000]: got 0"),
+        ({"environment": {"agent": "a.py:run"}}, "unknown key 'environment.agent'"),
+        ({"rollout": {"max_staleness": 1}}, "rollout.max_staleness must be left out with environment"),
+        ({"data": {"apply_chat_template": False}}, "data.apply_chat_template must be true with environment"),
+        ({"data": {"tools_key": "tools"}, "environment": {"tools": ["$/envs.py:add"]}}, "data.tools_key must be left out"),
+        ({"data": {"max_total_tokens": 16}}, "data.max_total_tokens must be above data.max_response_tokens = 16"),
+        ({"data": {"max_total_tokens": 9999}}, "data.max_total_tokens = 9999 is more than the"),
+        ({"data": {"chat_template": "{% for m in messages %}{{ m.content }}{% endfor %}"}}, "no token at which the engine stops"),
+        ({"data": {"chat_template": "{% for m in messages %}{{ m.content }}<|end|>{% endfor %}"},
+          "environment": {"tools": ["$/envs.py:add"]}}, "the template leaves out tool calls"),
+        ({"engine": {"backend": "vllm:d1t2"}, "policy": {"backend": "megatron:d2"}}, "engine.mode must be server with environment"),
+        ({"environment": {"same_start": False}, "policy": {"share_prefix": True}}, "environment.same_start must be true"),
+        ({"environment": {"class": None}, "reward": {"functions": {"environment": 1.0}}}, "without environment.class"),
+    ],
+)  # fmt: skip
+def test_what_cannot_work_is_refused_in_one_sentence(root, sections, sentence):
+    faults = said(root, **sections)
+    assert any(sentence in fault for fault in faults), faults
+
+
+def test_keys_without_a_class_or_tools_have_no_effect(root):
+    found = check(
+        RunConfig.of(tree(root, environment={"class": None, "max_turns": 3}, reward={"functions": {"format": 1.0}}))
+    )
+    assert ("environment.max_turns", "neither environment.class nor environment.tools is set") in found.ignored
+
+
+def test_a_template_that_drops_earlier_thinking_is_noted_with_turn_and_role(root):
+    drops = (
+        "{% for m in messages %}{{ m.role }} {% if loop.last or m.role != 'assistant' %}{{ m.content }}{% else %}"
+        "{{ m.content.split('</think>')[-1] }}{% endif %}<|end|>{% endfor %}{% if add_generation_prompt %}assistant {% endif %}"
+    )
+    found = check(RunConfig.of(tree(root, data={"chat_template": drops, "max_prompt_tokens": 64})))
+    assert found.errors == []
+    notes = found.notes
+    (note,) = [note for note in notes if note.startswith("environment")]
+    assert "from turn 2 on, the assistant's turn 1" in note
+
+
+def test_rewards_of_the_class_count_unless_another_weight_is_given(root):
+    assert RunConfig.of(tree(root)).reward.functions == {"environment": 1.0}
+    both = RunConfig.of(
+        tree(root, reward={"functions": {"environment": 0.5, "format": 1.0}, "by_source": {"s": {"think": 1.0}}})
+    )
+    assert both.reward.functions == {"environment": 0.5, "format": 1.0}
+    assert both.reward.by_source == {"s": {"environment": 1.0, "think": 1.0}}
+    assert RunConfig.of(tree(root, environment={"class": None})).reward.functions == {}
+
+
+def test_a_configuration_with_a_class_is_read_back_as_it_was(root, tmp_path):
+    config = RunConfig.of(tree(root))
+    (tmp_path / "run.yaml").write_text(dump_yaml(config))
+    assert f"class: {root}/envs.py:Game" in (tmp_path / "run.yaml").read_text()
+    assert RunConfig.from_yaml(tmp_path / "run.yaml") == RunConfig.restore(tmp_path / "run.yaml") == config
