@@ -13,7 +13,7 @@ from fivefold.algo.methods import CORRECTIONS
 from fivefold.build import portable
 from fivefold.checkpoint.fingerprint import Changes, Fingerprint
 from fivefold.config import RunConfig
-from fivefold.keys.identity import HARMLESS, leaves
+from fivefold.keys.identity import HARMLESS, key_of, leaves
 
 
 @pytest.fixture
@@ -43,6 +43,7 @@ def changes(before: RunConfig, now: RunConfig, steps: int = 10) -> Changes:
 def with_key(part: Any, key: str, value: Any) -> Any:
     """The section with another value of one key."""
     first, _, rest = key.partition(".")
+    first = next(item.name for item in dataclasses.fields(part) if key_of(item.name) == first)
     return dataclasses.replace(part, **{first: with_key(getattr(part, first), rest, value) if rest else value})
 
 

@@ -58,6 +58,7 @@ PLAIN_ERRORS = {
     "fivefold/engines/servers/cuda_memory.py": "the caller has to know that torch has loaded CUDA",
     "fivefold/engines/servers/request_router.py": "a server breaks the protocol of this package",
     "fivefold/engines/transformers.py": "two tables of a model's tensors differ",
+    "fivefold/environments/worker.py": "runs without this package; its errors are answers to the run",
     "fivefold/megatron/mesh.py": "two threads call models at once",
     "fivefold/megatron/sharded_files.py": "caught in the same function",
     "fivefold/reward/code/plain.py": "caught where the answer of a program is read",

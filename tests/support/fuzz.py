@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import json
 import math
 import os
@@ -21,7 +20,7 @@ from typing import Any
 
 import yaml
 
-from fivefold.config import RunConfig
+from fivefold.config import RunConfig, dump_yaml
 from fivefold.errors import sentence_of
 from fivefold.plan.check import check
 
@@ -95,7 +94,7 @@ class Inputs:
             data={"train": [str(self.data)], "prompts_per_step": 4, "max_prompt_tokens": 24, "max_response_tokens": 8},
             trainer={"device": "cpu", "run_dir": str(root / "run"), "steps": 1, "loggers": []},
         )
-        self.tree = dataclasses.asdict(config)
+        self.tree = yaml.safe_load(dump_yaml(config))
         self.file.write_text(yaml.safe_dump(self.tree))
 
     def check(self) -> list[str]:

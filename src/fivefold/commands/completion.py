@@ -18,6 +18,7 @@ import shtab
 
 from fivefold.commands.flags import SHELLS
 from fivefold.config import RunConfig
+from fivefold.keys.identity import key_of
 from fivefold.keys.ranges import OneOf
 
 _PREAMBLE = {
@@ -120,11 +121,11 @@ def keys() -> list[Key]:
 
 def _keys(part: type[Any], start: str) -> Iterator[Key]:
     for name, hint in typing.get_type_hints(part, include_extras=True).items():
-        inner = [each for each in _types(hint) if dataclasses.is_dataclass(each)]
+        inner, key = [each for each in _types(hint) if dataclasses.is_dataclass(each)], f"{start}{key_of(name)}"
         if inner:
-            yield from _keys(typing.cast(type[Any], inner[0]), f"{start}{name}.")
+            yield from _keys(typing.cast(type[Any], inner[0]), f"{key}.")
         else:
-            yield Key(f"{start}{name}", tuple(dict.fromkeys(_values(hint))))
+            yield Key(key, tuple(dict.fromkeys(_values(hint))))
 
 
 def _types(hint: Any) -> list[Any]:
