@@ -57,8 +57,7 @@ HEAD = """
         python benchmarks/recipes.py runs/smollm2 --model runs/model --gsm8k DIR --seeds 3
 
     *Greedy* is the share of test problems that greedy decoding solves, *sampled* that of four samples for each problem at
-    temperature 1 (mean@4), both with standard errors over the problems. *Before* is the warm start, at the end of the task's
-    SFT. *Reward* is the mean reward of the samples in the first and in the last ten steps of training. Rows of `make real`
+    temperature 1 (mean@4), both with standard errors over the problems. *Before* is the warm start. *Reward* is the mean reward of the samples in the first and in the last ten steps of training. Rows of `make real`
     are runs on a CPU with numbers below 10, evaluated on 50 problems.
 """
 BESIDE = """
@@ -140,14 +139,13 @@ def _of(found: Iterable[Curve], recipe: str) -> list[Curve]:
 
 
 def _before(curve: Curve, found: list[Curve]) -> dict[str, float] | None:
-    """Return the evaluation of the warm start: the last of the task's SFT, or the run's own first one.
-
-    It is that of as many problems as the one after.
+    """Return the evaluation of the warm start on as many problems as the one after: the run's own first one, or, if it took
+    part of the test problems and the last checkpoint all of them, the last of the task's SFT.
     """
     task, kind, *device = curve["recipe"].split("-")
     if kind == "sft":
         return None
-    if _part(curve):
+    if not curve["whole"]:
         return curve["evaluations"][0]
     warm = _of(found, "-".join([task, "sft", *device]))
     return _after(warm[0]) if warm else curve["evaluations"][0]
