@@ -57,8 +57,9 @@ HEAD = """
         python benchmarks/recipes.py runs/smollm2 --model runs/model --gsm8k DIR --seeds 3
 
     *Greedy* is the share of test problems that greedy decoding solves, *sampled* that of four samples for each problem at
-    temperature 1 (mean@4), both with standard errors over the problems. *Before* is the warm start. *Reward* is the mean reward of the samples in the first and in the last ten steps of training. Rows of `make real`
-    are runs on a CPU with numbers below 10, evaluated on 50 problems.
+    temperature 1 (mean@4), both with standard errors over the problems. *Before* is the warm start. *Reward* is the mean
+    reward of the samples in the first and in the last ten steps of training. Rows of `make real` are runs on a CPU with
+    numbers below 10, evaluated on 50 problems.
 """
 BESIDE = """
     ## TRL
