@@ -25,10 +25,10 @@ import psutil
 import torch
 
 from benchmarks.harness import Part, run
+from fivefold.backend.sharded_files import Piece
 from fivefold.checkpoint.checkpoints import Checkpoints, RunState, sync_file
 from fivefold.checkpoint.saving import Saving
 from fivefold.megatron import dist_checkpoint
-from fivefold.megatron.sharded_files import Piece
 from tests.support.gpu_models import build, random_batch, synchronize, timed
 from tests.support.two_steps import OBJECTIVE
 

@@ -58,7 +58,7 @@ def head(mesh) -> dict[str, Any]:
 
 
 def chunk(rows: int, weight: Tensor, buffer: Tensor) -> dict[str, float]:
-    from fivefold.megatron.kernels.logits import row_gradient, row_sums
+    from fivefold.backend.kernels.logits import row_gradient, row_sums
 
     hidden, targets = random(rows, WIDTH), torch.randint(0, VOCABULARY, (rows,), device="cuda")
     logits = torch.mm(hidden, weight.t(), out_dtype=torch.float32)
@@ -80,7 +80,7 @@ def chunk(rows: int, weight: Tensor, buffer: Tensor) -> dict[str, float]:
 
 def heads(mesh) -> dict[str, Any]:
     """Milliseconds forward and backward of heads that come apart, are normed and rotated: PyTorch, compiled, ours."""
-    from fivefold.megatron.kernels.rotary import norm_rotate
+    from fivefold.backend.kernels.rotary import norm_rotate
 
     each = HEADS // GROUPS
     mixed = random(TOKENS, GROUPS, (each + 2) * HEAD, grad=True)
@@ -111,7 +111,7 @@ def elementwise(mesh) -> dict[str, Any]:
     """Milliseconds forward and backward of a norm, and of SwiGLU."""
     from megatron.core.fusions.fused_bias_swiglu import bias_swiglu_impl
 
-    from fivefold.megatron.kernels.swiglu import swiglu
+    from fivefold.backend.kernels.swiglu import swiglu
 
     x, upstream = random(TOKENS, WIDTH, grad=True), random(TOKENS, WIDTH)
     weight = torch.ones(WIDTH, device="cuda", dtype=torch.bfloat16, requires_grad=True)
@@ -153,7 +153,7 @@ def attention(mesh) -> dict[str, Any]:
 def packed(sizes: list[int]) -> dict[str, list[int]]:
     from torch.nn.attention.varlen import varlen_attn
 
-    from fivefold.megatron.kernels import flash
+    from fivefold.backend.kernels import flash
 
     ends = torch.tensor([0, *sizes], device="cuda").cumsum(0).to(torch.int32)
     query, key, value = (random(sum(sizes), count, HEAD, grad=True) for count in (HEADS, GROUPS, GROUPS))

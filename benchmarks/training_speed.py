@@ -80,7 +80,7 @@ def gemm(mesh) -> float:
 
 def row(mesh, directory: Path, tokens: int, samples: int, length: int, recompute: str, attention: str) -> dict[str, Any]:
     """A training step on sequences of one length, steady: seconds, rate, memory, and where the GPU's time goes."""
-    from fivefold.megatron.kernels import flash
+    from fivefold.backend.kernels import flash
 
     if attention != "flash-attn-4":
         flash._available = lambda device: False

@@ -22,7 +22,7 @@ BATCH = TokenBatch(torch.tensor([1, 2]), torch.tensor([False, True]), [2])
 
 
 def pieces(path: Path) -> None:
-    from fivefold.megatron.sharded_files import write_pieces
+    from fivefold.backend.sharded_files import write_pieces
 
     values = torch.arange(1 << 20, dtype=torch.float32)
     write_pieces(path, [SimpleNamespace(name="a", box=SimpleNamespace(offset=[0], size=[1 << 20]), values=values)])

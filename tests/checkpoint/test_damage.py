@@ -11,10 +11,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from fivefold.backend.sharded_files import Box, Piece, PieceReader
+from fivefold.backend.shares import Share
 from fivefold.checkpoint.checkpoints import Checkpoints, RunState, find_corruption
 from fivefold.checkpoint.manifest import MANIFEST, entry_of
-from fivefold.megatron.dist_checkpoint import Share
-from fivefold.megatron.sharded_files import Box, Piece, PieceReader
 from fivefold.summed_files import BLOCK, DamagedFile
 
 SHAPES = {"a": (3, BLOCK // 4), "b": (7, 11), "c": (), "d": (5,)}

@@ -60,7 +60,7 @@ PLAIN_ERRORS = {
     "fivefold/engines/transformers.py": "two tables of a model's tensors differ",
     "fivefold/environments/worker.py": "runs without this package; its errors are answers to the run",
     "fivefold/megatron/mesh.py": "two threads call models at once",
-    "fivefold/megatron/sharded_files.py": "caught in the same function",
+    "fivefold/backend/sharded_files.py": "caught in the same function",
     "fivefold/reward/code/plain.py": "caught where the answer of a program is read",
     "fivefold/reward/messages.py": "caught where the answer of a process is read",
     "fivefold/reward/tagged.py": "caught in the calling function",

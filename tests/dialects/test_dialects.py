@@ -297,11 +297,11 @@ def rate(config: RunConfig, step: int, steps: int) -> float:
     """The learning rate of a step's last update, as the optimizer is given it."""
     import torch
 
-    from fivefold.megatron.optim.updater import build_schedule
+    from fivefold.backend.schedule import Schedule
 
     adam = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=0.0)
     updates = config.algorithm.updates
-    schedule = build_schedule(adam, config.policy.optimizer, steps * updates, updates)  # type: ignore[arg-type]
+    schedule = Schedule(adam, config.policy.optimizer, steps * updates, updates)
     schedule.step(step * updates)
     return float(adam.param_groups[0]["lr"])
 

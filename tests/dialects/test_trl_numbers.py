@@ -195,12 +195,12 @@ def test_a_rollout_has_the_prompts_and_updates_that_trls_sampler_gives_it(sizes,
      lambda step: 0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * step / 10))),
 ])  # fmt: skip
 def test_each_update_has_the_learning_rate_of_transformers_schedule(words, rate):
-    from fivefold.megatron.optim.updater import build_schedule
+    from fivefold.backend.schedule import Schedule
 
     chosen = config("trl", *RUN, "learning_rate=0.5", "max_steps=10", *words).policy.optimizer
 
     group = {"lr": 0.0, "max_lr": chosen.lr, "min_lr": chosen.min_lr, "weight_decay": 0.0}
-    schedule, found = build_schedule(SimpleNamespace(param_groups=[group]), chosen, 10), []
+    schedule, found = Schedule(SimpleNamespace(param_groups=[group]), chosen, 10), []
     for _ in range(10):
         schedule.step(1)
         found.append(group["lr"] / 0.5)

@@ -99,8 +99,8 @@ def slow_rollout_in_step_2():
 
 def slow_training_in_step_2():
     """Sixteen micro-batches: minutes."""
+    from fivefold.backend.micro_batches import MicroBatches
     from fivefold.megatron.model import MegatronModel
-    from fivefold.megatron.step import MicroBatches
 
     step, make = MegatronModel.train_step, MicroBatches._make
 

@@ -250,28 +250,28 @@ def test_what_is_saved_in_the_background_is_what_is_saved_at_once(root, base):
 
 
 def write_late():
-    from fivefold.megatron import dist_checkpoint
+    from fivefold.backend import shares
 
-    write = dist_checkpoint.Share.write
+    write = shares.Share.write
 
     def late(self, path):
         time.sleep(0.5)
         return write(self, path)
 
-    dist_checkpoint.Share.write = late
+    shares.Share.write = late
 
 
 def fail_to_write_step_4():
-    from fivefold.megatron import dist_checkpoint
+    from fivefold.backend import shares
 
-    write = dist_checkpoint.write_pieces
+    write = shares.write_pieces
 
     def full(path, pieces):
         if "000004" in str(path) and "00001.safetensors" in path.name:
             raise OSError(28, "No space left on device", str(path))
         write(path, pieces)
 
-    dist_checkpoint.write_pieces = full
+    shares.write_pieces = full
 
 
 @pytest.mark.parametrize("in_background", [pytest.param("true", marks=pytest.mark.slow), "false"])

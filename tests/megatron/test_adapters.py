@@ -370,7 +370,7 @@ def train_and_save(mesh, directory: Path, policy, before: Path | None, path: Pat
 
 def numbers_in(path: Path) -> dict[str, torch.Tensor]:
     """Every tensor that the ranks wrote, made whole."""
-    from fivefold.megatron.sharded_files import Box, PieceReader
+    from fivefold.backend.sharded_files import Box, PieceReader
 
     reader = PieceReader(path)
     found = {}

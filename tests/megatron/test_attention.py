@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from fivefold.backend.packing import local_positions, make_packing
 from fivefold.columns import Column
 from fivefold.config.learners import MegatronConfig, OptimizerConfig, PolicyConfig
-from fivefold.megatron.layers.attention import local_positions, make_packing
 from fivefold.types import LossOutput, TokenBatch
 from tests.support.cluster import Together
 from tests.support.tiny_models import VOCAB
@@ -125,7 +125,7 @@ def test_each_query_sees_the_keys_up_to_its_own_position(cp):
         [torch.cat([local_positions(n, cp, rank) + 1000 * i for i, n in enumerate(lengths)]) for rank in range(cp)]
     )
     for rank in range(cp):
-        packing = make_packing(lengths, torch.device("cpu"), fused=False, cp=cp, rank=rank)
+        packing = make_packing(lengths, torch.device("cpu"), cp=cp, rank=rank)
         local = order.view(cp, -1)[rank]
         for bucket in packing.buckets:
             for queries, keys in zip(bucket.queries, bucket.keys, strict=True):

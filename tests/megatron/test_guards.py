@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from fivefold.backend.offload import HostCopy
 from fivefold.config.learners import MegatronConfig, OffloadConfig
-from fivefold.megatron.offload import HostCopy
 from fivefold.types import LossOutput
 from tests.support.cluster import Together
 from tests.support.two_steps import LENGTHS, OBJECTIVE, POLICY, ROUTER, whole_batch
@@ -176,7 +176,7 @@ def test_state_that_left_comes_back_bit_for_bit(offloaded, layout, dtype):
 
 
 def test_only_what_is_named_leaves():
-    from fivefold.megatron.offload import Offload
+    from fivefold.backend.offload import Offload
 
     kept, away = torch.arange(10.0), torch.arange(10.0)
     part = HostCopy(torch.device("cpu"), 1)

@@ -9,10 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fivefold.megatron.dist_checkpoint import HostCopies, Share
-from fivefold.megatron.host_memory import HostMemory, size_of
-from fivefold.megatron.offload import HostCopy
-from fivefold.megatron.sharded_files import Box, Piece
+from fivefold.backend.host_memory import HostMemory, size_of
+from fivefold.backend.offload import HostCopy
+from fivefold.backend.sharded_files import Box, Piece
+from fivefold.backend.shares import HostCopies, Share
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 DTYPES = [torch.float32, torch.bfloat16, torch.int64]

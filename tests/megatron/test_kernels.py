@@ -29,7 +29,7 @@ def difference(found: torch.Tensor, wanted: torch.Tensor) -> float:
 @pytest.mark.parametrize("width", [1, 150, 2048, 5000])
 @pytest.mark.parametrize("scale", [1.0, 1 / 0.7])
 def test_one_pass_over_logits_gives_their_sums(width, scale):
-    from fivefold.megatron.kernels.logits import row_sums
+    from fivefold.backend.kernels.logits import row_sums
 
     logits = random(5, width, scale=5.0)
     targets = torch.tensor([0, width - 1, -1, width, width // 2], device=DEVICE)
@@ -51,7 +51,7 @@ def test_one_pass_over_logits_gives_their_sums(width, scale):
 @pytest.mark.parametrize("width", [150, 2048, 5000])
 @pytest.mark.parametrize("with_entropy", [True, False])
 def test_the_gradient_of_logits_takes_their_place(dtype, width, with_entropy):
-    from fivefold.megatron.kernels.logits import row_gradient
+    from fivefold.backend.kernels.logits import row_gradient
 
     logits, scale = random(4, width, scale=3.0).float(), 1 / 0.7
     targets = torch.tensor([0, width - 1, -1, width // 2], device=DEVICE)
@@ -78,7 +78,7 @@ def test_the_gradient_of_logits_takes_their_place(dtype, width, with_entropy):
 @pytest.mark.parametrize(("width", "rotated"), [(16, 16), (24, 24), (32, 16)])
 @pytest.mark.parametrize("normed", [True, False])
 def test_queries_and_keys_are_normed_and_rotated_values_are_left(groups, heads, width, rotated, normed, monkeypatch):
-    from fivefold.megatron.kernels import rotary
+    from fivefold.backend.kernels import rotary
 
     monkeypatch.setattr(rotary, "PROGRAMS", 3)
     tokens, mscale = 7, 1.3
@@ -114,7 +114,7 @@ def test_queries_and_keys_are_normed_and_rotated_values_are_left(groups, heads, 
 @pytest.mark.parametrize("weighted", [True, False])
 @pytest.mark.parametrize("width", [1, 96, 1500])
 def test_swiglu_and_its_gradients(weighted, width):
-    from fivefold.megatron.kernels.swiglu import swiglu
+    from fivefold.backend.kernels.swiglu import swiglu
 
     product, weights, upstream = (
         random(6, 2 * width).requires_grad_(),
@@ -134,7 +134,7 @@ def test_swiglu_and_its_gradients(weighted, width):
 
 def test_swiglu_of_no_tokens_is_empty():
     """An expert's rank may get none."""
-    from fivefold.megatron.kernels.swiglu import swiglu
+    from fivefold.backend.kernels.swiglu import swiglu
 
     product = torch.zeros(0, 32, device=DEVICE, requires_grad=True)
     weights = torch.zeros(0, device=DEVICE, requires_grad=True)
@@ -149,7 +149,7 @@ def test_swiglu_of_no_tokens_is_empty():
 @pytest.mark.parametrize(("heads", "groups", "width"), [(16, 8, 128), (4, 4, 64), (8, 2, 96)])
 def test_flash_attention_attends_within_each_piece_and_nowhere_else(lengths, before, window, heads, groups, width):
     """Against float64, no further from it than plain PyTorch in bfloat16; what follows a piece, or another, is not seen."""
-    from fivefold.megatron.kernels import flash
+    from fivefold.backend.kernels import flash
 
     of_keys = [length + before for length in lengths]
     shapes = ((sum(lengths), heads, width), (sum(of_keys), groups, width), (sum(of_keys), groups, width))

@@ -29,9 +29,9 @@ def dense():
 def parallel(mesh, chunk: int):
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    from fivefold.megatron.layers import lm_head
+    from fivefold.backend import log_probs
 
-    lm_head.CHUNK_ELEMENTS = chunk
+    log_probs.CHUNK_ELEMENTS = chunk
     hidden, weight, targets, upstream = inputs()
     rows = PADDED // mesh.layout.tp
     start = mesh.tp.rank() * rows
@@ -50,7 +50,7 @@ def parallel(mesh, chunk: int):
             return out
 
     with Watch():
-        logp, entropy = lm_head._LogProbs.apply(hidden, own_weight, targets, start, valid, 1 / TEMPERATURE, mesh.tp)
+        logp, entropy = log_probs.log_probs(hidden, own_weight, targets, start, valid, 1 / TEMPERATURE, mesh.tp)
         (logp * upstream[0] + entropy * upstream[1]).sum().backward()
     grad = hidden.grad
     torch.distributed.all_reduce(grad, group=mesh.tp)
@@ -80,11 +80,11 @@ def test_no_tensor_of_all_tokens_by_the_vocabulary_exists(cluster):
 
 
 def no_tokens(mesh):
-    from fivefold.megatron.layers import lm_head
+    from fivefold.backend import log_probs
 
     weight = torch.randn(8, 4, requires_grad=True)
     hidden = torch.zeros(0, 4, requires_grad=True)
-    logp, _ = lm_head._LogProbs.apply(hidden, weight, torch.zeros(0, dtype=torch.long), 0, 8, 1.0, mesh.tp)
+    logp, _ = log_probs.log_probs(hidden, weight, torch.zeros(0, dtype=torch.long), 0, 8, 1.0, mesh.tp)
     logp.sum().backward()
     return logp.shape, float(weight.grad.abs().sum()), hidden.grad.shape
 

@@ -15,8 +15,8 @@ from tests.support.two_steps import OBJECTIVE
 
 def left_by_steps(mesh, directory: Path, pipeline: dict) -> tuple[list[int], list[tuple[int, int]]]:
     """Micro-batches that are there when each loss is computed; (micro-batches, tensors) behind a pass and three steps."""
+    from fivefold.backend.micro_batches import MicroBatch
     from fivefold.config.learners import MegatronConfig
-    from fivefold.megatron.step import MicroBatch
 
     model = build(mesh, directory, "float32", 64, megatron=MegatronConfig(pipeline=pipeline))
     batch = random_batch(12, 24, model.spec.vocab).select(mesh.ranks.shard_of_replica(range(12)))

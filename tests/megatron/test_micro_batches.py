@@ -70,6 +70,7 @@ def batch_for(objective, base_T: torch.Tensor):
 
 def gradients(mesh, directory: Path, policy: PolicyConfig, count: int):
     """([objectives, parameters] gradients, losses) on rank 0: what a step leaves before the optimizer."""
+    from fivefold.backend import micro_batches as planning
     from fivefold.megatron import step
     from fivefold.megatron.bridge import WeightStream
     from fivefold.megatron.chunks import named_weights
@@ -85,8 +86,8 @@ def gradients(mesh, directory: Path, policy: PolicyConfig, count: int):
     stream = WeightStream(
         lambda: {name: tensor.main_grad for name, tensor in named_weights(model._chunks).items()}, model.spec, mesh, 64
     )
-    step.micro_batches_needed = lambda sizes, budget: count
-    step.plan_micro_batches = lambda sizes, count, budget: balance(sizes, count)
+    planning.micro_batches_needed = lambda sizes, budget: count
+    planning.plan_micro_batches = lambda sizes, count, budget: balance(sizes, count)
     rows, losses = [], []
     for objective in objectives():
         for ddp in model._models:

@@ -146,24 +146,24 @@ def test_what_cannot_be_trained_is_refused_before_anything_is_read(models, name,
 
 def labels_one_too_few(mesh, *arguments):
     """Layers trained to predict the token that they are given."""
-    from fivefold.megatron import step
+    from fivefold.backend import micro_batches
 
-    original = step.MicroBatches._make
+    original = micro_batches.MicroBatches._make
 
     def make(self, number):
         micro = original(self, number)
         ahead = tuple(replace(each, targets_S=each.token_ids_T[each.source_index_S]) for each in micro.ahead)
         return replace(micro, ahead=ahead)
 
-    step.MicroBatches._make = make
+    micro_batches.MicroBatches._make = make
     return two_steps(mesh, *arguments)
 
 
 def embedding_of_the_same_token(mesh, *arguments):
-    from fivefold.megatron import step
+    from fivefold.backend import micro_batches
 
-    original = step.tokens_ahead
-    step.tokens_ahead = lambda batch, steps: original(batch, steps - 1)
+    original = micro_batches.tokens_ahead
+    micro_batches.tokens_ahead = lambda batch, steps: original(batch, steps - 1)
     return two_steps(mesh, *arguments)
 
 

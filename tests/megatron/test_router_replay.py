@@ -295,7 +295,7 @@ def recomputed_without_replay(mesh, *arguments):
     """Layers that are computed again ask the router."""
     from megatron.core.tensor_parallel.random import is_checkpointing
 
-    from fivefold.megatron.layers.routing import Choice
+    from fivefold.backend.routing import Choice
 
     original = Choice.__init__
 
@@ -309,7 +309,7 @@ def recomputed_without_replay(mesh, *arguments):
 
 def weights_of_the_routers_choice(mesh, *arguments):
     """Experts that are replayed get the weights of those that the router would choose."""
-    from fivefold.megatron.layers.routing import Choice
+    from fivefold.backend.routing import Choice
 
     original = Choice.get_replay_topk
 
@@ -322,7 +322,7 @@ def weights_of_the_routers_choice(mesh, *arguments):
 
 
 def routers_do_not_learn(mesh, *arguments):
-    from fivefold.megatron.layers.routing import Choice
+    from fivefold.backend.routing import Choice
 
     original = Choice.get_replay_topk
 

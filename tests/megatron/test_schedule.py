@@ -142,11 +142,11 @@ def test_a_resumed_run_obeys_its_own_configuration_and_keeps_its_count(cluster, 
 
 def test_a_schedule_that_is_loaded_twice_counts_the_steps_of_the_second_only():
     """As on a rank that could read its part of a checkpoint which another rank found damaged."""
-    from fivefold.megatron.optim.updater import build_schedule
+    from fivefold.backend.schedule import Schedule
 
     def schedule_after(*steps: int):
         adam = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=0.0)
-        made = build_schedule(adam, OptimizerConfig(lr=LR, min_lr=MIN, schedule="linear"), 10)  # type: ignore[arg-type]
+        made = Schedule(adam, OptimizerConfig(lr=LR, min_lr=MIN, schedule="linear"), 10)
         for number in steps:
             saved = schedule_after()
             saved.step(number)

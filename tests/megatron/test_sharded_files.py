@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from fivefold.megatron.sharded_files import Box, Piece, PieceReader, boxes_of_range, write_pieces
+from fivefold.backend.sharded_files import Box, Piece, PieceReader, boxes_of_range, write_pieces
 
 
 @given(st.lists(st.integers(1, 4), max_size=4), st.data())

@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from fivefold.backend.attention import _Gather
+from fivefold.backend.shared_prefix import Piece, Unit, make_pieces, make_units
 from fivefold.columns import Column
 from fivefold.config import RunConfig
 from fivefold.config.learners import PolicyConfig
 from fivefold.layout import ParallelLayout
 from fivefold.megatron.layers import attention
-from fivefold.megatron.shared_prefix import Piece, Unit, make_pieces, make_units
 from fivefold.types import LossOutput, TokenBatch
 from tests.megatron.test_attention import POLICY, gradient_sum
 from tests.support.cluster import Together
@@ -61,11 +62,9 @@ def weighted(output_T, entropy_T, micro):
 
 
 @contextmanager
-def planted(fault: str):
-    """The fault on this rank."""
-    from fivefold.megatron import step
-
-    make_packing, forward = step.make_packing, attention.PackedAttention.forward
+def planted(fault: str, make_packing):
+    """What makes packings with the fault on this rank."""
+    forward = attention.PackedAttention.forward
 
     def once_more(self, query, key, value, *rest, packed_seq_params, **options):
         """The same keys, with twice the gradient where several responses have them."""
@@ -85,10 +84,8 @@ def planted(fault: str):
 
     if fault == "counted twice":
         attention.PackedAttention.forward = once_more
-    elif fault:
-        step.make_packing = changed
-    yield
-    step.make_packing, attention.PackedAttention.forward = make_packing, forward
+    yield changed
+    attention.PackedAttention.forward = forward
 
 
 def computed(mesh, directory: Path, budget: int, fault: str = "", pairs: bool = False):
@@ -101,10 +98,10 @@ def computed(mesh, directory: Path, budget: int, fault: str = "", pairs: bool = 
     assert model._batching.share_prefix
     whole = replace(samples_of(PAIRS), samples_per_comparison=2) if pairs else samples_of()
     own = whole.select([n for n in range(len(whole.lengths_N)) if (n // 4) % mesh.layout.dp == mesh.ranks.coords.dp])
-    found = []
+    found, make_packing = [], model._batching.make_packing
     for share in (True, False):
-        model._batching = replace(model._batching, share_prefix=share)
-        with planted(fault if share else ""):
+        with planted(fault if share else "", make_packing) as changed:
+            model._batching = replace(model._batching, share_prefix=share, make_packing=changed)
             output_T = model.forward(own)
             report = model.train_step(own, weighted)
         found.append((output_T, report.loss, gradient_sum(model), report.tokens))
@@ -158,7 +155,7 @@ def test_a_prefix_that_counts_once_too_often_or_a_mask_that_leaks_is_seen(found,
 def test_gradients_of_keys_that_many_pieces_have_are_summed_in_float32():
     """In bfloat16 a sum of ones would end at 256."""
     rows = torch.ones(2, 1, 1, dtype=torch.bfloat16, requires_grad=True)
-    attention._Gather.apply(rows, torch.tensor([0] * 300 + [1])).sum().backward()
+    _Gather.apply(rows, torch.tensor([0] * 300 + [1])).sum().backward()
     assert rows.grad.flatten().tolist() == [300, 1]
 
 

@@ -115,9 +115,9 @@ def cp_counted_twice(mesh, *arguments):
 
 def zig_zag_lost(mesh, *arguments):
     """Keys taken in the order in which the ranks hold them."""
-    from fivefold.megatron import step
+    from fivefold.megatron import model
 
-    original = step.make_packing
+    original = model.make_packing
 
     def in_rank_order(*given, **kwargs):
         packing = original(*given, **kwargs)
@@ -126,7 +126,7 @@ def zig_zag_lost(mesh, *arguments):
             bucket.keys[inside] = bucket.keys[inside].sort().values
         return packing
 
-    patched(step, "make_packing", in_rank_order)
+    patched(model, "make_packing", in_rank_order)
     return megatron_step(mesh, *arguments)
 
 
@@ -134,17 +134,17 @@ def positions_by_rank(mesh, *arguments):
     """Rotary positions that count each rank's own tokens; counting through a packed batch alone would shift sequences as
     a whole, which relative positions do not show.
     """
-    from fivefold.megatron import step
+    from fivefold.megatron import model
 
-    original = step.make_packing
+    original = model.make_packing
 
-    def counting_on(lengths, *given, **kwargs):
-        packing = original(lengths, *given, **kwargs)
+    def counting_on(*given, **kwargs):
+        packing = original(*given, **kwargs)
         packing.positions_T = torch.arange(len(packing.positions_T))
         packing.max_seqlen_q = packing.max_seqlen_kv = len(packing.positions_T)
         return packing
 
-    patched(step, "make_packing", counting_on)
+    patched(model, "make_packing", counting_on)
     return megatron_step(mesh, *arguments)
 
 

@@ -81,7 +81,7 @@ def test_a_model_on_ranks_of_its_own_fills_these_and_not_the_policy_s(models):
 
 def test_the_head_s_chunks_are_those_of_the_layer(models):
     """One of them where there are many tokens, in plain PyTorch three; with full recomputation nothing else is there then."""
-    from fivefold.megatron.layers.lm_head import CHUNK_ELEMENTS, KERNEL_CHUNK_ELEMENTS
+    from fivefold.backend.log_probs import CHUNK_ELEMENTS, KERNEL_CHUNK_ELEMENTS
 
     spec, layout = load_spec(models("qwen3")), ParallelLayout()
     tokens = 10**8

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,70 +19,21 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
+from fivefold.backend.sharded_files import Box, Piece, PieceReader, boxes_of_range
+from fivefold.backend.shares import STATE, Share
 from fivefold.distributed.objects import all_gather_json
-from fivefold.distributed.threads import in_thread
-from fivefold.files import write_text
-from fivefold.megatron.host_memory import HostMemory, size_of
 from fivefold.megatron.layers.layer_spec import PolicyModel
 from fivefold.megatron.mesh import Mesh
 from fivefold.megatron.optim.adam import PrecisionAwareAdam
 from fivefold.megatron.optim.updater import Updater
 from fivefold.megatron.replica_check import verify_copies
-from fivefold.megatron.sharded_files import Box, Piece, PieceReader, boxes_of_range, write_pieces
 from fivefold.summed_files import DamagedFile, read_part
 from fivefold.tensors import check_finite
 
-_STATE = "optimizer.json"
 _PREFIX = "model."
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 MASTER = "param"
 """State name of the float32 copy that an optimizer keeps of a 16-bit parameter."""
-
-
-@dataclass(frozen=True)
-class Share:
-    """The share of a model that this rank writes."""
-
-    rank: int
-    pieces: list[Piece]
-    state: dict[str, Any] | None
-    """State of optimizer and schedule; None on ranks that do not write it."""
-
-    def write(self, path: Path) -> list[Path]:
-        """Write the share into the existing directory `path`; return the files."""
-        files = [path / f"rank-{self.rank:05d}.safetensors"]
-        write_pieces(files[0], self.pieces)
-        if self.state is not None:
-            files.append(path / _STATE)
-            write_text(files[-1], json.dumps(self.state, indent=1))
-        return files
-
-
-class HostCopies:
-    """Copies shares into pinned host memory, which is kept: allocating it takes longer than copying."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._memory: Future[HostMemory] | None = None
-        self._size = -1
-
-    def prepare(self, share: Share) -> None:
-        """Start to allocate the memory in a thread, unless it exists."""
-        size = size_of([piece.values for piece in share.pieces])
-        if size != self._size:
-            self._size, self._memory = size, in_thread(lambda: HostMemory(size, self._device), "host memory")
-
-    def of(self, share: Share) -> Share:
-        """Return a host copy of the share as it is now; the previous copy must have been written."""
-        self.prepare(share)
-        assert self._memory is not None
-        copied = []
-        places = self._memory.result().places([piece.values for piece in share.pieces])
-        for piece, place in zip(share.pieces, places, strict=True):
-            copied.append(replace(piece, values=place.copy_(piece.values, non_blocking=True)))
-        if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()
-        return replace(share, pieces=copied)
 
 
 def share_of(chunks: list[PolicyModel], updater: Updater | None, mesh: Mesh) -> Share:
@@ -124,7 +74,7 @@ def _read(path: Path, chunks: list[PolicyModel], updater: Updater | None, mesh: 
             check_finite(tensor.name, tensor.data, str(path))
     if updater is not None:
         _ensure_moments(updater)
-        state = json.loads(read_part(path / _STATE))
+        state = json.loads(read_part(path / STATE))
         _load_optimizer(reader, chunks, updater, mesh, state["step"])
         updater.schedule.load_state_dict(state["schedule"])
         if updater.loss_scale is not None and "loss_scale" in state:

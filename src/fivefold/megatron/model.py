@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from functools import wraps
+from functools import partial, wraps
 from itertools import chain
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -12,14 +12,17 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
+from fivefold.backend.offload import Offload
+from fivefold.backend.shares import HostCopies
 from fivefold.config.learners import PolicyConfig
 from fivefold.distributed.groups import as_world
 from fivefold.distributed.heartbeat import Interrupted
 from fivefold.megatron import dist_checkpoint, step
 from fivefold.megatron.chunks import build_chunks
 from fivefold.megatron.layers.adapters import switched_off
+from fivefold.megatron.layers.attention import make_packing
 from fivefold.megatron.mesh import Mesh
-from fivefold.megatron.offload import Offload
+from fivefold.megatron.offload import tensors_of
 from fivefold.megatron.optim.updater import build_updater
 from fivefold.megatron.replica_check import verify_copies
 from fivefold.megatron.routers import Routers
@@ -82,18 +85,21 @@ class MegatronModel:
             config = transformer_config(self.spec, mesh, policy)
             self._chunks = build_chunks(config, self.spec, mesh, policy)
             self._routers = Routers(self._chunks, self.spec, mesh)
+            fused = config.transformer_impl == "transformer_engine"
             self._batching = step.BatchingConfig(
-                mesh,
+                mesh.ranks,
+                mesh.device,
                 policy.tokens_per_micro_batch,
                 self.spec.vocab,
                 self.spec.value_head,
-                fused=config.transformer_impl == "transformer_engine",
+                mesh=mesh,
                 experts=self._routers.layers,
+                make_packing=partial(make_packing, fused),
                 virtual=len(self._chunks),
                 round_of=config.microbatch_group_size_per_vp_stage if len(self._chunks) > 1 else 1,
                 fixed_length=mesh.layout.pp > 1 and not config.variable_seq_lengths,
                 equal_length=self.spec.moe is not None and config.moe_token_dispatcher_type == "allgather",
-                share_prefix=policy.shares_prefix_on(mesh.layout) and config.transformer_impl != "transformer_engine",
+                share_prefix=policy.shares_prefix_on(mesh.layout) and not fused,
                 mtp_layers=config.mtp_num_layers or 0,
                 mtp_factor=policy.mtp.loss_scaling_factor,
                 sequences=policy.sequences_per_forward,
@@ -127,8 +133,8 @@ class MegatronModel:
                 self._models = list(self._updater.ddps)
                 config.finalize_model_grads_func = self._finalize
                 config.grad_scale_func = self._updater.optimizer.scale_loss
-            self._copies = dist_checkpoint.HostCopies(mesh.device)
-            self._offload = Offload(policy.offload, mesh.device, self._chunks, self._updater)
+            self._copies = HostCopies(mesh.device)
+            self._offload = Offload(policy.offload, mesh.device, lambda part: tensors_of(part, self._chunks, self._updater))
 
     @property
     def version(self) -> int:

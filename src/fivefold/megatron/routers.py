@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fivefold.backend.routing import MoELayers
 from fivefold.distributed.objects import all_gather_json
 from fivefold.megatron.layers.layer_spec import PolicyModel
 from fivefold.megatron.layers.moe import MoE, Router
-from fivefold.megatron.layers.routing import MoELayers
 from fivefold.megatron.mesh import Mesh
 from fivefold.models.spec import ModelSpec
 

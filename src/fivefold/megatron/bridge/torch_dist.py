@@ -13,9 +13,9 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTenso
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from torch import Tensor
 
+from fivefold.backend.sharded_files import Box
 from fivefold.errors import UserError, first_line
 from fivefold.megatron.bridge.sharding import SHARDERS, Sliceable
-from fivefold.megatron.sharded_files import Box
 from fivefold.models.families import mtp_parameters_of, parameters_of
 from fivefold.models.parameters import EMBEDDING, OUTPUT, MappedParameter, Sharding
 from fivefold.models.spec import ModelSpec

@@ -23,6 +23,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor
 
+from fivefold.backend.micro_batches import Ahead
+from fivefold.backend.routing import Routing
 from fivefold.config.packages import can_import, missing_packages
 from fivefold.errors import UserError
 from fivefold.megatron.layers.adapters import is_adapter
@@ -30,10 +32,9 @@ from fivefold.megatron.layers.attention import PackedAttention, Packing
 from fivefold.megatron.layers.lm_head import LogProbHead, ValueHead
 from fivefold.megatron.layers.mla import MLANorm, MultiLatentAttention
 from fivefold.megatron.layers.moe import GroupedExperts, MoE, Router
-from fivefold.megatron.layers.mtp import Ahead, mtp_spec
+from fivefold.megatron.layers.mtp import mtp_spec
 from fivefold.megatron.layers.norm import RMSNorm
 from fivefold.megatron.layers.recompute import LastLinear
-from fivefold.megatron.layers.routing import Routing
 from fivefold.megatron.layers.self_attention import SelfAttention
 
 

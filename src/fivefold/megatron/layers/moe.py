@@ -18,8 +18,8 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from fivefold.megatron import kernels
-from fivefold.megatron.layers.routing import Choice, Routing
+from fivefold.backend import kernels
+from fivefold.backend.routing import Choice, Routing
 
 
 class _AddLoss(torch.autograd.Function):
@@ -240,7 +240,7 @@ class GroupedExperts(MegatronModule):
 
 def _swiglu(product: Tensor, weights_T: Tensor) -> Tensor:
     if kernels.serve(product):
-        from fivefold.megatron.kernels.swiglu import swiglu
+        from fivefold.backend.kernels.swiglu import swiglu
 
         return swiglu(product, weights_T)
     gate, up = product.chunk(2, -1)

@@ -8,7 +8,6 @@ not exchange them, and nothing crosses the end of a sample.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,18 +22,6 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 
 from fivefold.megatron.layers.norm import RMSNorm
-
-
-@dataclass(frozen=True)
-class Ahead:
-    """Inputs and targets of one layer of multi-token prediction, for a micro-batch on this rank."""
-
-    token_ids_T: Tensor
-    """Token whose embedding each local token's hidden state is joined with; 0 past the end of its sample."""
-    source_index_S: Tensor
-    """Indices of the local tokens whose prediction counts."""
-    targets_S: Tensor
-    """Tokens to be predicted at `source_index_S`."""
 
 
 def mtp_spec(layers: int, layer: ModuleSpec, detach: bool) -> MultiTokenPredictionBlockSubmodules:

@@ -12,7 +12,8 @@ from megatron.core.tensor_parallel.random import is_checkpointing
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from fivefold.megatron.patches.gradients import add_product, taken_by_buffer
+from fivefold.backend.log_probs import add_product
+from fivefold.megatron.patches.gradients import taken_by_buffer
 
 
 class LastLinear(RowParallelLinear):

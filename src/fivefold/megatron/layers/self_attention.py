@@ -8,7 +8,7 @@ import megatron.core.transformer.attention as mcore
 from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import _yarn_get_concentration_factor_from_config
 from torch import Tensor
 
-from fivefold.megatron import kernels
+from fivefold.backend import kernels
 from fivefold.megatron.layers.norm import RMSNorm
 
 
@@ -33,7 +33,7 @@ class SelfAttention(mcore.SelfAttention):
         """[T, 1, heads, D] queries, keys and values, already rotated if the kernel does it."""
         if self._turns is None:
             return super().get_query_key_value_tensors(hidden_states, *args, **kwargs)
-        from fivefold.megatron.kernels.rotary import norm_rotate
+        from fivefold.backend.kernels.rotary import norm_rotate
 
         mixed, _ = super().get_query_key_value_tensors(hidden_states, split_qkv=False)
         q_norm, k_norm = self.q_layernorm, self.k_layernorm

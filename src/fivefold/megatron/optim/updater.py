@@ -5,18 +5,17 @@ from __future__ import annotations
 import math
 import sys
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
-from megatron.core.optimizer.grad_scaler import DynamicGradScaler
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from fivefold.config.learners import OptimizerConfig, PolicyConfig
+from fivefold.backend.loss_scale import LossScale
+from fivefold.backend.schedule import Schedule
+from fivefold.config.learners import PolicyConfig
 from fivefold.config.mcore_options import DTYPE_NAMES
 from fivefold.errors import UserError
 from fivefold.megatron.layers.layer_spec import PolicyModel
@@ -30,7 +29,7 @@ class Updater:
     ddps: list[DistributedDataParallel]
     """One wrapper per virtual stage."""
     optimizer: MegatronOptimizer
-    schedule: OptimizerParamScheduler
+    schedule: Schedule
     loss_scale: LossScale | None = None
     """Dynamic loss scale; None except in float16."""
 
@@ -111,104 +110,18 @@ def build_updater(
         FusedAdamW.take_over(part.optimizer)
     loss_scale = None
     if config.fp16:
-        loss_scale = LossScale.of(optimizer.config)
+        constant = optimizer.config.loss_scale
+        loss_scale = LossScale(
+            initial=constant or optimizer.config.initial_loss_scale,
+            lowest=constant or optimizer.config.min_loss_scale,
+            window=sys.maxsize if constant else int(optimizer.config.loss_scale_window),
+            hysteresis=optimizer.config.hysteresis,
+            device=next(chunks[0].parameters()).device,
+        )
         for part in optimizer.chained_optimizers:
             part.grad_scaler = loss_scale
     if ddp_config.overlap_grad_reduce:
         config.no_sync_func = [ddp.no_sync for ddp in ddps] if len(ddps) > 1 else ddps[0].no_sync
     if ddp_config.overlap_param_gather:
         config.param_sync_func = [ddp.start_param_sync for ddp in ddps] if len(ddps) > 1 else ddps[0].start_param_sync
-    return Updater(ddps, optimizer, build_schedule(optimizer, settings, total_updates, updates_per_step), loss_scale)
-
-
-class LossScale(DynamicGradScaler):
-    """Dynamic loss scale for float16, so that small gradients do not vanish: one for all optimizers of a model.
-
-    It is halved after `hysteresis` overflows of the gradients, and doubled after `loss_scale_window` updates without one.
-    """
-
-    @classmethod
-    def of(cls, config: MegatronOptimizerConfig) -> LossScale:
-        """Return the scale that the options describe; `loss_scale` is one that never moves."""
-        constant = config.loss_scale
-        return cls(
-            initial_scale=constant or config.initial_loss_scale,
-            min_scale=constant or config.min_loss_scale,
-            growth_factor=2.0,
-            backoff_factor=0.5,
-            growth_interval=sys.maxsize if constant else int(config.loss_scale_window),
-            hysteresis=config.hysteresis,
-        )
-
-    def update(self, found_inf: bool) -> None:
-        """Ignore Megatron-Core's call for each of its optimizers: `follow` moves the scale once per update."""
-
-    def follow(self, overflowed: bool) -> None:
-        """Move the scale after an update, depending on whether its gradients overflowed."""
-        super().update(overflowed)
-
-    @property
-    def can_fall(self) -> bool:
-        return bool(self.scale > self.min_scale)
-
-    def state(self) -> dict[str, float]:
-        """Return the state that a checkpoint stores."""
-        return {name: float(value) for name, value in self.state_dict().items()}
-
-    def load_state(self, state: dict[str, float]) -> None:
-        self._scale.fill_(state["scale"])
-        self._growth_tracker, self._hysteresis_tracker = int(state["growth_tracker"]), int(state["hysteresis_tracker"])
-
-
-class Schedule(OptimizerParamScheduler):
-    """Megatron-Core's schedule, which counts optimizer steps, read at the count of `schedule_per` and `warmup_from`."""
-
-    def __init__(self, *arguments: Any, updates_per_count: int, first: int, **others: Any) -> None:
-        self._updates_per_count, self._first = updates_per_count, first
-        self.num_steps: int = 0
-        super().__init__(*arguments, **others)
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Set the schedule to a saved state; Megatron-Core's adds the saved steps to those already counted."""
-        self.num_steps = 0
-        super().load_state_dict(state_dict)
-
-    def get_lr(self, param_group: dict[str, Any]) -> float:
-        """Return the learning rate of the next update, number `num_steps`."""
-        updates = self.num_steps
-        self.num_steps = max(0, math.ceil(updates / self._updates_per_count) - 1 + self._first)
-        try:
-            return float(super().get_lr(param_group))
-        finally:
-            self.num_steps = updates
-
-
-def build_schedule(
-    optimizer: MegatronOptimizer, settings: OptimizerConfig, total_updates: int, updates_per_step: int = 1
-) -> Schedule:
-    """Build the schedule of the learning rate over optimizer steps.
-
-    Of w warm-up steps, step k is k/w of the way from `warmup_init_lr` to `lr`, or (k - 1)/w with `warmup_from: 0`.
-    """
-    counts = {"update": 1, "step": updates_per_step}
-    updates_per_count = counts[per] if isinstance(per := settings.schedule_per, str) else per
-    total = total_updates // updates_per_count
-    warmup = int(settings.warmup_steps if settings.warmup_steps >= 1 else settings.warmup_steps * total)
-    decay_steps = total if settings.decay_steps is None else settings.decay_steps
-    return Schedule(
-        optimizer,
-        init_lr=settings.warmup_init_lr,
-        max_lr=settings.lr,
-        min_lr=settings.min_lr,
-        lr_warmup_steps=warmup,
-        lr_decay_steps=max(decay_steps, warmup + 1),
-        lr_decay_style=settings.schedule,
-        start_wd=settings.weight_decay,
-        end_wd=settings.weight_decay,
-        wd_incr_steps=0,
-        wd_incr_style="constant",
-        use_checkpoint_opt_param_scheduler=False,
-        override_opt_param_scheduler=True,
-        updates_per_count=updates_per_count,
-        first=settings.warmup_from,
-    )
+    return Updater(ddps, optimizer, Schedule(optimizer, settings, total_updates, updates_per_step), loss_scale)

@@ -8,7 +8,7 @@ import megatron.core.transformer.mlp as mlp
 from megatron.core.fusions.fused_bias_swiglu import bias_swiglu_impl
 from torch import Tensor
 
-from fivefold.megatron import kernels
+from fivefold.backend import kernels
 
 
 def install() -> None:
@@ -19,7 +19,7 @@ def install() -> None:
 
 def _swiglu(product: Tensor, bias: Tensor | None, *options: Any) -> Tensor:
     if bias is None and not any(options) and kernels.serve(product):
-        from fivefold.megatron.kernels.swiglu import swiglu
+        from fivefold.backend.kernels.swiglu import swiglu
 
         return swiglu(product)
     found: Tensor = bias_swiglu_impl(product, bias, *options)

@@ -15,15 +15,7 @@ import torch
 from megatron.core.utils import local_multi_tensor_applier
 from torch import Tensor
 
-
-def add_product(buffer: Tensor, grad_SV: Tensor, input_SD: Tensor) -> None:
-    """Compute buffer [V, D] += gradᵀ · input, summed in the buffer's own precision."""
-    if grad_SV.is_cuda and buffer.dtype == torch.float32 and grad_SV.dtype != torch.float32:
-        torch.addmm(buffer, grad_SV.t(), input_SD, out_dtype=torch.float32, out=buffer)
-    elif buffer.dtype == grad_SV.dtype:
-        buffer.addmm_(grad_SV.t(), input_SD)
-    else:
-        buffer += grad_SV.t() @ input_SD
+from fivefold.backend.log_probs import add_product
 
 
 def taken_by_buffer(weight: Tensor) -> Tensor:

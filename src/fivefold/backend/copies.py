@@ -1,0 +1,66 @@
+"""Compares what must be equal on several ranks: tensors -> nothing, or an error that names them and the ranks."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fivefold.distributed.objects import all_gather_json
+from fivefold.errors import RunError
+
+_PIECE = 1 << 24
+"""Number of elements processed at once: 64-bit copies of a whole parameter would not fit next to it."""
+
+
+class ReplicaError(RunError):
+    """Raised when copies of a parameter that must be equal differ."""
+
+
+@torch.no_grad()
+def digest(tensor: Tensor) -> Tensor:
+    """Return two 64-bit sums over the bits of a tensor, one weighted by position: equal tensors have equal digests."""
+    flat = tensor.detach().contiguous().view(-1)
+    numbers = flat.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()])
+    sums = torch.zeros(2, dtype=torch.long, device=tensor.device)
+    for number, bits in enumerate(numbers.split(_PIECE)):
+        place = torch.arange(number * _PIECE + 1, number * _PIECE + len(bits) + 1, device=bits.device)
+        sums += torch.stack([bits.sum(dtype=torch.long), (bits.long() * place).sum()])
+    return sums
+
+
+def raise_together(faults: list[str], members: dist.ProcessGroup) -> None:
+    """Raise ReplicaError on all ranks of the model if one of them found a fault. Collective."""
+    failed = all_gather_json("; ".join(faults), members)
+    if any(failed):
+        found = sorted({text for text in failed if text})
+        raise ReplicaError(
+            f"copies of parameters that must be equal differ, so ranks train different models: {'; '.join(found[:4])}"
+            + (f"; and {len(found) - 4} more" if len(found) > 4 else "")
+            + ". Go back to a checkpoint from before; trainer.guard.every sets how often this is compared"
+        )
+
+
+def compare(what: str, group: dist.ProcessGroup, digests: dict[str, Tensor]) -> str:
+    """ "" if all ranks of the group have the same digests, otherwise which parameter differs on which ranks."""
+    if group.size() == 1 or not digests:
+        return ""
+    mine = torch.stack(list(digests.values()))
+    lowest, highest = mine.clone(), mine.clone()
+    dist.all_reduce(lowest, dist.ReduceOp.MIN, group=group)
+    dist.all_reduce(highest, dist.ReduceOp.MAX, group=group)
+    differing = (lowest != highest).any(1).nonzero()[:, 0].tolist()
+    if not differing:
+        return ""
+    first = differing[0]
+    values = [torch.empty_like(mine[first]) for _ in range(group.size())]
+    dist.all_gather(values, mine[first].contiguous(), group=group)
+    numbers = [tuple(value.tolist()) for value in values]
+    usual = max(set(numbers), key=numbers.count)
+    ranks = dist.get_process_group_ranks(group)
+    odd = [rank for rank, value in zip(ranks, numbers, strict=True) if value != usual]
+    names = list(digests)
+    return (
+        f"{names[first]} on ranks {odd} against {[rank for rank in ranks if rank not in odd]} ({what}; "
+        f"{len(differing)} of {len(names)} parameters differ)"
+    )
