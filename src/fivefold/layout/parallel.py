@@ -11,7 +11,7 @@ TRAINERS = ("megatron", "fsdp")
 ENGINES = ("vllm", "sglang")
 DIMENSIONS = {"d": "dp", "t": "tp", "p": "pp", "c": "cp", "e": "ep"}
 _ATTENTION, _EXPERTS, _ENGINE = "dtpc", "dtpe", "dtpe"
-_EXAMPLE = "write for example 'megatron:d2t2p1' or 'megatron:(attn:d1p4t2c2|ffn:d1p4t1e4)'"
+_EXAMPLE = "write for example 'megatron:d2t2p1', 'fsdp:d4' or 'megatron:(attn:d1p4t2c2|ffn:d1p4t1e4)'"
 _HEAD = re.compile(r"(?P<backend>[^:\[\]]*)(?:\[(?P<name>[^\]]*)\])?:(?P<sizes>.*)", re.DOTALL)
 _NAME = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*")
 _MOST = 1 << 20
@@ -55,10 +55,8 @@ class ParallelLayout:
     name: str | None = None
 
     def __post_init__(self) -> None:
-        if self.backend == "fsdp" and (self.pp > 1 or self.ep > 1):
-            raise UserError(
-                f"fsdp has no pipeline or expert parallelism: got p{self.pp} e{self.ep}; use megatron: for those"
-            )
+        if self.backend == "fsdp":
+            self._check_fsdp()
         if self.world_size > _MOST:
             raise UserError(f"a layout must have at most {_MOST} ranks: got {self.world_size} in {self}")
         if self.world_size % (self.pp * self.etp * self.ep):
@@ -66,6 +64,16 @@ class ParallelLayout:
                 f"the ranks must be divisible among experts: world size d·t·p·c = {self.world_size} is not a multiple of "
                 f"p·etp·e = {self.pp}·{self.etp}·{self.ep} = {self.pp * self.etp * self.ep}; "
                 f"choose an e that divides {self.world_size // self.pp // self.etp or 1}, or more ranks"
+            )
+
+    def _check_fsdp(self) -> None:
+        if self.pp > 1:
+            raise UserError(f"fsdp has no pipeline: got p{self.pp}; use megatron: for it")
+        if self.etp > 1:
+            raise UserError(f"fsdp does not shard single experts, so it has no ffn part: got {self}; use megatron: for it")
+        if self.ep > 1 and (self.ep % self.tp or self.dp * self.tp % self.ep):
+            raise UserError(
+                f"with fsdp, e must be 1 or a multiple of t that divides d·t: got e{self.ep} for d{self.dp} t{self.tp}"
             )
 
     @classmethod
@@ -101,7 +109,8 @@ class ParallelLayout:
 
     def __str__(self) -> str:
         head = f"{self.backend}[{self.name}]" if self.name else self.backend
-        attention = f"d{self.dp}t{self.tp}p{self.pp}" + (f"c{self.cp}" if self.cp > 1 else "")
+        stages = "" if self.backend == "fsdp" else f"p{self.pp}"
+        attention = f"d{self.dp}t{self.tp}{stages}" + (f"c{self.cp}" if self.cp > 1 else "")
         if self.etp > 1:
             return f"{head}:(attn:{attention}|ffn:d{self.edp}t{self.etp}p{self.pp}e{self.ep})"
         return f"{head}:{attention}" + (f"e{self.ep}" if self.ep > 1 else "")
