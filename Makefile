@@ -38,7 +38,7 @@ BRIDGES_READY := $(BRIDGES)/.ready
 # Which part of a long target runs: K/N is the K-th of N.
 PART ?= 1/1
 
-.PHONY: setup check test test-plain test-vllm test-slow test-slow-vllm test-sglang test-kernels test-routes test-trackers test-hub test-install test-browser test-dialects test-documents test-eras test-cpus \
+.PHONY: setup check test test-plain test-vllm test-slow test-slow-vllm test-sglang test-kernels test-routes test-trackers test-hub test-install test-browser test-dialects test-fsdp test-documents test-eras test-cpus \
 	test-layouts test-attacks test-bridges test-published test-hosts test-by-turns test-all demo real docs site demo-curve gsm8k gpu-test gpu-speed wheel image-cpu image-cuda clean
 
 setup: $(READY)
@@ -163,6 +163,10 @@ test-cpus: $(READY)
 # Every layout of tests/support/layout_cases.py for three models and two micro-batch budgets, as a table.
 test-layouts: $(READY)
 	$(BIN)/python -m tests.megatron.layout_table $(MODEL)
+
+# Every family and layout of `fsdp:`, and its faults.
+test-fsdp: $(READY)
+	$(BIN)/python -m pytest -n 2 -m fsdp --part $(PART)
 
 # Tests that take minutes: checkpoints of ten layouts read on all the others, the demo shortened, whole runs of every example.
 test-slow: $(READY)

@@ -15,6 +15,7 @@ from fivefold.algo.advantages import ADVANTAGES
 from fivefold.algo.methods import LearnsFrom
 from fivefold.algo.objective import Objective
 from fivefold.algo.values import ValueLoss
+from fivefold.backends import BACKENDS, Meshes
 from fivefold.build_engine import as_engines_know, build_engine, start_judges
 from fivefold.checkpoint.checkpoints import RunState
 from fivefold.checkpoint.fingerprint import Fingerprint
@@ -42,8 +43,7 @@ from fivefold.errors import UserError, shown
 from fivefold.hub import commit_of, model_snapshot
 from fivefold.interfaces import Engine, FrozenModel, Model, RolloutSource
 from fivefold.keys.identity import with_absolute_paths
-from fivefold.megatron.mesh import Meshes
-from fivefold.megatron.model import MegatronModel, WithoutAdapters
+from fivefold.megatron.model import WithoutAdapters
 from fivefold.models.end_tokens import EndTokens
 from fivefold.models.families import load_spec
 from fivefold.models.overrides import overridden
@@ -168,7 +168,7 @@ def build_run(
             f"critic.warmup_steps must be below the {steps} steps of the run, or the policy never learns: "
             f"got {config.critic.warmup_steps}"
         )
-    meshes = Meshes(ranks, device, config.trainer.seed, config.launch.timeout_minutes)
+    meshes = Meshes(ranks, device, config.trainer.seed, config.launch.timeout_minutes, config.policy.replicas)
     settle = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     logger = RunLogger(
         config.run_dir,
@@ -396,7 +396,7 @@ def build_models(
     `directories` has the models' paths, `steps` the length for each value of `optimizer.schedule_over`.
     """
     ranks, roles, spec = meshes.ranks, config.roles, load_spec(directories[config.model.described_by(config.model.path)])
-    placed: dict[str, tuple[Ranks, MegatronModel | None]] = {}
+    placed: dict[str, tuple[Ranks, Any]] = {}
     warmup = config.critic.warmup_steps if "critic" in roles else 0
     engine_dtype = None if config.algorithm.offline else config.engine.dtype or config.policy.dtype
     lost: AdapterGuard | None = None
@@ -432,6 +432,7 @@ def build_models(
             directory=directory,
             torch_dist=torch_dist,
             value_head=role.has_value_head,
+            trust_remote_code=config.model.trust_remote_code,
             **learning(role),
         )
         if name == "policy" and role.settings.lora.rank and engine_dtype is not None:
@@ -466,12 +467,11 @@ def build_learners(config: RunConfig, objective: Objective, ranks: Ranks) -> dic
     return learners
 
 
-def _on_its_ranks(
-    meshes: Meshes, settings: PolicyConfig, first_rank: int, **arguments: Any
-) -> tuple[Ranks, MegatronModel | None]:
+def _on_its_ranks(meshes: Meshes, settings: PolicyConfig, first_rank: int, **arguments: Any) -> tuple[Ranks, Any]:
     """Return the ranks of a model, which begin at `first_rank`, and this rank's shard of it (None without one)."""
-    own, mesh = meshes.of(settings.layout, first_rank)
-    return own, None if mesh is None else MegatronModel(policy=settings, mesh=mesh, **arguments)
+    own, mesh = meshes.of(settings.layout, first_rank, settings.replicas)
+    build = BACKENDS[settings.layout.backend].model
+    return own, None if mesh is None else build(policy=settings, mesh=mesh, **arguments)
 
 
 def _refresh(models: Models, engine: Engine) -> None:
@@ -607,9 +607,15 @@ def build_reward_model(config: RunConfig, directories: Mapping[str, Path], meshe
     directory = directories[config.model.described_by(path)]
     tokenizer = load_tokenizer(str(directory), config.model.trust_remote_code)
     settings = config.roles.settings("reward.model")
-    ranks, mesh = meshes.of(settings.layout, config.reward.model.first_rank)
-    files: dict[str, Any] = {"directory": directory, "torch_dist": find_torch_dist(directories[path])}
-    model = None if mesh is None else MegatronModel(policy=settings, mesh=mesh, value_head=True, **files)
+    ranks, model = _on_its_ranks(
+        meshes,
+        settings,
+        config.reward.model.first_rank,
+        directory=directory,
+        torch_dist=find_torch_dist(directories[path]),
+        value_head=True,
+        trust_remote_code=config.model.trust_remote_code,
+    )
     if model is not None and model.value_head_is_new:
         raise UserError(f"reward.model.path: {path} has no value head (score.weight): it is not a sequence classifier")
 

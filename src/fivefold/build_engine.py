@@ -27,7 +27,7 @@ from fivefold.interfaces import Engine, EngineReplica
 from fivefold.layout import ParallelLayout
 from fivefold.megatron.transformer_config import DTYPES
 from fivefold.models.config_json import read_config
-from fivefold.models.families import FAMILIES, load_spec
+from fivefold.models.families import known_as, load_spec
 from fivefold.plan.engine_checks import cache_beside, engine_cache, token_bytes
 from fivefold.plan.memory import CPU_CACHE
 
@@ -79,14 +79,14 @@ def as_engines_know(directory: Path) -> Path:
     The substitute has links to the model's files and a config.json with that name.
     """
     config = read_config(directory)
-    known_as = FAMILIES[load_spec(directory).family].known_as
-    if known_as is None:
+    name = known_as(load_spec(directory))
+    if name is None:
         return directory
     found = scratch_directory()
     for file in directory.iterdir():
         if file.name != "config.json":
             (found / file.name).symlink_to(file.resolve())
-    config |= {"model_type": known_as[0], "architectures": [known_as[1]], "num_nextn_predict_layers": 0}
+    config |= {"model_type": name[0], "architectures": [name[1]], "num_nextn_predict_layers": 0}
     # These name code in the repository, which never runs.
     config.pop("auto_map", None)
     (found / "config.json").write_text(json.dumps(config))

@@ -16,7 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 layout, other = sys.argv[1:]
 from fivefold.distributed.ranks import Ranks
 from fivefold.layout import ParallelLayout
-from fivefold.megatron.mesh import Meshes
+from fivefold.backends import Meshes
 
 parsed = ParallelLayout.parse(layout)
 dist.init_process_group("fake", store=FakeStore(), rank=parsed.world_size - 1, world_size=parsed.world_size)

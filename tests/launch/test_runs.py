@@ -661,7 +661,7 @@ def test_the_ratio_of_a_sequence_is_that_of_its_tokens_on_all_context_parallel_r
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [
-        (["policy.backend=fsdp:d2"], "the one backend that trains: got fsdp:d2t1p1; write megatron:d2t1p1"),
+        (["policy.backend=vllm:d2"], "a layout of a trainer, megatron or fsdp: got vllm:d2t1p1; write megatron:d2t1p1"),
         (["policy.backend=megatron:d2e2"], "qwen3 has no experts"),
         (["policy.backend=megatron:p2", "policy.megatron.pipeline.virtual_pipeline_model_parallel_size=2"], "divisible by the virtual"),
         (["policy.megatron.transformer.recompute_granularty=full"], "did you mean 'recompute_granularity'"),

@@ -24,7 +24,7 @@ def one_after_another(mesh):
     from megatron.core import parallel_state as state
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
-    from fivefold.megatron.mesh import Meshes
+    from fivefold.backends import Meshes
 
     meshes = Meshes(mesh.ranks, mesh.device, 0, 10)
     (_, own), (_, other) = meshes.of(mesh.layout), meshes.of(ParallelLayout.parse("megatron:p2t2"))
@@ -68,7 +68,7 @@ def timeouts(mesh) -> set[float]:
     """Minutes, of all process groups that there are once every kind was made: of the world, of ranks, of two layouts."""
     from torch.distributed import distributed_c10d
 
-    from fivefold.megatron.mesh import Meshes
+    from fivefold.backends import Meshes
 
     Meshes(mesh.ranks, mesh.device, 0, 7).of(ParallelLayout.parse("megatron:p2t2"))
     mesh.ranks.whole_group()

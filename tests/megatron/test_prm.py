@@ -78,8 +78,8 @@ def objective_of(update: str, loss: str, reference: str):
 
 def learned(mesh, case: Case, directory: Path, other: Path):
     """What the loop does with the model: annotate, its updates, advantages."""
+    from fivefold.backends import Meshes
     from fivefold.distributed.redealing import on_replicas_of
-    from fivefold.megatron.mesh import Meshes
     from fivefold.megatron.model import MegatronModel
     from fivefold.trainer.checks import SkipGuard
     from fivefold.trainer.learners import ProcessRewardLearner

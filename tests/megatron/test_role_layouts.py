@@ -88,8 +88,8 @@ EIGHT = [
 
 def updates(mesh, case: Case, directory: Path, reference_directory: Path, critic_directory: Path):
     """Reference log-probs and values of the whole batch, reports, parameters: what the loop computes of two updates."""
+    from fivefold.backends import Meshes
     from fivefold.distributed.redealing import on_replicas_of
-    from fivefold.megatron.mesh import Meshes
     from fivefold.megatron.model import MegatronModel
 
     def settings(role: str):

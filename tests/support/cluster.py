@@ -45,6 +45,7 @@ def _rank(kind: str, calls: Sequence[Call], layout: ParallelLayout, rank: int, p
         from torch.utils._pytree import tree_map_only
 
         from fivefold.distributed.ranks import Ranks
+        from fivefold.fsdp import mesh as fsdp_mesh
         from fivefold.megatron import mesh as megatron_mesh
 
         # On GPUs a rank has its cores, as the launcher gives them; CPU tests run beside each other.
@@ -53,7 +54,11 @@ def _rank(kind: str, calls: Sequence[Call], layout: ParallelLayout, rank: int, p
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
         device = _device(kind, rank)
         megatron_mesh.init_process_group(device, timeout_minutes=LONGEST / 60)
-        mesh = megatron_mesh.build_mesh(Ranks(layout, LONGEST / 60), device, seed=0, timeout_minutes=LONGEST / 60)
+        place = Ranks(layout, LONGEST / 60)
+        if layout.backend == "fsdp":
+            mesh = fsdp_mesh.build_mesh(place, device)
+        else:
+            mesh = megatron_mesh.build_mesh(place, device, seed=0, timeout_minutes=LONGEST / 60)
         for function, *arguments in calls:
             # Whoever asked may not touch the GPU.
             send(answers, (True, tree_map_only(torch.Tensor, torch.Tensor.cpu, function(mesh, *arguments))))

@@ -23,6 +23,7 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
+WINDOWS = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
 MOE = {"moe_intermediate_size": 32, "num_experts_per_tok": 2}
 DEEPSEEK = {
     **MOE,
@@ -80,6 +81,19 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_tied": ("Qwen3", {"head_dim": 16, "tie_word_embeddings": True}),
     "seed_oss": ("SeedOss", {"head_dim": 16}),
 }
+
+
+_IDS = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2}
+_GEMMA = {**_IDS, "head_dim": 16, "sliding_window": 7, "query_pre_attn_scalar": 16}
+OTHER_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma2": ("Gemma2", {**_GEMMA, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}),
+    "gemma3": ("Gemma3Text", {**_GEMMA, "layer_types": WINDOWS}),
+    "phi3": ("Phi3", {**_IDS, "sliding_window": 7}),
+    "olmo2": ("Olmo2", _IDS),
+    "olmo3": ("Olmo3", {**_IDS, "sliding_window": 7, "layer_types": WINDOWS}),
+    "smollm3": ("SmolLM3", {**_IDS, "tie_word_embeddings": True}),
+}
+"""Families of transformers that have no file among ours: what `fsdp:` layouts train."""
 
 
 MTP_VARIANTS = {
@@ -140,14 +154,16 @@ def make_model(name: str, directory: Path, **sizes: Any) -> Path:
         make_model(whole, directory, **sizes)
         add_mtp(directory, layers, "mimo" if whole == "qwen2" else whole)
         return directory
-    prefix, changes = (VARIANTS | MOE_VARIANTS)[name]
+    prefix, changes = (VARIANTS | MOE_VARIANTS | OTHER_VARIANTS)[name]
     config = getattr(transformers, f"{prefix}Config")(**{**SIZES, **changes, **sizes})
     model = transformers.AutoModelForCausalLM.from_config(config).float()
     generator = torch.Generator().manual_seed(7)
+    # Gemma's norms multiply by 1 + weight.
+    usual = 0 if prefix.startswith("Gemma") else 1
     with torch.no_grad():
         for parameter in model.parameters():
             noise = torch.randn(parameter.shape, generator=generator) * 0.1
-            parameter.copy_(noise + 1 if parameter.ndim == 1 else noise)
+            parameter.copy_(noise + usual if parameter.ndim == 1 else noise)
         for key, buffer in model.named_buffers():
             if key.endswith("e_score_correction_bias"):
                 buffer.copy_(torch.randn(buffer.shape, generator=generator) * 0.1)

@@ -71,7 +71,20 @@ def megatron_step(mesh, directory: Path, policy: PolicyConfig, base_T: torch.Ten
     """
     from fivefold.megatron.model import MegatronModel
 
-    model = MegatronModel(directory, policy, mesh, total_updates=2)
+    return updated(MegatronModel(directory, policy, mesh, total_updates=2), mesh, base_T)
+
+
+def fsdp_step(mesh, directory: Path, policy: PolicyConfig, base_T: torch.Tensor):
+    """The same two steps of `megatron_step`, with the model of an `fsdp:` layout."""
+    from fivefold.fsdp.mesh import build_mesh
+    from fivefold.fsdp.model import FSDPModel
+
+    mesh = build_mesh(mesh.ranks, mesh.device, policy.fsdp.replicas)
+    return updated(FSDPModel(directory, policy, mesh, total_updates=2), mesh, base_T)
+
+
+def updated(model, mesh, base_T: torch.Tensor):
+    """Two optimizer steps of a model: (reports, parameters by Hugging Face name)."""
     batch = whole_batch()
     batch = batch.with_columns(
         {Column.OLD_LOGPROBS: base_T + batch[Column.OLD_LOGPROBS], Column.REF_LOGPROBS: base_T + batch[Column.REF_LOGPROBS]}
@@ -99,6 +112,8 @@ def reference_step(
 
     config = transformers.AutoConfig.from_pretrained(directory)
     model = transformers.AutoModelForCausalLM.from_pretrained(directory, config=config).float()
+    # No token pads here, so that all of them learn.
+    model.get_input_embeddings().padding_idx = None
     finish = (lambda: None) if adapt is None else adapt(model)
     batch = whole_batch() if batch is None else batch
     decay = [p for n, p in model.named_parameters() if p.ndim > 1 and p.requires_grad]
@@ -204,7 +219,9 @@ def difference(results, oracle) -> tuple[float, float, float]:
 def run_step(cluster, layout: str, directory: Path, policy: PolicyConfig, function=None, *arguments, oracle=None):
     """The step on every rank of a layout, with the oracle's log-probs as old and reference ones."""
     base_T = (oracle or expected(directory, policy))[2]
-    return cluster.run(function or megatron_step, f"megatron:{layout}", directory, policy, base_T, *arguments)
+    layout = layout if ":" in layout else f"megatron:{layout}"
+    own = fsdp_step if layout.startswith("fsdp") else megatron_step
+    return cluster.run(function or own, layout, directory, policy, base_T, *arguments)
 
 
 BOUNDS = (4e-6, 1e-5, 1e-6)

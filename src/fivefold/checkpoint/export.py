@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from fivefold.backends import BACKENDS
 from fivefold.checkpoint.card import CARD, Trained, model_card
 from fivefold.checkpoint.checkpoints import Checkpoints, RunState
 from fivefold.checkpoint.fingerprint import content_of
@@ -29,14 +30,14 @@ from fivefold.layout import ParallelLayout
 from fivefold.megatron import mesh
 from fivefold.megatron.bridge import SafetensorsSource, Source, TorchDistSource
 from fivefold.megatron.bridge.torch_dist import write_torch_dist
-from fivefold.megatron.model import MegatronModel
 from fivefold.models.adapters import CONFIG, TENSORS, peft_config
 from fivefold.models.config_json import read_config
 from fivefold.models.families import mtp_copies
+from fivefold.models.headers import INDEX, SINGLE
 from fivefold.models.overrides import overridden
 from fivefold.models.parameters import EMBEDDING, OUTPUT, ROUTER_BIAS
 from fivefold.models.spec import ModelSpec
-from fivefold.models.tensor_files import INDEX, SINGLE, find_mtp_tensors
+from fivefold.models.tensor_files import find_mtp_tensors
 from fivefold.models.torch_dist import find_torch_dist
 
 Form = Literal["huggingface", "megatron", "adapter"]
@@ -100,11 +101,19 @@ def export(
     device = torch.device("cpu")
     mesh.init_process_group(device, timeout_minutes=10)
     try:
-        whole = mesh.build_mesh(Ranks(ParallelLayout(), timeout_minutes=10), device, seed=0, timeout_minutes=10)
         # One process holds the whole model, so the pipeline split does not apply.
-        settings = replace(settings, megatron=replace(settings.megatron, pipeline={}))
-        model = MegatronModel(
-            directory, settings, whole, read_weights=False, value_head=role.has_value_head, torch_dist=base
+        alone = ParallelLayout(settings.layout.backend)
+        settings = replace(settings, backend=str(alone), megatron=replace(settings.megatron, pipeline={}))
+        backend = BACKENDS[alone.backend]
+        whole = backend.mesh(Ranks(alone, timeout_minutes=10), device, 1, seed=0, timeout_minutes=10)
+        model = backend.model(
+            directory=directory,
+            policy=settings,
+            mesh=whole,
+            read_weights=False,
+            value_head=role.has_value_head,
+            torch_dist=base,
+            trust_remote_code=config.model.trust_remote_code,
         )
         model.load(checkpoint / part)
         source = (

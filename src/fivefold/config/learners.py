@@ -71,6 +71,22 @@ class MegatronConfig:
 
 
 @dataclass(frozen=True)
+class FSDPConfig:
+    """Options of `fsdp:` layouts."""
+
+    replicas: Annotated[int, above(0), HARMLESS] = 1
+    """Number of whole copies of parameters, gradients and optimizer (HSDP): each group of d / replicas neighbors shards one.
+    Must divide d."""
+    keep_gathered: Annotated[bool, HARMLESS] = False
+    """Add up the gradients of micro-batches before they are reduced: less communication, 4 bytes a parameter more on every
+    rank."""
+    compile: Annotated[bool, HARMLESS] = False
+    """Compile every layer with torch.compile."""
+    unproven: Annotated[bool, HARMLESS] = False
+    """Allow t with families whose steps were not compared with those of one process (docs/fsdp.md)."""
+
+
+@dataclass(frozen=True)
 class OffloadConfig:
     """State that leaves the GPU between the stages of a step; it is restored bit for bit before it is used."""
 
@@ -172,11 +188,17 @@ class PolicyConfig:
     mtp: MTPConfig = field(default_factory=MTPConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     megatron: MegatronConfig = field(default_factory=MegatronConfig)
+    fsdp: FSDPConfig = field(default_factory=FSDPConfig)
     offload: Annotated[OffloadConfig, HARMLESS] = field(default_factory=OffloadConfig)
 
     @property
     def layout(self) -> ParallelLayout:
         return ParallelLayout.parse(self.backend)
+
+    @property
+    def replicas(self) -> int:
+        """Number of whole copies of the model among the ranks of an `fsdp:` layout."""
+        return self.fsdp.replicas if self.layout.backend == "fsdp" else 1
 
     @property
     def has_router_terms(self) -> bool:
@@ -217,6 +239,8 @@ class FrozenConfig:
     own."""
     megatron: MegatronConfig | None = None
     """Key as in `policy`; the policy's value if left out, without `pipeline` if `backend` is another layout."""
+    fsdp: FSDPConfig | None = None
+    """Key as in `policy`; the policy's value if left out."""
     sequences_per_forward: Annotated[int | None, above(0), HARMLESS] = None
     """Key as in `policy`; the policy's value if left out."""
 
@@ -227,7 +251,7 @@ class FrozenConfig:
         return policy.for_role(self.backend, self.megatron, **own)
 
 
-_OWN = ("lora", "optimizer", "recompute", "tokens_per_micro_batch", "sequences_per_forward", "offload")
+_OWN = ("lora", "optimizer", "fsdp", "recompute", "tokens_per_micro_batch", "sequences_per_forward", "offload")
 """Settings of the policy that sections of other models have too."""
 
 

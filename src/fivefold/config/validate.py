@@ -9,6 +9,7 @@ from fivefold.algo.methods import check_method
 from fivefold.config.derived import Derived
 from fivefold.config.engine import EngineConfig, RolloutConfig
 from fivefold.config.environment import REWARD
+from fivefold.config.fsdp_checks import check_fsdp, report_unused
 from fivefold.config.learners import LoraConfig, MTPConfig, OptimizerConfig, PolicyConfig
 from fivefold.config.mcore_options import LOSS_SCALE
 from fivefold.config.mixture import counts
@@ -19,7 +20,7 @@ from fivefold.keys.findings import Findings
 from fivefold.keys.identity import leaves
 from fivefold.keys.ranges import check_values, suggest
 from fivefold.layout import ParallelLayout
-from fivefold.layout.parallel import ENGINES
+from fivefold.layout.parallel import ENGINES, TRAINERS
 from fivefold.models.adapters import ALL
 
 
@@ -108,10 +109,9 @@ def _check_layout(findings: Findings, key: str, text: str) -> ParallelLayout | N
         findings.error(key, f": {error}")
         return None
     findings.require(
-        layout.backend == "megatron",
+        layout.backend in TRAINERS,
         key,
-        f"must be a megatron layout, the one backend that trains: got {layout}; "
-        f"write megatron:{str(layout).partition(':')[2]}",
+        f"must be a layout of a trainer, megatron or fsdp: got {layout}; write megatron:{str(layout).partition(':')[2]}",
     )
     return layout
 
@@ -400,6 +400,10 @@ def _check_models(findings: Findings, config: Derived) -> None:
         own = {item.name for item in fields(role.section) if getattr(role.section, item.name) is not None}
         _check_model(findings.at(name), role.settings, own, longest)
     _check_mtp(findings.at("policy"), config.policy)
+    on_fsdp = [role for role in config.roles.models.values() if role.layout.backend == "fsdp"]
+    for role in on_fsdp:
+        check_fsdp(findings.at(role.section_key), role)
+    report_unused(findings.at("policy"), config.policy, bool(on_fsdp))
     if "critic" in config.roles:
         warmup, steps = config.critic.warmup_steps, config.trainer.steps
         findings.require(

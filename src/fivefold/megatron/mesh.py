@@ -124,27 +124,6 @@ class Mesh:
             yield item
 
 
-class Meshes:
-    """The meshes of a run's models, one per distinct layout and first rank; all ranks request them in the same order."""
-
-    def __init__(self, ranks: Ranks, device: torch.device, seed: int, timeout_minutes: float) -> None:
-        """Build the mesh of the policy; `ranks` are those of its layout."""
-        self.ranks, self._device = ranks, device
-        self._settings: dict[str, Any] = {"device": device, "seed": seed, "timeout_minutes": timeout_minutes}
-        self._made = [(ranks, build_mesh(ranks, **self._settings) if ranks.holds else None)]
-
-    def of(self, layout: ParallelLayout, first: int = 0) -> tuple[Ranks, Mesh | None]:
-        """Return the ranks of a layout that starts at rank `first`, and its mesh on these ranks (None elsewhere)."""
-        for ranks, mesh in self._made:
-            if ranks.first == first and ranks.layout.is_same(layout):
-                return ranks, mesh
-        ranks = self.ranks.on_layout(layout, first)
-        # Draws from the default random state must be the same as if only the policy's mesh existed.
-        with torch.random.fork_rng(devices=[self._device] if self._device.type == "cuda" else []):
-            self._made.append((ranks, build_mesh(ranks, **self._settings) if ranks.holds else None))
-        return self._made[-1]
-
-
 def build_mesh(ranks: Ranks, device: torch.device, seed: int, timeout_minutes: float) -> Mesh:
     """Create Megatron-Core's groups of the layout of `ranks` within the running process group."""
     layout = ranks.layout

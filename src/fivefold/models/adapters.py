@@ -13,10 +13,10 @@ from typing import Any
 from fivefold.errors import UserError, shown
 from fivefold.files import read_json_object
 from fivefold.models.families import parameters_of
+from fivefold.models.headers import read_headers
 from fivefold.models.parameters import MappedParameter, Sharding
 from fivefold.models.shapes import Shape, file_shapes
 from fivefold.models.spec import ModelSpec
-from fivefold.models.tensor_files import read_headers
 
 ALL = "all-linear"
 """Name for every linear layer in the decoder layers except routers; never the embedding or the output layer."""

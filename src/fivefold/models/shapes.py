@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+from fivefold.models.headers import Shape
 from fivefold.models.parameters import MappedParameter
 from fivefold.models.spec import ModelSpec
-
-Shape = tuple[int, ...]
 
 
 def file_shapes(spec: ModelSpec, parameter: MappedParameter) -> tuple[Shape | None, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 
 from fivefold.errors import UserError
 from fivefold.layout import ParallelLayout, PipelineSplit
@@ -114,6 +115,10 @@ class ModelSpec:
     """Number of multi-token prediction layers after the last one, each for one further token (DeepSeek-V3, 2412.19437,
     section 2.2). The model's forward pass and its parameter counts exclude them."""
 
+    stored: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    """Name and shape of every tensor in the files, for a family without a table here: its sizes are estimates for plans, and
+    only `fsdp:` layouts compute it."""
+
     @property
     def padded_vocab(self) -> int:
         return -(-self.vocab // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
@@ -177,6 +182,8 @@ class ModelSpec:
     @property
     def parameters(self) -> int:
         """Number of parameters in the whole model; tied ones count once."""
+        if self.stored:
+            return sum(prod(shape) for _, shape in self.stored)
         embeddings = self.vocab * self.hidden * (1 if self.tied or self.value_head else 2) + (
             self.hidden if self.value_head else 0
         )
@@ -185,6 +192,11 @@ class ModelSpec:
 
     def check_layout(self, layout: ParallelLayout, stages: PipelineSplit | None = None) -> None:
         """Raise ValueError if this model cannot be sharded by `layout` and `stages`."""
+        if self.stored and layout.backend == "megatron":
+            raise UserError(
+                f"unknown model family {self.family!r} (model_type in config.json): megatron: layouts have no table of it: "
+                f"got {layout}; write fsdp:d{layout.world_size}"
+            )
         sharded = [("attention heads", self.heads, "tp", layout.tp), ("ffn size", self.ffn, "tp", layout.tp)]
         if self.mla is None:
             sharded.append(("key/value heads", self.kv_heads, "tp", layout.tp))

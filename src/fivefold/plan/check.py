@@ -33,9 +33,10 @@ from fivefold.models.adapters import adapters_of, check_adapter_files
 from fivefold.models.bridges import bridge_fault
 from fivefold.models.config_json import read_config
 from fivefold.models.families import load_spec, unread_keys
+from fivefold.models.headers import tensor_places
 from fivefold.models.parameters import VALUE_HEAD
 from fivefold.models.spec import ModelSpec
-from fivefold.models.tensor_files import check_tensor_files, tensor_places
+from fivefold.models.tensor_files import check_tensor_files
 from fivefold.models.torch_dist import check_torch_dist, find_torch_dist, has_value_head, is_torch_dist
 from fivefold.plan import cpu_time
 from fivefold.plan.data_files import check_data

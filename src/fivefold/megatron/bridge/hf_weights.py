@@ -17,10 +17,9 @@ from fivefold.layout import Coordinates, ParallelLayout
 from fivefold.megatron.bridge.sharding import SHARDERS, Sliceable
 from fivefold.models.adapters import TENSORS, LoraSpec, adapter_tensors
 from fivefold.models.families import is_of_mtp, mtp_parameters_of, parameters_of
+from fivefold.models.headers import Shape, read_headers, tensor_places
 from fivefold.models.parameters import EMBEDDING, OUTPUT, VALUE_HEAD, MappedParameter
-from fivefold.models.shapes import Shape
 from fivefold.models.spec import ModelSpec
-from fivefold.models.tensor_files import read_headers, tensor_places
 from fivefold.tensors import check_finite
 
 

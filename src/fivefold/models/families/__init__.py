@@ -15,7 +15,9 @@ from fivefold.errors import UserError, shown
 from fivefold.models.config_json import check_types, read_config
 from fivefold.models.config_keys import RecordedKeys, check_keys, unknown_keys
 from fivefold.models.family import Family
-from fivefold.models.parameters import MappedParameter, expand, expand_mtp
+from fivefold.models.headers import is_stored
+from fivefold.models.other_family import read_other
+from fivefold.models.parameters import OUTPUT, MappedParameter, Sharding, expand, expand_mtp
 from fivefold.models.spec import ModelSpec
 
 
@@ -31,9 +33,16 @@ FAMILIES = find_families()
 def load_spec(directory: str | Path, value_head: bool = False) -> ModelSpec:
     """Load the ModelSpec of a Hugging Face model directory; raises ValueError with the name of anything unsupported.
 
-    With `value_head` the model ends in a value head, regardless of the directory's own model.
+    A model of another family is described by its files. With `value_head` the model ends in a value head, regardless of the
+    directory's own model.
     """
-    spec = spec_from_config(read_config(Path(directory)))
+    config = read_config(Path(directory))
+    family = config.get("model_type")
+    if isinstance(family, str) and family not in FAMILIES and is_stored(Path(directory)):
+        check_types(config)
+        spec = read_other(config, Path(directory))
+    else:
+        spec = spec_from_config(config)
     return replace(spec, value_head=True, tied=False) if value_head else spec
 
 
@@ -51,6 +60,8 @@ def spec_from_config(config: dict[str, Any]) -> ModelSpec:
 def unread_keys(directory: str | Path) -> list[str]:
     """Return keys of a model's `config.json` that have no effect, without a known reason."""
     config = read_config(Path(directory))
+    if config.get("model_type") not in FAMILIES:
+        return []
     return sorted(unknown_keys(_read(config["model_type"], config)[1]))
 
 
@@ -63,6 +74,11 @@ def _read(family: str, config: dict[str, Any]) -> tuple[ModelSpec, RecordedKeys]
 
 def parameters_of(spec: ModelSpec) -> list[MappedParameter]:
     """Return every parameter of the model in order of layers, without those of multi-token prediction."""
+    if spec.stored:
+        left_out = set(OUTPUT.hf) if spec.tied or spec.value_head else set()
+        return [
+            MappedParameter(name, (name,), Sharding.REPLICATE, None, name) for name, _ in spec.stored if name not in left_out
+        ]
     return expand(FAMILIES[spec.family].table(spec), spec)
 
 
@@ -74,11 +90,20 @@ def mtp_parameters_of(spec: ModelSpec) -> list[MappedParameter]:
 
 def is_of_mtp(name: str, spec: ModelSpec) -> bool:
     """Whether a tensor in the files belongs to a multi-token prediction layer."""
+    if not spec.mtp_layers:
+        return False
     names = FAMILIES[spec.family].mtp
     return name.startswith(tuple(names.start(spec, depth) for depth in range(spec.mtp_layers)))
 
 
+def known_as(spec: ModelSpec) -> tuple[str, str] | None:
+    """Return (`model_type`, architecture) under which engines compute the model, if they have no name for it."""
+    return None if spec.stored else FAMILIES[spec.family].known_as
+
+
 def mtp_copies(spec: ModelSpec) -> dict[str, str]:
     """Return the name of each tensor that a multi-token prediction layer shares with the model -> its name there."""
+    if not spec.mtp_layers:
+        return {}
     names = FAMILIES[spec.family].mtp
     return {names.start(spec, depth) + own: whole for depth in range(spec.mtp_layers) for own, whole in names.copies}

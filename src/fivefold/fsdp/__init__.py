@@ -1,0 +1,1 @@
+"""Trains the models of transformers: FSDP2 shards them, attention, head, packing and loss are ours."""

@@ -1,0 +1,69 @@
+"""The attention function that transformers' layers call: packed sequences, windows, context parallelism, sinks, soft cap."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers
+from torch import Tensor
+
+from fivefold.backend.attention import attend
+from fivefold.backend.packing import Packing
+from fivefold.fsdp.collectives import gather_tokens
+
+NAME = "fivefold_packed"
+"""Name of the function in transformers; transformers makes no mask for it."""
+
+
+@dataclass(frozen=True)
+class _Packed:
+    packing: Packing
+    cp: dist.ProcessGroup
+
+
+_current: list[_Packed] = []
+"""The micro-batch that is computed, last; layers that are recomputed in backward find the same one."""
+
+
+@contextmanager
+def packed(packing: Packing, cp: dist.ProcessGroup) -> Iterator[None]:
+    """Within this context, forward and backward, layers attend within the sequences of `packing`."""
+    _current.append(_Packed(packing, cp))
+    try:
+        yield
+    finally:
+        _current.pop()
+
+
+def _attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **unused: Any,
+) -> tuple[Tensor, None]:
+    """Compute attention of [1, H, T, D] queries; returns [1, T, H, D]."""
+    assert dropout == 0.0, "attention dropout would make log-probs random"
+    now = _current[-1]
+    query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    if now.cp.size() > 1:
+        together = gather_tokens(torch.cat([key, value], -1), now.cp)
+        key, value = together.split([key.shape[2], value.shape[2]], -1)
+    scale = query.shape[2] ** -0.5 if scaling is None else float(scaling)
+    return attend(query, key, value, now.packing, sliding_window, scale, softcap, s_aux)[None], None
+
+
+def install() -> None:
+    """Register the function with transformers."""
+    transformers.AttentionInterface.register(NAME, _attention)

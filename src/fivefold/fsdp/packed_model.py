@@ -1,0 +1,185 @@
+"""The door to transformers: a directory -> its model on the meta device, our attention and head in it, sharded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import transformers
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
+from transformers.initialization import no_init_weights
+
+from fivefold.backend.log_probs import log_probs
+from fivefold.backend.micro_batches import MicroBatch
+from fivefold.config.fsdp_checks import tensor_parallel_fault
+from fivefold.config.learners import PolicyConfig
+from fivefold.errors import UserError
+from fivefold.fsdp import attention, tensor_parallel
+from fivefold.fsdp.collectives import copy_to, own_rows
+from fivefold.fsdp.mesh import Mesh
+from fivefold.fsdp.tensor_parallel import Split
+
+VALUE_HEAD = "score.weight"
+
+
+class PackedModel(torch.nn.Module):
+    """A language model of transformers over packed sequences: hidden states, then log-probs and entropies, or values."""
+
+    def __init__(self, model: Any, value_head: bool, mesh: Mesh, dtype: torch.dtype) -> None:
+        super().__init__()
+        config = model.config.get_text_config()
+        self.model, self._tp, self.dtype = model, mesh.tp, dtype
+        self.family: str = config.model_type
+        self.vocab: int = config.vocab_size
+        cap = getattr(config, "final_logit_softcapping", None)
+        self._cap = None if cap is None else float(cap)
+        # Cohere multiplies logits, Granite divides them.
+        self._scale = float(getattr(config, "logit_scale", None) or 1.0)
+        self._scale /= float(getattr(config, "logits_scaling", None) or 1.0)
+        self.layers = _decoder_layers(model)
+        head = model.get_output_embeddings()
+        if head is None or getattr(head, "bias", None) is not None:
+            what = "no output layer" if head is None else "an output layer with a bias"
+            raise UserError(f"fsdp: {config.model_type} has {what}, which is not built; use megatron: if it has the family")
+        # Packed sequences have no padding: a token that would pad elsewhere is real here, and its embedding learns.
+        model.get_input_embeddings().padding_idx = None
+        self.score: torch.nn.Linear | None = None
+        if value_head:
+            self.score = torch.nn.Linear(config.hidden_size, 1, bias=False, device="meta")
+            model.set_output_embeddings(None)
+
+    def forward(self, micro: MicroBatch | None, alone_T: Tensor | None = None) -> Tensor:
+        """[2, S] log-probs and entropies (or values and zeros) of a micro-batch.
+
+        With `alone_T`, the tokens of one sequence: [T] log-prob of each but the first (0), or values, without packing and
+        as transformers computes them.
+        """
+        if micro is None:
+            assert alone_T is not None
+            return self._alone(alone_T)
+        positions_T = micro.packing.positions_T
+        assert positions_T is not None
+        hidden = self.model.base_model(
+            input_ids=micro.token_ids_T[None], position_ids=positions_T[None], use_cache=False
+        ).last_hidden_state[0]
+        hidden_SD = hidden[micro.source_index_S]
+        if self.score is not None:
+            values_S = hidden_SD.float() @ self.score.weight[0].float()
+            return torch.stack([values_S, torch.zeros_like(values_S)])
+        weight_VD, start = own_rows(self.model.get_output_embeddings().weight, self._tp)
+        results = log_probs(
+            copy_to(hidden_SD, self._tp),
+            weight_VD,
+            micro.targets_S,
+            start,
+            len(weight_VD),
+            self._scale / micro.batch.temperature,
+            self._tp,
+            cap=self._cap,
+        )
+        return torch.stack(results)
+
+    def _alone(self, ids_T: Tensor) -> Tensor:
+        if self.score is not None:
+            hidden_TD = self.model.base_model(input_ids=ids_T[None], use_cache=False).last_hidden_state[0]
+            values_T: Tensor = hidden_TD.float() @ self.score.weight[0].float()
+            return values_T
+        logprobs_TV = torch.log_softmax(self.model(input_ids=ids_T[None], use_cache=False).logits[0].float(), -1)
+        found_T = logprobs_TV.new_zeros(len(ids_T))
+        found_T[1:] = logprobs_TV[:-1].gather(1, ids_T[1:, None])[:, 0]
+        return found_T
+
+
+def read_config(directory: Path, trust_remote_code: bool) -> Any:
+    config = transformers.AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
+    for name in vars(config):
+        # Dropout would make log-probs random.
+        if name.endswith(("dropout", "_pdrop")) and isinstance(getattr(config, name), float):
+            setattr(config, name, 0.0)
+    return config
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Within this context, parameters of new modules take no memory; buffers, which files do not have, are real."""
+    register = torch.nn.Module.register_parameter
+
+    def on_meta(self: torch.nn.Module, name: str, parameter: torch.nn.Parameter | None) -> None:
+        if parameter is not None and not parameter.is_meta:
+            parameter = torch.nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+        register(self, name, parameter)
+
+    with no_init_weights(), patch.object(torch.nn.Module, "register_parameter", on_meta):
+        yield
+
+
+def build(
+    directory: Path,
+    mesh: Mesh,
+    dtype: torch.dtype,
+    policy: PolicyConfig,
+    *,
+    value_head: bool,
+    trust_remote_code: bool,
+) -> tuple[PackedModel, dict[str, Split]]:
+    """Build the model in `directory`, sharded and without values; parameter name -> its split over tensor-parallel ranks."""
+    attention.install()
+    config = read_config(directory, trust_remote_code)
+    with _parameters_on_meta():
+        model = transformers.AutoModelForCausalLM.from_config(
+            config, dtype=torch.float32, trust_remote_code=trust_remote_code
+        )
+    model.tie_weights()
+    model.config._attn_implementation = attention.NAME
+    # Training mode only adds randomness: dropout, jitter of routers.
+    packed = PackedModel(model.eval(), value_head, mesh, dtype).eval()
+    if mesh.tp.size() > 1 and (fault := tensor_parallel_fault(packed.family, policy)):
+        raise UserError(f"policy.backend: {fault}")
+    by_id = tensor_parallel.apply(model, mesh.tp)
+    splits = {name: by_id.get(id(parameter), Split()) for name, parameter in packed.named_parameters()}
+    precision = MixedPrecisionPolicy(
+        param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+    )
+    for layer in packed.layers:
+        if policy.recompute == "full":
+            layer.forward = _recomputed(layer.forward)
+        if policy.fsdp.compile:
+            layer.compile()
+        fully_shard(layer, mesh=mesh.fsdp, mp_policy=precision)
+    fully_shard(packed, mesh=mesh.fsdp, mp_policy=precision)
+    for module in fsdp_modules(packed):
+        # The loss is a sum of shares: gradients are added up and divided by nothing.
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+    # A part that only some ranks use must not leave the others waiting.
+    packed.set_reduce_scatter_unused_params(True)  # type: ignore[operator]
+    packed._apply(lambda tensor: torch.empty_like(tensor, device=mesh.device) if tensor.is_meta else tensor.to(mesh.device))
+    return packed, splits
+
+
+def fsdp_modules(model: torch.nn.Module) -> Iterator[Any]:
+    return (module for module in model.modules() if isinstance(module, FSDPModule))
+
+
+def _decoder_layers(model: Any) -> list[Any]:
+    """Return the layers of a model of transformers, by the classes that it names itself."""
+    names = set(model._no_split_modules or ())
+    found = [module for module in model.base_model.modules() if type(module).__name__ in names]
+    if not found:
+        raise UserError(f"fsdp: {type(model).__name__} of transformers does not say what its layers are (_no_split_modules)")
+    return found
+
+
+def _recomputed(forward: Any) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+
+    return call

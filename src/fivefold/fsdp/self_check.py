@@ -1,0 +1,119 @@
+"""At start: are our log-probs those of transformers' own forward pass, one sequence at a time?
+
+Packing goes wrong silently: a layer that ignores the ends of the sequences gives every sequence but the first another
+context. So two short sequences of different length are computed both ways before anything is trained.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fivefold.backend.micro_batches import BatchingConfig, MicroBatches
+from fivefold.distributed.heartbeat import Heartbeat
+from fivefold.errors import RunError
+from fivefold.fsdp.attention import NAME, packed
+from fivefold.fsdp.collectives import sum_over
+from fivefold.fsdp.mesh import Mesh
+from fivefold.fsdp.packed_model import PackedModel
+from fivefold.types import TokenBatch
+
+LENGTHS = (23, 14)
+"""Lengths of the two sequences; with the padding for context parallelism they differ on every layout."""
+HIGHEST = 1e-4
+"""Largest difference of a log-prob in float32."""
+MEAN = 0.02
+"""Mean difference of log-probs in 16 bits."""
+_SEED = 7
+
+
+class PackingError(RunError):
+    """Raised when packed sequences get other log-probs than the same sequences alone."""
+
+
+@torch.no_grad()
+def check_packing(model: PackedModel, batching: BatchingConfig, mesh: Mesh) -> None:
+    """Raise PackingError, which names the first layer that differs, if our path differs from transformers'. Collective."""
+    tokens_T = torch.randint(0, model.vocab, (sum(LENGTHS),), generator=torch.Generator().manual_seed(_SEED))
+    mask_T = torch.ones(sum(LENGTHS), dtype=torch.bool)
+    mask_T[0] = mask_T[LENGTHS[0]] = False
+    batch = TokenBatch(tokens_T, mask_T, list(LENGTHS))
+    ours_T, our_layers = _packed(model, batch, replace(batching, budget=max(batching.budget, 4 * sum(LENGTHS))), mesh)
+    theirs_T, their_layers = _alone(model, batch, mesh)
+    model.reshard()  # type: ignore[operator]
+    difference_T = (ours_T - theirs_T).abs()
+    is_exact = model.dtype == torch.float32
+    found, bound = float(difference_T.max() if is_exact else difference_T.mean()), HIGHEST if is_exact else MEAN
+    if found <= bound:
+        return
+    relative = [float((a - b).abs().mean() / b.abs().mean()) for a, b in zip(our_layers, their_layers, strict=True)]
+    rounding = 1e-5 if is_exact else MEAN
+    first = next((number for number, value in enumerate(relative) if not value <= rounding), None)
+    where = "its head" if first is None else f"layer {first}, whose output is off by {relative[first]:.2g} of its size"
+    raise PackingError(
+        f"log-probs of packed sequences must be those that transformers computes of each sequence alone, within {bound} "
+        f"({'at most' if is_exact else 'on average'}): they are off by {found:.2g}, first in {where}. fsdp does not support "
+        f"{model.family} as transformers {_version()} computes it; use megatron: if it has the family, or another model"
+    )
+
+
+def _packed(model: PackedModel, batch: TokenBatch, batching: BatchingConfig, mesh: Mesh) -> tuple[Tensor, list[Tensor]]:
+    """[T] numbers of all tokens, and the [T, D] outputs of every layer, as we compute them."""
+    # Only the ranks of this model take part: what they count here is no place in the run.
+    ranks = copy.copy(batching.ranks)
+    ranks.heartbeat = Heartbeat()
+    parts = MicroBatches(batch, replace(batching, ranks=ranks))
+    (micro,) = parts.iterators()
+    with packed(micro.packing, mesh.cp), _recorded(model) as outputs:
+        results = model(micro)
+    spread = results.new_zeros(2, len(batch.token_ids_T)).index_copy(1, micro.output_index_S, results)
+    place_T = micro.place_T.to(mesh.device)
+    layers = []
+    for hidden in outputs:
+        whole = hidden.new_zeros(len(place_T), hidden.shape[-1], dtype=torch.float32)
+        whole[place_T >= 0] = hidden[place_T[place_T >= 0]].float()
+        layers.append(sum_over(whole, mesh.cp))
+    return sum_over(spread, mesh.cp)[0], layers
+
+
+def _alone(model: PackedModel, batch: TokenBatch, mesh: Mesh) -> tuple[Tensor, list[Tensor]]:
+    """[T] numbers of all tokens, and the [T, D] outputs of every layer, one sequence at a time by transformers."""
+    numbers, layers = [], []
+    config = model.model.config
+    config._attn_implementation = "eager"
+    try:
+        for ids_T in batch.token_ids_T.to(mesh.device).split(batch.lengths_N):
+            with _recorded(model) as outputs:
+                numbers.append(model(None, ids_T))
+            layers.append([hidden.float() for hidden in outputs])
+    finally:
+        config._attn_implementation = NAME
+    return torch.cat(numbers), [torch.cat(parts) for parts in zip(*layers, strict=True)]
+
+
+@contextmanager
+def _recorded(model: PackedModel) -> Iterator[list[Tensor]]:
+    """Within this context, the outputs of the layers [T, D] are added to the list."""
+    outputs: list[Tensor] = []
+
+    def record(module: Any, arguments: Any, output: Any) -> None:
+        outputs.append((output[0] if isinstance(output, tuple) else output)[0])
+
+    handles = [layer.register_forward_hook(record) for layer in model.layers]
+    try:
+        yield outputs
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _version() -> str:
+    import transformers
+
+    return str(transformers.__version__)

@@ -1,0 +1,50 @@
+"""The sharded model -> (name in the files, full tensor), layer by layer, on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fivefold.fsdp.mesh import Mesh
+from fivefold.fsdp.packed_model import PackedModel, fsdp_modules
+from fivefold.fsdp.parameters import LocalTensor, file_name
+
+
+@torch.no_grad()
+def stream_weights(model: PackedModel, tensors: list[LocalTensor], mesh: Mesh) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors, each until the next is requested; collective: every rank must iterate to the end.
+
+    FSDP gathers a layer in the dtype of computation, all its parameters at once.
+    """
+    by_name = {tensor.name: tensor for tensor in tensors}
+    names = {id(module): name for name, module in model.named_modules()}
+    units = list(fsdp_modules(model))
+    inner = {id(unit): names[id(unit)] for unit in units if unit is not model}
+    for unit in units:
+        prefix = names[id(unit)]
+        unit.unshard()
+        try:
+            for name, parameter in unit.named_parameters():
+                full = f"{prefix}.{name}" if prefix else name
+                if unit is model and any(full.startswith(f"{other}.") for other in inner.values()):
+                    continue
+                own = file_name(full)
+                yield own, _whole(parameter.detach(), by_name[own], mesh)
+        finally:
+            unit.reshard()
+    for tensor in tensors:
+        if not tensor.is_sharded:
+            yield tensor.name, tensor.values
+
+
+def _whole(values: Tensor, tensor: LocalTensor, mesh: Mesh) -> Tensor:
+    """Put the parts of tensor-parallel ranks together."""
+    dim = tensor.split.dim
+    if dim is None:
+        return values
+    gathered = values.new_empty(mesh.tp.size(), *values.shape)
+    dist.all_gather_into_tensor(gathered.view(-1, *values.shape[1:]), values.contiguous(), group=mesh.tp)
+    return torch.cat(list(gathered), dim)

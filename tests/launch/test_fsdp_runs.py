@@ -1,0 +1,51 @@
+"""Whole runs on `fsdp:` layouts: the same numbers as on Megatron-Core, also after a kill and with mixed backends."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.commands import fivefold
+from tests.support.whole_runs import assert_same, kill_run, make_model, train, write_run
+
+RUN = """
+policy: {backend: "megatron:d1", tokens_per_micro_batch: 64}
+critic: {optimizer: {lr: 2.0e-3, eps: 1.0e-4}, warmup_steps: 1}
+algorithm: {name: ppo, group_size: 2, updates_per_step: 2, lam: 0.95, kl: {coef: 0.05, place: reward, estimator: k1}}
+data: {prompts_per_step: 8, max_response_tokens: 12}
+trainer: {steps: 4, save_every: 2}
+"""
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory) -> Path:
+    root = tmp_path_factory.mktemp("fsdp")
+    make_model(root)
+    write_run(root, RUN)
+    return root
+
+
+@pytest.fixture(scope="module")
+def base(root):
+    return train(root, "base")[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides"),
+    [
+        ("d2", ["policy.backend=fsdp:d2"]),
+        ("d2c2", ["policy.backend=fsdp:d2c2", "policy.fsdp.replicas=2", "policy.fsdp.keep_gathered=true"]),
+        ("mixed", ["policy.backend=fsdp:d1t2", "critic.backend=megatron:d2", "reference.backend=fsdp:c2"]),
+    ],
+)
+def test_a_run_on_fsdp_has_the_numbers_of_one_on_megatron_core(root, base, name, overrides):
+    assert_same(train(root, name, *overrides)[0], base)
+
+
+def test_a_killed_run_resumes_on_another_fsdp_layout_with_the_same_numbers(root, base):
+    kill_run(root, "killed", 2, "policy.backend=fsdp:d2")
+    assert_same(train(root, "killed", "policy.backend=fsdp:d1c2")[0], base)
+    out = root / "exported"
+    done = fivefold("export", root / "runs/killed", out)
+    assert done.returncode == 0, done.stderr
