@@ -17,6 +17,8 @@ FAMILIES = {
     "gemma3": "gemma3_text", "phi3": "phi3", "olmo2": "olmo2", "olmo3": "olmo3", "smollm3": "smollm3",
 }  # fmt: skip
 """Variant of a tiny model -> its family."""
+EXPERTS = ("qwen3_moe", "deepseek_v3", "glm4_moe", "gpt_oss")
+"""Variants with experts, which have no t and no e here."""
 LAYOUTS = ["d2", "d4", "c2", "d2c2", "t2", "d2t2", "d4 replicas"]
 FAST = [("qwen3", "d2"), ("qwen3", "d2t2"), ("qwen3", "d4 replicas"), ("gemma2", "d2"), ("gemma2", "c2"), ("phi3", "t2")]
 CASES = [
@@ -24,6 +26,11 @@ CASES = [
     for name in FAMILIES
     for layout in LAYOUTS
     for budget in ((1000, 32) if layout in ("d2", "c2", "t2") else (32,))
+]
+CASES += [
+    pytest.param(name, layout, 32, marks=() if (name, layout) == ("qwen3_moe", "d2") else pytest.mark.fsdp)
+    for name in EXPERTS
+    for layout in ("d2", "c2", "d2c2", "d4 replicas")
 ]
 
 
@@ -84,7 +91,7 @@ def test_the_families_with_tensor_parallelism_are_those_that_are_compared_here()
         pytest.param("d8", {}, marks=pytest.mark.fsdp),
     ],
 )
-def test_recomputation_gathered_gradients_and_replicas_without_samples_change_nothing(cluster, models, layout, options):
+def test_recomputation_gathered_gradients_and_idle_replicas_change_nothing(cluster, models, layout, options):
     policy = replace(policy_of(layout), **options)
     assert_equal(run_step(cluster, f"fsdp:{layout}", models("qwen3"), policy), expected(models("qwen3")))
 

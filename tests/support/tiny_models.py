@@ -89,6 +89,18 @@ OTHER_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2": ("Gemma2", {**_GEMMA, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}),
     "gemma3": ("Gemma3Text", {**_GEMMA, "layer_types": WINDOWS}),
     "phi3": ("Phi3", {**_IDS, "sliding_window": 7}),
+    "gpt_oss": (
+        "GptOss",
+        {
+            **_IDS,
+            "head_dim": 16,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "sliding_window": 7,
+            "layer_types": WINDOWS,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+    ),
     "olmo2": ("Olmo2", _IDS),
     "olmo3": ("Olmo3", {**_IDS, "sliding_window": 7, "layer_types": WINDOWS}),
     "smollm3": ("SmolLM3", {**_IDS, "tie_word_embeddings": True}),

@@ -116,6 +116,8 @@ def export(
             trust_remote_code=config.model.trust_remote_code,
         )
         model.load(checkpoint / part)
+        if form == "megatron" and model.spec.stored:
+            raise UserError(f"--to megatron needs a family that Megatron-Core computes here: got {model.spec.family}")
         source = (
             None
             if role.has_value_head

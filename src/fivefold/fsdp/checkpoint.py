@@ -38,9 +38,9 @@ def _pieces(tensors: list[LocalTensor], updater: Updater | None, mesh: Mesh) -> 
         is_first = is_first and (tensor.is_sharded or mesh.shard.rank() == 0)
         if not is_first or not tensor.values.numel():
             continue
-        yield Piece(tensor.name, tensor.box, tensor.values)
-        for kind, values in moments.items():
-            yield Piece(f"{tensor.name}.{kind}", tensor.box, values)
+        for kind, values in {"": tensor.values, **moments}.items():
+            for file, box, view in tensor.pieces(values):
+                yield Piece(f"{file.name}.{kind}".rstrip("."), box, view)
 
 
 @torch.no_grad()
@@ -48,14 +48,14 @@ def load(path: Path, tensors: list[LocalTensor], updater: Updater | None) -> boo
     """Read a checkpoint that was written on any `fsdp:` layout; without an updater only the parameters."""
     reader = PieceReader(path)
     for tensor in tensors:
-        _fill(reader, tensor.name, tensor, tensor.values)
+        _fill(reader, "", tensor, tensor.values)
         check_finite(tensor.name, tensor.values, str(path))
     if updater is None:
         return False
     state = json.loads(read_part(path / STATE))
     for tensor in tensors:
         for kind, values in updater.moments(tensor.name).items() if tensor.is_sharded else ():
-            _fill(reader, f"{tensor.name}.{kind}", tensor, values)
+            _fill(reader, kind, tensor, values)
     updater.set_steps(state["step"])
     updater.schedule.load_state_dict(state["schedule"])
     if updater.loss_scale is not None and "loss_scale" in state:
@@ -63,9 +63,8 @@ def load(path: Path, tensors: list[LocalTensor], updater: Updater | None) -> boo
     return False
 
 
-def _fill(reader: PieceReader, name: str, tensor: LocalTensor, values: Tensor) -> None:
-    if not values.numel():
-        return
-    read = torch.empty(values.shape, dtype=values.dtype)
-    reader.fill(name, tensor.box, read)
-    values.copy_(read)
+def _fill(reader: PieceReader, kind: str, tensor: LocalTensor, values: Tensor) -> None:
+    for file, box, view in tensor.pieces(values):
+        read = torch.empty(view.shape, dtype=view.dtype)
+        reader.fill(f"{file.name}.{kind}".rstrip("."), box, read)
+        view.copy_(read)

@@ -27,22 +27,20 @@ def read_weights(directory: Path, tensors: Iterable[LocalTensor], unread: Iterab
     headers, tensors = all_headers(directory), list(tensors)
     compare_headers(directory, headers, tensors, unread)
     opened: dict[str, Any] = {}
-    value_head_is_new = False
+    value_head_is_new = VALUE_HEAD not in headers and any(tensor.name == VALUE_HEAD for tensor in tensors)
     for tensor in tensors:
-        if tensor.name not in headers:
-            assert tensor.name == VALUE_HEAD
-            tensor.values.zero_()
-            value_head_is_new = True
-            continue
-        file = headers[tensor.name].file
-        if file not in opened:
-            opened[file] = safe_open(directory / file, framework="pt")
-        stored = opened[file].get_slice(tensor.name)
-        if tensor.values.numel():
-            places = tuple(slice(a, a + n) for a, n in zip(tensor.box.offset, tensor.box.size, strict=True))
-            values = stored[places] if places else opened[file].get_tensor(tensor.name)
-            check_finite(tensor.name, values, str(directory))
-            tensor.values.copy_(values)
+        for stored, box, view in tensor.pieces(tensor.values):
+            if stored.name not in headers:
+                assert stored.name == VALUE_HEAD
+                view.zero_()
+                continue
+            file = headers[stored.name].file
+            if file not in opened:
+                opened[file] = safe_open(directory / file, framework="pt")
+            places = tuple(slice(a, a + n) for a, n in zip(box.offset, box.size, strict=True))
+            values = opened[file].get_slice(stored.name)[places] if places else opened[file].get_tensor(stored.name)
+            check_finite(stored.name, values, str(directory))
+            view.copy_(values)
     return value_head_is_new
 
 
@@ -50,7 +48,7 @@ def compare_headers(
     directory: Path, headers: dict[str, TensorHeader], tensors: Iterable[LocalTensor], unread: Iterable[str]
 ) -> None:
     """Raise UserError with the names if the model does not have exactly the tensors of the files, in their shapes."""
-    shapes = {tensor.name: tensor.shape for tensor in tensors}
+    shapes = {file.name: file.shape for tensor in tensors for file in tensor.files}
     has_value_head = VALUE_HEAD in shapes
     missing = [name for name in shapes if name not in headers and name != VALUE_HEAD]
     allowed = {_OUTPUT, VALUE_HEAD} if has_value_head else {_OUTPUT, VALUE_HEAD} - set(shapes)

@@ -26,6 +26,7 @@ from fivefold.fsdp.parameters import local_tensors
 from fivefold.fsdp.self_check import check_packing
 from fivefold.fsdp.stream import stream_weights
 from fivefold.fsdp.updater import Updater
+from fivefold.models.families import load_spec, parameters_of
 from fivefold.types import LossFn, StepReport, TokenBatch
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -61,7 +62,8 @@ class FSDPModel:
         self._model, splits = build(
             directory, mesh, DTYPES[policy.dtype], policy, value_head=value_head, trust_remote_code=trust_remote_code
         )
-        self._tensors = local_tensors(self._model, splits, mesh)
+        self.spec = load_spec(directory, value_head)
+        self._tensors = local_tensors(self._model, splits, mesh, parameters_of(self.spec))
         self.value_head_is_new = False
         """The value head was initialized to 0, because the directory has none."""
         if read_weights:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fivefold.fsdp.mesh import Mesh
 from fivefold.fsdp.packed_model import PackedModel, fsdp_modules
-from fivefold.fsdp.parameters import LocalTensor, file_name
+from fivefold.fsdp.parameters import LocalTensor, own_name
 
 
 @torch.no_grad()
@@ -31,13 +31,15 @@ def stream_weights(model: PackedModel, tensors: list[LocalTensor], mesh: Mesh) -
                 full = f"{prefix}.{name}" if prefix else name
                 if unit is model and any(full.startswith(f"{other}.") for other in inner.values()):
                     continue
-                own = file_name(full)
-                yield own, _whole(parameter.detach(), by_name[own], mesh)
+                tensor = by_name[own_name(full)]
+                whole = _whole(parameter.detach(), tensor, mesh)
+                for file in tensor.files:
+                    yield file.name, file.of(whole)
         finally:
             unit.reshard()
     for tensor in tensors:
         if not tensor.is_sharded:
-            yield tensor.name, tensor.values
+            yield tensor.files[0].name, tensor.values
 
 
 def _whole(values: Tensor, tensor: LocalTensor, mesh: Mesh) -> Tensor:

@@ -13,9 +13,9 @@ from typing import Any
 from fivefold.errors import UserError, shown
 from fivefold.files import read_json_object
 from fivefold.models.families import parameters_of
-from fivefold.models.headers import read_headers
+from fivefold.models.headers import Shape, read_headers
 from fivefold.models.parameters import MappedParameter, Sharding
-from fivefold.models.shapes import Shape, file_shapes
+from fivefold.models.shapes import file_shapes
 from fivefold.models.spec import ModelSpec
 
 ALL = "all-linear"

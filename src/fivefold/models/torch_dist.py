@@ -19,8 +19,9 @@ from fivefold.errors import UserError, first_line, shown
 from fivefold.files import read_json_object, read_text
 from fivefold.models.families import mtp_parameters_of, parameters_of
 from fivefold.models.fused_names import FUSED, fused_name
+from fivefold.models.headers import Shape
 from fivefold.models.parameters import EMBEDDING, OUTPUT, VALUE_HEAD, MappedParameter, Sharding
-from fivefold.models.shapes import Shape, file_shapes
+from fivefold.models.shapes import file_shapes
 from fivefold.models.spec import ModelSpec
 
 METADATA, CONFIG, LATEST = ".metadata", "metadata.json", "latest_checkpointed_iteration.txt"

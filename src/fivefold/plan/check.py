@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 from fivefold.algo.methods import COLUMNS
 from fivefold.config import RunConfig
 from fivefold.config.engine import SamplingConfig
+from fivefold.config.fsdp_checks import tensor_parallel_fault
 from fivefold.config.learners import LearnerConfig, LoraConfig, PolicyConfig, ReferenceConfig
 from fivefold.config.machine import elsewhere, is_joined, on_gpus, visible_gpus
 from fivefold.config.mcore_options import MESSAGES, RECOMPUTE, messages_fault, recompute_fault
@@ -201,6 +203,8 @@ def _check_spec(findings: Findings, config: RunConfig, role: Role, spec: ModelSp
         )
     if role.is_learner and megatron.optimizer.get("optimizer_cpu_offload", False) and config.trainer.device == "cpu":
         own.error("optimizer.optimizer_cpu_offload", "needs a GPU: on the CPU the optimizer is there already")
+    if layout.backend == "fsdp":
+        _check_fsdp(findings, role, spec)
     if spec.moe is not None and layout.tp > 1 and not settings.sequence_parallel:
         findings.error(
             "policy.sequence_parallel",
@@ -238,6 +242,19 @@ def _check_spec(findings: Findings, config: RunConfig, role: Role, spec: ModelSp
         if not is_there:
             findings.error(role.path_key, f": {role.path} has no value head ({head}): it is not a sequence classifier")
         check_tokenizer_files(findings, role.path_key, described, spec)
+
+
+def _check_fsdp(findings: Findings, role: Role, spec: ModelSpec) -> None:
+    """Check that an `fsdp:` layout can train this model."""
+    key = role.backend_key if role.has_own_layout or role.name == "policy" else role.path_key
+    if any(re.search(r"\.experts\.\d+\.", name) for name, _ in spec.stored):
+        findings.error(
+            key,
+            f": transformers stacks the experts of {spec.family} in memory, which fsdp reads for families with a table only "
+            "(docs/models.md); take another model",
+        )
+    if fault := tensor_parallel_fault(spec.family, role.settings):
+        findings.error(key, f": {fault}")
 
 
 def _check_adapters(findings: Findings, asked: LoraConfig, spec: ModelSpec) -> None:

@@ -229,6 +229,15 @@ class Sharded:
     """Layers of multi-token prediction that are trained."""
     tokens_per_forward: int = 0
     """Most tokens of a pass without gradient that a number of sequences limits; 0 where `tokens_per_micro_batch` does."""
+    replicas: int = 1
+    """Whole copies of the model in an `fsdp:` layout."""
+    keep_gathered: bool = False
+    """True if an `fsdp:` layout adds up whole gradients on each rank."""
+
+    @property
+    def shards(self) -> int:
+        """Number of ranks that shard what tensor-parallel ranks hold of the model, in an `fsdp:` layout."""
+        return self.layout.dp * self.layout.cp // self.replicas
 
     @property
     def trained(self) -> tuple[RankParameters, ...]:
@@ -239,6 +248,8 @@ class Sharded:
 
     def held(self, size: int) -> list[Held]:
         """Return the bytes on one rank of each pipeline stage; `size` is the bytes per number."""
+        if self.layout.backend == "fsdp":
+            return [self._held_by_fsdp(size)]
         spec, layout, found = self.spec, self.layout, list[Held]()
         tokens = self.tokens_per_micro_batch / (layout.tp * layout.cp)
         parts = rank_parameters(self.spec, layout, self.stages, self.mtp_layers)
@@ -262,6 +273,27 @@ class Sharded:
             forward = self._forward(layers, size, has_logits)
             found.append(Held(held, learned.total * 4, _optimizer(learned, layout, size), activations, forward))
         return found
+
+    def _held_by_fsdp(self, size: int) -> Held:
+        """Return the bytes on every rank of an `fsdp:` layout: float32 shards, and what is gathered around a layer."""
+        spec, layout = self.spec, self.layout
+        layers = (spec.parameters - (1 if spec.tied or spec.value_head else 2) * spec.vocab * spec.hidden) // layout.tp
+        ends = spec.parameters - layers * layout.tp
+        own = -(-(layers + ends) // self.shards)
+        # Two layers are gathered at a time, the second ahead of its use; embedding and head stay for the whole pass.
+        gathered = (ends + 2 * layers // spec.layers) * size if self.shards > 1 or size != 4 else 0
+        # The gradient of the layer, and its float32 copy that is reduced; those of the ends come last.
+        reduced = max(ends, layers // spec.layers) * (size + 4)
+        tokens = self.tokens_per_micro_batch / layout.cp
+        every = range(spec.layers)
+        kept, again = [kept_numbers(spec, layer, kernels=False) for layer in every], 0
+        if self.recompute == "full":
+            kept, again = [spec.hidden] * spec.layers, max(kept)
+        last = 0.0 if spec.value_head else self._logits(tokens, size, copies=2)
+        activations = int(tokens * size * sum(kept) + max(last, tokens * size * again))
+        forward = self._forward(list(every), size, not spec.value_head) + gathered if self.tokens_per_forward else 0
+        whole = (layers + ends) * 4 if self.keep_gathered else 0
+        return Held(own * 4, own * 4 + whole, own * 8, activations + gathered + reduced, forward)
 
     def _forward(self, layers: list[int], size: int, has_logits: bool) -> int:
         """Return the bytes of a pass without gradient: what goes in and out of a layer, and one layer or the logits."""

@@ -115,6 +115,8 @@ def _passes(model: Sharded, batch: Batch, cluster: Cluster, rates: Efficiencies,
     slowest = max(stages, key=lambda stage: stage.total)
     parts = {name: seconds * count for name, seconds in slowest.parts.items()}
     # The first micro-batch passes through all other stages, and the last gradient passes back: once in total.
+    if layout.backend == "fsdp":
+        parts["gathering"] = _gathering_time(model, links, trains) * count
     parts["bubble"] = (sum(stage.total for stage in stages) - slowest.total) / virtual
     return PassTime(parts, {"tensor parallel": slowest.overlapped * count}, count, each)
 
@@ -230,10 +232,21 @@ def _layer(model: Sharded, tokens: Tokens, links: Links, trains: bool, has_exper
     return _Layer(parts, overlapped, host * (ways + 1 if trains else 1) / 3)
 
 
+def _gathering_time(model: Sharded, links: Links, trains: bool) -> float:
+    """Return the time in which FSDP gathers all layers of a pass, and for backward again, and reduces their gradients."""
+    size = model.spec.parameters / model.layout.tp
+    gather = links.gather(data_group(model.layout), size * 2)
+    return 2 * gather + links.gather(data_group(model.layout), size * 4) if trains else gather
+
+
 def optimizer_time(model: Sharded, links: Links) -> dict[str, float]:
     """Return the time to sum gradients over replicas, update each rank's shard, and gather the parameters."""
     layout, rates = model.layout, links.efficiencies
     fullest = max(model.trained, key=lambda own: own.total)
+    if layout.backend == "fsdp":
+        # Gradients were reduced in backward, and parameters are gathered in the next forward.
+        shard = fullest.total / model.shards
+        return {"optimizer": shard * (ADAM_BYTES / rates.rate("adam")) + rates.rate("update_host")}
     own = RankParameters(fullest.dense // (layout.dp * layout.cp), fullest.experts // layout.edp)
     seconds = own.total * ADAM_BYTES / rates.rate("adam") + fullest.total * GRADIENT_BYTES / rates.rate("gradients")
     # Gradients are float32, parameters bfloat16.
