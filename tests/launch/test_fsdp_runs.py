@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
 
 from tests.support.commands import fivefold
+from tests.support.tiny_models import make_model as make_model_of
 from tests.support.whole_runs import assert_same, kill_run, make_model, train, write_run
 
 RUN = """
@@ -41,6 +43,17 @@ def base(root):
 )
 def test_a_run_on_fsdp_has_the_numbers_of_one_on_megatron_core(root, base, name, overrides):
     assert_same(train(root, name, *overrides)[0], base)
+
+
+def test_a_family_without_a_file_here_trains_and_samples(root, tmp_path):
+    """Gemma 2: soft caps, windows, its own names; the engine is transformers', and the log-prob gate compares the two."""
+    directory, tokenizer = make_model_of("gemma2", tmp_path / "gemma2", vocab_size=64), root / "model"
+    for file in tokenizer.glob("*token*"):
+        shutil.copy(file, directory / file.name)
+    overrides = [f"model.path={directory}", "policy.backend=fsdp:d2", "algorithm={name: grpo, group_size: 2}"]
+    rows, said = train(root, "gemma2", *overrides, "trainer.steps=2", "trainer.save_every=0")
+    assert len(rows) == 2 and all(row["policy/grad_norm"] > 0 for row in rows)
+    assert "gemma2, " in said
 
 
 def test_a_killed_run_resumes_on_another_fsdp_layout_with_the_same_numbers(root, base):

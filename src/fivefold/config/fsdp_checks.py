@@ -5,6 +5,7 @@ from __future__ import annotations
 from fivefold.config.learners import FSDPConfig, MegatronConfig, PolicyConfig
 from fivefold.config.roles import Role
 from fivefold.keys.findings import Findings
+from fivefold.layout import ParallelLayout
 
 PROVEN_TENSOR_PARALLEL = frozenset(
     {
@@ -14,10 +15,9 @@ PROVEN_TENSOR_PARALLEL = frozenset(
 """Families (`model_type`) whose steps with t equal those of one process: tests/fsdp/test_step_equality.py."""
 
 
-def tensor_parallel_fault(family: str, settings: PolicyConfig) -> str:
-    """Return why the model cannot be tensor-parallel with fsdp, or ""."""
-    layout = settings.layout
-    if layout.backend != "fsdp" or layout.tp == 1 or settings.fsdp.unproven or family in PROVEN_TENSOR_PARALLEL:
+def tensor_parallel_fault(family: str, layout: ParallelLayout, unproven: bool) -> str:
+    """Return why the model cannot be tensor-parallel in this `fsdp:` layout, or ""; `unproven` allows any family."""
+    if layout.tp == 1 or unproven or family in PROVEN_TENSOR_PARALLEL:
         return ""
     return f"t must be 1: it is not proven for {family}; use d, or set policy.fsdp.unproven: true; got {layout}"
 

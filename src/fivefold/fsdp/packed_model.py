@@ -139,7 +139,7 @@ def build(
     model.config._attn_implementation = attention.NAME
     # Training mode only adds randomness: dropout, jitter of routers.
     packed = PackedModel(model.eval(), value_head, mesh, dtype).eval()
-    if mesh.tp.size() > 1 and (fault := tensor_parallel_fault(packed.family, policy)):
+    if fault := tensor_parallel_fault(packed.family, mesh.layout, policy.fsdp.unproven):
         raise UserError(f"policy.backend: {fault}")
     by_id = tensor_parallel.apply(model, mesh.tp)
     splits = {name: by_id.get(id(parameter), Split()) for name, parameter in packed.named_parameters()}

@@ -253,7 +253,7 @@ def _check_fsdp(findings: Findings, role: Role, spec: ModelSpec) -> None:
             f": transformers stacks the experts of {spec.family} in memory, which fsdp reads for families with a table only "
             "(docs/models.md); take another model",
         )
-    if fault := tensor_parallel_fault(spec.family, role.settings):
+    if fault := tensor_parallel_fault(spec.family, role.layout, role.settings.fsdp.unproven):
         findings.error(key, f": {fault}")
 
 

@@ -1,0 +1,63 @@
+"""What a configuration with `fsdp:` layouts is refused for, without torch."""
+
+from __future__ import annotations
+
+import pytest
+
+from fivefold.config import ConfigError, RunConfig
+from fivefold.config.validate import validate
+from fivefold.plan.check import check
+from tests.support.tiny_models import make_model
+
+RUN = ["model.path=m", "data.train=[d.parquet]", "data.prompts_per_step=8", "policy.backend=fsdp:d2", "policy.dtype=float32"]
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["policy.backend=fsdp:d2p2"], "fsdp has no pipeline: got p2; use megatron:"),
+        (["policy.backend=fsdp:(attn:d2t2|ffn:t2)"], "has no ffn part"),
+        (["policy.backend=fsdp:d2e2"], "expert parallelism is not built for fsdp: got fsdp:d2t1e2"),
+        (["policy.backend=fsdp:d3e2"], "e must be 1 or a multiple of t that divides d·t: got e2 for d3 t1"),
+        (["policy.backend=fsdp:d4", "policy.fsdp.replicas=3"], "policy.fsdp.replicas must divide d: got 3 for fsdp:d4t1"),
+        (["policy.lora.rank=8"], "adapters are not built for fsdp"),
+        (["policy.router_replay=R2"], "router replay is not built for fsdp"),
+        (["policy.router_balance=config"], "balance losses of routers are not built for fsdp"),
+        (["policy.mtp.train=true"], "multi-token prediction is not built for fsdp"),
+        (["policy.recompute=selective"], "must be none or full with fsdp"),
+        (["policy.megatron.ddp={overlap_grad_reduce: true}"], "policy.megatron is for megatron: layouts"),
+        (["policy.backend=megatron:d2", "reference.backend=fsdp:d2", "reference.megatron.bridge_type=mbridge"], "reference.megatron is for"),
+        (["policy.backend=vllm:d2"], "must be a layout of a trainer, megatron or fsdp"),
+    ],
+)  # fmt: skip
+def test_what_fsdp_lacks_is_refused_with_a_sentence(words, says):
+    with pytest.raises(ConfigError) as error:
+        RunConfig.from_overrides([*RUN, *words])
+    assert says in str(error.value)
+
+
+def test_options_of_fsdp_beside_megatron_alone_are_reported():
+    config = RunConfig.from_overrides([*RUN, "policy.backend=megatron:d2", "policy.fsdp.keep_gathered=true"])
+    assert ("policy.fsdp.keep_gathered", "no model has an fsdp: layout") in validate(config).ignored
+
+
+@pytest.mark.parametrize(
+    ("name", "backend", "says"),
+    [
+        ("gemma2", "megatron:d2", "unknown model family 'gemma2'"),
+        ("gemma2", "fsdp:d2", ""),
+        ("gemma2", "fsdp:d1t2", ""),
+        ("gpt_oss", "fsdp:d2", ""),
+        ("gpt_oss", "fsdp:t2", "t must be 1: it is not proven for gpt_oss; use d, or set policy.fsdp.unproven: true"),
+        ("qwen3_moe", "fsdp:d2", ""),
+    ],
+)
+def test_check_knows_families_without_a_file_here(tmp_path, name, backend, says):
+    directory = make_model(name, tmp_path / "model")
+    words = [f"model.path={directory}", f"policy.backend={backend}"]
+    errors = check(
+        RunConfig.from_overrides([*RUN, *words, "data.max_response_tokens=64", "data.max_prompt_tokens=64"])
+    ).errors
+    # The directory has no tokenizer, and there are no data.
+    found = [text for text in errors if "tokenizer" not in text and not text.startswith("data.")]
+    assert any(says in text for text in found) if says else not found, errors

@@ -1,0 +1,172 @@
+"""FSDPModel beyond its step: checkpoints of other layouts, value heads, files, copies, 16 bits."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from fivefold.columns import Column
+from fivefold.config.learners import OffloadConfig, PolicyConfig
+from fivefold.types import LossOutput
+from tests.support.fsdp import policy_of
+from tests.support.tiny_models import load_tensors, make_classifier
+from tests.support.two_steps import LENGTHS, OBJECTIVE, assert_equal, difference, expected, run_step, whole_batch
+
+
+def model_on(mesh, directory: Path, policy: PolicyConfig, **options):
+    from fivefold.fsdp.mesh import build_mesh
+    from fivefold.fsdp.model import FSDPModel
+
+    return FSDPModel(
+        directory, policy, build_mesh(mesh.ranks, mesh.device, policy.fsdp.replicas), total_updates=4, **options
+    )
+
+
+def one_update(model, mesh):
+    batch = whole_batch()
+    return model.train_step(batch.select(mesh.ranks.shard_of_replica(range(len(LENGTHS)))), OBJECTIVE.loss)
+
+
+def saved_after_one_update(mesh, directory: Path, policy: PolicyConfig, path: Path):
+    """Reports and weights of a second update, behind a checkpoint."""
+    model = model_on(mesh, directory, policy)
+    one_update(model, mesh)
+    if mesh.ranks.is_main:
+        path.mkdir()
+    mesh.ranks.barrier()
+    model.save(path)
+    return [one_update(model, mesh)], {name: tensor.clone() for name, tensor in model.weights()}
+
+
+def loaded(mesh, directory: Path, policy: PolicyConfig, path: Path):
+    model = model_on(mesh, directory, policy, read_weights=False)
+    model.load(path)
+    assert model.version == 1
+    return [one_update(model, mesh)], {name: tensor.clone() for name, tensor in model.weights()}
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe"])
+def test_a_checkpoint_of_one_layout_continues_on_another_with_moments(cluster, models, tmp_path, name):
+    """Experts are stored one by one, by their names in the files."""
+    directory, path = models(name), tmp_path / "saved"
+    (reports, weights), *_ = cluster.run(saved_after_one_update, "fsdp:d2", directory, policy_of("d2"), path)
+    oracle = [(report.loss, report.grad_norm) for report in reports], weights, None
+    for layout in ("c2", "d4 replicas", *(["d2t2"] if name == "qwen3" else [])):
+        assert_equal(cluster.run(loaded, f"fsdp:{layout.split()[0]}", directory, policy_of(layout), path), oracle)
+
+
+def weighted_values(output_T, entropy_T, micro):
+    error_T = (output_T - micro[Column.ADVANTAGES]).square()
+    return LossOutput((micro[Column.LOSS_WEIGHTS] * error_T).sum(), {})
+
+
+def critic(mesh, directory: Path):
+    """Values, three updates and weights of a model with a value head."""
+    if mesh.layout.backend == "fsdp":
+        model = model_on(mesh, directory, policy_of("d2"), value_head=True)
+    else:
+        from fivefold.megatron.model import MegatronModel
+
+        model = MegatronModel(directory, policy_of("d2"), mesh, total_updates=4, value_head=True)
+    own = whole_batch().select(mesh.ranks.shard_of_replica(range(len(LENGTHS))))
+    values_T = model.forward(own)
+    reports = [model.train_step(own, weighted_values) for _ in range(3)]
+    return values_T, reports, {name: tensor.clone() for name, tensor in model.weights()}
+
+
+def test_a_critic_is_that_of_megatron_core(cluster, tmp_path):
+    directory = make_classifier(tmp_path / "critic")
+    values_T, reports, weights = cluster.run(critic, "megatron:d1", directory)[0]
+    oracle = [(report.loss, report.grad_norm) for report in reports], weights, None
+    found = cluster.run(critic, "fsdp:d1c2", directory)
+    assert torch.allclose(found[0][0], values_T, atol=1e-6)
+    assert_equal([(own, state) for _, own, state in found], oracle)
+    assert_equal([(own, state) for _, own, state in cluster.run(critic, "fsdp:d2", directory)], oracle)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda state: state.pop("model.layers.1.mlp.up_proj.weight"), "lack model.layers.1.mlp.up_proj.weight"),
+        (lambda state: state.update(extra=torch.zeros(2)), "have no place in the model for extra"),
+        (lambda state: state.update({"model.norm.weight": torch.ones(3)}), "have model.norm.weight [3] instead of [64]"),
+        (lambda state: state["model.norm.weight"].fill_(torch.nan), "every weight must be a finite number"),
+    ],
+)
+def test_files_that_are_not_the_model_s_end_the_run_with_the_names(cluster, models, tmp_path, change, says):
+    from safetensors.torch import save_file
+
+    directory = tmp_path / "model"
+    shutil.copytree(models("smollm3"), directory)
+    state = load_tensors(directory)
+    change(state)
+    save_file(state, directory / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(RuntimeError) as error:
+        cluster.run(model_on, "fsdp:d1", directory, policy_of("d1"))
+    assert says in str(error.value)
+
+
+def changed_copy(mesh, directory: Path):
+    from fivefold.backend.copies import ReplicaError
+
+    model = model_on(mesh, directory, policy_of("d2 replicas"))
+    model.verify()
+    if mesh.ranks.rank == 1:
+        model._tensors[3].values.view(-1)[0] += 1e-3
+    try:
+        model.verify()
+    except ReplicaError as error:
+        return str(error), model._tensors[3].name
+    return "", ""
+
+
+def test_copies_that_differ_are_named_with_their_ranks(cluster, models):
+    for text, name in cluster.run(changed_copy, "fsdp:d2", models("qwen3")):
+        assert name in text and "(replicas; 1 of" in text
+
+
+def test_state_that_was_offloaded_and_a_pass_in_between_change_nothing(cluster, models):
+    policy = policy_of("d2", offload=OffloadConfig(parameters=True, optimizer=True, gradients=True))
+    assert_equal(run_step(cluster, "fsdp:d2", models("qwen3"), policy, away_between), expected(models("qwen3")))
+
+
+def away_between(mesh, directory: Path, policy: PolicyConfig, base_T: torch.Tensor):
+    from tests.support.two_steps import updated
+
+    model = model_on(mesh, directory, policy)
+    step = model.train_step
+
+    def with_offload(*arguments):
+        report = step(*arguments)
+        assert model.offload()["parameters"] > 0
+        model.forward(whole_batch())
+        return report
+
+    model.train_step = with_offload
+    return updated(model, mesh, base_T)
+
+
+def test_a_step_in_bfloat16_is_that_of_float32_up_to_rounding(cluster, models):
+    found = difference(
+        run_step(cluster, "fsdp:d2", models("qwen3"), policy_of("d2", dtype="bfloat16")), expected(models("qwen3"))
+    )
+    assert 1e-5 < found[0] < 5e-2 and found[1] < 0.1 and found[2] < 5e-3
+
+
+@pytest.mark.parametrize(
+    ("name", "unproven", "says"),
+    [
+        ("gpt_oss", False, "t must be 1: it is not proven for gpt_oss"),
+        ("gpt_oss", True, "transformers has no tensor-parallel plan for it"),
+        ("qwen3_moe", True, "the style moe_tp_experts for model.layers.0.mlp.experts, which is not built"),
+    ],
+)
+def test_a_family_without_proof_or_plan_is_refused_for_t(cluster, models, name, unproven, says):
+    policy = policy_of("t2")
+    policy = replace(policy, fsdp=replace(policy.fsdp, unproven=unproven))
+    with pytest.raises(RuntimeError, match=says):
+        cluster.run(model_on, "fsdp:t2", models(name), policy)
