@@ -54,13 +54,14 @@ class Part:
 
     def measure(self, what: str, layout: str, function: Callable[..., Any], *arguments: Any) -> Any:
         """The first rank's result in ranks of its own, so that a peak of memory is its own; None where there is none."""
-        world, left = ParallelLayout.parse(f"megatron:{layout}").world_size, self.left
+        layout = layout if ":" in layout else f"megatron:{layout}"
+        world, left = ParallelLayout.parse(layout).world_size, self.left
         if self.large and world > self.gpus:
             return self.say(what, f"needs {world} GPUs")
         if left <= 0:
             return self.say(what, "not measured: the time of this part is over")
         try:
-            return self._cluster.run(function, f"megatron:{layout}", *arguments, seconds=left)[0]
+            return self._cluster.run(function, layout, *arguments, seconds=left)[0]
         except (RuntimeError, TimeoutError) as error:
             return self.claim(what, False, " / ".join(str(error).strip().splitlines()[-2:]))
 

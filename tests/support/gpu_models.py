@@ -57,6 +57,7 @@ def sizes(large: bool) -> dict[str, tuple[str, dict[str, Any]]]:
             "qwen3_1.7b": ("Qwen3", tiny),
             "qwen3_4b": ("Qwen3", tiny),
             "qwen3_8b": ("Qwen3", tiny),
+            "qwen3_14b": ("Qwen3", tiny),
             "qwen3_30b_a3b": found["qwen3_moe"],
         }
     real = {"vocab_size": 151936, "max_position_embeddings": 40960, "head_dim": 128, "num_attention_heads": 16}
@@ -80,6 +81,10 @@ def sizes(large: bool) -> dict[str, tuple[str, dict[str, Any]]]:
         "qwen3_8b": (
             "Qwen3",
             {**real, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32},
+        ),
+        "qwen3_14b": (
+            "Qwen3",
+            {**real, "hidden_size": 5120, "intermediate_size": 17408, "num_hidden_layers": 40, "num_attention_heads": 40},
         ),
         "qwen3_30b_a3b": ("Qwen3Moe", {**real, **a3b, "norm_topk_prob": True}),
     }
