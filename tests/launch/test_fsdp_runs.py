@@ -62,3 +62,11 @@ def test_a_killed_run_resumes_on_another_fsdp_layout_with_the_same_numbers(root,
     out = root / "exported"
     done = fivefold("export", root / "runs/killed", out)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_run_does_not_resume_on_the_other_trainer_and_says_so(root, base):
+    """The two name tensors of checkpoints differently."""
+    words = [f"trainer.run_dir={root}/runs/other", f"trainer.resume={root}/runs/base/checkpoints/step-000002"]
+    done = fivefold("train", root / "run.yaml", *words, "policy.backend=fsdp:d1")
+    assert done.returncode != 0
+    assert "written for another model or by the other trainer (megatron: and fsdp: read their own)" in done.stderr

@@ -157,8 +157,9 @@ def build(
         # The loss is a sum of shares: gradients are added up and divided by nothing.
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
-    # A part that only some ranks use must not leave the others waiting.
-    packed.set_reduce_scatter_unused_params(True)  # type: ignore[operator]
+    if hasattr(packed, "set_reduce_scatter_unused_params"):
+        # A part that only some ranks use must not leave the others waiting; torch below 2.13 has no such option.
+        packed.set_reduce_scatter_unused_params(True)
     packed._apply(lambda tensor: torch.empty_like(tensor, device=mesh.device) if tensor.is_meta else tensor.to(mesh.device))
     return packed, splits
 
