@@ -69,4 +69,4 @@ def test_a_run_does_not_resume_on_the_other_trainer_and_says_so(root, base):
     words = [f"trainer.run_dir={root}/runs/other", f"trainer.resume={root}/runs/base/checkpoints/step-000002"]
     done = fivefold("train", root / "run.yaml", *words, "policy.backend=fsdp:d1")
     assert done.returncode != 0
-    assert "written for another model or by the other trainer (megatron: and fsdp: read their own)" in done.stderr
+    assert "written for another model or the other trainer (megatron: and fsdp: read their own)" in done.stderr
