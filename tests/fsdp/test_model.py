@@ -110,6 +110,22 @@ def test_files_that_are_not_the_model_s_end_the_run_with_the_names(cluster, mode
     assert says in str(error.value)
 
 
+def two_samples(mesh, directory: Path):
+    model = model_on(mesh, directory, policy_of("d4"))
+    own = whole_batch().select(mesh.ranks.shard_of_replica([0, 1]))
+    reports = [model.train_step(own, OBJECTIVE.loss) for _ in range(2)]
+    model.forward(own)
+    return reports, {name: tensor.clone() for name, tensor in model.weights()}
+
+
+def test_replicas_without_samples_take_part(cluster, models):
+    """Experts too: those of a replica without samples see padding only."""
+    for name in ("qwen3", "qwen3_moe"):
+        (reports, weights), *_ = cluster.run(two_samples, "fsdp:d1", models(name))
+        oracle = [(report.loss, report.grad_norm) for report in reports], weights, None
+        assert_equal(cluster.run(two_samples, "fsdp:d4", models(name)), oracle)
+
+
 def changed_copy(mesh, directory: Path):
     from fivefold.backend.copies import ReplicaError
 
