@@ -80,8 +80,6 @@ class FSDPConfig:
     keep_gathered: Annotated[bool, HARMLESS] = False
     """Add up the gradients of micro-batches before they are reduced: less communication, 4 bytes a parameter more on every
     rank."""
-    compile: Annotated[bool, HARMLESS] = False
-    """Compile every layer with torch.compile."""
     unproven: Annotated[bool, HARMLESS] = False
     """Allow t with families whose steps were not compared with those of one process (docs/fsdp.md)."""
 

@@ -40,8 +40,6 @@ def packed(packing: Packing, cp: dist.ProcessGroup) -> Iterator[None]:
         _current.pop()
 
 
-# A compiled layer calls it as it is: the packing is another in every micro-batch.
-@torch.compiler.disable
 def _attention(
     module: Any,
     query: Tensor,

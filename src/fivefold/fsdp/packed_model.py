@@ -149,8 +149,6 @@ def build(
     for layer in packed.layers:
         if policy.recompute == "full":
             layer.forward = _recomputed(layer.forward)
-        if policy.fsdp.compile:
-            layer.compile()
         fully_shard(layer, mesh=mesh.fsdp, mp_policy=precision)
     fully_shard(packed, mesh=mesh.fsdp, mp_policy=precision)
     for module in fsdp_modules(packed):
@@ -159,7 +157,7 @@ def build(
         module.set_force_sum_reduction_for_comms(True)
     if hasattr(packed, "set_reduce_scatter_unused_params"):
         # A part that only some ranks use must not leave the others waiting; torch below 2.13 has no such option.
-        packed.set_reduce_scatter_unused_params(True)
+        packed.set_reduce_scatter_unused_params(True)  # type: ignore[operator]
     packed._apply(lambda tensor: torch.empty_like(tensor, device=mesh.device) if tensor.is_meta else tensor.to(mesh.device))
     return packed, splits
 
