@@ -70,7 +70,7 @@ def test_overrides_change_one_key(tmp_path):
             "reference.backend=megatron:d3",
             r"shares the policy's ranks, so d·t·p·c must be 4: .* has 3; write for .* megatron:d4",
         ),
-        ("critic.backend=vllm:d1", "critic.backend must be a megatron layout"),
+        ("critic.backend=vllm:d1", "critic.backend must be a layout of a trainer, megatron or fsdp"),
         ("reward.model.backend=megatron:x2", "reward.model.backend: unknown dimension 'x'"),
         ("algorithm.updates_per_step=3", "multiple of algorithm.updates_per_step"),
         ("policy.tokens_per_micro_batch=100", "must hold the longest sequence"),
