@@ -126,11 +126,11 @@ _UMASK = "FIVEFOLD_USERS_UMASK"
 
 
 @contextmanager
-def with_umask(text: str) -> Iterator[None]:
-    """Remove these permissions from new files within this block: three octal digits."""
+def with_umask(text: str) -> Iterator[int]:
+    """Remove these permissions from new files within this block: three octal digits; gives the umask from before."""
     before = os.umask(int(text, 8))
     try:
-        yield
+        yield before
     finally:
         os.umask(before)
 
@@ -139,6 +139,19 @@ def use_umask(text: str) -> None:
     """Remove these permissions from new files of this process and its child processes: three octal digits."""
     before = os.umask(int(text, 8))
     os.environ.setdefault(_UMASK, f"{before:o}")
+
+
+@contextmanager
+def run_umask(text: str) -> Iterator[None]:
+    """`use_umask` within this block only, so that a program that trains keeps its own permissions afterwards."""
+    users = os.environ.get(_UMASK)
+    with with_umask(text) as before:
+        os.environ.setdefault(_UMASK, f"{before:o}")
+        try:
+            yield
+        finally:
+            if users is None:
+                del os.environ[_UMASK]
 
 
 @contextmanager
