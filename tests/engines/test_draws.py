@@ -78,7 +78,7 @@ def reproduced(grid: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("name", SAMPLINGS)
-def test_a_million_draws_of_the_transformers_engine_follow_the_distribution_and_are_independent(
+def test_a_million_draws_follow_their_distribution_and_are_independent(
     cluster, model, tmp_path, name
 ):
     (grid,) = cluster.run(drawn, "megatron:d1", model, tmp_path, MILLION, sampling_of(name))
@@ -205,7 +205,7 @@ def drawn_by_sampler(mesh, shape, sampling: Sampling, form: str = FORMS[0]) -> t
 @pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", SAMPLINGS)
-def test_a_million_draws_of_vllm_s_sampler_follow_the_distribution_and_are_independent(cluster, name, form):
+def test_a_million_draws_of_vllm_s_sampler_follow_theirs_and_are_independent(cluster, name, form):
     (grid,) = cluster.run(drawn_by_sampler, "megatron:d1", MILLION, sampling_of(name), form)
     assert grid.numel() == 10**6 and failed(grid, sampling_of(name)) == set()
 
