@@ -78,9 +78,7 @@ def reproduced(grid: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("name", SAMPLINGS)
-def test_a_million_draws_follow_their_distribution_and_are_independent(
-    cluster, model, tmp_path, name
-):
+def test_a_million_draws_follow_their_distribution_and_are_independent(cluster, model, tmp_path, name):
     (grid,) = cluster.run(drawn, "megatron:d1", model, tmp_path, MILLION, sampling_of(name))
     assert grid.numel() == 10**6 and failed(grid, sampling_of(name)) == set()
     if name == "plain":
