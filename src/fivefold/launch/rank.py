@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import psutil
 
+from fivefold.distributed.compiler_caches import use_compiler_caches
 from fivefold.distributed.processes import descendants, kill
 from fivefold.distributed.pulse import Pulse
 from fivefold.distributed.scratch import remove_scratch
@@ -151,6 +152,8 @@ def _run(config: RunConfig, checkpoint: Path | None, requests: Requests, pulse: 
 
     environment.complete()
     use_umask(config.trainer.umask)
+    if (fault := use_compiler_caches()) and os.environ["LOCAL_RANK"] == "0":
+        print(f"warning  {fault}", file=sys.stderr, flush=True)
     device = choose_device(config.trainer.device)
     if config.trainer.deterministic:
         # The libraries read these at startup: cuBLAS must keep its workspaces separate, NCCL must always sum in the same
