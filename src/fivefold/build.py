@@ -316,7 +316,7 @@ def sample_probe(
     some = range(min(max(count, engine.replica.count), len(training.prompts)))
     sampling = replace(sampling, max_tokens=max(sampling.min_tokens, min(longest, sampling.max_tokens)))
     models.sync(engine)
-    with models.on_device(), sleeping_after(engine):
+    with models.away(), sleeping_after(engine):
         prompts = [training.prompts[place] for place in some]
         groups = generator.sample(prompts, 1, sampling, (config.trainer.seed ^ PROBE_STREAM, 0), is_scored=False)
     whole = replace(plan, updates_per_step=1, samples_per_comparison=1, skipped=nothing_skipped)
