@@ -86,9 +86,10 @@ def test_auto_never_makes_a_run_that_is_refused(run):
     """Servers that leave the GPUs cannot sample ahead; cores that are not there prepare nothing."""
     ahead = run(rollout={"max_staleness": 1})
     assert validate(ahead).errors == [] and decide(ahead, spec_of(ahead))[0] == 1
-    # Each process would have too little cache for one sequence.
-    narrow = run(engine={"vllm": {"kv_cache_memory_bytes": 600 * 23040 * 3 // 2}})
-    assert decide(narrow, spec_of(narrow))[0] == 1
+    # 150,000 tokens, which two processes would divide.
+    for longest, is_one in ((75_000, False), (75_001, True)):
+        narrow = run(engine={"vllm": {"kv_cache_memory_bytes": 150_000 * 23040}, "max_model_len": longest})
+        assert (decide(narrow, spec_of(narrow))[0] == 1) is is_one, "each process must hold the longest sequence"
     wide = run(gpus=16)
     assert decide(wide, spec_of(wide))[0] == 1, "ranks on two machines cannot reach each other's servers"
 
