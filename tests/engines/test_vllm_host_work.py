@@ -51,7 +51,7 @@ def in_the_ranks(mesh, directory: Path, run_dir: Path, own: dict):
     return told, drawn
 
 
-def test_in_the_ranks_nothing_is_detokenized_or_counted_and_blocks_are_as_large_as_asked(cluster, model, tmp_path):
+def test_in_the_ranks_nothing_is_detokenized_or_counted_and_blocks_are_as_asked(cluster, model, tmp_path):
     """Other blocks sample the same tokens, with log-probs that are as close as float32 is."""
     ((usual, drawn),) = cluster.run(in_the_ranks, "megatron:d1", model, tmp_path, {})
     ((large, same),) = cluster.run(in_the_ranks, "megatron:d1", model, tmp_path, {"block_size": LARGE})

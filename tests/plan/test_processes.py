@@ -52,7 +52,7 @@ def spec_of(config: RunConfig):
     return load_spec(Path(config.model.path))
 
 
-def test_a_small_model_with_many_sequences_gets_several_processes_and_a_large_one_does_not(run):
+def test_a_small_model_with_many_sequences_gets_several_processes(run):
     for name, gains in ((SMALL, True), (LARGE, False)):
         config = run(name)
         made, why = decided(config, spec_of(config))

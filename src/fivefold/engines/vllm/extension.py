@@ -84,7 +84,7 @@ class WeightReceiver(LogprobCollector):
         objects that the collector of garbage still looks at."""
         self._run = run
         self.collect_logprobs()
-        # Some releases (0.20) do it in the engine's own process only, not in workers of several GPUs.
+        # vLLM itself does not in every process: 0.20 not in workers of several GPUs, 0.32 not in workers on CPUs.
         return freeze_heap()
 
     def _check_run(self, run: str | None) -> None:
