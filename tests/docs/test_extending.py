@@ -35,7 +35,7 @@ BLOCKS = {
     for title, part in zip(re.findall(r"^##+ (.*)$", PAGE, re.M), re.split(r"^##+ .*$", PAGE, flags=re.M)[1:], strict=True)
 }
 FOLLOWED = {"A method": 1, "A function of your own instead": 2, "A surrogate with a parameter": 1, "A term of the loss": 1,
-            "A model family": 1, "A reward": 4, "A model that learns": 5, "An engine": 1, "A rollout source": 1,
+            "A model family": 1, "A reward": 4, "A model that learns": 6, "An engine": 1, "A rollout source": 1,
             "A dialect": 2}  # fmt: skip
 
 
@@ -234,7 +234,7 @@ def test_the_recipe_of_a_built_in_reward_touches_one_file_and_is_not_the_accurac
 
 
 def edits_of_a_role() -> dict[str, list[tuple[str, str]]]:
-    section, role, _, line, _ = BLOCKS["A model that learns"]
+    section, role, row, _, line, _ = BLOCKS["A model that learns"]
     imported = "from fivefold.config.learners import LearnerConfig"
     return {
         "config/schema.py": [
@@ -243,9 +243,7 @@ def edits_of_a_role() -> dict[str, list[tuple[str, str]]]:
         ],
         "config/roles.py": [
             ("def _further(", f"{role}\n\n"),
-            ('    "reward.model": _reward_model,', '    "draft": _draft,'),
-            ('"reward.model")\n"""Sections', '"draft",'),
-            ('"prm")\n"""Sections', '"draft",'),
+            ('    "reward.model": Row(', indented(row)),
         ],
         "build.py": [
             ("from fivefold.trainer.learners import", "from fivefold.trainer.draft import DraftLearner"),
@@ -255,7 +253,7 @@ def edits_of_a_role() -> dict[str, list[tuple[str, str]]]:
 
 
 def new_file_of_a_role() -> dict[str, str]:
-    return {"trainer/draft.py": BLOCKS["A model that learns"][2]}
+    return {"trainer/draft.py": BLOCKS["A model that learns"][3]}
 
 
 def test_the_recipe_of_a_model_that_learns_touches_four_files_and_is_in_every_list(tmp_path):
@@ -270,16 +268,26 @@ def test_the_recipe_of_a_model_that_learns_touches_four_files_and_is_in_every_li
         """
         from fivefold.cli import _parser
         from fivefold.config import RunConfig
+        from fivefold.observability.constant import constant_reasons
         from fivefold.observability.metrics import undocumented
+        from fivefold.observability.report import CHARTS
         from fivefold.plan.roles import placed
         config = RunConfig.from_yaml("run.yaml")
         print(list(config.roles.learners), [place.describe() for place in placed(config.roles)][-1])
+        print(constant_reasons({"draft": {"optimizer": {"schedule": "constant", "warmup_steps": 0}}}, [{"draft/lr": 1.0}]))
+        print([title for _, charts in CHARTS for title, names in charts if {"draft/lr", "draft/loss"} & {*names}])
         print(undocumented(["draft/loss", "draft/lr", "draft/grad_norm", "draft/moe/load_max", "time/draft"]))
         print(_parser().parse_args(["export", "checkpoint", "out", "--model", "draft"]).model)
         """,
         new,
     )
-    assert says == "['policy', 'draft'] draft megatron:d8t1p1 on ranks 0-7\n[]\ndraft\n"
+    assert says.splitlines() == [
+        "['policy', 'draft'] draft megatron:d8t1p1 on ranks 0-7",
+        "{'draft/lr': 'draft.optimizer.schedule is constant and has no warm-up'}",
+        "['Learning rate', 'Draft model: loss']",
+        "[]",
+        "draft",
+    ]
 
 
 @pytest.mark.slow

@@ -24,6 +24,8 @@ class Metric:
     """Name in metrics.jsonl; the run fills in `<...>`, see PLACEHOLDERS."""
     unit: str
     meaning: str
+    label: str = ""
+    """Name in the console's line of a step and in the report, for a model other than the policy; empty if not shown."""
 
 
 PLACEHOLDERS = {
@@ -193,7 +195,12 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         Metric("critic/value_mean", "reward", "Mean value at the response tokens."),
         Metric("critic/return_mean", "reward", "Mean return from the response tokens on."),
         Metric("critic/return_std", "reward", "Standard deviation of the returns."),
-        Metric("critic/explained_variance", "fraction", "1 - Var(return - value) / Var(return); 0 where returns are equal."),
+        Metric(
+            "critic/explained_variance",
+            "fraction",
+            "1 - Var(return - value) / Var(return); 0 where returns are equal.",
+            "explained variance",
+        ),
         Metric("critic/clip_fraction", "fraction", "Tokens for which value_clip decides the loss."),
         *(Metric(*row) for row in ProcessReward.reports),
     ),
@@ -261,6 +268,12 @@ METRICS: dict[str, tuple[Metric, ...]] = {
     ),
 }
 """Section -> its metrics. A stage that took less than 0.2 ms is left out of a row."""
+
+
+def labelled(model: str) -> dict[str, str]:
+    """Return metric -> label, for the labelled metrics of a trained model other than the policy."""
+    rows = METRICS["Other models that learn"]
+    return {row.name: row.label for row in rows if row.label and row.name.startswith(f"{model}/")}
 
 
 def find(name: str) -> Metric | None:

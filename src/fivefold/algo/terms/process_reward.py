@@ -31,7 +31,12 @@ class ProcessReward(Part):
 
     section = "process_reward"
     reports = (
-        ("prm/accuracy", "fraction", "Responses whose score is above 0 where they came out well, below 0 otherwise."),
+        (
+            "prm/accuracy",
+            "fraction",
+            "Responses whose score is above 0 where they came out well, below 0 otherwise.",
+            "accuracy",
+        ),
         ("prm/pair_accuracy", "fraction", "Pairs of a prompt with different outcomes whose scores are in that order."),
         ("prm/score_mean", "reward", "Mean score of the responses, β Σ (log π_prm - log π_ref)."),
     )
