@@ -44,7 +44,7 @@ from fivefold.interfaces import Engine, FrozenModel, Model, RolloutSource
 from fivefold.keys.identity import with_absolute_paths
 from fivefold.megatron.mesh import Meshes
 from fivefold.megatron.model import MegatronModel, WithoutAdapters
-from fivefold.models.end_tokens import EndTokens
+from fivefold.models.end_tokens import EndTokens, pad_token
 from fivefold.models.families import load_spec
 from fivefold.models.overrides import overridden
 from fivefold.models.spec import ModelSpec
@@ -58,7 +58,7 @@ from fivefold.reward.choose import choose_rewards, columns_read, forms_by_source
 from fivefold.reward.code.confine import layers
 from fivefold.reward.manager import Closing, RewardManager
 from fivefold.reward.pool import RewardPool
-from fivefold.reward.reward_model import ModelReward
+from fivefold.reward.reward_model import ModelReward, scored_part
 from fivefold.reward.rules import ground_truth_fault, runs_programs
 from fivefold.rollout.asynchronous import AsyncRollouts
 from fivefold.rollout.conversations import Conversations
@@ -613,8 +613,10 @@ def build_reward_model(config: RunConfig, directories: Mapping[str, Path], meshe
     if model is not None and model.value_head_is_new:
         raise UserError(f"reward.model.path: {path} has no value head (score.weight): it is not a sequence classifier")
 
+    pad = pad_token(directory / "config.json")
+
     def encode(prompt: Prompt, sample: Sample) -> list[int]:
-        return encode_conversation(prompt.messages, sample.text, tokenizer)
+        return scored_part(encode_conversation(prompt.messages, sample.text, tokenizer), pad)
 
     scorer = on_replicas_of(meshes.ranks, model, ranks)
     return ModelReward(scorer, meshes.ranks, encode, config.reward.model.weight, load_spec(directory).max_positions)

@@ -161,26 +161,30 @@ def judge(root) -> Path:
 
 @pytest.mark.parametrize(("layout", "own"), [("d2", "t2"), ("p2", "d2")])
 def test_a_reward_model_s_score_is_transformers(root, judge, layout, own):
-    """The score of each sample in samples.jsonl, once more by transformers' own classifier."""
+    """The score of each sample in samples.jsonl, by transformers' own classifier too. Its pad token ends some of the texts."""
     import transformers
 
-    name = f"judge-{layout}"
+    name, words = f"judge-{layout}", transformers.AutoTokenizer.from_pretrained(judge)
+    (pad,) = words.encode("7", add_special_tokens=False)
+    config = json.loads((judge / "config.json").read_text())
+    (judge / "config.json").write_text(json.dumps(config | {"pad_token_id": pad}))
     found, _ = train(
         root, name, "algorithm={name: grpo, group_size: 2}", f"reward.model={{path: {judge}, weight: 0.5}}", "trainer.steps=1",
         f"policy.backend=megatron:{layout}", f"reward.model.backend=megatron:{own}", "trainer.logged_samples_per_step=8",
+        f"engine.sampling.logit_bias={{{pad}: 2.5}}",
     )  # fmt: skip
     model = transformers.AutoModelForSequenceClassification.from_pretrained(judge).eval()
-    words = transformers.AutoTokenizer.from_pretrained(judge)
     rows = [json.loads(line) for line in (root / "runs" / name / "samples.jsonl").read_text().splitlines()]
     assert len(rows) >= 4
     for row in rows:
         tokens = torch.tensor([words.encode(row["prompt"].rstrip("\n") + "\n" + row["response"])])
         with torch.no_grad():
-            score = float(model.model(tokens)[0][0, -1] @ model.score.weight[0])
+            score = float(model(tokens).logits[0, 0])
         assert row["reward_parts"]["model"] == pytest.approx(score, abs=2e-6)
         rule = next(value for key, value in row["reward_parts"].items() if key.endswith("digits"))
         assert row["reward"] == pytest.approx(rule + 0.5 * score, abs=2e-6)
     assert found[0]["reward/model"] != 0
+    assert len({row["response"].endswith("7") for row in rows}) == 2
 
 
 def test_what_is_no_reward_model_is_refused_before_anything_starts(root, judge):
