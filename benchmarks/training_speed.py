@@ -287,7 +287,7 @@ def estimate(directory: Path, layout: str, tokens: int, length: int, **options: 
 
 
 def steps(part: Part, directory: Path, layouts: list[str], tokens: int, samples: int, length: int) -> None:
-    """The training step on each layout, beside what `plan` says about its memory."""
+    """The training step on each layout, next to what `plan` says about its memory."""
     for layout in layouts:
         found = part.measure(layout, layout, training_step, directory, tokens, samples, length)
         if found is not None:
@@ -310,7 +310,7 @@ def hugging_face(part: Part) -> None:
 
 
 def rows(part: Part) -> None:
-    """Qwen3-1.7B's shape on one GPU: sequences of one length, with and without recomputation, beside transformers."""
+    """Qwen3-1.7B's shape on one GPU: sequences of one length, with and without recomputation, next to transformers."""
     directory = part.model("qwen3_1.7b")
     rate = part.measure("product", "d1", gemm)
     part.say("product of bfloat16 matrices of 8192 x 8192, TFLOP/s", round(rate or 0))

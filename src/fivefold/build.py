@@ -98,7 +98,7 @@ def fetch_models(config: RunConfig, ranks: Ranks, commits: Mapping[str, str]) ->
         if Path(name).is_dir():
             directories[name] = Path(name)
             continue
-        commit = call_once(ranks, partial(_newest_commit, name, wanted, commits.get(name)))
+        commit = call_once(ranks, partial(_latest_commit, name, wanted, commits.get(name)))
         directories[name] = Path(call_once_a_machine(ranks, partial(_snapshot, name, wanted, commit)))
         if config.model.overrides and name == config.model.described_by(config.model.path):
             directories[name] = overridden(directories[name], config.model.overrides)
@@ -109,7 +109,7 @@ def _snapshot(name: str, wanted: Sequence[str], commit: str) -> str:
     return str(model_snapshot(name, wanted, commit))
 
 
-def _newest_commit(name: str, wanted: Sequence[str], commit: str | None) -> str:
+def _latest_commit(name: str, wanted: Sequence[str], commit: str | None) -> str:
     return commit_of(model_snapshot(name, wanted, commit))
 
 

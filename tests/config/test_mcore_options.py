@@ -443,7 +443,7 @@ def resumed(mesh, directory: Path, policy, path: Path):
         ({}, {"decoupled_weight_decay": False}, "bfloat16"),
     ],
 )
-def test_a_run_with_these_options_goes_on_from_its_checkpoint_as_if_never_stopped(
+def test_a_run_with_these_options_continues_from_its_checkpoint_as_if_never_stopped(
     cluster, models, tmp_path, layout, ddp, optimizer, dtype
 ):
     policy = replace(POLICY, dtype=dtype, megatron=MegatronConfig(transformer=ROUTER, ddp=ddp, optimizer=optimizer))

@@ -182,7 +182,7 @@ def drawn(mesh, directory: Path):
     return complete(engine, asked), complete(engine, asked[::-1])[::-1], alone, stopped, complete(engine, asked)
 
 
-def test_what_is_drawn_depends_on_the_key_alone_and_abort_leaves_nothing_behind(cluster, sized):
+def test_what_is_drawn_depends_on_the_key_alone_and_abort_leaves_nothing_over(cluster, sized):
     ((whole, backwards, alone, stopped, again),) = cluster.run(drawn, "megatron:d1", sized("qwen3"))
     assert whole == backwards == alone == again
     assert len({tuple(one.token_ids) for one in whole}) == len(whole)
@@ -278,7 +278,7 @@ def test_closing_the_engine_keeps_the_trainer_s_groups_and_frees_its_shared_memo
     assert cluster.run(closed, "megatron:d2", sized("qwen3")) == [(2.0, [], True, 0)] * 2
 
 
-def test_scales_of_quantized_weights_are_awaited_from_nobody():
+def test_scales_of_quantized_weights_are_awaited_from_no_one():
     """vLLM makes them of the weights as they come; it restores a layer to what its files have before."""
     from vllm.model_executor.model_loader.reload.layerwise import record_metadata_for_reloading
 

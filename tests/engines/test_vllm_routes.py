@@ -108,7 +108,7 @@ def as_server(mesh, directory: Path, site: Path):
 
 
 def interrupted(model, engine) -> list[tuple[int, int, int]]:
-    """(tokens, versions, routes) of responses that new weights go on with."""
+    """(tokens, versions, routes) of responses that new weights continue with."""
     from fivefold.engines.weight_sync import weight_sync
 
     asked = requests(2, LONG)
@@ -133,13 +133,13 @@ def interrupted(model, engine) -> list[tuple[int, int, int]]:
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "glm4_moe"])
 def test_with_the_same_weights_vllm_and_the_trainer_choose_the_same_experts(cluster, sized, name):
-    """In float32, after each of three optimizer steps; glm4_moe has a router of sigmoid with a bias, behind dense layers."""
+    """In float32, after each of three optimizer steps; glm4_moe has a router of sigmoid with a bias, after dense layers."""
     (results,) = cluster.run(trained_and_sampled, "megatron:d1", sized(name), None)
     for same, gap, count in results:
         assert same == 1 and gap < 1e-5 and count > 1000
 
 
-def test_routes_come_from_a_server_too_and_of_responses_that_new_weights_go_on_with(cluster, sized, tmp_path):
+def test_routes_come_from_a_server_too_and_of_responses_that_continue(cluster, sized, tmp_path):
     (results,) = cluster.run(trained_and_sampled, "megatron:d1", sized("qwen3_moe"), tmp_path)
     for same, gap, count in results[:-1]:
         assert same == 1 and gap < 1e-5 and count > 1000

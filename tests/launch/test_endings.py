@@ -159,7 +159,7 @@ def slow_evaluation_after_step_2():
 )
 def test_sigterm_saves_within_its_grace_wherever_the_run_is(root, base, monkeypatch, hook, layout, whom, saved):
     """Each stage takes minutes here and the signal comes in the middle of it: to the launcher, to one rank, or twice to every
-    process, as Slurm sends it. The run has no other checkpoint, and goes on as if nothing had been."""
+    process, as Slurm sends it. The run has no other checkpoint, and continues as if nothing had been."""
     monkeypatch.setenv("FIVEFOLD_TEST_ROOT", str(root))
     name = hook.__name__
     overrides = [f"trainer.run_dir={root}/runs/{name}", f"policy.backend=megatron:{layout}"]
@@ -199,7 +199,7 @@ def test_sigterm_saves_within_its_grace_wherever_the_run_is(root, base, monkeypa
         ("{name: dapo, group_size: 4, credit: gae, updates_per_step: 2}", "policy", 3, "d2", "p2"),
     ],
 )  # fmt: skip
-def test_a_step_goes_on_between_its_updates_on_another_layout_with_the_same_metrics(
+def test_a_step_continues_between_its_updates_on_another_layout_unchanged(
     root, monkeypatch, method, model, taken, before, after
 ):
     """Samples, advantages and what was taken of the step are in the checkpoint: none is taken twice, and none is left out."""

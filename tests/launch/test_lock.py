@@ -30,7 +30,7 @@ with locked(Path(sys.argv[1])) as files:
 
 
 def test_a_directory_is_held_until_the_last_process_of_its_run_has_ended(tmp_path):
-    """By a run whose launcher is killed while one of its ranks lives on, and then that too: nothing is left behind."""
+    """By a run whose launcher is killed while one of its ranks lives on, and then that too: nothing is left over."""
     run = tmp_path / "run"
     launcher = subprocess.Popen(
         [sys.executable, "-c", HOLD, str(run)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True

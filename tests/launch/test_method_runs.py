@@ -124,7 +124,7 @@ def llama(root) -> Path:
     return root / "llama"
 
 
-def test_a_critic_of_another_family_and_size_trains_beside_the_policy(root, llama):
+def test_a_critic_of_another_family_and_size_trains_next_to_the_policy(root, llama):
     found, _ = train(
         root, "llama", f"critic.path={llama}", "policy.backend=megatron:t2", "trainer.steps=2", "critic.optimizer.warmup_steps=8"
     )  # fmt: skip
@@ -291,7 +291,7 @@ def test_a_run_of_a_method_that_looks_at_the_whole_step_is_the_same_on_two_repli
 
 
 def test_stale_and_adaptive_numbers_survive_a_resume(root):
-    """The adaptive coefficient and the place in the data go on where they were."""
+    """The adaptive coefficient and the place in the data continue where they were."""
     options = [
         "algorithm={name: dapo, group_size: 2, kl: {coef: 0.1, target: 0.001, horizon: 64}}",
         "policy.optimizer.decay_steps=9",

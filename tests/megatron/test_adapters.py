@@ -442,7 +442,7 @@ def counted(mesh, directory: Path, policy):
     return trained, sum(p.numel() for group in groups for p in group["params"])
 
 
-# --- planted faults: each must be seen by the comparison above -------------------------------------------------------
+# --- injected faults: each must be seen by the comparison above -------------------------------------------------------
 
 
 def partial_gradients(mesh, *arguments):
@@ -518,7 +518,7 @@ FAULTS = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("fault", "name", "layout", "own"), FAULTS, ids=lambda value: getattr(value, "__name__", None))
-def test_a_planted_fault_is_seen(cluster, models, adapters, fault, name, layout, own):
+def test_an_injected_fault_is_seen(cluster, models, adapters, fault, name, layout, own):
     policy, wanted = policy_of(name, Case(layout), own, adapters(name)), expected(models, adapters, name)
     try:
         results = cluster.run(fault, f"megatron:{layout}", models(name), policy, wanted[3])

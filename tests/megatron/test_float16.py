@@ -114,7 +114,7 @@ def test_the_scale_falls_at_overflows_and_doubles_after_enough_good_updates(clus
     assert found[0][0] and version >= 6 and now < 2.0**24
 
 
-def test_a_run_that_goes_on_elsewhere_has_the_scale_that_was_saved(cluster, models, tmp_path):
+def test_a_run_that_continues_elsewhere_has_the_scale_that_was_saved(cluster, models, tmp_path):
     """Seventeen updates and seven on another layout are the twenty-four of one run."""
     scale = {"initial_loss_scale": 2.0**24, "loss_scale_window": 3}
     whole = cluster.run(overflowing, "megatron:d2", models("qwen3"), 24, scale)[0]

@@ -14,7 +14,7 @@ from tests.support.two_steps import OBJECTIVE
 
 
 def left_by_steps(mesh, directory: Path, pipeline: dict) -> tuple[list[int], list[tuple[int, int]]]:
-    """Micro-batches that are there when each loss is computed; (micro-batches, tensors) behind a pass and three steps."""
+    """Micro-batches that are there when each loss is computed; (micro-batches, tensors) after a pass and three steps."""
     from fivefold.config.learners import MegatronConfig
     from fivefold.megatron.step import MicroBatch
 

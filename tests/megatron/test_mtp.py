@@ -141,7 +141,7 @@ def test_what_cannot_be_trained_is_refused_before_anything_is_read(models, name,
         spec.check_mtp(ParallelLayout.parse(f"megatron:{layout}"))
 
 
-# --- planted faults: each must be seen by the comparison above -------------------------------------------------------
+# --- injected faults: each must be seen by the comparison above -------------------------------------------------------
 
 
 def labels_one_too_few(mesh, *arguments):
@@ -270,7 +270,7 @@ FAULTS = [
 
 
 @pytest.mark.parametrize(("fault", "layout", "mtp"), FAULTS, ids=lambda value: getattr(value, "__name__", None))
-def test_a_planted_fault_is_seen(cluster, models, fault, layout, mtp):
+def test_an_injected_fault_is_seen(cluster, models, fault, layout, mtp):
     results = cluster.run(fault, f"megatron:{layout}", models("mimo"), policy_of(Case(layout), mtp, 1000))
     with pytest.raises(AssertionError):
         assert_equal(results, oracle(models("mimo"), "mimo", mtp))

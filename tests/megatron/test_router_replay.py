@@ -267,7 +267,7 @@ def test_replay_with_the_weights_that_recorded_changes_no_bit(cluster, models, n
         assert all(torch.equal(replayed[key], plain[key]) for key in plain)
 
 
-# --- planted faults: each must be seen by the comparison above -------------------------------------------------------
+# --- injected faults: each must be seen by the comparison above -------------------------------------------------------
 
 
 def another_layer(routes_TLK):

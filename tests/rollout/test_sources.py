@@ -351,6 +351,6 @@ def versions_of_a_step_done_anew(mesh, run_dir: Path):
     return ahead.state_dict()["versions"]
 
 
-def test_what_was_sampled_before_a_step_that_is_done_anew_is_no_older_than_the_step(cluster, tmp_path):
+def test_what_was_sampled_before_a_step_that_is_done_again_is_no_older_than_the_step(cluster, tmp_path):
     (versions,) = cluster.run(versions_of_a_step_done_anew, "megatron:d1", tmp_path)
     assert [staleness(versions, version, 4) for version in (2, 4, 5)] == [3, 2, 2]

@@ -71,7 +71,7 @@ def sizes(large: bool) -> dict[str, tuple[str, dict[str, Any]]]:
     a3b |= {"num_hidden_layers": 8, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
     return found | {
         "qwen3_0.6b": ("Qwen3", {**real, **small}),
-        # Untied, so that a critic beside it has the same body.
+        # Untied, so that a critic next to it has the same body.
         "qwen3_1.7b": ("Qwen3", {**real, "hidden_size": 2048, "intermediate_size": 6144}),
         "qwen3_4b": (
             "Qwen3",

@@ -93,7 +93,7 @@ def reference_step(
     """The same two steps written out with transformers and torch.optim.AdamW, routers' losses included.
 
     ([(loss, gradient norm)], parameters by name, [T] log-probs before the first step). `adapt` changes the model before, and
-    gives what is to be done with it behind the last step.
+    gives what is to be done with it after the last step.
     """
     import transformers
 
@@ -229,7 +229,7 @@ ROUTER = {
     "moe_z_loss_coeff": 0.05,
     "moe_router_bias_update_rate": 0.02,
 }
-"""Every loss of a router, large enough to matter beside the policy's."""
+"""Every loss of a router, large enough to matter next to the policy's."""
 
 
 DENSE_MODELS = ("qwen3", "qwen2_tied", "qwen3_tied")

@@ -164,7 +164,7 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         Metric("async/engine_wait_seconds", "s", "Time in which a rank had no request in flight, mean over ranks."),
         Metric("async/engine_load", "fraction", "Requests in flight over what the engine may have at once, mean over time."),
         Metric("async/aborted_tokens", "tokens", "Tokens that were sampled and thrown away: aborted or cut."),
-        Metric("async/reused_tokens", "tokens", "Tokens of responses that new weights went on with."),
+        Metric("async/reused_tokens", "tokens", "Tokens of responses that new weights continued."),
         Metric("async/cut_groups", "groups", "Groups that were not complete when they were due, or in excess."),
     ),
     "Policy": (

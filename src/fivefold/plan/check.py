@@ -381,7 +381,7 @@ def _check_trackers(findings: Findings, loggers: Sequence[str], tracking: Tracki
     if not trackers and tracking != TrackingConfig():
         findings.ignore("tracking", "trainer.loggers names no tracker")
     elif tracking.offline and not {"wandb", "swanlab"} & set(trackers):
-        findings.ignore("tracking.offline", "of these trackers none is asked for: wandb, swanlab")
+        findings.ignore("tracking.offline", "trainer.loggers has neither wandb nor swanlab")
 
 
 def _check_launch(findings: Findings, launch: LaunchConfig, device: str) -> None:

@@ -88,8 +88,6 @@ class ProcessReward(Part):
         message = ": dpo compares with scores before the step's updates: write update: after"
         below.require(process.loss == "ce" or process.update == "after", "loss", message)
 
-    # --- rewards of tokens -------------------------------------------------------------------------------------------
-
     def log_ratios(self, batch: TokenBatch) -> Tensor:
         """[T] log π_prm - log π_ref of response tokens, 0 elsewhere."""
         return (batch[Column.PRM_LOGPROBS] - batch[Column.PRM_REF_LOGPROBS]) * batch.loss_mask_T
@@ -148,8 +146,6 @@ class ProcessReward(Part):
         """[T] whether a token is the last of its response."""
         table = Table(segments)
         return table.flat(table.is_last_NL.double()).bool()
-
-    # --- what the model learns ---------------------------------------------------------------------------------------
 
     def targets(self, stats: RolloutStats) -> Tensor:
         """[N] outcome of each response of the step, in [0, 1]. Raises RuntimeError for a reward outside of that range."""

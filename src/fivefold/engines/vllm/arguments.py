@@ -47,7 +47,7 @@ FIXED = {
     "skip_tokenizer_init": "tokens go in and come out",
     "generation_config": "engine.sampling says how tokens are drawn",
     "override_generation_config": "engine.sampling says how tokens are drawn",
-    "max_logprobs": "that of the drawn token is what is asked for",
+    "max_logprobs": "only the log-prob of the drawn token is requested",
 }
 """Arguments that cannot be changed, with the reason."""
 
