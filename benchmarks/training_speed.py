@@ -41,6 +41,7 @@ from tests.support.gpu_models import (
     write_classifier,
 )
 from tests.support.objectives import Alone
+from tests.support.shards import shard_of_replica
 from tests.support.two_steps import OBJECTIVE
 
 DENSE = ["d1", "t2", "p2", "d2", "t4", "d2t2", "t2p2", "d2p2"]
@@ -53,7 +54,7 @@ EXPERTS = ["d2t2e4", "d4e4", "t4e4", "c2t2e4"]
 def training_step(mesh, directory: Path, tokens: int, samples: int, length: int) -> dict[str, float]:
     """Steady step time, tokens a second, peak memory."""
     model = build(mesh, directory, "bfloat16", tokens)
-    mine = random_batch(samples, length, model.spec.vocab).select(mesh.ranks.shard_of_replica(range(samples)))
+    mine = random_batch(samples, length, model.spec.vocab).select(shard_of_replica(mesh.ranks, range(samples)))
     times = []
     for _ in range(4):
         seconds, report = timed(mesh, lambda: model.train_step(mine, OBJECTIVE.loss))
@@ -88,7 +89,7 @@ def row(mesh, directory: Path, tokens: int, samples: int, length: int, recompute
         return {"not measured": "flash-attn-4 is not installed"}
     model = build(mesh, directory, "bfloat16", tokens, recompute=recompute)
     mine = random_batch(samples, length, model.spec.vocab, spread=0.0)
-    mine = mine.select(mesh.ranks.shard_of_replica(range(samples)))
+    mine = mine.select(shard_of_replica(mesh.ranks, range(samples)))
 
     def step() -> Any:
         return model.train_step(mine, OBJECTIVE.loss)

@@ -154,7 +154,7 @@ def test_the_recipe_of_a_term_is_one_file_with_its_keys_rule_metric_and_docs(tmp
         from docs.generate import configuration
         from fivefold.config import RunConfig
         from fivefold.config.validate import validate
-        from fivefold.observability.metrics import undocumented
+        from tests.support.documented import undocumented
         def config(**chosen):
             chosen = {"name": "dr_grpo", "surrogate": "log_likelihood", **chosen}
             return RunConfig.of(model={"path": "m"}, data={"train": ["x"]}, algorithm=chosen)
@@ -210,7 +210,7 @@ def test_the_recipe_of_a_built_in_reward_touches_one_file_and_is_not_the_accurac
         """
         from fivefold.keys.findings import Findings
         from fivefold.config.scoring import RewardConfig
-        from fivefold.observability.metrics import undocumented
+        from tests.support.documented import undocumented
         from fivefold.reward.choose import check_rewards, choose_rewards
         from fivefold.reward.pool import RewardPool
         from fivefold.reward.rules import ground_truth_fault
@@ -269,7 +269,7 @@ def test_the_recipe_of_a_model_that_learns_touches_four_files_and_is_in_every_li
         from fivefold.cli import _parser
         from fivefold.config import RunConfig
         from fivefold.observability.constant import constant_reasons
-        from fivefold.observability.metrics import undocumented
+        from tests.support.documented import undocumented
         from fivefold.observability.report import CHARTS
         from fivefold.plan.roles import placed
         config = RunConfig.from_yaml("run.yaml")

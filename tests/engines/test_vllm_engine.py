@@ -20,6 +20,7 @@ from fivefold.models.config_json import read_config
 from fivefold.types import Completion, Request, Sampling, TokenBatch
 from tests.support.engines import OPTIONS, PROMPTS, SAMPLING, complete, expected_logprobs, named_blocks, requests
 from tests.support.layout_cases import VPP2
+from tests.support.shards import shard_of_replica
 from tests.support.tiny_models import load_tensors, make_model
 from tests.support.two_steps import LENGTHS, OBJECTIVE, POLICY, whole_batch
 
@@ -90,7 +91,7 @@ def trained_and_sampled(mesh, directory: Path, engine_layout: str, pipeline: dic
     policy = replace(POLICY, megatron=MegatronConfig(pipeline=pipeline))
     model = MegatronModel(directory, policy, mesh, total_updates=3)
     engine = vllm_engine(mesh, directory, engine_layout, verify_every=0 if fault else 1)
-    mine = whole_batch().select(mesh.ranks.shard_of_replica(range(len(LENGTHS))))
+    mine = whole_batch().select(shard_of_replica(mesh.ranks, range(len(LENGTHS))))
     # The last prompt fills a block of the prefix cache, which has 128 tokens on a CPU.
     asked = requests(2, FREE, [*PROMPTS, [7 + i % 90 for i in range(150)]])
     found, differences = [], []

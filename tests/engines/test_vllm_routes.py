@@ -20,6 +20,7 @@ from tests.engines.test_vllm_engine import FREE, sized, vllm_engine
 from tests.support import triton_cpu
 from tests.support.engines import PROMPTS, complete, requests
 from tests.support.servers import LONG, server_engine
+from tests.support.shards import shard_of_replica
 from tests.support.two_steps import LENGTHS, OBJECTIVE, POLICY, whole_batch
 
 pytestmark = [
@@ -70,7 +71,7 @@ def trained_and_sampled(mesh, directory: Path, site: Path | None):
 
     model = MegatronModel(directory, POLICY, mesh, total_updates=3)
     engine = in_process(mesh, directory) if site is None else as_server(mesh, directory, site)
-    mine = whole_batch().select(mesh.ranks.shard_of_replica(range(len(LENGTHS))))
+    mine = whole_batch().select(shard_of_replica(mesh.ranks, range(len(LENGTHS))))
     # The last prompt fills a block of the prefix cache: of its second response vLLM reads nothing of it.
     asked = requests(2, FREE, [*PROMPTS, [7 + i % 90 for i in range(150)]])
     results = []

@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from fivefold.observability.metrics import undocumented
 from tests.support.commands import fivefold
+from tests.support.documented import undocumented
 from tests.support.tiny_models import make_classifier
 from tests.support.whole_runs import assert_same, kill_run, make_judge, make_model, make_pairs, train, write_run
 

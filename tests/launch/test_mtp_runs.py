@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from fivefold.observability.metrics import undocumented
 from tests.support.commands import fivefold
+from tests.support.documented import undocumented
 from tests.support.tiny_models import add_mtp
 from tests.support.whole_runs import make_model, train, write_run
 

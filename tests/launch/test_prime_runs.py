@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from fivefold.observability.metrics import undocumented
 from tests.support.commands import fivefold
+from tests.support.documented import undocumented
 from tests.support.whole_runs import assert_same, end_run, kill_run, make_judge, make_model, train, write_run
 
 RUN = """

@@ -16,7 +16,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from fivefold.observability.metrics import undocumented
 from tests.support.commands import (
     LONGEST,
     Command,
@@ -29,6 +28,7 @@ from tests.support.commands import (
     wait_for,
     with_cpu_seconds,
 )
+from tests.support.documented import undocumented
 from tests.support.whole_runs import assert_same, make_model, metrics, write_run
 
 RUN = """

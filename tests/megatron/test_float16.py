@@ -14,6 +14,7 @@ from fivefold.trainer.checks import SkipGuard
 from fivefold.trainer.update_metrics import update_metrics
 from fivefold.types import StepReport
 from tests.support.cluster import Together
+from tests.support.shards import shard_of_replica
 from tests.support.two_steps import (
     LENGTHS,
     OBJECTIVE,
@@ -83,7 +84,7 @@ def overflowing(mesh, directory: Path, updates: int, scale: dict[str, float], sa
     model = MegatronModel(directory, float16(**scale), mesh, total_updates=40)
     if saved is not None and saved.exists():
         model.load(saved)
-    batch = whole_batch().select(mesh.ranks.shard_of_replica(range(len(LENGTHS))))
+    batch = whole_batch().select(shard_of_replica(mesh.ranks, range(len(LENGTHS))))
     first, found = {name: tensor.clone() for name, tensor in model.weights()}, []
     for _ in range(updates):
         report = model.train_step(batch, OBJECTIVE.loss)

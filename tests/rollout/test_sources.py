@@ -16,7 +16,6 @@ from fivefold.algo.objective import make_objective
 from fivefold.columns import Column
 from fivefold.config.learners import MegatronConfig, PolicyConfig
 from fivefold.interfaces import RolloutSource
-from fivefold.observability.metrics import undocumented
 from fivefold.rollout.asynchronous import AsyncRollouts
 from fivefold.rollout.generation import Generator
 from fivefold.rollout.packing import pack
@@ -24,6 +23,7 @@ from fivefold.rollout.sources import DynamicSampling
 from fivefold.rollout.staleness import Admission, staleness
 from fivefold.rollout.stats import BatchPlan, Informative, differ, gather_stats, rollout_metrics
 from fivefold.types import Group, Prompt, Sample, Sampling
+from tests.support.documented import undocumented
 from tests.support.tiny_models import VOCAB as MODEL_VOCAB
 from tests.support.toy import CHOICES, LENGTH, ToyModel, ToyTokenizer, target, toy_parts, toy_prompts, toy_run
 

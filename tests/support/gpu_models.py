@@ -19,6 +19,7 @@ import torch
 from fivefold.algo.advantages import AdvantageInputs
 from fivefold.columns import Column
 from fivefold.types import TokenBatch
+from tests.support.shards import shard_of_replica
 from tests.support.two_steps import OBJECTIVE, POLICY
 
 
@@ -231,7 +232,7 @@ def same_bits(mesh, directory: Path, deterministic: bool) -> tuple[bool, float]:
     runs, seconds = [], 0.0
     for _ in range(2):
         model = build(mesh, directory, "bfloat16", tokens)
-        mine = random_batch(samples, length, model.spec.vocab).select(mesh.ranks.shard_of_replica(range(samples)))
+        mine = random_batch(samples, length, model.spec.vocab).select(shard_of_replica(mesh.ranks, range(samples)))
         numbers = []
         for _ in range(3):
             seconds, report = timed(mesh, lambda model=model, mine=mine: model.train_step(mine, OBJECTIVE.loss))

@@ -18,6 +18,7 @@ from fivefold.columns import Column
 from fivefold.config.learners import MegatronConfig, OptimizerConfig, PolicyConfig
 from fivefold.types import TokenBatch
 from tests.support.layout_cases import Case
+from tests.support.shards import shard_of_replica
 from tests.support.tiny_models import VOCAB, load_tensors
 
 LENGTHS = [9, 17, 5, 30, 12, 2, 21, 8]
@@ -76,7 +77,7 @@ def megatron_step(mesh, directory: Path, policy: PolicyConfig, base_T: torch.Ten
     batch = batch.with_columns(
         {Column.OLD_LOGPROBS: base_T + batch[Column.OLD_LOGPROBS], Column.REF_LOGPROBS: base_T + batch[Column.REF_LOGPROBS]}
     )
-    mine = batch.select(mesh.ranks.shard_of_replica(range(len(LENGTHS))))
+    mine = batch.select(shard_of_replica(mesh.ranks, range(len(LENGTHS))))
     reports = [model.train_step(mine, OBJECTIVE.loss) for _ in range(2)]
     return reports, {name: tensor.clone() for name, tensor in model.weights()}
 

@@ -104,10 +104,6 @@ class Ranks:
         """Place of this rank when a list is dealt: the first rank of every replica, then the second of each, and so on."""
         return self.coords.dp + self.layout.dp * self.replica.rank()
 
-    def shard_of_replica(self, items: Sequence[T]) -> list[T]:
-        """Returns this replica's part of `items`: item i belongs to replica i mod dp."""
-        return list(items[self.coords.dp :: self.layout.dp]) if self.holds else []
-
     def shard(self, items: Sequence[T]) -> list[T]:
         """Returns this rank's part of `items`: the part of its replica, dealt to the ranks of the replica in turn."""
         return list(items[self.turn :: self.layout.world_size]) if self.holds else []

@@ -4,7 +4,6 @@ tooltips."""
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -280,11 +279,6 @@ def find(name: str) -> Metric | None:
     """Return the table row for a metric's name, or None."""
     exact, patterns = _index()
     return exact.get(name) or next((metric for pattern, metric in patterns if pattern.fullmatch(name)), None)
-
-
-def undocumented(names: Iterable[str]) -> list[str]:
-    """Return the names that have no row in this table."""
-    return sorted({name for name in names if find(name) is None})
 
 
 @lru_cache
