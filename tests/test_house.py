@@ -17,6 +17,7 @@ MOST_FIELDS = 25
 LONG_FUNCTION, LONG_FUNCTIONS = 100, 0.001
 """Lines above which a function is long, and the largest share of such functions."""
 MOST_NAMING_ONE_ROLE = 8
+MOST_NAMING_ONE_TERM = 4
 MOST_TAKING_THE_CONFIGURATION = 5
 CONFIGURATION_SHARE = 1 / 5
 MAY_TAKE_THE_CONFIGURATION = ("config/", "plan/", "build.py")
@@ -90,6 +91,12 @@ def test_at_most_one_function_in_a_thousand_is_longer_than_100_lines():
 def test_one_role_is_named_in_at_most_eight_files():
     naming = [name for name, text in sources().items() if re.search("prm", text, re.IGNORECASE)]
     assert len(naming) <= MOST_NAMING_ONE_ROLE, naming
+
+
+def test_the_term_of_chord_is_named_in_at_most_four_files():
+    """Its own file, the list of terms, the rows of methods, and the objective, which divides an update between two losses."""
+    naming = [name for name, text in sources().items() if re.search(r"chord|imitation", text, re.IGNORECASE)]
+    assert 0 < len(naming) <= MOST_NAMING_ONE_TERM, naming
 
 
 def test_at_most_five_further_files_take_the_whole_configuration():
