@@ -427,7 +427,7 @@ def test_a_process_that_ends_at_once_is_told_with_its_first_error(tmp_path):
     begin = time.monotonic()
     with pytest.raises(RuntimeError) as caught:
         served.wait()
-    assert time.monotonic() - begin < 10
+    assert time.monotonic() - begin < 60
     lines = str(caught.value).splitlines()
     assert lines[0] == "the engine's server did not start"
     assert {"ValueError: no room for the cache", "RuntimeError: the engine failed"} <= set(lines[1:4])
