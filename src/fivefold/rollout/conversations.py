@@ -172,8 +172,6 @@ class Conversations:
     def _count(self, name: str, number: float = 1.0) -> None:
         self._sums[name] += float(number)  # type: ignore[assignment]
 
-    # --- one trajectory ----------------------------------------------------------------------------------------------
-
     def _steps(self, held: Trajectory, sampling: Sampling, number: int) -> Steps:
         """Take a trajectory to its end; a failure of its environment is its own end."""
         place: Place | None = None
@@ -275,8 +273,6 @@ class Conversations:
                 {"role": "tool", "content": text, "name": call.name or "unknown", "tool_call_id": f"call{number:05}"}
             )
         return messages
-
-    # --- tokens ------------------------------------------------------------------------------------------------------
 
     def _first_context(self, prompt: Prompt, given: Any) -> list[int]:
         """Return the context of the first turn: what `reset` gave, or the prompt."""

@@ -40,8 +40,6 @@ class VLLMServer:
         self._call("take", self._run)
         self.abort()
 
-    # --- requests ----------------------------------------------------------------------------------------------------
-
     async def generate(
         self, name: str, prompt_ids: list[int], sampling: Sampling, draws: Sequence[Draw]
     ) -> AsyncIterator[Answer]:
@@ -91,8 +89,6 @@ class VLLMServer:
         self._post("/pause", params={"mode": "abort"})
         self._post("/resume")
 
-    # --- weights -----------------------------------------------------------------------------------------------------
-
     def join_groups(self, where: Where, names: Sequence[str], first: int, size: int) -> None:
         self._call("join_groups", where, names, first, size, self._run)
 
@@ -118,8 +114,6 @@ class VLLMServer:
     def workers(self) -> int:
         """Returns the number of processes that receive weights."""
         return len(self._call("describe"))
-
-    # --- memory ------------------------------------------------------------------------------------------------------
 
     def sleep(self) -> None:
         """Free the memory of weights and cache."""
