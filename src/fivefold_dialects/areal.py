@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from fivefold_dialects import shared
-from fivefold_dialects.areal_method import advantage, correction, critic, kl, loss, low_rank, optimizer
+from fivefold_dialects.areal_method import FIELDS, advantage, correction, critic, kl, loss, low_rank, optimizer
 from fivefold_dialects.areal_placement import ahead, engine, is_dpo, is_sampled, is_sft, layout, roles, trainer
 from fivefold_dialects.known import known
 from fivefold_dialects.legacy import areal as legacy
@@ -32,12 +32,12 @@ def is_gsm8k(path: str | None) -> bool:
 
 def files_of(split: str, source: Source, key: str) -> list[str] | None:
     """Return the paths of a key; for GSM8K's name on the hub, the file that `fivefold data gsm8k` writes."""
-    return [f"{GSM8K}/{split}.parquet"] if is_gsm8k(source.text(key)) else shared.files(source, key)
+    return [f"{GSM8K}/{split}.parquet"] if is_gsm8k(source.text(key)) else source.files(key)
 
 
 def model(source: Source) -> dict[str, Any]:
     role = source.under(f"{trainer(source)}.")
-    found: dict[str, Any] = {"model.path": shared.path(role, "path")}
+    found: dict[str, Any] = {"model.path": role.path("path")}
     tokenizer = source.text("tokenizer_path")
     if tokenizer and tokenizer != found["model.path"]:
         found["model.tokenizer"] = tokenizer
@@ -108,21 +108,11 @@ def sampling(source: Source) -> dict[str, Any]:
         said.lacks("greedy", "training on greedy responses")
     if source.number("actor.temperature") != said.number("temperature"):
         source.lacks("actor.temperature", "a temperature of the trainer's log-probs that is not the one of sampling")
-    found: dict[str, Any] = {
-        "temperature": said.number("temperature"),
-        "top_p": said.number("top_p"),
-        "min_tokens": said.whole("min_new_tokens"),
-        "ignore_eos": said.flag("ignore_eos") or None,
-    }
-    kept = said.whole("top_k") or 0
-    # A top_k above every vocabulary size is no bound.
-    found["top_k"] = 0 if kept < 0 or kept >= 1_000_000 else kept
-    if said.items("stop_token_ids"):
-        found["stop_token_ids"] = [int(token) for token in said.items("stop_token_ids")]
-    if said.items("stop"):
-        found["stop"] = said.texts("stop")
-    return {f"engine.sampling.{key}": value for key, value in found.items()} | {
-        "algorithm.group_size": said.count("n_samples")
+    kept = said.top_k("top_k")
+    return FIELDS["sampling"](said) | {
+        # A top_k above every vocabulary size is no bound.
+        "engine.sampling.top_k": 0 if kept >= 1_000_000 else kept,
+        "engine.sampling.stop_token_ids": [int(token) for token in said.items("stop_token_ids")] or None,
     }
 
 

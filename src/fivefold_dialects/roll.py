@@ -12,7 +12,7 @@ from fivefold_dialects.known import known
 from fivefold_dialects.legacy import roll as legacy
 from fivefold_dialects.roll_data import batch, columns, lengths, mixture
 from fivefold_dialects.roll_method import critic, loss, low_rank, method, optimizer
-from fivefold_dialects.roll_placement import engine, forwards, kind, layout, megatron, role
+from fivefold_dialects.roll_placement import FIELDS, engine, forwards, kind, layout, megatron, role
 from fivefold_dialects.shared import EVERY_CHECKPOINT
 from fivefold_dialects.source import Source
 from fivefold_dialects.system import dialect
@@ -33,11 +33,7 @@ def run(source: Source) -> dict[str, Any]:
     found |= {"trainer.steps": source.whole("max_steps")} if by_steps else {"trainer.epochs": source.whole(epochs)}
     drawn = source.under("validation.generating_args.")
     if kind(source) == "rlvr" and drawn.number("temperature"):
-        found |= {
-            "eval.samples": drawn.whole("num_return_sequences"),
-            "eval.temperature": drawn.number("temperature"),
-            "eval.top_p": drawn.number("top_p"),
-        }
+        found |= FIELDS["evaluation"](drawn)
         if (drawn.whole("top_k") or 0) > 0:
             drawn.lacks("top_k", "top-k in evaluation", changes_result=False)
     return found
@@ -53,7 +49,7 @@ def ahead(source: Source) -> dict[str, Any]:
 
 def model(source: Source) -> dict[str, Any]:
     own, reference = (source.text(f"{start}model_args.model_name_or_path") for start in (role(source), "reference."))
-    found = {"model.path": own or shared.path(source, "pretrain")}
+    found = {"model.path": own or source.path("pretrain")}
     return found | ({"reference.path": reference} if reference not in (None, found["model.path"]) else {})
 
 
@@ -78,6 +74,6 @@ DERIVED = (
     *(ahead, model, low_rank, method, loss, batch, lengths, columns, mixture, layout, megatron, optimizer, critic, engine),
     *(forwards, router_replay, run, tracked),
 )
-_CONVERTERS = {"loggers": shared.loggers, "path": shared.path, "epochs": epochs}
+_CONVERTERS = {"loggers": shared.loggers, "epochs": epochs}
 TABLE = table("roll", DERIVED, _CONVERTERS, load("legacy/roll"), release_of=legacy.release_of, known=known("roll"))
 translate = dialect("roll", TABLE)

@@ -7,6 +7,7 @@ from typing import Any
 from fivefold_dialects import shared
 from fivefold_dialects.roll_placement import TRAIN, devices, kind, role, samples_a_group, sizes
 from fivefold_dialects.source import Source
+from fivefold_dialects.table import fields, load
 
 
 def batch(source: Source) -> dict[str, Any]:
@@ -40,22 +41,16 @@ def lengths(source: Source) -> dict[str, Any]:
         "data.max_prompt_tokens": prompt,
         "data.max_response_tokens": response,
         "policy.tokens_per_micro_batch": max(tokens, longest),
-        "data.train": shared.files(source, role(source) + "data_args.file_name"),
-        "data.val": shared.files(source, "validation.data_args.file_name"),
+        "data.train": source.files(role(source) + "data_args.file_name"),
+        "data.val": source.files("validation.data_args.file_name"),
         "data.overlong_prompts": "drop" if kind(source) == "rlvr" else "refuse",
     }
 
 
 MATH = "math_rule"
 """Name of the domain for rows whose tag belongs to no other domain (rlvr_pipeline.py:116)."""
-_SCORED: dict[str, dict[str, float]] = {
-    "MathRuleRewardWorker": {"math": 1.0},
-    "GeneralRuleRewardWorker": {"ifeval": 1.0, "repetition": -0.5},
-    "CrossThinkQARuleRewardWorker": {"multiple_choice": 0.0, "multiple_choice_soft": 1.0, "repetition": -0.5},
-    "CodeSandboxRewardWorker": {"code": 1.0},
-    "LLMJudgeRewardWorker": {"judge": 1.0},
-}
-"""Class of ROLL's reward worker -> our rewards and their weights."""
+FIELDS = fields("roll")
+_SCORED: dict[str, dict[str, float]] = load("roll")["rewards"]
 _JUDGE_PROMPT = "Qwen2.5-7B-Instruct-RLVR-prompt"
 
 
@@ -133,12 +128,7 @@ def judge(source: Source, name: str) -> dict[str, Any]:
     if (prompt := said.text("judge_prompt")) != _JUDGE_PROMPT:
         said.lacks("judge_prompt", f"the prompt {prompt}: {_JUDGE_PROMPT} is known; reward.judge.prompt takes any text")
     if (asked := said.text("judge_model_type")) == "api":
-        return {
-            "reward.judge.url": said.texts("judge_api_url"),
-            "reward.judge.model": said.text("judge_model_name"),
-            "reward.judge.api_key_variable": "JUDGE_API_KEY",
-            "reward.judge.temperature": 1.0,
-        }
+        return FIELDS["judge"](said)
     if asked != "inference":
         said.lacks("judge_model_type", f"the judge {asked}: known here are api and inference")
         return {}
@@ -146,13 +136,9 @@ def judge(source: Source, name: str) -> dict[str, Any]:
     engine = said.under("strategy_args.strategy_config.")
     tp = engine.whole("tensor_parallel_size") or engine.whole("tp_size") or said.whole("num_gpus_per_worker") or 1
     others = {key: drawn.value(key) for key in ("top_p", "top_k") if drawn.has(key)}
-    return {
-        "reward.judge.model": said.text("model_args.model_name_or_path"),
+    return FIELDS["own_judge"](said) | {
         "reward.judge.backend": shared.engine_layout(gpus, tp),
         "reward.judge.memory_fraction": engine.number("gpu_memory_utilization") or engine.number("mem_fraction_static"),
-        "reward.judge.max_model_len": engine.whole("max_model_len"),
-        "reward.judge.temperature": drawn.number("temperature"),
-        "reward.judge.max_tokens": drawn.whole("max_new_tokens"),
         "reward.judge.request": others or None,
     }
 

@@ -5,29 +5,27 @@ from __future__ import annotations
 from typing import Any
 
 from fivefold_dialects import shared
-from fivefold_dialects.adapters import adapters, refuse
+from fivefold_dialects.adapters import adapters
 from fivefold_dialects.legacy import roll as legacy
 from fivefold_dialects.roll_placement import TRAIN, kind, role, samples_a_group, uses_critic
 from fivefold_dialects.source import Source
-from fivefold_dialects.table import choices
+from fivefold_dialects.table import choices, fields
 
-CHOICES = choices("roll")
+CHOICES, FIELDS = choices("roll"), fields("roll")
 
 
 def method(source: Source) -> dict[str, Any]:
     if kind(source) == "sft":
-        # The loader of sft_pipeline.py does not shuffle.
-        columns = {"prompt": "instruction", "response": "output", "query": None, "system": None}
-        keys = {f"data.{name}_key": source.text(f"{name}_key") or usual for name, usual in columns.items()}
-        return {"algorithm.name": "sft", "data.shuffle": False, **keys}
+        return FIELDS["sft"](source) | {
+            "data.prompt_key": source.text("prompt_key") or "instruction",
+            "data.response_key": source.text("response_key") or "output",
+        }
     if kind(source) == "dpo":
         if source.flag("ipo"):
             source.lacks("ipo", "the loss IPO")
-        found: dict[str, Any] = {f"algorithm.{key}": source.number(key) for key in ("beta", "label_smoothing")}
-        found |= {f"data.{name}_key": source.text(f"{name}_key") for name in ("prompt", "chosen", "rejected")}
-        return {"algorithm.name": "dpo", **found}
+        return FIELDS["dpo"](source)
     name = source.text("adv_estimator") or "gae"
-    found = {
+    found: dict[str, Any] = {
         "whiten": source.flag("whiten_advantages"),
         "advantage_clip": source.number("advantage_clip") or None,
         "overlong_filter": source.flag("max_len_mask"),
@@ -139,10 +137,7 @@ def optimizer(source: Source, start: str = "", ours: str = "policy.optimizer") -
     said = source.under((start or role(source)) + "training_args.")
     style = said.one_of("lr_scheduler_type", ("constant", "constant_with_warmup", "linear", "cosine"), "schedule", "linear")
     steps, share = said.number("warmup_steps"), said.number("warmup_ratio")
-    found = {
-        "lr": said.number("learning_rate"),
-        "weight_decay": said.number("weight_decay"),
-        "betas": [said.number("adam_beta1"), said.number("adam_beta2")],
+    found = FIELDS["optimizer"](said) | {
         "clip_grad": source.number("max_grad_norm"),
         "schedule": style.removesuffix("_with_warmup"),
         "warmup_steps": steps or share or 0,
@@ -155,20 +150,14 @@ def critic(source: Source) -> dict[str, Any]:
     if kind(source) != "rlvr" or not uses_critic(source):
         return {}
     return {
-        "critic.path": shared.path(source, "reward_pretrain"),
+        "critic.path": source.path("reward_pretrain"),
         "critic.value_clip": source.number("value_clip"),
     } | optimizer(source, "critic.", "critic.optimizer")
 
 
 def low_rank(source: Source) -> dict[str, Any]:
     """Return our keys of LoRA if lora_target is set; alpha defaults to twice the rank (model_args.py, __post_init__)."""
-    said = f"{role(source)}model_args."
-    if not source.texts(said + "lora_target"):
-        return {}
-    keys = {"rank": said + "lora_rank", "alpha": said + "lora_alpha", "targets": said + "lora_target"}
-    found = adapters(source, "policy", path=said + "adapter_name_or_path", **keys)
+    found = adapters(source.under(f"{role(source)}model_args."), "policy", "roll")
     if found and found["policy.lora.alpha"] is None:
         found["policy.lora.alpha"] = 2.0 * found["policy.lora.rank"]
-    refuse(source, said + "lora_dropout", "dropout of adapters", (0, 0.0))
-    refuse(source, said + "additional_target", "weights that are trained in addition to adapters", ())
     return found

@@ -8,9 +8,10 @@ from fivefold_dialects import shared
 from fivefold_dialects.device_mapping import parse_devices, ranks_behind
 from fivefold_dialects.shared import SPREAD
 from fivefold_dialects.source import Source, UnreadableError
-from fivefold_dialects.table import listed, load
+from fivefold_dialects.table import fields, listed, load
 
 TRAIN, INFER = "actor_train.", "actor_infer."
+FIELDS = fields("roll")
 
 
 def kind(source: Source) -> str:
@@ -82,7 +83,6 @@ def layout(source: Source) -> dict[str, Any]:
 
 _OPTIONS_OF_LAYOUT, _OPTIONS_FIXED = listed("roll", "layout"), listed("roll", "spread")
 _OPTIONS_CARRIED = load("roll")["carried"]
-"""Settings that change only time or memory -> our keys in policy.megatron."""
 
 
 def megatron(source: Source) -> dict[str, Any]:
@@ -168,8 +168,4 @@ def engine(source: Source) -> dict[str, Any]:
     drawn = source.under(INFER + "generating_args.")
     if (drawn.whole("num_beams") or 1) != 1:
         drawn.lacks("num_beams", "beam search")
-    return found | {
-        "engine.sampling.temperature": drawn.number("temperature"),
-        "engine.sampling.top_p": drawn.number("top_p"),
-        "engine.sampling.top_k": max(0, drawn.whole("top_k") or 0),
-    }
+    return found | FIELDS["sampling"](drawn)

@@ -28,7 +28,7 @@ _DATE = re.compile(r"""\$\(date \+["']?([^)"']*)["']?\)""")
 
 def dated(source: Source, key: str) -> str | None:
     """Return a path, with `$(date +FORMAT)` in the script replaced by the current time."""
-    found = shared.path(source, key)
+    found = source.path(key)
     return found and _DATE.sub(lambda date: time.strftime(date[1]), found)
 
 

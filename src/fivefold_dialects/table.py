@@ -36,7 +36,7 @@ import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from importlib.resources import files
 from typing import Any, Literal
 
@@ -200,24 +200,35 @@ class Choice:
         chosen = self.names[name]
         if not isinstance(chosen, Mapping):
             return chosen
-        for reason, keys in chosen.get("needs", {}).items():
-            for row in _lacking("lacks", reason, keys, self.lists):
-                if source.value(row.key) not in row.off:
-                    source.lacks(row.key, row.note)
+        _refuse(source, chosen, self.lists)
         said = source.under(f"{self.arguments}." if self.arguments else "")
         taken = set(several(chosen.get("takes", ""), self.lists))
         for key in said.keys("") if self.arguments else ():
             if key not in taken and said.value(key) is not None and said.value(key) is not False:
                 said.lacks(key, f"an argument of the {self.what} {name}")
-        return {ours: _number(said, value) for ours, value in chosen.items() if ours not in ("needs", "takes")}
+        return {ours: _value(said, value) for ours, value in chosen.items() if ours not in ("needs", "takes")}
 
 
-def _number(source: Source, value: Any) -> Any:
-    """Return a value of a choice; for `$key` that key's number, for `$key reader` its value by this method of Source."""
+def _refuse(source: Source, group: Mapping[str, Any], lists: Mapping[str, str] = {}) -> None:
+    """Report the keys that a choice's name or a group does not support, in its `needs`."""
+    for reason, keys in group.get("needs", {}).items():
+        for row in _lacking("lacks", reason, keys, lists):
+            if source.value(row.key) not in (*row.off, [], {}):
+                source.lacks(row.key, row.note)
+
+
+def _value(source: Source, value: Any, converters: Mapping[str, Convert] = {}) -> Any:
+    """Return a value of a choice or a group: `$key reader` is that key's value by this method of Source (`fields`)."""
+    if isinstance(value, list):
+        return [_value(source, item, converters) for item in value]
     if not (isinstance(value, str) and value.startswith("$")):
         return value
-    key, _, reader = value[1:].partition(" ")
-    return getattr(source, reader or "number")(key)
+    key, *words = value[1:].split()
+    if "if-set" in words and not source.has(key):
+        return None
+    name = words[0] if words else "number"
+    found = converters[name](source, key) if name in converters else getattr(source, name)(key)
+    return None if "if-true" in words and not found else found
 
 
 @cache
@@ -242,6 +253,23 @@ def choices(name: str) -> dict[str, Choice]:
         names = {each: chosen for listed, chosen in said["names"].items() for each in several(listed)}
         found[key] = Choice(key, lists=content.get("lists", {}), **{**said, "names": names})
     return found
+
+
+def fields(name: str, converters: Mapping[str, Convert] = {}) -> dict[str, Callable[[Source], dict[str, Any]]]:
+    """Return the functions that read the groups of `tables/NAME.yaml`: keys that have a value of ours only in some runs.
+
+    In the file, under `fields` and the name of a group: our key, and a value as in a choice, where `$KEY` is a number and
+    `$KEY READER` has a method of Source or one of `converters`. After the reader, `if-set` leaves out a default and
+    `if-true` a value that is off. A group with `when` is empty unless all these values are on; `needs` is as in a choice.
+    """
+
+    def read(group: Mapping[str, Any], source: Source) -> dict[str, Any]:
+        if not all(_value(source, group.get("when", []))):
+            return {}
+        _refuse(source, group)
+        return {ours: _value(source, each, converters) for ours, each in group.items() if ours not in ("when", "needs")}
+
+    return {each: partial(read, group) for each, group in load(name)["fields"].items()}
 
 
 def table(

@@ -12,7 +12,7 @@ from fivefold_dialects import shared
 from fivefold_dialects.adapters import adapters
 from fivefold_dialects.legacy import trinity as legacy
 from fivefold_dialects.source import Source, UnreadableError
-from fivefold_dialects.trinity_data import lengths
+from fivefold_dialects.trinity_data import FIELDS, lengths
 from fivefold_dialects.trinity_keys import (
     ACTOR,
     CRITIC,
@@ -48,19 +48,18 @@ def engine(source: Source) -> dict[str, Any]:
     said = source.under(ROLLOUT)
     tp = said.count("tensor_parallel_size")
     name = shared.engine_name(said, "engine_type", said.text("engine_type"))
-    flags = ("enforce_eager", "enable_prefix_caching", "enable_chunked_prefill")
     drawn = {
         name: source.number(key if source.value(key := f"{TASKSET}rollout_args.{name}") is not None else f"model.{name}")
         for name in ("temperature", "top_p", "top_k")
     }
     return {
         **shared.engine_apart(said.count("engine_num") * tp, tp, name=name),
-        "engine.memory_fraction": said.number("gpu_memory_utilization"),
+        **FIELDS["engine"](said),
         "engine.sampling.temperature": drawn["temperature"],
         "engine.sampling.top_p": drawn["top_p"],
         "engine.sampling.top_k": max(0, int(drawn["top_k"] or 0)),
         "engine.dtype": dtype(said, "dtype"),
-        **{f"engine.vllm.{flag}": said.flag(flag) for flag in flags if name == "vllm" and said.has(flag)},
+        **(FIELDS["vllm"](said) if name == "vllm" else {}),
     }
 
 
@@ -73,8 +72,7 @@ def low_rank(source: Source) -> dict[str, Any]:
         source.lacks(key, "more than one adapter")
         return {}
     own = Source(entries[0], {"lora_rank": 32, "lora_alpha": 32, "target_modules": "all-linear"}, source.environment)
-    names = {"rank": "lora_rank", "alpha": "lora_alpha", "targets": "target_modules", "exclude": "exclude_modules"}
-    found = adapters(own, "policy", path="path", **names)
+    found = adapters(own, "policy", "trinity")
     if own.found or own.value("is_dummy"):
         source.lacks(key, "adapters for the sampler only, or with a pattern of module names")
     return found
@@ -154,8 +152,7 @@ def critic(source: Source) -> dict[str, Any]:
         return {}
     said = source.under(CRITIC)
     found: dict[str, Any] = {
-        "critic.path": source.text("model.critic_model_path"),
-        "critic.value_clip": said.number("cliprange_value"),
+        **FIELDS["critic"](source),
         **_critic_optimizer(source, said.under("optim.")),
         **_own_options(source, CRITIC, "critic"),
         **_offload(source, CRITIC, "critic"),
@@ -278,7 +275,7 @@ def weights(source: Source) -> dict[str, Any]:
     """Return our keys of models whose weights are a Megatron-Core checkpoint instead of the Hugging Face directory."""
     if not is_megatron(source):
         return {}
-    directory, has_reference = shared.path(source, "model.model_path"), uses_reference(source)
+    directory, has_reference = source.path("model.model_path"), uses_reference(source)
     roles = [
         ("model.path", ACTOR, "model.model_path", True),
         ("reference.path", REFERENCE, "model.model_path", has_reference),

@@ -2,7 +2,7 @@
 
 tables/verl.yaml has a row for each key. Values that depend on several keys are in verl_algorithm.py (the method),
 verl_models.py (layout, batches, optimizers), verl_async.py (programs that sample ahead), verl_rollout.py (engines, rewards,
-evaluation) and verl_prime.py (a recipe). legacy/verl.py reads releases before 2026.
+evaluation). legacy/ reads releases before 2026.
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from fivefold_dialects import shared, verl_async, verl_prime, verl_sft
+from fivefold_dialects import shared, verl_async, verl_sft
 from fivefold_dialects import verl_models as models
 from fivefold_dialects.known import known
 from fivefold_dialects.legacy import verl as legacy
+from fivefold_dialects.legacy import verl_recipes as recipes
 from fivefold_dialects.shared import EVERY_CHECKPOINT
 from fivefold_dialects.source import Source
 from fivefold_dialects.system import dialect
@@ -27,14 +28,6 @@ OWN_DEFAULTS: dict[str, dict[str, Any]] = {
     program: defaults_of(own or {}) for names, own in load("verl")["programs"].items() for program in several(names)
 }
 """Supported programs -> their defaults that differ from main_ppo's."""
-CONFIG_NAMES = (
-    *(f"ppo_{engine}trainer" for engine in ("", "megatron_", "veomni_", "torchtitan_")),
-    *(f"_generated_ppo_{engine}trainer" for engine in ("", "megatron_", "veomni_", "torchtitan_")),
-    *(f"{start}ppo_{engine}trainer" for start in ("one_step_off_", "fully_async_") for engine in ("", "megatron_")),
-    "transfer_queue_ppo_trainer", "transfer_queue_ppo_megatron_trainer", "dapo_trainer", "dapo_megatron_trainer",
-    "sft_trainer", "sft_trainer_engine", "sppo_trainer", "prime_trainer", "entropy_trainer",
-)  # fmt: skip
-"""Names of these programs' YAML files; their values are already the defaults of the tables."""
 
 
 def program(source: Source) -> dict[str, Any]:
@@ -94,11 +87,11 @@ DERIVED = (
     *(models.batch, models.layout, models.megatron, models.low_rank, models.further_tokens, models.dtypes, models.memory),
     *(models.micro_batch, models.optimizer, models.critic, models.reference, models.router_replay),
     *(models.megatron_checkpoints, verl_sft.resume, length_of_run, evaluation_interval, profiler),
-    *(verl_sft.first_rows, verl_sft.TRACKED, verl_prime.prime, legacy.say_which_entropy, legacy.older),
+    *(verl_sft.first_rows, verl_sft.TRACKED, recipes.prime, legacy.say_which_entropy, legacy.of_rllm, legacy.older),
 )
 CONVERTERS = {
-    "files": shared.files, "path": shared.path, "interval": shared.interval, "loggers": shared.loggers,
-    "top_k": shared.top_k, "overlong_prompts": overlong_prompts, "kept": kept,
+    "loggers": shared.loggers,
+    "overlong_prompts": overlong_prompts, "kept": kept,
     "device": shared.choice({"cuda": "cuda", "npu": "auto", "gpu": "cuda", "cpu": "cpu", "xpu": "auto"}, "a device"),
 }  # fmt: skip
 TABLE = replace(
@@ -122,4 +115,6 @@ def table_of(settings: Mapping[str, Any]) -> Table:
     return TABLE
 
 
-translate = dialect("verl", TABLE, verl_sft.TABLE, choose=table_of, config_names=CONFIG_NAMES)
+translate = dialect(
+    "verl", TABLE, verl_sft.TABLE, choose=table_of, config_names=tuple(several(load("verl")["config_names"]))
+)

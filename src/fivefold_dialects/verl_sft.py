@@ -12,7 +12,7 @@ from fivefold_dialects.legacy import verl_sft as older
 from fivefold_dialects.shared import EVERY_CHECKPOINT
 from fivefold_dialects.source import Source
 from fivefold_dialects.table import Table, table
-from fivefold_dialects.verl_models import PARTS, SCHEDULES, TOTAL_STEPS, further_tokens_of, low_rank_of, schedule
+from fivefold_dialects.verl_models import FIELDS, PARTS, SCHEDULES, TOTAL_STEPS, low_rank_of, schedule
 
 _ENGINES = ("optim", "engine", "model_engine")
 """Keys that name an engine; the optimizer's key comes first."""
@@ -47,7 +47,7 @@ def low_rank(source: Source) -> dict[str, Any]:
 
 
 def further_tokens(source: Source) -> dict[str, Any]:
-    return further_tokens_of(source, "model.")
+    return FIELDS["further_tokens"](source.under("model.mtp."))
 
 
 def layout(source: Source) -> dict[str, Any]:
@@ -119,7 +119,7 @@ def first_rows(source: Source, key: str = "data.train_max_samples") -> dict[str,
     """Return our key for training on the first rows of a file (train_max_samples)."""
     if ((source.whole(key) if source.has(key) else None) or 0) <= 0:
         return {}
-    files = shared.files(source, "data.train_files") or []
+    files = source.files("data.train_files") or []
     if len(files) != 1:
         source.lacks(key, "the first rows of several files together: write `FILE[:N]` for each file in data.train")
         return {}
@@ -128,7 +128,7 @@ def first_rows(source: Source, key: str = "data.train_max_samples") -> dict[str,
 
 def frequency(source: Source, key: str) -> int | None:
     if source.text(key) != "after_each_epoch":
-        return shared.interval(source, key)
+        return source.interval(key)
     source.lacks(key, "after each epoch: set a number of steps", changes_result=False)
     return None
 
@@ -159,7 +159,7 @@ DERIVED = (
     *(method, shared.epochs_and_steps, evaluation_interval, resume, TRACKED),
 )
 _CONVERTERS = {
-    "files": shared.files, "path": shared.path, "loggers": shared.loggers, "frequency": frequency,
+    "loggers": shared.loggers, "frequency": frequency,
     "device": shared.choice({"cuda": "cuda", "npu": "auto", "cpu": "cpu"}, "a device"),
 }  # fmt: skip
 TABLE = table("verl_sft", DERIVED, _CONVERTERS, known=known("verl"))

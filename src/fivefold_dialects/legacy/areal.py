@@ -168,7 +168,7 @@ def tables(today: Table, run: tuple[Derived, ...], sampling: Derived) -> tuple[T
     for name, derived in (("legacy/areal_ppo", (*PPO, sampling, *run)), ("legacy/areal_sft", (*SFT, *run))):
         content = load(name)
         elsewhere = {**dict.fromkeys(today.exact), **today.defaults, **defaults_of(content["today"])}
-        found.append(table(content, derived, {"files": shared.files}, elsewhere=elsewhere))
+        found.append(table(content, derived, {}, elsewhere=elsewhere))
     return found[0], found[1]
 
 

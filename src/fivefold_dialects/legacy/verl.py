@@ -96,24 +96,19 @@ def bypasses(source: Source, is_fully_async: bool) -> bool | None:
 
 
 def of_rllm(source: Source) -> dict[str, Any]:
-    """Return our keys of the further changes that rLLM's verl makes to advantages."""
+    """Return our keys of what rLLM's verl adds to advantages, and of its evaluation (top_p is fixed in its code)."""
     found: dict[str, Any] = {}
     if source.flag("algorithm.mask_truncated_samples") and source.text("algorithm.adv_estimator") == "grpo":
-        found["overlong_zero"] = True
+        found["algorithm.overlong_zero"] = True
     if source.flag("algorithm.clip_advantages"):
-        found["advantage_clip"] = 1.0
-    return found
-
-
-def evaluation(source: Source) -> dict[str, Any] | None:
-    """Return our keys of evaluation in rLLM's verl, which has no val_kwargs (top_p is fixed in its code); None for verl."""
+        found["algorithm.advantage_clip"] = 1.0
     if not (source.has(_R + "n_val") or source.has(_R + "val_temperature")):
-        return None
+        return found
     temperature = source.number(_R + "val_temperature") if source.has(_R + "val_temperature") else 0.6
     if not temperature:
-        return {"eval.samples": 0}
+        return found | {"eval.samples": 0}
     samples = source.count(_R + "n_val") if source.has(_R + "n_val") else 8
-    return {"eval.samples": samples, "eval.temperature": temperature, "eval.top_p": 0.95}
+    return found | {"eval.samples": samples, "eval.temperature": temperature, "eval.top_p": 0.95}
 
 
 def older(source: Source) -> dict[str, Any]:
