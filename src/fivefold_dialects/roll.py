@@ -31,11 +31,10 @@ def run(source: Source) -> dict[str, Any]:
     epochs = role(source) + "training_args.num_train_epochs"
     by_steps = kind(source) == "rlvr" or not source.number(epochs)
     found |= {"trainer.steps": source.whole("max_steps")} if by_steps else {"trainer.epochs": source.whole(epochs)}
-    drawn = source.under("validation.generating_args.")
-    if kind(source) == "rlvr" and drawn.number("temperature"):
-        found |= FIELDS["evaluation"](drawn)
-        if (drawn.whole("top_k") or 0) > 0:
-            drawn.lacks("top_k", "top-k in evaluation", changes_result=False)
+    if sampled := FIELDS["evaluation"](source):
+        if (source.whole("validation.generating_args.top_k") or 0) > 0:
+            source.lacks("validation.generating_args.top_k", "top-k in evaluation", changes_result=False)
+        found |= sampled
     return found
 
 

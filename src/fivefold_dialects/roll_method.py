@@ -149,10 +149,7 @@ def optimizer(source: Source, start: str = "", ours: str = "policy.optimizer") -
 def critic(source: Source) -> dict[str, Any]:
     if kind(source) != "rlvr" or not uses_critic(source):
         return {}
-    return {
-        "critic.path": source.path("reward_pretrain"),
-        "critic.value_clip": source.number("value_clip"),
-    } | optimizer(source, "critic.", "critic.optimizer")
+    return FIELDS["critic"](source) | optimizer(source, "critic.", "critic.optimizer")
 
 
 def low_rank(source: Source) -> dict[str, Any]:

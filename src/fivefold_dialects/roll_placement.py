@@ -11,7 +11,6 @@ from fivefold_dialects.source import Source, UnreadableError
 from fivefold_dialects.table import fields, listed, load
 
 TRAIN, INFER = "actor_train.", "actor_infer."
-FIELDS = fields("roll")
 
 
 def kind(source: Source) -> str:
@@ -19,6 +18,9 @@ def kind(source: Source) -> str:
     if source.keys("sft_train."):
         return "sft"
     return "dpo" if source.has("chosen_key") else "rlvr"
+
+
+FIELDS = fields("roll", {"is_rlvr": lambda source: kind(source) == "rlvr"})
 
 
 def role(source: Source) -> str:

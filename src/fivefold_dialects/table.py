@@ -217,7 +217,7 @@ def _refuse(source: Source, group: Mapping[str, Any], lists: Mapping[str, str] =
                 source.lacks(row.key, row.note)
 
 
-def _value(source: Source, value: Any, converters: Mapping[str, Convert] = {}) -> Any:
+def _value(source: Source, value: Any, converters: Mapping[str, Callable[..., Any]] = {}) -> Any:
     """Return a value of a choice or a group: `$key reader` is that key's value by this method of Source (`fields`)."""
     if isinstance(value, list):
         return [_value(source, item, converters) for item in value]
@@ -255,21 +255,27 @@ def choices(name: str) -> dict[str, Choice]:
     return found
 
 
-def fields(name: str, converters: Mapping[str, Convert] = {}) -> dict[str, Callable[[Source], dict[str, Any]]]:
+def fields(name: str, converters: Mapping[str, Callable[..., Any]] = {}) -> dict[str, Derived]:
     """Return the functions that read the groups of `tables/NAME.yaml`: keys that have a value of ours only in some runs.
 
     In the file, under `fields` and the name of a group: our key, and a value as in a choice, where `$KEY` is a number and
     `$KEY READER` has a method of Source or one of `converters`. After the reader, `if-set` leaves out a default and
-    `if-true` a value that is off. A group with `when` is empty unless all these values are on; `needs` is as in a choice.
+    `if-true` a value that is off. `from` is the section of the keys. A group is its `else` unless all values of `when` are
+    on, where the name of a converter is a function of the source; `needs` is as in a choice.
     """
+    return {each: partial(_read, group, converters) for each, group in load(name)["fields"].items()}
 
-    def read(group: Mapping[str, Any], source: Source) -> dict[str, Any]:
-        if not all(_value(source, group.get("when", []))):
-            return {}
-        _refuse(source, group)
-        return {ours: _value(source, each, converters) for ours, each in group.items() if ours not in ("when", "needs")}
 
-    return {each: partial(read, group) for each, group in load(name)["fields"].items()}
+_OF_A_GROUP = ("from", "when", "else", "needs")
+
+
+def _read(group: Mapping[str, Any], converters: Mapping[str, Callable[..., Any]], source: Source) -> dict[str, Any]:
+    said = source.under(group.get("from", ""))
+    tests = (converters[one](source) if one in converters else _value(said, one) for one in group.get("when", []))
+    if not all(tests):
+        return dict(group.get("else", {}))
+    _refuse(said, group)
+    return {ours: _value(said, each, converters) for ours, each in group.items() if ours not in _OF_A_GROUP}
 
 
 def table(

@@ -267,10 +267,6 @@ def low_rank(source: Source) -> dict[str, Any]:
     return low_rank_of(source, _M, "policy", is_megatron(source))
 
 
-def further_tokens(source: Source) -> dict[str, Any]:
-    return FIELDS["further_tokens"](source.under(_M + "mtp."))
-
-
 def critic(source: Source) -> dict[str, Any]:
     if estimator(source) != "gae":
         return {}

@@ -51,12 +51,6 @@ def engine(source: Source) -> dict[str, Any]:
     return found
 
 
-def evaluation(source: Source) -> dict[str, Any]:
-    said = source.under(_R + "val_kwargs.")
-    is_sampled = said.flag("do_sample") and said.number("temperature")
-    return FIELDS["evaluation"](said) if is_sampled else {"eval.samples": 0}
-
-
 def rewards(source: Source) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for start in ("reward.custom_reward_function.", "custom_reward_function."):

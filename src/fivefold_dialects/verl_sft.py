@@ -11,8 +11,8 @@ from fivefold_dialects.known import known
 from fivefold_dialects.legacy import verl_sft as older
 from fivefold_dialects.shared import EVERY_CHECKPOINT
 from fivefold_dialects.source import Source
-from fivefold_dialects.table import Table, table
-from fivefold_dialects.verl_models import FIELDS, PARTS, SCHEDULES, TOTAL_STEPS, low_rank_of, schedule
+from fivefold_dialects.table import Table, fields, table
+from fivefold_dialects.verl_models import PARTS, SCHEDULES, TOTAL_STEPS, low_rank_of, schedule
 
 _ENGINES = ("optim", "engine", "model_engine")
 """Keys that name an engine; the optimizer's key comes first."""
@@ -44,10 +44,6 @@ def is_megatron(source: Source) -> bool:
 
 def low_rank(source: Source) -> dict[str, Any]:
     return low_rank_of(source, "model.", "policy", is_megatron(source))
-
-
-def further_tokens(source: Source) -> dict[str, Any]:
-    return FIELDS["further_tokens"](source.under("model.mtp."))
 
 
 def layout(source: Source) -> dict[str, Any]:
@@ -148,15 +144,15 @@ def resume(source: Source) -> dict[str, Any]:
     return {"trainer.resume": modes.get(mode)}
 
 
-def method(source: Source) -> dict[str, Any]:
-    keep = source.whole("trainer.max_ckpt_to_keep") or EVERY_CHECKPOINT
-    return {"algorithm.name": "sft", "trainer.eval_before_train": False, "trainer.keep": keep}
+def kept(source: Source, key: str) -> int:
+    return source.whole(key) or EVERY_CHECKPOINT
 
 
+FIELDS = fields("verl_sft", {"kept": kept})
 TRACKED = shared.tracked("trainer.logger", "trainer.project_name", "trainer.experiment_name")
 DERIVED = (
-    *(low_rank, further_tokens, columns, lengths, first_rows, layout, memory, micro_batch, optimizer),
-    *(method, shared.epochs_and_steps, evaluation_interval, resume, TRACKED),
+    *(low_rank, FIELDS["further_tokens"], columns, lengths, first_rows, layout, memory, micro_batch, optimizer),
+    *(FIELDS["method"], shared.epochs_and_steps, evaluation_interval, resume, TRACKED),
 )
 _CONVERTERS = {
     "loggers": shared.loggers, "frequency": frequency,
