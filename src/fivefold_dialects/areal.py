@@ -132,19 +132,14 @@ def run(source: Source) -> dict[str, Any]:
     place = "/".join(
         filter(None, (source.text("cluster.fileroot"), source.text("experiment_name"), source.text("trial_name")))
     )
-    steps = source.whole("total_train_steps")
     mode = (source.text("recover.mode") or "disabled").lower()
     found_again = mode not in ("disabled", "off")
-    return {
+    return FIELDS["run"](source) | {
         "trainer.run_dir": place,
-        "trainer.seed": source.whole("seed"),
         "trainer.keep": EVERY_CHECKPOINT,
         "trainer.resume": "auto" if found_again else "never",
-        "trainer.epochs": source.count("total_train_epochs"),
-        "trainer.steps": steps,
         "trainer.save_every": interval(source, "saver.") or (interval(source, "recover.") if found_again else 0),
         "trainer.eval_every": interval(source, "evaluator.") if source.text("valid_dataset.path") else 0,
-        "trainer.eval_before_train": source.flag("evaluator.eval_before_train"),
     }
 
 

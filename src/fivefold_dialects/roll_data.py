@@ -136,20 +136,13 @@ def judge(source: Source, name: str) -> dict[str, Any]:
     engine = said.under("strategy_args.strategy_config.")
     tp = engine.whole("tensor_parallel_size") or engine.whole("tp_size") or said.whole("num_gpus_per_worker") or 1
     others = {key: drawn.value(key) for key in ("top_p", "top_k") if drawn.has(key)}
-    return FIELDS["own_judge"](said) | {
-        "reward.judge.backend": shared.engine_layout(gpus, tp),
-        "reward.judge.memory_fraction": engine.number("gpu_memory_utilization") or engine.number("mem_fraction_static"),
-        "reward.judge.request": others or None,
-    }
+    layout = shared.engine_layout(gpus, tp)
+    return FIELDS["own_judge"](said) | {"reward.judge.backend": layout, "reward.judge.request": others or None}
 
 
 def columns(source: Source) -> dict[str, Any]:
     """Return our keys of the columns, and of the reward if math_rule is the only domain."""
     if kind(source) != "rlvr":
         return {}
-    said = source.under(TRAIN + "data_args.")
-    return {
-        "data.ground_truth_key": "ground_truth",
-        "data.prompt_key": said.text("messages") or said.text("prompt"),
-        "reward.functions": {"math": 1.0} if source.keys("rewards.") and not is_mixed(source) else None,
-    }
+    alone = {"math": 1.0} if source.keys("rewards.") and not is_mixed(source) else None
+    return FIELDS["columns"](source) | {"reward.functions": alone}

@@ -42,6 +42,13 @@ def epochs_and_steps(source: Source) -> dict[str, Any]:
     return {"trainer.epochs": epochs} | ({"trainer.steps": steps, "trainer.ends_with_data": True} if steps > 0 else {})
 
 
+def mapping(source: Source, start: str) -> dict[str, Any]:
+    """Return a mapping that a configuration sets as a whole, by single keys below it, or both."""
+    whole = source.value(start) if source.has(start) else None
+    found = dict(whole) if isinstance(whole, dict) else {}
+    return found | {key.removeprefix(f"{start}."): source.value(key) for key in source.keys(f"{start}.")}
+
+
 def updates(source: Source, step: str, update: str) -> dict[str, int]:
     """Return our keys of a step's prompts and updates, from the keys with the prompts of a step and of an update."""
     prompts, mini = source.count(step), source.count(update)
@@ -252,6 +259,15 @@ def ddp_options(source: Source, start: str, ours: str) -> dict[str, Any]:
         else:
             found[f"{ours}.megatron.ddp.{name}"] = value
     return found
+
+
+PARTS = {"parameters": "param", "gradients": "grad", "optimizer": "optimizer"}
+"""Parts of a model that can be offloaded -> their names in verl."""
+
+
+def offload(source: Source, section: str, ours: str) -> dict[str, Any]:
+    """Return our keys of the parts of a model that verl's options of a section offload to the host."""
+    return {f"{ours}.offload.{part}": True for part, name in PARTS.items() if source.flag(f"{section}{name}_offload")}
 
 
 def replayed(mode: str | None) -> dict[str, Any]:

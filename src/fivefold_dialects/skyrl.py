@@ -123,8 +123,6 @@ def low_rank_of_policy(source: Source) -> dict[str, Any]:
 def critic(source: Source) -> dict[str, Any]:
     if source.text(_ALGORITHM + "advantage_estimator") != "gae":
         return {}
-    if source.count("trainer.critic_mini_batch_size") != source.count("trainer.policy_mini_batch_size"):
-        source.lacks("trainer.critic_mini_batch_size", "the critic is trained in the policy's updates: set the same")
     learns = optimizer(source, "trainer.critic.", "critic.optimizer")
     return FIELDS["critic"](source) | learns | low_rank(source, "trainer.critic.", "critic")
 
@@ -206,11 +204,9 @@ def profile(source: Source) -> dict[str, Any]:
 
 def changed_config(source: Source) -> dict[str, Any]:
     """Return our key of values that replace those in config.json."""
-    found: dict[str, Any] = {}
-    for start in (f"{_POLICY}model_config_kwargs", f"{_MEGATRON}model_config_kwargs"):
-        whole = source.value(start) if source.has(start) else None
-        found |= whole if isinstance(whole, dict) else {}
-        found |= {key.removeprefix(f"{start}."): source.value(key) for key in source.keys(f"{start}.")}
+    found = shared.mapping(source, f"{_POLICY}model_config_kwargs") | shared.mapping(
+        source, f"{_MEGATRON}model_config_kwargs"
+    )
     return {f"model.overrides.{name}": value for name, value in found.items()}
 
 
@@ -221,15 +217,6 @@ def router_replay(source: Source) -> dict[str, Any]:
     if not by_engine:
         source.lacks(key, "R3 without the engine's enable_return_routed_experts, which SkyRL refuses too")
     return shared.replayed("R3")
-
-
-def evaluation(source: Source) -> dict[str, Any]:
-    said = source.under("generator.eval_sampling_params.")
-    length = said.whole("max_generate_length")
-    if length is not None and length != source.count("generator.sampling_params.max_generate_length"):
-        said.lacks("max_generate_length", "responses of another length in evaluation")
-    # Evaluation is greedy unless it has its own sampling keys.
-    return FIELDS["evaluation"](source.under("generator.")) if said.number("temperature") else {"eval.samples": 0}
 
 
 def rewards(source: Source) -> dict[str, Any]:
@@ -257,7 +244,7 @@ def router(source: Source, key: str) -> str | None:
 
 DERIVED = (
     *(*METHOD, program, template, ahead, batch, layout, micro_batch, learning, low_rank_of_policy, critic, sampling, engine),
-    *(router_replay, evaluation, rewards, run, profile, changed_config),
+    *(router_replay, FIELDS["evaluation"], rewards, run, profile, changed_config),
     shared.tracked("trainer.logger", "trainer.project_name", "trainer.run_name", tags="trainer.tags"),
 )
 _CONVERTERS = {

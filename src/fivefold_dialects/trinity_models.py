@@ -29,8 +29,6 @@ from fivefold_dialects.trinity_keys import (
 )  # fmt: skip
 from fivefold_dialects.trinity_method import kl, uses_critic
 
-_PARTS = {"parameters": "param", "gradients": "grad", "optimizer": "optimizer"}
-
 
 def uses_reference(source: Source) -> bool:
     return kind(source) == "dpo" or any(value for key, value in kl(source).items() if key.endswith("coef"))
@@ -96,8 +94,7 @@ def optimizer(source: Source) -> dict[str, Any]:
         found["clip_grad"] = of("clip_grad").number("clip_grad")
         found |= _of_megatron(old, old.text("lr_decay_style") or style, found["warmup_steps"], floor, lowest)
     else:
-        keys = ("trainer.actor_grad_clip", ACTOR + "grad_clip", "trainer.grad_clip")
-        found["clip_grad"] = next((number for key in keys if (number := source.number(key)) is not None), None)
+        found |= FIELDS["clip"](source)
         found |= _schedule(new, style, lowest)
     return {f"policy.optimizer.{key}": value for key, value in found.items()}
 
@@ -267,8 +264,7 @@ def _own_options(source: Source, start: str, ours: str) -> dict[str, Any]:
 
 def _offload(source: Source, start: str, ours: str) -> dict[str, Any]:
     section = "megatron." if is_megatron(source) else "model.fsdp_config." if start == CRITIC else "fsdp_config."
-    parts = {part: source.flag(f"{start}{section}{name}_offload") for part, name in _PARTS.items()}
-    return {f"{ours}.offload.{part}": True for part, is_moved in parts.items() if is_moved}
+    return shared.offload(source, start + section, ours)
 
 
 def weights(source: Source) -> dict[str, Any]:

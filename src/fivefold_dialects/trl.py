@@ -7,21 +7,20 @@ read in TRL 1.16.0 and transformers 5.23.0.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, Literal
 
-from fivefold.config.dialect import Translation
 from fivefold.errors import UserError
 from fivefold.keys.ranges import OneOf
 from fivefold_dialects import shared, trl_grpo
 from fivefold_dialects.adapters import adapters
 from fivefold_dialects.source import Source, UnreadableError
-from fivefold_dialects.system import System
+from fivefold_dialects.system import dialect
 from fivefold_dialects.table import Table, choices, load, table
 from fivefold_dialects.translator import our_defaults
 from fivefold_dialects.trl_grpo import at_once, processes, updates_of
-from fivefold_dialects.trl_words import read_words
+from fivefold_dialects.trl_words import read_tree
 
 CHOICES = choices("trl")
 NO_PROCESSES = "the number of processes is not given: 8 GPUs are assumed; set another number with --num_processes N"
@@ -69,8 +68,6 @@ def dtype(source: Source) -> dict[str, Any]:
 def low_rank(source: Source) -> dict[str, Any]:
     if not source.flag("use_peft"):
         return {}
-    if not source.has("lora_dropout"):
-        source.lacks("lora_dropout", "dropout of adapters: set --lora_dropout 0")
     found = adapters(source, "policy", "trl")
     if source.count("lora_r") < 1:
         raise UnreadableError(f"lora_r must be above 0 with use_peft: got {source.count('lora_r')}")
@@ -271,19 +268,4 @@ def table_of(settings: Mapping[str, Any]) -> Table:
     return TABLES[name]
 
 
-class TRL(System):
-    """System of TRL, whose commands are a launcher, the name of a program and `--key value` options."""
-
-    def translate_words(
-        self,
-        words: Sequence[str],
-        environment: Mapping[str, str],
-        given: Mapping[str, str] | None = None,
-        *,
-        version: str = "",
-        allow_secrets: bool = False,
-    ) -> Translation:
-        return read_words(self, words, environment, given, version=version, allow_secrets=allow_secrets)
-
-
-translate = TRL("trl", tuple(TABLES.values()), table_of)
+translate = dialect("trl", *TABLES.values(), choose=table_of, read_tree=read_tree)

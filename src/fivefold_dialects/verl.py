@@ -46,11 +46,7 @@ def overlong_prompts(source: Source, key: str) -> str:
 
 
 def template(source: Source) -> dict[str, Any]:
-    start = "data.apply_chat_template_kwargs"
-    whole = source.value(start) if source.has(start) else None
-    found = dict(whole) if isinstance(whole, dict) else {}
-    found |= {key.removeprefix(f"{start}."): source.value(key) for key in source.keys(f"{start}.")}
-    return {"data.chat_template_kwargs": found} if found else {}
+    return {"data.chat_template_kwargs": shared.mapping(source, "data.apply_chat_template_kwargs") or None}
 
 
 def kept(source: Source, key: str) -> int:

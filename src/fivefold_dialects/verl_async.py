@@ -18,16 +18,11 @@ from typing import Any
 from fivefold_dialects import shared
 from fivefold_dialects.legacy import verl as legacy
 from fivefold_dialects.source import Source, UnreadableError
+from fivefold_dialects.table import listed
 
 _A, _R, _S = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout.", "async_training."
-ONE_STEP_OFF = ("recipe.one_step_off_policy.main_ppo", "verl.experimental.one_step_off_policy.main_ppo", legacy.RLLM_ASYNC)
-"""Programs that sample one step ahead, on separate GPUs."""
-FULLY_ASYNC = (
-    "recipe.fully_async_policy.fully_async_main",
-    "verl.experimental.fully_async_policy.fully_async_main",
-    "recipe.reward_queue.main",
-)
-"""Programs that sample a part of a step ahead, on separate GPUs."""
+ONE_STEP_OFF, FULLY_ASYNC = listed("verl", "one_step_off"), listed("verl", "fully_async")
+"""Programs that sample one step ahead, and a part of a step, on separate GPUs."""
 PARTIAL_ROLLOUT = "recipe.partial_rollout.main_ppo"
 """Program that samples one batch ahead, on the policy's GPUs (prompt_manager.py, _PREFETCH_FACTOR)."""
 _V1 = "trainer.v1."

@@ -117,15 +117,11 @@ def sections(source: Source, role: str) -> list[str]:
     return [role + {"fsdp": "fsdp_config."}.get(engine_of(source), f"{engine_of(source)}.")]
 
 
-PARTS = {"parameters": "param", "gradients": "grad", "optimizer": "optimizer"}
-"""Parts of a model that can be offloaded -> their names in verl."""
-
-
 def offloaded(source: Source, role: str) -> list[str]:
     """Return the parts of a model that are offloaded to the host; gradients only with Megatron-Core."""
     return [
         part
-        for part, name in PARTS.items()
+        for part, name in shared.PARTS.items()
         if (part != "gradients" or is_megatron(source))
         and True in [source.flag(f"{section}{name}_offload") for section in sections(source, role)]
     ]

@@ -12,7 +12,7 @@ from fivefold_dialects.legacy import verl_sft as older
 from fivefold_dialects.shared import EVERY_CHECKPOINT
 from fivefold_dialects.source import Source
 from fivefold_dialects.table import Table, fields, table
-from fivefold_dialects.verl_models import PARTS, SCHEDULES, TOTAL_STEPS, low_rank_of, schedule
+from fivefold_dialects.verl_models import SCHEDULES, TOTAL_STEPS, low_rank_of, schedule
 
 _ENGINES = ("optim", "engine", "model_engine")
 """Keys that name an engine; the optimizer's key comes first."""
@@ -38,6 +38,13 @@ def _optimizer_of(settings: Mapping[str, Any]) -> str:
     return next((name for name in named if name in SCHEDULES), "fsdp")
 
 
+def kept(source: Source, key: str) -> int:
+    return source.whole(key) or EVERY_CHECKPOINT
+
+
+FIELDS = fields("verl_sft", {"kept": kept})
+
+
 def is_megatron(source: Source) -> bool:
     return "megatron" in (source.text(key) for key in ("engine", "model_engine", "engine.strategy"))
 
@@ -58,10 +65,7 @@ def layout(source: Source) -> dict[str, Any]:
 
 def memory(source: Source) -> dict[str, Any]:
     """Return our keys of the policy's data type, recomputation and offload."""
-    found: dict[str, Any] = {
-        f"policy.offload.{part}": True for part, name in PARTS.items() if source.flag(f"engine.{name}_offload")
-    }
-    found["policy.dtype"] = shared.dtype(source, "engine.dtype")
+    found = {**shared.offload(source, "engine.", "policy"), "policy.dtype": shared.dtype(source, "engine.dtype")}
     if _optimizer_of(source.settings) == "veomni" and source.has(key := "engine.mixed_precision") and not source.flag(key):
         source.lacks(key, "weights of bfloat16 without a copy in float32")
     if is_megatron(source):
@@ -105,10 +109,7 @@ def lengths(source: Source) -> dict[str, Any]:
         source.fixed(
             "data.truncation", "a response that is too long is cut off at its end; prompts that are too long are refused"
         )
-    found: dict[str, Any] = {"data.overlong_prompts": "refuse"}
-    for key, ours in (("max_prompt_length", "max_prompt_tokens"), ("max_response_length", "max_response_tokens")):
-        found[f"data.{ours}"] = source.count(f"data.{key}" if source.has(f"data.{key}") else "data.max_length")
-    return found
+    return FIELDS["lengths"](source)
 
 
 def first_rows(source: Source, key: str = "data.train_max_samples") -> dict[str, Any]:
@@ -144,11 +145,6 @@ def resume(source: Source) -> dict[str, Any]:
     return {"trainer.resume": modes.get(mode)}
 
 
-def kept(source: Source, key: str) -> int:
-    return source.whole(key) or EVERY_CHECKPOINT
-
-
-FIELDS = fields("verl_sft", {"kept": kept})
 TRACKED = shared.tracked("trainer.logger", "trainer.project_name", "trainer.experiment_name")
 DERIVED = (
     *(low_rank, FIELDS["further_tokens"], columns, lengths, first_rows, layout, memory, micro_batch, optimizer),
