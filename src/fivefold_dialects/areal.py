@@ -54,8 +54,7 @@ def model(source: Source) -> dict[str, Any]:
     found |= (stages := shared.virtual_stages(role, "policy", "megatron.virtual_pipeline_parallel_size"))
     if source.flag("rollout.return_routed_experts"):
         found |= shared.replayed("R3")
-    if role.flag("megatron.use_deterministic_algorithms"):
-        found["trainer.deterministic"] = True
+    found |= FIELDS["deterministic"](role)
     if role.flag("offload") or role.flag("fsdp.offload_params"):
         found |= {"policy.offload.parameters": True, "policy.offload.optimizer": True}
     elif role.flag("optimizer.offload"):
@@ -104,12 +103,8 @@ def sampling(source: Source) -> dict[str, Any]:
     if not is_sampled(source):
         return {}
     said = source.under("gconfig.")
-    if said.flag("greedy"):
-        said.lacks("greedy", "training on greedy responses")
-    if source.number("actor.temperature") != said.number("temperature"):
-        source.lacks("actor.temperature", "a temperature of the trainer's log-probs that is not the one of sampling")
     kept = said.top_k("top_k")
-    return FIELDS["sampling"](said) | {
+    return FIELDS["sampling"](source) | {
         # A top_k above every vocabulary size is no bound.
         "engine.sampling.top_k": 0 if kept >= 1_000_000 else kept,
         "engine.sampling.stop_token_ids": [int(token) for token in said.items("stop_token_ids")] or None,

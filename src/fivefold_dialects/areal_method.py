@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from fivefold_dialects import shared
-from fivefold_dialects.adapters import adapters
 from fivefold_dialects.areal_placement import is_dpo, is_sampled, trainer
 from fivefold_dialects.legacy import areal_spellings as older
 from fivefold_dialects.source import Source
@@ -43,10 +42,7 @@ def advantage(source: Source) -> dict[str, Any]:
         said.lacks("reward_scaling", "rewards with their sign changed")
     elif shift or scale != 1.0:
         found |= {"reward_shift": shift, "reward_scale": scale, "reward_clip": said.number("reward_clip")}
-    if said.flag("dynamic_sampling"):
-        found |= FIELDS["dynamic_sampling"](said)
-    if said.flag("overlong_reward_penalty"):
-        found |= FIELDS["overlong"](said)
+    found |= FIELDS["dynamic_sampling"](said) | FIELDS["overlong"](said)
     return {f"algorithm.{key}": value for key, value in found.items()}
 
 
@@ -104,10 +100,7 @@ def loss(source: Source) -> dict[str, Any]:
     said = source.under("actor.")
     high, found = said.number("eps_clip_higher"), FIELDS["loss"](said)
     found["clip_high"] = found["clip_low"] if high is None else high
-    if said.flag("use_cispo_loss"):
-        found |= FIELDS["cispo"](said)
-    if said.flag("use_sapo_loss"):
-        found |= FIELDS["sapo"](said)
+    found |= FIELDS["cispo"](said) | FIELDS["sapo"](said)
     return {f"algorithm.{key}": value for key, value in found.items()}
 
 
@@ -193,4 +186,4 @@ def critic(source: Source) -> dict[str, Any]:
 
 
 def low_rank(source: Source, role: str = "", ours: str = "policy") -> dict[str, Any]:
-    return adapters(source.under(f"{role or trainer(source)}."), ours, "areal")
+    return shared.adapters(source.under(f"{role or trainer(source)}."), ours, "areal")

@@ -10,7 +10,7 @@ from fivefold.config.mcore_options import is_option, refusal, section_of, withou
 from fivefold.config.packages import BRIDGES, TRACKERS, missing_packages
 from fivefold.layout import ParallelLayout
 from fivefold_dialects.source import Source, UnreadableError
-from fivefold_dialects.table import Convert, Derived, load, table
+from fivefold_dialects.table import Convert, Derived, fields, load, table
 
 EVERY_CHECKPOINT = 1_000_000
 """Value of trainer.keep for a system that keeps every checkpoint."""
@@ -40,6 +40,34 @@ def epochs_and_steps(source: Source) -> dict[str, Any]:
     """Return our keys of a verl run's length: its epochs, or its steps if these end earlier."""
     steps, epochs = source.whole("trainer.total_training_steps") or 0, source.count("trainer.total_epochs")
     return {"trainer.epochs": epochs} | ({"trainer.steps": steps, "trainer.ends_with_data": True} if steps > 0 else {})
+
+
+_MODULES: Mapping[str, str] = load("shared")["modules"]
+_OF_A_PATTERN = frozenset("*$|()[]^\\+?")
+"""Modules of Megatron-Core -> Hugging Face's names of the linear layers that each consists of; signs of a pattern."""
+
+
+def modules(source: Source, key: str) -> list[str] | None:
+    """Return the names of linear layers from a list or a text with commas; None if there are none or they form a pattern."""
+    names = [name.strip() for text in source.texts(key) for name in text.split(",") if name.strip()]
+    if any(_OF_A_PATTERN & set(name) for name in names):
+        source.lacks(key, "a pattern of module names: name the linear layers, as q_proj, k_proj")
+        return None
+    return list(dict.fromkeys(ours for name in names for ours in _MODULES.get(name, name).split())) or None
+
+
+def _initialization(source: Source, key: str) -> str | None:
+    """Return how A begins; report other names than kaiming and xavier."""
+    if (name := source.text(key)) in (None, "kaiming", "xavier"):
+        return name
+    source.lacks(key, "an initialization of A other than kaiming or xavier")
+    return None
+
+
+def adapters(source: Source, ours: str, system: str, group: str = "adapters") -> dict[str, Any]:
+    """Return our keys of the adapters of model `ours`, by a group of fields of the system; empty if it has no adapters."""
+    found = fields(system, {"modules": modules, "initialization": _initialization})[group](source)
+    return {f"{ours}.lora.{name}": value for name, value in found.items()}
 
 
 def mapping(source: Source, start: str) -> dict[str, Any]:

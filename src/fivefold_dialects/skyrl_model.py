@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from fivefold_dialects import shared
-from fivefold_dialects.adapters import adapters
 from fivefold_dialects.shared import EVERY_CHECKPOINT
 from fivefold_dialects.source import Source
 from fivefold_dialects.table import choices, fields
@@ -50,7 +49,7 @@ def optimizer(source: Source, section: str = "", ours: str = "policy.optimizer",
 
 
 def low_rank(source: Source, section: str = "", ours: str = "policy") -> dict[str, Any]:
-    return adapters(source.under(section + "model.lora."), ours, "skyrl")
+    return shared.adapters(source.under(section + "model.lora."), ours, "skyrl")
 
 
 def kept(source: Source, key: str) -> int:

@@ -61,6 +61,11 @@ class Source:
         self.read.add(self.prefix + key)
         return self.prefix + key in self.settings
 
+    def first(self, *keys: str) -> str:
+        """Return the first of these keys that the configuration sets to a value, or else the first that has a default."""
+        filled = [key for key in keys if len(keys) > 1 and self.text(key) is not None]
+        return next((key for key in filled if self.has(key)), next(iter(filled), keys[-1]))
+
     def keys(self, start: str) -> list[str]:
         """Return the keys below `start` that the configuration sets."""
         full = self.prefix + start

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import yaml
 
 from fivefold_dialects.known import NONE, KnownKeys, sections
-from fivefold_dialects.source import Source, flatten
+from fivefold_dialects.source import Source, flatten, typed
 
 Convert = Callable[[Source, str], Any]
 """Function of the source and a key that returns our value, or None to keep our default."""
@@ -181,14 +181,14 @@ def _value(source: Source, value: Any, converters: Mapping[str, Callable[..., An
         return [_value(source, item, converters) for item in value]
     if not (isinstance(value, str) and value.startswith("$")):
         return value
-    named, *words = value[1:].split()
-    keys = named.split("|")
-    key = next((each for each in keys if source.text(each) is not None), keys[-1])
+    value, _, usual = value[1:].partition(" or ")
+    named, *words = value.split()
+    key = source.first(*named.split("|"))
     if "if-set" in words and not source.has(key):
         return None
     name = words[0] if words else "number"
     found = converters[name](source, key) if name in converters else getattr(source, name)(key)
-    return None if "if-true" in words and not found else found
+    return None if "if-true" in words and not found else found or typed(usual) if usual else found
 
 
 @cache

@@ -77,12 +77,11 @@ def data(source: Source) -> dict[str, Any]:
 def _experts(source: Source) -> dict[str, Any]:
     """Return the keys of the data set with the expert's responses; it must have the same prompt column as the taskset."""
     said = source.under(EXPERTS + "format.")
-    found: dict[str, Any] = {"data.expert": source.files(EXPERTS + "path")}
     if (said.text("prompt_type") or "messages") == "messages":
-        return found | {"data.messages_key": said.text("messages_key") or "message"}
+        return FIELDS["expert_messages"](source)
     if (said.text("prompt_key") or "prompt") != source.text(TASKSET + "format.prompt_key"):
         said.lacks("prompt_key", "a column of prompts that is not the tasks' column")
-    return found | {"data.response_key": said.text("response_key") or "response"}
+    return FIELDS["expert_responses"](source)
 
 
 def _workflow(source: Source) -> dict[str, Any]:

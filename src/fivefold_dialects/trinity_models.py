@@ -9,7 +9,6 @@ from typing import Any
 
 from fivefold.layout import ParallelLayout
 from fivefold_dialects import shared
-from fivefold_dialects.adapters import adapters
 from fivefold_dialects.legacy import trinity as legacy
 from fivefold_dialects.source import Source, UnreadableError
 from fivefold_dialects.trinity_data import FIELDS, lengths
@@ -70,7 +69,7 @@ def low_rank(source: Source) -> dict[str, Any]:
         source.lacks(key, "more than one adapter")
         return {}
     own = Source(entries[0], {"lora_rank": 32, "lora_alpha": 32, "target_modules": "all-linear"}, source.environment)
-    found = adapters(own, "policy", "trinity")
+    found = shared.adapters(own, "policy", "trinity")
     if own.found or own.value("is_dummy"):
         source.lacks(key, "adapters for the sampler only, or with a pattern of module names")
     return found
@@ -86,8 +85,7 @@ def optimizer(source: Source) -> dict[str, Any]:
     style = new.text("warmup_style") or (old.text("warmup_style") if old.has("warmup_style") else None)
     style = style or of("lr_scheduler_type").text("lr_scheduler_type")
     lowest = (of("lr").number("lr") or 0.0) * (of("min_lr_ratio").number("min_lr_ratio") or 0.0)
-    found: dict[str, Any] = {key: of(key).number(key) for key in ("lr", "weight_decay")}
-    found["betas"] = of("betas").numbers("betas")
+    found = FIELDS["optimizer"](source)
     found |= _warmup(source, of("lr_warmup_steps"), of("lr_warmup_steps_ratio"))
     if is_megatron(source):
         floor = lowest if source.text(legacy.RELEASE) in (None, "2026-02") else 0.0
@@ -101,8 +99,7 @@ def optimizer(source: Source) -> dict[str, Any]:
 
 def _critic_optimizer(source: Source, said: Source) -> dict[str, Any]:
     lr, release = said.number("lr") or 0.0, source.text(legacy.RELEASE)
-    found: dict[str, Any] = {"lr": lr, "weight_decay": said.number("weight_decay")}
-    found |= {"betas": said.numbers("betas"), **_warmup(source, said, said)}
+    found = FIELDS["critic_optimizer"](said) | {"lr": lr, **_warmup(source, said, said)}
     if is_megatron(source):
         found["clip_grad"], floor = said.number("clip_grad"), 0.01 * lr if release is None else 0.0
         found |= _of_megatron(said, said.text("lr_decay_style"), found["warmup_steps"], floor, floor)

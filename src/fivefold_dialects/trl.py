@@ -14,7 +14,6 @@ from typing import Any, Literal
 from fivefold.errors import UserError
 from fivefold.keys.ranges import OneOf
 from fivefold_dialects import shared, trl_grpo
-from fivefold_dialects.adapters import adapters
 from fivefold_dialects.source import Source, UnreadableError
 from fivefold_dialects.system import dialect
 from fivefold_dialects.table import Table, choices, load, table
@@ -68,7 +67,7 @@ def dtype(source: Source) -> dict[str, Any]:
 def low_rank(source: Source) -> dict[str, Any]:
     if not source.flag("use_peft"):
         return {}
-    found = adapters(source, "policy", "trl")
+    found = shared.adapters(source, "policy", "trl")
     if source.count("lora_r") < 1:
         raise UnreadableError(f"lora_r must be above 0 with use_peft: got {source.count('lora_r')}")
     if source.flag("use_rslora"):

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from fivefold_dialects import shared, verl_async
-from fivefold_dialects.adapters import adapters
 from fivefold_dialects.legacy import verl as legacy
 from fivefold_dialects.source import Source
 from fivefold_dialects.table import load
@@ -202,7 +201,7 @@ def _warmup(said: Source, reads: Mapping[str, Any], decay_steps: int | None) -> 
 
 def low_rank_of(source: Source, start: str, ours: str, by_megatron: bool) -> dict[str, Any]:
     """Return our keys of a model's adapters, in section `start`: FSDP reads lora_rank and others, Megatron-Core lora.*."""
-    return adapters(source.under(start), ours, "verl", "adapters_of_megatron" if by_megatron else "adapters")
+    return shared.adapters(source.under(start), ours, "verl", "adapters_of_megatron" if by_megatron else "adapters")
 
 
 def batch(source: Source) -> dict[str, Any]:
