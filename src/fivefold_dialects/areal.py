@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from fivefold_dialects import shared
-from fivefold_dialects.areal_method import FIELDS, advantage, correction, critic, kl, loss, low_rank, optimizer
+from fivefold_dialects.areal_method import FIELDS, advantage, correction, credit, critic, kl, loss, low_rank, optimizer
 from fivefold_dialects.areal_placement import ahead, engine, is_dpo, is_sampled, is_sft, layout, roles, trainer
 from fivefold_dialects.known import known
 from fivefold_dialects.legacy import areal as legacy
@@ -157,14 +157,27 @@ def tracked(source: Source) -> dict[str, Any]:
     }
 
 
+def flagged(source: Source) -> dict[str, Any]:
+    return legacy.flagged(source) if is_sampled(source) else {}
+
+
+def discounted(source: Source) -> dict[str, Any]:
+    return {f"algorithm.{key}": value for key, value in credit(source).items()}
+
+
 _RUN = (model, data, run, tracked)
 DERIVED = (
-    *(ahead, layout, engine, low_rank, advantage, legacy.flagged, loss, kl, correction, optimizer, critic, sampling),
+    *(ahead, layout, engine, low_rank, advantage, flagged, loss, kl, correction, optimizer, critic, sampling),
     *_RUN,
 )
 _CONVERTERS = {"train_files": partial(files_of, "train"), "test_files": partial(files_of, "test")}
 TABLE = table("areal", DERIVED, _CONVERTERS, load("legacy/areal"), release_of=legacy.release_of, known=known("areal"))
-PPO, SFT = legacy.tables(TABLE, _RUN, sampling)
+PPO, SFT = legacy.tables(
+    TABLE,
+    ppo=(ahead, layout, engine, discounted, loss, kl, correction, optimizer, sampling),
+    sft=(layout, optimizer),
+    run=_RUN,
+)
 
 
 def table_of(settings: Mapping[str, Any]) -> Table:

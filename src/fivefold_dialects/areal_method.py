@@ -86,7 +86,7 @@ def pairs(source: Source) -> dict[str, Any]:
     """Return our keys of DPO's loss, a mean over pairs (dpo_engine.py:194)."""
     if (kind := source.text("actor.loss_type") or source.text("loss_type") or "sigmoid") != "sigmoid":
         source.lacks("actor.loss_type", f"the loss of pairs {kind}")
-    beta = source.number("actor.beta") if source.has("actor.beta") else source.number("beta")
+    beta = source.number(source.first("actor.beta", "beta"))
     if source.keys("ref.path") and source.path("ref.path") != source.path("actor.path"):
         source.lacks("ref.path", "a reference other than the initial policy")
     return {"algorithm.beta": 0.1 if beta is None else beta}

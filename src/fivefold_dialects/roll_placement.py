@@ -40,8 +40,7 @@ def uses_critic(source: Source) -> bool:
 
 
 def samples_a_group(source: Source) -> int:
-    key = INFER + "generating_args.num_return_sequences"
-    return source.count(key if source.has(key) else "num_return_sequences_in_group")
+    return source.count(source.first(INFER + "generating_args.num_return_sequences", "num_return_sequences_in_group"))
 
 
 def sizes(source: Source) -> dict[str, int]:
@@ -106,12 +105,7 @@ def megatron(source: Source) -> dict[str, Any]:
         elif short in _OPTIONS_CARRIED:
             options.fixed(key, "off") if not value else found.update({f"policy.megatron.{_OPTIONS_CARRIED[short]}": value})
         elif short == "moe_layer_recompute":
-            options.fixed(key, "off") if not value else found.update(
-                {
-                    "policy.megatron.transformer.recompute_granularity": "selective",
-                    "policy.megatron.transformer.recompute_modules": ["moe"],
-                }
-            )
+            options.fixed(key, "off") if not value else found.update(FIELDS["moe_layer_recompute"](source))
         else:
             shared.option(options, key, short, value, "policy.megatron", found)
     found |= shared.virtual_stages(options, "policy")

@@ -87,6 +87,12 @@ def updates(source: Source, step: str, update: str) -> dict[str, int]:
     return {"data.prompts_per_step": prompts, "algorithm.updates_per_step": prompts // mini}
 
 
+def kept(source: Source, key: str) -> int:
+    """Return how many checkpoints are kept; without a number above 0, all of them."""
+    count = source.whole(key) or 0
+    return count if count > 0 else EVERY_CHECKPOINT
+
+
 def validation_rows(source: Source, key: str) -> dict[str, int]:
     """Return our key eval.max_prompts if the key has a number of rows above 0, otherwise nothing."""
     count = (source.whole(key) if source.has(key) else None) or 0

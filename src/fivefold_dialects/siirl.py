@@ -15,11 +15,11 @@ from fivefold_dialects.known import known
 from fivefold_dialects.legacy import verl as legacy
 from fivefold_dialects.source import Source
 from fivefold_dialects.system import dialect
-from fivefold_dialects.table import choices, fields, load, table
+from fivefold_dialects.table import choices, load, table
 
 _A, _R = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
 
-CHOICES, FIELDS = choices("siirl"), fields("siirl")
+CHOICES = choices("siirl")
 PROGRAMS = ("siirl.main_dag", "siirl.client.main_dag")
 VARIABLES = ("TENSORBOARD_DIR", "SIIRL_LOG_VERBOSITY", "SIIRL_LOGGING_FILENAME")
 
@@ -96,7 +96,10 @@ def loss(source: Source) -> dict[str, Any]:
     if mode != "cpgd" and not asked and not program.startswith("siirl.client"):
         said.lacks("use_cpgd_loss", "PPO's clip with CPGD's drift, as in siiRL since 2025-10: for CPGD set loss_mode: cpgd")
     drift = said.number("policy_drift_coeff") if asked or said.flag("use_cpgd_loss") else 0.0
-    found = FIELDS["cpgd"](said) | {"drift_coef": drift or 0.0}
+    found: dict[str, Any] = {"surrogate": "cpgd", "drift_coef": drift or 0.0}
+    for name in ("low", "high"):
+        bound = said.number(f"clip_ratio_{name}")
+        found[f"clip_{name}"] = said.number("clip_ratio") if bound is None else bound
     found["aggregate"] = verl_algorithm.CHOICES[_A + "loss_agg_mode"].read(source)
     return {f"algorithm.{key}": value for key, value in found.items()}
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from fivefold_dialects import shared, skyrl_sft
 from fivefold_dialects.known import known
 from fivefold_dialects.legacy import skyrl as legacy
 from fivefold_dialects.skyrl_algorithm import METHOD, constant_scale
-from fivefold_dialects.skyrl_model import CHOICES, FIELDS, kept, low_rank, optimizer, policy
+from fivefold_dialects.skyrl_model import CHOICES, FIELDS, low_rank, optimizer, policy
 from fivefold_dialects.source import Source, UnreadableError, typed
 from fivefold_dialects.system import dialect
 from fivefold_dialects.table import Table, load, table
@@ -86,10 +87,6 @@ def ahead(source: Source) -> dict[str, Any]:
             "another number than train_batch_size, which fully asynchronous training refuses: set both to the same number",
         )
     return shared.ahead(steps, "continue", "carry")
-
-
-def batch(source: Source) -> dict[str, Any]:
-    return shared.updates(source, "trainer.train_batch_size", "trainer.policy_mini_batch_size")
 
 
 def micro_batch(source: Source) -> dict[str, Any]:
@@ -242,13 +239,14 @@ def router(source: Source, key: str) -> str | None:
     return source.text(key) if (source.whole(_MEGATRON + "expert_model_parallel_size") or 1) > 1 else None
 
 
+BATCH = partial(shared.updates, step="trainer.train_batch_size", update="trainer.policy_mini_batch_size")
 DERIVED = (
-    *(*METHOD, program, template, ahead, batch, layout, micro_batch, learning, low_rank_of_policy, critic, sampling, engine),
-    *(router_replay, FIELDS["evaluation"], rewards, run, profile, changed_config),
+    *(*METHOD, program, template, ahead, BATCH, layout, micro_batch, learning, low_rank_of_policy, critic, sampling, engine),
+    *(router_replay, FIELDS["evaluation"], FIELDS["evaluation_length"], rewards, run, profile, changed_config),
     shared.tracked("trainer.logger", "trainer.project_name", "trainer.run_name", tags="trainer.tags"),
 )
 _CONVERTERS = {
-    "kept": kept, "loggers": shared.loggers,
+    "kept": shared.kept, "loggers": shared.loggers,
     "reference": reference, "router": router,
 }  # fmt: skip
 TABLE = table(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from fivefold_dialects import shared
-from fivefold_dialects.shared import EVERY_CHECKPOINT
 from fivefold_dialects.source import Source
 from fivefold_dialects.table import choices, fields
 
@@ -50,9 +49,3 @@ def optimizer(source: Source, section: str = "", ours: str = "policy.optimizer",
 
 def low_rank(source: Source, section: str = "", ours: str = "policy") -> dict[str, Any]:
     return shared.adapters(source.under(section + "model.lora."), ours, "skyrl")
-
-
-def kept(source: Source, key: str) -> int:
-    """Return how many checkpoints are kept; -1 means all."""
-    keep = source.whole(key) or -1
-    return keep if keep > 0 else EVERY_CHECKPOINT

@@ -63,8 +63,10 @@ class Source:
 
     def first(self, *keys: str) -> str:
         """Return the first of these keys that the configuration sets to a value, or else the first that has a default."""
-        filled = [key for key in keys if len(keys) > 1 and self.text(key) is not None]
-        return next((key for key in filled if self.has(key)), next(iter(filled), keys[-1]))
+        if len(keys) == 1:
+            return keys[0]
+        named = next((key for key in keys if self.has(key) and self.text(key) is not None), None)
+        return named or next((key for key in keys if self.text(key) is not None), keys[-1])
 
     def keys(self, start: str) -> list[str]:
         """Return the keys below `start` that the configuration sets."""

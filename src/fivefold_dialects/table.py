@@ -215,7 +215,7 @@ def choices(name: str) -> dict[str, Choice]:
     return found
 
 
-def fields(name: str, converters: Mapping[str, Callable[..., Any]] = {}) -> dict[str, Derived]:
+def fields(name: str, converters: Mapping[str, Callable[..., Any]] = {}) -> dict[str, Callable[[Source], dict[str, Any]]]:
     """Return the functions that read the groups of `tables/NAME.yaml`: keys that have a value of ours only in some runs."""
     return {each: partial(_read, group, converters) for each, group in load(name)["fields"].items()}
 

@@ -16,7 +16,6 @@ from fivefold_dialects import verl_models as models
 from fivefold_dialects.known import known
 from fivefold_dialects.legacy import verl as legacy
 from fivefold_dialects.legacy import verl_recipes as recipes
-from fivefold_dialects.shared import EVERY_CHECKPOINT
 from fivefold_dialects.source import Source
 from fivefold_dialects.system import dialect
 from fivefold_dialects.table import Table, defaults_of, load, several, table
@@ -49,11 +48,6 @@ def template(source: Source) -> dict[str, Any]:
     return {"data.chat_template_kwargs": shared.mapping(source, "data.apply_chat_template_kwargs") or None}
 
 
-def kept(source: Source, key: str) -> int:
-    count = source.whole(key)
-    return count if count and count > 0 else EVERY_CHECKPOINT
-
-
 def length_of_run(source: Source) -> dict[str, Any]:
     if verl_async.is_fully_async(source):
         return {"trainer.steps": verl_async.steps(source)}
@@ -66,7 +60,7 @@ def length_of_run(source: Source) -> dict[str, Any]:
 
 def evaluation_interval(source: Source) -> dict[str, Any]:
     """Return our key of the evaluation interval; without test_freq verl's PPO never evaluates, its SFT at the end."""
-    found = verl_sft.evaluation_interval(source, verl_async.evaluation_key(source))
+    found = verl_sft.evaluation_interval(source, legacy.evaluation_key(source, verl_async.is_fully_async(source)))
     is_off = found["trainer.eval_every"] == 0 and source.items("data.val_files")
     return found | ({"trainer.eval_every": "never"} if is_off else {})
 
@@ -83,11 +77,11 @@ DERIVED = (
     *(models.batch, models.layout, models.megatron, models.low_rank, FIELDS["further_tokens"], models.dtypes, models.memory),
     *(models.micro_batch, models.optimizer, models.critic, models.reference, models.router_replay),
     *(models.megatron_checkpoints, verl_sft.resume, length_of_run, evaluation_interval, profiler),
-    *(verl_sft.first_rows, verl_sft.TRACKED, recipes.prime, legacy.say_which_entropy, legacy.of_rllm, legacy.older),
+    *(verl_sft.first_rows, verl_sft.TRACKED, recipes.prime, legacy.say_which_entropy, legacy.of_forks, legacy.older),
 )
 CONVERTERS = {
     "loggers": shared.loggers,
-    "overlong_prompts": overlong_prompts, "kept": kept,
+    "overlong_prompts": overlong_prompts, "kept": shared.kept,
     "device": shared.choice({"cuda": "cuda", "npu": "auto", "gpu": "cuda", "cpu": "cpu", "xpu": "auto"}, "a device"),
 }  # fmt: skip
 TABLE = replace(

@@ -203,29 +203,17 @@ def rejection(said: Source, names: list[str]) -> dict[str, Any]:
     return found | ({"reject_divergence": divergences} if divergences else {})
 
 
-MANAGERS = (
-    "reward.reward_manager.name",
-    "reward_model.reward_manager",
-    "reward_manager.name",
-    "reward_model.reward_manager.name",
-)
-"""Keys for the name of the reward manager in verl's releases."""
+MANAGERS = ("reward.reward_manager.name", *legacy.MANAGERS)
 _WITHOUT_PENALTY = ("naive", "prime", "batch")
 """Reward managers without a penalty for long responses (workers/reward_manager)."""
 
 
 def overlong(source: Source) -> dict[str, Any]:
-    """Return our keys of DAPO's penalty for long responses, from four sections of verl's releases; some reward managers
-    ignore them."""
+    """Return our keys of DAPO's penalty for long responses, which some reward managers ignore."""
     named = [key for key in MANAGERS if source.has(key)] or ["reward_model.reward_manager"]
     if source.text(named[0]) in _WITHOUT_PENALTY:
         return {"algorithm.overlong_buffer": 0}
-    for start in (
-        "reward.reward_kwargs.overlong_buffer_cfg.",
-        "reward_model.reward_kwargs.overlong_buffer_cfg.",
-        "reward_model.overlong_buffer.",
-        "custom_reward_function.overlong_buffer.",
-    ):
+    for start in ("reward.reward_kwargs.overlong_buffer_cfg.", *legacy.OVERLONG):
         said = source.under(start)
         if said.flag("enable"):
             buffer, penalty = said.count("len"), said.number("penalty_factor")

@@ -53,8 +53,9 @@ def options(source: Source) -> str:
 
 def gpus(source: Source) -> int:
     """Return the number of the trainer's GPUs."""
-    of_node = "n_training_gpus_per_node" if legacy.is_rllm(source) else "n_gpus_per_node"
-    return source.count("trainer.nnodes") * source.count(f"trainer.{of_node}")
+    if (split := legacy.split_gpus(source)) is not None:
+        return split[0]
+    return source.count("trainer.nnodes") * source.count("trainer.n_gpus_per_node")
 
 
 def layout(source: Source) -> dict[str, Any]:
@@ -207,22 +208,8 @@ def low_rank_of(source: Source, start: str, ours: str, by_megatron: bool) -> dic
 def batch(source: Source) -> dict[str, Any]:
     if verl_async.is_fully_async(source):
         return verl_async.batch(source)
-    found = shared.updates(source, batch_key(source), _A + "ppo_mini_batch_size")
+    found = shared.updates(source, legacy.batch_key(source, verl_async.is_v1(source)), _A + "ppo_mini_batch_size")
     return verl_async.separate_batch(source, found) if verl_async.is_separate(source) else found
-
-
-def batch_key(source: Source) -> str:
-    """Return the key with the prompts of a step: verl until 0.8, without dynamic sampling, trains on all drawn prompts."""
-    drawn, usual = "data.gen_batch_size", "data.train_batch_size"
-    if source.flag("algorithm.filter_groups.enable") or verl_async.is_v1(source) or not source.has(drawn):
-        return usual
-    if source.whole(drawn) in (None, source.whole(usual)):
-        return usual
-    source.note(
-        f"{drawn} = {source.whole(drawn)} is the batch of a step, as in verl until 0.8; with trainer.use_v1=True (0.9) "
-        f"it is {usual}"
-    )
-    return drawn
 
 
 def optimizer(source: Source, role: str = _A, ours: str = "policy.optimizer") -> dict[str, Any]:

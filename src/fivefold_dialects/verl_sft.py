@@ -9,7 +9,6 @@ from typing import Any
 from fivefold_dialects import shared
 from fivefold_dialects.known import known
 from fivefold_dialects.legacy import verl_sft as older
-from fivefold_dialects.shared import EVERY_CHECKPOINT
 from fivefold_dialects.source import Source
 from fivefold_dialects.table import Table, fields, table
 from fivefold_dialects.verl_models import SCHEDULES, TOTAL_STEPS, low_rank_of, schedule
@@ -38,11 +37,7 @@ def _optimizer_of(settings: Mapping[str, Any]) -> str:
     return next((name for name in named if name in SCHEDULES), "fsdp")
 
 
-def kept(source: Source, key: str) -> int:
-    return source.whole(key) or EVERY_CHECKPOINT
-
-
-FIELDS = fields("verl_sft", {"kept": kept})
+FIELDS = fields("verl_sft", {"kept": shared.kept})
 
 
 def is_megatron(source: Source) -> bool:
