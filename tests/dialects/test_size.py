@@ -36,6 +36,6 @@ def test_no_function_of_the_dialects_is_long():
 
 
 def test_only_older_releases_read_the_forks_of_rllm_and_rollpacker():
-    today = [path for path in HERE.glob("*.py")]
+    today = list(HERE.glob("*.py"))
     named = [path.name for path in today if any(word in path.read_text().lower() for word in ("rllm", "rollpacker"))]
     assert named == []

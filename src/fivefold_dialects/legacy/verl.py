@@ -85,7 +85,7 @@ def is_rllm(source: Source) -> bool:
 
 
 def split_gpus(source: Source) -> tuple[int, int] | None:
-    """Return the numbers of (GPUs that train, GPUs that sample) with rLLM's program, which splits each node; None for verl."""
+    """Return (GPUs that train, GPUs that sample) of rLLM's program, which splits each node; None for verl."""
     if not is_rllm(source):
         return None
     nodes, each = source.count("trainer.nnodes"), source.count("trainer.n_gpus_per_node")
