@@ -22,7 +22,7 @@ def method(source: Source) -> dict[str, Any]:
         return FIELDS["dpo"](source)
     name = source.text("adv_estimator") or "gae"
     found = FIELDS["advantage"](source)
-    if samples_a_group(source) > 1:
+    if source.flag("difficulty_mask") and samples_a_group(source) > 1:
         found |= FIELDS["difficulty"](source)
     masked = [key for key in ("max_len_mask", "difficulty_mask") if source.flag(key)]
     if masked and source.number("entropy_loss_coef"):

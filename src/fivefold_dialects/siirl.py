@@ -74,7 +74,8 @@ def is_cpgd(source: Source) -> bool:
 def advantage(source: Source) -> dict[str, Any]:
     if source.text("algorithm.adv_estimator") != "cpgd":
         return verl_algorithm.advantage(source)
-    found = {"whiten": False, "credit": "response", **CHOICES["algorithm.weight_factor_in_cpgd"].read(source)}
+    found = {"name": "cpgd", "advantage": "group", "whiten": False, "credit": "response"}
+    found["normalize"] = CHOICES["algorithm.weight_factor_in_cpgd"].read(source)
     if source.count(_R + "n") == 1:
         # siiRL gives a group of one the mean 0 and the deviation 1.
         found |= {"advantage": "reward", "normalize": "none"}

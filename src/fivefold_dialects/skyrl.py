@@ -216,6 +216,14 @@ def router_replay(source: Source) -> dict[str, Any]:
     return shared.replayed("R3")
 
 
+def evaluation(source: Source) -> dict[str, Any]:
+    said = source.under("generator.eval_sampling_params.")
+    length = said.whole("max_generate_length")
+    if length is not None and length != source.count("generator.sampling_params.max_generate_length"):
+        said.lacks("max_generate_length", "responses of another length in evaluation")
+    return FIELDS["evaluation"](source)
+
+
 def rewards(source: Source) -> dict[str, Any]:
     chosen = CHOICES["environment.env_class"]
     if chosen.name(source) == "aime" and source.text(_ALGORITHM + "advantage_estimator") in ("gae", "reinforce++"):
@@ -242,7 +250,7 @@ def router(source: Source, key: str) -> str | None:
 BATCH = partial(shared.updates, step="trainer.train_batch_size", update="trainer.policy_mini_batch_size")
 DERIVED = (
     *(*METHOD, program, template, ahead, BATCH, layout, micro_batch, learning, low_rank_of_policy, critic, sampling, engine),
-    *(router_replay, FIELDS["evaluation"], FIELDS["evaluation_length"], rewards, run, profile, changed_config),
+    *(router_replay, evaluation, rewards, run, profile, changed_config),
     shared.tracked("trainer.logger", "trainer.project_name", "trainer.run_name", tags="trainer.tags"),
 )
 _CONVERTERS = {

@@ -181,14 +181,16 @@ def _value(source: Source, value: Any, converters: Mapping[str, Callable[..., An
         return [_value(source, item, converters) for item in value]
     if not (isinstance(value, str) and value.startswith("$")):
         return value
-    value, _, usual = value[1:].partition(" or ")
-    named, *words = value.split()
-    key = source.first(*named.split("|"))
+    said, _, usual = value[1:].partition(" or ")
+    keys, *words = said.split()
+    key = source.first(*keys.split("|"))
     if "if-set" in words and not source.has(key):
         return None
     name = words[0] if words else "number"
     found = converters[name](source, key) if name in converters else getattr(source, name)(key)
-    return None if "if-true" in words and not found else found or typed(usual) if usual else found
+    if usual and not found:
+        return typed(usual)
+    return None if "if-true" in words and not found else found
 
 
 @cache
@@ -217,13 +219,13 @@ def choices(name: str) -> dict[str, Choice]:
 
 def fields(name: str, converters: Mapping[str, Callable[..., Any]] = {}) -> dict[str, Callable[[Source], dict[str, Any]]]:
     """Return the functions that read the groups of `tables/NAME.yaml`: keys that have a value of ours only in some runs."""
-    return {each: partial(_read, group, converters) for each, group in load(name)["fields"].items()}
+    return {each: partial(_read_group, group, converters) for each, group in load(name)["fields"].items()}
 
 
 _OF_A_GROUP = ("from", "when", "else", "needs")
 
 
-def _read(group: Mapping[str, Any], converters: Mapping[str, Callable[..., Any]], source: Source) -> dict[str, Any]:
+def _read_group(group: Mapping[str, Any], converters: Mapping[str, Callable[..., Any]], source: Source) -> dict[str, Any]:
     said = source.under(group.get("from", ""))
     tests = (converters[one](source) if one in converters else _value(said, one) for one in group.get("when", []))
     if not all(tests):
