@@ -43,8 +43,8 @@ def epochs_and_steps(source: Source) -> dict[str, Any]:
 
 
 _MODULES: Mapping[str, str] = load("shared")["modules"]
+"""Modules of Megatron-Core -> Hugging Face's names of the linear layers that each consists of."""
 _OF_A_PATTERN = frozenset("*$|()[]^\\+?")
-"""Modules of Megatron-Core -> Hugging Face's names of the linear layers that each consists of; signs of a pattern."""
 
 
 def modules(source: Source, key: str) -> list[str] | None:
@@ -67,7 +67,7 @@ def _initialization(source: Source, key: str) -> str | None:
 def adapters(source: Source, ours: str, system: str, group: str = "adapters") -> dict[str, Any]:
     """Return our keys of the adapters of model `ours`, by a group of fields of the system; empty if it has no adapters."""
     found = fields(system, {"modules": modules, "initialization": _initialization})[group](source)
-    return {f"{ours}.lora.{name}": value for name, value in found.items()}
+    return {f"{ours}.lora.{name}": value for name, value in found.items()} if (found.get("rank") or 0) > 0 else {}
 
 
 def mapping(source: Source, start: str) -> dict[str, Any]:
