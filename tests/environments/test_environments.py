@@ -360,6 +360,129 @@ def test_state_without_restore_is_refused(pool_of, code):
         pool_of(class_=f"{code}:Half").start()
 
 
+VERL_FUNCTIONS = '''
+import asyncio
+
+from verl.tools.function_tool import function_tool
+from verl.tools.schemas import ToolResponse
+
+
+@function_tool
+def add(a: int, b: int) -> str:
+    """Add two numbers.
+
+    Args:
+        a: The first number.
+        b: The second number.
+
+    Returns:
+        The sum.
+    """
+    return str(a + b)
+
+
+@function_tool("web_search")
+async def search(query: str, pages: list[int]) -> tuple:
+    """Search the web.
+
+    Args:
+        query: What to look for.
+        pages: Which pages.
+
+    Returns:
+        What was found.
+    """
+    await asyncio.sleep(0)
+    return {"found": [query, *pages]}, 0.5, {"pages": len(pages)}
+
+
+@function_tool(schema={"type": "function", "function": {"name": "shout", "description": "Shout.", "parameters": {
+    "type": "object", "properties": {"text": {"type": "string", "description": "What."}}, "required": ["text"]}}})
+def shout(text):
+    return ToolResponse(text=text.upper())
+'''
+VERL_CLASSES = """
+from typing import Any
+
+from verl.tools.base_tool import BaseTool
+from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
+from verl.utils.rollout_trace import rollout_trace_op
+
+
+class Check(BaseTool):
+    def __init__(self, config: dict, tool_schema: OpenAIFunctionToolSchema):
+        super().__init__(config, tool_schema)
+        self.answers = {}
+
+    async def create(self, instance_id=None, **kwargs):
+        name, response = await super().create(instance_id)
+        self.answers[name] = kwargs["create_kwargs"]["ground_truth"]
+        return name, response
+
+    @rollout_trace_op
+    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs):
+        right = parameters["answer"] == self.answers[instance_id]
+        return ToolResponse(text=f"{self.config['says']}: {right}, {len(self.answers)}"), float(right), {}
+
+    async def release(self, instance_id: str, **kwargs):
+        del self.answers[instance_id]
+"""
+VERL_YAML = """
+tools:
+  - class_name: checking.Check
+    config: {type: native, says: it is}
+    tool_schema:
+      type: function
+      function:
+        name: check
+        description: Check an answer.
+        parameters:
+          type: object
+          properties: {answer: {type: string, description: The answer.}}
+          required: [answer]
+"""
+
+
+def test_a_file_of_functions_for_verl_runs_without_verl(pool_of, tmp_path):
+    (tmp_path / "functions.py").write_text(VERL_FUNCTIONS)
+    pool = pool_of(class_=None)
+    pool._config.tools.append(f"verl:{tmp_path}/functions.py")
+    schemas = pool.start()
+    assert [schema["function"]["name"] for schema in schemas] == ["add", "web_search", "shout"]
+    from transformers.utils import get_json_schema
+
+    names: dict = {}
+    code = VERL_FUNCTIONS.partition("\n\n\n@function_tool(schema")[0].replace("@function_tool", "@tool")
+    exec(code.replace("from verl", "# ").replace('@tool("web_search")', "").replace("@tool", ""), names)
+    for schema, function in zip(schemas, ("add", "search"), strict=False):
+        # As verl makes them.
+        theirs = get_json_schema(names[function])["function"]
+        assert schema["function"] == {
+            **{key: theirs[key] for key in ("description", "parameters")},
+            "name": schema["function"]["name"],
+        }
+    assert schemas[2]["function"]["parameters"]["properties"] == {"text": {"type": "string", "description": "What."}}
+    place, _ = pool.reset({}, 0).result()
+    calls = [("add", {"a": 2, "b": 3}), ("web_search", {"query": "ä", "pages": [1]}), ("shout", {"text": "hi"})]
+    assert [answer.text for answer in pool.call(place, calls, 20).result()] == ["5", '{"found": ["ä", 1]}', "HI"]
+
+
+def test_a_yaml_file_of_tools_for_verl_has_what_the_row_gives_each(pool_of, tmp_path, monkeypatch):
+    (tmp_path / "tools.yaml").write_text(VERL_YAML)
+    (tmp_path / "checking.py").write_text(VERL_CLASSES)
+    monkeypatch.chdir(tmp_path)
+    pool = pool_of(class_=None)
+    pool._config.tools.append(f"verl:{tmp_path}/tools.yaml")
+    (schema,) = pool.start()
+    assert schema["function"]["name"] == "check" and schema["function"]["parameters"]["required"] == ["answer"]
+    texts = {}
+    for truth in ("4", "5"):
+        row = {"extra_info": {"tools_kwargs": {"check": {"create_kwargs": {"ground_truth": truth}}}}}
+        texts[truth] = pool.reset(row, 0).result()[0]
+    found = [pool.call(place, [("check", {"answer": "4"})], 20).result()[0].text for place in texts.values()]
+    assert found == ["it is: True, 1", "it is: False, 1"]
+
+
 @pytest.mark.parametrize(
     ("settings", "error"),
     [

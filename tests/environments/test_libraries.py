@@ -19,6 +19,7 @@ import pytest
 from fivefold.config.environment import EnvironmentConfig
 from fivefold.environments.pool import EnvironmentFailure, EnvironmentPool
 from fivefold.errors import UserError
+from tests.environments.test_environments import VERL_FUNCTIONS
 from tests.support.commands import fivefold
 from tests.support.whole_runs import metrics
 from tests.support.zygote import THREADS
@@ -217,7 +218,10 @@ def test_frozen_lake_is_walked_as_gymnasium_has_it(pool_of):
     assert first == user("Walk.\n\n[S]FFF\nFHFH\nFFFH\nHFFG")
     walked = [say(pool, place, text) for text in ("I go down: 1", "no idea", "1", "2", "2", "1", "2")]
     assert [step["state"] for step in walked] == ["4", "4", "8", "9", "10", "14", "15"]
-    assert [step["reward"] for step in walked] == [0, 0, 0, 0, 0, 0, 1] and [step["done"] for step in walked][-2:] == [False, True]
+    assert [step["reward"] for step in walked] == [0, 0, 0, 0, 0, 0, 1] and [step["done"] for step in walked][-2:] == [
+        False,
+        True,
+    ]
     assert walked[0]["messages"] == "(Down)\nSFFF\n[F]HFH\nFFFH\nHFFG"
     assert walked[1]["messages"] == "That is no action. An action is an integer from 0 to 3."
 
@@ -251,7 +255,11 @@ def test_actions_of_other_spaces_are_json(pool_of):
 @pytest.mark.parametrize(
     ("name", "options", "sentence"),
     [
-        ("gymnasium:NoLake-v1", {}, "environment.class: gymnasium cannot make NoLake-v1 with environment.options {}: NameNotFound"),
+        (
+            "gymnasium:NoLake-v1",
+            {},
+            "environment.class: gymnasium cannot make NoLake-v1 with environment.options {}: NameNotFound",
+        ),
         ("gymnasium:FrozenLake-v1", {"slippery": False}, "unexpected keyword argument 'slippery'"),
         ("textarena:NoGame-v0", {}, "environment.class: textarena cannot make a game NoGame-v0 for one player"),
         ("textarena:TicTacToe-v0", {}, "textarena cannot make a game TicTacToe-v0 for one player"),
@@ -339,9 +347,7 @@ def test_an_environment_of_skyrl_gym_gives_its_own_rewards(pool_of):
     pool = pool_of("skyrl_gym:gsm8k_multi_turn", max_turns=3)
     pool.start()
     task = {"prompt": "What is 2 + 2?", "ground_truth": "4", "data_source": "gsm8k", "extra_info": {}}
-    own = skyrl_gym.make(
-        "gsm8k_multi_turn", extras={"reward_spec": {"ground_truth": "4"}, "max_turns": 3, "extra_info": {}}
-    )
+    own = skyrl_gym.make("gsm8k_multi_turn", extras={"reward_spec": {"ground_truth": "4"}, "max_turns": 3, "extra_info": {}})
     place, first = pool.reset(task, 0).result()
     assert first == own.init(user("What is 2 + 2?"))[0] == user("What is 2 + 2?")
     for text in ("I think so.", "#### 5", "#### 4"):
@@ -412,7 +418,9 @@ def test_an_mcp_server_that_dies_is_an_error_that_the_model_reads(pool_of, tmp_p
     pool = pool_of(None, tools=[f"mcp:{sys.executable} {tmp_path}/server.py"])
     pool.start()
     place, _ = pool.reset({}, 0).result()
-    dead, after = (pool.call(place, [(name, given)], 30).result()[0] for name, given in (("fail", {"reason": ""}), ("session", {})))
+    dead, after = (
+        pool.call(place, [(name, given)], 30).result()[0] for name, given in (("fail", {"reason": ""}), ("session", {}))
+    )
     assert dead.is_error and dead.text.startswith("the server ended with exit code 3")
     assert after.is_error and after.text == "the server has ended"
 
@@ -431,12 +439,43 @@ def test_an_environment_behind_an_openenv_server_is_played(pool_of, served):
     assert [say(pool, one, letter)["done"] for letter in "ab"] == [False, True]
 
 
+def test_a_file_of_functions_for_verl_has_the_tools_that_verl_reads_from_it(pool_of, tmp_path, monkeypatch):
+    # Importing verl as a whole imports Ray; its files for tools need transformers and pydantic alone.
+    package = ModuleType("verl")
+    package.__path__ = list(find_spec("verl").submodule_search_locations)
+    monkeypatch.setitem(sys.modules, "verl", package)
+    (tmp_path / "functions.py").write_text(VERL_FUNCTIONS)
+    from verl.tools.function_tool import load_function_tools_from_path
+
+    theirs = {tool.name: tool.tool_schema.model_dump(exclude_unset=True, exclude_none=True)
+              for tool in load_function_tools_from_path(str(tmp_path / "functions.py"))}  # fmt: skip
+    for schema in theirs.values():
+        schema["function"].pop("return", None)
+    ours = pool_of(None, tools=[f"verl:{tmp_path}/functions.py"]).start()
+    # verl's model of a schema has no field for what a list holds, and leaves it out.
+    assert ours[1]["function"]["parameters"]["properties"]["pages"].pop("items") == {"type": "integer"}
+    assert {schema["function"]["name"]: schema for schema in ours} == theirs and len(ours) == 3
+
+
 def test_a_run_walks_the_lake_of_gymnasium_with_a_tool_of_an_mcp_server(tmp_path):
     subprocess.run([sys.executable, EXAMPLES / "frozenlake/rows.py", tmp_path / "data"], check=True)
     (tmp_path / "server.py").write_text(SERVER)
     for command in (
         ["train-tokenizer", "bpe", "--vocab", 300, "--data", tmp_path / "data/train.jsonl", "--out", tmp_path / "tokenizer"],
-        ["init-model", "qwen3", "--tokenizer", tmp_path / "tokenizer", "--hidden", 32, "--layers", 1, "--ffn", 64, "--out", tmp_path / "model"],
+        [
+            "init-model",
+            "qwen3",
+            "--tokenizer",
+            tmp_path / "tokenizer",
+            "--hidden",
+            32,
+            "--layers",
+            1,
+            "--ffn",
+            64,
+            "--out",
+            tmp_path / "model",
+        ],
     ):
         done = fivefold(*command)
         assert done.returncode == 0, done.stderr

@@ -40,7 +40,7 @@ class Worker:
         self._make: Any = None
         self._has_score = False
         self._sources: list[Any] = []
-        """Where tools come from; see `adapters/functions.py`."""
+        """Where tools come from; see `Source` in `adapters/common.py`."""
         self._tools: dict[str, Any] = {}
         """Name of each tool -> its source, None if it is the environment's own."""
         self._environments: dict[int, Any] = {}
@@ -105,6 +105,8 @@ class Worker:
 
     async def do_reset(self, environment: int, task: dict[str, Any], seed: int, restore: dict[str, Any] | None) -> Any:
         """Make an environment, in a state that `do_state` returned if there is one, and return its first context."""
+        for source in self._sources:
+            source.enter(environment, task)
         if self._make is None:
             return None
         made = self._environments[environment] = self._make()
@@ -166,7 +168,9 @@ def _adapter(name: str) -> Any:
 
 
 def _tool_kind(tool: str) -> str:
-    return "mcp" if tool.startswith(("mcp:", "mcp+http:", "mcp+https:")) else "functions"
+    if tool.startswith(("mcp:", "mcp+http:", "mcp+https:")):
+        return "mcp"
+    return "verl" if tool.startswith("verl:") else "functions"
 
 
 async def _run(function: Any, *arguments: Any) -> Any:

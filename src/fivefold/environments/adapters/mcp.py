@@ -16,7 +16,7 @@ from itertools import count
 from typing import Any
 from urllib.parse import urlsplit
 
-from .common import Refusal, ToolError
+from .common import Refusal, Source, ToolError
 
 _VERSION = "2025-06-18"
 _CLIENT = {"protocolVersion": _VERSION, "capabilities": {}, "clientInfo": {"name": "fivefold", "version": "1"}}
@@ -42,7 +42,7 @@ async def load(tool: str, settings: dict[str, Any]) -> Server:
     return server
 
 
-class Server:
+class Server(Source):
     """A source of tools that an MCP server describes."""
 
     is_stateless = False
