@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import http.server
 import os
 import signal
+import socketserver
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -154,9 +157,9 @@ def test_a_step_gives_messages_reward_done_and_state(pool_of):
         ("hang", "step took longer than 1 s"),
         ("block", "step took longer than 1 s"),
         ("die", "ended by SIGKILL"),
-        ("nan", "the reward of a step is a finite number: got nan"),
-        ("text", "the reward of a step is a finite number: got 'much'"),
-        ("nothing", "a step without messages must be done"),
+        ("nan", "^the reward of a step is a finite number: got nan$"),
+        ("text", "^the reward of a step is a finite number: got 'much'$"),
+        ("nothing", "^a step without messages must be done"),
         ("memory", "MemoryError"),
     ],
 )
@@ -234,7 +237,7 @@ def test_a_state_continues_in_another_process(pool_of, code):
     other, first = pool.reset("task", 0, state).result()
     assert first == "start" and say(pool, other, "two").result()["messages"] == "task one two"
     assert say(pool, place, "three").result()["messages"] == "task one three"
-    with pytest.raises(EnvironmentFailure, match="KeyError: 'seen'"):
+    with pytest.raises(EnvironmentFailure, match=r"^the state of an environment must restore: KeyError: 'seen'$"):
         pool.reset("task", 0, {}).result()
     say(pool, other, "odd").result()
     with pytest.raises(EnvironmentFailure, match="JSON"):
@@ -353,6 +356,20 @@ def test_tools_of_one_turn_run_together_and_each_has_its_own_fate(pool_of):
     assert (good.text, good.is_error) == ("5", False)
     assert late.is_late and late.is_error and "longer than 1 s" in late.text
     assert raised.is_error and not raised.is_late and raised.text == "ValueError: no such values: [1.0]"
+
+
+def test_a_server_that_does_not_speak_mcp_is_refused(pool_of):
+    with socketserver.TCPServer(("127.0.0.1", 0), http.server.SimpleHTTPRequestHandler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        pool = pool_of(class_=None)
+        pool._config.tools.append(f"mcp+http://127.0.0.1:{server.server_address[1]}/")
+        with pytest.raises(UserError, match="must answer: HTTP status 501"):
+            pool.start()
+        server.shutdown()
+    pool = pool_of(class_=None)
+    pool._config.tools.append("""mcp:echo '{"id": 1, "result": {}}'""")
+    with pytest.raises(UserError, match="must answer: what it sends is not MCP|the server has ended|ended with exit code 0"):
+        pool.start()
 
 
 def test_state_without_restore_is_refused(pool_of, code):
