@@ -292,6 +292,17 @@ def test_close_is_called_at_the_end_of_a_trajectory(pool_of, tmp_path):
     assert (tmp_path / "mark").read_text() == "closed"
 
 
+def test_environments_that_are_left_are_closed_at_the_end_of_a_run(pool_of, tmp_path):
+    pool = pool_of(per_worker=2)
+    pool.start()
+    for number in range(3):
+        pool.reset(str(tmp_path / f"mark{number}"), 0).result()
+    pool.reset("starting", 0)
+    pool.close()
+    assert [(tmp_path / f"mark{number}").read_text() for number in range(3)] == ["closed"] * 3
+    pool.close()
+
+
 def test_processes_get_no_secrets_of_the_trainer(pool_of, monkeypatch):
     monkeypatch.setenv("SECRET_TOKEN", "abc")
     monkeypatch.setenv("WANTED", "yes")
@@ -368,7 +379,7 @@ def test_a_server_that_does_not_speak_mcp_is_refused(pool_of):
         server.shutdown()
     pool = pool_of(class_=None)
     pool._config.tools.append("""mcp:echo '{"id": 1, "result": {}}'""")
-    with pytest.raises(UserError, match="must answer: what it sends is not MCP|the server has ended|ended with exit code 0"):
+    with pytest.raises(UserError, match=r"must answer: what it sends is not MCP|the server has ended|ended with exit code 0"):
         pool.start()
 
 
