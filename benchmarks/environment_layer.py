@@ -22,7 +22,7 @@ from fivefold.config.environment import EnvironmentConfig
 from fivefold.environments.pool import EnvironmentPool, Place
 
 ENVIRONMENTS = 4096
-CODE = '''
+CODE = """
 import asyncio
 import random
 
@@ -36,7 +36,7 @@ class Sleeper:
         seconds = self.draws.uniform(0.5, 4.0)
         await asyncio.sleep(seconds)
         return {"messages": str(seconds)}
-'''
+"""
 
 
 def cpu_seconds() -> float:

@@ -379,7 +379,9 @@ def test_a_server_that_does_not_speak_mcp_is_refused(pool_of):
         server.shutdown()
     pool = pool_of(class_=None)
     pool._config.tools.append("""mcp:echo '{"id": 1, "result": {}}'""")
-    with pytest.raises(UserError, match=r"must answer: what it sends is not MCP|the server has ended|ended with exit code 0"):
+    with pytest.raises(
+        UserError, match=r"must answer: what it sends is not MCP|the server has ended|ended with exit code 0"
+    ):
         pool.start()
 
 
