@@ -113,6 +113,7 @@ class Generator:
         scoring: list[Scoring] = []
         while ranks.any(driver.is_running):
             for held in driver.advance():
+                self.logger.note_response()
                 sample = found[held.task.place, held.task.number] = held.sample()
                 scoring.append(self.rewards.submit(held.task.prompt, sample) if held.error is None else _failed(held.error))
                 self.logger.advance(len(found), len(own) * group_size)
@@ -136,6 +137,7 @@ class Generator:
 
     def to_sample(self, completion: Completion) -> Sample:
         """Convert a completion to a sample that is not scored yet."""
+        self.logger.note_response()
         return Sample(
             token_ids=completion.token_ids,
             logprobs=completion.logprobs,
