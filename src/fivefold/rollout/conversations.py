@@ -179,6 +179,10 @@ class Conversations:
             place, given = yield self._pool.reset(task_of(held.task.prompt), held.task.seed)
             held.context = self._first_context(held.task.prompt, given)
             yield from self._turns(held, place, sampling, number)
+            if held.end != "done" and self._pool.has_score:
+                # The last step of an environment has its score already; a trajectory that was cut off gets it here.
+                score: float = yield self._pool.score(place)
+                held.turns[-1] = replace(held.turns[-1], reward=held.turns[-1].reward + score)
         except (EnvironmentFailure, UserError) as error:
             held.end, held.error = "environment", str(error)
             self._count("environment/failed")
