@@ -37,8 +37,7 @@ class Served:
             for number in range(3):
                 answer.event({"number": number})
             answer.comment()
-            answer.event("[DONE]")
-            self.whole.append(await answer.end_events())
+            self.whole.append(await answer.end_events("[DONE]"))
         elif head.path == "/large":
             self.whole.append(await answer.send("x" * (32 << 20)))
         elif head.path == "/late":
@@ -77,7 +76,13 @@ def test_requests_follow_each_other_on_one_connection(served):
     for number in range(3):
         connection.request("POST", f"/{number}", b"a" * number, {"X": f"value {number}"})
         found = json.loads(connection.getresponse().read())
-        assert found == {"method": "POST", "path": f"/{number}", "length": number, "text": "a" * number, "x": f"value {number}"}
+        assert found == {
+            "method": "POST",
+            "path": f"/{number}",
+            "length": number,
+            "text": "a" * number,
+            "x": f"value {number}",
+        }
 
 
 def test_a_request_in_pieces_and_two_in_one_piece_are_read_exactly(served):

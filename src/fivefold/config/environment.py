@@ -15,6 +15,16 @@ REWARD = "environment"
 
 
 @dataclass(frozen=True)
+class EndpointConfig:
+    """Address at which agents sample their turns."""
+
+    host: str = "127.0.0.1"
+    """Address on which each rank listens. Agents on other machines need another one than loopback."""
+    port: Annotated[int | None, within("[1024, 65535]")] = None
+    """Port of the first rank of a machine; the next ones take the ports after it. A free one if left out."""
+
+
+@dataclass(frozen=True)
 class EnvironmentConfig:
     """Trajectories of several turns: an environment or tools answer each turn of the model; see docs/environments.md."""
 

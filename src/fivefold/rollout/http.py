@@ -70,8 +70,8 @@ class Answer:
     """Is called if the client drops the connection with bytes of this answer unread."""
 
     @property
-    def lost(self) -> asyncio.Event:
-        """Set once the client has closed the connection."""
+    def lost(self) -> asyncio.Future[None]:
+        """Done once the client has closed the connection."""
         return self._connection.lost
 
     async def send(self, payload: Any, status: HTTPStatus = HTTPStatus.OK, headers: Mapping[str, str] | None = None) -> bool:
@@ -87,17 +87,19 @@ class Answer:
 
     def event(self, data: Any) -> None:
         """Send an event; a text is sent as it is."""
-        text = data if isinstance(data, str) else json.dumps(data, ensure_ascii=False)
-        self._chunk(f"data: {text}\n\n".encode(errors="surrogatepass"))
+        self._connection.write(self._framed(_event(data)))
 
     def comment(self) -> None:
         """Send a comment, which clients skip: their time limit for a silent connection begins again."""
-        self._chunk(b": waiting\n\n")
+        self._connection.write(self._framed(b": waiting\n\n"))
 
-    async def end_events(self) -> bool:
-        """End the stream; return whether all of it was handed to the client's connection."""
-        if not self._head.is_old:
-            self._connection.write(b"0\r\n\r\n")
+    async def end_events(self, *last: Any) -> bool:
+        """Send the last events and end the stream; return whether all of it was handed to the client's connection.
+
+        A client that stops at the last event has then received the end of the stream with it.
+        """
+        events = self._framed(b"".join(map(_event, last))) if last else b""
+        self._connection.write(events + (b"" if self._head.is_old else b"0\r\n\r\n"))
         return await self._end()
 
     def _begin(self, status: HTTPStatus, headers: Mapping[str, str], body: bytes = b"") -> None:
@@ -106,12 +108,17 @@ class Answer:
         lines = [f"HTTP/1.1 {status.value} {status.phrase}", *(f"{name}: {value}" for name, value in headers.items())]
         self._connection.write("\r\n".join((*lines, "\r\n")).encode("latin-1") + body)
 
-    def _chunk(self, data: bytes) -> None:
-        self._connection.write(data if self._head.is_old else b"%x\r\n%s\r\n" % (len(data), data))
+    def _framed(self, data: bytes) -> bytes:
+        return data if self._head.is_old else b"%x\r\n%s\r\n" % (len(data), data)
 
     async def _end(self) -> bool:
         self.is_whole = await self._connection.is_drained()
         return self.is_whole
+
+
+def _event(data: Any) -> bytes:
+    text = data if isinstance(data, str) else json.dumps(data, ensure_ascii=False)
+    return f"data: {text}\n\n".encode(errors="surrogatepass")
 
 
 Admit = Callable[[Head], None]
@@ -154,8 +161,10 @@ class _Connection(asyncio.Protocol):
         self._arrived, self._drained = asyncio.Event(), asyncio.Event()
         self._drained.set()
         self._discards = False
+        self._is_broken = False
+        """Whether some of what was written cannot arrive."""
         self._last: Answer | None = None
-        self.lost = asyncio.Event()
+        self.lost = asyncio.get_running_loop().create_future()
 
     # --- what asyncio calls ------------------------------------------------------------------------------------------
 
@@ -185,26 +194,31 @@ class _Connection(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         self._among.discard(self)
+        self._is_broken = self._is_broken or error is not None
         self._leave()
         if error is not None and self._last is not None and self._last.on_reset is not None:
             self._last.on_reset()
 
     def _leave(self) -> None:
-        self.lost.set()
+        if not self.lost.done():
+            self.lost.set_result(None)
         self._arrived.set()
         self._drained.set()
 
     # --- what answers call -------------------------------------------------------------------------------------------
 
     def write(self, data: bytes) -> None:
-        if not self._transport.is_closing():
-            self._transport.write(data)
+        if self._transport.is_closing() or self._is_half_closed():
+            self._is_broken = True
+            return
+        self._transport.write(data)
+        self._is_broken = self._is_broken or self._transport.is_closing()
 
     async def is_drained(self) -> bool:
         """Return whether the client's connection has taken everything that was written, once it has or is closed."""
-        while not self.lost.is_set() and self._transport.get_write_buffer_size():
+        while not self.lost.done() and self._transport.get_write_buffer_size():
             await self._drained.wait()
-        return not (self.lost.is_set() or self._transport.is_closing() or self._is_half_closed())
+        return not (self._is_broken or self._transport.get_write_buffer_size())
 
     def abort(self) -> None:
         self._transport.abort()
@@ -313,8 +327,7 @@ class _Connection(asyncio.Protocol):
         self._discards = True
         self._buffer.clear()
         self._transport.resume_reading()
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self.lost.wait(), _LINGER_SECONDS)
+        await asyncio.wait({self.lost}, timeout=_LINGER_SECONDS)
 
     async def _until(self, mark: bytes, most: int) -> bytes:
         """Read up to a mark, and return what is before it."""
@@ -342,7 +355,7 @@ class _Connection(asyncio.Protocol):
     async def _more(self, than: int) -> None:
         """Wait until the buffer has more bytes than this."""
         while len(self._buffer) <= than:
-            if self.lost.is_set():
+            if self.lost.done():
                 raise _GoneError
             self._arrived.clear()
             self._transport.resume_reading()
