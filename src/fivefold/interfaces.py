@@ -88,6 +88,18 @@ class Load:
 
 
 @dataclass(frozen=True)
+class Pressure:
+    """How close servers are to their limits."""
+
+    kv_used: float
+    """Largest share of its cache that a server uses."""
+    queued: int
+    """Number of requests that servers have and do not sample yet."""
+    prefix_hits: float | None
+    """Share of prompt tokens that servers found in their caches since the previous call; None if there were none."""
+
+
+@dataclass(frozen=True)
 class EngineReplica:
     """The engine replica that this rank belongs to; every rank of a replica is passed the same requests."""
 
@@ -188,9 +200,17 @@ class Stream(Protocol):
         """Cancel these requests: they get no completion."""
         ...
 
+    def wake(self) -> None:
+        """Let an `arrived` that waits return; may be called by any thread."""
+        ...
+
     def load(self) -> Load | None:
         """Return the engine's load with this rank's requests since the previous call; None if it does not sample in the
         background."""
+        ...
+
+    def pressure(self) -> Pressure | None:
+        """Return how close the engine's servers are to their limits; None if they do not say."""
         ...
 
 

@@ -13,10 +13,12 @@ import torch
 from fivefold.algo.objective import make_objective
 from fivefold.columns import Column
 from fivefold.config.learners import MegatronConfig
+from fivefold.rollout.generation import group_of
 from fivefold.rollout.packing import pack
 from fivefold.rollout.stats import BatchPlan, Informative, gather_stats, rollout_metrics
+from fivefold.rollout.trajectories import HeldSequence, Task, Trajectory
 from fivefold.trainer.minibatches import MiniBatches
-from fivefold.types import Group, Prompt, Sample, Turn
+from fivefold.types import Completion, Group, Prompt, Sample, Turn
 from tests.support.tiny_models import VOCAB
 from tests.support.two_steps import POLICY
 
@@ -391,6 +393,42 @@ def test_a_turn_of_two_sequences_carries_loss_in_the_first_only():
     group = Group(Prompt(0, PROMPT, "s", "", ""), [other, first, second])
     assert [sample.trajectory for sample in group.samples] == [0, 0, 1]
     assert [sample.loss_tokens for sample in group.samples] == [3, 1, 2]
+
+
+def test_groups_name_trajectories_only_where_one_has_several_sequences():
+    def one(context: list[int], cause: str | None = None) -> Sample:
+        return Sample([7], [-0.5], "x", "done", 0, prompt_ids=context, turns=(Turn(0, 0, 1),), break_cause=cause)
+
+    prompt = Prompt(0, [9], "s", "", "")
+    plain = group_of(prompt, [[one([1, 2])], [one([1, 2])]], 4)
+    assert plain.index == 4 and plain.prompt.token_ids == [1, 2]
+    assert all(sample.trajectory is None and sample.prompt_ids is None for sample in plain.samples)
+    several = group_of(prompt, [[one([1, 2])], [one([1, 2]), one([1, 3], "content")]])
+    assert several.prompt.token_ids == [1, 2]
+    assert [(sample.trajectory, sample.prompt_ids) for sample in several.samples] == [(0, None), (1, None), (1, [1, 3])]
+    apart = group_of(prompt, [[one([1, 2])], [one([1, 4])]])
+    assert apart.prompt.token_ids == [9] and [sample.prompt_ids for sample in apart.samples] == [[1, 2], [1, 4]]
+
+
+def test_a_context_extends_the_longest_sequence_that_it_begins_with_or_begins_one():
+    """Held tokens are never overwritten."""
+    held = Trajectory(Task(Prompt(0, [1], "s", "", ""), 0, 0, (), 0))
+
+    def sampled(context: list[int], *tokens: int, cause: str | None = None) -> HeldSequence:
+        own = held.extend_or_begin(context, cause)
+        found = Completion(0, list(tokens), [-1.0] * len(tokens), "stop", 4)
+        held.sampled(own, found, "", None, 0.0)
+        return own
+
+    first = sampled([1], 5, 6)
+    assert sampled([1, 5, 6, 8], 7) is first and first.loss_mask == [True, True, False, True]
+    second = sampled([1, 5], 9, cause="shorter")
+    assert second is not first and second.cause == "shorter" and second.context == [1, 5]
+    third = sampled([1, 5, 6, 8, 4], 2, cause="content")
+    assert sampled([1, 5, 6, 8, 7], 3) is first
+    assert [turn.number for turn in first.turns] == [0, 1, 4] and len(held.sequences) == 3
+    assert first.tokens == [1, 5, 6, 8, 7, 3] and third.tokens == [1, 5, 6, 8, 4, 2]
+    assert first.versions == [4] * 5
 
 
 def test_dynamic_sampling_looks_at_trajectories():

@@ -13,6 +13,9 @@ from fivefold.keys.ranges import Matches, above, within
 REWARD = "environment"
 """Name of the reward that the environment's class gives."""
 
+_MOST_RUNNING, _MOST_PROCESSES = 1024, 64
+"""Trajectories of a rank that run at once, and processes that serve them, unless the configuration names a number."""
+
 
 @dataclass(frozen=True)
 class EndpointConfig:
@@ -35,6 +38,10 @@ class EnvironmentConfig:
     """Arguments for an environment of another library, such as `{is_slippery: false}`."""
     tools: list[str] = field(default_factory=list)
     """Functions that the model may call, as `path/to/file.py:function`; annotations and docstring describe them."""
+    agent: str | None = None
+    """Agent that samples the turns itself, through an endpoint that speaks OpenAI's API: `path/to/file.py:function`, called
+    with (task, base_url, api_key), or a command."""
+    endpoint: EndpointConfig = field(default_factory=EndpointConfig)
     max_turns: Annotated[int, within("[1, 10000]")] = 10
     """Maximum number of turns of the model in a trajectory."""
     max_parallel_calls: Annotated[int, within("[1, 1000]")] = 8
@@ -49,12 +56,15 @@ class EnvironmentConfig:
     """Number of environments that one process serves. 1 for libraries with random state of their own."""
     max_processes: Annotated[int, within("[1, 4096]"), HARMLESS] = 64
     """Maximum number of environment processes of a rank; further trajectories wait until others have ended."""
+    max_running: Annotated[int | None, within("[1, 1048576]"), HARMLESS] = None
+    """Maximum number of trajectories that run at once on each rank; the others wait. By default 1024, or what 64 processes
+    serve if that is less."""
     reset_seconds: Annotated[float, within("(0, 86400]"), HARMLESS] = 60.0
     """Maximum time for `reset`; after it the trajectory has failed."""
     step_seconds: Annotated[float, within("(0, 86400]"), HARMLESS] = 60.0
     """Maximum time for `step`, after which the trajectory has failed, and for a tool call, whose answer is then an error."""
     trajectory_seconds: Annotated[float, within("(0, 864000]"), HARMLESS] = 3600.0
-    """Time after which a trajectory takes no further turn."""
+    """Time of a trajectory, without its waiting for the engine, after which it takes no further turn."""
     memory_mb: Annotated[int, within("[64, 1048576]"), HARMLESS] = 4096
     """Address space of one environment process, in MB."""
     python: Annotated[str | None, HARMLESS] = None
@@ -68,7 +78,12 @@ class EnvironmentConfig:
     @property
     def is_active(self) -> bool:
         """Whether trajectories may have several turns."""
-        return self.class_ is not None or bool(self.tools)
+        return self.class_ is not None or bool(self.tools) or self.agent is not None
+
+    @property
+    def most_running(self) -> int:
+        """Maximum number of trajectories that run at once on each rank."""
+        return self.max_running or min(_MOST_RUNNING, _MOST_PROCESSES * self.per_worker)
 
 
 def rewarded(tree: Mapping[str, Any]) -> dict[str, Any]:

@@ -104,6 +104,11 @@ METRICS: dict[str, tuple[Metric, ...]] = {
             "Turns that ended otherwise and got the template's end token, without loss.",
         ),
         Metric("turns/observations_cut", "messages", "Answers longer than `environment.max_observation_tokens`."),
+        Metric(
+            "turns/aborted_tokens",
+            "tokens",
+            "Tokens of turns that were aborted and sampled again; absent if there are none.",
+        ),
         Metric("tools/<tool>/calls", "calls", "Calls of a tool."),
         Metric("tools/<tool>/errors", "calls", "Calls of a tool that raised or took too long."),
         Metric("tools/<tool>/timeouts", "calls", "Calls of a tool that took longer than `environment.step_seconds`."),

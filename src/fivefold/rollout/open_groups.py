@@ -90,7 +90,7 @@ class OpenGroups:
         self._tokens.reused += sum(version < versions[-1] for version in versions)
         sample = group.samples[number] = self._generator.to_sample(completion)
         if self._leads:
-            group.scoring.append(self._generator.rewards.submit(group.prompt, sample))
+            group.scoring.append(self._generator.rewards.submit(group.prompt, [sample]))
 
     def complete(self) -> Iterator[tuple[int, OpenGroup]]:
         """Yield place and group of those that are sampled and scored; none on a rank that does not lead its replica."""
@@ -129,4 +129,4 @@ class OpenGroups:
         """Add a group that was sampled by an earlier process, and begin to score it unless it is."""
         group = self._groups[place] = OpenGroup(prompt, samples=dict(enumerate(samples)))
         if not is_scored and self._leads:
-            group.scoring = [self._generator.rewards.submit(prompt, sample) for sample in samples]
+            group.scoring = [self._generator.rewards.submit(prompt, [sample]) for sample in samples]

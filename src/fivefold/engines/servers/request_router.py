@@ -17,7 +17,7 @@ from fivefold.engines.servers.begun import Begun
 from fivefold.engines.servers.load_meter import LoadMeter
 from fivefold.engines.servers.server import Answer, Server, ServerLostError
 from fivefold.errors import RunError
-from fivefold.interfaces import Load
+from fivefold.interfaces import Load, Pressure
 from fivefold.types import Completion, Request
 
 _SILENCE, _MOST_SILENCES = 10.0, 6
@@ -93,6 +93,10 @@ class RequestStream:
         while (found := self.take(max(0.0, end - time.monotonic()))) is not None:
             yield found
 
+    def wake(self) -> None:
+        """Let an `arrived` that waits return."""
+        self.arrivals.put(None)
+
     def drop(self, request_ids: Collection[int]) -> None:
         """Cancel these requests: servers end them."""
         self._wanted.difference_update(request_ids)
@@ -110,6 +114,10 @@ class RequestStream:
     def load(self) -> Load:
         """Returns the load of all streams since the previous call."""
         return self._router.meter.read()
+
+    def pressure(self) -> Pressure | None:
+        """Returns how close the servers are to their limits."""
+        return None
 
 
 class RequestRouter:

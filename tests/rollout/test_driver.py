@@ -1,0 +1,399 @@
+"""Trajectories side by side: how many run, in which order, and what a loss of servers or an abort leaves of them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from fivefold.config.environment import EnvironmentConfig
+from fivefold.data.dialog import Dialog
+from fivefold.data.tokenizer import load_tokenizer
+from fivefold.environments.pool import EnvironmentPool
+from fivefold.errors import RunError
+from fivefold.interfaces import EngineState
+from fivefold.rollout.conversations import Conversations
+from fivefold.rollout.driver import Driver
+from fivefold.rollout.trajectories import Clock, Trajectory
+from fivefold.types import Prompt, Sampling
+from tests.support.memory_engine import MemoryEngine
+from tests.support.tiny_models import make_tokenizer
+
+CODE = '''
+import asyncio, os, random, time
+
+
+class Count:
+    """Three to five turns, each answered after a random time; files in $MARKS count the environments that exist."""
+
+    async def reset(self, task, seed):
+        self.draws = random.Random(seed)
+        self.left = 3 + self.draws.randrange(3)
+        return f"{task['prompt'][0]['content']} {self.draws.randrange(100)}"
+
+    async def step(self, message):
+        await asyncio.sleep(0.01 * random.random())
+        self.left -= 1
+        text = message["content"]
+        return {"messages": f"{text} {self.draws.randrange(1000)}?", "reward": len(text) / 8, "done": self.left == 0,
+                "state": str(self.left)}
+
+
+class Marked(Count):
+    async def reset(self, task, seed):
+        self.path = os.path.join(task["extra_info"]["marks"], str(id(self)))
+        open(self.path, "w").close()
+        return await super().reset(task, seed)
+
+    async def close(self):
+        os.remove(self.path)
+
+
+class Sleeps(Count):
+    async def step(self, message):
+        await asyncio.sleep(1.5)
+        return {"done": True}
+
+
+class SlowReset(Marked):
+    async def reset(self, task, seed):
+        first = await super().reset(task, seed)
+        await asyncio.sleep(0.3)
+        return first
+'''
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}{{ m.content }}{{ eos_token }}{% else %}({{ m.content }})\n"
+    "{% endif %}{% endfor %}"
+)
+SAMPLING = Sampling(max_tokens=12)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory) -> tuple[str, str]:
+    """(tokenizer, environments)."""
+    root = tmp_path_factory.mktemp("driver")
+    (root / "envs.py").write_text(CODE)
+    return str(make_tokenizer(root / "tokenizer")), str(root / "envs.py")
+
+
+class Rig:
+    """What trajectories need: environments, servers and a driver."""
+
+    def __init__(self, files: tuple[str, str], name: str = "Count", engine: dict[str, Any] | None = None, **settings: Any):
+        self.tokenizer = load_tokenizer(files[0])
+        self.dialog = Dialog.of(self.tokenizer, {"chat_template": TEMPLATE}, [self.tokenizer.eos_token_id])
+        config = EnvironmentConfig(class_=f"{files[1]}:{name}", **settings)
+        self.pool = EnvironmentPool(config)
+        self.pool.start()
+        self.engine = MemoryEngine(self.tokenizer, **(engine or {}))
+        self.conversations = Conversations(config, self.dialog, self.pool, 1000)
+        self.driver = self.conversations.driver(self.engine)
+
+    def tasks(self, prompts: int = 4, size: int = 3, **extra: Any):
+        rows = [
+            Prompt(i, self.dialog.begin(each)[0], "s", "", "", messages=each, extra=extra, is_chat=True)
+            for i, each in enumerate([{"role": "user", "content": "abcd"[i]}] for i in range(prompts))
+        ]
+        return self.conversations.tasks(rows, range(prompts), [0] * prompts, size, (3, 5))
+
+    def add(self, *numbers: int, **extra: Any) -> None:
+        self.driver.add(self.tasks(*numbers, **extra), SAMPLING)
+
+    def run(self, seconds: float = 60.0) -> dict[tuple[int, int], Trajectory]:
+        found: dict[tuple[int, int], Trajectory] = {}
+        end = time.monotonic() + seconds
+        while self.driver.is_running and time.monotonic() < end:
+            found |= {held.task.key: held for held in self.driver.advance(0.2)}
+        return found
+
+    def close(self) -> None:
+        self.engine.close()
+        self.pool.close()
+
+
+@pytest.fixture
+def rig(files):
+    made: list[Rig] = []
+
+    def make(*names, **settings) -> Rig:
+        made.append(Rig(files, *names, **settings))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+def content(found: dict[tuple[int, int], Trajectory]) -> dict[tuple[int, int], Any]:
+    """What trajectories are: tokens, log-probs, mask, turns and end."""
+    return {
+        key: [
+            (one.prompt_ids, one.token_ids, one.logprobs, one.loss_mask, one.end, held.error,
+             [(turn.number, turn.begin, turn.end, turn.given, turn.state) for turn in one.turns])
+            for one in held.samples()
+        ]
+        for key, held in sorted(found.items())
+    }  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def undisturbed(files) -> dict[tuple[int, int], Any]:
+    one = Rig(files)
+    one.add()
+    found = content(one.run())
+    one.close()
+    assert len(found) == 12 and all(each[0][4] == "done" for each in found.values())
+    return found
+
+
+def read(one: Rig, found: dict[tuple[int, int], Trajectory]) -> None:
+    """Check that each turn's context is what was held before it, and that each was sampled once for all that is kept."""
+    seen = Counter(tokens for tokens, _ in one.engine.seen)
+    for held in found.values():
+        for sequence in held.sequences:
+            for turn in sequence.turns:
+                assert seen[tuple(sequence.context + sequence.token_ids[: turn.begin])] >= 1
+
+
+# --- how many run -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("most", "per_worker"), [(2, 64), (3, 1), (None, 64)])
+def test_no_more_trajectories_run_than_may_and_they_are_the_same(rig, undisturbed, tmp_path, most, per_worker):
+    one, existing = rig("Marked", max_running=most, per_worker=per_worker), []
+    one.add(marks=str(tmp_path))
+    watching = threading.Event()
+
+    def watch() -> None:
+        while not watching.wait(0.001):
+            existing.append(len(list(tmp_path.iterdir())))
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    found = one.run()
+    watching.set()
+    thread.join()
+    assert content(found) == undisturbed
+    read(one, found)
+    # An environment is closed when the next one may already have begun.
+    assert max(existing) <= (12 if most is None else 2 * most) and max(existing) >= (most or 4)
+    assert len(one.pool._processes) <= (1 if per_worker > 1 else 2 * most)
+
+
+def test_processes_have_a_bound_without_one_in_the_configuration():
+    assert EnvironmentConfig(per_worker=1).most_running == 64
+    assert EnvironmentConfig().most_running == 1024
+    assert EnvironmentConfig(per_worker=1, max_running=7).most_running == 7
+
+
+def test_the_youngest_trajectories_wait(rig):
+    one = rig(max_running=2)
+    one.add()
+    order = []
+    while one.driver.is_running:
+        order += [held.task.key for held in one.driver.advance(0.005)]
+    # Two run at once: none ends before one that was added two or more earlier has begun to end.
+    expected = [task.key for task in one.tasks()]
+    assert all(abs(order.index(key) - place) <= 5 for place, key in enumerate(expected))
+    assert sorted(order) == sorted(expected)
+
+
+# --- time -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_clock_counts_only_what_is_not_held():
+    clock = Clock(10.0)
+    assert clock.left == 10.0
+    clock.run()
+    time.sleep(0.05)
+    clock.hold()
+    left = clock.left
+    time.sleep(0.05)
+    assert clock.left == left and 9.8 < left <= 9.95
+    clock.run()
+    clock.run()
+    time.sleep(0.02)
+    assert clock.left < left
+    assert Clock(0.0).left == 0.0
+
+
+def test_the_time_limit_does_not_run_while_a_trajectory_waits_for_the_engine(rig, undisturbed):
+    """Each turn takes the engine longer than the whole trajectory may take without it."""
+    one = rig(engine={"seconds": lambda drawn: 0.3}, trajectory_seconds=0.25)
+    one.add()
+    assert content(one.run()) == undisturbed
+
+
+def test_a_driver_does_nothing_while_it_waits(rig):
+    """Neither for an environment nor for the engine; 512 trajectories look no more often than they have events."""
+    one, rounds = rig("Sleeps"), Counter()
+    for name in ("arrived", "submit"):
+        one.driver._stream.__dict__[name] = _counted(getattr(one.driver._stream, name), rounds, name)
+    one.add(4, 128)
+    began = time.process_time()
+    found = one.run()
+    assert len(found) == 512 and {held.end for held in found.values()} == {"done"}
+    # One submission for each turn at most, and about one look for each event; 1.5 s of polls would be 750.
+    assert rounds["submit"] <= 512 and rounds["arrived"] <= 600
+    assert time.process_time() - began < 5.0
+
+
+def _counted(function, rounds: Counter, name: str):
+    def call(*arguments):
+        rounds[name] += 1
+        return function(*arguments)
+
+    return call
+
+
+# --- what is lost or cut ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("after", [0, 5, 20])
+def test_a_lost_server_changes_no_trajectory(rig, undisturbed, after):
+    one = rig(engine={"servers": 2, "seconds": lambda drawn: 0.002})
+    one.add()
+    found: dict[tuple[int, int], Trajectory] = {}
+    while one.driver.is_running:
+        if len(one.engine.seen) >= after:
+            one.engine.lose(0)
+        found |= {held.task.key: held for held in one.driver.advance(0.01)}
+        one.engine.look_after()
+    assert content(found) == undisturbed and one.engine.router.lost == {0}
+    read(one, found)
+
+
+def test_trajectories_continue_where_they_were_after_the_loss_of_all_servers(rig, undisturbed):
+    one = rig(engine={"servers": 2, "seconds": lambda drawn: 0.002})
+    one.add()
+    found, restarts = {}, 0
+    while one.driver.is_running:
+        if len(one.engine.seen) >= 15 and not restarts:
+            one.engine.lose(0), one.engine.lose(1)
+        found |= {held.task.key: held for held in one.driver.advance(0.05)}
+        one.engine.look_after()
+        if one.engine.state is EngineState.LOST:
+            restarts += 1
+            one.engine.restart()
+    assert content(found) == undisturbed and restarts == 1
+    # Turns that were sampled before are not sampled again: of the others, each may have been under way.
+    turns = sum(held.turns for held in found.values())
+    assert turns < sum(len(server.seen) for server in one.engine.servers) + 15 + 2 * 12
+
+
+def test_an_aborted_turn_is_sampled_again_with_its_own_draws(rig, undisturbed):
+    one = rig(engine={"seconds": lambda drawn: 0.02})
+    one.add()
+    found, cuts = {}, 0
+    while one.driver.is_running:
+        is_cut = cuts < 3 and one.engine.servers[0].running > 3
+        if is_cut:
+            cuts += 1
+            one.engine.cut()
+        found |= {held.task.key: held for held in one.driver.advance(0.03)}
+        if is_cut:
+            one.engine.router.call(one.engine.servers[0].cut.clear)
+    assert content(found) == undisturbed and cuts == 3
+    assert sum(held.counts["turns/aborted_tokens"] for held in found.values()) > 0
+    # The same draws, for the same turns.
+    contexts = {}
+    for tokens, seed in one.engine.seen:
+        assert contexts.setdefault(seed, tokens) == tokens
+    assert len(contexts) < len(one.engine.seen)
+
+
+# --- given up, and added later ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["Marked", "SlowReset"])
+def test_discarded_trajectories_leave_no_environment_and_change_no_other(rig, undisturbed, tmp_path, name):
+    one = rig(name, engine={"seconds": lambda drawn: 0.01}, max_running=8)
+    one.add(marks=str(tmp_path))
+    found = {held.task.key: held for held in one.driver.advance(0.05)}
+    gone = {(place, number) for place in (0, 3) for number in range(3)} - found.keys()
+    assert gone
+    one.driver.discard(gone)
+    assert not gone & {held.task.key for held in one.driver.unfinished()}
+    found |= one.run()
+    assert content(found) == {key: each for key, each in undisturbed.items() if key not in gone}
+    deadline = time.monotonic() + 10.0
+    while list(tmp_path.iterdir()) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not list(tmp_path.iterdir()) and not one.driver._asked and not one.driver._started and not one.driver._members
+
+
+def test_trajectories_may_be_added_while_others_run(rig, undisturbed):
+    one = rig(engine={"seconds": lambda drawn: 0.005})
+    tasks, found = one.tasks(), {}
+    for first in range(0, 12, 3):
+        one.driver.add(tasks[first : first + 3], SAMPLING)
+        found |= {held.task.key: held for held in one.driver.advance(0.02)}
+    assert content(found | one.run()) == undisturbed
+
+
+def test_an_error_of_the_engine_or_of_two_starts_ends_the_run(rig):
+    one = rig()
+    one.driver._check_start = lambda held, other: held is other or (_ for _ in ()).throw(RunError("start alike"))
+    one.add()
+    with pytest.raises(RunError, match="start alike"):
+        one.run()
+
+
+# --- turns that others ask for ----------------------------------------------------------------------------------------
+
+
+def test_several_turns_of_a_trajectory_may_be_requested_at_once(files):
+    """As the endpoint of an agent does: two contexts at once, each a sequence of its own."""
+    from concurrent.futures import Future
+
+    from fivefold.types import Request
+
+    tokenizer, ended = load_tokenizer(files[0]), Future()
+    engine = MemoryEngine(tokenizer, seconds=lambda drawn: 0.05)
+
+    class Agents:
+        most = 8
+
+        def steps(self, held, sampling, driver):
+            assert (yield ended) == "over"
+            held.end = "done"
+
+    driver = Driver(engine, Agents())
+    rows = [Prompt(0, [1, 2], "s", "", "")]
+    task = Conversations(EnvironmentConfig(), None, None, 1000).tasks(rows, [0], [0], 1, (3, 5))
+    driver.add(task, SAMPLING)
+    driver.advance(0.01)
+    (held,) = driver.unfinished()
+    held.clock = Clock(100.0)
+    held.clock.run()
+
+    def agent() -> None:
+        asked = [driver.ask(held, Request(0, [1, 2, which], SAMPLING, seed=which)) for which in (1, 2)]
+        first, second = (each.result(timeout=20) for each in asked)
+        for which, one in enumerate((first, second), start=1):
+            held.sampled(held.extend_or_begin([1, 2, which], "content"), one, "x", None, 0.0)
+        more = driver.ask(held, Request(0, [1, 2, 1, *first.token_ids, 9], SAMPLING, seed=7)).result(timeout=20)
+        held.sampled(held.extend_or_begin([1, 2, 1, *first.token_ids, 9], "content"), more, "y", None, 0.0)
+        ended.set_result("over")
+
+    thread = threading.Thread(target=agent)
+    thread.start()
+    found = driver.advance(0.03)
+    engine.cut()
+    found += driver.advance(0.1)
+    engine.router.call(engine.servers[0].cut.clear)
+    while driver.is_running:
+        found += driver.advance(0.1)
+    thread.join()
+    engine.close()
+    (held,) = found
+    assert [[turn.number for turn in each.turns] for each in held.sequences] == [[0, 2], [1]]
+    assert [each.cause for each in held.sequences] == [None, "content"]
+    assert held.sequences[0].loss_mask.count(False) == 1
+    samples = held.samples()
+    assert [sample.trajectory for sample in samples] == [0, 0] and samples[1].break_cause == "content"
+    assert 99.0 < held.clock.left < 100.0
+    assert held.counts["turns/aborted_tokens"] > 0
