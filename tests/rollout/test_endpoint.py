@@ -51,7 +51,9 @@ class Engine:
 
     def answer(self, request: Request, future: Future) -> None:
         text = self.texts.pop(0) if self.texts else f"answer {len(self.seen)}"
-        tokens = self.tokenizer.encode(text, add_special_tokens=False) + [self.tokenizer.eos_token_id] * (self.finish == "stop")
+        tokens = self.tokenizer.encode(text, add_special_tokens=False) + [self.tokenizer.eos_token_id] * (
+            self.finish == "stop"
+        )
         logprobs = [-0.125 * (len(self.seen) + 1) - place / 64 for place in range(len(tokens))]
         found = Completion(request.id, tokens, logprobs, self.finish, 7)
         self.seen.append((request, found))
@@ -157,7 +159,11 @@ def assert_exact(held: Trajectory, seen: list[tuple[Request, Completion]]) -> No
 
 
 def test_a_conversation_is_one_sequence_of_what_the_engine_read_and_sampled(served):
-    served.engine.texts = ["<tool_call>" + json.dumps({"name": "add", "arguments": {"a": 1, "b": 2}}) + "</tool_call>", "so 3", "x"]
+    served.engine.texts = [
+        "<tool_call>" + json.dumps({"name": "add", "arguments": {"a": 1, "b": 2}}) + "</tool_call>",
+        "so 3",
+        "x",
+    ]
     messages = [{"role": "system", "content": "be good"}, user("1+2?")]
     said = served.chat(messages, tools=[TOOL])
     (call,) = said["tool_calls"]
@@ -171,7 +177,8 @@ def test_a_conversation_is_one_sequence_of_what_the_engine_read_and_sampled(serv
     assert_exact(held, served.engine.seen)
     text = served.tokenizer.decode(held.sequences[0].tokens)
     assert text.partition("[system]")[2] == (
-        "be good<|end|>[user]1+2?<|end|>[assistant]" + f"<tool_call>{json.dumps({'name': 'add', 'arguments': {'a': 1, 'b': 2}})}"
+        "be good<|end|>[user]1+2?<|end|>[assistant]"
+        + f"<tool_call>{json.dumps({'name': 'add', 'arguments': {'a': 1, 'b': 2}})}"
         "</tool_call><|end|>[tool]3<|end|>[assistant]so 3<|end|>[user]sure?<|end|>[assistant]x<|end|>"
     )
     assert "turns/inserted_ends" not in held.counts
@@ -247,7 +254,7 @@ def test_concurrent_agents_of_a_trajectory_get_a_sequence_each(served):
 
     def agent(name: str) -> None:
         messages = [user("the same" if name < "c" else name)]
-        said[name] = messages + [served.chat(messages)]
+        said[name] = [*messages, served.chat(messages)]
         said[name] += [user(f"more {name}")]
         said[name] += [served.chat(said[name])]
 
@@ -398,7 +405,13 @@ def events(text: str) -> list[Any]:
 
 def test_a_streamed_answer_is_the_whole_one_in_pieces(served):
     served.engine.texts = ["so <tool_call>" + json.dumps({"name": "add", "arguments": {"a": 1}}) + "</tool_call>"]
-    body = {"messages": [user("a")], "tools": [TOOL], "stream": True, "stream_options": {"include_usage": True}, "return_token_ids": True}
+    body = {
+        "messages": [user("a")],
+        "tools": [TOOL],
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "return_token_ids": True,
+    }
     status, text = served.post(body)
     chunks = events(text)
     request, found = served.engine.seen[0]
@@ -410,7 +423,9 @@ def test_a_streamed_answer_is_the_whole_one_in_pieces(served):
     assert chunks[-2]["choices"][0]["finish_reason"] == "tool_calls"
     assert chunks[-1]["usage"]["completion_tokens"] == len(found.token_ids)
     assert chunks[0]["prompt_token_ids"] == request.prompt_ids
-    assert [token for chunk in chunks if chunk["choices"] for token in chunk["choices"][0].get("token_ids", ())] == found.token_ids
+    assert [
+        token for chunk in chunks if chunk["choices"] for token in chunk["choices"][0].get("token_ids", ())
+    ] == found.token_ids
     assert_exact(served.recorded(), served.engine.seen)
 
 
@@ -500,7 +515,9 @@ def test_a_wrong_key_is_refused_and_so_is_that_of_another_trajectory(served):
     body = {"messages": [user("a")]}
     for key in ("Bearer x", f"Bearer {other.api_key}", f"Basic {served.address.api_key}", "", "Bearer \xff"):
         assert served.post(body, Authorization=key)[0] == 401
-    served.address = Address(99, served.address.base_url.replace("/0/", "/99/"), served.endpoint._key(99), served.address.session)
+    served.address = Address(
+        99, served.address.base_url.replace("/0/", "/99/"), served.endpoint._key(99), served.address.session
+    )
     assert served.post(body)[0] == 401, "a trajectory that has not begun has no key"
 
 
@@ -545,5 +562,5 @@ def test_a_port_in_use_is_refused_with_its_cure(served, words):
     from fivefold.errors import UserError
 
     other = Endpoint(Dialogs(served.dialog), EndpointConfig(port=served.endpoint.port), "tiny", 1, 100)
-    with pytest.raises(UserError, match="must be a free address of this machine.*take another port"):
+    with pytest.raises(UserError, match=r"must be a free address of this machine.*take another port"):
         other.start()

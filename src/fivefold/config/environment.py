@@ -11,7 +11,7 @@ from fivefold.keys.identity import HARMLESS
 from fivefold.keys.ranges import Matches, above, within
 
 REWARD = "environment"
-"""Name of the reward that the environment's class gives."""
+"""Name of the reward that the environment's class or the agent gives."""
 
 _MOST_RUNNING, _MOST_PROCESSES = 1024, 64
 """Trajectories of a rank that run at once, and processes that serve them, unless the configuration names a number."""
@@ -81,16 +81,23 @@ class EnvironmentConfig:
         return self.class_ is not None or bool(self.tools) or self.agent is not None
 
     @property
+    def reads_rows(self) -> bool:
+        """Whether the environment's class or an agent takes the rows of the data."""
+        return self.class_ is not None or self.agent is not None
+
+    @property
     def most_running(self) -> int:
         """Maximum number of trajectories that run at once on each rank."""
         return self.max_running or min(_MOST_RUNNING, _MOST_PROCESSES * self.per_worker)
 
 
 def rewarded(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the tree of a configuration in which the rewards of the environment's class count, with weight 1 if none is
-    given."""
+    """Return the tree of a configuration in which the rewards of the environment's class or of the agent count, with weight 1
+    if none is given."""
     environment, reward = tree.get("environment"), tree.get("reward") or {}
-    if not isinstance(environment, dict) or environment.get("class") is None or not isinstance(reward, dict):
+    if not isinstance(environment, dict) or not isinstance(reward, dict):
+        return dict(tree)
+    if environment.get("class") is None and environment.get("agent") is None:
         return dict(tree)
     functions, by_source = reward.get("functions") or {}, reward.get("by_source") or {}
     if not isinstance(functions, dict) or not isinstance(by_source, dict):

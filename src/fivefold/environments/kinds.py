@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 FILE = "file"
 """Kind of a class in a user's file."""
+AGENT = "agent"
+"""Kind of an agent that samples its turns through an endpoint."""
 
 
 @dataclass(frozen=True)

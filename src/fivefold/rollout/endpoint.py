@@ -79,8 +79,8 @@ class Endpoint:
             self.port = self._call(self._server.open(host, port)).result()
         except OSError as error:
             raise UserError(
-                f"environment.endpoint must be a free address of this machine: got {host}:{port}, {error.strerror or error}; "
-                "take another port, or leave it out for a free one"
+                f"environment.endpoint must be a free address of this machine: got {host}:{port}, "
+                f"{error.strerror or error}; take another port, or leave it out for a free one"
             ) from error
         self._name = socket.gethostname() if host in ("0.0.0.0", "::") else host  # noqa: S104 - a comparison
         if ":" in self._name:
