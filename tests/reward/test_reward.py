@@ -767,7 +767,7 @@ def scored_on_two_ranks(mesh, functions: dict[str, float], texts: list[list[str]
     try:
         groups = [group(*texts[mesh.ranks.rank])]
         manager = RewardManager(pool, mesh.ranks, max_failed=max_failed, log=said.append)
-        manager.finish(groups, [manager.submit(groups[0].prompt, sample) for sample in groups[0].samples])
+        manager.finish(groups, [manager.submit(groups[0].prompt, [sample]) for sample in groups[0].samples])
     except RuntimeError as error:
         return str(error), said
     finally:
