@@ -92,8 +92,8 @@ class EnvironmentConfig:
 
 
 def rewarded(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the tree of a configuration in which the rewards of the environment's class or of the agent count, with weight 1
-    if none is given."""
+    """Return the tree of a configuration in which the reward of the environment's class or of the agent counts, with weight
+    1 if none is given."""
     environment, reward = tree.get("environment"), tree.get("reward") or {}
     if not isinstance(environment, dict) or not isinstance(reward, dict):
         return dict(tree)

@@ -355,8 +355,8 @@ def _check_environment(findings: Findings, config: Derived) -> None:
     findings.require(
         environment.reads_rows or not any(named),
         "reward.functions",
-        f"cannot name {REWARD} without environment.class or environment.agent, which give this reward: set one, or leave the "
-        "reward out",
+        f"cannot name {REWARD} without environment.class or environment.agent, which give this reward: set one, or leave "
+        "the reward out",
     )
     if not environment.is_active:
         return
