@@ -35,3 +35,8 @@ def kind_of(name: str) -> tuple[str, str]:
     """Return (kind, what it names) of `environment.class`."""
     kind, _, own = name.partition(":")
     return (kind, own) if kind in KINDS else (FILE, name)
+
+
+def is_server(tool: str) -> bool:
+    """Whether an entry of `environment.tools` is an MCP server."""
+    return tool.startswith(("mcp:", "mcp+http:", "mcp+https:"))

@@ -32,6 +32,8 @@ _GRACE_SECONDS = 2.0
 """Seconds for a process to confirm that it has cancelled a call; after them it is killed."""
 _LEAST_WAIT = 0.1
 """Seconds between two looks at a clock that may be held."""
+_CLOSE_SECONDS = 5.0
+"""Seconds for environments to close at the end of a run."""
 _OF_OWN_PYTHON = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
 """Variables that another interpreter must not get."""
 
@@ -61,7 +63,8 @@ class Place:
 
     number: int
     process: _Process
-    is_left: bool = False
+    leaving: asyncio.Future[None] | None = None
+    """The end of the environment, once it has begun."""
 
 
 class EnvironmentPool:
@@ -186,11 +189,24 @@ class EnvironmentPool:
             self._call(self._leave(place))
 
     def close(self) -> None:
-        """End the processes."""
-        for process in self._processes:
-            process.kill()
+        """Close the environments that are left, and end the processes."""
+        if not self._loop.is_running():
+            return
+        self._call(self._end()).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
+        self._loop.close()
+
+    async def _end(self) -> None:
+        places = [place for process in self._processes for place in process.places]
+        if places:
+            await asyncio.wait([asyncio.ensure_future(self._leave(place)) for place in places], timeout=_CLOSE_SECONDS)
+        for process in self._processes:
+            process.kill()
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
 
     def _call(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
@@ -222,9 +238,11 @@ class EnvironmentPool:
         return place
 
     async def _leave(self, place: Place) -> None:
-        if place.is_left:
-            return
-        place.is_left = True
+        if place.leaving is None:
+            place.leaving = asyncio.ensure_future(self._close(place))
+        await asyncio.shield(place.leaving)
+
+    async def _close(self, place: Place) -> None:
         try:
             if not place.process.has_ended:
                 with contextlib.suppress(EnvironmentFailure):
@@ -261,7 +279,7 @@ class _Process:
                 "memory_mb": config.memory_mb,
                 "max_turns": config.max_turns,
                 "options": config.options,
-                "seconds": config.step_seconds,
+                "seconds": config.reset_seconds,
             }
             asked = {"kind": kind, "name": name or None, "tools": config.tools, "settings": settings}
             try:

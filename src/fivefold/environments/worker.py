@@ -38,6 +38,7 @@ class Worker:
     def __init__(self, writer: asyncio.StreamWriter) -> None:
         self._writer = writer
         self._make: Any = None
+        self._has_score = False
         self._sources: list[Any] = []
         """Where tools come from; see `adapters/functions.py`."""
         self._tools: dict[str, Any] = {}
@@ -84,13 +85,15 @@ class Worker:
             self._sources.append(source)
             for schema in source.schemas:
                 self._add(schema, source, schemas)
+        keeps_nothing = all(source.is_stateless for source in self._sources)
+        # An adapter may return a partial call of its class.
+        made_by = getattr(self._make, "func", self._make)
+        self._has_score = bool(getattr(made_by, "score", False))
         return {
             "tools": schemas,
-            "has_state": all(source.is_stateless for source in self._sources)
-            and (self._make is None or hasattr(self._make, "state")),
-            "is_replayable": all(source.is_stateless for source in self._sources)
-            and bool(getattr(self._make, "replayable", self._make is None)),
-            "has_score": hasattr(self._make, "score"),
+            "has_state": keeps_nothing and (made_by is None or hasattr(made_by, "state")),
+            "is_replayable": keeps_nothing and bool(getattr(made_by, "replayable", made_by is None)),
+            "has_score": self._has_score,
         }
 
     def _add(self, schema: dict[str, Any], source: Any, schemas: list[dict[str, Any]]) -> None:
@@ -118,7 +121,7 @@ class Worker:
         """Take a step, and return what it gave; the last one has the score of the whole trajectory too."""
         made = self._environments[environment]
         step = _step(await _run(made.step, message))
-        if step["done"] and hasattr(made, "score"):
+        if step["done"] and self._has_score:
             step["reward"] += _reward(await _run(made.score))
         return step
 

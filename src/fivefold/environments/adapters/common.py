@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import importlib.util
 import inspect
@@ -10,6 +11,9 @@ import zlib
 from asyncio import to_thread
 from pathlib import Path
 from typing import Any
+
+_LONGEST_NAME = 200
+"""Number of characters of a state's name, above which it is a digest."""
 
 
 class Refusal(Exception):  # noqa: N818 - a sentence for the user
@@ -58,9 +62,14 @@ def messages_of(prompt: Any) -> list[dict[str, Any]]:
     return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(message) for message in prompt]
 
 
-def with_observation(prompt: Any, text: str) -> list[dict[str, Any]]:
+def with_observation(prompt: Any, text: str, between: str = "\n\n") -> list[dict[str, Any]]:
     """Return the prompt of a row with an observation at the end of its last message."""
     messages = messages_of(prompt)
     before = messages[-1]["content"]
-    messages[-1]["content"] = f"{before}\n\n{text}" if before else text
+    messages[-1]["content"] = f"{before}{between}{text}" if before else text
     return messages
+
+
+def named(text: str) -> str:
+    """Return the name of a state in which the model reads this text."""
+    return text if len(text) <= _LONGEST_NAME else hashlib.sha256(text.encode()).hexdigest()

@@ -78,5 +78,6 @@ def _schema(hint: Any, where: str) -> dict[str, Any]:
     if origin in (typing.Union, types.UnionType):
         return {"type": [_schema(each, where)["type"] for each in inner]}
     raise Refusal(
-        f"environment.tools: the tool {where}: an argument is str, int, float, bool, list, dict, Literal or None: got {hint!r}"
+        f"environment.tools: the tool {where}: an argument is str, int, float, bool, list, dict, Literal or None: "
+        f"got {hint!r}"
     )
