@@ -330,7 +330,7 @@ def test_a_retry_of_a_running_request_waits_for_the_same_answer(served):
     with served.send(body, x_stainless_retry_count="0") as first:
         served.engine.asked.acquire(timeout=10)
         with served.send(body, x_stainless_retry_count="1") as second:
-            while served.address.session.counts.get("endpoint/retries") != 1:
+            while served.address.session.counts["endpoint/retries"] != 1:
                 time.sleep(0.001)
             served.engine.release()
             assert received(second) == received(first)

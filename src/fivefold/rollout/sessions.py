@@ -147,7 +147,7 @@ class Session:
         """A fault of the program while it answered."""
         self.refused: str | None = None
         """End of the trajectory of which the agent was told last: a limit that refused it a turn."""
-        self.counts: dict[str, float] = {}
+        self.counts = {"endpoint/retries": 0.0, "endpoint/overridden": 0.0}
         self._bodies: dict[bytes, list[AgentTurn]] = {}
         self._contexts: dict[bytes, int] = {}
         self._lock = threading.Lock()
