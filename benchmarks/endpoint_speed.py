@@ -3,8 +3,8 @@
     python -m benchmarks.endpoint_speed [turns] [contexts]
 
 `turns`: 512 conversations with clients on another core. Engine and agents sleep for known times, which are taken off.
-`contexts`: eight requests of 128k tokens at once. A busy machine takes the core away: the time that a thread waited for a core
-(`/proc/thread-self/schedstat`) is printed too, and taken off where a line says so.
+`contexts`: eight requests of 128k tokens at once. A busy machine takes the core away: the time that the loop's thread waited
+for one (`/proc/thread-self/schedstat`) is printed too, and taken off where a line says so.
 """
 
 from __future__ import annotations
@@ -140,7 +140,8 @@ def turns(directory: Path) -> None:
     os.sched_setaffinity(0, {cores[0]})
     for task in os.listdir("/proc/self/task"):
         os.sched_setaffinity(int(task), {cores[0]})
-    tokens = tokenizer.encode("word and number " * SAMPLED, add_special_tokens=False)[:SAMPLED] + [tokenizer.eos_token_id]
+    words = tokenizer.encode("word and number " * SAMPLED, add_special_tokens=False)
+    tokens = [*words[:SAMPLED], tokenizer.eos_token_id]
     engine = Sleeping(tokens, ENGINE_SECONDS)
     addresses = [endpoint.open((0, 0, 0, number), Sampling(max_tokens=1000), engine.ask) for number in range(CONVERSATIONS)]
     here, there = multiprocessing.get_context("spawn").Pipe()
@@ -156,8 +157,8 @@ def turns(directory: Path) -> None:
     print(
         f"{CONVERSATIONS} conversations of {TURNS} turns, {len(added)} turns in {seconds:.1f} s, one core for the endpoint"
     )
-    print(f"added per turn: median {1e3 * statistics.median(added):.2f} ms, p99 {1e3 * added[len(added) * 99 // 100]:.2f} ms, "
-          f"most {1e3 * added[-1]:.2f} ms (with HTTP and JSON of the client)")  # fmt: skip
+    shown = (1e3 * each for each in (statistics.median(added), added[len(added) * 99 // 100], added[-1]))
+    print("added per turn, with HTTP and JSON of the client: median {:.2f} ms, p99 {:.2f} ms, most {:.2f} ms".format(*shown))
     print(f"CPU per turn: endpoint {1e3 * cpu / len(added):.2f} ms, clients {1e3 * of_client / len(added):.2f} ms")
     print(f"the loop waited {late[0]:.2f} s for its core, which other programs had")
     held = [address.session for address in addresses]

@@ -52,6 +52,7 @@ from fivefold.models.overrides import overridden
 from fivefold.models.spec import ModelSpec
 from fivefold.models.torch_dist import find_torch_dist
 from fivefold.observability.run_logger import RunLogger
+from fivefold.observability.start_up import start_up
 from fivefold.observability.warnings import Facts, Warnings
 from fivefold.plan.data_files import unused_sources
 from fivefold.plan.memory import training_flops
@@ -214,7 +215,9 @@ def build_run(
     if first_prompts:
         for key, reason in unused_sources(config.data, config.reward, {prompt.source for prompt in first_prompts}).items():
             logger.log(f"{key} has no effect: {reason}", "normal")
+    start_up.mark("data")
     models = build_models(config, directories, meshes, objective, {"run": steps, "data": of_data}, logger)
+    start_up.mark("models")
     engine = generator = reward_model = None
     generates = not config.algorithm.offline or (evaluation_set is not None and evaluation_set.generate)
     if generates and config.reward.model.path:
@@ -225,6 +228,7 @@ def build_run(
         # An engine measures the free device memory when it starts.
         with models.on_device():
             engine = build_engine(config, known, tokenizer, ranks, device, logger.log)
+            start_up.mark("engine")
             if checkpoint is not None and (checkpoint / WORK).is_dir():
                 # The run resumes between two optimizer steps, which need the device first.
                 engine.sleep()
@@ -342,7 +346,7 @@ def sample_probe(
     some = range(min(max(count, engine.replica.count), len(training.prompts)))
     sampling = replace(sampling, max_tokens=max(sampling.min_tokens, min(longest, sampling.max_tokens)))
     models.sync(engine)
-    with models.on_device(), sleeping_after(engine):
+    with models.away(), sleeping_after(engine):
         prompts = [training.prompts[place] for place in some]
         groups = generator.sample(prompts, 1, sampling, (config.trainer.seed ^ PROBE_STREAM, 0), is_scored=False)
     whole = replace(plan, updates_per_step=1, samples_per_comparison=1, skipped=nothing_skipped)

@@ -37,7 +37,8 @@ class EnvironmentConfig:
     options: dict[str, Any] = field(default_factory=dict)
     """Arguments for an environment of another library, such as `{is_slippery: false}`."""
     tools: list[str] = field(default_factory=list)
-    """Functions that the model may call, as `path/to/file.py:function`; annotations and docstring describe them."""
+    """What the model may call: functions as `path/to/file.py:function`, which annotations and docstring describe, MCP
+    servers as `mcp:COMMAND` or `mcp+http://ADDRESS`, and files of tools for verl as `verl:FILE`."""
     agent: str | None = None
     """Agent that samples the turns itself, through an endpoint that speaks OpenAI's API: `path/to/file.py:function`, called
     with (task, base_url, api_key), or a command."""

@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fivefold.distributed.compiler_caches import use_compiler_caches
 from fivefold.engines.arguments import flags
 from fivefold.engines.servers.server_process import ServerProcess, devices_from, end_with_parent, own_environment
 from fivefold.engines.vllm.arguments import EXTENSION, ON_CPU, ROUTE, TAKE, WEIGHTS
@@ -38,6 +39,8 @@ _TAKEN = "another run has taken this server"
 def main(arguments: list[str]) -> None:
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
+    if fault := use_compiler_caches():
+        print(f"warning  {fault}", file=sys.stderr)
     import uvloop
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
