@@ -17,7 +17,7 @@ from fivefold.errors import RunError
 from fivefold.interfaces import EngineState
 from fivefold.rollout.conversations import Conversations
 from fivefold.rollout.driver import Driver
-from fivefold.rollout.trajectories import Clock, Trajectory
+from fivefold.rollout.trajectories import Clock, Task, Trajectory
 from fivefold.types import Prompt, Sampling
 from tests.support.memory_engine import MemoryEngine
 from tests.support.tiny_models import make_tokenizer
@@ -97,7 +97,7 @@ class Rig:
             Prompt(i, self.dialog.begin(each)[0], "s", "", "", messages=each, extra=extra, is_chat=True)
             for i, each in enumerate([{"role": "user", "content": "abcd"[i]}] for i in range(prompts))
         ]
-        return self.conversations.tasks(rows, range(prompts), [0] * prompts, size, (3, 5))
+        return [task for row in rows for task in self.conversations.tasks(row, row.id, 0, size, (3, 5))]
 
     def add(self, *numbers: int, **extra: Any) -> None:
         self.driver.add(self.tasks(*numbers, **extra), SAMPLING)
@@ -161,7 +161,7 @@ def read(one: Rig, found: dict[tuple[int, int], Trajectory]) -> None:
 # --- how many run -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("most", "per_worker"), [(2, 64), (3, 1), (None, 64)])
+@pytest.mark.parametrize(("most", "per_worker"), [(2, 64), (3, 1), (1024, 64)])
 def test_no_more_trajectories_run_than_may_and_they_are_the_same(rig, undisturbed, tmp_path, most, per_worker):
     one, existing = rig("Marked", max_running=most, per_worker=per_worker), []
     one.add(marks=str(tmp_path))
@@ -179,14 +179,9 @@ def test_no_more_trajectories_run_than_may_and_they_are_the_same(rig, undisturbe
     assert content(found) == undisturbed
     read(one, found)
     # An environment is closed when the next one may already have begun.
-    assert max(existing) <= (12 if most is None else 2 * most) and max(existing) >= (most or 4)
+    assert max(existing) <= 2 * most and max(existing) >= min(most, 4)
     assert len(one.pool._processes) <= (1 if per_worker > 1 else 2 * most)
-
-
-def test_processes_have_a_bound_without_one_in_the_configuration():
-    assert EnvironmentConfig(per_worker=1).most_running == 64
-    assert EnvironmentConfig().most_running == 1024
-    assert EnvironmentConfig(per_worker=1, max_running=7).most_running == 7
+    assert one.conversations.most <= one.pool.capacity
 
 
 def test_the_youngest_trajectories_wait(rig):
@@ -363,8 +358,7 @@ def test_several_turns_of_a_trajectory_may_be_requested_at_once(files):
 
     driver = Driver(engine, Agents())
     rows = [Prompt(0, [1, 2], "s", "", "")]
-    task = Conversations(EnvironmentConfig(), None, None, 1000).tasks(rows, [0], [0], 1, (3, 5))
-    driver.add(task, SAMPLING)
+    driver.add([Task(rows[0], 0, 0, (3, 5), 0)], SAMPLING)
     driver.advance(0.01)
     (held,) = driver.unfinished()
     held.clock = Clock(100.0)

@@ -13,16 +13,16 @@ from fivefold.keys.ranges import Matches, above, within
 REWARD = "environment"
 """Name of the reward that the environment's class gives."""
 
-_MOST_RUNNING, _MOST_PROCESSES = 1024, 64
-"""Trajectories of a rank that run at once, and processes that serve them, unless the configuration names a number."""
-
 
 @dataclass(frozen=True)
 class EnvironmentConfig:
     """Trajectories of several turns: an environment or tools answer each turn of the model; see docs/environments.md."""
 
     class_: str | None = None
-    """Class of the environment, as `path/to/file.py:Class`."""
+    """Class of the environment, as `path/to/file.py:Class`, or an environment of another library: `gymnasium:ID`,
+    `textarena:ID`, `trl:FILE:CLASS`, `skyrl_gym:ID`, `openenv:URL`."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Arguments for an environment of another library, such as `{is_slippery: false}`."""
     tools: list[str] = field(default_factory=list)
     """Functions that the model may call, as `path/to/file.py:function`; annotations and docstring describe them."""
     max_turns: Annotated[int, within("[1, 10000]")] = 10
@@ -37,9 +37,10 @@ class EnvironmentConfig:
     """Stop the run if the trajectories of a group begin with different contexts."""
     per_worker: Annotated[int, within("[1, 65536]"), HARMLESS] = 64
     """Number of environments that one process serves. 1 for libraries with random state of their own."""
-    max_running: Annotated[int | None, within("[1, 1048576]"), HARMLESS] = None
-    """Maximum number of trajectories that run at once on each rank; the others wait. By default 1024, or what 64 processes
-    serve if that is less."""
+    max_processes: Annotated[int, within("[1, 4096]"), HARMLESS] = 64
+    """Maximum number of environment processes of a rank; further trajectories wait until others have ended."""
+    max_running: Annotated[int, within("[1, 1048576]"), HARMLESS] = 1024
+    """Maximum number of trajectories of a rank that run at once, if its processes can serve them; the others wait."""
     reset_seconds: Annotated[float, within("(0, 86400]"), HARMLESS] = 60.0
     """Maximum time for `reset`; after it the trajectory has failed."""
     step_seconds: Annotated[float, within("(0, 86400]"), HARMLESS] = 60.0
@@ -60,11 +61,6 @@ class EnvironmentConfig:
     def is_active(self) -> bool:
         """Whether trajectories may have several turns."""
         return self.class_ is not None or bool(self.tools)
-
-    @property
-    def most_running(self) -> int:
-        """Maximum number of trajectories that run at once on each rank."""
-        return self.max_running or min(_MOST_RUNNING, _MOST_PROCESSES * self.per_worker)
 
 
 def rewarded(tree: Mapping[str, Any]) -> dict[str, Any]:

@@ -100,12 +100,10 @@ class Conversations:
         if not reset.cancelled() and reset.exception() is None:
             self._pool.leave(reset.result()[0])
 
-    def _replay(
-        self, held: Trajectory, first: tuple[list[dict[str, Any]], list[int]]
-    ) -> Coroutine[Waiting, Any, bool]:
+    def _replay(self, held: Trajectory, first: tuple[list[dict[str, Any]], list[int]]) -> Coroutine[Waiting, Any, bool]:
         """Take the actions of a trajectory again in a new environment; return whether it gave the same messages."""
         messages, context = first
-        again = Trajectory(held.task, messages=messages)
+        again = Trajectory(held.task, messages=messages, place=held.place)
         if context != held.context:
             return False
         for turn, tokens in held.in_order():
@@ -154,9 +152,7 @@ class Conversations:
             current.observe(follow)
             held.messages += messages
 
-    def _sample(
-        self, held: Trajectory, current: HeldSequence, sampling: Sampling
-    ) -> Coroutine[Waiting, Any, str | None]:
+    def _sample(self, held: Trajectory, current: HeldSequence, sampling: Sampling) -> Coroutine[Waiting, Any, str | None]:
         """Let the engine sample a turn, and return the end of the trajectory if it is the last one."""
         limit = min(sampling.max_tokens, self._room(current))
         if limit < max(1, sampling.min_tokens):

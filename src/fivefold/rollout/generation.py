@@ -123,7 +123,8 @@ class Generator:
         began, ranks, numbers = time.monotonic(), self.rewards.ranks, first_numbers(prompts, group_size)
         own = [place for place in range(len(prompts)) if self.engine.replica.owns(place)]
         driver = conversations.driver(self.engine)
-        driver.add(conversations.tasks(prompts, own, numbers, group_size, draw), sampling)
+        tasks = (conversations.tasks(prompts[place], place, numbers[place], group_size, draw) for place in own)
+        driver.add([task for group in tasks for task in group], sampling)
         found: dict[tuple[int, int], list[Sample]] = {}
         scoring: list[Scoring] = []
         while ranks.any(driver.is_running):

@@ -16,7 +16,7 @@ from fivefold.interfaces import Load, Pressure, Stream
 from fivefold.reward.pool import Scoring
 from fivefold.rollout.conversations import Conversations
 from fivefold.rollout.generation import Generator, group_of
-from fivefold.rollout.trajectories import Part, Trajectory
+from fivefold.rollout.trajectories import Part, Task, Trajectory
 from fivefold.types import ENDS, Completion, Group, Prompt, Request, Sample, Sampling, by_trajectory
 
 
@@ -254,7 +254,11 @@ class OpenTrajectories(OpenGroups):
         self._generator.record_counts(self._counts)
         self._counts, self._since = Counter(), now
 
-    def _tasks(self, wanted: Wanted):  # type: ignore[no-untyped-def]
+    def copies(self) -> tuple[dict[int, list[Sample]], set[int], list[Part]]:
+        self.collect(0.0)
+        return super().copies()
+
+    def _tasks(self, wanted: Wanted) -> list[Task]:
         return self._conversations.tasks(wanted.prompt, wanted.place, wanted.first, wanted.size, wanted.draw)
 
     def _drop(self, place: int, missing: set[int]) -> None:

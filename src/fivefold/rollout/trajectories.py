@@ -160,11 +160,14 @@ class Trajectory:
     def earn(self, turn: Turn, reward: float) -> None:
         """Store what the environment gave for a turn."""
         for held in self.sequences:
-            held.turns = [replace(each, given=reward) if each.number == turn.number else each for each in held.turns[-1:]]
+            if held.turns and held.turns[-1].number == turn.number:
+                held.turns[-1] = replace(held.turns[-1], given=reward)
 
     def in_order(self) -> list[tuple[Turn, list[int]]]:
         """Return the turns with their tokens, in the order of their numbers."""
-        found = {turn.number: (turn, each.token_ids[turn.begin : turn.end]) for each in self.sequences for turn in each.turns}
+        found = {
+            turn.number: (turn, each.token_ids[turn.begin : turn.end]) for each in self.sequences for turn in each.turns
+        }
         return [found[number] for number in sorted(found)]
 
     def count(self, name: str, number: float = 1.0) -> None:
