@@ -161,6 +161,8 @@ class Streamed(Recording):
     def load(self) -> Load:
         return Load(0.0, 0.0, 0.0, [])
 
+    def pressure(self) -> None: ...
+
 
 class Scorer:
     """The sum of the environment's rewards."""

@@ -12,11 +12,13 @@ import pytest
 from fivefold.config.environment import EnvironmentConfig
 from fivefold.data.dialog import Dialog
 from fivefold.data.tokenizer import load_tokenizer
+from fivefold.engines.sampling import request_seed
 from fivefold.environments.pool import EnvironmentPool
 from fivefold.errors import RunError
 from fivefold.interfaces import EngineState
 from fivefold.rollout.conversations import Conversations
 from fivefold.rollout.driver import Driver
+from fivefold.rollout.group_files import read_groups, write_groups
 from fivefold.rollout.trajectories import Clock, Task, Trajectory
 from fivefold.types import Prompt, Sampling
 from tests.support.memory_engine import MemoryEngine
@@ -56,6 +58,54 @@ class Sleeps(Count):
     async def step(self, message):
         await asyncio.sleep(1.5)
         return {"done": True}
+
+
+class Stated(Count):
+    """Can be restored; `log` of the row counts its steps, `restored` the states."""
+
+    async def reset(self, task, seed):
+        self.task = task
+        return await super().reset(task, seed)
+
+    async def step(self, message):
+        with open(os.path.join(self.task["extra_info"]["marks"], "steps"), "a") as file:
+            file.write("x")
+        return await super().step(message)
+
+    def state(self):
+        version, numbers, rest = self.draws.getstate()
+        return {"left": self.left, "draws": [version, list(numbers), rest]}
+
+    def restore(self, state):
+        with open(os.path.join(self.task["extra_info"]["marks"], "restored"), "a") as file:
+            file.write("x")
+        self.left, (version, numbers, rest) = state["left"], state["draws"]
+        self.draws.setstate((version, tuple(numbers), rest))
+
+
+class Replayable(Count):
+    replayable = True
+
+
+class Forgetful(Count):
+    """Says that it can be replayed, and cannot: its second environment of a process gives other answers."""
+
+    replayable = True
+    made = 0
+
+    async def reset(self, task, seed):
+        Forgetful.made += 1
+        self.is_other = Forgetful.made > 12 and Forgetful.made <= 24
+        return await super().reset(task, seed)
+
+    async def step(self, message):
+        step = await super().step(message)
+        return {**step, "messages": "something else"} if self.is_other else step
+
+
+class Refuses(Stated):
+    def restore(self, state):
+        raise ValueError("a state of another version")
 
 
 class SlowReset(Marked):
@@ -335,6 +385,79 @@ def test_an_error_of_the_engine_or_of_two_starts_ends_the_run(rig):
     one.add()
     with pytest.raises(RunError, match="start alike"):
         one.run()
+
+
+# --- checkpoints ------------------------------------------------------------------------------------------------------
+
+
+def as_written(parts, tmp_path: Path):
+    write_groups(tmp_path / "groups.safetensors", {}, (), parts)
+    return read_groups(tmp_path / "groups.safetensors")[2]
+
+
+def killed(one: Rig, turns: int, tmp_path: Path, **extra: Any) -> tuple[dict, list]:
+    """(trajectories that ended, those that a checkpoint keeps) when so many turns were sampled; then nothing is left."""
+    one.add(**extra)
+    found: dict[tuple[int, int], Trajectory] = {}
+    while sum(held.turns for held in [*found.values(), *one.driver.unfinished()]) < turns:
+        found |= {held.task.key: held for held in one.driver.advance(0.002)}
+    parts = as_written(one.driver.parts(), tmp_path)
+    one.close()
+    return found, parts
+
+
+def resumed(one: Rig, found: dict, parts: list, **extra: Any) -> dict:
+    tasks = {task.key: task for task in one.tasks(**extra) if task.key not in found}
+    held = [Trajectory.of(tasks.pop((part.place, part.number)), part, one.dialog.text) for part in parts if part.record]
+    one.driver.resume(held, SAMPLING)
+    one.driver.add(list(tasks.values()), SAMPLING)
+    return one.run()
+
+
+@pytest.mark.parametrize("turns", [1, 10, 25, 40])
+@pytest.mark.parametrize("name", ["Stated", "Replayable", "Count", "Forgetful"])
+def test_trajectories_of_a_checkpoint_continue_and_equal_undisturbed_ones(files, undisturbed, tmp_path, name, turns):
+    """With their environment's state, by taking their actions again, or from the start: none is lost and none is there twice."""
+    engine = {"seconds": lambda drawn: 0.03}
+    one = Rig(files, name, engine)
+    found, parts = killed(one, turns, tmp_path, marks=str(tmp_path))
+    kept = [part for part in parts if part.record is not None]
+    assert len(found) + len(parts) <= 12 and sum(part.record["turns"] for part in kept) > 0
+    two = Rig(files, name, engine)
+    later = resumed(two, found, parts, marks=str(tmp_path))
+    two.close()
+    assert not found.keys() & later.keys() and content(found | later) == undisturbed
+    held = {seed for part in kept for seed in seeds_of(one, part)}
+    again = [seed for _, seed in two.engine.seen if seed in held]
+    if name == "Stated":
+        # Where the environment was in the middle of a step, it has no state to go on from.
+        still = [part for part in kept if part.record["restore"] is not None]
+        assert still or turns == 1
+        assert len((tmp_path / "restored").read_text() if still else "") == len(still)
+        assert not [seed for part in still for seed in seeds_of(one, part) if seed in again]
+    elif name == "Replayable":
+        assert not again, "no turn of the checkpoint is sampled again"
+    elif name == "Count":
+        assert sorted(again) == sorted(held), "without either, every turn of the checkpoint is sampled again"
+
+
+def seeds_of(one: Rig, part) -> list[int]:
+    """The seeds of the turns that a checkpoint has of a trajectory."""
+    task = next(task for task in one.tasks() if task.key == (part.place, part.number))
+    return [request_seed((*task.draw, turn) if turn else task.draw) for turn in range(part.record["turns"])]
+
+
+def test_a_state_that_does_not_restore_fails_that_trajectory_with_its_sentence(files, tmp_path):
+    one = Rig(files, "Refuses", {"seconds": lambda drawn: 0.03})
+    found, parts = killed(one, 15, tmp_path, marks=str(tmp_path))
+    assert any(part.record["restore"] is not None for part in parts if part.record)
+    two = Rig(files, "Refuses")
+    later = resumed(two, found, parts, marks=str(tmp_path))
+    two.close()
+    failed = [held for held in later.values() if held.error is not None]
+    assert len(failed) == sum(part.record["restore"] is not None for part in parts if part.record)
+    assert all("a state of another version" in held.error and held.end == "environment" for held in failed)
+    assert len(later) + len(found) == 12
 
 
 # --- turns that others ask for ----------------------------------------------------------------------------------------
