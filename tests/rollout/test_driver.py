@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,9 +14,10 @@ from fivefold.config.environment import EnvironmentConfig
 from fivefold.data.dialog import Dialog
 from fivefold.data.tokenizer import load_tokenizer
 from fivefold.engines.sampling import request_seed
+from fivefold.engines.servers import request_router
 from fivefold.environments.pool import EnvironmentPool
 from fivefold.errors import RunError
-from fivefold.interfaces import EngineState
+from fivefold.interfaces import EngineState, Pressure
 from fivefold.rollout.conversations import Conversations
 from fivefold.rollout.driver import Driver
 from fivefold.rollout.group_files import read_groups, write_groups
@@ -244,6 +246,34 @@ def test_the_youngest_trajectories_wait(rig):
     expected = [task.key for task in one.tasks()]
     assert all(abs(order.index(key) - place) <= 5 for place, key in enumerate(expected))
     assert sorted(order) == sorted(expected)
+
+
+def test_fewer_requests_are_in_flight_while_servers_are_full_and_the_youngest_wait(rig, undisturbed, monkeypatch):
+    """And more again while they are clear. What waits is outside the time limit, and the trajectories are the same."""
+    monkeypatch.setattr(request_router, "_LOOK_SECONDS", 0.004)
+    one = rig(engine={"seconds": lambda drawn: 0.05}, trajectory_seconds=0.3)
+    readings, server = [], one.engine.servers[0]
+    is_full = threading.Event()
+    is_full.set()
+
+    def pressure(_) -> Pressure:
+        readings.append(server.running)
+        return Pressure(0.9, 0) if is_full.is_set() and server.running > 3 else Pressure(0.2, 0)
+
+    one.engine.pressure = pressure
+    one.driver._limit = 6.0
+    one.add()
+    found, flying = {}, []
+    while one.driver.is_running:
+        found |= {held.task.key: held for held in one.driver.advance(0.02)}
+        flying.append(len(one.driver._asked) - len(one.driver._parked))
+        if len(found) >= 6:
+            is_full.clear()
+    assert content(found) == undisturbed
+    assert max(readings) <= 6 and min(flying[2 : len(flying) // 2]) <= 4
+    assert one.driver._limit > 3
+    places = [3 * place + number for place, number in found]
+    assert sum(places[:4]) < sum(places[-4:])
 
 
 # --- time -------------------------------------------------------------------------------------------------------------

@@ -256,16 +256,21 @@ class Conversations:
 def conversation_metrics(counts: Mapping[str, float], ranks: Ranks) -> dict[str, float]:
     """Return the metrics of environments and tools over all ranks, whose trajectories have counted these events. Collective.
 
-    `environment/elapsed` are the seconds in which they ran.
+    `environment/elapsed` are the seconds in which they ran; `Usage` counts what the engine did.
     """
     total: Counter[str] = Counter()
     for own in ranks.gather_objects(dict(counts)):
         total.update(own)
     found = dict.fromkeys(("turns/inserted_ends", "turns/observations_cut"), 0.0) | total
-    for name in [name for name in total if name.endswith("/seconds")]:
+    for name in [name for name in total if name.startswith("tools/") and name.endswith("/seconds")]:
         found[name] = total[name] / total[name.replace("/seconds", "/calls")]
     if waited := found.pop("environment/wait", 0.0):
         found["environment/wait"] = waited / total["environment/steps"]
+    if seconds := found.pop("engine/seconds", 0.0):
+        found["engine/idle_fraction"] = found.pop("engine/idle", 0.0) / seconds
+    hits = found.pop("engine/prefix_hits", 0.0)
+    if looked_up := found.pop("engine/prefix_tokens", 0.0):
+        found["engine/prefix_hits"] = hits / looked_up
     if elapsed := found.pop("environment/elapsed", 0.0):
         found["environment/steps_per_second"] = found.pop("environment/steps", 0.0) / (elapsed / ranks.world.size())
     return found

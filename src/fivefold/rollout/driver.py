@@ -27,8 +27,9 @@ _IDLE_SECONDS = 1.0
 """Longest time that a driver in the background waits for something to happen."""
 _STATE_SECONDS = 20.0
 """Longest time that a checkpoint waits for the states of environments."""
-_FULL = 0.9
-"""Share of a server's cache in use from which on fewer requests are in flight."""
+_FULL = 0.85
+"""Share of a server's cache in use from which on fewer requests are in flight; above it, servers would drop what they have
+computed."""
 _LESS, _MORE = 0.8, 1.1
 """Factors on the number of requests in flight after servers were full, and while they are clear."""
 
@@ -386,3 +387,25 @@ class Driver:
         if not self._members[place]:
             del self._members[place]
             self._started.pop(place, None)
+
+
+class Usage:
+    """How an engine was used while a driver ran."""
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver, self._since, self._before = driver, time.monotonic(), driver.pressure()
+        # What was before is not counted.
+        driver.load()
+
+    def count(self, counts: Counter[str], load: Load | None = None) -> None:
+        """Add the seconds since the last call and what the engine did in them; `load`: its load, if it was read already."""
+        now, pressure = time.monotonic(), self._driver.pressure()
+        counts["environment/elapsed"] += now - self._since  # type: ignore[assignment]
+        self._since = now
+        if (load := load or self._driver.load()) is not None:
+            counts["engine/idle"] += load.idle_seconds  # type: ignore[assignment]
+            counts["engine/seconds"] += load.seconds  # type: ignore[assignment]
+        if pressure is not None and self._before is not None:
+            counts["engine/prefix_tokens"] += pressure.prefix_tokens - self._before.prefix_tokens  # type: ignore[assignment]
+            counts["engine/prefix_hits"] += pressure.prefix_hits - self._before.prefix_hits  # type: ignore[assignment]
+        self._before = pressure or self._before

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import time
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -12,10 +11,11 @@ from dataclasses import dataclass, field
 from itertools import count
 
 from fivefold.engines.sampling import request_seed
-from fivefold.interfaces import Load, Pressure, Stream
+from fivefold.interfaces import Load, Stream
 from fivefold.reward.pool import Scoring
 from fivefold.rollout.conversations import Conversations
-from fivefold.rollout.generation import Generator, group_of
+from fivefold.rollout.driver import Usage
+from fivefold.rollout.generation import Generator, group_of, numbered
 from fivefold.rollout.trajectories import Part, Task, Trajectory
 from fivefold.types import ENDS, Completion, Group, Prompt, Request, Sample, Sampling, by_trajectory
 
@@ -57,10 +57,10 @@ class OpenGroup:
     @property
     def samples(self) -> list[Sample]:
         """The samples so far, in the order of their trajectories."""
-        return [sample for number in sorted(self.sequences) for sample in self.sequences[number]]
+        return numbered([self.sequences[number] for number in sorted(self.sequences)])
 
     def in_order(self, index: int) -> Group:
-        """Return the whole group."""
+        """Return the whole group, whose samples then share the context that they have in common."""
         return group_of(self.prompt, [self.sequences[number] for number in sorted(self.sequences)], index)
 
 
@@ -98,10 +98,6 @@ class OpenGroups(ABC):
         """Return the engine's load with this rank's requests since the previous call; None if it samples in the ranks."""
 
     @abstractmethod
-    def pressure(self) -> Pressure | None:
-        """Return how close the engine's servers are to their limits."""
-
-    @abstractmethod
     def _drop(self, place: int, missing: set[int]) -> None:
         """Give up what is sampled of a group."""
 
@@ -134,7 +130,7 @@ class OpenGroups(ABC):
         trajectories of other groups that a checkpoint keeps."""
         # A reward model changes the reward when a step takes the group.
         held = {
-            place: [copy.copy(sample) for sample in group.in_order(0).samples]
+            place: [copy.copy(sample) for sample in group.samples]
             for place, group in self._groups.items()
             if self._leads and group.is_sampled
         }
@@ -207,9 +203,6 @@ class OpenResponses(OpenGroups):
     def load(self) -> Load | None:
         return self._stream.load()
 
-    def pressure(self) -> Pressure | None:
-        return self._stream.pressure()
-
     def _drop(self, place: int, missing: set[int]) -> None:
         gone = [number for number, (of, _, _) in self._requests.items() if of == place]
         self._stream.drop(gone)
@@ -225,7 +218,8 @@ class OpenTrajectories(OpenGroups):
         self._conversations, self._driver = conversations, conversations.driver(generator.engine)
         self._driver.start()
         self._counts: Counter[str] = Counter()
-        self._since = time.monotonic()
+        self._usage = Usage(self._driver)
+        self._load: Load | None = None
 
     def ask(self, wanted: Wanted) -> None:
         self._groups[wanted.place] = OpenGroup(wanted.prompt, set(range(wanted.size)))
@@ -243,16 +237,13 @@ class OpenTrajectories(OpenGroups):
             group.scoring.append(self._generator.score(held, sequences))
 
     def load(self) -> Load | None:
-        return self._driver.load()
-
-    def pressure(self) -> Pressure | None:
-        return self._driver.pressure()
+        self._load = self._driver.load()
+        return self._load
 
     def record(self) -> None:
-        now = time.monotonic()
-        self._counts["environment/elapsed"] += now - self._since  # type: ignore[assignment]
+        self._usage.count(self._counts, self._load)
         self._generator.record_counts(self._counts)
-        self._counts, self._since = Counter(), now
+        self._counts = Counter()
 
     def copies(self) -> tuple[dict[int, list[Sample]], set[int], list[Part]]:
         self.collect(0.0)
