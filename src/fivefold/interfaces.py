@@ -93,14 +93,16 @@ class Load:
 
 @dataclass(frozen=True)
 class Pressure:
-    """How close servers are to their limits."""
+    """How close servers are to their limits, as one of them or all together report it."""
 
     kv_used: float
     """Largest share of its cache that a server uses."""
     queued: int
     """Number of requests that servers have and do not sample yet."""
-    prefix_hits: float | None
-    """Share of prompt tokens that servers found in their caches since the previous call; None if there were none."""
+    prefix_tokens: float = 0.0
+    """Number of prompt tokens that servers have looked up in their caches since their start."""
+    prefix_hits: float = 0.0
+    """Number of those that they found there."""
 
 
 @dataclass(frozen=True)

@@ -161,6 +161,8 @@ class Streamed(Recording):
     def load(self) -> Load:
         return Load(0.0, 0.0, 0.0, [])
 
+    def pressure(self) -> None: ...
+
 
 class Scorer:
     """The sum of the environment's rewards."""
@@ -591,6 +593,40 @@ def evaluated_between(mesh, files):
 def test_trajectories_of_an_evaluation_and_greedy_ones_are_not_counted_in_the_step(cluster, files):
     ((alone, after),) = cluster.run(evaluated_between, "megatron:d1", files)
     assert alone == after and alone["turns/inserted_ends"] > 0
+
+
+def greedy(mesh, files):
+    """Groups with a greedy trajectory as their baseline, and those trajectories."""
+    from fivefold.rollout.sources import EngineRollouts, PromptQueue
+
+    with generating(mesh, files, "Echo") as (generator, prompts, engine):
+
+        class Loader:
+            steps_per_epoch = 1
+
+            def epoch(self, position):
+                return 0.0
+
+            def take(self, begin, count):
+                return prompts
+
+        queue = PromptQueue(Loader(), generator.logger)
+        source = EngineRollouts(
+            generator, queue, generator.logger, SAMPLING, seed=3, group_size=3, prompts_per_call=4, with_greedy=True
+        )
+        groups = source.next(5)
+        most_likely = replace(SAMPLING, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)
+        return groups, generator.sample(prompts, 1, most_likely, (3, 5)), [request for request, _ in engine.seen]
+
+
+def test_the_greedy_baseline_of_a_group_is_a_trajectory_of_the_most_likely_turns(cluster, files):
+    ((groups, others, seen),) = cluster.run(greedy, "megatron:d1", files)
+    for group, other in zip(groups, others, strict=True):
+        (one,) = other.samples
+        assert group.greedy_reward == one.reward == sum(turn.reward for turn in one.turns)
+        assert group.greedy_length == one.loss_tokens and group.context_of(group.samples[0]) == other.context_of(one)
+    assert len({group.greedy_reward for group in groups}) > 1 and max(len(other.samples[0].turns) for other in others) > 1
+    assert {request.sampling.temperature for request in seen} == {0.0, 1.0}
 
 
 @pytest.mark.parametrize("name", ["Once", "Echo"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,12 +13,15 @@ import pytest
 from fivefold.config.environment import EnvironmentConfig
 from fivefold.data.dialog import Dialog
 from fivefold.data.tokenizer import load_tokenizer
+from fivefold.engines.sampling import request_seed
+from fivefold.engines.servers import request_router
 from fivefold.environments.pool import EnvironmentPool
 from fivefold.errors import RunError
-from fivefold.interfaces import EngineState
+from fivefold.interfaces import EngineState, Pressure
 from fivefold.rollout.conversations import Conversations
 from fivefold.rollout.driver import Driver
-from fivefold.rollout.trajectories import Clock, Trajectory
+from fivefold.rollout.group_files import read_groups, write_groups
+from fivefold.rollout.trajectories import Clock, Task, Trajectory
 from fivefold.types import Prompt, Sampling
 from tests.support.memory_engine import MemoryEngine
 from tests.support.tiny_models import make_tokenizer
@@ -56,6 +60,54 @@ class Sleeps(Count):
     async def step(self, message):
         await asyncio.sleep(1.5)
         return {"done": True}
+
+
+class Stated(Count):
+    """Can be restored; `log` of the row counts its steps, `restored` the states."""
+
+    async def reset(self, task, seed):
+        self.task = task
+        return await super().reset(task, seed)
+
+    async def step(self, message):
+        with open(os.path.join(self.task["extra_info"]["marks"], "steps"), "a") as file:
+            file.write("x")
+        return await super().step(message)
+
+    def state(self):
+        version, numbers, rest = self.draws.getstate()
+        return {"left": self.left, "draws": [version, list(numbers), rest]}
+
+    def restore(self, state):
+        with open(os.path.join(self.task["extra_info"]["marks"], "restored"), "a") as file:
+            file.write("x")
+        self.left, (version, numbers, rest) = state["left"], state["draws"]
+        self.draws.setstate((version, tuple(numbers), rest))
+
+
+class Replayable(Count):
+    replayable = True
+
+
+class Forgetful(Count):
+    """Says that it can be replayed, and cannot: its second environment of a process gives other answers."""
+
+    replayable = True
+    made = 0
+
+    async def reset(self, task, seed):
+        Forgetful.made += 1
+        self.is_other = Forgetful.made > 12 and Forgetful.made <= 24
+        return await super().reset(task, seed)
+
+    async def step(self, message):
+        step = await super().step(message)
+        return {**step, "messages": "something else"} if self.is_other else step
+
+
+class Refuses(Stated):
+    def restore(self, state):
+        raise ValueError("a state of another version")
 
 
 class SlowReset(Marked):
@@ -97,7 +149,7 @@ class Rig:
             Prompt(i, self.dialog.begin(each)[0], "s", "", "", messages=each, extra=extra, is_chat=True)
             for i, each in enumerate([{"role": "user", "content": "abcd"[i]}] for i in range(prompts))
         ]
-        return self.conversations.tasks(rows, range(prompts), [0] * prompts, size, (3, 5))
+        return [task for row in rows for task in self.conversations.tasks(row, row.id, 0, size, (3, 5))]
 
     def add(self, *numbers: int, **extra: Any) -> None:
         self.driver.add(self.tasks(*numbers, **extra), SAMPLING)
@@ -161,7 +213,7 @@ def read(one: Rig, found: dict[tuple[int, int], Trajectory]) -> None:
 # --- how many run -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("most", "per_worker"), [(2, 64), (3, 1), (None, 64)])
+@pytest.mark.parametrize(("most", "per_worker"), [(2, 64), (3, 1), (1024, 64)])
 def test_no_more_trajectories_run_than_may_and_they_are_the_same(rig, undisturbed, tmp_path, most, per_worker):
     one, existing = rig("Marked", max_running=most, per_worker=per_worker), []
     one.add(marks=str(tmp_path))
@@ -179,14 +231,9 @@ def test_no_more_trajectories_run_than_may_and_they_are_the_same(rig, undisturbe
     assert content(found) == undisturbed
     read(one, found)
     # An environment is closed when the next one may already have begun.
-    assert max(existing) <= (12 if most is None else 2 * most) and max(existing) >= (most or 4)
+    assert max(existing) <= 2 * most and max(existing) >= min(most, 4)
     assert len(one.pool._processes) <= (1 if per_worker > 1 else 2 * most)
-
-
-def test_processes_have_a_bound_without_one_in_the_configuration():
-    assert EnvironmentConfig(per_worker=1).most_running == 64
-    assert EnvironmentConfig().most_running == 1024
-    assert EnvironmentConfig(per_worker=1, max_running=7).most_running == 7
+    assert one.conversations.most <= one.pool.capacity
 
 
 def test_the_youngest_trajectories_wait(rig):
@@ -199,6 +246,34 @@ def test_the_youngest_trajectories_wait(rig):
     expected = [task.key for task in one.tasks()]
     assert all(abs(order.index(key) - place) <= 5 for place, key in enumerate(expected))
     assert sorted(order) == sorted(expected)
+
+
+def test_fewer_requests_are_in_flight_while_servers_are_full_and_the_youngest_wait(rig, undisturbed, monkeypatch):
+    """And more again while they are clear. What waits is outside the time limit, and the trajectories are the same."""
+    monkeypatch.setattr(request_router, "_LOOK_SECONDS", 0.004)
+    one = rig(engine={"seconds": lambda drawn: 0.05}, trajectory_seconds=0.3)
+    readings, server = [], one.engine.servers[0]
+    is_full = threading.Event()
+    is_full.set()
+
+    def pressure(_) -> Pressure:
+        readings.append(server.running if is_full.is_set() else 0)
+        return Pressure(0.9, 0) if is_full.is_set() and server.running > 3 else Pressure(0.2, 0)
+
+    one.engine.pressure = pressure
+    one.driver._limit = 6.0
+    one.add()
+    found, flying = {}, []
+    while one.driver.is_running:
+        found |= {held.task.key: held for held in one.driver.advance(0.02)}
+        flying.append(len(one.driver._asked) - len(one.driver._parked))
+        if len(found) >= 6:
+            is_full.clear()
+    assert content(found) == undisturbed
+    assert max(readings) <= 8 and min(flying[2 : len(flying) // 2]) <= 4
+    assert one.driver._limit > 3
+    places = [3 * place + number for place, number in found]
+    assert sum(places[:4]) < sum(places[-4:])
 
 
 # --- time -------------------------------------------------------------------------------------------------------------
@@ -342,6 +417,79 @@ def test_an_error_of_the_engine_or_of_two_starts_ends_the_run(rig):
         one.run()
 
 
+# --- checkpoints ------------------------------------------------------------------------------------------------------
+
+
+def as_written(parts, tmp_path: Path):
+    write_groups(tmp_path / "groups.safetensors", {}, (), parts)
+    return read_groups(tmp_path / "groups.safetensors")[2]
+
+
+def killed(one: Rig, turns: int, tmp_path: Path, **extra: Any) -> tuple[dict, list]:
+    """(trajectories that ended, those that a checkpoint keeps) when so many turns were sampled; then nothing is left."""
+    one.add(**extra)
+    found: dict[tuple[int, int], Trajectory] = {}
+    while sum(held.turns for held in [*found.values(), *one.driver.unfinished()]) < turns:
+        found |= {held.task.key: held for held in one.driver.advance(0.002)}
+    parts = as_written(one.driver.parts(), tmp_path)
+    one.close()
+    return found, parts
+
+
+def resumed(one: Rig, found: dict, parts: list, **extra: Any) -> dict:
+    tasks = {task.key: task for task in one.tasks(**extra) if task.key not in found}
+    held = [Trajectory.of(tasks.pop((part.place, part.number)), part, one.dialog.text) for part in parts if part.record]
+    one.driver.resume(held, SAMPLING)
+    one.driver.add(list(tasks.values()), SAMPLING)
+    return one.run()
+
+
+@pytest.mark.parametrize("turns", [1, 10, 25, 40])
+@pytest.mark.parametrize("name", ["Stated", "Replayable", "Count", "Forgetful"])
+def test_trajectories_of_a_checkpoint_continue_and_equal_undisturbed_ones(files, undisturbed, tmp_path, name, turns):
+    """With their environment's state, by taking their actions again, or from the start: none is lost and none is there twice."""
+    engine = {"seconds": lambda drawn: 0.03}
+    one = Rig(files, name, engine)
+    found, parts = killed(one, turns, tmp_path, marks=str(tmp_path))
+    kept = [part for part in parts if part.record is not None]
+    assert len(found) + len(parts) <= 12 and sum(part.record["turns"] for part in kept) > 0
+    two = Rig(files, name, engine)
+    later = resumed(two, found, parts, marks=str(tmp_path))
+    two.close()
+    assert not found.keys() & later.keys() and content(found | later) == undisturbed
+    held = {seed for part in kept for seed in seeds_of(one, part)}
+    again = [seed for _, seed in two.engine.seen if seed in held]
+    if name == "Stated":
+        # Where the environment was in the middle of a step, it has no state to go on from.
+        still = [part for part in kept if part.record["restore"] is not None]
+        assert still or turns == 1
+        assert len((tmp_path / "restored").read_text() if still else "") == len(still)
+        assert not [seed for part in still for seed in seeds_of(one, part) if seed in again]
+    elif name == "Replayable":
+        assert not again, "no turn of the checkpoint is sampled again"
+    elif name == "Count":
+        assert sorted(again) == sorted(held), "without either, every turn of the checkpoint is sampled again"
+
+
+def seeds_of(one: Rig, part) -> list[int]:
+    """The seeds of the turns that a checkpoint has of a trajectory."""
+    task = next(task for task in one.tasks() if task.key == (part.place, part.number))
+    return [request_seed((*task.draw, turn) if turn else task.draw) for turn in range(part.record["turns"])]
+
+
+def test_a_state_that_does_not_restore_fails_that_trajectory_with_its_sentence(files, tmp_path):
+    one = Rig(files, "Refuses", {"seconds": lambda drawn: 0.03})
+    found, parts = killed(one, 15, tmp_path, marks=str(tmp_path))
+    assert any(part.record["restore"] is not None for part in parts if part.record)
+    two = Rig(files, "Refuses")
+    later = resumed(two, found, parts, marks=str(tmp_path))
+    two.close()
+    failed = [held for held in later.values() if held.error is not None]
+    assert len(failed) == sum(part.record["restore"] is not None for part in parts if part.record)
+    assert all("a state of another version" in held.error and held.end == "environment" for held in failed)
+    assert len(later) + len(found) == 12
+
+
 # --- turns that others ask for ----------------------------------------------------------------------------------------
 
 
@@ -363,8 +511,7 @@ def test_several_turns_of_a_trajectory_may_be_requested_at_once(files):
 
     driver = Driver(engine, Agents())
     rows = [Prompt(0, [1, 2], "s", "", "")]
-    task = Conversations(EnvironmentConfig(), None, None, 1000).tasks(rows, [0], [0], 1, (3, 5))
-    driver.add(task, SAMPLING)
+    driver.add([Task(rows[0], 0, 0, (3, 5), 0)], SAMPLING)
     driver.advance(0.01)
     (held,) = driver.unfinished()
     held.clock = Clock(100.0)

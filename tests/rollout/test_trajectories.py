@@ -213,6 +213,71 @@ def assigned(mesh, group: list[Sample], name: str, choices: dict, values: list[f
     return tuple(batch[column][batch.loss_mask_T].tolist() for column in (Column.ADVANTAGES, Column.RETURNS))
 
 
+def turn_losses(mesh, is_merged: bool, choices: dict):
+    """(loss, gradient by token, and columns of the batch) of one micro-batch."""
+    objective = make_objective("grpo", kl={"coef": 0.0}, **choices)
+    _, batch = batch_of(mesh, make_groups(is_merged), objective)
+    noise_T = torch.randn(len(batch.token_ids_T), generator=torch.Generator().manual_seed(3))
+    logprobs_T = (batch[Column.OLD_LOGPROBS] + 0.3 * noise_T).double().requires_grad_()
+    loss = objective.loss(logprobs_T, torch.zeros_like(logprobs_T), batch).loss
+    loss.backward()
+    columns = [
+        batch[name] for name in (Column.OLD_LOGPROBS, Column.ROLLOUT_LOGPROBS, Column.ADVANTAGES, Column.LOSS_WEIGHTS)
+    ]
+    mask_T = batch.loss_mask_T
+    found = [logprobs_T.detach(), *columns, batch[Column.TURN], logprobs_T.grad]
+    return (
+        float(loss),
+        [value[mask_T].tolist() for value in found],
+        batch.expand_to_tokens(torch.arange(len(batch.lengths_N)))[mask_T].tolist(),
+    )
+
+
+@pytest.mark.parametrize("is_merged", [True, False])
+@pytest.mark.parametrize(
+    "choices",
+    [
+        {"importance_sampling_level": "turn"},
+        {"rollout_correction": {"weight": "turn", "low": 0.4, "high": 0.5, "outside": "truncate"}},
+        {"importance_sampling_level": "turn", "rollout_correction": {"weight": "turn", "high": 0.45, "outside": "mask"}},
+    ],
+)
+def test_ratios_and_corrections_of_turns_are_those_of_their_definition(cluster, is_merged, choices):
+    """In loops: exp of the mean log-ratio over the turn's tokens, and the product of trainer / engine over the turn."""
+    ((loss, columns, samples),) = cluster.run(turn_losses, "megatron:d1", is_merged, choices)
+    by_turn: dict = {}
+    for sample, row in zip(samples, zip(*columns, strict=True), strict=True):
+        by_turn.setdefault((sample, row[5]), []).append(row)
+    correction, total, gradients = choices.get("rollout_correction"), 0.0, []
+    clipped = 0
+    for rows in by_turn.values():
+        differences = [now - old for now, old, *_ in rows]
+        ratios = [math.exp(sum(differences) / len(rows))] * len(rows)
+        if "importance_sampling_level" not in choices:
+            ratios = [math.exp(each) for each in differences]
+        weight = 1.0
+        if correction is not None:
+            weight = math.exp(sum(old - engine for _, old, engine, *_ in rows))
+            low, high = correction.get("low", 0.0), correction["high"]
+            clipped += not low <= weight <= high
+            if correction["outside"] == "mask":
+                weight = weight if low <= weight <= high else 0.0
+            else:
+                weight = min(max(weight, low), high)
+        for ratio, (_, _, _, advantage, share, _, _) in zip(ratios, rows, strict=True):
+            total -= weight * share * min(ratio * advantage, min(max(ratio, 0.8), 1.2) * advantage)
+        shared = "importance_sampling_level" in choices
+        moves = [
+            -weight * share * ratio * advantage * (ratio * advantage <= min(max(ratio, 0.8), 1.2) * advantage)
+            for ratio, (_, _, _, advantage, share, _, _) in zip(ratios, rows, strict=True)
+        ]
+        own = [sum(moves) / len(rows)] * len(rows) if shared else moves
+        gradients += [(row[6], each) for row, each in zip(rows, own, strict=True)]
+    assert loss == pytest.approx(total, rel=1e-5)
+    assert all(found == pytest.approx(each, rel=1e-4, abs=1e-7) for found, each in gradients)
+    assert len(by_turn) == 11 and (clipped > 0) == (correction is not None)
+
+
 CREDITED = [(1.0, [(2, 0.25, None), (1, 0.5, None)]), (0.0, [(1, -0.5, None), (2, 0.0, None)])]
 
 

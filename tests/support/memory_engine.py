@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from fivefold.engines.servers.request_router import RequestRouter
 from fivefold.engines.servers.server import ServerLostError
-from fivefold.interfaces import EngineReplica, EngineState
+from fivefold.interfaces import EngineReplica, EngineState, Pressure
 
 
 class MemoryServer:
@@ -47,6 +47,9 @@ class MemoryServer:
     def progress(self) -> float | None:
         return None if self.is_lost else float(len(self.seen))
 
+    def pressure(self) -> Pressure | None:
+        return self._engine.pressure(self)
+
 
 class MemoryEngine:
     """Servers in memory behind a router of requests."""
@@ -58,6 +61,7 @@ class MemoryEngine:
     ) -> None:
         self.words = tokenizer.encode("0123456789", add_special_tokens=False)
         self.end, self.seconds = tokenizer.eos_token_id, seconds
+        self.pressure: Callable[[MemoryServer], Pressure | None] = lambda server: None
         self.replica, self.version, self.state = EngineReplica(0, 1), 5, EngineState.READY
         self.servers = [MemoryServer(self) for _ in range(servers)]
         self.router = RequestRouter(0, window, lambda line: None, stall_seconds=60.0)

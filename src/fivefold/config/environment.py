@@ -13,9 +13,6 @@ from fivefold.keys.ranges import Matches, above, within
 REWARD = "environment"
 """Name of the reward that the environment's class or the agent gives."""
 
-_MOST_RUNNING, _MOST_PROCESSES = 1024, 64
-"""Trajectories of a rank that run at once, and processes that serve them, unless the configuration names a number."""
-
 
 @dataclass(frozen=True)
 class EndpointConfig:
@@ -57,9 +54,8 @@ class EnvironmentConfig:
     """Number of environments that one process serves. 1 for libraries with random state of their own."""
     max_processes: Annotated[int, within("[1, 4096]"), HARMLESS] = 64
     """Maximum number of environment processes of a rank; further trajectories wait until others have ended."""
-    max_running: Annotated[int | None, within("[1, 1048576]"), HARMLESS] = None
-    """Maximum number of trajectories that run at once on each rank; the others wait. By default 1024, or what 64 processes
-    serve if that is less."""
+    max_running: Annotated[int, within("[1, 1048576]"), HARMLESS] = 1024
+    """Maximum number of trajectories of a rank that run at once, if its processes can serve them; the others wait."""
     reset_seconds: Annotated[float, within("(0, 86400]"), HARMLESS] = 60.0
     """Maximum time for `reset`; after it the trajectory has failed."""
     step_seconds: Annotated[float, within("(0, 86400]"), HARMLESS] = 60.0
@@ -85,11 +81,6 @@ class EnvironmentConfig:
     def reads_rows(self) -> bool:
         """Whether the environment's class or an agent takes the rows of the data."""
         return self.class_ is not None or self.agent is not None
-
-    @property
-    def most_running(self) -> int:
-        """Maximum number of trajectories that run at once on each rank."""
-        return self.max_running or min(_MOST_RUNNING, _MOST_PROCESSES * self.per_worker)
 
 
 def rewarded(tree: Mapping[str, Any]) -> dict[str, Any]:

@@ -43,7 +43,11 @@ class Agents(Conversations):
         return Driver(engine, self)
 
     def steps(self, held: Trajectory, sampling: Sampling, driver: Driver) -> Steps:
-        """Take a trajectory to its end; a failure of its agent is its own end."""
+        """Take a trajectory to its end; a failure of its agent is its own end.
+
+        A program cannot continue where a checkpoint has left it: one that was not at its end begins again.
+        """
+        held.forget()
         place: Place | None = None
         address: Address | None = None
         rewards: Mapping[str, float] | None = None
@@ -59,7 +63,7 @@ class Agents(Conversations):
             failure = error
         except GeneratorExit:
             if place is None:
-                reset.add_done_callback(self._leave)
+                reset.add_done_callback(self._leave_late)
             raise
         finally:
             if address is not None:
@@ -111,9 +115,7 @@ class Agents(Conversations):
 def _ask(driver: Driver, held: Trajectory, request: Request) -> Future[Completion]:
     """Request a turn of a trajectory; the future is cancelled if the trajectory has ended."""
     with suppress(KeyError):
-        future = driver.ask(held, request)
-        held.turns += 1
-        return future
+        return driver.ask(held, request)
     ended: Future[Completion] = Future()
     ended.cancel()
     return ended

@@ -24,7 +24,7 @@ from fivefold.errors import RunError, UserError, shown
 from fivefold.interfaces import Engine
 from fivefold.rollout.driver import Driver, Steps, Waiting
 from fivefold.rollout.trajectories import Clock, HeldSequence, Task, Trajectory
-from fivefold.types import Completion, Prompt, Request, Sampling
+from fivefold.types import Completion, Prompt, Request, Sampling, Turn
 
 RESET_STREAM = 0x5EED0
 """Mixed into the seed, so that environments and sampled tokens use different random numbers."""
@@ -36,55 +36,87 @@ class Conversations:
     def __init__(self, config: EnvironmentConfig, dialog: Dialog, pool: EnvironmentPool, max_tokens: int) -> None:
         """`max_tokens`: maximum length of a whole trajectory with its first context."""
         self._config, self.dialog, self._pool, self._max_tokens = config, dialog, pool, max_tokens
-        self.most = config.most_running
+        self.most = min(config.max_running, pool.capacity)
 
-    def tasks(
-        self,
-        prompts: Sequence[Prompt],
-        places: Sequence[int],
-        numbers: Sequence[int],
-        size: int,
-        draw: tuple[int, ...],
-    ) -> list[Task]:
-        """Return the trajectories of the prompts at these places; `numbers` has the number of each prompt's first one."""
-        start = (draw[0] ^ RESET_STREAM, *draw[1:])
-        return [
-            Task(
-                prompts[place],
-                place,
-                number,
-                (*draw, prompts[place].id, numbers[place] + number),
-                # Libraries take seeds of 31 bits.
-                request_seed((*start, prompts[place].id)) & 0x7FFFFFFF,
-            )
-            for place in places
-            for number in range(size)
-        ]
+    def tasks(self, prompt: Prompt, place: int, first: int, size: int, draw: tuple[int, ...]) -> list[Task]:
+        """Return the trajectories of a group; `first`: number of its first one among all of the same prompt."""
+        # Libraries take seeds of 31 bits.
+        seed = request_seed((draw[0] ^ RESET_STREAM, *draw[1:], prompt.id)) & 0x7FFFFFFF
+        return [Task(prompt, place, number, (*draw, prompt.id, first + number), seed) for number in range(size)]
 
     def driver(self, engine: Engine) -> Driver:
         """Return a driver of trajectories. Collective."""
         return Driver(engine, self, self._check_start if self._config.same_start else None)
 
     def steps(self, held: Trajectory, sampling: Sampling, driver: Driver) -> Steps:
-        """Take a trajectory to its end; a failure of its environment is its own end."""
-        place: Place | None = None
-        reset = self._pool.reset(task_of(held.task.prompt), held.task.seed)
+        """Take a trajectory to its end, from where it is; a failure of its environment is its own end.
+
+        One that a checkpoint has kept continues in the state of its environment then. Without that, its actions are taken
+        again in a new environment if they may be and each answer is the same; otherwise it begins again.
+        """
         try:
-            place, given = yield reset
-            held.clock = Clock(self._config.trajectory_seconds)
-            held.messages, context = self._first_context(held.task.prompt, given)
-            yield from self._turns(held, held.extend_or_begin(context), place, sampling)
+            if held.turns and (held.restore is not None or self._pool.is_replayable):
+                first = yield from self._reset(held)
+                if held.restore is None and not (yield from self._replay(held, first)):
+                    self._leave(held)
+                    held.forget()
+            else:
+                held.forget()
+            if not held.turns:
+                first = yield from self._reset(held)
+                held.clock = Clock(self._config.trajectory_seconds)
+                held.messages, context = first
+                held.extend_or_begin(context)
+                # Trajectories of a group start in the same state, which has no name of its own.
+                held.state = "" if self._config.same_start else None
+            held.restore = None
+            yield from self._turns(held, sampling)
         except (EnvironmentFailure, UserError) as error:
             held.end, held.error = "environment", str(error)
             held.count("environment/failed")
-        except GeneratorExit:
-            if place is None:
-                # The environment is made all the same, and is closed then.
-                reset.add_done_callback(self._leave)
-            raise
         finally:
-            if place is not None:
-                self._pool.leave(place)
+            self._leave(held)
+
+    def state_of(self, held: Trajectory) -> Future[dict[str, Any] | None] | None:
+        return None if held.place is None else self._pool.state(held.place)
+
+    def _reset(self, held: Trajectory) -> Coroutine[Waiting, Any, tuple[list[dict[str, Any]], list[int]]]:
+        """Make the environment of a trajectory, and return messages and tokens of the first context."""
+        reset = self._pool.reset(task_of(held.task.prompt), held.task.seed, held.restore)
+        try:
+            held.place, given = yield reset
+        except GeneratorExit:
+            # The environment is made all the same, and is closed then.
+            reset.add_done_callback(self._leave_late)
+            raise
+        return self._first_context(held.task.prompt, given)
+
+    def _leave(self, held: Trajectory) -> None:
+        if held.place is not None:
+            self._pool.leave(held.place)
+            held.place = None
+
+    def _leave_late(self, reset: Future[tuple[Place, Any]]) -> None:
+        if not reset.cancelled() and reset.exception() is None:
+            self._pool.leave(reset.result()[0])
+
+    def _replay(self, held: Trajectory, first: tuple[list[dict[str, Any]], list[int]]) -> Coroutine[Waiting, Any, bool]:
+        """Take the actions of a trajectory again in a new environment; return whether it gave the same messages."""
+        messages, context = first
+        again = Trajectory(held.task, messages=messages, place=held.place)
+        if context != held.context:
+            return False
+        for turn, tokens in held.in_order():
+            answer = self.dialog.read(tokens)
+            again.messages.append(answer.message)
+            if len(again.messages) == len(held.messages):
+                # What follows the last turn was not there yet.
+                break
+            end, messages, _ = yield from self._answer(again, turn, answer)
+            again.messages += messages
+            if end is not None or again.messages != held.messages[: len(again.messages)]:
+                return False
+        return again.messages == held.messages
 
     def _check_start(self, held: Trajectory, other: Trajectory) -> None:
         """Raise RunError if two trajectories of a group began with different contexts."""
@@ -96,69 +128,72 @@ class Conversations:
                 "draw everything random from `seed`, or set environment.same_start: false"
             )
 
-    def _leave(self, reset: Future[tuple[Place, Any]]) -> None:
-        if not reset.cancelled() and reset.exception() is None:
-            self._pool.leave(reset.result()[0])
-
-    def _turns(self, held: Trajectory, current: HeldSequence, place: Place, sampling: Sampling) -> Steps:
-        # Trajectories of a group start in the same state, which has no name of its own.
-        state: str | None = "" if self._config.same_start else None
+    def _turns(self, held: Trajectory, sampling: Sampling) -> Steps:
         held.clock.run()
         while True:
-            limit = min(sampling.max_tokens, self._room(current))
-            if limit < max(1, sampling.min_tokens):
-                raise UserError(
-                    f"the first context has {len(current)} tokens, which leaves no room for an answer below "
-                    f"{self._max_tokens} (data.max_total_tokens)"
-                )
-            seed = request_seed((*held.task.draw, held.turns) if held.turns else held.task.draw)
-            asked = time.monotonic()
-            found: Completion = yield Request(0, current.tokens, replace(sampling, max_tokens=limit), seed)
-            held.sampled(current, found, self.dialog.text(found.token_ids), state, time.monotonic() - asked)
-            if found.finish_reason == "length":
-                held.end = "length" if limit == sampling.max_tokens else "context"
+            current = held.sequences[-1]
+            if current.is_answered and (end := (yield from self._sample(held, current, sampling))) is not None:
+                held.end = end
                 return
-            answer = self.dialog.read(found.token_ids)
-            held.messages.append(answer.message)
-            end, messages, state = yield from self._answer(held, current, place, answer)
+            turn = current.turns[-1]
+            answer = self.dialog.read(current.token_ids[turn.begin : turn.end])
+            end, messages, held.state = yield from self._answer(held, turn, answer)
             if end is None and held.turns == self._config.max_turns:
                 end = "turns"
             if end is None and not held.clock.left:
                 end = "time"
             if end is None:
                 follow = self._follow(held, current, messages, answer.calls)
-                if self._room(current) - len(follow) >= max(1, sampling.min_tokens):
-                    current.observe(follow)
-                    held.messages += messages
-                    continue
-                end = "context"
-            held.end = end
-            return
+                if self._room(current) - len(follow) < max(1, sampling.min_tokens):
+                    end = "context"
+            if end is not None:
+                held.end = end
+                return
+            current.observe(follow)
+            held.messages += messages
+
+    def _sample(self, held: Trajectory, current: HeldSequence, sampling: Sampling) -> Coroutine[Waiting, Any, str | None]:
+        """Let the engine sample a turn, and return the end of the trajectory if it is the last one."""
+        limit = min(sampling.max_tokens, self._room(current))
+        if limit < max(1, sampling.min_tokens):
+            raise UserError(
+                f"the first context has {len(current)} tokens, which leaves no room for an answer below "
+                f"{self._max_tokens} (data.max_total_tokens)"
+            )
+        seed = request_seed((*held.task.draw, held.turns) if held.turns else held.task.draw)
+        asked = time.monotonic()
+        found: Completion = yield Request(0, current.tokens, replace(sampling, max_tokens=limit), seed)
+        held.sampled(current, found, self.dialog.text(found.token_ids), held.state, time.monotonic() - asked)
+        if found.finish_reason == "length":
+            return "length" if limit == sampling.max_tokens else "context"
+        held.messages.append(self.dialog.read(found.token_ids).message)
+        return None
 
     def _answer(
-        self, held: Trajectory, current: HeldSequence, place: Place, answer: Answer
+        self, held: Trajectory, turn: Turn, answer: Answer
     ) -> Coroutine[Waiting, Any, tuple[str | None, list[dict[str, Any]], str | None]]:
         """Return (end of the trajectory or None, what follows the turn, state of the environment)."""
+        assert held.place is not None
         left = max(held.clock.left, 1e-3)
         if answer.calls:
-            messages = yield from self._call_tools(held, place, answer.calls, left)
-            return None, messages, current.turns[-1].state or None
+            messages = yield from self._call_tools(held, answer.calls, left)
+            return None, messages, turn.state or None
         if not self._pool.has_class:
             return "answered", [], None
         try:
             began = time.monotonic()
-            step = yield self._pool.step(place, answer.message, left)
+            step = yield self._pool.step(held.place, answer.message, left)
         except EnvironmentFailure as error:
             if error.is_late and not held.clock.left:
                 return "time", [], None
             raise
         held.count("environment/steps")
         held.count("environment/wait", time.monotonic() - began)
-        current.turns[-1] = replace(current.turns[-1], given=step["reward"])
+        held.earn(turn, step["reward"])
         return ("done" if step["done"] else None), as_messages(step["messages"]), step["state"]
 
     def _call_tools(
-        self, held: Trajectory, place: Place, calls: Sequence[ToolCall], seconds: float
+        self, held: Trajectory, calls: Sequence[ToolCall], seconds: float
     ) -> Coroutine[Waiting, Any, list[dict[str, Any]]]:
         """Return the tools' answers to all calls of a turn, in the order of the calls."""
         faults = [arguments_fault(call, self.dialog.schemas) for call in calls]
@@ -167,7 +202,7 @@ class Conversations:
         good = [(call.name, call.arguments) for call, fault in zip(calls, faults, strict=True) if fault is None]
         answered: Iterator[ToolAnswer] = iter(())
         if good:
-            answered = iter((yield self._pool.call(place, good, seconds)))
+            answered = iter((yield self._pool.call(held.place, good, seconds)))
         messages = []
         for number, (call, fault) in enumerate(zip(calls, faults, strict=True)):
             given = next(answered) if fault is None else ToolAnswer(f"Error: {fault}", is_error=True)
@@ -221,16 +256,21 @@ class Conversations:
 def conversation_metrics(counts: Mapping[str, float], ranks: Ranks) -> dict[str, float]:
     """Return the metrics of environments and tools over all ranks, whose trajectories have counted these events. Collective.
 
-    `environment/elapsed` are the seconds in which they ran.
+    `environment/elapsed` are the seconds in which they ran; `Usage` counts what the engine did.
     """
     total: Counter[str] = Counter()
     for own in ranks.gather_objects(dict(counts)):
         total.update(own)
     found = dict.fromkeys(("turns/inserted_ends", "turns/observations_cut"), 0.0) | total
-    for name in [name for name in total if name.endswith("/seconds")]:
+    for name in [name for name in total if name.startswith("tools/") and name.endswith("/seconds")]:
         found[name] = total[name] / total[name.replace("/seconds", "/calls")]
     if waited := found.pop("environment/wait", 0.0):
         found["environment/wait"] = waited / total["environment/steps"]
+    if seconds := found.pop("engine/seconds", 0.0):
+        found["engine/idle_fraction"] = found.pop("engine/idle", 0.0) / seconds
+    hits = found.pop("engine/prefix_hits", 0.0)
+    if looked_up := found.pop("engine/prefix_tokens", 0.0):
+        found["engine/prefix_hits"] = hits / looked_up
     if elapsed := found.pop("environment/elapsed", 0.0):
         found["environment/steps_per_second"] = found.pop("environment/steps", 0.0) / (elapsed / ranks.world.size())
     return found

@@ -7,14 +7,15 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Sequence
 from collections.abc import Generator as Coroutine
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
+from heapq import heapify, heappop, heappush
 from itertools import count
 from queue import Empty, SimpleQueue
 from typing import Any, Protocol
 
-from fivefold.interfaces import Engine, EngineState
-from fivefold.rollout.trajectories import Task, Trajectory
+from fivefold.interfaces import Engine, EngineState, Load, Pressure
+from fivefold.rollout.trajectories import Part, Task, Trajectory
 from fivefold.types import Completion, Request, Sampling
 
 Waiting = Request | Future[Any]
@@ -22,6 +23,15 @@ Steps = Coroutine[Waiting, Any, None]
 """A trajectory as it runs: yields what it waits for, a request to the engine or a future, and is sent the result."""
 Key = tuple[int, int]
 """Place of the prompt, and number within its group."""
+_IDLE_SECONDS = 1.0
+"""Longest time that a driver in the background waits for something to happen."""
+_STATE_SECONDS = 20.0
+"""Longest time that a checkpoint waits for the states of environments."""
+_FULL = 0.85
+"""Share of a server's cache in use from which on fewer requests are in flight; above it, servers would drop what they have
+computed."""
+_LESS, _MORE = 0.8, 1.1
+"""Factors on the number of requests in flight after servers were full, and while they are clear."""
 
 
 class Conversing(Protocol):
@@ -31,7 +41,12 @@ class Conversing(Protocol):
     """Maximum number of trajectories of a rank that run at once."""
 
     def steps(self, held: Trajectory, sampling: Sampling, driver: Driver) -> Steps:
-        """Take a trajectory to its end."""
+        """Take a trajectory to its end, from where it is."""
+        ...
+
+    def state_of(self, held: Trajectory) -> Future[dict[str, Any] | None] | None:
+        """Return the state of the environment of a trajectory that waits for the engine, for a checkpoint; None if it has
+        none."""
         ...
 
 
@@ -96,18 +111,34 @@ class Driver:
         self._started: dict[int, Trajectory] = {}
         """Place of a group -> its first trajectory with a context."""
         self._ended: list[Trajectory] = []
+        self._limit = float(conversations.most)
+        """Number of requests that may be in flight; the others wait, oldest trajectory first."""
+        self._parked: list[tuple[int, int, Request]] = []
+        self._pressure: Pressure | None = None
+        self._thread: threading.Thread | None = None
+        self._has_news = threading.Event()
+        self._error: BaseException | None = None
 
     @property
     def is_running(self) -> bool:
         return bool(self._runs)
 
+    def start(self) -> None:
+        """Continue the trajectories in the background, if the engine samples there; `advance` then only waits."""
+        if not self._blocks:
+            self._thread = threading.Thread(target=self._work, name="trajectories", daemon=True)
+            self._thread.start()
+
     def add(self, tasks: Sequence[Task], sampling: Sampling) -> None:
         """Begin these trajectories, or let them wait for others to end."""
+        self.resume([Trajectory(task) for task in tasks], sampling)
+
+    def resume(self, trajectories: Sequence[Trajectory], sampling: Sampling) -> None:
+        """Continue trajectories of a checkpoint."""
         with self._lock:
-            for task in tasks:
-                run = _Run(Trajectory(task), sampling, next(self._numbers))
-                self._runs[task.key] = run
-                self._members[task.place] += 1
+            for held in trajectories:
+                run = self._runs[held.task.key] = _Run(held, sampling, next(self._numbers))
+                self._members[held.task.place] += 1
                 self._held.append(run)
         self._wake()
 
@@ -120,41 +151,88 @@ class Driver:
         return future
 
     def advance(self, seconds: float) -> list[Trajectory]:
-        """Continue the trajectories for about so many seconds, and return those that have ended."""
+        """Continue the trajectories for about so many seconds, and return those that have ended.
+
+        In the background, they continue anyway; this returns when one of them has ended.
+        """
         end = time.monotonic() + seconds
-        while self._runs and self._engine.state is EngineState.READY:
+        if self._thread is not None:
+            self._has_news.wait(seconds)
+        while self._thread is None and self._runs and self._engine.state is EngineState.READY:
             self._begin()
             left = max(0.0, end - time.monotonic())
             (self._sample_batch if self._blocks else self._sample)(left)
             if not left or self._is_interrupted:
                 break
-        self._is_interrupted = False
         with self._lock:
+            self._is_interrupted = False
+            self._has_news.clear()
+            if self._error is not None:
+                raise self._error
             ended, self._ended = self._ended, []
         return ended
 
-    def discard(self, keys: Collection[Key]) -> None:
-        """Give up trajectories, with everything that was sampled for them."""
+    def discard(self, keys: Collection[Key]) -> list[Trajectory]:
+        """Give up trajectories with everything that was sampled for them, and return them."""
+        given_up = []
         with self._lock:
-            for key in keys:
-                if (run := self._runs.get(key)) is None:
-                    continue
+            gone = set(keys)
+            given_up += [held for held in self._ended if held.task.key in gone]
+            self._ended = [held for held in self._ended if held.task.key not in gone]
+            for run in [self._runs[key] for key in keys if key in self._runs]:
                 if run.steps is None:
                     self._held.remove(run)
                 else:
                     run.steps.close()
                 self._end(run)
+                given_up.append(run.held)
+        return given_up
 
     def unfinished(self) -> list[Trajectory]:
         """Return the trajectories that have not ended, in the order in which they were added."""
         return [run.held for run in self._runs.values()]
 
+    def parts(self) -> list[Part]:
+        """Return copies of all trajectories that have sampled a turn, for a checkpoint.
+
+        An environment whose trajectory waits for the engine stands still, and is asked for its state.
+        """
+        with self._lock:
+            begun = [run for run in self._runs.values() if run.held.turns]
+            states = {run: self._conversations.state_of(run.held) for run in begun if run.asked}
+            wait([state for state in states.values() if state is not None], _STATE_SECONDS)
+            found = [Part(*held.task.key, held.samples()) for held in self._ended]
+            for run in begun:
+                state = states.get(run)
+                is_known = state is not None and state.done() and state.exception() is None
+                found.append(run.held.part(state.result() if state is not None and is_known else run.held.restore))
+        return found
+
+    def load(self) -> Load | None:
+        """Return the engine's load since the previous call."""
+        return self._stream.load()
+
+    def pressure(self) -> Pressure | None:
+        """Return how close the engine's servers are to their limits."""
+        return self._stream.pressure()
+
     # --- rounds ------------------------------------------------------------------------------------------------------
+
+    def _work(self) -> None:
+        """Continue the trajectories until the process ends."""
+        try:
+            while True:
+                self._begin()
+                self._sample(_IDLE_SECONDS)
+        except BaseException as error:
+            # It ends the run where the rank looks for trajectories next.
+            self._error = error
+            self._has_news.set()
 
     def _begin(self) -> None:
         """Begin trajectories that wait, up to the most that run at once."""
         with self._lock:
-            while self._held and self._running < self._conversations.most:
+            while self._held and self._running < self._conversations.most and not self._parked:
                 run = self._held.popleft()
                 run.steps = self._conversations.steps(run.held, run.sampling, self)
                 self._running += 1
@@ -163,14 +241,15 @@ class Driver:
 
     def _sample(self, seconds: float) -> None:
         """Take what an engine that samples in the background returns, and what environments answer meanwhile."""
+        self._adapt()
         self._take()
-        if not self._runs:
+        if self._thread is None and not self._runs:
             return
         for completion in self._stream.arrived(seconds):
             self._arrived(completion)
             self._take()
             self._begin()
-            if not self._runs:
+            if self._thread is None and not self._runs:
                 return
 
     def _sample_batch(self, seconds: float) -> None:
@@ -200,9 +279,26 @@ class Driver:
             if (answer := self._answers.get()) is not None:
                 self._answered(*answer)
         with self._lock:
-            requests, self._new = self._new, []
+            for request in self._new:
+                heappush(self._parked, (request.trajectory or 0, request.id, request))
+            self._new, requests = [], []
+            while self._parked and len(self._asked) - len(self._parked) < self._limit:
+                requests.append(heappop(self._parked)[2])
         if requests:
             self._stream.submit(requests)
+
+    def _adapt(self) -> None:
+        """Let fewer requests be in flight where servers are nearly full or requests queue there, and more while they are
+        clear."""
+        pressure = self._stream.pressure()
+        if pressure is None or pressure is self._pressure:
+            return
+        self._pressure = pressure
+        flying = len(self._asked) - len(self._parked)
+        if pressure.kv_used > _FULL or pressure.queued:
+            self._limit = max(1.0, _LESS * min(self._limit, flying))
+        elif self._parked:
+            self._limit = min(float(self._conversations.most), _MORE * self._limit + 1.0)
 
     def _wake(self) -> None:
         """Let a thread that waits in `advance` look at what is new; may be called by any thread."""
@@ -250,6 +346,7 @@ class Driver:
         except StopIteration:
             self._end(run)
             self._ended.append(run.held)
+            self._has_news.set()
             return
         if isinstance(waiting, Request):
             self._request(run, waiting)
@@ -264,7 +361,7 @@ class Driver:
     def _request(self, run: _Run, request: Request, future: Future[Completion] | None = None) -> None:
         if self._check_start is not None and not run.held.turns:
             self._check_start(run.held, self._started.setdefault(run.held.task.place, run.held))
-        request = replace(request, id=next(self._ids), trajectory=run.number, turn=run.held.turns)
+        request = replace(request, id=next(self._ids), trajectory=run.number, turn=request.turn or run.held.turns)
         self._asked[request.id] = _Asked(run, request, future)
         run.asked.add(request.id)
         run.held.clock.hold()
@@ -283,8 +380,32 @@ class Driver:
                 asked.future.cancel()
         if run.asked:
             self._new = [request for request in self._new if request.id not in run.asked]
+            self._parked = [each for each in self._parked if each[1] not in run.asked]
+            heapify(self._parked)
             self._stream.drop(run.asked)
         self._members[place] -= 1
         if not self._members[place]:
             del self._members[place]
             self._started.pop(place, None)
+
+
+class Usage:
+    """How an engine was used while a driver ran."""
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver, self._since, self._before = driver, time.monotonic(), driver.pressure()
+        # What was before is not counted.
+        driver.load()
+
+    def count(self, counts: Counter[str], load: Load | None = None) -> None:
+        """Add the seconds since the last call and what the engine did in them; `load`: its load, if it was read already."""
+        now, pressure = time.monotonic(), self._driver.pressure()
+        counts["environment/elapsed"] += now - self._since  # type: ignore[assignment]
+        self._since = now
+        if (load := load or self._driver.load()) is not None:
+            counts["engine/idle"] += load.idle_seconds  # type: ignore[assignment]
+            counts["engine/seconds"] += load.seconds  # type: ignore[assignment]
+        if pressure is not None and self._before is not None:
+            counts["engine/prefix_tokens"] += pressure.prefix_tokens - self._before.prefix_tokens  # type: ignore[assignment]
+            counts["engine/prefix_hits"] += pressure.prefix_hits - self._before.prefix_hits  # type: ignore[assignment]
+        self._before = pressure or self._before

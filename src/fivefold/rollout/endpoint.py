@@ -185,7 +185,7 @@ class Endpoint:
 
         def begin() -> Future[Completion]:
             context, sampling = session.render(turn)
-            return ask(Request(0, context, sampling, turn.seed))
+            return ask(Request(0, context, sampling, turn.seed, turn=len(turn.lineage) - 1))
 
         try:
             sampling = await self._loop.run_in_executor(self._workers, begin)

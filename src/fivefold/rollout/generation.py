@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -16,6 +15,7 @@ from fivefold.observability.run_logger import RunLogger
 from fivefold.reward.manager import RewardManager
 from fivefold.reward.pool import Scoring
 from fivefold.rollout.conversations import Conversations, conversation_metrics
+from fivefold.rollout.driver import Usage
 from fivefold.rollout.trajectories import Trajectory
 from fivefold.types import Completion, Group, Prompt, Request, Sample, Sampling, by_trajectory
 
@@ -120,10 +120,12 @@ class Generator:
         counts: Counter[str],
     ) -> list[Group]:
         """Sample and score groups of trajectories. Collective."""
-        began, ranks, numbers = time.monotonic(), self.rewards.ranks, first_numbers(prompts, group_size)
+        ranks, numbers = self.rewards.ranks, first_numbers(prompts, group_size)
         own = [place for place in range(len(prompts)) if self.engine.replica.owns(place)]
         driver = conversations.driver(self.engine)
-        driver.add(conversations.tasks(prompts, own, numbers, group_size, draw), sampling)
+        tasks = (conversations.tasks(prompts[place], place, numbers[place], group_size, draw) for place in own)
+        driver.add([task for group in tasks for task in group], sampling)
+        usage = Usage(driver)
         found: dict[tuple[int, int], list[Sample]] = {}
         scoring: list[Scoring] = []
         while ranks.any(driver.is_running):
@@ -137,7 +139,7 @@ class Generator:
             if self.engine.state is EngineState.LOST:
                 assert self.refresh is not None
                 self.refresh()
-        counts["environment/elapsed"] += time.monotonic() - began  # type: ignore[assignment]
+        usage.count(counts)
         groups = [group_of(prompts[place], [found[place, number] for number in range(group_size)], place) for place in own]
         with self.logger.stage("reward"):
             self.rewards.finish(groups, scoring)
@@ -172,12 +174,17 @@ class Generator:
 
 def group_of(prompt: Prompt, trajectories: Sequence[Sequence[Sample]], index: int = 0) -> Group:
     """Return the group of these trajectories in their order, each with its sequences."""
+    samples = numbered(trajectories)
+    return Group(with_context(prompt, samples), samples, index=index)
+
+
+def numbered(trajectories: Sequence[Sequence[Sample]]) -> list[Sample]:
+    """Return the sequences of these trajectories, with the number of their trajectory if one has several."""
     if any(len(sequences) > 1 for sequences in trajectories):
         for number, sequences in enumerate(trajectories):
             for sample in sequences:
                 sample.trajectory = number
-    samples = [sample for sequences in trajectories for sample in sequences]
-    return Group(with_context(prompt, samples), samples, index=index)
+    return [sample for sequences in trajectories for sample in sequences]
 
 
 def with_context(prompt: Prompt, samples: Sequence[Sample]) -> Prompt:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fivefold.types import Completion, Prompt, Sample, Turn
@@ -87,6 +87,11 @@ class HeldSequence:
         begin = len(self.context)
         return len(context) >= len(self) and context[:begin] == self.context and context[begin : len(self)] == self.token_ids
 
+    @property
+    def is_answered(self) -> bool:
+        """Whether what follows the last turn is there; True before the first turn."""
+        return not self.turns or self.turns[-1].end < len(self.token_ids)
+
     def observe(self, tokens: Sequence[int]) -> None:
         """Append tokens that the model reads."""
         self.token_ids += tokens
@@ -123,6 +128,12 @@ class Trajectory:
     clock: Clock = field(default_factory=Clock)
     counts: Counter[str] = field(default_factory=Counter)
     """Events by the name of their metric."""
+    state: str | None = None
+    """State of the environment that the next turn answers."""
+    place: Any = None
+    """Where its environment is, while it runs."""
+    restore: dict[str, Any] | None = None
+    """State of its environment in a checkpoint, from which it continues."""
 
     @property
     def context(self) -> list[int]:
@@ -150,24 +161,54 @@ class Trajectory:
         held.add(turn, found, text)
         self.turns += 1
 
+    def earn(self, turn: Turn, reward: float) -> None:
+        """Store what the environment gave for a turn."""
+        for held in self.sequences:
+            if held.turns and held.turns[-1].number == turn.number:
+                held.turns[-1] = replace(held.turns[-1], given=reward)
+
+    def in_order(self) -> list[tuple[Turn, list[int]]]:
+        """Return the turns with their tokens, in the order of their numbers."""
+        found = {
+            turn.number: (turn, each.token_ids[turn.begin : turn.end]) for each in self.sequences for turn in each.turns
+        }
+        return [found[number] for number in sorted(found)]
+
     def count(self, name: str, number: float = 1.0) -> None:
         """Add to the number of an event."""
         self.counts[name] += float(number)  # type: ignore[assignment]
 
+    @property
+    def older_tokens(self) -> int:
+        """Number of sampled tokens from older weights than the last one of their sequence."""
+        return sum(
+            version < each.versions[-1]
+            for each in self.sequences
+            for version, is_own in zip(each.versions, each.loss_mask, strict=True)
+            if is_own
+        )
+
+    def forget(self) -> None:
+        """Begin again: nothing of it is kept."""
+        self.sequences, self.messages, self.turns, self.state, self.restore = [], [], 0, None, None
+
     def samples(self) -> list[Sample]:
         """Return the sequences as samples that are not scored yet; `trajectory` is set if there are several."""
         held = [sequence for sequence in self.sequences if sequence.turns] or self.sequences[:1] or [HeldSequence([])]
+        return self._samples(held)
+
+    def _samples(self, held: Sequence[HeldSequence]) -> list[Sample]:
         number = self.task.number if len(held) > 1 else None
         return [
             Sample(
-                token_ids=each.token_ids,
-                logprobs=each.logprobs,
+                token_ids=list(each.token_ids),
+                logprobs=list(each.logprobs),
                 text="\n".join(each.texts),
                 end=self.end,
                 policy_version=each.versions[0] if each.versions else 0,
-                token_versions=each.versions if len(set(each.versions)) > 1 else None,
+                token_versions=list(each.versions) if len(set(each.versions)) > 1 else None,
                 routes_TLK=each.routes_TLK,
-                loss_mask=None if all(each.loss_mask) else each.loss_mask,
+                loss_mask=None if all(each.loss_mask) else list(each.loss_mask),
                 reward_failed=self.error is not None,
                 prompt_ids=each.context or None,
                 trajectory=number,
@@ -177,3 +218,60 @@ class Trajectory:
             )
             for each in held
         ]
+
+    # --- checkpoints -------------------------------------------------------------------------------------------------
+
+    def part(self, restore: dict[str, Any] | None) -> Part:
+        """Return a copy of what a checkpoint keeps; `restore`: state of the environment, if it has one."""
+        record = {
+            "turns": self.turns,
+            "messages": list(self.messages),
+            "state": self.state,
+            "restore": restore,
+            "seconds": None if math.isinf(self.clock.left) else self.clock.left,
+            "counts": dict(self.counts),
+        }
+        return Part(*self.task.key, self._samples(self.sequences), record)
+
+    @classmethod
+    def of(cls, task: Task, part: Part, text: Callable[[list[int]], str]) -> Trajectory:
+        """Return the trajectory that a checkpoint has kept; `text` decodes the tokens of a turn."""
+        record = part.record
+        assert record is not None
+        clock = Clock(math.inf if record["seconds"] is None else record["seconds"])
+        return cls(
+            task,
+            [_held(sample, text) for sample in part.samples],
+            record["messages"],
+            record["turns"],
+            clock=clock,
+            counts=Counter(record["counts"]),
+            state=record["state"],
+            restore=record["restore"],
+        )
+
+
+@dataclass(frozen=True)
+class Part:
+    """A trajectory of a group that is not complete, as a checkpoint keeps it."""
+
+    place: int
+    number: int
+    samples: list[Sample]
+    record: dict[str, Any] | None = None
+    """What an unfinished trajectory needs to continue, as JSON has it; None if it has ended."""
+
+
+def _held(sample: Sample, text: Callable[[list[int]], str]) -> HeldSequence:
+    count = len(sample.token_ids)
+    return HeldSequence(
+        sample.prompt_ids or [],
+        sample.break_cause,
+        sample.token_ids,
+        sample.logprobs,
+        sample.loss_mask or [True] * count,
+        [text(sample.token_ids[turn.begin : turn.end]) for turn in sample.turns],
+        list(sample.turns),
+        sample.token_versions or [sample.policy_version] * count,
+        sample.routes_TLK,
+    )
