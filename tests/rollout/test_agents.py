@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -161,7 +163,7 @@ def sample(mesh, files, agent: str, sampling: Sampling = SAMPLING, most: int = 2
         for number, each in enumerate(messages)
     ]
     engine = engine_of(model, tokenizer, mesh.ranks, kind)
-    config = EnvironmentConfig(agent=agent.replace("$", code) if "$" in agent else f"{code}:{agent}", **settings)
+    config = EnvironmentConfig(agent=agent.replace("FILE", code) if " " in agent else f"{code}:{agent}", **settings)
     pool = EnvironmentPool(config)
     pool.start()
     endpoint = Endpoint(Dialogs(dialog), EndpointConfig(), "tiny", config.max_turns, most)
@@ -234,7 +236,7 @@ def test_what_is_trained_is_what_the_engine_read_and_sampled_for_an_agent(cluste
 
 
 def program(mesh, files):
-    return sample(mesh, files, f"{sys.executable} $")
+    return sample(mesh, files, f"{sys.executable} FILE")
 
 
 def on_two(mesh, files):
@@ -311,9 +313,44 @@ def why(mesh, files, agent: str):
         ("infinite", "an agent returns a finite number, or several by name: got inf"),
         ("sh -c 'echo no; exit 3'", "the agent sh ended with exit code 3"),
         ("sh -c 'echo no'", "the agent's last line is its reward"),
+        ("sh -c 'kill -9 $$'", "the agent sh ended with exit code -9"),
     ],
 )
 def test_a_failed_agent_names_its_reason(cluster, files, agent, words):
-    agent = agent + " # $" if agent.startswith("sh ") else agent
     (error,) = cluster.run(why, "megatron:d1", files, agent)
     assert "the reward of 12 of 12 samples failed" in error and words in error, error
+
+
+ALONE = """
+import sys, time
+from fivefold.config.environment import EnvironmentConfig
+from fivefold.environments.pool import EnvironmentPool
+
+pool = EnvironmentPool(EnvironmentConfig(agent=sys.argv[1]))
+pool.start()
+place, _ = pool.reset({}, 0).result()
+pool.run(place, "http://127.0.0.1:1/0/v1", "key", lambda: 1000.0).result()
+"""
+
+
+def is_alive(process: int) -> bool:
+    """Whether a process runs; one that has ended may still wait to be reaped."""
+    status = Path(f"/proc/{process}/stat")
+    return status.exists() and status.read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+def test_an_agent_ends_with_its_trainer(tmp_path):
+    (tmp_path / "alone.py").write_text(ALONE)
+    agent = f"sh -c 'echo $$ > {tmp_path}/begun; mv {tmp_path}/begun {tmp_path}/pid; exec sleep 600'"
+    trainer = subprocess.Popen([sys.executable, tmp_path / "alone.py", agent])
+    while not (tmp_path / "pid").exists():
+        assert trainer.poll() is None
+        time.sleep(0.05)
+    program = int((tmp_path / "pid").read_text())
+    assert is_alive(program)
+    trainer.kill()
+    trainer.wait()
+    end = time.monotonic() + 30
+    while is_alive(program):
+        assert time.monotonic() < end
+        time.sleep(0.05)

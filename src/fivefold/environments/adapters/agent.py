@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import json
 import math
 import os
 import re
 import shlex
+import signal
+import sys
 from typing import Any
 
 from .common import Refusal, load_code, run
 
 _CODE = re.compile(r"[^:]+\.py:\w+")
 _LONGEST_OUTPUT = 1 << 20
+_PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None)
 
 
 class Agent:
@@ -69,6 +74,7 @@ class Command:
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
             limit=_LONGEST_OUTPUT,
+            preexec_fn=_end_with_parent if sys.platform == "linux" else None,
             env={**os.environ, "OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key},
         )
         try:
@@ -86,3 +92,7 @@ class Command:
             raise Refusal(
                 f"the agent's last line is its reward, a number or several by name as JSON: got {lines[-1][:200]!r}"
             ) from None
+
+
+def _end_with_parent() -> None:
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
