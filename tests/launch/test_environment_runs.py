@@ -196,3 +196,10 @@ def test_a_run_of_an_agent_is_the_same_on_two_ranks(guessing):
     assert last["turns/mean"] > 1 and last["reward/mean"] == pytest.approx(last["reward/environment"])
     assert last["trajectory/sequences"] == 1 and last["trajectory/end_done"] == 1
     assert last["endpoint/retries"] == last["endpoint/unread"] == last["endpoint/overridden"] == 0
+
+
+@pytest.mark.learning
+def test_a_model_learns_from_what_an_agent_does_with_it(guessing):
+    rows = run(guessing, "agent-learns", EXAMPLES / "agent/grpo.yaml", *agent(guessing))
+    right = [row["val/guess/mean@4"] for row in rows if "val/guess/mean@4" in row]
+    assert right[0] < 0.3 and right[-1] > 0.8

@@ -5,6 +5,7 @@ trained, token for token, as the engine read and sampled it.
 from __future__ import annotations
 
 import asyncio
+import gc
 import hashlib
 import hmac
 import json
@@ -73,6 +74,9 @@ class Endpoint:
 
         Raises UserError if the port is in use.
         """
+        # The garbage collector would look at what libraries have loaded again and again, and no turn is answered meanwhile.
+        gc.collect()
+        gc.freeze()
         self._thread.start()
         host, port = self._config.host, self._config.port + place if self._config.port else 0
         try:
