@@ -140,7 +140,7 @@ test-published: $(PUBLISHED_READY) $(VLLM_READY)
 test-bridges: $(BRIDGES_READY)
 	$(BRIDGES)/bin/python -m pytest -m bridges -p no:xdist -o addopts="" -q tests/megatron/test_bridges.py
 
-# OpenAI's client with the endpoint of agents, in an environment of its own. A minute.
+# OpenAI's client and a taskset of verifiers with the endpoint of agents, in an environment of their own. Two minutes.
 test-agents: $(AGENTS_READY)
 	AGENTS_PYTHON=$(CURDIR)/$(AGENTS)/bin/python $(BIN)/python -m pytest -m agents tests/rollout/test_agent_libraries.py
 
