@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-_THINKING = re.compile(r"\A\s*(?:<think>)?.*?</think>\s*", re.DOTALL)
+_THINKING = re.compile(r"\A\s*(?:<think>)?(.*?)</think>\s*", re.DOTALL)
 
 
 def difference(held: Sequence[Mapping[str, Any]], given: Sequence[Mapping[str, Any]]) -> str | None:
@@ -28,13 +28,24 @@ def _of_message(held: Mapping[str, Any], given: Mapping[str, Any]) -> str | None
         return "system" if "system" in (held["role"], given["role"]) else "content"
     if _calls(held) != _calls(given):
         return "calls"
-    of_model = held["role"] == "assistant"
-    if held["content"] != given["content"] and not (
-        of_model and _THINKING.sub("", held["content"], count=1) == given["content"].lstrip()
-    ):
-        return "system" if held["role"] in ("system", "developer") else "content"
-    reasoning = given.get("reasoning_content")
-    return "reasoning" if of_model and reasoning and reasoning != held.get("reasoning_content") else None
+    if held["role"] != "assistant":
+        own = "system" if held["role"] in ("system", "developer") else "content"
+        return None if held["content"] == given["content"] else own
+    reasoning, content = _reasoned(held)
+    other, rest = _reasoned(given)
+    if content != rest:
+        return "content"
+    # Reasoning that a client has dropped is no difference.
+    return "reasoning" if other and other != reasoning else None
+
+
+def _reasoned(message: Mapping[str, Any]) -> tuple[str, str]:
+    """Return the reasoning of an answer and the rest, whether the reasoning is a part of the content or not."""
+    content = str(message["content"])
+    if reasoning := message.get("reasoning_content"):
+        return str(reasoning).strip(), content.strip()
+    found = _THINKING.match(content)
+    return (found[1].strip(), content[found.end() :].strip()) if found else ("", content.strip())
 
 
 def _calls(message: Mapping[str, Any]) -> list[tuple[str, Any]]:
