@@ -39,7 +39,7 @@ BRIDGES_READY := $(BRIDGES)/.ready
 PART ?= 1/1
 
 .PHONY: setup check test test-plain test-vllm test-slow test-slow-vllm test-sglang test-kernels test-routes test-trackers test-hub test-install test-browser test-dialects test-documents test-eras test-cpus \
-	test-layouts test-attacks test-bridges test-published test-hosts test-by-turns test-all demo real docs site demo-curve gsm8k gpu-test gpu-speed wheel image-cpu image-cuda clean
+	test-layouts test-attacks test-bridges test-published test-hosts test-learning test-by-turns test-all demo real docs site demo-curve gsm8k gpu-test gpu-speed wheel image-cpu image-cuda clean
 
 setup: $(READY)
 
@@ -131,6 +131,10 @@ test-published: $(PUBLISHED_READY) $(VLLM_READY)
 # mbridge and Megatron-Bridge against our own tables. About three minutes.
 test-bridges: $(BRIDGES_READY)
 	$(BRIDGES)/bin/python -m pytest -m bridges -p no:xdist -o addopts="" -q tests/megatron/test_bridges.py
+
+# The examples of several turns, trained until they have learned.
+test-learning: $(READY)
+	$(BIN)/python -m pytest -n 2 --dist load -m learning tests/launch/test_environment_runs.py
 
 # The served report in a headless Chromium, or the browser that CHROMIUM names.
 test-browser: $(READY)

@@ -222,7 +222,8 @@ def environments(root: Path) -> None:
         line(
             f"environments: {count} in {processes} processes (made in {made:.1f} s), {len(late) / seconds:.0f} steps/s: "
             f"a step takes {1e3 * statistics.median(late):.0f} ms more than its sleep, p99 "
-            f"{1e3 * quantile(late, 0.99):.0f} ms; {len(failed)} failed; {1e3 * cpu / len(late):.2f} ms of CPU a step in the rank, and at most "
+            f"{1e3 * quantile(late, 0.99):.0f} ms; {len(failed)} failed; "
+            f"{1e3 * cpu / len(late):.2f} ms of CPU a step in the rank, and at most "
             f"{1e3 * theirs / len(late):.2f} ms in the processes with their start: "
             f"{len(late) / (cpu + theirs):.0f} steps/s a core"
         )

@@ -50,9 +50,11 @@ from fivefold.models.overrides import overridden
 from fivefold.models.spec import ModelSpec
 from fivefold.models.torch_dist import find_torch_dist
 from fivefold.observability.run_logger import RunLogger
+from fivefold.observability.start_up import start_up
 from fivefold.observability.warnings import Facts, Warnings
 from fivefold.plan.data_files import unused_sources
 from fivefold.plan.memory import training_flops
+from fivefold.plan.processes import decide, with_processes
 from fivefold.plan.summary import describe
 from fivefold.reward.choose import choose_rewards, columns_read, forms_by_source
 from fivefold.reward.code.confine import layers
@@ -148,6 +150,10 @@ def build_run(
     directory = directories[config.model.described_by(config.model.path)]
     spec = load_spec(directory)
     spec.check_layout(ranks.layout, config.policy.megatron.pipeline_split)
+    processes = ""
+    if config.engine.processes == "auto":
+        count, processes = ranks.broadcast_from_main(decide(config, spec) if ranks.is_main else None)
+        config = with_processes(config, count)
     known = as_engines_know(directory)
     check_config(known)
     tokenizer_directory = directories[config.model.tokenizer_path]
@@ -186,7 +192,7 @@ def build_run(
     validation = 0 if evaluation_set is None else len(evaluation_set.prompts)
     sizes = {"prompts": len(training.prompts), "dropped": training.dropped, "validation": validation}
     if not is_evaluation:
-        logger.log(describe(config, spec, steps=steps, **sizes), "normal")
+        logger.log(describe(config, spec, steps=steps, processes=processes, **sizes), "normal")
     judges: list[ServerProcess] = []
     reward, judge_files = config.reward, None
     if reward.judge_layout is not None and config.may_generate:
@@ -198,7 +204,9 @@ def build_run(
     if first_prompts:
         for key, reason in unused_sources(config.data, config.reward, {prompt.source for prompt in first_prompts}).items():
             logger.log(f"{key} has no effect: {reason}", "normal")
+    start_up.mark("data")
     models = build_models(config, directories, meshes, objective, {"run": steps, "data": of_data}, logger)
+    start_up.mark("models")
     engine = generator = reward_model = None
     generates = not config.algorithm.offline or (evaluation_set is not None and evaluation_set.generate)
     if generates and config.reward.model.path:
@@ -209,6 +217,7 @@ def build_run(
         # An engine measures the free device memory when it starts.
         with models.on_device():
             engine = build_engine(config, known, tokenizer, ranks, device, logger.log)
+            start_up.mark("engine")
             if checkpoint is not None and (checkpoint / WORK).is_dir():
                 # The run resumes between two optimizer steps, which need the device first.
                 engine.sleep()
@@ -316,7 +325,7 @@ def sample_probe(
     some = range(min(max(count, engine.replica.count), len(training.prompts)))
     sampling = replace(sampling, max_tokens=max(sampling.min_tokens, min(longest, sampling.max_tokens)))
     models.sync(engine)
-    with models.on_device(), sleeping_after(engine):
+    with models.away(), sleeping_after(engine):
         prompts = [training.prompts[place] for place in some]
         groups = generator.sample(prompts, 1, sampling, (config.trainer.seed ^ PROBE_STREAM, 0), is_scored=False)
     whole = replace(plan, updates_per_step=1, samples_per_comparison=1, skipped=nothing_skipped)

@@ -240,9 +240,12 @@ def _convert(options: argparse.Namespace) -> int:
 def _train(options: argparse.Namespace) -> int:
     from fivefold.launch import environment
     from fivefold.launch.start import start
+    from fivefold.observability.start_up import VARIABLE, created_at
 
     if environment.launched_externally():
         environment.complete()
+    else:
+        os.environ[VARIABLE] = str(created_at())
     first = os.environ.get("RANK", "0") == "0"
     config = _configure(options, quiet=not first)
     is_quiet = not first or config.trainer.verbosity == "quiet"

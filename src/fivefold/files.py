@@ -164,6 +164,11 @@ def users_umask() -> Iterator[None]:
         yield
 
 
+def user_cache(name: str) -> Path:
+    """Return our directory of this name in the user's cache; it may not exist yet."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fivefold" / name
+
+
 def _holds_at_most(path: Path, most: int) -> bool:
     """Whether a file has bytes to read; raises ValueError for more than `most`, or if it is not a regular file."""
     there = path.stat()

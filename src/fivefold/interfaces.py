@@ -32,6 +32,10 @@ class FrozenModel(Protocol):
         """
         ...
 
+    def prepare_offload(self) -> None:
+        """Allocate the memory for the next `offload` in the background."""
+        ...
+
     def onload(self) -> None:
         """Reload everything that `offload` moved."""
         ...

@@ -150,6 +150,8 @@ def engine(source: Source) -> dict[str, Any]:
         found["engine.max_num_seqs"] = source.whole("vllm.max_num_seqs")
         if source.flag("vllm.enforce_eager"):
             found["engine.vllm.enforce_eager"] = True
+    elif source.flag("sglang.enable_deterministic_inference"):
+        found["engine.sglang.enable_deterministic_inference"] = True
     at_once = source.whole("rollout.max_concurrent_rollouts") or source.count("train_dataset.batch_size")
     if (ahead := steps_ahead(source)) and at_once < (ahead + 1) * source.count("train_dataset.batch_size"):
         samples = at_once * source.count("gconfig.n_samples")

@@ -1292,6 +1292,12 @@ def test_scripts_yaml_and_arguments_say_the_same(tmp_path):
     )
 
 
+@pytest.mark.parametrize("asked", [True, False])
+def test_repeatable_sampling_of_sglang_is_carried_from_areal(asked):
+    found = config("areal", f"sglang.enable_deterministic_inference={asked}", tree=GSM8K_AREAL)
+    assert found.engine.sglang == ({"enable_deterministic_inference": True} if asked else {})
+
+
 def test_the_commands_of_the_pages_are_read_as_they_are_printed():
     moe = "actor.backend=megatron:(attn:d1p4t2c2|ffn:d1p4t1e4)"
     for spelled in (moe, moe.replace("=", "='") + "'", moe.replace("(", "").replace(")", "")):

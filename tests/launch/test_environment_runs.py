@@ -76,6 +76,27 @@ def test_a_run_of_several_turns_is_the_same_on_two_ranks(guessing):
     assert sum(ends.values()) == pytest.approx(1) and set(ends) <= {"done", "length", "turns"}
 
 
+@pytest.fixture(scope="module")
+def wide(guessing) -> Path:
+    """A model for vLLM, whose attention on CPUs has no heads narrower than 32."""
+    done = fivefold("init-model", "qwen3", "--tokenizer", guessing / "guessing/tokenizer", "--hidden", 64, "--heads", 2,
+                    "--layers", 2, "--ffn", 128, "--out", guessing / "wide")  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return guessing / "wide"
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("mode", ["in_process", "server"])
+def test_vllm_samples_every_turn_as_the_trainer_computes_it(guessing, wide, mode):
+    engine = ["engine.backend=vllm:d1", f"engine.mode={mode}", "engine.vllm={kv_cache_memory_bytes: 67108864}"]
+    yaml = EXAMPLES / "guessing/grpo.yaml"
+    # With a reference model groups without variance are not left out of the comparison.
+    rows = run(guessing, mode, yaml, *paths(guessing), f"model.path={wide}", *SHORT, *engine, "algorithm.kl.coef=0.01")
+    assert [row["step"] for row in rows] == [0, 1, 2]
+    assert all(row["turns/mean"] > 1 and row["rollout/logprob_diff_max"] < 1e-4 for row in rows[1:])
+    assert rows[-1]["val/guess/mean@4"] >= 0
+
+
 def test_dynamic_sampling_and_other_methods_take_trajectories(guessing):
     rows = run(guessing, "dapo", EXAMPLES / "guessing/grpo.yaml", *paths(guessing), *SHORT, "algorithm.name=dapo")
     assert rows[-1]["dynamic_sampling/prompts"] >= 4
@@ -138,7 +159,7 @@ def test_a_run_that_fails_in_its_environment_ends_with_the_reason(guessing):
     assert "KeyError: 'lost'" in done.stdout + done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.learning
 def test_a_model_learns_the_guessing_game(guessing):
     rows = run(guessing, "learns", EXAMPLES / "guessing/grpo.yaml", *paths(guessing))
     right = [row["val/guess/mean@4"] for row in rows if "val/guess/mean@4" in row]
@@ -146,7 +167,7 @@ def test_a_model_learns_the_guessing_game(guessing):
     assert json.loads((guessing / "runs/learns/status.json").read_text())["state"] == "finished"
 
 
-@pytest.mark.slow
+@pytest.mark.learning
 def test_a_model_learns_to_call_a_calculator(tmp_path):
     root = made(tmp_path, "calculator", "0")
     place = root / "calculator"

@@ -522,17 +522,29 @@ def test_bad_input_is_told_before_any_rank_starts(root):
 
 
 @pytest.mark.parametrize(
-    ("raises", "says"),
-    [("True", "a reward function failed on a trial"), ("response != ground_truth", "the reward of 32 of 32 samples failed")],
+    ("name", "raises", "says"),
+    [
+        ("trial", "True", "a reward function failed on a trial"),
+        ("sample", "response != ground_truth", "the reward of 32 of 32 samples failed"),
+    ],
 )
-def test_a_reward_function_that_raises_ends_the_run_with_its_traceback(root, raises, says):
-    """The trial's response is the ground truth: one function fails there, the other on what the policy samples."""
-    text = f"def broken(response, ground_truth):\n    return unknown_name if {raises} else 1\n"
-    (root / "broken.py").write_text(text)
-    done = train(root, "broken", f"reward.functions={{'{root}/broken.py:broken': 1.0}}", "trainer.eval_before_train=false")
+def test_a_reward_function_that_raises_ends_the_run_with_its_traceback(root, name, raises, says):
+    """The trial's response is the ground truth: one function fails there, before anything is sampled, the other on what the
+    policy samples. Each writes into a file whether what it scores is the ground truth."""
+    text = (
+        "def broken(response, ground_truth):\n"
+        f"    open('{root}/{name}.txt', 'a').write(f'{{response == ground_truth}}\\n')\n"
+        f"    return unknown_name if {raises} else 1\n"
+    )
+    (root / f"{name}.py").write_text(text)
+    done = train(root, name, f"reward.functions={{'{root}/{name}.py:broken': 1.0}}", "trainer.eval_before_train=false")
     assert done.returncode == 1
     assert says in done.stderr
-    assert "broken.py" in done.stderr and "NameError: name 'unknown_name' is not defined" in done.stderr
+    assert f"{name}.py" in done.stderr and "NameError: name 'unknown_name' is not defined" in done.stderr
+    scored = (root / f"{name}.txt").read_text().split()
+    assert scored.count("True") >= 1 and scored.count("False") == (0 if name == "trial" else 32), scored
+    written = {path.name for path in (root / f"runs/{name}").rglob("*") if path.is_file() and path.stat().st_size}
+    assert not {"metrics.jsonl", "samples.jsonl", "stages.jsonl"} & written, written
 
 
 def test_resume_never_in_a_directory_with_newer_checkpoints_keeps_what_it_writes(root, base):

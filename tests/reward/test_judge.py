@@ -198,7 +198,9 @@ def test_a_function_asks_the_judge_s_servers_by_itself(server, tmp_path):
     judge = JudgeConfig(
         url=[server, server.replace("127.0.0.1", "localhost")], model=str(tmp_path / "judge"), functions_ask=True
     )
-    found, error = scored(RewardConfig(functions={f"{path}:ask": 1.0}, workers=1, judge=judge), "1+1=", "11")
+    found, error = scored(
+        RewardConfig(functions={f"{path}:ask": 1.0}, workers=1, timeout_seconds=120, judge=judge), "1+1=", "11"
+    )
     assert error is None and [sample.reward for sample in found] == [4 + 7.5, 2 + 7.5 + 0.25]
     asked = [each["messages"][0]["content"] for each in state(server)["requests"]]
     assert asked == ["4 score", "2 score"]

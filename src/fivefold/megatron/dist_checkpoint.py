@@ -26,7 +26,7 @@ from fivefold.files import write_text
 from fivefold.megatron.host_memory import HostMemory, size_of
 from fivefold.megatron.layers.layer_spec import PolicyModel
 from fivefold.megatron.mesh import Mesh
-from fivefold.megatron.optim.adam import PrecisionAwareAdam
+from fivefold.megatron.optim.adam import initial_state
 from fivefold.megatron.optim.updater import Updater
 from fivefold.megatron.replica_check import verify_copies
 from fivefold.megatron.sharded_files import Box, Piece, PieceReader, boxes_of_range, write_pieces
@@ -312,13 +312,5 @@ def _ensure_moments(updater: Updater) -> None:
         adam = outer.optimizer
         for group in adam.param_groups:
             for parameter in group["params"]:
-                if adam.state[parameter]:
-                    continue
-                if isinstance(adam, PrecisionAwareAdam):
-                    adam.initialize_state(parameter)
-                else:
-                    adam.state[parameter] = {
-                        "step": torch.tensor(0.0),
-                        "exp_avg": torch.zeros_like(parameter),
-                        "exp_avg_sq": torch.zeros_like(parameter),
-                    }
+                if not adam.state[parameter]:
+                    adam.state[parameter] = initial_state(adam, parameter)

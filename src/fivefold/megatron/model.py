@@ -255,6 +255,10 @@ class MegatronModel:
             self._settle()
         return self._offload.offload(leaving)
 
+    def prepare_offload(self) -> None:
+        """Allocate the host memory for the next offload in background threads, with that of moments to come."""
+        self._offload.prepare()
+
     @_on_its_mesh
     def onload(self) -> None:
         """Move offloaded state back to the device; every method that needs the state calls this itself."""
@@ -285,6 +289,8 @@ class MegatronModel:
     @_on_its_mesh
     def load(self, path: Path) -> None:
         """Read a checkpoint written on any layout; collective."""
+        # It brings moments, which are offloaded before the first sampling. Reading takes longer than allocating.
+        self._offload.prepare()
         self.onload()
         dist_checkpoint.load(path, self._chunks, self._updater, self._mesh)
 
@@ -303,6 +309,9 @@ class WithoutAdapters:
     def offload(self, parameters: bool = True) -> dict[str, int]:
         """Return {}: there is no state besides that of the model with adapters."""
         return {}
+
+    def prepare_offload(self) -> None:
+        """Do nothing: see `offload`."""
 
     def onload(self) -> None:
         self._model.onload()

@@ -130,6 +130,7 @@ class Generator:
         scoring: list[Scoring] = []
         while ranks.any(driver.is_running):
             for held in driver.advance(_ROUND_SECONDS):
+                self.logger.note_response()
                 sequences = found[held.task.key] = held.samples()
                 counts.update(held.counts)
                 scoring.append(self.score(held, sequences))
@@ -159,6 +160,7 @@ class Generator:
 
     def to_sample(self, completion: Completion) -> Sample:
         """Convert a completion to a sample that is not scored yet."""
+        self.logger.note_response()
         return Sample(
             token_ids=completion.token_ids,
             logprobs=completion.logprobs,

@@ -76,7 +76,7 @@ class VLLMServer:
         return answers(self.address)
 
     def progress(self) -> float | None:
-        """Returns the number of tokens read and sampled so far, from the server's metrics; None if it does not answer."""
+        """Returns the number of tokens sampled so far; None if it does not answer."""
         return progress(self.address)
 
     def pressure(self) -> Pressure | None:
