@@ -56,6 +56,7 @@ from fivefold.observability.start_up import start_up
 from fivefold.observability.warnings import Facts, Warnings
 from fivefold.plan.data_files import unused_sources
 from fivefold.plan.memory import training_flops
+from fivefold.plan.processes import decide, with_processes
 from fivefold.plan.summary import describe
 from fivefold.reward.choose import choose_rewards, columns_read, forms_by_source
 from fivefold.reward.code.confine import layers
@@ -154,6 +155,10 @@ def build_run(
     directory = directories[config.model.described_by(config.model.path)]
     spec = load_spec(directory)
     spec.check_layout(ranks.layout, config.policy.megatron.pipeline_split)
+    processes = ""
+    if config.engine.processes == "auto":
+        count, processes = ranks.broadcast_from_main(decide(config, spec) if ranks.is_main else None)
+        config = with_processes(config, count)
     known = as_engines_know(directory)
     check_config(known)
     tokenizer_directory = directories[config.model.tokenizer_path]
@@ -203,7 +208,7 @@ def build_run(
     validation = 0 if evaluation_set is None else len(evaluation_set.prompts)
     sizes = {"prompts": len(training.prompts), "dropped": training.dropped, "validation": validation}
     if not is_evaluation:
-        logger.log(describe(config, spec, steps=steps, **sizes), "normal")
+        logger.log(describe(config, spec, steps=steps, processes=processes, **sizes), "normal")
     judges: list[ServerProcess] = []
     reward, judge_files = config.reward, None
     if reward.judge_layout is not None and config.may_generate:

@@ -492,12 +492,18 @@ def test_the_summary_says_what_samples(files, vllm):
         ({"backend": "transformers"}, "engine.processes must be 1 with transformers"),
         ({"backend": "vllm:d1t2", "placement": "apart"}, "engine.processes must be 1 where engine.placement is apart"),
         ({"backend": "vllm", "url": ["http://127.0.0.1:1"]}, "engine.processes must be 1 where engine.url names"),
+        ({"backend": "vllm:t2", "mode": "in_process", "processes": "auto"}, "left out with engine.processes auto"),
+        ({"backend": "transformers", "processes": "auto"}, "engine.processes must be 1 with transformers"),
+        (
+            {"backend": "vllm", "url": ["http://127.0.0.1:1"], "processes": "auto"},
+            "got auto; weights come over NCCL, which takes every GPU once",
+        ),
     ],
 )
 def test_processes_share_the_gpus_of_vllm_s_ranks_only(files, vllm, given, says):
     vllm("0.26.0")
     with pytest.raises(ConfigError, match=re.escape(says)):
-        config(files, processes=2, **given)
+        config(files, **{"processes": 2, **given})
 
 
 def test_processes_share_the_cache_and_each_has_the_weights(files, vllm):

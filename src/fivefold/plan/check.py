@@ -47,6 +47,7 @@ from fivefold.plan.gain import describe_step
 from fivefold.plan.hosts import check_hosts
 from fivefold.plan.megatron_checkpoints import has_config
 from fivefold.plan.placement import placement
+from fivefold.plan.processes import decided
 from fivefold.plan.roles import memory_of, placed
 from fivefold.plan.tokenizer_files import check_tokenizer, check_tokenizer_files, is_hub_id
 from fivefold.reward.choose import check_rewards
@@ -70,10 +71,13 @@ def check(config: RunConfig) -> Findings:
         if policy is not None and not roles[name].reads_text and spec.vocab != policy.vocab:
             findings.error(roles[name].path_key, f"must have the policy's vocabulary: {spec.vocab} != {policy.vocab}")
     if policy is not None and not findings.errors:
+        config, processes = decided(config, policy)
         findings.summary[:] = _summary(config, policy)
         check_fit(findings, config, lambda changed: memory_of(changed, policy))
         if not findings.errors:
-            findings.notes[:0] = describe_step(config, policy)
+            findings.notes[:0] = [*describe_step(config, policy), *filter(None, [processes])]
+    elif policy is None and config.engine.processes == "auto":
+        findings.note("engine.processes: auto is decided when the run starts: the model's sizes are not here")
     _estimate_on_cpu(findings, config, policy)
     _check_run_dir(findings, config.run_dir, config.trainer.run_dir)
     resume = config.trainer.resume

@@ -91,7 +91,8 @@ class Driver:
         self._engine, self._stream, self._conversations = engine, engine.stream(), conversations
         self._check_start = check_start
         # An engine in the rank samples one batch at a time, and nothing else happens meanwhile.
-        self._blocks = self._stream.load() is None
+        self.blocks = self._stream.load() is None
+        """Whether the engine samples only within `advance`."""
         self._lock = threading.RLock()
         self._ids, self._numbers = count(), count()
         self._runs: dict[Key, _Run] = {}
@@ -125,7 +126,7 @@ class Driver:
 
     def start(self) -> None:
         """Continue the trajectories in the background, if the engine samples there; `advance` then only waits."""
-        if not self._blocks:
+        if not self.blocks:
             self._thread = threading.Thread(target=self._work, name="trajectories", daemon=True)
             self._thread.start()
 
@@ -161,7 +162,7 @@ class Driver:
         while self._thread is None and self._runs and self._engine.state is EngineState.READY:
             self._begin()
             left = max(0.0, end - time.monotonic())
-            (self._sample_batch if self._blocks else self._sample)(left)
+            (self._sample_batch if self.blocks else self._sample)(left)
             if not left or self._is_interrupted:
                 break
         with self._lock:
@@ -304,7 +305,7 @@ class Driver:
         """Let a thread that waits in `advance` look at what is new; may be called by any thread."""
         if not self._is_woken:
             self._is_woken = True
-            if self._blocks:
+            if self.blocks:
                 self._answers.put(None)
             else:
                 self._stream.wake()

@@ -18,7 +18,7 @@ VERSIONS = ((0, 20), (0, 32))
 """First and last minor version that this package supports."""
 EXTENSION = "fivefold.engines.vllm.extension.WeightReceiver"
 """Class that vLLM mixes into its workers, so that they receive the policy's weights."""
-ROUTE, TAKE, WEIGHTS = "/fivefold/generate", "/fivefold/take", "/fivefold/weights"
+ROUTE, TAKE, WEIGHTS, PROGRESS = "/fivefold/generate", "/fivefold/take", "/fivefold/weights", "/fivefold/progress"
 """HTTP routes of a server, in addition to vLLM's own."""
 ON_CPU = {"VLLM_CPU_CI_ENV": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 """Environment on CPUs: threads stay those of the process, and kernels that are compiled at startup are left out."""

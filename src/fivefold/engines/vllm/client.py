@@ -76,11 +76,12 @@ class VLLMServer:
         return answers(self.address)
 
     def progress(self) -> float | None:
-        """Returns the number of tokens read and sampled so far, from the server's metrics; None if it does not answer."""
+        """Returns the number of tokens sampled so far; None if it does not answer."""
         return progress(self.address)
 
     def pressure(self) -> Pressure | None:
-        return pressure(self.address)
+        found = pressure(self.address)
+        return None if found is None else Pressure(*found)
 
     def pause(self) -> None:
         """Suspend the requests in flight, and discard what was computed for them with the old weights."""

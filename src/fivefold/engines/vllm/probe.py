@@ -7,10 +7,9 @@ import httpx2 as httpx
 from fivefold.engines.servers.http import answers as is_well
 from fivefold.engines.servers.http import ask
 from fivefold.engines.servers.probe import Description
-from fivefold.interfaces import Pressure
+from fivefold.engines.vllm.arguments import PROGRESS
 
 COMMAND = "python -m fivefold.engines.vllm.serve --model ... --port ..."
-_COUNTERS = ("vllm:generation_tokens_total{", "vllm:prompt_tokens_total{")
 
 _GAUGES = (
     "vllm:kv_cache_usage_perc",
@@ -27,16 +26,17 @@ def answers(address: str) -> bool:
 
 
 def progress(address: str) -> float | None:
-    """Returns the number of tokens that it has read and sampled since its start; None if it does not answer."""
+    """Returns the number of tokens that it has sampled since its start; None if it does not answer."""
     try:
-        lines = ask(address, "GET", "/metrics").text.splitlines()
+        answer = ask(address, "GET", PROGRESS)
     except httpx.TransportError:
         return None
-    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(_COUNTERS))
+    return float(answer.json()["tokens"]) if answer.status_code == 200 else None
 
 
-def pressure(address: str) -> Pressure | None:
-    """Returns how close the server is to its limits; None if it does not answer."""
+def pressure(address: str) -> tuple[float, int, float, float] | None:
+    """Returns how close the server is to its limits, as the fields of a Pressure; None if it does not answer or runs without
+    statistics."""
     try:
         lines = ask(address, "GET", "/metrics").text.splitlines()
     except httpx.TransportError:
@@ -44,7 +44,7 @@ def pressure(address: str) -> Pressure | None:
     values = {name: [float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"{name}{{")] for name in _GAUGES}
     used, queued, tokens, hits = values.values()
     # Its engines have a cache each.
-    return Pressure(max(used, default=0.0), int(sum(queued)), sum(tokens), sum(hits))
+    return (max(used), int(sum(queued)), sum(tokens), sum(hits)) if used else None
 
 
 def describe(address: str) -> Description | int:
