@@ -127,24 +127,21 @@ def test_trajectories_ahead_are_as_old_as_they_may_be_and_those_of_the_step_with
 @pytest.mark.parametrize("layout", ["d1", "d2"])
 def test_a_killed_run_with_trajectories_ahead_resumes_as_if_undisturbed(guessing, step, layout):
     """Killed after each of its checkpoints, and resumed on one rank or two."""
-    common = [EXAMPLES / "guessing/grpo.yaml", *paths(guessing), *SHORT, *AHEAD, f"launch.threads={THREADS}"]
-    expected = run(guessing, f"whole-{step}-{layout}", EXAMPLES / "guessing/grpo.yaml", *paths(guessing), *SHORT, *AHEAD)
-    run_dir = guessing / f"runs/killed-{step}-{layout}"
-    process = Command("train", *common, f"trainer.run_dir={run_dir}")
+    resumed_equals_whole(guessing, EXAMPLES / "guessing/grpo.yaml", paths(guessing), step, layout)
+
+
+def resumed_equals_whole(root: Path, yaml: Path, overrides: list[str], step: int, layout: str) -> None:
+    """Kill a run that samples ahead once it has a checkpoint of a step, and resume it on a layout."""
+    given, name = [*overrides, *SHORT, *AHEAD], f"{yaml.parent.name}-{step}-{layout}"
+    expected = run(root, f"whole-{name}", yaml, *given)
+    run_dir = root / f"runs/killed-{name}"
+    process = Command("train", yaml, *given, f"launch.threads={THREADS}", f"trainer.run_dir={run_dir}")
     wait_for((run_dir / f"checkpoints/step-{step:06d}").exists, process)
     everyone = children_of(process.pid)
     process.kill()
     process.wait()
     wait_for(lambda: gone(everyone) and is_free(run_dir))
-    found = run(
-        guessing,
-        run_dir.name,
-        EXAMPLES / "guessing/grpo.yaml",
-        *paths(guessing),
-        *SHORT,
-        *AHEAD,
-        f"policy.backend=megatron:{layout}",
-    )
+    found = run(root, run_dir.name, yaml, *given, f"policy.backend=megatron:{layout}")
     assert_same(of_content(found), of_content(expected))
 
 
@@ -241,6 +238,12 @@ def test_a_run_of_an_agent_is_the_same_on_two_ranks(guessing):
     assert last["turns/mean"] > 1 and last["reward/mean"] == pytest.approx(last["reward/environment"])
     assert last["trajectory/sequences"] == 1 and last["trajectory/end_done"] == 1
     assert last["endpoint/retries"] == last["endpoint/unread"] == last["endpoint/overridden"] == 0
+
+
+@pytest.mark.slow
+def test_a_killed_run_of_agents_ahead_resumes_as_if_undisturbed(guessing):
+    """Agents that were not at their end begin again, and get the same answers."""
+    resumed_equals_whole(guessing, EXAMPLES / "agent/grpo.yaml", agent(guessing), 2, "d2")
 
 
 @pytest.mark.learning
