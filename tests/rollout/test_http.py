@@ -7,6 +7,7 @@ import json
 import socket
 import struct
 import threading
+import time
 import urllib.request
 from http import HTTPStatus
 from http.client import HTTPConnection
@@ -42,6 +43,10 @@ class Served:
             self.whole.append(await answer.send("x" * (32 << 20)))
         elif head.path == "/late":
             await asyncio.to_thread(self.go.wait, 10)
+            self.whole.append(await answer.send({}))
+        elif head.path == "/busy":
+            # The loop sees nothing of the connection meanwhile.
+            self.go.wait(10)
             self.whole.append(await answer.send({}))
         else:
             self.whole.append(await answer.send({"method": head.method, "path": head.path, "length": len(body),
@@ -183,11 +188,15 @@ def test_an_answer_counts_as_sent_only_once_the_connection_has_taken_all_of_it(s
     assert served.whole == [False, True]
 
 
-def test_a_client_that_left_before_its_answer_did_not_read_it(served):
+@pytest.mark.parametrize("path", [b"/late", b"/busy"])
+def test_a_client_that_left_before_its_answer_did_not_read_it(served, path):
     served.whole.clear()
+    served.go.clear()
     connection = socket.create_connection(("127.0.0.1", served.port), 10)
-    connection.sendall(b"GET /late HTTP/1.1\r\n" + HOST + b"\r\n")
+    connection.sendall(b"GET " + path + b" HTTP/1.1\r\n" + HOST + b"\r\n")
+    time.sleep(0.1)
     connection.close()
+    time.sleep(0.1)
     served.go.set()
     while not served.whole:
         pass
