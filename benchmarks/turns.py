@@ -48,7 +48,7 @@ class Sleeps:
 
 
 class Tools:
-    """Four to eight turns, whose tools take a log-normal time: median 1 s and p99 30 s, ten times as fast."""
+    """Four to eight turns, whose tools take a log-normal time: median 1 s and p99 30 s, twenty times as fast."""
 
     async def reset(self, task, seed):
         self.draws = random.Random(seed)
@@ -57,7 +57,7 @@ class Tools:
         return "begin"
 
     async def step(self, message):
-        await asyncio.sleep(0.1 * self.own.lognormvariate(0.0, 1.4622))
+        await asyncio.sleep(0.05 * self.own.lognormvariate(0.0, 1.4622))
         self.left -= 1
         return {"messages": "and?", "done": not self.left, "reward": 1.0}
 '''
@@ -304,7 +304,7 @@ def blocked(root: Path) -> None:
 
 
 def idle(root: Path) -> None:
-    """Steps of 16 x 8 trajectories of 4 to 8 turns, a turn of the engine 1 s and a training step 20 s, ten times as fast."""
+    """Steps of 16 x 8 trajectories of 4 to 8 turns, a turn of the engine 1 s and a training step 20 s, twenty times as fast."""
     (root / "envs.py").write_text(ENVIRONMENTS)
     # Ranks import what they run by the name of its module.
     from benchmarks import turns
@@ -328,11 +328,11 @@ def steps_of(mesh: Any, root: Path, most: int) -> tuple[float, float]:
     from fivefold.rollout.staleness import Admission
     from tests.rollout.test_trajectories_ahead import Loader, Scorer
 
-    steps, warm, prompts, group, train = 10, 3, 16, 8, 2.0
+    steps, warm, prompts, group, train = 9, 3, 16, 8, 1.0
     config = EnvironmentConfig(class_=f"{root}/envs.py:Tools", max_turns=20)
     pool = EnvironmentPool(config)
     pool.start()
-    rig = Rig(root, pool, lambda drawn: 0.1, 1 << 20, max_turns=20)
+    rig = Rig(root, pool, lambda drawn: 0.05, 1 << 20, max_turns=20)
     log = RunLogger(root / f"run{most}", [], is_main=False, steps=steps)
     generator = Generator(
         rig.engine, rig.tokenizer, RewardManager(Scorer(), mesh.ranks), log, conversations=rig.conversations

@@ -367,7 +367,7 @@ def test_a_trajectory_whose_server_is_full_goes_to_another_one(routing):
     assert len(list(stream.completions())) == 1, "where all are full, one of them gets it"
 
 
-def test_later_turns_go_before_first_ones_and_no_head_blocks_what_another_server_can_take(routing):
+def test_later_turns_go_before_first_ones_and_no_head_blocks_another(routing):
     slow, fast = InMemory(0.3), InMemory(0.001)
     router, stream = routing([slow, fast], window=1)
     router.hold()
