@@ -428,7 +428,7 @@ def test_an_mcp_server_that_dies_is_an_error_that_the_model_reads(pool_of, tmp_p
     assert after.is_error and after.text == "the server has ended"
 
 
-def test_an_environment_behind_an_openenv_server_is_played(pool_of, served):
+def test_an_environment_on_an_openenv_server_is_played(pool_of, served):
     port = served(LETTERS)
     pool = pool_of(f"openenv:http://127.0.0.1:{port}", options={"times": 2})
     pool.start()

@@ -352,17 +352,13 @@ def _check_environment(findings: Findings, config: Derived) -> None:
     environment, data = config.environment, config.data
     named = [REWARD in own for own in (config.reward.functions, *config.reward.by_source.values())]
     findings.require(
-        environment.class_ is not None or not any(named),
+        environment.reads_rows or not any(named),
         "reward.functions",
-        f"cannot name {REWARD} without environment.class, which gives this reward: set it, or leave the reward out",
+        f"cannot name {REWARD} without environment.class or environment.agent, which give this reward: set one, or leave "
+        "the reward out",
     )
     if not environment.is_active:
         return
-    findings.require(
-        config.rollout.max_staleness is None,
-        "rollout.max_staleness",
-        "must be left out with environment: trajectories of several turns are sampled within their step",
-    )
     message = "must be true with environment: a chat template writes the turns"
     findings.require(data.apply_chat_template, "data.apply_chat_template", message)
     message = "must be left out with environment.tools, which are the functions that the model reads about"

@@ -1,4 +1,4 @@
-"""Environments behind an OpenEnv server: `openenv:URL`, over a WebSocket of its protocol.
+"""Environments on an OpenEnv server: `openenv:URL`, over a WebSocket of its protocol.
 
 The client is written here (RFC 6455), so that no package is needed: a session is a few JSON messages.
 """
