@@ -68,7 +68,7 @@ class Update:
     has_flash: bool = True
     """Attention is that of flash-attn-4."""
     older_head: bool = False
-    """The head kept the gradient of a chunk of logits beside the next one, as it does no longer."""
+    """The head kept the gradient of a chunk of logits next to the next one, as it does no longer."""
 
 
 ROWS: dict[str, Any] = {"budget": 32768, "spread": 0}
@@ -298,7 +298,7 @@ class Place:
     measured: list[str]
     """Layouts that were measured, in the predicted order."""
     fitting: list[str]
-    """All that fit the GPUs, in the predicted order; of most nobody knows what they take."""
+    """All that fit the GPUs, in the predicted order; of most no one knows what they take."""
 
     def number(self, order: list[str]) -> int:
         return order.index(str(ParallelLayout.parse(f"megatron:{self.best.layout}"))) + 1

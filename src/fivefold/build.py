@@ -44,7 +44,7 @@ from fivefold.interfaces import Engine, FrozenModel, Model, RolloutSource
 from fivefold.keys.identity import with_absolute_paths
 from fivefold.megatron.mesh import Meshes
 from fivefold.megatron.model import MegatronModel, WithoutAdapters
-from fivefold.models.end_tokens import EndTokens
+from fivefold.models.end_tokens import EndTokens, pad_token
 from fivefold.models.families import load_spec
 from fivefold.models.overrides import overridden
 from fivefold.models.spec import ModelSpec
@@ -60,7 +60,7 @@ from fivefold.reward.choose import choose_rewards, columns_read, forms_by_source
 from fivefold.reward.code.confine import layers
 from fivefold.reward.manager import Closing, RewardManager
 from fivefold.reward.pool import RewardPool
-from fivefold.reward.reward_model import ModelReward
+from fivefold.reward.reward_model import ModelReward, scored_part
 from fivefold.reward.rules import ground_truth_fault, runs_programs
 from fivefold.rollout.asynchronous import AsyncRollouts
 from fivefold.rollout.conversations import Conversations
@@ -100,7 +100,7 @@ def fetch_models(config: RunConfig, ranks: Ranks, commits: Mapping[str, str]) ->
         if Path(name).is_dir():
             directories[name] = Path(name)
             continue
-        commit = call_once(ranks, partial(_newest_commit, name, wanted, commits.get(name)))
+        commit = call_once(ranks, partial(_latest_commit, name, wanted, commits.get(name)))
         directories[name] = Path(call_once_a_machine(ranks, partial(_snapshot, name, wanted, commit)))
         if config.model.overrides and name == config.model.described_by(config.model.path):
             directories[name] = overridden(directories[name], config.model.overrides)
@@ -111,7 +111,7 @@ def _snapshot(name: str, wanted: Sequence[str], commit: str) -> str:
     return str(model_snapshot(name, wanted, commit))
 
 
-def _newest_commit(name: str, wanted: Sequence[str], commit: str | None) -> str:
+def _latest_commit(name: str, wanted: Sequence[str], commit: str | None) -> str:
     return commit_of(model_snapshot(name, wanted, commit))
 
 
@@ -622,8 +622,10 @@ def build_reward_model(config: RunConfig, directories: Mapping[str, Path], meshe
     if model is not None and model.value_head_is_new:
         raise UserError(f"reward.model.path: {path} has no value head (score.weight): it is not a sequence classifier")
 
+    pad = pad_token(directory / "config.json")
+
     def encode(prompt: Prompt, sample: Sample) -> list[int]:
-        return encode_conversation(prompt.messages, sample.text, tokenizer)
+        return scored_part(encode_conversation(prompt.messages, sample.text, tokenizer), pad)
 
     scorer = on_replicas_of(meshes.ranks, model, ranks)
     return ModelReward(scorer, meshes.ranks, encode, config.reward.model.weight, load_spec(directory).max_positions)

@@ -28,7 +28,7 @@ from fivefold.layout import ParallelLayout
 from fivefold.megatron.transformer_config import DTYPES
 from fivefold.models.config_json import read_config
 from fivefold.models.families import FAMILIES, load_spec
-from fivefold.plan.engine_checks import cache_beside, engine_cache, token_bytes
+from fivefold.plan.engine_checks import cache_next_to, engine_cache, token_bytes
 from fivefold.plan.memory import CPU_CACHE
 
 _CPU_BATCH = 4096
@@ -131,7 +131,7 @@ def _cache_arguments(config: RunConfig, directory: Path, device: torch.device) -
         spec, dtype = load_spec(directory), DTYPES[settings.dtype or config.policy.dtype]
         assert settings.layout is not None
         weights = spec.parameters * dtype.itemsize // settings.layout.tp
-        whole = cache_beside(settings, torch.cuda.get_device_properties(device).total_memory, weights)
+        whole = cache_next_to(settings, torch.cuda.get_device_properties(device).total_memory, weights)
     found: dict[str, Any] = {"kv_cache_memory_bytes": whole // count}
     if count > 1 and device.type == "cuda":
         # Before it starts, vLLM requires this part of the device to be free.

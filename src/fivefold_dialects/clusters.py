@@ -27,7 +27,7 @@ _OTHERS = re.compile(r"\.first_rank$|^reward\.judge\.backend$")
 
 @dataclass(frozen=True)
 class Cluster:
-    """Keys by which a system's configuration asks for several machines."""
+    """Keys by which a system's configuration requests several machines."""
 
     nodes: tuple[str, ...] = ()
     """Keys with a number of machines; above 1 the run uses Ray."""
@@ -62,7 +62,7 @@ CLUSTERS = {
     ),
     "TRL": Cluster(("num_machines", "nnodes", "accelerate.num_machines"), is_whole=True),
 }  # fmt: skip
-"""System -> the keys by which it asks for several machines."""
+"""System -> the keys by which it requests several machines."""
 
 
 def keys_for_ray(source: Source, system: str) -> list[str]:

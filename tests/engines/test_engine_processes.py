@@ -15,6 +15,7 @@ from fivefold.types import Sampling
 from tests.engines.test_vllm_engine import SIZES, TOKENIZER, difference
 from tests.support.draws import rarity
 from tests.support.engines import PROMPTS, complete, requests
+from tests.support.shards import shard_of_replica
 from tests.support.tiny_models import VOCAB, load_tensors, make_model, make_tokenizer
 from tests.support.two_steps import LENGTHS, OBJECTIVE, POLICY, whole_batch
 
@@ -83,7 +84,7 @@ def sampled(mesh, made: RunConfig, directory: Path, fault: bool):
     from fivefold.megatron.model import MegatronModel
 
     trained = MegatronModel(directory, POLICY, mesh, total_updates=3)
-    mine = whole_batch().select(mesh.ranks.shard_of_replica(range(len(LENGTHS))))
+    mine = whole_batch().select(shard_of_replica(mesh.ranks, range(len(LENGTHS))))
     engine = build_engine(made, directory, TOKENIZER, mesh.ranks, mesh.device, lambda line: None)
     asked, drawn, differences, servers = requests(4, FREE, [*PROMPTS, [9, 8, 7]]), [], [], []
     if made.engine.processes > 1:

@@ -188,7 +188,7 @@ def test_an_engine_apart_samples_during_training_only_within_the_staleness_bound
     assert ahead.seconds == pytest.approx(waits.seconds - ahead.overlapped["rollout"])
 
 
-def test_a_reference_on_ranks_of_its_own_computes_beside_the_policy():
+def test_a_reference_on_ranks_of_its_own_computes_next_to_the_policy():
     given = {"algorithm": {"kl": {"coef": 0.1}, "updates_per_step": 2}, "policy": {"backend": "megatron:d4"}}
     servers = {"engine": {"backend": "vllm:d4", "mode": "server"}}
     together, apart = step(run(**given, **servers)), step(run(**given, **servers, reference={"first_rank": 4}))
@@ -228,7 +228,7 @@ def test_a_sequence_costs_the_host_more_the_more_there_are():
 
 
 def test_the_measured_best_is_among_the_predicted_first_three():
-    """Of those that were measured it is the first; of all that fit, most of which nobody measured, among three."""
+    """Of those that were measured it is the first; of all that fit, most of which no one measured, among three."""
     found = list(places(RATES))
     assert len(found) == 3
     for place in found:

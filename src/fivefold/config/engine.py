@@ -9,6 +9,11 @@ from fivefold.keys.identity import HARMLESS
 from fivefold.keys.ranges import above, at_least, within
 from fivefold.layout import ParallelLayout
 
+IN_RANKS = (
+    "transformers",
+)  # fmt: skip
+"""Engines that run a model on every rank of the policy, and have no layout."""
+
 
 @dataclass(frozen=True)
 class SamplingConfig:
@@ -121,7 +126,7 @@ class EngineConfig:
     @property
     def layout(self) -> ParallelLayout | None:
         """Layout of the engine; None if it has none of its own. Raises ValueError if `backend` is not a layout."""
-        return None if self.backend == "transformers" or self.url else ParallelLayout.parse(self.backend)
+        return None if self.backend in IN_RANKS or self.url else ParallelLayout.parse(self.backend)
 
 
 @dataclass(frozen=True)

@@ -120,10 +120,10 @@ def engine_cache(config: RunConfig, spec: ModelSpec) -> int | None:
     if (device := device_of(config)) is None:
         return None
     weights = spec.parameters * BYTES[engine.dtype or config.policy.dtype] // engine.layout.tp
-    return cache_beside(engine, device.bytes, weights)
+    return cache_next_to(engine, device.bytes, weights)
 
 
-def cache_beside(engine: EngineConfig, device_bytes: int, weights: int) -> int:
+def cache_next_to(engine: EngineConfig, device_bytes: int, weights: int) -> int:
     """Return the bytes that `memory_fraction` of a device leaves for the cache, after the weights and graphs of each
     process."""
     return int(engine.memory_fraction * device_bytes) - engine.process_count * (weights + ENGINE_GRAPHS)

@@ -138,8 +138,6 @@ class Space:
             if 0 < own < each:
                 yield gpus // each * own, gpus // each * (each - own)
 
-    # --- the trainer -------------------------------------------------------------------------------------------------
-
     def _trained(self, world: int) -> list[Sharded]:
         """Return the fastest sharded models on `world` ranks."""
         mtp = self.spec.mtp_layers if self.base.policy.mtp.train else 0
@@ -212,8 +210,6 @@ class Space:
     def _seconds(self, model: Sharded) -> float:
         cluster = trainer_cluster(model.layout.world_size, self.cluster)
         return update_time(model, training_batch(self.base, self.lengths), cluster, self.rates).total
-
-    # --- the engine --------------------------------------------------------------------------------------------------
 
     def _with_engines(self, model: Sharded, engine_gpus: int) -> Iterator[Candidate]:
         """Yield the model with each engine, if both fit together."""

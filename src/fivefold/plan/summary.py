@@ -119,7 +119,7 @@ def _describe_engine(config: RunConfig) -> list[str]:
 
 _LATE = {"wait": "a step waits for its groups", "carry": "what is late is sampled again", "drop": "what is late is dropped"}
 _IN_FLIGHT = {
-    "continue": "goes on under new weights",
+    "continue": "continues under new weights",
     "finish": "ends before new weights",
     "abort": "is aborted by new weights",
 }

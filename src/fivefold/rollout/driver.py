@@ -217,8 +217,6 @@ class Driver:
         """Return how close the engine's servers are to their limits."""
         return self._stream.pressure()
 
-    # --- rounds ------------------------------------------------------------------------------------------------------
-
     def _work(self) -> None:
         """Continue the trajectories until the process ends."""
         try:
@@ -309,8 +307,6 @@ class Driver:
                 self._answers.put(None)
             else:
                 self._stream.wake()
-
-    # --- one trajectory ----------------------------------------------------------------------------------------------
 
     def _arrived(self, completion: Completion) -> None:
         with self._lock:

@@ -41,8 +41,6 @@ class VLLMServer:
         self._call("take", self._run)
         self.abort()
 
-    # --- requests ----------------------------------------------------------------------------------------------------
-
     async def generate(
         self, name: str, prompt_ids: list[int], sampling: Sampling, draws: Sequence[Draw]
     ) -> AsyncIterator[Answer]:
@@ -96,8 +94,6 @@ class VLLMServer:
         self._post("/pause", params={"mode": "abort"})
         self._post("/resume")
 
-    # --- weights -----------------------------------------------------------------------------------------------------
-
     def join_groups(self, where: Where, names: Sequence[str], first: int, size: int) -> None:
         self._call("join_groups", where, names, first, size, self._run)
 
@@ -123,8 +119,6 @@ class VLLMServer:
     def workers(self) -> int:
         """Returns the number of processes that receive weights."""
         return len(self._call("describe"))
-
-    # --- memory ------------------------------------------------------------------------------------------------------
 
     def sleep(self) -> None:
         """Free the memory of weights and cache."""
