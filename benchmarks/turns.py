@@ -2,7 +2,7 @@
 
 taskset -c 0,1 python benchmarks/turns.py [loop environments extension blocked idle]     # no GPU; five minutes
 
-Engines are servers in this process behind the router that runs have: they return drawn tokens after a drawn time, so what
+Engines are servers in this process with the router that runs have: they return drawn tokens after a drawn time, so what
 is measured is the trajectory loop, the router and the environment layer.
 """
 

@@ -445,7 +445,7 @@ def test_trajectories_of_a_checkpoint_continue_and_equal_undisturbed_ones(files,
     held = {seed for part in kept for seed in seeds_of(one, part)}
     again = [seed for _, seed in two.engine.seen if seed in held]
     if name == "Stated":
-        # Where the environment was in the middle of a step, it has no state to go on from.
+        # Where the environment was in the middle of a step, it has no state to continue from.
         still = [part for part in kept if part.record["restore"] is not None]
         assert still or turns == 1
         assert len((tmp_path / "restored").read_text() if still else "") == len(still)

@@ -196,7 +196,7 @@ class Driver:
     def parts(self) -> list[Part]:
         """Return copies of all trajectories that have sampled a turn, for a checkpoint.
 
-        An environment whose trajectory waits for the engine stands still, and is asked for its state.
+        An environment whose trajectory waits for the engine stands still and returns its state.
         """
         with self._lock:
             begun = [run for run in self._runs.values() if run.held.turns]
