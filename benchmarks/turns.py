@@ -19,6 +19,8 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from heapq import heappop, heappush
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +29,9 @@ from fivefold.data.dialog import Dialog
 from fivefold.data.tokenizer import load_tokenizer, train_tokenizer
 from fivefold.environments.pool import EnvironmentPool
 from fivefold.rollout.conversations import Conversations
+from fivefold.rollout.staleness import Admission
 from fivefold.types import Prompt, Sampling
-from tests.support.cluster import Cluster
 from tests.support.memory_engine import MemoryEngine
-from tests.support.zygote import zygote
 
 ENVIRONMENTS = '''
 import asyncio, random
@@ -46,20 +47,6 @@ class Sleeps:
         await asyncio.sleep(float(message["content"]))
         return {"messages": "and?"}
 
-
-class Tools:
-    """Four to eight turns, whose tools take a log-normal time: median 1 s and p99 30 s, twenty times as fast."""
-
-    async def reset(self, task, seed):
-        self.draws = random.Random(seed)
-        self.own = random.Random()
-        self.left = 4 + self.draws.randrange(5)
-        return "begin"
-
-    async def step(self, message):
-        await asyncio.sleep(0.05 * self.own.lognormvariate(0.0, 1.4622))
-        self.left -= 1
-        return {"messages": "and?", "done": not self.left, "reward": 1.0}
 '''
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'assistant' %}{{ m.content }}{{ eos_token }}{% else %}({{ m.content }})\n"
@@ -304,59 +291,97 @@ def blocked(root: Path) -> None:
 
 
 def idle(root: Path) -> None:
-    """Steps of 16 x 8 trajectories of 4 to 8 turns; a turn of the engine takes 1 s, a training step 20 s, at 20 times the speed."""
-    (root / "envs.py").write_text(ENVIRONMENTS)
-    # Ranks import what they run by the name of its module.
-    from benchmarks import turns
-
-    try:
-        never, ahead = (Cluster().run(turns.steps_of, "megatron:d1", root, most)[0] for most in (0, 2))
-    finally:
-        zygote.close()
-    line(
-        f"idle: max_staleness 2: the engine has no request {100 * ahead[1]:.1f} % of the time, {100 * never[1]:.1f} % at 0; "
-        f"{ahead[0] / never[0]:.2f} times the rate ({ahead[0]:.3f} and {never[0]:.3f} steps/s)"
-    )
+    """Steps of 128 x 8 trajectories of 4 to 8 turns with tools: simulated in no time, with the rule of admission of runs."""
+    rate, unused = simulated(0, False)
+    line(f"idle: max_staleness 0: the engine has no request {100 * unused:.1f} % of the time, {1 / rate:.0f} s a step")
+    for tail in ("wait", "carry"):
+        ahead, unused = simulated(2, tail == "carry")
+        line(
+            f"idle: max_staleness 2, tail: {tail}: {100 * unused:.1f} %, {1 / ahead:.0f} s a step: "
+            f"{ahead / rate:.2f} times the synchronous rate"
+        )
 
 
-def steps_of(mesh: Any, root: Path, most: int) -> tuple[float, float]:
-    """(steps a second, share of the time in which the engine has no request)."""
-    from fivefold.observability.run_logger import RunLogger
-    from fivefold.reward.manager import RewardManager
-    from fivefold.rollout.asynchronous import AsyncRollouts
-    from fivefold.rollout.generation import Generator
-    from fivefold.rollout.staleness import Admission
-    from tests.rollout.test_trajectories_ahead import Loader, Scorer
+def simulated(most: int, cuts: bool, prompts: int = 128, group: int = 8) -> tuple[float, float]:
+    """(steps a second, share of the time in which the engine has no request).
 
-    steps, warm, prompts, group, train = 9, 3, 16, 8, 1.0
-    config = EnvironmentConfig(class_=f"{root}/envs.py:Tools", max_turns=20)
-    pool = EnvironmentPool(config)
-    pool.start()
-    rig = Rig(root, pool, lambda drawn: 0.05, 1 << 20, max_turns=20)
-    log = RunLogger(root / f"run{most}", [], is_main=False, steps=steps)
-    generator = Generator(
-        rig.engine, rig.tokenizer, RewardManager(Scorer(), mesh.ranks), log, conversations=rig.conversations
-    )
-    source = AsyncRollouts(
-        generator, Loader(rig.dialog), log, Sampling(max_tokens=64), Admission(most, prompts, steps + 3), seed=0,
-        group_size=group, capacity=512,
-    )  # fmt: skip
-    idle_seconds = seconds = 0.0
+    The engine samples 64 turns at once, of 1 s each, later ones first; a tool takes a log-normal time, median 1 s and p99
+    30 s; a training step takes 20 s.
+    """
+    steps, warm = 40, 8
+    slots, train, draws, admission = 64, 20.0, random.Random(0), Admission(most, prompts, steps)
+    events: list[tuple[float, int, str, int, int]] = []
+    waiting: list[tuple[bool, int, int]] = []
+    turns: dict[int, int] = {}
+    places: dict[int, int] = {}
+    members: dict[int, list[int]] = {}
+    left: dict[int, int] = {}
+    unused: dict[int, int] = {}
+    now = idle_seconds = began = 0.0
+    running = given = taken = 0
+    numbers = count()
+
+    def ask(place: int) -> None:
+        left[place], members[place] = group, [next(numbers) for _ in range(group)]
+        for number in members[place]:
+            turns[number], places[number] = draws.randint(4, 8), place
+            heappush(waiting, (True, number, number))
+
+    def begin(step: int) -> None:
+        nonlocal given
+        for place in [place for place in unused if place not in left]:
+            ask(place)
+        for _ in range(admission.room(len(unused), step)):
+            unused[given] = step
+            ask(given)
+            given += 1
+        start()
+
+    def start() -> None:
+        nonlocal running
+        while waiting and running < slots:
+            running += 1
+            heappush(events, (now + 1.0, next(numbers), "sampled", heappop(waiting)[2], 0))
+
+    def pass_time(until: float) -> None:
+        """Let all events before a time happen."""
+        nonlocal now, running, idle_seconds
+        while now < until:
+            then = min(until, events[0][0]) if events else until
+            idle_seconds += 0.0 if running else then - now
+            now = then
+            while events and events[0][0] <= now:
+                _, _, kind, number, _ = heappop(events)
+                running -= kind == "sampled"
+                if places[number] not in left:
+                    start()
+                elif kind == "sampled":
+                    turns[number] -= 1
+                    heappush(events, (now + draws.lognormvariate(0.0, 1.4622), next(numbers), "answered", number, 0))
+                elif turns[number]:
+                    heappush(waiting, (False, next(numbers), number))
+                else:
+                    left[places[number]] -= 1
+                start()
+
     for step in range(steps):
-        began = time.perf_counter()
-        # The trainer trains on the step before, while trajectories continue where they may.
-        source.begin(step, lambda: None)
-        if step and most:
-            time.sleep(train)
-        source.next(step)
-        if not most:
-            time.sleep(train)
-        if step >= warm:
-            took = time.perf_counter() - began
-            seconds, idle_seconds = seconds + took, idle_seconds + log.pending["engine/idle_fraction"] * took
-    rig.engine.close()
-    pool.close()
-    return (steps - warm) / seconds, idle_seconds / seconds
+        if step == warm:
+            began, idle_seconds = now, 0.0
+        begin(step)
+        while (chosen := admission.choose(unused, [place for place in unused if not left[place]], step, cuts)) is None:
+            pass_time(events[0][0])
+        for place in chosen:
+            del unused[place]
+        for place in admission.overdue(unused, step) if cuts else ():
+            # Its trajectories are given up, and begun again before the next step.
+            unused[place] = step + 1
+            del left[place]
+            for number in members[place]:
+                places[number] = -1
+        taken += step >= warm
+        pass_time(now + train)
+    # The last steps have less and less ahead of them, as in a run.
+    return taken / (now - began), idle_seconds / (now - began)
 
 
 PARTS = {each.__name__: each for each in (loop, environments, extension, blocked, idle)}

@@ -307,9 +307,6 @@ def test_nothing_is_asked_between_hold_and_go():
     router.close()
 
 
-# --- turns of trajectories --------------------------------------------------------------------------------------------
-
-
 def turn_of(number: int, trajectory: int, turn: int) -> Request:
     return Request(number, [trajectory, *range(turn)], Sampling(max_tokens=2), 0, trajectory, turn)
 

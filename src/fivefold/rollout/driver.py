@@ -196,7 +196,7 @@ class Driver:
     def parts(self) -> list[Part]:
         """Return copies of all trajectories that have sampled a turn, for a checkpoint.
 
-        An environment whose trajectory waits for the engine stands still, and returns its state.
+        An environment whose trajectory waits for the engine stands still and returns its state.
         """
         with self._lock:
             begun = [run for run in self._runs.values() if run.held.turns]
@@ -358,7 +358,7 @@ class Driver:
     def _request(self, run: _Run, request: Request, future: Future[Completion] | None = None) -> None:
         if self._check_start is not None and not run.held.turns:
             self._check_start(run.held, self._started.setdefault(run.held.task.place, run.held))
-        request = replace(request, id=next(self._ids), trajectory=run.number, turn=request.turn or run.held.turns)
+        request = replace(request, id=next(self._ids), trajectory=run.number, turn=run.held.turns)
         self._asked[request.id] = _Asked(run, request, future)
         run.asked.add(request.id)
         run.held.clock.hold()
