@@ -72,7 +72,7 @@ class Conversations:
             held.restore = None
             yield from self._turns(held, sampling)
             if held.end != "done" and self._pool.has_score:
-                # The environment adds it to the reward of its own last step; it is requested for trajectories that were cut off.
+                # An environment adds it to the reward of its own last step; a trajectory that was cut off lacks it.
                 turn, _ = held.in_order()[-1]
                 held.earn(turn, turn.given + (yield self._pool.score(held.place)))
         except (EnvironmentFailure, UserError) as error:
