@@ -1,4 +1,4 @@
-"""How fast `fsdp:` layouts train, beside transformers and Megatron-Core in the same run; tiny on a CPU, to try the script.
+"""How fast `fsdp:` layouts train, next to transformers and Megatron-Core in the same run; tiny on a CPU, to try the script.
 
 `python benchmarks/fsdp_speed.py [PART ...] [--seconds N]`: what a part measures is printed as it comes; the exit code is 1
 where something failed, or is slower or larger than it should be.
@@ -20,6 +20,7 @@ from fivefold.layout import ParallelLayout
 from fivefold.models.families import load_spec
 from fivefold.plan.memory import Sharded, estimate_memory
 from tests.support.gpu_models import build, random_batch, timed
+from tests.support.shards import shard_of_replica
 from tests.support.two_steps import OBJECTIVE
 
 FASTER, SHARE, MARGIN, STREAM_SECONDS = 1.25, 0.8, 0.1, 1.0
@@ -36,7 +37,7 @@ def fsdp_model(mesh, directory: Path, tokens: int, **options: Any):
 def fsdp_step(mesh, directory: Path, tokens: int, samples: int, length: int, recompute: str = "none") -> dict[str, float]:
     """Steady step time, tokens a second, peak memory."""
     model = fsdp_model(mesh, directory, tokens, recompute=recompute)
-    mine = random_batch(samples, length, model.spec.vocab).select(mesh.ranks.shard_of_replica(range(samples)))
+    mine = random_batch(samples, length, model.spec.vocab).select(shard_of_replica(mesh.ranks, range(samples)))
     found = [timed(mesh, lambda: model.train_step(mine, OBJECTIVE.loss)) for _ in range(4)]
     seconds, report = min(seconds for seconds, _ in found[1:]), found[-1][1]
     return {
@@ -49,7 +50,7 @@ def fsdp_step(mesh, directory: Path, tokens: int, samples: int, length: int, rec
 def megatron_step(mesh, directory: Path, tokens: int, samples: int, length: int) -> dict[str, float]:
     """The same step on Megatron-Core, with whole layers recomputed."""
     model = build(mesh, directory, "bfloat16", tokens, recompute="full")
-    mine = random_batch(samples, length, model.spec.vocab).select(mesh.ranks.shard_of_replica(range(samples)))
+    mine = random_batch(samples, length, model.spec.vocab).select(shard_of_replica(mesh.ranks, range(samples)))
     found = [timed(mesh, lambda: model.train_step(mine, OBJECTIVE.loss)) for _ in range(4)]
     seconds, report = min(seconds for seconds, _ in found[1:]), found[-1][1]
     return {
@@ -73,7 +74,7 @@ def estimated_gib(directory: Path, layout: str, tokens: int, recompute: str) -> 
 
 
 def one(part: Part) -> None:
-    """Qwen3-1.7B's shape on one GPU, 8 x 4096 tokens, beside transformers."""
+    """Qwen3-1.7B's shape on one GPU, 8 x 4096 tokens, next to transformers."""
     samples, length, tokens = (8, 4096, 16384) if part.large else (8, 24, 64)
     directory = part.model("qwen3_1.7b")
     theirs = part.measure("transformers", "d1", transformers_step, directory, samples, length)
@@ -88,7 +89,7 @@ def one(part: Part) -> None:
 
 
 def two(part: Part) -> None:
-    """Qwen3-8B's shape on two GPUs, 16 x 4096 tokens with recomputation, beside Megatron-Core."""
+    """Qwen3-8B's shape on two GPUs, 16 x 4096 tokens with recomputation, next to Megatron-Core."""
     samples, length, tokens = (16, 4096, 16384) if part.large else (8, 24, 64)
     directory = part.model("qwen3_8b")
     ours = part.measure("fsdp:d2", "fsdp:d2", fsdp_step, directory, tokens, samples, length, "full")

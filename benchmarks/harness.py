@@ -65,6 +65,12 @@ class Part:
         except (RuntimeError, TimeoutError) as error:
             return self.claim(what, False, " / ".join(str(error).strip().splitlines()[-2:]))
 
+    def directory(self, name: str) -> Path:
+        """Of this part alone."""
+        path = self._root / name
+        path.mkdir()
+        return path
+
     def model(self, name: str, write: Callable[..., None] = write_model) -> Path:
         path = self._root / f"{write.__name__}-{name}"
         if not path.exists():

@@ -1,20 +1,136 @@
-"""A million prompts: how long a rank takes until it has them, the first time and afterwards, and what memory that takes.
+"""How long a run takes to its first response, by parts, and a rank until it has a million prompts.
 
-python benchmarks/start_up.py [ROWS]        # no GPU; writes a data set of its own
+    python benchmarks/start_up.py [1.7b] [8b] [prompts] [--seconds N] [--rows ROWS]
+
+`1.7b` and `8b` start the command twice with random weights: without compiled code, and with what the first run left in the
+caches. They print the parts of the start, what vLLM says of its own, and the first three steps by stage; both models are
+tiny on a CPU, where transformers samples unless vLLM is installed. `prompts` needs no GPU and writes a data set of its own.
 """
 
 from __future__ import annotations
 
+import argparse
+import importlib.util
 import json
 import os
 import random
+import re
 import resource
 import subprocess
 import sys
-import tempfile
 import time
+from collections.abc import Callable
+from functools import partial
 from itertools import islice
 from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
+
+from benchmarks.engine_speed import FIVEFOLD, RUN, write_data
+from benchmarks.harness import Part, run
+from fivefold.distributed.compiler_caches import VARIABLES
+from fivefold.layout import ParallelLayout
+
+FIRST_SAMPLE_SECONDS = 60.0
+"""Goal: seconds from the command to the first response with warm caches."""
+SECOND_STEP = 1.3
+"""Goal: time of the second step over that of the third."""
+VLLM_LINES = {
+    "reading weights": r"Model loading took .* and ([\d.]+) seconds",
+    "compiling": r"torch\.compile took ([\d.]+) s in total",
+    "graphs": r"Graph capturing finished in ([\d.]+) secs",
+    "profile, cache and warm-up": r"init engine \(profile, create kv cache, warmup model\) took ([\d.]+) s",
+}
+"""Part of vLLM's start -> its line in the log, with the seconds. The last one includes compiling and graphs."""
+
+
+# --- the first response ----------------------------------------------------------------------------------------------
+
+
+def first_sample(name: str, layout: str, engine: str) -> Callable[[Part], None]:
+    def measure(part: Part) -> None:
+        world = ParallelLayout.parse(f"megatron:{layout}").world_size
+        if part.large and world > part.gpus:
+            return part.say(name, f"not measured: needs {world} GPUs")
+        root = part.model(name).parent
+        write_data(root)
+        has_vllm = importlib.util.find_spec("vllm") is not None
+        chosen = f'backend: "{engine}", mode: in_process, memory_fraction: 0.6' if has_vllm else "backend: transformers"
+        found = {}
+        for caches in ("cold", "warm"):
+            title = f"{name}, {layout}, {chosen.partition(',')[0].partition(': ')[2]}, {caches} caches"
+            found[caches] = started(part, title, root, name, layout, chosen, root / f"{name}-{caches}")
+            if found[caches] is None:
+                return None
+        cold, warm = found["cold"], found["warm"]
+        part.say(f"{name}, seconds to the first response, cold and warm", [cold["seconds"], warm["seconds"]])
+        part.say(f"{name}, files in the caches of compilers", caches_of(root))
+        if part.large and name == "qwen3_1.7b":
+            is_soon = warm["seconds"] <= FIRST_SAMPLE_SECONDS
+            part.claim(f"{name}: at most {FIRST_SAMPLE_SECONDS:.0f} s to the first response", is_soon, warm["seconds"])
+        if part.large:
+            ratio = round(warm["steps"][1] / warm["steps"][2], 2)
+            part.claim(f"{name}: the second step takes at most {SECOND_STEP} of the third", ratio <= SECOND_STEP, ratio)
+        return None
+
+    measure.__doc__ = f"{name} on {layout}: from the command to the first response, and the first three steps."
+    return measure
+
+
+def started(part: Part, title: str, root: Path, name: str, layout: str, engine: str, run_dir: Path) -> dict[str, Any] | None:
+    """Run three steps with caches below `root`; print and return what the start took and the seconds of each step."""
+    text = RUN.format(
+        root=root, model=part.model(name), run=run_dir, layout=layout, engine=engine,
+        recompute="full" if name == "qwen3_8b" else "none",
+        response=1024 if part.large else 16, device="cuda" if part.large else "cpu",
+    )  # fmt: skip
+    (root / "run.yaml").write_text(text)
+    environment = {key: value for key, value in os.environ.items() if key not in VARIABLES}
+    environment |= {"XDG_CACHE_HOME": str(root / "caches"), "VLLM_LOGGING_LEVEL": "INFO"}
+    log, begin = root / f"{run_dir.name}.log", time.perf_counter()
+    with log.open("w") as out:
+        process = subprocess.Popen([*FIVEFOLD, "train", f"{root}/run.yaml"], stdout=out, stderr=out, env=environment)
+        try:
+            code = process.wait(max(1.0, part.left))
+        except subprocess.TimeoutExpired:
+            part.say(title, f"not measured: the time of this part is over\n{log.read_text()[-2000:]}")
+            return None
+        finally:
+            process.kill()
+            process.wait()
+    if code:
+        part.claim(title, False, log.read_text()[-3000:])
+        return None
+    start = json.loads((run_dir / "trace/start.json").read_text())
+    part.say(f"{title}: {start['seconds']} s to the first response, by parts", start["parts"])
+    if own := vllm_parts(log.read_text()):
+        part.say(f"{title}: of the engine's part, by vLLM's log", own)
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    for row in rows:
+        times = {key.removeprefix("time/"): round(value, 3) for key, value in row.items() if key.startswith("time/")}
+        part.say(f"{title}, step {row['step']}", times)
+    part.say(f"{title}, seconds of the whole command", round(time.perf_counter() - begin, 1))
+    return start | {"steps": [row["time/step"] for row in rows]}
+
+
+def vllm_parts(log: str) -> dict[str, float]:
+    """Return the seconds of each part that vLLM's log names; several compilations or captures add up."""
+    found = {name: [float(text) for text in re.findall(line, log)] for name, line in VLLM_LINES.items()}
+    return {name: round(sum(seconds), 2) for name, seconds in found.items() if seconds}
+
+
+def caches_of(root: Path) -> dict[str, str]:
+    """Return the number of files and their MiB by library."""
+    found = {}
+    for name in VARIABLES.values():
+        sizes = [path.stat().st_size for path in (root / "caches/fivefold/compiled" / name).rglob("*") if path.is_file()]
+        found[name] = f"{len(sizes)} files, {sum(sizes) / 2**20:.1f} MiB"
+    return found
+
+
+# --- a million prompts -----------------------------------------------------------------------------------------------
 
 
 def write_rows(path: Path, rows: int) -> None:
@@ -33,7 +149,7 @@ def write_rows(path: Path, rows: int) -> None:
             file.write(json.dumps(row) + "\n")
 
 
-def start(data: str, tokenizer: str, cache: str) -> None:
+def read_prompts(data: str, tokenizer: str, cache: str) -> None:
     """What a rank does with its data, in a process of its own."""
     from fivefold.data.prompt_cache import open_prompts, store_prompts
     from fivefold.data.prompt_loader import PromptLoader
@@ -60,26 +176,43 @@ def start(data: str, tokenizer: str, cache: str) -> None:
     )
 
 
-def main() -> None:
-    rows = int(sys.argv[1]) if len(sys.argv) > 1 else 1_000_000
-    print(f"{rows:,} rows, {len(os.sched_getaffinity(0))} cores", flush=True)
+def prompts(rows: int, part: Part) -> None:
+    """A rank's start on many prompts: the first time, which tokenizes them, and afterwards."""
     from fivefold.data.tokenizer import train_tokenizer
 
-    with tempfile.TemporaryDirectory() as directory:
-        data, tokenizer, cache = (str(Path(directory) / name) for name in ("data.jsonl", "tokenizer", "cache"))
-        write_rows(Path(data), rows)
-        with Path(data).open() as file:
-            train_tokenizer("bpe", list(islice(file, 2000)), Path(tokenizer), 4096)
-        print(f"data {Path(data).stat().st_size / 2**20:.0f} MiB", flush=True)
-        for name in ("first", "second"):
-            print(f"{name} start:", flush=True)
-            subprocess.run([sys.executable, __file__, "--start", data, tokenizer, cache], check=True)
-        (path,) = Path(cache).glob("*.arrow")
-        print(f"cache {path.stat().st_size / 2**20:.0f} MiB", flush=True)
+    print(f"{rows:,} rows, {len(os.sched_getaffinity(0))} cores", flush=True)
+    directory = part.directory("prompts")
+    data, tokenizer, cache = (str(directory / name) for name in ("data.jsonl", "tokenizer", "cache"))
+    write_rows(Path(data), rows)
+    with Path(data).open() as file:
+        train_tokenizer("bpe", list(islice(file, 2000)), Path(tokenizer), 4096)
+    print(f"data {Path(data).stat().st_size / 2**20:.0f} MiB", flush=True)
+    for name in ("first", "second"):
+        print(f"{name} start:", flush=True)
+        subprocess.run([sys.executable, __file__, "--start", data, tokenizer, cache], check=True)
+    (path,) = Path(cache).glob("*.arrow")
+    print(f"cache {path.stat().st_size / 2**20:.0f} MiB", flush=True)
+
+
+def parts_of(rows: int) -> dict[str, Callable[[Part], None]]:
+    own = partial(prompts, rows)
+    own.__doc__ = prompts.__doc__
+    return {
+        "1.7b": first_sample("qwen3_1.7b", "d1", "vllm:d1"),
+        "8b": first_sample("qwen3_8b", "t2", "vllm:d1t2"),
+        "prompts": own,
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--rows", type=int, default=1_000_000)
+    given, rest = parser.parse_known_args()
+    return run(__doc__, parts_of(given.rows), rest)
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--start"]:
-        start(*sys.argv[2:])
+        read_prompts(*sys.argv[2:])
     else:
-        main()
+        sys.exit(main())

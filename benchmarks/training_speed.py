@@ -41,10 +41,14 @@ from tests.support.gpu_models import (
     write_classifier,
 )
 from tests.support.objectives import Alone
+from tests.support.shards import shard_of_replica
 from tests.support.two_steps import OBJECTIVE
 
 DENSE = ["d1", "t2", "p2", "d2", "t4", "d2t2", "t2p2", "d2p2"]
-EXPERTS = ["d2t2e4", "d4e4", "t4e4", "c2t2e4"]
+EXPERTS = ["d2e2", "t2e2", "c2e2", "d2t2e4", "d4e4", "t4e4", "c2t2e4"]
+ROUNDED = 5e-3
+"""Relative difference of a loss or a gradient norm in bfloat16 between layouts, which round at other places: products are
+rounded to 2^-9."""
 
 
 # --- what runs on a rank ---------------------------------------------------------------------------------------------
@@ -53,7 +57,7 @@ EXPERTS = ["d2t2e4", "d4e4", "t4e4", "c2t2e4"]
 def training_step(mesh, directory: Path, tokens: int, samples: int, length: int) -> dict[str, float]:
     """Steady step time, tokens a second, peak memory."""
     model = build(mesh, directory, "bfloat16", tokens)
-    mine = random_batch(samples, length, model.spec.vocab).select(mesh.ranks.shard_of_replica(range(samples)))
+    mine = random_batch(samples, length, model.spec.vocab).select(shard_of_replica(mesh.ranks, range(samples)))
     times = []
     for _ in range(4):
         seconds, report = timed(mesh, lambda: model.train_step(mine, OBJECTIVE.loss))
@@ -68,6 +72,31 @@ def training_step(mesh, directory: Path, tokens: int, samples: int, length: int)
         "micro_batches": report.micro_batches,
         "tokens": report.tokens,
     }
+
+
+def long_step(mesh, directory: Path, length: int, samples: int, dtype: str) -> dict[str, float]:
+    """The first update's loss and gradient norm on sequences of one length, steady step time, rate, peak memory."""
+    # A context-parallel rank holds its share of a micro-batch, which is one whole sequence.
+    model = build(mesh, directory, dtype, length, recompute="full")
+    mine = random_batch(samples, length, model.spec.vocab, spread=0.0)
+    mine = mine.select(shard_of_replica(mesh.ranks, range(samples)))
+    runs = [timed(mesh, lambda: model.train_step(mine, OBJECTIVE.loss)) for _ in range(3)]
+    (_, first), seconds = runs[0], min(one for one, _ in runs[1:])
+    flops = training_flops(model.spec, first.tokens, first.tokens / first.sequences)
+    return {
+        "loss": first.loss,
+        "grad_norm": first.grad_norm,
+        "seconds": round(seconds, 3),
+        "first_seconds": round(runs[0][0], 3),
+        "tflops_per_gpu": round(flops / seconds / mesh.layout.world_size / 1e12, 1),
+        "peak_gib": round(peak_gib(mesh), 2),
+        "micro_batches": first.micro_batches,
+    }
+
+
+def memory_of_device(mesh) -> float:
+    """GiB that the device has; no limit on a CPU."""
+    return torch.cuda.mem_get_info()[1] / 2**30 if is_large(mesh) else float("inf")
 
 
 def gemm(mesh) -> float:
@@ -88,7 +117,7 @@ def row(mesh, directory: Path, tokens: int, samples: int, length: int, recompute
         return {"not measured": "flash-attn-4 is not installed"}
     model = build(mesh, directory, "bfloat16", tokens, recompute=recompute)
     mine = random_batch(samples, length, model.spec.vocab, spread=0.0)
-    mine = mine.select(mesh.ranks.shard_of_replica(range(samples)))
+    mine = mine.select(shard_of_replica(mesh.ranks, range(samples)))
 
     def step() -> Any:
         return model.train_step(mine, OBJECTIVE.loss)
@@ -121,6 +150,7 @@ def waits_of(mesh, directory: Path, tokens: int, samples: int, length: int) -> d
 
     model = build(mesh, directory, "bfloat16", tokens)
     mine = random_batch(samples, length, model.spec.vocab, spread=0.0)
+    mine = mine.select(shard_of_replica(mesh.ranks, range(samples)))
     for _ in range(3):
         timed(mesh, lambda: model.train_step(mine, OBJECTIVE.loss))
     if not is_large(mesh):
@@ -281,13 +311,14 @@ def offload(mesh, directory: Path) -> dict[str, Any]:
 # --- parts -----------------------------------------------------------------------------------------------------------
 
 
-def estimate(directory: Path, layout: str, tokens: int, length: int, **options: Any):
-    policy = Sharded(load_spec(directory), ParallelLayout.parse(layout), tokens_per_micro_batch=tokens)
+def estimate(directory: Path, layout: str, tokens: int, length: int, recompute: str = "none", **options: Any):
+    parsed = ParallelLayout.parse(layout)
+    policy = Sharded(load_spec(directory), parsed, recompute=recompute, tokens_per_micro_batch=tokens)
     return estimate_memory(policy, dtype="bfloat16", engine_sequences=0, max_sequence_tokens=2 * length, **options)
 
 
 def steps(part: Part, directory: Path, layouts: list[str], tokens: int, samples: int, length: int) -> None:
-    """The training step on each layout, beside what `plan` says about its memory."""
+    """The training step on each layout, next to what `plan` says about its memory."""
     for layout in layouts:
         found = part.measure(layout, layout, training_step, directory, tokens, samples, length)
         if found is not None:
@@ -310,7 +341,7 @@ def hugging_face(part: Part) -> None:
 
 
 def rows(part: Part) -> None:
-    """Qwen3-1.7B's shape on one GPU: sequences of one length, with and without recomputation, beside transformers."""
+    """Qwen3-1.7B's shape on one GPU: sequences of one length, with and without recomputation, next to transformers."""
     directory = part.model("qwen3_1.7b")
     rate = part.measure("product", "d1", gemm)
     part.say("product of bfloat16 matrices of 8192 x 8192, TFLOP/s", round(rate or 0))
@@ -355,15 +386,52 @@ def rows_of_four(part: Part) -> None:
 
 
 def experts_model(part: Part) -> None:
-    """Qwen3-30B-A3B with 8 of its 48 layers: the training step on layouts of four GPUs."""
-    if part.large and part.gpus < 4:
-        return part.say("Qwen3-30B-A3B with 8 layers", "needs 4 GPUs")
+    """Qwen3-30B-A3B with 8 of its 48 layers: the training step on two and four GPUs, with the rate of a product."""
     directory = part.model("qwen3_30b_a3b")
+    rate = part.measure("product", "d1", gemm)
+    part.say("product of bfloat16 matrices, TFLOP/s", round(rate or 0))
     tokens, samples, length = (16384, 64, 2048) if part.large else (64, 8, 24)
+    for layout in ("d2e2", "d4e4"):
+        what = f"{samples} x {length}, {layout}, by kernels"
+        found = part.measure(what, layout, row, directory, tokens, samples, length, "none", "flash-attn-4")
+        if found is not None:
+            share = found.get("tflops_per_gpu", 0) / (rate or 1)
+            part.say(what, {**found, "of_the_product": round(share, 2)})
+    waiting = part.measure("waits on d2e2", "d2e2", waits_of, directory, tokens, samples, length)
+    for what, value in (waiting or {}).items():
+        part.say(f"d2e2, {what}", value)
     steps(part, directory, EXPERTS, tokens, samples, length)
-    one = estimate(directory, "megatron:d1", tokens, length)
-    part.say("one GPU would need", f"{one.total / 2**30:.0f} GiB: {one.describe()}")
-    return None
+    for line in estimate(directory, "megatron:d1", tokens, length).table():
+        part.say("one GPU would need", line)
+
+
+def long(part: Part) -> None:
+    """Qwen3-1.7B's shape, one update at 32k and at 128k tokens a sequence: c2 with full recomputation, next to c1."""
+    directory = part.model("qwen3_1.7b")
+    memory = part.measure("memory", "d1", memory_of_device)
+    # The CPU's products are in bfloat16 only where it has such instructions, and its losses are compared more closely.
+    sizes, dtype, bound = (
+        (((32768, 4), (131072, 1)), "bfloat16", ROUNDED) if part.large else (((256, 2), (1024, 1)), "float32", 1e-5)
+    )
+    for length, samples in sizes:
+        found: dict[str, dict[str, float] | None] = {}
+        for layout in ("c2", "d1"):
+            what = f"{samples} x {length}, {'c1' if layout == 'd1' else layout}"
+            guess = estimate(directory, f"megatron:{layout}", length, length, "full").total / 2**30
+            if guess > 0.95 * (memory or 0):
+                part.say(what, f"not measured: it needs {guess:.0f} GiB, and the device has {memory or 0:.0f}")
+                continue
+            found[layout] = part.measure(what, layout, long_step, directory, length, samples, dtype)
+            if found[layout] is not None:
+                part.say(what, {**found[layout], "estimated_gib": round(guess, 2)})
+                near = abs(found[layout]["peak_gib"] / guess - 1) < 0.15
+                if part.large:
+                    part.claim(f"{what}: memory is as estimated", near, round(guess, 2))
+        cut, whole = found.get("c2"), found.get("d1")
+        if cut is not None and whole is not None:
+            apart = {name: abs(cut[name] / whole[name] - 1) for name in ("loss", "grad_norm")}
+            what = f"{samples} x {length}: c2 computes the update of c1, relative differences"
+            part.claim(what, max(apart.values()) < bound, apart)
 
 
 def critic(part: Part) -> None:
@@ -438,7 +506,7 @@ def deterministic(part: Part) -> None:
 
 PARTS: dict[str, Callable[[Part], None]] = {
     "rows": rows, "rows-four": rows_of_four, "waits": waits,
-    "dense": dense, "transformers": hugging_face, "experts-model": experts_model, "critic": critic,
+    "dense": dense, "transformers": hugging_face, "experts-model": experts_model, "long": long, "critic": critic,
     "experts": experts, "shared-prefix": shared_prefix, "offload": leaving, "deterministic": deterministic,
 }  # fmt: skip
 

@@ -26,6 +26,11 @@ STAGES = ("rollout", "weight_sync", "logprobs", "train")
 NOT_MEASURED = "not measured"
 ON_CPU = ("words-sft-cpu", "words-grpo-cpu")
 """Recipes as `make real` runs them, with numbers below 10."""
+GOALS = {
+    "words": ("from below 0.2 to above 0.7", lambda before, after: before < 0.2 and after > 0.7),
+    "gsm8k": ("to at least 1.5 times that of the warm start", lambda before, after: after >= 1.5 * before > 0),
+}
+"""Task -> (what GRPO is to make of the sampled accuracy, whether it has)."""
 HEADS = (
     "seed",
     "steps",
@@ -58,7 +63,8 @@ HEAD = """
 
     *Greedy* is the share of test problems that greedy decoding solves, *sampled* that of four samples for each problem at
     temperature 1 (mean@4), both with standard errors over the problems. *Before* is the warm start. *Reward* is the mean
-    reward of the samples in the first and in the last ten steps of training. Rows of `make real` are runs on a CPU with
+    reward of the samples in the first and in the last ten steps of training. Steps *30 of 400* mean that the run was stopped
+    there, before its last step and before the accuracy that its recipe stops at. Rows of `make real` are runs on a CPU with
     numbers below 10, evaluated on 50 problems.
 """
 BESIDE = """
@@ -82,7 +88,7 @@ def results(generated: str, found: list[Curve] | None = None) -> str:
     found = curves() if found is None else found
     parts = [inspect.cleandoc(HEAD).format(generated=generated)]
     for task, shown in TASKS.items():
-        parts += [f"## {shown[0].upper()}{shown[1:]}", _task(task, found)]
+        parts += [f"## {shown[0].upper()}{shown[1:]}", _goal(task, found), _task(task, found)]
         if _series(task, found):
             parts.append(f"![Share of correct samples over the steps]({picture(task).name})")
     parts += ["## What was tried", TRIED + _tried(found), inspect.cleandoc(BESIDE), _beside(found)]
@@ -121,9 +127,52 @@ def _sentence(found: list[Curve]) -> str:
         last = [_sampled(_after(curve))[0] for curve in whole]
         first = [_sampled(row)[0] for curve in whole if (row := _before(curve, found))]
         between = f"{_span(first)} to {_span(last)} with {_seeds(len(last))}" if first and last else NOT_MEASURED
+        if cut := [_steps(curve) for curve in whole if _is_cut(curve)]:
+            between += f", stopped after {' and '.join(dict.fromkeys(cut))} steps"
         parts.append(f"{shown}: {between}")
     text = "GRPO of SmolLM2-135M-Instruct, a published model of 135M parameters, on one GPU; share of correct samples: "
     return textwrap.fill(f"{text}{'; '.join(parts)} ([results](docs/results.md)).", 120)
+
+
+def _goal(task: str, found: list[Curve]) -> str:
+    """Return what GRPO is to reach on a task, and what it has with each seed."""
+    goal, is_reached = GOALS[task]
+    parts = []
+    for curve in _of(found, f"{task}-grpo"):
+        after = _after(curve)
+        ends = [_sampled(row)[0] for row in (_before(curve, found) or after, after)]
+        verdict = "reached" if is_reached(*ends) else "not reached"
+        if _is_cut(curve):
+            verdict += f"{'' if is_reached(*ends) else ' yet'}: the run was stopped after {_steps(curve)} steps"
+        step = after.get("step", len(curve["rewards"]))
+        parts.append(f"{ends[0]:.3f} to {ends[1]:.3f} at step {step:.0f} with seed {curve['seed']} ({verdict})")
+    measured = f"Measured: {'; '.join(parts)}." if parts else "It is not measured."
+    return textwrap.fill(
+        f"The goal of GRPO is to bring the sampled accuracy {goal}. {measured}", 120, break_on_hyphens=False
+    )
+
+
+def _recipe(curve: Curve) -> RunConfig | None:
+    """Return the configuration of a recipe's run, without the device that it was run on; None for other scripts' runs."""
+    path = EXAMPLES / f"{curve['recipe'].removesuffix('-cpu')}.yaml"
+    return RunConfig.from_yaml(path, curve["changes"]) if path.exists() else None
+
+
+def _is_cut(curve: Curve) -> bool:
+    """Return whether a run was stopped before its last step and before the metrics that its recipe stops at.
+
+    The steps of whole epochs depend on the data, which are not in the repository."""
+    recipe = _recipe(curve)
+    if recipe is None or recipe.trainer.steps is None or len(curve["rewards"]) >= recipe.trainer.steps:
+        return False
+    goal, last = recipe.trainer.stop_at, curve["evaluations"][-1]
+    return not goal or any(last[name.rpartition("/")[2]] < least for name, least in goal.items())
+
+
+def _steps(curve: Curve) -> str:
+    """Return the number of steps, with that of the recipe if the run was stopped before."""
+    recipe, count = _recipe(curve), len(curve["rewards"])
+    return f"{count} of {recipe.trainer.steps}" if recipe is not None and _is_cut(curve) else f"{count}"
 
 
 def _seeds(count: int) -> str:
@@ -154,12 +203,8 @@ def _before(curve: Curve, found: list[Curve]) -> dict[str, float] | None:
 
 def _part(curve: Curve) -> int | None:
     """Return the number of test problems of a run that has not evaluated all of them; None if it has."""
-    path = EXAMPLES / f"{curve['recipe'].removesuffix('-cpu')}.yaml"
-    if curve["whole"] or not path.exists():
-        return None
-    changes = dict(change.split("=", 1) for change in curve["changes"])
-    given = changes.get("eval.max_prompts", RunConfig.from_yaml(path).eval.max_prompts)
-    return None if given in (None, "null") else int(given)
+    recipe = _recipe(curve)
+    return None if curve["whole"] or recipe is None else recipe.eval.max_prompts
 
 
 def _after(curve: Curve) -> dict[str, float]:
@@ -223,7 +268,7 @@ def _cells(curve: Curve, found: list[Curve]) -> list[str]:
         shares = [f"{share} (of {part})" if share else "" for share in shares]
     seconds = max([row["seconds"] for row in curve["evaluations"]] + [row[1] for row in curve["rewards"]])
     return [
-        f"{curve['seed']}", f"{len(rewards)}", f"{seconds / 60:.1f}", f"{_median(curve):.2f}", *shares,
+        f"{curve['seed']}", _steps(curve), f"{seconds / 60:.1f}", f"{_median(curve):.2f}", *shares,
         " to ".join(f"{end:.3f}" for end in ends), f"{curve['peak_gib']:.1f}", _source(curve),
     ]  # fmt: skip
 

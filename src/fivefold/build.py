@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -20,6 +21,7 @@ from fivefold.build_engine import as_engines_know, build_engine, start_judges
 from fivefold.checkpoint.checkpoints import RunState
 from fivefold.checkpoint.fingerprint import Fingerprint
 from fivefold.config import RunConfig, dump_yaml
+from fivefold.config.environment import REWARD
 from fivefold.config.learners import PolicyConfig
 from fivefold.config.mixture import counts, domains_of
 from fivefold.config.models_read import models_read
@@ -44,27 +46,32 @@ from fivefold.hub import commit_of, model_snapshot
 from fivefold.interfaces import Engine, FrozenModel, Model, RolloutSource
 from fivefold.keys.identity import with_absolute_paths
 from fivefold.megatron.model import WithoutAdapters
-from fivefold.models.end_tokens import EndTokens
+from fivefold.models.end_tokens import EndTokens, pad_token
 from fivefold.models.families import load_spec
 from fivefold.models.overrides import overridden
 from fivefold.models.spec import ModelSpec
 from fivefold.models.torch_dist import find_torch_dist
 from fivefold.observability.run_logger import RunLogger
+from fivefold.observability.start_up import start_up
 from fivefold.observability.warnings import Facts, Warnings
 from fivefold.plan.data_files import unused_sources
 from fivefold.plan.memory import training_flops
+from fivefold.plan.processes import decide, with_processes
 from fivefold.plan.summary import describe
 from fivefold.reward.choose import choose_rewards, columns_read, forms_by_source
 from fivefold.reward.code.confine import layers
 from fivefold.reward.manager import Closing, RewardManager
 from fivefold.reward.pool import RewardPool
-from fivefold.reward.reward_model import ModelReward
+from fivefold.reward.reward_model import ModelReward, scored_part
 from fivefold.reward.rules import ground_truth_fault, runs_programs
+from fivefold.rollout.agents import Agents
 from fivefold.rollout.asynchronous import AsyncRollouts
 from fivefold.rollout.conversations import Conversations
+from fivefold.rollout.endpoint import Endpoint
 from fivefold.rollout.generation import Generator
 from fivefold.rollout.logprob_steps import LogprobSteps
 from fivefold.rollout.packing import pack
+from fivefold.rollout.sessions import Dialogs
 from fivefold.rollout.sources import DatasetRollouts, DynamicSampling, EngineRollouts, ExpertRollouts, PromptQueue
 from fivefold.rollout.staleness import Admission
 from fivefold.rollout.stats import BatchPlan, Informative, gather_stats, nothing_skipped
@@ -98,7 +105,7 @@ def fetch_models(config: RunConfig, ranks: Ranks, commits: Mapping[str, str]) ->
         if Path(name).is_dir():
             directories[name] = Path(name)
             continue
-        commit = call_once(ranks, partial(_newest_commit, name, wanted, commits.get(name)))
+        commit = call_once(ranks, partial(_latest_commit, name, wanted, commits.get(name)))
         directories[name] = Path(call_once_a_machine(ranks, partial(_snapshot, name, wanted, commit)))
         if config.model.overrides and name == config.model.described_by(config.model.path):
             directories[name] = overridden(directories[name], config.model.overrides)
@@ -109,7 +116,7 @@ def _snapshot(name: str, wanted: Sequence[str], commit: str) -> str:
     return str(model_snapshot(name, wanted, commit))
 
 
-def _newest_commit(name: str, wanted: Sequence[str], commit: str | None) -> str:
+def _latest_commit(name: str, wanted: Sequence[str], commit: str | None) -> str:
     return commit_of(model_snapshot(name, wanted, commit))
 
 
@@ -148,15 +155,30 @@ def build_run(
     directory = directories[config.model.described_by(config.model.path)]
     spec = load_spec(directory)
     spec.check_layout(ranks.layout, config.policy.megatron.pipeline_split)
+    processes = ""
+    if config.engine.processes == "auto":
+        count, processes = ranks.broadcast_from_main(decide(config, spec) if ranks.is_main else None)
+        config = with_processes(config, count)
     known = as_engines_know(directory)
     check_config(known)
     tokenizer_directory = directories[config.model.tokenizer_path]
     tokenizer = load_tokenizer(str(tokenizer_directory), config.model.trust_remote_code)
     local = replace(config, data=with_files(config.data, data_files))
-    conversations = environments = None
+    conversations = environments = endpoint = None
     if config.environment.is_active:
         environments = EnvironmentPool(config.environment)
         conversations, local = build_conversations(local, tokenizer, directory, environments)
+        if config.environment.agent is not None:
+            endpoint = build_endpoint(config, conversations.dialog)
+            named = (config.reward.functions, *config.reward.by_source.values())
+            conversations = Agents(
+                config.environment,
+                conversations.dialog,
+                environments,
+                config.max_sequence_tokens,
+                endpoint,
+                needs_reward=any(own.get(REWARD) for own in named),
+            )
     training, evaluation_set = build_data(local, tokenizer, tokenizer_directory, ranks)
     first_prompts = check_rewards(config, training, evaluation_set)
     loader = build_loader(config, training)
@@ -186,7 +208,7 @@ def build_run(
     validation = 0 if evaluation_set is None else len(evaluation_set.prompts)
     sizes = {"prompts": len(training.prompts), "dropped": training.dropped, "validation": validation}
     if not is_evaluation:
-        logger.log(describe(config, spec, steps=steps, **sizes), "normal")
+        logger.log(describe(config, spec, steps=steps, processes=processes, **sizes), "normal")
     judges: list[ServerProcess] = []
     reward, judge_files = config.reward, None
     if reward.judge_layout is not None and config.may_generate:
@@ -198,17 +220,20 @@ def build_run(
     if first_prompts:
         for key, reason in unused_sources(config.data, config.reward, {prompt.source for prompt in first_prompts}).items():
             logger.log(f"{key} has no effect: {reason}", "normal")
+    start_up.mark("data")
     models = build_models(config, directories, meshes, objective, {"run": steps, "data": of_data}, logger)
+    start_up.mark("models")
     engine = generator = reward_model = None
     generates = not config.algorithm.offline or (evaluation_set is not None and evaluation_set.generate)
     if generates and config.reward.model.path:
         reward_model = build_reward_model(config, directories, meshes)
-    servers: list[Closing] = [*judges, *([] if environments is None else [environments])]
+    servers: list[Closing] = [*judges, *(each for each in (endpoint, environments) if each is not None)]
     rewards = RewardManager(pool, ranks, reward_model, config.reward.max_failed, logger.log, servers)
     if generates:
         # An engine measures the free device memory when it starts.
         with models.on_device():
             engine = build_engine(config, known, tokenizer, ranks, device, logger.log)
+            start_up.mark("engine")
             if checkpoint is not None and (checkpoint / WORK).is_dir():
                 # The run resumes between two optimizer steps, which need the device first.
                 engine.sleep()
@@ -278,6 +303,16 @@ def build_conversations(
     return found, replace(config, data=replace(data, chat_template_kwargs=named))
 
 
+def build_endpoint(config: RunConfig, dialog: Dialog) -> Endpoint:
+    """Return the endpoint for the agents of this rank, which listens."""
+    environment = config.environment
+    endpoint = Endpoint(
+        Dialogs(dialog), environment.endpoint, config.model.path, environment.max_turns, config.max_sequence_tokens
+    )
+    endpoint.start(int(os.environ.get("LOCAL_RANK", "0")))
+    return endpoint
+
+
 def facts_of(config: RunConfig, sources: Collection[str]) -> Facts:
     """Return what the warnings of a run say about its configuration; `sources` are those of the scored prompts."""
     return Facts(
@@ -316,7 +351,7 @@ def sample_probe(
     some = range(min(max(count, engine.replica.count), len(training.prompts)))
     sampling = replace(sampling, max_tokens=max(sampling.min_tokens, min(longest, sampling.max_tokens)))
     models.sync(engine)
-    with models.on_device(), sleeping_after(engine):
+    with models.away(), sleeping_after(engine):
         prompts = [training.prompts[place] for place in some]
         groups = generator.sample(prompts, 1, sampling, (config.trainer.seed ^ PROBE_STREAM, 0), is_scored=False)
     whole = replace(plan, updates_per_step=1, samples_per_comparison=1, skipped=nothing_skipped)
@@ -619,8 +654,10 @@ def build_reward_model(config: RunConfig, directories: Mapping[str, Path], meshe
     if model is not None and model.value_head_is_new:
         raise UserError(f"reward.model.path: {path} has no value head (score.weight): it is not a sequence classifier")
 
+    pad = pad_token(directory / "config.json")
+
     def encode(prompt: Prompt, sample: Sample) -> list[int]:
-        return encode_conversation(prompt.messages, sample.text, tokenizer)
+        return scored_part(encode_conversation(prompt.messages, sample.text, tokenizer), pad)
 
     scorer = on_replicas_of(meshes.ranks, model, ranks)
     return ModelReward(scorer, meshes.ranks, encode, config.reward.model.weight, load_spec(directory).max_positions)
@@ -641,7 +678,7 @@ def _prompts(
     reading = Reading(
         data.max_prompt_tokens,
         data.overlong_prompts,
-        replace(Columns.of(data), carried=None if config.environment.class_ else columns_read(config.reward)),
+        replace(Columns.of(data), carried=None if config.environment.reads_rows else columns_read(config.reward)),
         learns_from or config.algorithm.method.learns_from,
         need_responses,
         data.max_response_tokens,

@@ -140,7 +140,7 @@ def _parser() -> argparse.ArgumentParser:
     flags.report(
         command("report", _report, "write RUN/report.html, or serve it: curves, stage times, samples of one run or several")
     )
-    flags.watch(command("watch", _watch, "show runs in the terminal as they go on: curves, stage times, samples"))
+    flags.watch(command("watch", _watch, "show runs in the terminal, live: curves, stage times, samples"))
     flags.track(command("track", _track, "send a run that has ended to trackers, as far as they have not got it"))
     added = command("data", _data, "write a data set as train and test parquet")
     added.add_argument("name", choices=["gsm8k", "math", "deepscaler", "arithmetic"])
@@ -240,9 +240,12 @@ def _convert(options: argparse.Namespace) -> int:
 def _train(options: argparse.Namespace) -> int:
     from fivefold.launch import environment
     from fivefold.launch.start import start
+    from fivefold.observability.start_up import VARIABLE, created_at
 
     if environment.launched_externally():
         environment.complete()
+    else:
+        os.environ[VARIABLE] = str(created_at())
     first = os.environ.get("RANK", "0") == "0"
     config = _configure(options, quiet=not first)
     is_quiet = not first or config.trainer.verbosity == "quiet"

@@ -126,11 +126,11 @@ _UMASK = "FIVEFOLD_USERS_UMASK"
 
 
 @contextmanager
-def with_umask(text: str) -> Iterator[None]:
-    """Remove these permissions from new files within this block: three octal digits."""
+def with_umask(text: str) -> Iterator[int]:
+    """Remove these permissions from new files within this block: three octal digits; gives the umask from before."""
     before = os.umask(int(text, 8))
     try:
-        yield
+        yield before
     finally:
         os.umask(before)
 
@@ -142,6 +142,19 @@ def use_umask(text: str) -> None:
 
 
 @contextmanager
+def run_umask(text: str) -> Iterator[None]:
+    """`use_umask` within this block only, so that a program that trains keeps its own permissions afterwards."""
+    users = os.environ.get(_UMASK)
+    with with_umask(text) as before:
+        os.environ.setdefault(_UMASK, f"{before:o}")
+        try:
+            yield
+        finally:
+            if users is None:
+                del os.environ[_UMASK]
+
+
+@contextmanager
 def users_umask() -> Iterator[None]:
     """Within this block, new files have the user's usual permissions, because caches are shared."""
     if (users := os.environ.get(_UMASK)) is None:
@@ -149,6 +162,11 @@ def users_umask() -> Iterator[None]:
         return
     with with_umask(users):
         yield
+
+
+def user_cache(name: str) -> Path:
+    """Return our directory of this name in the user's cache; it may not exist yet."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fivefold" / name
 
 
 def _holds_at_most(path: Path, most: int) -> bool:

@@ -32,6 +32,10 @@ class FrozenModel(Protocol):
         """
         ...
 
+    def prepare_offload(self) -> None:
+        """Allocate the memory for the next `offload` in the background."""
+        ...
+
     def onload(self) -> None:
         """Reload everything that `offload` moved."""
         ...
@@ -85,6 +89,20 @@ class Load:
     """Number of requests in flight, integrated over the period."""
     curve: list[tuple[float, int]]
     """Pairs of a time (time.time) and the number of requests in flight from then on."""
+
+
+@dataclass(frozen=True)
+class Pressure:
+    """How close servers are to their limits, as one of them or all together report it."""
+
+    kv_used: float
+    """Largest share of its cache that a server uses."""
+    queued: int
+    """Number of requests that servers have and do not sample yet."""
+    prefix_tokens: float = 0.0
+    """Number of prompt tokens that servers have looked up in their caches since their start."""
+    prefix_hits: float = 0.0
+    """Number of those that they found there."""
 
 
 @dataclass(frozen=True)
@@ -188,9 +206,17 @@ class Stream(Protocol):
         """Cancel these requests: they get no completion."""
         ...
 
+    def wake(self) -> None:
+        """Let an `arrived` that waits return; may be called by any thread."""
+        ...
+
     def load(self) -> Load | None:
         """Return the engine's load with this rank's requests since the previous call; None if it does not sample in the
         background."""
+        ...
+
+    def pressure(self) -> Pressure | None:
+        """Return how close the engine's servers are to their limits; None if they do not say."""
         ...
 
 

@@ -109,6 +109,8 @@ class Turn:
     """`Completion.finish_reason` of the turn's request."""
     seconds: float = 0.0
     """Time from the request to its completion."""
+    given: float = 0.0
+    """What the environment gave for the turn; scoring sets `reward` to this times the weight of the reward `environment`."""
 
 
 @dataclass
@@ -155,6 +157,8 @@ class Sample:
     break_cause: str | None = None
     """Why this sequence begins instead of the one before being extended, a row of BREAKS; None for the first of a
     trajectory."""
+    environment_rewards: dict[str, float] = field(default_factory=dict)
+    """Parts of the reward `environment`, by the names that an agent gave them."""
 
     @property
     def finished(self) -> bool:
@@ -392,6 +396,11 @@ class Request:
     sampling: Sampling
     seed: int
     """Key of the random draws, a signed 64-bit number: the same key and weights give the same response."""
+    trajectory: int | None = None
+    """Number of the trajectory whose turn this is; servers keep what they computed for the turns before. None: a response of
+    one turn."""
+    turn: int = 0
+    """Number of turns before this one."""
 
 
 @dataclass(frozen=True)

@@ -66,6 +66,16 @@ def test_a_file_may_have_an_equals_sign_in_its_name(tmp_path, capsys):
     assert said(capsys, "check", str(path)) == ["unknown key 'trainer.stps': did you mean 'trainer.steps'?"]
 
 
+@pytest.mark.parametrize(("option", "level"), [([], "debug"), (["--verbosity", "quiet"], "quiet")])
+def test_verbosity_on_the_command_line_replaces_the_configurations(tmp_path, monkeypatch, option, level):
+    started: list[RunConfig] = []
+    monkeypatch.setattr("fivefold.cli._show_check", lambda config, quiet: Findings())
+    monkeypatch.setattr("fivefold.launch.start.start", lambda config, *others: started.append(config) or 0)
+    keys = ["model.path=m", "data.train=a.jsonl", "trainer.verbosity=debug", f"trainer.run_dir={tmp_path / 'run'}"]
+    assert cli.main(["train", *option, *keys]) == 0
+    assert [config.trainer.verbosity for config in started] == [level]
+
+
 def test_ranks_read_the_run_that_the_command_line_describes(tmp_path, monkeypatch):
     """The same keys in a file describe the same run."""
     started = []

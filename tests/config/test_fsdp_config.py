@@ -36,7 +36,7 @@ def test_what_fsdp_lacks_is_refused_with_a_sentence(words, says):
     assert says in str(error.value)
 
 
-def test_options_of_fsdp_beside_megatron_alone_are_reported():
+def test_options_of_fsdp_next_to_megatron_alone_are_reported():
     config = RunConfig.from_overrides([*RUN, "policy.backend=megatron:d2", "policy.fsdp.keep_gathered=true"])
     assert ("policy.fsdp.keep_gathered", "no model has an fsdp: layout") in validate(config).ignored
 

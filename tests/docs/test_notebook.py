@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 import sys
 from pathlib import Path
 
 import pytest
 
 NOTEBOOK = Path(__file__).resolve().parents[2] / "examples/quickstart.ipynb"
+
+
+def cpu_seconds() -> float:
+    """CPU time of all processes that this one has started and that have ended, with theirs."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def test_the_notebook_is_kept_without_outputs():
@@ -27,7 +34,11 @@ def test_the_notebook_trains_and_shows_its_curve(tmp_path, monkeypatch):
     # Within pytest, ipykernel does not show what processes of a cell print.
     monkeypatch.delenv("PYTEST_CURRENT_TEST")
     notebook = nbformat.read(NOTEBOOK, 4)
+    before = cpu_seconds()
     nbclient.NotebookClient(notebook, timeout=900, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    # Seconds of all its processes, which a busy machine hardly changes: a reader with one core waits as long.
+    spent = cpu_seconds() - before
+    assert 10 < spent < 300
     outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
     text = "".join(output.get("text", "") for output in outputs)
     assert "\x1b" not in text and "step 60 | reward" in text

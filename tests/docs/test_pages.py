@@ -93,6 +93,7 @@ DATA_ROWS = {
     "RL without a ground truth": (1, [""]),
     "RL from several sources": (2, ["42", '{"inputs": [""], "outputs": ["42"]}']),
     "RL with further columns": (1, [""]),
+    "Environments and tools": (2, ["", "42"]),
     "SFT": (4, []),
     "DPO": (2, []),
     "Chat template, system prompt, thinking models": (1, ["42"]),
@@ -101,6 +102,12 @@ DATA_ROWS = {
 TEMPLATE = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
 )
+TURNS = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>{{ {'name': "
+    "c.function.name, 'arguments': c.function.arguments} | tojson }}</tool_call>{% endfor %}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+"""A template with ends of turns and calls, as environments and tools need it."""
 
 
 @pytest.fixture(scope="module")
@@ -125,6 +132,9 @@ def test_every_row_of_the_data_page_is_read_with_the_keys_next_to_it(tmp_path, m
     monkeypatch.chdir(tmp_path)
     [code] = [text for text in blocks(DOCS / "rewards.md", "python") if "def concise" in text]
     Path("rewards.py").write_text(code)
+    for file, name in (("envs.py", "class Guess"), ("tools.py", "def multiply")):
+        [code] = [text for text in blocks(DOCS / "environments.md", "python") if name in text]
+        Path(file).write_text(code)
     found = sections(DOCS / "data.md")[title]
     count, truths = DATA_ROWS[title]
     prompts: list[Prompt] = []
@@ -135,6 +145,8 @@ def test_every_row_of_the_data_page_is_read_with_the_keys_next_to_it(tmp_path, m
         tree = yaml.safe_load(following) if next_kind == "yaml" else {}
         tree = tree | {"model": {"path": str(bytes_model)}, "trainer": {"device": "cpu"}}
         tree["data"] = {**tree.get("data", {}), "train": ["rows.jsonl"], "prompts_per_step": 1}
+        if "environment" in tree:
+            tree["data"]["chat_template"] = TURNS
         config = RunConfig.of(tree)
         findings = check(config)
         assert findings.errors == [] and not any("do not ask" in note for note in findings.notes), findings

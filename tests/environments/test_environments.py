@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import http.server
 import os
 import signal
+import socketserver
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -51,6 +54,33 @@ class Game:
     async def close(self):
         if "/" in self.task:
             open(self.task, "a").write("closed")
+
+
+class Kept:
+    replayable = True
+
+    def reset(self, task, seed):
+        self.seen = [task]
+        return "start"
+
+    def step(self, message):
+        self.seen.append(message["content"])
+        return {"messages": " ".join(self.seen), "done": message["content"] == "end"}
+
+    def state(self):
+        if "odd" in self.seen:
+            return {"seen": float("nan")}
+        return {"seen": self.seen}
+
+    def restore(self, state):
+        self.seen = [*state["seen"]]
+
+    def score(self):
+        return len(self.seen)
+
+
+class Half(Kept):
+    restore = None
 
 
 class Plain:
@@ -127,9 +157,9 @@ def test_a_step_gives_messages_reward_done_and_state(pool_of):
         ("hang", "step took longer than 1 s"),
         ("block", "step took longer than 1 s"),
         ("die", "ended by SIGKILL"),
-        ("nan", "the reward of a step is a finite number: got nan"),
-        ("text", "the reward of a step is a finite number: got 'much'"),
-        ("nothing", "a step without messages must be done"),
+        ("nan", "^the reward of a step is a finite number: got nan$"),
+        ("text", "^the reward of a step is a finite number: got 'much'$"),
+        ("nothing", "^a step without messages must be done"),
         ("memory", "MemoryError"),
     ],
 )
@@ -165,14 +195,83 @@ def test_per_worker_bounds_the_environments_of_a_process(pool_of):
     assert sorted(pids.count(pid) for pid in set(pids)) == [1, 2, 2]
 
 
+def test_resets_that_come_together_share_processes_as_per_worker_says(pool_of):
+    pool = pool_of(per_worker=2)
+    pool.start()
+    places = [future.result()[0] for future in [pool.reset("x", 0) for _ in range(8)]]
+    pids = [say(pool, place, "pid").result()["messages"] for place in places]
+    assert sorted(pids.count(pid) for pid in set(pids)) == [2, 2, 2, 2]
+
+
+def test_processes_are_bounded_and_a_further_environment_waits_without_a_time_limit(pool_of):
+    pool = pool_of(per_worker=2, max_processes=2, reset_seconds=1.0)
+    pool.start()
+    assert pool.capacity == 4
+    asked = [pool.reset("x", 0) for _ in range(6)]
+    places = [future.result(timeout=20)[0] for future in asked[:4]]
+    time.sleep(1.5)
+    assert not asked[4].done() and not asked[5].done()
+    dead = say(pool, places[0], "die")
+    with pytest.raises(EnvironmentFailure):
+        dead.result(timeout=20)
+    for place in (*places, places[1]):
+        pool.leave(place)
+    later = [future.result(timeout=20)[0] for future in asked[4:]]
+    pids = {say(pool, place, "pid").result()["messages"] for place in later}
+    assert len(pids) <= 2
+    # Leaving twice gives one place back, not two.
+    more = [pool.reset("x", 0) for _ in range(3)]
+    assert all(future.result(timeout=20) for future in more[:2])
+    time.sleep(0.5)
+    assert not more[2].done()
+
+
+def test_a_state_continues_in_another_process(pool_of, code):
+    pool = pool_of(class_=f"{code}:Kept", per_worker=1)
+    pool.start()
+    assert pool.is_replayable and pool.has_score
+    place, _ = pool.reset("task", 0).result()
+    assert say(pool, place, "one").result()["messages"] == "task one"
+    state = pool.state(place).result()
+    assert state == {"seen": ["task", "one"]}
+    other, first = pool.reset("task", 0, state).result()
+    assert first == "start" and say(pool, other, "two").result()["messages"] == "task one two"
+    assert say(pool, place, "three").result()["messages"] == "task one three"
+    with pytest.raises(EnvironmentFailure, match=r"^the state of an environment must restore: KeyError: 'seen'$"):
+        pool.reset("task", 0, {}).result()
+    say(pool, other, "odd").result()
+    with pytest.raises(EnvironmentFailure, match="JSON"):
+        pool.state(other).result()
+
+
+def test_a_score_is_that_of_the_whole_trajectory_whatever_its_end(pool_of, code):
+    pool = pool_of(class_=f"{code}:Kept")
+    pool.start()
+    place, _ = pool.reset("task", 0).result()
+    assert say(pool, place, "one").result()["reward"] == 0.0
+    assert pool.score(place).result() == 2.0
+    assert say(pool, place, "end").result()["reward"] == 3.0
+
+
+def test_an_environment_without_state_says_so_and_plain_tools_have_none_to_keep(pool_of):
+    own, tools = pool_of(), pool_of(tools=["add"])
+    for pool in (own, tools):
+        pool.start()
+    place, _ = own.reset("x", 0).result()
+    assert own.state(place).result() is None and not own.is_replayable and not own.has_score
+    place, _ = tools.reset("x", 0).result()
+    assert tools.state(place).result() == {} and tools.is_replayable
+    assert tools.reset("x", 0, {}).result()[1] is None
+
+
 def test_plain_methods_do_not_hold_each_other_up(pool_of, code):
     pool = pool_of(class_=f"{code}:Plain")
     pool.start()
     places = [pool.reset("x", 0).result()[0] for _ in range(8)]
     begin = time.monotonic()
-    steps = [say(pool, place, "0.5") for place in places]
+    steps = [say(pool, place, "2") for place in places]
     assert all(step.result()["reward"] == 1 for step in steps)
-    assert time.monotonic() - begin < 3.0
+    assert time.monotonic() - begin < 12, "one after another they take 16 s"
 
 
 def test_a_reset_that_raises_is_a_failure_with_its_traceback(pool_of):
@@ -191,6 +290,17 @@ def test_close_is_called_at_the_end_of_a_trajectory(pool_of, tmp_path):
     while not (tmp_path / "mark").exists() and time.monotonic() < deadline:
         time.sleep(0.02)
     assert (tmp_path / "mark").read_text() == "closed"
+
+
+def test_environments_that_are_left_are_closed_at_the_end_of_a_run(pool_of, tmp_path):
+    pool = pool_of(per_worker=2)
+    pool.start()
+    for number in range(3):
+        pool.reset(str(tmp_path / f"mark{number}"), 0).result()
+    pool.reset("starting", 0)
+    pool.close()
+    assert [(tmp_path / f"mark{number}").read_text() for number in range(3)] == ["closed"] * 3
+    pool.close()
 
 
 def test_processes_get_no_secrets_of_the_trainer(pool_of, monkeypatch):
@@ -259,12 +369,157 @@ def test_tools_of_one_turn_run_together_and_each_has_its_own_fate(pool_of):
     assert raised.is_error and not raised.is_late and raised.text == "ValueError: no such values: [1.0]"
 
 
+def test_a_server_that_does_not_speak_mcp_is_refused(pool_of):
+    with socketserver.TCPServer(("127.0.0.1", 0), http.server.SimpleHTTPRequestHandler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        pool = pool_of(class_=None)
+        pool._config.tools.append(f"mcp+http://127.0.0.1:{server.server_address[1]}/")
+        with pytest.raises(UserError, match="must answer: HTTP status 501"):
+            pool.start()
+        server.shutdown()
+    pool = pool_of(class_=None)
+    pool._config.tools.append("""mcp:echo '{"id": 1, "result": {}}'""")
+    with pytest.raises(
+        UserError, match=r"must answer: what it sends is not MCP|the server has ended|ended with exit code 0"
+    ):
+        pool.start()
+
+
+def test_state_without_restore_is_refused(pool_of, code):
+    with pytest.raises(UserError, match="must have both methods state and restore, or neither"):
+        pool_of(class_=f"{code}:Half").start()
+
+
+VERL_FUNCTIONS = '''
+import asyncio
+
+from verl.tools.function_tool import function_tool
+from verl.tools.schemas import ToolResponse
+
+
+@function_tool
+def add(a: int, b: int) -> str:
+    """Add two numbers.
+
+    Args:
+        a: The first number.
+        b: The second number.
+
+    Returns:
+        The sum.
+    """
+    return str(a + b)
+
+
+@function_tool("web_search")
+async def search(query: str, pages: list[int]) -> tuple:
+    """Search the web.
+
+    Args:
+        query: What to look for.
+        pages: Which pages.
+
+    Returns:
+        What was found.
+    """
+    await asyncio.sleep(0)
+    return {"found": [query, *pages]}, 0.5, {"pages": len(pages)}
+
+
+@function_tool(schema={"type": "function", "function": {"name": "shout", "description": "Shout.", "parameters": {
+    "type": "object", "properties": {"text": {"type": "string", "description": "What."}}, "required": ["text"]}}})
+def shout(text):
+    return ToolResponse(text=text.upper())
+'''
+VERL_CLASSES = """
+from typing import Any
+
+from verl.tools.base_tool import BaseTool
+from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
+from verl.utils.rollout_trace import rollout_trace_op
+
+
+class Check(BaseTool):
+    def __init__(self, config: dict, tool_schema: OpenAIFunctionToolSchema):
+        super().__init__(config, tool_schema)
+        self.answers = {}
+
+    async def create(self, instance_id=None, **kwargs):
+        name, response = await super().create(instance_id)
+        self.answers[name] = kwargs["create_kwargs"]["ground_truth"]
+        return name, response
+
+    @rollout_trace_op
+    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs):
+        right = parameters["answer"] == self.answers[instance_id]
+        return ToolResponse(text=f"{self.config['says']}: {right}, {len(self.answers)}"), float(right), {}
+
+    async def release(self, instance_id: str, **kwargs):
+        del self.answers[instance_id]
+"""
+VERL_YAML = """
+tools:
+  - class_name: checking.Check
+    config: {type: native, says: it is}
+    tool_schema:
+      type: function
+      function:
+        name: check
+        description: Check an answer.
+        parameters:
+          type: object
+          properties: {answer: {type: string, description: The answer.}}
+          required: [answer]
+"""
+
+
+def test_a_file_of_functions_for_verl_runs_without_verl(pool_of, tmp_path):
+    (tmp_path / "functions.py").write_text(VERL_FUNCTIONS)
+    pool = pool_of(class_=None)
+    pool._config.tools.append(f"verl:{tmp_path}/functions.py")
+    schemas = pool.start()
+    assert [schema["function"]["name"] for schema in schemas] == ["add", "web_search", "shout"]
+    from transformers.utils import get_json_schema
+
+    names: dict = {}
+    code = VERL_FUNCTIONS.partition("\n\n\n@function_tool(schema")[0].replace("@function_tool", "@tool")
+    exec(code.replace("from verl", "# ").replace('@tool("web_search")', "").replace("@tool", ""), names)
+    for schema, function in zip(schemas, ("add", "search"), strict=False):
+        # As verl makes them.
+        theirs = get_json_schema(names[function])["function"]
+        assert schema["function"] == {
+            **{key: theirs[key] for key in ("description", "parameters")},
+            "name": schema["function"]["name"],
+        }
+    assert schemas[2]["function"]["parameters"]["properties"] == {"text": {"type": "string", "description": "What."}}
+    place, _ = pool.reset({}, 0).result()
+    calls = [("add", {"a": 2, "b": 3}), ("web_search", {"query": "ä", "pages": [1]}), ("shout", {"text": "hi"})]
+    assert [answer.text for answer in pool.call(place, calls, 20).result()] == ["5", '{"found": ["ä", 1]}', "HI"]
+
+
+def test_a_yaml_file_of_tools_for_verl_has_what_the_row_gives_each(pool_of, tmp_path, monkeypatch):
+    (tmp_path / "tools.yaml").write_text(VERL_YAML)
+    (tmp_path / "checking.py").write_text(VERL_CLASSES)
+    monkeypatch.chdir(tmp_path)
+    pool = pool_of(class_=None)
+    pool._config.tools.append(f"verl:{tmp_path}/tools.yaml")
+    (schema,) = pool.start()
+    assert schema["function"]["name"] == "check" and schema["function"]["parameters"]["required"] == ["answer"]
+    texts = {}
+    for truth in ("4", "5"):
+        row = {"extra_info": {"tools_kwargs": {"check": {"create_kwargs": {"ground_truth": truth}}}}}
+        texts[truth] = pool.reset(row, 0).result()[0]
+    found = [pool.call(place, [("check", {"answer": "4"})], 20).result()[0].text for place in texts.values()]
+    assert found == ["it is: True, 1", "it is: False, 1"]
+
+
 @pytest.mark.parametrize(
     ("settings", "error"),
     [
         ({"tools": ["bare"]}, "the tool bare needs an annotation for its argument a"),
         ({"tools": ["add", "add"]}, "two tools are called add"),
         ({"class_": "envs.py:None"}, "No such file"),
+        ({"python": "/bin/no-python"}, "environment.python must be a Python interpreter: /bin/no-python cannot be started"),
     ],
 )
 def test_what_cannot_be_loaded_ends_the_start_with_its_reason(pool_of, settings, error):

@@ -13,6 +13,7 @@ from fivefold.columns import Column
 from fivefold.config.learners import OffloadConfig, PolicyConfig
 from fivefold.types import LossOutput
 from tests.support.fsdp import policy_of
+from tests.support.shards import shard_of_replica
 from tests.support.tiny_models import load_tensors, make_classifier
 from tests.support.two_steps import LENGTHS, OBJECTIVE, assert_equal, difference, expected, run_step, whole_batch
 
@@ -28,11 +29,11 @@ def model_on(mesh, directory: Path, policy: PolicyConfig, **options):
 
 def one_update(model, mesh):
     batch = whole_batch()
-    return model.train_step(batch.select(mesh.ranks.shard_of_replica(range(len(LENGTHS)))), OBJECTIVE.loss)
+    return model.train_step(batch.select(shard_of_replica(mesh.ranks, range(len(LENGTHS)))), OBJECTIVE.loss)
 
 
 def saved_after_one_update(mesh, directory: Path, policy: PolicyConfig, path: Path):
-    """Reports and weights of a second update, behind a checkpoint."""
+    """Reports and weights of a second update, after a checkpoint."""
     model = model_on(mesh, directory, policy)
     one_update(model, mesh)
     if mesh.ranks.is_main:
@@ -72,7 +73,7 @@ def critic(mesh, directory: Path):
         from fivefold.megatron.model import MegatronModel
 
         model = MegatronModel(directory, policy_of("d2"), mesh, total_updates=4, value_head=True)
-    own = whole_batch().select(mesh.ranks.shard_of_replica(range(len(LENGTHS))))
+    own = whole_batch().select(shard_of_replica(mesh.ranks, range(len(LENGTHS))))
     values_T = model.forward(own)
     reports = [model.train_step(own, weighted_values) for _ in range(3)]
     return values_T, reports, {name: tensor.clone() for name, tensor in model.weights()}
@@ -112,7 +113,7 @@ def test_files_that_are_not_the_model_s_end_the_run_with_the_names(cluster, mode
 
 def two_samples(mesh, directory: Path):
     model = model_on(mesh, directory, policy_of("d4"))
-    own = whole_batch().select(mesh.ranks.shard_of_replica([0, 1]))
+    own = whole_batch().select(shard_of_replica(mesh.ranks, [0, 1]))
     reports = [model.train_step(own, OBJECTIVE.loss) for _ in range(2)]
     model.forward(own)
     return reports, {name: tensor.clone() for name, tensor in model.weights()}

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.commands import fivefold
+from tests.support.commands import Command, children_of, fivefold, gone, is_free, wait_for
 from tests.support.whole_runs import assert_same, metrics
 from tests.support.zygote import THREADS
 
@@ -76,10 +76,73 @@ def test_a_run_of_several_turns_is_the_same_on_two_ranks(guessing):
     assert sum(ends.values()) == pytest.approx(1) and set(ends) <= {"done", "length", "turns"}
 
 
+@pytest.fixture(scope="module")
+def wide(guessing) -> Path:
+    """A model for vLLM, whose attention on CPUs has no heads narrower than 32."""
+    done = fivefold("init-model", "qwen3", "--tokenizer", guessing / "guessing/tokenizer", "--hidden", 64, "--heads", 2,
+                    "--layers", 2, "--ffn", 128, "--out", guessing / "wide")  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return guessing / "wide"
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("mode", ["in_process", "server"])
+def test_vllm_samples_every_turn_as_the_trainer_computes_it(guessing, wide, mode):
+    engine = ["engine.backend=vllm:d1", f"engine.mode={mode}", "engine.vllm={kv_cache_memory_bytes: 67108864}"]
+    yaml = EXAMPLES / "guessing/grpo.yaml"
+    # With a reference model groups without variance are not left out of the comparison.
+    rows = run(guessing, mode, yaml, *paths(guessing), f"model.path={wide}", *SHORT, *engine, "algorithm.kl.coef=0.01")
+    assert [row["step"] for row in rows] == [0, 1, 2]
+    assert all(row["turns/mean"] > 1 and row["rollout/logprob_diff_max"] < 1e-4 for row in rows[1:])
+    assert rows[-1]["val/guess/mean@4"] >= 0
+
+
 def test_dynamic_sampling_and_other_methods_take_trajectories(guessing):
     rows = run(guessing, "dapo", EXAMPLES / "guessing/grpo.yaml", *paths(guessing), *SHORT, "algorithm.name=dapo")
     assert rows[-1]["dynamic_sampling/prompts"] >= 4
     assert rows[-1]["turns/mean"] > 1
+
+
+AHEAD = ["rollout.max_staleness=1", "trainer.steps=4", "trainer.save_every=1", "trainer.keep=9"]
+
+
+def of_content(rows: list[dict[str, float]]) -> list[dict[str, float]]:
+    """Metrics that say what was sampled, and not when."""
+    of_time = ("environment/", "turns/seconds", "async/trainer_wait", "async/complete", "engine/")
+    return [{name: value for name, value in row.items() if not name.startswith(of_time)} for row in rows]
+
+
+def test_trajectories_ahead_are_as_old_as_they_may_be_and_those_of_the_step_without(guessing):
+    alone = run(guessing, "alone-too", EXAMPLES / "guessing/grpo.yaml", *paths(guessing), *SHORT)
+    none = run(guessing, "none", EXAMPLES / "guessing/grpo.yaml", *paths(guessing), *SHORT, "rollout.max_staleness=0")
+    own = [{name: value for name, value in row.items() if not name.startswith("async/")} for row in of_content(none)]
+    assert_same(own, of_content(alone))
+    ahead = run(guessing, "ahead", EXAMPLES / "guessing/grpo.yaml", *paths(guessing), *SHORT, *AHEAD)
+    assert [row["async/staleness_max"] for row in ahead if "async/staleness_max" in row] == [0.0, 1.0, 1.0, 1.0]
+    assert all(row["turns/mean"] > 1 for row in ahead if "turns/mean" in row)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("step", [1, 2, 3])
+@pytest.mark.parametrize("layout", ["d1", "d2"])
+def test_a_killed_run_with_trajectories_ahead_resumes_as_if_undisturbed(guessing, step, layout):
+    """Killed after each of its checkpoints, and resumed on one rank or two."""
+    resumed_equals_whole(guessing, EXAMPLES / "guessing/grpo.yaml", paths(guessing), step, layout)
+
+
+def resumed_equals_whole(root: Path, yaml: Path, overrides: list[str], step: int, layout: str) -> None:
+    """Kill a run that samples ahead once it has a checkpoint of a step, and resume it on a layout."""
+    given, name = [*overrides, *SHORT, *AHEAD], f"{yaml.parent.name}-{step}-{layout}"
+    expected = run(root, f"whole-{name}", yaml, *given)
+    run_dir = root / f"runs/killed-{name}"
+    process = Command("train", yaml, *given, f"launch.threads={THREADS}", f"trainer.run_dir={run_dir}")
+    wait_for((run_dir / f"checkpoints/step-{step:06d}").exists, process)
+    everyone = children_of(process.pid)
+    process.kill()
+    process.wait()
+    wait_for(lambda: gone(everyone) and is_free(run_dir))
+    found = run(root, run_dir.name, yaml, *given, f"policy.backend=megatron:{layout}")
+    assert_same(of_content(found), of_content(expected))
 
 
 def test_a_run_that_fails_in_its_environment_ends_with_the_reason(guessing):
@@ -93,7 +156,7 @@ def test_a_run_that_fails_in_its_environment_ends_with_the_reason(guessing):
     assert "KeyError: 'lost'" in done.stdout + done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.learning
 def test_a_model_learns_the_guessing_game(guessing):
     rows = run(guessing, "learns", EXAMPLES / "guessing/grpo.yaml", *paths(guessing))
     right = [row["val/guess/mean@4"] for row in rows if "val/guess/mean@4" in row]
@@ -101,7 +164,29 @@ def test_a_model_learns_the_guessing_game(guessing):
     assert json.loads((guessing / "runs/learns/status.json").read_text())["state"] == "finished"
 
 
-@pytest.mark.slow
+@pytest.mark.learning
+def test_a_model_learns_to_walk_over_the_frozen_lake(tmp_path):
+    place = made(tmp_path, "frozenlake") / "frozenlake"
+    for command in (
+        ["train-tokenizer", "char", "--data", place / "data/train.jsonl", "--out", place / "words"],
+        ["init-model", "qwen3", "--tokenizer", place / "words", "--hidden", 64, "--layers", 2, "--ffn", 128, "--out", place / "model"],
+    ):  # fmt: skip
+        done = fivefold(*command)
+        assert done.returncode == 0, done.stderr
+    rows = run(
+        tmp_path,
+        "lake",
+        EXAMPLES / "frozenlake/grpo.yaml",
+        f"model.path={place}/model",
+        f"data.train=[{place}/data/train.jsonl]",
+        f"data.val=[{place}/data/test.jsonl]",
+        f"environment.class={EXAMPLES}/frozenlake/envs.py:FrozenLake",
+    )
+    right = [row["val/lake/mean@4"] for row in rows if "val/lake/mean@4" in row]
+    assert right[0] < 0.3 and right[-1] > 0.8
+
+
+@pytest.mark.learning
 def test_a_model_learns_to_call_a_calculator(tmp_path):
     root = made(tmp_path, "calculator", "0")
     place = root / "calculator"
@@ -136,4 +221,33 @@ def test_a_model_learns_to_call_a_calculator(tmp_path):
         *common,
     )
     right = [row["val/products/mean@2"] for row in rows if "val/products/mean@2" in row]
+    assert right[0] < 0.3 and right[-1] > 0.8
+
+
+def agent(root: Path) -> list[str]:
+    """Overrides with which an agent plays the guessing game of `root`."""
+    return [*paths(root)[:3], f"environment.agent={EXAMPLES}/agent/agent.py:run"]
+
+
+def test_a_run_of_an_agent_is_the_same_on_two_ranks(guessing):
+    alone = run(guessing, "agent", EXAMPLES / "agent/grpo.yaml", *agent(guessing), *SHORT)
+    pair = run(guessing, "agents", EXAMPLES / "agent/grpo.yaml", *agent(guessing), *SHORT, "policy.backend=megatron:d2")
+    of_time = ("environment/", "turns/seconds")
+    assert_same(*[[{k: v for k, v in row.items() if not k.startswith(of_time)} for row in rows] for rows in (pair, alone)])
+    last = alone[-1]
+    assert last["turns/mean"] > 1 and last["reward/mean"] == pytest.approx(last["reward/environment"])
+    assert last["trajectory/sequences"] == 1 and last["trajectory/end_done"] == 1
+    assert last["endpoint/retries"] == last["endpoint/unread"] == last["endpoint/overridden"] == 0
+
+
+@pytest.mark.slow
+def test_a_killed_run_of_agents_ahead_resumes_as_if_undisturbed(guessing):
+    """Agents that were not at their end begin again, and get the same answers."""
+    resumed_equals_whole(guessing, EXAMPLES / "agent/grpo.yaml", agent(guessing), 2, "d2")
+
+
+@pytest.mark.learning
+def test_a_model_learns_from_what_an_agent_does_with_it(guessing):
+    rows = run(guessing, "agent-learns", EXAMPLES / "agent/grpo.yaml", *agent(guessing))
+    right = [row["val/guess/mean@4"] for row in rows if "val/guess/mean@4" in row]
     assert right[0] < 0.3 and right[-1] > 0.8

@@ -9,7 +9,10 @@ from pathlib import Path
 import pytest
 import yaml
 
+from fivefold.config import RunConfig
+from fivefold.files import with_umask
 from fivefold.launch.run_directory import check_run_directory
+from fivefold.launch.start import start
 from fivefold.terminal import plain
 from tests.support.commands import fivefold
 from tests.support.whole_runs import make_model, write_run
@@ -49,6 +52,23 @@ def test_no_other_user_reads_the_files_of_a_run_unless_its_umask_says_so(root, t
         os.umask(before)
 
 
+def test_a_program_that_trains_keeps_its_own_umask(root, tmp_path, monkeypatch):
+    config, seen = RunConfig.from_yaml(root / "run.yaml", [f"trainer.run_dir={tmp_path / 'run'}"]), []
+
+    def spawn(*arguments: object) -> int:
+        with with_umask("000") as in_force:
+            seen.append((in_force, os.environ["FIVEFOLD_USERS_UMASK"]))
+        return 0
+
+    monkeypatch.setattr("fivefold.launch.local.spawn", spawn)
+    monkeypatch.delenv("FIVEFOLD_USERS_UMASK", raising=False)
+    with with_umask("022"):
+        assert start(config) == 0
+        with with_umask("000") as afterwards:
+            assert afterwards == 0o022
+    assert seen == [(0o077, "22")] and "FIVEFOLD_USERS_UMASK" not in os.environ
+
+
 @pytest.mark.parametrize("name", ["lock", "run.yaml", "report.html", "metrics.jsonl", "logs", "checkpoints/latest"])
 def test_nothing_is_written_through_a_link_in_a_run_directory(root, tmp_path, name):
     target, run_dir = tmp_path / "precious", tmp_path / "run"
@@ -81,7 +101,7 @@ def test_a_directory_with_other_files_than_a_runs_is_refused(root, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
 
 
-def test_a_run_goes_on_next_to_its_users_notes_and_in_what_a_scheduler_made(tmp_path):
+def test_a_run_continues_next_to_its_users_notes_and_in_what_a_scheduler_made(tmp_path):
     check_run_directory(tmp_path / "not there yet")
     for name in ("slurm-12.out", ".nfs0001", "run.yaml"):
         (tmp_path / name).touch()

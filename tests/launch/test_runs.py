@@ -16,7 +16,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from fivefold.observability.metrics import undocumented
 from tests.support.commands import (
     LONGEST,
     Command,
@@ -29,6 +28,7 @@ from tests.support.commands import (
     wait_for,
     with_cpu_seconds,
 )
+from tests.support.documented import undocumented
 from tests.support.whole_runs import assert_same, make_model, metrics, write_run
 
 RUN = """
@@ -128,7 +128,7 @@ def moved(root: Path) -> list[dict[str, float]]:
     return metrics(root, "moved")
 
 
-def test_a_run_resumed_on_other_layouts_goes_on_as_if_never_stopped(base, moved):
+def test_a_run_resumed_on_other_layouts_continues_as_if_never_stopped(base, moved):
     found = {row["step"]: row for row in moved}
     for row in base[1:]:
         shared = {k: v for k, v in row.items() if not k.startswith("val/")}
@@ -211,7 +211,7 @@ def hang_while_step_2_and_4_are_written():
     [
         (hang_before_step_4_is_saved, "checkpoints/step-000002", "trainer.async_save=false"),
         (hang_while_step_4_is_saved, "checkpoints/.step-000004.partial/run.yaml", "trainer.async_save=false"),
-        # The run went on, and waits at its end.
+        # The run continued, and waits at its end.
         (hang_while_step_2_and_4_are_written, "checkpoints/.step-000004.partial/run.yaml", "trainer.async_save=true"),
     ],
 )
@@ -388,7 +388,7 @@ def test_an_exception_in_one_rank_ends_the_run_with_its_traceback(root, base, tm
     assert (tmp_path / "run/logs/rank-1.error").is_file()
 
 
-def test_killing_the_launcher_leaves_no_process_behind(root, base):
+def test_killing_the_launcher_leaves_no_process_over(root, base):
     """In fresh interpreters: which files a rank inherits decides whether it notices."""
     arguments = ["train", root / "run.yaml", f"trainer.run_dir={root}/runs/orphans", "policy.backend=megatron:d2", ENDLESS]
     process = subprocess.Popen(
@@ -522,17 +522,29 @@ def test_bad_input_is_told_before_any_rank_starts(root):
 
 
 @pytest.mark.parametrize(
-    ("raises", "says"),
-    [("True", "a reward function failed on a trial"), ("response != ground_truth", "the reward of 32 of 32 samples failed")],
+    ("name", "raises", "says"),
+    [
+        ("trial", "True", "a reward function failed on a trial"),
+        ("sample", "response != ground_truth", "the reward of 32 of 32 samples failed"),
+    ],
 )
-def test_a_reward_function_that_raises_ends_the_run_with_its_traceback(root, raises, says):
-    """The trial's response is the ground truth: one function fails there, the other on what the policy samples."""
-    text = f"def broken(response, ground_truth):\n    return unknown_name if {raises} else 1\n"
-    (root / "broken.py").write_text(text)
-    done = train(root, "broken", f"reward.functions={{'{root}/broken.py:broken': 1.0}}", "trainer.eval_before_train=false")
+def test_a_reward_function_that_raises_ends_the_run_with_its_traceback(root, name, raises, says):
+    """The trial's response is the ground truth: one function fails there, before anything is sampled, the other on what the
+    policy samples. Each writes into a file whether what it scores is the ground truth."""
+    text = (
+        "def broken(response, ground_truth):\n"
+        f"    open('{root}/{name}.txt', 'a').write(f'{{response == ground_truth}}\\n')\n"
+        f"    return unknown_name if {raises} else 1\n"
+    )
+    (root / f"{name}.py").write_text(text)
+    done = train(root, name, f"reward.functions={{'{root}/{name}.py:broken': 1.0}}", "trainer.eval_before_train=false")
     assert done.returncode == 1
     assert says in done.stderr
-    assert "broken.py" in done.stderr and "NameError: name 'unknown_name' is not defined" in done.stderr
+    assert f"{name}.py" in done.stderr and "NameError: name 'unknown_name' is not defined" in done.stderr
+    scored = (root / f"{name}.txt").read_text().split()
+    assert scored.count("True") >= 1 and scored.count("False") == (0 if name == "trial" else 32), scored
+    written = {path.name for path in (root / f"runs/{name}").rglob("*") if path.is_file() and path.stat().st_size}
+    assert not {"metrics.jsonl", "samples.jsonl", "stages.jsonl"} & written, written
 
 
 def test_resume_never_in_a_directory_with_newer_checkpoints_keeps_what_it_writes(root, base):

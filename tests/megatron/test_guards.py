@@ -12,6 +12,7 @@ from fivefold.backend.offload import HostCopy
 from fivefold.config.learners import MegatronConfig, OffloadConfig
 from fivefold.types import LossOutput
 from tests.support.cluster import Together
+from tests.support.shards import shard_of_replica
 from tests.support.two_steps import LENGTHS, OBJECTIVE, POLICY, ROUTER, whole_batch
 
 
@@ -19,7 +20,7 @@ def model_and_batch(mesh, directory: Path, policy=POLICY):
     from fivefold.megatron.model import MegatronModel
 
     model = MegatronModel(directory, policy, mesh, total_updates=4)
-    return model, whole_batch().select(mesh.ranks.shard_of_replica(range(len(LENGTHS))))
+    return model, whole_batch().select(shard_of_replica(mesh.ranks, range(len(LENGTHS))))
 
 
 def verify_after_harm(mesh, directory: Path, part: str, rank: int):
@@ -136,16 +137,20 @@ def test_each_part_leaves_by_a_key_of_its_own(cluster, models, part):
 def offload_between_steps(mesh, directory: Path, dtype: str, away: bool):
     settings = OffloadConfig(parameters=True, gradients=True, optimizer=True, bucket_mb=1)
     model, batch = model_and_batch(mesh, directory, replace(POLICY, dtype=dtype, offload=settings))
-    losses, moved = [], {}
+    losses, moved, capacities = [], {}, []
     for _ in range(3):
         if away:
             moved = model.offload()
             sizes = [parameter.untyped_storage().nbytes() for chunk in model._chunks for parameter in chunk.parameters()]
             assert sum(sizes) == 0
+            capacities.append({name: part.capacity for name, part in model._offload._parts.items()})
+            # Before the first step, when Adam has no moments yet.
+            model.prepare_offload()
         losses.append(model.train_step(batch, OBJECTIVE.loss).loss)
     model.offload()
     weights = {name: tensor.clone() for name, tensor in model.weights()}
-    return losses, weights, moved
+    model.onload()
+    return losses, weights, moved, capacities
 
 
 OFFLOAD_LAYOUTS, DTYPES = ["d1", "d2", "d2e2", "t2p2"], ["float32", "bfloat16"]
@@ -169,10 +174,39 @@ def offloaded(cluster, models):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_state_that_left_comes_back_bit_for_bit(offloaded, layout, dtype):
     stayed, left = offloaded[layout, dtype, False], offloaded[layout, dtype, True]
-    for (losses, weights, _), (losses_away, weights_away, moved) in zip(stayed, left, strict=True):
+    for (losses, weights, *_), (losses_away, weights_away, moved, _) in zip(stayed, left, strict=True):
         assert losses == losses_away
         assert all(torch.equal(weights[name], weights_away[name]) for name in weights)
         assert set(moved) == {"parameters", "gradients", "optimizer"} and all(moved.values())
+
+
+@pytest.mark.parametrize("layout", OFFLOAD_LAYOUTS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_host_memory_is_prepared_with_that_of_moments_to_come(offloaded, layout, dtype):
+    """So the offload after the first update allocates nothing, and nothing is allocated in vain."""
+    for _, _, moved, (before, first, then) in offloaded[layout, dtype, True]:
+        assert first == then and first["parameters"] == before["parameters"]
+        assert first["optimizer"] >= 3 * before["optimizer"] and first["gradients"] == 0
+        assert moved["optimizer"] <= first["optimizer"] < 1.05 * moved["optimizer"]
+
+
+def prepared_for_bfloat16_moments(mesh, directory: Path):
+    """Bytes that were prepared before the first update, and those that leave after it."""
+    options = {"use_precision_aware_optimizer": True, "exp_avg_dtype": "bfloat16", "exp_avg_sq_dtype": "bfloat16"}
+    policy = replace(
+        POLICY, dtype="bfloat16", offload=OffloadConfig(optimizer=True), megatron=MegatronConfig(optimizer=options)
+    )
+    model, batch = model_and_batch(mesh, directory, policy)
+    model.offload()
+    model.prepare_offload()
+    prepared = model._offload._parts["optimizer"].capacity
+    model.train_step(batch, OBJECTIVE.loss)
+    return prepared, model.offload()["optimizer"], model._offload._parts["optimizer"].capacity
+
+
+def test_host_memory_is_prepared_in_the_dtypes_of_moments(cluster, models):
+    for prepared, left, then in cluster.run(prepared_for_bfloat16_moments, "megatron:d2", models("qwen3")):
+        assert left <= prepared == then < 1.05 * left
 
 
 def test_only_what_is_named_leaves():
@@ -184,4 +218,4 @@ def test_only_what_is_named_leaves():
     assert away.untyped_storage().nbytes() == 0 and kept.untyped_storage().nbytes() == 40
     part.onload()
     assert torch.equal(away, kept)
-    assert Offload(OffloadConfig(), torch.device("cpu"), lambda part: []).leaving() == []
+    assert Offload(OffloadConfig(), torch.device("cpu"), lambda part: [], list).leaving() == []

@@ -1,14 +1,16 @@
-"""What is copied to the host is what was on the device, and can be copied anew into the same memory."""
+"""What is copied to the host is what was on the device, and can be copied again into the same memory."""
 
 from __future__ import annotations
 
 import gc
+import threading
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fivefold.backend import offload
 from fivefold.backend.host_memory import HostMemory, size_of
 from fivefold.backend.offload import HostCopy
 from fivefold.backend.sharded_files import Box, Piece
@@ -63,6 +65,59 @@ def test_what_left_the_device_comes_back_bit_for_bit(device, several):
         assert all(not tensor.untyped_storage().nbytes() for tensor in tensors)
         part.onload()
         same(tensors, expected)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@settings(deadline=None, max_examples=50)
+@given(first=COUNTS, later=COUNTS)
+def test_memory_that_is_prepared_while_tensors_are_away_holds_them_and_later_ones(device, first, later):
+    """The first ones come back from where they lie; no memory is added when all of them leave."""
+    part = HostCopy(torch.device(device), bucket_mb=1)
+    tensors, more = tensors_of(first, device, 0), tensors_of(later, device, 1)
+    expected = [tensor.cpu().clone() for tensor in [*tensors, *more]]
+    wanted = size_of(expected)
+    part.offload(tensors)
+    part.prepare([], [tensor.to("meta") for tensor in more])
+    prepared = part.capacity
+    assert prepared == wanted
+    part.onload()
+    same(tensors, expected[: len(tensors)])
+    part.prepare(tensors, [tensor.to("meta") for tensor in more])
+    for _ in range(2):
+        part.offload([*tensors, *more])
+        assert part.capacity == prepared
+        part.onload()
+        same([*tensors, *more], expected)
+
+
+def test_memory_is_prepared_in_a_thread_that_is_waited_for_where_it_is_needed(monkeypatch):
+    begin, threads = threading.Event(), []
+
+    def allocate(size, device):
+        begin.wait(10)
+        threads.append(threading.current_thread())
+        return HostMemory(size, device)
+
+    monkeypatch.setattr(offload, "HostMemory", allocate)
+    part, tensor = HostCopy(torch.device("cpu"), bucket_mb=1), torch.arange(10)
+    part.prepare([tensor], [torch.empty(10, device="meta")])
+    assert part.capacity == 80 + 48 and not threads, "the caller continues meanwhile"
+    begin.set()
+    part.offload([tensor])
+    assert threads and threads[0] is not threading.main_thread()
+    part.onload()
+    assert tensor.tolist() == list(range(10))
+
+
+@pytest.mark.gpu
+def test_memory_that_is_prepared_is_pinned_and_of_the_right_device():
+    part = HostCopy(torch.device("cuda"), bucket_mb=1)
+    tensor = torch.arange(1 << 20, device="cuda")
+    part.prepare([tensor], [torch.empty(1 << 20, device="meta")])
+    assert all(memory.result().bytes_B.is_pinned() for _, memory in part._memory)
+    part.offload([tensor])
+    part.onload()
+    assert torch.equal(tensor.cpu(), torch.arange(1 << 20))
 
 
 @pytest.mark.gpu

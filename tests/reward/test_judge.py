@@ -198,7 +198,9 @@ def test_a_function_asks_the_judge_s_servers_by_itself(server, tmp_path):
     judge = JudgeConfig(
         url=[server, server.replace("127.0.0.1", "localhost")], model=str(tmp_path / "judge"), functions_ask=True
     )
-    found, error = scored(RewardConfig(functions={f"{path}:ask": 1.0}, workers=1, judge=judge), "1+1=", "11")
+    found, error = scored(
+        RewardConfig(functions={f"{path}:ask": 1.0}, workers=1, timeout_seconds=120, judge=judge), "1+1=", "11"
+    )
     assert error is None and [sample.reward for sample in found] == [4 + 7.5, 2 + 7.5 + 0.25]
     asked = [each["messages"][0]["content"] for each in state(server)["requests"]]
     assert asked == ["4 score", "2 score"]
@@ -288,7 +290,7 @@ def test_a_judge_that_cannot_be_asked_is_refused(judge, says):
     assert any(says in each for each in findings.errors), findings.errors
 
 
-def test_a_judge_that_nobody_asks_is_said_to_be_without_effect():
+def test_a_judge_that_no_one_asks_is_said_to_be_without_effect():
     findings = Findings()
     check_rewards(findings, RewardConfig(functions={"math": 1.0}, judge=JudgeConfig(model="m")))
     assert ("judge", "no reward is named judge") in findings.ignored

@@ -25,7 +25,7 @@ from fivefold.reward.cpu_limit import TooLongError, within
 from fivefold.reward.pool import RewardPool, cores_of_rank
 from fivefold.reward.rules import ground_truth_fault
 from fivefold.rollout.stats import BatchPlan, gather_stats, rollout_metrics
-from fivefold.types import Completion, Group, Prompt, Sample
+from fivefold.types import Completion, Group, Prompt, Sample, Turn
 from tests.reward.test_ifeval import INSTRUCTION_TRUTHS
 from tests.support.commands import LONGEST, gone, wait_for
 
@@ -142,7 +142,7 @@ ORDINARY = ["x^2+2x+1", "2^{2023}-1", "3^{3^2}", "e^{x^2}", "e^{2^{x}}", "x^{10}
 
 
 @pytest.mark.parametrize("answer", HOSTILE)
-def test_numbers_that_nobody_could_write_out_are_wrong_at_once(answer):
+def test_numbers_that_no_one_could_write_out_are_wrong_at_once(answer):
     """Computed, most of these never end, not even by a signal."""
     assert maths.is_large(answer)
     assert rules.math(f"\\boxed{{{answer}}}", "3") == 0
@@ -357,7 +357,7 @@ def user_file(tmp_path: Path) -> Path:
 
 def test_a_reward_that_hangs_raises_dies_or_eats_memory_costs_its_sample_only(user_file):
     pool = RewardPool(RewardConfig(functions={f"{user_file}:shout": 2.0}, timeout_seconds=5.0, workers=2))
-    # One hangs for ever; the others need a thousandth of the time limit, also where the machine is busy.
+    # One hangs permanently; the others need a thousandth of the time limit, also where the machine is busy.
     scored = group("ok", "hang", "raise", "exit", "memory", "nan", "infinite", "fine")
     score(pool, scored)
     pool.close()
@@ -488,7 +488,7 @@ def trouble_file(tmp_path: Path, monkeypatch) -> Path:
 
 
 def test_a_function_that_does_what_it_should_not_fails_its_own_sample_only(trouble_file):
-    """With one process, so that what a function leaves behind would be met by the next sample."""
+    """With one process, so that what a function leaves over would be met by the next sample."""
     pool = RewardPool(RewardConfig(functions={f"{trouble_file}:trouble": 1.0}, workers=1, timeout_seconds=2.0))
     try:
         for response, says in FAIL.items():
@@ -504,7 +504,7 @@ def test_a_function_that_does_what_it_should_not_fails_its_own_sample_only(troub
         pool.close()
 
 
-def test_a_sample_whose_process_somebody_kills_is_scored_by_another_one_once(tmp_path):
+def test_a_sample_whose_process_someone_kills_is_scored_by_another_one_once(tmp_path):
     """The function kills its own process: the first time only, as the kernel may for lack of memory, or every time."""
     first = tmp_path / "first"
     path = tmp_path / "killed.py"
@@ -629,7 +629,7 @@ def test_samples_are_scored_by_as_many_processes_as_the_rank_has_cores(tmp_path,
     assert [sample.reward for sample in scored.samples] == [1.0] * 4
 
 
-def test_nobody_waits_for_a_process_that_starts_where_another_is_free_sooner(tmp_path):
+def test_no_one_waits_for_a_process_that_starts_where_another_is_free_sooner(tmp_path):
     """Every process but the first hangs while it imports; the first takes longer a sample than others wait for it."""
     path = tmp_path / "slow.py"
     path.write_text(
@@ -652,8 +652,43 @@ def test_nobody_waits_for_a_process_that_starts_where_another_is_free_sooner(tmp
     assert [sample.reward for sample in scored.samples] == [1.0] * 6
 
 
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_trajectory_of_several_sequences_is_scored_once_and_the_same_again(tmp_path, times):
+    """A turn that two sequences contain counts once, and the weight of the environment's rewards is not applied twice."""
+    path, calls = tmp_path / "mine.py", tmp_path / "calls"
+    path.write_text(
+        f"def mine(response):\n    open({str(calls)!r}, 'a').write(response + ';')\n    return float(response == 'a\\nb\\nc')\n"
+    )
+    pool = RewardPool(RewardConfig(functions={"environment": 0.5, f"{path}:mine": 2.0}, workers=1))
+    first = Sample(
+        [5, 6], [-0.5] * 2, "a\nb", "done", 0, trajectory=0, turns=(Turn(0, 0, 1, given=0.25), Turn(1, 1, 2, given=1.0))
+    )
+    second = Sample(
+        [5, 7], [-0.5] * 2, "c", "done", 0, trajectory=0, turns=(Turn(0, 0, 1, given=0.25), Turn(2, 1, 2, given=0.5))
+    )
+    prompt = Prompt(0, [1], "mine", "q", "t")
+    for _ in range(times):
+        assert pool.wait([pool.submit(prompt, first, second)]) is None
+    pool.close()
+    assert calls.read_text() == "a\nb\nc;" * times
+    for sample in (first, second):
+        assert sample.reward == 0.5 * 1.75 + 2.0 and not sample.reward_failed
+        assert sample.reward_parts == {"environment": 1.75, f"{path}:mine": 1.0}
+    assert [turn.reward for turn in first.turns + second.turns] == [0.125, 0.5, 0.125, 0.25]
+
+
+def test_a_trajectory_whose_reward_fails_has_failed_in_all_its_sequences(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text("def mine(response):\n    raise ValueError('no')\n")
+    pool = RewardPool(RewardConfig(functions={f"{path}:mine": 1.0}, workers=1))
+    sequences = [Sample([5], [-0.5], text, "done", 0, reward=1.0, trajectory=0) for text in "ab"]
+    assert "no" in pool.wait([pool.submit(Prompt(0, [1], "mine", "q", "t"), *sequences)])
+    pool.close()
+    assert all(sample.reward_failed and math.isnan(sample.reward) for sample in sequences)
+
+
 def test_a_pool_is_closed_at_once_while_samples_wait_for_processes(tmp_path):
-    """Every call hangs by then, the trial of a process that starts too: whoever waited must start none."""
+    """Every call hangs by then, the trial of a process that starts too: a caller that waited must start none."""
     path, marks = tmp_path / "hanging.py", tmp_path / "marks"
     marks.mkdir()
     path.write_text(
@@ -732,7 +767,7 @@ def scored_on_two_ranks(mesh, functions: dict[str, float], texts: list[list[str]
     try:
         groups = [group(*texts[mesh.ranks.rank])]
         manager = RewardManager(pool, mesh.ranks, max_failed=max_failed, log=said.append)
-        manager.finish(groups, [manager.submit(groups[0].prompt, sample) for sample in groups[0].samples])
+        manager.finish(groups, [manager.submit(groups[0].prompt, [sample]) for sample in groups[0].samples])
     except RuntimeError as error:
         return str(error), said
     finally:
@@ -748,7 +783,7 @@ def test_too_many_failures_end_the_run_on_every_rank_with_the_traceback(cluster,
         assert "reward.max_failed = 0.2" in found
 
 
-def test_few_failures_are_shown_and_the_run_goes_on(cluster, user_file):
+def test_few_failures_are_shown_and_the_run_continues(cluster, user_file):
     texts = [["ok", "ok"], ["ok", "raise"]]
     found = cluster.run(scored_on_two_ranks, "megatron:d2", {f"{user_file}:shout": 1.0}, texts, 0.25)
     assert [rewards for rewards, _ in found] == [[0.5, 0.5], [0.5, pytest.approx(math.nan, nan_ok=True)]]
@@ -933,7 +968,7 @@ def test_accuracy_does_not_depend_on_the_order_of_the_functions(cluster, tmp_pat
 
 
 def test_evaluation_measures_the_samples_whose_reward_is_known(cluster, tmp_path):
-    """Right, right, wrong, and one that nobody could score: no 2 of 4, but 2 of 3."""
+    """Right, right, wrong, and one that no one could score: no 2 of 4, but 2 of 3."""
     path = tmp_path / "some.py"
     path.write_text(
         "def some(response, ground_truth, extra_info):\n    assert ground_truth != '5'\n    return extra_info['is']\n"

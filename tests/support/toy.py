@@ -68,6 +68,7 @@ class ToyModel:
     def offload(self, parameters: bool = True) -> dict[str, int]:
         return {}
 
+    def prepare_offload(self) -> None: ...
     def onload(self) -> None: ...
     def snapshot(self, copies: bool):
         return lambda path: []

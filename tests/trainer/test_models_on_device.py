@@ -1,4 +1,4 @@
-"""Models take turns on the device: whoever's turn it is not has left, as far as its configuration says so."""
+"""Models take turns on the device: a model whose turn it is not has left, as far as its configuration says so."""
 
 from __future__ import annotations
 
@@ -36,6 +36,9 @@ class Recorded(ToyModel):
             self._present.discard(self._name)
         return {}
 
+    def prepare_offload(self):
+        self._log.append((self._name, "prepare", tuple(sorted(self._present))))
+
 
 def turns(mesh, run_dir: Path):
     from dataclasses import replace
@@ -56,13 +59,21 @@ def turns(mesh, run_dir: Path):
     run.trainer.models = models
     at_rollout = []
     generate = run.engine.generate
-    run.engine.generate = lambda *arguments: (at_rollout.append(tuple(present)), generate(*arguments))[1]
+    prepared_before = []
+
+    def generate_noted(*arguments):
+        at_rollout.append(tuple(present))
+        prepared_before.append([name for name, what, _ in log if what == "prepare"])
+        return generate(*arguments)
+
+    run.engine.generate = generate_noted
     train(replace(run, models=models))
-    return log, at_rollout
+    return log, at_rollout, prepared_before
 
 
 def test_only_the_model_whose_turn_it_is_is_on_the_device(cluster, tmp_path):
-    ((log, at_rollout),) = cluster.run(turns, "megatron:d1", tmp_path)
+    ((log, at_rollout, _),) = cluster.run(turns, "megatron:d1", tmp_path)
+    log = [entry for entry in log if entry[1] != "prepare"]
     assert {(name, what) for name, what, _ in log} == {
         ("policy", "forward"), ("reference", "forward"), ("critic", "forward"), ("critic", "train"), ("policy", "train"),
         ("policy", "weights"), ("prm", "forward"), ("prm", "train"), ("prm.reference", "forward"),
@@ -72,3 +83,13 @@ def test_only_the_model_whose_turn_it_is_is_on_the_device(cluster, tmp_path):
         "behind an update its parameters wait for the engine on the device"
     )
     assert at_rollout == [(), ()], "responses are sampled with none of them there"
+
+
+def test_memory_for_what_leaves_later_is_prepared_once_the_first_rollout_begins(cluster, tmp_path):
+    """Not earlier, where an engine may still capture graphs; of each model, with all of them away."""
+    ((log, _, prepared_before),) = cluster.run(turns, "megatron:d1", tmp_path)
+    first = [name for name, what, _ in log].index("policy")
+    kinds = [what for _, what, _ in log[first:]]
+    assert kinds.index("weights") < kinds.index("prepare") < kinds.index("forward")
+    assert set(prepared_before[0]) == {"policy", "reference", "critic", "prm", "prm.reference"}
+    assert all(present == () for _, what, present in log if what == "prepare")

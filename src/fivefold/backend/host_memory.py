@@ -45,16 +45,17 @@ class HostMemory:
         found, begin = [], 0
         for tensor in tensors:
             found.append(self.bytes_B[begin : begin + tensor.nbytes].view(tensor.dtype).view(tensor.shape))
-            begin += _aligned(tensor.nbytes)
+            begin += aligned(tensor.nbytes)
         return found
 
 
 def size_of(tensors: Sequence[Tensor]) -> int:
     """Return the bytes that `HostMemory.places` needs for these tensors."""
-    return sum(_aligned(tensor.nbytes) for tensor in tensors)
+    return sum(aligned(tensor.nbytes) for tensor in tensors)
 
 
-def _aligned(size: int) -> int:
+def aligned(size: int) -> int:
+    """Return the bytes that a tensor of `size` bytes takes, so that the next one is aligned."""
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 

@@ -9,7 +9,7 @@ from fivefold.config.learners import OptimizerConfig
 
 
 class HasGroups(Protocol):
-    """An optimizer, or several of them behind one list of parameter groups."""
+    """An optimizer, or several of them with one list of parameter groups."""
 
     @property
     def param_groups(self) -> list[dict[str, Any]]: ...

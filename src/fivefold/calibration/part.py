@@ -18,6 +18,7 @@ import torch
 from fivefold.calibration import kernels
 from fivefold.calibration.kernels import Clock
 from fivefold.config.packages import flash_fault
+from fivefold.distributed.compiler_caches import use_compiler_caches
 from fivefold.errors import UserError, first_line
 from fivefold.plan.devices import local_gpu_kind
 from fivefold.plan.efficiency import Efficiencies, known_rates
@@ -63,6 +64,8 @@ def main() -> None:
     """Measure one part and print results to the original stdout; output of libraries goes to stderr."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
+    if fault := use_compiler_caches():
+        print(f"warning  {fault}", file=sys.stderr)
     part, deadline = sys.argv[1:]
     earlier = [Rate(**row) for row in json.load(sys.stdin)]
 

@@ -273,14 +273,13 @@ def _check_processes(findings: Findings, engine: EngineConfig) -> None:
     key, count = "engine.processes", engine.processes
     message = f"must be 1 with {engine.kind}: only vLLM's processes share a GPU; got {count}"
     findings.require(engine.kind == "vllm", key, message)
-    message = f"must be 1 where {{}}: got {count}; each server is on GPUs of its own"
+    message = f"must be 1 where {{}}: got {count}; weights come over NCCL, which takes every GPU once"
     findings.require(not engine.url, key, message.format("engine.url names the servers"))
     findings.require(not engine.is_apart, key, message.format("engine.placement is apart"))
     message = f"must be server or left out with engine.processes {count}: they run next to the ranks"
     findings.require(engine.mode != "in_process", "engine.mode", message)
-    findings.require(
-        engine.max_num_seqs >= count, key, f"must be at most engine.max_num_seqs = {engine.max_num_seqs}: got {count}"
-    )
+    message = f"must be at most engine.max_num_seqs = {engine.max_num_seqs}: got {count}"
+    findings.require(engine.max_num_seqs >= engine.process_count, key, message)
 
 
 def _check_mixture(findings: Findings, data: DataConfig) -> None:
@@ -353,17 +352,13 @@ def _check_environment(findings: Findings, config: Derived) -> None:
     environment, data = config.environment, config.data
     named = [REWARD in own for own in (config.reward.functions, *config.reward.by_source.values())]
     findings.require(
-        environment.class_ is not None or not any(named),
+        environment.reads_rows or not any(named),
         "reward.functions",
-        f"cannot name {REWARD} without environment.class, which gives this reward: set it, or leave the reward out",
+        f"cannot name {REWARD} without environment.class or environment.agent, which give this reward: set one, or leave "
+        "the reward out",
     )
     if not environment.is_active:
         return
-    findings.require(
-        config.rollout.max_staleness is None,
-        "rollout.max_staleness",
-        "must be left out with environment: trajectories of several turns are sampled within their step",
-    )
     message = "must be true with environment: a chat template writes the turns"
     findings.require(data.apply_chat_template, "data.apply_chat_template", message)
     message = "must be left out with environment.tools, which are the functions that the model reads about"

@@ -69,8 +69,6 @@ class Dialog:
             _ = dialog.parser
         return dialog
 
-    # --- what the model reads ----------------------------------------------------------------------------------------
-
     def begin(self, messages: Messages) -> tuple[list[int], str]:
         """Return tokens and text of a first context; raises UserError for messages that cannot be written."""
         check_messages(messages)
@@ -108,8 +106,6 @@ class Dialog:
         words = str(self.tokenizer.decode(part, skip_special_tokens=False))
         return (_MARK + words if side == "start" else words + _MARK), True
 
-    # --- what the model says -----------------------------------------------------------------------------------------
-
     def text(self, token_ids: Sequence[int]) -> str:
         """Return the text of tokens, without special ones."""
         return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=True))
@@ -123,8 +119,6 @@ class Dialog:
         content, calls = self.parser(text, self.schemas)
         message = {"role": "assistant", "content": content}
         return Answer({**message, "tool_calls": self._written(calls)} if calls else message, calls)
-
-    # --- the template ------------------------------------------------------------------------------------------------
 
     @cached_property
     def parser(self) -> Parser:

@@ -140,6 +140,10 @@ class RedealtModel:
     def offload(self, parameters: bool = True) -> dict[str, int]:
         return {} if self._model is None else self._model.offload(parameters)
 
+    def prepare_offload(self) -> None:
+        if self._model is not None:
+            self._model.prepare_offload()
+
     def onload(self) -> None:
         if self._model is not None:
             self._model.onload()

@@ -95,7 +95,8 @@ class FSDPModel:
                 )
             self._updater = Updater(self._tensors, policy.optimizer, total_updates, updates_per_step, scale)
         self._copies = HostCopies(mesh.device)
-        self._offload = Offload(policy.offload, mesh.device, self._offloaded)
+        later = (lambda: []) if self._updater is None else self._updater.later_moments
+        self._offload = Offload(policy.offload, mesh.device, self._offloaded, later)
         if read_weights:
             check_packing(self._model, self._batching, mesh)
 
@@ -176,6 +177,10 @@ class FSDPModel:
         """
         return self._offload.offload(self._offload.leaving(parameters))
 
+    def prepare_offload(self) -> None:
+        """Allocate the host memory for the next offload in background threads, with that of moments to come."""
+        self._offload.prepare()
+
     def onload(self) -> None:
         """Move offloaded state back to the device; every method that needs the state calls this itself."""
         self._offload.onload()
@@ -201,6 +206,8 @@ class FSDPModel:
 
     def load(self, path: Path) -> None:
         """Read a checkpoint written on any `fsdp:` layout; collective."""
+        # It brings moments, which are offloaded before the first sampling. Reading takes longer than allocating.
+        self._offload.prepare()
         self.onload()
         self._together(lambda: checkpoint.load(path, self._tensors, self._updater))
         # Loading does not guarantee that copies are equal.

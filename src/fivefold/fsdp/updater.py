@@ -80,3 +80,8 @@ class Updater:
     def state_tensors(self) -> list[Tensor]:
         """Return the moments that exist; step counts stay where they are."""
         return [state[kind] for state in self.adam.state.values() for kind in MOMENTS if kind in state]
+
+    def later_moments(self) -> list[Tensor]:
+        """Return tensors without data, of the sizes of the moments that Adam has not created yet."""
+        later = [shard for shard in self.shards.values() if shard.numel() and not self.adam.state.get(shard)]
+        return [torch.empty_like(shard, device="meta") for shard in later for _ in MOMENTS]

@@ -14,8 +14,8 @@ OWN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK")
 _SLURM = {"RANK": "SLURM_PROCID", "WORLD_SIZE": "SLURM_STEP_NUM_TASKS", "LOCAL_RANK": "SLURM_LOCALID"}
 _FORWARDED = (
     "HF_*", "HUGGING_FACE_*", "TRANSFORMERS_*", "TOKENIZERS_*", "WANDB_*", "NCCL_*", "GLOO_*", "CUDA_*", "CUBLAS_*",
-    "CUDNN_*", "NVTE_*", "TORCH_*", "TORCHINDUCTOR_*", "PYTORCH_*", "VLLM_*", "SGLANG_*", "FIVEFOLD_*", "MLFLOW_*",
-    "SWANLAB_*", "TRACKIO_*", "PYTHONPATH",
+    "CUDNN_*", "NVTE_*", "TORCH_*", "TORCHINDUCTOR_*", "TRITON_*", "FLASH_ATTENTION_*", "PYTORCH_*", "VLLM_*", "SGLANG_*",
+    "FIVEFOLD_*", "MLFLOW_*", "SWANLAB_*", "TRACKIO_*", "PYTHONPATH",
 )  # fmt: skip
 """Variables that change how libraries of the ranks work. All others keep the value of the node."""
 _OF_A_MACHINE = ("CUDA_VISIBLE_DEVICES", "CUDA_HOME", "CUDA_PATH", "CUDA_BIN_PATH")

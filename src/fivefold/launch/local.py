@@ -10,6 +10,7 @@ from fivefold.config.schema import LaunchConfig
 from fivefold.distributed.ports import free_port
 from fivefold.launch.processes import RankProcesses, clear
 from fivefold.launch.watch import Signals, watch
+from fivefold.observability.start_up import VARIABLE, command_began
 
 
 def spawn(
@@ -31,6 +32,7 @@ def spawn(
     clear(log_dir)
     environment = {
         **os.environ,
+        VARIABLE: command_began(),
         "WORLD_SIZE": str(world_size),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),

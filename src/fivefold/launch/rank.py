@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import psutil
 
+from fivefold.distributed.compiler_caches import use_compiler_caches
 from fivefold.distributed.processes import descendants, kill
 from fivefold.distributed.pulse import Pulse
 from fivefold.distributed.scratch import remove_scratch
@@ -29,6 +30,7 @@ from fivefold.launch.lock import locked
 from fivefold.launch.processes import end_with_launcher, has_launcher
 from fivefold.launch.run_directory import check_run_directory
 from fivefold.launch.watch import FAILED, PAUSE, name_of
+from fivefold.observability.start_up import start_up
 from fivefold.terminal import plain_output
 
 if TYPE_CHECKING:
@@ -88,6 +90,7 @@ def main(config: RunConfig | None = None, checkpoint: Path | None = None) -> NoR
     Without a configuration, one of our launchers started this process, and its arguments name the file to read it from.
     """
     end_with_launcher()
+    start_up.begin()
     requests, pulse = Requests(), Pulse()
     pulse.start()
     plain = contextlib.ExitStack()
@@ -151,6 +154,8 @@ def _run(config: RunConfig, checkpoint: Path | None, requests: Requests, pulse: 
 
     environment.complete()
     use_umask(config.trainer.umask)
+    if (fault := use_compiler_caches()) and os.environ["LOCAL_RANK"] == "0":
+        print(f"warning  {fault}", file=sys.stderr, flush=True)
     device = choose_device(config.trainer.device)
     if config.trainer.deterministic:
         # The libraries read these at startup: cuBLAS must keep its workspaces separate, NCCL must always sum in the same
@@ -211,7 +216,9 @@ def train(config: RunConfig, ranks: Ranks, device: torch.device) -> None:
     with contextlib.ExitStack() as held:
         if not has_launcher():
             call_on_main(ranks, lambda: _hold(config.run_dir, held))
+        start_up.mark("imports")
         run = build_run(config, ranks, device, find_checkpoint(config.run_dir, config.trainer, ranks))
+        start_up.mark("run")
         try:
             loop(run)
         except Interrupted as asked:

@@ -12,7 +12,7 @@ from fivefold.config import ConfigError, RunConfig, dump_yaml
 from fivefold.config.models_read import models_read
 from fivefold.downloads import download
 from fivefold.errors import RunError
-from fivefold.files import use_umask, write_whole
+from fivefold.files import run_umask, write_whole
 from fivefold.launch import environment, local
 from fivefold.launch.lock import locked
 from fivefold.launch.run_directory import check_run_directory
@@ -30,10 +30,14 @@ def start(config: RunConfig, checkpoint: Path | None = None) -> int:
         from fivefold.launch.rank import main as rank_main
 
         rank_main(config, checkpoint)
-    use_umask(config.trainer.umask)
-    if checkpoint is not None:
+    with run_umask(config.trainer.umask):
+        if checkpoint is None:
+            return _train(config)
         _download(config, checkpoint)
         return _spawn(config, checkpoint)
+
+
+def _train(config: RunConfig) -> int:
     check_run_directory(config.run_dir)
     with locked(config.run_dir) as lock:
         # The ranks check again, with the content of the hub's models. Without this check, starting ranks only to fail would

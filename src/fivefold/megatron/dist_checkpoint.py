@@ -24,7 +24,7 @@ from fivefold.backend.shares import STATE, Share
 from fivefold.distributed.objects import all_gather_json
 from fivefold.megatron.layers.layer_spec import PolicyModel
 from fivefold.megatron.mesh import Mesh
-from fivefold.megatron.optim.adam import PrecisionAwareAdam
+from fivefold.megatron.optim.adam import initial_state
 from fivefold.megatron.optim.updater import Updater
 from fivefold.megatron.replica_check import verify_copies
 from fivefold.summed_files import DamagedFile, read_part
@@ -79,9 +79,6 @@ def _read(path: Path, chunks: list[PolicyModel], updater: Updater | None, mesh: 
         updater.schedule.load_state_dict(state["schedule"])
         if updater.loss_scale is not None and "loss_scale" in state:
             updater.loss_scale.load_state(state["loss_scale"])
-
-
-# --- what a rank holds --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -161,9 +158,6 @@ def _weights(chunks: list[PolicyModel], mesh: Mesh) -> Iterator[Piece]:
             if tensor.is_first:
                 begin, end = tensor.share
                 yield from tensor.pieces(tensor.name, begin, end, tensor.data.detach().reshape(-1)[begin:end])
-
-
-# --- the optimizer ------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -262,13 +256,5 @@ def _ensure_moments(updater: Updater) -> None:
         adam = outer.optimizer
         for group in adam.param_groups:
             for parameter in group["params"]:
-                if adam.state[parameter]:
-                    continue
-                if isinstance(adam, PrecisionAwareAdam):
-                    adam.initialize_state(parameter)
-                else:
-                    adam.state[parameter] = {
-                        "step": torch.tensor(0.0),
-                        "exp_avg": torch.zeros_like(parameter),
-                        "exp_avg_sq": torch.zeros_like(parameter),
-                    }
+                if not adam.state[parameter]:
+                    adam.state[parameter] = initial_state(adam, parameter)

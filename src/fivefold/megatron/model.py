@@ -22,7 +22,7 @@ from fivefold.megatron.chunks import build_chunks
 from fivefold.megatron.layers.adapters import switched_off
 from fivefold.megatron.layers.attention import make_packing
 from fivefold.megatron.mesh import Mesh
-from fivefold.megatron.offload import tensors_of
+from fivefold.megatron.offload import later_moments, tensors_of
 from fivefold.megatron.optim.updater import build_updater
 from fivefold.megatron.replica_check import verify_copies
 from fivefold.megatron.routers import Routers
@@ -134,7 +134,12 @@ class MegatronModel:
                 config.finalize_model_grads_func = self._finalize
                 config.grad_scale_func = self._updater.optimizer.scale_loss
             self._copies = HostCopies(mesh.device)
-            self._offload = Offload(policy.offload, mesh.device, lambda part: tensors_of(part, self._chunks, self._updater))
+            self._offload = Offload(
+                policy.offload,
+                mesh.device,
+                lambda part: tensors_of(part, self._chunks, self._updater),
+                lambda: later_moments(self._updater),
+            )
 
     @property
     def version(self) -> int:
@@ -261,6 +266,10 @@ class MegatronModel:
             self._settle()
         return self._offload.offload(leaving)
 
+    def prepare_offload(self) -> None:
+        """Allocate the host memory for the next offload in background threads, with that of moments to come."""
+        self._offload.prepare()
+
     @_on_its_mesh
     def onload(self) -> None:
         """Move offloaded state back to the device; every method that needs the state calls this itself."""
@@ -291,6 +300,8 @@ class MegatronModel:
     @_on_its_mesh
     def load(self, path: Path) -> None:
         """Read a checkpoint written on any layout; collective."""
+        # It brings moments, which are offloaded before the first sampling. Reading takes longer than allocating.
+        self._offload.prepare()
         self.onload()
         dist_checkpoint.load(path, self._chunks, self._updater, self._mesh)
 
@@ -309,6 +320,9 @@ class WithoutAdapters:
     def offload(self, parameters: bool = True) -> dict[str, int]:
         """Return {}: there is no state besides that of the model with adapters."""
         return {}
+
+    def prepare_offload(self) -> None:
+        """Do nothing: see `offload`."""
 
     def onload(self) -> None:
         self._model.onload()

@@ -1,10 +1,13 @@
-"""The tensors of Megatron-Core's models and optimizers that `policy.offload` names."""
+"""What `policy.offload` moves of a model on Megatron-Core: part -> tensors."""
 
 from __future__ import annotations
+
+from typing import Any
 
 from torch import Tensor
 
 from fivefold.megatron.layers.layer_spec import PolicyModel
+from fivefold.megatron.optim.adam import initial_state
 from fivefold.megatron.optim.updater import Updater
 
 
@@ -16,17 +19,30 @@ def tensors_of(name: str, chunks: list[PolicyModel], updater: Updater | None) ->
     if updater is None:
         return []
     if name == "gradients":
-        ddps = updater.ddps
-        return [buffer.grad_data for ddp in ddps for buffer in ddp.buffers + ddp.expert_parallel_buffers]
+        return [buffer.grad_data for ddp in updater.ddps for buffer in ddp.buffers + ddp.expert_parallel_buffers]
     # Parameters that are float32 themselves have no copy in the optimizer: its shards are views of them.
     shared = {parameter.untyped_storage().data_ptr() for parameter in parameters}
-    found = []
-    for outer in updater.optimizer.chained_optimizers:
-        if outer.optimizer is None:
-            continue
-        for group in outer.optimizer.param_groups:
-            for parameter in group["params"]:
-                state = outer.optimizer.state.get(parameter, {})
-                # Adam's step counts stay: they are single numbers on the host.
-                found += [parameter.data, *(v for v in state.values() if isinstance(v, Tensor) and v.numel() > 1)]
-    return [tensor for tensor in found if tensor.untyped_storage().data_ptr() not in shared]
+    # Copies of parameters come first: their host memory is used again once there are moments.
+    copies, moments = [], []
+    for adam, parameter in _optimized(updater):
+        copies.append(parameter.data)
+        moments += _moments(adam.state.get(parameter, {}))
+    return [tensor for tensor in [*copies, *moments] if tensor.untyped_storage().data_ptr() not in shared]
+
+
+def later_moments(updater: Updater | None) -> list[Tensor]:
+    """Return tensors without data, of the sizes of the moments that Adam has not created yet."""
+    later = [(adam, parameter) for adam, parameter in _optimized(updater) if not adam.state.get(parameter)]
+    return [one for adam, given in later for one in _moments(initial_state(adam, given.to("meta")))]
+
+
+def _optimized(updater: Updater | None) -> list[tuple[Any, Tensor]]:
+    """Return each tensor that is optimized, with its optimizer."""
+    outer = [] if updater is None else updater.optimizer.chained_optimizers
+    adams = [one.optimizer for one in outer if one.optimizer is not None]
+    return [(adam, parameter) for adam in adams for group in adam.param_groups for parameter in group["params"]]
+
+
+def _moments(state: dict[str, Any]) -> list[Tensor]:
+    """Return the tensors of a parameter's state. Step counts stay: they are single numbers on the host."""
+    return [value for value in state.values() if isinstance(value, Tensor) and value.numel() > 1]

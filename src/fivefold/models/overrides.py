@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 import tempfile
 from collections.abc import Mapping
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fivefold.errors import UserError
-from fivefold.files import write_text
+from fivefold.files import user_cache, write_text
 from fivefold.keys.ranges import suggest
 from fivefold.models.config_json import read_config
 
@@ -34,7 +33,7 @@ def overridden(directory: Path, overrides: Mapping[str, Any]) -> Path:
     text = json.dumps(config | dict(overrides) | both, indent=2)
     names = sorted(path.name for path in directory.iterdir() if path.name != "config.json")
     number = hashlib.sha256(json.dumps([str(directory.resolve()), names, text]).encode()).hexdigest()[:16]
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fivefold" / "models"
+    cache = user_cache("models")
     found = cache / f"{directory.name}-{number}"
     if not found.is_dir():
         cache.mkdir(parents=True, exist_ok=True)

@@ -15,8 +15,11 @@ import psutil
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from fivefold.config.roles import LEARNERS
 from fivefold.distributed.pulse import Stages
 from fivefold.files import write_whole, writing
+from fivefold.observability.metrics import labelled
+from fivefold.observability.start_up import start_up
 from fivefold.observability.trackers.trackers import Trackers
 from fivefold.observability.warnings import WARNINGS, Warnings
 from fivefold.terminal import plain, raw
@@ -27,8 +30,7 @@ LINE = {
     "policy/grad_norm": "grad norm",
     "policy/entropy": "entropy",
     "policy/kl_reference": "kl",
-    "critic/explained_variance": "explained variance",
-    "prm/accuracy": "prm accuracy",
+    **{name: f"{model} {label}" for model in LEARNERS for name, label in labelled(model).items()},
     "response/length_mean": "length",
     "rollout/logprob_diff_mean": "engine diff",
 }
@@ -37,6 +39,8 @@ LINE = {
 
 LEVELS = ("quiet", "normal", "debug")
 """Values of `trainer.verbosity`, each with more lines than the one before."""
+_SHOWN_PART = 0.05
+"""Seconds below which a part of the start is left out of its line."""
 _SHORTEST = 2e-4
 """Seconds below which a stage is left out of the metrics."""
 
@@ -142,10 +146,23 @@ class RunLogger:
                 self._inner[-1] += seconds
             own = seconds if name == "step" else seconds - inner
             self._times[name] = self._times.get(name, 0.0) + own
+            start_up.mark(name)
             self._spans.append({"name": name, "start": time.time() - self._start - seconds, "seconds": seconds})
             if self._main and (self._verbosity == "debug" or self._log_file is not None):
                 used = psutil.Process().memory_info().rss / 1e9
                 self.log(f"stage {name}: {own:.3f} s, {used:.2f} GB of host memory in use", "debug")
+
+    def note_response(self) -> None:
+        """Record what the start of the run took, once: the first response has arrived."""
+        parts = start_up.end("first_response")
+        if parts and self._main:
+            seconds = sum(parts.values())
+            rounded = {name: round(spent, 3) for name, spent in parts.items()}
+            write_whole(
+                self._run_dir / "trace" / "start.json", json.dumps({"seconds": round(seconds, 3), "parts": rounded}) + "\n"
+            )
+            shown = ", ".join(f"{name} {spent:.1f}" for name, spent in parts.items() if spent >= _SHOWN_PART)
+            self.log(f"start    {seconds:.1f} s from the command to the first response: {shown}", "normal")
 
     @property
     def times(self) -> dict[str, float]:

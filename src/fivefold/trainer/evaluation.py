@@ -64,7 +64,7 @@ class Evaluation:
             assert self.generator is not None
             with self.logger.stage("weight_sync"):
                 models.sync(self.generator.engine)
-            with self.logger.stage("eval"), models.on_device(), sleeping_after(self.generator.engine):
+            with self.logger.stage("eval"), models.away(), sleeping_after(self.generator.engine):
                 found, groups = self._responses()
             metrics |= found
         return metrics, groups

@@ -66,6 +66,19 @@ class Models:
                 model.offload(parameters=name != parameters_of)
         yield
 
+    @contextmanager
+    def away(self) -> Iterator[None]:
+        """Offload all models as configured while the engine samples. Meanwhile, memory for their next offload is allocated.
+
+        Allocating it earlier could fail: an engine that starts captures CUDA graphs, during which no other thread may call
+        the driver.
+        """
+        with self.on_device():
+            for name, model in self.by_role.items():
+                if name not in self.served_by:
+                    model.prepare_offload()
+            yield
+
     def annotate(self, batch: TokenBatch, needs: frozenset[Column], stats: RolloutStats | None = None) -> None:
         """Fill in the columns in `needs`: log-probs of each model, critic values, interpolation by token age.
 

@@ -22,7 +22,7 @@ def train(run: Run) -> None:
             gate.probe(models)
             with stage("weight_sync"):
                 models.sync(engine)
-            with stage("rollout"), models.on_device(), sleeping_after(engine):
+            with stage("rollout"), models.away(), sleeping_after(engine):
                 groups = rollouts.next(step)
             if groups is None:
                 continue

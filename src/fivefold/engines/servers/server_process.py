@@ -11,7 +11,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 
+from fivefold.distributed.compiler_caches import use_compiler_caches
 from fivefold.distributed.ports import free_port
 from fivefold.distributed.processes import descendants, kill, unname_shared_memory
 from fivefold.distributed.scratch import scratch_directory
@@ -132,8 +132,8 @@ def own_environment(changes: Mapping[str, str]) -> dict[str, str]:
     with it."""
     own = {name: value for name, value in os.environ.items() if not name.startswith(_OF_RANKS)}
     # Outside a server's temporary files, so that the next server can use what was compiled.
-    kernels = {"TORCHINDUCTOR_CACHE_DIR": f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}"}
-    return {**kernels, **own, **changes, _PARENT: str(os.getpid())}
+    use_compiler_caches(own)
+    return {**own, **changes, _PARENT: str(os.getpid())}
 
 
 def devices_from(device: torch.device, devices: int) -> dict[str, str]:

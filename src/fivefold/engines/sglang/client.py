@@ -48,8 +48,6 @@ class SGLangServer:
         self._post("/end_weight_update", {}, may_refuse=True)
         self._post("/freeze_gc", {})
 
-    # --- requests ----------------------------------------------------------------------------------------------------
-
     async def generate(
         self, name: str, prompt_ids: list[int], sampling: Sampling, draws: Sequence[Draw]
     ) -> AsyncIterator[Answer]:
@@ -110,6 +108,9 @@ class SGLangServer:
         """Returns the time while the server answers: SGLang does not report how many tokens it has sampled."""
         return time.monotonic() if self.answers() else None
 
+    def pressure(self) -> None:
+        """Returns nothing: SGLang reports no metrics unless it is started with them."""
+
     def pause(self) -> None:
         """Suspend the requests in flight, and discard what was computed for them with the old weights."""
         self._post("/pause_generation", {"mode": "retract"})
@@ -121,8 +122,6 @@ class SGLangServer:
     def abort(self) -> None:
         """End the requests in flight, which return what they have."""
         self._post("/abort_request", {"abort_all": True})
-
-    # --- weights -----------------------------------------------------------------------------------------------------
 
     def workers(self) -> int:
         """Returns the number of processes that receive weights."""
@@ -156,8 +155,6 @@ class SGLangServer:
             time.sleep(0.05)
         return [fault for each in found for fault in each]
 
-    # --- memory ------------------------------------------------------------------------------------------------------
-
     def sleep(self) -> None:
         """Free the memory of weights and cache."""
         self._post("/release_memory_occupation", {"tags": ["kv_cache", "weights"]})
@@ -165,8 +162,6 @@ class SGLangServer:
     def wake(self, part: str) -> None:
         """Allocate the memory of `weights` or `kv_cache` again."""
         self._post("/resume_memory_occupation", {"tags": [part]})
-
-    # --- calls -------------------------------------------------------------------------------------------------------
 
     @cached_property
     def _answers(self) -> Any:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fivefold.distributed.compiler_caches import use_compiler_caches
 from fivefold.engines.arguments import flags
 from fivefold.engines.servers.server_process import ServerProcess, devices_from, end_with_parent, own_environment
 from fivefold.engines.sglang.arguments import LOADER, MARGIN
@@ -29,6 +30,8 @@ def main(arguments: list[str]) -> None:
     for name in ("uds", "host", "port"):
         parser.add_argument(f"--{name}")
     given, rest = parser.parse_known_args(arguments)
+    if fault := use_compiler_caches():
+        print(f"warning  {fault}", file=sys.stderr)
     import uvicorn
     from sglang.launch_server import run_server
     from sglang.srt.entrypoints import http_server

@@ -14,9 +14,10 @@ from fivefold.engines.servers.http import blocking_client, streaming_client
 from fivefold.engines.servers.server import Answer, Draw, ServerLostError, Where
 from fivefold.engines.vllm.arguments import ROUTE, TAKE, WEIGHTS
 from fivefold.engines.vllm.parameters import sampling_arguments
-from fivefold.engines.vllm.probe import answers, progress
+from fivefold.engines.vllm.probe import answers, pressure, progress
 from fivefold.engines.vllm.routes import unpacked
 from fivefold.errors import RunError
+from fivefold.interfaces import Pressure
 from fivefold.models.spec import RouteShape
 from fivefold.routes import routes_of_engine
 from fivefold.types import Sampling
@@ -39,8 +40,6 @@ class VLLMServer:
         self.names_versions = self._post(TAKE, json={"run": self._run}).json()["names_versions"]
         self._call("take", self._run)
         self.abort()
-
-    # --- requests ----------------------------------------------------------------------------------------------------
 
     async def generate(
         self, name: str, prompt_ids: list[int], sampling: Sampling, draws: Sequence[Draw]
@@ -75,8 +74,12 @@ class VLLMServer:
         return answers(self.address)
 
     def progress(self) -> float | None:
-        """Returns the number of tokens read and sampled so far, from the server's metrics; None if it does not answer."""
+        """Returns the number of tokens sampled so far; None if it does not answer."""
         return progress(self.address)
+
+    def pressure(self) -> Pressure | None:
+        found = pressure(self.address)
+        return None if found is None else Pressure(*found)
 
     def pause(self) -> None:
         """Suspend the requests in flight, and discard what was computed for them with the old weights."""
@@ -90,8 +93,6 @@ class VLLMServer:
         """End the requests in flight, which return what they have."""
         self._post("/pause", params={"mode": "abort"})
         self._post("/resume")
-
-    # --- weights -----------------------------------------------------------------------------------------------------
 
     def join_groups(self, where: Where, names: Sequence[str], first: int, size: int) -> None:
         self._call("join_groups", where, names, first, size, self._run)
@@ -118,8 +119,6 @@ class VLLMServer:
     def workers(self) -> int:
         """Returns the number of processes that receive weights."""
         return len(self._call("describe"))
-
-    # --- memory ------------------------------------------------------------------------------------------------------
 
     def sleep(self) -> None:
         """Free the memory of weights and cache."""

@@ -7,9 +7,17 @@ import httpx2 as httpx
 from fivefold.engines.servers.http import answers as is_well
 from fivefold.engines.servers.http import ask
 from fivefold.engines.servers.probe import Description
+from fivefold.engines.vllm.arguments import PROGRESS
 
 COMMAND = "python -m fivefold.engines.vllm.serve --model ... --port ..."
-_COUNTERS = ("vllm:generation_tokens_total{", "vllm:prompt_tokens_total{")
+
+_GAUGES = (
+    "vllm:kv_cache_usage_perc",
+    "vllm:num_requests_waiting",
+    "vllm:prefix_cache_queries_total",
+    "vllm:prefix_cache_hits_total",
+)
+"""Metrics of a server in the order of the fields of Pressure."""
 
 
 def answers(address: str) -> bool:
@@ -18,12 +26,25 @@ def answers(address: str) -> bool:
 
 
 def progress(address: str) -> float | None:
-    """Returns the number of tokens that it has read and sampled since its start; None if it does not answer."""
+    """Returns the number of tokens that it has sampled since its start; None if it does not answer."""
+    try:
+        answer = ask(address, "GET", PROGRESS)
+    except httpx.TransportError:
+        return None
+    return float(answer.json()["tokens"]) if answer.status_code == 200 else None
+
+
+def pressure(address: str) -> tuple[float, int, float, float] | None:
+    """Returns how close the server is to its limits, as the fields of a Pressure; None if it does not answer or runs without
+    statistics."""
     try:
         lines = ask(address, "GET", "/metrics").text.splitlines()
     except httpx.TransportError:
         return None
-    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(_COUNTERS))
+    values = {name: [float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"{name}{{")] for name in _GAUGES}
+    used, queued, tokens, hits = values.values()
+    # Its engines have a cache each.
+    return (max(used), int(sum(queued)), sum(tokens), sum(hits)) if used else None
 
 
 def describe(address: str) -> Description | int:

@@ -66,8 +66,12 @@ class PrecisionAwareAdam(torch.optim.AdamW):
         self._dtypes = {"exp_avg": exp_avg_dtype, "exp_avg_sq": exp_avg_sq_dtype, "master_param": torch.float32}
 
     def initialize_state(self, parameter: Tensor) -> None:
-        """Set zero moments, and the parameter's own value as its float32 copy."""
-        self.state[parameter] = {
+        """Set the state before the first step. Megatron-Core calls this."""
+        self.state[parameter] = self.initial_state(parameter)
+
+    def initial_state(self, parameter: Tensor) -> dict[str, Tensor]:
+        """Return zero moments, and the parameter's own value as its float32 copy."""
+        return {
             "step": torch.tensor(0.0),
             "exp_avg": torch.zeros_like(parameter, dtype=self._dtypes["exp_avg"]),
             "exp_avg_sq": torch.zeros_like(parameter, dtype=self._dtypes["exp_avg_sq"]),
@@ -135,3 +139,11 @@ def precision_aware_adam(wanted: bool) -> Iterator[None]:
     finally:
         for name, value in zip(names, before, strict=True):
             setattr(module, name, value)
+
+
+def initial_state(adam: Any, parameter: Tensor) -> dict[str, Tensor]:
+    """Return the state of a parameter before the first step of an Adam; torch creates it only in that step."""
+    if isinstance(adam, PrecisionAwareAdam):
+        return adam.initial_state(parameter)
+    moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+    return {"step": torch.tensor(0.0), **moments}

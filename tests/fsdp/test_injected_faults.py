@@ -1,4 +1,4 @@
-"""Planted faults of `fsdp:` layouts: each must be seen by the comparison of steps, or by the check at start."""
+"""Injected faults of `fsdp:` layouts: each must be seen by the comparison of steps, or by the check at start."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ FAULTS = [
 
 @pytest.mark.fsdp
 @pytest.mark.parametrize(("fault", "layout", "name"), FAULTS, ids=lambda value: getattr(value, "__name__", None))
-def test_a_planted_fault_is_seen(cluster, models, fault, layout, name):
+def test_an_injected_fault_is_seen(cluster, models, fault, layout, name):
     oracle = expected(models(name))
     try:
         results = run_step(cluster, f"fsdp:{layout}", models(name), policy_of(layout), fault)

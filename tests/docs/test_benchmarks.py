@@ -1,0 +1,71 @@
+"""Scripts of benchmarks/ that measure on GPUs: each part has a dry run on a CPU, which computes the same with tiny sizes."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from benchmarks import quickstart, start_up
+from tests.support.commands import program
+
+
+def lines_of(module: str, *arguments: object) -> list[str]:
+    done = program(f"benchmarks.{module}", *arguments)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout.splitlines()
+
+
+@pytest.mark.slow
+def test_long_sequences_and_experts_are_measured_on_two_ranks():
+    found = lines_of("training_speed", "long", "experts-model", "--seconds", 500)
+    assert not any(line.startswith("FAIL") or "not measured" in line for line in found), found
+    for length, samples in ((256, 2), (1024, 1)):
+        whole = [line for line in found if line.startswith(f"ok   {samples} x {length}: c2 computes the update of c1")]
+        assert len(whole) == 1
+        assert {f"{samples} x {length}, {layout}" for layout in ("c1", "c2")} <= {line.partition(":")[0] for line in found}
+    assert any(line.startswith('d2e2: {"seconds"') and "estimated_gib" in line for line in found)
+
+
+@pytest.mark.slow
+def test_a_start_is_measured_by_parts_with_cold_and_with_warm_caches():
+    found = lines_of("start_up", "1.7b", "--seconds", 1000)
+    for caches in ("cold", "warm"):
+        (line,) = [line for line in found if f"{caches} caches: " in line and "by parts" in line]
+        parts = json.loads(line.partition("by parts: ")[2])
+        names = list(parts)
+        assert (names[0], names[-1]) == ("launch", "first_response") and {"models", "engine"} <= parts.keys()
+        assert len([line for line in found if f"{caches} caches, step " in line]) == 3
+    assert any("seconds to the first response, cold and warm" in line for line in found)
+
+
+@pytest.mark.slow
+def test_the_readme_s_quickstart_runs_word_for_word(tmp_path):
+    found = lines_of("quickstart", tmp_path / "out", "--dry-run")
+    for line in quickstart.commands():
+        assert any(printed.startswith(f"$ {line}") for printed in found), line
+    assert found[-1] == "101 rows of metrics, all steps; a model was exported"
+
+
+def test_the_commands_of_the_quickstart_are_those_of_the_readme():
+    found = quickstart.commands()
+    assert [line.split()[1] for line in found] == ["data", "check", "train", "watch", "report", "eval", "export"]
+    readme = (quickstart.HERE / "README.md").read_text()
+    assert all(f"    {line}" in readme for line in found) and not any("#" in line for line in found)
+    example = quickstart.configuration(found)
+    assert quickstart.MODEL in (quickstart.HERE / example).read_text()
+
+
+def test_what_vllm_says_of_its_start_is_read_from_its_log():
+    """Lines as releases 0.26 to 0.32 write them; a model whose parts are compiled one by one has several."""
+    log = """
+INFO 11-26 10:00:01 [gpu_model_runner.py:5149] Model loading took 3.22 GiB memory and 1.250000 seconds
+INFO 11-26 10:00:20 [monitor.py:53] torch.compile took 12.50 s in total
+INFO 11-26 10:00:21 [monitor.py:53] torch.compile took 0.50 s in total
+INFO 11-26 10:00:30 [gpu_model_runner.py:6581] Graph capturing finished in 9 secs, took 0.61 GiB
+INFO 11-26 10:00:31 [core.py:395] init engine (profile, create kv cache, warmup model) took 30.75 s (compilation: 13.00 s)
+"""
+    assert start_up.vllm_parts(log) == {
+        "reading weights": 1.25, "compiling": 13.0, "graphs": 9.0, "profile, cache and warm-up": 30.75,
+    }  # fmt: skip
+    assert start_up.vllm_parts("nothing") == {}

@@ -1,0 +1,67 @@
+"""The dry runs of benchmarks that need a GPU: each trains or samples with a tiny model on a CPU and prints its rows."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from benchmarks.engine_limit import GROUPS
+from tests.support.commands import python
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+
+pytestmark = pytest.mark.slow
+
+
+def printed(script: str, *arguments: object) -> str:
+    """What a dry run prints, which must succeed."""
+    done = python(BENCHMARKS / script, *arguments, "--dry-run")
+    assert done.returncode == 0 and "FAIL" not in done.stdout, done.stdout + done.stderr
+    assert "CPU" in done.stdout.splitlines()[0] and "commit" in done.stdout.splitlines()[0]
+    return done.stdout
+
+
+def test_the_recipes_train_their_warm_start_and_print_every_evaluation(tmp_path):
+    """Both tasks; the run that evaluates part of the problems evaluates all of them at its end."""
+    shown = printed("recipes.py", tmp_path / "out")
+    for name in ("words-sft-0", "words-grpo-0", "gsm8k-sft-0", "gsm8k-grpo-0"):
+        assert f"\n{name}: 4 steps, " in shown
+        evaluated = re.findall(rf"^{name}: step +(\d) +\d+ s  greedy \d\.\d{{4}} ± .*mean@4 \d\.\d{{4}} ± ", shown, re.M)
+        assert evaluated == (["2", "4"] if name == "gsm8k-sft-0" else ["0", "2", "4"])
+        curve = json.loads((tmp_path / f"out/curves/{name}.json").read_text())
+        assert [row[0] for row in curve["rewards"]] == [1, 2, 3, 4] and curve["peak_gib"] > 0
+        assert bool(curve["whole"]) == (name == "gsm8k-grpo-0")
+    assert shown.count("\n  last  ") == 4 and shown.count("\n  all test problems  greedy") == 1
+
+
+@pytest.mark.parametrize("sides", ["fivefold", "fivefold,trl"])
+def test_the_comparison_with_trl_trains_each_side_and_prints_its_steps(tmp_path, sides):
+    if "trl" in sides and importlib.util.find_spec("trl") is None:
+        pytest.skip("needs TRL, which no environment of these tests has: benchmarks/beside_trl.py names its wheels")
+    shown = printed("beside_trl.py", tmp_path / "out", "--sides", sides, "--steps", 6, "--eval-every", 3)
+    for side in sides.split(","):
+        assert f"\nbeside-{side}-0: 6 steps, " in shown
+        assert re.findall(rf"^beside-{side}-0: step +(\d) .*mean@4 ", shown, re.M) == ["0", "3", "6"]
+        assert re.search(rf"^beside-{side}: \d+\.\d\d s a step$", shown, re.M)
+    assert ("of TRL's time" in shown) == ("trl" in sides)
+
+
+@pytest.mark.vllm
+def test_the_limit_of_an_engine_is_measured_alone_and_in_ours(tmp_path):
+    names = ["small-alone", "small-ours"]
+    shown = printed("engine_limit.py", *names, "--seconds", 1500, "--group-seconds", 700)
+    rows = [json.loads(line) for line in shown.splitlines() if line.startswith("{")]
+    for name in names:
+        measured = [(row["row"], row["sequences"]) for row in rows if row["group"] == name and row["row"] != "start"]
+        assert measured == [(row, sequences) for sequences in GROUPS[name].sequences for row in GROUPS[name].rows]
+    rates = {(row["row"], row["sequences"]): row["tokens_per_second"] for row in rows if row["row"] != "start"}
+    assert all(rate > 0 for rate in rates.values()) and "not measured" not in shown
+    for sequences in (256, 1024):
+        (compared,) = re.findall(rf"^small, {sequences} sequences: (.*)$", shown, re.M)
+        found = json.loads(compared)
+        assert (found["vllm_alone"], found["ours"]) == (rates["plain", sequences], rates["after", sequences])
+        assert found["of_alone"] == pytest.approx(found["ours"] / found["vllm_alone"], abs=1e-3)
