@@ -249,7 +249,8 @@ def judged(part: Part) -> None:
         "request": {"logit_bias": {str(digit): 100 for digit in digits}},
     }  # fmt: skip
     functions = {f"{root}/reward.py:digits": 1.0, "judge": 1.0}
-    engine = sampled_by(part, "d1")
+    # Servers would batch requests as they come, and samples of both runs could differ.
+    engine = {"backend": "transformers"}
 
     def reward(judge: dict[str, Any], first_rank: int) -> dict[str, Any]:
         model = {"path": f"{root}/judge", "first_rank": first_rank} | ({"backend": "megatron:d1"} if first_rank else {})
