@@ -184,8 +184,9 @@ def compared(part: Part, root: Path, runs: dict[str, dict[str, Any]], extra: tup
             part.say(f"{what} beside {base}", "not compared: one of them is missing")
             continue
         (one,), (other,) = ([row for row in rows[name] if row["step"] == 1] for name in (what, base))
-        shown = {name: [float(f"{row[name]:.6g}") for row in (one, other)] for name in (*SAME, *extra)}
-        near = all(abs(a - b) <= 1e-4 * abs(b) + 2e-6 for a, b in shown.values())
+        values = {name: (one[name], other[name]) for name in (*SAME, *extra)}
+        near = all(abs(a - b) <= (4 if part.large else 1) * (2e-5 * abs(b) + 1e-6) for a, b in values.values())
+        shown = {name: [float(f"{value:.6g}") for value in both] for name, both in values.items()}
         own, theirs = samples_of(root / what), samples_of(root / base)
         part.claim(f"{what}: the samples of {base}", own == theirs != [], len(own))
         part.claim(f"{what}: the first step of {base}", near, shown)
