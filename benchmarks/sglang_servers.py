@@ -300,6 +300,9 @@ def key(part: Part) -> None:
     """The key of a request, with `enable_deterministic_inference`."""
     if is_there(part, "key"):
         for name, own in (("with", {"enable_deterministic_inference": True}), ("without", {})):
+            if own and not part.large:
+                part.say("key with it", "skipped on a CPU: it needs a compiled attention, fa3, flashinfer or triton")
+                continue
             found = part.measure(f"key {name} it", "d1", keyed, part.model("qwen3_0.6b"), own)
             if found is not None and own:
                 part.claim("the key decides what is drawn", found["the_batch_again"] == found["alone"] == 1, found)
