@@ -92,6 +92,20 @@ class Load:
 
 
 @dataclass(frozen=True)
+class Pressure:
+    """How close servers are to their limits, as one of them or all together report it."""
+
+    kv_used: float
+    """Largest share of its cache that a server uses."""
+    queued: int
+    """Number of requests that servers have and do not sample yet."""
+    prefix_tokens: float = 0.0
+    """Number of prompt tokens that servers have looked up in their caches since their start."""
+    prefix_hits: float = 0.0
+    """Number of those that they found there."""
+
+
+@dataclass(frozen=True)
 class EngineReplica:
     """The engine replica that this rank belongs to; every rank of a replica is passed the same requests."""
 
@@ -192,9 +206,17 @@ class Stream(Protocol):
         """Cancel these requests: they get no completion."""
         ...
 
+    def wake(self) -> None:
+        """Let an `arrived` that waits return; may be called by any thread."""
+        ...
+
     def load(self) -> Load | None:
         """Return the engine's load with this rank's requests since the previous call; None if it does not sample in the
         background."""
+        ...
+
+    def pressure(self) -> Pressure | None:
+        """Return how close the engine's servers are to their limits; None if they do not say."""
         ...
 
 

@@ -109,6 +109,8 @@ class Turn:
     """`Completion.finish_reason` of the turn's request."""
     seconds: float = 0.0
     """Time from the request to its completion."""
+    given: float = 0.0
+    """What the environment gave for the turn; scoring sets `reward` to this times the weight of the reward `environment`."""
 
 
 @dataclass
@@ -392,6 +394,11 @@ class Request:
     sampling: Sampling
     seed: int
     """Key of the random draws, a signed 64-bit number: the same key and weights give the same response."""
+    trajectory: int | None = None
+    """Number of the trajectory whose turn this is; servers keep what they computed for the turns before. None: a response of
+    one turn."""
+    turn: int = 0
+    """Number of turns before this one."""
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,7 @@ from fivefold.engines.servers.server import ServerLostError
 from fivefold.engines.servers.server_process import ServerProcess, own_environment
 from fivefold.engines.servers.transfer import broadcast, join_groups, open_store
 from fivefold.engines.servers.wire_sender import senders_of
+from fivefold.interfaces import Pressure
 from fivefold.types import Completion, Request, Sampling
 
 
@@ -140,12 +141,18 @@ class InMemory:
     def __init__(self, seconds: float = 0.0, lost_after: int = 10**9, deaf_after: int = 10**9) -> None:
         self.address, self.seconds, self.asked, self.answered = "memory", seconds, 0, 0
         self.lost_after, self.deaf_after, self.most, self.now = lost_after, deaf_after, 0, 0
+        self.reading: Pressure | None = None
+        self.prompts: list[list[int]] = []
 
     def progress(self) -> float | None:
         return self.answered if self.answered < self.deaf_after else None
 
+    def pressure(self) -> Pressure | None:
+        return self.reading
+
     async def generate(self, name: str, prompt_ids: list[int], sampling: Sampling, draws: Sequence[tuple[int, int]]):
         self.asked += len(draws)
+        self.prompts.append(prompt_ids)
         self.now += len(draws)
         self.most = max(self.most, self.now)
         for number, seed in draws:
@@ -298,6 +305,93 @@ def test_nothing_is_asked_between_hold_and_go():
     stream.submit(asked(1))
     assert stream.take(0.05) is None and server.asked == 8
     router.close()
+
+
+# --- turns of trajectories --------------------------------------------------------------------------------------------
+
+
+def turn_of(number: int, trajectory: int, turn: int) -> Request:
+    return Request(number, [trajectory, *range(turn)], Sampling(max_tokens=2), 0, trajectory, turn)
+
+
+@pytest.fixture
+def routing():
+    routers = []
+
+    def make(servers: list[InMemory], window: int = 8):
+        router = RequestRouter(0, window, lambda line: None, stall_seconds=60.0)
+        router.serve(servers)
+        router.go(5)
+        routers.append(router)
+        return router, router.open()
+
+    yield make
+    for router in routers:
+        router.close()
+
+
+def test_a_trajectory_stays_with_the_server_of_its_turn_before_unless_that_is_lost(routing):
+    servers = [InMemory(0.001) for _ in range(4)]
+    router, stream = routing(servers)
+    for turn in range(6):
+        stream.submit([turn_of(20 * turn + each, each, turn) for each in range(20)])
+        assert len(list(stream.completions())) == 20
+    homes = {}
+    for number, server in enumerate(servers):
+        for prompt in server.prompts:
+            assert homes.setdefault(prompt[0], number) == number
+    assert {len([1 for home in homes.values() if home == number]) for number in range(4)} == {5}
+    servers[2].lost_after = 0
+    stream.submit([turn_of(200 + each, each, 6) for each in range(20)])
+    assert len(list(stream.completions())) == 20 and router.lost == {2}
+    # From then on, what that server had stays where it went.
+    before = [len(server.prompts) for server in servers]
+    for turn in (7, 8):
+        stream.submit([turn_of(100 * turn + each, each, turn) for each in range(20)])
+        assert len(list(stream.completions())) == 20
+    moved = {prompt[0]: number for number in (0, 1, 3) for prompt in servers[number].prompts[: before[number]]}
+    for number in (0, 1, 3):
+        assert all(moved[prompt[0]] == number for prompt in servers[number].prompts[before[number] :])
+
+
+def test_a_trajectory_whose_server_is_full_goes_to_another_one(routing):
+    full, other = InMemory(0.001), InMemory(0.001)
+    router, stream = routing([full, other])
+    stream.submit([turn_of(0, 7, 0)])
+    assert len(list(stream.completions())) == 1 and full.asked == 1
+    router.call(lambda: router._readings.update({0: Pressure(0.95, 0), 1: Pressure(0.1, 0)}))
+    stream.submit([turn_of(1, 7, 1), turn_of(2, 8, 0)])
+    assert len(list(stream.completions())) == 2 and full.asked == 1 and other.asked == 2
+    router.call(lambda: router._readings.update({1: Pressure(0.95, 0)}))
+    stream.submit([turn_of(3, 9, 0)])
+    assert len(list(stream.completions())) == 1, "where all are full, one of them gets it"
+
+
+def test_later_turns_go_before_first_ones_and_no_head_blocks_what_another_server_can_take(routing):
+    slow, fast = InMemory(0.3), InMemory(0.001)
+    router, stream = routing([slow, fast], window=1)
+    router.hold()
+    stream.submit([turn_of(0, 0, 0), turn_of(1, 1, 0)])
+    router.go(5)
+    assert stream.take(5.0).request_id == 1, "trajectory 0 is with the slow server"
+    # The slow server has one request, and may have no more: later turns of its trajectories go to the other.
+    stream.submit([turn_of(10 + each, 10 + each, 0) for each in range(20)])
+    stream.submit([turn_of(2, 0, 1), turn_of(3, 1, 1)])
+    order = [one.request_id for one in stream.completions()]
+    assert order.index(2) < 4 and order.index(3) < 4 and len(order) == 23
+    assert order.index(0) > 10, "what waits for the slow server holds up nothing"
+
+
+def test_pressure_is_that_of_all_servers_and_is_read_only_while_they_have_turns(routing, monkeypatch):
+    monkeypatch.setattr(module, "_LOOK_SECONDS", 0.005)
+    servers = [InMemory(0.2), InMemory(0.2)]
+    servers[0].reading, servers[1].reading = Pressure(0.25, 3, 10.0, 4.0), Pressure(0.5, 1, 30.0, 26.0)
+    _, stream = routing(servers)
+    stream.submit(asked(2))
+    assert len(list(stream.completions())) == 8 and stream.pressure() is None
+    stream.submit([turn_of(0, 0, 0), turn_of(1, 1, 0)])
+    assert len(list(stream.completions())) == 2
+    assert stream.pressure() == Pressure(0.5, 4, 40.0, 30.0)
 
 
 class Cutting(InMemory):

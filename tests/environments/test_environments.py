@@ -53,6 +53,33 @@ class Game:
             open(self.task, "a").write("closed")
 
 
+class Kept:
+    replayable = True
+
+    def reset(self, task, seed):
+        self.seen = [task]
+        return "start"
+
+    def step(self, message):
+        self.seen.append(message["content"])
+        return {"messages": " ".join(self.seen), "done": message["content"] == "end"}
+
+    def state(self):
+        if "odd" in self.seen:
+            return {"seen": float("nan")}
+        return {"seen": self.seen}
+
+    def restore(self, state):
+        self.seen = [*state["seen"]]
+
+    def score(self):
+        return len(self.seen)
+
+
+class Half(Kept):
+    restore = None
+
+
 class Plain:
     def reset(self, task, seed):
         return None
@@ -165,6 +192,75 @@ def test_per_worker_bounds_the_environments_of_a_process(pool_of):
     assert sorted(pids.count(pid) for pid in set(pids)) == [1, 2, 2]
 
 
+def test_resets_that_come_together_share_processes_as_per_worker_says(pool_of):
+    pool = pool_of(per_worker=2)
+    pool.start()
+    places = [future.result()[0] for future in [pool.reset("x", 0) for _ in range(8)]]
+    pids = [say(pool, place, "pid").result()["messages"] for place in places]
+    assert sorted(pids.count(pid) for pid in set(pids)) == [2, 2, 2, 2]
+
+
+def test_processes_are_bounded_and_a_further_environment_waits_without_a_time_limit(pool_of):
+    pool = pool_of(per_worker=2, max_processes=2, reset_seconds=1.0)
+    pool.start()
+    assert pool.capacity == 4
+    asked = [pool.reset("x", 0) for _ in range(6)]
+    places = [future.result(timeout=20)[0] for future in asked[:4]]
+    time.sleep(1.5)
+    assert not asked[4].done() and not asked[5].done()
+    dead = say(pool, places[0], "die")
+    with pytest.raises(EnvironmentFailure):
+        dead.result(timeout=20)
+    for place in (*places, places[1]):
+        pool.leave(place)
+    later = [future.result(timeout=20)[0] for future in asked[4:]]
+    pids = {say(pool, place, "pid").result()["messages"] for place in later}
+    assert len(pids) <= 2
+    # Leaving twice gives one place back, not two.
+    more = [pool.reset("x", 0) for _ in range(3)]
+    assert all(future.result(timeout=20) for future in more[:2])
+    time.sleep(0.5)
+    assert not more[2].done()
+
+
+def test_a_state_continues_in_another_process(pool_of, code):
+    pool = pool_of(class_=f"{code}:Kept", per_worker=1)
+    pool.start()
+    assert pool.is_replayable and pool.has_score
+    place, _ = pool.reset("task", 0).result()
+    assert say(pool, place, "one").result()["messages"] == "task one"
+    state = pool.state(place).result()
+    assert state == {"seen": ["task", "one"]}
+    other, first = pool.reset("task", 0, state).result()
+    assert first == "start" and say(pool, other, "two").result()["messages"] == "task one two"
+    assert say(pool, place, "three").result()["messages"] == "task one three"
+    with pytest.raises(EnvironmentFailure, match="KeyError: 'seen'"):
+        pool.reset("task", 0, {}).result()
+    say(pool, other, "odd").result()
+    with pytest.raises(EnvironmentFailure, match="JSON"):
+        pool.state(other).result()
+
+
+def test_a_score_is_that_of_the_whole_trajectory_whatever_its_end(pool_of, code):
+    pool = pool_of(class_=f"{code}:Kept")
+    pool.start()
+    place, _ = pool.reset("task", 0).result()
+    assert say(pool, place, "one").result()["reward"] == 0.0
+    assert pool.score(place).result() == 2.0
+    assert say(pool, place, "end").result()["reward"] == 3.0
+
+
+def test_an_environment_without_state_says_so_and_plain_tools_have_none_to_keep(pool_of):
+    own, tools = pool_of(), pool_of(tools=["add"])
+    for pool in (own, tools):
+        pool.start()
+    place, _ = own.reset("x", 0).result()
+    assert own.state(place).result() is None and not own.is_replayable and not own.has_score
+    place, _ = tools.reset("x", 0).result()
+    assert tools.state(place).result() == {} and tools.is_replayable
+    assert tools.reset("x", 0, {}).result()[1] is None
+
+
 def test_plain_methods_do_not_hold_each_other_up(pool_of, code):
     pool = pool_of(class_=f"{code}:Plain")
     pool.start()
@@ -259,12 +355,18 @@ def test_tools_of_one_turn_run_together_and_each_has_its_own_fate(pool_of):
     assert raised.is_error and not raised.is_late and raised.text == "ValueError: no such values: [1.0]"
 
 
+def test_state_without_restore_is_refused(pool_of, code):
+    with pytest.raises(UserError, match="must have both methods state and restore, or neither"):
+        pool_of(class_=f"{code}:Half").start()
+
+
 @pytest.mark.parametrize(
     ("settings", "error"),
     [
         ({"tools": ["bare"]}, "the tool bare needs an annotation for its argument a"),
         ({"tools": ["add", "add"]}, "two tools are called add"),
         ({"class_": "envs.py:None"}, "No such file"),
+        ({"python": "/bin/no-python"}, "environment.python must be a Python interpreter: /bin/no-python cannot be started"),
     ],
 )
 def test_what_cannot_be_loaded_ends_the_start_with_its_reason(pool_of, settings, error):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,15 @@ def add(a: int, b: int) -> int:
     """Add."""
 
 def bare(a, b: int): ...
+
+class Board:
+    def reset(self, **row): ...
+    def put(self, row, column: int) -> str: ...
+
+class Counter:
+    def reset(self, **row): ...
+    def add(self, number: int) -> str: ...
+    def get_reward(self): ...
 
 number = 3
 '''
@@ -68,13 +79,25 @@ def test_a_good_environment_is_taken(root):
 @pytest.mark.parametrize(
     ("sections", "sentence"),
     [
-        ({"environment": {"class": "gymnasium:CartPole-v1"}}, "environment.class must be path/to/file.py:Class: got 'gymnasium"),
+        ({"environment": {"class": "gymnasium:CartPole-v1"}}, "environment.class needs the package gymnasium, which"),
+        ({"environment": {"class": "textarena:Wordle-v0"}}, "environment.class needs the package textarena, which"),
+        ({"environment": {"class": "skyrl_gym:gsm8k"}}, "environment.class needs the package skyrl-gym, which"),
+        ({"environment": {"class": "openenv:http://127.0.0.1:9"}}, "environment.class: the OpenEnv server at http://127.0.0.1:9 must"),
+        ({"environment": {"class": "atari:Pong"}}, "environment.class must be path/to/file.py:Class or one of gymnasium:ID"),
+        ({"environment": {"class": "trl:nowhere.py:Game"}}, "environment.class: no file at nowhere.py"),
+        ({"environment": {"class": "trl:$/envs.py:Board"}}, "environment.class: the argument 'row' of put needs an annotation"),
+        ({"environment": {"class": "trl:$/envs.py:Counter", "tools": ["$/envs.py:add"]}}, "one tool of each name: got add twice"),
         ({"environment": {"class": "nowhere.py:Game"}}, "environment.class: no file at nowhere.py"),
         ({"environment": {"class": "$/envs.py:Other"}}, "envs.py defines no class Other"),
-        ({"environment": {"tools": ["mcp:server"]}}, "environment.tools must be functions as path/to/file.py:function"),
+        ({"environment": {"tools": ["add"]}}, "environment.tools must be path/to/file.py:function, mcp:COMMAND or mcp+http://"),
+        ({"environment": {"tools": ["mcp:no-such-server"]}}, "environment.tools: the MCP server mcp:no-such-server must answer: the "
+         "server ended with exit code 127"),
+        ({"environment": {"tools": ["mcp:sleep 100"], "reset_seconds": 1}}, "mcp:sleep 100 must answer: no answer within 1 s"),
+        ({"environment": {"tools": ["mcp+http://127.0.0.1:9/mcp"]}}, "environment.tools: the MCP server mcp+http://127.0.0.1:9/mcp "
+         "must answer: [Errno 111] Connection refused"),
         ({"environment": {"tools": ["$/envs.py:sub"]}}, "defines no sub"),
         ({"environment": {"tools": ["$/envs.py:bare"]}}, "the argument 'a' of bare needs an annotation"),
-        ({"environment": {"tools": ["$/envs.py:add", "$/envs.py:add"]}}, "must have one function of each name: got add twice"),
+        ({"environment": {"tools": ["$/envs.py:add", "$/envs.py:add"]}}, "must have one tool of each name: got add twice"),
         ({"environment": {"python": "no-such-python"}}, "environment.python must be a Python interpreter"),
         ({"environment": {"variables": ["NO_SUCH_VARIABLE"]}}, "environment.variables names variables that are set here"),
         ({"environment": {"max_turns": 0}}, "environment.max_turns must be in [1, 10000]: got 0"),
@@ -102,6 +125,20 @@ def test_keys_without_a_class_or_tools_have_no_effect(root):
         RunConfig.of(tree(root, environment={"class": None, "max_turns": 3}, reward={"functions": {"format": 1.0}}))
     )
     assert ("environment.max_turns", "neither environment.class nor environment.tools is set") in found.ignored
+
+
+def test_keys_that_the_kind_of_a_class_takes_no_notice_of_are_said(root):
+    found = check(RunConfig.of(tree(root, environment={"class": f"{root}/envs.py:Game", "options": {"size": 4}})))
+    assert [key for key, _ in found.ignored] == ["environment.options"]
+    found = check(RunConfig.of(tree(root, environment={"class": "textarena:Wordle-v0", "per_worker": 8})))
+    assert ("environment.per_worker", "an environment of textarena has a process of its own") in found.ignored
+
+
+def test_the_missing_library_is_that_of_the_named_interpreter(root):
+    python = os.path.realpath(sys.executable)
+    (fault,) = said(root, environment={"class": "gymnasium:CartPole-v1", "python": python})
+    assert f"which {python} cannot import (ModuleNotFoundError: No module named 'gymnasium'): install it there, or" in fault
+    assert "\n" not in fault
 
 
 def test_a_template_that_drops_earlier_thinking_is_noted_with_turn_and_role(root):

@@ -25,7 +25,7 @@ from fivefold.reward.cpu_limit import TooLongError, within
 from fivefold.reward.pool import RewardPool, cores_of_rank
 from fivefold.reward.rules import ground_truth_fault
 from fivefold.rollout.stats import BatchPlan, gather_stats, rollout_metrics
-from fivefold.types import Completion, Group, Prompt, Sample
+from fivefold.types import Completion, Group, Prompt, Sample, Turn
 from tests.reward.test_ifeval import INSTRUCTION_TRUTHS
 from tests.support.commands import LONGEST, gone, wait_for
 
@@ -652,6 +652,41 @@ def test_nobody_waits_for_a_process_that_starts_where_another_is_free_sooner(tmp
     assert [sample.reward for sample in scored.samples] == [1.0] * 6
 
 
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_trajectory_of_several_sequences_is_scored_once_and_the_same_again(tmp_path, times):
+    """A turn that two sequences contain counts once, and the weight of the environment's rewards is not applied twice."""
+    path, calls = tmp_path / "mine.py", tmp_path / "calls"
+    path.write_text(
+        f"def mine(response):\n    open({str(calls)!r}, 'a').write(response + ';')\n    return float(response == 'a\\nb\\nc')\n"
+    )
+    pool = RewardPool(RewardConfig(functions={"environment": 0.5, f"{path}:mine": 2.0}, workers=1))
+    first = Sample(
+        [5, 6], [-0.5] * 2, "a\nb", "done", 0, trajectory=0, turns=(Turn(0, 0, 1, given=0.25), Turn(1, 1, 2, given=1.0))
+    )
+    second = Sample(
+        [5, 7], [-0.5] * 2, "c", "done", 0, trajectory=0, turns=(Turn(0, 0, 1, given=0.25), Turn(2, 1, 2, given=0.5))
+    )
+    prompt = Prompt(0, [1], "mine", "q", "t")
+    for _ in range(times):
+        assert pool.wait([pool.submit(prompt, first, second)]) is None
+    pool.close()
+    assert calls.read_text() == "a\nb\nc;" * times
+    for sample in (first, second):
+        assert sample.reward == 0.5 * 1.75 + 2.0 and not sample.reward_failed
+        assert sample.reward_parts == {"environment": 1.75, f"{path}:mine": 1.0}
+    assert [turn.reward for turn in first.turns + second.turns] == [0.125, 0.5, 0.125, 0.25]
+
+
+def test_a_trajectory_whose_reward_fails_has_failed_in_all_its_sequences(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text("def mine(response):\n    raise ValueError('no')\n")
+    pool = RewardPool(RewardConfig(functions={f"{path}:mine": 1.0}, workers=1))
+    sequences = [Sample([5], [-0.5], text, "done", 0, reward=1.0, trajectory=0) for text in "ab"]
+    assert "no" in pool.wait([pool.submit(Prompt(0, [1], "mine", "q", "t"), *sequences)])
+    pool.close()
+    assert all(sample.reward_failed and math.isnan(sample.reward) for sample in sequences)
+
+
 def test_a_pool_is_closed_at_once_while_samples_wait_for_processes(tmp_path):
     """Every call hangs by then, the trial of a process that starts too: whoever waited must start none."""
     path, marks = tmp_path / "hanging.py", tmp_path / "marks"
@@ -732,7 +767,7 @@ def scored_on_two_ranks(mesh, functions: dict[str, float], texts: list[list[str]
     try:
         groups = [group(*texts[mesh.ranks.rank])]
         manager = RewardManager(pool, mesh.ranks, max_failed=max_failed, log=said.append)
-        manager.finish(groups, [manager.submit(groups[0].prompt, sample) for sample in groups[0].samples])
+        manager.finish(groups, [manager.submit(groups[0].prompt, [sample]) for sample in groups[0].samples])
     except RuntimeError as error:
         return str(error), said
     finally:

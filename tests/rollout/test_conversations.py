@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import re
 import threading
-from contextlib import suppress
+from collections import Counter
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -151,17 +152,23 @@ class Streamed(Recording):
 
     def arrived(self, seconds: float):
         with suppress(Empty):
-            while True:
-                yield self._arrivals.get(timeout=seconds)
+            while (found := self._arrivals.get(timeout=seconds)) is not None:
+                yield found
+
+    def wake(self) -> None:
+        self._arrivals.put(None)
 
     def load(self) -> Load:
         return Load(0.0, 0.0, 0.0, [])
+
+    def pressure(self) -> None: ...
 
 
 class Scorer:
     """The sum of the environment's rewards."""
 
     def submit(self, prompt, sample):
+        sample.turns = tuple(replace(turn, reward=turn.given) for turn in sample.turns)
         sample.reward = sum(turn.reward for turn in sample.turns)
         return scored()
 
@@ -183,9 +190,10 @@ def engine_of(model: str, tokenizer: Any, ranks: Any, kind: type[Recording]) -> 
     return kind(engine)
 
 
-def sample(mesh, files, name: str | None, sampling: Sampling = SAMPLING, most: int = 100, max_failed: float = 0.0,
-           kind: type[Recording] = Recording, **settings: Any):  # fmt: skip
-    """(groups of this rank, what the engine saw, metrics) of four prompts with an environment, or without one."""
+@contextmanager
+def generating(mesh, files, name: str | None, most: int = 100, max_failed: float = 0.0,
+               kind: type[Recording] = Recording, **settings: Any):  # fmt: skip
+    """Make (generator, four prompts, engine) with an environment, or without one."""
     from fivefold.data.dialog import Dialog
     from fivefold.data.tokenizer import load_tokenizer
     from fivefold.environments.pool import EnvironmentPool
@@ -212,12 +220,21 @@ def sample(mesh, files, name: str | None, sampling: Sampling = SAMPLING, most: i
     logger = RunLogger(Path(words) / "run", [], is_main=False, steps=1)
     generator = Generator(engine, tokenizer, manager, logger, conversations=conversations)
     try:
-        groups = generator.sample(prompts, 3, sampling, STEPS)
+        yield generator, prompts, engine
     finally:
         if pool is not None:
             pool.close()
-    metrics = {} if conversations is None else conversations.take_metrics(mesh.ranks)
-    return groups, engine.seen, metrics
+
+
+def sample(mesh, files, name: str | None, sampling: Sampling = SAMPLING, most: int = 100, max_failed: float = 0.0,
+           kind: type[Recording] = Recording, **settings: Any):  # fmt: skip
+    """(groups of this rank, what the engine saw, metrics) of four prompts with an environment, or without one."""
+    from fivefold.rollout.conversations import conversation_metrics
+
+    counts: Counter[str] = Counter()
+    with generating(mesh, files, name, most, max_failed, kind, **settings) as (generator, prompts, engine):
+        groups = generator.sample(prompts, 3, sampling, STEPS, counts=counts)
+    return groups, engine.seen, {} if name is None else conversation_metrics(counts, mesh.ranks)
 
 
 def batch_of(mesh, files, name: str):
@@ -466,7 +483,7 @@ def scripted(mesh, root: str, words: str, script: list[str], most: int = 8):
     from fivefold.environments.pool import EnvironmentPool
     from fivefold.observability.run_logger import RunLogger
     from fivefold.reward.manager import RewardManager
-    from fivefold.rollout.conversations import Conversations
+    from fivefold.rollout.conversations import Conversations, conversation_metrics
     from fivefold.rollout.generation import Generator
 
     tokenizer = load_tokenizer(words)
@@ -478,11 +495,11 @@ def scripted(mesh, root: str, words: str, script: list[str], most: int = 8):
     generator = Generator(engine, tokenizer, manager, logger, conversations=conversations)
     prompt = Prompt(0, dialog.begin([{"role": "user", "content": "Q"}])[0], source="s", text="", ground_truth="")
     try:
-        ((group,),) = [generator.sample([prompt], 1, Sampling(max_tokens=200), STEPS)]
+        ((group,),) = [generator.sample([prompt], 1, Sampling(max_tokens=200), STEPS, counts=(counts := Counter()))]
     finally:
         pool.close()
     (one,) = group.samples
-    return one, tokenizer.decode(group.context_of(one) + one.token_ids), conversations.take_metrics(mesh.ranks)
+    return one, tokenizer.decode(group.context_of(one) + one.token_ids), conversation_metrics(counts, mesh.ranks)
 
 
 @pytest.fixture
@@ -534,6 +551,82 @@ def test_calls_beyond_the_most_of_a_turn_are_answered_with_that(cluster, tools):
     ((_, text, metrics),) = cluster.run(scripted, "megatron:d1", *tools, [call("add", a=1, b=1) * 3, "ok"], 2)
     assert "[tool]2<|end|>[tool]2<|end|>[tool]Error: a turn may call at most 2 tools<|end|>" in text
     assert metrics["tools/add/calls"] == 2 and metrics["tools/malformed"] == 1
+
+
+def evaluated_between(mesh, files):
+    """Metrics of a training step: alone, and after an evaluation."""
+    from fivefold.rollout.sources import EngineRollouts, PromptQueue
+
+    found = []
+    with generating(mesh, files, "Echo") as (generator, prompts, _):
+
+        class Loader:
+            steps_per_epoch = 1
+
+            def epoch(self, position):
+                return 0.0
+
+            def take(self, begin, count):
+                return prompts
+
+        for is_evaluated in (False, True):
+            queue = PromptQueue(Loader(), generator.logger)
+            source = EngineRollouts(
+                generator,
+                queue,
+                generator.logger,
+                SAMPLING,
+                seed=3,
+                group_size=3,
+                prompts_per_call=4,
+                with_greedy=is_evaluated,
+            )
+            if is_evaluated:
+                generator.sample(prompts, 2, SAMPLING, (9, 0))
+            source.next(5)
+            found.append(
+                {name: value for name, value in generator.logger.pending.items() if name.startswith(("turns/", "tools/"))}
+            )
+    return found
+
+
+def test_trajectories_of_an_evaluation_and_greedy_ones_are_not_counted_in_the_step(cluster, files):
+    ((alone, after),) = cluster.run(evaluated_between, "megatron:d1", files)
+    assert alone == after and alone["turns/inserted_ends"] > 0
+
+
+def greedy(mesh, files):
+    """Groups with a greedy trajectory as their baseline, and those trajectories."""
+    from fivefold.rollout.sources import EngineRollouts, PromptQueue
+
+    with generating(mesh, files, "Echo") as (generator, prompts, engine):
+
+        class Loader:
+            steps_per_epoch = 1
+
+            def epoch(self, position):
+                return 0.0
+
+            def take(self, begin, count):
+                return prompts
+
+        queue = PromptQueue(Loader(), generator.logger)
+        source = EngineRollouts(
+            generator, queue, generator.logger, SAMPLING, seed=3, group_size=3, prompts_per_call=4, with_greedy=True
+        )
+        groups = source.next(5)
+        most_likely = replace(SAMPLING, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)
+        return groups, generator.sample(prompts, 1, most_likely, (3, 5)), [request for request, _ in engine.seen]
+
+
+def test_the_greedy_baseline_of_a_group_is_a_trajectory_of_the_most_likely_turns(cluster, files):
+    ((groups, others, seen),) = cluster.run(greedy, "megatron:d1", files)
+    for group, other in zip(groups, others, strict=True):
+        (one,) = other.samples
+        assert group.greedy_reward == one.reward == sum(turn.reward for turn in one.turns)
+        assert group.greedy_length == one.loss_tokens and group.context_of(group.samples[0]) == other.context_of(one)
+    assert len({group.greedy_reward for group in groups}) > 1 and max(len(other.samples[0].turns) for other in others) > 1
+    assert {request.sampling.temperature for request in seen} == {0.0, 1.0}
 
 
 @pytest.mark.parametrize("name", ["Once", "Echo"])

@@ -55,7 +55,8 @@ def test_all_samples_of_a_step_are_asked_alike():
 def test_the_source_of_a_run_asks_as_the_rule_says(rule):
     seen = []
     generator = SimpleNamespace(
-        sample=lambda prompts, size, sampling, draw: seen.append(sampling.logprobs) or [], record_conversations=lambda: None
+        sample=lambda prompts, size, sampling, draw, counts: seen.append(sampling.logprobs) or [],
+        record_counts=lambda counts: None,
     )
     prompts = SimpleNamespace(has=lambda count: True, take=lambda count: [])
     source = EngineRollouts(generator, prompts, None, SAMPLING, seed=0, group_size=2, prompts_per_call=1, logprobs=rule)

@@ -13,10 +13,12 @@ import torch
 from fivefold.algo.objective import make_objective
 from fivefold.columns import Column
 from fivefold.config.learners import MegatronConfig
+from fivefold.rollout.generation import group_of
 from fivefold.rollout.packing import pack
 from fivefold.rollout.stats import BatchPlan, Informative, gather_stats, rollout_metrics
+from fivefold.rollout.trajectories import HeldSequence, Task, Trajectory
 from fivefold.trainer.minibatches import MiniBatches
-from fivefold.types import Group, Prompt, Sample, Turn
+from fivefold.types import Completion, Group, Prompt, Sample, Turn
 from tests.support.tiny_models import VOCAB
 from tests.support.two_steps import POLICY
 
@@ -211,6 +213,71 @@ def assigned(mesh, group: list[Sample], name: str, choices: dict, values: list[f
     return tuple(batch[column][batch.loss_mask_T].tolist() for column in (Column.ADVANTAGES, Column.RETURNS))
 
 
+def turn_losses(mesh, is_merged: bool, choices: dict):
+    """(loss, gradient by token, and columns of the batch) of one micro-batch."""
+    objective = make_objective("grpo", kl={"coef": 0.0}, **choices)
+    _, batch = batch_of(mesh, make_groups(is_merged), objective)
+    noise_T = torch.randn(len(batch.token_ids_T), generator=torch.Generator().manual_seed(3))
+    logprobs_T = (batch[Column.OLD_LOGPROBS] + 0.3 * noise_T).double().requires_grad_()
+    loss = objective.loss(logprobs_T, torch.zeros_like(logprobs_T), batch).loss
+    loss.backward()
+    columns = [
+        batch[name] for name in (Column.OLD_LOGPROBS, Column.ROLLOUT_LOGPROBS, Column.ADVANTAGES, Column.LOSS_WEIGHTS)
+    ]
+    mask_T = batch.loss_mask_T
+    found = [logprobs_T.detach(), *columns, batch[Column.TURN], logprobs_T.grad]
+    return (
+        float(loss),
+        [value[mask_T].tolist() for value in found],
+        batch.expand_to_tokens(torch.arange(len(batch.lengths_N)))[mask_T].tolist(),
+    )
+
+
+@pytest.mark.parametrize("is_merged", [True, False])
+@pytest.mark.parametrize(
+    "choices",
+    [
+        {"importance_sampling_level": "turn"},
+        {"rollout_correction": {"weight": "turn", "low": 0.4, "high": 0.5, "outside": "truncate"}},
+        {"importance_sampling_level": "turn", "rollout_correction": {"weight": "turn", "high": 0.45, "outside": "mask"}},
+    ],
+)
+def test_ratios_and_corrections_of_turns_are_those_of_their_definition(cluster, is_merged, choices):
+    """In loops: exp of the mean log-ratio over the turn's tokens, and the product of trainer / engine over the turn."""
+    ((loss, columns, samples),) = cluster.run(turn_losses, "megatron:d1", is_merged, choices)
+    by_turn: dict = {}
+    for sample, row in zip(samples, zip(*columns, strict=True), strict=True):
+        by_turn.setdefault((sample, row[5]), []).append(row)
+    correction, total, gradients = choices.get("rollout_correction"), 0.0, []
+    clipped = 0
+    for rows in by_turn.values():
+        differences = [now - old for now, old, *_ in rows]
+        ratios = [math.exp(sum(differences) / len(rows))] * len(rows)
+        if "importance_sampling_level" not in choices:
+            ratios = [math.exp(each) for each in differences]
+        weight = 1.0
+        if correction is not None:
+            weight = math.exp(sum(old - engine for _, old, engine, *_ in rows))
+            low, high = correction.get("low", 0.0), correction["high"]
+            clipped += not low <= weight <= high
+            if correction["outside"] == "mask":
+                weight = weight if low <= weight <= high else 0.0
+            else:
+                weight = min(max(weight, low), high)
+        for ratio, (_, _, _, advantage, share, _, _) in zip(ratios, rows, strict=True):
+            total -= weight * share * min(ratio * advantage, min(max(ratio, 0.8), 1.2) * advantage)
+        shared = "importance_sampling_level" in choices
+        moves = [
+            -weight * share * ratio * advantage * (ratio * advantage <= min(max(ratio, 0.8), 1.2) * advantage)
+            for ratio, (_, _, _, advantage, share, _, _) in zip(ratios, rows, strict=True)
+        ]
+        own = [sum(moves) / len(rows)] * len(rows) if shared else moves
+        gradients += [(row[6], each) for row, each in zip(rows, own, strict=True)]
+    assert loss == pytest.approx(total, rel=1e-5)
+    assert all(found == pytest.approx(each, rel=1e-4, abs=1e-7) for found, each in gradients)
+    assert len(by_turn) == 11 and (clipped > 0) == (correction is not None)
+
+
 CREDITED = [(1.0, [(2, 0.25, None), (1, 0.5, None)]), (0.0, [(1, -0.5, None), (2, 0.0, None)])]
 
 
@@ -391,6 +458,42 @@ def test_a_turn_of_two_sequences_carries_loss_in_the_first_only():
     group = Group(Prompt(0, PROMPT, "s", "", ""), [other, first, second])
     assert [sample.trajectory for sample in group.samples] == [0, 0, 1]
     assert [sample.loss_tokens for sample in group.samples] == [3, 1, 2]
+
+
+def test_groups_name_trajectories_only_where_one_has_several_sequences():
+    def one(context: list[int], cause: str | None = None) -> Sample:
+        return Sample([7], [-0.5], "x", "done", 0, prompt_ids=context, turns=(Turn(0, 0, 1),), break_cause=cause)
+
+    prompt = Prompt(0, [9], "s", "", "")
+    plain = group_of(prompt, [[one([1, 2])], [one([1, 2])]], 4)
+    assert plain.index == 4 and plain.prompt.token_ids == [1, 2]
+    assert all(sample.trajectory is None and sample.prompt_ids is None for sample in plain.samples)
+    several = group_of(prompt, [[one([1, 2])], [one([1, 2]), one([1, 3], "content")]])
+    assert several.prompt.token_ids == [1, 2]
+    assert [(sample.trajectory, sample.prompt_ids) for sample in several.samples] == [(0, None), (1, None), (1, [1, 3])]
+    apart = group_of(prompt, [[one([1, 2])], [one([1, 4])]])
+    assert apart.prompt.token_ids == [9] and [sample.prompt_ids for sample in apart.samples] == [[1, 2], [1, 4]]
+
+
+def test_a_context_extends_the_longest_sequence_that_it_begins_with_or_begins_one():
+    """Held tokens are never overwritten."""
+    held = Trajectory(Task(Prompt(0, [1], "s", "", ""), 0, 0, (), 0))
+
+    def sampled(context: list[int], *tokens: int, cause: str | None = None) -> HeldSequence:
+        own = held.extend_or_begin(context, cause)
+        found = Completion(0, list(tokens), [-1.0] * len(tokens), "stop", 4)
+        held.sampled(own, found, "", None, 0.0)
+        return own
+
+    first = sampled([1], 5, 6)
+    assert sampled([1, 5, 6, 8], 7) is first and first.loss_mask == [True, True, False, True]
+    second = sampled([1, 5], 9, cause="shorter")
+    assert second is not first and second.cause == "shorter" and second.context == [1, 5]
+    third = sampled([1, 5, 6, 8, 4], 2, cause="content")
+    assert sampled([1, 5, 6, 8, 7], 3) is first
+    assert [turn.number for turn in first.turns] == [0, 1, 4] and len(held.sequences) == 3
+    assert first.tokens == [1, 5, 6, 8, 7, 3] and third.tokens == [1, 5, 6, 8, 4, 2]
+    assert first.versions == [4] * 5
 
 
 def test_dynamic_sampling_looks_at_trajectories():

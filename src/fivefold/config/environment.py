@@ -19,7 +19,10 @@ class EnvironmentConfig:
     """Trajectories of several turns: an environment or tools answer each turn of the model; see docs/environments.md."""
 
     class_: str | None = None
-    """Class of the environment, as `path/to/file.py:Class`."""
+    """Class of the environment, as `path/to/file.py:Class`, or an environment of another library: `gymnasium:ID`,
+    `textarena:ID`, `trl:FILE:CLASS`, `skyrl_gym:ID`, `openenv:URL`."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Arguments for an environment of another library, such as `{is_slippery: false}`."""
     tools: list[str] = field(default_factory=list)
     """Functions that the model may call, as `path/to/file.py:function`; annotations and docstring describe them."""
     max_turns: Annotated[int, within("[1, 10000]")] = 10
@@ -34,12 +37,16 @@ class EnvironmentConfig:
     """Stop the run if the trajectories of a group begin with different contexts."""
     per_worker: Annotated[int, within("[1, 65536]"), HARMLESS] = 64
     """Number of environments that one process serves. 1 for libraries with random state of their own."""
+    max_processes: Annotated[int, within("[1, 4096]"), HARMLESS] = 64
+    """Maximum number of environment processes of a rank; further trajectories wait until others have ended."""
+    max_running: Annotated[int, within("[1, 1048576]"), HARMLESS] = 1024
+    """Maximum number of trajectories of a rank that run at once, if its processes can serve them; the others wait."""
     reset_seconds: Annotated[float, within("(0, 86400]"), HARMLESS] = 60.0
     """Maximum time for `reset`; after it the trajectory has failed."""
     step_seconds: Annotated[float, within("(0, 86400]"), HARMLESS] = 60.0
     """Maximum time for `step`, after which the trajectory has failed, and for a tool call, whose answer is then an error."""
     trajectory_seconds: Annotated[float, within("(0, 864000]"), HARMLESS] = 3600.0
-    """Time after which a trajectory takes no further turn."""
+    """Time of a trajectory, without its waiting for the engine, after which it takes no further turn."""
     memory_mb: Annotated[int, within("[64, 1048576]"), HARMLESS] = 4096
     """Address space of one environment process, in MB."""
     python: Annotated[str | None, HARMLESS] = None

@@ -359,11 +359,6 @@ def _check_environment(findings: Findings, config: Derived) -> None:
     )
     if not environment.is_active:
         return
-    findings.require(
-        config.rollout.max_staleness is None,
-        "rollout.max_staleness",
-        "must be left out with environment: trajectories of several turns are sampled within their step",
-    )
     message = "must be true with environment: a chat template writes the turns"
     findings.require(data.apply_chat_template, "data.apply_chat_template", message)
     message = "must be left out with environment.tools, which are the functions that the model reads about"

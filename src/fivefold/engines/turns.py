@@ -33,3 +33,9 @@ class Turns:
 
     def load(self) -> None:
         """Returns nothing: the engine samples only on request."""
+
+    def wake(self) -> None:
+        """Does nothing: `arrived` never waits."""
+
+    def pressure(self) -> None:
+        """Returns nothing: there are no servers."""

@@ -21,14 +21,17 @@ from typing import Any, TypeVar
 
 from fivefold.config.environment import EnvironmentConfig
 from fivefold.environments import worker
+from fivefold.environments.kinds import KINDS, kind_of
 from fivefold.errors import UserError
-from fivefold.reward.pool import clean_environment
+from fivefold.reward.pool import clean_environment, cores_of_rank
 
 T = TypeVar("T")
 _START_SECONDS = 300.0
 """Seconds for a process to import what its environments need."""
 _GRACE_SECONDS = 2.0
 """Seconds for a process to confirm that it has cancelled a call; after them it is killed."""
+_CLOSE_SECONDS = 5.0
+"""Seconds for environments to close at the end of a run."""
 _OF_OWN_PYTHON = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
 """Variables that another interpreter must not get."""
 
@@ -58,6 +61,8 @@ class Place:
 
     number: int
     process: _Process
+    leaving: asyncio.Future[None] | None = None
+    """The end of the environment, once it has begun."""
 
 
 class EnvironmentPool:
@@ -67,6 +72,12 @@ class EnvironmentPool:
         self._config = config
         self._processes: list[_Process] = []
         self._numbers = count()
+        kind, _ = kind_of(config.class_ or "")
+        self._per_process = 1 if kind in KINDS and KINDS[kind].is_alone else config.per_worker
+        self._room = asyncio.Semaphore(self.capacity)
+        self._starts = asyncio.Semaphore(max(2, cores_of_rank()))
+        """Processes that start at the same time, since each imports libraries."""
+        self._abilities: dict[str, bool] = {}
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="environments", daemon=True)
         self._thread.start()
@@ -74,32 +85,65 @@ class EnvironmentPool:
     def start(self) -> list[dict[str, Any]]:
         """Start the first process and return the schemas of the tools; raises UserError if something cannot be loaded."""
         try:
-            return self._call(self._free()).result().tools
+            return self._call(self._begin()).result()
         except EnvironmentFailure as error:
             self.close()
-            raise UserError(f"environment: the class or the tools cannot be loaded:\n{error}") from error
+            reason = str(error)
+            start = "" if reason.startswith("environment.") else "environment: the class or the tools cannot be loaded:\n"
+            raise UserError(f"{start}{reason}") from error
 
     @property
     def has_class(self) -> bool:
         return self._config.class_ is not None
 
-    def reset(self, task: dict[str, Any], seed: int) -> Future[tuple[Place, Any]]:
-        """Make an environment; the future holds its place and first context, None without a class."""
+    @property
+    def capacity(self) -> int:
+        """Number of environments that run at the same time; `reset` of a further one waits until another is left."""
+        return self._config.max_processes * self._per_process
+
+    @property
+    def is_replayable(self) -> bool:
+        """Whether the same messages after the same reset lead to the same answers; False before the start."""
+        return self._abilities.get("is_replayable", False)
+
+    @property
+    def has_score(self) -> bool:
+        """Whether a trajectory that ends before its environment does has a reward of its own, which `score` returns."""
+        return self._abilities.get("has_score", False)
+
+    def reset(self, task: dict[str, Any], seed: int, restore: dict[str, Any] | None = None) -> Future[tuple[Place, Any]]:
+        """Make an environment, in the state `restore` if given; the future holds its place and first context.
+
+        The first context is that of a new environment, and None without a class. Waiting for a place has no time limit.
+        """
 
         async def run() -> tuple[Place, Any]:
-            process = await self._free()
-            place = Place(next(self._numbers), process)
-            process.places.add(place)
-            if not self.has_class:
-                return place, None
+            place = await self._enter()
             try:
-                arguments = {"environment": place.number, "task": task, "seed": seed}
-                return place, await process.ask("reset", arguments, self._config.reset_seconds)
+                arguments = {"environment": place.number, "task": task, "seed": seed, "restore": restore}
+                return place, await place.process.ask("reset", arguments, self._config.reset_seconds)
             except EnvironmentFailure:
                 await self._leave(place)
                 raise
 
         return self._call(run())
+
+    def state(self, place: Place) -> Future[dict[str, Any] | None]:
+        """The future holds what `reset` restores the environment from, or None if its class or a tool cannot say."""
+
+        async def run() -> dict[str, Any] | None:
+            if not self._abilities["has_state"]:
+                return None
+            found: dict[str, Any] = await place.process.ask(
+                "state", {"environment": place.number}, self._config.step_seconds
+            )
+            return found
+
+        return self._call(run())
+
+    def score(self, place: Place) -> Future[float]:
+        """The future holds the reward of a trajectory that ends before its environment does; see `has_score`."""
+        return self._call(place.process.ask("score", {"environment": place.number}, self._config.step_seconds))
 
     def step(self, place: Place, message: dict[str, Any], seconds: float) -> Future[dict[str, Any]]:
         """Take a step; the future holds messages, reward, done and state."""
@@ -113,10 +157,10 @@ class EnvironmentPool:
         async def one(name: str, arguments: dict[str, Any]) -> ToolAnswer:
             begin = time.monotonic()
             try:
-                text, failure = await place.process.ask("call", {"name": name, "arguments": arguments}, limit), None
+                asked = {"environment": place.number, "name": name, "arguments": arguments}
+                text, failure = await place.process.ask("call", asked, limit), None
             except EnvironmentFailure as error:
-                # The last line of a traceback is the error itself.
-                text, failure = str(error).strip().rpartition("\n")[2], error
+                text, failure = str(error), error
             late = failure is not None and failure.is_late
             return ToolAnswer(str(text), time.monotonic() - begin, failure is not None, late)
 
@@ -131,67 +175,132 @@ class EnvironmentPool:
             self._call(self._leave(place))
 
     def close(self) -> None:
-        """End the processes."""
-        for process in self._processes:
-            process.kill()
+        """Close the environments that are left, and end the processes."""
+        if not self._loop.is_running():
+            return
+        self._call(self._end()).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
+        self._loop.close()
+
+    async def _end(self) -> None:
+        places = [place for process in self._processes for place in process.places]
+        if places:
+            await asyncio.wait([asyncio.ensure_future(self._leave(place)) for place in places], timeout=_CLOSE_SECONDS)
+        for process in self._processes:
+            process.kill()
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
 
     def _call(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
-    async def _free(self) -> _Process:
-        """Return a process with room for another environment; a new one if there is none."""
+    async def _begin(self) -> list[dict[str, Any]]:
+        place = await self._enter()
+        self._abilities = place.process.abilities
+        await self._leave(place)
+        return place.process.tools
+
+    async def _enter(self) -> Place:
+        """Return a place for another environment, in a new process if the others are full.
+
+        The place is taken before the process has started, so that it is not given away meanwhile.
+        """
+        await self._room.acquire()
         self._processes = [process for process in self._processes if not process.has_ended]
-        free = (process for process in self._processes if len(process.places) < self._config.per_worker)
+        free = (process for process in self._processes if len(process.places) < self._per_process)
         if (process := next(free, None)) is None:
-            process = _Process(self._config)
+            process = _Process(self._config, self._starts)
             self._processes.append(process)
-        await process.started
-        return process
+        place = Place(next(self._numbers), process)
+        process.places.add(place)
+        try:
+            await process.started
+        except EnvironmentFailure:
+            await self._leave(place)
+            raise
+        return place
 
     async def _leave(self, place: Place) -> None:
-        place.process.places.discard(place)
-        if self.has_class and not place.process.has_ended:
-            with contextlib.suppress(EnvironmentFailure):
-                await place.process.ask("close", {"environment": place.number}, self._config.step_seconds)
+        if place.leaving is None:
+            place.leaving = asyncio.ensure_future(self._close(place))
+        await asyncio.shield(place.leaving)
+
+    async def _close(self, place: Place) -> None:
+        try:
+            if not place.process.has_ended:
+                with contextlib.suppress(EnvironmentFailure):
+                    await place.process.ask("close", {"environment": place.number}, self._config.step_seconds)
+        finally:
+            place.process.places.discard(place)
+            self._room.release()
 
 
 class _Process:
     """One worker process; all methods run in the thread of the pool, except `kill`."""
 
-    def __init__(self, config: EnvironmentConfig) -> None:
+    def __init__(self, config: EnvironmentConfig, starts: asyncio.Semaphore) -> None:
         self.places: set[Place] = set()
         self.tools: list[dict[str, Any]] = []
+        self.abilities: dict[str, bool] = {}
         self.has_ended = False
+        self._config, self._starts = config, starts
+        self._process: subprocess.Popen[bytes] | None = None
+        self.started = asyncio.ensure_future(self._start())
         self._numbers = count(1)
         self._waiting: dict[int, asyncio.Future[Any]] = {}
+
+    async def _start(self) -> None:
+        async with self._starts:
+            if self.has_ended:
+                raise EnvironmentFailure("the environment's process has ended")
+            own = self._spawn()
+            self._reader, self._writer = await asyncio.open_connection(sock=own, limit=worker.LONGEST)
+            self._reading = asyncio.create_task(self._read())
+            config = self._config
+            kind, name = kind_of(config.class_ or "")
+            settings = {
+                "memory_mb": config.memory_mb,
+                "max_turns": config.max_turns,
+                "options": config.options,
+                "seconds": config.reset_seconds,
+            }
+            asked = {"kind": kind, "name": name or None, "tools": config.tools, "settings": settings}
+            try:
+                answer = await self.ask("load", asked, _START_SECONDS)
+            except EnvironmentFailure:
+                self.kill()
+                raise
+            self.tools = answer.pop("tools")
+            self.abilities = answer
+
+    def _spawn(self) -> socket.socket:
+        """Start the process, and return the socket to it."""
         own, theirs = socket.socketpair()
+        config = self._config
         variables = clean_environment(config.variables)
         if config.python is not None:
             variables = {name: value for name, value in variables.items() if name not in _OF_OWN_PYTHON}
         with theirs:
-            self._process = subprocess.Popen(
-                [config.python or sys.executable, str(Path(worker.__file__)), str(theirs.fileno())],
-                env=variables,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                pass_fds=(theirs.fileno(),),
-                # Processes started by an environment are in the same group, and are killed with it.
-                start_new_session=True,
-            )
-        self.started = asyncio.ensure_future(self._start(own, config))
-
-    async def _start(self, own: socket.socket, config: EnvironmentConfig) -> None:
-        self._reader, self._writer = await asyncio.open_connection(sock=own, limit=worker.LONGEST)
-        self._reading = asyncio.create_task(self._read())
-        settings = {"name": config.class_, "tools": config.tools, "memory_mb": config.memory_mb}
-        try:
-            self.tools = (await self.ask("load", settings, _START_SECONDS))["tools"]
-        except EnvironmentFailure:
-            self.kill()
-            raise
+            try:
+                self._process = subprocess.Popen(
+                    [config.python or sys.executable, str(Path(worker.__file__)), str(theirs.fileno())],
+                    env=variables,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,
+                    pass_fds=(theirs.fileno(),),
+                    # Processes started by an environment are in the same group, and are killed with it.
+                    start_new_session=True,
+                )
+            except OSError as error:
+                own.close()
+                self.has_ended = True
+                reason = f"environment.python must be a Python interpreter: {config.python} cannot be started: {error}"
+                raise EnvironmentFailure(reason) from error
+        return own
 
     async def ask(self, do: str, arguments: dict[str, Any], seconds: float) -> Any:
         """Return the answer of the process; raises EnvironmentFailure without one in time.
@@ -240,6 +349,8 @@ class _Process:
     def kill(self) -> str:
         """Kill the process and its children, and return how it ended."""
         self.has_ended = True
+        if self._process is None:
+            return "has not started"
         if self._process.returncode is None:
             # A process that has ended by itself keeps its exit code until it is waited for.
             with contextlib.suppress(ProcessLookupError):

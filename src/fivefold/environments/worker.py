@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import importlib
 import importlib.util
-import inspect
 import json
 import math
 import os
@@ -17,9 +17,6 @@ import signal
 import socket
 import sys
 import traceback
-import types
-import typing
-import zlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -31,7 +28,8 @@ _LONGEST_ERROR = 4000
 _THREADS = 256
 """Plain functions that run at the same time."""
 _PR_SET_PDEATHSIG = 1
-_TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", list: "array", dict: "object", type(None): "null"}
+_ADAPTERS = "fivefold_adapters"
+"""Name of the package that the files of `adapters/` are here."""
 
 
 class Worker:
@@ -39,8 +37,12 @@ class Worker:
 
     def __init__(self, writer: asyncio.StreamWriter) -> None:
         self._writer = writer
-        self._class: Any = None
+        self._make: Any = None
+        self._has_score = False
+        self._sources: list[Any] = []
+        """Where tools come from; see `adapters/functions.py`."""
         self._tools: dict[str, Any] = {}
+        """Name of each tool -> its source, None if it is the environment's own."""
         self._environments: dict[int, Any] = {}
         self._tasks: dict[int, asyncio.Task[None]] = {}
 
@@ -61,132 +63,143 @@ class Worker:
             text = json.dumps(answer, allow_nan=False)
         except asyncio.CancelledError:
             text = json.dumps({"id": request["id"], "error": "it was cancelled"})
-        except BaseException:
+        except BaseException as error:
             # SystemExit of a user's class costs this trajectory its reward, like any other error.
-            text = json.dumps({"id": request["id"], "error": traceback.format_exc()[-_LONGEST_ERROR:]})
+            text = json.dumps({"id": request["id"], "error": _reason(error, request["do"])})
         self._writer.write(text.encode() + b"\n")
         await self._writer.drain()
 
-    async def do_load(self, name: str | None, tools: list[str], memory_mb: int) -> dict[str, Any]:
-        """Load the class and the tools, and return the tools' schemas."""
-        limit = memory_mb * 2**20
-        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    async def do_load(self, kind: str, name: str | None, tools: list[str], settings: dict[str, Any]) -> dict[str, Any]:
+        """Load the class and the tools; return the tools' schemas, and what the class can do."""
+        _, hard = resource.getrlimit(resource.RLIMIT_AS)
+        # The hard limit stays: servers of tools, which are programs of their own, have no limit.
+        resource.setrlimit(resource.RLIMIT_AS, (settings["memory_mb"] * 2**20, hard))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        schemas: list[dict[str, Any]] = []
         if name is not None:
-            self._class = _load(name)
-            for method in ("reset", "step"):
-                if not callable(getattr(self._class, method, None)):
-                    raise TypeError(f"{name} must have a method {method}")
+            self._make = await asyncio.to_thread(_adapter(kind).load, name, settings)
+            for schema in getattr(self._make, "schemas", []):
+                self._add(schema, None, schemas)
         for tool in tools:
-            function = _load(tool)
-            if function.__name__ in self._tools:
-                raise TypeError(f"two tools are called {function.__name__}: rename one")
-            self._tools[function.__name__] = function
-        return {"tools": [schema_of(function) for function in self._tools.values()]}
+            source = await _adapter(_tool_kind(tool)).load(tool, settings)
+            self._sources.append(source)
+            for schema in source.schemas:
+                self._add(schema, source, schemas)
+        keeps_nothing = all(source.is_stateless for source in self._sources)
+        # An adapter may return a partial call of its class.
+        made_by = getattr(self._make, "func", self._make)
+        self._has_score = bool(getattr(made_by, "score", False))
+        return {
+            "tools": schemas,
+            "has_state": keeps_nothing and (made_by is None or hasattr(made_by, "state")),
+            "is_replayable": keeps_nothing and bool(getattr(made_by, "replayable", made_by is None)),
+            "has_score": self._has_score,
+        }
 
-    async def do_reset(self, environment: int, task: dict[str, Any], seed: int) -> Any:
-        """Make an environment and return its first context."""
-        made = self._environments[environment] = self._class()
-        return await _run(made.reset, task, seed)
+    def _add(self, schema: dict[str, Any], source: Any, schemas: list[dict[str, Any]]) -> None:
+        name = schema["function"]["name"]
+        if name in self._tools:
+            raise _adapter("common").Refusal(f"environment.tools: two tools are called {name}: rename one")
+        self._tools[name] = source
+        schemas.append(schema)
+
+    async def do_reset(self, environment: int, task: dict[str, Any], seed: int, restore: dict[str, Any] | None) -> Any:
+        """Make an environment, in a state that `do_state` returned if there is one, and return its first context."""
+        if self._make is None:
+            return None
+        made = self._environments[environment] = self._make()
+        first = await _run(made.reset, task, seed)
+        if restore is not None:
+            await _run(made.restore, restore)
+        return first
 
     async def do_step(self, environment: int, message: dict[str, Any]) -> dict[str, Any]:
-        """Take a step, and return what it gave."""
-        return _step(await _run(self._environments[environment].step, message))
+        """Take a step, and return what it gave; the last one has the score of the whole trajectory too."""
+        made = self._environments[environment]
+        step = _step(await _run(made.step, message))
+        if step["done"] and self._has_score:
+            step["reward"] += _reward(await _run(made.score))
+        return step
 
-    async def do_call(self, name: str, arguments: dict[str, Any]) -> str:
+    async def do_call(self, environment: int, name: str, arguments: dict[str, Any]) -> str:
         """Call a tool and return its answer as text."""
-        value = await _run(self._tools[name], **arguments)
+        source = self._tools[name]
+        if source is None:
+            value = await _run(self._environments[environment].call, name, arguments)
+        else:
+            value = await source.call(environment, name, arguments)
         return value if isinstance(value, str) else json.dumps(value, default=str)
+
+    async def do_state(self, environment: int) -> Any:
+        """Return what the environment needs to continue in another process."""
+        if self._make is None:
+            return {}
+        state = await _run(self._environments[environment].state)
+        if not isinstance(state, dict):
+            raise TypeError(f"`state` must return a dict that JSON can write: got {type(state).__name__}")
+        return state
+
+    async def do_score(self, environment: int) -> float:
+        """Return the reward of a trajectory that ends before its environment does."""
+        return _reward(await _run(self._environments[environment].score))
 
     async def do_close(self, environment: int) -> None:
         """Close an environment and forget it."""
         made = self._environments.pop(environment, None)
         if made is not None and hasattr(made, "close"):
             await _run(made.close)
+        for source in self._sources:
+            await source.leave(environment)
 
 
-async def _run(function: Any, *arguments: Any, **named: Any) -> Any:
-    """Call a coroutine function, or a plain one in a thread, so that it holds up no other environment."""
-    if inspect.iscoroutinefunction(function):
-        return await function(*arguments, **named)
-    return await asyncio.to_thread(function, *arguments, **named)
+def _adapter(name: str) -> Any:
+    """Return a file of `adapters/`, which lies next to this one."""
+    if _ADAPTERS not in sys.modules:
+        directory = Path(__file__).resolve().parent / "adapters"
+        spec = importlib.util.spec_from_file_location(
+            _ADAPTERS, directory / "__init__.py", submodule_search_locations=[str(directory)]
+        )
+        assert spec is not None and spec.loader is not None
+        sys.modules[_ADAPTERS] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[_ADAPTERS])
+    return importlib.import_module(f"{_ADAPTERS}.{name}")
+
+
+def _tool_kind(tool: str) -> str:
+    return "mcp" if tool.startswith(("mcp:", "mcp+http:", "mcp+https:")) else "functions"
+
+
+async def _run(function: Any, *arguments: Any) -> Any:
+    return await _adapter("common").run(function, *arguments)
+
+
+def _reason(error: BaseException, do: str) -> str:
+    """Return why a request failed: a sentence, or a traceback. A model reads the errors of its tools."""
+    if isinstance(error, _adapter("common").Refusal):
+        return str(error)
+    if do == "call":
+        return traceback.format_exception_only(error)[-1].strip()[-_LONGEST_ERROR:]
+    return "".join(traceback.format_exception(error))[-_LONGEST_ERROR:]
+
+
+def _reward(reward: Any) -> float:
+    if isinstance(reward, bool) or not isinstance(reward, (int, float)) or not math.isfinite(reward):
+        raise ValueError(f"the reward of a step is a finite number: got {reward!r}")
+    return float(reward)
 
 
 def _step(step: Any) -> dict[str, Any]:
     """Return what `step` gave as a mapping: a mapping, or an object with these attributes."""
     get = step.get if isinstance(step, dict) else lambda key, default: getattr(step, key, default)
     messages, reward, done, state = get("messages", []), get("reward", 0.0), get("done", False), get("state", None)
-    if isinstance(reward, bool) or not isinstance(reward, (int, float)) or not math.isfinite(reward):
-        raise ValueError(f"the reward of a step is a finite number: got {reward!r}")
     if not done and not messages:
         raise ValueError("a step without messages must be done: the model would have nothing to answer")
     return {
         "messages": messages,
-        "reward": float(reward),
+        "reward": _reward(reward),
         "done": bool(done),
         "state": None if state is None else str(state),
     }
-
-
-def schema_of(function: Any) -> dict[str, Any]:
-    """Return the schema of a plain function as chat templates take it, from its annotations and docstring."""
-    hints, name = typing.get_type_hints(function), function.__name__
-    about, described = _docstring(function)
-    properties, required = {}, []
-    for parameter in inspect.signature(function).parameters.values():
-        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
-            raise TypeError(f"the tool {name} takes arguments by name: got {parameter}")
-        if parameter.name not in hints:
-            raise TypeError(f"the tool {name} needs an annotation for its argument {parameter.name}")
-        properties[parameter.name] = _schema(hints[parameter.name], f"{name}, {parameter.name}") | (
-            {"description": described[parameter.name]} if parameter.name in described else {}
-        )
-        if parameter.default is parameter.empty:
-            required.append(parameter.name)
-    parameters = {"type": "object", "properties": properties, "required": required}
-    return {"type": "function", "function": {"name": name, "description": about, "parameters": parameters}}
-
-
-def _docstring(function: Any) -> tuple[str, dict[str, str]]:
-    """Return the description of a function, and those of its arguments in a section `Args:`."""
-    about, _, arguments = (inspect.getdoc(function) or "").partition("Args:")
-    described = {}
-    for line in arguments.partition("\n\n")[0].splitlines():
-        name, colon, text = line.partition(":")
-        if colon:
-            described[name.partition("(")[0].strip()] = text.strip()
-    return about.strip(), described
-
-
-def _schema(hint: Any, where: str) -> dict[str, Any]:
-    """Return the JSON schema of an annotation."""
-    origin, inner = typing.get_origin(hint), typing.get_args(hint)
-    if hint in _TYPES:
-        return {"type": _TYPES[hint]}
-    if origin is typing.Literal:
-        return {"type": _TYPES[type(inner[0])], "enum": list(inner)}
-    if origin is list:
-        return {"type": "array", "items": _schema(inner[0], where)}
-    if origin is dict:
-        return {"type": "object"}
-    if origin in (typing.Union, types.UnionType):
-        return {"type": [_schema(each, where)["type"] for each in inner]}
-    raise TypeError(f"the tool {where}: an argument is str, int, float, bool, list, dict, Literal or None: got {hint!r}")
-
-
-def _load(name: str) -> Any:
-    """Return the class or function of `path/to/file.py:name`."""
-    path, _, own = name.rpartition(":")
-    file = Path(path).resolve()
-    module_name = f"fivefold_user_{file.stem}_{zlib.crc32(bytes(file)):08x}"
-    if module_name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(module_name, file)
-        assert spec is not None and spec.loader is not None
-        module = sys.modules[module_name] = importlib.util.module_from_spec(spec)
-        # The last place in sys.path: a file next to it must not replace a library of the same name.
-        sys.path.append(str(file.parent))
-        spec.loader.exec_module(module)
-    return getattr(sys.modules[module_name], own)
 
 
 def _end_with_parent() -> None:

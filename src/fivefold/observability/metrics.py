@@ -104,6 +104,11 @@ METRICS: dict[str, tuple[Metric, ...]] = {
             "Turns that ended otherwise and got the template's end token, without loss.",
         ),
         Metric("turns/observations_cut", "messages", "Answers longer than `environment.max_observation_tokens`."),
+        Metric(
+            "turns/aborted_tokens",
+            "tokens",
+            "Tokens of turns that were aborted and sampled again; absent if there are none.",
+        ),
         Metric("tools/<tool>/calls", "calls", "Calls of a tool."),
         Metric("tools/<tool>/errors", "calls", "Calls of a tool that raised or took too long."),
         Metric("tools/<tool>/timeouts", "calls", "Calls of a tool that took longer than `environment.step_seconds`."),
@@ -111,6 +116,16 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         Metric("tools/malformed", "calls", "Calls that could not be read or made, and were answered with the reason."),
         Metric("environment/steps_per_second", "steps", "Steps of the environments a second, over all ranks."),
         Metric("environment/wait", "seconds", "Mean time that a trajectory waits for a step of its environment."),
+        Metric(
+            "engine/idle_fraction",
+            "fraction",
+            "Time in which a rank's engine had no request while trajectories ran; absent for engines in the ranks.",
+        ),
+        Metric(
+            "engine/prefix_hits",
+            "fraction",
+            "Prompt tokens that servers had computed before, for an earlier turn or another trajectory; vLLM only.",
+        ),
         Metric("environment/failed", "trajectories", "Trajectories whose environment failed; absent if none did."),
     ),
     "Dynamic sampling": (

@@ -6,7 +6,7 @@ import ast
 import os
 import re
 import shutil
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,8 @@ from fivefold.config import RunConfig
 from fivefold.config.environment import EnvironmentConfig
 from fivefold.data.dialog import Dialog
 from fivefold.data.light_tokenizer import LightTokenizer
+from fivefold.environments.kinds import KINDS, is_server, kind_of
+from fivefold.environments.pool import EnvironmentPool
 from fivefold.errors import UserError
 from fivefold.files import read_text
 from fivefold.keys.findings import Findings
@@ -58,38 +60,90 @@ def check_environment(findings: Findings, config: RunConfig, tokenizer: LightTok
         for name in (item.name for item in fields(usual) if getattr(environment, item.name) != getattr(usual, item.name)):
             own.ignore(name, "neither environment.class nor environment.tools is set")
         return
-    if environment.class_ is not None:
-        _check_class(own, environment.class_)
-    names = [tool.rpartition(":")[2] for tool in environment.tools]
-    for tool, name in zip(environment.tools, names, strict=True):
-        _check_tool(own, tool)
-        own.require(names.count(name) == 1, "tools", f"must have one function of each name: got {name} twice; rename one")
     python = environment.python
     own.require(
         python is None or shutil.which(python) is not None, "python", f"must be a Python interpreter: got {python!r}"
     )
     for name in environment.variables:
         own.require(name in os.environ, "variables", f"names variables that are set here: got {name!r}")
+    names = [*_check_class(own, environment), *_check_tools(own, environment)]
+    twice = [name for name in names if names.count(name) > 1]
+    own.require(not twice, "tools", f"must have one tool of each name: got {', '.join(twice[:1])} twice; rename one")
     if tokenizer is not None and not findings.errors:
         _check_dialog(findings, config, tokenizer, names)
 
 
-def _check_class(findings: Findings, name: str) -> None:
+def _check_class(findings: Findings, environment: EnvironmentConfig) -> list[str]:
+    """Check the class, and return the names of the tools that it has."""
+    if environment.class_ is None:
+        return []
+    kind, name = kind_of(environment.class_)
+    library = KINDS.get(kind)
+    if environment.options and library is None:
+        findings.ignore(
+            "options", "the class is in a file of yours, and only environments of other libraries take arguments"
+        )
+    if library is not None and library.is_alone and environment.per_worker != EnvironmentConfig.per_worker:
+        findings.ignore("per_worker", f"an environment of {kind} has a process of its own")
+    if library is not None and not library.is_file:
+        return _load(findings, environment, environment.class_, [])
     if not _CODE.fullmatch(name):
-        findings.error("class", f"must be path/to/file.py:Class: got {name!r}")
-        return
+        forms = ", ".join(each.form for each in KINDS.values())
+        findings.error("class", f"must be path/to/file.py:Class or one of {forms}: got {environment.class_!r}")
+        return []
     path, _, own = name.rpartition(":")
     if not Path(path).is_file():
         findings.error("class", f": no file at {path}")
-        return
+        return []
+    text = read_text(Path(path))
     pattern = rf"^\s*class\s+{own}\b|^{own}\s*=|^from\s.*\b{own}\b"
-    findings.require(bool(re.search(pattern, read_text(Path(path)), re.M)), "class", f": {path} defines no class {own}")
+    findings.require(bool(re.search(pattern, text, re.M)), "class", f": {path} defines no class {own}")
+    return _check_methods(findings, text, own) if kind == "trl" else []
+
+
+def _check_methods(findings: Findings, text: str, name: str) -> list[str]:
+    """Check the methods of a class for TRL that are tools, without running its file, and return their names."""
+    try:
+        classes = [node for node in ast.parse(text).body if isinstance(node, ast.ClassDef) and node.name == name]
+    except (SyntaxError, RecursionError) as error:
+        findings.error("class", f": {error}")
+        return []
+    body = [node for each in classes for node in each.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    tools = [node for node in body if node.name[0] != "_" and node.name not in ("reset", "get_reward")]
+    for tool in tools:
+        _check_annotations(findings, "class", tool, [*tool.args.args[1:], *tool.args.kwonlyargs])
+    return [tool.name for tool in tools]
+
+
+def _check_tools(findings: Findings, environment: EnvironmentConfig) -> list[str]:
+    """Check the tools, and return their names."""
+    servers = [tool for tool in environment.tools if is_server(tool)]
+    functions = [tool for tool in environment.tools if tool not in servers]
+    for function in functions:
+        _check_tool(findings, function)
+    own = [function.rpartition(":")[2] for function in functions]
+    return [*own, *(_load(findings, environment, None, servers) if servers else [])]
+
+
+def _load(findings: Findings, environment: EnvironmentConfig, name: str | None, tools: list[str]) -> list[str]:
+    """Load what is not a user's code in a process as the run will, and return the names of its tools."""
+    if findings.errors:
+        return []
+    pool = EnvironmentPool(replace(environment, class_=name, tools=tools))
+    try:
+        return [schema["function"]["name"] for schema in pool.start()]
+    except UserError as error:
+        findings.errors.append(str(error))
+        return []
+    finally:
+        pool.close()
 
 
 def _check_tool(findings: Findings, name: str) -> None:
     """Check that a tool is a function whose arguments have annotations, without running its file."""
     if not _CODE.fullmatch(name):
-        findings.error("tools", f"must be functions as path/to/file.py:function: got {name!r}")
+        forms = "path/to/file.py:function, mcp:COMMAND or mcp+http://ADDRESS"
+        findings.error("tools", f"must be {forms}: got {name!r}")
         return
     try:
         check_user_code(name)
@@ -100,10 +154,15 @@ def _check_tool(findings: Findings, name: str) -> None:
     own = name.rpartition(":")[2]
     for node in tree.body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == own:
-            arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
-            bare = [each.arg for each in arguments if each.annotation is None]
-            message = f": the argument {bare[0]!r} of {own} needs an annotation, which the model reads" if bare else ""
-            findings.require(not bare, "tools", message)
+            _check_annotations(findings, "tools", node, [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs])
+
+
+def _check_annotations(
+    findings: Findings, key: str, function: ast.FunctionDef | ast.AsyncFunctionDef, arguments: list[ast.arg]
+) -> None:
+    bare = [each.arg for each in arguments if each.annotation is None]
+    message = f": the argument {bare[0]!r} of {function.name} needs an annotation, which the model reads" if bare else ""
+    findings.require(not bare, key, message)
 
 
 def _check_dialog(findings: Findings, config: RunConfig, light: LightTokenizer, tools: list[str]) -> None:

@@ -19,8 +19,8 @@ _SECONDS = 0.5
 class Scorer(Protocol):
     """Sets reward, reward_parts and reward_failed of every sample."""
 
-    def submit(self, prompt: Prompt, sample: Sample) -> Scoring:
-        """Begin to score a sample."""
+    def submit(self, prompt: Prompt, *sequences: Sample) -> Scoring:
+        """Begin to score the sequences of a trajectory, all with one reward."""
         ...
 
     def wait(self, scoring: Sequence[Scoring]) -> str | None:
@@ -57,9 +57,9 @@ class RewardManager:
     servers: Sequence[Closing] = ()
     """Servers of a judge and environments, which are closed with the run."""
 
-    def submit(self, prompt: Prompt, sample: Sample) -> Scoring:
-        """Begin to score a sample while the engine still samples others."""
-        return self.pool.submit(prompt, sample)
+    def submit(self, prompt: Prompt, sequences: Sequence[Sample]) -> Scoring:
+        """Begin to score a trajectory while the engine still samples others; all its sequences get the same reward."""
+        return self.pool.submit(prompt, *sequences)
 
     def finish(self, groups: list[Group], scoring: Sequence[Scoring]) -> None:
         """Wait for the rewards of this rank's groups and add those of a reward model.

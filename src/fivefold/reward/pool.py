@@ -148,15 +148,16 @@ class RewardPool:
         self.forms = first.forms
         return first.trial_error
 
-    def submit(self, prompt: Prompt, sample: Sample) -> Scoring:
-        """Begin to set reward, reward_parts, correct and reward_failed of a sample; until then it counts as failed."""
-        _fail(sample)
+    def submit(self, prompt: Prompt, *sequences: Sample) -> Scoring:
+        """Begin to set reward, reward_parts, correct and reward_failed of the sequences of a trajectory, which is scored
+        once; until then it counts as failed."""
+        _fail(sequences)
         chosen = self._rewards(prompt.source)
         if JUDGE not in chosen.weights:
-            return self._begin(prompt, sample, lambda values: _finish(sample, chosen, values))
+            return self._begin(prompt, sequences, lambda values: _finish(sequences, chosen, values))
         if self._judge is None:
             self._judge = Judge(self._config.judge)
-        return self._judge.submit(self._score_with(self._judge, prompt, sample))
+        return self._judge.submit(self._score_with(self._judge, prompt, sequences))
 
     def wait(self, scoring: Sequence[Scoring]) -> str | None:
         """Wait until all of these are done, or until those not begun within `reward.wait_seconds` have failed.
@@ -191,31 +192,31 @@ class RewardPool:
         for job in self._slow:
             job.end("the run has ended")
 
-    async def _score_with(self, judge: Judge, prompt: Prompt, sample: Sample) -> str | None:
-        """Score a sample with a judge's verdict, in the judge's thread; return its error."""
+    async def _score_with(self, judge: Judge, prompt: Prompt, sequences: Sequence[Sample]) -> str | None:
+        """Score a trajectory with a judge's verdict, in the judge's thread; return its error."""
         chosen = self._rewards(prompt.source)
         try:
-            parts: dict[str, float | None] = {JUDGE: await judge.value(prompt, sample.text)}
+            parts: dict[str, float | None] = {JUDGE: await judge.value(prompt, _text(sequences))}
             if _functions(chosen):
-                values: _Values = await asyncio.wrap_future(self._begin(prompt, sample, lambda values: values))
+                values: _Values = await asyncio.wrap_future(self._begin(prompt, sequences, lambda values: values))
                 if isinstance(values, str):
                     return values
                 parts |= values
-            error = _finish(sample, chosen, parts)
+            error = _finish(sequences, chosen, parts)
         except JudgeError as failed:
             return str(failed)
         except Exception:
             error = traceback.format_exc()
         if error is not None:
-            _fail(sample)
+            _fail(sequences)
         return error
 
-    def _begin(self, prompt: Prompt, sample: Sample, finish: Callable[[_Values], Any]) -> Future[Any]:
-        """Queue the functions of a sample's rewards; the future holds the result of `finish` for their values or error."""
+    def _begin(self, prompt: Prompt, sequences: Sequence[Sample], finish: Callable[[_Values], Any]) -> Future[Any]:
+        """Queue the functions of a trajectory's rewards; the future holds the result of `finish` for their values."""
         # Built-in functions first, those that run programs last: a user's function does not use up their time.
         names = _functions(self._rewards(prompt.source))
         names.sort(key=lambda name: (name not in BUILT_IN, runs_programs(name)))
-        job = _Job(sample, self._offered(prompt, sample), names, finish)
+        job = _Job(sequences, self._offered(prompt, *sequences), names, finish)
         with self._lock:
             self._fresh.append(job)
         self._threads.submit(self._work)
@@ -298,17 +299,17 @@ class RewardPool:
             worker.start()
         self._idle.put(worker)
 
-    def _offered(self, prompt: Prompt, sample: Sample) -> dict[str, Any]:
+    def _offered(self, prompt: Prompt, *sequences: Sample) -> dict[str, Any]:
         """Return what forms.py makes a function's arguments of."""
         offered = {
-            "response": sample.text,
+            "response": _text(sequences),
             "ground_truth": prompt.ground_truth,
             "prompt": prompt.text,
             "prompts": prompt.given,
             "data_source": prompt.source,
             "extra_info": prompt.extra,
             "columns": prompt.columns,
-            **({TOKENS: sample.token_ids} if self._sends_tokens else {}),
+            **({TOKENS: [token for sample in sequences for token in sample.token_ids]} if self._sends_tokens else {}),
         }
         if (judge := self._config.judge).functions_ask:
             address = urlsplit(judge.url[next(self._turns) % len(judge.url)]).netloc
@@ -318,9 +319,9 @@ class RewardPool:
 
 @dataclass
 class _Job:
-    """A sample whose functions are being called."""
+    """A trajectory whose functions are being called."""
 
-    sample: Sample
+    sequences: Sequence[Sample]
     offered: dict[str, Any]
     names: list[str]
     """Names of functions that have no value yet, in their order."""
@@ -334,7 +335,8 @@ class _Job:
         """Give these functions the value 0, because the response took them too long."""
         self.values |= dict.fromkeys(names, 0.0)
         self.names = [name for name in self.names if name not in names]
-        self.sample.reward_timed_out = self.sample.reward_timed_out or bool(names)
+        for sample in self.sequences:
+            sample.reward_timed_out = sample.reward_timed_out or bool(names)
 
     def end(self, outcome: _Values) -> None:
         """Settle the future; a sample without values has failed."""
@@ -343,7 +345,7 @@ class _Job:
         except Exception:
             found = traceback.format_exc()
         if isinstance(found, str):
-            _fail(self.sample)
+            _fail(self.sequences)
         self.future.set_result(found)
 
 
@@ -358,35 +360,44 @@ def _functions(chosen: ChosenRewards) -> list[str]:
     return [name for name in chosen.weights if name not in (JUDGE, REWARD)]
 
 
-def _finish(sample: Sample, chosen: ChosenRewards, parts: _Values) -> str | None:
-    """Set the reward of a sample from its parts; return an error if there is none."""
+def _text(sequences: Sequence[Sample]) -> str:
+    """Return what the model said in a trajectory."""
+    return "\n".join(sample.text for sample in sequences)
+
+
+def _finish(sequences: Sequence[Sample], chosen: ChosenRewards, parts: _Values) -> str | None:
+    """Set the reward of a trajectory from its parts; return an error if there is none."""
     if isinstance(parts, str):
         return parts
     if chosen.accuracy is None:
-        sample.reward, sample.reward_failed = 0.0, False
+        for sample in sequences:
+            sample.reward, sample.reward_failed = 0.0, False
         return None
     values = {name: value for name, value in parts.items() if value is not None}
+    weight = chosen.weights.get(REWARD, 0.0)
     if REWARD in chosen.weights:
-        values[REWARD] = sum(turn.reward for turn in sample.turns)
-        weight = chosen.weights[REWARD]
-        sample.turns = tuple(replace(turn, reward=weight * turn.reward) for turn in sample.turns)
+        # Sequences may have turns in common.
+        values[REWARD] = sum({turn.number: turn.given for sample in sequences for turn in sample.turns}.values())
     if not values:
         return f"each of the rewards {', '.join(parts)} is None, which says that it does not apply: one must be a number"
     reward = sum(weight * values[name] for name, weight in chosen.weights.items() if name in values)
     if not all(map(math.isfinite, [reward, *values.values()])):
         return f"a reward must be finite: got {values}"
-    sample.reward, sample.reward_parts, sample.reward_failed = reward, values, False
     accuracy = chosen.accuracy if chosen.accuracy in values else _accuracy(tuple(values))
-    sample.correct = values[str(accuracy)] >= 1
+    for sample in sequences:
+        sample.turns = tuple(replace(turn, reward=weight * turn.given) for turn in sample.turns)
+        sample.reward, sample.reward_parts, sample.reward_failed = reward, dict(values), False
+        sample.correct = values[str(accuracy)] >= 1
     return None
 
 
 _accuracy = cache(default_accuracy)
 
 
-def _fail(sample: Sample) -> None:
-    sample.reward, sample.reward_parts, sample.correct, sample.reward_failed = math.nan, {}, False, True
-    sample.reward_timed_out = False
+def _fail(sequences: Sequence[Sample]) -> None:
+    for sample in sequences:
+        sample.reward, sample.reward_parts, sample.correct, sample.reward_failed = math.nan, {}, False, True
+        sample.reward_timed_out = False
 
 
 def _is_late(answer: dict[str, Any]) -> bool:

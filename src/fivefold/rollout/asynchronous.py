@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
 from fivefold.data.prompt_loader import Loader
-from fivefold.engines.sampling import request_seed
 from fivefold.errors import UserError
 from fivefold.interfaces import EngineState, Load
 from fivefold.observability.run_logger import RunLogger
@@ -18,10 +18,11 @@ from fivefold.reward.pool import Scoring
 from fivefold.rollout.generation import Generator, first_numbers
 from fivefold.rollout.group_files import read_groups, write_groups
 from fivefold.rollout.logprob_steps import LogprobSteps
-from fivefold.rollout.open_groups import OpenGroups
-from fivefold.rollout.staleness import Admission, staleness
+from fivefold.rollout.open_groups import Wanted, open_groups
+from fivefold.rollout.staleness import Admission, oldest_version, staleness
 from fivefold.rollout.stats import Informative
-from fivefold.types import Group, Prompt, Sampling
+from fivefold.rollout.trajectories import Part
+from fivefold.types import Group, Prompt, Sampling, by_trajectory
 
 _POLL_SECONDS = 0.05
 """Seconds between two synchronizations of the ranks on which groups are complete."""
@@ -62,7 +63,7 @@ class AsyncRollouts:
         self._admission, self._seed, self._group_size, self._tail = admission, seed, group_size, tail
         self._capacity, self._most_prompts, self._informative = capacity, most_prompts, informative or Informative()
         self._engine, self._ranks, self._logprobs = generator.engine, generator.rewards.ranks, logprobs
-        self._open = OpenGroups(generator)
+        self._open = open_groups(generator)
         self._position = 0
         """Number of prompts given out."""
         self._unused: dict[int, int] = {}
@@ -85,7 +86,7 @@ class AsyncRollouts:
             return
         if self._began < 0:
             # Reset the load statistics: startup time is not waiting time.
-            self._open.stream.load()
+            self._open.load()
         self._began = step
         # Only happens if `max_staleness` was changed after they were given out.
         for place in self._admission.overdue(self._unused, step - 1):
@@ -104,19 +105,17 @@ class AsyncRollouts:
         # A run resumed with another bound may have more unused groups than allowed; the surplus is not due yet.
         for place in sorted(self._unused)[: self._admission.room(0, step)]:
             if replica.owns(place) and place not in self._open:
-                self._ask(place)
+                self._open.ask(self._wanted(place))
 
-    def _ask(self, place: int) -> None:
-        """Request samples of a prompt, with the random draws of the step that would take it if nothing were sampled
+    def _wanted(self, place: int) -> Wanted:
+        """Return the group of a place, with the random draws of the step that would take it if nothing were sampled
         ahead."""
         begin = place - place % self._admission.per_step
         prompts, numbers = self._of_step(begin)
         prompt, first = prompts[place - begin], numbers[place - begin]
         step = begin // self._admission.per_step
-        draw = (self._seed, step, prompt.id)
-        seeds = [request_seed((*draw, first + number)) for number in range(self._group_size)]
         sampling = self._sampling if self._logprobs is None else self._logprobs.of(self._sampling, step)
-        self._open.ask(place, prompt, sampling, seeds)
+        return Wanted(place, prompt, self._group_size, first, (self._seed, step), sampling)
 
     def _of_step(self, begin: int) -> tuple[list[Prompt], list[int]]:
         """Return the prompts of the step that starts at place `begin`, and the number of the first response to each."""
@@ -147,11 +146,12 @@ class AsyncRollouts:
         for index, place in enumerate([*chosen, *left_out]):
             self._unused.pop(place, None)
             if (group := self._open.take(place)) is not None:
-                groups.append(Group(group.prompt, group.in_order(), index=index, is_used=index < len(chosen)))
+                groups.append(replace(group.in_order(index), is_used=index < len(chosen)))
                 scoring += group.scoring
         with self._log.stage("reward"):
             self._generator.rewards.finish(groups, scoring)
-        stale = [staleness(self._versions, sample.policy_version, step) for group in groups for sample in group.samples]
+        samples = [sample for group in groups for sample in group.samples]
+        stale = [staleness(self._versions, oldest_version(sample), step) for sample in samples]
         self._admission.check(stale, step)
         cut = self._cut(step) if self._tail != "wait" else 0
         self._record(stale, cut, seconds)
@@ -171,7 +171,7 @@ class AsyncRollouts:
 
         The result is the same on all ranks. Groups that the step leaves out are appended to `left_out`.
         """
-        mine = [[place, self._informative(group.samples.values())] for place, group in self._open.complete()]
+        mine = [[place, self._informative(group.samples)] for place, group in self._open.complete()]
         rows = self._ranks.all_gather_world(torch.tensor(mine, dtype=torch.long).view(-1, 2))
         ready = {place: bool(differs) for place, differs in torch.cat(rows).tolist() if place in self._unused}
         if self._most_prompts and self._leave_out(ready, left_out):
@@ -213,7 +213,7 @@ class AsyncRollouts:
         """Record the metrics of the step over all ranks. Collective."""
         stale_N = torch.cat(self._ranks.all_gather_world(torch.tensor(stale, dtype=torch.long)))
         complete = sum(1 for _ in self._open.complete())
-        load = self._open.stream.load() or Load(0.0, 0.0, 0.0, [])
+        load = self._open.load() or Load(0.0, 0.0, 0.0, [])
         if self._engine.replica.index is None:
             # A rank without an engine replica has no requests, so its waiting does not count.
             load = Load(0.0, 0.0, 0.0, [])
@@ -236,6 +236,7 @@ class AsyncRollouts:
             record["async/engine_wait_seconds"] = idle / ranks
             record["async/engine_load"] = busy / (total / ranks) / self._capacity
         self._log.record(record)
+        self._open.record()
         self._log.curve("requests in flight", load.curve)
 
     # --- state -------------------------------------------------------------------------------------------------------
@@ -253,11 +254,11 @@ class AsyncRollouts:
         """Copy this rank's fully sampled groups. The returned function writes them into a directory and returns its
         files."""
         rank = self._ranks.rank
-        held, scored = self._open.copies()
+        held, scored, parts = self._open.copies()
 
         def write(directory: Path) -> list[Path]:
             path = directory / FILE.format(rank)
-            write_groups(path, held, scored)
+            write_groups(path, held, scored, parts)
             return [path]
 
         return write
@@ -267,12 +268,17 @@ class AsyncRollouts:
         replica = self._engine.replica
         for path in sorted(directory.glob("*.safetensors")):
             try:
-                groups, scored = read_groups(path)
+                groups, scored, parts = read_groups(path)
             except UserError as error:
                 self._log.log(f"{error}: the prompts of its groups are sampled again")
                 continue
             for place, samples in groups.items():
                 is_own = replica.owns(place) and place in self._unused
-                if not is_own or len(samples) != self._group_size:
-                    continue
-                self._open.restore(place, self._prompts.take(place, 1)[0], samples, is_scored=place in scored)
+                if is_own and len(by_trajectory(samples)) == self._group_size:
+                    self._open.restore(self._wanted(place), samples, is_scored=place in scored)
+            of_place: dict[int, list[Part]] = {}
+            for part in parts:
+                of_place.setdefault(part.place, []).append(part)
+            for place, own in of_place.items():
+                if replica.owns(place) and place in self._unused and max(part.number for part in own) < self._group_size:
+                    self._open.resume(self._wanted(place), own)

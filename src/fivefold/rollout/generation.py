@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from itertools import count
@@ -15,8 +14,13 @@ from fivefold.interfaces import Engine, EngineState, SteppedEngine
 from fivefold.observability.run_logger import RunLogger
 from fivefold.reward.manager import RewardManager
 from fivefold.reward.pool import Scoring
-from fivefold.rollout.conversations import Conversations
-from fivefold.types import Completion, Group, Prompt, Request, Sample, Sampling
+from fivefold.rollout.conversations import Conversations, conversation_metrics
+from fivefold.rollout.driver import Usage
+from fivefold.rollout.trajectories import Trajectory
+from fivefold.types import Completion, Group, Prompt, Request, Sample, Sampling, by_trajectory
+
+_ROUND_SECONDS = 0.5
+"""Seconds between two exchanges of the ranks while trajectories run."""
 
 
 class Decoder(Protocol):
@@ -39,16 +43,25 @@ class Generator:
     """Samples trajectories of several turns; None: one response to each prompt."""
 
     def sample(
-        self, prompts: Sequence[Prompt], group_size: int, sampling: Sampling, draw: tuple[int, ...], is_scored: bool = True
+        self,
+        prompts: Sequence[Prompt],
+        group_size: int,
+        sampling: Sampling,
+        draw: tuple[int, ...],
+        is_scored: bool = True,
+        counts: Counter[str] | None = None,
     ) -> list[Group]:
         """Sample and score this rank's groups of `group_size` responses, indexed by the position of their prompt.
         Collective.
 
         Every rank passes all prompts. Unless `is_scored`, all rewards are 0. `draw` (seed, step, ...) fixes the random
         numbers, together with the prompt's id and the number of the response. Repeats of a prompt get new response numbers.
+        `counts`: gets the events of trajectories, for `record_counts`.
         """
         if self.conversations is not None and is_scored:
-            return self._converse(self.conversations, prompts, group_size, sampling, draw)
+            return self._converse(
+                self.conversations, prompts, group_size, sampling, draw, Counter() if counts is None else counts
+            )
         replica, ranks = self.engine.replica, self.rewards.ranks
         heartbeat = ranks.heartbeat
         heartbeat.begin()
@@ -80,7 +93,7 @@ class Generator:
                     sample = self.to_sample(completion)
                     found[completion.request_id] = sample
                     if is_scored:
-                        scoring.append(self.rewards.submit(prompts[completion.request_id // group_size], sample))
+                        scoring.append(self.rewards.submit(prompts[completion.request_id // group_size], [sample]))
                     else:
                         sample.reward = 0.0
                 self.logger.advance(len(found), len(requests))
@@ -104,36 +117,46 @@ class Generator:
         group_size: int,
         sampling: Sampling,
         draw: tuple[int, ...],
+        counts: Counter[str],
     ) -> list[Group]:
         """Sample and score groups of trajectories. Collective."""
-        began, ranks, numbers = time.monotonic(), self.rewards.ranks, first_numbers(prompts, group_size)
+        ranks, numbers = self.rewards.ranks, first_numbers(prompts, group_size)
         own = [place for place in range(len(prompts)) if self.engine.replica.owns(place)]
-        driver = conversations.begin(self.engine, conversations.tasks(prompts, own, numbers, group_size, draw), sampling)
-        found: dict[tuple[int, int], Sample] = {}
+        driver = conversations.driver(self.engine)
+        tasks = (conversations.tasks(prompts[place], place, numbers[place], group_size, draw) for place in own)
+        driver.add([task for group in tasks for task in group], sampling)
+        usage = Usage(driver)
+        found: dict[tuple[int, int], list[Sample]] = {}
         scoring: list[Scoring] = []
         while ranks.any(driver.is_running):
-            for held in driver.advance():
+            for held in driver.advance(_ROUND_SECONDS):
                 self.logger.note_response()
-                sample = found[held.task.place, held.task.number] = held.sample()
-                scoring.append(self.rewards.submit(held.task.prompt, sample) if held.error is None else _failed(held.error))
+                sequences = found[held.task.key] = held.samples()
+                counts.update(held.counts)
+                scoring.append(self.score(held, sequences))
                 self.logger.advance(len(found), len(own) * group_size)
             self.engine.look_after()
             if self.engine.state is EngineState.LOST:
                 assert self.refresh is not None
                 self.refresh()
-        conversations.count_seconds(time.monotonic() - began)
-        groups = []
-        for place in own:
-            samples = [found[place, number] for number in range(group_size)]
-            groups.append(Group(with_context(prompts[place], samples), samples, index=place))
+        usage.count(counts)
+        groups = [group_of(prompts[place], [found[place, number] for number in range(group_size)], place) for place in own]
         with self.logger.stage("reward"):
             self.rewards.finish(groups, scoring)
         return groups
 
-    def record_conversations(self) -> None:
-        """Record the metrics of environments and tools since the previous call. Collective."""
+    def score(self, held: Trajectory, sequences: Sequence[Sample]) -> Scoring:
+        """Begin to score a trajectory that has ended; a failed one has no reward."""
+        if held.error is None:
+            return self.rewards.submit(held.task.prompt, sequences)
+        outcome: Scoring = Future()
+        outcome.set_result(held.error)
+        return outcome
+
+    def record_counts(self, counts: Mapping[str, float]) -> None:
+        """Record the metrics of environments and tools from the events of trajectories. Collective."""
         if self.conversations is not None:
-            self.logger.record(self.conversations.take_metrics(self.rewards.ranks))
+            self.logger.record(conversation_metrics(counts, self.rewards.ranks))
 
     def to_sample(self, completion: Completion) -> Sample:
         """Convert a completion to a sample that is not scored yet."""
@@ -149,21 +172,31 @@ class Generator:
         )
 
 
+def group_of(prompt: Prompt, trajectories: Sequence[Sequence[Sample]], index: int = 0) -> Group:
+    """Return the group of these trajectories in their order, each with its sequences."""
+    samples = numbered(trajectories)
+    return Group(with_context(prompt, samples), samples, index=index)
+
+
+def numbered(trajectories: Sequence[Sequence[Sample]]) -> list[Sample]:
+    """Return the sequences of these trajectories, with the number of their trajectory if one has several."""
+    if any(len(sequences) > 1 for sequences in trajectories):
+        for number, sequences in enumerate(trajectories):
+            for sample in sequences:
+                sample.trajectory = number
+    return [sample for sequences in trajectories for sample in sequences]
+
+
 def with_context(prompt: Prompt, samples: Sequence[Sample]) -> Prompt:
-    """Return the prompt with the context that the samples have in common, which they then take from it."""
-    contexts = [sample.prompt_ids for sample in samples if sample.prompt_ids is not None]
+    """Return the prompt with the context with which all trajectories begin; samples with this context then take it from the
+    prompt."""
+    contexts = [own[0].prompt_ids for own in by_trajectory(samples) if own[0].prompt_ids is not None]
     if not contexts or any(context != contexts[0] for context in contexts):
         return prompt
     for sample in samples:
-        sample.prompt_ids = None
+        if sample.prompt_ids == contexts[0]:
+            sample.prompt_ids = None
     return replace(prompt, token_ids=contexts[0])
-
-
-def _failed(error: str) -> Scoring:
-    """Return the outcome of a trajectory that has no reward."""
-    outcome: Scoring = Future()
-    outcome.set_result(error)
-    return outcome
 
 
 def first_numbers(prompts: Sequence[Prompt], group_size: int) -> list[int]:

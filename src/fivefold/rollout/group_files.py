@@ -7,7 +7,7 @@ other fields are the bytes of a JSON object in a tensor: a file header is limite
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import fields
 from itertools import chain
 from pathlib import Path
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from fivefold.errors import UserError
 from fivefold.files import writing
+from fivefold.rollout.trajectories import Part
 from fivefold.types import Sample, Turn
 
 _JSON = "fields.json"
@@ -30,9 +31,14 @@ _READ: dict[str, Callable[[Any], Any]] = {"turns": lambda turns: tuple(Turn(**tu
 """Field -> its value from what `_WRITTEN` gave."""
 
 
-def write_groups(path: Path, groups: Mapping[int, list[Sample]], scored: Collection[int]) -> None:
-    """Write samples by the place of their group in the run; `scored`: places of the groups that have all their rewards."""
-    samples = [sample for group in groups.values() for sample in group]
+def write_groups(
+    path: Path, groups: Mapping[int, list[Sample]], scored: Collection[int], parts: Sequence[Part] = ()
+) -> None:
+    """Write samples by the place of their group in the run, and trajectories of groups that are not complete.
+
+    `scored`: places of the groups that have all their rewards.
+    """
+    samples = [sample for group in (*groups.values(), *(part.samples for part in parts)) for sample in group]
     tensors: dict[str, Tensor] = {}
     lengths: dict[str, list[int | None]] = {}
     lists: list[str] = []
@@ -47,6 +53,7 @@ def write_groups(path: Path, groups: Mapping[int, list[Sample]], scored: Collect
             others[name] = column
     counts = {place: len(group) for place, group in groups.items()}
     described = {"groups": counts, "scored": sorted(scored), "lengths": lengths, "lists": lists, "others": others}
+    described["parts"] = [[part.place, part.number, len(part.samples), part.record] for part in parts]
     text = json.dumps(described)
     assert repr(json.loads(text)["others"]) == repr(others), "a field of Sample holds what JSON would change"
     tensors[_JSON] = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
@@ -54,20 +61,24 @@ def write_groups(path: Path, groups: Mapping[int, list[Sample]], scored: Collect
         save_file(tensors, path)
 
 
-def read_groups(path: Path) -> tuple[dict[int, list[Sample]], set[int]]:
+def read_groups(path: Path) -> tuple[dict[int, list[Sample]], set[int], list[Part]]:
     """Read the files of `write_groups`; raises ValueError if another version of the program wrote them."""
     with safe_open(path, framework="pt") as file:
         names = {item.name for item in fields(Sample)}
         described = json.loads(file.get_tensor(_JSON).numpy().tobytes()) if _JSON in file.keys() else {}  # noqa: SIM118
         columns, lengths = described.get("others", {}), described.get("lengths", {})
-        if columns.keys() | lengths.keys() != names:
+        if columns.keys() | lengths.keys() != names or "parts" not in described:
             raise UserError(f"{path} was written by another version of fivefold")
         for name in lengths:
             columns[name] = _split(file.get_tensor(name), lengths[name], name in described["lists"])
         columns |= {name: map(read, columns[name]) for name, read in _READ.items()}
     samples = (Sample(**dict(zip(columns, values, strict=True))) for values in zip(*columns.values(), strict=True))
     groups = {int(place): [next(samples) for _ in range(count)] for place, count in described["groups"].items()}
-    return groups, set(described["scored"])
+    parts = [
+        Part(place, number, [next(samples) for _ in range(count)], record)
+        for place, number, count, record in described["parts"]
+    ]
+    return groups, set(described["scored"]), parts
 
 
 def _same(value: Any) -> Any:

@@ -5,6 +5,7 @@ Each one is a RolloutSource: `next(step)` returns this rank's groups, each with 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -75,19 +76,22 @@ class EngineRollouts(RolloutSource):
         self._sampling, self._seed, self._group_size, self._count = sampling, seed, group_size, prompts_per_call
         self._with_greedy, self._logprobs = with_greedy, logprobs
         self._step, self._round = -1, 0
+        self._counts: Counter[str] = Counter()
+        """Events of the step's trajectories."""
 
     def next(self, step: int) -> list[Group] | None:
         """Return this rank's groups of the next prompts; a further call in the same step takes further prompts."""
         if not self._prompts.has(self._count):
             return None
-        self._round = self._round + 1 if step == self._step else 0
-        self._step = step
+        if step != self._step:
+            self._round, self._counts = -1, Counter()
+        self._round, self._step = self._round + 1, step
         prompts = self._prompts.take(self._count)
         # The round is part of the draw: a prompt repeated in a later round of the step gets other responses.
         draw = (self._seed, step + (self._round << 32))
         sampling = self._sampling if self._logprobs is None else self._logprobs.of(self._sampling, step)
-        groups = self._generator.sample(prompts, self._group_size, sampling, draw)
-        self._generator.record_conversations()
+        groups = self._generator.sample(prompts, self._group_size, sampling, draw, counts=self._counts)
+        self._generator.record_counts(self._counts)
         if self._with_greedy:
             with self._log.stage("greedy"):
                 greedy = replace(self._sampling, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)

@@ -14,6 +14,8 @@ from bisect import bisect_right
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+from fivefold.types import Sample
+
 
 @dataclass(frozen=True)
 class Admission:
@@ -67,6 +69,14 @@ class Admission:
                 f"a sample of step {step + 1} is {max(ages)} steps old, rollout.max_staleness is {self.max_staleness:g}: "
                 "the engine has used weights that it should not have had"
             )
+
+
+def oldest_version(sample: Sample) -> int:
+    """Return the optimizer steps taken by the weights that sampled the oldest token with loss."""
+    if sample.token_versions is None or sample.loss_mask is None:
+        return sample.policy_version
+    own = [version for version, is_own in zip(sample.token_versions, sample.loss_mask, strict=True) if is_own]
+    return min(own, default=sample.policy_version)
 
 
 def staleness(versions: Sequence[tuple[int, int]], version: int, step: int) -> int:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
+from functools import partial
 from itertools import count, groupby
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar, cast
@@ -17,12 +18,18 @@ from fivefold.engines.servers.begun import Begun
 from fivefold.engines.servers.load_meter import LoadMeter
 from fivefold.engines.servers.server import Answer, Server, ServerLostError
 from fivefold.errors import RunError
-from fivefold.interfaces import Load
+from fivefold.interfaces import Load, Pressure
 from fivefold.types import Completion, Request
 
 _SILENCE, _MOST_SILENCES = 10.0, 6
 """Seconds without a completion after which servers are probed, and the number of failed probes after which they are given
 up."""
+_LOOK_SECONDS = 0.5
+"""Seconds between two readings of how full a server is, of one server after the other."""
+_FULL = 0.9
+"""Share of its cache from which on a server counts as full."""
+_MOST_PLACES = 1 << 16
+"""Trajectories whose server is remembered."""
 T = TypeVar("T")
 
 
@@ -44,6 +51,10 @@ class _Asked:
     stream: RequestStream
     requests: list[Request]
     cancelled: Cancelled | None = None
+
+
+_Run = tuple["RequestStream", list[Request]]
+"""Requests of one prompt that go to one server."""
 
 
 class RequestStream:
@@ -93,6 +104,10 @@ class RequestStream:
         while (found := self.take(max(0.0, end - time.monotonic()))) is not None:
             yield found
 
+    def wake(self) -> None:
+        """Let an `arrived` that waits return."""
+        self.arrivals.put(None)
+
     def drop(self, request_ids: Collection[int]) -> None:
         """Cancel these requests: servers end them."""
         self._wanted.difference_update(request_ids)
@@ -111,16 +126,29 @@ class RequestStream:
         """Returns the load of all streams since the previous call."""
         return self._router.meter.read()
 
+    def pressure(self) -> Pressure | None:
+        """Returns how close the servers are to their limits, a new object after each reading of all."""
+        return self._router.pressure
+
 
 class RequestRouter:
-    """Sends requests to servers, all of a prompt to the same one, and reassigns the requests of a server that ended."""
+    """Sends requests to servers, all of a prompt to the same one, and reassigns the requests of a server that ended.
+
+    Later turns of a trajectory go before first ones, and to the server of the turn before, which has computed their context,
+    unless that one has ended or is full.
+    """
 
     def __init__(self, rank: int, window: int, log: Callable[[str], None], stall_seconds: float) -> None:
         """`window`: most requests of this rank that a server has at once; `stall_seconds`: time in which a server that has
         requests must sample a token."""
         self._rank, self._window, self._log, self._stall_seconds = rank, window, log, stall_seconds
         self._numbers = count()
-        self._waiting: deque[tuple[RequestStream, list[Request]]] = deque()
+        self._later, self._first = deque[_Run](), deque[_Run]()
+        """Requests that no server has: later turns of trajectories, and all others."""
+        self._places: OrderedDict[tuple[RequestStream, int], int] = OrderedDict()
+        """Trajectory -> number of the server that had its last turn."""
+        self._readings: dict[int, Pressure] = {}
+        self.pressure: Pressure | None = None
         self._asked: dict[asyncio.Task[None], _Asked] = {}
         self._servers: Sequence[Server] = ()
         self._loads: list[int] = []
@@ -203,10 +231,11 @@ class RequestRouter:
         have."""
 
         def change() -> None:
-            for stream, run in self._waiting:
-                for request in run:
-                    self._give(stream, Completion(request.id, [], [], "abort", self.version))
-            self._waiting.clear()
+            for waiting in (self._later, self._first):
+                for stream, run in waiting:
+                    for request in run:
+                        self._give(stream, Completion(request.id, [], [], "abort", self.version))
+                waiting.clear()
 
         self.call(change)
 
@@ -230,25 +259,30 @@ class RequestRouter:
     # --- in the thread of the requests -------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        watch = self._loop.create_task(self._watch())
+        watching = [self._loop.create_task(each) for each in (self._watch(), self._read())]
         self._loop.run_forever()
         self._is_held = True
-        watch.cancel()
+        for each in watching:
+            each.cancel()
         tasks = [*self._asked]
         self._cancel(tasks, Cancelled.DROPPED)
-        self._loop.run_until_complete(asyncio.wait([watch, *tasks]))
+        self._loop.run_until_complete(asyncio.wait([*watching, *tasks]))
 
     def add(self, stream: RequestStream, requests: Sequence[Request]) -> None:
         # One server answers all requests of a prompt, so that the prompt is computed once.
-        runs = groupby(requests, lambda one: (one.prompt_ids, one.sampling))
-        self._waiting.extend((stream, list(run)) for _, run in runs)
+        for _, run in groupby(requests, lambda one: (one.prompt_ids, one.sampling, one.turn > 0)):
+            of_prompt = list(run)
+            self._queue(of_prompt).append((stream, of_prompt))
         if self._lost and self._is_stranded:
             stream.arrivals.put(None)
         self._dispatch()
 
     def forget(self, stream: RequestStream) -> None:
         """End the requests of which the stream wants nothing any more."""
-        self._waiting = deque(each for each in self._waiting if each[0] is not stream or stream.wants_any(each[1]))
+        for waiting in (self._later, self._first):
+            kept = [each for each in waiting if each[0] is not stream or stream.wants_any(each[1])]
+            waiting.clear()
+            waiting.extend(kept)
         for key, begun in list(self._begun.items()):
             if key[0] is stream and not stream.wants_any([begun.request]):
                 del self._begun[key]
@@ -264,9 +298,16 @@ class RequestRouter:
     def _is_stranded(self) -> bool:
         return len(self._lost) == len(self._servers)
 
+    def _queue(self, run: list[Request]) -> deque[_Run]:
+        return self._later if run[0].turn else self._first
+
     def _dispatch(self) -> None:
-        while self._waiting and not self._is_held and (number := self._freest()) is not None:
-            stream, run = self._waiting.popleft()
+        while (waiting := self._later or self._first) and not self._is_held:
+            stream, run = waiting[0]
+            if (number := self._server_of(stream, run[0])) is None:
+                # All servers have as many requests as they may have.
+                return
+            waiting.popleft()
             if not self._loads[number]:
                 self._watched[number].reset()
             self._count(number, len(run))
@@ -279,11 +320,49 @@ class RequestRouter:
         self._loads[number] += change
         self.meter.now(sum(self._loads))
 
-    def _freest(self) -> int | None:
-        """Returns the server with the fewest requests of this rank; ranks begin with different servers."""
+    def _server_of(self, stream: RequestStream, request: Request) -> int | None:
+        """Returns the server for a request, None if each has as many as it may have."""
         loads = self._loads
         free = [number for number, load in enumerate(loads) if load < self._window and number not in self._lost]
-        return min(free, key=lambda number: (loads[number], (number - self._rank) % len(loads)), default=None)
+        roomy = [number for number in free if not self._is_full(number)]
+        key = None if request.trajectory is None else (stream, request.trajectory)
+        number = None if key is None else self._places.get(key)
+        if number not in roomy:
+            # The server with the fewest requests of this rank; ranks begin with different servers.
+            order = partial(_order, loads, self._rank)
+            number = min(roomy or free, key=order, default=None)
+        if key is not None and number is not None:
+            self._places[key] = number
+            self._places.move_to_end(key)
+            if len(self._places) > _MOST_PLACES:
+                self._places.popitem(last=False)
+        return number
+
+    def _is_full(self, number: int) -> bool:
+        reading = self._readings.get(number)
+        return reading is not None and reading.kv_used > _FULL
+
+    async def _read(self) -> None:
+        """Reads how full the servers are, one after the other, while they have turns of trajectories."""
+        while True:
+            for number in range(len(self._servers)):
+                await asyncio.sleep(_LOOK_SECONDS)
+                if number in self._lost or all(asked.requests[0].trajectory is None for asked in self._asked.values()):
+                    self._readings.pop(number, None)
+                    continue
+                reading = await self._loop.run_in_executor(None, self._servers[number].pressure)
+                if reading is not None:
+                    self._readings[number] = reading
+            if not self._servers:
+                await asyncio.sleep(_LOOK_SECONDS)
+            if readings := self._readings.values():
+                self.pressure = Pressure(
+                    max(each.kv_used for each in readings),
+                    sum(each.queued for each in readings),
+                    sum(each.prefix_tokens for each in readings),
+                    sum(each.prefix_hits for each in readings),
+                )
+            self._dispatch()
 
     async def _ask(self, asked: _Asked) -> None:
         number, stream, run = asked.number, asked.stream, asked.requests
@@ -314,7 +393,7 @@ class RequestRouter:
         self._count(asked.number, -len(missing))
         if asked.cancelled is not Cancelled.DROPPED:
             if missing:
-                self._waiting.appendleft((asked.stream, missing))
+                self._queue(missing).appendleft((asked.stream, missing))
             self._lose({asked.number})
         self._dispatch()
 
@@ -333,7 +412,8 @@ class RequestRouter:
         begun = Begun(request, found) if before is None else before.with_more(found)
         if stream.wants_any([request]):
             self._begun[key] = begun
-            self._waiting.appendleft((stream, [begun.rest()]))
+            rest = [begun.rest()]
+            self._queue(rest).appendleft((stream, rest))
 
     def _give(self, stream: RequestStream, found: Completion) -> None:
         begun = self._begun.pop((stream, found.request_id), None)
@@ -343,7 +423,10 @@ class RequestRouter:
         before = self._is_stranded
         self._lost |= numbers
         if self._is_stranded and not before:
-            askers = [*(stream for stream, _ in self._waiting), *(asked.stream for asked in self._asked.values())]
+            askers = [
+                *(stream for stream, _ in (*self._later, *self._first)),
+                *(asked.stream for asked in self._asked.values()),
+            ]
             for stream in dict.fromkeys(askers):
                 stream.arrivals.put(None)
 
@@ -360,6 +443,11 @@ class RequestRouter:
                     self._log(f"{self._servers[number]} {reason}")
                     here = [task for task, asked in self._asked.items() if asked.number == number]
                     self._cancel(here, Cancelled.LOST)
+
+
+def _order(loads: Sequence[int], rank: int, number: int) -> tuple[int, int]:
+    """Returns the order in which servers are taken."""
+    return loads[number], (number - rank) % len(loads)
 
 
 def _completion(answer: Answer, asked_at: int, now: int) -> Completion:

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from fivefold.engines.servers.buckets import Entry
+from fivefold.interfaces import Pressure
 from fivefold.types import Sampling
 
 Where = tuple[str, int, float]
@@ -57,6 +58,10 @@ class Server(Protocol):
 
     def progress(self) -> float | None:
         """Returns a number that grows while the server samples; None if it does not answer."""
+        ...
+
+    def pressure(self) -> Pressure | None:
+        """Returns how close the server is to its limits; None if it does not say."""
         ...
 
     def workers(self) -> int:

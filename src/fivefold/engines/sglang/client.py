@@ -110,6 +110,9 @@ class SGLangServer:
         """Returns the time while the server answers: SGLang does not report how many tokens it has sampled."""
         return time.monotonic() if self.answers() else None
 
+    def pressure(self) -> None:
+        """Returns nothing: SGLang reports no metrics unless it is started with them."""
+
     def pause(self) -> None:
         """Suspend the requests in flight, and discard what was computed for them with the old weights."""
         self._post("/pause_generation", {"mode": "retract"})

@@ -14,9 +14,10 @@ from fivefold.engines.servers.http import blocking_client, streaming_client
 from fivefold.engines.servers.server import Answer, Draw, ServerLostError, Where
 from fivefold.engines.vllm.arguments import ROUTE, TAKE, WEIGHTS
 from fivefold.engines.vllm.parameters import sampling_arguments
-from fivefold.engines.vllm.probe import answers, progress
+from fivefold.engines.vllm.probe import answers, pressure, progress
 from fivefold.engines.vllm.routes import unpacked
 from fivefold.errors import RunError
+from fivefold.interfaces import Pressure
 from fivefold.models.spec import RouteShape
 from fivefold.routes import routes_of_engine
 from fivefold.types import Sampling
@@ -77,6 +78,9 @@ class VLLMServer:
     def progress(self) -> float | None:
         """Returns the number of tokens read and sampled so far, from the server's metrics; None if it does not answer."""
         return progress(self.address)
+
+    def pressure(self) -> Pressure | None:
+        return pressure(self.address)
 
     def pause(self) -> None:
         """Suspend the requests in flight, and discard what was computed for them with the old weights."""

@@ -7,9 +7,18 @@ import httpx2 as httpx
 from fivefold.engines.servers.http import answers as is_well
 from fivefold.engines.servers.http import ask
 from fivefold.engines.servers.probe import Description
+from fivefold.interfaces import Pressure
 
 COMMAND = "python -m fivefold.engines.vllm.serve --model ... --port ..."
 _COUNTERS = ("vllm:generation_tokens_total{", "vllm:prompt_tokens_total{")
+
+_GAUGES = (
+    "vllm:kv_cache_usage_perc",
+    "vllm:num_requests_waiting",
+    "vllm:prefix_cache_queries_total",
+    "vllm:prefix_cache_hits_total",
+)
+"""Metrics of a server in the order of the fields of Pressure."""
 
 
 def answers(address: str) -> bool:
@@ -24,6 +33,18 @@ def progress(address: str) -> float | None:
     except httpx.TransportError:
         return None
     return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(_COUNTERS))
+
+
+def pressure(address: str) -> Pressure | None:
+    """Returns how close the server is to its limits; None if it does not answer."""
+    try:
+        lines = ask(address, "GET", "/metrics").text.splitlines()
+    except httpx.TransportError:
+        return None
+    values = {name: [float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"{name}{{")] for name in _GAUGES}
+    used, queued, tokens, hits = values.values()
+    # Its engines have a cache each.
+    return Pressure(max(used, default=0.0), int(sum(queued)), sum(tokens), sum(hits))
 
 
 def describe(address: str) -> Description | int:

@@ -1,0 +1,19 @@
+"""Environments of a class in a user's file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from .common import Refusal, load_code
+
+
+def load(name: str, settings: dict[str, Any]) -> Callable[[], Any]:
+    """Return the class `path/to/file.py:Class`."""
+    found = load_code(name)
+    for method in ("reset", "step"):
+        if not callable(getattr(found, method, None)):
+            raise Refusal(f"environment.class: {name} must have a method {method}")
+    if callable(getattr(found, "state", None)) != callable(getattr(found, "restore", None)):
+        raise Refusal(f"environment.class: {name} must have both methods state and restore, or neither")
+    return found  # type: ignore[no-any-return]
