@@ -123,6 +123,28 @@ def test_a_model_learns_the_guessing_game(guessing):
 
 
 @pytest.mark.learning
+def test_a_model_learns_to_walk_over_the_frozen_lake(tmp_path):
+    place = made(tmp_path, "frozenlake") / "frozenlake"
+    for command in (
+        ["train-tokenizer", "char", "--data", place / "data/train.jsonl", "--out", place / "words"],
+        ["init-model", "qwen3", "--tokenizer", place / "words", "--hidden", 64, "--layers", 2, "--ffn", 128, "--out", place / "model"],
+    ):  # fmt: skip
+        done = fivefold(*command)
+        assert done.returncode == 0, done.stderr
+    rows = run(
+        tmp_path,
+        "lake",
+        EXAMPLES / "frozenlake/grpo.yaml",
+        f"model.path={place}/model",
+        f"data.train=[{place}/data/train.jsonl]",
+        f"data.val=[{place}/data/test.jsonl]",
+        f"environment.class={EXAMPLES}/frozenlake/envs.py:FrozenLake",
+    )
+    right = [row["val/lake/mean@4"] for row in rows if "val/lake/mean@4" in row]
+    assert right[0] < 0.3 and right[-1] > 0.8
+
+
+@pytest.mark.learning
 def test_a_model_learns_to_call_a_calculator(tmp_path):
     root = made(tmp_path, "calculator", "0")
     place = root / "calculator"

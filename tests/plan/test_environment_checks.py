@@ -47,6 +47,8 @@ def root(tmp_path_factory, models) -> Path:
     make_tokenizer(root / "tokenizer")
     (root / "model").symlink_to(models("qwen3"))
     (root / "envs.py").write_text(CODE)
+    (root / "tools.py").write_text('@function_tool("add")\ndef plus(a: int): ...\n\n@other\ndef minus(a): ...\n')
+    (root / "tools.yaml").write_text("tools: [{class_name: a.B, tool_schema: {function: {name: add}}}]")
     (root / "rows.jsonl").write_text(json.dumps({"prompt": "a", "data_source": "s", "ground_truth": ""}) + "\n")
     return root
 
@@ -89,12 +91,16 @@ def test_a_good_environment_is_taken(root):
         ({"environment": {"class": "trl:$/envs.py:Counter", "tools": ["$/envs.py:add"]}}, "one tool of each name: got add twice"),
         ({"environment": {"class": "nowhere.py:Game"}}, "environment.class: no file at nowhere.py"),
         ({"environment": {"class": "$/envs.py:Other"}}, "envs.py defines no class Other"),
-        ({"environment": {"tools": ["add"]}}, "environment.tools must be path/to/file.py:function, mcp:COMMAND or mcp+http://"),
+        ({"environment": {"tools": ["add"]}}, "environment.tools must be path/to/file.py:function, mcp:COMMAND, mcp+http://"),
         ({"environment": {"tools": ["mcp:no-such-server"]}}, "environment.tools: the MCP server mcp:no-such-server must answer: the "
          "server ended with exit code 127"),
         ({"environment": {"tools": ["mcp:sleep 100"], "reset_seconds": 1}}, "mcp:sleep 100 must answer: no answer within 1 s"),
         ({"environment": {"tools": ["mcp+http://127.0.0.1:9/mcp"]}}, "environment.tools: the MCP server mcp+http://127.0.0.1:9/mcp "
          "must answer: [Errno 111] Connection refused"),
+        ({"environment": {"tools": ["verl:nowhere.py"]}}, "environment.tools must name a file for verl as verl:FILE.py or verl:FILE.yaml"),
+        ({"environment": {"tools": ["verl:$/envs.py"]}}, "envs.py must have functions with the decorator function_tool"),
+        ({"environment": {"tools": ["verl:$/tools.py", "$/envs.py:add"]}}, "one tool of each name: got add twice"),
+        ({"environment": {"tools": ["verl:$/tools.yaml", "$/envs.py:add"]}}, "one tool of each name: got add twice"),
         ({"environment": {"tools": ["$/envs.py:sub"]}}, "defines no sub"),
         ({"environment": {"tools": ["$/envs.py:bare"]}}, "the argument 'a' of bare needs an annotation"),
         ({"environment": {"tools": ["$/envs.py:add", "$/envs.py:add"]}}, "must have one tool of each name: got add twice"),

@@ -24,7 +24,8 @@ class EnvironmentConfig:
     options: dict[str, Any] = field(default_factory=dict)
     """Arguments for an environment of another library, such as `{is_slippery: false}`."""
     tools: list[str] = field(default_factory=list)
-    """Functions that the model may call, as `path/to/file.py:function`; annotations and docstring describe them."""
+    """What the model may call: functions as `path/to/file.py:function`, which annotations and docstring describe, MCP
+    servers as `mcp:COMMAND` or `mcp+http://ADDRESS`, and files of tools for verl as `verl:FILE`."""
     max_turns: Annotated[int, within("[1, 10000]")] = 10
     """Maximum number of turns of the model in a trajectory."""
     max_parallel_calls: Annotated[int, within("[1, 1000]")] = 8

@@ -230,7 +230,7 @@ class EnvironmentPool:
 
     async def _close(self, place: Place) -> None:
         try:
-            if not place.process.has_ended:
+            if place.process.started.done() and not place.process.has_ended:
                 with contextlib.suppress(EnvironmentFailure):
                     await place.process.ask("close", {"environment": place.number}, self._config.step_seconds)
         finally:
