@@ -39,11 +39,15 @@ BRIDGES_READY := $(BRIDGES)/.ready
 ENVIRONMENTS := .venv-environments
 ENVIRONMENTS_READY := $(ENVIRONMENTS)/.ready
 
+# Clients of agents bring fifty packages that nothing else needs.
+AGENTS := .venv-agents
+AGENTS_READY := $(AGENTS)/.ready
+
 # Which part of a long target runs: K/N is the K-th of N.
 PART ?= 1/1
 
 .PHONY: setup check test test-plain test-vllm test-slow test-slow-vllm test-sglang test-kernels test-routes test-trackers test-hub test-install test-browser test-dialects test-documents test-eras test-cpus \
-	test-layouts test-attacks test-bridges test-published test-hosts test-environments test-learning test-by-turns test-all demo real docs site demo-curve gsm8k gpu-test gpu-speed wheel image-cpu image-cuda clean
+	test-layouts test-attacks test-bridges test-published test-hosts test-environments test-agents test-learning test-by-turns test-all demo real docs site demo-curve gsm8k gpu-test gpu-speed wheel image-cpu image-cuda clean
 
 setup: $(READY)
 
@@ -69,7 +73,7 @@ $(SGLANG_READY): tests/sglang.txt $(VLLM_READY)
 	touch $(SGLANG_READY)
 
 # Environments that see the packages of the plain one too.
-$(TRACKERS_READY) $(HUB_READY) $(PUBLISHED_READY) $(BRIDGES_READY) $(ENVIRONMENTS_READY): .venv-%/.ready: tests/%.txt $(READY)
+$(TRACKERS_READY) $(HUB_READY) $(PUBLISHED_READY) $(BRIDGES_READY) $(ENVIRONMENTS_READY) $(AGENTS_READY): .venv-%/.ready: tests/%.txt $(READY)
 	test -x .venv-$*/bin/python || $(PYTHON) -m venv --without-pip .venv-$*
 	$(BIN)/python -m pip --python .venv-$*/bin/python install --quiet --disable-pip-version-check --no-deps --requirement tests/$*.txt
 	printf 'import site; site.addsitedir("%s")\n' $(CURDIR)/$$(echo $(VENV)/lib/python3*/site-packages) > $$(echo .venv-$*/lib/python3*/site-packages)/plain.pth
@@ -143,6 +147,10 @@ test-environments: $(ENVIRONMENTS_READY)
 # The examples of several turns, trained until they have learned.
 test-learning: $(READY)
 	$(BIN)/python -m pytest -n 2 --dist load -m learning tests/launch/test_environment_runs.py
+
+# OpenAI's client with the endpoint of agents, in an environment of its own. A minute.
+test-agents: $(AGENTS_READY)
+	AGENTS_PYTHON=$(CURDIR)/$(AGENTS)/bin/python $(BIN)/python -m pytest -m agents tests/rollout/test_agent_libraries.py
 
 # The served report in a headless Chromium, or the browser that CHROMIUM names.
 test-browser: $(READY)

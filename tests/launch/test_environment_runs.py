@@ -180,3 +180,19 @@ def test_a_model_learns_to_call_a_calculator(tmp_path):
     )
     right = [row["val/products/mean@2"] for row in rows if "val/products/mean@2" in row]
     assert right[0] < 0.3 and right[-1] > 0.8
+
+
+def agent(root: Path) -> list[str]:
+    """Overrides with which an agent plays the guessing game of `root`."""
+    return [*paths(root)[:3], f"environment.agent={EXAMPLES}/agent/agent.py:run"]
+
+
+def test_a_run_of_an_agent_is_the_same_on_two_ranks(guessing):
+    alone = run(guessing, "agent", EXAMPLES / "agent/grpo.yaml", *agent(guessing), *SHORT)
+    pair = run(guessing, "agents", EXAMPLES / "agent/grpo.yaml", *agent(guessing), *SHORT, "policy.backend=megatron:d2")
+    of_time = ("environment/", "turns/seconds")
+    assert_same(*[[{k: v for k, v in row.items() if not k.startswith(of_time)} for row in rows] for rows in (pair, alone)])
+    last = alone[-1]
+    assert last["turns/mean"] > 1 and last["reward/mean"] == pytest.approx(last["reward/environment"])
+    assert last["trajectory/sequences"] == 1 and last["trajectory/end_done"] == 1
+    assert last["endpoint/retries"] == last["endpoint/unread"] == last["endpoint/overridden"] == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,9 @@ def add(a: int, b: int) -> int:
 
 def bare(a, b: int): ...
 
+async def agent(task, base_url, api_key): ...
+
+def two(task, base_url): ...
 class Board:
     def reset(self, **row): ...
     def put(self, row, column: int) -> str: ...
@@ -107,7 +111,15 @@ def test_a_good_environment_is_taken(root):
         ({"environment": {"python": "no-such-python"}}, "environment.python must be a Python interpreter"),
         ({"environment": {"variables": ["NO_SUCH_VARIABLE"]}}, "environment.variables names variables that are set here"),
         ({"environment": {"max_turns": 0}}, "environment.max_turns must be in [1, 10000]: got 0"),
-        ({"environment": {"agent": "a.py:run"}}, "unknown key 'environment.agent'"),
+        ({"environment": {"agent": "$/envs.py:agent"}}, "environment.agent must be left out with environment.class"),
+        ({"environment": {"class": None, "tools": ["$/envs.py:add"], "agent": "$/envs.py:agent"}}, "must be left out with environment.tools"),
+        ({"environment": {"class": None, "agent": "nowhere.py:run"}}, "no file at nowhere.py"),
+        ({"environment": {"class": None, "agent": "$/envs.py:other"}}, "defines no other"),
+        ({"environment": {"class": None, "agent": "$/envs.py:two"}}, "is called with (task, base_url, api_key): "),
+        ({"environment": {"class": None, "agent": "no-such-program --fast"}}, "or a command of this machine: got 'no-such-program"),
+        ({"environment": {"class": None, "agent": "sh -c 'x"}}, "cannot be read: No closing quotation"),
+        ({"environment": {"class": None, "agent": "sh", "endpoint": {"host": "no such host"}}}, "environment.endpoint.host must be an address"),
+        ({"environment": {"class": None, "agent": "sh", "endpoint": {"port": 80}}}, "environment.endpoint.port must be in [1024, 65535]: got 80"),
         ({"rollout": {"max_staleness": 1}}, "rollout.max_staleness must be left out with environment"),
         ({"data": {"apply_chat_template": False}}, "data.apply_chat_template must be true with environment"),
         ({"data": {"tools_key": "tools"}, "environment": {"tools": ["$/envs.py:add"]}}, "data.tools_key must be left out"),
@@ -118,7 +130,7 @@ def test_a_good_environment_is_taken(root):
           "environment": {"tools": ["$/envs.py:add"]}}, "the template leaves out tool calls"),
         ({"engine": {"backend": "vllm:d1t2"}, "policy": {"backend": "megatron:d2"}}, "engine.mode must be server with environment"),
         ({"environment": {"same_start": False}, "policy": {"share_prefix": True}}, "environment.same_start must be true"),
-        ({"environment": {"class": None}, "reward": {"functions": {"environment": 1.0}}}, "without environment.class"),
+        ({"environment": {"class": None}, "reward": {"functions": {"environment": 1.0}}}, "without environment.class or environment.agent"),
     ],
 )  # fmt: skip
 def test_what_cannot_work_is_refused_in_one_sentence(root, sections, sentence):
@@ -130,7 +142,36 @@ def test_keys_without_a_class_or_tools_have_no_effect(root):
     found = check(
         RunConfig.of(tree(root, environment={"class": None, "max_turns": 3}, reward={"functions": {"format": 1.0}}))
     )
-    assert ("environment.max_turns", "neither environment.class nor environment.tools is set") in found.ignored
+    reason = "none of environment.class, environment.tools and environment.agent is set"
+    assert ("environment.max_turns", reason) in found.ignored
+
+
+def agent_of(root: Path, **settings: Any) -> Any:
+    return check(RunConfig.of(tree(root, environment={"class": None, "agent": f"{root}/envs.py:agent", **settings})))
+
+
+def test_an_agent_is_taken_and_its_reward_counts(root):
+    found = agent_of(root, max_observation_tokens=64)
+    assert found.errors == [] and not [note for note in found.notes if "endpoint" in note]
+    assert ("environment.max_observation_tokens", "environment.agent decides what the model reads") in found.ignored
+    assert RunConfig.of(tree(root, environment={"class": None, "agent": "sh -c true"})).reward.functions == {
+        "environment": 1.0
+    }
+
+
+def test_an_endpoint_that_others_reach_is_noted_and_a_port_in_use_is_lacking(root):
+    (note,) = [note for note in agent_of(root, endpoint={"host": "0.0.0.0"}).notes if "endpoint" in note]
+    assert "0.0.0.0 is not a loopback address" in note
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        (lack,) = [lack for lack in agent_of(root, endpoint={"port": port}).missing if "port" in lack]
+    assert (
+        f"environment.endpoint.port: port {port} of 127.0.0.1 cannot be used: Address already in use; take another" in lack
+    )
+    ignored = dict(check(RunConfig.of(tree(root, environment={"endpoint": {"port": 2000}}))).ignored)
+    assert ignored["environment.endpoint"] == "environment.agent is not set"
 
 
 def test_keys_that_the_kind_of_a_class_takes_no_notice_of_are_said(root):

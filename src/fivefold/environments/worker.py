@@ -118,6 +118,10 @@ class Worker:
                 raise _refusal(f"the state of an environment must restore: {type(error).__name__}: {error}") from error
         return first
 
+    async def do_run(self, environment: int, base_url: str, api_key: str) -> Any:
+        """Run an agent and return its rewards."""
+        return await self._environments[environment].run(base_url, api_key)
+
     async def do_step(self, environment: int, message: dict[str, Any]) -> dict[str, Any]:
         """Take a step, and return what it gave; the last one has the score of the whole trajectory too."""
         made = self._environments[environment]

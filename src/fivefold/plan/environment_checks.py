@@ -22,6 +22,7 @@ from fivefold.errors import UserError
 from fivefold.files import read_text
 from fivefold.keys.findings import Findings
 from fivefold.models.end_tokens import EndTokens
+from fivefold.plan.agent_checks import check_agent
 from fivefold.user_code import check_user_code
 
 _CODE = re.compile(r"[^:]+\.py:\w+")
@@ -60,8 +61,9 @@ def check_environment(findings: Findings, config: RunConfig, tokenizer: LightTok
     if not environment.is_active:
         usual = EnvironmentConfig()
         for name in (item.name for item in fields(usual) if getattr(environment, item.name) != getattr(usual, item.name)):
-            own.ignore(name, "neither environment.class nor environment.tools is set")
+            own.ignore(name, "none of environment.class, environment.tools and environment.agent is set")
         return
+    check_agent(own, environment, config.roles.world_size)
     python = environment.python
     own.require(
         python is None or shutil.which(python) is not None, "python", f"must be a Python interpreter: got {python!r}"
