@@ -140,7 +140,7 @@ test-published: $(PUBLISHED_READY) $(VLLM_READY)
 test-bridges: $(BRIDGES_READY)
 	$(BRIDGES)/bin/python -m pytest -m bridges -p no:xdist -o addopts="" -q tests/megatron/test_bridges.py
 
-# Environments of other libraries and MCP servers, unmodified. About two minutes.
+# Environments of other libraries and MCP servers, unmodified, and the models' own chat templates. About two minutes.
 test-environments: $(ENVIRONMENTS_READY)
 	$(ENVIRONMENTS)/bin/python -m pytest -n 2 --dist load -m environments tests/environments
 

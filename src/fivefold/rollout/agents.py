@@ -59,7 +59,7 @@ class Agents(Conversations):
             failure = error
         except GeneratorExit:
             if place is None:
-                reset.add_done_callback(self._leave)
+                reset.add_done_callback(self._leave_late)
             raise
         finally:
             if address is not None:
