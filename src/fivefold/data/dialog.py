@@ -240,7 +240,9 @@ class Dialog:
             rest = self._after([_USER, self._turn(calls), answer])
             ends = [text for text in map(self._decode, ([token] for token in self.ends)) if text in rest]
             end = min(ends, key=rest.index, default="")
-            held += self._said(own["content"], calls, **thinking) or ""
+            said = self._said(own["content"], calls, **thinking) or ""
+            # A template may drop thinking of the last turn too, which was sampled all the same.
+            held += said if calls or "why" in said else content
             parts.append((len(held), f"the assistant's turn {turn}"))
             held += rest[rest.index(end) :]
             parts.append((len(held), f"the answer of role {role} to turn {turn}"))

@@ -230,8 +230,8 @@ def _check_dialog(findings: Findings, config: RunConfig, light: LightTokenizer, 
             + (
                 "the chat template keeps all of earlier turns, so append would give the same contexts"
                 if difference is None
-                else f"the chat template changes earlier turns, {difference}; a new sequence of the trajectory begins there, "
-                "whose context is computed again"
+                else f"the chat template changes earlier turns, {difference}; a new sequence of the trajectory begins "
+                "there, whose context is computed again"
             )
         )
     elif difference is not None:
