@@ -91,6 +91,7 @@ check: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/python -m tests.support.words
 	$(BIN)/mypy
+	$(BIN)/vulture
 	$(BIN)/lint-imports
 
 test: check test-vllm test-plain

@@ -80,7 +80,7 @@ class Engines:
 
     def run_until(self, end: float, is_enough: Callable[[], bool], ended: Callable[[int], None]) -> None:
         while self.now < end and not is_enough():
-            # The end may lie behind all that is in flight.
+            # The end may lie after all that is in flight.
             seconds = min([end - self.now, *(each.next_end() for each in self.replicas)])
             if seconds == math.inf:
                 raise RuntimeError("nothing is sampled, and something is waited for")

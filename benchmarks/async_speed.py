@@ -1,4 +1,4 @@
-"""Steps in turns beside steps whose samples were drawn ahead, on the same GPUs and the same long-tailed responses.
+"""Steps in turns next to steps whose samples were drawn ahead, on the same GPUs and the same long-tailed responses.
 
 `python benchmarks/async_speed.py [PART ...] [--seconds N]`: every part (`PARTS` below), or those named, each for N
 seconds at most. Whole runs of the command line with vLLM; lengths are a log-normal distribution's by each request's own
@@ -59,7 +59,7 @@ def rank(config: str) -> int:
 
     def limited(self: Request, id: int, prompt_ids: list[int], sampling: Any, seed: int) -> None:
         if sampling.max_tokens == LONGEST:
-            # What asks for the rest of a response has its limit.
+            # A request for the rest of a response has its limit.
             sampling = replace(sampling, max_tokens=length_of(seed))
         original(self, id, prompt_ids, sampling, seed)
 

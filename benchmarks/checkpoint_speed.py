@@ -30,6 +30,7 @@ from fivefold.checkpoint.saving import Saving
 from fivefold.megatron import dist_checkpoint
 from fivefold.megatron.sharded_files import Piece
 from tests.support.gpu_models import build, random_batch, synchronize, timed
+from tests.support.shards import shard_of_replica
 from tests.support.two_steps import OBJECTIVE
 
 BLOCK = 16 << 20
@@ -98,7 +99,7 @@ def measure(mesh, directory: Path, root: Path, tokens: int, samples: int, length
     measured, ranks = Measured(mesh), mesh.ranks
     seconds, model = timed(mesh, lambda: build(mesh, directory, "bfloat16", tokens))
     measured.say("model built, seconds", measured.most(seconds))
-    batch = random_batch(samples, length, model.spec.vocab).select(ranks.shard_of_replica(range(samples)))
+    batch = random_batch(samples, length, model.spec.vocab).select(shard_of_replica(ranks, range(samples)))
 
     def step() -> None:
         model.train_step(batch, OBJECTIVE.loss)

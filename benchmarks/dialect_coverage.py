@@ -57,7 +57,7 @@ EXPERTS = {
 def is_left_out(record: dict[str, Any]) -> bool:
     """It is not of a language model without tools: by its kind, or by settings that only models of images or agents have; or
     a Trinity run whose workflow is a class of the user's (a dotted path), a program whose turns, tools and rewards its code
-    alone says, or asks models beside the policy."""
+    alone says, or asks models next to the policy."""
     tree = record.get("tree") or {}
     keys = [*dict(flatten(tree or record.get("config_tree") or {})), *(record.get("settings") or {})]
     is_other = any(key.rpartition(".")[2] in DENOISING or key.startswith(AGENTS) for key in keys)
@@ -69,7 +69,7 @@ def is_left_out(record: dict[str, Any]) -> bool:
 
 
 class _Standing(dict):  # type: ignore[type-arg]
-    """Variables that stand open: paths, 8 of GPUs and nodes, or 1 where another number is asked for."""
+    """Variables that stand open: paths, 8 of GPUs and nodes, or 1 where another number is needed."""
 
     def __contains__(self, name: object) -> bool:
         # A name with a dot is a key of the configuration.

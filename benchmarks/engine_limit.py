@@ -60,7 +60,7 @@ MANY = SEQUENCES[1:]
 GROUPS = {
     "small-alone": Group("small", "alone", 1, tuple(PLAIN)),
     "small-ours": Group("small", "ours", 1, tuple(OURS)),
-    "small-alone-2": Group("small", "alone", 2, ("plain", "both"), MANY),
+    "small-alone-2": Group("small", "alone", 2, ("plain", "both")),
     "small-servers-2": Group("small", "servers", 2, ("after",)),
     "large-alone": Group("large", "alone", 1, ("plain", "both")),
     "large-ours": Group("large", "ours", 1, ("before", "after")),

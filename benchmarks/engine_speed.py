@@ -82,7 +82,7 @@ def transformers_engine(mesh, directory: Path, names: list[str]) -> dict[str, An
 
 
 def vllm_engine(mesh, directory: Path, layout: str, sets: int, **own: Any) -> None:
-    """Start, weight syncs by their parts, tokens a second by set beside vLLM alone, log-probs beside the trainer's.
+    """Start, weight syncs by their parts, tokens a second by set next to vLLM alone, log-probs next to the trainer's.
 
     `own` are arguments of vLLM."""
     from vllm import SamplingParams
@@ -219,7 +219,7 @@ def tell(mesh, what: str, found: Any) -> None:
 
 
 def synced(mesh, model, engine, version: int) -> dict[str, Any]:
-    """Seconds of a sync by its parts, from a sleeping engine to one that can sample; from the third on as behind an
+    """Seconds of a sync by its parts, from a sleeping engine to one that can sample; from the third on as after an
     update, with the parameters on the device."""
     there = version >= 2
     seconds: dict[str, float] = {}
@@ -380,7 +380,7 @@ def runs(*rows: tuple[str, str, str, str, float]) -> Callable[[Part], None]:
 
 
 def run_url(part: Part) -> None:
-    """Whole GRPO steps with a server that somebody else has started, on the last GPU."""
+    """Whole GRPO steps with a server that another user has started, on the last GPU."""
     model, port = part.model("qwen3_1.7b"), 18470
     options = ["--dtype", "bfloat16", "--gpu-memory-utilization", "0.6"] if part.large else ["--dtype", "float32"]
     command = [sys.executable, "-m", "fivefold.engines.vllm.serve", "--model", str(model), "--port", str(port), *options]

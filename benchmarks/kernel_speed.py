@@ -1,4 +1,4 @@
-"""The kernels of the training step one by one, beside what PyTorch, torch.compile, Megatron-Core and liger-kernel have.
+"""The kernels of the training step one by one, next to what PyTorch, torch.compile, Megatron-Core and liger-kernel have.
 
 `python benchmarks/kernel_speed.py [PART ...] [--seconds N]`: every part (`PARTS` below), or those named, each for N seconds
 at most. It needs a GPU; packages that are not installed are left out.
@@ -79,7 +79,7 @@ def chunk(rows: int, weight: Tensor, buffer: Tensor) -> dict[str, float]:
 
 
 def heads(mesh) -> dict[str, Any]:
-    """Milliseconds forward and backward of heads that come apart, are normed and rotated: PyTorch, compiled, ours."""
+    """Milliseconds forward and backward of heads that are split, normed and rotated: PyTorch, compiled, ours."""
     from fivefold.megatron.kernels.rotary import norm_rotate
 
     each = HEADS // GROUPS

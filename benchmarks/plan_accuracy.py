@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
@@ -36,6 +36,7 @@ GPU, BUDGET = "h200-141g", 16384
 STEP_BOUND, MEMORY_BOUND = 0.15, 0.08
 
 MODELS: dict[str, dict[str, Any]] = {
+    "135M": SHAPES["SmolLM2-135M-Instruct"],
     "0.6B": SHAPES["Qwen3-0.6B"],
     # As the benchmarks make it, so that a critic next to it has the same body.
     "1.7B": SHAPES["Qwen3-1.7B"] | {"tie_word_embeddings": False},
@@ -67,7 +68,7 @@ class Update:
     has_flash: bool = True
     """Attention is that of flash-attn-4."""
     older_head: bool = False
-    """The head kept the gradient of a chunk of logits beside the next one, as it does no longer."""
+    """The head kept the gradient of a chunk of logits next to the next one, as it does no longer."""
 
 
 ROWS: dict[str, Any] = {"budget": 32768, "spread": 0}
@@ -97,7 +98,7 @@ UPDATES = [
 
 @dataclass(frozen=True)
 class Rollout:
-    """256 requests, 8 to a prompt, that vLLM answered (benchmarks/results/h200-x4-engines.txt)."""
+    """Requests that vLLM answered: 256, 8 to a prompt (benchmarks/results/h200-x4-engines.txt), if nothing else is said."""
 
     model: str
     tp: int
@@ -106,6 +107,36 @@ class Rollout:
     longest: int
     tokens_per_second: int
     is_server: bool = False
+    count: int = 256
+    group: int = 8
+    processes: int = 1
+    logprobs: Literal["none", "collected", "objects"] = "collected"
+    at_most: int = 0
+    """Highest of several measurements, of which `tokens_per_second` is the lowest; 0 if there was one."""
+    bound: float = STEP_BOUND
+    """Largest difference to the prediction, as a share of what was measured."""
+
+    @property
+    def name(self) -> str:
+        text = f"{self.model} t{self.tp}, {self.prompt} + {self.response:.0f} of {self.longest}"
+        text += ", server" * self.is_server + f", {self.count} at once" * (self.count != 256)
+        text += f" by {self.processes}" * (self.processes > 1)
+        return text + {"none": ", no log-probs", "collected": "", "objects": ", objects"}[self.logprobs]
+
+    def predicted(self, rates: Efficiencies) -> float:
+        """Tokens a second; the engine has 60 % of the memory, as the benchmarks give it."""
+        spec = spec_of(self.model)
+        cache = 0.6 * Cluster(GPU, 1).bytes - 2 * spec.parameters / self.tp
+        sampler = Sampler(
+            spec, self.tp, 1, self.count, cache, is_server=self.is_server, processes=self.processes, logprobs=self.logprobs
+        )
+        requests = Requests(self.count, self.group, self.prompt, self.response, self.longest)
+        found = rollout_time(sampler, requests, 1, rates)
+        return found.tokens / found.total
+
+    def measured(self, predicted: float) -> float:
+        """The measured rate that is nearest to the predicted one."""
+        return min(max(predicted, self.tokens_per_second), max(self.at_most, self.tokens_per_second))
 
 
 TAIL = 541.8
@@ -122,6 +153,27 @@ ROLLOUTS = [
     Rollout("8B", 2, 128, TAIL, 4096, 7049),
     Rollout("8B", 2, 128, 256, 256, 28284, True),
     Rollout("8B", 2, 512, 1024, 1024, 22977, True),
+]
+
+
+def alone(model: str, count: int, rate: int, logprobs: Literal["none", "objects"], **more: Any) -> Rollout:
+    """Requests to vLLM alone, each with a prompt of its own (benchmarks/results/h200-engine-limit.txt)."""
+    return Rollout(model, 1, 100, 200, 200, rate, count=count, group=1, logprobs=logprobs, **more)
+
+
+OTHER_HOST = {"bound": 1 / 3}
+"""The other rows of the table are of another host, and hosts differ by a third."""
+ROLLOUTS += [
+    alone("135M", 256, 47500, "none", at_most=48400),
+    alone("135M", 256, 25000, "objects", at_most=27100),
+    alone("135M", 1024, 31000, "none", at_most=32900),
+    alone("135M", 1024, 23400, "objects"),
+    alone("135M", 1024, 73000, "none", at_most=93000, processes=2),
+    alone("135M", 1024, 52000, "objects", at_most=55000, processes=2),
+    alone("1.7B", 256, 38500, "none"),
+    alone("1.7B", 256, 22000, "objects"),
+    alone("1.7B", 1024, 42600, "none", **OTHER_HOST),
+    alone("1.7B", 1024, 25300, "objects", at_most=29800, **OTHER_HOST),
 ]
 
 
@@ -200,16 +252,11 @@ def updates(rows: Sequence[Rate]) -> Iterator[Tally]:
 
 def rollouts(rates: Efficiencies) -> Iterator[Tally]:
     tally = Tally("rollout tokens a second", STEP_BOUND)
-    print(f"\n{'rollout':<42}{'tokens/s':>10}{'predicted':>11}")
+    print(f"\n{'rollout':<50}{'tokens/s':>16}{'predicted':>11}")
     for row in ROLLOUTS:
-        spec = spec_of(row.model)
-        # 60 % of the memory, as the benchmark gives.
-        cache = 0.6 * Cluster(GPU, 1).bytes - 2 * spec.parameters / row.tp
-        sampler = Sampler(spec, row.tp, 1, 256, cache, is_server=row.is_server)
-        found = rollout_time(sampler, Requests(256, 8, row.prompt, row.response, row.longest), 1, rates)
-        rate = found.tokens / found.total
-        what = f"{row.model} t{row.tp}, {row.prompt} + {row.response:.0f} of {row.longest}" + (", server" * row.is_server)
-        print(f"{what:<42}{row.tokens_per_second:>10,}{rate:>11,.0f}{tally.compare(rate, row.tokens_per_second):>9}")
+        rate = row.predicted(rates)
+        shown = f"{row.tokens_per_second:,}" + (f"-{row.at_most:,}" if row.at_most else "")
+        print(f"{row.name:<50}{shown:>16}{rate:>11,.0f}{tally.compare(rate, row.measured(rate)):>9}")
     yield tally
 
 
@@ -251,7 +298,7 @@ class Place:
     measured: list[str]
     """Layouts that were measured, in the predicted order."""
     fitting: list[str]
-    """All that fit the GPUs, in the predicted order; of most nobody knows what they take."""
+    """All that fit the GPUs, in the predicted order; of most no one knows what they take."""
 
     def number(self, order: list[str]) -> int:
         return order.index(str(ParallelLayout.parse(f"megatron:{self.best.layout}"))) + 1

@@ -41,6 +41,7 @@ from tests.support.gpu_models import (
     write_classifier,
 )
 from tests.support.objectives import Alone
+from tests.support.shards import shard_of_replica
 from tests.support.two_steps import OBJECTIVE
 
 DENSE = ["d1", "t2", "p2", "d2", "t4", "d2t2", "t2p2", "d2p2"]
@@ -56,7 +57,7 @@ rounded to 2^-9."""
 def training_step(mesh, directory: Path, tokens: int, samples: int, length: int) -> dict[str, float]:
     """Steady step time, tokens a second, peak memory."""
     model = build(mesh, directory, "bfloat16", tokens)
-    mine = random_batch(samples, length, model.spec.vocab).select(mesh.ranks.shard_of_replica(range(samples)))
+    mine = random_batch(samples, length, model.spec.vocab).select(shard_of_replica(mesh.ranks, range(samples)))
     times = []
     for _ in range(4):
         seconds, report = timed(mesh, lambda: model.train_step(mine, OBJECTIVE.loss))
@@ -116,7 +117,7 @@ def row(mesh, directory: Path, tokens: int, samples: int, length: int, recompute
         return {"not measured": "flash-attn-4 is not installed"}
     model = build(mesh, directory, "bfloat16", tokens, recompute=recompute)
     mine = random_batch(samples, length, model.spec.vocab, spread=0.0)
-    mine = mine.select(mesh.ranks.shard_of_replica(range(samples)))
+    mine = mine.select(shard_of_replica(mesh.ranks, range(samples)))
 
     def step() -> Any:
         return model.train_step(mine, OBJECTIVE.loss)
@@ -317,7 +318,7 @@ def estimate(directory: Path, layout: str, tokens: int, length: int, recompute: 
 
 
 def steps(part: Part, directory: Path, layouts: list[str], tokens: int, samples: int, length: int) -> None:
-    """The training step on each layout, beside what `plan` says about its memory."""
+    """The training step on each layout, next to what `plan` says about its memory."""
     for layout in layouts:
         found = part.measure(layout, layout, training_step, directory, tokens, samples, length)
         if found is not None:
@@ -340,7 +341,7 @@ def hugging_face(part: Part) -> None:
 
 
 def rows(part: Part) -> None:
-    """Qwen3-1.7B's shape on one GPU: sequences of one length, with and without recomputation, beside transformers."""
+    """Qwen3-1.7B's shape on one GPU: sequences of one length, with and without recomputation, next to transformers."""
     directory = part.model("qwen3_1.7b")
     rate = part.measure("product", "d1", gemm)
     part.say("product of bfloat16 matrices of 8192 x 8192, TFLOP/s", round(rate or 0))
@@ -385,7 +386,7 @@ def rows_of_four(part: Part) -> None:
 
 
 def experts_model(part: Part) -> None:
-    """Qwen3-30B-A3B with 8 of its 48 layers: the training step on two and four GPUs, beside the rate of a product."""
+    """Qwen3-30B-A3B with 8 of its 48 layers: the training step on two and four GPUs, with the rate of a product."""
     directory = part.model("qwen3_30b_a3b")
     rate = part.measure("product", "d1", gemm)
     part.say("product of bfloat16 matrices, TFLOP/s", round(rate or 0))
@@ -405,7 +406,7 @@ def experts_model(part: Part) -> None:
 
 
 def long(part: Part) -> None:
-    """Qwen3-1.7B's shape, one update at 32k and at 128k tokens a sequence: c2 with full recomputation, beside c1."""
+    """Qwen3-1.7B's shape, one update at 32k and at 128k tokens a sequence: c2 with full recomputation, next to c1."""
     directory = part.model("qwen3_1.7b")
     memory = part.measure("memory", "d1", memory_of_device)
     # The CPU's products are in bfloat16 only where it has such instructions, and its losses are compared more closely.

@@ -1,4 +1,4 @@
-"""How weights reach servers on devices of their own, beside one broadcast of the same bytes: half of the GPUs train.
+"""How weights reach servers on devices of their own, next to one broadcast of the same bytes: half of the GPUs train.
 
 `python benchmarks/wire_sync.py [PART ...] [--seconds N]`: every part (`PARTS` below), or those named, each for N seconds at
 most. On a CPU the same over Gloo with a smaller model. `servers` needs vLLM.
@@ -110,7 +110,7 @@ def wire(mesh, senders: int) -> dict[str, Any]:
 
 
 def servers(mesh, directory: Path, layout: str, how: str) -> None:
-    """Syncs of a policy on all ranks to vLLM's servers behind them: seconds of all, and of the pause in it."""
+    """Syncs of a policy on all ranks to vLLM's servers after them: seconds of all, and of the pause in it."""
     from fivefold.engines.servers.placement import Machine, place_servers
     from fivefold.engines.servers.server_engine import ServerEngine
     from fivefold.engines.vllm.client import VLLMServer

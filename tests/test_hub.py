@@ -159,7 +159,7 @@ def test_modelscope_s_cache_gives_no_other_revision_also_in_its_first_form(hub, 
 @pytest.mark.hub
 @pytest.mark.skipif(not MODELSCOPE, reason="modelscope is not installed")
 def test_a_branch_of_modelscope_is_read_at_its_commit_or_a_line_says_that_it_is_not(hub, tmp_path):
-    """Each file names the commit that wrote it: the newest is the branch's if the same files are there."""
+    """Each file names the commit that wrote it: the latest is the branch's if the same files are there."""
     user = User(tmp_path, hub, "modelscope:")
     hub.push("some/tiny", files("a"), "models")
     commit = hub.push("some/tiny", {**files("a"), "tokenizer.json": b"[1]"}, "models")
@@ -172,7 +172,7 @@ def test_a_branch_of_modelscope_is_read_at_its_commit_or_a_line_says_that_it_is_
         user.load("some/tiny"),
     )
     assert offline == pinned == [found] and commit_of(Path(latest[0])) == later and weights(latest[0]) == b"b" * 1000
-    # A file was taken away last: the newest commit of the files that are left is not the branch's, and has one more.
+    # A file was taken away last: the latest commit of the files that are left is not the branch's, and has one more.
     hub.push("some/fewer", {**files("a"), "extra.json": b"1"}, "models")
     hub.push("some/fewer", files("a"), "models")
     hub.push("some/old", files("a"), "models")

@@ -46,7 +46,7 @@ from fivefold.interfaces import Engine, FrozenModel, Model, RolloutSource
 from fivefold.keys.identity import with_absolute_paths
 from fivefold.megatron.mesh import Meshes
 from fivefold.megatron.model import MegatronModel, WithoutAdapters
-from fivefold.models.end_tokens import EndTokens
+from fivefold.models.end_tokens import EndTokens, pad_token
 from fivefold.models.families import load_spec
 from fivefold.models.overrides import overridden
 from fivefold.models.spec import ModelSpec
@@ -56,12 +56,13 @@ from fivefold.observability.start_up import start_up
 from fivefold.observability.warnings import Facts, Warnings
 from fivefold.plan.data_files import unused_sources
 from fivefold.plan.memory import training_flops
+from fivefold.plan.processes import decide, with_processes
 from fivefold.plan.summary import describe
 from fivefold.reward.choose import choose_rewards, columns_read, forms_by_source
 from fivefold.reward.code.confine import layers
 from fivefold.reward.manager import Closing, RewardManager
 from fivefold.reward.pool import RewardPool
-from fivefold.reward.reward_model import ModelReward
+from fivefold.reward.reward_model import ModelReward, scored_part
 from fivefold.reward.rules import ground_truth_fault, runs_programs
 from fivefold.rollout.agents import Agents
 from fivefold.rollout.asynchronous import AsyncRollouts
@@ -104,7 +105,7 @@ def fetch_models(config: RunConfig, ranks: Ranks, commits: Mapping[str, str]) ->
         if Path(name).is_dir():
             directories[name] = Path(name)
             continue
-        commit = call_once(ranks, partial(_newest_commit, name, wanted, commits.get(name)))
+        commit = call_once(ranks, partial(_latest_commit, name, wanted, commits.get(name)))
         directories[name] = Path(call_once_a_machine(ranks, partial(_snapshot, name, wanted, commit)))
         if config.model.overrides and name == config.model.described_by(config.model.path):
             directories[name] = overridden(directories[name], config.model.overrides)
@@ -115,7 +116,7 @@ def _snapshot(name: str, wanted: Sequence[str], commit: str) -> str:
     return str(model_snapshot(name, wanted, commit))
 
 
-def _newest_commit(name: str, wanted: Sequence[str], commit: str | None) -> str:
+def _latest_commit(name: str, wanted: Sequence[str], commit: str | None) -> str:
     return commit_of(model_snapshot(name, wanted, commit))
 
 
@@ -154,6 +155,10 @@ def build_run(
     directory = directories[config.model.described_by(config.model.path)]
     spec = load_spec(directory)
     spec.check_layout(ranks.layout, config.policy.megatron.pipeline_split)
+    processes = ""
+    if config.engine.processes == "auto":
+        count, processes = ranks.broadcast_from_main(decide(config, spec) if ranks.is_main else None)
+        config = with_processes(config, count)
     known = as_engines_know(directory)
     check_config(known)
     tokenizer_directory = directories[config.model.tokenizer_path]
@@ -203,7 +208,7 @@ def build_run(
     validation = 0 if evaluation_set is None else len(evaluation_set.prompts)
     sizes = {"prompts": len(training.prompts), "dropped": training.dropped, "validation": validation}
     if not is_evaluation:
-        logger.log(describe(config, spec, steps=steps, **sizes), "normal")
+        logger.log(describe(config, spec, steps=steps, processes=processes, **sizes), "normal")
     judges: list[ServerProcess] = []
     reward, judge_files = config.reward, None
     if reward.judge_layout is not None and config.may_generate:
@@ -643,8 +648,10 @@ def build_reward_model(config: RunConfig, directories: Mapping[str, Path], meshe
     if model is not None and model.value_head_is_new:
         raise UserError(f"reward.model.path: {path} has no value head (score.weight): it is not a sequence classifier")
 
+    pad = pad_token(directory / "config.json")
+
     def encode(prompt: Prompt, sample: Sample) -> list[int]:
-        return encode_conversation(prompt.messages, sample.text, tokenizer)
+        return scored_part(encode_conversation(prompt.messages, sample.text, tokenizer), pad)
 
     scorer = on_replicas_of(meshes.ranks, model, ranks)
     return ModelReward(scorer, meshes.ranks, encode, config.reward.model.weight, load_spec(directory).max_positions)

@@ -28,7 +28,7 @@ from fivefold.layout import ParallelLayout
 from fivefold.megatron.transformer_config import DTYPES
 from fivefold.models.config_json import read_config
 from fivefold.models.families import FAMILIES, load_spec
-from fivefold.plan.engine_checks import cache_beside, engine_cache, token_bytes
+from fivefold.plan.engine_checks import cache_next_to, engine_cache, token_bytes
 from fivefold.plan.memory import CPU_CACHE
 
 _CPU_BATCH = 4096
@@ -99,7 +99,7 @@ def _vllm_arguments(config: RunConfig, directory: Path, device: torch.device) ->
     arguments: dict[str, Any] = {
         "dtype": settings.dtype or config.policy.dtype,
         "max_model_len": settings.max_model_len or config.max_sequence_tokens,
-        "max_num_seqs": -(-settings.max_num_seqs // settings.processes),
+        "max_num_seqs": -(-settings.max_num_seqs // settings.process_count),
         "seed": config.trainer.seed,
         # vLLM needs a tokenizer only to detect stop strings.
         "skip_tokenizer_init": not settings.sampling.stop,
@@ -121,7 +121,7 @@ def _vllm_arguments(config: RunConfig, directory: Path, device: torch.device) ->
 
 def _cache_arguments(config: RunConfig, directory: Path, device: torch.device) -> dict[str, Any]:
     """Return the arguments for the size of the KV cache in each process of a replica."""
-    settings, count = config.engine, config.engine.processes
+    settings, count = config.engine, config.engine.process_count
     if (whole := settings.vllm.get("kv_cache_memory_bytes")) is None and device.type == "cpu":
         whole = CPU_CACHE
     if whole is None and count == 1:
@@ -131,7 +131,7 @@ def _cache_arguments(config: RunConfig, directory: Path, device: torch.device) -
         spec, dtype = load_spec(directory), DTYPES[settings.dtype or config.policy.dtype]
         assert settings.layout is not None
         weights = spec.parameters * dtype.itemsize // settings.layout.tp
-        whole = cache_beside(settings, torch.cuda.get_device_properties(device).total_memory, weights)
+        whole = cache_next_to(settings, torch.cuda.get_device_properties(device).total_memory, weights)
     found: dict[str, Any] = {"kv_cache_memory_bytes": whole // count}
     if count > 1 and device.type == "cuda":
         # Before it starts, vLLM requires this part of the device to be free.
@@ -157,7 +157,7 @@ def _build_servers(
         if settings.is_apart:
             own = _own_servers(layout, ranks, device)
         else:
-            each, count = layout.tp, settings.processes
+            each, count = layout.tp, settings.process_count
             first = ranks.rank // each * count if ranks.holds and ranks.rank % each == 0 else None
             own = {} if first is None else dict.fromkeys(range(first, first + count), (device, None))
         logs = config.run_dir / "logs"
@@ -174,7 +174,7 @@ def _build_servers(
         processes=processes,
         ranks_per_server=each,
         addresses=settings.url,
-        window=-(-settings.max_num_seqs * 5 // (4 * ranks.layout.world_size * settings.processes)),
+        window=-(-settings.max_num_seqs * 5 // (4 * ranks.layout.world_size * settings.process_count)),
         bucket_bytes=settings.sync_bucket_mb << 20,
         verify_every=0 if settings.own_arguments.get("quantization") else settings.verify_weights_every,
         can_sleep=settings.sleep and device.type == "cuda" and not settings.url and not settings.is_apart,

@@ -140,7 +140,7 @@ def _parser() -> argparse.ArgumentParser:
     flags.report(
         command("report", _report, "write RUN/report.html, or serve it: curves, stage times, samples of one run or several")
     )
-    flags.watch(command("watch", _watch, "show runs in the terminal as they go on: curves, stage times, samples"))
+    flags.watch(command("watch", _watch, "show runs in the terminal, live: curves, stage times, samples"))
     flags.track(command("track", _track, "send a run that has ended to trackers, as far as they have not got it"))
     added = command("data", _data, "write a data set as train and test parquet")
     added.add_argument("name", choices=["gsm8k", "math", "deepscaler", "arithmetic"])

@@ -133,7 +133,7 @@ def _note_commit(api: Any, repository: str, revision: str, known: Path) -> None:
 
     api = type(api)(endpoint=api.resolve_endpoint_for_read(repository))
     files = listed(revision)
-    # The hub names the commit of each file only. The newest is the branch's, unless a file was removed after it.
+    # The hub names the commit of each file only. The latest is the branch's, unless a file was removed after it.
     commit = max(files, key=lambda file: file.get("CommittedDate") or 0, default={}).get("Revision") or ""
     is_same = False
     if _COMMIT.fullmatch(commit):
@@ -340,7 +340,7 @@ _STATUSES = {
 
 
 def _reason(error: BaseException, hub: _Hub, repository: str, revision: str | None) -> str:
-    """Return why the hub did not give what was asked for, and what to do."""
+    """Return why the hub did not return the files, and what to do."""
     causes = list(_causes(error))
     names = {kind.__name__ for each in causes for kind in type(each).__mro__}
     statuses = [getattr(each, "status_code", None) or _status(each) for each in causes]

@@ -4,7 +4,7 @@ Supported: assignments, `${VAR:-default}` and similar forms, `$((arithmetic))`, 
 `case` and `&&` with plain tests, functions, sourced scripts, files that the script writes from heredocs, `eval` and
 `bash -c` of a text, and commands that only transform text (`dirname`, `echo | tr`). A variable that nothing sets is empty in
 a test, as in a real run. A value that only running would show (`$(command)`, arguments of the script, a variable set in a
-loop or after an unknown test) is open: it stays `${NAME}`, and a setting that needs it is an error that asks for `--env`.
+loop or after an unknown test) is open: it stays `${NAME}`, and a setting that needs it is an error that names `--env`.
 """
 
 from __future__ import annotations

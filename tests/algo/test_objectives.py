@@ -178,7 +178,7 @@ def test_every_advantage_equals_its_loop(kind, normalize):
 
 MASK = torch.tensor([0, 0, 1, 1, 1, 0, 1, 0, 0, 0, 1, 1], dtype=torch.bool)
 LENGTHS = [5, 2, 5]
-"""Responses of 3, 1 and 2 tokens behind prompts of 2, 1 and 3."""
+"""Responses of 3, 1 and 2 tokens after prompts of 2, 1 and 3."""
 
 
 def test_gae_by_hand():
@@ -774,7 +774,7 @@ def test_prompts_that_are_too_easy_or_too_hard_do_not_count_in_the_loss():
     assert make_objective("dapo").kept(stats) is None
 
 
-def test_prompts_whose_responses_are_alike_are_left_out_behind_whitening():
+def test_prompts_whose_responses_are_alike_are_left_out_after_whitening():
     """Rewards 0 0, 1 0 and 1 1 with the overlong penalty: the second response of 8 tokens is worse by 1, so the third prompt stays."""
     stats = difficulty_stats([0, 0, 1, 0, 1, 1], [True] * 6)
     chosen = {"difficulty_low": 0.0, "difficulty_by": "spread"}
@@ -973,7 +973,7 @@ def test_every_objective_and_its_gradient_equal_the_loop(surrogate, ratio, aggre
 
 @pytest.mark.parametrize("penalty", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "constant-length"])
 def test_kl_and_entropy_may_be_weighted_in_another_way_than_the_surrogate(penalty):
-    """SkyRL's KL is a mean over sequences beside a token mean, verl's GSPO a mean over sequences beside a token mean of the KL."""
+    """SkyRL's KL is a mean over sequences next to a token mean, verl's GSPO a mean over sequences next to a token mean of the KL."""
     choices = changed(
         aggregate="seq-mean-token-mean" if penalty == "token-mean" else "token-mean",
         penalty_aggregate=penalty,

@@ -37,7 +37,7 @@ def logprobs_of(logits: torch.Tensor) -> torch.Tensor:
 
 
 def gradient(correction: methods.Correction, logits, change, advantages, sampled_by, **choices) -> torch.Tensor:
-    """Of the expected objective under samples of `sampled_by`, with the engine's log-probs beside them."""
+    """Of the expected objective under samples of `sampled_by`, with the engine's log-probs next to them."""
     logits = logits.clone().requires_grad_()
     now = logprobs_of(logits)
     engine = logprobs_of(logits.detach() + change)

@@ -28,7 +28,7 @@ FINISHED = torch.ones(6, dtype=torch.bool)
 
 
 def make_batch() -> TokenBatch:
-    """Log-probs everywhere, in prompts too: whoever counts those is found out."""
+    """Log-probs everywhere, in prompts too: a loss that counts those is found out."""
     generator = torch.Generator().manual_seed(11)
     lengths = [p + r for p, r in zip(PROMPTS, RESPONSES, strict=True)]
     mask = torch.cat([torch.arange(n) >= p for n, p in zip(lengths, PROMPTS, strict=True)])

@@ -24,7 +24,7 @@ def write(checkpoints: Checkpoints, step: int, content: bytes = b"weights") -> P
     return checkpoints.path(step)
 
 
-def test_only_the_newest_are_kept_and_latest_names_the_last(tmp_path):
+def test_only_the_latest_are_kept_and_latest_names_the_last(tmp_path):
     checkpoints = Checkpoints(tmp_path, keep=2)
     for step in (1, 2, 3):
         path = write(checkpoints, step)
@@ -140,7 +140,7 @@ POINTERS = [
 
 
 @pytest.mark.parametrize("pointer", POINTERS)
-def test_a_pointer_that_names_no_checkpoint_is_said_and_the_newest_is_taken(tmp_path, pointer):
+def test_a_pointer_that_names_no_checkpoint_is_said_and_the_latest_is_taken(tmp_path, pointer):
     checkpoints = Checkpoints(tmp_path, keep=3)
     for step in (2, 4):
         write(checkpoints, step)
@@ -246,7 +246,7 @@ def test_what_was_just_written_stays_next_to_newer_ones(tmp_path):
     assert said == [f"{tmp_path}/checkpoints/latest names step 5: not looked at are step-000030, step-000040"]
 
 
-def test_a_run_that_goes_on_from_an_older_step_moves_newer_checkpoints_and_rows(tmp_path):
+def test_a_run_that_continues_from_an_older_step_moves_newer_checkpoints_and_rows(tmp_path):
     checkpoints = Checkpoints(tmp_path, keep=3)
     for step in (1, 2, 3):
         write(checkpoints, step)
@@ -324,7 +324,7 @@ def test_a_kill_while_newer_checkpoints_are_moved_keeps_the_older_one_to_resume_
     assert sorted(path.name for path in checkpoints.set_aside(1).glob("checkpoints/*")) == ["step-000003", "step-000004"]
 
 
-def test_the_newest_is_the_one_of_the_highest_number_also_beyond_six_digits(tmp_path):
+def test_the_latest_is_the_one_of_the_highest_number_also_beyond_six_digits(tmp_path):
     checkpoints = Checkpoints(tmp_path, keep=1)
     for step in (999_999, 1_000_000):
         path = write(checkpoints, step)

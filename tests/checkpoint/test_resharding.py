@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 from fivefold.columns import Column
 from fivefold.config.learners import MegatronConfig
 from tests.support.layout_cases import VPP2, Case
+from tests.support.shards import shard_of_replica
 from tests.support.two_steps import LENGTHS, OBJECTIVE, POLICY, ROUTER, whole_batch
 
 CASES = [
@@ -93,7 +94,7 @@ def train_and_save(mesh, directory: Path, case: Case, path: Path):
     from fivefold.megatron.model import MegatronModel
 
     model = MegatronModel(directory, policy_of(case), mesh, total_updates=4)
-    own = mesh.ranks.shard_of_replica(range(len(LENGTHS)))
+    own = shard_of_replica(mesh.ranks, range(len(LENGTHS)))
     mine = whole_batch().select(own)
     base = model.forward(mine)
     mine = mine.with_columns({Column.OLD_LOGPROBS: base + mine[Column.OLD_LOGPROBS]})

@@ -37,7 +37,7 @@ def written(shell: str) -> str:
 
 
 def complete(script, line: str, breaks: str = " \t\n\"'><=;|&(:", directory: object = ".") -> list[str]:
-    """What bash would offer behind a line."""
+    """What bash would offer after a line."""
     ask = f'source {script}; COMP_LINE=$1; COMP_POINT=${{#1}}; COMP_WORDBREAKS=$2; _fivefold; printf "%s\\n" "${{COMPREPLY[@]}}"'
     done = subprocess.run(
         ["bash", "-c", ask, "bash", line, breaks], capture_output=True, text=True, check=True, cwd=directory
@@ -165,7 +165,7 @@ def test_zsh_loads_the_script_at_the_first_tab(tmp_path):
 
 
 def fish(directory, line: str) -> list[str]:
-    """What fish offers behind a line, without descriptions."""
+    """What fish offers after a line, without descriptions."""
     done = subprocess.run(
         ["fish", "--no-config", "-c", "source script; complete -C $argv[1]", line],
         capture_output=True, text=True, check=True, cwd=directory, env={**os.environ, "HOME": str(directory)},

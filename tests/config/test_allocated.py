@@ -27,7 +27,7 @@ def test_a_string_says_layouts_and_whether_they_share_gpus(text, policy, engine,
     assert (config.policy.backend, config.engine.backend, config.engine.placement) == (policy, engine, placement)
 
 
-def test_the_other_models_may_be_named_beside_the_actor():
+def test_the_other_models_may_be_named_next_to_the_actor():
     config = made("vllm[rollout]:d1+megatron[actor]:t2|megatron[ref]:d2|megatron[critic]:p2|megatron[reward]:d2")
     assert (config.reference.backend, config.critic.backend) == ("megatron:d2t1p1", "megatron:d1t1p2")
     assert (config.reward.model.backend, config.engine.placement) == ("megatron:d2t1p1", "apart")
@@ -37,14 +37,14 @@ def test_the_other_models_may_be_named_beside_the_actor():
     ("text", "spans"),
     [
         ("megatron[actor]:d2+megatron[ref]:t2+megatron[critic]:d1", [range(2), range(2, 4), range(4, 5)]),
-        # The policy has the first ranks, wherever it stands; what shares its ranks does so behind it too.
+        # The policy has the first ranks, wherever it stands; what shares its ranks does so after it too.
         ("megatron[ref]:t2|megatron[critic]:d2+megatron[actor]:d3", [range(3), range(3, 5), range(3, 5)]),
         ("megatron[critic]:d1+megatron[actor]:d2|megatron[ref]:t2", [range(2), range(2), range(2, 3)]),
-        # The engine's devices are behind all of them.
+        # The engine's devices are after all of them.
         ("vllm[rollout]:d4+megatron[actor]:d2+megatron[ref]:d1", [range(2), range(2, 3), range(2)]),
     ],
 )
-def test_models_that_stand_apart_have_the_ranks_behind_the_policy_s(text, spans):
+def test_models_that_stand_apart_have_the_ranks_after_the_policy_s(text, spans):
     config = made(text, algorithm={"name": "ppo", "kl": {"coef": 0.1}})
     assert [config.roles[name].ranks for name in ("policy", "reference", "critic")] == spans
     assert config.roles.world_size == max(span.stop for span in spans)

@@ -343,7 +343,7 @@ class Stranger(BaseHTTPRequestHandler):
     def log_message(self, *_: object) -> None: ...
 
 
-def test_a_url_where_nobody_or_somebody_else_answers_is_refused(files):
+def test_a_url_where_no_server_or_another_one_answers_is_refused(files):
     with HTTPServer(("127.0.0.1", 0), Stranger) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         here = f"http://127.0.0.1:{server.server_port}"
@@ -492,17 +492,23 @@ def test_the_summary_says_what_samples(files, vllm):
         ({"backend": "transformers"}, "engine.processes must be 1 with transformers"),
         ({"backend": "vllm:d1t2", "placement": "apart"}, "engine.processes must be 1 where engine.placement is apart"),
         ({"backend": "vllm", "url": ["http://127.0.0.1:1"]}, "engine.processes must be 1 where engine.url names"),
+        ({"backend": "vllm:t2", "mode": "in_process", "processes": "auto"}, "left out with engine.processes auto"),
+        ({"backend": "transformers", "processes": "auto"}, "engine.processes must be 1 with transformers"),
+        (
+            {"backend": "vllm", "url": ["http://127.0.0.1:1"], "processes": "auto"},
+            "got auto; weights come over NCCL, which takes every GPU once",
+        ),
     ],
 )
 def test_processes_share_the_gpus_of_vllm_s_ranks_only(files, vllm, given, says):
     vllm("0.26.0")
     with pytest.raises(ConfigError, match=re.escape(says)):
-        config(files, processes=2, **given)
+        config(files, **{"processes": 2, **given})
 
 
 def test_processes_share_the_cache_and_each_has_the_weights(files, vllm):
     from fivefold.models.families import load_spec
-    from fivefold.plan.engine_checks import cache_beside
+    from fivefold.plan.engine_checks import cache_next_to
     from fivefold.plan.memory import ENGINE_GRAPHS
     from fivefold.plan.roles import memory_of
 
@@ -511,7 +517,7 @@ def test_processes_share_the_cache_and_each_has_the_weights(files, vllm):
     spec = load_spec(files / "qwen3")
     assert memory_of(two, spec).engine == 2 * memory_of(one, spec).engine
     assert memory_of(two, spec).cache == memory_of(one, spec).cache
-    lost = cache_beside(one.engine, 80 << 30, 1 << 30) - cache_beside(two.engine, 80 << 30, 1 << 30)
+    lost = cache_next_to(one.engine, 80 << 30, 1 << 30) - cache_next_to(two.engine, 80 << 30, 1 << 30)
     assert lost == (1 << 30) + ENGINE_GRAPHS
     (line,) = [
         line for line in describe(two, spec, steps=1, prompts=1, dropped=0, validation=0).splitlines() if "vllm" in line

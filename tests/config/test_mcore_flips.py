@@ -17,6 +17,7 @@ from fivefold.config import mcore_options
 from fivefold.config.learners import MegatronConfig
 from fivefold.config.mcore_options import RECOMPUTE, section_of, table
 from tests.support.cluster import Together
+from tests.support.shards import shard_of_replica
 from tests.support.tiny_models import make_model
 from tests.support.two_steps import LENGTHS, OBJECTIVE, OPTIMIZER, POLICY, whole_batch
 
@@ -170,7 +171,7 @@ def observed(mesh, directory: Path, policy) -> dict[str, Any]:
         with mesh.active():
             spec = load_spec(directory)
             on_gpu = transformer_config(spec, replace(mesh, device=torch.device("cuda")), policy)
-    batch = whole_batch().select(mesh.ranks.shard_of_replica(range(len(LENGTHS))))
+    batch = whole_batch().select(shard_of_replica(mesh.ranks, range(len(LENGTHS))))
     with calls_counted() as counts:
         model = MegatronModel(directory, policy, mesh, total_updates=2)
         reports = [model.train_step(batch, OBJECTIVE.loss) for _ in range(2)]

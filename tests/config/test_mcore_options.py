@@ -18,6 +18,7 @@ from fivefold.keys.findings import Findings
 from fivefold.layout import ParallelLayout, PipelineSplit
 from tests.support.cluster import Together
 from tests.support.layout_cases import VPP2
+from tests.support.shards import shard_of_replica
 from tests.support.two_steps import (
     LENGTHS,
     OBJECTIVE,
@@ -319,7 +320,7 @@ def built_with(mesh, directory: Path, policy):
 
     model = MegatronModel(directory, policy, mesh, total_updates=2)
     updater = model._updater
-    batch = whole_batch().select(mesh.ranks.shard_of_replica(range(len(LENGTHS))))
+    batch = whole_batch().select(shard_of_replica(mesh.ranks, range(len(LENGTHS))))
     model.train_step(batch, OBJECTIVE.loss)
     adam = updater.optimizer.chained_optimizers[0].optimizer
     state = next(iter(adam.state.values()))
@@ -418,7 +419,7 @@ def resumed(mesh, directory: Path, policy, path: Path):
     """Parameters after three updates in one go, and after one, a checkpoint, and two in a new model."""
     from fivefold.megatron.model import MegatronModel
 
-    batch = whole_batch().select(mesh.ranks.shard_of_replica(range(len(LENGTHS))))
+    batch = whole_batch().select(shard_of_replica(mesh.ranks, range(len(LENGTHS))))
     model = MegatronModel(directory, policy, mesh, total_updates=3)
     model.train_step(batch, OBJECTIVE.loss)
     model.save(path)
@@ -443,7 +444,7 @@ def resumed(mesh, directory: Path, policy, path: Path):
         ({}, {"decoupled_weight_decay": False}, "bfloat16"),
     ],
 )
-def test_a_run_with_these_options_goes_on_from_its_checkpoint_as_if_never_stopped(
+def test_a_run_with_these_options_continues_from_its_checkpoint_as_if_never_stopped(
     cluster, models, tmp_path, layout, ddp, optimizer, dtype
 ):
     policy = replace(POLICY, dtype=dtype, megatron=MegatronConfig(transformer=ROUTER, ddp=ddp, optimizer=optimizer))

@@ -374,7 +374,7 @@ def test_messages_may_stand_in_a_column_as_json(tmp_path, tokenizer):
 
 
 def test_a_prompt_that_is_rendered_already_is_read_as_it_stands(tmp_path, tokenizer):
-    """Neither the template nor a line break behind it; what needs a template is refused, when the run is checked too."""
+    """Neither the template nor a line break after it; what needs a template is refused, when the run is checked too."""
     tokenizer.save_pretrained(tmp_path)
     (tmp_path / "chat_template.jinja").write_text("<{{ messages[0].content }}>")
     row = {"prompt": "1+1=", "data_source": "arithmetic", "reward_model": {"ground_truth": "2"}}
@@ -409,8 +409,8 @@ def test_a_part_of_a_file_is_that_of_a_list_of_its_rows(tmp_path, part):
         list(read_rows(tmp_path / "b.jsonl[:3]"))
 
 
-def test_the_last_turn_is_learned_with_what_the_template_writes_behind_it(tmp_path, tokenizer):
-    """Rows of Alpaca's form too: by hand, the text behind the generation prompt, end token and line break included."""
+def test_the_last_turn_is_learned_with_what_the_template_writes_after_it(tmp_path, tokenizer):
+    """Rows of Alpaca's form too: by hand, the text after the generation prompt, end token and line break included."""
     import copy
 
     templated, end = copy.deepcopy(tokenizer), tokenizer.eos_token

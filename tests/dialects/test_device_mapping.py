@@ -1,4 +1,4 @@
-"""GPUs by number, from texts that nobody evaluates."""
+"""GPUs by number, from texts that no one evaluates."""
 
 from __future__ import annotations
 
@@ -83,5 +83,5 @@ def test_no_text_does_anything_but_be_read_or_refused(text):
         ({"critic": []}, {}),
     ],
 )
-def test_models_on_gpus_of_their_own_come_behind_the_policy(others, found):
+def test_models_on_gpus_of_their_own_come_after_the_policy(others, found):
     assert ranks_behind([0, 1, 2, 3], [8], others) == found

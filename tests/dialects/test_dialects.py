@@ -177,7 +177,7 @@ def test_a_choice_is_read_by_its_name_and_refuses_what_it_needs_otherwise(settin
 
 
 def test_trackers_project_and_name_are_those_that_the_other_system_would_have():
-    """Only where the run asks for them: a default asks nobody for an account, and no key is written down."""
+    """Only where the run asks for them: a default asks no one for an account, and no key is written down."""
     named = ["trainer.project_name=sums", "trainer.experiment_name=first"]
     tree = translated("verl", *VERL, "trainer.logger=['console','wandb','swanlab']", *named).tree
     assert tree["trainer"]["loggers"] == ["console", "wandb", "swanlab"]
@@ -581,7 +581,7 @@ ASKED: dict[str, tuple[RunConfig | list, Asked]] = {
         ["areal", AREAL_PPO],
         Asked(256, 1024, 2, 10240, 0.45 * 1.7e-5, ("reward", "k1", 0.1), (0.2, 0.28, 3.0), "token-mean", "megatron:d2t2p1", "sglang:d4t1"),
     ),
-    # 2 x 8 samples on each of 4 replicas are an update of 64, of 512: eight. Linear decay over 800 updates behind 20 of warm-up.
+    # 2 x 8 samples on each of 4 replicas are an update of 64, of 512: eight. Linear decay over 800 updates after 20 of warm-up.
     "roll grpo": (
         ["roll", GSM8K_ROLL],
         Asked(64, 512, 8, 4096, (800 - 79) / (800 - 20) * 1e-6, ("loss", "k3", 0.01), (0.2, 0.2, 1.4), "seq-mean-token-mean", "megatron:d4t2p1", "vllm:d4t2"),
@@ -896,7 +896,7 @@ def test_an_asynchronous_areal_run_before_2025_08_keeps_its_staleness_and_its_fi
 
 def test_an_sft_run_of_skyrl_takes_the_rows_the_turns_and_the_length_that_it_names():
     """By hand: 24 rows a step of one update, cut off at 4096 tokens of prompt and response, 6 of them in a micro-batch; all
-    turns up to their end tokens, or the last with what is behind; packed, a bin's tokens are the budget."""
+    turns up to their end tokens, or the last with what is after; packed, a bin's tokens are the budget."""
     found = config("skyrl", *SFT_SKYRL)
     data = found.data
     assert (found.algorithm.name, found.policy.backend, found.policy.recompute) == ("sft", "megatron:d4t1p1", "full")
@@ -1499,7 +1499,7 @@ def test_the_megatron_section_of_trinitys_page_is_read_key_by_key():
 
 
 def test_an_older_release_has_the_defaults_that_it_had():
-    """SkyRL's CISPO was bounded at 0 and 5 in 2026-03, at 1 and 4 in 2026-08; a release without a name is the newest."""
+    """SkyRL's CISPO was bounded at 0 and 5 in 2026-03, at 1 and 4 in 2026-08; a release without a name is the latest."""
     words = [*SKYRL, "trainer.algorithm.policy_loss_type=cispo", "trainer.logger=console"]
     bounds = {}
     for system in ("skyrl", "skyrl@2026-03"):
@@ -1605,7 +1605,7 @@ AHEAD = {
     "verl, on GPUs of its own": (
         ["verl", *SEPARATE], (2, "continue", "carry"), ("megatron:d6t1p1", "vllm:d2t1p1", "apart", 256), (256, 4, "trainer"),
     ),
-    # What is in flight goes on while the policy trains.
+    # What is in flight continues while the policy trains.
     "verl, on shared GPUs": (
         ["verl", *GRPO_VERL, "trainer.v1.trainer_mode=colocate_async", "actor_rollout_ref.rollout.free_cache_engine=True"],
         (1, "continue", "carry"), ("megatron:d8t1p1", "vllm:d8t1p1", "colocated", 256), (256, 4, "trainer"),
@@ -1666,7 +1666,7 @@ def test_a_run_that_samples_ahead_has_samples_as_old_as_there(name):
     assert (found.data.prompts_per_step, algorithm.updates_per_step, old) == updates
 
 
-def test_responses_go_on_in_servers_that_stay_where_verl_samples_beside_the_policy():
+def test_responses_continue_in_servers_that_stay_where_verl_samples():
     """On GPUs of their own they need not stay, and an engine in the ranks would finish them first."""
     for words in (["trainer.v1.trainer_mode=colocate_async"], ["-m=recipe.partial_rollout.main_ppo"]):
         engine = config("verl", *GRPO_VERL, *words, "actor_rollout_ref.rollout.free_cache_engine=True").engine
@@ -1882,7 +1882,7 @@ def in_buffer(text: str) -> str:
         "capacity: 96, replay_buffer: {enable: false, reuse_cooldown_time: 40}",
     ],
 )
-def test_a_queue_that_reads_every_sample_once_and_newest_first_needs_no_priorities(queue):
+def test_a_queue_that_reads_every_sample_once_and_latest_first_needs_no_priorities(queue):
     # The older spelling tells an older release, whose other defaults are its own.
     without = in_buffer("use_priority_queue: false") if queue.startswith("use_priority_queue") else GSM8K_TRINITY
     assert config("trinity", tree=in_buffer(queue)) == config("trinity", tree=without)
@@ -1899,13 +1899,13 @@ def test_a_queue_that_reads_every_sample_once_and_newest_first_needs_no_prioriti
         ("capacity: 100, replay_buffer: {enable: true}", "sync_interval: 2", "drops samples"),
     ],
 )
-def test_a_queue_that_learns_again_or_leaves_samples_behind_is_refused(queue, interval, reason):
+def test_a_queue_that_learns_again_or_leaves_samples_over_is_refused(queue, interval, reason):
     (refusal,) = translated("trinity", tree=in_buffer(queue).replace("sync_interval: 1", interval)).refusals
     assert reason in refusal
 
 
 def test_keys_of_trinity_before_2025_06_say_what_verls_said():
-    """trainer.actor_* came over verl's keys for the same; β of dpo was the coefficient; beta1 and beta2 were read by nobody."""
+    """trainer.actor_* came over verl's keys for the same; β of dpo was the coefficient; beta1 and beta2 were read by no one."""
     said = "  actor_use_kl_loss: true\n  actor_kl_loss_coef: 0.2\n"
     dpo = "  trainer_config: {actor_rollout_ref: {actor: {optim: {beta1: 0.9, beta2: 0.95}}}}\n"
     before = DPO_TRINITY.replace("trainer: {max_token_len_per_gpu: 16384}\n", "trainer:\n  max_token_len_per_gpu: 16384\n")

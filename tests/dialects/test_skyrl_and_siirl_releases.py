@@ -34,7 +34,7 @@ def test_skyrls_token_mean_is_that_of_its_release(words, mean):
     assert config("skyrl", *words).algorithm.resolved.aggregate == mean
 
 
-def test_skyrls_token_mean_beside_a_kl_of_sequences_is_that_of_the_update():
+def test_skyrls_token_mean_next_to_a_kl_of_sequences_is_that_of_the_update():
     """The mean of micro-batches is for all of a loss here; with one sequence each both are means over sequences."""
     kl = [*OLDER_SKYRL[:-1], "trainer.algorithm.use_kl_loss=true"]
     several = config("skyrl", *kl, "trainer.micro_train_batch_size_per_gpu=4").algorithm.resolved
@@ -52,7 +52,7 @@ def test_skyrls_token_mean_beside_a_kl_of_sequences_is_that_of_the_update():
     ([], 1.5),
     (["generator.max_input_length=1024"], 2.0),
 ])  # fmt: skip
-def test_another_constant_of_skyrls_loss_is_in_what_stands_beside_it(said, scale):
+def test_another_constant_of_skyrls_loss_is_in_what_stands_next_to_it(said, scale):
     """PG / 1536 + 0.01 KL, clipped at 1, is two thirds of PG / 1024 + 0.015 KL, clipped at 1.5."""
     base = ["trainer.algorithm.loss_reduction=seq_mean_token_sum_norm", "trainer.max_prompt_length=512"]
     kl = ["trainer.algorithm.use_kl_loss=true", "trainer.algorithm.kl_loss_coef=0.01"]
@@ -97,7 +97,7 @@ def test_functions_that_skyrls_examples_register_are_there_under_their_programs_
         assert any(says in each for each in translated("skyrl", *words).refusals), words
 
 
-def test_skyrls_megatron_settings_beside_trainer_are_the_policys():
+def test_skyrls_megatron_settings_next_to_trainer_are_the_policys():
     """As 2025-09 had them: 8 ranks of t2·p2, twice; the last of two stages has 13 layers."""
     words = [word.replace("gpus_per_node=4", "gpus_per_node=8").replace("engines=4", "engines=8") for word in OLDER_SKYRL]
     sizes = ["megatron_config.policy.tensor_model_parallel_size=2", "megatron_config.ref.tensor_model_parallel_size=2"]

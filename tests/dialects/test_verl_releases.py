@@ -54,7 +54,7 @@ def test_a_key_that_is_gone_says_of_which_release_a_configuration_is(gone):
 @pytest.mark.parametrize(
     "newer", ["algorithm.use_kl_in_reward=False", ACTOR + "loss_agg_mode=token-mean", "-m=verl.trainer.main_ppo_async"]
 )
-def test_a_fork_with_older_and_newer_keys_has_the_newest_defaults(newer):
+def test_a_fork_with_older_and_newer_keys_has_the_latest_defaults(newer):
     more = ["trainer.n_training_gpus_per_node=4"] if newer.startswith("-m") else []
     found = config("verl", *GRPO, "trainer.remove_previous_ckpt_in_save=True", newer, *more).algorithm.resolved
     assert (found.kl.coef, found.entropy_coef) == (0, 0)

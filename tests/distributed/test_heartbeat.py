@@ -1,4 +1,4 @@
-"""Ranks that are asked to end at any moment end in the same place, and none waits for another for ever."""
+"""Ranks that are asked to end at any moment end in the same place, and none waits for another permanently."""
 
 from __future__ import annotations
 

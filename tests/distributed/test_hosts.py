@@ -24,5 +24,5 @@ def met(mesh, ahead: float):
 def test_a_clock_that_differs_is_named_on_every_rank_with_host_and_seconds(cluster):
     for names, (sentence,) in cluster.run(met, "megatron:d2", -90.0):
         assert names == ["north", "south"]
-        assert sentence.startswith("the clock of rank 1 on south is 90 s behind that of rank 0 on north")
+        assert sentence.startswith("the clock of rank 1 on south is 90 s earlier than that of rank 0 on north")
     assert [differences for _, differences in cluster.run(met, "megatron:d2", 1.0)] == [[], []]

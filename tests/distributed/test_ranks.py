@@ -4,12 +4,13 @@ import pytest
 import torch
 
 from fivefold.layout import ParallelLayout
+from tests.support.shards import shard_of_replica
 
 
 def exchange(mesh, count: int):
     ranks = mesh.ranks
     items = list(range(count))
-    replica, own = ranks.shard_of_replica(items), ranks.shard(items)
+    replica, own = shard_of_replica(ranks, items), ranks.shard(items)
     rows = torch.tensor([[item, 10 * item] for item in own], dtype=torch.long).view(-1, 2)
     within = [piece.tolist() for piece in ranks.all_gather_within_replica(rows)]
     world = [piece.tolist() for piece in ranks.all_gather_world(rows)]
@@ -41,7 +42,7 @@ def told(mesh, layout: str, first: int):
     ranks = mesh.ranks.on_layout(ParallelLayout.parse(f"megatron:{layout}"), first)
     own = torch.tensor([0.1, 0.2, 0.3]).double() ** (ranks.coords.dp + 1) if ranks.holds else torch.zeros(3).double()
     rows = torch.full((max(0, 2 * ranks.coords.dp), 2), ranks.coords.dp)
-    places = [ranks.shard_of_replica(range(10)), ranks.shard(range(10))]
+    places = [shard_of_replica(ranks, range(10)), ranks.shard(range(10))]
     arrived = ranks.all_to_all_replicas(rows[:0], [0] * ranks.layout.dp, [0] * ranks.layout.dp)
     return (
         ranks.holds, places, ranks.all_reduce_sum(own).tolist(), torch.cat(ranks.all_gather_replicas(rows)).tolist(),

@@ -18,7 +18,7 @@ import pytest
 import yaml
 
 from fivefold.config.scoring import RewardConfig
-from fivefold.interfaces import Engine, RolloutSource
+from fivefold.interfaces import RolloutSource
 from fivefold.models.families import qwen2
 from fivefold.reward.pool import RewardPool
 from fivefold.types import Group, Prompt, Sample
@@ -35,7 +35,7 @@ BLOCKS = {
     for title, part in zip(re.findall(r"^##+ (.*)$", PAGE, re.M), re.split(r"^##+ .*$", PAGE, flags=re.M)[1:], strict=True)
 }
 FOLLOWED = {"A method": 1, "A function of your own instead": 2, "A surrogate with a parameter": 1, "A term of the loss": 1,
-            "A model family": 1, "A reward": 4, "A model that learns": 5, "An engine": 1, "A rollout source": 1,
+            "A model family": 1, "A reward": 4, "A model that learns": 6, "An engine": 2, "A rollout source": 1,
             "A dialect": 2}  # fmt: skip
 
 
@@ -154,7 +154,7 @@ def test_the_recipe_of_a_term_is_one_file_with_its_keys_rule_metric_and_docs(tmp
         from docs.generate import configuration
         from fivefold.config import RunConfig
         from fivefold.config.validate import validate
-        from fivefold.observability.metrics import undocumented
+        from tests.support.documented import undocumented
         def config(**chosen):
             chosen = {"name": "dr_grpo", "surrogate": "log_likelihood", **chosen}
             return RunConfig.of(model={"path": "m"}, data={"train": ["x"]}, algorithm=chosen)
@@ -210,7 +210,7 @@ def test_the_recipe_of_a_built_in_reward_touches_one_file_and_is_not_the_accurac
         """
         from fivefold.keys.findings import Findings
         from fivefold.config.scoring import RewardConfig
-        from fivefold.observability.metrics import undocumented
+        from tests.support.documented import undocumented
         from fivefold.reward.choose import check_rewards, choose_rewards
         from fivefold.reward.pool import RewardPool
         from fivefold.reward.rules import ground_truth_fault
@@ -234,7 +234,7 @@ def test_the_recipe_of_a_built_in_reward_touches_one_file_and_is_not_the_accurac
 
 
 def edits_of_a_role() -> dict[str, list[tuple[str, str]]]:
-    section, role, _, line, _ = BLOCKS["A model that learns"]
+    section, role, row, _, line, _ = BLOCKS["A model that learns"]
     imported = "from fivefold.config.learners import LearnerConfig"
     return {
         "config/schema.py": [
@@ -243,9 +243,7 @@ def edits_of_a_role() -> dict[str, list[tuple[str, str]]]:
         ],
         "config/roles.py": [
             ("def _further(", f"{role}\n\n"),
-            ('    "reward.model": _reward_model,', '    "draft": _draft,'),
-            ('"reward.model")\n"""Sections', '"draft",'),
-            ('"prm")\n"""Sections', '"draft",'),
+            ('    "reward.model": Row(', indented(row)),
         ],
         "build.py": [
             ("from fivefold.trainer.learners import", "from fivefold.trainer.draft import DraftLearner"),
@@ -255,7 +253,7 @@ def edits_of_a_role() -> dict[str, list[tuple[str, str]]]:
 
 
 def new_file_of_a_role() -> dict[str, str]:
-    return {"trainer/draft.py": BLOCKS["A model that learns"][2]}
+    return {"trainer/draft.py": BLOCKS["A model that learns"][3]}
 
 
 def test_the_recipe_of_a_model_that_learns_touches_four_files_and_is_in_every_list(tmp_path):
@@ -270,16 +268,26 @@ def test_the_recipe_of_a_model_that_learns_touches_four_files_and_is_in_every_li
         """
         from fivefold.cli import _parser
         from fivefold.config import RunConfig
-        from fivefold.observability.metrics import undocumented
+        from fivefold.observability.constant import constant_reasons
+        from tests.support.documented import undocumented
+        from fivefold.observability.report import CHARTS
         from fivefold.plan.roles import placed
         config = RunConfig.from_yaml("run.yaml")
         print(list(config.roles.learners), [place.describe() for place in placed(config.roles)][-1])
+        print(constant_reasons({"draft": {"optimizer": {"schedule": "constant", "warmup_steps": 0}}}, [{"draft/lr": 1.0}]))
+        print([title for _, charts in CHARTS for title, names in charts if {"draft/lr", "draft/loss"} & {*names}])
         print(undocumented(["draft/loss", "draft/lr", "draft/grad_norm", "draft/moe/load_max", "time/draft"]))
         print(_parser().parse_args(["export", "checkpoint", "out", "--model", "draft"]).model)
         """,
         new,
     )
-    assert says == "['policy', 'draft'] draft megatron:d8t1p1 on ranks 0-7\n[]\ndraft\n"
+    assert says.splitlines() == [
+        "['policy', 'draft'] draft megatron:d8t1p1 on ranks 0-7",
+        "{'draft/lr': 'draft.optimizer.schedule is constant and has no warm-up'}",
+        "['Learning rate', 'Draft model: loss']",
+        "[]",
+        "draft",
+    ]
 
 
 @pytest.mark.slow
@@ -311,12 +319,43 @@ def test_the_recipe_of_a_model_that_learns_trains_saves_resumes_and_exports_it(t
     assert len(found) == 6 and found[-1] < found[0] - 0.1 and exported == "True"
 
 
-def test_the_recipe_of_an_engine_names_what_an_engine_has():
-    (block,) = BLOCKS["An engine"]
-    space: dict = {}
-    exec("from __future__ import annotations\nfrom fivefold.interfaces import EngineReplica, EngineState\n" + block, space)
-    own = {name for name in vars(space["MyEngine"]) if not name.startswith("_")}
-    assert own == {name for name in vars(Engine) if not name.startswith("_")}
+def test_the_recipe_of_an_engine_trains_as_the_transformers_engine_does(tmp_path):
+    """One step on two ranks with each: what an engine samples follows from weights, seeds and sampling alone."""
+    engine, line = BLOCKS["An engine"]
+    (tmp_path / "digits.py").write_text("def digits(response):\n    return sum(letter.isdigit() for letter in response)\n")
+    says = follow(
+        tmp_path,
+        {
+            "config/engine.py": [('    "transformers",\n', '    "plain",')],
+            "build_engine.py": [("    return TransformersEngine(", indented(line))],
+        },
+        """
+        import json
+        from pathlib import Path
+        from fivefold.cli import main
+        from fivefold.engines.plain import PlainEngine
+        from fivefold.interfaces import Engine
+        def do(*words):
+            assert main([str(word) for word in words]) == 0, words
+        do("data", "arithmetic", "--out", "data", "--limit", 16)
+        do("train-tokenizer", "char", "--data", "data/train.parquet", "--out", "tokenizer")
+        do("init-model", "qwen3", "--tokenizer", "tokenizer", "--out", "model", "--hidden", 32, "--layers", 1)
+        rows = {}
+        for backend in ("plain", "transformers"):
+            do("train", "model.path=model", "data.train=[data/train.parquet]", "data.max_prompt_tokens=16", "trainer.steps=1",
+               "data.max_response_tokens=6", "data.prompts_per_step=4", "policy.backend=megatron:d2", "policy.dtype=float32",
+               "trainer.device=cpu", f"trainer.run_dir={backend}", "launch.threads=1", f"engine.backend={backend}",
+               "trainer.save_every=0", "engine.sampling.top_p=0.9", "reward.functions={digits.py:digits: 1.0}")
+            rows[backend] = json.loads(Path(backend, "metrics.jsonl").read_text().splitlines()[-1])
+        names = ("reward/mean", "response/length_mean", "policy/loss", "policy/grad_norm", "rollout/logprob_diff_max")
+        print(json.dumps([[row[name] for name in names] for row in rows.values()]))
+        print({name for name in vars(Engine) if not name.startswith("_")} <= {*vars(PlainEngine), "replica", "state", "version"})
+        """,
+        {"engines/plain.py": engine},
+    )
+    *_, rows, is_complete = says.splitlines()
+    ours, theirs = json.loads(rows)
+    assert ours == pytest.approx(theirs, abs=1e-5) and ours[3] > 0 and is_complete == "True"
 
 
 def test_the_recipe_of_a_rollout_source_filters_another_source():

@@ -10,8 +10,9 @@ import pytest
 
 from docs.generate import DOCS, _ranges, _type, pages
 from fivefold.keys.ranges import above, within
-from fivefold.observability.metrics import METRICS, find, undocumented
+from fivefold.observability.metrics import METRICS, find
 from fivefold.reward.rules import BUILT_IN
+from tests.support.documented import undocumented
 
 
 @pytest.mark.parametrize("path", sorted(pages()), ids=lambda path: path.name)

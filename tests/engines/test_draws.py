@@ -1,4 +1,4 @@
-"""A million draws of each engine, with keys as runs make them: their distribution, their independence, and planted faults."""
+"""A million draws of each engine, with keys as runs make them: their distribution, their independence, and injected faults."""
 
 from __future__ import annotations
 
@@ -127,13 +127,13 @@ def of_key(change):
     return plant
 
 
-def of_noise(planted):
-    """Plant another noise in the transformers engine: `planted` gets the keys and the position."""
+def of_noise(injected):
+    """Inject another noise in the transformers engine: `injected` gets the keys and the position."""
 
     def plant(engine) -> None:
         from fivefold.engines import transformers
 
-        transformers.uniform = planted
+        transformers.uniform = injected
 
     return plant
 

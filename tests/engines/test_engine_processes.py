@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
 from fivefold.config import RunConfig
 from fivefold.types import Sampling
 from tests.engines.test_vllm_engine import SIZES, TOKENIZER, difference
 from tests.support.draws import rarity
 from tests.support.engines import PROMPTS, complete, requests
-from tests.support.tiny_models import VOCAB, load_tensors, make_model
+from tests.support.shards import shard_of_replica
+from tests.support.tiny_models import VOCAB, load_tensors, make_model, make_tokenizer
 from tests.support.two_steps import LENGTHS, OBJECTIVE, POLICY, whole_batch
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
@@ -26,7 +29,7 @@ def model(tmp_path_factory) -> Path:
     return make_model("qwen3", tmp_path_factory.mktemp("model") / "qwen3", **SIZES)
 
 
-def config(model: Path, run_dir: Path, processes: int, dtype: str = "float32", max_num_seqs: int = 32) -> RunConfig:
+def config(model: Path, run_dir: Path, processes: int | str, dtype: str = "float32", max_num_seqs: int = 32) -> RunConfig:
     (run_dir / "rows.jsonl").write_text('{"prompt": "1+1=", "ground_truth": "2"}\n' * 8)
     return RunConfig.of(
         model={"path": str(model)},
@@ -36,6 +39,35 @@ def config(model: Path, run_dir: Path, processes: int, dtype: str = "float32", m
         reward={"functions": {"format": 1.0}},
         trainer={"device": "cpu", "run_dir": str(run_dir), "seed": 0},
     )
+
+
+def built_by_auto(mesh, model: Path, run_dir: Path):
+    """A run with `auto` for H200s, as it is built on this machine: its processes, run.yaml, summary and a few samples."""
+    from fivefold.build import build_run
+    from fivefold.plan import efficiency
+    from fivefold.plan.efficiency import write_calibration
+    from fivefold.plan.measured import Rate
+
+    # With a slower sync than an H200's, four processes gain too little of a step over two.
+    efficiency.CALIBRATION = run_dir / "calibration.json"
+    write_calibration(efficiency.CALIBRATION, [Rate("wake", 0, 1.6e6, "h200-141g", "here")], "today")
+    made = config(model, run_dir, "auto")
+    changed = {
+        "model": replace(made.model, tokenizer=str(make_tokenizer(run_dir / "words"))),
+        "data": replace(made.data, prompts_per_step=64),
+        "algorithm": replace(made.algorithm, group_size=8),
+        "engine": replace(made.engine, max_num_seqs=512),
+        "launch": replace(made.launch, gpu="h200-141g"),
+        "trainer": replace(made.trainer, device="auto", steps=1, log_file=str(run_dir / "log")),
+    }
+    (run_dir / "rows.jsonl").write_text('{"prompt": "1+1=", "ground_truth": "2"}\n' * 64)
+    run = build_run(replace(made, **changed), mesh.ranks, mesh.device, None)
+    try:
+        run.models.sync(run.engine)
+        drawn = complete(run.engine, requests(4, FREE))
+        return sorted(run.engine._processes), run.trainer.resolved_config, (run_dir / "log").read_text(), len(drawn)
+    finally:
+        run.close()
 
 
 def to_the_first(deliver, servers, *rest):
@@ -52,7 +84,7 @@ def sampled(mesh, made: RunConfig, directory: Path, fault: bool):
     from fivefold.megatron.model import MegatronModel
 
     trained = MegatronModel(directory, POLICY, mesh, total_updates=3)
-    mine = whole_batch().select(mesh.ranks.shard_of_replica(range(len(LENGTHS))))
+    mine = whole_batch().select(shard_of_replica(mesh.ranks, range(len(LENGTHS))))
     engine = build_engine(made, directory, TOKENIZER, mesh.ranks, mesh.device, lambda line: None)
     asked, drawn, differences, servers = requests(4, FREE, [*PROMPTS, [9, 8, 7]]), [], [], []
     if made.engine.processes > 1:
@@ -98,6 +130,13 @@ def test_the_responses_to_a_prompt_stay_in_one_process_and_both_work(two):
     assert {number for number, _ in servers} == {0, 1}
     assert all(ids == list(range(ids[0], ids[0] + 4)) and ids[0] % 4 == 0 for _, ids in servers)
     assert len(servers) == 3 * 5
+
+
+def test_auto_is_decided_when_the_run_is_built_and_run_yaml_has_the_number(cluster, model, tmp_path):
+    ((processes, text, log, drawn),) = cluster.run(built_by_auto, "megatron:d1", model, tmp_path, seconds=900)
+    assert processes == [0, 1] and drawn == 16
+    assert yaml.safe_load(text)["engine"]["processes"] == 2
+    assert "as 2 servers each on the policy's ranks" in log and "engine.processes: auto is 2: a step takes" in log
 
 
 def test_one_of_two_processes_on_old_weights_is_seen(cluster, model, tmp_path, two):

@@ -1,4 +1,4 @@
-"""Nobody samples with half of two models: what a server knows of the weights that its workers hold."""
+"""No one samples with half of two models: what a server knows of the weights that its workers hold."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from fivefold.layout import ParallelLayout
 from fivefold.plan.engine_placement import device_rows
 
 
-def test_servers_stand_behind_the_ranks_and_are_started_by_them_in_turn():
+def test_servers_stand_after_the_ranks_and_are_started_by_them_in_turn():
     places = place_servers(ParallelLayout.parse("vllm:d3t2"), [Machine(range(2), 8, range(2))])
     assert places == [ServerPlace(0, 0, 0, 2), ServerPlace(1, 0, 1, 4), ServerPlace(2, 0, 0, 6)]
 
@@ -95,7 +95,7 @@ def test_a_server_sees_its_own_gpus_only(monkeypatch):
     assert devices_from(torch.device("cpu"), 2) == {}
 
 
-def test_servers_of_a_judge_come_behind_those_of_the_engine():
+def test_servers_of_a_judge_come_after_those_of_the_engine():
     machines = [Machine(range(2), 8, range(2)), Machine(range(2, 4), 6, range(2, 4))]
     free = after_servers(machines, ParallelLayout.parse("vllm:d3t2"))
     assert [machine.first for machine in free] == [6, 4]

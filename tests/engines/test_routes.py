@@ -156,7 +156,7 @@ def test_groups_that_wait_keep_the_routes_of_their_samples(tmp_path):
             assert same or torch.equal(sample.routes_TLK, read.routes_TLK)
 
 
-def test_a_response_that_new_weights_go_on_with_keeps_the_routes_that_it_has():
+def test_a_response_that_new_weights_continue_with_keeps_the_routes_that_it_has():
     shape, request = SHAPES[0], Request(1, [5, 6, 7], Sampling(max_tokens=5), 9)
     first, second = drawn(shape, 4, 1), drawn(shape, 7, 2)
     begun = Begun(request, Completion(1, [8, 9], [-1.0] * 2, "abort", 1, routes_TLK=first))

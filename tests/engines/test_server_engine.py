@@ -286,10 +286,10 @@ def taken_over(mesh, directory: Path, address: str):
 
 
 def test_servers_that_run_already_get_weights_over_a_process_group(cluster, model, tmp_path):
-    """Two tensor-parallel workers of a server that somebody else has started; `fivefold check` looks at it before.
+    """Two tensor-parallel workers of a server that another user has started; `fivefold check` looks at it before.
 
-    A server that got half of new weights from a run that was killed samples for nobody before it has whole ones. In the
-    middle of a rollout requests are kept, and go on with the new weights. A server belongs to the run that came last,
+    A server that got half of new weights from a run that was killed samples for no one before it has whole ones. In the
+    middle of a rollout requests are kept, and continue with the new weights. A server belongs to the run that came last,
     whatever the one before has left.
     """
     from fivefold.distributed.ports import free_port

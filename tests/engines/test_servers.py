@@ -432,7 +432,7 @@ def cutting():
     router.close()
 
 
-def test_what_is_cut_goes_on_where_it_was_with_the_versions_of_its_tokens(cutting):
+def test_what_is_cut_continues_where_it_was_with_the_versions_of_its_tokens(cutting):
     server, router = cutting
     stream = router.open()
     requests = [Request(i, [i], Sampling(max_tokens=60, min_tokens=20), seed=i) for i in range(6)]
@@ -456,7 +456,7 @@ def test_what_is_cut_goes_on_where_it_was_with_the_versions_of_its_tokens(cuttin
     assert len(seeds) > 12 and len(set(seeds)) == len(seeds), "the same random numbers were drawn twice"
 
 
-def test_what_is_cut_and_wanted_by_nobody_is_not_asked_for_again(cutting):
+def test_what_is_cut_and_wanted_by_no_one_is_not_asked_for_again(cutting):
     server, router = cutting
     stream = router.open()
     stream.submit([Request(i, [i], Sampling(max_tokens=60), seed=i) for i in range(4)])
@@ -521,7 +521,7 @@ def test_a_process_that_ends_at_once_is_told_with_its_first_error(tmp_path):
     begin = time.monotonic()
     with pytest.raises(RuntimeError) as caught:
         served.wait()
-    assert time.monotonic() - begin < 10
+    assert time.monotonic() - begin < 60
     lines = str(caught.value).splitlines()
     assert lines[0] == "the engine's server did not start"
     assert {"ValueError: no room for the cache", "RuntimeError: the engine failed"} <= set(lines[1:4])

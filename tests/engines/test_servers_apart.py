@@ -96,7 +96,7 @@ def test_servers_apart_sample_with_the_weights_of_every_step(three):
 
 
 def test_a_server_killed_while_it_takes_weights_ends_them_all_at_once(three):
-    """Nobody has half of the new weights, nobody waits for the one that is gone."""
+    """No one has half of the new weights, no one waits for the one that is gone."""
     for found in three:
         state, lost, ended = found["cut"]
         assert state is EngineState.LOST and lost == [0, 1, 2] and all(ended)

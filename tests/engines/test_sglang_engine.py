@@ -211,7 +211,7 @@ def sampled_midway(mesh, directory: Path, logs: Path):
     return midway(mesh, directory, sglang_engine(mesh, directory, logs, []))
 
 
-def test_requests_go_on_with_weights_that_change_in_the_middle(cluster, model, tmp_path):
+def test_requests_continue_with_weights_that_change_in_the_middle(cluster, model, tmp_path):
     ((completions, under),) = cluster.run(sampled_midway, "megatron:d1", model, tmp_path, seconds=200)
     check_what_was_sampled_midway(completions, under)
 

@@ -1,4 +1,4 @@
-"""What vLLM is told of a model beside its config.json."""
+"""What vLLM is told of a model next to its config.json."""
 
 from __future__ import annotations
 

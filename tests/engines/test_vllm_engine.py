@@ -20,6 +20,7 @@ from fivefold.models.config_json import read_config
 from fivefold.types import Completion, Request, Sampling, TokenBatch
 from tests.support.engines import OPTIONS, PROMPTS, SAMPLING, complete, expected_logprobs, named_blocks, requests
 from tests.support.layout_cases import VPP2
+from tests.support.shards import shard_of_replica
 from tests.support.tiny_models import load_tensors, make_model
 from tests.support.two_steps import LENGTHS, OBJECTIVE, POLICY, whole_batch
 
@@ -90,7 +91,7 @@ def trained_and_sampled(mesh, directory: Path, engine_layout: str, pipeline: dic
     policy = replace(POLICY, megatron=MegatronConfig(pipeline=pipeline))
     model = MegatronModel(directory, policy, mesh, total_updates=3)
     engine = vllm_engine(mesh, directory, engine_layout, verify_every=0 if fault else 1)
-    mine = whole_batch().select(mesh.ranks.shard_of_replica(range(len(LENGTHS))))
+    mine = whole_batch().select(shard_of_replica(mesh.ranks, range(len(LENGTHS))))
     # The last prompt fills a block of the prefix cache, which has 128 tokens on a CPU.
     asked = requests(2, FREE, [*PROMPTS, [7 + i % 90 for i in range(150)]])
     found, differences = [], []
@@ -182,7 +183,7 @@ def drawn(mesh, directory: Path):
     return complete(engine, asked), complete(engine, asked[::-1])[::-1], alone, stopped, complete(engine, asked)
 
 
-def test_what_is_drawn_depends_on_the_key_alone_and_abort_leaves_nothing_behind(cluster, sized):
+def test_what_is_drawn_depends_on_the_key_alone_and_abort_leaves_nothing_over(cluster, sized):
     ((whole, backwards, alone, stopped, again),) = cluster.run(drawn, "megatron:d1", sized("qwen3"))
     assert whole == backwards == alone == again
     assert len({tuple(one.token_ids) for one in whole}) == len(whole)
@@ -278,7 +279,7 @@ def test_closing_the_engine_keeps_the_trainer_s_groups_and_frees_its_shared_memo
     assert cluster.run(closed, "megatron:d2", sized("qwen3")) == [(2.0, [], True, 0)] * 2
 
 
-def test_scales_of_quantized_weights_are_awaited_from_nobody():
+def test_scales_of_quantized_weights_are_awaited_from_no_one():
     """vLLM makes them of the weights as they come; it restores a layer to what its files have before."""
     from vllm.model_executor.model_loader.reload.layerwise import record_metadata_for_reloading
 

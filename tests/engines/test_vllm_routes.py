@@ -20,6 +20,7 @@ from tests.engines.test_vllm_engine import FREE, sized, vllm_engine
 from tests.support import triton_cpu
 from tests.support.engines import PROMPTS, complete, requests
 from tests.support.servers import LONG, server_engine
+from tests.support.shards import shard_of_replica
 from tests.support.two_steps import LENGTHS, OBJECTIVE, POLICY, whole_batch
 
 pytestmark = [
@@ -70,7 +71,7 @@ def trained_and_sampled(mesh, directory: Path, site: Path | None):
 
     model = MegatronModel(directory, POLICY, mesh, total_updates=3)
     engine = in_process(mesh, directory) if site is None else as_server(mesh, directory, site)
-    mine = whole_batch().select(mesh.ranks.shard_of_replica(range(len(LENGTHS))))
+    mine = whole_batch().select(shard_of_replica(mesh.ranks, range(len(LENGTHS))))
     # The last prompt fills a block of the prefix cache: of its second response vLLM reads nothing of it.
     asked = requests(2, FREE, [*PROMPTS, [7 + i % 90 for i in range(150)]])
     results = []
@@ -108,7 +109,7 @@ def as_server(mesh, directory: Path, site: Path):
 
 
 def interrupted(model, engine) -> list[tuple[int, int, int]]:
-    """(tokens, versions, routes) of responses that new weights go on with."""
+    """(tokens, versions, routes) of responses that new weights continue with."""
     from fivefold.engines.weight_sync import weight_sync
 
     asked = requests(2, LONG)
@@ -133,13 +134,13 @@ def interrupted(model, engine) -> list[tuple[int, int, int]]:
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "glm4_moe"])
 def test_with_the_same_weights_vllm_and_the_trainer_choose_the_same_experts(cluster, sized, name):
-    """In float32, after each of three optimizer steps; glm4_moe has a router of sigmoid with a bias, behind dense layers."""
+    """In float32, after each of three optimizer steps; glm4_moe has a router of sigmoid with a bias, after dense layers."""
     (results,) = cluster.run(trained_and_sampled, "megatron:d1", sized(name), None)
     for same, gap, count in results:
         assert same == 1 and gap < 1e-5 and count > 1000
 
 
-def test_routes_come_from_a_server_too_and_of_responses_that_new_weights_go_on_with(cluster, sized, tmp_path):
+def test_routes_come_from_a_server_too_and_of_responses_that_continue(cluster, sized, tmp_path):
     (results,) = cluster.run(trained_and_sampled, "megatron:d1", sized("qwen3_moe"), tmp_path)
     for same, gap, count in results[:-1]:
         assert same == 1 and gap < 1e-5 and count > 1000

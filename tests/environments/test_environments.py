@@ -269,9 +269,9 @@ def test_plain_methods_do_not_hold_each_other_up(pool_of, code):
     pool.start()
     places = [pool.reset("x", 0).result()[0] for _ in range(8)]
     begin = time.monotonic()
-    steps = [say(pool, place, "0.5") for place in places]
+    steps = [say(pool, place, "2") for place in places]
     assert all(step.result()["reward"] == 1 for step in steps)
-    assert time.monotonic() - begin < 3.0
+    assert time.monotonic() - begin < 12, "one after another they take 16 s"
 
 
 def test_a_reset_that_raises_is_a_failure_with_its_traceback(pool_of):

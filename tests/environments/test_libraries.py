@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
@@ -20,7 +21,9 @@ from fivefold.config.environment import EnvironmentConfig
 from fivefold.environments.pool import EnvironmentFailure, EnvironmentPool
 from fivefold.errors import UserError
 from tests.environments.test_environments import VERL_FUNCTIONS
+from tests.rollout import test_conversations as conversations
 from tests.support.commands import fivefold
+from tests.support.tiny_models import make_tokenizer
 from tests.support.whole_runs import metrics
 from tests.support.zygote import THREADS
 
@@ -107,7 +110,7 @@ class Letters(Environment):
 
 
 if __name__ == "__main__":
-    uvicorn.run(create_app(Letters, Say, Seen, max_concurrent_envs=8), port=int(sys.argv[1]), log_level="error")
+    uvicorn.run(create_app(Letters, Say, Seen, max_concurrent_envs=64), port=int(sys.argv[1]), log_level="error")
 '''
 
 COUNTER = '''
@@ -120,7 +123,7 @@ class Counter:
     def __init__(self):
         self.total = None
 
-    def reset(self, goal: str, **kwargs) -> str | None:
+    def reset(self, goal: str = "5", **kwargs) -> str | None:
         self.total, self.goal = 0, int(goal)
         return f" Reach {goal}."
 
@@ -455,6 +458,37 @@ def test_a_file_of_functions_for_verl_has_the_tools_that_verl_reads_from_it(pool
     # verl's model of a schema has no field for what a list holds, and leaves it out.
     assert ours[1]["function"]["parameters"]["properties"]["pages"].pop("items") == {"type": "integer"}
     assert {schema["function"]["name"]: schema for schema in ours} == theirs and len(ours) == 3
+
+
+@pytest.fixture(scope="module")
+def model_files(tmp_path_factory, models) -> tuple[str, str]:
+    """(model, tokenizer)."""
+    root = tmp_path_factory.mktemp("libraries")
+    return str(models("qwen3")), str(make_tokenizer(root / "tokenizer"))
+
+
+@pytest.mark.parametrize("name", ["gymnasium:FrozenLake-v1", "textarena:GuessTheNumber-v0", "trl:$:Counter",
+                                  "skyrl_gym:gsm8k_multi_turn", "openenv:http://127.0.0.1:$"])  # fmt: skip
+def test_what_is_trained_is_what_the_engine_read_and_sampled(cluster, model_files, served, counter, name):
+    if name.startswith("openenv"):
+        name = name.replace("$", str(served(LETTERS)))
+    kind, _, own = name.replace("$", str(counter)).rpartition(":")
+    sampling = replace(conversations.SAMPLING, stop=tuple("abcdefgh0123456789"))
+    ((groups, seen, _),) = cluster.run(conversations.sample, "megatron:d1", (*model_files, kind), own, sampling, 2000)
+    seen, rows = {tuple(request.prompt_ids + found.token_ids): (request, found) for request, found in seen}, 0
+    for group in groups:
+        for one in group.samples:
+            context, mask = group.context_of(one), [False] * len(one.token_ids)
+            for turn in one.turns:
+                request, found = seen.pop(tuple(context + one.token_ids[: turn.end]))
+                assert request.prompt_ids == context + one.token_ids[: turn.begin]
+                assert found.token_ids == one.token_ids[turn.begin : turn.end]
+                assert found.logprobs == one.logprobs[turn.begin : turn.end]
+                mask[turn.begin : turn.end] = [True] * (turn.end - turn.begin)
+            assert (one.loss_mask or [True] * len(one.token_ids)) == mask
+            rows += len(one.turns)
+    assert not seen
+    assert rows > len(groups) * 3 or kind.startswith("trl")
 
 
 def test_a_run_walks_the_lake_of_gymnasium_with_a_tool_of_an_mcp_server(tmp_path):

@@ -115,7 +115,7 @@ def test_a_checkpoint_is_exported_merged_and_as_an_adapter_with_which_a_run_begi
         wanted = tensor if a is None else tensor + 1.5 * b @ a
         torch.testing.assert_close(merged[name], wanted, rtol=0, atol=0 if a is None else 1e-6)
     assert not tensors
-    # What was learned goes on as it was: the next run begins where this one ended, its reference is the base.
+    # What was learned continues as it was: the next run begins where this one ended, its reference is the base.
     later = run("later", "policy.lora.path=adapter", "trainer.steps=1")
     assert later.returncode == 0, later.stderr
     assert metrics(root, "later")[0]["policy/kl_reference"] > 1e-4

@@ -73,7 +73,7 @@ def test_half_a_step_ahead_has_samples_of_two_ages(root):
 
 
 @pytest.mark.parametrize("layout", ["d1", "d2"])
-def test_a_run_killed_while_groups_wait_goes_on_with_them(root, ahead, layout):
+def test_a_run_killed_while_groups_wait_continues_with_them(root, ahead, layout):
     """Groups that were complete are those of older weights: sampled again they would be others."""
     kill_run(root, f"killed-{layout}", 3, "rollout.max_staleness=2")
     found, _ = train(root, f"killed-{layout}", "rollout.max_staleness=2", f"policy.backend=megatron:{layout}")
@@ -96,7 +96,7 @@ def waits_for_groups_in_step_5():
 
 
 def sends_weights_for_ever_after_step_4():
-    """Whose update is taken: done anew on the same groups it would be taken twice."""
+    """Whose update is taken: done again on the same groups it would be taken twice."""
     begin = AsyncRollouts._begin
 
     def never(self, step):
@@ -111,7 +111,7 @@ def sends_weights_for_ever_after_step_4():
 
 
 @pytest.mark.parametrize("hook", [waits_for_groups_in_step_5, sends_weights_for_ever_after_step_4])
-def test_a_run_asked_to_end_while_groups_wait_goes_on_with_them(root, ahead, tmp_path, monkeypatch, hook):
+def test_a_run_asked_to_end_while_groups_wait_continues_with_them(root, ahead, tmp_path, monkeypatch, hook):
     monkeypatch.setenv("FIVEFOLD_TEST_MARK", str(tmp_path / "mark"))
     name, given = hook.__name__, ["rollout.max_staleness=2", "policy.backend=megatron:d2"]
     process = Command(
@@ -143,7 +143,7 @@ def test_what_waits_too_long_for_a_lowered_bound_is_sampled_again(root, ahead, m
     assert (state["rollouts"]["position"], state["rollouts"]["unused"]) == (24, []), "each prompt was used once"
 
 
-def test_a_synchronous_run_goes_on_ahead(root, base):
+def test_a_synchronous_run_continues_ahead(root, base):
     done = resumed(root, "later", "base", "2")
     assert done.returncode == 0, done.stdout + done.stderr
     rows = metrics(root, "later")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import json
 import os
 import signal
@@ -16,6 +18,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from fivefold.launch.lock import locked
 from fivefold.launch.watch import PAUSE
 from tests.support.commands import LONGEST, Command, children_of, fivefold, gone, wait_for
 from tests.support.whole_runs import assert_same, make_model, metrics, write_run
@@ -156,7 +159,7 @@ def slow_evaluation_after_step_2():
 )
 def test_sigterm_saves_within_its_grace_wherever_the_run_is(root, base, monkeypatch, hook, layout, whom, saved):
     """Each stage takes minutes here and the signal comes in the middle of it: to the launcher, to one rank, or twice to every
-    process, as Slurm sends it. The run has no other checkpoint, and goes on as if nothing had been."""
+    process, as Slurm sends it. The run has no other checkpoint, and continues as if nothing had been."""
     monkeypatch.setenv("FIVEFOLD_TEST_ROOT", str(root))
     name = hook.__name__
     overrides = [f"trainer.run_dir={root}/runs/{name}", f"policy.backend=megatron:{layout}"]
@@ -196,7 +199,7 @@ def test_sigterm_saves_within_its_grace_wherever_the_run_is(root, base, monkeypa
         ("{name: dapo, group_size: 4, credit: gae, updates_per_step: 2}", "policy", 3, "d2", "p2"),
     ],
 )  # fmt: skip
-def test_a_step_goes_on_between_its_updates_on_another_layout_with_the_same_metrics(
+def test_a_step_continues_between_its_updates_on_another_layout_unchanged(
     root, monkeypatch, method, model, taken, before, after
 ):
     """Samples, advantages and what was taken of the step are in the checkpoint: none is taken twice, and none is left out."""
@@ -294,6 +297,39 @@ def test_a_rank_that_is_killed_is_named_and_not_the_one_that_survives(root, tmp_
     assert number.name in headline and "out of memory" not in headline
     assert "closed by peer" not in done.stderr and f"rank {1 - rank} " not in done.stderr
     assert not list((tmp_path / "tmp").glob("pymp-*")), "directories of helpers of a save"
+
+
+def lock_files_only() -> None:
+    """Refuse locks of directories that are called `run`, as NFS does for all."""
+    flock = fcntl.flock
+
+    def of_files(file: int, operation: int) -> None:
+        if Path(f"/proc/self/fd/{file}").resolve().name == "run":
+            raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+        flock(file, operation)
+
+    fcntl.flock = of_files
+
+
+@pytest.mark.parametrize("change", ["replaced", "removed"])
+def test_where_only_files_lock_a_run_whose_lock_is_not_its_own_saves_nothing(root, tmp_path, monkeypatch, change):
+    run = tmp_path / "run"
+    process = Command(
+        "train", root / "run.yaml", f"trainer.run_dir={run}", "trainer.save_every=1", "trainer.keep=99", ENDLESS,
+        hook=lock_files_only,
+    )  # fmt: skip
+    wait_for((run / "checkpoints/step-000002").exists, process)
+    (run / "lock").unlink()
+    monkeypatch.setattr(fcntl, "flock", fcntl.flock)
+    lock_files_only()
+    with locked(run) if change == "replaced" else contextlib.nullcontext():
+        before = len(list((run / "checkpoints").glob("step-*")))
+        done = process.finish()
+    assert done.returncode == 1
+    holder = f"is of process {os.getpid()} on " if change == "replaced" else "is gone; "
+    assert f"the lock file of this run in {run} {holder}" in done.stderr, done.stderr
+    assert "Traceback" not in done.stderr
+    assert len(list((run / "checkpoints").glob("step-*"))) <= before + 1
 
 
 HUNGRY = """

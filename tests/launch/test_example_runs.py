@@ -67,7 +67,7 @@ def train(root: Path, name: str, example: str, model: str, *overrides: str) -> t
 
 
 def test_areal_s_run_on_32_gpus_with_vllm_in_the_place_of_sglang(root):
-    """Experts laid out apart from attention, servers beside the ranks, two steps ahead, on a Ray cluster."""
+    """Experts laid out apart from attention, servers next to the ranks, two steps ahead, on a Ray cluster."""
     rows, told = train(
         root, "areal", "qwen3-30b-a3b-areal-32gpus.yaml", "qwen3_moe", CACHE, "launch.ray={address: null, strategy: pack}",
         "launch.allocation=vllm:d1t2+megatron:(attn:d1p2t1c2|ffn:d1p2t1e2)",
@@ -127,7 +127,7 @@ def test_the_run_on_a_ray_cluster(root):
     assert [row["step"] for row in metrics(root, "sums")] == [0, 1, 2, 3]
 
 
-def test_on_ray_ahead_with_servers_beside_ranks_of_which_some_hold_other_models_only(root):
+def test_on_ray_ahead_with_servers_next_to_ranks_that_hold_other_models_only(root):
     """The one-node example as a PPO run: the policy, its critic and its reference on ranks of their own."""
     rows, told = train(
         root, "all", "qwen3-8b-apart.yaml", "qwen3", CACHE, "launch.backend=ray",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import select
@@ -12,7 +13,9 @@ import sys
 
 import pytest
 
+from fivefold.checkpoint.lock_file import lone_lock
 from fivefold.launch.lock import locked
+from tests.launch.test_endings import lock_files_only
 
 HOLD = """
 import subprocess, sys
@@ -27,7 +30,7 @@ with locked(Path(sys.argv[1])) as files:
 
 
 def test_a_directory_is_held_until_the_last_process_of_its_run_has_ended(tmp_path):
-    """By a run whose launcher is killed while one of its ranks lives on, and then that too: nothing is left behind."""
+    """By a run whose launcher is killed while one of its ranks lives on, and then that too: nothing is left over."""
     run = tmp_path / "run"
     launcher = subprocess.Popen(
         [sys.executable, "-c", HOLD, str(run)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -76,3 +79,18 @@ def test_a_removed_lock_file_lets_no_second_run_in(tmp_path):
     os.close(rank_end)
     with locked(run):
         pass
+
+
+def test_the_lock_file_says_whether_it_alone_keeps_other_runs_out(tmp_path, monkeypatch):
+    run = tmp_path / "run"
+    assert lone_lock(run) is None
+    with locked(run):
+        assert lone_lock(run) is None
+    monkeypatch.setattr(fcntl, "flock", fcntl.flock)
+    lock_files_only()
+    with locked(run):
+        text = (run / "lock").read_text()
+        assert lone_lock(run) == text and text.startswith(f"process {os.getpid()} on ")
+        holder = rf"is in use by process {os.getpid()} on [^\n]* since [^\n]*; wait"
+        with pytest.raises(ValueError, match=holder), locked(run):
+            pass

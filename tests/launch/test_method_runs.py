@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from fivefold.observability.metrics import undocumented
 from tests.support.commands import fivefold
+from tests.support.documented import undocumented
 from tests.support.tiny_models import make_classifier
 from tests.support.whole_runs import assert_same, kill_run, make_judge, make_model, make_pairs, train, write_run
 
@@ -124,7 +124,7 @@ def llama(root) -> Path:
     return root / "llama"
 
 
-def test_a_critic_of_another_family_and_size_trains_beside_the_policy(root, llama):
+def test_a_critic_of_another_family_and_size_trains_next_to_the_policy(root, llama):
     found, _ = train(
         root, "llama", f"critic.path={llama}", "policy.backend=megatron:t2", "trainer.steps=2", "critic.optimizer.warmup_steps=8"
     )  # fmt: skip
@@ -161,26 +161,30 @@ def judge(root) -> Path:
 
 @pytest.mark.parametrize(("layout", "own"), [("d2", "t2"), ("p2", "d2")])
 def test_a_reward_model_s_score_is_transformers(root, judge, layout, own):
-    """The score of each sample in samples.jsonl, once more by transformers' own classifier."""
+    """The score of each sample in samples.jsonl, by transformers' own classifier too. Its pad token ends some of the texts."""
     import transformers
 
-    name = f"judge-{layout}"
+    name, words = f"judge-{layout}", transformers.AutoTokenizer.from_pretrained(judge)
+    (pad,) = words.encode("7", add_special_tokens=False)
+    config = json.loads((judge / "config.json").read_text())
+    (judge / "config.json").write_text(json.dumps(config | {"pad_token_id": pad}))
     found, _ = train(
         root, name, "algorithm={name: grpo, group_size: 2}", f"reward.model={{path: {judge}, weight: 0.5}}", "trainer.steps=1",
         f"policy.backend=megatron:{layout}", f"reward.model.backend=megatron:{own}", "trainer.logged_samples_per_step=8",
+        f"engine.sampling.logit_bias={{{pad}: 2.5}}",
     )  # fmt: skip
     model = transformers.AutoModelForSequenceClassification.from_pretrained(judge).eval()
-    words = transformers.AutoTokenizer.from_pretrained(judge)
     rows = [json.loads(line) for line in (root / "runs" / name / "samples.jsonl").read_text().splitlines()]
     assert len(rows) >= 4
     for row in rows:
         tokens = torch.tensor([words.encode(row["prompt"].rstrip("\n") + "\n" + row["response"])])
         with torch.no_grad():
-            score = float(model.model(tokens)[0][0, -1] @ model.score.weight[0])
+            score = float(model(tokens).logits[0, 0])
         assert row["reward_parts"]["model"] == pytest.approx(score, abs=2e-6)
         rule = next(value for key, value in row["reward_parts"].items() if key.endswith("digits"))
         assert row["reward"] == pytest.approx(rule + 0.5 * score, abs=2e-6)
     assert found[0]["reward/model"] != 0
+    assert len({row["response"].endswith("7") for row in rows}) == 2
 
 
 def test_what_is_no_reward_model_is_refused_before_anything_starts(root, judge):
@@ -287,7 +291,7 @@ def test_a_run_of_a_method_that_looks_at_the_whole_step_is_the_same_on_two_repli
 
 
 def test_stale_and_adaptive_numbers_survive_a_resume(root):
-    """The adaptive coefficient and the place in the data go on where they were."""
+    """The adaptive coefficient and the place in the data continue where they were."""
     options = [
         "algorithm={name: dapo, group_size: 2, kl: {coef: 0.1, target: 0.001, horizon: 64}}",
         "policy.optimizer.decay_steps=9",

@@ -83,7 +83,7 @@ def test_every_step_has_the_prompts_and_rewards_of_each_domain(base):
     assert all(len(set(letters[begin : begin + 3])) == 3 for begin in (0, 3))
 
 
-def test_a_resumed_run_of_domains_goes_on_as_if_never_stopped_on_other_ranks(root, base):
+def test_a_resumed_run_of_domains_continues_as_if_never_stopped_on_other_ranks(root, base):
     (expected, drawn), at = base, f"trainer.resume={root}/runs/base/checkpoints/step-000002"
     found, again = train(root, "resumed", at, "policy.backend=megatron:d2")
     assert_same([row for row in found if row["step"] > 2], [row for row in expected if row["step"] > 2])

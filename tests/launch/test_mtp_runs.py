@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from fivefold.observability.metrics import undocumented
 from tests.support.commands import fivefold
+from tests.support.documented import undocumented
 from tests.support.tiny_models import add_mtp
 from tests.support.whole_runs import make_model, train, write_run
 
@@ -85,7 +85,7 @@ def test_vllm_samples_from_the_model_whose_layers_are_trained(root):
     assert all(row["policy/mtp_loss"] > 0 and row["rollout/logprob_diff_max"] < 1e-4 for row in rows)
 
 
-def test_in_sft_their_loss_falls_too_and_an_export_goes_on_where_they_were(root):
+def test_in_sft_their_loss_falls_too_and_an_export_continues_where_they_were(root):
     rows = [{"prompt": f"{a}+{b}=", "response": f"#### {a + b}"} for a in range(8) for b in range(8)]
     (root / "sft.jsonl").write_text("\n".join(map(json.dumps, rows)))
     own = ["algorithm.name=sft", "algorithm.group_size=1", f"data.train=[{root}/sft.jsonl]", "reward.functions={}"]

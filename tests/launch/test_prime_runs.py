@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from fivefold.observability.metrics import undocumented
 from tests.support.commands import fivefold
+from tests.support.documented import undocumented
 from tests.support.whole_runs import assert_same, end_run, kill_run, make_judge, make_model, train, write_run
 
 RUN = """
@@ -40,7 +40,7 @@ def test_a_run_tells_what_its_process_reward_model_does(root, base):
     assert all({f"prm/{name}" for name in names} <= set(row) for row in rows)
     assert undocumented(name for row in rows for name in row) == []
     assert f"prm      {root}/model against {root}/model, learning rate 0.002, 4 updates before its rewards" in told
-    # It begins as what it is compared with: scores are 0, and nobody knows.
+    # It begins as what it is compared with: scores are 0, and no one knows.
     assert 0.6 < rows[0]["prm/loss"] < 0.75 and rows[-1]["prm/score_mean"] != 0
     assert (root / "runs/base/checkpoints/step-000002/prm").is_dir()
 
@@ -60,7 +60,7 @@ def test_a_run_has_the_same_metrics_on_other_layouts(root, base, given):
     assert_same(train(root, name, *given)[0], base[0])
 
 
-def test_a_run_that_was_killed_goes_on_on_another_layout_as_if_nothing_had_been(root, base):
+def test_a_run_that_was_killed_continues_on_another_layout_as_if_nothing_had_been(root, base):
     moved = ["policy.backend=megatron:d2", "prm.backend=megatron:p2"]
     kill_run(root, "killed", 2, "trainer.save_every=2", *moved)
     found, told = train(root, "killed", "policy.backend=megatron:t2", "prm.backend=megatron:d2")
@@ -69,7 +69,7 @@ def test_a_run_that_was_killed_goes_on_on_another_layout_as_if_nothing_had_been(
 
 
 def slow_prm():
-    """The process reward model takes its time behind its second update of the second step."""
+    """The process reward model takes its time after its second update of the second step."""
     from fivefold.megatron.model import MegatronModel
 
     train_step = MegatronModel.train_step

@@ -435,7 +435,7 @@ def test_a_run_waits_for_what_others_have_reserved_and_says_so(two_nodes):
     assert code == 0 and "line 999" in said, errors
 
 
-def test_an_address_where_nobody_answers_is_refused():
+def test_an_address_where_no_one_answers_is_refused():
     code, _, errors = Driver("wait", address="127.0.0.1:9").finish()
     assert code == 1 and errors.startswith("fivefold: launch.ray.address: no Ray cluster can be joined at 127.0.0.1:9: ")
 

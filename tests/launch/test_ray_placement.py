@@ -1,4 +1,4 @@
-"""Which ranks go on which nodes of a cluster, without one."""
+"""Which ranks are placed on which nodes of a cluster, without one."""
 
 from __future__ import annotations
 
@@ -148,16 +148,16 @@ def test_a_run_on_a_cluster_is_not_held_to_the_gpus_of_this_machine(monkeypatch)
 @pytest.mark.parametrize(
     ("allocation", "gpus", "expected"),
     [
-        # AReaL's page: 16 GPUs train, 16 sample, on four nodes; every four ranks start the server behind them.
+        # AReaL's page: 16 GPUs train, 16 sample, on four nodes; every four ranks start the server after them.
         ("sglang:d4t4+megatron:(attn:d1p4t2c2|ffn:d1p4t1e4)", [8] * 4, [("n0", 4), ("n1", 4), ("n2", 4), ("n3", 4)]),
         ("vllm:d2t2+megatron:d1t4", [8], [("n0", 4)]),
         # One rank starts all three.
         ("vllm:d3+megatron:d1", [4], [("n0", 1)]),
-        # Two servers for three ranks are not to be had by halves.
+        # Two servers for three ranks do not come in halves.
         ("vllm:d2+megatron:d3", [4, 4], None),
         ("vllm:d2+megatron:d3", [4, 5], [("n1", 3)]),
         ("vllm:d2t4+megatron:d2t4", [8, 8], [("n0", 4), ("n1", 4)]),
-        # Models on ranks of their own, and servers behind all of these: together.
+        # Models on ranks of their own, and servers after all of these: together.
         ("vllm[rollout]:d2+megatron[actor]:d2+megatron[ref]:d1", [4, 5], [("n1", 3)]),
         ("vllm[rollout]:d2+megatron[actor]:d2+megatron[ref]:d1", [4, 4], None),
     ],

@@ -119,7 +119,7 @@ def offline(*arguments: object) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_model_of_the_hub_stays_at_the_commit_that_the_run_began_with(root, tmp_path, monkeypatch):
-    """The reference is read anew on resume: by then the hub has other weights. As the run that was not interrupted."""
+    """The reference is read again on resume: by then the hub has other weights. As the run that was not interrupted."""
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
     first, second = "1" * 40, "2" * 40
     add_commit(tmp_path / "hub", root / "model", first, 1.0)

@@ -1,4 +1,4 @@
-"""Whole runs whose models have ranks of their own: reference, critic and reward model beside the policy's ranks."""
+"""Whole runs whose models have ranks of their own: reference, critic and reward model next to the policy's ranks."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_a_reference_without_adapters_is_on_the_policy_s_ranks_without_the_criti
     assert last["policy/kl_reference"] > 5 * last["policy/kl_old"] > 0
 
 
-def test_a_run_that_was_killed_goes_on_with_its_models_on_other_ranks(root, base):
+def test_a_run_that_was_killed_continues_with_its_models_on_other_ranks(root, base):
     kill_run(root, "moved", 2, "trainer.save_every=1", on(ONE))
     found, told = train(root, "moved", on(TWO))
     assert "resumed after step" in told
@@ -104,7 +104,7 @@ def models_wait_for_each_other():
 
 
 def test_models_on_ranks_of_their_own_compute_and_learn_at_the_same_time(root, base, tmp_path, monkeypatch):
-    """One after the other, they would wait for ever."""
+    """One after the other, they would wait permanently."""
     monkeypatch.setenv("FIVEFOLD_TEST_ROOT", str(tmp_path))
     monkeypatch.setenv("FIVEFOLD_TEST_ROLES", "policy reference critic")
     given = [on("megatron[policy]:d1|megatron[reward]:d1+megatron[ref]:d1+megatron[critic]:d1"), "trainer.steps=2"]
@@ -133,7 +133,7 @@ def slow_reference():
 
 
 def slow_critic():
-    """The critic alone takes its time behind its first update of the second step."""
+    """The critic alone takes its time after its first update of the second step."""
     from fivefold.megatron.model import MegatronModel
 
     train_step = MegatronModel.train_step

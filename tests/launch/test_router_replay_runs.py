@@ -59,13 +59,13 @@ def test_a_run_that_replays_is_the_same_on_every_layout(root, base, layout):
 
 
 def test_of_fresh_samples_both_ways_of_replay_are_the_same_run(root, base):
-    """The weights that sampled are those of the old log-probs; the last token of a sequence, which nobody looks at, was read by
+    """The weights that sampled are those of the old log-probs; the last token of a sequence, which no one looks at, was read by
     the trainer only."""
     found, _ = train(root, "R2", "policy.router_replay=R2")
     assert_same(without(found, "moe/"), without(base, "moe/"), rel=1e-4)
 
 
-def test_a_run_ahead_that_was_killed_goes_on_with_the_routes_that_wait(root, ahead):
+def test_a_run_ahead_that_was_killed_continues_with_the_routes_that_wait(root, ahead):
     assert min(row["moe/router_agreement"] for row in ahead) < 1, "older weights have sampled"
     kill_run(root, "killed", 2, *AHEAD)
     found, _ = train(root, "killed", *AHEAD, "policy.backend=megatron:d2")

@@ -101,7 +101,7 @@ def test_a_directory_with_other_files_than_a_runs_is_refused(root, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
 
 
-def test_a_run_goes_on_next_to_its_users_notes_and_in_what_a_scheduler_made(tmp_path):
+def test_a_run_continues_next_to_its_users_notes_and_in_what_a_scheduler_made(tmp_path):
     check_run_directory(tmp_path / "not there yet")
     for name in ("slurm-12.out", ".nfs0001", "run.yaml"):
         (tmp_path / name).touch()

@@ -16,7 +16,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from fivefold.observability.metrics import undocumented
 from tests.support.commands import (
     LONGEST,
     Command,
@@ -29,6 +28,7 @@ from tests.support.commands import (
     wait_for,
     with_cpu_seconds,
 )
+from tests.support.documented import undocumented
 from tests.support.whole_runs import assert_same, make_model, metrics, write_run
 
 RUN = """
@@ -128,7 +128,7 @@ def moved(root: Path) -> list[dict[str, float]]:
     return metrics(root, "moved")
 
 
-def test_a_run_resumed_on_other_layouts_goes_on_as_if_never_stopped(base, moved):
+def test_a_run_resumed_on_other_layouts_continues_as_if_never_stopped(base, moved):
     found = {row["step"]: row for row in moved}
     for row in base[1:]:
         shared = {k: v for k, v in row.items() if not k.startswith("val/")}
@@ -211,7 +211,7 @@ def hang_while_step_2_and_4_are_written():
     [
         (hang_before_step_4_is_saved, "checkpoints/step-000002", "trainer.async_save=false"),
         (hang_while_step_4_is_saved, "checkpoints/.step-000004.partial/run.yaml", "trainer.async_save=false"),
-        # The run went on, and waits at its end.
+        # The run continued, and waits at its end.
         (hang_while_step_2_and_4_are_written, "checkpoints/.step-000004.partial/run.yaml", "trainer.async_save=true"),
     ],
 )
@@ -388,7 +388,7 @@ def test_an_exception_in_one_rank_ends_the_run_with_its_traceback(root, base, tm
     assert (tmp_path / "run/logs/rank-1.error").is_file()
 
 
-def test_killing_the_launcher_leaves_no_process_behind(root, base):
+def test_killing_the_launcher_leaves_no_process_over(root, base):
     """In fresh interpreters: which files a rank inherits decides whether it notices."""
     arguments = ["train", root / "run.yaml", f"trainer.run_dir={root}/runs/orphans", "policy.backend=megatron:d2", ENDLESS]
     process = subprocess.Popen(

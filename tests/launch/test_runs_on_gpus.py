@@ -52,7 +52,7 @@ def root(gpus, tmp_path_factory) -> Path:
 
 
 def train(root: Path, name: str, *commands: tuple[str, ...]) -> list[dict[str, float]]:
-    """The metrics of a run that one command began and the others went on with, each as a user starts it."""
+    """The metrics of a run that one command began and the others continued with, each as a user starts it."""
     for overrides in commands:
         done = program("fivefold.cli", "train", root / "run.yaml", f"trainer.run_dir={root}/runs/{name}", *overrides)
         assert done.returncode == 0, done.stdout + done.stderr
@@ -118,7 +118,7 @@ def stream(mesh, checkpoint: Path, part: str) -> dict[str, torch.Tensor]:
     return {name: tensor.to("cpu", copy=True) for name, tensor in model.weights()}
 
 
-def test_grpo_on_t2_goes_on_on_p2_and_is_exported(gpus, root, runs):
+def test_grpo_on_t2_continues_on_p2_and_is_exported(gpus, root, runs):
     rows = runs["grpo"].result()
     assert [row["step"] for row in rows] == [0, 1, 2, 3]
     assert all(row["policy/grad_norm"] > 0 and "rollout/logprob_diff_mean" in row for row in rows[1:])
@@ -126,7 +126,7 @@ def test_grpo_on_t2_goes_on_on_p2_and_is_exported(gpus, root, runs):
     assert_exported(gpus, root, "grpo", "policy", "AutoModelForCausalLM")
 
 
-def test_ppo_on_t2_goes_on_on_p2_and_its_critic_is_exported(gpus, root, runs):
+def test_ppo_on_t2_continues_on_p2_and_its_critic_is_exported(gpus, root, runs):
     rows = runs["ppo"].result()
     assert [row["step"] for row in rows] == [0, 1, 2, 3]
     # The first step only warms the critic up.

@@ -119,11 +119,11 @@ def test_a_clock_that_is_90_s_off_is_named_and_changes_nothing(root):
     with two_hosts() as hosts:
         clock = {"LD_PRELOAD": str(library), "FAKETIME": "+90s"}
         said = finish(torchrun(hosts, root, "clock", env=[{}, clock]))
-    assert "the clock of rank 1 on south is 90 s ahead of that of rank 0 on north" in said
+    assert "the clock of rank 1 on south is 90 s later than that of rank 0 on north" in said
     assert_equal_runs(root, "clock", "one")
 
 
-def test_a_shared_directory_that_hangs_is_named_and_the_run_goes_on_when_it_answers(root):
+def test_a_shared_directory_that_hangs_is_named_and_the_run_continues_later(root):
     with two_hosts() as hosts:
         programs = torchrun(hosts, root, "disk/run")
         at_step(root, "disk/run", 2, programs[0])

@@ -1,4 +1,4 @@
-"""Whole runs that sample ahead with real servers of vLLM: bounded age, every prompt once, whoever is killed."""
+"""Whole runs that sample ahead with real servers of vLLM: bounded age, every prompt once, whichever process is killed."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ def test_ten_servers_and_ten_trainers_killed_lose_no_prompt_and_use_none_twice(r
             wait_for(lambda everyone=everyone: gone(everyone))
             process = command(root, name, *given, "trainer.keep=99")
         else:
-            # Steps go on with what was sampled ahead while the server that was killed before is started again.
+            # Steps continue with what was sampled ahead while the server that was killed before is started again.
             wait_for(lambda process=process: servers_of(process), process)
             os.kill(servers_of(process)[0], signal.SIGKILL)
     finished(root, process, name)

@@ -63,7 +63,7 @@ def test_a_run_on_two_replicas_of_the_engine_is_the_same(root, base):
     assert_same(metrics(root, "replicas"), base)
 
 
-def test_a_run_killed_and_resumed_has_the_same_metrics_and_leaves_nothing_behind(root, base, temporary):
+def test_a_run_killed_and_resumed_has_the_same_metrics_and_leaves_nothing_over(root, base, temporary):
     process = Command("train", root / "run.yaml", f"trainer.run_dir={root}/runs/killed")
     checkpoints = root / "runs/killed/checkpoints"
     wait_for((checkpoints / "step-000002").exists, process)
@@ -105,7 +105,7 @@ def slow_steps_of_vllm_in_step_2():
 
 @pytest.mark.slow
 def test_sigterm_ends_the_rollout_between_two_steps_of_vllm(root, monkeypatch, tmp_path):
-    """On tensor-parallel ranks, which have to leave it between the same two; the run goes on as if nothing had been."""
+    """On tensor-parallel ranks, which have to leave it between the same two; the run continues as if nothing had been."""
     monkeypatch.setenv("FIVEFOLD_TEST_MARK", str(tmp_path / "slow"))
     given = ["engine.sampling.min_tokens=12", "trainer.steps=2", "trainer.eval_every=0", "trainer.save_every=0"]
     given.append("trainer.eval_before_train=false")
@@ -149,7 +149,7 @@ APART = ["policy.backend=megatron:d2", "engine.placement=apart", "engine.backend
 
 @pytest.mark.slow
 def test_a_run_whose_servers_are_apart_has_the_same_metrics_although_one_is_killed(root, base):
-    """Two ranks, two servers beside them; the summary says who is where, and nothing stays."""
+    """Two ranks, two servers next to them; the summary says who is where, and nothing stays."""
     process = Command("train", root / "run.yaml", f"trainer.run_dir={root}/runs/apart", *APART)
     wait_for((root / "runs/apart/checkpoints/step-000002").exists, process)
     everyone = children_of(process.pid)

@@ -1,4 +1,4 @@
-"""AdamW by one kernel goes on where plain AdamW stopped, and back."""
+"""AdamW by one kernel continues where plain AdamW stopped, and back."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def steps(made: torch.optim.AdamW, first: int, count: int) -> list[torch.Tensor]
 
 @pytest.mark.parametrize("after", [torch.optim.AdamW, FusedAdamW])
 @pytest.mark.parametrize("before", [torch.optim.AdamW, FusedAdamW])
-def test_a_checkpoint_of_either_goes_on_with_the_other(before, after):
-    """Within two roundings of numbers of size 1 in six steps; a step that were counted anew would be off by 1e-3."""
+def test_a_checkpoint_of_either_continues_with_the_other(before, after):
+    """Within two roundings of numbers of size 1 in six steps; a step that were counted again would be off by 1e-3."""
     wanted = steps(optimizer(torch.optim.AdamW), 0, 6)
     written = optimizer(before)
     values = steps(written, 0, 3)

@@ -20,6 +20,7 @@ from fivefold.models.adapters import CONFIG, TENSORS, adapter_tensors, peft_conf
 from fivefold.models.families import load_spec
 from tests.support.cluster import Together
 from tests.support.layout_cases import VPP2, Case
+from tests.support.shards import shard_of_replica
 from tests.support.two_steps import BOUNDS, LENGTHS, OBJECTIVE, POLICY, ROUTER, reference_step, whole_batch
 
 PREFIX = "base_model.model."
@@ -106,7 +107,7 @@ def two_steps(mesh, directory: Path, policy, base_T: torch.Tensor):
     batch = batch.with_columns(
         {Column.OLD_LOGPROBS: base_T + batch[Column.OLD_LOGPROBS], Column.REF_LOGPROBS: base_T + batch[Column.REF_LOGPROBS]}
     )
-    mine = batch.select(mesh.ranks.shard_of_replica(range(len(LENGTHS))))
+    mine = batch.select(shard_of_replica(mesh.ranks, range(len(LENGTHS))))
     reports = [model.train_step(mine, OBJECTIVE.loss) for _ in range(2)]
     model.verify()
     parameters = {name: p for c in model._chunks for name, p in c.named_parameters() if not p.requires_grad}
@@ -243,7 +244,7 @@ def begun(mesh, directory: Path, policy, path: Path | None):
     from fivefold.megatron.model import MegatronModel, WithoutAdapters
 
     model = MegatronModel(directory, policy, mesh, total_updates=1, adapters=path, seed=3)
-    mine = whole_batch().select(mesh.ranks.shard_of_replica(range(len(LENGTHS))))
+    mine = whole_batch().select(shard_of_replica(mesh.ranks, range(len(LENGTHS))))
     plain = MegatronModel(directory, replace(policy, lora=LoraConfig()), mesh)
     merged, own = dict(model.weights()), dict(plain.weights())
     is_same = all(torch.equal(merged[name], tensor) for name, tensor in own.items())
@@ -354,7 +355,7 @@ def train_and_save(mesh, directory: Path, policy, before: Path | None, path: Pat
     model = MegatronModel(directory, policy, mesh, total_updates=4, read_weights=before is None)
     if before is None:
         batch = whole_batch()
-        mine = batch.select(mesh.ranks.shard_of_replica(range(len(LENGTHS))))
+        mine = batch.select(shard_of_replica(mesh.ranks, range(len(LENGTHS))))
         base_T = model.forward(mine)
         mine = mine.with_columns({Column.OLD_LOGPROBS: base_T, Column.REF_LOGPROBS: base_T + mine[Column.REF_LOGPROBS]})
         for _ in range(2):
@@ -442,7 +443,7 @@ def counted(mesh, directory: Path, policy):
     return trained, sum(p.numel() for group in groups for p in group["params"])
 
 
-# --- planted faults: each must be seen by the comparison above -------------------------------------------------------
+# --- injected faults: each must be seen by the comparison above -------------------------------------------------------
 
 
 def partial_gradients(mesh, *arguments):
@@ -518,7 +519,7 @@ FAULTS = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("fault", "name", "layout", "own"), FAULTS, ids=lambda value: getattr(value, "__name__", None))
-def test_a_planted_fault_is_seen(cluster, models, adapters, fault, name, layout, own):
+def test_an_injected_fault_is_seen(cluster, models, adapters, fault, name, layout, own):
     policy, wanted = policy_of(name, Case(layout), own, adapters(name)), expected(models, adapters, name)
     try:
         results = cluster.run(fault, f"megatron:{layout}", models(name), policy, wanted[3])
@@ -541,7 +542,7 @@ def critic_step(mesh, directory: Path, policy, path: Path):
     model = MegatronModel(directory, policy, mesh, total_updates=2, value_head=True)
     before = {n: p.clone() for c in model._chunks for n, p in c.named_parameters() if not p.requires_grad}
     batch = whole_batch()
-    mine = batch.select(mesh.ranks.shard_of_replica(range(len(LENGTHS))))
+    mine = batch.select(shard_of_replica(mesh.ranks, range(len(LENGTHS))))
 
     def loss(values_T, entropy_T, micro):
         return LossOutput(loss=(micro[Column.LOSS_WEIGHTS] * (values_T - 1).square()).sum(), sums={})

@@ -14,6 +14,7 @@ from fivefold.config.learners import MegatronConfig, OptimizerConfig, PolicyConf
 from fivefold.megatron.layers.attention import local_positions, make_packing
 from fivefold.types import LossOutput, TokenBatch
 from tests.support.cluster import Together
+from tests.support.shards import shard_of_replica
 from tests.support.tiny_models import VOCAB
 
 # Of one token, shorter than the cuts, and of every remainder; some without any token to predict.
@@ -48,7 +49,7 @@ def losses_and_gradients(mesh, directory: Path, budget: int):
 
     model = MegatronModel(directory, replace(POLICY, tokens_per_micro_batch=budget), mesh, total_updates=20)
     whole = sequences()
-    own = mesh.ranks.shard_of_replica(range(len(LENGTHS)))
+    own = shard_of_replica(mesh.ranks, range(len(LENGTHS)))
     packed = model.train_step(whole.select(own), weighted)
     gradients = gradient_sum(model)
     alone = torch.zeros_like(gradients)

@@ -18,6 +18,7 @@ from tests.support import loops
 from tests.support.cluster import Together
 from tests.support.layout_cases import VPP2, Case
 from tests.support.objectives import Alone
+from tests.support.shards import shard_of_replica
 from tests.support.tiny_models import load_tensors, make_classifier
 from tests.support.two_steps import (
     BOUNDS,
@@ -69,7 +70,7 @@ def values_of(mesh, directory: Path, policy: PolicyConfig):
     from fivefold.megatron.model import MegatronModel
 
     model = MegatronModel(directory, policy, mesh, value_head=True)
-    mine = mesh.ranks.shard_of_replica(range(len(LENGTHS)))
+    mine = shard_of_replica(mesh.ranks, range(len(LENGTHS)))
     batch = whole_batch().select(mine)
     # A temperature divides logits, not values.
     return mine, model.forward(replace(batch, temperature=0.3))
@@ -167,7 +168,7 @@ def critic_step(mesh, directory: Path, policy: PolicyConfig, base_T: torch.Tenso
     from fivefold.megatron.model import MegatronModel
 
     model = MegatronModel(directory, policy, mesh, total_updates=2, value_head=True)
-    mine = with_returns(whole_batch(), base_T).select(mesh.ranks.shard_of_replica(range(len(LENGTHS))))
+    mine = with_returns(whole_batch(), base_T).select(shard_of_replica(mesh.ranks, range(len(LENGTHS))))
     reports = [model.train_step(mine, ValueLoss(CLIP)) for _ in range(2)]
     model.verify()
     return reports, {name: tensor.clone() for name, tensor in model.weights()}
@@ -223,7 +224,7 @@ def ppo_step(mesh, directory: Path, critic_directory: Path, policy: PolicyConfig
 
     actor = MegatronModel(directory, policy, mesh, total_updates=1)
     critic = MegatronModel(critic_directory, critic_policy or policy, mesh, total_updates=1, value_head=True)
-    mine = mesh.ranks.shard_of_replica(range(len(LENGTHS)))
+    mine = shard_of_replica(mesh.ranks, range(len(LENGTHS)))
     whole = whole_batch().with_columns({Column.OLD_LOGPROBS: old_T})
     batch = whole.select(mine).with_columns({Column.VALUES: critic.forward(whole.select(mine))})
 

@@ -13,6 +13,7 @@ from fivefold.algo.values import ValueLoss
 from fivefold.columns import Column
 from tests.support.cluster import Together
 from tests.support.gpu_models import build, finite, is_large, step_batch
+from tests.support.shards import shard_of_replica
 from tests.support.two_steps import OPTIMIZER
 
 pytestmark = pytest.mark.gpu
@@ -55,7 +56,7 @@ def ppo_updates(mesh, directory: Path, critic_directory: Path, dtype: str):
     critic = build(mesh, critic_directory, dtype, budget(mesh), value_head=True)
     whole = step_batch(mesh, policy.spec.vocab)
     samples = len(whole.lengths_N)
-    own = mesh.ranks.shard_of_replica(range(samples))
+    own = shard_of_replica(mesh.ranks, range(samples))
     mine = whole.select(own)
     mine = mine.with_columns(
         {Column.OLD_LOGPROBS: policy.forward(mine) + mine[Column.OLD_LOGPROBS], Column.VALUES: critic.forward(mine)}

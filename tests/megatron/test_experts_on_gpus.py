@@ -1,4 +1,4 @@
-"""What GPUs do with a model beside its step: experts in one kernel, state that leaves for the host, deterministic runs."""
+"""What GPUs do with a model next to its step: experts in one kernel, state that leaves for the host, deterministic runs."""
 
 from __future__ import annotations
 

@@ -14,6 +14,7 @@ from fivefold.trainer.checks import SkipGuard
 from fivefold.trainer.update_metrics import update_metrics
 from fivefold.types import StepReport
 from tests.support.cluster import Together
+from tests.support.shards import shard_of_replica
 from tests.support.two_steps import (
     LENGTHS,
     OBJECTIVE,
@@ -83,7 +84,7 @@ def overflowing(mesh, directory: Path, updates: int, scale: dict[str, float], sa
     model = MegatronModel(directory, float16(**scale), mesh, total_updates=40)
     if saved is not None and saved.exists():
         model.load(saved)
-    batch = whole_batch().select(mesh.ranks.shard_of_replica(range(len(LENGTHS))))
+    batch = whole_batch().select(shard_of_replica(mesh.ranks, range(len(LENGTHS))))
     first, found = {name: tensor.clone() for name, tensor in model.weights()}, []
     for _ in range(updates):
         report = model.train_step(batch, OBJECTIVE.loss)
@@ -114,7 +115,7 @@ def test_the_scale_falls_at_overflows_and_doubles_after_enough_good_updates(clus
     assert found[0][0] and version >= 6 and now < 2.0**24
 
 
-def test_a_run_that_goes_on_elsewhere_has_the_scale_that_was_saved(cluster, models, tmp_path):
+def test_a_run_that_continues_elsewhere_has_the_scale_that_was_saved(cluster, models, tmp_path):
     """Seventeen updates and seven on another layout are the twenty-four of one run."""
     scale = {"initial_loss_scale": 2.0**24, "loss_scale_window": 3}
     whole = cluster.run(overflowing, "megatron:d2", models("qwen3"), 24, scale)[0]

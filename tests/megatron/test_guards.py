@@ -12,6 +12,7 @@ from fivefold.config.learners import MegatronConfig, OffloadConfig
 from fivefold.megatron.offload import HostCopy
 from fivefold.types import LossOutput
 from tests.support.cluster import Together
+from tests.support.shards import shard_of_replica
 from tests.support.two_steps import LENGTHS, OBJECTIVE, POLICY, ROUTER, whole_batch
 
 
@@ -19,7 +20,7 @@ def model_and_batch(mesh, directory: Path, policy=POLICY):
     from fivefold.megatron.model import MegatronModel
 
     model = MegatronModel(directory, policy, mesh, total_updates=4)
-    return model, whole_batch().select(mesh.ranks.shard_of_replica(range(len(LENGTHS))))
+    return model, whole_batch().select(shard_of_replica(mesh.ranks, range(len(LENGTHS))))
 
 
 def verify_after_harm(mesh, directory: Path, part: str, rank: int):

@@ -1,4 +1,4 @@
-"""What is copied to the host is what was on the device, and can be copied anew into the same memory."""
+"""What is copied to the host is what was on the device, and can be copied again into the same memory."""
 
 from __future__ import annotations
 

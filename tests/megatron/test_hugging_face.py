@@ -132,7 +132,7 @@ def tied_then_untied(mesh, tied: Path, untied: Path):
 
 
 @pytest.mark.slow
-def test_a_tied_model_leaves_nothing_behind_for_the_next_one_of_mbridge(cluster, models):
+def test_a_tied_model_leaves_nothing_over_for_the_next_one_of_mbridge(cluster, models):
     (found,) = cluster.run(tied_then_untied, "megatron:d1", models("qwen2_tied"), models("qwen2"))
     for name, weights in zip(("qwen2_tied", "qwen2"), found, strict=True):
         state = hf_numbers(models(name))[2]
@@ -181,6 +181,6 @@ def with_transformer_engine(mesh, directory: Path):
     )
 
 
-def test_transformer_engine_is_asked_for_by_name_where_it_cannot_be_had(cluster, models):
+def test_transformer_engine_is_named_where_it_is_not_available(cluster, models):
     with pytest.raises(RuntimeError, match=r"transformer_engine needs transformer_engine, not installed.*use torch"):
         cluster.run(with_transformer_engine, "megatron:d1", models("qwen3"))

@@ -14,6 +14,7 @@ from fivefold.config.learners import MegatronConfig
 from tests.support.cluster import Together
 from tests.support.gpu_models import build, finite, is_large, step_batch
 from tests.support.layout_cases import VPP2, Case
+from tests.support.shards import shard_of_replica
 from tests.support.two_steps import OBJECTIVE, OPTIMIZER
 
 pytestmark = pytest.mark.gpu
@@ -92,7 +93,7 @@ def updates(mesh, directory: Path, dtype: str, count: int, changes: dict[str, An
     """The model after `count` GRPO updates on one batch, and their (loss, gradient norm)."""
     model = build(mesh, directory, dtype, budget(mesh), **changes)
     batch = step_batch(mesh, model.spec.vocab)
-    mine = batch.select(mesh.ranks.shard_of_replica(range(len(batch.lengths_N))))
+    mine = batch.select(shard_of_replica(mesh.ranks, range(len(batch.lengths_N))))
     mine = mine.with_columns({Column.OLD_LOGPROBS: model.forward(mine) + mine[Column.OLD_LOGPROBS]})
     reports = [model.train_step(mine, OBJECTIVE.loss) for _ in range(count)]
     model.verify()

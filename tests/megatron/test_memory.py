@@ -9,17 +9,18 @@ import pytest
 import torch
 
 from tests.support.gpu_models import build, random_batch
+from tests.support.shards import shard_of_replica
 from tests.support.tiny_models import make_model
 from tests.support.two_steps import OBJECTIVE
 
 
 def left_by_steps(mesh, directory: Path, pipeline: dict) -> tuple[list[int], list[tuple[int, int]]]:
-    """Micro-batches that are there when each loss is computed; (micro-batches, tensors) behind a pass and three steps."""
+    """Micro-batches that are there when each loss is computed; (micro-batches, tensors) after a pass and three steps."""
     from fivefold.config.learners import MegatronConfig
     from fivefold.megatron.step import MicroBatch
 
     model = build(mesh, directory, "float32", 64, megatron=MegatronConfig(pipeline=pipeline))
-    batch = random_batch(12, 24, model.spec.vocab).select(mesh.ranks.shard_of_replica(range(12)))
+    batch = random_batch(12, 24, model.spec.vocab).select(shard_of_replica(mesh.ranks, range(12)))
 
     def there(*kinds: type) -> int:
         return sum(isinstance(each, kinds) for each in gc.get_objects())

@@ -19,6 +19,7 @@ from fivefold.distributed.balance import balance, plan_micro_batches
 from tests.support import loops
 from tests.support.cluster import Together
 from tests.support.objectives import COMBINATIONS, WITHOUT_RATIO, as_lists
+from tests.support.shards import shard_of_replica
 from tests.support.two_steps import LENGTHS, MAX_RESPONSE, POLICY, PROMPTS, whole_batch
 
 CUTTABLE = [each for each in COMBINATIONS if LEGACY_AGGREGATE not in each]
@@ -76,7 +77,7 @@ def gradients(mesh, directory: Path, policy: PolicyConfig, count: int):
     from fivefold.megatron.model import MegatronModel
 
     model = MegatronModel(directory, policy, mesh, total_updates=1)
-    mine = mesh.ranks.shard_of_replica(range(len(LENGTHS) // 2))
+    mine = shard_of_replica(mesh.ranks, range(len(LENGTHS) // 2))
     mine = [sample for pair in mine for sample in (2 * pair, 2 * pair + 1)]
     base_T = torch.zeros(sum(LENGTHS))
     index = whole_batch().token_index(mine)
@@ -172,7 +173,7 @@ def legacy_loss(mesh, directory: Path, policy: PolicyConfig, base_T: torch.Tenso
 
     model = MegatronModel(directory, policy, mesh, total_updates=1)
     objective = make_objective("grpo", kl=methods.KL(coef=0.0), aggregate=LEGACY_AGGREGATE)
-    mine = mesh.ranks.shard_of_replica(range(len(LENGTHS)))
+    mine = shard_of_replica(mesh.ranks, range(len(LENGTHS)))
     batch = batch_for(objective, base_T).select(mine)
     return model.train_step(batch, objective.loss).loss, mine
 
@@ -233,7 +234,7 @@ def numbers_by_sequences(mesh, directory: Path, role: str, pipeline: dict, share
             megatron=MegatronConfig(pipeline=pipeline),
         )
         model = MegatronModel(directory, policy, mesh, value_head=role == "critic")
-        numbers_T = model.forward(whole_batch().select(mesh.ranks.shard_of_replica(range(len(LENGTHS)))))
+        numbers_T = model.forward(whole_batch().select(shard_of_replica(mesh.ranks, range(len(LENGTHS)))))
         found.append((numbers_T, len(held), max(held)))
     return found
 

@@ -13,6 +13,7 @@ from fivefold.config.learners import MegatronConfig, MTPConfig, PolicyConfig
 from tests.support.cluster import Together
 from tests.support.layout_cases import VPP2, Case
 from tests.support.mtp_oracle import main_loss, mtp_steps
+from tests.support.shards import shard_of_replica
 from tests.support.two_steps import BOUNDS, LENGTHS, POLICY, whole_batch
 
 JOINT = MTPConfig(train=True, loss_scaling_factor=0.7)
@@ -40,7 +41,7 @@ def two_steps(mesh, directory: Path, policy: PolicyConfig, saved: Path | None = 
     from fivefold.megatron.model import MegatronModel
 
     model = MegatronModel(directory, policy, mesh, total_updates=2, read_weights=not taken)
-    mine = whole_batch().select(mesh.ranks.shard_of_replica(range(len(LENGTHS))))
+    mine = whole_batch().select(shard_of_replica(mesh.ranks, range(len(LENGTHS))))
     if saved is not None and taken:
         model.load(saved)
     reports = [model.train_step(mine, main_loss) for _ in range(1 if saved is not None else 2)]
@@ -141,7 +142,7 @@ def test_what_cannot_be_trained_is_refused_before_anything_is_read(models, name,
         spec.check_mtp(ParallelLayout.parse(f"megatron:{layout}"))
 
 
-# --- planted faults: each must be seen by the comparison above -------------------------------------------------------
+# --- injected faults: each must be seen by the comparison above -------------------------------------------------------
 
 
 def labels_one_too_few(mesh, *arguments):
@@ -270,7 +271,7 @@ FAULTS = [
 
 
 @pytest.mark.parametrize(("fault", "layout", "mtp"), FAULTS, ids=lambda value: getattr(value, "__name__", None))
-def test_a_planted_fault_is_seen(cluster, models, fault, layout, mtp):
+def test_an_injected_fault_is_seen(cluster, models, fault, layout, mtp):
     results = cluster.run(fault, f"megatron:{layout}", models("mimo"), policy_of(Case(layout), mtp, 1000))
     with pytest.raises(AssertionError):
         assert_equal(results, oracle(models("mimo"), "mimo", mtp))

@@ -19,6 +19,7 @@ from fivefold.columns import Column
 from fivefold.config.roles import Learns
 from fivefold.layout import ParallelLayout
 from fivefold.types import RolloutStats
+from tests.support.shards import shard_of_replica
 from tests.support.tiny_models import load_tensors
 from tests.support.two_steps import BOUNDS, GROUP, LENGTHS, OPTIMIZER, POLICY, PROMPTS, whole_batch
 
@@ -102,7 +103,7 @@ def learned(mesh, case: Case, directory: Path, other: Path):
         SkipGuard(ranks, 0, directory, print),
     )
     models = Models(by_role, ranks, guard, {"prm": learner})
-    mine = ranks.shard_of_replica(range(len(LENGTHS)))
+    mine = shard_of_replica(ranks, range(len(LENGTHS)))
     batch = whole_batch().select(mine)
     models.annotate(batch, objective.needs(1), stats)
     work = StepWork(stats, batch, [])

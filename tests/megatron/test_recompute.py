@@ -66,7 +66,7 @@ def steps(cluster, models):
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_nobody_reads_what_a_layer_leaves_out_when_it_is_computed_again(steps, models, case):
+def test_no_one_reads_what_a_layer_leaves_out_when_it_is_computed_again(steps, models, case):
     results = steps[case]
     assert_equal([result for result, _ in results], expected(models(case[0])))
     assert [count for _, count in results] == [UPDATES * CASES[case]] * len(results)

@@ -18,6 +18,7 @@ from fivefold.columns import Column
 from fivefold.config.learners import MegatronConfig
 from fivefold.layout import ParallelLayout
 from tests.support.layout_cases import VPP2
+from tests.support.shards import shard_of_replica
 from tests.support.tiny_models import make_classifier
 from tests.support.two_steps import BOUNDS, LENGTHS, MAX_RESPONSE, POLICY, PROMPTS, whole_batch
 
@@ -106,7 +107,7 @@ def updates(mesh, case: Case, directory: Path, reference_directory: Path, critic
     policy = model("policy", directory, total_updates=2)
     reference = model("reference", reference_directory)
     critic = model("critic", critic_directory, total_updates=2, value_head=True)
-    mine = ranks.shard_of_replica(range(len(LENGTHS)))
+    mine = shard_of_replica(ranks, range(len(LENGTHS)))
     batch = whole_batch().select(mine)
     batch = batch.with_columns(
         {

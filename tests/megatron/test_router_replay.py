@@ -19,6 +19,7 @@ from fivefold.types import TokenBatch
 from tests.megatron.test_shared_prefix import GROUPS, samples_of
 from tests.support.cluster import Together
 from tests.support.layout_cases import VPP2, Case
+from tests.support.shards import shard_of_replica
 from tests.support.tiny_models import DEEPSEEK, MOE
 from tests.support.two_steps import (
     BOUNDS,
@@ -125,7 +126,7 @@ def replayed_step(mesh, directory: Path, policy, base_T, routes_TLK: torch.Tenso
             Column.ROUTES: routes_TLK,
         }
     )
-    mine = batch.select(mesh.ranks.shard_of_replica(range(len(LENGTHS))))
+    mine = batch.select(shard_of_replica(mesh.ranks, range(len(LENGTHS))))
     reports = [model.train_step(mine, OBJECTIVE.loss) for _ in range(updates)]
     return reports, {name: tensor.clone() for name, tensor in model.weights()}
 
@@ -181,7 +182,7 @@ def recorded(mesh, directory: Path, policy, batch: TokenBatch):
     from fivefold.megatron.model import MegatronModel
 
     model = MegatronModel(directory, policy, mesh)
-    own = mesh.ranks.shard_of_replica(range(len(batch.lengths_N)))
+    own = shard_of_replica(mesh.ranks, range(len(batch.lengths_N)))
     mine = replace(batch.select(own), records_routes=True)
     before = model.forward(mine)
     assert Column.ROUTES in mine
@@ -249,7 +250,7 @@ def with_and_without(mesh, directory: Path, policy, base_T):
     found = []
     for replays in (True, False):
         model = MegatronModel(directory, policy, mesh, total_updates=1)
-        batch = whole_batch().select(mesh.ranks.shard_of_replica(range(len(LENGTHS))))
+        batch = whole_batch().select(shard_of_replica(mesh.ranks, range(len(LENGTHS))))
         batch = replace(batch, records_routes=replays)
         model.forward(batch)
         assert (Column.ROUTES in batch) == replays
@@ -267,7 +268,7 @@ def test_replay_with_the_weights_that_recorded_changes_no_bit(cluster, models, n
         assert all(torch.equal(replayed[key], plain[key]) for key in plain)
 
 
-# --- planted faults: each must be seen by the comparison above -------------------------------------------------------
+# --- injected faults: each must be seen by the comparison above -------------------------------------------------------
 
 
 def another_layer(routes_TLK):

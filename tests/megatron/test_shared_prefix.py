@@ -56,7 +56,7 @@ def samples_of(groups=GROUPS) -> TokenBatch:
 
 
 def weighted(output_T, entropy_T, micro):
-    """Other weights for every token, also those of values behind the last one."""
+    """Other weights for every token, also those of values after the last one."""
     return LossOutput((micro[Column.LOSS_WEIGHTS] * output_T + micro[Column.ADVANTAGES] * entropy_T).sum(), {})
 
 

@@ -63,7 +63,7 @@ def test_more_replicas_than_samples_neither_hangs_nor_changes_the_step(cluster, 
     assert_equal(run_step(cluster, "d8", models("qwen3"), policy), expected(models("qwen3")))
 
 
-# --- planted faults: each must be seen by the comparison above -------------------------------------------------------
+# --- injected faults: each must be seen by the comparison above -------------------------------------------------------
 
 
 def patched(owner, name: str, value):
@@ -283,7 +283,7 @@ FAULTS = [
 
 
 @pytest.mark.parametrize(("fault", "layout", "name", "pipeline"), FAULTS, ids=lambda value: getattr(value, "__name__", None))
-def test_a_planted_fault_is_seen(cluster, models, fault, layout, name, pipeline):
+def test_an_injected_fault_is_seen(cluster, models, fault, layout, name, pipeline):
     policy = policy_of(name, Case(layout, pipeline), 32)
     try:
         results = run_step(cluster, layout, models(name), policy, fault)

@@ -362,7 +362,7 @@ def test_what_cannot_be_read_is_refused_in_a_sentence_and_nothing_of_it_is_run(m
     assert not (root / "harm").exists()
 
 
-def test_harm_beside_the_tensors_is_not_run(models, written, tmp_path):
+def test_harm_next_to_the_tensors_is_not_run(models, written, tmp_path):
     root = tmp_path / "ours"
     shutil.copytree(written, root)
     spoil(root, "harm beside the tensors")

@@ -7,6 +7,7 @@ from dataclasses import asdict
 import pytest
 
 from fivefold.config import RunConfig
+from fivefold.config.roles import LEARNERS
 from fivefold.observability.constant import CONSTANTS, constant_reasons
 from fivefold.observability.metrics import find
 
@@ -42,6 +43,13 @@ def test_a_warm_up_makes_the_learning_rate_worth_a_chart():
     warm = {"policy": {"optimizer": {"schedule": "constant", "warmup_steps": 5}}}
     assert constant_reasons(constant, rows("policy/lr", 1e-6, 1e-6)) and not constant_reasons(warm, rows("policy/lr", 1, 1))
     assert not constant_reasons(constant, rows("policy/lr", 1e-6, 2e-6)), "a tiny rate that changes is not constant"
+
+
+@pytest.mark.parametrize("model", LEARNERS)
+def test_the_constant_rate_of_every_trained_model_is_folded(model):
+    config = {model: {"optimizer": {"schedule": "constant", "warmup_steps": 0}}}
+    (reason,) = constant_reasons(config, rows(f"{model}/lr", 1e-5, 1e-5)).values()
+    assert reason.startswith(f"{model}.optimizer.schedule")
 
 
 def test_every_metric_and_key_of_the_table_exists():

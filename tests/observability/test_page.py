@@ -161,7 +161,7 @@ def test_a_page_of_two_runs_is_live_zoomed_and_filtered_and_runs_no_text_of_a_mo
         assert page.ask("document.scripts.length") == 2 and page.errors == []
 
 
-def test_a_sample_that_is_being_read_stays_as_it_is_while_the_run_goes_on(tmp_path, server, runs):
+def test_a_sample_that_is_being_read_stays_as_it_is_while_the_run_continues(tmp_path, server, runs):
     with browser(tmp_path / "profile") as page:
         page.open(server.url)
         page.ask(

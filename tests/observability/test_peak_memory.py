@@ -1,4 +1,4 @@
-"""The most memory of a step, with an engine that gives memory back behind torch's count."""
+"""The most memory of a step, with an engine that gives memory back after torch's count."""
 
 from __future__ import annotations
 

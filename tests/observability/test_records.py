@@ -1,4 +1,4 @@
-"""Files of one JSON object a line: a line ends at a newline and nowhere else, for whoever writes or reads it."""
+"""Files of one JSON object a line: a line ends at a newline and nowhere else, for every writer and reader."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_a_damaged_line_within_a_file_is_named(run):
 
 
 def test_a_report_shows_what_the_trainer_did_above_what_the_engine_had(run):
-    """Of the steps since the run was resumed: its clock began anew then."""
+    """Of the steps since the run was resumed: its clock began again then."""
     (run / "trace").mkdir()
     for step, start in ((1, 50.0), (2, 0.0), (3, 10.0)):
         spans = [{"name": name, "start": start + at, "seconds": 2.0} for at, name in enumerate(("rollout", "train", "step"))]

@@ -40,7 +40,7 @@ def test_what_is_half_written_or_damaged_is_left_out_until_it_is_whole(tmp_path)
     ]
 
 
-def test_rows_that_a_resumed_run_takes_back_are_gone_and_come_anew(tmp_path):
+def test_rows_that_a_resumed_run_takes_back_are_gone_and_come_again(tmp_path):
     write(tmp_path, *range(1, 7))
     view = RunView(tmp_path)
     before = view.generation

@@ -116,7 +116,7 @@ def test_a_page_from_elsewhere_cannot_read_through_a_name_of_its_own(served):
     assert ask(served, "/data", Host=f"localhost:{served.server_address[1]}")[0] == 200
 
 
-def test_addresses_that_cannot_be_had_are_refused_in_a_sentence(served, capsys):
+def test_addresses_that_are_not_available_are_refused_in_a_sentence(served, capsys):
     run = str(served.views[0].run_dir)
     assert main(["report", "--serve", "--host", "203.0.113.7", run]) == 2
     assert main(["report", "--serve", "--port", str(served.server_address[1]), run]) == 2

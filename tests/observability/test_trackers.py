@@ -126,7 +126,7 @@ def test_tensorboard_s_events_are_where_tensorboard_dir_says(tmp_path):
     assert [each.step for each in board.Scalars("reward/mean")] == [1, 2]
 
 
-def test_a_run_that_starts_anew_has_a_tracked_run_of_its_own(tmp_path):
+def test_a_run_that_starts_from_scratch_has_a_tracked_run_of_its_own(tmp_path):
     ids = set()
     for _ in range(2):
         take_steps(tmp_path / "r", ["tensorboard"], 1, 1)

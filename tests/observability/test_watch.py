@@ -37,7 +37,7 @@ def run(tmp_path):
 
 @pytest.mark.parametrize("width", [40, 80, 200])
 @pytest.mark.parametrize("runs", [1, 3])
-def test_a_frame_fits_the_terminal_and_says_what_goes_on(run, width, runs):
+def test_a_frame_fits_the_terminal_and_says_what_happens(run, width, runs):
     for height in (24, None):
         written = io.StringIO()
         console = Console(file=written, width=width, force_terminal=True, color_system="truecolor", highlight=False)

@@ -251,7 +251,7 @@ BAD: dict[str, tuple[Callable[[Case], Any], str]] = {
     "layer types of a layer too many": (lambda case: case.json("config.json", num_hidden_layers=3), "layer_types in config.json must name full_attention for each of 3 layers"),
     "numbers of four bits": (lambda case: case.json("config.json", quantization_config={"quant_method": "awq"}), "quantization_config in config.json must be left out"),
     "a layer too many in the files": (lambda case: case.json("config.json", num_hidden_layers=1, layer_types=None), "holds 11 tensors that a qwen3 model of its config.json does not have"),
-    "a vocabulary of 10": (lambda case: case.json("config.json", vocab_size=10), "model.embed_tokens.weight must have the shape (10, 64) that config.json asks for: got (131, 64)"),
+    "a vocabulary of 10": (lambda case: case.json("config.json", vocab_size=10), "model.embed_tokens.weight must have the shape (10, 64) of config.json: got (131, 64)"),
     "another hidden size": (lambda case: case.json("config.json", intermediate_size=128), "must have the shape (128, 64)"),
     "an end token that is a text": (lambda case: case.json("config.json", eos_token_id="end"), "eos_token_id must be a token or a list of tokens"),
     "an end token outside": (lambda case: case.json("config.json", eos_token_id=500), "the end token 500 is not in the model's vocabulary of 131"),

@@ -1,4 +1,4 @@
-"""Rates: measured rows, what stands between and beside them, and files that replace them."""
+"""Rates: measured rows, what stands between and next to them, and files that replace them."""
 
 from __future__ import annotations
 

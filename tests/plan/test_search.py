@@ -15,7 +15,7 @@ from fivefold.plan.estimate import Lengths, step_estimate
 from fivefold.plan.hardware import Cluster
 from fivefold.plan.measured import MEASURED
 from fivefold.plan.roles import memory_of
-from fivefold.plan.search import HEADROOM, Space
+from fivefold.plan.search import Space
 from fivefold.plan.stage_cuts import even_split, stage_cuts
 from tests.support.public_shapes import SHAPES, write_shape
 
@@ -47,7 +47,7 @@ def test_everything_proposed_can_be_sharded_starts_and_fits(thirty):
         trainer, sampler = config.layout.world_size, engine.layout.world_size
         assert (trainer + sampler if engine.is_apart else trainer) == 16
         memory = memory_of(config, searched.spec)
-        assert memory == one.estimate.memory and memory.total <= HEADROOM * searched.cluster.bytes
+        assert memory == one.estimate.memory and memory.total <= searched.cluster.room
         assert config.policy.tokens_per_micro_batch >= config.max_sequence_tokens
 
 

@@ -17,6 +17,7 @@ from fivefold.layout import ParallelLayout
 from fivefold.models.config_json import read_config
 from fivefold.types import Sampling
 from tests.support.engines import complete, own_logits, requests
+from tests.support.shards import shard_of_replica
 from tests.support.two_steps import LENGTHS, OBJECTIVE, POLICY, whole_batch
 
 pytestmark = [pytest.mark.published, pytest.mark.vllm]
@@ -41,7 +42,7 @@ def trained_and_sampled(mesh, directory: Path, out: Path, prompts: list[list[int
     layout = ParallelLayout.parse("vllm:d1")
     tokenizer = SimpleNamespace(eos_token_id=2)
     engine = VLLMEngine(directory, tokenizer, layout, 0, mesh.device, arguments, verify_every=1, can_sleep=False)
-    mine = whole_batch().select(mesh.ranks.shard_of_replica(range(len(LENGTHS))))
+    mine = whole_batch().select(shard_of_replica(mesh.ranks, range(len(LENGTHS))))
     for step in range(3):
         mine = mine.with_columns({Column.OLD_LOGPROBS: model.forward(mine)})
         model.train_step(mine, OBJECTIVE.loss)

@@ -11,6 +11,7 @@ import torch
 
 from fivefold.columns import Column
 from fivefold.config.learners import OptimizerConfig, PolicyConfig
+from tests.support.shards import shard_of_replica
 from tests.support.tiny_models import load_tensors
 from tests.support.two_steps import LENGTHS, OBJECTIVE, reference_step, whole_batch
 
@@ -76,7 +77,7 @@ def updated(mesh, directory: Path, policy: PolicyConfig, oracle: Oracle, fault: 
     model = MegatronModel(directory, policy, mesh, total_updates=1)
     whole = whole_batch(oracle.text_T)
     base = {name: oracle.logprobs_T + whole[name] for name in (Column.OLD_LOGPROBS, Column.REF_LOGPROBS)}
-    replica = mesh.ranks.shard_of_replica(range(len(LENGTHS)))
+    replica = shard_of_replica(mesh.ranks, range(len(LENGTHS)))
     mine = whole.with_columns(base).select(replica)
     expected = whole.with_columns({Column.OLD_LOGPROBS: oracle.logprobs_T}).select(replica)[Column.OLD_LOGPROBS]
     logprobs = (model.forward(mine) - expected)[mine.loss_mask_T]

@@ -227,7 +227,7 @@ def left_since(before: tuple[list[str], ...]) -> list[str]:
 
 
 def traces() -> tuple[list[str], ...]:
-    """What a program could leave behind."""
+    """What a program could leave over."""
     temporary = Path(tempfile.gettempdir())
     # Ranks of runs in other tests have scratch directories there, with the number of a process in their names.
     return (

@@ -290,7 +290,7 @@ def test_a_judge_that_cannot_be_asked_is_refused(judge, says):
     assert any(says in each for each in findings.errors), findings.errors
 
 
-def test_a_judge_that_nobody_asks_is_said_to_be_without_effect():
+def test_a_judge_that_no_one_asks_is_said_to_be_without_effect():
     findings = Findings()
     check_rewards(findings, RewardConfig(functions={"math": 1.0}, judge=JudgeConfig(model="m")))
     assert ("judge", "no reward is named judge") in findings.ignored

@@ -142,7 +142,7 @@ ORDINARY = ["x^2+2x+1", "2^{2023}-1", "3^{3^2}", "e^{x^2}", "e^{2^{x}}", "x^{10}
 
 
 @pytest.mark.parametrize("answer", HOSTILE)
-def test_numbers_that_nobody_could_write_out_are_wrong_at_once(answer):
+def test_numbers_that_no_one_could_write_out_are_wrong_at_once(answer):
     """Computed, most of these never end, not even by a signal."""
     assert maths.is_large(answer)
     assert rules.math(f"\\boxed{{{answer}}}", "3") == 0
@@ -357,7 +357,7 @@ def user_file(tmp_path: Path) -> Path:
 
 def test_a_reward_that_hangs_raises_dies_or_eats_memory_costs_its_sample_only(user_file):
     pool = RewardPool(RewardConfig(functions={f"{user_file}:shout": 2.0}, timeout_seconds=5.0, workers=2))
-    # One hangs for ever; the others need a thousandth of the time limit, also where the machine is busy.
+    # One hangs permanently; the others need a thousandth of the time limit, also where the machine is busy.
     scored = group("ok", "hang", "raise", "exit", "memory", "nan", "infinite", "fine")
     score(pool, scored)
     pool.close()
@@ -488,7 +488,7 @@ def trouble_file(tmp_path: Path, monkeypatch) -> Path:
 
 
 def test_a_function_that_does_what_it_should_not_fails_its_own_sample_only(trouble_file):
-    """With one process, so that what a function leaves behind would be met by the next sample."""
+    """With one process, so that what a function leaves over would be met by the next sample."""
     pool = RewardPool(RewardConfig(functions={f"{trouble_file}:trouble": 1.0}, workers=1, timeout_seconds=2.0))
     try:
         for response, says in FAIL.items():
@@ -504,7 +504,7 @@ def test_a_function_that_does_what_it_should_not_fails_its_own_sample_only(troub
         pool.close()
 
 
-def test_a_sample_whose_process_somebody_kills_is_scored_by_another_one_once(tmp_path):
+def test_a_sample_whose_process_someone_kills_is_scored_by_another_one_once(tmp_path):
     """The function kills its own process: the first time only, as the kernel may for lack of memory, or every time."""
     first = tmp_path / "first"
     path = tmp_path / "killed.py"
@@ -629,7 +629,7 @@ def test_samples_are_scored_by_as_many_processes_as_the_rank_has_cores(tmp_path,
     assert [sample.reward for sample in scored.samples] == [1.0] * 4
 
 
-def test_nobody_waits_for_a_process_that_starts_where_another_is_free_sooner(tmp_path):
+def test_no_one_waits_for_a_process_that_starts_where_another_is_free_sooner(tmp_path):
     """Every process but the first hangs while it imports; the first takes longer a sample than others wait for it."""
     path = tmp_path / "slow.py"
     path.write_text(
@@ -688,7 +688,7 @@ def test_a_trajectory_whose_reward_fails_has_failed_in_all_its_sequences(tmp_pat
 
 
 def test_a_pool_is_closed_at_once_while_samples_wait_for_processes(tmp_path):
-    """Every call hangs by then, the trial of a process that starts too: whoever waited must start none."""
+    """Every call hangs by then, the trial of a process that starts too: a caller that waited must start none."""
     path, marks = tmp_path / "hanging.py", tmp_path / "marks"
     marks.mkdir()
     path.write_text(
@@ -783,7 +783,7 @@ def test_too_many_failures_end_the_run_on_every_rank_with_the_traceback(cluster,
         assert "reward.max_failed = 0.2" in found
 
 
-def test_few_failures_are_shown_and_the_run_goes_on(cluster, user_file):
+def test_few_failures_are_shown_and_the_run_continues(cluster, user_file):
     texts = [["ok", "ok"], ["ok", "raise"]]
     found = cluster.run(scored_on_two_ranks, "megatron:d2", {f"{user_file}:shout": 1.0}, texts, 0.25)
     assert [rewards for rewards, _ in found] == [[0.5, 0.5], [0.5, pytest.approx(math.nan, nan_ok=True)]]
@@ -968,7 +968,7 @@ def test_accuracy_does_not_depend_on_the_order_of_the_functions(cluster, tmp_pat
 
 
 def test_evaluation_measures_the_samples_whose_reward_is_known(cluster, tmp_path):
-    """Right, right, wrong, and one that nobody could score: no 2 of 4, but 2 of 3."""
+    """Right, right, wrong, and one that no one could score: no 2 of 4, but 2 of 3."""
     path = tmp_path / "some.py"
     path.write_text(
         "def some(response, ground_truth, extra_info):\n    assert ground_truth != '5'\n    return extra_info['is']\n"

@@ -359,7 +359,7 @@ def test_an_engine_that_samples_in_the_background_gives_the_same_trajectories(cl
     assert [len(request.prompt_ids) for request, _ in seen] != sorted(len(request.prompt_ids) for request, _ in seen)
 
 
-def test_members_of_a_group_start_alike_and_turns_draw_anew(cluster, files):
+def test_members_of_a_group_start_alike_and_turns_draw_again(cluster, files):
     ((groups, seen, _),) = cluster.run(sample, "megatron:d1", files, "Echo")
     for group in groups:
         assert all(one.prompt_ids is None for one in group.samples)

@@ -1,4 +1,4 @@
-"""A sample that nobody could score is no 0: the step, its advantages and its means are those of the other samples."""
+"""A sample that no one could score is no 0: the step, its advantages and its means are those of the other samples."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def failing_sample() -> Sample:
 
 
 def with_failures(groups: list[Group]) -> list[Group]:
-    """The same groups, with a failed sample before, within or behind the others of three, and a group of nothing else."""
+    """The same groups, with a failed sample before, within or after the others of three, and a group of nothing else."""
     found = []
     for group in groups:
         samples = list(group.samples)

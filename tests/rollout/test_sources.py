@@ -16,7 +16,6 @@ from fivefold.algo.objective import make_objective
 from fivefold.columns import Column
 from fivefold.config.learners import MegatronConfig, PolicyConfig
 from fivefold.interfaces import RolloutSource
-from fivefold.observability.metrics import undocumented
 from fivefold.rollout.asynchronous import AsyncRollouts
 from fivefold.rollout.generation import Generator
 from fivefold.rollout.packing import pack
@@ -24,6 +23,7 @@ from fivefold.rollout.sources import DynamicSampling
 from fivefold.rollout.staleness import Admission, staleness
 from fivefold.rollout.stats import BatchPlan, Informative, differ, gather_stats, rollout_metrics
 from fivefold.types import Group, Prompt, Sample, Sampling
+from tests.support.documented import undocumented
 from tests.support.tiny_models import VOCAB as MODEL_VOCAB
 from tests.support.toy import CHOICES, LENGTH, ToyModel, ToyTokenizer, target, toy_parts, toy_prompts, toy_run
 
@@ -351,6 +351,6 @@ def versions_of_a_step_done_anew(mesh, run_dir: Path):
     return ahead.state_dict()["versions"]
 
 
-def test_what_was_sampled_before_a_step_that_is_done_anew_is_no_older_than_the_step(cluster, tmp_path):
+def test_what_was_sampled_before_a_step_that_is_done_again_is_no_older_than_the_step(cluster, tmp_path):
     (versions,) = cluster.run(versions_of_a_step_done_anew, "megatron:d1", tmp_path)
     assert [staleness(versions, version, 4) for version in (2, 4, 5)] == [3, 2, 2]

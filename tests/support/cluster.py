@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import torch
 
 Call = tuple[Any, ...]
-"""A function at the top of a test module, and its arguments behind the mesh."""
+"""A function at the top of a test module, and its arguments after the mesh."""
 LONGEST = 600.0
 """Seconds without an answer after which ranks are taken to hang: many times what the longest call needs on a busy machine."""
 
@@ -47,7 +47,7 @@ def _rank(kind: str, calls: Sequence[Call], layout: ParallelLayout, rank: int, p
         from fivefold.distributed.ranks import Ranks
         from fivefold.megatron import mesh as megatron_mesh
 
-        # On GPUs a rank has its cores, as the launcher gives them; CPU tests run beside each other.
+        # On GPUs a rank has its cores, as the launcher gives them; CPU tests run next to each other.
         torch.set_num_threads(THREADS if kind == "cpu" else max(1, (os.cpu_count() or 1) // layout.world_size))
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(layout.world_size))
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
@@ -55,7 +55,7 @@ def _rank(kind: str, calls: Sequence[Call], layout: ParallelLayout, rank: int, p
         megatron_mesh.init_process_group(device, timeout_minutes=LONGEST / 60)
         mesh = megatron_mesh.build_mesh(Ranks(layout, LONGEST / 60), device, seed=0, timeout_minutes=LONGEST / 60)
         for function, *arguments in calls:
-            # Whoever asked may not touch the GPU.
+            # The caller may not touch the GPU.
             send(answers, (True, tree_map_only(torch.Tensor, torch.Tensor.cpu, function(mesh, *arguments))))
             if kind == "cuda":
                 # A model and its optimizer refer to each other: without this the next call would find the memory taken.
@@ -134,7 +134,7 @@ class Cluster:
     def run_all(self, layout: str, calls: Sequence[Call], seconds: float = LONGEST) -> list[list[Any] | Exception]:
         """The results of several calls, one after another on the same ranks, in place of each what ended it.
 
-        A call that fails ends its ranks, and those behind it get new ones.
+        A call that fails ends its ranks, and those after it get new ones.
         """
         found: list[list[Any] | Exception] = []
         while len(found) < len(calls):

@@ -109,7 +109,7 @@ class Command:
     def __init__(self, *arguments: object, hook: Callable[[], None] | None = None) -> None:
         """`hook` runs before `main`; what it changes is changed in the ranks too."""
         self.args = [str(argument) for argument in arguments]
-        # Files and not pipes: nobody needs to read while the command runs.
+        # Files and not pipes: no one needs to read while the command runs.
         self._output, self._error = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115
         given = (self.args, dict(os.environ), os.getcwd(), hook)
         self.pid = zygote.fork(_command, given, [self._output.fileno(), self._error.fileno()], new_session=True)

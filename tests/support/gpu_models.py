@@ -19,6 +19,7 @@ import torch
 from fivefold.algo.advantages import AdvantageInputs
 from fivefold.columns import Column
 from fivefold.types import TokenBatch
+from tests.support.shards import shard_of_replica
 from tests.support.two_steps import OBJECTIVE, POLICY
 
 
@@ -71,7 +72,7 @@ def sizes(large: bool) -> dict[str, tuple[str, dict[str, Any]]]:
     a3b |= {"num_hidden_layers": 8, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
     return found | {
         "qwen3_0.6b": ("Qwen3", {**real, **small}),
-        # Untied, so that a critic beside it has the same body.
+        # Untied, so that a critic next to it has the same body.
         "qwen3_1.7b": ("Qwen3", {**real, "hidden_size": 2048, "intermediate_size": 6144}),
         "qwen3_4b": (
             "Qwen3",
@@ -231,7 +232,7 @@ def same_bits(mesh, directory: Path, deterministic: bool) -> tuple[bool, float]:
     runs, seconds = [], 0.0
     for _ in range(2):
         model = build(mesh, directory, "bfloat16", tokens)
-        mine = random_batch(samples, length, model.spec.vocab).select(mesh.ranks.shard_of_replica(range(samples)))
+        mine = random_batch(samples, length, model.spec.vocab).select(shard_of_replica(mesh.ranks, range(samples)))
         numbers = []
         for _ in range(3):
             seconds, report = timed(mesh, lambda model=model, mine=mine: model.train_step(mine, OBJECTIVE.loss))

@@ -152,7 +152,7 @@ FAULTS = {
 
 
 def flip_a_byte(run: Path, draw: random.Random) -> bool:
-    """In a file of the newest checkpoint, where there is an older one to resume from; whether it was done."""
+    """In a file of the latest checkpoint, where there is an older one to resume from; whether it was done."""
     found = sorted((run / "checkpoints").glob("step-*"))
     if len(found) < 2:
         return False
@@ -180,7 +180,7 @@ def prepare(root: Path) -> None:
 def harmed_run(
     root: Path, name: str, choice: str, draw: random.Random, most: int, launchers: Sequence[str] = ("auto",)
 ) -> Counter[str]:
-    """A run until it has finished, with at most so many faults; how often each was done, and how many steps went on in their
+    """A run until it has finished, with at most so many faults; how often each was done, and how many steps continued in their
     middle. Raises AssertionError where a fault was not answered as it should be."""
     run, done = root / "runs" / name, Counter[str]()
     while True:

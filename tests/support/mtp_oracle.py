@@ -30,7 +30,7 @@ def main_loss(logprobs_T: torch.Tensor, entropy_T: torch.Tensor, micro: TokenBat
 
 
 def as_longer_model(directory: Path, variant: str, out: Path) -> Any:
-    """The model with its layers of multi-token prediction as ordinary ones behind its own, and the tensors left over."""
+    """The model with its layers of multi-token prediction as ordinary ones after its own, and the tensors left over."""
     import transformers
     from safetensors.torch import save_file
 

@@ -21,6 +21,7 @@ from fivefold.interfaces import EngineState
 from fivefold.types import Completion, Request, Sampling, TokenBatch
 from tests.engines.test_vllm_engine import TOKENIZER, difference
 from tests.support.engines import PROMPTS, complete, requests
+from tests.support.shards import shard_of_replica
 from tests.support.tiny_models import load_tensors
 from tests.support.two_steps import LENGTHS, OBJECTIVE, POLICY, whole_batch
 
@@ -64,7 +65,7 @@ def three_steps(mesh, directory: Path, engine) -> dict[str, object]:
     from fivefold.megatron.model import MegatronModel
 
     trained = MegatronModel(directory, POLICY, mesh, total_updates=3)
-    mine = whole_batch().select(mesh.ranks.shard_of_replica(range(len(LENGTHS))))
+    mine = whole_batch().select(shard_of_replica(mesh.ranks, range(len(LENGTHS))))
     first, drawn, differences = requests(2, FREE, [*PROMPTS, [7 + i % 90 for i in range(150)]]), [], []
     for _ in range(4):
         weight_sync(trained, engine)

@@ -97,7 +97,7 @@ MTP_PARTS = {
 
 
 def add_mtp(directory: Path, layers: int, family: str) -> None:
-    """Put layers of multi-token prediction behind the model in `directory`, each in the form of its last layer."""
+    """Put layers of multi-token prediction after the model in `directory`, each in the form of its last layer."""
     import json
 
     import torch

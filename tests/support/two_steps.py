@@ -18,6 +18,7 @@ from fivefold.columns import Column
 from fivefold.config.learners import MegatronConfig, OptimizerConfig, PolicyConfig
 from fivefold.types import TokenBatch
 from tests.support.layout_cases import Case
+from tests.support.shards import shard_of_replica
 from tests.support.tiny_models import VOCAB, load_tensors
 
 LENGTHS = [9, 17, 5, 30, 12, 2, 21, 8]
@@ -76,7 +77,7 @@ def megatron_step(mesh, directory: Path, policy: PolicyConfig, base_T: torch.Ten
     batch = batch.with_columns(
         {Column.OLD_LOGPROBS: base_T + batch[Column.OLD_LOGPROBS], Column.REF_LOGPROBS: base_T + batch[Column.REF_LOGPROBS]}
     )
-    mine = batch.select(mesh.ranks.shard_of_replica(range(len(LENGTHS))))
+    mine = batch.select(shard_of_replica(mesh.ranks, range(len(LENGTHS))))
     reports = [model.train_step(mine, OBJECTIVE.loss) for _ in range(2)]
     return reports, {name: tensor.clone() for name, tensor in model.weights()}
 
@@ -93,7 +94,7 @@ def reference_step(
     """The same two steps written out with transformers and torch.optim.AdamW, routers' losses included.
 
     ([(loss, gradient norm)], parameters by name, [T] log-probs before the first step). `adapt` changes the model before, and
-    gives what is to be done with it behind the last step.
+    gives what is to be done with it after the last step.
     """
     import transformers
 
@@ -229,7 +230,7 @@ ROUTER = {
     "moe_z_loss_coeff": 0.05,
     "moe_router_bias_update_rate": 0.02,
 }
-"""Every loss of a router, large enough to matter beside the policy's."""
+"""Every loss of a router, large enough to matter next to the policy's."""
 
 
 DENSE_MODELS = ("qwen3", "qwen2_tied", "qwen3_tied")

@@ -1,5 +1,5 @@
-"""`make check`: words that an engineer who learned English as a second language stumbles over, in docstrings, comments and pages.
-Names of tests, which are sentences, have a longest length.
+"""`make check`: words that an engineer who learned English as a second language stumbles over, in docstrings, comments,
+messages, pages and the names of tests, which are sentences and have a longest length.
 
 Each row of WORDS names what to write instead. The dialects' YAML tables and generated pages of keys are not looked at.
 """
@@ -22,16 +22,27 @@ WORDS = {
     r"for ever": "permanently",
     r"comes? apart": "diverges",
     r"behindhand|henceforth|thereof|wherein|whereof|thereby": "a plain word",
-    r"is told|are told": "is passed, receives",
+    r"behind": "after, in the background",
+    r"beside": "next to, alongside, with",
+    r"go(?:es|ing)? on|went on|gone on": "continues, resumes",
+    r"newest": "the latest",
+    r"planted": "injected, fault injection",
 }
 """Pattern -> what to write instead."""
+CODE_WORDS = {
+    r"is told|are told": "is passed, receives",
+    r"asks for|asked for|(?:is|are) asked(?! to)": "requests, requested, needs",
+}
+"""Words that describe people, and not code: not for tests, in which commands, models and servers do answer."""
 LONGEST_NAME = 80
 """Letters of a test's name."""
+SHORTEST_MESSAGE = 3
+"""Words of a text in the source that count as a message."""
 LEFT_OUT = ("docs/configuration.md", "docs/metrics.md", "docs/api.md")
 
 
 def texts(path: Path) -> Iterator[tuple[int, str]]:
-    """(line, text) of the docstrings and comments of a Python file, or of the lines of a page outside of code blocks."""
+    """(line, text) of the docstrings, comments, messages and names of tests of a Python file, or of a page outside of code."""
     source = path.read_text()
     if path.suffix != ".py":
         in_code = False
@@ -40,9 +51,14 @@ def texts(path: Path) -> Iterator[tuple[int, str]]:
             if not in_code and not line.startswith("    "):
                 yield number, re.sub(r"`[^`]*`", "", line)
         return
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
-            for offset, line in enumerate(node.value.value.splitlines()):
+    tree = ast.parse(source)
+    documented = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
+            yield node.lineno, node.name.replace("_", " ")
+        is_text = isinstance(node, ast.Constant) and isinstance(node.value, str)
+        if is_text and (id(node) in documented or ("src" in path.parts and len(node.value.split()) >= SHORTEST_MESSAGE)):
+            for offset, line in enumerate(node.value.splitlines()):
                 yield node.lineno + offset, line
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
@@ -51,12 +67,18 @@ def texts(path: Path) -> Iterator[tuple[int, str]]:
 
 def faults(paths: list[Path]) -> Iterator[str]:
     """One line for each word that has a plainer one."""
-    patterns = {re.compile(rf"\b(?:{words})\b", re.IGNORECASE): plain for words, plain in WORDS.items()}
+    every, of_code = (
+        {re.compile(rf"\b(?:{words})\b", re.IGNORECASE): plain for words, plain in table.items()}
+        for table in (WORDS, CODE_WORDS)
+    )
     for path in paths:
         name = str(path.relative_to(ROOT))
         if name.startswith(LEFT_OUT):
             continue
+        patterns = every if name.startswith("tests/") else every | of_code
         for number, text in texts(path):
+            if name.startswith("src/") and text.startswith("# ---"):
+                yield f"{name}:{number}: a banner: a module that needs parts is several modules"
             for pattern, plain in patterns.items():
                 if match := pattern.search(text):
                     yield f"{name}:{number}: {match[0]!r}: write {plain}"
@@ -71,8 +93,14 @@ def long_names(paths: list[Path]) -> Iterator[str]:
 
 
 def main() -> int:
-    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
-    found = [*faults([*sorted((ROOT / "src").rglob("*.py")), *pages]), *long_names(sorted((ROOT / "tests").rglob("*.py")))]
+    tests = sorted((ROOT / "tests").rglob("*.py"))
+    directories = [path for name in ("src", "examples", "benchmarks") for path in sorted((ROOT / name).rglob("*.py"))]
+    pages = [path for name in ("docs", "examples", "benchmarks") for path in sorted((ROOT / name).rglob("*.md"))]
+    pages += [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
+    found = [
+        *faults([*directories, *pages, *(path for path in tests if path != Path(__file__).resolve())]),
+        *long_names(tests),
+    ]
     print("\n".join(found) or "plain English: no word of the list")
     return bool(found)
 

@@ -91,7 +91,7 @@ def end(code: int) -> NoReturn:
 
 
 def end_all(pid: int) -> None:
-    """Kill a process and what it started: saving a checkpoint leaves helpers behind that would stay for ever."""
+    """Kill a process and what it started: saving a checkpoint leaves helpers over that would stay permanently."""
     with contextlib.suppress(psutil.NoSuchProcess):
         process = psutil.Process(pid)
         for one in [*process.children(recursive=True), process]:
@@ -139,7 +139,7 @@ def _import_everything() -> None:
 
 
 _threads_of_imports = 1
-"""Threads that the imports left behind: some builds of torch keep a few, which hold nothing that a child needs."""
+"""Threads that the imports left over: some builds of torch keep a few, which hold nothing that a child needs."""
 
 
 def serve(number: int) -> None:
@@ -238,7 +238,7 @@ class Zygote:
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 # NumPy's OpenBLAS starts its threads when it is imported. A driver that was asked before the fork, CUDA's or
-                # NVML's, is of no use behind it: a library that asks at its import whether there are GPUs finds none.
+                # NVML's, is of no use after it: a library that asks at its import whether there are GPUs finds none.
                 env={**os.environ, "OPENBLAS_NUM_THREADS": "1", **hidden_gpus()},
             )
             theirs.close()

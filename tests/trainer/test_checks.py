@@ -81,7 +81,7 @@ def compared(
         (math.nan, [4, 4], "a KL divergence of nan"),
     ],
 )
-def test_what_the_newest_weights_have_sampled_is_compared_once(cluster, gap, versions, says):
+def test_what_the_latest_weights_have_sampled_is_compared_once(cluster, gap, versions, says):
     ((needs, said, error, scored),) = cluster.run(compared, "megatron:d1", gap, versions, None, 2)
     assert needs == [] and says in error and bool(says) == bool(error) and not scored
     assert len(said) == (not says)
@@ -104,7 +104,7 @@ def test_a_step_of_older_weights_leaves_the_gate_armed(cluster):
 
 
 def test_a_step_without_an_advantage_has_some_of_its_samples_compared(cluster):
-    """Its log-probs are computed for that, of what the newest weights have sampled alone."""
+    """Its log-probs are computed for that, of what the latest weights have sampled alone."""
     ((needs, _, error, scored),) = cluster.run(compared, "megatron:d1", 0.5, [4, 4], [True, True])
     assert needs == [] and "0.5 on average, over 2 tokens" in error and scored == [0]
     ((needs, said, error, _),) = cluster.run(compared, "megatron:d1", 0.0, [4, 4], [True, True])

@@ -1,4 +1,4 @@
-"""The bounds of the log-prob gate as they are by default: rounding passes, planted faults do not."""
+"""The bounds of the log-prob gate as they are by default: rounding passes, injected faults do not."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def divergences(cluster, tmp_path_factory):
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_the_default_bound_passes_rounding_and_catches_each_planted_fault(divergences, case):
+def test_the_default_bound_passes_rounding_and_catches_each_injected_fault(divergences, case):
     """With a factor of two on either side."""
     (divergence,), bound = divergences[case], MAX_LOGPROB_KL[case[1]]
     assert divergence > 2 * bound if case[3] else divergence < bound / 2

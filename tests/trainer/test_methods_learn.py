@@ -54,7 +54,7 @@ def test_a_choice_on_another_axis_learns_too(cluster, tmp_path, extra):
 
 
 def test_pass_at_k_raises_the_best_of_a_group(cluster, tmp_path):
-    """It stops where two of a group are best: the mean may stay behind, the best does not."""
+    """It stops where two of a group are best: the mean may lag, the best does not."""
     choices = methods.Choices(advantage="pass_at_k", normalize="none")
     ((rows, before, after),) = cluster.run(learned, "megatron:d1", tmp_path, "grpo", choices, 150)
     assert before < 0.3 and after > 0.6

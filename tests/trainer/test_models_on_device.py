@@ -1,4 +1,4 @@
-"""Models take turns on the device: whoever's turn it is not has left, as far as its configuration says so."""
+"""Models take turns on the device: a model whose turn it is not has left, as far as its configuration says so."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def one_step(mesh, run_dir: Path, per_update: bool):
 
 
 def expected(rows, table: torch.Tensor, updates: list[list[tuple]]) -> tuple[dict[int, list[float]], torch.Tensor]:
-    """By hand, update after update: values, GAE from behind, whitening over its tokens, one step of Adam on the value loss."""
+    """By hand, update after update: values, GAE from the end, whitening over its tokens, one step of Adam on the value loss."""
     table = table.clone().requires_grad_()
     adam, found = torch.optim.Adam([table], lr=RATE), {}
     for samples in updates:
@@ -91,7 +91,7 @@ def test_values_of_an_update_are_those_of_the_critic_that_the_one_before_has_lef
     updates = [[row for row in rows if row[1] == number] for number in (0, 1)]
     assert all(updates)
     if layout == "d2":
-        # Each replica of the toy has a critic of its own, which sums over nobody: only the first update is the same.
+        # Each replica of the toy has a critic of its own, which sums over no one: only the first update is the same.
         updates = updates[:1]
     advantages, table = expected(rows, replicas[0][1], updates)
     for row, number, *_, found in rows:

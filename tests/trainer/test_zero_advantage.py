@@ -100,7 +100,7 @@ def found(cluster, models):
 def test_skipping_changes_no_bit_of_any_parameter(found, layout):
     """Each sample in a micro-batch of its own and counts of tokens that are powers of two: no sum has another order.
 
-    In the second update all samples are skipped: momentum and weight decay go on.
+    In the second update all samples are skipped: momentum and weight decay continue.
     """
     for (skipping, parameters), (whole, expected) in found[layout, "grpo", 1, ""]:
         assert torch.equal(parameters, expected)

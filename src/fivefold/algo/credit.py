@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar
 
 from fivefold.algo.segments import Segments
 from fivefold.lazy import Tensor, torch
@@ -12,24 +12,16 @@ from fivefold.lazy import Tensor, torch
 CREDITS = ("response", "turns", "discounted", "gae")
 
 
-class Credit(Protocol):
-    @property
-    def by_token(self) -> bool:
-        """Whether a token's penalty counts for the tokens before it. Otherwise it is part of the reward of the response."""
-        ...
+class Credit:
+    """Distributes the advantage of each response to its tokens."""
 
-    @property
-    def needs_critic(self) -> bool: ...
-
-    @property
-    def keeps_zero(self) -> bool:
-        """Whether the tokens of a response with advantage 0 and no penalties have advantage 0."""
-        ...
-
-    @property
-    def by_turn(self) -> bool:
-        """Whether a turn's own reward counts at its last token. Otherwise the whole reward counts at the end."""
-        ...
+    by_token: ClassVar[bool] = True
+    """Whether a token's penalty counts for the tokens before it. Otherwise it is part of the reward of the response."""
+    needs_critic: ClassVar[bool] = False
+    keeps_zero: ClassVar[bool] = False
+    """Whether the tokens of a response with advantage 0 and no penalties have advantage 0."""
+    by_turn: ClassVar[bool] = False
+    """Whether a turn's own reward counts at its last token. Otherwise the whole reward counts at the end."""
 
     def __call__(
         self, advantages_N: Tensor, penalties_T: Tensor, values_T: Tensor | None, finished_N: Tensor, samples: Segments
@@ -39,17 +31,15 @@ class Credit(Protocol):
         `values_T` are the critic's values of the text up to and including each token. `finished_N` marks the responses that
         ended by themselves.
         """
-        ...
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
-class UniformCredit:
+class UniformCredit(Credit):
     """Gives every token the advantage of its response."""
 
-    by_token: bool = False
-    needs_critic: bool = False
-    keeps_zero: bool = True
-    by_turn: bool = False
+    by_token = False
+    keeps_zero = True
 
     def __call__(
         self, advantages_N: Tensor, penalties_T: Tensor, values_T: Tensor | None, finished_N: Tensor, samples: Segments
@@ -59,14 +49,11 @@ class UniformCredit:
 
 
 @dataclass(frozen=True)
-class DiscountedReturn:
+class DiscountedReturn(Credit):
     """G_t = r_t + γ G_{t+1}, with the reward at the last token: REINFORCE++ (2501.03262)."""
 
     gamma: float = 1.0
-    by_token: bool = True
-    needs_critic: bool = False
-    keeps_zero: bool = True
-    by_turn: bool = False
+    keeps_zero = True
 
     def __call__(
         self, advantages_N: Tensor, penalties_T: Tensor, values_T: Tensor | None, finished_N: Tensor, samples: Segments
@@ -77,14 +64,11 @@ class DiscountedReturn:
 
 
 @dataclass(frozen=True)
-class TurnReturn:
+class TurnReturn(Credit):
     """G_k = R_k + γ G_{k+1} at every token of turn k, where R_k is the sum of the rewards of its tokens."""
 
     gamma: float = 1.0
-    by_token: bool = True
-    needs_critic: bool = False
-    keeps_zero: bool = False
-    by_turn: bool = True
+    by_turn = True
 
     def __call__(
         self, advantages_N: Tensor, penalties_T: Tensor, values_T: Tensor | None, finished_N: Tensor, samples: Segments
@@ -98,7 +82,7 @@ class TurnReturn:
 
 
 @dataclass(frozen=True)
-class GAE:
+class GAE(Credit):
     """δ_t = r_t + γ V_{t+1} - V_t, A_t = δ_t + γλ A_{t+1}, returns A + V: 1506.02438 equations 11 to 16.
 
     V_t is the value before token t; t counts tokens with loss, so that observations are skipped. After the last token it
@@ -108,10 +92,8 @@ class GAE:
     gamma: float = 1.0
     lam: float = 1.0
     bootstrap_truncated: bool = False
-    by_token: bool = True
-    needs_critic: bool = True
-    keeps_zero: bool = False
-    by_turn: bool = True
+    needs_critic = True
+    by_turn = True
 
     def __call__(
         self, advantages_N: Tensor, penalties_T: Tensor, values_T: Tensor | None, finished_N: Tensor, samples: Segments
@@ -129,14 +111,10 @@ class GAE:
 
 
 @dataclass(frozen=True)
-class UserCredit:
+class UserCredit(Credit):
     """Wraps a user function: advantages_N, penalties_T, samples -> advantages_T."""
 
     function: Callable[[Tensor, Tensor, Segments], Tensor]
-    by_token: bool = True
-    needs_critic: bool = False
-    keeps_zero: bool = False
-    by_turn: bool = False
 
     def __call__(
         self, advantages_N: Tensor, penalties_T: Tensor, values_T: Tensor | None, finished_N: Tensor, samples: Segments

@@ -97,8 +97,6 @@ class Objective:
         needed = (part.needs(updates) for part in (self.advantage, self.process, *self.terms))
         return self.gradient.needs(updates).union(*needed)
 
-    # --- before the updates ------------------------------------------------------------------------------------------
-
     def assign_advantages(
         self, batch: TokenBatch, stats: RolloutStats, replicas: Replicas, progress: Progress = Progress()
     ) -> None:
@@ -231,8 +229,6 @@ class Objective:
             return None
         return weights_of(self.aggregation.of_penalties, response_lengths_N, max_response_tokens, kept_N)
 
-    # --- the loss ----------------------------------------------------------------------------------------------------
-
     def loss(self, logprobs_T: Tensor, entropy_T: Tensor, batch: TokenBatch, progress: Progress = Progress()) -> LossOutput:
         """Return this micro-batch's share of the loss to minimize, with its gradient, and of the step's metrics (a LossFn).
 
@@ -253,8 +249,6 @@ class Objective:
                 values[term.weights] = values[term.weights] + term.loss(tokens)
         loss = (values["penalty"] * weights["penalty"] + values["loss"] * weights["loss"]).sum(dtype=torch.float64)
         return LossOutput(loss=loss, sums=sums, maxima=policy.maxima)
-
-    # --- after the updates -------------------------------------------------------------------------------------------
 
     def finalize_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
         """Return the metrics of a whole update, with those added that are not sums of shares."""

@@ -53,8 +53,8 @@ class Part:
 
     section = ""
     """Section of `algorithm` with the keys; empty if they are keys of `algorithm` itself."""
-    reports = tuple[tuple[str, str, str], ...]()
-    """(name, unit, meaning) of each metric that only this part reports: its rows of docs/metrics.md."""
+    reports = tuple[tuple[str, ...], ...]()
+    """(name, unit, meaning), and perhaps a label, of each metric that only this part reports: rows of docs/metrics.md."""
 
     @classmethod
     def of(cls, chosen: Chosen) -> Self:

@@ -119,9 +119,6 @@ def _answer(process: subprocess.Popen[bytes], limit: float, begin: float) -> dic
     return answer
 
 
-# --- checks of this machine --------------------------------------------------------------------------------------------
-
-
 def _versions(report: Report) -> list[dict[str, Any]]:
     """Return name, version and supported versions of Python and the packages; unsupported required packages are faults."""
     wanted = _supported()
@@ -195,9 +192,6 @@ def _machine(report: Report) -> dict[str, Any]:
                 f"{_SHARED} has {found['shm_gib']} GiB, which NCCL and vLLM share tensors in: docker run --shm-size=16g"
             )
     return found
-
-
-# --- conclusions -------------------------------------------------------------------------------------------------------
 
 
 def _judge(report: Report) -> None:

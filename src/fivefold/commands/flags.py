@@ -72,7 +72,7 @@ def export(parser: argparse.ArgumentParser, models: Sequence[str]) -> None:
 def report(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN")
     parser.add_argument("--plot", metavar="METRIC", help="also draw this metric of the first run in the terminal")
-    parser.add_argument("--serve", action="store_true", help="show the runs in a browser, as they go on, until Ctrl-C")
+    parser.add_argument("--serve", action="store_true", help="show the runs in a browser, live, until Ctrl-C")
     parser.add_argument("--port", type=port, default=8265, help="of --serve (default 8265); 0 takes a free one")
     parser.add_argument(
         "--host", default="127.0.0.1", help="address for --serve; any but the default lets other machines read the runs"

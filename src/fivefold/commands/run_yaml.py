@@ -89,7 +89,7 @@ def _sections(answers: Answers) -> Iterable[tuple[str, list[Line]]]:
         "trainer",
         [
             ("epochs", 1, "passes over the data; steps: 100 ends the run earlier"),
-            ("save_every", 50, "steps between checkpoints; a run that was ended resumes from the newest"),
+            ("save_every", 50, "steps between checkpoints; a run that was ended resumes from the latest"),
             *([("eval_every", 20, "steps between evaluations")] if answers.val else []),
             ("device", "cpu" if answers.is_cpu else "auto", "auto takes GPUs where there are any"),
         ],

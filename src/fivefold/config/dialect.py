@@ -84,7 +84,7 @@ class Translation:
 
     @property
     def refusals(self) -> list[str]:
-        """Everything that keeps the run from being the one that was asked for, one sentence each."""
+        """Everything that keeps the run from being the one that the configuration describes, one sentence each."""
         return [
             *self.faults,
             *(f"{each.key}={each.shown}: {each.reason}" for each in self.outcomes if each.is_refused),

@@ -9,6 +9,11 @@ from fivefold.keys.identity import HARMLESS
 from fivefold.keys.ranges import above, at_least, within
 from fivefold.layout import ParallelLayout
 
+IN_RANKS = (
+    "transformers",
+)  # fmt: skip
+"""Engines that run a model on every rank of the policy, and have no layout."""
+
 
 @dataclass(frozen=True)
 class SamplingConfig:
@@ -49,9 +54,10 @@ class EngineConfig:
     mode: Annotated[Literal["in_process", "server"] | None, HARMLESS] = None
     """Where the engine runs: in the policy's ranks, or as servers in processes of their own on the same devices. If left
     out, vLLM runs in the ranks; SGLang always runs as servers."""
-    processes: Annotated[int, within("[1, 16]"), HARMLESS] = 1
+    processes: Annotated[Annotated[int, within("[1, 16]")] | Literal["auto"], HARMLESS] = 1
     """vLLM's processes in each replica, which share its GPUs: each has all weights and its part of the cache and of
-    max_num_seqs. More than 1 run as servers, for models whose steps take the host longer than the GPU."""
+    max_num_seqs. More than 1 run as servers, for models whose steps take the host longer than the GPU. `auto`: the number
+    with which the estimated step is fastest, decided when the run starts."""
     placement: Annotated[Literal["colocated", "apart"], HARMLESS] = "colocated"
     """Placement of the engine's servers. `apart`: on GPUs of their own, the next ones after the ranks' on each machine;
     weights are sent over the network, and the layout may have any size."""
@@ -95,7 +101,12 @@ class EngineConfig:
     @property
     def is_server(self) -> bool:
         """Whether the engine samples in processes of its own."""
-        return self.mode == "server" or bool(self.url) or self.kind == "sglang" or self.is_apart or self.processes > 1
+        return self.mode == "server" or bool(self.url) or self.kind == "sglang" or self.is_apart or self.process_count > 1
+
+    @property
+    def process_count(self) -> int:
+        """Number of vLLM's processes in each replica; 1 as long as `auto` is not decided."""
+        return 1 if self.processes == "auto" else self.processes
 
     @property
     def is_apart(self) -> bool:
@@ -115,7 +126,7 @@ class EngineConfig:
     @property
     def layout(self) -> ParallelLayout | None:
         """Layout of the engine; None if it has none of its own. Raises ValueError if `backend` is not a layout."""
-        return None if self.backend == "transformers" or self.url else ParallelLayout.parse(self.backend)
+        return None if self.backend in IN_RANKS or self.url else ParallelLayout.parse(self.backend)
 
 
 @dataclass(frozen=True)

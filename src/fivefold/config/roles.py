@@ -8,7 +8,16 @@ from enum import Enum
 from functools import cached_property
 from operator import attrgetter
 
-from fivefold.config.learners import FrozenConfig, OffloadConfig, PolicyConfig
+from fivefold.config.learners import (
+    CriticConfig,
+    FrozenConfig,
+    LearnerConfig,
+    OffloadConfig,
+    PolicyConfig,
+    PRMConfig,
+    ReferenceConfig,
+    RewardModelConfig,
+)
 from fivefold.config.schema import Sections
 from fivefold.layout import ParallelLayout
 
@@ -160,11 +169,8 @@ class Roles(Mapping[str, Role]):
 
 def roles_of(config: Sections) -> Roles:
     """Return the roles in the run of a configuration; raises ValueError if a layout cannot be parsed."""
-    rows = {name: make(config) for name, make in ROLES.items()}
+    rows = {name: row.make(config) for name, row in ROLES.items()}
     return Roles({name: role for name, role in rows.items() if role is not None})
-
-
-# --- the table --------------------------------------------------------------------------------------------------------
 
 
 def _policy(config: Sections) -> Role:
@@ -235,27 +241,37 @@ def _without_adapters(role: Role, model: str) -> Role:
     return replace(role, served_by=model, without_adapters=True)
 
 
-ROLES: dict[str, Callable[[Sections], Role | None]] = {
-    "policy": _policy,
-    "reference": _reference,
-    "critic": _critic,
-    "prm": _prm,
-    "prm.reference": _prm_reference,
-    "reward.model": _reward_model,
-}
-"""Name -> function that returns the role in the run of a configuration, or None if the run has no such model."""
+@dataclass(frozen=True)
+class Row:
+    """One kind of model that a run may have."""
 
-SECTIONS = ("reference", "critic", "prm", "reward.model")
-"""Sections of models other than the policy."""
-LEARNERS = ("policy", "critic", "prm")
-"""Sections of trained models, in the order of a checkpoint's parts."""
-ABSENT = {
-    "critic": "has no critic: set algorithm.credit: gae",
-    "prm": "has no process reward model: set algorithm.process_reward.coef",
+    make: Callable[[Sections], Role | None]
+    """Returns the role in the run of a configuration, or None if the run has no such model."""
+    section: type[PolicyConfig | FrozenConfig] | None
+    """Class of its section; None if the model is configured in another model's section."""
+    title: str = ""
+    """What the model is called in messages and in the report."""
+    switch: str = ""
+    """Key, or key and value, that gives a run such a model; empty if a section without the model has its own message."""
+
+    @property
+    def learns(self) -> bool:
+        return self.section is not None and issubclass(self.section, PolicyConfig | LearnerConfig)
+
+
+ROLES = {
+    "policy": Row(_policy, PolicyConfig, "policy"),
+    "reference": Row(_reference, ReferenceConfig, "reference"),
+    "critic": Row(_critic, CriticConfig, "critic", "algorithm.credit: gae"),
+    "prm": Row(_prm, PRMConfig, "process reward model", "algorithm.process_reward.coef"),
+    "prm.reference": Row(_prm_reference, None),
+    "reward.model": Row(_reward_model, RewardModelConfig, "reward model"),
 }
-"""Section of a model -> why a method has no such model."""
+"""Name of a model -> its row."""
+LEARNERS = tuple(name for name, row in ROLES.items() if row.learns)
+"""Sections of trained models, the policy first, in the order of a checkpoint's parts."""
 
 
 def further_sections(config: Sections) -> dict[str, FrozenConfig]:
     """Return every section of a model other than the policy, whether or not the run has that model."""
-    return {name: attrgetter(name)(config) for name in SECTIONS}
+    return {name: attrgetter(name)(config) for name, row in ROLES.items() if row.section and name != "policy"}

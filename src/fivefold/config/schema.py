@@ -30,7 +30,7 @@ from fivefold.config.scoring import VARIABLE, RewardConfig
 from fivefold.keys.identity import CONTENT, HARMLESS
 from fivefold.keys.ranges import Matches, OneOf, Range, above, at_least, within
 from fivefold.models.overrides import overridden
-from fivefold.models.torch_dist import config_beside, is_torch_dist
+from fivefold.models.torch_dist import config_next_to, is_torch_dist
 from fivefold.tables import DATA_SETS
 from fivefold.user_code import is_user_code
 
@@ -63,7 +63,7 @@ class ModelConfig:
     def described_by(self, path: str) -> str:
         """Return the directory or hub id with the config.json for the model in `path`, which differs from `path` for a
         Megatron-Core checkpoint, and for a local model with `overrides`."""
-        found = (self.config or str(config_beside(path) or path)) if is_torch_dist(path) else path
+        found = (self.config or str(config_next_to(path) or path)) if is_torch_dist(path) else path
         if self.overrides and path == self.path and Path(found).is_dir():
             return str(overridden(Path(found), self.overrides))
         return found
@@ -308,7 +308,7 @@ class TrainerConfig:
     keep: Annotated[int, above(0), HARMLESS] = 3
     """Number of latest checkpoints to keep."""
     resume: Annotated[str, HARMLESS] = "auto"
-    """auto: resume from the newest complete checkpoint in run_dir; never: start from scratch; or the path of a
+    """auto: resume from the latest complete checkpoint in run_dir; never: start from scratch; or the path of a
     checkpoint."""
     accept_changes: Annotated[list[str], HARMLESS] = field(default_factory=list)
     """Keys or sections that may differ from the resumed checkpoint although they affect what is learned. Any other such

@@ -273,14 +273,13 @@ def _check_processes(findings: Findings, engine: EngineConfig) -> None:
     key, count = "engine.processes", engine.processes
     message = f"must be 1 with {engine.kind}: only vLLM's processes share a GPU; got {count}"
     findings.require(engine.kind == "vllm", key, message)
-    message = f"must be 1 where {{}}: got {count}; each server is on GPUs of its own"
+    message = f"must be 1 where {{}}: got {count}; weights come over NCCL, which takes every GPU once"
     findings.require(not engine.url, key, message.format("engine.url names the servers"))
     findings.require(not engine.is_apart, key, message.format("engine.placement is apart"))
     message = f"must be server or left out with engine.processes {count}: they run next to the ranks"
     findings.require(engine.mode != "in_process", "engine.mode", message)
-    findings.require(
-        engine.max_num_seqs >= count, key, f"must be at most engine.max_num_seqs = {engine.max_num_seqs}: got {count}"
-    )
+    message = f"must be at most engine.max_num_seqs = {engine.max_num_seqs}: got {count}"
+    findings.require(engine.max_num_seqs >= engine.process_count, key, message)
 
 
 def _check_mixture(findings: Findings, data: DataConfig) -> None:

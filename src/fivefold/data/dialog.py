@@ -89,8 +89,6 @@ class Dialog:
         """Whether what was sampled stays in the context of later turns, whatever the template would render."""
         return self.history == "append"
 
-    # --- what the model reads ----------------------------------------------------------------------------------------
-
     def begin(self, messages: Messages) -> tuple[list[int], str]:
         """Return tokens and text of a first context; raises UserError for messages that cannot be written."""
         check_messages(messages)
@@ -165,8 +163,6 @@ class Dialog:
         words = self._decode(part)
         return (_MARK + words if side == "start" else words + _MARK), True
 
-    # --- what the model says -----------------------------------------------------------------------------------------
-
     def text(self, token_ids: Sequence[int]) -> str:
         """Return the text of tokens, without special ones."""
         return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=True))
@@ -201,8 +197,6 @@ class Dialog:
             return None
         split = [parser for parser in PARSERS.values() if parser.channels is not None]
         return next((parser for parser in split if parser(said, {})[0]["content"] == words), None)
-
-    # --- the template ------------------------------------------------------------------------------------------------
 
     @cached_property
     def parser(self) -> Parser:

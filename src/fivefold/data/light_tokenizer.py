@@ -70,7 +70,14 @@ class LightTokenizer:
 
     @property
     def eos_token_id(self) -> int | None:
-        return self.backend.token_to_id(self.special["eos_token"]) if "eos_token" in self.special else None
+        return self._special_id("eos_token")
+
+    @property
+    def pad_token_id(self) -> int | None:
+        return self._special_id("pad_token")
+
+    def _special_id(self, name: str) -> int | None:
+        return self.backend.token_to_id(self.special[name]) if name in self.special else None
 
     def highest_id(self, with_added: bool) -> int:
         """Return the highest token id of the vocabulary, with or without added tokens."""

@@ -220,7 +220,7 @@ def _batch_size(group: Any) -> int:
     """Return how many rows of a row group are unpacked together.
 
     A value that is stored once for many rows is unpacked for each of them, so one row may need as much memory as all texts
-    of the group. The sizes of single columns are not asked for: pyarrow ends the process if they are damaged.
+    of the group. The sizes of single columns are not read: pyarrow ends the process if they are damaged.
     """
     return max(1, min(_ROWS, _UNPACKED // max(1, int(group.total_byte_size))))
 

@@ -91,8 +91,6 @@ class Heartbeat:
         """True once there is something to save: the run then ends in a place that all ranks agree on. Before, it ends where
         it is."""
 
-    # --- the thread --------------------------------------------------------------------------------------------------
-
     def start(self, group: dist.ProcessGroup, ends: Ends, hosts: Sequence[str], computes_on_cpu: bool = True) -> None:
         """Start the thread that exchanges with the other ranks; `hosts` has the host of each rank."""
         self._ends, self._motion, self._hosts = ends, Motion(computes_on_cpu), hosts
@@ -208,8 +206,6 @@ class Heartbeat:
         return f"in stage {self.stages.now()[0]}, collective {collective}" + (
             f", micro-batch or item {item}" if item >= 0 else ""
         )
-
-    # --- the rank ----------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
         """Record that a collective of all ranks, or a pass over a batch, begins.

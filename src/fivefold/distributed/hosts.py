@@ -27,7 +27,7 @@ def meet(group: dist.ProcessGroup) -> tuple[list[str], list[str]]:
     differences = {name: clock - clocks[0] for name, clock in zip(names, clocks, strict=True)}
     return names, [
         f"the clock of {on_hosts(names, [names.index(name)])} is {abs(difference):.0f} s "
-        f"{'ahead of' if difference > 0 else 'behind'} that of {on_hosts(names, [0])}: times in files and traces differ "
+        f"{'later' if difference > 0 else 'earlier'} than that of {on_hosts(names, [0])}: times in files and traces differ "
         "by as much, and the run is not affected; set the clocks by NTP"
         for name, difference in differences.items()
         if abs(difference) > _CLOCK_SECONDS

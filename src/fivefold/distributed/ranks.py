@@ -104,17 +104,9 @@ class Ranks:
         """Place of this rank when a list is dealt: the first rank of every replica, then the second of each, and so on."""
         return self.coords.dp + self.layout.dp * self.replica.rank()
 
-    # --- sharding of a list that every rank has ----------------------------------------------------------------------
-
-    def shard_of_replica(self, items: Sequence[T]) -> list[T]:
-        """Returns this replica's part of `items`: item i belongs to replica i mod dp."""
-        return list(items[self.coords.dp :: self.layout.dp]) if self.holds else []
-
     def shard(self, items: Sequence[T]) -> list[T]:
         """Returns this rank's part of `items`: the part of its replica, dealt to the ranks of the replica in turn."""
         return list(items[self.turn :: self.layout.world_size]) if self.holds else []
-
-    # --- numbers and tensors -----------------------------------------------------------------------------------------
 
     def any(self, flag: bool) -> bool:
         """Returns whether the flag is set on any rank."""
@@ -189,8 +181,6 @@ class Ranks:
                 dist.recv(arrived, rank, group=self.world)
             found.append(arrived.numpy().tobytes())
         return found
-
-    # --- small objects -----------------------------------------------------------------------------------------------
 
     def gather_objects(self, value: T) -> list[T]:
         """Returns every rank's value on every rank: names and messages, never tokens. They are sent as JSON: tuples become

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from fivefold.config.packages import import_fault
 from fivefold.keys.findings import Findings
 from fivefold.keys.ranges import suggest
 
@@ -19,6 +20,23 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "str": (str,),
     "None": (type(None),),
 }
+
+
+def check_release(
+    findings: Findings, package: str, name: str, version: str, supported: tuple[tuple[int, ...], tuple[int, ...]]
+) -> bool:
+    """Add an error if an installed engine cannot be imported or its release is not supported; return whether it can be
+    imported."""
+    if (fault := import_fault(package)) is not None:
+        findings.error("backend", f": {name} {version} is installed, {fault}")
+        return False
+    first, last = supported
+    findings.require(
+        first <= tuple(map(int, version.split(".")[: len(first)])) <= last,
+        "backend",
+        f": {name} {version} is installed, supported are {dotted(first)} to {dotted(last)}",
+    )
+    return True
 
 
 def check_arguments(

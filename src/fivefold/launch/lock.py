@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from fivefold.checkpoint.lock_file import ALONE, LOCK
 from fivefold.errors import UserError
 from fivefold.files import open_file
 
-LOCK = "lock"
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 _NOT_OF_DIRECTORIES = (errno.EBADF, errno.EINVAL, errno.EISDIR)
 """Errors where a directory cannot be locked: NFS locks only files that are open for writing."""
@@ -33,29 +33,36 @@ def locked(run_dir: Path) -> Iterator[tuple[int, ...]]:
     try:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            _lock_directory(directory)
+            is_alone = not _lock_directory(directory)
         except BlockingIOError:
-            holder = os.pread(file, 1000, 0).decode(errors="replace").strip() or f"another run, which made another {LOCK}"
+            holder = (
+                os.pread(file, 1000, 0).decode(errors="replace").partition("\n")[0]
+                or f"another run, which made another {LOCK}"
+            )
             raise UserError(
                 f"trainer.run_dir: {run_dir} is in use by {holder}; wait for it, or choose another trainer.run_dir"
             ) from None
         except OSError as error:
             if error.errno not in _NO_LOCKS:
                 raise
+            is_alone = True
             print(f"note     {run_dir} is on a file system without locks: nothing keeps a second run out of it", flush=True)
         since = time.strftime("%Y-%m-%d %H:%M:%S %Z")
         os.ftruncate(file, 0)
-        os.pwrite(file, f"process {os.getpid()} on {socket.gethostname()} since {since}\n".encode(), 0)
+        text = f"process {os.getpid()} on {socket.gethostname()} since {since}\n" + f"{ALONE}\n" * is_alone
+        os.pwrite(file, text.encode(), 0)
         yield file, directory
     finally:
         os.close(directory)
         os.close(file)
 
 
-def _lock_directory(directory: int) -> None:
-    """Lock an open directory, if its file system supports that."""
+def _lock_directory(directory: int) -> bool:
+    """Lock an open directory; return whether its file system supports that."""
     try:
         fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno not in _NOT_OF_DIRECTORIES:
             raise
+        return False
+    return True

@@ -7,8 +7,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from fivefold.checkpoint.lock_file import LOCK
 from fivefold.errors import UserError
-from fivefold.launch.lock import LOCK
 
 _MARKS = (LOCK, "metrics.jsonl")
 """Files that mark a run: at least one is in every directory in which a run has begun."""

@@ -131,9 +131,6 @@ def _read(path: Path, chunks: list[PolicyModel], updater: Updater | None, mesh: 
             updater.loss_scale.load_state(state["loss_scale"])
 
 
-# --- what a rank holds --------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class _LocalTensor:
     """A parameter or buffer of this rank, and the location of its elements in the whole model."""
@@ -211,9 +208,6 @@ def _weights(chunks: list[PolicyModel], mesh: Mesh) -> Iterator[Piece]:
             if tensor.is_first:
                 begin, end = tensor.share
                 yield from tensor.pieces(tensor.name, begin, end, tensor.data.detach().reshape(-1)[begin:end])
-
-
-# --- the optimizer ------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

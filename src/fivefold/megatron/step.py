@@ -311,13 +311,21 @@ def _recomputing(model: Any, wanted: bool | None) -> Iterator[None]:
         config.recompute_granularity = granularity
 
 
-def _schedule(batching: BatchingConfig) -> Any:
-    """Return Megatron-Core's schedule for this model.
+def _run_schedule(step: Any, micro_batches: MicroBatches, models: list[Any], batching: BatchingConfig, **how: Any) -> Any:
+    """Run `step` on every micro-batch by Megatron-Core's schedule for this model; return what the last stage collects.
 
     Megatron-Core reads the number of virtual stages from a global, which is set here because each model has its own.
     """
     parallel_state.set_virtual_pipeline_model_parallel_world_size(batching.virtual if batching.virtual > 1 else None)
-    return get_forward_backward_func()
+    return get_forward_backward_func()(
+        forward_step_func=step,
+        data_iterator=micro_batches.iterators(),
+        model=models,
+        num_microbatches=micro_batches.count,
+        seq_length=micro_batches.length,
+        micro_batch_size=1,
+        **how,
+    )
 
 
 @torch.no_grad()
@@ -339,16 +347,7 @@ def forward_only(models: list[Any], batch: TokenBatch, batching: BatchingConfig)
 
         return output, collect
 
-    results = _schedule(batching)(
-        forward_step_func=step,
-        data_iterator=micro_batches.iterators(),
-        model=models,
-        num_microbatches=micro_batches.count,
-        seq_length=micro_batches.length,
-        micro_batch_size=1,
-        forward_only=True,
-        collect_non_loss_data=True,
-    )
+    results = _run_schedule(step, micro_batches, models, batching, forward_only=True, collect_non_loss_data=True)
     mesh.ranks.heartbeat.check_items(micro_batches.count)
     if record is not None:
         batch[Column.ROUTES] = record.whole(len(batch.token_ids_T), mesh.tp, mesh.ranks.replica)
@@ -446,15 +445,7 @@ def forward_backward(
         return output, loss
 
     calls = finalize.calls
-    outputs: list[LossOutput] = _schedule(batching)(
-        forward_step_func=step,
-        data_iterator=micro_batches.iterators(),
-        model=models,
-        num_microbatches=micro_batches.count,
-        seq_length=micro_batches.length,
-        micro_batch_size=1,
-        forward_only=False,
-    )
+    outputs: list[LossOutput] = _run_schedule(step, micro_batches, models, batching, forward_only=False)
     assert finalize.calls == calls + 1, f"gradients must be finalized once an update, were {finalize.calls - calls} times"
     mesh.ranks.heartbeat.check_items(micro_batches.count)
     totals = Totals.of(outputs) if mesh.is_last_stage else None

@@ -1,4 +1,4 @@
-"""Tokens that end a response: if several files name some, those that transformers uses. No torch here."""
+"""Tokens that end or pad a text: if several files name some, those that transformers uses. No torch here."""
 
 from __future__ import annotations
 
@@ -42,6 +42,52 @@ class EndTokens:
             f"responses end with {sorted(used)} of {source}, as with transformers, and not by {rest}; "
             "engine.sampling.stop_token_ids adds tokens"
         )
+
+
+@dataclass(frozen=True)
+class PadTokens:
+    """Pad tokens by source: those with which transformers fills up finished responses first.
+
+    A run uses none of them, because samples are packed. A reward model is the exception: transformers scores a text at its
+    last token that is not the pad token of config.json.
+    """
+
+    named: dict[str, int]
+
+    @classmethod
+    def of(cls, directory: Path, tokenizer: int | None) -> PadTokens:
+        """Read the pad tokens of a model's directory and its tokenizer; raises ValueError if they are not tokens."""
+        named = {name: token for name in _FILES if (token := pad_token(directory / name)) is not None}
+        return cls(named if tokenizer is None else {**named, "the tokenizer": tokenizer})
+
+    @property
+    def contradiction(self) -> str:
+        """Message about sources that disagree; otherwise empty."""
+        if len(set(self.named.values())) < 2:
+            return ""
+        named = ", ".join(f"{token} of {source}" for source, token in self.named.items())
+        used = "the first of them fills up finished responses"
+        if "the tokenizer" in self.named:
+            used = "the tokenizer's fills up prompts, the first of them finished responses"
+        return f"pad tokens differ: {named}; none is used, because samples are packed (in transformers {used})"
+
+    def learned(self, end: int | None) -> str:
+        """Message if a pad token is `end`, the token that ends responses to learn; otherwise empty."""
+        sources = [source for source, token in self.named.items() if token == end]
+        if not sources:
+            return ""
+        return (
+            f"token {end} ends responses and is also the pad token of {' and '.join(sources)}: the policy learns to "
+            "end with it, since samples are packed; transformers' collators would leave it out of the loss"
+        )
+
+
+def pad_token(path: Path) -> int | None:
+    """Return the pad token that a JSON file names; None if it names none or is missing."""
+    token = read_json_object(path).get("pad_token_id") if path.is_file() else None
+    if token is not None and (not isinstance(token, int) or isinstance(token, bool)):
+        raise UserError(f"{path}: pad_token_id must be a token: got {shown(token)}")
+    return token
 
 
 def _tokens(path: Path) -> frozenset[int]:

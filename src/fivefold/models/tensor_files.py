@@ -134,7 +134,7 @@ def check_tensor_files(directory: Path, spec: ModelSpec, has_mtp: bool = False) 
             )
         if shape is not None and found.shape != shape:
             raise UserError(
-                f"{directory / found.file}: {name} must have the shape {shape} that config.json asks for: got {found.shape}"
+                f"{directory / found.file}: {name} must have the shape {shape} of config.json: got {found.shape}"
             )
     if spec.tied and not spec.value_head:
         _check_tied(directory, headers)

@@ -109,13 +109,10 @@ def _backend(path: Path) -> Any:
         return None
 
 
-def config_beside(path: str | Path) -> Path | None:
+def config_next_to(path: str | Path) -> Path | None:
     """Return the directory with the config.json in a checkpoint or above it."""
     here = Path(path)
     return next((each for each in (here, here.absolute().parent) if (each / "config.json").is_file()), None)
-
-
-# --- .metadata ----------------------------------------------------------------------------------------------------------
 
 
 class _Record:
@@ -180,9 +177,6 @@ def _tensor(directory: Path, name: str, each: Any, places: Mapping[tuple[str, Sh
             raise UserError(f"{name} lies in {shown(place.relative_path)}, in a way that is not read")
         chunks.append(Chunk(tuple(chunk.offsets), tuple(chunk.sizes), place.relative_path, place.offset, place.length))
     return StoredTensor(name, str(each.properties.dtype), tuple(each.size), tuple(chunks))
-
-
-# --- whose tensors they are ---------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

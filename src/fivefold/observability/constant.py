@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from fivefold.config.roles import LEARNERS
+
 
 class Constant(NamedTuple):
     """Metrics that stay the same under some settings, and why."""
@@ -32,7 +34,7 @@ CONSTANTS = (
             {f"{model}.optimizer.schedule": "constant", f"{model}.optimizer.warmup_steps": 0},
             f"{model}.optimizer.schedule is constant and has no warm-up",
         )
-        for model in ("policy", "critic", "prm")
+        for model in LEARNERS
     ),
     Constant(
         {"rollout/logprob_diff_mean": 0, "rollout/logprob_diff_max": 0, "rollout/kl": 0},

@@ -4,7 +4,6 @@ tooltips."""
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -24,6 +23,8 @@ class Metric:
     """Name in metrics.jsonl; the run fills in `<...>`, see PLACEHOLDERS."""
     unit: str
     meaning: str
+    label: str = ""
+    """Name in the console's line of a step and in the report, for a model other than the policy; empty if not shown."""
 
 
 PLACEHOLDERS = {
@@ -177,7 +178,7 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         Metric("async/engine_wait_seconds", "s", "Time in which a rank had no request in flight, mean over ranks."),
         Metric("async/engine_load", "fraction", "Requests in flight over what the engine may have at once, mean over time."),
         Metric("async/aborted_tokens", "tokens", "Tokens that were sampled and thrown away: aborted or cut."),
-        Metric("async/reused_tokens", "tokens", "Tokens of responses that new weights went on with."),
+        Metric("async/reused_tokens", "tokens", "Tokens of responses that new weights continued."),
         Metric("async/cut_groups", "groups", "Groups that were not complete when they were due, or in excess."),
     ),
     "Policy": (
@@ -208,7 +209,12 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         Metric("critic/value_mean", "reward", "Mean value at the response tokens."),
         Metric("critic/return_mean", "reward", "Mean return from the response tokens on."),
         Metric("critic/return_std", "reward", "Standard deviation of the returns."),
-        Metric("critic/explained_variance", "fraction", "1 - Var(return - value) / Var(return); 0 where returns are equal."),
+        Metric(
+            "critic/explained_variance",
+            "fraction",
+            "1 - Var(return - value) / Var(return); 0 where returns are equal.",
+            "explained variance",
+        ),
         Metric("critic/clip_fraction", "fraction", "Tokens for which value_clip decides the loss."),
         *(Metric(*row) for row in ProcessReward.reports),
     ),
@@ -278,15 +284,16 @@ METRICS: dict[str, tuple[Metric, ...]] = {
 """Section -> its metrics. A stage that took less than 0.2 ms is left out of a row."""
 
 
+def labelled(model: str) -> dict[str, str]:
+    """Return metric -> label, for the labelled metrics of a trained model other than the policy."""
+    rows = METRICS["Other models that learn"]
+    return {row.name: row.label for row in rows if row.label and row.name.startswith(f"{model}/")}
+
+
 def find(name: str) -> Metric | None:
     """Return the table row for a metric's name, or None."""
     exact, patterns = _index()
     return exact.get(name) or next((metric for pattern, metric in patterns if pattern.fullmatch(name)), None)
-
-
-def undocumented(names: Iterable[str]) -> list[str]:
-    """Return the names that have no row in this table."""
-    return sorted({name for name in names if find(name) is None})
 
 
 @lru_cache

@@ -13,18 +13,27 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
+from fivefold.config.roles import LEARNERS, ROLES
 from fivefold.files import write_whole
 from fivefold.observability.constant import constant_reasons
 from fivefold.observability.curve import load_metrics
 from fivefold.observability.differences import differences, settings
 from fivefold.observability.distributions import histograms
-from fivefold.observability.metrics import find
+from fivefold.observability.metrics import find, labelled
 from fivefold.observability.run_view import RunView
 from fivefold.observability.thinning import thin
 from fivefold.observability.timeline import stage_color, timeline
 
 Chart = tuple[str, tuple[str, ...]]
 """Title and the metrics that are drawn in it, as patterns."""
+
+
+def _labelled(model: str) -> list[tuple[str, str]]:
+    """Return (pattern, label) of each chart of a model other than the policy: a labelled metric and those whose names end
+    alike."""
+    return [(name.replace("/", "/*"), label) for name, label in labelled(model).items()]
+
+
 CHARTS: tuple[tuple[str, tuple[Chart, ...]], ...] = (
     (
         "Reward and evaluation",
@@ -56,16 +65,15 @@ CHARTS: tuple[tuple[str, tuple[Chart, ...]], ...] = (
             ("Ratio", ("policy/ratio_mean",)),
             ("Clipped tokens", ("policy/clip_fraction",)),
             ("KL from the policy before the step", ("policy/kl_old", "policy/kl_old_last")),
-            ("Learning rate", ("policy/lr", "critic/lr", "prm/lr")),
+            ("Learning rate", tuple(f"{model}/lr" for model in LEARNERS)),
         ),
     ),
     (
         "Other models that learn",
-        (
-            ("Critic: explained variance", ("critic/explained_variance",)),
-            ("Critic: loss", ("critic/loss",)),
-            ("Process reward model: accuracy", ("prm/accuracy", "prm/pair_accuracy")),
-            ("Process reward model: loss", ("prm/loss",)),
+        tuple(
+            (f"{ROLES[model].title.capitalize()}: {label}", (pattern,))
+            for model in LEARNERS[1:]
+            for pattern, label in (*_labelled(model), (f"{model}/loss", "loss"))
         ),
     ),
     (

@@ -15,8 +15,10 @@ import psutil
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from fivefold.config.roles import LEARNERS
 from fivefold.distributed.pulse import Stages
 from fivefold.files import write_whole, writing
+from fivefold.observability.metrics import labelled
 from fivefold.observability.start_up import start_up
 from fivefold.observability.trackers.trackers import Trackers
 from fivefold.observability.warnings import WARNINGS, Warnings
@@ -28,8 +30,7 @@ LINE = {
     "policy/grad_norm": "grad norm",
     "policy/entropy": "entropy",
     "policy/kl_reference": "kl",
-    "critic/explained_variance": "explained variance",
-    "prm/accuracy": "prm accuracy",
+    **{name: f"{model} {label}" for model in LEARNERS for name, label in labelled(model).items()},
     "response/length_mean": "length",
     "rollout/logprob_diff_mean": "engine diff",
 }

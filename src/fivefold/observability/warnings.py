@@ -144,9 +144,6 @@ def _object(line: bytes) -> Row:
     return row if isinstance(row, dict) else {}
 
 
-# --- rules -----------------------------------------------------------------------------------------------------------
-
-
 def _equal_rewards(look: Look) -> float | None:
     groups = look.row.get("reward/frac_reward_zero_std")
     if groups is not None and look.facts.compares_groups:

@@ -14,7 +14,7 @@ from fivefold.config.learners import LearnerConfig, LoraConfig, PolicyConfig, Re
 from fivefold.config.machine import elsewhere, is_joined, on_gpus, visible_gpus
 from fivefold.config.mcore_options import MESSAGES, RECOMPUTE, messages_fault, recompute_fault
 from fivefold.config.packages import BRIDGES, LAUNCHERS, TRACKERS, TRANSFORMER_IMPL, missing_packages, slower_paths
-from fivefold.config.roles import ABSENT, Role
+from fivefold.config.roles import ROLES, Role
 from fivefold.config.schema import (
     AlgorithmConfig,
     DataConfig,
@@ -47,6 +47,7 @@ from fivefold.plan.gain import describe_step
 from fivefold.plan.hosts import check_hosts
 from fivefold.plan.megatron_checkpoints import has_config
 from fivefold.plan.placement import placement
+from fivefold.plan.processes import decided
 from fivefold.plan.roles import memory_of, placed
 from fivefold.plan.tokenizer_files import check_tokenizer, check_tokenizer_files, is_hub_id
 from fivefold.reward.choose import check_rewards
@@ -70,10 +71,13 @@ def check(config: RunConfig) -> Findings:
         if policy is not None and not roles[name].reads_text and spec.vocab != policy.vocab:
             findings.error(roles[name].path_key, f"must have the policy's vocabulary: {spec.vocab} != {policy.vocab}")
     if policy is not None and not findings.errors:
+        config, processes = decided(config, policy)
         findings.summary[:] = _summary(config, policy)
         check_fit(findings, config, lambda changed: memory_of(changed, policy))
         if not findings.errors:
-            findings.notes[:0] = describe_step(config, policy)
+            findings.notes[:0] = [*describe_step(config, policy), *filter(None, [processes])]
+    elif policy is None and config.engine.processes == "auto":
+        findings.note("engine.processes: auto is decided when the run starts: the model's sizes are not here")
     _estimate_on_cpu(findings, config, policy)
     _check_run_dir(findings, config.run_dir, config.trainer.run_dir)
     resume = config.trainer.resume
@@ -323,9 +327,9 @@ def _report_ignored(findings: Findings, config: RunConfig, specs: dict[str, Mode
         findings.ignore("reference", "the KL coefficient is 0")
     if config.reward.model.backend is not None and not config.reward.model.path:
         findings.ignore("reward.model.backend", "there is no reward model: name it in reward.model.path")
-    for absent, reason in ABSENT.items():
-        if absent not in config.roles and (own := getattr(config, absent)) != type(own)():
-            findings.ignore(absent, f"{name} {reason}")
+    for model, row in ROLES.items():
+        if row.switch and model not in config.roles and (section := getattr(config, model)) != type(section)():
+            findings.ignore(model, f"{name} has no {row.title}: set {row.switch}")
     if not algorithm.resolved.dynamic_sampling and (
         algorithm.prompts_per_round is not None or algorithm.sampling_rounds != AlgorithmConfig().sampling_rounds
     ):
@@ -381,7 +385,7 @@ def _check_trackers(findings: Findings, loggers: Sequence[str], tracking: Tracki
     if not trackers and tracking != TrackingConfig():
         findings.ignore("tracking", "trainer.loggers names no tracker")
     elif tracking.offline and not {"wandb", "swanlab"} & set(trackers):
-        findings.ignore("tracking.offline", "of these trackers none is asked for: wandb, swanlab")
+        findings.ignore("tracking.offline", "trainer.loggers has neither wandb nor swanlab")
 
 
 def _check_launch(findings: Findings, launch: LaunchConfig, device: str) -> None:

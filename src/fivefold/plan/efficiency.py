@@ -65,7 +65,11 @@ KINDS: dict[str, Kind] = {
     "update_host": Kind("us", "host", "", "an optimizer step besides its kernels"),
     "decode_memory": Kind("GB/s", "memory", "", "weights, keys and values read while decoding"),
     "decode_host": Kind("us", "host", "", "a step of vLLM"),
-    "sequence_host": Kind("us", "host", "", "a sequence in a step of vLLM"),
+    "sequence_host": Kind("us", "host", "sequences of a process", "a sequence in a step of vLLM"),
+    "logprob_host": Kind("us", "host", "", "a sequence in a step, more where workers collect its log-probs"),
+    "object_host": Kind(
+        "us", "host", "sequences of a process", "a sequence in a step, more where vLLM makes objects of its log-probs"
+    ),
     "server_host": Kind("us", "host", "", "a sequence in a step, more where the engine is a server"),
     "eager_layer": Kind("us", "host", "", "a layer of a decoding step of the transformers engine"),
     "decode_reduce": Kind("us", "host", "", "an all-reduce of a decoding step"),

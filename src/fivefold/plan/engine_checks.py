@@ -120,13 +120,13 @@ def engine_cache(config: RunConfig, spec: ModelSpec) -> int | None:
     if (device := device_of(config)) is None:
         return None
     weights = spec.parameters * BYTES[engine.dtype or config.policy.dtype] // engine.layout.tp
-    return cache_beside(engine, device.bytes, weights)
+    return cache_next_to(engine, device.bytes, weights)
 
 
-def cache_beside(engine: EngineConfig, device_bytes: int, weights: int) -> int:
+def cache_next_to(engine: EngineConfig, device_bytes: int, weights: int) -> int:
     """Return the bytes that `memory_fraction` of a device leaves for the cache, after the weights and graphs of each
     process."""
-    return int(engine.memory_fraction * device_bytes) - engine.processes * (weights + ENGINE_GRAPHS)
+    return int(engine.memory_fraction * device_bytes) - engine.process_count * (weights + ENGINE_GRAPHS)
 
 
 def _check_cache(findings: Findings, config: RunConfig, spec: ModelSpec) -> None:
@@ -135,12 +135,12 @@ def _check_cache(findings: Findings, config: RunConfig, spec: ModelSpec) -> None
     assert engine.layout is not None
     longest = engine.max_model_len or config.max_sequence_tokens
     needed, size = token_bytes(engine, config.policy, spec) * longest, CACHE_SIZES[engine.kind]
-    each = f" in each of {engine.processes} processes" if engine.processes > 1 else ""
+    each = f" in each of {engine.process_count} processes" if engine.process_count > 1 else ""
     key = f"{engine.kind}.{size}" if size in engine.own_arguments else "memory_fraction"
     findings.require(
-        cache is None or cache // engine.processes >= needed,
+        cache is None or cache // engine.process_count >= needed,
         key,
-        f"leaves {max(0, cache or 0) // engine.processes / 2**20:,.2f} MiB for keys and values{each}, one sequence of "
+        f"leaves {max(0, cache or 0) // engine.process_count / 2**20:,.2f} MiB for keys and values{each}, one sequence of "
         f"{longest} tokens needs {needed / 2**20:,.2f}; "
         "raise it, more t in engine.backend, or a smaller engine.max_model_len",
     )

@@ -215,7 +215,8 @@ def _rollout(config: RunConfig, spec: ModelSpec, rates: Efficiencies, lengths: L
         float("inf") if cache is None else max(1.0, cache),
         size,
         is_server=engine.is_server,
-        processes=engine.processes,
+        processes=engine.process_count,
+        logprobs="none" if engine.logprobs == "tenth_step" and not config.algorithm.reads_rollout_logprobs else "collected",
         is_eager=engine.kind == "transformers",
     )
     return rollout_time(sampler, requests, replicas, rates)

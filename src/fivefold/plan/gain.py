@@ -2,42 +2,36 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from dataclasses import replace
 
 from fivefold.config import RunConfig
-from fivefold.config.engine import EngineConfig
 from fivefold.config.learners import OffloadConfig
-from fivefold.config.machine import on_gpus
-from fivefold.config.packages import NOT_INSTALLED, flash_fault
+from fivefold.config.packages import NOT_INSTALLED
 from fivefold.config.validate import validate
 from fivefold.errors import UserError
 from fivefold.layout import ParallelLayout
 from fivefold.models.spec import ModelSpec
-from fivefold.plan.devices import gpu_kind
-from fivefold.plan.efficiency import Efficiencies, flash_runs_on, load_rates
+from fivefold.plan.efficiency import Efficiencies
 from fivefold.plan.estimate import Lengths, StepEstimate, describe_parts, step_estimate
 from fivefold.plan.hardware import Cluster
-from fivefold.plan.search import HEADROOM
+from fivefold.plan.processes import WORTH, fastest, step_seconds, with_processes
+from fivefold.plan.run_rates import RunRates
 
-WORTH = 0.03
-"""Smallest share of a step that a change must gain to be named."""
 Change = tuple[str, RunConfig]
 
 
 def describe_step(config: RunConfig, spec: ModelSpec) -> list[str]:
     """Describe memory, the time of a step and the change that would gain most; empty if the device's rates are unknown."""
-    kind = gpu_kind(config.launch) if on_gpus(config.launch, config.trainer.device) else None
-    if kind is None:
-        return []
     try:
-        fault = flash_fault() if flash_runs_on(kind) else None
-        has_flash = fault is None
-        cluster, rates = _cluster(kind, config.roles.world_size, config.engine), Efficiencies(load_rates(), kind, has_flash)
+        known = RunRates.of(config)
     except UserError as error:
         # A run can start without an estimate of its time.
         return [f"no time is estimated: {error}"]
+    if known is None:
+        return []
+    cluster, rates, fault = known.cluster, known.rates, known.flash_fault
+    kind = cluster.gpu
     lengths = Lengths.of(config.data)
     estimate = step_estimate(config, spec, cluster, rates, lengths)
     assumed = f"prompts of {lengths.prompt:.0f} and responses of {lengths.response:.0f} tokens on average"
@@ -61,8 +55,9 @@ def best_change(
 ) -> tuple[str, float] | None:
     """Return the single change that fits and makes a step shortest, with its seconds; None if no change gains enough."""
     found: tuple[str, float] | None = None
-    room = max(HEADROOM * cluster.bytes, now.memory.total)
-    for text, changed in _changes(config):
+    room = max(cluster.room, now.memory.total)
+    processes = with_processes(config, fastest(step_seconds(config, spec, cluster, rates, lengths)))
+    for text, changed in [*_changes(config), (f"engine.processes: {processes.engine.processes}", processes)]:
         try:
             spec.check_layout(changed.layout, changed.policy.megatron.pipeline_split)
             if validate(changed).errors:
@@ -75,14 +70,6 @@ def best_change(
         if estimate.memory.total <= room and estimate.seconds < least:
             found = text, estimate.seconds
     return found
-
-
-def _cluster(kind: str, ranks: int, engine: EngineConfig) -> Cluster:
-    """Return the GPUs of the ranks and of an engine on devices of its own."""
-    gpus = ranks + (engine.layout.world_size if engine.layout is not None and engine.is_apart else 0)
-    node = int(os.environ.get("LOCAL_WORLD_SIZE", 8))
-    # If the last node is not full, the placement of its ranks is unknown: count full nodes.
-    return Cluster(kind, -(-gpus // node) * node if gpus > node else gpus, node)
 
 
 def _changes(config: RunConfig) -> Iterator[Change]:
@@ -106,10 +93,6 @@ def _changes(config: RunConfig) -> Iterator[Change]:
     for fraction in (0.6, 0.7, 0.8, 0.9):
         if engine.layout is not None and fraction > engine.memory_fraction:
             yield f"engine.memory_fraction: {fraction}", replace(config, engine=replace(engine, memory_fraction=fraction))
-    for processes in (2, 4):
-        if engine.kind == "vllm" and not engine.is_apart and processes > engine.processes:
-            own = replace(engine, processes=processes, mode=None)
-            yield f"engine.processes: {processes}", replace(config, engine=own)
     if engine.layout is None:
         world = config.layout.world_size
         yield f"engine.backend: vllm:d{world}", replace(config, engine=replace(engine, backend=f"vllm:d{world}"))

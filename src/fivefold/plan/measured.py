@@ -13,6 +13,7 @@ _STEPS = "set by whole steps of benchmarks/results"
 _CALIBRATED = "benchmarks/results/h200-calibration.txt"
 _ASSUMED = "assumed, whole steps agree"
 _ENGINES = "set by benchmarks/results/h200-x4-engines.txt"
+_LIMIT = "set by benchmarks/results/h200-engine-limit.txt"
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,9 @@ MEASURED: tuple[Rate, ...] = (
     *_rows("update_host", f"{_STEP}, seconds less kernels of 1.7B, mean of six rows", {0: 25000}),
     *_rows("decode_memory", _ENGINES, {0: 4000}),
     *_rows("decode_host", _ENGINES, {0: 2900}),
-    *_rows("sequence_host", _ENGINES, {0: 14.5}),
+    *_rows("sequence_host", _LIMIT, {256: 10.5, 1024: 27}),
+    *_rows("logprob_host", "1.7B with and without flat log-probs, benchmarks/results/h200-x4-engines.txt", {0: 3.9}),
+    *_rows("object_host", _LIMIT, {256: 18, 1024: 11.5}),
     *_rows("server_host", _ENGINES, {0: 5}),
     *_rows("eager_layer", "set by benchmarks/results/h200-x1.txt", {0: 1800}),
     *_rows("decode_reduce", _ENGINES, {0: 25}),

@@ -132,6 +132,8 @@ def as_tree(proposal: Proposal, candidate: Candidate) -> dict[str, Any]:
             tree["engine"]["placement"] = engine.placement
         if engine.mode != base.engine.mode:
             tree["engine"]["mode"] = engine.mode
+        if engine.processes != base.engine.processes:
+            tree["engine"]["processes"] = engine.processes
     tree["launch"] = {"gpu": proposal.cluster.gpu} | ({} if base.launch.allocation is None else {"allocation": None})
     for name, section in further_sections(base).items():
         if section.backend is not None:
@@ -217,6 +219,7 @@ def _origin(proposal: Proposal) -> str:
 def _describe(proposal: Proposal, number: int, candidate: Candidate) -> list[str]:
     config, estimate = candidate.config, candidate.estimate
     engine = "" if config.algorithm.offline else f", {config.engine.backend} {config.engine.placement}"
+    engine += f", {config.engine.process_count} processes" if config.engine.process_count > 1 else ""
     cost = estimate.cost_per_million(proposal.cluster)
     price = "" if cost is None else f", {cost:.3g} a million tokens"
     overlap = ", ".join(f"{name} {seconds:.2f}" for name, seconds in estimate.overlapped.items() if seconds >= 0.005)

@@ -63,7 +63,7 @@ def memory_of(config: RunConfig, spec: ModelSpec) -> Memory:
         engine_shards=1 if config.engine.layout is None else config.engine.layout.tp,
         engine_dtype=config.engine.dtype,
         engine_cache=engine_cache(config, spec),
-        engine_processes=config.engine.processes,
+        engine_processes=config.engine.process_count,
         engine_sleeps=config.engine.sleep and on_gpu,
         max_sequence_tokens=config.max_sequence_tokens,
         offload=config.policy.offload.parts if on_gpu else frozenset(),

@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass
 from functools import cached_property
 from statistics import NormalDist
+from typing import Literal
 
 from fivefold.models.spec import ModelSpec
 from fivefold.plan.efficiency import Efficiencies
@@ -17,6 +18,8 @@ from fivefold.plan.efficiency import Efficiencies
 TAIL = 0.9
 """Standard deviation of the logarithm of response lengths, if some responses reach the maximum and most do not."""
 _QUANTILES = 64
+_LOGPROBS = {"collected": "logprob_host", "objects": "object_host"}
+"""How log-probs leave vLLM -> the kind of rate that a sequence's cost."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,8 @@ class Sampler:
     is_server: bool = False
     processes: int = 1
     """Processes that share the replica's GPUs; each has a part of the sequences."""
+    logprobs: Literal["none", "collected", "objects"] = "collected"
+    """How log-probs leave vLLM: collected by its workers, as the engine does it, or as objects, as vLLM itself does."""
     is_eager: bool = False
     """True for the transformers engine, which launches each kernel of each step from Python."""
 
@@ -98,7 +103,8 @@ class Sampler:
         """Return (host, GPU) seconds of a decoding step: one token of each sequence.
 
         Of several processes, each prepares the steps of its part of the sequences at the same time, and the GPU computes
-        them one after another.
+        them one after another. A sequence costs the host more the more of them a process has, so that two processes take
+        less than half of one's time.
         """
         host, gpu = self._process_seconds(sequences / self.processes, length, rates)
         return host, gpu * self.processes
@@ -113,10 +119,12 @@ class Sampler:
             gpu += 2 * spec.layers * rates.rate("decode_reduce")
         if self.is_eager:
             return spec.layers * rates.rate("eager_layer"), gpu
-        host = rates.rate("decode_host") + sequences * rates.rate("sequence_host")
+        each = rates.rate("sequence_host", sequences)
+        if self.logprobs != "none":
+            each += rates.rate(_LOGPROBS[self.logprobs], sequences)
         if self.is_server:
-            host += sequences * rates.rate("server_host")
-        return host, gpu
+            each += rates.rate("server_host")
+        return rates.rate("decode_host") + sequences * each, gpu
 
 
 @dataclass(frozen=True)

@@ -23,14 +23,13 @@ from fivefold.models.spec import ModelSpec
 from fivefold.plan.efficiency import Efficiencies
 from fivefold.plan.engine_checks import engine_cache, token_bytes
 from fivefold.plan.estimate import Lengths, StepEstimate, step_estimate, trainer_cluster, training_batch
-from fivefold.plan.hardware import Cluster
+from fivefold.plan.hardware import HEADROOM, Cluster
 from fivefold.plan.memory import BYTES, Sharded
+from fivefold.plan.processes import fastest, step_seconds, with_processes
 from fivefold.plan.roles import memory_of
 from fivefold.plan.stage_cuts import even_split, stage_cuts
 from fivefold.plan.step_time import update_time
 
-HEADROOM = 0.92
-"""Share of a GPU's memory that a run may fill by the estimate, which is within 8 % of measured memory."""
 _BUDGETS = (4096, 8192, 16384, 32768, 65536)
 _FRACTIONS = tuple(share / 100 for share in range(90, 15, -5))
 _EVEN, _CUT, _WHOLE = 24, 6, 8
@@ -84,7 +83,7 @@ class Space:
     @property
     def room(self) -> float:
         """Return the bytes of a GPU that a run may fill."""
-        return HEADROOM * self.cluster.bytes
+        return self.cluster.room
 
     def search(self, count: int = 3) -> list[Candidate]:
         """Return the fastest `count` runs with different layouts; raise ValueError if none fits."""
@@ -138,8 +137,6 @@ class Space:
         for own in sorted({each // 4, each // 2, each * 3 // 4}):
             if 0 < own < each:
                 yield gpus // each * own, gpus // each * (each - own)
-
-    # --- the trainer -------------------------------------------------------------------------------------------------
 
     def _trained(self, world: int) -> list[Sharded]:
         """Return the fastest sharded models on `world` ranks."""
@@ -214,8 +211,6 @@ class Space:
         cluster = trainer_cluster(model.layout.world_size, self.cluster)
         return update_time(model, training_batch(self.base, self.lengths), cluster, self.rates).total
 
-    # --- the engine --------------------------------------------------------------------------------------------------
-
     def _with_engines(self, model: Sharded, engine_gpus: int) -> Iterator[Candidate]:
         """Yield the model with each engine, if both fit together."""
         base, layout = self.base, model.layout
@@ -244,8 +239,9 @@ class Space:
                     base.engine,
                     backend=f"{kind}:d{world // tp}" + (f"t{tp}" if tp > 1 else ""),
                     placement="apart" if engine_gpus else "colocated",
+                    processes=1,
                 )
-                yield from self._fitting(self._filled(replace(made, engine=engine)))
+                yield from self._fitting(self._divided(self._filled(replace(made, engine=engine))))
 
     def _widest(self, engine_gpus: int) -> int:
         """Return how many GPUs of a node an engine may have."""
@@ -266,6 +262,13 @@ class Space:
                 return made
             break
         return None
+
+    def _divided(self, config: RunConfig | None) -> RunConfig | None:
+        """Return the run with the number of engine processes with which a step is fastest."""
+        if config is None:
+            return None
+        seconds = step_seconds(config, self.spec, self.cluster, self.rates, self.lengths)
+        return with_processes(config, fastest(seconds))
 
     def _fitting(self, config: RunConfig | None) -> Iterator[Candidate]:
         if config is None:

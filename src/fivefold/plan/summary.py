@@ -20,8 +20,13 @@ from fivefold.plan.roles import memory_of, placed
 _MOST_ROWS = 12
 
 
-def describe(config: RunConfig, spec: ModelSpec, *, steps: int, prompts: int, dropped: int, validation: int) -> str:
-    """Return the summary of a run over `prompts` prompts; `dropped` more were too long, `validation` is for evaluation."""
+def describe(
+    config: RunConfig, spec: ModelSpec, *, steps: int, prompts: int, dropped: int, validation: int, processes: str = ""
+) -> str:
+    """Return the summary of a run over `prompts` prompts; `dropped` more were too long, `validation` is for evaluation.
+
+    `processes` is the sentence of `plan.processes` about a number that it decided.
+    """
     layout, algorithm, data = config.layout, config.algorithm, config.data
     group = algorithm.samples_per_prompt
     samples = config.samples_per_step
@@ -49,6 +54,7 @@ def describe(config: RunConfig, spec: ModelSpec, *, steps: int, prompts: int, dr
         *_describe_adapters(config, spec),
         *_describe_placement(config.roles),
         *_describe_engine(config),
+        *([f"         {processes}"] if processes else []),
         *([] if algorithm.offline else _describe_ahead(config.rollout, config.engine)),
         f"method   {algorithm.name}: advantage {chosen.advantage}, credit {credit}, surrogate {chosen.surrogate} by "
         f"{chosen.importance_sampling_level}, {chosen.aggregate}, KL {kl}{correction}",
@@ -102,8 +108,8 @@ def _describe_engine(config: RunConfig) -> list[str]:
             *(f"         {devices:<{width}}  {who}" for devices, who in shown),
         ]
     where = "as servers on" if engine.is_server else "on"
-    if engine.processes > 1:
-        where = f"as {engine.processes} servers each on"
+    if engine.process_count > 1:
+        where = f"as {engine.process_count} servers each on"
     rest = "" if engine.sleep else ", on the device all the time"
     return [
         f"engine   {replicas} {where} "
@@ -113,7 +119,7 @@ def _describe_engine(config: RunConfig) -> list[str]:
 
 _LATE = {"wait": "a step waits for its groups", "carry": "what is late is sampled again", "drop": "what is late is dropped"}
 _IN_FLIGHT = {
-    "continue": "goes on under new weights",
+    "continue": "continues under new weights",
     "finish": "ends before new weights",
     "abort": "is aborted by new weights",
 }

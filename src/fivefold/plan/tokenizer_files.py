@@ -8,7 +8,7 @@ from fivefold.config import RunConfig
 from fivefold.data.light_tokenizer import OTHER_FILES, LightTokenizer
 from fivefold.errors import UserError
 from fivefold.keys.findings import Findings
-from fivefold.models.end_tokens import EndTokens
+from fivefold.models.end_tokens import EndTokens, PadTokens
 from fivefold.models.spec import ModelSpec
 
 
@@ -58,8 +58,12 @@ def is_hub_id(path: str) -> bool:
 
 
 def _check_ends(findings: Findings, key: str, config: RunConfig, tokenizer: LightTokenizer, spec: ModelSpec | None) -> None:
-    tokens = EndTokens.of(Path(config.model.described_by(config.model.path)), tokenizer.eos_token_id)
+    directory = Path(config.model.described_by(config.model.path))
+    tokens, pads = EndTokens.of(directory, tokenizer.eos_token_id), PadTokens.of(directory, tokenizer.pad_token_id)
     ends = tokens.used
+    learned = tokenizer.eos_token_id if config.algorithm.offline or len(ends) != 1 else min(ends)
+    for message in filter(None, (pads.contradiction, pads.learned(learned))):
+        findings.note(f"{key}: {message}")
     if tokens.contradiction and not config.engine.sampling.ignore_eos:
         findings.note(f"{key}: {tokens.contradiction}")
     drawn = config.engine.sampling

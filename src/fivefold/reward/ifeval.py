@@ -101,9 +101,6 @@ def _compare(count: int, relation: str, wanted: int, tolerance: int = 0) -> bool
     return compared[relation]
 
 
-# --- both forms ------------------------------------------------------------------------------------------------------
-
-
 def has_keywords(text: str, keywords: Sequence[str]) -> bool:
     return all(word.lower() in text.lower() for word in keywords)
 
@@ -130,9 +127,6 @@ def sentences(text: str) -> int:
             continue
         count, begin = count + 1, mark.end()
     return count + (begin < len(text))
-
-
-# --- IFEval ----------------------------------------------------------------------------------------------------------
 
 
 def _keyword_frequency(text: str, keyword: str, frequency: int, relation: str) -> bool:
@@ -295,9 +289,6 @@ INSTRUCTIONS: dict[str, Verifier] = {
     "punctuation:no_comma": no_comma,
 }
 """IFEval's instructions, by id."""
-
-
-# --- RLVR-IFEval -----------------------------------------------------------------------------------------------------
 
 
 def _keyword_times(text: str, word: str, N: int) -> bool:

@@ -350,7 +350,7 @@ class _Job:
 
 
 def _request(name: str, offered: dict[str, Any], seconds: float, is_trial: bool = False) -> dict[str, Any]:
-    """What a reward process is asked; a built-in function that runs no programs has so many seconds of CPU time."""
+    """The request to a reward process; a built-in function that runs no programs has so many seconds of CPU time."""
     is_limited = name in BUILT_IN and not runs_programs(name)
     return {"reward": name, "sample": offered, "cpu_seconds": seconds if is_limited else None, "is_trial": is_trial}
 

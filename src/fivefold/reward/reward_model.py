@@ -12,6 +12,12 @@ from fivefold.interfaces import Model
 from fivefold.types import MODEL_PART, Group, Prompt, Sample, TokenBatch, by_trajectory
 
 
+def scored_part(tokens: list[int], pad: int | None) -> list[int]:
+    """Return a text up to its last token that is not `pad`, at which transformers' classifiers score it."""
+    last = next((place for place in reversed(range(len(tokens))) if tokens[place] != pad), 0)
+    return tokens[: last + 1]
+
+
 class ModelReward:
     """Adds a sequence classifier's score to rewards; `encode` returns the tokens that the classifier reads."""
 

@@ -24,8 +24,6 @@ def verl_gsm8k_first(response: str, ground_truth: str) -> float:
     return float(stated is not None and stated[1].replace(",", "") == ground_truth)
 
 
-# --- MATH (math_reward.py): the last box, compared as text ------------------------------------------------------------
-
 _MATH_TEXT = (
     ("\n", ""), ("\\!", ""), ("\\\\", "\\"), ("tfrac", "frac"), ("dfrac", "frac"), ("\\left", ""), ("\\right", ""),
     ("^{\\circ}", ""), ("^\\circ", ""), ("\\$", ""),
@@ -104,8 +102,6 @@ def _slash(text: str) -> str:
     whole = re.fullmatch(r"(0|-?[1-9][0-9]*)/(0|-?[1-9][0-9]*)", text)
     return f"\\frac{{{whole[1]}}}{{{whole[2]}}}" if whole else text
 
-
-# --- DAPO's math (math_dapo.py): Minerva's last `Answer:`, -1 or 1 ----------------------------------------------------
 
 _ANSWER = re.compile(r"(?i)Answer\s*:\s*([^\n]+)")
 _MINERVA_TEXT = (

@@ -73,8 +73,6 @@ class AsyncRollouts:
         self._began = -1
         self._cached: tuple[int, list[Prompt], list[int]] = (-1, [], [])
 
-    # --- giving out --------------------------------------------------------------------------------------------------
-
     def begin(self, step: int, sync: Callable[[], None]) -> None:
         """Sync the weights, then give out the groups that may be sampled with them; none after the run's end."""
         sync()
@@ -123,8 +121,6 @@ class AsyncRollouts:
             prompts = self._prompts.take(begin, self._admission.per_step)
             self._cached = begin, prompts, first_numbers(prompts, self._group_size)
         return self._cached[1:]
-
-    # --- taking ------------------------------------------------------------------------------------------------------
 
     def next(self, step: int) -> list[Group]:
         """Return this rank's groups of the step."""
@@ -207,8 +203,6 @@ class AsyncRollouts:
                 self._unused[place] = step + 1
         return len(overdue)
 
-    # --- what came of it ---------------------------------------------------------------------------------------------
-
     def _record(self, stale: list[int], cut: int, seconds: float) -> None:
         """Record the metrics of the step over all ranks. Collective."""
         stale_N = torch.cat(self._ranks.all_gather_world(torch.tensor(stale, dtype=torch.long)))
@@ -238,8 +232,6 @@ class AsyncRollouts:
         self._log.record(record)
         self._open.record()
         self._log.curve("requests in flight", load.curve)
-
-    # --- state -------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         return {"position": self._position, "unused": sorted(self._unused.items()), "versions": list(self._versions)}

@@ -223,8 +223,6 @@ class Conversations:
             )
         return messages
 
-    # --- tokens ------------------------------------------------------------------------------------------------------
-
     def _first_context(self, prompt: Prompt, given: Any) -> tuple[list[dict[str, Any]], list[int]]:
         """Return messages and tokens of the first turn's context: what `reset` gave, or the prompt."""
         if given is None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
-from typing import Protocol, cast
+from typing import ClassVar, Protocol, cast
 
 from fivefold.algo.objective import Objective
 from fivefold.algo.term import Progress
@@ -41,34 +41,27 @@ class Device(Protocol):
     def annotate(self, batch: TokenBatch, needs: frozenset[Column]) -> None: ...
 
 
-class Learner(Protocol):
+class Learner:
     """Produces the updates of one model from a rollout."""
 
-    @property
-    def when(self) -> Learns: ...
-
-    @property
-    def stage(self) -> str:
-        """Name under which its time is reported in the metrics."""
-        ...
+    when: ClassVar[Learns] = Learns.WITH_POLICY
+    stage: str
+    """Name under which its time is reported in the metrics."""
+    waits: ClassVar[bool] = False
+    """Whether an update starts only after the previous update's report, even if the model has ranks of its own."""
 
     @property
     def sends_ahead(self) -> bool:
         """Whether all its updates are known before the first one is taken, so that samples can be sent ahead."""
-        ...
-
-    @property
-    def waits(self) -> bool:
-        """Whether an update starts only after the previous update's report, even if the model has ranks of its own."""
-        ...
+        return False
 
     def updates(self, models: Device, work: StepWork, progress: Progress) -> Iterator[Update]:
         """Yield the updates after those that already have a report in `work`. Collective."""
-        ...
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
-class PolicyLearner:
+class PolicyLearner(Learner):
     """Trains the policy on the mini-batches of the rollout with the objective's loss."""
 
     objective: Objective
@@ -77,10 +70,7 @@ class PolicyLearner:
     seed: int = 0
     first_step: int = 0
     """First step in which the policy learns; before it, only the critic learns."""
-    when: Learns = Learns.WITH_POLICY
-    stage: str = "train"
-    sends_ahead: bool = False
-    waits: bool = False
+    stage = "train"
 
     def updates(self, models: Device, work: StepWork, progress: Progress) -> Iterator[Update]:
         """Yield one update per mini-batch, without the samples that add nothing to the loss."""
@@ -102,7 +92,7 @@ class PolicyLearner:
 
 
 @dataclass(frozen=True)
-class CriticLearner:
+class CriticLearner(Learner):
     """Trains the critic on the policy's mini-batches with the value loss."""
 
     objective: Objective
@@ -111,9 +101,7 @@ class CriticLearner:
     ranks: Ranks
     values_per_update: bool = False
     """Whether values and advantages of an update are recomputed with the critic as it is after the previous updates."""
-    when: Learns = Learns.WITH_POLICY
-    stage: str = "critic"
-    waits: bool = False
+    stage = "critic"
 
     @property
     def sends_ahead(self) -> bool:
@@ -142,16 +130,15 @@ class CriticLearner:
 
 
 @dataclass(frozen=True)
-class ProcessRewardLearner:
+class ProcessRewardLearner(Learner):
     """Trains the process reward model on whole groups of the rollout by their outcomes, and rewards their tokens."""
 
     process: ProcessReward
     ranks: Ranks
     stage: str
     updates_per_step: int = 1
-    when: Learns = Learns.BEFORE_ADVANTAGES
-    sends_ahead: bool = False
-    waits: bool = True
+    when = Learns.BEFORE_ADVANTAGES
+    waits = True
 
     def updates(self, models: Device, work: StepWork, progress: Progress) -> Iterator[Update]:
         """Yield the updates of the model, before or after it rewards the tokens of the step, as the method chooses."""

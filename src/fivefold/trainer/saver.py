@@ -10,8 +10,10 @@ from typing import Any
 from fivefold.algo.term import Progress
 from fivefold.checkpoint.checkpoints import Checkpoints, RunState
 from fivefold.checkpoint.fingerprint import Fingerprint
+from fivefold.checkpoint.lock_file import check_lone_lock, lone_lock
 from fivefold.checkpoint.saving import Saving, Writer
 from fivefold.config.schema import TrainerConfig
+from fivefold.distributed.calls import call_on_main
 from fivefold.distributed.ranks import Ranks
 from fivefold.interfaces import BufferedSource, RolloutSource
 from fivefold.observability.run_logger import RunLogger
@@ -35,8 +37,13 @@ class Saver:
     """Step of the last checkpoint; -1 if this step is to be saved again."""
     _saving: Saving | None = None
     """Checkpoint that is being written."""
+    _lock: str | None = None
+    """Text of the run's lock file if only that file keeps other runs out of the directory."""
     _is_prepared: bool = False
     """Whether host buffers for asynchronous snapshots of the models have been (or are being) allocated."""
+
+    def __post_init__(self) -> None:
+        self._lock = lone_lock(self.run_dir)
 
     @cached_property
     def checkpoints(self) -> Checkpoints:
@@ -80,6 +87,7 @@ class Saver:
             pending=pending,
         )
         with self.logger.stage("save"):
+            call_on_main(self.ranks, self._check_lock)
             self.settle(wait=True)
             in_background = self.config.async_save and not is_last
             parts = {name: model.snapshot(copies=in_background) for name, model in self.models.trained.items()}
@@ -90,6 +98,10 @@ class Saver:
             self._saving = Saving(self.checkpoints, state, parts, self.ranks, self.resolved_config, in_background)
             self.saved_step = progress.step
             self.settle(wait=not in_background)
+
+    def _check_lock(self) -> None:
+        if self._lock is not None:
+            check_lone_lock(self.run_dir, self._lock)
 
     def settle(self, wait: bool) -> None:
         """Publish the checkpoint that is being written once all ranks have written it. `wait` blocks until then."""

@@ -145,8 +145,6 @@ class Trainer:
         self._has_learned = True
         self._saver.prepare()
 
-    # --- before the first step ---------------------------------------------------------------------------------------
-
     def _resume(self) -> None:
         models, resume, checkpoints = self.models.trained, self.config.resume, self._saver.checkpoints
         found = load_run(checkpoints, self.resume_from, resume, self.fingerprint, models, self.ranks, self.logger)
@@ -169,8 +167,6 @@ class Trainer:
         if self.ranks.is_main:
             write_whole(self.run_dir / "run.yaml", self.resolved_config)
         self.logger.begin(self.step)
-
-    # --- after a step ------------------------------------------------------------------------------------------------
 
     def _finish_step(self) -> None:
         """Record the step, then evaluate and save if due."""

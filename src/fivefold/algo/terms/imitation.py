@@ -99,7 +99,7 @@ class Imitation(Term):
             (chosen.credit != "response", f"credit: {chosen.credit} has no rewards there"),
             (chosen.whiten, "whiten is over all tokens of the step"),
             (str(chosen.advantage).startswith("step_"), f"{chosen.advantage} compares all rewards of the step"),
-            (chosen.advantage == "greedy_baseline", "greedy_baseline asks for another response to each prompt"),
+            (chosen.advantage == "greedy_baseline", "greedy_baseline needs another response to each prompt"),
             (chosen.kl.place == "reward" or chosen.kl.reward_coef, "a KL in the reward has no reward there"),
             (LEGACY_AGGREGATE in (chosen.aggregate, expert.aggregate), f"{LEGACY_AGGREGATE} is for all of the loss"),
         )

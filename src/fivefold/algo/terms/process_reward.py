@@ -31,7 +31,12 @@ class ProcessReward(Part):
 
     section = "process_reward"
     reports = (
-        ("prm/accuracy", "fraction", "Responses whose score is above 0 where they came out well, below 0 otherwise."),
+        (
+            "prm/accuracy",
+            "fraction",
+            "Responses whose score is above 0 where they came out well, below 0 otherwise.",
+            "accuracy",
+        ),
         ("prm/pair_accuracy", "fraction", "Pairs of a prompt with different outcomes whose scores are in that order."),
         ("prm/score_mean", "reward", "Mean score of the responses, β Σ (log π_prm - log π_ref)."),
     )
@@ -82,8 +87,6 @@ class ProcessReward(Part):
             below.require(not is_so, "coef", f"must be 0: {reason}")
         message = ": dpo compares with scores before the step's updates: write update: after"
         below.require(process.loss == "ce" or process.update == "after", "loss", message)
-
-    # --- rewards of tokens -------------------------------------------------------------------------------------------
 
     def log_ratios(self, batch: TokenBatch) -> Tensor:
         """[T] log π_prm - log π_ref of response tokens, 0 elsewhere."""
@@ -143,8 +146,6 @@ class ProcessReward(Part):
         """[T] whether a token is the last of its response."""
         table = Table(segments)
         return table.flat(table.is_last_NL.double()).bool()
-
-    # --- what the model learns ---------------------------------------------------------------------------------------
 
     def targets(self, stats: RolloutStats) -> Tensor:
         """[N] outcome of each response of the step, in [0, 1]. Raises RuntimeError for a reward outside of that range."""

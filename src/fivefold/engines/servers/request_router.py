@@ -163,8 +163,6 @@ class RequestRouter:
         self._thread = threading.Thread(target=self._run, name="requests", daemon=True)
         self._thread.start()
 
-    # --- for other threads -------------------------------------------------------------------------------------------
-
     def open(self) -> RequestStream:
         return RequestStream(self)
 
@@ -255,8 +253,6 @@ class RequestRouter:
             return function(*arguments)
 
         return asyncio.run_coroutine_threadsafe(run(), self._loop).result()
-
-    # --- in the thread of the requests -------------------------------------------------------------------------------
 
     def _run(self) -> None:
         watching = [self._loop.create_task(each) for each in (self._watch(), self._read())]

@@ -78,8 +78,6 @@ class ServerEngine:
         self.state, self.version = EngineState.ABSENT, 0
         self._start()
 
-    # --- servers -----------------------------------------------------------------------------------------------------
-
     @property
     def _own(self) -> dict[int, Server]:
         """The servers that this rank calls for weights and memory."""
@@ -142,8 +140,6 @@ class ServerEngine:
         for process in self._processes.values():
             process.close()
 
-    # --- weights -----------------------------------------------------------------------------------------------------
-
     def update_weights(self, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
         """Send full tensors, of which each worker keeps its shard; raises RuntimeError if it then holds something else.
 
@@ -197,8 +193,6 @@ class ServerEngine:
         self._is_paused = self._hold()
         self.state = EngineState.ABSENT
 
-    # --- memory ------------------------------------------------------------------------------------------------------
-
     def sleep(self) -> None:
         if self._can_sleep and self.state is not EngineState.ASLEEP:
             self._each("sleep")
@@ -234,8 +228,6 @@ class ServerEngine:
         rows = torch.tensor(sorted(lost), dtype=torch.long)
         self._lost |= set(torch.cat(self._ranks.all_gather_world(rows)).tolist())
         self._router.lose(self._lost)
-
-    # --- requests ----------------------------------------------------------------------------------------------------
 
     def generate(self, requests: Sequence[Request]) -> Iterator[Completion]:
         """Yields a completion of each request, as they finish. Collective.

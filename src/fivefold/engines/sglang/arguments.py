@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from fivefold.config.engine import SamplingConfig
-from fivefold.config.packages import import_fault
-from fivefold.engines.arguments import check_arguments, declared_fields, dotted
+from fivefold.engines.arguments import check_arguments, check_release, declared_fields
 from fivefold.errors import UserError
 from fivefold.keys.findings import Findings
 from fivefold.layout import ParallelLayout
@@ -105,15 +104,8 @@ def check_sglang(findings: Findings, given: dict[str, Any], layout: ParallelLayo
             "which samples from the same distribution",
         )
         return
-    if (fault := import_fault("sglang")) is not None:
-        findings.error("backend", f": SGLang {version} is installed, {fault}")
+    if not check_release(findings, "sglang", "SGLang", version, VERSIONS):
         return
-    release = tuple(int(part) for part in version.split(".")[:3])
-    findings.require(
-        VERSIONS[0] <= release <= VERSIONS[1],
-        "backend",
-        f": SGLang {version} is installed, supported are {dotted(VERSIONS[0])} to {dotted(VERSIONS[1])}",
-    )
     known = server_arguments(Path(found.origin).parent / "srt")
     check_arguments(findings.at("sglang"), f"SGLang {version}", given, known, OURS, FIXED)
 

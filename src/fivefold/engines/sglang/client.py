@@ -48,8 +48,6 @@ class SGLangServer:
         self._post("/end_weight_update", {}, may_refuse=True)
         self._post("/freeze_gc", {})
 
-    # --- requests ----------------------------------------------------------------------------------------------------
-
     async def generate(
         self, name: str, prompt_ids: list[int], sampling: Sampling, draws: Sequence[Draw]
     ) -> AsyncIterator[Answer]:
@@ -125,8 +123,6 @@ class SGLangServer:
         """End the requests in flight, which return what they have."""
         self._post("/abort_request", {"abort_all": True})
 
-    # --- weights -----------------------------------------------------------------------------------------------------
-
     def workers(self) -> int:
         """Returns the number of processes that receive weights."""
         return self._workers
@@ -159,8 +155,6 @@ class SGLangServer:
             time.sleep(0.05)
         return [fault for each in found for fault in each]
 
-    # --- memory ------------------------------------------------------------------------------------------------------
-
     def sleep(self) -> None:
         """Free the memory of weights and cache."""
         self._post("/release_memory_occupation", {"tags": ["kv_cache", "weights"]})
@@ -168,8 +162,6 @@ class SGLangServer:
     def wake(self, part: str) -> None:
         """Allocate the memory of `weights` or `kv_cache` again."""
         self._post("/resume_memory_occupation", {"tags": [part]})
-
-    # --- calls -------------------------------------------------------------------------------------------------------
 
     @cached_property
     def _answers(self) -> Any:

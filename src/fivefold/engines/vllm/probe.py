@@ -7,10 +7,10 @@ import httpx2 as httpx
 from fivefold.engines.servers.http import answers as is_well
 from fivefold.engines.servers.http import ask
 from fivefold.engines.servers.probe import Description
+from fivefold.engines.vllm.arguments import PROGRESS
 from fivefold.interfaces import Pressure
 
 COMMAND = "python -m fivefold.engines.vllm.serve --model ... --port ..."
-_COUNTERS = ("vllm:generation_tokens_total{", "vllm:prompt_tokens_total{")
 
 _GAUGES = (
     "vllm:kv_cache_usage_perc",
@@ -27,12 +27,12 @@ def answers(address: str) -> bool:
 
 
 def progress(address: str) -> float | None:
-    """Returns the number of tokens that it has read and sampled since its start; None if it does not answer."""
+    """Returns the number of tokens that it has sampled since its start; None if it does not answer."""
     try:
-        lines = ask(address, "GET", "/metrics").text.splitlines()
+        answer = ask(address, "GET", PROGRESS)
     except httpx.TransportError:
         return None
-    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(_COUNTERS))
+    return float(answer.json()["tokens"]) if answer.status_code == 200 else None
 
 
 def pressure(address: str) -> Pressure | None:

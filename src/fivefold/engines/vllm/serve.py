@@ -2,7 +2,7 @@
 
 The arguments are vLLM's. One route returns a group's tokens and log-probs as lists, each response as it ends: vLLM's own
 routes describe every token by an object, which takes longer than a small model takes to sample it. Another route receives
-weights, so that no request is sampled before they are complete.
+weights, so that no request is sampled before they are complete. A third one counts tokens, in place of vLLM's statistics.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 from fivefold.distributed.compiler_caches import use_compiler_caches
 from fivefold.engines.arguments import flags
+from fivefold.engines.garbage import freeze_heap
 from fivefold.engines.servers.server_process import ServerProcess, devices_from, end_with_parent, own_environment
-from fivefold.engines.vllm.arguments import EXTENSION, ON_CPU, ROUTE, TAKE, WEIGHTS
+from fivefold.engines.vllm.arguments import EXTENSION, ON_CPU, PROGRESS, ROUTE, TAKE, WEIGHTS
 from fivefold.engines.vllm.held_weights import HeldWeights
 from fivefold.engines.vllm.logprobs import TAG, LogprobTaker, logprobs_of
 from fivefold.engines.vllm.parameters import seed_of
@@ -64,22 +65,38 @@ def _with_route(build_app: Callable[..., Any]) -> Callable[..., Any]:
     def build(*arguments: Any, **named: Any) -> Any:
         app = build_app(*arguments, **named)
         app.state.run, app.state.weights, app.state.logprobs = None, HeldWeights(), LogprobTaker()
+        app.state.sampled = 0
         app.router.add_route(TAKE, _take, methods=["POST"])
         app.router.add_route(WEIGHTS, _weights, methods=["POST"])
         app.router.add_route(ROUTE, _generate, methods=["POST"])
+        app.router.add_route(PROGRESS, _progress, methods=["GET"])
         return app
 
     return build
 
 
 async def _take(raw: Any) -> Any:
-    """{run} -> {names_versions}: from now on only requests of this run are answered."""
+    """{run} -> {names_versions, scanned}: from now on only requests of this run are answered.
+
+    `scanned`: number of objects that the collector of garbage still looks at.
+    """
     from starlette.responses import JSONResponse
     from vllm.outputs import CompletionOutput
 
     raw.app.state.run = (await raw.json())["run"]
     raw.app.state.weights.cut()
-    return JSONResponse({"names_versions": "weight_versions" in CompletionOutput.__dataclass_fields__})
+    names_versions = "weight_versions" in CompletionOutput.__dataclass_fields__
+    return JSONResponse({"names_versions": names_versions, "scanned": freeze_heap()})
+
+
+async def _progress(raw: Any) -> Any:
+    """{} -> {tokens}: sampled since the start, those of running requests included."""
+    from starlette.responses import JSONResponse
+
+    state = raw.app.state
+    running = list(state.engine_client.output_processor.request_states.values())
+    counts = (one.detokenizer.num_output_tokens() for one in running if one.detokenizer is not None)
+    return JSONResponse({"tokens": state.sampled + sum(counts)})
 
 
 async def _weights(raw: Any) -> Any:
@@ -117,15 +134,14 @@ async def _generate(raw: Any) -> Any:
         return PlainTextResponse(
             "this server has incomplete weights: none came, or their transfer was cut off", status_code=409
         )
-    state = raw.app.state
-    return StreamingResponse(_lines(state.engine_client, asked, state.logprobs), media_type="application/x-ndjson")
+    return StreamingResponse(_lines(raw.app.state, asked), media_type="application/x-ndjson")
 
 
-async def _lines(engine: Any, asked: dict[str, Any], logprobs: LogprobTaker) -> AsyncIterator[str]:
+async def _lines(state: Any, asked: dict[str, Any]) -> AsyncIterator[str]:
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
-    sampling = asked["sampling"]
+    engine, sampling = state.engine_client, asked["sampling"]
     sampling["logit_bias"] = sampling["logit_bias"] and {int(one): bias for one, bias in sampling["logit_bias"].items()}
     params = SamplingParams(**sampling, output_kind=RequestOutputKind.FINAL_ONLY)
 
@@ -139,7 +155,8 @@ async def _lines(engine: Any, asked: dict[str, Any], logprobs: LogprobTaker) -> 
         spans = getattr(found, "weight_versions", None)
         versions = spans and [(int(span.version), span.end - span.start) for span in spans]
         token_ids = list(found.token_ids)
-        given = [] if own.logprobs is None else logprobs_of(name, token_ids, await logprobs.take(engine, name))
+        state.sampled += len(token_ids)
+        given = [] if own.logprobs is None else logprobs_of(name, token_ids, await state.logprobs.take(engine, name))
         answer = number, token_ids, given, found.finish_reason, versions
         return json.dumps([*answer, packed(getattr(found, "routed_experts", None))])
 
@@ -164,7 +181,11 @@ def server_process(
     host: str | None = None,
 ) -> ServerProcess:
     """Returns a server on this device and the following ones, `devices` in all, with vLLM's own arguments by name."""
-    given, environment = dict(arguments), {}
+    # Statistics cost every step time for every sequence, and nothing here reads them.
+    given, environment = {"disable_log_stats": True, **arguments}, {}
+    if not given["disable_log_stats"]:
+        # vLLM has no option that turns it off.
+        del given["disable_log_stats"]
     if device.type == "cpu":
         given = {"enforce_eager": True} | given
         # This avoids compilation on a user's machine. Also, inductor's code for AVX2 read embeddings past their end (0.32).

@@ -128,8 +128,6 @@ class RemoteRanks:
         """Nodes in the order of their ranks."""
         self._silent_seconds = silent_seconds
 
-    # --- before they start -------------------------------------------------------------------------------------------
-
     def wait(self, stopped: Callable[[], bool]) -> bool:
         """Wait until the actors are ready; returns False if `stopped` before."""
         asked, deadline = [host.actor.__ray_ready__.remote() for host in self.hosts], time.monotonic() + _START_SECONDS
@@ -177,8 +175,6 @@ class RemoteRanks:
         }
         self._ask_all("start", list(arguments), variables, launch)
 
-    # --- while they run ----------------------------------------------------------------------------------------------
-
     def codes(self) -> list[int | None]:
         """Returns the exit codes, None for ranks that still run; also prints the latest output of rank 0."""
         news: News
@@ -213,8 +209,6 @@ class RemoteRanks:
         for host in self.hosts:
             with contextlib.suppress(Exception):
                 ray.kill(host.actor)
-
-    # --- calls to the actors -----------------------------------------------------------------------------------------
 
     def _ask_all(self, method: str, *arguments: Any, among: Sequence[Host] | None = None) -> list[tuple[Host, Any]]:
         """Call a method of every actor; raises RuntimeError if one does not answer."""

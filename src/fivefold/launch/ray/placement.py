@@ -1,4 +1,4 @@
-"""Decides which processes go on which nodes: roles and nodes -> Bundles. No Ray here.
+"""Decides which processes continue which nodes: roles and nodes -> Bundles. No Ray here.
 
 A bundle holds the members of one role on one node; Ray reserves it as a whole. Members of a role are numbered consecutively
 over the bundles, so that neighbors share a node.

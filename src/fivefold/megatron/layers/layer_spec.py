@@ -108,21 +108,15 @@ def _attention(config: TransformerConfig) -> ModuleSpec:
 
 
 def _latent_attention() -> ModuleSpec:
-    return ModuleSpec(
-        module=MultiLatentAttention,
-        params={"attn_mask_type": AttnMaskType.causal},
-        submodules=MLASelfAttentionSubmodules(
-            linear_q_proj=ColumnParallelLinear,
-            linear_q_down_proj=ColumnParallelLinear,
-            linear_q_up_proj=ColumnParallelLinear,
-            linear_kv_down_proj=ColumnParallelLinear,
-            linear_kv_up_proj=ColumnParallelLinear,
-            core_attention=PackedAttention,
-            linear_proj=RowParallelLinear,
-            q_layernorm=MLANorm,
-            kv_layernorm=MLANorm,
-        ),
+    projections = ("linear_q_proj", "linear_q_down_proj", "linear_q_up_proj", "linear_kv_down_proj", "linear_kv_up_proj")
+    norms = dict.fromkeys(("q_layernorm", "kv_layernorm"), MLANorm)
+    submodules = MLASelfAttentionSubmodules(
+        **dict.fromkeys(projections, ColumnParallelLinear),
+        core_attention=PackedAttention,
+        linear_proj=RowParallelLinear,
+        **norms,
     )
+    return ModuleSpec(MultiLatentAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=submodules)
 
 
 class Layer(TransformerLayer):

@@ -117,7 +117,7 @@ def _fault(tree: ast.AST, names: dict[str, str]) -> str | None:
     for call in calls:
         own = ast.unparse(call.func)
         if own in _KINDS and any(isinstance(each, ast.Name) and each.id in names for each in call.args):
-            return f"`{ast.unparse(call)}` asks for a class of the program"
+            return f"`{ast.unparse(call)}` reads a class of the program"
         values = [*call.args, *(each.value for each in call.keywords)]
         handed = [each for each in values if isinstance(each, ast.Lambda) or getattr(each, "id", None) in functions]
         if handed and isinstance(call.func, ast.Name) and call.func.id in names:

@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterable, Sequence
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
-# --- the calls -----------------------------------------------------------------------------------------------------------
 
 _MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 """Machine -> its column below, and its AUDIT_ARCH."""
@@ -59,7 +58,6 @@ _O_TMPFILE = 0o20000000
 """Flag that creates an unnamed file, which the check of a program's directory would not count."""
 _EPERM, _ENOSYS = 1, 38
 
-# --- seccomp -------------------------------------------------------------------------------------------------------------
 
 _LOAD, _EQUAL, _AND, _RETURN = 0x20, 0x15, 0x45, 0x06
 _ALLOW, _ERRNO, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
@@ -144,8 +142,6 @@ def _install(bpf: bytes) -> None:
     _prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.addressof(program))
 
 
-# --- Landlock ------------------------------------------------------------------------------------------------------------
-
 _LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446
 _READ_FILE, _READ_DIR, _WRITE_FILE, _MAKE_FILE, _TRUNCATE = 1 << 2, 1 << 3, 1 << 1, 1 << 8, 1 << 14
 _FILE_RIGHTS = (13, 14, 15, 15, 16)
@@ -184,8 +180,6 @@ def _allow(ruleset: int, path: str, rights: int) -> None:
         os.close(file)
 
 
-# --- namespaces, capabilities --------------------------------------------------------------------------------------------
-
 _NAMESPACES = 0x10000000 | 0x40000000 | 0x08000000 | 0x04000000
 """Namespaces for users (so that the others need no privilege), networks, System V shared memory and host names."""
 _CAPSET = {"x86_64": 126, "aarch64": 91}
@@ -211,9 +205,6 @@ def _syscall(number: int, *arguments: object) -> int:
 def _prctl(option: int, *arguments: int) -> None:
     if _LIBC.prctl(option, *map(ctypes.c_ulong, [*arguments, *[0] * (4 - len(arguments))])):
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-
-
-# --- all of them ---------------------------------------------------------------------------------------------------------
 
 
 def missing() -> str | None:

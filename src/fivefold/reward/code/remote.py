@@ -37,9 +37,6 @@ class NoAnswerError(BaseException):
     """Raised if the program has ended or its answer is invalid. It is not an Exception, so that no test can expect it."""
 
 
-# --- in the program's process ---------------------------------------------------------------------------------------------
-
-
 def serve(space: dict[str, Any]) -> None:
     """Answer calls of the tests with the program's names in `space`, until the tests end."""
     requests = os.fdopen(os.dup(_REQUESTS), encoding="utf-8")
@@ -84,9 +81,6 @@ def _done(space: dict[str, Any], what: str, target: Any, arguments: list[Any], n
     if not hasattr(type(target), what):
         raise TypeError(f"{type(target).__name__} has no {what}")
     return getattr(target, what)(*arguments, **named)
-
-
-# --- in the tests' process ------------------------------------------------------------------------------------------------
 
 
 class _Line:

@@ -1,0 +1,118 @@
+"""The size and the shape of the source have limits, so that one role, one term or one method stays one thing."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+from fivefold.algo.methods import METHODS
+from fivefold.config.roles import ROLES
+
+SOURCE = Path(__file__).resolve().parents[1] / "src" / "fivefold"
+LONGEST_CLASS = 250
+MOST_FIELDS = 25
+LONG_FUNCTION, LONG_FUNCTIONS = 100, 0.001
+"""Lines above which a function is long, and the largest share of such functions."""
+MOST_NAMING_ONE_ROLE = 8
+MOST_NAMING_ONE_TERM = 4
+MOST_TAKING_THE_CONFIGURATION = 5
+CONFIGURATION_SHARE = 1 / 5
+MAY_TAKE_THE_CONFIGURATION = ("config/", "plan/", "build.py")
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+@cache
+def sources() -> dict[str, str]:
+    return {path.relative_to(SOURCE).as_posix(): path.read_text() for path in sorted(SOURCE.rglob("*.py"))}
+
+
+@cache
+def definitions() -> list[tuple[str, ast.ClassDef | Function]]:
+    """Every class and function of the source, each with its file."""
+    kinds = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    trees = {name: ast.parse(text) for name, text in sources().items()}
+    return [(name, node) for name, tree in trees.items() for node in ast.walk(tree) if isinstance(node, kinds)]
+
+
+def classes() -> Iterator[tuple[str, ast.ClassDef]]:
+    return ((name, node) for name, node in definitions() if isinstance(node, ast.ClassDef))
+
+
+def functions() -> Iterator[tuple[str, Function]]:
+    return ((name, node) for name, node in definitions() if not isinstance(node, ast.ClassDef))
+
+
+def lines(node: ast.ClassDef | Function) -> int:
+    return node.end_lineno - node.lineno + 1
+
+
+def is_dataclass(node: ast.ClassDef) -> bool:
+    return any("dataclass" in ast.unparse(decorator) for decorator in node.decorator_list)
+
+
+def is_section(name: str, node: ast.ClassDef) -> bool:
+    """Sections of the configuration hold the keys of a YAML file, which stay flat."""
+    return name.startswith("config/") and node.name.endswith("Config")
+
+
+def takes_the_configuration(function: Function) -> bool:
+    arguments = function.args
+    return any(
+        "RunConfig" in re.findall(r"\w+", ast.unparse(argument.annotation))
+        for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)
+        if argument.annotation is not None
+    )
+
+
+def test_no_class_is_longer_than_250_lines():
+    assert {f"{name}:{node.name}": lines(node) for name, node in classes() if lines(node) > LONGEST_CLASS} == {}
+
+
+def test_no_dataclass_has_more_than_25_fields():
+    fields = {
+        f"{name}:{node.name}": sum(isinstance(statement, ast.AnnAssign) for statement in node.body)
+        for name, node in classes()
+        if is_dataclass(node) and not is_section(name, node)
+    }
+    assert {name: number for name, number in fields.items() if number > MOST_FIELDS} == {}
+    assert len(fields) > 200
+
+
+def test_at_most_one_function_in_a_thousand_is_longer_than_100_lines():
+    lengths = {f"{name}:{node.name}": lines(node) for name, node in functions()}
+    longest = {name: length for name, length in lengths.items() if length > LONG_FUNCTION}
+    assert len(longest) <= LONG_FUNCTIONS * len(lengths), longest
+
+
+def test_one_role_is_named_in_at_most_eight_files():
+    naming = [name for name, text in sources().items() if re.search("prm", text, re.IGNORECASE)]
+    assert len(naming) <= MOST_NAMING_ONE_ROLE, naming
+
+
+def test_the_term_of_chord_is_named_in_at_most_four_files():
+    """Its own file, the list of terms, the rows of methods, and the objective, which divides an update between two losses."""
+    naming = [name for name, text in sources().items() if re.search(r"chord|imitation", text, re.IGNORECASE)]
+    assert 0 < len(naming) <= MOST_NAMING_ONE_TERM, naming
+
+
+def test_at_most_five_further_files_take_the_whole_configuration():
+    taking = {name for name, node in functions() if takes_the_configuration(node)}
+    assert any(name.startswith("plan/") for name in taking)
+    outside = {name for name in taking if not name.startswith(MAY_TAKE_THE_CONFIGURATION)}
+    assert len(outside) <= MOST_TAKING_THE_CONFIGURATION, outside
+
+
+def test_the_configuration_is_at_most_a_fifth_of_the_source():
+    lengths = {name: text.count("\n") for name, text in sources().items()}
+    own = sum(length for name, length in lengths.items() if name.startswith("config/"))
+    assert 0 < own <= CONFIGURATION_SHARE * sum(lengths.values()), own
+
+
+def test_the_training_loop_names_no_method_and_no_model():
+    words = set(re.findall(r"[a-z0-9_]+", sources()["trainer/train.py"].lower()))
+    assert {"models", "objective"} <= words
+    assert words.isdisjoint({*METHODS, *ROLES}), words & {*METHODS, *ROLES}
