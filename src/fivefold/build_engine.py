@@ -273,12 +273,18 @@ def _start_vllm(config: RunConfig, directory: Path, device: torch.device, log: P
 
     settings, layout = config.engine, config.engine.layout
     assert layout is not None
-    arguments = _vllm_arguments(config, directory, device) | {
-        "model": str(directory),
-        "tensor_parallel_size": layout.tp,
-        "enable_sleep_mode": settings.sleep and device.type == "cuda" and not settings.is_apart,
-        "enable_expert_parallel": layout.ep > 1,
-    }
+    # How full a server is decides how many turns are in flight.
+    statistics = {"disable_log_stats": False} if config.environment.is_active else {}
+    arguments = (
+        statistics
+        | _vllm_arguments(config, directory, device)
+        | {
+            "model": str(directory),
+            "tensor_parallel_size": layout.tp,
+            "enable_sleep_mode": settings.sleep and device.type == "cuda" and not settings.is_apart,
+            "enable_expert_parallel": layout.ep > 1,
+        }
+    )
     return server_process(arguments, device, layout.tp, log, answers, host)
 
 

@@ -307,9 +307,6 @@ def test_nothing_is_asked_between_hold_and_go():
     router.close()
 
 
-# --- turns of trajectories --------------------------------------------------------------------------------------------
-
-
 def turn_of(number: int, trajectory: int, turn: int) -> Request:
     return Request(number, [trajectory, *range(turn)], Sampling(max_tokens=2), 0, trajectory, turn)
 
@@ -367,7 +364,7 @@ def test_a_trajectory_whose_server_is_full_goes_to_another_one(routing):
     assert len(list(stream.completions())) == 1, "where all are full, one of them gets it"
 
 
-def test_later_turns_go_before_first_ones_and_no_head_blocks_what_another_server_can_take(routing):
+def test_later_turns_go_before_first_ones_and_no_head_blocks_another(routing):
     slow, fast = InMemory(0.3), InMemory(0.001)
     router, stream = routing([slow, fast], window=1)
     router.hold()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.commands import fivefold
+from tests.support.commands import Command, children_of, fivefold, gone, is_free, wait_for
 from tests.support.whole_runs import assert_same, metrics
 from tests.support.zygote import THREADS
 
@@ -125,6 +125,51 @@ def test_dynamic_sampling_and_other_methods_take_trajectories(guessing):
     rows = run(guessing, "dapo", EXAMPLES / "guessing/grpo.yaml", *paths(guessing), *SHORT, "algorithm.name=dapo")
     assert rows[-1]["dynamic_sampling/prompts"] >= 4
     assert rows[-1]["turns/mean"] > 1
+
+
+AHEAD = ["rollout.max_staleness=1", "trainer.steps=4", "trainer.save_every=1", "trainer.keep=9"]
+
+
+def of_content(rows: list[dict[str, float]]) -> list[dict[str, float]]:
+    """Metrics that say what was sampled, and not when."""
+    of_time = ("environment/", "turns/seconds", "async/trainer_wait", "async/complete", "engine/")
+    return [{name: value for name, value in row.items() if not name.startswith(of_time)} for row in rows]
+
+
+def test_trajectories_ahead_are_as_old_as_they_may_be_and_those_of_the_step_without(guessing):
+    alone = run(guessing, "alone-too", EXAMPLES / "guessing/grpo.yaml", *paths(guessing), *SHORT)
+    none = run(guessing, "none", EXAMPLES / "guessing/grpo.yaml", *paths(guessing), *SHORT, "rollout.max_staleness=0")
+    own = [{name: value for name, value in row.items() if not name.startswith("async/")} for row in of_content(none)]
+    assert_same(own, of_content(alone))
+    ahead = run(guessing, "ahead", EXAMPLES / "guessing/grpo.yaml", *paths(guessing), *SHORT, *AHEAD)
+    assert [row["async/staleness_max"] for row in ahead if "async/staleness_max" in row] == [0.0, 1.0, 1.0, 1.0]
+    assert all(row["turns/mean"] > 1 for row in ahead if "turns/mean" in row)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("step", [1, 2, 3])
+@pytest.mark.parametrize("layout", ["d1", "d2"])
+def test_a_killed_run_with_trajectories_ahead_resumes_as_if_undisturbed(guessing, step, layout):
+    """Killed after each of its checkpoints, and resumed on one rank or two."""
+    common = [EXAMPLES / "guessing/grpo.yaml", *paths(guessing), *SHORT, *AHEAD, f"launch.threads={THREADS}"]
+    expected = run(guessing, f"whole-{step}-{layout}", EXAMPLES / "guessing/grpo.yaml", *paths(guessing), *SHORT, *AHEAD)
+    run_dir = guessing / f"runs/killed-{step}-{layout}"
+    process = Command("train", *common, f"trainer.run_dir={run_dir}")
+    wait_for((run_dir / f"checkpoints/step-{step:06d}").exists, process)
+    everyone = children_of(process.pid)
+    process.kill()
+    process.wait()
+    wait_for(lambda: gone(everyone) and is_free(run_dir))
+    found = run(
+        guessing,
+        run_dir.name,
+        EXAMPLES / "guessing/grpo.yaml",
+        *paths(guessing),
+        *SHORT,
+        *AHEAD,
+        f"policy.backend=megatron:{layout}",
+    )
+    assert_same(of_content(found), of_content(expected))
 
 
 def test_a_run_that_fails_in_its_environment_ends_with_the_reason(guessing):

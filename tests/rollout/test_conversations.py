@@ -429,8 +429,6 @@ def test_a_first_context_without_room_is_a_failure_with_its_sentence(cluster, fi
     assert "the reward of 12 of 12 samples failed" in error and "leaves no room" in error
 
 
-# --- tools -------------------------------------------------------------------------------------------------------------
-
 TOOLS = '''
 import time
 

@@ -213,9 +213,6 @@ def read(one: Rig, found: dict[tuple[int, int], Trajectory]) -> None:
                 assert seen[tuple(sequence.context + sequence.token_ids[: turn.begin])] >= 1
 
 
-# --- how many run -----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("most", "per_worker"), [(2, 64), (3, 1), (1024, 64)])
 def test_no_more_trajectories_run_than_may_and_they_are_the_same(rig, undisturbed, tmp_path, most, per_worker):
     one, existing = rig("Marked", max_running=most, per_worker=per_worker), []
@@ -279,9 +276,6 @@ def test_fewer_requests_are_in_flight_while_servers_are_full_and_the_youngest_wa
     assert sum(places[:4]) < sum(places[-4:])
 
 
-# --- time -------------------------------------------------------------------------------------------------------------
-
-
 def test_a_clock_counts_only_what_is_not_held():
     clock = Clock(10.0)
     assert clock.left == 10.0
@@ -325,9 +319,6 @@ def _counted(function, rounds: Counter, name: str):
         return function(*arguments)
 
     return call
-
-
-# --- what is lost or cut ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("after", [0, 5, 20])
@@ -383,9 +374,6 @@ def test_an_aborted_turn_is_sampled_again_with_its_own_draws(rig, undisturbed):
     assert len(contexts) < len(one.engine.seen)
 
 
-# --- given up, and added later ----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", ["Marked", "SlowReset"])
 def test_discarded_trajectories_leave_no_environment_and_change_no_other(rig, undisturbed, tmp_path, name):
     one = rig(name, engine={"seconds": lambda drawn: 0.01}, max_running=8)
@@ -418,9 +406,6 @@ def test_an_error_of_the_engine_or_of_two_starts_ends_the_run(rig):
     one.add()
     with pytest.raises(RunError, match="start alike"):
         one.run()
-
-
-# --- checkpoints ------------------------------------------------------------------------------------------------------
 
 
 def as_written(parts, tmp_path: Path):
@@ -463,7 +448,7 @@ def test_trajectories_of_a_checkpoint_continue_and_equal_undisturbed_ones(files,
     held = {seed for part in kept for seed in seeds_of(one, part)}
     again = [seed for _, seed in two.engine.seen if seed in held]
     if name == "Stated":
-        # Where the environment was in the middle of a step, it has no state to go on from.
+        # Where the environment was in the middle of a step, it has no state to continue from.
         still = [part for part in kept if part.record["restore"] is not None]
         assert still or turns == 1
         assert len((tmp_path / "restored").read_text() if still else "") == len(still)
@@ -509,9 +494,6 @@ def test_a_state_that_does_not_restore_fails_that_trajectory_with_its_sentence(f
     assert len(failed) == sum(part.record["restore"] is not None for part in parts if part.record)
     assert all("a state of another version" in held.error and held.end == "environment" for held in failed)
     assert len(later) + len(found) == 12
-
-
-# --- turns that others ask for ----------------------------------------------------------------------------------------
 
 
 def test_several_turns_of_a_trajectory_may_be_requested_at_once(files):

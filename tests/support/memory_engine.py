@@ -52,7 +52,7 @@ class MemoryServer:
 
 
 class MemoryEngine:
-    """Servers in memory behind a router of requests."""
+    """Servers in memory, and a router of requests."""
 
     restarts = 0
 

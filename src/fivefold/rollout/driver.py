@@ -91,7 +91,8 @@ class Driver:
         self._engine, self._stream, self._conversations = engine, engine.stream(), conversations
         self._check_start = check_start
         # An engine in the rank samples one batch at a time, and nothing else happens meanwhile.
-        self._blocks = self._stream.load() is None
+        self.blocks = self._stream.load() is None
+        """Whether the engine samples only within `advance`."""
         self._lock = threading.RLock()
         self._ids, self._numbers = count(), count()
         self._runs: dict[Key, _Run] = {}
@@ -125,7 +126,7 @@ class Driver:
 
     def start(self) -> None:
         """Continue the trajectories in the background, if the engine samples there; `advance` then only waits."""
-        if not self._blocks:
+        if not self.blocks:
             self._thread = threading.Thread(target=self._work, name="trajectories", daemon=True)
             self._thread.start()
 
@@ -161,7 +162,7 @@ class Driver:
         while self._thread is None and self._runs and self._engine.state is EngineState.READY:
             self._begin()
             left = max(0.0, end - time.monotonic())
-            (self._sample_batch if self._blocks else self._sample)(left)
+            (self._sample_batch if self.blocks else self._sample)(left)
             if not left or self._is_interrupted:
                 break
         with self._lock:
@@ -195,7 +196,7 @@ class Driver:
     def parts(self) -> list[Part]:
         """Return copies of all trajectories that have sampled a turn, for a checkpoint.
 
-        An environment whose trajectory waits for the engine stands still, and is asked for its state.
+        An environment whose trajectory waits for the engine stands still and returns its state.
         """
         with self._lock:
             begun = [run for run in self._runs.values() if run.held.turns]
@@ -215,8 +216,6 @@ class Driver:
     def pressure(self) -> Pressure | None:
         """Return how close the engine's servers are to their limits."""
         return self._stream.pressure()
-
-    # --- rounds ------------------------------------------------------------------------------------------------------
 
     def _work(self) -> None:
         """Continue the trajectories until the process ends."""
@@ -304,12 +303,10 @@ class Driver:
         """Let a thread that waits in `advance` look at what is new; may be called by any thread."""
         if not self._is_woken:
             self._is_woken = True
-            if self._blocks:
+            if self.blocks:
                 self._answers.put(None)
             else:
                 self._stream.wake()
-
-    # --- one trajectory ----------------------------------------------------------------------------------------------
 
     def _arrived(self, completion: Completion) -> None:
         with self._lock:

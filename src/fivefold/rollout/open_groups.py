@@ -11,13 +11,16 @@ from dataclasses import dataclass, field
 from itertools import count
 
 from fivefold.engines.sampling import request_seed
-from fivefold.interfaces import Load, Stream
+from fivefold.interfaces import EngineState, Load, Stream
 from fivefold.reward.pool import Scoring
 from fivefold.rollout.conversations import Conversations
 from fivefold.rollout.driver import Usage
 from fivefold.rollout.generation import Generator, group_of, numbered
 from fivefold.rollout.trajectories import Part, Task, Trajectory
 from fivefold.types import ENDS, Completion, Group, Prompt, Request, Sample, Sampling, by_trajectory
+
+_ROUND_SECONDS = 0.5
+"""Seconds between two checks whether the run is to end, while an engine in the ranks samples trajectories."""
 
 
 @dataclass(frozen=True)
@@ -226,7 +229,16 @@ class OpenTrajectories(OpenGroups):
         self._driver.add(self._tasks(wanted), wanted.sampling)
 
     def collect(self, seconds: float) -> None:
-        for held in self._driver.advance(seconds):
+        self._store(self._driver.advance(seconds))
+        heartbeat, engine = self._generator.rewards.ranks.heartbeat, self._generator.engine
+        # Sampling and training take turns: all trajectories end before new weights, as responses of one turn do.
+        while self._driver.blocks and self._driver.is_running and engine.state is EngineState.READY:
+            self._store(self._driver.advance(_ROUND_SECONDS))
+            if heartbeat.check():
+                break
+
+    def _store(self, ended: Sequence[Trajectory]) -> None:
+        for held in ended:
             sequences, counts = held.samples(), held.counts
             self._tokens.aborted += int(counts["turns/aborted_tokens"])
             self._tokens.reused += held.older_tokens

@@ -219,8 +219,6 @@ class Trajectory:
             for each in held
         ]
 
-    # --- checkpoints -------------------------------------------------------------------------------------------------
-
     def part(self, restore: dict[str, Any] | None) -> Part:
         """Return a copy of what a checkpoint keeps; `restore`: state of the environment, if it has one."""
         record = {

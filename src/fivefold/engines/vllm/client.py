@@ -78,7 +78,8 @@ class VLLMServer:
         return progress(self.address)
 
     def pressure(self) -> Pressure | None:
-        return pressure(self.address)
+        found = pressure(self.address)
+        return None if found is None else Pressure(*found)
 
     def pause(self) -> None:
         """Suspend the requests in flight, and discard what was computed for them with the old weights."""

@@ -8,7 +8,6 @@ from fivefold.engines.servers.http import answers as is_well
 from fivefold.engines.servers.http import ask
 from fivefold.engines.servers.probe import Description
 from fivefold.engines.vllm.arguments import PROGRESS
-from fivefold.interfaces import Pressure
 
 COMMAND = "python -m fivefold.engines.vllm.serve --model ... --port ..."
 
@@ -35,8 +34,9 @@ def progress(address: str) -> float | None:
     return float(answer.json()["tokens"]) if answer.status_code == 200 else None
 
 
-def pressure(address: str) -> Pressure | None:
-    """Returns how close the server is to its limits; None if it does not answer."""
+def pressure(address: str) -> tuple[float, int, float, float] | None:
+    """Returns how close the server is to its limits, as the fields of a Pressure; None if it does not answer or runs without
+    statistics."""
     try:
         lines = ask(address, "GET", "/metrics").text.splitlines()
     except httpx.TransportError:
@@ -44,7 +44,7 @@ def pressure(address: str) -> Pressure | None:
     values = {name: [float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"{name}{{")] for name in _GAUGES}
     used, queued, tokens, hits = values.values()
     # Its engines have a cache each.
-    return Pressure(max(used, default=0.0), int(sum(queued)), sum(tokens), sum(hits))
+    return (max(used), int(sum(queued)), sum(tokens), sum(hits)) if used else None
 
 
 def describe(address: str) -> Description | int:

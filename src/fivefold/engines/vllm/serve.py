@@ -181,7 +181,7 @@ def server_process(
     host: str | None = None,
 ) -> ServerProcess:
     """Returns a server on this device and the following ones, `devices` in all, with vLLM's own arguments by name."""
-    # Statistics cost every step time for every sequence, and nothing here reads them.
+    # Statistics cost every step time for every sequence, and only runs of several turns read them.
     given, environment = {"disable_log_stats": True, **arguments}, {}
     if not given["disable_log_stats"]:
         # vLLM has no option that turns it off.
