@@ -120,7 +120,6 @@ def test_a_good_environment_is_taken(root):
         ({"environment": {"class": None, "agent": "sh -c 'x"}}, "cannot be read: No closing quotation"),
         ({"environment": {"class": None, "agent": "sh", "endpoint": {"host": "no such host"}}}, "environment.endpoint.host must be an address"),
         ({"environment": {"class": None, "agent": "sh", "endpoint": {"port": 80}}}, "environment.endpoint.port must be in [1024, 65535]: got 80"),
-        ({"rollout": {"max_staleness": 1}}, "rollout.max_staleness must be left out with environment"),
         ({"data": {"apply_chat_template": False}}, "data.apply_chat_template must be true with environment"),
         ({"data": {"tools_key": "tools"}, "environment": {"tools": ["$/envs.py:add"]}}, "data.tools_key must be left out"),
         ({"data": {"max_total_tokens": 16}}, "data.max_total_tokens must be above data.max_response_tokens = 16"),
