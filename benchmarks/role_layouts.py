@@ -1,4 +1,4 @@
-"""Models of a run on layouts and GPUs of their own, beside the same run on one layout: two GPUs.
+"""Models of a run on layouts and GPUs of their own, next to the same run on one layout: two GPUs.
 
 `python benchmarks/role_layouts.py [PART ...] [--seconds N]`: every part (`PARTS` below), or those named, each for N seconds
 at most. What a part measures is printed as it comes. `--dry-run`: tiny models on ranks of CPUs. vLLM samples and judges;
@@ -99,7 +99,7 @@ def equal(part: Part) -> None:
 
 
 def memory(part: Part) -> None:
-    """Qwen3-1.7B's shape as policy and as reference: the fullest GPU's peak, beside what `plan` says."""
+    """Qwen3-1.7B's shape as policy and as reference: the fullest GPU's peak, next to what `plan` says."""
     directory = part.model("qwen3_1.7b")
     tokens, samples, length = (16384, 64, 1024) if part.large else (64, 8, 24)
     spec = load_spec(directory)
@@ -232,7 +232,7 @@ def judge_server(part: Part, directory: Path, log: Path) -> Iterator[str]:
 
 
 def judged(part: Part) -> None:
-    """Policy on one GPU; reference, reward model and a judge of vLLM on the other, beside the three models on one GPU and
+    """Policy on one GPU; reference, reward model and a judge of vLLM on the other, next to the three models on one GPU and
     the judge alone on the other."""
     if find_spec("vllm") is None:
         return part.say("judge", "skipped: vLLM is not installed")
@@ -242,7 +242,7 @@ def judged(part: Part) -> None:
 
     root = make_files(part)
     words = root / "judge-words"
-    # It can say digits only, and which ones follows from what it is asked.
+    # It can say digits only, and which ones follows from its prompt.
     digits = [load_tokenizer(str(words)).encode(digit, add_special_tokens=False)[0] for digit in "0123456789"]
     judge = {
         "model": str(words), "verdict": "score", "pattern": r"(\d)", "scale": 9, "max_tokens": 2, "max_model_len": 128,

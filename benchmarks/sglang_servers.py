@@ -1,4 +1,4 @@
-"""SGLang's servers beside the trainer: log-probs, weights, memory, failures, the key of a request, rates; one and two GPUs.
+"""SGLang's servers next to the trainer: log-probs, weights, memory, failures, the key of a request, rates; one and two GPUs.
 
 `python benchmarks/sglang_servers.py [PART ...] [--seconds N]`: every part (`PARTS` below), or those named, each for N
 seconds at most; a server takes about 100 s to start the first time. What a part measures is printed as it comes. The
@@ -311,7 +311,7 @@ def key(part: Part) -> None:
 
 
 def rate(part: Part) -> None:
-    """Tokens a second of SGLang's servers beside vLLM's, Qwen3-1.7B's shape, one GPU and two."""
+    """Tokens a second of SGLang's servers next to vLLM's, Qwen3-1.7B's shape, one GPU and two."""
     for layout, each in (("d1", 1), ("t2", 2), ("d2", 1)):
         found = {}
         for kind in ("sglang", "vllm"):
@@ -326,7 +326,7 @@ def rate(part: Part) -> None:
 
 
 def ahead(part: Part) -> None:
-    """Whole runs, two steps ahead with the server on the second GPU: what is sampled when weights come goes on, ends first,
+    """Whole runs, two steps ahead with the server on the second GPU: what is sampled when weights come runs, ends first,
     or is sampled again."""
     if not is_there(part, "ahead", 2):
         return
