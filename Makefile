@@ -145,7 +145,7 @@ test-bridges: $(BRIDGES_READY)
 test-agents: $(AGENTS_READY)
 	AGENTS_PYTHON=$(CURDIR)/$(AGENTS)/bin/python $(BIN)/python -m pytest -m agents tests/rollout/test_agent_libraries.py
 
-# Environments of other libraries and MCP servers, unmodified. About two minutes.
+# Environments of other libraries and MCP servers, unmodified, and the models' own chat templates. About two minutes.
 test-environments: $(ENVIRONMENTS_READY)
 	$(ENVIRONMENTS)/bin/python -m pytest -n 2 --dist load -m environments tests/environments
 

@@ -297,7 +297,7 @@ def build_conversations(
     data, tools = config.data, environments.start()
     template = data.chat_template_kwargs | ({} if data.chat_template is None else {"chat_template": data.chat_template})
     ends = EndTokens.of(directory, tokenizer.eos_token_id).used | {*config.engine.sampling.stop_token_ids}
-    dialog = Dialog.of(tokenizer, template, ends, tools)
+    dialog = Dialog.of(tokenizer, template, ends, tools, config.environment.history)
     found = Conversations(config.environment, dialog, environments, config.max_sequence_tokens)
     named = data.chat_template_kwargs | ({"tools": tools} if tools else {})
     return found, replace(config, data=replace(data, chat_template_kwargs=named))

@@ -87,7 +87,8 @@ def test_every_example_has_a_row():
     parts = {"own_reward.py", "verl/run_qwen3_8b.sh", "gsm8k_tiny.yaml", "ray/sums.yaml", "README.md"}
     parts |= {f"demo/{name}" for name in ("sft.yaml", "grpo.yaml", "sums.py")}
     parts |= {f"smollm2/{name}" for name in ("get_model.py", "words.py", "gsm8k.py")}
-    parts |= {f"guessing/{name}" for name in ("envs.py", "grpo.yaml", "rows.py")} | {"agent/agent.py", "agent/grpo.yaml"}
+    parts |= {f"guessing/{name}" for name in ("envs.py", "grpo.yaml", "rows.py")}
     parts |= {f"frozenlake/{name}" for name in ("envs.py", "grpo.yaml", "rows.py")}
+    parts |= {"agent/agent.py", "agent/grpo.yaml"}
     parts |= {f"calculator/{name}" for name in ("tools.py", "sft.yaml", "grpo.yaml", "rows.py")}
     assert made - parts == {*RECIPES, *OTHERS}

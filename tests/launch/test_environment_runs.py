@@ -76,6 +76,30 @@ def test_a_run_of_several_turns_is_the_same_on_two_ranks(guessing):
     assert sum(ends.values()) == pytest.approx(1) and set(ends) <= {"done", "length", "turns"}
 
 
+DROPPING = (
+    "{% for m in messages %}{{ m.content.split('?')[-1] if m.role == 'assistant' and not loop.last else m.content }}"
+    "{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
+)
+"""Drops what an earlier turn says up to a question mark, as models' templates drop thinking."""
+
+
+def test_a_run_whose_template_drops_earlier_thinking_trains_every_sequence(guessing):
+    again = [
+        "environment.history=template",
+        f"data.chat_template={json.dumps(DROPPING)}",
+        "data.max_response_tokens=6",
+        "data.max_total_tokens=40",
+    ]
+    yaml = EXAMPLES / "guessing/grpo.yaml"
+    alone = run(guessing, "again", yaml, *paths(guessing), *SHORT, *again)
+    pair = run(guessing, "again2", yaml, *paths(guessing), *SHORT, *again, "policy.backend=megatron:d2")
+    of_time = ("environment/", "turns/seconds")
+    assert_same(*[[{k: v for k, v in row.items() if not k.startswith(of_time)} for row in rows] for rows in (pair, alone)])
+    for row in alone[1:]:
+        assert row["trajectory/sequences"] == 1 + row["trajectory/breaks_template"] > 1
+        assert row["turns/mean"] > row["trajectory/sequences"] and row["rollout/logprob_diff_max"] < 1e-4
+
+
 @pytest.fixture(scope="module")
 def wide(guessing) -> Path:
     """A model for vLLM, whose attention on CPUs has no heads narrower than 32."""

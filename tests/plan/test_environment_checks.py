@@ -199,6 +199,21 @@ def test_a_template_that_drops_earlier_thinking_is_noted_with_turn_and_role(root
     assert "from turn 2 on, the assistant's turn 1" in note
 
 
+def test_a_template_that_renders_turns_again_is_noted_with_what_it_changes(root):
+    text = (
+        "{% for m in messages %}{{ m.content.split('</think>')[-1] if m.role == 'assistant' else m.content }}<|end|>"
+        "{% endfor %}"
+    )
+    for template, sentence in (
+        (text, "from turn 2 on, the assistant's turn 1"),
+        (TEMPLATE, "append would give the same contexts"),
+    ):
+        given = {"class": f"{root}/envs.py:Game", "history": "template"}
+        found = check(RunConfig.of(tree(root, environment=given, data={"chat_template": template})))
+        (note,) = [note for note in found.notes if note.startswith("environment")]
+        assert found.errors == [] and note.startswith("environment.history: template: ") and sentence in note
+
+
 def test_rewards_of_the_class_count_unless_another_weight_is_given(root):
     assert RunConfig.of(tree(root)).reward.functions == {"environment": 1.0}
     both = RunConfig.of(

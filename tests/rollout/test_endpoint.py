@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from fivefold.config.environment import EndpointConfig
-from fivefold.data.dialog import Dialog
+from fivefold.data.dialog import Dialog, History
 from fivefold.data.tokenizer import load_tokenizer, train_tokenizer
 from fivefold.rollout.endpoint import Address, Endpoint
 from fivefold.rollout.sessions import Dialogs
@@ -69,11 +69,12 @@ class Served:
     """An endpoint with one trajectory."""
 
     def __init__(self, words: str, max_turns: int = 20, max_tokens: int = 1000, sampling: Sampling | None = None,
-                 is_appending: bool = True) -> None:  # fmt: skip
+                 history: History = "append") -> None:  # fmt: skip
         self.tokenizer = load_tokenizer(words)
-        self.dialog = Dialog.of(self.tokenizer, {"chat_template": TEMPLATE}, [self.tokenizer.eos_token_id])
+        ends = [self.tokenizer.eos_token_id]
+        self.dialog = Dialog.of(self.tokenizer, {"chat_template": TEMPLATE}, ends, history=history)
         self.engine = Engine(self.tokenizer)
-        self.endpoint = Endpoint(Dialogs(self.dialog, is_appending), EndpointConfig(), "tiny", max_turns, max_tokens)
+        self.endpoint = Endpoint(Dialogs(self.dialog), EndpointConfig(), "tiny", max_turns, max_tokens)
         self.endpoint.start()
         self.sampling = sampling or Sampling(max_tokens=100)
         self.address = self.opened()
@@ -301,7 +302,7 @@ def test_draws_depend_on_the_context_and_not_on_the_order_of_arrival(words):
 
 
 def test_a_template_that_renders_history_again_extends_where_it_writes_what_is_held(words):
-    served = Served(words, is_appending=False)
+    served = Served(words, history="template")
     served.engine.texts = ["plain", "<think>x</think>y"]
     messages = [user("a")]
     for text in "bcd":

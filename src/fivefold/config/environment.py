@@ -40,6 +40,9 @@ class EnvironmentConfig:
     """Agent that samples the turns itself, through an endpoint that speaks OpenAI's API: `path/to/file.py:function`, called
     with (task, base_url, api_key), or a command."""
     endpoint: EndpointConfig = field(default_factory=EndpointConfig)
+    history: Literal["append", "template"] = "append"
+    """What a turn reads of earlier ones. `append`: all that was read and sampled. `template`: what the chat template renders
+    of the conversation, which may drop earlier thinking; where it differs, a new sequence of the trajectory begins."""
     max_turns: Annotated[int, within("[1, 10000]")] = 10
     """Maximum number of turns of the model in a trajectory."""
     max_parallel_calls: Annotated[int, within("[1, 1000]")] = 8

@@ -218,12 +218,23 @@ def _check_dialog(findings: Findings, config: RunConfig, light: LightTokenizer, 
             for name in tools
         ]
         stops = {*config.engine.sampling.stop_token_ids}
-        dialog = Dialog.of(_Tokenizer(light), data.chat_template_kwargs, ends | stops, about)
+        own, history = _Tokenizer(light), config.environment.history
+        dialog = Dialog.of(own, data.chat_template_kwargs, ends | stops, about, history)
         difference = dialog.history_difference()
     except UserError as error:
         findings.errors.append(str(error))
         return
-    if difference is not None:
+    if not dialog.appends:
+        findings.note(
+            "environment.history: template: "
+            + (
+                "the chat template keeps all of earlier turns, so append would give the same contexts"
+                if difference is None
+                else f"the chat template changes earlier turns, {difference}; a new sequence of the trajectory begins "
+                "there, whose context is computed again"
+            )
+        )
+    elif difference is not None:
         findings.note(
             "environment: a trajectory keeps what was sampled, and the chat template would render the same conversation in "
             f"another way, {difference}"

@@ -104,9 +104,8 @@ class AgentTurn:
 class Dialogs:
     """Dialogs for the tools that requests name, each proven once."""
 
-    def __init__(self, dialog: Dialog, is_appending: bool = True) -> None:
-        """`is_appending`: False if the template renders a conversation again for each turn."""
-        self._dialog, self.is_appending = dialog, is_appending
+    def __init__(self, dialog: Dialog) -> None:
+        self._dialog = dialog
         self._known: dict[str, Dialog | UserError] = {}
         self._lock = threading.Lock()
 
@@ -119,7 +118,8 @@ class Dialogs:
             if key not in self._known:
                 own = self._dialog
                 try:
-                    self._known[key] = Dialog.of(own.tokenizer, own.template, own.ends, [_as_schema(tool) for tool in tools])
+                    schemas = [_as_schema(tool) for tool in tools]
+                    self._known[key] = Dialog.of(own.tokenizer, own.template, own.ends, schemas, own.history)
                 except UserError as error:
                     self._known[key] = error
             found = self._known[key]
@@ -189,14 +189,14 @@ class Session:
         dialog, request, parent = self._dialogs.of(turn.request.tools), turn.request, turn.parent
         if request.messages is None:
             turn.added = request.token_ids[len(_tokens(parent)) :] if parent else request.token_ids
-        elif parent is None or not self._dialogs.is_appending:
-            turn.added = dialog.begin(_for_template(request.messages, dialog))[0]
+        elif parent is None or not dialog.appends:
+            turn.added = dialog.begin(dialog.separated(_for_template(request.messages, dialog)))[0]
             if parent is not None:
-                held = _tokens(parent)
-                if turn.added[: len(held)] == held:
-                    turn.added = turn.added[len(held) :]
-                else:
+                added = dialog.continued(_tokens(parent), turn.added)
+                if added is None:
                     turn.parent, turn.cause = None, "template"
+                else:
+                    turn.added = added
         else:
             turn.added = self._follow(
                 parent, _for_template(request.messages[parent.depth :], dialog, request.messages), dialog
