@@ -310,14 +310,13 @@ def write_data(root: Path) -> None:
             subprocess.run([*FIVEFOLD, *command], check=True, capture_output=True)
 
 
-def whole_run(part: Part, name: str, layout: str, what: str, engine: dict[str, Any]) -> None:
-    """Steps of GRPO from the command line; `engine`: settings of that section."""
+def grpo_run(part: Part, name: str, layout: str, run_dir: Path, engine: dict[str, Any]) -> dict[str, Any]:
+    """Configuration of three steps of GRPO on `write_data`'s prompts; `engine`: settings of that section."""
     model = part.model(name)
     root = model.parent
-    write_data(root)
     data = {"train": [f"{root}/data/train.parquet"], "prompts_per_step": 32, "max_prompt_tokens": 64}
-    trainer = {"run_dir": f"{root}/{what}", "steps": 3, "save_every": 0, "loggers": ["console"]}
-    run = {
+    trainer = {"run_dir": str(run_dir), "steps": 3, "save_every": 0, "loggers": ["console"]}
+    return {
         "model": {"path": str(model), "tokenizer": f"{root}/tokenizer"},
         "policy": {
             "backend": f"megatron:{layout}", "tokens_per_micro_batch": 16384, "skip_zero_advantage": False,
@@ -330,6 +329,13 @@ def whole_run(part: Part, name: str, layout: str, what: str, engine: dict[str, A
         "reward": {"functions": {"format": 1.0}},
         "trainer": {**trainer, "device": "cuda" if part.large else "cpu"},
     }  # fmt: skip
+
+
+def whole_run(part: Part, name: str, layout: str, what: str, engine: dict[str, Any]) -> None:
+    """Steps of GRPO from the command line; `engine`: settings of that section."""
+    root = part.model(name).parent
+    write_data(root)
+    run = grpo_run(part, name, layout, root / what, engine)
     part.train(f"{name}, {layout}, {what}", run, ("time/", "throughput/", "memory/", "rollout/logprob", "rollout/kl"))
 
 

@@ -25,10 +25,12 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
-from benchmarks.engine_speed import FIVEFOLD, RUN, write_data
+from benchmarks.engine_speed import FIVEFOLD, grpo_run, write_data
 from benchmarks.harness import Part, run
 from fivefold.distributed.compiler_caches import VARIABLES
 from fivefold.layout import ParallelLayout
@@ -57,11 +59,13 @@ def first_sample(name: str, layout: str, engine: str) -> Callable[[Part], None]:
         root = part.model(name).parent
         write_data(root)
         has_vllm = importlib.util.find_spec("vllm") is not None
-        chosen = f'backend: "{engine}", mode: in_process, memory_fraction: 0.6' if has_vllm else "backend: transformers"
+        chosen = (
+            {"backend": engine, "mode": "in_process", "memory_fraction": 0.6} if has_vllm else {"backend": "transformers"}
+        )
         found = {}
         for caches in ("cold", "warm"):
-            title = f"{name}, {layout}, {chosen.partition(',')[0].partition(': ')[2]}, {caches} caches"
-            found[caches] = started(part, title, root, name, layout, chosen, root / f"{name}-{caches}")
+            settings = grpo_run(part, name, layout, root / f"{name}-{caches}", chosen)
+            found[caches] = started(part, f"{name}, {layout}, {chosen['backend']}, {caches} caches", root, settings)
             if found[caches] is None:
                 return None
         cold, warm = found["cold"], found["warm"]
@@ -79,14 +83,10 @@ def first_sample(name: str, layout: str, engine: str) -> Callable[[Part], None]:
     return measure
 
 
-def started(part: Part, title: str, root: Path, name: str, layout: str, engine: str, run_dir: Path) -> dict[str, Any] | None:
+def started(part: Part, title: str, root: Path, settings: dict[str, Any]) -> dict[str, Any] | None:
     """Run three steps with caches below `root`; print and return what the start took and the seconds of each step."""
-    text = RUN.format(
-        root=root, model=part.model(name), run=run_dir, layout=layout, engine=engine,
-        recompute="full" if name == "qwen3_8b" else "none",
-        response=1024 if part.large else 16, device="cuda" if part.large else "cpu",
-    )  # fmt: skip
-    (root / "run.yaml").write_text(text)
+    run_dir = Path(settings["trainer"]["run_dir"])
+    (root / "run.yaml").write_text(yaml.safe_dump(settings))
     environment = {key: value for key, value in os.environ.items() if key not in VARIABLES}
     environment |= {"XDG_CACHE_HOME": str(root / "caches"), "VLLM_LOGGING_LEVEL": "INFO"}
     log, begin = root / f"{run_dir.name}.log", time.perf_counter()

@@ -188,7 +188,8 @@ def test_models_that_are_here_are_proposed(tmp_path, monkeypatch):
         (["--yes", "--gpus", "-1"], "--gpus must be a number"),
         (
             ["--yes", "--data", "rows.csv"],
-            "--data must be a parquet or jsonl file, a directory of `save_to_disk`, or OWNER/NAME",
+            "--data must be a parquet or jsonl file, a directory of `save_to_disk`, or "
+            "[modelscope:]OWNER/NAME[:CONFIG][/SPLIT][@REVISION] of a hub",
         ),
         (["--yes", "--data", "odd.jsonl"], "must hold a pair to compare or a prompt or a prompt and a response"),
         (["--yes", "--data", "none.jsonl", "--model", "gone"], "--model must be a directory or a hub id"),

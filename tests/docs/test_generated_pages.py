@@ -79,7 +79,10 @@ def test_files_that_pages_name_exist():
     root = DOCS.parent
     for page in [root / "README.md", *DOCS.glob("*.md")]:
         for name in re.findall(r"`((?:\w+/)+\w+\.(?:py|yaml|md))`", page.read_text()):
-            assert any((base / name).exists() for base in (root, root / "src/fivefold", root / "src/fivefold/megatron")), (
+            assert any(
+                (base / name).exists()
+                for base in (root, root / "src", root / "src/fivefold", root / "src/fivefold/megatron")
+            ), (
                 page,
                 name,
             )
