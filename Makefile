@@ -35,11 +35,19 @@ PUBLISHED_READY := $(PUBLISHED)/.ready
 BRIDGES := .venv-bridges
 BRIDGES_READY := $(BRIDGES)/.ready
 
+# Clients of agents bring fifty packages that nothing else needs.
+AGENTS := .venv-agents
+AGENTS_READY := $(AGENTS)/.ready
+
+# Gymnasium, TextArena, TRL, SkyRL-gym, OpenEnv and MCP, for the tests with their environments and tools.
+ENVIRONMENTS := .venv-environments
+ENVIRONMENTS_READY := $(ENVIRONMENTS)/.ready
+
 # Which part of a long target runs: K/N is the K-th of N.
 PART ?= 1/1
 
 .PHONY: setup check test test-plain test-vllm test-slow test-slow-vllm test-sglang test-kernels test-routes test-trackers test-hub test-install test-browser test-dialects test-documents test-eras test-cpus \
-	test-layouts test-attacks test-bridges test-published test-hosts test-learning test-by-turns test-all demo real docs site demo-curve gsm8k gpu-test gpu-speed wheel image-cpu image-cuda clean
+	test-layouts test-attacks test-bridges test-agents test-published test-hosts test-environments test-learning test-by-turns test-all demo real docs site demo-curve gsm8k gpu-test gpu-speed wheel image-cpu image-cuda clean
 
 setup: $(READY)
 
@@ -65,7 +73,7 @@ $(SGLANG_READY): tests/sglang.txt $(VLLM_READY)
 	touch $(SGLANG_READY)
 
 # Environments that see the packages of the plain one too.
-$(TRACKERS_READY) $(HUB_READY) $(PUBLISHED_READY) $(BRIDGES_READY): .venv-%/.ready: tests/%.txt $(READY)
+$(TRACKERS_READY) $(HUB_READY) $(PUBLISHED_READY) $(BRIDGES_READY) $(ENVIRONMENTS_READY) $(AGENTS_READY): .venv-%/.ready: tests/%.txt $(READY)
 	test -x .venv-$*/bin/python || $(PYTHON) -m venv --without-pip .venv-$*
 	$(BIN)/python -m pip --python .venv-$*/bin/python install --quiet --disable-pip-version-check --no-deps --requirement tests/$*.txt
 	printf 'import site; site.addsitedir("%s")\n' $(CURDIR)/$$(echo $(VENV)/lib/python3*/site-packages) > $$(echo .venv-$*/lib/python3*/site-packages)/plain.pth
@@ -132,6 +140,14 @@ test-published: $(PUBLISHED_READY) $(VLLM_READY)
 # mbridge and Megatron-Bridge against our own tables. About three minutes.
 test-bridges: $(BRIDGES_READY)
 	$(BRIDGES)/bin/python -m pytest -m bridges -p no:xdist -o addopts="" -q tests/megatron/test_bridges.py
+
+# OpenAI's client and a taskset of verifiers with the endpoint of agents, in an environment of their own. Two minutes.
+test-agents: $(AGENTS_READY)
+	AGENTS_PYTHON=$(CURDIR)/$(AGENTS)/bin/python $(BIN)/python -m pytest -m agents tests/rollout/test_agent_libraries.py
+
+# Environments of other libraries and MCP servers, unmodified, and the models' own chat templates. About two minutes.
+test-environments: $(ENVIRONMENTS_READY)
+	$(ENVIRONMENTS)/bin/python -m pytest -n 2 --dist load -m environments tests/environments
 
 # The examples of several turns, trained until they have learned.
 test-learning: $(READY)

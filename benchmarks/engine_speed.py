@@ -218,9 +218,9 @@ def tell(mesh, what: str, found: Any) -> None:
         print(f"    {what}: {json.dumps(found)}", flush=True)
 
 
-def synced(mesh, model, engine, version: int) -> dict[str, Any]:
+def synced(mesh, model, engine, version: int, verified: bool | None = None) -> dict[str, Any]:
     """Seconds of a sync by its parts, from a sleeping engine to one that can sample; from the third on as after an
-    update, with the parameters on the device."""
+    update, with the parameters on the device. `verified`: whether weights are compared (default: in every other sync)."""
     there = version >= 2
     seconds: dict[str, float] = {}
     parts = {"wake_weights": "wake", "update": "update_weights"}
@@ -242,7 +242,7 @@ def synced(mesh, model, engine, version: int) -> dict[str, Any]:
     model.offload()
     seconds["wake_cache"], _ = timed(mesh, engine._wake_cache)
     seconds["all"] = sync + seconds["wake_cache"]
-    where = {"verified": version % 2 == 0, "parameters_on_device": there}
+    where = {"verified": version % 2 == 0 if verified is None else verified, "parameters_on_device": there}
     return {name: round(value, 3) for name, value in seconds.items()} | where
 
 
@@ -297,23 +297,6 @@ def families(*rows: tuple[str, str, str, dict[str, Any]]) -> Callable[[Part], No
     return measure
 
 
-RUN = """
-model: {{path: {model}, tokenizer: {root}/tokenizer}}
-policy:
-  backend: megatron:{layout}
-  tokens_per_micro_batch: 16384
-  recompute: {recompute}
-  skip_zero_advantage: false
-  optimizer: {{lr: 1.0e-6}}
-  offload: {{parameters: true, gradients: true, optimizer: true}}
-engine: {{{engine}, max_logprob_diff: 0.1, sampling: {{ignore_eos: true}}}}
-algorithm: {{name: grpo, group_size: 8, kl: {{coef: 0}}}}
-data: {{train: [{root}/data/train.parquet], prompts_per_step: 32, max_prompt_tokens: 64, max_response_tokens: {response}}}
-reward: {{functions: {{format: 1.0}}}}
-trainer: {{run_dir: {run}, steps: 3, device: {device}, save_every: 0, loggers: [console]}}
-"""
-
-
 FIVEFOLD = [sys.executable, "-m", "fivefold.cli"]
 
 
@@ -327,42 +310,27 @@ def write_data(root: Path) -> None:
             subprocess.run([*FIVEFOLD, *command], check=True, capture_output=True)
 
 
-def whole_run(part: Part, name: str, layout: str, what: str, engine: str) -> None:
+def whole_run(part: Part, name: str, layout: str, what: str, engine: dict[str, Any]) -> None:
     """Steps of GRPO from the command line; `engine`: settings of that section."""
-    root = part.model(name).parent
+    model = part.model(name)
+    root = model.parent
     write_data(root)
-    text = RUN.format(
-        root=root, model=part.model(name), run=root / what, layout=layout, engine=engine,
-        recompute="full" if name == "qwen3_8b" else "none",
-        response=1024 if part.large else 16, device="cuda" if part.large else "cpu",
-    )  # fmt: skip
-    (root / "run.yaml").write_text(text)
-    title, printed = f"{name}, {layout}, {what}", 0
-    with (root / "out").open("w+") as out:
-        process = subprocess.Popen([*FIVEFOLD, "train", f"{root}/run.yaml"], stdout=out, stderr=out)
-        try:
-            while process.poll() is None and part.left > 0:
-                time.sleep(1)
-                printed = say_steps(part, title, root / what / "metrics.jsonl", printed)
-        finally:
-            process.kill()
-        if process.wait():
-            part.claim(title, False, (root / "out").read_text()[-3000:])
-        else:
-            say_steps(part, title, root / what / "metrics.jsonl", printed)
-
-
-def say_steps(part: Part, what: str, metrics: Path, printed: int) -> int:
-    """Print the steps that are new: seconds of each stage."""
-    rows = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
-    for row in rows[printed:]:
-        times = {key.removeprefix("time/"): round(value, 3) for key, value in row.items() if key.startswith("time/")}
-        others = {
-            key: row[key] for key in row if key.startswith(("throughput/", "memory/", "rollout/logprob", "rollout/kl"))
-        }
-        rounded = {key: float(f"{value:.4g}") for key, value in others.items()}
-        part.say(f"{what}, step {row['step']}", {**times, **rounded})
-    return len(rows)
+    data = {"train": [f"{root}/data/train.parquet"], "prompts_per_step": 32, "max_prompt_tokens": 64}
+    trainer = {"run_dir": f"{root}/{what}", "steps": 3, "save_every": 0, "loggers": ["console"]}
+    run = {
+        "model": {"path": str(model), "tokenizer": f"{root}/tokenizer"},
+        "policy": {
+            "backend": f"megatron:{layout}", "tokens_per_micro_batch": 16384, "skip_zero_advantage": False,
+            "recompute": "full" if name == "qwen3_8b" else "none", "optimizer": {"lr": 1.0e-6},
+            "offload": {"parameters": True, "gradients": True, "optimizer": True},
+        },
+        "engine": {**engine, "max_logprob_diff": 0.1, "sampling": {"ignore_eos": True}},
+        "algorithm": {"name": "grpo", "group_size": 8, "kl": {"coef": 0}},
+        "data": {**data, "max_response_tokens": 1024 if part.large else 16},
+        "reward": {"functions": {"format": 1.0}},
+        "trainer": {**trainer, "device": "cuda" if part.large else "cpu"},
+    }  # fmt: skip
+    part.train(f"{name}, {layout}, {what}", run, ("time/", "throughput/", "memory/", "rollout/logprob", "rollout/kl"))
 
 
 def runs(*rows: tuple[str, str, str, str, float]) -> Callable[[Part], None]:
@@ -372,7 +340,7 @@ def runs(*rows: tuple[str, str, str, str, float]) -> Callable[[Part], None]:
             if (part.large and world > part.gpus) or part.left < 60:
                 part.say(f"{name}, {layout}, {engine} {mode}", "not measured")
             else:
-                settings = f'backend: "{engine}", mode: {mode}, memory_fraction: {fraction}'
+                settings = {"backend": engine, "mode": mode, "memory_fraction": fraction}
                 whole_run(part, name, layout, f"{engine}-{mode}", settings)
 
     measure.__doc__ = "Whole GRPO steps, 32 prompts of 8 responses of 1024 tokens."
@@ -391,7 +359,7 @@ def run_url(part: Part) -> None:
         try:
             while server.poll() is None and part.left > 0 and not answers(f"http://127.0.0.1:{port}"):
                 time.sleep(1)
-            whole_run(part, "qwen3_1.7b", "d1", "url", f'backend: vllm, url: ["http://127.0.0.1:{port}"]')
+            whole_run(part, "qwen3_1.7b", "d1", "url", {"backend": "vllm", "url": [f"http://127.0.0.1:{port}"]})
         finally:
             server.terminate()
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -13,12 +15,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 
 from fivefold.layout import ParallelLayout
 from fivefold.models.families import load_spec
 from tests.support.cluster import Cluster
 from tests.support.gpu_models import scratch, write_model
 from tests.support.zygote import zygote
+
+ROOT = Path(__file__).resolve().parents[1]
 
 
 def hardware(mesh) -> str:
@@ -54,15 +59,60 @@ class Part:
 
     def measure(self, what: str, layout: str, function: Callable[..., Any], *arguments: Any) -> Any:
         """The first rank's result in ranks of its own, so that a peak of memory is its own; None where there is none."""
+        found = self.measure_all(what, layout, function, *arguments)
+        return found and found[0]
+
+    def measure_all(self, what: str, layout: str, function: Callable[..., Any], *arguments: Any) -> list[Any] | None:
+        """The results of all ranks, in order."""
         world, left = ParallelLayout.parse(f"megatron:{layout}").world_size, self.left
         if self.large and world > self.gpus:
-            return self.say(what, f"needs {world} GPUs")
-        if left <= 0:
-            return self.say(what, "not measured: the time of this part is over")
-        try:
-            return self._cluster.run(function, f"megatron:{layout}", *arguments, seconds=left)[0]
-        except (RuntimeError, TimeoutError) as error:
-            return self.claim(what, False, " / ".join(str(error).strip().splitlines()[-2:]))
+            self.say(what, f"needs {world} GPUs")
+        elif left <= 0:
+            self.say(what, OVER)
+        else:
+            try:
+                return self._cluster.run(function, f"megatron:{layout}", *arguments, seconds=left)
+            except (RuntimeError, TimeoutError) as error:
+                self.claim(what, False, " / ".join(str(error).strip().splitlines()[-2:]))
+        return None
+
+    def train(self, what: str, run: Mapping[str, Any], wanted: tuple[str, ...]) -> list[dict[str, Any]]:
+        """The rows of a whole run from the command line, of which each is said as it comes, with the keys that begin as
+        `wanted`; none if the run fails or the time is over."""
+        if self.left <= 0:
+            self.say(what, OVER)
+            return []
+        run_dir, printed = Path(run["trainer"]["run_dir"]), 0
+        file, said = run_dir.with_name(f"{run_dir.name}.yaml"), run_dir.with_name(f"{run_dir.name}.out")
+        file.write_text(yaml.safe_dump(dict(run)))
+        paths = os.pathsep.join([f"{ROOT}/src", *filter(None, [os.environ.get("PYTHONPATH")])])
+        command = [sys.executable, "-m", "fivefold.cli", "train", str(file)]
+        with said.open("w+") as out:
+            process = subprocess.Popen(command, stdout=out, stderr=out, env=os.environ | {"PYTHONPATH": paths})
+            try:
+                while process.poll() is None and self.left > 0:
+                    time.sleep(1)
+                    printed = self._say_steps(what, run_dir / "metrics.jsonl", printed, wanted)
+                is_late = process.poll() is None
+            finally:
+                process.terminate()
+                code = process.wait(60)
+        self._say_steps(what, run_dir / "metrics.jsonl", printed, wanted)
+        if is_late:
+            self.say(what, OVER)
+        elif code:
+            self.claim(what, False, said.read_text()[-3000:])
+        return [] if code else _rows(run_dir / "metrics.jsonl")
+
+    def _say_steps(self, what: str, metrics: Path, printed: int, wanted: tuple[str, ...]) -> int:
+        rows = _rows(metrics)
+        for row in rows[printed:]:
+            found = {
+                name: value for name, value in row.items() if name.startswith(wanted) and isinstance(value, int | float)
+            }
+            rounded = {name: float(f"{value:.4g}") for name, value in found.items()}
+            self.say(f"{what}, step {row['step']}", rounded)
+        return len(rows)
 
     def directory(self, name: str) -> Path:
         """Of this part alone."""
@@ -81,21 +131,35 @@ class Part:
         return path
 
 
+def _commit() -> str:
+    asked = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
+    return subprocess.run(asked, capture_output=True, text=True).stdout.strip() or "unknown"
+
+
+OVER = "not measured: the time of this part is over"
+
+
+def _rows(metrics: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
+
+
 def run(description: str | None, parts: Mapping[str, Callable[[Part], None]], arguments: list[str] | None = None) -> int:
     """The exit code of the parts that the command line names, or of all."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(parts)}; all of them if none is named")
     parser.add_argument("--seconds", type=float, default=240.0, help="that each part has (default: 240)")
     parser.add_argument("--models", type=Path, help="directory that keeps the models (default: none does)")
+    parser.add_argument("--dry-run", action="store_true", help="tiny models on ranks of CPUs, also where there are GPUs")
     given = parser.parse_args(arguments)
     # What it has started ends with it.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     if unknown := set(given.parts) - set(parts):
         parser.error(f"there is no part {', '.join(sorted(unknown))}: choose from {', '.join(parts)}")
-    gpus = torch.cuda.device_count()
+    gpus = 0 if given.dry_run else torch.cuda.device_count()
     cluster = Cluster("cuda" if gpus else "cpu")
     (name,) = cluster.run(hardware, "megatron:d1")
-    print(f"hardware: {gpus or 1} x {name}; torch {torch.__version__}; python {sys.version.split()[0]}", flush=True)
+    versions = f"torch {torch.__version__}; python {sys.version.split()[0]}; commit {_commit()}"
+    print(f"hardware: {gpus or 1} x {name}; {versions}", flush=True)
     failed = 0
     try:
         for wanted in given.parts or parts:

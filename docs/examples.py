@@ -46,6 +46,8 @@ RECIPES = {
 OTHERS = {
     "demo/demo.sh": "`make demo`: SFT, then GRPO of a tiny model that learns to add",
     "guessing/guessing.sh": "GRPO over several turns: a tiny model learns a guessing game with hints (`guessing/envs.py`)",
+    "agent/agent.sh": "the same game, played by an agent that asks the run's endpoint (`agent/agent.py`)",
+    "frozenlake/frozenlake.sh": "GRPO over several turns: a tiny model learns to cross a frozen lake (`frozenlake/envs.py`)",
     "calculator/calculator.sh": "SFT, then GRPO over several turns with a tool (`calculator/tools.py`)",
     "quickstart.ipynb": "SFT, then GRPO with a reward of your own, from a notebook on a CPU",
     "gsm8k_tiny.sh": "every stage on real text: GSM8K, a new tokenizer, a small random model",

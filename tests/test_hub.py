@@ -21,7 +21,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from fivefold.data.rows import count_rows
+from fivefold.data.rows import count_rows, source_of
 from fivefold.hub import commit_of
 from tests.data.test_data_sets import parquet, rows
 from tests.support.commands import LONGEST
@@ -324,6 +324,75 @@ def test_fivefold_data_writes_known_data_sets_from_the_hub_or_says_why_not(hub, 
     says = f"accept its license at {hub.url}/datasets/openai/gsm8k, then set HF_TOKEN to a token of that account"
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and says in done.stderr, done.stderr
     assert done.stderr.endswith("; or name local files with --source\n") and not (tmp_path / "gated").exists()
+
+
+LOCATE = """
+import sys
+from pathlib import Path
+from fivefold.data.data_sets import local_file
+from fivefold.errors import UserError
+try:
+    print(local_file(sys.argv[1], "train", Path("cache"), (sys.argv[2:] or [None])[0]))
+except UserError as error:
+    print("refused:", error)
+"""
+README = b"""---
+configs:
+- config_name: main
+  data_files: [{split: train, path: main/train-*}, {split: test, path: main/test-*}]
+- config_name: short
+  data_files: [{split: train, path: main/test-*}]
+---
+"""
+
+
+@pytest.mark.hub
+@pytest.mark.skipif(not MODELSCOPE, reason="modelscope is not installed")
+def test_a_data_set_of_modelscope_becomes_a_file_of_its_content_once(hub, tmp_path):
+    user = User(tmp_path, hub, "modelscope:")
+
+    def locate(*words: str, by: User = user) -> str:
+        done = by.run("-c", LOCATE, *words)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.splitlines()[-1]
+
+    def push(count: int, tag: str | None = None) -> None:
+        made = {name: parquet(*rows(count, split)) for name, split in GSM8K.items()}
+        hub.push("some/sums", {"README.md": README, **made}, tag=tag)
+
+    def gets() -> int:
+        return sum(each.startswith("GET /api/v1/datasets/some/sums/repo") and "tree" not in each for each in hub.requests)
+
+    push(3, tag="v1")
+    name = "modelscope:some/sums:main"
+    first = locate(name)
+    assert count_rows(Path(tmp_path, first), 99) == 3 and source_of(Path(tmp_path, first)) == "some/sums"
+    asked = gets()
+    assert locate(name) == first and gets() == asked > 0
+    push(5)
+    second = locate(name)
+    assert second != first and count_rows(Path(tmp_path, second), 99) == 5
+    assert count_rows(Path(tmp_path, locate(f"{name}/test@v1")), 99) == 3
+    # A run that resumes reads the file that it began with; where that is not, other files are refused.
+    pinned = commit_of(Path(first))
+    assert locate(name, pinned) == first
+    other = replace(user, home=tmp_path / "other")
+    other.home.mkdir()
+    assert f"has changed: the run began with its files of hash {pinned}" in locate(name, pinned, by=other)
+    # Without a network the cache is enough, and what it lacks is one sentence.
+    alone = user.having(HF_HUB_OFFLINE="1")
+    assert locate(name, by=alone) == second
+    assert "modelscope download --dataset some/other" in locate("modelscope:some/other", by=alone)
+    for asked_for, says in {
+        "modelscope:some/sums": "must name one of its configurations: modelscope:some/sums:main, modelscope:some/sums:short",
+        f"{name}/none": "has no split 'none': name one of modelscope:some/sums:main/train, modelscope:some/sums:main/test",
+        "modelscope:no/where": "there is none of this name",
+    }.items():
+        assert says in locate(asked_for)
+    hub.gated.add("datasets/some/sums")
+    says = f"accept its license at {hub.url}/datasets/some/sums, then set MODELSCOPE_API_TOKEN"
+    assert says in locate(name, by=other)
+    assert locate(name, by=other.having(MODELSCOPE_API_TOKEN=MEMBER)).endswith("train.parquet")
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -19,6 +20,7 @@ from fivefold.build_engine import as_engines_know, build_engine, start_judges
 from fivefold.checkpoint.checkpoints import RunState
 from fivefold.checkpoint.fingerprint import Fingerprint
 from fivefold.config import RunConfig, dump_yaml
+from fivefold.config.environment import REWARD
 from fivefold.config.learners import PolicyConfig
 from fivefold.config.mixture import counts, domains_of
 from fivefold.config.models_read import models_read
@@ -62,11 +64,14 @@ from fivefold.reward.manager import Closing, RewardManager
 from fivefold.reward.pool import RewardPool
 from fivefold.reward.reward_model import ModelReward, scored_part
 from fivefold.reward.rules import ground_truth_fault, runs_programs
+from fivefold.rollout.agents import Agents
 from fivefold.rollout.asynchronous import AsyncRollouts
 from fivefold.rollout.conversations import Conversations
+from fivefold.rollout.endpoint import Endpoint
 from fivefold.rollout.generation import Generator
 from fivefold.rollout.logprob_steps import LogprobSteps
 from fivefold.rollout.packing import pack
+from fivefold.rollout.sessions import Dialogs
 from fivefold.rollout.sources import DatasetRollouts, DynamicSampling, EngineRollouts, ExpertRollouts, PromptQueue
 from fivefold.rollout.staleness import Admission
 from fivefold.rollout.stats import BatchPlan, Informative, gather_stats, nothing_skipped
@@ -159,10 +164,21 @@ def build_run(
     tokenizer_directory = directories[config.model.tokenizer_path]
     tokenizer = load_tokenizer(str(tokenizer_directory), config.model.trust_remote_code)
     local = replace(config, data=with_files(config.data, data_files))
-    conversations = environments = None
+    conversations = environments = endpoint = None
     if config.environment.is_active:
         environments = EnvironmentPool(config.environment)
         conversations, local = build_conversations(local, tokenizer, directory, environments)
+        if config.environment.agent is not None:
+            endpoint = build_endpoint(config, conversations.dialog)
+            named = (config.reward.functions, *config.reward.by_source.values())
+            conversations = Agents(
+                config.environment,
+                conversations.dialog,
+                environments,
+                config.max_sequence_tokens,
+                endpoint,
+                needs_reward=any(own.get(REWARD) for own in named),
+            )
     training, evaluation_set = build_data(local, tokenizer, tokenizer_directory, ranks)
     first_prompts = check_rewards(config, training, evaluation_set)
     loader = build_loader(config, training)
@@ -211,7 +227,7 @@ def build_run(
     generates = not config.algorithm.offline or (evaluation_set is not None and evaluation_set.generate)
     if generates and config.reward.model.path:
         reward_model = build_reward_model(config, directories, meshes)
-    servers: list[Closing] = [*judges, *([] if environments is None else [environments])]
+    servers: list[Closing] = [*judges, *(each for each in (endpoint, environments) if each is not None)]
     rewards = RewardManager(pool, ranks, reward_model, config.reward.max_failed, logger.log, servers)
     if generates:
         # An engine measures the free device memory when it starts.
@@ -281,10 +297,20 @@ def build_conversations(
     data, tools = config.data, environments.start()
     template = data.chat_template_kwargs | ({} if data.chat_template is None else {"chat_template": data.chat_template})
     ends = EndTokens.of(directory, tokenizer.eos_token_id).used | {*config.engine.sampling.stop_token_ids}
-    dialog = Dialog.of(tokenizer, template, ends, tools)
+    dialog = Dialog.of(tokenizer, template, ends, tools, config.environment.history)
     found = Conversations(config.environment, dialog, environments, config.max_sequence_tokens)
     named = data.chat_template_kwargs | ({"tools": tools} if tools else {})
     return found, replace(config, data=replace(data, chat_template_kwargs=named))
+
+
+def build_endpoint(config: RunConfig, dialog: Dialog) -> Endpoint:
+    """Return the endpoint for the agents of this rank, which listens."""
+    environment = config.environment
+    endpoint = Endpoint(
+        Dialogs(dialog), environment.endpoint, config.model.path, environment.max_turns, config.max_sequence_tokens
+    )
+    endpoint.start(int(os.environ.get("LOCAL_RANK", "0")))
+    return endpoint
 
 
 def facts_of(config: RunConfig, sources: Collection[str]) -> Facts:
@@ -646,7 +672,7 @@ def _prompts(
     reading = Reading(
         data.max_prompt_tokens,
         data.overlong_prompts,
-        replace(Columns.of(data), carried=None if config.environment.class_ else columns_read(config.reward)),
+        replace(Columns.of(data), carried=None if config.environment.reads_rows else columns_read(config.reward)),
         learns_from or config.algorithm.method.learns_from,
         need_responses,
         data.max_response_tokens,

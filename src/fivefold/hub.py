@@ -3,6 +3,8 @@ file."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 import os
 import re
@@ -97,48 +99,56 @@ def model_snapshot(name: str, wanted: Sequence[str], commit: str | None = None) 
         return _with_weights(Path(found), wanted)
 
 
-def _from_modelscope(name: str, repository: str, wanted: Sequence[str], revision: str) -> Path:
+def _modelscope(name: str, kind: str) -> tuple[Any, _Hub]:
+    """Return ModelScope's client and its hub for `models` or `datasets`; raise ValueError if the client is not installed."""
     try:
         # modelscope itself imports torch and transformers.
-        from modelscope_hub import HubApi
-        from modelscope_hub.compat import snapshot_download
-        from modelscope_hub.config import HubConfig
+        import modelscope_hub
+        import modelscope_hub.compat
     except ImportError as error:
         is_absent = isinstance(error, ModuleNotFoundError) and error.name == "modelscope_hub"
         why = "not installed here" if is_absent else f"whose import fails: {first_line(error)}"
         raise UserError(f"{name!r} needs modelscope, {why}: pip install 'fivefold[modelscope]'") from error
-    own = HubConfig()
-    hub = _Hub(str(own.endpoint), "models/", "models/{}", own.cache_dir, "MODELSCOPE_CACHE", "MODELSCOPE_API_TOKEN")
+    own = modelscope_hub.HubConfig()
     # Its client draws a bar for each file, and logs what the error says too.
     logging.getLogger("modelscope_hub").setLevel(logging.CRITICAL)
+    variables = "MODELSCOPE_CACHE", "MODELSCOPE_API_TOKEN"
+    return modelscope_hub, _Hub(str(own.endpoint), f"{kind}/", f"{kind}/{{}}", own.cache_dir, *variables)
+
+
+def _from_modelscope(name: str, repository: str, wanted: Sequence[str], revision: str) -> Path:
+    client, hub = _modelscope(name, "models")
     what = f"{name!r}, a model of ModelScope, cannot be read"
     known = hub.cache / hub.folder.format(repository.replace("/", "--")) / "refs" / revision
     with _asking(what, hub, repository, revision) as cached, redirect_stderr(StringIO()):
         if not cached and not _COMMIT.fullmatch(revision):
-            _note_commit(HubApi(), repository, revision, known)
+            _note_commit(client, repository, revision, known)
         commit = known.read_text() if known.is_file() else revision
-        found = snapshot_download(repository, revision=commit, allow_patterns=list(wanted), local_files_only=cached)
+        load = client.compat.snapshot_download
+        found = load(repository, revision=commit, allow_patterns=list(wanted), local_files_only=cached)
         return _with_weights(Path(found), wanted)
 
 
-def _note_commit(api: Any, repository: str, revision: str, known: Path) -> None:
+def _listed(client: Any, repository: str, kind: str, revision: str) -> list[dict[str, Any]]:
+    """Return what ModelScope says of each file of a `model` or `dataset`."""
+    endpoint = client.HubApi().resolve_endpoint_for_read(repository, repo_type=kind)
+    found = client.HubApi(endpoint=endpoint).legacy.list_repo_files(repository, kind, revision=revision)
+    return [file for file in found if file.get("Type") != "tree"]
+
+
+def _content(files: list[dict[str, Any]]) -> list[tuple[str, str]]:
+    return sorted((file["Path"], file["Sha256"]) for file in files)
+
+
+def _note_commit(client: Any, repository: str, revision: str, known: Path) -> None:
     """Write the commit of a branch or tag of ModelScope into a file, if the hub has these files under it."""
-
-    def listed(revision: str) -> list[dict[str, Any]]:
-        found = api.legacy.list_repo_files(repository, "model", revision=revision)
-        return [file for file in found if file.get("Type") != "tree"]
-
-    def content(files: list[dict[str, Any]]) -> set[tuple[str, str]]:
-        return {(file["Path"], file["Sha256"]) for file in files}
-
-    api = type(api)(endpoint=api.resolve_endpoint_for_read(repository))
-    files = listed(revision)
+    files = _listed(client, repository, "model", revision)
     # The hub names the commit of each file only. The latest is the branch's, unless a file was removed after it.
     commit = max(files, key=lambda file: file.get("CommittedDate") or 0, default={}).get("Revision") or ""
     is_same = False
     if _COMMIT.fullmatch(commit):
         with suppress(Exception):
-            is_same = content(listed(commit)) == content(files)
+            is_same = _content(_listed(client, repository, "model", commit)) == _content(files)
     if is_same:
         known.parent.mkdir(parents=True, exist_ok=True)
         known.write_text(commit)
@@ -181,20 +191,28 @@ def dataset_file(repository: str, name: str) -> Path:
 
 
 def dataset_commit(repository: str, revision: str | None, line: str) -> str | None:
-    """Return the commit of a data set's revision; None if the hub does not answer. `line` writes it as parquet."""
-    hub = _hugging_face("datasets")
+    """Return the commit of a data set's revision, for ModelScope a hash of its files; None if the hub does not answer.
+    `line` writes it as parquet."""
+    own = repository.removeprefix(MODELSCOPE)
+    client, hub = (None, _hugging_face("datasets")) if own == repository else _modelscope(repository, "datasets")
     if hub.fault is not None:
         return None
     from huggingface_hub import HfApi
 
     try:
-        return str(HfApi().dataset_info(repository, revision=revision).sha)
+        if client is None:
+            return str(HfApi().dataset_info(repository, revision=revision).sha)
+        # Its lists name the commit of each file only.
+        files = _content(_listed(client, own, "dataset", revision or _BRANCH))
+        return hashlib.sha256(json.dumps(files).encode()).hexdigest()[:40]
     except Exception as error:
         # As in `_asking`: the user sees one message.
-        raise UserError(_no_dataset(repository, _reason(error, hub, repository, revision), line)) from error
+        raise UserError(_no_dataset(repository, _reason(error, hub, own, revision), line)) from error
 
 
-def load_dataset_splits(repository: str, config: str | None, commit: str | None, line: str) -> tuple[dict[str, Any], str]:
+def load_dataset_splits(
+    repository: str, config: str | None, revision: str | None, commit: str | None, line: str
+) -> tuple[dict[str, Any], str]:
     """Return (split -> `datasets.Dataset`, commit); without a commit, of what the cache of `datasets` has."""
     from huggingface_hub import utils
 
@@ -207,6 +225,8 @@ def load_dataset_splits(repository: str, config: str | None, commit: str | None,
             f"{repository!r} is no file here, and a data set of the hub needs datasets, {why}: pip install "
             f"'fivefold[datasets]', or run where it is installed: {line}, and name that file"
         ) from error
+    if repository.startswith(MODELSCOPE):
+        return _splits_from_modelscope(repository, config, revision, commit, line)
     hub = _hugging_face("datasets")
     try:
         with _without_bars(datasets.utils), _without_bars(utils), _progress(repository, hub):
@@ -222,6 +242,39 @@ def load_dataset_splits(repository: str, config: str | None, commit: str | None,
         reason = _why(refusal or error, hub, repository, commit, offline)
         raise UserError(_no_dataset(repository, reason, line)) from error
     return dict(found), commit
+
+
+def _splits_from_modelscope(
+    name: str, config: str | None, revision: str | None, commit: str | None, line: str
+) -> tuple[dict[str, Any], str]:
+    """Return (split -> `datasets.Dataset`, hash of the files) of a data set of ModelScope."""
+    import datasets
+
+    (client, hub), repository = _modelscope(name, "datasets"), name.removeprefix(MODELSCOPE)
+    asked = revision or _BRANCH
+    if commit is None:
+        raise UserError(
+            _no_dataset(name, _why(OSError(), hub, repository, revision, hub.fault or "it did not answer"), line)
+        )
+    if commit != asked and (now := dataset_commit(name, revision, line)) not in (commit, None):
+        raise UserError(
+            f"{name!r} has changed: the run began with its files of hash {commit}, and it has those of {now} now; name "
+            "local files, or begin another run"
+        )
+    what = f"{name!r}, a data set of ModelScope, cannot be read"
+    with _asking(what, hub, repository, revision) as cached, redirect_stderr(StringIO()):
+        folder = client.compat.dataset_snapshot_download(repository, revision=asked, local_files_only=cached)
+    try:
+        with _without_bars(datasets.utils):
+            # In its usual cache the library would find earlier rows of the same folder.
+            own = Path(datasets.config.HF_DATASETS_CACHE) / f"modelscope-{commit}"
+            return dict(datasets.load_dataset(folder, config, cache_dir=str(own))), commit
+    except Exception as error:
+        # As in `load_dataset_splits`.
+        if names := _configurations(folder, config, None):
+            listed = ", ".join(f"{name}:{each}" for each in names)
+            raise UserError(f"{name!r} must name one of its configurations: {listed}") from error
+        raise UserError(_no_dataset(name, first_line(error), line)) from error
 
 
 def _refusal(repository: str) -> Exception | None:

@@ -157,6 +157,8 @@ class Sample:
     break_cause: str | None = None
     """Why this sequence begins instead of the one before being extended, a row of BREAKS; None for the first of a
     trajectory."""
+    environment_rewards: dict[str, float] = field(default_factory=dict)
+    """Parts of the reward `environment`, by the names that an agent gave them."""
 
     @property
     def finished(self) -> bool:

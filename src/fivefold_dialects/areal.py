@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from fivefold_dialects import shared
-from fivefold_dialects.areal_method import advantage, correction, critic, kl, loss, low_rank, optimizer
+from fivefold_dialects.areal_method import FIELDS, advantage, correction, credit, critic, kl, loss, low_rank, optimizer
 from fivefold_dialects.areal_placement import ahead, engine, is_dpo, is_sampled, is_sft, layout, roles, trainer
 from fivefold_dialects.known import known
 from fivefold_dialects.legacy import areal as legacy
@@ -32,12 +32,12 @@ def is_gsm8k(path: str | None) -> bool:
 
 def files_of(split: str, source: Source, key: str) -> list[str] | None:
     """Return the paths of a key; for GSM8K's name on the hub, the file that `fivefold data gsm8k` writes."""
-    return [f"{GSM8K}/{split}.parquet"] if is_gsm8k(source.text(key)) else shared.files(source, key)
+    return [f"{GSM8K}/{split}.parquet"] if is_gsm8k(source.text(key)) else source.files(key)
 
 
 def model(source: Source) -> dict[str, Any]:
     role = source.under(f"{trainer(source)}.")
-    found: dict[str, Any] = {"model.path": shared.path(role, "path")}
+    found: dict[str, Any] = {"model.path": role.path("path")}
     tokenizer = source.text("tokenizer_path")
     if tokenizer and tokenizer != found["model.path"]:
         found["model.tokenizer"] = tokenizer
@@ -54,8 +54,7 @@ def model(source: Source) -> dict[str, Any]:
     found |= (stages := shared.virtual_stages(role, "policy", "megatron.virtual_pipeline_parallel_size"))
     if source.flag("rollout.return_routed_experts"):
         found |= shared.replayed("R3")
-    if role.flag("megatron.use_deterministic_algorithms"):
-        found["trainer.deterministic"] = True
+    found |= FIELDS["deterministic"](role)
     if role.flag("offload") or role.flag("fsdp.offload_params"):
         found |= {"policy.offload.parameters": True, "policy.offload.optimizer": True}
     elif role.flag("optimizer.offload"):
@@ -104,25 +103,11 @@ def sampling(source: Source) -> dict[str, Any]:
     if not is_sampled(source):
         return {}
     said = source.under("gconfig.")
-    if said.flag("greedy"):
-        said.lacks("greedy", "training on greedy responses")
-    if source.number("actor.temperature") != said.number("temperature"):
-        source.lacks("actor.temperature", "a temperature of the trainer's log-probs that is not the one of sampling")
-    found: dict[str, Any] = {
-        "temperature": said.number("temperature"),
-        "top_p": said.number("top_p"),
-        "min_tokens": said.whole("min_new_tokens"),
-        "ignore_eos": said.flag("ignore_eos") or None,
-    }
-    kept = said.whole("top_k") or 0
-    # A top_k above every vocabulary size is no bound.
-    found["top_k"] = 0 if kept < 0 or kept >= 1_000_000 else kept
-    if said.items("stop_token_ids"):
-        found["stop_token_ids"] = [int(token) for token in said.items("stop_token_ids")]
-    if said.items("stop"):
-        found["stop"] = said.texts("stop")
-    return {f"engine.sampling.{key}": value for key, value in found.items()} | {
-        "algorithm.group_size": said.count("n_samples")
+    kept = said.top_k("top_k")
+    return FIELDS["sampling"](source) | {
+        # A top_k above every vocabulary size is no bound.
+        "engine.sampling.top_k": 0 if kept >= 1_000_000 else kept,
+        "engine.sampling.stop_token_ids": [int(token) for token in said.items("stop_token_ids")] or None,
     }
 
 
@@ -142,19 +127,14 @@ def run(source: Source) -> dict[str, Any]:
     place = "/".join(
         filter(None, (source.text("cluster.fileroot"), source.text("experiment_name"), source.text("trial_name")))
     )
-    steps = source.whole("total_train_steps")
     mode = (source.text("recover.mode") or "disabled").lower()
     found_again = mode not in ("disabled", "off")
-    return {
+    return FIELDS["run"](source) | {
         "trainer.run_dir": place,
-        "trainer.seed": source.whole("seed"),
         "trainer.keep": EVERY_CHECKPOINT,
         "trainer.resume": "auto" if found_again else "never",
-        "trainer.epochs": source.count("total_train_epochs"),
-        "trainer.steps": steps,
         "trainer.save_every": interval(source, "saver.") or (interval(source, "recover.") if found_again else 0),
         "trainer.eval_every": interval(source, "evaluator.") if source.text("valid_dataset.path") else 0,
-        "trainer.eval_before_train": source.flag("evaluator.eval_before_train"),
     }
 
 
@@ -177,14 +157,27 @@ def tracked(source: Source) -> dict[str, Any]:
     }
 
 
+def flagged(source: Source) -> dict[str, Any]:
+    return legacy.flagged(source) if is_sampled(source) else {}
+
+
+def discounted(source: Source) -> dict[str, Any]:
+    return {f"algorithm.{key}": value for key, value in credit(source).items()}
+
+
 _RUN = (model, data, run, tracked)
 DERIVED = (
-    *(ahead, layout, engine, low_rank, advantage, legacy.flagged, loss, kl, correction, optimizer, critic, sampling),
+    *(ahead, layout, engine, low_rank, advantage, flagged, loss, kl, correction, optimizer, critic, sampling),
     *_RUN,
 )
 _CONVERTERS = {"train_files": partial(files_of, "train"), "test_files": partial(files_of, "test")}
 TABLE = table("areal", DERIVED, _CONVERTERS, load("legacy/areal"), release_of=legacy.release_of, known=known("areal"))
-PPO, SFT = legacy.tables(TABLE, _RUN, sampling)
+PPO, SFT = legacy.tables(
+    TABLE,
+    ppo=(ahead, layout, engine, discounted, loss, kl, correction, optimizer, sampling),
+    sft=(layout, optimizer),
+    run=_RUN,
+)
 
 
 def table_of(settings: Mapping[str, Any]) -> Table:

@@ -5,9 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from fivefold_dialects import shared
-from fivefold_dialects.adapters import adapters, refuse
 from fivefold_dialects.areal_placement import is_dpo, is_sampled, trainer
+from fivefold_dialects.legacy import areal_spellings as older
 from fivefold_dialects.source import Source
+from fivefold_dialects.table import fields
+
+FIELDS = fields("areal")
 
 
 def advantage(source: Source) -> dict[str, Any]:
@@ -30,9 +33,7 @@ def advantage(source: Source) -> dict[str, Any]:
             if std is not None:
                 norm.lacks("std_level", "the deviation from the mean of the others")
     if has_critic:
-        found |= {"name": "ppo", "credit": "gae", "gamma": said.number("discount"), "lam": said.number("gae_lambda")}
-        # Every release that trains a critic does this, since 2025-09-26 (actor.py:134 of 9622a7188, today actor.py:223).
-        found["bootstrap_truncated"] = True
+        found |= FIELDS["gae"](said)
     else:
         found |= credit(source)
     found |= normalized(source, found)
@@ -41,14 +42,7 @@ def advantage(source: Source) -> dict[str, Any]:
         said.lacks("reward_scaling", "rewards with their sign changed")
     elif shift or scale != 1.0:
         found |= {"reward_shift": shift, "reward_scale": scale, "reward_clip": said.number("reward_clip")}
-    if said.flag("dynamic_sampling"):
-        # The groups are not replaced by other prompts, and do not count in the denominators (functional.py:433).
-        found |= {"difficulty_low": 0.0, "difficulty_by": "spread"}
-    if said.flag("overlong_reward_penalty"):
-        found |= {
-            "overlong_buffer": said.whole("overlong_tokens"),
-            "overlong_penalty": said.number("overlong_penalty_factor"),
-        }
+    found |= FIELDS["dynamic_sampling"](said) | FIELDS["overlong"](said)
     return {f"algorithm.{key}": value for key, value in found.items()}
 
 
@@ -92,8 +86,8 @@ def pairs(source: Source) -> dict[str, Any]:
     """Return our keys of DPO's loss, a mean over pairs (dpo_engine.py:194)."""
     if (kind := source.text("actor.loss_type") or source.text("loss_type") or "sigmoid") != "sigmoid":
         source.lacks("actor.loss_type", f"the loss of pairs {kind}")
-    beta = source.number("actor.beta") if source.has("actor.beta") else source.number("beta")
-    if source.keys("ref.path") and shared.path(source, "ref.path") != shared.path(source, "actor.path"):
+    beta = source.number(source.first("actor.beta", "beta"))
+    if source.keys("ref.path") and source.path("ref.path") != source.path("actor.path"):
         source.lacks("ref.path", "a reference other than the initial policy")
     return {"algorithm.beta": 0.1 if beta is None else beta}
 
@@ -104,23 +98,9 @@ def loss(source: Source) -> dict[str, Any]:
     if not is_sampled(source):
         return {}
     said = source.under("actor.")
-    low, high = said.number("eps_clip"), said.number("eps_clip_higher")
-    found: dict[str, Any] = {
-        "surrogate": "ppo_clip",
-        "clip_low": low,
-        "clip_high": low if high is None else high,
-        "aggregate": "token-mean",
-        "importance_sampling_level": said.text("importance_sampling_level"),
-        "dual_clip": said.number("c_clip"),
-        "entropy_coef": 0.0,
-    }
-    if said.flag("use_cispo_loss"):
-        # CISPO's clip has no second bound, and the weight of a token has no gradient.
-        found |= {"surrogate": "cispo", "dual_clip": None}
-    if said.flag("use_sapo_loss"):
-        found |= {"surrogate": "sapo", "clip_low": None, "clip_high": None, "dual_clip": None}
-        temperatures = {"temperature_positive": "sapo_tau_pos", "temperature_negative": "sapo_tau_neg"}
-        found |= {name: said.number(key) for name, key in temperatures.items()}
+    high, found = said.number("eps_clip_higher"), FIELDS["loss"](said)
+    found["clip_high"] = found["clip_low"] if high is None else high
+    found |= FIELDS["cispo"](said) | FIELDS["sapo"](said)
     return {f"algorithm.{key}": value for key, value in found.items()}
 
 
@@ -156,15 +136,10 @@ def correction(source: Source) -> dict[str, Any]:
         said.fixed("prox_logp_method", "with one update, the log-probs in the update equal those before it")
     elif method not in (None, "recompute"):
         said.lacks("prox_logp_method", f"log-probs that are estimated ({method}) instead of computed")
-    found |= rejection(said) if source.keys("actor.rejection_sampling.") else behaviour(source)
+    found |= rejection(said) if source.keys("actor.rejection_sampling.") else older.behaviour(source)
     if (bound := said.number("m2_threshold")) is not None:
         found["reject_divergence"] = {"second_moment": bound}
     return {f"algorithm.rollout_correction.{key}": value for key, value in found.items()}
-
-
-_LEVELS = {"token": "token", "sequence": "geometric"}
-_OUTSIDE = {"mask": "mask", "clamp": "truncate", "truncate": "truncate"}
-_UNBOUNDED = 1e9
 
 
 def rejection(said: Source) -> dict[str, Any]:
@@ -177,34 +152,11 @@ def rejection(said: Source) -> dict[str, Any]:
         rule.lacks("agg", "a mean over a sequence that is not the geometric one")
     upper = rule.number("upper")
     return {
-        "weight": _LEVELS[level],
+        "weight": older.LEVELS[level],
         "low": rule.number("lower"),
         "high": 5.0 if upper is None else upper,
-        "outside": _OUTSIDE[action],
+        "outside": older.OUTSIDE[action],
     }
-
-
-def behaviour(source: Source) -> dict[str, Any]:
-    """Return our keys of the weight of every token that AReaL had until 2026-04-20.
-
-    Until 2026-03 it had no bound by default; then it was masked above 5 or bounded by behave_imp_weight_mode
-    (compute_behave_imp_weight of 550656f3d). allocation_mode is a key from before 2026-03-24, mostly without a bound.
-    """
-    said = source.under("actor.")
-    older, cap = said.number("behav_imp_weight_cap"), said.number("behave_imp_weight_cap")
-    mode = said.text("behave_imp_weight_mode")
-    if older is None and cap is None and mode is None and not source.text("allocation_mode"):
-        return {}
-    if mode == "disabled":
-        return {}
-    level, _, action = (mode or "token_mask").partition("_")
-    if level not in _LEVELS or action not in _OUTSIDE:
-        said.lacks("behave_imp_weight_mode", f"weights by {mode}")
-        return {}
-    high = older if cap is None else cap
-    if high is None:
-        high = 5.0 if mode and not said.has("behave_imp_weight_cap") else _UNBOUNDED
-    return {"weight": _LEVELS[level], "high": high, "outside": _OUTSIDE[action]}
 
 
 def optimizer(source: Source, role: str = "", ours: str = "policy.optimizer") -> dict[str, Any]:
@@ -215,16 +167,9 @@ def optimizer(source: Source, role: str = "", ours: str = "policy.optimizer") ->
     elif said.text("type") not in (None, "adam", "adamw"):
         said.lacks("type", "another optimizer than AdamW")
     exact = said.number("warmup_steps")
-    found: dict[str, Any] = {
-        "lr": said.number("lr"),
-        "weight_decay": said.number("weight_decay"),
-        "eps": said.number("eps"),
-        "clip_grad": said.number("gradient_clipping"),
-        "betas": [said.number("beta1"), said.number("beta2")],
+    found = FIELDS["optimizer"](said) | {
         "schedule": style,
         "warmup_steps": said.number("warmup_steps_proportion") if exact is None else exact,
-        "schedule_per": "step",
-        "warmup_from": 0,
     }
     if style != "constant":
         found["min_lr"] = (said.number("min_lr_ratio") or 0.0) * (found["lr"] or 0.0)
@@ -236,15 +181,9 @@ def critic(source: Source) -> dict[str, Any]:
         return {}
     if (value := source.whole("critic.ppo_n_minibatches")) is not None and value != source.whole("actor.ppo_n_minibatches"):
         source.lacks("critic.ppo_n_minibatches", "the critic is trained in the policy's updates: set the same number")
-    found = {"critic.path": shared.path(source, "critic.path"), "critic.value_clip": source.number("critic.eps_clip")}
     learns = optimizer(source, "actor" if source.has("critic.optimizer") else "critic", "critic.optimizer")
-    return found | low_rank(source, "critic", "critic") | learns
+    return FIELDS["critic"](source.under("critic.")) | low_rank(source, "critic", "critic") | learns
 
 
 def low_rank(source: Source, role: str = "", ours: str = "policy") -> dict[str, Any]:
-    start = f"{role or trainer(source)}."
-    if not source.flag(start + "use_lora"):
-        return {}
-    keys = {"rank": "lora_rank", "alpha": "lora_alpha", "targets": "target_modules"}
-    refuse(source, start + "peft_type", "other adapters than LoRA", ("lora",))
-    return adapters(source, ours, **{name: start + key for name, key in keys.items()})
+    return shared.adapters(source.under(f"{role or trainer(source)}."), ours, "areal")

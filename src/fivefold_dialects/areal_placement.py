@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 from fivefold.layout import ParallelLayout
 from fivefold_dialects import shared
+from fivefold_dialects.legacy import areal_spellings as older
 from fivefold_dialects.source import Source, UnreadableError
 
 
@@ -34,48 +34,26 @@ def is_sampled(source: Source) -> bool:
 def roles(source: Source) -> tuple[ParallelLayout, ParallelLayout | None]:
     """Return (layout of the trainer, layout of the engine) from the backends of the roles or from allocation_mode."""
     role = trainer(source)
-    both = source.text("allocation_mode") or ""
-    ours, theirs = source.text(f"{role}.backend") or "", source.text("rollout.backend") or ""
-    if both:
-        parts = [part.strip() for part in _components(both)]
-        engines = [part for part in parts if re.match(r"(sglang|vllm)\b", part)]
-        trainers = [part for part in parts if part not in ("cpu", "eval", *engines)]
-        theirs = (engines or [theirs])[0]
-        ours = _with_backend(trainers[0], ours.partition(":")[0]) if trainers else ours
-    if is_sft(source) and ours and ":" not in _dotless(ours):
-        # In 2025-07 a layout had no sizes: torchrun alone set the number of GPUs.
-        ours += f":d{(source.whole('cluster.n_nodes') or 1) * (source.whole('cluster.n_gpus_per_node') or 1)}"
+    key = "allocation_mode" if source.text("allocation_mode") else f"{role}.backend"
+    ours, theirs = older.allocated(source, source.text(f"{role}.backend") or "", source.text("rollout.backend") or "")
+    if is_sft(source):
+        ours = older.with_sizes(source, ours)
+    engine = _parsed(theirs, key) if theirs else None
+    return _parsed(ours, key), engine
+
+
+def _parsed(text: str, key: str) -> ParallelLayout:
+    """Return the layout in a text; Archon, with Megatron's sizes, is Megatron."""
     try:
-        engine = ParallelLayout.parse(_dotless(theirs)) if theirs else None
-        return ParallelLayout.parse(_dotless(ours)), engine
+        return ParallelLayout.parse(older.dotless(text))
     except ValueError as error:
-        raise UnreadableError(f"{'allocation_mode' if both else role + '.backend'}: {error}") from None
-
-
-def _dotless(text: str) -> str:
-    """Return `sglang.d4p1m1`, as written before 2025-11, as `sglang:d4p1t1`; Archon, with Megatron's sizes, is Megatron."""
-    text = re.sub(r"^\s*(sglang|vllm|fsdp|megatron)\.", r"\1:", re.sub(r"^\s*archon\b", "megatron", text))
-    return re.sub(r"m(\d)", r"t\1", text)
-
-
-def _components(text: str) -> list[str]:
-    """Return the layouts that `+` or `|` join; the `|` between attn and ffn belongs to one layout."""
-    return [part for side in text.split("+") for part in ([side] if "ffn:" in side else side.split("|"))]
-
-
-def _with_backend(text: str, backend: str) -> str:
-    """Return a layout with its backend: `d4p2t1` is `megatron:d4p2t1` with stages or experts, otherwise fsdp."""
-    if re.match(r"(fsdp|megatron|archon)\b", text):
-        return text
-    return f"{backend or ('megatron' if re.search('[pe](?!1)[0-9]', text) else 'fsdp')}:{text}"
+        raise UnreadableError(f"{key}: {error}") from None
 
 
 def is_colocated(source: Source) -> bool:
     """Return whether engine and trainer share GPUs: by `|` between layouts or by their scheduling (rl_trainer.py:395)."""
-    both = source.text("allocation_mode") or ""
-    joined = "+" not in both and len(_components(both)) > 1
     targets = {"rollout": "actor", "actor": "rollout"}
-    return joined or any(
+    return older.joins(source) or any(
         source.text(f"{role}.scheduling_strategy.type") == "colocation"
         and source.text(f"{role}.scheduling_strategy.target") == target
         for role, target in targets.items()
@@ -108,11 +86,8 @@ def layout(source: Source) -> dict[str, Any]:
     others = {"ref": "reference.backend", "critic": "critic.backend"}
     for role, key in others.items():
         text = source.text(f"{role}.backend") or ""
-        if ":" in _dotless(text):
-            try:
-                other = _for_megatron(ParallelLayout.parse(_dotless(text)))
-            except ValueError as error:
-                raise UnreadableError(f"{role}.backend: {error}") from None
+        if ":" in older.dotless(text):
+            other = _parsed(text, f"{role}.backend")
             sizes = {"tp": other.tp, "pp": other.pp, "cp": other.cp, "ep": other.ep, "etp": other.etp}
             if source.keys(f"{role}.path") and (own := shared.own_layout(policy, **sizes)):
                 found[key] = own

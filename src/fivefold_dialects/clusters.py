@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +12,7 @@ from fivefold.config.dialect import Line
 from fivefold.config.machine import is_node_of_job
 from fivefold_dialects.device_mapping import parse_devices
 from fivefold_dialects.source import Source, UnreadableError
-from fivefold_dialects.trinity_keys import HALVES
+from fivefold_dialects.table import load
 
 KEY = "launch.backend"
 WITH_JUDGE = (
@@ -29,13 +29,13 @@ _OTHERS = re.compile(r"\.first_rank$|^reward\.judge\.backend$")
 class Cluster:
     """Keys by which a system's configuration requests several machines."""
 
-    nodes: tuple[str, ...] = ()
+    nodes: Sequence[str] = ()
     """Keys with a number of machines; above 1 the run uses Ray."""
     chosen: Mapping[str, str] = field(default_factory=dict)
     """Key -> the value with which it chooses Ray."""
     devices: str = ""
     """Suffix of keys that list GPUs of all machines; the run uses Ray if one is not on the first machine."""
-    gpus_per_node: tuple[str, ...] = ()
+    gpus_per_node: Sequence[str] = ()
     """Keys with the number of GPUs of each machine."""
     is_whole: bool = False
     """Whether the numbers count all GPUs of the run; otherwise they count the policy's, which other models may share."""
@@ -43,25 +43,7 @@ class Cluster:
     """Key -> the value with which the numbers count only a part of the GPUs."""
 
 
-CLUSTERS = {
-    "verl": Cluster(
-        ("trainer.nnodes", "rollout.nnodes", "actor_rollout_ref.rollout.nnodes"), gpus_per_node=("trainer.n_gpus_per_node",)
-    ),
-    "siiRL": Cluster(("trainer.nnodes",), gpus_per_node=("trainer.n_gpus_per_node",)),
-    "Trinity-RFT": Cluster(
-        ("cluster.node_num",), gpus_per_node=("cluster.gpu_per_node",), is_whole=True, part={"mode": HALVES}
-    ),
-    "ROLL": Cluster(("num_nodes",), devices=".device_mapping", gpus_per_node=("num_gpus_per_node",), is_whole=True),
-    "AReaL": Cluster(
-        ("cluster.n_nodes", "n_nodes"), {"scheduler.type": "ray", "mode": "ray"},
-        gpus_per_node=("cluster.n_gpus_per_node", "n_gpus_per_node"), is_whole=True,
-    ),
-    "SkyRL": Cluster(
-        ("trainer.placement.policy_num_nodes", "placement.num_nodes"),
-        gpus_per_node=("trainer.placement.policy_num_gpus_per_node", "placement.num_gpus_per_node"),
-    ),
-    "TRL": Cluster(("num_machines", "nnodes", "accelerate.num_machines"), is_whole=True),
-}  # fmt: skip
+CLUSTERS = {name: Cluster(**keys) for name, keys in load("shared")["clusters"].items()}
 """System -> the keys by which it requests several machines."""
 
 

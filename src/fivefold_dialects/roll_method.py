@@ -5,37 +5,25 @@ from __future__ import annotations
 from typing import Any
 
 from fivefold_dialects import shared
-from fivefold_dialects.adapters import adapters, refuse
 from fivefold_dialects.legacy import roll as legacy
 from fivefold_dialects.roll_placement import TRAIN, kind, role, samples_a_group, uses_critic
 from fivefold_dialects.source import Source
-from fivefold_dialects.table import choices
+from fivefold_dialects.table import choices, fields
 
-CHOICES = choices("roll")
+CHOICES, FIELDS = choices("roll"), fields("roll")
 
 
 def method(source: Source) -> dict[str, Any]:
     if kind(source) == "sft":
-        # The loader of sft_pipeline.py does not shuffle.
-        columns = {"prompt": "instruction", "response": "output", "query": None, "system": None}
-        keys = {f"data.{name}_key": source.text(f"{name}_key") or usual for name, usual in columns.items()}
-        return {"algorithm.name": "sft", "data.shuffle": False, **keys}
+        return FIELDS["sft"](source)
     if kind(source) == "dpo":
         if source.flag("ipo"):
             source.lacks("ipo", "the loss IPO")
-        found: dict[str, Any] = {f"algorithm.{key}": source.number(key) for key in ("beta", "label_smoothing")}
-        found |= {f"data.{name}_key": source.text(f"{name}_key") for name in ("prompt", "chosen", "rejected")}
-        return {"algorithm.name": "dpo", **found}
+        return FIELDS["dpo"](source)
     name = source.text("adv_estimator") or "gae"
-    found = {
-        "whiten": source.flag("whiten_advantages"),
-        "advantage_clip": source.number("advantage_clip") or None,
-        "overlong_filter": source.flag("max_len_mask"),
-        "overlong_buffer": 0,
-        "dynamic_sampling": False,
-    }
+    found = FIELDS["advantage"](source)
     if source.flag("difficulty_mask") and samples_a_group(source) > 1:
-        found |= {f"difficulty_{end}": source.number(f"difficulty_{end}_threshold") for end in ("low", "high")}
+        found |= FIELDS["difficulty"](source)
     masked = [key for key in ("max_len_mask", "difficulty_mask") if source.flag(key)]
     if masked and source.number("entropy_loss_coef"):
         source.lacks(masked[0], "responses that are left out of the loss but not of the entropy (actor_worker.py:128)")
@@ -93,13 +81,12 @@ def loss(source: Source) -> dict[str, Any]:
     ends = ("_low", "_high") if source.flag("use_pg_clip_range") else ("", "")
     low, high = (source.number(f"pg_clip{end}") for end in ends)
     found: dict[str, Any] = {
-        "surrogate": "ppo_clip",
+        **FIELDS["loss"](source),
         "clip_low": low,
         "clip_high": high,
         "importance_sampling_level": CHOICES["importance_sampling"].read(source),
         "aggregate": CHOICES["loss_agg_mode"].read(source),
         "dual_clip": 1 + 2 * (source.number("pg_clip") or 0.0) if source.flag("dual_clip_loss") else None,
-        "entropy_coef": source.number("entropy_loss_coef"),
     }
     found |= variant(source)
     if found["dual_clip"] is not None and found["dual_clip"] <= 1 + (high or 0.0):
@@ -139,36 +126,26 @@ def optimizer(source: Source, start: str = "", ours: str = "policy.optimizer") -
     said = source.under((start or role(source)) + "training_args.")
     style = said.one_of("lr_scheduler_type", ("constant", "constant_with_warmup", "linear", "cosine"), "schedule", "linear")
     steps, share = said.number("warmup_steps"), said.number("warmup_ratio")
-    found = {
-        "lr": said.number("learning_rate"),
-        "weight_decay": said.number("weight_decay"),
-        "betas": [said.number("adam_beta1"), said.number("adam_beta2")],
-        "clip_grad": source.number("max_grad_norm"),
-        "schedule": style.removesuffix("_with_warmup"),
-        "warmup_steps": steps or share or 0,
-        "warmup_from": 0,
-    }
+    found = (
+        FIELDS["optimizer"](said)
+        | FIELDS["clip"](source)
+        | {
+            "schedule": style.removesuffix("_with_warmup"),
+            "warmup_steps": steps or share or 0,
+        }
+    )
     return {f"{ours}.{key}": value for key, value in found.items()}
 
 
 def critic(source: Source) -> dict[str, Any]:
     if kind(source) != "rlvr" or not uses_critic(source):
         return {}
-    return {
-        "critic.path": shared.path(source, "reward_pretrain"),
-        "critic.value_clip": source.number("value_clip"),
-    } | optimizer(source, "critic.", "critic.optimizer")
+    return FIELDS["critic"](source) | optimizer(source, "critic.", "critic.optimizer")
 
 
 def low_rank(source: Source) -> dict[str, Any]:
     """Return our keys of LoRA if lora_target is set; alpha defaults to twice the rank (model_args.py, __post_init__)."""
-    said = f"{role(source)}model_args."
-    if not source.texts(said + "lora_target"):
-        return {}
-    keys = {"rank": said + "lora_rank", "alpha": said + "lora_alpha", "targets": said + "lora_target"}
-    found = adapters(source, "policy", path=said + "adapter_name_or_path", **keys)
+    found = shared.adapters(source.under(f"{role(source)}model_args."), "policy", "roll")
     if found and found["policy.lora.alpha"] is None:
         found["policy.lora.alpha"] = 2.0 * found["policy.lora.rank"]
-    refuse(source, said + "lora_dropout", "dropout of adapters", (0, 0.0))
-    refuse(source, said + "additional_target", "weights that are trained in addition to adapters", ())
     return found

@@ -8,7 +8,7 @@ from fivefold_dialects import shared
 from fivefold_dialects.device_mapping import parse_devices, ranks_behind
 from fivefold_dialects.shared import SPREAD
 from fivefold_dialects.source import Source, UnreadableError
-from fivefold_dialects.table import listed, load
+from fivefold_dialects.table import fields, listed, load
 
 TRAIN, INFER = "actor_train.", "actor_infer."
 
@@ -18,6 +18,9 @@ def kind(source: Source) -> str:
     if source.keys("sft_train."):
         return "sft"
     return "dpo" if source.has("chosen_key") else "rlvr"
+
+
+FIELDS = fields("roll", {"is_rlvr": lambda source: kind(source) == "rlvr"})
 
 
 def role(source: Source) -> str:
@@ -37,8 +40,7 @@ def uses_critic(source: Source) -> bool:
 
 
 def samples_a_group(source: Source) -> int:
-    key = INFER + "generating_args.num_return_sequences"
-    return source.count(key if source.has(key) else "num_return_sequences_in_group")
+    return source.count(source.first(INFER + "generating_args.num_return_sequences", "num_return_sequences_in_group"))
 
 
 def sizes(source: Source) -> dict[str, int]:
@@ -82,7 +84,6 @@ def layout(source: Source) -> dict[str, Any]:
 
 _OPTIONS_OF_LAYOUT, _OPTIONS_FIXED = listed("roll", "layout"), listed("roll", "spread")
 _OPTIONS_CARRIED = load("roll")["carried"]
-"""Settings that change only time or memory -> our keys in policy.megatron."""
 
 
 def megatron(source: Source) -> dict[str, Any]:
@@ -104,12 +105,7 @@ def megatron(source: Source) -> dict[str, Any]:
         elif short in _OPTIONS_CARRIED:
             options.fixed(key, "off") if not value else found.update({f"policy.megatron.{_OPTIONS_CARRIED[short]}": value})
         elif short == "moe_layer_recompute":
-            options.fixed(key, "off") if not value else found.update(
-                {
-                    "policy.megatron.transformer.recompute_granularity": "selective",
-                    "policy.megatron.transformer.recompute_modules": ["moe"],
-                }
-            )
+            options.fixed(key, "off") if not value else found.update(FIELDS["moe_layer_recompute"](source))
         else:
             shared.option(options, key, short, value, "policy.megatron", found)
     found |= shared.virtual_stages(options, "policy")
@@ -168,8 +164,4 @@ def engine(source: Source) -> dict[str, Any]:
     drawn = source.under(INFER + "generating_args.")
     if (drawn.whole("num_beams") or 1) != 1:
         drawn.lacks("num_beams", "beam search")
-    return found | {
-        "engine.sampling.temperature": drawn.number("temperature"),
-        "engine.sampling.top_p": drawn.number("top_p"),
-        "engine.sampling.top_k": max(0, drawn.whole("top_k") or 0),
-    }
+    return found | FIELDS["sampling"](drawn)

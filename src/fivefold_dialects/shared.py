@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -11,7 +10,7 @@ from fivefold.config.mcore_options import is_option, refusal, section_of, withou
 from fivefold.config.packages import BRIDGES, TRACKERS, missing_packages
 from fivefold.layout import ParallelLayout
 from fivefold_dialects.source import Source, UnreadableError
-from fivefold_dialects.table import Convert, Derived, listed
+from fivefold_dialects.table import Convert, Derived, fields, load, table
 
 EVERY_CHECKPOINT = 1_000_000
 """Value of trainer.keep for a system that keeps every checkpoint."""
@@ -37,42 +36,67 @@ MEAN_OF_MICRO_BATCHES = (
 )
 
 
-def path(source: Source, key: str) -> str | None:
-    """Return a path, with a leading ~ replaced by the home directory."""
-    found = source.text(key)
-    if found is None or not found.startswith("~"):
-        return found
-    return source.environment.get("HOME", os.path.expanduser("~")) + found[1:]
-
-
-def files(source: Source, key: str) -> list[str] | None:
-    """Return the paths of a key that has one path or a list; None if it has none."""
-    home = source.environment.get("HOME", os.path.expanduser("~"))
-    found = [home + name[1:] if name.startswith("~") else name for name in source.texts(key)]
-    return found or None
-
-
-def interval(source: Source, key: str) -> int | None:
-    """Return the steps between two events; 0 if they are off (-1, null or false, which Python reads as 0, and true as 1)."""
-    word = str(source.raw(key)).strip("'\"").lower()
-    return {"false": 0, "true": 1}[word] if word in ("false", "true") else max(0, source.whole(key) or 0)
-
-
 def epochs_and_steps(source: Source) -> dict[str, Any]:
     """Return our keys of a verl run's length: its epochs, or its steps if these end earlier."""
     steps, epochs = source.whole("trainer.total_training_steps") or 0, source.count("trainer.total_epochs")
     return {"trainer.epochs": epochs} | ({"trainer.steps": steps, "trainer.ends_with_data": True} if steps > 0 else {})
 
 
+_MODULES: Mapping[str, str] = load("shared")["modules"]
+"""Modules of Megatron-Core -> Hugging Face's names of the linear layers that each consists of."""
+_OF_A_PATTERN = frozenset("*$|()[]^\\+?")
+
+
+def modules(source: Source, key: str) -> list[str] | None:
+    """Return the names of linear layers from a list or a text with commas; None if there are none or they form a pattern."""
+    names = [name.strip() for text in source.texts(key) for name in text.split(",") if name.strip()]
+    if any(_OF_A_PATTERN & set(name) for name in names):
+        source.lacks(key, "a pattern of module names: name the linear layers, as q_proj, k_proj")
+        return None
+    return list(dict.fromkeys(ours for name in names for ours in _MODULES.get(name, name).split())) or None
+
+
+def _initialization(source: Source, key: str) -> str | None:
+    """Return how A begins; report other names than kaiming and xavier."""
+    if (name := source.text(key)) in (None, "kaiming", "xavier"):
+        return name
+    source.lacks(key, "an initialization of A other than kaiming or xavier")
+    return None
+
+
+def adapters(source: Source, ours: str, system: str, group: str = "adapters") -> dict[str, Any]:
+    """Return our keys of the adapters of model `ours`, by a group of fields of the system; empty if it has no adapters."""
+    found = fields(system, {"modules": modules, "initialization": _initialization})[group](source)
+    return {f"{ours}.lora.{name}": value for name, value in found.items()} if (found.get("rank") or 0) > 0 else {}
+
+
+def mapping(source: Source, start: str) -> dict[str, Any]:
+    """Return a mapping that a configuration sets as a whole, by single keys below it, or both."""
+    whole = source.value(start) if source.has(start) else None
+    found = dict(whole) if isinstance(whole, dict) else {}
+    return found | {key.removeprefix(f"{start}."): source.value(key) for key in source.keys(f"{start}.")}
+
+
+def updates(source: Source, step: str, update: str) -> dict[str, int]:
+    """Return our keys of a step's prompts and updates, from the keys with the prompts of a step and of an update."""
+    prompts, mini = source.count(step), source.count(update)
+    if not 0 < mini <= prompts:
+        raise UnreadableError(f"{update} = {mini} must be in 1 to {step} = {prompts}")
+    if prompts % mini:
+        source.lacks(update, f"updates of unequal size: {step} = {prompts} is no multiple of it")
+    return {"data.prompts_per_step": prompts, "algorithm.updates_per_step": prompts // mini}
+
+
+def kept(source: Source, key: str) -> int:
+    """Return how many checkpoints are kept; without a number above 0, all of them."""
+    count = source.whole(key) or 0
+    return count if count > 0 else EVERY_CHECKPOINT
+
+
 def validation_rows(source: Source, key: str) -> dict[str, int]:
     """Return our key eval.max_prompts if the key has a number of rows above 0, otherwise nothing."""
     count = (source.whole(key) if source.has(key) else None) or 0
     return {"eval.max_prompts": count} if count > 0 else {}
-
-
-def top_k(source: Source, key: str) -> int | None:
-    """Return top-k, with 0 for off, where other systems have -1."""
-    return max(0, source.whole(key) or 0)
 
 
 def choice(names: Mapping[str, Any], what: str) -> Convert:
@@ -236,8 +260,8 @@ def at_once(samples: int, replicas: int, usual: int | None) -> dict[str, int]:
     return {"engine.max_num_seqs": min(max(1, -(-samples // replicas)), usual or EngineConfig().max_num_seqs)}
 
 
-_OF_MINDSPEED = listed("shared", "mindspeed")
-"""Options of MindSpeed that change no number: kernels, padding and transfer of batches, the class that builds layers."""
+_OPTIONS = table({"name": "Megatron-Core", **load("shared")})
+"""Fields of TransformerConfig, and of MindSpeed's, that have no effect or are not supported."""
 _RECOMPUTE = ("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules")
 
 
@@ -271,6 +295,15 @@ def ddp_options(source: Source, start: str, ours: str) -> dict[str, Any]:
     return found
 
 
+PARTS = {"parameters": "param", "gradients": "grad", "optimizer": "optimizer"}
+"""Parts of a model that can be offloaded -> their names in verl."""
+
+
+def offload(source: Source, section: str, ours: str) -> dict[str, Any]:
+    """Return our keys of the parts of a model that verl's options of a section offload to the host."""
+    return {f"{ours}.offload.{part}": True for part, name in PARTS.items() if source.flag(f"{section}{name}_offload")}
+
+
 def replayed(mode: str | None) -> dict[str, Any]:
     """Return our keys of replaying the experts' routing: R2, R3 or None for off."""
     if mode != "R3":
@@ -283,18 +316,9 @@ def option(source: Source, key: str, name: str, value: Any, ours: str, found: di
     """Put one field of TransformerConfig into `found`, or report why it has no effect or is not supported."""
     section = section_of(name)
     reason = refusal(section, name)
-    if name in _OF_MINDSPEED:
-        source.fixed(key, "a kernel of another device or library: the numbers agree up to rounding")
-    elif name.startswith(("fp8", "fp4")):
-        source.lacks(key, "training in 8 or 4 bits")
-    elif name in ("attention_dropout", "hidden_dropout"):
-        source.fixed(key, "there is no dropout") if not value else source.lacks(key, "dropout")
-    elif name in ("moe_expert_capacity_factor", "moe_pad_expert_input_to_capacity", "moe_token_drop_policy"):
-        source.lacks(key, "experts that drop tokens: log-probs of engine and trainer would differ")
-    elif name.startswith("mtp_"):
-        source.fixed(key, "off") if not value else source.lacks(
-            key, "multi-token prediction: policy.mtp trains it, on response tokens"
-        )
+    if row := _OPTIONS.row(name):
+        is_off = row.form == "fixed" or value in row.off
+        source.fixed(key, row.note if row.form == "fixed" else "off") if is_off else source.lacks(key, row.note)
     elif name == "moe_token_dispatcher_type" and value == "flex":
         source.lacks(key, "flex needs the package deep_ep; alltoall sends the same tokens", changes_result=False)
     elif name == "moe_enable_routing_replay" and value:
@@ -336,10 +360,10 @@ def megatron_weights(
         said = source.under(f"{section}megatron.")
         if not (said.flag("use_dist_checkpointing") and is_there):
             continue
-        found[ours] = path(said, "dist_checkpointing_path")
+        found[ours] = said.path("dist_checkpointing_path")
         if found[ours] is None:
             said.lacks("use_dist_checkpointing", "a checkpoint without dist_checkpointing_path, which must name it")
-        if path(source, key) not in (None, directory):
+        if source.path(key) not in (None, directory):
             reason = "a Megatron-Core checkpoint of another model than the policy, whose config.json is model.config"
             said.lacks("use_dist_checkpointing", reason)
     if found and has_reference:

@@ -15,10 +15,11 @@ from fivefold_dialects.known import known
 from fivefold_dialects.legacy import verl as legacy
 from fivefold_dialects.source import Source
 from fivefold_dialects.system import dialect
-from fivefold_dialects.table import load, table
+from fivefold_dialects.table import choices, load, table
 
 _A, _R = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
 
+CHOICES = choices("siirl")
 PROGRAMS = ("siirl.main_dag", "siirl.client.main_dag")
 VARIABLES = ("TENSORBOARD_DIR", "SIIRL_LOG_VERBOSITY", "SIIRL_LOGGING_FILENAME")
 
@@ -28,7 +29,7 @@ _DATE = re.compile(r"""\$\(date \+["']?([^)"']*)["']?\)""")
 
 def dated(source: Source, key: str) -> str | None:
     """Return a path, with `$(date +FORMAT)` in the script replaced by the current time."""
-    found = shared.path(source, key)
+    found = source.path(key)
     return found and _DATE.sub(lambda date: time.strftime(date[1]), found)
 
 
@@ -73,15 +74,12 @@ def is_cpgd(source: Source) -> bool:
 def advantage(source: Source) -> dict[str, Any]:
     if source.text("algorithm.adv_estimator") != "cpgd":
         return verl_algorithm.advantage(source)
-    weight = source.text("algorithm.weight_factor_in_cpgd") or "STD_weight"
-    normalize = {"STD_weight": "group", "naive": "none"}.get(weight)
-    if normalize is None:
-        source.lacks("algorithm.weight_factor_in_cpgd", f"the weight {weight} of advantages: known are STD_weight, naive")
-    found: dict[str, Any] = {"name": "cpgd", "advantage": "group", "normalize": normalize}
+    found = {"name": "cpgd", "advantage": "group", "whiten": False, "credit": "response"}
+    found["normalize"] = CHOICES["algorithm.weight_factor_in_cpgd"].read(source)
     if source.count(_R + "n") == 1:
         # siiRL gives a group of one the mean 0 and the deviation 1.
         found |= {"advantage": "reward", "normalize": "none"}
-    return {f"algorithm.{key}": value for key, value in (found | {"whiten": False, "credit": "response"}).items()}
+    return {f"algorithm.{key}": value for key, value in found.items()}
 
 
 def loss(source: Source) -> dict[str, Any]:
@@ -100,10 +98,10 @@ def loss(source: Source) -> dict[str, Any]:
         said.lacks("use_cpgd_loss", "PPO's clip with CPGD's drift, as in siiRL since 2025-10: for CPGD set loss_mode: cpgd")
     drift = said.number("policy_drift_coeff") if asked or said.flag("use_cpgd_loss") else 0.0
     found: dict[str, Any] = {"surrogate": "cpgd", "drift_coef": drift or 0.0}
-    found["aggregate"] = verl_algorithm.CHOICES[_A + "loss_agg_mode"].read(source)
     for name in ("low", "high"):
         bound = said.number(f"clip_ratio_{name}")
         found[f"clip_{name}"] = said.number("clip_ratio") if bound is None else bound
+    found["aggregate"] = verl_algorithm.CHOICES[_A + "loss_agg_mode"].read(source)
     return {f"algorithm.{key}": value for key, value in found.items()}
 
 

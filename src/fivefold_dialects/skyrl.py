@@ -8,46 +8,25 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from fivefold_dialects import shared, skyrl_sft
-from fivefold_dialects.adapters import refuse
 from fivefold_dialects.known import known
-from fivefold_dialects.skyrl_algorithm import METHOD, TOKEN_MEAN, constant_scale
-from fivefold_dialects.skyrl_model import CHOICES, kept, low_rank, optimizer, policy
+from fivefold_dialects.legacy import skyrl as legacy
+from fivefold_dialects.skyrl_algorithm import METHOD, constant_scale
+from fivefold_dialects.skyrl_model import CHOICES, FIELDS, low_rank, optimizer, policy
 from fivefold_dialects.source import Source, UnreadableError, typed
 from fivefold_dialects.system import dialect
-from fivefold_dialects.table import Table, load, several, table
+from fivefold_dialects.table import Table, load, table
 
 _ALGORITHM, _POLICY, _ENGINE = "trainer.algorithm.", "trainer.policy.", "generator.inference_engine."
 _MEGATRON = _POLICY + "megatron_config."
 _COLOCATED = "trainer.placement.colocate_all"
-_OLDER = {name: f"inference_engine_{name}" for name in several("(tensor expert data pipeline)_parallel_size")}
-_OLDER["num_engines"] = "num_inference_engines"
-"""Engine settings that had other names in skyrl-train -> those names; there all were in the section generator."""
-_OLDER_KEYS = frozenset(several(load("legacy/skyrl")["older"]))
-PROGRAMS = ("main_base", "main_dapo", "main_tis_dapo", "main_async", "main_fully_async", "main_dapo_fully_async")
-WITH_A_FUNCTION = {
-    "main_custom_policy_loss": (_ALGORITHM + "policy_loss_type", "reinforce"),
-    "main_custom_adv_est": (_ALGORITHM + "advantage_estimator", "simple_baseline"),
-}
-"""SkyRL's example programs that register a function -> the key and the name that choose this function."""
 FLASHRL = "main_dapo_flashrl"
-OTHER_PROGRAMS = {
-    "main_full_ctx": "a memory test on synthetic sequences of the longest length, without training: use `fivefold check`",
-    "main_fully_async_sim": "a simulation without training",
-    "main_generate": "sampling and scoring without training: use `fivefold eval`",
-}
-"""Programs that are refused -> what they do, which their keys do not show."""
 _URLS = (_ENGINE + "external_server_urls", _ENGINE + "remote_urls", "generator.remote_inference_engine_urls")
 """Keys with the addresses of servers that already run; the oldest keys have host:port."""
 _PAIR = re.compile(r"([A-Za-z_]\w*)\s*:\s*('[^']*'|\"[^\"]*\"|[^,{}]+)")
-
-
-def of_engine(source: Source, name: str) -> str:
-    """Return the key of an engine's setting: today's key, or that of skyrl-train if only that one is set."""
-    older = f"generator.{_OLDER.get(name, name)}"
-    return older if source.has(older) and not source.has(_ENGINE + name) else _ENGINE + name
 
 
 def gpus(source: Source) -> int:
@@ -59,8 +38,8 @@ def program_of(source: Source) -> str:
 
 
 def program(source: Source) -> dict[str, Any]:
-    name = program_of(source)
-    for example, (key, function) in WITH_A_FUNCTION.items():
+    name, programs = program_of(source), load("skyrl")["programs"]
+    for example, (key, function) in programs["examples"].items():
         if example != name and source.text(key) == function:
             source.lacks(key, f"the function {function}: SkyRL registers it in the program {example} only, not in {name}")
     if name == FLASHRL:
@@ -68,8 +47,10 @@ def program(source: Source) -> dict[str, Any]:
             "FlashRL's engine samples with weights in fp8, also for int8: vLLM computes them from the policy's in each step"
         )
         return {"engine.vllm.quantization": "fp8"}
-    if name not in PROGRAMS and name not in WITH_A_FUNCTION:
-        source.lacks("-m", OTHER_PROGRAMS.get(name, "a program other than main_base: it may do things that no key shows"))
+    if name not in (*programs["trained"], *programs["examples"]):
+        source.lacks(
+            "-m", programs["others"].get(name, "a program other than main_base: it may do things that no key shows")
+        )
     return {}
 
 
@@ -108,17 +89,6 @@ def ahead(source: Source) -> dict[str, Any]:
     return shared.ahead(steps, "continue", "carry")
 
 
-def batch(source: Source) -> dict[str, Any]:
-    prompts, mini = source.count("trainer.train_batch_size"), source.count("trainer.policy_mini_batch_size")
-    if not 0 < mini <= prompts:
-        raise UnreadableError(
-            f"trainer.policy_mini_batch_size = {mini} must be in 1 to trainer.train_batch_size = {prompts}"
-        )
-    if prompts % mini:
-        source.lacks("trainer.policy_mini_batch_size", f"updates of unequal size: {prompts} prompts are no multiple of it")
-    return {"data.prompts_per_step": prompts, "algorithm.updates_per_step": prompts // mini}
-
-
 def micro_batch(source: Source) -> dict[str, Any]:
     longest = source.count("trainer.max_prompt_length") + source.count("generator.sampling_params.max_generate_length")
     budget = source.whole("trainer.max_tokens_per_microbatch") or -1
@@ -129,8 +99,7 @@ def micro_batch(source: Source) -> dict[str, Any]:
 def layout(source: Source) -> dict[str, Any]:
     megatron = ""
     if source.text("trainer.strategy") == "megatron":
-        # From 2025-08 to 2025-10 this section was next to `trainer`.
-        megatron = "megatron_config.policy." if source.keys("megatron_config.policy.") else _MEGATRON
+        megatron = legacy.megatron(source) or _MEGATRON
     recomputes = source.flag("trainer.gradient_checkpointing")
     found = policy(source, gpus(source), megatron, _POLICY + "sequence_parallel_size", recomputes=recomputes)
     if source.flag(_COLOCATED) and source.flag(_POLICY + "optimizer_config.offload_after_step"):
@@ -142,37 +111,29 @@ def learning(source: Source) -> dict[str, Any]:
     return optimizer(source, _POLICY, scale=constant_scale(source))
 
 
-def adapters(source: Source) -> dict[str, Any]:
+def low_rank_of_policy(source: Source) -> dict[str, Any]:
     if found := low_rank(source, _POLICY):
-        refuse(source, f"{_MEGATRON}lora_config.lora_type", "other adapters than LoRA", ("lora", "canonical_lora"))
+        FIELDS["adapters_of_megatron"](source)
     return found
 
 
 def critic(source: Source) -> dict[str, Any]:
     if source.text(_ALGORITHM + "advantage_estimator") != "gae":
         return {}
-    if source.count("trainer.critic_mini_batch_size") != source.count("trainer.policy_mini_batch_size"):
-        source.lacks("trainer.critic_mini_batch_size", "the critic is trained in the policy's updates: set the same")
-    found = {
-        "critic.path": shared.path(source, "trainer.critic.model.path"),
-        "critic.value_clip": source.number(_ALGORITHM + "value_clip"),
-    }
-    return found | optimizer(source, "trainer.critic.", "critic.optimizer") | low_rank(source, "trainer.critic.", "critic")
+    learns = optimizer(source, "trainer.critic.", "critic.optimizer")
+    return FIELDS["critic"](source) | learns | low_rank(source, "trainer.critic.", "critic")
 
 
 def sampling(source: Source) -> dict[str, Any]:
-    said = source.under("generator.sampling_params.")
-    found: dict[str, Any] = {name: said.number(name) for name in ("temperature", "top_p", "min_p", "repetition_penalty")}
     limit, prompt = source.whole("generator.max_input_length"), source.count("trainer.max_prompt_length")
     if limit is not None and limit < prompt:
         source.lacks("generator.max_input_length", f"less than trainer.max_prompt_length = {prompt}, which SkyRL refuses")
-    found |= {"top_k": max(0, said.whole("top_k") or 0), "stop": said.texts("stop") or None}
-    return {f"engine.sampling.{key}": value for key, value in found.items()}
+    return FIELDS["sampling"](source.under("generator.sampling_params."))
 
 
 def servers(source: Source) -> list[str]:
     """Return the addresses of engines that already run; empty if the program starts the engines."""
-    key = of_engine(source, "run_engines_locally")
+    key = legacy.of_engine(source, "run_engines_locally")
     if not (source.has(key) and not source.flag(key)) and not source.has(_URLS[0]):
         return []
     named = [url for name in _URLS if source.has(name) for url in source.texts(name)]
@@ -183,7 +144,7 @@ def servers(source: Source) -> list[str]:
 
 def engine(source: Source) -> dict[str, Any]:
     def key(name: str) -> str:
-        return of_engine(source, name)
+        return legacy.of_engine(source, name)
 
     tp, ep, pp, dp = (source.whole(key(f"{of}_parallel_size")) or 1 for of in ("tensor", "expert", "pipeline", "data"))
     replicas = source.count(key("num_engines")) * dp
@@ -240,11 +201,9 @@ def profile(source: Source) -> dict[str, Any]:
 
 def changed_config(source: Source) -> dict[str, Any]:
     """Return our key of values that replace those in config.json."""
-    found: dict[str, Any] = {}
-    for start in (f"{_POLICY}model_config_kwargs", f"{_MEGATRON}model_config_kwargs"):
-        whole = source.value(start) if source.has(start) else None
-        found |= whole if isinstance(whole, dict) else {}
-        found |= {key.removeprefix(f"{start}."): source.value(key) for key in source.keys(f"{start}.")}
+    found = shared.mapping(source, f"{_POLICY}model_config_kwargs") | shared.mapping(
+        source, f"{_MEGATRON}model_config_kwargs"
+    )
     return {f"model.overrides.{name}": value for name, value in found.items()}
 
 
@@ -262,11 +221,7 @@ def evaluation(source: Source) -> dict[str, Any]:
     length = said.whole("max_generate_length")
     if length is not None and length != source.count("generator.sampling_params.max_generate_length"):
         said.lacks("max_generate_length", "responses of another length in evaluation")
-    # Evaluation is greedy unless it has its own sampling keys.
-    if not (temperature := said.number("temperature")):
-        return {"eval.samples": 0}
-    samples = source.whole("generator.eval_n_samples_per_prompt")
-    return {"eval.samples": samples, "eval.temperature": temperature, "eval.top_p": said.number("top_p")}
+    return FIELDS["evaluation"](source)
 
 
 def rewards(source: Source) -> dict[str, Any]:
@@ -280,39 +235,31 @@ def run(source: Source) -> dict[str, Any]:
     mode = (source.text("trainer.resume_mode") or "none").lower()
     return {
         "trainer.resume": {"latest": "auto", "none": "never"}.get(mode, source.text("trainer.resume_path")),
-        "trainer.eval_every": shared.interval(source, "trainer.eval_interval") if source.items("data.val_data") else 0,
+        "trainer.eval_every": source.interval("trainer.eval_interval") if source.items("data.val_data") else 0,
     }
 
 
 def reference(source: Source, key: str) -> str | None:
-    return shared.path(source, key) if source.flag(_ALGORITHM + "use_kl_loss") else None
+    return source.path(key) if source.flag(_ALGORITHM + "use_kl_loss") else None
 
 
 def router(source: Source, key: str) -> str | None:
     return source.text(key) if (source.whole(_MEGATRON + "expert_model_parallel_size") or 1) > 1 else None
 
 
-def release_of(settings: Mapping[str, Any]) -> str:
-    """Return "2026-03" for settings of the package skyrl-train, which ended on 2026-03-02, otherwise "".
-
-    They show by the program's name, or by keys that no later release has.
-    """
-    is_older = str(settings.get("-m", "")).startswith("skyrl_train.") or not _OLDER_KEYS.isdisjoint(settings)
-    return "2026-03" if is_older else ""
-
-
+BATCH = partial(shared.updates, step="trainer.train_batch_size", update="trainer.policy_mini_batch_size")
 DERIVED = (
-    *(*METHOD, program, template, ahead, batch, layout, micro_batch, learning, adapters, critic, sampling, engine),
+    *(*METHOD, program, template, ahead, BATCH, layout, micro_batch, learning, low_rank_of_policy, critic, sampling, engine),
     *(router_replay, evaluation, rewards, run, profile, changed_config),
     shared.tracked("trainer.logger", "trainer.project_name", "trainer.run_name", tags="trainer.tags"),
 )
 _CONVERTERS = {
-    "files": shared.files, "interval": shared.interval, "kept": kept, "loggers": shared.loggers, "path": shared.path,
+    "kept": shared.kept, "loggers": shared.loggers,
     "reference": reference, "router": router,
 }  # fmt: skip
 TABLE = table(
-    "skyrl", DERIVED, _CONVERTERS, load("legacy/skyrl"), elsewhere={TOKEN_MEAN: "token-mean"}, release_of=release_of,
-    known=known("skyrl"),
+    "skyrl", DERIVED, _CONVERTERS, load("legacy/skyrl"), release_of=legacy.release_of, known=known("skyrl"),
+    elsewhere={legacy.TOKEN_MEAN: "token-mean"},
 )  # fmt: skip
 SFT = table("skyrl_sft", skyrl_sft.DERIVED, _CONVERTERS, known=known("skyrl"))
 

@@ -5,17 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from fivefold_dialects import shared
-from fivefold_dialects.skyrl_model import CHOICES
+from fivefold_dialects.legacy import skyrl as legacy
+from fivefold_dialects.skyrl_model import CHOICES, FIELDS
 from fivefold_dialects.source import Source
 
 _ALGORITHM = "trainer.algorithm."
-TOKEN_MEAN = "skyrl.token_mean"
-"""Internal key: the mean that `token_mean` stands for in a release. It is not a key of SkyRL, so no run can set it."""
-
-
-def is_before_2026_04(source: Source) -> bool:
-    """Return whether losses are averaged over micro-batches, as SkyRL did until #1296 (2026-03-31)."""
-    return bool(source.defaults[TOKEN_MEAN] == "micro-batch-token-mean")
 
 
 def aggregate(source: Source) -> str | None:
@@ -27,7 +21,7 @@ def aggregate(source: Source) -> str | None:
     said = source.under(_ALGORITHM)
     found: str | None = CHOICES["loss_reduction"].read(said)
     is_default = found == "token-mean"
-    if found != "micro-batch-token-mean" and not (is_default and is_before_2026_04(source)):
+    if found != "micro-batch-token-mean" and not (is_default and legacy.is_before_2026_04(source)):
         return found
     if source.count("trainer.micro_train_batch_size_per_gpu") == 1:
         return "seq-mean-token-mean"
@@ -62,7 +56,7 @@ def loss(source: Source) -> dict[str, Any]:
     if (name := chosen.name(said)) is None or (mean := aggregate(source)) is None:
         return {}
     found = {"aggregate": mean, **chosen.read(said)}
-    if name == "reinforce" and not is_before_2026_04(source):
+    if name == "reinforce" and not legacy.is_before_2026_04(source):
         said.lacks(
             "policy_loss_type",
             "REINFORCE with advantages that loss_reduction has divided; --from skyrl@2026-03 has the older loss",
@@ -97,9 +91,7 @@ def kl(source: Source) -> dict[str, Any]:
 
 def correction(source: Source) -> dict[str, Any]:
     said, found = source.under(_ALGORITHM), dict[str, Any]()
-    # The name of off_policy_correction in January 2026.
-    older = "rollout_correction."
-    off, bound = (said.under(older), "cap") if said.keys(older) else (said.under("off_policy_correction."), "clip")
+    off, bound = legacy.correction(said) or (said.under("off_policy_correction."), "clip")
     if said.flag("use_tis"):
         found = {"name": "tis", "high": said.number("tis_imp_ratio_cap")}
     else:
@@ -121,10 +113,7 @@ def shaping(source: Source) -> dict[str, Any]:
     start, program = "overlong_buffer." if nested else "overlong_buffer_", source.text("-m") or ""
     if not nested and not program.endswith(("main_dapo", "main_tis_dapo", "main_dapo_fully_async", "main_dapo_flashrl")):
         return {"algorithm.overlong_buffer": 0}
-    return {
-        "algorithm.overlong_buffer": said.whole(start + "len"),
-        "algorithm.overlong_penalty": said.number(start + "penalty_factor"),
-    }
+    return FIELDS["overlong"](said.under(start))
 
 
 def dynamic_sampling(source: Source) -> dict[str, Any]:

@@ -5,12 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from fivefold_dialects import shared
-from fivefold_dialects.adapters import adapters, refuse
-from fivefold_dialects.shared import EVERY_CHECKPOINT
 from fivefold_dialects.source import Source
-from fivefold_dialects.table import choices
+from fivefold_dialects.table import choices, fields
 
-CHOICES = choices("skyrl")
+CHOICES, FIELDS = choices("skyrl"), fields("skyrl")
 
 
 def policy(source: Source, world: int, megatron: str, sequence_parallel: str, *, recomputes: bool) -> dict[str, Any]:
@@ -40,11 +38,8 @@ def optimizer(source: Source, section: str = "", ours: str = "policy.optimizer",
     """Return our keys of AdamW in a section; `scale` is the factor by which SkyRL's loss is smaller than ours."""
     said = source.under(section + "optimizer_config.")
     clip = said.number("max_grad_norm")
-    found = {
-        "lr": said.number("lr"),
-        "betas": said.numbers("adam_betas"),
+    found = FIELDS["optimizer"](said) | {
         "clip_grad": clip and clip * scale,
-        "weight_decay": said.number("weight_decay"),
         "schedule": CHOICES["scheduler"].read(said) or "constant",
         "warmup_steps": said.whole("num_warmup_steps") or 0,
         "warmup_from": 0,
@@ -53,21 +48,4 @@ def optimizer(source: Source, section: str = "", ours: str = "policy.optimizer",
 
 
 def low_rank(source: Source, section: str = "", ours: str = "policy") -> dict[str, Any]:
-    start = section + "model.lora."
-    names = {
-        "rank": "rank",
-        "alpha": "alpha",
-        "targets": "target_modules",
-        "exclude": "exclude_modules",
-        "init": "init_method",
-    }
-    found = adapters(source, ours, **{name: start + key for name, key in names.items()})
-    if found:
-        refuse(source, start + "dropout", "dropout of adapters", (0, 0.0))
-    return found
-
-
-def kept(source: Source, key: str) -> int:
-    """Return how many checkpoints are kept; -1 means all."""
-    keep = source.whole(key) or -1
-    return keep if keep > 0 else EVERY_CHECKPOINT
+    return shared.adapters(source.under(section + "model.lora."), ours, "skyrl")

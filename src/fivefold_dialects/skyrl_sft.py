@@ -111,8 +111,8 @@ def run(source: Source) -> dict[str, Any]:
     return {
         "trainer.steps": min(steps, default=None),
         "trainer.epochs": 1_000_000 if source.whole("num_steps") is not None else source.count("num_epochs"),
-        "trainer.eval_every": shared.interval(source, "eval_interval") if validates(source) else 0,
-        "trainer.run_dir": shared.path(source, "ckpt_path") or f"runs/{source.text('run_name')}",
+        "trainer.eval_every": source.interval("eval_interval") if validates(source) else 0,
+        "trainer.run_dir": source.path("ckpt_path") or f"runs/{source.text('run_name')}",
         "trainer.resume": {None: "never", "latest": "auto"}.get(resume, resume),
     }
 

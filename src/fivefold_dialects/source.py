@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -59,6 +60,13 @@ class Source:
         """Return whether the configuration sets the key."""
         self.read.add(self.prefix + key)
         return self.prefix + key in self.settings
+
+    def first(self, *keys: str) -> str:
+        """Return the first of these keys that the configuration sets to a value, or else the first that has a default."""
+        if len(keys) == 1:
+            return keys[0]
+        named = next((key for key in keys if self.has(key) and self.text(key) is not None), None)
+        return named or next((key for key in keys if self.text(key) is not None), keys[-1])
 
     def keys(self, start: str) -> list[str]:
         """Return the keys below `start` that the configuration sets."""
@@ -135,6 +143,24 @@ class Source:
         """Return the value as a list of numbers."""
         return [float(item) for item in self.items(key)]
 
+    def path(self, key: str) -> str | None:
+        """Return a path, with a leading ~ replaced by the home directory."""
+        found = self.text(key)
+        return found and self._at_home(found)
+
+    def files(self, key: str) -> list[str] | None:
+        """Return the paths of a key that has one path or a list; None if it has none."""
+        return [self._at_home(name) for name in self.texts(key)] or None
+
+    def interval(self, key: str) -> int:
+        """Return the steps between two events; 0 if they are off (-1, null or false, which Python reads as 0; true is 1)."""
+        word = str(self.raw(key)).strip("'\"").lower()
+        return {"false": 0, "true": 1}[word] if word in ("false", "true") else max(0, self.whole(key) or 0)
+
+    def top_k(self, key: str) -> int:
+        """Return top-k, with 0 for off, where other systems have -1."""
+        return max(0, self.whole(key) or 0)
+
     def one_of(self, key: str, names: Collection[str], what: str, usual: str) -> str:
         """Return the key's value, one of `names`, or `usual` if it is left out; report another name as not supported."""
         if (name := self.text(key) or usual) in names:
@@ -161,6 +187,9 @@ class Source:
         self.read.add(full)
         if full in self.settings:
             self.found.append(Outcome(full, self.settings[full], "fixed", reason))
+
+    def _at_home(self, name: str) -> str:
+        return self.environment.get("HOME", os.path.expanduser("~")) + name[1:] if name.startswith("~") else name
 
     def _resolved(self, key: str, depth: int) -> Any:
         if depth > 20:

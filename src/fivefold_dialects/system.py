@@ -38,6 +38,8 @@ class System:
     """Names of the system's own YAML files; their values are already the defaults of its tables."""
     join: Callable[[list[Tree]], Tree] = merged
     """Function that joins the files of a command into one tree."""
+    read_tree: Callable[[Sequence[str], Mapping[str, str]], Tree] | None = None
+    """Function that reads a command of options, `--key value`; without it a command has `key=value` words."""
     variables: Sequence[str] = ()
     """Environment variables that the system's programs read; the tables have rows for them as for keys."""
 
@@ -76,6 +78,8 @@ class System:
     def _of_command(self, words: Sequence[str], environment: Mapping[str, str], version: str) -> Translation:
         """Return the translation of a command; after `--` come our own settings, which override those of the system."""
         theirs, own = (words[: words.index("--")], words[words.index("--") + 1 :]) if "--" in words else (words, ())
+        if self.read_tree is not None:
+            return with_own(self(self.read_tree(theirs, environment), [], environment, version), own)
         found = read_command(theirs, environment)
         notes = []
         if (path := named_yaml(found.options, found.scripts, self.config_names)) is not None:

@@ -1,33 +1,7 @@
 """Define a system's table: rows that say how each of its keys is handled, defaults, and the names of its methods, as data.
 
-`tables/SYSTEM.yaml` has these (`load`); the system's module has functions for values that depend on several keys:
-
-    sections:
-      Algorithm:
-        to:                                       # one key -> one of ours
-          ppo_epochs: algorithm.ppo_epochs whole
-        reads:                                    # keys that functions read; the text after them is for the page
-          gamma lambd:
-          loss_agg_mode: seq-mean-token-mean when left out.
-        fixed:                                    # why the numbers are the same with any value of these keys: the keys
-          how data are read: (actor_train reference).data_args.(tag id) **.template
-        lacks:                                    # the feature that is not supported: the keys, or [keys, values for off]
-          computing in 8 bits: [critic.fp8, false]
-        slower:                                   # like lacks, if the numbers of the run are the same without it
-          an optimizer on the host: [optimizer_cpu_offload, false, 0]
-
-Every key that a function reads is recorded (source.py), and the translator finds which of our keys it changes, so `reads`
-only names the keys; a key in no row is unknown. The keys of a row are one text: `(a b).(c d)` means all four combinations,
-may be nested, and `$name` is a list in the file's section `lists`. A section that is a name, as `Data: verl`, is copied from
-that system's file, with the lists of both files; this file's own rows replace copied ones.
-
-`below: {trainer.trainer_config: [verl, Model, Engines]}` copies the rows `fixed`, `lacks` and `slower` of these sections of
-another file, for that system's keys below this key; the file's own rows come first. A setting that is an empty section, or
-refers to a section of the same name elsewhere, needs no row.
-
-In a key `*` matches one of its parts and `**` any number of parts, but only keys that the system has (known/); with `!` at
-its end a pattern matches any key. A row with the key itself comes before patterns. Of two patterns the one that is more
-exact in the first part where they differ comes first.
+`tables/README.md` has the form of these files, `tables/SYSTEM.yaml` (`load`); the system's module has functions for values
+that depend on several keys.
 """
 
 from __future__ import annotations
@@ -36,14 +10,14 @@ import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from importlib.resources import files
 from typing import Any, Literal
 
 import yaml
 
 from fivefold_dialects.known import NONE, KnownKeys, sections
-from fivefold_dialects.source import Source, flatten
+from fivefold_dialects.source import Source, flatten, typed
 
 Convert = Callable[[Source, str], Any]
 """Function of the source and a key that returns our value, or None to keep our default."""
@@ -158,23 +132,7 @@ def _pattern(key: str) -> re.Pattern[str]:
 
 @dataclass(frozen=True)
 class Choice:
-    """Key whose value names a method, a loss or a mean, with the translation of each name.
-
-    In the file, under `choices` and this key:
-
-        actor_train.pg_variant:
-          what: loss                              # in the message for a name that is not listed
-          default: vanilla
-          names:
-            vanilla: {surrogate: log_likelihood}
-            cispo:                                # $KEY is that key's number, `$KEY flag` its value by Source.flag
-              surrogate: cispo
-              clip_low: $actor_train.cispo_epsilon_low
-              needs: {a mask in addition to the bounds: [actor_train.cispo_use_unified_mask, false]}
-
-    `needs` has rows of the form `lacks` that apply only to this name; `takes` lists the arguments of this name. The
-    translation of a name may also be a single value.
-    """
+    """Key whose value names a method, a loss or a mean, with the translation of each name, our keys or a single value."""
 
     key: str
     what: str
@@ -200,24 +158,39 @@ class Choice:
         chosen = self.names[name]
         if not isinstance(chosen, Mapping):
             return chosen
-        for reason, keys in chosen.get("needs", {}).items():
-            for row in _lacking("lacks", reason, keys, self.lists):
-                if source.value(row.key) not in row.off:
-                    source.lacks(row.key, row.note)
+        _refuse(source, chosen, self.lists)
         said = source.under(f"{self.arguments}." if self.arguments else "")
         taken = set(several(chosen.get("takes", ""), self.lists))
         for key in said.keys("") if self.arguments else ():
             if key not in taken and said.value(key) is not None and said.value(key) is not False:
                 said.lacks(key, f"an argument of the {self.what} {name}")
-        return {ours: _number(said, value) for ours, value in chosen.items() if ours not in ("needs", "takes")}
+        return {ours: _value(said, value) for ours, value in chosen.items() if ours not in ("needs", "takes")}
 
 
-def _number(source: Source, value: Any) -> Any:
-    """Return a value of a choice; for `$key` that key's number, for `$key reader` its value by this method of Source."""
+def _refuse(source: Source, group: Mapping[str, Any], lists: Mapping[str, str] = {}) -> None:
+    """Report the keys that a choice's name or a group does not support, in its `needs`."""
+    for reason, keys in group.get("needs", {}).items():
+        for row in _lacking("lacks", reason, keys, lists):
+            if source.value(row.key) not in (*(_value(source, off) for off in row.off), [], {}):
+                source.lacks(row.key, row.note)
+
+
+def _value(source: Source, value: Any, converters: Mapping[str, Callable[..., Any]] = {}) -> Any:
+    """Return a value of a choice or a group: `$key reader` is that key's value by this method of Source (`fields`)."""
+    if isinstance(value, list):
+        return [_value(source, item, converters) for item in value]
     if not (isinstance(value, str) and value.startswith("$")):
         return value
-    key, _, reader = value[1:].partition(" ")
-    return getattr(source, reader or "number")(key)
+    said, _, usual = value[1:].partition(" or ")
+    keys, *words = said.split()
+    key = source.first(*keys.split("|"))
+    if "if-set" in words and not source.has(key):
+        return None
+    name = words[0] if words else "number"
+    found = converters[name](source, key) if name in converters else getattr(source, name)(key)
+    if usual and not found:
+        return typed(usual)
+    return None if "if-true" in words and not found else found
 
 
 @cache
@@ -242,6 +215,23 @@ def choices(name: str) -> dict[str, Choice]:
         names = {each: chosen for listed, chosen in said["names"].items() for each in several(listed)}
         found[key] = Choice(key, lists=content.get("lists", {}), **{**said, "names": names})
     return found
+
+
+def fields(name: str, converters: Mapping[str, Callable[..., Any]] = {}) -> dict[str, Callable[[Source], dict[str, Any]]]:
+    """Return the functions that read the groups of `tables/NAME.yaml`: keys that have a value of ours only in some runs."""
+    return {each: partial(_read_group, group, converters) for each, group in load(name)["fields"].items()}
+
+
+_OF_A_GROUP = ("from", "when", "else", "needs")
+
+
+def _read_group(group: Mapping[str, Any], converters: Mapping[str, Callable[..., Any]], source: Source) -> dict[str, Any]:
+    said = source.under(group.get("from", ""))
+    tests = (converters[one](source) if one in converters else _value(said, one) for one in group.get("when", []))
+    if not all(tests):
+        return dict(group.get("else", {}))
+    _refuse(said, group)
+    return {ours: _value(said, each, converters) for ours, each in group.items() if ours not in _OF_A_GROUP}
 
 
 def table(

@@ -114,7 +114,7 @@ DERIVED = (
 TABLE = table(
     "trinity",
     DERIVED,
-    {"path": shared.path, "resume": resume},
+    {"resume": resume},
     older=load("legacy/trinity"),
     elsewhere={legacy.RELEASE: None},
     known=known("trinity").with_below(VERL.rstrip("."), known("verl")),

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from fivefold_dialects import shared
 from fivefold_dialects.legacy import trinity as legacy
 from fivefold_dialects.source import Source, UnreadableError, flatten
+from fivefold_dialects.table import fields, load, several
 from fivefold_dialects.trinity_keys import ACTOR, BUFFER, EVALUATED, EXPERTS, ROLLOUT, TASKSET, kind, mixes, offline
 
 
@@ -49,50 +49,20 @@ def lengths(source: Source) -> dict[str, Any]:
 
 
 _WORKFLOWS = ("math_workflow", "async_math_workflow", "math_boxed_workflow", "default", "simple_workflow")
-_REWARDS = {
-    "math_reward": {"math": 1.0, "think_answer": 0.1},
-    "math_boxed_reward": {"math": 1.0},
-    "accuracy_reward": {"math": 1.0},
-    "math_dapo_reward": {"math": 1.0},
-    "countdown_reward": {"countdown": 1.0},
-}
-_R1_PROMPT = (
-    "A conversation between User and Assistant. The user asks a question, and the Assistant solves it. The assistant first "
-    "thinks about the reasoning process in the mind and then provides the user with the answer. The reasoning process and "
-    "answer are enclosed within <think> </think> and <answer> </answer> tags, respectively, i.e.,\n"
-    "<think> reasoning process here </think>\n<answer> answer here </answer>.\n"
-)
-"""System prompt of DeepSeek-R1 (2501.12948 table 1), which math_workflow adds to prompts without one (workflow.py)."""
-_BOXED_PROMPT = "Please reason step by step, and put your final answer within \\boxed{}."
-_THINK_PROMPT = (
-    "You are a helpful assistant that solves MATH problems. You should first thinks about the reasoning process in mind and "
-    "then provides the user with the answer. You should present your reasoning process using the format: <think>\n "
-    "...your reasoning process here... </think>\n first. You should always include your final answer in \\boxed{} as "
-    "closed-form results."
-)
-"""System prompt of math_boxed_workflow with with_think; without it, _BOXED_PROMPT (customized_math_workflows.py)."""
-_BASE_TEMPLATE = (
-    "{% for message in messages %}{% if message.role == 'system' %}{{ 'System:' + message.content + '\\n' }}"
-    "{% elif message.role == 'user' %}{{ 'User:\\n' + message.content + '\\nAssistant:\\n' }}"
-    "{% else %}{{ message.content }}{% endif %}{% endfor %}"
-)
-"""Chat template of math_boxed_workflow with use_base, for base models, which have no chat format."""
+FIELDS = fields("trinity")
+_REWARDS = {name: ours for names, ours in load("trinity")["rewards"].items() for name in several(names)}
+_PROMPTS: dict[str, str] = load("trinity")["prompts"]
 
 
 def data(source: Source) -> dict[str, Any]:
     if offline(source):
-        said = source.under(BUFFER + "format.")
-        columns = [f"{name}_key" for name in ("prompt", "response", "messages", "chosen", "rejected")]
-        return {
-            "data.train": shared.files(source, BUFFER + "path"),
-            **{f"data.{key}": said.text(key) for key in columns if said.has(key)},
-        }
+        return FIELDS["pairs"](source.under(BUFFER))
     said = source.under(TASKSET)
     sets = [str(each.get("path")) for each in source.items(EVALUATED) if isinstance(each, dict)]
     selector = said.one_of("data_selector.selector_type", ("sequential", "shuffle"), "order of tasks", "sequential")
     thinking = ROLLOUT + "enable_thinking" if source.has(ROLLOUT + "enable_thinking") else "model.enable_thinking"
     return {
-        "data.train": shared.files(said, "path"),
+        "data.train": said.files("path"),
         "data.val": sets or None,
         "data.prompt_key": said.text("format.prompt_key"),
         "data.ground_truth_key": said.text("format.response_key") or None,
@@ -107,12 +77,11 @@ def data(source: Source) -> dict[str, Any]:
 def _experts(source: Source) -> dict[str, Any]:
     """Return the keys of the data set with the expert's responses; it must have the same prompt column as the taskset."""
     said = source.under(EXPERTS + "format.")
-    found: dict[str, Any] = {"data.expert": shared.files(source, EXPERTS + "path")}
     if (said.text("prompt_type") or "messages") == "messages":
-        return found | {"data.messages_key": said.text("messages_key") or "message"}
+        return FIELDS["expert_messages"](source)
     if (said.text("prompt_key") or "prompt") != source.text(TASKSET + "format.prompt_key"):
         said.lacks("prompt_key", "a column of prompts that is not the tasks' column")
-    return found | {"data.response_key": said.text("response_key") or "response"}
+    return FIELDS["expert_responses"](source)
 
 
 def _workflow(source: Source) -> dict[str, Any]:
@@ -140,13 +109,13 @@ def _workflow(source: Source) -> dict[str, Any]:
     system = places[0].raw("format.system_prompt") or places[1].raw("system_prompt") or None
     found: dict[str, Any] = {}
     if is_boxed:
-        system = system or (_THINK_PROMPT if with_think else _BOXED_PROMPT)
+        system = system or (_PROMPTS["think" if with_think else "boxed"])
         reward = reward or "math_boxed_reward"
-        found["data.chat_template"] = _BASE_TEMPLATE if said.flag("use_base") else None
+        found["data.chat_template"] = _PROMPTS["base"] if said.flag("use_base") else None
     elif flow in ("math_workflow", "async_math_workflow"):
         reward = reward or "math_reward"
         if not system and reward == "math_reward":
-            system = _R1_PROMPT
+            system = _PROMPTS["r1"]
     rewards = dict(_REWARDS.get(reward, {}))
     if with_think and reward == "math_boxed_reward":
         rewards["think"] = said.number("format_score_coef") or 0.1
@@ -165,10 +134,7 @@ def _reward_arguments(source: Source, reward: str) -> dict[str, Any]:
         return {}
     if said.whole("max_response_length") != response_tokens(source):
         said.lacks("max_response_length", "a length penalty that ends at another length than model.max_response_tokens")
-    return {
-        "algorithm.overlong_buffer": said.count("cache_length"),
-        "algorithm.overlong_penalty": said.number("penalty_factor"),
-    }
+    return FIELDS["overlong"](said)
 
 
 def sampled_evaluation(source: Source) -> dict[str, Any]:

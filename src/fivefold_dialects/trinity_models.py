@@ -9,10 +9,9 @@ from typing import Any
 
 from fivefold.layout import ParallelLayout
 from fivefold_dialects import shared
-from fivefold_dialects.adapters import adapters
 from fivefold_dialects.legacy import trinity as legacy
 from fivefold_dialects.source import Source, UnreadableError
-from fivefold_dialects.trinity_data import lengths
+from fivefold_dialects.trinity_data import FIELDS, lengths
 from fivefold_dialects.trinity_keys import (
     ACTOR,
     CRITIC,
@@ -28,8 +27,6 @@ from fivefold_dialects.trinity_keys import (
     periods,
 )  # fmt: skip
 from fivefold_dialects.trinity_method import kl, uses_critic
-
-_PARTS = {"parameters": "param", "gradients": "grad", "optimizer": "optimizer"}
 
 
 def uses_reference(source: Source) -> bool:
@@ -48,19 +45,18 @@ def engine(source: Source) -> dict[str, Any]:
     said = source.under(ROLLOUT)
     tp = said.count("tensor_parallel_size")
     name = shared.engine_name(said, "engine_type", said.text("engine_type"))
-    flags = ("enforce_eager", "enable_prefix_caching", "enable_chunked_prefill")
     drawn = {
         name: source.number(key if source.value(key := f"{TASKSET}rollout_args.{name}") is not None else f"model.{name}")
         for name in ("temperature", "top_p", "top_k")
     }
     return {
         **shared.engine_apart(said.count("engine_num") * tp, tp, name=name),
-        "engine.memory_fraction": said.number("gpu_memory_utilization"),
+        **FIELDS["engine"](said),
         "engine.sampling.temperature": drawn["temperature"],
         "engine.sampling.top_p": drawn["top_p"],
         "engine.sampling.top_k": max(0, int(drawn["top_k"] or 0)),
         "engine.dtype": dtype(said, "dtype"),
-        **{f"engine.vllm.{flag}": said.flag(flag) for flag in flags if name == "vllm" and said.has(flag)},
+        **(FIELDS["vllm"](said) if name == "vllm" else {}),
     }
 
 
@@ -73,8 +69,7 @@ def low_rank(source: Source) -> dict[str, Any]:
         source.lacks(key, "more than one adapter")
         return {}
     own = Source(entries[0], {"lora_rank": 32, "lora_alpha": 32, "target_modules": "all-linear"}, source.environment)
-    names = {"rank": "lora_rank", "alpha": "lora_alpha", "targets": "target_modules", "exclude": "exclude_modules"}
-    found = adapters(own, "policy", path="path", **names)
+    found = shared.adapters(own, "policy", "trinity")
     if own.found or own.value("is_dummy"):
         source.lacks(key, "adapters for the sampler only, or with a pattern of module names")
     return found
@@ -90,24 +85,21 @@ def optimizer(source: Source) -> dict[str, Any]:
     style = new.text("warmup_style") or (old.text("warmup_style") if old.has("warmup_style") else None)
     style = style or of("lr_scheduler_type").text("lr_scheduler_type")
     lowest = (of("lr").number("lr") or 0.0) * (of("min_lr_ratio").number("min_lr_ratio") or 0.0)
-    found: dict[str, Any] = {key: of(key).number(key) for key in ("lr", "weight_decay")}
-    found["betas"] = of("betas").numbers("betas")
+    found = FIELDS["optimizer"](source)
     found |= _warmup(source, of("lr_warmup_steps"), of("lr_warmup_steps_ratio"))
     if is_megatron(source):
         floor = lowest if source.text(legacy.RELEASE) in (None, "2026-02") else 0.0
         found["clip_grad"] = of("clip_grad").number("clip_grad")
         found |= _of_megatron(old, old.text("lr_decay_style") or style, found["warmup_steps"], floor, lowest)
     else:
-        keys = ("trainer.actor_grad_clip", ACTOR + "grad_clip", "trainer.grad_clip")
-        found["clip_grad"] = next((number for key in keys if (number := source.number(key)) is not None), None)
+        found |= FIELDS["clip"](source)
         found |= _schedule(new, style, lowest)
     return {f"policy.optimizer.{key}": value for key, value in found.items()}
 
 
 def _critic_optimizer(source: Source, said: Source) -> dict[str, Any]:
     lr, release = said.number("lr") or 0.0, source.text(legacy.RELEASE)
-    found: dict[str, Any] = {"lr": lr, "weight_decay": said.number("weight_decay")}
-    found |= {"betas": said.numbers("betas"), **_warmup(source, said, said)}
+    found = FIELDS["critic_optimizer"](said) | {"lr": lr, **_warmup(source, said, said)}
     if is_megatron(source):
         found["clip_grad"], floor = said.number("clip_grad"), 0.01 * lr if release is None else 0.0
         found |= _of_megatron(said, said.text("lr_decay_style"), found["warmup_steps"], floor, floor)
@@ -154,8 +146,7 @@ def critic(source: Source) -> dict[str, Any]:
         return {}
     said = source.under(CRITIC)
     found: dict[str, Any] = {
-        "critic.path": source.text("model.critic_model_path"),
-        "critic.value_clip": said.number("cliprange_value"),
+        **FIELDS["critic"](source),
         **_critic_optimizer(source, said.under("optim.")),
         **_own_options(source, CRITIC, "critic"),
         **_offload(source, CRITIC, "critic"),
@@ -270,15 +261,14 @@ def _own_options(source: Source, start: str, ours: str) -> dict[str, Any]:
 
 def _offload(source: Source, start: str, ours: str) -> dict[str, Any]:
     section = "megatron." if is_megatron(source) else "model.fsdp_config." if start == CRITIC else "fsdp_config."
-    parts = {part: source.flag(f"{start}{section}{name}_offload") for part, name in _PARTS.items()}
-    return {f"{ours}.offload.{part}": True for part, is_moved in parts.items() if is_moved}
+    return shared.offload(source, start + section, ours)
 
 
 def weights(source: Source) -> dict[str, Any]:
     """Return our keys of models whose weights are a Megatron-Core checkpoint instead of the Hugging Face directory."""
     if not is_megatron(source):
         return {}
-    directory, has_reference = shared.path(source, "model.model_path"), uses_reference(source)
+    directory, has_reference = source.path("model.model_path"), uses_reference(source)
     roles = [
         ("model.path", ACTOR, "model.model_path", True),
         ("reference.path", REFERENCE, "model.model_path", has_reference),

@@ -7,21 +7,19 @@ read in TRL 1.16.0 and transformers 5.23.0.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, Literal
 
-from fivefold.config.dialect import Translation
 from fivefold.errors import UserError
 from fivefold.keys.ranges import OneOf
 from fivefold_dialects import shared, trl_grpo
-from fivefold_dialects.adapters import adapters, refuse
 from fivefold_dialects.source import Source, UnreadableError
-from fivefold_dialects.system import System
+from fivefold_dialects.system import dialect
 from fivefold_dialects.table import Table, choices, load, table
 from fivefold_dialects.translator import our_defaults
 from fivefold_dialects.trl_grpo import at_once, processes, updates_of
-from fivefold_dialects.trl_words import read_words
+from fivefold_dialects.trl_words import read_tree
 
 CHOICES = choices("trl")
 NO_PROCESSES = "the number of processes is not given: 8 GPUs are assumed; set another number with --num_processes N"
@@ -69,11 +67,8 @@ def dtype(source: Source) -> dict[str, Any]:
 def low_rank(source: Source) -> dict[str, Any]:
     if not source.flag("use_peft"):
         return {}
-    refuse(source, "lora_dropout", "dropout of adapters: set it to 0", (0, 0.0))
-    if not source.has("lora_dropout"):
-        source.lacks("lora_dropout", "dropout of adapters: set --lora_dropout 0")
-    found = adapters(source, "policy", rank="lora_r", alpha="lora_alpha", targets="lora_target_modules")
-    if not found:
+    found = shared.adapters(source, "policy", "trl")
+    if source.count("lora_r") < 1:
         raise UnreadableError(f"lora_r must be above 0 with use_peft: got {source.count('lora_r')}")
     if source.flag("use_rslora"):
         found["policy.lora.alpha"] *= math.sqrt(found["policy.lora.rank"])
@@ -174,7 +169,7 @@ def run(source: Source) -> dict[str, Any]:
     if resume not in ("true", "false"):
         source.lacks("resume_from_checkpoint", "a checkpoint of transformers: model_name_or_path takes its weights")
     found: dict[str, Any] = {
-        "trainer.run_dir": shared.path(source, "output_dir") or "trainer_output",
+        "trainer.run_dir": source.path("output_dir") or "trainer_output",
         "trainer.save_every": interval(source, "save"),
         "trainer.keep": source.whole("save_total_limit") or shared.EVERY_CHECKPOINT,
         "trainer.resume": "auto" if resume == "true" else "never",
@@ -214,7 +209,7 @@ def evaluation(source: Source) -> dict[str, Any]:
         return {}
     found = {"temperature": source.number("temperature"), "top_p": source.number("top_p")}
     found |= {"samples": source.whole("num_generations_eval") or source.whole("num_generations")}
-    return {f"eval.{key}": value for key, value in found.items()} | {"eval.top_k": shared.top_k(source, "top_k")}
+    return {f"eval.{key}": value for key, value in found.items()} | {"eval.top_k": source.top_k("top_k")}
 
 
 def dpo(source: Source) -> dict[str, Any]:
@@ -249,7 +244,9 @@ def _table(name: str, **fields: Any) -> Table:
     content = load("trl")
     own = content["programs"][name]
     sections = own["sections"] | dict.fromkeys(content["sections"], "trl")
-    converters = {"path": shared.path, "trackers": trackers, "top_k": shared.top_k}
+    converters = {
+        "trackers": trackers,
+    }
     return table({**content, **own, "sections": sections}, (*_COMMON, *_DERIVED[name]), converters, **fields)
 
 
@@ -270,19 +267,4 @@ def table_of(settings: Mapping[str, Any]) -> Table:
     return TABLES[name]
 
 
-class TRL(System):
-    """System of TRL, whose commands are a launcher, the name of a program and `--key value` options."""
-
-    def translate_words(
-        self,
-        words: Sequence[str],
-        environment: Mapping[str, str],
-        given: Mapping[str, str] | None = None,
-        *,
-        version: str = "",
-        allow_secrets: bool = False,
-    ) -> Translation:
-        return read_words(self, words, environment, given, version=version, allow_secrets=allow_secrets)
-
-
-translate = TRL("trl", tuple(TABLES.values()), table_of)
+translate = dialect("trl", *TABLES.values(), choose=table_of, read_tree=read_tree)

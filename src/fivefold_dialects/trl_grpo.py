@@ -151,7 +151,7 @@ def correction(source: Source) -> dict[str, Any]:
 
 
 def rewards(source: Source) -> dict[str, Any]:
-    names, model = source.texts("reward_funcs"), shared.path(source, "reward_model_name_or_path")
+    names, model = source.texts("reward_funcs"), source.path("reward_model_name_or_path")
     count = len(names) + bool(model)
     weights = [float(weight) for weight in source.items("reward_weights")] or [1.0] * count
     if len(weights) != count:

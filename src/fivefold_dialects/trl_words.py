@@ -6,18 +6,13 @@ import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from fivefold.config.dialect import Translation, Tree
+from fivefold.config.dialect import Tree
 from fivefold.config.loader import ConfigError, parse_value, read_mapping
-from fivefold_dialects.bounds import LONGEST_KEY, TooMuchError, Work, is_file
-from fivefold_dialects.secret_variables import Hidden
+from fivefold_dialects.bounds import LONGEST_KEY, Work, is_file
 from fivefold_dialects.shell import read_script
 from fivefold_dialects.source import merged
-from fivefold_dialects.translator import with_own
-
-if TYPE_CHECKING:
-    from fivefold_dialects.system import System
 
 _COMMANDS = ("grpo", "dpo", "sft", "kto", "rloo", "reward", "distillation")
 _LAUNCHES = re.compile(r"(torch\.distributed|accelerate|deepspeed)\b|(torchrun|trl)$")
@@ -27,24 +22,9 @@ _ALIASES = {"nproc_per_node": "num_processes", "num_gpus": "num_processes", "con
 """Options of torchrun, deepspeed and accelerate -> options of `trl`."""
 
 
-def read_words(
-    system: System, words: Sequence[str], environment: Mapping[str, str], given: Mapping[str, str] | None, *,
-    version: str, allow_secrets: bool,
-) -> Translation:  # fmt: skip
-    """Return the translation of the run that these words describe; raise ConfigError if they describe none."""
-    hidden = Hidden({} if allow_secrets else environment)
-    variables = {**environment, **hidden.environment, **(given or {})}
-    theirs, own = (words[: words.index("--")], words[words.index("--") + 1 :]) if "--" in words else (words, ())
-    try:
-        tree = _tree(list(theirs), variables, Work())
-        return hidden.checked(with_own(system(tree, [], variables, version), own))
-    except TooMuchError as error:
-        raise ConfigError([str(error)]) from error
-    except RecursionError:
-        raise ConfigError(["brackets or scripts are nested too deeply: give the command that starts training"]) from None
-
-
-def _tree(words: list[str], variables: Mapping[str, str], work: Work) -> Tree:
+def read_tree(given: Sequence[str], variables: Mapping[str, str]) -> Tree:
+    """Return the settings of the run that these words describe; raise ConfigError if they describe none."""
+    words, work = list(given), Work()
     files: Mapping[str, str] = {}
     first = Path(words[0]) if words else Path()
     if is_file(first) and first.suffix not in (".yaml", ".yml", ".py"):

@@ -2,7 +2,7 @@
 
 tables/verl.yaml has a row for each key. Values that depend on several keys are in verl_algorithm.py (the method),
 verl_models.py (layout, batches, optimizers), verl_async.py (programs that sample ahead), verl_rollout.py (engines, rewards,
-evaluation) and verl_prime.py (a recipe). legacy/verl.py reads releases before 2026.
+evaluation). legacy/ reads releases before 2026.
 """
 
 from __future__ import annotations
@@ -11,30 +11,22 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from fivefold_dialects import shared, verl_async, verl_prime, verl_sft
+from fivefold_dialects import shared, verl_async, verl_sft
 from fivefold_dialects import verl_models as models
 from fivefold_dialects.known import known
 from fivefold_dialects.legacy import verl as legacy
-from fivefold_dialects.shared import EVERY_CHECKPOINT
+from fivefold_dialects.legacy import verl_recipes as recipes
 from fivefold_dialects.source import Source
 from fivefold_dialects.system import dialect
 from fivefold_dialects.table import Table, defaults_of, load, several, table
-from fivefold_dialects.verl_algorithm import advantage, correction, dynamic_sampling, kl, loss, overlong
-from fivefold_dialects.verl_rollout import engine, evaluation, rewards
+from fivefold_dialects.verl_algorithm import FIELDS, advantage, correction, dynamic_sampling, kl, loss, overlong
+from fivefold_dialects.verl_rollout import engine, rewards
 
 _R = "actor_rollout_ref.rollout."
 OWN_DEFAULTS: dict[str, dict[str, Any]] = {
     program: defaults_of(own or {}) for names, own in load("verl")["programs"].items() for program in several(names)
 }
 """Supported programs -> their defaults that differ from main_ppo's."""
-CONFIG_NAMES = (
-    *(f"ppo_{engine}trainer" for engine in ("", "megatron_", "veomni_", "torchtitan_")),
-    *(f"_generated_ppo_{engine}trainer" for engine in ("", "megatron_", "veomni_", "torchtitan_")),
-    *(f"{start}ppo_{engine}trainer" for start in ("one_step_off_", "fully_async_") for engine in ("", "megatron_")),
-    "transfer_queue_ppo_trainer", "transfer_queue_ppo_megatron_trainer", "dapo_trainer", "dapo_megatron_trainer",
-    "sft_trainer", "sft_trainer_engine", "sppo_trainer", "prime_trainer", "entropy_trainer",
-)  # fmt: skip
-"""Names of these programs' YAML files; their values are already the defaults of the tables."""
 
 
 def program(source: Source) -> dict[str, Any]:
@@ -53,16 +45,7 @@ def overlong_prompts(source: Source, key: str) -> str:
 
 
 def template(source: Source) -> dict[str, Any]:
-    start = "data.apply_chat_template_kwargs"
-    whole = source.value(start) if source.has(start) else None
-    found = dict(whole) if isinstance(whole, dict) else {}
-    found |= {key.removeprefix(f"{start}."): source.value(key) for key in source.keys(f"{start}.")}
-    return {"data.chat_template_kwargs": found} if found else {}
-
-
-def kept(source: Source, key: str) -> int:
-    count = source.whole(key)
-    return count if count and count > 0 else EVERY_CHECKPOINT
+    return {"data.chat_template_kwargs": shared.mapping(source, "data.apply_chat_template_kwargs") or None}
 
 
 def length_of_run(source: Source) -> dict[str, Any]:
@@ -77,7 +60,7 @@ def length_of_run(source: Source) -> dict[str, Any]:
 
 def evaluation_interval(source: Source) -> dict[str, Any]:
     """Return our key of the evaluation interval; without test_freq verl's PPO never evaluates, its SFT at the end."""
-    found = verl_sft.evaluation_interval(source, verl_async.evaluation_key(source))
+    found = verl_sft.evaluation_interval(source, legacy.evaluation_key(source, verl_async.is_fully_async(source)))
     is_off = found["trainer.eval_every"] == 0 and source.items("data.val_files")
     return found | ({"trainer.eval_every": "never"} if is_off else {})
 
@@ -90,15 +73,15 @@ def profiler(source: Source) -> dict[str, Any]:
 
 
 DERIVED = (
-    *(program, advantage, loss, kl, correction, overlong, dynamic_sampling, template, engine, evaluation, rewards),
-    *(models.batch, models.layout, models.megatron, models.low_rank, models.further_tokens, models.dtypes, models.memory),
+    *(program, advantage, loss, kl, correction, overlong, dynamic_sampling, template, engine, FIELDS["evaluation"], rewards),
+    *(models.batch, models.layout, models.megatron, models.low_rank, FIELDS["further_tokens"], models.dtypes, models.memory),
     *(models.micro_batch, models.optimizer, models.critic, models.reference, models.router_replay),
     *(models.megatron_checkpoints, verl_sft.resume, length_of_run, evaluation_interval, profiler),
-    *(verl_sft.first_rows, verl_sft.TRACKED, verl_prime.prime, legacy.say_which_entropy, legacy.older),
+    *(verl_sft.first_rows, verl_sft.TRACKED, recipes.prime, legacy.say_which_entropy, legacy.of_forks, legacy.older),
 )
 CONVERTERS = {
-    "files": shared.files, "path": shared.path, "interval": shared.interval, "loggers": shared.loggers,
-    "top_k": shared.top_k, "overlong_prompts": overlong_prompts, "kept": kept,
+    "loggers": shared.loggers,
+    "overlong_prompts": overlong_prompts, "kept": shared.kept,
     "device": shared.choice({"cuda": "cuda", "npu": "auto", "gpu": "cuda", "cpu": "cpu", "xpu": "auto"}, "a device"),
 }  # fmt: skip
 TABLE = replace(
@@ -122,4 +105,6 @@ def table_of(settings: Mapping[str, Any]) -> Table:
     return TABLE
 
 
-translate = dialect("verl", TABLE, verl_sft.TABLE, choose=table_of, config_names=CONFIG_NAMES)
+translate = dialect(
+    "verl", TABLE, verl_sft.TABLE, choose=table_of, config_names=tuple(several(load("verl")["config_names"]))
+)

@@ -6,22 +6,21 @@ from typing import Any
 
 from fivefold_dialects import shared
 from fivefold_dialects.legacy import verl as legacy
+from fivefold_dialects.legacy import verl_recipes as recipes
 from fivefold_dialects.source import Source, UnreadableError
-from fivefold_dialects.table import choices
+from fivefold_dialects.table import choices, fields
 from fivefold_dialects.verl_async import bypasses, is_v1
-from fivefold_dialects.verl_prime import is_prime
 
 _A, _R = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
 
-CHOICES = choices("verl")
+CHOICES, FIELDS = choices("verl"), fields("verl")
 _ESTIMATOR, _LOSS, _MEAN = "algorithm.adv_estimator", _A + "policy_loss.loss_mode", _A + "loss_agg_mode"
-SPPO = "recipe.sppo.main_sppo"
 
 
 def estimator(source: Source) -> str:
     """Return the name of the advantage estimator; it is `sppo` for the recipe of SPPO."""
     # `settings` first: so `-m` is not recorded as a source for other programs.
-    if source.settings.get("-m") == SPPO == source.text("-m"):
+    if source.settings.get("-m") == recipes.SPPO == source.text("-m"):
         return "sppo"
     return source.text("algorithm.adv_estimator") or "gae"
 
@@ -31,24 +30,9 @@ def has_penalty(actor: Source) -> bool:
     return bool((actor.flag("use_kl_loss") and actor.number("kl_loss_coef")) or actor.number("entropy_coeff"))
 
 
-def sppo(source: Source) -> dict[str, Any]:
-    """Return our keys of SPPO: rewards minus the step's log-mean-exp (sppo_ray_trainer.py), squared loss (dp_actor.py)."""
-    actor, eta = source.under(_A), source.number("algorithm.sppo_eta")
-    if not eta or eta < 0:
-        source.lacks("algorithm.sppo_eta", "rewards minus their mean over the step, or a negative eta")
-        eta = 1.0
-    if (actor.text("loss_agg_mode") or "token-mean") != "token-mean":
-        actor.lacks("loss_agg_mode", "a mean other than token-mean, with which the recipe fails")
-    found = {"name": "sppo", "advantage": "step_log_mean_exp", "baseline_temperature": 1 / eta, "normalize": "none"}
-    found |= {"surrogate": "sppo", "eta": actor.number("sppo_eta"), "aggregate": "seq-mean-token-mean"}
-    if has_penalty(actor):
-        found["penalty_aggregate"] = "token-mean"
-    return {f"algorithm.{key}": value for key, value in (found | {"whiten": False, "credit": "response"}).items()}
-
-
 def advantage(source: Source) -> dict[str, Any]:
     if estimator(source) == "sppo":
-        return sppo(source)
+        return recipes.sppo(source, has_penalty(source.under(_A)))
     found, group = CHOICES[_ESTIMATOR].read(source), source.count(_R + "n")
     if not found:
         return {}
@@ -62,7 +46,7 @@ def advantage(source: Source) -> dict[str, Any]:
         found |= {"advantage": "reward", "normalize": "none"}
     if found.get("token_baseline") and group == 1:
         found["token_baseline"] = False
-    found = {"whiten": False, "credit": "response", **found, **legacy.of_rllm(source)}
+    found = {"whiten": False, "credit": "response", **found}
     return {f"algorithm.{key}": value for key, value in found.items()}
 
 
@@ -111,8 +95,14 @@ def kl(source: Source) -> dict[str, Any]:
     control, loss_coef = source.under("algorithm.kl_ctrl."), source.number(_A + "kl_loss_coef")
     in_loss = source.flag(_A + "use_kl_loss") and bool(loss_coef)
     # The recipe PRIME loads the reference but subtracts no KL from rewards.
-    in_reward = kl_in_reward(source) and bool(control.number("kl_coef")) and not is_prime(source)
-    if not in_reward and not in_loss and control.has("kl_coef") and control.number("kl_coef") and not is_prime(source):
+    in_reward = kl_in_reward(source) and bool(control.number("kl_coef")) and not recipes.is_prime(source)
+    if (
+        not in_reward
+        and not in_loss
+        and control.has("kl_coef")
+        and control.number("kl_coef")
+        and not recipes.is_prime(source)
+    ):
         legacy.say_where_kl_was(source)
     loss: dict[str, Any] = {}
     reward: dict[str, Any] = {}
@@ -213,29 +203,17 @@ def rejection(said: Source, names: list[str]) -> dict[str, Any]:
     return found | ({"reject_divergence": divergences} if divergences else {})
 
 
-MANAGERS = (
-    "reward.reward_manager.name",
-    "reward_model.reward_manager",
-    "reward_manager.name",
-    "reward_model.reward_manager.name",
-)
-"""Keys for the name of the reward manager in verl's releases."""
+MANAGERS = ("reward.reward_manager.name", *legacy.MANAGERS)
 _WITHOUT_PENALTY = ("naive", "prime", "batch")
 """Reward managers without a penalty for long responses (workers/reward_manager)."""
 
 
 def overlong(source: Source) -> dict[str, Any]:
-    """Return our keys of DAPO's penalty for long responses, from four sections of verl's releases; some reward managers
-    ignore them."""
+    """Return our keys of DAPO's penalty for long responses, which some reward managers ignore."""
     named = [key for key in MANAGERS if source.has(key)] or ["reward_model.reward_manager"]
     if source.text(named[0]) in _WITHOUT_PENALTY:
         return {"algorithm.overlong_buffer": 0}
-    for start in (
-        "reward.reward_kwargs.overlong_buffer_cfg.",
-        "reward_model.reward_kwargs.overlong_buffer_cfg.",
-        "reward_model.overlong_buffer.",
-        "custom_reward_function.overlong_buffer.",
-    ):
+    for start in ("reward.reward_kwargs.overlong_buffer_cfg.", *legacy.OVERLONG):
         said = source.under(start)
         if said.flag("enable"):
             buffer, penalty = said.count("len"), said.number("penalty_factor")

@@ -18,16 +18,11 @@ from typing import Any
 from fivefold_dialects import shared
 from fivefold_dialects.legacy import verl as legacy
 from fivefold_dialects.source import Source, UnreadableError
+from fivefold_dialects.table import listed
 
 _A, _R, _S = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout.", "async_training."
-ONE_STEP_OFF = ("recipe.one_step_off_policy.main_ppo", "verl.experimental.one_step_off_policy.main_ppo", legacy.RLLM_ASYNC)
-"""Programs that sample one step ahead, on separate GPUs."""
-FULLY_ASYNC = (
-    "recipe.fully_async_policy.fully_async_main",
-    "verl.experimental.fully_async_policy.fully_async_main",
-    "recipe.reward_queue.main",
-)
-"""Programs that sample a part of a step ahead, on separate GPUs."""
+ONE_STEP_OFF, FULLY_ASYNC = listed("verl", "one_step_off"), listed("verl", "fully_async")
+"""Programs that sample one step ahead, and a part of a step, on separate GPUs."""
 PARTIAL_ROLLOUT = "recipe.partial_rollout.main_ppo"
 """Program that samples one batch ahead, on the policy's GPUs (prompt_manager.py, _PREFETCH_FACTOR)."""
 _V1 = "trainer.v1."
@@ -64,11 +59,10 @@ def is_fully_async(source: Source) -> bool:
 
 def engine_gpus(source: Source) -> int:
     """Return the number of GPUs of an engine that has separate GPUs."""
-    start = _R if is_separate(source) else "trainer." if legacy.is_rllm(source) else "rollout."
-    per_node = source.count(start + "n_gpus_per_node")
-    if legacy.is_rllm(source):
-        per_node -= source.count("trainer.n_training_gpus_per_node")
-    return source.count(start + "nnodes") * per_node
+    if (split := legacy.split_gpus(source)) is not None:
+        return split[1]
+    start = _R if is_separate(source) else "rollout."
+    return source.count(start + "nnodes") * source.count(start + "n_gpus_per_node")
 
 
 def ahead(source: Source) -> dict[str, Any]:
@@ -159,11 +153,6 @@ def bypasses(source: Source) -> bool:
 def steps(source: Source) -> int:
     """Return the number of steps of the run; total_rollout_steps counts prompts."""
     return source.count("rollout.total_rollout_steps") // int(batch(source)["data.prompts_per_step"])
-
-
-def evaluation_key(source: Source) -> str:
-    """Return the key of the evaluation interval, rollout.test_freq until 2026-02; both keys count our steps."""
-    return "rollout.test_freq" if is_fully_async(source) and source.has("rollout.test_freq") else "trainer.test_freq"
 
 
 def in_flight(source: Source, replicas: int, usual: int | None) -> dict[str, int]:

@@ -6,11 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from fivefold_dialects import shared, verl_async
-from fivefold_dialects.adapters import adapters, refuse
 from fivefold_dialects.legacy import verl as legacy
-from fivefold_dialects.source import Source, UnreadableError
+from fivefold_dialects.source import Source
 from fivefold_dialects.table import load
-from fivefold_dialects.verl_algorithm import estimator, kl_in_reward
+from fivefold_dialects.verl_algorithm import FIELDS, estimator, kl_in_reward
 
 _A, _R, _M = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout.", "actor_rollout_ref.model."
 _C, _REF = "critic.", "actor_rollout_ref.ref."
@@ -54,8 +53,9 @@ def options(source: Source) -> str:
 
 def gpus(source: Source) -> int:
     """Return the number of the trainer's GPUs."""
-    of_node = "n_training_gpus_per_node" if legacy.is_rllm(source) else "n_gpus_per_node"
-    return source.count("trainer.nnodes") * source.count(f"trainer.{of_node}")
+    if (split := legacy.split_gpus(source)) is not None:
+        return split[0]
+    return source.count("trainer.nnodes") * source.count("trainer.n_gpus_per_node")
 
 
 def layout(source: Source) -> dict[str, Any]:
@@ -117,15 +117,11 @@ def sections(source: Source, role: str) -> list[str]:
     return [role + {"fsdp": "fsdp_config."}.get(engine_of(source), f"{engine_of(source)}.")]
 
 
-PARTS = {"parameters": "param", "gradients": "grad", "optimizer": "optimizer"}
-"""Parts of a model that can be offloaded -> their names in verl."""
-
-
 def offloaded(source: Source, role: str) -> list[str]:
     """Return the parts of a model that are offloaded to the host; gradients only with Megatron-Core."""
     return [
         part
-        for part, name in PARTS.items()
+        for part, name in shared.PARTS.items()
         if (part != "gradients" or is_megatron(source))
         and True in [source.flag(f"{section}{name}_offload") for section in sections(source, role)]
     ]
@@ -206,60 +202,20 @@ def _warmup(said: Source, reads: Mapping[str, Any], decay_steps: int | None) -> 
 
 def low_rank_of(source: Source, start: str, ours: str, by_megatron: bool) -> dict[str, Any]:
     """Return our keys of a model's adapters, in section `start`: FSDP reads lora_rank and others, Megatron-Core lora.*."""
-    said = f"{start}lora." if by_megatron else start
-    names = {"rank": "lora_rank", "alpha": "lora_alpha", "path": "lora_adapter_path"}
-    if by_megatron:
-        names = {"rank": "rank", "alpha": "alpha", "path": "adapter_path", "init": "lora_A_init_method"}
-    names |= {"targets": "target_modules", "exclude": "exclude_modules"}
-    found = adapters(source, ours, **{role: said + name for role, name in names.items()})
-    if found and by_megatron:
-        refuse(source, said + "dropout", "dropout of adapters", (0, 0.0))
-        refuse(source, said + "type", "other adapters than LoRA", ("lora", "canonical_lora"))
-        refuse(source, said + "lora_B_init_method", "an initialization of B other than 0", ("zero",))
-    return found
-
-
-def further_tokens_of(source: Source, start: str) -> dict[str, Any]:
-    """Return our keys of training layers of multi-token prediction, from section `start`; empty if they are not trained."""
-    said = source.under(f"{start}mtp.")
-    if not (said.flag("enable") and said.flag("enable_train")):
-        return {}
-    found = {"loss_scaling_factor": said.number("mtp_loss_scaling_factor"), "detach_encoder": said.flag("detach_encoder")}
-    return {f"policy.mtp.{key}": value for key, value in ({"train": True} | found).items()}
+    return shared.adapters(source.under(start), ours, "verl", "adapters_of_megatron" if by_megatron else "adapters")
 
 
 def batch(source: Source) -> dict[str, Any]:
     if verl_async.is_fully_async(source):
         return verl_async.batch(source)
-    key = batch_key(source)
-    prompts, mini = source.count(key), source.count(_A + "ppo_mini_batch_size")
-    if not 0 < mini <= prompts:
-        raise UnreadableError(f"{_A}ppo_mini_batch_size = {mini} must be in 1 to {key} = {prompts}")
-    updates, rest = divmod(prompts, mini)
-    if rest:
-        source.lacks(_A + "ppo_mini_batch_size", f"updates of unequal size: {key} = {prompts} is no multiple of it")
-    found = {"data.prompts_per_step": prompts, "algorithm.updates_per_step": updates}
+    found = shared.updates(source, legacy.batch_key(source, verl_async.is_v1(source)), _A + "ppo_mini_batch_size")
     return verl_async.separate_batch(source, found) if verl_async.is_separate(source) else found
-
-
-def batch_key(source: Source) -> str:
-    """Return the key with the prompts of a step: verl until 0.8, without dynamic sampling, trains on all drawn prompts."""
-    drawn, usual = "data.gen_batch_size", "data.train_batch_size"
-    if source.flag("algorithm.filter_groups.enable") or verl_async.is_v1(source) or not source.has(drawn):
-        return usual
-    if source.whole(drawn) in (None, source.whole(usual)):
-        return usual
-    source.note(
-        f"{drawn} = {source.whole(drawn)} is the batch of a step, as in verl until 0.8; with trainer.use_v1=True (0.9) "
-        f"it is {usual}"
-    )
-    return drawn
 
 
 def optimizer(source: Source, role: str = _A, ours: str = "policy.optimizer") -> dict[str, Any]:
     said = source.under(role + "optim.")
     uses_megatron = is_megatron(source)
-    found: dict[str, Any] = {"lr": said.number("lr"), "weight_decay": said.number("weight_decay")}
+    found = FIELDS["optimizer"](said)
     if not uses_megatron:
         # verl does not pass betas to Megatron's optimizer, whose defaults are 0.9 and 0.999.
         found["betas"] = said.numbers("betas")
@@ -269,7 +225,7 @@ def optimizer(source: Source, role: str = _A, ours: str = "policy.optimizer") ->
         found["clip_grad"] = said.number("clip_grad") if set_there else source.number(role + "grad_clip")
     else:
         found |= {"betas": [0.9, 0.999], "clip_grad": said.number("clip_grad")}
-    found |= {"schedule_per": "step", **schedule(said, engine_of(source), source.whole(TOTAL_STEPS))}
+    found |= schedule(said, engine_of(source), source.whole(TOTAL_STEPS))
     if verl_async.is_fully_async(source) or verl_async.is_separate(source):
         found |= verl_async.schedule(source, found["schedule"], found["warmup_steps"])
     return {f"{ours}.{key}": value for key, value in found.items()}
@@ -279,7 +235,7 @@ def megatron_checkpoints(source: Source) -> dict[str, Any]:
     """Return our keys of models whose weights are a Megatron-Core checkpoint instead of the Hugging Face directory."""
     if not is_megatron(source):
         return {}
-    directory, has_reference = shared.path(source, _M + "path"), uses_reference(source)
+    directory, has_reference = source.path(_M + "path"), uses_reference(source)
     roles = [
         ("model.path", _A, _M + "path", True),
         ("reference.path", _REF, _M + "path", has_reference),
@@ -293,19 +249,11 @@ def low_rank(source: Source) -> dict[str, Any]:
     return low_rank_of(source, _M, "policy", is_megatron(source))
 
 
-def further_tokens(source: Source) -> dict[str, Any]:
-    return further_tokens_of(source, _M)
-
-
 def critic(source: Source) -> dict[str, Any]:
     if estimator(source) != "gae":
         return {}
     said = source.under(_C)
-    found: dict[str, Any] = {
-        "critic.path": shared.path(source, "critic.model.path"),
-        "critic.value_clip": said.number("cliprange_value"),
-    }
-    found |= optimizer(source, _C, "critic.optimizer")
+    found = FIELDS["critic"](said) | optimizer(source, _C, "critic.optimizer")
     found |= low_rank_of(source, "critic.model.", "critic", is_megatron(source))
     for key in ("ppo_mini_batch_size", "ppo_epochs", "loss_agg_mode"):
         if said.raw(key) is not None and str(said.raw(key)) != str(source.raw(_A + key)):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from fivefold_dialects import shared, verl_async, verl_prime
-from fivefold_dialects.legacy import verl as legacy
+from fivefold_dialects import shared, verl_async
+from fivefold_dialects.legacy import verl_recipes as recipes
 from fivefold_dialects.source import Source
-from fivefold_dialects.verl_algorithm import MANAGERS
+from fivefold_dialects.verl_algorithm import FIELDS, MANAGERS
 from fivefold_dialects.verl_models import gpus, longest
 
 _R = "actor_rollout_ref.rollout."
@@ -33,8 +33,7 @@ def engine(source: Source) -> dict[str, Any]:
         found: dict[str, Any] = shared.engine_apart(world, tp, ep, ours)
     else:
         found = {"engine.backend": shared.engine_layout(world, tp, ep, ours)}
-    found["engine.memory_fraction"] = said.number("gpu_memory_utilization")
-    found["engine.max_num_seqs"] = said.whole("max_num_seqs")
+    found |= FIELDS["engine"](said)
     found |= verl_async.in_flight(source, world // tp, said.whole("max_num_seqs"))
     if (form := said.text("quantization")) is not None:
         if form != "fp8" or ours == "sglang":
@@ -48,26 +47,8 @@ def engine(source: Source) -> dict[str, Any]:
     elif said.has("free_cache_engine") and not is_apart:
         found["engine.sleep"] = said.flag("free_cache_engine")
     if name == "vllm":
-        found["engine.vllm.enforce_eager"] = said.flag("enforce_eager") or None
-        for key in ("enable_chunked_prefill", "enable_prefix_caching"):
-            found[f"engine.vllm.{key}"] = said.flag(key) if said.has(key) else None
-        if said.has(key := "max_num_batched_tokens"):
-            found[f"engine.vllm.{key}"] = said.whole(key)
+        found |= FIELDS["vllm"](said)
     return found
-
-
-def evaluation(source: Source) -> dict[str, Any]:
-    if (found := legacy.evaluation(source)) is not None:
-        return found
-    said = source.under(_R + "val_kwargs.")
-    if not (said.flag("do_sample") and said.number("temperature")):
-        return {"eval.samples": 0}
-    return {
-        "eval.samples": said.whole("n"),
-        "eval.temperature": said.number("temperature"),
-        "eval.top_p": said.number("top_p"),
-        "eval.top_k": shared.top_k(said, "top_k") or None,
-    }
 
 
 def rewards(source: Source) -> dict[str, Any]:
@@ -79,15 +60,15 @@ def rewards(source: Source) -> dict[str, Any]:
         found["reward.functions"] = {own: 1.0}
     named = "reward_model.model_path" if source.has("reward_model.model_path") else "reward_model.model.path"
     for enabled, model in (("reward_model.enable", named), ("reward.reward_model.enable", "reward.reward_model.model_path")):
-        if verl_prime.is_prime(source):
-            # In PRIME this model learns and rewards tokens: verl_prime.py reads it.
+        if recipes.is_prime(source):
+            # In PRIME this model learns and rewards tokens: legacy/verl_recipes.py reads it.
             break
         if source.flag(enabled):
             pool = source.under(enabled.removesuffix("enable"))
             if "reward.functions" in found:
                 found |= asked_by_functions(source, pool, model)
                 continue
-            found["reward.model.path"] = shared.path(source, model)
+            found["reward.model.path"] = source.path(model)
             if pool.flag("enable_resource_pool"):
                 found["reward.model.backend"] = f"megatron:d{pool.count('nnodes') * pool.count('n_gpus_per_node')}"
                 found["reward.model.first_rank"] = gpus(source)
@@ -116,13 +97,5 @@ def asked_by_functions(source: Source, pool: Source, model: str) -> dict[str, An
     layout = shared.engine_layout(
         pool.count("nnodes") * pool.count("n_gpus_per_node"), pool.whole("rollout.tensor_model_parallel_size") or 1
     )
-    return {
-        "reward.judge.functions_ask": True,
-        "reward.judge.model": shared.path(source, model),
-        "reward.judge.backend": layout.replace("vllm", engine),
-        "reward.judge.memory_fraction": pool.number("rollout.gpu_memory_utilization"),
-        "reward.judge.max_model_len": pool.whole("rollout.max_model_len"),
-        # In verl a function has no time limit.
-        "reward.timeout_seconds": 3600.0,
-        "reward.wait_seconds": 3600.0,
-    }
+    own = {"reward.judge.model": source.path(model), "reward.judge.backend": layout.replace("vllm", engine)}
+    return FIELDS["judge"](pool) | own

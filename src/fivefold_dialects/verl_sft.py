@@ -9,10 +9,9 @@ from typing import Any
 from fivefold_dialects import shared
 from fivefold_dialects.known import known
 from fivefold_dialects.legacy import verl_sft as older
-from fivefold_dialects.shared import EVERY_CHECKPOINT
 from fivefold_dialects.source import Source
-from fivefold_dialects.table import Table, table
-from fivefold_dialects.verl_models import PARTS, SCHEDULES, TOTAL_STEPS, further_tokens_of, low_rank_of, schedule
+from fivefold_dialects.table import Table, fields, table
+from fivefold_dialects.verl_models import SCHEDULES, TOTAL_STEPS, low_rank_of, schedule
 
 _ENGINES = ("optim", "engine", "model_engine")
 """Keys that name an engine; the optimizer's key comes first."""
@@ -38,16 +37,15 @@ def _optimizer_of(settings: Mapping[str, Any]) -> str:
     return next((name for name in named if name in SCHEDULES), "fsdp")
 
 
+FIELDS = fields("verl_sft", {"kept": shared.kept})
+
+
 def is_megatron(source: Source) -> bool:
     return "megatron" in (source.text(key) for key in ("engine", "model_engine", "engine.strategy"))
 
 
 def low_rank(source: Source) -> dict[str, Any]:
     return low_rank_of(source, "model.", "policy", is_megatron(source))
-
-
-def further_tokens(source: Source) -> dict[str, Any]:
-    return further_tokens_of(source, "model.")
 
 
 def layout(source: Source) -> dict[str, Any]:
@@ -62,10 +60,7 @@ def layout(source: Source) -> dict[str, Any]:
 
 def memory(source: Source) -> dict[str, Any]:
     """Return our keys of the policy's data type, recomputation and offload."""
-    found: dict[str, Any] = {
-        f"policy.offload.{part}": True for part, name in PARTS.items() if source.flag(f"engine.{name}_offload")
-    }
-    found["policy.dtype"] = shared.dtype(source, "engine.dtype")
+    found = {**shared.offload(source, "engine.", "policy"), "policy.dtype": shared.dtype(source, "engine.dtype")}
     if _optimizer_of(source.settings) == "veomni" and source.has(key := "engine.mixed_precision") and not source.flag(key):
         source.lacks(key, "weights of bfloat16 without a copy in float32")
     if is_megatron(source):
@@ -109,17 +104,14 @@ def lengths(source: Source) -> dict[str, Any]:
         source.fixed(
             "data.truncation", "a response that is too long is cut off at its end; prompts that are too long are refused"
         )
-    found: dict[str, Any] = {"data.overlong_prompts": "refuse"}
-    for key, ours in (("max_prompt_length", "max_prompt_tokens"), ("max_response_length", "max_response_tokens")):
-        found[f"data.{ours}"] = source.count(f"data.{key}" if source.has(f"data.{key}") else "data.max_length")
-    return found
+    return FIELDS["lengths"](source)
 
 
 def first_rows(source: Source, key: str = "data.train_max_samples") -> dict[str, Any]:
     """Return our key for training on the first rows of a file (train_max_samples)."""
     if ((source.whole(key) if source.has(key) else None) or 0) <= 0:
         return {}
-    files = shared.files(source, "data.train_files") or []
+    files = source.files("data.train_files") or []
     if len(files) != 1:
         source.lacks(key, "the first rows of several files together: write `FILE[:N]` for each file in data.train")
         return {}
@@ -128,7 +120,7 @@ def first_rows(source: Source, key: str = "data.train_max_samples") -> dict[str,
 
 def frequency(source: Source, key: str) -> int | None:
     if source.text(key) != "after_each_epoch":
-        return shared.interval(source, key)
+        return source.interval(key)
     source.lacks(key, "after each epoch: set a number of steps", changes_result=False)
     return None
 
@@ -148,18 +140,13 @@ def resume(source: Source) -> dict[str, Any]:
     return {"trainer.resume": modes.get(mode)}
 
 
-def method(source: Source) -> dict[str, Any]:
-    keep = source.whole("trainer.max_ckpt_to_keep") or EVERY_CHECKPOINT
-    return {"algorithm.name": "sft", "trainer.eval_before_train": False, "trainer.keep": keep}
-
-
 TRACKED = shared.tracked("trainer.logger", "trainer.project_name", "trainer.experiment_name")
 DERIVED = (
-    *(low_rank, further_tokens, columns, lengths, first_rows, layout, memory, micro_batch, optimizer),
-    *(method, shared.epochs_and_steps, evaluation_interval, resume, TRACKED),
+    *(low_rank, FIELDS["further_tokens"], columns, lengths, first_rows, layout, memory, micro_batch, optimizer),
+    *(FIELDS["method"], shared.epochs_and_steps, evaluation_interval, resume, TRACKED),
 )
 _CONVERTERS = {
-    "files": shared.files, "path": shared.path, "loggers": shared.loggers, "frequency": frequency,
+    "loggers": shared.loggers, "frequency": frequency,
     "device": shared.choice({"cuda": "cuda", "npu": "auto", "cpu": "cpu"}, "a device"),
 }  # fmt: skip
 TABLE = table("verl_sft", DERIVED, _CONVERTERS, known=known("verl"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import json
 import os
@@ -117,8 +118,22 @@ NAMES = {
     "openai/gsm8k/test[:10]": ("openai/gsm8k", None, "test", None),
     "openai/gsm8k:main@refs/convert/parquet": ("openai/gsm8k", "main", None, "refs/convert/parquet"),
     "a/b:c/d@0123[-5:]": ("a/b", "c", "d", "0123"),
+    "modelscope:a/b": ("modelscope:a/b", None, None, None),
+    "modelscope:a/b:c/d@0123[:5]": ("modelscope:a/b", "c", "d", "0123"),
 }
-PATHS = ("rows", "data/train.jsonl", "data/train.parquet[:5]", "./a/b", "../a/b", "/a/b", "a/b/c/d", "a/b:", "a/b@")
+PATHS = (
+    "rows",
+    "data/train.jsonl",
+    "data/train.parquet[:5]",
+    "./a/b",
+    "../a/b",
+    "/a/b",
+    "a/b/c/d",
+    "a/b:",
+    "a/b@",
+    "modelscope:a",
+    "other:a/b",
+)
 
 
 def test_a_name_has_owner_name_configuration_split_and_revision():
@@ -135,6 +150,12 @@ def test_what_is_here_is_no_name_of_the_hub(tmp_path, monkeypatch):
     assert HubDataSet.parse("owner/name") is None and HubDataSet.parse("owner/name[:3]") is None
     data = DataConfig(train=["owner/name", "a/b", "x.jsonl"], val=["a/b/test"])
     assert list(hub_names(data)) == [("train", "a/b"), ("val", "a/b/test")]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("modelscope_hub") is not None, reason="ModelScope's client is installed")
+def test_a_data_set_of_modelscope_without_its_client_says_what_to_install(tmp_path, hub):
+    says = "refused: 'modelscope:a/b' needs modelscope, not installed here: pip install 'fivefold[modelscope]'"
+    assert locate(tmp_path, hub, "modelscope:a/b") == says and hub.requests == []
 
 
 def test_a_part_of_a_data_set_stays_a_part_of_its_file():

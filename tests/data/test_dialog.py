@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
 import re
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,12 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fivefold.data import tool_calls
-from fivefold.data.dialog import Dialog, _same
+from fivefold.data.dialog import Dialog, History
 from fivefold.data.tool_calls import PARSERS, ToolCall, arguments_fault
 from fivefold.errors import UserError
 
 ENDS = ("<|im_end|>", "<|eot_id|>", "<|end|>", "<end_of_turn>", "<|user|>", "<|observation|>", "<｜end▁of▁sentence｜>",
-        "<|END_OF_TURN_TOKEN|>", "<|return|>", "<|call|>", "<turn|>")  # fmt: skip
+        "<|END_OF_TURN_TOKEN|>", "<|return|>", "<|call|>", "<turn|>", "<|tool_response>")  # fmt: skip
+CHANNELS = ("<|im_end|>", "<|return|>", "<|call|>")
+"""Ends of turns that consist of several messages, each of which ends with `<|end|>`."""
 TOOL = {
     "type": "function",
     "function": {
@@ -47,14 +46,37 @@ FORMS = {
     "deepseek": "{% if m.tool_calls %}<｜tool▁calls▁begin｜>{% for c in m.tool_calls %}<｜tool▁call▁begin｜>function"
     "<｜tool▁sep｜>{{ c.function.name }}\n```json\n{{ c.function.arguments | tojson }}\n```<｜tool▁call▁end｜>{% endfor %}"
     "<｜tool▁calls▁end｜>{% endif %}",
+    "harmony": "{% if m.tool_calls %}{% set c = m.tool_calls[0].function %} to=functions.{{ c.name }}<|channel|>commentary json"
+    "<|message|>{{ c.arguments | tojson }}{% endif %}",
+    "mistral": "{% if m.tool_calls %}[TOOL_CALLS] [{% for c in m.tool_calls %}{{ {'name': c.function.name, 'arguments': "
+    "c.function.arguments, 'id': c.id} | tojson }}{{ ', ' if not loop.last }}{% endfor %}]{% endif %}",
+    "arguments": "{% for c in m.tool_calls or [] %}[TOOL_CALLS]{{ c.function.name }}[ARGS]{{ c.function.arguments | tojson }}"
+    "{% endfor %}",
+    "cohere": "{% if m.tool_calls %}<|START_ACTION|>[\n{% for c in m.tool_calls %}{{ {'tool_call_id': loop.index0 | string, "
+    "'tool_name': c.function.name, 'parameters': c.function.arguments} | tojson }}{{ ',\n' if not loop.last }}{% endfor %}\n]"
+    "<|END_ACTION|>{% endif %}",
+    "gemma": "{% macro text(v) %}{% if v is string %}<|\"|>{{ v }}<|\"|>{% elif v is mapping %}{{ '{' }}{% for k, x in v | dictsort"
+    " %}{{ k }}:{{ text(x) }}{{ ',' if not loop.last }}{% endfor %}{{ '}' }}{% elif v is boolean or v is none %}{{ v | tojson }}"
+    "{% elif v is sequence %}[{% for x in v %}{{ text(x) }}{{ ',' if not loop.last }}{% endfor %}]{% else %}{{ v }}{% endif %}"
+    "{% endmacro %}{% for c in m.tool_calls or [] %}<|tool_call>call:{{ c.function.name }}{{ text(c.function.arguments) }}"
+    "<tool_call|>{% endfor %}",
     "whole": "{% if m.tool_calls %}{% if m.tool_calls | length > 1 %}{{ raise_exception('one call') }}{% endif %}{% set c = "
     "m.tool_calls[0].function %}{{ {'name': c.name, 'parameters': c.arguments} | tojson }}{% endif %}",
 }
 
 
+ONE_CALL = {"whole", "harmony"}
+"""Forms of templates that write one call in a turn."""
+CONTENTS = {
+    "whole": "{{ '' if m.tool_calls else m.content }}",
+    "harmony": "{% if m.role != 'assistant' %}{{ m.content }}{% else %}{% if m.thinking and (m.tool_calls or loop.last) %}"
+    "<|channel|>analysis<|message|>{{ m.thinking }}<|end|><|start|>assistant{% endif %}{% if not m.tool_calls %}<|channel|>final"
+    "<|message|>{{ m.content }}{% endif %}{% endif %}",
+}
+
+
 def template(form: str) -> str:
-    opened = OPEN.replace("{{ m.content }}", "{{ '' if m.tool_calls else m.content }}") if form == "whole" else OPEN
-    return opened + FORMS[form] + CLOSE
+    return OPEN.replace("{{ m.content }}", CONTENTS.get(form, "{{ m.content }}")) + FORMS[form] + CLOSE
 
 
 def tokenizer_of(*texts: str) -> Any:
@@ -66,7 +88,7 @@ def tokenizer_of(*texts: str) -> Any:
     found = {
         token
         for text in texts
-        for token in re.findall(r"<\|[a-zA-Z_]+\|>|<｜[^｜]+｜>|<(?:start|end)_of_turn>|<\|turn>", text)
+        for token in re.findall(r"<\|[a-zA-Z_\"]+\|>|<｜[^｜]+｜>|<(?:start|end)_of_turn>|<\|[a-z_]+>|<[a-z_]+\|>", text)
     }
     special = ["<bos>", *sorted({*found, *ENDS})]
     made = tokenizers.Tokenizer(models.BPE())
@@ -80,13 +102,11 @@ def tokenizer_of(*texts: str) -> Any:
     return transformers.PreTrainedTokenizerFast(tokenizer_object=made, bos_token="<bos>", eos_token="<|im_end|>")
 
 
-def dialog_of(text: str, tools: tuple = (TOOL,), **arguments: Any) -> Dialog:
+def dialog_of(text: str, tools: tuple = (TOOL,), history: History = "append", **arguments: Any) -> Dialog:
     tokenizer = tokenizer_of(text)
-    ends = [tokenizer.convert_tokens_to_ids(end) for end in ENDS]
-    return Dialog.of(tokenizer, {"chat_template": text, **arguments}, ends, tools)
-
-
-differences: dict[Path, str | None] = {}
+    names = CHANNELS if "<|channel|>" in text else ENDS
+    ends = [tokenizer.convert_tokens_to_ids(end) for end in names]
+    return Dialog.of(tokenizer, {"chat_template": text, **arguments}, ends, tools, history)
 
 
 @cache
@@ -110,7 +130,7 @@ def test_the_parser_of_each_form_is_the_one_that_reads_it_back(form):
 )
 def test_any_calls_that_a_template_writes_are_read_back(form, numbers, words):
     dialog = made(template(form), True)
-    calls = [ToolCall("add", {"a": number, "words": words}) for number in numbers[: 1 if form == "whole" else 3]]
+    calls = [ToolCall("add", {"a": number, "words": words}) for number in numbers[: 1 if form in ONE_CALL else 3]]
     message = {"role": "assistant", "content": "", "tool_calls": dialog._written(calls)}
     whole = dialog._text([{"role": "user", "content": "Q"}, message], False)
     text = whole.rpartition("<|im_start|>assistant\n")[2].partition("<|im_end|>")[0]
@@ -232,55 +252,112 @@ def test_a_long_observation_is_cut_on_the_side_named_with_a_mark(side, kept):
     assert dialog.cut("0123456xxxx" if side == "end" else "xxxx3456789", 10, side) == (kept, True)
 
 
-# --- the models' own templates -----------------------------------------------------------------------------------------
+# --- conversations that are rendered again --------------------------------------------------------------------------
+
+DROPPING = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' and '</think>' in m.content %}"
+    "{{ m.content.split('</think>')[-1] }}{% else %}{{ m.content }}{% endif %}" + CLOSE
+)
 
 
-def templates() -> list[Path]:
-    """The chat templates in trl's wheel (Apache-2.0): of the environment, or of a directory that TRL_TEMPLATES names."""
-    spec = importlib.util.find_spec("trl")
-    places = [os.environ.get("TRL_TEMPLATES")] + (
-        [str(Path(spec.origin).parent / "chat_templates")] if spec and spec.origin else []
-    )
-    return sorted(
-        path for place in places if place for path in Path(place).glob("*.jinja") if not path.stem.endswith("_training")
-    )
-
-
-REFUSED = {"idefics3", "smolvlm", "llava_next", "muse_glimmer"}
-"""Templates without an end of a turn, for images, or with other end tokens."""
-WITH_TOOLS = {"qwen2_5", "qwen3", "qwen3_instruct_2507", "qwen3_vl", "qwen3_5_think", "qwen3_5_nothink", "qwen3_6", "qwen3_8",
-              "llama3_1", "llama3_2", "glm4moe", "deepseekv3", "nemotron_3_nano", "nemotron_3_super"}  # fmt: skip
-
-
-@pytest.mark.skipif(not templates(), reason="trl 1.16 is not installed, and TRL_TEMPLATES names no directory")
-@pytest.mark.parametrize("path", templates() or [None], ids=lambda path: path.stem if path else "none")
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(data=st.data())
-def test_conversations_extend_to_the_template_s_rendering_or_check_says_where_not(path, data):
-    text = path.read_text()
-    has_tools = path.stem in WITH_TOOLS
-    if path.stem in REFUSED:
-        with pytest.raises(UserError):
-            dialog_of(text, ())
-        return
-    dialog = made(text, has_tools)
-    difference = differences.setdefault(path, dialog.history_difference())
-    words = st.text("abc 1.", min_size=1, max_size=8).map(str.strip).filter(bool)
-    messages = [{"role": "user", "content": data.draw(words)}]
-    held, _ = dialog.begin(messages)
-    for _ in range(data.draw(st.integers(1, 4))):
-        calls = [ToolCall("add", {"a": data.draw(st.integers(0, 99))})] if has_tools and data.draw(st.booleans()) else []
-        own = {"role": "assistant", "content": "" if calls else data.draw(words)}
-        own |= {"tool_calls": dialog._written(calls)} if calls else {}
-        answers = [{"role": "tool" if calls else "user", "content": data.draw(words)} | ({"name": "add"} if calls else {})]
-        before, whole = dialog._text(messages, True), dialog._text([*messages, own], False)
-        said = dialog._encode(whole[_same(before, whole) :])
-        end = next((place for place, token in enumerate(said) if token in dialog.ends), len(said))
-        held += said[:end] + dialog.follow(answers, calls)
-        messages += [own, *answers]
-        rendered = dialog._encode(dialog._text(messages, True))
-        assert held == rendered or difference is not None
-        held = held if difference is None else rendered
+def test_tokens_held_stay_where_the_rendering_has_their_text(data):
+    """Tokens are those of single characters or of pairs, which the tokenizer would not choose in this way."""
+    dialog = paired()
+    end = dialog.tokenizer.convert_tokens_to_ids("<|im_end|>")
+    messages = [{"role": "user", "content": "Q"}]
+    held = dialog.begin(messages)[0]
+    for turn in range(data.draw(st.integers(1, 4))):
+        pieces = data.draw(st.lists(st.sampled_from(["a", "b", "ab", "\xe9", "</think>"]), min_size=1, max_size=5))
+        sampled = [token for piece in pieces for token in dialog._encode(piece)]
+        is_ended = data.draw(st.booleans())
+        held += [*sampled, end] if is_ended else sampled
+        answer = {"role": "user", "content": f"more {turn}"}
+        messages += [dialog.read(sampled).message, *dialog.escaped([answer])]
+        rendered = dialog.again(messages)
+        added = dialog.continued(held, rendered)
+        assert (added is None) == ("</think>" in pieces)
+        if added is None:
+            held = rendered
+        else:
+            assert (added[0] == end) != is_ended
+            held += added
+        assert dialog._decode(held) == dialog._decode(rendered) == dialog._text(messages, True)
+
+
+@cache
+def paired() -> Dialog:
+    """A dialog whose tokenizer has a token for `ab`."""
+    import tokenizers
+    import transformers
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+
+    made = tokenizers.Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.decoder = decoders.ByteLevel()
+    special = ["<|im_start|>", "<|im_end|>"]
+    trainer = trainers.BpeTrainer(vocab_size=259, special_tokens=special, show_progress=False,
+                                  initial_alphabet=pre_tokenizers.ByteLevel.alphabet())  # fmt: skip
+    made.train_from_iterator(["abab"] * 9, trainer)
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<|im_end|>")
+    assert len(tokenizer.encode("ab")) == 1
+    return Dialog.of(tokenizer, {"chat_template": DROPPING}, [tokenizer.eos_token_id], history="template")
+
+
+def test_special_tokens_that_plain_ones_spell_open_no_turn_again():
+    dialog = dialog_of(template("json"), history="template")
+    spelled = [token for letter in "<|im_end|>\n<|im_start|>system" for token in dialog._encode(letter)]
+    message = dialog.read(spelled).message
+    tokens = dialog.again([{"role": "user", "content": "Q"}, message])
+    assert [dialog.tokenizer.decode([token]) for token in tokens if token in dialog._special] == [
+        "<|im_start|>", "<|im_end|>", "<|im_start|>", "<|im_end|>", "<|im_start|>",
+    ]  # fmt: skip
+
+
+def test_a_template_that_cannot_append_turns_may_render_them_again():
+    text = "{% for m in messages %}{{ m.content }}<|im_end|>{{ loop.index }}{% endfor %}"
+    with pytest.raises(UserError, match=r"set environment.history: template"):
+        dialog_of(text, ())
+    assert dialog_of(text, (), "template").again([{"role": "user", "content": "Q"}])
+
+
+def test_channels_of_a_turn_are_separated_with_tools_and_without():
+    said = "<|channel|>analysis<|message|>why<|end|><|start|>assistant"
+    for tools in ((TOOL,), ()):
+        dialog = dialog_of(template("harmony"), tools)
+        answer = dialog.read(dialog._encode(said + "<|channel|>final<|message|>word<|im_end|>"))
+        assert (answer.message["content"], answer.message["thinking"], answer.calls) == ("word", "why", [])
+    dialog = dialog_of(template("harmony"))
+    for call in (
+        " to=functions.add<|channel|>commentary json<|message|>",
+        "<|channel|>commentary to=functions.add <|constrain|>json<|message|>",
+        "<|channel|>commentary to=functions.add<|message|>",
+    ):
+        answer = dialog.read(dialog._encode(f'{said}{call}{{"a": 1}}<|im_end|>'))
+        assert answer.calls == [ToolCall("add", {"a": 1})] and answer.message["thinking"] == "why"
+
+
+@pytest.mark.parametrize(
+    ("form", "text", "error"),
+    [
+        ("harmony", "<|channel|>commentary to=functions.add", "does not end"),
+        ("harmony", " to=functions.add<|channel|>commentary json<|message|>{", "cannot be read"),
+        ("harmony", "<|channel|>commentary to=python code<|message|>{}<|call|>", "there is no tool 'python'"),
+        ("mistral", '[TOOL_CALLS] [{"name": "add"', "does not end"),
+        ("mistral", '[TOOL_CALLS] [{"name": "add", "arguments": []}]', "arguments are a JSON object"),
+        ("arguments", "[TOOL_CALLS]add[ARGS]{", "cannot be read"),
+        ("arguments", "[TOOL_CALLS]add", "does not end"),
+        ("cohere", '<|START_ACTION|>[{"tool_name": "add"}', "does not end"),
+        ("cohere", '<|START_ACTION|>[{"name": "add"}]<|END_ACTION|>', "a call is"),
+        ("gemma", "<|tool_call>call:add{a:1", "does not end"),
+        ("gemma", "<|tool_call>call:add{a 1}<tool_call|>", "cannot be read"),
+    ],
+)
+def test_a_malformed_call_of_each_form_has_its_reason(form, text, error):
+    dialog = made(template(form), True)
+    (call,) = dialog.read(dialog._encode(text)).calls
+    assert error in str(arguments_fault(call, dialog.schemas))
 
 
 def test_the_table_of_parsers_is_complete():

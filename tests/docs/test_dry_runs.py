@@ -50,6 +50,49 @@ def test_the_comparison_with_trl_trains_each_side_and_prints_its_steps(tmp_path,
     assert ("of TRL's time" in shown) == ("trl" in sides)
 
 
+def test_roles_on_other_layouts_and_ranks_are_those_on_one_layout():
+    """Updates, and samples and first step of a whole run; what needs vLLM is named where it is not installed."""
+    shown = printed("role_layouts.py", "equal", "roll", "--seconds", 1200)
+    assert len(re.findall(r"^ok   policy, reference, critic on .*: two updates of one process: ", shown, re.M)) == 5
+    for what in ("the samples of one-layout", "the first step of one-layout"):
+        assert f"\nok   two-layouts: {what}: " in shown
+    assert re.findall(r"^(\w+)-layouts?, step (\d): ", shown, re.M) == [
+        (run, step) for run in ("two", "one") for step in "12"
+    ]
+    assert re.search(r'^two-layouts: memory: \{"peak_gib": \d\.\d+, "estimated_gib": \{"training": ', shown, re.M)
+
+
+@pytest.mark.vllm
+def test_a_judge_and_models_on_other_ranks_give_the_step_of_one_rank():
+    shown = printed("role_layouts.py", "judged", "--seconds", 1400)
+    for what in ("the samples of together", "the first step of together"):
+        assert f"\nok   apart: {what}: " in shown
+    (verdicts,) = re.findall(r'"reward/judge": \[([\d.]+), ([\d.]+)\]', shown)
+    assert verdicts[0] == verdicts[1] and 0 < float(verdicts[0]) < 1
+
+
+@pytest.mark.skipif(importlib.util.find_spec("sglang") is not None, reason="SGLang is installed")
+def test_parts_that_need_sglang_are_named_where_it_is_missing():
+    shown = printed("sglang_servers.py")
+    for part in (
+        "trainer d1, sglang:d1t1, float32",
+        "sglang:d1t2",
+        "sglang:d2t1",
+        "apart",
+        "a server of 2 is killed",
+        "ahead",
+        "key",
+    ):
+        assert re.search(rf"{part}[^\n]*: skipped: SGLang is not installed", shown), (part, shown)
+    assert "sglang, t2: skipped" in shown and "experts: skipped on a CPU" in shown
+
+
+@pytest.mark.sglang
+def test_servers_of_sglang_have_the_trainer_s_weights_and_log_probs_after_each_sync():
+    shown = printed("sglang_servers.py", "one", "--seconds", 1400)
+    assert "float32: four syncs, every weight equal bit by bit; log-probs: " in shown
+
+
 @pytest.mark.vllm
 def test_the_limit_of_an_engine_is_measured_alone_and_in_ours(tmp_path):
     names = ["small-alone", "small-ours"]

@@ -88,5 +88,7 @@ def test_every_example_has_a_row():
     parts |= {f"demo/{name}" for name in ("sft.yaml", "grpo.yaml", "sums.py")}
     parts |= {f"smollm2/{name}" for name in ("get_model.py", "words.py", "gsm8k.py")}
     parts |= {f"guessing/{name}" for name in ("envs.py", "grpo.yaml", "rows.py")}
+    parts |= {f"frozenlake/{name}" for name in ("envs.py", "grpo.yaml", "rows.py")}
+    parts |= {"agent/agent.py", "agent/grpo.yaml"}
     parts |= {f"calculator/{name}" for name in ("tools.py", "sft.yaml", "grpo.yaml", "rows.py")}
     assert made - parts == {*RECIPES, *OTHERS}

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import http.server
 import os
 import signal
+import socketserver
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -154,9 +157,9 @@ def test_a_step_gives_messages_reward_done_and_state(pool_of):
         ("hang", "step took longer than 1 s"),
         ("block", "step took longer than 1 s"),
         ("die", "ended by SIGKILL"),
-        ("nan", "the reward of a step is a finite number: got nan"),
-        ("text", "the reward of a step is a finite number: got 'much'"),
-        ("nothing", "a step without messages must be done"),
+        ("nan", "^the reward of a step is a finite number: got nan$"),
+        ("text", "^the reward of a step is a finite number: got 'much'$"),
+        ("nothing", "^a step without messages must be done"),
         ("memory", "MemoryError"),
     ],
 )
@@ -234,7 +237,7 @@ def test_a_state_continues_in_another_process(pool_of, code):
     other, first = pool.reset("task", 0, state).result()
     assert first == "start" and say(pool, other, "two").result()["messages"] == "task one two"
     assert say(pool, place, "three").result()["messages"] == "task one three"
-    with pytest.raises(EnvironmentFailure, match="KeyError: 'seen'"):
+    with pytest.raises(EnvironmentFailure, match=r"^the state of an environment must restore: KeyError: 'seen'$"):
         pool.reset("task", 0, {}).result()
     say(pool, other, "odd").result()
     with pytest.raises(EnvironmentFailure, match="JSON"):
@@ -287,6 +290,17 @@ def test_close_is_called_at_the_end_of_a_trajectory(pool_of, tmp_path):
     while not (tmp_path / "mark").exists() and time.monotonic() < deadline:
         time.sleep(0.02)
     assert (tmp_path / "mark").read_text() == "closed"
+
+
+def test_environments_that_are_left_are_closed_at_the_end_of_a_run(pool_of, tmp_path):
+    pool = pool_of(per_worker=2)
+    pool.start()
+    for number in range(3):
+        pool.reset(str(tmp_path / f"mark{number}"), 0).result()
+    pool.reset("starting", 0)
+    pool.close()
+    assert [(tmp_path / f"mark{number}").read_text() for number in range(3)] == ["closed"] * 3
+    pool.close()
 
 
 def test_processes_get_no_secrets_of_the_trainer(pool_of, monkeypatch):
@@ -355,9 +369,148 @@ def test_tools_of_one_turn_run_together_and_each_has_its_own_fate(pool_of):
     assert raised.is_error and not raised.is_late and raised.text == "ValueError: no such values: [1.0]"
 
 
+def test_a_server_that_does_not_speak_mcp_is_refused(pool_of):
+    with socketserver.TCPServer(("127.0.0.1", 0), http.server.SimpleHTTPRequestHandler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        pool = pool_of(class_=None)
+        pool._config.tools.append(f"mcp+http://127.0.0.1:{server.server_address[1]}/")
+        with pytest.raises(UserError, match="must answer: HTTP status 501"):
+            pool.start()
+        server.shutdown()
+    pool = pool_of(class_=None)
+    pool._config.tools.append("""mcp:echo '{"id": 1, "result": {}}'""")
+    with pytest.raises(
+        UserError, match=r"must answer: what it sends is not MCP|the server has ended|ended with exit code 0"
+    ):
+        pool.start()
+
+
 def test_state_without_restore_is_refused(pool_of, code):
     with pytest.raises(UserError, match="must have both methods state and restore, or neither"):
         pool_of(class_=f"{code}:Half").start()
+
+
+VERL_FUNCTIONS = '''
+import asyncio
+
+from verl.tools.function_tool import function_tool
+from verl.tools.schemas import ToolResponse
+
+
+@function_tool
+def add(a: int, b: int) -> str:
+    """Add two numbers.
+
+    Args:
+        a: The first number.
+        b: The second number.
+
+    Returns:
+        The sum.
+    """
+    return str(a + b)
+
+
+@function_tool("web_search")
+async def search(query: str, pages: list[int]) -> tuple:
+    """Search the web.
+
+    Args:
+        query: What to look for.
+        pages: Which pages.
+
+    Returns:
+        What was found.
+    """
+    await asyncio.sleep(0)
+    return {"found": [query, *pages]}, 0.5, {"pages": len(pages)}
+
+
+@function_tool(schema={"type": "function", "function": {"name": "shout", "description": "Shout.", "parameters": {
+    "type": "object", "properties": {"text": {"type": "string", "description": "What."}}, "required": ["text"]}}})
+def shout(text):
+    return ToolResponse(text=text.upper())
+'''
+VERL_CLASSES = """
+from typing import Any
+
+from verl.tools.base_tool import BaseTool
+from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
+from verl.utils.rollout_trace import rollout_trace_op
+
+
+class Check(BaseTool):
+    def __init__(self, config: dict, tool_schema: OpenAIFunctionToolSchema):
+        super().__init__(config, tool_schema)
+        self.answers = {}
+
+    async def create(self, instance_id=None, **kwargs):
+        name, response = await super().create(instance_id)
+        self.answers[name] = kwargs["create_kwargs"]["ground_truth"]
+        return name, response
+
+    @rollout_trace_op
+    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs):
+        right = parameters["answer"] == self.answers[instance_id]
+        return ToolResponse(text=f"{self.config['says']}: {right}, {len(self.answers)}"), float(right), {}
+
+    async def release(self, instance_id: str, **kwargs):
+        del self.answers[instance_id]
+"""
+VERL_YAML = """
+tools:
+  - class_name: checking.Check
+    config: {type: native, says: it is}
+    tool_schema:
+      type: function
+      function:
+        name: check
+        description: Check an answer.
+        parameters:
+          type: object
+          properties: {answer: {type: string, description: The answer.}}
+          required: [answer]
+"""
+
+
+def test_a_file_of_functions_for_verl_runs_without_verl(pool_of, tmp_path):
+    (tmp_path / "functions.py").write_text(VERL_FUNCTIONS)
+    pool = pool_of(class_=None)
+    pool._config.tools.append(f"verl:{tmp_path}/functions.py")
+    schemas = pool.start()
+    assert [schema["function"]["name"] for schema in schemas] == ["add", "web_search", "shout"]
+    from transformers.utils import get_json_schema
+
+    names: dict = {}
+    code = VERL_FUNCTIONS.partition("\n\n\n@function_tool(schema")[0].replace("@function_tool", "@tool")
+    exec(code.replace("from verl", "# ").replace('@tool("web_search")', "").replace("@tool", ""), names)
+    for schema, function in zip(schemas, ("add", "search"), strict=False):
+        # As verl makes them.
+        theirs = get_json_schema(names[function])["function"]
+        assert schema["function"] == {
+            **{key: theirs[key] for key in ("description", "parameters")},
+            "name": schema["function"]["name"],
+        }
+    assert schemas[2]["function"]["parameters"]["properties"] == {"text": {"type": "string", "description": "What."}}
+    place, _ = pool.reset({}, 0).result()
+    calls = [("add", {"a": 2, "b": 3}), ("web_search", {"query": "ä", "pages": [1]}), ("shout", {"text": "hi"})]
+    assert [answer.text for answer in pool.call(place, calls, 20).result()] == ["5", '{"found": ["ä", 1]}', "HI"]
+
+
+def test_a_yaml_file_of_tools_for_verl_has_what_the_row_gives_each(pool_of, tmp_path, monkeypatch):
+    (tmp_path / "tools.yaml").write_text(VERL_YAML)
+    (tmp_path / "checking.py").write_text(VERL_CLASSES)
+    monkeypatch.chdir(tmp_path)
+    pool = pool_of(class_=None)
+    pool._config.tools.append(f"verl:{tmp_path}/tools.yaml")
+    (schema,) = pool.start()
+    assert schema["function"]["name"] == "check" and schema["function"]["parameters"]["required"] == ["answer"]
+    texts = {}
+    for truth in ("4", "5"):
+        row = {"extra_info": {"tools_kwargs": {"check": {"create_kwargs": {"ground_truth": truth}}}}}
+        texts[truth] = pool.reset(row, 0).result()[0]
+    found = [pool.call(place, [("check", {"answer": "4"})], 20).result()[0].text for place in texts.values()]
+    assert found == ["it is: True, 1", "it is: False, 1"]
 
 
 @pytest.mark.parametrize(

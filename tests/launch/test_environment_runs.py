@@ -76,6 +76,30 @@ def test_a_run_of_several_turns_is_the_same_on_two_ranks(guessing):
     assert sum(ends.values()) == pytest.approx(1) and set(ends) <= {"done", "length", "turns"}
 
 
+DROPPING = (
+    "{% for m in messages %}{{ m.content.split('?')[-1] if m.role == 'assistant' and not loop.last else m.content }}"
+    "{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
+)
+"""Drops what an earlier turn says up to a question mark, as models' templates drop thinking."""
+
+
+def test_a_run_whose_template_drops_earlier_thinking_trains_every_sequence(guessing):
+    again = [
+        "environment.history=template",
+        f"data.chat_template={json.dumps(DROPPING)}",
+        "data.max_response_tokens=6",
+        "data.max_total_tokens=40",
+    ]
+    yaml = EXAMPLES / "guessing/grpo.yaml"
+    alone = run(guessing, "again", yaml, *paths(guessing), *SHORT, *again)
+    pair = run(guessing, "again2", yaml, *paths(guessing), *SHORT, *again, "policy.backend=megatron:d2")
+    of_time = ("environment/", "turns/seconds")
+    assert_same(*[[{k: v for k, v in row.items() if not k.startswith(of_time)} for row in rows] for rows in (pair, alone)])
+    for row in alone[1:]:
+        assert row["trajectory/sequences"] == 1 + row["trajectory/breaks_template"] > 1
+        assert row["turns/mean"] > row["trajectory/sequences"] and row["rollout/logprob_diff_max"] < 1e-4
+
+
 @pytest.fixture(scope="module")
 def wide(guessing) -> Path:
     """A model for vLLM, whose attention on CPUs has no heads narrower than 32."""
@@ -127,24 +151,21 @@ def test_trajectories_ahead_are_as_old_as_they_may_be_and_those_of_the_step_with
 @pytest.mark.parametrize("layout", ["d1", "d2"])
 def test_a_killed_run_with_trajectories_ahead_resumes_as_if_undisturbed(guessing, step, layout):
     """Killed after each of its checkpoints, and resumed on one rank or two."""
-    common = [EXAMPLES / "guessing/grpo.yaml", *paths(guessing), *SHORT, *AHEAD, f"launch.threads={THREADS}"]
-    expected = run(guessing, f"whole-{step}-{layout}", EXAMPLES / "guessing/grpo.yaml", *paths(guessing), *SHORT, *AHEAD)
-    run_dir = guessing / f"runs/killed-{step}-{layout}"
-    process = Command("train", *common, f"trainer.run_dir={run_dir}")
+    resumed_equals_whole(guessing, EXAMPLES / "guessing/grpo.yaml", paths(guessing), step, layout)
+
+
+def resumed_equals_whole(root: Path, yaml: Path, overrides: list[str], step: int, layout: str) -> None:
+    """Kill a run that samples ahead once it has a checkpoint of a step, and resume it on a layout."""
+    given, name = [*overrides, *SHORT, *AHEAD], f"{yaml.parent.name}-{step}-{layout}"
+    expected = run(root, f"whole-{name}", yaml, *given)
+    run_dir = root / f"runs/killed-{name}"
+    process = Command("train", yaml, *given, f"launch.threads={THREADS}", f"trainer.run_dir={run_dir}")
     wait_for((run_dir / f"checkpoints/step-{step:06d}").exists, process)
     everyone = children_of(process.pid)
     process.kill()
     process.wait()
     wait_for(lambda: gone(everyone) and is_free(run_dir))
-    found = run(
-        guessing,
-        run_dir.name,
-        EXAMPLES / "guessing/grpo.yaml",
-        *paths(guessing),
-        *SHORT,
-        *AHEAD,
-        f"policy.backend=megatron:{layout}",
-    )
+    found = run(root, run_dir.name, yaml, *given, f"policy.backend=megatron:{layout}")
     assert_same(of_content(found), of_content(expected))
 
 
@@ -165,6 +186,28 @@ def test_a_model_learns_the_guessing_game(guessing):
     right = [row["val/guess/mean@4"] for row in rows if "val/guess/mean@4" in row]
     assert right[0] < 0.3 and right[-1] > 0.8
     assert json.loads((guessing / "runs/learns/status.json").read_text())["state"] == "finished"
+
+
+@pytest.mark.learning
+def test_a_model_learns_to_walk_over_the_frozen_lake(tmp_path):
+    place = made(tmp_path, "frozenlake") / "frozenlake"
+    for command in (
+        ["train-tokenizer", "char", "--data", place / "data/train.jsonl", "--out", place / "words"],
+        ["init-model", "qwen3", "--tokenizer", place / "words", "--hidden", 64, "--layers", 2, "--ffn", 128, "--out", place / "model"],
+    ):  # fmt: skip
+        done = fivefold(*command)
+        assert done.returncode == 0, done.stderr
+    rows = run(
+        tmp_path,
+        "lake",
+        EXAMPLES / "frozenlake/grpo.yaml",
+        f"model.path={place}/model",
+        f"data.train=[{place}/data/train.jsonl]",
+        f"data.val=[{place}/data/test.jsonl]",
+        f"environment.class={EXAMPLES}/frozenlake/envs.py:FrozenLake",
+    )
+    right = [row["val/lake/mean@4"] for row in rows if "val/lake/mean@4" in row]
+    assert right[0] < 0.3 and right[-1] > 0.8
 
 
 @pytest.mark.learning
@@ -202,4 +245,33 @@ def test_a_model_learns_to_call_a_calculator(tmp_path):
         *common,
     )
     right = [row["val/products/mean@2"] for row in rows if "val/products/mean@2" in row]
+    assert right[0] < 0.3 and right[-1] > 0.8
+
+
+def agent(root: Path) -> list[str]:
+    """Overrides with which an agent plays the guessing game of `root`."""
+    return [*paths(root)[:3], f"environment.agent={EXAMPLES}/agent/agent.py:run"]
+
+
+def test_a_run_of_an_agent_is_the_same_on_two_ranks(guessing):
+    alone = run(guessing, "agent", EXAMPLES / "agent/grpo.yaml", *agent(guessing), *SHORT)
+    pair = run(guessing, "agents", EXAMPLES / "agent/grpo.yaml", *agent(guessing), *SHORT, "policy.backend=megatron:d2")
+    of_time = ("environment/", "turns/seconds")
+    assert_same(*[[{k: v for k, v in row.items() if not k.startswith(of_time)} for row in rows] for rows in (pair, alone)])
+    last = alone[-1]
+    assert last["turns/mean"] > 1 and last["reward/mean"] == pytest.approx(last["reward/environment"])
+    assert last["trajectory/sequences"] == 1 and last["trajectory/end_done"] == 1
+    assert last["endpoint/retries"] == last["endpoint/unread"] == last["endpoint/overridden"] == 0
+
+
+@pytest.mark.slow
+def test_a_killed_run_of_agents_ahead_resumes_as_if_undisturbed(guessing):
+    """Agents that were not at their end begin again, and get the same answers."""
+    resumed_equals_whole(guessing, EXAMPLES / "agent/grpo.yaml", agent(guessing), 2, "d2")
+
+
+@pytest.mark.learning
+def test_a_model_learns_from_what_an_agent_does_with_it(guessing):
+    rows = run(guessing, "agent-learns", EXAMPLES / "agent/grpo.yaml", *agent(guessing))
+    right = [row["val/guess/mean@4"] for row in rows if "val/guess/mean@4" in row]
     assert right[0] < 0.3 and right[-1] > 0.8

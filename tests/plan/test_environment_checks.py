@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,9 @@ def add(a: int, b: int) -> int:
 
 def bare(a, b: int): ...
 
+async def agent(task, base_url, api_key): ...
+
+def two(task, base_url): ...
 class Board:
     def reset(self, **row): ...
     def put(self, row, column: int) -> str: ...
@@ -47,6 +51,8 @@ def root(tmp_path_factory, models) -> Path:
     make_tokenizer(root / "tokenizer")
     (root / "model").symlink_to(models("qwen3"))
     (root / "envs.py").write_text(CODE)
+    (root / "tools.py").write_text('@function_tool("add")\ndef plus(a: int): ...\n\n@other\ndef minus(a): ...\n')
+    (root / "tools.yaml").write_text("tools: [{class_name: a.B, tool_schema: {function: {name: add}}}]")
     (root / "rows.jsonl").write_text(json.dumps({"prompt": "a", "data_source": "s", "ground_truth": ""}) + "\n")
     return root
 
@@ -89,20 +95,31 @@ def test_a_good_environment_is_taken(root):
         ({"environment": {"class": "trl:$/envs.py:Counter", "tools": ["$/envs.py:add"]}}, "one tool of each name: got add twice"),
         ({"environment": {"class": "nowhere.py:Game"}}, "environment.class: no file at nowhere.py"),
         ({"environment": {"class": "$/envs.py:Other"}}, "envs.py defines no class Other"),
-        ({"environment": {"tools": ["add"]}}, "environment.tools must be path/to/file.py:function, mcp:COMMAND or mcp+http://"),
+        ({"environment": {"tools": ["add"]}}, "environment.tools must be path/to/file.py:function, mcp:COMMAND, mcp+http://"),
         ({"environment": {"tools": ["mcp:no-such-server"]}}, "environment.tools: the MCP server mcp:no-such-server must answer: the "
          "server ended with exit code 127"),
         ({"environment": {"tools": ["mcp:sleep 100"], "reset_seconds": 1}}, "mcp:sleep 100 must answer: no answer within 1 s"),
         ({"environment": {"tools": ["mcp+http://127.0.0.1:9/mcp"]}}, "environment.tools: the MCP server mcp+http://127.0.0.1:9/mcp "
          "must answer: [Errno 111] Connection refused"),
+        ({"environment": {"tools": ["verl:nowhere.py"]}}, "environment.tools must name a file for verl as verl:FILE.py or verl:FILE.yaml"),
+        ({"environment": {"tools": ["verl:$/envs.py"]}}, "envs.py must have functions with the decorator function_tool"),
+        ({"environment": {"tools": ["verl:$/tools.py", "$/envs.py:add"]}}, "one tool of each name: got add twice"),
+        ({"environment": {"tools": ["verl:$/tools.yaml", "$/envs.py:add"]}}, "one tool of each name: got add twice"),
         ({"environment": {"tools": ["$/envs.py:sub"]}}, "defines no sub"),
         ({"environment": {"tools": ["$/envs.py:bare"]}}, "the argument 'a' of bare needs an annotation"),
         ({"environment": {"tools": ["$/envs.py:add", "$/envs.py:add"]}}, "must have one tool of each name: got add twice"),
         ({"environment": {"python": "no-such-python"}}, "environment.python must be a Python interpreter"),
         ({"environment": {"variables": ["NO_SUCH_VARIABLE"]}}, "environment.variables names variables that are set here"),
         ({"environment": {"max_turns": 0}}, "environment.max_turns must be in [1, 10000]: got 0"),
-        ({"environment": {"agent": "a.py:run"}}, "unknown key 'environment.agent'"),
-        ({"rollout": {"max_staleness": 1}}, "rollout.max_staleness must be left out with environment"),
+        ({"environment": {"agent": "$/envs.py:agent"}}, "environment.agent must be left out with environment.class"),
+        ({"environment": {"class": None, "tools": ["$/envs.py:add"], "agent": "$/envs.py:agent"}}, "must be left out with environment.tools"),
+        ({"environment": {"class": None, "agent": "nowhere.py:run"}}, "no file at nowhere.py"),
+        ({"environment": {"class": None, "agent": "$/envs.py:other"}}, "defines no other"),
+        ({"environment": {"class": None, "agent": "$/envs.py:two"}}, "is called with (task, base_url, api_key): "),
+        ({"environment": {"class": None, "agent": "no-such-program --fast"}}, "or a command of this machine: got 'no-such-program"),
+        ({"environment": {"class": None, "agent": "sh -c 'x"}}, "cannot be read: No closing quotation"),
+        ({"environment": {"class": None, "agent": "sh", "endpoint": {"host": "no such host"}}}, "environment.endpoint.host must be an address"),
+        ({"environment": {"class": None, "agent": "sh", "endpoint": {"port": 80}}}, "environment.endpoint.port must be in [1024, 65535]: got 80"),
         ({"data": {"apply_chat_template": False}}, "data.apply_chat_template must be true with environment"),
         ({"data": {"tools_key": "tools"}, "environment": {"tools": ["$/envs.py:add"]}}, "data.tools_key must be left out"),
         ({"data": {"max_total_tokens": 16}}, "data.max_total_tokens must be above data.max_response_tokens = 16"),
@@ -112,7 +129,7 @@ def test_a_good_environment_is_taken(root):
           "environment": {"tools": ["$/envs.py:add"]}}, "the template leaves out tool calls"),
         ({"engine": {"backend": "vllm:d1t2"}, "policy": {"backend": "megatron:d2"}}, "engine.mode must be server with environment"),
         ({"environment": {"same_start": False}, "policy": {"share_prefix": True}}, "environment.same_start must be true"),
-        ({"environment": {"class": None}, "reward": {"functions": {"environment": 1.0}}}, "without environment.class"),
+        ({"environment": {"class": None}, "reward": {"functions": {"environment": 1.0}}}, "without environment.class or environment.agent"),
     ],
 )  # fmt: skip
 def test_what_cannot_work_is_refused_in_one_sentence(root, sections, sentence):
@@ -124,7 +141,36 @@ def test_keys_without_a_class_or_tools_have_no_effect(root):
     found = check(
         RunConfig.of(tree(root, environment={"class": None, "max_turns": 3}, reward={"functions": {"format": 1.0}}))
     )
-    assert ("environment.max_turns", "neither environment.class nor environment.tools is set") in found.ignored
+    reason = "none of environment.class, environment.tools and environment.agent is set"
+    assert ("environment.max_turns", reason) in found.ignored
+
+
+def agent_of(root: Path, **settings: Any) -> Any:
+    return check(RunConfig.of(tree(root, environment={"class": None, "agent": f"{root}/envs.py:agent", **settings})))
+
+
+def test_an_agent_is_taken_and_its_reward_counts(root):
+    found = agent_of(root, max_observation_tokens=64)
+    assert found.errors == [] and not [note for note in found.notes if "endpoint" in note]
+    assert ("environment.max_observation_tokens", "environment.agent decides what the model reads") in found.ignored
+    assert RunConfig.of(tree(root, environment={"class": None, "agent": "sh -c true"})).reward.functions == {
+        "environment": 1.0
+    }
+
+
+def test_an_endpoint_that_others_reach_is_noted_and_a_port_in_use_is_lacking(root):
+    (note,) = [note for note in agent_of(root, endpoint={"host": "0.0.0.0"}).notes if "endpoint" in note]
+    assert "0.0.0.0 is not a loopback address" in note
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        (lack,) = [lack for lack in agent_of(root, endpoint={"port": port}).missing if "port" in lack]
+    assert (
+        f"environment.endpoint.port: port {port} of 127.0.0.1 cannot be used: Address already in use; take another" in lack
+    )
+    ignored = dict(check(RunConfig.of(tree(root, environment={"endpoint": {"port": 2000}}))).ignored)
+    assert ignored["environment.endpoint"] == "environment.agent is not set"
 
 
 def test_keys_that_the_kind_of_a_class_takes_no_notice_of_are_said(root):
@@ -151,6 +197,21 @@ def test_a_template_that_drops_earlier_thinking_is_noted_with_turn_and_role(root
     notes = found.notes
     (note,) = [note for note in notes if note.startswith("environment")]
     assert "from turn 2 on, the assistant's turn 1" in note
+
+
+def test_a_template_that_renders_turns_again_is_noted_with_what_it_changes(root):
+    text = (
+        "{% for m in messages %}{{ m.content.split('</think>')[-1] if m.role == 'assistant' else m.content }}<|end|>"
+        "{% endfor %}"
+    )
+    for template, sentence in (
+        (text, "from turn 2 on, the assistant's turn 1"),
+        (TEMPLATE, "append would give the same contexts"),
+    ):
+        given = {"class": f"{root}/envs.py:Game", "history": "template"}
+        found = check(RunConfig.of(tree(root, environment=given, data={"chat_template": template})))
+        (note,) = [note for note in found.notes if note.startswith("environment")]
+        assert found.errors == [] and note.startswith("environment.history: template: ") and sentence in note
 
 
 def test_rewards_of_the_class_count_unless_another_weight_is_given(root):

@@ -120,6 +120,8 @@ TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'assistant' %}{{ m.content }}{{ eos_token }}{% else %}({{ m.content }})\n"
     "{% endif %}{% endfor %}"
 )
+DROPPING = TEMPLATE.replace("{{ m.content }}{{ eos_token }}", "{{ m.content.split('1')[-1] }}{{ eos_token }}")
+"""Leaves out what comes before the last 1 of a turn."""
 SAMPLING = Sampling(max_tokens=12)
 
 
@@ -136,8 +138,9 @@ class Rig:
 
     def __init__(self, files: tuple[str, str], name: str = "Count", engine: dict[str, Any] | None = None, **settings: Any):
         self.tokenizer = load_tokenizer(files[0])
-        self.dialog = Dialog.of(self.tokenizer, {"chat_template": TEMPLATE}, [self.tokenizer.eos_token_id])
         config = EnvironmentConfig(class_=f"{files[1]}:{name}", **settings)
+        template = {"chat_template": TEMPLATE if config.history == "append" else DROPPING}
+        self.dialog = Dialog.of(self.tokenizer, template, [self.tokenizer.eos_token_id], history=config.history)
         self.pool = EnvironmentPool(config)
         self.pool.start()
         self.engine = MemoryEngine(self.tokenizer, **(engine or {}))
@@ -454,6 +457,24 @@ def test_trajectories_of_a_checkpoint_continue_and_equal_undisturbed_ones(files,
         assert not again, "no turn of the checkpoint is sampled again"
     elif name == "Count":
         assert sorted(again) == sorted(held), "without either, every turn of the checkpoint is sampled again"
+
+
+def test_trajectories_of_several_sequences_continue_from_a_checkpoint(files, tmp_path):
+    settings: dict[str, Any] = {"engine": {"seconds": lambda drawn: 0.03}, "history": "template"}
+    whole = Rig(files, "Stated", **settings)
+    whole.add(marks=str(tmp_path))
+    ended = whole.run()
+    read(whole, ended)
+    whole.close()
+    expected = content(ended)
+    assert any(len(each) > 1 for each in expected.values())
+    one = Rig(files, "Stated", **settings)
+    found, parts = killed(one, 25, tmp_path, marks=str(tmp_path))
+    assert any(len(part.samples) > 1 and part.record is not None for part in parts)
+    two = Rig(files, "Stated", **settings)
+    later = resumed(two, found, parts, marks=str(tmp_path))
+    two.close()
+    assert content(found | later) == expected
 
 
 def seeds_of(one: Rig, part) -> list[int]:

@@ -258,12 +258,16 @@ class _Front(_Handler):
         if repository in self.hub.gated and self.token != MEMBER:
             return self.json({"Code": 10010202002, "Message": "access denied", "Success": False}, 403 if self.token else 401)
         commit, files = found
-        if rest == ["repo", "files"]:
+        if rest in (["repo", "files"], ["repo", "tree"]):
             entries = [
                 {"Path": name, "Name": name, "Type": "blob", "Size": len(data), "Sha256": hashlib.sha256(data).hexdigest(),
                  **({} if hub.names_no_commits else self.last_change(repository, commit, name))}
                 for name, data in files.items()
             ]  # fmt: skip
+            if rest == ["repo", "tree"]:
+                # Data sets, page by page.
+                size, page = int(query["PageSize"]), int(query["PageNumber"])
+                entries = entries[size * (page - 1) : size * page]
             return self.json({"Code": 200, "Data": {"Files": entries}, "Success": True})
         if rest == ["repo"]:
             name = query["FilePath"]

@@ -11,7 +11,17 @@ from fivefold.keys.identity import HARMLESS
 from fivefold.keys.ranges import Matches, above, within
 
 REWARD = "environment"
-"""Name of the reward that the environment's class gives."""
+"""Name of the reward that the environment's class or the agent gives."""
+
+
+@dataclass(frozen=True)
+class EndpointConfig:
+    """Address at which agents sample their turns."""
+
+    host: str = "127.0.0.1"
+    """Address on which each rank listens. Agents on other machines need another one than loopback."""
+    port: Annotated[int | None, within("[1024, 65535]")] = None
+    """Port of the first rank of a machine; the next ones take the ports after it. A free one if left out."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +34,15 @@ class EnvironmentConfig:
     options: dict[str, Any] = field(default_factory=dict)
     """Arguments for an environment of another library, such as `{is_slippery: false}`."""
     tools: list[str] = field(default_factory=list)
-    """Functions that the model may call, as `path/to/file.py:function`; annotations and docstring describe them."""
+    """What the model may call: functions as `path/to/file.py:function`, which annotations and docstring describe, MCP
+    servers as `mcp:COMMAND` or `mcp+http://ADDRESS`, and files of tools for verl as `verl:FILE`."""
+    agent: str | None = None
+    """Agent that samples the turns itself, through an endpoint that speaks OpenAI's API: `path/to/file.py:function`, called
+    with (task, base_url, api_key), or a command."""
+    endpoint: EndpointConfig = field(default_factory=EndpointConfig)
+    history: Literal["append", "template"] = "append"
+    """What a turn reads of earlier ones. `append`: all that was read and sampled. `template`: what the chat template renders
+    of the conversation, which may drop earlier thinking; where it differs, a new sequence of the trajectory begins."""
     max_turns: Annotated[int, within("[1, 10000]")] = 10
     """Maximum number of turns of the model in a trajectory."""
     max_parallel_calls: Annotated[int, within("[1, 1000]")] = 8
@@ -60,14 +78,21 @@ class EnvironmentConfig:
     @property
     def is_active(self) -> bool:
         """Whether trajectories may have several turns."""
-        return self.class_ is not None or bool(self.tools)
+        return self.class_ is not None or bool(self.tools) or self.agent is not None
+
+    @property
+    def reads_rows(self) -> bool:
+        """Whether the environment's class or an agent takes the rows of the data."""
+        return self.class_ is not None or self.agent is not None
 
 
 def rewarded(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the tree of a configuration in which the rewards of the environment's class count, with weight 1 if none is
-    given."""
+    """Return the tree of a configuration in which the reward of the environment's class or of the agent counts, with weight
+    1 if none is given."""
     environment, reward = tree.get("environment"), tree.get("reward") or {}
-    if not isinstance(environment, dict) or environment.get("class") is None or not isinstance(reward, dict):
+    if not isinstance(environment, dict) or not isinstance(reward, dict):
+        return dict(tree)
+    if environment.get("class") is None and environment.get("agent") is None:
         return dict(tree)
     functions, by_source = reward.get("functions") or {}, reward.get("by_source") or {}
     if not isinstance(functions, dict) or not isinstance(by_source, dict):

@@ -143,8 +143,8 @@ def _leaves(values: dict[str, Any]) -> Iterator[Any]:
 class DataConfig:
     train: Annotated[list[str], CONTENT] = field(default_factory=list)
     """Data sets with prompts: parquet or jsonl files, directories of `save_to_disk`, or `OWNER/NAME[:CONFIG][/SPLIT]` of the
-    Hugging Face hub, with `@REVISION` at the end for another than the latest. `NAME[begin:end]` selects rows as a Python
-    slice does: `[:200]`, `[-100:]`."""
+    Hugging Face hub, of ModelScope with `modelscope:` before it, with `@REVISION` at the end for another than the latest.
+    `NAME[begin:end]` selects rows as a Python slice does: `[:200]`, `[-100:]`."""
     val: Annotated[list[str], CONTENT] = field(default_factory=list)
     """Data sets for evaluation; no evaluation if left out."""
     expert: Annotated[list[str], CONTENT] = field(default_factory=list)

@@ -352,9 +352,10 @@ def _check_environment(findings: Findings, config: Derived) -> None:
     environment, data = config.environment, config.data
     named = [REWARD in own for own in (config.reward.functions, *config.reward.by_source.values())]
     findings.require(
-        environment.class_ is not None or not any(named),
+        environment.reads_rows or not any(named),
         "reward.functions",
-        f"cannot name {REWARD} without environment.class, which gives this reward: set it, or leave the reward out",
+        f"cannot name {REWARD} without environment.class or environment.agent, which give this reward: set one, or leave "
+        "the reward out",
     )
     if not environment.is_active:
         return

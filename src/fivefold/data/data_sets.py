@@ -1,4 +1,4 @@
-"""Names of data sets -> local files: files and directories here, and data sets of the Hugging Face hub. No torch here.
+"""Names of data sets -> local files: files and directories here, data sets of Hugging Face and ModelScope. No torch here.
 
 A data set of the hub is written as parquet into a cache on the machine, one file for each split of a commit. A second
 process waits for the first one and then reads the file.
@@ -17,23 +17,26 @@ from fivefold.config.schema import DataConfig
 from fivefold.data.rows import bounds_of, part_of
 from fivefold.errors import UserError
 from fivefold.files import read_json, read_text, users_umask, write_whole
-from fivefold.hub import dataset_commit, load_dataset_splits, locked
+from fivefold.hub import MODELSCOPE, dataset_commit, load_dataset_splits, locked
 from fivefold.tables import DATA_SETS, write_data_set
 
-FORMS = "a parquet or jsonl file, a directory of `save_to_disk`, or OWNER/NAME[:CONFIG][/SPLIT][@REVISION] of the hub"
+FORMS = (
+    "a parquet or jsonl file, a directory of `save_to_disk`, or [modelscope:]OWNER/NAME[:CONFIG][/SPLIT][@REVISION] of a hub"
+)
 """What a name may be."""
 _SUFFIXES = (".parquet", ".jsonl", ".json")
 _NAME = re.compile(
-    r"(?P<repository>\w[\w.-]*/\w[\w.-]*)(:(?P<config>[^/@:]+))?(/(?P<split>\w[\w.-]*))?(@(?P<revision>[^@]+))?"
+    rf"(?P<repository>({MODELSCOPE})?\w[\w.-]*/\w[\w.-]*)(:(?P<config>[^/@:]+))?(/(?P<split>\w[\w.-]*))?(@(?P<revision>[^@]+))?"
 )
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 @dataclass(frozen=True)
 class HubDataSet:
-    """A data set of the Hugging Face hub, named as OWNER/NAME[:CONFIG][/SPLIT][@REVISION]."""
+    """A data set of a hub, named as [modelscope:]OWNER/NAME[:CONFIG][/SPLIT][@REVISION]."""
 
     repository: str
+    """With `modelscope:` before its name if it is there."""
     config: str | None
     split: str | None
     revision: str | None
@@ -54,7 +57,10 @@ class HubDataSet:
 
     @property
     def line(self) -> str:
-        """Shell command that writes the data set as parquet."""
+        """Shell command that writes the data set as parquet, or downloads its files."""
+        if self.repository.startswith(MODELSCOPE):
+            revision = f" --revision {self.revision}" if self.revision else ""
+            return f"modelscope download --dataset {self._name}{revision} --local_dir {self._name.rpartition('/')[2]}"
         config = f", {self.config!r}" if self.config else ""
         revision = f", revision={self.revision!r}" if self.revision else ""
         split = self.split or "train"
@@ -63,26 +69,33 @@ class HubDataSet:
 
     def file(self, cache: Path, usual_split: str | None, commit: str | None) -> Path:
         """Return the parquet file of the split, and write it if it is not in the cache; `commit` pins it."""
-        home = cache / "hub" / self.repository.replace("/", "--")
+        home = self._home(cache)
         with users_umask(), locked(home / ".lock"):
             commit = commit or self._commit(home)
             if commit is not None and (splits := _known_splits(home / commit / self._config)):
                 path = home / commit / self._config / f"{self._chosen(splits, usual_split)}.parquet"
                 if path.is_file():
                     return path
-            loaded, commit = load_dataset_splits(self.repository, self.config, commit, self.line)
+            loaded, commit = load_dataset_splits(self.repository, self.config, self.revision, commit, self.line)
             directory = home / commit / self._config
             path = directory / f"{self._chosen(list(loaded), usual_split)}.parquet"
-            write_data_set(loaded[path.stem], path, self.repository)
+            write_data_set(loaded[path.stem], path, self._name)
             write_whole(directory / "splits.json", json.dumps(list(loaded)))
             write_whole(self._pointer(home), commit)
         return path
 
     def splits(self, cache: Path) -> list[str]:
         """Return the splits of a data set that is in the cache."""
-        home = cache / "hub" / self.repository.replace("/", "--")
+        home = self._home(cache)
         pointer = self._pointer(home)
         return _known_splits(home / read_text(pointer) / self._config) if pointer.is_file() else []
+
+    @property
+    def _name(self) -> str:
+        return self.repository.removeprefix(MODELSCOPE)
+
+    def _home(self, cache: Path) -> Path:
+        return cache / "hub" / self.repository.replace("/", "--").replace(":", "--")
 
     @property
     def _config(self) -> str:

@@ -1,7 +1,8 @@
 """Conversations as tokens: the first context, and what follows each turn of the model.
 
-What the model sampled stays as it is. A chat template writes only what others say: it renders a conversation in which a
-placeholder stands for the model's turn, and the tokens from the end of that turn on are appended.
+What the model sampled stays as it is. Where turns are appended, a chat template writes only what others say: it renders a
+conversation in which a placeholder stands for the model's turn, and the tokens from the end of that turn on are appended.
+Otherwise it renders the whole conversation for each turn, and what differs from the tokens held is a new context.
 """
 
 from __future__ import annotations
@@ -10,13 +11,15 @@ import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from itertools import takewhile
+from itertools import cycle, groupby, islice, takewhile
 from typing import Any, Literal
 
 from fivefold.data.rows import ROLES, Messages, check_kept
 from fivefold.data.tool_calls import PARSERS, Parser, Schemas, ToolCall
 from fivefold.errors import UserError, first_line, shown
 from fivefold.special_tokens import escape, pattern_of
+
+History = Literal["append", "template"]
 
 _PLACE = "the-turn-0f3b"
 """Text of the model's turn in a rendering of which only the rest is used."""
@@ -52,22 +55,39 @@ class Dialog:
     """Tokens at which the engine ends a turn."""
     schemas: Schemas = field(default_factory=dict)
     """Name of a tool -> JSON schema of its arguments."""
+    history: History = "append"
+    """Whether turns are appended, or the template renders the conversation again for each of them."""
 
     @classmethod
     def of(
-        cls, tokenizer: Any, template: Mapping[str, Any], ends: Collection[int], tools: Sequence[Mapping[str, Any]] = ()
+        cls,
+        tokenizer: Any,
+        template: Mapping[str, Any],
+        ends: Collection[int],
+        tools: Sequence[Mapping[str, Any]] = (),
+        history: History = "append",
     ) -> Dialog:
         """Return the dialog for these tools; raises UserError if the template cannot be used for several turns."""
         if not (template.get("chat_template") or getattr(tokenizer, "chat_template", None)):
             raise UserError("data.chat_template: the tokenizer has no chat template, which writes the turns: set one")
         schemas = {str(tool["function"]["name"]): tool["function"]["parameters"] for tool in tools}
-        dialog = cls(tokenizer, {**template, **({"tools": list(tools)} if tools else {})}, frozenset(ends), schemas)
+        own = {**template, **({"tools": list(tools)} if tools else {})}
+        dialog = cls(tokenizer, own, frozenset(ends), schemas, history)
         dialog._check_turns()
         if schemas:
-            name = next(iter(schemas))
-            dialog.follow([{"role": "tool", "content": "A", "name": name}], [ToolCall(name)])
+            call = ToolCall(next(iter(schemas)))
+            answer = {"role": "tool", "content": "A", "name": call.name, "tool_call_id": "call00000"}
+            if dialog.appends:
+                dialog.follow([answer], [call])
+            else:
+                dialog._after([_USER, dialog._turn([call]), answer])
             _ = dialog.parser
         return dialog
+
+    @property
+    def appends(self) -> bool:
+        """Whether what was sampled stays in the context of later turns, whatever the template would render."""
+        return self.history == "append"
 
     def begin(self, messages: Messages) -> tuple[list[int], str]:
         """Return tokens and text of a first context; raises UserError for messages that cannot be written."""
@@ -83,18 +103,55 @@ class Dialog:
         was sampled with the end token has the first of these tokens already.
         """
         check_messages(answers)
-        pattern = pattern_of(self.tokenizer)
-        safe = [{**each, "content": escape(each["content"], pattern)} for each in answers]
-        rest = self._after([_USER, self._turn(calls), *safe])
+        rest = self._after([_USER, self._turn(calls), *self.escaped(answers)])
         tokens = self._encode(rest)
         begin = next((place for place, token in enumerate(tokens) if token in self.ends), None)
         if begin is None:
             raise UserError(
                 "data.chat_template: the template ends the model's turns with no token at which the engine stops, so "
-                f"nothing can be appended to a turn: it writes {shown(rest)} after one; take another template, or name its "
-                "token in engine.sampling.stop_token_ids"
+                f"nothing can be appended to a turn: it writes {shown(rest)} after one; take another template, name its "
+                "token in engine.sampling.stop_token_ids, or set environment.history: template"
             )
         return tokens[begin:]
+
+    def again(self, messages: Messages) -> list[int]:
+        """Return the context of a turn as the template renders all messages before it."""
+        return self._encode(self._text(self.separated(messages), True))
+
+    def separated(self, messages: Messages) -> Messages:
+        """Return messages whose thinking has a key of its own, where the template renders turns again and takes this key."""
+        if self.appends or not self._takes_reasoning:
+            return messages
+        found = []
+        for message in messages:
+            thinking, mark, rest = str(message["content"]).partition("</think>")
+            if mark and message["role"] == "assistant" and "reasoning_content" not in message:
+                thinking = thinking.strip().removeprefix("<think>").strip()
+                message = {**message, "content": rest.lstrip(), "reasoning_content": thinking}
+            found.append(message)
+        return found
+
+    def continued(self, held: list[int], rendered: list[int]) -> list[int] | None:
+        """Return the tokens that follow those held in a rendering; None if it does not begin with their text.
+
+        Tokens held end with a turn of the model, which may have sampled others than the tokenizer makes of its text: these
+        stay. A turn that did not end with an end token gets the one that the template writes.
+        """
+        if rendered[: len(held)] == held:
+            return rendered[len(held) :]
+        is_ended = held[-1] in self.ends
+        # Nothing is encoded across an end token, so it separates the two in the same way.
+        number = sum(token in self.ends for token in held) - is_ended
+        place = next(islice((place for place, token in enumerate(rendered) if token in self.ends), number, None), None)
+        if place is None or (is_ended and rendered[place] != held[-1]):
+            return None
+        same = self._decode(rendered[:place]) == self._decode(held[:-1] if is_ended else held)
+        return rendered[place + is_ended :] if same else None
+
+    def escaped(self, messages: Messages) -> Messages:
+        """Return messages whose texts contain no special token, so that they open no turn."""
+        pattern = pattern_of(self.tokenizer)
+        return [{**each, "content": escape(each["content"], pattern)} for each in messages]
 
     def cut(self, text: str, limit: int, side: Literal["start", "end"]) -> tuple[str, bool]:
         """Return an observation of at most `limit` tokens, without its start or its end, and whether it was cut."""
@@ -103,7 +160,7 @@ class Dialog:
             return text, False
         kept = max(0, limit - len(self._encode(_MARK)))
         part = tokens[len(tokens) - kept :] if side == "start" else tokens[:kept]
-        words = str(self.tokenizer.decode(part, skip_special_tokens=False))
+        words = self._decode(part)
         return (_MARK + words if side == "start" else words + _MARK), True
 
     def text(self, token_ids: Sequence[int]) -> str:
@@ -113,18 +170,40 @@ class Dialog:
     def read(self, token_ids: Sequence[int]) -> Answer:
         """Return a sampled turn as a message; with tools, it has the calls that the turn makes."""
         own = list(token_ids[:-1] if token_ids and token_ids[-1] in self.ends else token_ids)
-        text = str(self.tokenizer.decode(own, skip_special_tokens=not self.schemas))
-        if not self.schemas:
-            return Answer({"role": "assistant", "content": text})
-        content, calls = self.parser(text, self.schemas)
-        message = {"role": "assistant", "content": content}
+        parser = self.parser if self.schemas else self._splitter
+        if parser is None:
+            return Answer({"role": "assistant", "content": self.text(own)})
+        keys, calls = parser(self._decode(own) if self.appends else self._spoken(own), self.schemas)
+        message = {"role": "assistant", **keys}
         return Answer({**message, "tool_calls": self._written(calls)} if calls else message, calls)
+
+    def _spoken(self, token_ids: list[int]) -> str:
+        """Return the text of a turn that the template renders again, in which only special tokens read as such."""
+        pattern, special = pattern_of(self.tokenizer), self._special
+        runs = ((is_special, self._decode(list(run))) for is_special, run in groupby(token_ids, special.__contains__))
+        return "".join(text if is_special else escape(text, pattern) for is_special, text in runs)
+
+    @cached_property
+    def _special(self) -> frozenset[int]:
+        added = getattr(self.tokenizer, "added_tokens_decoder", {})
+        return frozenset(number for number, token in added.items() if token.special)
+
+    @cached_property
+    def _splitter(self) -> Parser | None:
+        """The parser that separates the channels of a turn where there are no tools; None if it has none."""
+        words = "some words"
+        said = self._said(words)
+        if said is None or self.text(self._encode(said)).strip() == words:
+            return None
+        split = [parser for parser in PARSERS.values() if parser.channels is not None]
+        return next((parser for parser in split if parser(said, {})[0]["content"] == words), None)
 
     @cached_property
     def parser(self) -> Parser:
         """The parser that reads back the calls that the template writes."""
+        turns = self._turns_to_read
         for parser in PARSERS.values():
-            if self._proves(parser):
+            if all(self._reads(parser, *turn) for turn in turns):
                 return parser
         raise UserError(
             "data.chat_template: no parser reads the tool calls that the template writes, or it writes none; the forms that "
@@ -134,23 +213,30 @@ class Dialog:
     def history_difference(self) -> str | None:
         """Return where a conversation that is appended differs from what the template renders of all its messages; None if
         nowhere."""
-        kinds = [("user", ())] + ([("tool", _CALLS[:1])] if self.schemas else [])
-        return next((found for role, calls in kinds if (found := self._difference(role, calls)) is not None), None)
+        kinds: list[list[list[ToolCall]]] = [[[]]]
+        if self.schemas:
+            kinds += [[_CALLS[:1]], [_CALLS[:1], []]]
+        return next((found for kind in kinds if (found := self._difference(kind)) is not None), None)
 
-    def _difference(self, role: str, calls: Sequence[ToolCall]) -> str | None:
+    def _difference(self, kind: Sequence[list[ToolCall]]) -> str | None:
+        """Return where a conversation differs whose turns make these calls in turn."""
         messages: Messages = [_USER]
         held = self._text(messages, True)
-        parts: list[tuple[int, str]] = [(len(held), "the first context")]
-        for turn in range(1, _TURNS + 1):
+        begin = _same(held, self._text(messages, False))
+        parts: list[tuple[int, str]] = [(begin, "the first context"), (len(held), "what opens the assistant's turn 1")]
+        for turn, calls in zip(range(1, _TURNS + 1), cycle(kind), strict=False):
+            role = "tool" if calls else "user"
             content = "" if calls else "<think>\nwhy\n</think>\n\nword"
-            own = {"role": "assistant", "content": content, **({"tool_calls": self._written(calls)} if calls else {})}
-            answer = {"role": role, "content": f"answer {turn}"} | ({"name": calls[0].name} if calls else {})
-            whole = self._text([*messages, own], False)
-            said = whole[_same(self._text(messages, True), whole) :]
+            (own,) = self.separated([{"role": "assistant", "content": content, **self._with(calls)}])
+            answer = {"role": role, "content": f"answer {turn}"}
+            answer |= {"name": calls[0].name, "tool_call_id": "call00000"} if calls else {}
+            thinking = {key: own[key] for key in ("reasoning_content",) if key in own}
             rest = self._after([_USER, self._turn(calls), answer])
-            ends = [self.tokenizer.decode([token], skip_special_tokens=False) for token in self.ends]
-            end = next((end for end in ends if end in rest), "")
-            held += said.partition(end)[0] if end else said
+            ends = [text for text in map(self._decode, ([token] for token in self.ends)) if text in rest]
+            end = min(ends, key=rest.index, default="")
+            said = self._said(own["content"], calls, **thinking) or ""
+            # A template may drop thinking of the last turn too, which was sampled all the same.
+            held += said if calls or "why" in said else content
             parts.append((len(held), f"the assistant's turn {turn}"))
             held += rest[rest.index(end) :]
             parts.append((len(held), f"the answer of role {role} to turn {turn}"))
@@ -164,14 +250,19 @@ class Dialog:
         return None
 
     def _check_turns(self) -> None:
-        """Raise UserError unless the same tokens follow each turn of the model, whatever it is."""
+        """Raise UserError unless the same tokens follow each turn of the model, whatever it is; or, where the template
+        renders turns again, if it leaves them out."""
+        if not self.appends:
+            self._after([_USER, self._turn(()), _USER])
+            return
         first = self.follow([_USER])
         word, thinking = ({"role": "assistant", "content": f"{text}{_PLACE}"} for text in ("", "<think>\nwhy\n</think>\n\n"))
         other = [[_USER, thinking, _USER], [_USER, {**word, "content": "word"}, _USER, word, _USER]]
         if any(first != (found := self._encode(self._after(each)))[len(found) - len(first) :] for each in other):
             raise UserError(
                 "data.chat_template: what the template writes after a turn of the model depends on that turn or its number, "
-                "so turns cannot be appended to what was sampled: take another template"
+                "so turns cannot be appended to what was sampled: take another template, or set "
+                "environment.history: template"
             )
 
     def _after(self, messages: Messages) -> str:
@@ -184,28 +275,44 @@ class Dialog:
             )
         return rest
 
-    def _proves(self, parser: Parser) -> bool:
-        """Return whether a parser reads none, one and several calls, with nested arguments and text around, as written."""
-        schemas = {call.name: _SCHEMA for call in _CALLS}
+    @cached_property
+    def _turns_to_read(self) -> list[tuple[list[ToolCall], str, str]]:
+        """Turns as (calls, content, how the template writes them) that a parser must read back: none, one and several calls,
+        with nested arguments and text around."""
         needed = [([], "some words"), (_CALLS[:1], ""), (_CALLS[1:], "")]
-        # Some templates refuse several calls in a turn, or text next to a call.
+        # Some templates refuse several calls in a turn or write the first, and some refuse text next to a call.
         allowed = [(_CALLS, ""), (_CALLS[:1], "some words")]
-        return all(self._reads(parser, schemas, *case) for case in needed) and not any(
-            self._reads(parser, schemas, *case) is False for case in allowed
-        )
+        written = [(*each, self._said(each[1], each[0])) for each in (*needed, *allowed)]
+        first = written[1][2]
+        return [
+            (calls, content, said or "")
+            for place, (calls, content, said) in enumerate(written)
+            if place < len(needed) or (said is not None and (len(calls) == 1 or said != first))
+        ]
 
-    def _reads(self, parser: Parser, schemas: Schemas, calls: list[ToolCall], content: str) -> bool | None:
-        """Return whether a parser reads a turn back; None if the template refuses to write it."""
-        message = {"role": "assistant", "content": content, **({"tool_calls": self._written(calls)} if calls else {})}
+    @staticmethod
+    def _reads(parser: Parser, calls: list[ToolCall], content: str, said: str) -> bool:
+        """Return whether a parser reads a turn back."""
+        keys, found = parser(said, {call.name: _SCHEMA for call in _CALLS})
+        return found == calls and (bool(calls) or content in keys["content"])
+
+    @cached_property
+    def _takes_reasoning(self) -> bool:
+        """Whether the template writes the thinking of a turn from a key of its message."""
+        return self._said("word", reasoning_content="why") != self._said("word")
+
+    def _said(self, content: str, calls: Sequence[ToolCall] = (), **keys: str) -> str | None:
+        """Return a turn as the template writes it, without its end; None if the template refuses it."""
+        message = {"role": "assistant", "content": content, **keys, **self._with(calls)}
         try:
             before, whole = self._text([_USER], True), self._text([_USER, message], False)
         except UserError:
             return None
-        text = whole[_same(before, whole) :]
-        for end in self.ends:
-            text = text.partition(self.tokenizer.decode([end], skip_special_tokens=False))[0]
-        words, found = parser(text, schemas)
-        return found == calls and (bool(calls) or content in words)
+        said = whole[_same(before, whole) :]
+        return min((said.partition(self._decode([end]))[0] for end in self.ends), key=len, default=said)
+
+    def _with(self, calls: Sequence[ToolCall]) -> dict[str, Any]:
+        return {"tool_calls": self._written(calls)} if calls else {}
 
     def _turn(self, calls: Sequence[ToolCall]) -> dict[str, Any]:
         """Return a turn of the model in which the placeholder comes last."""
@@ -237,6 +344,10 @@ class Dialog:
         except UserError:
             return True
         return False
+
+    def _decode(self, token_ids: list[int]) -> str:
+        """Return the text of tokens, with special ones."""
+        return str(self.tokenizer.decode(token_ids, skip_special_tokens=False))
 
     def _encode(self, text: str) -> list[int]:
         return [int(token) for token in self.tokenizer.encode(text, add_special_tokens=False)]

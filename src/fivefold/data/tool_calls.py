@@ -32,38 +32,45 @@ class Parser:
     """Reads the calls of one family of chat templates."""
 
     block: re.Pattern[str]
-    """Matches the text of one call; its group is what `read` takes."""
-    read: Callable[[str, Schemas], ToolCall]
-    """Reads a call; raises ValueError if it is malformed."""
+    """Matches the text of one call, or of a list of them; its group is what `read` takes."""
+    read: Callable[[str, Schemas], ToolCall | list[ToolCall]]
+    """Reads what a block holds; raises ValueError if it is malformed."""
     mark: str
     """Text that begins a call. One that no block covers is a malformed call."""
     wrapper: re.Pattern[str] | None = None
     """Matches text around all calls that is not part of the turn's content."""
+    channels: Callable[[str, bool], dict[str, str]] | None = None
+    """Splits what is left of a turn, with or without calls, into the keys of a message that the template takes."""
 
-    def __call__(self, text: str, schemas: Schemas) -> tuple[str, list[ToolCall]]:
-        """Return the text without its calls, and the calls in their order."""
-        calls = [self._read(found[1], schemas) for found in self.block.finditer(text)]
+    def __call__(self, text: str, schemas: Schemas) -> tuple[dict[str, str], list[ToolCall]]:
+        """Return the turn without its calls, as keys of a message, and the calls in their order."""
+        calls = [call for found in self.block.finditer(text) for call in self._read(found[1], schemas)]
         rest = self.block.sub("", text)
         for _ in range(rest.count(self.mark)):
             calls.append(ToolCall("", error=f"a call begins with {self.mark!r} and does not end"))
         rest = rest.partition(self.mark)[0]
-        return (self.wrapper.sub("", rest) if self.wrapper else rest).strip(), calls
+        rest = (self.wrapper.sub("", rest) if self.wrapper else rest).strip()
+        return {"content": rest} if self.channels is None else self.channels(rest, bool(calls)), calls
 
-    def _read(self, text: str, schemas: Schemas) -> ToolCall:
+    def _read(self, text: str, schemas: Schemas) -> list[ToolCall]:
         try:
-            return self.read(text, schemas)
+            found = self.read(text, schemas)
         except (ValueError, RecursionError) as error:
-            return ToolCall("", error=f"the call cannot be read: {error}")
+            return [ToolCall("", error=f"the call cannot be read: {error}")]
+        return found if isinstance(found, list) else [found]
 
 
-def _json_call(key: str) -> Callable[[str, Schemas], ToolCall]:
-    """Return a reader of `{"name": ..., KEY: {...}}`."""
+def _json_call(key: str, name: str = "name") -> Callable[[str, Schemas], ToolCall | list[ToolCall]]:
+    """Return a reader of `{NAME: ..., KEY: {...}}`, or of a list of these."""
 
-    def read(text: str, schemas: Schemas) -> ToolCall:
+    def call(found: Any) -> ToolCall:
+        if not isinstance(found, dict) or not isinstance(found.get(name), str):
+            raise UserError(f'a call is {{"{name}": ..., "{key}": {{...}}}}')
+        return ToolCall(found[name], _mapping(found.get(key, {})))
+
+    def read(text: str, schemas: Schemas) -> ToolCall | list[ToolCall]:
         found = json.loads(text)
-        if not isinstance(found, dict) or not isinstance(found.get("name"), str):
-            raise UserError(f'a call is {{"name": ..., "{key}": {{...}}}}')
-        return ToolCall(found["name"], _mapping(found.get(key, {})))
+        return [call(each) for each in found] if isinstance(found, list) else call(found)
 
     return read
 
@@ -110,6 +117,59 @@ def _deepseek(text: str, schemas: Schemas) -> ToolCall:
     return ToolCall(name.strip(), _mapping(json.loads(rest.strip().removeprefix("```json").removesuffix("```"))))
 
 
+def _arguments(text: str, schemas: Schemas) -> ToolCall:
+    """Return a call that is written as its name, for some models its id, and JSON."""
+    name, _, rest = text.partition("[ARGS]")
+    return ToolCall(name.partition("[CALL_ID]")[0].strip(), _mapping(json.loads(rest)))
+
+
+_GEMMA = re.compile(
+    r"""<\|"\|>(?P<text>.*?)<\|"\|>|(?P<key>[^\s{}\[\],:<]+)(?=\s*:)|(?P<other>[{}\[\],:]|[^\s{}\[\],:<]+)""", re.DOTALL
+)
+
+
+def _gemma(text: str, schemas: Schemas) -> ToolCall:
+    """Return a call whose arguments are JSON with bare keys, and texts between tokens in place of quotation marks."""
+    name, brace, rest = text.partition("{")
+
+    def as_json(part: re.Match[str]) -> str:
+        words = part["key"] if part["text"] is None else part["text"]
+        return str(part["other"]) if words is None else json.dumps(words)
+
+    return ToolCall(name.strip(), _mapping(json.loads(_GEMMA.sub(as_json, brace + rest))))
+
+
+def _harmony(text: str, schemas: Schemas) -> ToolCall:
+    head, _, rest = text.partition("<|message|>")
+    name = re.split(r"[\s<]", head.strip(), maxsplit=1)[0]
+    return ToolCall(name.removeprefix("functions."), _mapping(json.loads(rest)))
+
+
+_HARMONY_END = r"(?:<\|(?:end|call|return)\|>|(?=<\|start\|>)|\Z)"
+_HARMONY_MESSAGE = re.compile(
+    rf"(?:<\|start\|>assistant)?(?:<\|channel\|>(\w+))?[^<]*<\|message\|>(.*?){_HARMONY_END}", re.DOTALL
+)
+
+
+def _harmony_channels(text: str, has_calls: bool) -> dict[str, str]:
+    thinking = "\n".join(body for channel, body in _HARMONY_MESSAGE.findall(text) if channel == "analysis")
+    content = _HARMONY_MESSAGE.sub(lambda found: "" if found[1] == "analysis" else found[2], text).strip()
+    if has_calls and thinking and content:
+        # The template takes one of the two next to a call.
+        thinking, content = f"{thinking}\n{content}", ""
+    return {"content": content, **({"thinking": thinking} if thinking else {})}
+
+
+_COHERE_THINKING = re.compile(r"<\|START_THINKING\|>(.*?)<\|END_THINKING\|>", re.DOTALL)
+
+
+def _cohere_channels(text: str, has_calls: bool) -> dict[str, str]:
+    thinking = "".join(_COHERE_THINKING.findall(text))
+    content = re.sub(r"<\|(?:START|END)_RESPONSE\|>", "", _COHERE_THINKING.sub("", text)).strip()
+    # Templates of different ages take it by different names.
+    return {"content": content, **({"reasoning_content": thinking, "tool_plan": thinking} if thinking else {})}
+
+
 PARSERS: dict[str, Parser] = {
     "json": Parser(re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL), _json_call("arguments"), "<tool_call>"),
     "xml": Parser(
@@ -128,10 +188,34 @@ PARSERS: dict[str, Parser] = {
         "<｜tool▁call▁begin｜>",
         re.compile(r"<｜tool▁calls▁(?:begin|end)｜>"),
     ),
+    "harmony": Parser(
+        re.compile(
+            r"(?:<\|start\|>assistant)?(?:<\|channel\|>\w+)?\s*\bto=([^\s<]+(?:<\|channel\|>\w+)?\s*(?:<\|constrain\|>)?\w*"
+            rf"<\|message\|>.*?){_HARMONY_END}",
+            re.DOTALL,
+        ),
+        _harmony,
+        "to=functions.",
+        channels=_harmony_channels,
+    ),
+    "mistral": Parser(re.compile(r"\[TOOL_CALLS\]\s*(\[.*\])", re.DOTALL), _json_call("arguments"), "[TOOL_CALLS]"),
+    "arguments": Parser(
+        re.compile(r"\[TOOL_CALLS\]([^\[]*(?:\[CALL_ID\][^\[]*)?\[ARGS\].*?)(?=\[TOOL_CALLS\]|\Z)", re.DOTALL),
+        _arguments,
+        "[TOOL_CALLS]",
+    ),
+    "cohere": Parser(
+        re.compile(r"<\|START_ACTION\|>(.*?)<\|END_ACTION\|>", re.DOTALL),
+        _json_call("parameters", "tool_name"),
+        "<|START_ACTION|>",
+        channels=_cohere_channels,
+    ),
+    "gemma": Parser(re.compile(r"<\|tool_call>call:(.*?)<tool_call\|>", re.DOTALL), _gemma, "<|tool_call>"),
     "whole": Parser(re.compile(r"\A\s*(\{.*\})\s*\Z", re.DOTALL), _json_call("parameters"), '{"name":'),
 }
 """Name -> parser: JSON in tags (Qwen2.5, Qwen3), XML (Qwen3.5, Qwen3-Coder), pairs of tags (GLM-4), DeepSeek-V3's tokens,
-and a turn that is nothing but one call in JSON (Llama 3.1)."""
+messages to a recipient (gpt-oss), a token before a list of calls or before each one (Mistral), a list between tokens
+(Cohere), texts between tokens (Gemma 4), and a turn that is nothing but one call in JSON (Llama 3.1)."""
 
 
 def arguments_fault(call: ToolCall, schemas: Schemas) -> str | None:

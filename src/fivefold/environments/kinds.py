@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+VERL = "verl:"
+"""Beginning of an entry of `environment.tools` that is a file of tools for verl."""
 FILE = "file"
 """Kind of a class in a user's file."""
+AGENT = "agent"
+"""Kind of an agent that samples its turns through an endpoint."""
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import count
@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 from fivefold.config.environment import EnvironmentConfig
 from fivefold.environments import worker
-from fivefold.environments.kinds import KINDS, kind_of
+from fivefold.environments.kinds import AGENT, KINDS, kind_of
 from fivefold.errors import UserError
 from fivefold.reward.pool import clean_environment, cores_of_rank
 
@@ -30,6 +30,8 @@ _START_SECONDS = 300.0
 """Seconds for a process to import what its environments need."""
 _GRACE_SECONDS = 2.0
 """Seconds for a process to confirm that it has cancelled a call; after them it is killed."""
+_LEAST_WAIT = 0.1
+"""Seconds between two looks at a clock that may be held."""
 _CLOSE_SECONDS = 5.0
 """Seconds for environments to close at the end of a run."""
 _OF_OWN_PYTHON = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
@@ -89,7 +91,11 @@ class EnvironmentPool:
         except EnvironmentFailure as error:
             self.close()
             reason = str(error)
-            start = "" if reason.startswith("environment.") else "environment: the class or the tools cannot be loaded:\n"
+            start = (
+                ""
+                if reason.startswith("environment.")
+                else "environment: the class, the tools or the agent cannot be loaded:\n"
+            )
             raise UserError(f"{start}{reason}") from error
 
     @property
@@ -144,6 +150,14 @@ class EnvironmentPool:
     def score(self, place: Place) -> Future[float]:
         """The future holds the reward of a trajectory that ends before its environment does; see `has_score`."""
         return self._call(place.process.ask("score", {"environment": place.number}, self._config.step_seconds))
+
+    def run(self, place: Place, base_url: str, api_key: str, left: Callable[[], float]) -> Future[dict[str, float] | None]:
+        """Run a trajectory's agent; the future holds its rewards by name, or None if it returned none.
+
+        `left`: returns the seconds that are left for it, which need not pass all the time.
+        """
+        arguments = {"environment": place.number, "base_url": base_url, "api_key": api_key}
+        return self._call(place.process.ask("run", arguments, left(), left))
 
     def step(self, place: Place, message: dict[str, Any], seconds: float) -> Future[dict[str, Any]]:
         """Take a step; the future holds messages, reward, done and state."""
@@ -230,7 +244,7 @@ class EnvironmentPool:
 
     async def _close(self, place: Place) -> None:
         try:
-            if not place.process.has_ended:
+            if place.process.started.done() and not place.process.has_ended:
                 with contextlib.suppress(EnvironmentFailure):
                     await place.process.ask("close", {"environment": place.number}, self._config.step_seconds)
         finally:
@@ -260,7 +274,7 @@ class _Process:
             self._reader, self._writer = await asyncio.open_connection(sock=own, limit=worker.LONGEST)
             self._reading = asyncio.create_task(self._read())
             config = self._config
-            kind, name = kind_of(config.class_ or "")
+            kind, name = kind_of(config.class_ or "") if config.agent is None else (AGENT, config.agent)
             settings = {
                 "memory_mb": config.memory_mb,
                 "max_turns": config.max_turns,
@@ -302,8 +316,8 @@ class _Process:
                 raise EnvironmentFailure(reason) from error
         return own
 
-    async def ask(self, do: str, arguments: dict[str, Any], seconds: float) -> Any:
-        """Return the answer of the process; raises EnvironmentFailure without one in time.
+    async def ask(self, do: str, arguments: dict[str, Any], seconds: float, left: Callable[[], float] | None = None) -> Any:
+        """Return the answer of the process; raises EnvironmentFailure without one in time, or once no time is `left`.
 
         A call that is too late is cancelled. If the process does not confirm that, it is killed with all its environments.
         """
@@ -314,6 +328,8 @@ class _Process:
         try:
             self._send({"id": number, "do": do, "arguments": arguments})
             done, _ = await asyncio.wait([answer], timeout=seconds)
+            while not done and left is not None and (rest := left()):
+                done, _ = await asyncio.wait([answer], timeout=max(rest, _LEAST_WAIT))
             if not done:
                 self._send({"do": "cancel", "of": number})
                 if not (await asyncio.wait([answer], timeout=_GRACE_SECONDS))[0]:

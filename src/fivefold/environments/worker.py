@@ -40,7 +40,7 @@ class Worker:
         self._make: Any = None
         self._has_score = False
         self._sources: list[Any] = []
-        """Where tools come from; see `adapters/functions.py`."""
+        """Where tools come from; see `Source` in `adapters/common.py`."""
         self._tools: dict[str, Any] = {}
         """Name of each tool -> its source, None if it is the environment's own."""
         self._environments: dict[int, Any] = {}
@@ -99,19 +99,28 @@ class Worker:
     def _add(self, schema: dict[str, Any], source: Any, schemas: list[dict[str, Any]]) -> None:
         name = schema["function"]["name"]
         if name in self._tools:
-            raise _adapter("common").Refusal(f"environment.tools: two tools are called {name}: rename one")
+            raise _refusal(f"environment.tools: two tools are called {name}: rename one")
         self._tools[name] = source
         schemas.append(schema)
 
     async def do_reset(self, environment: int, task: dict[str, Any], seed: int, restore: dict[str, Any] | None) -> Any:
         """Make an environment, in a state that `do_state` returned if there is one, and return its first context."""
+        for source in self._sources:
+            source.enter(environment, task)
         if self._make is None:
             return None
         made = self._environments[environment] = self._make()
         first = await _run(made.reset, task, seed)
         if restore is not None:
-            await _run(made.restore, restore)
+            try:
+                await _run(made.restore, restore)
+            except Exception as error:
+                raise _refusal(f"the state of an environment must restore: {type(error).__name__}: {error}") from error
         return first
+
+    async def do_run(self, environment: int, base_url: str, api_key: str) -> Any:
+        """Run an agent and return its rewards."""
+        return await self._environments[environment].run(base_url, api_key)
 
     async def do_step(self, environment: int, message: dict[str, Any]) -> dict[str, Any]:
         """Take a step, and return what it gave; the last one has the score of the whole trajectory too."""
@@ -136,7 +145,7 @@ class Worker:
             return {}
         state = await _run(self._environments[environment].state)
         if not isinstance(state, dict):
-            raise TypeError(f"`state` must return a dict that JSON can write: got {type(state).__name__}")
+            raise _refusal(f"`state` must return a dict that JSON can write: got {type(state).__name__}")
         return state
 
     async def do_score(self, environment: int) -> float:
@@ -165,8 +174,15 @@ def _adapter(name: str) -> Any:
     return importlib.import_module(f"{_ADAPTERS}.{name}")
 
 
+def _refusal(sentence: str) -> Exception:
+    refusal: Exception = _adapter("common").Refusal(sentence)
+    return refusal
+
+
 def _tool_kind(tool: str) -> str:
-    return "mcp" if tool.startswith(("mcp:", "mcp+http:", "mcp+https:")) else "functions"
+    if tool.startswith(("mcp:", "mcp+http:", "mcp+https:")):
+        return "mcp"
+    return "verl" if tool.startswith("verl:") else "functions"
 
 
 async def _run(function: Any, *arguments: Any) -> Any:
@@ -184,7 +200,7 @@ def _reason(error: BaseException, do: str) -> str:
 
 def _reward(reward: Any) -> float:
     if isinstance(reward, bool) or not isinstance(reward, (int, float)) or not math.isfinite(reward):
-        raise ValueError(f"the reward of a step is a finite number: got {reward!r}")
+        raise _refusal(f"the reward of a step is a finite number: got {reward!r}")
     return float(reward)
 
 
@@ -193,7 +209,7 @@ def _step(step: Any) -> dict[str, Any]:
     get = step.get if isinstance(step, dict) else lambda key, default: getattr(step, key, default)
     messages, reward, done, state = get("messages", []), get("reward", 0.0), get("done", False), get("state", None)
     if not done and not messages:
-        raise ValueError("a step without messages must be done: the model would have nothing to answer")
+        raise _refusal("a step without messages must be done: the model would have nothing to answer")
     return {
         "messages": messages,
         "reward": _reward(reward),

@@ -10,16 +10,19 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from fivefold.config import RunConfig
 from fivefold.config.environment import EnvironmentConfig
 from fivefold.data.dialog import Dialog
 from fivefold.data.light_tokenizer import LightTokenizer
-from fivefold.environments.kinds import KINDS, is_server, kind_of
+from fivefold.environments.kinds import KINDS, VERL, is_server, kind_of
 from fivefold.environments.pool import EnvironmentPool
 from fivefold.errors import UserError
 from fivefold.files import read_text
 from fivefold.keys.findings import Findings
 from fivefold.models.end_tokens import EndTokens
+from fivefold.plan.agent_checks import check_agent
 from fivefold.user_code import check_user_code
 
 _CODE = re.compile(r"[^:]+\.py:\w+")
@@ -58,8 +61,9 @@ def check_environment(findings: Findings, config: RunConfig, tokenizer: LightTok
     if not environment.is_active:
         usual = EnvironmentConfig()
         for name in (item.name for item in fields(usual) if getattr(environment, item.name) != getattr(usual, item.name)):
-            own.ignore(name, "neither environment.class nor environment.tools is set")
+            own.ignore(name, "none of environment.class, environment.tools and environment.agent is set")
         return
+    check_agent(own, environment, config.roles.world_size)
     python = environment.python
     own.require(
         python is None or shutil.which(python) is not None, "python", f"must be a Python interpreter: got {python!r}"
@@ -118,11 +122,48 @@ def _check_methods(findings: Findings, text: str, name: str) -> list[str]:
 def _check_tools(findings: Findings, environment: EnvironmentConfig) -> list[str]:
     """Check the tools, and return their names."""
     servers = [tool for tool in environment.tools if is_server(tool)]
-    functions = [tool for tool in environment.tools if tool not in servers]
+    files = [tool for tool in environment.tools if tool.startswith(VERL)]
+    functions = [tool for tool in environment.tools if tool not in servers and tool not in files]
     for function in functions:
         _check_tool(findings, function)
-    own = [function.rpartition(":")[2] for function in functions]
-    return [*own, *(_load(findings, environment, None, servers) if servers else [])]
+    names = [function.rpartition(":")[2] for function in functions]
+    names += [name for file in files for name in _check_file(findings, file.removeprefix(VERL))]
+    return [*names, *(_load(findings, environment, None, servers) if servers else [])]
+
+
+def _check_file(findings: Findings, path: str) -> list[str]:
+    """Check a file of tools for verl, without running it, and return their names."""
+    file = Path(path)
+    if file.suffix not in (".py", ".yaml", ".yml") or not file.is_file():
+        findings.error("tools", f"must name a file for verl as {VERL}FILE.py or {VERL}FILE.yaml: no such file at {path}")
+        return []
+    try:
+        if file.suffix == ".py":
+            names = [name for node in ast.parse(read_text(file)).body for name in _decorated(node)]
+        else:
+            listed = yaml.safe_load(read_text(file))["tools"]
+            schemas = [entry["tool_schema"] for entry in listed if entry.get("tool_schema")]
+            names = [schema["function"]["name"] for schema in schemas]
+    except (SyntaxError, RecursionError, yaml.YAMLError, KeyError, TypeError) as error:
+        findings.error("tools", f": {path} is no file of tools for verl: {type(error).__name__}: {error}")
+        return []
+    is_bare = file.suffix == ".py" and not names
+    findings.require(not is_bare, "tools", f": {path} must have functions with the decorator function_tool")
+    return names
+
+
+def _decorated(node: ast.stmt) -> list[str]:
+    """Return the name of the tool that a function with verl's decorator is."""
+    if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        return []
+    for decorator in node.decorator_list:
+        call = decorator if isinstance(decorator, ast.Call) else None
+        target = decorator if call is None else call.func
+        if getattr(target, "id", getattr(target, "attr", None)) == "function_tool":
+            given = [*call.args, *(each.value for each in call.keywords if each.arg == "name")] if call is not None else []
+            texts = [each.value for each in given if isinstance(each, ast.Constant) and isinstance(each.value, str)]
+            return texts[:1] or [node.name]
+    return []
 
 
 def _load(findings: Findings, environment: EnvironmentConfig, name: str | None, tools: list[str]) -> list[str]:
@@ -142,7 +183,7 @@ def _load(findings: Findings, environment: EnvironmentConfig, name: str | None, 
 def _check_tool(findings: Findings, name: str) -> None:
     """Check that a tool is a function whose arguments have annotations, without running its file."""
     if not _CODE.fullmatch(name):
-        forms = "path/to/file.py:function, mcp:COMMAND or mcp+http://ADDRESS"
+        forms = f"path/to/file.py:function, mcp:COMMAND, mcp+http://ADDRESS or {VERL}FILE"
         findings.error("tools", f"must be {forms}: got {name!r}")
         return
     try:
@@ -177,12 +218,23 @@ def _check_dialog(findings: Findings, config: RunConfig, light: LightTokenizer, 
             for name in tools
         ]
         stops = {*config.engine.sampling.stop_token_ids}
-        dialog = Dialog.of(_Tokenizer(light), data.chat_template_kwargs, ends | stops, about)
+        own, history = _Tokenizer(light), config.environment.history
+        dialog = Dialog.of(own, data.chat_template_kwargs, ends | stops, about, history)
         difference = dialog.history_difference()
     except UserError as error:
         findings.errors.append(str(error))
         return
-    if difference is not None:
+    if not dialog.appends:
+        findings.note(
+            "environment.history: template: "
+            + (
+                "the chat template keeps all of earlier turns, so append would give the same contexts"
+                if difference is None
+                else f"the chat template changes earlier turns, {difference}; a new sequence of the trajectory begins "
+                "there, whose context is computed again"
+            )
+        )
+    elif difference is not None:
         findings.note(
             "environment: a trajectory keeps what was sampled, and the chat template would render the same conversation in "
             f"another way, {difference}"

@@ -386,7 +386,8 @@ def _finish(sequences: Sequence[Sample], chosen: ChosenRewards, parts: _Values) 
     accuracy = chosen.accuracy if chosen.accuracy in values else _accuracy(tuple(values))
     for sample in sequences:
         sample.turns = tuple(replace(turn, reward=weight * turn.given) for turn in sample.turns)
-        sample.reward, sample.reward_parts, sample.reward_failed = reward, dict(values), False
+        own = {f"{REWARD}/{name}": value for name, value in sample.environment_rewards.items()}
+        sample.reward, sample.reward_parts, sample.reward_failed = reward, values | own, False
         sample.correct = values[str(accuracy)] >= 1
     return None
 

@@ -71,6 +71,10 @@ class Conversations:
                 held.state = "" if self._config.same_start else None
             held.restore = None
             yield from self._turns(held, sampling)
+            if held.end != "done" and self._pool.has_score:
+                # An environment adds it to the reward of its own last step; a trajectory that was cut off lacks it.
+                turn, _ = held.in_order()[-1]
+                held.earn(turn, turn.given + (yield self._pool.score(held.place)))
         except (EnvironmentFailure, UserError) as error:
             held.end, held.error = "environment", str(error)
             held.count("environment/failed")
@@ -113,8 +117,10 @@ class Conversations:
                 # What follows the last turn was not there yet.
                 break
             end, messages, _ = yield from self._answer(again, turn, answer)
-            again.messages += messages
-            if end is not None or again.messages != held.messages[: len(again.messages)]:
+            if end is not None:
+                return False
+            again.messages += self._readable(again, messages)
+            if again.messages != held.messages[: len(again.messages)]:
                 return False
         return again.messages == held.messages
 
@@ -130,8 +136,8 @@ class Conversations:
 
     def _turns(self, held: Trajectory, sampling: Sampling) -> Steps:
         held.clock.run()
+        current = held.sequences[-1]
         while True:
-            current = held.sequences[-1]
             if current.is_answered and (end := (yield from self._sample(held, current, sampling))) is not None:
                 held.end = end
                 return
@@ -143,14 +149,16 @@ class Conversations:
             if end is None and not held.clock.left:
                 end = "time"
             if end is None:
-                follow = self._follow(held, current, messages, answer.calls)
-                if self._room(current) - len(follow) < max(1, sampling.min_tokens):
+                messages = self._readable(held, messages)
+                follow, cause = self._follow(held, current, messages, answer.calls)
+                before = 0 if cause else len(current)
+                if self._max_tokens - before - len(follow) < max(1, sampling.min_tokens):
                     end = "context"
             if end is not None:
                 held.end = end
                 return
-            current.observe(follow)
             held.messages += messages
+            current = held.extend_or_begin(follow if cause else current.tokens + follow, cause)
 
     def _sample(self, held: Trajectory, current: HeldSequence, sampling: Sampling) -> Coroutine[Waiting, Any, str | None]:
         """Let the engine sample a turn, and return the end of the trajectory if it is the last one."""
@@ -230,10 +238,8 @@ class Conversations:
             messages = [*system, *messages]
         return list(messages), self.dialog.begin(messages)[0]
 
-    def _follow(
-        self, held: Trajectory, current: HeldSequence, messages: list[dict[str, Any]], calls: Sequence[ToolCall]
-    ) -> list[int]:
-        """Return the tokens between a turn and the next; the end token of the turn is the first unless it was sampled."""
+    def _readable(self, held: Trajectory, messages: Any) -> list[dict[str, Any]]:
+        """Return the answer to a turn as the model reads it: not too long, and without special tokens."""
         check_messages(messages)
         limit, side = self._config.max_observation_tokens, self._config.cut_observations
         short = []
@@ -241,11 +247,27 @@ class Conversations:
             text, is_cut = self.dialog.cut(message["content"], limit, side)
             held.count("turns/observations_cut", is_cut)
             short.append({**message, "content": text})
-        follow = self.dialog.follow(short, calls)
-        if current.token_ids[-1] == follow[0]:
-            return follow[1:]
-        held.count("turns/inserted_ends")
-        return follow
+        return self.dialog.escaped(short)
+
+    def _follow(
+        self, held: Trajectory, current: HeldSequence, messages: list[dict[str, Any]], calls: Sequence[ToolCall]
+    ) -> tuple[list[int], str | None]:
+        """Return the tokens between a turn and the next, and None; or the context of a new sequence, and its cause.
+
+        The end token of the turn is the first of the tokens unless it was sampled.
+        """
+        if self.dialog.appends:
+            follow = self.dialog.follow(messages, calls)
+            is_ended = current.token_ids[-1] == follow[0]
+            follow = follow[is_ended:]
+        else:
+            rendered = self.dialog.again([*held.messages, *messages])
+            added = self.dialog.continued(current.tokens, rendered)
+            if added is None:
+                return rendered, "template"
+            follow, is_ended = added, current.token_ids[-1] in self.dialog.ends
+        held.count("turns/inserted_ends", not is_ended)
+        return follow, None
 
     def _room(self, current: HeldSequence) -> int:
         return self._max_tokens - len(current)

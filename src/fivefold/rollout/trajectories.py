@@ -42,7 +42,9 @@ class Clock:
     @property
     def left(self) -> float:
         """Seconds that are left, at least 0."""
-        passed = 0.0 if self._since is None else time.monotonic() - self._since
+        # Another thread may hold it meanwhile.
+        since = self._since
+        passed = 0.0 if since is None else time.monotonic() - since
         return max(0.0, self._left - passed)
 
     def run(self) -> None:
@@ -121,6 +123,8 @@ class Trajectory:
     end: str = "environment"
     error: str | None = None
     """Why it failed; None if it did not."""
+    rewards: dict[str, float] = field(default_factory=dict)
+    """Rewards by the names that an agent gave them; their sum is the reward `environment`."""
     clock: Clock = field(default_factory=Clock)
     counts: Counter[str] = field(default_factory=Counter)
     """Events by the name of their metric."""
@@ -210,6 +214,7 @@ class Trajectory:
                 trajectory=number,
                 turns=tuple(each.turns),
                 break_cause=each.cause,
+                environment_rewards=self.rewards,
             )
             for each in held
         ]

@@ -10,9 +10,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from fivefold_dialects import areal_method, shared
-from fivefold_dialects.areal_method import kl, loss, optimizer
-from fivefold_dialects.areal_placement import ahead, engine, is_sampled, layout
+from fivefold_dialects import shared
 from fivefold_dialects.source import Source
 from fivefold_dialects.table import Derived, Table, defaults_of, load, table
 
@@ -52,7 +50,7 @@ def is_flagged(source: Source) -> bool:
 def flagged(source: Source) -> dict[str, Any]:
     """Return our keys of normalization until 2025-09: adv_norm, on by default, is over the tokens of the step or of each
     group (actor.py of f52e58e1)."""
-    if not is_sampled(source) or not is_flagged(source):
+    if not is_flagged(source):
         return {}
     found: dict[str, Any] = {}
     if source.has("actor.group_reward_norm") and source.flag("actor.group_reward_norm"):
@@ -81,7 +79,6 @@ def advantage(source: Source) -> dict[str, Any]:
         "normalize": "none",
         "whiten": said.flag("adv_norm"),
         "overlong_filter": source.flag("mask_too_long"),
-        **areal_method.credit(source),
     }
     if source.flag("group_adv_norm"):
         found["whiten_by"] = "group"
@@ -105,13 +102,11 @@ def dynamic_sampling(source: Source) -> dict[str, Any]:
     return {"algorithm.dynamic_sampling": True}
 
 
-def correction(source: Source) -> dict[str, Any]:
-    """Return our keys of the rollout correction as for today's releases, but without a cap the weight has no bound."""
-    found = areal_method.correction(source)
-    if source.flag("actor.use_decoupled_loss") and source.number("actor.behav_imp_weight_cap") is None:
-        unbounded = {"weight": "token", "high": 1e9}
-        found |= {f"algorithm.rollout_correction.{key}": value for key, value in unbounded.items()}
-    return found
+def unbounded(source: Source) -> dict[str, Any]:
+    """Return our keys of the weight of tokens, which has no bound without a cap; with one it is as in today's releases."""
+    if not source.flag("actor.use_decoupled_loss") or source.number("actor.behav_imp_weight_cap") is not None:
+        return {}
+    return {f"algorithm.rollout_correction.{key}": value for key, value in {"weight": "token", "high": 1e9}.items()}
 
 
 def precision(source: Source) -> dict[str, Any]:
@@ -158,17 +153,16 @@ def rows(source: Source) -> dict[str, Any]:
     return {"data.apply_chat_template": False, "data.prompt_key": "prompt", "data.response_key": "answer"}
 
 
-PPO = (ahead, layout, engine, precision, advantage, dynamic_sampling, loss, kl, correction, optimizer, rewards)
-SFT = (layout, imitation_precision, optimizer, rows)
-
-
-def tables(today: Table, run: tuple[Derived, ...], sampling: Derived) -> tuple[Table, Table]:
-    """Return the tables of the older programs for PPO and for SFT; `run` and `sampling` are functions of today's table."""
+def tables(
+    today: Table, ppo: tuple[Derived, ...], sft: tuple[Derived, ...], run: tuple[Derived, ...]
+) -> tuple[Table, Table]:
+    """Return the tables of the older programs for PPO and for SFT; the arguments are today's table and its functions."""
     found = []
-    for name, derived in (("legacy/areal_ppo", (*PPO, sampling, *run)), ("legacy/areal_sft", (*SFT, *run))):
-        content = load(name)
+    own = (precision, advantage, dynamic_sampling, unbounded, rewards)
+    for name, derived in (("ppo", (*ppo, *own, *run)), ("sft", (*sft, imitation_precision, rows, *run))):
+        content = load(f"legacy/areal_{name}")
         elsewhere = {**dict.fromkeys(today.exact), **today.defaults, **defaults_of(content["today"])}
-        found.append(table(content, derived, {"files": shared.files}, elsewhere=elsewhere))
+        found.append(table(content, derived, elsewhere=elsewhere))
     return found[0], found[1]
 
 

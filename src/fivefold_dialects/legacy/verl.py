@@ -27,6 +27,13 @@ MEGATRON_VERSIONS = {
     month: {**defaults, **defaults_of(_CONTENT["megatron"].get(month, {}))} for month, defaults in VERSIONS.items()
 }
 """Month of a release -> its defaults that differ from today's, for ppo_megatron_trainer.yaml."""
+MANAGERS = ("reward_model.reward_manager", "reward_manager.name", "reward_model.reward_manager.name")
+"""Keys for the name of the reward manager before `reward.reward_manager.name`."""
+OVERLONG = (
+    *("reward_model.reward_kwargs.overlong_buffer_cfg.", "reward_model.overlong_buffer."),
+    "custom_reward_function.overlong_buffer.",
+)
+"""Sections of the penalty for long responses before `reward.reward_kwargs.overlong_buffer_cfg`."""
 GONE = {
     "actor_rollout_ref.actor.fsdp_config.grad_offload": "2025-02",
     "critic.model.fsdp_config.grad_offload": "2025-02",
@@ -77,6 +84,15 @@ def is_rllm(source: Source) -> bool:
     return source.text("-m") == RLLM_ASYNC
 
 
+def split_gpus(source: Source) -> tuple[int, int] | None:
+    """Return (GPUs that train, GPUs that sample) of rLLM's program, which splits each node; None for verl."""
+    if not is_rllm(source):
+        return None
+    nodes, each = source.count("trainer.nnodes"), source.count("trainer.n_gpus_per_node")
+    trained = source.count("trainer.n_training_gpus_per_node")
+    return nodes * trained, nodes * (each - trained)
+
+
 def bypasses(source: Source, is_fully_async: bool) -> bool | None:
     """Return whether the old log-probs are the engine's, by keys of rLLM's verl and of fully_async_policy until 2026-02.
 
@@ -95,25 +111,39 @@ def bypasses(source: Source, is_fully_async: bool) -> bool | None:
     return not said.flag("compute_prox_log_prob")
 
 
-def of_rllm(source: Source) -> dict[str, Any]:
-    """Return our keys of the further changes that rLLM's verl makes to advantages."""
+def of_forks(source: Source) -> dict[str, Any]:
+    """Return our keys of what rLLM's verl adds to advantages, and of its evaluation (top_p is fixed in its code)."""
     found: dict[str, Any] = {}
     if source.flag("algorithm.mask_truncated_samples") and source.text("algorithm.adv_estimator") == "grpo":
-        found["overlong_zero"] = True
+        found["algorithm.overlong_zero"] = True
     if source.flag("algorithm.clip_advantages"):
-        found["advantage_clip"] = 1.0
-    return found
-
-
-def evaluation(source: Source) -> dict[str, Any] | None:
-    """Return our keys of evaluation in rLLM's verl, which has no val_kwargs (top_p is fixed in its code); None for verl."""
+        found["algorithm.advantage_clip"] = 1.0
     if not (source.has(_R + "n_val") or source.has(_R + "val_temperature")):
-        return None
+        return found
     temperature = source.number(_R + "val_temperature") if source.has(_R + "val_temperature") else 0.6
     if not temperature:
-        return {"eval.samples": 0}
+        return found | {"eval.samples": 0}
     samples = source.count(_R + "n_val") if source.has(_R + "n_val") else 8
-    return {"eval.samples": samples, "eval.temperature": temperature, "eval.top_p": 0.95}
+    return found | {"eval.samples": samples, "eval.temperature": temperature, "eval.top_p": 0.95}
+
+
+def batch_key(source: Source, is_v1: bool) -> str:
+    """Return the key with the prompts of a step: verl until 0.8, without dynamic sampling, trains on all drawn prompts."""
+    drawn, usual = "data.gen_batch_size", "data.train_batch_size"
+    if source.flag("algorithm.filter_groups.enable") or is_v1 or not source.has(drawn):
+        return usual
+    if source.whole(drawn) in (None, source.whole(usual)):
+        return usual
+    source.note(
+        f"{drawn} = {source.whole(drawn)} is the batch of a step, as in verl until 0.8; with trainer.use_v1=True (0.9) "
+        f"it is {usual}"
+    )
+    return drawn
+
+
+def evaluation_key(source: Source, is_fully_async: bool) -> str:
+    """Return the key of the evaluation interval, rollout.test_freq until 2026-02; both keys count our steps."""
+    return "rollout.test_freq" if is_fully_async and source.has("rollout.test_freq") else "trainer.test_freq"
 
 
 def older(source: Source) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Lets SGLang's server start on a CPU without its compiled companions: a dense float32 model calls nothing of them.
 
-Python runs this at the start of every process that has this folder in PYTHONPATH; only servers and what they start get the
-stand-ins.
+Python runs this at the start of every process that has this folder in PYTHONPATH; only servers, what they start, and the
+check that SGLang can be imported get the stand-ins.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 FINDER = _Finder()
-if "fivefold.engines.sglang.serve" in sys.orig_argv:
+if "fivefold.engines.sglang.serve" in sys.orig_argv or sys.orig_argv[-1] == "sglang":
     os.environ[_MARK] = "1"
 if _MARK in os.environ:
     # Last: what is really installed wins.

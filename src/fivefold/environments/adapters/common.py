@@ -24,6 +24,25 @@ class ToolError(Refusal):
     """Raised with the text with which a tool reports an error to the model."""
 
 
+class Source:
+    """Where tools come from: functions, a server, a file for another system."""
+
+    is_stateless = True
+    """Whether it keeps nothing of a trajectory that its next calls depend on."""
+    schemas: list[dict[str, Any]]
+    """The tools, as chat templates take them."""
+
+    def enter(self, environment: int, task: dict[str, Any]) -> None:
+        """Take notice of a trajectory that begins, with its row."""
+
+    async def call(self, environment: int, name: str, arguments: dict[str, Any]) -> Any:
+        """Return what a tool answers to a trajectory."""
+        raise NotImplementedError
+
+    async def leave(self, environment: int) -> None:
+        """Forget a trajectory."""
+
+
 def load_code(name: str) -> Any:
     """Return the class or function of `path/to/file.py:name`."""
     path, _, own = name.rpartition(":")

@@ -7,15 +7,13 @@ import types
 import typing
 from typing import Any
 
-from .common import Refusal, load_code, run
+from .common import Refusal, Source, load_code, run
 
 _TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", list: "array", dict: "object", type(None): "null"}
 
 
-class Function:
-    """A source of one tool, a function of a user's file; calls of all trajectories are alike to it."""
-
-    is_stateless = True
+class _Function(Source):
+    """A function of a user's file."""
 
     def __init__(self, function: Any) -> None:
         self._function = function
@@ -25,13 +23,10 @@ class Function:
         """Return what the function returns."""
         return await run(self._function, **arguments)
 
-    async def leave(self, environment: int) -> None:
-        """Do nothing: a function keeps nothing of a trajectory."""
 
-
-async def load(name: str, settings: dict[str, Any]) -> Function:
+async def load(name: str, settings: dict[str, Any]) -> Source:
     """Return the source of the tool `path/to/file.py:function`."""
-    return Function(load_code(name))
+    return _Function(load_code(name))
 
 
 def schema_of(function: Any) -> dict[str, Any]:

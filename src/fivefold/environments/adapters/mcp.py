@@ -16,7 +16,7 @@ from itertools import count
 from typing import Any
 from urllib.parse import urlsplit
 
-from .common import Refusal, ToolError
+from .common import Refusal, Source, ToolError
 
 _VERSION = "2025-06-18"
 _CLIENT = {"protocolVersion": _VERSION, "capabilities": {}, "clientInfo": {"name": "fivefold", "version": "1"}}
@@ -32,9 +32,10 @@ async def load(tool: str, settings: dict[str, Any]) -> Server:
     server, seconds = Server(tool, settings["seconds"]), settings["seconds"]
     try:
         server.schemas = await asyncio.wait_for(server.describe(), seconds)
-    except (OSError, HTTPException, ToolError) as error:
+    except (OSError, HTTPException, ToolError, ValueError, LookupError) as error:
+        is_odd = isinstance(error, ValueError | LookupError)
         # TimeoutError has no text of its own.
-        reason = str(error) or f"no answer within {seconds:g} s"
+        reason = f"what it sends is not MCP ({error!r})" if is_odd else str(error) or f"no answer within {seconds:g} s"
         raise Refusal(
             f"environment.tools: the MCP server {tool} must answer: {reason}; start it by hand to see why, or correct the "
             "entry"
@@ -42,7 +43,7 @@ async def load(tool: str, settings: dict[str, Any]) -> Server:
     return server
 
 
-class Server:
+class Server(Source):
     """A source of tools that an MCP server describes."""
 
     is_stateless = False
@@ -260,7 +261,7 @@ class _Address(_Session):
         try:
             connection.request("POST", self._path, json.dumps(message), self._headers)
             response = connection.getresponse()
-            if response.status >= 400:
+            if response.status >= 300:
                 raise ToolError(f"HTTP status {response.status}: {response.read(300).decode(errors='replace')}")
             if session := response.headers.get("Mcp-Session-Id"):
                 self._headers["Mcp-Session-Id"] = session
@@ -318,6 +319,9 @@ def reply_to(message: dict[str, Any]) -> dict[str, Any] | None:
 def schema_of(tool: dict[str, Any]) -> dict[str, Any]:
     """Return a tool's schema as chat templates take it."""
     parameters = {"type": "object", "properties": {}, **tool.get("inputSchema", {})}
+    # A schema may be `true`, which allows everything.
+    schemas = parameters["properties"].items()
+    parameters["properties"] = {name: schema if isinstance(schema, dict) else {} for name, schema in schemas}
     about = tool.get("description") or tool.get("title") or ""
     return {"type": "function", "function": {"name": tool["name"], "description": about, "parameters": parameters}}
 

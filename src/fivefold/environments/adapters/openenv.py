@@ -1,4 +1,4 @@
-"""Environments behind an OpenEnv server: `openenv:URL`, over a WebSocket of its protocol.
+"""Environments on an OpenEnv server: `openenv:URL`, over a WebSocket of its protocol.
 
 The client is written here (RFC 6455), so that no package is needed: a session is a few JSON messages.
 """
@@ -21,6 +21,7 @@ from urllib.parse import SplitResult, urlsplit
 from .common import Refusal, named, with_observation
 
 _LONGEST = 64 << 20
+_CLOSE_SECONDS = 2.0
 _TEXT, _CLOSE, _PING, _PONG = 1, 8, 9, 10
 _ABOUT = ("done", "reward", "metadata")
 """Fields of every observation, which the model does not read."""
@@ -166,7 +167,11 @@ class _WebSocket:
                     return message.decode()
 
     async def close(self) -> None:
-        """Close the connection, which ends the session."""
-        with contextlib.suppress(OSError):
+        """End the session, and close the connection once the server has."""
+        with contextlib.suppress(OSError, EOFError):
             await self.send(json.dumps({"type": "close"}))
+            # The server's own close frame ends this with an error.
+            await asyncio.wait_for(self.receive(), _CLOSE_SECONDS)
+        with contextlib.suppress(OSError):
+            await self.send("", _CLOSE)
         self._writer.close()

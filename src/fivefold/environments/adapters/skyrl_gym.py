@@ -22,8 +22,8 @@ def load(name: str, settings: dict[str, Any]) -> Callable[[], Any]:
     except Exception as error:
         known = ", ".join(registration.registry)
         raise Refusal(
-            f"environment.class: skyrl_gym has no environment {name} ({type(error).__name__}: {error}): take one of {known}, "
-            "or name one as skyrl_gym:package.module:Class"
+            f"environment.class: skyrl_gym has no environment {name} ({type(error).__name__}: {error}): take one of "
+            f"{known}, or name one as skyrl_gym:package.module:Class"
         ) from error
     options = omegaconf.OmegaConf.create(settings["options"])
     return partial(Environment, partial(skyrl_gym.make, name, env_config=options), settings["max_turns"])

@@ -1,7 +1,8 @@
-"""Translate verl's recipe PRIME: rloo over outcome and implicit process rewards, its reward model and prompt filter.
+"""Translate two recipes of verl's repository until 2025, PRIME and SPPO, which verl-recipe keeps for those releases.
 
-Source: verl-recipe 48ea0a79 (prime/): prime_core_algos.py has the advantage and the losses, prime_dp_rm.py the rewards of
-tokens, prime_ray_trainer.py the filter and the length of the run, prime_trainer.yaml the defaults.
+Source: verl-recipe 48ea0a79. Of PRIME, a rloo over outcome and implicit process rewards, prime_core_algos.py has the
+advantage and the losses, prime_dp_rm.py the rewards of tokens, prime_ray_trainer.py the filter and the length of the run,
+prime_trainer.yaml the defaults.
 """
 
 from __future__ import annotations
@@ -10,16 +11,18 @@ from typing import Any
 
 from fivefold_dialects import shared
 from fivefold_dialects.source import Source
+from fivefold_dialects.table import fields
 
-PROGRAM = "recipe.prime.main_prime"
+PROGRAM, SPPO = "recipe.prime.main_prime", "recipe.sppo.main_sppo"
 _A, _R, _P = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout.", "reward_model."
 _MODEL = _P + "model."
 
+FIELDS = fields("legacy/verl")
 _OWN = (
     "data.filter_accuracy", "data.filter_truncate", _MODEL + "update", _MODEL + "loss_type", _P + "prime_norm",
     "algorithm.reward_dpo_coef",
 )  # fmt: skip
-"""Keys that only this recipe reads."""
+"""Keys that only PRIME reads."""
 _REFUSED = {"whole": ", with which the recipe fails", "none": ", a reward model that does not learn"}
 
 
@@ -49,8 +52,8 @@ def _advantage(source: Source) -> dict[str, Any]:
     outcome = source.number("algorithm.reward_gt_coef")
     if not outcome:
         source.lacks("algorithm.reward_gt_coef", "process rewards without outcome rewards")
-    chosen = {"name": "prime", "advantage": "leave_one_out", "normalize": "none", "credit": "discounted", "gamma": 1.0}
-    chosen |= {"whiten": True, "process_reward.coef": coef, "process_reward.outcome_coef": outcome if coef else None}
+    chosen = FIELDS["prime"](source)
+    chosen |= {"process_reward.coef": coef, "process_reward.outcome_coef": outcome if coef else None}
     return {f"algorithm.{key}": value for key, value in chosen.items()}
 
 
@@ -71,9 +74,8 @@ def _process_reward(source: Source) -> dict[str, Any]:
     granularity, normalize, loss, update = chosen.values()
     if loss == "dpo" and source.text(_MODEL + "update") != "reverse":
         source.lacks(_MODEL + "loss_type", "dpo without update=reverse, with which the recipe fails")
-    said = {"beta": source.number(_MODEL + "beta_train"), "granularity": granularity, "normalize": normalize, "loss": loss}
-    # The targets are the outcome rewards, which may also be fractions of 1.
-    said |= {"update": update, "reference": "initial", "target": "reward"}
+    said = FIELDS["process_reward"](source.under(_MODEL))
+    said |= {"granularity": granularity, "normalize": normalize, "loss": loss, "update": update}
     return {f"algorithm.process_reward.{key}": value for key, value in said.items()}
 
 
@@ -117,7 +119,7 @@ def _length(source: Source) -> dict[str, Any]:
 def _model(source: Source, prompts: int) -> dict[str, Any]:
     """Return our keys of the reward model's weights, optimizer and layout; the recipe always uses FSDP for it."""
     said, group = source.under(_MODEL), source.count(_R + "n")
-    path, frozen = shared.path(source, _MODEL + "path"), shared.path(source, _MODEL + "ref_path")
+    path, frozen = source.path(_MODEL + "path"), source.path(_MODEL + "ref_path")
     samples, mini = prompts * group, source.count(_P + "mini_batch_size")
     updates, rest = divmod(samples, mini) if mini else (0, 0)
     if rest or not updates or prompts % max(updates, 1):
@@ -135,21 +137,26 @@ def _model(source: Source, prompts: int) -> dict[str, Any]:
     gpus = source.count("trainer.nnodes") * source.count("trainer.n_gpus_per_node")
     # Only lr_warmup_steps has an effect: the recipe never sets the number of steps that the share refers to.
     warmup = said.whole("optim.lr_warmup_steps")
-    found: dict[str, Any] = {
-        "path": path,
+    found = {
         "reference_path": None if frozen == path else frozen,
         "backend": str(shared.world_layout(gpus, cp=source.whole(_P + "ulysses_sequence_parallel_size") or 1)),
         "updates_per_step": updates,
         "tokens_per_micro_batch": sequences * longest,
         "recompute": "full" if said.flag("enable_gradient_checkpointing") else "none",
-        "offload.parameters": said.flag("fsdp_config.param_offload") or None,
-        "offload.optimizer": said.flag("fsdp_config.optimizer_offload") or None,
-        "optimizer.lr": said.number("optim.lr"),
-        "optimizer.betas": said.numbers("optim.betas"),
-        "optimizer.weight_decay": said.number("optim.weight_decay"),
-        "optimizer.clip_grad": said.number("optim.grad_clip"),
-        "optimizer.schedule_per": "step",
-        "optimizer.warmup_from": 0,
         "optimizer.warmup_steps": max(0, warmup or 0),
     }
-    return {f"prm.{key}": value for key, value in found.items()}
+    return FIELDS["prm"](said) | {f"prm.{key}": value for key, value in found.items()}
+
+
+def sppo(source: Source, has_penalty: bool) -> dict[str, Any]:
+    """Return our keys of SPPO: rewards minus the step's log-mean-exp (sppo_ray_trainer.py), squared loss (dp_actor.py)."""
+    actor, eta = source.under(_A), source.number("algorithm.sppo_eta")
+    if not eta or eta < 0:
+        source.lacks("algorithm.sppo_eta", "rewards minus their mean over the step, or a negative eta")
+        eta = 1.0
+    if (actor.text("loss_agg_mode") or "token-mean") != "token-mean":
+        actor.lacks("loss_agg_mode", "a mean other than token-mean, with which the recipe fails")
+    found = FIELDS["sppo"](actor) | {"baseline_temperature": 1 / eta}
+    if has_penalty:
+        found["penalty_aggregate"] = "token-mean"
+    return {f"algorithm.{key}": value for key, value in found.items()}

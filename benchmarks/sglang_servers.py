@@ -1,0 +1,374 @@
+"""SGLang's servers next to the trainer: log-probs, weights, memory, failures, the key of a request, rates; one and two GPUs.
+
+`python benchmarks/sglang_servers.py [PART ...] [--seconds N]`: every part (`PARTS` below), or those named, each for N
+seconds at most; a server takes about 100 s to start the first time. What a part measures is printed as it comes. The
+variable SGLANG_ARGUMENTS has further arguments of SGLang as JSON. `--dry-run`: tiny models on CPUs; SGLang then runs with
+the stand-ins of its tests:
+
+    PYTHONPATH=tests/support/sglang_cpu .venv-sglang/bin/python benchmarks/sglang_servers.py --dry-run --seconds 600
+
+Where SGLang is not installed, what needs it is left out and named.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, replace
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
+
+import torch
+
+from benchmarks.engine_speed import arguments, logprob_gap, request_sets, synced, tell, tokens_of, write_data
+from benchmarks.harness import Part, run
+from fivefold.config.learners import OffloadConfig
+from fivefold.interfaces import EngineState
+from fivefold.types import Completion, Request
+from tests.support.gpu_models import build, is_large, step_batch, timed
+from tests.support.two_steps import OBJECTIVE
+
+OWN = json.loads(os.environ.get("SGLANG_ARGUMENTS", "{}"))
+ON_CPU = {
+    "attention_backend": "torch_native", "sampling_backend": "pytorch", "disable_cuda_graph": True,
+    "disable_overlap_schedule": True, "sleep_on_idle": True,
+}  # fmt: skip
+FLOAT32 = {"attention_backend": "triton", "sampling_backend": "pytorch"}
+"""Its other kernels of attention have no float32."""
+FRACTION = 0.4
+"""Of a GPU, for the server's weights and cache."""
+
+
+# --- what runs on a rank ---------------------------------------------------------------------------------------------
+
+
+def servers_of(mesh, directory: Path, kind: str, each: int, dtype: str, own: dict[str, Any], apart: bool = False):
+    """An engine of servers, each on the devices of `each` ranks, or one on the devices after the ranks'.
+
+    `own`: SGLang's arguments. Every sync compares the held weights with the sent ones, bit by bit.
+    """
+    from fivefold.engines.servers.server_engine import ServerEngine
+
+    large, rank = is_large(mesh), mesh.ranks.rank
+    log = directory.parent / f"{kind}-{each}-{rank}-{dtype}.log"
+    device = torch.device("cuda", mesh.ranks.layout.world_size) if apart and large else mesh.device
+    connect: Any
+    if kind == "vllm":
+        from fivefold.engines.vllm.client import VLLMServer
+        from fivefold.engines.vllm.probe import answers
+        from fivefold.engines.vllm.serve import server_process
+
+        connect = VLLMServer
+        given = {"model": str(directory), "tensor_parallel_size": each, "enable_sleep_mode": large}
+        given |= arguments(directory, large) | ({"gpu_memory_utilization": FRACTION} if large else {})
+    else:
+        from fivefold.engines.sglang.client import SGLangServer
+        from fivefold.engines.sglang.probe import answers
+        from fivefold.engines.sglang.serve import server_process
+
+        connect = SGLangServer
+        given = {"model_path": str(directory), "tp_size": each, "dtype": dtype, "random_seed": 0}
+        given |= {"context_length": 4352 if large else 64, "max_running_requests": 256 if large else 64}
+        given |= {"mem_fraction_static": FRACTION, "enable_memory_saver": not apart} if large else {"max_total_tokens": 8192}
+        given |= (ON_CPU if not large else FLOAT32 if dtype == "float32" else {}) | OWN | own
+    processes = {}
+    if rank % each == 0 and not (apart and rank):
+        processes = {rank // each: server_process(given, device, each, log, answers)}
+    begin = time.perf_counter()
+    engine = ServerEngine(
+        directory, mesh.ranks, mesh.device, partial(connect, ends=set(), run="benchmark"), print,
+        processes=processes, ranks_per_server=None if apart else each,
+        window=320, bucket_bytes=256 << 20, verify_every=1, can_sleep=large and not apart,
+    )  # fmt: skip
+    tell(mesh, "start", round(time.perf_counter() - begin, 1))
+    return engine
+
+
+def trainer_of(mesh, directory: Path, dtype: str) -> Any:
+    away = OffloadConfig(parameters=True, gradients=True, optimizer=True)
+    model = build(mesh, directory, dtype, 16384 if is_large(mesh) else 64, offload=away)
+    model.offload()
+    return model
+
+
+def asked_of(mesh, model: Any, count: int = 64) -> list[Request]:
+    """Requests of the first set, the same on all ranks."""
+    return next(iter(request_sets(is_large(mesh), model.spec.vocab).values()))[:count]
+
+
+def first_of(mesh, completions: Iterable[Completion]) -> list[Completion]:
+    """Those of the first rank on all ranks: each draws tokens of its own, and all compute log-probs of the same."""
+    own = [asdict(one) for one in completions]
+    return [Completion(**one) for one in mesh.ranks.broadcast_from_main(own)]
+
+
+def steps(mesh, directory: Path, each: int, dtype: str, apart: bool = False) -> list[dict[str, float]]:
+    """After each of four syncs, with an update between two: how far the server's log-probs are from the trainer's."""
+    model = trainer_of(mesh, directory, dtype)
+    engine = servers_of(mesh, directory, "sglang", each, dtype, {}, apart)
+    asked, batch, gaps = asked_of(mesh, model), step_batch(mesh, model.spec.vocab), []
+    for version in range(4):
+        tell(mesh, "sync", synced(mesh, model, engine, version, verified=True))
+        gaps.append(logprob_gap(model, asked, first_of(mesh, engine.generate(asked))))
+        tell(mesh, "log-probs", gaps[-1])
+        engine.sleep()
+        model.onload()
+        model.train_step(batch.select(mesh.ranks.shard_of_replica(range(len(batch.lengths_N)))), OBJECTIVE.loss)
+        model.offload()
+    engine.close()
+    return gaps
+
+
+def slept(mesh, directory: Path) -> dict[str, float]:
+    """GiB that a sleeping server gives back, and seconds."""
+    model = trainer_of(mesh, directory, "bfloat16")
+    engine = servers_of(mesh, directory, "sglang", 1, "bfloat16", {})
+    found: dict[str, float] = {}
+    for version in range(2):
+        synced(mesh, model, engine, version, verified=True)
+        list(engine.generate(asked_of(mesh, model)))
+        before = torch.cuda.mem_get_info()[0]
+        seconds, _ = timed(mesh, engine.sleep)
+        after, total = torch.cuda.mem_get_info()
+        found = {"sleep_seconds": round(seconds, 3), "freed_gib": round((after - before) / 2**30, 1)}
+        found |= {"of_its_share": round((after - before) / (FRACTION * total), 3)}
+        tell(mesh, "sleep", found)
+    tell(mesh, "wake", synced(mesh, model, engine, 2, verified=True))
+    gap = logprob_gap(model, asked_of(mesh, model), list(engine.generate(asked_of(mesh, model))))
+    engine.close()
+    return found | {"logprobs_mean": gap["mean"]}
+
+
+def killed(mesh, directory: Path) -> dict[str, Any]:
+    """A server of the last rank is killed while it samples, started again, and samples with the weights."""
+    from tests.support.servers import kill_api
+
+    dtype = "bfloat16" if is_large(mesh) else "float32"
+    model, engine = trainer_of(mesh, directory, dtype), servers_of(mesh, directory, "sglang", 1, dtype, {})
+    synced(mesh, model, engine, 0, verified=True)
+    asked = [replace(one, sampling=replace(one.sampling, max_tokens=1 + one.id % 48)) for one in asked_of(mesh, model)]
+    arrived: list[str] = []
+    for completion in engine.generate(asked):
+        if not arrived and mesh.ranks.rank == mesh.ranks.layout.world_size - 1:
+            kill_api(engine)
+        arrived.append(completion.finish_reason)
+    kept = sum(reason != "lost" for reason in arrived)
+    begin = time.perf_counter()
+    model.onload()
+    is_lost = engine.state is EngineState.LOST
+    engine.sleep()
+    synced(mesh, model, engine, 1, verified=True)
+    seconds = time.perf_counter() - begin
+    again = list(engine.generate(asked))
+    gap = logprob_gap(model, asked, first_of(mesh, again))
+    engine.close()
+    return {
+        "requests": len(asked), "answered": kept, "answers": len(arrived), "was_lost": is_lost,
+        "restarts": engine.restarts, "restart_seconds": round(seconds, 1), "answered_again": len(again),
+        "logprobs_mean": gap["mean"],
+    }  # fmt: skip
+
+
+def keyed(mesh, directory: Path, own: dict[str, Any]) -> dict[str, float]:
+    """Share of requests that draw the same tokens in the same batch again, and alone."""
+    dtype = "bfloat16" if is_large(mesh) else "float32"
+    model, engine = trainer_of(mesh, directory, dtype), servers_of(mesh, directory, "sglang", 1, dtype, own)
+    synced(mesh, model, engine, 0, verified=True)
+    asked = asked_of(mesh, model)
+
+    def tokens(requests: list[Request]) -> dict[int, list[int]]:
+        return {one.request_id: one.token_ids for one in engine.generate(requests)}
+
+    first, again = tokens(asked), tokens(asked)
+    alone = {number: found for one in asked[:8] for number, found in tokens([one]).items()}
+    engine.close()
+
+    def share(found: dict[int, list[int]]) -> float:
+        return round(sum(first[number] == one for number, one in found.items()) / len(found), 3)
+
+    distinct = len({tuple(one) for one in first.values()}) / len(first)
+    return {"the_batch_again": share(again), "alone": share(alone), "distinct": round(distinct, 3)}
+
+
+def rates(mesh, directory: Path, kind: str, each: int) -> dict[str, int]:
+    """Tokens a second with log-probs, by set."""
+    large = is_large(mesh)
+    dtype = "bfloat16" if large else "float32"
+    model, engine = trainer_of(mesh, directory, dtype), servers_of(mesh, directory, kind, each, dtype, {})
+    synced(mesh, model, engine, 0, verified=True)
+    list(
+        engine.generate([Request(i, [11, 12, 13 + i], one.sampling, i) for i, one in enumerate(asked_of(mesh, model, 256))])
+    )
+    found = {}
+    for name, requests in request_sets(large, model.spec.vocab).items():
+        mine = requests[engine.replica.index :: engine.replica.count]
+        seconds, completions = timed(mesh, lambda mine=mine: list(engine.generate(mine)))
+        found[name] = round(tokens_of(completions) * mesh.ranks.layout.world_size / seconds)
+        tell(mesh, f"{kind}, {name}", found[name])
+    engine.close()
+    return found
+
+
+# --- parts -----------------------------------------------------------------------------------------------------------
+
+
+def is_there(part: Part, what: str, gpus: int = 1) -> bool:
+    if find_spec("sglang") is None:
+        part.say(what, "skipped: SGLang is not installed (pip install sglang)")
+    elif part.large and part.gpus < gpus:
+        part.say(what, f"needs {gpus} GPUs")
+    else:
+        return True
+    return False
+
+
+MEAN = {"float32": 1e-3, "bfloat16": 2**-6}
+"""Largest mean difference of a log-prob on a GPU: kernels of attention multiply float32 in fewer bits, and products in
+bfloat16 are rounded to 2^-9."""
+MEAN_ON_CPU = 1e-5
+
+
+def agreeing(part: Part, name: str, rows: list[tuple[str, int, str, bool]]) -> None:
+    """Syncs, updates and log-probs; `rows`: layout of the trainer, ranks of a server, dtype, whether it is apart."""
+    for layout, each, dtype, apart in rows:
+        what = f"{name}, trainer {layout}, sglang:{'d1' if apart else f'd{int(layout[1]) // each}'}t{each}, {dtype}"
+        what += ", apart" if apart else ""
+        if is_there(part, what, int(layout[1]) + apart) and (part.large or dtype == "float32"):
+            gaps = part.measure(what, layout, steps, part.model(name), each, dtype, apart)
+            if gaps is not None:
+                bound = MEAN[dtype] if part.large else MEAN_ON_CPU
+                worst = max(gap["mean"] for gap in gaps)
+                part.claim(f"{what}: four syncs, every weight equal bit by bit; log-probs", worst < bound, {"mean": worst})
+
+
+def one(part: Part) -> None:
+    """One server on the trainer's GPU, in float32 and bfloat16, over CUDA IPC."""
+    agreeing(part, "qwen3_0.6b", [("d1", 1, "float32", False), ("d1", 1, "bfloat16", False)])
+
+
+def two(part: Part) -> None:
+    """A server of two tensor-parallel ranks, and two servers, on the GPUs of trainers with t2 and d2."""
+    agreeing(part, "qwen3_0.6b", [(layout, each, dtype, False) for layout, each in (("t2", 2), ("d2", 1)) for dtype in MEAN])
+
+
+def apart(part: Part) -> None:
+    """A server on the second GPU, with weights over NCCL."""
+    agreeing(part, "qwen3_0.6b", [("d1", 1, dtype, True) for dtype in MEAN])
+
+
+def experts(part: Part) -> None:
+    """A small mixture of experts on one GPU and on two."""
+    if not part.large:
+        return part.say("experts", "skipped on a CPU: SGLang's kernels for experts are compiled")
+    return agreeing(part, "qwen3_moe", [("d1", 1, "bfloat16", False), ("t2", 2, "bfloat16", False)])
+
+
+def sleep(part: Part) -> None:
+    """Memory that a sleeping server gives back."""
+    if is_there(part, "sleep") and not part.large:
+        part.say("sleep", "skipped on a CPU: nothing is given back there")
+    elif part.large and find_spec("sglang"):
+        found = part.measure("sleep", "d1", slept, part.model("qwen3_0.6b"))
+        if found is not None:
+            part.claim("its share of the GPU is free while it sleeps", found["of_its_share"] > 0.8, found)
+            part.claim("it wakes with the trainer's weights", found["logprobs_mean"] < MEAN["bfloat16"], found)
+
+
+def kill(part: Part) -> None:
+    """A server is killed while it samples: alone on one GPU, and one of two."""
+    for layout, count in (("d1", 1), ("d2", 2)):
+        what = f"a server of {count} is killed"
+        if is_there(part, what, count):
+            found = part.measure_all(what, layout, killed, part.model("qwen3_0.6b"))
+            for each in found or []:
+                bound = MEAN["bfloat16"] if part.large else MEAN_ON_CPU
+                answered = each["answers"] == each["requests"] == each["answered_again"] and each["restarts"] == 1
+                if count == 2:
+                    answered = answered and each["answered"] == each["requests"]
+                part.claim(f"{what}: every request once, and again", answered and each["logprobs_mean"] < bound, each)
+
+
+def key(part: Part) -> None:
+    """The key of a request, with `enable_deterministic_inference`."""
+    if is_there(part, "key"):
+        for name, own in (("with", {"enable_deterministic_inference": True}), ("without", {})):
+            if own and not part.large:
+                part.say("key with it", "skipped on a CPU: it needs a compiled attention, fa3, flashinfer or triton")
+                continue
+            found = part.measure(f"key {name} it", "d1", keyed, part.model("qwen3_0.6b"), own)
+            if found is not None and own:
+                part.claim("the key decides what is drawn", found["the_batch_again"] == found["alone"] == 1, found)
+            elif found is not None:
+                part.say("without it", found)
+
+
+def rate(part: Part) -> None:
+    """Tokens a second of SGLang's servers next to vLLM's, Qwen3-1.7B's shape, one GPU and two."""
+    for layout, each in (("d1", 1), ("t2", 2), ("d2", 1)):
+        found = {}
+        for kind in ("sglang", "vllm"):
+            what = f"{kind}, {layout}"
+            if find_spec(kind) is None:
+                part.say(what, f"skipped: {kind} is not installed")
+            else:
+                found[kind] = part.measure(what, layout, rates, part.model("qwen3_1.7b"), kind, each)
+        if found.get("sglang") and found.get("vllm"):
+            ratios = {name: round(found["sglang"][name] / found["vllm"][name], 3) for name in found["vllm"]}
+            part.say(f"{layout}: SGLang's tokens a second over vLLM's", ratios)
+
+
+def ahead(part: Part) -> None:
+    """Whole runs, two steps ahead with the server on the second GPU: what is sampled when weights come runs, ends first,
+    or is sampled again."""
+    if not is_there(part, "ahead", 2):
+        return
+    model = part.model("qwen3_0.6b")
+    root = model.parent
+    write_data(root)
+    for interrupt in ("continue", "finish", "abort"):
+        engine = {
+            "backend": "sglang:d1",
+            "placement": "apart",
+            "memory_fraction": 0.8,
+            "sglang": OWN if part.large else ON_CPU,
+        }
+        rows = part.train(
+            interrupt,
+            {
+                "model": {"path": str(model), "tokenizer": f"{root}/tokenizer"},
+                "policy": {"backend": "megatron:d1", "tokens_per_micro_batch": 16384, "optimizer": {"lr": 1.0e-6},
+                           "dtype": "bfloat16" if part.large else "float32", "skip_zero_advantage": False},
+                "engine": {**engine, "verify_weights_every": 1, "sampling": {"ignore_eos": True}},
+                "rollout": {"max_staleness": 2, "interrupt": interrupt},
+                "algorithm": {"name": "grpo", "group_size": 8, "kl": {"coef": 0}, "rollout_correction": {"name": "tis"}},
+                "data": {"train": [f"{root}/data/train.parquet"], "prompts_per_step": 32 if part.large else 4,
+                         "max_prompt_tokens": 64, "max_response_tokens": 1024 if part.large else 24},
+                "reward": {"functions": {"format": 1.0}},
+                "trainer": {"run_dir": f"{root}/{interrupt}", "steps": 5, "save_every": 0, "loggers": ["console"],
+                            "device": "cuda" if part.large else "cpu"},
+            },
+            ("time/step", "async/", "throughput/tokens_per_second", "rollout/logprob_diff", "rollout/kl"),
+        )  # fmt: skip
+        if rows:
+            oldest = max(row.get("async/staleness_max", 0) for row in rows)
+            part.claim(f"{interrupt}: samples are 1 to 2 steps old at most", 1 <= oldest <= 2, oldest)
+
+
+PARTS: dict[str, Callable[[Part], None]] = {
+    "one": one, "two": two, "apart": apart, "sleep": sleep, "kill": kill, "ahead": ahead, "key": key, "rate": rate,
+    "experts": experts,
+}  # fmt: skip
+
+if __name__ == "__main__":
+    # Ranks find functions by the name of their module.
+    from benchmarks import sglang_servers
+
+    sys.exit(run(sglang_servers.__doc__, sglang_servers.PARTS))

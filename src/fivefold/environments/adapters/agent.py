@@ -1,0 +1,98 @@
+"""Agents: a function of a user's file, or a command, that samples its turns through an endpoint and returns its reward."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import json
+import math
+import os
+import re
+import shlex
+import signal
+import sys
+from typing import Any
+
+from .common import Refusal, load_code, run
+
+_CODE = re.compile(r"[^:]+\.py:\w+")
+_LONGEST_OUTPUT = 1 << 20
+_PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None)
+
+
+class Agent:
+    """An agent of one trajectory."""
+
+    def __init__(self, function: Any) -> None:
+        self._function = function
+
+    async def reset(self, task: dict[str, Any], seed: int) -> None:
+        """Take the row; an agent draws as it likes."""
+        self._task = {**task, "seed": seed}
+
+    async def run(self, base_url: str, api_key: str) -> dict[str, float] | None:
+        """Run the agent, and return its rewards by name; one without a name is called `reward`."""
+        return rewards_of(await run(self._function, self._task, base_url, api_key))
+
+
+def load(name: str, settings: dict[str, Any]) -> Any:
+    """Return what makes the agent of a trajectory, of `path/to/file.py:function` or a command."""
+    function = load_code(name) if _CODE.fullmatch(name) else Command(name).run
+    if not callable(function):
+        raise Refusal(f"environment.agent must be a function that takes (task, base_url, api_key): got {function!r}")
+    return lambda: Agent(function)
+
+
+def rewards_of(found: Any) -> dict[str, float] | None:
+    """Return what an agent returned as rewards by name; None if it returned none."""
+    if found is None:
+        return None
+    named = found if isinstance(found, dict) else {"reward": found}
+    for value in named.values():
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+            raise ValueError(f"an agent returns a finite number, or several by name: got {found!r}")
+    if not named:
+        raise ValueError("an agent returns a finite number, or several by name: got none")
+    return {str(name): float(value) for name, value in named.items()}
+
+
+class Command:
+    """A program that reads the task as JSON and writes its reward as the last line of its output, also as JSON.
+
+    It gets the address and the key as OPENAI_BASE_URL and OPENAI_API_KEY.
+    """
+
+    def __init__(self, text: str) -> None:
+        self._words = shlex.split(text)
+
+    async def run(self, task: dict[str, Any], base_url: str, api_key: str) -> Any:
+        """Run the program once."""
+        process = await asyncio.create_subprocess_exec(
+            *self._words,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            limit=_LONGEST_OUTPUT,
+            preexec_fn=_end_with_parent if sys.platform == "linux" else None,
+            env={**os.environ, "OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key},
+        )
+        try:
+            output, errors = await process.communicate(json.dumps(task, default=str).encode() + b"\n")
+        finally:
+            if process.returncode is None:
+                process.kill()
+        if process.returncode:
+            last = errors.decode(errors="replace").strip()[-4000:]
+            raise Refusal(f"the agent {self._words[0]} ended with exit code {process.returncode}: {last}")
+        lines = output.decode(errors="replace").strip().splitlines()
+        try:
+            return json.loads(lines[-1]) if lines else None
+        except ValueError:
+            raise Refusal(
+                f"the agent's last line is its reward, a number or several by name as JSON: got {lines[-1][:200]!r}"
+            ) from None
+
+
+def _end_with_parent() -> None:
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -1,0 +1,197 @@
+"""Requests of agents, as OpenAI's API writes them -> what they ask for, read and checked. No torch here."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from fivefold.data.rows import ROLES
+from fivefold.errors import UserError, shown
+from fivefold.types import Sampling
+
+_DISTRIBUTION = "it would change the distribution that is trained"
+_GRAMMAR = "a grammar would change the distribution that is trained"
+_ONE = "a turn has one answer: send several requests"
+_REFUSED = {
+    "n": (None, 1, _ONE),
+    "best_of": (None, 1, _ONE),
+    "logit_bias": (None, {}, _DISTRIBUTION),
+    "bad_words": (None, [], _DISTRIBUTION),
+    "allowed_token_ids": (None, [], _DISTRIBUTION),
+    "response_format": (None, {"type": "text"}, _GRAMMAR),
+    "structured_outputs": (None, {}, _GRAMMAR),
+    "guided_json": (None, None, _GRAMMAR),
+    "guided_regex": (None, None, _GRAMMAR),
+    "guided_choice": (None, None, _GRAMMAR),
+    "guided_grammar": (None, None, _GRAMMAR),
+    "use_beam_search": (None, False, "a turn is sampled"),
+    "functions": (None, [], "name them in tools"),
+    "function_call": (None, "auto", "the model chooses its calls itself"),
+    "top_logprobs": (None, 0, "only the log-probs of sampled tokens are known"),
+    "continue_final_message": (None, False, "a turn is sampled from its beginning"),
+    "chat_template": (None, None, "the run has one chat template, data.chat_template"),
+    "echo": (None, False, "the answer is what was sampled"),
+}
+"""Key of a request -> the values that change nothing, and why another one is refused."""
+_OF_RUN = {
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "min_tokens": "min_tokens",
+    "ignore_eos": "ignore_eos",
+}
+"""Key of a request -> parameter of `Sampling` that holds instead."""
+_NEUTRAL: dict[str, Any] = {
+    "frequency_penalty": 0,
+    "presence_penalty": 0,
+    "seed": None,
+    "chat_template_kwargs": {},
+    "reasoning_effort": None,
+}
+"""Further keys that are overridden, and the value that changes nothing."""
+
+
+@dataclass(frozen=True)
+class AgentRequest:
+    """What an agent requests, read and checked."""
+
+    messages: list[dict[str, Any]] | None
+    """The conversation in one form; None if the context is given as tokens."""
+    tools: list[dict[str, Any]] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    """The context, if there are no messages."""
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    overridden: int = 0
+    """Number of parameters that the run's sampling replaces."""
+
+    @classmethod
+    def of_chat(cls, body: Any, sampling: Sampling) -> AgentRequest:
+        """Read the body of a chat completion; raises UserError for what cannot be answered."""
+        body = _checked(body)
+        tools, choice = body.get("tools") or [], body.get("tool_choice")
+        if choice not in (None, "auto") and not (choice == "none" and not tools):
+            raise UserError(
+                "tool_choice must be auto: the model chooses its calls itself, or another distribution would be trained; "
+                f"got {shown(choice)}"
+            )
+        for tool in tools if isinstance(tools, list) else [tools]:
+            _check_tool(tool)
+        limits = [limit for limit in (body.get("max_completion_tokens"), body.get("max_tokens")) if limit is not None]
+        return cls(
+            plain_messages(body.get("messages")),
+            list(tools),
+            max_tokens=min((_count(limit, "max_tokens") for limit in limits), default=None),
+            stop=_stops(body.get("stop")),
+            overridden=_overridden(body, sampling),
+        )
+
+    @classmethod
+    def of_tokens(cls, body: Any, sampling: Sampling) -> AgentRequest:
+        """Read the body of a request for tokens; raises UserError for what cannot be answered."""
+        body = _checked(body)
+        tokens, own = body.get("token_ids"), _checked(body.get("sampling_params") or {})
+        if (
+            not isinstance(tokens, list)
+            or not tokens
+            or not all(type(token) is int and 0 <= token < 2**31 for token in tokens)
+        ):
+            raise UserError("token_ids must be a list of tokens that is not empty")
+        limit = own.get("max_tokens")
+        return cls(
+            None,
+            token_ids=tokens,
+            max_tokens=None if limit is None else _count(limit, "sampling_params.max_tokens"),
+            stop=_stops(own.get("stop")),
+            overridden=_overridden(own, sampling),
+        )
+
+
+def _checked(body: Any) -> dict[str, Any]:
+    if not isinstance(body, dict):
+        raise UserError(f"a request is a JSON object: got {shown(body)}")
+    for key, (*neutral, reason) in _REFUSED.items():
+        if key in body and body[key] not in neutral:
+            raise UserError(f"{key} is not supported: {reason}; got {shown(body[key])}")
+    return body
+
+
+def _check_tool(tool: Any) -> None:
+    function = tool.get("function") if isinstance(tool, dict) and tool.get("type", "function") == "function" else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise UserError(
+            f'a tool is {{"type": "function", "function": {{"name": ..., "parameters": ...}}}}: got {shown(tool)}'
+        )
+    parameters = function.get("parameters")
+    if parameters is not None and not (isinstance(parameters, dict) and isinstance(parameters.get("properties", {}), dict)):
+        raise UserError(f"the parameters of a tool are a JSON schema of an object: got {shown(parameters)}")
+
+
+def _count(value: Any, key: str) -> int:
+    if type(value) is not int or value < 1:
+        raise UserError(f"{key} must be a number of tokens above 0: got {shown(value)}")
+    return value
+
+
+def _stops(given: Any) -> tuple[str, ...]:
+    found = [given] if isinstance(given, str) else given or []
+    if not isinstance(found, list) or not all(isinstance(each, str) and each for each in found):
+        raise UserError(f"stop must be a text or a list of texts: got {shown(given)}")
+    return tuple(found)
+
+
+def _overridden(body: Mapping[str, Any], sampling: Sampling) -> int:
+    """Return the number of parameters that the run's sampling replaces with other values."""
+    held = {key: getattr(sampling, name) for key, name in _OF_RUN.items()} | _NEUTRAL
+    return sum(body.get(key) is not None and body[key] != value for key, value in held.items())
+
+
+def plain_messages(given: Any) -> list[dict[str, Any]]:
+    """Return messages of OpenAI's API in one form: texts as contents, no empty keys; raises UserError for others."""
+    if not isinstance(given, list) or not given:
+        raise UserError(f"messages must be a list that is not empty: got {shown(given)}")
+    return [_plain(message) for message in given]
+
+
+def _plain(message: Any) -> dict[str, Any]:
+    if not isinstance(message, dict) or message.get("role") not in ROLES:
+        raise UserError(f"a message has one of the roles {', '.join(ROLES)}: got {shown(message)}")
+    found = {"role": message["role"], "content": _text(message)}
+    if calls := message.get("tool_calls"):
+        if message["role"] != "assistant" or not isinstance(calls, list):
+            raise UserError(f"tool_calls are a list in a message of the assistant: got {shown(message)}")
+        found["tool_calls"] = [_plain_call(call) for call in calls]
+    for key in ("reasoning_content", "reasoning", "tool_call_id", "name"):
+        if (value := message.get(key)) is not None:
+            if not isinstance(value, str):
+                raise UserError(f"{key} of a message is a text: got {shown(value)}")
+            found["reasoning_content" if key == "reasoning" else key] = value
+    return found
+
+
+def _text(message: Mapping[str, Any]) -> str:
+    content = message.get("content")
+    if isinstance(content, str):
+        return content
+    if content is None and message["role"] == "assistant":
+        return ""
+    texts = [
+        part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
+        for part in (content if isinstance(content, list) and content else [content])
+    ]
+    if not all(isinstance(text, str) for text in texts):
+        raise UserError(f"the content of a message is a text, or parts of type text: got {shown(content)}")
+    return "\n".join(map(str, texts))
+
+
+def _plain_call(call: Any) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise UserError(f'a call is {{"id": ..., "function": {{"name": ..., "arguments": ...}}}}: got {shown(call)}')
+    arguments = function.get("arguments")
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments or {})
+    return {"id": str(call.get("id")), "type": "function", "function": {"name": function["name"], "arguments": text}}
