@@ -356,10 +356,10 @@ def test_a_trajectory_whose_server_is_full_goes_to_another_one(routing):
     router, stream = routing([full, other])
     stream.submit([turn_of(0, 7, 0)])
     assert len(list(stream.completions())) == 1 and full.asked == 1
-    router.call(lambda: router._readings.update({0: Pressure(0.95, 0), 1: Pressure(0.1, 0)}))
+    router.call(lambda: router._readings._of.update({0: Pressure(0.95, 0), 1: Pressure(0.1, 0)}))
     stream.submit([turn_of(1, 7, 1), turn_of(2, 8, 0)])
     assert len(list(stream.completions())) == 2 and full.asked == 1 and other.asked == 2
-    router.call(lambda: router._readings.update({1: Pressure(0.95, 0)}))
+    router.call(lambda: router._readings._of.update({1: Pressure(0.95, 0)}))
     stream.submit([turn_of(3, 9, 0)])
     assert len(list(stream.completions())) == 1, "where all are full, one of them gets it"
 

@@ -74,12 +74,41 @@ class _Asked:
     future: Future[Completion] | None = None
 
 
-class Driver:
-    """Takes trajectories to their ends; they may be added at any time.
+class _Queue:
+    """Requests that wait until fewer are in flight, oldest trajectory first."""
 
-    At most `most` of them run at once, and the ones added first come first. The time limit of a trajectory is held while one
-    of its requests is in flight.
-    """
+    def __init__(self, most: int) -> None:
+        self._most, self.limit = most, float(most)
+        self.parked: list[tuple[int, int, Request]] = []
+        self._pressure: Pressure | None = None
+
+    def exchange(self, new: Sequence[Request], asked: int) -> list[Request]:
+        """Add requests and return those to submit now; `asked`: number of all requests without a completion."""
+        for request in new:
+            heappush(self.parked, (request.trajectory or 0, request.id, request))
+        requests = []
+        while self.parked and asked - len(self.parked) < self.limit:
+            requests.append(heappop(self.parked)[2])
+        return requests
+
+    def drop(self, request_ids: Collection[int]) -> None:
+        self.parked = [each for each in self.parked if each[1] not in request_ids]
+        heapify(self.parked)
+
+    def adapt(self, pressure: Pressure | None, asked: int) -> None:
+        """Let fewer requests be in flight where servers are nearly full or requests queue there, and more while they are
+        clear."""
+        if pressure is None or pressure is self._pressure:
+            return
+        self._pressure = pressure
+        if pressure.kv_used > _FULL or pressure.queued:
+            self.limit = max(1.0, _LESS * min(self.limit, asked - len(self.parked)))
+        elif self.parked:
+            self.limit = min(float(self._most), _MORE * self.limit + 1.0)
+
+
+class _Runs:
+    """Trajectories that have not ended, and what each of them waits for."""
 
     def __init__(
         self,
@@ -112,10 +141,7 @@ class Driver:
         self._started: dict[int, Trajectory] = {}
         """Place of a group -> its first trajectory with a context."""
         self._ended: list[Trajectory] = []
-        self._limit = float(conversations.most)
-        """Number of requests that may be in flight; the others wait, oldest trajectory first."""
-        self._parked: list[tuple[int, int, Request]] = []
-        self._pressure: Pressure | None = None
+        self._queue = _Queue(conversations.most)
         self._thread: threading.Thread | None = None
         self._has_news = threading.Event()
         self._error: BaseException | None = None
@@ -123,6 +149,99 @@ class Driver:
     @property
     def is_running(self) -> bool:
         return bool(self._runs)
+
+    def _wake(self) -> None:
+        """Let a thread that waits in `advance` look at what is new; may be called by any thread."""
+        if not self._is_woken:
+            self._is_woken = True
+            if self.blocks:
+                self._answers.put(None)
+            else:
+                self._stream.wake()
+
+    def _arrived(self, completion: Completion) -> None:
+        with self._lock:
+            if (asked := self._asked.get(completion.request_id)) is None:
+                return
+            run = asked.run
+            if completion.finish_reason in ("abort", "lost"):
+                # The same key draws the same numbers again, with the weights of then.
+                run.held.count("turns/aborted_tokens", len(completion.token_ids))
+                self._new.append(asked.request)
+                self._is_interrupted = True
+                return
+            del self._asked[completion.request_id]
+            run.asked.remove(completion.request_id)
+            if not run.asked:
+                run.held.clock.run()
+                self._busy.add(run)
+            if asked.future is not None:
+                asked.future.set_result(completion)
+            else:
+                self._resume(run, completion)
+
+    def _answered(self, run: _Run, future: Future[Any]) -> None:
+        with self._lock:
+            if not run.is_over:
+                error = future.exception()
+                self._resume(run, None if error else future.result(), error)
+
+    def _resume(self, run: _Run, result: Any, error: BaseException | None = None) -> None:
+        """Send a trajectory what it waited for, and begin what it waits for next."""
+        assert run.steps is not None
+        try:
+            waiting = run.steps.send(result) if error is None else run.steps.throw(error)
+        except StopIteration:
+            self._end(run)
+            self._ended.append(run.held)
+            self._has_news.set()
+            return
+        if isinstance(waiting, Request):
+            self._request(run, waiting)
+            return
+
+        def answered(future: Future[Any]) -> None:
+            self._answers.put((run, future))
+            self._wake()
+
+        waiting.add_done_callback(answered)
+
+    def _request(self, run: _Run, request: Request, future: Future[Completion] | None = None) -> None:
+        if self._check_start is not None and not run.held.turns:
+            self._check_start(run.held, self._started.setdefault(run.held.task.place, run.held))
+        request = replace(request, id=next(self._ids), trajectory=run.number, turn=run.held.turns)
+        self._asked[request.id] = _Asked(run, request, future)
+        run.asked.add(request.id)
+        run.held.clock.hold()
+        self._busy.discard(run)
+        self._new.append(request)
+
+    def _end(self, run: _Run) -> None:
+        """Forget a trajectory that has ended or was given up."""
+        place, run.is_over = run.held.task.place, True
+        del self._runs[run.held.task.key]
+        self._running -= run.steps is not None
+        self._busy.discard(run)
+        for number in run.asked:
+            asked = self._asked.pop(number)
+            if asked.future is not None:
+                asked.future.cancel()
+        if run.asked:
+            self._new = [request for request in self._new if request.id not in run.asked]
+            self._queue.drop(run.asked)
+            self._stream.drop(run.asked)
+        self._members[place] -= 1
+        if not self._members[place]:
+            del self._members[place]
+            self._started.pop(place, None)
+
+
+class Driver(_Runs):
+    """Takes trajectories to their ends; they may be added at any time.
+
+    At most `most` of them run at once, and the ones added first come first. The time limit of a trajectory is held while one
+    of its requests is in flight.
+    """
 
     def start(self) -> None:
         """Continue the trajectories in the background, if the engine samples there; `advance` then only waits."""
@@ -231,7 +350,7 @@ class Driver:
     def _begin(self) -> None:
         """Begin trajectories that wait, up to the most that run at once."""
         with self._lock:
-            while self._held and self._running < self._conversations.most and not self._parked:
+            while self._held and self._running < self._conversations.most and not self._queue.parked:
                 run = self._held.popleft()
                 run.steps = self._conversations.steps(run.held, run.sampling, self)
                 self._running += 1
@@ -240,7 +359,7 @@ class Driver:
 
     def _sample(self, seconds: float) -> None:
         """Take what an engine that samples in the background returns, and what environments answer meanwhile."""
-        self._adapt()
+        self._queue.adapt(self._stream.pressure(), len(self._asked))
         self._take()
         if self._thread is None and not self._runs:
             return
@@ -278,112 +397,10 @@ class Driver:
             if (answer := self._answers.get()) is not None:
                 self._answered(*answer)
         with self._lock:
-            for request in self._new:
-                heappush(self._parked, (request.trajectory or 0, request.id, request))
-            self._new, requests = [], []
-            while self._parked and len(self._asked) - len(self._parked) < self._limit:
-                requests.append(heappop(self._parked)[2])
+            new, self._new = self._new, []
+            requests = self._queue.exchange(new, len(self._asked))
         if requests:
             self._stream.submit(requests)
-
-    def _adapt(self) -> None:
-        """Let fewer requests be in flight where servers are nearly full or requests queue there, and more while they are
-        clear."""
-        pressure = self._stream.pressure()
-        if pressure is None or pressure is self._pressure:
-            return
-        self._pressure = pressure
-        flying = len(self._asked) - len(self._parked)
-        if pressure.kv_used > _FULL or pressure.queued:
-            self._limit = max(1.0, _LESS * min(self._limit, flying))
-        elif self._parked:
-            self._limit = min(float(self._conversations.most), _MORE * self._limit + 1.0)
-
-    def _wake(self) -> None:
-        """Let a thread that waits in `advance` look at what is new; may be called by any thread."""
-        if not self._is_woken:
-            self._is_woken = True
-            if self.blocks:
-                self._answers.put(None)
-            else:
-                self._stream.wake()
-
-    def _arrived(self, completion: Completion) -> None:
-        with self._lock:
-            if (asked := self._asked.get(completion.request_id)) is None:
-                return
-            run = asked.run
-            if completion.finish_reason in ("abort", "lost"):
-                # The same key draws the same numbers again, with the weights of then.
-                run.held.count("turns/aborted_tokens", len(completion.token_ids))
-                self._new.append(asked.request)
-                self._is_interrupted = True
-                return
-            del self._asked[completion.request_id]
-            run.asked.remove(completion.request_id)
-            if not run.asked:
-                run.held.clock.run()
-                self._busy.add(run)
-            if asked.future is not None:
-                asked.future.set_result(completion)
-            else:
-                self._resume(run, completion)
-
-    def _answered(self, run: _Run, future: Future[Any]) -> None:
-        with self._lock:
-            if not run.is_over:
-                error = future.exception()
-                self._resume(run, None if error else future.result(), error)
-
-    def _resume(self, run: _Run, result: Any, error: BaseException | None = None) -> None:
-        """Send a trajectory what it waited for, and begin what it waits for next."""
-        assert run.steps is not None
-        try:
-            waiting = run.steps.send(result) if error is None else run.steps.throw(error)
-        except StopIteration:
-            self._end(run)
-            self._ended.append(run.held)
-            self._has_news.set()
-            return
-        if isinstance(waiting, Request):
-            self._request(run, waiting)
-            return
-
-        def answered(future: Future[Any]) -> None:
-            self._answers.put((run, future))
-            self._wake()
-
-        waiting.add_done_callback(answered)
-
-    def _request(self, run: _Run, request: Request, future: Future[Completion] | None = None) -> None:
-        if self._check_start is not None and not run.held.turns:
-            self._check_start(run.held, self._started.setdefault(run.held.task.place, run.held))
-        request = replace(request, id=next(self._ids), trajectory=run.number, turn=run.held.turns)
-        self._asked[request.id] = _Asked(run, request, future)
-        run.asked.add(request.id)
-        run.held.clock.hold()
-        self._busy.discard(run)
-        self._new.append(request)
-
-    def _end(self, run: _Run) -> None:
-        """Forget a trajectory that has ended or was given up."""
-        place, run.is_over = run.held.task.place, True
-        del self._runs[run.held.task.key]
-        self._running -= run.steps is not None
-        self._busy.discard(run)
-        for number in run.asked:
-            asked = self._asked.pop(number)
-            if asked.future is not None:
-                asked.future.cancel()
-        if run.asked:
-            self._new = [request for request in self._new if request.id not in run.asked]
-            self._parked = [each for each in self._parked if each[1] not in run.asked]
-            heapify(self._parked)
-            self._stream.drop(run.asked)
-        self._members[place] -= 1
-        if not self._members[place]:
-            del self._members[place]
-            self._started.pop(place, None)
 
 
 class Usage:

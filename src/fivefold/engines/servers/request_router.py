@@ -131,12 +131,36 @@ class RequestStream:
         return self._router.pressure
 
 
-class RequestRouter:
-    """Sends requests to servers, all of a prompt to the same one, and reassigns the requests of a server that ended.
+class _LoopThread:
+    """An event loop in a thread of its own."""
 
-    Later turns of a trajectory go before first ones, and to the server of the turn before, which has computed their context,
-    unless that one has ended or is full.
-    """
+    def __init__(self, name: str) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def _run(self) -> None:
+        self._loop.run_forever()
+
+    def call_soon(self, function: Callable[..., None], *arguments: Any) -> None:
+        """Call the function in the thread of the requests."""
+        self._loop.call_soon_threadsafe(function, *arguments)
+
+    def call(self, function: Callable[..., T], *arguments: Any) -> T:
+        """Call the function in the thread of the requests, and return its result."""
+
+        async def run() -> T:
+            return function(*arguments)
+
+        return asyncio.run_coroutine_threadsafe(run(), self._loop).result()
+
+    def close(self) -> None:
+        """End the thread."""
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+
+
+class _Sending(_LoopThread):
+    """Sends requests to servers, in a thread of its own."""
 
     def __init__(self, rank: int, window: int, log: Callable[[str], None], stall_seconds: float) -> None:
         """`window`: most requests of this rank that a server has at once; `stall_seconds`: time in which a server that has
@@ -145,12 +169,9 @@ class RequestRouter:
         self._numbers = count()
         self._later, self._first = deque[_Run](), deque[_Run]()
         """Requests that no server has: later turns of trajectories, and all others."""
-        self._places: OrderedDict[tuple[RequestStream, int], int] = OrderedDict()
-        """Trajectory -> number of the server that had its last turn."""
-        self._readings: dict[int, Pressure] = {}
-        self.pressure: Pressure | None = None
+        self._places, self._readings = _Places(), _Readings()
         self._asked: dict[asyncio.Task[None], _Asked] = {}
-        self._servers: Sequence[Server] = ()
+        self.servers: Sequence[Server] = ()
         self._loads: list[int] = []
         self._watched: list[_Watched] = []
         self._lost: set[int] = set()
@@ -159,9 +180,177 @@ class RequestRouter:
         """Version of the weights that sample now."""
         self._is_held, self._is_watching, self._keeps = True, True, False
         self.meter = LoadMeter()
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._run, name="requests", daemon=True)
+        super().__init__("requests")
         self._thread.start()
+
+    def _run(self) -> None:
+        watching = [self._loop.create_task(each) for each in (self._watch(), self._readings.follow(self))]
+        self._loop.run_forever()
+        self._is_held = True
+        for each in watching:
+            each.cancel()
+        tasks = [*self._asked]
+        self._cancel(tasks, Cancelled.DROPPED)
+        self._loop.run_until_complete(asyncio.wait([*watching, *tasks]))
+
+    def add(self, stream: RequestStream, requests: Sequence[Request]) -> None:
+        # One server answers all requests of a prompt, so that the prompt is computed once.
+        for _, run in groupby(requests, lambda one: (one.prompt_ids, one.sampling, one.turn > 0)):
+            of_prompt = list(run)
+            self._queue(of_prompt).append((stream, of_prompt))
+        if self._lost and self._is_stranded:
+            stream.arrivals.put(None)
+        self.dispatch()
+
+    def forget(self, stream: RequestStream) -> None:
+        """End the requests of which the stream wants nothing any more."""
+        for waiting in (self._later, self._first):
+            kept = [each for each in waiting if each[0] is not stream or stream.wants_any(each[1])]
+            waiting.clear()
+            waiting.extend(kept)
+        for key, begun in list(self._begun.items()):
+            if key[0] is stream and not stream.wants_any([begun.request]):
+                del self._begun[key]
+        of_stream = [(task, asked.requests) for task, asked in self._asked.items() if asked.stream is stream]
+        self._cancel([task for task, requests in of_stream if not stream.wants_any(requests)], Cancelled.DROPPED)
+
+    def _cancel(self, tasks: Sequence[asyncio.Task[None]], why: Cancelled) -> None:
+        for task in tasks:
+            self._asked[task].cancelled = why
+            task.cancel()
+
+    @property
+    def _is_stranded(self) -> bool:
+        return len(self._lost) == len(self.servers)
+
+    def _queue(self, run: list[Request]) -> deque[_Run]:
+        return self._later if run[0].turn else self._first
+
+    def has_turns_at(self, number: int) -> bool:
+        """Returns whether a server is there while any has turns of trajectories."""
+        is_there = number < len(self.servers) and number not in self._lost
+        return is_there and any(asked.requests[0].trajectory is not None for asked in self._asked.values())
+
+    def dispatch(self) -> None:
+        """Send what waits to servers that may have more requests."""
+        while (waiting := self._later or self._first) and not self._is_held:
+            stream, run = waiting[0]
+            if (number := self._server_of(stream, run[0])) is None:
+                # All servers have as many requests as they may have.
+                return
+            waiting.popleft()
+            if not self._loads[number]:
+                self._watched[number].reset()
+            self._count(number, len(run))
+            asked = _Asked(number, stream, run)
+            task = self._loop.create_task(self._ask(asked))
+            self._asked[task] = asked
+            task.add_done_callback(self._ended)
+
+    def _count(self, number: int, change: int) -> None:
+        self._loads[number] += change
+        self.meter.now(sum(self._loads))
+
+    def _server_of(self, stream: RequestStream, request: Request) -> int | None:
+        """Returns the server for a request, None if each has as many as it may have."""
+        loads = self._loads
+        free = [number for number, load in enumerate(loads) if load < self._window and number not in self._lost]
+        roomy = [number for number in free if not self._readings.is_full(number)]
+        number = self._places.get(stream, request)
+        if number not in roomy:
+            # The server with the fewest requests of this rank; ranks begin with different servers.
+            number = min(roomy or free, key=partial(_order, loads, self._rank), default=None)
+        if number is not None:
+            self._places.put(stream, request, number)
+        return number
+
+    async def _ask(self, asked: _Asked) -> None:
+        number, stream, run = asked.number, asked.stream, asked.requests
+        missing = {request.id: request for request in run}
+        name, first = f"{self._rank}-{next(self._numbers)}", run[0]
+        draws, asked_at = [(request.id, request.seed) for request in run], self.version
+        try:
+            async for answer in self.servers[number].generate(name, first.prompt_ids, first.sampling, draws):
+                found = _completion(answer, asked_at, self.version)
+                request = missing.pop(answer[0])
+                self._watched[number].reset()
+                self._count(number, -1)
+                if self._keeps and found.finish_reason == "abort":
+                    self._keep(stream, request, found)
+                else:
+                    self._give(stream, found)
+                self.dispatch()
+            if missing:
+                raise RuntimeError(f"{self.servers[number]} left {len(missing)} requests out")
+        except (ServerLostError, asyncio.CancelledError):
+            self._take_back(asked, list(missing.values()))
+        except Exception as error:
+            self._count(number, -len(missing))
+            stream.arrivals.put(error)
+
+    def _take_back(self, asked: _Asked, missing: list[Request]) -> None:
+        """Take back the requests that their server will not answer."""
+        self._count(asked.number, -len(missing))
+        if asked.cancelled is not Cancelled.DROPPED:
+            if missing:
+                self._queue(missing).appendleft((asked.stream, missing))
+            self._lose({asked.number})
+        self.dispatch()
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        asked = self._asked.pop(task)
+        if task.cancelled():
+            # Only a task that was cancelled before it began does not catch this.
+            self._take_back(asked, asked.requests)
+
+    def _keep(self, stream: RequestStream, request: Request, found: Completion) -> None:
+        """Queue a request for the rest of a response, to be sent when there are new weights."""
+        if request.sampling.stop:
+            raise RuntimeError("a response with stop strings cannot continue under new weights: one may begin before them")
+        key = stream, request.id
+        before = self._begun.get(key)
+        begun = Begun(request, found) if before is None else before.with_more(found)
+        if stream.wants_any([request]):
+            self._begun[key] = begun
+            rest = [begun.rest()]
+            self._queue(rest).appendleft((stream, rest))
+
+    def _give(self, stream: RequestStream, found: Completion) -> None:
+        begun = self._begun.pop((stream, found.request_id), None)
+        stream.arrivals.put(found if begun is None else begun.with_more(found).found)
+
+    def _lose(self, numbers: set[int]) -> None:
+        before = self._is_stranded
+        self._lost |= numbers
+        if self._is_stranded and not before:
+            askers = [
+                *(stream for stream, _ in (*self._later, *self._first)),
+                *(asked.stream for asked in self._asked.values()),
+            ]
+            for stream in dict.fromkeys(askers):
+                stream.arrivals.put(None)
+
+    async def _watch(self) -> None:
+        """Gives up servers that have requests and do not answer, or sample nothing."""
+        while True:
+            await asyncio.sleep(_SILENCE / 2)
+            for number, watched in enumerate(self._watched):
+                is_quiet = not self._loads[number] or number in self._lost
+                if is_quiet or not self._is_watching or not watched.is_due():
+                    continue
+                tokens = await self._loop.run_in_executor(None, self.servers[number].progress)
+                if reason := watched.look(tokens, self._stall_seconds):
+                    self._log(f"{self.servers[number]} {reason}")
+                    here = [task for task, asked in self._asked.items() if asked.number == number]
+                    self._cancel(here, Cancelled.LOST)
+
+
+class RequestRouter(_Sending):
+    """Sends requests to servers, all of a prompt to the same one, and reassigns the requests of a server that ended.
+
+    Later turns of a trajectory go before first ones, and to the server of the turn before, which has computed their context,
+    unless that one has ended or is full.
+    """
 
     def open(self) -> RequestStream:
         return RequestStream(self)
@@ -170,11 +359,11 @@ class RequestRouter:
         """Use these servers from now on; a later call replaces those that were lost."""
 
         def change() -> None:
-            if len(servers) != len(self._servers):
+            if len(servers) != len(self.servers):
                 self._loads, self._watched = [0] * len(servers), [_Watched() for _ in servers]
-            self._servers = servers
+            self.servers = servers
             self._lost.clear()
-            self._dispatch()
+            self.dispatch()
 
         self.call(change)
 
@@ -220,7 +409,7 @@ class RequestRouter:
             self.version, self._is_held, self._is_watching, self._keeps = version, False, True, False
             for each in self._watched:
                 each.reset()
-            self._dispatch()
+            self.dispatch()
 
         self.call(change)
 
@@ -237,208 +426,63 @@ class RequestRouter:
 
         self.call(change)
 
-    def close(self) -> None:
-        """End the thread, and the requests in flight."""
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-
-    def call_soon(self, function: Callable[..., None], *arguments: Any) -> None:
-        """Call the function in the thread of the requests."""
-        self._loop.call_soon_threadsafe(function, *arguments)
-
-    def call(self, function: Callable[..., T], *arguments: Any) -> T:
-        """Call the function in the thread of the requests, and return its result."""
-
-        async def run() -> T:
-            return function(*arguments)
-
-        return asyncio.run_coroutine_threadsafe(run(), self._loop).result()
-
-    def _run(self) -> None:
-        watching = [self._loop.create_task(each) for each in (self._watch(), self._read())]
-        self._loop.run_forever()
-        self._is_held = True
-        for each in watching:
-            each.cancel()
-        tasks = [*self._asked]
-        self._cancel(tasks, Cancelled.DROPPED)
-        self._loop.run_until_complete(asyncio.wait([*watching, *tasks]))
-
-    def add(self, stream: RequestStream, requests: Sequence[Request]) -> None:
-        # One server answers all requests of a prompt, so that the prompt is computed once.
-        for _, run in groupby(requests, lambda one: (one.prompt_ids, one.sampling, one.turn > 0)):
-            of_prompt = list(run)
-            self._queue(of_prompt).append((stream, of_prompt))
-        if self._lost and self._is_stranded:
-            stream.arrivals.put(None)
-        self._dispatch()
-
-    def forget(self, stream: RequestStream) -> None:
-        """End the requests of which the stream wants nothing any more."""
-        for waiting in (self._later, self._first):
-            kept = [each for each in waiting if each[0] is not stream or stream.wants_any(each[1])]
-            waiting.clear()
-            waiting.extend(kept)
-        for key, begun in list(self._begun.items()):
-            if key[0] is stream and not stream.wants_any([begun.request]):
-                del self._begun[key]
-        of_stream = [(task, asked.requests) for task, asked in self._asked.items() if asked.stream is stream]
-        self._cancel([task for task, requests in of_stream if not stream.wants_any(requests)], Cancelled.DROPPED)
-
-    def _cancel(self, tasks: Sequence[asyncio.Task[None]], why: Cancelled) -> None:
-        for task in tasks:
-            self._asked[task].cancelled = why
-            task.cancel()
-
     @property
-    def _is_stranded(self) -> bool:
-        return len(self._lost) == len(self._servers)
+    def pressure(self) -> Pressure | None:
+        """How close the servers are to their limits."""
+        return self._readings.total
 
-    def _queue(self, run: list[Request]) -> deque[_Run]:
-        return self._later if run[0].turn else self._first
 
-    def _dispatch(self) -> None:
-        while (waiting := self._later or self._first) and not self._is_held:
-            stream, run = waiting[0]
-            if (number := self._server_of(stream, run[0])) is None:
-                # All servers have as many requests as they may have.
-                return
-            waiting.popleft()
-            if not self._loads[number]:
-                self._watched[number].reset()
-            self._count(number, len(run))
-            asked = _Asked(number, stream, run)
-            task = self._loop.create_task(self._ask(asked))
-            self._asked[task] = asked
-            task.add_done_callback(self._ended)
+class _Places:
+    """The server that had the last turn of each trajectory."""
 
-    def _count(self, number: int, change: int) -> None:
-        self._loads[number] += change
-        self.meter.now(sum(self._loads))
+    def __init__(self) -> None:
+        self._numbers: OrderedDict[tuple[RequestStream, int | None], int] = OrderedDict()
 
-    def _server_of(self, stream: RequestStream, request: Request) -> int | None:
-        """Returns the server for a request, None if each has as many as it may have."""
-        loads = self._loads
-        free = [number for number, load in enumerate(loads) if load < self._window and number not in self._lost]
-        roomy = [number for number in free if not self._is_full(number)]
-        key = None if request.trajectory is None else (stream, request.trajectory)
-        number = None if key is None else self._places.get(key)
-        if number not in roomy:
-            # The server with the fewest requests of this rank; ranks begin with different servers.
-            order = partial(_order, loads, self._rank)
-            number = min(roomy or free, key=order, default=None)
-        if key is not None and number is not None:
-            self._places[key] = number
-            self._places.move_to_end(key)
-            if len(self._places) > _MOST_PLACES:
-                self._places.popitem(last=False)
-        return number
+    def get(self, stream: RequestStream, request: Request) -> int | None:
+        return self._numbers.get((stream, request.trajectory))
 
-    def _is_full(self, number: int) -> bool:
-        reading = self._readings.get(number)
+    def put(self, stream: RequestStream, request: Request, number: int) -> None:
+        if request.trajectory is None:
+            return
+        key = stream, request.trajectory
+        self._numbers[key] = number
+        self._numbers.move_to_end(key)
+        if len(self._numbers) > _MOST_PLACES:
+            self._numbers.popitem(last=False)
+
+
+class _Readings:
+    """How full each server is."""
+
+    def __init__(self) -> None:
+        self._of: dict[int, Pressure] = {}
+        self.total: Pressure | None = None
+        """All servers together, a new object after each reading of all."""
+
+    def is_full(self, number: int) -> bool:
+        reading = self._of.get(number)
         return reading is not None and reading.kv_used > _FULL
 
-    async def _read(self) -> None:
+    async def follow(self, router: _Sending) -> None:
         """Reads how full the servers are, one after the other, while they have turns of trajectories."""
         while True:
-            for number in range(len(self._servers)):
+            for number in range(max(1, len(router.servers))):
                 await asyncio.sleep(_LOOK_SECONDS)
-                if number in self._lost or all(asked.requests[0].trajectory is None for asked in self._asked.values()):
-                    self._readings.pop(number, None)
-                    continue
-                reading = await self._loop.run_in_executor(None, self._servers[number].pressure)
-                if reading is not None:
-                    self._readings[number] = reading
-            if not self._servers:
-                await asyncio.sleep(_LOOK_SECONDS)
-            if readings := self._readings.values():
-                self.pressure = Pressure(
-                    max(each.kv_used for each in readings),
-                    sum(each.queued for each in readings),
-                    sum(each.prefix_tokens for each in readings),
-                    sum(each.prefix_hits for each in readings),
-                )
-            self._dispatch()
+                if not router.has_turns_at(number):
+                    self._of.pop(number, None)
+                elif reading := await asyncio.to_thread(router.servers[number].pressure):
+                    self._of[number] = reading
+            self._add_up()
+            router.dispatch()
 
-    async def _ask(self, asked: _Asked) -> None:
-        number, stream, run = asked.number, asked.stream, asked.requests
-        missing = {request.id: request for request in run}
-        name, first = f"{self._rank}-{next(self._numbers)}", run[0]
-        draws, asked_at = [(request.id, request.seed) for request in run], self.version
-        try:
-            async for answer in self._servers[number].generate(name, first.prompt_ids, first.sampling, draws):
-                found = _completion(answer, asked_at, self.version)
-                request = missing.pop(answer[0])
-                self._watched[number].reset()
-                self._count(number, -1)
-                if self._keeps and found.finish_reason == "abort":
-                    self._keep(stream, request, found)
-                else:
-                    self._give(stream, found)
-                self._dispatch()
-            if missing:
-                raise RuntimeError(f"{self._servers[number]} left {len(missing)} requests out")
-        except (ServerLostError, asyncio.CancelledError):
-            self._take_back(asked, list(missing.values()))
-        except Exception as error:
-            self._count(number, -len(missing))
-            stream.arrivals.put(error)
-
-    def _take_back(self, asked: _Asked, missing: list[Request]) -> None:
-        """Take back the requests that their server will not answer."""
-        self._count(asked.number, -len(missing))
-        if asked.cancelled is not Cancelled.DROPPED:
-            if missing:
-                self._queue(missing).appendleft((asked.stream, missing))
-            self._lose({asked.number})
-        self._dispatch()
-
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        asked = self._asked.pop(task)
-        if task.cancelled():
-            # Only a task that was cancelled before it began does not catch this.
-            self._take_back(asked, asked.requests)
-
-    def _keep(self, stream: RequestStream, request: Request, found: Completion) -> None:
-        """Queue a request for the rest of a response, to be sent when there are new weights."""
-        if request.sampling.stop:
-            raise RuntimeError("a response with stop strings cannot continue under new weights: one may begin before them")
-        key = stream, request.id
-        before = self._begun.get(key)
-        begun = Begun(request, found) if before is None else before.with_more(found)
-        if stream.wants_any([request]):
-            self._begun[key] = begun
-            rest = [begun.rest()]
-            self._queue(rest).appendleft((stream, rest))
-
-    def _give(self, stream: RequestStream, found: Completion) -> None:
-        begun = self._begun.pop((stream, found.request_id), None)
-        stream.arrivals.put(found if begun is None else begun.with_more(found).found)
-
-    def _lose(self, numbers: set[int]) -> None:
-        before = self._is_stranded
-        self._lost |= numbers
-        if self._is_stranded and not before:
-            askers = [
-                *(stream for stream, _ in (*self._later, *self._first)),
-                *(asked.stream for asked in self._asked.values()),
-            ]
-            for stream in dict.fromkeys(askers):
-                stream.arrivals.put(None)
-
-    async def _watch(self) -> None:
-        """Gives up servers that have requests and do not answer, or sample nothing."""
-        while True:
-            await asyncio.sleep(_SILENCE / 2)
-            for number, watched in enumerate(self._watched):
-                is_quiet = not self._loads[number] or number in self._lost
-                if is_quiet or not self._is_watching or not watched.is_due():
-                    continue
-                tokens = await self._loop.run_in_executor(None, self._servers[number].progress)
-                if reason := watched.look(tokens, self._stall_seconds):
-                    self._log(f"{self._servers[number]} {reason}")
-                    here = [task for task, asked in self._asked.items() if asked.number == number]
-                    self._cancel(here, Cancelled.LOST)
+    def _add_up(self) -> None:
+        if readings := self._of.values():
+            self.total = Pressure(
+                max(each.kv_used for each in readings),
+                sum(each.queued for each in readings),
+                sum(each.prefix_tokens for each in readings),
+                sum(each.prefix_hits for each in readings),
+            )
 
 
 def _order(loads: Sequence[int], rank: int, number: int) -> tuple[int, int]:
