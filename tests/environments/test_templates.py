@@ -12,7 +12,8 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from fivefold.data.dialog import Dialog, History, _same
+from fivefold.data.chat_template import common_length
+from fivefold.data.dialog import Dialog, History
 from fivefold.data.tool_calls import ToolCall
 from fivefold.errors import UserError
 from tests.data.test_dialog import TOOL, dialog_of
@@ -84,7 +85,7 @@ def test_tools_are_refused_where_no_parser_reads_what_the_template_writes(stem):
 def test_calls_are_read_by_the_parser_that_reads_them_back(stem):
     from fivefold.data.tool_calls import PARSERS
 
-    assert dialog(stem, True, "template").parser is PARSERS[WITH_TOOLS[stem]]
+    assert dialog(stem, True, "template").reader.parser is PARSERS[WITH_TOOLS[stem]]
 
 
 @pytest.mark.parametrize("stem", sorted({*WITH_TOOLS, *WITHOUT_TOOLS} - RENDERED))
@@ -101,11 +102,11 @@ WORDS = st.text("abc 1.", min_size=1, max_size=8).map(str.strip).filter(bool)
 def said(one: Dialog, data: st.DataObject, has_tools: bool) -> tuple[dict, list[int], list, list[ToolCall]]:
     """(a turn, its tokens as the template writes it, with its end; what answers it; its calls)."""
     calls = [ToolCall("add", {"a": data.draw(st.integers(0, 99))})] if has_tools and data.draw(st.booleans()) else []
-    own = {"role": "assistant", "content": "" if calls else data.draw(WORDS), **one._with(calls)}
+    own = one.template.turn("" if calls else data.draw(WORDS), calls)
     question = [{"role": "user", "content": "Q"}]
-    before, whole = one._text(question, True), one._text([*question, own], False)
-    tokens = one._encode(whole[_same(before, whole) :])
-    end = next((place + 1 for place, token in enumerate(tokens) if token in one.ends), len(tokens))
+    before, whole = one.template.render(question, True), one.template.render([*question, own], False)
+    tokens = one.template.encode(whole[common_length(before, whole) :])
+    end = next((place + 1 for place, token in enumerate(tokens) if token in one.template.ends), len(tokens))
     answer = {"role": "tool" if calls else "user", "content": data.draw(WORDS)}
     return own, tokens[:end], [answer | ({"name": "add", "tool_call_id": "call00000"} if calls else {})], calls
 
@@ -121,10 +122,10 @@ def test_conversations_extend_to_the_template_s_rendering_or_check_says_where_no
     for _ in range(data.draw(st.integers(1, 4))):
         own, tokens, answers, calls = said(one, data, has_tools)
         follow = one.follow(answers, calls)
-        held += tokens[: -1 if tokens[-1] in one.ends else None] + follow
+        held += tokens[: -1 if tokens[-1] in one.template.ends else None] + follow
         assert one.read(tokens).calls == calls
         messages += [own, *answers]
-        rendered = one._encode(one._text(messages, True))
+        rendered = one.template.encode(one.template.render(messages, True))
         assert held == rendered or stem not in KEPT
         held = held if stem in KEPT else rendered
 

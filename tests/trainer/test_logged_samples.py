@@ -9,6 +9,7 @@ import torch
 
 from fivefold.algo.objective import make_objective
 from fivefold.columns import Column
+from fivefold.data.chat_template import ChatTemplate
 from fivefold.data.dialog import Dialog
 from fivefold.observability.run_logger import RunLogger
 from fivefold.rollout.packing import pack
@@ -105,7 +106,7 @@ def transcripts(mesh, counts, run_dir):
         batch = pack(own, stats, mesh.ranks, BatchPlan())
         objective.assign_advantages(batch, stats, mesh.ranks)
         batch[Column.OLD_LOGPROBS] = torch.zeros(len(batch.token_ids_T))
-        logged = LoggedSamples(count, mesh.ranks, Dialog(Letters(), {}, frozenset()))
+        logged = LoggedSamples(count, mesh.ranks, Dialog(ChatTemplate(Letters(), {}, frozenset())))
         work = StepWork(stats, batch, logged.rows(1, own, "train", stats))
         logged.complete(work, objective)
         directory = run_dir / f"{count}-{mesh.ranks.rank}"

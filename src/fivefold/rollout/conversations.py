@@ -15,8 +15,9 @@ from dataclasses import replace
 from typing import Any
 
 from fivefold.config.environment import EnvironmentConfig
-from fivefold.data.dialog import Answer, Dialog, check_messages
+from fivefold.data.dialog import Dialog, check_messages
 from fivefold.data.tool_calls import ToolCall, arguments_fault
+from fivefold.data.turn_reader import Answer
 from fivefold.distributed.ranks import Ranks
 from fivefold.engines.sampling import request_seed
 from fivefold.environments.pool import EnvironmentFailure, EnvironmentPool, Place, ToolAnswer
@@ -265,7 +266,7 @@ class Conversations:
             added = self.dialog.continued(current.tokens, rendered)
             if added is None:
                 return rendered, "template"
-            follow, is_ended = added, current.token_ids[-1] in self.dialog.ends
+            follow, is_ended = added, current.token_ids[-1] in self.dialog.template.ends
         held.count("turns/inserted_ends", not is_ended)
         return follow, None
 

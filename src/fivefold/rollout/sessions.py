@@ -116,10 +116,10 @@ class Dialogs:
         key = json.dumps(tools, sort_keys=True)
         with self._lock:
             if key not in self._known:
-                own = self._dialog
+                own = self._dialog.template
                 try:
                     schemas = [_as_schema(tool) for tool in tools]
-                    self._known[key] = Dialog.of(own.tokenizer, own.template, own.ends, schemas, own.history)
+                    self._known[key] = Dialog.of(own.tokenizer, own.arguments, own.ends, schemas, self._dialog.history)
                 except UserError as error:
                     self._known[key] = error
             found = self._known[key]
@@ -372,13 +372,13 @@ def _for_template(
     messages: Sequence[dict[str, Any]], dialog: Dialog, before: Sequence[dict[str, Any]] = ()
 ) -> list[dict[str, Any]]:
     """Return messages as a chat template takes them: no special tokens in their texts, and tools named in their answers."""
-    pattern = pattern_of(dialog.tokenizer)
+    pattern = pattern_of(dialog.template.tokenizer)
     places = dict(_places([*before, *messages]))
     found = []
     for message in messages:
         own = {**message, "content": escape(message["content"], pattern)}
         if calls := message.get("tool_calls"):
-            own["tool_calls"] = dialog._written([ToolCall(*_name_and_arguments(call)) for call in calls])
+            own["tool_calls"] = dialog.template.written([ToolCall(*_name_and_arguments(call)) for call in calls])
         if message["role"] == "tool":
             name, number = places.get(message.get("tool_call_id", ""), (message.get("name", "unknown"), 0))
             own |= {"name": name, "tool_call_id": f"call{number:05}"}

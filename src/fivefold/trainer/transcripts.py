@@ -68,4 +68,4 @@ def _break(sample: Sample, held: Sequence[int], context: Sequence[int], dialog: 
 
 
 def _text(tokens: Sequence[int], dialog: Dialog) -> str:
-    return str(dialog.tokenizer.decode(list(tokens), skip_special_tokens=False))
+    return dialog.template.decode(tokens)
