@@ -23,6 +23,7 @@ from typing import Any
 
 from fivefold.config.environment import EndpointConfig
 from fivefold.errors import UserError
+from fivefold.rollout.agent_answers import AgentAnswers
 from fivefold.rollout.agent_requests import AgentRequest
 from fivefold.rollout.http import Answer, Head, HttpError, HttpServer
 from fivefold.rollout.sessions import AgentTurn, Dialogs, RefusedError, Session
@@ -58,8 +59,9 @@ class Endpoint:
 
     def __init__(self, dialogs: Dialogs, config: EndpointConfig, model: str, max_turns: int, max_tokens: int) -> None:
         """`model`: the name in answers; `max_tokens`: maximum length of a context with its answer."""
-        self._dialogs, self._config, self._model = dialogs, config, model
+        self._dialogs, self._config = dialogs, config
         self._max_turns, self._max_tokens = max_turns, max_tokens
+        self._answers = AgentAnswers(dialogs.of(()), model, max_tokens)
         self._sessions: dict[int, tuple[Session, Ask]] = {}
         self._numbers = count()
         self._begun = 0
@@ -148,7 +150,7 @@ class Endpoint:
         session, ask = found
         try:
             if route == _MODELS:
-                await answer.send({"object": "list", "data": [self._about()]})
+                await answer.send(self._answers.models())
                 return
             wants = await self._parsed(body)
             turn = await self._turn(session, ask, route, head, body, wants)
@@ -233,17 +235,17 @@ class Endpoint:
         turn.work.result()
         answer.on_reset = lambda: self._dropped(turn)
         if route == _TOKENS:
-            await answer.send(self._tokens(turn, name, wants))
+            await answer.send(self._answers.tokens(turn, name, wants))
             return
         logprobs = None
         if wants.get("logprobs"):
-            logprobs = await self._loop.run_in_executor(self._workers, self._logprobs, turn)
+            logprobs = await self._loop.run_in_executor(self._workers, self._answers.logprobs, turn)
         if not wants.get("stream"):
-            await answer.send(self._chat(turn, name, wants, logprobs))
+            await answer.send(self._answers.chat(turn, name, wants, logprobs))
             return
         if not answer.is_begun:
             answer.begin_events()
-        *chunks, last = self._chunks(turn, name, wants, logprobs)
+        *chunks, last = self._answers.chunks(turn, name, wants, logprobs)
         for chunk in chunks:
             answer.event(chunk)
         await answer.end_events(last, "[DONE]")
@@ -254,95 +256,12 @@ class Endpoint:
         if turn.state == "read" and not turn.children:
             turn.state = "unread"
 
-    def _about(self) -> dict[str, Any]:
-        return {
-            "id": self._model,
-            "object": "model",
-            "created": 0,
-            "owned_by": "fivefold",
-            "max_model_len": self._max_tokens,
-        }
-
-    def _chat(self, turn: AgentTurn, name: str, wants: Any, logprobs: Any) -> dict[str, Any]:
-        assert turn.completion is not None
-        message = {**turn.answer, "content": turn.answer["content"] or (None if turn.calls else ""), "refusal": None}
-        choice = {"index": 0, "message": message, "finish_reason": turn.finish, "logprobs": logprobs}
-        found = {**self._begin(turn, name, "chat.completion"), "choices": [choice], "usage": _usage(turn)}
-        if wants.get("return_token_ids"):
-            choice["token_ids"] = turn.completion.token_ids
-            found["prompt_token_ids"] = turn.context
-        return found
-
-    def _chunks(self, turn: AgentTurn, name: str, wants: Any, logprobs: Any) -> list[dict[str, Any]]:
-        """Return the events of a streamed answer."""
-        assert turn.completion is not None
-        begin = self._begin(turn, name, "chat.completion.chunk")
-        deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
-        if turn.answer["content"]:
-            deltas.append({"content": turn.answer["content"]})
-        deltas += [
-            {"tool_calls": [{"index": place, **call}]} for place, call in enumerate(turn.answer.get("tool_calls", ()))
-        ]
-        found = [{**begin, "choices": [{"index": 0, "delta": delta, "finish_reason": None}]} for delta in deltas]
-        last: dict[str, Any] = {"index": 0, "delta": {}, "finish_reason": turn.finish, "logprobs": logprobs}
-        found.append({**begin, "choices": [last]})
-        if wants.get("return_token_ids"):
-            found[0]["prompt_token_ids"] = turn.context
-            last["token_ids"] = turn.completion.token_ids
-        options = wants.get("stream_options")
-        if isinstance(options, dict) and options.get("include_usage"):
-            found.append({**begin, "choices": [], "usage": _usage(turn)})
-        return found
-
-    def _tokens(self, turn: AgentTurn, name: str, wants: Any) -> dict[str, Any]:
-        """Return the answer to a request for tokens, as vLLM writes it."""
-        assert turn.completion is not None
-        pairs = zip(turn.completion.token_ids, turn.completion.logprobs, strict=True)
-        content: list[dict[str, Any]] = [
-            {"token_id": token, "logprob": value, "rank": None, "top_logprobs": []} for token, value in pairs
-        ]
-        choice = {
-            "index": 0,
-            "token_ids": turn.completion.token_ids,
-            "finish_reason": turn.completion.finish_reason,
-            "logprobs": {"content": content},
-        }
-        request = wants.get("request_id")
-        return {
-            "request_id": request if isinstance(request, str) else name,
-            "model": self._model,
-            "choices": [choice],
-            "usage": _usage(turn),
-            "prompt_logprobs": None,
-            "kv_transfer_params": None,
-        }
-
-    def _begin(self, turn: AgentTurn, name: str, kind: str) -> dict[str, Any]:
-        return {"id": f"chatcmpl-{name}", "object": kind, "created": turn.created, "model": self._model}
-
-    def _logprobs(self, turn: AgentTurn) -> dict[str, Any]:
-        assert turn.completion is not None
-        texts = [self._dialogs.of(()).text([token]) for token in turn.completion.token_ids]
-        return {
-            "content": [
-                {"token": text, "logprob": value, "bytes": list(text.encode(errors="replace")), "top_logprobs": []}
-                for text, value in zip(texts, turn.completion.logprobs, strict=True)
-            ],
-            "refusal": None,
-        }
-
 
 _NO_RETRY = {"x-should-retry": "false"}
 
 
 def _ended() -> HttpError:
     return HttpError(HTTPStatus.CONFLICT, "the trajectory has ended", "trajectory_ended", _NO_RETRY)
-
-
-def _usage(turn: AgentTurn) -> dict[str, int]:
-    assert turn.completion is not None
-    read, sampled = turn.context_length, len(turn.completion.token_ids)
-    return {"prompt_tokens": read, "completion_tokens": sampled, "total_tokens": read + sampled}
 
 
 def _json(body: bytes) -> Any:
