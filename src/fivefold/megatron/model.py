@@ -12,7 +12,6 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from fivefold.backend.offload import Offload
 from fivefold.backend.shares import HostCopies
 from fivefold.config.learners import PolicyConfig
 from fivefold.distributed.groups import as_world
@@ -22,7 +21,7 @@ from fivefold.megatron.chunks import build_chunks
 from fivefold.megatron.layers.adapters import switched_off
 from fivefold.megatron.layers.attention import make_packing
 from fivefold.megatron.mesh import Mesh
-from fivefold.megatron.offload import later_moments, tensors_of
+from fivefold.megatron.offload import offload_of
 from fivefold.megatron.optim.updater import build_updater
 from fivefold.megatron.replica_check import verify_copies
 from fivefold.megatron.routers import Routers
@@ -105,18 +104,9 @@ class MegatronModel:
                 sequences=policy.sequences_per_forward,
             )
             self._weights = ModelWeights(
-                self._chunks,
-                self.spec,
-                mesh,
-                policy,
-                directory,
-                bucket_mb=bucket_mb,
-                read_weights=read_weights,
-                torch_dist=torch_dist,
-                adapters=adapters,
-                engine_dtype=engine_dtype,
-                seed=seed,
-            )
+                self._chunks, self.spec, mesh, policy, directory, bucket_mb=bucket_mb, read_weights=read_weights,
+                torch_dist=torch_dist, adapters=adapters, engine_dtype=engine_dtype, seed=seed,
+            )  # fmt: skip
             self.value_head_is_new = self._weights.value_head_is_new
             """The value head was initialized to 0, because the directory has none."""
             self.has_mtp = policy.mtp.train
@@ -134,12 +124,7 @@ class MegatronModel:
                 config.finalize_model_grads_func = self._finalize
                 config.grad_scale_func = self._updater.optimizer.scale_loss
             self._copies = HostCopies(mesh.device)
-            self._offload = Offload(
-                policy.offload,
-                mesh.device,
-                lambda part: tensors_of(part, self._chunks, self._updater),
-                lambda: later_moments(self._updater),
-            )
+            self._offload = offload_of(policy.offload, mesh.device, self._chunks, self._updater)
 
     @property
     def version(self) -> int:

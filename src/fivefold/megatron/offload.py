@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from fivefold.backend.offload import Offload
+from fivefold.config.learners import OffloadConfig
 from fivefold.megatron.layers.layer_spec import PolicyModel
 from fivefold.megatron.optim.adam import initial_state
 from fivefold.megatron.optim.updater import Updater
 
 
-def tensors_of(name: str, chunks: list[PolicyModel], updater: Updater | None) -> list[Tensor]:
+def offload_of(settings: OffloadConfig, device: torch.device, chunks: list[PolicyModel], updater: Updater | None) -> Offload:
+    """Return what offloads a model's parts."""
+    return Offload(settings, device, partial(tensors_of, chunks, updater), partial(later_moments, updater))
+
+
+def tensors_of(chunks: list[PolicyModel], updater: Updater | None, name: str) -> list[Tensor]:
     """Return the tensors of a part: parameters, optimizer, gradients."""
     parameters = [parameter.data for chunk in chunks for parameter in chunk.parameters()]
     if name == "parameters":
