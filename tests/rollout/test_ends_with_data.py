@@ -62,11 +62,10 @@ def test_a_source_gives_nothing_after_the_last_whole_round_of_prompts(end, calls
     prompts = PromptQueue(PromptLoader(range(8), 8, 0, False), Log(), end=end)
 
     class Generator:
-        def sample(self, prompts, *arguments):
+        def sample(self, prompts, *arguments, counts):
             return [*prompts]
 
-        def record_conversations(self):
-            pass
+        def record_counts(self, counts): ...
 
     source = EngineRollouts(Generator(), prompts, Log(), Sampling(max_tokens=1), seed=0, group_size=1, prompts_per_call=8)
     given = [source.next(step) for step in range(9)]
