@@ -16,6 +16,7 @@ from fivefold.rollout.packing import pack
 from fivefold.rollout.stats import BatchPlan, gather_stats
 from fivefold.trainer.logged_samples import LoggedSamples
 from fivefold.trainer.step_work import StepWork
+from fivefold.trainer.transcripts import transcript
 from fivefold.types import Group, Prompt, Sample, Turn
 
 LAYOUTS = ["d1", "d2", "t2", "c2", "p2", "d2t2"]
@@ -136,6 +137,14 @@ def test_transcripts_have_every_turn_with_its_tokens_and_advantages(cluster, tmp
     first, other = every[1]["sequences"]
     assert other["break"] == {"cause": "template", "at": 2, "held": "f", "now": "h"}
     assert first["advantages"] == other["advantages"] == [0.5] and every[1]["end"] == "done"
+
+
+def test_a_transcript_of_data_has_no_log_probs():
+    group = several_turns()[0]
+    one = group.samples[0]
+    one.logprobs = []
+    (sequence,) = transcript(group, 0, [one], [0], Dialog(ChatTemplate(Letters(), {}, frozenset())))["sequences"]
+    assert sequence["logprobs"] == [None] * 4 and sequence["texts"] == ["c", "d", "i", "e"]
 
 
 def test_responses_of_one_turn_have_no_transcript(cluster, tmp_path):

@@ -27,6 +27,8 @@ def transcript(
     for sample, row in zip(sequences, rows, strict=True):
         context = group.context_of(sample)
         mask = [True] * len(sample.token_ids) if sample.loss_mask is None else sample.loss_mask
+        # Responses of data were sampled by no engine.
+        logprobs: Sequence[float | None] = sample.logprobs or [None] * len(mask)
         one = {
             "row": row,
             "break": None if held is None else _break(sample, held, context, dialog),
@@ -35,7 +37,7 @@ def transcript(
             "tokens": sample.token_ids,
             "texts": [_text([token], dialog) for token in sample.token_ids],
             "mask": mask,
-            "logprobs": [value if own else None for value, own in zip(sample.logprobs, mask, strict=True)],
+            "logprobs": [value if own else None for value, own in zip(logprobs, mask, strict=True)],
             "turns": [
                 vars(turn)
                 | {
