@@ -83,7 +83,7 @@ def _part(name: str, seconds: float, earlier: Sequence[Rate]) -> Iterator[dict[s
             if process.wait(_GRACE):
                 text = errors.read_text(errors="replace").strip().splitlines()
                 yield {
-                    "fault": f"it ended with {process.returncode}: {shown(text[-1] if lines else 'it printed nothing', 200)}"
+                    "fault": f"it ended with {process.returncode}: {shown(text[-1] if text else 'it printed nothing', 200)}"
                 }
         except (TimeoutError, subprocess.TimeoutExpired):
             yield {"fault": f"stopped, it did not end within {seconds:.0f} seconds"}
