@@ -131,10 +131,10 @@ def before(values_T: Tensor) -> Tensor:
 
 def returns_of(rewards_NL: Tensor, factor: float) -> Tensor:
     """[N, L] x_t + factor · x_{t+1} + factor² · x_{t+2} + ..."""
-    found_NL = rewards_NL.clone()
+    returns_NL = rewards_NL.clone()
     for place in range(rewards_NL.shape[1] - 2, -1, -1):
-        found_NL[:, place] += factor * found_NL[:, place + 1]
-    return found_NL
+        returns_NL[:, place] += factor * returns_NL[:, place + 1]
+    return returns_NL
 
 
 class Table:
@@ -155,9 +155,9 @@ class Table:
         self.is_last_NL = torch.arange(longest)[None] == count_N[:, None] - 1
 
     def rows(self, values_T: Tensor) -> Tensor:
-        found_NL = torch.zeros(self.present_NL.shape, dtype=torch.float64)
-        found_NL[self._row_S, self._column_S] = values_T[self._place_S].double()
-        return found_NL
+        values_NL = torch.zeros(self.present_NL.shape, dtype=torch.float64)
+        values_NL[self._row_S, self._column_S] = values_T[self._place_S].double()
+        return values_NL
 
     def rewards(self, advantages_N: Tensor, penalties_T: Tensor) -> Tensor:
         """[N, L] reward of each token: minus its penalty, plus the advantage of the response at the last token."""

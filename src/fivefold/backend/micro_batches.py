@@ -237,11 +237,11 @@ class MicroBatches:
 
 def tokens_ahead(batch: TokenBatch, steps: int) -> Tensor:
     """[T] the token `steps` positions after each one; 0 past the end of its sample."""
-    found, start = torch.zeros_like(batch.token_ids_T), 0
+    later_T, start = torch.zeros_like(batch.token_ids_T), 0
     for length in batch.lengths_N:
-        found[start : start + max(0, length - steps)] = batch.token_ids_T[start + steps : start + length]
+        later_T[start : start + max(0, length - steps)] = batch.token_ids_T[start + steps : start + length]
         start += length
-    return found
+    return later_T
 
 
 def targets_ahead(batch: TokenBatch, depth: int) -> Tensor:

@@ -43,7 +43,7 @@ class Mesh:
 
 def build_mesh(ranks: Ranks, device: torch.device, replicas: int = 1) -> Mesh:
     """Create the groups of the layout of `ranks`, within the running process group."""
-    layout, here = ranks.layout, ranks.coords
+    layout, coords = ranks.layout, ranks.coords
     per_copy = layout.dp // replicas
     assert layout.dp == replicas * per_copy, f"{replicas} replicas do not divide d{layout.dp}"
     places = {ranks.first + rank: layout.coordinates(rank) for rank in range(layout.world_size)}
@@ -53,10 +53,10 @@ def build_mesh(ranks: Ranks, device: torch.device, replicas: int = 1) -> Mesh:
         members = [
             rank
             for rank, place in places.items()
-            if (not same.get("tp") or place.tp == here.tp)
-            and (not same.get("cp") or place.cp == here.cp)
-            and (not same.get("copy") or place.dp // per_copy == here.dp // per_copy)
-            and (not same.get("part") or place.dp % per_copy == here.dp % per_copy)
+            if (not same.get("tp") or place.tp == coords.tp)
+            and (not same.get("cp") or place.cp == coords.cp)
+            and (not same.get("copy") or place.dp // per_copy == coords.dp // per_copy)
+            and (not same.get("part") or place.dp % per_copy == coords.dp % per_copy)
         ]
         created: dist.ProcessGroup = dist.new_group(members, timeout=ranks.timeout)
         return created
@@ -69,7 +69,7 @@ def build_mesh(ranks: Ranks, device: torch.device, replicas: int = 1) -> Mesh:
         fsdp = DeviceMesh.from_group(shard, device.type, mesh_dim_names=("shard",))
     else:
         rows = [
-            [rank for rank, place in places.items() if place.tp == here.tp and place.dp // per_copy == copy]
+            [rank for rank, place in places.items() if place.tp == coords.tp and place.dp // per_copy == copy]
             for copy in range(replicas)
         ]
         fsdp = DeviceMesh.from_group([copies, shard], device.type, mesh=torch.tensor(rows), mesh_dim_names=("copy", "shard"))

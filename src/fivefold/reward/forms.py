@@ -173,8 +173,8 @@ def lists_matter(function: RewardFunction, scored: Scored) -> bool:
         if parameters.takes_any or parameter in parameters.named
     }
     other = LISTS.arguments({**scored, "response": f"{scored['response']} {scored['response']}."})
-    alone = [*_awaited(function(**chosen)), *_awaited(function(**{each: other[each] for each in chosen}))]
-    both = _awaited(function(**{each: [*value, *other[each]] for each, value in chosen.items()}))
+    alone = [*_awaited(function(**chosen)), *_awaited(function(**{name: other[name] for name in chosen}))]
+    both = _awaited(function(**{name: [*value, *other[name]] for name, value in chosen.items()}))
     return list(both) != alone
 
 
