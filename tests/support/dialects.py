@@ -29,6 +29,6 @@ def translated(system: str, *words: str, tree: str = "") -> Translation:
 
 
 def config(system: str, *words: str, tree: str = "") -> RunConfig:
-    found = translated(system, *words, tree=tree)
-    assert found.refusals == []
-    return RunConfig.from_tree(found.tree)
+    translation = translated(system, *words, tree=tree)
+    assert translation.refusals == []
+    return RunConfig.from_tree(translation.tree)
