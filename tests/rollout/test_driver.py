@@ -266,7 +266,7 @@ def test_fewer_requests_are_in_flight_while_servers_are_full_and_the_youngest_wa
     found, flying = {}, []
     while one.driver.is_running:
         found |= {held.task.key: held for held in one.driver.advance(0.02)}
-        flying.append(len(one.driver._asked) - len(one.driver._queue.parked))
+        flying.append(len(one.driver._requests) - len(one.driver._queue.parked))
         if len(found) >= 6:
             is_full.clear()
     assert content(found) == undisturbed
@@ -388,7 +388,7 @@ def test_discarded_trajectories_leave_no_environment_and_change_no_other(rig, un
     deadline = time.monotonic() + 10.0
     while list(tmp_path.iterdir()) and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert not list(tmp_path.iterdir()) and not one.driver._asked and not one.driver._started and not one.driver._members
+    assert not list(tmp_path.iterdir()) and not one.driver._requests and not one.driver._started and not one.driver._members
 
 
 def test_trajectories_may_be_added_while_others_run(rig, undisturbed):

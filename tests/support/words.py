@@ -34,6 +34,8 @@ CODE_WORDS = {
     r"asks for|asked for|(?:is|are) asked(?! to)": "requests, requested, needs",
 }
 """Words that describe people, and not code: not for tests, in which commands, models and servers do answer."""
+EMPTY_NAMES = {"found", "own", "said", "each"}
+"""Names of locals and parameters that do not say what they hold. The tests are not looked at."""
 LONGEST_NAME = 80
 """Letters of a test's name."""
 SHORTEST_MESSAGE = 3
@@ -92,17 +94,28 @@ def long_names(paths: list[Path]) -> Iterator[str]:
                 yield f"{path}:{node.lineno}: {node.name}: a test's name has at most {LONGEST_NAME} letters"
 
 
+def empty_names(paths: list[Path]) -> Iterator[str]:
+    """One line for each local and parameter of the source whose name does not say what it holds."""
+    for path in paths:
+        for node in ast.walk(ast.parse(path.read_text())):
+            is_stored = isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+            name = node.id if is_stored else node.arg if isinstance(node, ast.arg) else ""
+            if name in EMPTY_NAMES:
+                yield f"{path}:{node.lineno}: {name}: name it for what it holds"
+
+
 def main() -> int:
     tests = sorted((ROOT / "tests").rglob("*.py"))
     directories = [path for name in ("src", "examples", "benchmarks") for path in sorted((ROOT / name).rglob("*.py"))]
     pages = [path for name in ("docs", "examples", "benchmarks") for path in sorted((ROOT / name).rglob("*.md"))]
     pages += [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
-    found = [
+    problems = [
         *faults([*directories, *pages, *(path for path in tests if path != Path(__file__).resolve())]),
         *long_names(tests),
+        *empty_names(sorted((ROOT / "src" / "fivefold").rglob("*.py"))),
     ]
-    print("\n".join(found) or "plain English: no word of the list")
-    return bool(found)
+    print("\n".join(problems) or "plain English: no word of the list")
+    return bool(problems)
 
 
 if __name__ == "__main__":

@@ -29,8 +29,8 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         (index,) = ctx.saved_tensors
-        found = grad.new_zeros(ctx.rows, *grad.shape[1:], dtype=torch.float32).index_add_(0, index, grad.float())
-        return found.to(grad.dtype), None
+        summed = grad.new_zeros(ctx.rows, *grad.shape[1:], dtype=torch.float32).index_add_(0, index, grad.float())
+        return summed.to(grad.dtype), None
 
 
 def attend(
@@ -107,7 +107,7 @@ def _padded(
         q = query[bucket.queries.clamp(min=0)].transpose(1, 2)
         k, v = (tensor[bucket.keys.clamp(min=0)].transpose(1, 2) for tensor in (key, value))
         mask = None
-        if not bucket.whole or (window is not None and bucket.keys.shape[1] > window):
+        if not bucket.is_whole or (window is not None and bucket.keys.shape[1] > window):
             before = (bucket.key_lengths - bucket.query_lengths)[:, None, None]
             place = torch.arange(bucket.queries.shape[1], device=query.device)[:, None] + before
             distance = place - torch.arange(bucket.keys.shape[1], device=query.device)

@@ -68,12 +68,12 @@ def _row_sums(logits: Tensor, targets: Tensor, scale: float) -> Tensor:
     """Compute `kernels.logits.row_sums` in plain PyTorch; overwrites the logits."""
     if scale != 1.0:
         logits.mul_(scale)
-    here = (targets >= 0) & (targets < logits.shape[1])
+    is_inside = (targets >= 0) & (targets < logits.shape[1])
     picked = logits.gather(1, targets.clamp(0, logits.shape[1] - 1)[:, None])[:, 0]
     largest = logits.amax(1)
     weights = (logits - largest[:, None]).exp_()
     total = weights.sum(1)
-    return torch.stack([largest, total, weights.mul_(logits).sum(1), torch.where(here, picked, 0.0)])
+    return torch.stack([largest, total, weights.mul_(logits).sum(1), torch.where(is_inside, picked, 0.0)])
 
 
 def _row_gradient(
@@ -94,9 +94,9 @@ def _row_gradient(
     # d logprob / d logit = [target] - p;  d entropy / d logit = -p (log p + entropy)
     grad = p * -of_logprob[:, None]
     grad -= of_entropy[:, None] * p * (log_p + entropy[:, None])
-    here = (targets >= 0) & (targets < logits.shape[1])
+    is_inside = (targets >= 0) & (targets < logits.shape[1])
     target = targets.clamp(0, logits.shape[1] - 1)[:, None]
-    grad.scatter_add_(1, target, torch.where(here, of_logprob, 0.0)[:, None])
+    grad.scatter_add_(1, target, torch.where(is_inside, of_logprob, 0.0)[:, None])
     return grad.mul_(scale).to(dtype)
 
 
@@ -118,8 +118,8 @@ class _LogProbs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         tokens = hidden_SD.shape[0]
         # Rows: largest logit; sum of exp, sum of exp * logit, the target's logit.
-        found = hidden_SD.new_zeros((4, tokens), dtype=torch.float32)
-        found[0] = -torch.inf
+        statistics = hidden_SD.new_zeros((4, tokens), dtype=torch.float32)
+        statistics[0] = -torch.inf
         rows = max(1, (_chunk_elements(hidden_SD) if cap is None else CHUNK_ELEMENTS) // max(valid, 1))
         weight = weight_VD[:valid].detach()
         local_S = targets_S - start
@@ -127,12 +127,12 @@ class _LogProbs(torch.autograd.Function):
         if valid:
             for begin in range(0, tokens, rows):
                 chunk = slice(begin, begin + rows)
-                found[:, chunk] = row_sums(_logits(hidden_SD[chunk], weight, cap), local_S[chunk], inverse_temperature)
-        largest_S, sums = found[0], found[1:]
+                statistics[:, chunk] = row_sums(_logits(hidden_SD[chunk], weight, cap), local_S[chunk], inverse_temperature)
+        largest_S, sums = statistics[0], statistics[1:]
         if group is not None and group.size() > 1:
-            own_S = largest_S.clone()
+            local_largest_S = largest_S.clone()
             dist.all_reduce(largest_S, dist.ReduceOp.MAX, group=group)
-            sums[:2] *= (own_S - largest_S).exp()
+            sums[:2] *= (local_largest_S - largest_S).exp()
             dist.all_reduce(sums, group=group)
         log_sum_S = largest_S + sums[0].log()
         entropy_S = log_sum_S - sums[1] / sums[0]
@@ -181,10 +181,10 @@ class _LogProbs(torch.autograd.Function):
                 add_product(grad_weight[:valid], grad, hidden)
             # The next chunk's logits reuse its memory.
             del grad, logits, slope
-        given = None
+        returned = None
         if trains and grad_weight is not None:
-            given = grad_weight.to(weight_VD.dtype) if buffer is None else buffer[1](weight_VD)
-        return grad_hidden, given, None, None, None, None, None, None, None
+            returned = grad_weight.to(weight_VD.dtype) if buffer is None else buffer[1](weight_VD)
+        return grad_hidden, returned, None, None, None, None, None, None, None
 
 
 def _chunk_elements(tensor: Tensor) -> int:

@@ -29,7 +29,7 @@ class Bucket:
     """[pieces, most keys] indices of gathered tokens."""
     key_lengths: Tensor
     query_lengths: Tensor
-    whole: bool
+    is_whole: bool
     """In every piece the queries are the same tokens as the keys: no explicit mask is needed."""
 
 
@@ -110,8 +110,8 @@ def make_packing(
     start = 0
     for length, (begin, before) in zip(lengths, prefixes, strict=True):
         if cp == 1:
-            own = torch.arange(start, start + length)
-            pieces.append((start, length, torch.cat([torch.arange(begin, begin + before), own]) if before else own))
+            piece = torch.arange(start, start + length)
+            pieces.append((start, length, torch.cat([torch.arange(begin, begin + before), piece]) if before else piece))
         else:
             chunk = length // multiple
             # Place of position p of this sequence among the tokens of all ranks, one rank after the other.
@@ -143,8 +143,8 @@ def _buckets(pieces: Sequence[Piece], device: torch.device) -> tuple[Bucket, ...
     for piece in pieces:
         is_whole = len(piece[2]) == piece[1]
         by_size.setdefault(((len(piece[2]) - 1).bit_length(), is_whole), []).append(piece)
-    found = []
-    for (_, whole), members in by_size.items():
+    buckets = []
+    for (_, alike), members in by_size.items():
         query_lengths = torch.tensor([size for _, size, _ in members])
         starts = torch.tensor([start for start, *_ in members])
         offsets = torch.arange(int(query_lengths.max()))
@@ -152,5 +152,5 @@ def _buckets(pieces: Sequence[Piece], device: torch.device) -> tuple[Bucket, ...
         keys = torch.nn.utils.rnn.pad_sequence([index for *_, index in members], batch_first=True, padding_value=-1)
         key_lengths = torch.tensor([len(index) for *_, index in members])
         rows = [to_device(tensor, device) for tensor in (queries, keys, key_lengths, query_lengths)]
-        found.append(Bucket(rows[0], rows[1], rows[2], rows[3], whole))
-    return tuple(found)
+        buckets.append(Bucket(rows[0], rows[1], rows[2], rows[3], alike))
+    return tuple(buckets)

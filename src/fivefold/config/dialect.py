@@ -87,7 +87,7 @@ class Translation:
         """Everything that keeps the run from being the one that the configuration describes, one sentence each."""
         return [
             *self.faults,
-            *(f"{each.key}={each.shown}: {each.reason}" for each in self.outcomes if each.is_refused),
+            *(f"{outcome.key}={outcome.shown}: {outcome.reason}" for outcome in self.outcomes if outcome.is_refused),
         ]
 
 

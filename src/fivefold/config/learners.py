@@ -208,15 +208,15 @@ class PolicyConfig:
         reference's."""
         return self.share_prefix and layout.cp == 1 and not self.has_router_terms and not self.mtp.train
 
-    def for_role(self, backend: str | None, megatron: MegatronConfig | None, **own: Any) -> PolicyConfig:
+    def for_role(self, backend: str | None, megatron: MegatronConfig | None, **changes: Any) -> PolicyConfig:
         """Settings of another model: these, except where its section sets its own. Raises ValueError if `backend` is not a
         layout.
 
         A different layout does not inherit this layout's pipeline split.
         """
         # Adapters come only from a model's own section, and only the policy predicts further tokens.
-        own = {"lora": LoraConfig(), "mtp": MTPConfig(), **own}
-        settings = replace(self, **own) if backend is None else replace(self, backend=backend, **own)
+        changes = {"lora": LoraConfig(), "mtp": MTPConfig(), **changes}
+        settings = replace(self, **changes) if backend is None else replace(self, backend=backend, **changes)
         if megatron is None:
             is_same = settings.backend == self.backend or settings.layout.is_same(self.layout)
             megatron = self.megatron if is_same else replace(self.megatron, pipeline={})
@@ -244,9 +244,9 @@ class FrozenConfig:
 
     def settings(self, policy: PolicyConfig) -> PolicyConfig:
         """Return all settings of the model."""
-        own = {item.name: getattr(self, item.name) for item in fields(self) if item.name in _OWN}
-        own = {name: value for name, value in own.items() if value is not None}
-        return policy.for_role(self.backend, self.megatron, **own)
+        changes = {item.name: getattr(self, item.name) for item in fields(self) if item.name in _OWN}
+        changes = {name: value for name, value in changes.items() if value is not None}
+        return policy.for_role(self.backend, self.megatron, **changes)
 
 
 _OWN = ("lora", "optimizer", "fsdp", "recompute", "tokens_per_micro_batch", "sequences_per_forward", "offload")

@@ -63,10 +63,10 @@ class ModelConfig:
     def described_by(self, path: str) -> str:
         """Return the directory or hub id with the config.json for the model in `path`, which differs from `path` for a
         Megatron-Core checkpoint, and for a local model with `overrides`."""
-        found = (self.config or str(config_next_to(path) or path)) if is_torch_dist(path) else path
-        if self.overrides and path == self.path and Path(found).is_dir():
-            return str(overridden(Path(found), self.overrides))
-        return found
+        described = (self.config or str(config_next_to(path) or path)) if is_torch_dist(path) else path
+        if self.overrides and path == self.path and Path(described).is_dir():
+            return str(overridden(Path(described), self.overrides))
+        return described
 
 
 @dataclass(frozen=True)

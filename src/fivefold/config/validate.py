@@ -55,12 +55,12 @@ def _check_layouts(findings: Findings, config: Derived) -> None:
     policy = _check_layout(findings, "policy.backend", config.policy.backend)
     for name, of in further_sections(config).items():
         key, text = f"{name}.backend", of.backend
-        own = None if text is None else _check_layout(findings, key, text)
-        if policy is not None and own is not None and of.first_rank == 0:
+        layout = None if text is None else _check_layout(findings, key, text)
+        if policy is not None and layout is not None and of.first_rank == 0:
             findings.require(
-                own.world_size == policy.world_size,
+                layout.world_size == policy.world_size,
                 key,
-                f"shares the policy's ranks, so d·t·p·c must be {policy.world_size}: {own} has {own.world_size}; "
+                f"shares the policy's ranks, so d·t·p·c must be {policy.world_size}: {layout} has {layout.world_size}; "
                 f"write for example megatron:d{policy.world_size}, or leave it out for {policy}; "
                 f"or give it ranks of its own, {key.replace('backend', 'first_rank')}: {policy.world_size}",
             )
@@ -288,9 +288,9 @@ def _check_mixture(findings: Findings, data: DataConfig) -> None:
     findings.require(not twice, "domains", f"must name every data_source once: got {twice!r} twice")
     if not data.mixture:
         return
-    whole = sum(data.mixture.values())
-    if abs(whole - 1) > 1e-6:
-        findings.error("mixture", f"must have shares that sum to 1: got {whole:g}")
+    total = sum(data.mixture.values())
+    if abs(total - 1) > 1e-6:
+        findings.error("mixture", f"must have shares that sum to 1: got {total:g}")
         return
     try:
         counts(data.mixture, data.prompts_per_step)
@@ -350,7 +350,7 @@ def _check_rollout(findings: Findings, config: Derived) -> None:
 
 def _check_environment(findings: Findings, config: Derived) -> None:
     environment, data = config.environment, config.data
-    named = [REWARD in own for own in (config.reward.functions, *config.reward.by_source.values())]
+    named = [REWARD in weights for weights in (config.reward.functions, *config.reward.by_source.values())]
     findings.require(
         environment.reads_rows or not any(named),
         "reward.functions",
@@ -392,8 +392,8 @@ def _check_models(findings: Findings, config: Derived) -> None:
     _check_adapters(findings.at("policy"), config.policy)
     for name, role in config.roles.further_learners.items():
         _check_adapters(findings.at(name), role.settings)
-        own = {item.name for item in fields(role.section) if getattr(role.section, item.name) is not None}
-        _check_model(findings.at(name), role.settings, own, longest)
+        chosen = {item.name for item in fields(role.section) if getattr(role.section, item.name) is not None}
+        _check_model(findings.at(name), role.settings, chosen, longest)
     _check_mtp(findings.at("policy"), config.policy)
     on_fsdp = [role for role in config.roles.models.values() if role.layout.backend == "fsdp"]
     for role in on_fsdp:
@@ -428,11 +428,11 @@ def _check_shared_prefix(findings: Findings, policy: PolicyConfig, samples_per_p
         findings.ignore(key, "every prompt has one sample")
 
 
-def _ignore_settings(findings: Findings, section: str, given: LoraConfig | MTPConfig, reason: str) -> None:
+def _ignore_settings(findings: Findings, section: str, settings: LoraConfig | MTPConfig, reason: str) -> None:
     """Report the settings in a section that has no effect."""
-    usual = type(given)()
-    for item in fields(given):
-        if getattr(given, item.name) != getattr(usual, item.name):
+    usual = type(settings)()
+    for item in fields(settings):
+        if getattr(settings, item.name) != getattr(usual, item.name):
             findings.ignore(f"{section}.{item.name}", reason)
 
 
@@ -463,8 +463,8 @@ def _check_adapters(findings: Findings, settings: PolicyConfig) -> None:
         findings.ignore("lora.init", "the adapters of lora.path are not drawn")
     findings.require(bool(lora.target_modules), "lora.target_modules", f"must name linear maps, or {ALL}: got []")
     for key, needed in (("transformer_impl", "torch"), ("bridge_type", "native")):
-        found = getattr(megatron, key)
-        findings.require(found == needed, f"megatron.{key}", f"must be {needed} with adapters (lora): got {found}")
+        setting = getattr(megatron, key)
+        findings.require(setting == needed, f"megatron.{key}", f"must be {needed} with adapters (lora): got {setting}")
     for key, why in (
         ("moe_shared_expert_overlap", "adapters are next to layers that gather and scatter themselves"),
         ("moe_router_bias_update_rate", "with adapters nothing else of the model moves"),
@@ -483,17 +483,17 @@ def _check_mtp(findings: Findings, policy: PolicyConfig) -> None:
     message = "must be false with mtp.train: what lies ahead of a prompt's end differs between the samples that share it"
     findings.require(not policy.share_prefix, "share_prefix", message)
     for key, needed in (("transformer_impl", "torch"), ("bridge_type", "native")):
-        found = getattr(megatron, key)
-        findings.require(found == needed, f"megatron.{key}", f"must be {needed} with mtp.train: got {found}")
+        value = getattr(megatron, key)
+        findings.require(value == needed, f"megatron.{key}", f"must be {needed} with mtp.train: got {value}")
     key = "pipeline_model_parallel_layout"
     message = "must be left out with mtp.train: the last stage has the layers of multi-token prediction"
     findings.require(key not in megatron.pipeline, f"megatron.pipeline.{key}", message)
 
 
-def _check_model(findings: Findings, settings: PolicyConfig, own: Collection[str], longest: int) -> None:
-    """Check all settings of one model; the section sets those in `own`, and the policy's section checks the rest."""
+def _check_model(findings: Findings, settings: PolicyConfig, chosen: Collection[str], longest: int) -> None:
+    """Check all settings of one model; the section sets those in `chosen`, and the policy's section checks the rest."""
     megatron = settings.megatron
-    if "megatron" in own:
+    if "megatron" in chosen:
         megatron.options.check(findings)
         findings.require(
             settings.dtype != "float32" or not megatron.optimizer.get("optimizer_cpu_offload", False),
@@ -504,7 +504,7 @@ def _check_model(findings: Findings, settings: PolicyConfig, own: Collection[str
         for name in (*LOSS_SCALE, "loss_scale"):
             if name in megatron.optimizer and settings.dtype != "float16":
                 findings.ignore(f"megatron.optimizer.{name}", f"it is read in float16 only, and dtype is {settings.dtype}")
-    if "megatron" in own or "recompute" in own:
+    if "megatron" in chosen or "recompute" in chosen:
         findings.require(
             settings.recompute == "none" or "recompute_granularity" not in megatron.transformer,
             "recompute",
@@ -514,14 +514,14 @@ def _check_model(findings: Findings, settings: PolicyConfig, own: Collection[str
         if not findings.errors:
             # Options of wrong types cannot be compared.
             megatron.options.check_recompute(findings, settings.recompute, divides)
-    if "tokens_per_micro_batch" in own:
+    if "tokens_per_micro_batch" in chosen:
         findings.require(
             settings.tokens_per_micro_batch >= longest,
             "tokens_per_micro_batch",
             "must hold the longest sequence, max_prompt_tokens + max_response_tokens (a pair of them where pairs are "
             f"compared), which is {longest}: got {settings.tokens_per_micro_batch}; raise it or shorten the sequences",
         )
-    if "optimizer" in own:
+    if "optimizer" in chosen:
         _check_optimizer(findings.at("optimizer"), settings.optimizer)
 
 
@@ -534,8 +534,8 @@ def _check_optimizer(findings: Findings, optimizer: OptimizerConfig) -> None:
         f"must be a whole number, or a share of the run below 1: got {warmup:g}",
     )
     for key in ("min_lr", "warmup_init_lr"):
-        found = getattr(optimizer, key)
-        findings.require(found <= optimizer.lr, key, f"must be at most lr: {found} > {optimizer.lr}")
+        rate = getattr(optimizer, key)
+        findings.require(rate <= optimizer.lr, key, f"must be at most lr: {rate} > {optimizer.lr}")
     if optimizer.schedule != "constant" and optimizer.decay_steps is not None:
         findings.require(
             warmup < optimizer.decay_steps,

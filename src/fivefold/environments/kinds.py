@@ -35,8 +35,8 @@ KINDS = {
 
 def kind_of(name: str) -> tuple[str, str]:
     """Return (kind, what it names) of `environment.class`."""
-    kind, _, own = name.partition(":")
-    return (kind, own) if kind in KINDS else (FILE, name)
+    kind, _, rest = name.partition(":")
+    return (kind, rest) if kind in KINDS else (FILE, name)
 
 
 def is_server(tool: str) -> bool:

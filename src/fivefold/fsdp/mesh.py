@@ -31,7 +31,7 @@ class Mesh:
     """Ranks that hold the same shards."""
     cp: dist.ProcessGroup
     tp: dist.ProcessGroup
-    whole: dist.ProcessGroup
+    one_copy: dist.ProcessGroup
     """Ranks that together hold the whole model once."""
     fsdp: DeviceMesh
     """The mesh that FSDP shards over, with a dimension for copies if there are several."""
@@ -43,7 +43,7 @@ class Mesh:
 
 def build_mesh(ranks: Ranks, device: torch.device, replicas: int = 1) -> Mesh:
     """Create the groups of the layout of `ranks`, within the running process group."""
-    layout, own = ranks.layout, ranks.coords
+    layout, coords = ranks.layout, ranks.coords
     per_copy = layout.dp // replicas
     assert layout.dp == replicas * per_copy, f"{replicas} replicas do not divide d{layout.dp}"
     places = {ranks.first + rank: layout.coordinates(rank) for rank in range(layout.world_size)}
@@ -53,24 +53,24 @@ def build_mesh(ranks: Ranks, device: torch.device, replicas: int = 1) -> Mesh:
         members = [
             rank
             for rank, place in places.items()
-            if (not same.get("tp") or place.tp == own.tp)
-            and (not same.get("cp") or place.cp == own.cp)
-            and (not same.get("copy") or place.dp // per_copy == own.dp // per_copy)
-            and (not same.get("part") or place.dp % per_copy == own.dp % per_copy)
+            if (not same.get("tp") or place.tp == coords.tp)
+            and (not same.get("cp") or place.cp == coords.cp)
+            and (not same.get("copy") or place.dp // per_copy == coords.dp // per_copy)
+            and (not same.get("part") or place.dp % per_copy == coords.dp % per_copy)
         ]
-        made: dist.ProcessGroup = dist.new_group(members, timeout=ranks.timeout)
-        return made
+        created: dist.ProcessGroup = dist.new_group(members, timeout=ranks.timeout)
+        return created
 
     with own_groups_only():
         shard, copies = group(tp=True, copy=True), group(tp=True, cp=True, part=True)
         cp, tp = group(tp=True, copy=True, part=True), group(cp=True, copy=True, part=True)
-        whole = group(copy=True)
+        one_copy = group(copy=True)
     if replicas == 1:
         fsdp = DeviceMesh.from_group(shard, device.type, mesh_dim_names=("shard",))
     else:
         rows = [
-            [rank for rank, place in places.items() if place.tp == own.tp and place.dp // per_copy == copy]
+            [rank for rank, place in places.items() if place.tp == coords.tp and place.dp // per_copy == copy]
             for copy in range(replicas)
         ]
         fsdp = DeviceMesh.from_group([copies, shard], device.type, mesh=torch.tensor(rows), mesh_dim_names=("copy", "shard"))
-    return Mesh(ranks, device, replicas, shard, copies, cp, tp, whole, fsdp)
+    return Mesh(ranks, device, replicas, shard, copies, cp, tp, one_copy, fsdp)

@@ -27,11 +27,11 @@ class FileTensor:
     begin: int = 0
     """Its first row, where a parameter joins several tensors."""
 
-    def of(self, whole: Tensor) -> Tensor:
+    def of(self, full: Tensor) -> Tensor:
         """Return the part of a whole parameter that this tensor is; a view."""
         if self.expert is not None:
-            whole = whole[self.expert]
-        return whole if whole.shape == self.shape else whole[self.begin : self.begin + self.shape[0]]
+            full = full[self.expert]
+        return full if full.shape == self.shape else full[self.begin : self.begin + self.shape[0]]
 
 
 @dataclass(frozen=True)
@@ -85,18 +85,18 @@ def local_tensors(
 def _parameters(
     model: PackedModel, splits: Mapping[str, Split], mesh: Mesh, joined: Mapping[str, list[MappedParameter]]
 ) -> Iterator[LocalTensor]:
-    parts, own = mesh.shard.size(), mesh.shard.rank()
+    parts, rank = mesh.shard.size(), mesh.shard.rank()
     for full_name, parameter in model.named_parameters():
         assert isinstance(parameter, DTensor), f"{full_name} is not sharded"
         name, split, values = own_name(full_name), splits[full_name], parameter.to_local().detach()
-        here = list(parameter.shape)
-        shape, offset = list(here), [0] * len(here)
+        local_shape = list(parameter.shape)
+        shape, offset = list(local_shape), [0] * len(local_shape)
         if split.dim is not None:
             shape[split.dim] *= mesh.tp.size()
-            offset[split.dim] = mesh.tp.rank() * here[split.dim]
-        rows = -(-here[0] // parts)
-        begin = min(own * rows, here[0])
-        size = (min(rows, here[0] - begin), *here[1:])
+            offset[split.dim] = mesh.tp.rank() * local_shape[split.dim]
+        rows = -(-local_shape[0] // parts)
+        begin = min(rank * rows, local_shape[0])
+        size = (min(rows, local_shape[0] - begin), *local_shape[1:])
         offset[0] += begin
         assert tuple(values.shape) == size, f"{name}: FSDP holds {tuple(values.shape)} in place of {size}"
         files = _files(name, tuple(shape), joined.get(name, ()))
@@ -105,16 +105,16 @@ def _parameters(
 
 def _files(name: str, shape: Shape, items: Sequence[MappedParameter]) -> tuple[FileTensor, ...]:
     """Return the tensors of the files that a parameter of this shape holds."""
-    found = []
+    tensors = []
     for item in items:
         if item.expert is None and len(item.hf) == 1:
-            found.append(FileTensor(item.hf[0], shape))
+            tensors.append(FileTensor(item.hf[0], shape))
             continue
         inner = shape if item.expert is None else shape[1:]
-        each = inner[0] // len(item.hf)
-        for number, own in enumerate(item.hf):
-            found.append(FileTensor(own, (each, *inner[1:]), item.expert, number * each))
-    return tuple(found) or (FileTensor(name, shape),)
+        rows = inner[0] // len(item.hf)
+        for number, file_name in enumerate(item.hf):
+            tensors.append(FileTensor(file_name, (rows, *inner[1:]), item.expert, number * rows))
+    return tuple(tensors) or (FileTensor(name, shape),)
 
 
 def _buffers(model: PackedModel) -> Iterator[LocalTensor]:

@@ -32,9 +32,9 @@ def stream_weights(model: PackedModel, tensors: list[LocalTensor], mesh: Mesh) -
                 if unit is model and any(full.startswith(f"{other}.") for other in inner.values()):
                     continue
                 tensor = by_name[own_name(full)]
-                whole = _whole(parameter.detach(), tensor, mesh)
+                gathered = _whole(parameter.detach(), tensor, mesh)
                 for file in tensor.files:
-                    yield file.name, file.of(whole)
+                    yield file.name, file.of(gathered)
         finally:
             unit.reshard()
     for tensor in tensors:

@@ -95,19 +95,19 @@ def _split_linear(
     shape[dim] //= parts
     module.weight = torch.nn.Parameter(torch.empty(shape, dtype=module.weight.dtype, device="meta"))
     splits = {id(module.weight): Split(dim)}
-    bias, own = module.bias, module
+    bias, linear = module.bias, module
     if dim == 0 and bias is not None:
         module.bias = torch.nn.Parameter(torch.empty(size // parts, dtype=bias.dtype, device="meta"))
         splits[id(module.bias)] = Split(0)
 
     def column(x: Tensor) -> Tensor:
-        y = torch.nn.functional.linear(copy_to(x, group), own.weight, own.bias)
+        y = torch.nn.functional.linear(copy_to(x, group), linear.weight, linear.bias)
         return gather_last(y, group) if is_other_side_whole else y
 
     def row(x: Tensor) -> Tensor:
         x = split_last(x, group) if is_other_side_whole else x
-        y = sum_over(torch.nn.functional.linear(x, own.weight), group)
-        return y if own.bias is None else y + own.bias
+        y = sum_over(torch.nn.functional.linear(x, linear.weight), group)
+        return y if linear.bias is None else y + linear.bias
 
     module.forward = column if dim == 0 else row  # type: ignore[method-assign, assignment]
     return splits

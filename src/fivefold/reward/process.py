@@ -53,7 +53,10 @@ def main() -> None:
 
     def confirm(request: dict[str, Any]) -> dict[str, Any]:
         load(request["rewards"])
-        return {"value": 0.0, "forms": [describe(name, each) for name, each in functions.items() if is_user_code(name)]}
+        return {
+            "value": 0.0,
+            "forms": [describe(name, function) for name, function in functions.items() if is_user_code(name)],
+        }
 
     def value(request: dict[str, Any]) -> dict[str, Any]:
         name, scored, seconds = request["reward"], request["sample"], request.get("cpu_seconds")
@@ -81,13 +84,13 @@ def _tokenizer(model: str) -> Any:
 
 
 def _answer(work: Callable[[dict[str, Any]], dict[str, Any]], request: dict[str, Any]) -> dict[str, Any]:
-    own, answer = os.getpid(), dict[str, Any](id=request.get("id"))
+    pid, answer = os.getpid(), dict[str, Any](id=request.get("id"))
     try:
         answer |= work(request)
     except BaseException:
         # SystemExit and MemoryError of a user's function cost this sample its reward, like any other error.
         answer["error"] = traceback.format_exc()[-_LONGEST_ERROR:]
-    if os.getpid() != own:
+    if os.getpid() != pid:
         # This is a copy that the function forked; the original process answers the requests.
         os._exit(0)
     return answer

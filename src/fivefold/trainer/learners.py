@@ -148,8 +148,8 @@ class ProcessRewardLearner(Learner):
         is_scored = Column.PRM_LOGPROBS in batch
         before_N = process.scores(batch, len(stats), self.ranks.all_reduce_sum) if is_scored else None
         targets_N = process.targets(stats)
-        for rows_N, own in islice(divided(batch, stats, self.updates_per_step), len(reports), None):
-            part = replace(batch.select(own), temperature=1.0, update_tokens=int(stats.response_lengths_N[rows_N].sum()))
+        for rows_N, places in islice(divided(batch, stats, self.updates_per_step), len(reports), None):
+            part = replace(batch.select(places), temperature=1.0, update_tokens=int(stats.response_lengths_N[rows_N].sum()))
             yield Update(part, process.model_loss(targets_N, stats.group_N, before_N, samples=len(rows_N)))
         if not is_scored:
             models.annotate(batch, frozenset({Column.PRM_LOGPROBS}))

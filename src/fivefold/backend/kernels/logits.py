@@ -12,7 +12,7 @@ BLOCK = 2048
 
 
 @triton.jit
-def _row_sums(logits, stride, targets, found, rows, width, scale, block: tl.constexpr):
+def _row_sums(logits, stride, targets, sums, rows, width, scale, block: tl.constexpr):
     row = tl.program_id(0)
     begin = logits + row.to(tl.int64) * stride
     offsets = tl.arange(0, block)
@@ -34,12 +34,12 @@ def _row_sums(logits, stride, targets, found, rows, width, scale, block: tl.cons
     top = tl.max(largest, 0)
     share = tl.exp(largest - top)
     target = tl.load(targets + row)
-    here = (target >= 0) & (target < width)
-    picked = tl.load(begin + tl.where(here, target, 0), mask=here, other=0.0) * scale
-    tl.store(found + row, top)
-    tl.store(found + rows + row, tl.sum(total * share, 0))
-    tl.store(found + 2 * rows + row, tl.sum(weighted * share, 0))
-    tl.store(found + 3 * rows + row, picked)
+    is_inside = (target >= 0) & (target < width)
+    picked = tl.load(begin + tl.where(is_inside, target, 0), mask=is_inside, other=0.0) * scale
+    tl.store(sums + row, top)
+    tl.store(sums + rows + row, tl.sum(total * share, 0))
+    tl.store(sums + 2 * rows + row, tl.sum(weighted * share, 0))
+    tl.store(sums + 3 * rows + row, picked)
 
 
 @triton.jit
@@ -55,19 +55,19 @@ def _row_gradient(logits, stride, gradient, targets, log_sum, entropy, slope, sp
         inside = first + offsets < width
         log_p = tl.load(begin + first + offsets, mask=inside, other=0.0) * scale - norm
         # d logprob / d logit = [target] - p;  d entropy / d logit = -p (log p + entropy)
-        found = -tl.exp(log_p) * (of_logprob + of_entropy * (log_p + mean))
-        found += tl.where(first + offsets == target, of_logprob, 0.0)
+        slopes = -tl.exp(log_p) * (of_logprob + of_entropy * (log_p + mean))
+        slopes += tl.where(first + offsets == target, of_logprob, 0.0)
         # The gradient overwrites the logits: the whole block must have been read.
         tl.debug_barrier()
-        tl.store(written + first + offsets, (found * scale).to(gradient.dtype.element_ty), mask=inside)
+        tl.store(written + first + offsets, (slopes * scale).to(gradient.dtype.element_ty), mask=inside)
 
 
 def row_sums(logits: Tensor, targets: Tensor, scale: float) -> Tensor:
     """[4, rows] of logits · `scale`: maximum, Σ exp, Σ exp · logit (exponents relative to it), target's logit or 0."""
     rows, width = logits.shape
-    found = torch.empty(4, rows, device=logits.device, dtype=torch.float32)
-    _row_sums[(rows,)](logits, logits.stride(0), targets, found, rows, width, scale, block=BLOCK, num_warps=8)
-    return found
+    sums = torch.empty(4, rows, device=logits.device, dtype=torch.float32)
+    _row_sums[(rows,)](logits, logits.stride(0), targets, sums, rows, width, scale, block=BLOCK, num_warps=8)
+    return sums
 
 
 def row_gradient(

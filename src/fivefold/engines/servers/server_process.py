@@ -90,8 +90,8 @@ class ServerProcess:
             if time.monotonic() > deadline:
                 raise RunError(f"the engine's server does not answer after {_LONGEST_START:.0f} s\n{self.last_words()}")
             time.sleep(0.2)
-        for each in self._family():
-            unname_shared_memory(each.pid)
+        for process in self._family():
+            unname_shared_memory(process.pid)
 
     @property
     def has_ended(self) -> bool:
@@ -130,10 +130,10 @@ class ServerProcess:
 def own_environment(changes: Mapping[str, str]) -> dict[str, str]:
     """Returns this process's environment without the variables of ranks, plus this process's id, so that the server ends
     with it."""
-    own = {name: value for name, value in os.environ.items() if not name.startswith(_OF_RANKS)}
+    variables = {name: value for name, value in os.environ.items() if not name.startswith(_OF_RANKS)}
     # Outside a server's temporary files, so that the next server can use what was compiled.
-    use_compiler_caches(own)
-    return {**own, **changes, _PARENT: str(os.getpid())}
+    use_compiler_caches(variables)
+    return {**variables, **changes, _PARENT: str(os.getpid())}
 
 
 def devices_from(device: torch.device, devices: int) -> dict[str, str]:

@@ -70,7 +70,7 @@ class WeightSender:
         finally:
             faults = self._settle(self._ask("finish_weights", is_whole, version))
             self._writer.close()
-        return [fault for each in faults for fault in each], self._lost
+        return [fault for faults_of_server in faults for fault in faults_of_server], self._lost
 
     def _send(self, coming: Iterator[tuple[str, Tensor]]) -> None:
         """Fill one bucket while the servers read the other."""

@@ -88,9 +88,9 @@ class WireSender:
                     self._settle(*under_way.popleft())
         while under_way:
             self._settle(*under_way.popleft())
-        found = self._given_up() if self._ranks.any(self._is_cut) else self._finish(not missing, version)
+        outcome = self._given_up() if self._ranks.any(self._is_cut) else self._finish(not missing, version)
         self._writer.close()
-        return found
+        return outcome
 
     def _finish(self, is_whole: bool, version: int) -> tuple[list[str], set[int]]:
         """Ends a complete transfer; returns what is wrong with it, and the servers that were lost meanwhile."""
@@ -175,7 +175,9 @@ class WireSender:
     def _join(self) -> None:
         """Join the workers of all servers, unless they are the same as last time. Collective."""
         addresses = [
-            each for own in self._ranks.gather_objects([one.address for one in self._servers.values()]) for each in own
+            address
+            for addresses_of_rank in self._ranks.gather_objects([one.address for one in self._servers.values()])
+            for address in addresses_of_rank
         ]
         if addresses == self._joined:
             return
@@ -184,8 +186,8 @@ class WireSender:
             self._open_store(addresses)
         self._joins += 1
         counts: dict[int, int] = {}
-        for found in self._ranks.gather_objects(list(self._workers().items())):
-            counts |= dict(found)
+        for counts_of_rank in self._ranks.gather_objects(list(self._workers().items())):
+            counts |= dict(counts_of_rank)
         if len(counts) < len(addresses):
             self._is_cut = True
             return
@@ -215,7 +217,7 @@ class WireSender:
     def _open_store(self, addresses: Sequence[str]) -> None:
         """Open the store, which the first rank holds at an address that the workers of every server can reach."""
         if self._ranks.is_main:
-            far = next((each for each in addresses if not each.startswith("unix:")), addresses[0])
+            far = next((candidate for candidate in addresses if not candidate.startswith("unix:")), addresses[0])
             seconds = self._ranks.timeout.total_seconds()
             self._store = open_store(own_address(far), None, seconds)
             self._where = own_address(far), self._store.port, seconds

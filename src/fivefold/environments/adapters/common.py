@@ -45,7 +45,7 @@ class Source:
 
 def load_code(name: str) -> Any:
     """Return the class or function of `path/to/file.py:name`."""
-    path, _, own = name.rpartition(":")
+    path, _, attribute = name.rpartition(":")
     file = Path(path).resolve()
     module_name = f"fivefold_user_{file.stem}_{zlib.crc32(bytes(file)):08x}"
     if module_name not in sys.modules:
@@ -55,7 +55,7 @@ def load_code(name: str) -> Any:
         # The last place in sys.path: a file next to it must not replace a library of the same name.
         sys.path.append(str(file.parent))
         spec.loader.exec_module(module)
-    return getattr(sys.modules[module_name], own)
+    return getattr(sys.modules[module_name], attribute)
 
 
 def library(module: str, package: str) -> Any:

@@ -109,13 +109,13 @@ class _Session:
 
     async def tools(self) -> list[dict[str, Any]]:
         """Return the descriptions of all tools."""
-        found: list[dict[str, Any]] = []
+        descriptions: list[dict[str, Any]] = []
         cursor: dict[str, Any] = {}
         while True:
             page = await self.request("tools/list", cursor)
-            found += page["tools"]
+            descriptions += page["tools"]
             if not page.get("nextCursor"):
-                return found
+                return descriptions
             cursor = {"cursor": page["nextCursor"]}
 
     async def request(self, method: str, parameters: dict[str, Any]) -> dict[str, Any]:
@@ -181,10 +181,10 @@ class _Program(_Session):
         await self._process.wait()
         # What it said last may explain its end.
         await asyncio.wait(self._tasks[1:], timeout=_CLOSE_SECONDS)
-        said = self._said.decode(errors="replace").strip().rpartition("\n")[2]
+        last_line = self._said.decode(errors="replace").strip().rpartition("\n")[2]
         for waiting in self._waiting.values():
             if not waiting.done():
-                waiting.set_exception(ToolError(f"the server ended with exit code {self._process.returncode}: {said}"))
+                waiting.set_exception(ToolError(f"the server ended with exit code {self._process.returncode}: {last_line}"))
 
     async def _listen(self) -> None:
         assert self._process is not None and self._process.stderr is not None

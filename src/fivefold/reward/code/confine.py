@@ -112,7 +112,7 @@ def seccomp_filter(machine: str = platform.machine()) -> bytes:
             _instruction(end, _ERRNO | _EPERM),
         ],
     )
-    commands = [_instruction(equal, each, len(_FCNTL_COMMANDS) - i, 0) for i, each in enumerate(_FCNTL_COMMANDS)]
+    commands = [_instruction(equal, command, len(_FCNTL_COMMANDS) - i, 0) for i, command in enumerate(_FCNTL_COMMANDS)]
     when(
         _FCNTL[column],
         [
@@ -196,10 +196,10 @@ def _drop_capabilities() -> None:
 
 
 def _syscall(number: int, *arguments: object) -> int:
-    found = int(_LIBC.syscall(ctypes.c_long(number), *arguments))
-    if found < 0:
+    result = int(_LIBC.syscall(ctypes.c_long(number), *arguments))
+    if result < 0:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-    return found
+    return result
 
 
 def _prctl(option: int, *arguments: int) -> None:
