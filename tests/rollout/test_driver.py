@@ -48,8 +48,11 @@ class Count:
 
 class Marked(Count):
     async def reset(self, task, seed):
-        self.path = os.path.join(task["extra_info"]["marks"], str(id(self)))
+        marks = task["extra_info"]["marks"]
+        self.path = os.path.join(marks, f"{os.getpid()}-{id(self)}")
         open(self.path, "w").close()
+        with open(f"{marks}.counts", "a") as file:
+            print(len(os.listdir(marks)), file=file)
         return await super().reset(task, seed)
 
     async def close(self):
@@ -215,23 +218,15 @@ def read(one: Rig, found: dict[tuple[int, int], Trajectory]) -> None:
 
 @pytest.mark.parametrize(("most", "per_worker"), [(2, 64), (3, 1), (1024, 64)])
 def test_no_more_trajectories_run_than_may_and_they_are_the_same(rig, undisturbed, tmp_path, most, per_worker):
-    one, existing = rig("Marked", max_running=most, per_worker=per_worker), []
-    one.add(marks=str(tmp_path))
-    watching = threading.Event()
-
-    def watch() -> None:
-        while not watching.wait(0.001):
-            existing.append(len(list(tmp_path.iterdir())))
-
-    thread = threading.Thread(target=watch)
-    thread.start()
-    found = one.run()
-    watching.set()
-    thread.join()
-    assert content(found) == undisturbed
-    read(one, found)
+    one, marks = rig("Marked", max_running=most, per_worker=per_worker), tmp_path / "marks"
+    marks.mkdir()
+    one.add(marks=str(marks))
+    groups = one.run()
+    assert content(groups) == undisturbed
+    read(one, groups)
+    counts = [int(line) for line in (tmp_path / "marks.counts").read_text().splitlines()]
     # An environment is closed when the next one may already have begun.
-    assert max(existing) <= 2 * most and max(existing) >= min(most, 4)
+    assert len(counts) == 12 and max(counts) <= 2 * most
     assert len(one.pool._processes) <= (1 if per_worker > 1 else 2 * most)
     assert one.conversations.most <= one.pool.capacity
 
