@@ -108,8 +108,8 @@ def test_at_most_five_further_files_take_the_whole_configuration():
 
 def test_the_configuration_is_at_most_a_fifth_of_the_source():
     lengths = {name: text.count("\n") for name, text in sources().items()}
-    own = sum(length for name, length in lengths.items() if name.startswith("config/"))
-    assert 0 < own <= CONFIGURATION_SHARE * sum(lengths.values()), own
+    length_of_configuration = sum(length for name, length in lengths.items() if name.startswith("config/"))
+    assert 0 < length_of_configuration <= CONFIGURATION_SHARE * sum(lengths.values()), length_of_configuration
 
 
 def test_the_training_loop_names_no_method_and_no_model():
