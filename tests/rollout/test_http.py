@@ -14,6 +14,7 @@ from http.client import HTTPConnection
 
 import pytest
 
+from fivefold.rollout import http
 from fivefold.rollout.http import LARGEST_BODY, HttpError, HttpServer
 
 
@@ -76,7 +77,10 @@ class Served:
 @pytest.fixture(scope="module")
 def served():
     made = Served()
-    yield made
+    with pytest.MonkeyPatch.context() as patch:
+        # Clients of these tests read until the server closes, which gives them this time to close first.
+        patch.setattr(http, "_LINGER_SECONDS", 0.1)
+        yield made
     made.close()
 
 
