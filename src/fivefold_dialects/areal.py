@@ -11,15 +11,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+from fivefold_dialects import areal_method as method
+from fivefold_dialects import areal_placement as placement
 from fivefold_dialects import shared
-from fivefold_dialects.areal_method import FIELDS, advantage, correction, credit, critic, kl, loss, low_rank, optimizer
-from fivefold_dialects.areal_placement import ahead, engine, is_dpo, is_sampled, is_sft, layout, roles, trainer
+from fivefold_dialects.areal_method import FIELDS, credit
+from fivefold_dialects.areal_placement import is_dpo, is_sampled, is_sft, roles, trainer
 from fivefold_dialects.known import known
 from fivefold_dialects.legacy import areal as legacy
-from fivefold_dialects.shared import EVERY_CHECKPOINT
-from fivefold_dialects.source import Source
-from fivefold_dialects.system import dialect
-from fivefold_dialects.table import Table, load, table
+from fivefold_dialects.source import EVERY_CHECKPOINT, Source
+from fivefold_dialects.system import System
+from fivefold_dialects.table import Table, load, table, when
 
 GSM8K = "data/gsm8k-areal"
 """Directory that `fivefold data gsm8k --form areal` writes: GSM8K with AReaL's own prompts."""
@@ -43,13 +44,10 @@ def model(source: Source) -> dict[str, Any]:
         found["model.tokenizer"] = tokenizer
     if (dtype := shared.dtype(role, "dtype")) not in (None, "bfloat16"):
         found["policy.dtype"] = dtype
+    is_megatron = roles(source)[0].backend == "megatron"
     if role.flag("gradient_checkpointing"):
-        found |= (
-            shared.recompute(source, f"{trainer(source)}.megatron", "policy")
-            if roles(source)[0].backend == "megatron"
-            else {"policy.recompute": "full"}
-        )
-    if roles(source)[0].backend == "megatron":
+        found |= shared.recompute(role, "megatron", "policy") if is_megatron else {"policy.recompute": "full"}
+    if is_megatron:
         found |= shared.ddp_options(role, "megatron.ddp.", "policy")
     found |= (stages := shared.virtual_stages(role, "policy", "megatron.virtual_pipeline_parallel_size"))
     if source.flag("rollout.return_routed_experts"):
@@ -100,8 +98,6 @@ def data(source: Source) -> dict[str, Any]:
 
 
 def sampling(source: Source) -> dict[str, Any]:
-    if not is_sampled(source):
-        return {}
     said = source.under("gconfig.")
     kept = said.top_k("top_k")
     return FIELDS["sampling"](source) | {
@@ -124,9 +120,7 @@ def interval(source: Source, start: str) -> int | Literal["epoch"]:
 
 
 def run(source: Source) -> dict[str, Any]:
-    place = "/".join(
-        filter(None, (source.text("cluster.fileroot"), source.text("experiment_name"), source.text("trial_name")))
-    )
+    place = "/".join(filter(None, map(source.text, ("cluster.fileroot", "experiment_name", "trial_name"))))
     mode = (source.text("recover.mode") or "disabled").lower()
     found_again = mode not in ("disabled", "off")
     return FIELDS["run"](source) | {
@@ -157,27 +151,21 @@ def tracked(source: Source) -> dict[str, Any]:
     }
 
 
-def flagged(source: Source) -> dict[str, Any]:
-    return legacy.flagged(source) if is_sampled(source) else {}
-
-
 def discounted(source: Source) -> dict[str, Any]:
     return {f"algorithm.{key}": value for key, value in credit(source).items()}
 
 
 _RUN = (model, data, run, tracked)
+_PLACEMENT, _SAMPLING = (placement.ahead, placement.layout, *when(is_sampled, placement.engine)), when(is_sampled, sampling)
+_LOSS = (*when(is_dpo, method.pairs), *when(is_sampled, method.loss), method.kl, *when(is_sampled, method.correction))
 DERIVED = (
-    *(ahead, layout, engine, low_rank, advantage, flagged, loss, kl, correction, optimizer, critic, sampling),
-    *_RUN,
+    *(*_PLACEMENT, method.low_rank, method.advantage, *when(is_sampled, legacy.flagged), *_LOSS, method.optimizer),
+    *(method.critic, *_SAMPLING, *_RUN),
 )
 _CONVERTERS = {"train_files": partial(files_of, "train"), "test_files": partial(files_of, "test")}
 TABLE = table("areal", DERIVED, _CONVERTERS, load("legacy/areal"), release_of=legacy.release_of, known=known("areal"))
-PPO, SFT = legacy.tables(
-    TABLE,
-    ppo=(ahead, layout, engine, discounted, loss, kl, correction, optimizer, sampling),
-    sft=(layout, optimizer),
-    run=_RUN,
-)
+_PPO = (*_PLACEMENT, discounted, *_LOSS, method.optimizer, *_SAMPLING)
+PPO, SFT = legacy.tables(TABLE, ppo=_PPO, sft=(placement.layout, method.optimizer), run=_RUN)
 
 
 def table_of(settings: Mapping[str, Any]) -> Table:
@@ -185,4 +173,4 @@ def table_of(settings: Mapping[str, Any]) -> Table:
     return legacy.chosen(settings, TABLE, PPO, SFT)
 
 
-translate = dialect("areal", TABLE, PPO, SFT, choose=table_of)
+translate = System("areal", (TABLE, PPO, SFT), table_of)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from fivefold_dialects import shared
-from fivefold_dialects.areal_placement import is_dpo, is_sampled, trainer
+from fivefold_dialects.areal_placement import is_sampled, trainer
 from fivefold_dialects.legacy import areal_spellings as older
 from fivefold_dialects.source import Source
 from fivefold_dialects.table import fields
@@ -93,10 +93,6 @@ def pairs(source: Source) -> dict[str, Any]:
 
 
 def loss(source: Source) -> dict[str, Any]:
-    if is_dpo(source):
-        return pairs(source)
-    if not is_sampled(source):
-        return {}
     said = source.under("actor.")
     high, found = said.number("eps_clip_higher"), FIELDS["loss"](said)
     found["clip_high"] = found["clip_low"] if high is None else high
@@ -109,11 +105,8 @@ def kl(source: Source) -> dict[str, Any]:
         return {}
     found: dict[str, Any] = {"coef": source.number("actor.kl_ctl") or 0.0}
     if found["coef"] and not source.keys("ref."):
-        source.lacks(
-            "actor.kl_ctl",
-            "a KL without a reference: AReaL then subtracts the log-prob itself from the reward (actor.py:192); "
-            "set it to 0 or configure ref",
-        )
+        reason = "a KL without a reference: AReaL then subtracts the log-prob itself from the reward (actor.py:192)"
+        source.lacks("actor.kl_ctl", f"{reason}; set it to 0 or configure ref")
         return {}
     if found["coef"]:
         name = source.text("actor.kl_estimator") or "k1"
@@ -122,8 +115,6 @@ def kl(source: Source) -> dict[str, Any]:
 
 
 def correction(source: Source) -> dict[str, Any]:
-    if not is_sampled(source):
-        return {}
     said = source.under("actor.")
     found: dict[str, Any] = {}
     if not said.flag("use_decoupled_loss"):

@@ -71,36 +71,30 @@ def ahead(source: Source) -> dict[str, Any]:
     step's prompts."""
     taken, step = source.count("rollout.consumer_batch_size"), source.count("train_dataset.batch_size")
     if steps_ahead(source) and taken != step:
-        source.lacks(
-            "rollout.consumer_batch_size",
-            f"a staleness bound in steps of {taken} prompts, where a step takes {step}: "
-            "set it to ${train_dataset.batch_size}",
-        )
+        reason = f"a staleness bound in steps of {taken} prompts, where a step takes {step}"
+        source.lacks("rollout.consumer_batch_size", f"{reason}: set it to ${{train_dataset.batch_size}}")
     return shared.ahead(steps_ahead(source), "continue", "carry")
 
 
 def layout(source: Source) -> dict[str, Any]:
-    ours, _ = roles(source)
-    policy = _for_megatron(ours)
+    trained, _ = roles(source)
+    policy = ParallelLayout(dp=trained.dp, **_sizes(trained))
     found = {"policy.backend": str(policy)}
     others = {"ref": "reference.backend", "critic": "critic.backend"}
     for role, key in others.items():
         text = source.text(f"{role}.backend") or ""
         if ":" in older.dotless(text):
             other = _parsed(text, f"{role}.backend")
-            sizes = {"tp": other.tp, "pp": other.pp, "cp": other.cp, "ep": other.ep, "etp": other.etp}
-            if source.keys(f"{role}.path") and (own := shared.own_layout(policy, **sizes)):
+            if source.keys(f"{role}.path") and (own := shared.own_layout(policy, **_sizes(other))):
                 found[key] = own
     return found
 
 
-def _for_megatron(given: ParallelLayout) -> ParallelLayout:
-    return ParallelLayout(dp=given.dp, tp=given.tp, pp=given.pp, cp=given.cp, ep=given.ep, etp=given.etp)
+def _sizes(layout: ParallelLayout) -> dict[str, int]:
+    return {name: getattr(layout, name) for name in ("tp", "pp", "cp", "ep", "etp")}
 
 
 def engine(source: Source) -> dict[str, Any]:
-    if not is_sampled(source):
-        return {}
     ours, theirs = roles(source)
     if theirs is None:
         return {}
@@ -115,12 +109,10 @@ def engine(source: Source) -> dict[str, Any]:
         replicas = ours.world_size // tp
         # Leave memory for the trainer on the same GPUs.
         found["engine.memory_fraction"] = min(source.number(share) or 0.5, 0.6)
-        found["engine.backend"] = shared.engine_layout(ours.world_size, tp, name=name)
         if name == "sglang" and steps_ahead(source):
             # Its servers would leave the GPUs while the policy trains, and with them the responses in flight.
             found["engine.sleep"] = False
-    else:
-        found |= shared.engine_apart(theirs.dp * tp, tp, name=name)
+    found |= shared.engine(ours.world_size if shares else theirs.dp * tp, tp, name=name, is_apart=not shares)
     if theirs.backend == "vllm":
         found["engine.max_num_seqs"] = source.whole("vllm.max_num_seqs")
         if source.flag("vllm.enforce_eager"):

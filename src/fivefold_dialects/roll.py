@@ -7,27 +7,15 @@ from __future__ import annotations
 
 from typing import Any
 
+from fivefold_dialects import roll_placement as placement
 from fivefold_dialects import shared
 from fivefold_dialects.known import known
 from fivefold_dialects.legacy import roll as legacy
 from fivefold_dialects.roll_method import critic, loss, low_rank, method, optimizer
-from fivefold_dialects.roll_placement import (
-    FIELDS,
-    TRAIN,
-    devices,
-    engine,
-    forwards,
-    kind,
-    layout,
-    megatron,
-    role,
-    samples_a_group,
-    sizes,
-)  # fmt: skip
-from fivefold_dialects.shared import EVERY_CHECKPOINT
-from fivefold_dialects.source import Source
-from fivefold_dialects.system import dialect
-from fivefold_dialects.table import load, table
+from fivefold_dialects.roll_placement import FIELDS, TRAIN, devices, is_rlvr, kind, role, samples_a_group, sizes, uses_critic
+from fivefold_dialects.source import EVERY_CHECKPOINT, Source
+from fivefold_dialects.system import System
+from fivefold_dialects.table import load, table, when
 
 
 def run(source: Source) -> dict[str, Any]:
@@ -39,7 +27,7 @@ def run(source: Source) -> dict[str, Any]:
         "trainer.eval_every": (source.whole("eval_steps") or 0) if source.items("validation.data_args.file_name") else 0,
     }
     epochs = role(source) + "training_args.num_train_epochs"
-    by_steps = kind(source) == "rlvr" or not source.number(epochs)
+    by_steps = is_rlvr(source) or not source.number(epochs)
     found |= {"trainer.steps": source.whole("max_steps")} if by_steps else {"trainer.epochs": source.whole(epochs)}
     if sampled := FIELDS["evaluation"](source):
         if (source.whole("validation.generating_args.top_k") or 0) > 0:
@@ -53,7 +41,7 @@ def ahead(source: Source) -> dict[str, Any]:
     if ratio > 0 and not ratio.is_integer():
         reason = "a part of a step that is sampled ahead: rollout.max_staleness counts whole steps"
         source.lacks("async_generation_ratio", reason)
-    return shared.ahead(int(ratio), "continue") if kind(source) == "rlvr" else {}
+    return shared.ahead(int(ratio), "continue") if is_rlvr(source) else {}
 
 
 def model(source: Source) -> dict[str, Any]:
@@ -63,7 +51,7 @@ def model(source: Source) -> dict[str, Any]:
 
 
 def epochs(source: Source, key: str) -> int | None:
-    return source.whole(key) if kind(source) == "rlvr" else None
+    return source.whole(key) if is_rlvr(source) else None
 
 
 def batch(source: Source) -> dict[str, Any]:
@@ -71,22 +59,20 @@ def batch(source: Source) -> dict[str, Any]:
     split, world = sizes(source), len(devices(source, role(source) + "device_mapping"))
     replicas = world // (split.get("tp", 1) * split.get("pp", 1) * split.get("cp", 1))
     update = said.count("per_device_train_batch_size") * said.count("gradient_accumulation_steps") * replicas
-    if kind(source) != "rlvr":
+    if not is_rlvr(source):
         return {"data.prompts_per_step": update}
     prompts, group = source.count("rollout_batch_size"), samples_a_group(source)
     updates, rest = divmod(prompts * group, update)
     if rest or updates < 1 or prompts % updates:
-        said.lacks(
-            "gradient_accumulation_steps",
-            f"updates of {update} samples, where a step has {prompts} x {group}: an update must consist of whole prompts",
-        )
+        reason = f"where a step has {prompts} x {group}: an update must consist of whole prompts"
+        said.lacks("gradient_accumulation_steps", f"updates of {update} samples, {reason}")
         updates = 1
     return {"data.prompts_per_step": prompts, "algorithm.updates_per_step": updates, "algorithm.group_size": group}
 
 
 def lengths(source: Source) -> dict[str, Any]:
     said = source.under(role(source))
-    keys = ("prompt_length", "response_length") if kind(source) == "rlvr" else ("sequence_length", "sequence_length")
+    keys = ("prompt_length", "response_length") if is_rlvr(source) else ("sequence_length", "sequence_length")
     prompt, response = (source.count(key) for key in keys)
     longest = (prompt + response) * (2 if kind(source) == "dpo" else 1)
     if said.flag("use_dynamic_batching_in_train"):
@@ -99,7 +85,7 @@ def lengths(source: Source) -> dict[str, Any]:
         "policy.tokens_per_micro_batch": max(tokens, longest),
         "data.train": source.files(role(source) + "data_args.file_name"),
         "data.val": source.files("validation.data_args.file_name"),
-        "data.overlong_prompts": "drop" if kind(source) == "rlvr" else "refuse",
+        "data.overlong_prompts": "drop" if is_rlvr(source) else "refuse",
     }
 
 
@@ -121,7 +107,7 @@ def domains(source: Source) -> dict[str, int]:
 
 def mixture(source: Source) -> dict[str, Any]:
     """Return our keys of the domains in each step and of their rewards; empty if math_rule is the only domain."""
-    if kind(source) != "rlvr" or not is_mixed(source):
+    if not is_mixed(source):
         return {}
     counts, prompts = domains(source), source.count("rollout_batch_size")
     rewards = list(dict.fromkeys(key.split(".")[1] for key in source.keys("rewards.")))
@@ -197,15 +183,8 @@ def judge(source: Source, name: str) -> dict[str, Any]:
 
 def columns(source: Source) -> dict[str, Any]:
     """Return our keys of the columns, and of the reward if math_rule is the only domain."""
-    if kind(source) != "rlvr":
-        return {}
     alone = {"math": 1.0} if source.keys("rewards.") and not is_mixed(source) else None
     return FIELDS["columns"](source) | {"reward.functions": alone}
-
-
-tracked = shared.tracked(
-    "track_with", "tracker_kwargs.project", "exp_name", group="tracker_kwargs.group", tags="tracker_kwargs.tags"
-)
 
 
 def router_replay(source: Source) -> dict[str, Any]:
@@ -217,9 +196,9 @@ def router_replay(source: Source) -> dict[str, Any]:
 
 
 DERIVED = (
-    *(ahead, model, low_rank, method, loss, batch, lengths, columns, mixture, layout, megatron, optimizer, critic, engine),
-    *(forwards, router_replay, run, tracked),
+    *(ahead, model, low_rank, method, *when(is_rlvr, loss), batch, lengths, *when(is_rlvr, columns, mixture)),
+    *(placement.layout, placement.megatron, optimizer, *when(uses_critic, critic), *when(is_rlvr, placement.engine)),
+    *(placement.forwards, router_replay, run, FIELDS["tracking"]),
 )
-_CONVERTERS = {"loggers": shared.loggers, "epochs": epochs}
-TABLE = table("roll", DERIVED, _CONVERTERS, load("legacy/roll"), release_of=legacy.release_of, known=known("roll"))
-translate = dialect("roll", TABLE)
+TABLE = table("roll", DERIVED, {"epochs": epochs}, load("legacy/roll"), release_of=legacy.release_of, known=known("roll"))
+translate = System("roll", (TABLE,))

@@ -6,7 +6,7 @@ from typing import Any
 
 from fivefold_dialects import shared
 from fivefold_dialects.legacy import roll as legacy
-from fivefold_dialects.roll_placement import TRAIN, kind, role, samples_a_group, uses_critic
+from fivefold_dialects.roll_placement import TRAIN, kind, role, samples_a_group
 from fivefold_dialects.source import Source
 from fivefold_dialects.table import choices, fields
 
@@ -76,8 +76,6 @@ def kl(source: Source) -> dict[str, Any]:
 
 
 def loss(source: Source) -> dict[str, Any]:
-    if kind(source) != "rlvr":
-        return {}
     ends = ("_low", "_high") if source.flag("use_pg_clip_range") else ("", "")
     low, high = (source.number(f"pg_clip{end}") for end in ends)
     found: dict[str, Any] = {
@@ -126,20 +124,12 @@ def optimizer(source: Source, start: str = "", ours: str = "policy.optimizer") -
     said = source.under((start or role(source)) + "training_args.")
     style = said.one_of("lr_scheduler_type", ("constant", "constant_with_warmup", "linear", "cosine"), "schedule", "linear")
     steps, share = said.number("warmup_steps"), said.number("warmup_ratio")
-    found = (
-        FIELDS["optimizer"](said)
-        | FIELDS["clip"](source)
-        | {
-            "schedule": style.removesuffix("_with_warmup"),
-            "warmup_steps": steps or share or 0,
-        }
-    )
+    found = {"schedule": style.removesuffix("_with_warmup"), "warmup_steps": steps or share or 0}
+    found |= FIELDS["optimizer"](said) | FIELDS["clip"](source)
     return {f"{ours}.{key}": value for key, value in found.items()}
 
 
 def critic(source: Source) -> dict[str, Any]:
-    if kind(source) != "rlvr" or not uses_critic(source):
-        return {}
     return FIELDS["critic"](source) | optimizer(source, "critic.", "critic.optimizer")
 
 

@@ -20,7 +20,11 @@ def kind(source: Source) -> str:
     return "dpo" if source.has("chosen_key") else "rlvr"
 
 
-FIELDS = fields("roll", {"is_rlvr": lambda source: kind(source) == "rlvr"})
+def is_rlvr(source: Source) -> bool:
+    return kind(source) == "rlvr"
+
+
+FIELDS = fields("roll", {"is_rlvr": is_rlvr})
 
 
 def role(source: Source) -> str:
@@ -36,7 +40,7 @@ def devices(source: Source, key: str) -> list[int]:
 
 
 def uses_critic(source: Source) -> bool:
-    return source.text("adv_estimator") in (None, "gae")
+    return is_rlvr(source) and source.text("adv_estimator") in (None, "gae")
 
 
 def samples_a_group(source: Source) -> int:
@@ -57,15 +61,12 @@ def layout(source: Source) -> dict[str, Any]:
     policy = shared.world_layout(len(trained), **sizes(source))
     found: dict[str, Any] = {"policy.backend": str(policy)}
     # The reference comes last: without a KL it is absent, and must not leave empty ranks before other models.
-    asked = {"critic": kind(source) == "rlvr" and uses_critic(source), "reference": kind(source) != "sft"}
-    gpus = {
-        name: devices(source, key)
-        for name, key in ((name, f"{name}.device_mapping") for name in (*asked, "actor_infer"))
-        if source.has(key)
-    }
+    asked = {"critic": uses_critic(source), "reference": kind(source) != "sft"}
+    placed = [name for name in (*asked, "actor_infer") if source.has(f"{name}.device_mapping")]
+    gpus = {name: devices(source, f"{name}.device_mapping") for name in placed}
     sampled = gpus.pop("actor_infer", [])
     first_ranks = ranks_behind(trained, sampled, {name: own for name, own in gpus.items() if asked[name]})
-    if first_ranks and kind(source) == "rlvr" and source.text(INFER + "strategy_args.strategy_name") != "hf_infer":
+    if first_ranks and is_rlvr(source) and source.text(INFER + "strategy_args.strategy_name") != "hf_infer":
         found["engine.mode"] = "server"
     for name in (name for name, is_asked in asked.items() if is_asked):
         if name in gpus and name not in first_ranks and set(gpus[name]) != set(trained):
@@ -129,7 +130,7 @@ def megatron(source: Source) -> dict[str, Any]:
 def forwards(source: Source) -> dict[str, Any]:
     """Return our keys of the sequences in a pass without gradient, for each model; with dynamic batches tokens limit it."""
     asked = {"policy": TRAIN, "reference": "reference."} if kind(source) != "sft" else {}
-    if kind(source) == "rlvr" and uses_critic(source):
+    if uses_critic(source):
         asked["critic"] = "critic."
     return {
         f"{ours}.sequences_per_forward": source.count(f"{start}infer_batch_size")
@@ -139,8 +140,6 @@ def forwards(source: Source) -> dict[str, Any]:
 
 
 def engine(source: Source) -> dict[str, Any]:
-    if kind(source) != "rlvr":
-        return {}
     said = source.under(INFER + "strategy_args.strategy_config.")
     trained, key = devices(source, TRAIN + "device_mapping"), INFER + "device_mapping"
     # If engine and policy have GPUs in common, the engine shares all GPUs of the policy.
@@ -151,9 +150,7 @@ def engine(source: Source) -> dict[str, Any]:
     if (name := source.text(INFER + "strategy_args.strategy_name")) == "hf_infer":
         return {"engine.backend": "transformers"}
     ours = shared.engine_name(source, INFER + "strategy_args.strategy_name", name)
-    found: dict[str, Any] = {"engine.backend": shared.engine_layout(world, tp if world % tp == 0 else 1, name=ours)}
-    if is_apart:
-        found["engine.placement"] = "apart"
+    found = shared.engine(world, tp if world % tp == 0 else 1, name=ours, is_apart=is_apart)
     found["engine.memory_fraction"] = said.number(
         "mem_fraction_static" if said.has("mem_fraction_static") else "gpu_memory_utilization"
     )

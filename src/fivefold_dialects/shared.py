@@ -7,27 +7,13 @@ from typing import Any
 
 from fivefold.config.engine import EngineConfig
 from fivefold.config.mcore_options import is_option, refusal, section_of, without_effect
-from fivefold.config.packages import BRIDGES, TRACKERS, missing_packages
+from fivefold.config.packages import BRIDGES, missing_packages
 from fivefold.layout import ParallelLayout
 from fivefold_dialects.source import Source, UnreadableError
-from fivefold_dialects.table import Convert, Derived, fields, load, table
+from fivefold_dialects.table import fields, load, spelled_out, table
 
-EVERY_CHECKPOINT = 1_000_000
-"""Value of trainer.keep for a system that keeps every checkpoint."""
-ESTIMATORS = {"kl": "k1", "k1": "k1", "abs": "abs", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
-ESTIMATORS |= {"k1+": "k1+", "kl+": "k1+", "k3+": "k3+", "low_var_kl+": "k3+", "abs+": "abs+"}
-"""Names of KL estimators in other systems -> our names."""
-_DTYPES = {
-    "bfloat16": "bf16 bfloat16 torch.bfloat16",
-    "float16": "fp16 float16 half",
-    "float32": "fp32 float32 torch.float32",
-}
-DTYPES = {name: ours for ours, theirs in _DTYPES.items() for name in theirs.split()}
-AGGREGATES = {name: name for name in ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum")}
-AGGREGATES["seq-mean-token-sum-norm"] = "constant-length"
-"""verl's names of how the loss is averaged -> our names."""
-WITHOUT_ACCOUNT = ("console", "tensorboard")
-"""Loggers that write to this machine and need no account."""
+ESTIMATORS, DTYPES, AGGREGATES = (spelled_out(load("shared")[name]) for name in ("estimators", "dtypes", "aggregates"))
+"""Names in other systems of KL estimators, data types, and (in verl) how the loss is averaged -> our names."""
 SPREAD = "how state is spread over GPUs: the numbers are the same"
 REFERENCE_ALONE = "offload of the reference only: its weights leave the GPU with the policy's (policy.offload.parameters)"
 MEAN_OF_MICRO_BATCHES = (
@@ -56,25 +42,10 @@ def modules(source: Source, key: str) -> list[str] | None:
     return list(dict.fromkeys(ours for name in names for ours in _MODULES.get(name, name).split())) or None
 
 
-def _initialization(source: Source, key: str) -> str | None:
-    """Return how A begins; report other names than kaiming and xavier."""
-    if (name := source.text(key)) in (None, "kaiming", "xavier"):
-        return name
-    source.lacks(key, "an initialization of A other than kaiming or xavier")
-    return None
-
-
 def adapters(source: Source, ours: str, system: str, group: str = "adapters") -> dict[str, Any]:
     """Return our keys of the adapters of model `ours`, by a group of fields of the system; empty if it has no adapters."""
-    found = fields(system, {"modules": modules, "initialization": _initialization})[group](source)
+    found = fields(system, {"modules": modules})[group](source)
     return {f"{ours}.lora.{name}": value for name, value in found.items()} if (found.get("rank") or 0) > 0 else {}
-
-
-def mapping(source: Source, start: str) -> dict[str, Any]:
-    """Return a mapping that a configuration sets as a whole, by single keys below it, or both."""
-    whole = source.value(start) if source.has(start) else None
-    found = dict(whole) if isinstance(whole, dict) else {}
-    return found | {key.removeprefix(f"{start}."): source.value(key) for key in source.keys(f"{start}.")}
 
 
 def updates(source: Source, step: str, update: str) -> dict[str, int]:
@@ -87,59 +58,10 @@ def updates(source: Source, step: str, update: str) -> dict[str, int]:
     return {"data.prompts_per_step": prompts, "algorithm.updates_per_step": prompts // mini}
 
 
-def kept(source: Source, key: str) -> int:
-    """Return how many checkpoints are kept; without a number above 0, all of them."""
-    count = source.whole(key) or 0
-    return count if count > 0 else EVERY_CHECKPOINT
-
-
 def validation_rows(source: Source, key: str) -> dict[str, int]:
     """Return our key eval.max_prompts if the key has a number of rows above 0, otherwise nothing."""
     count = (source.whole(key) if source.has(key) else None) or 0
     return {"eval.max_prompts": count} if count > 0 else {}
-
-
-def choice(names: Mapping[str, Any], what: str) -> Convert:
-    """Return a converter that looks a value up in `names`; another value is reported as not supported."""
-
-    def convert(source: Source, key: str) -> Any:
-        found = source.text(key)
-        if found is None:
-            return None
-        if found not in names:
-            source.lacks(key, f"{what}: known here are {', '.join(names)}")
-            return None
-        return names[found]
-
-    return convert
-
-
-def loggers(source: Source, key: str) -> list[str]:
-    """Return the terminal and the supported trackers; metrics.jsonl is always written."""
-    found = source.texts(key)
-    known: list[str] = [name for name in ("console", *TRACKERS) if name in found]
-    if others := [name for name in found if name not in known]:
-        source.lacks(
-            key, f"{', '.join(others)}: metrics are in metrics.jsonl, from where any tool reads them", changes_result=False
-        )
-    if not source.has(key):
-        # A default must not require a package or an account.
-        known = [name for name in known if name in WITHOUT_ACCOUNT]
-    return known or ["console"]
-
-
-def tracked(logger: str, project: str, name: str, group: str = "", tags: str = "") -> Derived:
-    """Return a table's function that gives our section `tracking` if the key `logger` names a tracker with an account."""
-
-    def read(source: Source) -> dict[str, Any]:
-        if not source.has(logger) or not set(source.texts(logger)) & set(TRACKERS).difference(WITHOUT_ACCOUNT):
-            return {}
-        found = {ours: source.text(key) for ours, key in (("project", project), ("name", name), ("group", group)) if key}
-        return {f"tracking.{ours}": text for ours, text in found.items() if text} | (
-            {"tracking.tags": source.texts(tags)} if tags and source.texts(tags) else {}
-        )
-
-    return read
 
 
 def parallel_sizes(said: Source) -> dict[str, int]:
@@ -230,15 +152,15 @@ def world_layout(world: int, *, tp: int = 1, pp: int = 1, cp: int = 1, ep: int =
 
 
 def engine_layout(world: int, tp: int, ep: int = 1, name: str = "vllm") -> str:
-    """Return the engine's layout over `world` GPUs, as `vllm:d4t2`."""
+    """Return an engine's layout over `world` GPUs, as `vllm:d4t2`."""
     if world % tp:
         raise UnreadableError(f"{world} GPUs cannot be divided into engines of {tp}")
     return f"{name}:d{world // tp}t{tp}" + (f"e{ep}" if ep > 1 else "")
 
 
-def engine_apart(gpus: int, tp: int, ep: int = 1, name: str = "vllm") -> dict[str, Any]:
-    """Return our keys of an engine on its own `gpus` GPUs."""
-    return {"engine.backend": engine_layout(gpus, tp, ep, name), "engine.placement": "apart"}
+def engine(world: int, tp: int, ep: int = 1, name: str = "vllm", *, is_apart: bool) -> dict[str, Any]:
+    """Return our keys of an engine over `world` GPUs, the policy's or, if it is apart, its own."""
+    return {"engine.backend": engine_layout(world, tp, ep, name), "engine.placement": "apart" if is_apart else None}
 
 
 def own_layout(policy: ParallelLayout, **sizes: int) -> str | None:
@@ -342,10 +264,8 @@ def moments(said: Source, *, are_read: bool) -> dict[str, Any]:
         said.lacks(name, f"moments of the type {said.text(name)}: known here are float32 and bfloat16")
     if set(found.values()) == {"float32"}:
         return {}
-    return {f"policy.megatron.optimizer.{name}": value for name, value in (found | _AWARE).items()}
-
-
-_AWARE = {"use_precision_aware_optimizer": True}
+    options = {**found, "use_precision_aware_optimizer": True}
+    return {f"policy.megatron.optimizer.{name}": value for name, value in options.items()}
 
 
 def megatron_weights(
@@ -379,15 +299,11 @@ def recompute(source: Source, start: str, ours: str) -> dict[str, Any]:
     if granularity is None:
         return {}
     if granularity == "full":
-        if method in (None, "uniform") and layers in (None, 1):
-            return {f"{ours}.recompute": "full"}
-        found = {
-            "recompute_granularity": "full",
-            "recompute_method": method or "uniform",
-            "recompute_num_layers": layers or 1,
-        }
-    elif modules in ([], ["core_attn"]):
-        return {f"{ours}.recompute": "selective"}
+        options = {"method": method or "uniform", "num_layers": layers or 1}
+        is_usual = options == {"method": "uniform", "num_layers": 1}
     else:
-        found = {"recompute_granularity": granularity, "recompute_modules": modules}
-    return {f"{ours}.megatron.transformer.{name}": value for name, value in found.items()}
+        options, is_usual = {"modules": modules}, modules in ([], ["core_attn"])
+    if is_usual:
+        return {f"{ours}.recompute": "full" if granularity == "full" else "selective"}
+    options = {"granularity": granularity, **options}
+    return {f"{ours}.megatron.transformer.recompute_{name}": value for name, value in options.items()}

@@ -10,12 +10,12 @@ import time
 from dataclasses import replace
 from typing import Any
 
-from fivefold_dialects import shared, verl, verl_algorithm, verl_models, verl_rollout
+from fivefold_dialects import verl, verl_algorithm, verl_models, verl_rollout
 from fivefold_dialects.known import known
 from fivefold_dialects.legacy import verl as legacy
 from fivefold_dialects.source import Source
-from fivefold_dialects.system import dialect
-from fivefold_dialects.table import choices, load, table
+from fivefold_dialects.system import System
+from fivefold_dialects.table import choices, table, when
 
 _A, _R = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
 
@@ -43,8 +43,6 @@ def program(source: Source) -> dict[str, Any]:
 
 def megatron_path(source: Source) -> dict[str, Any]:
     """Report the keys that siiRL's Megatron path ignores; return no keys of ours."""
-    if not verl_models.is_megatron(source):
-        return {}
     if (source.whole(_A + "ppo_epochs") or 1) > 1:
         source.lacks(_A + "ppo_epochs", "siiRL's Megatron actor makes one pass over a rollout with any value: set it to 1")
     source.fixed(_A + "megatron.sequence_parallel", "siiRL shards sequences wherever tensor parallelism is above 1")
@@ -113,8 +111,8 @@ _REPLACED: dict[Any, Any] = {
     verl_rollout.rewards: rewards,
 }
 DERIVED = tuple(_REPLACED.get(function, function) for function in verl.DERIVED if function is not legacy.say_which_entropy)
-_LEVELS = shared.choice(load("siirl")["levels"], "a log level")
-_CONVERTERS = {**verl.CONVERTERS, "dated": dated, "level": _LEVELS}
-_OWN = table("siirl", (*DERIVED, megatron_path), _CONVERTERS, known=known("verl", "siirl"), page_of=verl.TABLE)
+_CONVERTERS = {**verl.CONVERTERS, "dated": dated}
+_OF_MEGATRON = when(verl_models.is_megatron, megatron_path)
+_OWN = table("siirl", (*DERIVED, *_OF_MEGATRON), _CONVERTERS, known=known("verl", "siirl"), page_of=verl.TABLE)
 TABLE = replace(_OWN, defaults={**verl.TABLE.defaults, **_OWN.defaults})
-translate = dialect("siirl", TABLE, config_names=("ppo_trainer", "ppo_megatron_trainer"), variables=VARIABLES)
+translate = System("siirl", (TABLE,), config_names=("ppo_trainer", "ppo_megatron_trainer"), variables=VARIABLES)

@@ -17,8 +17,8 @@ from fivefold_dialects.legacy import skyrl as legacy
 from fivefold_dialects.skyrl_algorithm import METHOD, constant_scale
 from fivefold_dialects.skyrl_model import CHOICES, FIELDS, low_rank, optimizer, policy
 from fivefold_dialects.source import Source, UnreadableError, typed
-from fivefold_dialects.system import dialect
-from fivefold_dialects.table import Table, load, table
+from fivefold_dialects.system import System
+from fivefold_dialects.table import Table, load, table, when
 
 _ALGORITHM, _POLICY, _ENGINE = "trainer.algorithm.", "trainer.policy.", "generator.inference_engine."
 _MEGATRON = _POLICY + "megatron_config."
@@ -43,14 +43,12 @@ def program(source: Source) -> dict[str, Any]:
         if example != name and source.text(key) == function:
             source.lacks(key, f"the function {function}: SkyRL registers it in the program {example} only, not in {name}")
     if name == FLASHRL:
-        source.note(
-            "FlashRL's engine samples with weights in fp8, also for int8: vLLM computes them from the policy's in each step"
-        )
+        note = "FlashRL's engine samples with weights in fp8, also for int8"
+        source.note(f"{note}: vLLM computes them from the policy's in each step")
         return {"engine.vllm.quantization": "fp8"}
     if name not in (*programs["trained"], *programs["examples"]):
-        source.lacks(
-            "-m", programs["others"].get(name, "a program other than main_base: it may do things that no key shows")
-        )
+        other = "a program other than main_base: it may do things that no key shows"
+        source.lacks("-m", programs["others"].get(name, other))
     return {}
 
 
@@ -82,10 +80,8 @@ def ahead(source: Source) -> dict[str, Any]:
     if program_of(source) == "main_async" and not source.flag("trainer.fully_async.enabled"):
         return shared.ahead(steps, "finish")
     if source.count("trainer.train_batch_size") != source.count("trainer.policy_mini_batch_size"):
-        source.lacks(
-            "trainer.policy_mini_batch_size",
-            "another number than train_batch_size, which fully asynchronous training refuses: set both to the same number",
-        )
+        reason = "which fully asynchronous training refuses: set both to the same number"
+        source.lacks("trainer.policy_mini_batch_size", f"another number than train_batch_size, {reason}")
     return shared.ahead(steps, "continue", "carry")
 
 
@@ -111,15 +107,11 @@ def learning(source: Source) -> dict[str, Any]:
     return optimizer(source, _POLICY, scale=constant_scale(source))
 
 
-def low_rank_of_policy(source: Source) -> dict[str, Any]:
-    if found := low_rank(source, _POLICY):
-        FIELDS["adapters_of_megatron"](source)
-    return found
+def uses_critic(source: Source) -> bool:
+    return source.text(_ALGORITHM + "advantage_estimator") == "gae"
 
 
 def critic(source: Source) -> dict[str, Any]:
-    if source.text(_ALGORITHM + "advantage_estimator") != "gae":
-        return {}
     learns = optimizer(source, "trainer.critic.", "critic.optimizer")
     return FIELDS["critic"](source) | learns | low_rank(source, "trainer.critic.", "critic")
 
@@ -158,19 +150,14 @@ def engine(source: Source) -> dict[str, Any]:
             source.lacks(key("backend"), f"servers of {backend}: known here are vllm and sglang")
         return {"engine.backend": backend or "vllm", "engine.url": urls}
     if is_colocated and replicas * tp != gpus(source):
-        raise UnreadableError(
-            f"{key('num_engines')} x tensor_parallel_size = {replicas * tp} must be the policy's {gpus(source)} "
-            f"GPUs if all are colocated"
-        )
+        needed = f"must be the policy's {gpus(source)} GPUs if all are colocated"
+        raise UnreadableError(f"{key('num_engines')} x tensor_parallel_size = {replicas * tp} {needed}")
     found: dict[str, Any] = {
         "engine.memory_fraction": source.number(key("gpu_memory_utilization")),
         "engine.max_num_seqs": source.whole(key("max_num_seqs")),
     }
     ours = shared.engine_name(source, key("backend"), backend)
-    if is_colocated:
-        found["engine.backend"] = shared.engine_layout(gpus(source), tp, ep, ours)
-    else:
-        found |= shared.engine_apart(replicas * tp, tp, ep, ours)
+    found |= shared.engine(replicas * tp, tp, ep, ours, is_apart=not is_colocated)
     if backend == "vllm":
         for name in ("enforce_eager", "enable_prefix_caching", "enable_chunked_prefill", "max_num_batched_tokens"):
             if source.has(key(name)):
@@ -192,19 +179,15 @@ def profile(source: Source) -> dict[str, Any]:
             active, repeat = said.whole("active") or 1, min(said.whole("repeat") or 1, 100)
             begins = [first + wait + warmup + cycle * (wait + warmup + active) for cycle in range(repeat)]
             steps = [begin + step for begin in begins for step in range(1, active + 1)]
-            return {
-                "trainer.profile.steps": steps,
-                "trainer.profile.ranks": [int(rank) for rank in said.items("ranks")] or None,
-            }
+            ranks = [int(rank) for rank in said.items("ranks")] or None
+            return {"trainer.profile.steps": steps, "trainer.profile.ranks": ranks}
     return {}
 
 
 def changed_config(source: Source) -> dict[str, Any]:
     """Return our key of values that replace those in config.json."""
-    found = shared.mapping(source, f"{_POLICY}model_config_kwargs") | shared.mapping(
-        source, f"{_MEGATRON}model_config_kwargs"
-    )
-    return {f"model.overrides.{name}": value for name, value in found.items()}
+    changed = source.mapping(f"{_POLICY}model_config_kwargs") | source.mapping(f"{_MEGATRON}model_config_kwargs")
+    return {f"model.overrides.{name}": value for name, value in changed.items()}
 
 
 def router_replay(source: Source) -> dict[str, Any]:
@@ -249,19 +232,17 @@ def router(source: Source, key: str) -> str | None:
 
 BATCH = partial(shared.updates, step="trainer.train_batch_size", update="trainer.policy_mini_batch_size")
 DERIVED = (
-    *(*METHOD, program, template, ahead, BATCH, layout, micro_batch, learning, low_rank_of_policy, critic, sampling, engine),
-    *(router_replay, evaluation, rewards, run, profile, changed_config),
-    shared.tracked("trainer.logger", "trainer.project_name", "trainer.run_name", tags="trainer.tags"),
+    *(*METHOD, program, template, ahead, BATCH, layout, micro_batch, learning, partial(low_rank, section=_POLICY)),
+    FIELDS["adapters_of_megatron"],
+    *(*when(uses_critic, critic), sampling, engine, router_replay, evaluation, rewards, run, profile, changed_config),
+    FIELDS["tracking"],
 )
-_CONVERTERS = {
-    "kept": shared.kept, "loggers": shared.loggers,
-    "reference": reference, "router": router,
-}  # fmt: skip
+_CONVERTERS = {"reference": reference, "router": router}
 TABLE = table(
     "skyrl", DERIVED, _CONVERTERS, load("legacy/skyrl"), release_of=legacy.release_of, known=known("skyrl"),
     elsewhere={legacy.TOKEN_MEAN: "token-mean"},
 )  # fmt: skip
-SFT = table("skyrl_sft", skyrl_sft.DERIVED, _CONVERTERS, known=known("skyrl"))
+SFT = table("skyrl_sft", skyrl_sft.DERIVED, known=known("skyrl"))
 
 
 def table_of(settings: Mapping[str, Any]) -> Table:
@@ -269,4 +250,4 @@ def table_of(settings: Mapping[str, Any]) -> Table:
     return SFT if skyrl_sft.looks_like(settings) else TABLE
 
 
-translate = dialect("skyrl", TABLE, SFT, choose=table_of, config_names=("ppo_base_config",))
+translate = System("skyrl", (TABLE, SFT), table_of, ("ppo_base_config",))

@@ -57,10 +57,8 @@ def loss(source: Source) -> dict[str, Any]:
         return {}
     found = {"aggregate": mean, **chosen.read(said)}
     if name == "reinforce" and not legacy.is_before_2026_04(source):
-        said.lacks(
-            "policy_loss_type",
-            "REINFORCE with advantages that loss_reduction has divided; --from skyrl@2026-03 has the older loss",
-        )
+        reason = "REINFORCE with advantages that loss_reduction has divided; --from skyrl@2026-03 has the older loss"
+        said.lacks("policy_loss_type", reason)
     if name == "dppo":
         found["divergence"] = CHOICES["dppo.dppo_type"].read(said)
     if name == "cispo" and said.text("cispo.cispo_anchor") == "rollout":

@@ -9,10 +9,9 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from fivefold_dialects import shared
 from fivefold_dialects.skyrl_model import low_rank, optimizer, policy
 from fivefold_dialects.source import Source, UnreadableError
-from fivefold_dialects.table import choices
+from fivefold_dialects.table import choices, fields
 
 CHOICES = choices("skyrl_sft")
 PROGRAMS = ("main_sft", "main_sft_with_callbacks")
@@ -117,5 +116,4 @@ def run(source: Source) -> dict[str, Any]:
     }
 
 
-tracked = shared.tracked("logger", "project_name", "run_name", tags="tags")
-DERIVED = (program, data, layout, micro_batch, low_rank, run, tracked, optimizer)
+DERIVED = (program, data, layout, micro_batch, low_rank, run, fields("skyrl_sft")["tracking"], optimizer)

@@ -12,12 +12,17 @@ from typing import Any
 
 from fivefold.config.dialect import Outcome, Tree
 from fivefold.config.loader import ConfigError, parse_value
+from fivefold.config.packages import TRACKERS
 from fivefold.errors import UserError, shown
 from fivefold_dialects.bounds import Work
 
 _VARIABLE = re.compile(r"\$\{([^${}]*)\}|\$([A-Za-z_][A-Za-z0-9_]*|[0-9@*#])")
 _NONE = ("null", "none", "~", "")
 _TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
+_WITHOUT_ACCOUNT = ("console", "tensorboard")
+"""Loggers that write to this machine and need no account."""
+EVERY_CHECKPOINT = 1_000_000
+"""Value of trainer.keep for a system that keeps every checkpoint."""
 
 
 class UnreadableError(UserError):
@@ -90,15 +95,12 @@ class Source:
         return _unquoted(str(raw))
 
     def number(self, key: str) -> float | None:
-        raw = self.raw(key)
-        if raw is None or str(raw).strip().lower() in _NONE:
+        if (text := self.text(key)) is None:
             return None
         try:
-            if isinstance(raw, bool):
-                raise ValueError
-            return float(_unquoted(str(raw)))
-        except (ValueError, OverflowError):
-            raise UnreadableError(f"{self.prefix}{key} must be a number: got {shown(raw)}") from None
+            return float(text)
+        except ValueError:
+            raise UnreadableError(f"{self.prefix}{key} must be a number: got {shown(self.raw(key))}") from None
 
     def whole(self, key: str) -> int | None:
         number = self.number(key)
@@ -117,15 +119,10 @@ class Source:
 
     def flag(self, key: str) -> bool:
         """Return whether the value is true; an absent value is false."""
-        raw = self.raw(key)
-        if isinstance(raw, bool):
-            return raw
-        word = _unquoted(str(raw)).strip().lower()
-        if raw is None or word in _NONE or word in _FALSE:
-            return False
-        if word in _TRUE:
-            return True
-        raise UnreadableError(f"{self.prefix}{key} must be true or false: got {raw!r}")
+        word = (self.text(key) or "").strip().lower()
+        if word not in (*_TRUE, *_FALSE, *_NONE):
+            raise UnreadableError(f"{self.prefix}{key} must be true or false: got {self.raw(key)!r}")
+        return word in _TRUE
 
     def items(self, key: str) -> list[Any]:
         """Return a list; a single value becomes a list of one."""
@@ -143,6 +140,32 @@ class Source:
         """Return the value as a list of numbers."""
         return [float(item) for item in self.items(key)]
 
+    def mapping(self, key: str) -> dict[str, Any]:
+        """Return a mapping that a configuration sets as a whole, by single keys below it, or both."""
+        whole = self.value(key) if self.has(key) else None
+        below = {name.removeprefix(f"{key}."): self.value(name) for name in self.keys(f"{key}.")}
+        return {**whole, **below} if isinstance(whole, dict) else below
+
+    def tracked(self, key: str) -> bool:
+        """Return whether the configuration names a tracker in the key that needs an account."""
+        return self.has(key) and bool(set(self.texts(key)) & set(TRACKERS).difference(_WITHOUT_ACCOUNT))
+
+    def loggers(self, key: str) -> list[str]:
+        """Return the terminal and the supported trackers; metrics.jsonl is always written."""
+        names = self.texts(key)
+        known = [name for name in ("console", *TRACKERS) if name in names]
+        if others := ", ".join(name for name in names if name not in known):
+            self.lacks(key, f"{others}: metrics are in metrics.jsonl, from where any tool reads them", changes_result=False)
+        if not self.has(key):
+            # A default must not require a package or an account.
+            known = [name for name in known if name in _WITHOUT_ACCOUNT]
+        return known or ["console"]
+
+    def kept(self, key: str) -> int:
+        """Return how many checkpoints are kept; without a number above 0, all of them."""
+        count = self.whole(key) or 0
+        return count if count > 0 else EVERY_CHECKPOINT
+
     def path(self, key: str) -> str | None:
         """Return a path, with a leading ~ replaced by the home directory."""
         found = self.text(key)
@@ -155,7 +178,7 @@ class Source:
     def interval(self, key: str) -> int:
         """Return the steps between two events; 0 if they are off (-1, null or false, which Python reads as 0; true is 1)."""
         word = str(self.raw(key)).strip("'\"").lower()
-        return {"false": 0, "true": 1}[word] if word in ("false", "true") else max(0, self.whole(key) or 0)
+        return int(word == "true") if word in ("false", "true") else max(0, self.whole(key) or 0)
 
     def top_k(self, key: str) -> int:
         """Return top-k, with 0 for off, where other systems have -1."""

@@ -110,8 +110,3 @@ class System:
             return f"this program of {table.name} has no older defaults here: write --from {self.name} without @{version}"
         fault = OneOf(table.versions).fault(version)
         return fault and f"the version of {table.name} {fault}"
-
-
-def dialect(name: str, *tables: Table, **options: Any) -> System:
-    """Return the System with this name and these tables; `options` are further fields of System."""
-    return System(name, tables, **options)

@@ -208,18 +208,47 @@ def listed(name: str, of: str) -> frozenset[str]:
     return frozenset(several(lists[of], lists))
 
 
+def spelled_out(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a mapping of names, of which several in one text have the same value (`several`)."""
+    return {name: value for names, value in values.items() for name in several(names)}
+
+
 def choices(name: str) -> dict[str, Choice]:
     """Return the choices of `tables/NAME.yaml` by their key."""
-    found, content = {}, load(name)
-    for key, said in content["choices"].items():
-        names = {each: chosen for listed, chosen in said["names"].items() for each in several(listed)}
-        found[key] = Choice(key, lists=content.get("lists", {}), **{**said, "names": names})
-    return found
+    content = load(name)
+    return {
+        key: Choice(key, lists=content.get("lists", {}), **{**choice, "names": spelled_out(choice["names"])})
+        for key, choice in content["choices"].items()
+    }
+
+
+def _word(what: str, names: Mapping[str, Any], source: Source, key: str) -> Any:
+    """Return the value of the key's word; None if it is left out, or not in `names`, which is reported."""
+    word = source.text(key)
+    if word is not None and word not in names:
+        source.lacks(key, f"the {what} {word}: known here are {', '.join(names)}")
+    return names.get(word)
+
+
+def _words(content: Mapping[str, Any]) -> dict[str, Convert]:
+    """Return the functions that read the words in a file's section `words`."""
+    return {name: partial(_word, name, spelled_out(values)) for name, values in content.get("words", {}).items()}
 
 
 def fields(name: str, converters: Mapping[str, Callable[..., Any]] = {}) -> dict[str, Callable[[Source], dict[str, Any]]]:
     """Return the functions that read the groups of `tables/NAME.yaml`: keys that have a value of ours only in some runs."""
-    return {each: partial(_read_group, group, converters) for each, group in load(name)["fields"].items()}
+    content = load(name)
+    every = {**_words(content), **converters}
+    return {title: partial(_read_group, group, every) for title, group in content["fields"].items()}
+
+
+def when(applies: Callable[[Source], bool], *functions: Derived) -> tuple[Derived, ...]:
+    """Return functions that give the values of `functions` in runs to which they apply, and none in other runs."""
+    return tuple(partial(_when, applies, function) for function in functions)
+
+
+def _when(applies: Callable[[Source], bool], function: Derived, source: Source) -> Mapping[str, Any]:
+    return function(source) if applies(source) else {}
 
 
 _OF_A_GROUP = ("from", "when", "else", "needs")
@@ -260,7 +289,7 @@ def table(
 
 def defaults_of(tree: Mapping[str, Any]) -> dict[str, Any]:
     """Return full key -> value of nested defaults, where one text may be several keys (`several`)."""
-    return {key: value for keys, value in flatten(tree) for key in several(keys)}
+    return spelled_out(dict(flatten(tree)))
 
 
 def several(text: str, lists: Mapping[str, str] | None = None) -> Iterator[str]:
@@ -290,6 +319,7 @@ def _sections(content: Mapping[str, Any], converters: Mapping[str, Convert]) -> 
     own: set[str] = set()
     named = {each: load(each) for each in content["sections"].values() if isinstance(each, str)}
     lists = dict(item for each in (*named.values(), content) for item in each.get("lists", {}).items())
+    converters = dict(item for each in (*named.values(), content) for item in _words(each).items()) | dict(converters)
     # The file's own rows come first, because they replace copied ones.
     for title, each in sorted(content["sections"].items(), key=lambda item: isinstance(item[1], str)):
         section = _section(title, named[each]["sections"][title] if isinstance(each, str) else each, lists, converters)

@@ -14,16 +14,15 @@ from typing import Any
 
 from fivefold.config.dialect import Translation, Tree
 from fivefold.errors import UserError
-from fivefold_dialects import shared
 from fivefold_dialects import trinity_data as of_data
 from fivefold_dialects import trinity_method as of_method
 from fivefold_dialects import trinity_models as of_models
 from fivefold_dialects.known import known
 from fivefold_dialects.legacy import trinity as legacy
-from fivefold_dialects.source import Source, flatten, merged
+from fivefold_dialects.source import EVERY_CHECKPOINT, Source, flatten, merged
 from fivefold_dialects.system import System
-from fivefold_dialects.table import load, table
-from fivefold_dialects.trinity_keys import EVALUATED, HALVES, VERL, offline, period, periods
+from fivefold_dialects.table import load, table, when
+from fivefold_dialects.trinity_keys import EVALUATED, HALVES, VERL, is_megatron, offline, period, periods, samples
 
 
 def _is_said(value: Any) -> bool:
@@ -81,7 +80,7 @@ def resume(source: Source, key: str) -> str:
 
 
 def run(source: Source) -> dict[str, Any]:
-    place = "/".join(filter(None, (source.text("checkpoint_root_dir"), source.text("project"), source.text("name"))))
+    place = "/".join(filter(None, map(source.text, ("checkpoint_root_dir", "project", "name"))))
     place = source.text("model.checkpoint_path") or place
     keep = source.whole("trainer.max_checkpoints_to_keep") or source.whole(VERL + "trainer.max_actor_ckpt_to_keep")
     key = "buffer.total_steps" if source.whole("buffer.total_steps") else "trainer.total_steps"
@@ -91,34 +90,25 @@ def run(source: Source) -> dict[str, Any]:
     evaluated = bool(source.items(EVALUATED)) and not offline(source)
     return {
         "trainer.run_dir": place,
-        "trainer.keep": keep if keep and keep > 0 else shared.EVERY_CHECKPOINT,
+        "trainer.keep": keep if keep and keep > 0 else EVERY_CHECKPOINT,
         "trainer.save_every": periods(source, source.whole("trainer.save_interval")),
         "trainer.eval_every": periods(source, source.whole("explorer.eval_interval")) if evaluated else 0,
         "trainer.eval_before_train": source.flag("explorer.eval_on_startup") and evaluated,
         "trainer.steps": periods(source, steps) or None,
         "trainer.epochs": source.whole("buffer.total_epochs"),
         **(of_data.sampled_evaluation(source) if evaluated else {"eval.samples": 0}),
-        "trainer.loggers": [
-            "console",
-            *(name for name in shared.loggers(source, "monitor.monitor_type") if name != "console"),
-        ],
+        "trainer.loggers": list(dict.fromkeys(["console", *source.loggers("monitor.monitor_type")])),
     }
 
 
-tracked = shared.tracked("monitor.monitor_type", "project", "name", group="group")
 DERIVED = (
-    *(program, of_models.low_rank, of_method.ahead, of_method.replayed, of_models.layout, of_models.memory),
+    *(program, of_models.low_rank, *when(samples, of_method.ahead, of_method.replayed), of_models.layout, of_models.memory),
     *(of_data.lengths, of_method.batch, of_method.epochs, of_method.algorithm, of_method.loss, of_method.kl),
-    *(of_models.optimizer, of_models.critic, of_models.weights, of_models.engine, of_data.data, run, tracked),
+    *(of_models.optimizer, *when(of_method.uses_critic, of_models.critic), *when(is_megatron, of_models.weights)),
+    *(*when(samples, of_models.engine), of_data.data, run, of_data.FIELDS["tracking"]),
 )
-TABLE = table(
-    "trinity",
-    DERIVED,
-    {"resume": resume},
-    older=load("legacy/trinity"),
-    elsewhere={legacy.RELEASE: None},
-    known=known("trinity").with_below(VERL.rstrip("."), known("verl")),
-)
+_KNOWN, _OLDER = known("trinity").with_below(VERL.rstrip("."), known("verl")), load("legacy/trinity")
+TABLE = table("trinity", DERIVED, {"resume": resume}, _OLDER, elsewhere={legacy.RELEASE: None}, known=_KNOWN)
 
 
 class _Trinity(System):

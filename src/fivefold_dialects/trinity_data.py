@@ -6,7 +6,7 @@ from typing import Any
 
 from fivefold_dialects.legacy import trinity as legacy
 from fivefold_dialects.source import Source, UnreadableError, flatten
-from fivefold_dialects.table import fields, load, several
+from fivefold_dialects.table import fields, load, spelled_out
 from fivefold_dialects.trinity_keys import ACTOR, BUFFER, EVALUATED, EXPERTS, ROLLOUT, TASKSET, kind, mixes, offline
 
 
@@ -50,7 +50,7 @@ def lengths(source: Source) -> dict[str, Any]:
 
 _WORKFLOWS = ("math_workflow", "async_math_workflow", "math_boxed_workflow", "default", "simple_workflow")
 FIELDS = fields("trinity")
-_REWARDS = {name: ours for names, ours in load("trinity")["rewards"].items() for name in several(names)}
+_REWARDS = spelled_out(load("trinity")["rewards"])
 _PROMPTS: dict[str, str] = load("trinity")["prompts"]
 
 
@@ -62,10 +62,8 @@ def data(source: Source) -> dict[str, Any]:
     selector = said.one_of("data_selector.selector_type", ("sequential", "shuffle"), "order of tasks", "sequential")
     thinking = ROLLOUT + "enable_thinking" if source.has(ROLLOUT + "enable_thinking") else "model.enable_thinking"
     return {
-        "data.train": said.files("path"),
+        **FIELDS["tasks"](said),
         "data.val": sets or None,
-        "data.prompt_key": said.text("format.prompt_key"),
-        "data.ground_truth_key": said.text("format.response_key") or None,
         "data.shuffle": selector == "shuffle",
         # Until 2026-02 the default was false, which the chat templates of thinking models read.
         "data.chat_template_kwargs": None if source.value(thinking) is None else {"enable_thinking": source.flag(thinking)},

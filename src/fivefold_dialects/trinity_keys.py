@@ -24,6 +24,10 @@ def offline(source: Source) -> bool:
     return kind(source) in ("dpo", "sft")
 
 
+def samples(source: Source) -> bool:
+    return not offline(source)
+
+
 def mixes(source: Source) -> bool:
     """Return whether the run also learns from an expert's responses, next to those of the policy."""
     return kind(source) in ("mix", "mix_chord")

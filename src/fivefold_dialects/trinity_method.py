@@ -186,8 +186,6 @@ def _penalty(source: Source, section: str) -> dict[str, Any]:
 def ahead(source: Source) -> dict[str, Any]:
     """Return our keys of sampling ahead: offset / interval of our steps, for the explorer's step s has the weights of the
     trainer's step max(0, (s - offset - 1) // interval) x interval (explorer.py, need_sync)."""
-    if offline(source):
-        return {}
     said, interval = source.under("synchronizer."), period(source)
     if (style := said.text("sync_style") or "fixed") != "fixed":
         reason = "weights that are synchronized on demand, so the age of a sample is not fixed"
@@ -212,7 +210,7 @@ def replayed(source: Source) -> dict[str, Any]:
     """Refuse a priority queue whose order matters: it takes samples of the latest weights first and may use them again."""
     said = source.under(BUFFER)
     enabled = next((key for key in ("replay_buffer.enable", "use_priority_queue") if said.flag(key)), None)
-    if enabled is None or offline(source):
+    if enabled is None:
         return {}
     is_old = enabled == "use_priority_queue"
     place = said if is_old else said.under("replay_buffer.")
@@ -236,11 +234,9 @@ def batch(source: Source) -> dict[str, Any]:
         return {"data.prompts_per_step": taken or tasks} | legacy.pairs(source, kind(source))
     group, steps, experts = group_size(source), period(source), expert_batch(source) if mixes(source) else 0
     if (taken or mixes(source)) and taken != tasks * group + experts:
-        source.lacks(
-            "buffer.train_batch_size",
-            f"a trainer's step of {taken} samples where the explorer's step has {tasks} x {group}"
-            f"{f' and {experts} of an expert' if experts else ''}: both numbers must be equal",
-        )
+        sampled = f"{tasks} x {group}{f' and {experts} of an expert' if experts else ''}"
+        reason = f"a trainer's step of {taken} samples where the explorer's step has {sampled}: both numbers must be equal"
+        source.lacks("buffer.train_batch_size", reason)
     return {
         "data.prompts_per_step": tasks * steps,
         "data.expert_per_step": experts * steps or None,

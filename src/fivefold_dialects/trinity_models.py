@@ -18,7 +18,6 @@ from fivefold_dialects.trinity_keys import (
     MODEL,
     REFERENCE,
     ROLLOUT,
-    TASKSET,
     VERL,
     is_megatron,
     kind,
@@ -40,21 +39,13 @@ def dtype(said: Source, key: str) -> str | None:
 
 
 def engine(source: Source) -> dict[str, Any]:
-    if offline(source):
-        return {}
     said = source.under(ROLLOUT)
     tp = said.count("tensor_parallel_size")
     name = shared.engine_name(said, "engine_type", said.text("engine_type"))
-    drawn = {
-        name: source.number(key if source.value(key := f"{TASKSET}rollout_args.{name}") is not None else f"model.{name}")
-        for name in ("temperature", "top_p", "top_k")
-    }
     return {
-        **shared.engine_apart(said.count("engine_num") * tp, tp, name=name),
+        **shared.engine(said.count("engine_num") * tp, tp, name=name, is_apart=True),
         **FIELDS["engine"](said),
-        "engine.sampling.temperature": drawn["temperature"],
-        "engine.sampling.top_p": drawn["top_p"],
-        "engine.sampling.top_k": max(0, int(drawn["top_k"] or 0)),
+        **FIELDS["sampling"](source),
         "engine.dtype": dtype(said, "dtype"),
         **(FIELDS["vllm"](said) if name == "vllm" else {}),
     }
@@ -142,8 +133,6 @@ def _of_megatron(said: Source, style: str | None, warmup: float, floor: float, l
 
 
 def critic(source: Source) -> dict[str, Any]:
-    if not uses_critic(source):
-        return {}
     said = source.under(CRITIC)
     found: dict[str, Any] = {
         **FIELDS["critic"](source),
@@ -266,8 +255,6 @@ def _offload(source: Source, start: str, ours: str) -> dict[str, Any]:
 
 def weights(source: Source) -> dict[str, Any]:
     """Return our keys of models whose weights are a Megatron-Core checkpoint instead of the Hugging Face directory."""
-    if not is_megatron(source):
-        return {}
     directory, has_reference = source.path("model.model_path"), uses_reference(source)
     roles = [
         ("model.path", ACTOR, "model.model_path", True),

@@ -14,9 +14,9 @@ from typing import Any, Literal
 from fivefold.errors import UserError
 from fivefold.keys.ranges import OneOf
 from fivefold_dialects import shared, trl_grpo
-from fivefold_dialects.source import Source, UnreadableError
-from fivefold_dialects.system import dialect
-from fivefold_dialects.table import Table, choices, load, table
+from fivefold_dialects.source import EVERY_CHECKPOINT, Source, UnreadableError
+from fivefold_dialects.system import System
+from fivefold_dialects.table import Table, choices, fields, load, table
 from fivefold_dialects.translator import our_defaults
 from fivefold_dialects.trl_grpo import at_once, processes, updates_of
 from fivefold_dialects.trl_words import read_tree
@@ -171,7 +171,7 @@ def run(source: Source) -> dict[str, Any]:
     found: dict[str, Any] = {
         "trainer.run_dir": source.path("output_dir") or "trainer_output",
         "trainer.save_every": interval(source, "save"),
-        "trainer.keep": source.whole("save_total_limit") or shared.EVERY_CHECKPOINT,
+        "trainer.keep": source.whole("save_total_limit") or EVERY_CHECKPOINT,
         "trainer.resume": "auto" if resume == "true" else "never",
     }
     if last > 0:
@@ -186,7 +186,7 @@ def trackers(source: Source, key: str) -> list[str]:
     names = source.texts(key)
     if set(names) <= {"none", "False"}:
         return ["console"]
-    return list(dict.fromkeys(["console", *shared.loggers(source, key)]))
+    return list(dict.fromkeys(["console", *source.loggers(key)]))
 
 
 def offline(source: Source, older: str = "max_length") -> dict[str, Any]:
@@ -231,7 +231,7 @@ def sft(source: Source) -> dict[str, Any]:
     return {"algorithm.name": "sft", "data.response_key": "completion"}
 
 
-_COMMON = (layout, dtype, low_rank, data, optimizer, run, shared.tracked("report_to", "project", "run_name"))
+_COMMON = (layout, dtype, low_rank, data, optimizer, run, fields("trl")["tracking"])
 _DERIVED = {
     "grpo": (*trl_grpo.DERIVED, evaluation),
     "dpo": (offline, dpo),
@@ -239,7 +239,7 @@ _DERIVED = {
 }
 
 
-def _table(name: str, **fields: Any) -> Table:
+def _table(name: str, **others: Any) -> Table:
     """Return the table of a program: its own sections, and those that all programs share."""
     content = load("trl")
     own = content["programs"][name]
@@ -247,7 +247,7 @@ def _table(name: str, **fields: Any) -> Table:
     converters = {
         "trackers": trackers,
     }
-    return table({**content, **own, "sections": sections}, (*_COMMON, *_DERIVED[name]), converters, **fields)
+    return table({**content, **own, "sections": sections}, (*_COMMON, *_DERIVED[name]), converters, **others)
 
 
 GRPO = _table("grpo")
@@ -267,4 +267,4 @@ def table_of(settings: Mapping[str, Any]) -> Table:
     return TABLES[name]
 
 
-translate = dialect("trl", *TABLES.values(), choose=table_of, read_tree=read_tree)
+translate = System("trl", tuple(TABLES.values()), table_of, read_tree=read_tree)

@@ -17,14 +17,14 @@ from fivefold_dialects.known import known
 from fivefold_dialects.legacy import verl as legacy
 from fivefold_dialects.legacy import verl_recipes as recipes
 from fivefold_dialects.source import Source
-from fivefold_dialects.system import dialect
-from fivefold_dialects.table import Table, defaults_of, load, several, table
+from fivefold_dialects.system import System
+from fivefold_dialects.table import Table, defaults_of, load, several, spelled_out, table, when
 from fivefold_dialects.verl_algorithm import FIELDS, advantage, correction, dynamic_sampling, kl, loss, overlong
 from fivefold_dialects.verl_rollout import engine, rewards
 
 _R = "actor_rollout_ref.rollout."
 OWN_DEFAULTS: dict[str, dict[str, Any]] = {
-    program: defaults_of(own or {}) for names, own in load("verl")["programs"].items() for program in several(names)
+    program: defaults_of(changed or {}) for program, changed in spelled_out(load("verl")["programs"]).items()
 }
 """Supported programs -> their defaults that differ from main_ppo's."""
 
@@ -42,10 +42,6 @@ def program(source: Source) -> dict[str, Any]:
 def overlong_prompts(source: Source, key: str) -> str:
     # verl may cut off a long prompt; here the run is refused instead, so no prompt is cut silently.
     return "drop" if source.flag(key) else "refuse"
-
-
-def template(source: Source) -> dict[str, Any]:
-    return {"data.chat_template_kwargs": shared.mapping(source, "data.apply_chat_template_kwargs") or None}
 
 
 def length_of_run(source: Source) -> dict[str, Any]:
@@ -73,17 +69,16 @@ def profiler(source: Source) -> dict[str, Any]:
 
 
 DERIVED = (
-    *(program, advantage, loss, kl, correction, overlong, dynamic_sampling, template, engine, FIELDS["evaluation"], rewards),
-    *(models.batch, models.layout, models.megatron, models.low_rank, FIELDS["further_tokens"], models.dtypes, models.memory),
-    *(models.micro_batch, models.optimizer, models.critic, models.reference, models.router_replay),
-    *(models.megatron_checkpoints, verl_sft.resume, length_of_run, evaluation_interval, profiler),
-    *(verl_sft.first_rows, verl_sft.TRACKED, recipes.prime, legacy.say_which_entropy, legacy.of_forks, legacy.older),
+    *(program, advantage, loss, kl, correction, overlong, dynamic_sampling, FIELDS["template"], engine),
+    *(FIELDS["evaluation"], rewards),
+    *(models.batch, models.layout, *when(models.is_megatron, models.megatron), models.low_rank, FIELDS["further_tokens"]),
+    *(models.dtypes, models.memory, models.micro_batch, models.optimizer, *when(models.uses_critic, models.critic)),
+    *(*when(models.uses_reference, models.reference), models.router_replay),
+    *when(models.is_megatron, models.megatron_checkpoints),
+    *(verl_sft.resume, length_of_run, evaluation_interval, profiler),
+    *(verl_sft.first_rows, FIELDS["tracking"], recipes.prime, legacy.say_which_entropy, legacy.of_forks, legacy.older),
 )
-CONVERTERS = {
-    "loggers": shared.loggers,
-    "overlong_prompts": overlong_prompts, "kept": shared.kept,
-    "device": shared.choice({"cuda": "cuda", "npu": "auto", "gpu": "cuda", "cpu": "cpu", "xpu": "auto"}, "a device"),
-}  # fmt: skip
+CONVERTERS = {"overlong_prompts": overlong_prompts}
 TABLE = replace(
     table("verl", DERIVED, CONVERTERS, release_of=legacy.release_of, known=known("verl")), versions=legacy.VERSIONS
 )
@@ -105,6 +100,4 @@ def table_of(settings: Mapping[str, Any]) -> Table:
     return TABLE
 
 
-translate = dialect(
-    "verl", TABLE, verl_sft.TABLE, choose=table_of, config_names=tuple(several(load("verl")["config_names"]))
-)
+translate = System("verl", (TABLE, verl_sft.TABLE), table_of, tuple(several(load("verl")["config_names"])))

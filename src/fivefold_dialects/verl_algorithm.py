@@ -96,13 +96,7 @@ def kl(source: Source) -> dict[str, Any]:
     in_loss = source.flag(_A + "use_kl_loss") and bool(loss_coef)
     # The recipe PRIME loads the reference but subtracts no KL from rewards.
     in_reward = kl_in_reward(source) and bool(control.number("kl_coef")) and not recipes.is_prime(source)
-    if (
-        not in_reward
-        and not in_loss
-        and control.has("kl_coef")
-        and control.number("kl_coef")
-        and not recipes.is_prime(source)
-    ):
+    if not (in_reward or in_loss) and control.has("kl_coef") and control.number("kl_coef") and not recipes.is_prime(source):
         legacy.say_where_kl_was(source)
     loss: dict[str, Any] = {}
     reward: dict[str, Any] = {}
@@ -184,10 +178,8 @@ def rejection(said: Source, names: list[str]) -> dict[str, Any]:
     bounds = bounds * len(names) if len(bounds) == 1 else bounds
     known = sum(name in _REJECTED for name in names)
     if known > 1 or len(bounds) != len(names) or any(name not in (*_REJECTED, *_DIVERGENCES) for name in names):
-        said.lacks(
-            "rollout_rs", f"rejection by {', '.join(names)}: known here are {', '.join(_DIVERGENCES)}, and one of "
-            f"{', '.join(_REJECTED)}"
-        )  # fmt: skip
+        listed = f"{', '.join(_DIVERGENCES)}, and one of {', '.join(_REJECTED)}"
+        said.lacks("rollout_rs", f"rejection by {', '.join(names)}: known here are {listed}")
         return {}
     found: dict[str, Any] = {}
     divergences: dict[str, float] = {}

@@ -88,10 +88,8 @@ def batch(source: Source) -> dict[str, Any]:
     said, mini = source.under(_S), source.count(_A + "ppo_mini_batch_size")
     syncs, batches = said.count("trigger_parameter_sync_step"), said.count("require_batches")
     if min(syncs, batches, mini) < 1:
-        raise UnreadableError(
-            f"{_S}trigger_parameter_sync_step, require_batches and {_A}ppo_mini_batch_size must be at least 1: got "
-            f"{syncs}, {batches} and {mini}"
-        )
+        keys = f"{_S}trigger_parameter_sync_step, require_batches and {_A}ppo_mini_batch_size"
+        raise UnreadableError(f"{keys} must be at least 1: got {syncs}, {batches} and {mini}")
     if said.flag("use_dynamic_resource_scheduling"):
         said.lacks("use_dynamic_resource_scheduling", "GPUs that move between trainer and engines")
     if source.flag("algorithm.filter_groups.enable"):

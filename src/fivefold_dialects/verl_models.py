@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from fivefold_dialects import shared, verl_async
@@ -69,8 +69,6 @@ def layout(source: Source) -> dict[str, Any]:
 
 
 def megatron(source: Source) -> dict[str, Any]:
-    if not is_megatron(source):
-        return {}
     found: dict[str, Any] = {"policy.sequence_parallel": source.flag(mcore(source) + "sequence_parallel")}
     return found | virtual_stages(source, "policy") | shared.megatron_options(source, options(source), "policy.megatron")
 
@@ -200,9 +198,11 @@ def _warmup(said: Source, reads: Mapping[str, Any], decay_steps: int | None) -> 
     return int(share * decay_steps) if decay_steps and share < 1 else share
 
 
-def low_rank_of(source: Source, start: str, ours: str, by_megatron: bool) -> dict[str, Any]:
+def low_rank(
+    source: Source, start: str = _M, ours: str = "policy", by_megatron: Callable[[Source], bool] = is_megatron
+) -> dict[str, Any]:
     """Return our keys of a model's adapters, in section `start`: FSDP reads lora_rank and others, Megatron-Core lora.*."""
-    return shared.adapters(source.under(start), ours, "verl", "adapters_of_megatron" if by_megatron else "adapters")
+    return shared.adapters(source.under(start), ours, "verl", "adapters_of_megatron" if by_megatron(source) else "adapters")
 
 
 def batch(source: Source) -> dict[str, Any]:
@@ -233,28 +233,24 @@ def optimizer(source: Source, role: str = _A, ours: str = "policy.optimizer") ->
 
 def megatron_checkpoints(source: Source) -> dict[str, Any]:
     """Return our keys of models whose weights are a Megatron-Core checkpoint instead of the Hugging Face directory."""
-    if not is_megatron(source):
-        return {}
     directory, has_reference = source.path(_M + "path"), uses_reference(source)
     roles = [
         ("model.path", _A, _M + "path", True),
         ("reference.path", _REF, _M + "path", has_reference),
-        ("critic.path", _C, _C + "model.path", estimator(source) == "gae"),
+        ("critic.path", _C, _C + "model.path", uses_critic(source)),
         ("reward.model.path", "reward_model.", "reward_model.model.path", source.flag("reward_model.enable")),
     ]
     return shared.megatron_weights(source, directory, roles, has_reference)
 
 
-def low_rank(source: Source) -> dict[str, Any]:
-    return low_rank_of(source, _M, "policy", is_megatron(source))
+def uses_critic(source: Source) -> bool:
+    return estimator(source) == "gae"
 
 
 def critic(source: Source) -> dict[str, Any]:
-    if estimator(source) != "gae":
-        return {}
     said = source.under(_C)
     found = FIELDS["critic"](said) | optimizer(source, _C, "critic.optimizer")
-    found |= low_rank_of(source, "critic.model.", "critic", is_megatron(source))
+    found |= low_rank(source, "critic.model.", "critic")
     for key in ("ppo_mini_batch_size", "ppo_epochs", "loss_agg_mode"):
         if said.raw(key) is not None and str(said.raw(key)) != str(source.raw(_A + key)):
             said.lacks(key, "the critic is trained in the policy's updates: set it as the policy's")
@@ -271,8 +267,6 @@ def critic(source: Source) -> dict[str, Any]:
 
 def reference(source: Source) -> dict[str, Any]:
     """Return our keys of the reference's own Megatron-Core options; its weights leave the GPU with the policy's."""
-    if not uses_reference(source):
-        return {}
     if "parameters" in offloaded(source, _REF) and "parameters" not in offloaded(source, _A):
         key = f"{sections(source, _REF)[0]}param_offload"
         source.lacks(key, shared.REFERENCE_ALONE, changes_result=False)

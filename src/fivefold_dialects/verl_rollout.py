@@ -28,12 +28,8 @@ def engine(source: Source) -> dict[str, Any]:
     ours = shared.engine_name(source, _R + "name", name)
     tp, ep = said.whole("tensor_model_parallel_size") or 1, said.whole("expert_parallel_size") or 1
     ep, is_apart, world = ep if ep == tp else 1, verl_async.is_apart(source), gpus(source)
-    if is_apart:
-        world = verl_async.engine_gpus(source)
-        found: dict[str, Any] = shared.engine_apart(world, tp, ep, ours)
-    else:
-        found = {"engine.backend": shared.engine_layout(world, tp, ep, ours)}
-    found |= FIELDS["engine"](said)
+    world = verl_async.engine_gpus(source) if is_apart else world
+    found = shared.engine(world, tp, ep, ours, is_apart=is_apart) | FIELDS["engine"](said)
     found |= verl_async.in_flight(source, world // tp, said.whole("max_num_seqs"))
     if (form := said.text("quantization")) is not None:
         if form != "fp8" or ours == "sglang":

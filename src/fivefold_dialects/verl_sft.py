@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from fivefold_dialects import shared
@@ -11,7 +12,7 @@ from fivefold_dialects.known import known
 from fivefold_dialects.legacy import verl_sft as older
 from fivefold_dialects.source import Source
 from fivefold_dialects.table import Table, fields, table
-from fivefold_dialects.verl_models import SCHEDULES, TOTAL_STEPS, low_rank_of, schedule
+from fivefold_dialects.verl_models import SCHEDULES, TOTAL_STEPS, low_rank, schedule
 
 _ENGINES = ("optim", "engine", "model_engine")
 """Keys that name an engine; the optimizer's key comes first."""
@@ -37,15 +38,11 @@ def _optimizer_of(settings: Mapping[str, Any]) -> str:
     return next((name for name in named if name in SCHEDULES), "fsdp")
 
 
-FIELDS = fields("verl_sft", {"kept": shared.kept})
+FIELDS = fields("verl_sft")
 
 
 def is_megatron(source: Source) -> bool:
     return "megatron" in (source.text(key) for key in ("engine", "model_engine", "engine.strategy"))
-
-
-def low_rank(source: Source) -> dict[str, Any]:
-    return low_rank_of(source, "model.", "policy", is_megatron(source))
 
 
 def layout(source: Source) -> dict[str, Any]:
@@ -101,9 +98,8 @@ def columns(source: Source) -> dict[str, Any]:
 def lengths(source: Source) -> dict[str, Any]:
     """Return our length limits: verl limits prompt and response together, so each of them gets the whole length."""
     if source.text("data.truncation") not in ("error", None):
-        source.fixed(
-            "data.truncation", "a response that is too long is cut off at its end; prompts that are too long are refused"
-        )
+        reason = "a response that is too long is cut off at its end; prompts that are too long are refused"
+        source.fixed("data.truncation", reason)
     return FIELDS["lengths"](source)
 
 
@@ -140,16 +136,12 @@ def resume(source: Source) -> dict[str, Any]:
     return {"trainer.resume": modes.get(mode)}
 
 
-TRACKED = shared.tracked("trainer.logger", "trainer.project_name", "trainer.experiment_name")
 DERIVED = (
-    *(low_rank, FIELDS["further_tokens"], columns, lengths, first_rows, layout, memory, micro_batch, optimizer),
-    *(FIELDS["method"], shared.epochs_and_steps, evaluation_interval, resume, TRACKED),
+    partial(low_rank, start="model.", by_megatron=is_megatron),
+    *(FIELDS["further_tokens"], columns, lengths, first_rows, layout, memory, micro_batch, optimizer),
+    *(FIELDS["method"], shared.epochs_and_steps, evaluation_interval, resume, FIELDS["tracking"]),
 )
-_CONVERTERS = {
-    "loggers": shared.loggers, "frequency": frequency,
-    "device": shared.choice({"cuda": "cuda", "npu": "auto", "cpu": "cpu"}, "a device"),
-}  # fmt: skip
-TABLE = table("verl_sft", DERIVED, _CONVERTERS, known=known("verl"))
+TABLE = table("verl_sft", DERIVED, {"frequency": frequency}, known=known("verl"))
 AUTOMODEL_TABLE = replace(
     TABLE, defaults={**TABLE.defaults, "optim.lr": 1e-5, "optim.init_lr_ratio": 0.1, "optim.min_lr_ratio": 0.01}
 )

@@ -15,12 +15,8 @@ from fivefold.config.run_config import RunConfig
 from fivefold_dialects.translator import nested, our_defaults
 
 _WIDTH = 60
-TITLES: dict[Kind, str] = {
-    "translated": "translated",
-    "fixed": "fixed here",
-    "unsupported": "not supported",
-    "unknown": "unknown",
-}
+TITLES: dict[Kind, str]
+TITLES = {"translated": "translated", "fixed": "fixed here", "unsupported": "not supported", "unknown": "unknown"}
 
 
 def write(translation: Translation, system: str, *, strict: bool = True) -> str:
