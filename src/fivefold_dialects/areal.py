@@ -38,29 +38,29 @@ def files_of(split: str, source: Source, key: str) -> list[str] | None:
 
 def model(source: Source) -> dict[str, Any]:
     role = source.under(f"{trainer(source)}.")
-    found: dict[str, Any] = {"model.path": role.path("path")}
+    ours: dict[str, Any] = {"model.path": role.path("path")}
     tokenizer = source.text("tokenizer_path")
-    if tokenizer and tokenizer != found["model.path"]:
-        found["model.tokenizer"] = tokenizer
+    if tokenizer and tokenizer != ours["model.path"]:
+        ours["model.tokenizer"] = tokenizer
     if (dtype := shared.dtype(role, "dtype")) not in (None, "bfloat16"):
-        found["policy.dtype"] = dtype
-    is_megatron = roles(source)[0].backend == "megatron"
-    if role.flag("gradient_checkpointing"):
-        found |= shared.recompute(role, "megatron", "policy") if is_megatron else {"policy.recompute": "full"}
+        ours["policy.dtype"] = dtype
+    recomputes, is_megatron = role.flag("gradient_checkpointing"), roles(source)[0].backend == "megatron"
+    if recomputes:
+        ours |= shared.recompute(role, "megatron", "policy") if is_megatron else {"policy.recompute": "full"}
     if is_megatron:
-        found |= shared.ddp_options(role, "megatron.ddp.", "policy")
-    found |= (stages := shared.virtual_stages(role, "policy", "megatron.virtual_pipeline_parallel_size"))
+        ours |= shared.ddp_options(role, "megatron.ddp.", "policy")
+    ours |= (stages := shared.virtual_stages(role, "policy", "megatron.virtual_pipeline_parallel_size"))
     if source.flag("rollout.return_routed_experts"):
-        found |= shared.replayed("R3")
-    found |= FIELDS["deterministic"](role)
+        ours |= shared.replayed("R3")
+    ours |= FIELDS["deterministic"](role)
     if role.flag("offload") or role.flag("fsdp.offload_params"):
-        found |= {"policy.offload.parameters": True, "policy.offload.optimizer": True}
+        ours |= {"policy.offload.parameters": True, "policy.offload.optimizer": True}
     elif role.flag("optimizer.offload"):
-        found["policy.offload.optimizer"] = True
+        ours["policy.offload.optimizer"] = True
     if role.text("megatron.bridge_type") == "megatron-bridge":
         lacks = "adapters" if role.flag("use_lora") else "virtual stages" if stages else None
-        found |= shared.bridge(role, "megatron.bridge_type", "megatron-bridge", "policy", lacks)
-    return found
+        ours |= shared.bridge(role, "megatron.bridge_type", "megatron-bridge", "policy", lacks)
+    return ours
 
 
 def longest(source: Source) -> tuple[int, int]:
@@ -76,46 +76,46 @@ def data(source: Source) -> dict[str, Any]:
     prompt, response = longest(source)
     role = source.under(f"{trainer(source)}.")
     budget = role.whole("mb_spec.max_tokens_per_mb")
-    found: dict[str, Any] = {
+    ours: dict[str, Any] = {
         "data.max_prompt_tokens": prompt,
         "data.max_response_tokens": response,
         # The two responses of a pair are computed together.
         "policy.tokens_per_micro_batch": max(budget or 0, (prompt + response) * (2 if is_dpo(source) else 1)),
     }
-    found |= {"data.prompts_per_step": source.count("train_dataset.batch_size")}
+    ours |= {"data.prompts_per_step": source.count("train_dataset.batch_size")}
     if is_dpo(source):
-        return found | {"algorithm.name": "dpo", "algorithm.updates_per_step": 1, "data.apply_chat_template": False}
+        return ours | {"algorithm.name": "dpo", "algorithm.updates_per_step": 1, "data.apply_chat_template": False}
     if is_sft(source):
-        found |= {"algorithm.name": "sft", "data.overlong_prompts": "refuse"}
+        ours |= {"algorithm.name": "sft", "data.overlong_prompts": "refuse"}
         if is_gsm8k(source.text("train_dataset.path")):
             # The sequence is the question's text, directly followed by the solution.
-            found |= {"data.prompt_key": "extra_info.question", "data.apply_chat_template": False}
-        return found
+            ours |= {"data.prompt_key": "extra_info.question", "data.apply_chat_template": False}
+        return ours
     updates = source.count("actor.ppo_n_minibatches")
     if source.count("train_dataset.batch_size") % updates:
         source.lacks("actor.ppo_n_minibatches", "updates of unequal size: train_dataset.batch_size is no multiple of it")
-    return found | {"algorithm.updates_per_step": updates}
+    return ours | {"algorithm.updates_per_step": updates}
 
 
 def sampling(source: Source) -> dict[str, Any]:
-    said = source.under("gconfig.")
-    kept = said.top_k("top_k")
+    gconfig = source.under("gconfig.")
+    kept = gconfig.top_k("top_k")
     return FIELDS["sampling"](source) | {
         # A top_k above every vocabulary size is no bound.
         "engine.sampling.top_k": 0 if kept >= 1_000_000 else kept,
-        "engine.sampling.stop_token_ids": [int(token) for token in said.items("stop_token_ids")] or None,
+        "engine.sampling.stop_token_ids": [int(token) for token in gconfig.items("stop_token_ids")] or None,
     }
 
 
 def interval(source: Source, start: str) -> int | Literal["epoch"]:
     """Return the steps between two events, or `epoch`; 0 means never. AReaL can combine intervals, we support only one."""
-    said = source.under(start)
-    steps, epochs = said.whole("freq_steps") or 0, said.whole("freq_epochs") or 0
+    section = source.under(start)
+    steps, epochs = section.whole("freq_steps") or 0, section.whole("freq_epochs") or 0
     if epochs > 1 or (epochs and steps):
         reason = "together with freq_steps" if steps else f"every {epochs} epochs: set 1, or a number of freq_steps"
-        said.lacks("freq_epochs", reason, changes_result=False)
-    if said.has("freq_secs") and said.number("freq_secs"):
-        said.lacks("freq_secs", "seconds between checkpoints or evaluations: set freq_steps", changes_result=False)
+        section.lacks("freq_epochs", reason, changes_result=False)
+    if section.has("freq_secs") and section.number("freq_secs"):
+        section.lacks("freq_secs", "seconds between checkpoints or evaluations: set freq_steps", changes_result=False)
     return steps or ("epoch" if epochs else 0)
 
 
@@ -136,18 +136,18 @@ def tracked(source: Source) -> dict[str, Any]:
     """Return our keys of trackers; a tracker is off unless its mode is set, and takes project and name of the experiment."""
     at = "stats_logger."
     modes = {name: source.text(f"{at}{name}.mode") or "disabled" for name in ("wandb", "swanlab")}
-    asked = [name for name, mode in modes.items() if mode in ("online", "offline", "cloud", "local", "shared")]
+    trackers = [name for name, mode in modes.items() if mode in ("online", "offline", "cloud", "local", "shared")]
     board = ["tensorboard"] if source.text(at + "tensorboard.path") else []
-    if not asked:
+    if not trackers:
         return {"trainer.loggers": ["console", *board]}
-    own = source.under(f"{at}{asked[0]}.")
+    tracker = source.under(f"{at}{trackers[0]}.")
     return {
-        "trainer.loggers": ["console", *board, *asked],
-        "tracking.project": own.text("project") or source.text("experiment_name"),
-        "tracking.name": own.text("name") or source.text("trial_name"),
-        "tracking.group": own.text("group"),
-        "tracking.tags": own.texts("tags") or None,
-        "tracking.offline": all(modes[name] in ("offline", "local") for name in asked) or None,
+        "trainer.loggers": ["console", *board, *trackers],
+        "tracking.project": tracker.text("project") or source.text("experiment_name"),
+        "tracking.name": tracker.text("name") or source.text("trial_name"),
+        "tracking.group": tracker.text("group"),
+        "tracking.tags": tracker.texts("tags") or None,
+        "tracking.offline": all(modes[name] in ("offline", "local") for name in trackers) or None,
     }
 
 

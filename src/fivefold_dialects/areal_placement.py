@@ -78,16 +78,16 @@ def ahead(source: Source) -> dict[str, Any]:
 
 def layout(source: Source) -> dict[str, Any]:
     trained, _ = roles(source)
-    policy = ParallelLayout(dp=trained.dp, **_sizes(trained))
-    found = {"policy.backend": str(policy)}
+    policy = shared.world_layout(trained.world_size, **_sizes(trained))
+    ours = {"policy.backend": str(policy)}
     others = {"ref": "reference.backend", "critic": "critic.backend"}
     for role, key in others.items():
         text = source.text(f"{role}.backend") or ""
         if ":" in older.dotless(text):
             other = _parsed(text, f"{role}.backend")
-            if source.keys(f"{role}.path") and (own := shared.own_layout(policy, **_sizes(other))):
-                found[key] = own
-    return found
+            if source.keys(f"{role}.path") and (different := shared.own_layout(policy, **_sizes(other))):
+                ours[key] = different
+    return ours
 
 
 def _sizes(layout: ParallelLayout) -> dict[str, int]:
@@ -102,25 +102,25 @@ def engine(source: Source) -> dict[str, Any]:
     name = shared.engine_name(source, next((key for key in places if source.text(key)), places[0]), theirs.backend)
     tp, shares = theirs.tp * theirs.pp, is_colocated(source)
     share = "sglang.mem_fraction_static" if theirs.backend == "sglang" else "vllm.gpu_memory_utilization"
-    found: dict[str, Any] = {"engine.memory_fraction": source.number(share)}
+    values: dict[str, Any] = {"engine.memory_fraction": source.number(share)}
     replicas = theirs.dp
     if shares:
         tp = tp if ours.world_size % tp == 0 else 1
         replicas = ours.world_size // tp
         # Leave memory for the trainer on the same GPUs.
-        found["engine.memory_fraction"] = min(source.number(share) or 0.5, 0.6)
+        values["engine.memory_fraction"] = min(source.number(share) or 0.5, 0.6)
         if name == "sglang" and steps_ahead(source):
             # Its servers would leave the GPUs while the policy trains, and with them the responses in flight.
-            found["engine.sleep"] = False
-    found |= shared.engine(ours.world_size if shares else theirs.dp * tp, tp, name=name, is_apart=not shares)
+            values["engine.sleep"] = False
+    values |= shared.engine(ours.world_size if shares else theirs.dp * tp, tp, name=name, is_apart=not shares)
     if theirs.backend == "vllm":
-        found["engine.max_num_seqs"] = source.whole("vllm.max_num_seqs")
+        values["engine.max_num_seqs"] = source.whole("vllm.max_num_seqs")
         if source.flag("vllm.enforce_eager"):
-            found["engine.vllm.enforce_eager"] = True
+            values["engine.vllm.enforce_eager"] = True
     elif source.flag("sglang.enable_deterministic_inference"):
-        found["engine.sglang.enable_deterministic_inference"] = True
+        values["engine.sglang.enable_deterministic_inference"] = True
     at_once = source.whole("rollout.max_concurrent_rollouts") or source.count("train_dataset.batch_size")
     if (ahead := steps_ahead(source)) and at_once < (ahead + 1) * source.count("train_dataset.batch_size"):
         samples = at_once * source.count("gconfig.n_samples")
-        found |= shared.at_once(samples, replicas, found.get("engine.max_num_seqs"))
-    return found
+        values |= shared.at_once(samples, replicas, values.get("engine.max_num_seqs"))
+    return values

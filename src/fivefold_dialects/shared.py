@@ -12,7 +12,9 @@ from fivefold.layout import ParallelLayout
 from fivefold_dialects.source import Source, UnreadableError
 from fivefold_dialects.table import fields, load, spelled_out, table
 
-ESTIMATORS, DTYPES, AGGREGATES = (spelled_out(load("shared")[name]) for name in ("estimators", "dtypes", "aggregates"))
+_KINDS = ("estimators", "dtypes", "aggregates")
+_NAMES: list[dict[str, str]] = [spelled_out(load("shared")[kind]) for kind in _KINDS]
+ESTIMATORS, DTYPES, AGGREGATES = _NAMES
 """Names in other systems of KL estimators, data types, and (in verl) how the loss is averaged -> our names."""
 SPREAD = "how state is spread over GPUs: the numbers are the same"
 REFERENCE_ALONE = "offload of the reference only: its weights leave the GPU with the policy's (policy.offload.parameters)"
@@ -44,8 +46,8 @@ def modules(source: Source, key: str) -> list[str] | None:
 
 def adapters(source: Source, ours: str, system: str, group: str = "adapters") -> dict[str, Any]:
     """Return our keys of the adapters of model `ours`, by a group of fields of the system; empty if it has no adapters."""
-    found = fields(system, {"modules": modules})[group](source)
-    return {f"{ours}.lora.{name}": value for name, value in found.items()} if (found.get("rank") or 0) > 0 else {}
+    values = fields(system, {"modules": modules})[group](source)
+    return {f"{ours}.lora.{name}": value for name, value in values.items()} if (values.get("rank") or 0) > 0 else {}
 
 
 def updates(source: Source, step: str, update: str) -> dict[str, int]:
@@ -64,13 +66,13 @@ def validation_rows(source: Source, key: str) -> dict[str, int]:
     return {"eval.max_prompts": count} if count > 0 else {}
 
 
-def parallel_sizes(said: Source) -> dict[str, int]:
+def parallel_sizes(section: Source) -> dict[str, int]:
     """Return tp, pp, cp, ep and etp by Megatron's names; by default experts are split over tp as other weights are."""
-    found = {
-        short: said.whole(f"{name}_parallel_size") or 1
+    ours = {
+        short: section.whole(f"{name}_parallel_size") or 1
         for short, name in (("tp", "tensor_model"), ("pp", "pipeline_model"), ("cp", "context"), ("ep", "expert_model"))
     }
-    return found | {"etp": said.whole("expert_tensor_parallel_size") or (found["tp"] if found["ep"] > 1 else 1)}
+    return ours | {"etp": section.whole("expert_tensor_parallel_size") or (ours["tp"] if ours["ep"] > 1 else 1)}
 
 
 def penalties(source: Source, loss: dict[str, Any], reward: dict[str, Any], moving: str) -> dict[str, Any]:
@@ -81,12 +83,12 @@ def penalties(source: Source, loss: dict[str, Any], reward: dict[str, Any], movi
     if loss and reward:
         if "target" in {**loss, **reward}:
             source.lacks(moving, "two KL penalties, one with an adaptive coefficient")
-        found = {**loss, "place": "loss", "reward_coef": reward["coef"], "reward_estimator": reward["estimator"]}
+        ours = {**loss, "place": "loss", "reward_coef": reward["coef"], "reward_estimator": reward["estimator"]}
     elif loss or reward:
-        found = {**(loss or reward), "place": "loss" if loss else "reward"}
+        ours = {**(loss or reward), "place": "loss" if loss else "reward"}
     else:
-        found = {"coef": 0.0}
-    return {f"algorithm.kl.{key}": value for key, value in found.items()}
+        ours = {"coef": 0.0}
+    return {f"algorithm.kl.{key}": value for key, value in ours.items()}
 
 
 VIRTUAL = "virtual_pipeline_model_parallel_size"
@@ -97,9 +99,9 @@ def estimator(source: Source, key: str, usual: str) -> str:
     return ESTIMATORS[source.one_of(key, ESTIMATORS, "estimator", usual)]
 
 
-def virtual_stages(said: Source, ours: str, key: str = VIRTUAL) -> dict[str, int]:
+def virtual_stages(section: Source, ours: str, key: str = VIRTUAL) -> dict[str, int]:
     """Return our key of a model's virtual pipeline stages per rank; empty for one."""
-    count = said.whole(key) or 1
+    count = section.whole(key) or 1
     return {f"{ours}.megatron.pipeline.{VIRTUAL}": count} if count > 1 else {}
 
 
@@ -166,10 +168,10 @@ def engine(world: int, tp: int, ep: int = 1, name: str = "vllm", *, is_apart: bo
 def own_layout(policy: ParallelLayout, **sizes: int) -> str | None:
     """Return another model's layout on the policy's ranks; None if it is the same, or if the ranks do not divide into it."""
     try:
-        found = world_layout(policy.world_size, **sizes)
+        layout = world_layout(policy.world_size, **sizes)
     except UnreadableError:
         return None
-    return None if found.is_same(policy) else str(found)
+    return None if layout.is_same(policy) else str(layout)
 
 
 def ahead(steps: float, interrupt: str, tail: str = "wait") -> dict[str, Any]:
@@ -189,32 +191,32 @@ _RECOMPUTE = ("recompute_granularity", "recompute_method", "recompute_num_layers
 
 def megatron_options(source: Source, start: str, ours: str) -> dict[str, Any]:
     """Return the fields of TransformerConfig under `start` as keys of section `ours`; report fields that we set as fixed."""
-    found: dict[str, Any] = {}
-    said = source.under(f"{start}.")
-    for name in said.keys(""):
-        value = said.value(name)
+    values: dict[str, Any] = {}
+    options = source.under(f"{start}.")
+    for name in options.keys(""):
+        value = options.value(name)
         if name not in _RECOMPUTE and value is not None:
-            option(said, name, name, value, ours, found)
-    return found
+            option(options, name, name, value, ours, values)
+    return values
 
 
 def ddp_options(source: Source, start: str, ours: str) -> dict[str, Any]:
     """Return the fields of DistributedDataParallelConfig under `start` as keys of section `ours`; report the others."""
-    found: dict[str, Any] = {}
-    said = source.under(start)
-    for name in (name for name in said.keys("") if said.value(name) is not None):
-        value = said.value(name)
+    values: dict[str, Any] = {}
+    options = source.under(start)
+    for name in (name for name in options.keys("") if options.value(name) is not None):
+        value = options.value(name)
         if not is_option("ddp", name):
-            said.lacks(name, f"Megatron-Core's ddp options have no {name}")
+            options.lacks(name, f"Megatron-Core's ddp options have no {name}")
         elif (reason := refusal("ddp", name)) is not None and value not in (False, "no_shard"):
-            said.lacks(name, reason.replace("{section}", ours), changes_result=name.startswith("fp8"))
+            options.lacks(name, reason.replace("{section}", ours), changes_result=name.startswith("fp8"))
         elif reason is not None:
-            said.fixed(name, "off")
+            options.fixed(name, "off")
         elif (reason := without_effect("ddp", name)) is not None:
-            said.fixed(name, reason)
+            options.fixed(name, reason)
         else:
-            found[f"{ours}.megatron.ddp.{name}"] = value
-    return found
+            values[f"{ours}.megatron.ddp.{name}"] = value
+    return values
 
 
 PARTS = {"parameters": "param", "gradients": "grad", "optimizer": "optimizer"}
@@ -234,8 +236,8 @@ def replayed(mode: str | None) -> dict[str, Any]:
     return {"policy.router_replay": mode, "engine.mode": "server"}
 
 
-def option(source: Source, key: str, name: str, value: Any, ours: str, found: dict[str, Any]) -> None:
-    """Put one field of TransformerConfig into `found`, or report why it has no effect or is not supported."""
+def option(source: Source, key: str, name: str, value: Any, ours: str, values: dict[str, Any]) -> None:
+    """Put one field of TransformerConfig into `values`, or report why it has no effect or is not supported."""
     section = section_of(name)
     reason = refusal(section, name)
     if row := _OPTIONS.row(name):
@@ -252,19 +254,19 @@ def option(source: Source, key: str, name: str, value: Any, ours: str, found: di
     elif not is_option(section, name):
         source.lacks(key, f"Megatron-Core {section} options have no {name}")
     else:
-        found[f"{ours}.{section}.{name}"] = value
+        values[f"{ours}.{section}.{name}"] = value
 
 
-def moments(said: Source, *, are_read: bool) -> dict[str, Any]:
+def moments(optim: Source, *, are_read: bool) -> dict[str, Any]:
     """Return our keys of the data types of Adam's moments, from the section `optim` of Megatron-Core or Automodel."""
     if not are_read:
         return {}
-    found = {name: DTYPES.get(said.text(name) or "float32") for name in ("exp_avg_dtype", "exp_avg_sq_dtype")}
-    for name in (name for name, value in found.items() if value not in ("float32", "bfloat16")):
-        said.lacks(name, f"moments of the type {said.text(name)}: known here are float32 and bfloat16")
-    if set(found.values()) == {"float32"}:
+    ours = {name: DTYPES.get(optim.text(name) or "float32") for name in ("exp_avg_dtype", "exp_avg_sq_dtype")}
+    for name in (name for name, value in ours.items() if value not in ("float32", "bfloat16")):
+        optim.lacks(name, f"moments of the type {optim.text(name)}: known here are float32 and bfloat16")
+    if set(ours.values()) == {"float32"}:
         return {}
-    options = {**found, "use_precision_aware_optimizer": True}
+    options = {**ours, "use_precision_aware_optimizer": True}
     return {f"policy.megatron.optimizer.{name}": value for name, value in options.items()}
 
 
@@ -275,20 +277,20 @@ def megatron_weights(
 
     Each of `roles` has our key of the model's path, its section, the key of its directory, and whether the model is used.
     """
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for ours, section, key, is_there in roles:
-        said = source.under(f"{section}megatron.")
-        if not (said.flag("use_dist_checkpointing") and is_there):
+        megatron = source.under(f"{section}megatron.")
+        if not (megatron.flag("use_dist_checkpointing") and is_there):
             continue
-        found[ours] = said.path("dist_checkpointing_path")
-        if found[ours] is None:
-            said.lacks("use_dist_checkpointing", "a checkpoint without dist_checkpointing_path, which must name it")
+        values[ours] = megatron.path("dist_checkpointing_path")
+        if values[ours] is None:
+            megatron.lacks("use_dist_checkpointing", "a checkpoint without dist_checkpointing_path, which must name it")
         if source.path(key) not in (None, directory):
             reason = "a Megatron-Core checkpoint of another model than the policy, whose config.json is model.config"
-            said.lacks("use_dist_checkpointing", reason)
-    if found and has_reference:
-        found.setdefault("reference.path", directory)
-    return {**found, "model.config": directory} if found else {}
+            megatron.lacks("use_dist_checkpointing", reason)
+    if values and has_reference:
+        values.setdefault("reference.path", directory)
+    return {**values, "model.config": directory} if values else {}
 
 
 def recompute(source: Source, start: str, ours: str) -> dict[str, Any]:

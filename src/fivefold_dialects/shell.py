@@ -71,9 +71,9 @@ class _Lines:
                 depth -= 1
             if depth == 0:
                 break
-        found = _Lines("")
-        found.heredocs, found.statements = self.heredocs, self.statements[start : max(start, self.place - 1)]
-        return found
+        block = _Lines("")
+        block.heredocs, block.statements = self.heredocs, self.statements[start : max(start, self.place - 1)]
+        return block
 
     def _without_heredocs(self, text: str) -> str:
         kept: list[str] = []
@@ -242,7 +242,7 @@ def _read_case(script: Script, lines: _Lines, known: bool, rest: str) -> None:
             continue
         if branch[2]:
             lines.statements.insert(lines.place, branch[2])
-        patterns = [expand_word(each.strip(), script) for each in branch[1].split("|")]
+        patterns = [expand_word(text.strip(), script) for text in branch[1].split("|")]
         holds = done is False and any(fits(value, pattern, script.work) for pattern in patterns)
         if done is None or holds:
             end = _read_block(script, lines, known and holds, (";;", "esac"))

@@ -18,7 +18,7 @@ from fivefold_dialects.skyrl_algorithm import METHOD, constant_scale
 from fivefold_dialects.skyrl_model import CHOICES, FIELDS, low_rank, optimizer, policy
 from fivefold_dialects.source import Source, UnreadableError, typed
 from fivefold_dialects.system import System
-from fivefold_dialects.table import Table, load, table, when
+from fivefold_dialects.table import Derived, Table, load, table, when
 
 _ALGORITHM, _POLICY, _ENGINE = "trainer.algorithm.", "trainer.policy.", "generator.inference_engine."
 _MEGATRON = _POLICY + "megatron_config."
@@ -55,13 +55,13 @@ def program(source: Source) -> dict[str, Any]:
 def template(source: Source) -> dict[str, Any]:
     """Return our key of the chat template's variables, which may be single keys or one text `{name:value}`."""
     start = "generator.chat_template_kwargs"
-    found = {key.removeprefix(f"{start}."): source.value(key) for key in source.keys(f"{start}.")}
+    ours = {key.removeprefix(f"{start}."): source.value(key) for key in source.keys(f"{start}.")}
     if source.has(start) and (written := source.raw(start)) not in (None, "null", "{}", {}):
         pairs = written if isinstance(written, dict) else dict(_PAIR.findall(str(written)))
         if not pairs:
             raise UnreadableError(f"{start} must be a mapping: got {written!r}")
-        found |= {name: typed(value) if isinstance(value, str) else value for name, value in pairs.items()}
-    return {"data.chat_template_kwargs": found} if found else {}
+        ours |= {name: typed(value) if isinstance(value, str) else value for name, value in pairs.items()}
+    return {"data.chat_template_kwargs": ours} if ours else {}
 
 
 def steps_ahead(source: Source) -> int:
@@ -97,10 +97,10 @@ def layout(source: Source) -> dict[str, Any]:
     if source.text("trainer.strategy") == "megatron":
         megatron = legacy.megatron(source) or _MEGATRON
     recomputes = source.flag("trainer.gradient_checkpointing")
-    found = policy(source, gpus(source), megatron, _POLICY + "sequence_parallel_size", recomputes=recomputes)
+    ours = policy(source, gpus(source), megatron, _POLICY + "sequence_parallel_size", recomputes=recomputes)
     if source.flag(_COLOCATED) and source.flag(_POLICY + "optimizer_config.offload_after_step"):
-        found["policy.offload.optimizer"] = True
-    return found
+        ours["policy.offload.optimizer"] = True
+    return ours
 
 
 def learning(source: Source) -> dict[str, Any]:
@@ -152,34 +152,34 @@ def engine(source: Source) -> dict[str, Any]:
     if is_colocated and replicas * tp != gpus(source):
         needed = f"must be the policy's {gpus(source)} GPUs if all are colocated"
         raise UnreadableError(f"{key('num_engines')} x tensor_parallel_size = {replicas * tp} {needed}")
-    found: dict[str, Any] = {
+    values: dict[str, Any] = {
         "engine.memory_fraction": source.number(key("gpu_memory_utilization")),
         "engine.max_num_seqs": source.whole(key("max_num_seqs")),
     }
     ours = shared.engine_name(source, key("backend"), backend)
-    found |= shared.engine(replicas * tp, tp, ep, ours, is_apart=not is_colocated)
+    values |= shared.engine(replicas * tp, tp, ep, ours, is_apart=not is_colocated)
     if backend == "vllm":
         for name in ("enforce_eager", "enable_prefix_caching", "enable_chunked_prefill", "max_num_batched_tokens"):
             if source.has(key(name)):
                 read = source.whole if name == "max_num_batched_tokens" else source.flag
-                found[f"engine.vllm.{name}"] = read(key(name))
+                values[f"engine.vllm.{name}"] = read(key(name))
     workers = source.whole("trainer.fully_async.num_parallel_generation_workers") or 0
     if steps_ahead(source) and 0 < workers < (steps_ahead(source) + 1) * source.count("trainer.train_batch_size"):
         samples = workers * source.count("generator.n_samples_per_prompt")
-        found |= shared.at_once(samples, replicas, found["engine.max_num_seqs"])
-    return found
+        values |= shared.at_once(samples, replicas, values["engine.max_num_seqs"])
+    return values
 
 
 def profile(source: Source) -> dict[str, Any]:
     """Return our keys of the steps that SkyRL's profiler records, by the schedule of torch.profiler."""
     for start in (_POLICY, _MEGATRON):
-        said = source.under(start + "torch_profiler_config.")
-        if said.flag("enable"):
-            first, wait, warmup = (said.whole(name) or 0 for name in ("skip_first", "wait", "warmup"))
-            active, repeat = said.whole("active") or 1, min(said.whole("repeat") or 1, 100)
+        profiler = source.under(start + "torch_profiler_config.")
+        if profiler.flag("enable"):
+            first, wait, warmup = (profiler.whole(name) or 0 for name in ("skip_first", "wait", "warmup"))
+            active, repeat = profiler.whole("active") or 1, min(profiler.whole("repeat") or 1, 100)
             begins = [first + wait + warmup + cycle * (wait + warmup + active) for cycle in range(repeat)]
             steps = [begin + step for begin in begins for step in range(1, active + 1)]
-            ranks = [int(rank) for rank in said.items("ranks")] or None
+            ranks = [int(rank) for rank in profiler.items("ranks")] or None
             return {"trainer.profile.steps": steps, "trainer.profile.ranks": ranks}
     return {}
 
@@ -200,10 +200,10 @@ def router_replay(source: Source) -> dict[str, Any]:
 
 
 def evaluation(source: Source) -> dict[str, Any]:
-    said = source.under("generator.eval_sampling_params.")
-    length = said.whole("max_generate_length")
+    sampling = source.under("generator.eval_sampling_params.")
+    length = sampling.whole("max_generate_length")
     if length is not None and length != source.count("generator.sampling_params.max_generate_length"):
-        said.lacks("max_generate_length", "responses of another length in evaluation")
+        sampling.lacks("max_generate_length", "responses of another length in evaluation")
     return FIELDS["evaluation"](source)
 
 
@@ -231,7 +231,7 @@ def router(source: Source, key: str) -> str | None:
 
 
 BATCH = partial(shared.updates, step="trainer.train_batch_size", update="trainer.policy_mini_batch_size")
-DERIVED = (
+DERIVED: tuple[Derived, ...] = (
     *(*METHOD, program, template, ahead, BATCH, layout, micro_batch, learning, partial(low_rank, section=_POLICY)),
     FIELDS["adapters_of_megatron"],
     *(*when(uses_critic, critic), sampling, engine, router_replay, evaluation, rewards, run, profile, changed_config),

@@ -56,13 +56,13 @@ def _parts(source: Source, sets: str, splits: str, older_set: str, older_split: 
         return []
     if len(names) != len(slices):
         raise UnreadableError(f"{splits} must have one entry for each of {sets}: got {len(slices)} for {len(names)}")
-    found = []
+    files = []
     for name, split in zip(names, slices, strict=True):
         split_name, bracket, rows = split.partition("[")
         if bracket and (":" not in rows or not set(rows) <= set("-0123456789:]")):
             source.lacks(splits, f"the slice {split}: [begin:end] in rows is read")
-        found.append(f"{name}-{split_name}.parquet{bracket}{rows}")
-    return found
+        files.append(f"{name}-{split_name}.parquet{bracket}{rows}")
+    return files
 
 
 def data(source: Source) -> dict[str, Any]:
@@ -75,7 +75,7 @@ def data(source: Source) -> dict[str, Any]:
         source.lacks("sampler", "your own order of rows")
     if (longest := source.whole("max_length")) is None:
         source.lacks("max_length", "sequences without a length limit: set max_length")
-    found = {
+    ours = {
         "data.train": train,
         "data.shuffle": order == "random",
         "data.learned_turns": CHOICES["train_on_what"].read(source),
@@ -83,8 +83,8 @@ def data(source: Source) -> dict[str, Any]:
         **{f"data.max_{part}_tokens": longest or _LONGEST for part in ("total", "prompt", "response")},
     }
     if validates(source):
-        found["data.val"] = _parts(source, "eval_datasets", "eval_dataset_splits", "eval_dataset_name", "eval_dataset_split")
-    return found
+        ours["data.val"] = _parts(source, "eval_datasets", "eval_dataset_splits", "eval_dataset_name", "eval_dataset_split")
+    return ours
 
 
 def validates(source: Source) -> bool:

@@ -168,8 +168,8 @@ class Source:
 
     def path(self, key: str) -> str | None:
         """Return a path, with a leading ~ replaced by the home directory."""
-        found = self.text(key)
-        return found and self._at_home(found)
+        path = self.text(key)
+        return path and self._at_home(path)
 
     def files(self, key: str) -> list[str] | None:
         """Return the paths of a key that has one path or a list; None if it has none."""
@@ -247,8 +247,8 @@ class Source:
             if kind == "oc.env":
                 if place in self.environment:
                     return self.environment[place]
-            elif (found := self._resolved(_sibling(key, place), depth + 1)) is not None:
-                return found
+            elif (value := self._resolved(_sibling(key, place), depth + 1)) is not None:
+                return value
             return self._interpolated(key, default.strip(), depth + 1) if comma else None
         if colon and kind not in self.environment and name not in self.environment:
             if rest.startswith(("-", "=")):
@@ -299,8 +299,8 @@ def _unquoted(text: str) -> str:
 
 def typed(text: str) -> Any:
     """Return the value of a word as YAML reads it, and also None for `None` and a number for `1e-6`."""
-    found = _typed(text)
-    return copy.deepcopy(found) if isinstance(found, (list, dict)) else found
+    value = _typed(text)
+    return copy.deepcopy(value) if isinstance(value, (list, dict)) else value
 
 
 @lru_cache(1 << 14)

@@ -63,8 +63,8 @@ def translate(
         take(function)
     suggests = iter(range(_MOST_SUGGESTIONS))
     outcomes = {key: _outcome(table, source, key, rows[key], values, heard, suggests) for key in settings}
-    for each in source.found:
-        outcomes[each.key] = each
+    for outcome in source.found:
+        outcomes[outcome.key] = outcome
     launch = list(clusters.hosts(source, table.name, {ours: line.value for ours, line in values.items()}))
     if on_ray := clusters.keys_for_ray(source, table.name):
         if "reward.judge.backend" in values:
@@ -138,8 +138,8 @@ def _outcome(
     if row.form == "fixed":
         return Outcome(key, value, "fixed", row.note)
     if row.form == "lacks":
-        found = _read(source, key)
-        if found in row.off or found in ([], {}):
+        read = _read(source, key)
+        if read in row.off or read in ([], {}):
             return Outcome(key, value, "fixed", f"off, as here: {row.note}")
         return Outcome(key, value, "unsupported", row.note, changes_result=row.changes_result)
     ours = tuple(name for name, line in values.items() if key in line.sources)
@@ -173,11 +173,11 @@ def _also(outcome: Outcome, ours: str) -> Outcome:
 
 def with_own(translation: Translation, settings: Sequence[str]) -> Translation:
     """Return the translation with our own `key=value` settings, which override the translated ones."""
-    own = {key: Line(key, value, (AFTER,)) for key, value in _own(override({}, list(settings)))}
-    kept = [line for line in translation.lines if not any(line.key == key or line.key.startswith(f"{key}.") for key in own)]
-    if unknown := [key for key in own if key.partition(".")[0] not in known_keys()]:
+    added = {key: Line(key, value, (AFTER,)) for key, value in _own(override({}, list(settings)))}
+    kept = [line for line in translation.lines if not any(f"{line.key}.".startswith(f"{key}.") for key in added)]
+    if unknown := [key for key in added if key.partition(".")[0] not in known_keys()]:
         raise ConfigError([f"settings after -- must be keys of fivefold: got {unknown[0]}"])
-    lines = sorted([*kept, *own.values()], key=_order)
+    lines = sorted([*kept, *added.values()], key=_order)
     return dataclasses.replace(translation, lines=lines, tree=nested(lines))
 
 
@@ -221,16 +221,16 @@ def our_defaults() -> dict[str, Any]:
 
     def below(kind: type[Any], start: str) -> Iterator[tuple[str, Any]]:
         hints = typing.get_type_hints(kind)
-        for each in sorted(dataclasses.fields(kind), key=lambda each: each.name not in ("algorithm", "name")):
-            key, hint = f"{start}{each.name}", hints[each.name]
+        for field in sorted(dataclasses.fields(kind), key=lambda field: field.name not in ("algorithm", "name")):
+            key, hint = f"{start}{field.name}", hints[field.name]
             inner = [option for option in (hint, *typing.get_args(hint)) if dataclasses.is_dataclass(option)]
             if inner:
                 yield key, dataclasses.MISSING
                 yield from below(typing.cast(type[Any], inner[0]), f"{key}.")
-            elif each.default_factory is not dataclasses.MISSING:
-                yield key, each.default_factory()
+            elif field.default_factory is not dataclasses.MISSING:
+                yield key, field.default_factory()
             else:
-                yield key, each.default
+                yield key, field.default
 
     return dict(below(Sections, ""))
 

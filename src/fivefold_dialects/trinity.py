@@ -9,6 +9,7 @@ Trinity-RFT 221b0759 and 9051d637; comments and notes cite the place.
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -46,19 +47,16 @@ def join(trees: list[Tree]) -> Tree:
     if len(trees) != 2 or set(modes) != {"explore", "train"}:
         return merged(trees)
     explorer, trainer = modes["explore"], modes["train"]
-    own = ("mode", "explorer", "cluster", "trainer", "monitor", "log", "service", "ignore_validator_suggestions")
-    shared_parts = [
-        copy.deepcopy({key: value for key, value in each.items() if key not in own}) for each in (explorer, trainer)
-    ]
-    said, also = (dict(flatten(part)) for part in shared_parts)
-    if differing := sorted(key for key in said.keys() & also.keys() if _differ(said[key], also[key])):
-        first = differing[0]
-        raise UserError(
-            f"the files of explorer and trainer must have the same {', '.join(differing)}: "
-            f"got {first}={said[first]} and {also[first]}"
-        )
-    of_trainer = {key: trainer[key] for key in own if key in trainer}
-    for key in (key for key in said.keys() & also.keys() if not _is_said(also[key])):
+    of_one_file = ("mode", "explorer", "cluster", "trainer", "monitor", "log", "service", "ignore_validator_suggestions")
+    shared_parts = [copy.deepcopy(tree) for tree in (explorer, trainer)]
+    for part, name in itertools.product(shared_parts, of_one_file):
+        part.pop(name, None)
+    explored, trained = (dict(flatten(part)) for part in shared_parts)
+    if differing := sorted(key for key in explored.keys() & trained.keys() if _differ(explored[key], trained[key])):
+        both = f"{differing[0]}={explored[differing[0]]} and {trained[differing[0]]}"
+        raise UserError(f"the files of explorer and trainer must have the same {', '.join(differing)}: got {both}")
+    of_trainer = {key: trainer[key] for key in of_one_file if key in trainer}
+    for key in (key for key in explored.keys() & trained.keys() if not _is_said(trained[key])):
         legacy.remove(shared_parts[1], key)
     return {**merged(shared_parts), **of_trainer, "explorer": explorer.get("explorer", {}), "mode": HALVES}
 

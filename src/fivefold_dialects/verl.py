@@ -47,23 +47,23 @@ def overlong_prompts(source: Source, key: str) -> str:
 def length_of_run(source: Source) -> dict[str, Any]:
     if verl_async.is_fully_async(source):
         return {"trainer.steps": verl_async.steps(source)}
-    found = shared.epochs_and_steps(source)
+    ours = shared.epochs_and_steps(source)
     if source.flag("algorithm.filter_groups.enable") and not verl_async.is_v1(source) and not verl_async.ahead(source):
         # This loop counts the batches that are drawn (dapo_ray_trainer.py); the newer trainer counts updates.
-        found["trainer.ends_with_data"] = True
-    return found
+        ours["trainer.ends_with_data"] = True
+    return ours
 
 
 def evaluation_interval(source: Source) -> dict[str, Any]:
     """Return our key of the evaluation interval; without test_freq verl's PPO never evaluates, its SFT at the end."""
-    found = verl_sft.evaluation_interval(source, legacy.evaluation_key(source, verl_async.is_fully_async(source)))
-    is_off = found["trainer.eval_every"] == 0 and source.items("data.val_files")
-    return found | ({"trainer.eval_every": "never"} if is_off else {})
+    ours = verl_sft.evaluation_interval(source, legacy.evaluation_key(source, verl_async.is_fully_async(source)))
+    is_off = ours["trainer.eval_every"] == 0 and source.items("data.val_files")
+    return ours | ({"trainer.eval_every": "never"} if is_off else {})
 
 
 def profiler(source: Source) -> dict[str, Any]:
-    asked = any(source.flag(f"actor_rollout_ref.{role}.profiler.enable") for role in ("actor", "rollout", "ref"))
-    if (steps := source.items("global_profiler.steps")) and asked and source.text("global_profiler.tool") == "torch":
+    is_on = any(source.flag(f"actor_rollout_ref.{role}.profiler.enable") for role in ("actor", "rollout", "ref"))
+    if (steps := source.items("global_profiler.steps")) and is_on and source.text("global_profiler.tool") == "torch":
         return {"trainer.profile.steps": [int(step) for step in steps]}
     return {}
 
@@ -82,7 +82,7 @@ CONVERTERS = {"overlong_prompts": overlong_prompts}
 TABLE = replace(
     table("verl", DERIVED, CONVERTERS, release_of=legacy.release_of, known=known("verl")), versions=legacy.VERSIONS
 )
-_OWN = {program: replace(TABLE, defaults={**TABLE.defaults, **own}) for program, own in OWN_DEFAULTS.items() if own}
+_OWN = {name: replace(TABLE, defaults={**TABLE.defaults, **usual}) for name, usual in OWN_DEFAULTS.items() if usual}
 """Tables of programs whose defaults differ from main_ppo's."""
 MEGATRON = replace(TABLE, versions=legacy.MEGATRON_VERSIONS)
 """Table of ppo_megatron_trainer.yaml, whose defaults differed in older releases."""
@@ -91,8 +91,8 @@ MEGATRON = replace(TABLE, versions=legacy.MEGATRON_VERSIONS)
 def table_of(settings: Mapping[str, Any]) -> Table:
     """Return the table for these settings: that of PPO, of another program, or of the SFT trainers."""
     is_rl = any(key.startswith(("actor_rollout_ref.", "algorithm.")) for key in settings)
-    if (own := _OWN.get(str(settings.get("-m")))) is not None:
-        return own
+    if (of_program := _OWN.get(str(settings.get("-m")))) is not None:
+        return of_program
     if "ppo_megatron_trainer" in str(settings.get("--config-name")):
         return MEGATRON
     if not is_rl and verl_sft.looks_like(settings):

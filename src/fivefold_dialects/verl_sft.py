@@ -46,25 +46,25 @@ def is_megatron(source: Source) -> bool:
 
 
 def layout(source: Source) -> dict[str, Any]:
-    gpus, said = source.count("trainer.nnodes") * source.count("trainer.n_gpus_per_node"), source.under("engine.")
+    gpus, engine = source.count("trainer.nnodes") * source.count("trainer.n_gpus_per_node"), source.under("engine.")
     if not is_megatron(source):
-        cp = max(each.whole("ulysses_sequence_parallel_size") or 1 for each in (said, source))
+        cp = max(section.whole("ulysses_sequence_parallel_size") or 1 for section in (engine, source))
         return {"policy.backend": str(shared.world_layout(gpus, cp=cp))}
-    found: dict[str, Any] = {"policy.backend": str(shared.world_layout(gpus, **shared.parallel_sizes(said)))}
-    found |= shared.virtual_stages(said, "policy")
-    return found | shared.megatron_options(source, "engine.override_transformer_config", "policy.megatron")
+    ours: dict[str, Any] = {"policy.backend": str(shared.world_layout(gpus, **shared.parallel_sizes(engine)))}
+    ours |= shared.virtual_stages(engine, "policy")
+    return ours | shared.megatron_options(source, "engine.override_transformer_config", "policy.megatron")
 
 
 def memory(source: Source) -> dict[str, Any]:
     """Return our keys of the policy's data type, recomputation and offload."""
-    found = {**shared.offload(source, "engine.", "policy"), "policy.dtype": shared.dtype(source, "engine.dtype")}
+    ours = {**shared.offload(source, "engine.", "policy"), "policy.dtype": shared.dtype(source, "engine.dtype")}
     if _optimizer_of(source.settings) == "veomni" and source.has(key := "engine.mixed_precision") and not source.flag(key):
         source.lacks(key, "weights of bfloat16 without a copy in float32")
     if is_megatron(source):
-        return found | shared.recompute(source, "engine.override_transformer_config", "policy")
+        return ours | shared.recompute(source, "engine.override_transformer_config", "policy")
     key = "engine.activation_checkpointing"
     key = key if source.text("engine") == "automodel" else "model.enable_gradient_checkpointing"
-    return found | ({"policy.recompute": "full"} if source.flag(key) else {})
+    return ours | ({"policy.recompute": "full"} if source.flag(key) else {})
 
 
 def micro_batch(source: Source) -> dict[str, Any]:
@@ -78,13 +78,13 @@ def micro_batch(source: Source) -> dict[str, Any]:
 
 def optimizer(source: Source, engine: str = "") -> dict[str, Any]:
     """Return our optimizer keys with the schedule of `engine`, by default the engine of the keys `optim` and `engine`."""
-    said, engine = source.under("optim."), engine or _optimizer_of({key: source.text(key) for key in _ENGINES})
+    optim, engine = source.under("optim."), engine or _optimizer_of({key: source.text(key) for key in _ENGINES})
     # verl passes no betas to Megatron's optimizer.
-    betas = [0.9, 0.999] if engine == "megatron" else said.numbers("betas")
+    betas = [0.9, 0.999] if engine == "megatron" else optim.numbers("betas")
     total = None if engine == older.PROGRAM else source.whole(TOTAL_STEPS)
-    aware = engine == "megatron" and said.flag("use_precision_aware_optimizer")
-    ours = {f"policy.optimizer.{name}": value for name, value in schedule(said, engine, total).items()}
-    return {"policy.optimizer.betas": betas, **ours, **shared.moments(said, are_read=aware or engine == "automodel")}
+    aware = engine == "megatron" and optim.flag("use_precision_aware_optimizer")
+    ours = {f"policy.optimizer.{name}": value for name, value in schedule(optim, engine, total).items()}
+    return {"policy.optimizer.betas": betas, **ours, **shared.moments(optim, are_read=aware or engine == "automodel")}
 
 
 def columns(source: Source) -> dict[str, Any]:
@@ -122,8 +122,8 @@ def frequency(source: Source, key: str) -> int | None:
 
 
 def evaluation_interval(source: Source, key: str = "trainer.test_freq") -> dict[str, Any]:
-    found = {"trainer.eval_every": frequency(source, key) if source.items("data.val_files") else 0}
-    return found | shared.validation_rows(source, "data.val_max_samples")
+    ours = {"trainer.eval_every": frequency(source, key) if source.items("data.val_files") else 0}
+    return ours | shared.validation_rows(source, "data.val_max_samples")
 
 
 def resume(source: Source) -> dict[str, Any]:
