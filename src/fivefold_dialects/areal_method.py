@@ -86,16 +86,15 @@ def pairs(source: Source) -> dict[str, Any]:
     """Return our keys of DPO's loss, a mean over pairs (dpo_engine.py:194)."""
     if (kind := source.text("actor.loss_type") or source.text("loss_type") or "sigmoid") != "sigmoid":
         source.lacks("actor.loss_type", f"the loss of pairs {kind}")
-    beta = source.number(source.first("actor.beta", "beta"))
     if source.keys("ref.path") and source.path("ref.path") != source.path("actor.path"):
         source.lacks("ref.path", "a reference other than the initial policy")
-    return {"algorithm.beta": 0.1 if beta is None else beta}
+    return {"algorithm.beta": source.number(source.first("actor.beta", "beta"), 0.1)}
 
 
 def loss(source: Source) -> dict[str, Any]:
     actor = source.under("actor.")
-    high, ours = actor.number("eps_clip_higher"), FIELDS["loss"](actor)
-    ours["clip_high"] = ours["clip_low"] if high is None else high
+    ours = FIELDS["loss"](actor)
+    ours["clip_high"] = actor.number("eps_clip_higher", ours["clip_low"])
     ours |= FIELDS["cispo"](actor) | FIELDS["sapo"](actor)
     return {f"algorithm.{key}": value for key, value in ours.items()}
 
@@ -141,13 +140,8 @@ def rejection(actor: Source) -> dict[str, Any]:
     level, action = rule.text("level") or "token", rule.text("action") or "mask"
     if level == "sequence" and (rule.text("agg") or "mean") != "mean":
         rule.lacks("agg", "a mean over a sequence that is not the geometric one")
-    upper = rule.number("upper")
-    return {
-        "weight": older.LEVELS[level],
-        "low": rule.number("lower"),
-        "high": 5.0 if upper is None else upper,
-        "outside": older.OUTSIDE[action],
-    }
+    bounds = {"low": rule.number("lower"), "high": rule.number("upper", 5.0)}
+    return {"weight": older.LEVELS[level], **bounds, "outside": older.OUTSIDE[action]}
 
 
 def optimizer(source: Source, role: str = "", ours: str = "policy.optimizer") -> dict[str, Any]:

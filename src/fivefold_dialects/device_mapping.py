@@ -19,21 +19,15 @@ def parse_devices(value: Any) -> list[int]:
 
     Raise UserError for any other value, and for a number that occurs twice.
     """
-    if isinstance(value, list) and all(isinstance(one, int) and not isinstance(one, bool) and one >= 0 for one in value):
-        numbers = list(value)
-    elif isinstance(value, int) and not isinstance(value, bool) and value >= 0:
-        numbers = [value]
-    elif isinstance(value, str):
-        numbers = [number for part in value.split("+") for number in _numbers(part.strip(), value)]
-    else:
-        raise UserError(_wrong(value))
+    # Python's own text of a list or a number is such a form too.
+    numbers = [number for part in str(value).split("+") for number in _numbers(part.strip(), value)]
     if len(set(numbers)) < len(numbers):
         twice = next(number for place, number in enumerate(numbers) if number in numbers[:place])
         raise UserError(f"must name each GPU once: got GPU {twice} more than once in {value!r}")
     return numbers
 
 
-def ranks_behind(policy: Sequence[int], engine: Sequence[int], others: Mapping[str, Sequence[int]]) -> dict[str, int]:
+def ranks_after(policy: Sequence[int], engine: Sequence[int], others: Mapping[str, Sequence[int]]) -> dict[str, int]:
     """Return the first rank of each model that has its own GPUs; its ranks come after those of the policy.
 
     A model is included if it shares no GPU with policy and engine, and either all or no GPUs with each other model.
@@ -50,14 +44,12 @@ def ranks_behind(policy: Sequence[int], engine: Sequence[int], others: Mapping[s
     return ours
 
 
-def _numbers(part: str, whole: str) -> list[int]:
-    if span := _RANGE.fullmatch(part):
-        first, second, step = (None if group is None else int(group) for group in span.groups())
-        begin, end = (0, first) if second is None else (first, second)
-        assert begin is not None and end is not None
-        if step == 0 or max(begin, end) > _MOST:
+def _numbers(part: str, whole: Any) -> list[int]:
+    if called := _RANGE.fullmatch(part):
+        bounds = [int(group) for group in called.groups() if group is not None]
+        if 0 in bounds[2:] or max(bounds[:2]) > _MOST:
             raise UserError(_wrong(whole))
-        return list(range(begin, end, step or 1))
+        return list(range(*bounds))
     if listed := _LIST.fullmatch(part):
         return [int(number) for number in listed[1].split(",") if number.strip()]
     if not _SPANS.fullmatch(part):

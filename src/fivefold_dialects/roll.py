@@ -5,6 +5,7 @@ Behavior that only ROLL's code defines was read in ROLL 8eb27cc2 (2026-08-18); c
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from fivefold_dialects import roll_placement as placement
@@ -57,7 +58,7 @@ def epochs(source: Source, key: str) -> int | None:
 def batch(source: Source) -> dict[str, Any]:
     training = source.under(role(source) + "training_args.")
     split, world = sizes(source), len(devices(source, role(source) + "device_mapping"))
-    replicas = world // (split.get("tp", 1) * split.get("pp", 1) * split.get("cp", 1))
+    replicas = world // math.prod(split.get(name, 1) for name in ("tp", "pp", "cp"))
     update = training.count("per_device_train_batch_size") * training.count("gradient_accumulation_steps") * replicas
     if not is_rlvr(source):
         return {"data.prompts_per_step": update}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from fivefold_dialects import shared
-from fivefold_dialects.device_mapping import parse_devices, ranks_behind
+from fivefold_dialects.device_mapping import parse_devices, ranks_after
 from fivefold_dialects.shared import SPREAD
 from fivefold_dialects.source import Source, UnreadableError
 from fivefold_dialects.table import fields, listed, load
@@ -65,7 +65,7 @@ def layout(source: Source) -> dict[str, Any]:
     placed = [name for name in (*is_used, "actor_infer") if source.has(f"{name}.device_mapping")]
     gpus = {name: devices(source, f"{name}.device_mapping") for name in placed}
     sampled = gpus.pop("actor_infer", [])
-    first_ranks = ranks_behind(trained, sampled, {name: different for name, different in gpus.items() if is_used[name]})
+    first_ranks = ranks_after(trained, sampled, {name: numbers for name, numbers in gpus.items() if is_used[name]})
     if first_ranks and is_rlvr(source) and source.text(INFER + "strategy_args.strategy_name") != "hf_infer":
         ours["engine.mode"] = "server"
     for name in (name for name, uses in is_used.items() if uses):

@@ -363,10 +363,9 @@ def _compared(script: Script, raw: list[str], is_double: bool) -> bool | None:
     if raw[:1] == ["!"]:
         holds = _compared(script, raw[1:], is_double)
         return None if holds is None else not holds
-    words = [_without_unset(expand_word(word, script), script) for word in raw]
-    if any(word is None for word in words):
+    known = [without_unset(expand_word(word, script), script) for word in raw]
+    if any("${" in word or "$(" in word for word in known):
         return None
-    known = [word or "" for word in words]
     if len(known) == 1:
         return known[0] != ""
     if len(known) == 2 and known[0] in ("-z", "-n"):
@@ -383,10 +382,9 @@ def _compared(script: Script, raw: list[str], is_double: bool) -> bool | None:
     return None
 
 
-def _without_unset(text: str, script: Script) -> str | None:
-    """Return a text with names that nothing sets replaced by ""; None if its value is unknown."""
-    known = _NAME.sub(lambda name: name[0] if name[1] in script.open else "", text)
-    return None if "${" in known or "$(" in known else known
+def without_unset(text: str, script: Script) -> str:
+    """Return a text with names that nothing sets replaced by ""."""
+    return _NAME.sub(lambda name: name[0] if name[1] in script.open else "", text)
 
 
 def _printed(command: str, script: Script) -> str | None:

@@ -94,9 +94,10 @@ class Source:
             return None
         return _unquoted(str(raw))
 
-    def number(self, key: str) -> float | None:
+    def number(self, key: str, usual: float | None = None) -> float | None:
+        """Return a number, or `usual` if the value is absent."""
         if (text := self.text(key)) is None:
-            return None
+            return usual
         try:
             return float(text)
         except ValueError:

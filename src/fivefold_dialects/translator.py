@@ -145,9 +145,9 @@ def _outcome(
     ours = tuple(name for name, line in values.items() if key in line.sources)
     if ours or (key in heard and _is_inferred(row)):
         return Outcome(key, value, "translated", row.note, ours)
-    if key in source.read:
-        return Outcome(key, value, "fixed", f"no effect: this is already the default behavior{row.note and ': '}{row.note}")
-    return Outcome(key, value, "fixed", f"{table.name} does not read it with these settings{row.note and ': '}{row.note}")
+    unread = f"{table.name} does not read it with these settings"
+    reason = "no effect: this is already the default behavior" if key in source.read else unread
+    return Outcome(key, value, "fixed", f"{reason}{row.note and ': '}{row.note}")
 
 
 def _sets_nothing(source: Source, key: str) -> bool:

@@ -23,7 +23,7 @@ from fivefold_dialects.legacy import trinity as legacy
 from fivefold_dialects.source import EVERY_CHECKPOINT, Source, flatten, merged
 from fivefold_dialects.system import System
 from fivefold_dialects.table import load, table, when
-from fivefold_dialects.trinity_keys import EVALUATED, HALVES, VERL, is_megatron, offline, period, periods, samples
+from fivefold_dialects.trinity_keys import EVALUATED, HALVES, VERL, is_megatron, period, periods, samples
 
 
 def _is_said(value: Any) -> bool:
@@ -63,7 +63,7 @@ def join(trees: list[Tree]) -> Tree:
 
 def program(source: Source) -> dict[str, Any]:
     mode = source.text("mode") or "both"
-    if mode not in ("both", HALVES, "train") or (mode == "train" and not offline(source)):
+    if mode not in ("both", HALVES, "train") or (mode == "train" and samples(source)):
         reason = "half of a run of two programs: pass the other program's file too" if mode in ("explore", "train") else mode
         source.lacks("mode", f"{reason}; a run samples and trains here (both), or learns from data (train with dpo or sft)")
     if mode == HALVES and source.text(legacy.RELEASE) in legacy.FIRST:
@@ -85,7 +85,7 @@ def run(source: Source) -> dict[str, Any]:
     steps = source.whole(key)
     if steps and steps % period(source):
         source.lacks(key, f"a run that ends between two syncs: set a multiple of sync_interval = {period(source)}")
-    evaluated = bool(source.items(EVALUATED)) and not offline(source)
+    evaluated = bool(source.items(EVALUATED)) and samples(source)
     return {
         "trainer.run_dir": place,
         "trainer.keep": keep if keep and keep > 0 else EVERY_CHECKPOINT,

@@ -7,7 +7,7 @@ from typing import Any
 from fivefold_dialects.legacy import trinity as legacy
 from fivefold_dialects.source import Source, UnreadableError, flatten
 from fivefold_dialects.table import fields, load, spelled_out
-from fivefold_dialects.trinity_keys import ACTOR, BUFFER, EVALUATED, EXPERTS, ROLLOUT, TASKSET, kind, mixes, offline
+from fivefold_dialects.trinity_keys import ACTOR, BUFFER, EVALUATED, EXPERTS, ROLLOUT, TASKSET, kind, mixes, samples
 
 
 def longest(source: Source, name: str) -> int | None:
@@ -55,7 +55,7 @@ _PROMPTS: dict[str, str] = load("trinity")["prompts"]
 
 
 def data(source: Source) -> dict[str, Any]:
-    if offline(source):
+    if not samples(source):
         return FIELDS["pairs"](source.under(BUFFER))
     taskset = source.under(TASKSET)
     sets = [str(entry.get("path")) for entry in source.items(EVALUATED) if isinstance(entry, dict)]

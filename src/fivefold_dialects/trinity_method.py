@@ -10,7 +10,7 @@ from fivefold_dialects import shared
 from fivefold_dialects.legacy import trinity as legacy
 from fivefold_dialects.source import Source
 from fivefold_dialects.table import Choice, choices
-from fivefold_dialects.trinity_keys import ACTOR, BUFFER, kind, mixes, offline, period
+from fivefold_dialects.trinity_keys import ACTOR, BUFFER, kind, mixes, period, samples
 
 CHOICES = choices("trinity")
 TYPES = CHOICES["algorithm.algorithm_type"]
@@ -30,7 +30,11 @@ def choice(source: Source, name: str) -> Choice:
 
 
 def uses_critic(source: Source) -> bool:
-    return not offline(source) and chosen(source, "advantage_fn") == "ppo"
+    return samples(source) and chosen(source, "advantage_fn") == "ppo"
+
+
+def uses_reference(source: Source) -> bool:
+    return kind(source) == "dpo" or any(value for key, value in kl(source).items() if key.endswith("coef"))
 
 
 def group_size(source: Source) -> int:
@@ -44,13 +48,9 @@ def algorithm(source: Source) -> dict[str, Any]:
     arguments = source.under("algorithm.advantage_fn_args.")
     if name == "dpo":
         places = [key for key in (_LOSS + "beta", "algorithm.kl_loss_fn_args.kl_coef") if source.has(key)]
-        beta = legacy.early(source).get("kl_loss_coef", source.number(places[0]) if places else None)
+        beta = legacy.early(source).get("kl_loss_coef", source.number(places[0], 0.1) if places else 0.1)
         smoothing = source.number(_LOSS + "label_smoothing")
-        return {
-            "algorithm.name": "dpo",
-            "algorithm.beta": 0.1 if beta is None else beta,
-            "algorithm.label_smoothing": smoothing,
-        }
+        return {"algorithm.name": "dpo", "algorithm.beta": beta, "algorithm.label_smoothing": smoothing}
     strategy = source.text("algorithm.sample_strategy")
     if strategy not in (None, "mix" if mixes(source) else "default", "warmup"):
         source.lacks("algorithm.sample_strategy", f"another choice of samples: {strategy}")
@@ -69,7 +69,7 @@ def algorithm(source: Source) -> dict[str, Any]:
 
 
 def loss(source: Source) -> dict[str, Any]:
-    if offline(source) or kind(source) not in TYPES.names:
+    if not samples(source) or kind(source) not in TYPES.names:
         return {}
     chosen_loss, arguments, early = choice(source, "policy_loss_fn"), source.under(_LOSS), legacy.early(source)
     name = chosen_loss.name(source)
@@ -160,7 +160,7 @@ def _rec(source: Source, arguments: Source) -> dict[str, Any]:
 
 
 def kl(source: Source) -> dict[str, Any]:
-    if offline(source) or kind(source) not in TYPES.names:
+    if not samples(source) or kind(source) not in TYPES.names:
         return {}
     loss, reward = (_penalty(source, name) for name in ("kl_loss_fn", "kl_penalty_fn"))
     if mixes(source) and (loss or reward):
@@ -230,7 +230,7 @@ def replayed(source: Source) -> dict[str, Any]:
 
 def batch(source: Source) -> dict[str, Any]:
     tasks, taken = source.count("buffer.batch_size"), source.whole("buffer.train_batch_size") or 0
-    if offline(source):
+    if not samples(source):
         return {"data.prompts_per_step": taken or tasks} | legacy.pairs(source, kind(source))
     group, steps, experts = group_size(source), period(source), expert_batch(source) if mixes(source) else 0
     if (taken or mixes(source)) and taken != tasks * group + experts:
@@ -249,6 +249,8 @@ def batch(source: Source) -> dict[str, Any]:
 def epochs(source: Source) -> dict[str, Any]:
     """Return our key of the passes over each of the trainer's batches."""
     passes = source.whole(ACTOR + "ppo_epochs") or 1
-    if passes > 1 and offline(source):
+    if samples(source):
+        return {"algorithm.ppo_epochs": passes}
+    if passes > 1:
         source.lacks(ACTOR + "ppo_epochs", "several passes over the rows of a step without sampling: use trainer.epochs")
-    return {} if offline(source) else {"algorithm.ppo_epochs": passes}
+    return {}

@@ -12,24 +12,8 @@ from fivefold_dialects import shared
 from fivefold_dialects.legacy import trinity as legacy
 from fivefold_dialects.source import Source, UnreadableError
 from fivefold_dialects.trinity_data import FIELDS, lengths
-from fivefold_dialects.trinity_keys import (
-    ACTOR,
-    CRITIC,
-    MODEL,
-    REFERENCE,
-    ROLLOUT,
-    VERL,
-    is_megatron,
-    kind,
-    offline,
-    period,
-    periods,
-)  # fmt: skip
-from fivefold_dialects.trinity_method import kl, uses_critic
-
-
-def uses_reference(source: Source) -> bool:
-    return kind(source) == "dpo" or any(value for key, value in kl(source).items() if key.endswith("coef"))
+from fivefold_dialects.trinity_keys import ACTOR, CRITIC, REFERENCE, ROLLOUT, VERL, is_megatron, period, periods, samples
+from fivefold_dialects.trinity_method import uses_critic, uses_reference
 
 
 def dtype(section: Source, key: str) -> str | None:
@@ -95,8 +79,7 @@ def _critic_optimizer(source: Source, optim: Source) -> dict[str, Any]:
         ours["clip_grad"], floor = optim.number("clip_grad"), 0.01 * lr if release is None else 0.0
         ours |= _of_megatron(optim, optim.text("lr_decay_style"), ours["warmup_steps"], floor, floor)
     else:
-        of_critic = source.number(CRITIC + "grad_clip")
-        ours["clip_grad"] = source.number("trainer.grad_clip") if of_critic is None else of_critic
+        ours["clip_grad"] = source.number(source.first(CRITIC + "grad_clip", "trainer.grad_clip"))
         # lr_scheduler_type replaced warmup_style in 2026-02, when verl's workers stopped reading the latter.
         style = optim.text("lr_scheduler_type" if release in (None, "2026-02") else "warmup_style")
         ours |= _schedule(optim, style, (optim.number("min_lr_ratio") or 0.0) * lr)
@@ -124,11 +107,11 @@ def _of_megatron(optim: Source, style: str | None, warmup: float, floor: float, 
     ours: dict[str, Any] = {"betas": [0.9, 0.999], "schedule": style if style in ("linear", "cosine") else "constant"}
     if style not in (None, "constant", "linear", "cosine"):
         optim.lacks("lr_decay_style", f"the schedule {style}")
-    begin, end = optim.number("lr_warmup_init"), optim.number("min_lr")
+    begin, end = optim.number("lr_warmup_init", floor), optim.number("min_lr", lowest)
     if warmup:
-        ours["warmup_init_lr"] = (floor if begin is None else begin) or None
+        ours["warmup_init_lr"] = begin or None
     if ours["schedule"] != "constant":
-        ours |= {"min_lr": lowest if end is None else end, "decay_steps": optim.whole("lr_decay_steps")}
+        ours |= {"min_lr": end, "decay_steps": optim.whole("lr_decay_steps")}
     return ours
 
 
@@ -159,7 +142,7 @@ def critic(source: Source) -> dict[str, Any]:
 def gpus(source: Source) -> int:
     """Return the number of the trainer's GPUs: all GPUs of the cluster except those that only sample."""
     total = source.count("cluster.node_num") * source.count("cluster.gpu_per_node")
-    if (source.text("mode") or "both") != "both" or offline(source):
+    if (source.text("mode") or "both") != "both" or not samples(source):
         return total
     rest = total - source.count(ROLLOUT + "engine_num") * source.count(ROLLOUT + "tensor_parallel_size")
     for other in source.items("explorer.auxiliary_models"):
@@ -219,8 +202,8 @@ def memory(source: Source) -> dict[str, Any]:
 def _options(source: Source, start: str, ours: str) -> dict[str, Any]:
     """Return our keys of a model's recomputation and Megatron-Core options."""
     if not is_megatron(source):
-        key = (CRITIC + "model." if start == CRITIC else MODEL) + "enable_gradient_checkpointing"
-        return {f"{ours}.recompute": "full"} if source.flag(key) else {}
+        section = CRITIC + "model." if start == CRITIC else VERL + "actor_rollout_ref.model."
+        return {f"{ours}.recompute": "full"} if source.flag(section + "enable_gradient_checkpointing") else {}
     options = start + "megatron.override_transformer_config"
     values = {**shared.recompute(source, options, ours), **shared.megatron_options(source, options, f"{ours}.megatron")}
     if (megatron := source.under(start + "megatron.")).flag("use_mbridge"):

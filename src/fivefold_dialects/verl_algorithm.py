@@ -50,11 +50,6 @@ def advantage(source: Source) -> dict[str, Any]:
     return {f"algorithm.{key}": value for key, value in ours.items()}
 
 
-def has_engine_workers(source: Source) -> bool:
-    """Return whether the run uses workers of verl whose losses are averaged over all tokens of an update."""
-    return is_v1(source) or source.text("trainer.use_legacy_worker_impl") == "disable"
-
-
 def loss(source: Source, actor_of: str = "verl until 0.7") -> dict[str, Any]:
     if estimator(source) == "sppo":
         return {}
@@ -67,11 +62,10 @@ def loss(source: Source, actor_of: str = "verl until 0.7") -> dict[str, Any]:
         ours = {"surrogate": "cispo" if bypassed.text("rollout_is") is not None else "log_likelihood"}
     surrogate = ours["surrogate"]
     if surrogate in ("ppo_clip", "gmpo", "cispo", "clip_cov", "dppo"):
-        common = actor.number("clip_ratio")
-        for key in ("clip_low", "clip_high"):
-            bound = actor.number(key.replace("clip_", "clip_ratio_"))
-            # A ratio is never below 0, so a clip_low of 1 is no bound.
-            ours[key] = min(bound if bound is not None else common or 0.0, 1.0 if key == "clip_low" else 1e9)
+        common = actor.number("clip_ratio", 0.0)
+        ours |= {f"clip_{side}": actor.number(f"clip_ratio_{side}", common) for side in ("low", "high")}
+        # A ratio is never below 0, so a clip_low of 1 is no bound.
+        ours["clip_low"] = min(ours["clip_low"], 1.0)
         if is_reinforce:
             ours |= {"clip_low": 1.0, "clip_high": (bypassed.number("rollout_is_threshold") or 2.0) - 1}
         if surrogate == "gmpo":
@@ -84,7 +78,9 @@ def loss(source: Source, actor_of: str = "verl until 0.7") -> dict[str, Any]:
     mean = CHOICES[_MEAN].read(source)
     if "aggregate" not in ours:
         ours["aggregate"] = mean
-        if mean == "token-mean" and not has_engine_workers(source):
+        # The newer workers average over all tokens of an update.
+        is_newer = is_v1(source) or source.text("trainer.use_legacy_worker_impl") == "disable"
+        if mean == "token-mean" and not is_newer:
             source.note(shared.MEAN_OF_MICRO_BATCHES.format(f"with token-mean the actor of {actor_of}"))
     elif has_penalty(actor):
         ours["penalty_aggregate"] = mean
@@ -208,7 +204,7 @@ def overlong(source: Source) -> dict[str, Any]:
     for start in ("reward.reward_kwargs.overlong_buffer_cfg.", *legacy.OVERLONG):
         section = source.under(start)
         if section.flag("enable"):
-            buffer, penalty = section.count("len"), section.number("penalty_factor")
+            buffer, penalty = section.count("len"), section.number("penalty_factor", 1.0)
             longest = source.count("data.max_response_length")
             counted_from = start.replace("overlong_buffer_cfg.", "max_resp_len")
             end = (source.whole(counted_from) if source.has(counted_from) else None) or longest
@@ -217,7 +213,7 @@ def overlong(source: Source) -> dict[str, Any]:
                 break
             if end != longest:
                 source.lacks(counted_from, "a penalty that ends at another length than data.max_response_length")
-            return {"algorithm.overlong_buffer": buffer, "algorithm.overlong_penalty": 1.0 if penalty is None else penalty}
+            return {"algorithm.overlong_buffer": buffer, "algorithm.overlong_penalty": penalty}
     return {"algorithm.overlong_buffer": 0}
 
 
