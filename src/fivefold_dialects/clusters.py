@@ -15,10 +15,7 @@ from fivefold_dialects.source import Source, UnreadableError
 from fivefold_dialects.table import load
 
 KEY = "launch.backend"
-WITH_JUDGE = (
-    "runs on several machines, and here Ray does not start the servers of a judge: start the run with torchrun, or set "
-    "reward.judge.url to servers that already run, and launch.backend: ray"
-)
+WITH_JUDGE: str = load("shared")["texts"]["with_judge"]
 
 
 _OTHERS = re.compile(r"\.first_rank$|^reward\.judge\.backend$")

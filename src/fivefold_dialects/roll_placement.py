@@ -6,7 +6,6 @@ from typing import Any
 
 from fivefold_dialects import shared
 from fivefold_dialects.device_mapping import parse_devices, ranks_after
-from fivefold_dialects.shared import SPREAD
 from fivefold_dialects.source import Source, UnreadableError
 from fivefold_dialects.table import fields, listed, load
 
@@ -102,7 +101,7 @@ def megatron(source: Source) -> dict[str, Any]:
         if short in _OPTIONS_OF_LAYOUT or value is None or short.startswith("recompute_"):
             continue
         if short in _OPTIONS_FIXED:
-            options.fixed(key, SPREAD)
+            options.fixed(key, shared.TEXTS["spread"])
         elif short in _OPTIONS_CARRIED:
             options.fixed(key, "off") if not value else values.update({f"policy.megatron.{_OPTIONS_CARRIED[short]}": value})
         elif short == "moe_layer_recompute":

@@ -16,12 +16,8 @@ _KINDS = ("estimators", "dtypes", "aggregates")
 _NAMES: list[dict[str, str]] = [spelled_out(load("shared")[kind]) for kind in _KINDS]
 ESTIMATORS, DTYPES, AGGREGATES = _NAMES
 """Names in other systems of KL estimators, data types, and (in verl) how the loss is averaged -> our names."""
-SPREAD = "how state is spread over GPUs: the numbers are the same"
-REFERENCE_ALONE = "offload of the reference only: its weights leave the GPU with the policy's (policy.offload.parameters)"
-MEAN_OF_MICRO_BATCHES = (
-    "{} took the mean over the tokens of each micro-batch on each GPU, and then the mean of these means: here each token of "
-    "an update counts the same (for the former set algorithm.aggregate: micro-batch-token-mean)"
-)
+TEXTS: dict[str, str] = load("shared")["texts"]
+"""Sentences for users of several systems."""
 
 
 def epochs_and_steps(source: Source) -> dict[str, Any]:

@@ -326,13 +326,14 @@ def _joined(text: str, holds: Callable[[str], bool | None]) -> bool | None:
     """Return the value of `a && b || c`, from left to right; None if it cannot be decided."""
     result: bool | None = None
     for sign, piece in parts(text, ("&&", "||")):
-        right = holds(piece)
+        # One value decides alone: true for `||`, false for `&&`.
+        right, decides = holds(piece), sign == "||"
         if not sign:
             result = right
-        elif sign == "&&":
-            result = False if False in (result, right) else None if None in (result, right) else True
+        elif decides in (result, right):
+            result = decides
         else:
-            result = True if True in (result, right) else None if None in (result, right) else False
+            result = None if None in (result, right) else not decides
     return result
 
 
@@ -349,12 +350,9 @@ def _single(script: Script, condition: str) -> bool | None:
     if opening not in ("[[", "[", "test") or not rest:
         return None
     is_double = opening == "[["
-    signs = {" -a ": " && ", " -o ": " || "} if not is_double else {}
-    inner = rest[0].rstrip()
-    closing = next((end for end in ("]]", "]") if inner.endswith(end) and inner[: -len(end)][-1:].isspace()), "")
-    inner = inner.removesuffix(closing).rstrip()
-    for sign, other in signs.items():
-        inner = inner.replace(sign, other)
+    inner = re.sub(r"\s\]\]?$", "", rest[0].rstrip()).rstrip()
+    if not is_double:
+        inner = inner.replace(" -a ", " && ").replace(" -o ", " || ")
     return _joined(inner, lambda piece: _compared(script, split(piece), is_double))
 
 

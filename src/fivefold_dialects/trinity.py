@@ -73,10 +73,6 @@ def program(source: Source) -> dict[str, Any]:
     return {}
 
 
-def resume(source: Source, key: str) -> str:
-    return "auto" if source.flag(key) else "never"
-
-
 def run(source: Source) -> dict[str, Any]:
     place = "/".join(filter(None, map(source.text, ("checkpoint_root_dir", "project", "name"))))
     place = source.text("model.checkpoint_path") or place
@@ -106,7 +102,7 @@ DERIVED = (
     *(*when(samples, of_models.engine), of_data.data, run, of_data.FIELDS["tracking"]),
 )
 _KNOWN, _OLDER = known("trinity").with_below(VERL.rstrip("."), known("verl")), load("legacy/trinity")
-TABLE = table("trinity", DERIVED, {"resume": resume}, _OLDER, elsewhere={legacy.RELEASE: None}, known=_KNOWN)
+TABLE = table("trinity", DERIVED, older=_OLDER, elsewhere={legacy.RELEASE: None}, known=_KNOWN)
 
 
 class _Trinity(System):

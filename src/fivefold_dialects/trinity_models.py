@@ -195,7 +195,7 @@ def memory(source: Source) -> dict[str, Any]:
         # The reference's weights leave the GPU with the policy's.
         key = f"{section}param_offload"
         if source.flag(REFERENCE + key) and not source.flag(ACTOR + key):
-            source.lacks(REFERENCE + key, shared.REFERENCE_ALONE, changes_result=False)
+            source.lacks(REFERENCE + key, shared.TEXTS["reference_alone"], changes_result=False)
     return ours
 
 

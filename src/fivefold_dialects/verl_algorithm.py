@@ -81,7 +81,7 @@ def loss(source: Source, actor_of: str = "verl until 0.7") -> dict[str, Any]:
         # The newer workers average over all tokens of an update.
         is_newer = is_v1(source) or source.text("trainer.use_legacy_worker_impl") == "disable"
         if mean == "token-mean" and not is_newer:
-            source.note(shared.MEAN_OF_MICRO_BATCHES.format(f"with token-mean the actor of {actor_of}"))
+            source.note(shared.TEXTS["mean_of_micro_batches"].format(f"with token-mean the actor of {actor_of}"))
     elif has_penalty(actor):
         ours["penalty_aggregate"] = mean
     return {f"algorithm.{key}": value for key, value in ours.items()}

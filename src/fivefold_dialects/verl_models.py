@@ -269,7 +269,7 @@ def reference(source: Source) -> dict[str, Any]:
     """Return our keys of the reference's own Megatron-Core options; its weights leave the GPU with the policy's."""
     if "parameters" in offloaded(source, _REF) and "parameters" not in offloaded(source, _A):
         key = f"{sections(source, _REF)[0]}param_offload"
-        source.lacks(key, shared.REFERENCE_ALONE, changes_result=False)
+        source.lacks(key, shared.TEXTS["reference_alone"], changes_result=False)
     options = _own_options(source, _REF, "reference")
     return {key: value for key, value in options.items() if "recompute" not in key}
 

@@ -15,12 +15,6 @@ OWN_REWARDS = {"recipe.entropy.main_entropy": "recipe/entropy/reward_score/__ini
 """Programs with their own reward function for all data -> its file and name in verl's repository."""
 
 
-CHOSEN_BY_SOURCE = (
-    "the reward of each data_source is that system's own (docs/rewards.md), with two exceptions: math scores numina_*, "
-    "not PRIME's grader, and code_fraction scores programs, on all tests instead of the first ten"
-)
-
-
 def engine(source: Source) -> dict[str, Any]:
     rollout, name = source.under(_R), source.text(_R + "name") or "vllm"
     if name == "hf":
@@ -72,7 +66,7 @@ def rewards(source: Source) -> dict[str, Any]:
                     ours["engine.mode"] = "server"
     if "reward.functions" not in ours and "reward.model.path" not in ours:
         ours["reward.chosen_as"] = "verl"
-        source.note(CHOSEN_BY_SOURCE)
+        source.note(shared.TEXTS["verl_rewards"])
     for key in MANAGERS:
         name = source.text(key)
         if source.has(key) and name not in (None, "naive", "dapo", "prime", "batch"):

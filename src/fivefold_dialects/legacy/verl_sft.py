@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from fivefold_dialects.legacy.verl import VERSIONS as MONTHS
-from fivefold_dialects.shared import MEAN_OF_MICRO_BATCHES
+from fivefold_dialects.shared import TEXTS
 from fivefold_dialects.source import Source
 from fivefold_dialects.table import Table
 
@@ -45,7 +45,7 @@ def table(newer: Table, optimizer: Callable[..., dict[str, Any]]) -> Table:
         ours = optimizer(source, PROGRAM)
         if (source.whole("trainer.total_training_steps") or 0) > 0:
             ours["policy.optimizer.schedule_over"] = "data"
-        source.note(MEAN_OF_MICRO_BATCHES.format("fsdp_sft_trainer"))
+        source.note(TEXTS["mean_of_micro_batches"].format("fsdp_sft_trainer"))
         return ours
 
     kept = {key: value for key, value in newer.defaults.items() if not _LATER.fullmatch(key)}
