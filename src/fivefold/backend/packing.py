@@ -1,4 +1,4 @@
-"""Where the packed sequences of a micro-batch lie: lengths -> Packing.
+"""Places of the packed sequences of a micro-batch: lengths -> Packing.
 
 Context parallelism: each sequence is padded to 2·cp chunks. Rank r holds chunks r and 2·cp-1-r, so that every rank has the
 same share of causal attention's work. Keys and values are gathered over the ranks, and every chunk of queries attends to the
