@@ -57,17 +57,11 @@ class System:
         return dataclasses.replace(translation, release=release)
 
     def translate_words(
-        self,
-        words: Sequence[str],
-        environment: Mapping[str, str],
-        given: Mapping[str, str] | None = None,
-        *,
-        version: str = "",
-        allow_secrets: bool = False,
+        self, words: Sequence[str], environment: Mapping[str, str], given: Mapping[str, str] = {}, *, version: str = ""
     ) -> Translation:
         """Return the translation of the words of a command; see `SystemDialect` in the core."""
-        hidden = Hidden({} if allow_secrets else environment)
-        variables = {**environment, **hidden.environment, **(given or {})}
+        hidden = Hidden(environment)
+        variables = {**hidden.environment, **given}
         try:
             return hidden.checked(self._of_command(words, variables, version))
         except TooMuchError as error:

@@ -87,17 +87,12 @@ def local_positions(length: int, cp: int, rank: int) -> Tensor:
     return torch.cat([torch.arange(first, first + chunk), torch.arange(second, second + chunk)])
 
 
-def make_packing(
-    lengths: list[int],
-    device: torch.device,
-    cp: int = 1,
-    rank: int = 0,
-    prefixes: Sequence[tuple[int, int]] = (),
-) -> Packing:
-    """Build the packing of sequences of these padded lengths on context-parallel `rank`.
+Prefixes: TypeAlias = Sequence[tuple[int, int]]
+"""(begin, length) of the local tokens that each sequence continues, length 0 if it continues none."""
 
-    `prefixes`: (begin, length) of the local tokens that each sequence continues, length 0 if it continues none.
-    """
+
+def make_packing(lengths: list[int], device: torch.device, cp: int = 1, rank: int = 0, prefixes: Prefixes = ()) -> Packing:
+    """Build the packing of sequences of these padded lengths on context-parallel `rank`."""
     multiple, prefixes = chunk_multiple(cp), prefixes or [(0, 0)] * len(lengths)
     is_shared = any(length for _, length in prefixes)
     assert all(length % multiple == 0 for length in lengths)

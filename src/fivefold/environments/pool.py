@@ -135,7 +135,7 @@ class EnvironmentPool:
         return self._call(run())
 
     def state(self, place: Place) -> Future[dict[str, Any] | None]:
-        """Return a future of the state from which `reset` restores the environment; None if its class or a tool gives none."""
+        """Return a future of the state from which `reset` restores the environment; None if a class or tool gives none."""
 
         async def run() -> dict[str, Any] | None:
             if not self._abilities["has_state"]:
