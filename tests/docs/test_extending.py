@@ -23,7 +23,7 @@ from fivefold.models.families import qwen2
 from fivefold.reward.pool import RewardPool
 from fivefold.types import Group, Prompt, Sample
 from fivefold_dialects import shared
-from fivefold_dialects.system import dialect
+from fivefold_dialects.system import System
 from fivefold_dialects.table import table
 from tests.support.commands import LONGEST
 
@@ -383,7 +383,7 @@ def test_the_recipe_of_a_rollout_source_filters_another_source():
 
 def test_the_recipe_of_a_dialect_translates():
     rows, block = BLOCKS["A dialect"]
-    space: dict = {"shared": shared, "table": table, "dialect": dialect, "content": yaml.safe_load(rows)}
+    space: dict = {"shared": shared, "table": table, "System": System, "content": yaml.safe_load(rows)}
     exec("from __future__ import annotations\n" + block, space)
     translation = space["translate"]({"model_name_or_path": "some/model", "tp": 2, "log_dir": "x", "dropout": 0.0}, [])
     assert translation.refusals == []

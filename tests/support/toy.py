@@ -201,7 +201,7 @@ def toy_parts(
         learners["prm"] = ProcessRewardLearner(objective.process, ranks, "prm")
     if Column.VALUES in objective.needs(1):
         by_role["critic"] = ToyModel(value_head=True)
-        learners["critic"] = CriticLearner(objective, minibatches, ValueLoss(), ranks, values_per_update)
+        learners["critic"] = CriticLearner(objective, minibatches, ranks, ValueLoss(), values_per_update)
     learners["policy"] = PolicyLearner(objective, minibatches, ranks, seed=3, first_step=critic_warmup)
     models = Models(by_role, ranks, SkipGuard(ranks, 0, run_dir, print), learners, stage=logger.stage)
     settings = {"eval_before_train": False, "logged_samples_per_step": 0, "resume": "never", "guard": GuardConfig(every=0)}
