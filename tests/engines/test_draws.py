@@ -112,8 +112,8 @@ def test_a_million_numbers_of_neighboring_keys_are_uniform_and_independent():
 def test_a_key_draws_the_outputs_of_splitmix64():
     """The published first outputs for the seed 1234567."""
     outputs = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431, 16408922859458223821]
-    found = [float(uniform(torch.tensor([1234567]), position)) for position in range(5)]
-    assert found == [(output >> 11) * 2.0**-53 for output in outputs]
+    numbers = [float(uniform(torch.tensor([1234567]), position)) for position in range(5)]
+    assert numbers == [(output >> 11) * 2.0**-53 for output in outputs]
 
 
 def of_key(change):
@@ -165,8 +165,8 @@ def test_a_seed_or_position_that_is_not_used_and_noise_that_is_shared_are_seen(c
     shape = MILLION if name == "noise that is not even" else FEW
     sampling = sampling_of("plain", shape)
     (grid,) = cluster.run(drawn, "megatron:d1", model, tmp_path, shape, sampling, name)
-    found = failed(grid, sampling) | ({"reproduction"} if reproduced(grid) < 1 - 1e-4 else set())
-    assert FAULTS[name][1] in found if name else found == set(), found
+    checks = failed(grid, sampling) | ({"reproduction"} if reproduced(grid) < 1 - 1e-4 else set())
+    assert FAULTS[name][1] in checks if name else checks == set(), checks
 
 
 FORMS = ("of this device", "of GPUs")
@@ -181,15 +181,15 @@ def drawn_by_sampler(mesh, shape, sampling: Sampling, form: str = FORMS[0]) -> t
 
     from fivefold.engines.vllm.parameters import sampling_arguments, seed_of
 
-    given = sampling_arguments(sampling, ())
+    arguments = sampling_arguments(sampling, ())
     keys = [request_seed(map(int, parts)) for parts in np.ndindex(*shape[:-1])]
     count, sampler, off = len(keys), Sampler("processed_logprobs"), torch.zeros(0)
     if form == "of GPUs":
         sampler.topk_topp_sampler.forward = sampler.topk_topp_sampler.forward_native
     metadata = SamplingMetadata(
-        temperature=torch.full((count,), given["temperature"]), all_greedy=False, all_random=True,
-        top_p=torch.full((count,), given["top_p"]) if given["top_p"] < 1 else None,
-        top_k=torch.full((count,), given["top_k"], dtype=torch.int32) if given["top_k"] > 0 else None,
+        temperature=torch.full((count,), arguments["temperature"]), all_greedy=False, all_random=True,
+        top_p=torch.full((count,), arguments["top_p"]) if arguments["top_p"] < 1 else None,
+        top_k=torch.full((count,), arguments["top_k"], dtype=torch.int32) if arguments["top_k"] > 0 else None,
         generators={row: torch.Generator().manual_seed(seed_of(key)) for row, key in enumerate(keys)},
         max_num_logprobs=None, no_penalties=True, prompt_token_ids=None, frequency_penalties=off, presence_penalties=off,
         repetition_penalties=off, output_token_ids=[], allowed_token_ids_mask=None, bad_words_token_ids={},
@@ -267,5 +267,5 @@ def test_vllm_s_engine_draws_what_its_sampler_does_and_shared_or_moved_noise_is_
     sampling = sampling_of("plain", shape)
     (grid,) = cluster.run(drawn, "megatron:d1", wide, tmp_path, shape, sampling, name, "vllm", seconds=900)
     (alone,) = cluster.run(drawn_by_sampler, "megatron:d1", shape, sampling)
-    found = failed(grid, sampling) | (set() if torch.equal(grid, alone) else {"reproduction"})
-    assert VLLM_FAULTS[name][1] in found if name else found == set(), found
+    checks = failed(grid, sampling) | (set() if torch.equal(grid, alone) else {"reproduction"})
+    assert VLLM_FAULTS[name][1] in checks if name else checks == set(), checks

@@ -97,22 +97,22 @@ class Client:
         yield
 
 
-def engine_of(mesh, directory: Path, said: list[str]) -> tuple[ServerEngine, list[Process]]:
+def engine_of(mesh, directory: Path, messages: list[str]) -> tuple[ServerEngine, list[Process]]:
     processes = [Process(), Process()]
 
     def connect(address: str) -> Client:
-        return Client(next(each for each in processes if each.address == address))
+        return Client(next(process for process in processes if process.address == address))
 
     engine = ServerEngine(
-        directory, mesh.ranks, mesh.device, connect, said.append, processes=dict(enumerate(processes)), window=8,
+        directory, mesh.ranks, mesh.device, connect, messages.append, processes=dict(enumerate(processes)), window=8,
         bucket_bytes=1 << 20, verify_every=0, can_sleep=True,
     )  # fmt: skip
     return engine, processes
 
 
 def walked(mesh, directory: Path):
-    said: list[str] = []
-    engine, processes = engine_of(mesh, directory, said)
+    messages: list[str] = []
+    engine, processes = engine_of(mesh, directory, messages)
     tensors, states = load_tensors(directory), [engine.state.value]
 
     def ending(count: int):
@@ -139,13 +139,13 @@ def walked(mesh, directory: Path):
         verbs[verb]()
         states.append(engine.state.value)
     engine.close()
-    return states, said
+    return states, messages
 
 
 def test_an_engine_of_servers_passes_through_its_states(cluster, models):
-    ((states, said),) = cluster.run(walked, "megatron:d1", models("qwen3"))
+    ((states, messages),) = cluster.run(walked, "megatron:d1", models("qwen3"))
     assert states == ["absent", *(state for _, state in WALK)]
-    assert [line.split(":")[0] for line in said if "started again" in line] == [
+    assert [line.split(":")[0] for line in messages if "started again" in line] == [
         f"{count} of 2 servers of the engine ended and are started again" for count in (1, 2, 1, 1)
     ]
 
@@ -161,11 +161,11 @@ class Policy:
 def synced(mesh, directory: Path):
     """The state before a weight sync, whether weights were sent, and the state and the version after it."""
     engine, processes = engine_of(mesh, directory, [])
-    tensors, found = load_tensors(directory), []
+    tensors, syncs = load_tensors(directory), []
 
     def sync(version: int) -> None:
         before = engine.state.value
-        found.append((before, weight_sync(Policy(version, tensors), engine), engine.state.value, engine.version))
+        syncs.append((before, weight_sync(Policy(version, tensors), engine), engine.state.value, engine.version))
 
     sync(0)
     sync(0)
@@ -181,12 +181,12 @@ def synced(mesh, directory: Path):
     reasons = {completion.finish_reason for completion in completions}
     sync(3)
     engine.close()
-    return found, reasons
+    return syncs, reasons
 
 
 def test_a_weight_sync_makes_an_engine_ready_from_every_state(cluster, models):
-    ((found, reasons),) = cluster.run(synced, "megatron:d1", models("qwen3"))
-    assert found == [
+    ((syncs, reasons),) = cluster.run(synced, "megatron:d1", models("qwen3"))
+    assert syncs == [
         ("absent", True, "ready", 0),
         ("ready", False, "ready", 0),
         ("ready", True, "ready", 2),

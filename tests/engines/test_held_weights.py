@@ -11,9 +11,9 @@ from fivefold.engines.vllm.held_weights import HeldWeights
 
 
 def updated(held: HeldWeights, answers: list[list[str]], is_whole: bool = True) -> None:
-    for method, arguments, said in (("begin_weights", [True, "run"], [None]), ("finish_weights", [is_whole], answers)):
+    for method, arguments, results in (("begin_weights", [True, "run"], [None]), ("finish_weights", [is_whole], answers)):
         held.before()
-        held.after(method, arguments, said)
+        held.after(method, arguments, results)
 
 
 def test_weights_are_whole_after_an_update_that_ended_well_and_only_then():
@@ -37,14 +37,14 @@ def test_who_asks_during_an_update_waits_for_its_end(ends_well):
         held = HeldWeights()
         updated(held, [[]])
         held.before()
-        asked = asyncio.ensure_future(held.are_whole())
+        waiting = asyncio.ensure_future(held.are_whole())
         await asyncio.sleep(0.05)
-        assert not asked.done()
+        assert not waiting.done()
         if ends_well:
             held.after("finish_weights", [True], [[]])
         else:
             held.cut()
-        return await asked
+        return await waiting
 
     assert asyncio.run(ask()) is ends_well
 

@@ -50,10 +50,10 @@ def test_no_gpu_has_two_masters_and_none_is_asked_for_that_is_not_there(sizes, d
     places = place_servers(layout, machines)
     assert [place.number for place in places] == list(range(dp))
     for number, machine in enumerate(machines):
-        here = [place for place in places if place.machine == number]
-        assert all(place.rank in machine.ranks and place.rank < policy for place in here)
+        placed_here = [place for place in places if place.machine == number]
+        assert all(place.rank in machine.ranks and place.rank < policy for place in placed_here)
         if on_gpus:
-            taken = [place.first_gpu + index for place in here for index in range(tp)]
+            taken = [place.first_gpu + index for place in placed_here for index in range(tp)]
             assert len(set(taken)) == len(taken)
             assert all(len(machine.ranks) <= gpu < machine.gpus for gpu in taken)
 
@@ -76,11 +76,11 @@ def placed(mesh):
 def test_ranks_of_each_machine_start_its_servers_which_listen_to_all_machines(cluster):
     import torch
 
-    found = cluster.run(placed, "megatron:d3")
-    if found[0] is None:
+    servers = cluster.run(placed, "megatron:d3")
+    if servers[0] is None:
         pytest.skip("no process may take another host name here")
-    here = torch.device("cpu"), "127.0.0.1"
-    assert found == [{0: here}, {2: here, 3: here}, {1: here}]
+    place = torch.device("cpu"), "127.0.0.1"
+    assert servers == [{0: place}, {2: place, 3: place}, {1: place}]
 
 
 def test_a_server_sees_its_own_gpus_only(monkeypatch):

@@ -33,17 +33,17 @@ def own_routes(directory: Path, tokens: list[int]) -> torch.Tensor:
     import transformers
 
     model = transformers.AutoModelForCausalLM.from_pretrained(directory).float()
-    found = []
+    chosen = []
     for module in model.modules():
         if type(module).__name__.lower().endswith("topkrouter"):
-            module.register_forward_hook(lambda _, __, output: found.append(output[2]))
+            module.register_forward_hook(lambda _, __, output: chosen.append(output[2]))
     with torch.no_grad():
         model(torch.tensor([tokens]))
-    return torch.stack(found, 1).sort(-1).values
+    return torch.stack(chosen, 1).sort(-1).values
 
 
-def assert_own_routes(directory: Path, asked: list[Request], found: list[Completion]) -> None:
-    for request, completion in zip(asked, found, strict=True):
+def assert_own_routes(directory: Path, asked: list[Request], completions: list[Completion]) -> None:
+    for request, completion in zip(asked, completions, strict=True):
         tokens = request.prompt_ids + completion.token_ids
         assert completion.routes_TLK is not None and completion.routes_TLK.dtype == torch.int8
         # The last token was sampled and not read.
@@ -53,8 +53,8 @@ def assert_own_routes(directory: Path, asked: list[Request], found: list[Complet
 def transformers_engine(directory: Path, max_num_seqs: int = 64, check_every: int = 1) -> TransformersEngine:
     import transformers
 
-    given = (directory, TOKENIZER, torch.device("cpu"), torch.float32, max_num_seqs)
-    engine = TransformersEngine(*given, gives_routes=True)
+    arguments = (directory, TOKENIZER, torch.device("cpu"), torch.float32, max_num_seqs)
+    engine = TransformersEngine(*arguments, gives_routes=True)
     engine._check_every = check_every
     source = transformers.AutoModelForCausalLM.from_pretrained(directory).float()
     state, memory = source.state_dict(), engine._model.state_dict()
@@ -79,12 +79,12 @@ def test_routes_do_not_depend_on_how_requests_are_batched_or_looked_after(models
 
 
 def test_what_was_aborted_has_routes_too(models):
-    engine, asked, found = transformers_engine(models("qwen3_moe")), requests(1), {}
+    engine, asked, completions = transformers_engine(models("qwen3_moe")), requests(1), {}
     for completion in engine.generate(asked):
-        found[completion.request_id] = completion
+        completions[completion.request_id] = completion
         engine.abort()
-    assert "abort" in {completion.finish_reason for completion in found.values()} or len(found) == len(asked)
-    assert_own_routes(models("qwen3_moe"), asked, [found[request.id] for request in asked])
+    assert "abort" in {completion.finish_reason for completion in completions.values()} or len(completions) == len(asked)
+    assert_own_routes(models("qwen3_moe"), asked, [completions[request.id] for request in asked])
 
 
 def test_a_model_without_such_routers_is_refused():
@@ -108,15 +108,17 @@ def test_routes_keep_their_bits_on_their_way(shape):
     routes_TLK = drawn(shape, 9, 1)
     columns_TF = encode_routes(routes_TLK[:8], 9, shape)
     assert columns_TF.shape == (9, route_columns(shape)) and columns_TF.dtype == torch.int32
-    found_TLK = decode_routes(torch.cat([columns_TF, columns_TF])[9:], shape)
-    assert torch.equal(found_TLK[:8], routes_TLK[:8]) and (found_TLK[8] == NO_ROUTE).all()
+    decoded_TLK = decode_routes(torch.cat([columns_TF, columns_TF])[9:], shape)
+    assert torch.equal(decoded_TLK[:8], routes_TLK[:8]) and (decoded_TLK[8] == NO_ROUTE).all()
     assert (decode_routes(encode_routes(None, 2, shape), shape) == NO_ROUTE).all()
 
 
 def with_routes(shape: RouteShape, sizes: list[int]):
     """Groups whose every second sample has routes."""
     groups = make_groups(sizes)
-    for number, (group, sample) in enumerate((each, sample) for each in groups for sample in each.samples):
+    for number, (group, sample) in enumerate(
+        (whole_group, sample) for whole_group in groups for sample in whole_group.samples
+    ):
         if number % 2:
             length = len(group.prompt.token_ids) + len(sample.token_ids) - 1
             sample.routes_TLK = drawn(shape, length, number)
@@ -125,9 +127,9 @@ def with_routes(shape: RouteShape, sizes: list[int]):
 
 def packed(mesh, shape: RouteShape, sizes: list[int]):
     plan = BatchPlan(updates_per_step=2, temperature=0.9, max_response_tokens=9, routes=shape)
-    own = [group for group in with_routes(shape, sizes) if group.index % mesh.layout.world_size == mesh.ranks.rank]
-    stats = gather_stats(own, mesh.ranks, plan)
-    return pack(own, stats, mesh.ranks, plan)
+    groups = [group for group in with_routes(shape, sizes) if group.index % mesh.layout.world_size == mesh.ranks.rank]
+    stats = gather_stats(groups, mesh.ranks, plan)
+    return pack(groups, stats, mesh.ranks, plan)
 
 
 @pytest.mark.parametrize("layout", ["d1", "d2", "d2t2"])
@@ -137,21 +139,21 @@ def test_samples_bring_their_routes_to_the_replica_that_trains_on_them(cluster, 
     samples = [(group, sample) for group in with_routes(shape, sizes) for sample in group.samples]
     for batch in cluster.run(packed, f"megatron:{layout}", shape, sizes):
         pieces = batch[Column.ROUTES].split(batch.lengths_N)
-        for row, found_TLK in zip(batch.sample_index_N, pieces, strict=True):
+        for row, routes_TLK in zip(batch.sample_index_N, pieces, strict=True):
             group, sample = samples[row]
             wanted = no_routes(len(group.prompt.token_ids) + len(sample.token_ids), shape)
             if sample.routes_TLK is not None:
                 wanted[:-1] = sample.routes_TLK
-            assert torch.equal(found_TLK, wanted)
+            assert torch.equal(routes_TLK, wanted)
 
 
 def test_groups_that_wait_keep_the_routes_of_their_samples(tmp_path):
     shape = SHAPES[1]
     groups = {place: group.samples for place, group in enumerate(with_routes(shape, [3, 2]))}
     write_groups(tmp_path / "groups", groups, [0])
-    found, _, _ = read_groups(tmp_path / "groups")
+    stored, _, _ = read_groups(tmp_path / "groups")
     for place, samples in groups.items():
-        for sample, read in zip(samples, found[place], strict=True):
+        for sample, read in zip(samples, stored[place], strict=True):
             same = sample.routes_TLK is read.routes_TLK is None
             assert same or torch.equal(sample.routes_TLK, read.routes_TLK)
 
@@ -161,21 +163,21 @@ def test_a_response_that_new_weights_continue_with_keeps_the_routes_that_it_has(
     first, second = drawn(shape, 4, 1), drawn(shape, 7, 2)
     begun = Begun(request, Completion(1, [8, 9], [-1.0] * 2, "abort", 1, routes_TLK=first))
     assert len(begun.rest().prompt_ids) == 5
-    found = begun.with_more(Completion(1, [3, 4, 2], [-1.0] * 3, "stop", 2, routes_TLK=second)).completion
+    continued = begun.with_more(Completion(1, [3, 4, 2], [-1.0] * 3, "stop", 2, routes_TLK=second)).completion
     # Prompt and first token were read by the first weights; the second token, which they sampled, by the new ones.
-    assert torch.equal(found.routes_TLK, torch.cat([first, second[4:]]))
+    assert torch.equal(continued.routes_TLK, torch.cat([first, second[4:]]))
     nothing = Begun(request, Completion(1, [], [], "abort", 1))
     assert nothing.with_more(Completion(1, [3], [-1.0], "stop", 2, routes_TLK=first[:3])).completion.routes_TLK is not None
 
 
 def test_layers_without_experts_are_left_out_of_what_an_engine_says():
     shape = RouteShape(4, (1, 3), 2, 300)
-    said = torch.arange(5 * 4 * 2).view(5, 4, 2)
-    found = routes_of_engine(said, 6, shape, is_aborted=False)
-    assert torch.equal(found.long(), said[:, [1, 3]]) and found.dtype == torch.int16
-    assert torch.equal(routes_of_engine(said[:, :2], 6, shape, is_aborted=False).long(), said[:, :2])
+    reported = torch.arange(5 * 4 * 2).view(5, 4, 2)
+    routes = routes_of_engine(reported, 6, shape, is_aborted=False)
+    assert torch.equal(routes.long(), reported[:, [1, 3]]) and routes.dtype == torch.int16
+    assert torch.equal(routes_of_engine(reported[:, :2], 6, shape, is_aborted=False).long(), reported[:, :2])
     assert routes_of_engine(None, 6, shape, is_aborted=True) is None
-    for wrong in (None, said[:4], said[:, :3], said[..., :1]):
+    for wrong in (None, reported[:4], reported[:, :3], reported[..., :1]):
         with pytest.raises(RuntimeError, match=r"enable-return-routed-experts"):
             routes_of_engine(wrong, 6, shape, is_aborted=False)
 

@@ -37,23 +37,23 @@ from fivefold.types import Completion, Request, Sampling
 
 def tensors() -> dict[str, torch.Tensor]:
     """Of every kind: one larger than a bucket, an empty one, one number, and bits that no arithmetic leaves as they are."""
-    made = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
     odd = torch.tensor([0x7FC1, 0x8000, 0x0001, 0xFF80], dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     return {
-        "large": torch.randn(700, generator=made),
-        "small": torch.randn(3, 5, generator=made).bfloat16(),
+        "large": torch.randn(700, generator=generator),
+        "small": torch.randn(3, 5, generator=generator).bfloat16(),
         "odd": odd,
         "none": torch.empty(0, 4),
         "number": torch.tensor(7, dtype=torch.int64),
-        "turned": torch.randn(6, 4, generator=made).T,
-        **{f"many.{i}": torch.randn(17, generator=made) for i in range(40)},
+        "turned": torch.randn(6, 4, generator=generator).T,
+        **{f"many.{i}": torch.randn(17, generator=generator) for i in range(40)},
     }
 
 
-def same_bits(found: torch.Tensor, sent: torch.Tensor) -> bool:
-    if found.dtype != sent.dtype or found.shape != sent.shape:
+def same_bits(arrived: torch.Tensor, sent: torch.Tensor) -> bool:
+    if arrived.dtype != sent.dtype or arrived.shape != sent.shape:
         return False
-    return torch.equal(found.reshape(-1).view(torch.uint8), sent.reshape(-1).view(torch.uint8))
+    return torch.equal(arrived.reshape(-1).view(torch.uint8), sent.reshape(-1).view(torch.uint8))
 
 
 def through_buckets(mesh, medium: str):
@@ -71,17 +71,17 @@ def through_buckets(mesh, medium: str):
         part = Part(min(rank, last - 1), last)
     allocate = HostMemory if medium == "memory" else lambda size: BroadcastMemory(size, mesh.device)
     writer = BucketWriter(size, NoMemory if takes else allocate, part)
-    reader, found, count = BucketReader(mesh.device, groups), {}, 0
+    reader, arrived, count = BucketReader(mesh.device, groups), {}, 0
     for bucket in writer.buckets(iter(sent.items())):
         count += 1
         handle = ranks.broadcast_from_main(bucket.memory.handle)
         if takes:
-            found |= dict(reader.take(handle, bucket.entries, bucket.used))
+            arrived |= dict(reader.take(handle, bucket.entries, bucket.used))
         elif groups:
             broadcast(groups[0], bucket.memory.bytes_B[: bucket.used]).wait()
         # Two buckets are filled in turn: the receiver must have read before.
         ranks.barrier()
-    wrong = [name for name in sent if takes and not same_bits(found[name], sent[name])]
+    wrong = [name for name in sent if takes and not same_bits(arrived[name], sent[name])]
     reader.close()
     writer.close()
     return wrong, count
@@ -166,8 +166,8 @@ class InMemory:
             yield number, [prompt_ids[0], seed], [0.0, 0.0], "stop", None, None
 
 
-def asked(prompts: int, each: int = 4) -> list[Request]:
-    return [Request(i, [i // each], Sampling(max_tokens=2), seed=i) for i in range(prompts * each)]
+def asked(prompts: int, per_prompt: int = 4) -> list[Request]:
+    return [Request(i, [i // per_prompt], Sampling(max_tokens=2), seed=i) for i in range(prompts * per_prompt)]
 
 
 def routed(servers: list[InMemory], requests: list[Request], window: int = 8) -> tuple[list[Completion], set[int]]:
@@ -185,9 +185,9 @@ def routed(servers: list[InMemory], requests: list[Request], window: int = 8) ->
 
 def test_the_faster_server_gets_more_requests_and_none_more_than_its_window():
     slow, fast = InMemory(0.02), InMemory(0.002)
-    found, lost = routed([slow, fast], asked(30))
-    assert sorted(one.request_id for one in found) == list(range(120)) and not lost
-    assert all(one.token_ids == [one.request_id // 4, one.request_id] and one.policy_version == 5 for one in found)
+    completions, lost = routed([slow, fast], asked(30))
+    assert sorted(one.request_id for one in completions) == list(range(120)) and not lost
+    assert all(one.token_ids == [one.request_id // 4, one.request_id] and one.policy_version == 5 for one in completions)
     assert fast.answered > 3 * slow.answered > 0
     # All responses to a prompt are asked of one server, so that the last group may pass the window.
     assert max(slow.most, fast.most) < 8 + 4
@@ -196,28 +196,28 @@ def test_the_faster_server_gets_more_requests_and_none_more_than_its_window():
 @pytest.mark.parametrize("when", [0, 1, 7])
 def test_what_a_lost_server_had_is_sampled_by_another_and_counted_once(when):
     dying, other = InMemory(0.001, lost_after=when), InMemory(0.001)
-    found, lost = routed([dying, other], asked(10))
-    assert sorted(one.request_id for one in found) == list(range(40))
+    completions, lost = routed([dying, other], asked(10))
+    assert sorted(one.request_id for one in completions) == list(range(40))
     assert lost == {0} and dying.answered == when
 
 
 def test_requests_without_a_server_left_are_lost():
-    found, lost = routed([InMemory(lost_after=3), InMemory(lost_after=6)], asked(10))
-    assert sorted(one.request_id for one in found) == list(range(40)) and lost == {0, 1}
-    assert [one.finish_reason for one in found] == ["stop"] * 9 + ["lost"] * 31
+    completions, lost = routed([InMemory(lost_after=3), InMemory(lost_after=6)], asked(10))
+    assert sorted(one.request_id for one in completions) == list(range(40)) and lost == {0, 1}
+    assert [one.finish_reason for one in completions] == ["stop"] * 9 + ["lost"] * 31
 
 
 def test_a_server_that_says_nothing_any_more_is_lost(monkeypatch):
     monkeypatch.setattr(module, "_SILENCE", 0.05)
     deaf, other = InMemory(0.001, deaf_after=5), InMemory(0.001)
-    found, lost = routed([deaf, other], asked(10))
-    assert sorted(one.request_id for one in found) == list(range(40)) and lost == {0}
+    completions, lost = routed([deaf, other], asked(10))
+    assert sorted(one.request_id for one in completions) == list(range(40)) and lost == {0}
 
 
 def test_a_server_that_is_slow_is_not_lost(monkeypatch):
     monkeypatch.setattr(module, "_SILENCE", 0.02)
-    found, lost = routed([InMemory(0.5)], asked(1, each=1))
-    assert len(found) == 1 and not lost
+    completions, lost = routed([InMemory(0.5)], asked(1, per_prompt=1))
+    assert len(completions) == 1 and not lost
 
 
 class Stalled(InMemory):
@@ -230,8 +230,8 @@ class Stalled(InMemory):
 def test_a_server_that_samples_no_token_any_more_is_lost(monkeypatch):
     monkeypatch.setattr(module, "_SILENCE", 0.05)
     stalled, other = Stalled(0.001, deaf_after=5), InMemory(0.001)
-    found, lost = routed([stalled, other], asked(10))
-    assert sorted(one.request_id for one in found) == list(range(40)) and lost == {0}
+    completions, lost = routed([stalled, other], asked(10))
+    assert sorted(one.request_id for one in completions) == list(range(40)) and lost == {0}
 
 
 def test_two_askers_get_their_own_and_one_that_goes_away_leaves_the_other_s():
@@ -244,8 +244,10 @@ def test_two_askers_get_their_own_and_one_that_goes_away_leaves_the_other_s():
     second.submit([replace(one, prompt_ids=[99]) for one in asked(5)])
     assert first.take() is not None
     first.close()
-    found = [second.take() for _ in range(20)]
-    assert sorted(one.request_id for one in found) == list(range(20)) and {one.token_ids[0] for one in found} == {99}
+    completions = [second.take() for _ in range(20)]
+    assert sorted(one.request_id for one in completions) == list(range(20)) and {
+        one.token_ids[0] for one in completions
+    } == {99}
     assert second.pending == 0 and not any(router.call(lambda: router._loads)) and router.lost == set()
     router.close()
 
@@ -331,7 +333,7 @@ def test_a_trajectory_stays_with_the_server_of_its_turn_before_unless_that_is_lo
     servers = [InMemory(0.001) for _ in range(4)]
     router, stream = routing(servers)
     for turn in range(6):
-        stream.submit([turn_of(20 * turn + each, each, turn) for each in range(20)])
+        stream.submit([turn_of(20 * turn + offset, offset, turn) for offset in range(20)])
         assert len(list(stream.completions())) == 20
     homes = {}
     for number, server in enumerate(servers):
@@ -339,12 +341,12 @@ def test_a_trajectory_stays_with_the_server_of_its_turn_before_unless_that_is_lo
             assert homes.setdefault(prompt[0], number) == number
     assert {len([1 for home in homes.values() if home == number]) for number in range(4)} == {5}
     servers[2].lost_after = 0
-    stream.submit([turn_of(200 + each, each, 6) for each in range(20)])
+    stream.submit([turn_of(200 + offset, offset, 6) for offset in range(20)])
     assert len(list(stream.completions())) == 20 and router.lost == {2}
     # From then on, what that server had stays where it went.
     before = [len(server.prompts) for server in servers]
     for turn in (7, 8):
-        stream.submit([turn_of(100 * turn + each, each, turn) for each in range(20)])
+        stream.submit([turn_of(100 * turn + offset, offset, turn) for offset in range(20)])
         assert len(list(stream.completions())) == 20
     moved = {prompt[0]: number for number in (0, 1, 3) for prompt in servers[number].prompts[: before[number]]}
     for number in (0, 1, 3):
@@ -372,7 +374,7 @@ def test_later_turns_go_before_first_ones_and_no_head_blocks_another(routing):
     router.go(5)
     assert stream.take(5.0).request_id == 1, "trajectory 0 is with the slow server"
     # The slow server has one request, and may have no more: later turns of its trajectories go to the other.
-    stream.submit([turn_of(10 + each, 10 + each, 0) for each in range(20)])
+    stream.submit([turn_of(10 + offset, 10 + offset, 0) for offset in range(20)])
     stream.submit([turn_of(2, 0, 1), turn_of(3, 1, 1)])
     order = [one.request_id for one in stream.completions()]
     assert order.index(2) < 4 and order.index(3) < 4 and len(order) == 23
@@ -436,9 +438,9 @@ def test_what_is_cut_continues_where_it_was_with_the_versions_of_its_tokens(cutt
     stream.submit(requests)
     time.sleep(0.03)
     cut_again_and_again(router, server, range(6, 9))
-    found = {one.request_id: one for one in (stream.take(10.0) for _ in requests)}
-    assert sorted(found) == list(range(6)) and stream.pending == 0 and not router.call(lambda: router._begun)
-    for one in found.values():
+    completions = {one.request_id: one for one in (stream.take(10.0) for _ in requests)}
+    assert sorted(completions) == list(range(6)) and stream.pending == 0 and not router.call(lambda: router._begun)
+    for one in completions.values():
         # Each token says how long its prompt and what was there were: none is missing, none twice.
         assert one.token_ids == list(range(101, 161)) and one.logprobs == [-float(token) for token in one.token_ids]
         assert one.finish_reason == "length" and one.policy_version == 5 == one.token_versions[0]
@@ -481,8 +483,11 @@ def test_what_is_cut_and_then_aborted_gives_what_there_is(cutting):
     while not router.is_idle:
         time.sleep(0.001)
     router.abort()
-    found = stream.take(5.0)
-    assert found.finish_reason == "abort" and found.token_ids == list(range(101, 101 + len(found.token_ids))) != []
+    completion = stream.take(5.0)
+    assert (
+        completion.finish_reason == "abort"
+        and completion.token_ids == list(range(101, 101 + len(completion.token_ids))) != []
+    )
 
 
 def test_a_response_with_stop_strings_is_not_cut(cutting):
@@ -526,9 +531,9 @@ def test_a_process_that_ends_at_once_is_told_with_its_first_error(tmp_path):
 
 
 def test_sockets_of_a_process_that_was_killed_are_removed_by_the_next_one(tmp_path):
-    made = "import sys; from fivefold.engines.servers.server_process import ServerProcess\n"
-    made += "p = ServerProcess([], {}, None, bool); print(p.address, flush=True); sys.stdin.read()"
-    process = subprocess.Popen([sys.executable, "-c", made], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    program = "import sys; from fivefold.engines.servers.server_process import ServerProcess\n"
+    program += "p = ServerProcess([], {}, None, bool); print(p.address, flush=True); sys.stdin.read()"
+    process = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     directory = Path(process.stdout.readline().strip().removeprefix("unix:")).parent
     assert directory.is_dir() and directory.stat().st_mode & 0o777 == 0o700
     process.kill()

@@ -47,21 +47,28 @@ def server_of(directory: Path, log: Path, tensor_parallel: int):
     from fivefold.engines.sglang.probe import answers
     from fivefold.engines.sglang.serve import server_process
 
-    given = {"model_path": str(directory), "tp_size": tensor_parallel, **ARGUMENTS, **ON_CPU}
-    return server_process(given, torch.device("cpu"), tensor_parallel, log, answers)
+    arguments = {"model_path": str(directory), "tp_size": tensor_parallel, **ARGUMENTS, **ON_CPU}
+    return server_process(arguments, torch.device("cpu"), tensor_parallel, log, answers)
 
 
-def sglang_engine(mesh, directory: Path, logs: Path, said: list[str], each: int = 1):
+def sglang_engine(mesh, directory: Path, logs: Path, messages: list[str], tensor_parallel: int = 1):
     from fivefold.engines.sglang.client import SGLangServer
 
     rank = mesh.ranks.rank
-    processes = {rank // each: server_of(directory, logs / f"server-{rank}.log", each)} if rank % each == 0 else {}
-    return server_engine(mesh, directory, SGLangServer, processes, said, each)
+    processes = (
+        {rank // tensor_parallel: server_of(directory, logs / f"server-{rank}.log", tensor_parallel)}
+        if rank % tensor_parallel == 0
+        else {}
+    )
+    return server_engine(mesh, directory, SGLangServer, processes, messages, tensor_parallel)
 
 
 def one_server(mesh, directory: Path, logs: Path):
     """A model of another family: greedy tokens, and those of changed weights."""
-    engine, tensors = sglang_engine(mesh, directory, logs, [], each=mesh.ranks.layout.world_size), load_tensors(directory)
+    engine, tensors = (
+        sglang_engine(mesh, directory, logs, [], tensor_parallel=mesh.ranks.layout.world_size),
+        load_tensors(directory),
+    )
     asked, calls = requests(2, GREEDY), []
     for factor in (1.0, 1.01):
         weights = {name: tensor * factor for name, tensor in tensors.items()}
@@ -73,36 +80,36 @@ def one_server(mesh, directory: Path, logs: Path):
 
 def two_servers(mesh, directory: Path, logs: Path):
     """Everything that is tried on the same two servers, by name."""
-    said: list[str] = []
-    engine = sglang_engine(mesh, directory, logs, said)
-    found: dict[str, object] = {"said": said, **three_steps(mesh, directory, engine)}
+    messages: list[str] = []
+    engine = sglang_engine(mesh, directory, logs, messages)
+    results: dict[str, object] = {"said": messages, **three_steps(mesh, directory, engine)}
     rank, tensors = mesh.ranks.rank, load_tensors(directory)
     cut = requests(1, replace(SAMPLING, **CUT))
-    found["cut"] = list(zip(cut, complete(engine, cut), strict=True))
+    results["cut"] = list(zip(cut, complete(engine, cut), strict=True))
 
     # Of every length, so that many run when the first has ended.
     mine_to_ask = [
         replace(one, sampling=replace(LONG, max_tokens=LONG.max_tokens + 3 * one.id))
         for one in requests(4, LONG, [[5 + i + rank, 6, 7 + i] for i in range(12)])
     ]
-    whole = complete(engine, mine_to_ask)
+    undisturbed_completions = complete(engine, mine_to_ask)
     arrived: dict[int, Completion] = {}
     for completion in engine.generate(mine_to_ask):
         assert completion.request_id not in arrived
         if not arrived and rank == 1:
             kill_api(engine)
         arrived[completion.request_id] = completion
-    tokens = [one.token_ids for one in whole]
-    found["one killed"] = [arrived[one.id].token_ids for one in mine_to_ask] == tokens, sorted(engine._lost)
+    tokens = [one.token_ids for one in undisturbed_completions]
+    results["one killed"] = [arrived[one.id].token_ids for one in mine_to_ask] == tokens, sorted(engine._lost)
     refreshed(engine, tensors)
-    found["restarted"] = [one.token_ids for one in complete(engine, mine_to_ask)] == tokens, sorted(engine._lost)
+    results["restarted"] = [one.token_ids for one in complete(engine, mine_to_ask)] == tokens, sorted(engine._lost)
 
     stopped = []
     for completion in engine.generate(one_short_among_endless(mine_to_ask)):
         stopped.append(completion)
         if len(stopped) == 1:
             engine.abort()
-    found["aborted"] = stopped
+    results["aborted"] = stopped
     for name, wrong in {
         "left out": {name: tensor for name, tensor in tensors.items() if "1.mlp.up_proj" not in name},
         "unknown": {**tensors, "model.layers.7.nothing.weight": torch.zeros(3)},
@@ -110,14 +117,16 @@ def two_servers(mesh, directory: Path, logs: Path):
         try:
             engine.update_weights(iter(wrong.items()), 4)
         except RuntimeError as error:
-            found[name] = str(error)
+            results[name] = str(error)
     engine.update_weights(iter(tensors.items()), 3)
-    found["after"] = [one.token_ids for one in complete(engine, mine_to_ask)] == tokens
+    results["after"] = [one.token_ids for one in complete(engine, mine_to_ask)] == tokens
     processes = family_of(engine)
     engine.close()
     mesh.ranks.barrier()
-    found["left"] = [each.pid for each in processes if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]
-    return found
+    results["left"] = [
+        process.pid for process in processes if process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    ]
+    return results
 
 
 @pytest.fixture(scope="module")
@@ -131,10 +140,10 @@ def both(cluster, model, tmp_path_factory) -> list[dict]:
 
 
 def test_after_every_step_the_servers_sample_with_the_new_weights(both):
-    for found in both:
-        assert max(found["differences"]) < 1e-5, found["differences"]
-        assert [one.policy_version for one in found["drawn"][3]] == [3] * 10
-        assert [one.token_ids for one in found["drawn"][0]] != [one.token_ids for one in found["drawn"][3]]
+    for results in both:
+        assert max(results["differences"]) < 1e-5, results["differences"]
+        assert [one.policy_version for one in results["drawn"][3]] == [3] * 10
+        assert [one.token_ids for one in results["drawn"][0]] != [one.token_ids for one in results["drawn"][3]]
 
 
 def assert_equal_tokens(served: list[Completion], other: list[Completion]) -> None:
@@ -145,8 +154,8 @@ def assert_equal_tokens(served: list[Completion], other: list[Completion]) -> No
 
 
 def test_greedy_tokens_of_servers_equal_the_transformers_engine_s(both):
-    for found in both:
-        assert_equal_tokens(*found["greedy"])
+    for results in both:
+        assert_equal_tokens(*results["greedy"])
 
 
 @pytest.mark.parametrize(
@@ -161,32 +170,32 @@ def test_other_families_and_tensor_parallel_ranks_sample_the_same_tokens(cluster
 
 def cut_logprobs(model: Path, request: Request, one: Completion) -> list[float]:
     """As SGLang cuts: top_p and min_p of the whole distribution, not of what top_k has left."""
-    given, logits_TV = request.sampling, own_logits(model, request.prompt_ids, one.token_ids)
-    for token, bias in given.logit_bias:
+    sampling, logits_TV = request.sampling, own_logits(model, request.prompt_ids, one.token_ids)
+    for token, bias in sampling.logit_bias:
         logits_TV[:, token] += bias
-    probs_TV, order_TV = (logits_TV / given.temperature).softmax(-1).sort(-1, descending=True)
-    is_kept_TV = (probs_TV.cumsum(-1) - probs_TV <= given.top_p) & (probs_TV >= probs_TV[:, :1] * given.min_p)
-    is_kept_TV[:, given.top_k :] = False
+    probs_TV, order_TV = (logits_TV / sampling.temperature).softmax(-1).sort(-1, descending=True)
+    is_kept_TV = (probs_TV.cumsum(-1) - probs_TV <= sampling.top_p) & (probs_TV >= probs_TV[:, :1] * sampling.min_p)
+    is_kept_TV[:, sampling.top_k :] = False
     kept_TV = probs_TV * is_kept_TV
     logprobs_TV = (kept_TV / kept_TV.sum(-1, keepdim=True)).log()
     return logprobs_TV[order_TV == torch.tensor(one.token_ids)[:, None]].tolist()
 
 
 def test_log_probs_are_those_of_the_distribution_that_was_drawn_from(both, model):
-    for found in both:
-        for request, one in found["cut"]:
+    for results in both:
+        for request, one in results["cut"]:
             assert one.logprobs == pytest.approx(cut_logprobs(model, request, one), abs=5e-5)
 
 
 def test_a_server_killed_while_it_samples_costs_no_sample_and_counts_none_twice(both):
-    for found in both:
-        assert found["one killed"] == (True, [1])
-        assert found["restarted"] == (True, [])
+    for results in both:
+        assert results["one killed"] == (True, [1])
+        assert results["restarted"] == (True, [])
 
 
 def test_abort_gives_what_there_is(both):
-    for found in both:
-        stopped = found["aborted"]
+    for results in both:
+        stopped = results["aborted"]
         assert sorted(one.request_id for one in stopped) == list(range(48))
         aborted = [one for one in stopped if one.finish_reason == "abort"]
         # On a busy machine the context may be full before the word arrives.
@@ -197,14 +206,14 @@ def test_abort_gives_what_there_is(both):
 
 def test_weights_that_are_not_whole_or_not_the_model_s_are_refused(both):
     """SGLang itself takes both without a word."""
-    for found in both:
-        assert "1 of" in found["left out"] and "up_proj" in found["left out"]
-        assert "1 tensors have no parameter to be compared with" in found["unknown"]
-        assert found["after"]
+    for results in both:
+        assert "1 of" in results["left out"] and "up_proj" in results["left out"]
+        assert "1 tensors have no parameter to be compared with" in results["unknown"]
+        assert results["after"]
 
 
 def test_closing_an_engine_of_servers_ends_them(both):
-    assert [found["left"] for found in both] == [[], []]
+    assert [results["left"] for results in both] == [[], []]
 
 
 def sampled_midway(mesh, directory: Path, logs: Path):

@@ -47,8 +47,8 @@ def test_each_process_has_its_part_of_the_cache_and_of_the_sequences(tmp_path, m
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=80 << 30))
 
     def parts(device, processes, **given):
-        found = arguments(model, device, {"processes": processes, "max_num_seqs": 300}, **given)
-        return found["max_num_seqs"], found.get("kv_cache_memory_bytes"), found.get("gpu_memory_utilization")
+        chosen = arguments(model, device, {"processes": processes, "max_num_seqs": 300}, **given)
+        return chosen["max_num_seqs"], chosen.get("kv_cache_memory_bytes"), chosen.get("gpu_memory_utilization")
 
     weights = 4 * load_spec(model).parameters
     left = (40 << 30) - 4 * (weights + ENGINE_GRAPHS)

@@ -27,28 +27,28 @@ def model(tmp_path_factory) -> Path:
     return make_model("qwen3", tmp_path_factory.mktemp("model") / "qwen3", **SIZES)
 
 
-def in_the_ranks(mesh, directory: Path, run_dir: Path, own: dict):
-    """What the engine of a run was told, and what it samples; `own`: engine.vllm."""
+def in_the_ranks(mesh, directory: Path, run_dir: Path, vllm_options: dict):
+    """What the engine of a run was told, and what it samples; `vllm_options`: engine.vllm."""
     from fivefold.build_engine import build_engine
 
-    made = config(directory, run_dir, 1)
-    made = replace(made, engine=replace(made.engine, vllm=own))
-    engine = build_engine(made, directory, TOKENIZER, mesh.ranks, mesh.device, lambda line: None)
+    run = config(directory, run_dir, 1)
+    run = replace(run, engine=replace(run.engine, vllm=vllm_options))
+    engine = build_engine(run, directory, TOKENIZER, mesh.ranks, mesh.device, lambda line: None)
     engine.update_weights(iter(load_tensors(directory).items()), 0)
     inner = engine._llm.llm_engine
     kinds = set()
     # The last prompt fills several blocks.
     asked = requests(2, Sampling(max_tokens=12), [*PROMPTS, [7 + i % 90 for i in range(150)]])
-    found = {}
+    completions = {}
     for one in engine.generate(one_short_among_endless(asked)):
         kinds |= {type(state.detokenizer).__name__ for state in inner.output_processor.request_states.values()}
-        found[one.request_id] = one.token_ids[:12], one.logprobs[:12]
-        if len(found) == 1:
+        completions[one.request_id] = one.token_ids[:12], one.logprobs[:12]
+        if len(completions) == 1:
             engine.abort()
     drawn = [(one.token_ids, one.logprobs) for one in complete(engine, asked)]
-    told = {"block": inner.vllm_config.cache_config.block_size, "statistics": inner.log_stats, "detokenizers": kinds}
+    facts = {"block": inner.vllm_config.cache_config.block_size, "statistics": inner.log_stats, "detokenizers": kinds}
     engine.close()
-    return told, drawn
+    return facts, drawn
 
 
 def test_in_the_ranks_nothing_is_detokenized_or_counted_and_blocks_are_as_asked(cluster, model, tmp_path):
@@ -56,31 +56,31 @@ def test_in_the_ranks_nothing_is_detokenized_or_counted_and_blocks_are_as_asked(
     ((usual, drawn),) = cluster.run(in_the_ranks, "megatron:d1", model, tmp_path, {})
     ((large, same),) = cluster.run(in_the_ranks, "megatron:d1", model, tmp_path, {"block_size": LARGE})
     assert usual["block"] != large["block"] == LARGE
-    for told in (usual, large):
-        assert told["statistics"] is False and told["detokenizers"] == {"IncrementalDetokenizer"}
+    for facts in (usual, large):
+        assert facts["statistics"] is False and facts["detokenizers"] == {"IncrementalDetokenizer"}
     assert [tokens for tokens, _ in same] == [tokens for tokens, _ in drawn]
     for (_, one), (_, other) in zip(same, drawn, strict=True):
         assert one == pytest.approx(other, abs=1e-5)
 
 
-def as_a_server(mesh, directory: Path, log: Path, own: dict):
-    """What a server says of itself before, while and after it samples for a run; `own`: vLLM's arguments."""
+def as_a_server(mesh, directory: Path, log: Path, options: dict):
+    """What a server says of itself before, while and after it samples for a run; `options`: vLLM's arguments."""
     from fivefold.engines.servers.http import ask
     from fivefold.engines.vllm.arguments import TAKE
     from fivefold.engines.vllm.client import VLLMServer
     from fivefold.engines.vllm.probe import answers
     from fivefold.engines.vllm.serve import server_process
 
-    given = {"model": str(directory), "dtype": "float32", "max_model_len": 256, "max_num_seqs": 64, "seed": 0}
-    given |= {"kv_cache_memory_bytes": 64 << 20, "skip_tokenizer_init": True, **own}
-    processes = {0: server_process(given, torch.device("cpu"), 1, log, answers)}
+    arguments = {"model": str(directory), "dtype": "float32", "max_model_len": 256, "max_num_seqs": 64, "seed": 0}
+    arguments |= {"kv_cache_memory_bytes": 64 << 20, "skip_tokenizer_init": True, **options}
+    processes = {0: server_process(arguments, torch.device("cpu"), 1, log, answers)}
     engine = server_engine(mesh, directory, VLLMServer, processes, [])
     (server,) = engine._servers
-    found: dict[str, object] = {"before": server.progress()}
+    results: dict[str, object] = {"before": server.progress()}
     engine.update_weights(iter(load_tensors(directory).items()), 0)
     asked = requests(2)
-    found["sampled"] = sum(len(one.token_ids) for one in complete(engine, asked))
-    found["after"] = server.progress()
+    results["sampled"] = sum(len(one.token_ids) for one in complete(engine, asked))
+    results["after"] = server.progress()
     during, lengths = [], []
     for one in engine.generate(one_short_among_endless(asked)):
         lengths.append(len(one.token_ids))
@@ -89,26 +89,26 @@ def as_a_server(mesh, directory: Path, log: Path, own: dict):
                 during.append(server.progress())
                 time.sleep(0.3)
             engine.abort()
-    found["during"] = during
-    found["statistics"] = "vllm:generation_tokens_total" in ask(server.address, "GET", "/metrics").text
+    results["during"] = during
+    results["statistics"] = "vllm:generation_tokens_total" in ask(server.address, "GET", "/metrics").text
     run = server._run
     scanned = ask(server.address, "POST", TAKE, {"run": run}).json()["scanned"]
-    found["scanned"] = [scanned, *server._call("take", run)]
+    results["scanned"] = [scanned, *server._call("take", run)]
     engine.close()
-    return found
+    return results
 
 
 @pytest.mark.slow
 def test_a_server_counts_tokens_itself_without_statistics_and_freezes_what_it_holds(cluster, model, tmp_path):
-    ((found,),) = [cluster.run(as_a_server, "megatron:d1", model, tmp_path / "log", {})]
-    assert found["statistics"] is False
-    assert found["before"] == 0 and found["after"] == found["sampled"] > 0
-    first, *_, last = found["during"]
-    assert found["after"] < first < last, "the number grows while no response ends"
-    assert len(found["scanned"]) == 2 and max(found["scanned"]) < 200, found["scanned"]
+    ((results,),) = [cluster.run(as_a_server, "megatron:d1", model, tmp_path / "log", {})]
+    assert results["statistics"] is False
+    assert results["before"] == 0 and results["after"] == results["sampled"] > 0
+    first, *_, last = results["during"]
+    assert results["after"] < first < last, "the number grows while no response ends"
+    assert len(results["scanned"]) == 2 and max(results["scanned"]) < 200, results["scanned"]
 
 
 @pytest.mark.slow
 def test_a_user_may_keep_a_server_s_statistics(cluster, model, tmp_path):
-    ((found,),) = [cluster.run(as_a_server, "megatron:d1", model, tmp_path / "log", {"disable_log_stats": False})]
-    assert found["statistics"] is True and found["after"] == found["sampled"]
+    ((results,),) = [cluster.run(as_a_server, "megatron:d1", model, tmp_path / "log", {"disable_log_stats": False})]
+    assert results["statistics"] is True and results["after"] == results["sampled"]

@@ -36,29 +36,29 @@ def vllm_s_own(engine, asked):
     """Tokens and log-probs of each request from vLLM's objects, which it makes for requests without a tag."""
     from fivefold.engines.vllm.parameters import seed_of
 
-    inner, found = engine._llm.llm_engine, {}
+    inner, drawn = engine._llm.llm_engine, {}
     for request in asked:
-        own = engine._parameters(request.sampling)
-        own.seed = seed_of(request.seed)
-        inner.add_request(str(request.id), {"prompt_token_ids": request.prompt_ids}, own)
+        parameters = engine._parameters(request.sampling)
+        parameters.seed = seed_of(request.seed)
+        inner.add_request(str(request.id), {"prompt_token_ids": request.prompt_ids}, parameters)
     while inner.has_unfinished_requests():
         for output in inner.step():
             (one,) = output.outputs
-            found[int(output.request_id)] = list(one.token_ids), list(one.logprobs.logprobs)
-    return [found[request.id] for request in asked]
+            drawn[int(output.request_id)] = list(one.token_ids), list(one.logprobs.logprobs)
+    return [drawn[request.id] for request in asked]
 
 
-def both_ways(mesh, directory, own, samplings):
+def both_ways(mesh, directory, options, samplings):
     """[(collected, vLLM's own)] for each sampling, how often vLLM preempted, and its steps."""
     from vllm.v1.core.sched.scheduler import Scheduler
 
     counts, preempt = {"preempted": 0, "steps": 0}, Scheduler._preempt_request
 
-    def noted(*given, **named):
+    def noted(*arguments, **named):
         counts["preempted"] += 1
-        return preempt(*given, **named)
+        return preempt(*arguments, **named)
 
-    engine = vllm_engine(mesh, directory, "d1", own)
+    engine = vllm_engine(mesh, directory, "d1", options)
     engine.update_weights(iter(load_tensors(directory).items()), 0)
     step = engine._llm.llm_engine.step
 
@@ -67,15 +67,15 @@ def both_ways(mesh, directory, own, samplings):
         return step()
 
     engine._llm.llm_engine.step = stepped
-    Scheduler._preempt_request, found = noted, []
+    Scheduler._preempt_request, pairs = noted, []
     try:
         for sampling in samplings:
             asked = requests(6, sampling, [*PROMPTS, LONG])
             collected = [(one.token_ids, one.logprobs) for one in complete(engine, asked)]
-            found.append((collected, vllm_s_own(engine, asked)))
+            pairs.append((collected, vllm_s_own(engine, asked)))
     finally:
         Scheduler._preempt_request = preempt
-    return found, counts
+    return pairs, counts
 
 
 @pytest.mark.vllm
@@ -84,12 +84,16 @@ def test_collected_log_probs_have_the_bits_of_vllm_s_own(cluster, sized, case): 
     """With every option of sampling, preemption, tokens that are guessed ahead, and prompts that are read in pieces."""
     greedy = replace(SAMPLING, temperature=0.0)
     # vLLM does not repeat what it draws with guessed tokens or split prompts on a CPU.
-    drawn = [] if case in ("speculative", "chunked") else [SAMPLING, *(replace(SAMPLING, **own) for own in OPTIONS.values())]
+    drawn = (
+        []
+        if case in ("speculative", "chunked")
+        else [SAMPLING, *(replace(SAMPLING, **options) for options in OPTIONS.values())]
+    )
     samplings = [greedy, *drawn]
-    ((found, counts),) = cluster.run(both_ways, "megatron:d1", sized("qwen3"), CASES[case], samplings)
-    for sampling, (collected, own) in zip(samplings, found, strict=True):
-        assert collected == own, sampling
-    tokens = sum(len(token_ids) for collected, _ in found for token_ids, _ in collected)
+    ((pairs, counts),) = cluster.run(both_ways, "megatron:d1", sized("qwen3"), CASES[case], samplings)
+    for sampling, (collected, of_vllm) in zip(samplings, pairs, strict=True):
+        assert collected == of_vllm, sampling
+    tokens = sum(len(token_ids) for collected, _ in pairs for token_ids, _ in collected)
     assert tokens > 500 * len(samplings)
     assert (counts["preempted"] > 10) == (case == "preempted")
     if case == "speculative":
@@ -104,18 +108,18 @@ def aborted(mesh, directory):
     engine = vllm_engine(mesh, directory, "d1")
     engine.update_weights(iter(load_tensors(directory).items()), 0)
     asked = [*requests(3), replace(requests(1)[0], id=99, sampling=replace(SAMPLING, max_tokens=5))]
-    whole, cut = complete(engine, asked), []
+    undisturbed, cut = complete(engine, asked), []
     for completion in engine.generate(asked):
         cut.append(completion)
         engine.abort()
-    return whole, sorted(cut, key=lambda one: one.request_id), len(worker_of(engine)._requests)
+    return undisturbed, sorted(cut, key=lambda one: one.request_id), len(worker_of(engine)._requests)
 
 
 @pytest.mark.vllm
 def test_an_aborted_response_has_the_log_probs_of_its_own_tokens(cluster, sized):  # noqa: F811
-    ((whole, cut, left),) = cluster.run(aborted, "megatron:d1", sized("qwen3"))
+    ((undisturbed, cut, left),) = cluster.run(aborted, "megatron:d1", sized("qwen3"))
     assert sum(one.finish_reason == "abort" for one in cut) > 6
-    for one, same in zip(cut, whole, strict=True):
+    for one, same in zip(cut, undisturbed, strict=True):
         assert 0 < len(one.token_ids) == len(one.logprobs)
         assert one.token_ids == same.token_ids[: len(one.token_ids)]
         assert one.logprobs == same.logprobs[: len(one.logprobs)]
@@ -124,8 +128,8 @@ def test_an_aborted_response_has_the_log_probs_of_its_own_tokens(cluster, sized)
 
 def with_a_fault(mesh, directory, fault):
     """What a run's reader sees of a fault in the adapter: an error, or log-probs that are not vLLM's own."""
-    own = CASES["preempted"] if fault == "a preempted request begins again" else {}
-    engine = vllm_engine(mesh, directory, "d1", own)
+    options = CASES["preempted"] if fault == "a preempted request begins again" else {}
+    engine = vllm_engine(mesh, directory, "d1", options)
     engine.update_weights(iter(load_tensors(directory).items()), 0)
     worker = worker_of(engine)
     collect = worker._collect
@@ -147,11 +151,11 @@ def with_a_fault(mesh, directory, fault):
     worker._collect = faulty
     asked = requests(6, SAMPLING, [*PROMPTS, LONG])
     try:
-        found = [(one.token_ids, one.logprobs) for one in complete(engine, asked)]
+        collected = [(one.token_ids, one.logprobs) for one in complete(engine, asked)]
     except RunError as error:
         return str(error)
     worker._collect = collect
-    pairs = zip(found, vllm_s_own(engine, asked), strict=True)
+    pairs = zip(collected, vllm_s_own(engine, asked), strict=True)
     return sum(mine != other for (_, mine), (_, other) in pairs)
 
 
@@ -260,8 +264,8 @@ def test_log_probs_are_those_of_their_step_though_the_next_has_begun():
 
 def test_requests_of_other_clients_get_vllm_s_own_objects():
     worker = Worker()
-    found = worker.step({"a": [(4, -1.0)], "theirs": [(5, -2.0)]}, new={"a": [], "theirs": []})()
-    assert found.logprobs is not None
+    output = worker.step({"a": [(4, -1.0)], "theirs": [(5, -2.0)]}, new={"a": [], "theirs": []})()
+    assert output.logprobs is not None
     assert worker.step({"a": [(6, -3.0)]}, cached={"a": 1})().logprobs is None
     assert worker.give_logprobs(["A", "THEIRS"]) == [([4, 6], [-1.0, -3.0]), ([], [])]
 

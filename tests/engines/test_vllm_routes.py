@@ -33,10 +33,10 @@ pytestmark = [
 __all__ = ["sized"]
 
 
-def batch_of(asked: list[Request], found: list[Completion], shape) -> TokenBatch:
+def batch_of(asked: list[Request], completions: list[Completion], shape) -> TokenBatch:
     """Prompts and responses with the engine's routes and log-probs."""
     tokens, mask, lengths, logprobs, routes = [], [], [], [], []
-    for request, one in zip(asked, found, strict=True):
+    for request, one in zip(asked, completions, strict=True):
         lengths.append(len(request.prompt_ids) + len(one.token_ids))
         tokens += request.prompt_ids + one.token_ids
         mask += [False] * len(request.prompt_ids) + [True] * len(one.token_ids)
@@ -52,14 +52,14 @@ def batch_of(asked: list[Request], found: list[Completion], shape) -> TokenBatch
     )
 
 
-def compared(model, asked: list[Request], found: list[Completion]) -> tuple[float, float, int]:
+def compared(model, asked: list[Request], completions: list[Completion]) -> tuple[float, float, int]:
     """(share of the engine's routes that the trainer chooses too, largest difference of log-probs when they are replayed, how
     many routes there are), on every rank."""
-    batch = batch_of(asked, found, model.spec.routes)
-    own = replace(batch.with_columns({Column.ROUTES: None}), records_routes=True)
-    model.forward(own)
+    batch = batch_of(asked, completions, model.spec.routes)
+    recorded = replace(batch.with_columns({Column.ROUTES: None}), records_routes=True)
+    model.forward(recorded)
     known = batch[Column.ROUTES] != NO_ROUTE
-    same = batch[Column.ROUTES].sort(-1).values == own[Column.ROUTES].sort(-1).values
+    same = batch[Column.ROUTES].sort(-1).values == recorded[Column.ROUTES].sort(-1).values
     gap = (model.forward(batch) - batch[Column.ROLLOUT_LOGPROBS])[batch.loss_mask_T].abs().max()
     return float(same[known].float().mean()), float(gap), int(known.sum())
 
@@ -117,10 +117,10 @@ def interrupted(model, engine) -> list[tuple[int, int, int]]:
     stream.submit(asked)
     time.sleep(2)
     weight_sync(model, engine)
-    found = {}
-    while len(found) < len(asked):
+    completions = {}
+    while len(completions) < len(asked):
         for completion in stream.arrived(1.0):
-            found[completion.request_id] = completion
+            completions[completion.request_id] = completion
     stream.close()
     return [
         (
@@ -128,7 +128,7 @@ def interrupted(model, engine) -> list[tuple[int, int, int]]:
             len(set(one.token_versions or [one.policy_version])),
             len(one.routes_TLK),
         )
-        for request, one in ((request, found[request.id]) for request in asked)
+        for request, one in ((request, completions[request.id]) for request in asked)
     ]
 
 
