@@ -257,8 +257,8 @@ TABLES = {"grpo": GRPO, "dpo": _table("dpo", page_of=GRPO), "sft": _table("sft",
 def table_of(settings: Mapping[str, Any]) -> Table:
     """Return the table of the named program, or else of the one with most of these keys; raise UserError if not unique."""
     if (name := settings.get("-m")) is None:
-        known = {name: sum(each.row(key) is not None for key in settings) for name, each in TABLES.items()}
-        most = [name for name, count in known.items() if count == max(known.values())]
+        counts = {name: sum(of.row(key) is not None for key in settings) for name, of in TABLES.items()}
+        most = [name for name, count in counts.items() if count == max(counts.values())]
         if len(most) > 1:
             raise UserError(f"the settings fit {' and '.join(most)}: begin with the program, as in trl {most[0]}")
         return TABLES[most[0]]
