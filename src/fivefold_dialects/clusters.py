@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from fivefold.config.dialect import Line
@@ -22,38 +21,21 @@ _OTHERS = re.compile(r"\.first_rank$|^reward\.judge\.backend$")
 """Keys of ours that give a model or a judge GPUs of its own."""
 
 
-@dataclass(frozen=True)
-class Cluster:
-    """Keys by which a system's configuration requests several machines."""
-
-    nodes: Sequence[str] = ()
-    """Keys with a number of machines; above 1 the run uses Ray."""
-    chosen: Mapping[str, str] = field(default_factory=dict)
-    """Key -> the value with which it chooses Ray."""
-    devices: str = ""
-    """Suffix of keys that list GPUs of all machines; the run uses Ray if one is not on the first machine."""
-    gpus_per_node: Sequence[str] = ()
-    """Keys with the number of GPUs of each machine."""
-    is_whole: bool = False
-    """Whether the numbers count all GPUs of the run; otherwise they count the policy's, which other models may share."""
-    part: Mapping[str, str] = field(default_factory=dict)
-    """Key -> the value with which the numbers count only a part of the GPUs."""
-
-
-CLUSTERS = {name: Cluster(**keys) for name, keys in load("shared")["clusters"].items()}
-"""System -> the keys by which it requests several machines."""
+_USUAL = {"nodes": (), "chosen": {}, "devices": "", "gpus_per_node": (), "is_whole": False, "part": {}}
+CLUSTERS: dict[str, dict[str, Any]] = {name: {**_USUAL, **keys} for name, keys in load("shared")["clusters"].items()}
+"""System -> the keys by which it requests several machines; tables/shared.yaml explains them."""
 
 
 def keys_for_ray(source: Source, system: str) -> list[str]:
     """Return the keys that ask for Ray; empty if torchrun or another launcher has started this process as a rank."""
     if {"RANK", "WORLD_SIZE"} <= set(source.environment) and not is_node_of_job(source.environment):
         return []
-    asks = CLUSTERS.get(system, Cluster())
-    keys = [key for key in asks.nodes if key in source.settings and _number(source, key) > 1]
-    keys += [key for key, name in asks.chosen.items() if key in source.settings and source.text(key) == name]
-    if asks.devices:
-        per_node = _number(source, asks.gpus_per_node[0])
-        keys += [key for key in source.settings if key.endswith(asks.devices) and _last(source, key) >= per_node]
+    asks = CLUSTERS.get(system, _USUAL)
+    keys = [key for key in asks["nodes"] if key in source.settings and _number(source, key) > 1]
+    keys += [key for key, name in asks["chosen"].items() if key in source.settings and source.text(key) == name]
+    if devices := asks["devices"]:
+        per_node = _number(source, asks["gpus_per_node"][0])
+        keys += [key for key in source.settings if key.endswith(devices) and _last(source, key) >= per_node]
     return keys
 
 
@@ -63,24 +45,24 @@ def hosts(source: Source, system: str, ours: Mapping[str, Any]) -> Iterator[Line
     `ours`: the other values of the run. Yields nothing if these place servers or models on GPUs of their own that are not
     counted.
     """
-    asks = CLUSTERS.get(system, Cluster())
-    if asks.devices:
+    asks = CLUSTERS.get(system, _USUAL)
+    if asks["devices"]:
         yield from _hosts_of_devices(source, asks)
         return
     has_others = ours.get("engine.placement") == "apart" or any(_OTHERS.search(key) for key in ours)
-    is_whole = asks.is_whole and not any(source.text(key) == value for key, value in asks.part.items())
+    is_whole = asks["is_whole"] and not any(source.text(key) == value for key, value in asks["part"].items())
     if has_others and not is_whole:
         return
-    for name, keys in (("launch.nodes", asks.nodes), ("launch.gpus_per_node", asks.gpus_per_node)):
+    for name, keys in (("launch.nodes", asks["nodes"]), ("launch.gpus_per_node", asks["gpus_per_node"])):
         if key_set := next((key for key in keys if key in source.settings and _number(source, key) > 0), None):
             yield Line(name, _number(source, key_set), (key_set,))
 
 
-def _hosts_of_devices(source: Source, asks: Cluster) -> Iterator[Line]:
+def _hosts_of_devices(source: Source, asks: Mapping[str, Any]) -> Iterator[Line]:
     """Yield what ROLL computes (base_config.py): whole machines, or one machine with the GPUs that mappings name."""
-    keys = tuple(key for key in source.settings if key.endswith(asks.devices))
+    keys = tuple(key for key in source.settings if key.endswith(asks["devices"]))
     gpus = max((_last(source, key) for key in keys), default=-1) + 1
-    per_node = asks.gpus_per_node[0]
+    per_node = asks["gpus_per_node"][0]
     if per_node in source.settings and gpus > 0 and (most := _number(source, per_node)) > 0:
         yield Line("launch.nodes", -(-gpus // most), (per_node, *keys))
         yield Line("launch.gpus_per_node", min(gpus, most), (per_node, *keys))

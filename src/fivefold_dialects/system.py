@@ -49,8 +49,11 @@ class System:
         """Return the translation of settings; `version` is the month of an older release, `environment` has variables."""
         settings = settings_of(tree, overrides)
         table = self.choose(settings) if self.choose else self.tables[0]
-        if version and (fault := self._version_fault(table, version)):
-            raise UserError(fault)
+        if version and not table.versions:
+            here = f"this program of {table.name} has no older defaults here"
+            raise UserError(f"{here}: write --from {self.name} without @{version}")
+        if version and (fault := OneOf(table.versions).fault(version)):
+            raise UserError(f"the version of {table.name} {fault}")
         release = version or table.release_of(settings)
         defaults = {**table.elsewhere, **table.defaults, **table.versions.get(release, {})}
         translation = translate(table, settings, defaults, os.environ if environment is None else environment)
@@ -98,9 +101,3 @@ class System:
     def notes(self, translation: Translation) -> list[str]:
         """Return sentences about the translated run for the terminal, the first with the counts of keys."""
         return [f"of {self.name}'s keys {writer.summary(translation)}", *writer.notes(translation)]
-
-    def _version_fault(self, table: Table, version: str) -> str | None:
-        if not table.versions:
-            return f"this program of {table.name} has no older defaults here: write --from {self.name} without @{version}"
-        fault = OneOf(table.versions).fault(version)
-        return fault and f"the version of {table.name} {fault}"

@@ -11,8 +11,6 @@ from fivefold_dialects.verl_algorithm import FIELDS, MANAGERS
 from fivefold_dialects.verl_models import gpus, longest
 
 _R = "actor_rollout_ref.rollout."
-OWN_REWARDS = {"recipe.entropy.main_entropy": "recipe/entropy/reward_score/__init__.py:_default_compute_score"}
-"""Programs with their own reward function for all data -> its file and name in verl's repository."""
 
 
 def engine(source: Source) -> dict[str, Any]:
@@ -46,7 +44,7 @@ def rewards(source: Source) -> dict[str, Any]:
     for start in ("reward.custom_reward_function.", "custom_reward_function."):
         if (file := source.text(start + "path")) is not None:
             ours["reward.functions"] = {f"{file}:{source.text(start + 'name') or 'compute_score'}": 1.0}
-    if "reward.functions" not in ours and (function := OWN_REWARDS.get(source.text("-m") or "")) is not None:
+    if "reward.functions" not in ours and (function := recipes.REWARDS.get(source.text("-m") or "")) is not None:
         ours["reward.functions"] = {function: 1.0}
     named = "reward_model.model_path" if source.has("reward_model.model_path") else "reward_model.model.path"
     for enabled, model in (("reward_model.enable", named), ("reward.reward_model.enable", "reward.reward_model.model_path")):

@@ -29,14 +29,14 @@ from tests.support.commands import LONGEST
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "extending.md").read_text()
-BLOCK = re.compile(r"^( *)```(python|yaml)\n(.*?)^\1```$", re.M | re.S)
+BLOCK = re.compile(r"^( *)```(python|yaml|toml)\n(.*?)^\1```$", re.M | re.S)
 BLOCKS = {
     title: [textwrap.dedent(text) for _, _, text in BLOCK.findall(part)]
     for title, part in zip(re.findall(r"^##+ (.*)$", PAGE, re.M), re.split(r"^##+ .*$", PAGE, flags=re.M)[1:], strict=True)
 }
 FOLLOWED = {"A method": 1, "A function of your own instead": 2, "A surrogate with a parameter": 1, "A term of the loss": 1,
-            "A model family": 1, "A reward": 4, "A model that learns": 6, "An engine": 2, "A rollout source": 1,
-            "A dialect": 2}  # fmt: skip
+            "A model family": 1, "A reward": 4, "A model that learns": 6, "An engine": 2, "A rollout source": 3,
+            "A row of a dialect": 1, "A dialect": 3}  # fmt: skip
 
 
 def follow(
@@ -182,9 +182,24 @@ def test_the_recipe_of_a_term_is_one_file_with_its_keys_rule_metric_and_docs(tmp
     ]
 
 
-def test_the_recipe_of_a_family_is_qwen2_as_it_is():
+def test_the_recipe_of_a_family_is_qwen2_as_it_is_and_one_file_is_a_family(tmp_path):
     (block,) = BLOCKS["A model family"]
-    assert block in Path(qwen2.__file__).read_text()
+    whole = Path(qwen2.__file__).read_text()
+    assert block in whole
+    shape = {"vocab_size": 8, "hidden_size": 4, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2,
+             "num_key_value_heads": 1, "max_position_embeddings": 16, "rms_norm_eps": 1e-6}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "newcomer", **shape}))
+    says = follow(
+        tmp_path,
+        {},
+        """
+        from fivefold.models.families import load_spec
+        spec = load_spec(".")
+        print(spec.family, spec.qkv_bias, spec.layers)
+        """,
+        {"models/families/newcomer.py": whole.replace('"qwen2"', '"newcomer"')},
+    )
+    assert says == "newcomer True 1\n"
 
 
 def test_the_recipe_of_a_reward_is_run_by_its_yaml(tmp_path, monkeypatch):
@@ -359,7 +374,7 @@ def test_the_recipe_of_an_engine_trains_as_the_transformers_engine_does(tmp_path
 
 
 def test_the_recipe_of_a_rollout_source_filters_another_source():
-    (block,) = BLOCKS["A rollout source"]
+    block, *_ = BLOCKS["A rollout source"]
     space: dict = {"replace": replace, "RolloutSource": RolloutSource}
     exec("from __future__ import annotations\n" + block, space)
 
@@ -381,8 +396,88 @@ def test_the_recipe_of_a_rollout_source_filters_another_source():
     assert source._source.state == {"position": 5}
 
 
+@pytest.mark.slow
+def test_the_recipe_of_a_rollout_source_trains_on_what_it_keeps_in_two_files(tmp_path):
+    block, imports, line = BLOCKS["A rollout source"]
+    edits = {
+        "build.py": [
+            ("from fivefold.rollout.logprob_steps import", "from fivefold.rollout.longest import Longest"),
+            ("    if not is_dynamic:\n        return rollouts\n", indented(line)),
+        ]
+    }
+    says = follow(
+        tmp_path,
+        edits,
+        """
+        import json
+        from collections import Counter
+        from pathlib import Path
+        from fivefold.cli import main
+        def do(*words):
+            assert main([str(word) for word in words]) == 0, words
+        do("data", "arithmetic", "--out", "data", "--limit", 16)
+        do("train-tokenizer", "char", "--data", "data/train.parquet", "--out", "tokenizer")
+        do("init-model", "qwen3", "--tokenizer", "tokenizer", "--out", "model", "--hidden", 32, "--layers", 1)
+        do("train", "model.path=model", "data.train=[data/train.parquet]", "data.max_prompt_tokens=16", "trainer.steps=1",
+           "data.max_response_tokens=6", "data.prompts_per_step=4", "algorithm.group_size=4", "policy.dtype=float32",
+           "trainer.device=cpu", "trainer.run_dir=run", "launch.threads=1", "trainer.save_every=0",
+           "trainer.logged_samples_per_step=all")
+        rows = [json.loads(line) for line in Path("run/samples.jsonl").read_text().splitlines()]
+        print(sorted(Counter(row["prompt_id"] for row in rows if row["kind"] == "train").values()))
+        """,
+        {"rollout/longest.py": f"{imports}\n\n{block}"},
+    )
+    assert says.splitlines()[-1] == "[2, 2, 2, 2]"
+
+
+def test_the_recipe_of_a_row_of_a_dialect_is_a_line_of_one_file(tmp_path):
+    (row,) = BLOCKS["A row of a dialect"]
+    mark = "      trainer.device: [trainer.device device,"
+    says = follow(
+        tmp_path,
+        {"../fivefold_dialects/tables/verl.yaml": [(mark, textwrap.indent(row, " " * 6))]},
+        """
+        from fivefold_dialects.verl import translate
+        print(translate({}, ["trainer.cpu_threads=3"]).tree["launch"]["threads"])
+        """,
+    )
+    assert says == "3\n"
+
+
+def test_the_recipe_of_a_dialect_is_a_package_that_from_names(tmp_path):
+    rows, block, entry = BLOCKS["A dialect"]
+    package = tmp_path / "src" / "my_package"
+    shutil.copytree(ROOT / "src", tmp_path / "src", ignore=shutil.ignore_patterns("__pycache__"))
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "other.yaml").write_text(rows)
+    head = """
+        from pathlib import Path
+        from typing import Any
+        import yaml
+        from fivefold_dialects import shared
+        from fivefold_dialects.source import Source
+        from fivefold_dialects.system import System
+        from fivefold_dialects.table import table
+        content = yaml.safe_load(Path(__file__).with_name("other.yaml").read_text())
+        """
+    (package / "other.py").write_text(f"from __future__ import annotations\n{textwrap.dedent(head)}\n{block}")
+    installed = tmp_path / "src" / "my_package-1.0.dist-info"
+    installed.mkdir()
+    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: my-package\nVersion: 1.0\n")
+    (installed / "entry_points.txt").write_text(
+        entry.replace('[project.entry-points."fivefold.dialects"]', "[fivefold.dialects]").replace('"', "")
+    )
+    (tmp_path / "run.yaml").write_text("{model_name_or_path: some/model, tp: 2, log_dir: x}")
+    command = [sys.executable, "-m", "fivefold.cli", "convert", "--from", "other", "run.yaml"]
+    done = subprocess.run(
+        command, env={**os.environ, "PYTHONPATH": str(tmp_path / "src")}, cwd=tmp_path, capture_output=True, text=True, timeout=LONGEST
+    )  # fmt: skip
+    assert "path: some/model" in done.stdout and "megatron:d4t2" in done.stdout, done.stderr
+
+
 def test_the_recipe_of_a_dialect_translates():
-    rows, block = BLOCKS["A dialect"]
+    rows, block, _ = BLOCKS["A dialect"]
     space: dict = {"shared": shared, "table": table, "System": System, "content": yaml.safe_load(rows)}
     exec("from __future__ import annotations\n" + block, space)
     translation = space["translate"]({"model_name_or_path": "some/model", "tp": 2, "log_dir": "x", "dropout": 0.0}, [])

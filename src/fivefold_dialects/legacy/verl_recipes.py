@@ -23,6 +23,8 @@ _OWN = (
     "algorithm.reward_dpo_coef",
 )  # fmt: skip
 """Keys that only PRIME reads."""
+REWARDS = {"recipe.entropy.main_entropy": "recipe/entropy/reward_score/__init__.py:_default_compute_score"}
+"""Programs with their own reward function for all data -> its file and name in verl's repository."""
 _REFUSED = {"whole": ", with which the recipe fails", "none": ", a reward model that does not learn"}
 
 
