@@ -497,7 +497,7 @@ def build_learners(config: RunConfig, objective: Objective, ranks: Ranks) -> dic
         learners["prm"] = ProcessRewardLearner(objective.process, ranks, "prm", roles["prm"].updates_per_step)
     if "critic" in roles:
         value_loss, per_update = ValueLoss(config.critic.value_clip), algorithm.values_per == "update"
-        learners["critic"] = CriticLearner(objective, minibatches, value_loss, ranks, per_update)
+        learners["critic"] = CriticLearner(objective, minibatches, ranks, value_loss, per_update)
     learners["policy"] = PolicyLearner(objective, minibatches, ranks, config.trainer.seed, first_step=warmup)
     return learners
 

@@ -187,11 +187,10 @@ def _translate(options: argparse.Namespace) -> Translation:
     variables = [assignment.partition("=") for assignment in options.env]
     if unset := [name for name, equals, _ in variables if not equals]:
         raise ConfigError([f"--env is written NAME=value: got {unset[0]}"])
-    environment = {name: value for name, _, value in variables}
+    environment = dict(os.environ) if options.allow_secrets else {}
+    environment |= {name: value for name, _, value in variables}
     version = options.system.partition("@")[2]
-    return _system(options).translate_words(
-        options.words, os.environ, environment, version=version, allow_secrets=options.allow_secrets
-    )
+    return _system(options).translate_words(options.words, os.environ, environment, version=version)
 
 
 def _system(options: argparse.Namespace) -> SystemDialect:

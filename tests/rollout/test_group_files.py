@@ -82,8 +82,8 @@ def test_groups_come_back_as_they_were(tmp_path):
         2**40: [Sample([1] * 5, [-0.5] * 5, "x", "length", 0, reward=-math.pi, correct=True)],
     }  # fmt: skip
     write_groups(tmp_path / "groups.safetensors", groups, {7})
-    found, scored, _ = read_groups(tmp_path / "groups.safetensors")
-    assert scored == {7} and repr(found) == repr(groups)
+    read, scored, _ = read_groups(tmp_path / "groups.safetensors")
+    assert scored == {7} and repr(read) == repr(groups)
     write_groups(tmp_path / "none.safetensors", {}, ())
     assert read_groups(tmp_path / "none.safetensors") == ({}, set(), [])
 

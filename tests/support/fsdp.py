@@ -24,5 +24,5 @@ class Lazily:
 
     def __getitem__(self, case):
         if self._together is None:
-            self._together = Together(self._cluster, {each: self._call(*each) for each in self.wanted})
+            self._together = Together(self._cluster, {wanted_case: self._call(*wanted_case) for wanted_case in self.wanted})
         return self._together[case]

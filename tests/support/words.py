@@ -1,7 +1,8 @@
 """`make check`: words that an engineer who learned English as a second language stumbles over, in docstrings, comments,
 messages, pages and the names of tests, which are sentences and have a longest length.
 
-Each row of WORDS names what to write instead. The dialects' YAML tables and generated pages of keys are not looked at.
+Each row of WORDS names what to write instead. Of YAML, shell, JavaScript and build files every line is read. Generated pages
+of keys are not.
 """
 
 from __future__ import annotations
@@ -41,12 +42,20 @@ LONGEST_NAME = 80
 SHORTEST_MESSAGE = 3
 """Words of a text in the source that count as a message."""
 LEFT_OUT = ("docs/configuration.md", "docs/metrics.md", "docs/api.md")
+BANNER = re.compile(r"\s*(#|//|/\*) ?[-=*]{3}")
+PLACES = ("src", "examples", "benchmarks", "docs", "docker", "tests", ".github", ".ci")
+SUFFIXES = (".yaml", ".yml", ".sh", ".js", ".css", ".html")
+FILES = ("Makefile", "mkdocs.yml", ".ci/run")
 
 
 def texts(path: Path) -> Iterator[tuple[int, str]]:
-    """(line, text) of the docstrings, comments, messages and names of tests of a Python file, or of a page outside of code."""
+    """(line, text) of the docstrings, comments, messages and names of tests of a Python file, of a page outside of code, or of
+    every line of another file."""
     source = path.read_text()
-    if path.suffix != ".py":
+    if path.suffix not in (".py", ".md"):
+        yield from enumerate(source.splitlines(), 1)
+        return
+    if path.suffix == ".md":
         in_code = False
         for number, line in enumerate(source.splitlines(), 1):
             in_code ^= line.startswith("```")
@@ -79,7 +88,7 @@ def faults(paths: list[Path]) -> Iterator[str]:
             continue
         patterns = every if name.startswith("tests/") else every | of_code
         for number, text in texts(path):
-            if name.startswith("src/") and text.startswith("# ---"):
+            if name.startswith("src/") and BANNER.match(text):
                 yield f"{name}:{number}: a banner: a module that needs parts is several modules"
             for pattern, plain in patterns.items():
                 if match := pattern.search(text):
@@ -109,11 +118,10 @@ def main() -> int:
     directories = [path for name in ("src", "examples", "benchmarks") for path in sorted((ROOT / name).rglob("*.py"))]
     pages = [path for name in ("docs", "examples", "benchmarks") for path in sorted((ROOT / name).rglob("*.md"))]
     pages += [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
-    problems = [
-        *faults([*directories, *pages, *(path for path in tests if path != Path(__file__).resolve())]),
-        *long_names(tests),
-        *empty_names(sorted((ROOT / "src" / "fivefold").rglob("*.py"))),
-    ]
+    files = [ROOT / name for name in FILES]
+    files += [path for name in PLACES for path in sorted((ROOT / name).rglob("*")) if path.suffix in SUFFIXES]
+    read = [*directories, *pages, *files, *(path for path in tests if path != Path(__file__).resolve())]
+    problems = [*faults(read), *long_names(tests), *empty_names(sorted((ROOT / "src").rglob("*.py")))]
     print("\n".join(problems) or "plain English: no word of the list")
     return bool(problems)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -50,7 +52,9 @@ def attend(
     """
     half = query.dtype in (torch.bfloat16, torch.float16)
     if cap is not None or sinks_H is not None or not (query.is_cuda and half and query.shape[2] % 8 == 0):
-        return _padded(query, key, value, packing, window, scale, cap, sinks_H)
+        is_plain = cap is None and sinks_H is None
+        attended = partial(_dense, scale=scale) if is_plain else partial(_explicit, scale=scale, cap=cap, sinks_H=sinks_H)
+        return _padded(query, key, value, packing, window, attended)
     if packing.key_index is not None:
         key, value = (_Gather.apply(tensor, packing.key_index) for tensor in (key, value))
     assert packing.cu_queries is not None and packing.cu_keys is not None
@@ -88,16 +92,9 @@ def _varlen(query: Tensor, key: Tensor, value: Tensor, packing: Packing, window:
 
 
 def _padded(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    packing: Packing,
-    window: int | None,
-    scale: float,
-    cap: float | None,
-    sinks_H: Tensor | None,
+    query: Tensor, key: Tensor, value: Tensor, packing: Packing, window: int | None, attended: Callable[..., Tensor]
 ) -> Tensor:
-    """Compute attention over pieces of similar length, padded on the right.
+    """Compute attention over pieces of similar length, padded on the right, by `attended(q, k, v, mask)`.
 
     Causality hides the padding from every token.
     """
@@ -116,14 +113,16 @@ def _padded(
                 mask &= distance < window
             # A padded query must see some key, or its softmax is NaN.
             mask = (mask | ~inside[:, :, None])[:, None]
-        if cap is None and sinks_H is None:
-            attended = F.scaled_dot_product_attention(
-                q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
-            )
-        else:
-            attended = _explicit(q, k, v, mask, scale, cap, sinks_H)
-        output = output.index_put((bucket.queries[inside],), attended.transpose(1, 2)[inside])
+        output = output.index_put((bucket.queries[inside],), attended(q, k, v, mask).transpose(1, 2)[inside])
     return output
+
+
+def _dense(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """Compute attention [B, H, T, D] with PyTorch's kernels."""
+    is_grouped = q.shape[1] != k.shape[1]
+    return F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=is_grouped
+    )  # fmt: skip
 
 
 def _explicit(

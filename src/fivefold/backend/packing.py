@@ -1,4 +1,4 @@
-"""Where the packed sequences of a micro-batch lie: lengths -> Packing.
+"""Places of the packed sequences of a micro-batch: lengths -> Packing.
 
 Context parallelism: each sequence is padded to 2·cp chunks. Rank r holds chunks r and 2·cp-1-r, so that every rank has the
 same share of causal attention's work. Keys and values are gathered over the ranks, and every chunk of queries attends to the
@@ -87,17 +87,12 @@ def local_positions(length: int, cp: int, rank: int) -> Tensor:
     return torch.cat([torch.arange(first, first + chunk), torch.arange(second, second + chunk)])
 
 
-def make_packing(
-    lengths: list[int],
-    device: torch.device,
-    cp: int = 1,
-    rank: int = 0,
-    prefixes: Sequence[tuple[int, int]] = (),
-) -> Packing:
-    """Build the packing of sequences of these padded lengths on context-parallel `rank`.
+Prefixes: TypeAlias = Sequence[tuple[int, int]]
+"""(begin, length) of the local tokens that each sequence continues, length 0 if it continues none."""
 
-    `prefixes`: (begin, length) of the local tokens that each sequence continues, length 0 if it continues none.
-    """
+
+def make_packing(lengths: list[int], device: torch.device, cp: int = 1, rank: int = 0, prefixes: Prefixes = ()) -> Packing:
+    """Build the packing of sequences of these padded lengths on context-parallel `rank`."""
     multiple, prefixes = chunk_multiple(cp), prefixes or [(0, 0)] * len(lengths)
     is_shared = any(length for _, length in prefixes)
     assert all(length % multiple == 0 for length in lengths)

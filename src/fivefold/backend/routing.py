@@ -54,7 +54,7 @@ class Choice:
         group_topk: int | None,
         choose: Callable[..., tuple[Tensor, Tensor]],
     ) -> tuple[Tensor, Tensor]:
-        """[T, K] scores and [T, K] experts."""
+        """Return the chosen experts of each token: their [T, K] scores and [T, K] numbers."""
         scores_TK, self.chosen_TK = choose(scores_TE, topk, num_groups=num_groups, group_topk=group_topk)
         if self.routes_TK is None:
             return scores_TK, self.chosen_TK

@@ -42,7 +42,7 @@ class Box:
 
     @property
     def corners(self) -> tuple[Shape, Shape]:
-        """Indices of the first and the last element."""
+        """Indices of the box's first and last element in the whole tensor."""
         return self.offset, tuple(place + length - 1 for place, length in zip(self.offset, self.size, strict=True))
 
     def within(self, outer: Box) -> tuple[slice, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import fields
+from operator import attrgetter
 
 from fivefold.algo.methods import check_method
 from fivefold.config.derived import Derived
@@ -13,7 +14,7 @@ from fivefold.config.fsdp_checks import check_fsdp, report_unused
 from fivefold.config.learners import LoraConfig, MTPConfig, OptimizerConfig, PolicyConfig
 from fivefold.config.mcore_options import LOSS_SCALE
 from fivefold.config.mixture import counts
-from fivefold.config.roles import Roles, further_sections
+from fivefold.config.roles import Learns, Roles, further_sections
 from fivefold.config.schema import AlgorithmConfig, DataConfig
 from fivefold.errors import UserError
 from fivefold.keys.findings import Findings
@@ -214,8 +215,7 @@ def _check_batch(findings: Findings, config: Derived) -> None:
         "must be false with dynamic sampling and data.mixture or rollout.max_staleness, which draw prompts in another order",
     )
     _check_expert(findings, config)
-    if "prm" in config.roles:
-        _check_prm(findings, config)
+    _check_learners(findings, config)
     if algorithm.values_per == "update":
         if "critic" not in config.roles:
             findings.ignore("algorithm.values_per", "there is no critic")
@@ -227,23 +227,26 @@ def _check_batch(findings: Findings, config: Derived) -> None:
         )
 
 
-def _check_prm(findings: Findings, config: Derived) -> None:
-    prm, process, reward = config.prm, config.algorithm.resolved.process_reward, config.reward
-    findings.require(
-        config.data.prompts_per_step % prm.updates_per_step == 0,
-        "data.prompts_per_step",
-        f"must be a multiple of prm.updates_per_step, so that the updates are equal: got {config.data.prompts_per_step} and "
-        f"{prm.updates_per_step}",
-    )
-    if reward.model.path and not reward.functions and not reward.by_source:
+def _check_learners(findings: Findings, config: Derived) -> None:
+    """Check models that learn before the advantages, by whole groups, and what they are compared with."""
+    for role in config.roles.values():
+        if role.learns is Learns.BEFORE_ADVANTAGES:
+            key, prompts = f"{role.name}.updates_per_step", config.data.prompts_per_step
+            findings.require(
+                prompts % role.updates_per_step == 0,
+                "data.prompts_per_step",
+                f"must be a multiple of {key}, so that the updates are equal: got {prompts} and {role.updates_per_step}",
+            )
+        if role.compared_by and role.served_by == "policy" and attrgetter(role.path_key)(config) is not None:
+            findings.ignore(role.path_key, "algorithm.process_reward.reference is the policy")
+    process, reward = config.algorithm.resolved.process_reward, config.reward
+    if process.coef and reward.model.path and not reward.functions and not reward.by_source:
         findings.require(
             process.target == "reward",
             "algorithm.process_reward.target",
             ": correct needs a reward function that decides whether a response is, a reward model does not: name one in "
             "reward.functions, or set target: reward for scores between 0 and 1",
         )
-    if process.reference == "policy" and prm.reference_path is not None:
-        findings.ignore("prm.reference_path", "algorithm.process_reward.reference is the policy")
 
 
 def _check_expert(findings: Findings, config: Derived) -> None:

@@ -1,4 +1,4 @@
-"""Where the class of an environment comes from: a user's file, or another library."""
+"""Find the class of an environment: in a user's file, or in another library."""
 
 from __future__ import annotations
 

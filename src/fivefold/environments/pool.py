@@ -135,7 +135,7 @@ class EnvironmentPool:
         return self._call(run())
 
     def state(self, place: Place) -> Future[dict[str, Any] | None]:
-        """The future holds what `reset` restores the environment from, or None if its class or a tool cannot say."""
+        """Return a future of the state from which `reset` restores the environment; None if a class or tool gives none."""
 
         async def run() -> dict[str, Any] | None:
             if not self._abilities["has_state"]:
@@ -148,7 +148,7 @@ class EnvironmentPool:
         return self._call(run())
 
     def score(self, place: Place) -> Future[float]:
-        """The future holds the reward of a trajectory that ends before its environment does; see `has_score`."""
+        """Return a future of the reward of a trajectory that ends before its environment does; see `has_score`."""
         return self._call(place.process.ask("score", {"environment": place.number}, self._config.step_seconds))
 
     def run(self, place: Place, base_url: str, api_key: str, left: Callable[[], float]) -> Future[dict[str, float] | None]:

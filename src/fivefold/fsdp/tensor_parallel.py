@@ -37,7 +37,7 @@ MENDED = {"layers.*.self_attn.q_norm": _SUMMED, "layers.*.self_attn.k_norm": _SU
 
 @dataclass(frozen=True)
 class Split:
-    """How tensor-parallel ranks hold one parameter."""
+    """Way in which tensor-parallel ranks hold one parameter."""
 
     dim: int | None = None
     """Dimension that is split over them; None: every rank holds all of it."""

@@ -12,7 +12,7 @@ from fivefold.algo.methods import COLUMNS
 from fivefold.config import RunConfig
 from fivefold.config.engine import SamplingConfig
 from fivefold.config.fsdp_checks import tensor_parallel_fault
-from fivefold.config.learners import LearnerConfig, LoraConfig, PolicyConfig, ReferenceConfig
+from fivefold.config.learners import LearnerConfig, LoraConfig, PolicyConfig
 from fivefold.config.machine import elsewhere, is_joined, on_gpus, visible_gpus
 from fivefold.config.mcore_options import MESSAGES, RECOMPUTE, messages_fault, recompute_fault
 from fivefold.config.packages import BRIDGES, LAUNCHERS, TRACKERS, TRANSFORMER_IMPL, missing_packages, slower_paths
@@ -23,6 +23,7 @@ from fivefold.config.schema import (
     LaunchConfig,
     ProfileConfig,
     RayConfig,
+    ReferenceConfig,
     TrackingConfig,
     TrainerConfig,
 )

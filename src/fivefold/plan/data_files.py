@@ -38,7 +38,7 @@ from fivefold.data.rows import (
 from fivefold.errors import UserError, shown
 from fivefold.keys.findings import Findings
 from fivefold.keys.ranges import suggest
-from fivefold.reward.choose import check_columns, choose_rewards, user_functions
+from fivefold.reward.choose import ChosenRewards, check_columns, choose_rewards, user_functions
 from fivefold.reward.rules import describe_forms, forms_read, ground_truth_fault, takes_truth
 from fivefold.tables import DATA_SETS
 
@@ -233,6 +233,8 @@ class _Reader:
     """Name of a data set -> its local file."""
     bound: set[tuple[str, frozenset[str]]] = field(default_factory=set)
     """Reward functions and columns that fill their parameters."""
+    chosen: dict[str, ChosenRewards] = field(default_factory=dict)
+    """data_source -> its rewards. Choosing them parses the user's files."""
 
     def read(
         self, files: Sequence[str], *, learns: bool, scored: bool, first: int | None = None, kind: LearnsFrom | None = None
@@ -330,15 +332,20 @@ class _Reader:
     def knows_reward(self, source: str) -> bool:
         """Return whether a reward can be chosen for a data_source."""
         try:
-            choose_rewards(self.config.reward, source)
+            self._rewards(source)
         except UserError:
             return False
         return True
 
+    def _rewards(self, source: str) -> ChosenRewards:
+        if source not in self.chosen:
+            self.chosen[source] = choose_rewards(self.config.reward, source)
+        return self.chosen[source]
+
     def _check_reward(self, row: Row, columns: Mapping[str, Any]) -> None:
         """Raise ValueError if the rewards of the row's source cannot score it."""
         names = frozenset(columns)
-        for name in choose_rewards(self.config.reward, row.source).weights:
+        for name in self._rewards(row.source).weights:
             if (name, names) not in self.bound:
                 check_columns(self.config.reward, name, list(columns))
                 self.bound.add((name, names))
@@ -354,7 +361,7 @@ class _Reader:
     def _look_at_prompt(self, row: Row, seen: _Seen, where: str) -> None:
         """Count the prompts that do not name the form in which a reward reads the answer, for the first rows of each."""
         text = "\n".join(str(message["content"]) for message in row.messages)
-        for name in choose_rewards(self.config.reward, row.source).weights:
+        for name in self._rewards(row.source).weights:
             forms = forms_read(name)
             if forms and seen.prompts[name] < _PROMPTS:
                 seen.prompts[name] += 1

@@ -57,7 +57,7 @@ _NEUTRAL: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class AgentRequest:
-    """What an agent requests, read and checked."""
+    """Request of an agent, after it was read and checked."""
 
     messages: list[dict[str, Any]] | None
     """The conversation in one form; None if the context is given as tokens."""

@@ -35,7 +35,7 @@ _LESS, _MORE = 0.8, 1.1
 
 
 class Conversing(Protocol):
-    """What takes trajectories to their ends."""
+    """Environment or agent layer that takes trajectories to their ends."""
 
     most: int
     """Maximum number of trajectories of a rank that run at once."""

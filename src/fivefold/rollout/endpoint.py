@@ -45,7 +45,7 @@ Ask = Callable[[Request], Future[Completion]]
 
 @dataclass(frozen=True)
 class Address:
-    """Where an agent samples the turns of its trajectory."""
+    """Address and key with which an agent samples the turns of its trajectory."""
 
     number: int
     base_url: str
@@ -127,7 +127,7 @@ class Endpoint:
         return "fivefold-" + hmac.new(self._secret, str(number).encode(), hashlib.sha256).hexdigest()
 
     def _admit(self, head: Head) -> None:
-        """Refuse a request for nothing that is here, or without its trajectory's key."""
+        """Refuse a request with an unknown path, or without the key of its trajectory."""
         path = _PATH.fullmatch(head.path)
         if path is None or path[2] not in _METHODS:
             routes = ", ".join(_METHODS)

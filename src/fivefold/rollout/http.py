@@ -71,7 +71,7 @@ class Answer:
 
     @property
     def lost(self) -> asyncio.Future[None]:
-        """Done once the client has closed the connection."""
+        """Future that is done once the client has closed the connection."""
         return self._connection.lost
 
     async def send(self, payload: Any, status: HTTPStatus = HTTPStatus.OK, headers: Mapping[str, str] | None = None) -> bool:
@@ -153,7 +153,7 @@ class HttpServer:
 
 
 class _Connection(asyncio.Protocol):
-    """One client: its requests in turn."""
+    """Connection of one client, whose requests are answered one after another."""
 
     def __init__(self, admit: Admit, handle: Handle, among: set[_Connection]) -> None:
         self._admit, self._handle, self._among = admit, handle, among

@@ -28,7 +28,7 @@ class Task:
 
     @property
     def key(self) -> tuple[int, int]:
-        """What identifies the trajectory among those of its driver."""
+        """Key of the trajectory among those of its driver."""
         return self.place, self.number
 
 
@@ -41,7 +41,7 @@ class Clock:
 
     @property
     def left(self) -> float:
-        """Seconds that are left, at least 0."""
+        """Seconds that are left of the limit, at least 0."""
         # Another thread may hold it meanwhile.
         since = self._since
         passed = 0.0 if since is None else time.monotonic() - since
@@ -112,7 +112,7 @@ class HeldSequence:
 
 @dataclass
 class Trajectory:
-    """What a trajectory holds while it runs, and its end."""
+    """State of a trajectory while it runs, and how it ended."""
 
     task: Task
     sequences: list[HeldSequence] = field(default_factory=list)

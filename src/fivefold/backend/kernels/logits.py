@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TypeAlias
+
 import torch
 import triton
 import triton.language as tl
@@ -62,6 +64,10 @@ def _row_gradient(logits, stride, gradient, targets, log_sum, entropy, slope, sp
         tl.store(written + first + offsets, (slopes * scale).to(gradient.dtype.element_ty), mask=inside)
 
 
+RowTensors: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor]
+"""Of each row: log Σ exp of the logits, entropy, and the gradients of log-prob and entropy."""
+
+
 def row_sums(logits: Tensor, targets: Tensor, scale: float) -> Tensor:
     """[4, rows] of logits · `scale`: maximum, Σ exp, Σ exp · logit (exponents relative to it), target's logit or 0."""
     rows, width = logits.shape
@@ -70,19 +76,10 @@ def row_sums(logits: Tensor, targets: Tensor, scale: float) -> Tensor:
     return sums
 
 
-def row_gradient(
-    logits: Tensor,
-    targets: Tensor,
-    log_sum: Tensor,
-    entropy: Tensor,
-    of_logprob: Tensor,
-    of_entropy: Tensor,
-    scale: float,
-    dtype: torch.dtype,
-) -> Tensor:
+def row_gradient(logits: Tensor, targets: Tensor, of_rows: RowTensors, scale: float, dtype: torch.dtype) -> Tensor:
     """[rows, V] gradient of the logits in `dtype`, which overwrites the logits in memory."""
     rows, width = logits.shape
     gradient = logits.view(dtype)
-    arguments = (logits, logits.stride(0), gradient, targets, log_sum, entropy, of_logprob, of_entropy, width, scale)
+    arguments = (logits, logits.stride(0), gradient, targets, *of_rows, width, scale)
     _row_gradient[(rows,)](*arguments, block=BLOCK, num_warps=8)
     return gradient[:, :width]

@@ -15,7 +15,7 @@ from fivefold.distributed.ranks import Ranks
 from fivefold.engines.servers.request_router import RequestRouter, RequestStream
 from fivefold.engines.servers.server import Server, ServerLostError
 from fivefold.engines.servers.server_process import ServerProcess
-from fivefold.engines.servers.weight_sender import Sender, WeightSender
+from fivefold.engines.servers.weight_sender import Delivery, Sender, WeightSender
 from fivefold.engines.servers.wire_sender import WireSender
 from fivefold.engines.weight_sync import give_back_memory, not_come
 from fivefold.errors import RunError
@@ -152,7 +152,7 @@ class ServerEngine:
         """
         verify = self._verify_every > 0 and self._updates % self._verify_every == 0
         missing = set(self._expected)
-        faults, lost = self._sender.deliver(self._own, weights, missing, verify, version, self._begin_update)
+        faults, lost = self._sender.deliver(Delivery(self._own, weights, missing, verify, version, self._begin_update))
         if self._ranks.holds:
             # Only these ranks hold the policy's weights, and so can see which tensors were sent.
             faults = not_come(missing, self._expected) or faults

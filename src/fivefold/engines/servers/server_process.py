@@ -145,6 +145,15 @@ def devices_from(device: torch.device, devices: int) -> dict[str, str]:
     return {"CUDA_VISIBLE_DEVICES": ",".join(names[device.index : device.index + devices])}
 
 
+def run_as_program(name: str, main: Callable[[list[str]], None]) -> None:
+    """Run `main` if the module with this `__name__` is the program; let it, and each process that its library spawns, end
+    with its parent."""
+    if name in ("__main__", "__mp_main__"):
+        end_with_parent(is_first=name == "__main__")
+    if name == "__main__":
+        main(sys.argv[1:])
+
+
 def end_with_parent(is_first: bool) -> None:
     """Let the kernel end this process when its parent ends, in whatever way.
 

@@ -7,18 +7,18 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from fivefold.distributed.ranks import Ranks
 from fivefold.engines.servers.buckets import BroadcastMemory, Bucket, BucketWriter, Memory, NoMemory, Part
 from fivefold.engines.servers.http import own_address
 from fivefold.engines.servers.server import Server, ServerLostError, Where
 from fivefold.engines.servers.transfer import broadcast, join_groups, leave, open_store
+from fivefold.engines.servers.weight_sender import Delivery
 from fivefold.engines.weight_sync import crossed_off
 
 MOST_SENDERS = 8
@@ -60,25 +60,17 @@ class WireSender:
         self._asked: list[tuple[int, Future[Any]]] = []
         self._fault, self._is_cut = "", False
 
-    def deliver(
-        self,
-        servers: Mapping[int, Server],
-        weights: Iterator[tuple[str, Tensor]],
-        missing: set[str],
-        verify: bool,
-        version: int,
-        begin: Callable[[], None],
-    ) -> tuple[list[str], set[int]]:
+    def deliver(self, delivery: Delivery) -> tuple[list[str], set[int]]:
         """Delivers as `Sender.deliver` does. If one server is lost before all have everything, all of them are."""
-        self._servers, self._asked, self._fault, self._is_cut = servers, [], "", False
-        buckets = self._writer.buckets(crossed_off(weights, missing), keeps=self._is_staged)
+        self._servers, self._asked, self._fault, self._is_cut = delivery.servers, [], "", False
+        buckets = self._writer.buckets(crossed_off(delivery.weights, delivery.missing), keeps=self._is_staged)
         if self._is_staged:
             buckets = iter(list(buckets))
         self._join()
         self._is_cut = self._ranks.any(self._is_cut)
         if not self._is_cut:
-            begin()
-        self._settle(self._ask("begin_weights", verify))
+            delivery.begin()
+        self._settle(self._ask("begin_weights", delivery.verify))
         under_way: deque[tuple[dict[int, Future[Any]], Any]] = deque()
         for bucket in buckets:
             # The other ranks gather the weights with this rank, whether it sends or not.
@@ -88,7 +80,8 @@ class WireSender:
                     self._settle(*under_way.popleft())
         while under_way:
             self._settle(*under_way.popleft())
-        outcome = self._given_up() if self._ranks.any(self._is_cut) else self._finish(not missing, version)
+        is_given_up = self._ranks.any(self._is_cut)
+        outcome = self._given_up() if is_given_up else self._finish(not delivery.missing, delivery.version)
         self._writer.close()
         return outcome
 

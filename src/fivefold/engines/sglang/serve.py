@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from fivefold.distributed.compiler_caches import use_compiler_caches
 from fivefold.engines.arguments import flags
-from fivefold.engines.servers.server_process import ServerProcess, devices_from, end_with_parent, own_environment
+from fivefold.engines.servers.server_process import ServerProcess, devices_from, own_environment, run_as_program
 from fivefold.engines.sglang.arguments import LOADER, MARGIN
 
 if TYPE_CHECKING:
@@ -76,7 +76,4 @@ def server_process(
 
 
 # SGLang spawns its other processes, which run this module again under its second name.
-if __name__ in ("__main__", "__mp_main__"):
-    end_with_parent(is_first=__name__ == "__main__")
-if __name__ == "__main__":
-    main(sys.argv[1:])
+run_as_program(__name__, main)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from fivefold.distributed.compiler_caches import use_compiler_caches
 from fivefold.engines.arguments import flags
 from fivefold.engines.garbage import freeze_heap
-from fivefold.engines.servers.server_process import ServerProcess, devices_from, end_with_parent, own_environment
+from fivefold.engines.servers.server_process import ServerProcess, devices_from, own_environment, run_as_program
 from fivefold.engines.vllm.arguments import EXTENSION, ON_CPU, PROGRESS, ROUTE, TAKE, WEIGHTS
 from fivefold.engines.vllm.held_weights import HeldWeights
 from fivefold.engines.vllm.logprobs import TAG, LogprobTaker, logprobs_of
@@ -201,7 +201,4 @@ def server_process(
 
 
 # vLLM spawns its other processes, which run this module again under its second name.
-if __name__ in ("__main__", "__mp_main__"):
-    end_with_parent(is_first=__name__ == "__main__")
-if __name__ == "__main__":
-    main(sys.argv[1:])
+run_as_program(__name__, main)

@@ -1,4 +1,4 @@
-"""What several adapters need: a user's code, a library, and the first messages."""
+"""Code that several adapters need: import a user's code or a library, and make the first messages."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class ToolError(Refusal):
 
 
 class Source:
-    """Where tools come from: functions, a server, a file for another system."""
+    """Source of tools: functions, a server, or a file for another system."""
 
     is_stateless = True
     """Whether it keeps nothing of a trajectory that its next calls depend on."""

@@ -49,7 +49,7 @@ class Server(Source):
     is_stateless = False
 
     def __init__(self, tool: str, seconds: float) -> None:
-        """`seconds`: time for one answer."""
+        """Describe tools of the server `tool`; `seconds` limits the time for one answer."""
         self._tool, self._seconds = tool, seconds
         self._sessions: dict[int, asyncio.Task[_Session]] = {}
         self.schemas: list[dict[str, Any]] = []
@@ -168,7 +168,7 @@ class _Program(_Session):
         self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._listen())]
 
     async def _read(self) -> None:
-        """Hand each answer to its request, until the program ends."""
+        """Read answers and give each to the request that waits for it, until the program ends."""
         assert self._process is not None and self._process.stdout is not None
         with contextlib.suppress(OSError, ValueError):
             while line := await self._process.stdout.readline():

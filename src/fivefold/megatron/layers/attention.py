@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,12 +30,7 @@ class Packing(packing.Packing, PackedSeqParams):
 
 
 def make_packing(
-    fused: bool,
-    lengths: list[int],
-    device: torch.device,
-    cp: int = 1,
-    rank: int = 0,
-    prefixes: Sequence[tuple[int, int]] = (),
+    fused: bool, lengths: list[int], device: torch.device, cp: int = 1, rank: int = 0, prefixes: packing.Prefixes = ()
 ) -> Packing:
     """Build the packing of sequences of these padded lengths; `fused`: the layers are Transformer Engine's."""
     plain = packing.make_packing(lengths, device, cp, rank, prefixes=prefixes)

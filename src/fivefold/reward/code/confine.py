@@ -229,9 +229,9 @@ def layers() -> str:
 
 
 def end_with_parent(parent: int) -> None:
-    """Let the kernel end this process when its parent ends."""
+    """Let the kernel end this process when its parent ends; end it if that has happened before."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
+    if os.getppid() != parent or parent == 1:
         os._exit(1)
 
 
