@@ -104,7 +104,7 @@ test-vllm: $(VLLM_READY)
 
 # About two minutes.
 test-sglang: $(SGLANG_READY)
-	PYTHONPATH=tests/support/sglang_cpu $(SGLANG)/bin/python -m pytest -m sglang -p no:xdist -o addopts="" -q
+	PYTHONPATH=tests/support/sglang_cpu $(SGLANG)/bin/python -m pytest -m sglang -p no:xdist -o addopts="" -q tests/engines tests/docs
 
 # Triton's kernels, interpreted. On a GPU `pytest -m kernels` runs the same tests compiled.
 $(KERNELS_READY): $(READY)
@@ -114,7 +114,7 @@ $(KERNELS_READY): $(READY)
 	touch $(KERNELS_READY)
 
 test-kernels: $(KERNELS_READY)
-	TRITON_INTERPRET=1 $(KERNELS)/bin/python -m pytest -m kernels -p no:xdist -o addopts="" -q
+	TRITON_INTERPRET=1 $(KERNELS)/bin/python -m pytest -m kernels -p no:xdist -o addopts="" -q tests/megatron
 
 # The experts that vLLM says it chose: on a CPU its model runner that says them wants Triton, interpreted.
 test-routes: $(VLLM_READY) $(KERNELS_READY)
@@ -123,7 +123,7 @@ test-routes: $(VLLM_READY) $(KERNELS_READY)
 
 # W&B, MLflow, SwanLab and Trackio themselves, without a network. About a minute.
 test-trackers: $(TRACKERS_READY)
-	$(TRACKERS)/bin/python -m pytest -m trackers
+	$(TRACKERS)/bin/python -m pytest -m trackers tests/observability
 
 # The clients of Hugging Face and ModelScope with a hub on this machine, and whole runs with its models. About three minutes.
 test-hub: $(HUB_READY)
@@ -155,7 +155,7 @@ test-learning: $(READY)
 
 # The served report in a headless Chromium, or the browser that CHROMIUM names.
 test-browser: $(READY)
-	$(BIN)/python -m pytest -m browser
+	$(BIN)/python -m pytest -m browser tests/observability
 
 # Configurations of other systems in full; `make test` has one run of each system. Minutes.
 test-dialects: $(READY)
@@ -214,7 +214,7 @@ HOST_PACKAGES := iproute2 slurm-wlm munge faketime libfaketime
 SUDO = $$(test $$(id -u) = 0 || ! sudo --non-interactive true 2> /dev/null || echo sudo --preserve-env)
 
 test-hosts: $(VLLM_READY)
-	$(SUDO) $(VLLM)/bin/python -m pytest -m hosts -n 0 -rs --part $(PART)
+	$(SUDO) $(VLLM)/bin/python -m pytest -m hosts -n 0 -rs tests/launch/test_two_hosts*.py --part $(PART)
 
 demo: $(READY)
 	PATH="$(CURDIR)/$(BIN):$$PATH" sh examples/demo/demo.sh

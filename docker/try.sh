@@ -17,7 +17,7 @@ skipped() { echo "skipped  $*"; }
 
 # The mounts are those of a namespace that ends with the command: none is left to be removed with the files.
 inside() {
-	unshare --mount --pid --fork env -i root="$root" bind="${BIND:-}" where="$where" line="$1" PATH="$PATH" sh -euc '
+	unshare --mount --pid --fork --kill-child env -i root="$root" bind="${BIND:-}" where="$where" line="$1" PATH="$PATH" sh -euc '
 		mount -t proc proc "$root/proc"
 		mount --rbind /dev "$root/dev"
 		for directory in $bind; do
@@ -28,8 +28,9 @@ inside() {
 
 where=/
 echo "FROM     Debian $suite"
-debootstrap --variant=minbase --include=python3-venv,ca-certificates "$suite" "$root" "${MIRROR:-http://deb.debian.org/debian}" \
-	> "$root.log" 2>&1 || { tail "$root.log"; exit 1; }
+# In a container debootstrap leaves /proc mounted under the new root, which `rm -r` would enter at the end.
+unshare --mount debootstrap --variant=minbase --include=python3-venv,ca-certificates "$suite" "$root" \
+	"${MIRROR:-http://deb.debian.org/debian}" > "$root.log" 2>&1 || { tail "$root.log"; exit 1; }
 rm -f "$root.log"
 for file in /etc/resolv.conf /etc/hosts /etc/pip.conf /etc/ssl/certs/ca-certificates.crt; do
 	[ ! -e "$file" ] || cp -L "$file" "$root$file"

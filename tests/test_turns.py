@@ -38,6 +38,22 @@ def test_every_marker_that_the_suite_leaves_out_is_run_by_a_long_target():
     assert left_out <= run_by_turns, left_out - run_by_turns
 
 
+def test_a_target_that_names_paths_collects_every_file_with_its_marker():
+    options = (ROOT / "pyproject.toml").read_text()
+    # test-routes repeats one file of test-vllm.
+    left_out = set(re.findall(r"not (\w+)", re.search(r"^addopts = .*$", options, re.MULTILINE)[0])) - {"vllm"}
+    makefile = (ROOT / "Makefile").read_text().replace("\\\n", " ")
+    sources = {path: path.read_text() for path in (ROOT / "tests").rglob("test_*.py")}
+    missed, checked = [], set()
+    for marker, words in re.findall(r"-m pytest .*?-m (\w+)\b(.*)$", makefile, re.MULTILINE):
+        tops = [path for word in words.split() if word.startswith("tests/") for path in ROOT.glob(word)]
+        if marker in left_out and tops:
+            checked.add(marker)
+            marked = [path for path, text in sources.items() if re.search(rf"\bmark\.{marker}\b", text)]
+            missed += [(marker, path) for path in marked if not any(path.is_relative_to(top) for top in tops)]
+    assert missed == [] and {"hosts", "browser", "trackers", "kernels", "sglang"} <= checked
+
+
 @pytest.mark.parametrize(
     ("recipe", "seconds", "verdict"),
     [

@@ -37,7 +37,7 @@ _MARKS = "■●▲◆★✚"
 """Mark of each run, in its color."""
 _STATES = {
     "running": ("running", "bright_blue"), "finished": ("finished", "green"), "ended": ("ended when asked to", "yellow"),
-    "failed": ("failed", "red"), "dead": ("gone without a word", "red"), "over": ("over", "default"),
+    "failed": ("failed", "red"), "dead": ("no longer running", "red"), "over": ("over", "default"),
 }  # fmt: skip
 _CURVE_WIDTH, _CURVE_HEIGHT, _LABEL = 38, 5, 9
 _MOST_CURVES = 6

@@ -1,6 +1,6 @@
 // Runs, numbers, configuration, data.
 
-const STATES = {running: "running", finished: "finished", ended: "ended when asked to", failed: "failed", dead: "gone without a word", over: "over"};
+const STATES = {running: "running", finished: "finished", ended: "ended when asked to", failed: "failed", dead: "no longer running", over: "over"};
 function drawRuns() {
   const focused = document.activeElement?.dataset?.run;
   $("runs").replaceChildren(...view.runs.map((run, place) => {
