@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from types import MappingProxyType
 
 import pytest
 
@@ -45,7 +46,7 @@ def test_a_value_beyond_the_bounds_is_refused_and_not_cut(results):
 SECRETS = {"HF_TOKEN": "hf_abcdefgh", "WANDB_API_KEY": "0123456789", "db_password": "hunter22", "MAX_TOKENS": "64"}
 
 
-def _run(tmp_path, script, environment=SECRETS, given=None, **options):
+def _run(tmp_path, script, environment=SECRETS, given=MappingProxyType({}), **options):
     place = tmp_path / "run.sh"
     place.write_text(f"{script}\n")
     return translate_words("verl", [str(place)], {"HOME": "/home/me", **environment}, given, **options)
