@@ -47,8 +47,8 @@ class EnvironmentConfig:
     """Maximum number of turns of the model in a trajectory."""
     max_parallel_calls: Annotated[int, within("[1, 1000]")] = 8
     """Maximum number of tool calls in one turn; further ones are answered with an error."""
-    max_observation_tokens: Annotated[int | None, above(3)] = 1024
-    """Maximum length of an answer that the model reads, in tokens; null is no limit. Longer ones are cut, with a mark."""
+    max_observation_tokens: Annotated[int, above(3)] = 1024
+    """Maximum length of an answer that the model reads, in tokens. Longer ones are cut, with a mark."""
     max_observation_characters: Annotated[int | None, above(0)] = None
     """Maximum length of an answer that the model reads, in characters without the mark; no limit if left out."""
     cut_observations: Literal["start", "middle", "end"] = "end"

@@ -149,14 +149,14 @@ class Dialog:
         pattern = pattern_of(self.template.tokenizer)
         return [{**each, "content": escape(each["content"], pattern)} for each in messages]
 
-    def cut(self, text: str, limit: int | None, side: Side, characters: int | None = None) -> tuple[str, bool]:
+    def cut(self, text: str, limit: int, side: Side, characters: int | None = None) -> tuple[str, bool]:
         """Return an observation without its `side` where it has more than `limit` tokens, or more than `characters`, and
-        whether it was cut; None is no limit. The mark is one of the tokens, and none of the characters."""
+        whether it was cut. The mark is one of the tokens, and none of the characters."""
         is_long = characters is not None and len(text) > characters
         if characters is not None and is_long:
             text = _MARK.join(text[part] for part in _kept(len(text), characters, side))
-        tokens = self.template.encode(text) if limit is not None else []
-        if limit is None or len(tokens) <= limit:
+        tokens = self.template.encode(text)
+        if len(tokens) <= limit:
             return text, is_long
         count = max(0, limit - len(self.template.encode(_MARK)))
         return _MARK.join(self.template.decode(tokens[part]) for part in _kept(len(tokens), count, side)), True
