@@ -89,10 +89,17 @@ def ahead(source: Source) -> dict[str, Any]:
     return shared.ahead(steps, "continue", "carry")
 
 
+def longest(source: Source) -> int:
+    """Return the length of the longest sequence: turns begin with at most max_input_length tokens."""
+    limit = source.whole("generator.max_input_length") if environment(source) else None
+    prompt = limit or source.count("trainer.max_prompt_length")
+    return prompt + source.count("generator.sampling_params.max_generate_length")
+
+
 def micro_batch(source: Source) -> dict[str, Any]:
-    longest = source.count("trainer.max_prompt_length") + source.count("generator.sampling_params.max_generate_length")
     budget = source.whole("trainer.max_tokens_per_microbatch") or -1
-    tokens = max(budget, longest) if budget > 0 else source.count("trainer.micro_train_batch_size_per_gpu") * longest
+    count = 1 if budget > 0 else source.count("trainer.micro_train_batch_size_per_gpu")
+    tokens = max(budget, count * longest(source))
     return {"policy.tokens_per_micro_batch": tokens}
 
 
@@ -221,7 +228,29 @@ def evaluation(source: Source) -> dict[str, Any]:
     length = said.whole("max_generate_length")
     if length is not None and length != source.count("generator.sampling_params.max_generate_length"):
         said.lacks("max_generate_length", "responses of another length in evaluation")
+    if said.texts("stop") not in ([], source.texts("generator.sampling_params.stop")):
+        said.lacks("stop", "stop strings for evaluation only")
     return FIELDS["evaluation"](source)
+
+
+def environment(source: Source) -> str | None:
+    """Return the environment of SkyRL-gym that takes several turns; None for those that end after the first."""
+    key = "environment.env_class"
+    name: str | None = CHOICES[key].names.get(source.text(key) or "", {}).get("environment.class")
+    return name
+
+
+def turns(source: Source) -> dict[str, Any]:
+    if environment(source) is None:
+        return {}
+    if is_step_wise := source.flag("generator.step_wise_trajectories"):
+        FIELDS["step_wise"](source)
+    return FIELDS["turns"](source) | {
+        "environment.history": "template" if is_step_wise else "append",
+        "environment.max_observation_tokens": longest(source),
+        "data.max_total_tokens": longest(source),
+        "engine.mode": None if servers(source) else "server",
+    }
 
 
 def rewards(source: Source) -> dict[str, Any]:
@@ -250,7 +279,7 @@ def router(source: Source, key: str) -> str | None:
 BATCH = partial(shared.updates, step="trainer.train_batch_size", update="trainer.policy_mini_batch_size")
 DERIVED = (
     *(*METHOD, program, template, ahead, BATCH, layout, micro_batch, learning, low_rank_of_policy, critic, sampling, engine),
-    *(router_replay, evaluation, rewards, run, profile, changed_config),
+    *(router_replay, evaluation, rewards, turns, run, profile, changed_config),
     shared.tracked("trainer.logger", "trainer.project_name", "trainer.run_name", tags="trainer.tags"),
 )
 _CONVERTERS = {

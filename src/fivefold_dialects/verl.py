@@ -20,7 +20,7 @@ from fivefold_dialects.source import Source
 from fivefold_dialects.system import dialect
 from fivefold_dialects.table import Table, defaults_of, load, several, table
 from fivefold_dialects.verl_algorithm import FIELDS, advantage, correction, dynamic_sampling, kl, loss, overlong
-from fivefold_dialects.verl_rollout import engine, rewards
+from fivefold_dialects.verl_rollout import engine, rewards, turns
 
 _R = "actor_rollout_ref.rollout."
 OWN_DEFAULTS: dict[str, dict[str, Any]] = {
@@ -73,8 +73,17 @@ def profiler(source: Source) -> dict[str, Any]:
 
 
 DERIVED = (
-    *(program, advantage, loss, kl, correction, overlong, dynamic_sampling, template, engine, FIELDS["evaluation"], rewards),
-    *(models.batch, models.layout, models.megatron, models.low_rank, FIELDS["further_tokens"], models.dtypes, models.memory),
+    *(program, advantage, loss, kl, correction, overlong, dynamic_sampling, template, engine, turns, FIELDS["evaluation"]),
+    *(
+        rewards,
+        models.batch,
+        models.layout,
+        models.megatron,
+        models.low_rank,
+        FIELDS["further_tokens"],
+        models.dtypes,
+        models.memory,
+    ),
     *(models.micro_batch, models.optimizer, models.critic, models.reference, models.router_replay),
     *(models.megatron_checkpoints, verl_sft.resume, length_of_run, evaluation_interval, profiler),
     *(verl_sft.first_rows, verl_sft.TRACKED, recipes.prime, legacy.say_which_entropy, legacy.of_forks, legacy.older),

@@ -7,10 +7,14 @@ from typing import Any
 from fivefold_dialects import shared, verl_async
 from fivefold_dialects.legacy import verl_recipes as recipes
 from fivefold_dialects.source import Source
-from fivefold_dialects.verl_algorithm import FIELDS, MANAGERS
+from fivefold_dialects.verl_algorithm import CHOICES, FIELDS, MANAGERS
 from fivefold_dialects.verl_models import gpus, longest
 
 _R = "actor_rollout_ref.rollout."
+_LOOPS = ("single_turn_agent", "tool_agent")
+_TOOLS = ("tool_config_path", "function_tool_path")
+_ANY_TURNS = 10_000
+"""Value of environment.max_turns where the number of turns is not bounded."""
 OWN_REWARDS = {"recipe.entropy.main_entropy": "recipe/entropy/reward_score/__init__.py:_default_compute_score"}
 """Programs with their own reward function for all data -> its file and name in verl's repository."""
 
@@ -49,6 +53,31 @@ def engine(source: Source) -> dict[str, Any]:
     if name == "vllm":
         found |= FIELDS["vllm"](said)
     return found
+
+
+def turns(source: Source) -> dict[str, Any]:
+    """Return our keys of turns with tools: those of verl's tool_agent, which ends with a turn that has no call."""
+    said = source.under(_R + "multi_turn.")
+    loop = source.one_of(_R + "agent.default_agent_loop", _LOOPS, "agent loop", _LOOPS[0])
+    files = [said.prefix + key for key in _TOOLS if said.text(key)]
+    if not said.flag("enable") and loop == _LOOPS[0]:
+        for key in (*files, *("data." + key for key in _TOOLS if source.text("data." + key))):
+            source.lacks(key, "tools that the model reads and that no turn can call: set multi_turn.enable")
+        return {}
+    if not files:
+        return {}
+    users = said.whole("max_user_turns")
+    limits = [turns for turns in (said.whole("max_assistant_turns"), users and users + 1) if turns]
+    total = source.count("data.max_prompt_length") + source.count("data.max_response_length")
+    side = CHOICES[_R + "multi_turn.tool_response_truncate_side"].read(source)
+    found = FIELDS["turns"](source) | {
+        "environment.tools": [f"verl:{source.path(key)}" for key in files],
+        "environment.max_turns": min(limits, default=_ANY_TURNS),
+        "environment.cut_observations": side,
+        "environment.max_observation_tokens": total,
+        "data.max_total_tokens": total,
+    }
+    return found if source.text(_R + "name") == "hf" else found | {"engine.mode": "server"}
 
 
 def rewards(source: Source) -> dict[str, Any]:
