@@ -16,8 +16,9 @@ import pytest
 import torch
 
 from fivefold.interfaces import EngineState
+from fivefold.models.config_json import read_config
 from fivefold.types import Completion
-from tests.engines.test_vllm_engine import SIZES
+from tests.engines.test_vllm_engine import SIZES, conversation
 from tests.support.commands import wait_for
 from tests.support.engines import OPTIONS, SAMPLING, complete, expected_logprobs, named_blocks, requests
 from tests.support.servers import (
@@ -50,6 +51,7 @@ def server_of(directory: Path, log: Path, tensor_parallel: int = 1, host: str | 
     from fivefold.engines.vllm.serve import server_process
 
     arguments = {"model": str(directory), "tensor_parallel_size": tensor_parallel, **ARGUMENTS, "skip_tokenizer_init": True}
+    arguments["max_model_len"] = read_config(directory)["max_position_embeddings"]
     return server_process(arguments, torch.device("cpu"), tensor_parallel, log, answers, host)
 
 
@@ -225,6 +227,29 @@ def test_servers_refuse_weights_that_are_not_whole_and_take_the_next_ones(both):
 
 def test_closing_an_engine_of_servers_ends_them(both):
     assert [found["left"] for found in both] == [[], []]
+
+
+def conversations_with_a_server(mesh, directory: Path, logs: Path) -> list[list[float]]:
+    """The same conversation without and with a fault: a server that does not clear its prefix cache."""
+    engine = vllm_engine(mesh, directory, logs, [], verify_every=0)
+    as_it_is = conversation(mesh, directory, engine, 1)
+    (server,) = engine._servers
+    post = server._post
+    server._post = lambda path, **given: Answer if path == "/reset_prefix_cache" else post(path, **given)
+    with_fault = conversation(mesh, directory, engine, 1)
+    engine.close()
+    return [as_it_is, with_fault]
+
+
+class Answer:
+    content = b""
+
+
+def test_a_server_that_keeps_its_prefix_cache_shows_in_the_first_turn_of_new_weights(cluster, tmp_path):
+    long = make_model("qwen3_tied", tmp_path / "long", max_position_embeddings=1024, **SIZES)
+    ((as_it_is, with_fault),) = cluster.run(conversations_with_a_server, "megatron:d1", long, tmp_path, seconds=600)
+    assert max(as_it_is) < 1e-5, as_it_is
+    assert min(with_fault[1:]) > 1e-4, with_fault
 
 
 def over_a_process_group(mesh, directory: Path, address: str):
