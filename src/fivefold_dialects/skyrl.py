@@ -235,9 +235,8 @@ def evaluation(source: Source) -> dict[str, Any]:
 
 def environment(source: Source) -> str | None:
     """Return the environment of SkyRL-gym that takes several turns; None for those that end after the first."""
-    key = "environment.env_class"
-    name: str | None = CHOICES[key].names.get(source.text(key) or "", {}).get("environment.class")
-    return name
+    chosen = CHOICES["environment.env_class"].names.get(source.text("environment.env_class") or "", {})
+    return chosen.get("environment.class")  # type: ignore[no-any-return]
 
 
 def turns(source: Source) -> dict[str, Any]:

@@ -74,17 +74,8 @@ def profiler(source: Source) -> dict[str, Any]:
 
 DERIVED = (
     *(program, advantage, loss, kl, correction, overlong, dynamic_sampling, template, engine, turns, FIELDS["evaluation"]),
-    *(
-        rewards,
-        models.batch,
-        models.layout,
-        models.megatron,
-        models.low_rank,
-        FIELDS["further_tokens"],
-        models.dtypes,
-        models.memory,
-    ),
-    *(models.micro_batch, models.optimizer, models.critic, models.reference, models.router_replay),
+    *(rewards, models.batch, models.layout, models.megatron, models.low_rank, FIELDS["further_tokens"], models.dtypes),
+    *(models.memory, models.micro_batch, models.optimizer, models.critic, models.reference, models.router_replay),
     *(models.megatron_checkpoints, verl_sft.resume, length_of_run, evaluation_interval, profiler),
     *(verl_sft.first_rows, verl_sft.TRACKED, recipes.prime, legacy.say_which_entropy, legacy.of_forks, legacy.older),
 )

@@ -65,15 +65,15 @@ def turns(source: Source) -> dict[str, Any]:
             source.lacks(key, "tools that the model reads and that no turn can call: set multi_turn.enable")
         return {}
     if not files:
+        # Without tools the first turn is the last.
         return {}
     users = said.whole("max_user_turns")
     limits = [turns for turns in (said.whole("max_assistant_turns"), users and users + 1) if turns]
     total = source.count("data.max_prompt_length") + source.count("data.max_response_length")
-    side = CHOICES[_R + "multi_turn.tool_response_truncate_side"].read(source)
     found = FIELDS["turns"](source) | {
         "environment.tools": [f"verl:{source.path(key)}" for key in files],
         "environment.max_turns": min(limits, default=_ANY_TURNS),
-        "environment.cut_observations": side,
+        "environment.cut_observations": CHOICES[said.prefix + "tool_response_truncate_side"].read(source),
         "environment.max_observation_tokens": total,
         "data.max_total_tokens": total,
     }

@@ -292,6 +292,42 @@ def test_servers_that_are_killed_under_several_turns_change_no_metric(guessing, 
     assert_same(of_content(metrics(guessing, run_dir.name)), of_content(expected))
 
 
+CLIENT = """
+import random
+import openai
+
+async def run(task, base_url, api_key):
+    secret = str(random.Random(task["seed"]).randrange(10))
+    messages = [{"role": "user", "content": task["prompt"]}]
+    async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+        for turn in range(4):
+            answer = await client.chat.completions.create(model="policy", messages=messages)
+            guess = answer.choices[0].message.content or ""
+            if guess == secret:
+                return 1.0
+            messages += [answer.choices[0].message.model_dump(exclude_none=True), {"role": "user", "content": ">"}]
+    return 0.0
+"""
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_an_agent_with_openai_s_client_samples_from_a_server_of_vllm_what_is_trained(guessing, wide):
+    """Every turn's log-probs are the trainer's, and each trajectory is one sequence."""
+    pytest.importorskip("openai")
+    (guessing / "client.py").write_text(CLIENT)
+    given = [
+        *paths(guessing)[:3], f"environment.agent={guessing}/client.py:run", f"model.path={wide}", *SHORT,
+        "algorithm.kl.coef=0.01", "engine.backend=vllm:d1", "engine.mode=server",
+        "engine.vllm={kv_cache_memory_bytes: 67108864}", "environment.reset_seconds=600",
+    ]  # fmt: skip
+    rows = run(guessing, "openai", EXAMPLES / "agent/grpo.yaml", *given)
+    assert [row["step"] for row in rows] == [0, 1, 2]
+    for row in rows[1:]:
+        assert row["turns/mean"] > 1 and row["rollout/logprob_diff_max"] < 1e-4
+        assert row["trajectory/sequences"] == 1 and row["trajectory/end_agent"] == 0 == row["endpoint/overridden"]
+
+
 def servers_of(pid: int) -> list[int]:
     return [each for each in children_of(pid) if "fivefold.engines.vllm.serve" in words_of(each)]
 
