@@ -85,10 +85,17 @@ def ahead(source: Source) -> dict[str, Any]:
     return shared.ahead(steps, "continue", "carry")
 
 
+def longest(source: Source) -> int:
+    """Return the length of the longest sequence: turns begin with at most max_input_length tokens."""
+    limit = source.whole("generator.max_input_length") if environment(source) else None
+    prompt = limit or source.count("trainer.max_prompt_length")
+    return prompt + source.count("generator.sampling_params.max_generate_length")
+
+
 def micro_batch(source: Source) -> dict[str, Any]:
-    longest = source.count("trainer.max_prompt_length") + source.count("generator.sampling_params.max_generate_length")
     budget = source.whole("trainer.max_tokens_per_microbatch") or -1
-    tokens = max(budget, longest) if budget > 0 else source.count("trainer.micro_train_batch_size_per_gpu") * longest
+    count = 1 if budget > 0 else source.count("trainer.micro_train_batch_size_per_gpu")
+    tokens = max(budget, count * longest(source))
     return {"policy.tokens_per_micro_batch": tokens}
 
 
@@ -204,7 +211,28 @@ def evaluation(source: Source) -> dict[str, Any]:
     length = sampling.whole("max_generate_length")
     if length is not None and length != source.count("generator.sampling_params.max_generate_length"):
         sampling.lacks("max_generate_length", "responses of another length in evaluation")
+    if sampling.texts("stop") not in ([], source.texts("generator.sampling_params.stop")):
+        sampling.lacks("stop", "stop strings for evaluation only")
     return FIELDS["evaluation"](source)
+
+
+def environment(source: Source) -> str | None:
+    """Return the environment of SkyRL-gym that takes several turns; None for those that end after the first."""
+    chosen = CHOICES["environment.env_class"].names.get(source.text("environment.env_class") or "", {})
+    return chosen.get("environment.class")  # type: ignore[no-any-return]
+
+
+def turns(source: Source) -> dict[str, Any]:
+    if environment(source) is None:
+        return {}
+    if is_step_wise := source.flag("generator.step_wise_trajectories"):
+        FIELDS["step_wise"](source)
+    return FIELDS["turns"](source) | {
+        "environment.history": "template" if is_step_wise else "append",
+        "environment.max_observation_tokens": longest(source),
+        "data.max_total_tokens": longest(source),
+        "engine.mode": None if servers(source) else "server",
+    }
 
 
 def rewards(source: Source) -> dict[str, Any]:
@@ -234,7 +262,7 @@ BATCH = partial(shared.updates, step="trainer.train_batch_size", update="trainer
 DERIVED: tuple[Derived, ...] = (
     *(*METHOD, program, template, ahead, BATCH, layout, micro_batch, learning, partial(low_rank, section=_POLICY)),
     FIELDS["adapters_of_megatron"],
-    *(*when(uses_critic, critic), sampling, engine, router_replay, evaluation, rewards, run, profile, changed_config),
+    *(*when(uses_critic, critic), sampling, engine, router_replay, evaluation, rewards, turns, run, profile, changed_config),
     FIELDS["tracking"],
 )
 _CONVERTERS = {"reference": reference, "router": router}

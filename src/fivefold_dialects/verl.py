@@ -20,7 +20,7 @@ from fivefold_dialects.source import Source
 from fivefold_dialects.system import System
 from fivefold_dialects.table import Table, defaults_of, load, several, spelled_out, table, when
 from fivefold_dialects.verl_algorithm import FIELDS, advantage, correction, dynamic_sampling, kl, loss, overlong
-from fivefold_dialects.verl_rollout import engine, rewards
+from fivefold_dialects.verl_rollout import engine, rewards, turns
 
 _R = "actor_rollout_ref.rollout."
 OWN_DEFAULTS: dict[str, dict[str, Any]] = {
@@ -69,7 +69,7 @@ def profiler(source: Source) -> dict[str, Any]:
 
 
 DERIVED = (
-    *(program, advantage, loss, kl, correction, overlong, dynamic_sampling, FIELDS["template"], engine),
+    *(program, advantage, loss, kl, correction, overlong, dynamic_sampling, FIELDS["template"], engine, turns),
     *(FIELDS["evaluation"], rewards),
     *(models.batch, models.layout, *when(models.is_megatron, models.megatron), models.low_rank, FIELDS["further_tokens"]),
     *(models.dtypes, models.memory, models.micro_batch, models.optimizer, *when(models.uses_critic, models.critic)),

@@ -7,10 +7,14 @@ from typing import Any
 from fivefold_dialects import shared, verl_async
 from fivefold_dialects.legacy import verl_recipes as recipes
 from fivefold_dialects.source import Source
-from fivefold_dialects.verl_algorithm import FIELDS, MANAGERS
+from fivefold_dialects.verl_algorithm import CHOICES, FIELDS, MANAGERS
 from fivefold_dialects.verl_models import gpus, longest
 
 _R = "actor_rollout_ref.rollout."
+_LOOPS = ("single_turn_agent", "tool_agent")
+_TOOLS = ("tool_config_path", "function_tool_path")
+_ANY_TURNS = 10_000
+"""Value of environment.max_turns where the number of turns is not bounded."""
 
 
 def engine(source: Source) -> dict[str, Any]:
@@ -37,6 +41,31 @@ def engine(source: Source) -> dict[str, Any]:
     if name == "vllm":
         values |= FIELDS["vllm"](rollout)
     return values
+
+
+def turns(source: Source) -> dict[str, Any]:
+    """Return our keys of turns with tools: those of verl's tool_agent, which ends with a turn that has no call."""
+    multi_turn = source.under(_R + "multi_turn.")
+    loop = source.one_of(_R + "agent.default_agent_loop", _LOOPS, "agent loop", _LOOPS[0])
+    files = [multi_turn.prefix + key for key in _TOOLS if multi_turn.text(key)]
+    if not multi_turn.flag("enable") and loop == _LOOPS[0]:
+        for key in (*files, *("data." + key for key in _TOOLS if source.text("data." + key))):
+            source.lacks(key, "tools that the model reads and that no turn can call: set multi_turn.enable")
+        return {}
+    if not files:
+        # Without tools the first turn is the last.
+        return {}
+    users = multi_turn.whole("max_user_turns")
+    limits = [turns for turns in (multi_turn.whole("max_assistant_turns"), users and users + 1) if turns]
+    total = source.count("data.max_prompt_length") + source.count("data.max_response_length")
+    ours = FIELDS["turns"](source) | {
+        "environment.tools": [f"verl:{source.path(key)}" for key in files],
+        "environment.max_turns": min(limits, default=_ANY_TURNS),
+        "environment.cut_observations": CHOICES[multi_turn.prefix + "tool_response_truncate_side"].read(source),
+        "environment.max_observation_tokens": total,
+        "data.max_total_tokens": total,
+    }
+    return ours if source.text(_R + "name") == "hf" else ours | {"engine.mode": "server"}
 
 
 def rewards(source: Source) -> dict[str, Any]:

@@ -245,11 +245,26 @@ def test_messages_that_cannot_be_written_are_refused(messages, error):
         dialog_of(template("json")).follow(messages)
 
 
-@pytest.mark.parametrize(("side", "kept"), [("end", "0123456..."), ("start", "...3456789")])
+@pytest.mark.parametrize(("side", "kept"), [("end", "0123456..."), ("start", "...3456789"), ("middle", "012...789")])
 def test_a_long_observation_is_cut_on_the_side_named_with_a_mark(side, kept):
+    """The tokenizer's tokens are characters: ten with the mark."""
     dialog = dialog_of(template("json"))
     assert dialog.cut("0123456789", 10, side) == ("0123456789", False)
-    assert dialog.cut("0123456xxxx" if side == "end" else "xxxx3456789", 10, side) == (kept, True)
+    assert dialog.cut({"end": "0123456xxxx", "start": "xxxx3456789", "middle": "012xxxxx789"}[side], 10, side) == (
+        kept,
+        True,
+    )
+
+
+@pytest.mark.parametrize(("side", "kept"), [("end", "0123..."), ("start", "...6789"), ("middle", "01...89")])
+def test_a_limit_in_characters_keeps_so_many_of_an_observation(side, kept):
+    """As verl cuts the answers of tools: max_tool_response_length counts characters, and the mark is none of them."""
+    dialog = dialog_of(template("json"))
+    assert dialog.cut("0123", 100, side, 4) == ("0123", False)
+    assert dialog.cut("0123456789", 100, side, 4) == (kept, True)
+    assert dialog.cut("0123456789", 100, side, 5)[0] == {"end": "01234...", "start": "...56789", "middle": kept}[side]
+    # The limit in tokens acts on what is left.
+    assert len(dialog.cut("0123456789", 6, side, 4)[0]) <= 6
 
 
 # --- conversations that are rendered again --------------------------------------------------------------------------

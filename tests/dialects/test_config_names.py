@@ -18,7 +18,7 @@ YAML = """
 hydra: {searchpath: ["file://verl/trainer/config"]}
 defaults: [ppo_trainer, _self_]
 data: {train_batch_size: 64}
-actor_rollout_ref: {actor: {ppo_mini_batch_size: 64}, rollout: {name: sglang, multi_turn: {enable: %s}}}
+actor_rollout_ref: {actor: {ppo_mini_batch_size: 64}, rollout: {name: sglang, ignore_eos: %s}}
 """
 WORDS = ["data.train_files=a.parquet", "actor_rollout_ref.model.path=m"]
 
@@ -38,7 +38,7 @@ def repository(tmp_path):
 def test_a_script_finds_its_yaml_from_any_directory(repository, tmp_path, monkeypatch, place):
     monkeypatch.chdir(tmp_path / place)
     found = translate_words("verl", [str(repository)], HOME)
-    assert [each.key for each in found.outcomes if each.is_refused] == ["actor_rollout_ref.rollout.multi_turn.enable"]
+    assert [each.key for each in found.outcomes if each.is_refused] == ["actor_rollout_ref.rollout.ignore_eos"]
     assert found.tree["data"]["prompts_per_step"] == 64
 
 

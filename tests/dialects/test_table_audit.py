@@ -272,6 +272,7 @@ MAY_CLAIM = {
     "how requests are scheduled: the same samples are requested",
     "always on with tensor parallelism: the same numbers up to rounding",
     "how the same number is computed",
+    "nothing that was sampled is encoded again; the reader of calls is chosen by the chat template",
     "each update has its own prompts: their order in it changes nothing",
     "sequences are always packed: nothing is padded",
     "tokens are always balanced over replicas: the numbers are the same",

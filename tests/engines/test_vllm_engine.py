@@ -135,6 +135,57 @@ def test_old_weights_and_old_keys_are_seen(cluster, sized, fault):
     assert max(differences) > 1e-4, differences
 
 
+OBSERVATION = [6 + i % 80 for i in range(140)]
+"""Longer than a block of the prefix cache, so each turn of a conversation has whole blocks that the one before computed."""
+
+
+def conversation(mesh, directory: Path, engine, turns_per_update: int) -> list[float]:
+    """The difference of log-probs in each of four turns of a conversation; an optimizer step follows so many turns."""
+    from fivefold.engines.weight_sync import weight_sync
+    from fivefold.megatron.model import MegatronModel
+
+    model = MegatronModel(directory, POLICY, mesh, total_updates=4)
+    mine = whole_batch().select(shard_of_replica(mesh.ranks, range(len(LENGTHS))))
+    context, differences = [7 + i % 90 for i in range(150)], []
+    for turn in range(4):
+        if turn % turns_per_update == 0:
+            weight_sync(model, engine)
+        asked = requests(1, FREE, [context], draw=(5, turn))
+        answers = complete(engine, asked)
+        differences.append(difference(model, asked, answers))
+        context = [*context, *answers[0].token_ids, *OBSERVATION]
+        if (turn + 1) % turns_per_update == 0:
+            mine = mine.with_columns({Column.OLD_LOGPROBS: model.forward(mine)})
+            model.train_step(mine, OBJECTIVE.loss)
+    return differences
+
+
+def conversation_in_the_ranks(mesh, directory: Path, turns_per_update: int, fault: bool) -> list[float]:
+    engine = vllm_engine(mesh, directory, "d1", {"max_model_len": 1024}, verify_every=0)
+    if fault:
+        engine._llm.reset_prefix_cache = lambda: True
+    return conversation(mesh, directory, engine, turns_per_update)
+
+
+@pytest.fixture(scope="module")
+def long(tmp_path_factory) -> Path:
+    """A model with room for four turns."""
+    return make_model("qwen3", tmp_path_factory.mktemp("model") / "long", max_position_embeddings=1024, **SIZES)
+
+
+def test_a_turn_after_new_weights_reads_nothing_that_old_ones_computed(cluster, long):
+    (differences,) = cluster.run(conversation_in_the_ranks, "megatron:d1", long, 1, False)
+    assert max(differences) < 1e-5, differences
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("turns_per_update", "first"), [(1, 1), (2, 2)])
+def test_a_prefix_cache_that_survives_new_weights_shows_in_their_first_turn(cluster, long, turns_per_update, first):
+    """Fault injection: turns of the same weights may read what was cached, and the first turn of the next ones differs."""
+    (differences,) = cluster.run(conversation_in_the_ranks, "megatron:d1", long, turns_per_update, True)
+    assert max(differences[:first]) < 1e-5 and min(differences[first:]) > 1e-4, differences
+
+
 def without_training(mesh, directory: Path, layout: str, calls: list[list[Request]]):
     """Completions of each call by vLLM with the weights of the files, and by the transformers engine."""
     from fivefold.engines.transformers import TransformersEngine

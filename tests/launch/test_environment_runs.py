@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.support.commands import Command, children_of, fivefold, gone, is_free, wait_for
@@ -146,27 +150,186 @@ def test_trajectories_ahead_are_as_old_as_they_may_be_and_those_of_the_step_with
     assert all(row["turns/mean"] > 1 for row in ahead if "turns/mean" in row)
 
 
+SLOW = """
+import asyncio, random, runpy, time
+from fivefold import Step
+
+class Slow:
+    \"\"\"The guessing game with answers that take a while, so that a run can be killed in the middle.\"\"\"
+
+    async def reset(self, task, seed):
+        self.secret = random.Random(seed).randrange(10)
+        return task["prompt"]
+
+    async def step(self, message):
+        await asyncio.sleep(0.1)
+        guess = message["content"]
+        is_right = guess == str(self.secret)
+        return Step("" if is_right else ">", reward=float(is_right), done=is_right)
+
+class Replayable(Slow):
+    replayable = True
+
+class Stated(Slow):
+    def state(self):
+        return {"secret": self.secret}
+
+    def restore(self, state):
+        self.secret = state["secret"]
+
+def run(task, base_url, api_key):
+    time.sleep(0.2)
+    return runpy.run_path("$EXAMPLES/agent/agent.py")["run"](task, base_url, api_key)
+"""
+
+
+@pytest.fixture(scope="module")
+def slow(guessing) -> Path:
+    """A file with environments and an agent that take a while."""
+    (guessing / "slow.py").write_text(SLOW.replace("$EXAMPLES", str(EXAMPLES)))
+    return guessing / "slow.py"
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("step", [1, 2, 3])
-@pytest.mark.parametrize("layout", ["d1", "d2"])
-def test_a_killed_run_with_trajectories_ahead_resumes_as_if_undisturbed(guessing, step, layout):
-    """Killed after each of its checkpoints, and resumed on one rank or two."""
-    resumed_equals_whole(guessing, EXAMPLES / "guessing/grpo.yaml", paths(guessing), step, layout)
+@pytest.mark.parametrize(
+    ("name", "step", "layout"),
+    [("Slow", 1, "d2"), ("Slow", 3, "d1"), ("Replayable", 2, "d1"), ("Stated", 1, "d1"), ("Stated", 3, "d2")],
+)
+def test_a_killed_run_with_trajectories_ahead_resumes_as_if_undisturbed(guessing, slow, name, step, layout):
+    """Killed after one of its checkpoints, and resumed on one rank or two."""
+    overrides = [*paths(guessing)[:3], f"environment.class={slow}:{name}"]
+    resumed_equals_whole(guessing, EXAMPLES / "guessing/grpo.yaml", overrides, step, layout)
 
 
 def resumed_equals_whole(root: Path, yaml: Path, overrides: list[str], step: int, layout: str) -> None:
     """Kill a run that samples ahead once it has a checkpoint of a step, and resume it on a layout."""
-    given, name = [*overrides, *SHORT, *AHEAD], f"{yaml.parent.name}-{step}-{layout}"
+    given = [*overrides, *SHORT, *AHEAD, "trainer.steps=5", "trainer.resume=auto"]
+    name = f"{overrides[-1].rpartition(':')[2]}-{step}-{layout}"
     expected = run(root, f"whole-{name}", yaml, *given)
     run_dir = root / f"runs/killed-{name}"
     process = Command("train", yaml, *given, f"launch.threads={THREADS}", f"trainer.run_dir={run_dir}")
     wait_for((run_dir / f"checkpoints/step-{step:06d}").exists, process)
     everyone = children_of(process.pid)
     process.kill()
-    process.wait()
+    assert process.wait() != 0
     wait_for(lambda: gone(everyone) and is_free(run_dir))
-    found = run(root, run_dir.name, yaml, *given, f"policy.backend=megatron:{layout}")
-    assert_same(of_content(found), of_content(expected))
+    assert not (run_dir / "checkpoints/step-000005").exists(), "the run must be killed before its end"
+    done = fivefold(
+        "train", yaml, *given, f"trainer.run_dir={run_dir}", f"launch.threads={THREADS}", f"policy.backend=megatron:{layout}"
+    )
+    assert done.returncode == 0 and "resumed after step" in done.stdout, done.stdout + done.stderr
+    assert_same(of_content(metrics(root, run_dir.name)), of_content(expected))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["class", "agent"])
+def test_a_killed_environment_process_costs_the_trajectories_of_it_alone(guessing, slow, kind):
+    """Four of sixteen trajectories are in the process; the others, and the steps that follow, are those of a whole run."""
+    name = {"class": "Stated", "agent": "run"}[kind]
+    given = [
+        *paths(guessing)[:3], f"environment.{kind}={slow}:{name}", *SHORT,
+        "trainer.eval_before_train=false", "environment.per_worker=4", "reward.max_failed=0.5", "policy.optimizer.lr=0",
+        "trainer.logged_samples_per_step=all",
+    ]  # fmt: skip
+    yaml = EXAMPLES / {"class": "guessing/grpo.yaml", "agent": "agent/grpo.yaml"}[kind]
+    run(guessing, f"whole-{kind}", yaml, *given)
+    run_dir = guessing / f"runs/worker-{kind}"
+    process = Command("train", yaml, *given, f"launch.threads={THREADS}", f"trainer.run_dir={run_dir}")
+    wait_for(lambda: len(workers_of(process.pid)) == 4, process)
+    time.sleep(0.2)
+    os.kill(workers_of(process.pid)[0], signal.SIGKILL)
+    done = process.finish()
+    assert done.returncode == 0, done.stdout + done.stderr
+    first, second = metrics(guessing, run_dir.name)
+    end = {"class": "trajectory/end_environment", "agent": "trajectory/end_agent"}[kind]
+    assert 0 < first[end] <= 4 / 16 and second[end] == 0
+    # Rows without reward are those that failed; the weights stay as they are, so the others are the same.
+    assert set(scored(run_dir)) <= set(scored(guessing / f"runs/whole-{kind}"))
+    assert len(scored(run_dir)) == 32 - round(16 * first[end])
+
+
+def workers_of(pid: int) -> list[int]:
+    """Processes of a run in which environments are."""
+    return [each for each in children_of(pid) if any("environments/worker.py" in word for word in words_of(each))]
+
+
+def words_of(pid: int) -> list[str]:
+    try:
+        return psutil.Process(pid).cmdline()
+    except psutil.Error:
+        return []
+
+
+def scored(run_dir: Path) -> list[tuple]:
+    """Step, prompt, tokens and reward of each trajectory that has a reward, each once."""
+    rows = [json.loads(line) for line in (run_dir / "samples.jsonl").read_text().splitlines()]
+    trained = [row for row in rows if row["kind"] == "train" and row["reward"] is not None]
+    found = [(row["step"], row["prompt_id"], row["sample"], row["response"], row["reward"]) for row in trained]
+    assert len({row[:3] for row in found}) == len(found)
+    return found
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_servers_that_are_killed_under_several_turns_change_no_metric(guessing, wide):
+    """A turn that was under way is sampled again with its own draws, and its trajectory continues."""
+    given = [
+        *paths(guessing), f"model.path={wide}", *SHORT, "trainer.steps=4", "algorithm.kl.coef=0.01", "engine.backend=vllm:d1",
+        "engine.mode=server", "engine.vllm={kv_cache_memory_bytes: 67108864}",
+    ]  # fmt: skip
+    yaml = EXAMPLES / "guessing/grpo.yaml"
+    expected = run(guessing, "whole-servers", yaml, *given)
+    run_dir = guessing / "runs/killed-servers"
+    process = Command("train", yaml, *given, f"launch.threads={THREADS}", f"trainer.run_dir={run_dir}")
+    rows, killed = run_dir / "metrics.jsonl", set()
+    for step in (0, 1, 2):
+        wait_for(lambda step=step: rows.is_file() and f'"step": {step},' in rows.read_text(), process)
+        wait_for(lambda: set(servers_of(process.pid)) - killed, process)
+        killed.update(servers_of(process.pid))
+        os.kill(max(killed), signal.SIGKILL)
+    done = process.finish()
+    assert done.returncode == 0 and len(killed) == 3, done.stdout + done.stderr
+    assert_same(of_content(metrics(guessing, run_dir.name)), of_content(expected))
+
+
+CLIENT = """
+import random
+import openai
+
+async def run(task, base_url, api_key):
+    secret = str(random.Random(task["seed"]).randrange(10))
+    messages = [{"role": "user", "content": task["prompt"]}]
+    async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+        for turn in range(4):
+            answer = await client.chat.completions.create(model="policy", messages=messages)
+            guess = answer.choices[0].message.content or ""
+            if guess == secret:
+                return 1.0
+            messages += [answer.choices[0].message.model_dump(exclude_none=True), {"role": "user", "content": ">"}]
+    return 0.0
+"""
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_an_agent_with_openai_s_client_samples_from_a_server_of_vllm_what_is_trained(guessing, wide):
+    """Every turn's log-probs are the trainer's, and each trajectory is one sequence."""
+    pytest.importorskip("openai")
+    (guessing / "client.py").write_text(CLIENT)
+    given = [
+        *paths(guessing)[:3], f"environment.agent={guessing}/client.py:run", f"model.path={wide}", *SHORT,
+        "algorithm.kl.coef=0.01", "engine.backend=vllm:d1", "engine.mode=server",
+        "engine.vllm={kv_cache_memory_bytes: 67108864}", "environment.reset_seconds=600",
+    ]  # fmt: skip
+    rows = run(guessing, "openai", EXAMPLES / "agent/grpo.yaml", *given)
+    assert [row["step"] for row in rows] == [0, 1, 2]
+    for row in rows[1:]:
+        assert row["turns/mean"] > 1 and row["rollout/logprob_diff_max"] < 1e-4
+        assert row["trajectory/sequences"] == 1 and row["trajectory/end_agent"] == 0 == row["endpoint/overridden"]
+
+
+def servers_of(pid: int) -> list[int]:
+    return [each for each in children_of(pid) if "fivefold.engines.vllm.serve" in words_of(each)]
 
 
 def test_a_run_that_fails_in_its_environment_ends_with_the_reason(guessing):
@@ -265,9 +428,10 @@ def test_a_run_of_an_agent_is_the_same_on_two_ranks(guessing):
 
 
 @pytest.mark.slow
-def test_a_killed_run_of_agents_ahead_resumes_as_if_undisturbed(guessing):
+def test_a_killed_run_of_agents_ahead_resumes_as_if_undisturbed(guessing, slow):
     """Agents that were not at their end begin again, and get the same answers."""
-    resumed_equals_whole(guessing, EXAMPLES / "agent/grpo.yaml", agent(guessing), 2, "d2")
+    overrides = [*paths(guessing)[:3], f"environment.agent={slow}:run"]
+    resumed_equals_whole(guessing, EXAMPLES / "agent/grpo.yaml", overrides, 2, "d2")
 
 
 @pytest.mark.learning

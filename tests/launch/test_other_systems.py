@@ -119,6 +119,68 @@ def test_a_script_of_siirl_trains_as_its_translation_does(root):
     assert_same(metrics(root, "converted"), rows)
 
 
+TEMPLATE = (
+    "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>{{ {'name': c.function.name, "
+    "'arguments': c.function.arguments} | tojson }}</tool_call>{% endfor %}{{ eos_token }}{% endfor %}"
+)
+TOOL = """
+from verl.tools.function_tool import function_tool
+
+@function_tool
+def plus(a: int, b: int) -> str:
+    \"\"\"Add.
+
+    Args:
+        a: A number.
+        b: A number.
+    \"\"\"
+    return str(a + b)
+"""
+TOOLS = """
+tools:
+  - class_name: own_tools.Answer
+    config: {type: native}
+    tool_schema:
+      type: function
+      function:
+        name: answer
+        description: Answer.
+        parameters: {type: object, properties: {answer: {type: string, description: A number.}}, required: [answer]}
+"""
+OWN = """
+from verl.tools.base_tool import BaseTool
+
+class Answer(BaseTool):
+    async def execute(self, instance_id, parameters, **kwargs):
+        return "well", 0.0, {}
+"""
+
+
+def test_arguments_of_verl_with_tools_of_both_kinds_train_as_they_are(root, monkeypatch):
+    """verl itself is not installed; the model has not learned to call, so trajectories end with their first turns."""
+    (root / "tools.py").write_text(TOOL)
+    (root / "tools.yaml").write_text(TOOLS)
+    (root / "own_tools.py").write_text(OWN)
+    monkeypatch.chdir(root)
+    multi = "actor_rollout_ref.rollout.multi_turn."
+    done = fivefold(
+        "train", "--from", "verl", f"data.train_files={root}/data/train.parquet", "algorithm.adv_estimator=grpo",
+        f"actor_rollout_ref.model.path={root}/model", "actor_rollout_ref.rollout.name=hf", "data.train_batch_size=4",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=4", "actor_rollout_ref.actor.fsdp_config.dtype=float32",
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4", "actor_rollout_ref.rollout.n=2", "trainer.logger=console",
+        "data.max_prompt_length=16", "data.max_response_length=8", "trainer.n_gpus_per_node=1", "trainer.total_training_steps=1",
+        "trainer.val_before_train=False", f"trainer.default_local_dir={root}/runs/tools", f"{multi}enable=True",
+        f"{multi}max_assistant_turns=3", f"{multi}tool_config_path={root}/tools.yaml",
+        f"{multi}function_tool_path={root}/tools.py", "actor_rollout_ref.rollout.agent.default_agent_loop=tool_agent",
+        "--", f"data.chat_template={json.dumps(TEMPLATE)}",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "0 not supported, 0 unknown" in done.stdout
+    ran = RunConfig.restore(root / "runs/tools/logs/requested.yaml")
+    assert ran.environment.tools == [f"verl:{root}/tools.yaml", f"verl:{root}/tools.py"]
+    assert metrics(root, "tools")[-1]["turns/mean"] >= 1
+
+
 def test_arguments_of_skyrl_train_as_they_are(root):
     done = fivefold(
         "train", "--from", "skyrl", f"data.train_data=['{root}/data/skyrl.jsonl']", "trainer.algorithm.advantage_estimator=grpo",

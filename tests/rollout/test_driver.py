@@ -409,10 +409,19 @@ def as_written(parts, tmp_path: Path):
 
 
 def killed(one: Rig, turns: int, tmp_path: Path, **extra: Any) -> tuple[dict, list]:
-    """(trajectories that ended, those that a checkpoint keeps) when so many turns were sampled; then nothing is left."""
+    """(trajectories that ended, those that a checkpoint keeps) when so many turns were sampled; then nothing is left.
+
+    On a busy machine all trajectories may be in the middle of a step, of which there is no state: this waits until one that
+    has sampled a turn waits for the engine. Nothing changes after that, since the driver does nothing by itself.
+    """
     one.add(**extra)
     ended: dict[tuple[int, int], Trajectory] = {}
-    while sum(held.turns for held in [*ended.values(), *one.driver.unfinished()]) < turns:
+
+    def is_time() -> bool:
+        sampled = sum(held.turns for held in [*ended.values(), *one.driver.unfinished()])
+        return sampled >= turns and any(asked.run.held.turns for asked in one.driver._asked.values())
+
+    while one.driver.is_running and not is_time():
         ended |= {held.task.key: held for held in one.driver.advance(0.002)}
     parts = as_written(one.driver.parts(), tmp_path)
     one.close()
@@ -445,8 +454,7 @@ def test_trajectories_of_a_checkpoint_continue_and_equal_undisturbed_ones(files,
     if name == "Stated":
         # Where the environment was in the middle of a step, it has no state to continue from.
         still = [part for part in recorded if part.record["restore"] is not None]
-        assert still or turns == 1
-        assert len((tmp_path / "restored").read_text() if still else "") == len(still)
+        assert len((tmp_path / "restored").read_text()) == len(still) > 0
         assert not [seed for part in still for seed in seeds_of(one, part) if seed in again]
     elif name == "Replayable":
         assert not again, "no turn of the checkpoint is sampled again"

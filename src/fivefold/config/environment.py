@@ -49,8 +49,10 @@ class EnvironmentConfig:
     """Maximum number of tool calls in one turn; further ones are answered with an error."""
     max_observation_tokens: Annotated[int, above(3)] = 1024
     """Maximum length of an answer that the model reads, in tokens. Longer ones are cut, with a mark."""
-    cut_observations: Literal["start", "end"] = "end"
-    """Side of a long answer that is left out."""
+    max_observation_characters: Annotated[int | None, above(0)] = None
+    """Maximum length of an answer that the model reads, in characters without the mark; no limit if left out."""
+    cut_observations: Literal["start", "middle", "end"] = "end"
+    """Part of a long answer that is left out."""
     same_start: bool = True
     """Stop the run if the trajectories of a group begin with different contexts."""
     per_worker: Annotated[int, within("[1, 65536]"), HARMLESS] = 64

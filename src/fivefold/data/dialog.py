@@ -21,11 +21,19 @@ from fivefold.errors import UserError, shown
 from fivefold.special_tokens import escape, pattern_of
 
 History = Literal["append", "template"]
+Side = Literal["start", "middle", "end"]
 
 _MARK = "..."
 """Mark of an observation that was cut."""
 _TURNS = 3
 """Turns of the model in the conversations that `history_difference` compares."""
+
+
+def _kept(length: int, count: int, side: Side) -> tuple[slice, slice]:
+    """Return where the first and the last of `count` items lie in a longer list; `side` is what is left out of it."""
+    before = {"start": 0, "middle": count // 2, "end": count}[side]
+    after = {"start": count, "middle": count // 2, "end": 0}[side]
+    return slice(before), slice(length - after, length)
 
 
 @dataclass(frozen=True)
@@ -141,15 +149,17 @@ class Dialog:
         pattern = pattern_of(self.template.tokenizer)
         return [{**message, "content": escape(message["content"], pattern)} for message in messages]
 
-    def cut(self, text: str, limit: int, side: Literal["start", "end"]) -> tuple[str, bool]:
-        """Return an observation of at most `limit` tokens, without its start or its end, and whether it was cut."""
+    def cut(self, text: str, limit: int, side: Side, characters: int | None = None) -> tuple[str, bool]:
+        """Return an observation without its `side` where it has more than `limit` tokens, or more than `characters`, and
+        whether it was cut. The mark is one of the tokens, and none of the characters."""
+        is_long = characters is not None and len(text) > characters
+        if characters is not None and is_long:
+            text = _MARK.join(text[part] for part in _kept(len(text), characters, side))
         tokens = self.template.encode(text)
         if len(tokens) <= limit:
-            return text, False
-        room = max(0, limit - len(self.template.encode(_MARK)))
-        part = tokens[len(tokens) - room :] if side == "start" else tokens[:room]
-        words = self.template.decode(part)
-        return (_MARK + words if side == "start" else words + _MARK), True
+            return text, is_long
+        count = max(0, limit - len(self.template.encode(_MARK)))
+        return _MARK.join(self.template.decode(tokens[part]) for part in _kept(len(tokens), count, side)), True
 
     def text(self, token_ids: Sequence[int]) -> str:
         """Return the text of tokens, without special ones."""

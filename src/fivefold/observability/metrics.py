@@ -104,7 +104,7 @@ METRICS: dict[str, tuple[Metric, ...]] = {
             "turns",
             "Turns that ended otherwise and got the template's end token, without loss.",
         ),
-        Metric("turns/observations_cut", "messages", "Answers longer than `environment.max_observation_tokens`."),
+        Metric("turns/observations_cut", "messages", "Answers that were cut (`environment.cut_observations`)."),
         Metric(
             "turns/aborted_tokens",
             "tokens",

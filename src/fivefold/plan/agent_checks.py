@@ -30,7 +30,8 @@ def check_agent(findings: Findings, environment: EnvironmentConfig, ranks: int) 
             f"must be left out with environment.{key}: an agent has an environment and tools of its own; take one of them"
         )
         findings.require(not value, "agent", message)
-    for name in ("max_parallel_calls", "max_observation_tokens", "cut_observations", "same_start", "step_seconds"):
+    of_answers = ("max_observation_tokens", "max_observation_characters", "cut_observations")
+    for name in ("max_parallel_calls", *of_answers, "same_start", "step_seconds"):
         if getattr(environment, name) != getattr(usual, name):
             findings.ignore(name, "environment.agent decides what the model reads")
     if _CODE.fullmatch(agent):

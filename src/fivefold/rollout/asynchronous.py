@@ -246,11 +246,11 @@ class AsyncRollouts:
         """Copy this rank's fully sampled groups. The returned function writes them into a directory and returns its
         files."""
         rank = self._ranks.rank
-        held, scored, parts = self._open.copies()
+        held, scored, parts, counts = self._open.copies()
 
         def write(directory: Path) -> list[Path]:
             path = directory / FILE.format(rank)
-            write_groups(path, held, scored, parts)
+            write_groups(path, held, scored, parts, counts)
             return [path]
 
         return write
@@ -260,14 +260,14 @@ class AsyncRollouts:
         replica = self._engine.replica
         for path in sorted(directory.glob("*.safetensors")):
             try:
-                groups, scored, parts = read_groups(path)
+                groups, scored, parts, counts = read_groups(path)
             except UserError as error:
                 self._log.log(f"{error}: the prompts of its groups are sampled again")
                 continue
             for place, samples in groups.items():
                 is_own = replica.owns(place) and place in self._unused
                 if is_own and len(by_trajectory(samples)) == self._group_size:
-                    self._open.restore(self._wanted(place), samples, is_scored=place in scored)
+                    self._open.restore(self._wanted(place), samples, counts.get(place, {}), is_scored=place in scored)
             of_place: dict[int, list[Part]] = {}
             for part in parts:
                 of_place.setdefault(part.place, []).append(part)
@@ -277,4 +277,4 @@ class AsyncRollouts:
                     and place in self._unused
                     and max(part.number for part in parts_of_group) < self._group_size
                 ):
-                    self._open.resume(self._wanted(place), parts_of_group)
+                    self._open.resume(self._wanted(place), parts_of_group, counts.get(place, {}))

@@ -242,10 +242,11 @@ class Conversations:
     def _readable(self, held: Trajectory, messages: Any) -> list[dict[str, Any]]:
         """Return the answer to a turn as the model reads it: not too long, and without special tokens."""
         check_messages(messages)
-        limit, side = self._config.max_observation_tokens, self._config.cut_observations
+        config = self._config
+        limits = config.max_observation_tokens, config.cut_observations, config.max_observation_characters
         short = []
         for message in messages:
-            text, is_cut = self.dialog.cut(message["content"], limit, side)
+            text, is_cut = self.dialog.cut(message["content"], *limits)
             held.count("turns/observations_cut", is_cut)
             short.append({**message, "content": text})
         return self.dialog.escaped(short)

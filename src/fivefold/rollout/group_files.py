@@ -37,11 +37,15 @@ have their defaults."""
 
 
 def write_groups(
-    path: Path, groups: Mapping[int, list[Sample]], scored: Collection[int], parts: Sequence[Part] = ()
+    path: Path,
+    groups: Mapping[int, list[Sample]],
+    scored: Collection[int],
+    parts: Sequence[Part] = (),
+    counts: Mapping[int, Mapping[str, float]] = {},
 ) -> None:
     """Write samples by the place of their group in the run, and trajectories of groups that are not complete.
 
-    `scored`: places of the groups that have all their rewards.
+    `scored`: places of the groups that have all their rewards; `counts`: events of a group's trajectories, by its place.
     """
     samples = [sample for group in (*groups.values(), *(part.samples for part in parts)) for sample in group]
     tensors: dict[str, Tensor] = {}
@@ -56,9 +60,15 @@ def write_groups(
             lists += [name] if any(isinstance(value, list) for value in column) else []
         else:
             others[name] = column
-    counts = {place: len(group) for place, group in groups.items()}
-    described = {"groups": counts, "scored": sorted(scored), "lengths": lengths, "lists": lists, "others": others}
-    described["parts"] = [[part.place, part.number, len(part.samples), part.record] for part in parts]
+    described = {
+        "groups": {place: len(group) for place, group in groups.items()},
+        "scored": sorted(scored),
+        "parts": [[part.place, part.number, len(part.samples), part.record] for part in parts],
+        "counts": dict(counts),
+        "lengths": lengths,
+        "lists": lists,
+        "others": others,
+    }
     text = json.dumps(described)
     assert repr(json.loads(text)["others"]) == repr(others), "a field of Sample holds what JSON would change"
     tensors[_JSON] = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
@@ -66,7 +76,7 @@ def write_groups(
         save_file(tensors, path)
 
 
-def read_groups(path: Path) -> tuple[dict[int, list[Sample]], set[int], list[Part]]:
+def read_groups(path: Path) -> tuple[dict[int, list[Sample]], set[int], list[Part], dict[int, dict[str, float]]]:
     """Read the files of `write_groups`; raises ValueError if another version of the program wrote them."""
     with safe_open(path, framework="pt") as file:
         is_needed = {item.name: item.default is item.default_factory is MISSING for item in fields(Sample)}
@@ -87,7 +97,8 @@ def read_groups(path: Path) -> tuple[dict[int, list[Sample]], set[int], list[Par
         Part(place, number, [next(samples) for _ in range(count)], record)
         for place, number, count, record in described.get("parts", ())
     ]
-    return groups, set(described["scored"]), parts
+    counts = {int(place): events for place, events in described.get("counts", {}).items()}
+    return groups, set(described["scored"]), parts, counts
 
 
 def _same(value: Any) -> Any:

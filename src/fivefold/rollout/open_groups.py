@@ -5,10 +5,11 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import count
+from typing import TypeAlias
 
 from fivefold.engines.sampling import request_seed
 from fivefold.interfaces import EngineState, Load, Stream
@@ -18,6 +19,8 @@ from fivefold.rollout.driver import Usage
 from fivefold.rollout.generation import Generator, group_of, numbered
 from fivefold.rollout.trajectories import Part, Task, Trajectory
 from fivefold.types import ENDS, Completion, Group, Prompt, Request, Sample, Sampling, by_trajectory
+
+Copies: TypeAlias = tuple[dict[int, list[Sample]], set[int], list[Part], Mapping[int, Mapping[str, float]]]
 
 _ROUND_SECONDS = 0.5
 """Seconds between two checks whether the run is to end, while an engine in the ranks samples trajectories."""
@@ -48,6 +51,8 @@ class OpenGroup:
     sequences: dict[int, list[Sample]] = field(default_factory=dict)
     """Sequences of each trajectory that is sampled."""
     scoring: list[Scoring] = field(default_factory=list)
+    counts: Counter[str] = field(default_factory=Counter)
+    """Events of its trajectories that have ended, for the metrics of the step that takes it."""
 
     @property
     def is_sampled(self) -> bool:
@@ -128,27 +133,28 @@ class OpenGroups(ABC):
         tokens, self._tokens = self._tokens, Tokens()
         return tokens
 
-    def copies(self) -> tuple[dict[int, list[Sample]], set[int], list[Part]]:
-        """Return copies of the samples of sampled groups by place, the places of those that are also scored, and the
-        trajectories of other groups that a checkpoint keeps."""
+    def copies(self) -> Copies:
+        """Return copies of the samples of sampled groups by place, the places of those that are also scored, the
+        trajectories of other groups that a checkpoint keeps, and the events of groups by place."""
         # A reward model changes the reward when a step takes the group.
         held = {
             place: [copy.copy(sample) for sample in group.samples]
             for place, group in self._groups.items()
             if self._leads and group.is_sampled
         }
-        return held, {place for place, _ in self.complete()}, self._parts()
+        counts = {place: group.counts.copy() for place, group in self._groups.items() if group.counts}
+        return held, {place for place, _ in self.complete()}, self._parts(), counts
 
     def _parts(self) -> list[Part]:
         return []
 
-    def restore(self, wanted: Wanted, samples: Sequence[Sample], is_scored: bool) -> None:
+    def restore(self, wanted: Wanted, samples: Sequence[Sample], counts: Mapping[str, float], is_scored: bool) -> None:
         """Add a group that was sampled by an earlier process, and begin to score it unless it is."""
-        group = self._groups[wanted.place] = OpenGroup(wanted.prompt, set())
+        group = self._groups[wanted.place] = OpenGroup(wanted.prompt, set(), counts=Counter(counts))
         for number, sequences in enumerate(by_trajectory(samples)):
             self._add(group, number, sequences, is_scored)
 
-    def resume(self, wanted: Wanted, parts: Sequence[Part]) -> None:
+    def resume(self, wanted: Wanted, parts: Sequence[Part], counts: Mapping[str, float]) -> None:
         """Add a group of which an earlier process has sampled parts, and continue to sample it."""
         raise AssertionError("responses of one turn have no parts")
 
@@ -242,11 +248,16 @@ class OpenTrajectories(OpenGroups):
             sequences, counts = held.samples(), held.counts
             self._tokens.aborted += int(counts["turns/aborted_tokens"])
             self._tokens.reused += held.older_tokens
-            self._counts.update(counts)
             group = self._groups[held.task.place]
+            group.counts.update(counts)
             group.sequences[held.task.number] = sequences
             group.missing.discard(held.task.number)
             group.scoring.append(self._generator.score(held, sequences))
+
+    def take(self, place: int) -> OpenGroup | None:
+        if self._leads and place in self._groups:
+            self._counts.update(self._groups[place].counts)
+        return super().take(place)
 
     def load(self) -> Load | None:
         self._load = self._driver.load()
@@ -257,7 +268,7 @@ class OpenTrajectories(OpenGroups):
         self._generator.record_counts(self._counts)
         self._counts = Counter()
 
-    def copies(self) -> tuple[dict[int, list[Sample]], set[int], list[Part]]:
+    def copies(self) -> Copies:
         self.collect(0.0)
         return super().copies()
 
@@ -277,8 +288,9 @@ class OpenTrajectories(OpenGroups):
         ]
         return ended + self._driver.parts()
 
-    def resume(self, wanted: Wanted, parts: Sequence[Part]) -> None:
-        group = self._groups[wanted.place] = OpenGroup(wanted.prompt, set(range(wanted.size)))
+    def resume(self, wanted: Wanted, parts: Sequence[Part], counts: Mapping[str, float]) -> None:
+        group = OpenGroup(wanted.prompt, set(range(wanted.size)), counts=Counter(counts))
+        self._groups[wanted.place] = group
         tasks, held = {task.number: task for task in self._tasks(wanted)}, []
         for part in parts:
             if part.record is None:
