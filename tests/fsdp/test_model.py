@@ -52,11 +52,11 @@ def loaded(mesh, directory: Path, policy: PolicyConfig, path: Path):
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_moe"])
 def test_a_checkpoint_of_one_layout_continues_on_another_with_moments(cluster, models, tmp_path, name):
-    """Experts are stored one by one, by their names in the files."""
+    """Experts are stored one by one, by their names in the files, whichever ranks hold them."""
     directory, path = models(name), tmp_path / "saved"
     (reports, weights), *_ = cluster.run(saved_after_one_update, "fsdp:d2", directory, policy_of("d2"), path)
     oracle = [(report.loss, report.grad_norm) for report in reports], weights, None
-    for layout in ("c2", "d4 replicas", *(["d2t2"] if name == "qwen3" else [])):
+    for layout in ("c2", "d4 replicas", *("d2t2", "d2t2e4")[: 2 if name == "qwen3_moe" else 1]):
         assert_equal(cluster.run(loaded, f"fsdp:{layout.split()[0]}", directory, policy_of(layout), path), oracle)
 
 
@@ -175,15 +175,21 @@ def test_a_step_in_bfloat16_is_that_of_float32_up_to_rounding(cluster, models):
 
 
 @pytest.mark.parametrize(
-    ("name", "unproven", "says"),
+    ("name", "layout", "unproven", "says"),
     [
-        ("gpt_oss", False, "t must be 1: it is not proven for gpt_oss"),
-        ("gpt_oss", True, "transformers has no tensor-parallel plan for it"),
-        ("qwen3_moe", True, "the style moe_tp_experts for model.layers.0.mlp.experts, which is not built"),
+        ("mixtral", "t2", False, "t must be 1: it is not proven for mixtral"),
+        ("mixtral", "d2e2", False, "e must be 1: it is not proven for mixtral"),
+        ("seed_oss", "d2e2", True, "e must be 1 for seed_oss: transformers has no plan that divides its experts"),
+        (
+            "qwen3_moe",
+            "d3e3",
+            True,
+            "e must divide the first dimension of model.layers.0.mlp.experts.gate_up_proj, 8: got e3",
+        ),
     ],
 )
-def test_a_family_without_proof_or_plan_is_refused_for_t(cluster, models, name, unproven, says):
-    policy = policy_of("t2")
+def test_a_layout_without_proof_or_plan_is_refused_with_its_name(cluster, models, name, layout, unproven, says):
+    policy = policy_of(layout)
     policy = replace(policy, fsdp=replace(policy.fsdp, unproven=unproven))
     with pytest.raises(RuntimeError, match=says):
-        cluster.run(model_on, "fsdp:t2", models(name), policy)
+        cluster.run(model_on, f"fsdp:{layout}", models(name), policy)

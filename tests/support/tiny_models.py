@@ -84,6 +84,15 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 _IDS = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2}
+_LINEAR = {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "full_attention"],
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_conv_kernel_dim": 4,
+}
 _GEMMA = {**_IDS, "head_dim": 16, "sliding_window": 7, "query_pre_attn_scalar": 16}
 OTHER_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2": ("Gemma2", {**_GEMMA, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}),
@@ -101,6 +110,12 @@ OTHER_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
         },
     ),
+    "minimax_m2": ("MiniMaxM2", {**_IDS, "head_dim": 16, "num_local_experts": 8, "num_experts_per_tok": 2}),
+    "qwen3_next": (
+        "Qwen3Next",
+        {**MOE, **_LINEAR, "num_experts": 8, "norm_topk_prob": True, "shared_expert_intermediate_size": 48},
+    ),
+    "qwen3_5": ("Qwen3_5Text", _LINEAR),
     "olmo2": ("Olmo2", _IDS),
     "olmo3": ("Olmo3", {**_IDS, "sliding_window": 7, "layer_types": WINDOWS}),
     "smollm3": ("SmolLM3", {**_IDS, "tie_word_embeddings": True}),

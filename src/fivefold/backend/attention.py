@@ -33,6 +33,12 @@ class _Gather(torch.autograd.Function):
         return found.to(grad.dtype), None
 
 
+def take_rows(rows: Tensor, index: Tensor) -> Tensor:
+    """Return the rows at `index`, some of which may be there several times."""
+    found: Tensor = _Gather.apply(rows, index)
+    return found
+
+
 def attend(
     query: Tensor,
     key: Tensor,
@@ -52,7 +58,7 @@ def attend(
     if cap is not None or sinks_H is not None or not (query.is_cuda and half and query.shape[2] % 8 == 0):
         return _padded(query, key, value, packing, window, scale, cap, sinks_H)
     if packing.key_index is not None:
-        key, value = (_Gather.apply(tensor, packing.key_index) for tensor in (key, value))
+        key, value = (take_rows(tensor, packing.key_index) for tensor in (key, value))
     assert packing.cu_queries is not None and packing.cu_keys is not None
     if flash.takes(query, value):
         ends, most = (packing.cu_queries, packing.cu_keys), (packing.most_queries, packing.most_keys)
