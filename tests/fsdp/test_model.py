@@ -12,6 +12,7 @@ import torch
 from fivefold.columns import Column
 from fivefold.config.learners import OffloadConfig, PolicyConfig
 from fivefold.types import LossOutput
+from tests.megatron.test_shared_prefix import samples_of, weighted
 from tests.support.fsdp import policy_of
 from tests.support.shards import shard_of_replica
 from tests.support.tiny_models import load_tensors, make_classifier
@@ -125,6 +126,27 @@ def test_replicas_without_samples_take_part(cluster, models):
         (reports, weights), *_ = cluster.run(two_samples, "fsdp:d1", models(name))
         oracle = [(report.loss, report.grad_norm) for report in reports], weights, None
         assert_equal(cluster.run(two_samples, "fsdp:d4", models(name)), oracle)
+
+
+def with_prompts(mesh, directory: Path, share: bool):
+    """Log-probs, reports and weights of two updates on groups, and the tokens of a micro-batch pass."""
+    model = model_on(mesh, directory, policy_of("d2", share_prefix=share))
+    batch = samples_of()
+    own = batch.select([n for n in range(len(batch.lengths_N)) if (n // 4) % mesh.layout.dp == mesh.ranks.coords.dp])
+    logprobs_T = model.forward(own)
+    reports = [model.train_step(own, weighted) for _ in range(2)]
+    return logprobs_T, reports, {name: tensor.clone() for name, tensor in model.weights()}
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_5"])
+def test_a_prompt_that_is_computed_once_for_its_group_changes_no_number(cluster, models, name):
+    """Linear attention computes a prompt's state again for each response, from the prompt's only hidden states."""
+    shared, alone = (cluster.run(with_prompts, "fsdp:d2", models(name), share) for share in (True, False))
+    oracle = [(report.loss, report.grad_norm) for report in alone[0][1]], alone[0][2], None
+    assert sum(own[1][0].tokens for own in shared) < sum(own[1][0].tokens for own in alone)
+    assert_equal([(reports, weights) for _, reports, weights in shared], oracle)
+    for ours, theirs in zip(shared, alone, strict=True):
+        assert torch.allclose(ours[0], theirs[0], atol=3e-6)
 
 
 def changed_copy(mesh, directory: Path):

@@ -31,8 +31,7 @@ def test_the_table_of_families_has_the_dimensions_that_are_compared():
     compared: dict[str, str] = dict.fromkeys(FAMILIES.values(), "t")
     for module in (test_expert_steps, test_linear_attention_steps):
         for family, layouts in module.FAMILIES.values():
-            compared[family] = "".join(letter for letter in "te" if any(letter in layout.split()[0] for layout in layouts)
-            )
+            compared[family] = "".join(letter for letter in "te" if any(letter in layout.split()[0] for layout in layouts))
     assert compared == PROVEN
 
 

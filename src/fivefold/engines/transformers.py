@@ -45,8 +45,12 @@ class TransformersEngine:
         running requests must be aborted, because the run ends.
         """
         config = transformers.AutoConfig.from_pretrained(directory, trust_remote_code=False)
+        # SDPA has no soft cap of scores, and transformers 5.19 lets Gemma 2 take it all the same.
+        attention = "eager" if getattr(config, "attn_logit_softcapping", None) else None
         with no_init_weights(), torch.device(device):
-            model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+            model = transformers.AutoModelForCausalLM.from_config(
+                config, dtype=dtype, trust_remote_code=False, attn_implementation=attention
+            )
         model.tie_weights()
         self._spec = load_spec(directory)
         self._model = model.eval().requires_grad_(False)
