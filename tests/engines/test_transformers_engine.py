@@ -50,6 +50,16 @@ def test_logprobs_equal_a_forward_of_transformers(model, tokenizer):
         assert tokenizer.eos_token_id not in found.token_ids[:-1]
 
 
+def test_scores_of_attention_are_capped_whatever_transformers_would_choose(models, tokenizer):
+    """transformers 5.19 computes Gemma 2 with SDPA, which has no soft cap."""
+    import transformers
+
+    engine, directory = make_engine(models("gemma2"), tokenizer), models("gemma2")
+    written_out = transformers.AutoModelForCausalLM.from_pretrained(directory, attn_implementation="eager")
+    tokens = torch.arange(20)[None]
+    assert torch.allclose(engine._model(tokens).logits, written_out(tokens).logits, atol=1e-5)
+
+
 def test_samples_do_not_depend_on_how_the_batch_is_cut_or_ordered(model, tokenizer):
     asked = requests(4)
     whole = complete(make_engine(model, tokenizer), asked)

@@ -189,9 +189,10 @@ def away_between(mesh, directory: Path, policy: PolicyConfig, base_T: torch.Tens
     return updated(model, mesh, base_T)
 
 
-def test_a_step_in_bfloat16_is_that_of_float32_up_to_rounding(cluster, models):
+@pytest.mark.parametrize(("name", "layout"), [("qwen3", "d2"), ("qwen3_moe", "d2t2e4"), ("qwen3_5", "c2")])
+def test_a_step_in_bfloat16_is_that_of_float32_up_to_rounding(cluster, models, name, layout):
     found = difference(
-        run_step(cluster, "fsdp:d2", models("qwen3"), policy_of("d2", dtype="bfloat16")), expected(models("qwen3"))
+        run_step(cluster, f"fsdp:{layout}", models(name), policy_of(layout, dtype="bfloat16")), expected(models(name))
     )
     assert 1e-5 < found[0] < 5e-2 and found[1] < 0.1 and found[2] < 5e-3
 

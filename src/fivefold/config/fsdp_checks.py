@@ -14,7 +14,7 @@ PROVEN = {
 }  # fmt: skip
 """Family (`model_type`) -> dimensions of layouts in which its steps equal those of one process: tests/fsdp.
 
-d, c and replicas are open to all families, behind the comparison of log-probs at start.
+d, c and replicas are open to all families: log-probs are compared with transformers' at start.
 """
 
 
