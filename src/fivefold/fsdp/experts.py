@@ -24,7 +24,10 @@ _BY_EXPERT = "grouped_gemm"
 
 def experts_of(model: Any) -> dict[str, Any]:
     """Return the modules of a model of transformers whose parameters its expert plan splits by expert, by name."""
-    patterns = {name.rpartition(".")[0] for name, style in (model.ep_plan or {}).items() if style == _BY_EXPERT}
+    plan = model.config.get_text_config().base_model_ep_plan or {}
+    # Names in the plan are those inside the base model.
+    start = f"{model.base_model_prefix}."
+    patterns = {start + name.rpartition(".")[0] for name, style in plan.items() if style == _BY_EXPERT}
     return {name: module for name, module in model.named_modules() if pattern_of(name) in patterns}
 
 
