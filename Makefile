@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 VLLM := .venv-vllm
 VLLM_READY := $(VLLM)/.ready
 
-# SGLang has no build for CPUs: its Python parts run beside vLLM's environment, with stand-ins for what is compiled.
+# SGLang has no build for CPUs: its Python parts run with vLLM's environment, with stand-ins for what is compiled.
 SGLANG := .venv-sglang
 SGLANG_READY := $(SGLANG)/.ready
 
@@ -31,7 +31,7 @@ INSTALL_READY := $(INSTALL)/.ready
 PUBLISHED := .venv-published
 PUBLISHED_READY := $(PUBLISHED)/.ready
 
-# Megatron-Bridge asks for another transformers and for compiled packages: its tests see the plain environment's instead.
+# Megatron-Bridge needs another transformers and compiled packages: its tests see the plain environment's instead.
 BRIDGES := .venv-bridges
 BRIDGES_READY := $(BRIDGES)/.ready
 

@@ -1,4 +1,4 @@
-"""What the endpoint of agents costs: the time that it adds to a turn, and how long its event loop is blocked.
+"""Measure the endpoint of agents: the time that it adds to a turn, and how long its event loop is blocked.
 
     python -m benchmarks.endpoint_speed [turns] [contexts]
 
@@ -37,9 +37,9 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
 )
 CONVERSATIONS, TURNS, ENGINE_SECONDS, AGENT_SECONDS = 512, 6, 2.0, 2.0
-"""Conversations and their turns; seconds of a turn in the engine; largest number of seconds that an agent takes."""
+"""Number of conversations, turns of each, seconds of a turn in the engine, and the longest pause of an agent in seconds."""
 OBSERVATION, SAMPLED = 600, 150
-"""Characters of a message of the agent, and tokens of an answer."""
+"""Characters in a message of the agent, and tokens in an answer of the engine."""
 CONTEXTS, LONG = 8, 128_000
 
 
@@ -69,7 +69,7 @@ class Sleeping:
 
 
 class Client:
-    """One agent's connection, as little as an HTTP client can be."""
+    """Connection of one agent to the endpoint: a minimal HTTP client."""
 
     def __init__(self, port: int, number: int, key: str) -> None:
         self._port, self._head = (
@@ -105,7 +105,7 @@ async def talk(port: int, number: int, key: str, draws: random.Random, added: li
 
 
 def agents(core: int, port: int, keys: list[str], pipe: Any) -> None:
-    """The clients, in a process of their own."""
+    """Run the clients of all agents in this process, which is not the endpoint's."""
     os.sched_setaffinity(0, {core})
     added: list[float] = []
 
@@ -130,7 +130,7 @@ def endpoint_of(directory: Path) -> tuple[Endpoint, Any]:
 
 
 def waited() -> float:
-    """Seconds that this thread was ready and had no core."""
+    """Return the seconds for which this thread was ready to run but had no core."""
     return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
 
 

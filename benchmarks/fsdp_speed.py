@@ -1,4 +1,5 @@
-"""How fast `fsdp:` layouts train, next to transformers and Megatron-Core in the same run; tiny on a CPU, to try the script.
+"""Measure how fast `fsdp:` layouts train, next to transformers and Megatron-Core; on a CPU with tiny models, to try the
+script.
 
 `python benchmarks/fsdp_speed.py [PART ...] [--seconds N]`: what a part measures is printed as it comes; the exit code is 1
 where something failed, or is slower or larger than it should be.
@@ -24,7 +25,9 @@ from tests.support.shards import shard_of_replica
 from tests.support.two_steps import OBJECTIVE
 
 FASTER, SHARE, MARGIN, STREAM_SECONDS = 1.25, 0.8, 0.1, 1.0
-"""Over transformers on one GPU, of Megatron-Core on two, of the memory estimate, and for 8B parameters out."""
+"""Lowest speed relative to transformers on one GPU and to Megatron-Core on two, largest error of the memory estimate, and
+most
+seconds to stream 8B parameters."""
 
 
 def fsdp_model(mesh, directory: Path, tokens: int, **options: Any):
@@ -35,7 +38,7 @@ def fsdp_model(mesh, directory: Path, tokens: int, **options: Any):
 
 
 def fsdp_step(mesh, directory: Path, tokens: int, samples: int, length: int, recompute: str = "none") -> dict[str, float]:
-    """Steady step time, tokens a second, peak memory."""
+    """Return the steady time of a training step on `fsdp:`, tokens per second and peak memory."""
     model = fsdp_model(mesh, directory, tokens, recompute=recompute)
     mine = random_batch(samples, length, model.spec.vocab).select(shard_of_replica(mesh.ranks, range(samples)))
     found = [timed(mesh, lambda: model.train_step(mine, OBJECTIVE.loss)) for _ in range(4)]
@@ -48,7 +51,8 @@ def fsdp_step(mesh, directory: Path, tokens: int, samples: int, length: int, rec
 
 
 def megatron_step(mesh, directory: Path, tokens: int, samples: int, length: int) -> dict[str, float]:
-    """The same step on Megatron-Core, with whole layers recomputed."""
+    """Return the steady time of a training step on Megatron-Core with whole layers recomputed, tokens per second and peak
+    memory."""
     model = build(mesh, directory, "bfloat16", tokens, recompute="full")
     mine = random_batch(samples, length, model.spec.vocab).select(shard_of_replica(mesh.ranks, range(samples)))
     found = [timed(mesh, lambda: model.train_step(mine, OBJECTIVE.loss)) for _ in range(4)]
@@ -61,7 +65,7 @@ def megatron_step(mesh, directory: Path, tokens: int, samples: int, length: int)
 
 
 def stream(mesh, directory: Path) -> dict[str, float]:
-    """Seconds in which all weights come out, whole, on every rank."""
+    """Return the seconds in which every rank receives all weights as full tensors."""
     model = fsdp_model(mesh, directory, 1024)
     seconds = min(timed(mesh, lambda: sum(tensor.numel() for _, tensor in model.weights()))[0] for _ in range(3))
     return {"seconds": round(seconds, 3)}
@@ -74,7 +78,7 @@ def estimated_gib(directory: Path, layout: str, tokens: int, recompute: str) -> 
 
 
 def one(part: Part) -> None:
-    """Qwen3-1.7B's shape on one GPU, 8 x 4096 tokens, next to transformers."""
+    """Compare a step of Qwen3-1.7B's shape with transformers: one GPU, 8 x 4096 tokens."""
     samples, length, tokens = (8, 4096, 16384) if part.large else (8, 24, 64)
     directory = part.model("qwen3_1.7b")
     theirs = part.measure("transformers", "d1", transformers_step, directory, samples, length)
@@ -89,7 +93,7 @@ def one(part: Part) -> None:
 
 
 def two(part: Part) -> None:
-    """Qwen3-8B's shape on two GPUs, 16 x 4096 tokens with recomputation, next to Megatron-Core."""
+    """Compare a step of Qwen3-8B's shape with Megatron-Core: two GPUs, 16 x 4096 tokens, recomputation."""
     samples, length, tokens = (16, 4096, 16384) if part.large else (8, 24, 64)
     directory = part.model("qwen3_8b")
     ours = part.measure("fsdp:d2", "fsdp:d2", fsdp_step, directory, tokens, samples, length, "full")
@@ -103,7 +107,7 @@ def two(part: Part) -> None:
 
 
 def weights(part: Part) -> None:
-    """All weights of Qwen3-8B's shape, streamed from two GPUs."""
+    """Measure how fast all weights of Qwen3-8B's shape are streamed from two GPUs."""
     found = part.measure("weights of fsdp:d2", "fsdp:d2", stream, part.model("qwen3_8b"))
     part.say("weights of fsdp:d2", found)
     if part.large and found:
@@ -111,7 +115,7 @@ def weights(part: Part) -> None:
 
 
 def largest(part: Part) -> None:
-    """Qwen3-14B's shape trains on two GPUs, 2,048 tokens a sequence, with recomputation."""
+    """Train Qwen3-14B's shape on two GPUs: 2,048 tokens a sequence, recomputation."""
     samples, length, tokens = (8, 2048, 4096) if part.large else (8, 24, 64)
     found = part.measure("fsdp:d2", "fsdp:d2", fsdp_step, part.model("qwen3_14b"), tokens, samples, length, "full")
     part.say("fsdp:d2", found)

@@ -1,4 +1,5 @@
-"""What the benchmarks share: parts that are chosen by name, each with a time limit, measured on ranks of their own."""
+"""Harness of the benchmarks: parts that are chosen by name, have a time limit, and run on ranks in processes of their
+own."""
 
 from __future__ import annotations
 
@@ -31,12 +32,12 @@ def hardware(mesh) -> str:
 
 
 def peak_gib(mesh) -> float:
-    """Of this process, which measures one thing only."""
+    """Return the peak of device memory in this process, in GiB, which measures one thing only."""
     return torch.cuda.max_memory_allocated() / 2**30 if mesh.device.type == "cuda" else 0.0
 
 
 class Part:
-    """A part of the benchmark that has begun: it makes models, measures until its time is over, and prints."""
+    """Running part of a benchmark: it makes models, measures until its time is over, and prints."""
 
     def __init__(self, cluster: Cluster, gpus: int, root: Path, seconds: float) -> None:
         self._cluster, self.gpus, self._root = cluster, gpus, root
@@ -46,24 +47,25 @@ class Part:
 
     @property
     def left(self) -> float:
-        """Seconds."""
+        """Return the seconds that this part may still take."""
         return self._deadline - time.monotonic()
 
     def say(self, what: str, found: Any) -> None:
         print(f"{what}: {found if isinstance(found, str) else json.dumps(found)}", flush=True)
 
     def claim(self, what: str, holds: bool, found: Any) -> None:
-        """Print whether it is as it should be; what is not makes the exit code 1."""
+        """Print whether a statement about the measurement holds; if one does not, the exit code is 1."""
         self.failed += not holds
         self.say(f"{'ok  ' if holds else 'FAIL'} {what}", found)
 
     def measure(self, what: str, layout: str, function: Callable[..., Any], *arguments: Any) -> Any:
-        """The first rank's result in ranks of its own, so that a peak of memory is its own; None where there is none."""
+        """Run a function on new ranks, so that its peak of memory is measured alone, and return the first rank's result;
+        None if it failed."""
         found = self.measure_all(what, layout, function, *arguments)
         return found and found[0]
 
     def measure_all(self, what: str, layout: str, function: Callable[..., Any], *arguments: Any) -> list[Any] | None:
-        """The results of all ranks, in order."""
+        """Run a function on new ranks and return the results of all of them, in order."""
         layout = layout if ":" in layout else f"megatron:{layout}"
         world, left = ParallelLayout.parse(layout).world_size, self.left
         if self.large and world > self.gpus:
@@ -116,7 +118,7 @@ class Part:
         return len(rows)
 
     def directory(self, name: str) -> Path:
-        """Of this part alone."""
+        """Return an empty directory for the files of this part."""
         path = self._root / name
         path.mkdir()
         return path
@@ -145,7 +147,7 @@ def _rows(metrics: Path) -> list[dict[str, Any]]:
 
 
 def run(description: str | None, parts: Mapping[str, Callable[[Part], None]], arguments: list[str] | None = None) -> int:
-    """The exit code of the parts that the command line names, or of all."""
+    """Run the parts that the command line names, or all of them, and return the exit code."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(parts)}; all of them if none is named")
     parser.add_argument("--seconds", type=float, default=240.0, help="that each part has (default: 240)")

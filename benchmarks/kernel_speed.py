@@ -72,7 +72,7 @@ def chunk(rows: int, weight: Tensor, buffer: Tensor) -> dict[str, float]:
         ),
         "sums of rows": (4 * terabytes, lambda: row_sums(logits, targets, 1.0)),
         "gradient of rows": (
-            6 * terabytes, lambda: row_gradient(logits, targets, zeros, zeros, zeros, zeros, 1.0, half)
+            6 * terabytes, lambda: row_gradient(logits, targets, (zeros, zeros, zeros, zeros), 1.0, half)
         ),
     }  # fmt: skip
     return {name: round(size / milliseconds(one) * 1e3, 2) for name, (size, one) in work.items()}

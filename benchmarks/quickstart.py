@@ -41,7 +41,7 @@ DRY = {
     "eval": {"max_prompts": 4},
     "trainer": {"device": "cpu", "eval_every": 50},
 }
-"""What a dry run changes in the example: sizes, engine and device, not the commands or the number of steps."""
+"""Keys of the example that a dry run changes: sizes, engine and device, not the commands or the number of steps."""
 
 
 def commands() -> list[str]:

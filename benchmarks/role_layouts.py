@@ -1,4 +1,4 @@
-"""Models of a run on layouts and GPUs of their own, next to the same run on one layout: two GPUs.
+"""Compare runs whose models have layouts and GPUs of their own with the same run on one layout, on two GPUs.
 
 `python benchmarks/role_layouts.py [PART ...] [--seconds N]`: every part (`PARTS` below), or those named, each for N seconds
 at most. What a part measures is printed as it comes. `--dry-run`: tiny models on ranks of CPUs. vLLM samples and judges;
@@ -43,18 +43,20 @@ PAIRS = [
     Case("d1", "d1", "d1", first={"reference": 1}),
     Case("d1", "d1", "d1", first={"reference": 1, "critic": 1}),
 ]
-"""ROLL's pair (policy and reference on other layouts of the same GPUs), one layout, and models on a GPU of their own."""
+"""Layouts that are compared: ROLL's pair (policy and reference on other layouts of the same GPUs), one layout for all
+models, and
+models on a GPU of their own."""
 LOGPROB_BOUND = 4e-6
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 NEAR = 0.15
-"""How far a peak of memory may be from its estimate, as a share of it."""
+"""Largest difference between a measured peak of memory and its estimate, as a share of the estimate."""
 
 
 # --- what runs on a rank ---------------------------------------------------------------------------------------------
 
 
 def peak_of_roles(mesh, case: Case, directory: Path, tokens: int, samples: int, length: int) -> float:
-    """GiB on this rank at the peak of: log-probs of the reference, an update of the policy, twice."""
+    """Return this rank's peak of memory in GiB: log-probs of the reference and an update of the policy, twice."""
     from fivefold.distributed.redealing import on_replicas_of
     from fivefold.megatron.mesh import Meshes
     from fivefold.megatron.model import MegatronModel
@@ -80,7 +82,7 @@ def peak_of_roles(mesh, case: Case, directory: Path, tokens: int, samples: int, 
 
 
 def equal(part: Part) -> None:
-    """Two PPO updates in float32 of tiny models on each pair of layouts: those of one process."""
+    """Claim that two PPO updates of tiny models in float32 are the same on each pair of layouts as in one process."""
     root = part.model("qwen3_1.7b").parent
     made = [make_model("qwen3", root / "tiny"), make_model("llama", root / "other"), make_classifier(root / "critic")]
     alone = part.measure("one process", "d1", updates, ALONE, *made)
@@ -99,7 +101,8 @@ def equal(part: Part) -> None:
 
 
 def memory(part: Part) -> None:
-    """Qwen3-1.7B's shape as policy and as reference: the fullest GPU's peak, next to what `plan` says."""
+    """Compare the fullest GPU's peak of memory with the estimate of `plan`, for Qwen3-1.7B's shape as policy and
+    reference."""
     directory = part.model("qwen3_1.7b")
     tokens, samples, length = (16384, 64, 1024) if part.large else (64, 8, 24)
     spec = load_spec(directory)
@@ -119,7 +122,8 @@ def memory(part: Part) -> None:
 
 
 def make_files(part: Part) -> Path:
-    """Policy, reference, reward model and judge with one tokenizer, prompts, and a reward function."""
+    """Write the files of a run: policy, reference, reward model and judge with one tokenizer, prompts, and a reward
+    function."""
     root = part.model("qwen3_1.7b").parent / "runs"
     if not root.exists():
         root.mkdir()
@@ -144,7 +148,8 @@ WANTED = (*SAME, "reward/judge", "rollout/logprob_diff_mean", "memory/peak_gb", 
 
 
 def run_of(part: Part, root: Path, what: str, **sections: dict[str, Any]) -> dict[str, Any]:
-    """A GRPO run of two steps with a KL to another model; `sections` add keys to those of the same name."""
+    """Return the keys of a GRPO run of two steps with a KL to another model; `sections` add keys to sections of the same
+    name."""
     base: dict[str, dict[str, Any]] = {
         "model": {"path": f"{root}/model"},
         "policy": {"dtype": "float32", "tokens_per_micro_batch": 8192 if part.large else 256,
@@ -163,7 +168,7 @@ def run_of(part: Part, root: Path, what: str, **sections: dict[str, Any]) -> dic
 
 
 def sampled_by(part: Part, layout: str) -> dict[str, Any]:
-    """Settings of the engine."""
+    """Return the settings of an engine on a layout, as a section of a run."""
     if find_spec("vllm") is None:
         part.say("engine", "transformers: vLLM is not installed")
         return {"backend": "transformers"}
@@ -171,7 +176,7 @@ def sampled_by(part: Part, layout: str) -> dict[str, Any]:
 
 
 def compared(part: Part, root: Path, runs: dict[str, dict[str, Any]], extra: tuple[str, ...] = ()) -> None:
-    """Trains all runs and claims that the first step of each is that of the last."""
+    """Train all runs and claim that the first step of each equals that of the last."""
     rows = {what: part.train(what, run, WANTED) for what, run in runs.items()}
     for what, asked in runs.items():
         phases = memory_of(RunConfig.of(asked), load_spec(root / "model")).phases
@@ -195,13 +200,13 @@ def compared(part: Part, root: Path, runs: dict[str, dict[str, Any]], extra: tup
 
 
 def samples_of(run_dir: Path) -> list[str]:
-    """Responses of the first step."""
+    """Return the responses that a run sampled in its first step."""
     rows = [json.loads(line) for line in (run_dir / "samples.jsonl").read_text().splitlines()]
     return [row["response"] for row in rows if row["step"] == 1]
 
 
 def roll(part: Part) -> None:
-    """ROLL's pair of layouts in whole runs: policy on t2, reference on d2 or on a layout with the policy."""
+    """Compare whole runs with ROLL's pair of layouts: policy on t2, reference on d2 or on the policy's layout."""
     if part.large and part.gpus < 2:
         return part.say("whole runs", "needs 2 GPUs")
     root = make_files(part)
@@ -215,7 +220,7 @@ def roll(part: Part) -> None:
 
 @contextmanager
 def judge_server(part: Part, directory: Path, log: Path) -> Iterator[str]:
-    """The address of a judge on the last GPU, which the run does not start."""
+    """Start the server of a judge on the last GPU, apart from the run, and yield its address."""
     from fivefold.engines.vllm.probe import answers
     from fivefold.engines.vllm.serve import server_process
 
@@ -232,8 +237,8 @@ def judge_server(part: Part, directory: Path, log: Path) -> Iterator[str]:
 
 
 def judged(part: Part) -> None:
-    """Policy on one GPU; reference, reward model and a judge of vLLM on the other, next to the three models on one GPU and
-    the judge alone on the other."""
+    """Compare a run with the policy on one GPU, and reference, reward model and a vLLM judge on the other, with a run of all
+    models on one GPU and the judge alone on the other."""
     if find_spec("vllm") is None:
         return part.say("judge", "skipped: vLLM is not installed")
     if part.large and part.gpus < 2:

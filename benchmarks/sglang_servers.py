@@ -1,4 +1,5 @@
-"""SGLang's servers next to the trainer: log-probs, weights, memory, failures, the key of a request, rates; one and two GPUs.
+"""Measure SGLang's servers next to the trainer: log-probs, weights, memory, failures, keys of requests, rates; one and two
+GPUs.
 
 `python benchmarks/sglang_servers.py [PART ...] [--seconds N]`: every part (`PARTS` below), or those named, each for N
 seconds at most; a server takes about 100 s to start the first time. What a part measures is printed as it comes. The
@@ -42,16 +43,16 @@ ON_CPU = {
     "disable_overlap_schedule": True, "sleep_on_idle": True,
 }  # fmt: skip
 FLOAT32 = {"attention_backend": "triton", "sampling_backend": "pytorch"}
-"""Its other kernels of attention have no float32."""
+"""Name of SGLang's kernels of attention; its other kernels do not support float32."""
 FRACTION = 0.4
-"""Of a GPU, for the server's weights and cache."""
+"""Share of a GPU's memory for the server's weights and cache."""
 
 
 # --- what runs on a rank ---------------------------------------------------------------------------------------------
 
 
 def servers_of(mesh, directory: Path, kind: str, each: int, dtype: str, own: dict[str, Any], apart: bool = False):
-    """An engine of servers, each on the devices of `each` ranks, or one on the devices after the ranks'.
+    """Return an engine of servers, each on the devices of `each` ranks, or one on the devices after those of the ranks.
 
     `own`: SGLang's arguments. Every sync compares the held weights with the sent ones, bit by bit.
     """
@@ -100,18 +101,19 @@ def trainer_of(mesh, directory: Path, dtype: str) -> Any:
 
 
 def asked_of(mesh, model: Any, count: int = 64) -> list[Request]:
-    """Requests of the first set, the same on all ranks."""
+    """Return the requests of the first set, which are the same on all ranks."""
     return next(iter(request_sets(is_large(mesh), model.spec.vocab).values()))[:count]
 
 
 def first_of(mesh, completions: Iterable[Completion]) -> list[Completion]:
-    """Those of the first rank on all ranks: each draws tokens of its own, and all compute log-probs of the same."""
+    """Return the first rank's completions on all ranks: every rank samples, and all compute log-probs of the same tokens."""
     own = [asdict(one) for one in completions]
     return [Completion(**one) for one in mesh.ranks.broadcast_from_main(own)]
 
 
 def steps(mesh, directory: Path, each: int, dtype: str, apart: bool = False) -> list[dict[str, float]]:
-    """After each of four syncs, with an update between two: how far the server's log-probs are from the trainer's."""
+    """Return the difference of the server's log-probs from the trainer's after each of four syncs, with an update between
+    two."""
     model = trainer_of(mesh, directory, dtype)
     engine = servers_of(mesh, directory, "sglang", each, dtype, {}, apart)
     asked, batch, gaps = asked_of(mesh, model), step_batch(mesh, model.spec.vocab), []
@@ -128,7 +130,7 @@ def steps(mesh, directory: Path, each: int, dtype: str, apart: bool = False) -> 
 
 
 def slept(mesh, directory: Path) -> dict[str, float]:
-    """GiB that a sleeping server gives back, and seconds."""
+    """Return the GiB that a sleeping server gives back, and the seconds that this takes."""
     model = trainer_of(mesh, directory, "bfloat16")
     engine = servers_of(mesh, directory, "sglang", 1, "bfloat16", {})
     found: dict[str, float] = {}
@@ -148,7 +150,7 @@ def slept(mesh, directory: Path) -> dict[str, float]:
 
 
 def killed(mesh, directory: Path) -> dict[str, Any]:
-    """A server of the last rank is killed while it samples, started again, and samples with the weights."""
+    """Kill a server of the last rank while it samples, start it again, and claim that it samples with the weights."""
     from tests.support.servers import kill_api
 
     dtype = "bfloat16" if is_large(mesh) else "float32"
@@ -178,7 +180,7 @@ def killed(mesh, directory: Path) -> dict[str, Any]:
 
 
 def keyed(mesh, directory: Path, own: dict[str, Any]) -> dict[str, float]:
-    """Share of requests that draw the same tokens in the same batch again, and alone."""
+    """Return the share of requests that draw the same tokens again in the same batch, and alone."""
     dtype = "bfloat16" if is_large(mesh) else "float32"
     model, engine = trainer_of(mesh, directory, dtype), servers_of(mesh, directory, "sglang", 1, dtype, own)
     synced(mesh, model, engine, 0, verified=True)
@@ -199,7 +201,7 @@ def keyed(mesh, directory: Path, own: dict[str, Any]) -> dict[str, float]:
 
 
 def rates(mesh, directory: Path, kind: str, each: int) -> dict[str, int]:
-    """Tokens a second with log-probs, by set."""
+    """Return tokens per second with log-probs, for each set of requests."""
     large = is_large(mesh)
     dtype = "bfloat16" if large else "float32"
     model, engine = trainer_of(mesh, directory, dtype), servers_of(mesh, directory, kind, each, dtype, {})
@@ -237,7 +239,8 @@ MEAN_ON_CPU = 1e-5
 
 
 def agreeing(part: Part, name: str, rows: list[tuple[str, int, str, bool]]) -> None:
-    """Syncs, updates and log-probs; `rows`: layout of the trainer, ranks of a server, dtype, whether it is apart."""
+    """Claim that log-probs agree over syncs and updates; `rows` are: layout of the trainer, ranks of a server, dtype,
+    whether it is apart."""
     for layout, each, dtype, apart in rows:
         what = f"{name}, trainer {layout}, sglang:{'d1' if apart else f'd{int(layout[1]) // each}'}t{each}, {dtype}"
         what += ", apart" if apart else ""
@@ -250,29 +253,29 @@ def agreeing(part: Part, name: str, rows: list[tuple[str, int, str, bool]]) -> N
 
 
 def one(part: Part) -> None:
-    """One server on the trainer's GPU, in float32 and bfloat16, over CUDA IPC."""
+    """Compare one server on the trainer's GPU with the trainer, in float32 and bfloat16, over CUDA IPC."""
     agreeing(part, "qwen3_0.6b", [("d1", 1, "float32", False), ("d1", 1, "bfloat16", False)])
 
 
 def two(part: Part) -> None:
-    """A server of two tensor-parallel ranks, and two servers, on the GPUs of trainers with t2 and d2."""
+    """Compare a server of two tensor-parallel ranks, and two servers, with trainers of t2 and d2 on the same GPUs."""
     agreeing(part, "qwen3_0.6b", [(layout, each, dtype, False) for layout, each in (("t2", 2), ("d2", 1)) for dtype in MEAN])
 
 
 def apart(part: Part) -> None:
-    """A server on the second GPU, with weights over NCCL."""
+    """Compare a server on the second GPU, which receives weights over NCCL, with the trainer."""
     agreeing(part, "qwen3_0.6b", [("d1", 1, dtype, True) for dtype in MEAN])
 
 
 def experts(part: Part) -> None:
-    """A small mixture of experts on one GPU and on two."""
+    """Compare a server's log-probs of a small mixture of experts with the trainer's, on one GPU and on two."""
     if not part.large:
         return part.say("experts", "skipped on a CPU: SGLang's kernels for experts are compiled")
     return agreeing(part, "qwen3_moe", [("d1", 1, "bfloat16", False), ("t2", 2, "bfloat16", False)])
 
 
 def sleep(part: Part) -> None:
-    """Memory that a sleeping server gives back."""
+    """Measure the memory that a sleeping server gives back."""
     if is_there(part, "sleep") and not part.large:
         part.say("sleep", "skipped on a CPU: nothing is given back there")
     elif part.large and find_spec("sglang"):
@@ -283,7 +286,7 @@ def sleep(part: Part) -> None:
 
 
 def kill(part: Part) -> None:
-    """A server is killed while it samples: alone on one GPU, and one of two."""
+    """Kill a server while it samples: the only one on one GPU, and one of two."""
     for layout, count in (("d1", 1), ("d2", 2)):
         what = f"a server of {count} is killed"
         if is_there(part, what, count):
@@ -297,7 +300,7 @@ def kill(part: Part) -> None:
 
 
 def key(part: Part) -> None:
-    """The key of a request, with `enable_deterministic_inference`."""
+    """Measure whether the key of a request fixes its tokens with `enable_deterministic_inference`."""
     if is_there(part, "key"):
         for name, own in (("with", {"enable_deterministic_inference": True}), ("without", {})):
             if own and not part.large:
@@ -311,7 +314,7 @@ def key(part: Part) -> None:
 
 
 def rate(part: Part) -> None:
-    """Tokens a second of SGLang's servers next to vLLM's, Qwen3-1.7B's shape, one GPU and two."""
+    """Compare tokens per second of SGLang's servers with vLLM's, for Qwen3-1.7B's shape on one GPU and on two."""
     for layout, each in (("d1", 1), ("t2", 2), ("d2", 1)):
         found = {}
         for kind in ("sglang", "vllm"):
@@ -326,8 +329,8 @@ def rate(part: Part) -> None:
 
 
 def ahead(part: Part) -> None:
-    """Whole runs, two steps ahead with the server on the second GPU: what is sampled when weights come runs, ends first,
-    or is sampled again."""
+    """Train whole runs that sample two steps ahead on the second GPU: when weights arrive, samples in flight continue, end
+    first, or are sampled again."""
     if not is_there(part, "ahead", 2):
         return
     model = part.model("qwen3_0.6b")

@@ -1,4 +1,6 @@
-"""What several turns cost besides engine and environment: time per turn, environments a second, long contexts, idle engines.
+"""Measure what several turns cost besides engine and environment: time per turn, environments per second, long contexts,
+idle
+engines.
 
 taskset -c 0,1 python benchmarks/turns.py [loop environments extension blocked idle]     # no GPU; five minutes
 
@@ -64,7 +66,7 @@ def quantile(values: list[float], share: float) -> float:
 
 
 class Immediate:
-    """Environments that answer after a time that is known, without processes: the environment layer is taken off."""
+    """Environments without processes that answer after a known time, so that the environment layer is not measured."""
 
     has_class, is_replayable, capacity = True, False, 1 << 20
 
@@ -126,7 +128,8 @@ class Rig:
 
 
 def loop(root: Path) -> None:
-    """512 conversations of 16 turns: what is between a completion and the next request, without the environment's second."""
+    """Measure the time between a completion and the next request in 512 conversations of 16 turns, without the environment's
+    second."""
     conversations, turns = 512, 16
     pool = Immediate(1.0, turns)
     rig = Rig(root, pool, lambda drawn: 0.5 + drawn.random(), 1 << 20, max_turns=turns + 1)
@@ -167,7 +170,7 @@ def loop(root: Path) -> None:
 
 
 def environments(root: Path) -> None:
-    """4,096 environments that sleep 2 s a step, in 64 processes."""
+    """Measure 4,096 environments that sleep 2 s a step, in 64 processes."""
     count, rounds, nap = 4096, 6, 2.0
     (root / "envs.py").write_text(ENVIRONMENTS)
     for processes, per_worker in ((2, 2048), (64, 64)):
@@ -217,7 +220,7 @@ def environments(root: Path) -> None:
 
 
 def extension(root: Path) -> None:
-    """One conversation of 128 turns and 69,000 tokens: CPU time from a completion to the next request."""
+    """Measure the CPU time from a completion to the next request in a conversation of 128 turns and 69,000 tokens."""
     turns = 128
     pool = Immediate(0.0, turns, WORDS * 25)
     rig = Rig(root, pool, lambda drawn: 0.0, 1 << 20, max_turns=turns + 1)
@@ -246,7 +249,8 @@ def extension(root: Path) -> None:
 
 
 def blocked(root: Path) -> None:
-    """Eight contexts of 128,000 tokens at once: how long the event loops of requests and environments stand still."""
+    """Measure how long the event loops of requests and environments stand still with eight contexts of 128,000 tokens at
+    once."""
     (root / "long.py").write_text(
         "class Long:\n"
         "    async def reset(self, task, seed):\n"
@@ -291,7 +295,7 @@ def blocked(root: Path) -> None:
 
 
 def idle(root: Path) -> None:
-    """Steps of 128 x 8 trajectories of 4 to 8 turns with tools: simulated in no time, with the rule of admission of runs."""
+    """Simulate steps of 128 x 8 trajectories of 4 to 8 turns with tools, by the rule by which runs admit them."""
     rate, unused = simulated(0, False)
     line(f"idle: max_staleness 0: the engine has no request {100 * unused:.1f} % of the time, {1 / rate:.0f} s a step")
     for tail in ("wait", "carry"):
@@ -303,7 +307,7 @@ def idle(root: Path) -> None:
 
 
 def simulated(most: int, cuts: bool, prompts: int = 128, group: int = 8) -> tuple[float, float]:
-    """(steps a second, share of the time in which the engine has no request).
+    """Return (steps per second, share of the time in which the engine has no request).
 
     The engine samples 64 turns at once, of 1 s each, later ones first; a tool takes a log-normal time, median 1 s and p99
     30 s; a training step takes 20 s.
@@ -344,7 +348,7 @@ def simulated(most: int, cuts: bool, prompts: int = 128, group: int = 8) -> tupl
             heappush(events, (now + 1.0, next(numbers), "sampled", heappop(waiting)[2], 0))
 
     def pass_time(until: float) -> None:
-        """Let all events before a time happen."""
+        """Run all simulated events before a time."""
         nonlocal now, running, idle_seconds
         while now < until:
             then = min(until, events[0][0]) if events else until

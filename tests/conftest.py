@@ -37,15 +37,15 @@ LONG = yaml.safe_load((Path(__file__).parent / "long.yaml").read_text())
 
 def mark_long(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark the cases that long.yaml leaves to the long targets; raises where it names what is not in the whole suite."""
-    unknown = {(path, test, case) for path, tests in LONG.items() for test, kept in tests.items() for case in kept or [""]}
+    unknown = {(path, test, case) for path, tests in LONG.items() for test, cases in tests.items() for case in cases or [""]}
     for item in items:
         path, _, name = item.nodeid.removeprefix("tests/").partition("::")
         test, _, case = name.removesuffix("]").partition("[")
-        kept = LONG.get(path, {}).get(test)
-        if kept is None:
+        cases = LONG.get(path, {}).get(test)
+        if cases is None:
             continue
-        matching = {pattern for pattern in kept or [""] if fnmatchcase(case, pattern)}
-        if not kept or not matching:
+        matching = {pattern for pattern in cases or [""] if fnmatchcase(case, pattern)}
+        if not cases or not matching:
             item.add_marker(pytest.mark.slow)
         unknown -= {(path, test, pattern) for pattern in matching or {""}}
     if unknown and config.args == config.getini("testpaths"):
@@ -95,12 +95,12 @@ def cluster() -> Cluster:
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory):
     """name of a family variant -> directory of a tiny random model, made once."""
-    made: dict[str, Path] = {}
+    directories: dict[str, Path] = {}
 
     def get(name: str) -> Path:
-        if name not in made:
-            made[name] = make_model(name, tmp_path_factory.mktemp("model") / name)
-        return made[name]
+        if name not in directories:
+            directories[name] = make_model(name, tmp_path_factory.mktemp("model") / name)
+        return directories[name]
 
     return get
 

@@ -18,6 +18,7 @@ LONG_FUNCTION, LONG_FUNCTIONS = 100, 0.001
 """Lines above which a function is long, and the largest share of such functions."""
 MOST_NAMING_ONE_ROLE = 8
 MOST_NAMING_ONE_TERM = 4
+MOST_FILES_OF_A_ROLE = 4
 MOST_TAKING_THE_CONFIGURATION = 5
 CONFIGURATION_SHARE = 1 / 5
 MAY_TAKE_THE_CONFIGURATION = ("config/", "plan/", "build.py")
@@ -93,6 +94,13 @@ def test_one_role_is_named_in_at_most_eight_files():
     assert len(naming) <= MOST_NAMING_ONE_ROLE, naming
 
 
+def test_the_role_of_prime_is_named_in_at_most_four_files_next_to_its_formulas():
+    """Its section, its role, how it learns and the line that builds it; columns.py lists what each model fills in."""
+    others = {"algo/terms/process_reward.py", "columns.py"}
+    naming = {name for name, text in sources().items() if re.search("prm", text, re.IGNORECASE)}
+    assert others < naming and len(naming - others) <= MOST_FILES_OF_A_ROLE, naming - others
+
+
 def test_the_term_of_chord_is_named_in_at_most_four_files():
     """Its own file, the list of terms, the rows of methods, and the objective, which divides an update between two losses."""
     naming = [name for name, text in sources().items() if re.search(r"chord|imitation", text, re.IGNORECASE)]
@@ -108,8 +116,8 @@ def test_at_most_five_further_files_take_the_whole_configuration():
 
 def test_the_configuration_is_at_most_a_fifth_of_the_source():
     lengths = {name: text.count("\n") for name, text in sources().items()}
-    own = sum(length for name, length in lengths.items() if name.startswith("config/"))
-    assert 0 < own <= CONFIGURATION_SHARE * sum(lengths.values()), own
+    length_of_configuration = sum(length for name, length in lengths.items() if name.startswith("config/"))
+    assert 0 < length_of_configuration <= CONFIGURATION_SHARE * sum(lengths.values()), length_of_configuration
 
 
 def test_the_training_loop_names_no_method_and_no_model():

@@ -61,15 +61,15 @@ class User:
     @property
     def environment(self) -> dict[str, str]:
         others = ("PROXY", "HF_", "MODELSCOPE_")
-        kept = {name: value for name, value in os.environ.items() if not any(each in name.upper() for each in others)}
-        own = {
+        inherited = {name: value for name, value in os.environ.items() if not any(part in name.upper() for part in others)}
+        of_user = {
             "HF_HOME": f"{self.home}/hf",
             "MODELSCOPE_CACHE": f"{self.home}/ms",
             "MODELSCOPE_HOME": f"{self.home}/ms-home",
         }
         path = os.pathsep.join(map(os.path.abspath, filter(None, sys.path)))
         address = {"HF_ENDPOINT": self.hub.url, "MODELSCOPE_DOMAIN": self.hub.url, "HF_HUB_DISABLE_TELEMETRY": "1"}
-        return {**kept, **own, **address, "PYTHONPATH": path, "PYTHONWARNINGS": "ignore", **dict(self.variables)}
+        return {**inherited, **of_user, **address, "PYTHONPATH": path, "PYTHONWARNINGS": "ignore", **dict(self.variables)}
 
     @property
     def token(self) -> str:
@@ -106,8 +106,8 @@ class User:
 
 @pytest.fixture
 def hub():
-    with serving() as found:
-        yield found
+    with serving() as started:
+        yield started
 
 
 @pytest.fixture(params=["", pytest.param("modelscope:", marks=pytest.mark.hub)], ids=["huggingface", "modelscope"])
@@ -132,9 +132,9 @@ def test_a_model_comes_from_its_hub_at_the_revision_that_its_name_has(user, hub)
     assert (weights(latest), weights(tagged)) == (b"b" * 1000, b"a" * 1000)
     assert commit_of(Path(tagged)) == first
     # The commit of a checkpoint is read, whatever the name says; nothing is downloaded twice.
-    asked = len(hub.large_downloads())
+    downloads = len(hub.large_downloads())
     (pinned,) = user.load("some/tiny", commit=first)
-    assert weights(pinned) == b"a" * 1000 and len(hub.large_downloads()) == asked == 2
+    assert weights(pinned) == b"a" * 1000 and len(hub.large_downloads()) == downloads == 2
     assert sorted(path.name for path in Path(latest).iterdir()) == ["config.json", "model.safetensors", "tokenizer.json"]
 
 
@@ -145,15 +145,15 @@ def test_modelscope_s_cache_gives_no_other_revision_also_in_its_first_form(hub, 
     hub.push("some/tiny", files("a"), "models", tag="v1")
     hub.push("some/tiny", files("b"), "models")
     user.load("some/tiny@v1")
-    (said,) = user.having(HF_HUB_OFFLINE="1").load("some/tiny")
-    assert "does not have all of it" in said
+    (message,) = user.having(HF_HUB_OFFLINE="1").load("some/tiny")
+    assert "does not have all of it" in message
     # The first client wrote models/OWNER/NAME, whose revision is the branch.
     first = tmp_path / "ms/models/some/old"
     first.mkdir(parents=True)
     (first / "config.json").write_text("{}")
     hub.push("some/old", files("c"), "models")
-    (found,) = user.load("some/old")
-    assert Path(found) == first and weights(found) == b"c" * 1000 and commit_of(first) == "master"
+    (directory,) = user.load("some/old")
+    assert Path(directory) == first and weights(directory) == b"c" * 1000 and commit_of(first) == "master"
 
 
 @pytest.mark.hub
@@ -163,23 +163,23 @@ def test_a_branch_of_modelscope_is_read_at_its_commit_or_a_line_says_that_it_is_
     user = User(tmp_path, hub, "modelscope:")
     hub.push("some/tiny", files("a"), "models")
     commit = hub.push("some/tiny", {**files("a"), "tokenizer.json": b"[1]"}, "models")
-    (found,) = user.load("some/tiny")
-    assert commit_of(Path(found)) == commit
+    (directory,) = user.load("some/tiny")
+    assert commit_of(Path(directory)) == commit
     later = hub.push("some/tiny", files("b"), "models")
     offline, pinned, latest = (
         user.having(HF_HUB_OFFLINE="1").load("some/tiny"),
         user.load("some/tiny", commit=commit),
         user.load("some/tiny"),
     )
-    assert offline == pinned == [found] and commit_of(Path(latest[0])) == later and weights(latest[0]) == b"b" * 1000
+    assert offline == pinned == [directory] and commit_of(Path(latest[0])) == later and weights(latest[0]) == b"b" * 1000
     # A file was taken away last: the latest commit of the files that are left is not the branch's, and has one more.
     hub.push("some/fewer", {**files("a"), "extra.json": b"1"}, "models")
     hub.push("some/fewer", files("a"), "models")
     hub.push("some/old", files("a"), "models")
     for name, names_none in (("some/fewer", False), ("some/old", True)):
         hub.names_no_commits = names_none
-        asked = json.dumps([(f"modelscope:{name}", WANTED, None)])
-        done = user.run("-c", LOAD, asked)
+        request = json.dumps([(f"modelscope:{name}", WANTED, None)])
+        done = user.run("-c", LOAD, request)
         assert commit_of(Path(done.stdout.strip())) == "master"
         assert f"download modelscope:{name}: the commit of these files is not known" in done.stderr
 
@@ -201,8 +201,8 @@ def test_a_gated_model_says_where_its_license_is_and_which_token_counts(user, hu
     page = f"{hub.url}/{'models/' if user.prefix else ''}some/gated"
     says = f"access to it is restricted: accept its license at {page}, then set {user.token} to a token of that account"
     for one in (user, user.having(**{user.token: STRANGER})):
-        (said,) = one.load("some/gated")
-        assert said.endswith(f"from {hub.url}: {says}"), said
+        (message,) = one.load("some/gated")
+        assert message.endswith(f"from {hub.url}: {says}"), message
     (directory,) = user.having(**{user.token: MEMBER}).load("some/gated")
     assert weights(directory) == b"a" * 1000
     # The host of large files is another one, and must not see the token.
@@ -216,16 +216,16 @@ def test_a_download_that_breaks_off_continues_where_it_was(user, hub):
     hub.cuts = [LARGE - 5000, 100]
     (directory,) = user.load("some/large")
     assert weights(directory) == data["model.safetensors"]
-    spans = [each.partition(" bytes=")[2] for each in hub.large_downloads()]
+    spans = [request.partition(" bytes=")[2] for request in hub.large_downloads()]
     assert len(spans) == 3 and spans[0] == "" and 0 < int(spans[1][:-1]) <= int(spans[2][:-1]) < LARGE
 
 
 def test_a_full_disk_is_named_and_what_it_lacked_is_downloaded_again(hub, tmp_path):
     user = User(tmp_path, hub, "")
     hub.push("some/tiny", files("a", 1 << 20), "models")
-    (said,) = replace(user, largest=1 << 19).load("some/tiny")
+    (message,) = replace(user, largest=1 << 19).load("some/tiny")
     where = f"the disk of {user.cache} is full: make room, or set HF_HOME to a directory on another one"
-    assert said.endswith(f"from {hub.url}: {where}"), said
+    assert message.endswith(f"from {hub.url}: {where}"), message
     (directory,) = user.load("some/tiny")
     assert weights(directory) == b"a" * (1 << 20)
 
@@ -247,8 +247,8 @@ def test_a_disk_without_room_is_named_by_both_hubs(user, hub):
     if shutil.which("unshare") is None or subprocess.run([*inside, "true"], capture_output=True).returncode:
         pytest.skip("no file system can be mounted here")
     hub.push("some/tiny", files("a", 4 << 20), "models")
-    asked = json.dumps([(f"{user.prefix}some/tiny", WANTED, None)])
-    words = [*inside, sys.executable, "-c", LOAD, asked]
+    request = json.dumps([(f"{user.prefix}some/tiny", WANTED, None)])
+    words = [*inside, sys.executable, "-c", LOAD, request]
     done = subprocess.run(words, env=user.environment, capture_output=True, text=True, timeout=LONGEST)
     variable = "MODELSCOPE_CACHE" if user.prefix else "HF_HOME"
     says = f"the disk of {user.cache} is full: make room, or set {variable} to a directory on another one\n"
@@ -258,29 +258,29 @@ def test_a_disk_without_room_is_named_by_both_hubs(user, hub):
 def test_without_a_network_a_whole_cache_is_enough_and_a_part_of_one_is_not(user, hub):
     hub.push("some/tiny", files("a"), "models")
     hub.push("some/part", files("b"), "models")
-    whole, part = user.load("some/tiny", "some/part")
+    directory, part = user.load("some/tiny", "some/part")
     for path in Path(part).glob("*.safetensors"):
         path.unlink()
     before = len(hub.requests)
     offline = user.having(HF_HUB_OFFLINE="1")
-    found, said, none = offline.load("some/tiny", "some/part", "some/none")
-    assert found == whole and len(hub.requests) == before
+    loaded, message, none = offline.load("some/tiny", "some/part", "some/none")
+    assert loaded == directory and len(hub.requests) == before
     lacks = f"and its cache in {user.cache} does not have all of it"
-    assert said.endswith(f": HF_HUB_OFFLINE is set, {lacks}") and none.endswith(f": HF_HUB_OFFLINE is set, {lacks}")
+    assert message.endswith(f": HF_HUB_OFFLINE is set, {lacks}") and none.endswith(f": HF_HUB_OFFLINE is set, {lacks}")
     gone = user.having(HF_ENDPOINT="http://127.0.0.1:9", MODELSCOPE_DOMAIN="127.0.0.1:9")
-    found, said = gone.load("some/tiny", "some/part")
-    assert found == whole and said.endswith(f": it does not answer, {lacks}")
+    loaded, message = gone.load("some/tiny", "some/part")
+    assert loaded == directory and message.endswith(f": it does not answer, {lacks}")
 
 
 @pytest.mark.hub
 def test_a_hub_that_is_out_of_order_or_refuses_the_token_says_so(hub, tmp_path):
     user = User(tmp_path, hub, "")
     hub.push("some/tiny", files("a"), "models")
-    (said,) = user.having(HF_TOKEN="wrong").load("some/tiny")
-    assert said.endswith("it refuses the token in HF_TOKEN: set another one, or none")
+    (message,) = user.having(HF_TOKEN="wrong").load("some/tiny")
+    assert message.endswith("it refuses the token in HF_TOKEN: set another one, or none")
     hub.status = 503
-    (said,) = user.load("some/tiny")
-    assert said.endswith(f"from {hub.url}: it answers with status 503: try again later")
+    (message,) = user.load("some/tiny")
+    assert message.endswith(f"from {hub.url}: it answers with status 503: try again later")
 
 
 @pytest.mark.hub
@@ -288,8 +288,8 @@ def test_processes_that_load_a_model_together_download_it_once(user, hub):
     hub.push("some/tiny", files("a", 1 << 20), "models")
     hub.seconds_per_piece = 0.05
     with ThreadPoolExecutor(2) as pool:
-        found = set(map(tuple, pool.map(lambda _: user.load("some/tiny"), range(2))))
-    assert len(found) == 1 and len(hub.large_downloads()) == 1
+        directories = set(map(tuple, pool.map(lambda _: user.load("some/tiny"), range(2))))
+    assert len(directories) == 1 and len(hub.large_downloads()) == 1
 
 
 @pytest.mark.hub
@@ -315,8 +315,8 @@ def test_fivefold_data_writes_known_data_sets_from_the_hub_or_says_why_not(hub, 
     for name, sizes in {"gsm8k": (3, 3), "deepscaler": (38, 2)}.items():
         done = user.fivefold("data", name, "--out", str(tmp_path / name))
         assert done.returncode == 0 and not done.stderr, done.stderr
-        found = [tmp_path / name / f"{split}.parquet" for split in ("train", "test")]
-        assert tuple(count_rows(path, 99) for path in found) == sizes
+        files_of_splits = [tmp_path / name / f"{split}.parquet" for split in ("train", "test")]
+        assert tuple(count_rows(path, 99) for path in files_of_splits) == sizes
     hub.gated.add("datasets/openai/gsm8k")
     other = replace(user, home=tmp_path / "other")
     other.home.mkdir()
@@ -357,18 +357,20 @@ def test_a_data_set_of_modelscope_becomes_a_file_of_its_content_once(hub, tmp_pa
         return done.stdout.splitlines()[-1]
 
     def push(count: int, tag: str | None = None) -> None:
-        made = {name: parquet(*rows(count, split)) for name, split in GSM8K.items()}
-        hub.push("some/sums", {"README.md": README, **made}, tag=tag)
+        splits = {name: parquet(*rows(count, split)) for name, split in GSM8K.items()}
+        hub.push("some/sums", {"README.md": README, **splits}, tag=tag)
 
     def gets() -> int:
-        return sum(each.startswith("GET /api/v1/datasets/some/sums/repo") and "tree" not in each for each in hub.requests)
+        return sum(
+            request.startswith("GET /api/v1/datasets/some/sums/repo") and "tree" not in request for request in hub.requests
+        )
 
     push(3, tag="v1")
     name = "modelscope:some/sums:main"
     first = locate(name)
     assert count_rows(Path(tmp_path, first), 99) == 3 and source_of(Path(tmp_path, first)) == "some/sums"
-    asked = gets()
-    assert locate(name) == first and gets() == asked > 0
+    downloads = gets()
+    assert locate(name) == first and gets() == downloads > 0
     push(5)
     second = locate(name)
     assert second != first and count_rows(Path(tmp_path, second), 99) == 5

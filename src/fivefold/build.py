@@ -177,7 +177,7 @@ def build_run(
                 environments,
                 config.max_sequence_tokens,
                 endpoint,
-                needs_reward=any(own.get(REWARD) for own in named),
+                needs_reward=any(weights.get(REWARD) for weights in named),
             )
     training, evaluation_set = build_data(local, tokenizer, tokenizer_directory, ranks)
     first_prompts = check_rewards(config, training, evaluation_set)
@@ -227,7 +227,7 @@ def build_run(
     generates = not config.algorithm.offline or (evaluation_set is not None and evaluation_set.generate)
     if generates and config.reward.model.path:
         reward_model = build_reward_model(config, directories, meshes)
-    servers: list[Closing] = [*judges, *(each for each in (endpoint, environments) if each is not None)]
+    servers: list[Closing] = [*judges, *(server for server in (endpoint, environments) if server is not None)]
     rewards = RewardManager(pool, ranks, reward_model, config.reward.max_failed, logger.log, servers)
     if generates:
         # An engine measures the free device memory when it starts.
@@ -298,9 +298,9 @@ def build_conversations(
     template = data.chat_template_kwargs | ({} if data.chat_template is None else {"chat_template": data.chat_template})
     ends = EndTokens.of(directory, tokenizer.eos_token_id).used | {*config.engine.sampling.stop_token_ids}
     dialog = Dialog.of(tokenizer, template, ends, tools, config.environment.history)
-    found = Conversations(config.environment, dialog, environments, config.max_sequence_tokens)
+    conversations = Conversations(config.environment, dialog, environments, config.max_sequence_tokens)
     named = data.chat_template_kwargs | ({"tools": tools} if tools else {})
-    return found, replace(config, data=replace(data, chat_template_kwargs=named))
+    return conversations, replace(config, data=replace(data, chat_template_kwargs=named))
 
 
 def build_endpoint(config: RunConfig, dialog: Dialog) -> Endpoint:
@@ -354,9 +354,9 @@ def sample_probe(
     with models.away(), sleeping_after(engine):
         prompts = [training.prompts[place] for place in some]
         groups = generator.sample(prompts, 1, sampling, (config.trainer.seed ^ PROBE_STREAM, 0), is_scored=False)
-    whole = replace(plan, updates_per_step=1, samples_per_comparison=1, skipped=nothing_skipped)
-    stats = gather_stats(groups, models.ranks, whole)
-    return pack(groups, stats, models.ranks, whole), stats
+    probe_plan = replace(plan, updates_per_step=1, samples_per_comparison=1, skipped=nothing_skipped)
+    stats = gather_stats(groups, models.ranks, probe_plan)
+    return pack(groups, stats, models.ranks, probe_plan), stats
 
 
 def build_data(config: RunConfig, tokenizer: Any, directory: Path, ranks: Ranks) -> tuple[PromptSet, EvaluationSet | None]:
@@ -380,13 +380,13 @@ def build_loader(config: RunConfig, training: PromptSet) -> Loader[Prompt]:
 def build_expert_loader(config: RunConfig, tokenizer: Any, directory: Path, ranks: Ranks) -> Loader[Prompt]:
     """Build the loader of the expert's responses, whose conversations keep their own system messages."""
     plain = replace(config, data=replace(config.data, system_prompt=None))
-    found = _prompts(plain, tokenizer, directory, ranks, config.data.expert, need_responses=True, learns_from="responses")
-    if len(found.prompts) < config.data.expert_per_step:
+    experts = _prompts(plain, tokenizer, directory, ranks, config.data.expert, need_responses=True, learns_from="responses")
+    if len(experts.prompts) < config.data.expert_per_step:
         raise UserError(
             f"data.expert_per_step must not be larger than the expert's responses: got {config.data.expert_per_step} for "
-            f"{len(found.prompts)}"
+            f"{len(experts.prompts)}"
         )
-    return PromptLoader(found.prompts, config.data.expert_per_step, config.trainer.seed, config.data.shuffle)
+    return PromptLoader(experts.prompts, config.data.expert_per_step, config.trainer.seed, config.data.shuffle)
 
 
 def check_rewards(config: RunConfig, training: PromptSet, evaluation_set: EvaluationSet | None) -> list[Prompt]:
@@ -453,14 +453,14 @@ def build_models(
         if role.reads_text:
             continue
         if role.served_by is not None:
-            own, model = placed[role.served_by]
+            model_ranks, model = placed[role.served_by]
             base = None if model is None else cast(Model, WithoutAdapters(model))
-            models[name] = on_replicas_of(ranks, base, own) if role.without_adapters else models[role.served_by]
+            models[name] = on_replicas_of(ranks, base, model_ranks) if role.without_adapters else models[role.served_by]
             continue
         directory, torch_dist = directories[config.model.described_by(role.path)], find_torch_dist(directories[role.path])
         if name != "policy":
             same_vocabulary(role.path_key, load_spec(directory), spec)
-        placed[name] = own, model = _on_its_ranks(
+        placed[name] = model_ranks, model = _on_its_ranks(
             meshes,
             roles.settings(name),
             role.first_rank,
@@ -472,8 +472,8 @@ def build_models(
         )
         if name == "policy" and role.settings.lora.rank and engine_dtype is not None:
             measure = None if model is None else model.lost_to_rounding
-            lost = AdapterGuard(measure, own, role.settings.lora.max_lost, engine_dtype, logger.record, logger.log)
-        models[name] = on_replicas_of(ranks, model, own)
+            lost = AdapterGuard(measure, model_ranks, role.settings.lora.max_lost, engine_dtype, logger.record, logger.log)
+        models[name] = on_replicas_of(ranks, model, model_ranks)
     return Models(
         models,
         ranks,
@@ -497,16 +497,16 @@ def build_learners(config: RunConfig, objective: Objective, ranks: Ranks) -> dic
         learners["prm"] = ProcessRewardLearner(objective.process, ranks, "prm", roles["prm"].updates_per_step)
     if "critic" in roles:
         value_loss, per_update = ValueLoss(config.critic.value_clip), algorithm.values_per == "update"
-        learners["critic"] = CriticLearner(objective, minibatches, value_loss, ranks, per_update)
+        learners["critic"] = CriticLearner(objective, minibatches, ranks, value_loss, per_update)
     learners["policy"] = PolicyLearner(objective, minibatches, ranks, config.trainer.seed, first_step=warmup)
     return learners
 
 
 def _on_its_ranks(meshes: Meshes, settings: PolicyConfig, first_rank: int, **arguments: Any) -> tuple[Ranks, Any]:
     """Return the ranks of a model, which begin at `first_rank`, and this rank's shard of it (None without one)."""
-    own, mesh = meshes.of(settings.layout, first_rank, settings.replicas)
+    model_ranks, mesh = meshes.of(settings.layout, first_rank, settings.replicas)
     build = BACKENDS[settings.layout.backend].model
-    return own, None if mesh is None else build(policy=settings, mesh=mesh, **arguments)
+    return model_ranks, None if mesh is None else build(policy=settings, mesh=mesh, **arguments)
 
 
 def _refresh(models: Models, engine: Engine) -> None:

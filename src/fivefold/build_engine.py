@@ -82,15 +82,15 @@ def as_engines_know(directory: Path) -> Path:
     name = known_as(load_spec(directory))
     if name is None:
         return directory
-    found = scratch_directory()
+    substitute = scratch_directory()
     for file in directory.iterdir():
         if file.name != "config.json":
-            (found / file.name).symlink_to(file.resolve())
+            (substitute / file.name).symlink_to(file.resolve())
     config |= {"model_type": name[0], "architectures": [name[1]], "num_nextn_predict_layers": 0}
     # These name code in the repository, which never runs.
     config.pop("auto_map", None)
-    (found / "config.json").write_text(json.dumps(config))
-    return found
+    (substitute / "config.json").write_text(json.dumps(config))
+    return substitute
 
 
 def _vllm_arguments(config: RunConfig, directory: Path, device: torch.device) -> dict[str, Any]:
@@ -113,30 +113,30 @@ def _vllm_arguments(config: RunConfig, directory: Path, device: torch.device) ->
         # With chunked prefill vLLM rolls back random draws, which a CPU generator does not support (seen with 0.32).
         longest = max(arguments["max_model_len"], _CPU_BATCH)
         arguments |= {"enable_chunked_prefill": False, "max_num_batched_tokens": longest}
-    own = of_model(read_config(directory), device.type == "cpu")
-    both = {name: own[name] | settings.vllm[name] for name in own if isinstance(settings.vllm.get(name), dict)}
-    given = {name: value for name, value in settings.vllm.items() if name != "kv_cache_memory_bytes"}
-    return arguments | own | given | both
+    of_family = of_model(read_config(directory), device.type == "cpu")
+    both = {name: of_family[name] | settings.vllm[name] for name in of_family if isinstance(settings.vllm.get(name), dict)}
+    chosen = {name: value for name, value in settings.vllm.items() if name != "kv_cache_memory_bytes"}
+    return arguments | of_family | chosen | both
 
 
 def _cache_arguments(config: RunConfig, directory: Path, device: torch.device) -> dict[str, Any]:
     """Return the arguments for the size of the KV cache in each process of a replica."""
     settings, count = config.engine, config.engine.process_count
-    if (whole := settings.vllm.get("kv_cache_memory_bytes")) is None and device.type == "cpu":
-        whole = CPU_CACHE
-    if whole is None and count == 1:
+    if (cache := settings.vllm.get("kv_cache_memory_bytes")) is None and device.type == "cpu":
+        cache = CPU_CACHE
+    if cache is None and count == 1:
         return {"gpu_memory_utilization": settings.memory_fraction}
-    if whole is None:
+    if cache is None:
         # vLLM would count the memory of the other processes as its own.
         spec, dtype = load_spec(directory), DTYPES[settings.dtype or config.policy.dtype]
         assert settings.layout is not None
         weights = spec.parameters * dtype.itemsize // settings.layout.tp
-        whole = cache_next_to(settings, torch.cuda.get_device_properties(device).total_memory, weights)
-    found: dict[str, Any] = {"kv_cache_memory_bytes": whole // count}
+        cache = cache_next_to(settings, torch.cuda.get_device_properties(device).total_memory, weights)
+    arguments: dict[str, Any] = {"kv_cache_memory_bytes": cache // count}
     if count > 1 and device.type == "cuda":
         # Before it starts, vLLM requires this part of the device to be free.
-        found["gpu_memory_utilization"] = settings.memory_fraction / count
-    return found
+        arguments["gpu_memory_utilization"] = settings.memory_fraction / count
+    return arguments
 
 
 def _build_servers(
@@ -146,24 +146,24 @@ def _build_servers(
     from fivefold.engines.servers.server_engine import ServerEngine
 
     settings, layout = config.engine, config.engine.layout
-    ends, processes, each = stop_token_ids(directory, tokenizer), {}, None
+    ends, processes, ranks_per_server = stop_token_ids(directory, tokenizer), {}, None
     run, connect = ranks.broadcast_from_main(uuid.uuid4().hex), _client(settings.kind)
     if config.policy.router_replay == "R3":
         connect = partial(connect, routes=load_spec(directory).routes)
     if not settings.url:
         assert layout is not None
         start = _start_sglang if settings.kind == "sglang" else _start_vllm
-        own: dict[int, tuple[torch.device, str | None]] = {}
+        local: dict[int, tuple[torch.device, str | None]] = {}
         if settings.is_apart:
-            own = _own_servers(layout, ranks, device)
+            local = _own_servers(layout, ranks, device)
         else:
-            each, count = layout.tp, settings.process_count
-            first = ranks.rank // each * count if ranks.holds and ranks.rank % each == 0 else None
-            own = {} if first is None else dict.fromkeys(range(first, first + count), (device, None))
+            ranks_per_server, count = layout.tp, settings.process_count
+            first = ranks.rank // ranks_per_server * count if ranks.holds and ranks.rank % ranks_per_server == 0 else None
+            local = {} if first is None else dict.fromkeys(range(first, first + count), (device, None))
         logs = config.run_dir / "logs"
         processes = {
             number: start(config, directory, where, logs / f"server-{number}.log", host)
-            for number, (where, host) in own.items()
+            for number, (where, host) in local.items()
         }
     return ServerEngine(
         directory,
@@ -172,7 +172,7 @@ def _build_servers(
         partial(connect, ends=ends, run=run),
         log,
         processes=processes,
-        ranks_per_server=each,
+        ranks_per_server=ranks_per_server,
         addresses=settings.url,
         window=-(-settings.max_num_seqs * 5 // (4 * ranks.layout.world_size * settings.process_count)),
         bucket_bytes=settings.sync_bucket_mb << 20,

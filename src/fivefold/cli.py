@@ -184,14 +184,13 @@ def _words_of(arguments: Sequence[str]) -> list[str]:
 def _translate(options: argparse.Namespace) -> Translation:
     from fivefold.config import ConfigError
 
-    variables = [each.partition("=") for each in options.env]
+    variables = [assignment.partition("=") for assignment in options.env]
     if unset := [name for name, equals, _ in variables if not equals]:
         raise ConfigError([f"--env is written NAME=value: got {unset[0]}"])
-    given = {name: value for name, _, value in variables}
+    environment = dict(os.environ) if options.allow_secrets else {}
+    environment |= {name: value for name, _, value in variables}
     version = options.system.partition("@")[2]
-    return _system(options).translate_words(
-        options.words, os.environ, given, version=version, allow_secrets=options.allow_secrets
-    )
+    return _system(options).translate_words(options.words, os.environ, environment, version=version)
 
 
 def _system(options: argparse.Namespace) -> SystemDialect:
@@ -233,7 +232,7 @@ def _convert(options: argparse.Namespace) -> int:
         print(f"{'error   ' if refusal in translation.faults else 'refused '} {refusal}", file=sys.stderr)
     is_lenient = options.strict is False
     print(_system(options).write(translation, strict=not is_lenient), end="")
-    lacks_any = options.strict and any(each.kind == "unsupported" for each in translation.outcomes)
+    lacks_any = options.strict and any(outcome.kind == "unsupported" for outcome in translation.outcomes)
     return 2 if translation.faults or lacks_any or (translation.refusals and not is_lenient) else 0
 
 
@@ -275,8 +274,8 @@ def _check(options: argparse.Namespace) -> int:
     findings = _show_check(_configure(options), starts=False)
     print("this run cannot start" if findings.errors else "this run can start")
     if findings.trial and options.system is None:
-        given = [*([options.config] if options.config else []), *options.overrides]
-        print(f"try it   {shlex.join(['fivefold', 'train', *given, *findings.trial])}")
+        words = [*([options.config] if options.config else []), *options.overrides]
+        print(f"try it   {shlex.join(['fivefold', 'train', *words, *findings.trial])}")
     return 2 if findings.errors else 0
 
 
@@ -297,8 +296,8 @@ def _plan(options: argparse.Namespace) -> int:
     base = proposal.base_run({} if options.config is None else read(options.config), changes)
     lengths = Lengths.of(base.data, options.prompt_tokens, options.response_tokens)
     has_file = options.config is not None
-    found = proposal.propose(base, cluster, lengths, options.top, options.calibration, changes=changes, has_file=has_file)
-    print(json.dumps(proposal.as_json(found), indent=1) if options.json else proposal.describe(found))
+    proposed = proposal.propose(base, cluster, lengths, options.top, options.calibration, changes=changes, has_file=has_file)
+    print(json.dumps(proposal.as_json(proposed), indent=1) if options.json else proposal.describe(proposed))
     return 0
 
 
@@ -320,16 +319,16 @@ def _eval(options: argparse.Namespace) -> int:
         raise UserError("eval needs the directory of a run, or its YAML file")
     path, log = Path(options.config), partial(print, file=sys.stderr)
     # A run's directory may have been moved since it was written down.
-    here = [f"trainer.run_dir={path}"] if path.is_dir() else []
-    config = RunConfig.from_yaml(path / "run.yaml" if path.is_dir() else path, [*here, *options.overrides])
+    moved = [f"trainer.run_dir={path}"] if path.is_dir() else []
+    config = RunConfig.from_yaml(path / "run.yaml" if path.is_dir() else path, [*moved, *options.overrides])
     config = _with_verbosity(config, options)
-    found = Path(options.checkpoint) if options.checkpoint else Checkpoints(config.run_dir, 1).latest(log)
-    if found is None:
+    checkpoint = Path(options.checkpoint) if options.checkpoint else Checkpoints(config.run_dir, 1).latest(log)
+    if checkpoint is None:
         raise UserError(f"no checkpoint in {config.run_dir / 'checkpoints'}; name one with --checkpoint")
     if not options.checkpoint:
-        log(f"{found} is the latest checkpoint of {config.run_dir}")
-    if faults := find_corruption(found):
-        raise UserError(f"checkpoint {found} cannot be used: {faults}")
+        log(f"{checkpoint} is the latest checkpoint of {config.run_dir}")
+    if faults := find_corruption(checkpoint):
+        raise UserError(f"checkpoint {checkpoint} cannot be used: {faults}")
     if _show_check(config, quiet=True).starting():
         return 2
     # An evaluation has its own directory, because the run itself may be training now. Other nodes of a cluster see only the
@@ -338,7 +337,7 @@ def _eval(options: argparse.Namespace) -> int:
     loggers = list(filter(lambda name: name == "console", config.trainer.loggers))
 
     try:
-        return start(replace(config, trainer=replace(config.trainer, run_dir=str(scratch), loggers=loggers)), found)
+        return start(replace(config, trainer=replace(config.trainer, run_dir=str(scratch), loggers=loggers)), checkpoint)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 

@@ -31,9 +31,9 @@ def download(models: Mapping[str, Sequence[str]], data: DataConfig, commits: Map
         return
     words = [sys.executable, "-m", "fivefold.downloads", json.dumps([wanted, sets])]
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        said = process.stdout.read() if process.stdout else ""
+        output = process.stdout.read() if process.stdout else ""
     if process.returncode == _REFUSED:
-        raise UserError(said.strip())
+        raise UserError(output.strip())
     if process.returncode:
         raise RunError(f"the download ended with exit code {process.returncode}")
 

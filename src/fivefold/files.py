@@ -38,10 +38,10 @@ def read_json(path: Path) -> Any:
 
 def read_json_object(path: Path) -> dict[str, Any]:
     """Read the object in a JSON file."""
-    found = read_json(path)
-    if not isinstance(found, dict):
-        raise UserError(f"{path} must hold a JSON object: got {shown(found)}")
-    return found
+    content = read_json(path)
+    if not isinstance(content, dict):
+        raise UserError(f"{path} must hold a JSON object: got {shown(content)}")
+    return content
 
 
 LONGEST_LINE = 16 * 2**20
@@ -171,13 +171,13 @@ def user_cache(name: str) -> Path:
 
 def _holds_at_most(path: Path, most: int) -> bool:
     """Whether a file has bytes to read; raises ValueError for more than `most`, or if it is not a regular file."""
-    there = path.stat()
-    if not stat.S_ISREG(there.st_mode):
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
         raise UserError(f"{path} is not a regular file")
-    if there.st_size > most:
-        raise UserError(f"{path} has {there.st_size} bytes: at most {most} are read")
+    if status.st_size > most:
+        raise UserError(f"{path} has {status.st_size} bytes: at most {most} are read")
     # Files in /proc report size 0, and reading them may never end.
-    return there.st_size > 0
+    return status.st_size > 0
 
 
 def _decode(content: bytes, where: str) -> str:
@@ -193,11 +193,11 @@ def _decode(content: bytes, where: str) -> str:
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Make an object from its keys and values; raises ValueError for a duplicate key."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    mapping = dict(pairs)
+    if len(mapping) < len(pairs):
         twice = [key for key, count in Counter(key for key, _ in pairs).items() if count > 1]
         raise UserError(f"the key {shown(twice[0])} is given twice: leave one of them out")
-    return found
+    return mapping
 
 
 def _parse(text: str, where: str, make: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:

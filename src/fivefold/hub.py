@@ -83,20 +83,20 @@ def model_snapshot(name: str, wanted: Sequence[str], commit: str | None = None) 
     its place.
     """
     repository, _, revision = name.partition("@")
-    asked = commit or revision or None
+    version = commit or revision or None
     if repository.startswith(MODELSCOPE):
         # Without a revision and a network its client takes any that the cache has.
-        found = _from_modelscope(name, repository.removeprefix(MODELSCOPE), wanted, asked or _BRANCH)
-        if commit is None and not _COMMIT.fullmatch(commit_of(found)):
+        directory = _from_modelscope(name, repository.removeprefix(MODELSCOPE), wanted, version or _BRANCH)
+        if commit is None and not _COMMIT.fullmatch(commit_of(directory)):
             note = "the commit of these files is not known, so a run that resumes reads the latest ones"
             print(f"download {name}: {note}", file=sys.stderr, flush=True)
-        return found
+        return directory
     from huggingface_hub import snapshot_download
 
-    what = f"{name!r} is no directory here, and the model cannot be read"
-    with _asking(what, _hugging_face(), repository, asked) as cached:
-        found = snapshot_download(repository, revision=asked, allow_patterns=list(wanted), local_files_only=cached)
-        return _with_weights(Path(found), wanted)
+    problem = f"{name!r} is no directory here, and the model cannot be read"
+    with _asking(problem, _hugging_face(), repository, version) as cached:
+        directory = snapshot_download(repository, revision=version, allow_patterns=list(wanted), local_files_only=cached)
+        return _with_weights(Path(directory), wanted)
 
 
 def _modelscope(name: str, kind: str) -> tuple[Any, _Hub]:
@@ -109,31 +109,31 @@ def _modelscope(name: str, kind: str) -> tuple[Any, _Hub]:
         is_absent = isinstance(error, ModuleNotFoundError) and error.name == "modelscope_hub"
         why = "not installed here" if is_absent else f"whose import fails: {first_line(error)}"
         raise UserError(f"{name!r} needs modelscope, {why}: pip install 'fivefold[modelscope]'") from error
-    own = modelscope_hub.HubConfig()
+    settings = modelscope_hub.HubConfig()
     # Its client draws a bar for each file, and logs what the error says too.
     logging.getLogger("modelscope_hub").setLevel(logging.CRITICAL)
     variables = "MODELSCOPE_CACHE", "MODELSCOPE_API_TOKEN"
-    return modelscope_hub, _Hub(str(own.endpoint), f"{kind}/", f"{kind}/{{}}", own.cache_dir, *variables)
+    return modelscope_hub, _Hub(str(settings.endpoint), f"{kind}/", f"{kind}/{{}}", settings.cache_dir, *variables)
 
 
 def _from_modelscope(name: str, repository: str, wanted: Sequence[str], revision: str) -> Path:
     client, hub = _modelscope(name, "models")
-    what = f"{name!r}, a model of ModelScope, cannot be read"
+    problem = f"{name!r}, a model of ModelScope, cannot be read"
     known = hub.cache / hub.folder.format(repository.replace("/", "--")) / "refs" / revision
-    with _asking(what, hub, repository, revision) as cached, redirect_stderr(StringIO()):
+    with _asking(problem, hub, repository, revision) as cached, redirect_stderr(StringIO()):
         if not cached and not _COMMIT.fullmatch(revision):
             _note_commit(client, repository, revision, known)
         commit = known.read_text() if known.is_file() else revision
         load = client.compat.snapshot_download
-        found = load(repository, revision=commit, allow_patterns=list(wanted), local_files_only=cached)
-        return _with_weights(Path(found), wanted)
+        directory = load(repository, revision=commit, allow_patterns=list(wanted), local_files_only=cached)
+        return _with_weights(Path(directory), wanted)
 
 
 def _listed(client: Any, repository: str, kind: str, revision: str) -> list[dict[str, Any]]:
     """Return what ModelScope says of each file of a `model` or `dataset`."""
     endpoint = client.HubApi().resolve_endpoint_for_read(repository, repo_type=kind)
-    found = client.HubApi(endpoint=endpoint).legacy.list_repo_files(repository, kind, revision=revision)
-    return [file for file in found if file.get("Type") != "tree"]
+    listed = client.HubApi(endpoint=endpoint).legacy.list_repo_files(repository, kind, revision=revision)
+    return [file for file in listed if file.get("Type") != "tree"]
 
 
 def _content(files: list[dict[str, Any]]) -> list[tuple[str, str]]:
@@ -170,8 +170,8 @@ def cached_models() -> dict[str, Path]:
     """Id -> directory of each model with a config.json in the Hugging Face hub's cache on this machine."""
     from huggingface_hub import constants
 
-    found = sorted(Path(constants.HF_HUB_CACHE).glob("models--*--*/snapshots/*/config.json"))
-    return {"/".join(path.parts[-4].split("--", 2)[1:]): path.parent for path in found}
+    configs = sorted(Path(constants.HF_HUB_CACHE).glob("models--*--*/snapshots/*/config.json"))
+    return {"/".join(path.parts[-4].split("--", 2)[1:]): path.parent for path in configs}
 
 
 def commit_of(snapshot: Path) -> str:
@@ -193,8 +193,8 @@ def dataset_file(repository: str, name: str) -> Path:
 def dataset_commit(repository: str, revision: str | None, line: str) -> str | None:
     """Return the commit of a data set's revision, for ModelScope a hash of its files; None if the hub does not answer.
     `line` writes it as parquet."""
-    own = repository.removeprefix(MODELSCOPE)
-    client, hub = (None, _hugging_face("datasets")) if own == repository else _modelscope(repository, "datasets")
+    plain_name = repository.removeprefix(MODELSCOPE)
+    client, hub = (None, _hugging_face("datasets")) if plain_name == repository else _modelscope(repository, "datasets")
     if hub.fault is not None:
         return None
     from huggingface_hub import HfApi
@@ -203,11 +203,11 @@ def dataset_commit(repository: str, revision: str | None, line: str) -> str | No
         if client is None:
             return str(HfApi().dataset_info(repository, revision=revision).sha)
         # Its lists name the commit of each file only.
-        files = _content(_listed(client, own, "dataset", revision or _BRANCH))
+        files = _content(_listed(client, plain_name, "dataset", revision or _BRANCH))
         return hashlib.sha256(json.dumps(files).encode()).hexdigest()[:40]
     except Exception as error:
         # As in `_asking`: the user sees one message.
-        raise UserError(_no_dataset(repository, _reason(error, hub, own, revision), line)) from error
+        raise UserError(_no_dataset(repository, _reason(error, hub, plain_name, revision), line)) from error
 
 
 def load_dataset_splits(
@@ -230,8 +230,8 @@ def load_dataset_splits(
     hub = _hugging_face("datasets")
     try:
         with _without_bars(datasets.utils), _without_bars(utils), _progress(repository, hub):
-            found = datasets.load_dataset(repository, config, revision=commit)
-        commit = commit or Path(next(iter(found.values())).cache_files[0]["filename"]).parent.name
+            splits = datasets.load_dataset(repository, config, revision=commit)
+        commit = commit or Path(next(iter(splits.values())).cache_files[0]["filename"]).parent.name
     except Exception as error:
         # The library raises many kinds of errors (no such data set, no network, no access, damaged files).
         if names := _configurations(repository, config, commit):
@@ -241,7 +241,7 @@ def load_dataset_splits(
         refusal = None if offline else _refusal(repository)
         reason = _why(refusal or error, hub, repository, commit, offline)
         raise UserError(_no_dataset(repository, reason, line)) from error
-    return dict(found), commit
+    return dict(splits), commit
 
 
 def _splits_from_modelscope(
@@ -251,28 +251,28 @@ def _splits_from_modelscope(
     import datasets
 
     (client, hub), repository = _modelscope(name, "datasets"), name.removeprefix(MODELSCOPE)
-    asked = revision or _BRANCH
+    branch = revision or _BRANCH
     if commit is None:
         raise UserError(
             _no_dataset(name, _why(OSError(), hub, repository, revision, hub.fault or "it did not answer"), line)
         )
-    if commit != asked and (now := dataset_commit(name, revision, line)) not in (commit, None):
+    if commit != branch and (now := dataset_commit(name, revision, line)) not in (commit, None):
         raise UserError(
             f"{name!r} has changed: the run began with its files of hash {commit}, and it has those of {now} now; name "
             "local files, or begin another run"
         )
-    what = f"{name!r}, a data set of ModelScope, cannot be read"
-    with _asking(what, hub, repository, revision) as cached, redirect_stderr(StringIO()):
-        folder = client.compat.dataset_snapshot_download(repository, revision=asked, local_files_only=cached)
+    problem = f"{name!r}, a data set of ModelScope, cannot be read"
+    with _asking(problem, hub, repository, revision) as cached, redirect_stderr(StringIO()):
+        folder = client.compat.dataset_snapshot_download(repository, revision=branch, local_files_only=cached)
     try:
         with _without_bars(datasets.utils):
             # In its usual cache the library would find earlier rows of the same folder.
-            own = Path(datasets.config.HF_DATASETS_CACHE) / f"modelscope-{commit}"
-            return dict(datasets.load_dataset(folder, config, cache_dir=str(own))), commit
+            cache = Path(datasets.config.HF_DATASETS_CACHE) / f"modelscope-{commit}"
+            return dict(datasets.load_dataset(folder, config, cache_dir=str(cache))), commit
     except Exception as error:
         # As in `load_dataset_splits`.
         if names := _configurations(folder, config, None):
-            listed = ", ".join(f"{name}:{each}" for each in names)
+            listed = ", ".join(f"{name}:{configuration}" for configuration in names)
             raise UserError(f"{name!r} must name one of its configurations: {listed}") from error
         raise UserError(_no_dataset(name, first_line(error), line)) from error
 
@@ -353,8 +353,8 @@ def push(directory: Path, repository: str) -> str:
 
 
 @contextmanager
-def _asking(what: str, hub: _Hub, repository: str, revision: str | None = None, way_round: str = "") -> Iterator[bool]:
-    """Yield whether only the cache can be read; an error within the block becomes a sentence that `what` begins."""
+def _asking(problem: str, hub: _Hub, repository: str, revision: str | None = None, way_round: str = "") -> Iterator[bool]:
+    """Yield whether only the cache can be read; an error within the block becomes a sentence that `problem` begins."""
     from huggingface_hub import utils
 
     offline = hub.fault
@@ -364,7 +364,7 @@ def _asking(what: str, hub: _Hub, repository: str, revision: str | None = None, 
     except Exception as error:
         # The clients raise many kinds of errors (no such model, no network, no access); the user sees one message.
         reason = _why(error, hub, repository, revision, offline)
-        raise UserError(f"{what} from {hub.address}: {reason}{way_round}") from error
+        raise UserError(f"{problem} from {hub.address}: {reason}{way_round}") from error
 
 
 def _why(error: Exception, hub: _Hub, repository: str, revision: str | None, offline: str | None) -> str:
@@ -395,9 +395,9 @@ _STATUSES = {
 def _reason(error: BaseException, hub: _Hub, repository: str, revision: str | None) -> str:
     """Return why the hub did not return the files, and what to do."""
     causes = list(_causes(error))
-    names = {kind.__name__ for each in causes for kind in type(each).__mro__}
-    statuses = [getattr(each, "status_code", None) or _status(each) for each in causes]
-    status = next((each for each in statuses if each), 0)
+    names = {kind.__name__ for cause in causes for kind in type(cause).__mro__}
+    statuses = [getattr(cause, "status_code", None) or _status(cause) for cause in causes]
+    status = next((known for known in statuses if known), 0)
     values = {
         "page": f"{hub.address}/{hub.pages}{repository}",
         "token": hub.token,
@@ -406,7 +406,7 @@ def _reason(error: BaseException, hub: _Hub, repository: str, revision: str | No
         "at": f" with revision {revision!r}" if revision not in (None, _BRANCH) else "",
         "first": first_line(causes[-1]),
     }
-    if any(isinstance(each, OSError) and each.errno in FULL for each in causes):
+    if any(isinstance(cause, OSError) and cause.errno in FULL for cause in causes):
         return f"the disk of {hub.cache} is full: make room, or set {hub.cache_variable} to a directory on another one"
     for kinds, reason in _REASONS.items():
         if not names.isdisjoint(kinds.split()):

@@ -23,7 +23,7 @@ def no_routes(tokens: int, shape: RouteShape) -> Tensor:
     return torch.full((tokens, len(shape.layers), shape.top_k), NO_ROUTE, dtype=route_dtype(shape))
 
 
-def routes_of_engine(found: Tensor | None, tokens: int, shape: RouteShape, is_aborted: bool) -> Tensor | None:
+def routes_of_engine(routes: Tensor | None, tokens: int, shape: RouteShape, is_aborted: bool) -> Tensor | None:
     """[tokens - 1, layers with experts, K] from an engine's routes of a sequence, which cover all layers or those with
     experts.
 
@@ -31,18 +31,18 @@ def routes_of_engine(found: Tensor | None, tokens: int, shape: RouteShape, is_ab
 
     The last token is sampled but never read, so no engine has routed it.
     """
-    if found is None and is_aborted:
+    if routes is None and is_aborted:
         return None
     places = {shape.total_layers: list(shape.layers), len(shape.layers): list(range(len(shape.layers)))}
-    given = None if found is None else list(found.shape)
-    fits = given is not None and len(given) == 3 and given[1] in places and given[2] == shape.top_k
-    if found is None or not fits or not (is_aborted or len(found) >= tokens - 1):
+    sizes = None if routes is None else list(routes.shape)
+    fits = sizes is not None and len(sizes) == 3 and sizes[1] in places and sizes[2] == shape.top_k
+    if routes is None or not fits or not (is_aborted or len(routes) >= tokens - 1):
         raise RunError(
             "policy.router_replay: R3 needs the experts that the engine sent its tokens to, "
-            f"[{tokens - 1}, {shape.total_layers}, {shape.top_k}] for {tokens} tokens: got {given}; start servers of your "
+            f"[{tokens - 1}, {shape.total_layers}, {shape.top_k}] for {tokens} tokens: got {sizes}; start servers of your "
             "own with --enable-return-routed-experts"
         )
-    return found[: tokens - 1, places[found.shape[1]]].to(route_dtype(shape))
+    return routes[: tokens - 1, places[routes.shape[1]]].to(route_dtype(shape))
 
 
 def encode_routes(routes_TLK: Tensor | None, tokens: int, shape: RouteShape) -> Tensor:

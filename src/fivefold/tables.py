@@ -53,7 +53,7 @@ def take_rows(tree: Tree) -> tuple[Tree, dict[str, Any]]:
         if _is_data_set(value) or _is_list_of_rows(value):
             changed[key] = [named(key, value)]
         elif isinstance(value, list) and any(map(_is_data_set, value)):
-            changed[key] = [named(key, each) if _is_data_set(each) else each for each in value]
+            changed[key] = [named(key, part) if _is_data_set(part) else part for part in value]
     return ({**tree, "data": changed} if rows else tree), rows
 
 
@@ -100,12 +100,14 @@ def _tables(data_set: Any) -> Iterator[Any]:
 
 def _digest(rows: Any) -> str:
     """Return a hash of the content of rows, which does not depend on the version of a library."""
-    each: Iterable[Any] = (row for table in _tables(rows) for row in table.to_pylist()) if _is_data_set(rows) else rows
-    found = hashlib.sha256()
-    for place, row in enumerate(each):
+    rows_of_data: Iterable[Any] = (
+        (row for table in _tables(rows) for row in table.to_pylist()) if _is_data_set(rows) else rows
+    )
+    digest = hashlib.sha256()
+    for place, row in enumerate(rows_of_data):
         try:
             text = json.dumps(row, ensure_ascii=False, default=str if _is_data_set(rows) else None)
         except (TypeError, ValueError) as error:
             raise UserError(f"row {place} of data must hold texts, numbers, lists and dicts: {error}") from error
-        found.update(text.encode(errors="surrogatepass") + b"\n")
-    return found.hexdigest()[:12]
+        digest.update(text.encode(errors="surrogatepass") + b"\n")
+    return digest.hexdigest()[:12]

@@ -16,7 +16,7 @@ _PASSWORD = re.compile(r"(\w://)[^/\s@]*:[^/\s@]*@")
 def plain(text: str) -> str:
     """Return the text with control characters as \\uXXXX, as in JSON, and URLs without passwords."""
     text = _PASSWORD.sub(r"\1...@", text.replace("\r\n", "\n").replace("\r", "\n"))
-    return _CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+    return _CONTROL.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
 
 
 class _PlainStream:

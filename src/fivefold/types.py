@@ -204,23 +204,23 @@ class Group:
 
 def by_trajectory(samples: Iterable[Sample]) -> list[list[Sample]]:
     """Return the sequences of each trajectory of a group; a sample without a trajectory is one of its own."""
-    found: dict[tuple[bool, int], list[Sample]] = {}
+    sequences: dict[tuple[bool, int], list[Sample]] = {}
     for place, sample in enumerate(samples):
         key = (False, place) if sample.trajectory is None else (True, sample.trajectory)
-        found.setdefault(key, []).append(sample)
-    return list(found.values())
+        sequences.setdefault(key, []).append(sample)
+    return list(sequences.values())
 
 
 def _carry_loss_once(samples: list[Sample]) -> None:
     """Take the loss from the tokens of turns that an earlier sequence of the same trajectory contains."""
     seen: set[tuple[int | None, int]] = set()
     for sample in samples:
-        own = {(sample.trajectory, turn.number): turn for turn in sample.turns}
-        for turn in (own[key] for key in own.keys() & seen):
+        turns = {(sample.trajectory, turn.number): turn for turn in sample.turns}
+        for turn in (turns[key] for key in turns.keys() & seen):
             if sample.loss_mask is None:
                 sample.loss_mask = [True] * len(sample.token_ids)
             sample.loss_mask[turn.begin : turn.end] = [False] * (turn.end - turn.begin)
-        seen |= own.keys()
+        seen |= turns.keys()
 
 
 @dataclass(frozen=True)
@@ -460,8 +460,8 @@ class TokenBatch:
         if not self.sample_index_N:
             self.sample_index_N = list(range(len(self.lengths_N)))
         assert len(self.sample_index_N) == len(self.lengths_N)
-        given, self.columns = self.columns, {}
-        for column, value in given.items():
+        columns, self.columns = self.columns, {}
+        for column, value in columns.items():
             self[column] = value
 
     @classmethod
@@ -513,8 +513,8 @@ class TokenBatch:
 
     def with_columns(self, columns: Mapping[Column, Tensor | None]) -> TokenBatch:
         """Return the batch with these columns set; a batch has no column that is None."""
-        whole = {**self.columns, **columns}
-        return replace(self, columns={column: value for column, value in whole.items() if value is not None})
+        columns_after = {**self.columns, **columns}
+        return replace(self, columns={column: value for column, value in columns_after.items() if value is not None})
 
     @property
     def positions_T(self) -> Tensor:
@@ -541,10 +541,10 @@ class TokenBatch:
     @staticmethod
     def fields_of(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
         """Return the arguments of `TokenBatch` that hold these tensors, by their names in `tensors()`."""
-        own = {name: tensors[name] for name in ("token_ids_T", "loss_mask_T")}
+        structural = {name: tensors[name] for name in ("token_ids_T", "loss_mask_T")}
         # mypy expects all arguments of `Column.__new__`, but a call looks a member up by its value.
-        columns = {Column(name): value for name, value in tensors.items() if name not in own}  # type: ignore[call-arg]
-        return {**own, "columns": columns}
+        columns = {Column(name): value for name, value in tensors.items() if name not in structural}  # type: ignore[call-arg]
+        return {**structural, "columns": columns}
 
     def expand_to_tokens(self, values_N: Tensor) -> Tensor:
         """[T] each sample's number on its response tokens, 0 on its prompt."""
@@ -571,16 +571,16 @@ class TokenBatch:
         from safetensors.torch import save_file
 
         # safetensors refuses two names for the same memory, which advantages and returns may share.
-        whole = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in self.tensors().items()}
+        tensors = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in self.tensors().items()}
         numbers: dict[str, Any] = {}
-        for name in (item.name for item in fields(self) if item.name not in whole and item.name != "columns"):
+        for name in (item.name for item in fields(self) if item.name not in tensors and item.name != "columns"):
             value = getattr(self, name)
             if isinstance(value, list):
-                whole[name] = torch.tensor(value, dtype=torch.long)
+                tensors[name] = torch.tensor(value, dtype=torch.long)
             else:
                 numbers[name] = value
         with writing(path):
-            save_file(whole, path, metadata={"numbers": json.dumps(numbers)})
+            save_file(tensors, path, metadata={"numbers": json.dumps(numbers)})
 
     def to(self, device: torch.device) -> TokenBatch:
         """Return the batch with its tensors on `device`."""

@@ -55,12 +55,16 @@ class Parameters:
     def of(cls, function: Any) -> Parameters:
         """Return the parameters of a loaded function."""
         every = inspect.signature(function).parameters.values()
-        found = [each for each in every if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
+        named = [parameter for parameter in every if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)]
         return cls(
-            tuple(each.name for each in found),
-            tuple(each.name for each in found if each.default is each.empty),
-            tuple(each.name for each in found if each.kind is each.POSITIONAL_ONLY and each.default is each.empty),
-            any(each.kind is each.VAR_KEYWORD for each in every),
+            tuple(parameter.name for parameter in named),
+            tuple(parameter.name for parameter in named if parameter.default is parameter.empty),
+            tuple(
+                parameter.name
+                for parameter in named
+                if parameter.kind is parameter.POSITIONAL_ONLY and parameter.default is parameter.empty
+            ),
+            any(parameter.kind is parameter.VAR_KEYWORD for parameter in every),
         )
 
 
@@ -74,18 +78,20 @@ def parameters_of(name: str) -> Parameters | None:
     defined = [node for node in _top_level(tree.body) if isinstance(node, _DEFINED) and node.name == function]
     if not defined:
         return None
-    own = defined[-1].args
-    by_place = [*own.posonlyargs, *own.args]
-    required = by_place[: len(by_place) - len(own.defaults)]
-    required += [each for each, default in zip(own.kwonlyargs, own.kw_defaults, strict=True) if default is None]
+    arguments = defined[-1].args
+    by_place = [*arguments.posonlyargs, *arguments.args]
+    required = by_place[: len(by_place) - len(arguments.defaults)]
+    required += [
+        argument for argument, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True) if default is None
+    ]
     if defined[-1].decorator_list:
         # A decorator may pass them, so the loaded function is checked when the run starts.
         required = []
     return Parameters(
-        tuple(each.arg for each in (*by_place, *own.kwonlyargs)),
-        tuple(each.arg for each in required),
-        tuple(each.arg for each in own.posonlyargs if each in required),
-        own.kwarg is not None or bool(defined[-1].decorator_list),
+        tuple(argument.arg for argument in (*by_place, *arguments.kwonlyargs)),
+        tuple(argument.arg for argument in required),
+        tuple(argument.arg for argument in arguments.posonlyargs if argument in required),
+        arguments.kwarg is not None or bool(defined[-1].decorator_list),
     )
 
 
@@ -106,19 +112,19 @@ def load_user_code(name: Any) -> Any:
     if callable(name):
         return name
     path, _, function = name.rpartition(":")
-    own = Path(path).resolve()
+    file = Path(path).resolve()
     spec = importlib.util.spec_from_file_location(
-        f"fivefold_user_{own.stem}_{zlib.crc32(bytes(own)):08x}",
-        own,
-        submodule_search_locations=[str(own.parent)] if own.name == "__init__.py" else None,
+        f"fivefold_user_{file.stem}_{zlib.crc32(bytes(file)):08x}",
+        file,
+        submodule_search_locations=[str(file.parent)] if file.name == "__init__.py" else None,
     )
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     # Dataclasses and pickle look up the module by name.
     sys.modules[spec.name] = module
-    if str(own.parent) not in sys.path:
+    if str(file.parent) not in sys.path:
         # The last place in sys.path: a file next to it must not replace a library of the same name.
-        sys.path.append(str(own.parent))
+        sys.path.append(str(file.parent))
     spec.loader.exec_module(module)
     return getattr(module, function)
 
@@ -129,13 +135,13 @@ def name_of(function: Any) -> str:
     if not isinstance(function, types.FunctionType):
         raise UserError(f"{must}: got {function!r}")
     # A decorated function is loaded with its decorator, under the name of the file that defines it.
-    path, own = inspect.unwrap(function).__code__.co_filename, function.__name__
-    if own == "<lambda>":
+    path, function_name = inspect.unwrap(function).__code__.co_filename, function.__name__
+    if function_name == "<lambda>":
         raise UserError(f"{must}: got a lambda in {path}; give it a name")
-    if function.__qualname__ != own:
+    if function.__qualname__ != function_name:
         raise UserError(f"{must}: {function.__qualname__} in {path} is defined within another function or class")
     if not Path(path).is_file():
-        raise UserError(f"{must}: {own} was defined in {path}")
-    name = f"{Path(path).resolve()}:{own}"
+        raise UserError(f"{must}: {function_name} was defined in {path}")
+    name = f"{Path(path).resolve()}:{function_name}"
     check_user_code(name)
     return name

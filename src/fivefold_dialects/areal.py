@@ -11,15 +11,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+from fivefold_dialects import areal_method as method
+from fivefold_dialects import areal_placement as placement
 from fivefold_dialects import shared
-from fivefold_dialects.areal_method import FIELDS, advantage, correction, credit, critic, kl, loss, low_rank, optimizer
-from fivefold_dialects.areal_placement import ahead, engine, is_dpo, is_sampled, is_sft, layout, roles, trainer
+from fivefold_dialects.areal_method import FIELDS, credit
+from fivefold_dialects.areal_placement import is_dpo, is_sampled, is_sft, roles, trainer
 from fivefold_dialects.known import known
 from fivefold_dialects.legacy import areal as legacy
-from fivefold_dialects.shared import EVERY_CHECKPOINT
-from fivefold_dialects.source import Source
-from fivefold_dialects.system import dialect
-from fivefold_dialects.table import Table, load, table
+from fivefold_dialects.source import EVERY_CHECKPOINT, Source
+from fivefold_dialects.system import System
+from fivefold_dialects.table import Table, load, table, when
 
 GSM8K = "data/gsm8k-areal"
 """Directory that `fivefold data gsm8k --form areal` writes: GSM8K with AReaL's own prompts."""
@@ -37,32 +38,29 @@ def files_of(split: str, source: Source, key: str) -> list[str] | None:
 
 def model(source: Source) -> dict[str, Any]:
     role = source.under(f"{trainer(source)}.")
-    found: dict[str, Any] = {"model.path": role.path("path")}
+    ours: dict[str, Any] = {"model.path": role.path("path")}
     tokenizer = source.text("tokenizer_path")
-    if tokenizer and tokenizer != found["model.path"]:
-        found["model.tokenizer"] = tokenizer
+    if tokenizer and tokenizer != ours["model.path"]:
+        ours["model.tokenizer"] = tokenizer
     if (dtype := shared.dtype(role, "dtype")) not in (None, "bfloat16"):
-        found["policy.dtype"] = dtype
-    if role.flag("gradient_checkpointing"):
-        found |= (
-            shared.recompute(source, f"{trainer(source)}.megatron", "policy")
-            if roles(source)[0].backend == "megatron"
-            else {"policy.recompute": "full"}
-        )
-    if roles(source)[0].backend == "megatron":
-        found |= shared.ddp_options(role, "megatron.ddp.", "policy")
-    found |= (stages := shared.virtual_stages(role, "policy", "megatron.virtual_pipeline_parallel_size"))
+        ours["policy.dtype"] = dtype
+    recomputes, is_megatron = role.flag("gradient_checkpointing"), roles(source)[0].backend == "megatron"
+    if recomputes:
+        ours |= shared.recompute(role, "megatron", "policy") if is_megatron else {"policy.recompute": "full"}
+    if is_megatron:
+        ours |= shared.ddp_options(role, "megatron.ddp.", "policy")
+    ours |= (stages := shared.virtual_stages(role, "policy", "megatron.virtual_pipeline_parallel_size"))
     if source.flag("rollout.return_routed_experts"):
-        found |= shared.replayed("R3")
-    found |= FIELDS["deterministic"](role)
+        ours |= shared.replayed("R3")
+    ours |= FIELDS["deterministic"](role)
     if role.flag("offload") or role.flag("fsdp.offload_params"):
-        found |= {"policy.offload.parameters": True, "policy.offload.optimizer": True}
+        ours |= {"policy.offload.parameters": True, "policy.offload.optimizer": True}
     elif role.flag("optimizer.offload"):
-        found["policy.offload.optimizer"] = True
+        ours["policy.offload.optimizer"] = True
     if role.text("megatron.bridge_type") == "megatron-bridge":
         lacks = "adapters" if role.flag("use_lora") else "virtual stages" if stages else None
-        found |= shared.bridge(role, "megatron.bridge_type", "megatron-bridge", "policy", lacks)
-    return found
+        ours |= shared.bridge(role, "megatron.bridge_type", "megatron-bridge", "policy", lacks)
+    return ours
 
 
 def longest(source: Source) -> tuple[int, int]:
@@ -78,55 +76,51 @@ def data(source: Source) -> dict[str, Any]:
     prompt, response = longest(source)
     role = source.under(f"{trainer(source)}.")
     budget = role.whole("mb_spec.max_tokens_per_mb")
-    found: dict[str, Any] = {
+    ours: dict[str, Any] = {
         "data.max_prompt_tokens": prompt,
         "data.max_response_tokens": response,
         # The two responses of a pair are computed together.
         "policy.tokens_per_micro_batch": max(budget or 0, (prompt + response) * (2 if is_dpo(source) else 1)),
     }
-    found |= {"data.prompts_per_step": source.count("train_dataset.batch_size")}
+    ours |= {"data.prompts_per_step": source.count("train_dataset.batch_size")}
     if is_dpo(source):
-        return found | {"algorithm.name": "dpo", "algorithm.updates_per_step": 1, "data.apply_chat_template": False}
+        return ours | {"algorithm.name": "dpo", "algorithm.updates_per_step": 1, "data.apply_chat_template": False}
     if is_sft(source):
-        found |= {"algorithm.name": "sft", "data.overlong_prompts": "refuse"}
+        ours |= {"algorithm.name": "sft", "data.overlong_prompts": "refuse"}
         if is_gsm8k(source.text("train_dataset.path")):
             # The sequence is the question's text, directly followed by the solution.
-            found |= {"data.prompt_key": "extra_info.question", "data.apply_chat_template": False}
-        return found
+            ours |= {"data.prompt_key": "extra_info.question", "data.apply_chat_template": False}
+        return ours
     updates = source.count("actor.ppo_n_minibatches")
     if source.count("train_dataset.batch_size") % updates:
         source.lacks("actor.ppo_n_minibatches", "updates of unequal size: train_dataset.batch_size is no multiple of it")
-    return found | {"algorithm.updates_per_step": updates}
+    return ours | {"algorithm.updates_per_step": updates}
 
 
 def sampling(source: Source) -> dict[str, Any]:
-    if not is_sampled(source):
-        return {}
-    said = source.under("gconfig.")
-    kept = said.top_k("top_k")
+    gconfig = source.under("gconfig.")
+    kept = gconfig.top_k("top_k")
     return FIELDS["sampling"](source) | {
         # A top_k above every vocabulary size is no bound.
         "engine.sampling.top_k": 0 if kept >= 1_000_000 else kept,
-        "engine.sampling.stop_token_ids": [int(token) for token in said.items("stop_token_ids")] or None,
+        "engine.sampling.stop_token_ids": [int(token) for token in gconfig.items("stop_token_ids")] or None,
     }
 
 
 def interval(source: Source, start: str) -> int | Literal["epoch"]:
     """Return the steps between two events, or `epoch`; 0 means never. AReaL can combine intervals, we support only one."""
-    said = source.under(start)
-    steps, epochs = said.whole("freq_steps") or 0, said.whole("freq_epochs") or 0
+    section = source.under(start)
+    steps, epochs = section.whole("freq_steps") or 0, section.whole("freq_epochs") or 0
     if epochs > 1 or (epochs and steps):
         reason = "together with freq_steps" if steps else f"every {epochs} epochs: set 1, or a number of freq_steps"
-        said.lacks("freq_epochs", reason, changes_result=False)
-    if said.has("freq_secs") and said.number("freq_secs"):
-        said.lacks("freq_secs", "seconds between checkpoints or evaluations: set freq_steps", changes_result=False)
+        section.lacks("freq_epochs", reason, changes_result=False)
+    if section.has("freq_secs") and section.number("freq_secs"):
+        section.lacks("freq_secs", "seconds between checkpoints or evaluations: set freq_steps", changes_result=False)
     return steps or ("epoch" if epochs else 0)
 
 
 def run(source: Source) -> dict[str, Any]:
-    place = "/".join(
-        filter(None, (source.text("cluster.fileroot"), source.text("experiment_name"), source.text("trial_name")))
-    )
+    place = "/".join(filter(None, map(source.text, ("cluster.fileroot", "experiment_name", "trial_name"))))
     mode = (source.text("recover.mode") or "disabled").lower()
     found_again = mode not in ("disabled", "off")
     return FIELDS["run"](source) | {
@@ -142,23 +136,19 @@ def tracked(source: Source) -> dict[str, Any]:
     """Return our keys of trackers; a tracker is off unless its mode is set, and takes project and name of the experiment."""
     at = "stats_logger."
     modes = {name: source.text(f"{at}{name}.mode") or "disabled" for name in ("wandb", "swanlab")}
-    asked = [name for name, mode in modes.items() if mode in ("online", "offline", "cloud", "local", "shared")]
+    trackers = [name for name, mode in modes.items() if mode in ("online", "offline", "cloud", "local", "shared")]
     board = ["tensorboard"] if source.text(at + "tensorboard.path") else []
-    if not asked:
+    if not trackers:
         return {"trainer.loggers": ["console", *board]}
-    own = source.under(f"{at}{asked[0]}.")
+    tracker = source.under(f"{at}{trackers[0]}.")
     return {
-        "trainer.loggers": ["console", *board, *asked],
-        "tracking.project": own.text("project") or source.text("experiment_name"),
-        "tracking.name": own.text("name") or source.text("trial_name"),
-        "tracking.group": own.text("group"),
-        "tracking.tags": own.texts("tags") or None,
-        "tracking.offline": all(modes[name] in ("offline", "local") for name in asked) or None,
+        "trainer.loggers": ["console", *board, *trackers],
+        "tracking.project": tracker.text("project") or source.text("experiment_name"),
+        "tracking.name": tracker.text("name") or source.text("trial_name"),
+        "tracking.group": tracker.text("group"),
+        "tracking.tags": tracker.texts("tags") or None,
+        "tracking.offline": all(modes[name] in ("offline", "local") for name in trackers) or None,
     }
-
-
-def flagged(source: Source) -> dict[str, Any]:
-    return legacy.flagged(source) if is_sampled(source) else {}
 
 
 def discounted(source: Source) -> dict[str, Any]:
@@ -166,18 +156,16 @@ def discounted(source: Source) -> dict[str, Any]:
 
 
 _RUN = (model, data, run, tracked)
+_PLACEMENT, _SAMPLING = (placement.ahead, placement.layout, *when(is_sampled, placement.engine)), when(is_sampled, sampling)
+_LOSS = (*when(is_dpo, method.pairs), *when(is_sampled, method.loss), method.kl, *when(is_sampled, method.correction))
 DERIVED = (
-    *(ahead, layout, engine, low_rank, advantage, flagged, loss, kl, correction, optimizer, critic, sampling),
-    *_RUN,
+    *(*_PLACEMENT, method.low_rank, method.advantage, *when(is_sampled, legacy.flagged), *_LOSS, method.optimizer),
+    *(method.critic, *_SAMPLING, *_RUN),
 )
 _CONVERTERS = {"train_files": partial(files_of, "train"), "test_files": partial(files_of, "test")}
 TABLE = table("areal", DERIVED, _CONVERTERS, load("legacy/areal"), release_of=legacy.release_of, known=known("areal"))
-PPO, SFT = legacy.tables(
-    TABLE,
-    ppo=(ahead, layout, engine, discounted, loss, kl, correction, optimizer, sampling),
-    sft=(layout, optimizer),
-    run=_RUN,
-)
+_PPO = (*_PLACEMENT, discounted, *_LOSS, method.optimizer, *_SAMPLING)
+PPO, SFT = legacy.tables(TABLE, ppo=_PPO, sft=(placement.layout, method.optimizer), run=_RUN)
 
 
 def table_of(settings: Mapping[str, Any]) -> Table:
@@ -185,4 +173,4 @@ def table_of(settings: Mapping[str, Any]) -> Table:
     return legacy.chosen(settings, TABLE, PPO, SFT)
 
 
-translate = dialect("areal", TABLE, PPO, SFT, choose=table_of)
+translate = System("areal", (TABLE, PPO, SFT), table_of)

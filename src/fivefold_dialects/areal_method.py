@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from fivefold_dialects import shared
-from fivefold_dialects.areal_placement import is_dpo, is_sampled, trainer
+from fivefold_dialects.areal_placement import is_sampled, trainer
 from fivefold_dialects.legacy import areal_spellings as older
 from fivefold_dialects.source import Source
 from fivefold_dialects.table import fields
@@ -19,31 +19,31 @@ def advantage(source: Source) -> dict[str, Any]:
         return {}
     if not is_sampled(source):
         return {}
-    said, has_critic = source.under("actor."), bool(source.keys("critic."))
-    found: dict[str, Any] = {"name": "grpo", "advantage": "reward", "normalize": "none", "whiten": False}
+    actor, has_critic = source.under("actor."), bool(source.keys("critic."))
+    ours: dict[str, Any] = {"name": "grpo", "advantage": "reward", "normalize": "none", "whiten": False}
     if source.keys("actor.reward_norm."):
-        norm = said.under("reward_norm.")
+        norm = actor.under("reward_norm.")
         mean, std = _level(norm, "mean_level"), _level(norm, "std_level")
         if mean != "group":
             norm.lacks("mean_level", "a mean of rewards that is not over the group")
-        found |= {"advantage": "group", "normalize": std or "none"}
+        ours |= {"advantage": "group", "normalize": std or "none"}
         if norm.flag("mean_leave1out"):
             # A single response has no others to compare with: AReaL takes a mean of 0 (data.py:1143).
-            found["advantage"] = "leave_one_out" if source.count("gconfig.n_samples") > 1 else "reward"
+            ours["advantage"] = "leave_one_out" if source.count("gconfig.n_samples") > 1 else "reward"
             if std is not None:
                 norm.lacks("std_level", "the deviation from the mean of the others")
     if has_critic:
-        found |= FIELDS["gae"](said)
+        ours |= FIELDS["gae"](actor)
     else:
-        found |= credit(source)
-    found |= normalized(source, found)
-    shift, scale = said.number("reward_bias") or 0.0, said.number("reward_scaling") or 1.0
+        ours |= credit(source)
+    ours |= normalized(source, ours)
+    shift, scale = actor.number("reward_bias") or 0.0, actor.number("reward_scaling") or 1.0
     if scale < 0:
-        said.lacks("reward_scaling", "rewards with their sign changed")
+        actor.lacks("reward_scaling", "rewards with their sign changed")
     elif shift or scale != 1.0:
-        found |= {"reward_shift": shift, "reward_scale": scale, "reward_clip": said.number("reward_clip")}
-    found |= FIELDS["dynamic_sampling"](said) | FIELDS["overlong"](said)
-    return {f"algorithm.{key}": value for key, value in found.items()}
+        ours |= {"reward_shift": shift, "reward_scale": scale, "reward_clip": actor.number("reward_clip")}
+    ours |= FIELDS["dynamic_sampling"](actor) | FIELDS["overlong"](actor)
+    return {f"algorithm.{key}": value for key, value in ours.items()}
 
 
 def _level(norm: Source, key: str) -> str | None:
@@ -75,9 +75,9 @@ def normalized(source: Source, chosen: dict[str, Any]) -> dict[str, Any]:
 
 def credit(source: Source) -> dict[str, Any]:
     """Return our keys of credit without a critic: the advantage is the return, with KL penalties, discounted by γλ."""
-    said = source.under("actor.")
-    decay = (said.number("discount") or 0.0) * (said.number("gae_lambda") or 0.0)
-    if decay == 1.0 and not said.number("kl_ctl"):
+    actor = source.under("actor.")
+    decay = (actor.number("discount") or 0.0) * (actor.number("gae_lambda") or 0.0)
+    if decay == 1.0 and not actor.number("kl_ctl"):
         return {"credit": "response"}
     return {"credit": "discounted", "gamma": decay}
 
@@ -86,94 +86,79 @@ def pairs(source: Source) -> dict[str, Any]:
     """Return our keys of DPO's loss, a mean over pairs (dpo_engine.py:194)."""
     if (kind := source.text("actor.loss_type") or source.text("loss_type") or "sigmoid") != "sigmoid":
         source.lacks("actor.loss_type", f"the loss of pairs {kind}")
-    beta = source.number(source.first("actor.beta", "beta"))
     if source.keys("ref.path") and source.path("ref.path") != source.path("actor.path"):
         source.lacks("ref.path", "a reference other than the initial policy")
-    return {"algorithm.beta": 0.1 if beta is None else beta}
+    return {"algorithm.beta": source.number(source.first("actor.beta", "beta"), 0.1)}
 
 
 def loss(source: Source) -> dict[str, Any]:
-    if is_dpo(source):
-        return pairs(source)
-    if not is_sampled(source):
-        return {}
-    said = source.under("actor.")
-    high, found = said.number("eps_clip_higher"), FIELDS["loss"](said)
-    found["clip_high"] = found["clip_low"] if high is None else high
-    found |= FIELDS["cispo"](said) | FIELDS["sapo"](said)
-    return {f"algorithm.{key}": value for key, value in found.items()}
+    actor = source.under("actor.")
+    ours = FIELDS["loss"](actor)
+    ours["clip_high"] = actor.number("eps_clip_higher", ours["clip_low"])
+    ours |= FIELDS["cispo"](actor) | FIELDS["sapo"](actor)
+    return {f"algorithm.{key}": value for key, value in ours.items()}
 
 
 def kl(source: Source) -> dict[str, Any]:
     if not is_sampled(source) or source.text("train_dataset.type") == "rw":
         return {}
-    found: dict[str, Any] = {"coef": source.number("actor.kl_ctl") or 0.0}
-    if found["coef"] and not source.keys("ref."):
-        source.lacks(
-            "actor.kl_ctl",
-            "a KL without a reference: AReaL then subtracts the log-prob itself from the reward (actor.py:192); "
-            "set it to 0 or configure ref",
-        )
+    ours: dict[str, Any] = {"coef": source.number("actor.kl_ctl") or 0.0}
+    if ours["coef"] and not source.keys("ref."):
+        reason = "a KL without a reference: AReaL then subtracts the log-prob itself from the reward (actor.py:192)"
+        source.lacks("actor.kl_ctl", f"{reason}; set it to 0 or configure ref")
         return {}
-    if found["coef"]:
+    if ours["coef"]:
         name = source.text("actor.kl_estimator") or "k1"
-        found |= {"place": "reward", "estimator": shared.ESTIMATORS.get(name, name)}
-    return {f"algorithm.kl.{key}": value for key, value in found.items()}
+        ours |= {"place": "reward", "estimator": shared.ESTIMATORS.get(name, name)}
+    return {f"algorithm.kl.{key}": value for key, value in ours.items()}
 
 
 def correction(source: Source) -> dict[str, Any]:
-    if not is_sampled(source):
-        return {}
-    said = source.under("actor.")
-    found: dict[str, Any] = {}
-    if not said.flag("use_decoupled_loss"):
-        return {} if said.flag("recompute_logprob") else {"algorithm.rollout_correction.old_logprobs_from": "engine"}
-    if (method := said.text("prox_logp_method")) == "metrics":
-        said.fixed("prox_logp_method", "log-probs are computed; their estimates are only metrics (actor.py:745)")
+    actor = source.under("actor.")
+    ours: dict[str, Any] = {}
+    if not actor.flag("use_decoupled_loss"):
+        return {} if actor.flag("recompute_logprob") else {"algorithm.rollout_correction.old_logprobs_from": "engine"}
+    if (method := actor.text("prox_logp_method")) == "metrics":
+        actor.fixed("prox_logp_method", "log-probs are computed; their estimates are only metrics (actor.py:745)")
     elif method == "loglinear":
-        found["old_logprobs_from"] = "loglinear"
-    elif method == "reuse_train_logp" and said.whole("ppo_n_minibatches") == 1:
-        said.fixed("prox_logp_method", "with one update, the log-probs in the update equal those before it")
+        ours["old_logprobs_from"] = "loglinear"
+    elif method == "reuse_train_logp" and actor.whole("ppo_n_minibatches") == 1:
+        actor.fixed("prox_logp_method", "with one update, the log-probs in the update equal those before it")
     elif method not in (None, "recompute"):
-        said.lacks("prox_logp_method", f"log-probs that are estimated ({method}) instead of computed")
-    found |= rejection(said) if source.keys("actor.rejection_sampling.") else older.behaviour(source)
-    if (bound := said.number("m2_threshold")) is not None:
-        found["reject_divergence"] = {"second_moment": bound}
-    return {f"algorithm.rollout_correction.{key}": value for key, value in found.items()}
+        actor.lacks("prox_logp_method", f"log-probs that are estimated ({method}) instead of computed")
+    ours |= rejection(actor) if source.keys("actor.rejection_sampling.") else older.behaviour(source)
+    if (bound := actor.number("m2_threshold")) is not None:
+        ours["reject_divergence"] = {"second_moment": bound}
+    return {f"algorithm.rollout_correction.{key}": value for key, value in ours.items()}
 
 
-def rejection(said: Source) -> dict[str, Any]:
+def rejection(actor: Source) -> dict[str, Any]:
     """Return our keys of actor.rejection_sampling, which AReaL has since 2026-04-20 (functional.py:518)."""
-    rule = said.under("rejection_sampling.")
+    rule = actor.under("rejection_sampling.")
     if (rule.text("metric") or "ratio") != "ratio":
         rule.lacks("metric", "rejection by an estimate of the KL")
     level, action = rule.text("level") or "token", rule.text("action") or "mask"
     if level == "sequence" and (rule.text("agg") or "mean") != "mean":
         rule.lacks("agg", "a mean over a sequence that is not the geometric one")
-    upper = rule.number("upper")
-    return {
-        "weight": older.LEVELS[level],
-        "low": rule.number("lower"),
-        "high": 5.0 if upper is None else upper,
-        "outside": older.OUTSIDE[action],
-    }
+    bounds = {"low": rule.number("lower"), "high": rule.number("upper", 5.0)}
+    return {"weight": older.LEVELS[level], **bounds, "outside": older.OUTSIDE[action]}
 
 
 def optimizer(source: Source, role: str = "", ours: str = "policy.optimizer") -> dict[str, Any]:
-    said = source.under(f"{role or trainer(source)}.optimizer.")
-    style = said.one_of("lr_scheduler_type", ("constant", "linear", "cosine"), "schedule", "constant")
-    if said.text("type") == "adam_bf16":
-        said.lacks("type", "moments in bfloat16: float32 here, which needs more memory", changes_result=False)
-    elif said.text("type") not in (None, "adam", "adamw"):
-        said.lacks("type", "another optimizer than AdamW")
-    exact = said.number("warmup_steps")
-    found = FIELDS["optimizer"](said) | {
+    optim = source.under(f"{role or trainer(source)}.optimizer.")
+    style = optim.one_of("lr_scheduler_type", ("constant", "linear", "cosine"), "schedule", "constant")
+    if optim.text("type") == "adam_bf16":
+        optim.lacks("type", "moments in bfloat16: float32 here, which needs more memory", changes_result=False)
+    elif optim.text("type") not in (None, "adam", "adamw"):
+        optim.lacks("type", "another optimizer than AdamW")
+    exact = optim.number("warmup_steps")
+    values = FIELDS["optimizer"](optim) | {
         "schedule": style,
-        "warmup_steps": said.number("warmup_steps_proportion") if exact is None else exact,
+        "warmup_steps": optim.number("warmup_steps_proportion") if exact is None else exact,
     }
     if style != "constant":
-        found["min_lr"] = (said.number("min_lr_ratio") or 0.0) * (found["lr"] or 0.0)
-    return {f"{ours}.{key}": value for key, value in found.items()}
+        values["min_lr"] = (optim.number("min_lr_ratio") or 0.0) * (values["lr"] or 0.0)
+    return {f"{ours}.{key}": value for key, value in values.items()}
 
 
 def critic(source: Source) -> dict[str, Any]:

@@ -71,36 +71,30 @@ def ahead(source: Source) -> dict[str, Any]:
     step's prompts."""
     taken, step = source.count("rollout.consumer_batch_size"), source.count("train_dataset.batch_size")
     if steps_ahead(source) and taken != step:
-        source.lacks(
-            "rollout.consumer_batch_size",
-            f"a staleness bound in steps of {taken} prompts, where a step takes {step}: "
-            "set it to ${train_dataset.batch_size}",
-        )
+        reason = f"a staleness bound in steps of {taken} prompts, where a step takes {step}"
+        source.lacks("rollout.consumer_batch_size", f"{reason}: set it to ${{train_dataset.batch_size}}")
     return shared.ahead(steps_ahead(source), "continue", "carry")
 
 
 def layout(source: Source) -> dict[str, Any]:
-    ours, _ = roles(source)
-    policy = _for_megatron(ours)
-    found = {"policy.backend": str(policy)}
+    trained, _ = roles(source)
+    policy = shared.world_layout(trained.world_size, **_sizes(trained))
+    ours = {"policy.backend": str(policy)}
     others = {"ref": "reference.backend", "critic": "critic.backend"}
     for role, key in others.items():
         text = source.text(f"{role}.backend") or ""
         if ":" in older.dotless(text):
             other = _parsed(text, f"{role}.backend")
-            sizes = {"tp": other.tp, "pp": other.pp, "cp": other.cp, "ep": other.ep, "etp": other.etp}
-            if source.keys(f"{role}.path") and (own := shared.own_layout(policy, **sizes)):
-                found[key] = own
-    return found
+            if source.keys(f"{role}.path") and (different := shared.own_layout(policy, **_sizes(other))):
+                ours[key] = different
+    return ours
 
 
-def _for_megatron(given: ParallelLayout) -> ParallelLayout:
-    return ParallelLayout(dp=given.dp, tp=given.tp, pp=given.pp, cp=given.cp, ep=given.ep, etp=given.etp)
+def _sizes(layout: ParallelLayout) -> dict[str, int]:
+    return {name: getattr(layout, name) for name in ("tp", "pp", "cp", "ep", "etp")}
 
 
 def engine(source: Source) -> dict[str, Any]:
-    if not is_sampled(source):
-        return {}
     ours, theirs = roles(source)
     if theirs is None:
         return {}
@@ -108,27 +102,25 @@ def engine(source: Source) -> dict[str, Any]:
     name = shared.engine_name(source, next((key for key in places if source.text(key)), places[0]), theirs.backend)
     tp, shares = theirs.tp * theirs.pp, is_colocated(source)
     share = "sglang.mem_fraction_static" if theirs.backend == "sglang" else "vllm.gpu_memory_utilization"
-    found: dict[str, Any] = {"engine.memory_fraction": source.number(share)}
+    values: dict[str, Any] = {"engine.memory_fraction": source.number(share)}
     replicas = theirs.dp
     if shares:
         tp = tp if ours.world_size % tp == 0 else 1
         replicas = ours.world_size // tp
         # Leave memory for the trainer on the same GPUs.
-        found["engine.memory_fraction"] = min(source.number(share) or 0.5, 0.6)
-        found["engine.backend"] = shared.engine_layout(ours.world_size, tp, name=name)
+        values["engine.memory_fraction"] = min(source.number(share) or 0.5, 0.6)
         if name == "sglang" and steps_ahead(source):
             # Its servers would leave the GPUs while the policy trains, and with them the responses in flight.
-            found["engine.sleep"] = False
-    else:
-        found |= shared.engine_apart(theirs.dp * tp, tp, name=name)
+            values["engine.sleep"] = False
+    values |= shared.engine(ours.world_size if shares else theirs.dp * tp, tp, name=name, is_apart=not shares)
     if theirs.backend == "vllm":
-        found["engine.max_num_seqs"] = source.whole("vllm.max_num_seqs")
+        values["engine.max_num_seqs"] = source.whole("vllm.max_num_seqs")
         if source.flag("vllm.enforce_eager"):
-            found["engine.vllm.enforce_eager"] = True
+            values["engine.vllm.enforce_eager"] = True
     elif source.flag("sglang.enable_deterministic_inference"):
-        found["engine.sglang.enable_deterministic_inference"] = True
+        values["engine.sglang.enable_deterministic_inference"] = True
     at_once = source.whole("rollout.max_concurrent_rollouts") or source.count("train_dataset.batch_size")
     if (ahead := steps_ahead(source)) and at_once < (ahead + 1) * source.count("train_dataset.batch_size"):
         samples = at_once * source.count("gconfig.n_samples")
-        found |= shared.at_once(samples, replicas, found.get("engine.max_num_seqs"))
-    return found
+        values |= shared.at_once(samples, replicas, values.get("engine.max_num_seqs"))
+    return values

@@ -15,10 +15,7 @@ from fivefold_dialects.source import Source, UnreadableError
 from fivefold_dialects.table import load
 
 KEY = "launch.backend"
-WITH_JUDGE = (
-    "runs on several machines, and here Ray does not start the servers of a judge: start the run with torchrun, or set "
-    "reward.judge.url to servers that already run, and launch.backend: ray"
-)
+WITH_JUDGE: str = load("shared")["texts"]["with_judge"]
 
 
 _OTHERS = re.compile(r"\.first_rank$|^reward\.judge\.backend$")
@@ -52,12 +49,12 @@ def keys_for_ray(source: Source, system: str) -> list[str]:
     if {"RANK", "WORLD_SIZE"} <= set(source.environment) and not is_node_of_job(source.environment):
         return []
     asks = CLUSTERS.get(system, Cluster())
-    found = [key for key in asks.nodes if key in source.settings and _number(source, key) > 1]
-    found += [key for key, name in asks.chosen.items() if key in source.settings and source.text(key) == name]
+    keys = [key for key in asks.nodes if key in source.settings and _number(source, key) > 1]
+    keys += [key for key, name in asks.chosen.items() if key in source.settings and source.text(key) == name]
     if asks.devices:
         per_node = _number(source, asks.gpus_per_node[0])
-        found += [key for key in source.settings if key.endswith(asks.devices) and _last(source, key) >= per_node]
-    return found
+        keys += [key for key in source.settings if key.endswith(asks.devices) and _last(source, key) >= per_node]
+    return keys
 
 
 def hosts(source: Source, system: str, ours: Mapping[str, Any]) -> Iterator[Line]:
@@ -75,8 +72,8 @@ def hosts(source: Source, system: str, ours: Mapping[str, Any]) -> Iterator[Line
     if has_others and not is_whole:
         return
     for name, keys in (("launch.nodes", asks.nodes), ("launch.gpus_per_node", asks.gpus_per_node)):
-        if found := next((key for key in keys if key in source.settings and _number(source, key) > 0), None):
-            yield Line(name, _number(source, found), (found,))
+        if key_set := next((key for key in keys if key in source.settings and _number(source, key) > 0), None):
+            yield Line(name, _number(source, key_set), (key_set,))
 
 
 def _hosts_of_devices(source: Source, asks: Cluster) -> Iterator[Line]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from fivefold.config.dialect import Tree
@@ -37,14 +38,14 @@ class Command:
 
 def read_command(words: Sequence[str], environment: Mapping[str, str]) -> Command:
     """Return what the words of a command contain, with the scripts and YAML files that they name."""
-    found = Command()
-    _take(list(words), found, environment, None)
-    if len(found.settings) > _MOST_SETTINGS:
-        raise ConfigError([f"a command has {len(found.settings)} settings: at most {_MOST_SETTINGS} are read"])
-    return found
+    command = Command()
+    _take(list(words), command, environment, None)
+    if len(command.settings) > _MOST_SETTINGS:
+        raise ConfigError([f"a command has {len(command.settings)} settings: at most {_MOST_SETTINGS} are read"])
+    return command
 
 
-def _take(words: list[str], found: Command, environment: Mapping[str, str], script: Script | None) -> None:
+def _take(words: list[str], command: Command, environment: Mapping[str, str], script: Script | None) -> None:
     rest = iter(_arguments(words))
     for word in rest:
         if word in _ENDS or word.startswith(("2>", "&>", "1>")):
@@ -54,22 +55,22 @@ def _take(words: list[str], found: Command, environment: Mapping[str, str], scri
         if option in _CONFIG:
             value = value if equals else next(rest, "")
             if option == "--config":
-                found.trees.append(_yaml(value, found.work, script))
+                command.trees.append(_yaml(value, command.work, script))
             else:
-                found.options[option] = value
+                command.options[option] = value
         elif word == "-m":
-            found.options["-m"] = next(rest, "")
+            command.options["-m"] = next(rest, "")
         elif word.startswith("-"):
             continue
         elif equals:
-            found.settings.append(word)
+            command.settings.append(word)
         elif word.endswith((".yaml", ".yml")):
-            found.trees.append(_yaml(word, found.work, script))
+            command.trees.append(_yaml(word, command.work, script))
         elif script is not None and word.endswith(".sh"):
             # The words after a script are its arguments.
-            _take_script(word, found, environment, script, list(rest))
+            _take_script(word, command, environment, script, list(rest))
         elif script is None and is_file(Path(word)) and not word.endswith(".py"):
-            _take_script(word, found, environment, None, None)
+            _take_script(word, command, environment, None, None)
         elif word.endswith(".sh"):
             raise ConfigError([f"no file at {word}"])
 
@@ -85,9 +86,9 @@ def _arguments(words: list[str]) -> list[str]:
 
 
 def _take_script(
-    name: str, found: Command, environment: Mapping[str, str], caller: Script | None, arguments: list[str] | None
+    name: str, command: Command, environment: Mapping[str, str], caller: Script | None, arguments: list[str] | None
 ) -> None:
-    """Read a script into `found`, or a script that the script `caller` starts with these arguments."""
+    """Read a script into `command`, or a script that the script `caller` starts with these arguments."""
     text = caller.files.get(name) if caller else None
     place = Path(name)
     if caller and text is None:
@@ -97,21 +98,21 @@ def _take_script(
     if text is None:
         if not is_file(place):
             raise ConfigError([f"no file at {name[:LONGEST_KEY]}"])
-        text = _text(place, found.work)
-    if place in found.scripts:
+        text = _text(place, command.work)
+    if place in command.scripts:
         raise ConfigError([f"{name} starts itself: pass the script or command that starts training"])
-    found.scripts.add(place)
+    command.scripts.add(place)
     handed = dict(environment)
     if caller:
         handed |= {key: value for key, value in caller.variables.items() if key in caller.exported}
-    inner = read_script(text, handed, arguments, lambda other: _text_near(place, other, found.work), str(place), found.work)
-    found.exported |= {key: inner.variables[key] for key in inner.exported if key in inner.variables}
+    inner = read_script(text, handed, arguments, partial(_text_near, place, command.work), str(place), command.work)
+    command.exported |= {key: inner.variables[key] for key in inner.exported if key in inner.variables}
     if not inner.command:
         raise ConfigError([f"{name} has no command with key=value settings or a configuration file"])
-    _take(inner.command, found, environment, inner)
+    _take(inner.command, command, environment, inner)
 
 
-def _text_near(place: Path, name: str, work: Work) -> str | None:
+def _text_near(place: Path, work: Work, name: str) -> str | None:
     """Return the text of a script that the script at `place` sources, searched from here and above it; None if missing."""
     known = [path for path in (Path(name), *(parent / name for parent in place.parents)) if is_file(path)]
     return _text(known[0], work) if known else None

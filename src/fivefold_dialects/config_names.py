@@ -25,11 +25,11 @@ def named_yaml(options: dict[str, str], scripts: Iterable[Path], known: Collecti
     wanted = options.get("--config-name")
     if wanted is None:
         return None
-    given = next((options[option] for option in _DIRECTORIES if option in options), None)
-    if given is None and wanted.removesuffix(".yaml") in known:
+    directory_set = next((options[option] for option in _DIRECTORIES if option in options), None)
+    if directory_set is None and wanted.removesuffix(".yaml") in known:
         return None
     # `$(pwd)` of the root gives two slashes, which Python reads as another place.
-    directory = _COMPUTED.sub("", given or ".").removeprefix("file://").replace("//", "/")
+    directory = _COMPUTED.sub("", directory_set or ".").removeprefix("file://").replace("//", "/")
     directories = list(_places(Path(directory or "."), scripts))
     for place in directories:
         for path in (place / wanted, place / f"{wanted}.yaml"):

@@ -5,47 +5,36 @@ Behavior that only ROLL's code defines was read in ROLL 8eb27cc2 (2026-08-18); c
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
+from fivefold_dialects import roll_placement as placement
 from fivefold_dialects import shared
 from fivefold_dialects.known import known
 from fivefold_dialects.legacy import roll as legacy
 from fivefold_dialects.roll_method import critic, loss, low_rank, method, optimizer
-from fivefold_dialects.roll_placement import (
-    FIELDS,
-    TRAIN,
-    devices,
-    engine,
-    forwards,
-    kind,
-    layout,
-    megatron,
-    role,
-    samples_a_group,
-    sizes,
-)  # fmt: skip
-from fivefold_dialects.shared import EVERY_CHECKPOINT
-from fivefold_dialects.source import Source
-from fivefold_dialects.system import dialect
-from fivefold_dialects.table import load, table
+from fivefold_dialects.roll_placement import FIELDS, TRAIN, devices, is_rlvr, kind, role, samples_a_group, sizes, uses_critic
+from fivefold_dialects.source import EVERY_CHECKPOINT, Source
+from fivefold_dialects.system import System
+from fivefold_dialects.table import load, table, when
 
 
 def run(source: Source) -> dict[str, Any]:
     resume, keep = source.text("resume_from_checkpoint") or "False", source.whole("max_ckpt_to_keep") or 0
-    found: dict[str, Any] = {
+    ours: dict[str, Any] = {
         "trainer.keep": keep or EVERY_CHECKPOINT,
         "trainer.resume": "never" if resume.lower() == "false" else resume,
         **FIELDS["run"](source),
         "trainer.eval_every": (source.whole("eval_steps") or 0) if source.items("validation.data_args.file_name") else 0,
     }
     epochs = role(source) + "training_args.num_train_epochs"
-    by_steps = kind(source) == "rlvr" or not source.number(epochs)
-    found |= {"trainer.steps": source.whole("max_steps")} if by_steps else {"trainer.epochs": source.whole(epochs)}
+    by_steps = is_rlvr(source) or not source.number(epochs)
+    ours |= {"trainer.steps": source.whole("max_steps")} if by_steps else {"trainer.epochs": source.whole(epochs)}
     if sampled := FIELDS["evaluation"](source):
         if (source.whole("validation.generating_args.top_k") or 0) > 0:
             source.lacks("validation.generating_args.top_k", "top-k in evaluation", changes_result=False)
-        found |= sampled
-    return found
+        ours |= sampled
+    return ours
 
 
 def ahead(source: Source) -> dict[str, Any]:
@@ -53,53 +42,51 @@ def ahead(source: Source) -> dict[str, Any]:
     if ratio > 0 and not ratio.is_integer():
         reason = "a part of a step that is sampled ahead: rollout.max_staleness counts whole steps"
         source.lacks("async_generation_ratio", reason)
-    return shared.ahead(int(ratio), "continue") if kind(source) == "rlvr" else {}
+    return shared.ahead(int(ratio), "continue") if is_rlvr(source) else {}
 
 
 def model(source: Source) -> dict[str, Any]:
-    own, reference = (source.text(f"{start}model_args.model_name_or_path") for start in (role(source), "reference."))
-    found = {"model.path": own or source.path("pretrain")}
-    return found | ({"reference.path": reference} if reference not in (None, found["model.path"]) else {})
+    path, reference = (source.text(f"{start}model_args.model_name_or_path") for start in (role(source), "reference."))
+    ours = {"model.path": path or source.path("pretrain")}
+    return ours | ({"reference.path": reference} if reference not in (None, ours["model.path"]) else {})
 
 
 def epochs(source: Source, key: str) -> int | None:
-    return source.whole(key) if kind(source) == "rlvr" else None
+    return source.whole(key) if is_rlvr(source) else None
 
 
 def batch(source: Source) -> dict[str, Any]:
-    said = source.under(role(source) + "training_args.")
+    training = source.under(role(source) + "training_args.")
     split, world = sizes(source), len(devices(source, role(source) + "device_mapping"))
-    replicas = world // (split.get("tp", 1) * split.get("pp", 1) * split.get("cp", 1))
-    update = said.count("per_device_train_batch_size") * said.count("gradient_accumulation_steps") * replicas
-    if kind(source) != "rlvr":
+    replicas = world // math.prod(split.get(name, 1) for name in ("tp", "pp", "cp"))
+    update = training.count("per_device_train_batch_size") * training.count("gradient_accumulation_steps") * replicas
+    if not is_rlvr(source):
         return {"data.prompts_per_step": update}
     prompts, group = source.count("rollout_batch_size"), samples_a_group(source)
     updates, rest = divmod(prompts * group, update)
     if rest or updates < 1 or prompts % updates:
-        said.lacks(
-            "gradient_accumulation_steps",
-            f"updates of {update} samples, where a step has {prompts} x {group}: an update must consist of whole prompts",
-        )
+        reason = f"where a step has {prompts} x {group}: an update must consist of whole prompts"
+        training.lacks("gradient_accumulation_steps", f"updates of {update} samples, {reason}")
         updates = 1
     return {"data.prompts_per_step": prompts, "algorithm.updates_per_step": updates, "algorithm.group_size": group}
 
 
 def lengths(source: Source) -> dict[str, Any]:
-    said = source.under(role(source))
-    keys = ("prompt_length", "response_length") if kind(source) == "rlvr" else ("sequence_length", "sequence_length")
+    section = source.under(role(source))
+    keys = ("prompt_length", "response_length") if is_rlvr(source) else ("sequence_length", "sequence_length")
     prompt, response = (source.count(key) for key in keys)
     longest = (prompt + response) * (2 if kind(source) == "dpo" else 1)
-    if said.flag("use_dynamic_batching_in_train"):
-        tokens = said.whole("max_tokens_per_microbatch_in_train") or 0
+    if section.flag("use_dynamic_batching_in_train"):
+        tokens = section.whole("max_tokens_per_microbatch_in_train") or 0
     else:
-        tokens = said.count("training_args.per_device_train_batch_size") * (prompt + response)
+        tokens = section.count("training_args.per_device_train_batch_size") * (prompt + response)
     return {
         "data.max_prompt_tokens": prompt,
         "data.max_response_tokens": response,
         "policy.tokens_per_micro_batch": max(tokens, longest),
         "data.train": source.files(role(source) + "data_args.file_name"),
         "data.val": source.files("validation.data_args.file_name"),
-        "data.overlong_prompts": "drop" if kind(source) == "rlvr" else "refuse",
+        "data.overlong_prompts": "drop" if is_rlvr(source) else "refuse",
     }
 
 
@@ -121,7 +108,7 @@ def domains(source: Source) -> dict[str, int]:
 
 def mixture(source: Source) -> dict[str, Any]:
     """Return our keys of the domains in each step and of their rewards; empty if math_rule is the only domain."""
-    if kind(source) != "rlvr" or not is_mixed(source):
+    if not is_mixed(source):
         return {}
     counts, prompts = domains(source), source.count("rollout_batch_size")
     rewards = list(dict.fromkeys(key.split(".")[1] for key in source.keys("rewards.")))
@@ -130,28 +117,28 @@ def mixture(source: Source) -> dict[str, Any]:
             source.lacks(f"{TRAIN}data_args.domain_interleave_probs.{name}", "a domain without a section in rewards")
     tags = {name: source.texts(f"rewards.{name}.tag_included") for name in rewards}
     tags.setdefault(MATH, [])
-    found: dict[str, Any] = {
+    ours: dict[str, Any] = {
         "data.source_key": source.text(TRAIN + "data_args.tag") or "tag",
-        "data.domains": {name: [*own, "*"] if name == MATH else own for name, own in tags.items() if own or name == MATH},
+        "data.domains": {name: [*of, "*"] if name == MATH else of for name, of in tags.items() if of or name == MATH},
         "data.mixture": {name: count / prompts for name, count in counts.items()} or None,
     }
     by_source: dict[str, dict[str, float]] = {}
     for name in rewards:
         weights = scored(source, name, is_used=not counts or name in counts)
         if name == MATH:
-            found["reward.functions"] = weights
+            ours["reward.functions"] = weights
         by_source |= {tag: weights for tag in tags[name] if weights and name != MATH}
         if "judge" in weights:
-            found |= judge(source, name)
+            ours |= judge(source, name)
         if "code" in weights:
-            found["data.ground_truth_by_source"] = dict.fromkeys(tags[name], "test_cases")
+            ours["data.ground_truth_by_source"] = dict.fromkeys(tags[name], "test_cases")
     if len(counts) > 1 and source.flag("whiten_advantages"):
-        found["algorithm.whiten_by"] = "domain"
+        ours["algorithm.whiten_by"] = "domain"
     if len(counts) > 1 and source.flag("add_token_level_kl") and source.number("target_kl") is not None:
         source.lacks("target_kl", "a KL coefficient that every domain adapts in turn")
     if source.flag("difficulty_mask") and samples_a_group(source) > 1:
-        found["algorithm.difficulty_by"] = "correct"
-    return found | {"reward.by_source": by_source or None}
+        ours["algorithm.difficulty_by"] = "correct"
+    return ours | {"reward.by_source": by_source or None}
 
 
 def is_mixed(source: Source) -> bool:
@@ -161,51 +148,44 @@ def is_mixed(source: Source) -> bool:
 
 def scored(source: Source, name: str, is_used: bool) -> dict[str, float]:
     """Return our rewards of a domain and their weights; empty if we have none, which is reported if the domain is used."""
-    said = source.under(f"rewards.{name}.")
-    worker = (said.text("worker_cls") or "").rpartition(".")[2]
+    section = source.under(f"rewards.{name}.")
+    worker = (section.text("worker_cls") or "").rpartition(".")[2]
     if not is_used and worker not in _SCORED:
         return {}
     if worker not in _SCORED:
-        said.lacks("worker_cls", "your own reward worker: name your function in reward.by_source")
+        section.lacks("worker_cls", "your own reward worker: name your function in reward.by_source")
     if worker == "CrossThinkQARuleRewardWorker":
-        if (reward := said.text("reward_type")) != "soft":
-            said.lacks("reward_type", f"the reward {reward} for multiple choice: only soft is supported")
-        if said.number("response_length_penalty_coef"):
-            said.lacks("response_length_penalty_coef", "a penalty for fewer than 400 tokens")
-    if worker == "CodeSandboxRewardWorker" and said.has("use_local") and not said.flag("use_local"):
-        said.lacks("use_local", "a remote sandbox: here programs run isolated on the ranks' machines")
+        if (reward := section.text("reward_type")) != "soft":
+            section.lacks("reward_type", f"the reward {reward} for multiple choice: only soft is supported")
+        if section.number("response_length_penalty_coef"):
+            section.lacks("response_length_penalty_coef", "a penalty for fewer than 400 tokens")
+    if worker == "CodeSandboxRewardWorker" and section.has("use_local") and not section.flag("use_local"):
+        section.lacks("use_local", "a remote sandbox: here programs run isolated on the ranks' machines")
     return _SCORED.get(worker, {})
 
 
 def judge(source: Source, name: str) -> dict[str, Any]:
     """Return our keys of the judge: a server that already runs, or one that we start on its own GPUs."""
-    said = source.under(f"rewards.{name}.")
-    if (prompt := said.text("judge_prompt")) != _JUDGE_PROMPT:
-        said.lacks("judge_prompt", f"the prompt {prompt}: {_JUDGE_PROMPT} is known; reward.judge.prompt takes any text")
-    if (asked := said.text("judge_model_type")) == "api":
-        return FIELDS["judge"](said)
-    if asked != "inference":
-        said.lacks("judge_model_type", f"the judge {asked}: known here are api and inference")
+    section = source.under(f"rewards.{name}.")
+    if (prompt := section.text("judge_prompt")) != _JUDGE_PROMPT:
+        section.lacks("judge_prompt", f"the prompt {prompt}: {_JUDGE_PROMPT} is known; reward.judge.prompt takes any text")
+    if (kind_of_judge := section.text("judge_model_type")) == "api":
+        return FIELDS["judge"](section)
+    if kind_of_judge != "inference":
+        section.lacks("judge_model_type", f"the judge {kind_of_judge}: known here are api and inference")
         return {}
-    gpus, drawn = len(devices(source, f"rewards.{name}.device_mapping")), said.under("generating_args.")
-    engine = said.under("strategy_args.strategy_config.")
-    tp = engine.whole("tensor_parallel_size") or engine.whole("tp_size") or said.whole("num_gpus_per_worker") or 1
+    gpus, drawn = len(devices(source, f"rewards.{name}.device_mapping")), section.under("generating_args.")
+    engine = section.under("strategy_args.strategy_config.")
+    tp = engine.whole("tensor_parallel_size") or engine.whole("tp_size") or section.whole("num_gpus_per_worker") or 1
     others = {key: drawn.value(key) for key in ("top_p", "top_k") if drawn.has(key)}
     layout = shared.engine_layout(gpus, tp)
-    return FIELDS["own_judge"](said) | {"reward.judge.backend": layout, "reward.judge.request": others or None}
+    return FIELDS["own_judge"](section) | {"reward.judge.backend": layout, "reward.judge.request": others or None}
 
 
 def columns(source: Source) -> dict[str, Any]:
     """Return our keys of the columns, and of the reward if math_rule is the only domain."""
-    if kind(source) != "rlvr":
-        return {}
     alone = {"math": 1.0} if source.keys("rewards.") and not is_mixed(source) else None
     return FIELDS["columns"](source) | {"reward.functions": alone}
-
-
-tracked = shared.tracked(
-    "track_with", "tracker_kwargs.project", "exp_name", group="tracker_kwargs.group", tags="tracker_kwargs.tags"
-)
 
 
 def router_replay(source: Source) -> dict[str, Any]:
@@ -217,9 +197,9 @@ def router_replay(source: Source) -> dict[str, Any]:
 
 
 DERIVED = (
-    *(ahead, model, low_rank, method, loss, batch, lengths, columns, mixture, layout, megatron, optimizer, critic, engine),
-    *(forwards, router_replay, run, tracked),
+    *(ahead, model, low_rank, method, *when(is_rlvr, loss), batch, lengths, *when(is_rlvr, columns, mixture)),
+    *(placement.layout, placement.megatron, optimizer, *when(uses_critic, critic), *when(is_rlvr, placement.engine)),
+    *(placement.forwards, router_replay, run, FIELDS["tracking"]),
 )
-_CONVERTERS = {"loggers": shared.loggers, "epochs": epochs}
-TABLE = table("roll", DERIVED, _CONVERTERS, load("legacy/roll"), release_of=legacy.release_of, known=known("roll"))
-translate = dialect("roll", TABLE)
+TABLE = table("roll", DERIVED, {"epochs": epochs}, load("legacy/roll"), release_of=legacy.release_of, known=known("roll"))
+translate = System("roll", (TABLE,))

@@ -6,7 +6,7 @@ from typing import Any
 
 from fivefold_dialects import shared
 from fivefold_dialects.legacy import roll as legacy
-from fivefold_dialects.roll_placement import TRAIN, kind, role, samples_a_group, uses_critic
+from fivefold_dialects.roll_placement import TRAIN, kind, role, samples_a_group
 from fivefold_dialects.source import Source
 from fivefold_dialects.table import choices, fields
 
@@ -21,9 +21,9 @@ def method(source: Source) -> dict[str, Any]:
             source.lacks("ipo", "the loss IPO")
         return FIELDS["dpo"](source)
     name = source.text("adv_estimator") or "gae"
-    found = FIELDS["advantage"](source)
+    ours = FIELDS["advantage"](source)
     if source.flag("difficulty_mask") and samples_a_group(source) > 1:
-        found |= FIELDS["difficulty"](source)
+        ours |= FIELDS["difficulty"](source)
     masked = [key for key in ("max_len_mask", "difficulty_mask") if source.flag(key)]
     if masked and source.number("entropy_loss_coef"):
         source.lacks(masked[0], "responses that are left out of the loss but not of the entropy (actor_worker.py:128)")
@@ -33,29 +33,29 @@ def method(source: Source) -> dict[str, Any]:
     else:
         mean, deviation = legacy.normalization(source, mean, deviation)
     if mean == "group":
-        found |= {"advantage": "group", "normalize": deviation or "none"}
+        ours |= {"advantage": "group", "normalize": deviation or "none"}
     elif mean is None and deviation is None:
-        found |= {"advantage": "reward", "normalize": "none"}
+        ours |= {"advantage": "reward", "normalize": "none"}
     elif mean == "batch" and deviation in (None, "batch", "group"):
         domains = {key.split(".")[1] for key in source.keys("rewards.")}
         if len(domains) > 1:
             source.lacks("norm_mean_type", "rewards less the mean of the batch, which ROLL computes per domain")
-        found |= {"advantage": "step_mean", "normalize": deviation or "none"}
+        ours |= {"advantage": "step_mean", "normalize": deviation or "none"}
     else:
         source.lacks("norm_mean_type", "rewards less the mean of the whole run, or a deviation without a mean")
-    found |= CHOICES["adv_estimator"].read(source)
+    ours |= CHOICES["adv_estimator"].read(source)
     if name == "grpo" and source.number("gamma") == 1 and not token_kl(source):
         # With γ = 1 and no KL on tokens the return of every token is the response's reward.
-        found |= {"credit": "response", "gamma": None}
+        ours |= {"credit": "response", "gamma": None}
     bound = source.number("reward_clip")
     if bound and mean is None:
-        found["reward_clip"] = bound
+        ours["reward_clip"] = bound
     elif bound and bound >= 10:
         reason = "acts after the normalization in a group, where no advantage of fewer than 100 samples is above 10"
         source.fixed("reward_clip", reason)
     elif bound:
         source.lacks("reward_clip", "a bound on normalized rewards")
-    return {f"algorithm.{key}": value for key, value in found.items()}
+    return {f"algorithm.{key}": value for key, value in ours.items()}
 
 
 def token_kl(source: Source) -> float:
@@ -76,11 +76,9 @@ def kl(source: Source) -> dict[str, Any]:
 
 
 def loss(source: Source) -> dict[str, Any]:
-    if kind(source) != "rlvr":
-        return {}
     ends = ("_low", "_high") if source.flag("use_pg_clip_range") else ("", "")
     low, high = (source.number(f"pg_clip{end}") for end in ends)
-    found: dict[str, Any] = {
+    ours: dict[str, Any] = {
         **FIELDS["loss"](source),
         "clip_low": low,
         "clip_high": high,
@@ -88,10 +86,10 @@ def loss(source: Source) -> dict[str, Any]:
         "aggregate": CHOICES["loss_agg_mode"].read(source),
         "dual_clip": 1 + 2 * (source.number("pg_clip") or 0.0) if source.flag("dual_clip_loss") else None,
     }
-    found |= variant(source)
-    if found["dual_clip"] is not None and found["dual_clip"] <= 1 + (high or 0.0):
+    ours |= variant(source)
+    if ours["dual_clip"] is not None and ours["dual_clip"] <= 1 + (high or 0.0):
         source.lacks("dual_clip_loss", "a bound below that of the ratio")
-    return {f"algorithm.{key}": value for key, value in found.items()} | kl(source)
+    return {f"algorithm.{key}": value for key, value in ours.items()} | kl(source)
 
 
 _WORKERS = ("roll.pipeline.rlvr.actor_worker.ActorWorker", "roll.pipeline.base_worker.ActorWorker")
@@ -101,51 +99,44 @@ _PG_WORKER = "roll.pipeline.rlvr.actor_pg_worker.ActorPGWorker"
 
 def variant(source: Source) -> dict[str, Any]:
     """Return our keys of the loss of the worker ActorPGWorker (actor_pg_worker.py); empty for other workers."""
-    said = source.under(TRAIN)
-    worker = said.text("worker_cls") or _WORKERS[0]
+    section = source.under(TRAIN)
+    worker = section.text("worker_cls") or _WORKERS[0]
     if worker not in (*_WORKERS, _PG_WORKER):
-        said.lacks("worker_cls", "your own worker class: no key describes its loss")
+        section.lacks("worker_cls", "your own worker class: no key describes its loss")
     if worker != _PG_WORKER:
         return {}
     chosen = CHOICES["actor_train.pg_variant"]
-    name, found = chosen.name(source), {"importance_sampling_level": "token", **chosen.read(source)}
+    name, ours = chosen.name(source), {"importance_sampling_level": "token", **chosen.read(source)}
     if name != "ppo":
-        found = {"clip_low": None, "clip_high": None, "dual_clip": None, **found}
+        ours = {"clip_low": None, "clip_high": None, "dual_clip": None, **ours}
     if name == "tis":
-        low, high = said.number("tis_lower_bound") or 0.0, said.number("tis_upper_bound") or 0.0
+        low, high = section.number("tis_lower_bound") or 0.0, section.number("tis_upper_bound") or 0.0
         if low > 1 or high < 1:
-            said.lacks("tis_upper_bound", "bounds of the ratio that do not contain 1")
-        found |= {"clip_low": 1 - low, "clip_high": high - 1}
+            section.lacks("tis_upper_bound", "bounds of the ratio that do not contain 1")
+        ours |= {"clip_low": 1 - low, "clip_high": high - 1}
     if name == "kimi15":
         # -A log π + τ/2 (log ρ)²
-        found["proximal_coef"] = (said.number("kimi15_tau") or 0.0) / 2
-    return found
+        ours["proximal_coef"] = (section.number("kimi15_tau") or 0.0) / 2
+    return ours
 
 
 def optimizer(source: Source, start: str = "", ours: str = "policy.optimizer") -> dict[str, Any]:
-    said = source.under((start or role(source)) + "training_args.")
-    style = said.one_of("lr_scheduler_type", ("constant", "constant_with_warmup", "linear", "cosine"), "schedule", "linear")
-    steps, share = said.number("warmup_steps"), said.number("warmup_ratio")
-    found = (
-        FIELDS["optimizer"](said)
-        | FIELDS["clip"](source)
-        | {
-            "schedule": style.removesuffix("_with_warmup"),
-            "warmup_steps": steps or share or 0,
-        }
-    )
-    return {f"{ours}.{key}": value for key, value in found.items()}
+    training = source.under((start or role(source)) + "training_args.")
+    styles = ("constant", "constant_with_warmup", "linear", "cosine")
+    style = training.one_of("lr_scheduler_type", styles, "schedule", "linear")
+    steps, share = training.number("warmup_steps"), training.number("warmup_ratio")
+    values = {"schedule": style.removesuffix("_with_warmup"), "warmup_steps": steps or share or 0}
+    values |= FIELDS["optimizer"](training) | FIELDS["clip"](source)
+    return {f"{ours}.{key}": value for key, value in values.items()}
 
 
 def critic(source: Source) -> dict[str, Any]:
-    if kind(source) != "rlvr" or not uses_critic(source):
-        return {}
     return FIELDS["critic"](source) | optimizer(source, "critic.", "critic.optimizer")
 
 
 def low_rank(source: Source) -> dict[str, Any]:
     """Return our keys of LoRA if lora_target is set; alpha defaults to twice the rank (model_args.py, __post_init__)."""
-    found = shared.adapters(source.under(f"{role(source)}model_args."), "policy", "roll")
-    if found and found["policy.lora.alpha"] is None:
-        found["policy.lora.alpha"] = 2.0 * found["policy.lora.rank"]
-    return found
+    ours = shared.adapters(source.under(f"{role(source)}model_args."), "policy", "roll")
+    if ours and ours["policy.lora.alpha"] is None:
+        ours["policy.lora.alpha"] = 2.0 * ours["policy.lora.rank"]
+    return ours

@@ -37,17 +37,14 @@ class Hidden:
             for line in translation.lines
             for name in self._in(line.value)
         ]
-        return replace(
-            translation,
-            tree=self._shown(translation.tree),
-            keys=self._shown(translation.keys),
-            lines=[replace(line, value=self._shown(line.value)) for line in translation.lines],
-            outcomes=[
-                replace(each, key=self._shown(each.key), value=self._shown(each.value), reason=self._shown(each.reason))
-                for each in translation.outcomes
-            ],
-            faults=[*dict.fromkeys(faults), *map(self._shown, translation.faults)],
-        )
+        lines = [replace(line, value=self._shown(line.value)) for line in translation.lines]
+        outcomes = [
+            replace(outcome, **{name: self._shown(getattr(outcome, name)) for name in ("key", "value", "reason")})
+            for outcome in translation.outcomes
+        ]
+        tree, keys, others = (self._shown(value) for value in (translation.tree, translation.keys, translation.faults))
+        faults = [*dict.fromkeys(faults), *others]
+        return replace(translation, tree=tree, keys=keys, lines=lines, outcomes=outcomes, faults=faults)
 
     def _in(self, value: Any) -> list[str]:
         # The text that Python itself makes of a list would escape the marks.

@@ -7,33 +7,17 @@ from typing import Any
 
 from fivefold.config.engine import EngineConfig
 from fivefold.config.mcore_options import is_option, refusal, section_of, without_effect
-from fivefold.config.packages import BRIDGES, TRACKERS, missing_packages
+from fivefold.config.packages import BRIDGES, missing_packages
 from fivefold.layout import ParallelLayout
 from fivefold_dialects.source import Source, UnreadableError
-from fivefold_dialects.table import Convert, Derived, fields, load, table
+from fivefold_dialects.table import fields, load, spelled_out, table
 
-EVERY_CHECKPOINT = 1_000_000
-"""Value of trainer.keep for a system that keeps every checkpoint."""
-ESTIMATORS = {"kl": "k1", "k1": "k1", "abs": "abs", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
-ESTIMATORS |= {"k1+": "k1+", "kl+": "k1+", "k3+": "k3+", "low_var_kl+": "k3+", "abs+": "abs+"}
-"""Names of KL estimators in other systems -> our names."""
-_DTYPES = {
-    "bfloat16": "bf16 bfloat16 torch.bfloat16",
-    "float16": "fp16 float16 half",
-    "float32": "fp32 float32 torch.float32",
-}
-DTYPES = {name: ours for ours, theirs in _DTYPES.items() for name in theirs.split()}
-AGGREGATES = {name: name for name in ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum")}
-AGGREGATES["seq-mean-token-sum-norm"] = "constant-length"
-"""verl's names of how the loss is averaged -> our names."""
-WITHOUT_ACCOUNT = ("console", "tensorboard")
-"""Loggers that write to this machine and need no account."""
-SPREAD = "how state is spread over GPUs: the numbers are the same"
-REFERENCE_ALONE = "offload of the reference only: its weights leave the GPU with the policy's (policy.offload.parameters)"
-MEAN_OF_MICRO_BATCHES = (
-    "{} took the mean over the tokens of each micro-batch on each GPU, and then the mean of these means: here each token of "
-    "an update counts the same (for the former set algorithm.aggregate: micro-batch-token-mean)"
-)
+_KINDS = ("estimators", "dtypes", "aggregates")
+_NAMES: list[dict[str, str]] = [spelled_out(load("shared")[kind]) for kind in _KINDS]
+ESTIMATORS, DTYPES, AGGREGATES = _NAMES
+"""Names in other systems of KL estimators, data types, and (in verl) how the loss is averaged -> our names."""
+TEXTS: dict[str, str] = load("shared")["texts"]
+"""Sentences for users of several systems."""
 
 
 def epochs_and_steps(source: Source) -> dict[str, Any]:
@@ -56,25 +40,10 @@ def modules(source: Source, key: str) -> list[str] | None:
     return list(dict.fromkeys(ours for name in names for ours in _MODULES.get(name, name).split())) or None
 
 
-def _initialization(source: Source, key: str) -> str | None:
-    """Return how A begins; report other names than kaiming and xavier."""
-    if (name := source.text(key)) in (None, "kaiming", "xavier"):
-        return name
-    source.lacks(key, "an initialization of A other than kaiming or xavier")
-    return None
-
-
 def adapters(source: Source, ours: str, system: str, group: str = "adapters") -> dict[str, Any]:
     """Return our keys of the adapters of model `ours`, by a group of fields of the system; empty if it has no adapters."""
-    found = fields(system, {"modules": modules, "initialization": _initialization})[group](source)
-    return {f"{ours}.lora.{name}": value for name, value in found.items()} if (found.get("rank") or 0) > 0 else {}
-
-
-def mapping(source: Source, start: str) -> dict[str, Any]:
-    """Return a mapping that a configuration sets as a whole, by single keys below it, or both."""
-    whole = source.value(start) if source.has(start) else None
-    found = dict(whole) if isinstance(whole, dict) else {}
-    return found | {key.removeprefix(f"{start}."): source.value(key) for key in source.keys(f"{start}.")}
+    values = fields(system, {"modules": modules})[group](source)
+    return {f"{ours}.lora.{name}": value for name, value in values.items()} if (values.get("rank") or 0) > 0 else {}
 
 
 def updates(source: Source, step: str, update: str) -> dict[str, int]:
@@ -87,68 +56,19 @@ def updates(source: Source, step: str, update: str) -> dict[str, int]:
     return {"data.prompts_per_step": prompts, "algorithm.updates_per_step": prompts // mini}
 
 
-def kept(source: Source, key: str) -> int:
-    """Return how many checkpoints are kept; without a number above 0, all of them."""
-    count = source.whole(key) or 0
-    return count if count > 0 else EVERY_CHECKPOINT
-
-
 def validation_rows(source: Source, key: str) -> dict[str, int]:
     """Return our key eval.max_prompts if the key has a number of rows above 0, otherwise nothing."""
     count = (source.whole(key) if source.has(key) else None) or 0
     return {"eval.max_prompts": count} if count > 0 else {}
 
 
-def choice(names: Mapping[str, Any], what: str) -> Convert:
-    """Return a converter that looks a value up in `names`; another value is reported as not supported."""
-
-    def convert(source: Source, key: str) -> Any:
-        found = source.text(key)
-        if found is None:
-            return None
-        if found not in names:
-            source.lacks(key, f"{what}: known here are {', '.join(names)}")
-            return None
-        return names[found]
-
-    return convert
-
-
-def loggers(source: Source, key: str) -> list[str]:
-    """Return the terminal and the supported trackers; metrics.jsonl is always written."""
-    found = source.texts(key)
-    known: list[str] = [name for name in ("console", *TRACKERS) if name in found]
-    if others := [name for name in found if name not in known]:
-        source.lacks(
-            key, f"{', '.join(others)}: metrics are in metrics.jsonl, from where any tool reads them", changes_result=False
-        )
-    if not source.has(key):
-        # A default must not require a package or an account.
-        known = [name for name in known if name in WITHOUT_ACCOUNT]
-    return known or ["console"]
-
-
-def tracked(logger: str, project: str, name: str, group: str = "", tags: str = "") -> Derived:
-    """Return a table's function that gives our section `tracking` if the key `logger` names a tracker with an account."""
-
-    def read(source: Source) -> dict[str, Any]:
-        if not source.has(logger) or not set(source.texts(logger)) & set(TRACKERS).difference(WITHOUT_ACCOUNT):
-            return {}
-        found = {ours: source.text(key) for ours, key in (("project", project), ("name", name), ("group", group)) if key}
-        return {f"tracking.{ours}": text for ours, text in found.items() if text} | (
-            {"tracking.tags": source.texts(tags)} if tags and source.texts(tags) else {}
-        )
-
-    return read
-
-
-def parallel_sizes(said: Source) -> dict[str, int]:
+def parallel_sizes(section: Source) -> dict[str, int]:
     """Return tp, pp, cp, ep and etp by Megatron's names; by default experts are split over tp as other weights are."""
-    found = {
-        short: said.whole(f"{name}_parallel_size") or 1
+    ours = {
+        short: section.whole(f"{name}_parallel_size") or 1
         for short, name in (("tp", "tensor_model"), ("pp", "pipeline_model"), ("cp", "context"), ("ep", "expert_model"))
     }
-    return found | {"etp": said.whole("expert_tensor_parallel_size") or (found["tp"] if found["ep"] > 1 else 1)}
+    return ours | {"etp": section.whole("expert_tensor_parallel_size") or (ours["tp"] if ours["ep"] > 1 else 1)}
 
 
 def penalties(source: Source, loss: dict[str, Any], reward: dict[str, Any], moving: str) -> dict[str, Any]:
@@ -159,12 +79,12 @@ def penalties(source: Source, loss: dict[str, Any], reward: dict[str, Any], movi
     if loss and reward:
         if "target" in {**loss, **reward}:
             source.lacks(moving, "two KL penalties, one with an adaptive coefficient")
-        found = {**loss, "place": "loss", "reward_coef": reward["coef"], "reward_estimator": reward["estimator"]}
+        ours = {**loss, "place": "loss", "reward_coef": reward["coef"], "reward_estimator": reward["estimator"]}
     elif loss or reward:
-        found = {**(loss or reward), "place": "loss" if loss else "reward"}
+        ours = {**(loss or reward), "place": "loss" if loss else "reward"}
     else:
-        found = {"coef": 0.0}
-    return {f"algorithm.kl.{key}": value for key, value in found.items()}
+        ours = {"coef": 0.0}
+    return {f"algorithm.kl.{key}": value for key, value in ours.items()}
 
 
 VIRTUAL = "virtual_pipeline_model_parallel_size"
@@ -175,9 +95,9 @@ def estimator(source: Source, key: str, usual: str) -> str:
     return ESTIMATORS[source.one_of(key, ESTIMATORS, "estimator", usual)]
 
 
-def virtual_stages(said: Source, ours: str, key: str = VIRTUAL) -> dict[str, int]:
+def virtual_stages(section: Source, ours: str, key: str = VIRTUAL) -> dict[str, int]:
     """Return our key of a model's virtual pipeline stages per rank; empty for one."""
-    count = said.whole(key) or 1
+    count = section.whole(key) or 1
     return {f"{ours}.megatron.pipeline.{VIRTUAL}": count} if count > 1 else {}
 
 
@@ -230,24 +150,24 @@ def world_layout(world: int, *, tp: int = 1, pp: int = 1, cp: int = 1, ep: int =
 
 
 def engine_layout(world: int, tp: int, ep: int = 1, name: str = "vllm") -> str:
-    """Return the engine's layout over `world` GPUs, as `vllm:d4t2`."""
+    """Return an engine's layout over `world` GPUs, as `vllm:d4t2`."""
     if world % tp:
         raise UnreadableError(f"{world} GPUs cannot be divided into engines of {tp}")
     return f"{name}:d{world // tp}t{tp}" + (f"e{ep}" if ep > 1 else "")
 
 
-def engine_apart(gpus: int, tp: int, ep: int = 1, name: str = "vllm") -> dict[str, Any]:
-    """Return our keys of an engine on its own `gpus` GPUs."""
-    return {"engine.backend": engine_layout(gpus, tp, ep, name), "engine.placement": "apart"}
+def engine(world: int, tp: int, ep: int = 1, name: str = "vllm", *, is_apart: bool) -> dict[str, Any]:
+    """Return our keys of an engine over `world` GPUs, the policy's or, if it is apart, its own."""
+    return {"engine.backend": engine_layout(world, tp, ep, name), "engine.placement": "apart" if is_apart else None}
 
 
 def own_layout(policy: ParallelLayout, **sizes: int) -> str | None:
     """Return another model's layout on the policy's ranks; None if it is the same, or if the ranks do not divide into it."""
     try:
-        found = world_layout(policy.world_size, **sizes)
+        layout = world_layout(policy.world_size, **sizes)
     except UnreadableError:
         return None
-    return None if found.is_same(policy) else str(found)
+    return None if layout.is_same(policy) else str(layout)
 
 
 def ahead(steps: float, interrupt: str, tail: str = "wait") -> dict[str, Any]:
@@ -267,32 +187,32 @@ _RECOMPUTE = ("recompute_granularity", "recompute_method", "recompute_num_layers
 
 def megatron_options(source: Source, start: str, ours: str) -> dict[str, Any]:
     """Return the fields of TransformerConfig under `start` as keys of section `ours`; report fields that we set as fixed."""
-    found: dict[str, Any] = {}
-    said = source.under(f"{start}.")
-    for name in said.keys(""):
-        value = said.value(name)
+    values: dict[str, Any] = {}
+    options = source.under(f"{start}.")
+    for name in options.keys(""):
+        value = options.value(name)
         if name not in _RECOMPUTE and value is not None:
-            option(said, name, name, value, ours, found)
-    return found
+            option(options, name, name, value, ours, values)
+    return values
 
 
 def ddp_options(source: Source, start: str, ours: str) -> dict[str, Any]:
     """Return the fields of DistributedDataParallelConfig under `start` as keys of section `ours`; report the others."""
-    found: dict[str, Any] = {}
-    said = source.under(start)
-    for name in (name for name in said.keys("") if said.value(name) is not None):
-        value = said.value(name)
+    values: dict[str, Any] = {}
+    options = source.under(start)
+    for name in (name for name in options.keys("") if options.value(name) is not None):
+        value = options.value(name)
         if not is_option("ddp", name):
-            said.lacks(name, f"Megatron-Core's ddp options have no {name}")
+            options.lacks(name, f"Megatron-Core's ddp options have no {name}")
         elif (reason := refusal("ddp", name)) is not None and value not in (False, "no_shard"):
-            said.lacks(name, reason.replace("{section}", ours), changes_result=name.startswith("fp8"))
+            options.lacks(name, reason.replace("{section}", ours), changes_result=name.startswith("fp8"))
         elif reason is not None:
-            said.fixed(name, "off")
+            options.fixed(name, "off")
         elif (reason := without_effect("ddp", name)) is not None:
-            said.fixed(name, reason)
+            options.fixed(name, reason)
         else:
-            found[f"{ours}.megatron.ddp.{name}"] = value
-    return found
+            values[f"{ours}.megatron.ddp.{name}"] = value
+    return values
 
 
 PARTS = {"parameters": "param", "gradients": "grad", "optimizer": "optimizer"}
@@ -312,8 +232,8 @@ def replayed(mode: str | None) -> dict[str, Any]:
     return {"policy.router_replay": mode, "engine.mode": "server"}
 
 
-def option(source: Source, key: str, name: str, value: Any, ours: str, found: dict[str, Any]) -> None:
-    """Put one field of TransformerConfig into `found`, or report why it has no effect or is not supported."""
+def option(source: Source, key: str, name: str, value: Any, ours: str, values: dict[str, Any]) -> None:
+    """Put one field of TransformerConfig into `values`, or report why it has no effect or is not supported."""
     section = section_of(name)
     reason = refusal(section, name)
     if row := _OPTIONS.row(name):
@@ -330,22 +250,20 @@ def option(source: Source, key: str, name: str, value: Any, ours: str, found: di
     elif not is_option(section, name):
         source.lacks(key, f"Megatron-Core {section} options have no {name}")
     else:
-        found[f"{ours}.{section}.{name}"] = value
+        values[f"{ours}.{section}.{name}"] = value
 
 
-def moments(said: Source, *, are_read: bool) -> dict[str, Any]:
+def moments(optim: Source, *, are_read: bool) -> dict[str, Any]:
     """Return our keys of the data types of Adam's moments, from the section `optim` of Megatron-Core or Automodel."""
     if not are_read:
         return {}
-    found = {name: DTYPES.get(said.text(name) or "float32") for name in ("exp_avg_dtype", "exp_avg_sq_dtype")}
-    for name in (name for name, value in found.items() if value not in ("float32", "bfloat16")):
-        said.lacks(name, f"moments of the type {said.text(name)}: known here are float32 and bfloat16")
-    if set(found.values()) == {"float32"}:
+    ours = {name: DTYPES.get(optim.text(name) or "float32") for name in ("exp_avg_dtype", "exp_avg_sq_dtype")}
+    for name in (name for name, value in ours.items() if value not in ("float32", "bfloat16")):
+        optim.lacks(name, f"moments of the type {optim.text(name)}: known here are float32 and bfloat16")
+    if set(ours.values()) == {"float32"}:
         return {}
-    return {f"policy.megatron.optimizer.{name}": value for name, value in (found | _AWARE).items()}
-
-
-_AWARE = {"use_precision_aware_optimizer": True}
+    options = {**ours, "use_precision_aware_optimizer": True}
+    return {f"policy.megatron.optimizer.{name}": value for name, value in options.items()}
 
 
 def megatron_weights(
@@ -355,20 +273,20 @@ def megatron_weights(
 
     Each of `roles` has our key of the model's path, its section, the key of its directory, and whether the model is used.
     """
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for ours, section, key, is_there in roles:
-        said = source.under(f"{section}megatron.")
-        if not (said.flag("use_dist_checkpointing") and is_there):
+        megatron = source.under(f"{section}megatron.")
+        if not (megatron.flag("use_dist_checkpointing") and is_there):
             continue
-        found[ours] = said.path("dist_checkpointing_path")
-        if found[ours] is None:
-            said.lacks("use_dist_checkpointing", "a checkpoint without dist_checkpointing_path, which must name it")
+        values[ours] = megatron.path("dist_checkpointing_path")
+        if values[ours] is None:
+            megatron.lacks("use_dist_checkpointing", "a checkpoint without dist_checkpointing_path, which must name it")
         if source.path(key) not in (None, directory):
             reason = "a Megatron-Core checkpoint of another model than the policy, whose config.json is model.config"
-            said.lacks("use_dist_checkpointing", reason)
-    if found and has_reference:
-        found.setdefault("reference.path", directory)
-    return {**found, "model.config": directory} if found else {}
+            megatron.lacks("use_dist_checkpointing", reason)
+    if values and has_reference:
+        values.setdefault("reference.path", directory)
+    return {**values, "model.config": directory} if values else {}
 
 
 def recompute(source: Source, start: str, ours: str) -> dict[str, Any]:
@@ -379,15 +297,11 @@ def recompute(source: Source, start: str, ours: str) -> dict[str, Any]:
     if granularity is None:
         return {}
     if granularity == "full":
-        if method in (None, "uniform") and layers in (None, 1):
-            return {f"{ours}.recompute": "full"}
-        found = {
-            "recompute_granularity": "full",
-            "recompute_method": method or "uniform",
-            "recompute_num_layers": layers or 1,
-        }
-    elif modules in ([], ["core_attn"]):
-        return {f"{ours}.recompute": "selective"}
+        options = {"method": method or "uniform", "num_layers": layers or 1}
+        is_usual = options == {"method": "uniform", "num_layers": 1}
     else:
-        found = {"recompute_granularity": granularity, "recompute_modules": modules}
-    return {f"{ours}.megatron.transformer.{name}": value for name, value in found.items()}
+        options, is_usual = {"modules": modules}, modules in ([], ["core_attn"])
+    if is_usual:
+        return {f"{ours}.recompute": "full" if granularity == "full" else "selective"}
+    options = {"granularity": granularity, **options}
+    return {f"{ours}.megatron.transformer.recompute_{name}": value for name, value in options.items()}

@@ -14,7 +14,19 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from fivefold_dialects.bounds import Work, whole_number
 from fivefold_dialects.shell_glob import fits
-from fivefold_dialects.shell_words import ASSIGNMENT, OPEN, Script, expand, expand_word, parts, skip, split, test, words_of
+from fivefold_dialects.shell_words import (
+    ASSIGNMENT,
+    OPEN,
+    Script,
+    expand,
+    expand_word,
+    parts,
+    skip,
+    split,
+    test,
+    without_unset,
+    words_of,
+)
 
 _HEREDOC = re.compile(r"<<-?\s*(['\"]?)(\w+)\1")
 _DECLARING = ("export", "declare", "local", "readonly", "typeset")
@@ -62,6 +74,11 @@ class _Lines:
         self.statements = list(_statements(self._without_heredocs(text)))
         self.place = 0
 
+    def insert(self, text: str) -> None:
+        """Put a text before the statements that were not read yet, if it is not empty."""
+        if text.strip():
+            self.statements.insert(self.place, text.strip())
+
     def body(self) -> _Lines:
         """Return and remove the statements up to the bracket that closes a function."""
         depth, start = 1, self.place
@@ -71,9 +88,9 @@ class _Lines:
                 depth -= 1
             if depth == 0:
                 break
-        found = _Lines("")
-        found.heredocs, found.statements = self.heredocs, self.statements[start : max(start, self.place - 1)]
-        return found
+        block = _Lines("")
+        block.heredocs, block.statements = self.heredocs, self.statements[start : max(start, self.place - 1)]
+        return block
 
     def _without_heredocs(self, text: str) -> str:
         kept: list[str] = []
@@ -136,12 +153,10 @@ def _read_block(script: Script, lines: _Lines, known: bool, ends: tuple[str, ...
         script.work.spend(len(statement) + len(lines.statements) // 100)
         first, _, rest = statement.partition(" ")
         if first in ends:
-            if rest.strip() and first in ("then", "else", "do"):
-                lines.statements.insert(lines.place, rest.strip())
+            lines.insert(rest if first == "else" else "")
             return statement
         if first in ("then", "do", "{", "}", "("):
-            if rest.strip() and first != "}":
-                lines.statements.insert(lines.place, rest.strip())
+            lines.insert(rest if first != "}" else "")
         elif first == "if":
             _read_if(script, lines, known, rest)
         elif first == "for":
@@ -162,13 +177,11 @@ def _read_block(script: Script, lines: _Lines, known: bool, ends: tuple[str, ...
 
 
 def _read_function(script: Script, lines: _Lines, named: re.Match[str]) -> None:
-    inner = named[4].strip()
-    if inner:
-        lines.statements.insert(lines.place, inner)
-    elif not named[3] and lines.place < len(lines.statements) and lines.statements[lines.place].startswith("{"):
+    inner, following = named[4].strip(), lines.statements[lines.place : lines.place + 1]
+    if not inner and not named[3] and following and following[0].startswith("{"):
         lines.place += 1
-        if rest := lines.statements[lines.place - 1][1:].strip():
-            lines.statements.insert(lines.place, rest)
+        inner = following[0][1:]
+    lines.insert(inner)
     script.functions[named[1] or named[2]] = lines.body()
 
 
@@ -231,18 +244,16 @@ def _read_for(script: Script, lines: _Lines, known: bool, rest: str) -> None:
 def _read_case(script: Script, lines: _Lines, known: bool, rest: str) -> None:
     subject, inside, first = _in(rest)
     value = expand_word(subject, script) if inside else ""
-    value = re.sub(r"\$\{([A-Za-z_]\w*|\d+)\}", lambda name: name[0] if name[1] in script.open else "", value)
-    if first:
-        lines.statements.insert(lines.place, first)
+    value = without_unset(value, script)
+    lines.insert(first)
     done: bool | None = False if "$" not in value else None
     for statement in lines:
         if statement.startswith("esac"):
             return
         if not (branch := re.match(r"\(?([^()]*)\)\s*(.*)", statement, re.DOTALL)):
             continue
-        if branch[2]:
-            lines.statements.insert(lines.place, branch[2])
-        patterns = [expand_word(each.strip(), script) for each in branch[1].split("|")]
+        lines.insert(branch[2])
+        patterns = [expand_word(text.strip(), script) for text in branch[1].split("|")]
         holds = done is False and any(fits(value, pattern, script.work) for pattern in patterns)
         if done is None or holds:
             end = _read_block(script, lines, known and holds, (";;", "esac"))

@@ -20,11 +20,8 @@ def trimmed(value: str, sign: str, pattern: str, work: Work) -> str:
     lengths = range(_longest(value, pattern) + 1)
     work.spend(len(value) * len(lengths) // 100)
     for length in reversed(lengths) if len(sign) == 2 else lengths:
-        kept, cut = (
-            (value[length:], value[:length])
-            if sign[0] == "#"
-            else (value[: len(value) - length], value[len(value) - length :])
-        )
+        place = length if sign[0] == "#" else len(value) - length
+        kept, cut = (value[place:], value[:place]) if sign[0] == "#" else (value[:place], value[place:])
         if _compiled(pattern).fullmatch(cut):
             return kept
     return value

@@ -64,8 +64,8 @@ class Script:
     def command(self) -> list[str]:
         """Return the words with the most settings, of a command or an array, or else the words that start another script."""
         candidates = [*self.commands, *self.arrays.values()]
-        found = max(candidates, key=_weight, default=[])
-        return found if _weight(found) else max(self.skipped, key=_weight, default=found)
+        words = max(candidates, key=_weight, default=[])
+        return words if _weight(words) else max(self.skipped, key=_weight, default=words)
 
     def state(self) -> tuple[dict[str, str], dict[str, list[str]], set[str]]:
         self.work.spend(len(self.variables) + len(self.open) + sum(map(len, self.arrays.values())))
@@ -119,10 +119,10 @@ def parts(text: str, signs: tuple[str, ...]) -> Iterator[tuple[str, str]]:
     """Yield (sign before the piece, piece) of a text that is split at these signs outside of quotes and brackets."""
     sign, start, i = "", 0, 0
     while i < len(text):
-        found = next((each for each in signs if text.startswith(each, i)), None)
-        if found is not None and not (found == "|" and (text.startswith("||", i) or text[i - 1 : i] in ("|", ">"))):
+        mark = next((one for one in signs if text.startswith(one, i)), None)
+        if mark is not None and not (mark == "|" and (text.startswith("||", i) or text[i - 1 : i] in ("|", ">"))):
             yield sign, text[start:i].strip()
-            sign, i = found, i + len(found)
+            sign, i = mark, i + len(mark)
             start = i
         elif text[i] in "([" and text.startswith(("[[", "(("), i):
             closing = "]]" if text[i] == "[" else "))"
@@ -163,13 +163,13 @@ def words_of(script: Script, statement: str) -> list[str]:
             script.work.spend(1 + sum(map(len, script.arguments or [])))
             words += script.arguments or []
             continue
-        found = expand_word(raw, script)
+        value = expand_word(raw, script)
         is_assignment = ASSIGNMENT.fullmatch(raw) is not None and "." not in raw.partition("=")[0]
-        if "$" in raw and not is_assignment and not raw.startswith(('"', "'")) and len(found.split()) > 1:
+        if "$" in raw and not is_assignment and not raw.startswith(('"', "'")) and len(value.split()) > 1:
             # The value of an unquoted variable is split at spaces.
-            words += [expand_word(each, script) for each in split(found)] if "=" not in raw.partition("$")[0] else [found]
-        elif found:
-            words.append(found)
+            words += [value] if "=" in raw.partition("$")[0] else [expand_word(word, script) for word in split(value)]
+        elif value:
+            words.append(value)
     return words
 
 
@@ -195,37 +195,35 @@ def expand_word(raw: str, script: Script) -> str:
 def expand(text: str, script: Script, *, quoted: bool, depth: int = 0) -> str:
     """Return a text with its variables, defaults and arithmetic expanded; unknown values stay as they are written."""
     script.work.spend(len(text))
-    found, i = "", 0
+    done, i = "", 0
     while i < len(text):
         if text[i] == "\\" and i + 1 < len(text):
             # `\$VAR` is expanded by a second reading (eval), as in commands that are arrays.
-            found += (
-                _value_of(script, name[1])
-                if (name := re.match(r"\$(\w+)", text[i + 1 :]))
-                else (text[i + 1] if not quoted or text[i + 1] in '$`"\\' else text[i : i + 2])
-            )
+            name = re.match(r"\$(\w+)", text[i + 1 :])
+            plain = text[i + 1] if not quoted or text[i + 1] in '$`"\\' else text[i : i + 2]
+            done += _value_of(script, name[1]) if name else plain
             i += 1 + (len(name[0]) if name else 1)
             continue
         end = skip(text, i) if text[i] in "$`" else i + 1
         if text.startswith("$((", i):
             inner = expand(text[i + 3 : end - 2], script, quoted=True, depth=depth + 1)
             number = arithmetic(inner, script)
-            found += text[i:end] if number is None else str(number)
+            done += text[i:end] if number is None else str(number)
         elif text.startswith(("$(", "`"), i):
             inner = text[i + 2 : end - 1] if text[i] == "$" else text[i + 1 : end - 1]
             shown = _printed(inner, script) if depth < 20 else None
-            found += "$(" + inner + ")" if shown is None else shown
+            done += "$(" + inner + ")" if shown is None else shown
         elif text.startswith("${", i):
-            found += _parameter(text[i + 2 : end - 1], script, depth, quoted)
+            done += _parameter(text[i + 2 : end - 1], script, depth, quoted)
         elif name := re.match(r"\$([A-Za-z_]\w*|[0-9#])", text[i:]):
-            found += _value_of(script, name[1])
+            done += _value_of(script, name[1])
             end = i + len(name[0])
         else:
-            found += text[i]
+            done += text[i]
         i = end
-        if len(found) > LONGEST:
-            script.work.value(found, text)
-    return script.work.value(found, text)
+        if len(done) > LONGEST:
+            script.work.value(done, text)
+    return script.work.value(done, text)
 
 
 def _parameter(inside: str, script: Script, depth: int, quoted: bool) -> str:
@@ -326,16 +324,17 @@ def test(script: Script, condition: str) -> bool | None:
 
 def _joined(text: str, holds: Callable[[str], bool | None]) -> bool | None:
     """Return the value of `a && b || c`, from left to right; None if it cannot be decided."""
-    found: bool | None = None
+    result: bool | None = None
     for sign, piece in parts(text, ("&&", "||")):
-        right = holds(piece)
+        # One value decides alone: true for `||`, false for `&&`.
+        right, decides = holds(piece), sign == "||"
         if not sign:
-            found = right
-        elif sign == "&&":
-            found = False if False in (found, right) else None if None in (found, right) else True
+            result = right
+        elif decides in (result, right):
+            result = decides
         else:
-            found = True if True in (found, right) else None if None in (found, right) else False
-    return found
+            result = None if None in (result, right) else not decides
+    return result
 
 
 def _single(script: Script, condition: str) -> bool | None:
@@ -351,12 +350,9 @@ def _single(script: Script, condition: str) -> bool | None:
     if opening not in ("[[", "[", "test") or not rest:
         return None
     is_double = opening == "[["
-    signs = {" -a ": " && ", " -o ": " || "} if not is_double else {}
-    inner = rest[0].rstrip()
-    closing = next((end for end in ("]]", "]") if inner.endswith(end) and inner[: -len(end)][-1:].isspace()), "")
-    inner = inner.removesuffix(closing).rstrip()
-    for sign, other in signs.items():
-        inner = inner.replace(sign, other)
+    inner = re.sub(r"\s\]\]?$", "", rest[0].rstrip()).rstrip()
+    if not is_double:
+        inner = inner.replace(" -a ", " && ").replace(" -o ", " || ")
     return _joined(inner, lambda piece: _compared(script, split(piece), is_double))
 
 
@@ -365,10 +361,9 @@ def _compared(script: Script, raw: list[str], is_double: bool) -> bool | None:
     if raw[:1] == ["!"]:
         holds = _compared(script, raw[1:], is_double)
         return None if holds is None else not holds
-    words = [_without_unset(expand_word(word, script), script) for word in raw]
-    if any(word is None for word in words):
+    known = [without_unset(expand_word(word, script), script) for word in raw]
+    if any("${" in word or "$(" in word for word in known):
         return None
-    known = [word or "" for word in words]
     if len(known) == 1:
         return known[0] != ""
     if len(known) == 2 and known[0] in ("-z", "-n"):
@@ -385,10 +380,9 @@ def _compared(script: Script, raw: list[str], is_double: bool) -> bool | None:
     return None
 
 
-def _without_unset(text: str, script: Script) -> str | None:
-    """Return a text with names that nothing sets replaced by ""; None if its value is unknown."""
-    found = _NAME.sub(lambda name: name[0] if name[1] in script.open else "", text)
-    return None if "${" in found or "$(" in found else found
+def without_unset(text: str, script: Script) -> str:
+    """Return a text with names that nothing sets replaced by ""."""
+    return _NAME.sub(lambda name: name[0] if name[1] in script.open else "", text)
 
 
 def _printed(command: str, script: Script) -> str | None:
@@ -443,8 +437,8 @@ def _source(words: list[str], script: Script) -> str | None:
         return rest[1]
     if name in ("dirname", "basename") and rest:
         kept = [word for word in rest if word != "--"]
-        found = os.path.dirname(kept[0]) or "." if name == "dirname" else os.path.basename(kept[0])
-        return found.removesuffix(kept[1]) if len(kept) > 1 else found
+        path = os.path.dirname(kept[0]) or "." if name == "dirname" else os.path.basename(kept[0])
+        return path.removesuffix(kept[1]) if len(kept) > 1 else path
     if name == "realpath" or (name == "readlink" and rest[:1] == ["-f"]):
         return os.path.normpath(rest[-1])
     return None

@@ -10,12 +10,12 @@ import time
 from dataclasses import replace
 from typing import Any
 
-from fivefold_dialects import shared, verl, verl_algorithm, verl_models, verl_rollout
+from fivefold_dialects import verl, verl_algorithm, verl_models, verl_rollout
 from fivefold_dialects.known import known
 from fivefold_dialects.legacy import verl as legacy
 from fivefold_dialects.source import Source
-from fivefold_dialects.system import dialect
-from fivefold_dialects.table import choices, load, table
+from fivefold_dialects.system import System
+from fivefold_dialects.table import choices, table, when
 
 _A, _R = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
 
@@ -29,8 +29,8 @@ _DATE = re.compile(r"""\$\(date \+["']?([^)"']*)["']?\)""")
 
 def dated(source: Source, key: str) -> str | None:
     """Return a path, with `$(date +FORMAT)` in the script replaced by the current time."""
-    found = source.path(key)
-    return found and _DATE.sub(lambda date: time.strftime(date[1]), found)
+    path = source.path(key)
+    return path and _DATE.sub(lambda date: time.strftime(date[1]), path)
 
 
 def program(source: Source) -> dict[str, Any]:
@@ -43,8 +43,6 @@ def program(source: Source) -> dict[str, Any]:
 
 def megatron_path(source: Source) -> dict[str, Any]:
     """Report the keys that siiRL's Megatron path ignores; return no keys of ours."""
-    if not verl_models.is_megatron(source):
-        return {}
     if (source.whole(_A + "ppo_epochs") or 1) > 1:
         source.lacks(_A + "ppo_epochs", "siiRL's Megatron actor makes one pass over a rollout with any value: set it to 1")
     source.fixed(_A + "megatron.sequence_parallel", "siiRL shards sequences wherever tensor parallelism is above 1")
@@ -53,16 +51,16 @@ def megatron_path(source: Source) -> dict[str, Any]:
 
 def memory(source: Source) -> dict[str, Any]:
     """Return our keys of recomputation and offload as for verl; gradient checkpointing recomputes with Megatron too."""
-    found = verl_models.memory(source)
-    said = any(key.startswith(("policy.recompute", "policy.megatron.transformer.recompute")) for key in found)
-    if verl_models.is_megatron(source) and not said:
-        found["policy.recompute"] = "full" if source.flag(verl_models.CHECKPOINTING) else "none"
-    return found
+    ours = verl_models.memory(source)
+    recomputes = any(key.startswith(("policy.recompute", "policy.megatron.transformer.recompute")) for key in ours)
+    if verl_models.is_megatron(source) and not recomputes:
+        ours["policy.recompute"] = "full" if source.flag(verl_models.CHECKPOINTING) else "none"
+    return ours
 
 
 def rewards(source: Source) -> dict[str, Any]:
-    found = verl_rollout.rewards(source)
-    return found | ({"reward.chosen_as": "siirl"} if "reward.chosen_as" in found else {})
+    ours = verl_rollout.rewards(source)
+    return ours | ({"reward.chosen_as": "siirl"} if "reward.chosen_as" in ours else {})
 
 
 def is_cpgd(source: Source) -> bool:
@@ -74,35 +72,35 @@ def is_cpgd(source: Source) -> bool:
 def advantage(source: Source) -> dict[str, Any]:
     if source.text("algorithm.adv_estimator") != "cpgd":
         return verl_algorithm.advantage(source)
-    found = {"name": "cpgd", "advantage": "group", "whiten": False, "credit": "response"}
-    found["normalize"] = CHOICES["algorithm.weight_factor_in_cpgd"].read(source)
+    ours = {"name": "cpgd", "advantage": "group", "whiten": False, "credit": "response"}
+    ours["normalize"] = CHOICES["algorithm.weight_factor_in_cpgd"].read(source)
     if source.count(_R + "n") == 1:
         # siiRL gives a group of one the mean 0 and the deviation 1.
-        found |= {"advantage": "reward", "normalize": "none"}
-    return {f"algorithm.{key}": value for key, value in found.items()}
+        ours |= {"advantage": "reward", "normalize": "none"}
+    return {f"algorithm.{key}": value for key, value in ours.items()}
 
 
 def loss(source: Source) -> dict[str, Any]:
     if not is_cpgd(source):
         return verl_algorithm.loss(source, "siiRL")
-    said, asked = source.under(_A), source.text("algorithm.adv_estimator") == "cpgd"
-    mode = said.text("policy_loss.loss_mode")
+    actor, by_estimator = source.under(_A), source.text("algorithm.adv_estimator") == "cpgd"
+    mode = actor.text("policy_loss.loss_mode")
     if mode not in (None, "vanilla", "cpgd"):
-        said.lacks("policy_loss.loss_mode", f"CPGD with the loss {mode}")
+        actor.lacks("policy_loss.loss_mode", f"CPGD with the loss {mode}")
     if verl_models.is_megatron(source):
         source.lacks(
-            "algorithm.adv_estimator" if asked else _A + "use_cpgd_loss", "CPGD, which siiRL's Megatron actor lacks"
+            "algorithm.adv_estimator" if by_estimator else _A + "use_cpgd_loss", "CPGD, which siiRL's Megatron actor lacks"
         )
     program = source.text("-m") or ""
-    if mode != "cpgd" and not asked and not program.startswith("siirl.client"):
-        said.lacks("use_cpgd_loss", "PPO's clip with CPGD's drift, as in siiRL since 2025-10: for CPGD set loss_mode: cpgd")
-    drift = said.number("policy_drift_coeff") if asked or said.flag("use_cpgd_loss") else 0.0
-    found: dict[str, Any] = {"surrogate": "cpgd", "drift_coef": drift or 0.0}
+    if mode != "cpgd" and not by_estimator and not program.startswith("siirl.client"):
+        actor.lacks("use_cpgd_loss", "PPO's clip with CPGD's drift, as in siiRL since 2025-10: for CPGD set loss_mode: cpgd")
+    drift = actor.number("policy_drift_coeff") if by_estimator or actor.flag("use_cpgd_loss") else 0.0
+    ours: dict[str, Any] = {"surrogate": "cpgd", "drift_coef": drift or 0.0}
     for name in ("low", "high"):
-        bound = said.number(f"clip_ratio_{name}")
-        found[f"clip_{name}"] = said.number("clip_ratio") if bound is None else bound
-    found["aggregate"] = verl_algorithm.CHOICES[_A + "loss_agg_mode"].read(source)
-    return {f"algorithm.{key}": value for key, value in found.items()}
+        bound = actor.number(f"clip_ratio_{name}")
+        ours[f"clip_{name}"] = actor.number("clip_ratio") if bound is None else bound
+    ours["aggregate"] = verl_algorithm.CHOICES[_A + "loss_agg_mode"].read(source)
+    return {f"algorithm.{key}": value for key, value in ours.items()}
 
 
 _REPLACED: dict[Any, Any] = {
@@ -113,8 +111,8 @@ _REPLACED: dict[Any, Any] = {
     verl_rollout.rewards: rewards,
 }
 DERIVED = tuple(_REPLACED.get(function, function) for function in verl.DERIVED if function is not legacy.say_which_entropy)
-_LEVELS = shared.choice(load("siirl")["levels"], "a log level")
-_CONVERTERS = {**verl.CONVERTERS, "dated": dated, "level": _LEVELS}
-_OWN = table("siirl", (*DERIVED, megatron_path), _CONVERTERS, known=known("verl", "siirl"), page_of=verl.TABLE)
+_CONVERTERS = {**verl.CONVERTERS, "dated": dated}
+_OF_MEGATRON = when(verl_models.is_megatron, megatron_path)
+_OWN = table("siirl", (*DERIVED, *_OF_MEGATRON), _CONVERTERS, known=known("verl", "siirl"), page_of=verl.TABLE)
 TABLE = replace(_OWN, defaults={**verl.TABLE.defaults, **_OWN.defaults})
-translate = dialect("siirl", TABLE, config_names=("ppo_trainer", "ppo_megatron_trainer"), variables=VARIABLES)
+translate = System("siirl", (TABLE,), config_names=("ppo_trainer", "ppo_megatron_trainer"), variables=VARIABLES)

@@ -17,8 +17,8 @@ from fivefold_dialects.legacy import skyrl as legacy
 from fivefold_dialects.skyrl_algorithm import METHOD, constant_scale
 from fivefold_dialects.skyrl_model import CHOICES, FIELDS, low_rank, optimizer, policy
 from fivefold_dialects.source import Source, UnreadableError, typed
-from fivefold_dialects.system import dialect
-from fivefold_dialects.table import Table, load, table
+from fivefold_dialects.system import System
+from fivefold_dialects.table import Derived, Table, load, table, when
 
 _ALGORITHM, _POLICY, _ENGINE = "trainer.algorithm.", "trainer.policy.", "generator.inference_engine."
 _MEGATRON = _POLICY + "megatron_config."
@@ -43,27 +43,25 @@ def program(source: Source) -> dict[str, Any]:
         if example != name and source.text(key) == function:
             source.lacks(key, f"the function {function}: SkyRL registers it in the program {example} only, not in {name}")
     if name == FLASHRL:
-        source.note(
-            "FlashRL's engine samples with weights in fp8, also for int8: vLLM computes them from the policy's in each step"
-        )
+        note = "FlashRL's engine samples with weights in fp8, also for int8"
+        source.note(f"{note}: vLLM computes them from the policy's in each step")
         return {"engine.vllm.quantization": "fp8"}
     if name not in (*programs["trained"], *programs["examples"]):
-        source.lacks(
-            "-m", programs["others"].get(name, "a program other than main_base: it may do things that no key shows")
-        )
+        other = "a program other than main_base: it may do things that no key shows"
+        source.lacks("-m", programs["others"].get(name, other))
     return {}
 
 
 def template(source: Source) -> dict[str, Any]:
     """Return our key of the chat template's variables, which may be single keys or one text `{name:value}`."""
     start = "generator.chat_template_kwargs"
-    found = {key.removeprefix(f"{start}."): source.value(key) for key in source.keys(f"{start}.")}
+    ours = {key.removeprefix(f"{start}."): source.value(key) for key in source.keys(f"{start}.")}
     if source.has(start) and (written := source.raw(start)) not in (None, "null", "{}", {}):
         pairs = written if isinstance(written, dict) else dict(_PAIR.findall(str(written)))
         if not pairs:
             raise UnreadableError(f"{start} must be a mapping: got {written!r}")
-        found |= {name: typed(value) if isinstance(value, str) else value for name, value in pairs.items()}
-    return {"data.chat_template_kwargs": found} if found else {}
+        ours |= {name: typed(value) if isinstance(value, str) else value for name, value in pairs.items()}
+    return {"data.chat_template_kwargs": ours} if ours else {}
 
 
 def steps_ahead(source: Source) -> int:
@@ -82,10 +80,8 @@ def ahead(source: Source) -> dict[str, Any]:
     if program_of(source) == "main_async" and not source.flag("trainer.fully_async.enabled"):
         return shared.ahead(steps, "finish")
     if source.count("trainer.train_batch_size") != source.count("trainer.policy_mini_batch_size"):
-        source.lacks(
-            "trainer.policy_mini_batch_size",
-            "another number than train_batch_size, which fully asynchronous training refuses: set both to the same number",
-        )
+        reason = "which fully asynchronous training refuses: set both to the same number"
+        source.lacks("trainer.policy_mini_batch_size", f"another number than train_batch_size, {reason}")
     return shared.ahead(steps, "continue", "carry")
 
 
@@ -101,25 +97,21 @@ def layout(source: Source) -> dict[str, Any]:
     if source.text("trainer.strategy") == "megatron":
         megatron = legacy.megatron(source) or _MEGATRON
     recomputes = source.flag("trainer.gradient_checkpointing")
-    found = policy(source, gpus(source), megatron, _POLICY + "sequence_parallel_size", recomputes=recomputes)
+    ours = policy(source, gpus(source), megatron, _POLICY + "sequence_parallel_size", recomputes=recomputes)
     if source.flag(_COLOCATED) and source.flag(_POLICY + "optimizer_config.offload_after_step"):
-        found["policy.offload.optimizer"] = True
-    return found
+        ours["policy.offload.optimizer"] = True
+    return ours
 
 
 def learning(source: Source) -> dict[str, Any]:
     return optimizer(source, _POLICY, scale=constant_scale(source))
 
 
-def low_rank_of_policy(source: Source) -> dict[str, Any]:
-    if found := low_rank(source, _POLICY):
-        FIELDS["adapters_of_megatron"](source)
-    return found
+def uses_critic(source: Source) -> bool:
+    return source.text(_ALGORITHM + "advantage_estimator") == "gae"
 
 
 def critic(source: Source) -> dict[str, Any]:
-    if source.text(_ALGORITHM + "advantage_estimator") != "gae":
-        return {}
     learns = optimizer(source, "trainer.critic.", "critic.optimizer")
     return FIELDS["critic"](source) | learns | low_rank(source, "trainer.critic.", "critic")
 
@@ -158,53 +150,44 @@ def engine(source: Source) -> dict[str, Any]:
             source.lacks(key("backend"), f"servers of {backend}: known here are vllm and sglang")
         return {"engine.backend": backend or "vllm", "engine.url": urls}
     if is_colocated and replicas * tp != gpus(source):
-        raise UnreadableError(
-            f"{key('num_engines')} x tensor_parallel_size = {replicas * tp} must be the policy's {gpus(source)} "
-            f"GPUs if all are colocated"
-        )
-    found: dict[str, Any] = {
+        needed = f"must be the policy's {gpus(source)} GPUs if all are colocated"
+        raise UnreadableError(f"{key('num_engines')} x tensor_parallel_size = {replicas * tp} {needed}")
+    values: dict[str, Any] = {
         "engine.memory_fraction": source.number(key("gpu_memory_utilization")),
         "engine.max_num_seqs": source.whole(key("max_num_seqs")),
     }
     ours = shared.engine_name(source, key("backend"), backend)
-    if is_colocated:
-        found["engine.backend"] = shared.engine_layout(gpus(source), tp, ep, ours)
-    else:
-        found |= shared.engine_apart(replicas * tp, tp, ep, ours)
+    values |= shared.engine(replicas * tp, tp, ep, ours, is_apart=not is_colocated)
     if backend == "vllm":
         for name in ("enforce_eager", "enable_prefix_caching", "enable_chunked_prefill", "max_num_batched_tokens"):
             if source.has(key(name)):
                 read = source.whole if name == "max_num_batched_tokens" else source.flag
-                found[f"engine.vllm.{name}"] = read(key(name))
+                values[f"engine.vllm.{name}"] = read(key(name))
     workers = source.whole("trainer.fully_async.num_parallel_generation_workers") or 0
     if steps_ahead(source) and 0 < workers < (steps_ahead(source) + 1) * source.count("trainer.train_batch_size"):
         samples = workers * source.count("generator.n_samples_per_prompt")
-        found |= shared.at_once(samples, replicas, found["engine.max_num_seqs"])
-    return found
+        values |= shared.at_once(samples, replicas, values["engine.max_num_seqs"])
+    return values
 
 
 def profile(source: Source) -> dict[str, Any]:
     """Return our keys of the steps that SkyRL's profiler records, by the schedule of torch.profiler."""
     for start in (_POLICY, _MEGATRON):
-        said = source.under(start + "torch_profiler_config.")
-        if said.flag("enable"):
-            first, wait, warmup = (said.whole(name) or 0 for name in ("skip_first", "wait", "warmup"))
-            active, repeat = said.whole("active") or 1, min(said.whole("repeat") or 1, 100)
+        profiler = source.under(start + "torch_profiler_config.")
+        if profiler.flag("enable"):
+            first, wait, warmup = (profiler.whole(name) or 0 for name in ("skip_first", "wait", "warmup"))
+            active, repeat = profiler.whole("active") or 1, min(profiler.whole("repeat") or 1, 100)
             begins = [first + wait + warmup + cycle * (wait + warmup + active) for cycle in range(repeat)]
             steps = [begin + step for begin in begins for step in range(1, active + 1)]
-            return {
-                "trainer.profile.steps": steps,
-                "trainer.profile.ranks": [int(rank) for rank in said.items("ranks")] or None,
-            }
+            ranks = [int(rank) for rank in profiler.items("ranks")] or None
+            return {"trainer.profile.steps": steps, "trainer.profile.ranks": ranks}
     return {}
 
 
 def changed_config(source: Source) -> dict[str, Any]:
     """Return our key of values that replace those in config.json."""
-    found = shared.mapping(source, f"{_POLICY}model_config_kwargs") | shared.mapping(
-        source, f"{_MEGATRON}model_config_kwargs"
-    )
-    return {f"model.overrides.{name}": value for name, value in found.items()}
+    changed = source.mapping(f"{_POLICY}model_config_kwargs") | source.mapping(f"{_MEGATRON}model_config_kwargs")
+    return {f"model.overrides.{name}": value for name, value in changed.items()}
 
 
 def router_replay(source: Source) -> dict[str, Any]:
@@ -217,10 +200,10 @@ def router_replay(source: Source) -> dict[str, Any]:
 
 
 def evaluation(source: Source) -> dict[str, Any]:
-    said = source.under("generator.eval_sampling_params.")
-    length = said.whole("max_generate_length")
+    sampling = source.under("generator.eval_sampling_params.")
+    length = sampling.whole("max_generate_length")
     if length is not None and length != source.count("generator.sampling_params.max_generate_length"):
-        said.lacks("max_generate_length", "responses of another length in evaluation")
+        sampling.lacks("max_generate_length", "responses of another length in evaluation")
     return FIELDS["evaluation"](source)
 
 
@@ -248,20 +231,18 @@ def router(source: Source, key: str) -> str | None:
 
 
 BATCH = partial(shared.updates, step="trainer.train_batch_size", update="trainer.policy_mini_batch_size")
-DERIVED = (
-    *(*METHOD, program, template, ahead, BATCH, layout, micro_batch, learning, low_rank_of_policy, critic, sampling, engine),
-    *(router_replay, evaluation, rewards, run, profile, changed_config),
-    shared.tracked("trainer.logger", "trainer.project_name", "trainer.run_name", tags="trainer.tags"),
+DERIVED: tuple[Derived, ...] = (
+    *(*METHOD, program, template, ahead, BATCH, layout, micro_batch, learning, partial(low_rank, section=_POLICY)),
+    FIELDS["adapters_of_megatron"],
+    *(*when(uses_critic, critic), sampling, engine, router_replay, evaluation, rewards, run, profile, changed_config),
+    FIELDS["tracking"],
 )
-_CONVERTERS = {
-    "kept": shared.kept, "loggers": shared.loggers,
-    "reference": reference, "router": router,
-}  # fmt: skip
+_CONVERTERS = {"reference": reference, "router": router}
 TABLE = table(
     "skyrl", DERIVED, _CONVERTERS, load("legacy/skyrl"), release_of=legacy.release_of, known=known("skyrl"),
     elsewhere={legacy.TOKEN_MEAN: "token-mean"},
 )  # fmt: skip
-SFT = table("skyrl_sft", skyrl_sft.DERIVED, _CONVERTERS, known=known("skyrl"))
+SFT = table("skyrl_sft", skyrl_sft.DERIVED, known=known("skyrl"))
 
 
 def table_of(settings: Mapping[str, Any]) -> Table:
@@ -269,4 +250,4 @@ def table_of(settings: Mapping[str, Any]) -> Table:
     return SFT if skyrl_sft.looks_like(settings) else TABLE
 
 
-translate = dialect("skyrl", TABLE, SFT, choose=table_of, config_names=("ppo_base_config",))
+translate = System("skyrl", (TABLE, SFT), table_of, ("ppo_base_config",))

@@ -17,34 +17,34 @@ def policy(source: Source, world: int, megatron: str, sequence_parallel: str, *,
         backend = str(shared.world_layout(world, cp=source.whole(sequence_parallel) or 1))
         return {"policy.backend": backend, "policy.recompute": "full" if recomputes else None}
     sizes, kwargs = shared.parallel_sizes(source.under(megatron)), megatron + "transformer_config_kwargs"
-    found: dict[str, Any] = {"policy.backend": str(shared.world_layout(world, **sizes)), "policy.sequence_parallel": True}
+    ours: dict[str, Any] = {"policy.backend": str(shared.world_layout(world, **sizes)), "policy.sequence_parallel": True}
     if recomputes:
-        found |= shared.recompute(source, kwargs, "policy")
-    found |= shared.megatron_options(source, kwargs, "policy.megatron")
-    found |= shared.ddp_options(source, megatron + "ddp_config.", "policy")
+        ours |= shared.recompute(source, kwargs, "policy")
+    ours |= shared.megatron_options(source, kwargs, "policy.megatron")
+    ours |= shared.ddp_options(source, megatron + "ddp_config.", "policy")
     if sizes["pp"] == 1:
         for name in ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"):
-            if found.pop(f"policy.megatron.pipeline.{name}", None) is not None:
+            if ours.pop(f"policy.megatron.pipeline.{name}", None) is not None:
                 source.fixed(f"{kwargs}.{name}", "there is one stage, which has all layers")
-    said, names = source.under(megatron + "optimizer_config_kwargs."), []
-    if said.flag("optimizer_cpu_offload"):
+    options, names = source.under(megatron + "optimizer_config_kwargs."), []
+    if options.flag("optimizer_cpu_offload"):
         names = ["optimizer_cpu_offload", "optimizer_offload_fraction", "overlap_cpu_optimizer_d2h_h2d"]
-    if said.flag("use_precision_aware_optimizer"):
+    if options.flag("use_precision_aware_optimizer"):
         names.append("use_precision_aware_optimizer")
-    return found | {f"policy.megatron.optimizer.{name}": said.value(name) for name in names}
+    return ours | {f"policy.megatron.optimizer.{name}": options.value(name) for name in names}
 
 
 def optimizer(source: Source, section: str = "", ours: str = "policy.optimizer", scale: float = 1.0) -> dict[str, Any]:
     """Return our keys of AdamW in a section; `scale` is the factor by which SkyRL's loss is smaller than ours."""
-    said = source.under(section + "optimizer_config.")
-    clip = said.number("max_grad_norm")
-    found = FIELDS["optimizer"](said) | {
+    optim = source.under(section + "optimizer_config.")
+    clip = optim.number("max_grad_norm")
+    values = FIELDS["optimizer"](optim) | {
         "clip_grad": clip and clip * scale,
-        "schedule": CHOICES["scheduler"].read(said) or "constant",
-        "warmup_steps": said.whole("num_warmup_steps") or 0,
+        "schedule": CHOICES["scheduler"].read(optim) or "constant",
+        "warmup_steps": optim.whole("num_warmup_steps") or 0,
         "warmup_from": 0,
     }
-    return {f"{ours}.{key}": value for key, value in found.items()}
+    return {f"{ours}.{key}": value for key, value in values.items()}
 
 
 def low_rank(source: Source, section: str = "", ours: str = "policy") -> dict[str, Any]:

@@ -9,10 +9,9 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from fivefold_dialects import shared
 from fivefold_dialects.skyrl_model import low_rank, optimizer, policy
 from fivefold_dialects.source import Source, UnreadableError
-from fivefold_dialects.table import choices
+from fivefold_dialects.table import choices, fields
 
 CHOICES = choices("skyrl_sft")
 PROGRAMS = ("main_sft", "main_sft_with_callbacks")
@@ -57,13 +56,13 @@ def _parts(source: Source, sets: str, splits: str, older_set: str, older_split: 
         return []
     if len(names) != len(slices):
         raise UnreadableError(f"{splits} must have one entry for each of {sets}: got {len(slices)} for {len(names)}")
-    found = []
+    files = []
     for name, split in zip(names, slices, strict=True):
         split_name, bracket, rows = split.partition("[")
         if bracket and (":" not in rows or not set(rows) <= set("-0123456789:]")):
             source.lacks(splits, f"the slice {split}: [begin:end] in rows is read")
-        found.append(f"{name}-{split_name}.parquet{bracket}{rows}")
-    return found
+        files.append(f"{name}-{split_name}.parquet{bracket}{rows}")
+    return files
 
 
 def data(source: Source) -> dict[str, Any]:
@@ -76,7 +75,7 @@ def data(source: Source) -> dict[str, Any]:
         source.lacks("sampler", "your own order of rows")
     if (longest := source.whole("max_length")) is None:
         source.lacks("max_length", "sequences without a length limit: set max_length")
-    found = {
+    ours = {
         "data.train": train,
         "data.shuffle": order == "random",
         "data.learned_turns": CHOICES["train_on_what"].read(source),
@@ -84,8 +83,8 @@ def data(source: Source) -> dict[str, Any]:
         **{f"data.max_{part}_tokens": longest or _LONGEST for part in ("total", "prompt", "response")},
     }
     if validates(source):
-        found["data.val"] = _parts(source, "eval_datasets", "eval_dataset_splits", "eval_dataset_name", "eval_dataset_split")
-    return found
+        ours["data.val"] = _parts(source, "eval_datasets", "eval_dataset_splits", "eval_dataset_name", "eval_dataset_split")
+    return ours
 
 
 def validates(source: Source) -> bool:
@@ -117,5 +116,4 @@ def run(source: Source) -> dict[str, Any]:
     }
 
 
-tracked = shared.tracked("logger", "project_name", "run_name", tags="tags")
-DERIVED = (program, data, layout, micro_batch, low_rank, run, tracked, optimizer)
+DERIVED = (program, data, layout, micro_batch, low_rank, run, fields("skyrl_sft")["tracking"], optimizer)

@@ -12,12 +12,17 @@ from typing import Any
 
 from fivefold.config.dialect import Outcome, Tree
 from fivefold.config.loader import ConfigError, parse_value
+from fivefold.config.packages import TRACKERS
 from fivefold.errors import UserError, shown
 from fivefold_dialects.bounds import Work
 
 _VARIABLE = re.compile(r"\$\{([^${}]*)\}|\$([A-Za-z_][A-Za-z0-9_]*|[0-9@*#])")
 _NONE = ("null", "none", "~", "")
 _TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
+_WITHOUT_ACCOUNT = ("console", "tensorboard")
+"""Loggers that write to this machine and need no account."""
+EVERY_CHECKPOINT = 1_000_000
+"""Value of trainer.keep for a system that keeps every checkpoint."""
 
 
 class UnreadableError(UserError):
@@ -36,7 +41,7 @@ class Source:
     prefix: str = ""
     read: set[str] = field(default_factory=set)
     """Full keys that were read."""
-    found: list[Outcome] = field(default_factory=list)
+    outcomes: list[Outcome] = field(default_factory=list)
     """Outcomes of keys that functions have reported."""
     work: Work = field(default_factory=Work)
     notes: list[str] = field(default_factory=list)
@@ -54,7 +59,7 @@ class Source:
         """Return the same settings without a full key, and with new records."""
         settings = dict(self.settings)
         del settings[key]
-        return replace(self, settings=settings, read=set(), found=[], notes=[])
+        return replace(self, settings=settings, read=set(), outcomes=[], notes=[])
 
     def has(self, key: str) -> bool:
         """Return whether the configuration sets the key."""
@@ -89,16 +94,14 @@ class Source:
             return None
         return _unquoted(str(raw))
 
-    def number(self, key: str) -> float | None:
-        raw = self.raw(key)
-        if raw is None or str(raw).strip().lower() in _NONE:
-            return None
+    def number(self, key: str, usual: float | None = None) -> float | None:
+        """Return a number, or `usual` if the value is absent."""
+        if (text := self.text(key)) is None:
+            return usual
         try:
-            if isinstance(raw, bool):
-                raise ValueError
-            return float(_unquoted(str(raw)))
-        except (ValueError, OverflowError):
-            raise UnreadableError(f"{self.prefix}{key} must be a number: got {shown(raw)}") from None
+            return float(text)
+        except ValueError:
+            raise UnreadableError(f"{self.prefix}{key} must be a number: got {shown(self.raw(key))}") from None
 
     def whole(self, key: str) -> int | None:
         number = self.number(key)
@@ -117,15 +120,10 @@ class Source:
 
     def flag(self, key: str) -> bool:
         """Return whether the value is true; an absent value is false."""
-        raw = self.raw(key)
-        if isinstance(raw, bool):
-            return raw
-        word = _unquoted(str(raw)).strip().lower()
-        if raw is None or word in _NONE or word in _FALSE:
-            return False
-        if word in _TRUE:
-            return True
-        raise UnreadableError(f"{self.prefix}{key} must be true or false: got {raw!r}")
+        word = (self.text(key) or "").strip().lower()
+        if word not in (*_TRUE, *_FALSE, *_NONE):
+            raise UnreadableError(f"{self.prefix}{key} must be true or false: got {self.raw(key)!r}")
+        return word in _TRUE
 
     def items(self, key: str) -> list[Any]:
         """Return a list; a single value becomes a list of one."""
@@ -143,10 +141,36 @@ class Source:
         """Return the value as a list of numbers."""
         return [float(item) for item in self.items(key)]
 
+    def mapping(self, key: str) -> dict[str, Any]:
+        """Return a mapping that a configuration sets as a whole, by single keys below it, or both."""
+        whole = self.value(key) if self.has(key) else None
+        below = {name.removeprefix(f"{key}."): self.value(name) for name in self.keys(f"{key}.")}
+        return {**whole, **below} if isinstance(whole, dict) else below
+
+    def tracked(self, key: str) -> bool:
+        """Return whether the configuration names a tracker in the key that needs an account."""
+        return self.has(key) and bool(set(self.texts(key)) & set(TRACKERS).difference(_WITHOUT_ACCOUNT))
+
+    def loggers(self, key: str) -> list[str]:
+        """Return the terminal and the supported trackers; metrics.jsonl is always written."""
+        names = self.texts(key)
+        known = [name for name in ("console", *TRACKERS) if name in names]
+        if others := ", ".join(name for name in names if name not in known):
+            self.lacks(key, f"{others}: metrics are in metrics.jsonl, from where any tool reads them", changes_result=False)
+        if not self.has(key):
+            # A default must not require a package or an account.
+            known = [name for name in known if name in _WITHOUT_ACCOUNT]
+        return known or ["console"]
+
+    def kept(self, key: str) -> int:
+        """Return how many checkpoints are kept; without a number above 0, all of them."""
+        count = self.whole(key) or 0
+        return count if count > 0 else EVERY_CHECKPOINT
+
     def path(self, key: str) -> str | None:
         """Return a path, with a leading ~ replaced by the home directory."""
-        found = self.text(key)
-        return found and self._at_home(found)
+        path = self.text(key)
+        return path and self._at_home(path)
 
     def files(self, key: str) -> list[str] | None:
         """Return the paths of a key that has one path or a list; None if it has none."""
@@ -155,7 +179,7 @@ class Source:
     def interval(self, key: str) -> int:
         """Return the steps between two events; 0 if they are off (-1, null or false, which Python reads as 0; true is 1)."""
         word = str(self.raw(key)).strip("'\"").lower()
-        return {"false": 0, "true": 1}[word] if word in ("false", "true") else max(0, self.whole(key) or 0)
+        return int(word == "true") if word in ("false", "true") else max(0, self.whole(key) or 0)
 
     def top_k(self, key: str) -> int:
         """Return top-k, with 0 for off, where other systems have -1."""
@@ -174,7 +198,7 @@ class Source:
         self.read.add(full)
         # A default that is not supported is named too: without it the run would be a different one.
         value = self.settings.get(full, f"{self.defaults.get(full)} (the default)")
-        self.found.append(Outcome(full, value, "unsupported", reason, changes_result=changes_result))
+        self.outcomes.append(Outcome(full, value, "unsupported", reason, changes_result=changes_result))
 
     def note(self, sentence: str) -> None:
         """Add a sentence about the run that its users should know and for which no key is refused."""
@@ -186,7 +210,7 @@ class Source:
         full = self.prefix + key
         self.read.add(full)
         if full in self.settings:
-            self.found.append(Outcome(full, self.settings[full], "fixed", reason))
+            self.outcomes.append(Outcome(full, self.settings[full], "fixed", reason))
 
     def _at_home(self, name: str) -> str:
         return self.environment.get("HOME", os.path.expanduser("~")) + name[1:] if name.startswith("~") else name
@@ -224,8 +248,8 @@ class Source:
             if kind == "oc.env":
                 if place in self.environment:
                     return self.environment[place]
-            elif (found := self._resolved(_sibling(key, place), depth + 1)) is not None:
-                return found
+            elif (value := self._resolved(_sibling(key, place), depth + 1)) is not None:
+                return value
             return self._interpolated(key, default.strip(), depth + 1) if comma else None
         if colon and kind not in self.environment and name not in self.environment:
             if rest.startswith(("-", "=")):
@@ -276,8 +300,8 @@ def _unquoted(text: str) -> str:
 
 def typed(text: str) -> Any:
     """Return the value of a word as YAML reads it, and also None for `None` and a number for `1e-6`."""
-    found = _typed(text)
-    return copy.deepcopy(found) if isinstance(found, (list, dict)) else found
+    value = _typed(text)
+    return copy.deepcopy(value) if isinstance(value, (list, dict)) else value
 
 
 @lru_cache(1 << 14)

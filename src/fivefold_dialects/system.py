@@ -57,17 +57,11 @@ class System:
         return dataclasses.replace(translation, release=release)
 
     def translate_words(
-        self,
-        words: Sequence[str],
-        environment: Mapping[str, str],
-        given: Mapping[str, str] | None = None,
-        *,
-        version: str = "",
-        allow_secrets: bool = False,
+        self, words: Sequence[str], environment: Mapping[str, str], given: Mapping[str, str] = {}, *, version: str = ""
     ) -> Translation:
         """Return the translation of the words of a command; see `SystemDialect` in the core."""
-        hidden = Hidden({} if allow_secrets else environment)
-        variables = {**environment, **hidden.environment, **(given or {})}
+        hidden = Hidden(environment)
+        variables = {**hidden.environment, **given}
         try:
             return hidden.checked(self._of_command(words, variables, version))
         except TooMuchError as error:
@@ -77,25 +71,25 @@ class System:
 
     def _of_command(self, words: Sequence[str], environment: Mapping[str, str], version: str) -> Translation:
         """Return the translation of a command; after `--` come our own settings, which override those of the system."""
-        theirs, own = (words[: words.index("--")], words[words.index("--") + 1 :]) if "--" in words else (words, ())
+        theirs, ours = (words[: words.index("--")], words[words.index("--") + 1 :]) if "--" in words else (words, ())
         if self.read_tree is not None:
-            return with_own(self(self.read_tree(theirs, environment), [], environment, version), own)
-        found = read_command(theirs, environment)
+            return with_own(self(self.read_tree(theirs, environment), [], environment, version), ours)
+        command = read_command(theirs, environment)
         notes = []
-        if (path := named_yaml(found.options, found.scripts, self.config_names)) is not None:
-            found.trees.insert(0, with_defaults(path, self.config_names))
+        if (path := named_yaml(command.options, command.scripts, self.config_names)) is not None:
+            command.trees.insert(0, with_defaults(path, self.config_names))
             notes.append(f"--config-name is the file {path}")
         try:
-            tree = self.join(found.trees)
+            tree = self.join(command.trees)
         except ValueError as error:
             raise ConfigError([str(error)]) from error
-        if not tree and not found.settings:
+        if not tree and not command.settings:
             raise ConfigError([f"no setting of {self.name} in {' '.join(theirs)[:LONGEST_KEY] or 'an empty command'}"])
-        options = [f"{option}={value}" for option, value in found.options.items()]
-        exported = {**environment, **found.exported}
+        options = [f"{option}={value}" for option, value in command.options.items()]
+        exported = {**environment, **command.exported}
         variables = [f"{name}={exported[name]}" for name in self.variables if exported.get(name)]
-        translation = self(tree, [*variables, *options, *found.settings], environment, version)
-        return with_own(dataclasses.replace(translation, notes=[*notes, *translation.notes]), own)
+        translation = self(tree, [*variables, *options, *command.settings], environment, version)
+        return with_own(dataclasses.replace(translation, notes=[*notes, *translation.notes]), ours)
 
     def write(self, translation: Translation, *, strict: bool = True) -> str:
         """Return the translated run as a commented YAML file."""
@@ -110,8 +104,3 @@ class System:
             return f"this program of {table.name} has no older defaults here: write --from {self.name} without @{version}"
         fault = OneOf(table.versions).fault(version)
         return fault and f"the version of {table.name} {fault}"
-
-
-def dialect(name: str, *tables: Table, **options: Any) -> System:
-    """Return the System with this name and these tables; `options` are further fields of System."""
-    return System(name, tables, **options)

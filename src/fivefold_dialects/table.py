@@ -90,9 +90,9 @@ class Table:
 
     @cached_property
     def patterns(self) -> list[tuple[re.Pattern[str], Row]]:
-        found = [row for section in self.sections for row in section.rows if row.is_pattern]
-        found.sort(key=_exactness)
-        return [(_pattern(row.key), row) for row in found]
+        rows = [row for section in self.sections for row in section.rows if row.is_pattern]
+        rows.sort(key=_exactness)
+        return [(_pattern(row.key), row) for row in rows]
 
     def row(self, key: str) -> Row | None:
         """Return the row of a key: its own row, or the first row with a wildcard that matches and accepts it."""
@@ -159,12 +159,12 @@ class Choice:
         if not isinstance(chosen, Mapping):
             return chosen
         _refuse(source, chosen, self.lists)
-        said = source.under(f"{self.arguments}." if self.arguments else "")
+        section = source.under(f"{self.arguments}." if self.arguments else "")
         taken = set(several(chosen.get("takes", ""), self.lists))
-        for key in said.keys("") if self.arguments else ():
-            if key not in taken and said.value(key) is not None and said.value(key) is not False:
-                said.lacks(key, f"an argument of the {self.what} {name}")
-        return {ours: _value(said, value) for ours, value in chosen.items() if ours not in ("needs", "takes")}
+        for key in section.keys("") if self.arguments else ():
+            if key not in taken and section.value(key) is not None and section.value(key) is not False:
+                section.lacks(key, f"an argument of the {self.what} {name}")
+        return {ours: _value(section, value) for ours, value in chosen.items() if ours not in ("needs", "takes")}
 
 
 def _refuse(source: Source, group: Mapping[str, Any], lists: Mapping[str, str] = {}) -> None:
@@ -181,16 +181,16 @@ def _value(source: Source, value: Any, converters: Mapping[str, Callable[..., An
         return [_value(source, item, converters) for item in value]
     if not (isinstance(value, str) and value.startswith("$")):
         return value
-    said, _, usual = value[1:].partition(" or ")
-    keys, *words = said.split()
+    reference, _, usual = value[1:].partition(" or ")
+    keys, *words = reference.split()
     key = source.first(*keys.split("|"))
     if "if-set" in words and not source.has(key):
         return None
     name = words[0] if words else "number"
-    found = converters[name](source, key) if name in converters else getattr(source, name)(key)
-    if usual and not found:
+    result = converters[name](source, key) if name in converters else getattr(source, name)(key)
+    if usual and not result:
         return typed(usual)
-    return None if "if-true" in words and not found else found
+    return None if "if-true" in words and not result else result
 
 
 @cache
@@ -208,30 +208,59 @@ def listed(name: str, of: str) -> frozenset[str]:
     return frozenset(several(lists[of], lists))
 
 
+def spelled_out(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a mapping of names, of which several in one text have the same value (`several`)."""
+    return {name: value for names, value in values.items() for name in several(names)}
+
+
 def choices(name: str) -> dict[str, Choice]:
     """Return the choices of `tables/NAME.yaml` by their key."""
-    found, content = {}, load(name)
-    for key, said in content["choices"].items():
-        names = {each: chosen for listed, chosen in said["names"].items() for each in several(listed)}
-        found[key] = Choice(key, lists=content.get("lists", {}), **{**said, "names": names})
-    return found
+    content = load(name)
+    return {
+        key: Choice(key, lists=content.get("lists", {}), **{**choice, "names": spelled_out(choice["names"])})
+        for key, choice in content["choices"].items()
+    }
+
+
+def _word(what: str, names: Mapping[str, Any], source: Source, key: str) -> Any:
+    """Return the value of the key's word; None if it is left out, or not in `names`, which is reported."""
+    word = source.text(key)
+    if word is not None and word not in names:
+        source.lacks(key, f"the {what} {word}: known here are {', '.join(names)}")
+    return None if word is None else names.get(word)
+
+
+def _words(content: Mapping[str, Any]) -> dict[str, Convert]:
+    """Return the functions that read the words in a file's section `words`."""
+    return {name: partial(_word, name, spelled_out(values)) for name, values in content.get("words", {}).items()}
 
 
 def fields(name: str, converters: Mapping[str, Callable[..., Any]] = {}) -> dict[str, Callable[[Source], dict[str, Any]]]:
     """Return the functions that read the groups of `tables/NAME.yaml`: keys that have a value of ours only in some runs."""
-    return {each: partial(_read_group, group, converters) for each, group in load(name)["fields"].items()}
+    content = load(name)
+    every = {**_words(content), **converters}
+    return {title: partial(_read_group, group, every) for title, group in content["fields"].items()}
+
+
+def when(applies: Callable[[Source], bool], *functions: Derived) -> tuple[Derived, ...]:
+    """Return functions that give the values of `functions` in runs to which they apply, and none in other runs."""
+    return tuple(partial(_when, applies, function) for function in functions)
+
+
+def _when(applies: Callable[[Source], bool], function: Derived, source: Source) -> Mapping[str, Any]:
+    return function(source) if applies(source) else {}
 
 
 _OF_A_GROUP = ("from", "when", "else", "needs")
 
 
 def _read_group(group: Mapping[str, Any], converters: Mapping[str, Callable[..., Any]], source: Source) -> dict[str, Any]:
-    said = source.under(group.get("from", ""))
-    tests = (converters[one](source) if one in converters else _value(said, one) for one in group.get("when", []))
+    section = source.under(group.get("from", ""))
+    tests = (converters[test](source) if test in converters else _value(section, test) for test in group.get("when", []))
     if not all(tests):
         return dict(group.get("else", {}))
-    _refuse(said, group)
-    return {ours: _value(said, each, converters) for ours, each in group.items() if ours not in _OF_A_GROUP}
+    _refuse(section, group)
+    return {ours: _value(section, value, converters) for ours, value in group.items() if ours not in _OF_A_GROUP}
 
 
 def table(
@@ -260,7 +289,7 @@ def table(
 
 def defaults_of(tree: Mapping[str, Any]) -> dict[str, Any]:
     """Return full key -> value of nested defaults, where one text may be several keys (`several`)."""
-    return {key: value for keys, value in flatten(tree) for key in several(keys)}
+    return spelled_out(dict(flatten(tree)))
 
 
 def several(text: str, lists: Mapping[str, str] | None = None) -> Iterator[str]:
@@ -287,45 +316,46 @@ def _expanded(tokens: Iterator[str]) -> list[str]:
 
 def _sections(content: Mapping[str, Any], converters: Mapping[str, Convert]) -> Iterator[Section]:
     """Yield the sections of a file, its own and those copied from other files, where the first row of a key counts."""
-    own: set[str] = set()
-    named = {each: load(each) for each in content["sections"].values() if isinstance(each, str)}
-    lists = dict(item for each in (*named.values(), content) for item in each.get("lists", {}).items())
+    taken: set[str] = set()
+    named = {listed: load(listed) for listed in content["sections"].values() if isinstance(listed, str)}
+    lists = dict(item for listed in (*named.values(), content) for item in listed.get("lists", {}).items())
+    converters = dict(item for listed in (*named.values(), content) for item in _words(listed).items()) | dict(converters)
     # The file's own rows come first, because they replace copied ones.
-    for title, each in sorted(content["sections"].items(), key=lambda item: isinstance(item[1], str)):
-        section = _section(title, named[each]["sections"][title] if isinstance(each, str) else each, lists, converters)
-        if isinstance(each, str):
-            rows = {row.key: row for row in reversed(section.rows) if row.key not in own}
+    for title, listed in sorted(content["sections"].items(), key=lambda item: isinstance(item[1], str)):
+        section = _section(title, named[listed]["sections"][title] if isinstance(listed, str) else listed, lists, converters)
+        if isinstance(listed, str):
+            rows = {row.key: row for row in reversed(section.rows) if row.key not in taken}
             section = replace(section, rows=tuple(rows.values())[::-1])
         else:
-            own.update(row.key for row in section.rows)
+            taken.update(row.key for row in section.rows)
         yield section
 
 
-def _below(content: Mapping[str, Any], own: Table) -> Iterator[Section]:
+def _below(content: Mapping[str, Any], table: Table) -> Iterator[Section]:
     """Yield rows `fixed`, `lacks` and `slower` of another system's file, for its keys below a key of this system."""
     for start, (name, *titles) in content.get("below", {}).items():
         other = load(name)
         for title in titles:
             forms = {form: rows for form, rows in other["sections"][title].items() if form in ("fixed", "lacks", "slower")}
             rows = (replace(row, key=f"{start}.{row.key}") for row in _section(title, forms, other["lists"], {}).rows)
-            yield Section("", tuple(row for row in rows if row.is_pattern or own.row(row.key) is None))
+            yield Section("", tuple(row for row in rows if row.is_pattern or table.row(row.key) is None))
 
 
 def _section(title: str, rows: Mapping[str, Any], lists: Mapping[str, str], converters: Mapping[str, Convert]) -> Section:
-    found: list[Row] = []
-    for key, said in (rows.get("to") or {}).items():
-        text, note = said if isinstance(said, list) else (said, "")
+    done: list[Row] = []
+    for key, target in (rows.get("to") or {}).items():
+        text, note = target if isinstance(target, list) else (target, "")
         ours, _, name = text.partition(" ")
         convert = converters[name] if name in converters else getattr(Source, name or "value")
-        found += [Row(each, "to", (ours,), note, convert) for each in several(key, lists)]
+        done += [Row(single, "to", (ours,), note, convert) for single in several(key, lists)]
     for keys, note in (rows.get("reads") or {}).items():
-        found += [_row(key, "used", note=note or "") for key in several(keys, lists)]
+        done += [_row(key, "used", note=note or "") for key in several(keys, lists)]
     for reason, keys in (rows.get("fixed") or {}).items():
-        found += [_row(key, "fixed", note=reason) for key in several(keys, lists)]
+        done += [_row(key, "fixed", note=reason) for key in several(keys, lists)]
     for form in ("lacks", "slower"):
         for reason, keys in (rows.get(form) or {}).items():
-            found += _lacking(form, reason, keys, lists)
-    return Section(title, tuple(found), rows.get("text", ""))
+            done += _lacking(form, reason, keys, lists)
+    return Section(title, tuple(done), rows.get("text", ""))
 
 
 def _lacking(form: str, reason: str, keys: str | list[Any], lists: Mapping[str, str]) -> list[Row]:

@@ -6,7 +6,6 @@ import dataclasses
 import difflib
 import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
@@ -35,7 +34,7 @@ def translate(
     """
     source = Source(settings, defaults, environment)
     rows = {key: table.row(key) for key in settings}
-    values: dict[str, _Value] = {}
+    values: dict[str, Line] = {}
     heard: set[str] = set()
     faults: list[str] = []
 
@@ -55,45 +54,31 @@ def translate(
         is_rerun = len(unsure) <= _MOST_RERUNS
         changed = {key: _changes(function, seen, key, result) if is_rerun else set(result) for key in unsure}
         for ours, value in result.items():
-            values[ours] = _Value(value, {key for key in keys if _concerns(rows[key], ours, changed.get(key))})
+            values[ours] = Line(ours, value, tuple(key for key in keys if _concerns(rows[key], ours, changed.get(key))))
 
-    for row in _rows(table, settings):
-        if row.form == "to":
+    for key, row in table.exact.items():
+        if row.form == "to" and (key in settings or key in table.defaults):
             take(partial(_converted, row), inferred=False)
     for function in table.derived:
         take(function)
     suggests = iter(range(_MOST_SUGGESTIONS))
     outcomes = {key: _outcome(table, source, key, rows[key], values, heard, suggests) for key in settings}
-    for each in source.found:
-        outcomes[each.key] = each
-    lines = [Line(ours, taken.value, taken.ordered(settings)) for ours, taken in values.items()]
-    launch = list(clusters.hosts(source, table.name, {line.key: line.value for line in lines}))
+    for outcome in source.outcomes:
+        outcomes[outcome.key] = outcome
+    launch = list(clusters.hosts(source, table.name, {ours: line.value for ours, line in values.items()}))
     if on_ray := clusters.keys_for_ray(source, table.name):
         if "reward.judge.backend" in values:
             source.note(clusters.WITH_JUDGE)
         else:
             launch.append(Line(clusters.KEY, "ray", tuple(on_ray)))
     # An outcome that a function has reported is kept.
-    said = {each.key for each in source.found}
+    reported = {outcome.key for outcome in source.outcomes}
     for line in launch:
-        outcomes |= {key: _also(outcomes[key], line.key) for key in line.sources if key not in said}
-    lines += launch
-    lines.sort(key=_order)
-    names = {key: ", ".join(each.ours) or each.reason for key, each in outcomes.items()}
+        outcomes |= {key: _also(outcomes[key], line.key) for key in line.sources if key not in reported}
+    lines = sorted([*values.values(), *launch], key=_order)
+    names = {key: ", ".join(outcome.ours) or outcome.reason for key, outcome in outcomes.items()}
     faults = list(dict.fromkeys(faults))
     return Translation(nested(lines), [], names, lines, list(outcomes.values()), faults, notes=source.notes)
-
-
-@dataclass(frozen=True)
-class _Value:
-    """Value of one of our keys, and the source keys that it comes from."""
-
-    value: Any
-    sources: set[str]
-
-    def ordered(self, settings: Mapping[str, Any]) -> tuple[str, ...]:
-        """Return the source keys in the order of the source."""
-        return tuple(key for key in settings if key in self.sources)
 
 
 def _converted(row: Row, source: Source) -> dict[str, Any]:
@@ -136,17 +121,12 @@ def _concerns(row: Row | None, ours: str, changed: set[str] | None) -> bool:
     return row is not None and any(ours == name or ours.startswith(f"{name}.") for name in row.ours)
 
 
-def _rows(table: Table, settings: Mapping[str, Any]) -> list[Row]:
-    """Return the rows whose keys are set or have a default."""
-    return [row for key, row in table.exact.items() if key in settings or key in table.defaults]
-
-
 def _outcome(
     table: Table,
     source: Source,
     key: str,
     row: Row | None,
-    values: Mapping[str, _Value],
+    values: Mapping[str, Line],
     heard: set[str],
     suggests: Iterator[int],
 ) -> Outcome:
@@ -158,16 +138,16 @@ def _outcome(
     if row.form == "fixed":
         return Outcome(key, value, "fixed", row.note)
     if row.form == "lacks":
-        found = _read(source, key)
-        if found in row.off or found in ([], {}):
+        read = _read(source, key)
+        if read in row.off or read in ([], {}):
             return Outcome(key, value, "fixed", f"off, as here: {row.note}")
         return Outcome(key, value, "unsupported", row.note, changes_result=row.changes_result)
-    ours = tuple(name for name, taken in values.items() if key in taken.sources)
+    ours = tuple(name for name, line in values.items() if key in line.sources)
     if ours or (key in heard and _is_inferred(row)):
         return Outcome(key, value, "translated", row.note, ours)
-    if key in source.read:
-        return Outcome(key, value, "fixed", f"no effect: this is already the default behavior{row.note and ': '}{row.note}")
-    return Outcome(key, value, "fixed", f"{table.name} does not read it with these settings{row.note and ': '}{row.note}")
+    unread = f"{table.name} does not read it with these settings"
+    reason = "no effect: this is already the default behavior" if key in source.read else unread
+    return Outcome(key, value, "fixed", f"{reason}{row.note and ': '}{row.note}")
 
 
 def _sets_nothing(source: Source, key: str) -> bool:
@@ -193,11 +173,11 @@ def _also(outcome: Outcome, ours: str) -> Outcome:
 
 def with_own(translation: Translation, settings: Sequence[str]) -> Translation:
     """Return the translation with our own `key=value` settings, which override the translated ones."""
-    own = {key: Line(key, value, (AFTER,)) for key, value in _own(override({}, list(settings)))}
-    kept = [line for line in translation.lines if not any(line.key == key or line.key.startswith(f"{key}.") for key in own)]
-    if unknown := [key for key in own if key.partition(".")[0] not in known_keys()]:
+    added = {key: Line(key, value, (AFTER,)) for key, value in _own(override({}, list(settings)))}
+    kept = [line for line in translation.lines if not any(f"{line.key}.".startswith(f"{key}.") for key in added)]
+    if unknown := [key for key in added if key.partition(".")[0] not in known_keys()]:
         raise ConfigError([f"settings after -- must be keys of fivefold: got {unknown[0]}"])
-    lines = sorted([*kept, *own.values()], key=_order)
+    lines = sorted([*kept, *added.values()], key=_order)
     return dataclasses.replace(translation, lines=lines, tree=nested(lines))
 
 
@@ -241,16 +221,16 @@ def our_defaults() -> dict[str, Any]:
 
     def below(kind: type[Any], start: str) -> Iterator[tuple[str, Any]]:
         hints = typing.get_type_hints(kind)
-        for each in sorted(dataclasses.fields(kind), key=lambda each: each.name not in ("algorithm", "name")):
-            key, hint = f"{start}{each.name}", hints[each.name]
+        for field in sorted(dataclasses.fields(kind), key=lambda field: field.name not in ("algorithm", "name")):
+            key, hint = f"{start}{field.name}", hints[field.name]
             inner = [option for option in (hint, *typing.get_args(hint)) if dataclasses.is_dataclass(option)]
             if inner:
                 yield key, dataclasses.MISSING
                 yield from below(typing.cast(type[Any], inner[0]), f"{key}.")
-            elif each.default_factory is not dataclasses.MISSING:
-                yield key, each.default_factory()
+            elif field.default_factory is not dataclasses.MISSING:
+                yield key, field.default_factory()
             else:
-                yield key, each.default
+                yield key, field.default
 
     return dict(below(Sections, ""))
 

@@ -9,21 +9,21 @@ Trinity-RFT 221b0759 and 9051d637; comments and notes cite the place.
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
 from fivefold.config.dialect import Translation, Tree
 from fivefold.errors import UserError
-from fivefold_dialects import shared
 from fivefold_dialects import trinity_data as of_data
 from fivefold_dialects import trinity_method as of_method
 from fivefold_dialects import trinity_models as of_models
 from fivefold_dialects.known import known
 from fivefold_dialects.legacy import trinity as legacy
-from fivefold_dialects.source import Source, flatten, merged
+from fivefold_dialects.source import EVERY_CHECKPOINT, Source, flatten, merged
 from fivefold_dialects.system import System
-from fivefold_dialects.table import load, table
-from fivefold_dialects.trinity_keys import EVALUATED, HALVES, VERL, offline, period, periods
+from fivefold_dialects.table import load, table, when
+from fivefold_dialects.trinity_keys import EVALUATED, HALVES, VERL, is_megatron, period, periods, samples
 
 
 def _is_said(value: Any) -> bool:
@@ -47,26 +47,23 @@ def join(trees: list[Tree]) -> Tree:
     if len(trees) != 2 or set(modes) != {"explore", "train"}:
         return merged(trees)
     explorer, trainer = modes["explore"], modes["train"]
-    own = ("mode", "explorer", "cluster", "trainer", "monitor", "log", "service", "ignore_validator_suggestions")
-    shared_parts = [
-        copy.deepcopy({key: value for key, value in each.items() if key not in own}) for each in (explorer, trainer)
-    ]
-    said, also = (dict(flatten(part)) for part in shared_parts)
-    if differing := sorted(key for key in said.keys() & also.keys() if _differ(said[key], also[key])):
-        first = differing[0]
-        raise UserError(
-            f"the files of explorer and trainer must have the same {', '.join(differing)}: "
-            f"got {first}={said[first]} and {also[first]}"
-        )
-    of_trainer = {key: trainer[key] for key in own if key in trainer}
-    for key in (key for key in said.keys() & also.keys() if not _is_said(also[key])):
+    of_one_file = ("mode", "explorer", "cluster", "trainer", "monitor", "log", "service", "ignore_validator_suggestions")
+    shared_parts = [copy.deepcopy(tree) for tree in (explorer, trainer)]
+    for part, name in itertools.product(shared_parts, of_one_file):
+        part.pop(name, None)
+    explored, trained = (dict(flatten(part)) for part in shared_parts)
+    if differing := sorted(key for key in explored.keys() & trained.keys() if _differ(explored[key], trained[key])):
+        both = f"{differing[0]}={explored[differing[0]]} and {trained[differing[0]]}"
+        raise UserError(f"the files of explorer and trainer must have the same {', '.join(differing)}: got {both}")
+    of_trainer = {key: trainer[key] for key in of_one_file if key in trainer}
+    for key in (key for key in explored.keys() & trained.keys() if not _is_said(trained[key])):
         legacy.remove(shared_parts[1], key)
     return {**merged(shared_parts), **of_trainer, "explorer": explorer.get("explorer", {}), "mode": HALVES}
 
 
 def program(source: Source) -> dict[str, Any]:
     mode = source.text("mode") or "both"
-    if mode not in ("both", HALVES, "train") or (mode == "train" and not offline(source)):
+    if mode not in ("both", HALVES, "train") or (mode == "train" and samples(source)):
         reason = "half of a run of two programs: pass the other program's file too" if mode in ("explore", "train") else mode
         source.lacks("mode", f"{reason}; a run samples and trains here (both), or learns from data (train with dpo or sft)")
     if mode == HALVES and source.text(legacy.RELEASE) in legacy.FIRST:
@@ -76,49 +73,36 @@ def program(source: Source) -> dict[str, Any]:
     return {}
 
 
-def resume(source: Source, key: str) -> str:
-    return "auto" if source.flag(key) else "never"
-
-
 def run(source: Source) -> dict[str, Any]:
-    place = "/".join(filter(None, (source.text("checkpoint_root_dir"), source.text("project"), source.text("name"))))
+    place = "/".join(filter(None, map(source.text, ("checkpoint_root_dir", "project", "name"))))
     place = source.text("model.checkpoint_path") or place
     keep = source.whole("trainer.max_checkpoints_to_keep") or source.whole(VERL + "trainer.max_actor_ckpt_to_keep")
     key = "buffer.total_steps" if source.whole("buffer.total_steps") else "trainer.total_steps"
     steps = source.whole(key)
     if steps and steps % period(source):
         source.lacks(key, f"a run that ends between two syncs: set a multiple of sync_interval = {period(source)}")
-    evaluated = bool(source.items(EVALUATED)) and not offline(source)
+    evaluated = bool(source.items(EVALUATED)) and samples(source)
     return {
         "trainer.run_dir": place,
-        "trainer.keep": keep if keep and keep > 0 else shared.EVERY_CHECKPOINT,
+        "trainer.keep": keep if keep and keep > 0 else EVERY_CHECKPOINT,
         "trainer.save_every": periods(source, source.whole("trainer.save_interval")),
         "trainer.eval_every": periods(source, source.whole("explorer.eval_interval")) if evaluated else 0,
         "trainer.eval_before_train": source.flag("explorer.eval_on_startup") and evaluated,
         "trainer.steps": periods(source, steps) or None,
         "trainer.epochs": source.whole("buffer.total_epochs"),
         **(of_data.sampled_evaluation(source) if evaluated else {"eval.samples": 0}),
-        "trainer.loggers": [
-            "console",
-            *(name for name in shared.loggers(source, "monitor.monitor_type") if name != "console"),
-        ],
+        "trainer.loggers": list(dict.fromkeys(["console", *source.loggers("monitor.monitor_type")])),
     }
 
 
-tracked = shared.tracked("monitor.monitor_type", "project", "name", group="group")
 DERIVED = (
-    *(program, of_models.low_rank, of_method.ahead, of_method.replayed, of_models.layout, of_models.memory),
+    *(program, of_models.low_rank, *when(samples, of_method.ahead, of_method.replayed), of_models.layout, of_models.memory),
     *(of_data.lengths, of_method.batch, of_method.epochs, of_method.algorithm, of_method.loss, of_method.kl),
-    *(of_models.optimizer, of_models.critic, of_models.weights, of_models.engine, of_data.data, run, tracked),
+    *(of_models.optimizer, *when(of_method.uses_critic, of_models.critic), *when(is_megatron, of_models.weights)),
+    *(*when(samples, of_models.engine), of_data.data, run, of_data.FIELDS["tracking"]),
 )
-TABLE = table(
-    "trinity",
-    DERIVED,
-    {"resume": resume},
-    older=load("legacy/trinity"),
-    elsewhere={legacy.RELEASE: None},
-    known=known("trinity").with_below(VERL.rstrip("."), known("verl")),
-)
+_KNOWN, _OLDER = known("trinity").with_below(VERL.rstrip("."), known("verl")), load("legacy/trinity")
+TABLE = table("trinity", DERIVED, older=_OLDER, elsewhere={legacy.RELEASE: None}, known=_KNOWN)
 
 
 class _Trinity(System):

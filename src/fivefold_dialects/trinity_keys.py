@@ -7,7 +7,6 @@ from fivefold_dialects.source import Source
 VERL = "trainer.trainer_config."
 """Section of verl's settings; Trinity overwrites some of them."""
 ACTOR, REFERENCE, CRITIC = VERL + "actor_rollout_ref.actor.", VERL + "actor_rollout_ref.ref.", VERL + "critic."
-MODEL = VERL + "actor_rollout_ref.model."
 TASKSET, BUFFER = "buffer.explorer_input.taskset.", "buffer.trainer_input.experience_buffer."
 ROLLOUT = "explorer.rollout_model."
 EXPERTS = "buffer.trainer_input.auxiliary_buffers.sft_dataset."
@@ -20,8 +19,8 @@ def kind(source: Source) -> str:
     return source.text("algorithm.algorithm_type") or "ppo"
 
 
-def offline(source: Source) -> bool:
-    return kind(source) in ("dpo", "sft")
+def samples(source: Source) -> bool:
+    return kind(source) not in ("dpo", "sft")
 
 
 def mixes(source: Source) -> bool:
@@ -35,7 +34,7 @@ def is_megatron(source: Source) -> bool:
 
 def period(source: Source) -> int:
     """Return the number of the trainer's steps in one of our steps: those between two syncs, with the same weights."""
-    return 1 if offline(source) else max(1, source.whole("synchronizer.sync_interval") or 1)
+    return max(1, source.whole("synchronizer.sync_interval") or 1) if samples(source) else 1
 
 
 def periods(source: Source, steps: int | None) -> int:

@@ -12,51 +12,26 @@ from fivefold_dialects import shared
 from fivefold_dialects.legacy import trinity as legacy
 from fivefold_dialects.source import Source, UnreadableError
 from fivefold_dialects.trinity_data import FIELDS, lengths
-from fivefold_dialects.trinity_keys import (
-    ACTOR,
-    CRITIC,
-    MODEL,
-    REFERENCE,
-    ROLLOUT,
-    TASKSET,
-    VERL,
-    is_megatron,
-    kind,
-    offline,
-    period,
-    periods,
-)  # fmt: skip
-from fivefold_dialects.trinity_method import kl, uses_critic
+from fivefold_dialects.trinity_keys import ACTOR, CRITIC, REFERENCE, ROLLOUT, VERL, is_megatron, period, periods, samples
+from fivefold_dialects.trinity_method import uses_critic, uses_reference
 
 
-def uses_reference(source: Source) -> bool:
-    return kind(source) == "dpo" or any(value for key, value in kl(source).items() if key.endswith("coef"))
-
-
-def dtype(said: Source, key: str) -> str | None:
+def dtype(section: Source, key: str) -> str | None:
     """Return a model's data type; None for bfloat16, our default."""
-    found = shared.dtype(said, key)
-    return None if found == "bfloat16" else found
+    name = shared.dtype(section, key)
+    return None if name == "bfloat16" else name
 
 
 def engine(source: Source) -> dict[str, Any]:
-    if offline(source):
-        return {}
-    said = source.under(ROLLOUT)
-    tp = said.count("tensor_parallel_size")
-    name = shared.engine_name(said, "engine_type", said.text("engine_type"))
-    drawn = {
-        name: source.number(key if source.value(key := f"{TASKSET}rollout_args.{name}") is not None else f"model.{name}")
-        for name in ("temperature", "top_p", "top_k")
-    }
+    rollout = source.under(ROLLOUT)
+    tp = rollout.count("tensor_parallel_size")
+    name = shared.engine_name(rollout, "engine_type", rollout.text("engine_type"))
     return {
-        **shared.engine_apart(said.count("engine_num") * tp, tp, name=name),
-        **FIELDS["engine"](said),
-        "engine.sampling.temperature": drawn["temperature"],
-        "engine.sampling.top_p": drawn["top_p"],
-        "engine.sampling.top_k": max(0, int(drawn["top_k"] or 0)),
-        "engine.dtype": dtype(said, "dtype"),
-        **(FIELDS["vllm"](said) if name == "vllm" else {}),
+        **shared.engine(rollout.count("engine_num") * tp, tp, name=name, is_apart=True),
+        **FIELDS["engine"](rollout),
+        **FIELDS["sampling"](source),
+        "engine.dtype": dtype(rollout, "dtype"),
+        **(FIELDS["vllm"](rollout) if name == "vllm" else {}),
     }
 
 
@@ -68,11 +43,11 @@ def low_rank(source: Source) -> dict[str, Any]:
     if len(entries) > 1 or not isinstance(entries[0], dict):
         source.lacks(key, "more than one adapter")
         return {}
-    own = Source(entries[0], {"lora_rank": 32, "lora_alpha": 32, "target_modules": "all-linear"}, source.environment)
-    found = shared.adapters(own, "policy", "trinity")
-    if own.found or own.value("is_dummy"):
+    adapter = Source(entries[0], {"lora_rank": 32, "lora_alpha": 32, "target_modules": "all-linear"}, source.environment)
+    ours = shared.adapters(adapter, "policy", "trinity")
+    if adapter.outcomes or adapter.value("is_dummy"):
         source.lacks(key, "adapters for the sampler only, or with a pattern of module names")
-    return found
+    return ours
 
 
 def optimizer(source: Source) -> dict[str, Any]:
@@ -85,31 +60,30 @@ def optimizer(source: Source) -> dict[str, Any]:
     style = new.text("warmup_style") or (old.text("warmup_style") if old.has("warmup_style") else None)
     style = style or of("lr_scheduler_type").text("lr_scheduler_type")
     lowest = (of("lr").number("lr") or 0.0) * (of("min_lr_ratio").number("min_lr_ratio") or 0.0)
-    found = FIELDS["optimizer"](source)
-    found |= _warmup(source, of("lr_warmup_steps"), of("lr_warmup_steps_ratio"))
+    ours = FIELDS["optimizer"](source)
+    ours |= _warmup(source, of("lr_warmup_steps"), of("lr_warmup_steps_ratio"))
     if is_megatron(source):
         floor = lowest if source.text(legacy.RELEASE) in (None, "2026-02") else 0.0
-        found["clip_grad"] = of("clip_grad").number("clip_grad")
-        found |= _of_megatron(old, old.text("lr_decay_style") or style, found["warmup_steps"], floor, lowest)
+        ours["clip_grad"] = of("clip_grad").number("clip_grad")
+        ours |= _of_megatron(old, old.text("lr_decay_style") or style, ours["warmup_steps"], floor, lowest)
     else:
-        found |= FIELDS["clip"](source)
-        found |= _schedule(new, style, lowest)
-    return {f"policy.optimizer.{key}": value for key, value in found.items()}
+        ours |= FIELDS["clip"](source)
+        ours |= _schedule(new, style, lowest)
+    return {f"policy.optimizer.{key}": value for key, value in ours.items()}
 
 
-def _critic_optimizer(source: Source, said: Source) -> dict[str, Any]:
-    lr, release = said.number("lr") or 0.0, source.text(legacy.RELEASE)
-    found = FIELDS["critic_optimizer"](said) | {"lr": lr, **_warmup(source, said, said)}
+def _critic_optimizer(source: Source, optim: Source) -> dict[str, Any]:
+    lr, release = optim.number("lr") or 0.0, source.text(legacy.RELEASE)
+    ours = FIELDS["critic_optimizer"](optim) | {"lr": lr, **_warmup(source, optim, optim)}
     if is_megatron(source):
-        found["clip_grad"], floor = said.number("clip_grad"), 0.01 * lr if release is None else 0.0
-        found |= _of_megatron(said, said.text("lr_decay_style"), found["warmup_steps"], floor, floor)
+        ours["clip_grad"], floor = optim.number("clip_grad"), 0.01 * lr if release is None else 0.0
+        ours |= _of_megatron(optim, optim.text("lr_decay_style"), ours["warmup_steps"], floor, floor)
     else:
-        of_critic = source.number(CRITIC + "grad_clip")
-        found["clip_grad"] = source.number("trainer.grad_clip") if of_critic is None else of_critic
+        ours["clip_grad"] = source.number(source.first(CRITIC + "grad_clip", "trainer.grad_clip"))
         # lr_scheduler_type replaced warmup_style in 2026-02, when verl's workers stopped reading the latter.
-        style = said.text("lr_scheduler_type" if release in (None, "2026-02") else "warmup_style")
-        found |= _schedule(said, style, (said.number("min_lr_ratio") or 0.0) * lr)
-    return {f"critic.optimizer.{key}": value for key, value in found.items()}
+        style = optim.text("lr_scheduler_type" if release in (None, "2026-02") else "warmup_style")
+        ours |= _schedule(optim, style, (optim.number("min_lr_ratio") or 0.0) * lr)
+    return {f"critic.optimizer.{key}": value for key, value in ours.items()}
 
 
 def _warmup(source: Source, of_steps: Source, of_share: Source) -> dict[str, Any]:
@@ -122,55 +96,53 @@ def _warmup(source: Source, of_steps: Source, of_share: Source) -> dict[str, Any
     }
 
 
-def _schedule(said: Source, style: str | None, lowest: float) -> dict[str, Any]:
+def _schedule(optim: Source, style: str | None, lowest: float) -> dict[str, Any]:
     if style not in (None, "constant", "cosine"):
-        said.lacks("lr_scheduler_type", f"the schedule {style}")
+        optim.lacks("lr_scheduler_type", f"the schedule {style}")
     return {"schedule": "cosine", "min_lr": lowest} if style == "cosine" else {"schedule": "constant"}
 
 
-def _of_megatron(said: Source, style: str | None, warmup: float, floor: float, lowest: float) -> dict[str, Any]:
+def _of_megatron(optim: Source, style: str | None, warmup: float, floor: float, lowest: float) -> dict[str, Any]:
     """Return our keys of Megatron's schedule; `floor` and `lowest` are the defaults of lr_warmup_init and min_lr."""
-    found: dict[str, Any] = {"betas": [0.9, 0.999], "schedule": style if style in ("linear", "cosine") else "constant"}
+    ours: dict[str, Any] = {"betas": [0.9, 0.999], "schedule": style if style in ("linear", "cosine") else "constant"}
     if style not in (None, "constant", "linear", "cosine"):
-        said.lacks("lr_decay_style", f"the schedule {style}")
-    begin, end = said.number("lr_warmup_init"), said.number("min_lr")
+        optim.lacks("lr_decay_style", f"the schedule {style}")
+    begin, end = optim.number("lr_warmup_init", floor), optim.number("min_lr", lowest)
     if warmup:
-        found["warmup_init_lr"] = (floor if begin is None else begin) or None
-    if found["schedule"] != "constant":
-        found |= {"min_lr": lowest if end is None else end, "decay_steps": said.whole("lr_decay_steps")}
-    return found
+        ours["warmup_init_lr"] = begin or None
+    if ours["schedule"] != "constant":
+        ours |= {"min_lr": end, "decay_steps": optim.whole("lr_decay_steps")}
+    return ours
 
 
 def critic(source: Source) -> dict[str, Any]:
-    if not uses_critic(source):
-        return {}
-    said = source.under(CRITIC)
-    found: dict[str, Any] = {
+    section = source.under(CRITIC)
+    ours: dict[str, Any] = {
         **FIELDS["critic"](source),
-        **_critic_optimizer(source, said.under("optim.")),
+        **_critic_optimizer(source, section.under("optim.")),
         **_own_options(source, CRITIC, "critic"),
         **_offload(source, CRITIC, "critic"),
     }
     legacy.critic_updates(source)
-    if (said.whole("ppo_epochs") or 1) != (source.whole(ACTOR + "ppo_epochs") or 1):
-        said.lacks("ppo_epochs", "the critic is trained in the policy's updates, so it needs as many passes")
+    if (section.whole("ppo_epochs") or 1) != (source.whole(ACTOR + "ppo_epochs") or 1):
+        section.lacks("ppo_epochs", "the critic is trained in the policy's updates, so it needs as many passes")
     lengths_of_both = lengths(source)
     longest = lengths_of_both["data.max_prompt_tokens"] + lengths_of_both["data.max_response_tokens"]
-    if said.has("use_dynamic_bsz") and not said.flag("use_dynamic_bsz"):
-        found["critic.tokens_per_micro_batch"] = (said.whole("ppo_micro_batch_size_per_gpu") or 1) * longest
-    elif budget := said.whole("ppo_max_token_len_per_gpu"):
-        found["critic.tokens_per_micro_batch"] = max(budget, longest)
+    if section.has("use_dynamic_bsz") and not section.flag("use_dynamic_bsz"):
+        ours["critic.tokens_per_micro_batch"] = (section.whole("ppo_micro_batch_size_per_gpu") or 1) * longest
+    elif budget := section.whole("ppo_max_token_len_per_gpu"):
+        ours["critic.tokens_per_micro_batch"] = max(budget, longest)
     if (warmup := source.whole(VERL + "trainer.critic_warmup") or 0) > 1:
         if (warmup - 1) % period(source):
             source.lacks(VERL + "trainer.critic_warmup", "a warm-up of the critic that does not end at a sync")
-        found["critic.warmup_steps"] = periods(source, warmup - 1)
-    return found
+        ours["critic.warmup_steps"] = periods(source, warmup - 1)
+    return ours
 
 
 def gpus(source: Source) -> int:
     """Return the number of the trainer's GPUs: all GPUs of the cluster except those that only sample."""
     total = source.count("cluster.node_num") * source.count("cluster.gpu_per_node")
-    if (source.text("mode") or "both") != "both" or offline(source):
+    if (source.text("mode") or "both") != "both" or not samples(source):
         return total
     rest = total - source.count(ROLLOUT + "engine_num") * source.count(ROLLOUT + "tensor_parallel_size")
     for other in source.items("explorer.auxiliary_models"):
@@ -186,77 +158,77 @@ def layout(source: Source) -> dict[str, Any]:
     if not is_megatron(source):
         cp = max(source.whole(f"trainer.{name}") or 1, source.whole(ACTOR + name) or 1)
         return {"policy.backend": str(shared.world_layout(world, cp=cp))}
-    said = source.under(ACTOR + "megatron.")
-    policy = shared.world_layout(world, **shared.parallel_sizes(said))
-    found = {"policy.backend": str(policy), "policy.sequence_parallel": said.flag("sequence_parallel")}
-    found |= shared.virtual_stages(said, "policy")
+    megatron = source.under(ACTOR + "megatron.")
+    policy = shared.world_layout(world, **shared.parallel_sizes(megatron))
+    ours = {"policy.backend": str(policy), "policy.sequence_parallel": megatron.flag("sequence_parallel")}
+    ours |= shared.virtual_stages(megatron, "policy")
     others = {"reference": (REFERENCE, uses_reference(source)), "critic": (CRITIC, uses_critic(source))}
     for name, (start, is_there) in others.items():
         if is_there:
-            found |= _own_layout(source.under(start + "megatron."), name, policy)
-    return found
+            ours |= _own_layout(source.under(start + "megatron."), name, policy)
+    return ours
 
 
-def _own_layout(said: Source, name: str, policy: ParallelLayout) -> dict[str, Any]:
+def _own_layout(megatron: Source, name: str, policy: ParallelLayout) -> dict[str, Any]:
     """Return our keys of another model's layout; empty if it is the policy's or the ranks do not divide into it."""
-    keys = [key for key in said.keys("") if key.endswith("_parallel_size") and key != shared.VIRTUAL]
+    keys = [key for key in megatron.keys("") if key.endswith("_parallel_size") and key != shared.VIRTUAL]
     if not keys:
         return {}
-    sizes = shared.parallel_sizes(said)
-    if (own := shared.own_layout(policy, **sizes)) is not None:
-        return {f"{name}.backend": own, **shared.virtual_stages(said, name)}
+    sizes = shared.parallel_sizes(megatron)
+    if (different := shared.own_layout(policy, **sizes)) is not None:
+        return {f"{name}.backend": different, **shared.virtual_stages(megatron, name)}
     try:
         shared.world_layout(policy.world_size, **sizes)
     except UnreadableError as error:
-        said.lacks(keys[0], f"{error}; the model uses the policy's layout", changes_result=False)
+        megatron.lacks(keys[0], f"{error}; the model uses the policy's layout", changes_result=False)
     return {}
 
 
 def memory(source: Source) -> dict[str, Any]:
     """Return our keys of data type, recomputation, Megatron-Core's options and offload, for policy and reference."""
     section = "megatron." if is_megatron(source) else "fsdp_config."
-    found = {**_options(source, ACTOR, "policy"), **_offload(source, ACTOR, "policy")}
-    found["policy.dtype"] = dtype(source, f"{ACTOR}{section}dtype")
+    ours = {**_options(source, ACTOR, "policy"), **_offload(source, ACTOR, "policy")}
+    ours["policy.dtype"] = dtype(source, f"{ACTOR}{section}dtype")
     if uses_reference(source):
-        own = _own_options(source, REFERENCE, "reference")
-        found |= {key: value for key, value in own.items() if "recompute" not in key and ".ddp" not in key}
+        options = _own_options(source, REFERENCE, "reference")
+        ours |= {key: value for key, value in options.items() if "recompute" not in key and ".ddp" not in key}
         # The reference's weights leave the GPU with the policy's.
         key = f"{section}param_offload"
         if source.flag(REFERENCE + key) and not source.flag(ACTOR + key):
-            source.lacks(REFERENCE + key, shared.REFERENCE_ALONE, changes_result=False)
-    return found
+            source.lacks(REFERENCE + key, shared.TEXTS["reference_alone"], changes_result=False)
+    return ours
 
 
 def _options(source: Source, start: str, ours: str) -> dict[str, Any]:
     """Return our keys of a model's recomputation and Megatron-Core options."""
     if not is_megatron(source):
-        key = (CRITIC + "model." if start == CRITIC else MODEL) + "enable_gradient_checkpointing"
-        return {f"{ours}.recompute": "full"} if source.flag(key) else {}
+        section = CRITIC + "model." if start == CRITIC else VERL + "actor_rollout_ref.model."
+        return {f"{ours}.recompute": "full"} if source.flag(section + "enable_gradient_checkpointing") else {}
     options = start + "megatron.override_transformer_config"
-    found = {**shared.recompute(source, options, ours), **shared.megatron_options(source, options, f"{ours}.megatron")}
-    if (said := source.under(start + "megatron.")).flag("use_mbridge"):
+    values = {**shared.recompute(source, options, ours), **shared.megatron_options(source, options, f"{ours}.megatron")}
+    if (megatron := source.under(start + "megatron.")).flag("use_mbridge"):
         missing = {
             "value heads": start == CRITIC,
             "adapters": source.has("model.lora_configs"),
-            "virtual stages": bool(shared.virtual_stages(said, ours)),
-            "checkpoints of Megatron-Core": said.flag("use_dist_checkpointing"),
+            "virtual stages": bool(shared.virtual_stages(megatron, ours)),
+            "checkpoints of Megatron-Core": megatron.flag("use_dist_checkpointing"),
         }
         lacks = next((part for part, is_needed in missing.items() if is_needed), None)
-        found |= shared.bridge(said, "use_mbridge", "mbridge", ours, lacks)
-    return found | shared.ddp_options(source, start + "megatron.override_ddp_config.", ours)
+        values |= shared.bridge(megatron, "use_mbridge", "mbridge", ours, lacks)
+    return values | shared.ddp_options(source, start + "megatron.override_ddp_config.", ours)
 
 
 def _own_options(source: Source, start: str, ours: str) -> dict[str, Any]:
     """Return our keys of a model's own options; empty if they are equal to the policy's, which it has by default."""
-    own = _options(source, start, ours)
+    options = _options(source, start, ours)
     of_policy = {f"{ours}{key.removeprefix('policy')}": value for key, value in _options(source, ACTOR, "policy").items()}
-    if own == of_policy:
+    if options == of_policy:
         return {}
-    found: dict[str, Any] = {f"{ours}.recompute": "none", **own}
-    if not any(key.startswith(f"{ours}.megatron.") for key in own) and any(".megatron." in key for key in of_policy):
+    values: dict[str, Any] = {f"{ours}.recompute": "none", **options}
+    if not any(key.startswith(f"{ours}.megatron.") for key in options) and any(".megatron." in key for key in of_policy):
         # An empty section; without it the model would have the policy's options.
-        found[f"{ours}.megatron.transformer"] = {}
-    return found
+        values[f"{ours}.megatron.transformer"] = {}
+    return values
 
 
 def _offload(source: Source, start: str, ours: str) -> dict[str, Any]:
@@ -266,8 +238,6 @@ def _offload(source: Source, start: str, ours: str) -> dict[str, Any]:
 
 def weights(source: Source) -> dict[str, Any]:
     """Return our keys of models whose weights are a Megatron-Core checkpoint instead of the Hugging Face directory."""
-    if not is_megatron(source):
-        return {}
     directory, has_reference = source.path("model.model_path"), uses_reference(source)
     roles = [
         ("model.path", ACTOR, "model.model_path", True),

@@ -14,9 +14,9 @@ from typing import Any, Literal
 from fivefold.errors import UserError
 from fivefold.keys.ranges import OneOf
 from fivefold_dialects import shared, trl_grpo
-from fivefold_dialects.source import Source, UnreadableError
-from fivefold_dialects.system import dialect
-from fivefold_dialects.table import Table, choices, load, table
+from fivefold_dialects.source import EVERY_CHECKPOINT, Source, UnreadableError
+from fivefold_dialects.system import System
+from fivefold_dialects.table import Table, choices, fields, load, table
 from fivefold_dialects.translator import our_defaults
 from fivefold_dialects.trl_grpo import at_once, processes, updates_of
 from fivefold_dialects.trl_words import read_tree
@@ -67,12 +67,12 @@ def dtype(source: Source) -> dict[str, Any]:
 def low_rank(source: Source) -> dict[str, Any]:
     if not source.flag("use_peft"):
         return {}
-    found = shared.adapters(source, "policy", "trl")
+    ours = shared.adapters(source, "policy", "trl")
     if source.count("lora_r") < 1:
         raise UnreadableError(f"lora_r must be above 0 with use_peft: got {source.count('lora_r')}")
     if source.flag("use_rslora"):
-        found["policy.lora.alpha"] *= math.sqrt(found["policy.lora.rank"])
-    return found | {"policy.lora.target_modules": found["policy.lora.target_modules"] or _TARGETS}
+        ours["policy.lora.alpha"] *= math.sqrt(ours["policy.lora.rank"])
+    return ours | {"policy.lora.target_modules": ours["policy.lora.target_modules"] or _TARGETS}
 
 
 def hub(name: str, config: str | None, split: str | None) -> str:
@@ -94,10 +94,10 @@ def data(source: Source) -> dict[str, Any]:
         return {}
     if name is None:
         raise UnreadableError("dataset_name must name a data set: got none")
-    found: dict[str, Any] = {"data.train": [hub(name, config, source.text("dataset_train_split"))]}
+    ours: dict[str, Any] = {"data.train": [hub(name, config, source.text("dataset_train_split"))]}
     if evaluates:
-        found["data.val"] = [hub(name, config, source.text("dataset_test_split"))]
-    return found | {"trainer.eval_every": interval(source, "eval")}
+        ours["data.val"] = [hub(name, config, source.text("dataset_test_split"))]
+    return ours | {"trainer.eval_every": interval(source, "eval")}
 
 
 def _mixed(source: Source, entry: Any) -> list[str]:
@@ -124,7 +124,7 @@ def optimizer(source: Source) -> dict[str, Any]:
     last = source.whole("max_steps") or -1
     if 0 < warmup < 1 <= last:
         warmup = math.ceil(warmup * last)
-    found = {
+    ours = {
         "schedule": CHOICES["lr_scheduler_type"].read(source),
         "warmup_steps": 0.0 if name == "constant" else warmup,
         "warmup_from": 0,
@@ -132,15 +132,15 @@ def optimizer(source: Source) -> dict[str, Any]:
         "min_lr": lowest,
         "betas": [source.number("adam_beta1"), source.number("adam_beta2")],
     }
-    return {f"policy.optimizer.{key}": value for key, value in found.items()}
+    return {f"policy.optimizer.{key}": value for key, value in ours.items()}
 
 
 def in_rollouts(source: Source, key: str, steps: float, *, changes_result: bool) -> int:
     """Return optimizer steps as a number of rollouts, of several updates each; with DPO and SFT one update is a rollout."""
-    each = updates_of(source) * source.count("num_iterations") if "num_iterations" in source.defaults else 1
-    if steps % each:
-        source.lacks(key, f"no multiple of the {each} optimizer steps of a rollout", changes_result=changes_result)
-    return max(1, round(steps / each))
+    updates = updates_of(source) * source.count("num_iterations") if "num_iterations" in source.defaults else 1
+    if steps % updates:
+        source.lacks(key, f"no multiple of the {updates} optimizer steps of a rollout", changes_result=changes_result)
+    return max(1, round(steps / updates))
 
 
 def interval(source: Source, event: Literal["save", "eval"]) -> int | Literal["epoch"]:
@@ -168,17 +168,17 @@ def run(source: Source) -> dict[str, Any]:
     resume = (source.text("resume_from_checkpoint") or "false").lower()
     if resume not in ("true", "false"):
         source.lacks("resume_from_checkpoint", "a checkpoint of transformers: model_name_or_path takes its weights")
-    found: dict[str, Any] = {
+    ours: dict[str, Any] = {
         "trainer.run_dir": source.path("output_dir") or "trainer_output",
         "trainer.save_every": interval(source, "save"),
-        "trainer.keep": source.whole("save_total_limit") or shared.EVERY_CHECKPOINT,
+        "trainer.keep": source.whole("save_total_limit") or EVERY_CHECKPOINT,
         "trainer.resume": "auto" if resume == "true" else "never",
     }
     if last > 0:
-        return found | {"trainer.steps": in_rollouts(source, "max_steps", last, changes_result=True)}
+        return ours | {"trainer.steps": in_rollouts(source, "max_steps", last, changes_result=True)}
     if epochs % 1:
         source.lacks("num_train_epochs", "a part of an epoch: max_steps counts optimizer steps")
-    return found | {"trainer.epochs": max(1, int(epochs))}
+    return ours | {"trainer.epochs": max(1, int(epochs))}
 
 
 def trackers(source: Source, key: str) -> list[str]:
@@ -186,7 +186,7 @@ def trackers(source: Source, key: str) -> list[str]:
     names = source.texts(key)
     if set(names) <= {"none", "False"}:
         return ["console"]
-    return list(dict.fromkeys(["console", *shared.loggers(source, key)]))
+    return list(dict.fromkeys(["console", *source.loggers(key)]))
 
 
 def offline(source: Source, older: str = "max_length") -> dict[str, Any]:
@@ -207,9 +207,9 @@ def evaluation(source: Source) -> dict[str, Any]:
     """Return our keys of evaluation: by default as many responses as in training, with the same sampling."""
     if interval(source, "eval") == 0:
         return {}
-    found = {"temperature": source.number("temperature"), "top_p": source.number("top_p")}
-    found |= {"samples": source.whole("num_generations_eval") or source.whole("num_generations")}
-    return {f"eval.{key}": value for key, value in found.items()} | {"eval.top_k": source.top_k("top_k")}
+    ours = {"temperature": source.number("temperature"), "top_p": source.number("top_p")}
+    ours |= {"samples": source.whole("num_generations_eval") or source.whole("num_generations")}
+    return {f"eval.{key}": value for key, value in ours.items()} | {"eval.top_k": source.top_k("top_k")}
 
 
 def dpo(source: Source) -> dict[str, Any]:
@@ -231,7 +231,7 @@ def sft(source: Source) -> dict[str, Any]:
     return {"algorithm.name": "sft", "data.response_key": "completion"}
 
 
-_COMMON = (layout, dtype, low_rank, data, optimizer, run, shared.tracked("report_to", "project", "run_name"))
+_COMMON = (layout, dtype, low_rank, data, optimizer, run, fields("trl")["tracking"])
 _DERIVED = {
     "grpo": (*trl_grpo.DERIVED, evaluation),
     "dpo": (offline, dpo),
@@ -239,15 +239,15 @@ _DERIVED = {
 }
 
 
-def _table(name: str, **fields: Any) -> Table:
+def _table(name: str, **others: Any) -> Table:
     """Return the table of a program: its own sections, and those that all programs share."""
     content = load("trl")
-    own = content["programs"][name]
-    sections = own["sections"] | dict.fromkeys(content["sections"], "trl")
+    changed = content["programs"][name]
+    sections = changed["sections"] | dict.fromkeys(content["sections"], "trl")
     converters = {
         "trackers": trackers,
     }
-    return table({**content, **own, "sections": sections}, (*_COMMON, *_DERIVED[name]), converters, **fields)
+    return table({**content, **changed, "sections": sections}, (*_COMMON, *_DERIVED[name]), converters, **others)
 
 
 GRPO = _table("grpo")
@@ -257,7 +257,7 @@ TABLES = {"grpo": GRPO, "dpo": _table("dpo", page_of=GRPO), "sft": _table("sft",
 def table_of(settings: Mapping[str, Any]) -> Table:
     """Return the table of the named program, or else of the one with most of these keys; raise UserError if not unique."""
     if (name := settings.get("-m")) is None:
-        known = {name: sum(each.row(key) is not None for key in settings) for name, each in TABLES.items()}
+        known = {name: sum(table.row(key) is not None for key in settings) for name, table in TABLES.items()}
         most = [name for name, count in known.items() if count == max(known.values())]
         if len(most) > 1:
             raise UserError(f"the settings fit {' and '.join(most)}: begin with the program, as in trl {most[0]}")
@@ -267,4 +267,4 @@ def table_of(settings: Mapping[str, Any]) -> Table:
     return TABLES[name]
 
 
-translate = dialect("trl", *TABLES.values(), choose=table_of, read_tree=read_tree)
+translate = System("trl", tuple(TABLES.values()), table_of, read_tree=read_tree)

@@ -89,28 +89,28 @@ def one_by_one(source: Source) -> str | None:
 
 def aggregate(source: Source) -> str | None:
     """Return our name of the mean of the loss and its KL; None if we have no such mean."""
-    found: str | None = CHOICES["loss_type"].read(source).get("aggregate")
-    return one_by_one(source) if found == "micro-batch-token-mean" else found
+    mean: str | None = CHOICES["loss_type"].read(source).get("aggregate")
+    return one_by_one(source) if mean == "micro-batch-token-mean" else mean
 
 
 def loss(source: Source) -> dict[str, Any]:
-    found, mean = dict(CHOICES["loss_type"].read(source)), aggregate(source)
-    found |= {
+    ours, mean = dict(CHOICES["loss_type"].read(source)), aggregate(source)
+    ours |= {
         "aggregate": mean,
         "normalize": CHOICES["scale_rewards"].read(source),
         "importance_sampling_level": source.text("importance_sampling_level"),
         "overlong_filter": source.flag("mask_truncated_completions"),
     }
-    if found["normalize"] != "none":
+    if ours["normalize"] != "none":
         source.note(DEVIATION)
     name, parts = source.text("loss_type"), updates_of(source)
     if name == "bnpo" and mean is None:
         source.lacks("loss_type", "a mean over micro-batches of several responses, which differ here: use dapo")
     if name in ("dapo", "cispo") and parts > 1:
         source.lacks("loss_type", f"{parts} updates of a rollout, each divided by the tokens of all: use one, or grpo")
-    if found["overlong_filter"] and mean != "token-mean":
+    if ours["overlong_filter"] and mean != "token-mean":
         source.lacks("mask_truncated_completions", "truncated responses that count in the denominator: use dapo")
-    return {f"algorithm.{key}": value for key, value in (found | bounds(source, found.get("surrogate"))).items()}
+    return {f"algorithm.{key}": value for key, value in (ours | bounds(source, ours.get("surrogate"))).items()}
 
 
 def bounds(source: Source, surrogate: str | None) -> dict[str, Any]:
@@ -130,24 +130,24 @@ def bounds(source: Source, surrogate: str | None) -> dict[str, Any]:
 def penalties(source: Source) -> dict[str, Any]:
     """Return our keys of the KL, which is averaged as the loss is, and of the entropy, averaged over micro-batches."""
     coef, entropy = source.number("beta") or 0.0, source.number("entropy_coef") or 0.0
-    found: dict[str, Any] = {"kl.coef": coef, "entropy_coef": entropy}
+    ours: dict[str, Any] = {"kl.coef": coef, "entropy_coef": entropy}
     if coef:
-        found |= {"kl.estimator": "k3", "kl.ratio_weighted": source.flag("use_bias_correction_kl")}
+        ours |= {"kl.estimator": "k3", "kl.ratio_weighted": source.flag("use_bias_correction_kl")}
     if entropy:
-        mean = found["penalty_aggregate"] = one_by_one(source)
+        mean = ours["penalty_aggregate"] = one_by_one(source)
         if mean is None or (coef and mean != aggregate(source)) or source.flag("mask_truncated_completions"):
             source.lacks("entropy_coef", "an entropy that is averaged over each micro-batch of several responses")
-    return {f"algorithm.{key}": value for key, value in found.items()}
+    return {f"algorithm.{key}": value for key, value in ours.items()}
 
 
 def correction(source: Source) -> dict[str, Any]:
-    said = source.under("vllm_importance_sampling_")
-    if not source.flag("use_vllm") or not said.flag("correction"):
+    section = source.under("vllm_importance_sampling_")
+    if not source.flag("use_vllm") or not section.flag("correction"):
         return {}
-    high = said.number("cap") if said.number("cap") is not None else said.number("clip_max")
-    found = dict(CHOICES["vllm_importance_sampling_mode"].read(source))
-    found |= {"low": said.number("clip_min") or 0.0, "high": NO_BOUND if high is None else high}
-    return {f"algorithm.rollout_correction.{key}": value for key, value in found.items()}
+    high = section.number("cap") if section.number("cap") is not None else section.number("clip_max")
+    ours = dict(CHOICES["vllm_importance_sampling_mode"].read(source))
+    ours |= {"low": section.number("clip_min") or 0.0, "high": NO_BOUND if high is None else high}
+    return {f"algorithm.rollout_correction.{key}": value for key, value in ours.items()}
 
 
 def rewards(source: Source) -> dict[str, Any]:
@@ -158,7 +158,7 @@ def rewards(source: Source) -> dict[str, Any]:
         raise UnreadableError(f"reward_weights must be one for each reward: got {len(weights)} for {count}")
     if not count:
         source.lacks("reward_funcs", "rewards that only the program's code names: set --reward_funcs rewards.exact")
-    found: dict[str, Any] = {"reward.model.path": model, "reward.model.weight": weights.pop(0)} if model else {}
+    values: dict[str, Any] = {"reward.model.path": model, "reward.model.weight": weights.pop(0)} if model else {}
     functions: dict[str, float] = {}
     for name, weight in zip(names, weights, strict=True):
         if name in REWARDS:
@@ -169,34 +169,34 @@ def rewards(source: Source) -> dict[str, Any]:
             module, _, function = name.rpartition(".")
             functions[f"{module.replace('.', '/')}.py:{function}"] = weight
         elif name == "get_soft_overlong_punishment" and source.whole("max_completion_length") == OVERLONG[0]:
-            found |= {"algorithm.overlong_buffer": OVERLONG[1], "algorithm.overlong_penalty": weight}
+            values |= {"algorithm.overlong_buffer": OVERLONG[1], "algorithm.overlong_penalty": weight}
         else:
             source.lacks("reward_funcs", f"{name}: known here are {', '.join(REWARDS)}, and package.module.function")
     if "accuracy_reward" in names:
-        found["data.ground_truth_key"] = "solution"
-    return found | {"reward.functions": functions or None}
+        values["data.ground_truth_key"] = "solution"
+    return values | {"reward.functions": functions or None}
 
 
 def sampling(source: Source) -> dict[str, Any]:
     response, longest = source.count("max_completion_length"), source.whole("vllm_max_model_length")
     prompt = source.whole("max_prompt_length") or (longest - response if longest else LONGEST_PROMPT)
     template = source.under("chat_template_kwargs.")
-    found: dict[str, Any] = {
+    values: dict[str, Any] = {
         "data.max_prompt_tokens": prompt,
         "data.overlong_prompts": "refuse",
         "data.max_response_tokens": response,
         "data.chat_template_kwargs": {name: template.value(name) for name in template.keys("")} or None,
         "policy.tokens_per_micro_batch": max(our_defaults()["policy.tokens_per_micro_batch"], prompt + response),
     }
-    said = source.under("generation_kwargs.")
-    for name in said.keys(""):
+    arguments = source.under("generation_kwargs.")
+    for name in arguments.keys(""):
         ours = {"min_new_tokens": "min_tokens"}.get(name, name)
         if ours not in (*_NUMBERS, *_OTHERS):
-            said.lacks(name, f"an argument of sampling: known here are {', '.join((*_NUMBERS, *_OTHERS))}")
+            arguments.lacks(name, f"an argument of sampling: known here are {', '.join((*_NUMBERS, *_OTHERS))}")
         else:
-            read = said.number if ours in _NUMBERS else said.texts if ours == "stop" else said.value
-            found[f"engine.sampling.{ours}"] = read(name)
-    return found
+            read = arguments.number if ours in _NUMBERS else arguments.texts if ours == "stop" else arguments.value
+            values[f"engine.sampling.{ours}"] = read(name)
+    return values
 
 
 def engine(source: Source) -> dict[str, Any]:

@@ -29,11 +29,11 @@ def read_tree(given: Sequence[str], variables: Mapping[str, str]) -> Tree:
     first = Path(words[0]) if words else Path()
     if is_file(first) and first.suffix not in (".yaml", ".yml", ".py"):
         script = read_script(work.text(first), variables, name=str(first), work=work)
-        commands = [each for each in script.commands if _program(each)[0]]
+        commands = [command for command in script.commands if _program(command)[0]]
         if not commands:
             raise ConfigError([f"{first} has no command that starts a program of TRL"])
         # A script may prepare data before training, and evaluate after it.
-        words = next((each for each in reversed(commands) if _program(each)[0] in _COMMANDS), commands[-1])
+        words = next((command for command in reversed(commands) if _program(command)[0] in _COMMANDS), commands[-1])
         files = script.files
     name, place = _program(words)
     tree: Tree = {"-m": name, **dict(_launch(words[:place]))} if name else {}
@@ -76,13 +76,13 @@ def _launch(words: Sequence[str]) -> Iterator[tuple[str, Any]]:
     places = [place for place, word in enumerate(words) if _LAUNCHES.match(word.rpartition("/")[2])]
     if words and not places:
         yield "num_processes", 1
-    found = {
+    options = {
         _ALIASES.get(key, key): value for key, value in _options(words[places[0] + 1 :] if places else ()) if key != "m"
     }
-    counts = [str(found.get(key, "1")) for key in ("num_processes", "nnodes")]
-    if "nnodes" in found and all(map(str.isdigit, counts)):
-        found["num_processes"] = int(counts[0]) * int(counts[1])
-    yield from found.items()
+    counts = [str(options.get(key, "1")) for key in ("num_processes", "nnodes")]
+    if "nnodes" in options and all(map(str.isdigit, counts)):
+        options["num_processes"] = int(counts[0]) * int(counts[1])
+    yield from options.items()
 
 
 def _options(words: Sequence[str]) -> Iterator[tuple[str, Any]]:

@@ -17,14 +17,14 @@ from fivefold_dialects.known import known
 from fivefold_dialects.legacy import verl as legacy
 from fivefold_dialects.legacy import verl_recipes as recipes
 from fivefold_dialects.source import Source
-from fivefold_dialects.system import dialect
-from fivefold_dialects.table import Table, defaults_of, load, several, table
+from fivefold_dialects.system import System
+from fivefold_dialects.table import Table, defaults_of, load, several, spelled_out, table, when
 from fivefold_dialects.verl_algorithm import FIELDS, advantage, correction, dynamic_sampling, kl, loss, overlong
 from fivefold_dialects.verl_rollout import engine, rewards
 
 _R = "actor_rollout_ref.rollout."
 OWN_DEFAULTS: dict[str, dict[str, Any]] = {
-    program: defaults_of(own or {}) for names, own in load("verl")["programs"].items() for program in several(names)
+    program: defaults_of(changed or {}) for program, changed in spelled_out(load("verl")["programs"]).items()
 }
 """Supported programs -> their defaults that differ from main_ppo's."""
 
@@ -44,50 +44,45 @@ def overlong_prompts(source: Source, key: str) -> str:
     return "drop" if source.flag(key) else "refuse"
 
 
-def template(source: Source) -> dict[str, Any]:
-    return {"data.chat_template_kwargs": shared.mapping(source, "data.apply_chat_template_kwargs") or None}
-
-
 def length_of_run(source: Source) -> dict[str, Any]:
     if verl_async.is_fully_async(source):
         return {"trainer.steps": verl_async.steps(source)}
-    found = shared.epochs_and_steps(source)
+    ours = shared.epochs_and_steps(source)
     if source.flag("algorithm.filter_groups.enable") and not verl_async.is_v1(source) and not verl_async.ahead(source):
         # This loop counts the batches that are drawn (dapo_ray_trainer.py); the newer trainer counts updates.
-        found["trainer.ends_with_data"] = True
-    return found
+        ours["trainer.ends_with_data"] = True
+    return ours
 
 
 def evaluation_interval(source: Source) -> dict[str, Any]:
     """Return our key of the evaluation interval; without test_freq verl's PPO never evaluates, its SFT at the end."""
-    found = verl_sft.evaluation_interval(source, legacy.evaluation_key(source, verl_async.is_fully_async(source)))
-    is_off = found["trainer.eval_every"] == 0 and source.items("data.val_files")
-    return found | ({"trainer.eval_every": "never"} if is_off else {})
+    ours = verl_sft.evaluation_interval(source, legacy.evaluation_key(source, verl_async.is_fully_async(source)))
+    is_off = ours["trainer.eval_every"] == 0 and source.items("data.val_files")
+    return ours | ({"trainer.eval_every": "never"} if is_off else {})
 
 
 def profiler(source: Source) -> dict[str, Any]:
-    asked = any(source.flag(f"actor_rollout_ref.{role}.profiler.enable") for role in ("actor", "rollout", "ref"))
-    if (steps := source.items("global_profiler.steps")) and asked and source.text("global_profiler.tool") == "torch":
+    is_on = any(source.flag(f"actor_rollout_ref.{role}.profiler.enable") for role in ("actor", "rollout", "ref"))
+    if (steps := source.items("global_profiler.steps")) and is_on and source.text("global_profiler.tool") == "torch":
         return {"trainer.profile.steps": [int(step) for step in steps]}
     return {}
 
 
 DERIVED = (
-    *(program, advantage, loss, kl, correction, overlong, dynamic_sampling, template, engine, FIELDS["evaluation"], rewards),
-    *(models.batch, models.layout, models.megatron, models.low_rank, FIELDS["further_tokens"], models.dtypes, models.memory),
-    *(models.micro_batch, models.optimizer, models.critic, models.reference, models.router_replay),
-    *(models.megatron_checkpoints, verl_sft.resume, length_of_run, evaluation_interval, profiler),
-    *(verl_sft.first_rows, verl_sft.TRACKED, recipes.prime, legacy.say_which_entropy, legacy.of_forks, legacy.older),
+    *(program, advantage, loss, kl, correction, overlong, dynamic_sampling, FIELDS["template"], engine),
+    *(FIELDS["evaluation"], rewards),
+    *(models.batch, models.layout, *when(models.is_megatron, models.megatron), models.low_rank, FIELDS["further_tokens"]),
+    *(models.dtypes, models.memory, models.micro_batch, models.optimizer, *when(models.uses_critic, models.critic)),
+    *(*when(models.uses_reference, models.reference), models.router_replay),
+    *when(models.is_megatron, models.megatron_checkpoints),
+    *(verl_sft.resume, length_of_run, evaluation_interval, profiler),
+    *(verl_sft.first_rows, FIELDS["tracking"], recipes.prime, legacy.say_which_entropy, legacy.of_forks, legacy.older),
 )
-CONVERTERS = {
-    "loggers": shared.loggers,
-    "overlong_prompts": overlong_prompts, "kept": shared.kept,
-    "device": shared.choice({"cuda": "cuda", "npu": "auto", "gpu": "cuda", "cpu": "cpu", "xpu": "auto"}, "a device"),
-}  # fmt: skip
+CONVERTERS = {"overlong_prompts": overlong_prompts}
 TABLE = replace(
     table("verl", DERIVED, CONVERTERS, release_of=legacy.release_of, known=known("verl")), versions=legacy.VERSIONS
 )
-_OWN = {program: replace(TABLE, defaults={**TABLE.defaults, **own}) for program, own in OWN_DEFAULTS.items() if own}
+_OWN = {name: replace(TABLE, defaults={**TABLE.defaults, **usual}) for name, usual in OWN_DEFAULTS.items() if usual}
 """Tables of programs whose defaults differ from main_ppo's."""
 MEGATRON = replace(TABLE, versions=legacy.MEGATRON_VERSIONS)
 """Table of ppo_megatron_trainer.yaml, whose defaults differed in older releases."""
@@ -96,8 +91,8 @@ MEGATRON = replace(TABLE, versions=legacy.MEGATRON_VERSIONS)
 def table_of(settings: Mapping[str, Any]) -> Table:
     """Return the table for these settings: that of PPO, of another program, or of the SFT trainers."""
     is_rl = any(key.startswith(("actor_rollout_ref.", "algorithm.")) for key in settings)
-    if (own := _OWN.get(str(settings.get("-m")))) is not None:
-        return own
+    if (of_program := _OWN.get(str(settings.get("-m")))) is not None:
+        return of_program
     if "ppo_megatron_trainer" in str(settings.get("--config-name")):
         return MEGATRON
     if not is_rl and verl_sft.looks_like(settings):
@@ -105,6 +100,4 @@ def table_of(settings: Mapping[str, Any]) -> Table:
     return TABLE
 
 
-translate = dialect(
-    "verl", TABLE, verl_sft.TABLE, choose=table_of, config_names=tuple(several(load("verl")["config_names"]))
-)
+translate = System("verl", (TABLE, verl_sft.TABLE), table_of, tuple(several(load("verl")["config_names"])))

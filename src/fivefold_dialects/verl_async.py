@@ -71,10 +71,10 @@ def ahead(source: Source) -> dict[str, Any]:
     if source.text("-m") == PARTIAL_ROLLOUT:
         return shared.ahead(1, "continue", "carry")
     if (kind := mode(source)) in ("colocate_async", "separate_async"):
-        said = source.under(f"{_V1}{kind}.")
-        if said.has("hybrid_rollout.enable_switch") and said.flag("hybrid_rollout.enable_switch"):
-            said.lacks("hybrid_rollout.enable_switch", "GPUs that move between trainer and engines")
-        return shared.ahead(said.count("num_warmup_batches"), "continue", "carry")
+        section = source.under(f"{_V1}{kind}.")
+        if section.has("hybrid_rollout.enable_switch") and section.flag("hybrid_rollout.enable_switch"):
+            section.lacks("hybrid_rollout.enable_switch", "GPUs that move between trainer and engines")
+        return shared.ahead(section.count("num_warmup_batches"), "continue", "carry")
     if kind != "sync":
         source.lacks(_MODE, f"{kind}: known here are sync, colocate_async and separate_async")
     if not is_fully_async(source):
@@ -85,20 +85,18 @@ def ahead(source: Source) -> dict[str, Any]:
 
 def batch(source: Source) -> dict[str, Any]:
     """Return our keys of one step, which is everything between two syncs in fully_async_policy."""
-    said, mini = source.under(_S), source.count(_A + "ppo_mini_batch_size")
-    syncs, batches = said.count("trigger_parameter_sync_step"), said.count("require_batches")
+    section, mini = source.under(_S), source.count(_A + "ppo_mini_batch_size")
+    syncs, batches = section.count("trigger_parameter_sync_step"), section.count("require_batches")
     if min(syncs, batches, mini) < 1:
-        raise UnreadableError(
-            f"{_S}trigger_parameter_sync_step, require_batches and {_A}ppo_mini_batch_size must be at least 1: got "
-            f"{syncs}, {batches} and {mini}"
-        )
-    if said.flag("use_dynamic_resource_scheduling"):
-        said.lacks("use_dynamic_resource_scheduling", "GPUs that move between trainer and engines")
+        keys = f"{_S}trigger_parameter_sync_step, require_batches and {_A}ppo_mini_batch_size"
+        raise UnreadableError(f"{keys} must be at least 1: got {syncs}, {batches} and {mini}")
+    if section.flag("use_dynamic_resource_scheduling"):
+        section.lacks("use_dynamic_resource_scheduling", "GPUs that move between trainer and engines")
     if source.flag("algorithm.filter_groups.enable"):
         source.lacks("algorithm.filter_groups.enable", "dynamic sampling, which this program does not do: set it to false")
     _check_batches(source, _S + "trigger_parameter_sync_step", syncs, batches)
-    found = {"data.prompts_per_step": syncs * batches * mini, "algorithm.updates_per_step": syncs * batches}
-    return found | _values(source, syncs)
+    ours = {"data.prompts_per_step": syncs * batches * mini, "algorithm.updates_per_step": syncs * batches}
+    return ours | _values(source, syncs)
 
 
 def separate_batch(source: Source, batch: dict[str, Any]) -> dict[str, Any]:
@@ -146,8 +144,8 @@ def schedule(source: Source, style: str, warmup: float) -> dict[str, Any]:
 
 def bypasses(source: Source) -> bool:
     """Return whether the old log-probs are those of the engine."""
-    found = legacy.bypasses(source, is_fully_async(source))
-    return source.flag("algorithm.rollout_correction.bypass_mode") if found is None else found
+    older = legacy.bypasses(source, is_fully_async(source))
+    return source.flag("algorithm.rollout_correction.bypass_mode") if older is None else older
 
 
 def steps(source: Source) -> int:

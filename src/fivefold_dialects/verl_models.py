@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from fivefold_dialects import shared, verl_async
@@ -39,8 +39,8 @@ def engine_of(source: Source) -> str:
 
 def mcore(source: Source) -> str:
     """Return the section of the actor's Megatron-Core settings; MindSpeed's engine has its own section (2026-05 to 08)."""
-    said = (source.text("model_engine"), source.text(_A + "strategy"))
-    return _A + ("mindspeed." if "mindspeed" in said else "megatron.")
+    engines = (source.text("model_engine"), source.text(_A + "strategy"))
+    return _A + ("mindspeed." if "mindspeed" in engines else "megatron.")
 
 
 def options(source: Source) -> str:
@@ -69,10 +69,8 @@ def layout(source: Source) -> dict[str, Any]:
 
 
 def megatron(source: Source) -> dict[str, Any]:
-    if not is_megatron(source):
-        return {}
-    found: dict[str, Any] = {"policy.sequence_parallel": source.flag(mcore(source) + "sequence_parallel")}
-    return found | virtual_stages(source, "policy") | shared.megatron_options(source, options(source), "policy.megatron")
+    ours: dict[str, Any] = {"policy.sequence_parallel": source.flag(mcore(source) + "sequence_parallel")}
+    return ours | virtual_stages(source, "policy") | shared.megatron_options(source, options(source), "policy.megatron")
 
 
 def virtual_stages(source: Source, ours: str) -> dict[str, Any]:
@@ -85,16 +83,16 @@ def router_replay(source: Source) -> dict[str, Any]:
     with R2 if the engine is."""
     mode, by_engine = None, source.flag(_R + "enable_rollout_routing_replay")
     for key in (f"{_A}{part}router_replay.mode" for part in ("megatron.", "veomni.", "")):
-        if (said := source.text(key)) in (None, "disabled"):
+        if (value := source.text(key)) in (None, "disabled"):
             continue
         if not is_megatron(source) and "veomni" not in key:
             source.fixed(key, "read by Megatron and VeOmni only")
-        elif said not in ("R2", "R3"):
-            source.lacks(key, f"the mode {said} of router replay: known here are R2 and R3")
-        elif (said == "R3") != by_engine:
-            source.lacks(key, f"{said} with rollout.enable_rollout_routing_replay={by_engine}, with which verl fails")
+        elif value not in ("R2", "R3"):
+            source.lacks(key, f"the mode {value} of router replay: known here are R2 and R3")
+        elif (value == "R3") != by_engine:
+            source.lacks(key, f"{value} with rollout.enable_rollout_routing_replay={by_engine}, with which verl fails")
         else:
-            mode = mode or said
+            mode = mode or value
     return shared.replayed(mode)
 
 
@@ -134,21 +132,21 @@ _OF_OPTIMIZER = (
 
 def memory(source: Source) -> dict[str, Any]:
     """Return our keys of the policy's recomputation and offload."""
-    found: dict[str, Any] = {f"policy.offload.{part}": True for part in offloaded(source, _A)}
+    ours: dict[str, Any] = {f"policy.offload.{part}": True for part in offloaded(source, _A)}
     if not is_megatron(source):
-        return found | ({"policy.recompute": "full"} if source.flag(CHECKPOINTING) else {})
-    said = source.under(_A + "optim.")
-    found |= shared.recompute(source, options(source), "policy")
-    found |= shared.moments(said, are_read=said.flag("use_precision_aware_optimizer"))
-    optimizer = said.under("override_optimizer_config.")
+        return ours | ({"policy.recompute": "full"} if source.flag(CHECKPOINTING) else {})
+    optim = source.under(_A + "optim.")
+    ours |= shared.recompute(source, options(source), "policy")
+    ours |= shared.moments(optim, are_read=optim.flag("use_precision_aware_optimizer"))
+    optimizer = optim.under("override_optimizer_config.")
     for key in optimizer.keys(""):
         if (value := optimizer.value(key)) is None:
             continue
         if key not in _OF_OPTIMIZER:
             optimizer.lacks(key, "another setting of Megatron's optimizer: policy.megatron.optimizer has its fields")
         elif value not in (False, None) and optimizer.flag("optimizer_cpu_offload") | key.startswith("use_"):
-            found[f"policy.megatron.optimizer.{key}"] = float(value) if key.endswith("fraction") else value
-    return found
+            ours[f"policy.megatron.optimizer.{key}"] = float(value) if key.endswith("fraction") else value
+    return ours
 
 
 def longest(source: Source) -> int:
@@ -170,114 +168,110 @@ def micro_batch(source: Source) -> dict[str, Any]:
     return {"policy.tokens_per_micro_batch": (sequences or 1) * tokens}
 
 
-def schedule(said: Source, engine: str, steps_of_run: int | None = None) -> dict[str, Any]:
+def schedule(optim: Source, engine: str, steps_of_run: int | None = None) -> dict[str, Any]:
     """Return our keys of an optimizer's schedule, from a section `optim`; `steps_of_run` is trainer.total_training_steps if
     set: verl's schedule covers these steps even if the data end earlier."""
-    reads, rate = SCHEDULES[engine], said.number("lr") or 0.0
-    key = "warmup_style" if reads["style"] == "lr_scheduler_type" and said.text("warmup_style") else reads["style"]
-    style = said.one_of(key, ("constant", "linear", "cosine"), "schedule", reads["usual"])
+    reads, rate = SCHEDULES[engine], optim.number("lr") or 0.0
+    key = "warmup_style" if reads["style"] == "lr_scheduler_type" and optim.text("warmup_style") else reads["style"]
+    style = optim.one_of(key, ("constant", "linear", "cosine"), "schedule", reads["usual"])
     factor = 1.0 if reads.get("is_rate") else rate
-    found: dict[str, Any] = {"schedule": style}
+    ours: dict[str, Any] = {"schedule": style}
     if "first" in reads:
-        found["warmup_init_lr"] = factor * (said.number(reads["first"]) or 0.0) or None
+        ours["warmup_init_lr"] = factor * (optim.number(reads["first"]) or 0.0) or None
     total = steps_of_run if steps_of_run and steps_of_run > 0 else None
-    steps = (said.whole(reads["decay_steps"]) if "decay_steps" in reads else None) or total
+    steps = (optim.whole(reads["decay_steps"]) if "decay_steps" in reads else None) or total
     if style != "constant":
-        found["min_lr"] = factor * (said.number(reads["lowest"]) or 0.0) if "lowest" in reads else 0.0
-        found["decay_steps"] = steps
-    found["warmup_steps"] = _warmup(said, reads, steps)
-    found["warmup_from"] = reads.get("warmup_from", 0) if found["warmup_steps"] else 0
-    return found
+        ours["min_lr"] = factor * (optim.number(reads["lowest"]) or 0.0) if "lowest" in reads else 0.0
+        ours["decay_steps"] = steps
+    ours["warmup_steps"] = _warmup(optim, reads, steps)
+    ours["warmup_from"] = reads.get("warmup_from", 0) if ours["warmup_steps"] else 0
+    return ours
 
 
-def _warmup(said: Source, reads: Mapping[str, Any], decay_steps: int | None) -> float:
+def _warmup(optim: Source, reads: Mapping[str, Any], decay_steps: int | None) -> float:
     """Return the warm-up in steps, or as a share (below 1) of the run if `decay_steps` is not known."""
-    steps = None if reads.get("shares_only") else said.whole("lr_warmup_steps")
+    steps = None if reads.get("shares_only") else optim.whole("lr_warmup_steps")
     if steps is not None and steps >= 0 and (steps or "decay_steps" not in reads):
         return steps
     shares = ("lr_warmup_steps_ratio", *reads.get("shares", ()))
-    share = said.number(next((key for key in shares if said.has(key)), shares[0])) or 0.0
+    share = optim.number(next((key for key in shares if optim.has(key)), shares[0])) or 0.0
     return int(share * decay_steps) if decay_steps and share < 1 else share
 
 
-def low_rank_of(source: Source, start: str, ours: str, by_megatron: bool) -> dict[str, Any]:
+def low_rank(
+    source: Source, start: str = _M, ours: str = "policy", by_megatron: Callable[[Source], bool] = is_megatron
+) -> dict[str, Any]:
     """Return our keys of a model's adapters, in section `start`: FSDP reads lora_rank and others, Megatron-Core lora.*."""
-    return shared.adapters(source.under(start), ours, "verl", "adapters_of_megatron" if by_megatron else "adapters")
+    return shared.adapters(source.under(start), ours, "verl", "adapters_of_megatron" if by_megatron(source) else "adapters")
 
 
 def batch(source: Source) -> dict[str, Any]:
     if verl_async.is_fully_async(source):
         return verl_async.batch(source)
-    found = shared.updates(source, legacy.batch_key(source, verl_async.is_v1(source)), _A + "ppo_mini_batch_size")
-    return verl_async.separate_batch(source, found) if verl_async.is_separate(source) else found
+    ours = shared.updates(source, legacy.batch_key(source, verl_async.is_v1(source)), _A + "ppo_mini_batch_size")
+    return verl_async.separate_batch(source, ours) if verl_async.is_separate(source) else ours
 
 
 def optimizer(source: Source, role: str = _A, ours: str = "policy.optimizer") -> dict[str, Any]:
-    said = source.under(role + "optim.")
+    optim = source.under(role + "optim.")
     uses_megatron = is_megatron(source)
-    found = FIELDS["optimizer"](said)
+    values = FIELDS["optimizer"](optim)
     if not uses_megatron:
         # verl does not pass betas to Megatron's optimizer, whose defaults are 0.9 and 0.999.
-        found["betas"] = said.numbers("betas")
-        found["eps"] = said.number("eps")
+        values["betas"] = optim.numbers("betas")
+        values["eps"] = optim.number("eps")
         # The newer engine reads optim.clip_grad, the older workers grad_clip: take the one that is set.
-        set_there = said.has("clip_grad") and not source.has(role + "grad_clip")
-        found["clip_grad"] = said.number("clip_grad") if set_there else source.number(role + "grad_clip")
+        set_there = optim.has("clip_grad") and not source.has(role + "grad_clip")
+        values["clip_grad"] = optim.number("clip_grad") if set_there else source.number(role + "grad_clip")
     else:
-        found |= {"betas": [0.9, 0.999], "clip_grad": said.number("clip_grad")}
-    found |= schedule(said, engine_of(source), source.whole(TOTAL_STEPS))
+        values |= {"betas": [0.9, 0.999], "clip_grad": optim.number("clip_grad")}
+    values |= schedule(optim, engine_of(source), source.whole(TOTAL_STEPS))
     if verl_async.is_fully_async(source) or verl_async.is_separate(source):
-        found |= verl_async.schedule(source, found["schedule"], found["warmup_steps"])
-    return {f"{ours}.{key}": value for key, value in found.items()}
+        values |= verl_async.schedule(source, values["schedule"], values["warmup_steps"])
+    return {f"{ours}.{key}": value for key, value in values.items()}
 
 
 def megatron_checkpoints(source: Source) -> dict[str, Any]:
     """Return our keys of models whose weights are a Megatron-Core checkpoint instead of the Hugging Face directory."""
-    if not is_megatron(source):
-        return {}
     directory, has_reference = source.path(_M + "path"), uses_reference(source)
     roles = [
         ("model.path", _A, _M + "path", True),
         ("reference.path", _REF, _M + "path", has_reference),
-        ("critic.path", _C, _C + "model.path", estimator(source) == "gae"),
+        ("critic.path", _C, _C + "model.path", uses_critic(source)),
         ("reward.model.path", "reward_model.", "reward_model.model.path", source.flag("reward_model.enable")),
     ]
     return shared.megatron_weights(source, directory, roles, has_reference)
 
 
-def low_rank(source: Source) -> dict[str, Any]:
-    return low_rank_of(source, _M, "policy", is_megatron(source))
+def uses_critic(source: Source) -> bool:
+    return estimator(source) == "gae"
 
 
 def critic(source: Source) -> dict[str, Any]:
-    if estimator(source) != "gae":
-        return {}
-    said = source.under(_C)
-    found = FIELDS["critic"](said) | optimizer(source, _C, "critic.optimizer")
-    found |= low_rank_of(source, "critic.model.", "critic", is_megatron(source))
+    section = source.under(_C)
+    ours = FIELDS["critic"](section) | optimizer(source, _C, "critic.optimizer")
+    ours |= low_rank(source, "critic.model.", "critic")
     for key in ("ppo_mini_batch_size", "ppo_epochs", "loss_agg_mode"):
-        if said.raw(key) is not None and str(said.raw(key)) != str(source.raw(_A + key)):
-            said.lacks(key, "the critic is trained in the policy's updates: set it as the policy's")
+        if section.raw(key) is not None and str(section.raw(key)) != str(source.raw(_A + key)):
+            section.lacks(key, "the critic is trained in the policy's updates: set it as the policy's")
     if (warmup := source.whole("trainer.critic_warmup") or 0) > 1:
-        found["critic.warmup_steps"] = warmup - 1
-    if said.flag("use_dynamic_bsz") and (budget := said.whole("ppo_max_token_len_per_gpu")):
-        found["critic.tokens_per_micro_batch"] = max(budget, longest(source))
-    elif sequences := said.whole("ppo_micro_batch_size_per_gpu"):
-        found["critic.tokens_per_micro_batch"] = sequences * longest(source)
+        ours["critic.warmup_steps"] = warmup - 1
+    if section.flag("use_dynamic_bsz") and (budget := section.whole("ppo_max_token_len_per_gpu")):
+        ours["critic.tokens_per_micro_batch"] = max(budget, longest(source))
+    elif sequences := section.whole("ppo_micro_batch_size_per_gpu"):
+        ours["critic.tokens_per_micro_batch"] = sequences * longest(source)
     if not is_megatron(source):
-        found["critic.recompute"] = "full" if said.flag("model.enable_gradient_checkpointing") else "none"
-    return found | {f"critic.offload.{part}": True for part in offloaded(source, _C)} | _own_options(source, _C, "critic")
+        ours["critic.recompute"] = "full" if section.flag("model.enable_gradient_checkpointing") else "none"
+    return ours | {f"critic.offload.{part}": True for part in offloaded(source, _C)} | _own_options(source, _C, "critic")
 
 
 def reference(source: Source) -> dict[str, Any]:
     """Return our keys of the reference's own Megatron-Core options; its weights leave the GPU with the policy's."""
-    if not uses_reference(source):
-        return {}
     if "parameters" in offloaded(source, _REF) and "parameters" not in offloaded(source, _A):
         key = f"{sections(source, _REF)[0]}param_offload"
-        source.lacks(key, shared.REFERENCE_ALONE, changes_result=False)
-    own = _own_options(source, _REF, "reference")
-    return {key: value for key, value in own.items() if "recompute" not in key}
+        source.lacks(key, shared.TEXTS["reference_alone"], changes_result=False)
+    options = _own_options(source, _REF, "reference")
+    return {key: value for key, value in options.items() if "recompute" not in key}
 
 
 def uses_reference(source: Source) -> bool:
@@ -293,5 +287,5 @@ def _own_options(source: Source, role: str, ours: str) -> dict[str, Any]:
     start = f"{role}megatron.override_transformer_config"
     if not is_megatron(source) or not source.keys(f"{start}."):
         return {}
-    found = shared.megatron_options(source, start, f"{ours}.megatron")
-    return found | shared.recompute(source, start, ours) | (virtual_stages(source, ours) if found else {})
+    values = shared.megatron_options(source, start, f"{ours}.megatron")
+    return values | shared.recompute(source, start, ours) | (virtual_stages(source, ours) if values else {})

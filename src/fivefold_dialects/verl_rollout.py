@@ -15,49 +15,39 @@ OWN_REWARDS = {"recipe.entropy.main_entropy": "recipe/entropy/reward_score/__ini
 """Programs with their own reward function for all data -> its file and name in verl's repository."""
 
 
-CHOSEN_BY_SOURCE = (
-    "the reward of each data_source is that system's own (docs/rewards.md), with two exceptions: math scores numina_*, "
-    "not PRIME's grader, and code_fraction scores programs, on all tests instead of the first ten"
-)
-
-
 def engine(source: Source) -> dict[str, Any]:
-    said, name = source.under(_R), source.text(_R + "name") or "vllm"
+    rollout, name = source.under(_R), source.text(_R + "name") or "vllm"
     if name == "hf":
         return {"engine.backend": "transformers"}
     ours = shared.engine_name(source, _R + "name", name)
-    tp, ep = said.whole("tensor_model_parallel_size") or 1, said.whole("expert_parallel_size") or 1
+    tp, ep = rollout.whole("tensor_model_parallel_size") or 1, rollout.whole("expert_parallel_size") or 1
     ep, is_apart, world = ep if ep == tp else 1, verl_async.is_apart(source), gpus(source)
-    if is_apart:
-        world = verl_async.engine_gpus(source)
-        found: dict[str, Any] = shared.engine_apart(world, tp, ep, ours)
-    else:
-        found = {"engine.backend": shared.engine_layout(world, tp, ep, ours)}
-    found |= FIELDS["engine"](said)
-    found |= verl_async.in_flight(source, world // tp, said.whole("max_num_seqs"))
-    if (form := said.text("quantization")) is not None:
+    world = verl_async.engine_gpus(source) if is_apart else world
+    values = shared.engine(world, tp, ep, ours, is_apart=is_apart) | FIELDS["engine"](rollout)
+    values |= verl_async.in_flight(source, world // tp, rollout.whole("max_num_seqs"))
+    if (form := rollout.text("quantization")) is not None:
         if form != "fp8" or ours == "sglang":
-            said.lacks("quantization", f"sampling with weights quantized as {form}: known here is fp8, with vLLM")
-        found["engine.vllm.quantization"] = "fp8_per_block"
-    if (length := said.whole("max_model_len")) is not None:
-        found["engine.max_model_len"] = max(length, longest(source))
+            rollout.lacks("quantization", f"sampling with weights quantized as {form}: known here is fp8, with vLLM")
+        values["engine.vllm.quantization"] = "fp8_per_block"
+    if (length := rollout.whole("max_model_len")) is not None:
+        values["engine.max_model_len"] = max(length, longest(source))
     if verl_async.is_colocated(source):
         # Responses continue while the policy trains, so the engine keeps its memory.
-        found |= {"engine.mode": "server", "engine.sleep": False}
-    elif said.has("free_cache_engine") and not is_apart:
-        found["engine.sleep"] = said.flag("free_cache_engine")
+        values |= {"engine.mode": "server", "engine.sleep": False}
+    elif rollout.has("free_cache_engine") and not is_apart:
+        values["engine.sleep"] = rollout.flag("free_cache_engine")
     if name == "vllm":
-        found |= FIELDS["vllm"](said)
-    return found
+        values |= FIELDS["vllm"](rollout)
+    return values
 
 
 def rewards(source: Source) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    ours: dict[str, Any] = {}
     for start in ("reward.custom_reward_function.", "custom_reward_function."):
         if (file := source.text(start + "path")) is not None:
-            found["reward.functions"] = {f"{file}:{source.text(start + 'name') or 'compute_score'}": 1.0}
-    if "reward.functions" not in found and (own := OWN_REWARDS.get(source.text("-m") or "")) is not None:
-        found["reward.functions"] = {own: 1.0}
+            ours["reward.functions"] = {f"{file}:{source.text(start + 'name') or 'compute_score'}": 1.0}
+    if "reward.functions" not in ours and (function := OWN_REWARDS.get(source.text("-m") or "")) is not None:
+        ours["reward.functions"] = {function: 1.0}
     named = "reward_model.model_path" if source.has("reward_model.model_path") else "reward_model.model.path"
     for enabled, model in (("reward_model.enable", named), ("reward.reward_model.enable", "reward.reward_model.model_path")):
         if recipes.is_prime(source):
@@ -65,23 +55,23 @@ def rewards(source: Source) -> dict[str, Any]:
             break
         if source.flag(enabled):
             pool = source.under(enabled.removesuffix("enable"))
-            if "reward.functions" in found:
-                found |= asked_by_functions(source, pool, model)
+            if "reward.functions" in ours:
+                ours |= asked_by_functions(source, pool, model)
                 continue
-            found["reward.model.path"] = source.path(model)
+            ours["reward.model.path"] = source.path(model)
             if pool.flag("enable_resource_pool"):
-                found["reward.model.backend"] = f"megatron:d{pool.count('nnodes') * pool.count('n_gpus_per_node')}"
-                found["reward.model.first_rank"] = gpus(source)
+                ours["reward.model.backend"] = f"megatron:d{pool.count('nnodes') * pool.count('n_gpus_per_node')}"
+                ours["reward.model.first_rank"] = gpus(source)
                 if source.text("actor_rollout_ref.rollout.name") != "hf":
-                    found["engine.mode"] = "server"
-    if "reward.functions" not in found and "reward.model.path" not in found:
-        found["reward.chosen_as"] = "verl"
-        source.note(CHOSEN_BY_SOURCE)
+                    ours["engine.mode"] = "server"
+    if "reward.functions" not in ours and "reward.model.path" not in ours:
+        ours["reward.chosen_as"] = "verl"
+        source.note(shared.TEXTS["verl_rewards"])
     for key in MANAGERS:
         name = source.text(key)
         if source.has(key) and name not in (None, "naive", "dapo", "prime", "batch"):
             source.lacks(key, f"the reward manager {name}")
-    return found
+    return ours
 
 
 def asked_by_functions(source: Source, pool: Source, model: str) -> dict[str, Any]:
@@ -97,5 +87,5 @@ def asked_by_functions(source: Source, pool: Source, model: str) -> dict[str, An
     layout = shared.engine_layout(
         pool.count("nnodes") * pool.count("n_gpus_per_node"), pool.whole("rollout.tensor_model_parallel_size") or 1
     )
-    own = {"reward.judge.model": source.path(model), "reward.judge.backend": layout.replace("vllm", engine)}
-    return FIELDS["judge"](pool) | own
+    servers = {"reward.judge.model": source.path(model), "reward.judge.backend": layout.replace("vllm", engine)}
+    return FIELDS["judge"](pool) | servers

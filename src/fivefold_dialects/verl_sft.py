@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from fivefold_dialects import shared
@@ -11,7 +12,7 @@ from fivefold_dialects.known import known
 from fivefold_dialects.legacy import verl_sft as older
 from fivefold_dialects.source import Source
 from fivefold_dialects.table import Table, fields, table
-from fivefold_dialects.verl_models import SCHEDULES, TOTAL_STEPS, low_rank_of, schedule
+from fivefold_dialects.verl_models import SCHEDULES, TOTAL_STEPS, low_rank, schedule
 
 _ENGINES = ("optim", "engine", "model_engine")
 """Keys that name an engine; the optimizer's key comes first."""
@@ -37,37 +38,33 @@ def _optimizer_of(settings: Mapping[str, Any]) -> str:
     return next((name for name in named if name in SCHEDULES), "fsdp")
 
 
-FIELDS = fields("verl_sft", {"kept": shared.kept})
+FIELDS = fields("verl_sft")
 
 
 def is_megatron(source: Source) -> bool:
     return "megatron" in (source.text(key) for key in ("engine", "model_engine", "engine.strategy"))
 
 
-def low_rank(source: Source) -> dict[str, Any]:
-    return low_rank_of(source, "model.", "policy", is_megatron(source))
-
-
 def layout(source: Source) -> dict[str, Any]:
-    gpus, said = source.count("trainer.nnodes") * source.count("trainer.n_gpus_per_node"), source.under("engine.")
+    gpus, engine = source.count("trainer.nnodes") * source.count("trainer.n_gpus_per_node"), source.under("engine.")
     if not is_megatron(source):
-        cp = max(each.whole("ulysses_sequence_parallel_size") or 1 for each in (said, source))
+        cp = max(section.whole("ulysses_sequence_parallel_size") or 1 for section in (engine, source))
         return {"policy.backend": str(shared.world_layout(gpus, cp=cp))}
-    found: dict[str, Any] = {"policy.backend": str(shared.world_layout(gpus, **shared.parallel_sizes(said)))}
-    found |= shared.virtual_stages(said, "policy")
-    return found | shared.megatron_options(source, "engine.override_transformer_config", "policy.megatron")
+    ours: dict[str, Any] = {"policy.backend": str(shared.world_layout(gpus, **shared.parallel_sizes(engine)))}
+    ours |= shared.virtual_stages(engine, "policy")
+    return ours | shared.megatron_options(source, "engine.override_transformer_config", "policy.megatron")
 
 
 def memory(source: Source) -> dict[str, Any]:
     """Return our keys of the policy's data type, recomputation and offload."""
-    found = {**shared.offload(source, "engine.", "policy"), "policy.dtype": shared.dtype(source, "engine.dtype")}
+    ours = {**shared.offload(source, "engine.", "policy"), "policy.dtype": shared.dtype(source, "engine.dtype")}
     if _optimizer_of(source.settings) == "veomni" and source.has(key := "engine.mixed_precision") and not source.flag(key):
         source.lacks(key, "weights of bfloat16 without a copy in float32")
     if is_megatron(source):
-        return found | shared.recompute(source, "engine.override_transformer_config", "policy")
+        return ours | shared.recompute(source, "engine.override_transformer_config", "policy")
     key = "engine.activation_checkpointing"
     key = key if source.text("engine") == "automodel" else "model.enable_gradient_checkpointing"
-    return found | ({"policy.recompute": "full"} if source.flag(key) else {})
+    return ours | ({"policy.recompute": "full"} if source.flag(key) else {})
 
 
 def micro_batch(source: Source) -> dict[str, Any]:
@@ -81,13 +78,13 @@ def micro_batch(source: Source) -> dict[str, Any]:
 
 def optimizer(source: Source, engine: str = "") -> dict[str, Any]:
     """Return our optimizer keys with the schedule of `engine`, by default the engine of the keys `optim` and `engine`."""
-    said, engine = source.under("optim."), engine or _optimizer_of({key: source.text(key) for key in _ENGINES})
+    optim, engine = source.under("optim."), engine or _optimizer_of({key: source.text(key) for key in _ENGINES})
     # verl passes no betas to Megatron's optimizer.
-    betas = [0.9, 0.999] if engine == "megatron" else said.numbers("betas")
+    betas = [0.9, 0.999] if engine == "megatron" else optim.numbers("betas")
     total = None if engine == older.PROGRAM else source.whole(TOTAL_STEPS)
-    aware = engine == "megatron" and said.flag("use_precision_aware_optimizer")
-    ours = {f"policy.optimizer.{name}": value for name, value in schedule(said, engine, total).items()}
-    return {"policy.optimizer.betas": betas, **ours, **shared.moments(said, are_read=aware or engine == "automodel")}
+    aware = engine == "megatron" and optim.flag("use_precision_aware_optimizer")
+    ours = {f"policy.optimizer.{name}": value for name, value in schedule(optim, engine, total).items()}
+    return {"policy.optimizer.betas": betas, **ours, **shared.moments(optim, are_read=aware or engine == "automodel")}
 
 
 def columns(source: Source) -> dict[str, Any]:
@@ -101,9 +98,8 @@ def columns(source: Source) -> dict[str, Any]:
 def lengths(source: Source) -> dict[str, Any]:
     """Return our length limits: verl limits prompt and response together, so each of them gets the whole length."""
     if source.text("data.truncation") not in ("error", None):
-        source.fixed(
-            "data.truncation", "a response that is too long is cut off at its end; prompts that are too long are refused"
-        )
+        reason = "a response that is too long is cut off at its end; prompts that are too long are refused"
+        source.fixed("data.truncation", reason)
     return FIELDS["lengths"](source)
 
 
@@ -126,8 +122,8 @@ def frequency(source: Source, key: str) -> int | None:
 
 
 def evaluation_interval(source: Source, key: str = "trainer.test_freq") -> dict[str, Any]:
-    found = {"trainer.eval_every": frequency(source, key) if source.items("data.val_files") else 0}
-    return found | shared.validation_rows(source, "data.val_max_samples")
+    ours = {"trainer.eval_every": frequency(source, key) if source.items("data.val_files") else 0}
+    return ours | shared.validation_rows(source, "data.val_max_samples")
 
 
 def resume(source: Source) -> dict[str, Any]:
@@ -140,16 +136,12 @@ def resume(source: Source) -> dict[str, Any]:
     return {"trainer.resume": modes.get(mode)}
 
 
-TRACKED = shared.tracked("trainer.logger", "trainer.project_name", "trainer.experiment_name")
 DERIVED = (
-    *(low_rank, FIELDS["further_tokens"], columns, lengths, first_rows, layout, memory, micro_batch, optimizer),
-    *(FIELDS["method"], shared.epochs_and_steps, evaluation_interval, resume, TRACKED),
+    partial(low_rank, start="model.", by_megatron=is_megatron),
+    *(FIELDS["further_tokens"], columns, lengths, first_rows, layout, memory, micro_batch, optimizer),
+    *(FIELDS["method"], shared.epochs_and_steps, evaluation_interval, resume, FIELDS["tracking"]),
 )
-_CONVERTERS = {
-    "loggers": shared.loggers, "frequency": frequency,
-    "device": shared.choice({"cuda": "cuda", "npu": "auto", "cpu": "cpu"}, "a device"),
-}  # fmt: skip
-TABLE = table("verl_sft", DERIVED, _CONVERTERS, known=known("verl"))
+TABLE = table("verl_sft", DERIVED, {"frequency": frequency}, known=known("verl"))
 AUTOMODEL_TABLE = replace(
     TABLE, defaults={**TABLE.defaults, "optim.lr": 1e-5, "optim.init_lr_ratio": 0.1, "optim.min_lr_ratio": 0.01}
 )

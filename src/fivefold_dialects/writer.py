@@ -15,12 +15,8 @@ from fivefold.config.run_config import RunConfig
 from fivefold_dialects.translator import nested, our_defaults
 
 _WIDTH = 60
-TITLES: dict[Kind, str] = {
-    "translated": "translated",
-    "fixed": "fixed here",
-    "unsupported": "not supported",
-    "unknown": "unknown",
-}
+TITLES: dict[Kind, str]
+TITLES = {"translated": "translated", "fixed": "fixed here", "unsupported": "not supported", "unknown": "unknown"}
 
 
 def write(translation: Translation, system: str, *, strict: bool = True) -> str:
@@ -44,33 +40,33 @@ def write(translation: Translation, system: str, *, strict: bool = True) -> str:
         path = tuple(sections)
         setting = f"{'  ' * len(sections)}{last}: {_flow(line.value)}"
         parts.append(f"{setting:<{_WIDTH}}  {_comment(_sources(line, system))}")
-    said = [_comment(f"Note: {sentence}.") for sentence in translation.notes]
-    return "\n".join([*parts, "", *said, *_table(translation.outcomes, system), ""])
+    notes = [_comment(f"Note: {sentence}.") for sentence in translation.notes]
+    return "\n".join([*parts, "", *notes, *_table(translation.outcomes, system), ""])
 
 
 def summary(translation: Translation) -> str:
     """Return one line with the counts of keys, and with the release of the defaults if it is not the current one."""
-    counts = Counter(each.kind for each in translation.outcomes)
+    counts = Counter(outcome.kind for outcome in translation.outcomes)
     release = [f"defaults of release {translation.release}"] if translation.release else []
     return ", ".join([*(f"{counts[kind]} {title}" for kind, title in TITLES.items()), *release])
 
 
 def notes(translation: Translation) -> list[str]:
     """Return sentences about the translated run: its notes, and unsupported settings that change no number."""
-    return [*translation.notes, *(f"{each.key}={each.shown}: {each.reason}" for each in translation.outcomes
-            if each.kind == "unsupported" and not each.changes_result)]  # fmt: skip
+    return [*translation.notes, *(f"{outcome.key}={outcome.shown}: {outcome.reason}" for outcome in translation.outcomes
+            if outcome.kind == "unsupported" and not outcome.changes_result)]  # fmt: skip
 
 
 def _needed(lines: Sequence[Line]) -> list[Line]:
     """Return the lines that the run needs: no defaults, always the method's name, and no choices that the method implies."""
-    found = [line for line in lines if not _is_default(line)]
-    chosen = _choices(found)
-    for line in list(found):
+    needed = [line for line in lines if not _is_default(line)]
+    chosen = _choices(needed)
+    for line in list(needed):
         section, _, name = line.key.partition(".")
-        fewer = [each for each in found if each is not line]
+        fewer = [other for other in needed if other is not line]
         if section == "algorithm" and hasattr(chosen, name.partition(".")[0]) and _choices(fewer) == chosen:
-            found = fewer
-    return found
+            needed = fewer
+    return needed
 
 
 def _choices(lines: Sequence[Line]) -> object:
@@ -105,15 +101,15 @@ def _flow(value: Any) -> str:
 
 
 def _table(outcomes: list[Outcome], system: str) -> list[str]:
-    counts = Counter(each.kind for each in outcomes)
+    counts = Counter(outcome.kind for outcome in outcomes)
     lines = [f"# {sum(counts.values())} keys of {system}:"]
     for kind, title in TITLES.items():
         if not counts[kind]:
             continue
         lines.append(f"# {counts[kind]:4d} {title}")
         if kind != "translated":
-            of_kind = [each for each in outcomes if each.kind == kind]
-            lines += [_comment(f"       {each.key} = {each.shown}: {_marked(each)}") for each in of_kind]
+            of_kind = [outcome for outcome in outcomes if outcome.kind == kind]
+            lines += [_comment(f"       {outcome.key} = {outcome.shown}: {_marked(outcome)}") for outcome in of_kind]
     return lines
 
 
@@ -122,5 +118,6 @@ def _comment(text: str) -> str:
     return "# " + "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
 
 
-def _marked(each: Outcome) -> str:
-    return f"{each.reason} (the numbers would differ)" if each.kind == "unsupported" and each.changes_result else each.reason
+def _marked(outcome: Outcome) -> str:
+    differs = outcome.kind == "unsupported" and outcome.changes_result
+    return f"{outcome.reason} (the numbers would differ)" if differs else outcome.reason

@@ -73,42 +73,42 @@ def test_leave_one_out_compares_with_the_mean_of_the_others():
 
 
 def test_opo_s_baseline_is_weighted_by_length():
-    found = make_advantage("length_weighted", "none")(scores([1.0, 0.0, 0.5], [0, 0, 1], [3, 1, 7]))
-    assert found.tolist() == pytest.approx([0.25, -0.75, 0.0])
+    advantages = make_advantage("length_weighted", "none")(scores([1.0, 0.0, 0.5], [0, 0, 1], [3, 1, 7]))
+    assert advantages.tolist() == pytest.approx([0.25, -0.75, 0.0])
 
 
 def test_gpg_scales_for_groups_that_tell_nothing():
-    found = make_advantage("group_scaled", "none")(scores([1.0, 0, 1, 1, 0, 0], [0, 0, 1, 1, 2, 2]))
-    assert found.tolist() == pytest.approx([0.5 * 3, -0.5 * 3, 0, 0, 0, 0])
+    advantages = make_advantage("group_scaled", "none")(scores([1.0, 0, 1, 1, 0, 0], [0, 0, 1, 1, 2, 2]))
+    assert advantages.tolist() == pytest.approx([0.5 * 3, -0.5 * 3, 0, 0, 0, 0])
     assert make_advantage("group_scaled", "none")(scores([1.0] * 4)).tolist() == [0.0] * 4
     # Three times 0.1 is not three equal parts of 0.3 in floating point, but it tells nothing either.
-    found = make_advantage("group_scaled", "none")(scores([0.1, 0.1, 0.1, 1.0, 0.0], [0, 0, 0, 1, 1]))
-    assert found.tolist() == pytest.approx([0, 0, 0, 0.5 * 5 / 2, -0.5 * 5 / 2])
+    advantages = make_advantage("group_scaled", "none")(scores([0.1, 0.1, 0.1, 1.0, 0.0], [0, 0, 0, 1, 1]))
+    assert advantages.tolist() == pytest.approx([0, 0, 0, 0.5 * 5 / 2, -0.5 * 5 / 2])
 
 
 def test_pass_at_k_rewards_the_best_by_its_lead():
-    found = make_advantage("pass_at_k", "none")(scores([0.2, 1.0, 0.7, 0.5, 0.5], [0, 0, 0, 1, 1]))
-    assert found.tolist() == pytest.approx([0, 0.3, 0, 0, 0])
+    advantages = make_advantage("pass_at_k", "none")(scores([0.2, 1.0, 0.7, 0.5, 0.5], [0, 0, 0, 1, 1]))
+    assert advantages.tolist() == pytest.approx([0, 0.3, 0, 0, 0])
 
 
 def test_a_baseline_below_the_mean_makes_good_responses_weigh_more():
     """AsymRE on rewards 1, 0, 0 and a shift of -0.1: the baseline is 1/3 - 0.1."""
-    found = make_advantage("group", "none", -0.1)(scores([1.0, 0, 0, 5.0], [0, 0, 0, 1]))
-    assert found.tolist() == pytest.approx([2 / 3 + 0.1, -1 / 3 + 0.1, -1 / 3 + 0.1, 0.0])
+    advantages = make_advantage("group", "none", -0.1)(scores([1.0, 0, 0, 5.0], [0, 0, 0, 1]))
+    assert advantages.tolist() == pytest.approx([2 / 3 + 0.1, -1 / 3 + 0.1, -1 / 3 + 0.1, 0.0])
 
 
 def test_the_log_mean_exp_baseline_lies_between_the_mean_and_the_best():
     """τ log((e^(1/τ) + 1) / 2): 0.6201 at τ = 1; the mean for a large τ, the best for a small one, and no overflow."""
     for tau, baseline in ((1.0, 0.62011), (1e4, 0.5), (1e-3, 1 - 1e-3 * math.log(2))):
-        found = make_advantage("log_mean_exp", "none", baseline_temperature=tau)(scores([1.0, 0.0]))
-        assert found.tolist() == pytest.approx([1 - baseline, -baseline], abs=1e-4)
+        advantages = make_advantage("log_mean_exp", "none", baseline_temperature=tau)(scores([1.0, 0.0]))
+        assert advantages.tolist() == pytest.approx([1 - baseline, -baseline], abs=1e-4)
 
 
 def test_the_log_mean_exp_of_the_step_is_that_of_all_its_groups():
     """τ log mean e^(r / τ) of 1, 0, 1 and 1 with τ = 1/2."""
     baseline = 0.5 * math.log((3 * math.exp(2) + 1) / 4)
-    found = make_advantage("step_log_mean_exp", "none", baseline_temperature=0.5)(scores([1.0, 0, 1, 1], [0, 0, 1, 2]))
-    assert found.tolist() == pytest.approx([1 - baseline, -baseline, 1 - baseline, 1 - baseline], rel=1e-6)
+    advantages = make_advantage("step_log_mean_exp", "none", baseline_temperature=0.5)(scores([1.0, 0, 1, 1], [0, 0, 1, 2]))
+    assert advantages.tolist() == pytest.approx([1 - baseline, -baseline, 1 - baseline, 1 - baseline], rel=1e-6)
 
 
 def test_the_mean_of_the_step_is_that_of_all_its_groups():
@@ -137,14 +137,14 @@ def test_sppo_is_the_mean_square_of_what_a_response_is_from_its_reward():
 
 
 def test_max_rl_divides_by_the_mean_of_the_group():
-    found = make_advantage("group", "mean")(scores([1.0, 0, 0, 0, 0, 0], [0, 0, 0, 0, 1, 1]))
-    assert found.tolist() == pytest.approx([3, -1, -1, -1, 0, 0], rel=1e-5)
+    advantages = make_advantage("group", "mean")(scores([1.0, 0, 0, 0, 0, 0], [0, 0, 0, 0, 1, 1]))
+    assert advantages.tolist() == pytest.approx([3, -1, -1, -1, 0, 0], rel=1e-5)
 
 
 def test_verl_s_gpg_scales_by_the_rewards_that_are_not_zero():
     """Of six rewards two are not 0: (1 - 1/2) 6/2 where ours counts the four of groups with variance."""
-    found = make_advantage("nonzero_scaled", "none")(scores([1.0, 0, 1, 0, 0, 0], [0, 0, 1, 1, 2, 2]))
-    assert found.tolist() == pytest.approx([1.5, -1.5, 1.5, -1.5, 0, 0])
+    advantages = make_advantage("nonzero_scaled", "none")(scores([1.0, 0, 1, 0, 0, 0], [0, 0, 1, 1, 2, 2]))
+    assert advantages.tolist() == pytest.approx([1.5, -1.5, 1.5, -1.5, 0, 0])
     assert make_advantage("nonzero_scaled", "none")(scores([0.0, 0.0])).tolist() == [0.0, 0.0]
 
 
@@ -168,8 +168,8 @@ def test_every_advantage_equals_its_loop(kind, normalize):
     rewards[7] = rewards[8] = 0.5
     lengths = [draw.randrange(1, 30) for _ in groups]
     greedy = [draw.random() for _ in groups]
-    found = make_advantage(kind, normalize, -0.3, 0.4)(scores(rewards, groups, lengths, greedy))
-    assert found.tolist() == pytest.approx(
+    advantages = make_advantage(kind, normalize, -0.3, 0.4)(scores(rewards, groups, lengths, greedy))
+    assert advantages.tolist() == pytest.approx(
         loops.advantages(kind, rewards, groups, lengths, normalize, greedy, -0.3, 0.4), rel=1e-5, abs=1e-7
     )
 
@@ -195,11 +195,11 @@ def test_a_truncated_response_is_bootstrapped_only_where_that_is_chosen():
     """The same with 9 after the last token: δ_2 = 3 + 0.5·9 - 2 = 5.5."""
     values = torch.tensor([1.0, 2.0, 9.0])
     samples = Segments(torch.tensor([False, True, True]), [3])
-    given = torch.tensor([3.0]), torch.zeros(3), values, torch.tensor([False]), samples
-    advantages, returns = GAE(0.5, 0.5, bootstrap_truncated=True)(*given)
+    inputs = torch.tensor([3.0]), torch.zeros(3), values, torch.tensor([False]), samples
+    advantages, returns = GAE(0.5, 0.5, bootstrap_truncated=True)(*inputs)
     assert advantages.tolist() == pytest.approx([0, 0.25 * 5.5, 5.5])
     assert returns.tolist() == pytest.approx([0, 1 + 0.25 * 5.5, 7.5])
-    advantages, returns = GAE(0.5, 0.5)(*given)
+    advantages, returns = GAE(0.5, 0.5)(*inputs)
     assert advantages.tolist() == pytest.approx([0, 0.25, 1.0]) and returns.tolist() == pytest.approx([0, 1.25, 3.0])
 
 
@@ -262,10 +262,10 @@ def test_whitening_looks_at_the_tokens_of_all_replicas():
     assert whiten(values, mask, lambda sums: sums).tolist() == pytest.approx(expected, rel=1e-6)
     # Two replicas that each hold a part find the same, from each other's sums.
     parts = [slice(0, 2), slice(2, 5)]
-    told = [[torch.tensor([2.0, 6.0]).double(), torch.tensor([2.0, 13.0]).double()], []]
+    sums_of_calls = [[torch.tensor([2.0, 6.0]).double(), torch.tensor([2.0, 13.0]).double()], []]
 
     def total_for(part):
-        step = iter([sum(told[0]), torch.tensor([sum((x - mean) ** 2 for x in chosen)]).double()])
+        step = iter([sum(sums_of_calls[0]), torch.tensor([sum((x - mean) ** 2 for x in chosen)]).double()])
         return lambda sums: next(step)
 
     for part in parts:
@@ -276,20 +276,28 @@ def test_whitening_by_domain_looks_at_each_domain_for_itself():
     """Two domains of [1, 5, 9] and [100, 104], one of a single token, and one without any on this replica."""
     values, mask = torch.tensor([1.0, 100.0, 5.0, 7.0, 104.0, 9.0, 3.0]), torch.tensor([True] * 3 + [False] + [True] * 3)
     part = torch.tensor([0, 2, 0, 0, 2, 0, 3])
-    found = whiten(values, mask, lambda sums: sums, part, 4).tolist()
-    assert found == pytest.approx([-1, -(0.5**0.5), 0, 0, 0.5**0.5, 1, 0], rel=1e-6)
+    whitened = whiten(values, mask, lambda sums: sums, part, 4).tolist()
+    assert whitened == pytest.approx([-1, -(0.5**0.5), 0, 0, 0.5**0.5, 1, 0], rel=1e-6)
     # Two replicas, each with tokens of both domains: the sums of each call are those of the two.
     halves, calls = [slice(0, 3), slice(3, 7)], [[], []]
     for place, half in enumerate(halves):
-        whiten(values[half], mask[half], lambda sums, own=calls[place]: own.append(sums) or sums, part[half], 4)
+        whiten(
+            values[half],
+            mask[half],
+            lambda sums, sums_of_call=calls[place]: sums_of_call.append(sums) or sums,
+            part[half],
+            4,
+        )
     first = calls[0][0] + calls[1][0]
     mean = first[4:] / first[:4].clamp(min=1)
     second = torch.zeros(4, dtype=torch.float64).index_add(
         0, part[mask], (values.double()[mask] - mean[part[mask]]).square()
     )
     for half in halves:
-        told = iter([first, second])
-        assert whiten(values[half], mask[half], lambda sums, told=told: next(told), part[half], 4).tolist() == found[half]
+        steps = iter([first, second])
+        assert (
+            whiten(values[half], mask[half], lambda sums, told=steps: next(told), part[half], 4).tolist() == whitened[half]
+        )
 
 
 class Half:
@@ -308,14 +316,19 @@ def batch_of_distributions(temperature: float, groups: list[int], lengths: list[
     torch.manual_seed(3)
     logits, tokens, pieces = [], [], {"old": [], "half": [], "ref": [], "engine": [], "mask": []}
     for length in lengths:
-        own = 3 * torch.randn(length, vocab, dtype=torch.float64)
+        logits_of_one = 3 * torch.randn(length, vocab, dtype=torch.float64)
         drawn = torch.randint(vocab, (length, 1))
-        scaled = {"old": own / temperature, "half": own / (temperature / 2), "ref": own * 0.9, "engine": own * 1.1}
-        for name, each in scaled.items():
+        scaled = {
+            "old": logits_of_one / temperature,
+            "half": logits_of_one / (temperature / 2),
+            "ref": logits_of_one * 0.9,
+            "engine": logits_of_one * 1.1,
+        }
+        for name, values in scaled.items():
             # A prompt of two tokens is before each response.
-            pieces[name] += [0.0, 0.0, *each.log_softmax(-1).gather(1, drawn)[:, 0].tolist()]
+            pieces[name] += [0.0, 0.0, *values.log_softmax(-1).gather(1, drawn)[:, 0].tolist()]
         pieces["mask"] += [False, False] + [True] * length
-        logits.append(own)
+        logits.append(logits_of_one)
         tokens.append(drawn[:, 0].tolist())
     batch = TokenBatch(
         torch.zeros(len(pieces["mask"]), dtype=torch.long),
@@ -337,26 +350,26 @@ def test_the_optimal_token_baseline_weighs_returns_by_squared_scores(corrected):
     """2602.07078, token by token from whole distributions: groups of 3, 2 and 1, rewards with a penalty of each token."""
     groups, lengths, rewards, temperature = [0, 1, 0, 2, 1, 0], [4, 2, 6, 3, 2, 5], [1.0, 0.0, 0.0, 1.0, 2.0, 0.5], 0.7
     logits, tokens, batch = batch_of_distributions(temperature, groups, lengths)
-    found = {"kl": methods.KL(estimator="k1", coef=0.1, place="reward")}
+    choices = {"kl": methods.KL(estimator="k1", coef=0.1, place="reward")}
     if corrected:
-        found["rollout_correction"] = methods.Correction(weight="token", high=1.1)
-    objective = make_objective("otb", **found)
+        choices["rollout_correction"] = methods.Correction(weight="token", high=1.1)
+    objective = make_objective("otb", **choices)
     assert objective.needs(1) == {Column.OLD_LOGPROBS, Column.HALF_TEMPERATURE_LOGPROBS, Column.REF_LOGPROBS}
     finished = torch.ones(6, dtype=torch.bool)
     inputs = scores(rewards, groups, lengths)
     advantages_T, _ = objective.advantages(batch, inputs, finished, Alone())
 
     returns, weights = [], []
-    for n, (own, drawn) in enumerate(zip(logits, tokens, strict=True)):
-        ref = (own * 0.9).log_softmax(-1)
-        engine = (own * 1.1).log_softmax(-1)
+    for n, (of_response, drawn) in enumerate(zip(logits, tokens, strict=True)):
+        ref = (of_response * 0.9).log_softmax(-1)
+        engine = (of_response * 1.1).log_softmax(-1)
         later, energy, of_returns, of_weights = rewards[n], 0.0, [], []
         for t in reversed(range(lengths[n])):
-            chances = (own[t] / temperature).softmax(-1)
+            chances = (of_response[t] / temperature).softmax(-1)
             later -= 0.1 * float(chances[drawn[t]].log() - ref[t, drawn[t]])
             of_returns.insert(0, later)
         for t in range(lengths[n]):
-            chances = (own[t] / temperature).softmax(-1)
+            chances = (of_response[t] / temperature).softmax(-1)
             score = -chances
             score[drawn[t]] += 1
             weight = min(float(chances[drawn[t]] / engine[t, drawn[t]].exp()), 1.1) if corrected else 1.0
@@ -525,8 +538,8 @@ def test_rec_s_weights_and_additions_by_hand():
         # What is left out keeps the additions.
         ({"clip_mode": "two_sided", "likelihood_coef": 0.1, "proximal_coef": 0.3}, -0.1 - 0.3 * square),
     ):
-        found = make_surrogate("rec", **{"clip_mode": "none", **choices})(d, now, advantages, whole(1))
-        assert found.tolist() == pytest.approx([expected], rel=1e-5), choices
+        gains = make_surrogate("rec", **{"clip_mode": "none", **choices})(d, now, advantages, whole(1))
+        assert gains.tolist() == pytest.approx([expected], rel=1e-5), choices
 
 
 def test_sppo_and_rollout_is_are_rec_with_other_bounds():
@@ -579,8 +592,8 @@ def test_covariance_chooses_tokens_over_the_whole_update():
     mean_l, mean_a = statistics.fmean(logprobs.tolist()), statistics.fmean(advantages.tolist())
     cov = [(x - mean_l) * (a - mean_a) for x, a in zip(logprobs.tolist(), advantages.tolist(), strict=True)]
     order = sorted(range(6), key=lambda i: -cov[i])
-    found = make_surrogate("kl_cov", cov_fraction=0.34).select_tokens(logprobs, logprobs, advantages, torch.rand(6))
-    assert sorted(found.nonzero()[:, 0].tolist()) == sorted(order[:2])
+    selected = make_surrogate("kl_cov", cov_fraction=0.34).select_tokens(logprobs, logprobs, advantages, torch.rand(6))
+    assert sorted(selected.nonzero()[:, 0].tolist()) == sorted(order[:2])
     uniform = torch.tensor([0.9, 0.5, 0.1, 0.2, 0.0, 0.3])
     inside = [i for i in range(6) if 1.0 < cov[i] < 5.0]
     assert len(inside) >= 3, cov
@@ -647,8 +660,8 @@ def test_k1_and_k3_estimate_the_kl_of_two_distributions_and_k2_has_its_gradient(
     (slope,) = torch.autograd.grad(exact, logits, retain_graph=True)
     for name in ("k2", "k1+", "k3+", "abs+"):
         value = (p.exp().detach() * kl.ESTIMATORS[name](p, q)).sum()
-        (found,) = torch.autograd.grad(value, logits, retain_graph=True)
-        assert torch.allclose(found, slope, atol=1e-6), name
+        (gradient,) = torch.autograd.grad(value, logits, retain_graph=True)
+        assert torch.allclose(gradient, slope, atol=1e-6), name
     # Without the straight-through form k1 has no gradient on average: that is why it exists.
     (nothing,) = torch.autograd.grad((p.exp().detach() * kl.k1(p, q)).sum(), logits)
     assert nothing.abs().max() < 1e-6
@@ -689,7 +702,7 @@ def test_a_second_kl_penalty_in_the_reward_does_not_change_that_of_the_loss():
     batch[Column.ADVANTAGES], batch[Column.LOSS_WEIGHTS] = advantages, mask / 3
     one = make_objective("dr_grpo", kl=methods.KL(estimator="k1", coef=0.25, place="reward"))
     now_T = torch.tensor([0.0, -0.5, -1.0, 0.0, -1.5])
-    losses = [float(each.loss(now_T, torch.zeros(5), batch).loss) for each in (both, one)]
+    losses = [float(objective.loss(now_T, torch.zeros(5), batch).loss) for objective in (both, one)]
     k2 = [(now + distance) ** 2 / 2 for now, distance in ((-0.5, 2.0), (-1.0, 2.0), (-1.5, 1.0))]
     assert losses[0] - losses[1] == pytest.approx(0.8 * sum(k2) / 3)
     assert both.needs(1) == {Column.OLD_LOGPROBS, Column.REF_LOGPROBS}
@@ -700,8 +713,8 @@ def test_a_second_kl_penalty_in_the_reward_does_not_change_that_of_the_loss():
 
 def test_the_overlong_penalty_is_dapo_s_equation_13():
     """L_max 10, cache 4: nothing up to 6, then (6 - length) / 4, -1 at 10."""
-    found = overlong_penalty(torch.tensor([3, 6, 7, 9, 10]), 10, 4, 1.0)
-    assert found.tolist() == pytest.approx([0, 0, -0.25, -0.75, -1.0])
+    penalties = overlong_penalty(torch.tensor([3, 6, 7, 9, 10]), 10, 4, 1.0)
+    assert penalties.tolist() == pytest.approx([0, 0, -0.25, -0.75, -1.0])
     shaped = make_objective("dapo", overlong_buffer=0.4, overlong_penalty=2.0, reward_clip=1.2).shaping(
         torch.tensor([1.0, 1.0, 5.0], dtype=torch.float64), torch.tensor([6, 10, 3]), 10
     )
@@ -712,10 +725,10 @@ def test_rewards_are_penalised_then_shifted_then_scaled_then_bounded():
     """AReaL's reward_bias, reward_scaling and reward_clip: (1 - 0.5) 10, (0 - 0.5) 10; the long one (1 - 1 - 0.5) 10."""
     shaped = {"reward_shift": -0.5, "reward_scale": 10.0, "overlong_buffer": 4, "overlong_penalty": 1.0}
     rewards, lengths = torch.tensor([1.0, 0.0, 1.0, 3.0], dtype=torch.float64), torch.tensor([3, 3, 10, 3])
-    found = make_objective("grpo", **shaped).shaping(rewards, lengths, 10)
-    assert found.tolist() == pytest.approx([5.0, -5.0, -5.0, 25.0])
-    found = make_objective("grpo", **shaped, reward_clip=20.0).shaping(rewards, lengths, 10)
-    assert found.tolist() == pytest.approx([5.0, -5.0, -5.0, 20.0])
+    shaped_rewards = make_objective("grpo", **shaped).shaping(rewards, lengths, 10)
+    assert shaped_rewards.tolist() == pytest.approx([5.0, -5.0, -5.0, 25.0])
+    shaped_rewards = make_objective("grpo", **shaped, reward_clip=20.0).shaping(rewards, lengths, 10)
+    assert shaped_rewards.tolist() == pytest.approx([5.0, -5.0, -5.0, 20.0])
 
 
 def test_repetition_is_the_share_of_n_grams_that_were_there_before():
@@ -793,22 +806,22 @@ def test_prompts_whose_responses_are_alike_are_left_out_after_whitening():
 
 def test_whitening_looks_at_responses_that_carry_loss_only():
     batch = make_batch()
-    given = scores([5.0, -3.0, 1.0], [0, 1, 2])
+    inputs = scores([5.0, -3.0, 1.0], [0, 1, 2])
     objective = make_objective("ppo", credit="response", overlong_filter=True)
-    found, _ = objective.advantages(
-        batch, given, torch.ones(3, dtype=torch.bool), Alone(), torch.tensor([True, False, True])
+    advantages, _ = objective.advantages(
+        batch, inputs, torch.ones(3, dtype=torch.bool), Alone(), torch.tensor([True, False, True])
     )
     values = [5.0] * 3 + [1.0] * 3
     mean, std = statistics.fmean(values), math.sqrt(statistics.variance(values) + 1e-8)
-    assert found[[4, 8, 14]].tolist() == pytest.approx([(5 - mean) / std, 0.0, (1 - mean) / std], rel=1e-5)
+    assert advantages[[4, 8, 14]].tolist() == pytest.approx([(5 - mean) / std, 0.0, (1 - mean) / std], rel=1e-5)
 
 
 def test_advantages_are_kept_within_their_bound():
     batch = make_batch()
-    given = scores([5.0, -3.0, 0.0], [0, 1, 2])
+    inputs = scores([5.0, -3.0, 0.0], [0, 1, 2])
     objective = make_objective("ppo", credit="response", whiten=False, advantage_clip=2.0)
-    found, _ = objective.advantages(batch, given, torch.ones(3, dtype=torch.bool), Alone())
-    assert sorted(set(found.tolist())) == [-2.0, 0.0, 2.0]
+    advantages, _ = objective.advantages(batch, inputs, torch.ones(3, dtype=torch.bool), Alone())
+    assert sorted(set(advantages.tolist())) == [-2.0, 0.0, 2.0]
 
 
 # --- correction ------------------------------------------------------------------------------------------------------
@@ -821,8 +834,8 @@ def test_the_share_of_tokens_far_from_the_engine_s_by_hand():
     gap_T[batch.loss_mask_T.nonzero()[:4, 0]] = torch.tensor([0.05, -0.2, 0.6, -2.0])
     batch[Column.ROLLOUT_LOGPROBS] = batch[Column.OLD_LOGPROBS] - gap_T
     sums = objective.loss(batch[Column.OLD_LOGPROBS].clone(), torch.zeros(15), batch).sums
-    found = [float(sums[f"rollout/logprob_diff_over_{bound}"]) for bound in ("0.1", "0.5", "1")]
-    assert found == pytest.approx([3 / 9, 2 / 9, 1 / 9])
+    fractions = [float(sums[f"rollout/logprob_diff_over_{bound}"]) for bound in ("0.1", "0.5", "1")]
+    assert fractions == pytest.approx([3 / 9, 2 / 9, 1 / 9])
 
 
 def test_correction_weights_by_hand():
@@ -830,8 +843,8 @@ def test_correction_weights_by_hand():
     gap, samples = torch.tensor([4.0, 1.5, 0.1]).log(), whole(3)
 
     def weights(**choices):
-        weight, kept = replace(Correction.usual_values(), **choices)(gap, samples)
-        return pytest.approx(weight.tolist(), rel=1e-5), kept.tolist()
+        weight, is_kept = replace(Correction.usual_values(), **choices)(gap, samples)
+        return pytest.approx(weight.tolist(), rel=1e-5), is_kept.tolist()
 
     assert weights(weight="token", high=2.0)[0] == [2.0, 1.5, 0.1]
     assert weights(weight="token", high=2.0, outside="mask")[0] == [0.0, 1.5, 0.1]
@@ -898,9 +911,9 @@ def test_the_fewest_far_tokens_go_until_the_second_moment_is_below_its_bound():
     """Distances 0.1, -2, 0.5, 1 with mean squares 1.315, then 0.42 without the 2, then 0.13 without the 1."""
     gaps = torch.tensor([0.1, -2.0, 0.5, 1.0])
     for bound, expected in ((2.0, []), (1.0, [1]), (0.2, [1, 3]), (0.01001, [1, 2, 3]), (1e-9, [1, 2, 3])):
-        found = beyond_second_moment(gaps, bound)
-        assert found.nonzero()[:, 0].tolist() == expected, bound
-        assert found.tolist() == loops.beyond_second_moment(gaps.tolist(), bound)
+        left_out = beyond_second_moment(gaps, bound)
+        assert left_out.nonzero()[:, 0].tolist() == expected, bound
+        assert left_out.tolist() == loops.beyond_second_moment(gaps.tolist(), bound)
     draw = torch.randn(200, generator=torch.Generator().manual_seed(3))
     assert beyond_second_moment(draw, 0.3).tolist() == loops.beyond_second_moment(draw.tolist(), 0.3)
     assert beyond_second_moment(torch.zeros(0), 0.3).tolist() == []
@@ -911,12 +924,12 @@ def test_every_divergence_rejects_what_its_loop_rejects(name):
     batch = make_batch()
     chosen = replace(Correction.usual_values(), reject_divergence={name: 0.08})
     difference = (batch[Column.OLD_LOGPROBS] - batch[Column.ROLLOUT_LOGPROBS]) * batch.loss_mask_T
-    _, kept = chosen(difference, Segments.of(batch))
-    found = []
+    _, is_kept = chosen(difference, Segments.of(batch))
+    expected = []
     for sample in as_lists(batch):
         gaps = [a - b for a, b in zip(sample["old"], sample["engine"], strict=True)]
-        found += loops.correction(chosen, gaps, sample["marked"])[1]
-    assert kept[batch.loss_mask_T].tolist() == found and len(set(found)) == 2
+        expected += loops.correction(chosen, gaps, sample["marked"])[1]
+    assert is_kept[batch.loss_mask_T].tolist() == expected and len(set(expected)) == 2
 
 
 # --- the loss as a whole ---------------------------------------------------------------------------------------------
@@ -945,9 +958,9 @@ def changed(**more):
 @pytest.mark.parametrize(("surrogate", "ratio", "aggregate"), COMBINATIONS)
 def test_every_objective_and_its_gradient_equal_the_loop(surrogate, ratio, aggregate):
     """With KL, entropy and truncated weights, as one micro-batch and as three."""
-    own = {} if surrogate in WITHOUT_RATIO else {"importance_sampling_level": ratio}
+    level = {} if surrogate in WITHOUT_RATIO else {"importance_sampling_level": ratio}
     choices = changed(
-        surrogate=surrogate, aggregate=aggregate, rollout_correction=methods.Correction(name="tis", high=1.3), **own
+        surrogate=surrogate, aggregate=aggregate, rollout_correction=methods.Correction(name="tis", high=1.3), **level
     )
     objective, resolved = make_objective("cispo", **choices), methods.resolve("cispo", given(**choices))
     batch = make_batch()
@@ -1048,8 +1061,8 @@ def test_old_log_probs_between_the_engine_s_and_those_of_now_equal_the_loop(choi
     now = (-torch.linspace(0.1, 1.5, 15)).requires_grad_()
     x = now.detach().double().requires_grad_()
     samples = as_lists(batch, x)
-    for sample, own in zip(samples, ([3, 3, 2], [6, 6, 6], [1, 0, 2]), strict=True):
-        sample["steps"] = own
+    for sample, steps_of_sample in zip(samples, ([3, 3, 2], [6, 6, 6], [1, 0, 2]), strict=True):
+        sample["steps"] = steps_of_sample
     expected = loops.loss(resolved, samples, 8)
     expected.backward()
     total = 0.0
@@ -1344,8 +1357,8 @@ def test_a_function_of_the_user_s_own_plugs_in_on_every_axis(tmp_path):
     )
     assert objective.compared(scores([1.0, 3.0])).tolist() == [-1.0, 1.0]
     batch = make_batch()
-    found, _ = objective.advantages(batch, scores([1.0, 3.0, 5.0]), torch.ones(3, dtype=torch.bool), Alone())
-    assert found.nonzero()[:, 0].tolist() == [4, 14] and found[[4, 8, 14]].tolist() == [-2.0, 0.0, 2.0]
+    advantages, _ = objective.advantages(batch, scores([1.0, 3.0, 5.0]), torch.ones(3, dtype=torch.bool), Alone())
+    assert advantages.nonzero()[:, 0].tolist() == [4, 14] and advantages[[4, 8, 14]].tolist() == [-2.0, 0.0, 2.0]
     batch[Column.LOSS_WEIGHTS] = batch.expand_to_tokens(objective.loss_weights(torch.tensor([3, 3, 3]), 8))
     now = -torch.linspace(0.1, 1.5, 15)
     expected = 0.0

@@ -32,53 +32,55 @@ def make_batch() -> TokenBatch:
     generator = torch.Generator().manual_seed(11)
     lengths = [p + r for p, r in zip(PROMPTS, RESPONSES, strict=True)]
     mask = torch.cat([torch.arange(n) >= p for n, p in zip(lengths, PROMPTS, strict=True)])
-    own, ref = -3 * torch.rand(2, sum(lengths), generator=generator)
+    logprobs, ref = -3 * torch.rand(2, sum(lengths), generator=generator)
     return TokenBatch(
-        torch.arange(sum(lengths)), mask, lengths, columns={Column.PRM_LOGPROBS: own, Column.PRM_REF_LOGPROBS: ref}
+        torch.arange(sum(lengths)), mask, lengths, columns={Column.PRM_LOGPROBS: logprobs, Column.PRM_REF_LOGPROBS: ref}
     )
 
 
 def log_ratios(batch: TokenBatch) -> list[list[float]]:
     """Of the response tokens of each sample."""
-    found, start = [], 0
+    ratios, start = [], 0
     for length, prompt in zip(batch.lengths_N, PROMPTS, strict=True):
         places = range(start + prompt, start + length)
-        found.append([float(batch[Column.PRM_LOGPROBS][t]) - float(batch[Column.PRM_REF_LOGPROBS][t]) for t in places])
+        ratios.append([float(batch[Column.PRM_LOGPROBS][t]) - float(batch[Column.PRM_REF_LOGPROBS][t]) for t in places])
         start += length
-    return found
+    return ratios
 
 
 def token_rewards(ratios: list[list[float]], beta: float, granularity: str, normalize: str) -> list[list[float]]:
-    found = []
-    for own in ratios:
+    rewards = []
+    for ratios_of_one in ratios:
         if granularity == "token":
-            found.append([beta * q for q in own[:-1]] + [0.0])
+            rewards.append([beta * q for q in ratios_of_one[:-1]] + [0.0])
         else:
-            found.append([0.0] * (len(own) - 1) + [beta * sum(own)])
+            rewards.append([0.0] * (len(ratios_of_one) - 1) + [beta * sum(ratios_of_one)])
     if normalize == "step":
-        largest = max(abs(sum(own[t:])) for own in found for t in range(len(own)))
-        found = [[r / (largest + 1e-6) for r in own] for own in found]
-    return found
+        largest = max(abs(sum(rewards_of_one[t:])) for rewards_of_one in rewards for t in range(len(rewards_of_one)))
+        rewards = [[r / (largest + 1e-6) for r in rewards_of_one] for rewards_of_one in rewards]
+    return rewards
 
 
 def expected_advantages(
     rewards: list[list[float]], outcomes: list[float], coef: float, outcome_coef: float, granularity: str, gamma: float
 ) -> list[list[float]]:
-    found = []
-    for i, own in enumerate(rewards):
+    advantages = []
+    for i, rewards_of_one in enumerate(rewards):
         members = [j for j, group in enumerate(GROUPS) if group == GROUPS[i]]
         n = len(members)
         others = [outcomes[j] for j in members if j != i]
-        gains = [0.0] * len(own)
+        gains = [0.0] * len(rewards_of_one)
         if n > 1:
             typical = statistics.fmean if granularity == "token" else sum
             baseline = sum(typical(rewards[j]) for j in members) / (n - 1)
-            rewarded = range(len(own)) if granularity == "token" else [len(own) - 1]
+            rewarded = range(len(rewards_of_one)) if granularity == "token" else [len(rewards_of_one) - 1]
             for t in rewarded:
-                gains[t] += coef * (own[t] * n / (n - 1) - baseline)
+                gains[t] += coef * (rewards_of_one[t] * n / (n - 1) - baseline)
             gains[-1] += outcome_coef * (outcomes[i] - statistics.fmean(others))
-        found.append([sum(gamma ** (s - t) * gains[s] for s in range(t, len(own))) for t in range(len(own))])
-    return found
+        advantages.append(
+            [sum(gamma ** (s - t) * gains[s] for s in range(t, len(rewards_of_one))) for t in range(len(rewards_of_one))]
+        )
+    return advantages
 
 
 def advantages_of(batch: TokenBatch, objective, replicas=None, rows=None, rewards=REWARDS) -> torch.Tensor:
@@ -95,9 +97,9 @@ def test_advantages_equal_the_loop_over_tokens_and_other_responses(granularity, 
     objective = make_objective("prime", gamma=0.9, whiten=False, process_reward=process)
     rewards = token_rewards(log_ratios(batch), 0.2, granularity, normalize)
     expected = expected_advantages(rewards, REWARDS, 3.0, 2.0, granularity, 0.9)
-    found_T = advantages_of(batch, objective)
-    assert found_T[batch.loss_mask_T].tolist() == pytest.approx([*chain(*expected)], rel=1e-5, abs=1e-6)
-    assert not found_T[~batch.loss_mask_T].any()
+    advantages_T = advantages_of(batch, objective)
+    assert advantages_T[batch.loss_mask_T].tolist() == pytest.approx([*chain(*expected)], rel=1e-5, abs=1e-6)
+    assert not advantages_T[~batch.loss_mask_T].any()
     # A response alone is compared with none.
     assert expected[5] == [0.0, 0.0] and max(map(abs, expected[0])) > 0.1
 
@@ -109,8 +111,8 @@ def test_the_method_s_advantages_have_the_numbers_of_the_paper_s_code():
     flat = [*chain(*expected_advantages(rewards, REWARDS, 5.0, 5.0, "token", 1.0))]
     mean, variance = statistics.fmean(flat), statistics.variance(flat)
     expected = [(a - mean) / math.sqrt(variance + 1e-8) for a in flat]
-    found_T = advantages_of(batch, make_objective("prime"))
-    assert found_T[batch.loss_mask_T].tolist() == pytest.approx(expected, rel=1e-5, abs=1e-6)
+    advantages_T = advantages_of(batch, make_objective("prime"))
+    assert advantages_T[batch.loss_mask_T].tolist() == pytest.approx(expected, rel=1e-5, abs=1e-6)
 
 
 def test_two_responses_by_hand():
@@ -122,15 +124,15 @@ def test_two_responses_by_hand():
     process = ProcessReward(coef=1.0, outcome_coef=1.0, beta=0.5, normalize="none")
     objective = make_objective("prime", whiten=False, process_reward=process)
     inputs = AdvantageInputs(torch.tensor([1.0, 0.0]), torch.zeros(2, dtype=torch.long), torch.tensor([3, 2]))
-    found_T, _ = objective.advantages(batch, inputs, torch.tensor([True, True]), Alone())
+    advantages_T, _ = objective.advantages(batch, inputs, torch.tensor([True, True]), Alone())
     # Means 1 and 0.25 make the baseline 1.25, each token counts twice, and the outcome +1 or -1 stands at the last token.
-    assert found_T.tolist() == pytest.approx(
+    assert advantages_T.tolist() == pytest.approx(
         [0, 0.75 + 2.75 - 1.25 + 1, 2.75 - 1.25 + 1, -1.25 + 1, 0, -0.25 - 1.25 - 1, -2.25]
     )
     # The largest sum from a token on is 3.
     normalized = make_objective("prime", whiten=False, process_reward=replace(process, normalize="step"))
-    found_T, _ = normalized.advantages(batch, inputs, torch.tensor([True, True]), Alone())
-    assert found_T[5:].tolist() == pytest.approx([-1.5 / 3 - 1, -1.25 / 3 - 1], rel=1e-5)
+    advantages_T, _ = normalized.advantages(batch, inputs, torch.tensor([True, True]), Alone())
+    assert advantages_T[5:].tolist() == pytest.approx([-1.5 / 3 - 1, -1.25 / 3 - 1], rel=1e-5)
 
 
 class Summed:
@@ -165,17 +167,17 @@ def test_advantages_of_a_replica_are_those_of_its_samples_among_all():
         known.largest = replicas.largest
         advantages_of(batch, objective, known, others)
         known.place = 0
-        found_T = advantages_of(batch, objective, known, mine)
-        assert torch.allclose(found_T, whole_T[batch.token_index(mine)], atol=1e-6)
+        advantages_T = advantages_of(batch, objective, known, mine)
+        assert torch.allclose(advantages_T, whole_T[batch.token_index(mine)], atol=1e-6)
 
 
 def stats_of(rewards=REWARDS) -> RolloutStats:
-    count, whole = len(GROUPS), torch.zeros(len(GROUPS), dtype=torch.long)
+    count, zeros_N = len(GROUPS), torch.zeros(len(GROUPS), dtype=torch.long)
     return RolloutStats(
         group_N=torch.tensor(GROUPS), rewards_N=torch.tensor(rewards, dtype=torch.float64),
         response_lengths_N=torch.tensor(RESPONSES), prompt_lengths_N=torch.tensor(PROMPTS),
         lengths_N=torch.tensor(RESPONSES) + torch.tensor(PROMPTS), finished_N=FINISHED, correct_N=torch.tensor(CORRECT).bool(),
-        repetition_N=torch.zeros(count), version_N=whole, versions_differ=False, rank_N=whole, minibatch_N=whole, owner_N=whole,
+        repetition_N=torch.zeros(count), version_N=zeros_N, versions_differ=False, rank_N=zeros_N, minibatch_N=zeros_N, owner_N=zeros_N,
         max_response_tokens=8, has_logprobs=True,
     )  # fmt: skip
 
@@ -191,7 +193,7 @@ def test_the_model_s_loss_and_its_gradient_equal_the_loop_for_every_cut(loss, ta
     config = ProcessReward(loss=loss, target=target, beta=beta, update="after" if loss == "dpo" else "before")
     process = make_objective("prime", process_reward=config).process
     outcomes = CORRECT if target == "correct" else REWARDS
-    before = [beta * sum(own) for own in log_ratios(batch)]
+    before = [beta * sum(ratios) for ratios in log_ratios(batch)]
     scores_N = process.scores(batch, 6, lambda sums: sums)
     assert scores_N.tolist() == pytest.approx(before, rel=1e-6)
 
@@ -269,10 +271,10 @@ def test_ppo_may_have_process_rewards_in_its_returns():
     """GAE with γ = λ = 1 and values of 0 gives the returns themselves."""
     batch = make_batch().with_columns({Column.VALUES: torch.zeros(len(make_batch().token_ids_T))})
     process = ProcessReward(coef=2.0, outcome_coef=1.0)
-    found_T = advantages_of(batch, make_objective("ppo", whiten=False, process_reward=process))
+    advantages_T = advantages_of(batch, make_objective("ppo", whiten=False, process_reward=process))
     rewards = token_rewards(log_ratios(batch), 0.05, "token", "step")
     expected = [
-        [a + REWARDS[i] for a in own]
-        for i, own in enumerate(expected_advantages(rewards, [0.0] * 6, 2.0, 0.0, "token", 1.0))
+        [a + REWARDS[i] for a in gains]
+        for i, gains in enumerate(expected_advantages(rewards, [0.0] * 6, 2.0, 0.0, "token", 1.0))
     ]
-    assert found_T[batch.loss_mask_T].tolist() == pytest.approx([*chain(*expected)], rel=1e-5, abs=1e-6)
+    assert advantages_T[batch.loss_mask_T].tolist() == pytest.approx([*chain(*expected)], rel=1e-5, abs=1e-6)

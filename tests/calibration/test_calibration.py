@@ -24,9 +24,9 @@ def test_a_calibration_measures_layers_as_the_trainer_runs_them(tmp_path):
     done = program("fivefold.cli", "plan", "--calibrate", "--seconds", "900", "--calibration", path,
                    env={"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"})  # fmt: skip
     assert done.returncode == 0, done.stderr
-    said = done.stdout.splitlines()
-    assert said[-1] == f"rates: {path}" and [line for line in said[:-1] if not line.startswith("  ")] == [
-        line for part in machine.PARTS for line in said if line.startswith(f"{part}: at most ")
+    lines = done.stdout.splitlines()
+    assert lines[-1] == f"rates: {path}" and [line for line in lines[:-1] if not line.startswith("  ")] == [
+        line for part in machine.PARTS for line in lines if line.startswith(f"{part}: at most ")
     ]
     rows = read_calibration(path)
     assert {row.hardware for row in rows} == {"cpu"}
@@ -51,9 +51,9 @@ def test_what_is_computed_goes_to_its_kind_and_time_between_to_none():
         time.sleep(0.2)
 
     work()
-    found = seconds_by_kind(work, torch.device("cpu"), times=2)
-    assert {kind for kind, spent in found.items() if spent} >= {"products", "attention", "norms", OTHERS}
-    assert sum(found.values()) < 0.2 and not found["logits"] and not found["communication"]
+    seconds = seconds_by_kind(work, torch.device("cpu"), times=2)
+    assert {kind for kind, spent in seconds.items() if spent} >= {"products", "attention", "norms", OTHERS}
+    assert sum(seconds.values()) < 0.2 and not seconds["logits"] and not seconds["communication"]
 
 
 def a_part_that(tmp_path, monkeypatch, body):
@@ -68,12 +68,13 @@ def a_part_that(tmp_path, monkeypatch, body):
 
 def test_what_hangs_is_ended_with_its_children_and_what_was_measured_is_kept(tmp_path, monkeypatch):
     a_part_that(tmp_path, monkeypatch, f"trap '' TERM INT; sleep 1000 & echo $! >> {tmp_path}/children; sleep 1000")
-    said, begin = [], time.monotonic()
-    path = calibrate(tmp_path / "rates.json", 3, said.append)
+    messages, begin = [], time.monotonic()
+    path = calibrate(tmp_path / "rates.json", 3, messages.append)
     assert time.monotonic() - begin < 30
     assert [row.rate for row in read_calibration(path)] == [430.0]
     assert (
-        "kernels: stopped, it did not end within 2 seconds" in said and said[-1] == "layers: not measured, the time is over"
+        "kernels: stopped, it did not end within 2 seconds" in messages
+        and messages[-1] == "layers: not measured, the time is over"
     )
     children = [int(line) for line in (tmp_path / "children").read_text().split()]
     wait_for(lambda: gone(children))
@@ -81,10 +82,10 @@ def test_what_hangs_is_ended_with_its_children_and_what_was_measured_is_kept(tmp
 
 def test_a_part_that_dies_is_named_and_the_others_are_measured(tmp_path, monkeypatch):
     a_part_that(tmp_path, monkeypatch, "echo 'NCCL error: unhandled' >&2; kill -SEGV $$")
-    said = []
-    path = calibrate(tmp_path / "rates.json", 60, said.append)
+    messages = []
+    path = calibrate(tmp_path / "rates.json", 60, messages.append)
     assert len(read_calibration(path)) == len(machine.PARTS)
-    assert "links: it ended with -11: 'NCCL error: unhandled'" in said
+    assert "links: it ended with -11: 'NCCL error: unhandled'" in messages
 
 
 def test_a_machine_that_measures_nothing_keeps_the_file_that_is_there(tmp_path, monkeypatch):

@@ -48,9 +48,9 @@ def test_a_write_that_fails_leaves_what_was_there(tmp_path):
 
     checkpoints.stage(2, ["policy"])
     (checkpoints.staging(2) / "policy" / "half").write_bytes(b"x")
-    said: list[str] = []
-    assert checkpoints.latest(said.append) == good
-    assert "was not finished" in said[0]
+    messages: list[str] = []
+    assert checkpoints.latest(messages.append) == good
+    assert "was not finished" in messages[0]
     assert write(checkpoints, 2).name == "step-000002"
 
 
@@ -81,8 +81,8 @@ def test_one_bit_in_the_middle_of_a_large_file_is_found(tmp_path):
 
 def old_manifest(path: Path) -> None:
     """Write the manifest of a checkpoint as it was written before every byte had a sum."""
-    files = [each for each in path.rglob("*") if each.is_file() and each.name != "manifest.json"]
-    listed = {str(each.relative_to(path)): [each.stat().st_size, sum_of_ends(each)] for each in files}
+    files = [file for file in path.rglob("*") if file.is_file() and file.name != "manifest.json"]
+    listed = {str(file.relative_to(path)): [file.stat().st_size, sum_of_ends(file)] for file in files}
     (path / "manifest.json").write_text(json.dumps({"files": listed}, indent=1))
 
 
@@ -90,9 +90,9 @@ def test_a_checkpoint_without_sums_of_every_byte_is_resumed_with_a_line(tmp_path
     checkpoints = Checkpoints(tmp_path, keep=1)
     path = write(checkpoints, 1)
     old_manifest(path)
-    said: list[str] = []
-    assert checkpoints.latest(said.append) == path
-    assert said == [
+    messages: list[str] = []
+    assert checkpoints.latest(messages.append) == path
+    assert messages == [
         f"checkpoint {path} was written before every byte had a sum: of files above 32 MiB only both ends are checked"
     ]
     (path / "policy/part").write_bytes(b"weighty")
@@ -122,9 +122,9 @@ def test_a_manifest_of_another_shape_is_damage_and_no_traceback(tmp_path, manife
     checkpoints = Checkpoints(tmp_path, keep=2)
     before, path = write(checkpoints, 1), write(checkpoints, 2)
     (path / "manifest.json").write_bytes(manifest.encode("latin-1"))
-    said: list[str] = []
-    assert checkpoints.latest(said.append) == before
-    assert len(said) == 1 and f"checkpoint {path} is damaged and skipped: manifest.json " in said[0]
+    messages: list[str] = []
+    assert checkpoints.latest(messages.append) == before
+    assert len(messages) == 1 and f"checkpoint {path} is damaged and skipped: manifest.json " in messages[0]
 
 
 POINTERS = [
@@ -145,11 +145,11 @@ def test_a_pointer_that_names_no_checkpoint_is_said_and_the_latest_is_taken(tmp_
     for step in (2, 4):
         write(checkpoints, step)
     (tmp_path / "checkpoints/latest").write_bytes(pointer)
-    said: list[str] = []
-    assert checkpoints.latest(said.append) == checkpoints.path(4)
-    assert len(said) == 1 and "latest must hold the name of a checkpoint: got " in said[0]
+    messages: list[str] = []
+    assert checkpoints.latest(messages.append) == checkpoints.path(4)
+    assert len(messages) == 1 and "latest must hold the name of a checkpoint: got " in messages[0]
     (checkpoints.path(4) / "policy/part").unlink()
-    assert checkpoints.latest(said.append) == checkpoints.path(2)
+    assert checkpoints.latest(messages.append) == checkpoints.path(2)
 
 
 def test_a_pointer_that_is_a_directory_or_leads_nowhere_is_no_pointer(tmp_path):
@@ -158,8 +158,8 @@ def test_a_pointer_that_is_a_directory_or_leads_nowhere_is_no_pointer(tmp_path):
     pointer.unlink()
     for make in (pointer.mkdir, lambda: pointer.symlink_to("nowhere"), lambda: pointer.symlink_to("latest")):
         make()
-        said: list[str] = []
-        assert checkpoints.latest(said.append) == path and len(said) == 1
+        messages: list[str] = []
+        assert checkpoints.latest(messages.append) == path and len(messages) == 1
         pointer.rmdir() if pointer.is_dir() else pointer.unlink()
 
 
@@ -241,9 +241,9 @@ def test_what_was_just_written_stays_next_to_newer_ones(tmp_path):
         write(Checkpoints(tmp_path, keep=9), step, b"abandoned")
     written = write(checkpoints, 5)
     assert written.is_dir()
-    said: list[str] = []
-    assert checkpoints.latest(said.append) == written, "latest names it"
-    assert said == [f"{tmp_path}/checkpoints/latest names step 5: not looked at are step-000030, step-000040"]
+    messages: list[str] = []
+    assert checkpoints.latest(messages.append) == written, "latest names it"
+    assert messages == [f"{tmp_path}/checkpoints/latest names step 5: not looked at are step-000030, step-000040"]
 
 
 def test_a_run_that_continues_from_an_older_step_moves_newer_checkpoints_and_rows(tmp_path):
@@ -293,17 +293,17 @@ def test_rows_that_cannot_be_read_are_named_and_kept_next_to_the_others(tmp_path
     path = tmp_path / "metrics.jsonl"
     rows = path.read_text().split("\n")[:-1]
     path.write_text("\n".join([rows[0], *damaged, *rows[1:], "", '{"step": 5}']))
-    said: list[str] = []
-    assert checkpoints.set_aside(5, warn=said.append) is None
+    messages: list[str] = []
+    assert checkpoints.set_aside(5, warn=messages.append) is None
     assert steps_in(path) == [0, 1, 2, 3, 4, 5], "a last row that is whole stays, with or without an end of its line"
     beside = tmp_path / "metrics.jsonl.unreadable"
     assert beside.read_text().split("\n")[:-1] == damaged
-    assert said == [
+    assert messages == [
         f"{path}: lines 2, 3, 4, 5, 6 and 5 more must be a JSON object with the number of a step: kept in {beside}"
     ]
     path.write_text(path.read_text() + "again\n")
-    checkpoints.set_aside(5, warn=said.append)
-    assert beside.read_text().split("\n")[:-1] == [*damaged, "again"] and ": line 7 must be" in said[1]
+    checkpoints.set_aside(5, warn=messages.append)
+    assert beside.read_text().split("\n")[:-1] == [*damaged, "again"] and ": line 7 must be" in messages[1]
 
 
 def test_a_kill_while_newer_checkpoints_are_moved_keeps_the_older_one_to_resume_from(tmp_path, monkeypatch):

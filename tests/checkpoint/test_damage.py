@@ -130,12 +130,12 @@ def test_the_checkpoint_of_the_damage_tests_is_whole_and_has_every_kind_of_file(
 def test_every_byte_of_every_file_of_a_checkpoint_counts(checkpoints, name):
     other, path = checkpoints
     content = (path / name).read_bytes()
-    for what, new in changes(path, name, other, seed=int(os.environ.get("FIVEFOLD_SEED", "2026"))):
-        if new == content or (what.startswith("the file of another") and name == MANIFEST):
+    for change, new in changes(path, name, other, seed=int(os.environ.get("FIVEFOLD_SEED", "2026"))):
+        if new == content or (change.startswith("the file of another") and name == MANIFEST):
             continue
         (path / name).write_bytes(new)
         try:
-            assert what_is_found(path), f"{name}: {what} is not found"
+            assert what_is_found(path), f"{name}: {change} is not found"
         finally:
             (path / name).write_bytes(content)
     assert what_is_found(path) == ""

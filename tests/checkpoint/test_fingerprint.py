@@ -75,10 +75,12 @@ def test_a_change_of_any_key_is_refused_or_listed_by_its_field(tmp_path, method)
             continue
         named = {"algorithm.rollout_correction.name": list(CORRECTIONS)[-1:]}
         for value in named.get(leaf.key, others(leaf.value)):
-            found = changes(config, with_key(config, leaf.key, value))
-            listed, silent = (found.harmless, found.refused) if leaf.counts is HARMLESS else (found.refused, found.harmless)
+            compared = changes(config, with_key(config, leaf.key, value))
+            listed, silent = (
+                (compared.harmless, compared.refused) if leaf.counts is HARMLESS else (compared.refused, compared.harmless)
+            )
             assert leaf.key in [text.partition(":")[0] for text in listed]
-            assert silent == [] and found.accepted == []
+            assert silent == [] and compared.accepted == []
 
 
 @pytest.mark.parametrize(
@@ -122,12 +124,12 @@ def test_files_are_compared_by_what_they_hold(config, tmp_path):
     (tmp_path / "model/model.safetensors").write_bytes(b"Weights")
     (tmp_path / "reward.py").write_text("def right(response):\n    return 2.0\n")
     refused = Fingerprint.of(elsewhere, 10, {}).compare(before).refused
-    assert [each.partition(":")[0] for each in refused] == ["model.path", "reward.functions"]
+    assert [refusal.partition(":")[0] for refusal in refused] == ["model.path", "reward.functions"]
 
 
 def test_a_choice_that_is_the_methods_own_is_no_change(config):
-    own = with_key(config, "algorithm.clip_high", config.algorithm.resolved.clip_high)
-    assert changes(config, own) == Changes([], [], [])
+    same_choice = with_key(config, "algorithm.clip_high", config.algorithm.resolved.clip_high)
+    assert changes(config, same_choice) == Changes([], [], [])
 
 
 def test_more_steps_are_refused_only_where_the_learning_rate_falls_until_the_last(config):
@@ -141,12 +143,12 @@ def test_more_steps_are_refused_only_where_the_learning_rate_falls_until_the_las
 
 def test_the_refusal_names_every_change_and_how_to_say_that_it_is_meant(config, tmp_path):
     now = with_key(with_key(config, "policy.optimizer.lr", 0.5), "algorithm.group_size", 4)
-    found = changes(config, now)
+    compared = changes(config, now)
     with pytest.raises(ValueError, match="learns something else") as raised:
-        found.check(tmp_path)
-    said = str(raised.value)
-    assert "policy.optimizer.lr: 1e-06 -> 0.5" in said and "algorithm.group_size: 8 -> 4" in said
-    assert "trainer.accept_changes=[policy.optimizer.lr,algorithm.group_size]" in said
+        compared.check(tmp_path)
+    message = str(raised.value)
+    assert "policy.optimizer.lr: 1e-06 -> 0.5" in message and "algorithm.group_size: 8 -> 4" in message
+    assert "trainer.accept_changes=[policy.optimizer.lr,algorithm.group_size]" in message
     meant = changes(config, with_key(now, "trainer.accept_changes", ["policy.optimizer", "algorithm.group_size"]))
     assert meant.refused == [] and len(meant.accepted) == 2
     with pytest.raises(ValueError, match=r"must name keys or sections: got 'policy.optimizer.rl': did you mean"):

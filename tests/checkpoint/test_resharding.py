@@ -44,17 +44,17 @@ def optimizer_by_name(model, mesh) -> dict[str, torch.Tensor]:
     """Float32 parameter, moments and step of every parameter by name, gathered over the optimizer's replicas."""
     from fivefold.megatron.chunks import _whole_name
 
-    found: dict[str, torch.Tensor] = {}
+    states: dict[str, torch.Tensor] = {}
     for outer in model._updater.optimizer.chained_optimizers:
         for buffers in outer.per_model_buffers.values():
             for buffer in buffers:
                 for bucket in buffer.buckets:
                     for parameter in bucket.params_list:
-                        found[id(parameter)] = _gather_state(outer, parameter, buffer.data_parallel_group)
+                        states[id(parameter)] = _gather_state(outer, parameter, buffer.data_parallel_group)
     named = {}
     for chunk in model._chunks:
         for name, parameter in chunk.named_parameters():
-            named[_whole_name(name, chunk)] = found[id(parameter)]
+            named[_whole_name(name, chunk)] = states[id(parameter)]
     return named
 
 
@@ -76,7 +76,7 @@ def _gather_state(outer, parameter, group):
 def whole_state(model, mesh) -> dict[str, torch.Tensor]:
     """The optimizer's state under Hugging Face names, made whole as weights are: it is streamed through the same cuts."""
     states = optimizer_by_name(model, mesh)
-    whole: dict[str, torch.Tensor] = {}
+    gathered: dict[str, torch.Tensor] = {}
     for index, field in enumerate(FIELDS):
         for chunk in model._chunks:
             from fivefold.megatron.chunks import _whole_name
@@ -84,18 +84,18 @@ def whole_state(model, mesh) -> dict[str, torch.Tensor]:
             for name, parameter in chunk.named_parameters():
                 values = states[_whole_name(name, chunk)][:-1].view(3, *parameter.shape)[index]
                 parameter.data.copy_(values)
-        whole |= {f"{key}.{field}": tensor.clone() for key, tensor in model.weights()}
+        gathered |= {f"{key}.{field}": tensor.clone() for key, tensor in model.weights()}
     steps = {float(state[-1]) for state in states.values()}
     assert len(steps) == 1
-    return whole | {"step": torch.tensor(steps.pop())}
+    return gathered | {"step": torch.tensor(steps.pop())}
 
 
 def train_and_save(mesh, directory: Path, case: Case, path: Path):
     from fivefold.megatron.model import MegatronModel
 
     model = MegatronModel(directory, policy_of(case), mesh, total_updates=4)
-    own = shard_of_replica(mesh.ranks, range(len(LENGTHS)))
-    mine = whole_batch().select(own)
+    samples = shard_of_replica(mesh.ranks, range(len(LENGTHS)))
+    mine = whole_batch().select(samples)
     base = model.forward(mine)
     mine = mine.with_columns({Column.OLD_LOGPROBS: base + mine[Column.OLD_LOGPROBS]})
     for _ in range(2):
@@ -173,27 +173,27 @@ def bytes_made_for_a_share(mesh, model_dir):
         total = 0
 
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            given = {
+            arguments_storages = {
                 leaf.untyped_storage().data_ptr() for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)
             }
-            found = function(*args, **kwargs or {})
-            for leaf in tree_leaves(found):
-                if isinstance(leaf, torch.Tensor) and leaf.untyped_storage().data_ptr() not in given:
+            output = function(*args, **kwargs or {})
+            for leaf in tree_leaves(output):
+                if isinstance(leaf, torch.Tensor) and leaf.untyped_storage().data_ptr() not in arguments_storages:
                     self.total += leaf.nbytes
-            return found
+            return output
 
     model = MegatronModel(model_dir, policy_of(Case("d1")), mesh, total_updates=10)
     model.train_step(whole_batch().select(range(len(LENGTHS))), OBJECTIVE.loss)
-    with mesh.active(), Made() as made:
+    with mesh.active(), Made() as watched:
         share = dist_checkpoint.share_of(model._chunks, model._updater, mesh)
-    return made.total, sum(piece.values.nbytes for piece in share.pieces)
+    return watched.total, sum(piece.values.nbytes for piece in share.pieces)
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_moe"])
 def test_a_share_is_found_without_touching_its_numbers(cluster, models, name):
     """Training pauses meanwhile: numbers made for each of a model's would take minutes of a large one."""
-    ((made, share),) = cluster.run(bytes_made_for_a_share, "megatron:d1", models(name))
-    assert made < share / 1000, (made, share)
+    ((made_bytes, share),) = cluster.run(bytes_made_for_a_share, "megatron:d1", models(name))
+    assert made_bytes < share / 1000, (made_bytes, share)
 
 
 def test_moments_that_are_not_loaded_are_seen(cluster, models, tmp_path):

@@ -42,8 +42,8 @@ def test_keys_after_an_option_count_too(capsys):
 
 def test_without_a_command_all_are_listed(capsys):
     assert cli.main([]) == 2
-    said = capsys.readouterr().out
-    assert all(f"    {command} " in said for command in ("init", "train", "check", "plan", "doctor"))
+    output = capsys.readouterr().out
+    assert all(f"    {command} " in output for command in ("init", "train", "check", "plan", "doctor"))
 
 
 def test_a_directory_above_what_is_wanted_names_it(tmp_path, capsys):

@@ -95,8 +95,8 @@ def test_bash_answers_at_once(script):
     done = subprocess.run(["bash", "-c", ask], capture_output=True, text=True, check=True)
     # user and system seconds of the shell and of its children, of ten answers and of reading the script
     spent = [
-        sum(float(part) * weight for part, weight in zip(each[:-1].split("m"), (60, 1), strict=True))
-        for each in done.stdout.split()
+        sum(float(part) * weight for part, weight in zip(minutes[:-1].split("m"), (60, 1), strict=True))
+        for minutes in done.stdout.split()
     ]
     assert sum(spent) < 10 * 0.1
 
@@ -110,12 +110,12 @@ def zsh(directory, line: str, source: str) -> str:
         os.execvp("zsh", ["zsh", "-f", "-i"])
 
     def read(mark: bytes) -> bytes:
-        said, deadline = b"", time.monotonic() + LONGEST
-        while mark not in said:
+        output, deadline = b"", time.monotonic() + LONGEST
+        while mark not in output:
             ready, _, _ = select.select([terminal], [], [], max(0.0, deadline - time.monotonic()))
-            assert ready, f"zsh hangs: {said!r}"
-            said += os.read(terminal, 1 << 16)
-        return said
+            assert ready, f"zsh hangs: {output!r}"
+            output += os.read(terminal, 1 << 16)
+        return output
 
     try:
         # What it echoes of this is not the mark itself.

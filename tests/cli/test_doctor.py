@@ -58,9 +58,9 @@ def test_gpus_and_links_come_from_the_driver_s_tool(tmp_path, monkeypatch):
     gpus = "NVIDIA H100 80GB HBM3, 81559, 580.65.06\n" * 4
     fake_tool(tmp_path, f'case "$1" in topo) cat {tmp_path}/topology;; *) printf "{gpus}";; esac')
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    found = run_probes({"driver": ()}, SECONDS)["driver"]
-    assert found["version"] == "580.65.06" and found["links"]["NV18"] == ["0-1", "2-3"]
-    assert found["gpus"] == [{"name": "NVIDIA H100 80GB HBM3", "memory_gib": 79.6}] * 4
+    answer = run_probes({"driver": ()}, SECONDS)["driver"]
+    assert answer["version"] == "580.65.06" and answer["links"]["NV18"] == ["0-1", "2-3"]
+    assert answer["gpus"] == [{"name": "NVIDIA H100 80GB HBM3", "memory_gib": 79.6}] * 4
 
 
 @pytest.mark.parametrize(
@@ -81,9 +81,9 @@ def test_a_driver_that_hangs_does_not_hang_the_doctor(tmp_path, monkeypatch):
     fake_tool(tmp_path, "trap '' TERM INT HUP; while true; do sleep 1; done")
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     begin = time.monotonic()
-    found = run_probes({"driver": (), "sandbox": ()}, {"driver": 2, "sandbox": 20})
+    answers = run_probes({"driver": (), "sandbox": ()}, {"driver": 2, "sandbox": 20})
     assert time.monotonic() - begin < 60
-    assert found["driver"] == {"error": "no answer within 2 seconds"} and "error" not in found["sandbox"]
+    assert answers["driver"] == {"error": "no answer within 2 seconds"} and "error" not in answers["sandbox"]
 
 
 def test_nothing_answers_and_the_doctor_still_does(tmp_path, capsys):
@@ -94,8 +94,8 @@ def test_nothing_answers_and_the_doctor_still_does(tmp_path, capsys):
 
 
 def test_what_cannot_be_written_is_a_fault(tmp_path):
-    found = run_probes({"disk": (str(tmp_path / "not/yet"),)}, SECONDS)["disk"]
-    assert found["path"] == str(tmp_path) and found["free_gib"] > 0 and found["write_mb_s"] > 0
+    answer = run_probes({"disk": (str(tmp_path / "not/yet"),)}, SECONDS)["disk"]
+    assert answer["path"] == str(tmp_path) and answer["free_gib"] > 0 and answer["write_mb_s"] > 0
     assert "error" in run_probes({"disk": ("/proc/sys",)}, SECONDS)["disk"]
 
 
@@ -116,11 +116,11 @@ def test_a_fault_is_what_keeps_a_plain_run_from_starting(monkeypatch, changed, f
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     report = judged(**changed)
     assert len(report.faults) == len(faults)
-    assert all(found.startswith(expected) for found, expected in zip(report.faults, faults, strict=True))
-    said = describe(report)
-    assert said.endswith("no run can start here" if faults else "a plain run can start here")
+    assert all(fault.startswith(expected) for fault, expected in zip(report.faults, faults, strict=True))
+    text = describe(report)
+    assert text.endswith("no run can start here" if faults else "a plain run can start here")
     if "sandbox" in changed:
-        assert "rewards code and code_fraction" in said and "it needs Landlock" in said
+        assert "rewards code and code_fraction" in text and "it needs Landlock" in text
 
 
 def test_gpus_that_are_not_visible_are_named(monkeypatch):
@@ -132,24 +132,24 @@ def test_gpus_that_are_not_visible_are_named(monkeypatch):
 def test_it_says_what_answered_while_others_are_waited_for(tmp_path, monkeypatch):
     fake_tool(tmp_path, "sleep 1000")
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    said = []
-    run_probes({"driver": (), "sandbox": ()}, {"driver": 2, "sandbox": 20}, said.append)
-    assert said[0] == "asking driver (at most 2 s), sandbox (at most 20 s)"
-    assert {line.split()[0] for line in said[1:]} == {"driver", "sandbox"}
-    assert any("no answer within 2 seconds" in line for line in said)
+    lines = []
+    run_probes({"driver": (), "sandbox": ()}, {"driver": 2, "sandbox": 20}, lines.append)
+    assert lines[0] == "asking driver (at most 2 s), sandbox (at most 20 s)"
+    assert {line.split()[0] for line in lines[1:]} == {"driver", "sandbox"}
+    assert any("no answer within 2 seconds" in line for line in lines)
 
 
 @pytest.mark.skipif(visible_gpus() > 0, reason="this machine has GPUs")
 def test_a_rank_that_fails_says_why_and_the_others_are_ended():
-    found = run_probes({"collective": ("cuda", "3")}, SECONDS)["collective"]["error"]
-    assert found.startswith("rank ") and found.endswith("must be visible: there are 0")
+    error = run_probes({"collective": ("cuda", "3")}, SECONDS)["collective"]["error"]
+    assert error.startswith("rank ") and error.endswith("must be visible: there are 0")
 
 
 @pytest.mark.slow
 def test_this_machine_can_run(tmp_path, capsys):
     assert cli.main(["doctor", str(tmp_path)]) == 0
-    said = capsys.readouterr().out
-    assert "right, " in said and "a plain run can start here" in said
+    output = capsys.readouterr().out
+    assert "right, " in output and "a plain run can start here" in output
 
 
 @pytest.mark.gpu

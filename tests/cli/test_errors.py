@@ -75,7 +75,10 @@ PLAIN_ERRORS = {
 def raises_bare_errors(path: Path) -> bool:
     """Whether a module raises ValueError or RuntimeError with a message; argparse's converters have none."""
     raised = (node.exc for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Raise))
-    return any(isinstance(each, ast.Call) and ast.unparse(each.func) in ("ValueError", "RuntimeError") for each in raised)
+    return any(
+        isinstance(raised_value, ast.Call) and ast.unparse(raised_value.func) in ("ValueError", "RuntimeError")
+        for raised_value in raised
+    )
 
 
 def test_what_a_user_can_cause_is_raised_as_an_error_of_the_user():
@@ -127,8 +130,8 @@ def test_no_command_shows_a_traceback_for_what_a_user_can_cause(tmp_path, capsys
     (tmp_path / "run").mkdir()
     (tmp_path / "run/metrics.jsonl").write_text("{\n{}\n")
     assert cli.main([argument.replace("{tmp}", str(tmp_path)) for argument in arguments]) == 2
-    said = capsys.readouterr().err
-    assert says in said and said.startswith("fivefold: ") and "Traceback" not in said
+    message = capsys.readouterr().err
+    assert says in message and message.startswith("fivefold: ") and "Traceback" not in message
 
 
 @pytest.mark.parametrize("arguments", [["train-tokenizer", "bpe", "--data", "a", "--out", "b", "--vocabulary", "-5"], ["export", "a", "b", "--shard-gb", "nan"], ["init-model", "qwen3", "--tokenizer", "a", "--out", "b", "--hidden", "0"]])  # fmt: skip

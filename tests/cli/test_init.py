@@ -63,8 +63,8 @@ def test_columns_and_task_are_found_and_the_run_can_start(tmp_path, monkeypatch,
     assert tree["algorithm"]["name"] == method
     assert {key: value for key, value in tree["data"].items() if key.endswith("_key")} == keys
     assert tree.get("reward", {}).get("functions", {}) == rewards
-    found = check(RunConfig.from_yaml(tmp_path / "run.yaml"))
-    assert (found.errors, found.ignored) == ([], [])
+    findings = check(RunConfig.from_yaml(tmp_path / "run.yaml"))
+    assert (findings.errors, findings.ignored) == ([], [])
     assert cli.main(["check", "run.yaml"]) == 0
 
 
@@ -83,9 +83,9 @@ def test_every_choice_gives_a_run_that_lacks_at_most_a_package(tmp_path, capsys,
     assert init(out, "--model", model, "--data", write_rows(tmp_path / "rows.jsonl", USUAL), *flags, "--yes") == 0
     config = RunConfig.from_yaml(out)
     assert config.policy.backend == layout
-    found = check(config)
-    assert [error.partition(":")[0].partition(" ")[0] for error in found.errors] == lacks
-    assert all("is not installed" in error or "not installed here" in error for error in found.errors)
+    findings = check(config)
+    assert [error.partition(":")[0].partition(" ")[0] for error in findings.errors] == lacks
+    assert all("is not installed" in error or "not installed here" in error for error in findings.errors)
 
 
 def test_answers_are_asked_for_again_until_they_hold(tmp_path, monkeypatch, capsys, model):
@@ -95,14 +95,14 @@ def test_answers_are_asked_for_again_until_they_hold(tmp_path, monkeypatch, caps
     answers = [f"{tmp_path}/none", str(model), "", "nonsense", "format", "many", "0", "vlm", "transformers"]
     monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(answers) + "\n"))
     assert init() == 0
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     for wrong in (
         "Model must be a directory",
         "Reward cannot be 'nonsense'",
         "GPUs must be a number",
         "did you mean 'vllm'?",
     ):
-        assert wrong in said
+        assert wrong in output
     config = RunConfig.from_yaml(tmp_path / "run.yaml")
     assert (config.model.path, config.data.train, config.data.val) == (str(model), ["data/train.jsonl"], ["data/test.jsonl"])
     assert config.reward.functions == {"format": 1.0}
@@ -130,8 +130,8 @@ def test_init_asks_whether_responses_in_the_rows_are_to_be_imitated(
     monkeypatch.setattr("sys.stdin", io.StringIO("".join(f"{answer}\n" for answer in [*answers, "mine.py:f", "", ""])))
     data = write_rows(tmp_path / "rows.jsonl", row)
     assert init("--model", model, "--data", data, "--gpus", 0, "--engine", "transformers") == 0
-    said = capsys.readouterr().out
-    assert ("Method: " in said) == bool(answers) and ("Method must be one of grpo, sft" in said) == ("ppo" in answers)
+    output = capsys.readouterr().out
+    assert ("Method: " in output) == bool(answers) and ("Method must be one of grpo, sft" in output) == ("ppo" in answers)
     config = RunConfig.from_yaml(tmp_path / "run.yaml")
     assert config.algorithm.name == method and check(config).errors == []
     assert config.data.response_key == (
@@ -202,13 +202,13 @@ def test_what_cannot_be_is_refused_in_one_sentence(tmp_path, monkeypatch, capsys
     (tmp_path / "taken.yaml").write_text("kept")
     write_rows(tmp_path / "odd.jsonl", {"a": "b"})
     assert init(*flags) == 2
-    said = capsys.readouterr().err
-    assert says in said and said.count("\n") == 1
+    message = capsys.readouterr().err
+    assert says in message and message.count("\n") == 1
     assert (tmp_path / "taken.yaml").read_text() == "kept" and not (tmp_path / "run.yaml").exists()
 
 
 def test_data_that_is_still_to_be_written_comes_next(tmp_path, monkeypatch, capsys, model):
     monkeypatch.chdir(tmp_path)
     assert init("--yes", "--model", str(model)) == 0
-    said = capsys.readouterr().out.splitlines()
-    assert said[-2:] == ["next     fivefold data gsm8k --out data/gsm8k", "next     fivefold check run.yaml"]
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-2:] == ["next     fivefold data gsm8k --out data/gsm8k", "next     fivefold check run.yaml"]

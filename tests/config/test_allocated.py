@@ -136,9 +136,9 @@ def test_a_section_that_is_none_is_refused_as_such(policy):
     ],
 )
 def test_ranks_that_cannot_be_shared_so_are_refused(sections, says):
-    given = {"policy": {"backend": "megatron:d2"}, "algorithm": {"name": "ppo", "kl": {"coef": 0.1}}}
+    usual = {"policy": {"backend": "megatron:d2"}, "algorithm": {"name": "ppo", "kl": {"coef": 0.1}}}
     with pytest.raises(ConfigError) as refused:
-        RunConfig.of(model={"path": "m"}, **given, **sections)
+        RunConfig.of(model={"path": "m"}, **usual, **sections)
     assert says in str(refused.value), str(refused.value)
 
 

@@ -128,7 +128,7 @@ def test_no_rule_looks_for_a_name_that_the_tables_of_methods_lack():
     for path in Path(methods.__file__).parents[1].rglob("*.py"):
         compared = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Compare)]
         for axis, node in ((node.left.attr, node) for node in compared if isinstance(node.left, ast.Attribute)):
-            texts = [each.value for right in node.comparators for each in ast.walk(right) if isinstance(each, ast.Constant)]
+            texts = [part.value for right in node.comparators for part in ast.walk(right) if isinstance(part, ast.Constant)]
             unknown = {text for text in texts if isinstance(text, str)} - axes.get(axis, set(texts))
             assert not unknown, f"{path}:{node.lineno} compares {axis} with {unknown}"
 
@@ -414,15 +414,15 @@ def test_every_number_has_its_range_on_its_field():
         return hint in (int, float) or any(map(is_number, typing.get_args(hint)))
 
     def without(section: type, where: str) -> list[str]:
-        found = []
+        lacking = []
         plain, full = typing.get_type_hints(section), typing.get_type_hints(section, include_extras=True)
         for name, hint in plain.items():
             inner = [kind for kind in (hint, *typing.get_args(hint)) if dataclasses.is_dataclass(kind)]
             if inner:
-                found += without(inner[0], f"{where}{name}.")
+                lacking += without(inner[0], f"{where}{name}.")
             elif is_number(hint) and not any(isinstance(rule, Range) for rule in _rules(full[name])):
-                found.append(f"{where}{name}")
-        return found
+                lacking.append(f"{where}{name}")
+        return lacking
 
     # Keys of a mapping have none: ids of tokens are compared with the model's vocabulary.
     numbers = {key for row in SURROGATES.values() for key in row.parameters() if isinstance(row.range_of(key), Range)}
@@ -434,7 +434,7 @@ def test_at_most_five_files_besides_build_and_plan_take_a_whole_configuration():
 
     def takes_all(function: ast.FunctionDef) -> bool:
         every = (*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs)
-        return any("RunConfig" in ast.unparse(each.annotation) for each in every if each.annotation is not None)
+        return any("RunConfig" in ast.unparse(argument.annotation) for argument in every if argument.annotation is not None)
 
     files = {
         str(path.relative_to(root))

@@ -60,7 +60,7 @@ def installed(monkeypatch, names: tuple[str, ...], version: str | None, package:
     (package / "__init__.py").touch()
     monkeypatch.syspath_prepend(package.parent)
     real_version, real_spec = importlib.metadata.version, importlib.util.find_spec
-    found = importlib.machinery.ModuleSpec(names[0], None, origin=str(package / "__init__.py"))
+    spec_of_package = importlib.machinery.ModuleSpec(names[0], None, origin=str(package / "__init__.py"))
 
     def number(name: str) -> str:
         if name == names[0] and version is not None:
@@ -70,7 +70,7 @@ def installed(monkeypatch, names: tuple[str, ...], version: str | None, package:
         return real_version(name)
 
     monkeypatch.setattr(importlib.metadata, "version", number)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: found if name == names[0] else real_spec(name))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec_of_package if name == names[0] else real_spec(name))
 
 
 @pytest.fixture
@@ -201,9 +201,9 @@ def test_arguments_are_checked_by_name_and_type_against_the_installed_release(fi
 
 def test_a_missing_sglang_is_noted_by_check_and_refused_by_train_with_the_way_round(files, sglang):
     sglang(None)
-    found = check(config(files, backend="sglang:t2"))
-    (sentence,) = found.missing
-    assert not found.errors and found.starting() == [sentence]
+    findings = check(config(files, backend="sglang:t2"))
+    (sentence,) = findings.missing
+    assert not findings.errors and findings.starting() == [sentence]
     assert sentence.startswith("engine.backend: SGLang is not installed here: `pip install sglang`")
     assert "engine.backend=vllm:d1t2" in sentence
 
@@ -264,9 +264,9 @@ def test_sampling_that_sglang_would_score_otherwise_is_refused(files, sglang, sa
 
 def test_what_sglang_can_sample_is_accepted(files, sglang):
     sglang("0.5.23")
-    given = {"chunked_prefill_size": None, "attention_backend": "fa3"}
+    arguments = {"chunked_prefill_size": None, "attention_backend": "fa3"}
     for sampling in ({"top_p": 0.9, "top_k": 50}, {"logit_bias": {5: 1.0}}, {"stop_token_ids": [5]}):
-        assert check(config(files, backend="sglang:t2", sglang=given, sampling=sampling)).errors == []
+        assert check(config(files, backend="sglang:t2", sglang=arguments, sampling=sampling)).errors == []
 
 
 def test_arguments_of_the_other_engine_are_said_to_be_without_effect(files, vllm):
@@ -277,8 +277,8 @@ def test_arguments_of_the_other_engine_are_said_to_be_without_effect(files, vllm
 
 def test_arguments_that_the_installed_release_has_are_passed_on(files, vllm):
     vllm("0.26.0")
-    given = {"enforce_eager": True, "max_num_batched_tokens": None, "swap_space": 4, "kv_cache_dtype": "fp8"}
-    assert check(config(files, backend="vllm:t2", vllm=given)).errors == []
+    arguments = {"enforce_eager": True, "max_num_batched_tokens": None, "swap_space": 4, "kv_cache_dtype": "fp8"}
+    assert check(config(files, backend="vllm:t2", vllm=arguments)).errors == []
 
 
 @pytest.mark.parametrize(
@@ -309,11 +309,11 @@ def test_a_layout_that_the_model_cannot_have_is_refused(files, vllm, policy, eng
 )
 def test_a_memory_that_leaves_no_cache_is_refused(files, vllm, monkeypatch, engine, says):
     vllm("0.26.0")
-    made = config(files, backend="vllm:t2", **engine)
+    run = config(files, backend="vllm:t2", **engine)
     if "memory_fraction" in engine:
         # On GPUs of 80 GiB, which are not here.
-        made = replace(made, trainer=TrainerConfig(), launch=LaunchConfig(gpu="h100-80g"))
-    assert any(error.startswith(says) for error in check(made).errors), check(made).errors
+        run = replace(run, trainer=TrainerConfig(), launch=LaunchConfig(gpu="h100-80g"))
+    assert any(error.startswith(says) for error in check(run).errors), check(run).errors
 
 
 def test_the_memory_of_vllm_is_its_share_of_a_gpu(files, vllm, monkeypatch):
@@ -322,11 +322,11 @@ def test_the_memory_of_vllm_is_its_share_of_a_gpu(files, vllm, monkeypatch):
 
     vllm("0.26.0")
     spec = load_spec(files / "qwen3")
-    made = config(files, backend="vllm:t2", memory_fraction=0.4, dtype="bfloat16")
-    found = memory_of(replace(made, trainer=TrainerConfig(), launch=LaunchConfig(gpu="h100-80g")), spec)
+    run = config(files, backend="vllm:t2", memory_fraction=0.4, dtype="bfloat16")
+    memory = memory_of(replace(run, trainer=TrainerConfig(), launch=LaunchConfig(gpu="h100-80g")), spec)
     # Two GiB are left to its graphs.
-    assert found.engine == spec.parameters
-    assert found.engine + found.cache == int(0.4 * int(GPUS["h100-80g"].memory_gib * 2**30)) - (2 << 30)
+    assert memory.engine == spec.parameters
+    assert memory.engine + memory.cache == int(0.4 * int(GPUS["h100-80g"].memory_gib * 2**30)) - (2 << 30)
 
 
 class Stranger(BaseHTTPRequestHandler):
@@ -346,8 +346,8 @@ class Stranger(BaseHTTPRequestHandler):
 def test_a_url_where_no_server_or_another_one_answers_is_refused(files):
     with HTTPServer(("127.0.0.1", 0), Stranger) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        here = f"http://127.0.0.1:{server.server_port}"
-        urls = [here, f"http://127.0.0.1:{free_port()}", "localhost:8000", f"{here}/polite", "http://a:b"]
+        address = f"http://127.0.0.1:{server.server_port}"
+        urls = [address, f"http://127.0.0.1:{free_port()}", "localhost:8000", f"{address}/polite", "http://a:b"]
         stranger, nobody, unknown, polite, nonsense = check(config(files, backend="vllm", url=urls)).errors
         server.shutdown()
     assert f"engine.url: {urls[3]} is not a server that takes weights (it answers with 200)" in polite
@@ -360,8 +360,8 @@ def test_a_url_where_no_server_or_another_one_answers_is_refused(files):
 
 
 def test_options_of_servers_that_run_already_are_reported_as_without_effect(files):
-    given = {"backend": "vllm", "url": [f"http://127.0.0.1:{free_port()}"], "memory_fraction": 0.7, "vllm": {"a": 1}}
-    ignored = dict(check(config(files, **given)).ignored)
+    options = {"backend": "vllm", "url": [f"http://127.0.0.1:{free_port()}"], "memory_fraction": 0.7, "vllm": {"a": 1}}
+    ignored = dict(check(config(files, **options)).ignored)
     for key in ("engine.memory_fraction", "engine.vllm"):
         assert ignored[key] == "the servers of engine.url were started with what they have"
 
@@ -382,9 +382,9 @@ def test_an_engine_apart_has_a_layout_of_any_size(files, vllm, sglang, layout):
     {"vllm": vllm, "sglang": sglang}[layout.partition(":")[0]](
         {"vllm": "0.26.0", "sglang": "0.5.22"}[layout.partition(":")[0]]
     )
-    found = check(config(files, backend=layout, placement="apart"))
-    assert found.errors == []
-    assert "processes: ranks 0-1 of megatron:d1t2p1" in found.notes
+    findings = check(config(files, backend=layout, placement="apart"))
+    assert findings.errors == []
+    assert "processes: ranks 0-1 of megatron:d1t2p1" in findings.notes
     assert dict(check(config(files, backend=layout, placement="apart", sleep=False)).ignored)["engine.sleep"].startswith(
         "the servers have devices of their own"
     )
@@ -428,8 +428,8 @@ def test_gpus_of_servers_apart_hold_no_weights_of_the_policy(files, vllm):
     from fivefold.plan.roles import memory_of
 
     vllm("0.26.0")
-    found = memory_of(config(files, backend="vllm:t2", placement="apart"), load_spec(files / "qwen3"))
-    assert found.engine == found.cache == 0
+    memory = memory_of(config(files, backend="vllm:t2", placement="apart"), load_spec(files / "qwen3"))
+    assert memory.engine == memory.cache == 0
 
 
 def test_the_example_of_an_engine_apart_passes_the_check(files, vllm, tmp_path):
@@ -441,12 +441,14 @@ def test_the_example_of_an_engine_apart_passes_the_check(files, vllm, tmp_path):
     model = make_model("qwen3", tmp_path / "model", **sizes)
     make_tokenizer(model)
     rows = files / "rows.jsonl"
-    given = [f"model.path={model}", f"data.train=[{rows}]", f"data.val=[{rows}]", "launch.gpu=h100-80g"]
+    overrides = [f"model.path={model}", f"data.train=[{rows}]", f"data.val=[{rows}]", "launch.gpu=h100-80g"]
     example = Path(__file__).resolve().parents[2] / "examples/qwen3-8b-apart.yaml"
-    found = check(RunConfig.from_yaml(example, [*given, "data.prompts_per_step=32", 'reward={"functions":{"format":1.0}}']))
-    assert found.errors == []
-    assert "GPU 0-3: ranks 0-3 of megatron:d1t4p1" in found.notes
-    assert "GPU 6-7: server 1 of vllm:d2t2p1, started by rank 1" in found.notes
+    findings = check(
+        RunConfig.from_yaml(example, [*overrides, "data.prompts_per_step=32", 'reward={"functions":{"format":1.0}}'])
+    )
+    assert findings.errors == []
+    assert "GPU 0-3: ranks 0-3 of megatron:d1t4p1" in findings.notes
+    assert "GPU 6-7: server 1 of vllm:d2t2p1, started by rank 1" in findings.notes
 
 
 def test_a_faster_engine_that_is_installed_is_told(files, vllm):
@@ -470,16 +472,16 @@ def test_weights_that_were_quantized_before_are_not_those_of_the_policy(files, v
     methods.parent.mkdir(parents=True)
     methods.write_text('QuantizationMethods = Literal["fp8", "awq"]\n')
     for form, fault in (("fp8", None), ("fp8_per_block", "engine.vllm.quantization: vLLM 0.26.0 has no fp8_per_block")):
-        found = check(config(files, backend="vllm:t2", vllm={"quantization": form})).errors
-        assert [error.partition(": install")[0] for error in found] == ([fault] if fault else [])
+        errors = check(config(files, backend="vllm:t2", vllm={"quantization": form})).errors
+        assert [error.partition(": install")[0] for error in errors] == ([fault] if fault else [])
 
 
 def test_the_summary_says_what_samples(files, vllm):
     from fivefold.models.families import load_spec
 
     vllm("0.26.0")
-    made = config(files, backend="vllm:d1t2", memory_fraction=0.4)
-    lines = describe(made, load_spec(files / "qwen3"), steps=1, prompts=1, dropped=0, validation=0).splitlines()
+    run = config(files, backend="vllm:d1t2", memory_fraction=0.4)
+    lines = describe(run, load_spec(files / "qwen3"), steps=1, prompts=1, dropped=0, validation=0).splitlines()
     (line,) = [line for line in lines if line.startswith("engine")]
     assert "vllm, bfloat16: 1 replicas x 2 tensor on the policy's ranks" in line and "40% of each GPU" in line
 
@@ -537,9 +539,9 @@ def test_processes_share_the_cache_and_each_has_the_weights(files, vllm):
 )
 def test_log_probs_of_every_tenth_step_are_told_where_that_changes_nothing(files, vllm, backend, correction, says):
     vllm("0.26.0")
-    made = config(files, backend=backend, logprobs="tenth_step")
-    made = replace(made, algorithm=AlgorithmConfig(rollout_correction=Correction(**correction)))
-    assert dict(check(made).ignored).get("engine.logprobs") == says
+    run = config(files, backend=backend, logprobs="tenth_step")
+    run = replace(run, algorithm=AlgorithmConfig(rollout_correction=Correction(**correction)))
+    assert dict(check(run).ignored).get("engine.logprobs") == says
 
 
 @pytest.mark.parametrize(
@@ -553,10 +555,10 @@ def test_log_probs_of_every_tenth_step_are_told_where_that_changes_nothing(files
 def test_the_summary_says_how_ppo_ends_truncated_responses(files, algorithm, says):
     from fivefold.models.families import load_spec
 
-    made = replace(config(files), algorithm=AlgorithmConfig(**algorithm))
+    run = replace(config(files), algorithm=AlgorithmConfig(**algorithm))
     (line,) = [
         line
-        for line in describe(made, load_spec(files / "qwen3"), steps=1, prompts=1, dropped=0, validation=0).splitlines()
+        for line in describe(run, load_spec(files / "qwen3"), steps=1, prompts=1, dropped=0, validation=0).splitlines()
         if line.startswith("method")
     ]
     assert says in line
@@ -579,8 +581,8 @@ def test_the_summary_says_how_ppo_ends_truncated_responses(files, algorithm, say
 def test_the_summary_says_where_servers_are(files, engine, says):
     from fivefold.models.families import load_spec
 
-    made = config(files, **engine)
-    assert says in describe(made, load_spec(files / "qwen3"), steps=1, prompts=1, dropped=0, validation=0)
+    run = config(files, **engine)
+    assert says in describe(run, load_spec(files / "qwen3"), steps=1, prompts=1, dropped=0, validation=0)
 
 
 @pytest.mark.parametrize(
@@ -618,16 +620,16 @@ def test_keys_of_another_engine_or_device_are_reported_as_without_effect(files, 
 
 def test_servers_apart_may_sample_ahead_of_the_trainer_on_gpus(files, vllm):
     """Those on the policy's GPUs would have to leave them."""
-    given = {
+    sections = {
         "model": {"path": str(files / "qwen3")},
         "policy": {"backend": "megatron:t2"},
         "data": {"train": [str(files / "rows.jsonl")], "max_prompt_tokens": 32, "max_response_tokens": 32},
         "rollout": {"max_staleness": 2},
     }
-    made = RunConfig.of(**given, engine={"backend": "vllm:t2", "placement": "apart"})
-    assert made.engine.sleep
+    run = RunConfig.of(**sections, engine={"backend": "vllm:t2", "placement": "apart"})
+    assert run.engine.sleep
     with pytest.raises(ConfigError, match=r"rollout.max_staleness must be 0 .* engine.placement: apart"):
-        RunConfig.of(**given, engine={"backend": "vllm:t2", "mode": "server"})
+        RunConfig.of(**sections, engine={"backend": "vllm:t2", "mode": "server"})
 
 
 @pytest.mark.parametrize(
@@ -647,9 +649,9 @@ def test_interrupt_continue_with_stop_strings_needs_a_vllm_that_continues_reques
 ):
     vllm("0.26.0")
     (tmp_path / "vllm" / "outputs.py").write_text(f"class CompletionOutput:\n    {declares}\n")
-    given = config(files, backend="vllm:t2", placement="apart", sampling={"stop": stop})
+    run = config(files, backend="vllm:t2", placement="apart", sampling={"stop": stop})
     says = (
         "rollout.interrupt: continue with engine.sampling.stop needs vLLM 0.32: older ones get a second request for the rest of "
         "responses and see no stop string that begins before; 0.26.0 is installed: finish or abort"
     )
-    assert check(replace(given, rollout=RolloutConfig(**rollout))).errors == [says] * is_refused
+    assert check(replace(run, rollout=RolloutConfig(**rollout))).errors == [says] * is_refused

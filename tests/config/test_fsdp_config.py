@@ -62,5 +62,5 @@ def test_check_knows_families_without_a_file_here(tmp_path, name, backend, says)
         RunConfig.from_overrides([*RUN, *words, "data.max_response_tokens=64", "data.max_prompt_tokens=64"])
     ).errors
     # The directory has no tokenizer, and there are no data.
-    found = [text for text in errors if "tokenizer" not in text and not text.startswith("data.")]
-    assert any(says in text for text in found) if says else not found, errors
+    faults = [text for text in errors if "tokenizer" not in text and not text.startswith("data.")]
+    assert any(says in text for text in faults) if says else not faults, errors

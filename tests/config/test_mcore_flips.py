@@ -46,8 +46,8 @@ class Flip:
     def policy(self, flipped: bool) -> Any:
         options: dict[str, dict[str, Any]] = {"ddp": dict(self.ddp), "pipeline": dict(self.pipeline)}
         section = section_of(self.name) if self.section == "transformer" else self.section
-        own = self.base | (self.also | {self.name: self.value} if flipped else {})
-        options[section] = options.get(section, {}) | own
+        of_section = self.base | (self.also | {self.name: self.value} if flipped else {})
+        options[section] = options.get(section, {}) | of_section
         return replace(
             POLICY,
             dtype=self.dtype,
@@ -181,7 +181,7 @@ def observed(mesh, directory: Path, policy) -> dict[str, Any]:
     return {
         "calls": dict(counts),
         # As text: an update that float16 overflows has NaN, which equals nothing.
-        "numbers": [str((each.loss, each.grad_norm, each.lr, each.metrics, each.loss_scale)) for each in reports],
+        "numbers": [str((report.loss, report.grad_norm, report.lr, report.metrics, report.loss_scale)) for report in reports],
         "weights": {name: float(tensor.double().abs().sum()) for name, tensor in model.weights()},
         "layers": [list(chunk.layers_of_model) for chunk in model._chunks],
         "buffers": [(buffer.numel, len(buffer.buckets), str(buffer.grad_dtype)) for buffer in buffers],
@@ -198,13 +198,13 @@ def observed(mesh, directory: Path, policy) -> dict[str, Any]:
 def flipped(request, cluster, models, tmp_path_factory):
     """Results of the selected flips by layout, model, policy and time, all of a layout in one start of its ranks."""
     chosen = [item.callspec.params["each"] for item in request.session.items if "each" in getattr(item, "fixturenames", ())]
-    made = make_model("qwen3", tmp_path_factory.mktemp("odd"), num_hidden_layers=5)
+    odd_model = make_model("qwen3", tmp_path_factory.mktemp("odd"), num_hidden_layers=5)
     calls: dict[Any, Any] = {}
-    for each in chosen:
+    for flip in chosen:
         # What is made once a process and kept is seen in the first run only, which is not read.
         for is_flipped, time in ((False, 0), (False, 1), (False, 2), (True, 3)):
-            directory, policy = made if each.model == ODD else models(each.model), each.policy(is_flipped)
-            calls[each.run(is_flipped, time)] = (f"megatron:{each.layout}", observed, directory, policy)
+            directory, policy = odd_model if flip.model == ODD else models(flip.model), flip.policy(is_flipped)
+            calls[flip.run(is_flipped, time)] = (f"megatron:{flip.layout}", observed, directory, policy)
     return Together(cluster, calls)
 
 
@@ -218,7 +218,7 @@ def test_every_field_of_the_installed_release_is_in_the_table_once():
 
 def test_every_option_that_acts_is_flipped():
     acting = {(section, name) for section in SECTIONS for name, option in table(section).items() if option.part == "acts"}
-    assert {(each.section, each.name) for each in FLIPS} | {("optimizer", name) for name in ON_GPUS} == acting
+    assert {(flip.section, flip.name) for flip in FLIPS} | {("optimizer", name) for name in ON_GPUS} == acting
 
 
 @pytest.mark.slow
@@ -255,8 +255,8 @@ def test_an_optimizer_on_the_host_acts(gpus, gpu_models):
     if gpus.kind == "cpu":
         pytest.skip("on the CPU the optimizer is there already, and the option is refused")
     assert set(HOST_FLIPS) == ON_GPUS
-    given = [options for pair in HOST_FLIPS.values() for options in pair]
-    policies = [replace(POLICY, dtype="bfloat16", megatron=MegatronConfig(optimizer=options)) for options in given]
-    found = gpus.run_all("megatron:d1", [(built_on_host, gpu_models["qwen3"], policy) for policy in policies])
+    optimizers = [options for pair in HOST_FLIPS.values() for options in pair]
+    policies = [replace(POLICY, dtype="bfloat16", megatron=MegatronConfig(optimizer=options)) for options in optimizers]
+    outcomes = gpus.run_all("megatron:d1", [(built_on_host, gpu_models["qwen3"], policy) for policy in policies])
     for place, name in enumerate(HOST_FLIPS):
-        assert found[2 * place] != found[2 * place + 1], name
+        assert outcomes[2 * place] != outcomes[2 * place + 1], name

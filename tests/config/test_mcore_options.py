@@ -36,9 +36,9 @@ def options(**sections: dict[str, Any]) -> Options:
     return Options(**{name: sections.get(name, {}) for name in mcore_options.SECTIONS})
 
 
-def errors(given: Options, section: str) -> list[str]:
+def errors(chosen: Options, section: str) -> list[str]:
     findings = Findings(section=section)
-    given.check(findings)
+    chosen.check(findings)
     return findings.errors
 
 
@@ -78,8 +78,8 @@ def test_an_option_that_cannot_be_used_is_refused_with_the_reason(section, given
 
 
 def test_an_error_and_what_to_do_name_the_section_of_the_model():
-    given = options(optimizer={"lr": 1e-3}, pipeline={"recompute_method": "uniform"}, transformer={"bf16": True})
-    assert errors(given, "critic") == [
+    chosen = options(optimizer={"lr": 1e-3}, pipeline={"recompute_method": "uniform"}, transformer={"bf16": True})
+    assert errors(chosen, "critic") == [
         "critic.megatron.transformer.bf16 cannot be set: set policy.dtype",
         "critic.megatron.pipeline.recompute_method belongs into critic.megatron.transformer",
         "critic.megatron.optimizer.lr cannot be set: set critic.optimizer.lr",
@@ -100,14 +100,14 @@ def test_messages_that_do_not_fit_the_virtual_stages_are_refused(pipeline, virtu
 
 
 def test_what_changes_nothing_is_reported_and_not_passed_on():
-    given = options(ddp={"average_in_collective": True, "bucket_size": 7}, transformer={"moe_aux_loss_coeff": 0.1})
-    assert errors(given, "policy") == []
-    assert given.effective("ddp") == {"bucket_size": 7}
+    chosen = options(ddp={"average_in_collective": True, "bucket_size": 7}, transformer={"moe_aux_loss_coeff": 0.1})
+    assert errors(chosen, "policy") == []
+    assert chosen.effective("ddp") == {"bucket_size": 7}
     findings = Findings(section="critic")
-    given.report_ignored(findings, experts=True, recompute="none")
+    chosen.report_ignored(findings, experts=True, recompute="none")
     keys = [key for key, _ in findings.ignored]
     assert keys == ["critic.megatron.ddp.average_in_collective", "critic.megatron.transformer.moe_aux_loss_coeff"]
-    given.report_ignored(findings, experts=False, recompute="none")
+    chosen.report_ignored(findings, experts=False, recompute="none")
     assert findings.ignored[-1] == ("critic.megatron.transformer.moe_aux_loss_coeff", "the model has no experts")
 
 
@@ -132,13 +132,13 @@ def layers_of_megatron_core(mesh, settings: dict[str, Any], layers: int) -> list
         num_layers=layers, hidden_size=8, num_attention_heads=2, pipeline_model_parallel_size=mesh.layout.pp,
         pipeline_dtype=torch.float32, **settings,
     )  # fmt: skip
-    virtual, found = config.virtual_pipeline_model_parallel_size, []
+    virtual, stages = config.virtual_pipeline_model_parallel_size, []
     with mesh.active():
         parallel_state.set_virtual_pipeline_model_parallel_world_size(virtual)
         for stage in range(virtual or 1):
             first = get_transformer_layer_offset(config, vp_stage=stage if virtual else None)
-            found.append(list(range(first, first + get_num_layers_to_build(config, vp_stage=stage if virtual else None))))
-    return found
+            stages.append(list(range(first, first + get_num_layers_to_build(config, vp_stage=stage if virtual else None))))
+    return stages
 
 
 @pytest.mark.parametrize(
@@ -163,9 +163,9 @@ def test_stages_are_cut_as_megatron_core_cuts_them(cluster, layout, layers, sett
     parsed = ParallelLayout.parse(f"megatron:{layout}")
     theirs = cluster.run(layers_of_megatron_core, f"megatron:{layout}", settings, layers)
     chunks = PipelineSplit.of(settings).split_layers(layers, parsed)
-    for stage, found in enumerate(theirs):
+    for stage, counts in enumerate(theirs):
         # Where a chunk has no layer Megatron-Core's offset says nothing.
-        assert [list(chunk) for chunk in chunks[stage]] == [layers if layers else [] for layers in found]
+        assert [list(chunk) for chunk in chunks[stage]] == [layers if layers else [] for layers in counts]
 
 
 @pytest.mark.parametrize(
@@ -284,14 +284,14 @@ def steps(cluster, models):
     directory, base_T = models("qwen3_moe"), expected(models("qwen3_moe"), ROUTED)[2]
     chosen = [
         *(
-            (layout, given, MegatronConfig(transformer=ROUTER, ddp=given))
+            (layout, keys, MegatronConfig(transformer=ROUTER, ddp=keys))
             for layout in ("d2", "d2e2", "d2p2e2")
-            for given in DDP
+            for keys in DDP
         ),
         *(
-            (layout, given, MegatronConfig(transformer={**ROUTER, **given}))
+            (layout, keys, MegatronConfig(transformer={**ROUTER, **keys}))
             for layout in ("d2e2", "t2e2", "(attn:d2t2|ffn:t2e2)")
-            for given in EXPERTS
+            for keys in EXPERTS
         ),
         *(
             (layout, PRECISION_AWARE, MegatronConfig(transformer=ROUTER, optimizer=PRECISION_AWARE))
@@ -299,9 +299,9 @@ def steps(cluster, models):
         ),
     ]
     calls = {}
-    for layout, given, megatron in chosen:
+    for layout, keys, megatron in chosen:
         policy = replace(POLICY, tokens_per_micro_batch=32, megatron=megatron)
-        calls[layout, str(given)] = (f"megatron:{layout}", megatron_step, directory, policy, base_T)
+        calls[layout, str(keys)] = (f"megatron:{layout}", megatron_step, directory, policy, base_T)
     return Together(cluster, calls)
 
 
@@ -353,17 +353,19 @@ def built_with(mesh, directory: Path, policy):
 )
 def test_an_option_reaches_what_megatron_core_builds(cluster, models, ddp, optimizer, name, value):
     policy = replace(POLICY, megatron=MegatronConfig(ddp=ddp, optimizer=optimizer))
-    for found in cluster.run(built_with, "megatron:d2", models("qwen3"), policy):
-        assert value(found[name]) if callable(value) else found[name] == value
+    for attributes in cluster.run(built_with, "megatron:d2", models("qwen3"), policy):
+        assert value(attributes[name]) if callable(value) else attributes[name] == value
 
 
 def test_gradients_are_kept_in_the_parameters_dtype_when_asked(cluster, models):
     policy = replace(POLICY, dtype="bfloat16", megatron=MegatronConfig(ddp={"grad_reduce_in_fp32": False}))
-    assert {found["grads"] for found in cluster.run(built_with, "megatron:d2", models("qwen3"), policy)} == {
+    assert {attributes["grads"] for attributes in cluster.run(built_with, "megatron:d2", models("qwen3"), policy)} == {
         "torch.bfloat16"
     }
     plain = replace(POLICY, dtype="bfloat16")
-    assert {found["grads"] for found in cluster.run(built_with, "megatron:d2", models("qwen3"), plain)} == {"torch.float32"}
+    assert {attributes["grads"] for attributes in cluster.run(built_with, "megatron:d2", models("qwen3"), plain)} == {
+        "torch.float32"
+    }
 
 
 @pytest.mark.parametrize("layout", ["d1", "d2", "d2e2"])
@@ -425,12 +427,12 @@ def resumed(mesh, directory: Path, policy, path: Path):
     model.save(path)
     fresh = MegatronModel(directory, policy, mesh, total_updates=3, read_weights=False)
     fresh.load(path)
-    found = []
+    states = []
     for one in (model, fresh):
         for _ in range(2):
             one.train_step(batch, OBJECTIVE.loss)
-        found.append({name: tensor.clone() for name, tensor in one.weights()})
-    return found
+        states.append({name: tensor.clone() for name, tensor in one.weights()})
+    return states
 
 
 @pytest.mark.parametrize("layout", ["d2", "d2e2"])
@@ -448,8 +450,8 @@ def test_a_run_with_these_options_continues_from_its_checkpoint_as_if_never_stop
     cluster, models, tmp_path, layout, ddp, optimizer, dtype
 ):
     policy = replace(POLICY, dtype=dtype, megatron=MegatronConfig(transformer=ROUTER, ddp=ddp, optimizer=optimizer))
-    for whole, stopped in cluster.run(resumed, f"megatron:{layout}", models("qwen3_moe"), policy, tmp_path):
-        assert all(torch.equal(whole[name], stopped[name]) for name in whole)
+    for undisturbed, stopped in cluster.run(resumed, f"megatron:{layout}", models("qwen3_moe"), policy, tmp_path):
+        assert all(torch.equal(undisturbed[name], stopped[name]) for name in undisturbed)
 
 
 @pytest.mark.parametrize(

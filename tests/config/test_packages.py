@@ -70,8 +70,8 @@ def test_a_rank_takes_the_slower_path_with_one_line(tmp_path: Path, module):
 def test_check_names_the_slower_path_of_a_broken_package(tmp_path: Path, monkeypatch):
     broken_packages(tmp_path, "flash_attn.cute", "transformer_engine")
     monkeypatch.syspath_prepend(tmp_path)
-    made = config(trainer={"device": "cuda"})
+    run = config(trainer={"device": "cuda"})
     findings = Findings()
-    _check_launch(findings.at("launch"), made.launch, made.trainer.device)
+    _check_launch(findings.at("launch"), run.launch, run.trainer.device)
     notes = [note for note in findings.notes if "a_library_that_is_not_there" in note]
     assert len(notes) == 2 and all("slower" in note or "PyTorch" in note for note in notes)

@@ -125,8 +125,8 @@ def test_columns_and_parts_of_columns_are_found_by_name(tmp_path, tokenizer):
 
 def test_overlong_prompts_are_dropped_and_counted_or_refused(tmp_path, tokenizer):
     file = write(tmp_path / "a.jsonl", {"prompt": "1+1="}, {"prompt": "123456789+1="}, {"prompt": "2+2="})
-    kept = load_prompts([file], tokenizer, Reading(6))
-    assert ([prompt.id for prompt in kept.prompts], kept.dropped) == ([0, 2], 1)
+    loaded = load_prompts([file], tokenizer, Reading(6))
+    assert ([prompt.id for prompt in loaded.prompts], loaded.dropped) == ([0, 2], 1)
     with pytest.raises(ValueError, match=r"row 1: the prompt has 13 tokens, data.max_prompt_tokens is 6"):
         load_prompts([file], tokenizer, Reading(6, "refuse"))
     with pytest.raises(ValueError, match="no prompts left"):
@@ -225,9 +225,9 @@ def test_only_the_assistant_s_turns_of_a_conversation_are_learned(tmp_path, toke
                 spans[-1].append(token)
         assert [tokenizer.decode(span) for span in spans] == learned
         assert response.loss_mask[-1]
-        whole = tokenizer.decode(prompt.token_ids + response.token_ids)
+        conversation = tokenizer.decode(prompt.token_ids + response.token_ids)
         if words is templated:
-            assert templated.apply_chat_template(row["messages"], tokenize=False).startswith(whole)
+            assert templated.apply_chat_template(row["messages"], tokenize=False).startswith(conversation)
     cut = given(tmp_path, tokenizer, "responses", row, limit=3).responses[0]
     assert len(cut.token_ids) == 3 and cut.truncated
 
@@ -267,14 +267,14 @@ def test_tokenizers_write_back_what_they_read(tmp_path):
 
 
 def test_a_system_prompt_stands_before_prompts_that_have_none_of_their_own(tmp_path, tokenizer):
-    own = [{"role": "system", "content": "mine"}, {"role": "user", "content": "1+1="}]
-    rows = [{"prompt": "1+1="}, {"prompt": own}]
+    turns = [{"role": "system", "content": "mine"}, {"role": "user", "content": "1+1="}]
+    rows = [{"prompt": "1+1="}, {"prompt": turns}]
     (tmp_path / "d.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     reading = Reading(max_prompt_tokens=64, columns=Columns(), system_prompt="be brief")
-    found = load_prompts([str(tmp_path / "d.jsonl")], tokenizer, reading).prompts
-    assert [prompt.text for prompt in found] == ["be brief\n1+1=\n", "mine\n1+1=\n"]
-    assert found[0].messages[0] == {"role": "system", "content": "be brief"}
-    assert tokenizer.decode(found[0].token_ids) == "be brief\n1+1=\n"
+    prompts = load_prompts([str(tmp_path / "d.jsonl")], tokenizer, reading).prompts
+    assert [prompt.text for prompt in prompts] == ["be brief\n1+1=\n", "mine\n1+1=\n"]
+    assert prompts[0].messages[0] == {"role": "system", "content": "be brief"}
+    assert tokenizer.decode(prompts[0].token_ids) == "be brief\n1+1=\n"
 
 
 def test_variables_reach_the_chat_template_in_training_and_in_the_check(tmp_path, tokenizer):
@@ -300,17 +300,17 @@ def test_a_configured_chat_template_replaces_the_tokenizer_s_in_training_and_che
     (tmp_path / "d.jsonl").write_text(json.dumps({"prompt": "1+1="}) + "\n")
     (tmp_path / "c.jsonl").write_text(json.dumps({"messages": [*turns, {"role": "assistant", "content": "2"}]}) + "\n")
     reading = Reading(max_prompt_tokens=64, template_kwargs={"mark": "="}, template=template)
-    for own in (None, "own {{ messages[0].content }}"):
+    for tokenizer_template in (None, "own {{ messages[0].content }}"):
         tokenizer.save_pretrained(tmp_path)
-        if own is not None:
-            (tmp_path / "chat_template.jinja").write_text(own)
+        if tokenizer_template is not None:
+            (tmp_path / "chat_template.jinja").write_text(tokenizer_template)
         theirs, light = load_tokenizer(str(tmp_path)), LightTokenizer.load(tmp_path).with_template(template, "the template")
         assert load_prompts([str(tmp_path / "d.jsonl")], theirs, reading).prompts[0].text == "user1+1=="
         assert light.render(turns, kwargs={"mark": "="}) == "user1+1=="
         learning = replace(reading, learns_from="responses", max_response_tokens=64)
         (prompt,) = load_prompts([str(tmp_path / "c.jsonl")], theirs, learning).prompts
-        said = theirs.decode(prompt.responses[0].token_ids)
-        assert (prompt.text, said) == ("user1+1==", f"assistant2={theirs.eos_token}")
+        response = theirs.decode(prompt.responses[0].token_ids)
+        assert (prompt.text, response) == ("user1+1==", f"assistant2={theirs.eos_token}")
 
 
 def test_a_template_of_the_configuration_that_is_none_is_named(tmp_path, tokenizer):
@@ -386,8 +386,8 @@ def test_a_prompt_that_is_rendered_already_is_read_as_it_stands(tmp_path, tokeni
         config, findings = RunConfig.of({"model": {"path": "m"}, "data": data}), Findings()
         check_data(findings, config, LightTokenizer.load(tmp_path), None)
         if fault is None:
-            (found, *_) = load_prompts([str(path)], tokenizer, reading).prompts
-            assert (found.text, found.token_ids) == ("1+1=", tokenizer.encode("1+1=")) and findings.errors == []
+            (loaded, *_) = load_prompts([str(path)], tokenizer, reading).prompts
+            assert (loaded.text, loaded.token_ids) == ("1+1=", tokenizer.encode("1+1=")) and findings.errors == []
         else:
             assert fault in findings.errors[0]
             with pytest.raises(ValueError, match=fault):
@@ -420,7 +420,7 @@ def test_the_last_turn_is_learned_with_what_the_template_writes_after_it(tmp_pat
     )
     turns = [("user", "1+1="), ("assistant", "2"), ("user", "plus 3"), ("assistant", "5")]
     talk = {"messages": [{"role": role, "content": text} for role, text in turns]}
-    for row, asked, learned in (
+    for row, question, learned in (
         (talk, f"user 1+1={end}\nassistant 2{end}\nuser plus 3{end}\nassistant ", f"5{end}\n"),
         ({"instruction": "add ", "input": "1 1", "output": "2"}, f"user add \n\n1 1{end}\nassistant ", f"2{end}\n"),
         ({"instruction": " add 1 1 ", "input": "", "output": "2"}, f"user add 1 1{end}\nassistant ", f"2{end}\n"),
@@ -429,17 +429,17 @@ def test_the_last_turn_is_learned_with_what_the_template_writes_after_it(tmp_pat
         reading = Reading(200, learns_from="responses", need_responses=True, max_response_tokens=200, learned_turns="last")
         (prompt,) = load_prompts([str(tmp_path / "d.jsonl")], templated, reading).prompts
         (response,) = prompt.responses
-        assert (prompt.text, templated.decode(response.token_ids), all(response.loss_mask)) == (asked, learned, True)
-        whole = len(prompt.token_ids) + len(response.token_ids)
-        for total in (whole, whole - 1, len(prompt.token_ids) + 1, len(prompt.token_ids)):
+        assert (prompt.text, templated.decode(response.token_ids), all(response.loss_mask)) == (question, learned, True)
+        length = len(prompt.token_ids) + len(response.token_ids)
+        for total in (length, length - 1, len(prompt.token_ids) + 1, len(prompt.token_ids)):
             cut = replace(reading, max_total_tokens=total)
             try:
-                (found,) = load_prompts([str(tmp_path / "d.jsonl")], templated, cut).prompts
+                (shorter,) = load_prompts([str(tmp_path / "d.jsonl")], templated, cut).prompts
             except ValueError as error:
                 assert total == len(prompt.token_ids) and "no prompts left" in str(error)
                 continue
-            assert found.responses[0].token_ids == response.token_ids[: total - len(prompt.token_ids)]
-            assert found.responses[0].truncated == (total < whole)
+            assert shorter.responses[0].token_ids == response.token_ids[: total - len(prompt.token_ids)]
+            assert shorter.responses[0].truncated == (total < length)
 
 
 def test_a_bound_of_both_together_is_for_responses_of_the_data(tmp_path):

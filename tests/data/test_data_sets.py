@@ -64,8 +64,8 @@ def gsm8k(mark: str = "1") -> dict[str, bytes]:
 
 @pytest.fixture
 def hub():
-    with serving() as found:
-        yield found
+    with serving() as started:
+        yield started
 
 
 @pytest.fixture(scope="module")
@@ -78,10 +78,10 @@ def model(tmp_path_factory):
 def environment(home: Path, hub: Hub | None, **more: str) -> dict[str, str]:
     """Variables of a user whose hub is this one; without one, of a machine without a network."""
     proxies = {"HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy", "HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "HF_TOKEN"}
-    kept = {name: value for name, value in os.environ.items() if name not in proxies}
+    inherited = {name: value for name, value in os.environ.items() if name not in proxies}
     endpoint = "http://127.0.0.1:9" if hub is None else hub.url
-    own = {"HF_HOME": str(home / "hf"), "HF_ENDPOINT": endpoint, "HF_HUB_DISABLE_TELEMETRY": "1"}
-    return {**kept, **own, "PYTHONPATH": os.pathsep.join(map(os.path.abspath, filter(None, sys.path))), **more}
+    of_user = {"HF_HOME": str(home / "hf"), "HF_ENDPOINT": endpoint, "HF_HUB_DISABLE_TELEMETRY": "1"}
+    return {**inherited, **of_user, "PYTHONPATH": os.pathsep.join(map(os.path.abspath, filter(None, sys.path))), **more}
 
 
 LOCATE = """
@@ -138,9 +138,9 @@ PATHS = (
 
 def test_a_name_has_owner_name_configuration_split_and_revision():
     for name, parts in NAMES.items():
-        found = HubDataSet.parse(name)
-        assert (found.repository, found.config, found.split, found.revision) == parts
-        assert found.name == name.partition("[")[0]
+        parsed = HubDataSet.parse(name)
+        assert (parsed.repository, parsed.config, parsed.split, parsed.revision) == parts
+        assert parsed.name == name.partition("[")[0]
     assert [name for name in PATHS if HubDataSet.parse(name) is not None] == []
 
 
@@ -200,8 +200,8 @@ def test_processes_that_begin_together_download_once(tmp_path, hub):
     pytest.importorskip("datasets")
     hub.push("a/b", {"train.parquet": parquet(*rows(2))})
     with ThreadPoolExecutor(3) as pool:
-        found = set(pool.map(lambda _: locate(tmp_path, hub, "a/b"), range(3)))
-    assert len(found) == 1 and len(hub.downloads("a/b")) == 1
+        commits = set(pool.map(lambda _: locate(tmp_path, hub, "a/b"), range(3)))
+    assert len(commits) == 1 and len(hub.downloads("a/b")) == 1
 
 
 def test_without_a_network_the_cache_has_what_was_read_before(tmp_path, hub):
@@ -234,11 +234,11 @@ def test_what_the_hub_does_not_have_is_said_in_one_sentence(tmp_path, hub):
     hub.push("openai/gated", {"train.parquet": parquet(*rows(1))})
     hub.gated.add("datasets/openai/gated")
     for (name, key), says in SAYS.items():
-        said = locate(tmp_path, hub, name, key)
-        assert said.startswith("refused: ") and says in said, (name, said)
-        if "neither a file here" in said:
+        message = locate(tmp_path, hub, name, key)
+        assert message.startswith("refused: ") and says in message, (name, message)
+        if "neither a file here" in message:
             config = ", 'main'" if ":main" in name else ""
-            assert f"load_dataset('{name.partition(':')[0].partition('@')[0]}'{config}, split='train'" in said
+            assert f"load_dataset('{name.partition(':')[0].partition('@')[0]}'{config}, split='train'" in message
 
 
 def test_without_the_library_or_a_network_a_line_says_how_to_write_a_file(tmp_path, hub):
@@ -247,12 +247,14 @@ def test_without_the_library_or_a_network_a_line_says_how_to_write_a_file(tmp_pa
     (tmp_path / "none/datasets").mkdir(parents=True)
     (tmp_path / "none/datasets/__init__.py").write_text("raise ModuleNotFoundError('No module', name='datasets')")
     path = os.pathsep.join([str(tmp_path / "none"), *map(os.path.abspath, filter(None, sys.path))])
-    said = locate(tmp_path, hub, "a/b:c/train", PYTHONPATH=path)
-    assert "a data set of the hub needs datasets, not installed here: pip install 'fivefold[datasets]', or run where" in said
-    assert line in said
+    message = locate(tmp_path, hub, "a/b:c/train", PYTHONPATH=path)
+    assert (
+        "a data set of the hub needs datasets, not installed here: pip install 'fivefold[datasets]', or run where" in message
+    )
+    assert line in message
     pytest.importorskip("datasets")
-    said = locate(tmp_path, None, "a/b:c/train", HF_HUB_OFFLINE="1")
-    assert "that the hub gives: HF_HUB_OFFLINE is set, and its cache in " in said and line in said
+    message = locate(tmp_path, None, "a/b:c/train", HF_HUB_OFFLINE="1")
+    assert "that the hub gives: HF_HUB_OFFLINE is set, and its cache in " in message and line in message
 
 
 def configured(tmp_path: Path, model: Path, train: list[str], **sections: Any) -> dict[str, Any]:
@@ -306,14 +308,14 @@ def test_init_finds_the_columns_of_a_data_set_of_the_hub_and_its_test_split(tmp_
         "0",
         "--yes",
     ]
-    own = environment(tmp_path, hub, HOME=str(tmp_path))
-    done = command(own, *words)
+    variables = environment(tmp_path, hub, HOME=str(tmp_path))
+    done = command(variables, *words)
     assert done.returncode == 0, done.stderr
     data = yaml.safe_load((tmp_path / "run.yaml").read_text())["data"]
     assert (data["train"], data["val"]) == (["openai/gsm8k:main"], ["openai/gsm8k:main/test"])
     assert (data["prompt_key"], data["ground_truth_key"]) == ("question", "answer")
     assert done.stdout.splitlines()[-1] == f"next     fivefold train {tmp_path / 'run.yaml'}"
-    done = command(own, "check", str(tmp_path / "run.yaml"))
+    done = command(variables, "check", str(tmp_path / "run.yaml"))
     assert done.returncode == 0 and "5 of the first 5 prompts do not ask for #### or" in done.stdout
 
 
@@ -359,8 +361,8 @@ def test_a_damaged_directory_is_refused_with_the_file(tmp_path):
         list(read_rows(tmp_path / "empty"))
     path = saved(tmp_path / "train", rows(9))
     file = path / "data-00000-of-00001.arrow"
-    whole = file.read_bytes()
-    file.write_bytes(whole[: len(whole) // 2])
+    content = file.read_bytes()
+    file.write_bytes(content[: len(content) // 2])
     with pytest.raises(UserError, match=r"data-00000-of-00001\.arrow cannot be read as Arrow, it may be cut off"):
         list(read_rows(path))
     for listed in ("../train/x.arrow", "gone.arrow", None):
@@ -378,14 +380,14 @@ def test_a_changed_file_of_a_directory_makes_other_prompts_and_another_run(tmp_p
         reading = Reading(32, columns=Columns.of(config.data))
         return store_prompts([str(path)], (model, False), reading, tmp_path / "prompts", lambda line: None, workers=1)
 
-    before, kept = Fingerprint.of(config, 1, {}).values, stored()
-    assert Fingerprint.of(config, 1, {}).compare(before).refused == [] and stored() == kept
+    before, before_change = Fingerprint.of(config, 1, {}).values, stored()
+    assert Fingerprint.of(config, 1, {}).compare(before).refused == [] and stored() == before_change
     for file in path.iterdir():
         file.unlink()
     path.rmdir()
     saved(path, rows(5, "4"))
     (text,) = Fingerprint.of(config, 1, {}).compare(before).refused
-    assert text.startswith("data.train: ") and stored() != kept
+    assert text.startswith("data.train: ") and stored() != before_change
 
 
 def test_another_part_of_a_file_is_another_data_set(tmp_path, model):
@@ -432,9 +434,9 @@ def test_rows_from_python_are_a_file_of_the_run_and_of_its_fingerprint(tmp_path,
 
 def test_rows_of_different_columns_keep_their_own(tmp_path, model):
     """A table would have taken the columns of the first row, or given all rows the columns of all."""
-    given = [{"question": "1+1=", "answer": 2}, {"question": "2+2=", "answer": "4", "extra_info": {"a": None}}]
-    config = from_python(tmp_path, model, given)
-    assert list(read_rows(Path(config.data.train[0]))) == given
+    written = [{"question": "1+1=", "answer": 2}, {"question": "2+2=", "answer": "4", "extra_info": {"a": None}}]
+    config = from_python(tmp_path, model, written)
+    assert list(read_rows(Path(config.data.train[0]))) == written
 
 
 def test_a_run_directory_without_a_name_depends_on_the_rows(tmp_path, model, monkeypatch):

@@ -85,21 +85,21 @@ def tokenizer_of(*texts: str) -> Any:
     import transformers
     from tokenizers import decoders, models, pre_tokenizers, trainers
 
-    found = {
+    marks = {
         token
         for text in texts
         for token in re.findall(r"<\|[a-zA-Z_\"]+\|>|<｜[^｜]+｜>|<(?:start|end)_of_turn>|<\|[a-z_]+>|<[a-z_]+\|>", text)
     }
-    special = ["<bos>", *sorted({*found, *ENDS})]
-    made = tokenizers.Tokenizer(models.BPE())
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = decoders.ByteLevel()
+    special = ["<bos>", *sorted({*marks, *ENDS})]
+    inner = tokenizers.Tokenizer(models.BPE())
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=len(special) + 256, special_tokens=special, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )  # fmt: skip
-    made.train_from_iterator([], trainer)
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=made, bos_token="<bos>", eos_token="<|im_end|>")
+    inner.train_from_iterator([], trainer)
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<bos>", eos_token="<|im_end|>")
 
 
 def dialog_of(text: str, tools: tuple = (TOOL,), history: History = "append", **arguments: Any) -> Dialog:
@@ -132,8 +132,8 @@ def test_any_calls_that_a_template_writes_are_read_back(form, numbers, words):
     dialog = made(template(form), True)
     calls = [ToolCall("add", {"a": number, "words": words}) for number in numbers[: 1 if form in ONE_CALL else 3]]
     message = {"role": "assistant", "content": "", "tool_calls": dialog.template.written(calls)}
-    whole = dialog.template.render([{"role": "user", "content": "Q"}, message], False)
-    text = whole.rpartition("<|im_start|>assistant\n")[2].partition("<|im_end|>")[0]
+    conversation = dialog.template.render([{"role": "user", "content": "Q"}, message], False)
+    text = conversation.rpartition("<|im_start|>assistant\n")[2].partition("<|im_end|>")[0]
     answer = dialog.read([*dialog.template.encode(text), dialog.template.tokenizer.convert_tokens_to_ids("<|im_end|>")])
     assert answer.calls == calls
 
@@ -293,14 +293,14 @@ def paired() -> Dialog:
     import transformers
     from tokenizers import decoders, models, pre_tokenizers, trainers
 
-    made = tokenizers.Tokenizer(models.BPE())
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    made.decoder = decoders.ByteLevel()
+    inner = tokenizers.Tokenizer(models.BPE())
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    inner.decoder = decoders.ByteLevel()
     special = ["<|im_start|>", "<|im_end|>"]
     trainer = trainers.BpeTrainer(vocab_size=259, special_tokens=special, show_progress=False,
                                   initial_alphabet=pre_tokenizers.ByteLevel.alphabet())  # fmt: skip
-    made.train_from_iterator(["abab"] * 9, trainer)
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<|im_end|>")
+    inner.train_from_iterator(["abab"] * 9, trainer)
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<|im_end|>")
     assert len(tokenizer.encode("ab")) == 1
     return Dialog.of(tokenizer, {"chat_template": DROPPING}, [tokenizer.eos_token_id], history="template")
 
@@ -323,10 +323,10 @@ def test_a_template_that_cannot_append_turns_may_render_them_again():
 
 
 def test_channels_of_a_turn_are_separated_with_tools_and_without():
-    said = "<|channel|>analysis<|message|>why<|end|><|start|>assistant"
+    thinking = "<|channel|>analysis<|message|>why<|end|><|start|>assistant"
     for tools in ((TOOL,), ()):
         dialog = dialog_of(template("harmony"), tools)
-        answer = dialog.read(dialog.template.encode(said + "<|channel|>final<|message|>word<|im_end|>"))
+        answer = dialog.read(dialog.template.encode(thinking + "<|channel|>final<|message|>word<|im_end|>"))
         assert (answer.message["content"], answer.message["thinking"], answer.calls) == ("word", "why", [])
     dialog = dialog_of(template("harmony"))
     for call in (
@@ -334,7 +334,7 @@ def test_channels_of_a_turn_are_separated_with_tools_and_without():
         "<|channel|>commentary to=functions.add <|constrain|>json<|message|>",
         "<|channel|>commentary to=functions.add<|message|>",
     ):
-        answer = dialog.read(dialog.template.encode(f'{said}{call}{{"a": 1}}<|im_end|>'))
+        answer = dialog.read(dialog.template.encode(f'{thinking}{call}{{"a": 1}}<|im_end|>'))
         assert answer.calls == [ToolCall("add", {"a": 1})] and answer.message["thinking"] == "why"
 
 

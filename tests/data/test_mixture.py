@@ -54,8 +54,8 @@ def test_every_step_has_exactly_as_many_of_each_domain_and_spreads_them():
 def test_every_prompt_of_a_domain_comes_once_in_each_epoch_of_the_domain():
     taken = loader().take(0, 700)
     for name, size in (("m", 11), ("c", 7), ("j", 3)):
-        own = [item for item in taken if item[0] == name]
-        epochs = [own[begin : begin + size] for begin in range(0, len(own) - size + 1, size)]
+        of_domain = [item for item in taken if item[0] == name]
+        epochs = [of_domain[begin : begin + size] for begin in range(0, len(of_domain) - size + 1, size)]
         assert len(epochs) >= 30 and all(len(set(epoch)) == size for epoch in epochs)
         assert len(set(map(tuple, epochs[:5]))) > 1, "shuffled anew"
     plain = loader(shuffle=False).take(0, 20)
@@ -64,13 +64,13 @@ def test_every_prompt_of_a_domain_comes_once_in_each_epoch_of_the_domain():
 
 def test_what_is_taken_is_a_function_of_seed_and_position():
     # A run that is resumed, samples ahead, or takes rounds of another size asks for the same places in another order.
-    whole = loader().take(0, 300)
-    assert loader().take(0, 300) == whole and loader(seed=2).take(0, 300) != whole
+    taken_at_once = loader().take(0, 300)
+    assert loader().take(0, 300) == taken_at_once and loader(seed=2).take(0, 300) != taken_at_once
     for begin, count in ((290, 10), (3, 40), (120, 1), (17, 60), (0, 7)):
-        assert loader().take(begin, count) == whole[begin : begin + count]
+        assert loader().take(begin, count) == taken_at_once[begin : begin + count]
     again = loader()
     rounds = [again.take(begin, 4) for begin in range(0, 300, 4)]
-    assert [item for taken in rounds for item in taken] == whole
+    assert [item for taken in rounds for item in taken] == taken_at_once
 
 
 def test_the_order_of_a_domain_does_not_depend_on_the_others():
@@ -119,15 +119,15 @@ def test_rows_are_taken_by_domain_and_a_domain_with_too_few_is_refused(tmp_path)
     path = tmp_path / "rows.jsonl"
     rows = [{"prompt": f"{tag} {number}", "tag": tag, "answer": "1", "tests": "2"} for number in range(3) for tag in "abz"]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    asked = config(train=[str(path)], domains={"both": ["a", "b"]}, mixture={"both": 0.75, "z": 0.25})
-    by_source = replace(asked.data, ground_truth_by_source={"z": "tests"})
-    found = load_prompts([str(path)], _Characters(), Reading(100, columns=Columns.of(by_source)))
-    assert {prompt.source: prompt.ground_truth for prompt in found.prompts} == {"a": "1", "b": "1", "z": "2"}
-    taken = build_loader(asked, found).take(0, 8)
+    run = config(train=[str(path)], domains={"both": ["a", "b"]}, mixture={"both": 0.75, "z": 0.25})
+    by_source = replace(run.data, ground_truth_by_source={"z": "tests"})
+    prompts = load_prompts([str(path)], _Characters(), Reading(100, columns=Columns.of(by_source)))
+    assert {prompt.source: prompt.ground_truth for prompt in prompts.prompts} == {"a": "1", "b": "1", "z": "2"}
+    taken = build_loader(run, prompts).take(0, 8)
     assert Counter(prompt.source in "ab" for prompt in taken) == {True: 6, False: 2}
     few = config(train=[str(path)], domains={"both": ["a", "b"]}, mixture={"both": 0.25, "c": 0.75})
     with pytest.raises(ValueError, match=r"data\.mixture: a step takes 3 prompts of 'c', of which there are 0"):
-        build_loader(few, found)
+        build_loader(few, prompts)
     findings = Findings()
     check_data(findings, few, None, None)
     assert any("a step takes 3 prompts of 'c', of which there are 0" in error for error in findings.errors)
@@ -143,5 +143,5 @@ def test_domains_that_nothing_tells_apart_are_said_to_be_without_effect(tmp_path
         (mixed, {}, False),
         (whitened, {"whiten": True, "whiten_by": "domain"}, False),
     ):
-        asked = replace(config(domains={"a": ["x"]}, **data), algorithm=replace(config().algorithm, **choices))
-        assert ("data.domains" in dict(check(asked).ignored)) == expected
+        run = replace(config(domains={"a": ["x"]}, **data), algorithm=replace(config().algorithm, **choices))
+        assert ("data.domains" in dict(check(run).ignored)) == expected

@@ -50,9 +50,9 @@ def rows(count: int) -> list[dict]:
 def test_stored_prompts_are_those_that_are_read_one_by_one(tmp_path, directory, learns_from, workers):
     files = [write(tmp_path / "a.jsonl", rows(30)), write(tmp_path / "b.jsonl", rows(11))]
     reading = Reading(20, learns_from=learns_from, need_responses=learns_from != "rollouts", max_response_tokens=1)
-    said: list[str] = []
+    messages: list[str] = []
     assert is_large(files) and not is_large(files[1:]) and not is_large(files, first=5)
-    path = store_prompts(files, (directory, False), reading, tmp_path / "cache", said.append, workers=workers)
+    path = store_prompts(files, (directory, False), reading, tmp_path / "cache", messages.append, workers=workers)
     stored, listed = open_prompts(path), load_prompts(files, load_tokenizer(str(directory)), reading)
     assert list(stored.prompts) == listed.prompts
     assert stored.dropped == listed.dropped == 8
@@ -66,19 +66,19 @@ def test_what_was_tokenized_is_taken_again_until_something_changes(tmp_path, dir
     data, cache = write(tmp_path / "a.jsonl", rows(10)), tmp_path / "cache"
 
     def store(limit=20, tokenizer=directory) -> tuple[Path, str]:
-        said: list[str] = []
-        return store_prompts([data], (tokenizer, False), Reading(limit), cache, said.append, workers=1), said[0]
+        messages: list[str] = []
+        return store_prompts([data], (tokenizer, False), Reading(limit), cache, messages.append, workers=1), messages[0]
 
-    path, said = store()
-    assert said.startswith(f"tokenizing {data} on 1 cores, once")
+    path, message = store()
+    assert message.startswith(f"tokenizing {data} on 1 cores, once")
     assert store() == (path, f"prompts tokenized before are in {path}")
     assert store(21)[0] != path
     other = tmp_path / "tokenizer"
     train_tokenizer("char", ["0123456789+-= ABC"], other)
     assert store(tokenizer=other)[0] != path
     write(tmp_path / "a.jsonl", rows(11))
-    changed, said = store()
-    assert changed != path and "once" in said
+    changed, message = store()
+    assert changed != path and "once" in message
     assert sorted(cache.iterdir()) == sorted({path, changed, *cache.glob("*.arrow")})
 
 

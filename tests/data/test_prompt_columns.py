@@ -49,9 +49,9 @@ def checked(directory, tmp_path, *rows, **data):
 
 def test_a_query_follows_the_prompt_on_a_line_of_its_own(directory, tmp_path):
     rows = [{"ask": "add", "more": "1+1", "answer": "2"}, {"ask": "say 3", "more": None, "answer": "3"}]
-    found = prompts_of(directory, tmp_path, *rows, prompt="ask", query="more", response="answer")
-    assert [each.text for each in found] == ["u:add\n1+1;a:", "u:say 3;a:"]
-    assert [each.messages[-1]["content"] for each in found] == ["add\n1+1", "say 3"]
+    prompts = prompts_of(directory, tmp_path, *rows, prompt="ask", query="more", response="answer")
+    assert [prompt.text for prompt in prompts] == ["u:add\n1+1;a:", "u:say 3;a:"]
+    assert [prompt.messages[-1]["content"] for prompt in prompts] == ["add\n1+1", "say 3"]
 
 
 def test_a_query_column_that_is_not_there_is_refused_before_the_run(directory, tmp_path):
@@ -66,15 +66,15 @@ def test_a_row_s_own_system_message_comes_before_that_of_the_configuration(direc
     rows = [{"messages": turns, "rule": "not read"}, {"messages": turns[1:], "rule": "be brief"}, {"messages": turns[1:]}]
     reading = Reading(64, columns=Columns(system="rule"), learns_from="responses", max_response_tokens=64,
                       template=TEMPLATE, system_prompt="usual")  # fmt: skip
-    found = load_prompts([written(tmp_path, *rows)], load_tokenizer(str(directory)), reading).prompts
-    assert [each.text for each in found] == ["s:mine;u:1;a:", "s:be brief;u:1;a:", "s:usual;u:1;a:"]
+    prompts = load_prompts([written(tmp_path, *rows)], load_tokenizer(str(directory)), reading).prompts
+    assert [prompt.text for prompt in prompts] == ["s:mine;u:1;a:", "s:be brief;u:1;a:", "s:usual;u:1;a:"]
 
 
 def test_functions_of_a_row_reach_its_chat_template_in_training_and_in_the_check(directory, tmp_path):
     turns = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]
     rows = [{"messages": turns, "tools": tools} for tools in ([{"name": "f"}], '[{"name": "g"}]', "", None)]
-    found = prompts_of(directory, tmp_path, *rows, tools="tools")
-    assert [each.text for each in found] == ["<f>u:1;a:", "<g>u:1;a:", "u:1;a:", "u:1;a:"]
+    prompts = prompts_of(directory, tmp_path, *rows, tools="tools")
+    assert [prompt.text for prompt in prompts] == ["<f>u:1;a:", "<g>u:1;a:", "u:1;a:", "u:1;a:"]
     assert checked(directory, tmp_path, *rows, tools_key="tools", chat_template=TEMPLATE) == []
     assert LightTokenizer.load(directory).with_template(TEMPLATE, "t").render(turns[:1], kwargs={"tools": rows[0]["tools"]})[
         :3

@@ -72,7 +72,7 @@ def test_a_critic_of_verl_has_its_own_adapters():
 @pytest.mark.parametrize(("system", "words", "tree", "says"), [
     ("verl", [*MEGATRON, f"{M}lora.rank=8", f"{M}lora.dropout=0.1"], "", "dropout of adapters"),
     ("verl", [*MEGATRON, f"{M}lora.rank=8", f"{M}lora.type=dora"], "", "other adapters than LoRA"),
-    ("verl", [*MEGATRON, f"{M}lora.rank=8", f"{M}lora.lora_A_init_method=normal"], "", "an initialization of A other than kaiming"),
+    ("verl", [*MEGATRON, f"{M}lora.rank=8", f"{M}lora.lora_A_init_method=normal"], "", "the initialization normal: known here are kaiming"),
     ("verl", [*VERL, f"{M}lora_rank=8", f"{M}target_modules=.*(q|v)_proj"], "", "a pattern of module names"),
     ("roll", [], ROLL % ", lora_dropout: 0.1", "dropout of adapters"),
     ("roll", [], ROLL % ", additional_target: embed_tokens", "weights that are trained in addition to adapters"),

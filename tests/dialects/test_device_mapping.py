@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fivefold_dialects.device_mapping import parse_devices, ranks_behind
+from fivefold_dialects.device_mapping import parse_devices, ranks_after
 
 TEXTS = [
     "list(range(0,16))",
@@ -84,4 +84,4 @@ def test_no_text_does_anything_but_be_read_or_refused(text):
     ],
 )
 def test_models_on_gpus_of_their_own_come_after_the_policy(others, found):
-    assert ranks_behind([0, 1, 2, 3], [8], others) == found
+    assert ranks_after([0, 1, 2, 3], [8], others) == found

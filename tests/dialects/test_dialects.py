@@ -21,7 +21,7 @@ from fivefold.reward.choose import choose_rewards
 from fivefold_dialects import SYSTEMS, writer
 from fivefold_dialects.known import known
 from fivefold_dialects.source import Source, UnreadableError, flatten
-from fivefold_dialects.system import dialect
+from fivefold_dialects.system import System
 from fivefold_dialects.table import Choice, Table, several, table
 from fivefold_dialects.translator import known_keys
 from tests.support.dialects import HOME, config, translate_words, translated
@@ -142,7 +142,7 @@ def test_a_value_names_the_keys_without_which_it_would_be_another():
         return {"policy.optimizer.lr": (source.number("rate") or 0.0) * source.count("scale"), "trainer.steps": 7}
 
     rows = {"name": "Other", "defaults": {"scale": 1}, "sections": {"Run": {"reads": {"rate scale": None, "idle": None}}}}
-    found = dialect("other", table(rows, [lr]))({"rate": 0.5, "scale": 1, "idle": 3, "rates": 1}, [])
+    found = System("other", (table(rows, [lr]),))({"rate": 0.5, "scale": 1, "idle": 3, "rates": 1}, [])
     assert {line.key: line.sources for line in found.lines} == {"policy.optimizer.lr": ("rate",), "trainer.steps": ()}
     kinds = {each.key: (each.kind, each.ours) for each in found.outcomes}
     assert kinds["rate"] == ("translated", ("policy.optimizer.lr",)) and kinds["scale"] == ("translated", ())
@@ -173,7 +173,7 @@ def test_a_choice_is_read_by_its_name_and_refuses_what_it_needs_otherwise(settin
     source = Source(settings, {}, {})
     arguments = "args" if settings.get("loss") == "sapo" else ""
     assert Choice("loss", "loss", names, "ppo", arguments).read(source) == read
-    assert [each.key for each in source.found] == refused
+    assert [each.key for each in source.outcomes] == refused
 
 
 def test_trackers_project_and_name_are_those_that_the_other_system_would_have():

@@ -52,8 +52,8 @@ def test_every_unit_of_a_step_has_one_replica_and_replicas_have_similar_loads(un
 def busiest(rows, owner_N) -> float:
     """What the replica with the most to do has to do, each prompt once."""
     work, prompts = {}, {}
-    for (own, prompt, group, _), owner in zip(rows, owner_N, strict=True):
-        work[owner] = work.get(owner, 0.0) + own - prompt
+    for (sample_work, prompt, group, _), owner in zip(rows, owner_N, strict=True):
+        work[owner] = work.get(owner, 0.0) + sample_work - prompt
         prompts[owner, group] = prompt
     for (owner, _), prompt in prompts.items():
         work[owner] += prompt
@@ -76,15 +76,15 @@ def test_groups_are_split_only_where_a_replica_would_wait():
     st.lists(st.tuples(st.integers(1, 50), st.integers(0, 4), st.integers(0, 2)), min_size=1, max_size=40), st.integers(1, 6)
 )
 def test_every_sample_has_one_replica_and_keeping_groups_is_never_slower(samples, replicas):
-    rows = [(float(own + 10 * (group + 1)), 10.0 * (group + 1), group, part) for own, group, part in samples]
+    rows = [(float(length + 10 * (group + 1)), 10.0 * (group + 1), group, part) for length, group, part in samples]
     owner_N = deal_sharing(rows, replicas)
     assert len(owner_N) == len(rows) and set(owner_N) <= set(range(replicas))
     for part in {row[3] for row in rows}:
         places = [place for place, row in enumerate(rows) if row[3] == part]
-        own = [rows[place] for place in places]
-        singly = balance([row[0] for row in own], replicas)
-        most = max(sum(own[place][0] for place in chosen) for chosen in singly)
-        assert busiest(own, [owner_N[place] for place in places]) <= most + 1e-6
+        rows_of_part = [rows[place] for place in places]
+        singly = balance([row[0] for row in rows_of_part], replicas)
+        most = max(sum(rows_of_part[place][0] for place in chosen) for chosen in singly)
+        assert busiest(rows_of_part, [owner_N[place] for place in places]) <= most + 1e-6
 
 
 def lognormal(count: int, seed: int) -> list[int]:

@@ -34,18 +34,18 @@ def cache(tmp_path, monkeypatch) -> Path:
 
 def test_compilers_keep_their_code_in_one_private_directory_of_the_users_cache(cache):
     with with_umask("000"):
-        found: dict[str, str] = {}
-        assert use_compiler_caches(found) == ""
-    assert found == {name: f"{cache}/{directory}" for name, directory in VARIABLES.items()}
+        variables: dict[str, str] = {}
+        assert use_compiler_caches(variables) == ""
+    assert variables == {name: f"{cache}/{directory}" for name, directory in VARIABLES.items()}
     assert stat.S_IMODE(cache.stat().st_mode) == 0o700
-    assert use_compiler_caches(other := {}) == "" and other == found, "the next process finds the same directory"
+    assert use_compiler_caches(other := {}) == "" and other == variables, "the next process finds the same directory"
 
 
 def test_a_directory_that_the_user_set_is_left_to_them(cache):
-    found = {"TRITON_CACHE_DIR": "/mine", "VLLM_CACHE_ROOT": "/mine/vllm"}
-    assert use_compiler_caches(found) == ""
-    assert found["TRITON_CACHE_DIR"] == "/mine" and found["VLLM_CACHE_ROOT"] == "/mine/vllm"
-    assert found["TORCHINDUCTOR_CACHE_DIR"] == f"{cache}/inductor"
+    variables = {"TRITON_CACHE_DIR": "/mine", "VLLM_CACHE_ROOT": "/mine/vllm"}
+    assert use_compiler_caches(variables) == ""
+    assert variables["TRITON_CACHE_DIR"] == "/mine" and variables["VLLM_CACHE_ROOT"] == "/mine/vllm"
+    assert variables["TORCHINDUCTOR_CACHE_DIR"] == f"{cache}/inductor"
     everything = dict.fromkeys(VARIABLES, "/mine")
     assert use_compiler_caches(everything) == "" and everything == dict.fromkeys(VARIABLES, "/mine")
 
@@ -77,11 +77,11 @@ def _blocked(cache: Path, monkeypatch) -> None:
 )  # fmt: skip
 def test_code_is_not_loaded_from_where_another_user_may_write(cache, monkeypatch, spoil, says):
     spoil(cache, monkeypatch)
-    found: dict[str, str] = {}
-    fault = use_compiler_caches(found)
+    variables: dict[str, str] = {}
+    fault = use_compiler_caches(variables)
     assert says in fault and "set XDG_CACHE_HOME" in fault
-    places = {Path(value).parent for value in found.values()}
-    assert len(places) == 1 and found.keys() == VARIABLES.keys()
+    places = {Path(value).parent for value in variables.values()}
+    assert len(places) == 1 and variables.keys() == VARIABLES.keys()
     (place,) = places
     assert cache not in (place, *place.parents) and stat.S_IMODE(place.stat().st_mode) == 0o700
     remove_scratch(os.getpid())
@@ -91,19 +91,19 @@ def test_code_is_not_loaded_from_where_another_user_may_write(cache, monkeypatch
 def test_servers_reuse_what_earlier_servers_compiled(cache, tmp_path, monkeypatch):
     (tmp_path / "tells.py").write_text(TELLS)
     monkeypatch.setenv("TRITON_CACHE_DIR", "/mine")
-    found = []
+    started_with = []
     for number in range(2):
-        told = tmp_path / f"told-{number}.json"
-        changes = {"PYTHONPATH": str(tmp_path), "TOLD": str(told)}
+        file = tmp_path / f"told-{number}.json"
+        changes = {"PYTHONPATH": str(tmp_path), "TOLD": str(file)}
         served = ServerProcess(["tells"], own_environment(changes), tmp_path / "log", lambda _: False)
         served.start()
-        wait_for(lambda told=told: told.is_file() and told.read_text().endswith("}"))
+        wait_for(lambda file=file: file.is_file() and file.read_text().endswith("}"))
         served.close()
-        environment = json.loads(told.read_text())
+        environment = json.loads(file.read_text())
         assert not environment["VLLM_CACHE_ROOT"].startswith(environment["TMPDIR"]), "that is removed with the server"
-        found.append({name: environment[name] for name in VARIABLES})
-    assert found[0] == found[1]
-    assert found[0] == {name: f"{cache}/{directory}" for name, directory in VARIABLES.items()} | {
+        started_with.append({name: environment[name] for name in VARIABLES})
+    assert started_with[0] == started_with[1]
+    assert started_with[0] == {name: f"{cache}/{directory}" for name, directory in VARIABLES.items()} | {
         "TRITON_CACHE_DIR": "/mine"
     }
 

@@ -20,7 +20,7 @@ def interrupted_rounds(mesh, seed: int):
     ranks, ends = mesh.ranks, []
     group, shared = ranks.whole_group(), random.Random(seed)
     for number in range(ROUNDS):
-        own, beat, done = random.Random(f"{seed} {number} {ranks.rank}"), Heartbeat(), []
+        rank_random, beat, done = random.Random(f"{seed} {number} {ranks.rank}"), Heartbeat(), []
         after, whom = 0.15 * shared.random(), shared.choice([[0], [1], [2, 3], [0, 1, 2, 3]])
         program = [shared.choice(["collective", "pass", "shielded"]) for _ in range(3000)]
         sizes = [shared.randrange(1, 6) for _ in program]
@@ -33,7 +33,9 @@ def interrupted_rounds(mesh, seed: int):
             for kind, size in zip(program, sizes, strict=True):
                 if kind == "pass":
                     beat.begin()
-                    done.append([item for item in range(size) if beat.item(item) and not time.sleep(own.random() * 4e-3)])
+                    done.append(
+                        [item for item in range(size) if beat.item(item) and not time.sleep(rank_random.random() * 4e-3)]
+                    )
                     # As gradients are: every rank waits for every other, whatever was left out.
                     dist.barrier(group=ranks.world)
                     beat.check_items(size)
@@ -44,11 +46,11 @@ def interrupted_rounds(mesh, seed: int):
                             dist.barrier(group=ranks.world)
                 else:
                     beat.begin()
-                    time.sleep(own.random() * 2e-3)
+                    time.sleep(rank_random.random() * 2e-3)
                     dist.barrier(group=ranks.world)
             ends.append("it was not interrupted")
-        except Interrupted as found:
-            assert found.number == signal.SIGTERM
+        except Interrupted as interrupted:
+            assert interrupted.number == signal.SIGTERM
             ends.append((beat._place[0], done))
         # What is saved then is not interrupted again.
         beat.begin()
@@ -59,7 +61,7 @@ def interrupted_rounds(mesh, seed: int):
 
 def test_ranks_that_are_asked_to_end_at_random_moments_end_in_the_same_place(cluster):
     results = cluster.run(interrupted_rounds, "megatron:d4", 7)
-    assert all(found == results[0] for found in results[1:])
+    assert all(places == results[0] for places in results[1:])
     assert len({str(place) for place in results[0]}) > ROUNDS // 2, "they are not always the same place"
     cut_short = sum(1 for _, done in results[0] if done and len(done[-1]) < 5)
     assert cut_short, "some ended in the middle of a pass"
@@ -93,13 +95,13 @@ def unheard(mesh):
     """What ranks say that have not heard of the others; rank 1 does not answer."""
     from fivefold.distributed.heartbeat import Ends, Heartbeat
 
-    beat, said = Heartbeat(), []
-    beat._ends = Ends(lambda: 0, print, said.append, print, unheard_seconds=1.0)
+    beat, messages = Heartbeat(), []
+    beat._ends = Ends(lambda: 0, print, messages.append, print, unheard_seconds=1.0)
     beat._all_have_begun, beat._hosts = True, ["north", "south"]
     for _ in range(4 if mesh.ranks.rank == 0 else 0):
         beat.tick()
     mesh.ranks.barrier()
-    return said
+    return messages
 
 
 def test_a_rank_that_hears_of_no_other_names_those_that_do_not_answer(cluster):

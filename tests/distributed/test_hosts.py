@@ -12,13 +12,13 @@ def met(mesh, ahead: float):
     """What a rank learns where the host of rank 1 has another name and a clock that is ahead."""
     from fivefold.distributed import hosts
 
-    rank, own = mesh.ranks.rank, hosts.time.time
+    rank, real_time = mesh.ranks.rank, hosts.time.time
     hosts.socket.gethostname = lambda: ("north", "south")[rank]
-    hosts.time.time = lambda: own() + ahead * rank
+    hosts.time.time = lambda: real_time() + ahead * rank
     try:
         return hosts.meet(mesh.ranks.world)
     finally:
-        hosts.time.time = own
+        hosts.time.time = real_time
 
 
 def test_a_clock_that_differs_is_named_on_every_rank_with_host_and_seconds(cluster):

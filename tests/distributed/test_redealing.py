@@ -84,21 +84,21 @@ def travel(mesh, callers: str, layout: str):
     from fivefold.distributed.redealing import on_replicas_of
 
     parts = [(one.partition("@")[0], int(one.partition("@")[2] or 0)) for one in (callers, layout)]
-    ranks, own = (mesh.ranks.on_layout(ParallelLayout.parse(f"megatron:{one}"), first) for one, first in parts)
-    found = []
+    ranks, model_ranks = (mesh.ranks.on_layout(ParallelLayout.parse(f"megatron:{one}"), first) for one, first in parts)
+    journeys_of_rank = []
     for samples, size in CASES:
         # Most are the first replica's; of four replicas two have none.
         owner_U = [int(unit % 5 == 4) if ranks.layout.dp > 1 else 0 for unit in range(samples // size)]
         held = [unit for unit, owner in enumerate(owner_U) if owner == ranks.coords.dp]
         batch = whole(samples, size).select([size * unit + place for unit in held for place in range(size)])
         recorder = Recorder()
-        model = on_replicas_of(ranks, recorder if own.holds else None, own)
+        model = on_replicas_of(ranks, recorder if model_ranks.holds else None, model_ranks)
         numbers_T, report = model.forward(batch), model.train_step(batch, loss)
         # Who has no model counts the steps that it is told of.
-        assert (model.version, report.loss) == (3 if own.holds else 1, 1.0)
+        assert (model.version, report.loss) == (3 if model_ranks.holds else 1, 1.0)
         assert torch.equal(numbers_T, numbers_of(batch))
-        found.append((own.coords.dp, *recorder.batches) if own.holds else None)
-    return found
+        journeys_of_rank.append((model_ranks.coords.dp, *recorder.batches) if model_ranks.holds else None)
+    return journeys_of_rank
 
 
 @pytest.fixture(scope="module")
@@ -128,8 +128,8 @@ def test_replicas_of_another_layout_get_whole_samples_and_return_every_number(jo
             assert (trained.temperature, trained.update_tokens, trained.per_micro_batch) == (0.7, 55, True)
             # Those that are compared stay together.
             assert all(places[i] % size == i % size for i in range(len(places)))
-        everywhere = sorted(index for each in by_replica.values() for index in each.sample_index_N)
+        everywhere = sorted(index for part in by_replica.values() for index in part.sample_index_N)
         assert everywhere == list(range(100, 100 + samples))
-        loads = [sum(each.lengths_N) for each in by_replica.values()]
+        loads = [sum(part.lengths_N) for part in by_replica.values()]
         if samples == 30:
             assert max(loads) - min(loads) <= max(batch.lengths_N)

@@ -22,11 +22,11 @@ trainer: {steps: 100000, save_every: 1, loggers: [console]}
 
 
 def _listening(pids: list[int]) -> list[tuple[str, int]]:
-    found = []
+    addresses = []
     for pid in pids:
         connections = psutil.Process(pid).net_connections("tcp")
-        found += [tuple(each.laddr) for each in connections if each.status == psutil.CONN_LISTEN]
-    return found
+        addresses += [tuple(connection.laddr) for connection in connections if connection.status == psutil.CONN_LISTEN]
+    return addresses
 
 
 def test_ranks_of_one_machine_listen_on_its_loopback_interface_only(tmp_path):
@@ -37,14 +37,14 @@ def test_ranks_of_one_machine_listen_on_its_loopback_interface_only(tmp_path):
         wait_for((tmp_path / "runs/base/checkpoints/step-000001").exists, process)
         everyone = children_of(process.pid)
         ranks = [child.pid for child in psutil.Process(process.pid).children()]
-        found = _listening([process.pid, *everyone])
+        addresses = _listening([process.pid, *everyone])
         ports = {int(psutil.Process(pid).environ().get("MASTER_PORT", 0)) for pid in ranks}
     finally:
         process.kill()
         process.wait()
-    assert found, "Gloo listens"
-    assert {host for host, _ in found} == {"127.0.0.1"}
-    assert not ports.intersection(port for _, port in found), "ranks meet in a directory"
+    assert addresses, "Gloo listens"
+    assert {host for host, _ in addresses} == {"127.0.0.1"}
+    assert not ports.intersection(port for _, port in addresses), "ranks meet in a directory"
     wait_for(lambda: gone(everyone))
 
 
@@ -93,9 +93,9 @@ def exchange_pickles(mesh, mark):
 def test_nothing_that_a_peer_sends_is_unpickled(cluster, tmp_path):
     import torch
 
-    plain, said = cluster.run(exchange_pickles, "megatron:d2", tmp_path / "mark")[0]
+    plain, refusal = cluster.run(exchange_pickles, "megatron:d2", tmp_path / "mark")[0]
     assert plain == [((("lr", 1.0), ("wd", None)), ((2, 3), torch.bfloat16), rank) for rank in range(2)]
-    assert said.startswith("UnpicklingError: ranks exchange plain values only") and "mkdir" in said
+    assert refusal.startswith("UnpicklingError: ranks exchange plain values only") and "mkdir" in refusal
     assert not (tmp_path / "mark").exists()
 
 
@@ -124,8 +124,8 @@ def exchange_json(mesh):
 
 
 def test_small_objects_arrive_as_they_were_sent(cluster):
-    for gathered, told in cluster.run(exchange_json, "megatron:d2"):
-        assert [each["rank"] for each in gathered] == [0, 1] and told == gathered[0]
+    for gathered, sent in cluster.run(exchange_json, "megatron:d2"):
+        assert [one["rank"] for one in gathered] == [0, 1] and sent == gathered[0]
         assert gathered[1] == {"rank": 1, "names": ["é", None], "nan": float("inf"), "big": 2**70, "third": 1 / 3}
 
 

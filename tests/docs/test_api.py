@@ -18,8 +18,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.mark.parametrize("name", fivefold.__all__)
 def test_every_name_is_there_with_a_docstring(name):
-    found = getattr(fivefold, name)
-    assert inspect.getdoc(found) and found.__module__.startswith("fivefold.")
+    exported = getattr(fivefold, name)
+    assert inspect.getdoc(exported) and exported.__module__.startswith("fivefold.")
     assert f"\n## `{name}`\n" in (ROOT / "docs/api.md").read_text()
 
 

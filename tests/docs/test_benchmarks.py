@@ -18,41 +18,41 @@ def lines_of(module: str, *arguments: object) -> list[str]:
 
 @pytest.mark.slow
 def test_long_sequences_and_experts_are_measured_on_two_ranks():
-    found = lines_of("training_speed", "long", "experts-model", "--seconds", 500)
-    assert not any(line.startswith("FAIL") or "not measured" in line for line in found), found
+    lines = lines_of("training_speed", "long", "experts-model", "--seconds", 500)
+    assert not any(line.startswith("FAIL") or "not measured" in line for line in lines), lines
     for length, samples in ((256, 2), (1024, 1)):
-        whole = [line for line in found if line.startswith(f"ok   {samples} x {length}: c2 computes the update of c1")]
-        assert len(whole) == 1
-        assert {f"{samples} x {length}, {layout}" for layout in ("c1", "c2")} <= {line.partition(":")[0] for line in found}
-    assert any(line.startswith('d2e2: {"seconds"') and "estimated_gib" in line for line in found)
+        equal = [line for line in lines if line.startswith(f"ok   {samples} x {length}: c2 computes the update of c1")]
+        assert len(equal) == 1
+        assert {f"{samples} x {length}, {layout}" for layout in ("c1", "c2")} <= {line.partition(":")[0] for line in lines}
+    assert any(line.startswith('d2e2: {"seconds"') and "estimated_gib" in line for line in lines)
 
 
 @pytest.mark.slow
 def test_a_start_is_measured_by_parts_with_cold_and_with_warm_caches():
-    found = lines_of("start_up", "1.7b", "--seconds", 1000)
+    lines = lines_of("start_up", "1.7b", "--seconds", 1000)
     for caches in ("cold", "warm"):
-        (line,) = [line for line in found if f"{caches} caches: " in line and "by parts" in line]
+        (line,) = [line for line in lines if f"{caches} caches: " in line and "by parts" in line]
         parts = json.loads(line.partition("by parts: ")[2])
         names = list(parts)
         assert (names[0], names[-1]) == ("launch", "first_response") and {"models", "engine"} <= parts.keys()
-        assert len([line for line in found if f"{caches} caches, step " in line]) == 3
-    assert any("seconds to the first response, cold and warm" in line for line in found)
+        assert len([line for line in lines if f"{caches} caches, step " in line]) == 3
+    assert any("seconds to the first response, cold and warm" in line for line in lines)
 
 
 @pytest.mark.slow
 def test_the_readme_s_quickstart_runs_word_for_word(tmp_path):
-    found = lines_of("quickstart", tmp_path / "out", "--dry-run")
+    lines = lines_of("quickstart", tmp_path / "out", "--dry-run")
     for line in quickstart.commands():
-        assert any(printed.startswith(f"$ {line}") for printed in found), line
-    assert found[-1] == "101 rows of metrics, all steps; a model was exported"
+        assert any(printed.startswith(f"$ {line}") for printed in lines), line
+    assert lines[-1] == "101 rows of metrics, all steps; a model was exported"
 
 
 def test_the_commands_of_the_quickstart_are_those_of_the_readme():
-    found = quickstart.commands()
-    assert [line.split()[1] for line in found] == ["data", "check", "train", "watch", "report", "eval", "export"]
+    commands = quickstart.commands()
+    assert [line.split()[1] for line in commands] == ["data", "check", "train", "watch", "report", "eval", "export"]
     readme = (quickstart.HERE / "README.md").read_text()
-    assert all(f"    {line}" in readme for line in found) and not any("#" in line for line in found)
-    example = quickstart.configuration(found)
+    assert all(f"    {line}" in readme for line in commands) and not any("#" in line for line in commands)
+    example = quickstart.configuration(commands)
     assert quickstart.MODEL in (quickstart.HERE / example).read_text()
 
 

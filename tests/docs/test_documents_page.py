@@ -30,18 +30,18 @@ def faults(row: Row) -> list[str]:
         for test in row.tests
         if test not in wrong and test.partition("::")[2] not in functions_of(test.partition("::")[0])
     ]
-    found = [f"{test} is no test" for test in wrong]
+    problems = [f"{test} is no test" for test in wrong]
     for file, words in row.results:
         path = ROOT / file
         if not path.is_file() or words not in path.read_text():
-            found.append(f"{file} does not have the words {words}")
+            problems.append(f"{file} does not have the words {words}")
     if not row.evidence:
-        found.append("no evidence")
+        problems.append("no evidence")
     if row.mark == WORKS and not row.results and all("_on_gpus.py" in test for test in row.tests):
-        found.append("tests on GPUs alone, without a result of them")
+        problems.append("tests on GPUs alone, without a result of them")
     if row.unproven and row.refused:
-        found.append("in part and refused at once")
-    return found
+        problems.append("in part and refused at once")
+    return problems
 
 
 def test_every_thing_that_the_pages_describe_has_one_row():

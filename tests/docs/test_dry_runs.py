@@ -54,8 +54,8 @@ def test_roles_on_other_layouts_and_ranks_are_those_on_one_layout():
     """Updates, and samples and first step of a whole run; what needs vLLM is named where it is not installed."""
     shown = printed("role_layouts.py", "equal", "roll", "--seconds", 1200)
     assert len(re.findall(r"^ok   policy, reference, critic on .*: two updates of one process: ", shown, re.M)) == 5
-    for what in ("the samples of one-layout", "the first step of one-layout"):
-        assert f"\nok   two-layouts: {what}: " in shown
+    for part in ("the samples of one-layout", "the first step of one-layout"):
+        assert f"\nok   two-layouts: {part}: " in shown
     assert re.findall(r"^(\w+)-layouts?, step (\d): ", shown, re.M) == [
         (run, step) for run in ("two", "one") for step in "12"
     ]
@@ -65,8 +65,8 @@ def test_roles_on_other_layouts_and_ranks_are_those_on_one_layout():
 @pytest.mark.vllm
 def test_a_judge_and_models_on_other_ranks_give_the_step_of_one_rank():
     shown = printed("role_layouts.py", "judged", "--seconds", 1400)
-    for what in ("the samples of together", "the first step of together"):
-        assert f"\nok   apart: {what}: " in shown
+    for part in ("the samples of together", "the first step of together"):
+        assert f"\nok   apart: {part}: " in shown
     (verdicts,) = re.findall(r'"reward/judge": \[([\d.]+), ([\d.]+)\]', shown)
     assert verdicts[0] == verdicts[1] and 0 < float(verdicts[0]) < 1
 
@@ -105,6 +105,6 @@ def test_the_limit_of_an_engine_is_measured_alone_and_in_ours(tmp_path):
     assert all(rate > 0 for rate in rates.values()) and "not measured" not in shown
     for sequences in (256, 1024):
         (compared,) = re.findall(rf"^small, {sequences} sequences: (.*)$", shown, re.M)
-        found = json.loads(compared)
-        assert (found["vllm_alone"], found["ours"]) == (rates["plain", sequences], rates["after", sequences])
-        assert found["of_alone"] == pytest.approx(found["ours"] / found["vllm_alone"], abs=1e-3)
+        rates_of_row = json.loads(compared)
+        assert (rates_of_row["vllm_alone"], rates_of_row["ours"]) == (rates["plain", sequences], rates["after", sequences])
+        assert rates_of_row["of_alone"] == pytest.approx(rates_of_row["ours"] / rates_of_row["vllm_alone"], abs=1e-3)

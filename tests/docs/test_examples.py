@@ -69,7 +69,7 @@ def test_check_accepts_every_recipe_and_estimates_what_its_row_says(tmp_path, mo
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows())))
     files = [f"data.{kind}=[{tmp_path}/rows.jsonl]" for kind in ("train", "val")]
     findings = check(with_stand_ins(name, models, *files, f"trainer.run_dir={tmp_path}/run"))
-    assert [error for error in findings.errors if not any(each in error for each in NOT_HERE)] == []
+    assert [error for error in findings.errors if not any(part in error for part in NOT_HERE)] == []
     assert findings.ignored == []
     [(held, room)] = re.findall(rf"it fits {GPU}: about ([\d.]+) of ([\d.]+) GiB", "\n".join(findings.notes))
     [row] = [line for line in (EXAMPLES / "README.md").read_text().splitlines() if f"({name})" in line]
@@ -83,7 +83,7 @@ def test_every_recipe_that_samples_does_so_with_vllm(name):
 
 
 def test_every_example_has_a_row():
-    made = {str(path.relative_to(EXAMPLES)) for path in EXAMPLES.rglob("*.*") if path.suffix != ".pyc" and path.is_file()}
+    files = {str(path.relative_to(EXAMPLES)) for path in EXAMPLES.rglob("*.*") if path.suffix != ".pyc" and path.is_file()}
     parts = {"own_reward.py", "verl/run_qwen3_8b.sh", "gsm8k_tiny.yaml", "ray/sums.yaml", "README.md"}
     parts |= {f"demo/{name}" for name in ("sft.yaml", "grpo.yaml", "sums.py")}
     parts |= {f"smollm2/{name}" for name in ("get_model.py", "words.py", "gsm8k.py")}
@@ -91,4 +91,4 @@ def test_every_example_has_a_row():
     parts |= {f"frozenlake/{name}" for name in ("envs.py", "grpo.yaml", "rows.py")}
     parts |= {"agent/agent.py", "agent/grpo.yaml"}
     parts |= {f"calculator/{name}" for name in ("tools.py", "sft.yaml", "grpo.yaml", "rows.py")}
-    assert made - parts == {*RECIPES, *OTHERS}
+    assert files - parts == {*RECIPES, *OTHERS}

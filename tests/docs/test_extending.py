@@ -23,7 +23,7 @@ from fivefold.models.families import qwen2
 from fivefold.reward.pool import RewardPool
 from fivefold.types import Group, Prompt, Sample
 from fivefold_dialects import shared
-from fivefold_dialects.system import dialect
+from fivefold_dialects.system import System
 from fivefold_dialects.table import table
 from tests.support.commands import LONGEST
 
@@ -315,8 +315,8 @@ def test_the_recipe_of_a_model_that_learns_trains_saves_resumes_and_exports_it(t
     """
     says = follow(tmp_path, edits_of_a_role(), run, new_file_of_a_role()).splitlines()[-1]
     losses, exported = says.rsplit(" ", 1)
-    found = json.loads(losses)
-    assert len(found) == 6 and found[-1] < found[0] - 0.1 and exported == "True"
+    losses_of_steps = json.loads(losses)
+    assert len(losses_of_steps) == 6 and losses_of_steps[-1] < losses_of_steps[0] - 0.1 and exported == "True"
 
 
 def test_the_recipe_of_an_engine_trains_as_the_transformers_engine_does(tmp_path):
@@ -374,8 +374,8 @@ def test_the_recipe_of_a_rollout_source_filters_another_source():
             self.state = state
 
     source = space["Longest"](Four())
-    (found,) = source.next(7)
-    assert [len(sample.token_ids) for sample in found.samples] == [4, 3]
+    (group,) = source.next(7)
+    assert [len(sample.token_ids) for sample in group.samples] == [4, 3]
     assert source.state_dict() == {"position": 3}
     source.load_state_dict({"position": 5})
     assert source._source.state == {"position": 5}
@@ -383,10 +383,10 @@ def test_the_recipe_of_a_rollout_source_filters_another_source():
 
 def test_the_recipe_of_a_dialect_translates():
     rows, block = BLOCKS["A dialect"]
-    space: dict = {"shared": shared, "table": table, "dialect": dialect, "content": yaml.safe_load(rows)}
+    space: dict = {"shared": shared, "table": table, "System": System, "content": yaml.safe_load(rows)}
     exec("from __future__ import annotations\n" + block, space)
-    found = space["translate"]({"model_name_or_path": "some/model", "tp": 2, "log_dir": "x", "dropout": 0.0}, [])
-    assert found.refusals == []
-    assert found.tree["model"]["path"] == "some/model"
-    assert "t2" in found.tree["policy"]["backend"] and "d4" in found.tree["policy"]["backend"]
+    translation = space["translate"]({"model_name_or_path": "some/model", "tp": 2, "log_dir": "x", "dropout": 0.0}, [])
+    assert translation.refusals == []
+    assert translation.tree["model"]["path"] == "some/model"
+    assert "t2" in translation.tree["policy"]["backend"] and "d4" in translation.tree["policy"]["backend"]
     assert space["translate"]({"model_name_or_path": "m", "dropout": 0.1}, []).refusals != []

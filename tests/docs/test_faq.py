@@ -18,13 +18,13 @@ PAGE = (DOCS / "faq.md").read_text()
 
 def cells() -> dict[tuple[str, str, str], tuple[int, str, int]]:
     """(model, what learns, GPU) -> number of GPUs, layout, seconds."""
-    found = {}
+    runs = {}
     for line in re.findall(r"^\| (Qwen.*) \|$", PAGE, re.M):
         model, way, *shown = line.split(" | ")
         for gpu, cell in zip(GPUS, shown, strict=True):
             number, layout, seconds = re.fullmatch(r"(\d+): (\w+), (\d+) s", cell).groups()
-            found[model, way, gpu] = int(number), layout, int(seconds)
-    return found
+            runs[model, way, gpu] = int(number), layout, int(seconds)
+    return runs
 
 
 def plan(capsys, *arguments: object) -> tuple[int, str]:
@@ -44,13 +44,13 @@ def test_the_plan_command_finds_the_run_of_a_cell_and_none_on_half_its_gpus(caps
     directory = write_shape(tmp_path / "m", model)
     number, layout, seconds = cells()[model, way, gpu]
     keys = [f"policy.lora.rank={WAYS[way]['lora']['rank']}"] if WAYS[way] else []
-    given = ["--model", directory, "--gpu", gpu]
-    code, printed = plan(capsys, *given, "--gpus", number, "--top", 1, "--json", *keys)
+    words = ["--model", directory, "--gpu", gpu]
+    code, printed = plan(capsys, *words, "--gpus", number, "--top", 1, "--json", *keys)
     assert code == 0, printed
     [run] = json.loads(printed)["runs"]
     assert (run["run"]["policy"]["backend"], round(run["seconds"])) == (f"megatron:{layout}", seconds)
     if number > 1:
-        code, printed = plan(capsys, *given, "--gpus", number // 2, *keys)
+        code, printed = plan(capsys, *words, "--gpus", number // 2, *keys)
         assert code != 0 and f"it fits {number} of them" in printed
 
 

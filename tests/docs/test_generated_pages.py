@@ -45,8 +45,8 @@ def test_names_of_metrics_are_found_and_others_are_not():
     assert undocumented([*known, *(f"reward/{name}" for name in BUILT_IN)]) == []
     strange = ["policy/new", "reward/new", "reward/pass@x", "time/new", "val/new"]
     assert undocumented([*strange, *known]) == strange
-    found = find("val/gsm8k/pass@4")
-    assert found is not None and found.name == "val/<source>/pass@<k>"
+    row = find("val/gsm8k/pass@4")
+    assert row is not None and row.name == "val/<source>/pass@<k>"
 
 
 def test_every_metric_has_one_row_and_a_sentence():

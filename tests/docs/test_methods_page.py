@@ -29,13 +29,13 @@ def test_the_page_has_the_rows_of_the_code():
 
 @pytest.mark.parametrize("name", sorted(methods.METHODS))
 def test_the_row_written_out_is_the_row_of_the_code(name, monkeypatch):
-    told = yaml.safe_load(BLOCKS[name])
-    kl = methods.KL(**told.pop("kl", {}))
-    correction = methods.Correction(**told.pop("rollout_correction", {}))
+    row = yaml.safe_load(BLOCKS[name])
+    kl = methods.KL(**row.pop("kl", {}))
+    correction = methods.Correction(**row.pop("rollout_correction", {}))
     monkeypatch.setitem(methods.METHODS, "blank", methods.Method(learns_from=methods.METHODS[name].learns_from))
-    expert = methods.Imitation(**told.pop("expert", {}))
-    process = methods.ProcessReward(**told.pop("process_reward", {}))
-    choices = methods.Choices(kl=kl, rollout_correction=correction, expert=expert, process_reward=process, **told)
+    expert = methods.Imitation(**row.pop("expert", {}))
+    process = methods.ProcessReward(**row.pop("process_reward", {}))
+    choices = methods.Choices(kl=kl, rollout_correction=correction, expert=expert, process_reward=process, **row)
     written = methods.resolve("blank", choices)
     assert Objective.of(written) == Objective.of(methods.resolve(name))
     assert written.dynamic_sampling == methods.resolve(name).dynamic_sampling

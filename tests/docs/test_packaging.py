@@ -68,13 +68,13 @@ def commands() -> dict[str, list[str]]:
     [words] = re.findall(r"^    set -- (.*)$", slurm, re.M)
     job = yaml.safe_load((ROOT / "examples/kubernetes/job.yaml").read_text())
     ray = yaml.safe_load((ROOT / "examples/kubernetes/rayjob.yaml").read_text())
-    own = {
+    words_by_example = {
         "slurm": ["fivefold", "train", *shlex.split(words)],
         "job": job["spec"]["template"]["spec"]["containers"][0]["command"],
         "rayjob": shlex.split(ray["spec"]["entrypoint"]),
     }
-    assert all(found[:2] == ["fivefold", "train"] for found in own.values())
-    return {name: found[2:] for name, found in own.items()}
+    assert all(command[:2] == ["fivefold", "train"] for command in words_by_example.values())
+    return {name: command[2:] for name, command in words_by_example.items()}
 
 
 GPUS = {"slurm": 16, "job": 8, "rayjob": 16}
@@ -105,7 +105,7 @@ def test_examples_ask_for_as_many_gpus_as_their_layout():
     worker = ray["template"]["spec"]["containers"][0]
     assert ray["replicas"] * worker["resources"]["limits"]["nvidia.com/gpu"] == GPUS["rayjob"]
     for spec in (job, ray["template"]["spec"]):
-        mounted = {mount["name"] for each in spec["containers"] for mount in each["volumeMounts"]}
+        mounted = {mount["name"] for container in spec["containers"] for mount in container["volumeMounts"]}
         assert mounted == {volume["name"] for volume in spec["volumes"]}
 
 
@@ -161,13 +161,13 @@ def test_constraints_are_versions_that_the_project_accepts(name):
             package, version = line.split("==")
             assert pins.setdefault(canonicalize_name(package), version) == version
     wanted = [Requirement(text) for text in PROJECT["dependencies"]]
-    extras = [Requirement(text) for each in EXTRAS for text in PROJECT["optional-dependencies"][each.name]]
+    extras = [Requirement(text) for extra in EXTRAS for text in PROJECT["optional-dependencies"][extra.name]]
     assert {canonicalize_name(one.name) for one in wanted} <= set(pins)
     for one in [*wanted, *extras]:
         version = pins.get(canonicalize_name(one.name))
         assert version is None or one.specifier.contains(version, prereleases=True), (one, version)
     if name == "constraints-gpu.txt":
-        assert {canonicalize_name(each.package) for each in EXTRAS} - set(pins) == {"flash-attn-4"}
+        assert {canonicalize_name(extra.package) for extra in EXTRAS} - set(pins) == {"flash-attn-4"}
         page = (ROOT / "docs/install.md").read_text()
         for package, shown in (("torch", "torch"), ("vllm", "vLLM"), ("ray", "Ray"), ("transformers", "transformers")):
             assert f"{shown} {'.'.join(pins[package].split('.')[:2])}" in page

@@ -40,15 +40,15 @@ def blocks(page: Path, language: str) -> list[str]:
 def commands(page: Path) -> list[list[str]]:
     """The words of each command of a page, without its comment and where its output goes."""
     lines = [line for line in page.read_text().splitlines() if re.match(r"(    |fivefold |    \$ )", line)]
-    found = COMMAND.findall("\n".join(lines))
-    parts = [part.partition(" > ")[0] for line in found for part in line.split(" && ")]
+    matches = COMMAND.findall("\n".join(lines))
+    parts = [part.partition(" > ")[0] for line in matches for part in line.split(" && ")]
     return [shlex.split(part, comments=True) for part in parts if part.startswith("fivefold ")]
 
 
-def whole(own: dict[str, Any]) -> dict[str, Any]:
+def whole(part: dict[str, Any]) -> dict[str, Any]:
     """What a page prints, in a run that has everything else: a model, data, and as many ranks as the engine."""
     tree = {"model": {"path": "m"}, "data": {"train": ["x.jsonl"]}}
-    tree |= {key: tree.get(key, {}) | value for key, value in own.items()}
+    tree |= {key: tree.get(key, {}) | value for key, value in part.items()}
     engine = tree.get("engine", {})
     if ":" in engine.get("backend", "") and engine.get("placement") != "apart" and "policy" not in tree:
         tree["policy"] = {"backend": f"megatron:d{ParallelLayout.parse(engine['backend']).world_size}"}
@@ -57,10 +57,10 @@ def whole(own: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page.stem != "extending"], ids=lambda page: page.stem)
 def test_every_yaml_block_is_a_part_of_a_configuration(page):
-    for own in map(yaml.safe_load, blocks(page, "yaml")):
+    for part in map(yaml.safe_load, blocks(page, "yaml")):
         # The rows of methods.md are a part of `algorithm`, and have a test of their own.
-        if page.stem != "methods" or {"algorithm", "reward"} & set(own):
-            RunConfig.of(whole(own))
+        if page.stem != "methods" or {"algorithm", "reward"} & set(part):
+            RunConfig.of(whole(part))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
@@ -69,11 +69,11 @@ def test_every_command_has_the_options_and_keys_that_it_prints(page):
         if {"--from", "...", "--version"} & set(words) or "clip_hihg" in words[-1]:
             continue
         options, rest = _parser().parse_known_args(words[1:])
-        given = [*getattr(options, "overrides", []), *rest]
+        words_of_run = [*getattr(options, "overrides", []), *rest]
         if "=" in (getattr(options, "config", None) or ""):
-            given.append(options.config)
-        assert all("=" in word for word in given), words
-        RunConfig.of(whole(override({}, given)))
+            words_of_run.append(options.config)
+        assert all("=" in word for word in words_of_run), words
+        RunConfig.of(whole(override({}, words_of_run)))
 
 
 @pytest.mark.parametrize("task", TASKS)
@@ -122,9 +122,11 @@ def bytes_model(tmp_path_factory):
 
 
 def test_every_row_of_the_data_page_has_a_test():
-    assert [title for title, found in sections(DOCS / "data.md").items() if any(kind == "json" for kind, _ in found)] == [
-        *DATA_ROWS
-    ]
+    assert [
+        title
+        for title, blocks_of_section in sections(DOCS / "data.md").items()
+        if any(kind == "json" for kind, _ in blocks_of_section)
+    ] == [*DATA_ROWS]
 
 
 @pytest.mark.parametrize("title", DATA_ROWS)
@@ -135,10 +137,10 @@ def test_every_row_of_the_data_page_is_read_with_the_keys_next_to_it(tmp_path, m
     for file, name in (("envs.py", "class Guess"), ("tools.py", "def multiply")):
         [code] = [text for text in blocks(DOCS / "environments.md", "python") if name in text]
         Path(file).write_text(code)
-    found = sections(DOCS / "data.md")[title]
+    blocks_of_section = sections(DOCS / "data.md")[title]
     count, truths = DATA_ROWS[title]
     prompts: list[Prompt] = []
-    for (kind, text), (next_kind, following) in zip(found, [*found[1:], ("", "")], strict=True):
+    for (kind, text), (next_kind, following) in zip(blocks_of_section, [*blocks_of_section[1:], ("", "")], strict=True):
         if kind != "json":
             continue
         Path("rows.jsonl").write_text(text)
@@ -184,9 +186,9 @@ def test_the_columns_of_the_data_page_are_columns():
     tree = {"model": {"path": "m"}, "data": {"train": ["x.jsonl"], **names}}
     columns = Columns.of(RunConfig.of(tree).data)
     row = {"question": "q", "answer": "so #### 42", "tag": "t", "input": "more", "instructions": "be brief", "functions": []}
-    found = parse_row(row, columns, "rollouts", "train")
-    assert (found.source, found.ground_truth) == ("t", "42")
-    assert [message["content"] for message in found.messages] == ["be brief", "q\nmore"]
+    parsed = parse_row(row, columns, "rollouts", "train")
+    assert (parsed.source, parsed.ground_truth) == ("t", "42")
+    assert [message["content"] for message in parsed.messages] == ["be brief", "q\nmore"]
 
 
 @pytest.mark.slow

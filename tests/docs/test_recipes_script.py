@@ -26,20 +26,20 @@ def step(number: int, reward: float, **more: float) -> dict[str, float]:
 
 
 def test_an_evaluation_has_the_means_since_the_one_before():
-    found, since = curve(), list[dict[str, float]]()
+    run, since = curve(), list[dict[str, float]]()
     scores = {
         "val/words/accuracy": 0.5,
         "val/words/accuracy_stderr": 0.1,
         "val/words/mean@4": 0.25,
         "val/words/stderr@4": 0.05,
     }
-    assert found.add({"step": 0, **scores}, 30.0, since) is not None
-    assert found.add(step(1, 0.1), 32.0, since) is None
-    line = found.add(step(2, 0.3, **{"time/step": 4.0}, **scores), 36.0, since)
+    assert run.add({"step": 0, **scores}, 30.0, since) is not None
+    assert run.add(step(1, 0.1), 32.0, since) is None
+    line = run.add(step(2, 0.3, **{"time/step": 4.0}, **scores), 36.0, since)
     assert line is not None and "mean@4 0.2500 ± 0.0500" in line and "3.00 s a step = rollout 1.50" in line
-    last = found.evaluations[-1]
+    last = run.evaluations[-1]
     assert (last["step"], last["seconds"], last["reward/mean"], last["accuracy"], last["time/step"]) == (2, 36, 0.2, 0.5, 3)
-    assert found.rewards == [[1, 32.0, 0.1, 2.0], [2, 36.0, 0.3, 4.0]] and found.peak_gib == 5
+    assert run.rewards == [[1, 32.0, 0.1, 2.0], [2, 36.0, 0.3, 4.0]] and run.peak_gib == 5
 
 
 def test_a_run_that_continues_keeps_its_curve_and_its_seconds(tmp_path):
@@ -54,10 +54,10 @@ def test_a_run_that_continues_keeps_its_curve_and_its_seconds(tmp_path):
 
 
 def test_a_step_that_is_repeated_after_a_kill_counts_once():
-    found = curve()
+    run = curve()
     for number, reward in ((1, 0.1), (2, 0.2), (3, 0.3), (2, 0.4)):
-        found.add(step(number, reward), 10.0 * number, [])
-    assert [row[:3:2] for row in found.rewards] == [[1, 0.1], [2, 0.4]]
+        run.add(step(number, reward), 10.0 * number, [])
+    assert [row[:3:2] for row in run.rewards] == [[1, 0.1], [2, 0.4]]
 
 
 def test_a_line_that_is_being_written_waits_for_its_end(tmp_path):
@@ -84,6 +84,6 @@ def test_only_accuracies_and_their_errors_are_scores():
 @pytest.mark.parametrize(("last", "well"), [(0.2 + RISE, True), (0.2 + RISE - 0.02, False)])
 def test_every_seed_must_rise(last, well):
     runs = [curve(), curve(), curve("words-sft")]
-    for found, end in zip(runs, (0.9, last, 0.0), strict=True):
-        found.rewards = [[float(n), 0.0, 0.2 if n < 5 else end, 1.0] for n in range(10)]
+    for run, end in zip(runs, (0.9, last, 0.0), strict=True):
+        run.rewards = [[float(n), 0.0, 0.2 if n < 5 else end, 1.0] for n in range(10)]
     assert risen(runs) is well

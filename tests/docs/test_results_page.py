@@ -12,12 +12,12 @@ from docs.results import FILES, RECIPES, drawing, readme, results
 
 def curve(recipe: str, seed: int = 0, **more: Any) -> dict[str, Any]:
     """A run of three steps with two evaluations."""
-    found: dict[str, Any] = {
+    run: dict[str, Any] = {
         "recipe": recipe, "seed": seed, "changes": [], "hardware": "1 x GPU", "commit": "abc1234", "versions": {},
         "evaluations": [evaluation(0, 0.125), evaluation(3, 0.75)], "whole": {}, "peak_gib": 12.34,
         "rewards": [[step, 10.0 * step, 0.1 * step, 1.5] for step in (1, 2, 3)], "file": f"{recipe}-{seed}.json", "tag": "",
     }  # fmt: skip
-    return found | more
+    return run | more
 
 
 def evaluation(step: int, share: float) -> dict[str, float]:
@@ -40,8 +40,8 @@ def test_a_row_has_the_numbers_of_its_file_and_names_it():
 
 
 def test_before_is_the_warm_start_on_all_problems_and_after_too():
-    part, warm, whole = curve("gsm8k-grpo"), curve("gsm8k-sft"), evaluation(3, 0.5)
-    row = row_of(results("", [part | {"whole": whole}, warm]), "gsm8k-grpo")
+    part, warm, last = curve("gsm8k-grpo"), curve("gsm8k-sft"), evaluation(3, 0.5)
+    row = row_of(results("", [part | {"whole": last}, warm]), "gsm8k-grpo")
     assert row[4:8] == ["0.3750 ± 0.0100", "0.2500 ± 0.0100", "0.7500 ± 0.0200", "0.5000 ± 0.0200"]
 
 
@@ -101,6 +101,6 @@ def test_the_picture_has_a_curve_for_each_run_but_the_warm_start():
 
 @pytest.mark.parametrize("path", sorted(FILES.glob("*.json")), ids=lambda path: path.stem)
 def test_a_result_names_its_hardware_and_commit(path):
-    found = json.loads(path.read_text())
-    assert found["hardware"] and found["commit"] not in ("", "unknown") and found["evaluations"]
-    assert path.stem == "-".join(filter(None, [found["recipe"], found.get("tag"), str(found["seed"])]))
+    result = json.loads(path.read_text())
+    assert result["hardware"] and result["commit"] not in ("", "unknown") and result["evaluations"]
+    assert path.stem == "-".join(filter(None, [result["recipe"], result.get("tag"), str(result["seed"])]))

@@ -70,8 +70,8 @@ def built_by_auto(mesh, model: Path, run_dir: Path):
         run.close()
 
 
-def to_the_first(deliver, servers, *rest):
-    return deliver({0: servers[0]}, *rest)
+def to_the_first(deliver, delivery):
+    return deliver(replace(delivery, servers={0: delivery.servers[0]}))
 
 
 def sampled(mesh, made: RunConfig, directory: Path, fault: bool):

@@ -161,11 +161,11 @@ def test_a_response_that_new_weights_continue_with_keeps_the_routes_that_it_has(
     first, second = drawn(shape, 4, 1), drawn(shape, 7, 2)
     begun = Begun(request, Completion(1, [8, 9], [-1.0] * 2, "abort", 1, routes_TLK=first))
     assert len(begun.rest().prompt_ids) == 5
-    found = begun.with_more(Completion(1, [3, 4, 2], [-1.0] * 3, "stop", 2, routes_TLK=second)).found
+    found = begun.with_more(Completion(1, [3, 4, 2], [-1.0] * 3, "stop", 2, routes_TLK=second)).completion
     # Prompt and first token were read by the first weights; the second token, which they sampled, by the new ones.
     assert torch.equal(found.routes_TLK, torch.cat([first, second[4:]]))
     nothing = Begun(request, Completion(1, [], [], "abort", 1))
-    assert nothing.with_more(Completion(1, [3], [-1.0], "stop", 2, routes_TLK=first[:3])).found.routes_TLK is not None
+    assert nothing.with_more(Completion(1, [3], [-1.0], "stop", 2, routes_TLK=first[:3])).completion.routes_TLK is not None
 
 
 def test_layers_without_experts_are_left_out_of_what_an_engine_says():

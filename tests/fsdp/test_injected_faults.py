@@ -105,11 +105,11 @@ def expert_gradient_divided_twice(mesh, *arguments):
     original = model.step.finish_gradients
 
     def divided(tensors, own):
-        found = original(tensors, own)
-        for tensor, grad in found:
+        gradients = original(tensors, own)
+        for tensor, grad in gradients:
             if tensor.split.by_expert:
                 grad /= own.experts.size()
-        return found
+        return gradients
 
     model.step.finish_gradients = divided
     return fsdp_step(mesh, *arguments)

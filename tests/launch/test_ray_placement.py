@@ -62,7 +62,7 @@ def test_every_member_has_one_place_and_no_node_gives_more_than_it_has(sizes, wa
         if len(roles) == 1:
             # Whole units of one kind: as many as fit are found.
             (role,) = roles
-            assert sum(each.free // (role.each * role.together) for each in nodes) < role.count // role.together
+            assert sum(each.free // (role.per_process * role.together) for each in nodes) < role.count // role.together
         return
     for role in roles:
         own = [bundle.members for bundle in found if bundle.role is role]

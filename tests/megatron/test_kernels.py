@@ -67,7 +67,7 @@ def test_the_gradient_of_logits_takes_their_place(dtype, width, with_entropy):
     log_sum = torch.logsumexp(leaf * scale, -1).detach()
     given = (log_sum, entropy.detach(), of_logprob, of_entropy)
     held = logits.clone()
-    found = row_gradient(held, targets, *(tensor.float() for tensor in given), scale, dtype)
+    found = row_gradient(held, targets, tuple(tensor.float() for tensor in given), scale, dtype)
     assert found.dtype == dtype and found.untyped_storage().data_ptr() == held.untyped_storage().data_ptr()
     # A GPU rounds to the nearest, the interpreter cuts off.
     assert difference(found, leaf.grad) < (2e-6 if dtype == torch.float32 else 2**-8 if ON_GPU else 2**-7)

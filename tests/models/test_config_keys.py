@@ -63,15 +63,15 @@ def test_a_key_that_is_left_out_has_the_value_that_transformers_gives_it(models,
     # Latent attention has as many keys and values as queries, whatever this says.
     unused = {"num_key_value_heads"} if "kv_lora_rank" in config else set()
     for key in config.keys() - unused:
-        less = {each: value for each, value in config.items() if each != key}
+        less = {other: value for other, value in config.items() if other != key}
         try:
             ours = spec_from_config(less)
         except ValueError:
             continue
         kind = transformers.models.auto.configuration_auto.CONFIG_MAPPING[config["model_type"]]
-        whole = kind.from_dict(less).to_dict()
+        filled = kind.from_dict(less).to_dict()
         try:
-            theirs = spec_from_config(json.loads(json.dumps(whole)))
+            theirs = spec_from_config(json.loads(json.dumps(filled)))
         except ValueError as error:
             raise AssertionError(f"{name} without {key} is accepted, and with the value of transformers: {error}") from error
         # Layers of multi-token prediction are no part of what transformers computes.
@@ -85,12 +85,17 @@ ROPE = {"rope_type": "linear", "factor": 4.0}
 
 def test_rope_scaling_next_to_rope_parameters_is_refused_where_they_differ(models, tmp_path):
     directory = models("llama")
-    whole = read_config(directory)["rope_parameters"]
+    parameters = read_config(directory)["rope_parameters"]
     copy = changed(directory, tmp_path, rope_scaling=ROPE)
     assert (transformers_logits(copy) - transformers_logits(directory)).abs().max() > 1e-3, "transformers takes it"
     with pytest.raises(ValueError, match=r"rope_scaling and rope_parameters in config.json must say the same"):
         load_spec(copy)
-    for same in (whole, {"type": "default"} | {key: value for key, value in whole.items() if key != "rope_type"}, {}, None):
+    for same in (
+        parameters,
+        {"type": "default"} | {key: value for key, value in parameters.items() if key != "rope_type"},
+        {},
+        None,
+    ):
         (copy / "config.json").write_text(json.dumps(read_config(copy) | {"rope_scaling": same}))
         assert load_spec(copy) == load_spec(directory)
 

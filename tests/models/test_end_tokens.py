@@ -31,10 +31,10 @@ def test_where_files_name_other_end_tokens_those_of_transformers_are_used(
     (tmp_path / "config.json").write_text(json.dumps(read_config(directory) | {"eos_token_id": config}))
     if generation is not ...:
         (tmp_path / "generation_config.json").write_text(json.dumps(generation))
-    found = EndTokens.of(tmp_path, tokenizer)
+    end_tokens = EndTokens.of(tmp_path, tokenizer)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).generation_config.eos_token_id
-    assert found.used == ends == set(theirs if isinstance(theirs, list) else [theirs])
-    assert (f"{sorted(ends)} of {source}, as with transformers" in found.contradiction) == bool(source)
+    assert end_tokens.used == ends == set(theirs if isinstance(theirs, list) else [theirs])
+    assert (f"{sorted(ends)} of {source}, as with transformers" in end_tokens.contradiction) == bool(source)
 
 
 def test_where_only_the_tokenizer_names_an_end_token_it_is_used(tmp_path):

@@ -38,9 +38,9 @@ def test_the_families_are_the_files():
 def test_every_family_has_a_test_model():
     import transformers
 
-    made = {getattr(transformers, f"{prefix}Config").model_type for prefix, _ in (VARIANTS | MOE_VARIANTS).values()}
+    types = {getattr(transformers, f"{prefix}Config").model_type for prefix, _ in (VARIANTS | MOE_VARIANTS).values()}
     # MiMo is made of Qwen2 by add_mtp.
-    assert made | {"mimo"} == set(FAMILIES)
+    assert types | {"mimo"} == set(FAMILIES)
 
 
 NEW_FAMILY = """
@@ -165,10 +165,10 @@ def test_the_shape_of_every_tensor_follows_from_config_json(models, name):
 
     spec = load_spec(models(name))
     headers = read_headers(models(name) / "model.safetensors")
-    found = {n: s for item in parameters_of(spec) for n, s in zip(item.hf, file_shapes(spec, item), strict=True)}
-    assert found == {n: header.shape for n, header in headers.items()}
-    biases = sum(math.prod(shape) for n, shape in found.items() if n.endswith("e_score_correction_bias"))
-    assert sum(map(math.prod, found.values())) - biases == spec.parameters
+    shapes = {n: s for item in parameters_of(spec) for n, s in zip(item.hf, file_shapes(spec, item), strict=True)}
+    assert shapes == {n: header.shape for n, header in headers.items()}
+    biases = sum(math.prod(shape) for n, shape in shapes.items() if n.endswith("e_score_correction_bias"))
+    assert sum(map(math.prod, shapes.values())) - biases == spec.parameters
     check_tensor_files(models(name), spec)
 
 
@@ -205,10 +205,10 @@ def test_characters_without_a_token_are_seen_and_spaces_are_not(tmp_path):
     words = tokenizers.Tokenizer(kinds.BPE(vocab={"a": 0, "b": 1, "<e>": 2}, merges=[]))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     words.save(str(tmp_path / "tokenizer.json"))
-    found = LightTokenizer.load(tmp_path)
-    assert found.check_text("ab  b\na") == [0, 1, 1, 0]
+    loaded = LightTokenizer.load(tmp_path)
+    assert loaded.check_text("ab  b\na") == [0, 1, 1, 0]
     with pytest.raises(ValueError, match=r"has no token for 'zé' and leaves it out"):
-        found.check_text("ab zé")
+        loaded.check_text("ab zé")
 
 
 def test_a_tokenizer_of_bytes_has_tokens_for_every_character(tmp_path):

@@ -75,8 +75,8 @@ def test_files_with_the_layers_are_those_of_the_model_whether_all_are_there_or_n
 def test_their_memory_is_planned_where_they_are_trained(models, name):
     """Every number of them on the last stage, and with a pipeline the copy of the embedding."""
     spec, files = load_spec(models(name)), load_tensors(models(name))
-    own = [hf for parameter in mtp_parameters_of(spec) for hf in parameter.hf if "e_score_correction_bias" not in hf]
-    numbers = sum(files[hf].numel() for hf in own)
+    names = [hf for parameter in mtp_parameters_of(spec) for hf in parameter.hf if "e_score_correction_bias" not in hf]
+    numbers = sum(files[hf].numel() for hf in names)
     for layout, copy in (("megatron:d1", 0), ("megatron:p2", spec.padded_vocab * spec.hidden)):
         without, trained = (rank_parameters(spec, ParallelLayout.parse(layout), None, mtp) for mtp in (0, spec.mtp_layers))
         assert [one.total - other.total for one, other in zip(trained, without, strict=True)][-1] == numbers + copy

@@ -57,7 +57,7 @@ def test_every_metric_and_key_of_the_table_exists():
     for row in CONSTANTS:
         assert all(find(name) is not None for name in row.values)
         for key in row.settings:
-            found = config
+            section = config
             for part in key.split("."):
-                assert part in found, key
-                found = found[part]
+                assert part in section, key
+                section = section[part]

@@ -56,8 +56,8 @@ WHOLE = {
 @pytest.mark.parametrize("name", KEYS)
 def test_rows_of_another_shape_give_no_traceback(tmp_path, name):
     (tmp_path / "trace").mkdir()
-    for each, row in WHOLE.items():
-        (tmp_path / each).write_text("".join(json.dumps({"step": step, **row}) + "\n" for step in (1, 2)))
+    for file_name, row in WHOLE.items():
+        (tmp_path / file_name).write_text("".join(json.dumps({"step": step, **row}) + "\n" for step in (1, 2)))
     rows = [{"step": 3, **WHOLE[name], key: shape} for key, shape in product(KEYS[name], SHAPES)]
     with (tmp_path / name).open("a") as file:
         file.write("".join(json.dumps(row) + "\n" for row in rows))

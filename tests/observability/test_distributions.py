@@ -13,10 +13,10 @@ from fivefold.observability.run_view import RunView
 
 
 def drawn(rows):
-    found = Drawn()
+    numbers = Drawn()
     for row in rows:
-        found.add({"kind": "train", **row})
-    return found
+        numbers.add({"kind": "train", **row})
+    return numbers
 
 
 def total(run):
@@ -27,15 +27,15 @@ def test_all_samples_of_a_logged_group_are_counted_once():
     first = {"step": 1, "sample": 0, "group_rewards": [1.0, 0.0, None, 1.0], "group_lengths": [5, 6, 7, 900],
              "reward": 1.0, "response_tokens": 5}  # fmt: skip
     others = [{"step": 1, "sample": number, "reward": 1.0, "response_tokens": 9} for number in (1, 2, 3)]
-    found = histograms([drawn([first, *others])])
-    assert found["reward"] == {"bins": [(0.0, 0.0), (1.0, 1.0)], "runs": [[{"from": 1, "to": 1, "counts": [1, 2]}]]}
-    assert total(found["length"]["runs"][0]) == 4
+    shown = histograms([drawn([first, *others])])
+    assert shown["reward"] == {"bins": [(0.0, 0.0), (1.0, 1.0)], "runs": [[{"from": 1, "to": 1, "counts": [1, 2]}]]}
+    assert total(shown["length"]["runs"][0]) == 4
 
 
 def test_rows_without_numbers_of_their_group_count_as_one_sample():
-    found = histograms([drawn([{"step": 1, "reward": 0.5, "response_tokens": 3}, {"step": 2, "reward": None}])])
-    assert found["reward"]["bins"] == [(0.5, 0.5)] and total(found["reward"]["runs"][0]) == 1
-    assert found["length"]["runs"][0] == [{"from": 1, "to": 1, "counts": [1]}, {"from": 2, "to": 2, "counts": [0]}]
+    shown = histograms([drawn([{"step": 1, "reward": 0.5, "response_tokens": 3}, {"step": 2, "reward": None}])])
+    assert shown["reward"]["bins"] == [(0.5, 0.5)] and total(shown["reward"]["runs"][0]) == 1
+    assert shown["length"]["runs"][0] == [{"from": 1, "to": 1, "counts": [1]}, {"from": 2, "to": 2, "counts": [0]}]
 
 
 def test_samples_of_evaluations_are_left_out():
@@ -48,10 +48,10 @@ def test_every_number_is_in_the_bin_that_holds_it(draw):
     source = random.Random(3)
     values = [draw(source) for _ in range(500)]
     rows = [{"step": step, "reward": value, "response_tokens": 1} for step, value in enumerate(values)]
-    found = histograms([drawn(rows[:300]), drawn(rows[300:])])["reward"]
-    bins, is_whole = found["bins"], all(isinstance(value, int) for value in values)
-    assert 1 <= len(bins) <= 26 and [total(run) for run in found["runs"]] == [300, 200]
-    counts = [sum(stretch["counts"][place] for run in found["runs"] for stretch in run) for place in range(len(bins))]
+    shown = histograms([drawn(rows[:300]), drawn(rows[300:])])["reward"]
+    bins, is_whole = shown["bins"], all(isinstance(value, int) for value in values)
+    assert 1 <= len(bins) <= 26 and [total(run) for run in shown["runs"]] == [300, 200]
+    counts = [sum(stretch["counts"][place] for run in shown["runs"] for stretch in run) for place in range(len(bins))]
     for (low, high), count in zip(bins, counts, strict=True):
         rounding = 1e-9 * abs(high - low)
         assert count == pytest.approx(
@@ -77,9 +77,9 @@ def test_a_resumed_run_counts_its_repeated_steps_once(tmp_path):
 
     write(1, 2, 3)
     view = RunView(tmp_path)
-    kept = (tmp_path / "samples.jsonl").read_text().splitlines()[:1]
+    lines = (tmp_path / "samples.jsonl").read_text().splitlines()[:1]
     (tmp_path / "samples.jsonl").rename(tmp_path / "aside")
-    (tmp_path / "samples.jsonl").write_text("".join(line + "\n" for line in kept))
+    (tmp_path / "samples.jsonl").write_text("".join(line + "\n" for line in lines))
     write(2)
     view.refresh()
     assert list(view.distributions.steps) == [1, 2]

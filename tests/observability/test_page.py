@@ -112,11 +112,11 @@ def full_run(run, place=0, steps=40):
 def full(tmp_path_factory):
     """Number of runs -> the page of so many."""
     root = tmp_path_factory.mktemp("full")
-    made = [
+    directories = [
         full_run(root / (f"run-{place}" if place else "qwen3-30b-a3b-lr1e-6-kl-0.001-a-long-name"), place)
         for place in range(9)
     ]
-    return {amount: write_report(made[:amount]).rename(root / f"{amount}.html").as_uri() for amount in (1, 3, 9)}
+    return {amount: write_report(directories[:amount]).rename(root / f"{amount}.html").as_uri() for amount in (1, 3, 9)}
 
 
 def test_a_page_of_two_runs_is_live_zoomed_and_filtered_and_runs_no_text_of_a_model(tmp_path, runs, server):
@@ -266,8 +266,8 @@ def test_samples_are_grouped_by_prompt_with_the_difference_to_their_group(tmp_pa
         page.ask(TYPED.format(id="steps", value=str(row["step"])))
         assert page.ask("document.querySelectorAll('.sample').length") == 3
         rewards = [reward for reward in row["group_rewards"] if reward is not None]
-        found = page.ask(card.format(text="What is 2") + ".querySelector('td.against').textContent")
-        assert f"mean {sum(rewards) / len(rewards):.3g} of {len(rewards)}" in found
+        text = page.ask(card.format(text="What is 2") + ".querySelector('td.against').textContent")
+        assert f"mean {sum(rewards) / len(rewards):.3g} of {len(rewards)}" in text
         assert page.ask(card.format(text="What is 2") + ".querySelector('td.tokens').textContent") == "200(−70)"
         assert page.ask(card.format(text="What is 0") + ".querySelector('td.against').textContent") == "all 8 equal"
         assert page.ask(card.format(text="What is 1") + ".querySelector('td.tokens').textContent").endswith("cut off")
@@ -304,8 +304,10 @@ def test_charts_that_are_constant_by_construction_are_folded_with_the_reason(tmp
 def test_warnings_stand_with_their_run_at_the_top_of_the_page(tmp_path, full):
     with browser(tmp_path / "profile") as page:
         page.open(full[3])
-        found = page.ask("[...document.querySelectorAll('#runs .run')].map(r => r.querySelector('.warning').textContent)")
-        assert len(found) == 3 and all(text.startswith("all 8 samples of every group had the same reward") for text in found)
+        warnings = page.ask("[...document.querySelectorAll('#runs .run')].map(r => r.querySelector('.warning').textContent)")
+        assert len(warnings) == 3 and all(
+            text.startswith("all 8 samples of every group had the same reward") for text in warnings
+        )
 
 
 def test_keys_that_differ_between_runs_are_a_table(tmp_path, full):
@@ -342,19 +344,19 @@ def test_the_raw_data_can_be_saved_from_a_file_and_from_a_served_page(tmp_path, 
         def save(place):
             page.ask(f"document.querySelectorAll('#files button, #files a')[{place}].click()")
             for _ in range(200):
-                found = [path for path in saved.glob("*") if path.suffix != ".crdownload"] if saved.is_dir() else []
-                if found:
-                    content = found[0].read_text()
-                    found[0].unlink()
-                    return found[0].name, content
+                files = [path for path in saved.glob("*") if path.suffix != ".crdownload"] if saved.is_dir() else []
+                if files:
+                    content = files[0].read_text()
+                    files[0].unlink()
+                    return files[0].name, content
                 time.sleep(0.05)
             raise AssertionError("nothing was saved")
 
         page.open(full[1])
         run = Path(full[1][7:]).parent / "qwen3-30b-a3b-lr1e-6-kl-0.001-a-long-name"
         for place, name in enumerate(("metrics.jsonl", "samples.jsonl")):
-            found, content = save(place)
-            assert found == f"{run.name}-{name}"
+            file_name, content = save(place)
+            assert file_name == f"{run.name}-{name}"
             assert [json.loads(line) for line in content.splitlines()] == [
                 json.loads(line) for line in (run / name).read_text().splitlines()
             ]

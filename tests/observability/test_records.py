@@ -27,9 +27,9 @@ def sample(step: int, **changes: object) -> dict[str, object]:
 
 def shown(page: str) -> dict[str, Any]:
     """What the script of a page with one run is given."""
-    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
-    assert found is not None
-    (run,) = json.loads(found[1])["runs"]
+    match = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
+    assert match is not None
+    (run,) = json.loads(match[1])["runs"]
     return dict(run)
 
 

@@ -21,8 +21,8 @@ def test_the_line_of_step_0_has_the_seconds_of_its_evaluation(tmp_path, capsys):
     logger.end_step(1)
     first, second = capsys.readouterr().out.splitlines()
     # Scoring is a stage of its own in the metrics; the line has all of the evaluation.
-    found = re.fullmatch(r"step 0 \| val/a/accuracy 0.5 \| evaluation ([\d.]+) s", first)
-    assert found is not None and float(found[1]) >= 0.2
+    match = re.fullmatch(r"step 0 \| val/a/accuracy 0.5 \| evaluation ([\d.]+) s", first)
+    assert match is not None and float(match[1]) >= 0.2
     assert second == "step 1 | 0.0 s"
 
 

@@ -29,10 +29,10 @@ def test_parts_follow_each_other_without_a_gap_from_the_command_on(monkeypatch):
     time.sleep(0.05)
     for part in ("data", "models", "data"):
         start.mark(part)
-    found, now = start.end("first_response"), time.time()
-    assert list(found) == ["launch", "data", "models", "first_response"]
-    assert found["launch"] == pytest.approx(5.0, abs=0.02) and found["data"] >= 0.05
-    assert sum(found.values()) == pytest.approx(now - created + 5.0, abs=0.05)
+    seconds, now = start.end("first_response"), time.time()
+    assert list(seconds) == ["launch", "data", "models", "first_response"]
+    assert seconds["launch"] == pytest.approx(5.0, abs=0.02) and seconds["data"] >= 0.05
+    assert sum(seconds.values()) == pytest.approx(now - created + 5.0, abs=0.05)
     assert start.end("first_response") == {}, "it is over"
 
 
@@ -50,12 +50,12 @@ def test_a_run_tells_what_its_start_took(tmp_path):
     done = fivefold("train", tmp_path / "run.yaml")
     took = time.time() - begin
     assert done.returncode == 0, done.stderr
-    found = json.loads((tmp_path / "runs/base/trace/start.json").read_text())
-    assert list(found["parts"]) == PARTS and found["seconds"] == pytest.approx(sum(found["parts"].values()), abs=0.01)
+    start = json.loads((tmp_path / "runs/base/trace/start.json").read_text())
+    assert list(start["parts"]) == PARTS and start["seconds"] == pytest.approx(sum(start["parts"].values()), abs=0.01)
     row = json.loads((tmp_path / "runs/base/metrics.jsonl").read_text())
-    assert 0 < found["seconds"] < took
+    assert 0 < start["seconds"] < took
     # The first sync and the first response are in the first step.
-    in_step = found["parts"]["weight_sync"] + found["parts"]["first_response"]
-    assert in_step < row["time/step"] + 1.0 and found["parts"]["imports"] > 0
+    in_step = start["parts"]["weight_sync"] + start["parts"]["first_response"]
+    assert in_step < row["time/step"] + 1.0 and start["parts"]["imports"] > 0
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("start  ")]
-    assert f"start    {found['seconds']:.1f} s from the command to the first response: " in line
+    assert f"start    {start['seconds']:.1f} s from the command to the first response: " in line

@@ -20,11 +20,11 @@ def test_the_first_last_least_and_greatest_of_every_stretch_are_kept():
     for step in range(0, 10_000, 7):
         rows[step]["rare"] = draw.random()
     rows[4321]["a"], rows[7654]["a"], rows[7000]["rare"] = 1e6, -1e6, None
-    found, seconds = thin(rows, 2_000)
-    assert sum(len(row) - 1 for row in found) <= 2_000
+    thinned, seconds = thin(rows, 2_000)
+    assert sum(len(row) - 1 for row in thinned) <= 2_000
     for name in ("a", "rare"):
         before = [(row["step"], row[name]) for row in rows if row.get(name) is not None]
-        after = [(row["step"], row[name]) for row in found if name in row]
+        after = [(row["step"], row[name]) for row in thinned if name in row]
         assert [step for step, _ in after] == sorted({step for step, _ in after})
         assert set(after) <= {(step, float(f"{value:.6g}")) for step, value in before}
         for choose in (min, max):
@@ -38,9 +38,9 @@ def test_the_first_last_least_and_greatest_of_every_stretch_are_kept():
 
 def test_every_row_that_is_kept_has_its_time_to_the_tenth_of_a_second():
     rows = [{"step": step, "wall": 1.76e9 + 0.26 * step, "a": step % 7, "time/train": 0.5} for step in range(10_000)]
-    found, seconds = thin(rows, 500)
-    assert len(found) < 600
-    for row in [*found, *seconds]:
+    thinned, seconds = thin(rows, 500)
+    assert len(thinned) < 600
+    for row in [*thinned, *seconds]:
         assert row["wall"] == pytest.approx(1.76e9 + 0.26 * row["step"], abs=0.051, rel=0)
 
 

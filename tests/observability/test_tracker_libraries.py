@@ -21,8 +21,8 @@ def killed_and_resumed(run_dir: Path, name: str, **environment: str) -> dict[str
     """Killed after step 6, resumed after step 4, ended after step 8; what metrics.jsonl has."""
     take_steps(run_dir, [name], 1, 6, killed="itself", **environment)
     Checkpoints(run_dir, keep=1).set_aside(4)
-    said = take_steps(run_dir, [name], 5, 8, **environment)
-    assert f"{name}:" not in said
+    output = take_steps(run_dir, [name], 5, 8, **environment)
+    assert f"{name}:" not in output
     expected = metrics_of(run_dir)
     assert sorted(expected["reward/mean"]) == list(range(1, 9))
     assert expected["reward/mean"][5] == 5 / 3 + 5, "written by the resumed run"
@@ -31,8 +31,8 @@ def killed_and_resumed(run_dir: Path, name: str, **environment: str) -> dict[str
 
 def test_wandb_has_what_the_run_wrote(tmp_path):
     expected = killed_and_resumed(tmp_path / "r", "wandb")
-    found, about = read_wandb(tmp_path / "r")
-    assert found == expected
+    metrics, about = read_wandb(tmp_path / "r")
+    assert metrics == expected
     assert about["ids"] == {State.read(tmp_path / "r", "wandb").id}
     assert (about["project"], about["name"], about["group"]) == ("sums", "first try", "tries")
     assert about["tags"] == {"small", "cpu"}
@@ -49,8 +49,8 @@ def test_wandb_gets_again_what_was_lost_with_its_process(tmp_path):
     assert read_wandb(run_dir)[0] == {}
     Checkpoints(run_dir, keep=1).set_aside(4)
     take_steps(run_dir, ["wandb"], 5, 8)
-    found, about = read_wandb(run_dir)
-    assert found == metrics_of(run_dir) and len(about["ids"]) == 1
+    metrics, about = read_wandb(run_dir)
+    assert metrics == metrics_of(run_dir) and len(about["ids"]) == 1
 
 
 @pytest.mark.parametrize("name", ["wandb", "mlflow", "swanlab", "trackio"])
@@ -92,7 +92,7 @@ def test_swanlab_has_what_the_run_wrote(tmp_path):
     from swanlab.sdk.internal.core_python.store import DataStoreReader
 
     expected = killed_and_resumed(tmp_path / "r", "swanlab")
-    found: dict[str, dict[int, float]] = {}
+    metrics: dict[str, dict[int, float]] = {}
     ids, tables = set(), set()
     for path in sorted((tmp_path / "r/swanlab").glob("run-*/*.swanlab"), key=lambda path: path.stat().st_mtime):
         ids.add(path.stem.removeprefix("run-"))
@@ -102,17 +102,17 @@ def test_swanlab_has_what_the_run_wrote(tmp_path):
             record = Record()
             record.ParseFromString(data)
             if record.WhichOneof("record_type") == "scalar":
-                found.setdefault(record.scalar.key, {})[record.scalar.step] = record.scalar.value.number
+                metrics.setdefault(record.scalar.key, {})[record.scalar.step] = record.scalar.value.number
             elif record.WhichOneof("record_type") == "media":
                 tables.add((record.media.key, record.media.step))
-    assert found == expected
+    assert metrics == expected
     assert ids == {State.read(tmp_path / "r", "swanlab").id}
     assert tables == {("samples", step) for step in (2, 4, 6, 8)}
 
 
 def test_trackio_has_what_the_run_wrote(tmp_path):
     expected = killed_and_resumed(tmp_path / "r", "trackio", TRACKIO_DIR=str(tmp_path / "trackio"))
-    found: dict[str, dict[int, float]] = {}
+    metrics: dict[str, dict[int, float]] = {}
     tables = {}
     with sqlite3.connect(tmp_path / "trackio/sums.db") as database:
         rows = list(database.execute("select run_id, run_name, step, metrics from metrics order by id"))
@@ -122,8 +122,8 @@ def test_trackio_has_what_the_run_wrote(tmp_path):
             tables[step] = row["samples"]["_value"]
             continue
         for name, value in row.items():
-            found.setdefault(name, {})[step] = value
-    assert found == expected
+            metrics.setdefault(name, {})[step] = value
+    assert metrics == expected
     assert len({run_id for run_id, *_ in rows}) == 1
     assert rows[0][1] == f"first try-{State.read(tmp_path / 'r', 'trackio').id[:6]}"
     assert tables.keys() == {2, 4, 6, 8} and tables[2][0]["response"] == "<b>2</b>\n|two| \u2028"
@@ -140,11 +140,11 @@ def test_a_server_that_is_not_there_does_not_delay_a_run(tmp_path, name):
         "TRACKIO_SERVER_URL": "http://127.0.0.1:9", "TRACKIO_WRITE_TOKEN": key, "TRACKIO_DIR": str(tmp_path / "trackio"),
     }  # fmt: skip
     begin = time.monotonic()
-    said = take_steps(tmp_path / "r", [name], 1, 3, seconds=2, offline=False, **away)
+    output = take_steps(tmp_path / "r", [name], 1, 3, seconds=2, offline=False, **away)
     assert time.monotonic() - begin < 15
     if name != "trackio":
         # Trackio keeps what it cannot send, and sends it later.
-        assert f"{name}: 3 of 3 steps were not sent" in said
+        assert f"{name}: 3 of 3 steps were not sent" in output
     assert sorted(metrics_of(tmp_path / "r")["reward/mean"]) == [1, 2, 3]
     files = [path for path in (tmp_path / "r").rglob("*") if path.is_file()]
-    assert not [path for path in files if key.encode() in path.read_bytes()] and key not in said
+    assert not [path for path in files if key.encode() in path.read_bytes()] and key not in output

@@ -56,10 +56,10 @@ def faulty(tmp_path, monkeypatch):
 @pytest.mark.parametrize("fault", ["start:raises", "log:hangs", "finish:hangs"])
 def test_a_tracker_that_fails_or_hangs_ends_no_run_and_loses_none_of_its_rows(tmp_path, faulty, fault):
     begin = time.monotonic()
-    said = take_steps(tmp_path / "r", ["wandb"], 1, 4, seconds=0.5, FAULT=fault)
+    output = take_steps(tmp_path / "r", ["wandb"], 1, 4, seconds=0.5, FAULT=fault)
     assert time.monotonic() - begin < 20
     assert sorted(metrics_of(tmp_path / "r")["reward/mean"]) == [1, 2, 3, 4]
-    lines = [line for line in said.splitlines() if line.startswith("wandb: ")]
+    lines = [line for line in output.splitlines() if line.startswith("wandb: ")]
     if fault == "finish:hangs":
         assert lines == [f"wandb: did not finish within 0.5 s; `fivefold track {tmp_path / 'r'}` tries again"]
     else:
@@ -69,15 +69,15 @@ def test_a_tracker_that_fails_or_hangs_ends_no_run_and_loses_none_of_its_rows(tm
         assert lines[-1].startswith(f"wandb: 4 of 4 steps were not sent: {reason}; they are in metrics.jsonl")
         assert len(lines) == (1 if "hangs" in fault else 2)
     texts = [path.read_text() for path in (tmp_path / "r").rglob("*") if path.is_file()]
-    assert not any("abcdef0123456789" in text for text in [said, *texts]), "keys stand nowhere"
+    assert not any("abcdef0123456789" in text for text in [output, *texts]), "keys stand nowhere"
 
 
 def test_what_a_tracker_missed_is_sent_when_it_answers_again(tmp_path, faulty):
-    said = take_steps(tmp_path / "r", ["wandb"], 1, 3, FAULT="log:once")
+    output = take_steps(tmp_path / "r", ["wandb"], 1, 3, FAULT="log:once")
     got = [json.loads(line) for line in (faulty / "got.jsonl").read_text().splitlines()]
     assert [row["step"] for row in got if "samples" not in row] == [1, 2, 3]
-    assert "the run continues, and it is tried again" in said and "wandb: takes metrics again" in said
-    assert "not sent" not in said and State.read(tmp_path / "r", "wandb").has_finished
+    assert "the run continues, and it is tried again" in output and "wandb: takes metrics again" in output
+    assert "not sent" not in output and State.read(tmp_path / "r", "wandb").has_finished
 
 
 def test_a_run_that_has_ended_is_sent_to_trackers_that_have_not_got_it(tmp_path, faulty, monkeypatch, capsys):
@@ -92,10 +92,10 @@ def test_a_run_that_has_ended_is_sent_to_trackers_that_have_not_got_it(tmp_path,
 
 
 def test_samples_that_a_tracker_refuses_are_left_out_and_counted(tmp_path, faulty):
-    said = take_steps(tmp_path / "r", ["wandb"], 1, 3, FAULT="table:raises")
+    output = take_steps(tmp_path / "r", ["wandb"], 1, 3, FAULT="table:raises")
     got = [json.loads(line) for line in (faulty / "got.jsonl").read_text().splitlines()]
     assert [row["step"] for row in got] == [1, 2, 3]
-    assert "wandb: refused the samples of 1 steps; trackers/wandb.log has the reason" in said
+    assert "wandb: refused the samples of 1 steps; trackers/wandb.log has the reason" in output
 
 
 def test_tensorboard_shows_one_timeline_of_a_run_that_was_killed_and_resumed(tmp_path):
@@ -108,12 +108,12 @@ def test_tensorboard_shows_one_timeline_of_a_run_that_was_killed_and_resumed(tmp
     take_steps(run_dir, ["tensorboard"], 3, 4)
     board = EventAccumulator(str(run_dir / "tensorboard")).Reload()
     expected = metrics_of(run_dir)
-    assert {name: {each.step: each.value for each in board.Scalars(name)} for name in board.Tags()["scalars"]} == {
+    assert {name: {event.step: event.value for event in board.Scalars(name)} for name in board.Tags()["scalars"]} == {
         name: {step: pytest.approx(value, rel=1e-7) for step, value in values.items()} for name, values in expected.items()
     }
-    assert [each.step for each in board.Scalars("reward/mean")] == [1, 2, 3, 4]
+    assert [event.step for event in board.Scalars("reward/mean")] == [1, 2, 3, 4]
     samples = board.Tensors("samples")
-    assert {each.step for each in samples} == {2, 4}
+    assert {event.step for event in samples} == {2, 4}
     assert b"    <b>2</b>\n    |two| \xe2\x80\xa8" in samples[0].tensor_proto.string_val[0]
 
 
@@ -123,7 +123,7 @@ def test_tensorboard_s_events_are_where_tensorboard_dir_says(tmp_path):
     take_steps(tmp_path / "r", ["tensorboard"], 1, 2, tensorboard_dir=str(tmp_path / "events"))
     assert not (tmp_path / "r/tensorboard").exists()
     board = EventAccumulator(str(tmp_path / "events")).Reload()
-    assert [each.step for each in board.Scalars("reward/mean")] == [1, 2]
+    assert [event.step for event in board.Scalars("reward/mean")] == [1, 2]
 
 
 def test_a_run_that_starts_from_scratch_has_a_tracked_run_of_its_own(tmp_path):
@@ -147,5 +147,5 @@ def test_check_names_a_tracker_that_is_not_installed_and_keys_that_no_tracker_re
     config = RunConfig.of(model={"path": "m/m"}, trainer={"loggers": ["tensorboard"]}, tracking={"offline": True})
     assert "tracking.offline" in dict(check(config).ignored)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    found = check(RunConfig.of(model={"path": "m/m"}, trainer={"loggers": ["wandb"]})).errors
-    assert "trainer.loggers: wandb, not installed here: pip install wandb, or leave wandb out" in found
+    errors = check(RunConfig.of(model={"path": "m/m"}, trainer={"loggers": ["wandb"]})).errors
+    assert "trainer.loggers: wandb, not installed here: pip install wandb, or leave wandb out" in errors

@@ -68,11 +68,11 @@ def test_the_parameters_of_adapters_are_rank_times_the_sizes_of_their_maps(model
 
 def test_frozen_weights_have_no_gradients_no_moments_and_no_place_in_a_checkpoint(models):
     spec, layout = load_spec(models("qwen3")), ParallelLayout.parse("megatron:d2")
-    whole, adapted = (Sharded(spec, layout, lora=lora, tokens_per_micro_batch=64).held(2)[0] for lora in (None, ALL))
+    full, adapted = (Sharded(spec, layout, lora=lora, tokens_per_micro_batch=64).held(2)[0] for lora in (None, ALL))
     trained = trained_parameters(spec, ALL)
     assert (adapted.gradients, adapted.optimizer) == (4 * trained, 12 * trained // 2)
     assert adapted.parameters == 2 * (rank_parameters(spec, layout)[0].total + trained)
-    assert adapted.activations == whole.activations
+    assert adapted.activations == full.activations
     assert checkpoint_bytes(spec, "bfloat16", ALL) == 14 * trained
     # Without the product for the weights' gradients: 4 of 6 operations a parameter and token.
     assert training_flops(spec, 9, 0, ALL) == pytest.approx(training_flops(spec, 9, 0) * 4 / 6)
@@ -87,12 +87,12 @@ def test_a_reference_that_is_the_base_takes_no_memory(models):
     tree["policy"] = {"backend": "megatron:d2", "lora": {"rank": 4}}
     config, spec = RunConfig.of(tree), load_spec(models("qwen3"))
     assert is_base(config) and "reference" not in memory_of(config, spec).others and list(config.roles.models) == ["policy"]
-    for own in (
+    for sections in (
         {"reference": {"backend": "megatron:t2"}},
         {"reference": {"path": "other"}},
         {"policy": {"lora": {"rank": 0}}},
     ):
-        assert not is_base(RunConfig.of({**tree, **own}))
+        assert not is_base(RunConfig.of({**tree, **sections}))
     assert is_base(RunConfig.of({**tree, "reference": {"backend": "megatron:d2"}}))
 
 
@@ -101,9 +101,9 @@ def test_an_update_of_adapters_takes_less_time_and_no_gradients_of_frozen_expert
     rates = Efficiencies(load_rates(None), "h100-80g")
     for name in ("qwen3", "qwen3_moe"):
         plain = Sharded(load_spec(models(name)), ParallelLayout.parse("megatron:d8"), tokens_per_micro_batch=4096)
-        whole, adapted = (update_time(replace(plain, lora=lora), batch, cluster, rates).parts for lora in (None, ALL))
-        assert adapted["forward"] == whole["forward"] and adapted["backward"] < whole["backward"]
-        assert adapted["optimizer"] < whole["optimizer"] and adapted["data parallel"] < whole["data parallel"]
+        full, adapted = (update_time(replace(plain, lora=lora), batch, cluster, rates).parts for lora in (None, ALL))
+        assert adapted["forward"] == full["forward"] and adapted["backward"] < full["backward"]
+        assert adapted["optimizer"] < full["optimizer"] and adapted["data parallel"] < full["data parallel"]
 
 
 @pytest.mark.parametrize(("lora", "others", "says"), [
@@ -126,8 +126,8 @@ def test_what_adapters_cannot_be_is_a_sentence(models, lora, others, says):
 
 
 def test_some_experts_of_a_layer_alone_are_refused(models):
-    found = faults(models("qwen3_moe"), {"rank": 4, "exclude_modules": ["layers.1.mlp.experts.3.up_proj"]})
-    assert "policy.lora.target_modules and exclude_modules must treat all experts of a layer alike" in found
+    messages = faults(models("qwen3_moe"), {"rank": 4, "exclude_modules": ["layers.1.mlp.experts.3.up_proj"]})
+    assert "policy.lora.target_modules and exclude_modules must treat all experts of a layer alike" in messages
 
 
 @pytest.mark.parametrize(("lora", "changes", "says"), [
@@ -139,8 +139,8 @@ def test_some_experts_of_a_layer_alone_are_refused(models):
 ])  # fmt: skip
 def test_adapters_of_another_kind_are_refused(models, tmp_path, lora, changes, says):
     path = write(tmp_path, models("qwen3"), **changes)
-    found = faults(models("qwen3"), {**lora, "path": str(path)})
-    assert "policy.lora.path: " in found and says in found
+    messages = faults(models("qwen3"), {**lora, "path": str(path)})
+    assert "policy.lora.path: " in messages and says in messages
 
 
 def test_adapters_of_another_model_are_refused(models, tmp_path):

@@ -54,15 +54,15 @@ class Case:
 
     def json(self, name: str, **changes: Any) -> None:
         path = self.model / name
-        found = {**json.loads(path.read_text()), **changes}
-        path.write_text(json.dumps({key: value for key, value in found.items() if value is not ...}))
+        content = {**json.loads(path.read_text()), **changes}
+        path.write_text(json.dumps({key: value for key, value in content.items() if value is not ...}))
 
     def tensors(self, change: Callable[[dict[str, Any]], Any]) -> None:
         from safetensors.torch import load_file, save_file
 
-        found = load_file(self.model / "model.safetensors")
-        change(found)
-        save_file(found, self.model / "model.safetensors")
+        tensors = load_file(self.model / "model.safetensors")
+        change(tensors)
+        save_file(tensors, self.model / "model.safetensors")
 
     def index(self, file: str = "part.safetensors", **extra: str) -> None:
         """The same tensors in a file that an index names."""
@@ -139,10 +139,10 @@ def replaced(name: str, make: Callable[[Any], Any]) -> Callable[[Case], None]:
     """One tensor of the file becomes another, or goes where it becomes None."""
 
     def change(case: Case) -> None:
-        def spoil(found: dict[str, Any]) -> None:
-            value = make(found.pop(name))
+        def spoil(tensors: dict[str, Any]) -> None:
+            value = make(tensors.pop(name))
             if value is not None:
-                found[name] = value
+                tensors[name] = value
 
         case.tensors(spoil)
 
@@ -150,7 +150,7 @@ def replaced(name: str, make: Callable[[Any], Any]) -> Callable[[Case], None]:
 
 
 def surplus(case: Case) -> None:
-    case.tensors(lambda found: found.update({"model.layers.9.mlp.up_proj.weight": found["model.norm.weight"].clone()}))
+    case.tensors(lambda tensors: tensors.update({"model.layers.9.mlp.up_proj.weight": tensors["model.norm.weight"].clone()}))
 
 
 def judge(**changes: Any) -> Callable[[Case], None]:
@@ -391,10 +391,10 @@ def test_a_bad_input_is_refused_in_one_sentence(case, name):
 def test_a_key_that_changes_nothing_here_is_reported(case, key, value, ignored):
     case.set("trainer.steps", 2)
     case.set(key, value)
-    found = check(RunConfig.of(**copy.deepcopy(case.tree)))
-    assert found.errors == [] and [name for name, _ in found.ignored] == [ignored], found.ignored
+    findings = check(RunConfig.of(**copy.deepcopy(case.tree)))
+    assert findings.errors == [] and [name for name, _ in findings.ignored] == [ignored], findings.ignored
     if key == "reward.by_source":
-        assert found.ignored[0][1] == "no row has this data_source: did you mean 'arithmetic'?; the data has arithmetic"
+        assert findings.ignored[0][1] == "no row has this data_source: did you mean 'arithmetic'?; the data has arithmetic"
 
 
 def start_without_check() -> None:

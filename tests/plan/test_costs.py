@@ -79,10 +79,10 @@ def test_published_models_have_their_published_parameters(name, billions):
 @pytest.mark.parametrize("text", ["t4", "c4", "t2c2"])
 def test_a_layer_s_products_are_divided_over_the_ranks_of_a_replica(text):
     spec = spec_from_config(SHAPES["Qwen3-8B"])
-    whole, part = (layer_work(spec, each, Tokens(8192, 2048), False) for each in (ONE, layout(text)))
+    one_rank, part = (layer_work(spec, placed, Tokens(8192, 2048), False) for placed in (ONE, layout(text)))
     for kind in ("gemm", "attention_forward", "attention_backward"):
         for way in (0, 1):
-            assert flops(part[way], kind) == pytest.approx(flops(whole[way], kind) / 4), kind
+            assert flops(part[way], kind) == pytest.approx(flops(one_rank[way], kind) / 4), kind
 
 
 @pytest.mark.parametrize("text", ["d4e4", "t4e4", "(attn:t4|ffn:t4)", "(attn:t4|ffn:t2e2)"])
@@ -90,8 +90,8 @@ def test_routed_tokens_cost_a_rank_the_same_on_every_layout_of_experts(text):
     """Each replica of d4 has a fourth of the tokens; how many meet at one expert is what differs."""
     spec = spec_from_config(SHAPES["Qwen3-30B-A3B"])
     parsed = layout(text)
-    (whole, _), (part, _) = (layer_work(spec, each, Tokens(8192 / each.dp, 2048), True) for each in (ONE, parsed))
-    assert flops(part, "grouped_gemm") == pytest.approx(flops(whole, "grouped_gemm") / 4)
+    (one_rank, _), (part, _) = (layer_work(spec, placed, Tokens(8192 / placed.dp, 2048), True) for placed in (ONE, parsed))
+    assert flops(part, "grouped_gemm") == pytest.approx(flops(one_rank, "grouped_gemm") / 4)
     sizes = {one.size for one in part if one.kind == "grouped_gemm"}
     assert sizes == {8192 * 8 / 128 / (4 if parsed.dp == 4 and parsed.ep == 1 else 1)}
 

@@ -38,17 +38,17 @@ def config(model, *overrides):
 def test_a_step_counts_sampling_each_update_and_each_pass(model):
     spec, tokens = load_spec(model), 32 * 8 * 400
     once = training_flops(spec, tokens, 400)
-    found = {
+    operations = {
         "grpo": step_operations(config(model, "algorithm.kl={coef: 0}"), spec, LENGTHS),
         "kl": step_operations(config(model, "algorithm.kl={coef: 0.1}"), spec, LENGTHS),
         "epochs": step_operations(config(model, "algorithm.kl={coef: 0}", "algorithm.ppo_epochs=2"), spec, LENGTHS),
         "sft": step_operations(config(model, "algorithm.name=sft"), spec, LENGTHS),
     }
     # A forward pass is a third of an update. Several updates need the log-probs before them.
-    assert found["grpo"] == pytest.approx(once * 4 / 3)
-    assert found["kl"] == pytest.approx(once * 5 / 3)
-    assert found["epochs"] == pytest.approx(once * 8 / 3)
-    assert found["sft"] == pytest.approx(once / 8)
+    assert operations["grpo"] == pytest.approx(once * 4 / 3)
+    assert operations["kl"] == pytest.approx(once * 5 / 3)
+    assert operations["epochs"] == pytest.approx(once * 8 / 3)
+    assert operations["sft"] == pytest.approx(once / 8)
 
 
 def test_each_decoding_step_reads_the_weights_once(model):
@@ -66,10 +66,10 @@ def test_the_rates_are_measured_here_in_a_fraction_of_a_second():
 
 
 def test_a_long_step_is_told_with_the_whole_run_and_a_trial(model):
-    said, trial = describe_cpu_step(config(model, "trainer.steps=233"), load_spec(model), lambda: Rates(5e10, 5e9))
-    assert re.match(r"a step takes at least [\d.]+ hours on this CPU, 233 steps [\d.]+ days: ", said[0]), said
-    assert "at the 50 GFLOP/s that numpy's matrix product reaches here" in said[0]
-    assert re.match(r"a trial shows in at least [\d.]+ (s|minutes) whether everything works", said[1]), said
+    sentences, trial = describe_cpu_step(config(model, "trainer.steps=233"), load_spec(model), lambda: Rates(5e10, 5e9))
+    assert re.match(r"a step takes at least [\d.]+ hours on this CPU, 233 steps [\d.]+ days: ", sentences[0]), sentences
+    assert "at the 50 GFLOP/s that numpy's matrix product reaches here" in sentences[0]
+    assert re.match(r"a trial shows in at least [\d.]+ (s|minutes) whether everything works", sentences[1]), sentences
     assert trial == [
         "trainer.steps=3", "data.prompts_per_step=4", "data.max_response_tokens=64", "trainer.run_dir=runs/trial",
         "trainer.resume=never",
@@ -98,10 +98,10 @@ def test_init_and_check_print_the_time_of_the_whole_run_and_a_trial_as_it_is_typ
     assert trial == f"next     {typed}trainer.run_dir=runs/trial trainer.resume=never"
     assert last == "next     fivefold train 'my run.yaml'"
     assert main(["check", "my run.yaml", "algorithm.group_size=4"]) == 0
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     # 96 rows, 32 of them a step.
-    assert re.search(r"note     a step takes at least [\d.]+ (hours|days) on this CPU, 3 steps [\d.]+ ", said), said
-    line = said.splitlines()[-1]
+    assert re.search(r"note     a step takes at least [\d.]+ (hours|days) on this CPU, 3 steps [\d.]+ ", output), output
+    line = output.splitlines()[-1]
     assert shlex.split(line)[2:7] == ["fivefold", "train", "my run.yaml", "algorithm.group_size=4", "trainer.steps=3"]
     assert main(["check", *shlex.split(line)[4:]]) == 0
 

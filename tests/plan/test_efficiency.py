@@ -30,12 +30,12 @@ def test_rates_are_interpolated_between_sizes_and_kept_beyond_them():
 
 
 def test_another_gpu_has_the_measured_share_of_its_data_sheet_and_the_same_host():
-    here, there = Efficiencies(MEASURED, H200), Efficiencies(MEASURED, "a100-80g")
+    measured, scaled = Efficiencies(MEASURED, H200), Efficiencies(MEASURED, "a100-80g")
     sheets = GPUS["a100-80g"], GPUS[H200]
-    assert there.rate("gemm", 2048) / here.rate("gemm", 2048) == pytest.approx(sheets[0].tflops / sheets[1].tflops)
-    assert there.rate("adam") / here.rate("adam") == pytest.approx(sheets[0].memory_gb_s / sheets[1].memory_gb_s)
-    assert there.rate("layer_host") == here.rate("layer_host")
-    assert here.measured_here and not there.measured_here
+    assert scaled.rate("gemm", 2048) / measured.rate("gemm", 2048) == pytest.approx(sheets[0].tflops / sheets[1].tflops)
+    assert scaled.rate("adam") / measured.rate("adam") == pytest.approx(sheets[0].memory_gb_s / sheets[1].memory_gb_s)
+    assert scaled.rate("layer_host") == measured.rate("layer_host")
+    assert measured.measured_here and not scaled.measured_here
 
 
 def test_attention_is_torch_s_own_where_flash_attn_4_does_not_run():
@@ -46,8 +46,8 @@ def test_attention_is_torch_s_own_where_flash_attn_4_does_not_run():
         assert without.rate(kind, 4096) == with_flash.rate(f"torch_{kind}", 4096)
         assert older.rate(kind, 4096) == older.rate(f"torch_{kind}", 4096)
     # What is not used need not be measured.
-    own = [Rate(row.kind, row.size, row.rate, "a100-80g", "") for row in MEASURED if not row.kind.startswith("attention")]
-    assert Efficiencies([*MEASURED, *own], "a100-80g").measured_here
+    rows = [Rate(row.kind, row.size, row.rate, "a100-80g", "") for row in MEASURED if not row.kind.startswith("attention")]
+    assert Efficiencies([*MEASURED, *rows], "a100-80g").measured_here
 
 
 def test_a_calibration_replaces_its_kinds_of_its_hardware_only(tmp_path, monkeypatch):

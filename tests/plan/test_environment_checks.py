@@ -58,7 +58,7 @@ def root(tmp_path_factory, models) -> Path:
 
 
 def tree(root: Path, **sections: Any) -> dict[str, Any]:
-    found: dict[str, Any] = {
+    usual: dict[str, Any] = {
         "model": {"path": f"{root}/model", "tokenizer": f"{root}/tokenizer"},
         "policy": {"dtype": "float32"},
         "data": {"train": [f"{root}/rows.jsonl"], "max_prompt_tokens": 16, "max_response_tokens": 16, "prompts_per_step": 1,
@@ -66,7 +66,7 @@ def tree(root: Path, **sections: Any) -> dict[str, Any]:
         "environment": {"class": f"{root}/envs.py:Game"},
         "trainer": {"steps": 1, "run_dir": f"{root}/run"},
     }  # fmt: skip
-    return {name: found.get(name, {}) | sections.get(name, {}) for name in (*found, *sections)}
+    return {name: usual.get(name, {}) | sections.get(name, {}) for name in (*usual, *sections)}
 
 
 def said(root: Path, **sections: Any) -> list[str]:
@@ -138,11 +138,11 @@ def test_what_cannot_work_is_refused_in_one_sentence(root, sections, sentence):
 
 
 def test_keys_without_a_class_or_tools_have_no_effect(root):
-    found = check(
+    findings = check(
         RunConfig.of(tree(root, environment={"class": None, "max_turns": 3}, reward={"functions": {"format": 1.0}}))
     )
     reason = "none of environment.class, environment.tools and environment.agent is set"
-    assert ("environment.max_turns", reason) in found.ignored
+    assert ("environment.max_turns", reason) in findings.ignored
 
 
 def agent_of(root: Path, **settings: Any) -> Any:
@@ -150,9 +150,9 @@ def agent_of(root: Path, **settings: Any) -> Any:
 
 
 def test_an_agent_is_taken_and_its_reward_counts(root):
-    found = agent_of(root, max_observation_tokens=64)
-    assert found.errors == [] and not [note for note in found.notes if "endpoint" in note]
-    assert ("environment.max_observation_tokens", "environment.agent decides what the model reads") in found.ignored
+    findings = agent_of(root, max_observation_tokens=64)
+    assert findings.errors == [] and not [note for note in findings.notes if "endpoint" in note]
+    assert ("environment.max_observation_tokens", "environment.agent decides what the model reads") in findings.ignored
     assert RunConfig.of(tree(root, environment={"class": None, "agent": "sh -c true"})).reward.functions == {
         "environment": 1.0
     }
@@ -174,10 +174,10 @@ def test_an_endpoint_that_others_reach_is_noted_and_a_port_in_use_is_lacking(roo
 
 
 def test_keys_that_the_kind_of_a_class_takes_no_notice_of_are_said(root):
-    found = check(RunConfig.of(tree(root, environment={"class": f"{root}/envs.py:Game", "options": {"size": 4}})))
-    assert [key for key, _ in found.ignored] == ["environment.options"]
-    found = check(RunConfig.of(tree(root, environment={"class": "textarena:Wordle-v0", "per_worker": 8})))
-    assert ("environment.per_worker", "an environment of textarena has a process of its own") in found.ignored
+    findings = check(RunConfig.of(tree(root, environment={"class": f"{root}/envs.py:Game", "options": {"size": 4}})))
+    assert [key for key, _ in findings.ignored] == ["environment.options"]
+    findings = check(RunConfig.of(tree(root, environment={"class": "textarena:Wordle-v0", "per_worker": 8})))
+    assert ("environment.per_worker", "an environment of textarena has a process of its own") in findings.ignored
 
 
 def test_the_missing_library_is_that_of_the_named_interpreter(root):
@@ -192,9 +192,9 @@ def test_a_template_that_drops_earlier_thinking_is_noted_with_turn_and_role(root
         "{% for m in messages %}{{ m.role }} {% if loop.last or m.role != 'assistant' %}{{ m.content }}{% else %}"
         "{{ m.content.split('</think>')[-1] }}{% endif %}<|end|>{% endfor %}{% if add_generation_prompt %}assistant {% endif %}"
     )
-    found = check(RunConfig.of(tree(root, data={"chat_template": drops, "max_prompt_tokens": 64})))
-    assert found.errors == []
-    notes = found.notes
+    findings = check(RunConfig.of(tree(root, data={"chat_template": drops, "max_prompt_tokens": 64})))
+    assert findings.errors == []
+    notes = findings.notes
     (note,) = [note for note in notes if note.startswith("environment")]
     assert "from turn 2 on, the assistant's turn 1" in note
 
@@ -208,10 +208,10 @@ def test_a_template_that_renders_turns_again_is_noted_with_what_it_changes(root)
         (text, "from turn 2 on, the assistant's turn 1"),
         (TEMPLATE, "append would give the same contexts"),
     ):
-        given = {"class": f"{root}/envs.py:Game", "history": "template"}
-        found = check(RunConfig.of(tree(root, environment=given, data={"chat_template": template})))
-        (note,) = [note for note in found.notes if note.startswith("environment")]
-        assert found.errors == [] and note.startswith("environment.history: template: ") and sentence in note
+        environment = {"class": f"{root}/envs.py:Game", "history": "template"}
+        findings = check(RunConfig.of(tree(root, environment=environment, data={"chat_template": template})))
+        (note,) = [note for note in findings.notes if note.startswith("environment")]
+        assert findings.errors == [] and note.startswith("environment.history: template: ") and sentence in note
 
 
 def test_rewards_of_the_class_count_unless_another_weight_is_given(root):

@@ -50,17 +50,17 @@ def test_eight_billion_parameters_need_eighteen_bytes_each_and_do_not_fit_one_gp
     count = states.parameters // 2
     assert count == pytest.approx(8.03e9, rel=1e-3)
     assert (states.gradients, states.optimizer) == (4 * count, 12 * count)
-    said = refused(config())
-    least = float(re.search(r"training needs at least ([\d.]+) GiB", said)[1])
+    message = refused(config())
+    least = float(re.search(r"training needs at least ([\d.]+) GiB", message)[1])
     activations = states.training["activations"]
     assert least == pytest.approx((18 * count + 0.7 * activations) / GIB, abs=0.06)
-    assert "h100-80g has 79.1 GiB" in said
+    assert "h100-80g has 79.1 GiB" in message
 
 
 def test_every_change_that_is_named_makes_the_run_fit_by_the_number_that_is_given():
-    said = refused(config(policy={"backend": "megatron:d8", "tokens_per_micro_batch": 65536}))
-    assert "one of these makes it fit" in said
-    named = re.findall(r"(policy\.[a-z_]+): (\S+) \(([\d.]+) GiB\)", said)
+    message = refused(config(policy={"backend": "megatron:d8", "tokens_per_micro_batch": 65536}))
+    assert "one of these makes it fit" in message
+    named = re.findall(r"(policy\.[a-z_]+): (\S+) \(([\d.]+) GiB\)", message)
     assert {key for key, *_ in named} >= {"policy.recompute", "policy.backend"}
     for key, value, size in named:
         policy = {
@@ -80,24 +80,24 @@ def test_every_change_that_is_named_makes_the_run_fit_by_the_number_that_is_give
 def test_a_reference_is_counted_by_its_own_layout_and_may_be_sharded_further(monkeypatch):
     """15 GiB of parameters whole on each of four GPUs, or half of them; while weights are synced there are 49 GiB of others."""
     sections = {"policy": {"backend": "megatron:t4", "tokens_per_micro_batch": 4096}, "algorithm": {"kl": {"coef": 0.1}}}
-    halved, whole = (config(**sections, reference={"backend": f"megatron:{layout}"}) for layout in ("d2t2", "d4"))
-    sizes = [memory_of(one, SPEC).others["reference"].resident for one in (halved, whole)]
+    halved, full = (config(**sections, reference={"backend": f"megatron:{layout}"}) for layout in ("d2t2", "d4"))
+    sizes = [memory_of(one, SPEC).others["reference"].resident for one in (halved, full)]
     assert sizes == pytest.approx([SPEC.parameters, 2 * SPEC.parameters], rel=1e-3)
     monkeypatch.setattr("fivefold.plan.fit.device_of", lambda config: Device("a GPU", 60 * GIB))
     assert refused(halved) == ""
-    said = refused(whole)
-    assert "one of these makes it fit" in said and "reference.backend: megatron:d2t2p1 (" in said
+    message = refused(full)
+    assert "one of these makes it fit" in message and "reference.backend: megatron:d2t2p1 (" in message
     # More ranks would have to be more for each model.
-    assert "t8" not in said
+    assert "t8" not in message
 
 
 def test_passes_of_too_many_sequences_are_refused_and_their_key_is_named():
     """256 of 4096 tokens on two ranks: 2 x 3 x 14336 bytes a token for a layer's MLP alone are 42 GiB on each."""
     policy = {"backend": "megatron:d4t2", "recompute": "full", "sequences_per_forward": 256}
     sections = {"policy": policy, "algorithm": {"kl": {"coef": 0.1}}}
-    said = refused(config(**sections, data={"train": ["x"], "prompts_per_step": 512, "max_response_tokens": 3072}))
-    assert "a pass without gradient needs at least" in said and "a pass of the reference needs at least" in said
-    assert "policy.sequences_per_forward: null (" in said
+    message = refused(config(**sections, data={"train": ["x"], "prompts_per_step": 512, "max_response_tokens": 3072}))
+    assert "a pass without gradient needs at least" in message and "a pass of the reference needs at least" in message
+    assert "policy.sequences_per_forward: null (" in message
     few = config(**sections, data={"train": ["x"], "prompts_per_step": 8, "max_response_tokens": 3072})
     assert "a pass without gradient" not in refused(few), "a rank has as many sequences as a step"
 
@@ -105,14 +105,14 @@ def test_passes_of_too_many_sequences_are_refused_and_their_key_is_named():
 def test_a_change_that_does_not_suffice_is_not_named():
     """Parameters, gradients and optimizer are 135 GiB on one GPU: no saving of activations helps."""
     offload = {"parameters": True, "gradients": True, "optimizer": True}
-    said = refused(config(policy={"tokens_per_micro_batch": 4096, "offload": offload}))
-    assert "one of these makes it fit: policy.backend" in said
-    assert "recompute" not in said and "tokens_per_micro_batch" not in said
+    message = refused(config(policy={"tokens_per_micro_batch": 4096, "offload": offload}))
+    assert "one of these makes it fit: policy.backend" in message
+    assert "recompute" not in message and "tokens_per_micro_batch" not in message
 
 
 def test_changes_that_help_only_together_are_named_together():
-    said = refused(config(policy={"tokens_per_micro_batch": 65536}, launch={"gpu": "a10-24g"}))
-    assert "together these make it fit: policy.recompute: full; " in said and "policy.backend: megatron:" in said
+    message = refused(config(policy={"tokens_per_micro_batch": 65536}, launch={"gpu": "a10-24g"}))
+    assert "together these make it fit: policy.recompute: full; " in message and "policy.backend: megatron:" in message
 
 
 def test_a_run_that_nothing_helps_says_so():
@@ -126,7 +126,7 @@ def test_each_phase_is_compared_and_named(monkeypatch):
     """Weight sync has both models on the device: policy 3, engine 4, reference 2 of 8 GiB; training has 8, sampling 7."""
     parts = Memory(parameters=3 * GIB, gradients=GIB, optimizer=GIB, activations=GIB, others={"reference": OtherMemory(0, 2 * GIB)}, engine=4 * GIB, cache=GIB,
                    offload=frozenset({"gradients", "optimizer"}))  # fmt: skip
-    assert {name: sum(found.values()) // GIB for name, found in parts.phases.items()} == {
+    assert {name: sum(sizes.values()) // GIB for name, sizes in parts.phases.items()} == {
         "training": 8, "syncing weights": 9, "sampling": 10,
     }  # fmt: skip
     monkeypatch.setattr("fivefold.plan.fit.device_of", lambda config: Device("a GPU", int(8.5 * GIB)))
@@ -161,9 +161,9 @@ def test_a_package_that_is_missing_is_named(monkeypatch, megatron, says):
     monkeypatch.setattr(
         "fivefold.plan.check.missing_packages", lambda names: [f"{name}, not installed here" for name in names]
     )
-    made = config(policy={"megatron": megatron})
+    run = config(policy={"megatron": megatron})
     findings = Findings()
-    _check_packages(findings.at("policy").at("megatron"), made.policy, has_gpus=True)
+    _check_packages(findings.at("policy").at("megatron"), run.policy, has_gpus=True)
     assert says in findings.errors[0]
 
 
@@ -175,8 +175,8 @@ def test_check_says_before_a_run_that_337_gib_fit_no_gpu(tmp_path: Path, capsys)
     run = tmp_path / "run.yaml"
     run.write_text(f"model: {{path: {tmp_path}}}\nlaunch: {{gpu: h100-80g}}\ndata: {{train: [x]}}\n")
     assert cli.main(["check", str(run)]) == 2
-    said = capsys.readouterr().err
-    assert "no model.safetensors" in said and "Traceback" not in said
+    output = capsys.readouterr().err
+    assert "no model.safetensors" in output and "Traceback" not in output
 
 
 def test_what_a_process_reward_model_can_give_up_is_named():
@@ -187,5 +187,5 @@ def test_what_a_process_reward_model_can_give_up_is_named():
     memory = memory_of(prime, SPEC)
     count = memory.parameters // 2
     assert memory.others["prm"].state == pytest.approx((2 + 4 + 12 / 4 + 2) * count / 2, rel=1e-3)
-    said = refused(prime)
-    assert "prm.offload: {parameters: true, gradients: true, optimizer: true}" in said and "prm.reference" not in said
+    message = refused(prime)
+    assert "prm.offload: {parameters: true, gradients: true, optimizer: true}" in message and "prm.reference" not in message

@@ -9,9 +9,9 @@ from tests.support.fuzz import Inputs, fuzz_configs, fuzz_data, fuzz_models, fuz
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Inputs:
-    found = Inputs(tmp_path_factory.mktemp("fuzz"))
-    assert verdict(found.check) == ("accepted", "")
-    return found
+    made_inputs = Inputs(tmp_path_factory.mktemp("fuzz"))
+    assert verdict(made_inputs.check) == ("accepted", "")
+    return made_inputs
 
 
 @pytest.mark.parametrize(("fuzz", "count"), [(fuzz_configs, 120), (fuzz_models, 40), (fuzz_data, 60)])

@@ -52,8 +52,8 @@ def errors(*words: str) -> list[str]:
     ],
 )
 def test_too_few_or_too_many_gpus_are_refused_with_both_numbers(words, error):
-    found = errors(*words)
-    assert len(found) == (error is not None) and all(error in each for each in found), found
+    messages = errors(*words)
+    assert len(messages) == (error is not None) and all(error in message for message in messages), messages
 
 
 TORCHRUN = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4", "GROUP_WORLD_SIZE": "2"}
@@ -75,8 +75,8 @@ SLURM = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": 
 def test_hosts_are_compared_with_what_torchrun_and_slurm_report(monkeypatch, environment, words, error):
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    found = errors(*words)
-    assert len(found) == (error is not None) and all(error in each for each in found), found
+    messages = errors(*words)
+    assert len(messages) == (error is not None) and all(error in message for message in messages), messages
 
 
 def test_a_host_of_a_pytorch_job_is_no_rank_and_says_how_to_start(monkeypatch):
@@ -86,8 +86,8 @@ def test_a_host_of_a_pytorch_job_is_no_rank_and_says_how_to_start(monkeypatch):
     assert not launched_externally(job) and launched_externally({**job, "LOCAL_RANK": "0"})
     for name, value in job.items():
         monkeypatch.setenv(name, value)
-    assert ["host 1 of 2" in each and "torchrun -m fivefold.cli train" in each for each in errors()] == [True]
+    assert ["host 1 of 2" in message and "torchrun -m fivefold.cli train" in message for message in errors()] == [True]
     on_ray = ["launch.nodes=2", "launch.backend=ray", "launch.ray.address=head:6379"]
-    assert ["started on host 0 alone" in each for each in errors(*on_ray)] == [True]
+    assert ["started on host 0 alone" in message for message in errors(*on_ray)] == [True]
     monkeypatch.setenv("PET_NODE_RANK", "0")
     assert errors(*on_ray) == []

@@ -11,8 +11,8 @@ def of(name: str, layout: str, first_rank: int = 0) -> Placed:
 
 
 def test_each_rank_has_a_row_with_its_place_in_each_layout():
-    found = placement([of("policy", "megatron:d2t2"), of("critic", "megatron[critic]:d2t2"), of("reference", "megatron:p4")])
-    assert found == [
+    lines = placement([of("policy", "megatron:d2t2"), of("critic", "megatron[critic]:d2t2"), of("reference", "megatron:p4")])
+    assert lines == [
         "rank  policy, critic  reference",
         "0     d0 t0           p0",
         "1     d0 t1           p1",
@@ -34,10 +34,10 @@ def test_layouts_with_ranks_of_their_own_stand_in_rows_of_their_own():
 
 
 def test_many_ranks_share_rows_and_no_row_says_more_than_it_holds():
-    found = placement([of("policy", "megatron:d32t4p4"), of("reference", "megatron:(attn:d512|ffn:t2e4)")])
-    assert len(found) == 17
-    assert found[1] == "0-31     d0-7 t0-3 p0    d0-31 e0-3 et0-1"
-    assert found[-1] == "480-511  d24-31 t0-3 p3  d480-511 e0-3 et0-1"
+    lines = placement([of("policy", "megatron:d32t4p4"), of("reference", "megatron:(attn:d512|ffn:t2e4)")])
+    assert len(lines) == 17
+    assert lines[1] == "0-31     d0-7 t0-3 p0    d0-31 e0-3 et0-1"
+    assert lines[-1] == "480-511  d24-31 t0-3 p3  d480-511 e0-3 et0-1"
     # Two ranks of three a replica: what is shown is what is there, also where it is no range.
     assert of("policy", "megatron:d4p2").cell([3, 4]) == "d0,3 p0-1"
     assert of("policy", "megatron:d4").describe() == "policy megatron:d4t1p1 on ranks 0-3"

@@ -54,11 +54,11 @@ def test_each_dimension_divides_what_it_shards(models):
     assert estimate(spec, "c2").parameters == one.parameters
     assert estimate(spec, "c2").activations == pytest.approx(one.activations / 2, rel=0.01)
     # Experts over two ranks that were replicas: their parameters halve, what all share does not.
-    parts, whole = (
+    parts, one_rank = (
         rank_parameters(spec, ParallelLayout.parse("megatron:d2e2"))[0],
         rank_parameters(spec, ParallelLayout())[0],
     )
-    assert (parts.dense, parts.experts) == (whole.dense, whole.experts // 2)
+    assert (parts.dense, parts.experts) == (one_rank.dense, one_rank.experts // 2)
     assert estimate(spec, "d1", recompute="full").activations < one.activations
 
 
@@ -161,20 +161,20 @@ def test_a_pass_of_many_sequences_is_a_phase_with_one_layer_s_activations(models
     critic = Sharded(values, ParallelLayout.parse("megatron:t2"), tokens_per_micro_batch=64, tokens_per_forward=tokens)
     leaving = frozenset({"parameters", "optimizer"})
     policy = Sharded(spec, critic.layout, tokens_per_micro_batch=64, tokens_per_forward=tokens)
-    found = estimate_memory(
+    memory = estimate_memory(
         policy, dtype="bfloat16", engine_sequences=0, max_sequence_tokens=128, offload=leaving,
         others={"critic": Other(critic, 0, leaving, learns=True), "reference": Other(replace(policy, tokens_per_forward=0))},
     )  # fmt: skip
     count = rank_parameters(values, critic.layout)[0].total
-    one = found.phases["a pass of the critic"]
+    one = memory.phases["a pass of the critic"]
     assert one["activations"] == tokens * (2 * spec.hidden + inside)
     assert one["critic"] == (2 + 4) * count, "its optimizer is on the host"
-    assert (one["gradients"], one["reference"]) == (found.gradients, 2 * rank_parameters(spec, critic.layout)[0].total)
-    own = found.phases["a pass without gradient"]
+    assert (one["gradients"], one["reference"]) == (memory.gradients, 2 * rank_parameters(spec, critic.layout)[0].total)
+    policy_pass = memory.phases["a pass without gradient"]
     logits = min(LOGITS_BYTES, 4 * tokens // 2 * spec.padded_vocab) + tokens * 3 * spec.hidden
-    assert own["activations"] == tokens * 2 * spec.hidden + max(logits, tokens * inside)
-    assert set(own) == {"parameters", "activations", "critic", "reference", "gradients"}
-    assert "a pass of the reference" not in found.phases and "a pass without gradient" not in estimate(spec, "d1").phases
+    assert policy_pass["activations"] == tokens * 2 * spec.hidden + max(logits, tokens * inside)
+    assert set(policy_pass) == {"parameters", "activations", "critic", "reference", "gradients"}
+    assert "a pass of the reference" not in memory.phases and "a pass without gradient" not in estimate(spec, "d1").phases
 
 
 def test_a_process_reward_model_is_counted_with_what_it_is_compared_with(models):
@@ -193,13 +193,13 @@ def test_a_process_reward_model_is_counted_with_what_it_is_compared_with(models)
 def test_each_model_is_counted_by_its_own_layout_on_the_fullest_ranks(models):
     """Of two stages the first of the policy has the embedding, the last one the output layer; a whole reference is everywhere."""
     spec, values = load_spec(models("qwen3")), load_spec(models("qwen3"), value_head=True)
-    staged, whole = ParallelLayout.parse("megatron:p2"), ParallelLayout.parse("megatron:d2")
-    critic = Other(Sharded(values, whole, tokens_per_micro_batch=64), learns=True)
-    found = estimate(spec, "p2", others={"reference": Other(Sharded(spec, whole)), "critic": critic})
-    assert found.others["reference"].resident == 2 * rank_parameters(spec, whole)[0].total
+    staged, copied = ParallelLayout.parse("megatron:p2"), ParallelLayout.parse("megatron:d2")
+    critic = Other(Sharded(values, copied, tokens_per_micro_batch=64), learns=True)
+    memory = estimate(spec, "p2", others={"reference": Other(Sharded(spec, copied)), "critic": critic})
+    assert memory.others["reference"].resident == 2 * rank_parameters(spec, copied)[0].total
     # 2 bytes a parameter and 4 of gradient; 12 of Adam over two replicas.
-    assert found.others["critic"].state == (2 + 4 + 12 // 2) * rank_parameters(values, whole)[0].total
-    assert 0 < found.others["critic"].activations < found.activations
+    assert memory.others["critic"].state == (2 + 4 + 12 // 2) * rank_parameters(values, copied)[0].total
+    assert 0 < memory.others["critic"].activations < memory.activations
     # The critic's first stage, with the embedding, lies where a policy and a reference of one stage are as large as anywhere.
     other = estimate(spec, "d2", others={"critic": Other(Sharded(values, staged, tokens_per_micro_batch=1024), learns=True)})
     assert (

@@ -37,12 +37,12 @@ def pasted(printed: str) -> dict:
 
 def test_it_prints_times_memory_limit_cost_and_yaml(tmp_path, capsys):
     model = write_shape(tmp_path / "model", "Qwen3-30B-A3B")
-    said = plan(capsys, "--model", model, "--gpus", 32, "--gpu", "h100-80g", "--price", 2, "--top", 2,
+    output = plan(capsys, "--model", model, "--gpus", 32, "--gpu", "h100-80g", "--price", 2, "--top", 2,
                 "data.prompts_per_step=64", "data.max_response_tokens=4096", "--response-tokens", 1500,
                 "policy.optimizer.lr=1e-5", "data.train=[x]")  # fmt: skip
-    assert "attention of flash-attn-4 (pip install" in said
-    assert "qwen3_moe, 30.53 billion parameters" in said and "cluster  32 x h100-80g, 4 nodes" in said
-    assert "responses of 1500 tokens on average" in said and "\n2. megatron:" in said and "\n3. " not in said
+    assert "attention of flash-attn-4 (pip install" in output
+    assert "qwen3_moe, 30.53 billion parameters" in output and "cluster  32 x h100-80g, 4 nodes" in output
+    assert "responses of 1500 tokens on average" in output and "\n2. megatron:" in output and "\n3. " not in output
     for word in (
         "time     ",
         "rollout ",
@@ -53,8 +53,8 @@ def test_it_prints_times_memory_limit_cost_and_yaml(tmp_path, capsys):
         "limit    ",
         "a million tokens",
     ):
-        assert word in said, word
-    tree = pasted(said)
+        assert word in output, word
+    tree = pasted(output)
     run = tmp_path / "run.yaml"
     run.write_text(yaml.safe_dump(tree))
     config = RunConfig.from_yaml(run)
@@ -96,19 +96,19 @@ def test_every_plan_is_a_run_that_lacks_nothing_but_its_machines(tmp_path, capsy
     """By `check`, which asks for the weights, the tokenizer, the rows and vLLM besides."""
     model, run = write_shape(tmp_path / "model", shape), tmp_path / "run.yaml"
     arguments = ("--model", model, "--gpus", gpus, "--gpu", gpu, f"algorithm.name={method}", "data.train=[rows.jsonl]")
-    for found in json.loads(plan(capsys, *arguments, "--json"))["runs"]:
-        run.write_text(yaml.safe_dump(found["run"]))
+    for proposal in json.loads(plan(capsys, *arguments, "--json"))["runs"]:
+        run.write_text(yaml.safe_dump(proposal["run"]))
         findings = check(RunConfig.from_yaml(run))
         not_here = ("no model.safetensors", "no tokenizer in", "no file at rows.jsonl", "vLLM is not installed")
-        assert [error for error in findings.errors if not any(part in error for part in not_here)] == [], found["run"]
+        assert [error for error in findings.errors if not any(part in error for part in not_here)] == [], proposal["run"]
         assert findings.ignored == []
 
 
 def test_json_has_the_same_for_programs(tmp_path, capsys):
     model = write_shape(tmp_path, "Qwen3-8B")
-    found = json.loads(plan(capsys, "--model", model, "--gpus", 8, "--gpu", "h200-141g", "--json", "--price", 3))
-    assert found["cluster"]["gpus"] == 8 and len(found["runs"]) == 3
-    for run in found["runs"]:
+    proposals = json.loads(plan(capsys, "--model", model, "--gpus", 8, "--gpu", "h200-141g", "--json", "--price", 3))
+    assert proposals["cluster"]["gpus"] == 8 and len(proposals["runs"]) == 3
+    for run in proposals["runs"]:
         assert run["seconds"] == pytest.approx(sum(run["parts"].values()))
         assert run["cost_per_million_tokens"] == pytest.approx(3 * 8 / 3600 / run["tokens_per_second"] * 1e6)
         assert run["memory"]["training"]["total"] < 141e9 and run["run"]["policy"]["backend"].startswith("megatron:")
@@ -144,8 +144,8 @@ def test_what_cannot_be_planned_is_one_sentence(tmp_path, capsys, monkeypatch, a
     monkeypatch.setattr("fivefold.config.machine.visible_gpus", lambda: 0)
     write_shape(tmp_path, "Qwen3-8B")
     assert cli.main(["plan", *(one.format(model=tmp_path) for one in arguments)]) == 2
-    said = capsys.readouterr().err
-    assert says in said and len(said.strip().splitlines()) == 1
+    message = capsys.readouterr().err
+    assert says in message and len(message.strip().splitlines()) == 1
 
 
 def test_planning_needs_no_torch(tmp_path):
@@ -223,8 +223,8 @@ def test_a_calibration_that_cannot_be_read_keeps_no_run_from_starting(tmp_path, 
     model, path = write_shape(tmp_path, "Qwen3-1.7B"), tmp_path / "rates.json"
     path.write_text("{}")
     monkeypatch.setattr("fivefold.plan.efficiency.CALIBRATION", path)
-    (said,) = describe_step(run_of(model), load_spec(model))
-    assert said.startswith(f"no time is estimated: {path} is not a file of")
+    (message,) = describe_step(run_of(model), load_spec(model))
+    assert message.startswith(f"no time is estimated: {path} is not a file of")
 
 
 def test_nothing_is_said_of_the_time_on_a_device_without_rates(tmp_path):

@@ -35,14 +35,14 @@ def run(tmp_path):
     """Name of a shape, keys of sections -> a run of 1,024 short responses on one H200 elsewhere."""
 
     def make(name: str = SMALL, gpus: int = 1, **sections) -> RunConfig:
-        given = {
+        usual = {
             "policy": {"backend": f"megatron:d{gpus}", "offload": {"gradients": True, "optimizer": True}},
             "engine": {"backend": f"vllm:d{gpus}", "max_num_seqs": 1024, "processes": "auto"},
             "algorithm": {"group_size": 16, "kl": {"coef": 0}},
             "data": {"train": ["x"], "prompts_per_step": 64, "max_prompt_tokens": 200, "max_response_tokens": 400},
             "launch": {"gpu": H200},
         }
-        changed = {key: {**given.get(key, {}), **sections.get(key, {})} for key in {*given, *sections}}
+        changed = {key: {**usual.get(key, {}), **sections.get(key, {})} for key in {*usual, *sections}}
         return RunConfig.of(model={"path": str(write_shape(tmp_path / name, name))}, **changed)
 
     return make
@@ -55,18 +55,18 @@ def spec_of(config: RunConfig):
 def test_a_small_model_with_many_sequences_gets_several_processes(run):
     for name, gains in ((SMALL, True), (LARGE, False)):
         config = run(name)
-        made, why = decided(config, spec_of(config))
-        assert (made.engine.processes > 1) is gains, why
-        assert why.startswith(f"engine.processes: auto is {made.engine.processes}: a step takes about ")
-        assert validate(made).errors == []
+        changed, why = decided(config, spec_of(config))
+        assert (changed.engine.processes > 1) is gains, why
+        assert why.startswith(f"engine.processes: auto is {changed.engine.processes}: a step takes about ")
+        assert validate(changed).errors == []
 
 
 def test_the_number_is_the_fewest_with_which_a_step_is_about_as_fast_as_it_can_be(run):
     config = run()
-    found = step_seconds(config, spec_of(config), Cluster(H200, 1), Efficiencies(MEASURED, H200), Lengths.of(config.data))
-    count = fastest(found)
-    assert tuple(found) == COUNTS and found[count] <= min(found.values()) / (1 - WORTH)
-    assert all(found[fewer] > min(found.values()) / (1 - WORTH) for fewer in found if fewer < count)
+    times = step_seconds(config, spec_of(config), Cluster(H200, 1), Efficiencies(MEASURED, H200), Lengths.of(config.data))
+    count = fastest(times)
+    assert tuple(times) == COUNTS and times[count] <= min(times.values()) / (1 - WORTH)
+    assert all(times[fewer] > min(times.values()) / (1 - WORTH) for fewer in times if fewer < count)
     assert fastest({1: 1.02, 2: 1.0, 4: 0.999}) == 1 and fastest({1: 1.1, 2: 1.0, 4: 0.99}) == 2
 
 
@@ -109,8 +109,8 @@ def test_auto_is_limited_by_the_cores_of_this_machine(run, monkeypatch):
 def test_devices_without_rates_get_one_process(run):
     config = replace(run(), launch=RunConfig.of(model={"path": "x"}, data={"train": ["x"]}).launch)
     config = replace(config, trainer=replace(config.trainer, device="cpu"))
-    made, why = decided(config, spec_of(config))
-    assert made.engine.processes == 1 and why == "engine.processes: auto is 1, as for devices without known rates"
+    changed, why = decided(config, spec_of(config))
+    assert changed.engine.processes == 1 and why == "engine.processes: auto is 1, as for devices without known rates"
 
 
 def test_rates_that_cannot_be_read_keep_no_run_from_starting(run, monkeypatch, tmp_path):
@@ -134,12 +134,12 @@ def test_check_and_the_summary_show_the_number_with_its_reason(run):
     findings = check(config)
     assert why in findings.notes
     assert any(note.startswith("a step takes about ") for note in findings.notes)
-    made, _ = decided(config, spec_of(config))
-    lines = describe(made, spec_of(config), steps=1, prompts=1, dropped=0, validation=0, processes=why).splitlines()
+    changed, _ = decided(config, spec_of(config))
+    lines = describe(changed, spec_of(config), steps=1, prompts=1, dropped=0, validation=0, processes=why).splitlines()
     place = next(place for place, line in enumerate(lines) if line.startswith("engine"))
     assert f"as {count} servers each on the policy's ranks" in lines[place] and lines[place + 1].strip() == why
     # What check counts is what the run will hold.
-    assert findings.summary == check(made).summary != check(run(engine={"processes": 1})).summary
+    assert findings.summary == check(changed).summary != check(run(engine={"processes": 1})).summary
     elsewhere = replace(config, model=replace(config.model, path="Nobody/None"))
     assert any(note.startswith("engine.processes: auto is decided when the run starts") for note in check(elsewhere).notes)
 
@@ -150,12 +150,12 @@ def test_plan_writes_the_number_into_the_run_that_it_proposes(run, capsys, tmp_p
                  "algorithm.group_size=16", "data.max_prompt_tokens=200", "data.max_response_tokens=400",
                  "engine.max_num_seqs=1024", "data.train=[rows.jsonl]"]  # fmt: skip
     assert cli.main(arguments) == 0
-    (found,) = json.loads(capsys.readouterr().out)["runs"]
-    assert found["run"]["engine"]["processes"] > 1
+    (proposal,) = json.loads(capsys.readouterr().out)["runs"]
+    assert proposal["run"]["engine"]["processes"] > 1
     file = tmp_path / "run.yaml"
-    file.write_text(yaml.safe_dump(found["run"]))
+    file.write_text(yaml.safe_dump(proposal["run"]))
     again = RunConfig.from_yaml(file)
-    assert again.engine.processes == found["run"]["engine"]["processes"]
+    assert again.engine.processes == proposal["run"]["engine"]["processes"]
     assert cli.main([argument for argument in arguments if argument != "--json"]) == 0
     assert f"vllm:d1 colocated, {again.engine.processes} processes: " in capsys.readouterr().out
 

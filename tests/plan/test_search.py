@@ -38,9 +38,9 @@ def thirty() -> tuple[Space, list]:
 
 
 def test_everything_proposed_can_be_sharded_starts_and_fits(thirty):
-    searched, found = thirty
-    assert len(found) == 8
-    for one in found:
+    searched, candidates = thirty
+    assert len(candidates) == 8
+    for one in candidates:
         config, engine = one.config, one.config.engine
         searched.spec.check_layout(config.layout, config.policy.megatron.pipeline_split)
         assert validate(config).errors == []
@@ -52,18 +52,18 @@ def test_everything_proposed_can_be_sharded_starts_and_fits(thirty):
 
 
 def test_proposals_are_in_order_and_each_says_what_check_says(thirty):
-    searched, found = thirty
-    seconds = [one.estimate.seconds for one in found]
+    searched, candidates = thirty
+    seconds = [one.estimate.seconds for one in candidates]
     assert seconds == sorted(seconds)
-    assert len({(one.config.policy.backend, one.config.engine.placement) for one in found}) == len(found)
-    for one in found:
+    assert len({(one.config.policy.backend, one.config.engine.placement) for one in candidates}) == len(candidates)
+    for one in candidates:
         again = step_estimate(one.config, searched.spec, searched.cluster, searched.rates, searched.lengths)
         assert again == one.estimate
 
 
 def test_the_first_is_faster_than_what_its_neighbours_would_be(thirty):
     """The layouts that people take for this model: none of those that fit is faster."""
-    searched, found = thirty
+    searched, candidates = thirty
     for text in ("d2t2p2c2e4", "d4t4e8", "d16e8", "d2t8e4", "d4p4e4"):
         layout = ParallelLayout.parse(f"megatron:{text}")
         for recompute in ("none", "full"):
@@ -75,7 +75,7 @@ def test_the_first_is_faster_than_what_its_neighbours_would_be(thirty):
             )  # fmt: skip
             estimate = step_estimate(other, searched.spec, searched.cluster, searched.rates, searched.lengths)
             if estimate.memory.total <= searched.room:
-                assert estimate.seconds >= found[0].estimate.seconds, text
+                assert estimate.seconds >= candidates[0].estimate.seconds, text
 
 
 def test_every_layout_that_is_looked_at_obeys_the_rules_of_layouts():
@@ -105,9 +105,9 @@ def test_stages_hold_all_layers_and_the_last_not_more_than_the_first(layers, pp)
 
 def test_235_billion_parameters_on_256_gpus_take_seconds():
     searched, begin = space("Qwen3-235B-A22B", 256), time.process_time()
-    found = searched.search(1)
+    candidates = searched.search(1)
     assert time.process_time() - begin < 10
-    assert found[0].estimate.memory.total <= searched.room
+    assert candidates[0].estimate.memory.total <= searched.room
 
 
 def test_a_model_too_large_says_by_how_much_and_what_would_fit():

@@ -117,7 +117,7 @@ def test_a_long_tail_decodes_alone():
 def test_processes_share_the_host_s_work_and_each_reads_the_weights():
     """Each prepares its part of the sequences; the GPU computes their steps one after another."""
     one, two = sampler(max_num_seqs=1024), sampler(max_num_seqs=1024, processes=2)
-    (host, gpu), (host_2, gpu_2) = (each.step_seconds(1024, 200, RATES) for each in (one, two))
+    (host, gpu), (host_2, gpu_2) = (one_sampler.step_seconds(1024, 200, RATES) for one_sampler in (one, two))
     half, weights = sampler(max_num_seqs=512), one._weights(512) / RATES.rate("decode_memory")
     assert host_2 == half.step_seconds(512, 200, RATES)[0] < host / 2
     assert gpu_2 == pytest.approx(gpu + weights)
@@ -189,9 +189,9 @@ def test_an_engine_apart_samples_during_training_only_within_the_staleness_bound
 
 
 def test_a_reference_on_ranks_of_its_own_computes_next_to_the_policy():
-    given = {"algorithm": {"kl": {"coef": 0.1}, "updates_per_step": 2}, "policy": {"backend": "megatron:d4"}}
+    sections = {"algorithm": {"kl": {"coef": 0.1}, "updates_per_step": 2}, "policy": {"backend": "megatron:d4"}}
     servers = {"engine": {"backend": "vllm:d4", "mode": "server"}}
-    together, apart = step(run(**given, **servers)), step(run(**given, **servers, reference={"first_rank": 4}))
+    together, apart = step(run(**sections, **servers)), step(run(**sections, **servers, reference={"first_rank": 4}))
     # Two passes of the same length, of which the step waits for one.
     assert apart.overlapped["log-probs"] == pytest.approx(apart.parts["log-probs"])
     assert apart.parts["log-probs"] == pytest.approx(together.parts["log-probs"] / 2)
@@ -203,9 +203,9 @@ def test_the_model_keeps_to_what_was_recorded():
     errors = []
     for row in UPDATES:
         model, batch, cluster = sharded(row)
-        found = update_time(model, batch, cluster, Efficiencies(MEASURED, H200, row.has_flash), 1.0)
-        errors.append(found.total / row.seconds - 1)
-        held = replace(model, tokens_per_micro_batch=int(found.micro_batch_tokens))
+        time = update_time(model, batch, cluster, Efficiencies(MEASURED, H200, row.has_flash), 1.0)
+        errors.append(time.total / row.seconds - 1)
+        held = replace(model, tokens_per_micro_batch=int(time.micro_batch_tokens))
         gib = max(sum(vars(stage).values()) for stage in held.held(2)) / 2**30
         gib += second_chunk(held) if row.older_head else 0.0
         assert gib == pytest.approx(row.gib, rel=0.08), row
@@ -229,8 +229,8 @@ def test_a_sequence_costs_the_host_more_the_more_there_are():
 
 def test_the_measured_best_is_among_the_predicted_first_three():
     """Of those that were measured it is the first; of all that fit, most of which no one measured, among three."""
-    found = list(places(RATES))
-    assert len(found) == 3
-    for place in found:
+    places_of_rows = list(places(RATES))
+    assert len(places_of_rows) == 3
+    for place in places_of_rows:
         assert place.number(place.measured) == 1, place
         assert place.number(place.fitting) <= 3, place

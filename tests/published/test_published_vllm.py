@@ -64,15 +64,15 @@ def test_greedy_tokens_and_log_probs_after_three_updates_are_transformers(cluste
         tokenizer.encode(f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n", add_special_tokens=False)
         for text in TEXTS
     ]
-    ((found, version),) = cluster.run(trained_and_sampled, "megatron:d1", smollm2, tmp_path, prompts, fault)
+    ((completions, version),) = cluster.run(trained_and_sampled, "megatron:d1", smollm2, tmp_path, prompts, fault)
     assert version == (1 if fault else 3)
     differences, greedy = [], []
-    for prompt, one in zip(prompts, found, strict=True):
+    for prompt, one in zip(prompts, completions, strict=True):
         logits = own_logits(tmp_path, prompt, one.token_ids)
         taken = torch.log_softmax(logits, -1).gather(1, torch.tensor(one.token_ids)[:, None])[:, 0]
         differences.append(float((taken - torch.tensor(one.logprobs)).abs().max()))
         greedy.append(logits.argmax(-1).tolist() == one.token_ids)
-    print(differences, [tokenizer.decode(one.token_ids) for one in found])
+    print(differences, [tokenizer.decode(one.token_ids) for one in completions])
     if fault:
         assert max(differences) > 100 * BOUND
     else:

@@ -75,21 +75,21 @@ def updated(mesh, directory: Path, policy: PolicyConfig, oracle: Oracle, fault: 
 
         step.finalize_model_grads = twice
     model = MegatronModel(directory, policy, mesh, total_updates=1)
-    whole = whole_batch(oracle.text_T)
-    base = {name: oracle.logprobs_T + whole[name] for name in (Column.OLD_LOGPROBS, Column.REF_LOGPROBS)}
+    batch = whole_batch(oracle.text_T)
+    base = {name: oracle.logprobs_T + batch[name] for name in (Column.OLD_LOGPROBS, Column.REF_LOGPROBS)}
     replica = shard_of_replica(mesh.ranks, range(len(LENGTHS)))
-    mine = whole.with_columns(base).select(replica)
-    expected = whole.with_columns({Column.OLD_LOGPROBS: oracle.logprobs_T}).select(replica)[Column.OLD_LOGPROBS]
+    mine = batch.with_columns(base).select(replica)
+    expected = batch.with_columns({Column.OLD_LOGPROBS: oracle.logprobs_T}).select(replica)[Column.OLD_LOGPROBS]
     logprobs = (model.forward(mine) - expected)[mine.loss_mask_T]
     report = model.train_step(mine, OBJECTIVE.loss)
     before, after, names = load_tensors(directory), load_tensors(oracle.weights), set()
-    found = {"parameter": 0.0, "moved": 0.0}
+    distances = {"parameter": 0.0, "moved": 0.0}
     for name, tensor in model.weights():
         names.add(name)
-        found["parameter"] = max(found["parameter"], float((tensor - after[name]).abs().max()))
-        found["moved"] = max(found["moved"], float((after[name] - before[name].float()).abs().max()))
+        distances["parameter"] = max(distances["parameter"], float((tensor - after[name]).abs().max()))
+        distances["moved"] = max(distances["moved"], float((after[name] - before[name].float()).abs().max()))
     assert names == set(after), names ^ set(after)
-    return found | {
+    return distances | {
         "log-prob": float(logprobs.abs().max()),
         "loss": abs(report.loss - oracle.loss) / abs(oracle.loss),
         "gradient norm": abs(report.grad_norm - oracle.grad_norm) / oracle.grad_norm,
@@ -98,17 +98,17 @@ def updated(mesh, directory: Path, policy: PolicyConfig, oracle: Oracle, fault: 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_an_update_of_published_weights_is_transformers_on_every_layout(cluster, smollm2, oracle, layout):
-    for found in cluster.run(updated, f"megatron:{layout}", smollm2, POLICY, oracle):
-        print(layout, found)
-        assert found["moved"] > 50 * BOUNDS["parameter"]
-        assert {name: found[name] for name, bound in BOUNDS.items() if not found[name] <= bound} == {}
+    for distances in cluster.run(updated, f"megatron:{layout}", smollm2, POLICY, oracle):
+        print(layout, distances)
+        assert distances["moved"] > 50 * BOUNDS["parameter"]
+        assert {name: distances[name] for name, bound in BOUNDS.items() if not distances[name] <= bound} == {}
 
 
 def test_micro_batches_of_published_weights_do_not_change_the_update(cluster, smollm2, oracle):
-    for found in cluster.run(updated, "megatron:d2", smollm2, replace(POLICY, tokens_per_micro_batch=32), oracle):
-        assert {name: found[name] for name, bound in BOUNDS.items() if not found[name] <= bound} == {}
+    for distances in cluster.run(updated, "megatron:d2", smollm2, replace(POLICY, tokens_per_micro_batch=32), oracle):
+        assert {name: distances[name] for name, bound in BOUNDS.items() if not distances[name] <= bound} == {}
 
 
 def test_a_gradient_of_the_wrong_scale_is_seen_with_published_weights(cluster, smollm2, oracle):
-    (found,) = cluster.run(updated, "megatron:d1", smollm2, POLICY, oracle, "twice")
-    assert found["gradient norm"] > 0.5
+    (distances,) = cluster.run(updated, "megatron:d1", smollm2, POLICY, oracle, "twice")
+    assert distances["gradient norm"] > 0.5

@@ -16,9 +16,9 @@ pytestmark = pytest.mark.skipif(confine.missing() is not None, reason=f"{confine
 
 @pytest.fixture(scope="module")
 def tester():
-    made = ProgramTests(test_seconds=2.0, memory_mb=512, sample_seconds=LONGEST)
-    yield made
-    made.close()
+    tests = ProgramTests(test_seconds=2.0, memory_mb=512, sample_seconds=LONGEST)
+    yield tests
+    tests.close()
 
 
 LOOK = """

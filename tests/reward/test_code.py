@@ -34,13 +34,13 @@ pytestmark = pytest.mark.skipif(confine.missing() is not None, reason=f"{confine
 @pytest.fixture(scope="module")
 def tester():
     """One sandbox for all: what a program leaves would be met by those after it."""
-    made = ProgramTests(test_seconds=20.0, memory_mb=512, sample_seconds=LONGEST)
-    yield made
-    made.close()
+    tests = ProgramTests(test_seconds=20.0, memory_mb=512, sample_seconds=LONGEST)
+    yield tests
+    tests.close()
 
 
-def run(tester: ProgramTests, program: str, given: str = "", function: str | None = None, seconds: float = 20.0):
-    return tester.sandbox.run(program, given, function, seconds, LONGEST)
+def run(tester: ProgramTests, program: str, input_text: str = "", function: str | None = None, seconds: float = 20.0):
+    return tester.sandbox.run(program, input_text, function, seconds, LONGEST)
 
 
 # --- what is right -------------------------------------------------------------------------------------------------------
@@ -381,15 +381,15 @@ def test_the_sandbox_refuses_to_run_anything_where_the_kernel_cannot_lock_it_up(
 @pytest.mark.parametrize(("source", "is_locked_up"), [("taco", True), ("gsm8k", False)])
 def test_a_run_says_what_locks_programs_up_as_it_starts(source, is_locked_up):
     """Where `code` was chosen by the source of the data too."""
-    said: list[str] = []
+    messages: list[str] = []
     pool = RewardPool(RewardConfig(workers=1))
     truth = json.dumps({"inputs": ["1"], "outputs": ["1"]}) if is_locked_up else "1"
     try:
-        start_reward_pool(pool, [Prompt(0, [1], source, "q", truth)], said.append)
+        start_reward_pool(pool, [Prompt(0, [1], source, "q", truth)], messages.append)
     finally:
         pool.close()
-    found = [line for line in said if "Landlock version" in line and "seccomp" in line and "limits" in line]
-    assert len(found) == is_locked_up, said
+    lines = [line for line in messages if "Landlock version" in line and "seccomp" in line and "limits" in line]
+    assert len(lines) == is_locked_up, messages
 
 
 def test_a_program_that_could_not_be_confined_is_a_failed_reward_and_not_a_0():

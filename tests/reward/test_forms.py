@@ -160,13 +160,13 @@ def test_the_line_at_the_start_says_how_each_function_is_called(tmp_path, model)
         "def h(completions): return [float(len(c) - max(map(len, completions))) for c in completions]\n"
     )
     _, prompts = prompts_of(tmp_path, model, code, ROW)
-    said: list[str] = []
+    messages: list[str] = []
     pool = RewardPool(RewardConfig(functions={f"{tmp_path}/mine.py:{name}": 1.0 for name in "fgh"}, workers=1))
     prompts[0].columns["answer"] = 2
-    start_reward_pool(pool, prompts, said.append)
+    start_reward_pool(pool, prompts, messages.append)
     pool.close()
     mine = f"reward   {tmp_path}/mine.py"
-    assert said == [
+    assert messages == [
         f"{mine}:f(completions, answer, **) is called with lists of one element, as TRL calls it",
         f"{mine}:g(response) is called with one response",
         f"{mine}:h(completions) is called with lists of one element, as TRL calls it",
@@ -222,10 +222,10 @@ def checked(tmp_path: Path, model: Path, code: str, *rows: dict[str, Any], **sec
 
 @pytest.mark.parametrize("code", [*REFUSED, *ACCEPTED])
 def test_check_refuses_what_cannot_bind_and_names_what_is_offered(tmp_path, model, code):
-    found = checked(tmp_path, model, code, ROW)
+    findings = checked(tmp_path, model, code, ROW)
     says = REFUSED.get(code)
-    assert bool(found.errors) == (says is not None), found.errors
-    assert says is None or says in found.errors[0], found.errors
+    assert bool(findings.errors) == (says is not None), findings.errors
+    assert says is None or says in findings.errors[0], findings.errors
 
 
 def test_a_function_that_cannot_be_passed_names_is_found_without_data(tmp_path):
@@ -236,8 +236,8 @@ def test_a_function_that_cannot_be_passed_names_is_found_without_data(tmp_path):
 
 
 def test_a_row_that_lacks_a_column_which_a_function_takes_is_named(tmp_path, model):
-    found = checked(tmp_path, model, "def f(completions, answer): ...", ROW, {"prompt": "2+2="})
-    assert "rows.jsonl, row 1: reward" in found.errors[0] and "got answer" in found.errors[0]
+    findings = checked(tmp_path, model, "def f(completions, answer): ...", ROW, {"prompt": "2+2="})
+    assert "rows.jsonl, row 1: reward" in findings.errors[0] and "got answer" in findings.errors[0]
 
 
 def test_prompts_alone_are_enough_for_a_reward_without_a_truth(tmp_path, model):
@@ -249,8 +249,8 @@ def test_a_truth_that_is_taken_and_nowhere_given_is_reported_with_its_column(tmp
     code = "def f(data_source, solution_str, ground_truth, extra_info=None): ..."
     says = "takes ground_truth, which is empty in every row: set data.ground_truth_key"
     for row, end in (({"prompt": "1+1=", "solution": "2"}, ": solution"), ({"prompt": "1+1="}, "")):
-        found = checked(tmp_path, model, code, row)
-        assert found.errors == [] and [note for note in found.notes if note.endswith(f"{says}{end}")], found.notes
+        findings = checked(tmp_path, model, code, row)
+        assert findings.errors == [] and [note for note in findings.notes if note.endswith(f"{says}{end}")], findings.notes
     for other, row in (
         (code, ROW),
         ("def f(completions, ground_truth): ...", {"prompt": "1+1=", "ground_truth": "2"}),
@@ -272,15 +272,15 @@ def test_prompts_that_do_not_ask_for_the_form_which_the_reward_reads_are_reporte
     prompt, truth, says = FORMS[name]
     rows = [{"prompt": prompt, "reward_model": {"ground_truth": truth}}] * 3
     reward = {"functions": {name: 1.0}}
-    (found,) = [
+    (notes,) = [
         [note for note in checked(tmp_path, model, "", *rows, reward=reward).notes if "prompts do not ask for" in note],
     ]
-    assert len(found) == (says is not None)
+    assert len(notes) == (says is not None)
     if says is None:
         return
-    assert f"data.train: 3 of the first 3 prompts {says}, where the reward {name} reads the answer (the first: " in found[0]
-    asked = {"system_prompt": "#### \\boxed{} Answer:"}
-    assert not any("do not ask" in note for note in checked(tmp_path, model, "", *rows, reward=reward, data=asked).notes)
+    assert f"data.train: 3 of the first 3 prompts {says}, where the reward {name} reads the answer (the first: " in notes[0]
+    data = {"system_prompt": "#### \\boxed{} Answer:"}
+    assert not any("do not ask" in note for note in checked(tmp_path, model, "", *rows, reward=reward, data=data).notes)
 
 
 def test_a_look_at_prompts_ends_after_a_hundred_and_most_must_lack_the_form(tmp_path, model):
@@ -295,5 +295,5 @@ def test_a_look_at_prompts_ends_after_a_hundred_and_most_must_lack_the_form(tmp_
 
 
 def test_a_message_about_an_empty_truth_names_the_column_that_may_hold_it(tmp_path, model):
-    found = checked(tmp_path, model, "", {"prompt": "1+1=", "solution": "2"}, reward={"functions": {"math": 1.0}})
-    assert "must not be empty for the reward math: got ''; set data.ground_truth_key: solution" in found.errors[0]
+    findings = checked(tmp_path, model, "", {"prompt": "1+1=", "solution": "2"}, reward={"functions": {"math": 1.0}})
+    assert "must not be empty for the reward math: got ''; set data.ground_truth_key: solution" in findings.errors[0]

@@ -31,9 +31,9 @@ def test_a_solution_has_no_notes_and_earns_the_reward(tmp_path):
 
 def test_easy_problems_are_the_training_problems_of_few_calculations(tmp_path):
     solutions = ["".join(f"<<{n}={n}>>{n} " for n in range(count)) + "#### 1" for count in range(6)]
-    found = written(tmp_path, solutions)
-    assert [row["extra_info"]["index"] for row in found["easy"]] == list(range(gsm8k.MOST_CALCULATIONS + 1))
-    assert len(found["train"]) == len(found["test"]) == 6
+    rows = written(tmp_path, solutions)
+    assert [row["extra_info"]["index"] for row in rows["easy"]] == list(range(gsm8k.MOST_CALCULATIONS + 1))
+    assert len(rows["train"]) == len(rows["test"]) == 6
 
 
 def test_a_source_that_is_not_there_is_one_sentence(tmp_path, capsys):

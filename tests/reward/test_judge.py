@@ -81,9 +81,9 @@ def state(server: str, path: str = "/state") -> dict:
 
 
 def config(server: str, prompt: str = "{prompt}|{response}|{ground_truth}", **settings) -> RewardConfig:
-    own = {name: settings.pop(name) for name in ("wait_seconds", "functions", "max_failed") if name in settings}
+    of_rewards = {name: settings.pop(name) for name in ("wait_seconds", "functions", "max_failed") if name in settings}
     judge = JudgeConfig(url=[server], model="judge-7b", prompt=prompt, **{"retries": 1, **settings})
-    return RewardConfig(**{"functions": {"judge": 2.0}, "workers": 1, **own}, judge=judge)
+    return RewardConfig(**{"functions": {"judge": 2.0}, "workers": 1, **of_rewards}, judge=judge)
 
 
 def samples(*texts: str) -> list[Sample]:
@@ -91,23 +91,23 @@ def samples(*texts: str) -> list[Sample]:
 
 
 def scored(reward: RewardConfig, *texts: str, prompt: Prompt | None = None) -> tuple[list[Sample], str | None]:
-    pool, found = RewardPool(reward), samples(*texts)
+    pool, scored_samples = RewardPool(reward), samples(*texts)
     prompt = prompt or Prompt(0, [1], "mine", "q", "truth", messages=[{"role": "user", "content": "asked"}])
-    error = pool.wait([pool.submit(prompt, sample) for sample in found])
+    error = pool.wait([pool.submit(prompt, sample) for sample in scored_samples])
     pool.close()
-    return found, error
+    return scored_samples, error
 
 
 def test_a_verdict_is_the_first_yes_or_no_and_what_has_none_fails_its_sample_only(server):
     texts = ["right", "wrong", "unclear", "think", "busy", "broken", "garbage", "cut", "unauthorized"]
-    found, error = scored(config(server), *texts)
-    rewards = dict(zip(texts, found, strict=True))
+    scored_samples, error = scored(config(server), *texts)
+    rewards = dict(zip(texts, scored_samples, strict=True))
     assert {text: sample.reward for text, sample in rewards.items() if not sample.reward_failed} == {
         "right": 2.0, "wrong": 0.0, "think": 2.0, "busy": 2.0,
     }  # fmt: skip
-    assert [sample.correct for sample in found[:2]] == [True, False]
-    assert found[0].reward_parts == {"judge": 1.0}
-    assert all(math.isnan(sample.reward) and not sample.correct for sample in found if sample.reward_failed)
+    assert [sample.correct for sample in scored_samples[:2]] == [True, False]
+    assert scored_samples[0].reward_parts == {"judge": 1.0}
+    assert all(math.isnan(sample.reward) and not sample.correct for sample in scored_samples if sample.reward_failed)
     assert "a verdict says yes or no: got 'Hm.'" in error
     seen = state(server)["seen"]
     # What a server says of the request itself is not asked again.
@@ -120,15 +120,15 @@ def test_the_judge_reads_the_last_question_the_response_and_the_truth_unchanged(
         {"role": "assistant", "content": "so"}, {"role": "user", "content": "{ground_truth} {0.__class__}"},
     ])  # fmt: skip
     scored(config(server, temperature=0.5, max_tokens=7), "it {prompt}", prompt=prompt)
-    (asked,) = state(server)["requests"]
-    assert asked["path"] == "/v1/chat/completions"
-    assert asked["messages"] == [{"role": "user", "content": "{ground_truth} {0.__class__}|it {prompt}|{response}"}]
-    assert (asked["model"], asked["temperature"], asked["max_tokens"], asked["key"]) == ("judge-7b", 0.5, 7, None)
+    (request,) = state(server)["requests"]
+    assert request["path"] == "/v1/chat/completions"
+    assert request["messages"] == [{"role": "user", "content": "{ground_truth} {0.__class__}|it {prompt}|{response}"}]
+    assert (request["model"], request["temperature"], request["max_tokens"], request["key"]) == ("judge-7b", 0.5, 7, None)
 
 
 def test_scores_are_read_by_their_pattern_and_divided_by_the_scale(server):
-    found, _ = scored(config(server, verdict="score"), "score")
-    assert found[0].reward == pytest.approx(2 * 0.75)
+    scored_samples, _ = scored(config(server, verdict="score"), "score")
+    assert scored_samples[0].reward == pytest.approx(2 * 0.75)
     judge = JudgeConfig(verdict="score", scale=5, pattern=r"\[(\d+)\]")
     assert read_verdict(judge, "[1] then [4]") == pytest.approx(0.8)
     for text in ("[6]", "none", "4", "<think>[3]</think> no"):
@@ -141,7 +141,7 @@ def test_as_many_as_allowed_are_asked_at_once_while_others_are_still_sampled(ser
     pool, prompt = RewardPool(reward), Prompt(0, [1], "mine", "q", "t")
     scoring = [pool.submit(prompt, sample) for sample in samples(*(f"together {n}" for n in range(12)))]
     wait_for(lambda: state(server)["now"] == 5)
-    assert not any(each.done() for each in scoring)
+    assert not any(future.done() for future in scoring)
     state(server, "/open")
     assert pool.wait(scoring) is None
     assert state(server)["most"] == 5 and len(state(server)["requests"]) == 12
@@ -149,12 +149,12 @@ def test_as_many_as_allowed_are_asked_at_once_while_others_are_still_sampled(ser
 
 
 def test_a_verdict_that_takes_too_long_fails_and_the_wait_ends_all_that_are_left(server):
-    found, error = scored(config(server, timeout_seconds=0.5), "hang", "right")
-    assert [sample.reward_failed for sample in found] == [True, False]
+    scored_samples, error = scored(config(server, timeout_seconds=0.5), "hang", "right")
+    assert [sample.reward_failed for sample in scored_samples] == [True, False]
     assert "no verdict within 0.5 s (reward.judge.timeout_seconds)" in error
     begin = time.monotonic()
-    found, error = scored(config(server, concurrency=1, wait_seconds=1.0), *["hang"] * 20)
-    assert all(sample.reward_failed for sample in found) and "reward.wait_seconds" in error
+    scored_samples, error = scored(config(server, concurrency=1, wait_seconds=1.0), *["hang"] * 20)
+    assert all(sample.reward_failed for sample in scored_samples) and "reward.wait_seconds" in error
     assert time.monotonic() - begin < 50, "one of them alone hangs for a minute"
 
 
@@ -164,17 +164,20 @@ def test_verdicts_and_functions_make_one_reward_and_either_can_fail(server, tmp_
         "def count(response):\n    if 'raise' in response: raise RuntimeError('as asked')\n    return len(response)\n"
     )
     reward = config(server, functions={"judge": 1.0, f"{path}:count": 0.25, "repetition": -0.5})
-    found, error = scored(reward, "four", "wrong", "raise", "unclear")
-    assert [sample.reward for sample in found[:2]] == [1 + 0.25 * 4, 0.25 * 5]
-    assert found[0].reward_parts == {"judge": 1.0, f"{path}:count": 4.0, "repetition": 0.0} and found[0].correct
-    assert [sample.reward_failed for sample in found] == [False, False, True, True] and "as asked" in error
+    scored_samples, error = scored(reward, "four", "wrong", "raise", "unclear")
+    assert [sample.reward for sample in scored_samples[:2]] == [1 + 0.25 * 4, 0.25 * 5]
+    assert (
+        scored_samples[0].reward_parts == {"judge": 1.0, f"{path}:count": 4.0, "repetition": 0.0}
+        and scored_samples[0].correct
+    )
+    assert [sample.reward_failed for sample in scored_samples] == [False, False, True, True] and "as asked" in error
 
 
 def test_servers_are_asked_in_turn_and_one_that_is_gone_costs_an_attempt_only(server):
     reward = config(server)
     reward = replace(reward, judge=replace(reward.judge, url=["http://127.0.0.1:9/v1", server]))
-    found, error = scored(reward, *(f"right {n}" for n in range(6)))
-    assert error is None and [sample.reward for sample in found] == [2.0] * 6
+    scored_samples, error = scored(reward, *(f"right {n}" for n in range(6)))
+    assert error is None and [sample.reward for sample in scored_samples] == [2.0] * 6
 
 
 ASKING = """
@@ -198,12 +201,12 @@ def test_a_function_asks_the_judge_s_servers_by_itself(server, tmp_path):
     judge = JudgeConfig(
         url=[server, server.replace("127.0.0.1", "localhost")], model=str(tmp_path / "judge"), functions_ask=True
     )
-    found, error = scored(
+    scored_samples, error = scored(
         RewardConfig(functions={f"{path}:ask": 1.0}, workers=1, timeout_seconds=120, judge=judge), "1+1=", "11"
     )
-    assert error is None and [sample.reward for sample in found] == [4 + 7.5, 2 + 7.5 + 0.25]
-    asked = [each["messages"][0]["content"] for each in state(server)["requests"]]
-    assert asked == ["4 score", "2 score"]
+    assert error is None and [sample.reward for sample in scored_samples] == [4 + 7.5, 2 + 7.5 + 0.25]
+    questions = [request["messages"][0]["content"] for request in state(server)["requests"]]
+    assert questions == ["4 score", "2 score"]
 
 
 def asks(response, reward_router_address): ...
@@ -220,7 +223,7 @@ def test_a_judge_of_functions_alone_is_asked_as_they_like():
             judge=JudgeConfig(model="m", functions_ask=True, scale=5, **judge),
         )
         check_rewards(findings, config)
-        assert [each for each in findings.errors if says is None or says not in each] == []
+        assert [error for error in findings.errors if says is None or says not in error] == []
         assert bool(findings.errors) == (says is not None)
         assert ("judge.scale", "functions ask by themselves") in findings.ignored
         assert config.judge_layout is not None
@@ -229,7 +232,7 @@ def test_a_judge_of_functions_alone_is_asked_as_they_like():
         findings,
         RewardConfig(functions={"math": 1.0}, judge=JudgeConfig(url=["http://h/v1"], model="m", functions_ask=True)),
     )
-    assert any("judge.functions_ask needs a function of yours" in each for each in findings.errors)
+    assert any("judge.functions_ask needs a function of yours" in error for error in findings.errors)
 
 
 def test_the_key_reaches_the_judge_alone(server, monkeypatch, capfd):
@@ -246,7 +249,7 @@ def test_the_key_reaches_the_judge_alone(server, monkeypatch, capfd):
     findings = Findings()
     monkeypatch.delenv("JUDGE_KEY")
     check_rewards(findings, reward)
-    assert any("judge.api_key_variable names a variable that is set: got 'JUDGE_KEY'" in each for each in findings.errors)
+    assert any("judge.api_key_variable names a variable that is set: got 'JUDGE_KEY'" in text for text in findings.errors)
 
 
 def test_a_judge_that_does_not_answer_ends_the_run_before_it_starts(server):
@@ -287,7 +290,7 @@ def test_nothing_is_left_of_a_judge_when_the_pool_is_closed(server):
 def test_a_judge_that_cannot_be_asked_is_refused(judge, says):
     findings = Findings()
     check_rewards(findings, RewardConfig(functions={"judge": 1.0}, judge=JudgeConfig(**judge)))
-    assert any(says in each for each in findings.errors), findings.errors
+    assert any(says in error for error in findings.errors), findings.errors
 
 
 def test_a_judge_that_no_one_asks_is_said_to_be_without_effect():

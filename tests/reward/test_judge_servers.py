@@ -53,12 +53,12 @@ def judged(mesh, directory: Path, run_dir: Path):
         }
     )
     started, urls = start_judges(config, directory, mesh.ranks, torch.device("cpu"))
-    family = [each for server in started for each in server._family()]
+    family = [process for server in started for process in server._family()]
     pool = RewardPool(replace(config.reward, judge=replace(config.reward.judge, url=urls)), directory)
     samples = [Sample([1], [0.0], str(number), "answered", 0) for number in range(4)]
     prompt = Prompt(0, [1], "s", "1", "", messages=[{"role": "user", "content": "1 1"}])
     error = pool.wait([pool.submit(prompt, sample) for sample in samples])
-    said = []
+    verdicts = []
     for url in urls:
         body = {
             "model": str(directory),
@@ -67,18 +67,18 @@ def judged(mesh, directory: Path, run_dir: Path):
             "max_tokens": 4,
         }
         answer = httpx.post(f"{url}/chat/completions", json={**only, **body}, timeout=600)
-        said.append(json.loads(answer.text)["choices"][0]["message"]["content"])
+        verdicts.append(json.loads(answer.text)["choices"][0]["message"]["content"])
     pool.close()
     for server in started:
         server.close()
-    left = [each.pid for each in family if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]
+    left = [process.pid for process in family if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
     logs = sorted(path.name for path in (run_dir / "logs").iterdir())
-    return error, [sample.reward for sample in samples], said, urls, left, logs
+    return error, [sample.reward for sample in samples], verdicts, urls, left, logs
 
 
 def test_a_judge_s_servers_are_started_asked_and_ended(cluster, model, tmp_path):
-    ((error, rewards, said, urls, left, logs),) = cluster.run(judged, "megatron:d1", model, tmp_path, seconds=900)
+    ((error, rewards, verdicts, urls, left, logs),) = cluster.run(judged, "megatron:d1", model, tmp_path, seconds=900)
     assert error is None and len(urls) == 2
     # 2 x 7/8, and that is what each of the servers says when it is asked directly.
-    assert rewards == [1.75] * 4 and said == ["7777", "7777"]
+    assert rewards == [1.75] * 4 and verdicts == ["7777", "7777"]
     assert left == [] and logs == ["judge-0.log", "judge-1.log"]

@@ -166,8 +166,8 @@ def scored_with_slow_ones(mesh, number: int):
         # The trial of a process has the same limit.
         assert pool.start([(prompt, Sample([], [], texts[0], "answered", 0))]) is None
         scoring = [pool.submit(prompt, sample) for sample in samples]
-        for place, each in enumerate(scoring):
-            each.add_done_callback(lambda _, place=place: order.append(place))
+        for place, future in enumerate(scoring):
+            future.add_done_callback(lambda _, place=place: order.append(place))
         assert pool.wait(scoring) is None
     finally:
         pool.close()
@@ -205,13 +205,17 @@ def test_a_built_in_that_runs_too_long_gives_0_and_a_user_s_function_keeps_its_t
         assert score(pool, scored) is None
     finally:
         pool.close()
-    assert [(each.reward, each.reward_timed_out) for each in scored.samples] == [(1.5, False), (0.5, True), (1.5, False)]
+    assert [(sample.reward, sample.reward_timed_out) for sample in scored.samples] == [
+        (1.5, False),
+        (0.5, True),
+        (1.5, False),
+    ]
 
 
 def of_row(response: str, truth: str) -> dict[str, object]:
     """What a reward process receives of a response."""
-    own = {"ground_truth": truth, "prompt": "q", "prompts": "q", "data_source": "mine", "extra_info": {}, "columns": {}}
-    return {"response": response, **own}
+    row = {"ground_truth": truth, "prompt": "q", "prompts": "q", "data_source": "mine", "extra_info": {}, "columns": {}}
+    return {"response": response, **row}
 
 
 PLAIN_TRUTHS = {"math_any": ['["3"]'], "countdown": [COUNTDOWN], "multiple_choice": ["A"], "multiple_choice_soft": ["A"]}
@@ -563,8 +567,8 @@ def test_named_variables_of_the_environment_are_passed_on(trouble_file):
 
 
 def trial(text: str = "ok"):
-    made = group(text)
-    return made.prompt, made.samples[0]
+    first = group(text)
+    return first.prompt, first.samples[0]
 
 
 def test_every_function_is_called_once_before_the_first_sample(trouble_file):
@@ -646,7 +650,7 @@ def test_no_one_waits_for_a_process_that_starts_where_another_is_free_sooner(tmp
     scored = group(*"abcdef")
     assert pool.start([(scored.prompt, scored.samples[0])]) is None
     scoring = [pool.submit(scored.prompt, sample) for sample in scored.samples]
-    assert [each.result(timeout=LONGEST) for each in scoring] == [None] * 6
+    assert [future.result(timeout=LONGEST) for future in scoring] == [None] * 6
     assert not pool._asleep, "nobody has waited, so this says nothing"
     pool.close()
     assert [sample.reward for sample in scored.samples] == [1.0] * 6
@@ -709,7 +713,7 @@ def test_a_pool_is_closed_at_once_while_samples_wait_for_processes(tmp_path):
     begin = time.monotonic()
     pool.close()
     assert time.monotonic() - begin < 100
-    assert all(each.done() for each in scoring)
+    assert all(future.done() for future in scoring)
 
 
 def test_nothing_of_a_reward_process_is_left_when_the_pool_is_closed(tmp_path):
@@ -749,8 +753,8 @@ def scored_while_sampling(mesh, tmp_path: Path) -> list[float]:
     logger = RunLogger(tmp_path, [], is_main=False, steps=1)
     try:
         generator = Generator(Waits(), Says(), RewardManager(pool, mesh.ranks), logger)
-        (found,) = generator.sample([Prompt(0, [1], "mine", "q", "t")], 2, Sampling(1), (0,))
-        return [sample.reward for sample in found.samples]
+        (sampled,) = generator.sample([Prompt(0, [1], "mine", "q", "t")], 2, Sampling(1), (0,))
+        return [sample.reward for sample in sampled.samples]
     finally:
         pool.close()
 
@@ -762,32 +766,32 @@ def test_scoring_begins_while_others_are_still_sampled(cluster, tmp_path):
 def scored_on_two_ranks(mesh, functions: dict[str, float], texts: list[list[str]], max_failed: float):
     from fivefold.reward.manager import RewardManager
 
-    said: list[str] = []
+    messages: list[str] = []
     pool = RewardPool(RewardConfig(functions=functions))
     try:
         groups = [group(*texts[mesh.ranks.rank])]
-        manager = RewardManager(pool, mesh.ranks, max_failed=max_failed, log=said.append)
+        manager = RewardManager(pool, mesh.ranks, max_failed=max_failed, log=messages.append)
         manager.finish(groups, [manager.submit(groups[0].prompt, [sample]) for sample in groups[0].samples])
     except RuntimeError as error:
-        return str(error), said
+        return str(error), messages
     finally:
         pool.close()
-    return [sample.reward for sample in groups[0].samples], said
+    return [sample.reward for sample in groups[0].samples], messages
 
 
 def test_too_many_failures_end_the_run_on_every_rank_with_the_traceback(cluster, user_file):
     """One of four fails, on one rank only: every rank ends, or the others would wait for it."""
     texts = [["ok", "ok"], ["ok", "raise"]]
-    for found, _ in cluster.run(scored_on_two_ranks, "megatron:d2", {f"{user_file}:shout": 1.0}, texts, 0.2):
-        assert "reward of 1 of 4 samples failed" in found and "RuntimeError: as asked" in found
-        assert "reward.max_failed = 0.2" in found
+    for outcome, _ in cluster.run(scored_on_two_ranks, "megatron:d2", {f"{user_file}:shout": 1.0}, texts, 0.2):
+        assert "reward of 1 of 4 samples failed" in outcome and "RuntimeError: as asked" in outcome
+        assert "reward.max_failed = 0.2" in outcome
 
 
 def test_few_failures_are_shown_and_the_run_continues(cluster, user_file):
     texts = [["ok", "ok"], ["ok", "raise"]]
-    found = cluster.run(scored_on_two_ranks, "megatron:d2", {f"{user_file}:shout": 1.0}, texts, 0.25)
-    assert [rewards for rewards, _ in found] == [[0.5, 0.5], [0.5, pytest.approx(math.nan, nan_ok=True)]]
-    assert "RuntimeError: as asked" in found[0][1][0]
+    outcomes = cluster.run(scored_on_two_ranks, "megatron:d2", {f"{user_file}:shout": 1.0}, texts, 0.25)
+    assert [rewards for rewards, _ in outcomes] == [[0.5, 0.5], [0.5, pytest.approx(math.nan, nan_ok=True)]]
+    assert "RuntimeError: as asked" in outcomes[0][1][0]
 
 
 def test_several_rewards_are_weighted_and_verl_s_signature_is_understood(user_file):
@@ -897,8 +901,8 @@ def test_without_a_ground_truth_the_first_by_name_is_the_accuracy(tmp_path, name
 
 
 def test_each_source_has_its_own_accuracy():
-    for own in in_both_orders({"format": 0.1, "math": 1.0}):
-        config = RewardConfig(functions={"gsm8k": 1.0, "format": 0.2}, by_source={"hard": own, "neat": {"format": 1.0}})
+    for weights in in_both_orders({"format": 0.1, "math": 1.0}):
+        config = RewardConfig(functions={"gsm8k": 1.0, "format": 0.2}, by_source={"hard": weights, "neat": {"format": 1.0}})
         chosen = [choose_rewards(config, source).accuracy for source in ("hard", "neat", "any")]
         assert chosen == ["math", "format", "gsm8k"]
         named = replace(config, accuracy="format")
@@ -960,7 +964,8 @@ def evaluated(mesh, run_dir: Path, functions: dict[str, float]) -> dict[str, flo
 def test_accuracy_does_not_depend_on_the_order_of_the_functions(cluster, tmp_path):
     """Every response states an answer; three of four answers are right."""
     runs = [
-        cluster.run(evaluated, "megatron:d1", tmp_path, each)[0] for each in in_both_orders({"format": 0.1, "math": 1.0})
+        cluster.run(evaluated, "megatron:d1", tmp_path, weights)[0]
+        for weights in in_both_orders({"format": 0.1, "math": 1.0})
     ]
     assert runs[0] == runs[1]
     assert (runs[0]["val/mine/accuracy"], runs[0]["val/mine/pass@2"]) == (0.75, 0.75)
@@ -973,11 +978,11 @@ def test_evaluation_measures_the_samples_whose_reward_is_known(cluster, tmp_path
     path.write_text(
         "def some(response, ground_truth, extra_info):\n    assert ground_truth != '5'\n    return extra_info['is']\n"
     )
-    (found,) = cluster.run(evaluated, "megatron:d1", tmp_path, {f"{path}:some": 1.0})
+    (metrics,) = cluster.run(evaluated, "megatron:d1", tmp_path, {f"{path}:some": 1.0})
     assert (
-        found["val/mine/accuracy"]
-        == found["val/mine/reward"]
-        == found["val/mine/mean@2"]
-        == found["val/mine/pass@2"]
+        metrics["val/mine/accuracy"]
+        == metrics["val/mine/reward"]
+        == metrics["val/mine/mean@2"]
+        == metrics["val/mine/pass@2"]
         == 2 / 3
     )

@@ -79,9 +79,9 @@ def test_without_a_system_the_choice_is_ours():
     ("verl", ["reward_model.enable=True", "reward_model.model.path=r"], None),
 ])  # fmt: skip
 def test_a_run_of_verl_has_verls_rewards_and_says_which_are_others(system, words, chosen):
-    found = translate_words(system, ["data.train_files=a.parquet", "actor_rollout_ref.model.path=m", *words], HOME)
-    assert found.tree.get("reward", {}).get("chosen_as") == chosen
-    assert any("PRIME's grader" in note for note in writer.notes(found)) == bool(chosen)
+    translation = translate_words(system, ["data.train_files=a.parquet", "actor_rollout_ref.model.path=m", *words], HOME)
+    assert translation.tree.get("reward", {}).get("chosen_as") == chosen
+    assert any("PRIME's grader" in note for note in writer.notes(translation)) == bool(chosen)
 
 
 @pytest.mark.parametrize(("name", "truth", "is_fit"), [

@@ -38,10 +38,10 @@ def test_a_seed_gives_the_same_files_and_no_test_problem_is_trained_on(tmp_path)
     files = {path: hashlib.sha256(path.read_bytes()).hexdigest() for path in tmp_path.rglob("*.jsonl")}
     assert files[tmp_path / "a/train.jsonl"] == files[tmp_path / "b/train.jsonl"] != files[tmp_path / "c/train.jsonl"]
     rows = {name: [json.loads(line) for line in (tmp_path / f"a/{name}.jsonl").open()] for name in ("train", "test")}
-    asked = {name: {row["prompt"][1]["content"] for row in part} for name, part in rows.items()}
-    assert {name: len(part) for name, part in asked.items()} == {"train": words.TRAIN, "test": words.TEST}
-    assert not asked["train"] & asked["test"]
-    signs = Counter("plus" in question for question in asked["train"])
+    questions = {name: {row["prompt"][1]["content"] for row in part} for name, part in rows.items()}
+    assert {name: len(part) for name, part in questions.items()} == {"train": words.TRAIN, "test": words.TEST}
+    assert not questions["train"] & questions["test"]
+    signs = Counter("plus" in question for question in questions["train"])
     assert 0.6 < signs[True] / words.TRAIN < 0.72
 
 

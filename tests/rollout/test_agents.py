@@ -35,7 +35,7 @@ class Scorer(One):
 
     def submit(self, prompt, *sequences):
         for one in sequences:
-            one.reward = sum(turn.given for each in sequences for turn in each.turns)
+            one.reward = sum(turn.given for sequence in sequences for turn in sequence.turns)
         return scored()
 
 
@@ -159,8 +159,8 @@ def sample(mesh, files, agent: str, sampling: Sampling = SAMPLING, most: int = 2
     dialog = Dialog.of(tokenizer, {"chat_template": TEMPLATE}, [tokenizer.eos_token_id])
     messages = [[{"role": "user", "content": text}] for text in ("ab", "c", "ab", "d")]
     prompts = [
-        Prompt(number, dialog.begin(each)[0], source="s", text="", ground_truth="", messages=each, is_chat=True)
-        for number, each in enumerate(messages)
+        Prompt(number, dialog.begin(talk)[0], source="s", text="", ground_truth="", messages=talk, is_chat=True)
+        for number, talk in enumerate(messages)
     ]
     engine = engine_of(model, tokenizer, mesh.ranks, kind)
     config = EnvironmentConfig(agent=agent.replace("FILE", code) if " " in agent else f"{code}:{agent}", **settings)
@@ -194,14 +194,16 @@ def batch_of(mesh, files, agent: str, kind: type[Recording] = Recording):
 
 def assert_exact(groups, seen, batch) -> None:
     """Every turn that the engine read and sampled is in the batch that is trained on, bit for bit, and nothing else is."""
-    seen = {(tuple(request.prompt_ids), tuple(found.token_ids)): found for request, found in seen}
+    seen = {(tuple(request.prompt_ids), tuple(completion.token_ids)): completion for request, completion in seen}
     at = 0
     for group in groups:
         for one in group.samples:
             context, mask = group.context_of(one), [False] * len(one.token_ids)
             for turn in one.turns:
-                found = seen.pop((tuple(context + one.token_ids[: turn.begin]), tuple(one.token_ids[turn.begin : turn.end])))
-                assert found.logprobs == one.logprobs[turn.begin : turn.end]
+                completion = seen.pop(
+                    (tuple(context + one.token_ids[: turn.begin]), tuple(one.token_ids[turn.begin : turn.end]))
+                )
+                assert completion.logprobs == one.logprobs[turn.begin : turn.end]
                 mask[turn.begin : turn.end] = [True] * (turn.end - turn.begin)
             assert mask_of(one) == mask
             end = at + len(context) + len(one.token_ids)
@@ -245,16 +247,16 @@ def on_two(mesh, files):
 
 def test_a_command_workers_order_of_arrival_and_layouts_change_nothing(cluster, files):
     """The agents pause for times that nothing fixes."""
-    ((whole, _, _),) = cluster.run(sample, "megatron:d1", files, "talks")
-    expected = keys(whole)
-    assert len({len(found[6]) for found in expected.values()}) > 1
+    ((undisturbed, _, _),) = cluster.run(sample, "megatron:d1", files, "talks")
+    expected = keys(undisturbed)
+    assert len({len(trajectory[6]) for trajectory in expected.values()}) > 1
     ((command, _, _),) = cluster.run(program, "megatron:d1", files)
     halves = cluster.run(on_two, "megatron:d2", files)
     for groups in (command, [group for half in halves for group in half[0]]):
-        found = keys(groups)
-        assert found.keys() == expected.keys()
+        trajectories = keys(groups)
+        assert trajectories.keys() == expected.keys()
         # A batch of other rows is padded in another way, which rounds log-probs.
-        for key, one in found.items():
+        for key, one in trajectories.items():
             assert one[:2] + one[3:] == expected[key][:2] + expected[key][3:]
             assert one[2] == pytest.approx(expected[key][2], abs=1e-5)
 
@@ -289,8 +291,8 @@ def ends(mesh, files, agent: str, settings: dict, most: int = 200):
     ],
 )
 def test_each_end_of_an_agent_has_its_name_and_fails_its_trajectory_only(cluster, files, agent, settings, end, failed):
-    ((found, metrics, seen),) = cluster.run(ends, "megatron:d1", files, agent, settings, 60 if end == "context" else 200)
-    assert found == {(end, failed)}
+    ((endings, metrics, seen),) = cluster.run(ends, "megatron:d1", files, agent, settings, 60 if end == "context" else 200)
+    assert endings == {(end, failed)}
     assert metrics.get("environment/failed", 0) == 12 * failed
     if end == "turns":
         assert seen == 36

@@ -119,9 +119,9 @@ class Recording:
         return getattr(self._engine, name)
 
     def generate(self, requests):
-        asked = {request.id: request for request in requests}
+        by_id = {request.id: request for request in requests}
         for completion in self._engine.generate(requests):
-            self.seen.append((asked[completion.request_id], completion))
+            self.seen.append((by_id[completion.request_id], completion))
             yield completion
 
     def stream(self):
@@ -152,8 +152,8 @@ class Streamed(Recording):
 
     def arrived(self, seconds: float):
         with suppress(Empty):
-            while (found := self._arrivals.get(timeout=seconds)) is not None:
-                yield found
+            while (completion := self._arrivals.get(timeout=seconds)) is not None:
+                yield completion
 
     def wake(self) -> None:
         self._arrivals.put(None)
@@ -173,7 +173,7 @@ class Scorer:
         return scored()
 
     def wait(self, scoring):
-        return next((each.result() for each in scoring if each.result() is not None), None)
+        return next((future.result() for future in scoring if future.result() is not None), None)
 
     def close(self): ...
 
@@ -207,8 +207,8 @@ def generating(mesh, files, name: str | None, most: int = 100, max_failed: float
     dialog = Dialog.of(tokenizer, {"chat_template": TEMPLATE}, [tokenizer.eos_token_id])
     messages = [[{"role": "user", "content": text}] for text in ("ab", "c", "ab", "d")]
     prompts = [
-        Prompt(number, dialog.begin(each)[0], source="s", text="", ground_truth="", messages=each)
-        for number, each in enumerate(messages)
+        Prompt(number, dialog.begin(talk)[0], source="s", text="", ground_truth="", messages=talk)
+        for number, talk in enumerate(messages)
     ]
     engine, pool, conversations = engine_of(model, tokenizer, mesh.ranks, kind), None, None
     if name is not None:
@@ -264,15 +264,19 @@ def mask_of(one: Sample) -> list[bool]:
 
 def test_what_is_trained_is_what_the_engine_read_and_sampled(cluster, files):
     ((groups, seen, batch),) = cluster.run(batch_of, "megatron:d1", files, "Echo")
-    seen, rows, at = {tuple(request.prompt_ids + found.token_ids): (request, found) for request, found in seen}, 0, 0
+    seen, rows, at = (
+        {tuple(request.prompt_ids + completion.token_ids): (request, completion) for request, completion in seen},
+        0,
+        0,
+    )
     for group in groups:
         for one in group.samples:
             context, mask = group.context_of(one), [False] * len(one.token_ids)
             for turn in one.turns:
-                request, found = seen.pop(tuple(context + one.token_ids[: turn.end]))
+                request, completion = seen.pop(tuple(context + one.token_ids[: turn.end]))
                 assert request.prompt_ids == context + one.token_ids[: turn.begin]
-                assert found.token_ids == one.token_ids[turn.begin : turn.end]
-                assert found.logprobs == one.logprobs[turn.begin : turn.end]
+                assert completion.token_ids == one.token_ids[turn.begin : turn.end]
+                assert completion.logprobs == one.logprobs[turn.begin : turn.end]
                 mask[turn.begin : turn.end] = [True] * (turn.end - turn.begin)
             assert mask_of(one) == mask
             assert all(value == 0.0 for value, is_own in zip(one.logprobs, mask, strict=True) if not is_own)
@@ -332,16 +336,16 @@ def spread(mesh, files, per_worker: int):
 
 def test_processes_order_of_arrival_and_layouts_change_nothing(cluster, files):
     """The environment answers after a time that nothing fixes."""
-    (whole,) = cluster.run(spread, "megatron:d1", files, 64)
+    (many,) = cluster.run(spread, "megatron:d1", files, 64)
     (alone,) = cluster.run(spread, "megatron:d1", files, 1)
     halves = cluster.run(spread, "megatron:d2", files, 3)
-    expected = keys(whole[0])
+    expected = keys(many[0])
     assert keys(alone[0]) == expected
     # A batch of other rows is padded in another way, which rounds log-probs.
-    for key, found in keys([group for half in halves for group in half[0]]).items():
-        assert found[:2] + found[3:] == expected[key][:2] + expected[key][3:]
-        assert found[2] == pytest.approx(expected[key][2], abs=1e-5)
-    assert len({len(found[6]) for found in expected.values()}) > 1
+    for key, trajectory in keys([group for half in halves for group in half[0]]).items():
+        assert trajectory[:2] + trajectory[3:] == expected[key][:2] + expected[key][3:]
+        assert trajectory[2] == pytest.approx(expected[key][2], abs=1e-5)
+    assert len({len(trajectory[6]) for trajectory in expected.values()}) > 1
 
 
 def in_background(mesh, files):
@@ -350,10 +354,10 @@ def in_background(mesh, files):
 
 def test_an_engine_that_samples_in_the_background_gives_the_same_trajectories(cluster, files):
     """Turns of one trajectory are sampled while the environments of others answer."""
-    ((whole, _, _),) = cluster.run(sample, "megatron:d1", files, "Echo")
-    ((found, seen, _),) = cluster.run(in_background, "megatron:d1", files)
-    expected = keys(whole)
-    for key, one in keys(found).items():
+    ((undisturbed, _, _),) = cluster.run(sample, "megatron:d1", files, "Echo")
+    ((groups, seen, _),) = cluster.run(in_background, "megatron:d1", files)
+    expected = keys(undisturbed)
+    for key, one in keys(groups).items():
         assert one[:2] + one[3:] == expected[key][:2] + expected[key][3:]
         assert one[2] == pytest.approx(expected[key][2], abs=1e-5)
     assert [len(request.prompt_ids) for request, _ in seen] != sorted(len(request.prompt_ids) for request, _ in seen)
@@ -401,20 +405,20 @@ def ends(mesh, files, name, most, settings, sampling=SAMPLING):
     ],
 )
 def test_each_end_of_a_trajectory_has_its_name(cluster, files, name, most, settings, expected):
-    ((found, metrics),) = cluster.run(ends, "megatron:d1", files, name, most, settings)
+    ((endings, metrics),) = cluster.run(ends, "megatron:d1", files, name, most, settings)
     # A turn may hit its own limit in any of them.
-    assert expected in {each[:3] for each in found} <= {expected, ("length", False, False)}
-    assert all(length <= most for *_, length, _ in found)
-    assert metrics.get("environment/failed", 0) == sum(each[2] for each in found)
+    assert expected in {ending[:3] for ending in endings} <= {expected, ("length", False, False)}
+    assert all(length <= most for *_, length, _ in endings)
+    assert metrics.get("environment/failed", 0) == sum(ending[2] for ending in endings)
     if "max_turns" in settings:
-        assert max(each[4] for each in found) <= settings["max_turns"]
+        assert max(ending[4] for ending in endings) <= settings["max_turns"]
 
 
 def test_a_turn_may_fill_the_context_to_its_last_token(cluster, files):
     """`max_tokens` of a turn is the least of its own limit and the room that is left; no request is longer."""
     sampling = replace(SAMPLING, stop=(), ignore_eos=True)
-    ((found, _),) = cluster.run(ends, "megatron:d1", files, "Forever", 10, {}, sampling)
-    assert {each[0] for each in found} == {"context"} and {each[3] for each in found} == {10}
+    ((endings, _),) = cluster.run(ends, "megatron:d1", files, "Forever", 10, {}, sampling)
+    assert {ending[0] for ending in endings} == {"context"} and {ending[3] for ending in endings} == {10}
 
 
 def too_long(mesh, files):
@@ -461,10 +465,10 @@ class Scripted:
 
     def generate(self, requests):
         for request in requests:
-            said = self._tokenizer.decode(request.prompt_ids).count("[assistant]") - 1
-            tokens = self._script[said]
+            turns_before = self._tokenizer.decode(request.prompt_ids).count("[assistant]") - 1
+            tokens = self._script[turns_before]
             self.seen.append(request.prompt_ids)
-            yield Completion(request.id, tokens, [-0.5 - said] * len(tokens), "stop", self.version)
+            yield Completion(request.id, tokens, [-0.5 - turns_before] * len(tokens), "stop", self.version)
 
     def stream(self):
         from fivefold.engines.turns import Turns
@@ -555,7 +559,7 @@ def evaluated_between(mesh, files):
     """Metrics of a training step: alone, and after an evaluation."""
     from fivefold.rollout.sources import EngineRollouts, PromptQueue
 
-    found = []
+    metrics = []
     with generating(mesh, files, "Echo") as (generator, prompts, _):
 
         class Loader:
@@ -582,10 +586,10 @@ def evaluated_between(mesh, files):
             if is_evaluated:
                 generator.sample(prompts, 2, SAMPLING, (9, 0))
             source.next(5)
-            found.append(
+            metrics.append(
                 {name: value for name, value in generator.logger.pending.items() if name.startswith(("turns/", "tools/"))}
             )
-    return found
+    return metrics
 
 
 def test_trajectories_of_an_evaluation_and_greedy_ones_are_not_counted_in_the_step(cluster, files):
@@ -631,5 +635,5 @@ def test_the_greedy_baseline_of_a_group_is_a_trajectory_of_the_most_likely_turns
 def test_the_first_turns_of_a_group_answer_one_state_however_they_end(cluster, files, name):
     ((groups, _, _),) = cluster.run(sample, "megatron:d1", files, name)
     turns = [one.turns for group in groups for one in group.samples]
-    assert {own[0].state for own in turns} == {""}
-    assert all(turn.state not in ("", None) for own in turns for turn in own[1:])
+    assert {turns_of_one[0].state for turns_of_one in turns} == {""}
+    assert all(turn.state not in ("", None) for turns_of_one in turns for turn in turns_of_one[1:])

@@ -48,8 +48,11 @@ class Count:
 
 class Marked(Count):
     async def reset(self, task, seed):
-        self.path = os.path.join(task["extra_info"]["marks"], str(id(self)))
+        marks = task["extra_info"]["marks"]
+        self.path = os.path.join(marks, f"{os.getpid()}-{id(self)}")
         open(self.path, "w").close()
+        with open(f"{marks}.counts", "a") as file:
+            print(len(os.listdir(marks)), file=file)
         return await super().reset(task, seed)
 
     async def close(self):
@@ -149,8 +152,8 @@ class Rig:
 
     def tasks(self, prompts: int = 4, size: int = 3, **extra: Any):
         rows = [
-            Prompt(i, self.dialog.begin(each)[0], "s", "", "", messages=each, extra=extra, is_chat=True)
-            for i, each in enumerate([{"role": "user", "content": "abcd"[i]}] for i in range(prompts))
+            Prompt(i, self.dialog.begin(message)[0], "s", "", "", messages=message, extra=extra, is_chat=True)
+            for i, message in enumerate([{"role": "user", "content": "abcd"[i]}] for i in range(prompts))
         ]
         return [task for row in rows for task in self.conversations.tasks(row, row.id, 0, size, (3, 5))]
 
@@ -158,11 +161,11 @@ class Rig:
         self.driver.add(self.tasks(*numbers, **extra), SAMPLING)
 
     def run(self, seconds: float = 60.0) -> dict[tuple[int, int], Trajectory]:
-        found: dict[tuple[int, int], Trajectory] = {}
+        ended: dict[tuple[int, int], Trajectory] = {}
         end = time.monotonic() + seconds
         while self.driver.is_running and time.monotonic() < end:
-            found |= {held.task.key: held for held in self.driver.advance(0.2)}
-        return found
+            ended |= {held.task.key: held for held in self.driver.advance(0.2)}
+        return ended
 
     def close(self) -> None:
         self.engine.close()
@@ -171,18 +174,18 @@ class Rig:
 
 @pytest.fixture
 def rig(files):
-    made: list[Rig] = []
+    rigs: list[Rig] = []
 
     def make(*names, **settings) -> Rig:
-        made.append(Rig(files, *names, **settings))
-        return made[-1]
+        rigs.append(Rig(files, *names, **settings))
+        return rigs[-1]
 
     yield make
-    for each in made:
-        each.close()
+    for one in rigs:
+        one.close()
 
 
-def content(found: dict[tuple[int, int], Trajectory]) -> dict[tuple[int, int], Any]:
+def content(trajectories: dict[tuple[int, int], Trajectory]) -> dict[tuple[int, int], Any]:
     """What trajectories are: tokens, log-probs, mask, turns and end."""
     return {
         key: [
@@ -190,7 +193,7 @@ def content(found: dict[tuple[int, int], Trajectory]) -> dict[tuple[int, int], A
              [(turn.number, turn.begin, turn.end, turn.given, turn.state) for turn in one.turns])
             for one in held.samples()
         ]
-        for key, held in sorted(found.items())
+        for key, held in sorted(trajectories.items())
     }  # fmt: skip
 
 
@@ -198,16 +201,16 @@ def content(found: dict[tuple[int, int], Trajectory]) -> dict[tuple[int, int], A
 def undisturbed(files) -> dict[tuple[int, int], Any]:
     one = Rig(files)
     one.add()
-    found = content(one.run())
+    contents = content(one.run())
     one.close()
-    assert len(found) == 12 and all(each[0][4] == "done" for each in found.values())
-    return found
+    assert len(contents) == 12 and all(samples[0][4] == "done" for samples in contents.values())
+    return contents
 
 
-def read(one: Rig, found: dict[tuple[int, int], Trajectory]) -> None:
+def read(one: Rig, trajectories: dict[tuple[int, int], Trajectory]) -> None:
     """Check that each turn's context is what was held before it, and that each was sampled once for all that is kept."""
     seen = Counter(tokens for tokens, _ in one.engine.seen)
-    for held in found.values():
+    for held in trajectories.values():
         for sequence in held.sequences:
             for turn in sequence.turns:
                 assert seen[tuple(sequence.context + sequence.token_ids[: turn.begin])] >= 1
@@ -215,23 +218,15 @@ def read(one: Rig, found: dict[tuple[int, int], Trajectory]) -> None:
 
 @pytest.mark.parametrize(("most", "per_worker"), [(2, 64), (3, 1), (1024, 64)])
 def test_no_more_trajectories_run_than_may_and_they_are_the_same(rig, undisturbed, tmp_path, most, per_worker):
-    one, existing = rig("Marked", max_running=most, per_worker=per_worker), []
-    one.add(marks=str(tmp_path))
-    watching = threading.Event()
-
-    def watch() -> None:
-        while not watching.wait(0.001):
-            existing.append(len(list(tmp_path.iterdir())))
-
-    thread = threading.Thread(target=watch)
-    thread.start()
-    found = one.run()
-    watching.set()
-    thread.join()
-    assert content(found) == undisturbed
-    read(one, found)
+    one, marks = rig("Marked", max_running=most, per_worker=per_worker), tmp_path / "marks"
+    marks.mkdir()
+    one.add(marks=str(marks))
+    groups = one.run()
+    assert content(groups) == undisturbed
+    read(one, groups)
+    counts = [int(line) for line in (tmp_path / "marks.counts").read_text().splitlines()]
     # An environment is closed when the next one may already have begun.
-    assert max(existing) <= 2 * most and max(existing) >= min(most, 4)
+    assert len(counts) == 12 and max(counts) <= 2 * most
     assert len(one.pool._processes) <= (1 if per_worker > 1 else 2 * most)
     assert one.conversations.most <= one.pool.capacity
 
@@ -263,16 +258,16 @@ def test_fewer_requests_are_in_flight_while_servers_are_full_and_the_youngest_wa
     one.engine.pressure = pressure
     one.driver._queue.limit = 6.0
     one.add()
-    found, flying = {}, []
+    ended, flying = {}, []
     while one.driver.is_running:
-        found |= {held.task.key: held for held in one.driver.advance(0.02)}
-        flying.append(len(one.driver._asked) - len(one.driver._queue.parked))
-        if len(found) >= 6:
+        ended |= {held.task.key: held for held in one.driver.advance(0.02)}
+        flying.append(len(one.driver._requests) - len(one.driver._queue.parked))
+        if len(ended) >= 6:
             is_full.clear()
-    assert content(found) == undisturbed
+    assert content(ended) == undisturbed
     assert max(readings) <= 8 and min(flying[2 : len(flying) // 2]) <= 4
     assert one.driver._queue.limit > 3
-    places = [3 * place + number for place, number in found]
+    places = [3 * place + number for place, number in ended]
     assert sum(places[:4]) < sum(places[-4:])
 
 
@@ -306,8 +301,8 @@ def test_a_driver_does_nothing_while_it_waits(rig):
         one.driver._stream.__dict__[name] = _counted(getattr(one.driver._stream, name), rounds, name)
     one.add(4, 128)
     began = time.process_time()
-    found = one.run()
-    assert len(found) == 512 and {held.end for held in found.values()} == {"done"}
+    ended = one.run()
+    assert len(ended) == 512 and {held.end for held in ended.values()} == {"done"}
     # One submission for each turn at most, and about one look for each event; 1.5 s of polls would be 750.
     assert rounds["submit"] <= 512 and rounds["arrived"] <= 600
     assert time.process_time() - began < 5.0
@@ -325,48 +320,48 @@ def _counted(function, rounds: Counter, name: str):
 def test_a_lost_server_changes_no_trajectory(rig, undisturbed, after):
     one = rig(engine={"servers": 2, "seconds": lambda drawn: 0.002})
     one.add()
-    found: dict[tuple[int, int], Trajectory] = {}
+    ended: dict[tuple[int, int], Trajectory] = {}
     while one.driver.is_running:
         if len(one.engine.seen) >= after:
             one.engine.lose(0)
-        found |= {held.task.key: held for held in one.driver.advance(0.01)}
+        ended |= {held.task.key: held for held in one.driver.advance(0.01)}
         one.engine.look_after()
-    assert content(found) == undisturbed and one.engine.router.lost == {0}
-    read(one, found)
+    assert content(ended) == undisturbed and one.engine.router.lost == {0}
+    read(one, ended)
 
 
 def test_trajectories_continue_where_they_were_after_the_loss_of_all_servers(rig, undisturbed):
     one = rig(engine={"servers": 2, "seconds": lambda drawn: 0.002})
     one.add()
-    found, restarts = {}, 0
+    ended, restarts = {}, 0
     while one.driver.is_running:
         if len(one.engine.seen) >= 15 and not restarts:
             one.engine.lose(0), one.engine.lose(1)
-        found |= {held.task.key: held for held in one.driver.advance(0.05)}
+        ended |= {held.task.key: held for held in one.driver.advance(0.05)}
         one.engine.look_after()
         if one.engine.state is EngineState.LOST:
             restarts, before = restarts + 1, len(one.engine.seen)
             one.engine.restart()
-    assert content(found) == undisturbed and restarts == 1
+    assert content(ended) == undisturbed and restarts == 1
     # Turns that were sampled before are not sampled again: of the others, each may have been under way.
-    turns, again = sum(held.turns for held in found.values()), sum(len(server.seen) for server in one.engine.servers)
+    turns, again = sum(held.turns for held in ended.values()), sum(len(server.seen) for server in one.engine.servers)
     assert before + again <= turns + 2 * 12
 
 
 def test_an_aborted_turn_is_sampled_again_with_its_own_draws(rig, undisturbed):
     one = rig(engine={"seconds": lambda drawn: 0.02})
     one.add()
-    found, cuts = {}, 0
+    ended, cuts = {}, 0
     while one.driver.is_running:
         is_cut = cuts < 3 and one.engine.servers[0].running > 3
         if is_cut:
             cuts += 1
             one.engine.cut()
-        found |= {held.task.key: held for held in one.driver.advance(0.03)}
+        ended |= {held.task.key: held for held in one.driver.advance(0.03)}
         if is_cut:
             one.engine.router.call(one.engine.servers[0].cut.clear)
-    assert content(found) == undisturbed and cuts == 3
-    assert sum(held.counts["turns/aborted_tokens"] for held in found.values()) > 0
+    assert content(ended) == undisturbed and cuts == 3
+    assert sum(held.counts["turns/aborted_tokens"] for held in ended.values()) > 0
     # The same draws, for the same turns.
     contexts = {}
     for tokens, seed in one.engine.seen:
@@ -378,26 +373,26 @@ def test_an_aborted_turn_is_sampled_again_with_its_own_draws(rig, undisturbed):
 def test_discarded_trajectories_leave_no_environment_and_change_no_other(rig, undisturbed, tmp_path, name):
     one = rig(name, engine={"seconds": lambda drawn: 0.01}, max_running=8)
     one.add(marks=str(tmp_path))
-    found = {held.task.key: held for held in one.driver.advance(0.05)}
-    gone = {(place, number) for place in (0, 3) for number in range(3)} - found.keys()
+    ended = {held.task.key: held for held in one.driver.advance(0.05)}
+    gone = {(place, number) for place in (0, 3) for number in range(3)} - ended.keys()
     assert gone
     one.driver.discard(gone)
     assert not gone & {held.task.key for held in one.driver.unfinished()}
-    found |= one.run()
-    assert content(found) == {key: each for key, each in undisturbed.items() if key not in gone}
+    ended |= one.run()
+    assert content(ended) == {key: samples for key, samples in undisturbed.items() if key not in gone}
     deadline = time.monotonic() + 10.0
     while list(tmp_path.iterdir()) and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert not list(tmp_path.iterdir()) and not one.driver._asked and not one.driver._started and not one.driver._members
+    assert not list(tmp_path.iterdir()) and not one.driver._requests and not one.driver._started and not one.driver._members
 
 
 def test_trajectories_may_be_added_while_others_run(rig, undisturbed):
     one = rig(engine={"seconds": lambda drawn: 0.005})
-    tasks, found = one.tasks(), {}
+    tasks, ended = one.tasks(), {}
     for first in range(0, 12, 3):
         one.driver.add(tasks[first : first + 3], SAMPLING)
-        found |= {held.task.key: held for held in one.driver.advance(0.02)}
-    assert content(found | one.run()) == undisturbed
+        ended |= {held.task.key: held for held in one.driver.advance(0.02)}
+    assert content(ended | one.run()) == undisturbed
 
 
 def test_an_error_of_the_engine_or_of_two_starts_ends_the_run(rig):
@@ -416,16 +411,16 @@ def as_written(parts, tmp_path: Path):
 def killed(one: Rig, turns: int, tmp_path: Path, **extra: Any) -> tuple[dict, list]:
     """(trajectories that ended, those that a checkpoint keeps) when so many turns were sampled; then nothing is left."""
     one.add(**extra)
-    found: dict[tuple[int, int], Trajectory] = {}
-    while sum(held.turns for held in [*found.values(), *one.driver.unfinished()]) < turns:
-        found |= {held.task.key: held for held in one.driver.advance(0.002)}
+    ended: dict[tuple[int, int], Trajectory] = {}
+    while sum(held.turns for held in [*ended.values(), *one.driver.unfinished()]) < turns:
+        ended |= {held.task.key: held for held in one.driver.advance(0.002)}
     parts = as_written(one.driver.parts(), tmp_path)
     one.close()
-    return found, parts
+    return ended, parts
 
 
-def resumed(one: Rig, found: dict, parts: list, **extra: Any) -> dict:
-    tasks = {task.key: task for task in one.tasks(**extra) if task.key not in found}
+def resumed(one: Rig, ended: dict, parts: list, **extra: Any) -> dict:
+    tasks = {task.key: task for task in one.tasks(**extra) if task.key not in ended}
     held = [Trajectory.of(tasks.pop((part.place, part.number)), part, one.dialog.text) for part in parts if part.record]
     one.driver.resume(held, SAMPLING)
     one.driver.add(list(tasks.values()), SAMPLING)
@@ -438,18 +433,18 @@ def test_trajectories_of_a_checkpoint_continue_and_equal_undisturbed_ones(files,
     """With their environment's state, by taking their actions again, or from the start: none is lost and none is there twice."""
     engine = {"seconds": lambda drawn: 0.03}
     one = Rig(files, name, engine)
-    found, parts = killed(one, turns, tmp_path, marks=str(tmp_path))
-    kept = [part for part in parts if part.record is not None]
-    assert len(found) + len(parts) <= 12 and sum(part.record["turns"] for part in kept) > 0
+    ended, parts = killed(one, turns, tmp_path, marks=str(tmp_path))
+    recorded = [part for part in parts if part.record is not None]
+    assert len(ended) + len(parts) <= 12 and sum(part.record["turns"] for part in recorded) > 0
     two = Rig(files, name, engine)
-    later = resumed(two, found, parts, marks=str(tmp_path))
+    later = resumed(two, ended, parts, marks=str(tmp_path))
     two.close()
-    assert not found.keys() & later.keys() and content(found | later) == undisturbed
-    held = {seed for part in kept for seed in seeds_of(one, part)}
+    assert not ended.keys() & later.keys() and content(ended | later) == undisturbed
+    held = {seed for part in recorded for seed in seeds_of(one, part)}
     again = [seed for _, seed in two.engine.seen if seed in held]
     if name == "Stated":
         # Where the environment was in the middle of a step, it has no state to continue from.
-        still = [part for part in kept if part.record["restore"] is not None]
+        still = [part for part in recorded if part.record["restore"] is not None]
         assert still or turns == 1
         assert len((tmp_path / "restored").read_text() if still else "") == len(still)
         assert not [seed for part in still for seed in seeds_of(one, part) if seed in again]
@@ -461,20 +456,20 @@ def test_trajectories_of_a_checkpoint_continue_and_equal_undisturbed_ones(files,
 
 def test_trajectories_of_several_sequences_continue_from_a_checkpoint(files, tmp_path):
     settings: dict[str, Any] = {"engine": {"seconds": lambda drawn: 0.03}, "history": "template"}
-    whole = Rig(files, "Stated", **settings)
-    whole.add(marks=str(tmp_path))
-    ended = whole.run()
-    read(whole, ended)
-    whole.close()
+    undisturbed_rig = Rig(files, "Stated", **settings)
+    undisturbed_rig.add(marks=str(tmp_path))
+    ended = undisturbed_rig.run()
+    read(undisturbed_rig, ended)
+    undisturbed_rig.close()
     expected = content(ended)
-    assert any(len(each) > 1 for each in expected.values())
+    assert any(len(samples) > 1 for samples in expected.values())
     one = Rig(files, "Stated", **settings)
-    found, parts = killed(one, 25, tmp_path, marks=str(tmp_path))
+    ended_before, parts = killed(one, 25, tmp_path, marks=str(tmp_path))
     assert any(len(part.samples) > 1 and part.record is not None for part in parts)
     two = Rig(files, "Stated", **settings)
-    later = resumed(two, found, parts, marks=str(tmp_path))
+    later = resumed(two, ended_before, parts, marks=str(tmp_path))
     two.close()
-    assert content(found | later) == expected
+    assert content(ended_before | later) == expected
 
 
 def seeds_of(one: Rig, part) -> list[int]:
@@ -485,15 +480,15 @@ def seeds_of(one: Rig, part) -> list[int]:
 
 def test_a_state_that_does_not_restore_fails_that_trajectory_with_its_sentence(files, tmp_path):
     one = Rig(files, "Refuses", {"seconds": lambda drawn: 0.03})
-    found, parts = killed(one, 15, tmp_path, marks=str(tmp_path))
+    ended, parts = killed(one, 15, tmp_path, marks=str(tmp_path))
     assert any(part.record["restore"] is not None for part in parts if part.record)
     two = Rig(files, "Refuses")
-    later = resumed(two, found, parts, marks=str(tmp_path))
+    later = resumed(two, ended, parts, marks=str(tmp_path))
     two.close()
     failed = [held for held in later.values() if held.error is not None]
     assert len(failed) == sum(part.record["restore"] is not None for part in parts if part.record)
     assert all("a state of another version" in held.error and held.end == "environment" for held in failed)
-    assert len(later) + len(found) == 12
+    assert len(later) + len(ended) == 12
 
 
 def test_several_turns_of_a_trajectory_may_be_requested_at_once(files):
@@ -521,8 +516,8 @@ def test_several_turns_of_a_trajectory_may_be_requested_at_once(files):
     held.clock.run()
 
     def agent() -> None:
-        asked = [driver.ask(held, Request(0, [1, 2, which], SAMPLING, seed=which)) for which in (1, 2)]
-        first, second = (each.result(timeout=20) for each in asked)
+        futures = [driver.ask(held, Request(0, [1, 2, which], SAMPLING, seed=which)) for which in (1, 2)]
+        first, second = (future.result(timeout=20) for future in futures)
         for which, one in enumerate((first, second), start=1):
             held.sampled(held.extend_or_begin([1, 2, which], "content"), one, "x", None, 0.0)
         more = driver.ask(held, Request(0, [1, 2, 1, *first.token_ids, 9], SAMPLING, seed=7)).result(timeout=20)
@@ -531,17 +526,17 @@ def test_several_turns_of_a_trajectory_may_be_requested_at_once(files):
 
     thread = threading.Thread(target=agent)
     thread.start()
-    found = driver.advance(0.03)
+    ended_trajectories = driver.advance(0.03)
     engine.cut()
-    found += driver.advance(0.1)
+    ended_trajectories += driver.advance(0.1)
     engine.router.call(engine.servers[0].cut.clear)
     while driver.is_running:
-        found += driver.advance(0.1)
+        ended_trajectories += driver.advance(0.1)
     thread.join()
     engine.close()
-    (held,) = found
-    assert [[turn.number for turn in each.turns] for each in held.sequences] == [[0, 2], [1]]
-    assert [each.cause for each in held.sequences] == [None, "content"]
+    (held,) = ended_trajectories
+    assert [[turn.number for turn in sequence.turns] for sequence in held.sequences] == [[0, 2], [1]]
+    assert [sequence.cause for sequence in held.sequences] == [None, "content"]
     assert held.sequences[0].loss_mask.count(False) == 1
     samples = held.samples()
     assert [sample.trajectory for sample in samples] == [0, 0] and samples[1].break_cause == "content"

@@ -55,14 +55,14 @@ class Engine:
             self.finish == "stop"
         )
         logprobs = [-0.125 * (len(self.seen) + 1) - place / 64 for place in range(len(tokens))]
-        found = Completion(request.id, tokens, logprobs, self.finish, 7)
-        self.seen.append((request, found))
-        future.set_result(found)
+        completion = Completion(request.id, tokens, logprobs, self.finish, 7)
+        self.seen.append((request, completion))
+        future.set_result(completion)
 
     def release(self) -> None:
         held, self.held = self.held, None
-        for each in held:
-            self.answer(*each)
+        for request in held:
+            self.answer(*request)
 
 
 class Served:
@@ -101,9 +101,9 @@ class Served:
 
     def chat(self, messages: list[dict], **settings: Any) -> dict:
         """The answer of a turn as a message."""
-        status, found = self.post({"model": "tiny", "messages": messages, **settings})
-        assert status == 200, found
-        return found["choices"][0]["message"]
+        status, answer = self.post({"model": "tiny", "messages": messages, **settings})
+        assert status == 200, answer
+        return answer["choices"][0]["message"]
 
     def recorded(self) -> Trajectory:
         """The trajectory after its end."""
@@ -131,9 +131,9 @@ def words(tmp_path_factory) -> str:
 
 @pytest.fixture
 def served(words):
-    made = Served(words)
-    yield made
-    made.endpoint.close()
+    one = Served(words)
+    yield one
+    one.endpoint.close()
 
 
 def user(text: str) -> dict:
@@ -142,17 +142,17 @@ def user(text: str) -> dict:
 
 def assert_exact(held: Trajectory, seen: list[tuple[Request, Completion]]) -> None:
     """Every turn that the engine read and sampled is in one sequence with loss, bit for bit, and nothing else is."""
-    left = {(tuple(request.prompt_ids), tuple(found.token_ids)): (request, found) for request, found in seen}
+    left = {(tuple(request.prompt_ids), tuple(completion.token_ids)): (request, completion) for request, completion in seen}
     assert len(left) == len(seen)
     for sequence in held.sequences:
         mask = [False] * len(sequence.token_ids)
         for turn in sequence.turns:
             context = sequence.context + sequence.token_ids[: turn.begin]
-            _, found = left.pop((tuple(context), tuple(sequence.token_ids[turn.begin : turn.end])))
-            assert sequence.logprobs[turn.begin : turn.end] == found.logprobs
+            _, completion = left.pop((tuple(context), tuple(sequence.token_ids[turn.begin : turn.end])))
+            assert sequence.logprobs[turn.begin : turn.end] == completion.logprobs
             mask[turn.begin : turn.end] = [True] * (turn.end - turn.begin)
         assert sequence.loss_mask == mask
-        assert not any(value for value, own in zip(sequence.logprobs, mask, strict=True) if not own)
+        assert not any(value for value, is_sampled in zip(sequence.logprobs, mask, strict=True) if not is_sampled)
     assert not left
 
 
@@ -166,10 +166,10 @@ def test_a_conversation_is_one_sequence_of_what_the_engine_read_and_sampled(serv
         "x",
     ]
     messages = [{"role": "system", "content": "be good"}, user("1+2?")]
-    said = served.chat(messages, tools=[TOOL])
-    (call,) = said["tool_calls"]
-    assert said["content"] is None and json.loads(call["function"]["arguments"]) == {"a": 1, "b": 2}
-    messages += [said, {"role": "tool", "tool_call_id": call["id"], "content": "3"}]
+    message = served.chat(messages, tools=[TOOL])
+    (call,) = message["tool_calls"]
+    assert message["content"] is None and json.loads(call["function"]["arguments"]) == {"a": 1, "b": 2}
+    messages += [message, {"role": "tool", "tool_call_id": call["id"], "content": "3"}]
     messages += [served.chat(messages, tools=[TOOL]), user("sure?")]
     assert messages[-2]["content"] == "so 3"
     served.chat(messages, tools=[TOOL])
@@ -186,7 +186,7 @@ def test_a_conversation_is_one_sequence_of_what_the_engine_read_and_sampled(serv
 
 
 def changed(messages: list[dict], at: int, **keys: Any) -> list[dict]:
-    return [{**each, **keys} if place == at else each for place, each in enumerate(messages)]
+    return [{**message, **keys} if place == at else message for place, message in enumerate(messages)]
 
 
 @pytest.mark.parametrize(
@@ -217,11 +217,11 @@ def test_other_tools_begin_a_sequence(served):
 
 def test_calls_in_another_spelling_and_keys_without_a_value_repeat_the_conversation(served):
     served.engine.texts = ["<tool_call>" + json.dumps({"name": "add", "arguments": {"a": 1, "b": 2}}) + "</tool_call>"]
-    said = served.chat([user("a")], tools=[TOOL])
-    said["tool_calls"][0]["function"]["arguments"] = '{"b":2,   "a":1}'
-    said = {**said, "content": "", "function_call": None, "audio": None}
-    served.chat([{"role": "user", "content": [{"type": "text", "text": "a"}]}, said,
-                 {"role": "tool", "tool_call_id": said["tool_calls"][0]["id"], "content": "3"}], tools=[TOOL])  # fmt: skip
+    message = served.chat([user("a")], tools=[TOOL])
+    message["tool_calls"][0]["function"]["arguments"] = '{"b":2,   "a":1}'
+    message = {**message, "content": "", "function_call": None, "audio": None}
+    served.chat([{"role": "user", "content": [{"type": "text", "text": "a"}]}, message,
+                 {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "3"}], tools=[TOOL])  # fmt: skip
     held = served.recorded()
     assert len(held.sequences) == 1
     assert_exact(held, served.engine.seen)
@@ -229,8 +229,8 @@ def test_calls_in_another_spelling_and_keys_without_a_value_repeat_the_conversat
 
 def test_reasoning_that_a_client_dropped_stays_in_the_sequence(served):
     served.engine.texts = ["<think>\nlong\n</think>\n\nshort"]
-    said = served.chat([user("a")])
-    served.chat([user("a"), {**said, "content": "short"}, user("b")])
+    message = served.chat([user("a")])
+    served.chat([user("a"), {**message, "content": "short"}, user("b")])
     held = served.recorded()
     assert len(held.sequences) == 1
     assert_exact(held, served.engine.seen)
@@ -251,13 +251,13 @@ def test_a_branch_keeps_the_tokens_of_the_turns_that_it_repeats(served):
 
 def test_concurrent_agents_of_a_trajectory_get_a_sequence_each(served):
     served.engine.held = []
-    threads, said = [], {}
+    threads, talks = [], {}
 
     def agent(name: str) -> None:
         messages = [user("the same" if name < "c" else name)]
-        said[name] = [*messages, served.chat(messages)]
-        said[name] += [user(f"more {name}")]
-        said[name] += [served.chat(said[name])]
+        talks[name] = [*messages, served.chat(messages)]
+        talks[name] += [user(f"more {name}")]
+        talks[name] += [served.chat(talks[name])]
 
     for name in "abcd":
         threads.append(threading.Thread(target=agent, args=(name,)))
@@ -276,9 +276,9 @@ def test_concurrent_agents_of_a_trajectory_get_a_sequence_each(served):
 
 def test_a_turn_cut_at_its_limit_is_continued_with_an_end_that_carries_no_loss(served):
     served.engine.finish = "length"
-    said = served.chat([user("a")])
+    message = served.chat([user("a")])
     served.engine.finish = "stop"
-    served.chat([user("a"), said, user("b")])
+    served.chat([user("a"), message, user("b")])
     held = served.recorded()
     (sequence,) = held.sequences
     end = sequence.turns[0].end
@@ -350,8 +350,8 @@ def test_a_request_that_was_cut_off_while_it_ran_is_one_turn_with_its_repetition
     while turn.state != "unread":
         time.sleep(0.001)
     served.engine.release()
-    status, found = served.post(body, **({"x_stainless_retry_count": "2"} if says else {}))
-    assert status == 200 and found["choices"][0]["message"]["content"] == "answer 0"
+    status, answer = served.post(body, **({"x_stainless_retry_count": "2"} if says else {}))
+    assert status == 200 and answer["choices"][0]["message"]["content"] == "answer 0"
     held = served.recorded()
     assert held.turns == 1 and held.counts["endpoint/unread"] == 0
     assert_exact(held, served.engine.seen)
@@ -415,40 +415,40 @@ def test_a_streamed_answer_is_the_whole_one_in_pieces(served):
     }
     status, text = served.post(body)
     chunks = events(text)
-    request, found = served.engine.seen[0]
+    request, completion = served.engine.seen[0]
     deltas = [chunk["choices"][0]["delta"] for chunk in chunks if chunk["choices"]]
     assert status == 200 and deltas[0]["role"] == "assistant"
     assert "".join(delta.get("content") or "" for delta in deltas) == "so"
     (call,) = [call for delta in deltas for call in delta.get("tool_calls", ())]
     assert call["index"] == 0 and json.loads(call["function"]["arguments"]) == {"a": 1}
     assert chunks[-2]["choices"][0]["finish_reason"] == "tool_calls"
-    assert chunks[-1]["usage"]["completion_tokens"] == len(found.token_ids)
+    assert chunks[-1]["usage"]["completion_tokens"] == len(completion.token_ids)
     assert chunks[0]["prompt_token_ids"] == request.prompt_ids
     assert [
         token for chunk in chunks if chunk["choices"] for token in chunk["choices"][0].get("token_ids", ())
-    ] == found.token_ids
+    ] == completion.token_ids
     assert_exact(served.recorded(), served.engine.seen)
 
 
 def test_token_ids_and_logprobs_are_those_of_the_engine(served):
     _, answer = served.post({"messages": [user("a")], "return_token_ids": True, "logprobs": True})
-    ((request, found),) = served.engine.seen
+    ((request, completion),) = served.engine.seen
     (choice,) = answer["choices"]
-    assert (answer["prompt_token_ids"], choice["token_ids"]) == (request.prompt_ids, found.token_ids)
-    assert [each["logprob"] for each in choice["logprobs"]["content"]] == found.logprobs
-    assert answer["usage"] == {"prompt_tokens": len(request.prompt_ids), "completion_tokens": len(found.token_ids),
-                               "total_tokens": len(request.prompt_ids) + len(found.token_ids)}  # fmt: skip
+    assert (answer["prompt_token_ids"], choice["token_ids"]) == (request.prompt_ids, completion.token_ids)
+    assert [token["logprob"] for token in choice["logprobs"]["content"]] == completion.logprobs
+    assert answer["usage"] == {"prompt_tokens": len(request.prompt_ids), "completion_tokens": len(completion.token_ids),
+                               "total_tokens": len(request.prompt_ids) + len(completion.token_ids)}  # fmt: skip
 
 
 def test_tokens_in_and_tokens_out_extend_the_sequence_whose_tokens_they_repeat(served):
     first = [5, 6, 7]
     status, answer = served.post({"token_ids": first, "sampling_params": {"max_tokens": 9}}, TOKENS)
     (choice,) = answer["choices"]
-    assert status == 200 and [each["token_id"] for each in choice["logprobs"]["content"]] == choice["token_ids"]
+    assert status == 200 and [token["token_id"] for token in choice["logprobs"]["content"]] == choice["token_ids"]
     served.post({"token_ids": [*first, *choice["token_ids"], 8, 9], "sampling_params": {}}, TOKENS)
     served.post({"token_ids": [5, 5], "sampling_params": {}}, TOKENS)
     held = served.recorded()
-    assert [(len(each.turns), each.cause) for each in held.sequences] == [(2, None), (1, "content")]
+    assert [(len(sequence.turns), sequence.cause) for sequence in held.sequences] == [(2, None), (1, "content")]
     assert served.engine.seen[0][0].sampling.max_tokens == 9
     assert_exact(held, served.engine.seen)
 
@@ -498,8 +498,8 @@ def test_the_run_s_sampling_holds_and_others_are_counted(served):
     ],
 )  # fmt: skip
 def test_what_cannot_be_answered_is_refused_with_its_reason_and_is_no_turn(served, settings, words_):
-    status, found = served.post({"messages": [user("a")], **settings})
-    assert status == 400 and words_ in found["error"]["message"], found
+    status, answer = served.post({"messages": [user("a")], **settings})
+    assert status == 400 and words_ in answer["error"]["message"], answer
     assert served.recorded().turns == 0 and not served.engine.seen
 
 
@@ -507,8 +507,8 @@ def test_what_cannot_be_answered_is_refused_with_its_reason_and_is_no_turn(serve
     ("body", "words_"), [(b"{", "must be JSON"), (b"[1]", "JSON object"), (b'{"n": NaN}', "NaN"), (b"[" * 100_000, "must be JSON")]
 )  # fmt: skip
 def test_a_body_that_is_no_json_object_is_refused(served, body, words_):
-    status, found = served.post(body)
-    assert status == 400 and words_ in found["error"]["message"]
+    status, answer = served.post(body)
+    assert status == 400 and words_ in answer["error"]["message"]
 
 
 def test_a_wrong_key_is_refused_and_so_is_that_of_another_trajectory(served):
@@ -525,8 +525,8 @@ def test_a_wrong_key_is_refused_and_so_is_that_of_another_trajectory(served):
 def test_after_the_end_requests_get_409(served):
     served.chat([user("a")])
     served.recorded()
-    status, found = served.post({"messages": [user("a")]}, x_stainless_retry_count="1")
-    assert status == 409 and found["error"]["message"] == "the trajectory has ended"
+    status, answer = served.post({"messages": [user("a")]}, x_stainless_retry_count="1")
+    assert status == 409 and answer["error"]["message"] == "the trajectory has ended"
 
 
 def test_a_request_that_runs_at_the_end_gets_409(served):

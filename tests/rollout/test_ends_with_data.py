@@ -68,9 +68,9 @@ def test_a_source_gives_nothing_after_the_last_whole_round_of_prompts(end, calls
         def record_counts(self, counts): ...
 
     source = EngineRollouts(Generator(), prompts, Log(), Sampling(max_tokens=1), seed=0, group_size=1, prompts_per_call=8)
-    given = [source.next(step) for step in range(9)]
-    assert [len(groups) for groups in given if groups is not None] == [8] * calls
-    assert all(groups is None for groups in given[calls:]) and prompts.position == 8 * calls
+    rounds = [source.next(step) for step in range(9)]
+    assert [len(groups) for groups in rounds if groups is not None] == [8] * calls
+    assert all(groups is None for groups in rounds[calls:]) and prompts.position == 8 * calls
 
 
 def config(**trainer):

@@ -31,13 +31,13 @@ def failing_sample() -> Sample:
 
 def with_failures(groups: list[Group]) -> list[Group]:
     """The same groups, with a failed sample before, within or after the others of three, and a group of nothing else."""
-    found = []
+    changed = []
     for group in groups:
         samples = list(group.samples)
         if group.index < 3:
             samples.insert((0, 1, len(samples))[group.index], failing_sample())
-        found.append(replace(group, samples=samples))
-    return [*found, Group(groups[0].prompt, [failing_sample(), failing_sample()], index=len(groups))]
+        changed.append(replace(group, samples=samples))
+    return [*changed, Group(groups[0].prompt, [failing_sample(), failing_sample()], index=len(groups))]
 
 
 def group_of(*rewards: float, index: int = 0) -> Group:
@@ -50,8 +50,8 @@ def group_of(*rewards: float, index: int = 0) -> Group:
 
 
 def without_failures(groups: list[Group]) -> list[Group]:
-    kept = [replace(group, samples=[s for s in group.samples if not s.reward_failed]) for group in groups]
-    return [group for group in kept if group.samples]
+    known = [replace(group, samples=[s for s in group.samples if not s.reward_failed]) for group in groups]
+    return [group for group in known if group.samples]
 
 
 STEP = [
@@ -87,12 +87,12 @@ def learned(mesh, groups: list[Group], choices: dict):
     batch[Column.REF_LOGPROBS] = batch[Column.ROLLOUT_LOGPROBS] - 0.1
     objective.assign_advantages(batch, stats, mesh.ranks)
     (mini,) = MiniBatches(objective)(batch, stats)
-    found = objective.loss(batch[Column.ROLLOUT_LOGPROBS], torch.zeros(len(batch.token_ids_T)), mini.batch)
-    sums = {name: float(value) for name, value in (found.sums | found.maxima).items()}
+    output = objective.loss(batch[Column.ROLLOUT_LOGPROBS], torch.zeros(len(batch.token_ids_T)), mini.batch)
+    sums = {name: float(value) for name, value in (output.sums | output.maxima).items()}
     return (
         batch[Column.ADVANTAGES].tolist(),
         mini.batch[Column.LOSS_WEIGHTS].tolist(),
-        float(found.loss),
+        float(output.loss),
         sums,
         mini.batch.update_tokens,
     )
@@ -106,8 +106,8 @@ def every_objective(mesh):
 
 
 def test_every_objective_learns_as_if_the_failed_samples_were_not_there(cluster):
-    (found,) = cluster.run(every_objective, "megatron:d1")
-    for choices, with_failed, without in found:
+    (results,) = cluster.run(every_objective, "megatron:d1")
+    for choices, with_failed, without in results:
         assert with_failed == without, choices
         assert any(with_failed[0]) or choices.get("advantage") == "greedy_baseline", choices
 
@@ -122,13 +122,13 @@ def by_domain(mesh):
     objective = make_objective("grpo", advantage="reward", normalize="none", whiten=True, whiten_by="domain")
     plan = BatchPlan(max_response_tokens=5, domain_of={"a": "x", "b": "y", "c": "x"}.__getitem__)
 
-    def advantages(own):
-        stats = gather_stats(mesh.ranks.shard(own), mesh.ranks, plan)
-        batch = pack(mesh.ranks.shard(own), stats, mesh.ranks, plan)
+    def advantages(chosen_groups):
+        stats = gather_stats(mesh.ranks.shard(chosen_groups), mesh.ranks, plan)
+        batch = pack(mesh.ranks.shard(chosen_groups), stats, mesh.ranks, plan)
         objective.assign_advantages(batch, stats, mesh.ranks)
         rewards = [stats.rewards_N[n] for n in batch.sample_index_N for _ in range(int(stats.lengths_N[n]))]
-        found = zip(rewards, batch[Column.ADVANTAGES].tolist(), batch.loss_mask_T.tolist(), strict=True)
-        return sorted({(float(reward), round(value, 5)) for reward, value, learned in found if learned})
+        tokens = zip(rewards, batch[Column.ADVANTAGES].tolist(), batch.loss_mask_T.tolist(), strict=True)
+        return sorted({(float(reward), round(value, 5)) for reward, value, learned in tokens if learned})
 
     return advantages(groups), *(advantages([groups[n] for n in chosen]) for chosen in ((0, 2), (1, 3)))
 
@@ -137,17 +137,17 @@ def by_group(mesh):
     """(reward, length, advantage) of every response that this replica has, whitened over its prompt's tokens."""
     groups = [group_of(*rewards, index=n) for n, rewards in enumerate([(1.0, 0.0, 0.0), (30.0, 50.0, 90.0), (2.0, 2.0)])]
     lengths = iter([3, 1, 2, 4, 2, 1, 2, 3])
-    groups = [replace(each, samples=[of_length(sample, next(lengths)) for sample in each.samples]) for each in groups]
+    groups = [replace(group, samples=[of_length(sample, next(lengths)) for sample in group.samples]) for group in groups]
     objective = make_objective("grpo", advantage="reward", normalize="none", whiten=True, whiten_by="group")
     stats = gather_stats(mesh.ranks.shard(groups), mesh.ranks, BatchPlan(max_response_tokens=5))
     batch = pack(mesh.ranks.shard(groups), stats, mesh.ranks, BatchPlan(max_response_tokens=5))
     objective.assign_advantages(batch, stats, mesh.ranks)
-    found, place = [], 0
+    responses, place = [], 0
     for row, length in zip(batch.sample_index_N, batch.lengths_N, strict=True):
-        own = batch[Column.ADVANTAGES][place : place + length][batch.loss_mask_T[place : place + length]]
-        found += [(float(stats.rewards_N[row]), len(own), value) for value in own.tolist()]
+        advantages_T = batch[Column.ADVANTAGES][place : place + length][batch.loss_mask_T[place : place + length]]
+        responses += [(float(stats.rewards_N[row]), len(advantages_T), value) for value in advantages_T.tolist()]
         place += length
-    return found
+    return responses
 
 
 def of_length(sample: Sample, length: int) -> Sample:
@@ -157,23 +157,23 @@ def of_length(sample: Sample, length: int) -> Sample:
 @pytest.mark.parametrize("layout", ["d1", "d2"])
 def test_each_group_is_whitened_over_its_own_tokens(cluster, layout):
     """By hand: a prompt's tokens, each with its response's reward, less their mean over their deviation."""
-    found = {
+    advantages = {
         (reward, length): value for rank in cluster.run(by_group, f"megatron:{layout}") for reward, length, value in rank
     }
     for group in (((1.0, 3), (0.0, 1), (0.0, 2)), ((30.0, 4), (50.0, 2), (90.0, 1))):
         tokens = [reward for reward, length in group for _ in range(length)]
         for reward, length in group:
             expected = (reward - statistics.fmean(tokens)) / statistics.stdev(tokens)
-            assert found[reward, length] == pytest.approx(expected, rel=1e-5)
-    assert found[2.0, 2] == found[2.0, 3] == 0.0
+            assert advantages[reward, length] == pytest.approx(expected, rel=1e-5)
+    assert advantages[2.0, 2] == advantages[2.0, 3] == 0.0
 
 
 @pytest.mark.parametrize("layout", ["d1", "d2"])
 def test_domains_are_whitened_as_if_each_were_alone(cluster, layout):
-    found = cluster.run(by_domain, f"megatron:{layout}")
-    whole, first, second = ([row for rank in part for row in rank] for part in zip(*found, strict=True))
-    assert sorted(whole) == sorted(first + second) and len(whole) == 7
-    assert max(value for _, value in whole) < 3 and min(value for _, value in whole) < -0.5
+    replicas = cluster.run(by_domain, f"megatron:{layout}")
+    together, first, second = ([row for rank in part for row in rank] for part in zip(*replicas, strict=True))
+    assert sorted(together) == sorted(first + second) and len(together) == 7
+    assert max(value for _, value in together) < 3 and min(value for _, value in together) < -0.5
 
 
 def one_group(mesh, rewards: list[float]):
@@ -183,16 +183,16 @@ def one_group(mesh, rewards: list[float]):
 
 def test_a_failed_sample_is_in_no_baseline(cluster):
     """1, 0 and 1 have the mean 2/3; a zero in the place of the failure would make it 1/2. Samples have 1, 3 and 1 tokens."""
-    ((found,),) = [cluster.run(one_group, "megatron:d1", [1.0, FAILED, 0.0, 1.0])]
-    assert found == pytest.approx([1 / 3] + [-2 / 3] * 3 + [1 / 3])
+    ((advantages,),) = [cluster.run(one_group, "megatron:d1", [1.0, FAILED, 0.0, 1.0])]
+    assert advantages == pytest.approx([1 / 3] + [-2 / 3] * 3 + [1 / 3])
 
 
 @pytest.mark.parametrize("layout", ["d1", "d2t2"])
 def test_a_megatron_step_with_failed_rewards_equals_the_step_without_those_samples(cluster, models, layout):
     """Bit for bit: what is computed with is the same."""
     calls = [(gradients, models("qwen3"), 1, make) for make in (model_groups, failing_model_groups)]
-    expected, found = (cluster.run(*call[:1], f"megatron:{layout}", *call[1:])[0] for call in calls)
-    for (owners, loss, gradient), (other_owners, other_loss, other) in zip(expected, found, strict=True):
+    expected, without_failed = (cluster.run(*call[:1], f"megatron:{layout}", *call[1:])[0] for call in calls)
+    for (owners, loss, gradient), (other_owners, other_loss, other) in zip(expected, without_failed, strict=True):
         assert owners == other_owners and loss == other_loss
         assert gradient.norm() > 1e-2 and torch.equal(gradient, other)
 
@@ -207,14 +207,14 @@ def measured(mesh, groups: list[Group]):
 
 @pytest.mark.parametrize("layout", ["d1", "d2"])
 def test_means_of_a_step_are_those_of_the_samples_with_a_reward(cluster, layout):
-    for found in cluster.run(measured, f"megatron:{layout}", STEP):
+    for metrics in cluster.run(measured, f"megatron:{layout}", STEP):
         rewards = [1, 0, 1, 0.5, 0.25, 0.75, 0.5, 0, 0, 1, 0]
-        assert found["reward/mean"] == pytest.approx(sum(rewards) / 11)
-        assert (found["reward/min"], found["reward/failed"]) == (0.0, 9.0)
+        assert metrics["reward/mean"] == pytest.approx(sum(rewards) / 11)
+        assert (metrics["reward/min"], metrics["reward/failed"]) == (0.0, 9.0)
         # Right of those that are known, by group: 2 of 3, 0 of 1, 0 of 3, 1 of 4.
-        assert found["reward/mean@4"] == pytest.approx((2 / 3 + 0 + 0 + 1 / 4) / 4)
+        assert metrics["reward/mean@4"] == pytest.approx((2 / 3 + 0 + 0 + 1 / 4) / 4)
         # Only of the last group all four are known.
-        assert (found["reward/pass@4"], found["reward/solve_none"], found["reward/best"]) == (1.0, 0.0, 1.0)
+        assert (metrics["reward/pass@4"], metrics["reward/solve_none"], metrics["reward/best"]) == (1.0, 0.0, 1.0)
 
 
 def refused(mesh, groups: list[Group]) -> str:
@@ -230,10 +230,10 @@ def test_a_sample_without_a_finite_reward_that_did_not_fail_ends_the_step(cluste
     """So a source or scorer that forgot a sample is seen, and not taken for a reward of 0."""
     groups = [group_of(1.0, 0.5), group_of(1.0, 0.0, index=1)]
     groups[1].samples[1] = Sample([1], [0.0], "", "answered", 0, reward=reward)
-    for found in cluster.run(refused, "megatron:d2", groups):
-        assert "every sample of a step needs a finite reward" in found
-    for found in cluster.run(refused, "megatron:d2", STEP[3:4]):
-        assert "the rewards of all 4 samples of the step failed" in found
+    for message in cluster.run(refused, "megatron:d2", groups):
+        assert "every sample of a step needs a finite reward" in message
+    for message in cluster.run(refused, "megatron:d2", STEP[3:4]):
+        assert "the rewards of all 4 samples of the step failed" in message
 
 
 class Rounds:
@@ -258,8 +258,8 @@ def chosen_by_dynamic_sampling(mesh):
 
 
 def test_a_failure_makes_no_group_informative(cluster):
-    (found,) = cluster.run(chosen_by_dynamic_sampling, "megatron:d1")
-    assert found == [1.0, 0.0, 1.0]
+    (rewards,) = cluster.run(chosen_by_dynamic_sampling, "megatron:d1")
+    assert rewards == [1.0, 0.0, 1.0]
 
 
 def without_greedy_reward(mesh, tmp_path: Path):
@@ -300,6 +300,6 @@ def without_greedy_reward(mesh, tmp_path: Path):
 
 
 def test_a_group_whose_greedy_baseline_failed_is_left_out(cluster, tmp_path):
-    (found,) = cluster.run(without_greedy_reward, "megatron:d1", tmp_path)
-    assert found[0] == (0.5, [False, False])
-    assert found[1][1] == [True, True]
+    (groups,) = cluster.run(without_greedy_reward, "megatron:d1", tmp_path)
+    assert groups[0] == (0.5, [False, False])
+    assert groups[1][1] == [True, True]

@@ -8,6 +8,7 @@ import math
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import save_file
 
 from fivefold.rollout import group_files
@@ -54,6 +55,24 @@ def test_a_file_of_another_version_is_named_instead_of_read_with_fields_missing(
         read_groups(tmp_path / "old.safetensors")
 
 
+def test_groups_from_before_environments_are_read_with_their_ends(tmp_path):
+    """A run that was saved then resumes with the groups that waited, and does not sample them again."""
+    samples = [Sample([4, 5], [-1.0, -2.0], "a", "answered", 3, reward=0.5), Sample([1], [-3.0], "b", "length", 3)]
+    path = tmp_path / "groups.safetensors"
+    write_groups(path, {7: samples}, {7})
+    with safe_open(path, framework="pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    described = json.loads(tensors["fields.json"].numpy().tobytes())
+    columns = described["others"]
+    described["others"] = {name: columns[name] for name in ("text", "policy_version", "reward", "reward_parts", "correct")}
+    described["others"] |= {name: columns[name] for name in ("token_versions", "routes_TLK", "loss_mask")}
+    described["others"] |= {"reward_failed": [False, False], "reward_timed_out": [False, False], "finished": [True, False]}
+    del described["parts"]
+    tensors["fields.json"] = torch.frombuffer(bytearray(json.dumps(described).encode()), dtype=torch.uint8)
+    save_file(tensors, path)
+    assert repr(read_groups(path)) == repr(({7: samples}, {7}, []))
+
+
 def test_groups_come_back_as_they_were(tmp_path):
     groups = {
         7: [
@@ -63,8 +82,8 @@ def test_groups_come_back_as_they_were(tmp_path):
         2**40: [Sample([1] * 5, [-0.5] * 5, "x", "length", 0, reward=-math.pi, correct=True)],
     }  # fmt: skip
     write_groups(tmp_path / "groups.safetensors", groups, {7})
-    found, scored, _ = read_groups(tmp_path / "groups.safetensors")
-    assert scored == {7} and repr(found) == repr(groups)
+    read, scored, _ = read_groups(tmp_path / "groups.safetensors")
+    assert scored == {7} and repr(read) == repr(groups)
     write_groups(tmp_path / "none.safetensors", {}, ())
     assert read_groups(tmp_path / "none.safetensors") == ({}, set(), [])
 

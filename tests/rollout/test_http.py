@@ -14,6 +14,7 @@ from http.client import HTTPConnection
 
 import pytest
 
+from fivefold.rollout import http
 from fivefold.rollout.http import LARGEST_BODY, HttpError, HttpServer
 
 
@@ -67,17 +68,20 @@ class Served:
         with socket.create_connection(("127.0.0.1", self.port), 10) as connection:
             for part in parts:
                 connection.sendall(part)
-            found = b""
+            received = b""
             while data := connection.recv(1 << 16):
-                found += data
-        return found
+                received += data
+        return received
 
 
 @pytest.fixture(scope="module")
 def served():
-    made = Served()
-    yield made
-    made.close()
+    server = Served()
+    with pytest.MonkeyPatch.context() as patch:
+        # Clients of these tests read until the server closes, which gives them this time to close first.
+        patch.setattr(http, "_LINGER_SECONDS", 0.1)
+        yield server
+    server.close()
 
 
 HOST = b"Host: a\r\n"
@@ -87,8 +91,8 @@ def test_requests_follow_each_other_on_one_connection(served):
     connection = HTTPConnection("127.0.0.1", served.port, 10)
     for number in range(3):
         connection.request("POST", f"/{number}", b"a" * number, {"X": f"value {number}"})
-        found = json.loads(connection.getresponse().read())
-        assert found == {
+        answer = json.loads(connection.getresponse().read())
+        assert answer == {
             "method": "POST",
             "path": f"/{number}",
             "length": number,
@@ -100,17 +104,17 @@ def test_requests_follow_each_other_on_one_connection(served):
 def test_a_request_in_pieces_and_two_in_one_piece_are_read_exactly(served):
     text = b"POST /a HTTP/1.1\r\n" + HOST + b"Content-Length: 3\r\n\r\nabc"
     last = b"GET /b HTTP/1.1\r\n" + HOST + b"Connection: close\r\n\r\n"
-    found = served.raw(*[bytes([byte]) for byte in text], last)
-    assert found.count(b"HTTP/1.1 200 OK") == 2 and b'"path": "/a", "length": 3, "text": "abc"' in found
+    received = served.raw(*[bytes([byte]) for byte in text], last)
+    assert received.count(b"HTTP/1.1 200 OK") == 2 and b'"path": "/a", "length": 3, "text": "abc"' in received
     assert b'"path": "/b"' in served.raw(text + last)
 
 
 def test_a_body_in_chunks_is_joined(served):
-    found = served.raw(
+    received = served.raw(
         b"POST /a HTTP/1.1\r\n" + HOST + b"Transfer-Encoding: chunked\r\nConnection: close\r\n\r\n",
         b"3\r\nabc\r\nA;name=x\r\n0123456789\r\n0\r\nTrailer: y\r\n\r\n",
     )
-    assert b'"length": 13, "text": "abc0123456789"' in found
+    assert b'"length": 13, "text": "abc0123456789"' in received
 
 
 def test_a_client_that_waits_for_continue_gets_it(served):
@@ -170,9 +174,9 @@ def test_a_client_of_http_1_0_gets_no_chunks(served):
     ],
 )  # fmt: skip
 def test_what_is_not_a_request_is_refused_with_its_status(served, request_, status):
-    found = served.raw(request_)
-    assert found.startswith(b"HTTP/1.1 %d " % status), found
-    assert "message" in json.loads(found.partition(b"\r\n\r\n")[2])["error"]
+    received = served.raw(request_)
+    assert received.startswith(b"HTTP/1.1 %d " % status), received
+    assert "message" in json.loads(received.partition(b"\r\n\r\n")[2])["error"]
 
 
 def test_a_refused_key_costs_no_memory_and_the_connection_stays(served):

@@ -22,11 +22,11 @@ def asked(steps, armed=(), restarts=None):
     """The steps whose requests ask for log-probs; `armed`: steps with an armed gate; `restarts`: step -> restarts by then."""
     step = 0
     rule = LogprobSteps(lambda: step in armed, lambda: (restarts or {}).get(step, 0))
-    found = []
+    steps_with_logprobs = []
     for step in steps:
         if rule.of(SAMPLING, step).logprobs:
-            found.append(step)
-    return found
+            steps_with_logprobs.append(step)
+    return steps_with_logprobs
 
 
 def test_every_tenth_step_has_log_probs_and_the_first_after_a_start():

@@ -44,9 +44,9 @@ def packed(mesh, sizes: list[int], versions: bool):
     """Each rank holds some groups, in any order; what arrives."""
     draw = random.Random(3)
     holder = [draw.randrange(mesh.layout.world_size) for _ in sizes]
-    own = [group for group in make_groups(sizes, versions) if holder[group.index] == mesh.ranks.rank]
-    stats = gather_stats(own[::-1], mesh.ranks, PLAN)
-    return mesh.ranks.coords.dp, stats, pack(own[::-1], stats, mesh.ranks, PLAN)
+    groups = [group for group in make_groups(sizes, versions) if holder[group.index] == mesh.ranks.rank]
+    stats = gather_stats(groups[::-1], mesh.ranks, PLAN)
+    return mesh.ranks.coords.dp, stats, pack(groups[::-1], stats, mesh.ranks, PLAN)
 
 
 @pytest.mark.parametrize("layout", ["d1", "d2", "d4", "t2", "p2", "d2t2", "d2p2"])
@@ -70,8 +70,8 @@ def test_every_token_arrives_at_its_owner_and_at_all_ranks_of_it(cluster, layout
         logprobs = torch.tensor([value for row in rows for value in samples[row][1].logprobs], dtype=torch.float32)
         assert torch.equal(batch[Column.ROLLOUT_LOGPROBS][batch.loss_mask_T], logprobs), "bit for bit"
         if versions:
-            found = [version for row in rows for version in samples[row][1].token_versions]
-            assert batch[Column.VERSION][batch.loss_mask_T].tolist() == found
+            expected_versions = [version for row in rows for version in samples[row][1].token_versions]
+            assert batch[Column.VERSION][batch.loss_mask_T].tolist() == expected_versions
         else:
             assert Column.VERSION not in batch
         seen |= set(rows)
@@ -87,24 +87,24 @@ def twice(mesh):
 
 
 def test_a_sample_that_two_ranks_return_is_refused(cluster):
-    for found in cluster.run(twice, "megatron:t2"):
-        assert "two ranks returned the same sample of a step" in found
+    for message in cluster.run(twice, "megatron:t2"):
+        assert "two ranks returned the same sample of a step" in message
 
 
 def too_few(mesh):
-    found = []
+    messages = []
     for groups, plan in ((make_groups([2]), PLAN), ([], PLAN)):
         try:
             gather_stats(groups if mesh.ranks.is_main else [], mesh.ranks, plan)
         except RuntimeError as error:
-            found.append(str(error))
-    return found
+            messages.append(str(error))
+    return messages
 
 
 def test_a_step_without_enough_groups_is_refused_on_every_rank(cluster):
-    for found in cluster.run(too_few, "megatron:d2"):
-        assert "2 optimizer steps needs as many groups: its rollout source returned 1" in found[0]
-        assert "the step has no samples" in found[1]
+    for messages in cluster.run(too_few, "megatron:d2"):
+        assert "2 optimizer steps needs as many groups: its rollout source returned 1" in messages[0]
+        assert "the step has no samples" in messages[1]
 
 
 def metrics_of(mesh, sizes: list[int]):
@@ -120,16 +120,16 @@ def metrics_of(mesh, sizes: list[int]):
 
 @pytest.mark.parametrize("layout", ["d1", "d2t2"])
 def test_metrics_of_unequal_groups_are_means_over_groups(cluster, layout):
-    for found in cluster.run(metrics_of, f"megatron:{layout}", [4, 3, 4, 1]):
-        assert found["reward/mean"] == pytest.approx(3 / 12)
-        assert found["reward/mean@4"] == pytest.approx((1 / 4 + 0 + 1 / 4 + 1) / 4)
-        assert found["reward/pass@4"] == pytest.approx(3 / 4)
-        assert found["reward/solve_all"] == pytest.approx(1 / 4)
-        assert found["reward/solve_none"] == pytest.approx(1 / 4)
-        assert found["reward/frac_reward_zero_std"] == pytest.approx(2 / 4)
-        assert found["reward/mine"] == pytest.approx(3 / 12)
-        assert found["reward/other"] == pytest.approx(2.0)
-        assert found["rollout/staleness_mean"] == found["rollout/staleness_max"] == 2
+    for metrics in cluster.run(metrics_of, f"megatron:{layout}", [4, 3, 4, 1]):
+        assert metrics["reward/mean"] == pytest.approx(3 / 12)
+        assert metrics["reward/mean@4"] == pytest.approx((1 / 4 + 0 + 1 / 4 + 1) / 4)
+        assert metrics["reward/pass@4"] == pytest.approx(3 / 4)
+        assert metrics["reward/solve_all"] == pytest.approx(1 / 4)
+        assert metrics["reward/solve_none"] == pytest.approx(1 / 4)
+        assert metrics["reward/frac_reward_zero_std"] == pytest.approx(2 / 4)
+        assert metrics["reward/mine"] == pytest.approx(3 / 12)
+        assert metrics["reward/other"] == pytest.approx(2.0)
+        assert metrics["rollout/staleness_mean"] == metrics["rollout/staleness_max"] == 2
 
 
 def test_packing_lays_prompt_before_response_and_masks_the_prompt():

@@ -38,13 +38,17 @@ class Spelling:
 
     def generate(self, requests):
         for request in requests:
-            said = self.tokenizer.decode(request.prompt_ids).count("[assistant]") - 1
-            tokens = [token for letter in SCRIPT[said] for token in self.tokenizer.encode(letter, add_special_tokens=False)]
+            turns_before = self.tokenizer.decode(request.prompt_ids).count("[assistant]") - 1
+            tokens = [
+                token for letter in SCRIPT[turns_before] for token in self.tokenizer.encode(letter, add_special_tokens=False)
+            ]
             tokens.append(self.tokenizer.eos_token_id)
             is_cut = len(tokens) > request.sampling.max_tokens
             tokens = tokens[: request.sampling.max_tokens]
             self.seen.append((request.prompt_ids, tokens))
-            yield Completion(request.id, tokens, [-0.5 - said] * len(tokens), "length" if is_cut else "stop", self.version)
+            yield Completion(
+                request.id, tokens, [-0.5 - turns_before] * len(tokens), "length" if is_cut else "stop", self.version
+            )
 
     def stream(self):
         from fivefold.engines.turns import Turns
@@ -59,7 +63,7 @@ class Length:
 
     def submit(self, prompt, *sequences):
         for one in sequences:
-            one.reward = float(len({turn.number for each in sequences for turn in each.turns}))
+            one.reward = float(len({turn.number for sequence in sequences for turn in sequence.turns}))
         return scored()
 
     def wait(self, scoring):
@@ -122,9 +126,9 @@ def test_dropped_thinking_begins_a_sequence_and_each_turn_is_trained_once(cluste
         for turn in one.turns:
             assert seen[turn.number] == (context + one.token_ids[: turn.begin], one.token_ids[turn.begin : turn.end])
             assert one.logprobs[turn.begin : turn.end] == [-0.5 - turn.number] * (turn.end - turn.begin)
-        own = sum(turn.end - turn.begin for turn in one.turns)
-        assert (one.loss_mask or [True] * len(one.token_ids)).count(True) == own
-        trained += own
+        sampled_tokens = sum(turn.end - turn.begin for turn in one.turns)
+        assert (one.loss_mask or [True] * len(one.token_ids)).count(True) == sampled_tokens
+        trained += sampled_tokens
     assert trained == sum(len(tokens) for _, tokens in seen) and len(seen) == 4
     assert metrics["trajectory/sequences"] == 3 and metrics["trajectory/breaks_template"] == 2
     assert len({(one.reward, one.trajectory, one.end) for one in samples}) == 1 and samples[0].end == "answered"

@@ -132,8 +132,8 @@ def dynamic_metrics(mesh, run_dir: Path):
 @pytest.mark.parametrize("layout", ["d1", "d2", "t2"])
 def test_dynamic_sampling_reports_what_was_sampled_and_what_it_trains_on(cluster, tmp_path, layout):
     """Two calls of eight groups: 64 samples, 4 of them right; the step trains on the 4 groups that have one."""
-    found = cluster.run(dynamic_metrics, f"megatron:{layout}", tmp_path)
-    for metrics, _ in found:
+    results = cluster.run(dynamic_metrics, f"megatron:{layout}", tmp_path)
+    for metrics, _ in results:
         expected = {"reward/mean": 4 / 64, "reward/pass@4": 4 / 16, "reward/mean@4": 4 / 64, "reward/solve_none": 12 / 16,
                     "reward/frac_reward_zero_std": 12 / 16, "reward/best": 4 / 16, "reward/gsm8k": 4 / 64,
                     "response/length_mean": (60 * 4 + 4 * 2) / 64}  # fmt: skip
@@ -143,7 +143,7 @@ def test_dynamic_sampling_reports_what_was_sampled_and_what_it_trains_on(cluster
         assert {name: metrics[name] for name in expected} == pytest.approx(expected)
         assert {name: metrics[f"filtered/{name}"] for name in trained} == pytest.approx(trained)
         assert undocumented(metrics) == []
-    replicas = found if layout == "d2" else found[:1]
+    replicas = results if layout == "d2" else results[:1]
     tokens = [token for _, replica in replicas for token in replica]
     assert len(tokens) == 16 + 12 * 4 + 4 * 2, "only the samples of those groups are packed, each behind its prompt"
 
@@ -198,8 +198,8 @@ def test_one_round_keeps_first_what_is_wanted_and_fills_up_with_others(cluster, 
     assert [index for index, *_ in groups] == list(range(8))
     assert [is_used for _, is_used, _ in groups] == [True] * 3 + [False] * 5
     # What is wanted stands before what is not.
-    found = [is_wanted for *_, is_wanted in groups]
-    assert found == sorted(found, reverse=True) and 0 < sum(found) < 8
+    wanted = [is_wanted for *_, is_wanted in groups]
+    assert wanted == sorted(wanted, reverse=True) and 0 < sum(wanted) < 8
 
 
 def twice(mesh, run_dir: Path):
@@ -208,11 +208,11 @@ def twice(mesh, run_dir: Path):
     run.engine.update_weights(ToyModel().weights(), 0)
     first, second = toy_prompts()[:2]
     generator = Generator(run.engine, ToyTokenizer(), run.rewards, run.logger)
-    found = []
+    tokens = []
     for prompts in ([first, second], [first, second, first]):
         groups = generator.sample(prompts, 8, Sampling(max_tokens=5), (3, 0))
-        found.append([[sample.token_ids for sample in group.samples] for group in groups])
-    return found
+        tokens.append([[sample.token_ids for sample in group.samples] for group in groups])
+    return tokens
 
 
 def test_a_prompt_that_comes_twice_in_a_round_draws_other_responses_the_second_time(cluster, tmp_path):
@@ -240,21 +240,21 @@ def unequal_runs(mesh, run_dir: Path):
     """The mean reward of each step, for every method that samples."""
     from fivefold.trainer.train import train
 
-    found = {}
+    rewards_by_method = {}
     for name in sorted(name for name, method in methods.METHODS.items() if not method.offline):
         run = toy_parts(mesh, run_dir / name, name, CHOICES.get(name, methods.Choices()), ToyModel(), 40)
         run.trainer.rollouts = Unequal(run.rollouts)
         train(replace(run, rollouts=run.trainer.rollouts))
         lines = (run_dir / name / "metrics.jsonl").read_text().splitlines()
-        found[name] = [json.loads(line)["reward/mean"] for line in lines]
-    return found
+        rewards_by_method[name] = [json.loads(line)["reward/mean"] for line in lines]
+    return rewards_by_method
 
 
 @pytest.mark.slow
 def test_unequal_groups_train_with_every_objective(cluster, tmp_path):
-    (found,) = cluster.run(unequal_runs, "megatron:d1", tmp_path)
-    assert len(found) == 28
-    for name, rewards in found.items():
+    (rewards_by_method,) = cluster.run(unequal_runs, "megatron:d1", tmp_path)
+    assert len(rewards_by_method) == 28
+    for name, rewards in rewards_by_method.items():
         assert rewards[0] < 0.3 and sum(rewards[-5:]) / 5 > 0.5, (name, rewards)
 
 
@@ -298,7 +298,7 @@ def gradients(mesh, directory: Path, dealings: int, step_groups: Callable[[], li
     stream = WeightStream(
         lambda: {name: tensor.main_grad for name, tensor in named_weights(model._chunks).items()}, model.spec, mesh, 64
     )
-    found = []
+    outcomes = []
     for number in range(dealings):
         weight = torch.rand(13, generator=torch.Generator().manual_seed(number)).double()
         plan = BatchPlan(2, max_response_tokens=20, work=(lambda n: n.double()) if number == 0 else (lambda n, w=weight: w))
@@ -316,8 +316,8 @@ def gradients(mesh, directory: Path, dealings: int, step_groups: Callable[[], li
                 done = step.forward_backward(model._models, model._finalize, mini.batch, objective.loss, model._batching, [])
             row = torch.cat([tensor.flatten() for _, tensor in sorted(stream())]).clone()
             loss, _ = step.loss_and_metrics(done, mesh)
-            found.append((stats.owner_N.tolist(), loss, row if mesh.ranks.is_main else None))
-    return found
+            outcomes.append((stats.owner_N.tolist(), loss, row if mesh.ranks.is_main else None))
+    return outcomes
 
 
 @pytest.fixture(scope="module")
@@ -328,11 +328,11 @@ def one_rank(cluster, models):
 @pytest.mark.parametrize("layout", ["d2", "d4", "t2", "c2", "p2"])
 def test_samples_that_changed_owners_give_the_same_gradient(cluster, models, one_rank, layout):
     """Relative to the gradient's norm: sums in another order differ by float32's rounding and no more."""
-    found = cluster.run(gradients, f"megatron:{layout}", models("qwen3"), 3)[0]
-    owners = [owner for owner, *_ in found[::2]]
+    outcomes = cluster.run(gradients, f"megatron:{layout}", models("qwen3"), 3)[0]
+    owners = [owner for owner, *_ in outcomes[::2]]
     if layout.startswith("d"):
         assert owners[0] != owners[1] != owners[2]
-    for number, (_, loss, gradient) in enumerate(found):
+    for number, (_, loss, gradient) in enumerate(outcomes):
         _, expected_loss, expected = one_rank[number % 2]
         assert loss == pytest.approx(expected_loss, abs=1e-6)
         assert expected.norm() > 1e-2

@@ -88,9 +88,9 @@ def make_groups(is_merged: bool, is_plain: bool = False) -> list[Group]:
 
 def batch_of(mesh, groups: list[Group], objective):
     plan = BatchPlan(max_response_tokens=LONGEST, skipped=objective.skipped)
-    own = mesh.ranks.shard(groups)
-    stats = gather_stats(own, mesh.ranks, plan)
-    batch = pack(own, stats, mesh.ranks, plan)
+    groups_of_rank = mesh.ranks.shard(groups)
+    stats = gather_stats(groups_of_rank, mesh.ranks, plan)
+    batch = pack(groups_of_rank, stats, mesh.ranks, plan)
     batch[Column.OLD_LOGPROBS] = (batch[Column.ROLLOUT_LOGPROBS] * 1.1 - 0.2) * batch.loss_mask_T
     objective.assign_advantages(batch, stats, mesh.ranks)
     (mini,) = MiniBatches(objective)(batch, stats)
@@ -106,7 +106,7 @@ def gradients(mesh, directory: Path, groups: list[Group], methods: dict) -> dict
 
     policy = replace(POLICY, megatron=MegatronConfig(ddp={"use_distributed_optimizer": False}))
     model = MegatronModel(directory, policy, mesh, total_updates=1)
-    found = {}
+    gradients_by_method = {}
     for name, choices in methods.items():
         objective = make_objective(name, surrogate=ratio_times_advantage, **choices)
         _, batch = batch_of(mesh, groups, objective)
@@ -118,8 +118,8 @@ def gradients(mesh, directory: Path, groups: list[Group], methods: dict) -> dict
         stream = WeightStream(
             lambda: {key: tensor.main_grad for key, tensor in named_weights(model._chunks).items()}, model.spec, mesh, 64
         )
-        found[name] = {key: tensor.clone() for key, tensor in stream()}
-    return found
+        gradients_by_method[name] = {key: tensor.clone() for key, tensor in stream()}
+    return gradients_by_method
 
 
 @pytest.mark.parametrize("layout", ["d1", "d2", "t2", "p2", "c2"])
@@ -148,12 +148,12 @@ def one_turn(groups: list[Group]) -> list[Group]:
 
 
 def numbers_of(mesh, groups: list[Group]):
-    found = []
+    numbers = []
     for name, choices in METHODS.items():
         stats, batch = batch_of(mesh, groups, make_objective(name, surrogate=ratio_times_advantage, **choices))
         rows = {item.name: getattr(stats, item.name) for item in fields(stats) if item.name not in ("scoring", "turns")}
-        found.append((rows, batch.tensors(), rollout_metrics(stats, 5)))
-    return found
+        numbers.append((rows, batch.tensors(), rollout_metrics(stats, 5)))
+    return numbers
 
 
 def test_one_turn_gives_the_rows_batch_and_metrics_of_a_plain_response(cluster):
@@ -171,9 +171,11 @@ def test_one_turn_gives_the_rows_batch_and_metrics_of_a_plain_response(cluster):
 def test_one_turn_has_the_gradient_of_a_plain_response_bit_for_bit(cluster, models):
     plain = {name: choices for name, choices in METHODS.items() if name in ("grpo", "dapo", "reinforce_plus_plus")}
     (expected,) = cluster.run(gradients, "megatron:d1", models("qwen3"), make_groups(True, is_plain=True), plain)
-    (found,) = cluster.run(gradients, "megatron:d1", models("qwen3"), one_turn(make_groups(True, is_plain=True)), plain)
+    (gradients_by_method,) = cluster.run(
+        gradients, "megatron:d1", models("qwen3"), one_turn(make_groups(True, is_plain=True)), plain
+    )
     for name, by_key in expected.items():
-        assert all(torch.equal(gradient, found[name][key]) for key, gradient in by_key.items()), name
+        assert all(torch.equal(gradient, gradients_by_method[name][key]) for key, gradient in by_key.items()), name
 
 
 # --- oracles ----------------------------------------------------------------------------------------------------------
@@ -185,19 +187,19 @@ def trajectory(number: int, reward: float, turns: list[tuple[int, float, str | N
     """The sequences of a trajectory from (tokens, reward, state) of each turn, with observations between the turns."""
     tokens: list[int] = []
     mask: list[bool] = []
-    found, parts = [], []
-    for place, (count, own, state) in enumerate(turns):
+    turns_of_row, parts = [], []
+    for place, (count, earned, state) in enumerate(turns):
         if place:
             tokens, mask = tokens + [9] * observed, mask + [False] * observed
         begin = len(tokens)
         part = Sample([5] * count, [-0.5] * count, "", "answered", 0, reward=reward, trajectory=number)
-        part.prompt_ids, part.turns = PROMPT + tokens, (Turn(place, 0, count, own, state),)
+        part.prompt_ids, part.turns = PROMPT + tokens, (Turn(place, 0, count, earned, state),)
         parts.append(part)
         tokens, mask = tokens + [5] * count, mask + [True] * count
-        found.append(Turn(place, begin, begin + count, own, state))
-    whole = Sample(tokens, [-0.5] * len(tokens), "", "answered", 0, loss_mask=mask, reward=reward, trajectory=number)
-    whole.turns = tuple(found)
-    return [whole] if is_merged else parts
+        turns_of_row.append(Turn(place, begin, begin + count, earned, state))
+    merged = Sample(tokens, [-0.5] * len(tokens), "", "answered", 0, loss_mask=mask, reward=reward, trajectory=number)
+    merged.turns = tuple(turns_of_row)
+    return [merged] if is_merged else parts
 
 
 def assigned(mesh, group: list[Sample], name: str, choices: dict, values: list[float] | None = None):
@@ -225,10 +227,10 @@ def turn_losses(mesh, is_merged: bool, choices: dict):
         batch[name] for name in (Column.OLD_LOGPROBS, Column.ROLLOUT_LOGPROBS, Column.ADVANTAGES, Column.LOSS_WEIGHTS)
     ]
     mask_T = batch.loss_mask_T
-    found = [logprobs_T.detach(), *columns, batch[Column.TURN], logprobs_T.grad]
+    values = [logprobs_T.detach(), *columns, batch[Column.TURN], logprobs_T.grad]
     return (
         float(loss),
-        [value[mask_T].tolist() for value in found],
+        [value[mask_T].tolist() for value in values],
         batch.expand_to_tokens(torch.arange(len(batch.lengths_N)))[mask_T].tolist(),
     )
 
@@ -254,7 +256,7 @@ def test_ratios_and_corrections_of_turns_are_those_of_their_definition(cluster, 
         differences = [now - old for now, old, *_ in rows]
         ratios = [math.exp(sum(differences) / len(rows))] * len(rows)
         if "importance_sampling_level" not in choices:
-            ratios = [math.exp(each) for each in differences]
+            ratios = [math.exp(difference) for difference in differences]
         weight = 1.0
         if correction is not None:
             weight = math.exp(sum(old - engine for _, old, engine, *_ in rows))
@@ -271,10 +273,10 @@ def test_ratios_and_corrections_of_turns_are_those_of_their_definition(cluster, 
             -weight * share * ratio * advantage * (ratio * advantage <= min(max(ratio, 0.8), 1.2) * advantage)
             for ratio, (_, _, _, advantage, share, _, _) in zip(ratios, rows, strict=True)
         ]
-        own = [sum(moves) / len(rows)] * len(rows) if shared else moves
-        gradients += [(row[6], each) for row, each in zip(rows, own, strict=True)]
+        gradients_of_turn = [sum(moves) / len(rows)] * len(rows) if shared else moves
+        gradients += [(row[6], gradient) for row, gradient in zip(rows, gradients_of_turn, strict=True)]
     assert loss == pytest.approx(total, rel=1e-5)
-    assert all(found == pytest.approx(each, rel=1e-4, abs=1e-7) for found, each in gradients)
+    assert all(gradient == pytest.approx(expected, rel=1e-4, abs=1e-7) for gradient, expected in gradients)
     assert len(by_turn) == 11 and (clipped > 0) == (correction is not None)
 
 
@@ -284,11 +286,11 @@ CREDITED = [(1.0, [(2, 0.25, None), (1, 0.5, None)]), (0.0, [(1, -0.5, None), (2
 @pytest.mark.parametrize("is_merged", [True, False])
 def test_a_turn_gets_its_own_return_and_the_last_one_the_rest_of_the_reward(cluster, is_merged):
     """Against the mean 0.5 the advantages are ±0.5: rewards 0.25 and 0.5 - 0.25 of one, -0.5 and -0.5 + 0.5 of the other."""
-    group = [one for number, given in enumerate(CREDITED) for one in trajectory(number, *given, is_merged)]
-    ((found, _),) = cluster.run(assigned, "megatron:d1", group, "dr_grpo", {"credit": "turns", "gamma": 0.5})
-    assert found == pytest.approx([0.25 + 0.5 * 0.25] * 2 + [0.25] + [-0.5] + [0.0] * 2)
-    ((found, _),) = cluster.run(assigned, "megatron:d1", group, "dr_grpo", {"credit": "turns", "reward_scale": 2.0})
-    assert found == pytest.approx([1.0] * 2 + [0.5] + [-1.0] + [0.0] * 2), "with γ = 1 the first turn has the advantage"
+    group = [one for number, credited in enumerate(CREDITED) for one in trajectory(number, *credited, is_merged)]
+    ((advantages, _),) = cluster.run(assigned, "megatron:d1", group, "dr_grpo", {"credit": "turns", "gamma": 0.5})
+    assert advantages == pytest.approx([0.25 + 0.5 * 0.25] * 2 + [0.25] + [-0.5] + [0.0] * 2)
+    ((advantages, _),) = cluster.run(assigned, "megatron:d1", group, "dr_grpo", {"credit": "turns", "reward_scale": 2.0})
+    assert advantages == pytest.approx([1.0] * 2 + [0.5] + [-1.0] + [0.0] * 2), "with γ = 1 the first turn has the advantage"
 
 
 def test_turns_of_concurrent_sequences_are_credited_in_the_order_of_their_numbers(cluster):
@@ -296,31 +298,35 @@ def test_turns_of_concurrent_sequences_are_credited_in_the_order_of_their_number
     first.turns = (Turn(0, 0, 1, 0.0), Turn(2, 2, 3, 0.0))
     second = Sample([5], [-0.5], "", "done", 0, reward=1.0, trajectory=0, turns=(Turn(1, 0, 1, 0.5),))
     choices = {"advantage": "reward", "credit": "turns", "gamma": 0.5, "kl": {"coef": 0.0}}
-    ((found, _),) = cluster.run(assigned, "megatron:d1", [first, second], "topr", choices)
+    ((advantages, _),) = cluster.run(assigned, "megatron:d1", [first, second], "topr", choices)
     # In time 0, 0.5 and the rest, 0.5; the batch has the turns 0, 2 and 1.
-    assert found == pytest.approx([0.5 * 0.5 + 0.25 * 0.5, 0.5, 0.5 + 0.5 * 0.5])
+    assert advantages == pytest.approx([0.5 * 0.5 + 0.25 * 0.5, 0.5, 0.5 + 0.5 * 0.5])
 
 
 @pytest.mark.parametrize("is_merged", [True, False])
 def test_gae_skips_observations_and_has_the_rewards_of_turns(cluster, is_merged):
     """δ by hand; before the second turn stands the value at the last token of the observation."""
     # Prompt, turn, observation and turn of each trajectory. The second sequence of an unmerged one has all of them.
-    whole = [[0.3, 0.1, -0.2, 0.4, 7.0, 0.6, 0.9], [0.0, 0.2, 0.5, 8.0, -0.4, 0.7, 0.8]]
-    values = [value for own, first in zip(whole, (4, 3), strict=True) for value in ([] if is_merged else own[:first]) + own]
-    group = [one for number, given in enumerate(CREDITED) for one in trajectory(number, *given, is_merged)]
+    values_of_both = [[0.3, 0.1, -0.2, 0.4, 7.0, 0.6, 0.9], [0.0, 0.2, 0.5, 8.0, -0.4, 0.7, 0.8]]
+    values = [
+        value
+        for values_of_one, first in zip(values_of_both, (4, 3), strict=True)
+        for value in ([] if is_merged else values_of_one[:first]) + values_of_one
+    ]
+    group = [one for number, credited in enumerate(CREDITED) for one in trajectory(number, *credited, is_merged)]
     gamma, lam = 0.9, 0.8
     choices = {"gamma": gamma, "lam": lam, "whiten": False}
-    ((found, returns),) = cluster.run(assigned, "megatron:d1", group, "ppo", choices, values)
+    ((advantages, returns),) = cluster.run(assigned, "megatron:d1", group, "ppo", choices, values)
     expected, targets = [], []
     for befores, rewards in (([0.1, -0.2, 0.6], [0.0, 0.25, 0.75]), ([0.2, -0.4, 0.7], [-0.5, 0.0, 0.5])):
-        later, own = 0.0, []
+        later, of_turns = 0.0, []
         for place in (2, 1, 0):
             after = befores[place + 1] if place < 2 else 0.0
             later = rewards[place] + gamma * after - befores[place] + gamma * lam * later
-            own.append(later)
-        expected += own[::-1]
-        targets += [a + v for a, v in zip(own[::-1], befores, strict=True)]
-    assert found == pytest.approx(expected) and returns == pytest.approx(targets)
+            of_turns.append(later)
+        expected += of_turns[::-1]
+        targets += [a + v for a, v in zip(of_turns[::-1], befores, strict=True)]
+    assert advantages == pytest.approx(expected) and returns == pytest.approx(targets)
 
 
 STATES = [
@@ -341,28 +347,28 @@ def gigpo_by_hand(omega: float, gamma: float) -> list[float]:
     totals = [reward for reward, _ in STATES]
     returns, by_state = [], {}
     for total, turns in STATES:
-        own = [reward for _, reward, _ in turns]
-        own[-1] += total - sum(own)
-        ahead = [sum(gamma**later * value for later, value in enumerate(own[place:])) for place in range(len(own))]
+        earned = [reward for _, reward, _ in turns]
+        earned[-1] += total - sum(earned)
+        ahead = [sum(gamma**later * value for later, value in enumerate(earned[place:])) for place in range(len(earned))]
         returns.append(ahead)
         for (_, _, state), value in zip(turns, ahead, strict=True):
             if state is not None:
                 by_state.setdefault(state, []).append(value)
-    found = []
+    advantages = []
     for (total, turns), ahead in zip(STATES, returns, strict=True):
         for (count, _, state), value in zip(turns, ahead, strict=True):
             step = 0.0 if state is None else compared(value, by_state[state])
-            found += [compared(total, totals) + omega * step] * count
-    return found
+            advantages += [compared(total, totals) + omega * step] * count
+    return advantages
 
 
 @pytest.mark.parametrize("is_merged", [True, False])
 def test_gigpo_adds_the_advantage_of_a_turn_to_that_of_the_trajectory(cluster, is_merged):
-    group = [one for number, given in enumerate(STATES) for one in trajectory(number, *given, is_merged)]
-    ((found, _),) = cluster.run(assigned, "megatron:d1", group, "gigpo", {})
-    assert found == pytest.approx(gigpo_by_hand(1.0, 0.95), rel=1e-5)
-    ((found, _),) = cluster.run(assigned, "megatron:d1", group, "gigpo", {"turn_coef": 0.5, "turn_gamma": 0.5})
-    assert found == pytest.approx(gigpo_by_hand(0.5, 0.5), rel=1e-5)
+    group = [one for number, states in enumerate(STATES) for one in trajectory(number, *states, is_merged)]
+    ((advantages, _),) = cluster.run(assigned, "megatron:d1", group, "gigpo", {})
+    assert advantages == pytest.approx(gigpo_by_hand(1.0, 0.95), rel=1e-5)
+    ((advantages, _),) = cluster.run(assigned, "megatron:d1", group, "gigpo", {"turn_coef": 0.5, "turn_gamma": 0.5})
+    assert advantages == pytest.approx(gigpo_by_hand(0.5, 0.5), rel=1e-5)
 
 
 def test_states_of_other_groups_are_not_compared():
@@ -400,8 +406,8 @@ def test_weights_and_metrics_count_trajectories_and_sampled_tokens(cluster, aggr
 
 
 def test_a_merged_row_longer_than_the_limit_of_a_turn_is_trained_whole(cluster):
-    (found,) = cluster.run(long_row, "megatron:d1")
-    lengths, batch = found
+    (result,) = cluster.run(long_row, "megatron:d1")
+    lengths, batch = result
     assert max(lengths) > 3
     weights_T = batch[Column.LOSS_WEIGHTS]
     assert int((weights_T > 0).sum()) == sum(lengths) == int(batch.loss_mask_T.sum())
@@ -427,9 +433,9 @@ def test_nothing_reads_the_log_probs_of_observations(cluster, models):
             sample.logprobs = [p if m else math.nan for p, m in zip(sample.logprobs, sample.loss_mask, strict=True)]
     ((_, batch, _),) = cluster.run(inspected, "megatron:d1", spoiled, "token-mean")
     assert not batch[Column.ROLLOUT_LOGPROBS][~batch.loss_mask_T].any()
-    (found,) = cluster.run(gradients, "megatron:d1", models("qwen3"), spoiled, chosen)
+    (gradients_by_method,) = cluster.run(gradients, "megatron:d1", models("qwen3"), spoiled, chosen)
     for name, by_key in expected.items():
-        assert all(torch.equal(gradient, found[name][key]) for key, gradient in by_key.items()), name
+        assert all(torch.equal(gradient, gradients_by_method[name][key]) for key, gradient in by_key.items()), name
 
 
 def test_an_inserted_end_of_turn_changes_no_length_and_is_not_trained(cluster):
@@ -480,10 +486,10 @@ def test_a_context_extends_the_longest_sequence_that_it_begins_with_or_begins_on
     held = Trajectory(Task(Prompt(0, [1], "s", "", ""), 0, 0, (), 0))
 
     def sampled(context: list[int], *tokens: int, cause: str | None = None) -> HeldSequence:
-        own = held.extend_or_begin(context, cause)
-        found = Completion(0, list(tokens), [-1.0] * len(tokens), "stop", 4)
-        held.sampled(own, found, "", None, 0.0)
-        return own
+        sequence = held.extend_or_begin(context, cause)
+        completion = Completion(0, list(tokens), [-1.0] * len(tokens), "stop", 4)
+        held.sampled(sequence, completion, "", None, 0.0)
+        return sequence
 
     first = sampled([1], 5, 6)
     assert sampled([1, 5, 6, 8], 7) is first and first.loss_mask == [True, True, False, True]

@@ -46,7 +46,7 @@ class Scorer:
         return scored()
 
     def wait(self, scoring):
-        return next((each.result() for each in scoring if each.result() is not None), None)
+        return next((future.result() for future in scoring if future.result() is not None), None)
 
     def close(self): ...
 
@@ -63,10 +63,10 @@ class Loader:
         return position / 100
 
     def take(self, begin: int, count: int) -> list[Prompt]:
-        said = [[{"role": "user", "content": "abcdefghij"[i % 10]}] for i in range(begin, begin + count)]
+        talks = [[{"role": "user", "content": "abcdefghij"[i % 10]}] for i in range(begin, begin + count)]
         return [
-            Prompt(begin + i, self._dialog.begin(each)[0], "s", "", "", messages=each, is_chat=True)
-            for i, each in enumerate(said)
+            Prompt(begin + i, self._dialog.begin(talk)[0], "s", "", "", messages=talk, is_chat=True)
+            for i, talk in enumerate(talks)
         ]
 
 
@@ -129,20 +129,20 @@ def rows(step: int, groups: list[Group]) -> dict[tuple[int, int, int], Any]:
 
 def run_ahead(mesh, files, root: Path, choices: dict[str, Any], first: int = 0, last: int = STEPS, state: Any = None):
     """(trajectories by step, group and number, metrics of each step, longest wait for new weights)."""
-    ahead, found, metrics = Ahead(mesh, files, root, **choices), {}, []
+    ahead, trajectories, metrics = Ahead(mesh, files, root, **choices), {}, []
     try:
         if state is not None:
             ahead.source.load_state_dict(state)
             ahead.engine.version = first - 1
             ahead.source.load(root)
         for step in range(first, last):
-            found |= rows(step, ahead.step(step))
+            trajectories |= rows(step, ahead.step(step))
             metrics.append(ahead.metrics)
         if last < STEPS:
             ahead.source.begin(last, ahead.sync)
             time.sleep(0.03)
             ahead.source.snapshot()(root)
-        return found, metrics, ahead.longest_sync, ahead.source.state_dict()
+        return trajectories, metrics, ahead.longest_sync, ahead.source.state_dict()
     finally:
         ahead.rig.close()
 
@@ -150,7 +150,7 @@ def run_ahead(mesh, files, root: Path, choices: dict[str, Any], first: int = 0, 
 def run_synchronous(mesh, files, root: Path):
     from fivefold.rollout.sources import EngineRollouts, PromptQueue
 
-    ahead, found = Ahead(mesh, files, root), {}
+    ahead, trajectories = Ahead(mesh, files, root), {}
     try:
         queue = PromptQueue(Loader(ahead.rig.dialog), ahead.logger)
         source = EngineRollouts(
@@ -158,30 +158,30 @@ def run_synchronous(mesh, files, root: Path):
         )
         for step in range(STEPS):
             ahead.sync()
-            found |= rows(step, source.next(step))
-        return found
+            trajectories |= rows(step, source.next(step))
+        return trajectories
     finally:
         ahead.rig.close()
 
 
 @pytest.fixture(scope="module")
 def expected(cluster, files, tmp_path_factory):
-    (found,) = cluster.run(run_synchronous, "megatron:d1", files, tmp_path_factory.mktemp("synchronous"))
-    assert len(found) == STEPS * PER_STEP * SIZE
-    return found
+    (trajectories,) = cluster.run(run_synchronous, "megatron:d1", files, tmp_path_factory.mktemp("synchronous"))
+    assert len(trajectories) == STEPS * PER_STEP * SIZE
+    return trajectories
 
 
 @pytest.mark.parametrize(("most", "layout"), [(0, "d1"), (2, "d1"), (2, "d2")])
 def test_what_is_sampled_ahead_is_what_a_synchronous_run_samples(cluster, files, expected, tmp_path, most, layout):
     results = cluster.run(run_ahead, f"megatron:{layout}", files, tmp_path, {"most": most})
-    found: dict = {}
-    for own, metrics, _, _ in results:
-        assert not own.keys() & found.keys()
-        found |= own
+    trajectories: dict = {}
+    for of_rank, metrics, _, _ in results:
+        assert not of_rank.keys() & trajectories.keys()
+        trajectories |= of_rank
         assert [row["async/staleness_max"] for row in metrics] == [float(min(step, most)) for step in range(STEPS)]
         assert sum(row["environment/steps_per_second"] for row in metrics) > 0
         assert all(row["turns/inserted_ends"] == 0 for row in metrics)
-    assert found == expected
+    assert trajectories == expected
 
 
 def test_new_weights_never_wait_for_a_tool(cluster, files, tmp_path):
@@ -192,16 +192,16 @@ def test_new_weights_never_wait_for_a_tool(cluster, files, tmp_path):
 
 @pytest.mark.parametrize(("tail", "oversample"), [("carry", 0.5), ("drop", 0.5), ("carry", 0.0)])
 def test_groups_that_are_too_late_are_cut_and_none_is_used_twice(cluster, files, expected, tmp_path, tail, oversample):
-    ((found, metrics, _, _),) = cluster.run(
+    ((trajectories, metrics, _, _),) = cluster.run(
         run_ahead, "megatron:d1", files, tmp_path, {"most": 1, "tail": tail, "oversample": oversample, "seconds": 0.02}
     )
-    assert len(found) == STEPS * PER_STEP * SIZE and all(row["async/staleness_max"] <= 1 for row in metrics)
-    prompts = Counter(one[0] for (_, _, number), one in found.items() if number == 0)
+    assert len(trajectories) == STEPS * PER_STEP * SIZE and all(row["async/staleness_max"] <= 1 for row in metrics)
+    prompts = Counter(one[0] for (_, _, number), one in trajectories.items() if number == 0)
     assert max(prompts.values()) == 1
-    own = {one[0]: one for (_, _, number), one in expected.items() if number == 0}
-    for (_, _, number), one in found.items():
-        if number == 0 and one[0] in own:
-            assert one == own[one[0]], "the draws of a prompt are those of its place in the run"
+    by_prompt = {one[0]: one for (_, _, number), one in expected.items() if number == 0}
+    for (_, _, number), one in trajectories.items():
+        if number == 0 and one[0] in by_prompt:
+            assert one == by_prompt[one[0]], "the draws of a prompt are those of its place in the run"
 
 
 def run_and_resume(mesh, files, root: Path, name: str, after: int):
@@ -219,14 +219,14 @@ def test_a_run_killed_while_trajectories_are_under_way_continues_as_if_undisturb
     cluster, files, expected, tmp_path, name, after
 ):
     """Both have the same answers; the one may be replayed, and the other begins again."""
-    ((found, parts),) = cluster.run(run_and_resume, "megatron:d1", files, tmp_path, name, after)
+    ((trajectories, parts),) = cluster.run(run_and_resume, "megatron:d1", files, tmp_path, name, after)
     assert parts, "no trajectory was under way, so this shows nothing"
-    assert found == expected
+    assert trajectories == expected
 
 
 def saved(mesh, files, root: Path, after: int):
-    found, *_, state = run_ahead(mesh, files, root, {}, last=after)
-    return found, state
+    trajectories, *_, state = run_ahead(mesh, files, root, {}, last=after)
+    return trajectories, state
 
 
 def continued(mesh, files, root: Path, after: int, state: Any):
@@ -238,8 +238,8 @@ def test_a_checkpoint_with_trajectories_under_way_resumes_on_another_layout(
     cluster, files, expected, tmp_path, before, behind
 ):
     saves = cluster.run(saved, f"megatron:{before}", files, tmp_path, 2)
-    found = {key: one for own, _ in saves for key, one in own.items()}
-    for own in cluster.run(continued, f"megatron:{behind}", files, tmp_path, 2, saves[0][1]):
-        assert not own.keys() & found.keys()
-        found |= own
-    assert found == expected
+    trajectories = {key: one for of_rank, _ in saves for key, one in of_rank.items()}
+    for of_rank in cluster.run(continued, f"megatron:{behind}", files, tmp_path, 2, saves[0][1]):
+        assert not of_rank.keys() & trajectories.keys()
+        trajectories |= of_rank
+    assert trajectories == expected

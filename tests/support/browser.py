@@ -30,9 +30,9 @@ class Browser:
         for domain in ("Page", "Runtime", "Log"):
             self._call(f"{domain}.enable")
 
-    def _call(self, method: str, **what: Any) -> dict[str, Any]:
+    def _call(self, method: str, **parameters: Any) -> dict[str, Any]:
         self._number += 1
-        message = {"id": self._number, "method": method, "params": what} | (
+        message = {"id": self._number, "method": method, "params": parameters} | (
             {"sessionId": self._session} if self._session else {}
         )
         os.write(self._to, json.dumps(message).encode() + b"\0")
@@ -72,14 +72,14 @@ class Browser:
 
     def picture(self) -> bytes:
         """The whole page as a PNG."""
-        found = self._call("Page.captureScreenshot", format="png", captureBeyondViewport=True)
-        return base64.b64decode(found["data"])
+        picture = self._call("Page.captureScreenshot", format="png", captureBeyondViewport=True)
+        return base64.b64decode(picture["data"])
 
     def ask(self, expression: str) -> Any:
         """The value of an expression in the page."""
-        found = self._call("Runtime.evaluate", expression=expression, returnByValue=True)
-        assert "exceptionDetails" not in found, found
-        return found["result"].get("value")
+        answer = self._call("Runtime.evaluate", expression=expression, returnByValue=True)
+        assert "exceptionDetails" not in answer, answer
+        return answer["result"].get("value")
 
     def wait(self, expression: str, seconds: float = 20) -> None:
         """Until an expression is true."""

@@ -90,13 +90,13 @@ def _lead(kind: str, calls: Sequence[Call], layout: ParallelLayout, seconds: flo
         ranks.append(ours)
     answers: list[list[Any]] = [[] for _ in ranks]
     failure: tuple[type[Exception], str] | None = None
-    told = 0
+    passed_on = 0
     deadline = time.monotonic() + seconds
-    while told < len(calls) and failure is None:
+    while passed_on < len(calls) and failure is None:
         waiting = [pipe for pipe, got in zip(ranks, answers, strict=True) if len(got) < len(calls)]
         ready, _, _ = select.select(waiting, [], [], max(0.0, deadline - time.monotonic()))
         if not ready:
-            late = [rank for rank, got in enumerate(answers) if len(got) == told]
+            late = [rank for rank, got in enumerate(answers) if len(got) == passed_on]
             failure = (TimeoutError, f"ranks {late} of {layout} gave no result in {seconds} s")
         for pipe in ready:
             rank = ranks.index(pipe)
@@ -108,9 +108,9 @@ def _lead(kind: str, calls: Sequence[Call], layout: ParallelLayout, seconds: flo
                 answers[rank].append(value)
             elif failure is None:
                 failure = (RuntimeError, f"rank {rank} of {layout} failed:\n{value}")
-        while told < len(calls) and all(len(got) > told for got in answers):
-            send(result, [got[told] for got in answers])
-            told += 1
+        while passed_on < len(calls) and all(len(got) > passed_on for got in answers):
+            send(result, [got[passed_on] for got in answers])
+            passed_on += 1
             deadline = time.monotonic() + seconds
     for pid in pids:
         end_all(pid)
@@ -141,10 +141,10 @@ class Cluster:
 
         A call that fails ends its ranks, and those after it get new ones.
         """
-        found: list[list[Any] | Exception] = []
-        while len(found) < len(calls):
-            found += self._start(calls[len(found) :], ParallelLayout.parse(layout), seconds)
-        return found
+        results: list[list[Any] | Exception] = []
+        while len(results) < len(calls):
+            results += self._start(calls[len(results) :], ParallelLayout.parse(layout), seconds)
+        return results
 
     def _start(self, calls: Sequence[Call], layout: ParallelLayout, seconds: float) -> list[list[Any] | Exception]:
         """The results up to the first failure."""
@@ -153,20 +153,20 @@ class Cluster:
             with ours:
                 pid = zygote.fork(_lead, (self.kind, calls, layout, seconds), [theirs.fileno()])
                 theirs.close()
-                found: list[list[Any] | Exception] = []
-                while len(found) < len(calls):
+                results: list[list[Any] | Exception] = []
+                while len(results) < len(calls):
                     try:
                         answer, _ = receive(ours)
                     except EOFError:
                         answer = (RuntimeError, f"what started the ranks of {layout} ended without a result")
-                    found.append(answer[0](answer[1]) if isinstance(answer, tuple) else answer)
+                    results.append(answer[0](answer[1]) if isinstance(answer, tuple) else answer)
                     if isinstance(answer, tuple):
                         break
             zygote.reap(pid, seconds)
             # Another process may take the port between the moment it was found free and the moment it is used.
-            if last or not (isinstance(found[-1], Exception) and "EADDRINUSE" in str(found[-1])):
+            if last or not (isinstance(results[-1], Exception) and "EADDRINUSE" in str(results[-1])):
                 break
-        return found
+        return results
 
 
 class Together:
@@ -184,8 +184,8 @@ class Together:
         if name not in self._results:
             layout = self._calls[name][0]
             names = [other for other, call in self._calls.items() if call[0] == layout]
-            found = self._cluster.run_all(layout, [self._calls[other][1:] for other in names])
-            self._results |= zip(names, found, strict=True)
+            results = self._cluster.run_all(layout, [self._calls[other][1:] for other in names])
+            self._results |= zip(names, results, strict=True)
         result = self._results[name]
         if isinstance(result, Exception):
             raise result

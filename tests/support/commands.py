@@ -62,8 +62,8 @@ class Rank:
         if self.returncode is None:
             # The launcher's signal handler asks too, and may be told first.
             with contextlib.suppress(ChildProcessError):
-                found, status = os.waitpid(self.pid, options)
-                if found:
+                pid, status = os.waitpid(self.pid, options)
+                if pid:
                     self.returncode = os.waitstatus_to_exitcode(status)
         return self.returncode
 
@@ -111,8 +111,8 @@ class Command:
         self.args = [str(argument) for argument in arguments]
         # Files and not pipes: no one needs to read while the command runs.
         self._output, self._error = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115
-        given = (self.args, dict(os.environ), os.getcwd(), hook)
-        self.pid = zygote.fork(_command, given, [self._output.fileno(), self._error.fileno()], new_session=True)
+        job = (self.args, dict(os.environ), os.getcwd(), hook)
+        self.pid = zygote.fork(_command, job, [self._output.fileno(), self._error.fileno()], new_session=True)
         self.returncode: int | None = None
 
     def poll(self) -> int | None:
@@ -135,11 +135,11 @@ class Command:
 
     def communicate(self) -> list[str]:
         """What it said so far."""
-        said = []
+        texts = []
         for file in (self._output, self._error):
             file.seek(0)
-            said.append(file.read().decode())
-        return said
+            texts.append(file.read().decode())
+        return texts
 
     def send_signal(self, number: int) -> None:
         os.kill(self.pid, number)

@@ -38,7 +38,7 @@ class Reads:
 
 def reads_of(system: str, runs: Iterable[tuple[list[str], str]], monkeypatch: pytest.MonkeyPatch) -> list[Reads]:
     """What is read of (words, YAML) by each table of a system; a run that is refused counts as far as it is read."""
-    found: dict[int, Reads] = {}
+    reads_by_table: dict[int, Reads] = {}
     opened: list[Source] = []
     starts: set[str] = set()
     plain = translator.translate
@@ -60,7 +60,7 @@ def reads_of(system: str, runs: Iterable[tuple[list[str], str]], monkeypatch: py
         opened.clear()
         starts.clear()
         result = plain(table, *arguments)
-        reads = found.setdefault(id(table.sections), Reads(table))
+        reads = reads_by_table.setdefault(id(table.sections), Reads(table))
         reads.keys.update(*(source.read for source in opened))
         reads.starts.update(starts)
         return result
@@ -70,13 +70,13 @@ def reads_of(system: str, runs: Iterable[tuple[list[str], str]], monkeypatch: py
         patched.setattr(translator, "translate", translate)
         for words, tree in runs:
             find_dialect(system)(read_mapping(tree, "a file"), words, environment=HOME)  # type: ignore[call-arg]
-    return list(found.values())
+    return list(reads_by_table.values())
 
 
 def unread(reads: list[Reads]) -> dict[str, list[str]]:
     """Rows of each table that say that a key is used, and that no function reads in any of the runs."""
-    found: dict[str, list[str]] = defaultdict(list)
-    for each in reads:
-        rows = (row for section in each.table.sections for row in section.rows)
-        found[each.table.name] += [row.key for row in rows if row.form == "used" and not each.has(row)]
-    return {name: rows for name, rows in found.items() if rows}
+    unread_rows: dict[str, list[str]] = defaultdict(list)
+    for table_reads in reads:
+        rows = (row for section in table_reads.table.sections for row in section.rows)
+        unread_rows[table_reads.table.name] += [row.key for row in rows if row.form == "used" and not table_reads.has(row)]
+    return {name: rows for name, rows in unread_rows.items() if rows}

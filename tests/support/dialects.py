@@ -15,13 +15,14 @@ def translate_words(
     system: str,
     words: Sequence[str],
     environment: Mapping[str, str],
-    given: Mapping[str, str] | None = None,
+    given: Mapping[str, str] = {},
     *,
     allow_secrets: bool = False,
 ) -> Translation:
     """Translate a command as `fivefold convert --from SYSTEM` or `--from SYSTEM@VERSION` does."""
     name, _, version = system.partition("@")
-    return find_system(name).translate_words(words, environment, given, version=version, allow_secrets=allow_secrets)
+    given = {**environment, **given} if allow_secrets else given
+    return find_system(name).translate_words(words, environment, given, version=version)
 
 
 def translated(system: str, *words: str, tree: str = "") -> Translation:
@@ -29,6 +30,6 @@ def translated(system: str, *words: str, tree: str = "") -> Translation:
 
 
 def config(system: str, *words: str, tree: str = "") -> RunConfig:
-    found = translated(system, *words, tree=tree)
-    assert found.refusals == []
-    return RunConfig.from_tree(found.tree)
+    translation = translated(system, *words, tree=tree)
+    assert translation.refusals == []
+    return RunConfig.from_tree(translation.tree)

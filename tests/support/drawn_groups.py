@@ -18,12 +18,12 @@ def draw_groups(rewards: Sequence[Sequence[float]], response_tokens: int | None 
         return torch.randint(0, VOCAB, (count,), generator=draw).tolist()
 
     groups = []
-    for index, own in enumerate(rewards):
+    for index, rewards_of_group in enumerate(rewards):
         prompt = Prompt(index, tokens(2 + index), "s", "", "")
-        lengths = [response_tokens or 3 + (5 * index + 3 * place) % 8 for place in range(len(own))]
+        lengths = [response_tokens or 3 + (5 * index + 3 * place) % 8 for place in range(len(rewards_of_group))]
         samples = [
             Sample(tokens(length), [-2.0] * length, "", "answered", 0, reward=float(reward))
-            for length, reward in zip(lengths, own, strict=True)
+            for length, reward in zip(lengths, rewards_of_group, strict=True)
         ]
         groups.append(Group(prompt, samples, index=index))
     return groups

@@ -98,7 +98,7 @@ def failed(grid: Tensor, sampling: Sampling) -> set[str]:
     """The checks that a grid of draws fails: its distribution, that of neighbors on each axis, and responses that differ."""
     p = expected(sampling)
     assert p.numel() == VOCAB and grid.ndim == len(AXES)
-    found = {"distribution"} if chi_squared(torch.bincount(grid.flatten(), minlength=VOCAB), p) < RARE else set()
-    found |= {name for axis, name in enumerate(AXES) if chi_squared(pairs(grid, axis), p[:, None] * p) < RARE}
+    checks = {"distribution"} if chi_squared(torch.bincount(grid.flatten(), minlength=VOCAB), p) < RARE else set()
+    checks |= {name for axis, name in enumerate(AXES) if chi_squared(pairs(grid, axis), p[:, None] * p) < RARE}
     responses = grid.flatten(0, -2)
-    return found | ({"same response"} if len(responses.unique(dim=0)) < len(responses) else set())
+    return checks | ({"same response"} if len(responses.unique(dim=0)) < len(responses) else set())

@@ -25,11 +25,11 @@ def requests(count: int, sampling: Sampling = SAMPLING, prompts=PROMPTS, draw=(5
     ]
 
 
-def complete(engine: Any, asked: list[Request]) -> list[Completion]:
+def complete(engine: Any, wanted: list[Request]) -> list[Completion]:
     """In the order of the requests."""
-    found = {completion.request_id: completion for completion in engine.generate(asked)}
-    assert len(found) == len(asked)
-    return [found[request.id] for request in asked]
+    completions = {completion.request_id: completion for completion in engine.generate(wanted)}
+    assert len(completions) == len(wanted)
+    return [completions[request.id] for request in wanted]
 
 
 def named_blocks(pids: Iterable[int]) -> set[Path]:
@@ -57,27 +57,27 @@ OPTIONS = {
 }
 
 
-def expected_logprobs(model: Path, request: Request, found: Completion, eos: int) -> list[float]:
+def expected_logprobs(model: Path, request: Request, completion: Completion, eos: int) -> list[float]:
     """Those of the distribution that each token was drawn from, by transformers' own processors where it has one."""
     from transformers.generation import logits_process as theirs
 
-    given = request.sampling
-    raw, expected = own_logits(model, request.prompt_ids, found.token_ids), []
-    for place, token in enumerate(found.token_ids):
-        before = torch.tensor([request.prompt_ids + found.token_ids[:place]])
+    sampling = request.sampling
+    raw, expected = own_logits(model, request.prompt_ids, completion.token_ids), []
+    for place, token in enumerate(completion.token_ids):
+        before = torch.tensor([request.prompt_ids + completion.token_ids[:place]])
         scores = raw[place][None].clone()
-        for biased, bias in given.logit_bias:
+        for biased, bias in sampling.logit_bias:
             scores[0, biased] += bias
-        if place < given.min_tokens:
-            scores[0, [*([] if given.ignore_eos else [eos]), *given.stop_token_ids]] = -torch.inf
-        if given.repetition_penalty != 1:
-            scores = theirs.RepetitionPenaltyLogitsProcessor(given.repetition_penalty)(before, scores)
-        scores = scores / (given.temperature or 1.0)
-        if given.min_p:
-            scores = theirs.MinPLogitsWarper(given.min_p)(before, scores)
-        if given.top_k:
-            scores = theirs.TopKLogitsWarper(given.top_k)(before, scores)
-        if given.top_p < 1:
-            scores = theirs.TopPLogitsWarper(given.top_p)(before, scores)
+        if place < sampling.min_tokens:
+            scores[0, [*([] if sampling.ignore_eos else [eos]), *sampling.stop_token_ids]] = -torch.inf
+        if sampling.repetition_penalty != 1:
+            scores = theirs.RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty)(before, scores)
+        scores = scores / (sampling.temperature or 1.0)
+        if sampling.min_p:
+            scores = theirs.MinPLogitsWarper(sampling.min_p)(before, scores)
+        if sampling.top_k:
+            scores = theirs.TopKLogitsWarper(sampling.top_k)(before, scores)
+        if sampling.top_p < 1:
+            scores = theirs.TopPLogitsWarper(sampling.top_p)(before, scores)
         expected.append(float(torch.log_softmax(scores, -1)[0, token]))
     return expected

@@ -117,10 +117,10 @@ class Inputs:
 
     def spoil_model(self, number: int) -> None:
         draw = random.Random(number)
-        found = json.loads(json.dumps(self.config_json))
+        spoiled = json.loads(json.dumps(self.config_json))
         for _ in range(draw.choice([1, 1, 2])):
-            _spoil(found, draw, CONFIG_VALUES)
-        text = json.dumps(found, default=str)
+            _spoil(spoiled, draw, CONFIG_VALUES)
+        text = json.dumps(spoiled, default=str)
         if draw.random() < 0.1:
             text = _spoil_text(text, draw)
         (self.model / "config.json").write_bytes(text.encode("utf-8", "surrogateescape"))
@@ -190,22 +190,22 @@ def _spoil_text(text: str, draw: random.Random) -> str:
 
 
 def _spoil_bytes(content: bytes, draw: random.Random) -> bytes:
-    found = bytearray(content)
+    spoiled = bytearray(content)
     kind = draw.random()
     if kind < 0.3:
-        return bytes(found[: draw.randrange(len(found) + 1)])
+        return bytes(spoiled[: draw.randrange(len(spoiled) + 1)])
     if kind < 0.6:
         for _ in range(draw.choice([1, 3, 30])):
-            found[draw.randrange(len(found))] = draw.randrange(256)
+            spoiled[draw.randrange(len(spoiled))] = draw.randrange(256)
     elif kind < 0.75:
-        place = draw.randrange(len(found))
-        found[place:place] = draw.choice(
+        place = draw.randrange(len(spoiled))
+        spoiled[place:place] = draw.choice(
             [b"[" * 3000, b"{a: " * 3000, b"- " * 3000, b"&a [*a]", b"!!python/name:os.system ''", b"\t"]
         )
     else:
-        begin, end = sorted(draw.randrange(len(found) + 1) for _ in range(2))
-        del found[begin:end]
-    return bytes(found)
+        begin, end = sorted(draw.randrange(len(spoiled) + 1) for _ in range(2))
+        del spoiled[begin:end]
+    return bytes(spoiled)
 
 
 # --- oracles -------------------------------------------------------------------------------------------------------------
@@ -245,10 +245,10 @@ def fuzz_configs(inputs: Inputs, numbers: range) -> tuple[Counter[str], list[str
     broken: list[str] = []
     for number in numbers:
         inputs.spoil_config(number)
-        kind, said = verdict(inputs.check)
+        kind, message = verdict(inputs.check)
         counts[kind] += 1
         if kind == "broken":
-            broken.append(f"configuration {number}: {said}")
+            broken.append(f"configuration {number}: {message}")
     inputs.file.write_text(yaml.safe_dump(inputs.tree))
     return counts, broken
 
@@ -259,13 +259,13 @@ def fuzz_models(inputs: Inputs, numbers: range) -> tuple[Counter[str], list[str]
     broken: list[str] = []
     for number in numbers:
         inputs.spoil_model(number)
-        kind, said = verdict(inputs.check)
+        kind, message = verdict(inputs.check)
         if kind == "accepted":
-            later, said = verdict(lambda: usable_model(inputs))
+            later, message = verdict(lambda: usable_model(inputs))
             kind = kind if later == "accepted" else "broken"
         counts[kind] += 1
         if kind == "broken":
-            broken.append(f"config.json {number}: {said}")
+            broken.append(f"config.json {number}: {message}")
     inputs.mend_model()
     return counts, broken
 
@@ -278,13 +278,13 @@ def fuzz_data(inputs: Inputs, numbers: range) -> tuple[Counter[str], list[str]]:
         tree = json.loads(json.dumps(inputs.tree))
         tree["data"]["train"] = [str(inputs.spoil_data(number))]
         inputs.file.write_text(yaml.safe_dump(tree))
-        kind, said = verdict(inputs.check)
+        kind, message = verdict(inputs.check)
         later, then = verdict(lambda: trainable_data(inputs))
         if later == "broken" or (kind, later) == ("accepted", "refused"):
-            kind, said = "broken", f"{kind} by check, then: {then}"
+            kind, message = "broken", f"{kind} by check, then: {then}"
         counts[kind] += 1
         if kind == "broken":
-            broken.append(f"data file {number}: {said}")
+            broken.append(f"data file {number}: {message}")
     inputs.file.write_text(yaml.safe_dump(inputs.tree))
     return counts, broken
 

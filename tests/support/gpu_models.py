@@ -42,7 +42,7 @@ def sizes(large: bool) -> dict[str, tuple[str, dict[str, Any]]]:
         head_dim, expert_ffn = 64, 512
     experts = {"moe_intermediate_size": expert_ffn, "num_experts_per_tok": 4}
     grouped = {"n_routed_experts": 16, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1}
-    found = {
+    variants = {
         "qwen3": ("Qwen3", {**size, "head_dim": head_dim}),
         "qwen3_moe": ("Qwen3Moe", {**size, "head_dim": head_dim, **experts, "num_experts": 16, "norm_topk_prob": True}),
         "deepseek_v3": (
@@ -53,13 +53,13 @@ def sizes(large: bool) -> dict[str, tuple[str, dict[str, Any]]]:
     if not large:
         tiny = {**size, "head_dim": head_dim}
         tied = {**tiny, "vocab_size": 1000, "tie_word_embeddings": True}
-        return found | {
+        return variants | {
             "qwen3_0.6b": ("Qwen3", tied),
             "qwen3_1.7b": ("Qwen3", tiny),
             "qwen3_4b": ("Qwen3", tiny),
             "qwen3_8b": ("Qwen3", tiny),
             "qwen3_14b": ("Qwen3", tiny),
-            "qwen3_30b_a3b": found["qwen3_moe"],
+            "qwen3_30b_a3b": variants["qwen3_moe"],
         }
     real = {"vocab_size": 151936, "max_position_embeddings": 40960, "head_dim": 128, "num_attention_heads": 16}
     real |= {
@@ -71,7 +71,7 @@ def sizes(large: bool) -> dict[str, tuple[str, dict[str, Any]]]:
     a3b = {"hidden_size": 2048, "intermediate_size": 6144, "num_attention_heads": 32, "num_key_value_heads": 4}
     # 8 of its 48 layers.
     a3b |= {"num_hidden_layers": 8, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
-    return found | {
+    return variants | {
         "qwen3_0.6b": ("Qwen3", {**real, **small}),
         # Untied, so that a critic next to it has the same body.
         "qwen3_1.7b": ("Qwen3", {**real, "hidden_size": 2048, "intermediate_size": 6144}),
@@ -146,14 +146,14 @@ def random_batch(samples: int, mean_length: int, vocab: int, spread: float = 0.5
 def group_batch(groups: int, samples: int, prompt: int, response: int, vocab: int) -> TokenBatch:
     """GRPO's inputs for groups of so many samples: prompts of one length, responses of lengths around the mean."""
     draw = torch.Generator().manual_seed(2)
-    found = random_batch(groups * samples, response, vocab)
-    lengths_N = [prompt + length for length in found.lengths_N]
+    responses_batch = random_batch(groups * samples, response, vocab)
+    lengths_N = [prompt + length for length in responses_batch.lengths_N]
     prompts = torch.randint(0, vocab, (groups, prompt), generator=draw)
-    responses = found.token_ids_T.split(found.lengths_N)
-    tokens = torch.cat([torch.cat([prompts[n // samples], own]) for n, own in enumerate(responses)])
+    responses = responses_batch.token_ids_T.split(responses_batch.lengths_N)
+    tokens = torch.cat([torch.cat([prompts[n // samples], response_ids]) for n, response_ids in enumerate(responses)])
     mask = torch.cat([torch.arange(length) >= prompt for length in lengths_N])
     batch = TokenBatch(tokens, mask, lengths_N, temperature=1.0)
-    responses_N = torch.tensor(found.lengths_N)
+    responses_N = torch.tensor(responses_batch.lengths_N)
     noise = torch.randn(2, len(tokens), generator=draw) * mask
     return replace(
         batch.with_columns(

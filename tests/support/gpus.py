@@ -40,9 +40,9 @@ class GPUs(Cluster):
 
     def make_models(self, root: Path) -> dict[str, Path]:
         """The models of the GPU tests by name, written below `root` by a rank that has a GPU."""
-        made = {name: root / name for name in ("qwen3", "qwen3_moe", "deepseek_v3", "qwen3_0.6b", "critic")}
-        calls: list[Call] = [(write_model, name, path) for name, path in made.items() if name != "critic"]
-        for outcome in self.run_all("megatron:d1", [*calls, (write_classifier, "qwen3", made["critic"])]):
+        paths = {name: root / name for name in ("qwen3", "qwen3_moe", "deepseek_v3", "qwen3_0.6b", "critic")}
+        calls: list[Call] = [(write_model, name, path) for name, path in paths.items() if name != "critic"]
+        for outcome in self.run_all("megatron:d1", [*calls, (write_classifier, "qwen3", paths["critic"])]):
             if isinstance(outcome, Exception):
                 raise outcome
-        return made
+        return paths

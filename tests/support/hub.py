@@ -62,10 +62,10 @@ class Hub:
     def downloads(self, repository: str, kind: str = "datasets") -> list[str]:
         """Requests for files that the hub has itself."""
         path = repository if kind == "models" else f"{kind}/{repository}"
-        return [each for each in self.requests if each.startswith(f"GET /{path}/resolve/")]
+        return [request for request in self.requests if request.startswith(f"GET /{path}/resolve/")]
 
     def large_downloads(self) -> list[str]:
-        return [each for each in self.requests if each.startswith("GET /large/")]
+        return [request for request in self.requests if request.startswith("GET /large/")]
 
     def files(self, repository: str, revision: str) -> tuple[str, dict[str, bytes]] | None:
         commits = self.repositories.get(repository)
@@ -167,8 +167,8 @@ class _Front(_Handler):
         if parts[0] == "api" and parts[1] in ("datasets", "models"):
             return self.api(f"{parts[1]}/{'/'.join(parts[2:4])}", parts[4:], query, body)
         if "resolve" in parts:
-            kind, own = ("datasets", parts[1:]) if parts[0] == "datasets" else ("models", parts)
-            return self.resolve(f"{kind}/{'/'.join(own[:2])}", own[3], "/".join(own[4:]))
+            kind, words = ("datasets", parts[1:]) if parts[0] == "datasets" else ("models", parts)
+            return self.resolve(f"{kind}/{'/'.join(words[:2])}", words[3], "/".join(words[4:]))
         self.json({}, 404)
 
     def absent(self, repository: str) -> None:
@@ -178,26 +178,26 @@ class _Front(_Handler):
         self.json({"error": "Repository not found"}, 404 if self.token else 401, X_Error_Code="RepoNotFound")
 
     def api(self, repository: str, rest: list[str], query: dict[str, str], body: bytes) -> None:
-        found = self.hub.files(
+        revision = self.hub.files(
             repository, "/".join(rest[1:]) if rest[:1] == ["revision"] else rest[1] if rest[1:] else "main"
         )
-        if found is None:
+        if revision is None:
             return self.absent(repository)
         if rest[:1] == ["auth-check"]:
             return None if self.is_refused(repository) else self.json({})
-        commit, files = found
+        commit, files = revision
         entries = [self.entry(name, data) for name, data in files.items()]
         folders = {str(PurePosixPath(name).parent) for name in files} - {"."}
         entries += [{"type": "directory", "path": name, "oid": "0" * 40} for name in sorted(folders)]
         if rest[:1] == ["tree"]:
-            whole, folder = query.get("recursive", "").lower() == "true", "/".join(rest[2:])
-            below = [each for each in entries if not folder or each["path"].startswith(f"{folder}/")]
-            near = [each for each in below if str(PurePosixPath(each["path"]).parent) == (folder or ".")]
-            return self.json(below if whole else near)
+            is_recursive, folder = query.get("recursive", "").lower() == "true", "/".join(rest[2:])
+            below = [entry for entry in entries if not folder or entry["path"].startswith(f"{folder}/")]
+            near = [entry for entry in below if str(PurePosixPath(entry["path"]).parent) == (folder or ".")]
+            return self.json(below if is_recursive else near)
         if rest[:1] == ["paths-info"]:
-            asked = json.loads(body) if body.startswith(b"{") else parse_qs(body.decode())
-            paths = asked["paths"] if isinstance(asked["paths"], list) else [asked["paths"]]
-            return self.json([each for each in entries if each["path"] in paths])
+            wanted = json.loads(body) if body.startswith(b"{") else parse_qs(body.decode())
+            paths = wanted["paths"] if isinstance(wanted["paths"], list) else [wanted["paths"]]
+            return self.json([entry for entry in entries if entry["path"] in paths])
         gated = "manual" if repository in self.hub.gated else False
         self.json(
             {"id": repository.partition("/")[2], "sha": commit, "private": False, "gated": gated, "disabled": False,
@@ -207,17 +207,17 @@ class _Front(_Handler):
 
     @staticmethod
     def entry(name: str, data: bytes) -> dict[str, Any]:
-        found = {"type": "file", "path": name, "size": len(data), "oid": hashlib.sha1(data).hexdigest()}
+        entry = {"type": "file", "path": name, "size": len(data), "oid": hashlib.sha1(data).hexdigest()}
         if name.endswith(LARGE):
-            found["lfs"] = {"oid": hashlib.sha256(data).hexdigest(), "size": len(data), "pointerSize": 130}
-        return found
+            entry["lfs"] = {"oid": hashlib.sha256(data).hexdigest(), "size": len(data), "pointerSize": 130}
+        return entry
 
     def is_refused(self, repository: str) -> bool:
         """Answer for what is gated, unless the token may read it."""
         if repository not in self.hub.gated or self.token == MEMBER:
             return False
-        said = f"Access to {repository} is restricted."
-        self.json({"error": said}, 403 if self.token else 401, X_Error_Code="GatedRepo", X_Error_Message=said)
+        message = f"Access to {repository} is restricted."
+        self.json({"error": message}, 403 if self.token else 401, X_Error_Code="GatedRepo", X_Error_Message=message)
         return True
 
     def elsewhere(self, name: str, data: bytes, **headers: str) -> None:
@@ -226,12 +226,12 @@ class _Front(_Handler):
         self.answer(302, b"", Location=f"{self.hub.storage}/large/{PurePosixPath(name).name}/{key}", **headers)
 
     def resolve(self, repository: str, revision: str, name: str) -> None:
-        found = self.hub.files(repository, revision)
-        if found is None:
+        version = self.hub.files(repository, revision)
+        if version is None:
             return self.absent(repository)
         if self.is_refused(repository):
             return
-        commit, data = found[0], found[1].get(name)
+        commit, data = version[0], version[1].get(name)
         if data is None:
             return self.answer(404, b"", X_Error_Code="EntryNotFound", X_Repo_Commit=commit)
         if name.endswith(LARGE):
@@ -242,22 +242,22 @@ class _Front(_Handler):
     def last_change(self, repository: str, commit: str, name: str) -> dict[str, Any]:
         """The commit that wrote a file, and its time, which is that of the place in the history."""
         history = list(self.hub.repositories[repository].items())
-        history = history[: [each for each, _ in history].index(commit) + 1]
-        data, found = history[-1][1][name], {}
+        history = history[: [earlier for earlier, _ in history].index(commit) + 1]
+        data, change = history[-1][1][name], {}
         for second, (one, files) in reversed(list(enumerate(history))):
             if files.get(name) != data:
                 break
-            found = {"Revision": one, "CommittedDate": 1_700_000_000 + second}
-        return found
+            change = {"Revision": one, "CommittedDate": 1_700_000_000 + second}
+        return change
 
     def modelscope(self, repository: str, rest: list[str], query: dict[str, str]) -> None:
-        hub, found = self.hub, self.hub.files(repository, query.get("Revision", "master"))
-        if found is None:
-            what = "revision" if repository in self.hub.repositories else "model"
-            return self.json({"Code": 10010205001, "Message": f"{what} not found", "Success": False}, 404)
+        hub, version = self.hub, self.hub.files(repository, query.get("Revision", "master"))
+        if version is None:
+            missing = "revision" if repository in self.hub.repositories else "model"
+            return self.json({"Code": 10010205001, "Message": f"{missing} not found", "Success": False}, 404)
         if repository in self.hub.gated and self.token != MEMBER:
             return self.json({"Code": 10010202002, "Message": "access denied", "Success": False}, 403 if self.token else 401)
-        commit, files = found
+        commit, files = version
         if rest in (["repo", "files"], ["repo", "tree"]):
             entries = [
                 {"Path": name, "Name": name, "Type": "blob", "Size": len(data), "Sha256": hashlib.sha256(data).hexdigest(),
@@ -277,12 +277,12 @@ class _Front(_Handler):
     def upload(self, path: str, body: bytes) -> None:
         hub = self.hub
         if path == "/api/repos/create":
-            asked = json.loads(body)
+            created = json.loads(body)
             if hub.refuses:
-                said = "You don't have the rights to create a model under this namespace"
-                return self.json({"error": said}, hub.refuses)
-            name = f"{asked['organization']}/{asked['name']}"
-            hub.created.append(asked)
+                message = "You don't have the rights to create a model under this namespace"
+                return self.json({"error": message}, hub.refuses)
+            name = f"{created['organization']}/{created['name']}"
+            hub.created.append(created)
             hub.repositories.setdefault(f"models/{name}", {})
             return self.json({"url": f"{hub.url}/{name}", "name": name})
         if path == "/api/validate-yaml":

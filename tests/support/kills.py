@@ -89,9 +89,9 @@ def _launcher(process: Command, _: Path) -> bool:
 def _ranks(process: Command) -> list[psutil.Process]:
     """Those that have begun, wherever they are below the launcher: programs of their own, or forks of the launcher here."""
     launcher = psutil.Process(process.pid)
-    everyone, own = launcher.children(recursive=True), launcher.cmdline()
+    everyone, command = launcher.children(recursive=True), launcher.cmdline()
     programs = [one for one in everyone if "fivefold.launch.rank" in one.cmdline()]
-    return programs or [one for one in launcher.children() if one.cmdline() == own]
+    return programs or [one for one in launcher.children() if one.cmdline() == command]
 
 
 def _rank(process: Command, _: Path) -> bool:
@@ -153,10 +153,10 @@ FAULTS = {
 
 def flip_a_byte(run: Path, draw: random.Random) -> bool:
     """In a file of the latest checkpoint, where there is an older one to resume from; whether it was done."""
-    found = sorted((run / "checkpoints").glob("step-*"))
-    if len(found) < 2:
+    checkpoints = sorted((run / "checkpoints").glob("step-*"))
+    if len(checkpoints) < 2:
         return False
-    path = draw.choice([path for path in found[-1].rglob("*") if path.is_file() and path.stat().st_size])
+    path = draw.choice([path for path in checkpoints[-1].rglob("*") if path.is_file() and path.stat().st_size])
     content = bytearray(path.read_bytes())
     content[draw.randrange(len(content))] ^= 1
     path.write_bytes(bytes(content))
@@ -190,27 +190,27 @@ def harmed_run(
         overrides = [
             f"trainer.run_dir={run}",
             choice,
-            *(f"{role}.backend=megatron:{own}" for role, own in layouts.items()),
+            *(f"{role}.backend=megatron:{layout}" for role, layout in layouts.items()),
             f"trainer.async_save={in_background}",
             f"launch.backend={draw.choice(launchers)}",
         ]
         process = Command("train", root / "run.yaml", *overrides)
-        what = draw.choice(sorted(FAULTS)) if sum(done.values()) < most else ""
-        is_harmed = bool(what) and _harm(process, run, FAULTS[what], draw)
+        fault = draw.choice(sorted(FAULTS)) if sum(done.values()) < most else ""
+        is_harmed = bool(fault) and _harm(process, run, FAULTS[fault], draw)
         if is_harmed:
-            done[what] += 1
+            done[fault] += 1
         ended = process.finish()
         # What a rank has forked to write, and reward processes, end a moment later.
         (run / "filler").unlink(missing_ok=True)
         wait_for(lambda: is_free(run))
-        said = ended.stdout + ended.stderr
-        assert "Traceback" not in said, (what, overrides, said)
-        done[BETWEEN] += BETWEEN in said
+        output = ended.stdout + ended.stderr
+        assert "Traceback" not in output, (fault, overrides, output)
+        done[BETWEEN] += BETWEEN in output
         if ended.returncode == 0:
             return done
-        assert is_harmed and FAULTS[what].ends_it, (what, overrides, said)
-        assert not what.startswith("disk full") or FULL in said, (overrides, said)
-        assert "stopped" not in what or "launcher" in what or "no sign of life" in said, (what, overrides, said)
+        assert is_harmed and FAULTS[fault].ends_it, (fault, overrides, output)
+        assert not fault.startswith("disk full") or FULL in output, (overrides, output)
+        assert "stopped" not in fault or "launcher" in fault or "no sign of life" in output, (fault, overrides, output)
         if draw.random() < 0.2 and flip_a_byte(run, draw):
             done["a byte of the newest checkpoint flipped"] += 1
 

@@ -68,9 +68,9 @@ def faults(value: Any, kind: str, where: str = "") -> list[str]:
     if not isinstance(value, dict):
         return [f"{where} must have fields"]
     fields = OBJECTS[kind]
-    found = [f"{where}.{name} is no field of {kind}" for name in value if name not in fields]
-    found += [f"{where}.{name} is missing" for name in REQUIRED.get(kind, ()) if name not in value]
-    return found + [
+    problems = [f"{where}.{name} is no field of {kind}" for name in value if name not in fields]
+    problems += [f"{where}.{name} is missing" for name in REQUIRED.get(kind, ()) if name not in value]
+    return problems + [
         fault for name in value if name in fields for fault in faults(value[name], fields[name], f"{where}.{name}")
     ]
 

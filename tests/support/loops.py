@@ -13,10 +13,10 @@ def advantages(
     kind: str, rewards: list[float], groups: list[int], lengths: list[int], normalize="none", greedy=None, shift=0.0, tau=1.0
 ):
     """One number a sample."""
-    found = []
-    informative = sum(len({r for r, g in zip(rewards, groups, strict=True) if g == own}) > 1 for own in groups)
-    for i, (r, own) in enumerate(zip(rewards, groups, strict=True)):
-        members = [j for j, g in enumerate(groups) if g == own]
+    values = []
+    informative = sum(len({r for r, g in zip(rewards, groups, strict=True) if g == group}) > 1 for group in groups)
+    for i, (r, group) in enumerate(zip(rewards, groups, strict=True)):
+        members = [j for j, g in enumerate(groups) if g == group]
         inside = [rewards[j] for j in members]
         others = [rewards[j] for j in members if j != i]
         if kind == "reward":
@@ -49,16 +49,16 @@ def advantages(
             value /= statistics.fmean(inside) + 1e-6
         elif normalize != "none" and not (kind == "leave_one_out" and std == 0):
             value /= std + 1e-6
-        found.append(value)
-    return found
+        values.append(value)
+    return values
 
 
 def gae(rewards: list[float], before: list[float], behind: float, gamma: float, lam: float):
     """(advantages, returns) of the tokens of one response, by the definition as a double sum."""
     values = [*before, behind]
     deltas = [rewards[t] + gamma * values[t + 1] - values[t] for t in range(len(rewards))]
-    found = [sum((gamma * lam) ** (s - t) * deltas[s] for s in range(t, len(rewards))) for t in range(len(rewards))]
-    return found, [a + v for a, v in zip(found, before, strict=True)]
+    gains = [sum((gamma * lam) ** (s - t) * deltas[s] for s in range(t, len(rewards))) for t in range(len(rewards))]
+    return gains, [a + v for a, v in zip(gains, before, strict=True)]
 
 
 def kl(estimator: str, logp, ref):
@@ -81,12 +81,12 @@ def token_weight(aggregate: str, sample: int, lengths: list[int], longest: int) 
 
 
 def log_ratios(level: str, now: list, old: list) -> list:
-    own = [a - b for a, b in zip(now, old, strict=True)]
+    ratios = [a - b for a, b in zip(now, old, strict=True)]
     if level == "token":
-        return own
-    mean = sum(own) / len(own)
+        return ratios
+    mean = sum(ratios) / len(ratios)
     if level in ("turn", "sequence"):
-        return [mean] * len(own)
+        return [mean] * len(ratios)
     return [a - a.item() + mean.item() for a in now]
 
 
@@ -111,7 +111,7 @@ def surrogate(chosen: Any, now: list, ratios: list, advantage: list[float], mark
                 logs.append(clip(d, -low, math.inf))
         ratio = torch.exp(sum(logs) / len(logs))
         return [ratio * (sum(advantage) / len(advantage))] * len(now)
-    found = []
+    gains = []
     for logp, d, a, mark in zip(now, ratios, advantage, marked, strict=True):
         rho = torch.exp(d)
         if name in ("ppo_clip", "clip_cov"):
@@ -149,8 +149,8 @@ def surrogate(chosen: Any, now: list, ratios: list, advantage: list[float], mark
             value = (bound * a if gone else d * a) - drift * logp
         elif name == "rec":
             value = rec(chosen, logp, d, float(rho), a)
-        found.append(value)
-    return found
+        gains.append(value)
+    return gains
 
 
 def rec(chosen: Any, logp, d, rho: float, a: float):
@@ -180,25 +180,25 @@ def correction(chosen: Any, gaps: list[float], marked: list[bool]) -> tuple[list
         "sequence": [math.exp(sum(gaps))] * len(gaps),
         "geometric": [math.exp(sum(gaps) / len(gaps))] * len(gaps),
     }
-    weights, kept = [1.0] * len(gaps), [True] * len(gaps)
+    weights, are_kept = [1.0] * len(gaps), [True] * len(gaps)
     if chosen.weight != "none":
         weights = []
         for w in levels[chosen.weight]:
             inside = chosen.low <= w <= chosen.high
             weights.append(w if inside else 0.0 if chosen.outside == "mask" else min(max(w, chosen.low), chosen.high))
     if chosen.reject != "none":
-        kept = [chosen.reject_low <= w <= chosen.reject_high for w in levels[chosen.reject]]
+        are_kept = [chosen.reject_low <= w <= chosen.reject_high for w in levels[chosen.reject]]
     for name, bound in (chosen.reject_divergence or {}).items():
         if name == "second_moment":
-            kept = [stays and not mark for stays, mark in zip(kept, marked, strict=True)]
+            are_kept = [stays and not mark for stays, mark in zip(are_kept, marked, strict=True)]
             continue
         over, kind = name.split("_")
         values = [-g if kind == "drop" else g * g / 2 if kind == "k2" else math.exp(g) - 1 - g for g in gaps]
         if over != "token":
-            whole = {"sum": sum(values), "mean": sum(values) / len(values), "max": max(values)}[over]
-            values = [whole] * len(values)
-        kept = [stays and value <= bound for stays, value in zip(kept, values, strict=True)]
-    return weights, kept
+            reduced = {"sum": sum(values), "mean": sum(values) / len(values), "max": max(values)}[over]
+            values = [reduced] * len(values)
+        are_kept = [stays and value <= bound for stays, value in zip(are_kept, values, strict=True)]
+    return weights, are_kept
 
 
 def beyond_second_moment(gaps: list[float], bound: float) -> list[bool]:
@@ -241,18 +241,18 @@ def loss(chosen: Any, samples: list[dict[str, list]], longest: int, micro_batche
         gains = surrogate(chosen, sample["now"], ratios, sample["advantage"], sample["marked"])
         before = sample["now"] if chosen.rollout_correction.old_logprobs_from == "engine" else old
         gaps = [float(a) - float(b) for a, b in zip(before, sample["engine"], strict=True)]
-        weights, kept = correction(chosen.rollout_correction, gaps, sample["marked"])
+        weights, are_kept = correction(chosen.rollout_correction, gaps, sample["marked"])
         for t, gain in enumerate(gains):
             shares = []
             for aggregate in (chosen.aggregate, chosen.penalty_aggregate):
                 if aggregate == "micro-batch-token-mean":
-                    own = next(batch for batch in micro_batches if number in batch)
-                    shares.append(1 / (sum(lengths[i] for i in own) * len(micro_batches)))
+                    members = next(batch for batch in micro_batches if number in batch)
+                    shares.append(1 / (sum(lengths[i] for i in members) * len(micro_batches)))
                 else:
                     shares.append(token_weight(aggregate, number, lengths, longest))
             penalty = -chosen.entropy_coef * sample["entropy"][t]
             if chosen.kl.coef and chosen.kl.place == "loss":
-                own = chosen.kl.coef * kl(chosen.kl.estimator, sample["now"][t], sample["ref"][t])
-                penalty = penalty + (own * torch.exp(ratios[t]) if chosen.kl.ratio_weighted else own)
-            total = total + (penalty * shares[1] - gain * weights[t] * shares[0]) * kept[t]
+                divergence = chosen.kl.coef * kl(chosen.kl.estimator, sample["now"][t], sample["ref"][t])
+                penalty = penalty + (divergence * torch.exp(ratios[t]) if chosen.kl.ratio_weighted else divergence)
+            total = total + (penalty * shares[1] - gain * weights[t] * shares[0]) * are_kept[t]
     return total

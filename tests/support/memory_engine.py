@@ -70,7 +70,7 @@ class MemoryEngine:
 
     @property
     def seen(self) -> list[tuple[tuple[int, ...], int]]:
-        return [each for server in self.servers for each in server.seen]
+        return [sampled for server in self.servers for sampled in server.seen]
 
     def stream(self):
         return self.router.open()

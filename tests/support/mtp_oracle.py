@@ -36,34 +36,39 @@ def as_longer_model(directory: Path, variant: str, out: Path) -> Any:
 
     base, depths = MTP_VARIANTS[variant]
     config, state = json.loads((directory / "config.json").read_text()), load_tensors(directory)
-    own = config["num_hidden_layers"]
+    layers_of_model = config["num_hidden_layers"]
     if base == "qwen2":
         config |= {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "layer_types": None}
         state = {
-            re.sub(r"mtp_layers\.(\d+)", lambda found: f"layers.{own + int(found[1])}", name): tensor
+            re.sub(r"mtp_layers\.(\d+)", lambda match: f"layers.{layers_of_model + int(match[1])}", name): tensor
             for name, tensor in state.items()
         }
-    config |= {"num_hidden_layers": own + depths, "num_nextn_predict_layers": 0}
+    config |= {"num_hidden_layers": layers_of_model + depths, "num_nextn_predict_layers": 0}
     parts = tuple(f".{part}.weight" for part in MTP_PARTS["mimo" if base == "qwen2" else "deepseek_v3"])
     rest = {name: state.pop(name) for name in list(state) if name.endswith(parts)}
     rest = {name: tensor for name, tensor in rest.items() if not name.endswith("model.norm.weight")}
     state = {
         name: tensor
         for name, tensor in state.items()
-        if not name.endswith((f".{own}.embed_tokens.weight", "shared_head.head.weight"))
+        if not name.endswith((f".{layers_of_model}.embed_tokens.weight", "shared_head.head.weight"))
     }
     state = {name: tensor for name, tensor in state.items() if not re.search(r"layers\.\d+\.embed_tokens", name)}
     save_file(state, out / "model.safetensors", metadata={"format": "pt"})
     (out / "config.json").write_text(json.dumps(config))
     model = transformers.AutoModelForCausalLM.from_pretrained(out).float()
-    return model, {name: torch.nn.Parameter(tensor.float()) for name, tensor in rest.items()}, own, base == "qwen2"
+    return (
+        model,
+        {name: torch.nn.Parameter(tensor.float()) for name, tensor in rest.items()},
+        layers_of_model,
+        base == "qwen2",
+    )
 
 
 def mtp_steps(directory: Path, variant: str, mtp: MTPConfig, steps: int = 2):
     """([(main loss, mean of the layers' losses, gradient norm)], parameters by the names of the files)."""
     depths = MTP_VARIANTS[variant][1]
     with tempfile.TemporaryDirectory() as scratch:
-        model, rest, own, is_mimo = as_longer_model(directory, variant, Path(scratch))
+        model, rest, layers_of_model, is_mimo = as_longer_model(directory, variant, Path(scratch))
     before, after, projection, last = MTP_PARTS["mimo" if is_mimo else "deepseek_v3"]
     inner, layers = model.model, list(model.model.layers)
     eps = model.config.rms_norm_eps
@@ -87,7 +92,7 @@ def mtp_steps(directory: Path, variant: str, mtp: MTPConfig, steps: int = 2):
         for length, prompt in zip(LENGTHS, PROMPTS, strict=True):
             tokens = batch.token_ids_T[start : start + length]
             start += length
-            inner.layers = torch.nn.ModuleList(layers[:own])
+            inner.layers = torch.nn.ModuleList(layers[:layers_of_model])
             hidden = inner(tokens[None]).last_hidden_state
             logp = torch.log_softmax(model.lm_head(hidden)[0] / TEMPERATURE, -1)
             main = main - SCALE * logp[prompt - 1 : -1].gather(1, tokens[prompt:, None]).sum()
@@ -98,13 +103,15 @@ def mtp_steps(directory: Path, variant: str, mtp: MTPConfig, steps: int = 2):
                 embedded, previous = inner.embed_tokens(tokens[1 + depth :])[None], hidden[:, :size]
                 if mtp.detach_encoder:
                     embedded, previous = embedded.detach(), previous.detach()
-                name = f"model.layers.{own + depth}."
+                name = f"model.layers.{layers_of_model + depth}."
                 halves = [norm(embedded, f"{name}{before}.weight"), norm(previous, f"{name}{after}.weight")]
                 joined = torch.cat(halves[::-1] if is_mimo else halves, -1) @ rest[f"{name}{projection}.weight"].t()
                 positions = torch.arange(size)[None]
                 angles = inner.rotary_emb(joined, positions)
-                found = layers[own + depth](joined, attention_mask=None, position_ids=positions, position_embeddings=angles)
-                hidden = norm(found, f"{name}{last}.weight")
+                output = layers[layers_of_model + depth](
+                    joined, attention_mask=None, position_ids=positions, position_embeddings=angles
+                )
+                hidden = norm(output, f"{name}{last}.weight")
                 logp = torch.log_softmax(model.lm_head(hidden)[0], -1)
                 for target in range(max(prompt, 2 + depth), length):
                     ahead[depth] = ahead[depth] - logp[target - 2 - depth, tokens[target]]
@@ -125,6 +132,9 @@ def mtp_steps(directory: Path, variant: str, mtp: MTPConfig, steps: int = 2):
         model.save_pretrained(saved)
         state = load_tensors(Path(saved)) | {name: tensor.detach().clone() for name, tensor in rest.items()}
     if is_mimo:
-        ahead_of = re.compile(rf"layers\.({'|'.join(str(own + depth) for depth in range(depths))})\.")
-        state = {ahead_of.sub(lambda found: f"mtp_layers.{int(found[1]) - own}.", name): t for name, t in state.items()}
+        ahead_of = re.compile(rf"layers\.({'|'.join(str(layers_of_model + depth) for depth in range(depths))})\.")
+        state = {
+            ahead_of.sub(lambda match: f"mtp_layers.{int(match[1]) - layers_of_model}.", name): t
+            for name, t in state.items()
+        }
     return results, state

@@ -29,10 +29,10 @@ class Alone:
 
 def as_lists(batch: TokenBatch, now=None, entropy=None) -> list[dict[str, list]]:
     now = batch[Column.OLD_LOGPROBS].double() if now is None else now
-    found, start = [], 0
+    samples, start = [], 0
     for length in batch.lengths_N:
         tokens = [t for t in range(start, start + length) if batch.loss_mask_T[t]]
-        found.append(
+        samples.append(
             {
                 "now": [now[t] for t in tokens],
                 "old": [float(batch[Column.OLD_LOGPROBS][t]) for t in tokens],
@@ -44,4 +44,4 @@ def as_lists(batch: TokenBatch, now=None, entropy=None) -> list[dict[str, list]]
             }
         )
         start += length
-    return found
+    return samples

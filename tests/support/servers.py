@@ -31,14 +31,20 @@ LONG = Sampling(max_tokens=200)
 GREEDY, FREE = Sampling(max_tokens=24, temperature=0.0), Sampling(max_tokens=16)
 
 
-def one_short_among_endless(asked: list[Request]) -> list[Request]:
+def one_short_among_endless(wanted: list[Request]) -> list[Request]:
     """The first ends with its first token, the others not before an abort that follows it: they are as long as can be."""
     endless = Sampling(max_tokens=240, ignore_eos=True)
-    return [replace(request, sampling=replace(endless, max_tokens=240 if request.id else 1)) for request in asked]
+    return [replace(request, sampling=replace(endless, max_tokens=240 if request.id else 1)) for request in wanted]
 
 
 def server_engine(
-    mesh, directory: Path, client, processes: dict[int, ServerProcess], said: list[str], each: int | None = 1, **changes
+    mesh,
+    directory: Path,
+    client,
+    processes: dict[int, ServerProcess],
+    messages: list[str],
+    ranks_per_server: int | None = 1,
+    **changes,
 ):
     """`client`: the class that speaks with a server; `processes`: the servers of this rank, by number."""
     from fivefold.engines.servers.server_engine import ServerEngine
@@ -46,7 +52,14 @@ def server_engine(
     settings = {"window": 64, "bucket_bytes": BUCKET, "verify_every": 1, "can_sleep": False} | changes
     connect = partial(client, ends={TOKENIZER.eos_token_id}, run=mesh.ranks.broadcast_from_main(uuid.uuid4().hex))
     return ServerEngine(
-        directory, mesh.ranks, mesh.device, connect, said.append, processes=processes, ranks_per_server=each, **settings
+        directory,
+        mesh.ranks,
+        mesh.device,
+        connect,
+        messages.append,
+        processes=processes,
+        ranks_per_server=ranks_per_server,
+        **settings,
     )
 
 
@@ -56,7 +69,7 @@ def undisturbed(mesh, directory: Path, tensors, calls: list[list[Request]]) -> l
 
     engine = TransformersEngine(directory, TOKENIZER, mesh.device, torch.float32, 64)
     engine.update_weights(iter(tensors.items()), 0)
-    return [complete(engine, asked) for asked in calls]
+    return [complete(engine, group) for group in calls]
 
 
 def three_steps(mesh, directory: Path, engine) -> dict[str, object]:
@@ -73,9 +86,9 @@ def three_steps(mesh, directory: Path, engine) -> dict[str, object]:
         differences.append(difference(trained, first, drawn[-1]))
         mine = mine.with_columns({Column.OLD_LOGPROBS: trained.forward(mine)})
         trained.train_step(mine, OBJECTIVE.loss)
-    tensors, asked = load_tensors(directory), requests(2, GREEDY)
+    tensors, greedy_requests = load_tensors(directory), requests(2, GREEDY)
     engine.update_weights(iter(tensors.items()), 3)
-    greedy = complete(engine, asked), undisturbed(mesh, directory, tensors, [asked])[0]
+    greedy = complete(engine, greedy_requests), undisturbed(mesh, directory, tensors, [greedy_requests])[0]
     return {"drawn": drawn, "differences": differences, "greedy": greedy}
 
 
@@ -86,7 +99,7 @@ def kill_api(engine) -> None:
 
 def family_of(engine) -> list[psutil.Process]:
     """What this rank's servers consist of."""
-    return [each for process in engine._processes.values() for each in process._family()]
+    return [child for process in engine._processes.values() for child in process._family()]
 
 
 def refreshed(engine, weights) -> None:
@@ -106,28 +119,28 @@ def midway(mesh, directory: Path, engine, prompts: int = 12):
     tensors = load_tensors(directory)
     weights = [{name: tensor * factor for name, tensor in tensors.items()} for factor in (1.0, 1.1)]
     engine.update_weights(iter(weights[0].items()), 4)
-    asked = requests(4, LONG, [[5 + i, 6, 7 + i] for i in range(prompts)])
+    wanted = requests(4, LONG, [[5 + i, 6, 7 + i] for i in range(prompts)])
     # Five are short; the others are still being sampled when weights come, however fast that is.
     sizes = [Sampling(max_tokens=170, ignore_eos=True), Sampling(max_tokens=8, ignore_eos=True)]
-    asked = [replace(request, sampling=sizes[request.id < 5]) for request in asked]
-    found: dict[int, Completion] = {}
-    for completion in engine.generate(asked):
-        found[completion.request_id] = completion
-        if len(found) == 5:
+    wanted = [replace(request, sampling=sizes[request.id < 5]) for request in wanted]
+    completions: dict[int, Completion] = {}
+    for completion in engine.generate(wanted):
+        completions[completion.request_id] = completion
+        if len(completions) == 5:
             engine.update_weights(iter(weights[1].items()), 9)
     under = []
-    for number, each in enumerate(weights):
+    for number, changed in enumerate(weights):
         path = directory.parent / f"changed-{number}"
         shutil.copytree(directory, path, dirs_exist_ok=True)
-        save_file(each, path / "model.safetensors", metadata={"format": "pt"})
+        save_file(changed, path / "model.safetensors", metadata={"format": "pt"})
         model = MegatronModel(path, POLICY, mesh)
-        under.append([logprobs_of(model, request, found[request.id]) for request in asked])
-    return [found[request.id] for request in asked], under
+        under.append([logprobs_of(model, request, completions[request.id]) for request in wanted])
+    return [completions[request.id] for request in wanted], under
 
 
-def logprobs_of(model, request: Request, found: Completion) -> list[float]:
-    tokens = request.prompt_ids + found.token_ids
-    mask = torch.tensor([False] * len(request.prompt_ids) + [True] * len(found.token_ids))
+def logprobs_of(model, request: Request, completion: Completion) -> list[float]:
+    tokens = request.prompt_ids + completion.token_ids
+    mask = torch.tensor([False] * len(request.prompt_ids) + [True] * len(completion.token_ids))
     return model.forward(TokenBatch(torch.tensor(tokens), mask, [len(tokens)]))[mask].tolist()
 
 

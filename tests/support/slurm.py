@@ -72,17 +72,17 @@ class Slurm:
 
     def state(self, job: str) -> str:
         """Returns the state of a job, as PENDING or COMPLETED."""
-        found = self.run("scontrol", "--oneliner", "show", "job", job)
-        return next((word.removeprefix("JobState=") for word in found.split() if word.startswith("JobState=")), found)
+        output = self.run("scontrol", "--oneliner", "show", "job", job)
+        return next((word.removeprefix("JobState=") for word in output.split() if word.startswith("JobState=")), output)
 
     def wait(self, job: str, *states: str) -> str:
         """Returns the state of a job once it is one of these."""
         self._wait(lambda: self.state(job) in states, f"job {job}")
         return self.state(job)
 
-    def _wait(self, condition: Callable[[], bool], what: str) -> None:
+    def _wait(self, condition: Callable[[], bool], awaited: str) -> None:
         deadline = time.monotonic() + LONGEST / 3
         while not condition():
             logs = {path.name: path.read_text()[-3000:] for path in self.directory.glob("*.log")}
-            assert time.monotonic() < deadline, f"{what} is not there: {logs}"
+            assert time.monotonic() < deadline, f"{awaited} is not there: {logs}"
             time.sleep(0.5)

@@ -148,16 +148,16 @@ def add_mtp(directory: Path, layers: int, family: str) -> None:
     from safetensors.torch import save_file
 
     config, state = json.loads((directory / "config.json").read_text()), load_tensors(directory)
-    own, hidden = config["num_hidden_layers"], config["hidden_size"]
+    layers_of_model, hidden = config["num_hidden_layers"], config["hidden_size"]
     generator = torch.Generator().manual_seed(13)
 
     def draw(*shape: int) -> torch.Tensor:
         noise = torch.randn(shape, generator=generator) * 0.1
         return noise + 1 if len(shape) == 1 else noise
 
-    last = f"model.layers.{own - 1}."
+    last = f"model.layers.{layers_of_model - 1}."
     for depth in range(layers):
-        start = f"model.mtp_layers.{depth}." if family == "mimo" else f"model.layers.{own + depth}."
+        start = f"model.mtp_layers.{depth}." if family == "mimo" else f"model.layers.{layers_of_model + depth}."
         *norms, projection, final = MTP_PARTS["mimo" if family == "mimo" else "deepseek_v3"]
         state[f"{start}{projection}.weight"] = draw(hidden, 2 * hidden)
         state |= {f"{start}{norm}.weight": draw(hidden) for norm in (*norms, final)}
@@ -180,9 +180,9 @@ def make_model(name: str, directory: Path, **sizes: Any) -> Path:
     import transformers
 
     if name in MTP_VARIANTS:
-        whole, layers = MTP_VARIANTS[name]
-        make_model(whole, directory, **sizes)
-        add_mtp(directory, layers, "mimo" if whole == "qwen2" else whole)
+        base, layers = MTP_VARIANTS[name]
+        make_model(base, directory, **sizes)
+        add_mtp(directory, layers, "mimo" if base == "qwen2" else base)
         return directory
     prefix, changes = (VARIANTS | MOE_VARIANTS | OTHER_VARIANTS)[name]
     config = getattr(transformers, f"{prefix}Config")(**{**SIZES, **changes, **sizes})
@@ -208,8 +208,8 @@ def make_classifier(directory: Path, name: str = "qwen3", seed: int = 11, **chan
     import torch
     import transformers
 
-    prefix, own = (VARIANTS | MOE_VARIANTS)[name]
-    config = getattr(transformers, f"{prefix}Config")(**{**SIZES, **own, "num_labels": 1, **changes})
+    prefix, changes_of_variant = (VARIANTS | MOE_VARIANTS)[name]
+    config = getattr(transformers, f"{prefix}Config")(**{**SIZES, **changes_of_variant, "num_labels": 1, **changes})
     model = transformers.AutoModelForSequenceClassification.from_config(config).float()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

@@ -38,8 +38,8 @@ class ToyModel:
         if self._value_head:
             return self.table[prompt_T, place_T, 0], torch.zeros(len(place_T))
         logp_TV = torch.log_softmax(self.table[prompt_T, (place_T - 1).clamp(min=0)] / batch.temperature, -1)
-        own_T = logp_TV.gather(1, batch.token_ids_T[:, None])[:, 0]
-        return own_T * batch.loss_mask_T, -(logp_TV.exp() * logp_TV).sum(-1) * batch.loss_mask_T
+        logprobs_T = logp_TV.gather(1, batch.token_ids_T[:, None])[:, 0]
+        return logprobs_T * batch.loss_mask_T, -(logp_TV.exp() * logp_TV).sum(-1) * batch.loss_mask_T
 
     def forward(self, batch: TokenBatch) -> Tensor:
         return self._output(batch)[0].detach()
@@ -51,10 +51,10 @@ class ToyModel:
         loss, half = 0.0, len(batch.lengths_N) // 2
         for samples in (range(half), range(half, len(batch.lengths_N))):
             part = batch.select(list(samples))
-            found = loss_fn(*self._output(part), part)
-            found.loss.backward()
-            loss += float(found.loss)
-            for name, value in [*found.sums.items(), *found.maxima.items()]:
+            share = loss_fn(*self._output(part), part)
+            share.loss.backward()
+            loss += float(share.loss)
+            for name, value in [*share.sums.items(), *share.maxima.items()]:
                 sums[name] = sums.get(name, 0.0) + float(value)
         norm = float(self.table.grad.norm())
         self._adam.step()
@@ -116,9 +116,9 @@ class ToyTokenizer:
 
 def scored(error: str | None = None) -> Scoring:
     """What scoring gives that is done."""
-    found: Scoring = Future()
-    found.set_result(error)
-    return found
+    future: Scoring = Future()
+    future.set_result(error)
+    return future
 
 
 class ToyScorer:
@@ -131,7 +131,7 @@ class ToyScorer:
         return scored()
 
     def wait(self, scoring: Sequence[Scoring]) -> str | None:
-        return next((each.result() for each in scoring if each.result() is not None), None)
+        return next((future.result() for future in scoring if future.result() is not None), None)
 
     def close(self) -> None: ...
 
@@ -142,11 +142,13 @@ def target(prompt: int) -> int:
 
 def toy_prompts() -> list[Prompt]:
     """With a right and a wrong response to learn from."""
-    found = []
+    prompts = []
     for i in range(PROMPTS):
-        given = [DatasetResponse([token] * LENGTH, [True] * LENGTH, "") for token in (target(i), (target(i) + 1) % VOCAB)]
-        found.append(Prompt(i, [i], "toy", str(i), "", responses=given))
-    return found
+        responses = [
+            DatasetResponse([token] * LENGTH, [True] * LENGTH, "") for token in (target(i), (target(i) + 1) % VOCAB)
+        ]
+        prompts.append(Prompt(i, [i], "toy", str(i), "", responses=responses))
+    return prompts
 
 
 def toy_parts(
@@ -199,7 +201,7 @@ def toy_parts(
         learners["prm"] = ProcessRewardLearner(objective.process, ranks, "prm")
     if Column.VALUES in objective.needs(1):
         by_role["critic"] = ToyModel(value_head=True)
-        learners["critic"] = CriticLearner(objective, minibatches, ValueLoss(), ranks, values_per_update)
+        learners["critic"] = CriticLearner(objective, minibatches, ranks, ValueLoss(), values_per_update)
     learners["policy"] = PolicyLearner(objective, minibatches, ranks, seed=3, first_step=critic_warmup)
     models = Models(by_role, ranks, SkipGuard(ranks, 0, run_dir, print), learners, stage=logger.stage)
     settings = {"eval_before_train": False, "logged_samples_per_step": 0, "resume": "never", "guard": GuardConfig(every=0)}
@@ -231,8 +233,8 @@ def toy_run(mesh, run_dir: Path, name: str, choices: methods.Choices, steps: int
             for prompt in toy_prompts()
             for k in range(32)
         ]
-        for found in engine.generate(requests):
-            total += sum(token == target(found.request_id // 32) for token in found.token_ids) / LENGTH
+        for completion in engine.generate(requests):
+            total += sum(token == target(completion.request_id // 32) for token in completion.token_ids) / LENGTH
         return total / len(requests)
 
     before = sampled()

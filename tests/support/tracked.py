@@ -75,13 +75,13 @@ def take_steps(
 
 def metrics_of(run_dir: Path) -> dict[str, dict[int, float]]:
     """Name -> step -> value, as metrics.jsonl has them."""
-    found: dict[str, dict[int, float]] = {}
+    metrics: dict[str, dict[int, float]] = {}
     for line in (run_dir / "metrics.jsonl").read_text().splitlines():
         row = json.loads(line)
         for name, value in row.items():
             if name not in ("step", "wall") and value is not None:
-                found.setdefault(name, {})[row["step"]] = value
-    return found
+                metrics.setdefault(name, {})[row["step"]] = value
+    return metrics
 
 
 def _wandb_records(path: Path) -> Iterator[Any]:
@@ -104,7 +104,7 @@ def _wandb_records(path: Path) -> Iterator[Any]:
 
 def read_wandb(run_dir: Path) -> tuple[dict[str, dict[int, float]], dict[str, Any]]:
     """Metrics and what else is known of the run, over all files that it has."""
-    found: dict[str, dict[int, float]] = {}
+    metrics: dict[str, dict[int, float]] = {}
     runs, tables = [], []
     for path in sorted((run_dir / "wandb").glob("offline-run-*/*.wandb")):
         for record in _wandb_records(path):
@@ -118,9 +118,9 @@ def read_wandb(run_dir: Path) -> tuple[dict[str, dict[int, float]], dict[str, An
                 continue
             for name, value in row.items():
                 if not name.startswith("_") and name != "step":
-                    found.setdefault(name, {})[row["step"]] = value
+                    metrics.setdefault(name, {})[row["step"]] = value
     if not runs:
         return {}, {}
     run = runs[-1]
-    return found, {"ids": {run.run_id for run in runs}, "project": run.project, "name": run.display_name,
+    return metrics, {"ids": {run.run_id for run in runs}, "project": run.project, "name": run.display_name,
                    "group": run.run_group, "tags": set(run.tags), "tables": tables}  # fmt: skip

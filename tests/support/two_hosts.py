@@ -107,8 +107,10 @@ class Host:
         self.temporary = Path(tempfile.mkdtemp(prefix=f"{name}-", dir="/tmp"))
         # Its first process reads a pipe of this one: where this process ends, in whatever way, the host ends too.
         # Without a file of name servers, none of which a host reaches: a name that is in no file is looked up in vain at once.
-        own = f"mount --bind {hosts_file} /etc/hosts && mount --bind /dev/null /etc/resolv.conf && mount -t tmpfs tmpfs /run"
-        begin = f"hostname {name} && {own} && ip link set lo up && echo up && cat"
+        mounts = (
+            f"mount --bind {hosts_file} /etc/hosts && mount --bind /dev/null /etc/resolv.conf && mount -t tmpfs tmpfs /run"
+        )
+        begin = f"hostname {name} && {mounts} && ip link set lo up && echo up && cat"
         words = ["unshare", "--net", "--uts", "--mount", "--pid", "--ipc", "--fork", "--mount-proc", "sh", "-c", begin]
         self._holder = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         assert self._holder.stdout is not None
@@ -120,17 +122,17 @@ class Host:
 
     def plug(self, mtu: int) -> int:
         """Gives this host a network device with its address; returns the file of the device's other side."""
-        device, made = os.open(_TUN, os.O_RDWR | os.O_CLOEXEC), f"t{os.getpid() % 10**6}{self.name}"[:15]
-        fcntl.ioctl(device, _TUNSETIFF, struct.pack("16sH22s", made.encode(), _IFF_TUN | _IFF_NO_PI, b""))
-        subprocess.run(["ip", "link", "set", made, "netns", str(self._first.pid), "name", "eth0"], check=True)
+        device, interface = os.open(_TUN, os.O_RDWR | os.O_CLOEXEC), f"t{os.getpid() % 10**6}{self.name}"[:15]
+        fcntl.ioctl(device, _TUNSETIFF, struct.pack("16sH22s", interface.encode(), _IFF_TUN | _IFF_NO_PI, b""))
+        subprocess.run(["ip", "link", "set", interface, "netns", str(self._first.pid), "name", "eth0"], check=True)
         for words in (f"addr add {self.address}/24 dev eth0", f"link set eth0 mtu {mtu} up"):
             subprocess.run([*self.enter, "ip", *words.split()], check=True)
         return device
 
     def start(self, *command: object, env: Mapping[str, str] = MappingProxyType({}), cwd: Path | None = None) -> Program:
         """Start a program here; its output goes into a file."""
-        kept = {name: value for name, value in os.environ.items() if name not in _LOCAL}
-        variables = {**kept, "TMPDIR": str(self.temporary), "PYTHONPATH": os.pathsep.join(sys.path), **env}
+        inherited = {name: value for name, value in os.environ.items() if name not in _LOCAL}
+        variables = {**inherited, "TMPDIR": str(self.temporary), "PYTHONPATH": os.pathsep.join(sys.path), **env}
         program = Program([*self.enter, *map(str, command)], variables, cwd)
         self.started.append(program)
         return program
@@ -143,7 +145,7 @@ class Host:
 
     def processes(self) -> list[psutil.Process]:
         """Returns all processes of this host."""
-        return [each for each in psutil.process_iter() if _pids_of(each.pid) == self._pids]
+        return [process for process in psutil.process_iter() if _pids_of(process.pid) == self._pids]
 
     def kill(self) -> None:
         """End all processes of this host at once."""

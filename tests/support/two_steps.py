@@ -133,13 +133,13 @@ def reference_step(
 
     def logprobs() -> list[torch.Tensor]:
         routed.clear()
-        found, start = [], 0
+        pieces, start = [], 0
         for length, prompt in zip(LENGTHS, PROMPTS, strict=True):
             tokens = batch.token_ids_T[start : start + length]
             logits = model(tokens[None]).logits[0] / TEMPERATURE
-            found.append(torch.log_softmax(logits, -1)[prompt - 1 : -1].gather(1, tokens[prompt:, None])[:, 0])
+            pieces.append(torch.log_softmax(logits, -1)[prompt - 1 : -1].gather(1, tokens[prompt:, None])[:, 0])
             start += length
-        return found
+        return pieces
 
     def router_losses() -> torch.Tensor:
         total, tokens = torch.zeros(()), sum(LENGTHS)
@@ -215,15 +215,15 @@ def difference(results, oracle) -> tuple[float, float, float]:
             norms.append(abs(report.grad_norm - expected_norm) / expected_norm)
         parameters += [float((tensor - state[name]).abs().max()) for name, tensor in weights.items()]
     # What is not a number is not equal.
-    return tuple(max(math.inf if math.isnan(value) else value for value in found) for found in (losses, norms, parameters))
+    return tuple(max(math.inf if math.isnan(value) else value for value in values) for values in (losses, norms, parameters))
 
 
 def run_step(cluster, layout: str, directory: Path, policy: PolicyConfig, function=None, *arguments, oracle=None):
     """The step on every rank of a layout, with the oracle's log-probs as old and reference ones."""
     base_T = (oracle or expected(directory, policy))[2]
     layout = layout if ":" in layout else f"megatron:{layout}"
-    own = fsdp_step if layout.startswith("fsdp") else megatron_step
-    return cluster.run(function or own, layout, directory, policy, base_T, *arguments)
+    step = fsdp_step if layout.startswith("fsdp") else megatron_step
+    return cluster.run(function or step, layout, directory, policy, base_T, *arguments)
 
 
 BOUNDS = (4e-6, 1e-5, 1e-6)
@@ -237,8 +237,8 @@ gradient, whose largest are 0.1: a last place of those is 7e-9, and a sum of 109
 
 
 def assert_equal(results, oracle) -> None:
-    for found, bound in zip(difference(results, oracle), BOUNDS, strict=True):
-        assert found <= bound
+    for difference_seen, bound in zip(difference(results, oracle), BOUNDS, strict=True):
+        assert difference_seen <= bound
 
 
 POLICY = PolicyConfig(dtype="float32", tokens_per_micro_batch=1000, optimizer=OPTIMIZER)

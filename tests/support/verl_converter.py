@@ -50,13 +50,13 @@ def convert(mesh: Any, config: dict[str, Any], tensors: dict[str, torch.Tensor],
         _fill(model, config, tensors)
         assert not any(parameter.isnan().any() for parameter in model.parameters())
         state: dict[str, Any] = model.sharded_state_dict()
-        kept = {key: each for key, each in state.items() if each is not None and not key.endswith("_extra_state")}
-        names = sorted({each.key for each in kept.values()})
+        stored = {key: tensor for key, tensor in state.items() if tensor is not None and not key.endswith("_extra_state")}
+        names = sorted({tensor.key for tensor in stored.values()})
         for linear in {name.rpartition(".")[0] for name in names if ".linear_" in name}:
             key = f"{linear}._extra_state"
-            kept[key] = ShardedObject(key, None, (1,), (0,), replica_id=0)
-        assert any(isinstance(each, ShardedTensor) for each in kept.values())
-        dist_checkpointing.save(kept, str(out), sharded_strategy=None, async_sharded_save=False)
+            stored[key] = ShardedObject(key, None, (1,), (0,), replica_id=0)
+        assert any(isinstance(tensor, ShardedTensor) for tensor in stored.values())
+        dist_checkpointing.save(stored, str(out), sharded_strategy=None, async_sharded_save=False)
     return names
 
 
@@ -65,31 +65,33 @@ def _fill(model: Any, config: dict[str, Any], tensors: dict[str, torch.Tensor]) 
     size = config.get("head_dim") or width // heads
     model.embedding.word_embeddings.weight.copy_(tensors["model.embed_tokens.weight"])
     for number, layer in enumerate(model.decoder.layers):
-        own = {
+        layer_tensors = {
             name.removeprefix(f"model.layers.{number}."): tensor
             for name, tensor in tensors.items()
             if name.startswith(f"model.layers.{number}.")
         }
-        layer.input_layernorm.weight.copy_(own["input_layernorm.weight"])
-        layer.pre_mlp_layernorm.weight.copy_(own["post_attention_layernorm.weight"])
+        layer.input_layernorm.weight.copy_(layer_tensors["input_layernorm.weight"])
+        layer.pre_mlp_layernorm.weight.copy_(layer_tensors["post_attention_layernorm.weight"])
         attention = layer.self_attention
         for kind in ("weight", "bias"):
-            if f"self_attn.q_proj.{kind}" in own:
-                q, k, v = (own[f"self_attn.{part}_proj.{kind}"] for part in "qkv")
+            if f"self_attn.q_proj.{kind}" in layer_tensors:
+                q, k, v = (layer_tensors[f"self_attn.{part}_proj.{kind}"] for part in "qkv")
                 parts = [q.view(groups, size * heads // groups, -1), k.view(groups, size, -1), v.view(groups, size, -1)]
                 target = getattr(attention.linear_qkv, kind)
                 target.copy_(torch.cat(parts, dim=1).reshape(target.shape))
-        if "self_attn.q_norm.weight" in own:
-            attention.q_layernorm.weight.copy_(own["self_attn.q_norm.weight"])
-            attention.k_layernorm.weight.copy_(own["self_attn.k_norm.weight"])
-        attention.linear_proj.weight.copy_(own["self_attn.o_proj.weight"])
+        if "self_attn.q_norm.weight" in layer_tensors:
+            attention.q_layernorm.weight.copy_(layer_tensors["self_attn.q_norm.weight"])
+            attention.k_layernorm.weight.copy_(layer_tensors["self_attn.k_norm.weight"])
+        attention.linear_proj.weight.copy_(layer_tensors["self_attn.o_proj.weight"])
         mlps = {"mlp.": layer.mlp}
-        if "mlp.gate.weight" in own:
-            layer.mlp.router.weight.copy_(own["mlp.gate.weight"])
+        if "mlp.gate.weight" in layer_tensors:
+            layer.mlp.router.weight.copy_(layer_tensors["mlp.gate.weight"])
             mlps = {f"mlp.experts.{expert}.": mlp for expert, mlp in enumerate(layer.mlp.experts.local_experts)}
         for start, mlp in mlps.items():
-            mlp.linear_fc1.weight.copy_(torch.cat([own[f"{start}gate_proj.weight"], own[f"{start}up_proj.weight"]]))
-            mlp.linear_fc2.weight.copy_(own[f"{start}down_proj.weight"])
+            mlp.linear_fc1.weight.copy_(
+                torch.cat([layer_tensors[f"{start}gate_proj.weight"], layer_tensors[f"{start}up_proj.weight"]])
+            )
+            mlp.linear_fc2.weight.copy_(layer_tensors[f"{start}down_proj.weight"])
     model.decoder.final_layernorm.weight.copy_(tensors["model.norm.weight"])
     if not config.get("tie_word_embeddings"):
         model.output_layer.weight.copy_(tensors["lm_head.weight"])

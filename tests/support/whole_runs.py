@@ -52,9 +52,11 @@ def write_run(root: Path, run: str, *, reward: str = REWARD, relative: bool = Fa
     def read(text: str) -> dict[str, Any]:
         return yaml.safe_load(text.replace("$ROOT/", "" if relative else f"{root}/"))
 
-    def over(common: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
-        both = {key: over(value, own[key]) for key, value in common.items() if isinstance(value, dict) and key in own}
-        return common | own | both
+    def over(common: dict[str, Any], further: dict[str, Any]) -> dict[str, Any]:
+        both = {
+            key: over(value, further[key]) for key, value in common.items() if isinstance(value, dict) and key in further
+        }
+        return common | further | both
 
     (root / "reward.py").write_text(reward)
     (root / "run.yaml").write_text(yaml.safe_dump(over(read(EVERY_RUN) | {"launch": {"threads": THREADS}}, read(run))))
@@ -119,9 +121,9 @@ def left_in(temporary: Path) -> list[str]:
     return sorted(path.name for path in temporary.iterdir() if not path.name.startswith("torchinductor_"))
 
 
-def assert_same(found: list[dict[str, float]], expected: list[dict[str, float]], rel: float = 2e-5) -> None:
-    assert [row["step"] for row in found] == [row["step"] for row in expected]
-    for got, want in zip(found, expected, strict=True):
+def assert_same(rows: list[dict[str, float]], expected: list[dict[str, float]], rel: float = 2e-5) -> None:
+    assert [row["step"] for row in rows] == [row["step"] for row in expected]
+    for got, want in zip(rows, expected, strict=True):
         assert set(got) == set(want)
         for key, value in want.items():
             assert got[key] == pytest.approx(value, rel=rel, abs=rounding(key, want)), (got["step"], key)

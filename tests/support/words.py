@@ -1,7 +1,8 @@
 """`make check`: words that an engineer who learned English as a second language stumbles over, in docstrings, comments,
 messages, pages and the names of tests, which are sentences and have a longest length.
 
-Each row of WORDS names what to write instead. The dialects' YAML tables and generated pages of keys are not looked at.
+Each row of WORDS names what to write instead. Of YAML, shell, JavaScript and build files every line is read. Generated pages
+of keys are not.
 """
 
 from __future__ import annotations
@@ -34,17 +35,27 @@ CODE_WORDS = {
     r"asks for|asked for|(?:is|are) asked(?! to)": "requests, requested, needs",
 }
 """Words that describe people, and not code: not for tests, in which commands, models and servers do answer."""
+EMPTY_NAMES = {"found", "own", "said", "each"}
+"""Names of locals and parameters that do not say what they hold. The tests are not looked at."""
 LONGEST_NAME = 80
 """Letters of a test's name."""
 SHORTEST_MESSAGE = 3
 """Words of a text in the source that count as a message."""
 LEFT_OUT = ("docs/configuration.md", "docs/metrics.md", "docs/api.md")
+BANNER = re.compile(r"\s*(#|//|/\*) ?[-=*]{3}")
+PLACES = ("src", "examples", "benchmarks", "docs", "docker", "tests", ".github", ".ci")
+SUFFIXES = (".yaml", ".yml", ".sh", ".js", ".css", ".html")
+FILES = ("Makefile", "mkdocs.yml", ".ci/run")
 
 
 def texts(path: Path) -> Iterator[tuple[int, str]]:
-    """(line, text) of the docstrings, comments, messages and names of tests of a Python file, or of a page outside of code."""
+    """(line, text) of the docstrings, comments, messages and names of tests of a Python file, of a page outside of code, or of
+    every line of another file."""
     source = path.read_text()
-    if path.suffix != ".py":
+    if path.suffix not in (".py", ".md"):
+        yield from enumerate(source.splitlines(), 1)
+        return
+    if path.suffix == ".md":
         in_code = False
         for number, line in enumerate(source.splitlines(), 1):
             in_code ^= line.startswith("```")
@@ -77,7 +88,7 @@ def faults(paths: list[Path]) -> Iterator[str]:
             continue
         patterns = every if name.startswith("tests/") else every | of_code
         for number, text in texts(path):
-            if name.startswith("src/") and text.startswith("# ---"):
+            if name.startswith("src/") and BANNER.match(text):
                 yield f"{name}:{number}: a banner: a module that needs parts is several modules"
             for pattern, plain in patterns.items():
                 if match := pattern.search(text):
@@ -92,17 +103,27 @@ def long_names(paths: list[Path]) -> Iterator[str]:
                 yield f"{path}:{node.lineno}: {node.name}: a test's name has at most {LONGEST_NAME} letters"
 
 
+def empty_names(paths: list[Path]) -> Iterator[str]:
+    """One line for each local and parameter of the source whose name does not say what it holds."""
+    for path in paths:
+        for node in ast.walk(ast.parse(path.read_text())):
+            is_stored = isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+            name = node.id if is_stored else node.arg if isinstance(node, ast.arg) else ""
+            if name in EMPTY_NAMES:
+                yield f"{path}:{node.lineno}: {name}: name it for what it holds"
+
+
 def main() -> int:
     tests = sorted((ROOT / "tests").rglob("*.py"))
     directories = [path for name in ("src", "examples", "benchmarks") for path in sorted((ROOT / name).rglob("*.py"))]
     pages = [path for name in ("docs", "examples", "benchmarks") for path in sorted((ROOT / name).rglob("*.md"))]
     pages += [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
-    found = [
-        *faults([*directories, *pages, *(path for path in tests if path != Path(__file__).resolve())]),
-        *long_names(tests),
-    ]
-    print("\n".join(found) or "plain English: no word of the list")
-    return bool(found)
+    files = [ROOT / name for name in FILES]
+    files += [path for name in PLACES for path in sorted((ROOT / name).rglob("*")) if path.suffix in SUFFIXES]
+    read = [*directories, *pages, *files, *(path for path in tests if path != Path(__file__).resolve())]
+    problems = [*faults(read), *long_names(tests), *empty_names(sorted((ROOT / "src").rglob("*.py")))]
+    print("\n".join(problems) or "plain English: no word of the list")
+    return bool(problems)
 
 
 if __name__ == "__main__":

@@ -183,8 +183,8 @@ def _reaped(pid: int, seconds: float) -> int | None:
     """The exit code of a child as subprocess tells it, None if it still runs after so many seconds."""
     deadline = time.monotonic() + seconds
     while True:
-        found, status = os.waitpid(pid, os.WNOHANG)
-        if found:
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if ended:
             return os.waitstatus_to_exitcode(status)
         if time.monotonic() >= deadline:
             return None
@@ -193,8 +193,8 @@ def _reaped(pid: int, seconds: float) -> int | None:
 
 def hidden_gpus() -> dict[str, str]:
     """Environment in which torch finds no GPU, and asks no driver to find none."""
-    kept = os.environ.get("CUDA_VISIBLE_DEVICES", "all")
-    return {"CUDA_VISIBLE_DEVICES": "", "PYTORCH_NVML_BASED_CUDA_CHECK": "1", _KEPT: kept}
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "all")
+    return {"CUDA_VISIBLE_DEVICES": "", "PYTORCH_NVML_BASED_CUDA_CHECK": "1", _KEPT: visible}
 
 
 def show_gpus() -> None:

@@ -52,8 +52,8 @@ def compared(
     """(what the gate still needs, what it has logged, with which error it ended the run, what was scored for it)."""
     from fivefold.trainer.checks import Bounds, LogprobGate
 
-    said: list[str] = []
-    gate = LogprobGate(mesh.ranks, Bounds(kl, diff), is_open=False, log=said.append)
+    messages: list[str] = []
+    gate = LogprobGate(mesh.ranks, Bounds(kl, diff), is_open=False, log=messages.append)
     assert gate.needs
     models = Scorer(gap)
     stats = SimpleNamespace(skipped_N=None if skipped is None else torch.tensor(skipped))
@@ -68,8 +68,8 @@ def compared(
                 )
             gate.check(batch, stats, models)
     except RuntimeError as error:
-        return list(gate.needs), said, str(error), models.scored
-    return list(gate.needs), said, "", models.scored
+        return list(gate.needs), messages, str(error), models.scored
+    return list(gate.needs), messages, "", models.scored
 
 
 @pytest.mark.parametrize(
@@ -82,9 +82,9 @@ def compared(
     ],
 )
 def test_what_the_latest_weights_have_sampled_is_compared_once(cluster, gap, versions, says):
-    ((needs, said, error, scored),) = cluster.run(compared, "megatron:d1", gap, versions, None, 2)
+    ((needs, messages, error, scored),) = cluster.run(compared, "megatron:d1", gap, versions, None, 2)
     assert needs == [] and says in error and bool(says) == bool(error) and not scored
-    assert len(said) == (not says)
+    assert len(messages) == (not says)
 
 
 def test_one_token_that_is_far_off_counts_as_one_nat(cluster):
@@ -99,16 +99,16 @@ def test_the_mean_difference_is_looked_at_where_it_has_a_bound(cluster):
 
 
 def test_a_step_of_older_weights_leaves_the_gate_armed(cluster):
-    ((needs, said, error, scored),) = cluster.run(compared, "megatron:d1", 0.5, [3, 3], None, 2)
-    assert needs == [Column.OLD_LOGPROBS] and not (said or error or scored)
+    ((needs, messages, error, scored),) = cluster.run(compared, "megatron:d1", 0.5, [3, 3], None, 2)
+    assert needs == [Column.OLD_LOGPROBS] and not (messages or error or scored)
 
 
 def test_a_step_without_an_advantage_has_some_of_its_samples_compared(cluster):
     """Its log-probs are computed for that, of what the latest weights have sampled alone."""
     ((needs, _, error, scored),) = cluster.run(compared, "megatron:d1", 0.5, [4, 4], [True, True])
     assert needs == [] and "0.5 on average, over 2 tokens" in error and scored == [0]
-    ((needs, said, error, _),) = cluster.run(compared, "megatron:d1", 0.0, [4, 4], [True, True])
-    assert needs == [] and len(said) == 1 and not error
+    ((needs, messages, error, _),) = cluster.run(compared, "megatron:d1", 0.0, [4, 4], [True, True])
+    assert needs == [] and len(messages) == 1 and not error
 
 
 def probed(mesh, gap: float, versions: list[int]):
@@ -150,13 +150,13 @@ def test_a_run_of_older_samples_is_compared_by_a_probe_before_its_first_step(clu
 def guarded(mesh, lost: float, share: float, max_lost: float | None, version: int):
     from fivefold.trainer.checks import AdapterGuard
 
-    said, metrics, error = [], {}, ""
-    guard = AdapterGuard(lambda: (lost, share), mesh.ranks, max_lost, "bfloat16", metrics.update, said.append)
+    messages, metrics, error = [], {}, ""
+    guard = AdapterGuard(lambda: (lost, share), mesh.ranks, max_lost, "bfloat16", metrics.update, messages.append)
     try:
         guard.check(version)
     except RuntimeError as fault:
         error = str(fault)
-    return metrics, said, error
+    return metrics, messages, error
 
 
 @pytest.mark.parametrize(
@@ -171,10 +171,10 @@ def guarded(mesh, lost: float, share: float, max_lost: float | None, version: in
     ],
 )
 def test_a_loss_of_adapters_is_recorded_reported_and_ends_a_run_where_asked(cluster, numbers, wanted):
-    ((metrics, said, error),) = cluster.run(guarded, "megatron:d1", *numbers)
+    ((metrics, messages, error),) = cluster.run(guarded, "megatron:d1", *numbers)
     value, is_said, ends = wanted
     assert metrics == ({} if value is None else {"rollout/lora_lost": value})
-    assert bool(said) == is_said and all(f"{value:.0%} of what the adapters add is lost" in line for line in said)
+    assert bool(messages) == is_said and all(f"{value:.0%} of what the adapters add is lost" in line for line in messages)
     assert ("policy.lora.max_lost = 0.2 ends the run" in error) is ends
 
 
@@ -182,17 +182,17 @@ def compared_by_turn(mesh, gaps: list[float], kl: float) -> str:
     """The gate's error, or what it logs, for two samples of two turns of one token with these gaps."""
     from fivefold.trainer.checks import Bounds, LogprobGate
 
-    said: list[str] = []
+    messages: list[str] = []
     batch = batch_of([VERSION, VERSION])
     batch[Column.VERSION] = torch.full((6,), VERSION)
     batch[Column.TURN] = torch.tensor([-1, 0, 1] * 2)
     batch[Column.OLD_LOGPROBS] = batch[Column.ROLLOUT_LOGPROBS] - torch.tensor([9.0, *gaps] * 2)
-    gate = LogprobGate(mesh.ranks, Bounds(kl), is_open=False, log=said.append)
+    gate = LogprobGate(mesh.ranks, Bounds(kl), is_open=False, log=messages.append)
     try:
         gate.check(batch, SimpleNamespace(skipped_N=None), Scorer(0.0))
     except RuntimeError as error:
         return str(error)
-    return said[0]
+    return messages[0]
 
 
 def test_the_first_turn_beyond_the_bound_is_named(cluster):

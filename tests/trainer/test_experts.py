@@ -74,13 +74,13 @@ def by_hand(groups: list[Group], logprobs: list[list[float]], refs: list[list[fl
     experts = sum(group.is_expert for group, _ in samples)
     total, gradients = 0.0, []
     for (group, sample), now, ref in zip(samples, logprobs, refs, strict=True):
-        own = []
+        gradients_of_sample = []
         if group.is_expert:
             for logp in now:
                 p = math.exp(logp)
                 weight = mu / experts / len(now)
                 total -= weight * p * (1 - p) * logp
-                own.append(-weight * p * (1 - p))
+                gradients_of_sample.append(-weight * p * (1 - p))
         else:
             rewards = [other.reward for other in group.samples]
             advantage = (sample.reward - statistics.fmean(rewards)) / (statistics.stdev(rewards) + 1e-6)
@@ -93,8 +93,8 @@ def by_hand(groups: list[Group], logprobs: list[list[float]], refs: list[list[fl
                 gradient = 0.0 if is_clipped else -weight * ratio * advantage
                 # The penalty is one of what was sampled, and not weighted by μ.
                 total += 0.2 * (logp - base) ** 2 / 2 / sampled
-                own.append(gradient + 0.2 * (logp - base) / sampled)
-        gradients.append(own)
+                gradients_of_sample.append(gradient + 0.2 * (logp - base) / sampled)
+        gradients.append(gradients_of_sample)
     return total, gradients
 
 
@@ -107,10 +107,10 @@ def learned(mesh, directory: Path):
     from fivefold.trainer.step_work import StepWork
 
     objective = Objective.of(methods.resolve("grpo", CHOICES))
-    own = mesh.ranks.shard(make_groups())
+    groups = mesh.ranks.shard(make_groups())
     plan = BatchPlan(updates_per_step=2, max_response_tokens=12, skipped=objective.skipped)
-    stats = gather_stats(own, mesh.ranks, plan)
-    batch = pack(own, stats, mesh.ranks, plan)
+    stats = gather_stats(groups, mesh.ranks, plan)
+    batch = pack(groups, stats, mesh.ranks, plan)
     policy = PolicyConfig(dtype="float32", tokens_per_micro_batch=24, optimizer=OPTIMIZER)
     model = MegatronModel(directory, policy, mesh, total_updates=4)
     reference = MegatronModel(directory, policy, mesh)
@@ -145,7 +145,7 @@ def learned(mesh, directory: Path):
 
 
 @pytest.fixture(scope="module")
-def found(cluster, models):
+def results(cluster, models):
     directory = models("qwen3")
     return Together(cluster, {layout: (f"megatron:{layout}", learned, directory) for layout in LAYOUTS})
 
@@ -158,15 +158,15 @@ def test_the_share_of_the_expert_rises_and_falls_along_a_cosine():
     assert steady is not None and (steady.share(1), steady.share(1000), steady.token_weight) == (0.1, 0.1, "phi")
 
 
-def test_the_loss_of_sampled_and_experts_responses_equals_the_loop(found):
+def test_the_loss_of_sampled_and_experts_responses_equals_the_loop(results):
     """Each side has denominators of its own; responses that are cut off or too easy are left out of what was sampled only."""
-    rows = {row: numbers for result in found["d2"] for row, numbers in result[0].items()}
+    rows = {row: numbers for result in results["d2"] for row, numbers in result[0].items()}
     groups = make_groups()
     logprobs, refs = ([rows[row][side] for row in range(len(rows))] for side in range(2))
     half = sum(len(group.samples) for group in groups[:4])
     expected, _ = by_hand(groups[:4], logprobs[:half], refs[:half], 1)
     for layout in LAYOUTS:
-        assert found[layout][0][1][0].loss == pytest.approx(expected, rel=1e-4), layout
+        assert results[layout][0][1][0].loss == pytest.approx(expected, rel=1e-4), layout
     assert expected != pytest.approx(by_hand(groups[:4], logprobs[:half], refs[:half], 2)[0], rel=1e-2)
 
 
@@ -177,9 +177,9 @@ def gradient(mesh, logprobs: list[list[float]], refs: list[list[float]]):
     batch = pack(groups, stats, mesh.ranks, plan)
 
     def on_tokens(rows: list[list[float]]) -> torch.Tensor:
-        found_T = torch.zeros(len(batch.token_ids_T), dtype=torch.float64)
-        found_T[batch.loss_mask_T] = torch.tensor([value for row in rows for value in row], dtype=torch.float64)
-        return found_T
+        values_T = torch.zeros(len(batch.token_ids_T), dtype=torch.float64)
+        values_T[batch.loss_mask_T] = torch.tensor([value for row in rows for value in row], dtype=torch.float64)
+        return values_T
 
     batch[Column.REF_LOGPROBS], now_T = on_tokens(refs).float(), on_tokens(logprobs).requires_grad_()
     objective.assign_advantages(batch, stats, mesh.ranks)
@@ -194,30 +194,32 @@ def test_the_gradient_of_sampled_and_experts_responses_equals_the_loop(cluster):
     groups, draw = make_groups()[:4], torch.Generator().manual_seed(3)
     lengths = [len(sample.token_ids) for group in groups for sample in group.samples]
     logprobs, refs = ([(-2 * torch.rand(length, generator=draw)).tolist() for length in lengths] for _ in range(2))
-    ((loss, found, metrics),) = cluster.run(gradient, "megatron:d1", logprobs, refs)
+    ((loss, gradients_T, metrics),) = cluster.run(gradient, "megatron:d1", logprobs, refs)
     expected, gradients = by_hand(groups, logprobs, refs, 2)
     assert loss == pytest.approx(expected, rel=1e-6)
-    assert torch.allclose(found, torch.tensor([value for row in gradients for value in row], dtype=torch.float64), atol=1e-7)
+    assert torch.allclose(
+        gradients_T, torch.tensor([value for row in gradients for value in row], dtype=torch.float64), atol=1e-7
+    )
     for name, is_expert in (("expert/logprob_mean", True), ("policy/logprob_mean", False)):
         rows = zip([group.is_expert for group in groups for _ in group.samples], logprobs, strict=True)
-        own = [value for own, row in rows if own == is_expert for value in row]
-        assert metrics[name] == pytest.approx(statistics.fmean(own), rel=1e-6), name
+        values = [value for values, row in rows if values == is_expert for value in row]
+        assert metrics[name] == pytest.approx(statistics.fmean(values), rel=1e-6), name
 
 
 @pytest.mark.parametrize("layout", LAYOUTS[1:])
-def test_an_expert_is_imitated_alike_on_every_layout(found, layout):
-    _, reports, parameters, metrics, group_size = found[layout][0]
-    _, expected, whole, numbers, size = found["d1"][0]
+def test_an_expert_is_imitated_alike_on_every_layout(results, layout):
+    _, reports, parameters, metrics, group_size = results[layout][0]
+    _, expected, expected_parameters, numbers, size = results["d1"][0]
     assert [r.loss for r in reports] == pytest.approx([r.loss for r in expected], rel=1e-4)
     assert [r.grad_norm for r in reports] == pytest.approx([r.grad_norm for r in expected], rel=1e-4)
-    assert torch.allclose(parameters, whole, atol=2e-5) and (metrics, group_size) == (numbers, size)
+    assert torch.allclose(parameters, expected_parameters, atol=2e-5) and (metrics, group_size) == (numbers, size)
     for name in ("expert/logprob_mean", "policy/ratio_mean", "policy/kl_reference", "policy/logprob_mean"):
         assert [r.metrics[name] for r in reports] == pytest.approx([r.metrics[name] for r in expected], rel=1e-4), name
 
 
-def test_metrics_are_those_of_what_was_sampled(found):
+def test_metrics_are_those_of_what_was_sampled(results):
     """An expert has reward 1, no log-probs and version 0; groups of it would make the usual group one of a single sample."""
-    _, _, _, metrics, group_size = found["d1"][0]
+    _, _, _, metrics, group_size = results["d1"][0]
     rewards = [sample.reward for group in make_groups() if not group.is_expert for sample in group.samples]
     assert group_size == 3 and metrics["reward/mean"] == pytest.approx(statistics.fmean(rewards))
     assert (
@@ -236,8 +238,8 @@ class Counted:
 
         prompts = toy_prompts()
         self.position += count
-        found = [prompts[place % len(prompts)] for place in range(self.position - count, self.position)]
-        return [replace(prompt, responses=prompt.responses[1:]) for prompt in found]
+        taken = [prompts[place % len(prompts)] for place in range(self.position - count, self.position)]
+        return [replace(prompt, responses=prompt.responses[1:]) for prompt in taken]
 
     def state_dict(self):
         return {"position": self.position}
@@ -328,17 +330,17 @@ def test_a_run_with_an_expert_resumes_with_the_same_numbers_on_another_layout(tm
     rows = [{"prompt": f"{a}+{b}=", "response": "+++"} for a in range(5) for b in range(5)]
     (tmp_path / "expert.jsonl").write_text("\n".join(map(json.dumps, rows)))
     (tmp_path / "run.yaml").write_text(RUN.format(root=tmp_path))
-    whole = fivefold("train", tmp_path / "run.yaml")
-    assert whole.returncode == 0, whole.stderr
-    found = metrics(tmp_path, "whole")
-    assert found[-1]["expert/logprob_mean"] > -1 > -2 > found[0]["expert/logprob_mean"]
+    first = fivefold("train", tmp_path / "run.yaml")
+    assert first.returncode == 0, first.stderr
+    rows_of_first = metrics(tmp_path, "whole")
+    assert rows_of_first[-1]["expert/logprob_mean"] > -1 > -2 > rows_of_first[0]["expert/logprob_mean"]
     # 8 of 25 responses a step: the fourth step begins the second time.
-    assert [row["expert/epoch"] for row in found] == [0, 0, 0, 1, 1, 1]
+    assert [row["expert/epoch"] for row in rows_of_first] == [0, 0, 0, 1, 1, 1]
     begun = f"trainer.run_dir={tmp_path}/runs/resumed"
     for arguments in (("trainer.steps=3",), ("trainer.steps=6", "policy.backend=megatron:d2")):
         done = fivefold("train", tmp_path / "run.yaml", begun, *arguments)
         assert done.returncode == 0, done.stderr
-    assert_same(metrics(tmp_path, "resumed"), found, rel=2e-3)
+    assert_same(metrics(tmp_path, "resumed"), rows_of_first, rel=2e-3)
     for wrong, reason in (
         ("data.expert_per_step=9", "must be a multiple of algorithm.updates_per_step"),
         ("data.expert_per_step=26", "must not be larger than the expert's responses: got 26 for 25"),

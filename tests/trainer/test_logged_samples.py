@@ -37,14 +37,16 @@ def logged(mesh, counts):
         )
         for index in range(6)
     ]
-    own = mesh.ranks.shard(groups)[::-1]
-    found = [LoggedSamples(count, mesh.ranks).rows(1, own, kind) for count in counts for kind in ("train", "val")]
-    return [[{key: value for key, value in row.items() if key != "wall"} for row in rows] for rows in found]
+    groups_of_rank = mesh.ranks.shard(groups)[::-1]
+    logged_rows = [
+        LoggedSamples(count, mesh.ranks).rows(1, groups_of_rank, kind) for count in counts for kind in ("train", "val")
+    ]
+    return [[{key: value for key, value in row.items() if key != "wall"} for row in rows] for rows in logged_rows]
 
 
 def test_as_many_samples_are_written_on_every_layout_as_are_asked_for(cluster):
-    found = {layout: cluster.run(logged, f"megatron:{layout}", (0, 2, 6, "all")) for layout in LAYOUTS}
-    none, none_val, two, two_val, six, six_val, every, every_val = found["d1"][0]
+    by_layout = {layout: cluster.run(logged, f"megatron:{layout}", (0, 2, 6, "all")) for layout in LAYOUTS}
+    none, none_val, two, two_val, six, six_val, every, every_val = by_layout["d1"][0]
     assert none == none_val == []
     assert [row["response"] for row in two] == ["r0-0", "r1-0"] and [row["kind"] for row in two_val] == ["val"] * 2
     assert [row["group"] for row in six] == [row["group"] for row in six_val] == [0, 1, 2, 4, 5]
@@ -56,8 +58,8 @@ def test_as_many_samples_are_written_on_every_layout_as_are_asked_for(cluster):
         [index + 1] * 2 for index in (0, 1, 2, 4, 5)
     ]
     assert all(("group_rewards" in row) == (row["sample"] == 0) for row in every)
-    for layout, ranks in found.items():
-        assert ranks[0] == found["d1"][0], layout
+    for layout, ranks in by_layout.items():
+        assert ranks[0] == by_layout["d1"][0], layout
         assert not any(rows for other in ranks[1:] for rows in other), layout
 
 
@@ -100,23 +102,23 @@ def several_turns() -> list[Group]:
 
 def transcripts(mesh, counts, run_dir):
     """The rows of transcripts.jsonl and samples.jsonl that the main rank writes for each number of samples."""
-    found = []
+    files_by_count = []
     for count in counts:
-        objective, own = make_objective("dr_grpo"), mesh.ranks.shard(several_turns())
-        stats = gather_stats(own, mesh.ranks, BatchPlan(max_response_tokens=9))
-        batch = pack(own, stats, mesh.ranks, BatchPlan())
+        objective, groups = make_objective("dr_grpo"), mesh.ranks.shard(several_turns())
+        stats = gather_stats(groups, mesh.ranks, BatchPlan(max_response_tokens=9))
+        batch = pack(groups, stats, mesh.ranks, BatchPlan())
         objective.assign_advantages(batch, stats, mesh.ranks)
         batch[Column.OLD_LOGPROBS] = torch.zeros(len(batch.token_ids_T))
         logged = LoggedSamples(count, mesh.ranks, Dialog(ChatTemplate(Letters(), {}, frozenset())))
-        work = StepWork(stats, batch, logged.rows(1, own, "train", stats))
+        work = StepWork(stats, batch, logged.rows(1, groups, "train", stats))
         logged.complete(work, objective)
         directory = run_dir / f"{count}-{mesh.ranks.rank}"
         directory.mkdir()
         RunLogger(directory, [], mesh.ranks.is_main, 1).samples(work.rows)
         names = ("transcripts.jsonl", "samples.jsonl")
         texts = [(directory / name).read_text() if (directory / name).exists() else "" for name in names]
-        found.append([[json.loads(line) for line in text.splitlines()] for text in texts])
-    return found
+        files_by_count.append([[json.loads(line) for line in text.splitlines()] for text in texts])
+    return files_by_count
 
 
 @pytest.mark.parametrize("layout", ["d1", "d2", "t2"])

@@ -99,8 +99,8 @@ def test_dynamic_sampling_takes_the_same_groups_on_every_number_of_replicas(clus
 def first_groups(mesh, run_dir: Path):
     policy = ToyModel()
     policy.table.data[:4, :, 1] += 9.0
-    own = run_dir / str(mesh.ranks.rank)
-    run = toy_parts(mesh, own, "dapo", methods.Choices(), policy, 0, groups_per_step=4, max_rounds=4)
+    directory = run_dir / str(mesh.ranks.rank)
+    run = toy_parts(mesh, directory, "dapo", methods.Choices(), policy, 0, groups_per_step=4, max_rounds=4)
     run.engine.update_weights(policy.weights(), 0)
     groups = [group for group in run.rollouts.next(0) if group.is_used]
     return [(group.index, group.prompt.id, [sample.token_ids for sample in group.samples]) for group in groups]
@@ -149,14 +149,14 @@ def validation_losses(mesh, run_dir: Path):
     from fivefold.trainer.evaluation import Evaluation, EvaluationSet
 
     prompts = [replace(prompt, responses=prompt.responses[:1]) for prompt in toy_prompts()]
-    found = []
+    losses = []
     for aggregate in ("token-mean", "seq-mean-token-mean", LEGACY_AGGREGATE):
-        own = run_dir / f"{aggregate}-{mesh.ranks.rank}"
-        run = toy_parts(mesh, own, "sft", methods.Choices(aggregate=aggregate), ToyModel(), 1)
+        directory = run_dir / f"{aggregate}-{mesh.ranks.rank}"
+        run = toy_parts(mesh, directory, "sft", methods.Choices(aggregate=aggregate), ToyModel(), 1)
         chosen = EvaluationSet(prompts, 0, Sampling(5), Sampling(5), generate=False, offline=prompts)
         evaluation = Evaluation(chosen, None, run.objective, run.ranks, run.logger, run.plan)
-        found.append(evaluation.measure(run.models)[0]["val/loss"])
-    return found
+        losses.append(evaluation.measure(run.models)[0]["val/loss"])
+    return losses
 
 
 @pytest.mark.parametrize("layout", ["d1", "d2"])

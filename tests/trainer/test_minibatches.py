@@ -20,21 +20,21 @@ SIZES = [4, 1, 3, 4, 2, 4]
 def shares(mesh, penalty: str | None):
     """Of each optimizer step: (length, weight in the surrogate, weight in the KL) of this replica's samples."""
     objective = make_objective("grpo", aggregate="token-mean", penalty_aggregate=penalty, kl=KL(coef=0.1))
-    own = make_groups(SIZES) if mesh.ranks.rank == 0 else []
-    stats = gather_stats(own, mesh.ranks, PLAN)
-    batch = pack(own, stats, mesh.ranks, PLAN)
-    found = []
+    groups = make_groups(SIZES) if mesh.ranks.rank == 0 else []
+    stats = gather_stats(groups, mesh.ranks, PLAN)
+    batch = pack(groups, stats, mesh.ranks, PLAN)
+    weights_of_steps = []
     for mini in MiniBatches(objective)(batch, stats):
         part, rows = mini.batch, []
         for sample in range(len(part.lengths_N)):
-            own_T = part.token_index([sample])[part.loss_mask_T[part.token_index([sample])]]
+            response_T = part.token_index([sample])[part.loss_mask_T[part.token_index([sample])]]
             weights = [
-                None if w is None else w[own_T].unique().tolist()
+                None if w is None else w[response_T].unique().tolist()
                 for w in map(part.columns.get, (Column.LOSS_WEIGHTS, Column.PENALTY_WEIGHTS))
             ]
-            rows.append((len(own_T), *weights))
-        found.append(rows)
-    return found
+            rows.append((len(response_T), *weights))
+        weights_of_steps.append(rows)
+    return weights_of_steps
 
 
 @pytest.mark.parametrize("layout", ["d1", "d2"])
@@ -52,22 +52,24 @@ def left_out(mesh, bound: float):
     """Of each optimizer step: (row, log trainer - log engine, left out) of this replica's response tokens."""
     chosen = Correction(reject_divergence={"second_moment": bound})
     objective = make_objective("grpo", rollout_correction=chosen)
-    own = make_groups(SIZES) if mesh.ranks.rank == 0 else []
-    stats = gather_stats(own, mesh.ranks, PLAN)
-    batch = pack(own, stats, mesh.ranks, PLAN)
+    groups = make_groups(SIZES) if mesh.ranks.rank == 0 else []
+    stats = gather_stats(groups, mesh.ranks, PLAN)
+    batch = pack(groups, stats, mesh.ranks, PLAN)
     assert Column.OLD_LOGPROBS in objective.needs(1)
     # By the token's own log-prob, so that it is the same on whatever replica it is.
     batch[Column.OLD_LOGPROBS] = (
         batch[Column.ROLLOUT_LOGPROBS] + 3 * torch.sin(40 * batch[Column.ROLLOUT_LOGPROBS]) * batch.loss_mask_T
     )
-    found = []
+    tokens_of_samples = []
     for mini in MiniBatches(objective)(batch, stats):
         part = select_tokens(mini, objective, None, mesh.ranks, 0)
         gaps_T = part[Column.OLD_LOGPROBS] - part[Column.ROLLOUT_LOGPROBS]
         for place, row in enumerate(part.sample_index_N):
-            own_T = [int(t) for t in part.token_index([place]) if part.loss_mask_T[t]]
-            found.append((mini.number, row, gaps_T[own_T].tolist(), part[Column.SELECTED][own_T].tolist()))
-    return found
+            response_T = [int(t) for t in part.token_index([place]) if part.loss_mask_T[t]]
+            tokens_of_samples.append(
+                (mini.number, row, gaps_T[response_T].tolist(), part[Column.SELECTED][response_T].tolist())
+            )
+    return tokens_of_samples
 
 
 def test_the_tokens_that_are_left_out_are_those_of_the_whole_update_on_every_layout(cluster):
@@ -77,8 +79,8 @@ def test_the_tokens_that_are_left_out_are_those_of_the_whole_update_on_every_lay
     }
     assert sorted(rows["d2"]) == sorted(rows["d1"])
     for update in range(PLAN.updates_per_step):
-        own = sorted(row for row in rows["d1"] if row[0] == update)
-        gaps, gone = ([x for row in own for x in row[column]] for column in (2, 3))
+        rows_of_update = sorted(row for row in rows["d1"] if row[0] == update)
+        gaps, gone = ([x for row in rows_of_update for x in row[column]] for column in (2, 3))
         assert gone == loops.beyond_second_moment(gaps, 1.5) and 0 < sum(gone) < len(gone) - 1
 
 

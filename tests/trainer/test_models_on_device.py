@@ -15,9 +15,9 @@ class Recorded(ToyModel):
         super().__init__(**options)
         self._name, self._present, self._log = name, present, log
 
-    def _note(self, what: str) -> None:
+    def _note(self, action: str) -> None:
         self._present.add(self._name)
-        self._log.append((self._name, what, tuple(sorted(self._present))))
+        self._log.append((self._name, action, tuple(sorted(self._present))))
 
     def forward(self, batch):
         self._note("forward")
@@ -63,7 +63,7 @@ def turns(mesh, run_dir: Path):
 
     def generate_noted(*arguments):
         at_rollout.append(tuple(present))
-        prepared_before.append([name for name, what, _ in log if what == "prepare"])
+        prepared_before.append([name for name, action, _ in log if action == "prepare"])
         return generate(*arguments)
 
     run.engine.generate = generate_noted
@@ -74,12 +74,12 @@ def turns(mesh, run_dir: Path):
 def test_only_the_model_whose_turn_it_is_is_on_the_device(cluster, tmp_path):
     ((log, at_rollout, _),) = cluster.run(turns, "megatron:d1", tmp_path)
     log = [entry for entry in log if entry[1] != "prepare"]
-    assert {(name, what) for name, what, _ in log} == {
+    assert {(name, action) for name, action, _ in log} == {
         ("policy", "forward"), ("reference", "forward"), ("critic", "forward"), ("critic", "train"), ("policy", "train"),
         ("policy", "weights"), ("prm", "forward"), ("prm", "train"), ("prm.reference", "forward"),
     }  # fmt: skip
-    assert all(present == (name,) for name, what, present in log if what != "weights"), log
-    assert [present for _, what, present in log if what == "weights"][1:] == [("policy",)], (
+    assert all(present == (name,) for name, action, present in log if action != "weights"), log
+    assert [present for _, action, present in log if action == "weights"][1:] == [("policy",)], (
         "behind an update its parameters wait for the engine on the device"
     )
     assert at_rollout == [(), ()], "responses are sampled with none of them there"
@@ -88,8 +88,8 @@ def test_only_the_model_whose_turn_it_is_is_on_the_device(cluster, tmp_path):
 def test_memory_for_what_leaves_later_is_prepared_once_the_first_rollout_begins(cluster, tmp_path):
     """Not earlier, where an engine may still capture graphs; of each model, with all of them away."""
     ((log, _, prepared_before),) = cluster.run(turns, "megatron:d1", tmp_path)
-    first = [name for name, what, _ in log].index("policy")
-    kinds = [what for _, what, _ in log[first:]]
+    first = [name for name, action, _ in log].index("policy")
+    kinds = [action for _, action, _ in log[first:]]
     assert kinds.index("weights") < kinds.index("prepare") < kinds.index("forward")
     assert set(prepared_before[0]) == {"policy", "reference", "critic", "prm", "prm.reference"}
-    assert all(present == () for _, what, present in log if what == "prepare")
+    assert all(present == () for _, action, present in log if action == "prepare")

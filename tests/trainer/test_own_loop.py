@@ -57,15 +57,15 @@ def batches_of_a_run(mesh, methods: dict) -> list[tuple[torch.Tensor, ...]]:
     from fivefold.rollout.stats import BatchPlan, gather_stats
     from fivefold.trainer.minibatches import MiniBatches
 
-    found, plan = [], BatchPlan(max_response_tokens=LONGEST)
+    batches, plan = [], BatchPlan(max_response_tokens=LONGEST)
     for name, choices in methods.items():
         objective = make_objective(name, **choices)
         stats = gather_stats(groups(), mesh.ranks, plan)
         batch = filled(pack(groups(), stats, mesh.ranks, plan))
         objective.assign_advantages(batch, stats, mesh.ranks)
         (mini,) = MiniBatches(objective)(batch, stats)
-        found.append(tuple(mini.batch.tensors().values()))
-    return found
+        batches.append(tuple(mini.batch.tensors().values()))
+    return batches
 
 
 def test_an_own_loop_gets_the_batches_of_a_run(cluster):
@@ -110,13 +110,13 @@ def test_the_loop_on_the_page_has_the_gradient_of_a_run(cluster, models, tmp_pat
     space: dict = {}
     exec(program, space)
     (expected,) = cluster.run(gradients_of_a_run, "megatron:d1", models("qwen3"))
-    found = {name: parameter.grad for name, parameter in space["model"].named_parameters()}
-    assert found.keys() == expected.keys()
+    gradients = {name: parameter.grad for name, parameter in space["model"].named_parameters()}
+    assert gradients.keys() == expected.keys()
     # Relative to the whole gradient: sums in another order differ by float32's rounding and no more.
     norm = torch.stack([gradient.norm() for gradient in expected.values()]).norm()
     assert norm > 0.1
     for name, gradient in expected.items():
-        assert (found[name] - gradient).norm() < 1e-5 * norm, name
+        assert (gradients[name] - gradient).norm() < 1e-5 * norm, name
 
 
 def test_the_losses_of_parts_add_up_to_that_of_the_whole():
@@ -127,10 +127,10 @@ def test_the_losses_of_parts_add_up_to_that_of_the_whole():
     losses = []
     for samples in parts:
         part = batch.select(samples)
-        own_T = logprobs_T[batch.token_index(samples)]
-        losses.append(objective.loss(own_T, torch.zeros_like(own_T), part).loss)
-    whole = objective.loss(logprobs_T, torch.zeros_like(logprobs_T), batch).loss
-    assert sum(losses) == pytest.approx(float(whole), abs=1e-7)
+        part_T = logprobs_T[batch.token_index(samples)]
+        losses.append(objective.loss(part_T, torch.zeros_like(part_T), part).loss)
+    loss = objective.loss(logprobs_T, torch.zeros_like(logprobs_T), batch).loss
+    assert sum(losses) == pytest.approx(float(loss), abs=1e-7)
 
 
 @pytest.mark.parametrize(
@@ -147,12 +147,12 @@ def test_the_losses_of_parts_add_up_to_that_of_the_whole():
     ],
 )
 def test_what_an_own_loop_cannot_compute_is_refused(method, choices, changes, message):
-    given = {"rewards": REWARDS, "groups": [0, 0, 1, 1], "max_response_tokens": LONGEST} | changes
+    arguments = {"rewards": REWARDS, "groups": [0, 0, 1, 1], "max_response_tokens": LONGEST} | changes
     batch = padded()
     if method == "clip_cov":
         batch = filled(batch)
     with pytest.raises(UserError, match=message):
-        prepare_update(make_objective(method, **choices), batch, **given)
+        prepare_update(make_objective(method, **choices), batch, **arguments)
 
 
 @pytest.mark.parametrize(
@@ -168,9 +168,9 @@ def test_what_an_own_loop_cannot_compute_is_refused(method, choices, changes, me
     ],
 )
 def test_padded_samples_that_do_not_fit_together_are_refused(changes, message):
-    given = {"token_ids_NL": TOKENS, "response_NL": MASK, "attention_NL": TOKENS != 0} | changes
+    arguments = {"token_ids_NL": TOKENS, "response_NL": MASK, "attention_NL": TOKENS != 0} | changes
     with pytest.raises(UserError, match=message):
-        TokenBatch.from_padded(**given)
+        TokenBatch.from_padded(**arguments)
 
 
 def function(*values):

@@ -41,15 +41,15 @@ def chosen_at_first(directory: Path) -> list[torch.Tensor]:
     import transformers
 
     model = transformers.AutoModelForCausalLM.from_pretrained(directory).float()
-    found: dict[int, list[torch.Tensor]] = {}
+    routes: dict[int, list[torch.Tensor]] = {}
     routers = [module for module in model.modules() if type(module).__name__.endswith("TopKRouter")]
     for layer, router in enumerate(routers):
-        router.register_forward_hook(lambda _, __, output, layer=layer: found.setdefault(layer, []).append(output[2]))
+        router.register_forward_hook(lambda _, __, output, layer=layer: routes.setdefault(layer, []).append(output[2]))
     samples = [(group.prompt.token_ids + sample.token_ids) for group in draw_groups(REWARDS) for sample in group.samples]
     with torch.no_grad():
         for token_ids in samples:
             model(torch.tensor([token_ids]))
-    return [torch.stack([found[layer][place] for layer in found], 1).to(torch.int8) for place in range(len(samples))]
+    return [torch.stack([routes[layer][place] for layer in routes], 1).to(torch.int8) for place in range(len(samples))]
 
 
 def updated(mesh, directory: Path, routes: list[torch.Tensor], budget: int, run_dir: Path, mode: str = "R2"):
@@ -61,10 +61,10 @@ def updated(mesh, directory: Path, routes: list[torch.Tensor], budget: int, run_
     from fivefold.trainer.step_work import StepWork, read_work
 
     objective = make_objective("grpo", kl=KL(coef=0.0))
-    own = mesh.ranks.shard(draw_groups(REWARDS))
+    groups = mesh.ranks.shard(draw_groups(REWARDS))
     plan = BatchPlan(updates_per_step=UPDATES, max_response_tokens=12, skipped=objective.skipped)
-    stats = gather_stats(own, mesh.ranks, plan)
-    batch = pack(own, stats, mesh.ranks, plan)
+    stats = gather_stats(groups, mesh.ranks, plan)
+    batch = pack(groups, stats, mesh.ranks, plan)
     policy = replace(POLICY, tokens_per_micro_batch=budget)
     minibatches, guard = MiniBatches(objective, ppo_epochs=EPOCHS), SkipGuard(mesh.ranks, 0, directory, print)
 
@@ -76,7 +76,7 @@ def updated(mesh, directory: Path, routes: list[torch.Tensor], budget: int, run_
     if Column.ROUTES in batch:
         lost_N = [bool((piece == NO_ROUTE).all()) for piece in batch[Column.ROUTES].split(batch.lengths_N)]
         assert lost_N == stats.skipped_N[batch.sample_index_N].tolist(), "routes of all that is computed, and no others"
-    given = batch.with_columns({Column.ROUTES: torch.cat([routes[row] for row in batch.sample_index_N])})
+    replayed = batch.with_columns({Column.ROUTES: torch.cat([routes[row] for row in batch.sample_index_N])})
     # A checkpoint between optimizer steps keeps them.
     run_dir.mkdir(exist_ok=True)
     StepWork(stats, batch, []).writer(mesh.ranks, {})(run_dir)
@@ -87,10 +87,10 @@ def updated(mesh, directory: Path, routes: list[torch.Tensor], budget: int, run_
 
     other = MegatronModel(directory, policy, mesh, total_updates=UPDATES * EPOCHS)
     expected = []
-    for mini in minibatches(given, stats):
+    for mini in minibatches(replayed, stats):
         expected.append(other.train_step(without_skipped(mini).batch, objective.loss))
-    weights = [torch.cat([tensor.flatten().clone() for _, tensor in each.weights()]) for each in (model, other)]
-    return [[report.metrics for report in each] for each in (reports, expected)], weights
+    weights = [torch.cat([tensor.flatten().clone() for _, tensor in trained.weights()]) for trained in (model, other)]
+    return [[report.metrics for report in reports_of_model] for reports_of_model in (reports, expected)], weights
 
 
 @pytest.fixture(scope="module")
@@ -111,8 +111,10 @@ def steps(cluster, models, tmp_path_factory):
 def test_every_update_takes_the_routes_of_the_weights_before_the_first(steps, layout):
     """Against updates that are given what transformers' routers choose at first; layouts divide the batch in other ways."""
     for (metrics, expected), (parameters, wanted) in steps[layout, "R2"]:
-        shares = [found["moe/router_agreement"] for found in metrics]
-        assert shares == pytest.approx([found["moe/router_agreement"] for found in expected], abs=1e-6)
+        shares = [metrics_of_update["moe/router_agreement"] for metrics_of_update in metrics]
+        assert shares == pytest.approx(
+            [metrics_of_update["moe/router_agreement"] for metrics_of_update in expected], abs=1e-6
+        )
         # The second epoch sees other routers.
         assert shares[0] == 1 and max(shares[1:]) < 0.98
         # What stands in one order or another is summed in it: three steps of lr from there.
@@ -131,8 +133,8 @@ def run(**sections) -> RunConfig:
 
 
 def test_r2_needs_more_than_one_update_to_act():
-    found = run(policy={"router_replay": "R2"}, algorithm={"name": "grpo", "updates_per_step": 1})
-    assert any("policy.router_replay" in line and "one optimizer step" in line for line in ignored(found))
+    config = run(policy={"router_replay": "R2"}, algorithm={"name": "grpo", "updates_per_step": 1})
+    assert any("policy.router_replay" in line and "one optimizer step" in line for line in ignored(config))
     assert not ignored(run(policy={"router_replay": "R2"}, algorithm={"name": "grpo", "updates_per_step": 2}))
 
 

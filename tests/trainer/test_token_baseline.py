@@ -25,18 +25,18 @@ def squares(mesh, run_dir: Path, temperature: float):
     batch = pack(groups, stats, mesh.ranks, run.plan)
     batch.temperature = temperature
     run.models.annotate(batch, run.objective.needs(1), stats)
-    found_T = (2 * batch[Column.OLD_LOGPROBS] - batch[Column.HALF_TEMPERATURE_LOGPROBS]).exp()
+    squares_T = (2 * batch[Column.OLD_LOGPROBS] - batch[Column.HALF_TEMPERATURE_LOGPROBS]).exp()
     place_T = batch.positions_T
     prompt_T = batch.token_ids_T[torch.arange(len(place_T)) - place_T]
     chances_TV = (policy.table.detach()[prompt_T, (place_T - 1).clamp(min=0)] / temperature).softmax(-1)
     run.objective.assign_advantages(batch, stats, mesh.ranks)
     assert Column.HALF_TEMPERATURE_LOGPROBS not in batch
     mask_T = batch.loss_mask_T
-    return found_T[mask_T].tolist(), chances_TV.square().sum(-1)[mask_T].tolist()
+    return squares_T[mask_T].tolist(), chances_TV.square().sum(-1)[mask_T].tolist()
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_two_passes_of_the_policy_give_the_sum_of_its_squared_probabilities(cluster, tmp_path, temperature):
-    ((found, expected),) = cluster.run(squares, "megatron:d1", tmp_path, temperature)
-    assert len(found) > 50
-    assert found == pytest.approx(expected, rel=1e-5)
+    ((values, expected),) = cluster.run(squares, "megatron:d1", tmp_path, temperature)
+    assert len(values) > 50
+    assert values == pytest.approx(expected, rel=1e-5)

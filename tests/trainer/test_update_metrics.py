@@ -29,19 +29,19 @@ def stats(**fields):
         "trajectory_N": None,
         "turns": None,
     }
-    found = SimpleNamespace(**base | fields)
-    found.trajectories = found
-    return found
+    numbers = SimpleNamespace(**base | fields)
+    numbers.trajectories = numbers
+    return numbers
 
 
 def test_tokens_of_a_step_count_once_and_trained_ones_in_each_epoch():
     reports = [SimpleNamespace(tokens=18, sequences=2)] * 3
-    own = SimpleNamespace(lengths_N=torch.tensor([6, 12]), trajectories=[0, 1])
-    found = throughput(own, reports, {"step": 4.0, "train": 2.0}, 8.0, 2)
-    assert found["throughput/tokens_per_second"] == 18 / 4
-    assert found["throughput/samples_per_second"] == 2 / 4
-    assert found["throughput/train_tokens_per_second"] == 3 * 18 / 2
-    assert found["throughput/tflops_per_gpu"] == 8 / 2 / 2
+    numbers = SimpleNamespace(lengths_N=torch.tensor([6, 12]), trajectories=[0, 1])
+    rates = throughput(numbers, reports, {"step": 4.0, "train": 2.0}, 8.0, 2)
+    assert rates["throughput/tokens_per_second"] == 18 / 4
+    assert rates["throughput/samples_per_second"] == 2 / 4
+    assert rates["throughput/train_tokens_per_second"] == 3 * 18 / 2
+    assert rates["throughput/tflops_per_gpu"] == 8 / 2 / 2
 
 
 def test_a_step_without_an_update_leaves_the_kl_coefficient_as_it_is():
@@ -53,15 +53,15 @@ def test_a_step_without_an_update_leaves_the_kl_coefficient_as_it_is():
 def test_the_greedy_reward_is_shaped_as_those_that_are_compared_with_it():
     """A buffer of 5 of 10 tokens: a response of 10 loses 1, one of 8 loses 0.6; then rewards are cut to ±0.5."""
     objective = make_objective("remax", overlong_buffer=5, overlong_penalty=1.0, reward_clip=0.5)
-    given = stats(greedy_rewards_N=torch.tensor([1.0, 1.0]), greedy_lengths_N=torch.tensor([8, 8]))
+    numbers = stats(greedy_rewards_N=torch.tensor([1.0, 1.0]), greedy_lengths_N=torch.tensor([8, 8]))
     batch = TokenBatch(
         token_ids_T=torch.zeros(18, dtype=torch.long),
         loss_mask_T=torch.tensor([False] * 2 + [True] * 4 + [False] * 2 + [True] * 10),
         lengths_N=[6, 12],
     )
-    objective.assign_advantages(batch, given, Alone())
-    own = torch.tensor([0.5, -0.5]) - torch.tensor([0.4, 0.4])
-    assert torch.allclose(batch[Column.ADVANTAGES][[2, 8]], own)
+    objective.assign_advantages(batch, numbers, Alone())
+    expected = torch.tensor([0.5, -0.5]) - torch.tensor([0.4, 0.4])
+    assert torch.allclose(batch[Column.ADVANTAGES][[2, 8]], expected)
 
 
 def test_the_mean_of_a_micro_batch_leaves_out_what_the_overlong_filter_leaves_out():

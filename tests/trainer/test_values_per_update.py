@@ -57,7 +57,7 @@ def one_step(mesh, run_dir: Path, per_update: bool):
 def expected(rows, table: torch.Tensor, updates: list[list[tuple]]) -> tuple[dict[int, list[float]], torch.Tensor]:
     """By hand, update after update: values, GAE from the end, whitening over its tokens, one step of Adam on the value loss."""
     table = table.clone().requires_grad_()
-    adam, found = torch.optim.Adam([table], lr=RATE), {}
+    adam, advantages_by_row = torch.optim.Adam([table], lr=RATE), {}
     for samples in updates:
         advantages, returns, olds = {}, {}, {}
         for row, _, reward, tokens in samples:
@@ -71,7 +71,7 @@ def expected(rows, table: torch.Tensor, updates: list[list[tuple]]) -> tuple[dic
             returns[row], olds[row] = [a + v for a, v in zip(gae, values, strict=True)], values
         flat = torch.tensor([value for gae in advantages.values() for value in gae], dtype=torch.float64)
         mean, deviation = flat.mean(), flat.std(correction=1)
-        found |= {row: [float((value - mean) / deviation) for value in gae] for row, gae in advantages.items()}
+        advantages_by_row |= {row: [float((value - mean) / deviation) for value in gae] for row, gae in advantages.items()}
         loss = torch.zeros(())
         for row, _, _, tokens in samples:
             for place in range(len(tokens)):
@@ -81,22 +81,22 @@ def expected(rows, table: torch.Tensor, updates: list[list[tuple]]) -> tuple[dic
         adam.zero_grad()
         loss.backward()
         adam.step()
-    return found, table.detach()
+    return advantages_by_row, table.detach()
 
 
 @pytest.mark.parametrize("layout", ["d1", "d2"])
 def test_values_of_an_update_are_those_of_the_critic_that_the_one_before_has_left(cluster, tmp_path, layout):
     replicas = cluster.run(one_step, f"megatron:{layout}", tmp_path, True)
-    rows = [row for found, _, _ in replicas for row in found]
+    rows = [row for rows_of_replica, _, _ in replicas for row in rows_of_replica]
     updates = [[row for row in rows if row[1] == number] for number in (0, 1)]
     assert all(updates)
     if layout == "d2":
         # Each replica of the toy has a critic of its own, which sums over no one: only the first update is the same.
         updates = updates[:1]
     advantages, table = expected(rows, replicas[0][1], updates)
-    for row, number, *_, found in rows:
+    for row, number, *_, advantage in rows:
         if number < len(updates):
-            assert found == pytest.approx(advantages[row], rel=1e-4, abs=1e-5)
+            assert advantage == pytest.approx(advantages[row], rel=1e-4, abs=1e-5)
     if layout == "d1":
         torch.testing.assert_close(replicas[0][2], table, rtol=1e-4, atol=1e-5)
 
@@ -104,4 +104,4 @@ def test_values_of_an_update_are_those_of_the_critic_that_the_one_before_has_lef
 def test_otherwise_they_are_those_of_the_step(cluster, tmp_path):
     ((rows, start, _),) = cluster.run(one_step, "megatron:d1", tmp_path, False)
     together, _ = expected(rows, start, [rows])
-    assert all(found == pytest.approx(together[row], rel=1e-4, abs=1e-5) for row, *_, found in rows)
+    assert all(advantage == pytest.approx(together[row], rel=1e-4, abs=1e-5) for row, *_, advantage in rows)

@@ -22,15 +22,15 @@ def warned(mesh, run_dir, *, choices=methods.Choices(), policy=None, steps=4, ch
     from fivefold.trainer.train import train
 
     run = toy_parts(mesh, run_dir, "grpo", choices, policy or ToyModel(), steps, **more)
-    said: list[str] = []
-    run.logger.log = lambda text, level="quiet": said.append(text)
+    lines: list[str] = []
+    run.logger.log = lambda text, level="quiet": lines.append(text)
     run.logger.warnings = Warnings(WarningsConfig(), facts)
     if change is not None:
         change(run)
     train(run)
     file = run_dir / WARNINGS
     rows = [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
-    return rows, [text for text in said if text.startswith("warning")]
+    return rows, [text for text in lines if text.startswith("warning")]
 
 
 def forms(source: str) -> tuple[str, ...]:
@@ -123,9 +123,9 @@ def without_new_weights(mesh, run_dir):
 )
 def test_what_goes_wrong_in_a_run_is_said_with_the_key_to_change(cluster, tmp_path, cause, rule, text):
     ((rows, printed),) = cluster.run(cause, "megatron:d1", tmp_path)
-    found = [row for row in rows if row["rule"] == rule]
-    assert found and text in found[0]["text"], rows
-    assert f"warning  {found[0]['text']}" in printed
+    of_rule = [row for row in rows if row["rule"] == rule]
+    assert of_rule and text in of_rule[0]["text"], rows
+    assert f"warning  {of_rule[0]['text']}" in printed
 
 
 def without_a_correct_response(mesh, run_dir):
@@ -165,9 +165,9 @@ def test_a_run_that_learns_says_nothing(cluster, tmp_path):
 def test_what_an_evaluation_shows_holds_until_the_next_one():
     warnings = Warnings(facts=FACTS)
     wrong, right = ({"val/toy/accuracy": value, "val/toy/reward": value} for value in (0.0, 0.5))
-    found = [warnings.of(step, row) for step, row in enumerate([wrong, *[{}] * 11, right, {}])]
-    assert [bool(rows) for rows, _ in found] == [True] * 12 + [False] * 2
-    assert [step for step, (_, printed) in enumerate(found) if printed] == [0, 10]
+    results = [warnings.of(step, row) for step, row in enumerate([wrong, *[{}] * 11, right, {}])]
+    assert [bool(rows) for rows, _ in results] == [True] * 12 + [False] * 2
+    assert [step for step, (_, printed) in enumerate(results) if printed] == [0, 10]
 
 
 WRONG = {
@@ -180,7 +180,7 @@ WRONG = {
 @pytest.mark.parametrize("rule", [rule.name for rule in RULES])
 def test_each_warning_can_be_switched_off_alone_and_all_of_them_together(rule):
     look = Look(WRONG, {"policy/entropy": 1.0, "rollout/logprob_diff_mean": 0.02}, Facts(5, 8))
-    every = {each.name for each in RULES}
+    every = {rule_of_table.name for rule_of_table in RULES}
     assert rule in holding(look, replace(WarningsConfig(), **dict.fromkeys(every - {rule})))
     assert rule not in holding(look, replace(WarningsConfig(), **{rule: None}))
     assert Warnings(WarningsConfig(enabled=False)).of(1, WRONG) == ([], [])
@@ -202,8 +202,8 @@ def test_methods_that_compare_the_whole_step_need_different_rewards_in_it():
         {"reward/frac_reward_zero_std": 1.0, "reward/mean": 0.5, "reward/min": 0.0, "reward/max": 1.0},
     )
     assert holding(Look(row, {}, facts), config) == {}
-    found = holding(Look({**row, "reward/max": 0.0, "reward/mean": 0.0}, {}, facts), config)
-    assert found["equal_rewards"].startswith("all samples of the step had the same reward, 0; ")
+    sentences = holding(Look({**row, "reward/max": 0.0, "reward/mean": 0.0}, {}, facts), config)
+    assert sentences["equal_rewards"].startswith("all samples of the step had the same reward, 0; ")
 
 
 def test_numbers_that_are_not_finite_reach_no_threshold():
@@ -242,11 +242,11 @@ def test_a_run_on_responses_is_not_told_to_change_rewards(formed, remedy):
 
 def test_trajectories_that_are_cut_off_name_the_limits_of_turns_too():
     row = {"response/truncated_fraction": 0.9, "reward/mean": 0.5}
-    for facts, said in (
+    for facts, end_of_sentence in (
         (Facts(5, 8), "cut off at data.max_response_tokens = 5: raise it"),
         (
             Facts(5, 8, has_turns=True),
             "as trajectory/end_* shows: raise environment.max_turns, data.max_response_tokens or data",
         ),
     ):
-        assert said in holding(Look(row, {}, facts), WarningsConfig())["truncated"]
+        assert end_of_sentence in holding(Look(row, {}, facts), WarningsConfig())["truncated"]

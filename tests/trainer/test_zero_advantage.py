@@ -41,19 +41,19 @@ LAYOUTS = ("d1", "d2", "t2", "p2", "c2")
 
 
 def stats_of(mesh, objective, groups):
-    own = mesh.ranks.shard(groups)
+    groups_of_rank = mesh.ranks.shard(groups)
     plan = BatchPlan(updates_per_step=2, max_response_tokens=12, skipped=objective.skipped)
-    stats = gather_stats(own, mesh.ranks, plan)
-    return stats, pack(own, stats, mesh.ranks, plan)
+    stats = gather_stats(groups_of_rank, mesh.ranks, plan)
+    return stats, pack(groups_of_rank, stats, mesh.ranks, plan)
 
 
 def with_own_denominators(mini):
     """The fault: weights of what is left after samples were skipped."""
-    found = without_skipped(mini)
-    whole, left = mini.batch.update_tokens, found.batch.update_tokens
+    rest = without_skipped(mini)
+    tokens, left = mini.batch.update_tokens, rest.batch.update_tokens
     return replace(
-        found,
-        batch=found.batch.with_columns({Column.LOSS_WEIGHTS: found.batch[Column.LOSS_WEIGHTS] * (whole / max(left, 1))}),
+        rest,
+        batch=rest.batch.with_columns({Column.LOSS_WEIGHTS: rest.batch[Column.LOSS_WEIGHTS] * (tokens / max(left, 1))}),
     )
 
 
@@ -71,24 +71,24 @@ def trained(mesh, directory, name: str, budget: int, fault: str = ""):
         stats.skipped_N[0] = True
     learners_module.without_skipped = with_own_denominators if fault == "denominators" else without_skipped
     policy = PolicyConfig(dtype="float32", tokens_per_micro_batch=budget, optimizer=OPTIMIZER)
-    found = []
+    runs = []
     for skipped_N in (stats.skipped_N, None):
-        own = replace(stats, skipped_N=skipped_N)
+        chosen = replace(stats, skipped_N=skipped_N)
         model = MegatronModel(directory, policy, mesh, total_updates=4)
         guard = SkipGuard(mesh.ranks, 0, directory, print)
         learners = {"policy": learners_module.PolicyLearner(objective, MiniBatches(objective, ppo_epochs=2), mesh.ranks)}
         models = Models({"policy": model}, mesh.ranks, guard, learners)
         part = replace(batch)
-        models.annotate(part, objective.needs(4), own)
-        objective.assign_advantages(part, own, mesh.ranks)
-        work = StepWork(own, part, [])
+        models.annotate(part, objective.needs(4), chosen)
+        objective.assign_advantages(part, chosen, mesh.ranks)
+        work = StepWork(chosen, part, [])
         models.update(Learns.WITH_POLICY, work, Progress())
-        found.append((work.reports["policy"], torch.cat([tensor.flatten().clone() for _, tensor in model.weights()])))
-    return found
+        runs.append((work.reports["policy"], torch.cat([tensor.flatten().clone() for _, tensor in model.weights()])))
+    return runs
 
 
 @pytest.fixture(scope="module")
-def found(cluster, models):
+def results(cluster, models):
     cases = [(layout, "grpo", 1, "") for layout in LAYOUTS]
     cases += [(layout, name, 1000, "") for layout in ("d1", "d2") for name in METHODS]
     cases += [("d1", "grpo", 1000, fault) for fault in ("entropy", "denominators", "advantage")]
@@ -97,47 +97,47 @@ def found(cluster, models):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_skipping_changes_no_bit_of_any_parameter(found, layout):
+def test_skipping_changes_no_bit_of_any_parameter(results, layout):
     """Each sample in a micro-batch of its own and counts of tokens that are powers of two: no sum has another order.
 
     In the second update all samples are skipped: momentum and weight decay continue.
     """
-    for (skipping, parameters), (whole, expected) in found[layout, "grpo", 1, ""]:
+    for (skipping, parameters), (full, expected) in results[layout, "grpo", 1, ""]:
         assert torch.equal(parameters, expected)
-        assert [(r.loss, r.grad_norm) for r in skipping] == [(r.loss, r.grad_norm) for r in whole]
-        assert [r.sequences for r in skipping] == [4, 0, 4, 0] and [r.sequences for r in whole] == [8] * 4
-        assert whole[2].loss != whole[0].loss and whole[1].loss == 0
+        assert [(r.loss, r.grad_norm) for r in skipping] == [(r.loss, r.grad_norm) for r in full]
+        assert [r.sequences for r in skipping] == [4, 0, 4, 0] and [r.sequences for r in full] == [8] * 4
+        assert full[2].loss != full[0].loss and full[1].loss == 0
 
 
 @pytest.mark.parametrize("name", METHODS)
 @pytest.mark.parametrize("layout", ["d1", "d2"])
-def test_the_update_of_every_method_is_the_same_without_what_cannot_matter(found, layout, name):
+def test_the_update_of_every_method_is_the_same_without_what_cannot_matter(results, layout, name):
     """To the bounds of the step's own tests: samples lie in other micro-batches, so sums have another order."""
-    for (skipping, parameters), (whole, expected) in found[layout, name, 1000, ""]:
+    for (skipping, parameters), (full, expected) in results[layout, name, 1000, ""]:
         assert float((parameters - expected).abs().max()) <= BOUNDS[2]
-        for one, other in zip(skipping, whole, strict=True):
+        for one, other in zip(skipping, full, strict=True):
             assert one.grad_norm == pytest.approx(other.grad_norm, rel=BOUNDS[1], abs=1e-12)
             assert one.loss == pytest.approx(other.loss, rel=BOUNDS[0], abs=1e-7)
             assert one.sequences < other.sequences
 
 
 @pytest.mark.parametrize("fault", ["entropy", "denominators"])
-def test_a_bonus_that_is_forgotten_or_a_denominator_taken_later_is_seen(found, fault):
-    (((_, parameters), (_, expected)),) = found["d1", "grpo", 1000, fault]
+def test_a_bonus_that_is_forgotten_or_a_denominator_taken_later_is_seen(results, fault):
+    (((_, parameters), (_, expected)),) = results["d1", "grpo", 1000, fault]
     assert float((parameters - expected).abs().max()) > 100 * BOUNDS[2]
 
 
-def test_a_sample_that_has_an_advantage_is_never_skipped(found):
+def test_a_sample_that_has_an_advantage_is_never_skipped(results):
     with pytest.raises(RuntimeError, match="has an advantage was to be skipped"):
-        _ = found["d1", "grpo", 1000, "advantage"]
+        _ = results["d1", "grpo", 1000, "advantage"]
 
 
-def test_metrics_are_those_of_the_tokens_that_are_computed(found):
-    (((skipping, _), (whole, _)),) = found["d1", "grpo", 1, ""]
+def test_metrics_are_those_of_the_tokens_that_are_computed(results):
+    (((skipping, _), (full, _)),) = results["d1", "grpo", 1, ""]
     assert skipping[0].metrics["policy/skipped_fraction"] == pytest.approx((11 + 13) / (10 + 11 + 12 + 13))
-    assert skipping[1].metrics == {"policy/skipped_fraction": 1.0} and "policy/skipped_fraction" not in whole[0].metrics
+    assert skipping[1].metrics == {"policy/skipped_fraction": 1.0} and "policy/skipped_fraction" not in full[0].metrics
     # The ratio is 1 before the first update whichever tokens it is the mean of.
-    assert skipping[0].metrics["policy/ratio_mean"] == pytest.approx(whole[0].metrics["policy/ratio_mean"], rel=1e-5)
+    assert skipping[0].metrics["policy/ratio_mean"] == pytest.approx(full[0].metrics["policy/ratio_mean"], rel=1e-5)
     step = update_metrics(skipping, "policy")
     assert step["policy/entropy"] == (skipping[0].metrics["policy/entropy"] + skipping[2].metrics["policy/entropy"]) / 2
     assert step["policy/kl_old_last"] == skipping[2].metrics["policy/kl_old"] > 0
@@ -191,8 +191,8 @@ def test_a_truncated_response_without_reward_has_no_advantage_and_still_counts()
         finished_N=torch.tensor([False, False, False, False, False, True, True, False, True]),
     )
     objective = make_objective("dr_grpo", overlong_zero=True)
-    found = objective.compared(objective.inputs(stats)).tolist()
-    assert found == pytest.approx([0, 0, 0, 0, 0.25 - 5 / 12, 1 - 5 / 12, 0, 0, 0])
+    advantages = objective.compared(objective.inputs(stats)).tolist()
+    assert advantages == pytest.approx([0, 0, 0, 0, 0.25 - 5 / 12, 1 - 5 / 12, 0, 0, 0])
     assert objective.skipped(stats).tolist() == [True] * 4 + [False] * 2 + [True] * 3
     plain = make_objective("dr_grpo")
     assert plain.compared(plain.inputs(stats)).tolist()[3] == pytest.approx(-5 / 12)
@@ -201,8 +201,8 @@ def test_a_truncated_response_without_reward_has_no_advantage_and_still_counts()
 def test_a_sample_without_weight_is_skipped_whatever_its_advantage_is():
     assert make_objective("dr_grpo", overlong_filter=True).skipped(rows()).tolist() == [*EQUAL[:5], True, *EQUAL[6:]]
     # With a penalty in the loss only those: they have no weight in it either.
-    found = make_objective("grpo", overlong_filter=True, kl=KL(coef=0.1)).skipped(rows())
-    assert found.tolist() == [False] * 5 + [True] + [False] * 3
+    skipped_N = make_objective("grpo", overlong_filter=True, kl=KL(coef=0.1)).skipped(rows())
+    assert skipped_N.tolist() == [False] * 5 + [True] + [False] * 3
 
 
 @pytest.mark.parametrize(
@@ -226,8 +226,8 @@ def test_a_sample_without_weight_is_skipped_whatever_its_advantage_is():
     ],
 )
 def test_nothing_is_skipped_where_a_sample_without_advantage_adds_something(choices):
-    found = make_objective("grpo", **{"kl": OFF, **choices}).skipped(rows())
-    assert found is None or not found.any()
+    skipped_N = make_objective("grpo", **{"kl": OFF, **choices}).skipped(rows())
+    assert skipped_N is None or not skipped_N.any()
 
 
 def test_of_functions_of_the_user_s_nothing_is_assumed(tmp_path):
@@ -254,7 +254,7 @@ def test_a_surrogate_s_row_says_whether_it_vanishes_with_the_advantage(name):
     def is_nothing(surrogate) -> bool:
         (value_T, gradient_T), (other_T, other_gradient_T) = computed(surrogate, 0.3), computed(surrogate, 3.0)
         same = torch.equal(value_T[6:], other_T[6:]) and torch.equal(gradient_T[6:], other_gradient_T[6:])
-        return same and not any(found[:6].any() for found in (value_T, gradient_T, other_T, other_gradient_T))
+        return same and not any(values[:6].any() for values in (value_T, gradient_T, other_T, other_gradient_T))
 
     surrogate = make_surrogate(name)
     assert row.vanishes == (is_nothing(surrogate) and not surrogate.selects)
@@ -315,11 +315,11 @@ def test_what_is_not_trained_on_gets_no_log_probs():
     batch = TokenBatch(torch.tensor([1, 2, 3, 4, 5, 6]), torch.tensor([False, True, True] * 2), [3, 3], [0, 4])
     model = Recorder()
     models = Models({"policy": model}, ranks=None, guard=None)
-    whole = model.forward(batch)
+    expected = model.forward(batch)
     models.annotate(batch, frozenset({Column.OLD_LOGPROBS}), SimpleNamespace(skipped_N=~torch.tensor(EQUAL)))
-    assert model.asked == [0] and torch.equal(batch[Column.OLD_LOGPROBS], torch.cat([whole[:3], torch.zeros(3)]))
+    assert model.asked == [0] and torch.equal(batch[Column.OLD_LOGPROBS], torch.cat([expected[:3], torch.zeros(3)]))
     models.annotate(batch, frozenset({Column.OLD_LOGPROBS}))
-    assert torch.equal(batch[Column.OLD_LOGPROBS], whole)
+    assert torch.equal(batch[Column.OLD_LOGPROBS], expected)
 
 
 @pytest.mark.parametrize(

@@ -39,8 +39,8 @@ class AdvantageInputs:
     def group_extremes(self, kind: str) -> Tensor:
         """[N] largest (amax) or smallest (amin) reward in the group of each sample, in float64."""
         empty = torch.zeros(int(self.group_N.max()) + 1 if len(self.group_N) else 0).double()
-        found = empty.scatter_reduce(0, self.group_N, self.rewards_N.double(), kind, include_self=False)
-        return found[self.group_N]
+        extremes = empty.scatter_reduce(0, self.group_N, self.rewards_N.double(), kind, include_self=False)
+        return extremes[self.group_N]
 
     @property
     def count_N(self) -> Tensor:

@@ -107,8 +107,8 @@ class Aggregation(Part):
         method = case.methods[case.name]
         if method.learns_from == "pairs":
             message = f"must be {method.aggregate} for {case.name}: every pair counts alike"
-            findings.require(case.own.aggregate in (None, method.aggregate), "aggregate", message)
-        if case.own.penalty_aggregate is None:
+            findings.require(case.overrides.aggregate in (None, method.aggregate), "aggregate", message)
+        if case.overrides.penalty_aggregate is None:
             return
         if not (chosen.kl.coef and chosen.kl.place == "loss") and not chosen.entropy_coef:
             findings.ignore("penalty_aggregate", "there is neither KL nor entropy in the loss")

@@ -95,7 +95,7 @@ class Correction(Part):
 
     def metrics(self, log_ratio_T: Tensor, weight_T: Tensor, kept_T: Tensor, samples: Segments) -> dict[str, Tensor]:
         """Return values per token; their mean over tokens is reported."""
-        level = next((each for each in (self.level, self.reject) if each != "none"), "token")
+        level = next((name for name in (self.level, self.reject) if name != "none"), "token")
         raw_T = ratio_at(level, log_ratio_T, samples)
         final_T = weight_T * kept_T
         return {
@@ -110,12 +110,16 @@ class Correction(Part):
 
     @classmethod
     def check(cls, case: Case) -> None:
-        correction, own, surrogate = case.chosen.rollout_correction, case.own.rollout_correction, case.chosen.surrogate
+        correction, overrides, surrogate = (
+            case.chosen.rollout_correction,
+            case.overrides.rollout_correction,
+            case.chosen.surrogate,
+        )
         below = case.findings.at(cls.section)
         case.require_turns(f"{cls.section}.weight", correction.weight == "turn", ": turn needs turns of trajectories")
         if case.offline:
             message = f"has nothing to act on: {case.name} does not sample"
-            case.findings.require(own == cls(), cls.section, message)
+            case.findings.require(overrides == cls(), cls.section, message)
         for low, high in (("low", "high"), ("reject_low", "reject_high")):
             first, last = getattr(correction, low), getattr(correction, high)
             below.require(first < last, f"{low} and {high}", f"must satisfy 0 <= low < high: got {first} and {last}")
@@ -147,9 +151,9 @@ class Correction(Part):
                 "old_logprobs_from",
                 ": loglinear leaves out the pass by which clip_cov, kl_cov and second_moment choose tokens among the update",
             )
-        if correction.weight == "none" and (own.low, own.high, own.outside) != (None, None, None):
+        if correction.weight == "none" and (overrides.low, overrides.high, overrides.outside) != (None, None, None):
             below.ignore("low, high and outside", "weight is none")
-        if correction.reject == "none" and (own.reject_low, own.reject_high) != (None, None):
+        if correction.reject == "none" and (overrides.reject_low, overrides.reject_high) != (None, None):
             below.ignore("reject_low and reject_high", "reject is none")
 
 
@@ -196,9 +200,9 @@ def beyond_second_moment(log_ratio_S: Tensor, bound: float) -> Tensor:
     rest_S = square_S.flip(0).cumsum(0).flip(0) / torch.arange(len(square_S), 0, -1, device=square_S.device)
     below = (rest_S < bound).nonzero()
     count = int(below[0]) if len(below) else max(len(square_S) - 1, 0)
-    found_S = torch.zeros_like(square_S, dtype=torch.bool)
-    found_S[order_S[:count]] = True
-    return found_S
+    left_out_S = torch.zeros_like(square_S, dtype=torch.bool)
+    left_out_S[order_S[:count]] = True
+    return left_out_S
 
 
 def ratio_at(level: str | Level, log_ratio_T: Tensor, samples: Segments) -> Tensor:

@@ -131,10 +131,10 @@ def before(values_T: Tensor) -> Tensor:
 
 def returns_of(rewards_NL: Tensor, factor: float) -> Tensor:
     """[N, L] x_t + factor · x_{t+1} + factor² · x_{t+2} + ..."""
-    found_NL = rewards_NL.clone()
+    returns_NL = rewards_NL.clone()
     for place in range(rewards_NL.shape[1] - 2, -1, -1):
-        found_NL[:, place] += factor * found_NL[:, place + 1]
-    return found_NL
+        returns_NL[:, place] += factor * returns_NL[:, place + 1]
+    return returns_NL
 
 
 class Table:
@@ -155,9 +155,9 @@ class Table:
         self.is_last_NL = torch.arange(longest)[None] == count_N[:, None] - 1
 
     def rows(self, values_T: Tensor) -> Tensor:
-        found_NL = torch.zeros(self.present_NL.shape, dtype=torch.float64)
-        found_NL[self._row_S, self._column_S] = values_T[self._place_S].double()
-        return found_NL
+        values_NL = torch.zeros(self.present_NL.shape, dtype=torch.float64)
+        values_NL[self._row_S, self._column_S] = values_T[self._place_S].double()
+        return values_NL
 
     def rewards(self, advantages_N: Tensor, penalties_T: Tensor) -> Tensor:
         """[N, L] reward of each token: minus its penalty, plus the advantage of the response at the last token."""
@@ -178,9 +178,9 @@ class Table:
 
     def flat(self, values_NL: Tensor) -> Tensor:
         """[T] the values in float32, one per token of the batch; 0 outside of responses."""
-        found_T = torch.zeros(self._tokens)
-        found_T[self._place_S] = values_NL[self._row_S, self._column_S].float()
-        return found_T
+        values_T = torch.zeros(self._tokens)
+        values_T[self._place_S] = values_NL[self._row_S, self._column_S].float()
+        return values_T
 
 
 def optimal_token_baseline(
@@ -225,23 +225,23 @@ def whiten(
     With `part_T` (part numbers below `parts`), each part has its own mean and variance.
     """
     values, part = values_T[mask_T].double(), torch.zeros_like(values_T, dtype=torch.long) if part_T is None else part_T
-    own = part[mask_T]
+    response_part = part[mask_T]
 
     def by_part(of: Tensor) -> Tensor:
-        return torch.zeros(parts, dtype=torch.float64).index_add(0, own, of)
+        return torch.zeros(parts, dtype=torch.float64).index_add(0, response_part, of)
 
     count, summed = total(torch.cat([by_part(torch.ones_like(values)), by_part(values)])).view(2, parts)
     mean = summed / count.clamp(min=1)
-    deviation = (total(by_part((values - mean[own]).square())) / (count - 1).clamp(min=1) + eps).sqrt()
+    deviation = (total(by_part((values - mean[response_part]).square())) / (count - 1).clamp(min=1) + eps).sqrt()
     return torch.where(mask_T, (values_T.double() - mean[part]) / deviation[part], 0.0).float()
 
 
 def make_credit(name: str, gamma: float | None, lam: float | None, bootstrap_truncated: bool | None = None) -> Credit:
     """Return the credit `name`. Parameters left out keep their defaults."""
-    given: dict[str, Any] = {} if gamma is None else {"gamma": gamma}
+    parameters: dict[str, Any] = {} if gamma is None else {"gamma": gamma}
     if name == "gae":
-        given |= {} if lam is None else {"lam": lam}
-        return GAE(**given, bootstrap_truncated=bool(bootstrap_truncated))
+        parameters |= {} if lam is None else {"lam": lam}
+        return GAE(**parameters, bootstrap_truncated=bool(bootstrap_truncated))
     # The λ of a method's row belongs to GAE.
     kinds: dict[str, Callable[..., Credit]] = {"discounted": DiscountedReturn, "turns": TurnReturn}
-    return kinds[name](**given) if name in kinds else UniformCredit()
+    return kinds[name](**parameters) if name in kinds else UniformCredit()

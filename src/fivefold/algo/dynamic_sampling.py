@@ -27,7 +27,7 @@ class DynamicSampling(Part):
 
     @classmethod
     def check(cls, case: Case) -> None:
-        chosen, own, findings = cls.of(case.chosen), case.own, case.findings
+        chosen, overrides, findings = cls.of(case.chosen), case.overrides, case.findings
         limits = ("dynamic_sampling_low", "dynamic_sampling_high", "dynamic_sampling_max_tokens")
         case.require_off("dynamic_sampling", "dynamic_sampling_by", *limits)
         findings.require(
@@ -41,10 +41,10 @@ class DynamicSampling(Part):
             findings.require(low <= high, "dynamic_sampling_low and dynamic_sampling_high", message)
         if not chosen.dynamic_sampling:
             for key in (*limits, "dynamic_sampling_by"):
-                if getattr(own, key) is not None:
+                if getattr(overrides, key) is not None:
                     findings.ignore(key, "dynamic_sampling is off")
         elif (
-            own.dynamic_sampling_by == "shaped_reward"
+            overrides.dynamic_sampling_by == "shaped_reward"
             and not case.chosen.overlong_buffer
             and case.chosen.reward_clip is None
         ):

@@ -336,8 +336,8 @@ METHODS: dict[str, Method] = {
 def _usual() -> Choices:
     values: dict[str, Any] = {}
     for part in PARTS:
-        own = part.usual_values()
-        values |= {part.section: own} if part.section else {item.name: getattr(own, item.name) for item in fields(own)}
+        usual = part.usual_values()
+        values |= {part.section: usual} if part.section else {item.name: getattr(usual, item.name) for item in fields(usual)}
     return Choices(**values)
 
 
@@ -349,9 +349,9 @@ def _over(base: C, top: Any) -> C:
     """Return `base`, overridden by the choices in `top`."""
     changes: dict[str, Any] = {}
     for item in fields(base):
-        own, overrides = getattr(base, item.name), getattr(top, item.name)
-        if isinstance(own, Part):
-            changes[item.name] = _over(own, overrides)
+        value, overrides = getattr(base, item.name), getattr(top, item.name)
+        if isinstance(value, Part):
+            changes[item.name] = _over(value, overrides)
         elif overrides is not None:
             changes[item.name] = overrides
     return replace(base, **changes)

@@ -101,10 +101,10 @@ class Objective:
         self, batch: TokenBatch, stats: RolloutStats, replicas: Replicas, progress: Progress = Progress()
     ) -> None:
         """Set `advantages_T` and `returns_T` of this replica's batch from the rewards of the whole step. Collective."""
-        inputs, whole = self.inputs(stats), stats.trajectories
-        kept_M, part_M = self.filter.before_whitening.kept(whole, inputs), self.advantage.parts(whole)
+        inputs, trajectories = self.inputs(stats), stats.trajectories
+        kept_M, part_M = self.filter.before_whitening.kept(trajectories, inputs), self.advantage.parts(trajectories)
         batch[Column.ADVANTAGES], batch[Column.RETURNS] = self.advantages(
-            batch, inputs, whole.finished_N, replicas, kept_M, part_M, progress, stats
+            batch, inputs, trajectories.finished_N, replicas, kept_M, part_M, progress, stats
         )
         # Not used after this point.
         batch.columns.pop(Column.HALF_TEMPERATURE_LOGPROBS, None)
@@ -167,7 +167,7 @@ class Objective:
         whitened separately.
         """
         total, turns = replicas.all_reduce_sum, None if stats is None else stats.turns
-        segments, own_N = Segments.of_trajectories(batch, None if stats is None else stats.trajectory_N)
+        segments, row_N = Segments.of_trajectories(batch, None if stats is None else stats.trajectory_N)
         penalties_T = torch.zeros(len(batch.token_ids_T))
         if self.kl.is_in_reward:
             is_trainer = self.gradient.correction.old_logprobs_from == "trainer"
@@ -176,24 +176,24 @@ class Objective:
             if not self.advantage.assignment.by_token:
                 # Each sample is on exactly one replica, so the sum over replicas is the penalty of each sample.
                 penalties_N = torch.zeros(len(inputs.rewards_N), dtype=torch.float64)
-                penalties_N[own_N] = segments.sums(penalties_T).double()
+                penalties_N[row_N] = segments.sums(penalties_T).double()
                 inputs = replace(inputs, rewards_N=inputs.rewards_N - total(penalties_N))
-        advantages_N = self.compared(inputs)[own_N]
+        advantages_N = self.compared(inputs)[row_N]
         if self.process.is_active:
             rewards_T = self.process.rewards(batch, segments, replicas.all_reduce_max)
-            gains_T = self.process.advantages(segments, own_N, inputs.group_N, rewards_T, total)
+            gains_T = self.process.advantages(segments, row_N, inputs.group_N, rewards_T, total)
             advantages_N, penalties_T = self.process.outcome_coef * advantages_N, penalties_T - gains_T
         assign, values_T = self.advantage.assignment, batch.columns.get(Column.VALUES)
         if stats is not None and turns is not None and assign.by_turn:
             earned_T = self.shaping.reward_scale * rewards_of_turns(batch, stats, turns)
             advantages_N, penalties_T = advantages_N - segments.sums(earned_T), penalties_T - earned_T
-        advantages_T, returns_T = assign(advantages_N, penalties_T, values_T, finished_N[own_N], segments)
+        advantages_T, returns_T = assign(advantages_N, penalties_T, values_T, finished_N[row_N], segments)
         if stats is not None and turns is not None and self.advantage.turn_coef:
             advantages_T += self.advantage.of_turns(batch, stats, turns, inputs, self.shaping.reward_scale)
         if self.advantage.token_baseline:
-            baseline_T = self.advantage.baseline(batch, segments, own_N, returns_T, inputs, self.gradient.correction, total)
+            baseline_T = self.advantage.baseline(batch, segments, row_N, returns_T, inputs, self.gradient.correction, total)
             advantages_T = advantages_T - baseline_T
-        return self.advantage.scaled(advantages_T, segments, own_N, kept_N, part_N, total), returns_T
+        return self.advantage.scaled(advantages_T, segments, row_N, kept_N, part_N, total), returns_T
 
     def loss_weights(
         self,
@@ -207,12 +207,12 @@ class Objective:
 
         `update` counts the optimizer steps of the run from 1.
         """
-        aggregate, given = self.aggregation.of_policy, (response_lengths_N, max_response_tokens)
+        aggregate, lengths = self.aggregation.of_policy, (response_lengths_N, max_response_tokens)
         if expert_N is None:
-            return weights_of(aggregate, *given, kept_N)
+            return weights_of(aggregate, *lengths, kept_N)
         share, sampled_N = self.imitation.share(update), ~expert_N if kept_N is None else kept_N & ~expert_N
-        weights_N = (1 - share) * weights_of(aggregate, *given, sampled_N)
-        return weights_N + share * weights_of(self.imitation.aggregation, *given, expert_N)
+        weights_N = (1 - share) * weights_of(aggregate, *lengths, sampled_N)
+        return weights_N + share * weights_of(self.imitation.aggregation, *lengths, expert_N)
 
     def penalty_weights(
         self,
@@ -252,13 +252,13 @@ class Objective:
 
     def finalize_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
         """Return the metrics of a whole update, with those added that are not sums of shares."""
-        found = dict(metrics)
-        if (square := found.pop("rollout_correction/weight_square_mean", None)) is not None:
+        finalized = dict(metrics)
+        if (square := finalized.pop("rollout_correction/weight_square_mean", None)) is not None:
             # (Σ w)² / (n Σ w²): share of unweighted samples with the same statistical efficiency (Kong, 1992).
-            found["rollout_correction/effective_sample_size"] = (
-                found["rollout_correction/weight_mean"] ** 2 / square if square else 0.0
+            finalized["rollout_correction/effective_sample_size"] = (
+                finalized["rollout_correction/weight_mean"] ** 2 / square if square else 0.0
             )
-        return found
+        return finalized
 
 
 def make_objective(name: str, **choices: Any) -> Objective:

@@ -59,8 +59,8 @@ class Part:
     @classmethod
     def of(cls, chosen: Chosen) -> Self:
         """Return this part of the choices."""
-        found = chosen if not cls.section else getattr(chosen, cls.section)
-        return cls(**{item.name: getattr(found, item.name) for item in fields(cls)})
+        values = chosen if not cls.section else getattr(chosen, cls.section)
+        return cls(**{item.name: getattr(values, item.name) for item in fields(cls)})
 
     @classmethod
     def usual_values(cls) -> Self:
@@ -84,7 +84,7 @@ class Case:
     name: str
     """Name of the method."""
     methods: Mapping[str, Chosen]
-    own: Chosen
+    overrides: Chosen
     """Choices of the configuration; None for those that it leaves out."""
     chosen: Chosen
     """Choices as resolved: every axis has a value."""
@@ -103,7 +103,7 @@ class Case:
         """Record an error for each key that is set although the method does not sample."""
         for key in keys:
             self.findings.require(
-                not self.offline or getattr(self.own, key) in (None, False),
+                not self.offline or getattr(self.overrides, key) in (None, False),
                 key,
                 f"has nothing to act on: {self.name} does not sample",
             )
@@ -119,8 +119,8 @@ class Case:
 
 def find_classes(package: str, path: list[str], base: type[C]) -> Iterator[type[C]]:
     """Yield the subclasses of `base` that the modules of a package define: by module, in the order of its file."""
-    for found in pkgutil.iter_modules(path):
-        module = importlib.import_module(f"{package}.{found.name}")
+    for entry in pkgutil.iter_modules(path):
+        module = importlib.import_module(f"{package}.{entry.name}")
         for kind in vars(module).values():
             if isinstance(kind, type) and issubclass(kind, base) and kind.__module__ == module.__name__:
                 yield kind
@@ -142,7 +142,9 @@ def with_keys_of(*parts: type[Any]) -> Callable[[type[C]], type[C]]:
 
     def extended(kind: type[C]) -> type[C]:
         namespace = {"__module__": kind.__module__, "__doc__": kind.__doc__, "__qualname__": kind.__qualname__}
-        made: type[C] = make_dataclass(kind.__name__, list(added.values()), bases=(kind,), frozen=True, namespace=namespace)
-        return made
+        extended_kind: type[C] = make_dataclass(
+            kind.__name__, list(added.values()), bases=(kind,), frozen=True, namespace=namespace
+        )
+        return extended_kind
 
     return extended

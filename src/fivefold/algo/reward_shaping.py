@@ -41,7 +41,7 @@ class RewardShaping(Part):
     @classmethod
     def check(cls, case: Case) -> None:
         case.require_off("reward_shift", "reward_scale", "reward_clip", "overlong_buffer", "overlong_penalty")
-        if case.own.overlong_penalty is not None and not case.chosen.overlong_buffer:
+        if case.overrides.overlong_penalty is not None and not case.chosen.overlong_buffer:
             case.findings.ignore("overlong_penalty", "overlong_buffer is 0")
 
 

@@ -75,5 +75,5 @@ class SampleFilter(Part):
         if low is not None and high is not None:
             message = f"must satisfy difficulty_low < difficulty_high: got {low:g} and {high:g}"
             case.findings.require(low < high, "difficulty_low and difficulty_high", message)
-        if case.own.difficulty_by is not None and low is None and high is None:
+        if case.overrides.difficulty_by is not None and low is None and high is None:
             case.findings.ignore("difficulty_by", "neither difficulty_low nor difficulty_high is set")

@@ -41,7 +41,7 @@ class Segments:
         numbers, counts = trajectory_N[batch.sample_index_N].unique_consecutive(return_counts=True)
         assert len(numbers.unique()) == len(numbers), "the sequences of a trajectory must be neighbors in its batch"
         lengths = torch.tensor(batch.lengths_N, dtype=torch.long).split(counts.tolist())
-        return replace(samples, lengths_N=[int(own.sum()) for own in lengths]), numbers.tolist()
+        return replace(samples, lengths_N=[int(lengths_of_one.sum()) for lengths_of_one in lengths]), numbers.tolist()
 
     @cached_property
     def sample_T(self) -> Tensor:
@@ -72,9 +72,9 @@ class Segments:
     def maxima(self, values_T: Tensor) -> Tensor:
         """[N] largest value over the response tokens of each sample; 0 without tokens."""
         lowest_N = values_T.new_full((len(self.lengths_N),), -torch.inf)
-        own_T = torch.where(self.mask_T, values_T, -torch.inf)
-        found_N = lowest_N.scatter_reduce(0, self.sample_T, own_T, "amax")
-        return torch.where(found_N.isfinite(), found_N, 0.0)
+        response_T = torch.where(self.mask_T, values_T, -torch.inf)
+        maxima_N = lowest_N.scatter_reduce(0, self.sample_T, response_T, "amax")
+        return torch.where(maxima_N.isfinite(), maxima_N, 0.0)
 
     def means(self, values_T: Tensor) -> Tensor:
         """[N] mean over the response tokens of each sample; 0 without tokens."""

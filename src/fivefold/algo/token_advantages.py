@@ -115,15 +115,15 @@ class TokenAdvantages(Part):
         advantages_U = torch.zeros(len(returns_U))
         advantages_U[is_known_U] = self.comparison(AdvantageInputs(returns_U[is_known_U], group_U, lengths_U))
         place_S, turn_S = places_of_turns(batch, stats, turns)
-        found_T = torch.zeros(len(batch.token_ids_T))
-        found_T[place_S] = self.turn_coef * advantages_U[turn_S]
-        return found_T * batch.loss_mask_T
+        gains_T = torch.zeros(len(batch.token_ids_T))
+        gains_T[place_S] = self.turn_coef * advantages_U[turn_S]
+        return gains_T * batch.loss_mask_T
 
     def baseline(
         self,
         batch: TokenBatch,
         samples: Segments,
-        own_N: list[int],
+        row_N: list[int],
         returns_T: Tensor,
         inputs: AdvantageInputs,
         correction: Correction,
@@ -131,12 +131,12 @@ class TokenAdvantages(Part):
     ) -> Tensor:
         """[T] baseline of least variance that `token_baseline` subtracts; `total` sums over replicas.
 
-        `own_N` has the rows of `samples` in `inputs`.
+        `row_N` has the rows of `samples` in `inputs`.
         """
         longest_G = torch.zeros(int(inputs.group_N.max()) + 1 if len(inputs.group_N) else 0, dtype=torch.long)
         longest_G = longest_G.scatter_reduce(0, inputs.group_N, inputs.lengths_N.long(), "amax")
         squares_T = self._squared_scores(batch, Segments.of(batch), correction)
-        return optimal_token_baseline(returns_T, squares_T, samples, inputs.group_N[own_N], longest_G, total)
+        return optimal_token_baseline(returns_T, squares_T, samples, inputs.group_N[row_N], longest_G, total)
 
     def _squared_scores(self, batch: TokenBatch, samples: Segments, correction: Correction) -> Tensor:
         """[T] |e - π|² = 1 - 2π + Σπ² of each token under the old policy: the squared norm of its gradient with respect to
@@ -159,19 +159,19 @@ class TokenAdvantages(Part):
         self,
         advantages_T: Tensor,
         samples: Segments,
-        own_N: list[int],
+        row_N: list[int],
         kept_N: Tensor | None,
         part_N: Tensor | None,
         total: Callable[[Tensor], Tensor],
     ) -> Tensor:
-        """[T] whitened and clipped advantages; `kept_N` and `part_N` cover the whole step, with rows `own_N` for `samples`,
+        """[T] whitened and clipped advantages; `kept_N` and `part_N` cover the whole step, with rows `row_N` for `samples`,
         `total` sums over replicas."""
         if self.whiten:
             sample_T = samples.sample_T
             counted_T = samples.mask_T
             if kept_N is not None:
-                counted_T = counted_T & kept_N[own_N][sample_T]
-            part_T = None if part_N is None else part_N[own_N][sample_T]
+                counted_T = counted_T & kept_N[row_N][sample_T]
+            part_T = None if part_N is None else part_N[row_N][sample_T]
             advantages_T = whiten(advantages_T, counted_T, total, part_T, 1 if part_N is None else int(part_N.max()) + 1)
         if self.advantage_clip is not None:
             advantages_T = advantages_T.clamp(-self.advantage_clip, self.advantage_clip)
@@ -179,7 +179,7 @@ class TokenAdvantages(Part):
 
     @classmethod
     def check(cls, case: Case) -> None:
-        own, chosen, findings = case.own, cls.of(case.chosen), case.findings
+        overrides, chosen, findings = case.overrides, cls.of(case.chosen), case.findings
         case.require_off(
             "advantage",
             "credit",
@@ -190,8 +190,8 @@ class TokenAdvantages(Part):
             "advantage_clip",
             "bootstrap_truncated",
         )
-        if own.normalize not in (None, "none"):
-            message = f"belongs to advantages {', '.join(NORMALIZED)}: got {own.normalize} with {chosen.advantage}"
+        if overrides.normalize not in (None, "none"):
+            message = f"belongs to advantages {', '.join(NORMALIZED)}: got {overrides.normalize} with {chosen.advantage}"
             findings.require(chosen.advantage in NORMALIZED, "normalize", message)
         findings.require(
             case.group_size > 1 or case.offline or not ADVANTAGES.get(chosen.advantage, False),
@@ -204,24 +204,24 @@ class TokenAdvantages(Part):
         users = {"baseline_shift": ("group",), "baseline_temperature": ("log_mean_exp", "step_log_mean_exp")}
         for key, takers in users.items():
             message = f"belongs to advantage {' or '.join(takers)}: got {chosen.advantage}"
-            findings.require(getattr(own, key) is None or chosen.advantage in takers, key, message)
+            findings.require(getattr(overrides, key) is None or chosen.advantage in takers, key, message)
         if chosen.token_baseline:
             cls._check_token_baseline(case)
         if chosen.credit == "response":
-            findings.require(own.gamma is None, "gamma", "belongs to credit: turns, discounted or gae")
+            findings.require(overrides.gamma is None, "gamma", "belongs to credit: turns, discounted or gae")
         cls._check_turns(case)
-        findings.require(own.lam is None or chosen.credit == "gae", "lam", "belongs to credit: gae")
+        findings.require(overrides.lam is None or chosen.credit == "gae", "lam", "belongs to credit: gae")
         findings.require(
-            not own.bootstrap_truncated or chosen.credit == "gae",
+            not overrides.bootstrap_truncated or chosen.credit == "gae",
             "bootstrap_truncated",
             f"belongs to credit: gae, whose critic has a value of the text that was cut off: got credit: {chosen.credit}",
         )
-        if own.whiten_by is not None and not chosen.whiten:
+        if overrides.whiten_by is not None and not chosen.whiten:
             findings.ignore("whiten_by", "whiten is off")
 
     @staticmethod
     def _check_turns(case: Case) -> None:
-        own, chosen, findings = case.own, case.chosen, case.findings
+        overrides, chosen, findings = case.overrides, case.chosen, case.findings
         case.require_turns("turn_coef", chosen.turn_coef > 0, f": {case.name} compares the turns of trajectories")
         case.require_turns("credit", chosen.credit == "turns", ": turns gives each turn of a trajectory its own return")
         if chosen.credit == "turns" or (case.has_turns and chosen.credit == "gae"):
@@ -245,7 +245,7 @@ class TokenAdvantages(Part):
             "turn_coef",
             f"needs credit: response, since both assign the rewards of turns to tokens: got {chosen.credit}",
         )
-        if own.turn_gamma is not None and not chosen.turn_coef:
+        if overrides.turn_gamma is not None and not chosen.turn_coef:
             findings.ignore("turn_gamma", "turn_coef is 0")
 
     @staticmethod

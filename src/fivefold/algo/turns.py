@@ -16,11 +16,11 @@ def places_of_turns(batch: TokenBatch, stats: RolloutStats, turns: Turns) -> tup
     lengths_N = torch.tensor(batch.lengths_N, dtype=torch.long)
     start_N = torch.full((len(stats),), -1)
     start_N[batch.sample_index_N] = lengths_N.cumsum(0) - lengths_N + stats.prompt_lengths_N[batch.sample_index_N]
-    own = (start_N[turns.row_U] >= 0).nonzero()[:, 0]
-    count_U = (turns.end_U - turns.begin_U)[own]
-    first_U = start_N[turns.row_U[own]] + turns.begin_U[own]
+    local_U = (start_N[turns.row_U] >= 0).nonzero()[:, 0]
+    count_U = (turns.end_U - turns.begin_U)[local_U]
+    first_U = start_N[turns.row_U[local_U]] + turns.begin_U[local_U]
     place_S = (first_U - (count_U.cumsum(0) - count_U)).repeat_interleave(count_U) + torch.arange(int(count_U.sum()))
-    return place_S, own.repeat_interleave(count_U)
+    return place_S, local_U.repeat_interleave(count_U)
 
 
 def rewards_of_turns(batch: TokenBatch, stats: RolloutStats, turns: Turns) -> Tensor:

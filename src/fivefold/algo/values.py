@@ -44,10 +44,10 @@ class ValueLoss:
     def finalize_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
         """Return the metrics of a whole update, with 1 - Var(R - V) / Var(R) in place of the sums that it is computed
         from."""
-        found = dict(metrics)
-        residual, residual_square = found.pop("critic/residual_mean"), found.pop("critic/residual_square_mean")
-        variance = found.pop("critic/return_square_mean") - found["critic/return_mean"] ** 2
-        found["critic/return_std"] = max(variance, 0.0) ** 0.5
+        finalized = dict(metrics)
+        residual, residual_square = finalized.pop("critic/residual_mean"), finalized.pop("critic/residual_square_mean")
+        variance = finalized.pop("critic/return_square_mean") - finalized["critic/return_mean"] ** 2
+        finalized["critic/return_std"] = max(variance, 0.0) ** 0.5
         left = residual_square - residual**2
-        found["critic/explained_variance"] = 1 - left / variance if variance > 1e-12 else 0.0
-        return found
+        finalized["critic/explained_variance"] = 1 - left / variance if variance > 1e-12 else 0.0
+        return finalized

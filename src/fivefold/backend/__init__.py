@@ -1,4 +1,4 @@
-"""What every trainer needs, whatever library shards its model: packing, micro-batches, log-probs, schedule, checkpoints.
+"""Code that both trainers use, whichever library shards the model: packing, micro-batches, log-probs, schedule, checkpoints.
 
-`megatron/` and `fsdp/` are built on it; it knows neither.
+`megatron/` and `fsdp/` import this room; it imports neither.
 """

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,14 +31,14 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         (index,) = ctx.saved_tensors
-        found = grad.new_zeros(ctx.rows, *grad.shape[1:], dtype=torch.float32).index_add_(0, index, grad.float())
-        return found.to(grad.dtype), None
+        summed = grad.new_zeros(ctx.rows, *grad.shape[1:], dtype=torch.float32).index_add_(0, index, grad.float())
+        return summed.to(grad.dtype), None
 
 
 def take_rows(rows: Tensor, index: Tensor) -> Tensor:
     """Return the rows at `index`, some of which may be there several times."""
-    found: Tensor = _Gather.apply(rows, index)
-    return found
+    taken: Tensor = _Gather.apply(rows, index)
+    return taken
 
 
 def attend(
@@ -56,7 +58,9 @@ def attend(
     """
     half = query.dtype in (torch.bfloat16, torch.float16)
     if cap is not None or sinks_H is not None or not (query.is_cuda and half and query.shape[2] % 8 == 0):
-        return _padded(query, key, value, packing, window, scale, cap, sinks_H)
+        is_plain = cap is None and sinks_H is None
+        attended = partial(_dense, scale=scale) if is_plain else partial(_explicit, scale=scale, cap=cap, sinks_H=sinks_H)
+        return _padded(query, key, value, packing, window, attended)
     if packing.key_index is not None:
         key, value = (take_rows(tensor, packing.key_index) for tensor in (key, value))
     assert packing.cu_queries is not None and packing.cu_keys is not None
@@ -94,16 +98,9 @@ def _varlen(query: Tensor, key: Tensor, value: Tensor, packing: Packing, window:
 
 
 def _padded(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    packing: Packing,
-    window: int | None,
-    scale: float,
-    cap: float | None,
-    sinks_H: Tensor | None,
+    query: Tensor, key: Tensor, value: Tensor, packing: Packing, window: int | None, attended: Callable[..., Tensor]
 ) -> Tensor:
-    """Compute attention over pieces of similar length, padded on the right.
+    """Compute attention over pieces of similar length, padded on the right, by `attended(q, k, v, mask)`.
 
     Causality hides the padding from every token.
     """
@@ -113,7 +110,7 @@ def _padded(
         q = query[bucket.queries.clamp(min=0)].transpose(1, 2)
         k, v = (tensor[bucket.keys.clamp(min=0)].transpose(1, 2) for tensor in (key, value))
         mask = None
-        if not bucket.whole or (window is not None and bucket.keys.shape[1] > window):
+        if not bucket.is_whole or (window is not None and bucket.keys.shape[1] > window):
             before = (bucket.key_lengths - bucket.query_lengths)[:, None, None]
             place = torch.arange(bucket.queries.shape[1], device=query.device)[:, None] + before
             distance = place - torch.arange(bucket.keys.shape[1], device=query.device)
@@ -122,14 +119,16 @@ def _padded(
                 mask &= distance < window
             # A padded query must see some key, or its softmax is NaN.
             mask = (mask | ~inside[:, :, None])[:, None]
-        if cap is None and sinks_H is None:
-            attended = F.scaled_dot_product_attention(
-                q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
-            )
-        else:
-            attended = _explicit(q, k, v, mask, scale, cap, sinks_H)
-        output = output.index_put((bucket.queries[inside],), attended.transpose(1, 2)[inside])
+        output = output.index_put((bucket.queries[inside],), attended(q, k, v, mask).transpose(1, 2)[inside])
     return output
+
+
+def _dense(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """Compute attention [B, H, T, D] with PyTorch's kernels."""
+    is_grouped = q.shape[1] != k.shape[1]
+    return F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=is_grouped
+    )  # fmt: skip
 
 
 def _explicit(

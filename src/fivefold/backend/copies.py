@@ -33,15 +33,15 @@ def raise_together(faults: list[str], members: dist.ProcessGroup) -> None:
     """Raise ReplicaError on all ranks of the model if one of them found a fault. Collective."""
     failed = all_gather_json("; ".join(faults), members)
     if any(failed):
-        found = sorted({text for text in failed if text})
+        texts = sorted({text for text in failed if text})
         raise ReplicaError(
-            f"copies of parameters that must be equal differ, so ranks train different models: {'; '.join(found[:4])}"
-            + (f"; and {len(found) - 4} more" if len(found) > 4 else "")
+            f"copies of parameters that must be equal differ, so ranks train different models: {'; '.join(texts[:4])}"
+            + (f"; and {len(texts) - 4} more" if len(texts) > 4 else "")
             + ". Go back to a checkpoint from before; trainer.guard.every sets how often this is compared"
         )
 
 
-def compare(what: str, group: dist.ProcessGroup, digests: dict[str, Tensor]) -> str:
+def compare(copies: str, group: dist.ProcessGroup, digests: dict[str, Tensor]) -> str:
     """ "" if all ranks of the group have the same digests, otherwise which parameter differs on which ranks."""
     if group.size() == 1 or not digests:
         return ""
@@ -61,6 +61,6 @@ def compare(what: str, group: dist.ProcessGroup, digests: dict[str, Tensor]) -> 
     odd = [rank for rank, value in zip(ranks, numbers, strict=True) if value != usual]
     names = list(digests)
     return (
-        f"{names[first]} on ranks {odd} against {[rank for rank in ranks if rank not in odd]} ({what}; "
+        f"{names[first]} on ranks {odd} against {[rank for rank in ranks if rank not in odd]} ({copies}; "
         f"{len(differing)} of {len(names)} parameters differ)"
     )

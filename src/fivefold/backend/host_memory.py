@@ -42,11 +42,11 @@ class HostMemory:
 
     def places(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return a view for each of these tensors, of its dtype and shape; all of them must fit (`size_of`)."""
-        found, begin = [], 0
+        views, begin = [], 0
         for tensor in tensors:
-            found.append(self.bytes_B[begin : begin + tensor.nbytes].view(tensor.dtype).view(tensor.shape))
+            views.append(self.bytes_B[begin : begin + tensor.nbytes].view(tensor.dtype).view(tensor.shape))
             begin += aligned(tensor.nbytes)
-        return found
+        return views
 
 
 def size_of(tensors: Sequence[Tensor]) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
@@ -38,9 +39,8 @@ def log_probs(
     `weight_VD` are the rows of the vocabulary from `start` on, of which the first `valid` count; `group` are the ranks that
     hold the others. With a `cap`, logits are bounded to cap · tanh(logit / cap) before the temperature.
     """
-    logprobs_S, entropy_S = _LogProbs.apply(
-        hidden_SD, weight_VD, targets_S, start, valid, inverse_temperature, group, buffer, cap
-    )
+    head = _Head(start, valid, inverse_temperature, group, buffer, cap)
+    logprobs_S, entropy_S = _LogProbs.apply(hidden_SD, weight_VD, targets_S, head)
     return logprobs_S, entropy_S
 
 
@@ -68,25 +68,19 @@ def _row_sums(logits: Tensor, targets: Tensor, scale: float) -> Tensor:
     """Compute `kernels.logits.row_sums` in plain PyTorch; overwrites the logits."""
     if scale != 1.0:
         logits.mul_(scale)
-    here = (targets >= 0) & (targets < logits.shape[1])
+    is_inside = (targets >= 0) & (targets < logits.shape[1])
     picked = logits.gather(1, targets.clamp(0, logits.shape[1] - 1)[:, None])[:, 0]
     largest = logits.amax(1)
     weights = (logits - largest[:, None]).exp_()
     total = weights.sum(1)
-    return torch.stack([largest, total, weights.mul_(logits).sum(1), torch.where(here, picked, 0.0)])
+    return torch.stack([largest, total, weights.mul_(logits).sum(1), torch.where(is_inside, picked, 0.0)])
 
 
 def _row_gradient(
-    logits: Tensor,
-    targets: Tensor,
-    log_sum: Tensor,
-    entropy: Tensor,
-    of_logprob: Tensor,
-    of_entropy: Tensor,
-    scale: float,
-    dtype: torch.dtype,
+    logits: Tensor, targets: Tensor, of_rows: tuple[Tensor, Tensor, Tensor, Tensor], scale: float, dtype: torch.dtype
 ) -> Tensor:
     """Compute `kernels.logits.row_gradient` in plain PyTorch; overwrites the logits."""
+    log_sum, entropy, of_logprob, of_entropy = of_rows
     if scale != 1.0:
         logits.mul_(scale)
     log_p = logits.sub_(log_sum[:, None])
@@ -94,10 +88,22 @@ def _row_gradient(
     # d logprob / d logit = [target] - p;  d entropy / d logit = -p (log p + entropy)
     grad = p * -of_logprob[:, None]
     grad -= of_entropy[:, None] * p * (log_p + entropy[:, None])
-    here = (targets >= 0) & (targets < logits.shape[1])
+    is_inside = (targets >= 0) & (targets < logits.shape[1])
     target = targets.clamp(0, logits.shape[1] - 1)[:, None]
-    grad.scatter_add_(1, target, torch.where(here, of_logprob, 0.0)[:, None])
+    grad.scatter_add_(1, target, torch.where(is_inside, of_logprob, 0.0)[:, None])
     return grad.mul_(scale).to(dtype)
+
+
+@dataclass(frozen=True)
+class _Head:
+    """Arguments of `log_probs` that are not tensors, by the names there."""
+
+    start: int
+    valid: int
+    inverse_temperature: float
+    group: dist.ProcessGroup | None
+    buffer: Buffer | None
+    cap: float | None
 
 
 class _LogProbs(torch.autograd.Function):
@@ -109,35 +115,31 @@ class _LogProbs(torch.autograd.Function):
         hidden_SD: Tensor,
         weight_VD: Tensor,
         targets_S: Tensor,
-        start: int,
-        valid: int,
-        inverse_temperature: float,
-        group: dist.ProcessGroup | None,
-        buffer: Buffer | None,
-        cap: float | None,
+        head: _Head,
     ) -> tuple[Tensor, Tensor]:
-        tokens = hidden_SD.shape[0]
+        tokens, valid, group, cap = hidden_SD.shape[0], head.valid, head.group, head.cap
         # Rows: largest logit; sum of exp, sum of exp * logit, the target's logit.
-        found = hidden_SD.new_zeros((4, tokens), dtype=torch.float32)
-        found[0] = -torch.inf
+        statistics = hidden_SD.new_zeros((4, tokens), dtype=torch.float32)
+        statistics[0] = -torch.inf
         rows = max(1, (_chunk_elements(hidden_SD) if cap is None else CHUNK_ELEMENTS) // max(valid, 1))
         weight = weight_VD[:valid].detach()
-        local_S = targets_S - start
+        local_S = targets_S - head.start
         row_sums, _ = _passes(hidden_SD)
         if valid:
             for begin in range(0, tokens, rows):
                 chunk = slice(begin, begin + rows)
-                found[:, chunk] = row_sums(_logits(hidden_SD[chunk], weight, cap), local_S[chunk], inverse_temperature)
-        largest_S, sums = found[0], found[1:]
+                logits = _logits(hidden_SD[chunk], weight, cap)
+                statistics[:, chunk] = row_sums(logits, local_S[chunk], head.inverse_temperature)
+        largest_S, sums = statistics[0], statistics[1:]
         if group is not None and group.size() > 1:
-            own_S = largest_S.clone()
+            local_largest_S = largest_S.clone()
             dist.all_reduce(largest_S, dist.ReduceOp.MAX, group=group)
-            sums[:2] *= (own_S - largest_S).exp()
+            sums[:2] *= (local_largest_S - largest_S).exp()
             dist.all_reduce(sums, group=group)
         log_sum_S = largest_S + sums[0].log()
         entropy_S = log_sum_S - sums[1] / sums[0]
         ctx.save_for_backward(hidden_SD, weight_VD, local_S, log_sum_S, entropy_S)
-        ctx.valid, ctx.rows, ctx.inverse_temperature, ctx.buffer, ctx.cap = valid, rows, inverse_temperature, buffer, cap
+        ctx.head, ctx.rows = head, rows
         ctx.set_materialize_grads(False)
         return sums[2] - log_sum_S, entropy_S
 
@@ -147,7 +149,8 @@ class _LogProbs(torch.autograd.Function):
         of_logprob_S, of_entropy_S = (
             (torch.zeros_like(log_sum_S) if grad is None else grad.contiguous()) for grad in (grad_logprob_S, grad_entropy_S)
         )
-        valid, rows, buffer, cap = ctx.valid, ctx.rows, ctx.buffer, ctx.cap
+        head, rows = ctx.head, ctx.rows
+        valid, buffer, cap = head.valid, head.buffer, head.cap
         weight = weight_VD[:valid]
         grad_hidden = torch.zeros_like(hidden_SD)
         tokens = hidden_SD.shape[0]
@@ -164,16 +167,8 @@ class _LogProbs(torch.autograd.Function):
             logits = _logits(hidden, weight, cap)
             # d cap · tanh(x / cap) / dx; the next function overwrites the logits.
             slope = None if cap is None else 1 - (logits / cap).square()
-            grad = row_gradient(
-                logits,
-                local_S[chunk],
-                log_sum_S[chunk],
-                entropy_S[chunk],
-                of_logprob_S[chunk],
-                of_entropy_S[chunk],
-                ctx.inverse_temperature,
-                hidden.dtype,
-            )
+            of_rows = tuple(rows_S[chunk] for rows_S in (log_sum_S, entropy_S, of_logprob_S, of_entropy_S))
+            grad = row_gradient(logits, local_S[chunk], of_rows, head.inverse_temperature, hidden.dtype)
             if slope is not None:
                 grad *= slope
             torch.mm(grad, weight, out=grad_hidden[chunk])
@@ -181,10 +176,10 @@ class _LogProbs(torch.autograd.Function):
                 add_product(grad_weight[:valid], grad, hidden)
             # The next chunk's logits reuse its memory.
             del grad, logits, slope
-        given = None
+        returned = None
         if trains and grad_weight is not None:
-            given = grad_weight.to(weight_VD.dtype) if buffer is None else buffer[1](weight_VD)
-        return grad_hidden, given, None, None, None, None, None, None, None
+            returned = grad_weight.to(weight_VD.dtype) if buffer is None else buffer[1](weight_VD)
+        return grad_hidden, returned, None, None
 
 
 def _chunk_elements(tensor: Tensor) -> int:

@@ -142,18 +142,18 @@ class MicroBatches:
     def iterators(self) -> Any:
         """Return micro-batches for Megatron-Core's schedule: an iterator, or a list with one iterator per virtual stage."""
         waiting: list[deque[MicroBatch]] = [deque() for _ in range(self._batching.virtual)]
-        several = [self._drawn(own, waiting) for own in waiting]
+        several = [self._drawn(queue, waiting) for queue in waiting]
         return several if len(several) > 1 else several[0]
 
-    def _drawn(self, own: deque[MicroBatch], waiting: list[deque[MicroBatch]]) -> Iterator[MicroBatch]:
+    def _drawn(self, queue: deque[MicroBatch], waiting: list[deque[MicroBatch]]) -> Iterator[MicroBatch]:
         """Yield micro-batches: the first stage that needs one builds it; its memory is free after the last stage has it."""
         for number in range(self.count):
-            if not own:
-                made = self._make(number)
-                for each in waiting:
-                    each.append(made)
-                del made
-            yield own.popleft()
+            if not queue:
+                micro = self._make(number)
+                for other in waiting:
+                    other.append(micro)
+                del micro
+            yield queue.popleft()
 
     def _padded(self, length: int) -> int:
         return -(-length // self._multiple) * self._multiple
@@ -237,11 +237,11 @@ class MicroBatches:
 
 def tokens_ahead(batch: TokenBatch, steps: int) -> Tensor:
     """[T] the token `steps` positions after each one; 0 past the end of its sample."""
-    found, start = torch.zeros_like(batch.token_ids_T), 0
+    later_T, start = torch.zeros_like(batch.token_ids_T), 0
     for length in batch.lengths_N:
-        found[start : start + max(0, length - steps)] = batch.token_ids_T[start + steps : start + length]
+        later_T[start : start + max(0, length - steps)] = batch.token_ids_T[start + steps : start + length]
         start += length
-    return found
+    return later_T
 
 
 def targets_ahead(batch: TokenBatch, depth: int) -> Tensor:

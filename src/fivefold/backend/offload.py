@@ -84,14 +84,14 @@ class HostCopy:
 
         The place of a storage does not depend on parts that are added later.
         """
-        used, found = [0] * len(self._memory), []
+        used, places = [0] * len(self._memory), []
         for _, size in self._away:
             fitting = (part for part, (most, _) in enumerate(self._memory) if used[part] + aligned(size) <= most)
             if (part := next(fitting, None)) is None:
                 return None
-            found.append((part, used[part]))
+            places.append((part, used[part]))
             used[part] += aligned(size)
-        return found
+        return places
 
     def _pieces(self) -> Iterable[tuple[Tensor, Tensor]]:
         """Yield (host, device) views of the same bytes, piece by piece."""
@@ -115,8 +115,8 @@ class HostCopy:
 
 def _storages(tensors: Iterable[Tensor]) -> list[tuple[torch.UntypedStorage, int]]:
     """Return the storages of these tensors, each once, with their bytes."""
-    found = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors if tensor.numel()}
-    return [(storage, storage.nbytes()) for storage in found.values()]
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors if tensor.numel()}
+    return [(storage, storage.nbytes()) for storage in storages.values()]
 
 
 class Offload:

@@ -1,4 +1,4 @@
-"""Where the packed sequences of a micro-batch lie: lengths -> Packing.
+"""Places of the packed sequences of a micro-batch: lengths -> Packing.
 
 Context parallelism: each sequence is padded to 2·cp chunks. Rank r holds chunks r and 2·cp-1-r, so that every rank has the
 same share of causal attention's work. Keys and values are gathered over the ranks, and every chunk of queries attends to the
@@ -29,7 +29,7 @@ class Bucket:
     """[pieces, most keys] indices of gathered tokens."""
     key_lengths: Tensor
     query_lengths: Tensor
-    whole: bool
+    is_whole: bool
     """In every piece the queries are the same tokens as the keys: no explicit mask is needed."""
 
 
@@ -87,17 +87,12 @@ def local_positions(length: int, cp: int, rank: int) -> Tensor:
     return torch.cat([torch.arange(first, first + chunk), torch.arange(second, second + chunk)])
 
 
-def make_packing(
-    lengths: list[int],
-    device: torch.device,
-    cp: int = 1,
-    rank: int = 0,
-    prefixes: Sequence[tuple[int, int]] = (),
-) -> Packing:
-    """Build the packing of sequences of these padded lengths on context-parallel `rank`.
+Prefixes: TypeAlias = Sequence[tuple[int, int]]
+"""(begin, length) of the local tokens that each sequence continues, length 0 if it continues none."""
 
-    `prefixes`: (begin, length) of the local tokens that each sequence continues, length 0 if it continues none.
-    """
+
+def make_packing(lengths: list[int], device: torch.device, cp: int = 1, rank: int = 0, prefixes: Prefixes = ()) -> Packing:
+    """Build the packing of sequences of these padded lengths on context-parallel `rank`."""
     multiple, prefixes = chunk_multiple(cp), prefixes or [(0, 0)] * len(lengths)
     is_shared = any(length for _, length in prefixes)
     assert all(length % multiple == 0 for length in lengths)
@@ -110,8 +105,8 @@ def make_packing(
     start = 0
     for length, (begin, before) in zip(lengths, prefixes, strict=True):
         if cp == 1:
-            own = torch.arange(start, start + length)
-            pieces.append((start, length, torch.cat([torch.arange(begin, begin + before), own]) if before else own))
+            piece = torch.arange(start, start + length)
+            pieces.append((start, length, torch.cat([torch.arange(begin, begin + before), piece]) if before else piece))
         else:
             chunk = length // multiple
             # Place of position p of this sequence among the tokens of all ranks, one rank after the other.
@@ -143,8 +138,8 @@ def _buckets(pieces: Sequence[Piece], device: torch.device) -> tuple[Bucket, ...
     for piece in pieces:
         is_whole = len(piece[2]) == piece[1]
         by_size.setdefault(((len(piece[2]) - 1).bit_length(), is_whole), []).append(piece)
-    found = []
-    for (_, whole), members in by_size.items():
+    buckets = []
+    for (_, alike), members in by_size.items():
         query_lengths = torch.tensor([size for _, size, _ in members])
         starts = torch.tensor([start for start, *_ in members])
         offsets = torch.arange(int(query_lengths.max()))
@@ -152,5 +147,5 @@ def _buckets(pieces: Sequence[Piece], device: torch.device) -> tuple[Bucket, ...
         keys = torch.nn.utils.rnn.pad_sequence([index for *_, index in members], batch_first=True, padding_value=-1)
         key_lengths = torch.tensor([len(index) for *_, index in members])
         rows = [to_device(tensor, device) for tensor in (queries, keys, key_lengths, query_lengths)]
-        found.append(Bucket(rows[0], rows[1], rows[2], rows[3], whole))
-    return tuple(found)
+        buckets.append(Bucket(rows[0], rows[1], rows[2], rows[3], alike))
+    return tuple(buckets)

@@ -43,7 +43,7 @@ class Choice:
     """
 
     routes_TK: Tensor | None
-    own_TK: Tensor = field(init=False)
+    chosen_TK: Tensor = field(init=False)
     """Experts that the router itself chooses."""
 
     def get_replay_topk(
@@ -54,19 +54,19 @@ class Choice:
         group_topk: int | None,
         choose: Callable[..., tuple[Tensor, Tensor]],
     ) -> tuple[Tensor, Tensor]:
-        """[T, K] scores and [T, K] experts."""
-        scores_TK, self.own_TK = choose(scores_TE, topk, num_groups=num_groups, group_topk=group_topk)
+        """Return the chosen experts of each token: their [T, K] scores and [T, K] numbers."""
+        scores_TK, self.chosen_TK = choose(scores_TE, topk, num_groups=num_groups, group_topk=group_topk)
         if self.routes_TK is None:
-            return scores_TK, self.own_TK
-        taken_TK = torch.where(self.routes_TK == NO_ROUTE, self.own_TK, self.routes_TK.long())
+            return scores_TK, self.chosen_TK
+        taken_TK = torch.where(self.routes_TK == NO_ROUTE, self.chosen_TK, self.routes_TK.long())
         return scores_TE.gather(1, taken_TK), taken_TK
 
     def agreement(self, real_T: Tensor) -> Tensor:
         """[2] number of given routes of real tokens, and how many of them the router chooses as well."""
         assert self.routes_TK is not None
-        given_TK = (self.routes_TK != NO_ROUTE) & real_T[:, None]
-        same_TK = (self.routes_TK[:, :, None] == self.own_TK[:, None, :]).any(-1)
-        return torch.stack([given_TK.sum(), (given_TK & same_TK).sum()])
+        replayed_TK = (self.routes_TK != NO_ROUTE) & real_T[:, None]
+        same_TK = (self.routes_TK[:, :, None] == self.chosen_TK[:, None, :]).any(-1)
+        return torch.stack([replayed_TK.sum(), (replayed_TK & same_TK).sum()])
 
 
 @dataclass(frozen=True)
@@ -75,15 +75,15 @@ class MoELayers:
 
     routes: RouteShape
     """Shape of the whole model's routes."""
-    own: tuple[int, ...]
+    held: tuple[int, ...]
     """Indices among the layers with experts, by the places of this rank's routers."""
 
     def local(self, routes_TLK: Tensor, source_T: Tensor) -> Tensor:
         """[T, own layers, K] routes of local tokens, at `source_T` in the batch; NO_ROUTE for padding (`source_T` is -1)."""
         real_T = source_T >= 0
-        found_TLK = routes_TLK.new_full((len(source_T), len(self.own), self.routes.top_k), NO_ROUTE)
-        found_TLK[real_T] = routes_TLK[source_T[real_T]][:, torch.tensor(self.own, dtype=torch.long)]
-        return found_TLK
+        local_TLK = routes_TLK.new_full((len(source_T), len(self.held), self.routes.top_k), NO_ROUTE)
+        local_TLK[real_T] = routes_TLK[source_T[real_T]][:, torch.tensor(self.held, dtype=torch.long)]
+        return local_TLK
 
 
 class RouteRecord:
@@ -104,15 +104,17 @@ class RouteRecord:
         """[tokens, layers, K] experts on the host of every rank of the replica; collective."""
         layers = self._layers
         # The expert's number + 1, or 0 if another rank holds it: the sum over ranks is then the value of one rank.
-        found_TLK = no_routes(tokens, layers.routes) + 1
-        own = torch.tensor(layers.own, dtype=torch.long)
-        for routing, place_T, index_T in self._parts.values() if layers.own else ():
+        numbers_TLK = no_routes(tokens, layers.routes) + 1
+        held = torch.tensor(layers.held, dtype=torch.long)
+        for routing, place_T, index_T in self._parts.values() if layers.held else ():
             assert routing.recorded is not None
-            chosen_TLK = torch.stack([routing.recorded[place] for place in range(len(own))], 1).cpu()
+            chosen_TLK = torch.stack([routing.recorded[place] for place in range(len(held))], 1).cpu()
             # Tensor-parallel ranks divide the tokens among them.
             begin = tp.rank() * len(chosen_TLK)
-            here_T = (place_T >= begin) & (place_T < begin + len(chosen_TLK))
-            found_TLK[index_T[here_T][:, None], own] = chosen_TLK[place_T[here_T] - begin].to(found_TLK.dtype) + 1
+            is_local_T = (place_T >= begin) & (place_T < begin + len(chosen_TLK))
+            numbers_TLK[index_T[is_local_T][:, None], held] = (
+                chosen_TLK[place_T[is_local_T] - begin].to(numbers_TLK.dtype) + 1
+            )
         if replica.size() > 1 and tokens:
-            dist.all_reduce(found_TLK.view(torch.uint8), group=replica)
-        return found_TLK - 1
+            dist.all_reduce(numbers_TLK.view(torch.uint8), group=replica)
+        return numbers_TLK - 1

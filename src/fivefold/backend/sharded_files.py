@@ -42,7 +42,7 @@ class Box:
 
     @property
     def corners(self) -> tuple[Shape, Shape]:
-        """Indices of the first and the last element."""
+        """Indices of the box's first and last element in the whole tensor."""
         return self.offset, tuple(place + length - 1 for place, length in zip(self.offset, self.size, strict=True))
 
     def within(self, outer: Box) -> tuple[slice, ...]:
@@ -132,19 +132,19 @@ class _Stored:
 
         Raises DamagedFile if the bytes of a block are not those that were written.
         """
-        own = Box(tuple(a - b for a, b in zip(box.offset, self.box.offset, strict=True)), box.size)
+        wanted = Box(tuple(a - b for a, b in zip(box.offset, self.box.offset, strict=True)), box.size)
         width, count = self.dtype.itemsize, math.prod(self.box.size)
-        first, last = (_place(self.box.size, corner) for corner in own.corners)
+        first, last = (_place(self.box.size, corner) for corner in wanted.corners)
         for number in range(first * width // BLOCK, last * width // BLOCK + 1):
             begin, end = number * BLOCK // width, min((number + 1) * BLOCK // width, count)
-            inside = [(part, there) for part, there in boxes_of_range(self.box.size, begin, end) if part & own]
+            inside = [(part, place) for part, place in boxes_of_range(self.box.size, begin, end) if part & wanted]
             if not inside:
                 continue
             values = self._read(number, memory[: (end - begin) * width]).view(self.dtype)
-            for part, there in inside:
-                shared = part & own
+            for part, place in inside:
+                shared = part & wanted
                 assert shared is not None
-                data = values[there - begin : there - begin + math.prod(part.size)].view(part.size)
+                data = values[place - begin : place - begin + math.prod(part.size)].view(part.size)
                 offset = tuple(a + b for a, b in zip(shared.offset, self.box.offset, strict=True))
                 yield Box(offset, shared.size), data[shared.within(part)]
 
@@ -207,8 +207,8 @@ def _pieces_of(path: Path) -> Iterator[tuple[str, _Stored]]:
             if last - first != math.prod(size) * kind.itemsize or len(offset) != len(size):
                 raise ValueError(f"{name} of {size} has {last - first} bytes")
             end = place + count_blocks(last - first) * SUM_LETTERS
-            own = None if sums is None else sums[place:end]
-            yield name, _Stored(path, Box(tuple(offset), tuple(size)), kind, header.size + first, own)
+            sums_of_piece = None if sums is None else sums[place:end]
+            yield name, _Stored(path, Box(tuple(offset), tuple(size)), kind, header.size + first, sums_of_piece)
             place = end
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise DamagedFile(f"{path} holds no pieces of tensors: {error}") from error

@@ -56,8 +56,8 @@ def make_units(batch: TokenBatch, budget: int, share: bool) -> list[Unit]:
     by_prompt: dict[bytes, list[list[int]]] = {}
     units = []
     for samples in compared:
-        found = {prompts[sample] for sample in samples}
-        if len(found) == 1 and (prompt := found.pop()):
+        prefixes = {prompts[sample] for sample in samples}
+        if len(prefixes) == 1 and (prompt := prefixes.pop()):
             by_prompt.setdefault(prompt, []).append(samples)
         else:
             units.append(Unit(samples))
@@ -68,14 +68,14 @@ def make_units(batch: TokenBatch, budget: int, share: bool) -> list[Unit]:
 
 def _prompts(batch: TokenBatch) -> list[bytes]:
     """Return the tokens of each sample before the first that can carry loss; empty for a sample without such a token."""
-    found, tokens = [], batch.token_ids_T.contiguous().numpy()
+    prompts, tokens = [], batch.token_ids_T.contiguous().numpy()
     pieces = zip(batch.lengths_N, batch.loss_mask_T.split(batch.lengths_N), strict=True)
     start = 0
     for length, mask_T in pieces:
         prompt = int(mask_T.int().argmax()) if length and mask_T.any() else 0
-        found.append(tokens[start : start + prompt].tobytes())
+        prompts.append(tokens[start : start + prompt].tobytes())
         start += length
-    return found
+    return prompts
 
 
 def _fitting(members: list[list[int]], prefix: int, lengths_N: Sequence[int], budget: int) -> list[Unit]:
@@ -95,19 +95,19 @@ def make_pieces(lengths_N: Sequence[int], units: Sequence[Unit]) -> list[Piece]:
     Example: a prompt of 5 tokens with responses of 3 and 4, `lengths_N = [8, 9]`: `[Piece(0, 5, copies=(8,)), Piece(5, 3,
     prefix=0), Piece(13, 4, prefix=0)]`.
     """
-    found: list[Piece] = []
+    pieces: list[Piece] = []
     number = start = 0
     for unit in units:
-        first, own = len(found), []
+        first, places = len(pieces), []
         for _ in unit.samples:
-            own.append((start, lengths_N[number]))
+            places.append((start, lengths_N[number]))
             start, number = start + lengths_N[number], number + 1
         if not unit.prefix:
-            found += [Piece(begin, length) for begin, length in own]
+            pieces += [Piece(begin, length) for begin, length in places]
             continue
-        found.append(Piece(own[0][0], unit.prefix, copies=tuple(begin for begin, _ in own[1:])))
-        found += [Piece(begin + unit.prefix, length - unit.prefix, prefix=first) for begin, length in own]
-    return found
+        pieces.append(Piece(places[0][0], unit.prefix, copies=tuple(begin for begin, _ in places[1:])))
+        pieces += [Piece(begin + unit.prefix, length - unit.prefix, prefix=first) for begin, length in places]
+    return pieces
 
 
 def prefixes_of(pieces: Sequence[Piece], starts: Sequence[int]) -> list[tuple[int, int]]:

@@ -113,8 +113,8 @@ def copies(clock: Clock) -> Iterator[tuple[str, float, float]]:
     if clock.left <= 0:
         return
     count = 1 << (30 if clock.is_large else 24)
-    there = torch.zeros(count, dtype=torch.int8, device=clock.device)
+    on_device = torch.zeros(count, dtype=torch.int8, device=clock.device)
     host = torch.zeros(count, dtype=torch.int8, pin_memory=clock.is_large)
-    yield "host_copy", 0, count / clock.seconds(lambda: there.copy_(host, non_blocking=True)) / 1e9
-    numbers = there.view(torch.float32)
+    yield "host_copy", 0, count / clock.seconds(lambda: on_device.copy_(host, non_blocking=True)) / 1e9
+    numbers = on_device.view(torch.float32)
     yield "decode_memory", 0, count / clock.seconds(numbers.sum) / 1e9

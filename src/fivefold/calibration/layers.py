@@ -51,7 +51,7 @@ class _Sizes:
     lengths: tuple[int, ...]
     experts: int
     expert_ffn: int
-    each: tuple[int, ...]
+    expert_tokens: tuple[int, ...]
     """Numbers of tokens per expert to measure."""
 
 
@@ -96,14 +96,14 @@ class _Layers:
         del few
         yield from self._experts()
 
-    def _has_time(self, what: str) -> bool:
+    def _has_time(self, work: str) -> bool:
         if self._clock.left <= 0:
-            self._tell(f"{what}: not measured, the time is over")
+            self._tell(f"{work}: not measured, the time is over")
         return self._clock.left > 0
 
-    def _rates_of(self, found: dict[tuple[str, float], tuple[float, float]]) -> Iterator[Found]:
+    def _rates_of(self, measured: dict[tuple[str, float], tuple[float, float]]) -> Iterator[Found]:
         """Yield the rates of (kind, size) -> (operations or bytes, seconds)."""
-        for (kind, size), (amount, seconds) in found.items():
+        for (kind, size), (amount, seconds) in measured.items():
             if seconds > 0:
                 yield kind, size, amount / seconds / UNITS[KINDS[kind].unit]
             else:
@@ -120,17 +120,17 @@ class _Layers:
             if not self._has_time(f"attention of {length} tokens"):
                 return
             low, high = (self._spent(model, length) for model in (few, more))
-            ahead, whole = ({kind: (high[way][kind] - low[way][kind]) / 2 for kind in high[way]} for way in (0, 1))
+            ahead, total = ({kind: (high[way][kind] - low[way][kind]) / 2 for kind in high[way]} for way in (0, 1))
             forward, backward = layer_work(few.spec, _ONE, Tokens(sizes.tokens, length), False)
             if number == 0:
-                yield from self._rates_of(_traffic([*forward, *backward], whole))
+                yield from self._rates_of(_traffic([*forward, *backward], total))
             attention = self._rates().in_use("attention_forward"), self._rates().in_use("attention_backward")
             yield from self._rates_of(
                 {
                     (attention[0], length): (_amount(forward, "attention_forward"), ahead["attention"]),
                     (attention[1], length): (
                         _amount(backward, "attention_backward"),
-                        whole["attention"] - ahead["attention"],
+                        total["attention"] - ahead["attention"],
                     ),
                 }
             )
@@ -138,11 +138,11 @@ class _Layers:
     def _head(self, without: MegatronModel) -> Iterator[Found]:
         sizes, model = self._sizes, self._model(2, value_head=False)
         length = sizes.lengths[0]
-        bare, whole = self._spent(without, length), self._spent(model, length)
+        bare, total = self._spent(without, length), self._spent(model, length)
         forward, backward = head_work(model.spec, _ONE, Tokens(sizes.tokens, length))
         # Count only the head's own kernels, if it has any: a larger vocabulary also adds passes over its gradient.
-        spent_on = (lambda spent: spent["logits"]) if whole[0]["logits"] else _passes
-        ahead, both = (spent_on(whole[way]) - spent_on(bare[way]) for way in (0, 1))
+        spent_on = (lambda spent: spent["logits"]) if total[0]["logits"] else _passes
+        ahead, both = (spent_on(total[way]) - spent_on(bare[way]) for way in (0, 1))
         yield from self._rates_of(
             {
                 ("head_forward", 0): (_amount(forward, "head_forward"), ahead),
@@ -156,16 +156,16 @@ class _Layers:
         model = self._model(1, experts=True, learns=False)
         (experts,) = (part for part in model.modules() if isinstance(part, GroupedExperts))
         experts.requires_grad_(True)
-        for each in sizes.each:
-            if not self._has_time(f"grouped_gemm of {each} tokens"):
+        for tokens in sizes.expert_tokens:
+            if not self._has_time(f"grouped_gemm of {tokens} tokens"):
                 return
-            count = each * sizes.experts
+            count = tokens * sizes.experts
             tokens_TD = torch.randn(count, sizes.hidden, device=device).to(experts.fc1.dtype).requires_grad_()
             weights_T = torch.rand(count, device=device).requires_grad_()
-            work = partial(_there_and_back, experts, tokens_TD, weights_T, torch.full((sizes.experts,), each))
+            work = partial(_there_and_back, experts, tokens_TD, weights_T, torch.full((sizes.experts,), tokens))
             # Three products, and each takes two more in backward.
             flops = 3 * 3 * 2 * count * sizes.hidden * sizes.expert_ffn
-            yield "grouped_gemm", each, flops / self._clock.seconds(work) / 1e12
+            yield "grouped_gemm", tokens, flops / self._clock.seconds(work) / 1e12
 
     def _spent(self, model: MegatronModel, length: int) -> tuple[dict[str, float], dict[str, float]]:
         """Return seconds by kind for (a forward pass, a whole update)."""
@@ -212,12 +212,12 @@ def _there_and_back(experts: GroupedExperts, tokens_TD: Tensor, weights_T: Tenso
 
 def _write_weights(directory: Path, device: torch.device, value_head: bool) -> None:
     """Write random weights: products of zeros would be faster."""
-    spec, found = load_spec(directory, value_head), {}
+    spec, weights = load_spec(directory, value_head), {}
     for parameter in parameters_of(spec):
         for name, shape in zip(parameter.hf, file_shapes(spec, parameter), strict=True):
             assert shape is not None
-            found[name] = (0.02 * torch.randn(shape, device=device)).bfloat16().cpu()
-    save_file(found, directory / "model.safetensors")
+            weights[name] = (0.02 * torch.randn(shape, device=device)).bfloat16().cpu()
+    save_file(weights, directory / "model.safetensors")
 
 
 def _passes(spent: dict[str, float]) -> float:
@@ -234,11 +234,11 @@ def _traffic(work: list[Work], spent: dict[str, float]) -> dict[tuple[str, float
     apart = [kind for kind in of if spent.get(kind)]
     rest = [one for kind, works in of.items() if kind not in apart for one in works]
     left = _passes(spent) - sum(spent[kind] for kind in apart)
-    found = {}
+    traffic = {}
     for kind, works in of.items():
         amount, seconds = (_amount(works, kind), spent[kind]) if kind in apart else (sum(one.amount for one in rest), left)
-        found[kind, works[0].size] = amount, seconds
-    return found
+        traffic[kind, works[0].size] = amount, seconds
+    return traffic
 
 
 def _amount(work: list[Work], kind: str) -> float:

@@ -39,17 +39,17 @@ def _rank(rank: int, world: int, kind: str, deadline: float, out: str) -> None:
     join("nccl" if kind == "cuda" else "gloo", max(1.0, deadline - time.monotonic()) / 60)
     # All ranks must measure equally often, whatever their clocks show.
     sizes = (10**6, 10**7, 10**8, 10**9) if kind == "cuda" else (10**5, 10**6, 10**7)
-    clock, found = Clock(device, deadline), []
+    clock, rates = Clock(device, deadline), []
     for size in sizes:
         part = size // world
-        whole, own = (torch.zeros(count, dtype=torch.int8, device=device) for count in (part * world, part))
-        other = torch.zeros_like(whole)
-        gather = _shortest(clock, partial(dist.all_gather_into_tensor, whole, own))
-        exchange = _shortest(clock, partial(dist.all_to_all_single, other, whole))
+        gathered, shard = (torch.zeros(count, dtype=torch.int8, device=device) for count in (part * world, part))
+        other = torch.zeros_like(gathered)
+        gather = _shortest(clock, partial(dist.all_gather_into_tensor, gathered, shard))
+        exchange = _shortest(clock, partial(dist.all_to_all_single, other, gathered))
         moved = part * (world - 1) / 1e9
-        found += [("node_link", size, moved / gather), ("node_exchange", size, moved / exchange)]
+        rates += [("node_link", size, moved / gather), ("node_exchange", size, moved / exchange)]
     if rank == 0:
-        Path(out).write_text(json.dumps(found))
+        Path(out).write_text(json.dumps(rates))
     dist.destroy_process_group()
 
 

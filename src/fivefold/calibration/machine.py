@@ -46,14 +46,14 @@ def calibrate(path: Path | None = None, seconds: float = 120.0, tell: Callable[[
             tell(f"{part}: not measured, the time is over")
             continue
         tell(f"{part}: at most {limit:.0f} seconds")
-        for said in _part(part, limit, rows):
-            if "fault" in said:
-                faults.append(f"{part}: {said['fault']}")
+        for answer in _part(part, limit, rows):
+            if "fault" in answer:
+                faults.append(f"{part}: {answer['fault']}")
                 tell(faults[-1])
-            elif "note" in said:
-                tell(f"  {said['note']}")
+            elif "note" in answer:
+                tell(f"  {answer['note']}")
             else:
-                rows.append(Rate(**said))
+                rows.append(Rate(**answer))
                 tell(f"  {rows[-1].kind:<26}{rows[-1].size:>14,.0f}{rows[-1].rate:>14,.4g}")
     if not rows:
         raise UserError("; ".join(faults) or f"nothing could be measured in {seconds:g} seconds: give more with --seconds")
@@ -81,9 +81,9 @@ def _part(name: str, seconds: float, earlier: Sequence[Rate]) -> Iterator[dict[s
             for line in _lines(process.stdout, deadline + _GRACE):
                 yield json.loads(line)
             if process.wait(_GRACE):
-                said = errors.read_text(errors="replace").strip().splitlines()
+                text = errors.read_text(errors="replace").strip().splitlines()
                 yield {
-                    "fault": f"it ended with {process.returncode}: {shown(said[-1] if said else 'it printed nothing', 200)}"
+                    "fault": f"it ended with {process.returncode}: {shown(text[-1] if text else 'it printed nothing', 200)}"
                 }
         except (TimeoutError, subprocess.TimeoutExpired):
             yield {"fault": f"stopped, it did not end within {seconds:.0f} seconds"}

@@ -69,8 +69,8 @@ def main() -> None:
     part, deadline = sys.argv[1:]
     earlier = [Rate(**row) for row in json.load(sys.stdin)]
 
-    def say(said: dict[str, object]) -> None:
-        print(json.dumps(said), file=answers)
+    def say(answer: dict[str, object]) -> None:
+        print(json.dumps(answer), file=answers)
 
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     try:

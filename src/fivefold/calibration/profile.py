@@ -34,13 +34,13 @@ def seconds_by_kind(work: Callable[[], Any], device: torch.device, times: int = 
             work()
         if is_cuda:
             torch.cuda.synchronize(device)
-    found = dict.fromkeys([*_MARKS, OTHERS], 0.0)
+    seconds = dict.fromkeys([*_MARKS, OTHERS], 0.0)
     for event in profiled.key_averages():
         spent = event.self_device_time_total if is_cuda else event.self_cpu_time_total
         # An optimizer's step is a span that contains its kernels, so counting it would count them twice.
         if spent > 0 and not event.key.startswith("Optimizer."):
-            found[_kind(event.key.lower())] += spent / 1e6 / times
-    return found
+            seconds[_kind(event.key.lower())] += spent / 1e6 / times
+    return seconds
 
 
 def _kind(name: str) -> str:

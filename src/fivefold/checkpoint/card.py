@@ -74,7 +74,7 @@ def model_card(name: str, run: Trained, state: RunState) -> str:
         "",
         "## Data",
         "",
-        *(f"- {what}: {', '.join(f'`{_named(file)}`' for file in names)}" for what, names in files.items() if names),
+        *(f"- {use}: {', '.join(f'`{_named(file)}`' for file in names)}" for use, names in files.items() if names),
         *([f"- rewards: {', '.join(f'`{_named(reward)}`' for reward in run.reward.functions)}"]
           if run.reward.functions and not algorithm.offline else []),
         "",
@@ -94,7 +94,7 @@ def model_card(name: str, run: Trained, state: RunState) -> str:
 def _settings(run: Trained, state: RunState) -> dict[str, Any]:
     """Return the settings that say how it was trained."""
     algorithm, data, policy = run.algorithm, run.data, run.policy
-    found: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "layout": state.layout,
         "dtype": policy.dtype,
         "steps": state.step,
@@ -106,11 +106,11 @@ def _settings(run: Trained, state: RunState) -> dict[str, Any]:
         "seed": run.seed,
     }
     if not algorithm.offline:
-        found |= {"group_size": algorithm.group_size, "temperature": run.temperature}
-        found |= {"kl_coef": algorithm.resolved.kl.coef}
+        settings |= {"group_size": algorithm.group_size, "temperature": run.temperature}
+        settings |= {"kl_coef": algorithm.resolved.kl.coef}
     if policy.lora.rank:
-        found["lora_rank"] = policy.lora.rank
-    return found
+        settings["lora_rank"] = policy.lora.rank
+    return settings
 
 
 def _named(text: str) -> str:
@@ -120,16 +120,16 @@ def _named(text: str) -> str:
 
 def _metrics(run_dir: Path, step: int) -> list[str]:
     """Return rows of a table with the last values up to a step."""
-    found: dict[str, tuple[float, int]] = {}
+    latest: dict[str, tuple[float, int]] = {}
     file = run_dir / "metrics.jsonl"
     for _, row in read_json_lines(file, growing=True) if file.is_file() else ():
         if isinstance(row.get("step"), int) and row["step"] <= step:
-            found |= {
+            latest |= {
                 name: (value, row["step"])
                 for name, value in row.items()
                 if name.startswith(_SHOWN) and isinstance(value, int | float)
             }
-    return [f"| `{name}` | {value:.4g} | {at} |" for name, (value, at) in sorted(found.items())]
+    return [f"| `{name}` | {value:.4g} | {at} |" for name, (value, at) in sorted(latest.items())]
 
 
 def _license(base_card: Path) -> str:
@@ -143,5 +143,5 @@ def _license(base_card: Path) -> str:
         head = yaml.safe_load(rest.partition("\n---")[0]) if not begin.strip() else None
     except yaml.YAMLError:
         head = None
-    found = head.get("license") if isinstance(head, dict) else None
-    return found if isinstance(found, str) else ""
+    name = head.get("license") if isinstance(head, dict) else None
+    return name if isinstance(name, str) else ""

@@ -83,15 +83,15 @@ class Checkpoints:
         """Publish `step-N` from the files that ranks have written and synced to disk: name -> entry of the manifest."""
         staging, final = self.staging(state.step), self.path(state.step)
         write_text(staging / "state.json", json.dumps(asdict(state), indent=1))
-        whole = {**files, "state.json": entry_of(staging / "state.json")}
-        write_text(staging / MANIFEST, Manifest(whole).text)
+        entries = {**files, "state.json": entry_of(staging / "state.json")}
+        write_text(staging / MANIFEST, Manifest(entries).text)
         # Ranks have already synced their own files to disk.
         for path in [staging / "state.json", staging / MANIFEST, *filter(Path.is_dir, staging.rglob("*")), staging]:
             sync_file(path)
         shutil.rmtree(final, ignore_errors=True)
         staging.rename(final)
         self._point_to(final.name)
-        for old in [each for each in self._steps() if each <= state.step][: -self._keep]:
+        for old in [saved_step for saved_step in self._steps() if saved_step <= state.step][: -self._keep]:
             shutil.rmtree(self.path(old))
 
     def find(self, resume: str, warn: Callable[[str], None]) -> Path | None:
@@ -153,17 +153,17 @@ class Checkpoints:
         metrics row of the step itself is not written yet. Rows that cannot be read are reported to `warn`.
         """
         run_dir = self.root.parent
-        newer = [each for each in self._steps() if each > step]
+        newer = [saved_step for saved_step in self._steps() if saved_step > step]
         number = 1
         while (aside := run_dir / f"superseded-{number}").exists():
             number += 1
         if newer:
             (aside / "checkpoints").mkdir(parents=True)
             # Change the pointer first: a run that is killed in between then resumes from the same step as this one.
-            left = [each for each in self._steps() if each <= step]
+            left = [saved_step for saved_step in self._steps() if saved_step <= step]
             self._point_to(self.path(left[-1]).name if left else NONE)
-            for each in newer:
-                self.path(each).rename(aside / "checkpoints" / self.path(each).name)
+            for saved_step in newer:
+                self.path(saved_step).rename(aside / "checkpoints" / self.path(saved_step).name)
             if not left:
                 (self.root / LATEST).unlink()
         for name in RECORDS:
@@ -215,8 +215,8 @@ def _say_partial(path: Path, warn: Callable[[str], None]) -> None:
 
 
 def _step_of(name: str) -> int | None:
-    found = re.fullmatch(r"step-([0-9]{6,18})", name)
-    return int(found[1]) if found else None
+    match = re.fullmatch(r"step-([0-9]{6,18})", name)
+    return int(match[1]) if match else None
 
 
 def sync_file(path: Path) -> None:

@@ -49,11 +49,11 @@ def checkpoint_of(path: Path, log: Callable[[str], None]) -> Path:
     """Return the checkpoint at `path`, or the latest one of the run there, after a line about it."""
     if not (path / "checkpoints").is_dir():
         return path
-    found = Checkpoints(path, 1).latest(log)
-    if found is None:
+    latest = Checkpoints(path, 1).latest(log)
+    if latest is None:
         raise UserError(f"{path} is a run without a checkpoint: it writes the first after trainer.save_every steps")
-    log(f"{found} is the latest checkpoint of {path}")
-    return found
+    log(f"{latest} is the latest checkpoint of {path}")
+    return latest
 
 
 def export(
@@ -105,11 +105,11 @@ def export(
         alone = ParallelLayout(settings.layout.backend)
         settings = replace(settings, backend=str(alone), megatron=replace(settings.megatron, pipeline={}))
         backend = BACKENDS[alone.backend]
-        whole = backend.mesh(Ranks(alone, timeout_minutes=10), device, 1, seed=0, timeout_minutes=10)
+        one_rank = backend.mesh(Ranks(alone, timeout_minutes=10), device, 1, seed=0, timeout_minutes=10)
         model = backend.model(
             directory=directory,
             policy=settings,
-            mesh=whole,
+            mesh=one_rank,
             read_weights=False,
             value_head=role.has_value_head,
             torch_dist=base,
@@ -135,13 +135,13 @@ def export(
             with writing(out / TENSORS):
                 save_file(tensors, out / TENSORS, metadata={"format": "pt"})
             write_text(out / CONFIG, json.dumps(peft_config(model.spec, lora, path), indent=2))
-            total, said = sum(tensor.nbytes for tensor in tensors.values()), f"as adapters of {path}"
+            total, description = sum(tensor.nbytes for tensor in tensors.values()), f"as adapters of {path}"
         elif form == "megatron":
             total = write_torch_dist(weights, model.spec, out)
-            said = "as a torch_dist checkpoint of Megatron-Core"
+            description = "as a torch_dist checkpoint of Megatron-Core"
         else:
             count, total = write_safetensors(weights, out, int(shard_gb * 2**30))
-            said = f"in {count} file{'s' if count > 1 else ''}"
+            description = f"in {count} file{'s' if count > 1 else ''}"
     finally:
         mesh.destroy()
     for pattern in _COPIED if form != "adapter" else ():
@@ -154,7 +154,9 @@ def export(
         _make_classifier(out / "config.json")
     if model.spec.mtp_layers and form != "adapter":
         if has_mtp:
-            said += f", layers of multi-token prediction as {'they were trained' if model.has_mtp else 'the model had them'}"
+            description += (
+                f", layers of multi-token prediction as {'they were trained' if model.has_mtp else 'the model had them'}"
+            )
         else:
             _without_mtp(out / "config.json")
     if repository is not None:
@@ -165,7 +167,7 @@ def export(
         run = Trained(part, path, directory / CARD, library, run_dir, *sections, drawn.temperature, seed)
         write_text(out / CARD, model_card(repository, run, state))
     trained = "" if dtype == settings.dtype else f" (trained in {settings.dtype})"
-    return f"{out}: {total / 2**20:,.1f} MiB of weights {said}, {dtype}{trained}"
+    return f"{out}: {total / 2**20:,.1f} MiB of weights {description}, {dtype}{trained}"
 
 
 def _base_weights(role: Role, directory: Path, state: RunState) -> Path | None:
@@ -206,10 +208,10 @@ def with_mtp(
     wanted, copies = source.mtp_names, mtp_copies(spec)
     shared = {name: copies[name] for name in wanted if name in copies}
     if spec.tied:
-        shared = {name: EMBEDDING.hf[0] if whole in OUTPUT.hf else whole for name, whole in shared.items()}
+        shared = {name: EMBEDDING.hf[0] if original in OUTPUT.hf else original for name, original in shared.items()}
     for name, tensor in weights:
         yield name, tensor
-        for copy in (copy for copy, whole in shared.items() if whole == name):
+        for copy in (copy for copy, original in shared.items() if original == name):
             yield copy, tensor
     for name in wanted:
         if name not in shared:
@@ -225,8 +227,8 @@ def _without_mtp(path: Path) -> None:
 def dtype_of(directory: Path) -> str | None:
     """Return the type of a model's weights by its config.json; None if that does not name one."""
     config = read_config(directory)
-    found = config.get("dtype") or config.get("torch_dtype")
-    return found.removeprefix("torch.") if isinstance(found, str) else None
+    dtype = config.get("dtype") or config.get("torch_dtype")
+    return dtype.removeprefix("torch.") if isinstance(dtype, str) else None
 
 
 def in_dtype(weights: Iterable[tuple[str, Tensor]], dtype: str) -> Iterator[tuple[str, Tensor]]:

@@ -77,7 +77,7 @@ class Fingerprint:
                 names = value if isinstance(value, list) else [value]
                 held = content_of([directories.get(name, part_of(Path(name))[0]) for name in names])
                 # The rows of a part of a file are its content and the bounds.
-                held = [each and each + bounds_of(name) for each, name in zip(held, names, strict=True)]
+                held = [content and content + bounds_of(name) for content, name in zip(held, names, strict=True)]
                 values[key] = {"files": names, "content": held}
             else:
                 values[key] = _with_code(value)
@@ -117,7 +117,11 @@ def _keys(config: RunConfig) -> Iterator[tuple[str, Any, Counts]]:
     """Yield (key, value, how a change counts) for the keys that define a run and how it runs."""
     chosen = {leaf.key: leaf.value for leaf in leaves(config.algorithm.resolved, "algorithm")}
     learning = [cast(PolicyConfig, role.section).optimizer for role in config.roles.learners.values()]
-    falling = {each.schedule_over for each in learning if each.schedule != "constant" and each.decay_steps is None}
+    falling = {
+        optimizer.schedule_over
+        for optimizer in learning
+        if optimizer.schedule != "constant" and optimizer.decay_steps is None
+    }
     for leaf in leaves(config):
         counts = leaf.counts
         if leaf.key in _OF_THIS_START:
@@ -132,17 +136,17 @@ def _keys(config: RunConfig) -> Iterator[tuple[str, Any, Counts]]:
 
 def content_of(paths: Sequence[Path]) -> list[str | None]:
     """Return a hash of the content of each file or model directory; None for those that are not on this machine."""
-    found: list[str | None] = []
+    hashes: list[str | None] = []
     for path in paths:
         if path.is_dir() and is_torch_dist(path):
             path = find_torch_dist(path) or path
         files = sorted({file for pattern in _OF_A_DIRECTORY for file in path.glob(pattern)}) if path.is_dir() else [path]
         if not all(file.is_file() for file in files):
-            found.append(None)
+            hashes.append(None)
             continue
         parts = [(file.name if path.is_dir() else "", file.stat().st_size, sum_of_ends(file)) for file in files]
-        found.append(hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:12])
-    return found
+        hashes.append(hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:12])
+    return hashes
 
 
 def _with_code(value: Any) -> Any:
@@ -151,10 +155,10 @@ def _with_code(value: Any) -> Any:
         return {_with_code(key): _with_code(item) for key, item in value.items()}
     if isinstance(value, list):
         return [_with_code(item) for item in value]
-    found = FUNCTION.fullmatch(value) if isinstance(value, str) else None
-    if found is None or not Path(found[1]).is_file():
+    match = FUNCTION.fullmatch(value) if isinstance(value, str) else None
+    if match is None or not Path(match[1]).is_file():
         return value
-    return f"{Path(found[1]).name}:{found[2]}@{sum_of_ends(Path(found[1])):08x}"
+    return f"{Path(match[1]).name}:{match[2]}@{sum_of_ends(Path(match[1])):08x}"
 
 
 def _as_json(values: dict[str, Any]) -> dict[str, Any]:

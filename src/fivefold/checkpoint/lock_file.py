@@ -19,9 +19,9 @@ def lone_lock(run_dir: Path) -> str | None:
 
 def check_lone_lock(run_dir: Path, text: str) -> None:
     """Raise ValueError if the lock file is not the one with this text: another run may have entered the directory."""
-    found = _read(run_dir)
-    if found != text:
-        holder = "is gone" if found is None else f"is of {found.splitlines()[0] if found.strip() else 'another run'}"
+    present = _read(run_dir)
+    if present != text:
+        holder = "is gone" if present is None else f"is of {present.splitlines()[0] if present.strip() else 'another run'}"
         raise UserError(
             f"trainer.run_dir: the lock file of this run in {run_dir} {holder}; nothing is saved, because another run may "
             f"write there. Never remove {LOCK} while a run is alive; start this run again once no other run is left"

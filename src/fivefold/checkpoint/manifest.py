@@ -50,13 +50,13 @@ class Manifest:
         content = read_part(directory / MANIFEST)
         try:
             text = content.decode()
-            found = json.loads(text)
+            manifest = json.loads(text)
         except (ValueError, RecursionError) as error:
             raise DamagedFile(f"{MANIFEST} cannot be read: it is not JSON") from error
-        files = found.get("files") if isinstance(found, dict) else None
+        files = manifest.get("files") if isinstance(manifest, dict) else None
         if not isinstance(files, dict) or not all(map(_is_inside, files)):
-            raise DamagedFile(f"{MANIFEST} must have a list of files: got {shown(found)}")
-        if set(found) == {"files"} and files and all(map(_is_old_entry, files.values())):
+            raise DamagedFile(f"{MANIFEST} must have a list of files: got {shown(manifest)}")
+        if set(manifest) == {"files"} and files and all(map(_is_old_entry, files.values())):
             return cls(files, is_partial=True)
         if not all(map(_is_entry, files.values())) or cls(files).text != text:
             raise DamagedFile(f"{MANIFEST} has other content than was written")

@@ -18,7 +18,7 @@ def move_rows(path: Path, last: int, aside: Path, warn: Callable[[str], None]) -
     """
     if not path.is_file():
         return
-    kept: list[bytes] = []
+    rows: list[bytes] = []
     moved: list[bytes] = []
     unreadable: dict[int, bytes] = {}
     # Split bytes, not text: text has further line separators, bytes only newlines.
@@ -29,8 +29,8 @@ def move_rows(path: Path, last: int, aside: Path, warn: Callable[[str], None]) -
         if (step := _step_of(line)) is None:
             unreadable[number] = line
         else:
-            (kept if step <= last else moved).append(line)
-    if _joined(kept) == content:
+            (rows if step <= last else moved).append(line)
+    if _joined(rows) == content:
         return
     if moved:
         aside.parent.mkdir(parents=True, exist_ok=True)
@@ -46,7 +46,7 @@ def move_rows(path: Path, last: int, aside: Path, warn: Callable[[str], None]) -
         warn(f"{path}: {lines}{more} must be a JSON object with the number of a step: kept in {aside}")
     # Write a new file and rename it, so that a kill in between does not lose the kept rows.
     partial = path.with_name(f".{path.name}.partial")
-    partial.write_bytes(_joined(kept))
+    partial.write_bytes(_joined(rows))
     partial.replace(path)
 
 

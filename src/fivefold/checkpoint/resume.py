@@ -46,46 +46,46 @@ class Resumed:
 
 def load_run(
     checkpoints: Checkpoints,
-    found: Path | None,
+    checkpoint: Path | None,
     resume: str,
     fingerprint: Fingerprint,
     models: dict[str, Model],
     ranks: Ranks,
     logger: RunLogger,
 ) -> Resumed | None:
-    """Load the checkpoint `found`, if any, and move aside files that the resumed run would overwrite. Collective.
+    """Load the checkpoint `checkpoint`, if any, and move aside files that the resumed run would overwrite. Collective.
 
     If `resume` is auto and one of its models turns out to be damaged, the previous checkpoint is loaded. `fingerprint` is
     the main rank's. Raises ValueError if the checkpoint is from another run, or none is intact.
     """
     damaged: dict[Path, str] = {}
-    while found is not None:
-        state = RunState.read(found)
-        own = asdict(fingerprint.compare(state.fingerprint)) if ranks.is_main else None
-        changes = Changes(**ranks.broadcast_from_main(own))
-        changes.check(found)
+    while checkpoint is not None:
+        state = RunState.read(checkpoint)
+        compared = asdict(fingerprint.compare(state.fingerprint)) if ranks.is_main else None
+        changes = Changes(**ranks.broadcast_from_main(compared))
+        changes.check(checkpoint)
         with logger.stage("load"):
-            fault = _load_models(found, models, ranks)
+            fault = _load_models(checkpoint, models, ranks)
         if not fault:
             break
         if resume != "auto":
-            raise UserError(f"trainer.resume: checkpoint {found} cannot be used: {fault}")
-        damaged[found] = fault
-        found = _on_main(ranks, partial(checkpoints.latest, logger.log, damaged))
-    if found is not None:
-        load_rng(found / "rng", ranks)
-        logger.log(f"resumed after step {state.step} from {found} (written on {state.layout})")
+            raise UserError(f"trainer.resume: checkpoint {checkpoint} cannot be used: {fault}")
+        damaged[checkpoint] = fault
+        checkpoint = _on_main(ranks, partial(checkpoints.latest, logger.log, damaged))
+    if checkpoint is not None:
+        load_rng(checkpoint / "rng", ranks)
+        logger.log(f"resumed after step {state.step} from {checkpoint} (written on {state.layout})")
         for title, keys in (("accepted", changes.accepted), ("without effect on what is learned", changes.harmless)):
             if keys:
                 logger.log(f"changed since then, {title}: {'; '.join(keys)}")
     if ranks.is_main:
         # If the checkpoint is from another directory, the files here belong to another run.
-        is_own = found is not None and found.resolve().parent == checkpoints.root.resolve()
+        is_own = checkpoint is not None and checkpoint.resolve().parent == checkpoints.root.resolve()
         step = state.step if is_own else 0
         is_pending = step > 0 and state.pending is not None
         if aside := checkpoints.set_aside(step, is_pending, logger.log):
             logger.log(f"what was newer than step {step} in {checkpoints.root.parent} is now in {aside}")
-    return None if found is None else Resumed(found, state)
+    return None if checkpoint is None else Resumed(checkpoint, state)
 
 
 def _load_models(path: Path, models: dict[str, Model], ranks: Ranks) -> str:
@@ -102,6 +102,6 @@ def _load_models(path: Path, models: dict[str, Model], ranks: Ranks) -> str:
         except DamagedFile as error:
             fault = str(error).replace(f"{path}/", "")
         # A model may be on some ranks only; agree here, so that all ranks of the next model load it or none does.
-        if faults := [each for each in ranks.gather_objects(fault) if each]:
+        if faults := [text for text in ranks.gather_objects(fault) if text]:
             return faults[0]
     return ""

@@ -67,11 +67,13 @@ class Saving:
         if not wait and self._ranks.any(not self._written.done()):
             return None
         error = self._written.exception()
-        found = self._ranks.gather_objects((self._written.result() if error is None else {}, _said(error)))
-        if faults := [f"rank {rank}: {fault}" for rank, (_, fault) in enumerate(found) if fault]:
+        results = self._ranks.gather_objects((self._written.result() if error is None else {}, _said(error)))
+        if faults := [f"rank {rank}: {fault}" for rank, (_, fault) in enumerate(results) if fault]:
             raise RunError(f"the checkpoint of step {self._state.step} could not be written; {'; '.join(faults)}")
         if self._ranks.is_main:
-            self._checkpoints.publish(self._state, {name: each for entries, _ in found for name, each in entries.items()})
+            self._checkpoints.publish(
+                self._state, {name: entry for entries, _ in results for name, entry in entries.items()}
+            )
         self._ranks.barrier()
         return self._checkpoints.path(self._state.step)
 

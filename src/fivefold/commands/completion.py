@@ -121,7 +121,7 @@ def keys() -> list[Key]:
 
 def _keys(part: type[Any], start: str) -> Iterator[Key]:
     for name, hint in typing.get_type_hints(part, include_extras=True).items():
-        inner, key = [each for each in _types(hint) if dataclasses.is_dataclass(each)], f"{start}{key_of(name)}"
+        inner, key = [kind for kind in _types(hint) if dataclasses.is_dataclass(kind)], f"{start}{key_of(name)}"
         if inner:
             yield from _keys(typing.cast(type[Any], inner[0]), f"{key}.")
         else:
@@ -133,7 +133,7 @@ def _types(hint: Any) -> list[Any]:
     if typing.get_origin(hint) is typing.Annotated:
         return _types(typing.get_args(hint)[0])
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        return [one for each in typing.get_args(hint) for one in _types(each)]
+        return [one for part in typing.get_args(hint) for one in _types(part)]
     return [hint]
 
 
@@ -144,8 +144,8 @@ def _values(hint: Any) -> Iterator[str]:
                 yield from rule.names
         yield from _values(typing.get_args(hint)[0])
     elif typing.get_origin(hint) in (typing.Union, types.UnionType):
-        for each in typing.get_args(hint):
-            yield from _values(each)
+        for part in typing.get_args(hint):
+            yield from _values(part)
     elif typing.get_origin(hint) is typing.Literal:
         yield from map(str, typing.get_args(hint))
     elif hint is bool:

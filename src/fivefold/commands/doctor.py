@@ -62,13 +62,13 @@ def examine(run_dir: Path, most_seconds: float | None = None, tell: Callable[[st
     report.versions = _versions(report)
     report.machine = _machine(report)
     limits = {name: min(seconds, most_seconds or seconds) for name, seconds in SECONDS.items()}
-    asked: dict[str, Sequence[str]] = {"driver": (), "torch": (), "trainer": (), "sandbox": (), "disk": (str(run_dir),)}
-    asked |= {
+    probes: dict[str, Sequence[str]] = {"driver": (), "torch": (), "trainer": (), "sandbox": (), "disk": (str(run_dir),)}
+    probes |= {
         name: ()
         for name in ("vllm", "sglang", "ray")
         if any(one["name"] == name and one["found"] for one in report.versions)
     }
-    report.probes = run_probes(asked, limits, tell)
+    report.probes = run_probes(probes, limits, tell)
     gpus = len(report.probes["torch"].get("gpus", []))
     if "error" not in report.probes["torch"]:
         # It runs alone because it measures.
@@ -79,11 +79,11 @@ def examine(run_dir: Path, most_seconds: float | None = None, tell: Callable[[st
 
 
 def run_probes(
-    asked: Mapping[str, Sequence[str]], limits: Mapping[str, float], tell: Callable[[str], None] = lambda _: None
+    probes: Mapping[str, Sequence[str]], limits: Mapping[str, float], tell: Callable[[str], None] = lambda _: None
 ) -> dict[str, dict[str, Any]]:
     """Return the answers of probes that run in parallel; a probe that hangs is abandoned, even if it cannot be killed."""
     begin = time.monotonic()
-    tell(f"asking {', '.join(f'{name} (at most {limits[name]:g} s)' for name in asked)}")
+    tell(f"asking {', '.join(f'{name} (at most {limits[name]:g} s)' for name in probes)}")
     command = [sys.executable, "-m", "fivefold.commands.probes"]
     running = {
         name: subprocess.Popen(
@@ -93,7 +93,7 @@ def run_probes(
             stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
-        for name, arguments in asked.items()
+        for name, arguments in probes.items()
     }
     answers = {}
     with ThreadPoolExecutor(len(running)) as waiting:
@@ -124,15 +124,15 @@ def _versions(report: Report) -> list[dict[str, Any]]:
     wanted = _supported()
     rows: list[dict[str, Any]] = [{"name": "python", "found": platform.python_version(), "supported": wanted["python"]}]
     for name in (*REQUIRED, "vllm", "sglang", "ray"):
-        found = vllm.installed_version() if name == "vllm" else _installed(name)
-        rows.append({"name": name, "found": found, "supported": wanted.get(name, "")})
+        version = vllm.installed_version() if name == "vllm" else _installed(name)
+        rows.append({"name": name, "found": version, "supported": wanted.get(name, "")})
     for row in rows:
-        name, found, supported = row["name"], row["found"], row["supported"]
-        row["fits"] = None if found is None else _fits(found, supported)
-        if found is None and name in REQUIRED:
+        name, version, supported = row["name"], row["found"], row["supported"]
+        row["fits"] = None if version is None else _fits(version, supported)
+        if version is None and name in REQUIRED:
             report.faults.append(f"{name} is not installed: pip install '{name}{supported}'")
         elif row["fits"] is False:
-            text = f"{name} {found} is installed, supported is {supported}: pip install '{name}{supported}'"
+            text = f"{name} {version} is installed, supported is {supported}: pip install '{name}{supported}'"
             (report.faults if name in ("python", *REQUIRED) else report.notes).append(text)
     return rows
 
@@ -154,20 +154,20 @@ def _supported() -> dict[str, str]:
         following = (*last[:-1], last[-1] + 1)
         return f">={'.'.join(map(str, first))},<{'.'.join(map(str, following))}"
 
-    found = {"python": ">=3.11", "vllm": between(*vllm.VERSIONS), "sglang": between(*sglang.VERSIONS)}
+    versions = {"python": ">=3.11", "vllm": between(*vllm.VERSIONS), "sglang": between(*sglang.VERSIONS)}
     try:
         texts = importlib.metadata.requires("fivefold") or []
     except importlib.metadata.PackageNotFoundError:
         texts = []
     for text in texts:
         requirement = Requirement(text)
-        found.setdefault(requirement.name, str(requirement.specifier))
-    return found
+        versions.setdefault(requirement.name, str(requirement.specifier))
+    return versions
 
 
-def _fits(found: str, supported: str) -> bool:
+def _fits(version: str, supported: str) -> bool:
     try:
-        return SpecifierSet(supported).contains(found.partition("+")[0], prereleases=True)
+        return SpecifierSet(supported).contains(version.partition("+")[0], prereleases=True)
     except InvalidVersion:
         return False
 
@@ -175,7 +175,7 @@ def _fits(found: str, supported: str) -> bool:
 def _machine(report: Report) -> dict[str, Any]:
     """Return the host and its limits for processes."""
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    found: dict[str, Any] = {
+    machine: dict[str, Any] = {
         "host": platform.node(),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
@@ -186,12 +186,12 @@ def _machine(report: Report) -> dict[str, Any]:
         report.notes.append(f"{files} open files are few for many ranks and servers: ulimit -n 65536")
     if _SHARED.is_dir():
         size = os.statvfs(_SHARED)
-        found["shm_gib"] = round(size.f_blocks * size.f_frsize / _GIB, 2)
-        if found["shm_gib"] < _LEAST_SHM_GIB:
+        machine["shm_gib"] = round(size.f_blocks * size.f_frsize / _GIB, 2)
+        if machine["shm_gib"] < _LEAST_SHM_GIB:
             report.notes.append(
-                f"{_SHARED} has {found['shm_gib']} GiB, which NCCL and vLLM share tensors in: docker run --shm-size=16g"
+                f"{_SHARED} has {machine['shm_gib']} GiB, which NCCL and vLLM share tensors in: docker run --shm-size=16g"
             )
-    return found
+    return machine
 
 
 def _judge(report: Report) -> None:
@@ -229,11 +229,11 @@ def _judge(report: Report) -> None:
             if fault is not None:
                 notes.append(f"{extra.package} is installed, {fault}: without it there is no {extra.serves}")
     if sglang.installed_version() is None:
-        own = "pip install sglang, in an environment of its own: docs/engines.md#sglang"
-        report.missing.append({"for": "engine.backend: sglang", "needs": own})
+        command = "pip install sglang, in an environment of its own: docs/engines.md#sglang"
+        report.missing.append({"for": "engine.backend: sglang", "needs": command})
     if gpus and _installed("transformer-engine") is None:
-        own = "pip install --no-build-isolation 'transformer_engine[pytorch]'"
-        report.missing.append({"for": "policy.megatron.transformer_impl: transformer_engine", "needs": own})
+        command = "pip install --no-build-isolation 'transformer_engine[pytorch]'"
+        report.missing.append({"for": "policy.megatron.transformer_impl: transformer_engine", "needs": command})
 
 
 def describe(report: Report) -> str:
@@ -245,7 +245,9 @@ def describe(report: Report) -> str:
         lines.append(f"  {row['name']:<14} {row['found'] or 'not installed':<16} {verdict:<14} {row['supported']}".rstrip())
     torch, driver, disk = probes["torch"], probes["driver"], probes["disk"]
     built = [
-        f"{what} {torch[key]}" for what, key in (("CUDA", "cuda"), ("cuDNN", "cudnn"), ("NCCL", "nccl")) if torch.get(key)
+        f"{library} {torch[key]}"
+        for library, key in (("CUDA", "cuda"), ("cuDNN", "cudnn"), ("NCCL", "nccl"))
+        if torch.get(key)
     ]
     lines += [f"  torch was built with {', '.join(built)}"] if built else []
     lines += ["", "devices"]

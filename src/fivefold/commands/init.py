@@ -65,8 +65,8 @@ def init(options: argparse.Namespace) -> int:
 
 
 def _answers(options: argparse.Namespace) -> Answers:
-    def ask(question: str, given: str | None, proposed: str, fault: Callable[[str], str | None]) -> str:
-        return _ask(question, given, proposed, fault, options.yes)
+    def ask(question: str, flag: str | None, proposed: str, fault: Callable[[str], str | None]) -> str:
+        return _ask(question, flag, proposed, fault, options.yes)
 
     if options.method and (wrong := OneOf(METHODS).fault(options.method)):
         raise UserError(f"--method {wrong}")
@@ -77,9 +77,11 @@ def _answers(options: argparse.Namespace) -> Answers:
     method = options.method or _METHODS[next(iter(uses))]
     if options.method is None and len(uses) > 1:
         # Flags of rewards are for methods that learn from them.
-        given = "grpo" if options.reward else None
+        default_method = "grpo" if options.reward else None
         names = [_METHODS[way] for way in uses]
-        method = ask(f"Method: {' or '.join(names)}; the rows have responses to imitate", given, method, OneOf(names).fault)
+        method = ask(
+            f"Method: {' or '.join(names)}; the rows have responses to imitate", default_method, method, OneOf(names).fault
+        )
     rows = uses[METHODS[method].learns_from]
     offline = METHODS[method].offline
     if offline:
@@ -109,10 +111,10 @@ def _answers(options: argparse.Namespace) -> Answers:
     return _laid_out(answers, spec, max(1, gpus))
 
 
-def _ask(question: str, given: str | None, proposed: str, fault: Callable[[str], str | None], yes: bool) -> str:
+def _ask(question: str, flag: str | None, proposed: str, fault: Callable[[str], str | None], yes: bool) -> str:
     """Return the answer, from a flag, from --yes, or from the user; ask again until it is valid."""
     topic = question.partition(":")[0]
-    while given is None and not yes:
+    while flag is None and not yes:
         try:
             answer = input(f"{question} [{proposed}]\n> ").strip() or proposed
         except EOFError:
@@ -122,7 +124,7 @@ def _ask(question: str, given: str | None, proposed: str, fault: Callable[[str],
         if (wrong := fault(answer)) is None:
             return answer
         print(f"{topic} {wrong}")
-    answer = proposed if given is None else given
+    answer = proposed if flag is None else flag
     if (wrong := fault(answer)) is not None:
         raise UserError(f"--{topic.lower()} {wrong}")
     return answer
@@ -153,8 +155,8 @@ def _count_fault(answer: str) -> str | None:
 def _reward_fault(has_truth: bool, answer: str) -> str | None:
     names = [name.strip() for name in answer.split(",")]
     if not has_truth and (lacking := [name for name in names if name in ("", BY_SOURCE) or needs_truth(name)]):
-        what = f"cannot be {', '.join(lacking)}" if any(lacking) else "must be named"
-        return f"{what}: the rows have no ground truth; name its column with --answer-key, or a path.py:function"
+        fault = f"cannot be {', '.join(lacking)}" if any(lacking) else "must be named"
+        return f"{fault}: the rows have no ground truth; name its column with --answer-key, or a path.py:function"
     if answer == BY_SOURCE:
         return None
     try:
@@ -183,12 +185,12 @@ def _laid_out(answers: Answers, spec: ModelSpec | None, gpus: int) -> Answers:
     choices = [shards for shards in (1, 2, 4, _MOST_SHARDS) if gpus % shards == 0]
     if spec is None:
         choices = choices[:1]
-    found = []
+    tried = []
     for shards in choices:
         replicas = gpus // shards
         engine = answers.engine
         if engine != "transformers":
             engine = f"{engine}:d{replicas}t{shards}"
         laid = replace(answers, layout=f"megatron:d{replicas}" + (f"t{shards}" if shards > 1 else ""), engine=engine)
-        found.append((len(check(build(RunConfig, read_mapping(write(laid), "run.yaml"))).errors), shards, laid))
-    return min(found, key=lambda each: each[:2])[2]
+        tried.append((len(check(build(RunConfig, read_mapping(write(laid), "run.yaml"))).errors), shards, laid))
+    return min(tried, key=lambda layout: layout[:2])[2]

@@ -37,10 +37,10 @@ def driver() -> Answer:
     if (tool := shutil.which("nvidia-smi")) is None:
         return {}
     query = [tool, "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader,nounits"]
-    said = _output(query)
-    rows = [line.split(", ") for line in said.splitlines()]
+    output = _output(query)
+    rows = [line.split(", ") for line in output.splitlines()]
     if any(len(row) != 3 or not row[1].isdecimal() for row in rows):
-        raise UserError(f"nvidia-smi must list name, memory and driver of each GPU: got {shown(said)}")
+        raise UserError(f"nvidia-smi must list name, memory and driver of each GPU: got {shown(output)}")
     links = topology(_output([tool, "topo", "-m"])) if len(rows) > 1 else {}
     return {
         "version": rows[0][2] if rows else None,
@@ -52,8 +52,10 @@ def driver() -> Answer:
 def _output(command: list[str]) -> str:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        said = (done.stdout + done.stderr).strip().splitlines()
-        raise RunError(f"{Path(command[0]).name} ended with {done.returncode}: {said[0] if said else 'it printed nothing'}")
+        lines = (done.stdout + done.stderr).strip().splitlines()
+        raise RunError(
+            f"{Path(command[0]).name} ended with {done.returncode}: {lines[0] if lines else 'it printed nothing'}"
+        )
     return done.stdout
 
 
@@ -84,15 +86,15 @@ def torch_devices() -> Answer:
             answer["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     for device in range(count):
-        found = torch.cuda.get_device_properties(device)
+        properties = torch.cuda.get_device_properties(device)
         # Run a kernel: only this shows that the build lacks code for this GPU.
         ones = torch.ones(16, device=f"cuda:{device}").sum().item()
         assert ones == 16, ones
         answer["gpus"].append(
             {
-                "name": found.name,
-                "memory_gib": round(found.total_memory / 2**30, 1),
-                "capability": f"{found.major}.{found.minor}",
+                "name": properties.name,
+                "memory_gib": round(properties.total_memory / 2**30, 1),
+                "capability": f"{properties.major}.{properties.minor}",
             }
         )
     answer["peers"] = [
@@ -160,17 +162,17 @@ def collective(device: str, count: str) -> Answer:
 
 
 def _collective(device: str, world: int, directory: str) -> Answer:
-    own = [sys.executable, "-m", __spec__.name if __spec__ else __name__]
+    command = [sys.executable, "-m", __spec__.name if __spec__ else __name__]
     ranks = [
-        subprocess.Popen([*own, "rank", device, str(rank), str(world), directory], stdout=subprocess.PIPE, text=True)
+        subprocess.Popen([*command, "rank", device, str(rank), str(world), directory], stdout=subprocess.PIPE, text=True)
         for rank in range(world)
     ]
     answers: list[Answer] = [{}] * world
     with ThreadPoolExecutor(world) as readers:
         # Read answers as they finish: the first rank that fails has the cause, and the others wait for it.
-        asked = {readers.submit(process.communicate): number for number, process in enumerate(ranks)}
-        for done in as_completed(asked):
-            number = asked[done]
+        numbers = {readers.submit(process.communicate): number for number, process in enumerate(ranks)}
+        for done in as_completed(numbers):
+            number = numbers[done]
             answers[number] = json.loads(done.result()[0] or "{}")
             if "error" in answers[number] or ranks[number].returncode:
                 for process in ranks:
@@ -201,9 +203,9 @@ def rank(device: str, number: str, count: str, directory: str) -> Answer:
     join(backend, _MINUTES)
     values = torch.full((_REDUCED[device] // 4,), float(index + 1), device=where)
     dist.all_reduce(values)
-    total, found = world * (world + 1) / 2, (values.min().item(), values.max().item())
-    if found != (total, total):
-        raise RunError(f"the sum of 1 to {world} came out between {found[0]} and {found[1]}")
+    total, extremes = world * (world + 1) / 2, (values.min().item(), values.max().item())
+    if extremes != (total, total):
+        raise RunError(f"the sum of 1 to {world} came out between {extremes[0]} and {extremes[1]}")
     seconds = []
     for _ in range(_ROUNDS):
         # The first collectives set up channels.

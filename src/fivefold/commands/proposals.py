@@ -35,12 +35,12 @@ _NEEDS = {"pairs": "a pair to compare", "rollouts": "a prompt", "responses": "a 
 
 def propose_model() -> str:
     """Return a model directory below this one, else a model in the hub's cache, else a small hub model."""
-    here = {
+    directories = {
         str(path.parent): path.parent
         for pattern in ("*", "models/*")
         for path in sorted(Path().glob(f"{pattern}/config.json"))
     }
-    return next((name for name, path in (here | cached_models()).items() if _is_known(path)), HUB_MODEL)
+    return next((name for name, path in (directories | cached_models()).items() if _is_known(path)), HUB_MODEL)
 
 
 def _is_known(directory: Path) -> bool:
@@ -53,15 +53,15 @@ def _is_known(directory: Path) -> bool:
 
 def propose_data() -> str:
     """Return a file of training rows below `data`, or the one that `fivefold data gsm8k` would write."""
-    found = sorted(path for pattern in ("train*.parquet", "train*.jsonl") for path in Path("data").rglob(pattern))
-    return str(found[0]) if found else DATA
+    files = sorted(path for pattern in ("train*.parquet", "train*.jsonl") for path in Path("data").rglob(pattern))
+    return str(files[0]) if files else DATA
 
 
 def validation_of(train: str) -> str | None:
     """Return the evaluation file next to the training rows, by its name, or the split of a data set of the hub."""
     if (hub := HubDataSet.parse(train)) is not None:
-        found = hub.splits(cache_of(DataConfig()))
-        split = next((word for word in _VALIDATION if word in found and word != hub.split), None)
+        splits = hub.splits(cache_of(DataConfig()))
+        split = next((word for word in _VALIDATION if word in splits and word != hub.split), None)
         return None if split is None else replace(hub, split=split).name
     path = Path(train)
     if "train" in path.name:
@@ -106,8 +106,8 @@ def look_at(
         if way in uses or "pairs" in uses or learns_from not in (None, way):
             continue
         for columns in _candidates(way, prompt, truth, needs_truth):
-            if (found := _read(rows, columns, way, source, needs_truth)) is not None:
-                uses[way] = _uses(way, columns, found, count_rows(file, 10**6), needs_truth)
+            if (read := _read(rows, columns, way, source, needs_truth)) is not None:
+                uses[way] = _uses(way, columns, read, count_rows(file, 10**6), needs_truth)
                 break
     if uses:
         return uses
@@ -137,7 +137,7 @@ def _candidates(way: LearnsFrom, prompt: str | None, truth: str | None, needs_tr
 
 def _read(rows: list[dict[str, Any]], columns: Columns, way: LearnsFrom, source: str, needs_truth: bool) -> list[Row] | None:
     """Return the rows read with these columns; None if a row lacks something."""
-    found = []
+    parsed_rows = []
     for row in rows:
         try:
             parsed = parse_row(row, columns, way, source)
@@ -148,8 +148,8 @@ def _read(rows: list[dict[str, Any]], columns: Columns, way: LearnsFrom, source:
         lacks_truth = needs_truth and not parsed.ground_truth.strip()
         if way == "rollouts" and (lacks_truth or parsed.messages[-1]["role"] == "assistant"):
             return None
-        found.append(parsed)
-    return found
+        parsed_rows.append(parsed)
+    return parsed_rows
 
 
 def _uses(way: LearnsFrom, columns: Columns, rows: list[Row], count: int, has_truth: bool) -> Rows:

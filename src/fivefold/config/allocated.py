@@ -40,8 +40,8 @@ def allocated(tree: Tree, findings: Findings) -> Tree:
         return tree
     changed = copy.deepcopy(tree)
     for key, value in keys.items():
-        if (given := _get(tree, key)) is not None and not _same(given, value):
-            findings.error(key, f"and {KEY} say different things, {given!r} and {value!r} (of {text!r}): keep one of them")
+        if (present := _get(tree, key)) is not None and not _same(present, value):
+            findings.error(key, f"and {KEY} say different things, {present!r} and {value!r} (of {text!r}): keep one of them")
         *parents, last = key.split(".")
         node = changed
         for parent in parents:
@@ -57,16 +57,16 @@ def keys_of(allocation: Allocation) -> dict[str, str | int]:
 
     The policy has the first ranks; models on ranks of their own follow in the order of the string.
     """
-    found: dict[str, str | int] = {}
+    settings: dict[str, str | int] = {}
     group_of: dict[str, int] = {}
     for place, group in enumerate(allocation.groups):
         for layout in group:
             key = _key(layout)
-            if key in found:
+            if key in settings:
                 raise UserError(
-                    f"{key} is set twice, by {found[key]} and {layout}: give each layout another name in brackets"
+                    f"{key} is set twice, by {settings[key]} and {layout}: give each layout another name in brackets"
                 )
-            found[key] = str(dataclasses.replace(layout, name=None))
+            settings[key] = str(dataclasses.replace(layout, name=None))
             group_of[key] = place
     engine, policy = group_of.pop("engine.backend", None), group_of.pop("policy.backend", None)
     trainers = sorted({*group_of.values()} - {policy})
@@ -80,13 +80,13 @@ def keys_of(allocation: Allocation) -> dict[str, str | int]:
         )
     if policy is not None:
         if engine is not None:
-            found["engine.placement"] = "colocated" if engine == policy else "apart"
+            settings["engine.placement"] = "colocated" if engine == policy else "apart"
         first = allocation.groups[policy][0].world_size
         first_ranks = {policy: 0}
         for place in trainers:
             first_ranks[place], first = first, first + allocation.groups[place][0].world_size
-        found |= {key.replace(".backend", ".first_rank"): first_ranks[place] for key, place in group_of.items()}
-    return found
+        settings |= {key.replace(".backend", ".first_rank"): first_ranks[place] for key, place in group_of.items()}
+    return settings
 
 
 def _key(layout: ParallelLayout) -> str:
@@ -119,11 +119,11 @@ def _get(tree: Any, key: str) -> Any:
     return tree
 
 
-def _same(given: Any, value: str | int) -> bool:
+def _same(present: Any, value: str | int) -> bool:
     """Whether two values are equal; layouts are compared regardless of spelling."""
     if isinstance(value, int):
-        return bool(given == value)
+        return bool(present == value)
     try:
-        return ParallelLayout.parse(str(given)) == ParallelLayout.parse(value)
+        return ParallelLayout.parse(str(present)) == ParallelLayout.parse(value)
     except UserError:
-        return bool(given == value)
+        return bool(present == value)

@@ -87,7 +87,7 @@ class Translation:
         """Everything that keeps the run from being the one that the configuration describes, one sentence each."""
         return [
             *self.faults,
-            *(f"{each.key}={each.shown}: {each.reason}" for each in self.outcomes if each.is_refused),
+            *(f"{outcome.key}={outcome.shown}: {outcome.reason}" for outcome in self.outcomes if outcome.is_refused),
         ]
 
 
@@ -109,15 +109,12 @@ class SystemDialect(Dialect, Protocol):
     """A dialect that also reads the system's commands and shows what became of them, for `--from SYSTEM`."""
 
     def translate_words(
-        self,
-        words: Sequence[str],
-        environment: Mapping[str, str],
-        given: Mapping[str, str] | None = None,
-        *,
-        version: str = "",
-        allow_secrets: bool = False,
+        self, words: Sequence[str], environment: Mapping[str, str], given: Mapping[str, str] = {}, *, version: str = ""
     ) -> Translation:
-        """Translate the words of a command; raises ConfigError if they describe no run."""
+        """Translate the words of a command; raises ConfigError if they describe no run.
+
+        A variable of the environment that may be a secret by its name is hidden, unless it is among the `given` ones.
+        """
         ...
 
     def write(self, translation: Translation, *, strict: bool = True) -> str:

@@ -97,5 +97,7 @@ def rewarded(tree: Mapping[str, Any]) -> dict[str, Any]:
     functions, by_source = reward.get("functions") or {}, reward.get("by_source") or {}
     if not isinstance(functions, dict) or not isinstance(by_source, dict):
         return dict(tree)
-    own = {source: {REWARD: 1.0, **found} if isinstance(found, dict) else found for source, found in by_source.items()}
-    return {**tree, "reward": {**reward, "functions": {REWARD: 1.0, **functions}, "by_source": own}}
+    by_source_with_reward = {
+        source: {REWARD: 1.0, **weights} if isinstance(weights, dict) else weights for source, weights in by_source.items()
+    }
+    return {**tree, "reward": {**reward, "functions": {REWARD: 1.0, **functions}, "by_source": by_source_with_reward}}

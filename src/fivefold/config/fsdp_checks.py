@@ -42,7 +42,7 @@ def check_fsdp(findings: Findings, role: Role) -> None:
     if role.section.megatron not in (None, MegatronConfig()):
         message = f"is for megatron: layouts, and {layout} has no Megatron-Core: leave it out"
         findings.error("megatron", message)
-    for key, is_good, what in (
+    for key, is_good, message_if_not in (
         ("lora.rank", not settings.lora.rank, "adapters are not built for fsdp: use megatron:, or 0"),
         ("mtp.train", not settings.mtp.train, "multi-token prediction is not built for fsdp: use megatron:, or false"),
         (
@@ -57,7 +57,7 @@ def check_fsdp(findings: Findings, role: Role) -> None:
         ),
         ("recompute", settings.recompute != "selective", "must be none or full with fsdp: got selective"),
     ):
-        findings.require(is_good, key, what)
+        findings.require(is_good, key, message_if_not)
 
 
 def report_unused(findings: Findings, settings: PolicyConfig, uses_fsdp: bool) -> None:

@@ -208,15 +208,15 @@ class PolicyConfig:
         reference's."""
         return self.share_prefix and layout.cp == 1 and not self.has_router_terms and not self.mtp.train
 
-    def for_role(self, backend: str | None, megatron: MegatronConfig | None, **own: Any) -> PolicyConfig:
+    def for_role(self, backend: str | None, megatron: MegatronConfig | None, **changes: Any) -> PolicyConfig:
         """Settings of another model: these, except where its section sets its own. Raises ValueError if `backend` is not a
         layout.
 
         A different layout does not inherit this layout's pipeline split.
         """
         # Adapters come only from a model's own section, and only the policy predicts further tokens.
-        own = {"lora": LoraConfig(), "mtp": MTPConfig(), **own}
-        settings = replace(self, **own) if backend is None else replace(self, backend=backend, **own)
+        changes = {"lora": LoraConfig(), "mtp": MTPConfig(), **changes}
+        settings = replace(self, **changes) if backend is None else replace(self, backend=backend, **changes)
         if megatron is None:
             is_same = settings.backend == self.backend or settings.layout.is_same(self.layout)
             megatron = self.megatron if is_same else replace(self.megatron, pipeline={})
@@ -244,9 +244,9 @@ class FrozenConfig:
 
     def settings(self, policy: PolicyConfig) -> PolicyConfig:
         """Return all settings of the model."""
-        own = {item.name: getattr(self, item.name) for item in fields(self) if item.name in _OWN}
-        own = {name: value for name, value in own.items() if value is not None}
-        return policy.for_role(self.backend, self.megatron, **own)
+        changes = {item.name: getattr(self, item.name) for item in fields(self) if item.name in _OWN}
+        changes = {name: value for name, value in changes.items() if value is not None}
+        return policy.for_role(self.backend, self.megatron, **changes)
 
 
 _OWN = ("lora", "optimizer", "fsdp", "recompute", "tokens_per_micro_batch", "sequences_per_forward", "offload")
@@ -264,45 +264,6 @@ class LearnerConfig(FrozenConfig):
     tokens_per_micro_batch: Annotated[int | None, above(0), HARMLESS] = None
     """Key as in `policy`; the policy's value if left out."""
     offload: Annotated[OffloadConfig | None, HARMLESS] = None
-
-
-@dataclass(frozen=True)
-class CriticConfig(LearnerConfig):
-    """The value model for methods with `credit: gae`; settings left out are the policy's."""
-
-    path: Annotated[str | None, CONTENT] = None
-    """Model directory or hub id, of any family and size; a missing value head starts at 0."""
-    optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-5))
-    value_clip: Annotated[float, at_least(0)] | None = 0.5
-    """Maximum change of a value from its value before the step; null: no bound."""
-    warmup_steps: Annotated[int, at_least(0)] = 0
-    """Number of steps in which the critic learns and the policy is frozen."""
-
-
-@dataclass(frozen=True)
-class PRMConfig(LearnerConfig):
-    """The implicit process reward model for methods with `process_reward.coef`: a language model that learns from outcomes.
-    Settings left out are the policy's; learning rate, weight decay and gradient clipping are those of PRIME (2502.01456)."""
-
-    path: Annotated[str | None, CONTENT] = None
-    """Model directory or hub id, of any family and size with the policy's vocabulary; the policy's starting weights if left
-    out."""
-    reference_path: Annotated[str | None, CONTENT] = None
-    """Weights of the reference of the process reward model (`algorithm.process_reward.reference: initial`); the model's own
-    starting weights if left out."""
-    optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-6, weight_decay=0.0, clip_grad=10.0))
-    updates_per_step: Annotated[int, above(0)] = 1
-    """Number of optimizer steps per rollout for this model, split by whole groups; must divide data.prompts_per_step."""
-
-    @property
-    def reference(self) -> PRMConfig:
-        """Section of the model's reference, on the model's layout."""
-        return replace(self, path=self.reference_path or self.path, lora=LoraConfig())
-
-
-@dataclass(frozen=True)
-class ReferenceConfig(FrozenConfig):
-    """The model that the KL compares the policy with."""
 
 
 @dataclass(frozen=True)

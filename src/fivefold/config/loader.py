@@ -112,8 +112,8 @@ def translate(tree: Tree, overrides: list[str], dialect: str | Dialect | None = 
 def override(tree: Tree, overrides: list[str]) -> Tree:
     """Return the tree with each `a.b.c=value` applied."""
     changed = copy.deepcopy(tree)
-    for each in overrides:
-        _apply_override(changed, each)
+    for assignment in overrides:
+        _apply_override(changed, assignment)
     return changed
 
 

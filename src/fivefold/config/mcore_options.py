@@ -217,8 +217,8 @@ class Options:
 
     def effective(self, section: str) -> dict[str, Any]:
         """Return the options of a section that are passed to Megatron-Core."""
-        given: dict[str, Any] = getattr(self, section)
-        return {name: value for name, value in given.items() if without_effect(section, name) is None}
+        options: dict[str, Any] = getattr(self, section)
+        return {name: value for name, value in options.items() if without_effect(section, name) is None}
 
 
 def _check_option(findings: Findings, section: str, name: str, value: Any) -> None:
@@ -285,17 +285,19 @@ def _dataclass(section: str) -> str:
 @cache
 def _fields(section: str) -> dict[str, ast.expr]:
     """Return field -> annotation, read from the source of the installed package."""
-    found: dict[str, ast.expr] = {}
+    types_of_fields: dict[str, ast.expr] = {}
     for file, classes in _CLASSES[_dataclass(section)]:
         tree = ast.parse((_root() / file).read_text())
         for node in tree.body:
             if isinstance(node, ast.ClassDef) and node.name in classes:
-                found.update(
+                types_of_fields.update(
                     (item.target.id, item.annotation)
                     for item in node.body
                     if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)
                 )
-    return found | {name: ast.parse(text, mode="eval").body for name, text in _NARROWER.items() if name in found}
+    return types_of_fields | {
+        name: ast.parse(text, mode="eval").body for name, text in _NARROWER.items() if name in types_of_fields
+    }
 
 
 def recompute_fault(options: Mapping[str, Any], chunks: Iterable[int]) -> str | None:

@@ -53,8 +53,8 @@ def _block(method: str) -> str:
     for section in SECTIONS:
         if section == "kl":
             continue
-        own = dataclasses.asdict(getattr(methods.METHODS[method], section))
-        if chosen_there := {key: value for key, value in own.items() if value is not None}:
+        parameters = dataclasses.asdict(getattr(methods.METHODS[method], section))
+        if chosen_there := {key: value for key, value in parameters.items() if value is not None}:
             choices[section] = chosen_there
     text: str = yaml.safe_dump(choices, sort_keys=False, default_flow_style=True, width=120)
     return text

@@ -23,14 +23,14 @@ def counts(mixture: Mapping[str, float], per_step: int) -> dict[str, int]:
     Equal remainders favor the domain named first. Raises ValueError if a domain would have no prompt.
     """
     exact = {name: share * per_step for name, share in mixture.items()}
-    found = {name: int(number) for name, number in exact.items()}
+    numbers = {name: int(number) for name, number in exact.items()}
     # Rounding makes the remainders of thirds equal; sorted() keeps their order.
-    most = sorted(exact, key=lambda name: round(found[name] - exact[name], 9))
-    for name in most[: per_step - sum(found.values())]:
-        found[name] += 1
-    if empty := [name for name, count in found.items() if count == 0]:
+    most = sorted(exact, key=lambda name: round(numbers[name] - exact[name], 9))
+    for name in most[: per_step - sum(numbers.values())]:
+        numbers[name] += 1
+    if empty := [name for name, count in numbers.items() if count == 0]:
         raise UserError(
             f"must give every domain a prompt of a step: {empty[0]!r} has {mixture[empty[0]]:g} of {per_step}; raise its "
             "share or data.prompts_per_step"
         )
-    return found
+    return numbers

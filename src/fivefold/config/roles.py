@@ -8,17 +8,8 @@ from enum import Enum
 from functools import cached_property
 from operator import attrgetter
 
-from fivefold.config.learners import (
-    CriticConfig,
-    FrozenConfig,
-    LearnerConfig,
-    OffloadConfig,
-    PolicyConfig,
-    PRMConfig,
-    ReferenceConfig,
-    RewardModelConfig,
-)
-from fivefold.config.schema import Sections
+from fivefold.config.learners import FrozenConfig, LearnerConfig, OffloadConfig, PolicyConfig, RewardModelConfig
+from fivefold.config.schema import CriticConfig, PRMConfig, ReferenceConfig, Sections
 from fivefold.layout import ParallelLayout
 
 

@@ -60,11 +60,11 @@ class RunConfig(Derived):
 
         Example: `RunConfig.of(model={"path": "Qwen/Qwen3-0.6B"}, reward={"functions": {my_reward: 1.0}})`.
         """
-        whole, rows = take_rows({**(tree or {}), **sections})
-        config, policy = cls.from_tree(whole), whole.get("policy") or {}
+        merged, rows = take_rows({**(tree or {}), **sections})
+        config, policy = cls.from_tree(merged), merged.get("policy") or {}
         has_gpus = elsewhere(config.launch) or on_gpus(config.launch, config.trainer.device)
         if "dtype" not in policy and not has_gpus:
-            config = cls.from_tree({**whole, "policy": {**policy, "dtype": "float32"}})
+            config = cls.from_tree({**merged, "policy": {**policy, "dtype": "float32"}})
         return config._with_files(rows) if rows else config
 
     @classmethod

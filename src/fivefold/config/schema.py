@@ -1,7 +1,7 @@
 """The typed configuration tree. Every default is on its field, once, with the range of a number in its type.
 
-learners.py, engine.py and scoring.py define the sections for models, sampling and rewards. validate.py checks values against
-each other.
+learners.py has what sections of models share; engine.py and scoring.py define sections for sampling and rewards. validate.py
+checks values against each other.
 """
 
 from __future__ import annotations
@@ -20,12 +20,7 @@ from fivefold.algo.surrogates import surrogate_class
 from fivefold.config.engine import EngineConfig, RolloutConfig
 from fivefold.config.environment import EnvironmentConfig
 from fivefold.config.gpus import GPUS
-from fivefold.config.learners import (
-    CriticConfig,
-    PolicyConfig,
-    PRMConfig,
-    ReferenceConfig,
-)
+from fivefold.config.learners import FrozenConfig, LearnerConfig, LoraConfig, OptimizerConfig, PolicyConfig
 from fivefold.config.scoring import VARIABLE, RewardConfig
 from fivefold.keys.identity import CONTENT, HARMLESS
 from fivefold.keys.ranges import Matches, OneOf, Range, above, at_least, within
@@ -63,10 +58,10 @@ class ModelConfig:
     def described_by(self, path: str) -> str:
         """Return the directory or hub id with the config.json for the model in `path`, which differs from `path` for a
         Megatron-Core checkpoint, and for a local model with `overrides`."""
-        found = (self.config or str(config_next_to(path) or path)) if is_torch_dist(path) else path
-        if self.overrides and path == self.path and Path(found).is_dir():
-            return str(overridden(Path(found), self.overrides))
-        return found
+        described = (self.config or str(config_next_to(path) or path)) if is_torch_dist(path) else path
+        if self.overrides and path == self.path and Path(described).is_dir():
+            return str(overridden(Path(described), self.overrides))
+        return described
 
 
 @dataclass(frozen=True)
@@ -410,6 +405,45 @@ class LaunchConfig:
     rewards and saving have their own limits. Raise it to hold a rank in a debugger."""
     threads: Annotated[int, within("[1, 4096]")] | None = None
     """Number of CPU threads per rank; an equal share of the cores if left out."""
+
+
+@dataclass(frozen=True)
+class CriticConfig(LearnerConfig):
+    """The value model for methods with `credit: gae`; settings left out are the policy's."""
+
+    path: Annotated[str | None, CONTENT] = None
+    """Model directory or hub id, of any family and size; a missing value head starts at 0."""
+    optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-5))
+    value_clip: Annotated[float, at_least(0)] | None = 0.5
+    """Maximum change of a value from its value before the step; null: no bound."""
+    warmup_steps: Annotated[int, at_least(0)] = 0
+    """Number of steps in which the critic learns and the policy is frozen."""
+
+
+@dataclass(frozen=True)
+class PRMConfig(LearnerConfig):
+    """The implicit process reward model for methods with `process_reward.coef`: a language model that learns from outcomes.
+    Settings left out are the policy's; learning rate, weight decay and gradient clipping are those of PRIME (2502.01456)."""
+
+    path: Annotated[str | None, CONTENT] = None
+    """Model directory or hub id, of any family and size with the policy's vocabulary; the policy's starting weights if left
+    out."""
+    reference_path: Annotated[str | None, CONTENT] = None
+    """Weights of the reference of the process reward model (`algorithm.process_reward.reference: initial`); the model's own
+    starting weights if left out."""
+    optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-6, weight_decay=0.0, clip_grad=10.0))
+    updates_per_step: Annotated[int, above(0)] = 1
+    """Number of optimizer steps per rollout for this model, split by whole groups; must divide data.prompts_per_step."""
+
+    @property
+    def reference(self) -> PRMConfig:
+        """Section of the model's reference, on the model's layout."""
+        return replace(self, path=self.reference_path or self.path, lora=LoraConfig())
+
+
+@dataclass(frozen=True)
+class ReferenceConfig(FrozenConfig):
+    """The model that the KL compares the policy with."""
 
 
 @dataclass(frozen=True)

@@ -121,5 +121,7 @@ class RewardConfig:
     def judge_layout(self) -> ParallelLayout | None:
         """Layout of the judge's servers that the run starts; None if it starts none. Raises ValueError if `backend` is not a
         layout."""
-        asked = self.judge.functions_ask or any("judge" in own for own in (self.functions, *self.by_source.values()))
-        return ParallelLayout.parse(self.judge.backend) if asked and self.judge.backend else None
+        uses_judge = self.judge.functions_ask or any(
+            "judge" in weights for weights in (self.functions, *self.by_source.values())
+        )
+        return ParallelLayout.parse(self.judge.backend) if uses_judge and self.judge.backend else None

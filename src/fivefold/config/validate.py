@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import fields
+from operator import attrgetter
 
 from fivefold.algo.methods import check_method
 from fivefold.config.derived import Derived
@@ -13,7 +14,7 @@ from fivefold.config.fsdp_checks import check_fsdp, report_unused
 from fivefold.config.learners import LoraConfig, MTPConfig, OptimizerConfig, PolicyConfig
 from fivefold.config.mcore_options import LOSS_SCALE
 from fivefold.config.mixture import counts
-from fivefold.config.roles import Roles, further_sections
+from fivefold.config.roles import Learns, Roles, further_sections
 from fivefold.config.schema import AlgorithmConfig, DataConfig
 from fivefold.errors import UserError
 from fivefold.keys.findings import Findings
@@ -55,12 +56,12 @@ def _check_layouts(findings: Findings, config: Derived) -> None:
     policy = _check_layout(findings, "policy.backend", config.policy.backend)
     for name, of in further_sections(config).items():
         key, text = f"{name}.backend", of.backend
-        own = None if text is None else _check_layout(findings, key, text)
-        if policy is not None and own is not None and of.first_rank == 0:
+        layout = None if text is None else _check_layout(findings, key, text)
+        if policy is not None and layout is not None and of.first_rank == 0:
             findings.require(
-                own.world_size == policy.world_size,
+                layout.world_size == policy.world_size,
                 key,
-                f"shares the policy's ranks, so d·t·p·c must be {policy.world_size}: {own} has {own.world_size}; "
+                f"shares the policy's ranks, so d·t·p·c must be {policy.world_size}: {layout} has {layout.world_size}; "
                 f"write for example megatron:d{policy.world_size}, or leave it out for {policy}; "
                 f"or give it ranks of its own, {key.replace('backend', 'first_rank')}: {policy.world_size}",
             )
@@ -214,8 +215,7 @@ def _check_batch(findings: Findings, config: Derived) -> None:
         "must be false with dynamic sampling and data.mixture or rollout.max_staleness, which draw prompts in another order",
     )
     _check_expert(findings, config)
-    if "prm" in config.roles:
-        _check_prm(findings, config)
+    _check_learners(findings, config)
     if algorithm.values_per == "update":
         if "critic" not in config.roles:
             findings.ignore("algorithm.values_per", "there is no critic")
@@ -227,23 +227,26 @@ def _check_batch(findings: Findings, config: Derived) -> None:
         )
 
 
-def _check_prm(findings: Findings, config: Derived) -> None:
-    prm, process, reward = config.prm, config.algorithm.resolved.process_reward, config.reward
-    findings.require(
-        config.data.prompts_per_step % prm.updates_per_step == 0,
-        "data.prompts_per_step",
-        f"must be a multiple of prm.updates_per_step, so that the updates are equal: got {config.data.prompts_per_step} and "
-        f"{prm.updates_per_step}",
-    )
-    if reward.model.path and not reward.functions and not reward.by_source:
+def _check_learners(findings: Findings, config: Derived) -> None:
+    """Check models that learn before the advantages, by whole groups, and what they are compared with."""
+    for role in config.roles.values():
+        if role.learns is Learns.BEFORE_ADVANTAGES:
+            key, prompts = f"{role.name}.updates_per_step", config.data.prompts_per_step
+            findings.require(
+                prompts % role.updates_per_step == 0,
+                "data.prompts_per_step",
+                f"must be a multiple of {key}, so that the updates are equal: got {prompts} and {role.updates_per_step}",
+            )
+        if role.compared_by and role.served_by == "policy" and attrgetter(role.path_key)(config) is not None:
+            findings.ignore(role.path_key, "algorithm.process_reward.reference is the policy")
+    process, reward = config.algorithm.resolved.process_reward, config.reward
+    if process.coef and reward.model.path and not reward.functions and not reward.by_source:
         findings.require(
             process.target == "reward",
             "algorithm.process_reward.target",
             ": correct needs a reward function that decides whether a response is, a reward model does not: name one in "
             "reward.functions, or set target: reward for scores between 0 and 1",
         )
-    if process.reference == "policy" and prm.reference_path is not None:
-        findings.ignore("prm.reference_path", "algorithm.process_reward.reference is the policy")
 
 
 def _check_expert(findings: Findings, config: Derived) -> None:
@@ -288,9 +291,9 @@ def _check_mixture(findings: Findings, data: DataConfig) -> None:
     findings.require(not twice, "domains", f"must name every data_source once: got {twice!r} twice")
     if not data.mixture:
         return
-    whole = sum(data.mixture.values())
-    if abs(whole - 1) > 1e-6:
-        findings.error("mixture", f"must have shares that sum to 1: got {whole:g}")
+    total = sum(data.mixture.values())
+    if abs(total - 1) > 1e-6:
+        findings.error("mixture", f"must have shares that sum to 1: got {total:g}")
         return
     try:
         counts(data.mixture, data.prompts_per_step)
@@ -350,7 +353,7 @@ def _check_rollout(findings: Findings, config: Derived) -> None:
 
 def _check_environment(findings: Findings, config: Derived) -> None:
     environment, data = config.environment, config.data
-    named = [REWARD in own for own in (config.reward.functions, *config.reward.by_source.values())]
+    named = [REWARD in weights for weights in (config.reward.functions, *config.reward.by_source.values())]
     findings.require(
         environment.reads_rows or not any(named),
         "reward.functions",
@@ -392,8 +395,8 @@ def _check_models(findings: Findings, config: Derived) -> None:
     _check_adapters(findings.at("policy"), config.policy)
     for name, role in config.roles.further_learners.items():
         _check_adapters(findings.at(name), role.settings)
-        own = {item.name for item in fields(role.section) if getattr(role.section, item.name) is not None}
-        _check_model(findings.at(name), role.settings, own, longest)
+        chosen = {item.name for item in fields(role.section) if getattr(role.section, item.name) is not None}
+        _check_model(findings.at(name), role.settings, chosen, longest)
     _check_mtp(findings.at("policy"), config.policy)
     on_fsdp = [role for role in config.roles.models.values() if role.layout.backend == "fsdp"]
     for role in on_fsdp:
@@ -428,11 +431,11 @@ def _check_shared_prefix(findings: Findings, policy: PolicyConfig, samples_per_p
         findings.ignore(key, "every prompt has one sample")
 
 
-def _ignore_settings(findings: Findings, section: str, given: LoraConfig | MTPConfig, reason: str) -> None:
+def _ignore_settings(findings: Findings, section: str, settings: LoraConfig | MTPConfig, reason: str) -> None:
     """Report the settings in a section that has no effect."""
-    usual = type(given)()
-    for item in fields(given):
-        if getattr(given, item.name) != getattr(usual, item.name):
+    usual = type(settings)()
+    for item in fields(settings):
+        if getattr(settings, item.name) != getattr(usual, item.name):
             findings.ignore(f"{section}.{item.name}", reason)
 
 
@@ -463,8 +466,8 @@ def _check_adapters(findings: Findings, settings: PolicyConfig) -> None:
         findings.ignore("lora.init", "the adapters of lora.path are not drawn")
     findings.require(bool(lora.target_modules), "lora.target_modules", f"must name linear maps, or {ALL}: got []")
     for key, needed in (("transformer_impl", "torch"), ("bridge_type", "native")):
-        found = getattr(megatron, key)
-        findings.require(found == needed, f"megatron.{key}", f"must be {needed} with adapters (lora): got {found}")
+        setting = getattr(megatron, key)
+        findings.require(setting == needed, f"megatron.{key}", f"must be {needed} with adapters (lora): got {setting}")
     for key, why in (
         ("moe_shared_expert_overlap", "adapters are next to layers that gather and scatter themselves"),
         ("moe_router_bias_update_rate", "with adapters nothing else of the model moves"),
@@ -483,17 +486,17 @@ def _check_mtp(findings: Findings, policy: PolicyConfig) -> None:
     message = "must be false with mtp.train: what lies ahead of a prompt's end differs between the samples that share it"
     findings.require(not policy.share_prefix, "share_prefix", message)
     for key, needed in (("transformer_impl", "torch"), ("bridge_type", "native")):
-        found = getattr(megatron, key)
-        findings.require(found == needed, f"megatron.{key}", f"must be {needed} with mtp.train: got {found}")
+        value = getattr(megatron, key)
+        findings.require(value == needed, f"megatron.{key}", f"must be {needed} with mtp.train: got {value}")
     key = "pipeline_model_parallel_layout"
     message = "must be left out with mtp.train: the last stage has the layers of multi-token prediction"
     findings.require(key not in megatron.pipeline, f"megatron.pipeline.{key}", message)
 
 
-def _check_model(findings: Findings, settings: PolicyConfig, own: Collection[str], longest: int) -> None:
-    """Check all settings of one model; the section sets those in `own`, and the policy's section checks the rest."""
+def _check_model(findings: Findings, settings: PolicyConfig, chosen: Collection[str], longest: int) -> None:
+    """Check all settings of one model; the section sets those in `chosen`, and the policy's section checks the rest."""
     megatron = settings.megatron
-    if "megatron" in own:
+    if "megatron" in chosen:
         megatron.options.check(findings)
         findings.require(
             settings.dtype != "float32" or not megatron.optimizer.get("optimizer_cpu_offload", False),
@@ -504,7 +507,7 @@ def _check_model(findings: Findings, settings: PolicyConfig, own: Collection[str
         for name in (*LOSS_SCALE, "loss_scale"):
             if name in megatron.optimizer and settings.dtype != "float16":
                 findings.ignore(f"megatron.optimizer.{name}", f"it is read in float16 only, and dtype is {settings.dtype}")
-    if "megatron" in own or "recompute" in own:
+    if "megatron" in chosen or "recompute" in chosen:
         findings.require(
             settings.recompute == "none" or "recompute_granularity" not in megatron.transformer,
             "recompute",
@@ -514,14 +517,14 @@ def _check_model(findings: Findings, settings: PolicyConfig, own: Collection[str
         if not findings.errors:
             # Options of wrong types cannot be compared.
             megatron.options.check_recompute(findings, settings.recompute, divides)
-    if "tokens_per_micro_batch" in own:
+    if "tokens_per_micro_batch" in chosen:
         findings.require(
             settings.tokens_per_micro_batch >= longest,
             "tokens_per_micro_batch",
             "must hold the longest sequence, max_prompt_tokens + max_response_tokens (a pair of them where pairs are "
             f"compared), which is {longest}: got {settings.tokens_per_micro_batch}; raise it or shorten the sequences",
         )
-    if "optimizer" in own:
+    if "optimizer" in chosen:
         _check_optimizer(findings.at("optimizer"), settings.optimizer)
 
 
@@ -534,8 +537,8 @@ def _check_optimizer(findings: Findings, optimizer: OptimizerConfig) -> None:
         f"must be a whole number, or a share of the run below 1: got {warmup:g}",
     )
     for key in ("min_lr", "warmup_init_lr"):
-        found = getattr(optimizer, key)
-        findings.require(found <= optimizer.lr, key, f"must be at most lr: {found} > {optimizer.lr}")
+        rate = getattr(optimizer, key)
+        findings.require(rate <= optimizer.lr, key, f"must be at most lr: {rate} > {optimizer.lr}")
     if optimizer.schedule != "constant" and optimizer.decay_steps is not None:
         findings.require(
             warmup < optimizer.decay_steps,

@@ -82,15 +82,15 @@ class ChatTemplate:
             )
         return rest
 
-    def said(self, content: str, calls: Sequence[ToolCall] = (), **keys: str) -> str | None:
+    def turn_text(self, content: str, calls: Sequence[ToolCall] = (), **keys: str) -> str | None:
         """Return a turn as the template writes it, without its end; None if the template refuses it."""
         turn = self.turn(content, calls, **keys)
         try:
-            before, whole = self.render([QUESTION], True), self.render([QUESTION, turn], False)
+            before, after = self.render([QUESTION], True), self.render([QUESTION, turn], False)
         except UserError:
             return None
-        said = whole[common_length(before, whole) :]
-        return min((said.partition(self.decode([end]))[0] for end in self.ends), key=len, default=said)
+        turn_text = after[common_length(before, after) :]
+        return min((turn_text.partition(self.decode([end]))[0] for end in self.ends), key=len, default=turn_text)
 
     def written(self, calls: Sequence[ToolCall]) -> list[dict[str, Any]]:
         """Return calls in the form that the template takes."""
@@ -109,7 +109,7 @@ class ChatTemplate:
     @cached_property
     def takes_reasoning(self) -> bool:
         """Whether the template writes the thinking of a turn from a key of its message."""
-        return self.said("word", reasoning_content="why") != self.said("word")
+        return self.turn_text("word", reasoning_content="why") != self.turn_text("word")
 
     @cached_property
     def _takes_text(self) -> bool:

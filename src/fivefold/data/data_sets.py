@@ -45,9 +45,9 @@ class HubDataSet:
     def parse(cls, name: str) -> HubDataSet | None:
         """Return the data set that a name stands for; None for a path."""
         file = name.removesuffix(bounds_of(name))
-        if (found := _NAME.fullmatch(file)) is None or Path(file).exists() or Path(file).suffix in _SUFFIXES:
+        if (match := _NAME.fullmatch(file)) is None or Path(file).exists() or Path(file).suffix in _SUFFIXES:
             return None
-        return cls(**found.groupdict())
+        return cls(**match.groupdict())
 
     @property
     def name(self) -> str:
@@ -109,8 +109,8 @@ class HubDataSet:
         """Return the commit of the revision; None if the hub does not answer and the cache does not have it."""
         if self.revision is not None and _COMMIT.fullmatch(self.revision):
             return self.revision
-        if (found := dataset_commit(self.repository, self.revision, self.line)) is not None:
-            return found
+        if (commit := dataset_commit(self.repository, self.revision, self.line)) is not None:
+            return commit
         pointer = self._pointer(home)
         return read_text(pointer) if pointer.is_file() else None
 
@@ -118,14 +118,14 @@ class HubDataSet:
         wanted = self.split or (splits[0] if len(splits) == 1 else usual)
         if wanted not in splits:
             name = f"{self.repository}{f':{self.config}' if self.config else ''}"
-            asked = f"has no split {wanted!r}" if wanted else "has several splits"
-            raise UserError(f"{name} {asked}: name one of {', '.join(f'{name}/{split}' for split in splits)}")
+            problem = f"has no split {wanted!r}" if wanted else "has several splits"
+            raise UserError(f"{name} {problem}: name one of {', '.join(f'{name}/{split}' for split in splits)}")
         return wanted
 
 
 def _known_splits(directory: Path) -> list[str]:
     path = directory / "splits.json"
-    return [str(each) for each in read_json(path)] if path.is_file() else []
+    return [str(split) for split in read_json(path)] if path.is_file() else []
 
 
 def hub_names(data: DataConfig) -> Iterator[tuple[str, str]]:

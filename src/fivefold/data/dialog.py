@@ -51,8 +51,8 @@ class Dialog:
         if not (arguments.get("chat_template") or getattr(tokenizer, "chat_template", None)):
             raise UserError("data.chat_template: the tokenizer has no chat template, which writes the turns: set one")
         schemas = {str(tool["function"]["name"]): tool["function"]["parameters"] for tool in tools}
-        own = {**arguments, **({"tools": list(tools)} if tools else {})}
-        template = ChatTemplate(tokenizer, own, frozenset(ends))
+        all_arguments = {**arguments, **({"tools": list(tools)} if tools else {})}
+        template = ChatTemplate(tokenizer, all_arguments, frozenset(ends))
         dialog = cls(template, schemas, history)
         dialog._check_turns()
         if schemas:
@@ -108,14 +108,14 @@ class Dialog:
         """Return messages whose thinking has a key of its own, where the template renders turns again and takes this key."""
         if self.appends or not self.template.takes_reasoning:
             return messages
-        found = []
+        separated = []
         for message in messages:
             thinking, mark, rest = str(message["content"]).partition("</think>")
             if mark and message["role"] == "assistant" and "reasoning_content" not in message:
                 thinking = thinking.strip().removeprefix("<think>").strip()
                 message = {**message, "content": rest.lstrip(), "reasoning_content": thinking}
-            found.append(message)
-        return found
+            separated.append(message)
+        return separated
 
     def continued(self, held: list[int], rendered: list[int]) -> list[int] | None:
         """Return the tokens that follow those held in a rendering; None if it does not begin with their text.
@@ -139,15 +139,15 @@ class Dialog:
     def escaped(self, messages: Messages) -> Messages:
         """Return messages whose texts contain no special token, so that they open no turn."""
         pattern = pattern_of(self.template.tokenizer)
-        return [{**each, "content": escape(each["content"], pattern)} for each in messages]
+        return [{**message, "content": escape(message["content"], pattern)} for message in messages]
 
     def cut(self, text: str, limit: int, side: Literal["start", "end"]) -> tuple[str, bool]:
         """Return an observation of at most `limit` tokens, without its start or its end, and whether it was cut."""
         tokens = self.template.encode(text)
         if len(tokens) <= limit:
             return text, False
-        kept = max(0, limit - len(self.template.encode(_MARK)))
-        part = tokens[len(tokens) - kept :] if side == "start" else tokens[:kept]
+        room = max(0, limit - len(self.template.encode(_MARK)))
+        part = tokens[len(tokens) - room :] if side == "start" else tokens[:room]
         words = self.template.decode(part)
         return (_MARK + words if side == "start" else words + _MARK), True
 
@@ -165,7 +165,7 @@ class Dialog:
         kinds: list[list[list[ToolCall]]] = [[[]]]
         if self.schemas:
             kinds += [[EXAMPLE_CALLS[:1]], [EXAMPLE_CALLS[:1], []]]
-        return next((found for kind in kinds if (found := self._difference(kind)) is not None), None)
+        return next((difference for kind in kinds if (difference := self._difference(kind)) is not None), None)
 
     def _difference(self, kind: Sequence[list[ToolCall]]) -> str | None:
         """Return where a conversation differs whose turns make these calls in turn."""
@@ -176,20 +176,20 @@ class Dialog:
         for turn, calls in zip(range(1, _TURNS + 1), cycle(kind), strict=False):
             role = "tool" if calls else "user"
             content = "" if calls else "<think>\nwhy\n</think>\n\nword"
-            (own,) = self.separated([self.template.turn(content, calls)])
+            (sampled,) = self.separated([self.template.turn(content, calls)])
             answer = {"role": role, "content": f"answer {turn}"}
             answer |= {"name": calls[0].name, "tool_call_id": "call00000"} if calls else {}
-            thinking = {key: own[key] for key in ("reasoning_content",) if key in own}
+            thinking = {key: sampled[key] for key in ("reasoning_content",) if key in sampled}
             rest = self.template.after([QUESTION, self.template.placeholder(calls), answer])
             ends = [text for text in map(self.template.decode, ([token] for token in self.template.ends)) if text in rest]
             end = min(ends, key=rest.index, default="")
-            said = self.template.said(own["content"], calls, **thinking) or ""
+            turn_text = self.template.turn_text(sampled["content"], calls, **thinking) or ""
             # A template may drop thinking of the last turn too, which was sampled all the same.
-            held += said if calls or "why" in said else content
+            held += turn_text if calls or "why" in turn_text else content
             parts.append((len(held), f"the assistant's turn {turn}"))
             held += rest[rest.index(end) :]
             parts.append((len(held), f"the answer of role {role} to turn {turn}"))
-            messages = [*messages, own, answer]
+            messages = [*messages, sampled, answer]
             rendered = self.template.render(messages, True)
             if held != rendered:
                 place = common_length(held, rendered)
@@ -208,7 +208,8 @@ class Dialog:
         word, thinking = ({"role": "assistant", "content": f"{text}{PLACE}"} for text in ("", "<think>\nwhy\n</think>\n\n"))
         other = [[QUESTION, thinking, QUESTION], [QUESTION, {**word, "content": "word"}, QUESTION, word, QUESTION]]
         if any(
-            first != (found := self.template.encode(self.template.after(each)))[len(found) - len(first) :] for each in other
+            first != (token_ids := self.template.encode(self.template.after(messages)))[len(token_ids) - len(first) :]
+            for messages in other
         ):
             raise UserError(
                 "data.chat_template: what the template writes after a turn of the model depends on that turn or its number, "
@@ -221,8 +222,8 @@ def check_messages(messages: Any) -> None:
     """Raise UserError unless these are messages that a chat template can write: known roles and texts, at least one."""
     if not isinstance(messages, list) or not messages:
         raise UserError(f"an environment returns a text or a list of messages that is not empty: got {shown(messages)}")
-    for each in messages:
-        if not isinstance(each, dict) or each.get("role") not in ROLES:
-            raise UserError(f"a message has one of the roles {', '.join(ROLES)}: got {shown(each)}")
-        if not isinstance(each.get("content"), str):
-            raise UserError(f"a message has a text as its content: got {shown(each)}")
+    for message in messages:
+        if not isinstance(message, dict) or message.get("role") not in ROLES:
+            raise UserError(f"a message has one of the roles {', '.join(ROLES)}: got {shown(message)}")
+        if not isinstance(message.get("content"), str):
+            raise UserError(f"a message has a text as its content: got {shown(message)}")

@@ -16,8 +16,8 @@ SpecialTokens = Literal["keep", "escape", "refuse"]
 
 def special_in(row: Row, pattern: re.Pattern[str] | None) -> str | None:
     """Return the first special token in the texts of a row; None without one."""
-    found = (pattern.search(text) for text in _texts(row)) if pattern is not None else ()
-    return next((each[0] for each in found if each is not None), None)
+    matches = (pattern.search(text) for text in _texts(row)) if pattern is not None else ()
+    return next((match[0] for match in matches if match is not None), None)
 
 
 def guard(row: Row, mode: SpecialTokens, pattern: re.Pattern[str] | None) -> Row:

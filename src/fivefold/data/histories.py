@@ -10,29 +10,29 @@ from typing import Any
 _THINKING = re.compile(r"\A\s*(?:<think>)?(.*?)</think>\s*", re.DOTALL)
 
 
-def difference(held: Sequence[Mapping[str, Any]], given: Sequence[Mapping[str, Any]]) -> str | None:
+def difference(held: Sequence[Mapping[str, Any]], messages: Sequence[Mapping[str, Any]]) -> str | None:
     """Return why messages do not begin with those held, a row of BREAKS; None if they do.
 
     Calls compare as parsed JSON, and an answer of the model equals one without its reasoning.
     """
-    for own, other in zip(held, given, strict=False):
-        if (cause := _of_message(own, other)) is not None:
+    for message, other in zip(held, messages, strict=False):
+        if (cause := _of_message(message, other)) is not None:
             return cause
-    return "shorter" if len(given) < len(held) else None
+    return "shorter" if len(messages) < len(held) else None
 
 
-def _of_message(held: Mapping[str, Any], given: Mapping[str, Any]) -> str | None:
-    if held == given:
+def _of_message(held: Mapping[str, Any], message: Mapping[str, Any]) -> str | None:
+    if held == message:
         return None
-    if held["role"] != given["role"]:
-        return "system" if "system" in (held["role"], given["role"]) else "content"
-    if _calls(held) != _calls(given):
+    if held["role"] != message["role"]:
+        return "system" if "system" in (held["role"], message["role"]) else "content"
+    if _calls(held) != _calls(message):
         return "calls"
     if held["role"] != "assistant":
-        own = "system" if held["role"] in ("system", "developer") else "content"
-        return None if held["content"] == given["content"] else own
+        cause = "system" if held["role"] in ("system", "developer") else "content"
+        return None if held["content"] == message["content"] else cause
     reasoning, content = _reasoned(held)
-    other, rest = _reasoned(given)
+    other, rest = _reasoned(message)
     if content != rest:
         return "content"
     # Reasoning that a client has dropped is no difference.
@@ -44,8 +44,8 @@ def _reasoned(message: Mapping[str, Any]) -> tuple[str, str]:
     content = str(message["content"])
     if reasoning := message.get("reasoning_content"):
         return str(reasoning).strip(), content.strip()
-    found = _THINKING.match(content)
-    return (found[1].strip(), content[found.end() :].strip()) if found else ("", content.strip())
+    match = _THINKING.match(content)
+    return (match[1].strip(), content[match.end() :].strip()) if match else ("", content.strip())
 
 
 def _calls(message: Mapping[str, Any]) -> list[tuple[str, Any]]:

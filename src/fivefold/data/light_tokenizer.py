@@ -218,20 +218,20 @@ def _generation_block() -> Any:
 
 
 def _token_text(value: Any, name: str, path: Path) -> str:
-    found = value.get("content") if isinstance(value, dict) else value
-    if not isinstance(found, str):
+    text = value.get("content") if isinstance(value, dict) else value
+    if not isinstance(text, str):
         raise UserError(f"{path}: {name} must be a text: got {shown(value)}")
-    return found
+    return text
 
 
 def _chat_template(directory: Path, config: dict[str, Any]) -> str | None:
     """Return the chat template from its own file, otherwise from the configuration; of several, the one named default."""
     if (path := directory / "chat_template.jinja").is_file():
         return read_text(path)
-    found = config.get("chat_template")
-    if isinstance(found, list):
-        named = {one.get("name"): one.get("template") for one in found if isinstance(one, dict)}
-        found = named.get("default")
-    if found is not None and not isinstance(found, str):
-        raise UserError(f"{directory / 'tokenizer_config.json'}: chat_template must be a text: got {shown(found)}")
-    return found
+    template = config.get("chat_template")
+    if isinstance(template, list):
+        named = {one.get("name"): one.get("template") for one in template if isinstance(one, dict)}
+        template = named.get("default")
+    if template is not None and not isinstance(template, str):
+        raise UserError(f"{directory / 'tokenizer_config.json'}: chat_template must be a text: got {shown(template)}")
+    return template

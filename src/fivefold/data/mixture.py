@@ -74,7 +74,7 @@ class MixedLoader(Generic[T]):
 
 def places_by_domain(sources: Iterable[str], domain_of: Callable[[str], str]) -> dict[str, list[int]]:
     """Return domain -> indices of its items; `sources` has the data_source of each item."""
-    found: dict[str, list[int]] = {}
+    places: dict[str, list[int]] = {}
     for place, source in enumerate(sources):
-        found.setdefault(domain_of(source), []).append(place)
-    return found
+        places.setdefault(domain_of(source), []).append(place)
+    return places

@@ -156,10 +156,10 @@ def _row(name: str, instruction: str, raw: dict[str, Any], split: str, index: in
 
 
 def _text(raw: dict[str, Any], column: str) -> str:
-    found = raw.get(column)
-    if not isinstance(found, (str, int, float)):
-        raise UserError(f"column {column!r} must be a text: got {shown(found)}; it has {', '.join(raw)}")
-    return str(found)
+    text = raw.get(column)
+    if not isinstance(text, (str, int, float)):
+        raise UserError(f"column {column!r} must be a text: got {shown(text)}; it has {', '.join(raw)}")
+    return str(text)
 
 
 def _write(rows: list[dict[str, Any]], path: Path) -> None:

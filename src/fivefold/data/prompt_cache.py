@@ -84,14 +84,14 @@ def open_prompts(path: Path) -> PromptSet:
 def _write(path: Path, files: Sequence[str], tokenizer: tuple[Path, bool], reading: Reading, workers: int, log: Log) -> None:
     import pyarrow as pa
 
-    rows = kept = 0
+    rows = written = 0
     with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, SCHEMA) as writer:
         for batch, read in _batches(files, tokenizer, reading, workers):
             writer.write_batch(batch, {DROPPED: str(read - batch.num_rows).encode()})
             if (rows + read) // _NEWS > rows // _NEWS:
                 log(f"{rows + read:,} rows tokenized")
-            rows, kept = rows + read, kept + batch.num_rows
-    not_empty(files, reading, kept, rows - kept)
+            rows, written = rows + read, written + batch.num_rows
+    not_empty(files, reading, written, rows - written)
 
 
 def _batches(
@@ -136,14 +136,14 @@ def _key(files: Sequence[str], tokenizer: Path, reading: Reading) -> str:
     import transformers
 
     names = [Path(name).name for name in files]
-    found = hashlib.sha256(json.dumps([_FORMAT, transformers.__version__, names, asdict(reading)]).encode())
+    digest = hashlib.sha256(json.dumps([_FORMAT, transformers.__version__, names, asdict(reading)]).encode())
     for path in [
         *(path for name in files for path in files_of(Path(name))),
         *sorted(path for path in tokenizer.iterdir() if _is_tokenizer_s(path)),
     ]:
         with path.open("rb") as file:
-            found.update(hashlib.file_digest(file, "blake2b").digest())
-    return found.hexdigest()[:32]
+            digest.update(hashlib.file_digest(file, "blake2b").digest())
+    return digest.hexdigest()[:32]
 
 
 def _is_tokenizer_s(path: Path) -> bool:

@@ -85,18 +85,18 @@ class Reading:
         # The chat_template argument of apply_chat_template overrides the tokenizer's template.
         arguments = self.template_kwargs | ({} if self.template is None else {"chat_template": self.template})
         try:
-            found = parse_row(row, self.columns, self.learns_from, at.source)
+            parsed = parse_row(row, self.columns, self.learns_from, at.source)
             if self.apply_chat_template:
-                found = guard(found, self.special_tokens, pattern_of(tokenizer))
-            found = with_system_prompt(found, self.system_prompt)
+                parsed = guard(parsed, self.special_tokens, pattern_of(tokenizer))
+            parsed = with_system_prompt(parsed, self.system_prompt)
             if self.need_responses:
-                check_responses(found, self.columns, self.learns_from, list(map(str, row)))
-            if found.tools and not (self.apply_chat_template and _has_template(tokenizer, arguments)):
+                check_responses(parsed, self.columns, self.learns_from, list(map(str, row)))
+            if parsed.tools and not (self.apply_chat_template and _has_template(tokenizer, arguments)):
                 raise UserError(TOOLS_NEED_TEMPLATE)
             messages, token_ids, text, responses = (
-                tokenize(found, tokenizer, arguments | found.template_kwargs, self.learned_turns)
+                tokenize(parsed, tokenizer, arguments | parsed.template_kwargs, self.learned_turns)
                 if self.apply_chat_template
-                else tokenize_as_it_is(found, tokenizer)
+                else tokenize_as_it_is(parsed, tokenizer)
             )
         except ValueError as error:
             raise UserError(f"{where}: {error}") from error
@@ -112,14 +112,14 @@ class Reading:
         return Prompt(
             id=at.number,
             token_ids=token_ids,
-            source=found.source,
+            source=parsed.source,
             text=text,
-            ground_truth=found.ground_truth,
+            ground_truth=parsed.ground_truth,
             messages=messages,
             responses=[_truncate(response, min(self.max_response_tokens, room)) for response in responses],
-            extra=found.extra,
-            columns=found.columns,
-            is_chat=found.is_chat,
+            extra=parsed.extra,
+            columns=parsed.columns,
+            is_chat=parsed.is_chat,
         )
 
 
@@ -143,9 +143,9 @@ def numbered_rows(files: Sequence[str], first: int | None = None) -> Iterator[tu
             yield row, Place(next(number), path, place, source)
 
 
-def not_empty(files: Sequence[str], reading: Reading, kept: int, dropped: int) -> int:
+def not_empty(files: Sequence[str], reading: Reading, rows_left: int, dropped: int) -> int:
     """Return `dropped`; raises ValueError if no prompt was kept."""
-    if not kept:
+    if not rows_left:
         raise UserError(
             f"no prompts left in {', '.join(files)}: {dropped} were longer than {reading.max_prompt_tokens} tokens"
         )
@@ -177,10 +177,10 @@ def _response(text: str, tokenizer: Any) -> DatasetResponse:
     return DatasetResponse(token_ids, [True] * len(token_ids), text)
 
 
-def _truncate(given: DatasetResponse, limit: int) -> DatasetResponse:
-    if len(given.token_ids) <= limit:
-        return given
-    return DatasetResponse(given.token_ids[:limit], given.loss_mask[:limit], given.text, truncated=True)
+def _truncate(response: DatasetResponse, limit: int) -> DatasetResponse:
+    if len(response.token_ids) <= limit:
+        return response
+    return DatasetResponse(response.token_ids[:limit], response.loss_mask[:limit], response.text, truncated=True)
 
 
 def conversation(
@@ -193,25 +193,27 @@ def conversation(
     token_ids, text = render(prompt, tokenizer, template_kwargs)
     rest: list[int] = []
     loss_mask: list[bool] = []
-    said = text
+    text_so_far = text
     for turn in turns:
         _, before = render(messages[:turn], tokenizer, template_kwargs)
         after = conversation_text(messages[: turn + 1], tokenizer, template_kwargs)
-        if not before.startswith(said) or not after.startswith(before):
+        if not before.startswith(text_so_far) or not after.startswith(before):
             raise UserError(
                 f"the chat template changes earlier turns once turn {turn} follows, so what the model would "
                 "see and what it would learn from differ: keep one assistant's turn per row"
             )
-        between = tokenizer.encode(before[len(said) :], add_special_tokens=False) if len(before) > len(said) else []
-        own = tokenizer.encode(after[len(before) :], add_special_tokens=False)
-        if tokenizer.eos_token_id in own:
+        between = (
+            tokenizer.encode(before[len(text_so_far) :], add_special_tokens=False) if len(before) > len(text_so_far) else []
+        )
+        turn_ids = tokenizer.encode(after[len(before) :], add_special_tokens=False)
+        if tokenizer.eos_token_id in turn_ids:
             # The model does not learn what the template writes after the end of a turn.
-            end = len(own) - own[::-1].index(tokenizer.eos_token_id)
+            end = len(turn_ids) - turn_ids[::-1].index(tokenizer.eos_token_id)
         else:
-            own, end = [*own, tokenizer.eos_token_id], len(own) + 1
-        rest += between + own
-        loss_mask += [False] * len(between) + [True] * end + [False] * (len(own) - end)
-        said = after
+            turn_ids, end = [*turn_ids, tokenizer.eos_token_id], len(turn_ids) + 1
+        rest += between + turn_ids
+        loss_mask += [False] * len(between) + [True] * end + [False] * (len(turn_ids) - end)
+        text_so_far = after
     last = len(loss_mask) - loss_mask[::-1].index(True)
     return prompt, token_ids, text, [DatasetResponse(rest[:last], loss_mask[:last], str(messages[turns[-1]]["content"]))]
 
@@ -224,10 +226,10 @@ def last_turn(
         raise UserError(f"the last turn is to be learned, and is the {messages[-1]['role']}'s")
     prompt = messages[:-1]
     token_ids, text = render(prompt, tokenizer, template_kwargs)
-    whole = conversation_text(messages, tokenizer, template_kwargs)
-    if not whole.startswith(text):
+    whole_text = conversation_text(messages, tokenizer, template_kwargs)
+    if not whole_text.startswith(text):
         raise UserError("the chat template changes earlier turns once the last one follows")
-    rest = [int(token) for token in tokenizer.encode(whole[len(text) :], add_special_tokens=False)]
+    rest = [int(token) for token in tokenizer.encode(whole_text[len(text) :], add_special_tokens=False)]
     if not _has_template(tokenizer, template_kwargs):
         rest.append(tokenizer.eos_token_id)
     return prompt, token_ids, text, [DatasetResponse(rest, [True] * len(rest), str(messages[-1]["content"]))]

@@ -96,16 +96,16 @@ _PART = re.compile(r"(.+)\[(-?\d*):(-?\d*)\]", re.DOTALL)
 
 def part_of(path: Path) -> tuple[Path, slice]:
     """Split `train.parquet[:200]` into the file and a slice: its first 200 rows; `[-100:]` are its last hundred."""
-    found = _PART.fullmatch(str(path))
-    if found is None:
+    match = _PART.fullmatch(str(path))
+    if match is None:
         return path, slice(None)
-    return Path(found[1]), slice(*(int(number) if number else None for number in found.groups()[1:]))
+    return Path(match[1]), slice(*(int(number) if number else None for number in match.groups()[1:]))
 
 
 def bounds_of(name: str) -> str:
     """Return the end of a name that selects rows, as `[:200]`; an empty text without one."""
-    found = _PART.fullmatch(name)
-    return "" if found is None else name[found.end(1) :]
+    match = _PART.fullmatch(name)
+    return "" if match is None else name[match.end(1) :]
 
 
 def _bounds(path: Path) -> tuple[Path, int, int | None]:
@@ -120,8 +120,8 @@ def _bounds(path: Path) -> tuple[Path, int, int | None]:
 def count_rows(path: Path, enough: int) -> int:
     """Return the number of rows of a file or of a part of it; for a jsonl file the count stops at `enough`."""
     file, begin, end = _bounds(path)
-    there = _count(file, begin + enough)
-    return max(0, (there if end is None else min(there, end)) - begin)
+    count = _count(file, begin + enough)
+    return max(0, (count if end is None else min(count, end)) - begin)
 
 
 def files_of(path: Path) -> list[Path]:
@@ -179,7 +179,7 @@ def _saved_batches(directory: Path) -> Iterator[Any]:
     if not (state := directory / "state.json").is_file():
         raise UserError(f"{directory} is a directory without state.json, which `Dataset.save_to_disk` writes: name a file")
     listed = read_json_object(state).get("_data_files")
-    files = [each.get("filename") for each in listed if isinstance(each, dict)] if isinstance(listed, list) else [None]
+    files = [item.get("filename") for item in listed if isinstance(item, dict)] if isinstance(listed, list) else [None]
     number = 0
     for name in files:
         if not isinstance(name, str) or Path(name).name != name or not (file := directory / name).is_file():
@@ -259,11 +259,11 @@ def _parquet(path: Path) -> Any:
 def parse_row(row: dict[str, Any], columns: Columns, learns_from: LearnsFrom, source: str) -> Row:
     """Parse a row; `source` is its data_source if the row names none. Raises ValueError naming the column."""
     messages, is_conversation, responses = _read_texts(row, columns, learns_from)
-    given = _cell(row, columns.source)
-    if given is not None and not isinstance(given, (str, int)):
-        raise UserError(f"column {columns.source!r} must be a text: got {shown(given)}")
-    source, given_prompt = source if given is None else str(given), _cell(row, columns.prompt)
-    found = Row(
+    named_source = _cell(row, columns.source)
+    if named_source is not None and not isinstance(named_source, (str, int)):
+        raise UserError(f"column {columns.source!r} must be a text: got {shown(named_source)}")
+    source, given_prompt = source if named_source is None else str(named_source), _cell(row, columns.prompt)
+    parsed = Row(
         messages,
         source,
         _ground_truth(row, columns.ground_truth_by_source.get(source, columns.ground_truth)),
@@ -274,7 +274,7 @@ def parse_row(row: dict[str, Any], columns: Columns, learns_from: LearnsFrom, so
         isinstance(given_prompt, list) or (isinstance(given_prompt, str) and _json_messages(given_prompt) is not None),
         _tools(row, columns.tools),
     )
-    return with_system_prompt(found, _optional_text(row, columns.system))
+    return with_system_prompt(parsed, _optional_text(row, columns.system))
 
 
 def _carried(row: dict[str, Any], columns: Columns) -> dict[str, Any]:
@@ -283,16 +283,16 @@ def _carried(row: dict[str, Any], columns: Columns) -> dict[str, Any]:
         names = [str(name) for name in row if name not in (columns.prompt, columns.messages)]
     else:
         names = [name for name in columns.carried if name in row]
-    found = {}
+    carried = {}
     for name in names:
         try:
-            found[name] = json.loads(json.dumps(row[name]))
+            carried[name] = json.loads(json.dumps(row[name]))
         except (TypeError, ValueError) as error:
             if columns.carried is not None:
                 raise UserError(
                     f"column {name!r}, which a reward function takes, must hold texts, numbers, lists and mappings: {error}"
                 ) from error
-    return found
+    return carried
 
 
 def with_system_prompt(row: Row, text: str | None) -> Row:
@@ -322,8 +322,8 @@ def text_of(row: Row) -> str:
 
 def _read_texts(row: dict[str, Any], columns: Columns, learns_from: LearnsFrom) -> tuple[Messages, bool, list[str]]:
     """(messages, whether they are a conversation to imitate, responses to learn from)."""
-    if learns_from == "responses" and (found := _cell(row, columns.messages)) is not None:
-        messages = as_messages(found, columns.messages)
+    if learns_from == "responses" and (conversation := _cell(row, columns.messages)) is not None:
+        messages = as_messages(conversation, columns.messages)
         roles = [message["role"] for message in messages]
         if roles[0] == "assistant" or "assistant" not in roles:
             raise UserError(
@@ -362,26 +362,26 @@ def _with_query(messages: Messages, row: dict[str, Any], columns: Columns) -> Me
 
 def _optional_text(row: dict[str, Any], column: str | None) -> str | None:
     """Return the text of a column that a row may leave empty; None if it is empty."""
-    found = None if column is None else _cell(row, column)
-    if found is None or found == "":
+    text = None if column is None else _cell(row, column)
+    if text is None or text == "":
         return None
-    if not isinstance(found, str):
-        raise UserError(f"column {column!r} must be a text: got {shown(found)}")
-    _check_text(found, str(column))
-    return found
+    if not isinstance(text, str):
+        raise UserError(f"column {column!r} must be a text: got {shown(text)}")
+    _check_text(text, str(column))
+    return text
 
 
 def _tools(row: dict[str, Any], column: str | None) -> list[Any]:
     """Return the functions of a row, given as a list or as JSON of a list."""
-    found = None if column is None else _cell(row, column)
-    if isinstance(found, str):
+    tools = None if column is None else _cell(row, column)
+    if isinstance(tools, str):
         try:
-            found = json.loads(found) if found.strip() else None
+            tools = json.loads(tools) if tools.strip() else None
         except ValueError as error:
             raise UserError(f"column {column!r} must be a list of functions, or JSON of one: {error}") from error
-    if found is not None and not isinstance(found, list):
-        raise UserError(f"column {column!r} must be a list of functions, or JSON of one: got {shown(found)}")
-    return found or []
+    if tools is not None and not isinstance(tools, list):
+        raise UserError(f"column {column!r} must be a list of functions, or JSON of one: got {shown(tools)}")
+    return tools or []
 
 
 def check_responses(row: Row, columns: Columns, learns_from: LearnsFrom, names: list[str]) -> None:
@@ -400,28 +400,28 @@ def check_responses(row: Row, columns: Columns, learns_from: LearnsFrom, names: 
 
 def key_for(names: Collection[str], key: str) -> str | None:
     """Return `data.KEY: COLUMN` for the first column of a usual name, or None."""
-    found = next((name for name in OTHER_NAMES[key] if name in names), None)
-    return None if found is None else f"data.{key}: {found}"
+    column = next((name for name in OTHER_NAMES[key] if name in names), None)
+    return None if column is None else f"data.{key}: {column}"
 
 
 def _no_column(row: dict[str, Any], name: str, key: str) -> str:
-    names = [str(each) for each in row]
+    names = [str(column) for column in row]
     return f"no column {name!r}; it has {', '.join(names)}; set {key_for(names, key) or f'data.{key}'}"
 
 
 def _of_alpaca(row: dict[str, Any]) -> Messages:
     """Return the conversation of an Alpaca row: the instruction with the optional input, then the output."""
-    asked = "\n\n".join(text for text in (row["instruction"], row.get("input")) if text).strip()
-    if not asked:
+    question = "\n\n".join(text for text in (row["instruction"], row.get("input")) if text).strip()
+    if not question:
         raise UserError("column 'instruction': the prompt is empty")
-    messages = [{"role": "user", "content": asked}, {"role": "assistant", "content": row["output"]}]
+    messages = [{"role": "user", "content": question}, {"role": "assistant", "content": row["output"]}]
     return as_messages(messages, "instruction")
 
 
 def as_messages(prompt: Any, column: str) -> Messages:
     """Convert a text, messages or JSON messages in a text to messages; raises ValueError for anything else."""
-    if isinstance(prompt, str) and (found := _json_messages(prompt)) is not None:
-        prompt = found
+    if isinstance(prompt, str) and (messages := _json_messages(prompt)) is not None:
+        prompt = messages
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
     if not isinstance(prompt, list) or not prompt:
@@ -449,20 +449,20 @@ def _json_messages(text: str) -> list[dict[str, Any]] | None:
     if not text.startswith("[{") or '"role"' not in text:
         return None
     try:
-        found = json.loads(text)
+        messages = json.loads(text)
     except ValueError:
         return None
-    whole = all(isinstance(message, dict) and {"role", "content"} <= set(message) for message in found)
-    return found if whole else None
+    are_messages = all(isinstance(message, dict) and {"role", "content"} <= set(message) for message in messages)
+    return messages if are_messages else None
 
 
 def _response(value: Any, column: str) -> str:
     """Return a response given as a text, or as messages whose last one is the response."""
-    found = as_messages(value, column)[-1]["content"] if isinstance(value, list) else value
-    if not isinstance(found, str):
+    text = as_messages(value, column)[-1]["content"] if isinstance(value, list) else value
+    if not isinstance(text, str):
         raise UserError(f"column {column!r}: a response is a text or a list of messages, got {shown(value)}")
-    _check_text(found, column)
-    return found
+    _check_text(text, column)
+    return text
 
 
 def _check_text(text: str, column: str) -> None:
@@ -475,32 +475,32 @@ def _check_text(text: str, column: str) -> None:
 
 
 def _mapping(row: dict[str, Any], column: str) -> dict[str, Any]:
-    found = row.get(column)
-    if found is None:
+    mapping = row.get(column)
+    if mapping is None:
         return {}
-    if not isinstance(found, dict):
-        raise UserError(f"column {column!r} must be a mapping: got {shown(found)}")
-    return dict(found)
+    if not isinstance(mapping, dict):
+        raise UserError(f"column {column!r} must be a mapping: got {shown(mapping)}")
+    return dict(mapping)
 
 
 def _cell(row: dict[str, Any], name: str) -> Any:
     """Return the value of a column, or for `a.b` the field b of column a; None if missing."""
     if name in row:
         return row[name]
-    found: Any = row
+    value: Any = row
     for part in name.split("."):
-        found = found.get(part) if isinstance(found, dict) else None
-    return found
+        value = value.get(part) if isinstance(value, dict) else None
+    return value
 
 
 def _ground_truth(row: dict[str, Any], name: str) -> str:
     """Return the ground truth as a text; in a custom column, the answer of a solution that ends in `#### answer` (GSM8K)."""
     if name == Columns.ground_truth:
         return _as_text(_mapping(row, "reward_model").get("ground_truth"))
-    found = _cell(row, name)
-    if found is None:
+    value = _cell(row, name)
+    if value is None:
         raise UserError(f"no ground truth in {name!r}; it has {', '.join(map(str, row))}; set data.ground_truth_key")
-    return _as_text(found).rpartition("#### ")[2]
+    return _as_text(value).rpartition("#### ")[2]
 
 
 def _as_text(ground_truth: Any) -> str:

@@ -68,10 +68,10 @@ class StoredPrompts(Sequence[Prompt]):
     def __init__(self, path: Path) -> None:
         self._path = path
         reader = pa.ipc.open_file(pa.memory_map(str(path)))
-        found = [reader.get_batch_with_custom_metadata(number) for number in range(reader.num_record_batches)]
-        self._batches = [batch for batch, _ in found]
+        batches = [reader.get_batch_with_custom_metadata(number) for number in range(reader.num_record_batches)]
+        self._batches = [batch for batch, _ in batches]
         self._ends = list(accumulate(batch.num_rows for batch in self._batches))
-        self.dropped = sum(int(metadata[DROPPED]) for _, metadata in found)
+        self.dropped = sum(int(metadata[DROPPED]) for _, metadata in batches)
 
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0

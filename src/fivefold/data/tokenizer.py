@@ -72,10 +72,10 @@ def train_tokenizer(kind: Literal["char", "bpe"], texts: list[str], out: Path, v
 
 def texts_of(row: dict[str, Any]) -> list[str]:
     """Return the texts of a data row that a model will read or write, with the line breaks of the plain template."""
-    given = {"prompt": row.get("prompt")} | {
+    prompts = {"prompt": row.get("prompt")} | {
         key: row[key] for key in ("messages", "chosen", "rejected") if isinstance(row.get(key), list)
     }
-    turns = [message for key, value in given.items() if value is not None for message in as_messages(value, key)]
+    turns = [message for key, value in prompts.items() if value is not None for message in as_messages(value, key)]
     answers = [row[key] for key in ("response", "chosen", "rejected") if isinstance(row.get(key), str)]
     return [message["content"] + "\n" for message in turns] + answers
 

@@ -44,7 +44,7 @@ class Parser:
 
     def __call__(self, text: str, schemas: Schemas) -> tuple[dict[str, str], list[ToolCall]]:
         """Return the turn without its calls, as keys of a message, and the calls in their order."""
-        calls = [call for found in self.block.finditer(text) for call in self._read(found[1], schemas)]
+        calls = [call for match in self.block.finditer(text) for call in self._read(match[1], schemas)]
         rest = self.block.sub("", text)
         for _ in range(rest.count(self.mark)):
             calls.append(ToolCall("", error=f"a call begins with {self.mark!r} and does not end"))
@@ -54,23 +54,23 @@ class Parser:
 
     def _read(self, text: str, schemas: Schemas) -> list[ToolCall]:
         try:
-            found = self.read(text, schemas)
+            calls = self.read(text, schemas)
         except (ValueError, RecursionError) as error:
             return [ToolCall("", error=f"the call cannot be read: {error}")]
-        return found if isinstance(found, list) else [found]
+        return calls if isinstance(calls, list) else [calls]
 
 
 def _json_call(key: str, name: str = "name") -> Callable[[str, Schemas], ToolCall | list[ToolCall]]:
     """Return a reader of `{NAME: ..., KEY: {...}}`, or of a list of these."""
 
-    def call(found: Any) -> ToolCall:
-        if not isinstance(found, dict) or not isinstance(found.get(name), str):
+    def call(value: Any) -> ToolCall:
+        if not isinstance(value, dict) or not isinstance(value.get(name), str):
             raise UserError(f'a call is {{"{name}": ..., "{key}": {{...}}}}')
-        return ToolCall(found[name], _mapping(found.get(key, {})))
+        return ToolCall(value[name], _mapping(value.get(key, {})))
 
     def read(text: str, schemas: Schemas) -> ToolCall | list[ToolCall]:
-        found = json.loads(text)
-        return [call(each) for each in found] if isinstance(found, list) else call(found)
+        values = json.loads(text)
+        return [call(value) for value in values] if isinstance(values, list) else call(values)
 
     return read
 
@@ -153,7 +153,7 @@ _HARMONY_MESSAGE = re.compile(
 
 def _harmony_channels(text: str, has_calls: bool) -> dict[str, str]:
     thinking = "\n".join(body for channel, body in _HARMONY_MESSAGE.findall(text) if channel == "analysis")
-    content = _HARMONY_MESSAGE.sub(lambda found: "" if found[1] == "analysis" else found[2], text).strip()
+    content = _HARMONY_MESSAGE.sub(lambda match: "" if match[1] == "analysis" else match[2], text).strip()
     if has_calls and thinking and content:
         # The template takes one of the two next to a call.
         thinking, content = f"{thinking}\n{content}", ""
@@ -248,10 +248,14 @@ _TYPES: dict[str, tuple[type, ...]] = {
 
 def _fault(value: Any, schema: Mapping[str, Any]) -> str | None:
     """Return what a value must be by its schema, or None if it is."""
-    given = schema.get("type")
-    types = [given] if isinstance(given, str) else given or [*_TYPES]
+    expected = schema.get("type")
+    types = [expected] if isinstance(expected, str) else expected or [*_TYPES]
     # bool is a kind of int in Python, and not in JSON.
-    kinds = {"boolean"} if isinstance(value, bool) else {name for name, own in _TYPES.items() if isinstance(value, own)}
+    kinds = (
+        {"boolean"}
+        if isinstance(value, bool)
+        else {name for name, python_type in _TYPES.items() if isinstance(value, python_type)}
+    )
     if not kinds.intersection(types):
         return f"must be {' or '.join(types)}: got {shown(value)}"
     if "enum" in schema and value not in schema["enum"]:

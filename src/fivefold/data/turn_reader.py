@@ -42,11 +42,11 @@ class TurnReader:
 
     def read(self, token_ids: Sequence[int]) -> Answer:
         """Return a sampled turn as a message; with tools, it has the calls that the turn makes."""
-        own = list(token_ids[:-1] if token_ids and token_ids[-1] in self.template.ends else token_ids)
+        turn_ids = list(token_ids[:-1] if token_ids and token_ids[-1] in self.template.ends else token_ids)
         parser = self.parser if self.schemas else self._splitter
         if parser is None:
-            return Answer({"role": "assistant", "content": self.template.decode(own, skip_special_tokens=True)})
-        keys, calls = parser(self._escaped(own) if self.escapes else self.template.decode(own), self.schemas)
+            return Answer({"role": "assistant", "content": self.template.decode(turn_ids, skip_special_tokens=True)})
+        keys, calls = parser(self._escaped(turn_ids) if self.escapes else self.template.decode(turn_ids), self.schemas)
         message = {"role": "assistant", **keys}
         return Answer({**message, "tool_calls": self.template.written(calls)} if calls else message, calls)
 
@@ -66,11 +66,14 @@ class TurnReader:
     def _splitter(self) -> Parser | None:
         """The parser that separates the channels of a turn where there are no tools; None if it has none."""
         words = "some words"
-        said = self.template.said(words)
-        if said is None or self.template.decode(self.template.encode(said), skip_special_tokens=True).strip() == words:
+        turn_text = self.template.turn_text(words)
+        if (
+            turn_text is None
+            or self.template.decode(self.template.encode(turn_text), skip_special_tokens=True).strip() == words
+        ):
             return None
         split = [parser for parser in PARSERS.values() if parser.channels is not None]
-        return next((parser for parser in split if parser(said, {})[0]["content"] == words), None)
+        return next((parser for parser in split if parser(turn_text, {})[0]["content"] == words), None)
 
     @property
     def _examples(self) -> list[tuple[list[ToolCall], str, str]]:
@@ -79,19 +82,19 @@ class TurnReader:
         needed = [([], "some words"), (EXAMPLE_CALLS[:1], ""), (EXAMPLE_CALLS[1:], "")]
         # Some templates refuse several calls in a turn or write the first, and some refuse text next to a call.
         allowed = [(EXAMPLE_CALLS, ""), (EXAMPLE_CALLS[:1], "some words")]
-        written = [(*each, self.template.said(each[1], each[0])) for each in (*needed, *allowed)]
+        written = [(*example, self.template.turn_text(example[1], example[0])) for example in (*needed, *allowed)]
         first = written[1][2]
         return [
-            (calls, content, said or "")
-            for place, (calls, content, said) in enumerate(written)
-            if place < len(needed) or (said is not None and (len(calls) == 1 or said != first))
+            (calls, content, turn_text or "")
+            for place, (calls, content, turn_text) in enumerate(written)
+            if place < len(needed) or (turn_text is not None and (len(calls) == 1 or turn_text != first))
         ]
 
     @staticmethod
-    def _reads(parser: Parser, calls: list[ToolCall], content: str, said: str) -> bool:
+    def _reads(parser: Parser, calls: list[ToolCall], content: str, turn_text: str) -> bool:
         """Return whether a parser reads a turn back."""
-        keys, found = parser(said, {call.name: _SCHEMA for call in EXAMPLE_CALLS})
-        return found == calls and (bool(calls) or content in keys["content"])
+        keys, read_calls = parser(turn_text, {call.name: _SCHEMA for call in EXAMPLE_CALLS})
+        return read_calls == calls and (bool(calls) or content in keys["content"])
 
     def _escaped(self, token_ids: list[int]) -> str:
         """Return the text of a turn in which only special tokens read as such."""

@@ -17,13 +17,13 @@ def balance(weights: Sequence[float], parts: int) -> list[list[int]]:
     Example: `balance([5, 4, 3, 3, 3], 2) == [[0, 3, 4], [1, 2]]`, or 11 and 7: the heaviest item first, each to the part
     that is lightest so far.
     """
-    found: list[list[int]] = [[] for _ in range(parts)]
+    items_of_parts: list[list[int]] = [[] for _ in range(parts)]
     heap = [(0.0, part) for part in range(parts)]
     for item in sorted(range(len(weights)), key=lambda i: (-weights[i], i)):
         load, lightest = heap[0]
-        found[lightest].append(item)
+        items_of_parts[lightest].append(item)
         heapq.heapreplace(heap, (load + weights[item], lightest))
-    return found
+    return items_of_parts
 
 
 def deal(work_U: Sequence[float], part_U: Sequence[int], replicas: int) -> list[int]:
@@ -123,10 +123,10 @@ def _best_fit(lengths: Sequence[int], budget: int) -> list[list[int]]:
         place = bisect.bisect_left(room, (lengths[item], -1))
         if place == len(room):
             bins.append([item])
-            left, own = budget - lengths[item], len(bins) - 1
+            left, number = budget - lengths[item], len(bins) - 1
         else:
-            left, own = room.pop(place)
-            bins[own].append(item)
+            left, number = room.pop(place)
+            bins[number].append(item)
             left -= lengths[item]
-        bisect.insort(room, (left, own))
+        bisect.insort(room, (left, number))
     return bins

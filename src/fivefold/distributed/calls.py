@@ -23,7 +23,7 @@ def call_once_a_machine(ranks: Ranks, function: Callable[[], T]) -> T:
     """
     host = socket.gethostname()
     results = _call_on(ranks, function, int(os.environ.get("LOCAL_RANK", ranks.rank)) == 0)
-    return next(value for there, value in results if there == host)
+    return next(value for machine, value in results if machine == host)
 
 
 def call_once(ranks: Ranks, function: Callable[[], T]) -> T:
@@ -45,10 +45,10 @@ def _call_on(ranks: Ranks, function: Callable[[], T], calls: bool) -> list[tuple
             except UserError as error:
                 fault = str(error)
     results = ranks.gather_objects((calls, socket.gethostname(), value, fault))
-    for *_, each in results:
-        if each:
-            raise UserError(each)
-    return [(there, result) for called, there, result, _ in results if called]  # type: ignore[misc]
+    for *_, message in results:
+        if message:
+            raise UserError(message)
+    return [(machine, result) for called, machine, result, _ in results if called]  # type: ignore[misc]
 
 
 def call_on_main(ranks: Ranks, call: Callable[[], T]) -> T:

@@ -54,11 +54,11 @@ def _home() -> tuple[Path, str]:
 
 def _fault(path: Path) -> str:
     """Return why another user may put code into the directory, or an empty string."""
-    there = path.lstat()
-    if not stat.S_ISDIR(there.st_mode):
+    status = path.lstat()
+    if not stat.S_ISDIR(status.st_mode):
         return f"{path} is not a directory"
-    if there.st_uid != os.geteuid():
-        return f"{path} belongs to user {there.st_uid}, not to {os.geteuid()}"
-    if there.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        return f"{path} has mode {stat.S_IMODE(there.st_mode):04o}, in which others may write; remove it"
+    if status.st_uid != os.geteuid():
+        return f"{path} belongs to user {status.st_uid}, not to {os.geteuid()}"
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        return f"{path} has mode {stat.S_IMODE(status.st_mode):04o}, in which others may write; remove it"
     return ""

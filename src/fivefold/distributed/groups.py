@@ -26,7 +26,7 @@ def own_groups_only() -> Iterator[None]:
     """
     make, alone = dist.new_group, {}
 
-    def own(ranks: list[int] | None = None, *arguments: Any, **named: Any) -> Any:
+    def new_group(ranks: list[int] | None = None, *arguments: Any, **named: Any) -> Any:
         if ranks is None:
             return make(ranks, *arguments, **named)
         if dist.get_rank() not in ranks:
@@ -40,7 +40,7 @@ def own_groups_only() -> Iterator[None]:
 
     # torch names such a group after its members and the number of all groups in this process. That number differs among
     # pipeline stages, so the members would wait for each other under two names.
-    with patch.object(dist, "new_group", own), patch.object(distributed_c10d, "_process_group_name", _name):
+    with patch.object(dist, "new_group", new_group), patch.object(distributed_c10d, "_process_group_name", _name):
         yield
 
 

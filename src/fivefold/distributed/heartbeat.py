@@ -143,9 +143,9 @@ class Heartbeat:
     def _agree(self, group: dist.ProcessGroup, number: int) -> None:
         with self._change:
             self._is_held = True
-            own = torch.tensor(self._place)
-        everyone = [torch.zeros_like(own) for _ in range(group.size())]
-        dist.all_gather(everyone, own, group=group)
+            place = torch.tensor(self._place)
+        everyone = [torch.zeros_like(place) for _ in range(group.size())]
+        dist.all_gather(everyone, place, group=group)
         with self._change:
             self._places = [(int(step), int(item)) for step, item in everyone]
             self._number, self._is_held = number, False
@@ -170,10 +170,10 @@ class Heartbeat:
         The hung ranks are those that do not wait for another one, or the least advanced ones if all wait.
         """
         assert self._motion is not None
-        own = torch.tensor([self._motion.waits, *self._place])
-        everyone = [torch.zeros_like(own) for _ in range(group.size())]
-        dist.all_gather(everyone, own, group=group)
-        places = [tuple(each.tolist()) for each in everyone]
+        position = torch.tensor([self._motion.waits, *self._place])
+        everyone = [torch.zeros_like(position) for _ in range(group.size())]
+        dist.all_gather(everyone, position, group=group)
+        places = [tuple(row.tolist()) for row in everyone]
         slowest = min(places)
         named = [rank for rank, place in enumerate(places) if (place == slowest if slowest[0] else not place[0])]
         if len(places) == 1:

@@ -40,7 +40,8 @@ def on_hosts(names: Sequence[str], ranks: Iterable[int]) -> str:
     for rank in ranks:
         members.setdefault(names[rank], []).append(rank)
     return ", ".join(
-        f"rank{'s' if len(own) > 1 else ''} {', '.join(map(str, own))} on {name}" for name, own in members.items()
+        f"rank{'s' if len(ranks_there) > 1 else ''} {', '.join(map(str, ranks_there))} on {name}"
+        for name, ranks_there in members.items()
     )
 
 

@@ -47,8 +47,8 @@ def all_gather_rows(rows_NF: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
     padded[: len(rows_NF)] = rows_NF
     everyone = rows_NF.new_empty(size * longest, *rows_NF.shape[1:])
     dist.all_gather_into_tensor(everyone, padded, group=group)
-    each = everyone.split(longest) if longest else [padded] * size
-    return [rows[:count] for rows, count in zip(each, counts.tolist(), strict=True)]
+    pieces = everyone.split(longest) if longest else [padded] * size
+    return [rows[:count] for rows, count in zip(pieces, counts.tolist(), strict=True)]
 
 
 def unpickle_plain_values_only() -> None:

@@ -21,12 +21,12 @@ def descendants(process: psutil.Process) -> list[psutil.Process]:
 
     A tracker ends after all the processes that it tracks for, and then removes what they left.
     """
-    found = []
-    for each in process.children(recursive=True):
+    processes = []
+    for child in process.children(recursive=True):
         with contextlib.suppress(psutil.Error):
-            if not any("resource_tracker" in word for word in each.cmdline()):
-                found.append(each)
-    return found
+            if not any("resource_tracker" in word for word in child.cmdline()):
+                processes.append(child)
+    return processes
 
 
 def kill(processes: list[psutil.Process]) -> None:
@@ -35,9 +35,9 @@ def kill(processes: list[psutil.Process]) -> None:
     A signal alone is not enough: a process holds its device memory until it has ended, and the next process would lack that
     memory.
     """
-    for each in processes:
+    for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
-            each.kill()
+            process.kill()
     deadline = time.monotonic() + _LONGEST_END
     while any(map(_is_there, processes)) and time.monotonic() < deadline:
         time.sleep(0.01)

@@ -142,9 +142,9 @@ class Ranks:
         rows = all_gather_rows(rows_NF, self.dp)
         if self._told is None:
             return rows
-        counts = self._tell(torch.tensor([len(each) for each in rows]) if self.holds else torch.zeros(self.layout.dp).long())
-        whole = torch.cat(rows) if self.holds else rows_NF.new_empty(int(counts.sum()), *rows_NF.shape[1:])
-        return list(self._tell(whole).split(counts.tolist()))
+        counts = self._tell(torch.tensor([len(part) for part in rows]) if self.holds else torch.zeros(self.layout.dp).long())
+        gathered = torch.cat(rows) if self.holds else rows_NF.new_empty(int(counts.sum()), *rows_NF.shape[1:])
+        return list(self._tell(gathered).split(counts.tolist()))
 
     def all_gather_within_replica(self, rows_NF: Tensor) -> list[Tensor]:
         """Returns the rows of every rank of this replica in order of ranks; the number of rows may differ."""
@@ -165,22 +165,22 @@ class Ranks:
         self.heartbeat.begin()
         return _all_to_all(rows_NF, counts, expected, self.world)
 
-    def gather_bytes(self, own: bytes) -> list[bytes]:
+    def gather_bytes(self, content: bytes) -> list[bytes]:
         """Returns every rank's bytes in order of ranks on the main rank, and an empty list on the others. Only the main rank
         receives them."""
         self.heartbeat.begin()
-        sizes = torch.cat(all_gather_rows(torch.tensor([len(own)]), self.world)).tolist()
+        sizes = torch.cat(all_gather_rows(torch.tensor([len(content)]), self.world)).tolist()
         if not self.is_main:
-            if own:
-                dist.send(torch.frombuffer(bytearray(own), dtype=torch.uint8), 0, group=self.world)
+            if content:
+                dist.send(torch.frombuffer(bytearray(content), dtype=torch.uint8), 0, group=self.world)
             return []
-        found = [own]
+        contents = [content]
         for rank, size in enumerate(sizes[1:], 1):
             arrived = torch.empty(size, dtype=torch.uint8)
             if size:
                 dist.recv(arrived, rank, group=self.world)
-            found.append(arrived.numpy().tobytes())
-        return found
+            contents.append(arrived.numpy().tobytes())
+        return contents
 
     def gather_objects(self, value: T) -> list[T]:
         """Returns every rank's value on every rank: names and messages, never tokens. They are sent as JSON: tuples become

@@ -26,15 +26,15 @@ _READ_BY_FORWARD = {Column.ROUTES}
 """Columns of a batch that a forward pass depends on."""
 
 
-def on_replicas_of(ranks: Ranks, model: Model | None, own: Ranks) -> Model:
-    """Returns the model, which is on the layout of `own`, for callers on the replicas of `ranks`.
+def on_replicas_of(ranks: Ranks, model: Model | None, model_ranks: Ranks) -> Model:
+    """Returns the model, which is on the layout of `model_ranks`, for callers on the replicas of `ranks`.
 
     `model` is None on ranks that hold no part of it.
     """
-    if model is not None and own.is_everywhere and torch.equal(ranks.dp_of_rank, own.dp_of_rank):
+    if model is not None and model_ranks.is_everywhere and torch.equal(ranks.dp_of_rank, model_ranks.dp_of_rank):
         # Only the parallelism within a replica differs: the samples stay where they are.
         return model
-    return RedealtModel(ranks, model, own)
+    return RedealtModel(ranks, model, model_ranks)
 
 
 @dataclass(frozen=True)
@@ -55,16 +55,16 @@ def begin_forward(model: FrozenModel, batch: TokenBatch) -> Pass[Tensor]:
     """Begins `model.forward` of the batch as a `Pass`."""
     if isinstance(model, RedealtModel):
         return model.begin_forward(batch)
-    found: list[Tensor] = []
-    return Pass(lambda: found.append(model.forward(batch)), found.pop)
+    results: list[Tensor] = []
+    return Pass(lambda: results.append(model.forward(batch)), results.pop)
 
 
 def begin_train_step(model: Model, batch: TokenBatch, loss_fn: LossFn) -> Pass[StepReport]:
     """Begins `model.train_step` of the batch as a `Pass`."""
     if isinstance(model, RedealtModel):
         return model.begin_train_step(batch, loss_fn)
-    found: list[StepReport] = []
-    return Pass(lambda: found.append(model.train_step(batch, loss_fn)), found.pop)
+    reports: list[StepReport] = []
+    return Pass(lambda: reports.append(model.train_step(batch, loss_fn)), reports.pop)
 
 
 class RedealtModel:
@@ -73,10 +73,10 @@ class RedealtModel:
     On ranks without the model, it returns the results of the model's own ranks.
     """
 
-    def __init__(self, ranks: Ranks, model: Model | None, own: Ranks) -> None:
-        """`ranks` are in the callers' layout, `own` in the model's layout."""
-        self._ranks, self._model, self._own = ranks, model, own
-        self._moves = not torch.equal(ranks.dp_of_rank, own.dp_of_rank)
+    def __init__(self, ranks: Ranks, model: Model | None, model_ranks: Ranks) -> None:
+        """`ranks` are in the callers' layout, `model_ranks` in the model's layout."""
+        self._ranks, self._model, self._model_ranks = ranks, model, model_ranks
+        self._moves = not torch.equal(ranks.dp_of_rank, model_ranks.dp_of_rank)
         self._version = 0
         """The model's version, as last received by this rank."""
 
@@ -90,21 +90,21 @@ class RedealtModel:
     def begin_forward(self, batch: TokenBatch) -> Pass[Tensor]:
         """Begins `forward` as a `Pass`."""
         # Columns that the model does not read stay where they are.
-        there = batch.with_columns(dict.fromkeys(batch.columns.keys() - _READ_BY_FORWARD))
+        part = batch.with_columns(dict.fromkeys(batch.columns.keys() - _READ_BY_FORWARD))
         deal = self._deal(batch) if self._moves else None
         if deal is not None:
-            there = deal.there(there)
-        found: list[Tensor] = []
+            part = deal.there(part)
+        results: list[Tensor] = []
 
         def compute() -> None:
-            found.append(torch.zeros(0) if self._model is None else self._model.forward(there))
+            results.append(torch.zeros(0) if self._model is None else self._model.forward(part))
             self._pass_by()
 
         def result() -> Tensor:
             if batch.records_routes:
                 assert deal is None, "routes are recorded by the model whose replicas have the samples"
-                batch.columns |= there.columns
-            return found.pop() if deal is None else deal.back(found.pop())
+                batch.columns |= part.columns
+            return results.pop() if deal is None else deal.back(results.pop())
 
         return Pass(compute, result)
 
@@ -113,18 +113,18 @@ class RedealtModel:
 
     def begin_train_step(self, batch: TokenBatch, loss_fn: LossFn) -> Pass[StepReport]:
         """Begins `train_step` as a `Pass`."""
-        there = self._deal(batch).there(batch) if self._moves else batch
-        found: list[StepReport | None] = []
+        part = self._deal(batch).there(batch) if self._moves else batch
+        reports: list[StepReport | None] = []
 
         def compute() -> None:
-            found.append(None if self._model is None else self._model.train_step(there, loss_fn))
+            reports.append(None if self._model is None else self._model.train_step(part, loss_fn))
             self._pass_by()
 
         def result() -> StepReport:
-            report = found.pop()
-            if report is None or not self._own.is_everywhere:
-                own: dict[str, Any] | None = asdict(report) if report is not None else None
-                report = StepReport(**self._own.broadcast_from_leader(own))
+            report = reports.pop()
+            if report is None or not self._model_ranks.is_everywhere:
+                content: dict[str, Any] | None = asdict(report) if report is not None else None
+                report = StepReport(**self._model_ranks.broadcast_from_leader(content))
                 self._version += not report.skipped
             return report
 
@@ -163,29 +163,29 @@ class RedealtModel:
         except DamagedFile as error:
             # All ranks of the model raise it; the others still wait for the version, so it is raised after the broadcast.
             fault = error
-        if not self._own.is_everywhere:
-            self._version = self._own.broadcast_from_leader(self.version)
+        if not self._model_ranks.is_everywhere:
+            self._version = self._model_ranks.broadcast_from_leader(self.version)
         if fault is not None:
             raise fault
 
     def _pass_by(self) -> None:
         """Counts a pass on ranks without the model, as the model's ranks count it."""
         if self._model is None:
-            self._own.heartbeat.begin()
+            self._model_ranks.heartbeat.begin()
 
     def _deal(self, batch: TokenBatch) -> Deal:
         """Assigns the samples of all callers' replicas to the model's replicas, balanced by tokens. Compared samples stay
         together. Collective."""
-        own_N2 = torch.tensor([batch.lengths_N, batch.sample_index_N], dtype=torch.long).T.contiguous()
-        everyone = self._ranks.all_gather_replicas(own_N2)
+        rows_N2 = torch.tensor([batch.lengths_N, batch.sample_index_N], dtype=torch.long).T.contiguous()
+        everyone = self._ranks.all_gather_replicas(rows_N2)
         held_N = torch.cat([torch.full((len(rows),), replica) for replica, rows in enumerate(everyone)])
         lengths_N, index_N = torch.cat(everyone).T
         size = batch.samples_per_comparison
         work_U = lengths_N.view(-1, size).sum(1).tolist()
         owner_U = torch.zeros(len(work_U), dtype=torch.long)
-        for replica, units in enumerate(balance(work_U, self._own.layout.dp)):
+        for replica, units in enumerate(balance(work_U, self._model_ranks.layout.dp)):
             owner_U[units] = replica
-        return Deal(self._ranks, self._own, lengths_N, index_N, held_N, owner_U.repeat_interleave(size))
+        return Deal(self._ranks, self._model_ranks, lengths_N, index_N, held_N, owner_U.repeat_interleave(size))
 
 
 def _whole(parts: Pass[T]) -> T:
@@ -203,7 +203,7 @@ class Deal:
 
     ranks: Ranks
     """Ranks in the callers' layout."""
-    own: Ranks
+    model_ranks: Ranks
     """Ranks in the model's layout."""
     lengths_N: Tensor
     index_N: Tensor
@@ -217,12 +217,12 @@ class Deal:
         """Returns the batch of the model's replica, with every column of this batch. Collective."""
         tensors = batch.tensors()
         rows_TB = torch.cat([_bytes(value_T) for value_T in tensors.values()], 1)
-        rows_TB = _move(rows_TB, self.lengths_N, (self.ranks, self.held_N), (self.own, self.owner_N))
+        rows_TB = _move(rows_TB, self.lengths_N, (self.ranks, self.held_N), (self.model_ranks, self.owner_N))
         parts = rows_TB.split([_row_bytes(value_T) for value_T in tensors.values()], 1)
         moved = batch.fields_of(
             {name: _numbers(part_TB, value_T) for (name, value_T), part_TB in zip(tensors.items(), parts, strict=True)}
         )
-        kept_N = self.owner_N == self.own.coords.dp
+        kept_N = self.owner_N == self.model_ranks.coords.dp
         return replace(
             batch, lengths_N=self.lengths_N[kept_N].tolist(), sample_index_N=self.index_N[kept_N].tolist(), **moved
         )
@@ -230,7 +230,7 @@ class Deal:
     def back(self, numbers_T: Tensor) -> Tensor:
         """Returns [T] for the callers' replica, from the numbers that the model's replica has for its samples.
         Collective."""
-        rows_TB = _move(_bytes(numbers_T), self.lengths_N, (self.own, self.owner_N), (self.ranks, self.held_N))
+        rows_TB = _move(_bytes(numbers_T), self.lengths_N, (self.model_ranks, self.owner_N), (self.ranks, self.held_N))
         return _numbers(rows_TB, numbers_T)
 
 
@@ -259,7 +259,7 @@ def _move(rows_TB: Tensor, lengths_N: Tensor, giver: tuple[Ranks, Tensor], taker
     """
     (ranks, giver_N), (others, taker_N) = giver, taker
     members = [(ranks.dp_of_rank == replica).nonzero()[:, 0] for replica in range(ranks.layout.dp)]
-    own, world = ranks.coords.dp, len(ranks.dp_of_rank)
+    replica, world = ranks.coords.dp, len(ranks.dp_of_rank)
 
     def source(rank: int, replica: int) -> int:
         """Returns the rank from which `rank` receives samples of the replica."""
@@ -267,11 +267,11 @@ def _move(rows_TB: Tensor, lengths_N: Tensor, giver: tuple[Ranks, Tensor], taker
             return rank
         return int(members[replica][rank % len(members[replica])])
 
-    held_N = giver_N == own
+    held_N = giver_N == replica
     places = torch.arange(len(rows_TB)).split(lengths_N[held_N].tolist())
     outgoing, counts = [], [0] * world
     for rank in range(world):
-        if ranks.holds and source(rank, own) == ranks.rank:
+        if ranks.holds and source(rank, replica) == ranks.rank:
             chosen = (taker_N[held_N] == others.dp_of_rank[rank]).nonzero()[:, 0].tolist()
             outgoing += [places[sample] for sample in chosen]
             counts[rank] = sum(len(places[sample]) for sample in chosen)

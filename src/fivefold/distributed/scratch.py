@@ -41,8 +41,8 @@ def remove_scratch(pid: int) -> None:
 
 def _found() -> list[tuple[Path, int]]:
     places = {Path(tempfile.gettempdir()), Path(_short_directory())}
-    found = [(path, _NAME.fullmatch(path.name)) for place in places for path in place.glob("fivefold-*")]
-    return [(path, int(name[1])) for path, name in found if name]
+    names = [(path, _NAME.fullmatch(path.name)) for place in places for path in place.glob("fivefold-*")]
+    return [(path, int(name[1])) for path, name in names if name]
 
 
 def _has_ended(pid: int) -> bool:

@@ -42,7 +42,7 @@ def check_release(
 def check_arguments(
     findings: Findings,
     release: str,
-    given: Mapping[str, Any],
+    arguments: Mapping[str, Any],
     known: Mapping[str, str],
     ours: Mapping[str, str],
     fixed: Mapping[str, str],
@@ -52,7 +52,7 @@ def check_arguments(
 
     `findings` are at the section that gives the arguments.
     """
-    for name, value in given.items():
+    for name, value in arguments.items():
         if name in ours:
             findings.error(name, f"is {ours[name]}: set it there")
         elif name in fixed:
@@ -66,13 +66,13 @@ def check_arguments(
 def declared_fields(sources: Iterable[Path], is_wanted: Callable[[str], bool]) -> dict[str, ast.expr]:
     """Returns name -> annotation of the fields of the wanted classes, read from source: importing an engine takes
     seconds."""
-    found: dict[str, ast.expr] = {}
+    types: dict[str, ast.expr] = {}
     for source in sources:
         for node in ast.parse(source.read_text()).body:
             if isinstance(node, ast.ClassDef) and is_wanted(node.name):
                 fields = [item for item in node.body if isinstance(item, ast.AnnAssign)]
-                found |= {ast.unparse(item.target): item.annotation for item in fields}
-    return {name: kind for name, kind in found.items() if not name.startswith("_")}
+                types |= {ast.unparse(item.target): item.annotation for item in fields}
+    return {name: kind for name, kind in types.items() if not name.startswith("_")}
 
 
 def _fits(value: Any, declared: str) -> bool:
@@ -89,15 +89,15 @@ def dotted(version: tuple[int, ...]) -> str:
 
 def flags(arguments: Mapping[str, Any], says_no: bool) -> list[str]:
     """Returns arguments as command line options; `says_no`: options that are off are passed as --no-..."""
-    found: list[str] = []
+    options: list[str] = []
     for name, value in arguments.items():
         option = name.replace("_", "-")
         if isinstance(value, bool):
-            found += [f"--{option}"] if value else [f"--no-{option}"] if says_no else []
+            options += [f"--{option}"] if value else [f"--no-{option}"] if says_no else []
         elif isinstance(value, dict):
-            found += [f"--{option}", json.dumps(value)]
+            options += [f"--{option}", json.dumps(value)]
         elif isinstance(value, list):
-            found += [f"--{option}", *map(str, value)]
+            options += [f"--{option}", *map(str, value)]
         elif value is not None:
-            found += [f"--{option}", str(value)]
-    return found
+            options += [f"--{option}", str(value)]
+    return options

@@ -133,8 +133,8 @@ class TransformersEngine:
         size = next(self._model.parameters()).element_size()
         longest = len(rows[-1].prompt_ids) + rows[-1].sampling.max_tokens
         # The cache grows by copying: for one layer, old and new exist at the same time. Logits are processed in float32.
-        each = 1.2 * self._spec.kv_numbers_per_token * size * longest + 24 * self._spec.vocab
-        return max(1, min(self._max_num_seqs, int(0.8 * free / each)))
+        row_bytes = 1.2 * self._spec.kv_numbers_per_token * size * longest + 24 * self._spec.vocab
+        return max(1, min(self._max_num_seqs, int(0.8 * free / row_bytes)))
 
 
 class _Batch:
@@ -176,10 +176,10 @@ class _Batch:
                 if not keep:
                     return
                 if len(keep) < len(alive):
-                    kept = torch.tensor(keep, device=device)
-                    cache.batch_select_indices(kept)
-                    process.select(kept)
-                    alive, token_N, keys_N, mask = (x[kept] for x in (alive, token_N, keys_N, mask))
+                    kept_N = torch.tensor(keep, device=device)
+                    cache.batch_select_indices(kept_N)
+                    process.select(kept_N)
+                    alive, token_N, keys_N, mask = (x[kept_N] for x in (alive, token_N, keys_N, mask))
             mask = torch.cat([mask, mask.new_ones(len(mask), 1)], 1)
             output = engine._model(
                 input_ids=token_N[:, None],
@@ -261,15 +261,15 @@ def parameter_map(model: Any, spec: ModelSpec) -> dict[str, Tensor]:
             f"the table of {spec.family} must name every tensor that transformers has in memory, and no other: "
             f"{len(different)} differ, the first: {sorted(different)[:3]}; correct models/families/{spec.family}.py"
         )
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for parameter in parameters:
         if parameter.transformers is None:
-            found |= {name: state[name] for name in parameter.hf}
+            tensors |= {name: state[name] for name in parameter.hf}
         else:
             joined = state[parameter.transformers]
-            own = joined if parameter.expert is None else joined[parameter.expert]
-            found |= zip(parameter.hf, own.chunk(len(parameter.hf)), strict=True)
-    return found
+            tensor = joined if parameter.expert is None else joined[parameter.expert]
+            tensors |= zip(parameter.hf, tensor.chunk(len(parameter.hf)), strict=True)
+    return tensors
 
 
 def stop_token_ids(directory: Path, tokenizer: Any) -> set[int]:

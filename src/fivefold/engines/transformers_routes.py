@@ -39,7 +39,9 @@ class RouterOutputs:
         """Returns [rows, tokens of each, layers, K] of the last pass."""
         chosen = [self._chosen[place] for place in range(len(self._shape.layers))]
         self._chosen.clear()
-        return torch.stack([each.view(rows, -1, each.shape[-1]) for each in chosen], 2).to(route_dtype(self._shape))
+        return torch.stack([rows_of_layer.view(rows, -1, rows_of_layer.shape[-1]) for rows_of_layer in chosen], 2).to(
+            route_dtype(self._shape)
+        )
 
 
 class BatchRoutes:
@@ -53,7 +55,7 @@ class BatchRoutes:
     def add_prompts(self, mask: Tensor, owner: Tensor) -> None:
         """Record the routes after a pass over prompts [prompts, tokens]; `owner` is the prompt of each request."""
         routes = self._outputs.take(len(mask)).cpu()
-        prompts = [rows[own.bool()] for rows, own in zip(routes, mask.cpu(), strict=True)]
+        prompts = [rows[row_mask.bool()] for rows, row_mask in zip(routes, mask.cpu(), strict=True)]
         self._pieces = [[prompts[number]] for number in owner.tolist()]
 
     def add_column(self, rows: int) -> None:
@@ -63,13 +65,13 @@ class BatchRoutes:
     def collect(self, alive: list[int]) -> None:
         """Move the routes since the previous call to the host; the remaining rows must not have changed since then."""
         if self._columns:
-            for row, found in zip(alive, torch.stack(self._columns, 1).cpu(), strict=True):
-                self._pieces[row].append(found)
+            for row, routes in zip(alive, torch.stack(self._columns, 1).cpu(), strict=True):
+                self._pieces[row].append(routes)
             self._columns = []
 
     def of(self, row: int, tokens: int) -> Tensor:
         """Returns [tokens - 1, layers, K] of a request with `tokens` tokens, prompt included: the last token was sampled but
         not read."""
-        found = torch.cat([*self._pieces[row], no_routes(0, self._shape)])[: tokens - 1]
-        assert len(found) == tokens - 1 and not (found == NO_ROUTE).any()
-        return found
+        routes = torch.cat([*self._pieces[row], no_routes(0, self._shape)])[: tokens - 1]
+        assert len(routes) == tokens - 1 and not (routes == NO_ROUTE).any()
+        return routes

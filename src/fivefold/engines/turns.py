@@ -28,8 +28,8 @@ class Turns:
             yield from self._engine.generate(requests)
 
     def drop(self, request_ids: Collection[int]) -> None:
-        for each in request_ids:
-            self._waiting.pop(each, None)
+        for request_id in request_ids:
+            self._waiting.pop(request_id, None)
 
     def load(self) -> None:
         """Returns nothing: the engine samples only on request."""

@@ -32,8 +32,8 @@ class SentWeights:
         """Add a tensor by its name in Hugging Face files."""
         place = self._places.of(name)
         copies = self._copies.get(place, 1) if ".q_proj." not in name else 1
-        found = copies * bit_sum(tensor.to(self._dtypes.get(place, tensor.dtype)))
-        self._sums[place] = self._sums[place] + found if place in self._sums else found
+        bits = copies * bit_sum(tensor.to(self._dtypes.get(place, tensor.dtype)))
+        self._sums[place] = self._sums[place] + bits if place in self._sums else bits
 
     def missing(self, names: Iterable[str]) -> list[str]:
         """Returns the engine's parameters for which no tensor was received."""
@@ -41,16 +41,16 @@ class SentWeights:
 
     def faults(self, held: Iterable[tuple[str, Tensor]], group: Any, also_wrong: Collection[str] = ()) -> list[str]:
         """Returns the differences as messages for users. All tensor-parallel ranks of the engine (`group`) call this."""
-        own = {name: bit_sum(tensor) for name, tensor in held if name in self._sums}
-        if unknown := sorted(set(self._sums) - set(own)):
+        sums_of_held = {name: bit_sum(tensor) for name, tensor in held if name in self._sums}
+        if unknown := sorted(set(self._sums) - set(sums_of_held)):
             return [f"{len(unknown)} tensors have no parameter to be compared with, the first: {unknown[:3]}"]
-        names = sorted(own)
-        local, expected = (torch.stack([sums[name] for name in names]).cpu() for sums in (own, self._sums))
+        names = sorted(sums_of_held)
+        local, expected = (torch.stack([sums[name] for name in names]).cpu() for sums in (sums_of_held, self._sums))
         total = local.clone()
         dist.all_reduce(total, group=group)
         # A parameter is either sharded over the tensor-parallel ranks or replicated on each.
         is_wrong = (expected != local) & (expected != total)
-        wrong = [*(name for name, found in zip(names, is_wrong.tolist(), strict=True) if found), *also_wrong]
+        wrong = [*(name for name, differs in zip(names, is_wrong.tolist(), strict=True) if differs), *also_wrong]
         return [f"{len(wrong)} of {len(names)} parameters are not what was sent, the first: {wrong[:3]}"] if wrong else []
 
 
@@ -69,7 +69,7 @@ class Places:
         """`fused`: name of a fused linear layer -> names of the layers in the files that it joins, as the engine's models
         define them."""
         self._names = names
-        self._wholes = [(f".{part}.", f".{whole}.") for whole, parts in {**_FUSED, **fused}.items() for part in parts]
+        self._wholes = [(f".{part}.", f".{joined}.") for joined, parts in {**_FUSED, **fused}.items() for part in parts]
         self._experts = {
             (name.partition("experts.")[0], end): name
             for name in names
@@ -81,7 +81,7 @@ class Places:
         """Returns the parameter that holds the tensor `name`: the name itself if the tensor is not fused."""
         if expert := _EXPERT.fullmatch(name):
             return self._experts.get((expert["layer"], _EXPERT_PARTS.get(expert["part"], "")), name)
-        for part, whole in self._wholes:
-            if part in name and (held := name.replace(part, whole)) in self._names:
+        for part, joined in self._wholes:
+            if part in name and (held := name.replace(part, joined)) in self._names:
                 return held
         return name

@@ -1,4 +1,4 @@
-"""Where the class of an environment comes from: a user's file, or another library."""
+"""Find the class of an environment: in a user's file, or in another library."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ KINDS = {
 
 def kind_of(name: str) -> tuple[str, str]:
     """Return (kind, what it names) of `environment.class`."""
-    kind, _, own = name.partition(":")
-    return (kind, own) if kind in KINDS else (FILE, name)
+    kind, _, rest = name.partition(":")
+    return (kind, rest) if kind in KINDS else (FILE, name)
 
 
 def is_server(tool: str) -> bool:

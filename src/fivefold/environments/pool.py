@@ -135,20 +135,20 @@ class EnvironmentPool:
         return self._call(run())
 
     def state(self, place: Place) -> Future[dict[str, Any] | None]:
-        """The future holds what `reset` restores the environment from, or None if its class or a tool cannot say."""
+        """Return a future of the state from which `reset` restores the environment; None if a class or tool gives none."""
 
         async def run() -> dict[str, Any] | None:
             if not self._abilities["has_state"]:
                 return None
-            found: dict[str, Any] = await place.process.ask(
+            state: dict[str, Any] = await place.process.ask(
                 "state", {"environment": place.number}, self._config.step_seconds
             )
-            return found
+            return state
 
         return self._call(run())
 
     def score(self, place: Place) -> Future[float]:
-        """The future holds the reward of a trajectory that ends before its environment does; see `has_score`."""
+        """Return a future of the reward of a trajectory that ends before its environment does; see `has_score`."""
         return self._call(place.process.ask("score", {"environment": place.number}, self._config.step_seconds))
 
     def run(self, place: Place, base_url: str, api_key: str, left: Callable[[], float]) -> Future[dict[str, float] | None]:
@@ -171,15 +171,15 @@ class EnvironmentPool:
         async def one(name: str, arguments: dict[str, Any]) -> ToolAnswer:
             begin = time.monotonic()
             try:
-                asked = {"environment": place.number, "name": name, "arguments": arguments}
-                text, failure = await place.process.ask("call", asked, limit), None
+                request = {"environment": place.number, "name": name, "arguments": arguments}
+                text, failure = await place.process.ask("call", request, limit), None
             except EnvironmentFailure as error:
                 text, failure = str(error), error
             late = failure is not None and failure.is_late
             return ToolAnswer(str(text), time.monotonic() - begin, failure is not None, late)
 
         async def run() -> list[ToolAnswer]:
-            return list(await asyncio.gather(*(one(*each) for each in calls)))
+            return list(await asyncio.gather(*(one(*name_and_arguments) for name_and_arguments in calls)))
 
         return self._call(run())
 
@@ -270,8 +270,8 @@ class _Process:
         async with self._starts:
             if self.has_ended:
                 raise EnvironmentFailure("the environment's process has ended")
-            own = self._spawn()
-            self._reader, self._writer = await asyncio.open_connection(sock=own, limit=worker.LONGEST)
+            ours = self._spawn()
+            self._reader, self._writer = await asyncio.open_connection(sock=ours, limit=worker.LONGEST)
             self._reading = asyncio.create_task(self._read())
             config = self._config
             kind, name = kind_of(config.class_ or "") if config.agent is None else (AGENT, config.agent)
@@ -281,9 +281,9 @@ class _Process:
                 "options": config.options,
                 "seconds": config.reset_seconds,
             }
-            asked = {"kind": kind, "name": name or None, "tools": config.tools, "settings": settings}
+            request = {"kind": kind, "name": name or None, "tools": config.tools, "settings": settings}
             try:
-                answer = await self.ask("load", asked, _START_SECONDS)
+                answer = await self.ask("load", request, _START_SECONDS)
             except EnvironmentFailure:
                 self.kill()
                 raise
@@ -292,7 +292,7 @@ class _Process:
 
     def _spawn(self) -> socket.socket:
         """Start the process, and return the socket to it."""
-        own, theirs = socket.socketpair()
+        ours, theirs = socket.socketpair()
         config = self._config
         variables = clean_environment(config.variables)
         if config.python is not None:
@@ -310,11 +310,11 @@ class _Process:
                     start_new_session=True,
                 )
             except OSError as error:
-                own.close()
+                ours.close()
                 self.has_ended = True
                 reason = f"environment.python must be a Python interpreter: {config.python} cannot be started: {error}"
                 raise EnvironmentFailure(reason) from error
-        return own
+        return ours
 
     async def ask(self, do: str, arguments: dict[str, Any], seconds: float, left: Callable[[], float] | None = None) -> Any:
         """Return the answer of the process; raises EnvironmentFailure without one in time, or once no time is `left`.

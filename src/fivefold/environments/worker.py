@@ -109,11 +109,11 @@ class Worker:
             source.enter(environment, task)
         if self._make is None:
             return None
-        made = self._environments[environment] = self._make()
-        first = await _run(made.reset, task, seed)
+        instance = self._environments[environment] = self._make()
+        first = await _run(instance.reset, task, seed)
         if restore is not None:
             try:
-                await _run(made.restore, restore)
+                await _run(instance.restore, restore)
             except Exception as error:
                 raise _refusal(f"the state of an environment must restore: {type(error).__name__}: {error}") from error
         return first
@@ -124,10 +124,10 @@ class Worker:
 
     async def do_step(self, environment: int, message: dict[str, Any]) -> dict[str, Any]:
         """Take a step, and return what it gave; the last one has the score of the whole trajectory too."""
-        made = self._environments[environment]
-        step = _step(await _run(made.step, message))
+        instance = self._environments[environment]
+        step = _step(await _run(instance.step, message))
         if step["done"] and self._has_score:
-            step["reward"] += _reward(await _run(made.score))
+            step["reward"] += _reward(await _run(instance.score))
         return step
 
     async def do_call(self, environment: int, name: str, arguments: dict[str, Any]) -> str:
@@ -154,9 +154,9 @@ class Worker:
 
     async def do_close(self, environment: int) -> None:
         """Close an environment and forget it."""
-        made = self._environments.pop(environment, None)
-        if made is not None and hasattr(made, "close"):
-            await _run(made.close)
+        instance = self._environments.pop(environment, None)
+        if instance is not None and hasattr(instance, "close"):
+            await _run(instance.close)
         for source in self._sources:
             await source.leave(environment)
 

@@ -48,9 +48,9 @@ class _GatherTokens(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        own = grad.new_empty(len(grad) // ctx.group.size(), *grad.shape[1:])
-        dist.reduce_scatter_tensor(own, grad.contiguous(), group=ctx.group)
-        return own, None
+        shard = grad.new_empty(len(grad) // ctx.group.size(), *grad.shape[1:])
+        dist.reduce_scatter_tensor(shard, grad.contiguous(), group=ctx.group)
+        return shard, None
 
 
 class _ScatterTokens(torch.autograd.Function):
@@ -59,9 +59,9 @@ class _ScatterTokens(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_T: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
-        own = x_T.new_empty(len(x_T) // group.size(), *x_T.shape[1:])
-        dist.reduce_scatter_tensor(own, x_T.contiguous(), group=group)
-        return own
+        summed_T = x_T.new_empty(len(x_T) // group.size(), *x_T.shape[1:])
+        dist.reduce_scatter_tensor(summed_T, x_T.contiguous(), group=group)
+        return summed_T
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
@@ -122,33 +122,33 @@ def _all_last(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def copy_to(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    found: Tensor = _Copy.apply(x, group) if group.size() > 1 else x
-    return found
+    copied: Tensor = _Copy.apply(x, group) if group.size() > 1 else x
+    return copied
 
 
 def sum_over(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    found: Tensor = _Sum.apply(x, group) if group.size() > 1 else x
-    return found
+    summed: Tensor = _Sum.apply(x, group) if group.size() > 1 else x
+    return summed
 
 
 def gather_tokens(x_T: Tensor, group: dist.ProcessGroup) -> Tensor:
-    found: Tensor = _GatherTokens.apply(x_T, group) if group.size() > 1 else x_T
-    return found
+    gathered: Tensor = _GatherTokens.apply(x_T, group) if group.size() > 1 else x_T
+    return gathered
 
 
 def scatter_tokens(x_T: Tensor, group: dist.ProcessGroup) -> Tensor:
-    found: Tensor = _ScatterTokens.apply(x_T, group) if group.size() > 1 else x_T
-    return found
+    rows_T: Tensor = _ScatterTokens.apply(x_T, group) if group.size() > 1 else x_T
+    return rows_T
 
 
 def gather_last(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    found: Tensor = _GatherLast.apply(x, group)
-    return found
+    gathered: Tensor = _GatherLast.apply(x, group)
+    return gathered
 
 
 def split_last(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    found: Tensor = _SplitLast.apply(x, group)
-    return found
+    part: Tensor = _SplitLast.apply(x, group)
+    return part
 
 
 def own_rows(matrix: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, int]:

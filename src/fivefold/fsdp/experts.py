@@ -40,8 +40,8 @@ def divide(model: Any, mesh: Mesh) -> tuple[dict[str, Any], dict[int, Split]]:
     if not modules and mesh.layout.ep > 1:
         raise UserError(f"e must be 1 for {family}: transformers has no plan that divides its experts; use d, or c")
     for name, module in modules.items():
-        for own, _ in list(module.named_parameters()):
-            part = split_rows(model, f"{name}.{own}", mesh.experts, "e" if mesh.layout.ep > 1 else "t")
+        for parameter, _ in list(module.named_parameters()):
+            part = split_rows(model, f"{name}.{parameter}", mesh.experts, "e" if mesh.layout.ep > 1 else "t")
             splits[id(part)] = Split(0, by_expert=True)
         module.num_experts //= parts
         module.forward = _exchanging(module, module.forward, mesh)

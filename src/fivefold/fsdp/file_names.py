@@ -65,13 +65,13 @@ def tensors_in_files(model: Any, shapes: Mapping[str, Shape], names: Iterable[st
                 break
         else:
             plain[renamed if renamed in shapes else name] = name
-    found: Files = {}
+    files: Files = {}
     for memory, shape in shapes.items():
         if memory in joined:
-            found[memory] = _joined(memory, shape, by_parameter[memory], joined[memory])
+            files[memory] = _joined(memory, shape, by_parameter[memory], joined[memory])
         else:
-            found[memory] = (FileTensor(plain.get(memory, memory), shape),)
-    return found
+            files[memory] = (FileTensor(plain.get(memory, memory), shape),)
+    return files
 
 
 def _joined(memory: str, shape: Shape, converter: WeightConverter, examples: Mapping[str, str]) -> tuple[FileTensor, ...]:
@@ -85,13 +85,13 @@ def _joined(memory: str, shape: Shape, converter: WeightConverter, examples: Map
             "family, or another model"
         )
     rows = shape[1] // len(patterns)
-    found = []
+    tensors = []
     for expert in range(shape[0]):
         for number, pattern in enumerate(patterns):
             example = examples.get(pattern)
             name = f"{memory} ({pattern})" if example is None else _of_expert(example, expert, memory)
-            found.append(FileTensor(name, (rows, *shape[2:]), expert, number * rows))
-    return tuple(found)
+            tensors.append(FileTensor(name, (rows, *shape[2:]), expert, number * rows))
+    return tuple(tensors)
 
 
 def _of_expert(example: str, expert: int, memory: str) -> str:

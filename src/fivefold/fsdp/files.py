@@ -63,10 +63,10 @@ def compare_headers(
         for name, shape in shapes.items()
         if name in headers and headers[name].shape != shape
     ]
-    for what, names in (("lack", missing), ("have no place in the model for", extra), ("have", other)):
+    for relation, names in (("lack", missing), ("have no place in the model for", extra), ("have", other)):
         if names:
             raise UserError(
-                f"{directory}: the files must have the tensors of the model: they {what} {', '.join(sorted(names)[:4])}"
+                f"{directory}: the files must have the tensors of the model: they {relation} {', '.join(sorted(names)[:4])}"
                 + (f" and {len(names) - 4} more" if len(names) > 4 else "")
             )
 

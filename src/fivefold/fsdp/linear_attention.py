@@ -30,8 +30,8 @@ def _apart(compute: Any) -> Any:
     def forward(hidden_states: Tensor, attention_mask: Tensor | None = None, **options: Any) -> Tensor:
         now = current()
         if now is None:
-            found: Tensor = compute(hidden_states, attention_mask=attention_mask, **options)
-            return found
+            alone: Tensor = compute(hidden_states, attention_mask=attention_mask, **options)
+            return alone
         assert attention_mask is None, "packed sequences have no padding to mask"
         # A piece of a context-parallel rank continues from all tokens before it, as attention's queries do from their keys.
         gathered_TD = gather_tokens(hidden_states[0], now.mesh.cp)

@@ -45,7 +45,7 @@ class Mesh:
     """Ranks that hold the same shards."""
     cp: dist.ProcessGroup
     tp: dist.ProcessGroup
-    whole: dist.ProcessGroup
+    one_copy: dist.ProcessGroup
     """Ranks that together hold the whole model once."""
     fsdp: DeviceMesh
     """The mesh that FSDP shards over, with a dimension for copies if there are several."""
@@ -73,7 +73,7 @@ class Mesh:
 
 def build_mesh(ranks: Ranks, device: torch.device, replicas: int = 1) -> Mesh:
     """Create the groups of the layout of `ranks`, within the running process group."""
-    layout, own = ranks.layout, ranks.coords
+    layout, coords = ranks.layout, ranks.coords
     per_copy, neighbors = layout.dp // replicas, max(1, layout.ep // layout.tp)
     assert layout.dp == replicas * per_copy, f"{replicas} replicas do not divide d{layout.dp}"
     assert per_copy % neighbors == 0, f"e{layout.ep} does not divide a copy of {per_copy * layout.tp} ranks"
@@ -100,11 +100,11 @@ def build_mesh(ranks: Ranks, device: torch.device, replicas: int = 1) -> Mesh:
 
     def alike(*same: Callable[[Coordinates], int]) -> list[int]:
         """Return the ranks that have these coordinates in common with this one."""
-        return [rank for rank, place in places.items() if all(key(place) == key(own) for key in same)]
+        return [rank for rank, place in places.items() if all(key(place) == key(coords) for key in same)]
 
     def group(*same: Callable[[Coordinates], int]) -> dist.ProcessGroup:
-        made: dist.ProcessGroup = dist.new_group(alike(*same), timeout=ranks.timeout)
-        return made
+        created: dist.ProcessGroup = dist.new_group(alike(*same), timeout=ranks.timeout)
+        return created
 
     with own_groups_only():
         shard, copies = group(tp, copy), group(tp, cp, part)

@@ -162,11 +162,11 @@ class FSDPModel:
         """Compare copies that must be equal on several ranks; raises RuntimeError naming parameter and ranks. Collective."""
         self._offload.onload("parameters")
         digests = {tensor.name: digest(tensor.values) for tensor in self._tensors}
-        whole = {tensor.name: digests[tensor.name] for tensor in self._tensors if not tensor.is_apart}
+        duplicated = {tensor.name: digests[tensor.name] for tensor in self._tensors if not tensor.is_apart}
         buffers = {tensor.name: digests[tensor.name] for tensor in self._tensors if not tensor.is_sharded}
         faults = [
             compare("replicas", self._mesh.copies, digests),
-            compare("tensor-parallel duplicates", self._mesh.tp, whole),
+            compare("tensor-parallel duplicates", self._mesh.tp, duplicated),
             compare("buffers", self._mesh.shard, buffers),
         ]
         raise_together([fault for fault in faults if fault], self._mesh.ranks.members)
@@ -216,9 +216,9 @@ class FSDPModel:
 
     def _together(self, read: Callable[[], bool]) -> bool:
         """Call `read`, and raise its error on all ranks of the model if one of them fails. Collective."""
-        found, fault, kind = False, "", UserError
+        result, fault, kind = False, "", UserError
         try:
-            found = read()
+            result = read()
         except checkpoint.DamagedFile as error:
             fault, kind = str(error), checkpoint.DamagedFile
         except (ValueError, OSError) as error:
@@ -227,7 +227,7 @@ class FSDPModel:
         for text, is_damage in faults:
             if text:
                 raise checkpoint.DamagedFile(text) if is_damage else UserError(text)
-        return found
+        return result
 
     def _offloaded(self, part: str) -> list[Tensor]:
         if part == "parameters":

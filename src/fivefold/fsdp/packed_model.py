@@ -44,8 +44,10 @@ class PackedModel(torch.nn.Module):
         self.layers = _decoder_layers(model)
         head = model.get_output_embeddings()
         if head is None or getattr(head, "bias", None) is not None:
-            what = "no output layer" if head is None else "an output layer with a bias"
-            raise UserError(f"fsdp: {config.model_type} has {what}, which is not built; use megatron: if it has the family")
+            head_kind = "no output layer" if head is None else "an output layer with a bias"
+            raise UserError(
+                f"fsdp: {config.model_type} has {head_kind}, which is not built; use megatron: if it has the family"
+            )
         # Packed sequences have no padding: a token that would pad elsewhere is real here, and its embedding learns.
         model.get_input_embeddings().padding_idx = None
         self.score: torch.nn.Linear | None = None
@@ -90,9 +92,9 @@ class PackedModel(torch.nn.Module):
             values_T: Tensor = hidden_TD.float() @ self.score.weight[0].float()
             return values_T
         logprobs_TV = torch.log_softmax(self.model(input_ids=ids_T[None], use_cache=False).logits[0].float(), -1)
-        found_T = logprobs_TV.new_zeros(len(ids_T))
-        found_T[1:] = logprobs_TV[:-1].gather(1, ids_T[1:, None])[:, 0]
-        return found_T
+        logprobs_T = logprobs_TV.new_zeros(len(ids_T))
+        logprobs_T[1:] = logprobs_TV[:-1].gather(1, ids_T[1:, None])[:, 0]
+        return logprobs_T
 
 
 def read_config(directory: Path, trust_remote_code: bool) -> Any:
@@ -172,10 +174,10 @@ def fsdp_modules(model: torch.nn.Module) -> Iterator[Any]:
 def _decoder_layers(model: Any) -> list[Any]:
     """Return the layers of a model of transformers, by the classes that it names itself."""
     names = set(model._no_split_modules or ())
-    found = [module for module in model.base_model.modules() if type(module).__name__ in names]
-    if not found:
+    layers = [module for module in model.base_model.modules() if type(module).__name__ in names]
+    if not layers:
         raise UserError(f"fsdp: {type(model).__name__} of transformers does not say what its layers are (_no_split_modules)")
-    return found
+    return layers
 
 
 def _recomputed(forward: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What this rank holds of every parameter, and which tensors of the files that is: PackedModel -> LocalTensor."""
+"""This rank's part of every parameter, and the tensors of the files that it comes from: PackedModel -> LocalTensor."""
 
 from __future__ import annotations
 

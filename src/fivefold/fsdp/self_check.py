@@ -50,8 +50,8 @@ def check_packing(model: PackedModel, batching: BatchingConfig, mesh: Mesh) -> N
     model.reshard()  # type: ignore[operator]
     difference_T = (ours_T - theirs_T).abs()
     is_exact = model.dtype == torch.float32
-    found, bound = float(difference_T.max() if is_exact else difference_T.mean()), HIGHEST if is_exact else MEAN
-    if found <= bound:
+    gap, bound = float(difference_T.max() if is_exact else difference_T.mean()), HIGHEST if is_exact else MEAN
+    if gap <= bound:
         return
     relative = [float((a - b).abs().mean() / b.abs().mean()) for a, b in zip(our_layers, their_layers, strict=True)]
     rounding = 1e-5 if is_exact else MEAN
@@ -59,7 +59,7 @@ def check_packing(model: PackedModel, batching: BatchingConfig, mesh: Mesh) -> N
     where = "its head" if first is None else f"layer {first}, whose output is off by {relative[first]:.2g} of its size"
     raise PackingError(
         f"log-probs of packed sequences must be those that transformers computes of each sequence alone, within {bound} "
-        f"({'at most' if is_exact else 'on average'}): they are off by {found:.2g}, first in {where}. fsdp does not support "
+        f"({'at most' if is_exact else 'on average'}): they are off by {gap:.2g}, first in {where}. fsdp does not support "
         f"{model.family} as transformers {_version()} computes it; use megatron: if it has the family, or another model"
     )
 
@@ -77,9 +77,9 @@ def _packed(model: PackedModel, batch: TokenBatch, batching: BatchingConfig, mes
     place_T = micro.place_T.to(mesh.device)
     layers = []
     for hidden in outputs:
-        whole = hidden.new_zeros(len(place_T), hidden.shape[-1], dtype=torch.float32)
-        whole[place_T >= 0] = hidden[place_T[place_T >= 0]].float()
-        layers.append(sum_over(whole, mesh.cp))
+        hidden_TD = hidden.new_zeros(len(place_T), hidden.shape[-1], dtype=torch.float32)
+        hidden_TD[place_T >= 0] = hidden[place_T[place_T >= 0]].float()
+        layers.append(sum_over(hidden_TD, mesh.cp))
     return sum_over(spread, mesh.cp)[0], layers
 
 

@@ -41,7 +41,7 @@ def _whole(values_2S: Tensor, micro: MicroBatch, mesh: Mesh) -> Tensor:
 def forward_only(model: PackedModel, batch: TokenBatch, batching: BatchingConfig, mesh: Mesh) -> Tensor:
     """[T] log-probs of the response tokens, or values, on the host of every rank of the replica."""
     parts = MicroBatches(batch, batching, sequences=batching.sequences)
-    found_T = torch.zeros(len(batch.token_ids_T), dtype=torch.float32)
+    values_T = torch.zeros(len(batch.token_ids_T), dtype=torch.float32)
     results = []
     for micro in _drawn(parts):
         with packed(micro.packing, mesh):
@@ -50,8 +50,8 @@ def forward_only(model: PackedModel, batch: TokenBatch, batching: BatchingConfig
     # FSDP keeps the outermost parameters gathered after a forward pass, for a backward pass that does not come.
     model.reshard()  # type: ignore[operator]
     for index_T, numbers_T in results:
-        found_T[index_T] = numbers_T.cpu()
-    return found_T
+        values_T[index_T] = numbers_T.cpu()
+    return values_T
 
 
 def forward_backward(
@@ -95,7 +95,7 @@ def _drawn(parts: MicroBatches) -> Iterator[MicroBatch]:
 @torch.no_grad()
 def finish_gradients(tensors: list[LocalTensor], mesh: Mesh) -> list[tuple[LocalTensor, Tensor]]:
     """Return this rank's gradient of each trained tensor, with the parts of tensor-parallel ranks added up. Collective."""
-    found = []
+    gradients = []
     for tensor in tensors:
         if tensor.parameter is None or not tensor.parameter.requires_grad:
             continue
@@ -105,8 +105,8 @@ def finish_gradients(tensors: list[LocalTensor], mesh: Mesh) -> list[tuple[Local
         local = grad.to_local()  # type: ignore[attr-defined]
         if tensor.split.is_summed:
             dist.all_reduce(local, group=mesh.tp)
-        found.append((tensor, local))
-    return found
+        gradients.append((tensor, local))
+    return gradients
 
 
 @torch.no_grad()
@@ -116,5 +116,5 @@ def gradient_norm(gradients: list[tuple[LocalTensor, Tensor]], mesh: Mesh) -> fl
     square = torch.zeros((), dtype=torch.float64, device=mesh.device)
     if counted:
         square += torch.stack(torch._foreach_norm(counted)).double().square().sum()
-    dist.all_reduce(square, group=mesh.whole)
+    dist.all_reduce(square, group=mesh.one_copy)
     return float(square.sqrt())

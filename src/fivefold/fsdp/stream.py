@@ -53,8 +53,8 @@ def _whole(values: Tensor, tensor: LocalTensor, mesh: Mesh) -> Iterator[tuple[st
         for file in tensor.files:
             assert file.expert is not None
             by_expert.setdefault(file.expert, []).append(file)
-        for place, own in enumerate(values):
-            for rank, expert in enumerate(_gathered(own, over)):
+        for place, held in enumerate(values):
+            for rank, expert in enumerate(_gathered(held, over)):
                 for file in by_expert[rank * len(values) + place]:
                     yield file.name, replace(file, expert=0).of(expert[None])
 

@@ -55,9 +55,9 @@ def rules_of(model: Any) -> dict[str, str]:
     if not rules:
         raise UserError(f"t must be 1 for {family}: transformers has no tensor-parallel plan for it; use d, or c")
     for name, style in list(rules.items()):
-        parent, _, own = name.rpartition(".")
+        parent, _, last = name.rpartition(".")
         for norm, projection in _NORMS.items():
-            if own == projection and style == "colwise":
+            if last == projection and style == "colwise":
                 rules.setdefault(f"{parent}.{norm}", _SUMMED)
     return rules
 
@@ -92,13 +92,13 @@ def apply(model: Any, group: dist.ProcessGroup, experts: Collection[str] = ()) -
 
 def split_rows(model: Any, name: str, group: dist.ProcessGroup, letter: str) -> torch.nn.Parameter:
     """Replace a parameter without values by this rank's part of its first dimension, and return that."""
-    parent, _, own = name.rpartition(".")
+    parent, _, last = name.rpartition(".")
     module = model.get_submodule(parent)
-    whole = getattr(module, own)
+    whole = getattr(module, last)
     if len(whole) % group.size():
         raise UserError(f"{letter} must divide the first dimension of {name}, {len(whole)}: got {letter}{group.size()}")
     part = torch.nn.Parameter(whole.new_empty(len(whole) // group.size(), *whole.shape[1:], device="meta"))
-    setattr(module, own, part)
+    setattr(module, last, part)
     return part
 
 
@@ -117,19 +117,19 @@ def _split_linear(
     shape[dim] //= parts
     module.weight = torch.nn.Parameter(torch.empty(shape, dtype=module.weight.dtype, device="meta"))
     splits = {id(module.weight): Split(dim)}
-    bias, own = module.bias, module
+    bias, linear = module.bias, module
     if dim == 0 and bias is not None:
         module.bias = torch.nn.Parameter(torch.empty(size // parts, dtype=bias.dtype, device="meta"))
         splits[id(module.bias)] = Split(0)
 
     def column(x: Tensor) -> Tensor:
-        y = torch.nn.functional.linear(copy_to(x, group), own.weight, own.bias)
+        y = torch.nn.functional.linear(copy_to(x, group), linear.weight, linear.bias)
         return gather_last(y, group) if is_other_side_whole else y
 
     def row(x: Tensor) -> Tensor:
         x = split_last(x, group) if is_other_side_whole else x
-        y = sum_over(torch.nn.functional.linear(x, own.weight), group)
-        return y if own.bias is None else y + own.bias
+        y = sum_over(torch.nn.functional.linear(x, linear.weight), group)
+        return y if linear.bias is None else y + linear.bias
 
     module.forward = column if dim == 0 else row  # type: ignore[method-assign, assignment]
     return splits

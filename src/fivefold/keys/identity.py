@@ -55,11 +55,11 @@ def leaves(part: Any, section: str = "", counts: Counts = Counts.VALUE) -> Itera
     for name, hint in hints_of(type(part)).items():
         value, key = getattr(part, name), f"{section}.{key_of(name)}".removeprefix(".")
         marks = typing.get_args(hint)[1:] if typing.get_origin(hint) is Annotated else ()
-        own = next((mark for mark in marks if isinstance(mark, Counts)), counts)
+        counted = next((mark for mark in marks if isinstance(mark, Counts)), counts)
         if dataclasses.is_dataclass(value):
-            yield from leaves(value, key, own)
+            yield from leaves(value, key, counted)
         else:
-            yield Leaf(key, value, own)
+            yield Leaf(key, value, counted)
 
 
 def with_absolute_paths(part: T) -> T:
@@ -81,6 +81,6 @@ def _absolute(value: Any, is_path: bool) -> Any:
         return [_absolute(item, is_path) for item in value]
     if not isinstance(value, str):
         return value
-    if (found := FUNCTION.fullmatch(value)) and Path(found[1]).is_file():
-        return f"{Path(found[1]).absolute()}:{found[2]}"
+    if (match := FUNCTION.fullmatch(value)) and Path(match[1]).is_file():
+        return f"{Path(match[1]).absolute()}:{match[2]}"
     return str(Path(value).absolute()) if is_path and Path(value).exists() else value

@@ -111,14 +111,14 @@ class Matches:
     """A text that matches a pattern."""
 
     form: re.Pattern[str]
-    said: str
+    description: str
     """The pattern as messages describe it."""
 
     def __str__(self) -> str:
-        return self.said
+        return self.description
 
     def fault(self, value: Any) -> str | None:
-        return None if self.form.fullmatch(str(value)) else f"must be {self.said}: got {shown(value)}"
+        return None if self.form.fullmatch(str(value)) else f"must be {self.description}: got {shown(value)}"
 
 
 def suggest(value: Any, known: Iterable[Any], shown: Callable[[str], str] = str) -> str:

@@ -19,22 +19,22 @@ def _counters() -> list[Path]:
 
     First the files of this process's cgroup (version 2 and 1), then that of the whole machine.
     """
-    found = []
+    files = []
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/cgroup").read_text().splitlines():
             _, controllers, path = line.split(":", 2)
             if not controllers:
-                found.append(_CGROUPS / path.strip("/") / "memory.events")
+                files.append(_CGROUPS / path.strip("/") / "memory.events")
             elif "memory" in controllers.split(","):
-                found.append(_CGROUPS / "memory" / path.strip("/") / "memory.oom_control")
-    return [*found, Path("/proc/vmstat")]
+                files.append(_CGROUPS / "memory" / path.strip("/") / "memory.oom_control")
+    return [*files, Path("/proc/vmstat")]
 
 
 def _count(path: Path) -> int:
     """Returns the file's `oom_kill`; 0 if it cannot be read."""
     with contextlib.suppress(OSError):
-        found = re.search(r"^oom_kill (\d+)$", path.read_text(), re.MULTILINE)
-        return int(found[1]) if found else 0
+        match = re.search(r"^oom_kill (\d+)$", path.read_text(), re.MULTILINE)
+        return int(match[1]) if match else 0
     return 0
 
 

@@ -47,8 +47,8 @@ def complete(environment: MutableMapping[str, str] = os.environ) -> None:
         for name, source in _SLURM.items():
             environment[name] = environment[source]
         # Number of tasks on each node, as in `8(x2),4`.
-        each = environment["SLURM_STEP_TASKS_PER_NODE"].partition("(")[0].partition(",")[0]
-        environment.setdefault("LOCAL_WORLD_SIZE", each)
+        count = environment["SLURM_STEP_TASKS_PER_NODE"].partition("(")[0].partition(",")[0]
+        environment.setdefault("LOCAL_WORLD_SIZE", count)
         nodes = environment.get("SLURM_STEP_NODELIST") or environment["SLURM_JOB_NODELIST"]
         environment.setdefault("MASTER_ADDR", first_host(nodes))
         # The port is the same on every task, and differs for each step of each job.
@@ -100,7 +100,7 @@ def _local_rank(environment: Mapping[str, str]) -> int:
 
 def first_host(nodes: str) -> str:
     """Returns the first host of a list in Slurm's notation: `gpu[03-06,9],login1` begins with gpu03."""
-    found = re.match(r"([^\[,]+)(?:\[([^\],-]+)[^\]]*\])?([^,\[]*)", nodes)
-    if found is None:
+    match = re.match(r"([^\[,]+)(?:\[([^\],-]+)[^\]]*\])?([^,\[]*)", nodes)
+    if match is None:
         raise UserError(f"SLURM_STEP_NODELIST must name hosts: got {nodes!r}")
-    return f"{found[1]}{found[2] or ''}{found[3] or ''}"
+    return f"{match[1]}{match[2] or ''}{match[3] or ''}"

@@ -32,9 +32,9 @@ def leave(text: str, kind: str) -> bool:
     file = os.environ.get(VARIABLE)
     if file is None:
         return False
-    said = json.dumps([kind, time.time_ns(), plain(text)[-_LONGEST:]], ensure_ascii=False).encode(errors="replace")
+    line = json.dumps([kind, time.time_ns(), plain(text)[-_LONGEST:]], ensure_ascii=False).encode(errors="replace")
     with contextlib.suppress(OSError):
-        os.write(int(file), said + b"\n")
+        os.write(int(file), line + b"\n")
     return True
 
 

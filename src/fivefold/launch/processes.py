@@ -103,7 +103,7 @@ class RankProcesses:
             self._meeting = scratch_directory()
             together = on_one_machine(self._meeting, self._reaches_others)
         for local_rank, (rank, words) in enumerate(self._words.items()):
-            own = {
+            variables = {
                 **environment,
                 **together,
                 "RANK": str(rank),
@@ -119,7 +119,7 @@ class RankProcesses:
                 if rank:
                     output, errors = opened.enter_context((self._log_dir / f"rank-{rank}.log").open("wb")), None
                 files = (self._alive, words.file, self._board.file, *inherited)
-                self._processes.append(start_rank(arguments, own, output, files, errors))
+                self._processes.append(start_rank(arguments, variables, output, files, errors))
             os.close(words.file)
         os.close(self._alive)
 
@@ -139,7 +139,7 @@ class RankProcesses:
         if now < self._looked + _LOOK_SECONDS:
             return []
         self._looked = now
-        found = []
+        causes = []
         for slot, (rank, process, silence) in enumerate(zip(self.ranks, self._processes, self._silences, strict=True)):
             sign, (state, cpu) = self._board.read(slot), _state(process.pid)
             # A thread that holds Python's lock (GIL) keeps the others from giving signs, but uses processor time. Before a
@@ -149,30 +149,30 @@ class RankProcesses:
             if seconds > self._limit and process.poll() is None:
                 doing = _STATES.get(state, "it runs, and does nothing")
                 place = f", last seen {sign.place}" if sign is not None else ""
-                said = (
+                message = (
                     f"rank {rank} on {socket.gethostname()} has given no sign of life for {seconds:.0f} s "
                     f"(launch.silent_seconds: {self._limit:g}); process {process.pid}: {doing}{place}"
                 )
-                found.append(Cause(Kind.KILLED, rank, said, self._tail(rank)))
-        return found
+                causes.append(Cause(Kind.KILLED, rank, message, self._tail(rank)))
+        return causes
 
     def causes(self) -> list[Cause]:
         """Returns why ranks ended, as far as is known; empty if all known ranks only lost another rank."""
         codes = {rank: code or 0 for rank, code in zip(self.ranks, self.codes(), strict=True)}
-        host, found = socket.gethostname(), []
+        host, causes = socket.gethostname(), []
         for rank, code in codes.items():
             if code < 0:
                 pid = self._processes[self.ranks.index(rank)].pid
-                said = f"rank {rank} on {host} {describe(pid, -code, self._memory)}"
-                found.append(Cause(Kind.KILLED, rank, said, self._tail(rank)))
-        for rank, words in self._said("error"):
-            found.append(Cause(Kind.RAISED, words.when, f"rank {rank} failed:\n{words.text}"))
-        lost = {rank for rank, _ in self._said("lost")}
+                message = f"rank {rank} on {host} {describe(pid, -code, self._memory)}"
+                causes.append(Cause(Kind.KILLED, rank, message, self._tail(rank)))
+        for rank, words in self._last_words("error"):
+            causes.append(Cause(Kind.RAISED, words.when, f"rank {rank} failed:\n{words.text}"))
+        lost = {rank for rank, _ in self._last_words("lost")}
         for rank, code in codes.items():
             if code > 0 and rank not in lost:
-                said = f"rank {rank} on {host} ended with code {code} and left no traceback"
-                found.append(Cause(Kind.SILENT, rank, said, self._tail(rank)))
-        return found
+                message = f"rank {rank} on {host} ended with code {code} and left no traceback"
+                causes.append(Cause(Kind.SILENT, rank, message, self._tail(rank)))
+        return causes
 
     def losses(self) -> list[Cause]:
         """Returns the messages of ranks here that only lost another rank."""
@@ -183,12 +183,17 @@ class RankProcesses:
                 f"rank {rank} on {socket.gethostname()} lost a rank that is elsewhere, or that still runs; the reason "
                 f"is in the output of that one:\n{words.text}",
             )
-            for rank, words in self._said("lost")
+            for rank, words in self._last_words("lost")
         ]
 
-    def _said(self, kind: str) -> list[tuple[int, Words]]:
+    def _last_words(self, kind: str) -> list[tuple[int, Words]]:
         """Returns the last words of this kind, each with its rank."""
-        return [(rank, words) for rank, each in self._words.items() for words in each.read() if words.kind == kind]
+        return [
+            (rank, words)
+            for rank, words_of_rank in self._words.items()
+            for words in words_of_rank.read()
+            if words.kind == kind
+        ]
 
     def _tail(self, rank: int) -> tuple[str, ...]:
         """Returns the end of a rank's log; empty for rank 0, which writes to the terminal."""

@@ -185,8 +185,8 @@ def _run(config: RunConfig, checkpoint: Path | None, requests: Requests, pulse: 
             train(config, ranks, device)
         else:
             evaluate(config, checkpoint, ranks, device)
-    except Interrupted as asked:
-        code = 128 + asked.number
+    except Interrupted as interrupted:
+        code = 128 + interrupted.number
     ranks.heartbeat.close()
     mesh.destroy()
     return code
@@ -198,10 +198,10 @@ def choose_device(wanted: str) -> torch.device:
 
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
-    local_rank, found = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
-    if local_rank >= found:
+    local_rank, gpus = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
+    if local_rank >= gpus:
         raise UserError(
-            f"local rank {local_rank} needs a GPU of its own: found {found}; lower the layout or set trainer.device=cpu"
+            f"local rank {local_rank} needs a GPU of its own: found {gpus}; lower the layout or set trainer.device=cpu"
         )
     return torch.device("cuda", local_rank)
 
@@ -221,12 +221,12 @@ def train(config: RunConfig, ranks: Ranks, device: torch.device) -> None:
         start_up.mark("run")
         try:
             loop(run)
-        except Interrupted as asked:
+        except Interrupted as interrupted:
             if run.engine is not None:
                 # The state to save may have to return to the device that it shares with the engine.
                 run.engine.sleep()
             # The launcher has said which signal it got; it forwards all of them as SIGTERM.
-            by = "" if has_launcher() else f" by {name_of(asked.number)}"
+            by = "" if has_launcher() else f" by {name_of(interrupted.number)}"
             run.trainer.save_interrupted(f"asked to end{by}")
             raise
         finally:

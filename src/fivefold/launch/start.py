@@ -42,10 +42,10 @@ def _train(config: RunConfig) -> int:
     with locked(config.run_dir) as lock:
         # The ranks check again, with the content of the hub's models. Without this check, starting ranks only to fail would
         # cost minutes.
-        found = Checkpoints(config.run_dir, config.trainer.keep).find(config.trainer.resume, lambda text: None)
-        if found is not None:
-            Fingerprint.of(config, config.trainer.steps, {}).compare(RunState.read(found).fingerprint).check(found)
-        _download(config, found)
+        checkpoint = Checkpoints(config.run_dir, config.trainer.keep).find(config.trainer.resume, lambda text: None)
+        if checkpoint is not None:
+            Fingerprint.of(config, config.trainer.steps, {}).compare(RunState.read(checkpoint).fingerprint).check(checkpoint)
+        _download(config, checkpoint)
         if config.launch.backend != "ray":
             code = _spawn(config, None, *lock)
     if config.launch.backend == "ray":

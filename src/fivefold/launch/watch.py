@@ -129,9 +129,9 @@ def watch(ranks: Ranks, signals: Signals) -> int:
         if any(code not in (None, 0, *ASKED) for code in codes) and len(signals.taken) < 2:
             # Ranks that lose another rank fail too, and sometimes end first.
             deadline = time.monotonic() + _REASON_SECONDS
-            while not (found := ranks.causes()) and time.monotonic() < deadline:
+            while not (causes := ranks.causes()) and time.monotonic() < deadline:
                 time.sleep(0.05)
-            return _fail(ranks, found or ranks.losses())
+            return _fail(ranks, causes or ranks.losses())
         if (silent := ranks.silent()) and len(signals.taken) < 2:
             return _fail(ranks, silent)
         # Ranks end together. A rank that ended before all had joined leaves others in a wait that no signal handler

@@ -19,8 +19,10 @@ class Allocation:
         for group in self.groups:
             sizes = {layout.world_size for layout in group}
             if len(sizes) > 1:
-                each = ", ".join(f"{layout} has {layout.world_size}" for layout in group)
-                raise UserError(f"layouts joined by | share their ranks, so their world sizes must be equal: {each}")
+                sizes_of_layouts = ", ".join(f"{layout} has {layout.world_size}" for layout in group)
+                raise UserError(
+                    f"layouts joined by | share their ranks, so their world sizes must be equal: {sizes_of_layouts}"
+                )
             if unnamed := [str(layout) for layout in group[1:] if layout.name is None]:
                 raise UserError(f"after a | each layout needs a name in brackets, like megatron[actor]:d4: got {unnamed[0]}")
         everyone = self.layouts

@@ -158,11 +158,11 @@ def _unquote(text: str) -> str:
     return text
 
 
-def _sizes(text: str, letters: str, whole: str) -> dict[str, int]:
+def _sizes(text: str, letters: str, layout: str) -> dict[str, int]:
     """Parse `d2t4` -> {"d": 2, "t": 4}; allows only these letters, each once."""
     if not text:
-        raise UserError(f"layout {whole!r} names no dimension; {_EXAMPLE}")
-    found: dict[str, int] = {}
+        raise UserError(f"layout {layout!r} names no dimension; {_EXAMPLE}")
+    sizes: dict[str, int] = {}
     position = 0
     for match in re.finditer(r"([a-zA-Z])([0-9]+)", text):
         if match.start() != position:
@@ -170,46 +170,46 @@ def _sizes(text: str, letters: str, whole: str) -> dict[str, int]:
         letter, number = match.groups()
         if letter not in letters:
             known = ", ".join(f"{key} ({DIMENSIONS[key]})" for key in letters)
-            raise UserError(f"unknown dimension {letter!r} in layout {whole!r}; valid here: {known}")
-        if letter in found:
-            raise UserError(f"dimension {letter!r} is given twice in layout {whole!r}: keep one")
+            raise UserError(f"unknown dimension {letter!r} in layout {layout!r}; valid here: {known}")
+        if letter in sizes:
+            raise UserError(f"dimension {letter!r} is given twice in layout {layout!r}: keep one")
         if number.startswith("0"):
-            raise UserError(f"dimension sizes start at 1 and have no leading zero: got {letter}{number} in {whole!r}")
+            raise UserError(f"dimension sizes start at 1 and have no leading zero: got {letter}{number} in {layout!r}")
         if len(number) > 7 or int(number) > _MOST:
-            raise UserError(f"dimension {letter!r} must be at most {_MOST}: got {number} in layout {whole!r}")
-        found[letter] = int(number)
+            raise UserError(f"dimension {letter!r} must be at most {_MOST}: got {number} in layout {layout!r}")
+        sizes[letter] = int(number)
         position = match.end()
     if position != len(text):
         raise UserError(
-            f"cannot read {text[position:]!r} in layout {whole!r}: expected a letter of {'/'.join(letters)} and a number; "
+            f"cannot read {text[position:]!r} in layout {layout!r}: expected a letter of {'/'.join(letters)} and a number; "
             f"{_EXAMPLE}"
         )
-    return found
+    return sizes
 
 
-def _hybrid(text: str, whole: str) -> dict[str, int]:
+def _hybrid(text: str, layout: str) -> dict[str, int]:
     """Parse `(attn:d1p4t2c2|ffn:d1p4t1e4)`; the parentheses are optional."""
     inner = text[1:-1] if text.startswith("(") and text.endswith(")") else text
     first, bar, second = inner.partition("|")
     if not bar or not first.startswith("attn:") or not second.startswith("ffn:"):
         raise UserError(
-            f"a layout with experts apart is written (attn:d?t?p?c?|ffn:d?t?p?e?): got {text!r} in layout {whole!r}; "
+            f"a layout with experts apart is written (attn:d?t?p?c?|ffn:d?t?p?e?): got {text!r} in layout {layout!r}; "
             f"{_EXAMPLE}"
         )
-    attention = _sizes(first.removeprefix("attn:"), _ATTENTION, whole)
-    experts = _sizes(second.removeprefix("ffn:"), _EXPERTS, whole)
+    attention = _sizes(first.removeprefix("attn:"), _ATTENTION, layout)
+    experts = _sizes(second.removeprefix("ffn:"), _EXPERTS, layout)
     sizes = {name: attention.get(letter, 1) for letter, name in DIMENSIONS.items() if letter in _ATTENTION}
     sizes |= {"ep": experts.get("e", 1), "etp": experts.get("t", 1)}
     world = sizes["dp"] * sizes["tp"] * sizes["pp"] * sizes["cp"]
     if experts.get("p", sizes["pp"]) != sizes["pp"]:
         raise UserError(
             f"attn and ffn share the pipeline, so p must be the same in both: got p{sizes['pp']} and p{experts['p']} "
-            f"in layout {whole!r}; leave it out of ffn"
+            f"in layout {layout!r}; leave it out of ffn"
         )
     if "d" in experts and experts["d"] * sizes["etp"] * sizes["ep"] * sizes["pp"] != world:
         raise UserError(
             f"attn and ffn must use the same ranks: attn has d·t·p·c = {world}, ffn has d·t·p·e = "
             f"{experts['d']}·{sizes['etp']}·{sizes['pp']}·{sizes['ep']} = "
-            f"{experts['d'] * sizes['etp'] * sizes['ep'] * sizes['pp']} in {whole!r}; leave d out of ffn and it follows"
+            f"{experts['d'] * sizes['etp'] * sizes['ep'] * sizes['pp']} in {layout!r}; leave d out of ffn and it follows"
         )
     return sizes

@@ -105,9 +105,9 @@ class PipelineSplit:
         return [[parts[virtual * layout.pp + stage].count("t") for virtual in range(vpp)] for stage in range(layout.pp)]
 
 
-def _even(count: int, parts: int, what: str) -> list[int]:
+def _even(count: int, parts: int, stage: str) -> list[int]:
     if count % parts:
-        raise UserError(f"layers of a stage must be divisible by the virtual stages: {what} has {count}, got {parts}")
+        raise UserError(f"layers of a stage must be divisible by the virtual stages: {stage} has {count}, got {parts}")
     return [count // parts] * parts
 
 

@@ -68,10 +68,13 @@ def build_chunks(config: TransformerConfig, spec: ModelSpec, mesh: Mesh, policy:
 
 def add_adapters(chunks: list[PolicyModel], spec: ModelSpec, lora: LoraSpec, mesh: Mesh) -> None:
     """Add adapters to the linear modules of these chunks, values not set yet; freeze everything else but a value head."""
-    found = adapters_of(spec, lora)
-    wanted = {linear: list(maps) for linear, maps in groupby(found, key=lambda each: each.linear)}
+    adapters = adapters_of(spec, lora)
+    wanted = {linear: list(maps) for linear, maps in groupby(adapters, key=lambda adapter: adapter.linear)}
     # All experts of a layer have the same adapters.
-    experts = {layer: [each for each in found if (each.layer, each.expert) == (layer, 0)] for layer in range(spec.layers)}
+    experts = {
+        layer: [adapter for adapter in adapters if (adapter.layer, adapter.expert) == (layer, 0)]
+        for layer in range(spec.layers)
+    }
     for chunk in chunks:
         chunk.has_adapters = True
         for name, parameter in chunk.named_parameters():
@@ -87,15 +90,15 @@ def add_adapters(chunks: list[PolicyModel], spec: ModelSpec, lora: LoraSpec, mes
 
 def adapter_weights(chunks: list[PolicyModel]) -> dict[str, torch.Tensor]:
     """Return A and B of the adapters by name, with layer and expert numbers of the whole model; for experts, views."""
-    found: dict[str, torch.Tensor] = {}
+    weights: dict[str, torch.Tensor] = {}
     for chunk in chunks:
         for name, adapters in adapters_in(chunk):
             start = _whole_name(f"{name}.", chunk)
             if isinstance(adapters, ExpertAdapters):
-                found.update((f"{start}{own}", view) for own, view in adapters.by_expert())
+                weights.update((f"{start}{part}", view) for part, view in adapters.by_expert())
             else:
-                found.update((f"{start}adapters.{own}", parameter) for own, parameter in adapters.named_parameters())
-    return found
+                weights.update((f"{start}adapters.{part}", parameter) for part, parameter in adapters.named_parameters())
+    return weights
 
 
 class MergedWeights(dict[str, torch.Tensor]):
@@ -105,10 +108,10 @@ class MergedWeights(dict[str, torch.Tensor]):
         super().__init__(named_weights(chunks))
         self._lost = lost
         self._merges = {
-            _whole_name(f"{name}.{own}", chunk): merge
+            _whole_name(f"{name}.{part}", chunk): merge
             for chunk in chunks
             for name, adapters in adapters_in(chunk)
-            for own, merge in adapters.merges(place)
+            for part, merge in adapters.merges(place)
         }
 
     def __getitem__(self, name: str) -> torch.Tensor:
@@ -122,17 +125,17 @@ def named_weights(chunks: list[PolicyModel]) -> dict[str, torch.Tensor]:
     Adapters are not included. The stacked weights of experts appear as `decoder.layers.3.mlp.experts.7.fc1`. These are
     views: call this again after anything that moves parameters.
     """
-    found: dict[str, torch.Tensor] = {}
+    weights: dict[str, torch.Tensor] = {}
     for chunk in chunks:
         for name, module in chunk.named_modules():
             if isinstance(module, GroupedExperts):
-                found.update((_whole_name(f"{name}.{part}", chunk), weight) for part, weight in module.by_expert())
+                weights.update((_whole_name(f"{name}.{part}", chunk), weight) for part, weight in module.by_expert())
             elif isinstance(module, Router) and module.expert_bias is not None:
-                found[_whole_name(f"{name}.expert_bias", chunk)] = module.expert_bias
+                weights[_whole_name(f"{name}.expert_bias", chunk)] = module.expert_bias
         for name, parameter in chunk.named_parameters():
             if ".mlp.experts." not in name and not is_adapter(name):
-                found[_whole_name(name, chunk)] = parameter
-    return found
+                weights[_whole_name(name, chunk)] = parameter
+    return weights
 
 
 def _whole_name(name: str, chunk: PolicyModel) -> str:

@@ -110,11 +110,11 @@ class _LocalTensor:
 
     def _boxes(self, kind: str, begin: int, end: int) -> Iterator[tuple[str, Box, int, int]]:
         for first, last, name, outer in self.parts:
-            own = f"{name}.{kind}" if kind != self.name else name
+            key = f"{name}.{kind}" if kind != self.name else name
             shape = outer.size
             for box, place in boxes_of_range(shape, max(begin, first) - first, min(end, last) - first):
-                whole = Box(tuple(a + b for a, b in zip(outer.offset, box.offset, strict=True)), box.size)
-                yield own, whole, first + place, int(torch.Size(box.size).numel())
+                placed = Box(tuple(a + b for a, b in zip(outer.offset, box.offset, strict=True)), box.size)
+                yield key, placed, first + place, int(torch.Size(box.size).numel())
 
     @property
     def share(self) -> tuple[int, int]:
@@ -129,27 +129,27 @@ def _tensors(chunk: PolicyModel, mesh: Mesh) -> Iterator[_LocalTensor]:
     Megatron-Core splits some tensors in several (gate and up of a feed-forward layer). For a model with adapters, only the
     trained tensors are included: the others are those of the model that the run started from.
     """
-    for name, found in chunk.sharded_state_dict(prefix=_PREFIX, metadata={"dp_cp_group": mesh.dp}).items():
+    for name, sharded in chunk.sharded_state_dict(prefix=_PREFIX, metadata={"dp_cp_group": mesh.dp}).items():
         if not chunk.is_trained(name.removeprefix(_PREFIX)):
             continue
-        if isinstance(found, ShardedTensorFactory):
-            cuts = list(nested_values(found.build_fn(found.key, found.data, found.replica_id, None)))
-        elif isinstance(found, ShardedTensor):
-            cuts = [found]
+        if isinstance(sharded, ShardedTensorFactory):
+            cuts = list(nested_values(sharded.build_fn(sharded.key, sharded.data, sharded.replica_id, None)))
+        elif isinstance(sharded, ShardedTensor):
+            cuts = [sharded]
         else:
             continue
         parts, begin = [], 0
         for cut in cuts:
-            if cut is not found:
+            if cut is not sharded:
                 # A view: the address where it begins gives the elements that it holds.
-                begin = (cut.data.data_ptr() - found.data.data_ptr()) // found.data.element_size()
-                assert cut.data.is_contiguous() and 0 <= begin <= found.data.numel() - cut.data.numel(), name
+                begin = (cut.data.data_ptr() - sharded.data.data_ptr()) // sharded.data.element_size()
+                assert cut.data.is_contiguous() and 0 <= begin <= sharded.data.numel() - cut.data.numel(), name
             size = (*(1 for _ in range(cut.prepend_axis_num)), *cut.local_shape)
             parts.append((begin, begin + cut.data.numel(), cut.key, Box(tuple(cut.global_offset), size)))
         *others, copy = cuts[0].replica_id
-        group = mesh.dp if getattr(found.data, "allreduce", True) else mesh.expert_dp
+        group = mesh.dp if getattr(sharded.data, "allreduce", True) else mesh.expert_dp
         assert copy == group.rank(), f"{name}: copy {copy} on data-parallel rank {group.rank()}"
-        yield _LocalTensor(name, found.data, parts, copy, group.size(), not any(others))
+        yield _LocalTensor(name, sharded.data, parts, copy, group.size(), not any(others))
 
 
 def _weights(chunks: list[PolicyModel], mesh: Mesh) -> Iterator[Piece]:
@@ -182,24 +182,24 @@ class _Moments:
 
 def _moments(updater: Updater) -> dict[Tensor, _Moments]:
     """Return the optimizer's state of each parameter of the model."""
-    found = {}
+    moments = {}
     for outer in _adams(updater):
         adam = outer.optimizer
         if isinstance(outer, DistributedOptimizer):
             for parameter, (group, order) in outer.model_param_group_index_map.items():
                 place = outer._get_model_param_range_map(parameter)["param"]
                 key = adam.param_groups[group]["params"][order]
-                found[parameter] = _Moments(adam, key, place.start, place.end, True)
+                moments[parameter] = _Moments(adam, key, place.start, place.end, True)
         else:
             for group in outer.param_groups:
                 for key in group["params"]:
-                    found[key] = _Moments(adam, key, 0, key.numel(), False)
+                    moments[key] = _Moments(adam, key, 0, key.numel(), False)
             for model_group, main_group in zip(
                 getattr(outer, "float16_groups", ()), getattr(outer, "fp32_from_float16_groups", ()), strict=True
             ):
                 for parameter, key in zip(model_group, main_group, strict=True):
-                    found[parameter] = _Moments(adam, key, 0, parameter.numel(), False)
-    return found
+                    moments[parameter] = _Moments(adam, key, 0, parameter.numel(), False)
+    return moments
 
 
 def _states(chunks: list[PolicyModel], updater: Updater, mesh: Mesh) -> Iterator[tuple[_LocalTensor, _Moments]]:
@@ -216,8 +216,8 @@ def _optimizer_state(chunks: list[PolicyModel], updater: Updater, mesh: Mesh) ->
             continue
         begin, end = (moments.begin, moments.end) if moments.is_divided else tensor.share
         for kind, values in moments.kinds(_has_master(tensor)).items():
-            own = values.detach().reshape(-1)[begin - moments.begin : end - moments.begin]
-            yield from tensor.pieces(kind, begin, end, own)
+            share = values.detach().reshape(-1)[begin - moments.begin : end - moments.begin]
+            yield from tensor.pieces(kind, begin, end, share)
 
 
 def _has_master(tensor: _LocalTensor) -> bool:
@@ -233,8 +233,8 @@ def _load_optimizer(reader: PieceReader, chunks: list[PolicyModel], updater: Upd
         if not _has_master(tensor) and moments.key is not tensor.data:
             moments.key.detach().copy_(tensor.data.detach().reshape(-1)[moments.begin : moments.end])
         # One step tensor per parameter: torch's foreach Adam would increment a shared one once per parameter.
-        own = moments.adam.state[moments.key]
-        own["step"] = torch.full_like(own["step"], step)
+        state = moments.adam.state[moments.key]
+        state["step"] = torch.full_like(state["step"], step)
 
 
 def _step(updater: Updater) -> float:

@@ -167,11 +167,11 @@ def build_mesh(ranks: Ranks, device: torch.device, seed: int, timeout_minutes: f
             stage=parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True),
             _globals=[_Globals()],
         )
-        found = (mesh.tp.rank(), mesh.cp.rank(), parallel_state.get_data_parallel_rank(), mesh.pp.rank())
+        megatron_place = (mesh.tp.rank(), mesh.cp.rank(), parallel_state.get_data_parallel_rank(), mesh.pp.rank())
     finally:
         before.install()
     place = ranks.coords
-    assert found == (place.tp, place.cp, place.dp, place.pp), "rank order differs from Megatron-Core's"
+    assert megatron_place == (place.tp, place.cp, place.dp, place.pp), "rank order differs from Megatron-Core's"
     assert mesh.experts.rank() == place.ep * layout.etp + place.etp and mesh.expert_dp.rank() == place.edp
     return mesh
 

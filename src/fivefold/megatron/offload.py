@@ -42,7 +42,7 @@ def tensors_of(chunks: list[PolicyModel], updater: Updater | None, name: str) ->
 def later_moments(updater: Updater | None) -> list[Tensor]:
     """Return tensors without data, of the sizes of the moments that Adam has not created yet."""
     later = [(adam, parameter) for adam, parameter in _optimized(updater) if not adam.state.get(parameter)]
-    return [one for adam, given in later for one in _moments(initial_state(adam, given.to("meta")))]
+    return [one for adam, parameter in later for one in _moments(initial_state(adam, parameter.to("meta")))]
 
 
 def _optimized(updater: Updater | None) -> list[tuple[Any, Tensor]]:

@@ -34,11 +34,11 @@ def verify_copies(chunks: list[PolicyModel], mesh: Mesh) -> None:
     comparisons = [("data-parallel replicas", mesh.dp, dense)]
     comparisons.append(("expert replicas", mesh.expert_dp, experts))
     comparisons.append(("tensor-parallel duplicates", mesh.tp, duplicates))
-    faults = [text for what, group, part in comparisons if (text := compare(what, group, part))]
+    faults = [text for copies, group, part in comparisons if (text := compare(copies, group, part))]
     if mesh.layout.pp > 1:
         # Every rank of the pipeline takes part; ranks that hold neither end contribute an empty list.
-        own = [digest(chunk.shared_embedding_or_output_weight()).tolist() for chunk in ends]
-        everyone = all_gather_json(own, mesh.ranks.pp)
+        local = [digest(chunk.shared_embedding_or_output_weight()).tolist() for chunk in ends]
+        everyone = all_gather_json(local, mesh.ranks.pp)
         held = {rank: values for rank, values in zip(mesh.stage_ranks, everyone, strict=True) if values}
         if len({str(value) for values in held.values() for value in values}) > 1:
             faults.append(f"the tied embedding differs between the pipeline's ends, ranks {sorted(held)}")

@@ -24,10 +24,10 @@ class Routers:
         self._mesh = mesh
         self._by_layer = _by_layer(chunks)
         """Routers by layer number in the whole model."""
-        own = [layer for layer in self._by_layer if layer < spec.layers]
-        for number, layer in enumerate(own):
+        layers = [layer for layer in self._by_layer if layer < spec.layers]
+        for number, layer in enumerate(layers):
             self._by_layer[layer].place = number
-        self.layers = None if spec.routes is None else MoELayers(spec.routes, tuple(map(spec.routes.layers.index, own)))
+        self.layers = None if spec.routes is None else MoELayers(spec.routes, tuple(map(spec.routes.layers.index, layers)))
         """Which layers have experts and which of them this rank holds; None for a model without experts."""
 
     def __iter__(self) -> Iterator[Router]:
@@ -59,32 +59,32 @@ class Routers:
         """
         if self.layers is None:
             return {}
-        found: dict[str, float] = {}
+        metrics: dict[str, float] = {}
         if self._by_layer:
             rows = torch.stack([torch.cat([r.load_E, r.balance[None], r.replayed]) for r in self])
             dist.all_reduce(rows, group=self._mesh.stage)
             for layer, row in zip(self._by_layer, rows.double().cpu(), strict=True):
                 load_E, (balance, replayed, same) = row[:-3], row[-3:].tolist()
-                found[f"moe/load_max/layer_{layer:02d}"] = float(load_E.max() / load_E.mean().clamp(min=1e-30))
-                found[f"moe/aux_loss/layer_{layer:02d}"] = balance / max(1, tokens)
+                metrics[f"moe/load_max/layer_{layer:02d}"] = float(load_E.max() / load_E.mean().clamp(min=1e-30))
+                metrics[f"moe/aux_loss/layer_{layer:02d}"] = balance / max(1, tokens)
                 if replayed:
-                    found[f"moe/router_agreement/layer_{layer:02d}"] = same / replayed
+                    metrics[f"moe/router_agreement/layer_{layer:02d}"] = same / replayed
         if self._mesh.layout.pp > 1:
-            everyone = all_gather_json(found, self._mesh.ranks.pp)
-            found = {name: value for stage in everyone for name, value in stage.items()}
+            everyone = all_gather_json(metrics, self._mesh.ranks.pp)
+            metrics = {name: value for stage in everyone for name, value in stage.items()}
         by_name = {
-            kind: {name: value for name, value in sorted(found.items()) if name.startswith(f"moe/{kind}/")}
+            kind: {name: value for name, value in sorted(metrics.items()) if name.startswith(f"moe/{kind}/")}
             for kind in ("load_max", "aux_loss", "router_agreement")
         }
         loads, losses, same = by_name["load_max"], by_name["aux_loss"], by_name["router_agreement"]
-        whole = {"moe/load_max": max(loads.values()), "moe/aux_loss": math.fsum(losses.values())}
+        means = {"moe/load_max": max(loads.values()), "moe/aux_loss": math.fsum(losses.values())}
         if same:
-            whole["moe/router_agreement"] = math.fsum(same.values()) / len(same)
-        return loads | same | whole
+            means["moe/router_agreement"] = math.fsum(same.values()) / len(same)
+        return loads | same | means
 
 
 def _by_layer(chunks: list[PolicyModel]) -> dict[int, Router]:
-    found = {
+    routers = {
         chunk.layers_of_model[index]: layer.mlp.router
         for chunk in chunks
         for index, layer in enumerate(chunk.decoder.layers)
@@ -93,5 +93,5 @@ def _by_layer(chunks: list[PolicyModel]) -> dict[int, Router]:
     for chunk in chunks:
         for depth, layer in enumerate(chunk.mtp.layers if chunk.mtp_process else ()):
             if isinstance(layer.transformer_layer.mlp, MoE):
-                found[chunk.config.num_layers + depth] = layer.transformer_layer.mlp.router
-    return found
+                routers[chunk.config.num_layers + depth] = layer.transformer_layer.mlp.router
+    return routers

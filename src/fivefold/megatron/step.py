@@ -133,13 +133,13 @@ def forward_only(models: list[Any], batch: TokenBatch, batching: BatchingConfig)
     mesh.ranks.heartbeat.check_items(parts.count)
     if record is not None:
         batch[Column.ROUTES] = record.whole(len(batch.token_ids_T), mesh.tp, mesh.ranks.replica)
-    found_T = torch.zeros(len(batch.token_ids_T), dtype=torch.float32)
+    values_T = torch.zeros(len(batch.token_ids_T), dtype=torch.float32)
     if mesh.is_last_stage:
         for micro, numbers_T in results:
-            found_T[micro.token_index_T] = numbers_T.cpu()
+            values_T[micro.token_index_T] = numbers_T.cpu()
     if mesh.layout.pp > 1:
-        dist.broadcast(found_T, mesh.stage_ranks[-1], group=mesh.ranks.pp)
-    return found_T
+        dist.broadcast(values_T, mesh.stage_ranks[-1], group=mesh.ranks.pp)
+    return values_T
 
 
 def forward_backward(
@@ -169,7 +169,7 @@ def forward_backward(
             micro, output = _forward(iterator, model, batching)
 
         def loss(output: Tensor) -> tuple[Tensor, Tensor, LossOutput]:
-            sizes = [len(micro.targets_S), *(len(each.targets_S) for each in micro.ahead)]
+            sizes = [len(micro.targets_S), *(len(target.targets_S) for target in micro.ahead)]
             output, *numbers = output.split(sizes, dim=1)
             output_T, entropy_T = _whole(output, micro, mesh)
             share = loss_fn(output_T, entropy_T, replace(micro.batch, update_micro_batches=update_micro_batches))
@@ -177,7 +177,7 @@ def forward_backward(
             none = torch.zeros((), dtype=torch.int, device=mesh.device)
             if not numbers:
                 return share.loss, none, LossOutput(share.loss.detach(), share.sums, share.maxima)
-            means = [-own[0].sum() / max(1, count) for own, count in zip(numbers, ahead, strict=True)]
+            means = [-logprobs[0].sum() / max(1, count) for logprobs, count in zip(numbers, ahead, strict=True)]
             # Forward sums over ranks, each of which has its own tokens; backward is the identity.
             mtp = reduce_from_tensor_model_parallel_region(torch.stack(means).mean(), group=mesh.cp)
             sums = share.sums | {"policy/mtp_loss": mtp.detach()}

@@ -131,7 +131,7 @@ def _mla_settings(spec: ModelSpec) -> dict[str, Any]:
     part, yarn = spec.mla, spec.yarn
     if part is None:
         return {}
-    found = {
+    settings = {
         "multi_latent_attention": True,
         "q_lora_rank": part.q_rank,
         "kv_lora_rank": part.kv_rank,
@@ -146,12 +146,12 @@ def _mla_settings(spec: ModelSpec) -> dict[str, Any]:
         "mscale_all_dim": 0.0 if yarn is None else yarn.mscale_all_dim,
     }
     if yarn is not None:
-        found |= {
+        settings |= {
             "original_max_position_embeddings": yarn.original_positions,
             "beta_fast": yarn.beta_fast,
             "beta_slow": yarn.beta_slow,
         }
-    return found
+    return settings
 
 
 def _leave(weight: torch.Tensor) -> torch.Tensor:

@@ -80,9 +80,9 @@ class Adapter:
         of_a = Sharding.ROW if self.is_row_parallel else Sharding.REPLICATE
 
         def mapped(name: str, sharding: Sharding) -> MappedParameter:
-            own, row = (f"{where}.adapters.{self.name}.{name}" for where in (self.linear, self.row))
+            parameter, row = (f"{where}.adapters.{self.name}.{name}" for where in (self.linear, self.row))
             hf = (f"{_PREFIX}{self.module}.{name}.weight",)
-            return MappedParameter(own, hf, sharding, None, row, self.layer, self.expert)
+            return MappedParameter(parameter, hf, sharding, None, row, self.layer, self.expert)
 
         return (mapped("lora_A", of_a), (rank, self.into)), (mapped("lora_B", of_b), (self.out, rank))
 
@@ -100,51 +100,54 @@ def adapters_of(spec: ModelSpec, lora: LoraSpec) -> tuple[Adapter, ...]:
                     f"{key} must name linear maps of the model's layers, by the end of their names: got {shown(name)}; "
                     f"{spec.family} has {', '.join(known)}"
                 )
-    found = []
+    adapters = []
     for module, parameter, shape in maps:
         wanted = any(_fits(module, name) for name in lora.target_modules)
         wanted = wanted and not any(_fits(module, name) for name in lora.exclude_modules)
         linear, layer = parameter.mcore.removesuffix(".weight"), parameter.layer
         assert layer is not None
-        found.append(Adapter(module, linear, parameter.row, parameter.sharding, *shape, layer, parameter.expert, wanted))
-    _check_experts(found)
-    modules = {each.linear for each in found if each.is_adapted}
+        adapters.append(Adapter(module, linear, parameter.row, parameter.sharding, *shape, layer, parameter.expert, wanted))
+    _check_experts(adapters)
+    modules = {adapter.linear for adapter in adapters if adapter.is_adapted}
     if not modules:
         raise UserError("target_modules leaves nothing to train: exclude_modules excludes all of it")
-    return tuple(each for each in found if each.linear in modules)
+    return tuple(adapter for adapter in adapters if adapter.linear in modules)
 
 
 def _check_experts(adapters: list[Adapter]) -> None:
     """Raise ValueError if only some experts of a layer would have an adapter."""
     wanted: dict[tuple[int, str], set[bool]] = {}
-    for each in adapters:
-        if each.expert is not None:
-            kinds = wanted.setdefault((each.layer, each.name), set())
-            kinds.add(each.is_adapted)
+    for adapter in adapters:
+        if adapter.expert is not None:
+            kinds = wanted.setdefault((adapter.layer, adapter.name), set())
+            kinds.add(adapter.is_adapted)
             if len(kinds) > 1:
                 raise UserError(
-                    f"target_modules and exclude_modules must treat all experts of a layer alike: got {each.module} apart"
+                    f"target_modules and exclude_modules must treat all experts of a layer alike: got {adapter.module} apart"
                 )
 
 
 def adapter_tensors(spec: ModelSpec, lora: LoraSpec) -> dict[MappedParameter, Shape]:
     """Return every adapter tensor with its shape in the whole model, in order of layers."""
     return {
-        tensor: shape for each in adapters_of(spec, lora) if each.is_adapted for tensor, shape in each.tensors(lora.rank)
+        tensor: shape
+        for adapter in adapters_of(spec, lora)
+        if adapter.is_adapted
+        for tensor, shape in adapter.tensors(lora.rank)
     }
 
 
 def _linear_maps(spec: ModelSpec) -> list[tuple[str, MappedParameter, tuple[int, int]]]:
     """Return (name in Hugging Face, parameter that holds it, [out, in]) of every linear layer in the decoder layers."""
-    found = []
+    maps = []
     for parameter in parameters_of(spec):
         is_linear = parameter.mcore.rpartition(".")[0].rpartition(".")[2].startswith(_MARK)
         if parameter.layer is None or not (is_linear or parameter.expert is not None):
             continue
         for name, shape in zip(parameter.hf, file_shapes(spec, parameter), strict=True):
             if name.endswith(".weight") and shape is not None and len(shape) == 2:
-                found.append((name.removesuffix(".weight"), parameter, (shape[0], shape[1])))
-    return found
+                maps.append((name.removesuffix(".weight"), parameter, (shape[0], shape[1])))
+    return maps
 
 
 def _fits(module: str, name: str) -> bool:
@@ -154,8 +157,8 @@ def _fits(module: str, name: str) -> bool:
 
 def peft_config(spec: ModelSpec, lora: LoraSpec, base: str) -> dict[str, Any]:
     """Return the `adapter_config.json` with which PEFT loads these adapters onto the model `base`."""
-    adapted = [each for each in adapters_of(spec, lora) if each.is_adapted]
-    names = {each.name for each in adapted}
+    adapted = [adapter for adapter in adapters_of(spec, lora) if adapter.is_adapted]
+    names = {adapter.name for adapter in adapted}
     # Full names are needed if a short name would also match a linear layer without an adapter.
     is_plain = len(adapted) == sum(any(_fits(module, name) for name in names) for module, *_ in _linear_maps(spec))
     return {
@@ -166,7 +169,7 @@ def peft_config(spec: ModelSpec, lora: LoraSpec, base: str) -> dict[str, Any]:
         # Readers of this file expect an integer if the value is one.
         "lora_alpha": int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha,
         "lora_dropout": 0.0,
-        "target_modules": sorted(names) if is_plain else [each.module for each in adapted],
+        "target_modules": sorted(names) if is_plain else [adapter.module for adapter in adapted],
         "bias": "none",
         "fan_in_fan_out": False,
         "use_rslora": False,
@@ -201,9 +204,9 @@ def check_adapter_files(directory: Path, spec: ModelSpec, lora: LoraSpec) -> Non
             raise UserError(
                 f"{directory / CONFIG}: {key} must be {shown(values[0])}, nothing else is computed here: {shown(value)}"
             )
-    for key, ours, own in (("r", "rank", lora.rank), ("lora_alpha", "alpha", lora.alpha)):
-        if config.get(key) != own:
-            raise UserError(f"lora.{ours} must be {key} of {directory / CONFIG}, {shown(config.get(key))}: got {own:g}")
+    for key, ours, setting in (("r", "rank", lora.rank), ("lora_alpha", "alpha", lora.alpha)):
+        if config.get(key) != setting:
+            raise UserError(f"lora.{ours} must be {key} of {directory / CONFIG}, {shown(config.get(key))}: got {setting:g}")
     headers, wanted = read_headers(path), {tensor.hf[0]: shape for tensor, shape in adapter_tensors(spec, lora).items()}
     if missing := sorted(set(wanted) - set(headers)):
         raise UserError(f"{path} lacks {len(missing)} tensors of lora.target_modules, the first: {missing[:2]}")

@@ -35,42 +35,42 @@ _REQUIRED: Any = object()
 
 def read_whole(config: dict[str, Any], key: str, default: Any = _REQUIRED, *, low: int = 1, high: int = _HUGE) -> Any:
     """Read a whole number; `default`, which may be None, if it is absent or null."""
-    found = config.get(key)
-    if found is None and default is not _REQUIRED:
+    value = config.get(key)
+    if value is None and default is not _REQUIRED:
         return default
-    if not isinstance(found, int) or isinstance(found, bool) or not low <= found <= high:
-        raise UserError(f"{key} in config.json must be a whole number from {low} to {high}: got {shown(found)}")
-    return found
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+        raise UserError(f"{key} in config.json must be a whole number from {low} to {high}: got {shown(value)}")
+    return value
 
 
 def read_number(config: dict[str, Any], key: str, default: Any = _REQUIRED, *, high: float = 1e30) -> Any:
     """Read a number above 0; `default`, which may be None, if it is absent or null."""
-    found = config.get(key)
-    if found is None and default is not _REQUIRED:
+    value = config.get(key)
+    if value is None and default is not _REQUIRED:
         return default
-    if not isinstance(found, (int, float)) or isinstance(found, bool) or not 0 < found <= high:
-        raise UserError(f"{key} in config.json must be a number above 0, at most {high:g}: got {shown(found)}")
-    return float(found)
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value <= high:
+        raise UserError(f"{key} in config.json must be a number above 0, at most {high:g}: got {shown(value)}")
+    return float(value)
 
 
 def read_flag(config: dict[str, Any], key: str, default: bool = False) -> bool:
     """Read true or false; `default` if it is absent or null."""
-    found = config.get(key)
-    if found is None:
+    value = config.get(key)
+    if value is None:
         return default
-    if not isinstance(found, bool):
-        raise UserError(f"{key} in config.json must be true or false: got {shown(found)}")
-    return found
+    if not isinstance(value, bool):
+        raise UserError(f"{key} in config.json must be true or false: got {shown(value)}")
+    return value
 
 
 def read_mapping(config: dict[str, Any], key: str) -> dict[str, Any]:
     """Read a mapping; empty if it is absent or null."""
-    found = config.get(key)
-    if found is None:
+    value = config.get(key)
+    if value is None:
         return {}
-    if not isinstance(found, dict):
-        raise UserError(f"{key} in config.json must be a mapping: got {shown(found)}")
-    return found
+    if not isinstance(value, dict):
+        raise UserError(f"{key} in config.json must be a mapping: got {shown(value)}")
+    return value
 
 
 _NULL = type(None)
@@ -108,20 +108,20 @@ _DTYPES = ("float32", "bfloat16", "float16", "float64")
 def check_types(config: dict[str, Any]) -> None:
     """Raise ValueError for a key that transformers would refuse when it builds the engine's model."""
     for key, types in _TYPES.items():
-        found = config.get(key)
-        fits = isinstance(found, types) and not (isinstance(found, bool) and bool not in types)
+        value = config.get(key)
+        fits = isinstance(value, types) and not (isinstance(value, bool) and bool not in types)
         if key in config and not fits:
             wanted = " or ".join(_KINDS[kind] for kind in types)
-            raise UserError(f"{key} in config.json must be {wanted}: got {shown(found)}")
-        if isinstance(found, list) and key != "eos_token_id" and not all(isinstance(one, str) for one in found):
-            raise UserError(f"{key} in config.json must be a list of texts: got {shown(found)}")
+            raise UserError(f"{key} in config.json must be {wanted}: got {shown(value)}")
+        if isinstance(value, list) and key != "eos_token_id" and not all(isinstance(one, str) for one in value):
+            raise UserError(f"{key} in config.json must be a list of texts: got {shown(value)}")
     pad, vocab = config.get("pad_token_id"), config.get("vocab_size")
     if isinstance(pad, int) and isinstance(vocab, int) and not -vocab <= pad < vocab:
         raise UserError(f"pad_token_id in config.json must be a token of the vocabulary of {vocab}: got {shown(pad)}")
     for key in ("dtype", "torch_dtype"):
-        found = config.get(key)
-        if found is not None and (not isinstance(found, str) or found.removeprefix("torch.") not in _DTYPES):
-            raise UserError(f"{key} in config.json must be one of {', '.join(_DTYPES)}: got {shown(found)}")
+        value = config.get(key)
+        if value is not None and (not isinstance(value, str) or value.removeprefix("torch.") not in _DTYPES):
+            raise UserError(f"{key} in config.json must be one of {', '.join(_DTYPES)}: got {shown(value)}")
 
 
 def read_config(directory: Path) -> dict[str, Any]:

@@ -92,8 +92,8 @@ def pad_token(path: Path) -> int | None:
 
 def _tokens(path: Path) -> frozenset[int]:
     """Read the end tokens in a file."""
-    given: Any = read_json_object(path).get("eos_token_id")
-    ids = given if isinstance(given, list) else [] if given is None else [given]
+    value: Any = read_json_object(path).get("eos_token_id")
+    ids = value if isinstance(value, list) else [] if value is None else [value]
     if not all(isinstance(token, int) and not isinstance(token, bool) for token in ids):
-        raise UserError(f"{path}: eos_token_id must be a token or a list of tokens: got {shown(given)}")
+        raise UserError(f"{path}: eos_token_id must be a token or a list of tokens: got {shown(value)}")
     return frozenset(ids)

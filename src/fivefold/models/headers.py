@@ -70,13 +70,13 @@ def read_headers(path: Path) -> dict[str, TensorHeader]:
     if not isinstance(entries, dict):
         raise UserError(f"{path} is not a safetensors file: its header is {shown(entries)}")
     entries.pop("__metadata__", None)
-    found = {name: _header(path, name, entry, 8 + length) for name, entry in entries.items()}
+    headers = {name: _header(path, name, entry, 8 + length) for name, entry in entries.items()}
     end = max((entry["data_offsets"][1] for entry in entries.values()), default=0)
     if end != size - 8 - length:
         raise UserError(
             f"{path} is cut off or damaged: its tensors take {end} bytes, {size - 8 - length} are there; download it again"
         )
-    return found
+    return headers
 
 
 def _header(path: Path, name: str, entry: Any, data: int) -> TensorHeader:
@@ -94,10 +94,10 @@ def _header(path: Path, name: str, entry: Any, data: int) -> TensorHeader:
 
 def all_headers(directory: Path) -> dict[str, TensorHeader]:
     """Return the headers of all tensors of a directory by name."""
-    found: dict[str, TensorHeader] = {}
+    headers: dict[str, TensorHeader] = {}
     for file in sorted(set(tensor_places(directory).values())):
-        found |= read_headers(directory / file)
-    return found
+        headers |= read_headers(directory / file)
+    return headers
 
 
 def is_stored(directory: Path) -> bool:

@@ -34,16 +34,16 @@ def overridden(directory: Path, overrides: Mapping[str, Any]) -> Path:
     names = sorted(path.name for path in directory.iterdir() if path.name != "config.json")
     number = hashlib.sha256(json.dumps([str(directory.resolve()), names, text]).encode()).hexdigest()[:16]
     cache = user_cache("models")
-    found = cache / f"{directory.name}-{number}"
-    if not found.is_dir():
+    cached = cache / f"{directory.name}-{number}"
+    if not cached.is_dir():
         cache.mkdir(parents=True, exist_ok=True)
-        made = Path(tempfile.mkdtemp(dir=cache))
+        partial = Path(tempfile.mkdtemp(dir=cache))
         for name in names:
-            (made / name).symlink_to((directory / name).resolve())
-        write_text(made / "config.json", text)
+            (partial / name).symlink_to((directory / name).resolve())
+        write_text(partial / "config.json", text)
         try:
-            made.rename(found)
+            partial.rename(cached)
         except OSError:
             # Another process of the run was faster.
-            shutil.rmtree(made)
-    return found
+            shutil.rmtree(partial)
+    return cached

@@ -89,14 +89,14 @@ class MappedParameter:
 
 def expand(table: Table, spec: ModelSpec) -> list[MappedParameter]:
     """Return every parameter of the model in order of layers; the experts of a row follow one another."""
-    found = [_fill(row) for row in table if row.place is Place.FIRST]
+    parameters = [_fill(row) for row in table if row.place is Place.FIRST]
     for layer in range(spec.layers):
         present = {Place.LAYER, Place.SPARSE if spec.has_experts(layer) else Place.DENSE}
-        found += [_fill(row, layer) for row in table if row.place in present]
+        parameters += [_fill(row, layer) for row in table if row.place in present]
         if spec.moe is not None and spec.has_experts(layer):
             experts = range(spec.moe.num_experts)
-            found += [_fill(row, layer, expert) for row in table if row.place is Place.EXPERT for expert in experts]
-    return found + [_fill(row) for row in table if row.place is Place.LAST]
+            parameters += [_fill(row, layer, expert) for row in table if row.place is Place.EXPERT for expert in experts]
+    return parameters + [_fill(row) for row in table if row.place is Place.LAST]
 
 
 @dataclass(frozen=True)
@@ -124,18 +124,18 @@ def expand_mtp(table: Table, names: MTPNames, spec: ModelSpec) -> list[MappedPar
     Each has the structure of the model's last layer, after norms of an embedding and a hidden state and their joint
     projection (DeepSeek-V3, eq. 21-23).
     """
-    own = (
+    around = (
         ("enorm", names.embedding_norm, Sharding.REPLICATE),
         ("hnorm", names.hidden_norm, Sharding.REPLICATE),
         ("eh_proj", names.projection, Sharding.COLUMN_SWAPPED if names.hidden_first else Sharding.COLUMN),
         ("final_layernorm", names.final_norm, Sharding.REPLICATE),
     )
-    found: list[MappedParameter] = []
+    parameters: list[MappedParameter] = []
     for depth in range(spec.mtp_layers):
         layer, start = spec.layers + depth, names.start(spec, depth)
-        for part, name, sharding in own:
+        for part, name, sharding in around:
             mcore = f"mtp.layers.{{depth}}.{part}.weight"
-            found.append(
+            parameters.append(
                 MappedParameter(mcore.format(depth=depth), (f"{start}{name}.weight",), sharding, None, mcore, layer)
             )
         present = {Place.LAYER, Place.SPARSE if spec.has_experts(layer) else Place.DENSE}
@@ -145,8 +145,8 @@ def expand_mtp(table: Table, names: MTPNames, spec: ModelSpec) -> list[MappedPar
         theirs, ours = f"decoder.layers.{layer}.", f"mtp.layers.{depth}.transformer_layer."
         for item in inside:
             hf = tuple(start + name.removeprefix(f"model.layers.{layer}.") for name in item.hf)
-            found.append(replace(item, mcore=ours + item.mcore.removeprefix(theirs), hf=hf, transformers=None))
-    return found
+            parameters.append(replace(item, mcore=ours + item.mcore.removeprefix(theirs), hf=hf, transformers=None))
+    return parameters
 
 
 def _fill(row: Row, layer: int | None = None, expert: int | None = None) -> MappedParameter:

@@ -13,7 +13,7 @@ def file_shapes(spec: ModelSpec, parameter: MappedParameter) -> tuple[Shape | No
     name = parameter.row.removeprefix("decoder.layers.{layer}.")
     if parameter.row.startswith("output_layer") and spec.value_head:
         return ((1, hidden),)
-    found: dict[str, tuple[Shape | None, ...]] = {
+    shapes: dict[str, tuple[Shape | None, ...]] = {
         "embedding.word_embeddings.weight": ((spec.vocab, hidden),),
         "output_layer.weight": ((spec.vocab, hidden),),
         "decoder.final_layernorm.weight": ((hidden,),),
@@ -25,7 +25,7 @@ def file_shapes(spec: ModelSpec, parameter: MappedParameter) -> tuple[Shape | No
         **(_experts(spec) if spec.moe is not None else {}),
         **(_attention(spec) if spec.mla is None else _latent_attention(spec)),
     }
-    return found.get(name, (None,) * len(parameter.hf))
+    return shapes.get(name, (None,) * len(parameter.hf))
 
 
 def _attention(spec: ModelSpec) -> dict[str, tuple[Shape, ...]]:

@@ -210,10 +210,10 @@ class ModelSpec:
         if self.moe is not None:
             sharded.append(("expert ffn size", self.moe.ffn, "etp", layout.etp))
             sharded.append(("shared expert ffn size", self.moe.shared_ffn, "tp", layout.tp))
-        for what, size, dimension, parts in sharded:
+        for part, size, dimension, parts in sharded:
             if size % parts:
                 raise UserError(
-                    f"{what} must be divisible by {dimension}: got {size} for {dimension}={parts} in {layout}; "
+                    f"{part} must be divisible by {dimension}: got {size} for {dimension}={parts} in {layout}; "
                     f"choose a {dimension} that divides {size}"
                 )
         if not experts and (layout.ep > 1 or layout.etp > 1):

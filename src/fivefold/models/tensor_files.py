@@ -45,15 +45,15 @@ def check_tensor_files(directory: Path, spec: ModelSpec, has_mtp: bool = False) 
     for name, shape in wanted.items():
         if name not in headers:
             continue
-        found = headers[name]
-        if found.dtype not in BYTES:
+        stored = headers[name]
+        if stored.dtype not in BYTES:
             raise UserError(
-                f"{directory / found.file}: {name} is stored as {found.dtype}, parameters are read from "
+                f"{directory / stored.file}: {name} is stored as {stored.dtype}, parameters are read from "
                 f"{', '.join(BYTES)}: take the model without quantization"
             )
-        if shape is not None and found.shape != shape:
+        if shape is not None and stored.shape != shape:
             raise UserError(
-                f"{directory / found.file}: {name} must have the shape {shape} of config.json: got {found.shape}"
+                f"{directory / stored.file}: {name} must have the shape {shape} of config.json: got {stored.shape}"
             )
     if spec.tied and not spec.value_head:
         _check_tied(directory, headers)
@@ -88,14 +88,14 @@ def _are_equal(directory: Path, one: TensorHeader, other: TensorHeader) -> bool:
     return True
 
 
-def _check_names(directory: Path, placed: set[str], there: set[str], wanted: Collection[str], spec: ModelSpec) -> None:
+def _check_names(directory: Path, placed: set[str], stored: set[str], wanted: Collection[str], spec: ModelSpec) -> None:
     # A value head may be new.
     needed = set(wanted) - set(VALUE_HEAD.hf)
     # Some tied models store the shared weight a second time; a critic does not use it.
     extra = {name for name in placed - set(wanted) if not _is_left_out(name, spec)} - set(OUTPUT.hf)
     if missing := sorted(needed - placed):
         raise UserError(f"{directory} lacks {len(missing)} tensors of a {spec.family} model, the first: {missing[:3]}")
-    if absent := sorted(placed - there):
+    if absent := sorted(placed - stored):
         raise UserError(f"{directory / INDEX} names {len(absent)} tensors that no file holds, the first: {absent[:3]}")
     if extra:
         raise UserError(

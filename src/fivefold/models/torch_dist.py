@@ -112,8 +112,11 @@ def _backend(path: Path) -> Any:
 
 def config_next_to(path: str | Path) -> Path | None:
     """Return the directory with the config.json in a checkpoint or above it."""
-    here = Path(path)
-    return next((each for each in (here, here.absolute().parent) if (each / "config.json").is_file()), None)
+    checkpoint = Path(path)
+    return next(
+        (directory for directory in (checkpoint, checkpoint.absolute().parent) if (directory / "config.json").is_file()),
+        None,
+    )
 
 
 class _Record:
@@ -142,17 +145,17 @@ def read_index(directory: Path) -> dict[str, StoredTensor]:
     path = directory / METADATA
     try:
         with path.open("rb") as file:
-            found = _Unpickler(file).load()
-        tensors = {name: each for name, each in found.state_dict_metadata.items() if hasattr(each, "chunks")}
+            metadata = _Unpickler(file).load()
+        tensors = {name: stored for name, stored in metadata.state_dict_metadata.items() if hasattr(stored, "chunks")}
         places = {
-            (key.fqn, tuple(key.offset)): each
-            for key, each in found.storage_data.items()
+            (key.fqn, tuple(key.offset)): stored
+            for key, stored in metadata.storage_data.items()
             if key.fqn in tensors and key.offset is not None
         }
         prefix = _prefix(tensors)
         return {
-            name.removeprefix(prefix): _tensor(directory, name, each, places)
-            for name, each in tensors.items()
+            name.removeprefix(prefix): _tensor(directory, name, stored, places)
+            for name, stored in tensors.items()
             if name.startswith(prefix) and name.removeprefix(prefix).startswith(_OF_A_MODEL)
         }
     except OSError:
@@ -164,20 +167,20 @@ def read_index(directory: Path) -> dict[str, StoredTensor]:
 
 def _prefix(names: Mapping[str, Any]) -> str:
     """Return the prefix that some trainers put before the names of the model."""
-    own = [name for name in names if name.endswith(EMBEDDING.mcore) and "optimizer" not in name]
-    if len(own) != 1:
-        raise UserError(f"it must hold one {EMBEDDING.mcore}: got {own or 'none'}")
-    return own[0].removesuffix(EMBEDDING.mcore)
+    embeddings = [name for name in names if name.endswith(EMBEDDING.mcore) and "optimizer" not in name]
+    if len(embeddings) != 1:
+        raise UserError(f"it must hold one {EMBEDDING.mcore}: got {embeddings or 'none'}")
+    return embeddings[0].removesuffix(EMBEDDING.mcore)
 
 
-def _tensor(directory: Path, name: str, each: Any, places: Mapping[tuple[str, Shape], Any]) -> StoredTensor:
+def _tensor(directory: Path, name: str, stored: Any, places: Mapping[tuple[str, Shape], Any]) -> StoredTensor:
     chunks = []
-    for chunk in each.chunks:
+    for chunk in stored.chunks:
         place = places[name, tuple(chunk.offsets)]
         if Path(place.relative_path).name != place.relative_path or getattr(place, "transform_descriptors", None):
             raise UserError(f"{name} lies in {shown(place.relative_path)}, in a way that is not read")
         chunks.append(Chunk(tuple(chunk.offsets), tuple(chunk.sizes), place.relative_path, place.offset, place.length))
-    return StoredTensor(name, str(each.properties.dtype), tuple(each.size), tuple(chunks))
+    return StoredTensor(name, str(stored.properties.dtype), tuple(stored.size), tuple(chunks))
 
 
 @dataclass(frozen=True)
@@ -208,28 +211,28 @@ class TorchDistNames:
 def has_value_head(directory: Path, spec: ModelSpec) -> bool:
     """Whether the last layer of a checkpoint has one output per token, and not one per word."""
     head = next((item for item in parameters_of(spec) if item.hf == VALUE_HEAD.hf), None)
-    found = [] if head is None else TorchDistNames.read(directory).find(head)
-    return bool(found) and found[0].shape[0] == 1
+    heads = [] if head is None else TorchDistNames.read(directory).find(head)
+    return bool(heads) and heads[0].shape[0] == 1
 
 
 def _spellings(item: MappedParameter) -> Iterator[tuple[str, Shape]]:
     """Yield (name, index along the axes before its own) under which a checkpoint may store a parameter."""
-    found = _LAYER.fullmatch(item.mcore) or _MTP_LAYER.fullmatch(item.mcore)
-    if found is None:
+    match = _LAYER.fullmatch(item.mcore) or _MTP_LAYER.fullmatch(item.mcore)
+    if match is None:
         yield item.mcore, ()
         return
-    rest = found[2]
+    rest = match[2]
     if (expert := _EXPERT.fullmatch(rest)) is not None:
         name = f"linear_fc{expert[2]}.weight"
         ways = [(f"mlp.experts.experts.{name}", (int(expert[1]),)), (f"mlp.experts.experts.{expert[1]}.{name}", ())]
     else:
         ways = [(rest, ()), *([(FUSED[rest], ())] if rest in FUSED else [])]
     for name, index in ways:
-        if found.re is _MTP_LAYER:
-            yield f"{found[1]}.{name}", index
+        if match.re is _MTP_LAYER:
+            yield f"{match[1]}.{name}", index
         else:
-            yield f"decoder.layers.{found[1]}.{name}", index
-            yield f"decoder.layers.{name}", (int(found[1]), *index)
+            yield f"decoder.layers.{match[1]}.{name}", index
+            yield f"decoder.layers.{name}", (int(match[1]), *index)
 
 
 def stored_name(item: MappedParameter, spec: ModelSpec) -> tuple[str, Shape, Shape]:
@@ -238,10 +241,10 @@ def stored_name(item: MappedParameter, spec: ModelSpec) -> tuple[str, Shape, Sha
 
     Layers are one tensor if all are alike; the same holds for experts.
     """
-    found = _LAYER.fullmatch(item.mcore) or _MTP_LAYER.fullmatch(item.mcore)
-    if found is None or item.layer is None:
+    match = _LAYER.fullmatch(item.mcore) or _MTP_LAYER.fullmatch(item.mcore)
+    if match is None or item.layer is None:
         return item.mcore, (), ()
-    layer, rest = item.layer, found[2]
+    layer, rest = item.layer, match[2]
     place: Shape = ()
     sizes: Shape = ()
     if (expert := _EXPERT.fullmatch(rest)) is not None:
@@ -249,9 +252,9 @@ def stored_name(item: MappedParameter, spec: ModelSpec) -> tuple[str, Shape, Sha
         rest, place, sizes = f"mlp.experts.experts.linear_fc{expert[2]}.weight", (int(expert[1]),), (spec.moe.num_experts,)
     else:
         rest = fused_name(rest, spec, layer)
-    if found.re is _MTP_LAYER:
-        return f"{found[1]}.{rest}", place, sizes
-    if spec.moe is None or all(spec.has_experts(each) for each in range(spec.layers)):
+    if match.re is _MTP_LAYER:
+        return f"{match[1]}.{rest}", place, sizes
+    if spec.moe is None or all(spec.has_experts(number) for number in range(spec.layers)):
         return f"decoder.layers.{rest}", (layer, *place), (spec.layers, *sizes)
     return f"decoder.layers.{layer}.{rest}", place, sizes
 
@@ -265,23 +268,23 @@ def check_torch_dist(directory: Path, spec: ModelSpec, has_mtp: bool = False) ->
     seen: dict[str, set[Shape]] = {}
     ahead = mtp_parameters_of(spec)
     for item in parameters_of(spec) + [item for item in ahead if has_mtp or names.find(item)]:
-        found = names.find(item)
-        for each in found:
-            seen.setdefault(each.tensor.name, set()).add(each.index)
-        if not found and not (item.row == OUTPUT.mcore and spec.value_head):
+        parts_of_item = names.find(item)
+        for part in parts_of_item:
+            seen.setdefault(part.tensor.name, set()).add(part.index)
+        if not parts_of_item and not (item.row == OUTPUT.mcore and spec.value_head):
             missing.append(item.mcore)
-        for each in found:
-            _check_tensor(directory, item, each, spec, len(found))
+        for part in parts_of_item:
+            _check_tensor(directory, item, part, spec, len(parts_of_item))
     if missing:
         raise UserError(f"{directory} lacks {len(missing)} tensors of a {spec.family} model, the first: {missing[:3]}")
     for name, parts in seen.items():
-        stacked = next(each for each in names.tensors.values() if each.name == name).shape[: len(next(iter(parts)))]
+        stacked = next(tensor for tensor in names.tensors.values() if tensor.name == name).shape[: len(next(iter(parts)))]
         if math.prod(stacked) != len(parts):
             raise UserError(
                 f"{directory}: {name} must hold the {len(parts)} parts (layers x experts) of config.json: got {stacked}"
             )
     # A critic does not use a language model's head, and a tied model may have a copy of it.
-    known = {each.name for name, each in names.tensors.items() if name != OUTPUT.mcore and not name.startswith("mtp.")}
+    known = {tensor.name for name, tensor in names.tensors.items() if name != OUTPUT.mcore and not name.startswith("mtp.")}
     extra = sorted(known - seen.keys())
     if extra:
         raise UserError(
@@ -290,8 +293,8 @@ def check_torch_dist(directory: Path, spec: ModelSpec, has_mtp: bool = False) ->
         )
 
 
-def _check_tensor(directory: Path, item: MappedParameter, found: Stored, spec: ModelSpec, parts: int) -> None:
-    tensor = found.tensor
+def _check_tensor(directory: Path, item: MappedParameter, stored: Stored, spec: ModelSpec, parts: int) -> None:
+    tensor = stored.tensor
     if tensor.dtype not in DTYPES:
         raise UserError(f"{directory}: {tensor.name} is stored as {shown(tensor.dtype)}, read are {', '.join(DTYPES)}")
     for file in {chunk.file for chunk in tensor.chunks}:
@@ -302,6 +305,6 @@ def _check_tensor(directory: Path, item: MappedParameter, found: Stored, spec: M
         return
     rows = sum(shape[0] for shape in shapes if shape) // parts
     wanted = (rows, *(shapes[0] or ())[1:])
-    padded = item.sharding is Sharding.VOCABULARY and found.shape[1:] == wanted[1:] and found.shape[0] >= rows
-    if found.shape != wanted and not padded:
-        raise UserError(f"{directory}: {tensor.name} must have the shape {wanted} of config.json: got {found.shape}")
+    padded = item.sharding is Sharding.VOCABULARY and stored.shape[1:] == wanted[1:] and stored.shape[0] >= rows
+    if stored.shape != wanted and not padded:
+        raise UserError(f"{directory}: {tensor.name} must have the shape {wanted} of config.json: got {stored.shape}")

@@ -58,22 +58,24 @@ def constant_reasons(config: Mapping[str, Any], rows: Sequence[Mapping[str, Any]
         for row in CONSTANTS
         if all(_is(config, key, value) for key, value in row.settings.items())
         for name, value in row.values.items()
-        if _is_constant([found for each in rows if (found := each.get(name)) is not None], value, row.rounding)
+        if _is_constant(
+            [measured for measured_row in rows if (measured := measured_row.get(name)) is not None], value, row.rounding
+        )
     }
 
 
 def _is(config: Mapping[str, Any], key: str, value: Any) -> bool:
     """Return whether the configuration has this key with this value."""
-    found: Any = config
+    setting: Any = config
     for part in key.split("."):
-        if not isinstance(found, Mapping) or part not in found:
+        if not isinstance(setting, Mapping) or part not in setting:
             return False
-        found = found[part]
-    return bool(found == value)
+        setting = setting[part]
+    return bool(setting == value)
 
 
 def _is_constant(values: Sequence[float], value: float | None, rounding: float) -> bool:
     if not values:
         return False
     expected = values[0] if value is None else value
-    return all(abs(each - expected) <= max(rounding, 1e-9 * abs(expected)) for each in values)
+    return all(abs(number - expected) <= max(rounding, 1e-9 * abs(expected)) for number in values)

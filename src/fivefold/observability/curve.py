@@ -146,8 +146,8 @@ Series = list[tuple[str, list[tuple[int, float]]]]
 
 
 def _series(names: Sequence[str], rows: list[dict[str, Any]]) -> Series:
-    found = [(name, [(row["step"], row[name]) for row in rows if row.get(name) is not None]) for name in names]
-    return [(name, points) for name, points in found if points]
+    series = [(name, [(row["step"], row[name]) for row in rows if row.get(name) is not None]) for name in names]
+    return [(name, points) for name, points in series if points]
 
 
 def _style(place: int) -> str:

@@ -16,10 +16,10 @@ _EVERY_RUNS_OWN = ("trainer.run_dir",)
 def settings(text: str) -> dict[str, Any]:
     """Parse the text of a run.yaml; anything else than a mapping is empty."""
     try:
-        found = yaml.safe_load(text)
+        parsed = yaml.safe_load(text)
     except (yaml.YAMLError, ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return parsed if isinstance(parsed, dict) else {}
 
 
 def differences(texts: Sequence[str]) -> list[tuple[str, list[str | None]]]:

@@ -51,7 +51,7 @@ def histograms(runs: Sequence[Drawn]) -> dict[str, Any]:
 @lru_cache(maxsize=8)
 def _histograms(runs: tuple[tuple[Drawn, int], ...]) -> dict[str, Any]:
     """Return the histograms of runs that have so many numbers: a live page requests them more often than they change."""
-    return {kind: found for kind in KINDS if (found := _histogram([run for run, _ in runs], kind)) is not None}
+    return {kind: histogram for kind in KINDS if (histogram := _histogram([run for run, _ in runs], kind)) is not None}
 
 
 def _histogram(runs: Sequence[Drawn], kind: str) -> dict[str, Any] | None:
@@ -95,4 +95,7 @@ def _counts(run: Drawn, kind: str, starts: Sequence[float]) -> list[dict[str, An
                 # Rounding may put the least value before the first start.
                 stretch[max(0, bisect_right(starts, value) - 1)] += count
     lasts = [steps[min(place + size, len(steps)) - 1] for place in range(0, len(steps), size)]
-    return [{"from": first, "to": to, "counts": found} for first, to, found in zip(firsts, lasts, counts, strict=True)]
+    return [
+        {"from": first, "to": to, "counts": stretch_counts}
+        for first, to, stretch_counts in zip(firsts, lasts, counts, strict=True)
+    ]

@@ -26,21 +26,21 @@ class GrowingRows:
         """Return the added rows, and whether all earlier rows are void because a resumed run has moved some of them."""
         try:
             with self._path.open("rb") as file:
-                found = os.fstat(file.fileno())
+                status = os.fstat(file.fileno())
                 is_other = self._file is not None and (
-                    (found.st_dev, found.st_ino) != self._file or found.st_size < self._at
+                    (status.st_dev, status.st_ino) != self._file or status.st_size < self._at
                 )
                 if is_other:
                     self._at = 0
-                self._file = (found.st_dev, found.st_ino)
+                self._file = (status.st_dev, status.st_ino)
                 file.seek(self._at)
                 content = file.read()
         except OSError:
             was_there, self._file, self._at = self._file is not None, None, 0
             return [], was_there
-        whole = content[: content.rfind(b"\n") + 1]
-        self._at += len(whole)
-        return [row for line in whole.split(b"\n") if (row := _row(line)) is not None], is_other
+        lines = content[: content.rfind(b"\n") + 1]
+        self._at += len(lines)
+        return [row for line in lines.split(b"\n") if (row := _row(line)) is not None], is_other
 
 
 def numbers(row: dict[str, Any]) -> dict[str, Any]:

@@ -213,14 +213,14 @@ def _news(view: RunView, have: Have, curve_bytes: float) -> dict[str, Any]:
 
 def _latest(samples: list[dict[str, Any]], most_bytes: float) -> list[dict[str, Any]]:
     """Return the last samples that fit in `most_bytes`, at least the very last one."""
-    kept, total = 0, 0.0
+    count, total = 0, 0.0
     for sample in reversed(samples):
         text = json.dumps(sample, ensure_ascii=False)
         total += len(text.encode("utf-8", errors="replace")) + 5 * text.count("<")
-        if kept and total > most_bytes:
+        if count and total > most_bytes:
             break
-        kept += 1
-    return samples[len(samples) - kept :]
+        count += 1
+    return samples[len(samples) - count :]
 
 
 @cache

@@ -144,13 +144,13 @@ class RunLogger:
             inner = self._inner.pop()
             if self._inner:
                 self._inner[-1] += seconds
-            own = seconds if name == "step" else seconds - inner
-            self._times[name] = self._times.get(name, 0.0) + own
+            net = seconds if name == "step" else seconds - inner
+            self._times[name] = self._times.get(name, 0.0) + net
             start_up.mark(name)
             self._spans.append({"name": name, "start": time.time() - self._start - seconds, "seconds": seconds})
             if self._main and (self._verbosity == "debug" or self._log_file is not None):
                 used = psutil.Process().memory_info().rss / 1e9
-                self.log(f"stage {name}: {own:.3f} s, {used:.2f} GB of host memory in use", "debug")
+                self.log(f"stage {name}: {net:.3f} s, {used:.2f} GB of host memory in use", "debug")
 
     def note_response(self) -> None:
         """Record what the start of the run took, once: the first response has arrived."""

@@ -116,8 +116,8 @@ class RunView:
     @property
     def total(self) -> int | None:
         """Return the planned number of steps; None if no file has it."""
-        if isinstance(found := self._status.get("steps"), int):
-            return found
+        if isinstance(planned := self._status.get("steps"), int):
+            return planned
         trainer = settings(self.config).get("trainer")
         steps = trainer.get("steps") if isinstance(trainer, dict) else None
         return steps if isinstance(steps, int) else None
@@ -128,12 +128,12 @@ class RunView:
 
         `ended` is by request, `dead` is without an exit status, and `over` means that nothing more is known.
         """
-        said = self._status.get("state")
-        if said in ("finished", "ended", "failed"):
-            return str(said)
+        state = self._status.get("state")
+        if state in ("finished", "ended", "failed"):
+            return str(state)
         if _is_locked(self.run_dir / "lock"):
             return "running"
-        if said is None:
+        if state is None:
             return "finished" if self.total is not None and self.step >= self.total else "over"
         is_recent = time.time() - self.last_word < max(_SILENT, 10 * (self.seconds_per_step or 0))
         return "running" if is_recent and not _is_here(self.run_dir / "lock") else "dead"
@@ -181,12 +181,12 @@ class RunView:
 
     def stage_seconds(self) -> dict[str, float]:
         """Return stage -> total seconds over the latest steps, the longest first; `step` is all of them."""
-        found: dict[str, float] = {}
+        seconds: dict[str, float] = {}
         for row in self.rows[-_LATEST:]:
             for name, value in row.items():
                 if name.startswith("time/") and value is not None:
-                    found[name[5:]] = found.get(name[5:], 0.0) + value
-        return dict(sorted(found.items(), key=lambda item: -item[1]))
+                    seconds[name[5:]] = seconds.get(name[5:], 0.0) + value
+        return dict(sorted(seconds.items(), key=lambda item: -item[1]))
 
 
 def _is_timed(row: dict[str, Any]) -> bool:
@@ -208,10 +208,10 @@ def _is_timed(row: dict[str, Any]) -> bool:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_bytes())
+        content = json.loads(path.read_bytes())
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return content if isinstance(content, dict) else {}
 
 
 def _is_here(path: Path) -> bool:
@@ -228,9 +228,9 @@ def _is_locked(path: Path) -> bool:
     Taking the lock to test it could stop a run that starts at the same time.
     """
     try:
-        found = path.stat()
+        status = path.stat()
         locks = Path("/proc/locks").read_text()
     except OSError:
         return False
-    wanted = f"{os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x}:{found.st_ino}"
+    wanted = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
     return any(wanted in line.split() for line in locks.splitlines())

@@ -61,14 +61,14 @@ class _Handler(BaseHTTPRequestHandler):
             # A foreign page can point its own host name to this machine's address (DNS rebinding), and would read the runs.
             self._send(HTTPStatus.FORBIDDEN, "text/plain", "this server answers to localhost and 127.0.0.1")
             return
-        asked = urlsplit(self.path)
-        given, _, page_name = asked.path.removeprefix("/").partition("/")
-        if not secrets.compare_digest(given.encode(), self.server.token.encode()):
+        address = urlsplit(self.path)
+        token, _, page_name = address.path.removeprefix("/").partition("/")
+        if not secrets.compare_digest(token.encode(), self.server.token.encode()):
             self._send(HTTPStatus.NOT_FOUND, "text/plain", "the address is http://HOST:PORT/TOKEN/, as it was printed")
         elif page_name == "":
             self._answer("text/html", lambda: page(self.server.views, is_live=True))
         elif page_name == "data":
-            text = parse_qs(asked.query).get("have", [""])[0]
+            text = parse_qs(address.query).get("have", [""])[0]
             have = [_have(part) for part in text.split(",")] if _HAVE.fullmatch(text) else []
             self._answer("application/json", lambda: json.dumps(news(self.server.views, have), ensure_ascii=False))
         elif (raw := _RAW.fullmatch(page_name)) and int(raw[1]) < len(self.server.views):

@@ -20,7 +20,7 @@ def thin(rows: Sequence[Row], most_values: int) -> tuple[list[Row], list[Row]]:
     if sum(map(len, rows)) <= most_values:
         return list(rows), []
     size = -(-len(rows) // max(1, most_values // (_POINTS * max(1, len(names)))))
-    kept: list[Row] = [{} for _ in rows]
+    values_of_rows: list[Row] = [{} for _ in rows]
     seconds = []
     for begin in range(0, len(rows), size):
         stretch = range(begin, min(begin + size, len(rows)))
@@ -31,10 +31,12 @@ def thin(rows: Sequence[Row], most_values: int) -> tuple[list[Row], list[Row]]:
             least = min(places, key=lambda place: rows[place][name])
             most = max(places, key=lambda place: rows[place][name])
             for place in (places[0], least, most, places[-1]):
-                kept[place][name] = _rounded(rows[place][name])
+                values_of_rows[place][name] = _rounded(rows[place][name])
         stages = {name: [rows[place].get(name) or 0 for place in stretch] for name in names if name.startswith("time/")}
-        seconds.append({**_moment(rows[begin]), **{name: _rounded(sum(each)) for name, each in stages.items() if any(each)}})
-    return [{**_moment(row), **values} for row, values in zip(rows, kept, strict=True) if values], seconds
+        seconds.append(
+            {**_moment(rows[begin]), **{name: _rounded(sum(spent)) for name, spent in stages.items() if any(spent)}}
+        )
+    return [{**_moment(row), **values} for row, values in zip(rows, values_of_rows, strict=True) if values], seconds
 
 
 def _moment(row: Row) -> Row:

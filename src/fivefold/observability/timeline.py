@@ -57,12 +57,12 @@ def timeline(rows: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
 
 def _last_steps(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the last rows since the run was last resumed; its clock restarted then."""
-    kept: list[dict[str, Any]] = []
+    latest: list[dict[str, Any]] = []
     for row in reversed([row for row in rows if row.get("spans")]):
         first = min(span["start"] for span in row["spans"])
-        if kept and first > min(span["start"] for span in kept[-1]["spans"]):
+        if latest and first > min(span["start"] for span in latest[-1]["spans"]):
             break
-        kept.append(row)
-        if len(kept) == MOST_STEPS:
+        latest.append(row)
+        if len(latest) == MOST_STEPS:
             break
-    return kept[::-1]
+    return latest[::-1]

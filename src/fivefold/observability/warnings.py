@@ -106,10 +106,10 @@ class Warnings:
         # What an evaluation shows holds until the next one.
         self._evaluated = {name: row[name] for name in row if name.startswith("val/")} or self._evaluated
         look = Look({**self._evaluated, **row}, self._first, self.facts)
-        found = holding(look, self.config)
-        rows: list[dict[str, Any]] = [{"step": step, "rule": name, "text": text} for name, text in found.items()]
+        sentences = holding(look, self.config)
+        rows: list[dict[str, Any]] = [{"step": step, "rule": name, "text": text} for name, text in sentences.items()]
         printed = []
-        for name, text in found.items():
+        for name, text in sentences.items():
             last = self._printed.get(name)
             if last is None or step >= last + self.config.every:
                 self._printed[name] = step
@@ -125,15 +125,15 @@ class Warnings:
 def holding(look: Look, config: WarningsConfig) -> dict[str, str]:
     """Return name -> sentence of every rule whose threshold is reached. A rule that another sentence includes is left
     out."""
-    found: dict[str, str] = {}
+    sentences: dict[str, str] = {}
     for rule in RULES:
         threshold, measured = getattr(config, rule.name), rule.measure(look)
         # NaN and null reach no threshold.
         if threshold is not None and measured is not None and measured >= threshold:
-            found[rule.name] = rule.sentence(look, threshold)
-    if found.keys() & {"equal_rewards", "evaluation"}:
-        found.pop("truncated", None)
-    return found
+            sentences[rule.name] = rule.sentence(look, threshold)
+    if sentences.keys() & {"equal_rewards", "evaluation"}:
+        sentences.pop("truncated", None)
+    return sentences
 
 
 def _object(line: bytes) -> Row:
@@ -174,15 +174,17 @@ def _about_equal_rewards(look: Look, threshold: float) -> str:
 
 def _accuracies(look: Look) -> dict[str, float]:
     """Return the accuracy of each source for which 0 means something: rewards may be parts of 1 that never reach it."""
-    found = look.of_sources("accuracy")
+    accuracies = look.of_sources("accuracy")
     return {
-        name: value for name, value in found.items() if look.facts.forms(name) or look.row.get(f"val/{name}/reward") == 0
+        name: value
+        for name, value in accuracies.items()
+        if look.facts.forms(name) or look.row.get(f"val/{name}/reward") == 0
     }
 
 
 def _evaluation(look: Look) -> float | None:
-    found = _accuracies(look)
-    return 1 - min(found.values()) if found else None
+    accuracies = _accuracies(look)
+    return 1 - min(accuracies.values()) if accuracies else None
 
 
 def _about_evaluation(look: Look, threshold: float) -> str:
@@ -192,17 +194,17 @@ def _about_evaluation(look: Look, threshold: float) -> str:
     cut, formed = look.row.get(f"val/{source}/truncated_fraction", 0.0), look.row.get(f"val/{source}/form_fraction")
     forms = tuple(look.facts.forms(source))
     none = "no" if accuracy[source] == 0 else f"{accuracy[source]:.0%} of the"
-    said = f"{none} greedy responses to {source} were correct"
+    result = f"{none} greedy responses to {source} were correct"
     remedy = _remedy(cut, formed, forms, look.facts, {}, look.facts.offline)
-    return f"{said}; {_responses(cut, formed, forms, look.facts)}; {remedy}"
+    return f"{result}; {_responses(cut, formed, forms, look.facts)}; {remedy}"
 
 
 def _responses(cut: float, formed: float | None, forms: Sequence[str], facts: Facts) -> str:
     """Return how many responses were cut off, and how many had what the reward reads."""
-    said = f"{cut:.0%} of responses were cut off at {facts.limit}"
+    lengths = f"{cut:.0%} of responses were cut off at {facts.limit}"
     if formed is None or not forms:
-        return said
-    return f"{said}; {'none' if formed == 0 else f'{formed:.0%}'} contained {describe_forms(forms)}"
+        return lengths
+    return f"{lengths}; {'none' if formed == 0 else f'{formed:.0%}'} contained {describe_forms(forms)}"
 
 
 def _remedy(cut: float, formed: float | None, forms: Sequence[str], facts: Facts, row: Row, offline: bool = False) -> str:
@@ -219,19 +221,19 @@ def _remedy(cut: float, formed: float | None, forms: Sequence[str], facts: Facts
 
 
 def _truncated(look: Look) -> float | None:
-    found = [value for value in look.of_sources("truncated_fraction").values() if value is not None]
-    own = look.row.get("response/truncated_fraction")
-    return max([*found, *([] if own is None or "reward/mean" not in look.row else [own])], default=None)
+    fractions = [value for value in look.of_sources("truncated_fraction").values() if value is not None]
+    fraction = look.row.get("response/truncated_fraction")
+    return max([*fractions, *([] if fraction is None or "reward/mean" not in look.row else [fraction])], default=None)
 
 
 def _about_truncated(look: Look, threshold: float) -> str:
-    own = look.row.get("response/truncated_fraction") or 0.0
-    shares = {"responses": own} if own >= threshold and "reward/mean" in look.row else {}
+    fraction = look.row.get("response/truncated_fraction") or 0.0
+    shares = {"responses": fraction} if fraction >= threshold and "reward/mean" in look.row else {}
     for source, share in look.of_sources("truncated_fraction").items():
         if share is not None and share >= threshold:
             shares[f"greedy responses to {source}"] = share
-    said = " and ".join(f"{share:.0%} of {name}" for name, share in shares.items())
-    return f"{said} were cut off at {look.facts.limit}: raise {look.facts.limit_keys if look.facts.has_turns else 'it'}"
+    subjects = " and ".join(f"{share:.0%} of {name}" for name, share in shares.items())
+    return f"{subjects} were cut off at {look.facts.limit}: raise {look.facts.limit_keys if look.facts.has_turns else 'it'}"
 
 
 def _entropy_drop(look: Look) -> float | None:

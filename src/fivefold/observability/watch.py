@@ -87,14 +87,14 @@ def _runs(views: Sequence[RunView], width: int) -> tuple[int, RenderableType]:
     for place, view in enumerate(views):
         word, style = _STATES[view.state]
         total = view.total
-        said = [f"step {view.step} of {total}" if total else f"step {view.step}"]
+        words = [f"step {view.step} of {total}" if total else f"step {view.step}"]
         if (seconds := view.seconds_per_step) is not None:
-            said.append(f"{_time(seconds)} a step")
+            words.append(f"{_time(seconds)} a step")
         if (seconds := view.seconds_left) is not None:
-            said.append(f"{_time(seconds)} left")
+            words.append(f"{_time(seconds)} left")
         for label, name in (("reward", "reward/mean"), ("tokens/s", "throughput/tokens_per_second")):
             if points := view.series(name):
-                said.append(f"{label} {_short(points[-1][1])}")
+                words.append(f"{label} {_short(points[-1][1])}")
         head = Text.assemble(
             (f"{_mark(place)} ", _COLORS[place % len(_COLORS)]),
             (plain(view.name, max(8, width // 4)), "bold"),
@@ -102,7 +102,7 @@ def _runs(views: Sequence[RunView], width: int) -> tuple[int, RenderableType]:
             (word, style),
             "  ",
         )
-        lines.append(_cut(head + Text("  ".join(said)), width))
+        lines.append(_cut(head + Text("  ".join(words)), width))
         if total:
             room = min(width, 80)
             done = round(min(1.0, view.step / total) * room)
@@ -117,7 +117,7 @@ def _runs(views: Sequence[RunView], width: int) -> tuple[int, RenderableType]:
 
 
 def _curves(views: Sequence[RunView], width: int) -> list[RenderableType]:
-    found: list[RenderableType] = []
+    curves: list[RenderableType] = []
     for title, patterns in CURVES:
         names = sorted({name for view in views for row in view.rows for name in row})
         matching = (name for pattern in patterns for name in names if fnmatchcase(name, pattern))
@@ -146,8 +146,8 @@ def _curves(views: Sequence[RunView], width: int) -> list[RenderableType]:
             for label, row in zip(labels, cells, strict=True)
         ]
         foot = Text(f"{'step':>{_LABEL}} {first}{last!s:>{max(1, inner - len(str(first)))}}", "dim")
-        found.append(Group(_cut(head, width - 1), *body, foot, Text("")))
-    return found
+        curves.append(Group(_cut(head, width - 1), *body, foot, Text("")))
+    return curves
 
 
 def _stages(views: Sequence[RunView], width: int) -> tuple[int, RenderableType]:
@@ -155,15 +155,15 @@ def _stages(views: Sequence[RunView], width: int) -> tuple[int, RenderableType]:
     lines: list[RenderableType] = []
     for place, view in enumerate(views):
         seconds = {name: value for name, value in view.stage_seconds().items() if name != "step"}
-        whole = sum(seconds.values())
-        if not whole:
+        total = sum(seconds.values())
+        if not total:
             continue
         title = "stages of the latest steps" + (f", {plain(view.name)}" if len(views) > 1 else "")
         lines.append(_cut(Text(title, "bold"), width))
         room = max(5, width - 34)
         for name, value in list(seconds.items())[:_MOST_STAGES]:
-            bar = "█" * max(1, round(value / whole * room)) if value / whole > 0.002 else ""
-            label = f"{plain(name)[:14]:>14} {value / whole:4.0%} {_time(value):>9} "
+            bar = "█" * max(1, round(value / total * room)) if value / total > 0.002 else ""
+            label = f"{plain(name)[:14]:>14} {value / total:4.0%} {_time(value):>9} "
             lines.append(_cut(Text.assemble(label, (bar, _COLORS[place % len(_COLORS)])), width))
     return len(lines) + 1, Group(*lines, Text(""))
 
@@ -173,7 +173,7 @@ def _samples(views: Sequence[RunView], width: int, height: int | None) -> tuple[
     most = 4 if height is None else max(0, (height - 2) // 2)
     # The row of a group's first sample has the group's rewards.
     firsts = [[row for row in reversed(view.samples) if row.get("sample") in (None, 0)][:most] for view in views]
-    by_age = [(age, place, row) for place, found in enumerate(firsts) for age, row in enumerate(found)]
+    by_age = [(age, place, row) for place, samples in enumerate(firsts) for age, row in enumerate(samples)]
     rows = [(place, row) for _, place, row in sorted(by_age, key=lambda item: (-item[2]["step"], item[:2]))]
     lines: list[RenderableType] = [Text("latest samples", "bold")] if rows else []
     for place, row in rows[:most]:

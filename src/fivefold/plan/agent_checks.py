@@ -64,16 +64,16 @@ def _check_endpoint(findings: Findings, endpoint: EndpointConfig, ranks: int) ->
     """Check that the ranks can listen."""
     host, first = endpoint.host, endpoint.port
     try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        addresses = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError) as error:
         findings.error("endpoint.host", f"must be an address of this machine: got {host!r}, {error}")
         return
-    if not all(ipaddress.ip_address(str(address[4][0]).partition("%")[0]).is_loopback for address in found):
+    if not all(ipaddress.ip_address(str(address[4][0]).partition("%")[0]).is_loopback for address in addresses):
         findings.note(
             f"{findings.key('endpoint.host')} = {host} is not a loopback address: programs that reach it can try keys, and "
             "prompts and answers cross the network unencrypted; use a private network (docs/security.md)"
         )
-    family, address = found[0][0], found[0][4]
+    family, address = addresses[0][0], addresses[0][4]
     # Ranks of other machines have the same ports there.
     for port in () if first is None else range(first, first + ranks):
         with socket.socket(family) as probe:

@@ -11,7 +11,7 @@ from fivefold.algo.methods import COLUMNS
 from fivefold.config import RunConfig
 from fivefold.config.engine import SamplingConfig
 from fivefold.config.fsdp_checks import unproven_fault
-from fivefold.config.learners import LearnerConfig, LoraConfig, PolicyConfig, ReferenceConfig
+from fivefold.config.learners import LearnerConfig, LoraConfig, PolicyConfig
 from fivefold.config.machine import elsewhere, is_joined, on_gpus, visible_gpus
 from fivefold.config.mcore_options import MESSAGES, RECOMPUTE, messages_fault, recompute_fault
 from fivefold.config.packages import BRIDGES, LAUNCHERS, TRACKERS, TRANSFORMER_IMPL, missing_packages, slower_paths
@@ -22,6 +22,7 @@ from fivefold.config.schema import (
     LaunchConfig,
     ProfileConfig,
     RayConfig,
+    ReferenceConfig,
     TrackingConfig,
     TrainerConfig,
 )
@@ -122,8 +123,8 @@ def _estimate_on_cpu(findings: Findings, config: RunConfig, spec: ModelSpec | No
 def _check_run_dir(findings: Findings, path: Path, named: str | None) -> None:
     """Check that the run directory, or its nearest existing parent, is writable."""
     try:
-        there = next(one for one in (path, *path.parents) if one.exists())
-        usable = (named is None or bool(named.strip())) and there.is_dir() and os.access(there, os.W_OK | os.X_OK)
+        existing = next(one for one in (path, *path.parents) if one.exists())
+        usable = (named is None or bool(named.strip())) and existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)
     except (OSError, ValueError, StopIteration):
         usable = False
     findings.require(usable, "trainer.run_dir", f"must be a directory that can be written: got {shown(str(path))}")
@@ -194,9 +195,9 @@ def _check_spec(findings: Findings, config: RunConfig, role: Role, spec: ModelSp
     """Report what this model does not support with its settings."""
     settings, megatron, layout = role.settings, role.settings.megatron, role.settings.layout
     is_policy_s = role.name == "reference" and config.reference.megatron is None
-    own = findings.at("policy" if is_policy_s else role.section_key).at("megatron")
+    section = findings.at("policy" if is_policy_s else role.section_key).at("megatron")
     if not is_policy_s:
-        _check_packages(own, role.settings, on_gpus(config.launch, config.trainer.device))
+        _check_packages(section, role.settings, on_gpus(config.launch, config.trainer.device))
     if not role.reads_text and config.max_sequence_tokens > spec.max_positions:
         has_own = config.environment.is_active and config.data.max_total_tokens is not None
         findings.error(
@@ -205,7 +206,7 @@ def _check_spec(findings: Findings, config: RunConfig, role: Role, spec: ModelSp
             f"{role.path_key}",
         )
     if role.is_learner and megatron.optimizer.get("optimizer_cpu_offload", False) and config.trainer.device == "cpu":
-        own.error("optimizer.optimizer_cpu_offload", "needs a GPU: on the CPU the optimizer is there already")
+        section.error("optimizer.optimizer_cpu_offload", "needs a GPU: on the CPU the optimizer is there already")
     if layout.backend == "fsdp":
         _check_fsdp(findings, role, spec)
     elif spec.moe is not None and layout.tp > 1 and not settings.sequence_parallel:
@@ -219,21 +220,21 @@ def _check_spec(findings: Findings, config: RunConfig, role: Role, spec: ModelSp
         )
         findings.error("policy.router_replay", message)
     if megatron.transformer_impl == "transformer_engine" and (spec.moe or spec.mla):
-        own.error("transformer_impl", f"must be torch for {spec.family}")
+        section.error("transformer_impl", f"must be torch for {spec.family}")
     if fault := bridge_fault(megatron.bridge_type, spec, layout, megatron.pipeline_split.virtual_stages(layout)):
-        own.error("bridge_type", fault)
+        section.error("bridge_type", fault)
     if megatron.bridge_type != "native" and role.has_value_head:
         findings.error(role.path_key, ": a value head needs megatron.bridge_type: native")
     gathers = megatron.transformer.get("moe_token_dispatcher_type") == "allgather"
     if gathers and megatron.pipeline.get("variable_seq_lengths", False):
-        own.error(
+        section.error(
             "transformer.moe_token_dispatcher_type", ": allgather needs pipeline.variable_seq_lengths: false: leave it out"
         )
     modules = megatron.transformer.get("recompute_modules") or []
     for module, present in (("mla_up_proj", spec.mla), ("moe", spec.moe), ("moe_act", spec.moe),
                             ("shared_experts", spec.moe and spec.moe.shared_ffn)):  # fmt: skip
         if module in modules and not present:
-            own.error("transformer.recompute_modules", f": {spec.family} has no {module}")
+            section.error("transformer.recompute_modules", f": {spec.family} has no {module}")
     if role.reads_text:
         # transformers omits the labels of a classifier when there are two, its default.
         described, checkpoint = Path(config.model.described_by(role.path)), find_torch_dist(role.path)
@@ -254,9 +255,9 @@ def _check_fsdp(findings: Findings, role: Role, spec: ModelSpec) -> None:
         findings.error(key, f": {fault}")
 
 
-def _check_adapters(findings: Findings, asked: LoraConfig, spec: ModelSpec) -> None:
+def _check_adapters(findings: Findings, config: LoraConfig, spec: ModelSpec) -> None:
     """Check that the model has the modules named in its section's `lora`, and that the initial adapters fit the model."""
-    lora, path = asked.spec, asked.path
+    lora, path = config.spec, config.path
     if lora is None:
         return
     try:
@@ -295,26 +296,28 @@ def _report_ignored(findings: Findings, config: RunConfig, specs: dict[str, Mode
     if config.policy.router_balance != "none" and "policy" in specs and specs["policy"].moe is None:
         findings.ignore("policy.router_balance", "the model has no experts")
     for name, role in config.roles.items():
-        section, own = findings.at(name), role.section
+        section, settings = findings.at(name), role.section
         if role.compared_by is not None:
             # It shares the section of that model.
             continue
-        if own.megatron is not None:
+        if settings.megatron is not None:
             experts, balanced = name not in specs or specs[name].moe is not None, config.policy.router_balance != "none"
-            own.megatron.options.report_ignored(section, experts, role.settings.recompute, balanced)
-            if not role.is_learner and (own.megatron.ddp or own.megatron.optimizer):
+            settings.megatron.options.report_ignored(section, experts, role.settings.recompute, balanced)
+            if not role.is_learner and (settings.megatron.ddp or settings.megatron.optimizer):
                 section.ignore("megatron.ddp and optimizer", f"a {role.label} is not trained")
-        if not isinstance(own, PolicyConfig | LearnerConfig):
+        if not isinstance(settings, PolicyConfig | LearnerConfig):
             continue
-        if own.offload is not None and config.trainer.device == "cpu":
-            for part in sorted(own.offload.parts):
+        if settings.offload is not None and config.trainer.device == "cpu":
+            for part in sorted(settings.offload.parts):
                 section.ignore(f"offload.{part}", "on the CPU everything is in host memory already")
-        if own.optimizer.schedule == "constant" and (own.optimizer.decay_steps is not None or own.optimizer.min_lr):
+        if settings.optimizer.schedule == "constant" and (
+            settings.optimizer.decay_steps is not None or settings.optimizer.min_lr
+        ):
             section.ignore("optimizer.decay_steps and min_lr", "the schedule is constant")
-        has_length = own.optimizer.schedule != "constant" and own.optimizer.decay_steps is None
-        if own.optimizer.schedule_over != "run" and not has_length and not 0 < own.optimizer.warmup_steps < 1:
+        has_length = settings.optimizer.schedule != "constant" and settings.optimizer.decay_steps is None
+        if settings.optimizer.schedule_over != "run" and not has_length and not 0 < settings.optimizer.warmup_steps < 1:
             section.ignore("optimizer.schedule_over", "neither the decay nor the warm-up is a share of the run")
-        if own.optimizer.warmup_init_lr and not own.optimizer.warmup_steps:
+        if settings.optimizer.warmup_init_lr and not settings.optimizer.warmup_steps:
             section.ignore("optimizer.warmup_init_lr", "warmup_steps is 0")
     _report_profile(findings.at("trainer.profile"), config.trainer, config.roles.world_size)
     name = algorithm.name
@@ -424,11 +427,11 @@ def _check_devices(findings: Findings, config: RunConfig) -> None:
     if is_joined(config.launch):
         launched = int(os.environ["WORLD_SIZE"])
         findings.require(launched == world, f"layout {config.layout}", f"needs {world} ranks: WORLD_SIZE is {launched}")
-        here = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", world))
         findings.require(
-            not config.engine.is_server or bool(config.engine.url) or config.engine.is_apart or here == world,
+            not config.engine.is_server or bool(config.engine.url) or config.engine.is_apart or local == world,
             "engine.mode",
-            f": servers on the ranks' devices are reached on their own machine, and {here} of {world} ranks are here: "
+            f": servers on the ranks' devices are reached on their own machine, and {local} of {world} ranks are here: "
             "use vLLM in_process, or engine.placement: apart",
         )
         _check_apart(findings, config)
@@ -450,8 +453,8 @@ def _check_devices(findings: Findings, config: RunConfig) -> None:
 
 def _check_apart(findings: Findings, config: RunConfig) -> None:
     """Check that there are GPUs for the servers in addition to those of the ranks, where they can be counted."""
-    own = config.engine.is_apart or config.reward.judge_layout is not None
-    if findings.errors or not config.may_generate or not own:
+    has_devices = config.engine.is_apart or config.reward.judge_layout is not None
+    if findings.errors or not config.may_generate or not has_devices:
         return
     try:
         rows = device_rows(config)

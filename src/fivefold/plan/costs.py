@@ -142,9 +142,9 @@ def _traffic(spec: ModelSpec, layout: ParallelLayout, tokens: Tokens, local: flo
 def _mlp(
     spec: ModelSpec, layout: ParallelLayout, tokens: Tokens, local: float, ffn: float
 ) -> tuple[list[Work], list[Work], tuple[list[Work], list[Work]]]:
-    own = ffn / layout.tp
-    products = [_product(local, spec.hidden, 2 * own), _product(local, own, spec.hidden)]
-    size = local * own * tokens.number_bytes
+    width = ffn / layout.tp
+    products = [_product(local, spec.hidden, 2 * width), _product(local, width, spec.hidden)]
+    size = local * width * tokens.number_bytes
     return products, [], ([Work("swiglu", 0, 3 * size)], [Work("swiglu", 0, 5 * size)])
 
 
@@ -153,17 +153,17 @@ def _experts(
 ) -> tuple[list[Work], list[Work], tuple[list[Work], list[Work]]]:
     part = spec.moe
     assert part is not None
-    own = local / layout.tp
-    routed = own * part.top_k
-    each = routed * layout.ep * layout.etp / part.num_experts
-    grouped = [Work("grouped_gemm", each, 6 * routed * spec.hidden * part.ffn)]
+    tokens_of_rank = local / layout.tp
+    routed = tokens_of_rank * part.top_k
+    tokens_of_expert = routed * layout.ep * layout.etp / part.num_experts
+    grouped = [Work("grouped_gemm", tokens_of_expert, 6 * routed * spec.hidden * part.ffn)]
     # Tokens are copied into expert order and summed back into token order: two reads and two writes in each direction.
     # Tokens received from other ranks are regrouped by expert and back, as often.
     gathered = routed * layout.etp if part.num_experts > layout.ep else 0
     copied = Work("elementwise", 0, 4 * (routed + gathered) * spec.hidden * tokens.number_bytes)
     held = 3 * spec.hidden * part.ffn * part.num_experts / layout.ep / layout.etp
     added = Work("gradients", 0, ADDED_BYTES * held)
-    products, moved = [_product(own, spec.hidden, part.num_experts)], ([copied], [copied, added])
+    products, moved = [_product(tokens_of_rank, spec.hidden, part.num_experts)], ([copied], [copied, added])
     if part.shared_ffn:
         more, _, shared = _mlp(spec, layout, tokens, local, part.shared_ffn)
         products, moved = products + more, (moved[0] + shared[0], moved[1] + shared[1])

@@ -55,13 +55,13 @@ def measured_rates() -> Rates:
 
 def _fastest(work: Callable[[], object]) -> float:
     """Return the fewest seconds of one call: another program may use the cores too."""
-    found: list[float] = []
+    times: list[float] = []
     deadline = time.perf_counter() + _SECONDS
-    while not found or time.perf_counter() < deadline:
+    while not times or time.perf_counter() < deadline:
         begin = time.perf_counter()
         work()
-        found.append(time.perf_counter() - begin)
-    return min(found)
+        times.append(time.perf_counter() - begin)
+    return min(times)
 
 
 def step_operations(config: RunConfig, spec: ModelSpec, lengths: Lengths) -> float:
@@ -142,17 +142,17 @@ def describe_cpu_step(config: RunConfig, spec: ModelSpec, measure: Callable[[], 
     rates = measure()
     seconds = step_seconds(config, spec, lengths, rates)
     steps = steps_of(config)
-    whole = f", {steps} steps {_time(steps * seconds)}" if steps else ""
-    said = [
-        f"a step takes at least {_time(seconds)} on this CPU{whole}: {operations:.1e} operations "
+    total = f", {steps} steps {_time(steps * seconds)}" if steps else ""
+    sentences = [
+        f"a step takes at least {_time(seconds)} on this CPU{total}: {operations:.1e} operations "
         f"with prompts of {lengths.prompt:.0f} and responses of {lengths.response:.0f} tokens on average, at the "
         f"{rates.flops / 1e9:,.0f} GFLOP/s that numpy's matrix product reaches here, measured now"
     ]
     if seconds < LONG:
-        return said, []
+        return sentences, []
     trial = shortened(config)
     short = step_seconds(trial, spec, Lengths.of(trial.data), rates)
-    return [*said, f"a trial shows in at least {_time(TRIAL_STEPS * short)} whether everything works"], trial_of(config)
+    return [*sentences, f"a trial shows in at least {_time(TRIAL_STEPS * short)} whether everything works"], trial_of(config)
 
 
 def _time(seconds: float) -> str:

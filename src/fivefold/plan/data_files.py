@@ -38,7 +38,7 @@ from fivefold.data.rows import (
 from fivefold.errors import UserError, shown
 from fivefold.keys.findings import Findings
 from fivefold.keys.ranges import suggest
-from fivefold.reward.choose import check_columns, choose_rewards, user_functions
+from fivefold.reward.choose import ChosenRewards, check_columns, choose_rewards, user_functions
 from fivefold.reward.rules import describe_forms, forms_read, ground_truth_fault, takes_truth
 from fivefold.tables import DATA_SETS
 
@@ -54,7 +54,7 @@ class _Seen:
 
     rows: int = 0
     """Number of rows that would become prompts; all rows that were not checked are counted."""
-    whole: bool = True
+    is_complete: bool = True
     """True if every row was checked."""
     sources: Counter[str] = field(default_factory=Counter)
     """data_source -> number of checked rows that would become prompts."""
@@ -114,7 +114,7 @@ def check_data(findings: Findings, config: RunConfig, tokenizer: LightTokenizer 
         scored = [] if config.algorithm.offline else [training]
         if data.val:
             scored.append(_check_validation(findings, config, reader))
-        if scored and all(seen.whole for seen in scored):
+        if scored and all(seen.is_complete for seen in scored):
             sources = {source for seen in scored for source in seen.sources}
             for key, reason in unused_sources(data, config.reward, sources).items():
                 findings.ignore(key, reason)
@@ -144,9 +144,9 @@ def unused_sources(data: DataConfig, reward: RewardConfig, sources: Collection[s
 
 def _describe_special(places: Sequence[str], mode: str) -> str:
     """Describe the training rows that contain special tokens, and how they are handled."""
-    what = "open turns there; data.special_tokens: escape makes text of them" if mode == "keep" else "are escaped there"
+    effect = "open turns there; data.special_tokens: escape makes text of them" if mode == "keep" else "are escaped there"
     rows = f"{len(places)} row{'s' if len(places) > 1 else ''}"
-    return f"data.train: {rows} hold{'' if len(places) > 1 else 's'} special tokens, which {what} (the first: {places[0]})"
+    return f"data.train: {rows} hold{'' if len(places) > 1 else 's'} special tokens, which {effect} (the first: {places[0]})"
 
 
 def _report_forms(findings: Findings, training: _Seen) -> None:
@@ -178,7 +178,7 @@ def _check_count(findings: Findings, config: RunConfig, training: _Seen) -> None
             "data.prompts_per_step" if per_step == config.data.prompts_per_step else "algorithm.prompts_per_round",
             f"must not be larger than the training set: got {per_step} for {rows} prompts",
         )
-    elif "critic" in config.roles and config.trainer.steps is None and training.whole:
+    elif "critic" in config.roles and config.trainer.steps is None and training.is_complete:
         steps = config.trainer.epochs * (rows // per_step)
         message = f"must be below the {steps} steps of the run, or the policy never learns: got {config.critic.warmup_steps}"
         findings.require(config.critic.warmup_steps < steps, "critic.warmup_steps", message)
@@ -186,15 +186,17 @@ def _check_count(findings: Findings, config: RunConfig, training: _Seen) -> None
 
 def _check_domains(findings: Findings, data: DataConfig, training: _Seen) -> None:
     """Check that the mixture has rows for each domain, if all rows were checked."""
-    if not data.mixture or not training.whole:
+    if not data.mixture or not training.is_complete:
         return
-    domain_of, found = domains_of(data.domains), Counter[str]()
+    domain_of, counted = domains_of(data.domains), Counter[str]()
     for source, rows in training.sources.items():
-        found[domain_of(source)] += rows
+        counted[domain_of(source)] += rows
     for name, count in counts(data.mixture, data.prompts_per_step).items():
-        message = f": a step takes {count} prompts of {name!r}, of which there are {found[name]}; there are {dict(found)}"
-        findings.require(found[name] >= count, "data.mixture", message)
-    if others := [f"{name} ({rows})" for name, rows in found.items() if name not in data.mixture]:
+        message = (
+            f": a step takes {count} prompts of {name!r}, of which there are {counted[name]}; there are {dict(counted)}"
+        )
+        findings.require(counted[name] >= count, "data.mixture", message)
+    if others := [f"{name} ({rows})" for name, rows in counted.items() if name not in data.mixture]:
         findings.note(f"data.mixture leaves out the rows of {', '.join(others)}")
 
 
@@ -204,20 +206,20 @@ def _check_validation(findings: Findings, config: RunConfig, reader: _Reader) ->
     With a method that learns from data, they may lack responses or rewards, but not both.
     """
     must_score, files = config.eval.generate if config.algorithm.offline else True, config.data.val
-    found = reader.read(files, learns=False, scored=bool(must_score), first=config.eval.max_prompts)
-    known = config.may_generate and all(reader.knows_reward(source) for source in found.sources)
+    validation = reader.read(files, learns=False, scored=bool(must_score), first=config.eval.max_prompts)
+    known = config.may_generate and all(reader.knows_reward(source) for source in validation.sources)
     if must_score is None and known:
         reader.read(files, learns=False, scored=True, first=config.eval.max_prompts)
-    if not found.rows:
+    if not validation.rows:
         findings.error("data.val", f"has no prompt of at most data.max_prompt_tokens = {config.data.max_prompt_tokens}")
-    if config.algorithm.offline and not found.responses and must_score is not True:
+    if config.algorithm.offline and not validation.responses and must_score is not True:
         findings.require(
             known and must_score is not False,
             "data.val",
             ": there is nothing to evaluate, the rows have no responses to learn from and nothing is sampled; leave it out, "
             "or name rewards and set eval.generate: true",
         )
-    return found
+    return validation
 
 
 @dataclass
@@ -231,6 +233,8 @@ class _Reader:
     """Name of a data set -> its local file."""
     bound: set[tuple[str, frozenset[str]]] = field(default_factory=set)
     """Reward functions and columns that fill their parameters."""
+    chosen: dict[str, ChosenRewards] = field(default_factory=dict)
+    """data_source -> its rewards. Choosing them parses the user's files."""
 
     def read(
         self, files: Sequence[str], *, learns: bool, scored: bool, first: int | None = None, kind: LearnsFrom | None = None
@@ -248,20 +252,20 @@ class _Reader:
             for place, row in self._rows(path, seen, first):
                 where, source = f"{name}, row {place}", source or source_of(path)
                 try:
-                    found = self._guard(parse_row(row, columns, kind, source), seen, where)
-                    found = with_system_prompt(found, data.system_prompt)
+                    parsed = self._guard(parse_row(row, columns, kind, source), seen, where)
+                    parsed = with_system_prompt(parsed, data.system_prompt)
                     if learns:
-                        check_responses(found, columns, kind, list(map(str, row)))
-                    fits = self._encode(found)
+                        check_responses(parsed, columns, kind, list(map(str, row)))
+                    fits = self._encode(parsed)
                     if scored:
-                        self._check_reward(found, row)
-                        self._look_at_prompt(found, seen, where)
+                        self._check_reward(parsed, row)
+                        self._look_at_prompt(parsed, seen, where)
                 except ValueError as error:
                     raise UserError(f"{where}: {error}") from error
                 seen.rows += fits
-                seen.sources[found.source] += fits
-                seen.responses += bool(found.responses) or found.is_conversation
-                seen.truths += bool(found.ground_truth.strip())
+                seen.sources[parsed.source] += fits
+                seen.responses += bool(parsed.responses) or parsed.is_conversation
+                seen.truths += bool(parsed.ground_truth.strip())
                 seen.columns = seen.columns or tuple(map(str, row))
         return seen
 
@@ -286,7 +290,7 @@ class _Reader:
             wanted = self.config.prompts_taken + ROWS if first is None else first
             further = count_rows(path, wanted) - ROWS
             seen.rows += further
-            seen.whole = seen.whole and not further
+            seen.is_complete = seen.is_complete and not further
 
     def _encode(self, row: Row) -> bool:
         """Return whether the prompt is short enough; raise ValueError for a text that the model cannot read."""
@@ -312,8 +316,8 @@ class _Reader:
         tokens = tokenizer.check_text(text)
         if not tokens:
             raise UserError(f"the prompt has no tokens: {shown(text)}")
-        for each in texts:
-            tokenizer.check_text(each)
+        for piece in texts:
+            tokenizer.check_text(piece)
         if self.vocab is not None and (outside := [token for token in tokens if token >= self.vocab]):
             raise UserError(f"token {outside[0]} of the prompt is not in the model's vocabulary of {self.vocab}")
         most = min(data.max_prompt_tokens, (data.max_total_tokens or sys.maxsize) - 1)
@@ -328,15 +332,20 @@ class _Reader:
     def knows_reward(self, source: str) -> bool:
         """Return whether a reward can be chosen for a data_source."""
         try:
-            choose_rewards(self.config.reward, source)
+            self._rewards(source)
         except UserError:
             return False
         return True
 
+    def _rewards(self, source: str) -> ChosenRewards:
+        if source not in self.chosen:
+            self.chosen[source] = choose_rewards(self.config.reward, source)
+        return self.chosen[source]
+
     def _check_reward(self, row: Row, columns: Mapping[str, Any]) -> None:
         """Raise ValueError if the rewards of the row's source cannot score it."""
         names = frozenset(columns)
-        for name in choose_rewards(self.config.reward, row.source).weights:
+        for name in self._rewards(row.source).weights:
             if (name, names) not in self.bound:
                 check_columns(self.config.reward, name, list(columns))
                 self.bound.add((name, names))
@@ -352,7 +361,7 @@ class _Reader:
     def _look_at_prompt(self, row: Row, seen: _Seen, where: str) -> None:
         """Count the prompts that do not name the form in which a reward reads the answer, for the first rows of each."""
         text = "\n".join(str(message["content"]) for message in row.messages)
-        for name in choose_rewards(self.config.reward, row.source).weights:
+        for name in self._rewards(row.source).weights:
             forms = forms_read(name)
             if forms and seen.prompts[name] < _PROMPTS:
                 seen.prompts[name] += 1

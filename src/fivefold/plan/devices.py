@@ -33,8 +33,8 @@ def device_of(config: RunConfig) -> Device | None:
     if elsewhere(config.launch):
         return None
     if on_gpus(config.launch, config.trainer.device):
-        found = gpu_bytes()
-        return None if found is None else Device("the GPU of this machine", found)
+        size = gpu_bytes()
+        return None if size is None else Device("the GPU of this machine", size)
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 0) if is_joined(config.launch) else 0) or config.roles.world_size
     return Device("its share of this machine's memory", host_bytes() // ranks)
 
@@ -57,20 +57,20 @@ def gpu_kind(launch: LaunchConfig) -> str | None:
 
 def local_gpu_kind() -> str | None:
     """Return the table name of this machine's smallest GPU: the same model, with the nearest memory size."""
-    found, size = _asked("name").lower().replace(" ", ""), gpu_bytes()
-    if not found or size is None:
+    gpu_name, size = _asked("name").lower().replace(" ", ""), gpu_bytes()
+    if not gpu_name or size is None:
         return None
     # `NVIDIA H200`, `NVIDIA A100-SXM4-80GB`, `NVIDIA GeForce RTX 4090`
-    alike = [name for name in GPUS if name.partition("-")[0] in found]
+    alike = [name for name in GPUS if name.partition("-")[0] in gpu_name]
     near = [name for name in alike if abs(GPUS[name].memory_gib * 2**30 / size - 1) < _SAME_MEMORY]
     return max(near, key=len, default=None)
 
 
-def _asked(what: str) -> str:
+def _asked(field: str) -> str:
     """Return what the driver's tool prints, one line per GPU; empty if there is none."""
     if visible_gpus() == 0 or (tool := shutil.which("nvidia-smi")) is None:
         return ""
-    query = [tool, f"--query-gpu={what}", "--format=csv,noheader,nounits"]
+    query = [tool, f"--query-gpu={field}", "--format=csv,noheader,nounits"]
     try:
         return subprocess.run(query, capture_output=True, text=True, timeout=10, check=True).stdout
     except (OSError, subprocess.SubprocessError):
@@ -79,9 +79,9 @@ def _asked(what: str) -> str:
 
 def host_bytes() -> int:
     """Return the memory of this machine in bytes, or the container's limit if it is lower."""
-    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit = Path("/sys/fs/cgroup/memory.max")
     try:
-        return min(whole, int(limit.read_text()))
+        return min(total, int(limit.read_text()))
     except (OSError, ValueError):
-        return whole
+        return total

@@ -91,7 +91,7 @@ class Efficiencies:
     @cached_property
     def sources(self) -> dict[str, str]:
         """Return the hardware on which the rates of each kind were measured."""
-        return {kind: found[0].hardware for kind in KINDS if (found := self._of(kind))}
+        return {kind: rows[0].hardware for kind in KINDS if (rows := self._of(kind))}
 
     @cached_property
     def measured_here(self) -> bool:
@@ -106,18 +106,18 @@ class Efficiencies:
 
     def _of(self, kind: str) -> list[Rate]:
         rows = [row for row in self._rows if row.kind == kind]
-        own = [row for row in rows if row.hardware == self.gpu]
-        return own or [row for row in rows if row.hardware != "cpu"] or rows
+        measured_here = [row for row in rows if row.hardware == self.gpu]
+        return measured_here or [row for row in rows if row.hardware != "cpu"] or rows
 
     def _table(self, kind: str) -> list[tuple[float, float]]:
         """Return (log of size, rate in units of 1) pairs, in order of size."""
-        found = []
+        points = []
         for row in self._of(kind):
             scale = _scale(KINDS[kind].bound, row.hardware, self.gpu) * UNITS[KINDS[kind].unit]
-            found.append((math.log(max(row.size, 1.0)), row.rate * scale))
-        if not found:
+            points.append((math.log(max(row.size, 1.0)), row.rate * scale))
+        if not points:
             raise UserError(f"no rate of {kind} is known: run `fivefold plan --calibrate` on the machine in question")
-        return sorted(found)
+        return sorted(points)
 
     def rate(self, kind: str, size: float = 0.0) -> float:
         """Return FLOP/s, bytes/s or seconds for a size.
@@ -158,28 +158,28 @@ def load_rates(calibration: Path | None = None) -> tuple[Rate, ...]:
     return known_rates(() if calibration is None and not path.is_file() else read_calibration(path))
 
 
-def known_rates(own: Iterable[Rate]) -> tuple[Rate, ...]:
-    """Return `own` rows, plus the rows that come with Fivefold for kinds that `own` lacks on the same hardware."""
-    own = tuple(own)
-    replaced = {(row.kind, row.hardware) for row in own}
-    return (*(row for row in MEASURED if (row.kind, row.hardware) not in replaced), *own)
+def known_rates(rates: Iterable[Rate]) -> tuple[Rate, ...]:
+    """Return `rates`, plus the rows that come with Fivefold for kinds that `rates` lacks on the same hardware."""
+    rates = tuple(rates)
+    replaced = {(row.kind, row.hardware) for row in rates}
+    return (*(row for row in MEASURED if (row.kind, row.hardware) not in replaced), *rates)
 
 
 def read_calibration(path: Path) -> tuple[Rate, ...]:
     """Return the rows of a file written by `write_calibration`; raise ValueError for any other file."""
-    found = read_json(path)
-    rows = found.get("rates") if isinstance(found, dict) else None
+    content = read_json(path)
+    rows = content.get("rates") if isinstance(content, dict) else None
     try:
-        made = tuple(Rate(**row) for row in rows or [])
+        rates = tuple(Rate(**row) for row in rows or [])
     except TypeError:
-        made = ()
-    if not made:
+        rates = ()
+    if not rates:
         raise UserError(f"{path} is not a file of `fivefold plan --calibrate`: it must have a list `rates` of measured rows")
-    for row in made:
+    for row in rates:
         numbers = isinstance(row.size, int | float) and isinstance(row.rate, int | float)
         if row.kind not in KINDS or not numbers or not 0 < row.rate < math.inf:
             raise UserError(f"{path} has a row that cannot be used: got {shown(asdict(row))}; measure again")
-    return made
+    return rates
 
 
 def write_calibration(path: Path, rows: Iterable[Rate], about: str) -> None:

@@ -113,8 +113,8 @@ def engine_cache(config: RunConfig, spec: ModelSpec) -> int | None:
     engine = config.engine
     if engine.layout is None:
         return None
-    if isinstance(given := engine.own_arguments.get(CACHE_SIZES[engine.kind]), int):
-        return given if engine.kind == "vllm" else given * token_bytes(engine, config.policy, spec)
+    if isinstance(chosen := engine.own_arguments.get(CACHE_SIZES[engine.kind]), int):
+        return chosen if engine.kind == "vllm" else chosen * token_bytes(engine, config.policy, spec)
     if not on_gpus(config.launch, config.trainer.device):
         return CPU_CACHE
     if (device := device_of(config)) is None:
@@ -135,12 +135,12 @@ def _check_cache(findings: Findings, config: RunConfig, spec: ModelSpec) -> None
     assert engine.layout is not None
     longest = engine.max_model_len or config.max_sequence_tokens
     needed, size = token_bytes(engine, config.policy, spec) * longest, CACHE_SIZES[engine.kind]
-    each = f" in each of {engine.process_count} processes" if engine.process_count > 1 else ""
+    share = f" in each of {engine.process_count} processes" if engine.process_count > 1 else ""
     key = f"{engine.kind}.{size}" if size in engine.own_arguments else "memory_fraction"
     findings.require(
         cache is None or cache // engine.process_count >= needed,
         key,
-        f"leaves {max(0, cache or 0) // engine.process_count / 2**20:,.2f} MiB for keys and values{each}, one sequence of "
+        f"leaves {max(0, cache or 0) // engine.process_count / 2**20:,.2f} MiB for keys and values{share}, one sequence of "
         f"{longest} tokens needs {needed / 2**20:,.2f}; "
         "raise it, more t in engine.backend, or a smaller engine.max_model_len",
     )
@@ -161,8 +161,8 @@ def _check_layout(findings: Findings, layout: ParallelLayout, spec: ModelSpec) -
     else:
         sizes.append(("experts", spec.moe.num_experts, "e", layout.ep))
         sizes.append(("expert ffn size", spec.moe.ffn, "t", layout.tp // layout.ep))
-    for what, size, letter, parts in sizes:
-        message = f": {what} must be divisible by {letter}: got {size} for {layout}; choose a {letter} that divides {size}"
+    for part, size, letter, parts in sizes:
+        message = f": {part} must be divisible by {letter}: got {size} for {layout}; choose a {letter} that divides {size}"
         findings.require(size % parts == 0, "backend", message)
     if spec.mla is None and spec.kv_heads % layout.tp and layout.tp % spec.kv_heads:
         findings.error(

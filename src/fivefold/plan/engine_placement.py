@@ -16,15 +16,15 @@ def machines_here(config: RunConfig) -> list[Machine]:
     With launch.gpu they are other machines, with enough GPUs.
     """
     world = int(os.environ.get("WORLD_SIZE", config.roles.world_size))
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", world))
     gpus = None
     if on_gpus(config.launch, config.trainer.device):
         layouts = (config.engine.layout, config.reward.judge_layout)
         others = sum(layout.world_size for layout in layouts if layout is not None)
-        gpus = visible_gpus() if config.launch.gpu is None else here + others
+        gpus = visible_gpus() if config.launch.gpu is None else local_ranks + others
     machines, policy = [], config.layout.world_size
-    for first in range(0, world, here):
-        ranks = range(first, min(first + here, world))
+    for first in range(0, world, local_ranks):
+        ranks = range(first, min(first + local_ranks, world))
         machines.append(Machine(ranks, gpus, range(first, max(first, min(ranks.stop, policy)))))
     return machines
 
@@ -46,10 +46,12 @@ def device_rows(config: RunConfig) -> list[tuple[str, str]]:
         ranks = _span(machine.ranks[0], len(machine.ranks))
         devices = "processes" if machine.gpus is None else f"GPU {_span(0, len(machine.ranks))}"
         rows.append((f"{where}{devices}", f"ranks {ranks} {whose}"))
-        for what, layout, place in places:
+        for server, layout, place in places:
             if place.machine == number:
-                own = "processes" if place.first_gpu is None else f"GPU {_span(place.first_gpu, layout.tp)}"
-                rows.append((f"{where}{own}", f"{what} {place.number} of {layout}, started by rank {place.rank}"))
+                server_devices = "processes" if place.first_gpu is None else f"GPU {_span(place.first_gpu, layout.tp)}"
+                rows.append(
+                    (f"{where}{server_devices}", f"{server} {place.number} of {layout}, started by rank {place.rank}")
+                )
     return rows
 
 

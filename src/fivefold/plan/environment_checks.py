@@ -57,22 +57,22 @@ class _Tokenizer:
 
 def check_environment(findings: Findings, config: RunConfig, tokenizer: LightTokenizer | None) -> None:
     """Check what `environment` names; `tokenizer` is None if its files are not on this machine."""
-    environment, own = config.environment, findings.at("environment")
+    environment, section = config.environment, findings.at("environment")
     if not environment.is_active:
         usual = EnvironmentConfig()
         for name in (item.name for item in fields(usual) if getattr(environment, item.name) != getattr(usual, item.name)):
-            own.ignore(name, "none of environment.class, environment.tools and environment.agent is set")
+            section.ignore(name, "none of environment.class, environment.tools and environment.agent is set")
         return
-    check_agent(own, environment, config.roles.world_size)
+    check_agent(section, environment, config.roles.world_size)
     python = environment.python
-    own.require(
+    section.require(
         python is None or shutil.which(python) is not None, "python", f"must be a Python interpreter: got {python!r}"
     )
     for name in environment.variables:
-        own.require(name in os.environ, "variables", f"names variables that are set here: got {name!r}")
-    names = [*_check_class(own, environment), *_check_tools(own, environment)]
+        section.require(name in os.environ, "variables", f"names variables that are set here: got {name!r}")
+    names = [*_check_class(section, environment), *_check_tools(section, environment)]
     twice = [name for name in names if names.count(name) > 1]
-    own.require(not twice, "tools", f"must have one tool of each name: got {', '.join(twice[:1])} twice; rename one")
+    section.require(not twice, "tools", f"must have one tool of each name: got {', '.join(twice[:1])} twice; rename one")
     if tokenizer is not None and not findings.errors:
         _check_dialog(findings, config, tokenizer, names)
 
@@ -92,17 +92,17 @@ def _check_class(findings: Findings, environment: EnvironmentConfig) -> list[str
     if library is not None and not library.is_file:
         return _load(findings, environment, environment.class_, [])
     if not _CODE.fullmatch(name):
-        forms = ", ".join(each.form for each in KINDS.values())
+        forms = ", ".join(kind_of_library.form for kind_of_library in KINDS.values())
         findings.error("class", f"must be path/to/file.py:Class or one of {forms}: got {environment.class_!r}")
         return []
-    path, _, own = name.rpartition(":")
+    path, _, class_name = name.rpartition(":")
     if not Path(path).is_file():
         findings.error("class", f": no file at {path}")
         return []
     text = read_text(Path(path))
-    pattern = rf"^\s*class\s+{own}\b|^{own}\s*=|^from\s.*\b{own}\b"
-    findings.require(bool(re.search(pattern, text, re.M)), "class", f": {path} defines no class {own}")
-    return _check_methods(findings, text, own) if kind == "trl" else []
+    pattern = rf"^\s*class\s+{class_name}\b|^{class_name}\s*=|^from\s.*\b{class_name}\b"
+    findings.require(bool(re.search(pattern, text, re.M)), "class", f": {path} defines no class {class_name}")
+    return _check_methods(findings, text, class_name) if kind == "trl" else []
 
 
 def _check_methods(findings: Findings, text: str, name: str) -> list[str]:
@@ -112,7 +112,12 @@ def _check_methods(findings: Findings, text: str, name: str) -> list[str]:
     except (SyntaxError, RecursionError) as error:
         findings.error("class", f": {error}")
         return []
-    body = [node for each in classes for node in each.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    body = [
+        node
+        for definition in classes
+        for node in definition.body
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    ]
     tools = [node for node in body if node.name[0] != "_" and node.name not in ("reset", "get_reward")]
     for tool in tools:
         _check_annotations(findings, "class", tool, [*tool.args.args[1:], *tool.args.kwonlyargs])
@@ -160,8 +165,16 @@ def _decorated(node: ast.stmt) -> list[str]:
         call = decorator if isinstance(decorator, ast.Call) else None
         target = decorator if call is None else call.func
         if getattr(target, "id", getattr(target, "attr", None)) == "function_tool":
-            given = [*call.args, *(each.value for each in call.keywords if each.arg == "name")] if call is not None else []
-            texts = [each.value for each in given if isinstance(each, ast.Constant) and isinstance(each.value, str)]
+            arguments = (
+                [*call.args, *(keyword.value for keyword in call.keywords if keyword.arg == "name")]
+                if call is not None
+                else []
+            )
+            texts = [
+                argument.value
+                for argument in arguments
+                if isinstance(argument, ast.Constant) and isinstance(argument.value, str)
+            ]
             return texts[:1] or [node.name]
     return []
 
@@ -192,16 +205,16 @@ def _check_tool(findings: Findings, name: str) -> None:
     except (UserError, SyntaxError, RecursionError) as error:
         findings.error("tools", f": {error}")
         return
-    own = name.rpartition(":")[2]
+    function_name = name.rpartition(":")[2]
     for node in tree.body:
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == own:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == function_name:
             _check_annotations(findings, "tools", node, [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs])
 
 
 def _check_annotations(
     findings: Findings, key: str, function: ast.FunctionDef | ast.AsyncFunctionDef, arguments: list[ast.arg]
 ) -> None:
-    bare = [each.arg for each in arguments if each.annotation is None]
+    bare = [argument.arg for argument in arguments if argument.annotation is None]
     message = f": the argument {bare[0]!r} of {function.name} needs an annotation, which the model reads" if bare else ""
     findings.require(not bare, key, message)
 
@@ -218,8 +231,8 @@ def _check_dialog(findings: Findings, config: RunConfig, light: LightTokenizer, 
             for name in tools
         ]
         stops = {*config.engine.sampling.stop_token_ids}
-        own, history = _Tokenizer(light), config.environment.history
-        dialog = Dialog.of(own, data.chat_template_kwargs, ends | stops, about, history)
+        tokenizer, history = _Tokenizer(light), config.environment.history
+        dialog = Dialog.of(tokenizer, data.chat_template_kwargs, ends | stops, about, history)
         difference = dialog.history_difference()
     except UserError as error:
         findings.errors.append(str(error))

@@ -230,6 +230,6 @@ def _offload(parts: Collection[str], memory: Memory, rates: Efficiencies) -> flo
 
 def describe_parts(times: PassTime | StepEstimate, least: float = 0.01) -> str:
     """Return the parts that matter, the largest first: `backward 3.1 s, forward 1.2`."""
-    whole = sum(times.parts.values())
-    large = sorted(((seconds, name) for name, seconds in times.parts.items() if seconds >= least * whole), reverse=True)
+    total = sum(times.parts.values())
+    large = sorted(((seconds, name) for name, seconds in times.parts.items() if seconds >= least * total), reverse=True)
     return ", ".join(f"{name} {seconds:.2f}" for seconds, name in large)

@@ -80,8 +80,8 @@ def _advice(config: RunConfig, measure: Measure) -> str:
 
     near = [remedy for remedy in _layouts(config, measure) if remedy[1].layout.world_size <= 2 * config.layout.world_size]
     alone = [*_settings(config), *near]
-    if found := [f"{text} ({_gib(needed(changed))})" for text, changed in alone if fits(changed)]:
-        return f"one of these makes it fit: {'; '.join(found)}"
+    if remedies := [f"{text} ({_gib(needed(changed))})" for text, changed in alone if fits(changed)]:
+        return f"one of these makes it fit: {'; '.join(remedies)}"
     texts, everything = [text for text, _ in _settings(config)], config
     for text in texts:
         # Each change is applied to the result of the changes before it. A setting that another model takes from the policy
@@ -129,11 +129,11 @@ def _shares_devices(engine: EngineConfig) -> bool:
 def _layouts(config: RunConfig, measure: Measure) -> Iterator[Remedy]:
     """Yield layouts that shard the model further: first with the same number of ranks, then with more."""
     roles = config.roles
-    own_layouts = {name: own for name, own in roles.own_layouts.items() if roles[name].compared_by is None}
-    for where, own in {"policy": config.layout, **own_layouts}.items():
+    own_layouts = {name: of_model for name, of_model in roles.own_layouts.items() if roles[name].compared_by is None}
+    for where, present in {"policy": config.layout, **own_layouts}.items():
         for factor in (2, 4, 8):
-            if own.dp % factor == 0:
-                yield from _layout(config, measure, where, own, dp=own.dp // factor, tp=own.tp * factor)
+            if present.dp % factor == 0:
+                yield from _layout(config, measure, where, present, dp=present.dp // factor, tp=present.tp * factor)
     # An engine on the policy's ranks and other models with their own layouts need the same number of ranks.
     if _shares_devices(config.engine) or config.roles.own_layouts or config.roles.world_size > config.layout.world_size:
         return
@@ -150,10 +150,10 @@ def _layouts(config: RunConfig, measure: Measure) -> Iterator[Remedy]:
         factor *= 2
 
 
-def _layout(config: RunConfig, measure: Measure, where: str, own: ParallelLayout, **sizes: Any) -> Iterator[Remedy]:
+def _layout(config: RunConfig, measure: Measure, where: str, present: ParallelLayout, **sizes: Any) -> Iterator[Remedy]:
     """Yield a change of one model's layout to these sizes, if the model can be sharded so."""
     try:
-        layout = replace(own, **sizes)
+        layout = replace(present, **sizes)
         changed = _with(config, where, backend=str(layout))
         measure(changed)
     except UserError:

@@ -54,7 +54,7 @@ def best_change(
     config: RunConfig, spec: ModelSpec, cluster: Cluster, rates: Efficiencies, lengths: Lengths, now: StepEstimate
 ) -> tuple[str, float] | None:
     """Return the single change that fits and makes a step shortest, with its seconds; None if no change gains enough."""
-    found: tuple[str, float] | None = None
+    best: tuple[str, float] | None = None
     room = max(cluster.room, now.memory.total)
     processes = with_processes(config, fastest(step_seconds(config, spec, cluster, rates, lengths)))
     for text, changed in [*_changes(config), (f"engine.processes: {processes.engine.processes}", processes)]:
@@ -66,10 +66,10 @@ def best_change(
         except UserError:
             # This layout cannot shard the model.
             continue
-        least = (1 - WORTH) * now.seconds if found is None else found[1]
+        least = (1 - WORTH) * now.seconds if best is None else best[1]
         if estimate.memory.total <= room and estimate.seconds < least:
-            found = text, estimate.seconds
-    return found
+            best = text, estimate.seconds
+    return best
 
 
 def _changes(config: RunConfig) -> Iterator[Change]:

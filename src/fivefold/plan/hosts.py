@@ -46,14 +46,14 @@ def check_hosts(findings: Findings, config: RunConfig) -> None:
 def _check_node_of_job(findings: Findings, on_ray: bool) -> None:
     """Check that a host of a PyTorchJob starts the run through a launcher, and once only with Ray."""
     count, number = os.environ["PET_NNODES"].partition(":")[0], os.environ.get("PET_NODE_RANK", "0")
-    here = f": this is host {number} of {count} (PET_NODE_RANK, PET_NNODES), "
+    place = f": this is host {number} of {count} (PET_NODE_RANK, PET_NNODES), "
     if on_ray:
-        findings.require(number == "0", "launch.backend", here + "and a run on Ray is started on host 0 alone")
+        findings.require(number == "0", "launch.backend", place + "and a run on Ray is started on host 0 alone")
     else:
         findings.require(
             count == "1",
             "launch.backend",
-            here + "and no launcher started ranks on it: start `torchrun -m fivefold.cli train ...` on each host, which "
+            place + "and no launcher started ranks on it: start `torchrun -m fivefold.cli train ...` on each host, which "
             "reads PET_*, or set launch.backend: ray and start the run on host 0",
         )
 
@@ -66,12 +66,12 @@ def _parts(config: RunConfig) -> str:
 
 def _compare_joined(findings: Findings, wanted: int, per_node: int, gpus: int, ranks: int) -> None:
     """Compare with the number of hosts, and of ranks on this one, that the launcher of this rank reports."""
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", 0))
-    count = next((int(os.environ[name]) for name in _COUNTS if name in os.environ), ranks // here if here else wanted)
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", 0))
+    count = next((int(os.environ[name]) for name in _COUNTS if name in os.environ), ranks // local if local else wanted)
     if count != wanted:
         findings.error("launch.nodes", f": {wanted} requested, and the launcher started ranks on {count}")
-    elif here and here * gpus != per_node * ranks:
+    elif local and local * gpus != per_node * ranks:
         findings.error(
             "launch.gpus_per_node",
-            f": {per_node * ranks // gpus} ranks are requested on each host, and the launcher started {here} on this one",
+            f": {per_node * ranks // gpus} ranks are requested on each host, and the launcher started {local} on this one",
         )

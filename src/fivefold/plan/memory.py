@@ -66,14 +66,14 @@ class Memory:
         """Return the bytes of models whose turn it is not."""
         others = {name.replace(".", " "): one.resident for name, one in self.others.items() if name != turn}
         parts = {} if self.engine_sleeps else {"engine": self.engine}
-        kept = (name for name in ("parameters", "gradients", "optimizer") if name not in self.offload)
-        return others | parts | {name: getattr(self, name) for name in kept}
+        names = (name for name in ("parameters", "gradients", "optimizer") if name not in self.offload)
+        return others | parts | {name: getattr(self, name) for name in names}
 
     @property
     def training(self) -> dict[str, int]:
         """Return the bytes during an update of the policy."""
-        own = {name: getattr(self, name) for name in ("parameters", "gradients", "optimizer", "activations")}
-        return own | self._waiting()
+        learning = {name: getattr(self, name) for name in ("parameters", "gradients", "optimizer", "activations")}
+        return learning | self._waiting()
 
     def training_of(self, name: str) -> dict[str, int]:
         """Return the bytes during an update of another model that learns."""
@@ -100,8 +100,8 @@ class Memory:
             if one.forward
         }
         if self.forward:
-            own = {"parameters": self.parameters, "activations": self.forward}
-            passes["a pass without gradient"] = own | self._waiting()
+            computing = {"parameters": self.parameters, "activations": self.forward}
+            passes["a pass without gradient"] = computing | self._waiting()
         engine = {"syncing weights": self.syncing, "sampling": self.sampling} if self.engine else {}
         return {"training": self.training, **others, **passes, **engine}
 
@@ -142,7 +142,7 @@ def rank_parameters(
     """Return the parameters of one rank in each pipeline stage, with embeddings and `mtp_layers` of multi-token
     prediction."""
     embedding = spec.padded_vocab * spec.hidden
-    found = []
+    per_stage = []
     for stage, chunks in enumerate((stages or PipelineSplit()).split_layers(spec.layers, layout)):
         layers = [layer for chunk in chunks for layer in chunk]
         dense = sum(spec.shared_parameters(layer) for layer in layers)
@@ -157,18 +157,18 @@ def rank_parameters(
             dense += mtp_layers * (spec.shared_parameters(last) + 3 * width + 2 * width * width)
             dense += embedding if layout.pp > 1 else 0
             experts += mtp_layers * spec.expert_parameters(last)
-        found.append(RankParameters(dense // layout.tp, experts // (layout.ep * layout.etp)))
-    return tuple(found)
+        per_stage.append(RankParameters(dense // layout.tp, experts // (layout.ep * layout.etp)))
+    return tuple(per_stage)
 
 
 @lru_cache(maxsize=64)
 def _adapter_sizes(spec: ModelSpec, lora: LoraSpec) -> Counter[tuple[int, bool, bool, int]]:
     """Return how many adapter tensors each (layer, of an expert, sharded, size) has: experts have tens of thousands."""
-    found = Counter[tuple[int, bool, bool, int]]()
+    counts = Counter[tuple[int, bool, bool, int]]()
     for tensor, (rows, columns) in adapter_tensors(spec, lora).items():
         assert tensor.layer is not None
-        found[tensor.layer, tensor.expert is not None, tensor.sharding is not Sharding.REPLICATE, rows * columns] += 1
-    return found
+        counts[tensor.layer, tensor.expert is not None, tensor.sharding is not Sharding.REPLICATE, rows * columns] += 1
+    return counts
 
 
 @lru_cache(maxsize=4096)
@@ -181,9 +181,9 @@ def adapter_parameters(
         parts = layout.etp if of_expert else layout.tp
         (experts if of_expert else dense)[layer] += count * (size // (parts if is_sharded else 1))
     return tuple(
-        RankParameters(sum(dense[layer] for layer in own), sum(experts[layer] for layer in own) // layout.ep)
+        RankParameters(sum(dense[layer] for layer in of_stage), sum(experts[layer] for layer in of_stage) // layout.ep)
         for chunks in (stages or PipelineSplit()).split_layers(spec.layers, layout)
-        for own in [[layer for chunk in chunks for layer in chunk]]
+        for of_stage in [[layer for chunk in chunks for layer in chunk]]
     )
 
 
@@ -250,50 +250,50 @@ class Sharded:
         """Return the bytes on one rank of each pipeline stage; `size` is the bytes per number."""
         if self.layout.backend == "fsdp":
             return [self._held_by_fsdp(size)]
-        spec, layout, found = self.spec, self.layout, list[Held]()
+        spec, layout, stages = self.spec, self.layout, list[Held]()
         tokens = self.tokens_per_micro_batch / (layout.tp * layout.cp)
         parts = rank_parameters(self.spec, layout, self.stages, self.mtp_layers)
         split = self.stages.split_layers(self.spec.layers, layout)
-        for stage, (own, learned, chunks) in enumerate(zip(parts, self.trained, split, strict=True)):
+        for stage, (all_parameters, learned, chunks) in enumerate(zip(parts, self.trained, split, strict=True)):
             # A stage has as many micro-batches in flight as stages from it to the last; interleaved stages have more.
             in_flight = float(layout.pp - stage)
             if len(chunks) > 1:
                 in_flight += (layout.pp - 1) / len(chunks)
             layers = [layer for chunk in chunks for layer in chunk]
             layers += [spec.layers - 1] * (self.mtp_layers if stage == layout.pp - 1 else 0)
-            kept, again = [kept_numbers(spec, layer, self.kernels) for layer in layers], 0
+            numbers, again = [kept_numbers(spec, layer, self.kernels) for layer in layers], 0
             if self.recompute == "full":
                 # The input of each layer, and one recomputed layer at a time.
-                kept, again = [spec.hidden] * len(layers), max(kept, default=0)
+                numbers, again = [spec.hidden] * len(layers), max(numbers, default=0)
             has_logits = stage == layout.pp - 1 and not spec.value_head
             last = self._logits(tokens, size, copies=2) if has_logits else 0
             # The logits are freed before a layer is recomputed.
-            activations = int(tokens * size * in_flight * sum(kept) + max(last, tokens * size * again))
-            held = (own.total + (0 if self.lora is None else learned.total)) * size
+            activations = int(tokens * size * in_flight * sum(numbers) + max(last, tokens * size * again))
+            held = (all_parameters.total + (0 if self.lora is None else learned.total)) * size
             forward = self._forward(layers, size, has_logits)
-            found.append(Held(held, learned.total * 4, _optimizer(learned, layout, size), activations, forward))
-        return found
+            stages.append(Held(held, learned.total * 4, _optimizer(learned, layout, size), activations, forward))
+        return stages
 
     def _held_by_fsdp(self, size: int) -> Held:
         """Return the bytes on every rank of an `fsdp:` layout: float32 shards, and what is gathered around a layer."""
         spec, layout = self.spec, self.layout
         layers = (spec.parameters - (1 if spec.tied or spec.value_head else 2) * spec.vocab * spec.hidden) // layout.tp
         ends = spec.parameters - layers * layout.tp
-        own = -(-(layers + ends) // self.shards)
+        shard = -(-(layers + ends) // self.shards)
         # Two layers are gathered at a time, the second ahead of its use; embedding and head stay for the whole pass.
         gathered = (ends + 2 * layers // spec.layers) * size if self.shards > 1 or size != 4 else 0
         # The gradient of the layer, and its float32 copy that is reduced; those of the ends come last.
         reduced = max(ends, layers // spec.layers) * (size + 4)
         tokens = self.tokens_per_micro_batch / layout.cp
         every = range(spec.layers)
-        kept, again = [kept_numbers(spec, layer, kernels=False) for layer in every], 0
+        numbers, again = [kept_numbers(spec, layer, kernels=False) for layer in every], 0
         if self.recompute == "full":
-            kept, again = [spec.hidden] * spec.layers, max(kept)
+            numbers, again = [spec.hidden] * spec.layers, max(numbers)
         last = 0.0 if spec.value_head else self._logits(tokens, size, copies=2)
-        activations = int(tokens * size * sum(kept) + max(last, tokens * size * again))
+        activations = int(tokens * size * sum(numbers) + max(last, tokens * size * again))
         forward = self._forward(list(every), size, not spec.value_head) + gathered if self.tokens_per_forward else 0
-        whole = (layers + ends) * 4 if self.keep_gathered else 0
-        return Held(own * 4, own * 4 + whole, own * 8, activations + gathered + reduced, forward)
+        gathered_gradients = (layers + ends) * 4 if self.keep_gathered else 0
+        return Held(shard * 4, shard * 4 + gathered_gradients, shard * 8, activations + gathered + reduced, forward)
 
     def _forward(self, layers: list[int], size: int, has_logits: bool) -> int:
         """Return the bytes of a pass without gradient: what goes in and out of a layer, and one layer or the logits."""
@@ -374,15 +374,15 @@ def estimate_memory(
         held = {
             name: stage for name, stage, first, layout in stages if first <= rank < first + layout.world_size // layout.pp
         }
-        own, samples = held.get("policy", Held()), engine_sequences and "policy" in held
+        policy_stage, samples = held.get("policy", Held()), engine_sequences and "policy" in held
         # A model that is alone on a rank is not offloaded.
         has_company = len(held) > 1 or bool(samples)
         memories.append(
             Memory(
-                parameters=own.parameters,
-                gradients=own.gradients,
-                optimizer=own.optimizer,
-                activations=own.activations,
+                parameters=policy_stage.parameters,
+                gradients=policy_stage.gradients,
+                optimizer=policy_stage.optimizer,
+                activations=policy_stage.activations,
                 engine=engine_processes * spec.parameters * engine_size // engine_shards if samples else 0,
                 cache=max(0, engine_cache) if samples else 0,
                 others={
@@ -392,7 +392,7 @@ def estimate_memory(
                 },
                 engine_sleeps=engine_sleeps,
                 offload=offload if has_company else frozenset(),
-                forward=own.forward,
+                forward=policy_stage.forward,
             )
         )
     return max(memories, key=lambda memory: memory.total)
@@ -400,20 +400,22 @@ def estimate_memory(
 
 def _other(name: str, others: Mapping[str, Other], held: Mapping[str, Held], has_company: bool) -> OtherMemory:
     """Return the memory of one model on a rank, with the model that it is compared with."""
-    own, leaving = held.get(name, Held()), others[name].offload if has_company else frozenset()
+    model, leaving = held.get(name, Held()), others[name].offload if has_company else frozenset()
     compared = sum(held.get(key, Held()).parameters for key, one in others.items() if one.compared_by == name)
     compared = 0 if "parameters" in leaving else compared
     if not others[name].learns:
-        resident = 0 if "parameters" in leaving else own.parameters
-        return OtherMemory(0, resident, computing=own.parameters, forward=own.forward)
-    computing = own.outside(leaving - {"parameters"}) + compared
-    return OtherMemory(own.outside(()) + compared, own.outside(leaving) + compared, own.activations, computing, own.forward)
+        resident = 0 if "parameters" in leaving else model.parameters
+        return OtherMemory(0, resident, computing=model.parameters, forward=model.forward)
+    computing = model.outside(leaving - {"parameters"}) + compared
+    return OtherMemory(
+        model.outside(()) + compared, model.outside(leaving) + compared, model.activations, computing, model.forward
+    )
 
 
-def _optimizer(own: RankParameters, layout: ParallelLayout, size: int) -> int:
+def _optimizer(trained: RankParameters, layout: ParallelLayout, size: int) -> int:
     """Return bytes of Adam's two moments and the float32 copy of 16-bit parameters, sharded over the replicas."""
     state = 12 if size == 2 else 8
-    return own.dense * state // (layout.dp * layout.cp) + own.experts * state // layout.edp
+    return trained.dense * state // (layout.dp * layout.cp) + trained.experts * state // layout.edp
 
 
 def trained_parameters(spec: ModelSpec, lora: LoraSpec | None) -> int:

@@ -36,28 +36,30 @@ def step_seconds(
     """Return the seconds of a step by number of processes: one, and the others that the run may have and that fit."""
     one = with_processes(config, 1)
     now = step_estimate(one, spec, cluster, rates, lengths)
-    found = {1: now.seconds}
+    seconds = {1: now.seconds}
     engine = one.engine
     if engine.kind != "vllm" or engine.is_apart or engine.url or now.rollout is None:
-        return found
+        return seconds
     if now.rollout.host < WORTH * now.seconds or cluster.gpus > cluster.node_gpus:
         # Only the host's work is divided; and ranks reach the processes next to them on one machine only.
-        return found
+        return seconds
     room = max(cluster.room, now.memory.total)
     sequence = token_bytes(engine, config.policy, spec) * (engine.max_model_len or config.max_sequence_tokens)
     for count in COUNTS[1:]:
-        made = with_processes(config, count)
-        cache = engine_cache(made, spec)
+        changed = with_processes(config, count)
+        cache = engine_cache(changed, spec)
         if count > most or (cache is not None and cache // count < sequence):
             break
-        estimate = step_estimate(made, spec, cluster, rates, lengths)
+        estimate = step_estimate(changed, spec, cluster, rates, lengths)
         if estimate.memory.total > room:
             break
-        found[count] = estimate.seconds
-    if fastest(found) > 1:
+        seconds[count] = estimate.seconds
+    if fastest(seconds) > 1:
         faults = set(validate(one).errors)
-        found = {count: found[count] for count in found if set(validate(with_processes(config, count)).errors) <= faults}
-    return found
+        seconds = {
+            count: seconds[count] for count in seconds if set(validate(with_processes(config, count)).errors) <= faults
+        }
+    return seconds
 
 
 def fastest(seconds: dict[int, float]) -> int:
@@ -78,7 +80,7 @@ def decide(config: RunConfig, spec: ModelSpec) -> tuple[int, str]:
         # A run can start without an estimate of its time.
         return 1, f"engine.processes: auto is 1, no time is estimated: {error}"
     count = fastest(seconds)
-    others = ", ".join(f"{seconds[each]:.1f} with {each}" for each in seconds if each != count)
+    others = ", ".join(f"{seconds[other]:.1f} with {other}" for other in seconds if other != count)
     text = f"engine.processes: auto is {count}: a step takes about {seconds[count]:.1f} s"
     text += f" ({others})" if others else ""
     return count, text + (f"; this machine's cores are enough for {most}" if most < COUNTS[-1] else "")
@@ -99,5 +101,5 @@ def _most(config: RunConfig) -> int:
     if config.launch.gpu is not None or elsewhere(config.launch) or engine.layout is None:
         return COUNTS[-1]
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-    each = _CORES + (engine.layout.tp if engine.layout.tp > 1 else 0)
-    return max(1, cores // (each * engine.layout.dp))
+    cores_per_replica = _CORES + (engine.layout.tp if engine.layout.tp > 1 else 0)
+    return max(1, cores // (cores_per_replica * engine.layout.dp))

@@ -67,8 +67,8 @@ def propose(
         trainer=replace(base.trainer, device="auto"),
     )
     spec = load_spec(directory)
-    found = Space(spec, searched, cluster, rates, lengths).search(count)
-    return Proposal(base, spec, cluster, rates, lengths, found, changes, has_file)
+    candidates = Space(spec, searched, cluster, rates, lengths).search(count)
+    return Proposal(base, spec, cluster, rates, lengths, candidates, changes, has_file)
 
 
 def _on_policy_layout(config: RunConfig) -> RunConfig:
@@ -94,10 +94,10 @@ def base_run(tree: dict[str, Any], changes: dict[str, Any]) -> RunConfig:
 
 def gpu_or_refuse(name: str | None) -> str:
     """Return the GPU's name, or that of this machine's GPU; raise ValueError if neither is known."""
-    found = name or local_gpu_kind()
-    if found is None:
+    gpu = name or local_gpu_kind()
+    if gpu is None:
         raise UserError(f"name the GPU with --gpu, this machine has none that is known: one of {', '.join(GPUS)}")
-    return found
+    return gpu
 
 
 def model_directory(model: str) -> Path:
@@ -142,25 +142,25 @@ def as_tree(proposal: Proposal, candidate: Candidate) -> dict[str, Any]:
             for parent in parents:
                 node = node.setdefault(parent, {})
             node[last] = {"backend": None}
-    whole: dict[str, Any] = {}
+    run: dict[str, Any] = {}
     if not proposal.has_file:
         data, algorithm = base.data, base.algorithm
         bounds = ("train", "prompts_per_step", "max_prompt_tokens", "max_response_tokens")
-        whole = {
+        run = {
             "model": {"path": base.model.path},
             "data": {name: getattr(data, name) for name in bounds},
             "algorithm": {"name": algorithm.name, "group_size": algorithm.group_size},
         }
-    return _merged(_merged(whole, proposal.changes), tree)
+    return _merged(_merged(run, proposal.changes), tree)
 
 
 def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
     """Merge both trees; where a key is in both, `above` wins."""
-    found = dict(below)
+    merged = dict(below)
     for key, value in above.items():
-        inner = found.get(key)
-        found[key] = _merged(inner, value) if isinstance(inner, dict) and isinstance(value, dict) else value
-    return found
+        inner = merged.get(key)
+        merged[key] = _merged(inner, value) if isinstance(inner, dict) and isinstance(value, dict) else value
+    return merged
 
 
 def as_yaml(proposal: Proposal, candidate: Candidate) -> str:

@@ -45,11 +45,11 @@ class Requests:
             middle = (low + high) / 2
             mean = sum(min(self.longest, middle * one) for one in shape) / _QUANTILES
             low, high = (middle, high) if mean < self.response else (low, middle)
-        found = [min(self.longest, low * one) for one in shape]
+        lengths = [min(self.longest, low * one) for one in shape]
         # The longest of many responses is longer than the middle of the last quantile.
         if self.count > _QUANTILES:
-            found[-1] = max(found[-1], min(self.longest, low * math.exp(TAIL * normal.inv_cdf(1 - 0.5 / self.count))))
-        return found
+            lengths[-1] = max(lengths[-1], min(self.longest, low * math.exp(TAIL * normal.inv_cdf(1 - 0.5 / self.count))))
+        return lengths
 
 
 @dataclass(frozen=True)
@@ -119,12 +119,12 @@ class Sampler:
             gpu += 2 * spec.layers * rates.rate("decode_reduce")
         if self.is_eager:
             return spec.layers * rates.rate("eager_layer"), gpu
-        each = rates.rate("sequence_host", sequences)
+        host_seconds = rates.rate("sequence_host", sequences)
         if self.logprobs != "none":
-            each += rates.rate(_LOGPROBS[self.logprobs], sequences)
+            host_seconds += rates.rate(_LOGPROBS[self.logprobs], sequences)
         if self.is_server:
-            each += rates.rate("server_host")
-        return rates.rate("decode_host") + sequences * each, gpu
+            host_seconds += rates.rate("server_host")
+        return rates.rate("decode_host") + sequences * host_seconds, gpu
 
 
 @dataclass(frozen=True)
@@ -146,11 +146,11 @@ class RolloutTime:
 
 def rollout_time(sampler: Sampler, requests: Requests, replicas: int, rates: Efficiencies) -> RolloutTime:
     """Return the time to sample all requests, divided equally over replicas; the step waits for the longest response."""
-    own, lengths = requests.count / replicas, requests.lengths()
+    count, lengths = requests.count / replicas, requests.lengths()
     mean = sum(lengths) / len(lengths)
-    prompts = own / requests.group
+    prompts = count / requests.group
     prefill = sampler.arithmetic(prompts * requests.prompt, rates)
-    at_once = float(min(own, sampler.room(requests.prompt + mean / 2)))
+    at_once = float(min(count, sampler.room(requests.prompt + mean / 2)))
     spent = {"memory": 0.0, "host": 0.0}
 
     def steps(count: float, sequences: float, length: float) -> None:
@@ -158,7 +158,7 @@ def rollout_time(sampler: Sampler, requests: Requests, replicas: int, rates: Eff
         spent["host" if host > gpu else "memory"] += count * max(host, gpu)
 
     # While requests are queued, the engine is full; then the last requests finish one after another.
-    steps((own - at_once) * mean / at_once, at_once, requests.prompt + mean / 2)
+    steps((count - at_once) * mean / at_once, at_once, requests.prompt + mean / 2)
     before = 0.0
     for place, length in enumerate(lengths):
         alive = at_once * (1 - place / len(lengths))
@@ -167,7 +167,7 @@ def rollout_time(sampler: Sampler, requests: Requests, replicas: int, rates: Eff
             at = before + (length - before) * (piece + 0.5) / pieces
             steps((length - before) / pieces, max(1.0, alive), requests.prompt + at)
         before = length
-    return RolloutTime(prefill, spent["memory"], spent["host"], own * mean)
+    return RolloutTime(prefill, spent["memory"], spent["host"], count * mean)
 
 
 def sync_time(

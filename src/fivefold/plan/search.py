@@ -87,17 +87,17 @@ class Space:
 
     def search(self, count: int = 3) -> list[Candidate]:
         """Return the fastest `count` runs with different layouts; raise ValueError if none fits."""
-        found = self._found()
-        if not found:
+        candidates = self._candidates()
+        if not candidates:
             raise UserError(self._too_large())
         chosen: dict[tuple[str, str], Candidate] = {}
-        for one in sorted(found, key=lambda one: one.estimate.seconds):
+        for one in sorted(candidates, key=lambda one: one.estimate.seconds):
             where = (one.config.policy.backend, one.config.engine.placement)
             # Keep only the fastest engine for each layout.
             if len(chosen) < count and where not in chosen and not validate(one.config).errors:
                 chosen[where] = one
         if not chosen:
-            raise UserError("; ".join(validate(found[0].config).errors))
+            raise UserError("; ".join(validate(candidates[0].config).errors))
         return list(chosen.values())
 
     def larger(self) -> Iterator[Space]:
@@ -112,31 +112,31 @@ class Space:
     def fewest(self) -> Candidate | None:
         """Return the fastest run on the fewest GPUs that the model fits, this cluster's times a power of two, or None."""
         for space in chain([self], self.larger()):
-            if found := space._found():
-                return min(found, key=lambda one: one.estimate.seconds)
+            if candidates := space._candidates():
+                return min(candidates, key=lambda one: one.estimate.seconds)
         return None
 
-    def _found(self) -> list[Candidate]:
+    def _candidates(self) -> list[Candidate]:
         for reserve in _RESERVES:
-            found = [
+            candidates = [
                 candidate
                 for trainer, engine in self._divisions()
                 for model in replace(self, reserve=reserve)._trained(trainer)
                 for candidate in self._with_engines(model, engine)
             ]
-            if found:
-                return found
+            if candidates:
+                return candidates
         return []
 
     def _divisions(self) -> Iterator[tuple[int, int]]:
         """Yield (trainer GPUs, GPUs of a separate engine): all and none, or a share of each node."""
-        gpus, each = self.cluster.gpus, min(self.cluster.gpus, self.cluster.node_gpus)
+        gpus, node_gpus = self.cluster.gpus, min(self.cluster.gpus, self.cluster.node_gpus)
         yield gpus, 0
         if self.base.algorithm.offline or self.base.engine.url:
             return
-        for own in sorted({each // 4, each // 2, each * 3 // 4}):
-            if 0 < own < each:
-                yield gpus // each * own, gpus // each * (each - own)
+        for trainer_gpus in sorted({node_gpus // 4, node_gpus // 2, node_gpus * 3 // 4}):
+            if 0 < trainer_gpus < node_gpus:
+                yield gpus // node_gpus * trainer_gpus, gpus // node_gpus * (node_gpus - trainer_gpus)
 
     def _trained(self, world: int) -> list[Sharded]:
         """Return the fastest sharded models on `world` ranks."""
@@ -176,26 +176,26 @@ class Space:
 
     def _best(self, model: Sharded) -> tuple[float, Sharded] | None:
         """Return the layout's fastest recomputation and micro-batch size that fit during training of the policy."""
-        found: tuple[float, Sharded] | None = None
+        best: tuple[float, Sharded] | None = None
         longest = self.base.max_sequence_tokens * self.base.algorithm.samples_per_comparison
         if not _can_shard(self.spec, model.layout, model.stages) or not self._holds(model):
             return None
         for recompute in ("none", "selective", "full"):
             before = float("inf")
             for budget in (longest, *(one for one in _BUDGETS if one > longest)):
-                made = replace(model, recompute=recompute, tokens_per_micro_batch=budget)
-                if not self._holds(made):
+                changed = replace(model, recompute=recompute, tokens_per_micro_batch=budget)
+                if not self._holds(changed):
                     break
-                seconds = self._seconds(made)
-                if found is None or seconds < found[0]:
-                    found = seconds, made
+                seconds = self._seconds(changed)
+                if best is None or seconds < best[0]:
+                    best = seconds, changed
                 if seconds >= before:
                     break
                 before = seconds
-            if found is not None and found[1].tokens_per_micro_batch > longest:
+            if best is not None and best[1].tokens_per_micro_batch > longest:
                 # More recomputation costs more than even larger micro-batches could gain.
                 break
-        return found
+        return best
 
     def _holds(self, model: Sharded) -> bool:
         """Return whether the model alone fits during training."""
@@ -227,9 +227,11 @@ class Space:
         )
         kind = base.engine.kind if base.engine.layout is not None else "vllm"
         for offload in _OFFLOADS[:1] if engine_gpus else _OFFLOADS:
-            made = replace(base, policy=replace(policy, offload=replace(offload, bucket_mb=base.policy.offload.bucket_mb)))
+            changed = replace(
+                base, policy=replace(policy, offload=replace(offload, bucket_mb=base.policy.offload.bucket_mb))
+            )
             if base.algorithm.offline or base.engine.url:
-                yield from self._fitting(made)
+                yield from self._fitting(changed)
                 continue
             world = engine_gpus or layout.world_size
             for tp in _divisors(world, self._widest(engine_gpus)):
@@ -241,7 +243,7 @@ class Space:
                     placement="apart" if engine_gpus else "colocated",
                     processes=1,
                 )
-                yield from self._fitting(self._divided(self._filled(replace(made, engine=engine))))
+                yield from self._fitting(self._divided(self._filled(replace(changed, engine=engine))))
 
     def _widest(self, engine_gpus: int) -> int:
         """Return how many GPUs of a node an engine may have."""
@@ -254,12 +256,15 @@ class Space:
         stays = {} if apart else memory_of(config, self.spec).sampling
         resident = sum(size for name, size in stays.items() if name not in ("engine", "cache"))
         for fraction in _FRACTIONS:
-            made = replace(config, engine=replace(config.engine, memory_fraction=fraction))
+            changed = replace(config, engine=replace(config.engine, memory_fraction=fraction))
             if resident + fraction * self.cluster.bytes > self.cluster.bytes * (HEADROOM if not apart else 1):
                 continue
-            cache = engine_cache(made, self.spec)
-            if cache is not None and cache >= token_bytes(made.engine, made.policy, self.spec) * config.max_sequence_tokens:
-                return made
+            cache = engine_cache(changed, self.spec)
+            if (
+                cache is not None
+                and cache >= token_bytes(changed.engine, changed.policy, self.spec) * config.max_sequence_tokens
+            ):
+                return changed
             break
         return None
 
@@ -282,18 +287,18 @@ class Space:
     def _too_large(self) -> str:
         """Describe how much memory is missing, and how many GPUs would be enough."""
         need, cluster = self._smallest.bytes, self.cluster
-        told = (
+        message = (
             f"{self.spec.parameters / 1e9:,.1f} billion parameters do not fit {cluster.gpus} x {cluster.gpu} on any layout"
         )
         if need < float("inf"):
-            told += (
+            message += (
                 f": the smallest needs {need / 2**30:,.1f} GiB of each, {(need - self.room) / 2**30:,.1f} more than the "
                 f"{self.room / 2**30:.1f} GiB that a run may fill"
             )
-        enough = next((larger for larger in self.larger() if larger._found()), None)
+        enough = next((larger for larger in self.larger() if larger._candidates()), None)
         if enough is not None:
-            return f"{told}; it fits {enough.cluster.gpus} of them"
-        return f"{told}; it does not fit {cluster.gpus * _MOST_GPUS} of them either: take larger GPUs or a smaller model"
+            return f"{message}; it fits {enough.cluster.gpus} of them"
+        return f"{message}; it does not fit {cluster.gpus * _MOST_GPUS} of them either: take larger GPUs or a smaller model"
 
 
 def _fastest(count: int, timed: Iterable[tuple[float, Sharded] | None]) -> list[tuple[float, Sharded]]:

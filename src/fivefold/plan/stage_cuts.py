@@ -24,13 +24,13 @@ def stage_cuts(layers: int, layout: ParallelLayout) -> list[PipelineSplit]:
         return []
     splits = [PipelineSplit()] if layers % layout.pp == 0 else []
     splits += _uneven(layers, layout.pp, _LIGHTER)
-    found = []
+    cuts = []
     for split in splits:
         counts = {len(stage[0]) for stage in split.split_layers(layers, layout)}
         for virtual in _VIRTUAL:
             if all(count % virtual == 0 for count in counts):
-                found.append(_virtual(split, virtual))
-    return found
+                cuts.append(_virtual(split, virtual))
+    return cuts
 
 
 def _virtual(split: PipelineSplit, virtual: int) -> PipelineSplit:

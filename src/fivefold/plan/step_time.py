@@ -52,11 +52,11 @@ class Batch:
 
     def micro_batches(self, layout: ParallelLayout, budget: int, virtual: int, imbalance: float) -> tuple[int, float]:
         """Return the micro-batches of a replica, and the tokens of each."""
-        own = self.tokens / layout.dp * (imbalance if layout.dp > 1 else 1.0)
-        count = max(1, math.ceil(own / max(budget, self.mean_length)))
+        tokens = self.tokens / layout.dp * (imbalance if layout.dp > 1 else 1.0)
+        count = max(1, math.ceil(tokens / max(budget, self.mean_length)))
         if virtual > 1:
             count = -(-count // layout.pp) * layout.pp
-        return count, own / count
+        return count, tokens / count
 
 
 @dataclass(frozen=True)
@@ -109,8 +109,8 @@ def forward_time(
 def _passes(model: Sharded, batch: Batch, cluster: Cluster, rates: Efficiencies, imbalance: float, trains: bool) -> PassTime:
     layout, links = model.layout, Links(cluster, rates)
     virtual = model.stages.virtual_stages(layout)
-    count, each = batch.micro_batches(layout, model.tokens_per_micro_batch, virtual, imbalance)
-    tokens = Tokens(each, batch.attended, batch.predicted)
+    count, micro_batch_tokens = batch.micro_batches(layout, model.tokens_per_micro_batch, virtual, imbalance)
+    tokens = Tokens(micro_batch_tokens, batch.attended, batch.predicted)
     stages = _stages(model, tokens, links, trains)
     slowest = max(stages, key=lambda stage: stage.total)
     parts = {name: seconds * count for name, seconds in slowest.parts.items()}
@@ -118,18 +118,18 @@ def _passes(model: Sharded, batch: Batch, cluster: Cluster, rates: Efficiencies,
     if layout.backend == "fsdp":
         parts["gathering"] = _gathering_time(model, links, trains) * count
     parts["bubble"] = (sum(stage.total for stage in stages) - slowest.total) / virtual
-    return PassTime(parts, {"tensor parallel": slowest.overlapped * count}, count, each)
+    return PassTime(parts, {"tensor parallel": slowest.overlapped * count}, count, micro_batch_tokens)
 
 
 @lru_cache(maxsize=4096)
 def _counts(layers: int, layout: ParallelLayout, split: PipelineSplit, experts: tuple[bool, ...]) -> list[tuple[int, int]]:
     """Return (dense layers, layers with experts) of each stage."""
-    found = []
+    pairs = []
     for chunks in split.split_layers(layers, layout):
-        own = [layer for chunk in chunks for layer in chunk]
-        sparse = sum(experts[layer] for layer in own) if experts else 0
-        found.append((len(own) - sparse, sparse))
-    return found
+        layers_of_stage = [layer for chunk in chunks for layer in chunk]
+        sparse = sum(experts[layer] for layer in layers_of_stage) if experts else 0
+        pairs.append((len(layers_of_stage) - sparse, sparse))
+    return pairs
 
 
 def stage_layers(spec: ModelSpec, layout: ParallelLayout, split: PipelineSplit) -> list[tuple[int, int]]:
@@ -156,7 +156,7 @@ def _stages(model: Sharded, tokens: Tokens, links: Links, trains: bool) -> list[
     embedding, head = embedding_work(spec, layout, tokens), head_work(spec, layout, tokens)
     around = links.gather(tensor_group(layout), tokens.count / layout.cp * spec.hidden * tokens.number_bytes)
     ways = 2 if trains else 1
-    found = []
+    stages = []
     for stage, pair in enumerate(counts):
         parts = dict.fromkeys(_PARTS, 0.0)
         overlapped = host = 0.0
@@ -174,8 +174,8 @@ def _stages(model: Sharded, tokens: Tokens, links: Links, trains: bool) -> list[
         parts["pipeline"] = sent
         busy = sum(parts.values())
         parts["waiting for the host"] = max(0.0, host - busy)
-        found.append(_Stage(parts, overlapped))
-    return found
+        stages.append(_Stage(parts, overlapped))
+    return stages
 
 
 _PARTS = ("forward", "backward", "recomputation", "tensor parallel", "context parallel", "expert parallel", "pipeline")
@@ -242,13 +242,13 @@ def _gathering_time(model: Sharded, links: Links, trains: bool) -> float:
 def optimizer_time(model: Sharded, links: Links) -> dict[str, float]:
     """Return the time to sum gradients over replicas, update each rank's shard, and gather the parameters."""
     layout, rates = model.layout, links.efficiencies
-    fullest = max(model.trained, key=lambda own: own.total)
+    fullest = max(model.trained, key=lambda parameters: parameters.total)
     if layout.backend == "fsdp":
         # Gradients were reduced in backward, and parameters are gathered in the next forward.
         shard = fullest.total / model.shards
         return {"optimizer": shard * (ADAM_BYTES / rates.rate("adam")) + rates.rate("update_host")}
-    own = RankParameters(fullest.dense // (layout.dp * layout.cp), fullest.experts // layout.edp)
-    seconds = own.total * ADAM_BYTES / rates.rate("adam") + fullest.total * GRADIENT_BYTES / rates.rate("gradients")
+    rank_shard = RankParameters(fullest.dense // (layout.dp * layout.cp), fullest.experts // layout.edp)
+    seconds = rank_shard.total * ADAM_BYTES / rates.rate("adam") + fullest.total * GRADIENT_BYTES / rates.rate("gradients")
     # Gradients are float32, parameters bfloat16.
     sent = sum(
         links.gather(group, size * 4) + links.gather(group, size * 2)

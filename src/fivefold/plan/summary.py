@@ -167,7 +167,7 @@ def _describe_adapters(config: RunConfig, spec: ModelSpec) -> list[str]:
     lora = config.policy.lora.spec
     if lora is None:
         return []
-    names = ", ".join(dict.fromkeys(each.name for each in adapters_of(spec, lora) if each.is_adapted))
+    names = ", ".join(dict.fromkeys(adapter.name for adapter in adapters_of(spec, lora) if adapter.is_adapted))
     trained = trained_parameters(spec, lora)
     begin = f", beginning with {config.policy.lora.path}" if config.policy.lora.path else ""
     is_base = "reference" in config.roles and config.roles["reference"].without_adapters

@@ -15,11 +15,11 @@ from fivefold.models.spec import ModelSpec
 def check_tokenizer(findings: Findings, config: RunConfig, spec: ModelSpec | None) -> LightTokenizer | None:
     """Report errors of the policy's tokenizer; return it if its files are here and can be read without transformers."""
     key = next((f"model.{name}" for name in ("tokenizer", "config") if getattr(config.model, name)), "model.path")
-    given = config.model.tokenizer_path
-    directory = Path(given)
+    path = config.model.tokenizer_path
+    directory = Path(path)
     if not directory.is_dir():
-        if config.model.tokenizer and not is_hub_id(given):
-            findings.error(key, f": no directory {given}, and no hub id, which is written owner/name")
+        if config.model.tokenizer and not is_hub_id(path):
+            findings.error(key, f": no directory {path}, and no hub id, which is written owner/name")
         return None
     tokenizer = check_tokenizer_files(findings, key, directory, spec)
     if tokenizer is not None:

@@ -81,7 +81,7 @@ def default_accuracy(names: Iterable[str]) -> str | None:
 
 def _check_accuracy(config: RewardConfig) -> None:
     """Raise ValueError if `accuracy` is not a function that some data_source uses."""
-    named = {*config.functions, *(name for own in config.by_source.values() for name in own)}
+    named = {*config.functions, *(name for weights in config.by_source.values() for name in weights)}
     if not config.functions and config.model.path is None:
         named |= set(SOURCES_OF[config.chosen_as].values())
     if config.accuracy is not None and config.accuracy not in named:
@@ -138,23 +138,25 @@ def check_columns(config: RewardConfig, name: str, columns: Collection[str]) -> 
 
 def user_functions(config: RewardConfig) -> list[str]:
     """Return the names of the user's reward functions."""
-    return sorted({name for own in (config.functions, *config.by_source.values()) for name in own if is_user_code(name)})
+    return sorted(
+        {name for weights in (config.functions, *config.by_source.values()) for name in weights if is_user_code(name)}
+    )
 
 
 def reads_tokens(config: RewardConfig) -> bool:
     """Return whether a user's function takes the tokens of responses, or may take them: it is known only when loaded."""
-    found = map(parameters_of, user_functions(config))
-    return any(parameters is None or TOKENS in parameters.named for parameters in found)
+    parameters_of_functions = map(parameters_of, user_functions(config))
+    return any(parameters is None or TOKENS in parameters.named for parameters in parameters_of_functions)
 
 
 def columns_read(config: RewardConfig) -> tuple[str, ...] | None:
     """Return the columns of the data that user functions take by name; None if one of them may take any."""
-    found: set[str] = set()
+    names: set[str] = set()
     for name in user_functions(config):
         if (columns := columns_of(parameters_of(name))) is None:
             return None
-        found |= {*columns}
-    return tuple(sorted(found))
+        names |= {*columns}
+    return tuple(sorted(names))
 
 
 def check_rewards(findings: Findings, config: RewardConfig) -> None:
@@ -162,7 +164,9 @@ def check_rewards(findings: Findings, config: RewardConfig) -> None:
 
     A data_source that chooses its own reward is checked when the data are read.
     """
-    sections = {"functions": config.functions} | {f"by_source.{source}": own for source, own in config.by_source.items()}
+    sections = {"functions": config.functions} | {
+        f"by_source.{source}": rewards for source, rewards in config.by_source.items()
+    }
     for key, weights in sections.items():
         for name in weights:
             try:

@@ -45,15 +45,15 @@ class Form:
 
 def _of_one(scored: Scored) -> dict[str, Any]:
     judge = {name: scored[name] for name in OFFERED_BY_JUDGE if name in scored}
-    own = {name: scored[name] for name in (*_OF_A_ROW, "prompt")}
-    return {**scored["columns"], **own, **judge, **dict.fromkeys(RESPONSE, scored["response"])}
+    row_values = {name: scored[name] for name in (*_OF_A_ROW, "prompt")}
+    return {**scored["columns"], **row_values, **judge, **dict.fromkeys(RESPONSE, scored["response"])}
 
 
 def _number(result: Any) -> float:
-    found = result["score"] if isinstance(result, dict) else result
-    if found is None:
+    score = result["score"] if isinstance(result, dict) else result
+    if score is None:
         raise UserError("a reward function must return a number or {'score': number}: got None; is a `return` missing?")
-    return float(found)
+    return float(score)
 
 
 def _of_lists(scored: Scored) -> dict[str, Any]:
@@ -62,8 +62,8 @@ def _of_lists(scored: Scored) -> dict[str, Any]:
     completion = [{"role": "assistant", "content": text}] if isinstance(prompt, list) else text
     tokens = {TOKENS: scored[TOKENS]} if TOKENS in scored else {}
     # In TRL a column has the name that it has in the data.
-    own = {name: scored[name] for name in _OF_A_ROW} | scored["columns"]
-    return {name: [value] for name, value in {**own, "prompts": prompt, "completions": completion, **tokens}.items()}
+    row_values = {name: scored[name] for name in _OF_A_ROW} | scored["columns"]
+    return {name: [value] for name, value in {**row_values, "prompts": prompt, "completions": completion, **tokens}.items()}
 
 
 def _only_number(result: Any) -> float | None:
@@ -99,8 +99,8 @@ def check_binding(name: str, parameters: Parameters, columns: Collection[str], j
     """
     form = form_of(parameters)
     offered = (*form.offered, *(judge if form is ONE else ()))
-    if lacking := [each for each in parameters.required if each not in offered and each not in columns]:
-        further = [each for each in columns if each not in offered]
+    if lacking := [parameter for parameter in parameters.required if parameter not in offered and parameter not in columns]:
+        further = [column for column in columns if column not in offered]
         rest = f", the columns of its row ({', '.join(further)})" if further else ""
         raise UserError(
             f"reward {name!r} must have no required parameter that is not offered: got {', '.join(lacking)}; it is called "
@@ -119,7 +119,9 @@ def check_by_name(name: str, parameters: Parameters) -> None:
 
 def column_names(parameters: Parameters) -> list[str]:
     """Return the parameters that must be columns of the data, because the program does not fill them."""
-    return [each for each in parameters.named if each not in (*form_of(parameters).offered, *OFFERED_BY_JUDGE)]
+    return [
+        parameter for parameter in parameters.named if parameter not in (*form_of(parameters).offered, *OFFERED_BY_JUDGE)
+    ]
 
 
 def columns_of(parameters: Parameters | None) -> tuple[str, ...] | None:
@@ -127,7 +129,7 @@ def columns_of(parameters: Parameters | None) -> tuple[str, ...] | None:
     if parameters is None or parameters.takes_any:
         return None
     # A column takes precedence over what is offered under its name: see `_of_lists`.
-    further = [each for each in _OF_A_ROW if each in parameters.named] if form_of(parameters) is LISTS else []
+    further = [column for column in _OF_A_ROW if column in parameters.named] if form_of(parameters) is LISTS else []
     return (*column_names(parameters), *further)
 
 
@@ -146,8 +148,14 @@ def call(name: str, function: RewardFunction, scored: Scored) -> float | None:
     parameters = Parameters.of(function)
     form = form_of(parameters)
     values = form.arguments(scored)
-    check_binding(name, parameters, scored["columns"], [each for each in OFFERED_BY_JUDGE if each in scored])
-    chosen = values if parameters.takes_any else {each: value for each, value in values.items() if each in parameters.named}
+    check_binding(
+        name, parameters, scored["columns"], [value_name for value_name in OFFERED_BY_JUDGE if value_name in scored]
+    )
+    chosen = (
+        values
+        if parameters.takes_any
+        else {value_name: value for value_name, value in values.items() if value_name in parameters.named}
+    )
     return form.score(_awaited(function(**chosen)))
 
 
@@ -160,11 +168,13 @@ def lists_matter(function: RewardFunction, scored: Scored) -> bool:
     if form_of(parameters) is not LISTS:
         return False
     chosen = {
-        each: value for each, value in LISTS.arguments(scored).items() if parameters.takes_any or each in parameters.named
+        parameter: value
+        for parameter, value in LISTS.arguments(scored).items()
+        if parameters.takes_any or parameter in parameters.named
     }
     other = LISTS.arguments({**scored, "response": f"{scored['response']} {scored['response']}."})
-    alone = [*_awaited(function(**chosen)), *_awaited(function(**{each: other[each] for each in chosen}))]
-    both = _awaited(function(**{each: [*value, *other[each]] for each, value in chosen.items()}))
+    alone = [*_awaited(function(**chosen)), *_awaited(function(**{name: other[name] for name in chosen}))]
+    both = _awaited(function(**{name: [*value, *other[name]] for name, value in chosen.items()}))
     return list(both) != alone
 
 

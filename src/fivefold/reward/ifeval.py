@@ -42,23 +42,23 @@ def ifeval_fraction(response: str, ground_truth: str) -> float:
 def _followed(response: str, ground_truth: str) -> list[bool]:
     text = after_thinking(response)
     # An empty response follows no instruction, not even one that forbids commas.
-    return [bool(text.strip()) and verify(text, **given) for verify, given in read_instructions(ground_truth)]
+    return [bool(text.strip()) and verify(text, **arguments) for verify, arguments in read_instructions(ground_truth)]
 
 
 def read_instructions(ground_truth: str) -> list[tuple[Verifier, dict[str, Any]]]:
     """Return (verifier, its arguments) for each instruction of a ground truth; raise ValueError for one it cannot verify."""
     try:
-        found = json.loads(ground_truth)
-        found = found[0] if isinstance(found, list) and len(found) == 1 else found
-        if "func_name" in found:
-            names, given, known = [found["func_name"]], [found], FUNCTIONS
+        parsed = json.loads(ground_truth)
+        parsed = parsed[0] if isinstance(parsed, list) and len(parsed) == 1 else parsed
+        if "func_name" in parsed:
+            names, kwargs, known = [parsed["func_name"]], [parsed], FUNCTIONS
         else:
-            names, given, known = found["instruction_id_list"], found["kwargs"], INSTRUCTIONS
-        if not names or len(names) != len(given):
-            raise UserError(f"{len(names or ())} instructions and {len(given)} kwargs")
+            names, kwargs, known = parsed["instruction_id_list"], parsed["kwargs"], INSTRUCTIONS
+        if not names or len(names) != len(kwargs):
+            raise UserError(f"{len(names or ())} instructions and {len(kwargs)} kwargs")
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise UserError(f"must be {FORMS}: {error}") from error
-    return [_verifier(name, own or {}, known) for name, own in zip(names, given, strict=True)]
+    return [_verifier(name, arguments or {}, known) for name, arguments in zip(names, kwargs, strict=True)]
 
 
 def instructions_fault(ground_truth: str) -> str | None:
@@ -76,7 +76,7 @@ def load_detector() -> None:
         in_language("a text", "en")
 
 
-def _verifier(name: str, given: dict[str, Any], known: dict[str, Verifier]) -> tuple[Verifier, dict[str, Any]]:
+def _verifier(name: str, arguments: dict[str, Any], known: dict[str, Verifier]) -> tuple[Verifier, dict[str, Any]]:
     if name not in known:
         raise UserError(f"must name instructions that are known: got {name!r}")
     if known[name] is in_language and (fault := import_fault(_DETECTOR)) is not None:
@@ -84,11 +84,15 @@ def _verifier(name: str, given: dict[str, Any], known: dict[str, Verifier]) -> t
         raise UserError(f"needs {_DETECTOR} for {name}{why}: pip install 'fivefold[ifeval]', or leave such rows out")
     parameters = list(inspect.signature(known[name]).parameters.values())[1:]
     # Data files fill columns of other instructions with null.
-    own = {each.name: given[each.name] for each in parameters if given.get(each.name) is not None}
-    missing = [each.name for each in parameters if each.name not in own and each.default is each.empty]
+    chosen = {
+        parameter.name: arguments[parameter.name] for parameter in parameters if arguments.get(parameter.name) is not None
+    }
+    missing = [
+        parameter.name for parameter in parameters if parameter.name not in chosen and parameter.default is parameter.empty
+    ]
     if missing:
         raise UserError(f"must give {name} its {', '.join(missing)}")
-    return known[name], own
+    return known[name], chosen
 
 
 def _compare(count: int, relation: str, wanted: int, tolerance: int = 0) -> bool:
@@ -197,8 +201,8 @@ def _constrained_response(text: str) -> bool:
 
 def _number_highlighted_sections(text: str, num_highlights: int) -> bool:
     """Check the number of non-empty parts of a line between single or double asterisks."""
-    found = [*re.findall(r"\*([^\n*]*)\*", text), *re.findall(r"\*\*([^\n*]*)\*\*", text)]
-    return sum(bool(part.strip()) for part in found) >= num_highlights
+    sections = [*re.findall(r"\*([^\n*]*)\*", text), *re.findall(r"\*\*([^\n*]*)\*\*", text)]
+    return sum(bool(part.strip()) for part in sections) >= num_highlights
 
 
 def _multiple_sections(text: str, section_spliter: str, num_sections: int) -> bool:
@@ -240,8 +244,8 @@ def _two_responses(text: str) -> bool:
     parts = [part.strip() for part in text.split("******")]
     if not all(parts[1:-1]):
         return False
-    said = [part for part in parts if part]
-    return len(said) == 2 and said[0] != said[1]
+    responses = [part for part in parts if part]
+    return len(responses) == 2 and responses[0] != responses[1]
 
 
 def _repeat_prompt(text: str, prompt_to_repeat: str) -> bool:
@@ -292,7 +296,7 @@ INSTRUCTIONS: dict[str, Verifier] = {
 
 
 def _keyword_times(text: str, word: str, N: int) -> bool:
-    return [found.lower() for found in _WORD.findall(text)].count(word.lower()) == N
+    return [match.lower() for match in _WORD.findall(text)].count(word.lower()) == N
 
 
 def _paragraph_count(text: str, N: int) -> bool:

@@ -92,10 +92,14 @@ class Judge:
         self._loop.close()
 
     def _question(self, prompt: Prompt, response: str) -> str:
-        asked = [message["content"] for message in prompt.messages or () if message["role"] == "user"]
-        texts = {"prompt": asked[-1] if asked else prompt.text, "response": response, "ground_truth": prompt.ground_truth}
+        questions = [message["content"] for message in prompt.messages or () if message["role"] == "user"]
+        texts = {
+            "prompt": questions[-1] if questions else prompt.text,
+            "response": response,
+            "ground_truth": prompt.ground_truth,
+        }
         # A response that closes its turn and opens another one could give the judge a verdict.
-        return _PLACEHOLDER.sub(lambda found: escape(texts[found[1]], USUAL), self._config.prompt)
+        return _PLACEHOLDER.sub(lambda match: escape(texts[match[1]], USUAL), self._config.prompt)
 
     async def _ask(self, messages: list[dict[str, str]]) -> str:
         config = self._config
@@ -135,17 +139,17 @@ def _text_of(answer: httpx.Response, server: str) -> str:
 
 def read_verdict(config: JudgeConfig, text: str) -> float:
     """Return the number in a verdict; raise JudgeError if it has none."""
-    said = after_thinking(text)[-_LONGEST_VERDICT:]
+    verdict = after_thinking(text)[-_LONGEST_VERDICT:]
     if config.verdict == "yes_no":
-        found = _YES_NO.search(said)
-        if found is None:
-            raise JudgeError(f"a verdict says yes or no: got {said[:200]!r}")
-        return float(found[1].lower() == "yes")
-    numbers = re.findall(config.pattern, said)
+        match = _YES_NO.search(verdict)
+        if match is None:
+            raise JudgeError(f"a verdict says yes or no: got {verdict[:200]!r}")
+        return float(match[1].lower() == "yes")
+    numbers = re.findall(config.pattern, verdict)
     try:
         score = float(numbers[-1]) / config.scale
     except (IndexError, ValueError):
         score = -1.0
     if not 0 <= score <= 1:
-        raise JudgeError(f"a verdict has a score from 0 to {config.scale:g}, as {config.pattern}: got {said[:200]!r}")
+        raise JudgeError(f"a verdict has a score from 0 to {config.scale:g}, as {config.pattern}: got {verdict[:200]!r}")
     return score

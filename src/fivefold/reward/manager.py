@@ -68,8 +68,8 @@ class RewardManager:
         """
         error = self._wait(scoring)
         if self.reward_model is not None:
-            found = self.reward_model.score(groups)
-            error = error or found
+            model_error = self.reward_model.score(groups)
+            error = error or model_error
         self._check_failures(groups, error)
 
     def _wait(self, scoring: Sequence[Scoring]) -> str | None:
@@ -84,7 +84,7 @@ class RewardManager:
         return done.result()
 
     def _check_failures(self, groups: list[Group], first_error: str | None) -> None:
-        samples = [own[0] for group in groups for own in by_trajectory(group.samples)]
+        samples = [sequences[0] for group in groups for sequences in by_trajectory(group.samples)]
         failed, total = self.ranks.all_reduce_sum_world([sum(sample.reward_failed for sample in samples), len(samples)])
         if not failed:
             return

@@ -129,7 +129,7 @@ def is_large(latex: str) -> bool:
     """
     if len(latex) > _LONGEST_ANSWER or _LARGE_NUMBER.search(latex):
         return True
-    latex = _SMALL_TOWER.sub(lambda found: f"^{{{int(found[1]) ** int(found[2])}}}", latex)
+    latex = _SMALL_TOWER.sub(lambda match: f"^{{{int(match[1]) ** int(match[2])}}}", latex)
     tokens = [token for token in _TOKEN.findall(latex) if token not in ("\\left", "\\right")]
     numeric = not any(token.isalpha() for token in tokens)
     opened: list[str] = []

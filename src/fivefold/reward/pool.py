@@ -165,7 +165,7 @@ class RewardPool:
         Returns the first error among them.
         """
         late = wait(scoring, self._config.wait_seconds).not_done
-        given_up = {each for each in late if each.cancel()}
+        given_up = {future for future in late if future.cancel()}
         if given_up and self._judge is not None:
             self._judge.settle()
         if late:
@@ -174,7 +174,7 @@ class RewardPool:
         wait(late - given_up)
         self._slow_seconds = self._slow_budget
         waited = f"no reward within {self._config.wait_seconds:g} s after the last response (reward.wait_seconds)"
-        errors = (waited if each.cancelled() else each.result() for each in scoring)
+        errors = (waited if future.cancelled() else future.result() for future in scoring)
         return next((error for error in errors if error is not None), None)
 
     def close(self) -> None:
@@ -341,12 +341,12 @@ class _Job:
     def end(self, outcome: _Values) -> None:
         """Settle the future; a sample without values has failed."""
         try:
-            found = self.finish(outcome)
+            error = self.finish(outcome)
         except Exception:
-            found = traceback.format_exc()
-        if isinstance(found, str):
+            error = traceback.format_exc()
+        if isinstance(error, str):
             _fail(self.sequences)
-        self.future.set_result(found)
+        self.future.set_result(error)
 
 
 def _request(name: str, offered: dict[str, Any], seconds: float, is_trial: bool = False) -> dict[str, Any]:
@@ -386,8 +386,8 @@ def _finish(sequences: Sequence[Sample], chosen: ChosenRewards, parts: _Values) 
     accuracy = chosen.accuracy if chosen.accuracy in values else _accuracy(tuple(values))
     for sample in sequences:
         sample.turns = tuple(replace(turn, reward=weight * turn.given) for turn in sample.turns)
-        own = {f"{REWARD}/{name}": value for name, value in sample.environment_rewards.items()}
-        sample.reward, sample.reward_parts, sample.reward_failed = reward, values | own, False
+        environment_parts = {f"{REWARD}/{name}": value for name, value in sample.environment_rewards.items()}
+        sample.reward, sample.reward_parts, sample.reward_failed = reward, values | environment_parts, False
         sample.correct = values[str(accuracy)] >= 1
     return None
 
@@ -472,12 +472,12 @@ class _Worker:
         if self._process is not None and not _has_ended(self._process):
             return
         self.kill()
-        own, theirs = socket.socketpair()
+        ours, theirs = socket.socketpair()
         with theirs, self._starts:
             if self._is_over:
-                own.close()
+                ours.close()
                 raise _NoAnswerError("the run has ended")
-            self._messages = Messages(own)
+            self._messages = Messages(ours)
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "fivefold.reward.process", str(theirs.fileno())],
                 env=clean_environment(self._config.environment),
@@ -495,12 +495,12 @@ class _Worker:
             self.kill()
             raise _NoAnswerError(error)
         self.forms = confirmed["forms"]
-        found = [self._exchange({**trial, "id": 0}, _START_SECONDS, "no reward") for trial in self.trials]
-        errors = (_error_of(answer) for answer in found if not _is_late(answer))
+        answers = [self._exchange({**trial, "id": 0}, _START_SECONDS, "no reward") for trial in self.trials]
+        errors = (_error_of(answer) for answer in answers if not _is_late(answer))
         self.trial_error = next((error for error in errors if error is not None), None)
         self.forms += [
             f"{trial['reward']} gives other rewards when its lists have two elements: {_ALONE}"
-            for trial, answer in zip(self.trials, found, strict=True)
+            for trial, answer in zip(self.trials, answers, strict=True)
             if answer.get("lists_matter")
         ]
 

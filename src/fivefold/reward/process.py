@@ -5,10 +5,8 @@ It imports neither torch nor other parts of Fivefold, but transformers if functi
 
 from __future__ import annotations
 
-import ctypes
 import os
 import resource
-import signal
 import socket
 import sys
 import traceback
@@ -16,6 +14,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
+from fivefold.reward.code.confine import end_with_parent
 from fivefold.reward.code.reward import configure
 from fivefold.reward.cpu_limit import TooLongError, within
 from fivefold.reward.forms import RewardFunction, call, describe, lists_matter
@@ -25,7 +24,6 @@ from fivefold.user_code import is_user_code
 
 _LONGEST_ERROR = 4000
 """Number of characters of a traceback that are kept, from its end."""
-_PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
@@ -39,7 +37,9 @@ def main() -> None:
     messages = Messages(socket.socket(fileno=int(sys.argv[1])))
     # A copy that a function forks must not keep the socket open when this process ends.
     os.register_at_fork(after_in_child=messages.close)
-    _end_with_parent()
+    if sys.platform == "linux":
+        # The trainer may be killed while a function hangs here.
+        end_with_parent(os.getppid())
     settings = messages.receive()
     assert settings is not None
     limit = settings["memory_mb"] * 2**20
@@ -53,7 +53,10 @@ def main() -> None:
 
     def confirm(request: dict[str, Any]) -> dict[str, Any]:
         load(request["rewards"])
-        return {"value": 0.0, "forms": [describe(name, each) for name, each in functions.items() if is_user_code(name)]}
+        return {
+            "value": 0.0,
+            "forms": [describe(name, function) for name, function in functions.items() if is_user_code(name)],
+        }
 
     def value(request: dict[str, Any]) -> dict[str, Any]:
         name, scored, seconds = request["reward"], request["sample"], request.get("cpu_seconds")
@@ -81,25 +84,16 @@ def _tokenizer(model: str) -> Any:
 
 
 def _answer(work: Callable[[dict[str, Any]], dict[str, Any]], request: dict[str, Any]) -> dict[str, Any]:
-    own, answer = os.getpid(), dict[str, Any](id=request.get("id"))
+    pid, answer = os.getpid(), dict[str, Any](id=request.get("id"))
     try:
         answer |= work(request)
     except BaseException:
         # SystemExit and MemoryError of a user's function cost this sample its reward, like any other error.
         answer["error"] = traceback.format_exc()[-_LONGEST_ERROR:]
-    if os.getpid() != own:
+    if os.getpid() != pid:
         # This is a copy that the function forked; the original process answers the requests.
         os._exit(0)
     return answer
-
-
-def _end_with_parent() -> None:
-    """Let the kernel end this process if the trainer is killed while a function hangs here."""
-    if sys.platform == "linux":
-        parent = os.getppid()
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent or parent == 1:
-            sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -32,19 +32,19 @@ class ModelReward:
         A sample fails if its text is longer than the model's positions, or if its score is not finite. The score of a
         trajectory is that of its last sequence.
         """
-        trajectories = [(group.prompt, own) for group in groups for own in by_trajectory(group.samples)]
-        texts = [self._encode(prompt, own[-1]) for prompt, own in trajectories]
+        trajectories = [(group.prompt, sequences) for group in groups for sequences in by_trajectory(group.samples)]
+        texts = [self._encode(prompt, sequences[-1]) for prompt, sequences in trajectories]
         readable = [i for i, tokens in enumerate(texts) if len(tokens) <= self._max_tokens]
         scores = dict(zip(readable, self._scores([texts[i] for i in readable]), strict=True))
         first_error = None
-        for i, (_, own) in enumerate(trajectories):
+        for i, (_, sequences) in enumerate(trajectories):
             score = scores.get(i, math.nan)
             if math.isfinite(score):
-                for sample in own:
+                for sample in sequences:
                     sample.reward_parts[MODEL_PART] = score
                     sample.reward += self._weight * score
                 continue
-            for sample in own:
+            for sample in sequences:
                 sample.reward, sample.reward_failed = math.nan, True
             first_error = first_error or (
                 f"the reward model gave {score}"

@@ -27,10 +27,10 @@ def _choice(response: str) -> tuple[str, bool]:
     boxed = last_boxed(text)
     if boxed is None:
         place = text.lower().rfind(_ANSWER_IS)
-        found = _CAPITAL.search(text, 0 if place < 0 else place + len(_ANSWER_IS))
+        match = _CAPITAL.search(text, 0 if place < 0 else place + len(_ANSWER_IS))
     else:
-        found = _CAPITAL.search(boxed)
-    return "" if found is None else found[0], boxed is not None
+        match = _CAPITAL.search(boxed)
+    return "" if match is None else match[0], boxed is not None
 
 
 def choice_fault(ground_truth: str) -> str | None:

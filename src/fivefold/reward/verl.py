@@ -85,22 +85,22 @@ def _math_form(text: str) -> str:
 def _fractions(text: str) -> str:
     r"""Return the text with `\frac12` and `\frac1{2}` as `\frac{1}{2}`."""
     begin, *rest = text.split("\\frac")
-    found = [begin]
+    parts = [begin]
     for part in rest:
         if part[0] == "{":
-            found.append(part)
+            parts.append(part)
         elif len(part) < 2:
             return text
         else:
             below = part[1:] if part[1] == "{" else f"{{{part[1]}}}{part[2:]}"
-            found.append(f"{{{part[0]}}}{below}")
-    return "\\frac".join(found)
+            parts.append(f"{{{part[0]}}}{below}")
+    return "\\frac".join(parts)
 
 
 def _slash(text: str) -> str:
     r"""Return the text with `3/4` of two whole numbers as `\frac{3}{4}`."""
-    whole = re.fullmatch(r"(0|-?[1-9][0-9]*)/(0|-?[1-9][0-9]*)", text)
-    return f"\\frac{{{whole[1]}}}{{{whole[2]}}}" if whole else text
+    match = re.fullmatch(r"(0|-?[1-9][0-9]*)/(0|-?[1-9][0-9]*)", text)
+    return f"\\frac{{{match[1]}}}{{{match[2]}}}" if match else text
 
 
 _ANSWER = re.compile(r"(?i)Answer\s*:\s*([^\n]+)")

@@ -31,11 +31,11 @@ class AgentAnswers:
         assert turn.completion is not None
         message = {**turn.answer, "content": turn.answer["content"] or (None if turn.calls else ""), "refusal": None}
         choice = {"index": 0, "message": message, "finish_reason": turn.finish, "logprobs": logprobs}
-        found = {**self._begin(turn, name, "chat.completion"), "choices": [choice], "usage": _usage(turn)}
+        answer = {**self._begin(turn, name, "chat.completion"), "choices": [choice], "usage": _usage(turn)}
         if wants.get("return_token_ids"):
             choice["token_ids"] = turn.completion.token_ids
-            found["prompt_token_ids"] = turn.context
-        return found
+            answer["prompt_token_ids"] = turn.context
+        return answer
 
     def chunks(self, turn: AgentTurn, name: str, wants: Any, logprobs: Any) -> list[dict[str, Any]]:
         """Return the events of a streamed answer."""
@@ -47,16 +47,16 @@ class AgentAnswers:
         deltas += [
             {"tool_calls": [{"index": place, **call}]} for place, call in enumerate(turn.answer.get("tool_calls", ()))
         ]
-        found = [{**begin, "choices": [{"index": 0, "delta": delta, "finish_reason": None}]} for delta in deltas]
+        events = [{**begin, "choices": [{"index": 0, "delta": delta, "finish_reason": None}]} for delta in deltas]
         last: dict[str, Any] = {"index": 0, "delta": {}, "finish_reason": turn.finish, "logprobs": logprobs}
-        found.append({**begin, "choices": [last]})
+        events.append({**begin, "choices": [last]})
         if wants.get("return_token_ids"):
-            found[0]["prompt_token_ids"] = turn.context
+            events[0]["prompt_token_ids"] = turn.context
             last["token_ids"] = turn.completion.token_ids
         options = wants.get("stream_options")
         if isinstance(options, dict) and options.get("include_usage"):
-            found.append({**begin, "choices": [], "usage": _usage(turn)})
-        return found
+            events.append({**begin, "choices": [], "usage": _usage(turn)})
+        return events
 
     def tokens(self, turn: AgentTurn, name: str, wants: Any) -> dict[str, Any]:
         """Return the answer to a request for tokens, as vLLM writes it."""

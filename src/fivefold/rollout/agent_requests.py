@@ -57,7 +57,7 @@ _NEUTRAL: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class AgentRequest:
-    """What an agent requests, read and checked."""
+    """Request of an agent, after it was read and checked."""
 
     messages: list[dict[str, Any]] | None
     """The conversation in one form; None if the context is given as tokens."""
@@ -94,20 +94,20 @@ class AgentRequest:
     def of_tokens(cls, body: Any, sampling: Sampling) -> AgentRequest:
         """Read the body of a request for tokens; raises UserError for what cannot be answered."""
         body = _checked(body)
-        tokens, own = body.get("token_ids"), _checked(body.get("sampling_params") or {})
+        tokens, parameters = body.get("token_ids"), _checked(body.get("sampling_params") or {})
         if (
             not isinstance(tokens, list)
             or not tokens
             or not all(type(token) is int and 0 <= token < 2**31 for token in tokens)
         ):
             raise UserError("token_ids must be a list of tokens that is not empty")
-        limit = own.get("max_tokens")
+        limit = parameters.get("max_tokens")
         return cls(
             None,
             token_ids=tokens,
             max_tokens=None if limit is None else _count(limit, "sampling_params.max_tokens"),
-            stop=_stops(own.get("stop")),
-            overridden=_overridden(own, sampling),
+            stop=_stops(parameters.get("stop")),
+            overridden=_overridden(parameters, sampling),
         )
 
 
@@ -137,11 +137,11 @@ def _count(value: Any, key: str) -> int:
     return value
 
 
-def _stops(given: Any) -> tuple[str, ...]:
-    found = [given] if isinstance(given, str) else given or []
-    if not isinstance(found, list) or not all(isinstance(each, str) and each for each in found):
-        raise UserError(f"stop must be a text or a list of texts: got {shown(given)}")
-    return tuple(found)
+def _stops(value: Any) -> tuple[str, ...]:
+    stops = [value] if isinstance(value, str) else value or []
+    if not isinstance(stops, list) or not all(isinstance(stop, str) and stop for stop in stops):
+        raise UserError(f"stop must be a text or a list of texts: got {shown(value)}")
+    return tuple(stops)
 
 
 def _overridden(body: Mapping[str, Any], sampling: Sampling) -> int:
@@ -150,27 +150,27 @@ def _overridden(body: Mapping[str, Any], sampling: Sampling) -> int:
     return sum(body.get(key) is not None and body[key] != value for key, value in held.items())
 
 
-def plain_messages(given: Any) -> list[dict[str, Any]]:
+def plain_messages(messages: Any) -> list[dict[str, Any]]:
     """Return messages of OpenAI's API in one form: texts as contents, no empty keys; raises UserError for others."""
-    if not isinstance(given, list) or not given:
-        raise UserError(f"messages must be a list that is not empty: got {shown(given)}")
-    return [_plain(message) for message in given]
+    if not isinstance(messages, list) or not messages:
+        raise UserError(f"messages must be a list that is not empty: got {shown(messages)}")
+    return [_plain(message) for message in messages]
 
 
 def _plain(message: Any) -> dict[str, Any]:
     if not isinstance(message, dict) or message.get("role") not in ROLES:
         raise UserError(f"a message has one of the roles {', '.join(ROLES)}: got {shown(message)}")
-    found = {"role": message["role"], "content": _text(message)}
+    plain = {"role": message["role"], "content": _text(message)}
     if calls := message.get("tool_calls"):
         if message["role"] != "assistant" or not isinstance(calls, list):
             raise UserError(f"tool_calls are a list in a message of the assistant: got {shown(message)}")
-        found["tool_calls"] = [_plain_call(call) for call in calls]
+        plain["tool_calls"] = [_plain_call(call) for call in calls]
     for key in ("reasoning_content", "reasoning", "tool_call_id", "name"):
         if (value := message.get(key)) is not None:
             if not isinstance(value, str):
                 raise UserError(f"{key} of a message is a text: got {shown(value)}")
-            found["reasoning_content" if key == "reasoning" else key] = value
-    return found
+            plain["reasoning_content" if key == "reasoning" else key] = value
+    return plain
 
 
 def _text(message: Mapping[str, Any]) -> str:

@@ -92,7 +92,7 @@ class AsyncRollouts:
             self._unused[place] = step
         # A repeated step already has an entry, with the weights it had then.
         oldest = min([step, *self._unused.values()])
-        self._versions = [each for each in self._versions if oldest <= each[0] <= step] + [(step, self._engine.version)]
+        self._versions = [entry for entry in self._versions if oldest <= entry[0] <= step] + [(step, self._engine.version)]
         self._give_out(step)
 
     def _give_out(self, step: int) -> None:
@@ -212,8 +212,8 @@ class AsyncRollouts:
             # A rank without an engine replica has no requests, so its waiting does not count.
             load = Load(0.0, 0.0, 0.0, [])
         tokens = self._open.take_tokens()
-        own = [complete, tokens.aborted, tokens.reused, load.request_seconds, load.idle_seconds, load.seconds]
-        waiting, aborted, reused, busy, idle, total = self._ranks.all_reduce_sum_world([float(each) for each in own])
+        numbers = [complete, tokens.aborted, tokens.reused, load.request_seconds, load.idle_seconds, load.seconds]
+        waiting, aborted, reused, busy, idle, total = self._ranks.all_reduce_sum_world([float(number) for number in numbers])
         record = {
             "async/staleness_mean": float(stale_N.double().mean()),
             "async/staleness_max": float(stale_N.max()),
@@ -271,6 +271,10 @@ class AsyncRollouts:
             of_place: dict[int, list[Part]] = {}
             for part in parts:
                 of_place.setdefault(part.place, []).append(part)
-            for place, own in of_place.items():
-                if replica.owns(place) and place in self._unused and max(part.number for part in own) < self._group_size:
-                    self._open.resume(self._wanted(place), own)
+            for place, parts_of_group in of_place.items():
+                if (
+                    replica.owns(place)
+                    and place in self._unused
+                    and max(part.number for part in parts_of_group) < self._group_size
+                ):
+                    self._open.resume(self._wanted(place), parts_of_group)

@@ -89,12 +89,12 @@ class Conversations:
         """Make the environment of a trajectory, and return messages and tokens of the first context."""
         reset = self._pool.reset(task_of(held.task.prompt), held.task.seed, held.restore)
         try:
-            held.place, given = yield reset
+            held.place, first = yield reset
         except GeneratorExit:
             # The environment is made all the same, and is closed then.
             reset.add_done_callback(self._leave_late)
             raise
-        return self._first_context(held.task.prompt, given)
+        return self._first_context(held.task.prompt, first)
 
     def _leave(self, held: Trajectory) -> None:
         if held.place is not None:
@@ -128,7 +128,7 @@ class Conversations:
     def _check_start(self, held: Trajectory, other: Trajectory) -> None:
         """Raise RunError if two trajectories of a group began with different contexts."""
         if held.context != other.context:
-            texts = (shown(self.dialog.text(each.context), 1000) for each in (other, held))
+            texts = (shown(self.dialog.text(trajectory.context), 1000) for trajectory in (other, held))
             raise RunError(
                 "the trajectories of a group must start alike, and `reset` gave different first contexts for one task with "
                 f"seed {held.task.seed}:\n{next(texts)}\n{next(texts)}\n"
@@ -170,12 +170,12 @@ class Conversations:
                 f"{self._max_tokens} (data.max_total_tokens)"
             )
         seed = request_seed((*held.task.draw, held.turns) if held.turns else held.task.draw)
-        asked = time.monotonic()
-        found: Completion = yield Request(0, current.tokens, replace(sampling, max_tokens=limit), seed)
-        held.sampled(current, found, self.dialog.text(found.token_ids), held.state, time.monotonic() - asked)
-        if found.finish_reason == "length":
+        begin = time.monotonic()
+        completion: Completion = yield Request(0, current.tokens, replace(sampling, max_tokens=limit), seed)
+        held.sampled(current, completion, self.dialog.text(completion.token_ids), held.state, time.monotonic() - begin)
+        if completion.finish_reason == "length":
             return "length" if limit == sampling.max_tokens else "context"
-        held.messages.append(self.dialog.read(found.token_ids).message)
+        held.messages.append(self.dialog.read(completion.token_ids).message)
         return None
 
     def _answer(
@@ -214,25 +214,25 @@ class Conversations:
             answered = iter((yield self._pool.call(held.place, good, seconds)))
         messages = []
         for number, (call, fault) in enumerate(zip(calls, faults, strict=True)):
-            given = next(answered) if fault is None else ToolAnswer(f"Error: {fault}", is_error=True)
+            answer = next(answered) if fault is None else ToolAnswer(f"Error: {fault}", is_error=True)
             if fault is not None:
                 held.count("tools/malformed")
             else:
                 held.count(f"tools/{call.name}/calls")
-                held.count(f"tools/{call.name}/errors", given.is_error)
-                held.count(f"tools/{call.name}/timeouts", given.is_late)
-                held.count(f"tools/{call.name}/seconds", given.seconds)
-            text = f"Error: {given.text}" if given.is_error and fault is None else given.text
+                held.count(f"tools/{call.name}/errors", answer.is_error)
+                held.count(f"tools/{call.name}/timeouts", answer.is_late)
+                held.count(f"tools/{call.name}/seconds", answer.seconds)
+            text = f"Error: {answer.text}" if answer.is_error and fault is None else answer.text
             messages.append(
                 {"role": "tool", "content": text, "name": call.name or "unknown", "tool_call_id": f"call{number:05}"}
             )
         return messages
 
-    def _first_context(self, prompt: Prompt, given: Any) -> tuple[list[dict[str, Any]], list[int]]:
+    def _first_context(self, prompt: Prompt, first: Any) -> tuple[list[dict[str, Any]], list[int]]:
         """Return messages and tokens of the first turn's context: what `reset` gave, or the prompt."""
-        if given is None:
+        if first is None:
             return list(prompt.messages), prompt.token_ids
-        messages = as_messages(given)
+        messages = as_messages(first)
         check_messages(messages)
         system = [message for message in prompt.messages[:1] if message["role"] == "system"]
         if system and messages[0]["role"] != "system":
@@ -280,34 +280,34 @@ def conversation_metrics(counts: Mapping[str, float], ranks: Ranks) -> dict[str,
     `environment/elapsed` are the seconds in which they ran; `Usage` counts what the engine did.
     """
     total: Counter[str] = Counter()
-    for own in ranks.gather_objects(dict(counts)):
-        total.update(own)
-    found = dict.fromkeys(("turns/inserted_ends", "turns/observations_cut"), 0.0) | total
+    for counted in ranks.gather_objects(dict(counts)):
+        total.update(counted)
+    metrics = dict.fromkeys(("turns/inserted_ends", "turns/observations_cut"), 0.0) | total
     for name in [name for name in total if name.startswith("tools/") and name.endswith("/seconds")]:
-        found[name] = total[name] / total[name.replace("/seconds", "/calls")]
-    if waited := found.pop("environment/wait", 0.0):
-        found["environment/wait"] = waited / total["environment/steps"]
-    if seconds := found.pop("engine/seconds", 0.0):
-        found["engine/idle_fraction"] = found.pop("engine/idle", 0.0) / seconds
-    hits = found.pop("engine/prefix_hits", 0.0)
-    if looked_up := found.pop("engine/prefix_tokens", 0.0):
-        found["engine/prefix_hits"] = hits / looked_up
-    if elapsed := found.pop("environment/elapsed", 0.0):
-        found["environment/steps_per_second"] = found.pop("environment/steps", 0.0) / (elapsed / ranks.world.size())
-    return found
+        metrics[name] = total[name] / total[name.replace("/seconds", "/calls")]
+    if waited := metrics.pop("environment/wait", 0.0):
+        metrics["environment/wait"] = waited / total["environment/steps"]
+    if seconds := metrics.pop("engine/seconds", 0.0):
+        metrics["engine/idle_fraction"] = metrics.pop("engine/idle", 0.0) / seconds
+    hits = metrics.pop("engine/prefix_hits", 0.0)
+    if looked_up := metrics.pop("engine/prefix_tokens", 0.0):
+        metrics["engine/prefix_hits"] = hits / looked_up
+    if elapsed := metrics.pop("environment/elapsed", 0.0):
+        metrics["environment/steps_per_second"] = metrics.pop("environment/steps", 0.0) / (elapsed / ranks.world.size())
+    return metrics
 
 
-def as_messages(given: Any) -> Any:
+def as_messages(value: Any) -> Any:
     """Return what an environment gave as messages: a text is a user's message."""
-    return [{"role": "user", "content": given}] if isinstance(given, str) else given
+    return [{"role": "user", "content": value}] if isinstance(value, str) else value
 
 
 def task_of(prompt: Prompt) -> dict[str, Any]:
     """Return the row of a prompt as `reset` takes it."""
-    own = {
+    fields_of_prompt = {
         "prompt": prompt.given,
         "ground_truth": prompt.ground_truth,
         "data_source": prompt.source,
         "extra_info": prompt.extra,
     }
-    return {**prompt.columns, **own}
+    return {**prompt.columns, **fields_of_prompt}

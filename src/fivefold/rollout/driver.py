@@ -35,7 +35,7 @@ _LESS, _MORE = 0.8, 1.1
 
 
 class Conversing(Protocol):
-    """What takes trajectories to their ends."""
+    """Environment or agent layer that takes trajectories to their ends."""
 
     most: int
     """Maximum number of trajectories of a rank that run at once."""
@@ -60,13 +60,13 @@ class _Run:
     """Position among all trajectories of the driver."""
     steps: Steps | None = None
     """None while it waits for others to end."""
-    asked: set[int] = field(default_factory=set)
+    requests: set[int] = field(default_factory=set)
     """Its requests in flight."""
     is_over: bool = False
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _OpenRequest:
     """A request in flight, and what gets its completion: a future, or the trajectory itself."""
 
     run: _Run
@@ -82,27 +82,27 @@ class _Queue:
         self.parked: list[tuple[int, int, Request]] = []
         self._pressure: Pressure | None = None
 
-    def exchange(self, new: Sequence[Request], asked: int) -> list[Request]:
-        """Add requests and return those to submit now; `asked`: number of all requests without a completion."""
+    def exchange(self, new: Sequence[Request], unanswered: int) -> list[Request]:
+        """Add requests and return those to submit now; `unanswered`: number of all requests without a completion."""
         for request in new:
             heappush(self.parked, (request.trajectory or 0, request.id, request))
         requests = []
-        while self.parked and asked - len(self.parked) < self.limit:
+        while self.parked and unanswered - len(self.parked) < self.limit:
             requests.append(heappop(self.parked)[2])
         return requests
 
     def drop(self, request_ids: Collection[int]) -> None:
-        self.parked = [each for each in self.parked if each[1] not in request_ids]
+        self.parked = [entry for entry in self.parked if entry[1] not in request_ids]
         heapify(self.parked)
 
-    def adapt(self, pressure: Pressure | None, asked: int) -> None:
+    def adapt(self, pressure: Pressure | None, unanswered: int) -> None:
         """Let fewer requests be in flight where servers are nearly full or requests queue there, and more while they are
         clear."""
         if pressure is None or pressure is self._pressure:
             return
         self._pressure = pressure
         if pressure.kv_used > _FULL or pressure.queued:
-            self.limit = max(1.0, _LESS * min(self.limit, asked - len(self.parked)))
+            self.limit = max(1.0, _LESS * min(self.limit, unanswered - len(self.parked)))
         elif self.parked:
             self.limit = min(float(self._most), _MORE * self.limit + 1.0)
 
@@ -132,7 +132,7 @@ class _Runs:
         self._busy: set[_Run] = set()
         """Trajectories that run without a request in flight: their environments answer."""
         self._new: list[Request] = []
-        self._asked: dict[int, _Asked] = {}
+        self._requests: dict[int, _OpenRequest] = {}
         self._answers: SimpleQueue[tuple[_Run, Future[Any]] | None] = SimpleQueue()
         """Futures that are done; None wakes a thread that waits for them."""
         self._is_woken = self._is_interrupted = False
@@ -161,22 +161,22 @@ class _Runs:
 
     def _arrived(self, completion: Completion) -> None:
         with self._lock:
-            if (asked := self._asked.get(completion.request_id)) is None:
+            if (pending := self._requests.get(completion.request_id)) is None:
                 return
-            run = asked.run
+            run = pending.run
             if completion.finish_reason in ("abort", "lost"):
                 # The same key draws the same numbers again, with the weights of then.
                 run.held.count("turns/aborted_tokens", len(completion.token_ids))
-                self._new.append(asked.request)
+                self._new.append(pending.request)
                 self._is_interrupted = True
                 return
-            del self._asked[completion.request_id]
-            run.asked.remove(completion.request_id)
-            if not run.asked:
+            del self._requests[completion.request_id]
+            run.requests.remove(completion.request_id)
+            if not run.requests:
                 run.held.clock.run()
                 self._busy.add(run)
-            if asked.future is not None:
-                asked.future.set_result(completion)
+            if pending.future is not None:
+                pending.future.set_result(completion)
             else:
                 self._resume(run, completion)
 
@@ -210,8 +210,8 @@ class _Runs:
         if self._check_start is not None and not run.held.turns:
             self._check_start(run.held, self._started.setdefault(run.held.task.place, run.held))
         request = replace(request, id=next(self._ids), trajectory=run.number, turn=run.held.turns)
-        self._asked[request.id] = _Asked(run, request, future)
-        run.asked.add(request.id)
+        self._requests[request.id] = _OpenRequest(run, request, future)
+        run.requests.add(request.id)
         run.held.clock.hold()
         self._busy.discard(run)
         self._new.append(request)
@@ -222,14 +222,14 @@ class _Runs:
         del self._runs[run.held.task.key]
         self._running -= run.steps is not None
         self._busy.discard(run)
-        for number in run.asked:
-            asked = self._asked.pop(number)
-            if asked.future is not None:
-                asked.future.cancel()
-        if run.asked:
-            self._new = [request for request in self._new if request.id not in run.asked]
-            self._queue.drop(run.asked)
-            self._stream.drop(run.asked)
+        for number in run.requests:
+            pending = self._requests.pop(number)
+            if pending.future is not None:
+                pending.future.cancel()
+        if run.requests:
+            self._new = [request for request in self._new if request.id not in run.requests]
+            self._queue.drop(run.requests)
+            self._stream.drop(run.requests)
         self._members[place] -= 1
         if not self._members[place]:
             del self._members[place]
@@ -319,14 +319,14 @@ class Driver(_Runs):
         """
         with self._lock:
             begun = [run for run in self._runs.values() if run.held.turns]
-            states = {run: self._conversations.state_of(run.held) for run in begun if run.asked}
+            states = {run: self._conversations.state_of(run.held) for run in begun if run.requests}
             wait([state for state in states.values() if state is not None], _STATE_SECONDS)
-            found = [Part(*held.task.key, held.samples()) for held in self._ended]
+            parts = [Part(*held.task.key, held.samples()) for held in self._ended]
             for run in begun:
                 state = states.get(run)
                 is_known = state is not None and state.done() and state.exception() is None
-                found.append(run.held.part(state.result() if state is not None and is_known else run.held.restore))
-        return found
+                parts.append(run.held.part(state.result() if state is not None and is_known else run.held.restore))
+        return parts
 
     def load(self) -> Load | None:
         """Return the engine's load since the previous call."""
@@ -359,7 +359,7 @@ class Driver(_Runs):
 
     def _sample(self, seconds: float) -> None:
         """Take what an engine that samples in the background returns, and what environments answer meanwhile."""
-        self._queue.adapt(self._stream.pressure(), len(self._asked))
+        self._queue.adapt(self._stream.pressure(), len(self._requests))
         self._take()
         if self._thread is None and not self._runs:
             return
@@ -398,7 +398,7 @@ class Driver(_Runs):
                 self._answered(*answer)
         with self._lock:
             new, self._new = self._new, []
-            requests = self._queue.exchange(new, len(self._asked))
+            requests = self._queue.exchange(new, len(self._requests))
         if requests:
             self._stream.submit(requests)
 

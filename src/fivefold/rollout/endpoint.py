@@ -45,7 +45,7 @@ Ask = Callable[[Request], Future[Completion]]
 
 @dataclass(frozen=True)
 class Address:
-    """Where an agent samples the turns of its trajectory."""
+    """Address and key with which an agent samples the turns of its trajectory."""
 
     number: int
     base_url: str
@@ -127,11 +127,11 @@ class Endpoint:
         return "fivefold-" + hmac.new(self._secret, str(number).encode(), hashlib.sha256).hexdigest()
 
     def _admit(self, head: Head) -> None:
-        """Refuse a request for nothing that is here, or without its trajectory's key."""
+        """Refuse a request with an unknown path, or without the key of its trajectory."""
         path = _PATH.fullmatch(head.path)
         if path is None or path[2] not in _METHODS:
-            there = ", ".join(_METHODS)
-            raise HttpError(HTTPStatus.NOT_FOUND, f"the paths are TRAJECTORY and one of {there}: got {head.path[:100]}")
+            routes = ", ".join(_METHODS)
+            raise HttpError(HTTPStatus.NOT_FOUND, f"the paths are TRAJECTORY and one of {routes}: got {head.path[:100]}")
         if (method := _METHODS[path[2]]) != head.method:
             message = f"{path[2]} takes {method}: got {head.method}"
             raise HttpError(HTTPStatus.METHOD_NOT_ALLOWED, message, headers={"allow": method})
@@ -145,9 +145,9 @@ class Endpoint:
         path = _PATH.fullmatch(head.path)
         assert path is not None
         number, route = int(path[1]), path[2]
-        if (found := self._sessions.get(number)) is None:
+        if (known := self._sessions.get(number)) is None:
             raise _ended()
-        session, ask = found
+        session, ask = known
         try:
             if route == _MODELS:
                 await answer.send(self._answers.models())
@@ -221,8 +221,8 @@ class Endpoint:
         except (HttpError, UserError) as error:
             if not answer.is_begun:
                 raise
-            found = error if isinstance(error, HttpError) else HttpError(HTTPStatus.BAD_REQUEST, str(error))
-            await answer.end_events(found.payload)
+            refusal = error if isinstance(error, HttpError) else HttpError(HTTPStatus.BAD_REQUEST, str(error))
+            await answer.end_events(refusal.payload)
         finally:
             turn.readers -= 1
             if turn.state not in ("failed", "read"):
@@ -266,15 +266,15 @@ def _ended() -> HttpError:
 
 def _json(body: bytes) -> Any:
     try:
-        found = json.loads(body, parse_constant=_no_constant)
+        parsed = json.loads(body, parse_constant=_no_constant)
         if b"\\u" in body:
             # A lone surrogate is no text that a tokenizer takes.
-            json.dumps(found, ensure_ascii=False).encode()
+            json.dumps(parsed, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         raise UserError(f"the body must be JSON: {error}") from error
-    if not isinstance(found, dict):
+    if not isinstance(parsed, dict):
         raise UserError("the body must be a JSON object")
-    return found
+    return parsed
 
 
 def _no_constant(name: str) -> float:

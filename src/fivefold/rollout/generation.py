@@ -65,7 +65,7 @@ class Generator:
         replica, ranks = self.engine.replica, self.rewards.ranks
         heartbeat = ranks.heartbeat
         heartbeat.begin()
-        own = [place for place in range(len(prompts)) if replica.owns(place)]
+        places = [place for place in range(len(prompts)) if replica.owns(place)]
         numbers = first_numbers(prompts, group_size)
         requests = [
             Request(
@@ -74,16 +74,16 @@ class Generator:
                 sampling,
                 request_seed((*draw, prompts[place].id, numbers[place] + number)),
             )
-            for place in own
+            for place in places
             for number in range(group_size)
         ]
-        found: dict[int, Sample] = {}
+        samples: dict[int, Sample] = {}
         scoring: list[Scoring] = []
         # A stepped engine checks for the end of the run before each step that its ranks take together. With others a rank
         # samples alone, and checks after each response.
         finished, is_ending = count(), isinstance(self.engine, SteppedEngine)
         while True:
-            for completion in self.engine.generate([request for request in requests if request.id not in found]):
+            for completion in self.engine.generate([request for request in requests if request.id not in samples]):
                 if completion.finish_reason == "lost":
                     continue
                 if not is_ending and not heartbeat.item(next(finished), [ranks.rank]):
@@ -91,19 +91,19 @@ class Generator:
                     self.engine.abort()
                 if replica.leads:
                     sample = self.to_sample(completion)
-                    found[completion.request_id] = sample
+                    samples[completion.request_id] = sample
                     if is_scored:
                         scoring.append(self.rewards.submit(prompts[completion.request_id // group_size], [sample]))
                     else:
                         sample.reward = 0.0
-                self.logger.advance(len(found), len(requests))
+                self.logger.advance(len(samples), len(requests))
             if self.engine.state is not EngineState.LOST:
                 break
             assert self.refresh is not None
             self.refresh()
         groups = [
-            Group(prompts[place], [found[place * group_size + number] for number in range(group_size)], index=place)
-            for place in (own if replica.leads else ())
+            Group(prompts[place], [samples[place * group_size + number] for number in range(group_size)], index=place)
+            for place in (places if replica.leads else ())
         ]
         if is_scored:
             with self.logger.stage("reward"):
@@ -121,26 +121,28 @@ class Generator:
     ) -> list[Group]:
         """Sample and score groups of trajectories. Collective."""
         ranks, numbers = self.rewards.ranks, first_numbers(prompts, group_size)
-        own = [place for place in range(len(prompts)) if self.engine.replica.owns(place)]
+        places = [place for place in range(len(prompts)) if self.engine.replica.owns(place)]
         driver = conversations.driver(self.engine)
-        tasks = (conversations.tasks(prompts[place], place, numbers[place], group_size, draw) for place in own)
+        tasks = (conversations.tasks(prompts[place], place, numbers[place], group_size, draw) for place in places)
         driver.add([task for group in tasks for task in group], sampling)
         usage = Usage(driver)
-        found: dict[tuple[int, int], list[Sample]] = {}
+        samples: dict[tuple[int, int], list[Sample]] = {}
         scoring: list[Scoring] = []
         while ranks.any(driver.is_running):
             for held in driver.advance(_ROUND_SECONDS):
                 self.logger.note_response()
-                sequences = found[held.task.key] = held.samples()
+                sequences = samples[held.task.key] = held.samples()
                 counts.update(held.counts)
                 scoring.append(self.score(held, sequences))
-                self.logger.advance(len(found), len(own) * group_size)
+                self.logger.advance(len(samples), len(places) * group_size)
             self.engine.look_after()
             if self.engine.state is EngineState.LOST:
                 assert self.refresh is not None
                 self.refresh()
         usage.count(counts)
-        groups = [group_of(prompts[place], [found[place, number] for number in range(group_size)], place) for place in own]
+        groups = [
+            group_of(prompts[place], [samples[place, number] for number in range(group_size)], place) for place in places
+        ]
         with self.logger.stage("reward"):
             self.rewards.finish(groups, scoring)
         return groups
@@ -190,7 +192,7 @@ def numbered(trajectories: Sequence[Sequence[Sample]]) -> list[Sample]:
 def with_context(prompt: Prompt, samples: Sequence[Sample]) -> Prompt:
     """Return the prompt with the context with which all trajectories begin; samples with this context then take it from the
     prompt."""
-    contexts = [own[0].prompt_ids for own in by_trajectory(samples) if own[0].prompt_ids is not None]
+    contexts = [sequences[0].prompt_ids for sequences in by_trajectory(samples) if sequences[0].prompt_ids is not None]
     if not contexts or any(context != contexts[0] for context in contexts):
         return prompt
     for sample in samples:

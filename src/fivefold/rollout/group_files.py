@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,11 @@ _WRITTEN: dict[str, Callable[[Any], Any]] = {"turns": lambda turns: [vars(turn) 
 """Field -> its value as JSON has it, for fields that JSON would change."""
 _READ: dict[str, Callable[[Any], Any]] = {"turns": lambda turns: tuple(Turn(**turn) for turn in turns)}
 """Field -> its value from what `_WRITTEN` gave."""
+_REPLACED: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "finished": ("end", lambda finished: "answered" if finished else "length")
+}
+"""Field of files from before environments -> (the field that replaced it, that field's value). Fields that were added since
+have their defaults."""
 
 
 def write_groups(
@@ -64,19 +69,23 @@ def write_groups(
 def read_groups(path: Path) -> tuple[dict[int, list[Sample]], set[int], list[Part]]:
     """Read the files of `write_groups`; raises ValueError if another version of the program wrote them."""
     with safe_open(path, framework="pt") as file:
-        names = {item.name for item in fields(Sample)}
+        is_needed = {item.name: item.default is item.default_factory is MISSING for item in fields(Sample)}
         described = json.loads(file.get_tensor(_JSON).numpy().tobytes()) if _JSON in file.keys() else {}  # noqa: SIM118
         columns, lengths = described.get("others", {}), described.get("lengths", {})
-        if columns.keys() | lengths.keys() != names or "parts" not in described:
+        for name, (successor, read) in _REPLACED.items():
+            if name in columns:
+                columns[successor] = list(map(read, columns.pop(name)))
+        written = columns.keys() | lengths.keys()
+        if not written <= is_needed.keys() or any(is_needed[name] for name in is_needed.keys() - written):
             raise UserError(f"{path} was written by another version of fivefold")
         for name in lengths:
             columns[name] = _split(file.get_tensor(name), lengths[name], name in described["lists"])
-        columns |= {name: map(read, columns[name]) for name, read in _READ.items()}
+        columns |= {name: map(read, columns[name]) for name, read in _READ.items() if name in columns}
     samples = (Sample(**dict(zip(columns, values, strict=True))) for values in zip(*columns.values(), strict=True))
     groups = {int(place): [next(samples) for _ in range(count)] for place, count in described["groups"].items()}
     parts = [
         Part(place, number, [next(samples) for _ in range(count)], record)
-        for place, number, count, record in described["parts"]
+        for place, number, count, record in described.get("parts", ())
     ]
     return groups, set(described["scored"]), parts
 

@@ -71,7 +71,7 @@ class Answer:
 
     @property
     def lost(self) -> asyncio.Future[None]:
-        """Done once the client has closed the connection."""
+        """Future that is done once the client has closed the connection."""
         return self._connection.lost
 
     async def send(self, payload: Any, status: HTTPStatus = HTTPStatus.OK, headers: Mapping[str, str] | None = None) -> bool:
@@ -153,7 +153,7 @@ class HttpServer:
 
 
 class _Connection(asyncio.Protocol):
-    """One client: its requests in turn."""
+    """Connection of one client, whose requests are answered one after another."""
 
     def __init__(self, admit: Admit, handle: Handle, among: set[_Connection]) -> None:
         self._admit, self._handle, self._among = admit, handle, among
@@ -265,9 +265,9 @@ class _Connection(asyncio.Protocol):
         async with asyncio.timeout(_HEAD_SECONDS):
             raw = await self._until(b"\r\n\r\n", _LARGEST_HEAD)
         first, *lines = raw.split(b"\r\n")
-        if (found := _LINE.fullmatch(first)) is None:
+        if (match := _LINE.fullmatch(first)) is None:
             raise HttpError(HTTPStatus.BAD_REQUEST, "the request line must be METHOD /path HTTP/1.1")
-        if found[3] != b"1":
+        if match[3] != b"1":
             raise HttpError(HTTPStatus.HTTP_VERSION_NOT_SUPPORTED, "this server speaks HTTP/1.1")
         if len(lines) > _MOST_HEADERS:
             raise HttpError(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, f"a request has at most {_MOST_HEADERS} headers")
@@ -279,10 +279,10 @@ class _Connection(asyncio.Protocol):
             if name in headers and name in _SINGLE:
                 raise HttpError(HTTPStatus.BAD_REQUEST, f"a request has one header {name}: got two")
             headers[name] = f"{headers[name]}, {value}" if name in headers else value
-        is_old = found[4] == b"0"
+        is_old = match[4] == b"0"
         if not is_old and "host" not in headers:
             raise HttpError(HTTPStatus.BAD_REQUEST, "a request of HTTP/1.1 has the header host")
-        return Head(found[1].decode(), found[2].decode(), headers, is_old)
+        return Head(match[1].decode(), match[2].decode(), headers, is_old)
 
     async def _body(self, head: Head, is_kept: bool) -> bytes:
         """Read the body of a request; without `is_kept` it is dropped as it arrives."""
@@ -331,9 +331,9 @@ class _Connection(asyncio.Protocol):
                 raise HttpError(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, f"a head has at most {most} bytes")
             begin = max(0, len(self._buffer) - len(mark) + 1)
             await self._more(len(self._buffer))
-        found = bytes(self._buffer[:end])
+        content = bytes(self._buffer[:end])
         del self._buffer[: end + len(mark)]
-        return found
+        return content
 
     async def _exactly(self, length: int, is_kept: bool = True) -> bytes:
         dropped = 0
@@ -342,9 +342,9 @@ class _Connection(asyncio.Protocol):
                 dropped += len(self._buffer)
                 self._buffer.clear()
             await self._more(len(self._buffer))
-        found = bytes(memoryview(self._buffer)[: length - dropped]) if is_kept else b""
+        content = bytes(memoryview(self._buffer)[: length - dropped]) if is_kept else b""
         del self._buffer[: length - dropped]
-        return found
+        return content
 
     async def _more(self, than: int) -> None:
         """Wait until the buffer has more bytes than this."""

@@ -55,7 +55,7 @@ class OpenGroup:
 
     @property
     def is_complete(self) -> bool:
-        return self.is_sampled and all(each.done() for each in self.scoring)
+        return self.is_sampled and all(future.done() for future in self.scoring)
 
     @property
     def samples(self) -> list[Sample]:

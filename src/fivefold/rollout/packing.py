@@ -26,19 +26,19 @@ def pack(groups: list[Group], stats: RolloutStats, ranks: Ranks, plan: BatchPlan
     Example: with `owner_N = [0, 1, 1]` and prompts of one token, replica 1 gets `token_ids_T = [p1, a, b, p2, c]`,
     `lengths_N = [3, 2]`, `sample_index_N = [1, 2]`, wherever the samples came from.
     """
-    replicas, own = ranks.layout.dp, ranks.coords.dp
+    replicas, replica = ranks.layout.dp, ranks.coords.dp
     source_N, place_N = ranks.dp_of_rank[stats.rank_N], ranks.place_of_rank[stats.rank_N]
     row_N = torch.arange(len(stats))
 
     def rows(chosen_N: Tensor, *keys: Tensor) -> list[int]:
         """The chosen rows, ordered by the first key, then by the next."""
-        found = row_N[chosen_N]
+        ordered_rows = row_N[chosen_N]
         for key_N in reversed(keys):
-            found = found[key_N[found].argsort(stable=True)]
-        return [int(row) for row in found]
+            ordered_rows = ordered_rows[key_N[ordered_rows].argsort(stable=True)]
+        return [int(row) for row in ordered_rows]
 
-    def tokens_by_replica(found: list[int], replica_N: Tensor) -> list[int]:
-        counts = torch.zeros(replicas, dtype=torch.long).index_add(0, replica_N[found], stats.lengths_N[found])
+    def tokens_by_replica(chosen: list[int], replica_N: Tensor) -> list[int]:
+        counts = torch.zeros(replicas, dtype=torch.long).index_add(0, replica_N[chosen], stats.lengths_N[chosen])
         return [int(count) for count in counts]
 
     used = sorted((group for group in groups if group.is_used), key=lambda group: group.index)
@@ -48,11 +48,11 @@ def pack(groups: list[Group], stats: RolloutStats, ranks: Ranks, plan: BatchPlan
     tokens_TF = torch.cat([encoded[row] for row in outgoing] or [_nothing(plan)])
     arrived = outgoing
     if replicas > 1:
-        arrived = rows((stats.owner_N == own) & (place_N == ranks.replica.rank()), source_N)
+        arrived = rows((stats.owner_N == replica) & (place_N == ranks.replica.rank()), source_N)
         counts = tokens_by_replica(outgoing, stats.owner_N)
         tokens_TF = ranks.all_to_all_replicas(tokens_TF, counts, tokens_by_replica(arrived, source_N))
     if ranks.layout.replica_size > 1:
-        arrived = rows(stats.owner_N == own, place_N, source_N)
+        arrived = rows(stats.owner_N == replica, place_N, source_N)
         tokens_TF = torch.cat(ranks.all_gather_within_replica(tokens_TF))
     pieces = dict(zip(arrived, tokens_TF.split([int(length) for length in stats.lengths_N[arrived]]), strict=True))
     ordered = sorted(arrived)
@@ -82,21 +82,21 @@ def _encode(one: tuple[Group, Sample], plan: BatchPlan) -> Tensor:
     group, sample = one
     context = group.context_of(sample)
     prompt, response = len(context), len(sample.token_ids)
-    found = torch.zeros(prompt + response, _FIELDS, dtype=torch.int32)
-    found[:, 0] = torch.tensor(context + sample.token_ids, dtype=torch.int32)
-    found[prompt:, 1] = 1 if sample.loss_mask is None else torch.tensor(sample.loss_mask, dtype=torch.int32)
+    fields = torch.zeros(prompt + response, _FIELDS, dtype=torch.int32)
+    fields[:, 0] = torch.tensor(context + sample.token_ids, dtype=torch.int32)
+    fields[prompt:, 1] = 1 if sample.loss_mask is None else torch.tensor(sample.loss_mask, dtype=torch.int32)
     if sample.logprobs:
         assert len(sample.logprobs) == response
         logprobs = torch.tensor(sample.logprobs, dtype=torch.float32).view(torch.int32)
         # No engine has sampled an observation: whatever stands there must not reach the loss.
-        found[prompt:, 2] = logprobs * found[prompt:, 1]
-    found[:, 3] = sample.policy_version
+        fields[prompt:, 2] = logprobs * fields[prompt:, 1]
+    fields[:, 3] = sample.policy_version
     if sample.token_versions is not None:
         assert len(sample.token_versions) == response
-        found[prompt:, 3] = torch.tensor(sample.token_versions, dtype=torch.int32)
+        fields[prompt:, 3] = torch.tensor(sample.token_versions, dtype=torch.int32)
     if plan.routes is not None:
-        found = torch.cat([found, encode_routes(sample.routes_TLK, prompt + response, plan.routes)], 1)
-    return found
+        fields = torch.cat([fields, encode_routes(sample.routes_TLK, prompt + response, plan.routes)], 1)
+    return fields
 
 
 def _batch(tokens_TF: Tensor, rows: list[int], stats: RolloutStats, plan: BatchPlan) -> TokenBatch:

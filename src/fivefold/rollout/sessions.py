@@ -79,20 +79,20 @@ class AgentTurn:
     @property
     def lineage(self) -> list[AgentTurn]:
         """The turns from the root to this one."""
-        found: list[AgentTurn] = [self]
-        while found[-1].parent is not None:
-            found.append(found[-1].parent)
-        return found[::-1]
+        turns: list[AgentTurn] = [self]
+        while turns[-1].parent is not None:
+            turns.append(turns[-1].parent)
+        return turns[::-1]
 
     @property
     def context(self) -> list[int]:
         """All tokens that the engine reads for the turn."""
         tokens: list[int] = []
-        for each in self.lineage:
-            tokens += each.added
-            if each is not self:
-                assert each.completion is not None
-                tokens += each.completion.token_ids
+        for turn in self.lineage:
+            tokens += turn.added
+            if turn is not self:
+                assert turn.completion is not None
+                tokens += turn.completion.token_ids
         return tokens
 
     @property
@@ -116,16 +116,18 @@ class Dialogs:
         key = json.dumps(tools, sort_keys=True)
         with self._lock:
             if key not in self._known:
-                own = self._dialog.template
+                template = self._dialog.template
                 try:
                     schemas = [_as_schema(tool) for tool in tools]
-                    self._known[key] = Dialog.of(own.tokenizer, own.arguments, own.ends, schemas, self._dialog.history)
+                    self._known[key] = Dialog.of(
+                        template.tokenizer, template.arguments, template.ends, schemas, self._dialog.history
+                    )
                 except UserError as error:
                     self._known[key] = error
-            found = self._known[key]
-        if isinstance(found, UserError):
-            raise UserError(str(found))
-        return found
+            known = self._known[key]
+        if isinstance(known, UserError):
+            raise UserError(str(known))
+        return known
 
 
 def _as_schema(tool: Mapping[str, Any]) -> dict[str, Any]:
@@ -160,10 +162,10 @@ class Session:
         """
         same = [turn for turn in self._bodies.get(body, ()) if turn.state != "failed"]
         unread = [turn for turn in same if turn.state == "unread"]
-        found = unread[0] if unread else same[-1] if same and retries else None
-        if found is not None:
+        repeated = unread[0] if unread else same[-1] if same and retries else None
+        if repeated is not None:
             self._count("endpoint/retries")
-        return found
+        return repeated
 
     def begin(self, request: AgentRequest, body: bytes) -> AgentTurn:
         """Return a new turn for a request; raises RefusedError at the trajectory's limit of turns."""
@@ -175,9 +177,9 @@ class Session:
         self.turns.append(turn)
         self._bodies.setdefault(body, []).append(turn)
         if parent is not None:
-            for each in parent.lineage:
+            for earlier in parent.lineage:
                 # What a request repeats, the agent has read.
-                each.state = "read"
+                earlier.state = "read"
             parent.children.append(turn)
         return turn
 
@@ -281,7 +283,7 @@ class Session:
             ):
                 continue
             same = _repeated(turn.conversation, request.messages)
-            known = [each for each in turn.lineage if each.depth <= same and each.depth < len(request.messages)]
+            known = [earlier for earlier in turn.lineage if earlier.depth <= same and earlier.depth < len(request.messages)]
             if known and (best is None or known[-1].depth > best.depth):
                 best = known[-1]
         if best is not None and not any(child.is_live for child in best.children):
@@ -303,17 +305,17 @@ class Session:
         return difference(turn.conversation or turn.request.messages, request.messages) or "shorter"
 
     @staticmethod
-    def _place_tokens(given: list[int], answered: Sequence[AgentTurn]) -> tuple[AgentTurn | None, str | None]:
+    def _place_tokens(token_ids: list[int], answered: Sequence[AgentTurn]) -> tuple[AgentTurn | None, str | None]:
         best: AgentTurn | None = None
         longest = 0
         for turn in answered:
             held = _tokens(turn)
-            if longest < len(held) < len(given) and given[: len(held)] == held:
+            if longest < len(held) < len(token_ids) and token_ids[: len(held)] == held:
                 best, longest = turn, len(held)
         if not answered or (best is not None and not any(child.is_live for child in best.children)):
             return best, None
         last = _tokens(answered[-1])
-        return best, "shorter" if last[: len(given)] == given else "content"
+        return best, "shorter" if last[: len(token_ids)] == token_ids else "content"
 
     def _follow(self, parent: AgentTurn, messages: list[dict[str, Any]], dialog: Dialog) -> list[int]:
         """Return the tokens between a turn and the next; the end token of the turn is the first unless it was sampled."""
@@ -348,14 +350,14 @@ class Session:
             self.counts[name] = self.counts.get(name, 0.0) + number
 
 
-def _repeated(conversation: Sequence[dict[str, Any]], given: Sequence[dict[str, Any]]) -> int:
+def _repeated(conversation: Sequence[dict[str, Any]], messages: Sequence[dict[str, Any]]) -> int:
     """Return with how many messages of a conversation the given ones begin."""
-    if given[: len(conversation)] == conversation:
+    if messages[: len(conversation)] == conversation:
         return len(conversation)
-    for place, (own, other) in enumerate(zip(conversation, given, strict=False)):
-        if own != other and difference([own], [other]) is not None:
+    for place, (message, other) in enumerate(zip(conversation, messages, strict=False)):
+        if message != other and difference([message], [other]) is not None:
             return place
-    return min(len(conversation), len(given))
+    return min(len(conversation), len(messages))
 
 
 def _tokens(turn: AgentTurn) -> list[int]:
@@ -374,16 +376,16 @@ def _for_template(
     """Return messages as a chat template takes them: no special tokens in their texts, and tools named in their answers."""
     pattern = pattern_of(dialog.template.tokenizer)
     places = dict(_places([*before, *messages]))
-    found = []
+    written = []
     for message in messages:
-        own = {**message, "content": escape(message["content"], pattern)}
+        plain = {**message, "content": escape(message["content"], pattern)}
         if calls := message.get("tool_calls"):
-            own["tool_calls"] = dialog.template.written([ToolCall(*_name_and_arguments(call)) for call in calls])
+            plain["tool_calls"] = dialog.template.written([ToolCall(*_name_and_arguments(call)) for call in calls])
         if message["role"] == "tool":
             name, number = places.get(message.get("tool_call_id", ""), (message.get("name", "unknown"), 0))
-            own |= {"name": name, "tool_call_id": f"call{number:05}"}
-        found.append(own)
-    return found
+            plain |= {"name": name, "tool_call_id": f"call{number:05}"}
+        written.append(plain)
+    return written
 
 
 def _places(messages: Sequence[dict[str, Any]]) -> Iterator[tuple[str, tuple[str, int]]]:

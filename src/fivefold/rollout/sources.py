@@ -143,10 +143,13 @@ class ExpertRollouts(RolloutSource):
         """Return this rank's groups: in each optimizer step the source's groups first, then the expert's."""
         if (groups := self._source.next(step)) is None:
             return None
-        own, more = self._groups // self._updates, self._count // self._updates
-        sampled = [replace(group, index=group.index + more * min(group.index // own, self._updates)) for group in groups]
+        groups_of_update, more = self._groups // self._updates, self._count // self._updates
+        sampled = [
+            replace(group, index=group.index + more * min(group.index // groups_of_update, self._updates))
+            for group in groups
+        ]
         experts = [
-            replace(group, index=own * (group.index // more + 1) + group.index, is_expert=True)
+            replace(group, index=groups_of_update * (group.index // more + 1) + group.index, is_expert=True)
             for group in groups_from_dataset(self._experts.take(self._count))
         ]
         return sampled + self._ranks.shard(experts)
@@ -183,7 +186,7 @@ class DynamicSampling(RolloutSource):
 
     def next(self, step: int) -> list[Group] | None:
         """Return this rank's groups of all rounds, the chosen ones first."""
-        own: dict[int, Group] = {}
+        groups_by_place: dict[int, Group] = {}
         informative: list[int] = []
         zero_variance: list[int] = []
         rounds = begin = 0
@@ -191,7 +194,7 @@ class DynamicSampling(RolloutSource):
             if (groups := self._source.next(step)) is None:
                 return None
             mine = [[begin + group.index, self._informative(group.samples)] for group in groups]
-            own |= {begin + group.index: group for group in groups}
+            groups_by_place |= {begin + group.index: group for group in groups}
             gathered = torch.cat(self._ranks.all_gather_world(torch.tensor(mine, dtype=torch.long).view(-1, 2)))
             for index, is_informative in sorted(gathered.tolist()):
                 (informative if is_informative else zero_variance).append(index)
@@ -199,7 +202,11 @@ class DynamicSampling(RolloutSource):
             rounds += 1
         self._report(rounds, len(informative), len(zero_variance))
         ordered = enumerate(informative + zero_variance)
-        return [replace(own[index], index=place, is_used=place < self._needed) for place, index in ordered if index in own]
+        return [
+            replace(groups_by_place[index], index=place, is_used=place < self._needed)
+            for place, index in ordered
+            if index in groups_by_place
+        ]
 
     def _report(self, rounds: int, informative: int, zero_variance: int) -> None:
         total = informative + zero_variance
@@ -231,8 +238,8 @@ def groups_from_dataset(prompts: Sequence[Prompt]) -> list[Group]:
         Group(
             prompt,
             [
-                Sample(found.token_ids, [], found.text, _end(found), 0, loss_mask=found.loss_mask, reward=reward)
-                for found, reward in zip(prompt.responses, (1.0, 0.0), strict=False)
+                Sample(response.token_ids, [], response.text, _end(response), 0, loss_mask=response.loss_mask, reward=reward)
+                for response, reward in zip(prompt.responses, (1.0, 0.0), strict=False)
             ],
             index=index,
         )

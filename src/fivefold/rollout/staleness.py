@@ -75,8 +75,8 @@ def oldest_version(sample: Sample) -> int:
     """Return the optimizer steps taken by the weights that sampled the oldest token with loss."""
     if sample.token_versions is None or sample.loss_mask is None:
         return sample.policy_version
-    own = [version for version, is_own in zip(sample.token_versions, sample.loss_mask, strict=True) if is_own]
-    return min(own, default=sample.policy_version)
+    sampled = [version for version, is_own in zip(sample.token_versions, sample.loss_mask, strict=True) if is_own]
+    return min(sampled, default=sample.policy_version)
 
 
 def staleness(versions: Sequence[tuple[int, int]], version: int, step: int) -> int:
@@ -85,5 +85,5 @@ def staleness(versions: Sequence[tuple[int, int]], version: int, step: int) -> i
     `versions` has (step, optimizer steps taken before it), in order. Weights that no update changed belong to the last step
     that had them.
     """
-    born = bisect_right(versions, version, key=lambda each: each[1]) - 1
+    born = bisect_right(versions, version, key=lambda entry: entry[1]) - 1
     return step - versions[max(0, born)][0]

@@ -82,8 +82,10 @@ def gather_stats(groups: list[Group], ranks: Ranks, plan: BatchPlan) -> RolloutS
     Numbers per sample are exchanged as one tensor; tokens stay on their rank until they are packed. Samples whose reward
     failed are left out of the step.
     """
-    own = torch.tensor([row for group in groups for row in _rows(group, plan)], dtype=torch.float64).view(-1, len(_COLUMNS))
-    gathered = ranks.all_gather_world(own)
+    rows_of_rank = torch.tensor([row for group in groups for row in _rows(group, plan)], dtype=torch.float64).view(
+        -1, len(_COLUMNS)
+    )
+    gathered = ranks.all_gather_world(rows_of_rank)
     rank_N = torch.cat([torch.full((len(rows),), rank) for rank, rows in enumerate(gathered)])
     everyone = torch.cat(gathered)
     if not len(everyone):
@@ -166,9 +168,9 @@ def _stats(
 
 def begins(rows: Tensor) -> Tensor:
     """[N] whether a row is the first sequence of its trajectory."""
-    own_N = rows[:, [_COLUMNS.index("group"), _COLUMNS.index("trajectory")]]
+    key_N = rows[:, [_COLUMNS.index("group"), _COLUMNS.index("trajectory")]]
     begun_N = torch.ones(len(rows), dtype=torch.bool)
-    begun_N[1:] = (own_N[1:] != own_N[:-1]).any(1)
+    begun_N[1:] = (key_N[1:] != key_N[:-1]).any(1)
     return begun_N
 
 
@@ -198,9 +200,9 @@ def differ(samples: Iterable[Sample], shape: Shape | None = None) -> bool:
 
 def _known_rewards(samples: Iterable[Sample], shape: Shape | None) -> Tensor:
     """[M] known rewards of the trajectories."""
-    known = [own for own in by_trajectory(samples) if not own[0].reward_failed]
-    rewards_M = torch.tensor([own[0].reward for own in known], dtype=torch.double)
-    lengths = [sum(sample.loss_tokens for sample in own) for own in known]
+    known = [sequences for sequences in by_trajectory(samples) if not sequences[0].reward_failed]
+    rewards_M = torch.tensor([sequences[0].reward for sequences in known], dtype=torch.double)
+    lengths = [sum(sample.loss_tokens for sample in sequences) for sequences in known]
     return rewards_M if shape is None else shape(rewards_M, torch.tensor(lengths))
 
 
@@ -218,7 +220,7 @@ class Informative:
 
     def __call__(self, samples: Iterable[Sample]) -> bool:
         samples = list(samples)
-        lengths = (sum(sample.loss_tokens for sample in own) for own in by_trajectory(samples))
+        lengths = (sum(sample.loss_tokens for sample in sequences) for sequences in by_trajectory(samples))
         if self.max_tokens is not None and any(length > self.max_tokens for length in lengths):
             return False
         if self.low is None and self.high is None:
@@ -275,27 +277,29 @@ def owners(stats: RolloutStats, replicas: int, plan: BatchPlan) -> Tensor:
         # Balance the samples that the policy computes, and separately the skipped ones, which other models may compute.
         part_N = 2 * part_N + stats.skipped_N
     work_N = plan.work(stats.lengths_N)
-    whole, trajectory_N = stats.trajectories, stats.trajectory_of_N
-    if plan.share_prefix and size == 1 and len(whole) == len(stats):
+    trajectories, trajectory_N = stats.trajectories, stats.trajectory_of_N
+    if plan.share_prefix and size == 1 and len(trajectories) == len(stats):
         prompt_work_N = plan.work(stats.prompt_lengths_N)
         rows = zip(work_N.tolist(), prompt_work_N.tolist(), stats.group_N.tolist(), part_N.tolist(), strict=True)
         return torch.tensor(deal_sharing(list(rows), replicas))
-    work_M = torch.zeros(len(whole), dtype=work_N.dtype).index_add(0, trajectory_N, work_N)
-    part_M = torch.zeros(len(whole), dtype=torch.long).scatter(0, trajectory_N, part_N)
+    work_M = torch.zeros(len(trajectories), dtype=work_N.dtype).index_add(0, trajectory_N, work_N)
+    part_M = torch.zeros(len(trajectories), dtype=torch.long).scatter(0, trajectory_N, part_N)
     owner_M = torch.tensor(deal(work_M.view(-1, size).sum(1).tolist(), part_M[::size].tolist(), replicas))
     return owner_M.repeat_interleave(size)[trajectory_N]
 
 
 def _reward_parts(groups: list[Group], ranks: Ranks) -> dict[str, float]:
     """Mean of each reward part over the trajectories that have it."""
-    own: dict[str, list[float]] = {}
-    for sample in (own[0] for group in groups for own in by_trajectory(group.samples) if not own[0].reward_failed):
+    sums_by_name: dict[str, list[float]] = {}
+    for sample in (
+        sequences[0] for group in groups for sequences in by_trajectory(group.samples) if not sequences[0].reward_failed
+    ):
         for name, value in sample.reward_parts.items():
-            total = own.setdefault(name, [0.0, 0.0])
+            total = sums_by_name.setdefault(name, [0.0, 0.0])
             total[0] += value
             total[1] += 1
-    names = sorted({name for found in ranks.gather_objects(sorted(own)) for name in found})
-    sums = ranks.all_reduce_sum_world([number for name in names for number in own.get(name, [0.0, 0.0])])
+    names = sorted({name for names_of_rank in ranks.gather_objects(sorted(sums_by_name)) for name in names_of_rank})
+    sums = ranks.all_reduce_sum_world([number for name in names for number in sums_by_name.get(name, [0.0, 0.0])])
     return {name: sums[2 * i] / sums[2 * i + 1] for i, name in enumerate(names)}
 
 
@@ -315,7 +319,7 @@ def rollout_metrics(stats: RolloutStats, policy_version: int) -> dict[str, float
     of_turns = {} if stats.turns is None else turn_metrics(stats, stats.turns) | stats.scoring.trajectories
     stats = stats.trajectories
     rewards, lengths = stats.rewards_N, stats.response_lengths_N.double()
-    found = {
+    metrics = {
         "response/length_mean": float(lengths.mean()),
         "response/length_std": float(lengths.std()) if len(lengths) > 1 else 0.0,
         "response/length_min": float(lengths.min()),
@@ -324,9 +328,9 @@ def rollout_metrics(stats: RolloutStats, policy_version: int) -> dict[str, float
         "prompt/length_mean": float(stats.prompt_lengths_N.double().mean()),
     }
     if not stats.has_logprobs:
-        return found
+        return metrics
     staleness_N = (policy_version - stats.version_N).double()
-    found |= {
+    metrics |= {
         "reward/mean": float(rewards.mean()),
         "reward/std": float(rewards.std()) if len(rewards) > 1 else 0.0,
         "reward/min": float(rewards.min()),
@@ -339,11 +343,11 @@ def rollout_metrics(stats: RolloutStats, policy_version: int) -> dict[str, float
         "rollout/staleness_max": float(staleness_N.max()),
     }
     if stats.scoring.formed is not None:
-        found["response/form_fraction"] = stats.scoring.formed
+        metrics["response/form_fraction"] = stats.scoring.formed
     for name, chosen in (("correct", stats.correct_N), ("incorrect", ~stats.correct_N)):
         if chosen.any():
-            found[f"response/length_mean_{name}"] = float(lengths[chosen].mean())
-    return found | of_turns | _group_metrics(stats)
+            metrics[f"response/length_mean_{name}"] = float(lengths[chosen].mean())
+    return metrics | of_turns | _group_metrics(stats)
 
 
 def _without_experts(stats: RolloutStats) -> RolloutStats:
@@ -377,7 +381,7 @@ def _group_metrics(stats: RolloutStats) -> dict[str, float]:
         return empty_P.scatter_reduce(0, stats.group_N, stats.rewards_N, kind, include_self=False)
 
     best_P, worst_P = extreme("amax"), extreme("amin")
-    found = {
+    metrics = {
         f"reward/mean@{k}": float((correct_P / count_P).mean()),
         "reward/frac_reward_zero_std": float((best_P == worst_P).double().mean()),
     }
@@ -385,8 +389,8 @@ def _group_metrics(stats: RolloutStats) -> dict[str, float]:
     if stats.incomplete_N is not None:
         whole_P[stats.group_N[stats.incomplete_N]] = False
     if not whole_P.any():
-        return found
-    return found | {
+        return metrics
+    return metrics | {
         f"reward/pass@{k}": float((correct_P > 0)[whole_P].double().mean()),
         "reward/best": float(best_P[whole_P].mean()),
         "reward/solve_all": float((correct_P == count_P)[whole_P].double().mean()),

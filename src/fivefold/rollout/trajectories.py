@@ -28,7 +28,7 @@ class Task:
 
     @property
     def key(self) -> tuple[int, int]:
-        """What identifies the trajectory among those of its driver."""
+        """Key of the trajectory among those of its driver."""
         return self.place, self.number
 
 
@@ -41,7 +41,7 @@ class Clock:
 
     @property
     def left(self) -> float:
-        """Seconds that are left, at least 0."""
+        """Seconds that are left of the limit, at least 0."""
         # Another thread may hold it meanwhile.
         since = self._since
         passed = 0.0 if since is None else time.monotonic() - since
@@ -112,7 +112,7 @@ class HeldSequence:
 
 @dataclass
 class Trajectory:
-    """What a trajectory holds while it runs, and its end."""
+    """State of a trajectory while it runs, and how it ended."""
 
     task: Task
     sequences: list[HeldSequence] = field(default_factory=list)
@@ -154,11 +154,11 @@ class Trajectory:
         longest.observe(context[len(longest) :])
         return longest
 
-    def sampled(self, held: HeldSequence, found: Completion, text: str, state: str | None, seconds: float) -> None:
+    def sampled(self, held: HeldSequence, completion: Completion, text: str, state: str | None, seconds: float) -> None:
         """Append a turn of the model to one of the sequences."""
         begin = len(held.token_ids)
-        turn = Turn(self.turns, begin, begin + len(found.token_ids), 0.0, state, found.finish_reason, seconds)
-        held.add(turn, found, text)
+        turn = Turn(self.turns, begin, begin + len(completion.token_ids), 0.0, state, completion.finish_reason, seconds)
+        held.add(turn, completion, text)
         self.turns += 1
 
     def earn(self, turn: Turn, reward: float) -> None:
@@ -169,10 +169,12 @@ class Trajectory:
 
     def in_order(self) -> list[tuple[Turn, list[int]]]:
         """Return the turns with their tokens, in the order of their numbers."""
-        found = {
-            turn.number: (turn, each.token_ids[turn.begin : turn.end]) for each in self.sequences for turn in each.turns
+        by_number = {
+            turn.number: (turn, sequence.token_ids[turn.begin : turn.end])
+            for sequence in self.sequences
+            for turn in sequence.turns
         }
-        return [found[number] for number in sorted(found)]
+        return [by_number[number] for number in sorted(by_number)]
 
     def count(self, name: str, number: float = 1.0) -> None:
         """Add to the number of an event."""
@@ -182,9 +184,9 @@ class Trajectory:
     def older_tokens(self) -> int:
         """Number of sampled tokens from older weights than the last one of their sequence."""
         return sum(
-            version < each.versions[-1]
-            for each in self.sequences
-            for version, is_own in zip(each.versions, each.loss_mask, strict=True)
+            version < sequence.versions[-1]
+            for sequence in self.sequences
+            for version, is_own in zip(sequence.versions, sequence.loss_mask, strict=True)
             if is_own
         )
 
@@ -201,22 +203,22 @@ class Trajectory:
         number = self.task.number if len(held) > 1 else None
         return [
             Sample(
-                token_ids=list(each.token_ids),
-                logprobs=list(each.logprobs),
-                text="\n".join(each.texts),
+                token_ids=list(sequence.token_ids),
+                logprobs=list(sequence.logprobs),
+                text="\n".join(sequence.texts),
                 end=self.end,
-                policy_version=each.versions[0] if each.versions else 0,
-                token_versions=list(each.versions) if len(set(each.versions)) > 1 else None,
-                routes_TLK=each.routes_TLK,
-                loss_mask=None if all(each.loss_mask) else list(each.loss_mask),
+                policy_version=sequence.versions[0] if sequence.versions else 0,
+                token_versions=list(sequence.versions) if len(set(sequence.versions)) > 1 else None,
+                routes_TLK=sequence.routes_TLK,
+                loss_mask=None if all(sequence.loss_mask) else list(sequence.loss_mask),
                 reward_failed=self.error is not None,
-                prompt_ids=each.context or None,
+                prompt_ids=sequence.context or None,
                 trajectory=number,
-                turns=tuple(each.turns),
-                break_cause=each.cause,
+                turns=tuple(sequence.turns),
+                break_cause=sequence.cause,
                 environment_rewards=self.rewards,
             )
-            for each in held
+            for sequence in held
         ]
 
     def part(self, restore: dict[str, Any] | None) -> Part:

@@ -28,8 +28,8 @@ def gather_turns(groups: list[Group], key_N: Tensor, places: int, ranks: Ranks) 
 
     `key_N` is group index · `places` + place in the group, of each sample of the step.
     """
-    own = [row for group in groups for row in _rows(group, places)]
-    gathered = torch.cat(ranks.all_gather_world(torch.tensor(own, dtype=torch.float64).view(-1, 1 + len(_COLUMNS))))
+    rows = [row for group in groups for row in _rows(group, places)]
+    gathered = torch.cat(ranks.all_gather_world(torch.tensor(rows, dtype=torch.float64).view(-1, 1 + len(_COLUMNS))))
     row_U = torch.searchsorted(key_N, gathered[:, 0].long())
     order_U = row_U.argsort(stable=True)
     column = {name: gathered[order_U, place] for place, name in enumerate(_COLUMNS, start=1)}

@@ -112,14 +112,14 @@ class LogprobGate:
         turns with one number, differ too much."""
         gap_T = (batch[Column.OLD_LOGPROBS] - batch[Column.ROLLOUT_LOGPROBS])[chosen_T].double()
         bounded_T = gap_T.clamp(-1, 1)
-        own_3T = torch.stack([gap_T.abs(), bounded_T.expm1() - bounded_T, torch.ones_like(gap_T)])
+        gaps_3T = torch.stack([gap_T.abs(), bounded_T.expm1() - bounded_T, torch.ones_like(gap_T)])
         turns, turn_T = 1, torch.zeros_like(batch.token_ids_T)[chosen_T]
         if Column.TURN in batch:
             turn_T = batch[Column.TURN][chosen_T].clamp(min=0)
             turns = 1 + int(self._ranks.all_reduce_max(float(turn_T.max()) if len(turn_T) else 0.0))
         # Row 0 is the sum over all turns, and row k the k-th turn of every trajectory.
-        sums_3U = torch.zeros(3, turns, dtype=torch.float64).index_add(1, turn_T, own_3T)
-        total, divergence, count = self._ranks.all_reduce_sum(torch.stack([own_3T.sum(1), *sums_3U.T])).unbind(1)
+        sums_3U = torch.zeros(3, turns, dtype=torch.float64).index_add(1, turn_T, gaps_3T)
+        total, divergence, count = self._ranks.all_reduce_sum(torch.stack([gaps_3T.sum(1), *sums_3U.T])).unbind(1)
         if not count[0]:
             return False
         self._is_open = True
@@ -133,16 +133,16 @@ class LogprobGate:
 
         numbers = range(1, turns + 1) if turns > 1 else ()
         row = next((number for number in numbers if count[number] and above(number)), 0)
-        said = (
+        gap = (
             f"a KL divergence of {divergence[row] / count[row]:.3g} a token, {total[row] / count[row]:.3g} on average, over "
             f"{count[row]:.0f} tokens"
         )
         if not above(row):
-            self._log(f"the engine's log-probs agree with the trainer's: {said}")
+            self._log(f"the engine's log-probs agree with the trainer's: {gap}")
             return True
         where = f"from turn {row} on " if row else ""
         raise RunError(
-            f"the engine's log-probs differ {where}from the trainer's by {said}, more than {' and '.join(above(row))}: "
+            f"the engine's log-probs differ {where}from the trainer's by {gap}, more than {' and '.join(above(row))}: "
             "training would be off-policy from the start. Look at: the model's weights and RoPE settings (do both read the "
             "same config.json?), the dtype of both, the chat template and special tokens, and tied embeddings. Raise the "
             "bound only if you know the reason."

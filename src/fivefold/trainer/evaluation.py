@@ -65,8 +65,8 @@ class Evaluation:
             with self.logger.stage("weight_sync"):
                 models.sync(self.generator.engine)
             with self.logger.stage("eval"), models.away(), sleeping_after(self.generator.engine):
-                found, groups = self._responses()
-            metrics |= found
+                scores, groups = self._responses()
+            metrics |= scores
         return metrics, groups
 
     def _losses(self, models: Models) -> dict[str, float]:
@@ -76,20 +76,20 @@ class Evaluation:
         lengths_N = torch.tensor([sample.loss_tokens for group in groups for sample in group.samples])
         work = [float(sum(len(sample.token_ids) for sample in group.samples)) for group in groups]
         owner_P = deal(work, [0] * len(groups), ranks.layout.dp)
-        own = [place for place, owner in enumerate(owner_P) if owner == ranks.coords.dp]
-        batch = pack_dataset([groups[place] for place in own], replace(self.plan, temperature=1.0))
+        local = [place for place, owner in enumerate(owner_P) if owner == ranks.coords.dp]
+        batch = pack_dataset([groups[place] for place in local], replace(self.plan, temperature=1.0))
         models.annotate(batch, frozenset({Column.OLD_LOGPROBS}) | objective.needs(1))
         logprobs_T = batch.columns.pop(Column.OLD_LOGPROBS)
         # A validation set has no micro-batches, so the legacy aggregation becomes the mean over its tokens.
         aggregation = objective.aggregation
         aggregate = token_mean if aggregation.per_micro_batch else aggregation.of_policy
         weights_PG = aggregate(lengths_N, self.evaluation_set.greedy.max_tokens).view(len(groups), -1)
-        batch[Column.LOSS_WEIGHTS] = batch.expand_to_tokens(weights_PG[own].reshape(-1))
+        batch[Column.LOSS_WEIGHTS] = batch.expand_to_tokens(weights_PG[local].reshape(-1))
         batch[Column.ADVANTAGES] = batch.loss_mask_T.float()
         batch.update_tokens = int(lengths_N.sum())
-        found = objective.loss(logprobs_T, torch.zeros_like(logprobs_T), batch)
-        names = [name for name in found.sums if name != "policy/entropy"]
-        sums = ranks.all_reduce_sum(torch.stack([found.loss, *(found.sums[name] for name in names)]).double()).tolist()
+        report = objective.loss(logprobs_T, torch.zeros_like(logprobs_T), batch)
+        names = [name for name in report.sums if name != "policy/entropy"]
+        sums = ranks.all_reduce_sum(torch.stack([report.loss, *(report.sums[name] for name in names)]).double()).tolist()
         metrics = {f"val/{name.removeprefix('policy/')}": value for name, value in zip(names, sums[1:], strict=True)}
         return {"val/loss": sums[0], **metrics}
 
@@ -117,15 +117,15 @@ class Evaluation:
         rows = [
             [
                 group.index,
-                own[0].correct,
-                own[0].reward,
-                sum(sample.loss_tokens for sample in own),
-                own[0].reward_failed,
-                not own[0].finished,
-                has_form(own[-1].text, self.plan.forms(group.prompt.source)),
+                sequences[0].correct,
+                sequences[0].reward,
+                sum(sample.loss_tokens for sample in sequences),
+                sequences[0].reward_failed,
+                not sequences[0].finished,
+                has_form(sequences[-1].text, self.plan.forms(group.prompt.source)),
             ]
             for group in groups
-            for own in by_trajectory(group.samples)
+            for sequences in by_trajectory(group.samples)
         ]
         gathered = torch.cat(self.ranks.all_gather_world(torch.tensor(rows, dtype=torch.float64).view(-1, 7)))
         gathered = gathered[gathered[:, 0].argsort(stable=True)]
@@ -166,5 +166,5 @@ class _Rows:
 
     def shapes(self, source: str) -> dict[str, float]:
         """`val/<source>/...` on how the responses end and whether they have the form that the reward reads."""
-        found = {"truncated_fraction": float(self.truncated.mean()), "form_fraction": known_mean(self.formed)}
-        return {f"val/{source}/{name}": value for name, value in found.items() if value is not None}
+        fractions = {"truncated_fraction": float(self.truncated.mean()), "form_fraction": known_mean(self.formed)}
+        return {f"val/{source}/{name}": value for name, value in fractions.items() if value is not None}

@@ -61,12 +61,22 @@ class Learner:
 
 
 @dataclass(frozen=True)
-class PolicyLearner(Learner):
-    """Trains the policy on the mini-batches of the rollout with the objective's loss."""
+class MiniBatchLearner(Learner):
+    """Trains a model on the mini-batches of the objective."""
 
     objective: Objective
     minibatches: MiniBatches
     ranks: Ranks
+
+    def left(self, role: str, work: StepWork, progress: Progress) -> Iterator[MiniBatch]:
+        """Return the mini-batches for which the model has no report yet."""
+        return islice(self.minibatches(work.batch, work.stats, progress.step), len(work.reports[role]), None)
+
+
+@dataclass(frozen=True)
+class PolicyLearner(MiniBatchLearner):
+    """Trains the policy on the mini-batches of the rollout with the objective's loss."""
+
     seed: int = 0
     first_step: int = 0
     """First step in which the policy learns; before it, only the critic learns."""
@@ -77,7 +87,7 @@ class PolicyLearner(Learner):
         if progress.step < self.first_step:
             return
         policy = cast(Model, models.by_role["policy"])
-        for mini in islice(self.minibatches(work.batch, work.stats, progress.step), len(work.reports["policy"]), None):
+        for mini in self.left("policy", work, progress):
             seed = request_seed([self.seed, progress.step, mini.number])
             batch = select_tokens(without_skipped(mini), self.objective, policy, self.ranks, seed)
             yield Update(batch, partial(self.objective.loss, progress=progress), self._finish(mini, batch))
@@ -92,13 +102,10 @@ class PolicyLearner(Learner):
 
 
 @dataclass(frozen=True)
-class CriticLearner(Learner):
+class CriticLearner(MiniBatchLearner):
     """Trains the critic on the policy's mini-batches with the value loss."""
 
-    objective: Objective
-    minibatches: MiniBatches
     loss: ValueLoss
-    ranks: Ranks
     values_per_update: bool = False
     """Whether values and advantages of an update are recomputed with the critic as it is after the previous updates."""
     stage = "critic"
@@ -109,7 +116,7 @@ class CriticLearner(Learner):
 
     def updates(self, models: Device, work: StepWork, progress: Progress) -> Iterator[Update]:
         """Yield one update per mini-batch, with all its samples."""
-        for mini in islice(self.minibatches(work.batch, work.stats, progress.step), len(work.reports["critic"]), None):
+        for mini in self.left("critic", work, progress):
             if self.values_per_update:
                 self._revalue(models.by_role["critic"], mini, progress)
             yield Update(mini.batch.with_columns({Column.ROUTES: None}), self.loss, self._finish)
@@ -148,8 +155,8 @@ class ProcessRewardLearner(Learner):
         is_scored = Column.PRM_LOGPROBS in batch
         before_N = process.scores(batch, len(stats), self.ranks.all_reduce_sum) if is_scored else None
         targets_N = process.targets(stats)
-        for rows_N, own in islice(divided(batch, stats, self.updates_per_step), len(reports), None):
-            part = replace(batch.select(own), temperature=1.0, update_tokens=int(stats.response_lengths_N[rows_N].sum()))
+        for rows_N, places in islice(divided(batch, stats, self.updates_per_step), len(reports), None):
+            part = replace(batch.select(places), temperature=1.0, update_tokens=int(stats.response_lengths_N[rows_N].sum()))
             yield Update(part, process.model_loss(targets_N, stats.group_N, before_N, samples=len(rows_N)))
         if not is_scored:
             models.annotate(batch, frozenset({Column.PRM_LOGPROBS}))

@@ -53,8 +53,8 @@ class LoggedSamples:
         chosen = [group for group in sorted(groups, key=lambda group: group.index) if group.samples]
         is_audit = self.count == "all" and kind == "train"
         if isinstance(self.count, int):
-            own = torch.tensor([group.index for group in chosen[: self.count]], dtype=torch.long)
-            first = set(torch.cat(self.ranks.all_gather_world(own)).sort().values[: self.count].tolist())
+            indices = torch.tensor([group.index for group in chosen[: self.count]], dtype=torch.long)
+            first = set(torch.cat(self.ranks.all_gather_world(indices)).sort().values[: self.count].tolist())
             chosen = [group for group in chosen if group.index in first]
         transcripts = self._transcripts(groups, chosen, stats)
         rows = [
@@ -74,13 +74,13 @@ class LoggedSamples:
         used = sorted((group for group in groups if group.is_used), key=lambda group: group.index)
         places = [] if stats is None else (stats.rank_N == self.ranks.rank).nonzero()[:, 0].tolist()
         rows = {id(sample): place for sample, place in zip(scored(used), places, strict=False)}
-        found = {}
+        transcripts = {}
         for group in chosen:
             trajectories = by_trajectory(group.samples)
-            for number, own in enumerate(trajectories if self.count == "all" else trajectories[:1]):
-                written = transcript(group, number, own, [rows.get(id(sample)) for sample in own], self.dialog)
-                found[id(own[0])] = {"transcript": written}
-        return found
+            for number, sequences in enumerate(trajectories if self.count == "all" else trajectories[:1]):
+                written = transcript(group, number, sequences, [rows.get(id(sample)) for sample in sequences], self.dialog)
+                transcripts[id(sequences[0])] = {"transcript": written}
+        return transcripts
 
     def note_logprobs(self, batch: TokenBatch, stats: RolloutStats, models: Models) -> None:
         """Store the log-probs before the step's updates in the batch, if no other component computes them. Collective."""
@@ -94,22 +94,22 @@ class LoggedSamples:
         # All ranks of a replica have the same tokens.
         leads = self.ranks.holds and self.ranks.replica.rank() == 0
         if self.count and work.stats.turns is not None:
-            own = [one for row in work.rows if "transcript" in row for one in row["transcript"]["sequences"]]
-            wanted = [one["row"] for one in own if one["row"] is not None]
+            sequences = [one for row in work.rows if "transcript" in row for one in row["transcript"]["sequences"]]
+            wanted = [one["row"] for one in sequences if one["row"] is not None]
             wanted = self.ranks.broadcast_from_main(wanted if self.ranks.is_main else None)
-            given = dict(self._gather(list(advantages_of(work.batch, work.stats, wanted)) if leads else []))
-            for one in own:
-                one["advantages"] = given.get(one["row"])
+            advantages = dict(self._gather(list(advantages_of(work.batch, work.stats, wanted)) if leads else []))
+            for one in sequences:
+                one["advantages"] = advantages.get(one["row"])
         if self.count != "all":
             return
-        found = dict(self._gather(list(_columns(work.batch, work.stats, objective)) if leads else []))
+        columns = dict(self._gather(list(_columns(work.batch, work.stats, objective)) if leads else []))
         learned = [row for row in work.rows if row.get("used") and not row["failed"]]
         for number, row in enumerate(learned):
             update = int(work.stats.minibatch_N[number])
             reports = work.reports["policy"]
             report = reports[update] if update < len(reports) else None
             row |= {"update": update, "update_loss": report.loss if report else None}
-            row["tokens"] |= found[number]
+            row["tokens"] |= columns[number]
 
     def _gather(self, rows: list[Any]) -> list[Any]:
         """Gather the rows of all ranks on the main rank."""
@@ -138,16 +138,16 @@ def _row(step: int, kind: str, group: Group, sample: Sample) -> Row:
 
 def _question(prompt: Prompt) -> str:
     """Return the last user message, or the prompt's text if there is none."""
-    asked = [message["content"] for message in prompt.messages if message["role"] == "user"]
-    return str(asked[-1]) if asked else prompt.text
+    questions = [message["content"] for message in prompt.messages if message["role"] == "user"]
+    return str(questions[-1]) if questions else prompt.text
 
 
 def _group_numbers(group: Group) -> Row:
     """Return rewards and lengths of all trajectories of a group, for the row of its first sample."""
     trajectories = by_trajectory(group.samples)
     return {
-        "group_rewards": [own[0].reward for own in trajectories],
-        "group_lengths": [sum(sample.loss_tokens for sample in own) for own in trajectories],
+        "group_rewards": [sequences[0].reward for sequences in trajectories],
+        "group_lengths": [sum(sample.loss_tokens for sample in sequences) for sequences in trajectories],
     }
 
 

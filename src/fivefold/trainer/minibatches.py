@@ -47,35 +47,35 @@ class MiniBatches:
 
     def __call__(self, batch: TokenBatch, stats: RolloutStats, step: int = 0) -> Iterator[MiniBatch]:
         """Yield the mini-batches of a step, which is counted from 0."""
-        own_N = stats.minibatch_N[batch.sample_index_N]
+        number_N = stats.minibatch_N[batch.sample_index_N]
         for epoch in range(self.ppo_epochs):
             for number in range(stats.minibatches):
                 rows_N = (stats.minibatch_N == number).nonzero()[:, 0]
-                own = [int(place) for place in (own_N == number).nonzero()[:, 0]]
+                places = [int(place) for place in (number_N == number).nonzero()[:, 0]]
                 place = epoch * stats.minibatches + number
                 update = (step * self.ppo_epochs + epoch) * stats.minibatches + number + 1
-                weighted = self._weighted(batch.select(own), rows_N, stats, update)
-                yield MiniBatch(weighted, rows_N, place, stats, batch, own)
+                weighted = self._weighted(batch.select(places), rows_N, stats, update)
+                yield MiniBatch(weighted, rows_N, place, stats, batch, places)
 
     def _weighted(self, part: TokenBatch, rows_N: Tensor, stats: RolloutStats, update: int) -> TokenBatch:
         """Return the tokens with loss weights normalized over all replicas; `update` counts the run's optimizer steps from
         1."""
-        trajectories, own_M = stats.trajectories, stats.trajectory_of_N[rows_N].unique()
-        lengths_N = trajectories.response_lengths_N[own_M]
+        trajectories, row_M = stats.trajectories, stats.trajectory_of_N[rows_N].unique()
+        lengths_N = trajectories.response_lengths_N[row_M]
 
         def on_tokens(weights_M: Tensor) -> Tensor:
             all_M = torch.zeros(len(trajectories), dtype=torch.float64)
-            all_M[own_M] = weights_M
+            all_M[row_M] = weights_M
             return part.expand_to_tokens(all_M[stats.trajectory_of_N[part.sample_index_N]])
 
         kept_N, expert_N = self.objective.kept(stats), trajectories.expert_N
-        kept_N, expert_N = (None if marked_N is None else marked_N[own_M] for marked_N in (kept_N, expert_N))
-        whole = (lengths_N, stats.max_response_tokens, kept_N, expert_N)
-        penalty_weights_N = self.objective.penalty_weights(*whole)
+        kept_N, expert_N = (None if marked_N is None else marked_N[row_M] for marked_N in (kept_N, expert_N))
+        arguments = (lengths_N, stats.max_response_tokens, kept_N, expert_N)
+        penalty_weights_N = self.objective.penalty_weights(*arguments)
         return replace(
             part.with_columns(
                 {
-                    Column.LOSS_WEIGHTS: on_tokens(self.objective.loss_weights(*whole, update)),
+                    Column.LOSS_WEIGHTS: on_tokens(self.objective.loss_weights(*arguments, update)),
                     Column.PENALTY_WEIGHTS: None if penalty_weights_N is None else on_tokens(penalty_weights_N),
                 }
             ),
@@ -91,9 +91,9 @@ def divided(batch: TokenBatch, stats: RolloutStats, updates: int) -> Iterator[tu
     Each takes whole groups. This is for a model whose number of optimizer steps differs from the policy's.
     """
     number_N = deal_to_updates(stats.group_N, updates)
-    own_N = number_N[batch.sample_index_N]
+    local_N = number_N[batch.sample_index_N]
     for number in range(updates):
-        yield (number_N == number).nonzero()[:, 0], (own_N == number).nonzero()[:, 0].tolist()
+        yield (number_N == number).nonzero()[:, 0], (local_N == number).nonzero()[:, 0].tolist()
 
 
 def without_skipped(mini: MiniBatch) -> MiniBatch:
@@ -130,7 +130,7 @@ def select_tokens(mini: MiniBatch, objective: Objective, policy: Model, ranks: R
     bound = gradient.correction.second_moment
     if bound is not None:
         (difference_S,) = _gather(mini, (part[Column.OLD_LOGPROBS] - part[Column.ROLLOUT_LOGPROBS])[None], ranks)
-        return part.with_columns({Column.SELECTED: _own(mini, beyond_second_moment(difference_S, bound))})
+        return part.with_columns({Column.SELECTED: _local_part(mini, beyond_second_moment(difference_S, bound))})
     if not gradient.surrogate.selects:
         return part
     # Before the first update the current and the old policy are the same; later updates need a new forward pass.
@@ -139,7 +139,7 @@ def select_tokens(mini: MiniBatch, objective: Objective, policy: Model, ranks: R
     rows_3T = torch.stack([now_T, gradient.old_logprobs(now_T, part), part[Column.ADVANTAGES]])
     now_S, old_S, advantages_S = _gather(mini, rows_3T, ranks)
     uniform_S = torch.rand(len(now_S), generator=torch.Generator().manual_seed(seed))
-    selected_T = _own(mini, gradient.surrogate.select_tokens(now_S, old_S, advantages_S, uniform_S))
+    selected_T = _local_part(mini, gradient.surrogate.select_tokens(now_S, old_S, advantages_S, uniform_S))
     if mini.number == 0:
         # Current and old policy are the same here. Without old log-probs the loss compares the pass with itself. Those of
         # another pass differ by rounding, and the gradient of |log ratio| depends only on the sign of that difference.
@@ -156,11 +156,11 @@ def _gather(mini: MiniBatch, rows_KT: Tensor, ranks: Ranks) -> Tensor:
     return torch.cat([pieces[row] for row in rows_N.tolist()]).T
 
 
-def _own(mini: MiniBatch, found_S: Tensor) -> Tensor:
-    """[T] this replica's part of `found_S`, which covers all response tokens of the mini-batch."""
+def _local_part(mini: MiniBatch, chosen_S: Tensor) -> Tensor:
+    """[T] this replica's part of `chosen_S`, which covers all response tokens of the mini-batch."""
     part, rows_N = mini.batch, mini.rows_N
-    found = dict(zip(rows_N.tolist(), found_S.split(mini.stats.response_lengths_N[rows_N].tolist()), strict=True))
+    chosen_by_row = dict(zip(rows_N.tolist(), chosen_S.split(mini.stats.response_lengths_N[rows_N].tolist()), strict=True))
     selected_T = torch.zeros_like(part.loss_mask_T)
     if part.sample_index_N:
-        selected_T[part.loss_mask_T] = torch.cat([found[row] for row in part.sample_index_N])
+        selected_T[part.loss_mask_T] = torch.cat([chosen_by_row[row] for row in part.sample_index_N])
     return selected_T

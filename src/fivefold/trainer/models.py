@@ -108,9 +108,9 @@ class Models:
         for column, part, samples, one in passes:
             index_T, result_T = batch.token_index(samples), one.result()
             if part.records_routes and Column.ROUTES in part:
-                found_TLK = part[Column.ROUTES]
-                routes_TLK = found_TLK.new_full((len(batch.token_ids_T), *found_TLK.shape[1:]), NO_ROUTE)
-                routes_TLK[index_T] = found_TLK
+                recorded_TLK = part[Column.ROUTES]
+                routes_TLK = recorded_TLK.new_full((len(batch.token_ids_T), *recorded_TLK.shape[1:]), NO_ROUTE)
+                routes_TLK[index_T] = recorded_TLK
                 batch[Column.ROUTES] = routes_TLK
             if column in needs:
                 whole_T = torch.zeros(len(batch.token_ids_T))

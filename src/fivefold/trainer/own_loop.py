@@ -53,7 +53,7 @@ def prepare_update(
     if not rewards_N.isfinite().all():
         raise UserError(f"every reward must be a finite number: got {rewards_N.tolist()}")
     _refuse_what_needs_a_run(objective, batch)
-    responses_N = torch.stack([own.sum() for own in batch.loss_mask_T.split(batch.lengths_N)])
+    responses_N = torch.stack([mask_T.sum() for mask_T in batch.loss_mask_T.split(batch.lengths_N)])
     lengths_N, zeros_N = torch.tensor(batch.lengths_N), torch.zeros(samples, dtype=torch.long)
     longest = int(responses_N.max())
     if longest > max_response_tokens:
@@ -83,7 +83,7 @@ def prepare_update(
 def _refuse_what_needs_a_run(objective: Objective, batch: TokenBatch) -> None:
     """Raise UserError for columns that the batch lacks and for methods that need more than one update's samples."""
     if missing := [column for column in Column if column in objective.needs(1) and column not in batch]:
-        raise UserError(f"the method needs {', '.join(f'batch[Column.{each.name}]' for each in missing)}: set it before")
+        raise UserError(f"the method needs {', '.join(f'batch[Column.{column.name}]' for column in missing)}: set it before")
     if objective.gradient.selects:
         raise UserError("the method selects tokens over all samples of an update: only a run supports that")
     if objective.needs_greedy:

@@ -65,7 +65,7 @@ class StepWork:
                 tensors, numbers = _taken_apart(self.stats)
                 described = {
                     "stats": numbers,
-                    "reports": {name: [asdict(report) for report in each] for name, each in self.reports.items()},
+                    "reports": {name: [asdict(report) for report in reports] for name, reports in self.reports.items()},
                     "metrics": metrics,
                 }
                 # Rows may exceed the size limit of a file's metadata.
@@ -99,7 +99,7 @@ def read_work(directory: Path, ranks: Ranks, plan: BatchPlan) -> StepWork:
 
 def _read_batch(directory: Path, stats: RolloutStats, rows: list[int], plan: BatchPlan) -> TokenBatch:
     """Read the samples of these stats rows from the files of all replicas."""
-    own = set(rows)
+    wanted = set(rows)
     pieces: dict[str, dict[int, Tensor]] = {}
     nothing: dict[str, Tensor] = {}
     # Checkpoints of earlier versions lack these numbers; the run's values apply.
@@ -114,7 +114,7 @@ def _read_batch(directory: Path, stats: RolloutStats, rows: list[int], plan: Bat
                 numbers_T = file.get_slice(name)
                 nothing[name] = numbers_T[0:0]
                 for row, length, end in zip(index_N, lengths_N, ends, strict=True):
-                    if row in own:
+                    if row in wanted:
                         pieces.setdefault(name, {})[row] = numbers_T[end - length : end]
     tensors = {name: torch.cat([pieces[name][row] for row in rows]) if rows else nothing[name] for name in nothing}
     held = TokenBatch.fields_of(tensors)
@@ -126,10 +126,10 @@ def _taken_apart(stats: RolloutStats) -> tuple[dict[str, Tensor], dict[str, Any]
 
     Tensors of the nested `sampled` stats and of `turns` get a prefix.
     """
-    whole = {item.name: getattr(stats, item.name) for item in fields(stats) if item.name != "scoring"}
+    all_fields = {item.name: getattr(stats, item.name) for item in fields(stats) if item.name != "scoring"}
     tensors: dict[str, Tensor] = {}
     numbers: dict[str, Any] = {}
-    for name, value in (whole | vars(stats.scoring)).items():
+    for name, value in (all_fields | vars(stats.scoring)).items():
         if isinstance(value, RolloutStats):
             inner, numbers[_SAMPLED] = _taken_apart(value)
             tensors |= {_SAMPLED + key: tensor for key, tensor in inner.items()}
@@ -143,12 +143,12 @@ def _taken_apart(stats: RolloutStats) -> tuple[dict[str, Tensor], dict[str, Any]
 
 
 def _put_together(tensors: dict[str, Tensor], numbers: dict[str, Any]) -> RolloutStats:
-    own: dict[str, Any] = {name: tensor for name, tensor in tensors.items() if not name.startswith((_SAMPLED, _TURNS))}
+    values: dict[str, Any] = {name: tensor for name, tensor in tensors.items() if not name.startswith((_SAMPLED, _TURNS))}
     if turns := {name.removeprefix(_TURNS): tensor for name, tensor in tensors.items() if name.startswith(_TURNS)}:
-        own["turns"] = Turns(**turns)
-    own |= {name: value for name, value in numbers.items() if name != _SAMPLED}
+        values["turns"] = Turns(**turns)
+    values |= {name: value for name, value in numbers.items() if name != _SAMPLED}
     if _SAMPLED in numbers:
         inner = {name.removeprefix(_SAMPLED): tensor for name, tensor in tensors.items() if name.startswith(_SAMPLED)}
-        own["sampled"] = _put_together(inner, numbers[_SAMPLED])
-    own["scoring"] = Scoring(**{item.name: own.pop(item.name) for item in fields(Scoring) if item.name in own})
-    return RolloutStats(**own)
+        values["sampled"] = _put_together(inner, numbers[_SAMPLED])
+    values["scoring"] = Scoring(**{item.name: values.pop(item.name) for item in fields(Scoring) if item.name in values})
+    return RolloutStats(**values)

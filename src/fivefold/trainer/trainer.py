@@ -147,9 +147,9 @@ class Trainer:
 
     def _resume(self) -> None:
         models, resume, checkpoints = self.models.trained, self.config.resume, self._saver.checkpoints
-        found = load_run(checkpoints, self.resume_from, resume, self.fingerprint, models, self.ranks, self.logger)
-        if found is not None:
-            path, state = found.path, found.state
+        resumed = load_run(checkpoints, self.resume_from, resume, self.fingerprint, models, self.ranks, self.logger)
+        if resumed is not None:
+            path, state = resumed.path, resumed.state
             assert self.models.policy.version == state.version, "the checkpoint's optimizer steps and its schedule differ"
             self.step = self._saver.saved_step = state.step
             self.rollouts.load_state_dict(state.rollouts)
@@ -192,8 +192,8 @@ class Trainer:
     def _end_step(self) -> None:
         last = self.step == self.total_steps
         if self.evaluation is not None and (self._is_due(self.config.eval_every) or (last and self._ends_with_evaluation)):
-            found, goal = self._evaluate(self.evaluation), self.config.stop_at
-            if goal and all(found.get(name, -math.inf) >= value for name, value in goal.items()):
+            scores, goal = self._evaluate(self.evaluation), self.config.stop_at
+            if goal and all(scores.get(name, -math.inf) >= value for name, value in goal.items()):
                 self.logger.log(f"reached {goal} after step {self.step}")
                 self.total_steps, last = self.step, True
         self.logger.end_step(self.step)
@@ -230,12 +230,12 @@ class Trainer:
         before = self.models.policy.version - sum(not report.skipped for report in policy_reports)
         record(rollout_metrics(done.stats, before))
         if policy_reports:
-            found = update_metrics(policy_reports, "policy")
+            metrics = update_metrics(policy_reports, "policy")
             if self.objective.kl.target is not None:
                 record({"policy/kl_coef": self._kl_coef})
-                kl_reference = found.get("policy/kl_reference", math.nan)
+                kl_reference = metrics.get("policy/kl_reference", math.nan)
                 self._kl_coef = self.objective.kl.adapted(self._kl_coef, kl_reference, len(done.stats))
-            record(found)
+            record(metrics)
         for name in self.models.learners:
             if name != "policy" and done.reports[name]:
                 record(update_metrics(done.reports[name], name))
@@ -264,33 +264,33 @@ class Trainer:
             with self.ranks.heartbeat.shielded():
                 self._saver.write(self.progress, self.rollouts.state_dict(), self._saver.groups(), is_last)
 
-    def save_interrupted(self, asked: str) -> None:
+    def save_interrupted(self, message: str) -> None:
         """Write a checkpoint of a run that was asked to end, within a step, within an evaluation or between them.
-        `asked` begins the message. Collective."""
+        `message` begins the line of the log. Collective."""
         self._saver.settle(wait=True)
         if self._has_learned:
             self._count_step()
         self.logger.end("ended", self.total_steps)
         if self._before is not None:
-            asked += f" in step {self.step + 1}"
+            message += f" in step {self.step + 1}"
         if self.step == 0:
-            self.logger.log(f"{asked}: no step was finished, there is nothing to save")
+            self.logger.log(f"{message}: no step was finished, there is nothing to save")
         elif self._saver.saved_step == self.step:
-            self.logger.log(f"{asked}: step {self.step} is saved")
+            self.logger.log(f"{message}: step {self.step} is saved")
         elif self._before is not None and self.ranks.is_everywhere and self.work is not None and self.work.updates:
-            self.logger.log(f"{asked}, which continues after {self.work.updates} of its optimizer steps on resume")
+            self.logger.log(f"{message}, which continues after {self.work.updates} of its optimizer steps on resume")
             self._saver.write(self.progress, self.rollouts.state_dict(), self._saver.groups(), True, work=self.work)
         elif self._before is not None:
-            asked += ", which is repeated on resume"
+            message += ", which is repeated on resume"
             # Ranks without a model may not have its last reports, so the step cannot resume between its updates.
             taken = sum(int(self.ranks.all_reduce_max(model.version)) for model in self.models.trained.values())
             if updates := taken - self._before.updates:
-                asked += f"; {updates} of its optimizer steps were taken and stay"
-            self.logger.log(asked)
+                message += f"; {updates} of its optimizer steps were taken and stay"
+            self.logger.log(message)
             set_rng_states(self._before.rng)
             self._saver.write(self.progress, self._before.rollouts, self._before.groups, True)
         else:
-            self.logger.log(asked)
+            self.logger.log(message)
             pending = self.logger.pending if self._is_pending else None
             self._saver.write(self.progress, self.rollouts.state_dict(), self._saver.groups(), True, pending)
 

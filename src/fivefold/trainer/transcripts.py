@@ -15,7 +15,7 @@ def transcript(
 ) -> dict[str, Any]:
     """Return what trajectory `number` of a group read and sampled; `rows` are its sequences' rows in the step's stats."""
     first = sequences[0]
-    found = {
+    header = {
         "trajectory": number,
         "reward": first.reward,
         "reward_parts": first.reward_parts,
@@ -37,7 +37,7 @@ def transcript(
             "tokens": sample.token_ids,
             "texts": [_text([token], dialog) for token in sample.token_ids],
             "mask": mask,
-            "logprobs": [value if own else None for value, own in zip(logprobs, mask, strict=True)],
+            "logprobs": [value if is_learned else None for value, is_learned in zip(logprobs, mask, strict=True)],
             "turns": [
                 vars(turn)
                 | {
@@ -49,7 +49,7 @@ def transcript(
         }
         held = context + sample.token_ids
         written.append(one)
-    return {**found, "sequences": written}
+    return {**header, "sequences": written}
 
 
 def advantages_of(batch: TokenBatch, stats: RolloutStats, rows: Sequence[int]) -> Iterator[tuple[int, list[float]]]:

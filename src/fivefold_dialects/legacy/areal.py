@@ -52,13 +52,13 @@ def flagged(source: Source) -> dict[str, Any]:
     group (actor.py of f52e58e1)."""
     if not is_flagged(source):
         return {}
-    found: dict[str, Any] = {}
+    ours: dict[str, Any] = {}
     if source.has("actor.group_reward_norm") and source.flag("actor.group_reward_norm"):
-        found |= {"advantage": "group", "normalize": "group"}
+        ours |= {"advantage": "group", "normalize": "group"}
     of_group = source.has("actor.group_adv_norm") and source.flag("actor.group_adv_norm")
     if of_group or not source.has("actor.adv_norm") or source.flag("actor.adv_norm"):
-        found |= {"whiten": True} | ({"whiten_by": "group"} if of_group else {})
-    return {f"algorithm.{key}": value for key, value in found.items()}
+        ours |= {"whiten": True} | ({"whiten_by": "group"} if of_group else {})
+    return {f"algorithm.{key}": value for key, value in ours.items()}
 
 
 _CRITIC = "a critic whose values are normalized by a running mean: set ppo.disable_value=true to train without a critic"
@@ -70,23 +70,23 @@ _ASYNCHRONOUS = ("max_head_offpolicyness", "max_concurrent_rollouts", "n_rollout
 
 
 def advantage(source: Source) -> dict[str, Any]:
-    said = source.under("ppo.")
-    if not said.flag("disable_value"):
-        said.lacks("disable_value", _CRITIC)
-    found: dict[str, Any] = {
+    ppo = source.under("ppo.")
+    if not ppo.flag("disable_value"):
+        ppo.lacks("disable_value", _CRITIC)
+    ours: dict[str, Any] = {
         "name": "grpo",
         "advantage": "reward",
         "normalize": "none",
-        "whiten": said.flag("adv_norm"),
+        "whiten": ppo.flag("adv_norm"),
         "overlong_filter": source.flag("mask_too_long"),
     }
     if source.flag("group_adv_norm"):
-        found["whiten_by"] = "group"
-    if not found["whiten"]:
-        said.lacks("adv_norm", "rewards of -1 and 1 without normalization: only their difference is kept here")
-    if (said.number("early_stop_imp_ratio") or 0.0) < 5.0:
-        said.lacks("early_stop_imp_ratio", "micro-batches that are skipped when ratios are large")
-    return {f"algorithm.{key}": value for key, value in found.items()}
+        ours["whiten_by"] = "group"
+    if not ours["whiten"]:
+        ppo.lacks("adv_norm", "rewards of -1 and 1 without normalization: only their difference is kept here")
+    if (ppo.number("early_stop_imp_ratio") or 0.0) < 5.0:
+        ppo.lacks("early_stop_imp_ratio", "micro-batches that are skipped when ratios are large")
+    return {f"algorithm.{key}": value for key, value in ours.items()}
 
 
 def dynamic_sampling(source: Source) -> dict[str, Any]:
@@ -112,21 +112,21 @@ def unbounded(source: Source) -> dict[str, Any]:
 def precision(source: Source) -> dict[str, Any]:
     """Return our keys of data types: training uses float16 unless bf16 is set, the engine its own dtype."""
     trains = "bfloat16" if source.flag("actor.bf16") else "float16"
-    found: dict[str, Any] = {"policy.dtype": trains}
+    ours: dict[str, Any] = {"policy.dtype": trains}
     name = "actor.vllm.dtype" if (source.text("allocation_mode") or "").startswith("vllm") else "actor.sglang.dtype"
     samples = source.text(name) or trains
     if samples not in ("auto", *shared.DTYPES):
         source.lacks(name, f"sampling in {samples}")
     elif samples != "auto" and shared.DTYPES[samples] != trains:
-        found["engine.dtype"] = shared.DTYPES[samples]
-    return found | (loss_scale(source, "actor.optimizer.") if trains == "float16" else {})
+        ours["engine.dtype"] = shared.DTYPES[samples]
+    return ours | (loss_scale(source, "actor.optimizer.") if trains == "float16" else {})
 
 
 def loss_scale(source: Source, start: str) -> dict[str, Any]:
     """Return our keys of how a float16 loss is scaled."""
-    found = {name: source.number(start + name) for name in ("initial_loss_scale", "min_loss_scale", "loss_scale_window")}
-    found["hysteresis"] = int(source.number(f"{start}hysteresis") or 0)
-    return {f"policy.megatron.optimizer.{name}": value for name, value in found.items()}
+    ours = {name: source.number(start + name) for name in ("initial_loss_scale", "min_loss_scale", "loss_scale_window")}
+    ours["hysteresis"] = int(source.number(f"{start}hysteresis") or 0)
+    return {f"policy.megatron.optimizer.{name}": value for name, value in ours.items()}
 
 
 def rewards(source: Source) -> dict[str, Any]:
@@ -157,13 +157,13 @@ def tables(
     today: Table, ppo: tuple[Derived, ...], sft: tuple[Derived, ...], run: tuple[Derived, ...]
 ) -> tuple[Table, Table]:
     """Return the tables of the older programs for PPO and for SFT; the arguments are today's table and its functions."""
-    found = []
-    own = (precision, advantage, dynamic_sampling, unbounded, rewards)
-    for name, derived in (("ppo", (*ppo, *own, *run)), ("sft", (*sft, imitation_precision, rows, *run))):
+    tables = []
+    of_these = (precision, advantage, dynamic_sampling, unbounded, rewards)
+    for name, derived in (("ppo", (*ppo, *of_these, *run)), ("sft", (*sft, imitation_precision, rows, *run))):
         content = load(f"legacy/areal_{name}")
         elsewhere = {**dict.fromkeys(today.exact), **today.defaults, **defaults_of(content["today"])}
-        found.append(table(content, derived, elsewhere=elsewhere))
-    return found[0], found[1]
+        tables.append(table(content, derived, elsewhere=elsewhere))
+    return tables[0], tables[1]
 
 
 def chosen(settings: Mapping[str, Any], today: Table, ppo: Table, sft: Table) -> Table:

@@ -59,18 +59,18 @@ def behaviour(source: Source) -> dict[str, Any]:
     Until 2026-03 it had no bound by default; then it was masked above 5 or bounded by behave_imp_weight_mode
     (compute_behave_imp_weight of 550656f3d). allocation_mode is a key from before 2026-03-24, mostly without a bound.
     """
-    said = source.under("actor.")
-    older, cap = said.number("behav_imp_weight_cap"), said.number("behave_imp_weight_cap")
-    mode = said.text("behave_imp_weight_mode")
+    actor = source.under("actor.")
+    older, cap = actor.number("behav_imp_weight_cap"), actor.number("behave_imp_weight_cap")
+    mode = actor.text("behave_imp_weight_mode")
     if older is None and cap is None and mode is None and not source.text("allocation_mode"):
         return {}
     if mode == "disabled":
         return {}
     level, _, action = (mode or "token_mask").partition("_")
     if level not in LEVELS or action not in OUTSIDE:
-        said.lacks("behave_imp_weight_mode", f"weights by {mode}")
+        actor.lacks("behave_imp_weight_mode", f"weights by {mode}")
         return {}
     high = older if cap is None else cap
     if high is None:
-        high = 5.0 if mode and not said.has("behave_imp_weight_cap") else _UNBOUNDED
+        high = 5.0 if mode and not actor.has("behave_imp_weight_cap") else _UNBOUNDED
     return {"weight": LEVELS[level], "high": high, "outside": OUTSIDE[action]}

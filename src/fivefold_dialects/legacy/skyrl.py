@@ -42,6 +42,6 @@ def megatron(source: Source) -> str:
     return "megatron_config.policy." if source.keys("megatron_config.policy.") else ""
 
 
-def correction(said: Source) -> tuple[Source, str] | None:
+def correction(algorithm: Source) -> tuple[Source, str] | None:
     """Return the section of January 2026 for off_policy_correction, and its word for bounds; None if it is not set."""
-    return (said.under("rollout_correction."), "cap") if said.keys("rollout_correction.") else None
+    return (algorithm.under("rollout_correction."), "cap") if algorithm.keys("rollout_correction.") else None

@@ -187,14 +187,16 @@ def _put(tree: Tree, key: str, value: Any) -> None:
 def named(translation: Translation, names: dict[str, str]) -> Translation:
     """Return the translation with the names that the configuration uses."""
 
-    def of(each: Outcome) -> Outcome:
-        return replace(each, key=names.get(each.key, each.key))
+    def of(outcome: Outcome) -> Outcome:
+        return replace(outcome, key=names.get(outcome.key, outcome.key))
 
     return replace(
         translation,
         keys={names.get(key, key): text for key, text in translation.keys.items()},
-        lines=[replace(each, sources=tuple(names.get(key, key) for key in each.sources)) for each in translation.lines],
-        outcomes=[of(each) for each in translation.outcomes],
+        lines=[
+            replace(outcome, sources=tuple(names.get(key, key) for key in outcome.sources)) for outcome in translation.lines
+        ],
+        outcomes=[of(outcome) for outcome in translation.outcomes],
     )
 
 
@@ -213,12 +215,12 @@ def early(source: Source) -> dict[str, Any]:
     """Return the numbers of the loss from keys before 2025-06; empty if the configuration has none of them."""
     if source.text(RELEASE) not in FIRST and not any(source.has(f"trainer.actor_{name}") for name in _EARLY):
         return {}
-    found: dict[str, Any] = {}
+    ours: dict[str, Any] = {}
     for name, (of_verl, usual) in _EARLY.items():
         places = [key for key in (f"trainer.actor_{name}", ACTOR + of_verl) if source.value(key) is not None]
         read = source.flag if usual is False else source.number
-        found[name] = read(places[0]) if places else usual
-    return found
+        ours[name] = read(places[0]) if places else usual
+    return ours
 
 
 def advantage(source: Source, kind: str) -> str | None:
@@ -239,15 +241,15 @@ def opmd(source: Source) -> tuple[Source, float] | None:
     return (source.under(ACTOR), 0.001) if is_old else None
 
 
-def bounds(source: Source, found: dict[str, Any]) -> dict[str, Any]:
+def bounds(source: Source, ours: dict[str, Any]) -> dict[str, Any]:
     """Return our keys of the loss for numbers that policy_loss_fn_args leaves out."""
-    said = source.under("algorithm.policy_loss_fn_args.")
-    if found["surrogate"] == "opmd" and not said.has("tau"):
+    arguments = source.under("algorithm.policy_loss_fn_args.")
+    if ours["surrogate"] == "opmd" and not arguments.has("tau"):
         return {"tau": source.number(ACTOR + "tau") if source.has(ACTOR + "tau") else 0.001}
-    if found["surrogate"] != "ppo_clip" or said.has("clip_range"):
+    if ours["surrogate"] != "ppo_clip" or arguments.has("clip_range"):
         return {}
     ratio = early(source)["clip_ratio"]
-    return {f"clip_{side}": ratio for side in ("low", "high") if not said.has(f"clip_range_{side}")}
+    return {f"clip_{side}": ratio for side in ("low", "high") if not arguments.has(f"clip_range_{side}")}
 
 
 def penalty(source: Source, section: str) -> tuple[str, float | None, Source, bool] | None:
@@ -260,9 +262,9 @@ def penalty(source: Source, section: str) -> tuple[str, float | None, Source, bo
     if section == "kl_loss_fn":
         coef = before["kl_loss_coef"] if before["use_kl_loss"] else 0.0
         return source.text(ACTOR + "kl_loss_type") or "low_var_kl", coef, source, False
-    said = source.under(VERL + "algorithm.kl_ctrl.")
-    coef = 0.0 if before["use_kl_loss"] else said.number("kl_coef") if said.has("kl_coef") else 0.001
-    return source.text(VERL + "algorithm.kl_penalty") or "kl", coef, said, said.text("type") == "adaptive"
+    control = source.under(VERL + "algorithm.kl_ctrl.")
+    coef = 0.0 if before["use_kl_loss"] else control.number("kl_coef") if control.has("kl_coef") else 0.001
+    return source.text(VERL + "algorithm.kl_penalty") or "kl", coef, control, control.text("type") == "adaptive"
 
 
 def pairs(source: Source, kind: str) -> dict[str, int]:

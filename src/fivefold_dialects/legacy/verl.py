@@ -88,9 +88,9 @@ def split_gpus(source: Source) -> tuple[int, int] | None:
     """Return (GPUs that train, GPUs that sample) of rLLM's program, which splits each node; None for verl."""
     if not is_rllm(source):
         return None
-    nodes, each = source.count("trainer.nnodes"), source.count("trainer.n_gpus_per_node")
+    nodes, per_node = source.count("trainer.nnodes"), source.count("trainer.n_gpus_per_node")
     trained = source.count("trainer.n_training_gpus_per_node")
-    return nodes * trained, nodes * (each - trained)
+    return nodes * trained, nodes * (per_node - trained)
 
 
 def bypasses(source: Source, is_fully_async: bool) -> bool | None:
@@ -98,33 +98,33 @@ def bypasses(source: Source, is_fully_async: bool) -> bool | None:
 
     Return None if these keys are not set.
     """
-    said = source.under("async_training.")
+    section = source.under("async_training.")
     if is_rllm(source):
         return source.flag(_R + "enable_log_prob")
-    if not is_fully_async or not (said.has("use_rollout_log_probs") or said.has("compute_prox_log_prob")):
+    if not is_fully_async or not (section.has("use_rollout_log_probs") or section.has("compute_prox_log_prob")):
         return None
     # Old log-probs are recomputed by the weights of the last sync, or, with use_rollout_log_probs off, of each batch.
-    if said.has("use_rollout_log_probs") and not said.flag("use_rollout_log_probs"):
-        if (said.whole("trigger_parameter_sync_step") or 1) > 1:
-            said.lacks("use_rollout_log_probs", "old log-probs by the weights of each of the trainer's batches: set true")
+    if section.has("use_rollout_log_probs") and not section.flag("use_rollout_log_probs"):
+        if (section.whole("trigger_parameter_sync_step") or 1) > 1:
+            section.lacks("use_rollout_log_probs", "old log-probs by the weights of each of the trainer's batches: set true")
         return False
-    return not said.flag("compute_prox_log_prob")
+    return not section.flag("compute_prox_log_prob")
 
 
 def of_forks(source: Source) -> dict[str, Any]:
     """Return our keys of what rLLM's verl adds to advantages, and of its evaluation (top_p is fixed in its code)."""
-    found: dict[str, Any] = {}
+    ours: dict[str, Any] = {}
     if source.flag("algorithm.mask_truncated_samples") and source.text("algorithm.adv_estimator") == "grpo":
-        found["algorithm.overlong_zero"] = True
+        ours["algorithm.overlong_zero"] = True
     if source.flag("algorithm.clip_advantages"):
-        found["algorithm.advantage_clip"] = 1.0
+        ours["algorithm.advantage_clip"] = 1.0
     if not (source.has(_R + "n_val") or source.has(_R + "val_temperature")):
-        return found
+        return ours
     temperature = source.number(_R + "val_temperature") if source.has(_R + "val_temperature") else 0.6
     if not temperature:
-        return found | {"eval.samples": 0}
+        return ours | {"eval.samples": 0}
     samples = source.count(_R + "n_val") if source.has(_R + "n_val") else 8
-    return found | {"eval.samples": samples, "eval.temperature": temperature, "eval.top_p": 0.95}
+    return ours | {"eval.samples": samples, "eval.temperature": temperature, "eval.top_p": 0.95}
 
 
 def batch_key(source: Source, is_v1: bool) -> str:
@@ -148,55 +148,57 @@ def evaluation_key(source: Source, is_fully_async: bool) -> str:
 
 def older(source: Source) -> dict[str, Any]:
     """Return our keys for the keys of older releases that the configuration has."""
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for key, ours in ((f"{_A}fsdp_config", "policy"), ("critic.model.fsdp_config", "critic")):
         if source.has(f"{key}.grad_offload") and source.flag(f"{key}.grad_offload"):
-            found[f"{ours}.offload.gradients"] = True
-    if "critic.offload.gradients" in found and (source.text("algorithm.adv_estimator") or "gae") != "gae":
-        del found["critic.offload.gradients"]
+            values[f"{ours}.offload.gradients"] = True
+    if "critic.offload.gradients" in values and (source.text("algorithm.adv_estimator") or "gae") != "gae":
+        del values["critic.offload.gradients"]
     for key, read in _READ_NOWHERE.items():
         if source.has(key) and source.text(key) != source.text(read):
             source.lacks(key, f"verl's loss reads {read}: set that key")
-    return found | importance(source)
+    return values | importance(source)
 
 
 def importance(source: Source) -> dict[str, Any]:
     """Return our keys of the rollout correction for algorithm.rollout_is and its related keys."""
-    said = source.under(_IMPORTANCE)
-    threshold = said.number("_threshold") if said.has("_threshold") else None
+    section = source.under(_IMPORTANCE)
+    threshold = section.number("_threshold") if section.has("_threshold") else None
     if not threshold:
         return {}
-    level, mode = said.text("_level") or "token", said.text("_mode") or "truncate"
+    level, mode = section.text("_level") or "token", section.text("_mode") or "truncate"
     if level not in LEVELS:
-        said.lacks("_level", f"the weight {level}: known here are {', '.join(LEVELS)}")
+        section.lacks("_level", f"the weight {level}: known here are {', '.join(LEVELS)}")
         return {}
-    if not said.flag(""):
-        if mode != "truncate" or (said.has("_veto_threshold") and said.number("_veto_threshold")):
-            said.lacks("_mode", "rejection without weights")
+    if not section.flag(""):
+        if mode != "truncate" or (section.has("_veto_threshold") and section.number("_veto_threshold")):
+            section.lacks("_mode", "rejection without weights")
         return {}
     if mode not in ("truncate", "clip", "mask"):
-        said.lacks("_mode", f"the mode {mode} for weights outside of their bounds: known here are truncate, clip and mask")
-    found: dict[str, Any] = {"weight": level, "high": threshold, "outside": "truncate" if mode == "truncate" else "mask"}
-    found |= veto(said, "_veto_threshold")
+        section.lacks(
+            "_mode", f"the mode {mode} for weights outside of their bounds: known here are truncate, clip and mask"
+        )
+    ours: dict[str, Any] = {"weight": level, "high": threshold, "outside": "truncate" if mode == "truncate" else "mask"}
+    ours |= veto(section, "_veto_threshold")
     if mode != "truncate":
-        found["low"] = said.number("_threshold_lower") or 1 / threshold
-    return {f"algorithm.rollout_correction.{key}": value for key, value in found.items()}
+        ours["low"] = section.number("_threshold_lower") or 1 / threshold
+    return {f"algorithm.rollout_correction.{key}": value for key, value in ours.items()}
 
 
-def veto(said: Source, key: str = "rollout_token_veto_threshold") -> dict[str, Any]:
+def veto(section: Source, key: str = "rollout_token_veto_threshold") -> dict[str, Any]:
     """Return our key that drops a response because of one token's ratio."""
-    bound = said.number(key) if said.has(key) else None
+    bound = section.number(key) if section.has(key) else None
     if bound is None:
         return {}
     if not 0 < bound < 1:
-        raise UnreadableError(f"{said.prefix}{key} must be between 0 and 1: got {bound:g}")
+        raise UnreadableError(f"{section.prefix}{key} must be between 0 and 1: got {bound:g}")
     return {"reject_divergence": {"max_drop": -math.log(bound)}}
 
 
-def rejection(said: Source, name: str) -> dict[str, Any]:
+def rejection(section: Source, name: str) -> dict[str, Any]:
     """Return our keys of rejection by one ratio, as rollout_rs was until 2026-01."""
-    upper = said.number("rollout_rs_threshold")
+    upper = section.number("rollout_rs_threshold")
     if not upper or upper < 0:
-        raise UnreadableError(f"{said.prefix}rollout_rs_threshold must be above 0 if rollout_rs is {name}: got {upper}")
-    lower = said.number("rollout_rs_threshold_lower") if said.has("rollout_rs_threshold_lower") else None
+        raise UnreadableError(f"{section.prefix}rollout_rs_threshold must be above 0 if rollout_rs is {name}: got {upper}")
+    lower = section.number("rollout_rs_threshold_lower") if section.has("rollout_rs_threshold_lower") else None
     return {"reject": name, "reject_low": lower or 1 / upper, "reject_high": upper}

@@ -39,10 +39,10 @@ def prime(source: Source) -> dict[str, Any]:
         return {}
     if source.text("algorithm.adv_estimator") != "rloo":
         source.lacks("algorithm.adv_estimator", "another advantage than rloo, with which the recipe fails")
-    found = {**_advantage(source), **_filter(source), **_length(source)}
-    if not found["algorithm.process_reward.coef"]:
-        return found
-    return found | _process_reward(source) | _model(source, found["data.prompts_per_step"])
+    ours = {**_advantage(source), **_filter(source), **_length(source)}
+    if not ours["algorithm.process_reward.coef"]:
+        return ours
+    return ours | _process_reward(source) | _model(source, ours["data.prompts_per_step"])
 
 
 def _advantage(source: Source) -> dict[str, Any]:
@@ -74,9 +74,9 @@ def _process_reward(source: Source) -> dict[str, Any]:
     granularity, normalize, loss, update = chosen.values()
     if loss == "dpo" and source.text(_MODEL + "update") != "reverse":
         source.lacks(_MODEL + "loss_type", "dpo without update=reverse, with which the recipe fails")
-    said = FIELDS["process_reward"](source.under(_MODEL))
-    said |= {"granularity": granularity, "normalize": normalize, "loss": loss, "update": update}
-    return {f"algorithm.process_reward.{key}": value for key, value in said.items()}
+    ours = FIELDS["process_reward"](source.under(_MODEL))
+    ours |= {"granularity": granularity, "normalize": normalize, "loss": loss, "update": update}
+    return {f"algorithm.process_reward.{key}": value for key, value in ours.items()}
 
 
 def _filter(source: Source) -> dict[str, Any]:
@@ -90,13 +90,13 @@ def _filter(source: Source) -> dict[str, Any]:
     updates, odd = divmod(kept, source.count(_A + "ppo_mini_batch_size"))
     if odd or not updates:
         source.lacks(_A + "ppo_mini_batch_size", f"updates of unequal size, or larger than the {kept} prompts of a step")
-    found: dict[str, Any] = {"data.prompts_per_step": kept, "algorithm.updates_per_step": max(updates, 1)}
+    ours: dict[str, Any] = {"data.prompts_per_step": kept, "algorithm.updates_per_step": max(updates, 1)}
     if kept == drawn:
-        return found | {"algorithm.dynamic_sampling": False}
+        return ours | {"algorithm.dynamic_sampling": False}
     by_accuracy, by_length = source.flag("data.filter_accuracy"), source.flag("data.filter_truncate")
     if not by_accuracy and not by_length:
         source.lacks("data.oversample_factor", "prompts that are sampled and then dropped without a rule")
-    found |= {
+    ours |= {
         "algorithm.dynamic_sampling": True,
         "algorithm.sampling_rounds": 1,
         "algorithm.prompts_per_round": drawn,
@@ -106,8 +106,8 @@ def _filter(source: Source) -> dict[str, Any]:
     }
     if by_length:
         # The recipe also counts a response that is one token shorter than the limit as truncated.
-        found["algorithm.dynamic_sampling_max_tokens"] = source.count("data.max_response_length") - 2
-    return found
+        ours["algorithm.dynamic_sampling_max_tokens"] = source.count("data.max_response_length") - 2
+    return ours
 
 
 def _length(source: Source) -> dict[str, Any]:
@@ -118,7 +118,7 @@ def _length(source: Source) -> dict[str, Any]:
 
 def _model(source: Source, prompts: int) -> dict[str, Any]:
     """Return our keys of the reward model's weights, optimizer and layout; the recipe always uses FSDP for it."""
-    said, group = source.under(_MODEL), source.count(_R + "n")
+    model, group = source.under(_MODEL), source.count(_R + "n")
     path, frozen = source.path(_MODEL + "path"), source.path(_MODEL + "ref_path")
     samples, mini = prompts * group, source.count(_P + "mini_batch_size")
     updates, rest = divmod(samples, mini) if mini else (0, 0)
@@ -129,23 +129,23 @@ def _model(source: Source, prompts: int) -> dict[str, Any]:
         )
         updates = 1
     if updates > 1 and source.text(_MODEL + "update") in ("after", "reverse"):
-        said.lacks("update", "rewards of an update's responses by the model as it is after the previous updates")
+        model.lacks("update", "rewards of an update's responses by the model as it is after the previous updates")
     if source.flag(_P + "use_dynamic_bsz"):
         source.lacks(_P + "use_dynamic_bsz", "a loss that is not divided by the number of responses")
     longest = source.count("data.max_prompt_length") + source.count("data.max_response_length")
     sequences = source.whole(_P + "micro_batch_size_per_gpu") or 1
     gpus = source.count("trainer.nnodes") * source.count("trainer.n_gpus_per_node")
     # Only lr_warmup_steps has an effect: the recipe never sets the number of steps that the share refers to.
-    warmup = said.whole("optim.lr_warmup_steps")
-    found = {
+    warmup = model.whole("optim.lr_warmup_steps")
+    ours = {
         "reference_path": None if frozen == path else frozen,
         "backend": str(shared.world_layout(gpus, cp=source.whole(_P + "ulysses_sequence_parallel_size") or 1)),
         "updates_per_step": updates,
         "tokens_per_micro_batch": sequences * longest,
-        "recompute": "full" if said.flag("enable_gradient_checkpointing") else "none",
+        "recompute": "full" if model.flag("enable_gradient_checkpointing") else "none",
         "optimizer.warmup_steps": max(0, warmup or 0),
     }
-    return FIELDS["prm"](said) | {f"prm.{key}": value for key, value in found.items()}
+    return FIELDS["prm"](model) | {f"prm.{key}": value for key, value in ours.items()}
 
 
 def sppo(source: Source, has_penalty: bool) -> dict[str, Any]:
@@ -156,7 +156,7 @@ def sppo(source: Source, has_penalty: bool) -> dict[str, Any]:
         eta = 1.0
     if (actor.text("loss_agg_mode") or "token-mean") != "token-mean":
         actor.lacks("loss_agg_mode", "a mean other than token-mean, with which the recipe fails")
-    found = FIELDS["sppo"](actor) | {"baseline_temperature": 1 / eta}
+    ours = FIELDS["sppo"](actor) | {"baseline_temperature": 1 / eta}
     if has_penalty:
-        found["penalty_aggregate"] = "token-mean"
-    return {f"algorithm.{key}": value for key, value in found.items()}
+        ours["penalty_aggregate"] = "token-mean"
+    return {f"algorithm.{key}": value for key, value in ours.items()}

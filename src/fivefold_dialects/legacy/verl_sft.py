@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from fivefold_dialects.legacy.verl import VERSIONS as MONTHS
-from fivefold_dialects.shared import MEAN_OF_MICRO_BATCHES
+from fivefold_dialects.shared import TEXTS
 from fivefold_dialects.source import Source
 from fivefold_dialects.table import Table
 
@@ -42,11 +42,11 @@ def table(newer: Table, optimizer: Callable[..., dict[str, Any]]) -> Table:
     """Return the older trainer's table; its schedule covers trainer.total_epochs even if the run ends earlier."""
 
     def own_optimizer(source: Source) -> dict[str, Any]:
-        found = optimizer(source, PROGRAM)
+        ours = optimizer(source, PROGRAM)
         if (source.whole("trainer.total_training_steps") or 0) > 0:
-            found["policy.optimizer.schedule_over"] = "data"
-        source.note(MEAN_OF_MICRO_BATCHES.format("fsdp_sft_trainer"))
-        return found
+            ours["policy.optimizer.schedule_over"] = "data"
+        source.note(TEXTS["mean_of_micro_batches"].format("fsdp_sft_trainer"))
+        return ours
 
     kept = {key: value for key, value in newer.defaults.items() if not _LATER.fullmatch(key)}
     derived = tuple(own_optimizer if function is optimizer else function for function in newer.derived)

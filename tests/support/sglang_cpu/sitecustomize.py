@@ -47,12 +47,12 @@ class _StandIn(types.ModuleType):
         if name.startswith("__") and name.endswith("__"):
             raise AttributeError(name)
         if name[:1].isupper():
-            found: Any = _Member(name, (_Anything,), {"__module__": self.__name__})
+            member: Any = _Member(name, (_Anything,), {"__module__": self.__name__})
         else:
             full = f"{self.__name__}.{name}"
-            found = sys.modules.setdefault(full, _StandIn(full))
-        setattr(self, name, found)
-        return found
+            member = sys.modules.setdefault(full, _StandIn(full))
+        setattr(self, name, member)
+        return member
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         if len(arguments) == 1 and callable(arguments[0]) and not named:

@@ -55,10 +55,10 @@ class PPOClip(Clipped):
         return torch.where(advantages_T < 0, bounded_T, objective_T)
 
     def metrics(self, log_ratio_T: Tensor, advantages_T: Tensor, samples: Segments) -> Metrics:
-        found = super().metrics(log_ratio_T, advantages_T, samples)
+        metrics = super().metrics(log_ratio_T, advantages_T, samples)
         if self.dual_clip is not None:
-            found["policy/dual_clip_fraction"] = ((advantages_T < 0) & (ratio(log_ratio_T) > self.dual_clip)).float()
-        return found
+            metrics["policy/dual_clip_fraction"] = ((advantages_T < 0) & (ratio(log_ratio_T) > self.dual_clip)).float()
+        return metrics
 
     @classmethod
     def check(cls, case: Case) -> None:

@@ -37,13 +37,13 @@ class ClipCov(Clipped):
         return torch.where(samples.selected_T, 0.0, objective_T)
 
     def select_tokens(self, logprobs_S: Tensor, old_logprobs_S: Tensor, advantages_S: Tensor, uniform_S: Tensor) -> Tensor:
-        found_S = torch.zeros(len(logprobs_S), dtype=torch.bool)
+        selected_S = torch.zeros(len(logprobs_S), dtype=torch.bool)
         cov_S = covariances(logprobs_S, advantages_S)
         free_S = ~self.clipped(ratio(logprobs_S - old_logprobs_S), advantages_S)
         candidates = ((cov_S > self.cov_low) & (cov_S < self.cov_high) & free_S).nonzero()[:, 0]
         count = max(1, int(self.cov_fraction * len(cov_S)))
-        found_S[candidates[uniform_S[candidates].argsort(stable=True)[:count]]] = True
-        return found_S
+        selected_S[candidates[uniform_S[candidates].argsort(stable=True)[:count]]] = True
+        return selected_S
 
 
 @dataclass(frozen=True)
@@ -63,8 +63,8 @@ class KLCov(Surrogate):
         return ratio(log_ratio_T) * advantages_T - penalty_T
 
     def select_tokens(self, logprobs_S: Tensor, old_logprobs_S: Tensor, advantages_S: Tensor, uniform_S: Tensor) -> Tensor:
-        found_S = torch.zeros(len(logprobs_S), dtype=torch.bool)
-        count = min(len(found_S), max(1, int(self.cov_fraction * len(found_S))))
+        selected_S = torch.zeros(len(logprobs_S), dtype=torch.bool)
+        count = min(len(selected_S), max(1, int(self.cov_fraction * len(selected_S))))
         cov_S = covariances(logprobs_S, advantages_S)
-        found_S[cov_S.argsort(descending=True, stable=True)[:count]] = True
-        return found_S
+        selected_S[cov_S.argsort(descending=True, stable=True)[:count]] = True
+        return selected_S

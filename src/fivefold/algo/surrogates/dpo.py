@@ -49,11 +49,11 @@ class DPO(Surrogate):
         margin_N = self._margin(log_ratio_T, samples)
         rewards_N = self.beta * samples.sums(log_ratio_T)
         chosen_N = torch.arange(len(margin_N), device=margin_N.device) % 2 == 0
-        found = {
+        metrics = {
             "policy/accuracy": (margin_N > 0).float(),
             "policy/margin": margin_N,
             # Each sample of a pair has half of the pair's weight.
             "policy/reward_chosen": torch.where(chosen_N, 2 * rewards_N, 0.0),
             "policy/reward_rejected": torch.where(chosen_N, 0.0, 2 * rewards_N),
         }
-        return {name: value_N[samples.sample_T] for name, value_N in found.items()}
+        return {name: value_N[samples.sample_T] for name, value_N in metrics.items()}

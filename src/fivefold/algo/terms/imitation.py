@@ -87,7 +87,7 @@ class Imitation(Term):
     def check(cls, case: Case) -> None:
         chosen, expert = case.chosen, case.chosen.expert
         if expert.weight is None:
-            if case.own.expert != cls():
+            if case.overrides.expert != cls():
                 case.findings.ignore("expert", "its weight is left out")
             return
         below = case.findings.at(cls.section)

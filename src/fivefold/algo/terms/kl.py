@@ -151,15 +151,17 @@ class KL(Term):
 
     @classmethod
     def check(cls, case: Case) -> None:
-        kl, own, findings = case.chosen.kl, case.own.kl, case.findings
+        kl, overrides, findings = case.chosen.kl, case.overrides.kl, case.findings
         kind = surrogate_class(case.chosen.surrogate)
         if case.offline:
             message = f": reward has nothing to act on: {case.name} has no rewards"
-            findings.require(own.place != "reward", "kl.place", message)
-            findings.require(not own.reward_coef, "kl.reward_coef", f"has nothing to act on: {case.name} does not sample")
+            findings.require(overrides.place != "reward", "kl.place", message)
+            findings.require(
+                not overrides.reward_coef, "kl.reward_coef", f"has nothing to act on: {case.name} does not sample"
+            )
         if case.offline and kind.ratio_reference == "reference":
             message = f": {case.name} has the reference in its loss already, weighted by beta"
-            findings.require(not own.coef, "kl.coef", message)
+            findings.require(not overrides.coef, "kl.coef", message)
         for key, is_used in (("estimator", kl.place == "reward"), ("reward_estimator", kl.reward_coef)):
             name = str(getattr(kl, key))
             findings.require(
@@ -173,7 +175,7 @@ class KL(Term):
             f"is a second penalty next to the one in the loss: with kl.place {kl.place} and kl.coef {kl.coef:g} write "
             "kl: {place: reward, coef: ...}",
         )
-        if own.reward_estimator is not None and not kl.reward_coef:
+        if overrides.reward_estimator is not None and not kl.reward_coef:
             findings.ignore("kl.reward_estimator", "kl.reward_coef is 0")
         if kl.ratio_weighted:
             findings.require(kl.place == "loss", "kl.ratio_weighted", f"belongs to place: loss: got {kl.place}")
@@ -184,8 +186,8 @@ class KL(Term):
             )
         if kl.target is not None:
             findings.require(bool(kl.coef), "kl.target", "moves kl.coef, which must start above 0")
-        unused = any((own.estimator, own.place, own.target, own.horizon, own.ratio_weighted))
+        unused = any((overrides.estimator, overrides.place, overrides.target, overrides.horizon, overrides.ratio_weighted))
         if unused and not kl.coef and not case.offline:
             findings.ignore("kl", "its coef is 0")
-        if own.horizon is not None and kl.target is None:
+        if overrides.horizon is not None and kl.target is None:
             findings.ignore("kl.horizon", "without kl.target the coefficient is fixed")

@@ -41,7 +41,7 @@ class SurrogateKeys(Part):
         surrogate, kind = chosen.surrogate, surrogate_class(chosen.surrogate)
         if case.offline:
             message = f"of {case.name} cannot be changed: choose another method"
-            findings.require(case.own.surrogate is None, "surrogate", message)
+            findings.require(case.overrides.surrogate is None, "surrogate", message)
         taken = kind.parameters() if surrogate in SURROGATES else {}
         for key in PARAMETERS:
             value = getattr(chosen, key)
@@ -54,7 +54,7 @@ class SurrogateKeys(Part):
         kind.check(case)
         if kind.ratio_reference != "old":
             findings.require(
-                case.own.importance_sampling_level is None,
+                case.overrides.importance_sampling_level is None,
                 "importance_sampling_level",
                 f"belongs to methods that compare with the policy before the update: {case.name} does not",
             )
@@ -193,9 +193,11 @@ class PolicyGradient:
                 difference_T = (before_T - batch[Column.ROLLOUT_LOGPROBS]) * tokens.sampled_T
                 weight_T, kept_T = self.correction(difference_T, samples)
                 objective_T = objective_T * weight_T
-                found = self.correction.metrics(difference_T, weight_T, kept_T, samples)
-                sums |= {name: tokens.mean(value_T) for name, value_T in found.items()}
-                maxima["rollout_correction/ratio_max"] = _largest(found["rollout_correction/ratio_mean"] * tokens.sampled_T)
+                corrected = self.correction.metrics(difference_T, weight_T, kept_T, samples)
+                sums |= {name: tokens.mean(value_T) for name, value_T in corrected.items()}
+                maxima["rollout_correction/ratio_max"] = _largest(
+                    corrected["rollout_correction/ratio_mean"] * tokens.sampled_T
+                )
         if Column.EXPERT in batch:
             objective_T = torch.where(batch[Column.EXPERT], 0.0, objective_T)
         return GradientLoss(-objective_T, kept_T, sums, maxima)

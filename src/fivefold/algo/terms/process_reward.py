@@ -74,7 +74,7 @@ class ProcessReward(Part):
     def check(cls, case: Case) -> None:
         chosen, process, below = case.chosen, case.chosen.process_reward, case.findings.at(cls.section)
         if not process.coef:
-            if case.own.process_reward != cls():
+            if case.overrides.process_reward != cls():
                 case.findings.ignore("process_reward", "its coef is 0: there is no process reward model")
             return
         impossible = (
@@ -118,7 +118,7 @@ class ProcessReward(Part):
     def advantages(
         self,
         segments: Segments,
-        own_N: list[int],
+        row_N: list[int],
         group_N: Tensor,
         rewards_T: Tensor,
         total: Callable[[Tensor], Tensor],
@@ -127,17 +127,17 @@ class ProcessReward(Part):
 
         The mean over a response is its mean reward minus that of the other responses; a group of one gets 0. With one reward
         per response, the rewards of the responses are compared. `group_N` has the groups of all responses of the step, of
-        which `segments` are those in `own_N`.
+        which `segments` are those in `row_N`.
         """
         has_one = self.granularity == "response"
         means_N = torch.zeros(len(group_N), dtype=torch.float64)
-        means_N[own_N] = (segments.sums if has_one else segments.means)(rewards_T.double())
+        means_N[row_N] = (segments.sums if has_one else segments.means)(rewards_T.double())
         groups = int(group_N.max()) + 1 if len(group_N) else 0
         sums_G = torch.zeros(groups, dtype=torch.float64).index_add(0, group_N, total(means_N))
-        count_N = torch.bincount(group_N, minlength=groups)[group_N][own_N].double()
+        count_N = torch.bincount(group_N, minlength=groups)[group_N][row_N].double()
         others_N = (count_N - 1).clamp(min=1)
         scale_N = torch.where(count_N > 1, self.coef / others_N, 0.0)
-        compared_T = rewards_T.double() * count_N[segments.sample_T] - sums_G[group_N[own_N]][segments.sample_T]
+        compared_T = rewards_T.double() * count_N[segments.sample_T] - sums_G[group_N[row_N]][segments.sample_T]
         is_rewarded_T = self._last(segments) if has_one else segments.mask_T
         return (compared_T * scale_N[segments.sample_T] * is_rewarded_T).float()
 
@@ -207,22 +207,22 @@ class ImplicitRewardLoss:
 
 def compared_scores(scores_N: Tensor, targets_N: Tensor, group_N: Tensor) -> Tensor:
     """[N] mean score of the responses to the same prompt with a worse outcome (outcome 0: a better one); 0 if none."""
-    found_N = torch.zeros(len(scores_N), dtype=torch.float64)
-    for own in _groups(group_N):
-        target_G = targets_N[own]
+    mean_N = torch.zeros(len(scores_N), dtype=torch.float64)
+    for rows_G in _groups(group_N):
+        target_G = targets_N[rows_G]
         before_GG, behind_GG = target_G[:, None], target_G[None]
         compared_GG = torch.where(before_GG > 0, behind_GG < before_GG, behind_GG > before_GG).double()
-        found_N[own] = (compared_GG @ scores_N[own].double()) / compared_GG.sum(1).clamp(min=1)
-    return found_N
+        mean_N[rows_G] = (compared_GG @ scores_N[rows_G].double()) / compared_GG.sum(1).clamp(min=1)
+    return mean_N
 
 
 def pair_accuracy(scores_N: Tensor, targets_N: Tensor, group_N: Tensor) -> float | None:
     """Share of response pairs of a prompt with different outcomes whose scores are in the same order as the outcomes. Each
     pair is weighted by the difference of its outcomes. None without such pairs."""
     right = total = 0.0
-    for own in _groups(group_N):
-        apart_GG = (targets_N[own][:, None] - targets_N[own][None]).clamp(min=0)
-        right += float((apart_GG * (scores_N[own][:, None] > scores_N[own][None])).sum())
+    for rows_G in _groups(group_N):
+        apart_GG = (targets_N[rows_G][:, None] - targets_N[rows_G][None]).clamp(min=0)
+        right += float((apart_GG * (scores_N[rows_G][:, None] > scores_N[rows_G][None])).sum())
         total += float(apart_GG.sum())
     return right / total if total else None
 

@@ -46,7 +46,7 @@ def attention(
     """
     from flash_attn.cute import flash_attn_varlen_func
 
-    found = flash_attn_varlen_func(
+    result = flash_attn_varlen_func(
         query,
         key,
         value,
@@ -59,5 +59,5 @@ def attention(
         window_size=(None, None) if window is None else (window, 0),
         deterministic=torch.are_deterministic_algorithms_enabled(),
     )
-    output: Tensor = found[0] if isinstance(found, tuple) else found
+    output: Tensor = result[0] if isinstance(result, tuple) else result
     return output

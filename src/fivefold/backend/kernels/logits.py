@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TypeAlias
+
 import torch
 import triton
 import triton.language as tl
@@ -12,7 +14,7 @@ BLOCK = 2048
 
 
 @triton.jit
-def _row_sums(logits, stride, targets, found, rows, width, scale, block: tl.constexpr):
+def _row_sums(logits, stride, targets, sums, rows, width, scale, block: tl.constexpr):
     row = tl.program_id(0)
     begin = logits + row.to(tl.int64) * stride
     offsets = tl.arange(0, block)
@@ -34,12 +36,12 @@ def _row_sums(logits, stride, targets, found, rows, width, scale, block: tl.cons
     top = tl.max(largest, 0)
     share = tl.exp(largest - top)
     target = tl.load(targets + row)
-    here = (target >= 0) & (target < width)
-    picked = tl.load(begin + tl.where(here, target, 0), mask=here, other=0.0) * scale
-    tl.store(found + row, top)
-    tl.store(found + rows + row, tl.sum(total * share, 0))
-    tl.store(found + 2 * rows + row, tl.sum(weighted * share, 0))
-    tl.store(found + 3 * rows + row, picked)
+    is_inside = (target >= 0) & (target < width)
+    picked = tl.load(begin + tl.where(is_inside, target, 0), mask=is_inside, other=0.0) * scale
+    tl.store(sums + row, top)
+    tl.store(sums + rows + row, tl.sum(total * share, 0))
+    tl.store(sums + 2 * rows + row, tl.sum(weighted * share, 0))
+    tl.store(sums + 3 * rows + row, picked)
 
 
 @triton.jit
@@ -55,34 +57,29 @@ def _row_gradient(logits, stride, gradient, targets, log_sum, entropy, slope, sp
         inside = first + offsets < width
         log_p = tl.load(begin + first + offsets, mask=inside, other=0.0) * scale - norm
         # d logprob / d logit = [target] - p;  d entropy / d logit = -p (log p + entropy)
-        found = -tl.exp(log_p) * (of_logprob + of_entropy * (log_p + mean))
-        found += tl.where(first + offsets == target, of_logprob, 0.0)
+        slopes = -tl.exp(log_p) * (of_logprob + of_entropy * (log_p + mean))
+        slopes += tl.where(first + offsets == target, of_logprob, 0.0)
         # The gradient overwrites the logits: the whole block must have been read.
         tl.debug_barrier()
-        tl.store(written + first + offsets, (found * scale).to(gradient.dtype.element_ty), mask=inside)
+        tl.store(written + first + offsets, (slopes * scale).to(gradient.dtype.element_ty), mask=inside)
+
+
+RowTensors: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor]
+"""Of each row: log Σ exp of the logits, entropy, and the gradients of log-prob and entropy."""
 
 
 def row_sums(logits: Tensor, targets: Tensor, scale: float) -> Tensor:
     """[4, rows] of logits · `scale`: maximum, Σ exp, Σ exp · logit (exponents relative to it), target's logit or 0."""
     rows, width = logits.shape
-    found = torch.empty(4, rows, device=logits.device, dtype=torch.float32)
-    _row_sums[(rows,)](logits, logits.stride(0), targets, found, rows, width, scale, block=BLOCK, num_warps=8)
-    return found
+    sums = torch.empty(4, rows, device=logits.device, dtype=torch.float32)
+    _row_sums[(rows,)](logits, logits.stride(0), targets, sums, rows, width, scale, block=BLOCK, num_warps=8)
+    return sums
 
 
-def row_gradient(
-    logits: Tensor,
-    targets: Tensor,
-    log_sum: Tensor,
-    entropy: Tensor,
-    of_logprob: Tensor,
-    of_entropy: Tensor,
-    scale: float,
-    dtype: torch.dtype,
-) -> Tensor:
+def row_gradient(logits: Tensor, targets: Tensor, of_rows: RowTensors, scale: float, dtype: torch.dtype) -> Tensor:
     """[rows, V] gradient of the logits in `dtype`, which overwrites the logits in memory."""
     rows, width = logits.shape
     gradient = logits.view(dtype)
-    arguments = (logits, logits.stride(0), gradient, targets, log_sum, entropy, of_logprob, of_entropy, width, scale)
+    arguments = (logits, logits.stride(0), gradient, targets, *of_rows, width, scale)
     _row_gradient[(rows,)](*arguments, block=BLOCK, num_warps=8)
     return gradient[:, :width]

@@ -37,14 +37,14 @@ def _heads(
         of_q, of_k = of_q.to(tl.float32), of_k.to(tl.float32)
         across_q = tl.load(q_weight + partner, mask=inside, other=0.0).to(tl.float32)
         across_k = tl.load(k_weight + partner, mask=inside, other=0.0).to(tl.float32)
-    each: tl.constexpr = heads + 2
-    for first in range(0, groups * each, rows):
+    heads_of_group: tl.constexpr = heads + 2
+    for first in range(0, groups * heads_of_group, rows):
         row = first + tl.arange(0, rows)
-        there = row < groups * each
-        group, place = row // each, row % each
-        is_query, is_key = there & (place < heads), there & (place == heads)
-        begin = mixed + (token * groups * each + row)[:, None] * width
-        both = there[:, None] & inside[None, :]
+        is_row = row < groups * heads_of_group
+        group, place = row // heads_of_group, row % heads_of_group
+        is_query, is_key = is_row & (place < heads), is_row & (place == heads)
+        begin = mixed + (token * groups * heads_of_group + row)[:, None] * width
+        both = is_row[:, None] & inside[None, :]
         raw = tl.load(begin + column[None, :], mask=both, other=0.0)
         x = raw.to(tl.float32)
         across = tl.load(begin + partner[None, :], mask=both, other=0.0).to(tl.float32)
@@ -57,7 +57,7 @@ def _heads(
         to_group = ((token * groups + group) * width)[:, None] + column[None, :]
         tl.store(to_query, out, mask=is_query[:, None] & inside[None, :])
         tl.store(key + to_group, out, mask=is_key[:, None] & inside[None, :])
-        tl.store(value + to_group, raw, mask=(there & (place > heads))[:, None] & inside[None, :])
+        tl.store(value + to_group, raw, mask=(is_row & (place > heads))[:, None] & inside[None, :])
 
 
 @triton.jit
@@ -73,7 +73,7 @@ def _heads_back(
     turned = column < rotated
     half: tl.constexpr = rotated // 2
     partner = tl.where(column < half, column + half, tl.where(turned, column - half, column))
-    each: tl.constexpr = heads + 2
+    heads_of_group: tl.constexpr = heads + 2
     sum_q = tl.zeros([columns], tl.float32)
     sum_k = tl.zeros([columns], tl.float32)
     if normed:
@@ -84,11 +84,11 @@ def _heads_back(
         cos = tl.load(cosines + token * rotated + column, mask=turned, other=1.0)
         # The sine with which this number entered its partner's rotation.
         sin = tl.load(sines + token * rotated + partner, mask=turned, other=0.0) * tl.where(column < half, 1.0, -1.0)
-        for first in range(0, groups * each, rows):
+        for first in range(0, groups * heads_of_group, rows):
             row = first + tl.arange(0, rows)
-            there = row < groups * each
-            group, place = row // each, row % each
-            is_query, is_key, is_value = there & (place < heads), there & (place == heads), there & (place > heads)
+            is_row = row < groups * heads_of_group
+            group, place = row // heads_of_group, row % heads_of_group
+            is_query, is_key, is_value = is_row & (place < heads), is_row & (place == heads), is_row & (place > heads)
             from_query = ((token * groups + group) * heads + place)[:, None] * width
             from_group = ((token * groups + group) * width)[:, None]
             q_mask, k_mask = is_query[:, None] & inside[None, :], is_key[:, None] & inside[None, :]
@@ -98,8 +98,8 @@ def _heads_back(
             across = tl.load(of_query + from_query + partner[None, :], mask=q_mask, other=0.0).to(tl.float32)
             across += tl.load(of_key + from_group + partner[None, :], mask=k_mask, other=0.0).to(tl.float32)
             g = g * cos[None, :] + across * sin[None, :]
-            at = (token * groups * each + row)[:, None] * width + column[None, :]
-            both = there[:, None] & inside[None, :]
+            at = (token * groups * heads_of_group + row)[:, None] * width + column[None, :]
+            both = is_row[:, None] & inside[None, :]
             if normed:
                 x = tl.load(mixed + at, mask=both, other=0.0).to(tl.float32)
                 inverse = tl.rsqrt(tl.sum(x * x, 1) / width + eps)[:, None]
@@ -150,8 +150,20 @@ class _NormRotate(torch.autograd.Function):
         programs = min(tokens, PROGRAMS)
         of_mixed = torch.empty_like(mixed)
         of_weights = mixed.new_empty(programs, 2, width, dtype=torch.float32)
-        given = (of_query.contiguous(), of_key.contiguous(), of_value.contiguous())
-        arguments = (mixed, cosines, sines, q_weight, k_weight, *given, of_mixed, of_weights, tokens, programs, *ctx.rest)
+        gradients = (of_query.contiguous(), of_key.contiguous(), of_value.contiguous())
+        arguments = (
+            mixed,
+            cosines,
+            sines,
+            q_weight,
+            k_weight,
+            *gradients,
+            of_mixed,
+            of_weights,
+            tokens,
+            programs,
+            *ctx.rest,
+        )
         _heads_back[(programs,)](*arguments, **ctx.shape, rows=ROWS, num_warps=1)
         if q_weight is None:
             return of_mixed, None, None, None, None, None, None, None
@@ -174,7 +186,7 @@ def norm_rotate(
     their D numbers are rotated by halves, as in RoFormer (Su et al. 2021, eq. 34).
     """
     q_weight, k_weight = norms or (None, None)
-    found: tuple[Tensor, Tensor, Tensor] = _NormRotate.apply(
+    rotated: tuple[Tensor, Tensor, Tensor] = _NormRotate.apply(
         mixed, cosines_TR.contiguous(), sines_TR.contiguous(), q_weight, k_weight, heads, width, eps
     )
-    return found
+    return rotated

@@ -20,10 +20,10 @@ def _swiglu(product, weights, output, width, weighted: tl.constexpr, block: tl.c
     inside = column < width
     gate = tl.load(product + token * 2 * width + column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(product + token * 2 * width + width + column, mask=inside, other=0.0).to(tl.float32)
-    found = gate * tl.sigmoid(gate) * up
+    value = gate * tl.sigmoid(gate) * up
     if weighted:
-        found *= tl.load(weights + token).to(tl.float32)
-    tl.store(output + token * width + column, found.to(output.dtype.element_ty), mask=inside)
+        value *= tl.load(weights + token).to(tl.float32)
+    tl.store(output + token * width + column, value.to(output.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -74,12 +74,12 @@ class _SwiGLU(torch.autograd.Function):
         of_weights = None if weights is None else torch.empty_like(weights)
         tokens = product.numel() // max(1, 2 * width)
         if tokens:
-            given = (product, weights, of_output.contiguous(), of_product, of_weights, width, weights is not None)
-            _swiglu_back[(tokens,)](*given, block=BLOCK, num_warps=4)
+            arguments = (product, weights, of_output.contiguous(), of_product, of_weights, width, weights is not None)
+            _swiglu_back[(tokens,)](*arguments, block=BLOCK, num_warps=4)
         return of_product, of_weights
 
 
 def swiglu(product: Tensor, weights_T: Tensor | None = None) -> Tensor:
     """[… , F] SwiGLU of [… , 2 F], in which the gate comes before what it gates (Shazeer 2020, eq. 6)."""
-    found: Tensor = _SwiGLU.apply(product, None if weights_T is None else weights_T.contiguous())
-    return found
+    output: Tensor = _SwiGLU.apply(product, None if weights_T is None else weights_T.contiguous())
+    return output

@@ -16,15 +16,15 @@ class Begun:
     """A response of which older weights have sampled a part."""
 
     request: Request
-    found: Completion
+    completion: Completion
 
     def rest(self) -> Request:
         """Returns a request for the missing tokens. The existing ones are appended to the prompt; the new weights compute
         them again."""
-        count, sampling = len(self.found.token_ids), self.request.sampling
+        count, sampling = len(self.completion.token_ids), self.request.sampling
         return replace(
             self.request,
-            prompt_ids=[*self.request.prompt_ids, *self.found.token_ids],
+            prompt_ids=[*self.request.prompt_ids, *self.completion.token_ids],
             sampling=replace(
                 sampling, max_tokens=sampling.max_tokens - count, min_tokens=max(0, sampling.min_tokens - count)
             ),
@@ -34,9 +34,9 @@ class Begun:
 
     def with_more(self, more: Completion) -> Begun:
         """Returns this response extended by a completion of the rest."""
-        first = self.found
+        first = self.completion
         versions = [*_versions(first), *_versions(more)]
-        found = Completion(
+        completion = Completion(
             first.request_id,
             first.token_ids + more.token_ids,
             first.logprobs + more.logprobs,
@@ -45,7 +45,7 @@ class Begun:
             versions if len(set(versions)) > 1 else None,
             _routes(first.routes_TLK, more.routes_TLK),
         )
-        return replace(self, found=found)
+        return replace(self, completion=completion)
 
 
 def _routes(first_TLK: Tensor | None, more_TLK: Tensor | None) -> Tensor | None:
@@ -55,6 +55,6 @@ def _routes(first_TLK: Tensor | None, more_TLK: Tensor | None) -> Tensor | None:
     return torch.cat([first_TLK, more_TLK[len(first_TLK) :]])
 
 
-def _versions(found: Completion) -> list[int]:
+def _versions(completion: Completion) -> list[int]:
     """Returns the version of each token."""
-    return found.token_versions or [found.policy_version] * len(found.token_ids)
+    return completion.token_versions or [completion.policy_version] * len(completion.token_ids)

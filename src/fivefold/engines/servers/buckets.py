@@ -114,8 +114,8 @@ class Bucket:
 
     def add(self, name: str, tensor: Tensor) -> None:
         if not self.memory.bytes_B.is_meta:
-            own = self.part.of(tensor)
-            self.memory.bytes_B[self.used : self.used + own.numel()].copy_(own)
+            part = self.part.of(tensor)
+            self.memory.bytes_B[self.used : self.used + part.numel()].copy_(part)
         self.entries.append((name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), self.used))
         self.used += _aligned(self.part.size(tensor.nbytes))
 
@@ -191,7 +191,7 @@ class BucketReader:
         if self._taken_B.numel() < size:
             self._taken_B = self._taken_B.new_empty(size)
         parts_RB = self._taken_B[:size].view(len(self._groups), used)
-        for work in [broadcast(group, own) for group, own in zip(self._groups, parts_RB, strict=True)]:
+        for work in [broadcast(group, part) for group, part in zip(self._groups, parts_RB, strict=True)]:
             work.wait()
         return parts_RB
 

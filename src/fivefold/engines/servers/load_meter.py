@@ -34,10 +34,10 @@ class LoadMeter:
         """Returns the load since the previous call."""
         with self._lock:
             self._advance()
-            found = Load(self._since - self._begin, self._idle, self._sum, self._curve)
+            load = Load(self._since - self._begin, self._idle, self._sum, self._curve)
             self._begin, self._idle, self._sum = self._since, 0.0, 0.0
             self._curve = [(time.time(), self._count)]
-        return found
+        return load
 
     def _advance(self) -> None:
         now = time.monotonic()

@@ -49,11 +49,11 @@ class ServerPlace:
 def machines_of(hosts: Sequence[str], gpus: Sequence[int | None], policy: range) -> list[Machine]:
     """Returns the machines of a run, from the host of each rank and the number of GPUs it sees; `policy`: the policy's
     ranks."""
-    found = []
+    machines = []
     for host in dict.fromkeys(hosts):
         ranks = [rank for rank, other in enumerate(hosts) if other == host]
-        found.append(Machine(ranks, gpus[ranks[0]], [rank for rank in ranks if rank in policy]))
-    return found
+        machines.append(Machine(ranks, gpus[ranks[0]], [rank for rank in ranks if rank in policy]))
+    return machines
 
 
 def place_servers(layout: ParallelLayout, machines: Sequence[Machine]) -> list[ServerPlace]:
@@ -93,8 +93,8 @@ def _too_few(layout: ParallelLayout, machines: Sequence[Machine]) -> str:
         for machine in machines
     )
     has += f" and {others} for other servers" if others else ""
-    found = f"the machine has {has}" if len(machines) == 1 else f"its {len(machines)} machines have {has}"
+    present = f"the machine has {has}" if len(machines) == 1 else f"its {len(machines)} machines have {has}"
     return (
         f"{layout} apart needs {layout.world_size} GPUs after those of the ranks, {layout.tp} for each server on one "
-        f"machine: {found}; lower it, share the ranks' GPUs (colocated), or start servers elsewhere (engine.url)"
+        f"machine: {present}; lower it, share the ranks' GPUs (colocated), or start servers elsewhere (engine.url)"
     )

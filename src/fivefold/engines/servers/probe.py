@@ -38,20 +38,22 @@ def check_servers(
             findings.error("url", f"must be http://host:port: got {address!r}")
             continue
         try:
-            found = describe(address)
+            description = describe(address)
         except (httpx.TransportError, httpx.InvalidURL) as error:
             findings.error("url", f": {address} does not answer ({type(error).__name__}); start a server there: {command}")
             continue
-        if isinstance(found, int):
-            stranger = f": {address} is not a server that takes weights (it answers with {found}); start it by {command}"
+        if isinstance(description, int):
+            stranger = (
+                f": {address} is not a server that takes weights (it answers with {description}); start it by {command}"
+            )
             findings.error("url", stranger)
             continue
-        wrong = {name: value for name, value in found.model.items() if name in model and value != model[name]}
+        wrong = {name: value for name, value in description.model.items() if name in model and value != model[name]}
         if wrong:
-            own = {name: model[name] for name in wrong}
-            findings.error("url", f": {address} holds another model than model.path: {wrong} != {own}")
+            expected = {name: model[name] for name in wrong}
+            findings.error("url", f": {address} holds another model than model.path: {wrong} != {expected}")
         findings.require(
-            found.longest >= longest,
+            description.longest >= longest,
             "url",
-            f": {address} must hold the longest prompt and response, {longest} tokens: its most is {found.longest}",
+            f": {address} must hold the longest prompt and response, {longest} tokens: its most is {description.longest}",
         )

@@ -43,7 +43,7 @@ class Cancelled(Enum):
 
 
 @dataclass
-class _Asked:
+class _Sent:
     """Requests of one prompt that a server has."""
 
     number: int
@@ -87,22 +87,22 @@ class RequestStream:
         request."""
         while True:
             try:
-                found = self.arrivals.get(timeout=seconds)
+                arrival = self.arrivals.get(timeout=seconds)
             except Empty:
                 return None
-            if isinstance(found, Exception):
-                raise found
-            if found is None:
+            if isinstance(arrival, Exception):
+                raise arrival
+            if arrival is None:
                 return None
-            if found.request_id in self._wanted:
-                self._wanted.remove(found.request_id)
-                return found
+            if arrival.request_id in self._wanted:
+                self._wanted.remove(arrival.request_id)
+                return arrival
 
     def arrived(self, seconds: float) -> Iterator[Completion]:
         """Yields completions as they finish, for about this many seconds."""
         end = time.monotonic() + seconds
-        while (found := self.take(max(0.0, end - time.monotonic()))) is not None:
-            yield found
+        while (completion := self.take(max(0.0, end - time.monotonic()))) is not None:
+            yield completion
 
     def wake(self) -> None:
         """Let an `arrived` that waits return."""
@@ -170,7 +170,7 @@ class _Sending(_LoopThread):
         self._later, self._first = deque[_Run](), deque[_Run]()
         """Requests that no server has: later turns of trajectories, and all others."""
         self._places, self._readings = _Places(), _Readings()
-        self._asked: dict[asyncio.Task[None], _Asked] = {}
+        self._sent: dict[asyncio.Task[None], _Sent] = {}
         self.servers: Sequence[Server] = ()
         self._loads: list[int] = []
         self._watched: list[_Watched] = []
@@ -184,12 +184,12 @@ class _Sending(_LoopThread):
         self._thread.start()
 
     def _run(self) -> None:
-        watching = [self._loop.create_task(each) for each in (self._watch(), self._readings.follow(self))]
+        watching = [self._loop.create_task(work) for work in (self._watch(), self._readings.follow(self))]
         self._loop.run_forever()
         self._is_held = True
-        for each in watching:
-            each.cancel()
-        tasks = [*self._asked]
+        for task in watching:
+            task.cancel()
+        tasks = [*self._sent]
         self._cancel(tasks, Cancelled.DROPPED)
         self._loop.run_until_complete(asyncio.wait([*watching, *tasks]))
 
@@ -205,18 +205,18 @@ class _Sending(_LoopThread):
     def forget(self, stream: RequestStream) -> None:
         """End the requests of which the stream wants nothing any more."""
         for waiting in (self._later, self._first):
-            kept = [each for each in waiting if each[0] is not stream or stream.wants_any(each[1])]
+            wanted = [entry for entry in waiting if entry[0] is not stream or stream.wants_any(entry[1])]
             waiting.clear()
-            waiting.extend(kept)
+            waiting.extend(wanted)
         for key, begun in list(self._begun.items()):
             if key[0] is stream and not stream.wants_any([begun.request]):
                 del self._begun[key]
-        of_stream = [(task, asked.requests) for task, asked in self._asked.items() if asked.stream is stream]
+        of_stream = [(task, sent.requests) for task, sent in self._sent.items() if sent.stream is stream]
         self._cancel([task for task, requests in of_stream if not stream.wants_any(requests)], Cancelled.DROPPED)
 
     def _cancel(self, tasks: Sequence[asyncio.Task[None]], why: Cancelled) -> None:
         for task in tasks:
-            self._asked[task].cancelled = why
+            self._sent[task].cancelled = why
             task.cancel()
 
     @property
@@ -229,7 +229,7 @@ class _Sending(_LoopThread):
     def has_turns_at(self, number: int) -> bool:
         """Returns whether a server is there while any has turns of trajectories."""
         is_there = number < len(self.servers) and number not in self._lost
-        return is_there and any(asked.requests[0].trajectory is not None for asked in self._asked.values())
+        return is_there and any(sent.requests[0].trajectory is not None for sent in self._sent.values())
 
     def dispatch(self) -> None:
         """Send what waits to servers that may have more requests."""
@@ -242,9 +242,9 @@ class _Sending(_LoopThread):
             if not self._loads[number]:
                 self._watched[number].reset()
             self._count(number, len(run))
-            asked = _Asked(number, stream, run)
-            task = self._loop.create_task(self._ask(asked))
-            self._asked[task] = asked
+            sent = _Sent(number, stream, run)
+            task = self._loop.create_task(self._ask(sent))
+            self._sent[task] = sent
             task.add_done_callback(self._ended)
 
     def _count(self, number: int, change: int) -> None:
@@ -264,60 +264,60 @@ class _Sending(_LoopThread):
             self._places.put(stream, request, number)
         return number
 
-    async def _ask(self, asked: _Asked) -> None:
-        number, stream, run = asked.number, asked.stream, asked.requests
+    async def _ask(self, sent: _Sent) -> None:
+        number, stream, run = sent.number, sent.stream, sent.requests
         missing = {request.id: request for request in run}
         name, first = f"{self._rank}-{next(self._numbers)}", run[0]
         draws, asked_at = [(request.id, request.seed) for request in run], self.version
         try:
             async for answer in self.servers[number].generate(name, first.prompt_ids, first.sampling, draws):
-                found = _completion(answer, asked_at, self.version)
+                completion = _completion(answer, asked_at, self.version)
                 request = missing.pop(answer[0])
                 self._watched[number].reset()
                 self._count(number, -1)
-                if self._keeps and found.finish_reason == "abort":
-                    self._keep(stream, request, found)
+                if self._keeps and completion.finish_reason == "abort":
+                    self._keep(stream, request, completion)
                 else:
-                    self._give(stream, found)
+                    self._give(stream, completion)
                 self.dispatch()
             if missing:
                 raise RuntimeError(f"{self.servers[number]} left {len(missing)} requests out")
         except (ServerLostError, asyncio.CancelledError):
-            self._take_back(asked, list(missing.values()))
+            self._take_back(sent, list(missing.values()))
         except Exception as error:
             self._count(number, -len(missing))
             stream.arrivals.put(error)
 
-    def _take_back(self, asked: _Asked, missing: list[Request]) -> None:
+    def _take_back(self, sent: _Sent, missing: list[Request]) -> None:
         """Take back the requests that their server will not answer."""
-        self._count(asked.number, -len(missing))
-        if asked.cancelled is not Cancelled.DROPPED:
+        self._count(sent.number, -len(missing))
+        if sent.cancelled is not Cancelled.DROPPED:
             if missing:
-                self._queue(missing).appendleft((asked.stream, missing))
-            self._lose({asked.number})
+                self._queue(missing).appendleft((sent.stream, missing))
+            self._lose({sent.number})
         self.dispatch()
 
     def _ended(self, task: asyncio.Task[None]) -> None:
-        asked = self._asked.pop(task)
+        sent = self._sent.pop(task)
         if task.cancelled():
             # Only a task that was cancelled before it began does not catch this.
-            self._take_back(asked, asked.requests)
+            self._take_back(sent, sent.requests)
 
-    def _keep(self, stream: RequestStream, request: Request, found: Completion) -> None:
+    def _keep(self, stream: RequestStream, request: Request, completion: Completion) -> None:
         """Queue a request for the rest of a response, to be sent when there are new weights."""
         if request.sampling.stop:
             raise RuntimeError("a response with stop strings cannot continue under new weights: one may begin before them")
         key = stream, request.id
         before = self._begun.get(key)
-        begun = Begun(request, found) if before is None else before.with_more(found)
+        begun = Begun(request, completion) if before is None else before.with_more(completion)
         if stream.wants_any([request]):
             self._begun[key] = begun
             rest = [begun.rest()]
             self._queue(rest).appendleft((stream, rest))
 
-    def _give(self, stream: RequestStream, found: Completion) -> None:
-        begun = self._begun.pop((stream, found.request_id), None)
-        stream.arrivals.put(found if begun is None else begun.with_more(found).found)
+    def _give(self, stream: RequestStream, completion: Completion) -> None:
+        begun = self._begun.pop((stream, completion.request_id), None)
+        stream.arrivals.put(completion if begun is None else begun.with_more(completion).completion)
 
     def _lose(self, numbers: set[int]) -> None:
         before = self._is_stranded
@@ -325,7 +325,7 @@ class _Sending(_LoopThread):
         if self._is_stranded and not before:
             askers = [
                 *(stream for stream, _ in (*self._later, *self._first)),
-                *(asked.stream for asked in self._asked.values()),
+                *(sent.stream for sent in self._sent.values()),
             ]
             for stream in dict.fromkeys(askers):
                 stream.arrivals.put(None)
@@ -341,8 +341,8 @@ class _Sending(_LoopThread):
                 tokens = await self._loop.run_in_executor(None, self.servers[number].progress)
                 if reason := watched.look(tokens, self._stall_seconds):
                     self._log(f"{self.servers[number]} {reason}")
-                    here = [task for task, asked in self._asked.items() if asked.number == number]
-                    self._cancel(here, Cancelled.LOST)
+                    tasks = [task for task, sent in self._sent.items() if sent.number == number]
+                    self._cancel(tasks, Cancelled.LOST)
 
 
 class RequestRouter(_Sending):
@@ -407,8 +407,8 @@ class RequestRouter(_Sending):
 
         def change() -> None:
             self.version, self._is_held, self._is_watching, self._keeps = version, False, True, False
-            for each in self._watched:
-                each.reset()
+            for watched in self._watched:
+                watched.reset()
             self.dispatch()
 
         self.call(change)
@@ -478,10 +478,10 @@ class _Readings:
     def _add_up(self) -> None:
         if readings := self._of.values():
             self.total = Pressure(
-                max(each.kv_used for each in readings),
-                sum(each.queued for each in readings),
-                sum(each.prefix_tokens for each in readings),
-                sum(each.prefix_hits for each in readings),
+                max(reading.kv_used for reading in readings),
+                sum(reading.queued for reading in readings),
+                sum(reading.prefix_tokens for reading in readings),
+                sum(reading.prefix_hits for reading in readings),
             )
 
 
@@ -498,9 +498,9 @@ def _completion(answer: Answer, asked_at: int, now: int) -> Completion:
             f"weights changed from {asked_at} to {now} while a request ran, and this release of the engine "
             "does not say which of them sampled which token"
         )
-    each = [version for version, count in versions or () for _ in range(count)]
-    first = each[0] if each else asked_at
-    mixed = each if len(versions or ()) > 1 else None
+    per_token = [version for version, count in versions or () for _ in range(count)]
+    first = per_token[0] if per_token else asked_at
+    mixed = per_token if len(versions or ()) > 1 else None
     return Completion(request_id, tokens, logprobs, cast(Any, reason), first, mixed, routes)
 
 

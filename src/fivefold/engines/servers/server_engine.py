@@ -15,7 +15,7 @@ from fivefold.distributed.ranks import Ranks
 from fivefold.engines.servers.request_router import RequestRouter, RequestStream
 from fivefold.engines.servers.server import Server, ServerLostError
 from fivefold.engines.servers.server_process import ServerProcess
-from fivefold.engines.servers.weight_sender import Sender, WeightSender
+from fivefold.engines.servers.weight_sender import Delivery, Sender, WeightSender
 from fivefold.engines.servers.wire_sender import WireSender
 from fivefold.engines.weight_sync import give_back_memory, not_come
 from fivefold.errors import RunError
@@ -100,13 +100,13 @@ class ServerEngine:
                 process.wait()
         except RuntimeError as error:
             fault = str(error)
-        for each in self._ranks.gather_objects(fault):
-            if each:
-                raise RunError(each)
+        for rank_fault in self._ranks.gather_objects(fault):
+            if rank_fault:
+                raise RunError(rank_fault)
         started: dict[int, str] = {}
-        own = [(number, process.address) for number, process in self._processes.items()]
-        for found in self._ranks.gather_objects(own):
-            started |= dict(found)
+        local = [(number, process.address) for number, process in self._processes.items()]
+        for numbered in self._ranks.gather_objects(local):
+            started |= dict(numbered)
         addresses = self._given or [started[number] for number in sorted(started)]
         before = {server.address: server for server in self._servers}
         self._servers = [before[address] if address in before else self._connect(address) for address in addresses]
@@ -123,7 +123,11 @@ class ServerEngine:
             return
         self._restarts, self._is_new, self.restarts = self._restarts + 1, True, self.restarts + 1
         mine = [process for number, process in self._processes.items() if number in self._lost]
-        tails = [tail for each in self._ranks.gather_objects([one.last_words() for one in mine]) for tail in each]
+        tails = [
+            tail
+            for tails_of_rank in self._ranks.gather_objects([one.last_words() for one in mine])
+            for tail in tails_of_rank
+        ]
         names = ", ".join(str(self._servers[number]) for number in sorted(self._lost))
         if self._given or self._restarts > MOST_RESTARTS:
             raise RunError("\n".join([f"the engine's servers ended {self._restarts} times: {names}", *tails]))
@@ -148,12 +152,12 @@ class ServerEngine:
         """
         verify = self._verify_every > 0 and self._updates % self._verify_every == 0
         missing = set(self._expected)
-        faults, lost = self._sender.deliver(self._own, weights, missing, verify, version, self._begin_update)
+        faults, lost = self._sender.deliver(Delivery(self._own, weights, missing, verify, version, self._begin_update))
         if self._ranks.holds:
             # Only these ranks hold the policy's weights, and so can see which tensors were sent.
             faults = not_come(missing, self._expected) or faults
-        if said := "; ".join(fault for each in self._ranks.gather_objects(faults) for fault in each):
-            raise RunError(f"the engine's weights are not those of the policy after {version} updates: {said}")
+        if message := "; ".join(fault for faults_of_rank in self._ranks.gather_objects(faults) for fault in faults_of_rank):
+            raise RunError(f"the engine's weights are not those of the policy after {version} updates: {message}")
         for number in lost.intersection(self._processes):
             # The server may wait for weights that are never sent, with requests in flight.
             self._processes[number].end()

@@ -90,8 +90,8 @@ class ServerProcess:
             if time.monotonic() > deadline:
                 raise RunError(f"the engine's server does not answer after {_LONGEST_START:.0f} s\n{self.last_words()}")
             time.sleep(0.2)
-        for each in self._family():
-            unname_shared_memory(each.pid)
+        for process in self._family():
+            unname_shared_memory(process.pid)
 
     @property
     def has_ended(self) -> bool:
@@ -130,10 +130,10 @@ class ServerProcess:
 def own_environment(changes: Mapping[str, str]) -> dict[str, str]:
     """Returns this process's environment without the variables of ranks, plus this process's id, so that the server ends
     with it."""
-    own = {name: value for name, value in os.environ.items() if not name.startswith(_OF_RANKS)}
+    variables = {name: value for name, value in os.environ.items() if not name.startswith(_OF_RANKS)}
     # Outside a server's temporary files, so that the next server can use what was compiled.
-    use_compiler_caches(own)
-    return {**own, **changes, _PARENT: str(os.getpid())}
+    use_compiler_caches(variables)
+    return {**variables, **changes, _PARENT: str(os.getpid())}
 
 
 def devices_from(device: torch.device, devices: int) -> dict[str, str]:
@@ -143,6 +143,15 @@ def devices_from(device: torch.device, devices: int) -> dict[str, str]:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     names = visible.split(",") if visible else [str(number) for number in range(device.index + devices)]
     return {"CUDA_VISIBLE_DEVICES": ",".join(names[device.index : device.index + devices])}
+
+
+def run_as_program(name: str, main: Callable[[list[str]], None]) -> None:
+    """Run `main` if the module with this `__name__` is the program; let it, and each process that its library spawns, end
+    with its parent."""
+    if name in ("__main__", "__mp_main__"):
+        end_with_parent(is_first=name == "__main__")
+    if name == "__main__":
+        main(sys.argv[1:])
 
 
 def end_with_parent(is_first: bool) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -18,24 +19,27 @@ from fivefold.engines.servers.server import Server, ServerLostError
 from fivefold.engines.weight_sync import crossed_off
 
 
+@dataclass(frozen=True)
+class Delivery:
+    """Weights of one version for this rank's servers."""
+
+    servers: Mapping[int, Server]
+    """Servers by number."""
+    weights: Iterator[tuple[str, Tensor]]
+    missing: set[str]
+    """Names of tensors that did not arrive yet; a name is removed when its tensor arrives."""
+    verify: bool
+    """Whether servers compare what they hold with what was sent."""
+    version: int
+    begin: Callable[[], None]
+    """Called before the servers receive anything."""
+
+
 class Sender(Protocol):
     """Delivers the policy's weights to servers."""
 
-    def deliver(
-        self,
-        servers: Mapping[int, Server],
-        weights: Iterator[tuple[str, Tensor]],
-        missing: set[str],
-        verify: bool,
-        version: int,
-        begin: Callable[[], None],
-    ) -> tuple[list[str], set[int]]:
-        """Delivers weights to this rank's `servers`, by number; returns what is wrong with them there, and the servers that
-        are gone.
-
-        Names are removed from `missing` as they arrive. `begin` is called before the servers receive anything. All ranks
-        call this.
-        """
+    def deliver(self, delivery: Delivery) -> tuple[list[str], set[int]]:
+        """Delivers weights; returns what is wrong with them on the servers, and the servers that are gone. Collective."""
         ...
 
 
@@ -50,27 +54,19 @@ class WeightSender:
         self._servers: Mapping[int, Server] = {}
         self._lost: set[int] = set()
 
-    def deliver(
-        self,
-        servers: Mapping[int, Server],
-        weights: Iterator[tuple[str, Tensor]],
-        missing: set[str],
-        verify: bool,
-        version: int,
-        begin: Callable[[], None],
-    ) -> tuple[list[str], set[int]]:
+    def deliver(self, delivery: Delivery) -> tuple[list[str], set[int]]:
         """Delivers as `Sender.deliver` does."""
-        begin()
-        self._servers, self._lost = servers, set()
+        delivery.begin()
+        self._servers, self._lost = delivery.servers, set()
         is_whole = False
-        self._settle(self._ask("begin_weights", verify))
+        self._settle(self._ask("begin_weights", delivery.verify))
         try:
-            self._send(crossed_off(weights, missing))
-            is_whole = not missing
+            self._send(crossed_off(delivery.weights, delivery.missing))
+            is_whole = not delivery.missing
         finally:
-            faults = self._settle(self._ask("finish_weights", is_whole, version))
+            faults = self._settle(self._ask("finish_weights", is_whole, delivery.version))
             self._writer.close()
-        return [fault for each in faults for fault in each], self._lost
+        return [fault for faults_of_server in faults for fault in faults_of_server], self._lost
 
     def _send(self, coming: Iterator[tuple[str, Tensor]]) -> None:
         """Fill one bucket while the servers read the other."""

@@ -7,18 +7,18 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from fivefold.distributed.ranks import Ranks
 from fivefold.engines.servers.buckets import BroadcastMemory, Bucket, BucketWriter, Memory, NoMemory, Part
 from fivefold.engines.servers.http import own_address
 from fivefold.engines.servers.server import Server, ServerLostError, Where
 from fivefold.engines.servers.transfer import broadcast, join_groups, leave, open_store
+from fivefold.engines.servers.weight_sender import Delivery
 from fivefold.engines.weight_sync import crossed_off
 
 MOST_SENDERS = 8
@@ -60,25 +60,17 @@ class WireSender:
         self._asked: list[tuple[int, Future[Any]]] = []
         self._fault, self._is_cut = "", False
 
-    def deliver(
-        self,
-        servers: Mapping[int, Server],
-        weights: Iterator[tuple[str, Tensor]],
-        missing: set[str],
-        verify: bool,
-        version: int,
-        begin: Callable[[], None],
-    ) -> tuple[list[str], set[int]]:
+    def deliver(self, delivery: Delivery) -> tuple[list[str], set[int]]:
         """Delivers as `Sender.deliver` does. If one server is lost before all have everything, all of them are."""
-        self._servers, self._asked, self._fault, self._is_cut = servers, [], "", False
-        buckets = self._writer.buckets(crossed_off(weights, missing), keeps=self._is_staged)
+        self._servers, self._asked, self._fault, self._is_cut = delivery.servers, [], "", False
+        buckets = self._writer.buckets(crossed_off(delivery.weights, delivery.missing), keeps=self._is_staged)
         if self._is_staged:
             buckets = iter(list(buckets))
         self._join()
         self._is_cut = self._ranks.any(self._is_cut)
         if not self._is_cut:
-            begin()
-        self._settle(self._ask("begin_weights", verify))
+            delivery.begin()
+        self._settle(self._ask("begin_weights", delivery.verify))
         under_way: deque[tuple[dict[int, Future[Any]], Any]] = deque()
         for bucket in buckets:
             # The other ranks gather the weights with this rank, whether it sends or not.
@@ -88,9 +80,10 @@ class WireSender:
                     self._settle(*under_way.popleft())
         while under_way:
             self._settle(*under_way.popleft())
-        found = self._given_up() if self._ranks.any(self._is_cut) else self._finish(not missing, version)
+        is_given_up = self._ranks.any(self._is_cut)
+        outcome = self._given_up() if is_given_up else self._finish(not delivery.missing, delivery.version)
         self._writer.close()
-        return found
+        return outcome
 
     def _finish(self, is_whole: bool, version: int) -> tuple[list[str], set[int]]:
         """Ends a complete transfer; returns what is wrong with it, and the servers that were lost meanwhile."""
@@ -175,7 +168,9 @@ class WireSender:
     def _join(self) -> None:
         """Join the workers of all servers, unless they are the same as last time. Collective."""
         addresses = [
-            each for own in self._ranks.gather_objects([one.address for one in self._servers.values()]) for each in own
+            address
+            for addresses_of_rank in self._ranks.gather_objects([one.address for one in self._servers.values()])
+            for address in addresses_of_rank
         ]
         if addresses == self._joined:
             return
@@ -184,8 +179,8 @@ class WireSender:
             self._open_store(addresses)
         self._joins += 1
         counts: dict[int, int] = {}
-        for found in self._ranks.gather_objects(list(self._workers().items())):
-            counts |= dict(found)
+        for counts_of_rank in self._ranks.gather_objects(list(self._workers().items())):
+            counts |= dict(counts_of_rank)
         if len(counts) < len(addresses):
             self._is_cut = True
             return
@@ -215,7 +210,7 @@ class WireSender:
     def _open_store(self, addresses: Sequence[str]) -> None:
         """Open the store, which the first rank holds at an address that the workers of every server can reach."""
         if self._ranks.is_main:
-            far = next((each for each in addresses if not each.startswith("unix:")), addresses[0])
+            far = next((candidate for candidate in addresses if not candidate.startswith("unix:")), addresses[0])
             seconds = self._ranks.timeout.total_seconds()
             self._store = open_store(own_address(far), None, seconds)
             self._where = own_address(far), self._store.port, seconds

@@ -92,11 +92,11 @@ def installed_version() -> str | None:
         return None
 
 
-def check_sglang(findings: Findings, given: dict[str, Any], layout: ParallelLayout) -> None:
+def check_sglang(findings: Findings, arguments: dict[str, Any], layout: ParallelLayout) -> None:
     """Adds errors if SGLang is too old or too new or lacks an argument, and records if it is missing; `findings` are at
     `engine`."""
-    version, found = installed_version(), importlib.util.find_spec("sglang")
-    if version is None or found is None or found.origin is None:
+    version, package = installed_version(), importlib.util.find_spec("sglang")
+    if version is None or package is None or package.origin is None:
         other = replace(layout, backend="vllm")
         findings.lacks(
             "backend",
@@ -106,8 +106,8 @@ def check_sglang(findings: Findings, given: dict[str, Any], layout: ParallelLayo
         return
     if not check_release(findings, "sglang", "SGLang", version, VERSIONS):
         return
-    known = server_arguments(Path(found.origin).parent / "srt")
-    check_arguments(findings.at("sglang"), f"SGLang {version}", given, known, OURS, FIXED)
+    known = server_arguments(Path(package.origin).parent / "srt")
+    check_arguments(findings.at("sglang"), f"SGLang {version}", arguments, known, OURS, FIXED)
 
 
 def server_arguments(directory: Path) -> dict[str, str]:

@@ -52,42 +52,42 @@ class SGLangServer:
         self, name: str, prompt_ids: list[int], sampling: Sampling, draws: Sequence[Draw]
     ) -> AsyncIterator[Answer]:
         """Yields the answer to each draw, as they end; raises ServerLostError."""
-        asked = [asyncio.ensure_future(self._draw(name, prompt_ids, sampling, *draw)) for draw in draws]
+        pending = [asyncio.ensure_future(self._draw(name, prompt_ids, sampling, *draw)) for draw in draws]
         try:
-            for done in asyncio.as_completed(asked):
+            for done in asyncio.as_completed(pending):
                 yield await done
         except httpx.TransportError as error:
             raise ServerLostError(f"{self}: {type(error).__name__}: {error}") from error
         finally:
             # The server ends requests whose client has gone.
-            for each in asked:
-                each.cancel()
+            for answer in pending:
+                answer.cancel()
 
     async def _draw(self, name: str, prompt_ids: list[int], sampling: Sampling, number: int, seed: int) -> Answer:
         is_part = is_cut(sampling)
-        asked = {
+        request = {
             "rid": f"{self._run}-{name}-{number}",
             "input_ids": prompt_ids,
             "sampling_params": sampling_arguments(sampling, self._ends, seed),
             "return_logprob": sampling.logprobs,
             "return_sampling_mask": is_part and sampling.logprobs,
         }
-        response = await self._requests.post("/generate", json=asked)
+        response = await self._requests.post("/generate", json=request)
         if response.status_code != 200:
             self._explain(response)
         answer = response.json()
-        said, tokens = answer["meta_info"], answer["output_ids"]
-        reason = said["finish_reason"]["type"]
+        meta, tokens = answer["meta_info"], answer["output_ids"]
+        reason = meta["finish_reason"]["type"]
         if reason == "length" and len(tokens) < sampling.max_tokens:
             raise RunError(
                 f"{self} ended a response after {len(tokens)} of {sampling.max_tokens} tokens: its context is too short"
             )
-        self._own(said["weight_version"])
+        self._own(meta["weight_version"])
         logprobs: list[float] = []
         if sampling.logprobs:
             of = "output_token_sampling_logprobs" if is_part else "output_token_logprobs"
-            logprobs = said[of] if is_part else [one[0] for one in said[of]]
-        spans = said.get("weight_versions")
+            logprobs = meta[of] if is_part else [one[0] for one in meta[of]]
+        spans = meta.get("weight_versions")
         versions = spans and [(self._own(span["version"]), span["end"] - span["start"]) for span in spans]
         return number, tokens, logprobs, reason, versions, None
 
@@ -145,7 +145,7 @@ class SGLangServer:
 
     def finish_weights(self, is_whole: bool, version: int) -> list[str]:
         """End an update of weights; returns what is wrong with them. No keys of the old weights remain in the KV cache."""
-        found = self._call("finish_weights", is_whole, version=f"{self._run}:{version if is_whole else _CUT}")
+        faults = self._call("finish_weights", is_whole, version=f"{self._run}:{version if is_whole else _CUT}")
         self._post("/end_weight_update", {})
         deadline = time.monotonic() + _FLUSH_SECONDS
         while self._control.post("/flush_cache").status_code != 200:
@@ -153,7 +153,7 @@ class SGLangServer:
             if time.monotonic() > deadline:
                 raise RunError(f"{self} keeps keys of the old weights: requests are running")
             time.sleep(0.05)
-        return [fault for each in found for fault in each]
+        return [fault for faults_of_worker in faults for fault in faults_of_worker]
 
     def sleep(self) -> None:
         """Free the memory of weights and cache."""
@@ -186,11 +186,11 @@ class SGLangServer:
             "weight_version": version,
         }
         self._post("/update_weights_from_tensor", content)
-        found = [json.loads(self._answers.get(f"{self._calls}/{rank}")) for rank in range(self._workers)]
-        for each in found:
-            if "error" in each:
-                raise RunError(f"{self}: {each['error']}")
-        return [each["result"] for each in found]
+        results = [json.loads(self._answers.get(f"{self._calls}/{rank}")) for rank in range(self._workers)]
+        for result in results:
+            if "error" in result:
+                raise RunError(f"{self}: {result['error']}")
+        return [result["result"] for result in results]
 
     def _in_session(self, method: str, *arguments: Any) -> None:
         """Makes a call outside an update of weights; SGLang requires that an update has begun."""

@@ -20,11 +20,11 @@ def describe(address: str) -> Description | int:
     loader, answers."""
     settings = ask(address, "GET", "/server_info")
     try:
-        found = settings.json()
-        if LOADER not in found["custom_weight_loader"]:
+        server = settings.json()
+        if LOADER not in server["custom_weight_loader"]:
             return settings.status_code
         model = ask(address, "GET", "/model_info").json()
-        longest = min(found["context_length"] or found["max_total_num_tokens"], found["max_total_num_tokens"]) - MARGIN
+        longest = min(server["context_length"] or server["max_total_num_tokens"], server["max_total_num_tokens"]) - MARGIN
         return Description({"model_type": model["model_type"]}, longest)
     except (ValueError, TypeError, KeyError):
         return settings.status_code

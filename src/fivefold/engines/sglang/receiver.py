@@ -31,13 +31,13 @@ _FUSED = {"fused_qkv_a_proj_with_mqa": ("q_a_proj", "kv_a_proj_with_mqa")}
 def receive(model: nn.Module, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
     """Execute the message. An error is returned as an answer: if raised, it would end the server."""
     ((message, _),) = named_tensors
-    asked = json.loads(message)
+    call = json.loads(message)
     try:
-        answer = {"result": getattr(_receiver_of(model), asked["method"])(*asked["arguments"])}
+        answer = {"result": getattr(_receiver_of(model), call["method"])(*call["arguments"])}
     except Exception:
         answer = {"error": traceback.format_exc()}
-    store = _store(*asked["answers_to"])
-    store.set(f"{asked['number']}/{get_tp_group().rank_in_group}", json.dumps(answer))
+    store = _store(*call["answers_to"])
+    store.set(f"{call['number']}/{get_tp_group().rank_in_group}", json.dumps(answer))
 
 
 @cache

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from fivefold.distributed.compiler_caches import use_compiler_caches
 from fivefold.engines.arguments import flags
-from fivefold.engines.servers.server_process import ServerProcess, devices_from, end_with_parent, own_environment
+from fivefold.engines.servers.server_process import ServerProcess, devices_from, own_environment, run_as_program
 from fivefold.engines.sglang.arguments import LOADER, MARGIN
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="fivefold.engines.sglang.serve", allow_abbrev=False)
     for name in ("uds", "host", "port"):
         parser.add_argument(f"--{name}")
-    given, rest = parser.parse_known_args(arguments)
+    options, rest = parser.parse_known_args(arguments)
     if fault := use_compiler_caches():
         print(f"warning  {fault}", file=sys.stderr)
     import uvicorn
@@ -41,7 +41,7 @@ def main(arguments: list[str]) -> None:
         """Configuration of a web server that listens on the run's address, whatever SGLang passes."""
 
         def __init__(self, app: Any, host: str, port: int, **named: Any) -> None:
-            where = {"uds": given.uds} if given.uds else {"host": given.host, "port": int(given.port)}
+            where = {"uds": options.uds} if options.uds else {"host": options.host, "port": int(options.port)}
             super().__init__(app, **where, **named)
 
     uvicorn.Config = There
@@ -59,7 +59,7 @@ def server_process(
     host: str | None = None,
 ) -> ServerProcess:
     """Returns a server on this device and the following ones, `devices` in all, with SGLang's own arguments by name."""
-    given = {"device": device.type, **arguments, "context_length": arguments["context_length"] + MARGIN}
+    server_arguments = {"device": device.type, **arguments, "context_length": arguments["context_length"] + MARGIN}
     environment = _ENVIRONMENT | devices_from(device, devices)
     if device.type == "cpu":
         # Otherwise SGLang requires a NUMA node for each tensor-parallel rank.
@@ -67,12 +67,13 @@ def server_process(
         shares = [cores[rank::devices] or cores for rank in range(devices)]
         environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(",".join(map(str, share)) for share in shares)
     return ServerProcess(
-        ["fivefold.engines.sglang.serve", *flags(given, says_no=False)], own_environment(environment), log, is_ready, host
+        ["fivefold.engines.sglang.serve", *flags(server_arguments, says_no=False)],
+        own_environment(environment),
+        log,
+        is_ready,
+        host,
     )
 
 
 # SGLang spawns its other processes, which run this module again under its second name.
-if __name__ in ("__main__", "__mp_main__"):
-    end_with_parent(is_first=__name__ == "__main__")
-if __name__ == "__main__":
-    main(sys.argv[1:])
+run_as_program(__name__, main)

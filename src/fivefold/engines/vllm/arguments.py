@@ -67,11 +67,11 @@ def of_model(config: Mapping[str, Any], is_on_cpu: bool) -> dict[str, Any]:
         return {}
     # Without them vLLM would use a softmax, and have no parameter for the correction bias.
     missing = {name: value for name, value in _DEEPSEEK.items() if name not in config}
-    found: dict[str, Any] = {"hf_overrides": missing} if missing else {}
+    arguments: dict[str, Any] = {"hf_overrides": missing} if missing else {}
     if is_on_cpu:
         # vLLM's CPU kernel does not rotate the positions of latent attention (0.32); torch's does.
-        found["compilation_config"] = {"custom_ops": ["-rotary_embedding"]}
-    return found
+        arguments["compilation_config"] = {"custom_ops": ["-rotary_embedding"]}
+    return arguments
 
 
 def installed_version() -> str | None:
@@ -84,7 +84,7 @@ def installed_version() -> str | None:
     return None
 
 
-def check_vllm(findings: Findings, given: dict[str, Any]) -> None:
+def check_vllm(findings: Findings, arguments: dict[str, Any]) -> None:
     """Adds errors if vLLM is missing, too old or too new, or lacks an argument; `findings` are at `engine`."""
     version, package = installed_version(), _package()
     if version is None or package is None:
@@ -95,8 +95,8 @@ def check_vllm(findings: Findings, given: dict[str, Any]) -> None:
     if not check_release(findings, "vllm", "vLLM", version, VERSIONS):
         return
     known = engine_arguments(package / "engine" / "arg_utils.py")
-    check_arguments(findings.at("vllm"), f"vLLM {version}", given, known, OURS, FIXED)
-    if (form := given.get("quantization")) is not None:
+    check_arguments(findings.at("vllm"), f"vLLM {version}", arguments, known, OURS, FIXED)
+    if (form := arguments.get("quantization")) is not None:
         _check_quantization(findings.at("vllm"), version, package / _METHODS, form)
 
 
@@ -132,8 +132,8 @@ def names_versions() -> bool:
 
 
 def _package() -> Path | None:
-    found = importlib.util.find_spec("vllm")
-    return None if found is None or found.origin is None else Path(found.origin).parent
+    package = importlib.util.find_spec("vllm")
+    return None if package is None or package.origin is None else Path(package.origin).parent
 
 
 def engine_arguments(source: Path) -> dict[str, str]:

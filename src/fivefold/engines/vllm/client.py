@@ -46,18 +46,18 @@ class VLLMServer:
     ) -> AsyncIterator[Answer]:
         """Yields the answer to each draw, as they end; raises ServerLostError."""
         sampled = sampling_arguments(sampling, self._ends)
-        asked = {"run": self._run, "name": name, "prompt_ids": prompt_ids, "sampling": sampled, "draws": draws}
+        request = {"run": self._run, "name": name, "prompt_ids": prompt_ids, "sampling": sampled, "draws": draws}
         try:
-            async with self._requests.stream("POST", ROUTE, json=asked) as response:
+            async with self._requests.stream("POST", ROUTE, json=request) as response:
                 if response.status_code != 200:
                     await response.aread()
                     self._explain(response)
                 async for line in response.aiter_lines():
-                    found = json.loads(line)
-                    if isinstance(found, dict):
-                        kind = ServerLostError if found["is_dead"] else RunError
-                        raise kind(f"{self}: {found['error']}")
-                    yield self._answer(len(prompt_ids), *found)
+                    answer = json.loads(line)
+                    if isinstance(answer, dict):
+                        kind = ServerLostError if answer["is_dead"] else RunError
+                        raise kind(f"{self}: {answer['error']}")
+                    yield self._answer(len(prompt_ids), *answer)
         except httpx.TransportError as error:
             raise ServerLostError(f"{self}: {type(error).__name__}: {error}") from error
 
@@ -66,8 +66,8 @@ class VLLMServer:
     ) -> Answer:
         if self._routes is None:
             return number, tokens, logprobs, reason, versions, None
-        given = None if packed is None else unpacked(*packed)
-        routes = routes_of_engine(given, prompt + len(tokens), self._routes, reason == "abort")
+        array = None if packed is None else unpacked(*packed)
+        routes = routes_of_engine(array, prompt + len(tokens), self._routes, reason == "abort")
         return number, tokens, logprobs, reason, versions, routes
 
     def answers(self) -> bool:
@@ -78,8 +78,8 @@ class VLLMServer:
         return progress(self.address)
 
     def pressure(self) -> Pressure | None:
-        found = pressure(self.address)
-        return None if found is None else Pressure(*found)
+        values = pressure(self.address)
+        return None if values is None else Pressure(*values)
 
     def pause(self) -> None:
         """Suspend the requests in flight, and discard what was computed for them with the old weights."""
@@ -105,7 +105,7 @@ class VLLMServer:
 
     def finish_weights(self, is_whole: bool, version: int) -> list[str]:
         """End an update of weights; returns what is wrong with them. No keys of the old weights remain in the KV cache."""
-        faults = [fault for each in self._give("finish_weights", is_whole) for fault in each]
+        faults = [fault for faults_of_worker in self._give("finish_weights", is_whole) for fault in faults_of_worker]
         deadline = time.monotonic() + _RESET_SECONDS
         while not _succeeded(self._post("/reset_prefix_cache")):
             # Abandoned requests end a moment later.
@@ -137,11 +137,11 @@ class VLLMServer:
         return self._results(self._post(WEIGHTS, json={"run": self._run, "method": method, "args": arguments}))
 
     def _results(self, answer: httpx.Response) -> list[Any]:
-        found = answer.json()["results"]
-        for each in found:
-            if "error" in each:
-                raise RunError(f"{self}: {each['error']}")
-        return [each["result"] for each in found]
+        results = answer.json()["results"]
+        for result in results:
+            if "error" in result:
+                raise RunError(f"{self}: {result['error']}")
+        return [result["result"] for result in results]
 
     def _post(self, path: str, may_miss: bool = False, **named: Any) -> httpx.Response:
         try:
@@ -153,10 +153,10 @@ class VLLMServer:
         return response
 
     def _explain(self, response: httpx.Response) -> None:
-        said = f"{self} answers {response.request.url.path} with {response.status_code}: {response.text[:2000]}"
+        message = f"{self} answers {response.request.url.path} with {response.status_code}: {response.text[:2000]}"
         if response.status_code >= 500 and not self.answers():
-            raise ServerLostError(said)
-        raise RunError(said)
+            raise ServerLostError(message)
+        raise RunError(message)
 
     def __str__(self) -> str:
         return f"vLLM's server at {self.address}"

@@ -106,7 +106,11 @@ class VLLMEngine:
             self._llm.collective_rpc("receive_weights", args=(crossed_off(weights, missing),))
             is_whole = not missing
         finally:
-            faults = [fault for each in self._llm.collective_rpc("finish_weights", args=(is_whole,)) for fault in each]
+            faults = [
+                fault
+                for faults_of_worker in self._llm.collective_rpc("finish_weights", args=(is_whole,))
+                for fault in faults_of_worker
+            ]
         if faults := not_come(missing, self._expected) or faults:
             raise RunError(f"vLLM's weights are not those of the policy after {version} updates: {'; '.join(faults)}")
         # Cached keys and values come from the old weights.
@@ -122,11 +126,11 @@ class VLLMEngine:
         engine = self._llm.llm_engine
         params = {sampling: self._parameters(sampling) for sampling in dict.fromkeys(one.sampling for one in requests)}
         for request in requests:
-            own = params[request.sampling].clone()
-            own.seed = seed_of(request.seed)
+            parameters = params[request.sampling].clone()
+            parameters.seed = seed_of(request.seed)
             if request.sampling.logprobs:
-                own.extra_args = {TAG: str(request.id)}
-            engine.add_request(str(request.id), {"prompt_token_ids": request.prompt_ids}, own)
+                parameters.extra_args = {TAG: str(request.id)}
+            engine.add_request(str(request.id), {"prompt_token_ids": request.prompt_ids}, parameters)
         self._aborted, self._tagged = [], {str(request.id) for request in requests if request.sampling.logprobs}
         try:
             while engine.has_unfinished_requests():
@@ -134,9 +138,9 @@ class VLLMEngine:
                     self.abort()
                     break
                 for output in engine.step():
-                    (found,) = output.outputs
-                    routes = self._read_routes(found, len(output.prompt_token_ids))
-                    yield self._completion(output.request_id, found.token_ids, found.finish_reason, routes)
+                    (sampled,) = output.outputs
+                    routes = self._read_routes(sampled, len(output.prompt_token_ids))
+                    yield self._completion(output.request_id, sampled.token_ids, sampled.finish_reason, routes)
             yield from self._aborted
         finally:
             # The caller may have stopped iterating.
@@ -200,14 +204,14 @@ class VLLMEngine:
         logprobs: list[float] = []
         if name in self._tagged:
             collected = self._llm.collective_rpc("give_logprobs", args=([name],))
-            logprobs = logprobs_of(name, token_ids, [each for (each,) in collected])
+            logprobs = logprobs_of(name, token_ids, [drawn for (drawn,) in collected])
         return Completion(int(name), list(token_ids), logprobs, reason, self.version, routes_TLK=routes)
 
-    def _read_routes(self, found: Any, prompt: int) -> Tensor | None:
+    def _read_routes(self, sampled: Any, prompt: int) -> Tensor | None:
         if self._routes is None:
             return None
-        given = as_tensor(getattr(found, "routed_experts", None))
-        return routes_of_engine(given, prompt + len(found.token_ids), self._routes, is_aborted=False)
+        array = as_tensor(getattr(sampled, "routed_experts", None))
+        return routes_of_engine(array, prompt + len(sampled.token_ids), self._routes, is_aborted=False)
 
     def _parameters(self, sampling: Sampling) -> Any:
         from vllm import SamplingParams
@@ -226,7 +230,7 @@ def _bytes_of(*tags: str) -> int:
     from vllm.device_allocator.cumem import CuMemAllocator
 
     held = CuMemAllocator.get_instance().pointer_to_data.values()
-    return sum(int(each.handle[1]) for each in held if each.tag in tags)
+    return sum(int(allocation.handle[1]) for allocation in held if allocation.tag in tags)
 
 
 @contextmanager

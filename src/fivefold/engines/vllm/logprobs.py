@@ -46,20 +46,20 @@ class LogprobCollector:
         named: dict[str, _Request] = {}
         execute, sample, scheduled = runner.execute_model, runner.sample_tokens, None
 
-        def execute_model(scheduler_output: Any, *arguments: Any, **given: Any) -> Any:
+        def execute_model(scheduler_output: Any, *arguments: Any, **options: Any) -> Any:
             nonlocal scheduled
             scheduled = scheduler_output
-            return self._watched(execute(scheduler_output, *arguments, **given), scheduler_output, named)
+            return self._watched(execute(scheduler_output, *arguments, **options), scheduler_output, named)
 
-        def sample_tokens(*arguments: Any, **given: Any) -> Any:
-            return self._watched(sample(*arguments, **given), scheduled, named)
+        def sample_tokens(*arguments: Any, **options: Any) -> Any:
+            return self._watched(sample(*arguments, **options), scheduled, named)
 
         runner.execute_model, runner.sample_tokens = execute_model, sample_tokens
 
     def give_logprobs(self, names: Sequence[str]) -> list[Drawn]:
         """Returns tokens and log-probs of requests that are done; a request that has drawn no token has none."""
-        found = [self._requests.pop(name, _Request()) for name in names]
-        return [(one.tokens.tolist(), one.logprobs.tolist()) for one in found]
+        drawn = [self._requests.pop(name, _Request()) for name in names]
+        return [(one.tokens.tolist(), one.logprobs.tolist()) for one in drawn]
 
     def _watched(self, result: Any, scheduled: Any, named: dict[str, _Request]) -> Any:
         """Returns a runner's result without the log-probs of tagged requests, which are collected once it is there."""
@@ -80,8 +80,8 @@ class LogprobCollector:
                 # The second model runner gets a preempted request as a new one, with the tokens that it has drawn.
                 drawn = len(getattr(new, "prefill_token_ids", None) or new.prompt_token_ids) - len(new.prompt_token_ids)
                 positions[new.req_id] = drawn
-                kept = self._requests.get(tag) if drawn else None
-                named[new.req_id] = self._requests[tag] = kept or _Request()
+                before = self._requests.get(tag) if drawn else None
+                named[new.req_id] = self._requests[tag] = before or _Request()
         while len(self._requests) > max(_MOST_UNTAKEN, 2 * len(named)):
             self._requests.pop(next(iter(self._requests)), None)
         if output.logprobs is None or not named:
@@ -93,15 +93,15 @@ class LogprobCollector:
             if (one := named.get(name)) is None:
                 are_all = False
             elif count := len(sampled[row]):
-                first, own = row if starts is None else starts[row], one.tokens
-                if (position := positions[name]) < len(own):
+                first, drawn_tokens = row if starts is None else starts[row], one.tokens
+                if (position := positions[name]) < len(drawn_tokens):
                     # vLLM draws again what it discards.
-                    del own[position:], one.logprobs[position:]
+                    del drawn_tokens[position:], one.logprobs[position:]
                 if count == 1:
-                    own.append(tokens[first])
+                    drawn_tokens.append(tokens[first])
                     one.logprobs.append(logprobs[first])
                 else:
-                    own.extend(tokens[first : first + count])
+                    drawn_tokens.extend(tokens[first : first + count])
                     one.logprobs.extend(logprobs[first : first + count])
         if are_all:
             output.logprobs = None
@@ -120,7 +120,7 @@ def logprobs_of(name: str, token_ids: Sequence[int], answers: Sequence[Drawn]) -
     count = len(token_ids)
     if tokens[:count] != list(token_ids):
         pairs = enumerate(zip(token_ids, tokens, strict=False))
-        place = next((at for at, (own, other) in pairs if own != other), len(tokens))
+        place = next((at for at, (token, other) in pairs if token != other), len(tokens))
         raise RunError(
             f"vLLM's log-probs of request {name} belong to other tokens than its response, from token {place} of {count} "
             "on: this release hands them over in another way; please report it with the version of vLLM"
@@ -137,11 +137,11 @@ class LogprobTaker:
 
     async def take(self, engine: Any, name: str) -> list[Drawn]:
         """Returns what each worker has collected for a request that is done."""
-        found: asyncio.Future[list[Drawn]] = asyncio.get_running_loop().create_future()
-        self._waiting[name] = found
+        future: asyncio.Future[list[Drawn]] = asyncio.get_running_loop().create_future()
+        self._waiting[name] = future
         if self._task is None or self._task.done():
             self._task = asyncio.ensure_future(self._take(engine))
-        return await found
+        return await future
 
     async def _take(self, engine: Any) -> None:
         while self._waiting:
@@ -156,4 +156,4 @@ class LogprobTaker:
             for place, future in enumerate(waiting.values()):
                 # The client may have gone.
                 if not future.done():
-                    future.set_result([each[place] for each in answers])
+                    future.set_result([drawn[place] for drawn in answers])

@@ -51,7 +51,7 @@ def describe(address: str) -> Description | int:
     """Returns what the first worker reports of its model, or the HTTP status if another service answers."""
     answer = ask(address, "POST", "/collective_rpc", {"method": "describe"})
     try:
-        found = answer.json()["results"][0]
-        return Description(dict(found["sizes"]), int(found["max_model_len"]))
+        worker = answer.json()["results"][0]
+        return Description(dict(worker["sizes"]), int(worker["max_model_len"]))
     except (ValueError, TypeError, KeyError, IndexError):
         return answer.status_code

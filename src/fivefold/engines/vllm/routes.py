@@ -16,16 +16,16 @@ Packed = tuple[list[int], str]
 """Shape, and the numbers as int16 in base64."""
 
 
-def as_tensor(found: Any) -> Tensor | None:
+def as_tensor(array: Any) -> Tensor | None:
     """Converts vLLM's array, whose dtype depends on the number of experts and the release, to an int16 tensor."""
-    return None if found is None else torch.from_numpy(np.ascontiguousarray(found).astype(np.int16))
+    return None if array is None else torch.from_numpy(np.ascontiguousarray(array).astype(np.int16))
 
 
-def packed(found: Any) -> Packed | None:
+def packed(array: Any) -> Packed | None:
     """Converts vLLM's array to JSON values."""
-    if found is None:
+    if array is None:
         return None
-    numbers = np.ascontiguousarray(found).astype(np.int16)
+    numbers = np.ascontiguousarray(array).astype(np.int16)
     return list(numbers.shape), base64.b64encode(numbers.tobytes()).decode()
 
 

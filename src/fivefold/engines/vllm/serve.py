@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from fivefold.distributed.compiler_caches import use_compiler_caches
 from fivefold.engines.arguments import flags
 from fivefold.engines.garbage import freeze_heap
-from fivefold.engines.servers.server_process import ServerProcess, devices_from, end_with_parent, own_environment
+from fivefold.engines.servers.server_process import ServerProcess, devices_from, own_environment, run_as_program
 from fivefold.engines.vllm.arguments import EXTENSION, ON_CPU, PROGRESS, ROUTE, TAKE, WEIGHTS
 from fivefold.engines.vllm.held_weights import HeldWeights
 from fivefold.engines.vllm.logprobs import TAG, LogprobTaker, logprobs_of
@@ -103,9 +103,9 @@ async def _weights(raw: Any) -> Any:
     """{run, method, args} -> {results}: a call of `WeightReceiver` in every worker."""
     from starlette.responses import JSONResponse, PlainTextResponse
 
-    asked, held = await raw.json(), raw.app.state.weights
-    method, arguments = asked["method"], asked["args"]
-    if asked["run"] != raw.app.state.run:
+    call, held = await raw.json(), raw.app.state.weights
+    method, arguments = call["method"], call["args"]
+    if call["run"] != raw.app.state.run:
         return PlainTextResponse(_TAKEN, status_code=409)
     held.before()
     try:
@@ -113,10 +113,10 @@ async def _weights(raw: Any) -> Any:
     except Exception as error:
         held.cut()
         return PlainTextResponse(f"{type(error).__name__}: {error}", status_code=500)
-    if any("error" in each for each in results):
+    if any("error" in result for result in results):
         held.cut()
     else:
-        held.after(method, arguments, [each["result"] for each in results])
+        held.after(method, arguments, [result["result"] for result in results])
     return JSONResponse({"results": results})
 
 
@@ -127,40 +127,42 @@ async def _generate(raw: Any) -> Any:
     """
     from starlette.responses import PlainTextResponse, StreamingResponse
 
-    asked = await raw.json()
-    if asked["run"] != raw.app.state.run:
+    request = await raw.json()
+    if request["run"] != raw.app.state.run:
         return PlainTextResponse(_TAKEN, status_code=409)
     if not await raw.app.state.weights.are_whole():
         return PlainTextResponse(
             "this server has incomplete weights: none came, or their transfer was cut off", status_code=409
         )
-    return StreamingResponse(_lines(raw.app.state, asked), media_type="application/x-ndjson")
+    return StreamingResponse(_lines(raw.app.state, request), media_type="application/x-ndjson")
 
 
-async def _lines(state: Any, asked: dict[str, Any]) -> AsyncIterator[str]:
+async def _lines(state: Any, request: dict[str, Any]) -> AsyncIterator[str]:
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
-    engine, sampling = state.engine_client, asked["sampling"]
+    engine, sampling = state.engine_client, request["sampling"]
     sampling["logit_bias"] = sampling["logit_bias"] and {int(one): bias for one, bias in sampling["logit_bias"].items()}
     params = SamplingParams(**sampling, output_kind=RequestOutputKind.FINAL_ONLY)
 
     async def draw(number: int, name: str, seed: int) -> str:
-        own = params.clone()
-        own.seed = seed_of(seed)
-        if own.logprobs is not None:
-            own.extra_args = {TAG: name}
-        async for output in engine.generate({"prompt_token_ids": asked["prompt_ids"]}, own, name):
-            (found,) = output.outputs
-        spans = getattr(found, "weight_versions", None)
+        parameters = params.clone()
+        parameters.seed = seed_of(seed)
+        if parameters.logprobs is not None:
+            parameters.extra_args = {TAG: name}
+        async for output in engine.generate({"prompt_token_ids": request["prompt_ids"]}, parameters, name):
+            (sampled,) = output.outputs
+        spans = getattr(sampled, "weight_versions", None)
         versions = spans and [(int(span.version), span.end - span.start) for span in spans]
-        token_ids = list(found.token_ids)
+        token_ids = list(sampled.token_ids)
         state.sampled += len(token_ids)
-        given = [] if own.logprobs is None else logprobs_of(name, token_ids, await state.logprobs.take(engine, name))
-        answer = number, token_ids, given, found.finish_reason, versions
-        return json.dumps([*answer, packed(getattr(found, "routed_experts", None))])
+        logprobs = (
+            [] if parameters.logprobs is None else logprobs_of(name, token_ids, await state.logprobs.take(engine, name))
+        )
+        answer = number, token_ids, logprobs, sampled.finish_reason, versions
+        return json.dumps([*answer, packed(getattr(sampled, "routed_experts", None))])
 
-    draws = [asyncio.ensure_future(draw(number, f"{asked['name']}-{number}", seed)) for number, seed in asked["draws"]]
+    draws = [asyncio.ensure_future(draw(number, f"{request['name']}-{number}", seed)) for number, seed in request["draws"]]
     try:
         for done in asyncio.as_completed(draws):
             yield await done + "\n"
@@ -168,8 +170,8 @@ async def _lines(state: Any, asked: dict[str, Any]) -> AsyncIterator[str]:
         yield json.dumps({"error": f"{type(error).__name__}: {error}", "is_dead": engine.errored}) + "\n"
     finally:
         # The client may have gone: the engine then ends these requests.
-        for each in draws:
-            each.cancel()
+        for line in draws:
+            line.cancel()
 
 
 def server_process(
@@ -182,24 +184,21 @@ def server_process(
 ) -> ServerProcess:
     """Returns a server on this device and the following ones, `devices` in all, with vLLM's own arguments by name."""
     # Statistics cost every step time for every sequence, and only runs of several turns read them.
-    given, environment = {"disable_log_stats": True, **arguments}, {}
-    if not given["disable_log_stats"]:
+    options, environment = {"disable_log_stats": True, **arguments}, {}
+    if not options["disable_log_stats"]:
         # vLLM has no option that turns it off.
-        del given["disable_log_stats"]
+        del options["disable_log_stats"]
     if device.type == "cpu":
-        given = {"enforce_eager": True} | given
+        options = {"enforce_eager": True} | options
         # This avoids compilation on a user's machine. Also, inductor's code for AVX2 read embeddings past their end (0.32).
-        environment = ON_CPU | ({"TORCH_COMPILE_DISABLE": "1"} if given["enforce_eager"] else {})
-    if given.get("enable_return_routed_experts"):
+        environment = ON_CPU | ({"TORCH_COMPILE_DISABLE": "1"} if options["enforce_eager"] else {})
+    if options.get("enable_return_routed_experts"):
         environment |= V2
     environment |= devices_from(device, devices)
     return ServerProcess(
-        ["fivefold.engines.vllm.serve", *flags(given, says_no=True)], own_environment(environment), log, is_ready, host
+        ["fivefold.engines.vllm.serve", *flags(options, says_no=True)], own_environment(environment), log, is_ready, host
     )
 
 
 # vLLM spawns its other processes, which run this module again under its second name.
-if __name__ in ("__main__", "__mp_main__"):
-    end_with_parent(is_first=__name__ == "__main__")
-if __name__ == "__main__":
-    main(sys.argv[1:])
+run_as_program(__name__, main)

@@ -44,14 +44,14 @@ def load(name: str, settings: dict[str, Any]) -> Any:
     return lambda: Agent(function)
 
 
-def rewards_of(found: Any) -> dict[str, float] | None:
+def rewards_of(returned: Any) -> dict[str, float] | None:
     """Return what an agent returned as rewards by name; None if it returned none."""
-    if found is None:
+    if returned is None:
         return None
-    named = found if isinstance(found, dict) else {"reward": found}
+    named = returned if isinstance(returned, dict) else {"reward": returned}
     for value in named.values():
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-            raise ValueError(f"an agent returns a finite number, or several by name: got {found!r}")
+            raise ValueError(f"an agent returns a finite number, or several by name: got {returned!r}")
     if not named:
         raise ValueError("an agent returns a finite number, or several by name: got none")
     return {str(name): float(value) for name, value in named.items()}

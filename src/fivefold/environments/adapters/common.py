@@ -1,4 +1,4 @@
-"""What several adapters need: a user's code, a library, and the first messages."""
+"""Code that several adapters need: import a user's code or a library, and make the first messages."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class ToolError(Refusal):
 
 
 class Source:
-    """Where tools come from: functions, a server, a file for another system."""
+    """Source of tools: functions, a server, or a file for another system."""
 
     is_stateless = True
     """Whether it keeps nothing of a trajectory that its next calls depend on."""
@@ -45,7 +45,7 @@ class Source:
 
 def load_code(name: str) -> Any:
     """Return the class or function of `path/to/file.py:name`."""
-    path, _, own = name.rpartition(":")
+    path, _, attribute = name.rpartition(":")
     file = Path(path).resolve()
     module_name = f"fivefold_user_{file.stem}_{zlib.crc32(bytes(file)):08x}"
     if module_name not in sys.modules:
@@ -55,7 +55,7 @@ def load_code(name: str) -> Any:
         # The last place in sys.path: a file next to it must not replace a library of the same name.
         sys.path.append(str(file.parent))
         spec.loader.exec_module(module)
-    return getattr(sys.modules[module_name], own)
+    return getattr(sys.modules[module_name], attribute)
 
 
 def library(module: str, package: str) -> Any:

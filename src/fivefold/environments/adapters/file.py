@@ -10,10 +10,10 @@ from .common import Refusal, load_code
 
 def load(name: str, settings: dict[str, Any]) -> Callable[[], Any]:
     """Return the class `path/to/file.py:Class`."""
-    found = load_code(name)
+    loaded = load_code(name)
     for method in ("reset", "step"):
-        if not callable(getattr(found, method, None)):
+        if not callable(getattr(loaded, method, None)):
             raise Refusal(f"environment.class: {name} must have a method {method}")
-    if callable(getattr(found, "state", None)) != callable(getattr(found, "restore", None)):
+    if callable(getattr(loaded, "state", None)) != callable(getattr(loaded, "restore", None)):
         raise Refusal(f"environment.class: {name} must have both methods state and restore, or neither")
-    return found  # type: ignore[no-any-return]
+    return loaded  # type: ignore[no-any-return]

@@ -71,7 +71,7 @@ def _schema(hint: Any, where: str) -> dict[str, Any]:
     if origin is dict:
         return {"type": "object"}
     if origin in (typing.Union, types.UnionType):
-        return {"type": [_schema(each, where)["type"] for each in inner]}
+        return {"type": [_schema(part, where)["type"] for part in inner]}
     raise Refusal(
         f"environment.tools: the tool {where}: an argument is str, int, float, bool, list, dict, Literal or None: "
         f"got {hint!r}"

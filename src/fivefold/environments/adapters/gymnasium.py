@@ -20,14 +20,14 @@ def load(name: str, settings: dict[str, Any]) -> Callable[[], Any]:
     gymnasium = library("gymnasium", "gymnasium")
     options = settings["options"]
     try:
-        made = gymnasium.make(name, **options)
-        made.close()
+        probe = gymnasium.make(name, **options)
+        probe.close()
     except Exception as error:
         raise Refusal(
             f"environment.class: gymnasium cannot make {name} with environment.options {options}: "
             f"{type(error).__name__}: {error}"
         ) from error
-    if "render_mode" not in options and "ansi" in made.metadata.get("render_modes", []):
+    if "render_mode" not in options and "ansi" in probe.metadata.get("render_modes", []):
         options = {**options, "render_mode": "ansi"}
     return partial(Environment, gymnasium, name, options)
 

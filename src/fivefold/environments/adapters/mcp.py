@@ -49,7 +49,7 @@ class Server(Source):
     is_stateless = False
 
     def __init__(self, tool: str, seconds: float) -> None:
-        """`seconds`: time for one answer."""
+        """Describe tools of the server `tool`; `seconds` limits the time for one answer."""
         self._tool, self._seconds = tool, seconds
         self._sessions: dict[int, asyncio.Task[_Session]] = {}
         self.schemas: list[dict[str, Any]] = []
@@ -109,13 +109,13 @@ class _Session:
 
     async def tools(self) -> list[dict[str, Any]]:
         """Return the descriptions of all tools."""
-        found: list[dict[str, Any]] = []
+        descriptions: list[dict[str, Any]] = []
         cursor: dict[str, Any] = {}
         while True:
             page = await self.request("tools/list", cursor)
-            found += page["tools"]
+            descriptions += page["tools"]
             if not page.get("nextCursor"):
-                return found
+                return descriptions
             cursor = {"cursor": page["nextCursor"]}
 
     async def request(self, method: str, parameters: dict[str, Any]) -> dict[str, Any]:
@@ -168,7 +168,7 @@ class _Program(_Session):
         self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._listen())]
 
     async def _read(self) -> None:
-        """Hand each answer to its request, until the program ends."""
+        """Read answers and give each to the request that waits for it, until the program ends."""
         assert self._process is not None and self._process.stdout is not None
         with contextlib.suppress(OSError, ValueError):
             while line := await self._process.stdout.readline():
@@ -181,10 +181,10 @@ class _Program(_Session):
         await self._process.wait()
         # What it said last may explain its end.
         await asyncio.wait(self._tasks[1:], timeout=_CLOSE_SECONDS)
-        said = self._said.decode(errors="replace").strip().rpartition("\n")[2]
+        last_line = self._said.decode(errors="replace").strip().rpartition("\n")[2]
         for waiting in self._waiting.values():
             if not waiting.done():
-                waiting.set_exception(ToolError(f"the server ended with exit code {self._process.returncode}: {said}"))
+                waiting.set_exception(ToolError(f"the server ended with exit code {self._process.returncode}: {last_line}"))
 
     async def _listen(self) -> None:
         assert self._process is not None and self._process.stderr is not None

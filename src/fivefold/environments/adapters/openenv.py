@@ -64,8 +64,8 @@ class Environment:
     async def reset(self, task: dict[str, Any], seed: int) -> list[dict[str, Any]]:
         """Begin a session, and return the row's prompt with the first observation."""
         self._socket = await _WebSocket.open(self._url)
-        found = await self._ask("reset", {**self._options, "seed": seed})
-        return with_observation(task["prompt"], self._text(found))
+        result = await self._ask("reset", {**self._options, "seed": seed})
+        return with_observation(task["prompt"], self._text(result))
 
     async def step(self, message: dict[str, Any]) -> dict[str, Any]:
         """Take the action that a message is; without one the environment stays as it is."""
@@ -75,10 +75,10 @@ class Environment:
                 action = json.loads(message["content"])
             if not isinstance(action, dict):
                 return {"messages": f"That is no action. An action is JSON with the fields {', '.join(self._properties)}."}
-        found = await self._ask("step", action)
-        text = self._text(found)
-        done = bool(found.get("done"))
-        return {"messages": text, "reward": float(found.get("reward") or 0.0), "done": done, "state": named(text)}
+        result = await self._ask("step", action)
+        text = self._text(result)
+        done = bool(result.get("done"))
+        return {"messages": text, "reward": float(result.get("reward") or 0.0), "done": done, "state": named(text)}
 
     async def close(self) -> None:
         """End the session."""
@@ -91,12 +91,12 @@ class Environment:
         answer = json.loads(await self._socket.receive())
         if answer["type"] == "error":
             raise RuntimeError(f"the OpenEnv server reports: {answer['data']}")
-        found: dict[str, Any] = answer["data"]
-        return found
+        content: dict[str, Any] = answer["data"]
+        return content
 
     @staticmethod
-    def _text(found: dict[str, Any]) -> str:
-        observation = {key: value for key, value in found.get("observation", {}).items() if key not in _ABOUT}
+    def _text(result: dict[str, Any]) -> str:
+        observation = {key: value for key, value in result.get("observation", {}).items() if key not in _ABOUT}
         if len(observation) == 1 and isinstance(text := next(iter(observation.values())), str):
             return text
         return json.dumps(observation)

@@ -48,5 +48,5 @@ class Environment:
         return {"messages": text, "reward": float((rewards or {}).get(0, 0.0)), "done": True, "state": named(text)}
 
     def _new(self) -> str:
-        _, found = self._game.get_observation()
-        return "\n".join(text for _, text, kind in found if kind is not self._own)
+        _, observations = self._game.get_observation()
+        return "\n".join(text for _, text, kind in observations if kind is not self._own)

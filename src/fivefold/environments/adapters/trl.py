@@ -22,7 +22,11 @@ def load(name: str, settings: dict[str, Any]) -> Callable[[], Any]:
     if not callable(getattr(user_class, "reset", None)):
         raise Refusal(f"environment.class: {name} must have a method reset")
     probe = user_class(**settings["options"])
-    tools = [each for each, _ in inspect.getmembers(type(probe), inspect.isfunction) if each[0] != "_" and each not in _OWN]
+    tools = [
+        method
+        for method, _ in inspect.getmembers(type(probe), inspect.isfunction)
+        if method[0] != "_" and method not in _OWN
+    ]
     return _Factory(user_class, settings["options"], [schema_of(getattr(probe, tool)) for tool in tools])
 
 
@@ -39,22 +43,22 @@ class _Factory:
 class Environment:
     """An environment that ends with a message without tool calls."""
 
-    def __init__(self, made: Any) -> None:
-        self._made = made
+    def __init__(self, instance: Any) -> None:
+        self._instance = instance
 
     async def reset(self, task: dict[str, Any], seed: int) -> list[dict[str, Any]] | None:
         """Return the row's prompt with what `reset` returned, which comes last in its last message."""
-        takes = inspect.signature(self._made.reset).parameters
-        takes_any = any(each.kind is each.VAR_KEYWORD for each in takes.values())
+        takes = inspect.signature(self._instance.reset).parameters
+        takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in takes.values())
         columns = {key: value for key, value in {**task, "seed": seed}.items() if takes_any or key in takes}
 
         def begin() -> Any:
             # The interface has no seed: classes that draw from `random` alone start alike this way.
             random.seed(seed)
-            return self._made.reset(**columns)
+            return self._instance.reset(**columns)
 
         observation = await (
-            run(self._made.reset, **columns) if inspect.iscoroutinefunction(self._made.reset) else run(begin)
+            run(self._instance.reset, **columns) if inspect.iscoroutinefunction(self._instance.reset) else run(begin)
         )
         if observation is None:
             return None
@@ -66,8 +70,8 @@ class Environment:
 
     async def call(self, name: str, arguments: dict[str, Any]) -> Any:
         """Call a method as a tool."""
-        return await run(getattr(self._made, name), **arguments)
+        return await run(getattr(self._instance, name), **arguments)
 
     async def score(self) -> float:
         """Return the reward of the trajectory, 0 where other functions give it."""
-        return float(await run(self._made.get_reward)) if hasattr(self._made, "get_reward") else 0.0
+        return float(await run(self._instance.get_reward)) if hasattr(self._instance, "get_reward") else 0.0

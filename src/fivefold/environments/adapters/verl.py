@@ -55,8 +55,8 @@ class _Classes(Source):
         sys.path.append(str(Path.cwd()))
         for entry in yaml.safe_load(Path(path).read_text())["tools"]:
             module, _, name = entry["class_name"].rpartition(".")
-            given = entry.get("tool_schema")
-            schema = None if given is None else schema_class.model_validate(given)
+            described = entry.get("tool_schema")
+            schema = None if described is None else schema_class.model_validate(described)
             tool = getattr(importlib.import_module(module), name)(config=entry.get("config", {}), tool_schema=schema)
             self._tools[tool.name] = tool
         self.schemas = [_schema(tool.tool_schema) for tool in self._tools.values()]
@@ -68,11 +68,11 @@ class _Classes(Source):
     async def call(self, environment: int, name: str, arguments: dict[str, Any]) -> Any:
         """Return the text of an answer, of a tool that is made for it."""
         tool, row = self._tools[name], self._rows[environment].get(name, {})
-        made, _ = await tool.create(create_kwargs=row.get("create_kwargs", {}))
+        instance, _ = await tool.create(create_kwargs=row.get("create_kwargs", {}))
         try:
-            answer, _, _ = await tool.execute(made, arguments, agent_data=None)
+            answer, _, _ = await tool.execute(instance, arguments, agent_data=None)
         finally:
-            await tool.release(made)
+            await tool.release(instance)
         return _text(answer)
 
     async def leave(self, environment: int) -> None:
@@ -81,9 +81,9 @@ class _Classes(Source):
 
 
 def _schema(schema: Any) -> dict[str, Any]:
-    found = schema.model_dump(exclude_unset=True, exclude_none=True)
-    parameters = {"type": "object", "properties": {}, "required": [], **found["function"].get("parameters", {})}
-    return {"type": "function", "function": {**found["function"], "parameters": parameters}}
+    described = schema.model_dump(exclude_unset=True, exclude_none=True)
+    parameters = {"type": "object", "properties": {}, "required": [], **described["function"].get("parameters", {})}
+    return {"type": "function", "function": {**described["function"], "parameters": parameters}}
 
 
 def _text(answer: Any) -> str:
@@ -107,8 +107,8 @@ class _Fields:
         return _Fields(**value) if isinstance(value, dict) else value
 
     @classmethod
-    def model_validate(cls, given: Any) -> Any:
-        return cls(**given)
+    def model_validate(cls, values: Any) -> Any:
+        return cls(**values)
 
     def model_dump(self, **options: Any) -> dict[str, Any]:
         return {name: value.model_dump() if isinstance(value, _Fields) else value for name, value in self._fields.items()}
@@ -148,8 +148,8 @@ def _function_tool(name: Any = None, *, schema: Any = None) -> Any:
     """Register a function as a tool, as a plain decorator or with another name."""
     registry = sys.modules["verl.tools.function_tool"].FUNCTION_TOOL_REGISTRY
 
-    def decorate(function: Any, own: str | None = None) -> Any:
-        registry[own or function.__name__] = _FunctionTool(function, own or function.__name__, schema)
+    def decorate(function: Any, chosen_name: str | None = None) -> Any:
+        registry[chosen_name or function.__name__] = _FunctionTool(function, chosen_name or function.__name__, schema)
         return function
 
     return decorate(name) if inspect.isfunction(name) else lambda function: decorate(function, name)

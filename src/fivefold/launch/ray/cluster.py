@@ -32,10 +32,10 @@ _NODE_ID = "ray.io/node-id"
 
 
 @contextmanager
-def connected(settings: RayConfig, own: Amount) -> Iterator[str]:
+def connected(settings: RayConfig, machine: Amount) -> Iterator[str]:
     """Stay connected to the cluster within this context; yields the cluster's name for messages.
 
-    A process that is already connected stays connected. `own`: resources of a cluster that is started here. Raises
+    A process that is already connected stays connected. `machine`: resources of a cluster that is started here. Raises
     ValueError if there is no cluster at the address.
     """
     address = settings.address or os.environ.get("RAY_ADDRESS")
@@ -45,7 +45,7 @@ def connected(settings: RayConfig, own: Amount) -> Iterator[str]:
     if ray.is_initialized():
         yield "the Ray cluster of this process"
     elif address is None:
-        with _started(own):
+        with _started(machine):
             yield "a Ray cluster of this machine"
     else:
         _join(address)
@@ -70,11 +70,11 @@ def _join(address: str) -> None:
 
 
 @contextmanager
-def _started(own: Amount) -> Iterator[None]:
+def _started(machine: Amount) -> Iterator[None]:
     """Runs a cluster within this context that leaves nothing after it."""
     directory = tempfile.mkdtemp(prefix="fivefold-ray-", dir=_short_directory())
     # These CPUs serve only for reservations: as many as the ranks take, as without Ray.
-    size = {"num_cpus": own.cpus, "object_store_memory": _OBJECTS, **({"num_gpus": 0} if not own.gpus else {})}
+    size = {"num_cpus": machine.cpus, "object_store_memory": _OBJECTS, **({"num_gpus": 0} if not machine.gpus else {})}
     guardian = subprocess.Popen(
         [sys.executable, "-m", guard.__name__, directory], stdin=subprocess.PIPE, start_new_session=True
     )
@@ -119,14 +119,14 @@ def _look() -> list[Node]:
     free = ray._private.state.available_resources_per_node()
     return [
         Node(
-            each["NodeID"],
-            each["NodeManagerHostname"],
-            each["NodeManagerAddress"],
-            _amount(each["Resources"]),
-            _amount(free.get(each["NodeID"], {})),
+            node["NodeID"],
+            node["NodeManagerHostname"],
+            node["NodeManagerAddress"],
+            _amount(node["Resources"]),
+            _amount(free.get(node["NodeID"], {})),
         )
-        for each in sorted(ray.nodes(), key=lambda each: (each["NodeManagerAddress"], each["NodeID"]))
-        if each["Alive"]
+        for node in sorted(ray.nodes(), key=lambda node: (node["NodeManagerAddress"], node["NodeID"]))
+        if node["Alive"]
     ]
 
 
@@ -137,15 +137,15 @@ def _amount(resources: Mapping[str, float]) -> Amount:
 def nodes() -> list[Node]:
     """Returns the nodes that are alive, by address. Raises RuntimeError if the cluster cannot run code of this package."""
     # A driver outside the cluster, at ray://, needs a remote task for this.
-    asked = ray.remote(num_cpus=0)(_look).remote()
+    reference = ray.remote(num_cpus=0)(_look).remote()
     try:
-        found: list[Node] = ray.get(asked, timeout=_LOOK_SECONDS)
+        alive: list[Node] = ray.get(reference, timeout=_LOOK_SECONDS)
     except ray.exceptions.RayError as error:
         raise RunError(
             "launch.backend: the Ray cluster does not run this package: every node needs it, with the Python and Ray of "
             f"this machine: {error}"
         ) from error
-    return found
+    return alive
 
 
 @contextmanager
@@ -157,13 +157,13 @@ def reserved(
     `roles_for` returns the roles for a cluster with these nodes. `hosts`: the number of nodes, if it is requested. Raises
     ValueError at once if the cluster is too small, and after `wait_minutes` if others hold what is needed.
     """
-    found = _reserve(roles_for, settings, hosts, stopped)
+    reservation = _reserve(roles_for, settings, hosts, stopped)
     try:
-        yield found
+        yield reservation
     finally:
-        if found is not None:
+        if reservation is not None:
             with contextlib.suppress(Exception):
-                remove_placement_group(found[1])
+                remove_placement_group(reservation[1])
 
 
 def _reserve(
@@ -171,21 +171,21 @@ def _reserve(
 ) -> tuple[list[Bundle], PlacementGroup] | None:
     deadline, has_told = time.monotonic() + 60 * settings.wait_minutes, False
     while not stopped():
-        there = nodes()
-        roles, spread = roles_for(there), settings.strategy == "spread"
-        bundles = place(roles, there, spread, hosts)
-        if bundles is None and place_when_free(roles, there, spread, hosts) is None:
-            raise UserError(f"launch.ray: the cluster must have room for {needs(roles, hosts)}: {has(there)}; {_ADVICE}")
+        alive = nodes()
+        roles, spread = roles_for(alive), settings.strategy == "spread"
+        bundles = place(roles, alive, spread, hosts)
+        if bundles is None and place_when_free(roles, alive, spread, hosts) is None:
+            raise UserError(f"launch.ray: the cluster must have room for {needs(roles, hosts)}: {has(alive)}; {_ADVICE}")
         if bundles is not None and (group := _try(bundles)):
             return bundles, group
         if not has_told:
             longest = f"at most {settings.wait_minutes:g} minutes"
-            print(f"note     waiting for room for {needs(roles, hosts)}, {longest}: {has(there)}", flush=True)
+            print(f"note     waiting for room for {needs(roles, hosts)}, {longest}: {has(alive)}", flush=True)
             has_told = True
         if time.monotonic() > deadline:
             raise UserError(
                 f"launch.ray.wait_minutes: no room for {needs(roles, hosts)} after {settings.wait_minutes:g} minutes: "
-                f"{has(there)}; end what has reserved it (`ray list placement-groups`, `ray list actors`), or wait longer"
+                f"{has(alive)}; end what has reserved it (`ray list placement-groups`, `ray list actors`), or wait longer"
             )
         time.sleep(1.0)
     return None

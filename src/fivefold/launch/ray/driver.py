@@ -64,16 +64,16 @@ def spawn(
     count, settings = roles.world_size, launch.ray
     if engine.layout is not None and engine.placement == "apart":
         count += engine.layout.world_size
-    own = Amount(1 if trainer.device != "cpu" else 0, settings.cpus_per_rank) * count
+    size = Amount(1 if trainer.device != "cpu" else 0, settings.cpus_per_rank) * count
     role_on = partial(rank_role, roles, engine, trainer.device, settings.cpus_per_rank)
-    with Signals() as signals, connected(settings, own) as cluster:
+    with Signals() as signals, connected(settings, size) as cluster:
         # Ray has replaced our handlers by its own.
         signals.install()
         wanted = hosts(launch, count)
-        with reserved(lambda there: [role_on(there)], settings, wanted, lambda: bool(signals.taken)) as found:
-            if found is None:
+        with reserved(lambda alive: [role_on(alive)], settings, wanted, lambda: bool(signals.taken)) as reservation:
+            if reservation is None:
                 return signals.code
-            with _actors(*found, log_dir, launch.silent_seconds) as ranks:
+            with _actors(*reservation, log_dir, launch.silent_seconds) as ranks:
                 if not ranks.wait(lambda: bool(signals.taken)):
                     return signals.code
                 # After the module and its configuration comes the checkpoint of an evaluation.
@@ -114,9 +114,9 @@ class Host:
 
     def lose(self, why: str) -> None:
         node = self.bundle.node
-        said = f"{self._ranks} on {node}, Ray node {node.id[:12]}: {why}"
+        message = f"{self._ranks} on {node}, Ray node {node.id[:12]}: {why}"
         self.codes = [FAILED] * len(self.bundle.members)
-        self.lost, self.is_speaking = Cause(Kind.KILLED, self.bundle.members[0], said), False
+        self.lost, self.is_speaking = Cause(Kind.KILLED, self.bundle.members[0], message), False
 
 
 class RemoteRanks:
@@ -130,9 +130,9 @@ class RemoteRanks:
 
     def wait(self, stopped: Callable[[], bool]) -> bool:
         """Wait until the actors are ready; returns False if `stopped` before."""
-        asked, deadline = [host.actor.__ray_ready__.remote() for host in self.hosts], time.monotonic() + _START_SECONDS
+        references, deadline = [host.actor.__ray_ready__.remote() for host in self.hosts], time.monotonic() + _START_SECONDS
         while not stopped() and time.monotonic() < deadline:
-            if not ray.wait(asked, num_returns=len(asked), timeout=1.0)[1]:
+            if not ray.wait(references, num_returns=len(references), timeout=1.0)[1]:
                 return True
         return not stopped()
 
@@ -142,10 +142,10 @@ class RemoteRanks:
         mark = log_dir / f".seen-{secrets.token_hex(8)}"
         mark.write_text(mark.name)
         try:
-            found = self._ask_all("look", list(paths), (str(mark), mark.name))
+            reports = self._ask_all("look", list(paths), (str(mark), mark.name))
         finally:
             mark.unlink()
-        for host, report in found:
+        for host, report in reports:
             host.report = report
             where = f"launch.ray: node {host.bundle.node}"
             if report.missing:
@@ -180,7 +180,7 @@ class RemoteRanks:
         news: News
         for host, news in self._ask("poll"):
             host.codes, host.is_speaking, host.silent = news.codes, news.is_speaking, news.silent
-            for stream, piece in news.said:
+            for stream, piece in news.output:
                 out = sys.stderr if stream == ERRORS else sys.stdout
                 out.buffer.write(piece)
                 out.flush()
@@ -193,8 +193,8 @@ class RemoteRanks:
         return [cause for host in self.hosts for cause in host.silent]
 
     def causes(self) -> list[Cause]:
-        found = [cause for _, causes in self._ask("causes") for cause in causes]
-        return [*found, *(host.lost for host in self.hosts if host.lost)]
+        causes = [cause for _, causes in self._ask("causes") for cause in causes]
+        return [*causes, *(host.lost for host in self.hosts if host.lost)]
 
     def losses(self) -> list[Cause]:
         return [cause for _, causes in self._ask("losses") for cause in causes]
@@ -213,18 +213,18 @@ class RemoteRanks:
     def _ask_all(self, method: str, *arguments: Any, among: Sequence[Host] | None = None) -> list[tuple[Host, Any]]:
         """Call a method of every actor; raises RuntimeError if one does not answer."""
         answers = self._ask(method, *arguments, among=among)
-        there = [host.bundle for host, _ in answers]
-        if silent := [host for host in among or self.hosts if host.bundle not in there]:
-            said = [host.lost.text if host.lost else f"{host} does not answer" for host in silent]
-            raise RunError("\n".join(said))
+        answering = [host.bundle for host, _ in answers]
+        if silent := [host for host in among or self.hosts if host.bundle not in answering]:
+            messages = [host.lost.text if host.lost else f"{host} does not answer" for host in silent]
+            raise RunError("\n".join(messages))
         return answers
 
     def _ask(self, method: str, *arguments: Any, among: Sequence[Host] | None = None) -> list[tuple[Host, Any]]:
         """Call a method of the actors that are not lost; returns their answers. An actor that is gone is marked as lost."""
         hosts = [host for host in (self.hosts if among is None else among) if host.lost is None]
-        asked = [(host, getattr(host.actor, method).remote(*arguments)) for host in hosts]
+        references = [(host, getattr(host.actor, method).remote(*arguments)) for host in hosts]
         deadline, answers = time.monotonic() + self._silent_seconds, []
-        for host, reference in asked:
+        for host, reference in references:
             try:
                 answers.append((host, ray.get(reference, timeout=max(0.0, deadline - time.monotonic()))))
                 host.broken_since = None
@@ -243,19 +243,19 @@ def _why(host: Host, error: RayActorError) -> str:
     """Returns whether the node is gone, or only Ray's worker process that started the ranks, as a message."""
     if not _is_there(host.bundle.node):
         return "the node has left the cluster: its raylet ended, or cannot be reached"
-    said = " ".join(line.strip() for line in str(error).splitlines() if line.strip())
-    return f"Ray's worker process that started them has ended ({said[:500] or first_line(error)})"
+    text = " ".join(line.strip() for line in str(error).splitlines() if line.strip())
+    return f"Ray's worker process that started them has ended ({text[:500] or first_line(error)})"
 
 
 def _is_there(node: Node) -> bool:
     """Returns whether the node is still in the cluster. The cluster itself notices a lost node half a minute late."""
     with contextlib.suppress(Exception):
-        found = [each for each in ray.nodes() if each["NodeID"] == node.id and each["Alive"]]
-        if not found or ray.util.client.ray.is_connected():
+        entries = [entry for entry in ray.nodes() if entry["NodeID"] == node.id and entry["Alive"]]
+        if not entries or ray.util.client.ray.is_connected():
             # At ray:// only the head node is reachable from here.
-            return bool(found)
+            return bool(entries)
         try:
-            socket.create_connection((node.address, found[0]["NodeManagerPort"]), _REACH_SECONDS).close()
+            socket.create_connection((node.address, entries[0]["NodeManagerPort"]), _REACH_SECONDS).close()
         except OSError:
             return False
     return True
@@ -269,8 +269,8 @@ def _actors(bundles: list[Bundle], group: PlacementGroup, log_dir: Path, silent_
     for number, bundle in enumerate(bundles):
         place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=number)
         options = {"num_cpus": bundle.amount.cpus, "num_gpus": bundle.amount.gpus, "scheduling_strategy": place}
-        made = actor.options(**options).remote(bundle.members, os.getcwd(), str(log_dir))
-        hosts.append(Host(bundle, made))
+        created = actor.options(**options).remote(bundle.members, os.getcwd(), str(log_dir))
+        hosts.append(Host(bundle, created))
     ranks = RemoteRanks(hosts, silent_seconds)
     try:
         yield ranks

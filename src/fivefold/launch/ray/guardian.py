@@ -20,7 +20,7 @@ from fivefold.distributed.processes import kill
 def main() -> None:
     directory, spared = sys.argv[1], (os.getpid(), os.getppid())
     sys.stdin.read()
-    while left := [each for each in psutil.process_iter() if each.pid not in spared and _is_of(each, directory)]:
+    while left := [process for process in psutil.process_iter() if process.pid not in spared and _is_of(process, directory)]:
         kill(left)
     shutil.rmtree(directory, ignore_errors=True)
 
@@ -29,7 +29,7 @@ def _is_of(process: psutil.Process, directory: str) -> bool:
     """Returns whether the process was started with the directory, or has a file in it open: each Ray process has its log
     there."""
     with contextlib.suppress(psutil.Error, OSError):
-        files = [os.readlink(each) for each in Path(f"/proc/{process.pid}/fd").iterdir()]
+        files = [os.readlink(link) for link in Path(f"/proc/{process.pid}/fd").iterdir()]
         started = any(directory in word for word in process.cmdline())
         return process.status() != psutil.STATUS_ZOMBIE and (started or any(f"{directory}/" in file for file in files))
     return False

@@ -55,7 +55,7 @@ class News:
     """What happened since the previous poll."""
 
     codes: list[int | None]
-    said: list[tuple[int, bytes]]
+    output: list[tuple[int, bytes]]
     """Pieces of rank 0's output, each with its stream: OUTPUT or ERRORS."""
     is_speaking: bool
     """True if more output may come."""
@@ -128,8 +128,8 @@ class NodeRanks:
 
     def poll(self) -> News:
         self._polls += 1
-        said, is_speaking = ([], False) if self._terminal is None else self._terminal.take()
-        return News(self._running.codes(), said, is_speaking, self._running.silent())
+        output, is_speaking = ([], False) if self._terminal is None else self._terminal.take()
+        return News(self._running.codes(), output, is_speaking, self._running.silent())
 
     def _end_unheard(self, limit: float) -> None:
         """End this process, and with it the ranks, if the driver has not polled for `limit` seconds: the network may be
@@ -175,7 +175,7 @@ class _Terminal:
             self._selector.register(end, selectors.EVENT_READ, stream)
             files.append(os.fdopen(file, "wb"))
         self.files = (files[0], files[1])
-        self._said: list[tuple[int, bytes]] = []
+        self._output: list[tuple[int, bytes]] = []
         self._thread = threading.Thread(target=self._read, daemon=True)
 
     def listen(self) -> None:
@@ -188,7 +188,7 @@ class _Terminal:
         while self._selector.get_map():
             for key, _ in self._selector.select():
                 if piece := os.read(key.fd, _AT_ONCE):
-                    self._said.append((key.data, piece))
+                    self._output.append((key.data, piece))
                 else:
                     self._selector.unregister(key.fd)
                     os.close(key.fd)
@@ -196,6 +196,6 @@ class _Terminal:
     def take(self) -> tuple[list[tuple[int, bytes]], bool]:
         """Returns the output since the previous call, and whether more may come."""
         is_speaking = self._thread.is_alive()
-        count = len(self._said)
-        said, self._said[:count] = self._said[:count], []
-        return said, is_speaking
+        count = len(self._output)
+        output, self._output[:count] = self._output[:count], []
+        return output, is_speaking

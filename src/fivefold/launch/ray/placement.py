@@ -49,7 +49,7 @@ class Role:
 
     name: str
     count: int
-    each: Amount
+    per_process: Amount
     together: int = 1
     """Number of neighbors that must share a node; divides `count`."""
     further: Amount = Amount(0, 0)
@@ -58,7 +58,7 @@ class Role:
     @property
     def unit(self) -> Amount:
         """All resources that a group of neighbors takes."""
-        return self.each * self.together + self.further
+        return self.per_process * self.together + self.further
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Node:
     id: str
     host: str
     address: str
-    whole: Amount
+    total: Amount
     free: Amount
     """Resources that are not reserved."""
 
@@ -89,30 +89,30 @@ class Bundle:
         return self.role.unit * (len(self.members) // self.role.together)
 
 
-def rank_role(roles: Roles, engine: EngineConfig, device: str, cpus: int, there: Sequence[Node]) -> Role:
+def rank_role(roles: Roles, engine: EngineConfig, device: str, cpus: int, nodes: Sequence[Node]) -> Role:
     """Returns the role of a run's ranks on these nodes, with the number of ranks that must share a node.
 
     `roles`: the models of the run. `device`: trainer.device. `cpus`: CPUs of each rank.
     """
     world, policy = roles.world_size, roles["policy"].layout
-    on_gpus = device == "cuda" or (device == "auto" and any(node.whole.gpus for node in there))
+    on_gpus = device == "cuda" or (device == "auto" and any(node.total.gpus for node in nodes))
     layouts = [policy, *roles.own_layouts.values()]
-    together = math.lcm(*(size for each in layouts for size in (each.tp, each.etp)))
+    together = math.lcm(*(size for layout in layouts for size in (layout.tp, layout.etp)))
     if any(role.first_rank % together for role in roles.models.values()) or world % together:
         # Groups of neighbors do not begin where the ranks of a node begin.
         together = world
-    each, further = Amount(int(on_gpus), cpus), Amount(0, 0)
+    per_process, further = Amount(int(on_gpus), cpus), Amount(0, 0)
     if engine.layout is not None and engine.placement == "apart":
         # The ranks of a node start its servers, on the GPUs after their own, in a fixed ratio of servers to ranks.
         units = math.gcd(world, engine.layout.dp) if policy.world_size == world else 1
         together = math.lcm(together, world // units)
-        further = each * (engine.layout.world_size * together // world)
+        further = per_process * (engine.layout.world_size * together // world)
     elif engine.is_server and not engine.url:
         # Ranks reach servers by a socket of the same machine.
         together = world
     elif engine.layout is not None:
         together = math.lcm(together, engine.layout.tp)
-    return Role(RANKS, world, each, together, further)
+    return Role(RANKS, world, per_process, together, further)
 
 
 def place(roles: Sequence[Role], nodes: Sequence[Node], spread: bool, hosts: int | None = None) -> list[Bundle] | None:
@@ -142,7 +142,7 @@ def place_when_free(
     roles: Sequence[Role], nodes: Sequence[Node], spread: bool, hosts: int | None = None
 ) -> list[Bundle] | None:
     """Places bundles like `place`, as if no other run had reserved anything."""
-    return place(roles, [replace(node, free=node.whole) for node in nodes], spread, hosts)
+    return place(roles, [replace(node, free=node.total) for node in nodes], spread, hosts)
 
 
 def _pack(units: int, room: dict[str, int]) -> dict[str, int] | None:
@@ -172,24 +172,24 @@ def _spread(units: int, room: dict[str, int]) -> dict[str, int] | None:
 
 def _share(units: int, room: dict[str, int], hosts: int) -> dict[str, int] | None:
     """Returns units for each node: the same number on so many nodes, which are those with the least room for it."""
-    each, rest = divmod(units, hosts)
-    chosen = sorted((node for node, count in room.items() if count >= each), key=room.__getitem__)[:hosts]
-    return dict.fromkeys(chosen, each) if each and not rest and len(chosen) == hosts else None
+    share, rest = divmod(units, hosts)
+    chosen = sorted((node for node, count in room.items() if count >= share), key=room.__getitem__)[:hosts]
+    return dict.fromkeys(chosen, share) if share and not rest and len(chosen) == hosts else None
 
 
 def needs(roles: Sequence[Role], hosts: int | None = None) -> str:
     """Returns the resources of all roles, as text for a message."""
-    said = []
+    parts = []
     for role in roles:
-        text = f"{role.count} {role.name} with {role.each} each"
+        text = f"{role.count} {role.name} with {role.per_process} each"
         text += f", {role.together} neighbours on one node" if role.together > 1 else ""
-        said.append(text + (f" and {role.further} for their servers" if role.further != Amount(0, 0) else ""))
-    return "; ".join(said) + (f", on {hosts} node{'s' if hosts > 1 else ''} alike (launch.nodes)" if hosts else "")
+        parts.append(text + (f" and {role.further} for their servers" if role.further != Amount(0, 0) else ""))
+    return "; ".join(parts) + (f", on {hosts} node{'s' if hosts > 1 else ''} alike (launch.nodes)" if hosts else "")
 
 
 def has(nodes: Sequence[Node]) -> str:
     """Returns the resources of each node, as text for a message."""
-    return "; ".join(f"{node} has {node.whole}, of which {node.free} free" for node in nodes) or "it has no node"
+    return "; ".join(f"{node} has {node.total}, of which {node.free} free" for node in nodes) or "it has no node"
 
 
 def listed(numbers: range) -> str:

@@ -31,16 +31,18 @@ def named_view(chunk: PolicyModel, spec: ModelSpec, layout: ParallelLayout) -> M
         root.part(["decoder", "layers", str(number)]).layer_number = layer + 1
     for name, tensor in named_weights([chunk]).items():
         # Experts are views, and biases of routers are buffers.
-        kept: Any = tensor if isinstance(tensor, torch.nn.Parameter) else torch.nn.Parameter(tensor, requires_grad=False)
+        parameter: Any = (
+            tensor if isinstance(tensor, torch.nn.Parameter) else torch.nn.Parameter(tensor, requires_grad=False)
+        )
         if inside := _LAYER.fullmatch(name):
             layer, rest = int(inside[1]), fused_name(inside[2], spec, int(inside[1]))
             if expert := _EXPERT.fullmatch(rest):
                 assert spec.moe is not None
                 rest = f"mlp.experts.linear_fc{expert[2]}.weight{int(expert[1]) % (spec.moe.num_experts // layout.ep)}"
-                vars(kept).update(tensor_model_parallel=layout.etp > 1, partition_dim=int(expert[2]) - 1)
+                vars(parameter).update(tensor_model_parallel=layout.etp > 1, partition_dim=int(expert[2]) - 1)
             name = f"decoder.layers.{chunk.layers_of_model.index(layer)}.{rest}"
         *path, last = name.split(".")
-        root.part(path).hold(last, kept)
+        root.part(path).hold(last, parameter)
     return root
 
 

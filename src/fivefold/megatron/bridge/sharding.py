@@ -108,8 +108,8 @@ class QKV:
         parts = []
         for part, per_group in zip(full, self._rows(spec), strict=True):
             rows = groups * per_group
-            own = part[rank * rows : (rank + 1) * rows]
-            parts.append(own.reshape(groups, per_group, *own.shape[1:]))
+            shard = part[rank * rows : (rank + 1) * rows]
+            parts.append(shard.reshape(groups, per_group, *shard.shape[1:]))
         stacked = torch.cat(parts, dim=1)
         return stacked.reshape(-1, *stacked.shape[2:])
 

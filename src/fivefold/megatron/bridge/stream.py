@@ -24,7 +24,7 @@ class _Piece:
     stage: int
     shape: torch.Size
     dtype: torch.dtype
-    whole: tuple[MappedParameter, ...]
+    parameters: tuple[MappedParameter, ...]
     """One entry for a dense parameter; for experts, one entry per expert-parallel rank, in rank order."""
 
 
@@ -42,10 +42,10 @@ class WeightStream:
         """Plan the stream; `parameters` describe what `named` returns in the whole model (default: all its weights)."""
         self._named, self._spec, self._mesh = named, spec, mesh
         layout = mesh.layout
-        own = {name: (list(tensor.shape), str(tensor.dtype).removeprefix("torch.")) for name, tensor in named().items()}
+        local = {name: (list(tensor.shape), str(tensor.dtype).removeprefix("torch.")) for name, tensor in named().items()}
         held = {
             name: (stage, tuple(sizes), getattr(torch, dtype))
-            for stage, names in enumerate(all_gather_json(own, mesh.ranks.pp))
+            for stage, names in enumerate(all_gather_json(local, mesh.ranks.pp))
             for name, (sizes, dtype) in reversed(names.items())
         }
         pieces: list[_Piece] = []
@@ -89,7 +89,7 @@ class WeightStream:
 
     @staticmethod
     def _is_expert(piece: _Piece) -> bool:
-        return piece.whole[0].expert is not None
+        return piece.parameters[0].expert is not None
 
     def _ranks(self, piece: _Piece) -> int:
         return self._mesh.layout.ep * self._mesh.layout.etp if self._is_expert(piece) else self._mesh.layout.tp
@@ -102,7 +102,7 @@ class WeightStream:
             stage, expert, ranks = bucket[0].stage, self._is_expert(bucket[0]), self._ranks(bucket[0])
             if mesh.pp.rank() == stage:
                 mine = mesh.ranks.coords.ep if expert else 0
-                flat = torch.cat([named[piece.whole[mine].mcore].detach().flatten() for piece in bucket])
+                flat = torch.cat([named[piece.parameters[mine].mcore].detach().flatten() for piece in bucket])
             else:
                 size = sum(piece.shape.numel() for piece in bucket)
                 flat = torch.empty(size, dtype=bucket[0].dtype, device=mesh.device)
@@ -117,8 +117,8 @@ class WeightStream:
             for piece in bucket:
                 end = begin + piece.shape.numel()
                 shards = [row[begin:end].view(piece.shape) for row in everyone]
-                per_whole = ranks // len(piece.whole)
-                for number, item in enumerate(piece.whole):
-                    own = shards[number * per_whole : (number + 1) * per_whole]
-                    yield from zip(item.hf, SHARDERS[item.sharding].merge(own, self._spec), strict=True)
+                per_whole = ranks // len(piece.parameters)
+                for number, item in enumerate(piece.parameters):
+                    shards_of_item = shards[number * per_whole : (number + 1) * per_whole]
+                    yield from zip(item.hf, SHARDERS[item.sharding].merge(shards_of_item, self._spec), strict=True)
                 begin = end

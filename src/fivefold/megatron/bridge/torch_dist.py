@@ -55,7 +55,7 @@ class TorchDistSource:
     def _check_tied(self) -> None:
         """Raise ValueError if the checkpoint's output layer differs from the embedding that it is tied to."""
         head, embedding = (Stored(self._names.tensors[row.mcore], ()) for row in (OUTPUT, EMBEDDING))
-        one, other = (self._tensor(each)[: self._spec.vocab] for each in (head, embedding))
+        one, other = (self._tensor(stored)[: self._spec.vocab] for stored in (head, embedding))
         if not torch.equal(one, other):
             raise UserError(
                 f"{self._directory}: tie_word_embeddings in config.json is true, so {OUTPUT.mcore} must be left out or be "
@@ -64,11 +64,11 @@ class TorchDistSource:
 
     def _merge(self, item: MappedParameter) -> list[Tensor]:
         """Return the Hugging Face tensors of a parameter."""
-        found = [self._tensor(each) for each in self._names.find(item)]
-        assert found, f"{item.mcore} was looked for before"
+        parts = [self._tensor(part) for part in self._names.find(item)]
+        assert parts, f"{item.mcore} was looked for before"
         if item.sharding is Sharding.VOCABULARY:
-            return [found[0][: self._spec.vocab]]
-        return SHARDERS[item.sharding].merge([torch.cat(found) if len(found) > 1 else found[0]], self._spec)
+            return [parts[0][: self._spec.vocab]]
+        return SHARDERS[item.sharding].merge([torch.cat(parts) if len(parts) > 1 else parts[0]], self._spec)
 
     def _tensor(self, stored: Stored) -> Tensor:
         """Assemble a part of a stored tensor from the chunks that overlap it."""
@@ -77,9 +77,9 @@ class TorchDistSource:
         values = torch.empty(wanted.size, dtype=getattr(torch, stored.tensor.dtype))
         filled = 0
         for chunk in stored.tensor.chunks:
-            there = Box(chunk.offset, chunk.size)
-            if (shared := wanted & there) is not None:
-                values[shared.within(wanted)].copy_(self._read(chunk)[shared.within(there)])
+            box = Box(chunk.offset, chunk.size)
+            if (shared := wanted & box) is not None:
+                values[shared.within(wanted)].copy_(self._read(chunk)[shared.within(box)])
                 filled += torch.Size(shared.size).numel()
         if filled != values.numel():
             raise UserError(
@@ -94,12 +94,12 @@ class TorchDistSource:
             content = file.read(chunk.length)
         try:
             # Tensors only: nothing else that a pickle may request is executed.
-            found = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+            tensor = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
         except Exception as error:
             raise UserError(f"{path} holds no tensor at {chunk.begin}: {first_line(error)}") from error
-        if not isinstance(found, Tensor) or found.numel() != torch.Size(chunk.size).numel():
+        if not isinstance(tensor, Tensor) or tensor.numel() != torch.Size(chunk.size).numel():
             raise UserError(f"{path} must hold a tensor of {chunk.size} at {chunk.begin}: it is damaged")
-        return found.detach().view(chunk.size)
+        return tensor.detach().view(chunk.size)
 
 
 def write_torch_dist(weights: Iterable[tuple[str, Tensor]], spec: ModelSpec, out: Path) -> int:
@@ -108,12 +108,12 @@ def write_torch_dist(weights: Iterable[tuple[str, Tensor]], spec: ModelSpec, out
     The files are laid out like a release of Megatron-LM. Layers of multi-token prediction may be missing. Call this in one
     process of an initialized process group.
     """
-    given = dict(weights)
+    tensors = dict(weights)
     sharded: dict[str, ShardedTensor | ShardedObject] = {}
     size = 0
-    ahead = [item for item in mtp_parameters_of(spec) if set(item.hf) <= set(given)]
+    ahead = [item for item in mtp_parameters_of(spec) if set(item.hf) <= set(tensors)]
     for item in parameters_of(spec) + ahead:
-        parts = [given[name].detach().cpu() for name in item.hf]
+        parts = [tensors[name].detach().cpu() for name in item.hf]
         if item.sharding is Sharding.VOCABULARY:
             data = parts[0].new_zeros(spec.padded_vocab, *parts[0].shape[1:])
             data[: spec.vocab] = parts[0]

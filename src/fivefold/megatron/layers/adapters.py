@@ -60,7 +60,7 @@ class LostToRounding:
     def add(self, weight: Tensor, merged: Tensor, share: Tensor) -> None:
         """Count one weight: compare `share` with the difference that the adapters make to the engine's weight."""
         arrives = merged.to(self.dtype).float() - weight.to(self.dtype).float()
-        norms = [torch.linalg.vector_norm(each, dtype=torch.float64) for each in (arrives - share, share)]
+        norms = [torch.linalg.vector_norm(difference, dtype=torch.float64) for difference in (arrives - share, share)]
         self.squares_2 += torch.stack(norms).square()
 
 
@@ -95,22 +95,24 @@ class Adapters(torch.nn.Module):
         self._sequence_parallel = bool(linear.config.sequence_parallel)
         self._sharding, weight = maps[0].sharding, linear.weight
         is_divided, parts = self._sharding is not Sharding.REPLICATE, tp.size()
-        self._out = {each.name: each.out // (parts if is_divided and not each.is_row_parallel else 1) for each in maps}
+        self._out = {
+            adapter.name: adapter.out // (parts if is_divided and not adapter.is_row_parallel else 1) for adapter in maps
+        }
         """Number of this rank's rows of each map."""
-        for each in maps:
-            if not each.is_adapted:
+        for adapter in maps:
+            if not adapter.is_adapted:
                 continue
-            into = each.into // (parts if each.is_row_parallel else 1)
-            pair = Pair(weight.new_empty(lora.rank, into), weight.new_empty(self._out[each.name], lora.rank))
-            whole, divided = (pair.lora_B, pair.lora_A) if each.is_row_parallel else (pair.lora_A, pair.lora_B)
+            into = adapter.into // (parts if adapter.is_row_parallel else 1)
+            pair = Pair(weight.new_empty(lora.rank, into), weight.new_empty(self._out[adapter.name], lora.rank))
+            full, divided = (pair.lora_B, pair.lora_A) if adapter.is_row_parallel else (pair.lora_A, pair.lora_B)
             # A matrix that all ranks hold sees only this rank's part of the sequence: Megatron-Core sums its gradient.
-            _mark(whole, sequence_parallel=self._sequence_parallel)
+            _mark(full, sequence_parallel=self._sequence_parallel)
             if is_divided:
-                axis = 1 if each.is_row_parallel else 0
+                axis = 1 if adapter.is_row_parallel else 0
                 _mark(divided, tensor_model_parallel=True, partition_dim=axis, partition_stride=1)
             else:
                 _mark(divided, sequence_parallel=self._sequence_parallel)
-            self.add_module(each.name, pair)
+            self.add_module(adapter.name, pair)
 
     @property
     def pairs(self) -> dict[str, Pair]:
@@ -145,8 +147,10 @@ class Adapters(torch.nn.Module):
 
     def _join(self, adapted: list[Tensor]) -> Tensor:
         """Join [..., rows of a map] to [..., rows of the module], group by group; maps without an adapter give 0."""
-        given, first = dict(zip(self.pairs, adapted, strict=True)), adapted[0]
-        every = [given[name] if name in given else first.new_zeros(*first.shape[:-1], n) for name, n in self._out.items()]
+        by_name, first = dict(zip(self.pairs, adapted, strict=True)), adapted[0]
+        every = [
+            by_name[name] if name in by_name else first.new_zeros(*first.shape[:-1], n) for name, n in self._out.items()
+        ]
         if len(every) == 1:
             return every[0]
         return torch.cat([part.unflatten(-1, (self._groups, -1)) for part in every], -1).flatten(-2)
@@ -156,10 +160,10 @@ class Adapters(torch.nn.Module):
     ) -> dict[str, Any]:
         """Return the sharded tensors, each with the axis along which ranks divide it."""
         tensors = self.state_dict(prefix="", keep_vars=True)
-        axes = {name: axis for name, each in tensors.items() if (axis := getattr(each, "partition_dim", -1)) >= 0}
+        axes = {name: axis for name, tensor in tensors.items() if (axis := getattr(tensor, "partition_dim", -1)) >= 0}
         groups = {"tp_group": self._tp, "dp_cp_group": (metadata or {})["dp_cp_group"]}
-        found: dict[str, Any] = make_sharded_tensors_for_checkpoint(tensors, prefix, axes, sharded_offsets, **groups)
-        return found
+        sharded: dict[str, Any] = make_sharded_tensors_for_checkpoint(tensors, prefix, axes, sharded_offsets, **groups)
+        return sharded
 
 
 def _mark(parameter: Tensor, **marks: Any) -> None:
@@ -180,8 +184,8 @@ class _Adapted:
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
         # The module would treat everything in it as its own, replicated on every rank.
-        found: dict[str, Any] = super().sharded_state_dict(prefix, sharded_offsets, metadata)  # type: ignore[misc]
-        return found | self.adapters.sharded_state_dict(f"{prefix}adapters.", sharded_offsets, metadata)
+        sharded: dict[str, Any] = super().sharded_state_dict(prefix, sharded_offsets, metadata)  # type: ignore[misc]
+        return sharded | self.adapters.sharded_state_dict(f"{prefix}adapters.", sharded_offsets, metadata)
 
 
 class AdaptedColumn(_Adapted, ColumnParallelLinear):
@@ -221,35 +225,37 @@ class ExpertAdapters(torch.nn.Module):
         self.is_on = True
         self._scale, self._experts = lora.scale, (experts,)
         rank, parts = experts.etp_group.rank(), experts.etp_group.size()
-        self._maps = {part: tuple(each for each in maps if each.row.endswith(part)) for part in ("fc1", "fc2")}
+        self._maps = {part: tuple(adapter for adapter in maps if adapter.row.endswith(part)) for part in ("fc1", "fc2")}
         self._axes: dict[int, int | None] = {}
         """Axis along which an expert's ranks divide a parameter, by its id; None if every rank holds it whole."""
-        for each in maps:
-            if not each.is_adapted:
+        for adapter in maps:
+            if not adapter.is_adapted:
                 continue
-            out, into = (each.out, each.into // parts) if each.is_row_parallel else (each.out // parts, each.into)
+            out, into = (
+                (adapter.out, adapter.into // parts) if adapter.is_row_parallel else (adapter.out // parts, adapter.into)
+            )
             new = experts.fc1.new_empty
             pair = Pair(new(experts.count, lora.rank, into), new(experts.count, out, lora.rank))
             for parameter in pair.parameters():
                 # Marked like experts' weights: they differ on every rank of a replica and are reduced over expert replicas.
                 _mark(parameter, tensor_model_parallel=True, partition_dim=0, partition_stride=1, allreduce=False)
-            whole, divided, axis = (pair.lora_B, pair.lora_A, 2) if each.is_row_parallel else (pair.lora_A, pair.lora_B, 1)
+            full, divided, axis = (pair.lora_B, pair.lora_A, 2) if adapter.is_row_parallel else (pair.lora_A, pair.lora_B, 1)
             # A matrix that all ranks of an expert hold counts only once in the gradient norm.
-            _mark(whole, shared=rank > 0)
-            self._axes |= {id(whole): None, id(divided): axis}
-            self.add_module(each.name, pair)
+            _mark(full, shared=rank > 0)
+            self._axes |= {id(full): None, id(divided): axis}
+            self.add_module(adapter.name, pair)
 
     def forward(self, x: Tensor, tokens_per_expert: Tensor, part: str) -> Tensor | float:
         """Return what the adapters add to the product `part` of tokens that are sorted by expert."""
         (experts,) = self._experts
-        product, found = experts._product, list[Tensor | None]()
-        for each in self._maps[part]:
-            if not each.is_adapted:
-                found.append(None)
+        product, products = experts._product, list[Tensor | None]()
+        for adapter in self._maps[part]:
+            if not adapter.is_adapted:
+                products.append(None)
                 continue
-            a, b = (self._summed(tensor) for tensor in self.get_submodule(each.name)())
-            found.append(product(product(x, a, tokens_per_expert) * self._scale, b, tokens_per_expert))
-        return _side_by_side(found)
+            a, b = (self._summed(tensor) for tensor in self.get_submodule(adapter.name)())
+            products.append(product(product(x, a, tokens_per_expert) * self._scale, b, tokens_per_expert))
+        return _side_by_side(products)
 
     def _summed(self, parameter: Tensor) -> Tensor:
         """Return the parameter; its gradient is the sum over the ranks that hold it whole."""
@@ -263,28 +269,28 @@ class ExpertAdapters(torch.nn.Module):
         (experts,) = self._experts
         first = experts.ep_group.rank() * experts.count
         for part, maps in self._maps.items():
-            for each in maps:
-                for name, parameter in self.named_parameters() if each.is_adapted else ():
-                    if name.startswith(f"{each.name}."):
-                        for index, own in enumerate(parameter.detach()):
-                            yield f"{first + index}.{part}.adapters.{name}", own
+            for adapter in maps:
+                for name, parameter in self.named_parameters() if adapter.is_adapted else ():
+                    if name.startswith(f"{adapter.name}."):
+                        for index, view in enumerate(parameter.detach()):
+                            yield f"{first + index}.{part}.adapters.{name}", view
 
     def merges(self, place: Coordinates) -> Iterator[tuple[str, Merge]]:
         """Yield (`7.fc1`, the Merge of that expert's weight) for the products that have adapters."""
         (experts,) = self._experts
         first = experts.ep_group.rank() * experts.count
         for part, maps in self._maps.items():
-            if any(each.is_adapted for each in maps):
+            if any(adapter.is_adapted for adapter in maps):
                 for index in range(experts.count):
                     yield f"{first + index}.{part}", Merge(partial(self._product, index, maps), self._scale, place.edp == 0)
 
     def _product(self, index: int, maps: Sequence[Adapter]) -> Tensor:
         """Return B A of one expert, in float32."""
         products: list[Tensor | None] = []
-        for each in maps:
+        for adapter in maps:
             product = None
-            if each.is_adapted:
-                a, b = self.get_submodule(each.name)()
+            if adapter.is_adapted:
+                a, b = self.get_submodule(adapter.name)()
                 product = (b[index].float() @ a[index].float()).t()
             products.append(product)
         added = _side_by_side(products)
@@ -297,10 +303,10 @@ class ExpertAdapters(torch.nn.Module):
         """Return the sharded tensors with the experts' numbers in the whole model, like the experts' weights."""
         (experts,), axes = self._experts, len(sharded_offsets)
         ep, etp = ((group.rank(), group.size()) for group in (experts.ep_group, experts.etp_group))
-        found = {}
+        sharded = {}
         for name, parameter in self.named_parameters():
             axis = self._axes[id(parameter)]
-            found[f"{prefix}{name}"] = ShardedTensor.from_rank_offsets(
+            sharded[f"{prefix}{name}"] = ShardedTensor.from_rank_offsets(
                 f"{prefix}{name}",
                 parameter,
                 *sharded_offsets,
@@ -309,7 +315,7 @@ class ExpertAdapters(torch.nn.Module):
                 replica_id=(0, etp[0] if axis is None else 0, experts.dp_group.rank()),
                 prepend_axis_num=axes,
             )
-        return found
+        return sharded
 
 
 def _side_by_side(parts: Sequence[Tensor | None]) -> Tensor | float:
@@ -326,18 +332,18 @@ class AdaptedExperts(GroupedExperts):
     adapters: ExpertAdapters
 
     def _up(self, tokens_TD: Tensor, tokens_per_expert: Tensor) -> Tensor:
-        own = super()._up(tokens_TD, tokens_per_expert)
-        return own + self.adapters(tokens_TD, tokens_per_expert, "fc1") if self.adapters.is_on else own
+        output = super()._up(tokens_TD, tokens_per_expert)
+        return output + self.adapters(tokens_TD, tokens_per_expert, "fc1") if self.adapters.is_on else output
 
     def _down(self, activated: Tensor, tokens_per_expert: Tensor) -> Tensor:
-        own = super()._down(activated, tokens_per_expert)
-        return own + self.adapters(activated, tokens_per_expert, "fc2") if self.adapters.is_on else own
+        output = super()._down(activated, tokens_per_expert)
+        return output + self.adapters(activated, tokens_per_expert, "fc2") if self.adapters.is_on else output
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, ShardedTensor]:
-        found = super().sharded_state_dict(prefix, sharded_offsets, metadata)
-        return found | self.adapters.sharded_state_dict(f"{prefix}adapters.", sharded_offsets, metadata)
+        sharded = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        return sharded | self.adapters.sharded_state_dict(f"{prefix}adapters.", sharded_offsets, metadata)
 
 
 def adapt_experts(experts: GroupedExperts, maps: Sequence[Adapter], lora: LoraSpec) -> None:
@@ -374,11 +380,11 @@ def adapters_in(model: torch.nn.Module) -> Iterator[tuple[str, Adapters | Expert
 @contextmanager
 def switched_off(models: Sequence[torch.nn.Module]) -> Iterator[None]:
     """Compute without adapters inside this context."""
-    found = [adapters for model in models for _, adapters in adapters_in(model)]
-    for adapters in found:
+    switched = [adapters for model in models for _, adapters in adapters_in(model)]
+    for adapters in switched:
         adapters.is_on = False
     try:
         yield
     finally:
-        for adapters in found:
+        for adapters in switched:
             adapters.is_on = True

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,25 +30,20 @@ class Packing(packing.Packing, PackedSeqParams):
 
 
 def make_packing(
-    fused: bool,
-    lengths: list[int],
-    device: torch.device,
-    cp: int = 1,
-    rank: int = 0,
-    prefixes: Sequence[tuple[int, int]] = (),
+    fused: bool, lengths: list[int], device: torch.device, cp: int = 1, rank: int = 0, prefixes: packing.Prefixes = ()
 ) -> Packing:
     """Build the packing of sequences of these padded lengths; `fused`: the layers are Transformer Engine's."""
-    made = packing.make_packing(lengths, device, cp, rank, prefixes=prefixes)
+    plain = packing.make_packing(lengths, device, cp, rank, prefixes=prefixes)
     assert not (fused and any(length for _, length in prefixes)), "prefixes are shared by layers of plain PyTorch"
-    whole = to_device(packing.cumulative(lengths), device) if fused else None
+    ends = to_device(packing.cumulative(lengths), device) if fused else None
     longest = max(length + before for length, (_, before) in zip(lengths, prefixes or [(0, 0)] * len(lengths), strict=True))
     return Packing(
         qkv_format="thd",
-        cu_seqlens_q=whole,
-        cu_seqlens_kv=whole,
+        cu_seqlens_q=ends,
+        cu_seqlens_kv=ends,
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
-        **vars(made),
+        **vars(plain),
     )
 
 

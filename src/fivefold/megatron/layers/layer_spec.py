@@ -185,12 +185,15 @@ class PolicyModel(GPTModel):
             return torch.stack([values_S, torch.zeros_like(values_S)])
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
         head = cast(LogProbHead, self.output_layer)
-        asked = [(source_index_S, targets_S, temperature), *((each.source_index_S, each.targets_S, 1.0) for each in ahead)]
-        numbers = [
-            head(own, weight, source_index_S, targets_S, valid_vocab, heat)
-            for own, (source_index_S, targets_S, heat) in zip(hidden.chunk(len(asked)), asked, strict=True)
+        requests = [
+            (source_index_S, targets_S, temperature),
+            *((further.source_index_S, further.targets_S, 1.0) for further in ahead),
         ]
-        return torch.cat([torch.stack(each) for each in numbers], dim=1)
+        numbers = [
+            head(part, weight, source_index_S, targets_S, valid_vocab, heat)
+            for part, (source_index_S, targets_S, heat) in zip(hidden.chunk(len(requests)), requests, strict=True)
+        ]
+        return torch.cat([torch.stack(pair) for pair in numbers], dim=1)
 
     def _preprocess(self, *args: Any, packed_seq_params: Packing, **kwargs: Any) -> Any:
         first, angles, *rest = super()._preprocess(*args, packed_seq_params=packed_seq_params, **kwargs)
@@ -207,5 +210,5 @@ class PolicyModel(GPTModel):
         if not (self.mtp_process and kwargs["packed_seq_params"].ahead):
             return hidden_states
         wanted = ("input_ids", "position_ids", "attention_mask", "rotary_pos_emb", "packed_seq_params")
-        given = {name: kwargs[name] for name in wanted}
-        return cast(Tensor, self.mtp(hidden_states=hidden_states, embedding=self.embedding, **given))
+        arguments = {name: kwargs[name] for name in wanted}
+        return cast(Tensor, self.mtp(hidden_states=hidden_states, embedding=self.embedding, **arguments))

@@ -91,8 +91,8 @@ class MultiLatentAttention(MLASelfAttention):
 
     def _angles(self, packing: Packing) -> tuple[Tensor, float]:
         """[T, 1, D] rotary angles of the packed tokens, and YaRN's factor on the rotated parts."""
-        found = self.rotary_pos_emb(int(packing.max_seqlen_q), packed_seq=True)
-        angles, concentration = found if isinstance(found, tuple) else (found, 1.0)
+        angles_and_factor = self.rotary_pos_emb(int(packing.max_seqlen_q), packed_seq=True)
+        angles, concentration = angles_and_factor if isinstance(angles_and_factor, tuple) else (angles_and_factor, 1.0)
         return angles[packing.positions_T, 0], concentration
 
     def _heads(

@@ -76,7 +76,7 @@ class Router(TopKRouter):
         choice = Choice(None if routes_TLK is None or self.place is None else routes_TLK[:, self.place])
         weights_TE, chosen_TE = self.choose(logits_TE, choice)
         if routing.recorded is not None and self.place is not None:
-            routing.recorded[self.place] = choice.own_TK
+            routing.recorded[self.place] = choice.chosen_TK
         if torch.is_grad_enabled():
             with torch.no_grad():
                 real_T = sequence_mask_ST.any(0)
@@ -217,9 +217,9 @@ class GroupedExperts(MegatronModule):
         """Return sharded tensors with the experts' numbers in the whole model, so that any layout can read them."""
         axes = len(sharded_offsets)
         ep, etp = (self.ep_group.rank(), self.ep_group.size()), (self.etp_group.rank(), self.etp_group.size())
-        found = {}
+        sharded = {}
         for name, parameter, axis in (("fc1", self.fc1, 2), ("fc2", self.fc2, 2)):
-            found[f"{prefix}{name}"] = ShardedTensor.from_rank_offsets(
+            sharded[f"{prefix}{name}"] = ShardedTensor.from_rank_offsets(
                 f"{prefix}{name}",
                 parameter,
                 *sharded_offsets,
@@ -228,7 +228,7 @@ class GroupedExperts(MegatronModule):
                 replica_id=(0, 0, self.dp_group.rank()),
                 prepend_axis_num=axes,
             )
-        return found
+        return sharded
 
     def by_expert(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (`7.fc1`, view [2·ffn, width]) and (`7.fc2`, view) with the expert's number in the whole model."""

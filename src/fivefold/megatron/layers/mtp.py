@@ -70,8 +70,8 @@ class _StopGradient(torch.autograd.Function):
     """Passes back a gradient of 0 instead of none: overlapped gradient reduction waits for every parameter's gradient."""
 
     @staticmethod
-    def forward(ctx: Any, given: Tensor) -> Tensor:
-        return given.view_as(given)
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return tensor.view_as(tensor)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:

@@ -25,8 +25,8 @@ class LastLinear(RowParallelLinear):
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
         if not (_recomputes_single_layers(self.config) and is_checkpointing() and torch.is_grad_enabled()):
-            found: tuple[Tensor, Tensor | None] = super().forward(input_)
-            return found
+            result: tuple[Tensor, Tensor | None] = super().forward(input_)
+            return result
         into = getattr(self.weight, "main_grad", None) if self.gradient_accumulation_fusion else None
         unread: Tensor = _UnreadProduct.apply(input_, self.weight, into)
         if self.sequence_parallel:
@@ -68,9 +68,9 @@ class _UnreadScatter(torch.autograd.Function):
     """Backward of a reduce-scatter along the sequence; forward returns a tensor of its shape, with undefined content."""
 
     @staticmethod
-    def forward(ctx: Any, whole: Tensor, group: dist.ProcessGroup) -> Tensor:
+    def forward(ctx: Any, full: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
-        return whole.new_empty(whole.shape[0] // group.size(), *whole.shape[1:])
+        return full.new_empty(full.shape[0] // group.size(), *full.shape[1:])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:

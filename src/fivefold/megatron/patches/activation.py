@@ -22,5 +22,5 @@ def _swiglu(product: Tensor, bias: Tensor | None, *options: Any) -> Tensor:
         from fivefold.backend.kernels.swiglu import swiglu
 
         return swiglu(product)
-    found: Tensor = bias_swiglu_impl(product, bias, *options)
-    return found
+    output: Tensor = bias_swiglu_impl(product, bias, *options)
+    return output

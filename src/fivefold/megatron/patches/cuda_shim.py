@@ -54,12 +54,12 @@ def _splits_as_numbers(tensor: Any, as_numpy: bool = False, record_stream: bool 
     return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 
 
-def _gather_uneven(whole: Any) -> Any:
+def _gather_uneven(original: Any) -> Any:
     """Wrap an all-gather for Gloo, which supports pieces of one size only: pad them to the longest."""
 
     def gather(tensor: torch.Tensor, group: Any, output_split_sizes: Any = None, use_global_buffer: bool = False) -> Any:
         if output_split_sizes is None or group.size() == 1:
-            return whole(tensor, group, output_split_sizes, use_global_buffer)
+            return original(tensor, group, output_split_sizes, use_global_buffer)
         longest = max(output_split_sizes)
         padded = tensor.new_zeros(longest, *tensor.shape[1:])
         padded[: len(tensor)] = tensor
@@ -71,14 +71,14 @@ def _gather_uneven(whole: Any) -> Any:
     return gather
 
 
-def _reduce_scatter_uneven(whole: Any) -> Any:
+def _reduce_scatter_uneven(original: Any) -> Any:
     """Wrap a reduce-scatter for Gloo, which supports pieces of one size only: sum everything and take this rank's piece."""
 
     def reduce_scatter(
         tensor: torch.Tensor, group: Any, input_split_sizes: Any = None, use_global_buffer: bool = False
     ) -> Any:
         if input_split_sizes is None or group.size() == 1:
-            return whole(tensor, group, input_split_sizes, use_global_buffer)
+            return original(tensor, group, input_split_sizes, use_global_buffer)
         summed = tensor.contiguous().clone()
         torch.distributed.all_reduce(summed, group=group)
         return summed.split(list(input_split_sizes))[group.rank()].clone()

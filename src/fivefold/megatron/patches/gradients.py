@@ -52,13 +52,13 @@ def _as_it_is(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _norm(chunk_size: int, flag: Tensor, lists: list[list[Tensor]], each: bool) -> tuple[Tensor, None]:
+def _norm(chunk_size: int, flag: Tensor, lists: list[list[Tensor]], per_tensor: bool) -> tuple[Tensor, None]:
     """[1] norm of all tensors together, on their device."""
     return torch.stack(torch._foreach_norm(lists[0])).norm()[None], None
 
 
 def _scale(chunk_size: int, flag: Tensor, lists: list[list[Tensor]], factor: float) -> None:
     """Multiply tensors by a number, in place."""
-    given, scaled = lists
-    assert all(a is b or a.data_ptr() == b.data_ptr() for a, b in zip(given, scaled, strict=True))
+    sources, scaled = lists
+    assert all(a is b or a.data_ptr() == b.data_ptr() for a, b in zip(sources, scaled, strict=True))
     torch._foreach_mul_(scaled, factor)

@@ -23,7 +23,7 @@ from fivefold.models.spec import ModelSpec
 
 def find_families() -> dict[str, Family]:
     """Return the `FAMILY` of every file in this package, by name."""
-    modules = (importlib.import_module(f"{__name__}.{found.name}") for found in pkgutil.iter_modules(__path__))
+    modules = (importlib.import_module(f"{__name__}.{entry.name}") for entry in pkgutil.iter_modules(__path__))
     return {module.FAMILY.name: module.FAMILY for module in modules}
 
 
@@ -106,4 +106,6 @@ def mtp_copies(spec: ModelSpec) -> dict[str, str]:
     if not spec.mtp_layers:
         return {}
     names = FAMILIES[spec.family].mtp
-    return {names.start(spec, depth) + own: whole for depth in range(spec.mtp_layers) for own, whole in names.copies}
+    return {
+        names.start(spec, depth) + ending: original for depth in range(spec.mtp_layers) for ending, original in names.copies
+    }

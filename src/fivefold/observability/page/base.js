@@ -65,7 +65,7 @@ function table(titles, rows, isNumeric = false) {
   return el("table", {class: isNumeric && titles.length > 2 && titles.every(title => typeof title === "string") ? "cards numbers" : "cards"}, el("thead", {}, head), el("tbody", {}, ...body));
 }
 
-// --- what the server sends ---------------------------------------------------------------------------------------------
+// What the server sends.
 
 function take(found) {
   view.histograms = found.histograms;
@@ -99,7 +99,7 @@ async function ask() {
   setTimeout(ask, document.hidden ? 10000 : 2000);
 }
 
-// --- the axis: steps, or the time since a run's start ------------------------------------------------------------------
+// The axis: steps, or the time since a run's start.
 
 const UNITS = [["seconds", 1, 180, "s"], ["minutes", 60, 10800, "min"], ["hours", 3600, 259200, "h"], ["days", 86400, Infinity, "days"]];
 function unit() {

@@ -1,4 +1,4 @@
-// --- curves ------------------------------------------------------------------------------------------------------------
+// Curves.
 
 const HEIGHT = 220, LEFT = 56, RIGHT = 12, TOP = 10, BOTTOM = 38, MOST_LINES = 12;
 function matches(pattern, names) {

@@ -1,4 +1,4 @@
-// --- histograms of rewards and lengths ---------------------------------------------------------------------------------
+// Histograms of rewards and lengths.
 
 const BARS = 190;
 // The steps of a run that charts show, as [first, last]; null if all are shown.

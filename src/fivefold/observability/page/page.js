@@ -1,4 +1,4 @@
-// --- runs, numbers, configuration, data --------------------------------------------------------------------------------
+// Runs, numbers, configuration, data.
 
 const STATES = {running: "running", finished: "finished", ended: "ended when asked to", failed: "failed", dead: "gone without a word", over: "over"};
 function drawRuns() {

@@ -1,4 +1,4 @@
-// --- samples, by prompt ------------------------------------------------------------------------------------------------
+// Samples, by prompt.
 
 const LONG = 700, HEAD = 360, TAIL = 240, MOST_ANSWERS = 4;
 function wanted() {
@@ -92,9 +92,9 @@ function drawSamples() {
       cards.get(name).push([run, sample, groups]);
     }
   }
-  const newest = entries => entries[0][1].step, found = [...cards.values()].map(entries => entries.reverse().sort((a, b) => b[1].step - a[1].step || (a[1].sample ?? 0) - (b[1].sample ?? 0)));
-  found.sort((a, b) => newest(b) - newest(a));
-  $("rows").replaceChildren(...(found.length ? found.slice(0, view.shown).map(promptCard) : [el("p", {class: "soft"}, view.runs.some(run => run.samples.length) ? "No sample matches." : "No samples.")]));
-  $("count").textContent = `${count(total, "sample")} of ${count(found.length, "prompt")}`;
-  $("more").hidden = found.length <= view.shown;
+  const lastStep = entries => entries[0][1].step, shown = [...cards.values()].map(entries => entries.reverse().sort((a, b) => b[1].step - a[1].step || (a[1].sample ?? 0) - (b[1].sample ?? 0)));
+  shown.sort((a, b) => lastStep(b) - lastStep(a));
+  $("rows").replaceChildren(...(shown.length ? shown.slice(0, view.shown).map(promptCard) : [el("p", {class: "soft"}, view.runs.some(run => run.samples.length) ? "No sample matches." : "No samples.")]));
+  $("count").textContent = `${count(total, "sample")} of ${count(shown.length, "prompt")}`;
+  $("more").hidden = shown.length <= view.shown;
 }

@@ -1,4 +1,4 @@
-// --- where the time goes -----------------------------------------------------------------------------------------------
+// Where the time goes.
 
 function stageSeconds(run) {
   const found = {}, thinned = run.thinned || {rows: 0, seconds: []};

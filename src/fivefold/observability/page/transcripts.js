@@ -1,4 +1,4 @@
-// --- transcripts: trajectories of several turns ------------------------------------------------------------------------
+// Transcripts: trajectories of several turns.
 
 // Shades of sampled tokens: the less likely a token was, the darker; the line below it is the sign of its advantage.
 const SURPRISE = [[-0.1, ""], [-1, "p1"], [-3, "p2"], [-Infinity, "p3"]];

@@ -85,12 +85,12 @@ class Follower:
                 if was_last:
                     return
             except Exception as error:
-                said = without_secrets(f"{type(error).__name__}: {first_line(error)}")
-                if said != self.state.error:
+                message = without_secrets(f"{type(error).__name__}: {first_line(error)}")
+                if message != self.state.error:
                     self._keep(without_secrets(traceback.format_exc()))
                 if self.state.error is None:
-                    tell(f"{said}; the run continues, and it is tried again")
-                self.state.error = said
+                    tell(f"{message}; the run continues, and it is tried again")
+                self.state.error = message
                 self._write()
                 pause = _SHORTEST_PAUSE if was_last else min(max(_SHORTEST_PAUSE, 2 * pause), _LONGEST_PAUSE)
             ended.wait(pause)

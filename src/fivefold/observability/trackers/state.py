@@ -34,8 +34,8 @@ class State:
     def read(cls, run_dir: Path, name: str) -> State:
         """Return the stored state, or a new one if there is none or it is not readable."""
         try:
-            found = json.loads(_path(run_dir, name).read_text(encoding="utf-8"))
-            return cls(**{key: found[key] for key in asdict(cls()) if key in found})
+            stored = json.loads(_path(run_dir, name).read_text(encoding="utf-8"))
+            return cls(**{key: stored[key] for key in asdict(cls()) if key in stored})
         except (OSError, ValueError, TypeError):
             return cls()
 

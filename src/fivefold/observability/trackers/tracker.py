@@ -52,14 +52,14 @@ class Tracker(Protocol):
 
 def make_tracker(name: str) -> Tracker:
     """Return the tracker for a name in `trainer.loggers`; its library is imported only here."""
-    made: Tracker = import_module(f"fivefold.observability.trackers.{name}").make()
-    return made
+    tracker: Tracker = import_module(f"fivefold.observability.trackers.{name}").make()
+    return tracker
 
 
 def flat(config: dict[str, Any], start: str = "") -> dict[str, Any]:
     """Return a nested configuration by full keys, for libraries without nesting."""
-    found: dict[str, Any] = {}
+    keys: dict[str, Any] = {}
     for name, value in config.items():
         key = f"{start}.{name}" if start else str(name)
-        found |= flat(value, key) if isinstance(value, dict) and value else {key: value}
-    return found
+        keys |= flat(value, key) if isinstance(value, dict) and value else {key: value}
+    return keys

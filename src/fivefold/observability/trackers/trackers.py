@@ -73,10 +73,10 @@ class _Follower:
         self._name, self._say, self._pid = name, say, 0
         module = "fivefold.observability.trackers.follower"
         # The process must not see the variables of torch's launchers: libraries would read them as their own.
-        kept = {key: value for key, value in os.environ.items() if key not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
+        variables = {key: value for key, value in os.environ.items() if key not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
         self._process = subprocess.Popen(
             [sys.executable, "-m", module, str(run_dir), name, *words],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=None, text=True, env=kept,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=None, text=True, env=variables,
         )  # fmt: skip
         self._listener = threading.Thread(target=self._listen, daemon=True)
         self._listener.start()

@@ -47,12 +47,12 @@ class _Imports(ast.NodeTransformer):
     def visit_ImportFrom(self, node: ast.ImportFrom) -> ast.stmt:
         if node.module != _LIBRARY:
             return node
-        self.names |= {each.asname or each.name: each.name for each in node.names if each.name != "*"}
+        self.names |= {alias.asname or alias.name: alias.name for alias in node.names if alias.name != "*"}
         return ast.Pass()
 
     def visit_Import(self, node: ast.Import) -> ast.stmt:
-        self.names |= {each.asname or each.name: "" for each in node.names if each.name == _LIBRARY}
-        others = [each for each in node.names if each.name != _LIBRARY]
+        self.names |= {alias.asname or alias.name: "" for alias in node.names if alias.name == _LIBRARY}
+        others = [alias for alias in node.names if alias.name != _LIBRARY]
         return ast.Import(others) if others else ast.Pass()
 
 
@@ -115,11 +115,11 @@ def _fault(tree: ast.AST, names: dict[str, str]) -> str | None:
         elif isinstance(node, ast.FunctionDef) and node.name.startswith("test_") and _takes_fixtures(node):
             return f"`{node.name}` takes fixtures"
     for call in calls:
-        own = ast.unparse(call.func)
-        if own in _KINDS and any(isinstance(each, ast.Name) and each.id in names for each in call.args):
+        function = ast.unparse(call.func)
+        if function in _KINDS and any(isinstance(argument, ast.Name) and argument.id in names for argument in call.args):
             return f"`{ast.unparse(call)}` reads a class of the program"
-        values = [*call.args, *(each.value for each in call.keywords)]
-        handed = [each for each in values if isinstance(each, ast.Lambda) or getattr(each, "id", None) in functions]
+        values = [*call.args, *(keyword.value for keyword in call.keywords)]
+        handed = [value for value in values if isinstance(value, ast.Lambda) or getattr(value, "id", None) in functions]
         if handed and isinstance(call.func, ast.Name) and call.func.id in names:
             return f"`{ast.unparse(call)}` hands the program a function"
     if any(isinstance(node, (ast.Import, ast.ImportFrom)) and "mock" in ast.unparse(node) for node in ast.walk(tree)):
@@ -138,10 +138,10 @@ def _is_class(node: ast.expr, names: dict[str, str]) -> bool:
 
 
 def _mentions(node: ast.expr, names: dict[str, str]) -> bool:
-    return any(isinstance(each, ast.Name) and each.id in names for each in ast.walk(node))
+    return any(isinstance(part, ast.Name) and part.id in names for part in ast.walk(node))
 
 
 def _takes_fixtures(test: ast.FunctionDef) -> bool:
     required = test.args.args[: len(test.args.args) - len(test.args.defaults)]
-    is_given = any("parametrize" in ast.unparse(each) for each in test.decorator_list)
+    is_given = any("parametrize" in ast.unparse(decorator) for decorator in test.decorator_list)
     return bool(required) and required[0].arg != "self" and not is_given

@@ -27,12 +27,12 @@ _TOLERANCE = 1e-6
 class Case:
     """One test of a program."""
 
-    given: str
+    input_text: str
     """Standard input, or a function's arguments as a JSON list."""
     expected: Any
     """Text that the program should write, or value that the function should return."""
     tests: Assertions | None = None
-    """Assertions that call the program and pass if they run to their end; `given` and `expected` are then unused."""
+    """Assertions that call the program and pass if they run to their end; `input_text` and `expected` are then unused."""
     trusted: str = ""
     """The same tests as one program, for tests that only the program's own process can run."""
 
@@ -59,12 +59,12 @@ class Cases:
         if self.function is None:
             return same_text(output, case.expected)
         try:
-            found = json.loads(output)
+            result = json.loads(output)
         except (ValueError, RecursionError):
             return False
         # APPS wraps a result in a list.
         unwrapped = case.expected[0] if isinstance(case.expected, list) and len(case.expected) == 1 else case.expected
-        return same_value(found, case.expected) or same_value(found, unwrapped)
+        return same_value(result, case.expected) or same_value(result, unwrapped)
 
 
 def read_cases(ground_truth: str) -> Cases:
@@ -77,17 +77,17 @@ def read_cases(ground_truth: str) -> Cases:
     """
     must = f"the ground truth of `code` is {FORMS}"
     try:
-        found = json.loads(ground_truth)
-        if isinstance(found, list) and found and "assert_code" in found[0]:
-            return Cases([_check_case(row) for row in found], None)
-        if isinstance(found, list) and found and "stdin" in found[0]:
-            rows, function = [(row["stdin"], row["expected_stdout"]) for row in found], None
-        elif isinstance(found, list):
-            rows = [(row["input"], row["output"]) for row in found]
-            function = _function_of(found[0]) if found else None
+        truth = json.loads(ground_truth)
+        if isinstance(truth, list) and truth and "assert_code" in truth[0]:
+            return Cases([_check_case(row) for row in truth], None)
+        if isinstance(truth, list) and truth and "stdin" in truth[0]:
+            rows, function = [(row["stdin"], row["expected_stdout"]) for row in truth], None
+        elif isinstance(truth, list):
+            rows = [(row["input"], row["output"]) for row in truth]
+            function = _function_of(truth[0]) if truth else None
         else:
-            rows = list(zip(found["inputs"], found["outputs"], strict=True))
-            function = found.get("fn_name") or None
+            rows = list(zip(truth["inputs"], truth["outputs"], strict=True))
+            function = truth.get("fn_name") or None
         cases = [_call_case(*row) if function else _text_case(*row) for row in rows]
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise UserError(f"{must}: {sentence_of(error) or repr(error)}; got {ground_truth[:200]!r}") from error
@@ -128,8 +128,8 @@ def _check_case(row: dict[str, Any]) -> Case:
     return Case("", "", tests, "\n".join([text, *(f"{name}()" for name in named)]))
 
 
-def _text_case(given: Any, expected: Any) -> Case:
-    return Case(_text(given), _text(expected))
+def _text_case(input_text: Any, expected: Any) -> Case:
+    return Case(_text(input_text), _text(expected))
 
 
 def _text(value: Any) -> str:
@@ -137,14 +137,14 @@ def _text(value: Any) -> str:
     return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
-def _call_case(given: Any, expected: Any) -> Case:
+def _call_case(arguments: Any, expected: Any) -> Case:
     """Parse arguments from a list or from JSON with one per line, and a result from a value or JSON."""
-    if isinstance(given, str):
-        given = [json.loads(line) for line in given.splitlines() if line.strip()]
+    if isinstance(arguments, str):
+        arguments = [json.loads(line) for line in arguments.splitlines() if line.strip()]
         expected = json.loads(expected) if isinstance(expected, str) else expected
-    if not isinstance(given, list):
-        raise UserError(f"the arguments of a function are a list: got {given!r}")
-    return Case(json.dumps(given), expected)
+    if not isinstance(arguments, list):
+        raise UserError(f"the arguments of a function are a list: got {arguments!r}")
+    return Case(json.dumps(arguments), expected)
 
 
 def program_of(response: str) -> str:
@@ -162,15 +162,15 @@ def program_of(response: str) -> str:
         elif language is not None:
             lines.append(line)
     for wanted in (("python", "python3", "py"), ("",)):
-        found = [text for name, text in blocks if name in wanted]
-        if found:
-            return found[-1]
+        programs = [text for name, text in blocks if name in wanted]
+        if programs:
+            return programs[-1]
     return response
 
 
-def same_text(found: str, expected: str) -> bool:
+def same_text(output: str, expected: str) -> bool:
     """Compare texts line by line, ignoring trailing spaces and trailing empty lines, or word by word as numbers."""
-    ours, theirs = ([line.rstrip() for line in text.strip().split("\n")] for text in (found, expected))
+    ours, theirs = ([line.rstrip() for line in text.strip().split("\n")] for text in (output, expected))
     if ours == theirs:
         return True
     return len(ours) == len(theirs) and all(
@@ -182,31 +182,31 @@ def _same_words(ours: Sequence[str], theirs: Sequence[str]) -> bool:
     return len(ours) == len(theirs) and all(a == b or _same_number(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
-def _same_number(found: str, expected: str) -> bool:
+def _same_number(number: str, expected: str) -> bool:
     """Compare within the tolerance if the expected number has a point or an exponent; compare whole numbers as texts."""
     if not any(mark in expected for mark in ".eE"):
         return False
     try:
-        return _close(float(found), float(expected))
+        return _close(float(number), float(expected))
     except ValueError:
         return False
 
 
-def _close(found: float, expected: float) -> bool:
-    return math.isclose(found, expected, rel_tol=_TOLERANCE, abs_tol=_TOLERANCE)
+def _close(number: float, expected: float) -> bool:
+    return math.isclose(number, expected, rel_tol=_TOLERANCE, abs_tol=_TOLERANCE)
 
 
-def same_value(found: Any, expected: Any) -> bool:
+def same_value(result: Any, expected: Any) -> bool:
     """Compare JSON values; numbers within a tolerance if one has a point."""
     if isinstance(expected, list):
-        return isinstance(found, list) and len(found) == len(expected) and all(map(same_value, found, expected))
+        return isinstance(result, list) and len(result) == len(expected) and all(map(same_value, result, expected))
     if isinstance(expected, dict):
         return (
-            isinstance(found, dict)
-            and found.keys() == expected.keys()
-            and all(same_value(found[key], value) for key, value in expected.items())
+            isinstance(result, dict)
+            and result.keys() == expected.keys()
+            and all(same_value(result[key], value) for key, value in expected.items())
         )
-    if isinstance(found, float) or isinstance(expected, float):
-        numbers = isinstance(found, (int, float)) and isinstance(expected, (int, float))
-        return numbers and _close(found, expected)
-    return bool(found == expected)
+    if isinstance(result, float) or isinstance(expected, float):
+        numbers = isinstance(result, (int, float)) and isinstance(expected, (int, float))
+        return numbers and _close(result, expected)
+    return bool(result == expected)

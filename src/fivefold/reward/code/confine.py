@@ -112,7 +112,7 @@ def seccomp_filter(machine: str = platform.machine()) -> bytes:
             _instruction(end, _ERRNO | _EPERM),
         ],
     )
-    commands = [_instruction(equal, each, len(_FCNTL_COMMANDS) - i, 0) for i, each in enumerate(_FCNTL_COMMANDS)]
+    commands = [_instruction(equal, command, len(_FCNTL_COMMANDS) - i, 0) for i, command in enumerate(_FCNTL_COMMANDS)]
     when(
         _FCNTL[column],
         [
@@ -196,10 +196,10 @@ def _drop_capabilities() -> None:
 
 
 def _syscall(number: int, *arguments: object) -> int:
-    found = int(_LIBC.syscall(ctypes.c_long(number), *arguments))
-    if found < 0:
+    result = int(_LIBC.syscall(ctypes.c_long(number), *arguments))
+    if result < 0:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-    return found
+    return result
 
 
 def _prctl(option: int, *arguments: int) -> None:
@@ -229,9 +229,9 @@ def layers() -> str:
 
 
 def end_with_parent(parent: int) -> None:
-    """Let the kernel end this process when its parent ends."""
+    """Let the kernel end this process when its parent ends; end it if that has happened before."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
+    if os.getppid() != parent or parent == 1:
         os._exit(1)
 
 

@@ -42,11 +42,11 @@ def dumps(value: Any, keep: Keep = refuse) -> str:
     return json.dumps(_encoded(value, keep))
 
 
-def loads(text: str, given: Callable[[int], Any] = refuse) -> Any:
-    """Return the value of a JSON text; `given` returns the stand-in of a kept object. Raise ValueError for any other
+def loads(text: str, kept_object: Callable[[int], Any] = refuse) -> Any:
+    """Return the value of a JSON text; `kept_object` returns the stand-in of a kept object. Raise ValueError for any other
     text."""
     try:
-        return _decoded(json.loads(text), given)
+        return _decoded(json.loads(text), kept_object)
     except (TypeError, KeyError, IndexError, AttributeError, RecursionError, ArithmeticError) as error:
         raise ValueError(f"no plain value: {error}") from error
 
@@ -55,20 +55,20 @@ def _encoded(value: Any, keep: Keep) -> Any:
     if value is None or type(value) in (bool, float, str) or (type(value) is int and abs(value) < _LARGE):
         return value
     if isinstance(value, list):
-        return [_encoded(each, keep) for each in list.__iter__(value)]
+        return [_encoded(item, keep) for item in list.__iter__(value)]
     if isinstance(value, dict):
-        return {"dict": [[_encoded(key, keep), _encoded(each, keep)] for key, each in dict.items(value)]}
+        return {"dict": [[_encoded(key, keep), _encoded(inner, keep)] for key, inner in dict.items(value)]}
     for name, kind in (("tuple", tuple), ("set", set), ("frozenset", frozenset), ("deque", collections.deque)):
         if isinstance(value, kind):
-            return {name: [_encoded(each, keep) for each in value]}
+            return {name: [_encoded(item, keep) for item in value]}
     if isinstance(value, range):
         return {"range": [value.start, value.stop, value.step]}
     if isinstance(value, float):
         return float.__float__(value)
     if isinstance(value, str):
         return str.__str__(value)
-    for name, (own, written, _) in _TEXTS.items():
-        if isinstance(value, own):
+    for name, (python_type, written, _) in _TEXTS.items():
+        if isinstance(value, python_type):
             return {name: written(value)}
     if hasattr(type(value), "tolist"):
         # Arrays and their numbers.
@@ -76,16 +76,16 @@ def _encoded(value: Any, keep: Keep) -> Any:
     return {"kept": keep(value)}
 
 
-def _decoded(value: Any, given: Callable[[int], Any]) -> Any:
+def _decoded(value: Any, kept_object: Callable[[int], Any]) -> Any:
     if isinstance(value, list):
-        return [_decoded(each, given) for each in value]
+        return [_decoded(item, kept_object) for item in value]
     if not isinstance(value, dict):
         return value
     ((name, inner),) = value.items()
     if name == "dict":
-        return {_decoded(key, given): _decoded(each, given) for key, each in inner}
+        return {_decoded(key, kept_object): _decoded(item, kept_object) for key, item in inner}
     if name in _SEQUENCES:
-        return _SEQUENCES[name]([_decoded(each, given) for each in inner])
+        return _SEQUENCES[name]([_decoded(item, kept_object) for item in inner])
     if name == "range":
         return range(*inner)
-    return given(inner) if name == "kept" else _TEXTS[name][2](inner)
+    return kept_object(inner) if name == "kept" else _TEXTS[name][2](inner)

@@ -45,12 +45,12 @@ def run(files: list[int], request: dict[str, Any], lock: Callable[[], None], beg
     which use these names of the program.
     """
     function, serves, names = request.get("function"), request.get("serves", False), request.get("names")
-    source, given, output, result = files
+    source, input_file, output, result = files
     text = _read(source)
-    arguments = _read(given) if function is not None else ""
+    arguments = _read(input_file) if function is not None else ""
     nothing = os.open(os.devnull, os.O_WRONLY)
     # Copy to high numbers first: a file may already have a number that another file needs.
-    copies = [fcntl.fcntl(file, fcntl.F_DUPFD, 100) for file in (given, output, nothing, result)]
+    copies = [fcntl.fcntl(file, fcntl.F_DUPFD, 100) for file in (input_file, output, nothing, result)]
     for number, copy in enumerate(copies):
         os.dup2(copy, number)
     sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115 - open as long as the process is
@@ -76,9 +76,9 @@ def run(files: list[int], request: dict[str, Any], lock: Callable[[], None], beg
         elif function is None:
             exec(compile(text, "<program>", "exec"), {"__name__": "__main__", "__builtins__": __builtins__})  # noqa: S102
         else:
-            found = _call(text, function, json.loads(arguments))
+            value = _call(text, function, json.loads(arguments))
             with io.FileIO(3, "w", closefd=False) as file:
-                file.write(json.dumps(found, default=_plain).encode())
+                file.write(json.dumps(value, default=_plain).encode())
     except SystemExit as ended:
         code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
     except BaseException:
@@ -113,6 +113,6 @@ def _plain(value: Any) -> Any:
 def _read(file: int) -> str:
     os.lseek(file, 0, os.SEEK_SET)
     with open(file, encoding="utf-8", closefd=False) as text:
-        found = text.read()
+        content = text.read()
     os.lseek(file, 0, os.SEEK_SET)
-    return found
+    return content

@@ -41,46 +41,46 @@ def serve(space: dict[str, Any]) -> None:
     """Answer calls of the tests with the program's names in `space`, until the tests end."""
     requests = os.fdopen(os.dup(_REQUESTS), encoding="utf-8")
     answers = open(_ANSWERS, "w", encoding="utf-8", closefd=False)  # noqa: SIM115 - open as long as the process is
-    kept: list[Any] = []
+    objects: list[Any] = []
 
     def keep(value: Any) -> int:
-        for place, other in enumerate(kept):
+        for place, other in enumerate(objects):
             if other is value:
                 return place
-        kept.append(value)
-        return len(kept) - 1
+        objects.append(value)
+        return len(objects) - 1
 
     for line in requests:
-        what, target, arguments, named = loads(line, kept.__getitem__)
+        action, target, arguments, named = loads(line, objects.__getitem__)
         try:
-            found = _done(space, what, target, arguments, named)
-            answer = dumps(("value", found, arguments), keep)
+            value = _done(space, action, target, arguments, named)
+            answer = dumps(("value", value, arguments), keep)
         except Exception as error:
             names = [kind.__name__ for kind in type(error).__mro__]
             answer = dumps(("raised", names, str(error)))
         print(answer, file=answers, flush=True)
 
 
-def _done(space: dict[str, Any], what: str, target: Any, arguments: list[Any], named: dict[str, Any]) -> Any:
-    if what == "name":
+def _done(space: dict[str, Any], action: str, target: Any, arguments: list[Any], named: dict[str, Any]) -> Any:
+    if action == "name":
         if target in space:
             return space[target](*arguments, **named)
         if "Solution" in space:
             return getattr(space["Solution"](), target)(*arguments, **named)
         raise NameError(f"name {target!r} is not defined")
-    if what == "value":
+    if action == "value":
         return space[target]
-    if what == "get":
+    if action == "get":
         return getattr(target, *arguments)
-    if what == "set":
+    if action == "set":
         return setattr(target, *arguments)
-    if what == "iterator":
+    if action == "iterator":
         return iter(target)
-    if what == "iterate":
+    if action == "iterate":
         return list(itertools.islice(target, *arguments))
-    if not hasattr(type(target), what):
-        raise TypeError(f"{type(target).__name__} has no {what}")
-    return getattr(target, what)(*arguments, **named)
+    if not hasattr(type(target), action):
+        raise TypeError(f"{type(target).__name__} has no {action}")
+    return getattr(target, action)(*arguments, **named)
 
 
 class _Line:
@@ -91,10 +91,10 @@ class _Line:
         self._requests = open(_ANSWERS, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
         self._objects: dict[int, _Object] = {}
 
-    def ask(self, what: str, target: Any, arguments: tuple[Any, ...] = (), named: dict[str, Any] | None = None) -> Any:
+    def ask(self, action: str, target: Any, arguments: tuple[Any, ...] = (), named: dict[str, Any] | None = None) -> Any:
         """Return the program's value; raise the program's exception as the nearest built-in exception."""
         try:
-            request = dumps((what, target, list(arguments), named or {}), _place_of)
+            request = dumps((action, target, list(arguments), named or {}), _place_of)
         except TypeError as error:
             raise NotTestableError(str(error)) from error
         try:
@@ -110,8 +110,8 @@ class _Line:
             raise NoAnswerError(str(wrong)) from wrong
         if raised is not None:
             raise raised
-        for given, left in pairs:
-            _update(given, left)
+        for argument, left in pairs:
+            _update(argument, left)
         return value
 
     def _object(self, place: int) -> _Object:
@@ -164,19 +164,21 @@ def _place_of(value: Any) -> Any:
     return object.__getattribute__(value, "_place") if type(value) is _Object else refuse(value)
 
 
-def _update(given: Any, left: Any) -> None:
+def _update(argument: Any, left: Any) -> None:
     """Apply the changes that a program made to an argument in place."""
-    if type(given) is list and type(left) is list:
-        given[:] = left
-    elif type(given) in (dict, set) and type(left) is type(given):
-        given.clear()
-        given.update(left)
+    if type(argument) is list and type(left) is list:
+        argument[:] = left
+    elif type(argument) in (dict, set) and type(left) is type(argument):
+        argument.clear()
+        argument.update(left)
 
 
 def _exception(names: Any, text: Any) -> Exception:
     """Return the nearest built-in exception for the program's exception, whose classes are `names`."""
     known = (getattr(builtins, str(name), None) for name in names)
-    kind = next((each for each in known if isinstance(each, type) and issubclass(each, Exception)), Exception)
+    kind = next(
+        (candidate for candidate in known if isinstance(candidate, type) and issubclass(candidate, Exception)), Exception
+    )
     try:
         error: Exception = kind(str(text))
     except TypeError:
@@ -226,27 +228,27 @@ def run_tests(tests: str, names: dict[str, str], space: dict[str, Any]) -> None:
     """
     line = _Line()
     sys.modules["pytest"] = small_pytest
-    space |= {own: _Name(line, name) if name else _Module(line) for own, name in names.items()}
+    space |= {known_as: _Name(line, name) if name else _Module(line) for known_as, name in names.items()}
     try:
         exec(compile(tests, "<tests>", "exec"), space)  # noqa: S102
-        for name, found in list(space.items()):
-            if name.startswith("test_") and isinstance(found, types.FunctionType):
-                small_pytest.call(found)
-            elif isinstance(found, type) and found.__module__ == space["__name__"] and _is_test(name, found):
-                _run_class(found)
+        for name, value in list(space.items()):
+            if name.startswith("test_") and isinstance(value, types.FunctionType):
+                small_pytest.call(value)
+            elif isinstance(value, type) and value.__module__ == space["__name__"] and _is_test(name, value):
+                _run_class(value)
     except NotTestableError:
         os._exit(NOT_TESTABLE)
     except SystemExit as ended:
         raise AssertionError("the tests ended by themselves") from ended
 
 
-def _is_test(name: str, found: type) -> bool:
-    return name.startswith("Test") or any(base.__name__ == "TestCase" for base in found.__mro__)
+def _is_test(name: str, kind: type) -> bool:
+    return name.startswith("Test") or any(base.__name__ == "TestCase" for base in kind.__mro__)
 
 
 def _run_class(kind: type) -> None:
     is_unittest = hasattr(kind, "assertEqual")
     for name in [name for name in dir(kind) if name.startswith("test")]:
-        made = kind(name) if is_unittest else kind()
-        getattr(made, "setUp" if is_unittest else "setup_method", lambda: None)()
-        small_pytest.call(getattr(made, name))
+        instance = kind(name) if is_unittest else kind()
+        getattr(instance, "setUp" if is_unittest else "setup_method", lambda: None)()
+        small_pytest.call(getattr(instance, name))

@@ -67,7 +67,7 @@ class ProgramTests:
             raise UserError(f"assert_code must have assertions on plain values, {CHEATED.format(fault)}")
         # A program that exits before the trusted tests finish has not written the mark.
         end_mark = secrets.token_hex(8)
-        ran = self.sandbox.run(case.program(program, end_mark), case.given, tests.function, seconds, clock)
+        ran = self.sandbox.run(case.program(program, end_mark), case.input_text, tests.function, seconds, clock)
         return ran.status == "ended" and tests.is_right(case, ran.output, end_mark)
 
 

@@ -63,13 +63,13 @@ class Sandbox:
         if tried != Ran("ended", "1\n"):
             raise RunError(f"the simplest program does not run here: {tried}")
 
-    def run(self, program: str, given: str, function: str | None, seconds: float, clock: float) -> Ran:
+    def run(self, program: str, input_text: str, function: str | None, seconds: float, clock: float) -> Ran:
         """Run a program on one test, for at most so many seconds of CPU time and of wall-clock time.
 
         Raises RuntimeError without a sandbox.
         """
         with contextlib.ExitStack() as opened:
-            files = [_file(text, opened) for text in (program, given, "", "")]
+            files = [_file(text, opened) for text in (program, input_text, "", "")]
             self._begin({"seconds": seconds, "clock": clock, "function": function}, files)
             status = self._end(clock)
             wanted = files[2 if function is None else 3]
@@ -133,8 +133,8 @@ class Sandbox:
         if not message:
             self.close()
             raise RunError("the sandbox ended by itself")
-        found: dict[str, Any] = json.loads(message)
-        return found
+        answer: dict[str, Any] = json.loads(message)
+        return answer
 
     def close(self) -> None:
         """End the server, which ends its running program and removes its directory."""

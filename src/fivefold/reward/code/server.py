@@ -63,7 +63,7 @@ def main() -> None:
         # A Python that is not the system's has its shared libraries next to it.
         ruleset = confine.landlock_ruleset([*libraries, f"{sys.base_prefix}/lib", *_READABLE], box)
         lock = confine.confinement(ruleset, limits)
-        sys.path[:] = [path for path in sys.path if any(path.startswith(each) for each in libraries)]
+        sys.path[:] = [path for path in sys.path if any(path.startswith(library) for library in libraries)]
         requests.send(json.dumps({"landlock": confine.landlock_version(), "network_namespace": is_offline}).encode())
         while True:
             message, files, _, _ = socket.recv_fds(requests, 1 << 16, FILES)
@@ -84,12 +84,12 @@ def _run(
     request: dict[str, Any], files: list[int], box: str, lock: Callable[[], None], requests: int, most_bytes: int
 ) -> str | None:
     """Return how a program ended: "ended", or why it was stopped; None if the reward process is gone."""
-    seconds, own, end = request["seconds"], os.getpid(), time.monotonic() + request["clock"]
+    seconds, parent, end = request["seconds"], os.getpid(), time.monotonic() + request["clock"]
     has_begun, begun = os.pipe()
     child = os.fork()
     if not child:
         try:
-            confine.end_with_parent(own)
+            confine.end_with_parent(parent)
             resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(seconds) + 1,) * 2)
             os.chdir(box)
             program.run(files, request, lock, begun)
@@ -135,10 +135,10 @@ def _excess(child: int, seconds: float, end: float, box: str, most_bytes: int) -
     """Return the limit that a program has exceeded, among those that the kernel does not enforce; empty for none."""
     with contextlib.suppress(OSError):
         # After the name in brackets: state is the first field, CPU times in ticks the 12th and 13th, threads the 18th.
-        found = Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()
-        if (int(found[11]) + int(found[12])) / os.sysconf("SC_CLK_TCK") > seconds:
+        fields = Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()
+        if (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK") > seconds:
             return "time"
-        if int(found[17]) > _MOST_THREADS:
+        if int(fields[17]) > _MOST_THREADS:
             return "threads"
     if time.monotonic() > end:
         return "time"

@@ -17,31 +17,31 @@ class approx:  # noqa: N801 - pytest's name
         self._rel = 1e-6 if rel is None and abs is None else rel or 0.0
         self._abs = 1e-12 if abs is None else abs
 
-    def __eq__(self, found: object) -> bool:
-        return self._near(found, self.expected)
+    def __eq__(self, result: object) -> bool:
+        return self._near(result, self.expected)
 
     __hash__ = None  # type: ignore[assignment]
 
-    def _near(self, found: Any, expected: Any) -> bool:
+    def _near(self, result: Any, expected: Any) -> bool:
         if isinstance(expected, Mapping):
-            same = isinstance(found, Mapping) and found.keys() == expected.keys()
-            return same and all(self._near(found[key], value) for key, value in expected.items())
+            same = isinstance(result, Mapping) and result.keys() == expected.keys()
+            return same and all(self._near(result[key], value) for key, value in expected.items())
         if isinstance(expected, Sequence) and not isinstance(expected, (str, bytes)):
-            same = isinstance(found, Sequence) and not isinstance(found, (str, bytes)) and len(found) == len(expected)
-            return same and all(map(self._near, found, expected))
+            same = isinstance(result, Sequence) and not isinstance(result, (str, bytes)) and len(result) == len(expected)
+            return same and all(map(self._near, result, expected))
         if isinstance(expected, bool) or expected is None or isinstance(expected, (str, bytes)):
-            return bool(found == expected)
+            return bool(result == expected)
         if hasattr(expected, "tolist"):
-            return self._near(found, expected.tolist())
-        if isinstance(found, (str, bytes, Mapping, Sequence)) or found is None:
+            return self._near(result, expected.tolist())
+        if isinstance(result, (str, bytes, Mapping, Sequence)) or result is None:
             return False
-        if found == expected:
+        if result == expected:
             return True
         if isinstance(expected, float) and math.isnan(expected):
-            return self._nan_ok and isinstance(found, float) and math.isnan(found)
-        if any(isinstance(each, float) and not math.isfinite(each) for each in (found, expected)):
+            return self._nan_ok and isinstance(result, float) and math.isnan(result)
+        if any(isinstance(number, float) and not math.isfinite(number) for number in (result, expected)):
             return False
-        return bool(abs(found - expected) <= max(self._rel * abs(expected), self._abs))
+        return bool(abs(result - expected) <= max(self._rel * abs(expected), self._abs))
 
 
 class raises:  # noqa: N801 - pytest's name
@@ -52,13 +52,13 @@ class raises:  # noqa: N801 - pytest's name
     _match: str | None
 
     def __new__(cls, kinds: Any, *call: Any, match: str | None = None, **named: Any) -> Any:
-        made = super().__new__(cls)
-        made._kinds, made._match = kinds if isinstance(kinds, tuple) else (kinds,), match
+        context = super().__new__(cls)
+        context._kinds, context._match = kinds if isinstance(kinds, tuple) else (kinds,), match
         if not call:
-            return made
-        with made:
+            return context
+        with context:
             call[0](*call[1:], **named)
-        return made
+        return context
 
     def __enter__(self) -> Any:
         return self
@@ -68,9 +68,9 @@ class raises:  # noqa: N801 - pytest's name
             raise AssertionError("nothing was raised")
         names = getattr(error, "names", [])
         # An exception of the program's own class is matched by its name.
-        own = [each for each in self._kinds if not isinstance(each, type)]
-        is_kind = isinstance(error, tuple(each for each in self._kinds if isinstance(each, type)))
-        if not is_kind and not any(each.__name__ in names for each in own):
+        named_kinds = [kind_or_name for kind_or_name in self._kinds if not isinstance(kind_or_name, type)]
+        is_kind = isinstance(error, tuple(kind_or_name for kind_or_name in self._kinds if isinstance(kind_or_name, type)))
+        if not is_kind and not any(named_kind.__name__ in names for named_kind in named_kinds):
             return False
         self.value, self.type = error, kind
         if self._match is not None and not re.search(self._match, str(error)):
@@ -82,7 +82,7 @@ def fail(reason: str = "", **named: Any) -> NoReturn:
     raise AssertionError(reason)
 
 
-def fixture(*given: Any, **named: Any) -> Any:
+def fixture(*positional: Any, **named: Any) -> Any:
     raise NotImplementedError("fixtures")
 
 
@@ -92,8 +92,8 @@ class _Mark:
     @staticmethod
     def parametrize(names: str | Sequence[str], rows: Iterable[Any], **more: Any) -> Callable[[Any], Any]:
         """Call a test once for each row."""
-        own = [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
-        table = [dict(zip(own, row if len(own) > 1 else [row], strict=True)) for row in rows]
+        columns = [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
+        table = [dict(zip(columns, row if len(columns) > 1 else [row], strict=True)) for row in rows]
 
         def decorate(test: Any) -> Any:
             test.rows = [{**one, **other} for one in getattr(test, "rows", [{}]) for other in table]
@@ -102,7 +102,7 @@ class _Mark:
         return decorate
 
     def __getattr__(self, name: str) -> Any:
-        return lambda *given, **named: given[0] if given and callable(given[0]) else lambda test: test
+        return lambda *positional, **named: positional[0] if positional and callable(positional[0]) else lambda test: test
 
 
 mark = _Mark()
