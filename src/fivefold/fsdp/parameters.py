@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from fivefold.backend.file_names import FileTensor, tensors_in_files
 from fivefold.backend.sharded_files import Box, Shape
-from fivefold.fsdp.file_names import FileTensor, tensors_in_files
 from fivefold.fsdp.mesh import Mesh, Split
 from fivefold.fsdp.packed_model import VALUE_HEAD, PackedModel
 

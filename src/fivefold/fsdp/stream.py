@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fivefold.fsdp.file_names import FileTensor
+from fivefold.backend.file_names import FileTensor
 from fivefold.fsdp.mesh import Mesh
 from fivefold.fsdp.packed_model import PackedModel, fsdp_modules
 from fivefold.fsdp.parameters import LocalTensor, own_name

@@ -81,8 +81,8 @@ def _joined(memory: str, shape: Shape, converter: WeightConverter, examples: Map
     if operations not in ([(MergeModulelist, 0)], [(MergeModulelist, 0), (Concatenate, 1)]):
         made = ", ".join(kind.__name__ for kind, _ in operations)
         raise UserError(
-            f"fsdp reads tensors that transformers stacks by expert: got {made} for {memory}; use megatron: if it has the "
-            "family, or another model"
+            f"transformers may only stack the files' tensors by expert: got {made} for {memory}; with megatron: and vLLM or "
+            "SGLang, families that have a file here do not depend on it"
         )
     rows = shape[1] // len(patterns)
     tensors = []
