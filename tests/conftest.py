@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -51,15 +52,19 @@ def mark_long(config: pytest.Config, items: list[pytest.Item]) -> None:
         raise pytest.UsageError(f"tests/long.yaml names tests that there are not: {sorted(unknown)}")
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark long tests, and order files: workers take whole ones, and a long one at the end would leave the other idle."""
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
+    """Mark long tests, and order files: workers take whole ones, and a long one at the end would leave the other idle.
+
+    Parts are dealt after `-m` and `-k` have left out what they do not select.
+    """
     mark_long(config, items)
     places = {f"tests/{name}.py": place for place, name in enumerate(LONGEST_FIRST)}
     items.sort(key=lambda item: places.get(item.nodeid.partition("::")[0], len(places)))
     part, parts = map(int, config.getoption("part").split("/"))
     if not 1 <= part <= parts:
         raise pytest.UsageError(f"--part must be K/N with K from 1 to N: got {part}/{parts}")
+    yield
     # Files are dealt in turn, so that the longest ones go to different parts.
     files = list(dict.fromkeys(item.nodeid.partition("::")[0] for item in items))
     chosen = set(files[part - 1 :: parts])

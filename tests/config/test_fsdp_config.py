@@ -17,7 +17,7 @@ RUN = ["model.path=m", "data.train=[d.parquet]", "data.prompts_per_step=8", "pol
     [
         (["policy.backend=fsdp:d2p2"], "fsdp has no pipeline: got p2; use megatron:"),
         (["policy.backend=fsdp:(attn:d2t2|ffn:t2)"], "has no ffn part"),
-        (["policy.backend=fsdp:d2e2"], "expert parallelism is not built for fsdp: got fsdp:d2t1e2"),
+        (["policy.backend=fsdp:d4e4", "policy.fsdp.replicas=2"], "e4 must divide the 2 ranks of d·t in a copy"),
         (["policy.backend=fsdp:d3e2"], "e must be 1 or a multiple of t that divides d·t: got e2 for d3 t1"),
         (["policy.backend=fsdp:d4", "policy.fsdp.replicas=3"], "policy.fsdp.replicas must divide d: got 3 for fsdp:d4t1"),
         (["policy.lora.rank=8"], "adapters are not built for fsdp"),
@@ -48,8 +48,11 @@ def test_options_of_fsdp_next_to_megatron_alone_are_reported():
         ("gemma2", "fsdp:d2", ""),
         ("gemma2", "fsdp:d1t2", ""),
         ("gpt_oss", "fsdp:d2", ""),
-        ("gpt_oss", "fsdp:t2", "t must be 1: it is not proven for gpt_oss; use d, or set policy.fsdp.unproven: true"),
-        ("qwen3_moe", "fsdp:d2", ""),
+        ("gpt_oss", "fsdp:d2t2e4", ""),
+        ("gpt_oss", "fsdp:d8e8", "experts must be divisible by ep: got 4 for ep=8"),
+        ("qwen3_moe", "fsdp:d2e2", ""),
+        ("mixtral", "fsdp:t2", "t must be 1: it is not proven for mixtral; use d, or set policy.fsdp.unproven: true"),
+        ("minimax_m2", "fsdp:d2e2", ""),
     ],
 )
 def test_check_knows_families_without_a_file_here(tmp_path, name, backend, says):

@@ -50,6 +50,16 @@ def test_logprobs_equal_a_forward_of_transformers(model, tokenizer):
         assert tokenizer.eos_token_id not in found.token_ids[:-1]
 
 
+def test_scores_of_attention_are_capped_whatever_transformers_would_choose(models, tokenizer):
+    """transformers 5.19 computes Gemma 2 with SDPA, which has no soft cap."""
+    import transformers
+
+    engine, directory = make_engine(models("gemma2"), tokenizer), models("gemma2")
+    written_out = transformers.AutoModelForCausalLM.from_pretrained(directory, attn_implementation="eager")
+    tokens = torch.arange(20)[None]
+    assert torch.allclose(engine._model(tokens).logits, written_out(tokens).logits, atol=1e-5)
+
+
 def test_samples_do_not_depend_on_how_the_batch_is_cut_or_ordered(model, tokenizer):
     asked = requests(4)
     whole = complete(make_engine(model, tokenizer), asked)
@@ -193,7 +203,7 @@ def test_a_token_of_probability_zero_is_never_drawn():
     assert tokens.tolist() == [1, 1, 1]
 
 
-@pytest.mark.parametrize("name", list(VARIANTS | MOE_VARIANTS))
+@pytest.mark.parametrize("name", [*VARIANTS, *MOE_VARIANTS, "minimax_m2", "qwen3_next", "gpt_oss"])
 def test_every_tensor_of_a_model_s_files_has_its_place_in_the_engine(models, name):
     """transformers stacks experts and renames them in memory; weights come by the names in files."""
     import transformers

@@ -98,11 +98,70 @@ def shard_counted_twice(mesh, *arguments):
     return fsdp_step(mesh, *arguments)
 
 
+def expert_gradient_divided_twice(mesh, *arguments):
+    """By the ranks that divide experts, as if each of them had the gradient of all its tokens."""
+    from fivefold.fsdp import model
+
+    original = model.step.finish_gradients
+
+    def divided(tensors, own):
+        gradients = original(tensors, own)
+        for tensor, grad in gradients:
+            if tensor.split.by_expert:
+                grad /= own.experts.size()
+        return gradients
+
+    model.step.finish_gradients = divided
+    return fsdp_step(mesh, *arguments)
+
+
+def experts_counted_twice(mesh, *arguments):
+    """In the norm, by every rank that could hold them if they were not divided."""
+    from fivefold.fsdp import step
+
+    original = step.gradient_norm
+
+    def again(gradients, own):
+        twice = torch.stack([grad.square().sum() for tensor, grad in gradients if tensor.split.by_expert]).sum()
+        torch.distributed.all_reduce(twice, group=own.whole)
+        return float((original(gradients, own) ** 2 + twice * (own.experts.size() - 1)) ** 0.5)
+
+    step.gradient_norm = again
+    return fsdp_step(mesh, *arguments)
+
+
+def tokens_of_others_left_out(mesh, *arguments):
+    """An expert sees the tokens of its rank only."""
+    from fivefold.fsdp import experts
+
+    original = experts.gather_tokens
+
+    def own_rows_only(rows, group):
+        gathered = original(rows, group)
+        if rows.dtype != torch.long:
+            return gathered
+        kept = torch.full_like(gathered, -1)
+        place = slice(group.rank() * len(rows), (group.rank() + 1) * len(rows))
+        kept[place] = gathered[place]
+        return kept
+
+    experts.gather_tokens = own_rows_only
+    return fsdp_step(mesh, *arguments)
+
+
+def state_continues(mesh, *arguments):
+    """Linear attention runs over all tokens of a micro-batch."""
+    from fivefold.fsdp import linear_attention
+
+    linear_attention.current = lambda: None
+    return fsdp_step(mesh, *arguments)
+
+
 def tensor_missing(mesh, *arguments):
     from fivefold.fsdp import model
 
-    original = model.stream_weights
-    model.stream_weights = lambda *given: (item for item in original(*given) if "layers.2.mlp.up" not in item[0])
+    original, names = model.stream_weights, ("layers.2.mlp.up", "layers.2.mlp.experts.5.up")
+    model.stream_weights = lambda *given: (item for item in original(*given) if not any(name in item[0] for name in names))
     return fsdp_step(mesh, *arguments)
 
 
@@ -115,7 +174,12 @@ FAULTS = [
     (cap_of_scores_left_out, "d2", "gemma2"),
     (cap_of_logits_left_out, "d2", "gemma2"),
     (shard_counted_twice, "t2", "qwen3"),
+    (expert_gradient_divided_twice, "d2t2e4", "qwen3_moe"),
+    (experts_counted_twice, "d2e2", "qwen3_moe"),
+    (tokens_of_others_left_out, "d2e2", "qwen3_moe"),
+    (state_continues, "d2", "qwen3_5"),
     (tensor_missing, "d2", "qwen3"),
+    (tensor_missing, "d2e2", "qwen3_moe"),
 ]
 
 

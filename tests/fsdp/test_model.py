@@ -12,6 +12,7 @@ import torch
 from fivefold.columns import Column
 from fivefold.config.learners import OffloadConfig, PolicyConfig
 from fivefold.types import LossOutput
+from tests.megatron.test_shared_prefix import samples_of, weighted
 from tests.support.fsdp import policy_of
 from tests.support.shards import shard_of_replica
 from tests.support.tiny_models import load_tensors, make_classifier
@@ -52,11 +53,11 @@ def loaded(mesh, directory: Path, policy: PolicyConfig, path: Path):
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_moe"])
 def test_a_checkpoint_of_one_layout_continues_on_another_with_moments(cluster, models, tmp_path, name):
-    """Experts are stored one by one, by their names in the files."""
+    """Experts are stored one by one, by their names in the files, whichever ranks hold them."""
     directory, path = models(name), tmp_path / "saved"
     (reports, weights), *_ = cluster.run(saved_after_one_update, "fsdp:d2", directory, policy_of("d2"), path)
     oracle = [(report.loss, report.grad_norm) for report in reports], weights, None
-    for layout in ("c2", "d4 replicas", *(["d2t2"] if name == "qwen3" else [])):
+    for layout in ("c2", "d4 replicas", *("d2t2", "d2t2e4")[: 2 if name == "qwen3_moe" else 1]):
         assert_equal(cluster.run(loaded, f"fsdp:{layout.split()[0]}", directory, policy_of(layout), path), oracle)
 
 
@@ -127,6 +128,27 @@ def test_replicas_without_samples_take_part(cluster, models):
         assert_equal(cluster.run(two_samples, "fsdp:d4", models(name)), oracle)
 
 
+def with_prompts(mesh, directory: Path, share: bool):
+    """Log-probs, reports and weights of two updates on groups, and the tokens of a micro-batch pass."""
+    model = model_on(mesh, directory, policy_of("d2", share_prefix=share))
+    batch = samples_of()
+    own = batch.select([n for n in range(len(batch.lengths_N)) if (n // 4) % mesh.layout.dp == mesh.ranks.coords.dp])
+    logprobs_T = model.forward(own)
+    reports = [model.train_step(own, weighted) for _ in range(2)]
+    return logprobs_T, reports, {name: tensor.clone() for name, tensor in model.weights()}
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_5"])
+def test_a_prompt_that_is_computed_once_for_its_group_changes_no_number(cluster, models, name):
+    """Linear attention computes a prompt's state again for each response, from the prompt's only hidden states."""
+    shared, alone = (cluster.run(with_prompts, "fsdp:d2", models(name), share) for share in (True, False))
+    oracle = [(report.loss, report.grad_norm) for report in alone[0][1]], alone[0][2], None
+    assert sum(own[1][0].tokens for own in shared) < sum(own[1][0].tokens for own in alone)
+    assert_equal([(reports, weights) for _, reports, weights in shared], oracle)
+    for ours, theirs in zip(shared, alone, strict=True):
+        assert torch.allclose(ours[0], theirs[0], atol=3e-6)
+
+
 def changed_copy(mesh, directory: Path):
     from fivefold.backend.copies import ReplicaError
 
@@ -167,23 +189,30 @@ def away_between(mesh, directory: Path, policy: PolicyConfig, base_T: torch.Tens
     return updated(model, mesh, base_T)
 
 
-def test_a_step_in_bfloat16_is_that_of_float32_up_to_rounding(cluster, models):
+@pytest.mark.parametrize(("name", "layout"), [("qwen3", "d2"), ("qwen3_moe", "d2t2e4"), ("qwen3_5", "c2")])
+def test_a_step_in_bfloat16_is_that_of_float32_up_to_rounding(cluster, models, name, layout):
     found = difference(
-        run_step(cluster, "fsdp:d2", models("qwen3"), policy_of("d2", dtype="bfloat16")), expected(models("qwen3"))
+        run_step(cluster, f"fsdp:{layout}", models(name), policy_of(layout, dtype="bfloat16")), expected(models(name))
     )
     assert 1e-5 < found[0] < 5e-2 and found[1] < 0.1 and found[2] < 5e-3
 
 
 @pytest.mark.parametrize(
-    ("name", "unproven", "says"),
+    ("name", "layout", "unproven", "says"),
     [
-        ("gpt_oss", False, "t must be 1: it is not proven for gpt_oss"),
-        ("gpt_oss", True, "transformers has no tensor-parallel plan for it"),
-        ("qwen3_moe", True, "the style moe_tp_experts for model.layers.0.mlp.experts, which is not built"),
+        ("mixtral", "t2", False, "t must be 1: it is not proven for mixtral"),
+        ("mixtral", "d2e2", False, "e must be 1: it is not proven for mixtral"),
+        ("seed_oss", "d2e2", True, "e must be 1 for seed_oss: transformers has no plan that divides its experts"),
+        (
+            "qwen3_moe",
+            "d3e3",
+            True,
+            "e must divide the first dimension of model.layers.0.mlp.experts.gate_up_proj, 8: got e3",
+        ),
     ],
 )
-def test_a_family_without_proof_or_plan_is_refused_for_t(cluster, models, name, unproven, says):
-    policy = policy_of("t2")
+def test_a_layout_without_proof_or_plan_is_refused_with_its_name(cluster, models, name, layout, unproven, says):
+    policy = policy_of(layout)
     policy = replace(policy, fsdp=replace(policy.fsdp, unproven=unproven))
     with pytest.raises(RuntimeError, match=says):
-        cluster.run(model_on, "fsdp:t2", models(name), policy)
+        cluster.run(model_on, f"fsdp:{layout}", models(name), policy)

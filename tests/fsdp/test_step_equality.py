@@ -1,4 +1,4 @@
-"""One GRPO step of transformers' models, the same on every `fsdp:` layout: loss, gradient norm and every updated parameter."""
+"""One GRPO step of transformers' dense models, the same on every `fsdp:` layout: loss, gradient norm, every updated parameter."""
 
 from __future__ import annotations
 
@@ -6,61 +6,33 @@ from dataclasses import replace
 
 import pytest
 
-from fivefold.config.fsdp_checks import PROVEN_TENSOR_PARALLEL
+from fivefold.config.fsdp_checks import PROVEN
 from fivefold.config.learners import FSDPConfig
-from tests.support.fsdp import Lazily, policy_of
-from tests.support.two_steps import assert_equal, expected, fsdp_step, run_step
+from tests.fsdp import test_expert_steps, test_linear_attention_steps
+from tests.support.fsdp import cases, policy_of
+from tests.support.two_steps import assert_equal, expected, run_step
 
 FAMILIES = {
     "qwen2": "qwen2", "qwen3": "qwen3", "llama": "llama", "mistral_window": "mistral", "gemma2": "gemma2",
     "gemma3": "gemma3_text", "phi3": "phi3", "olmo2": "olmo2", "olmo3": "olmo3", "smollm3": "smollm3",
 }  # fmt: skip
 """Variant of a tiny model -> its family."""
-EXPERTS = ("qwen3_moe", "deepseek_v3", "glm4_moe", "gpt_oss")
-"""Variants with experts, which have no t and no e here."""
-LAYOUTS = ["d2", "d4", "c2", "d2c2", "t2", "d2t2", "d4 replicas"]
-FAST = [("qwen3", "d2"), ("qwen3", "d2t2"), ("qwen3", "d4 replicas"), ("gemma2", "d2"), ("gemma2", "c2"), ("phi3", "t2")]
-CASES = [
-    pytest.param(name, layout, budget, marks=() if (name, layout) in FAST and budget == 32 else pytest.mark.fsdp)
-    for name in FAMILIES
-    for layout in LAYOUTS
-    for budget in ((1000, 32) if layout in ("d2", "c2", "t2") else (32,))
-]
-CASES += [
-    pytest.param(name, layout, 32, marks=() if (name, layout) == ("qwen3_moe", "d2") else pytest.mark.fsdp)
-    for name in EXPERTS
-    for layout in ("d2", "c2", "d2c2", "d4 replicas")
-]
+LAYOUTS = ("d2", "d4", "c2", "d2c2", "t2", "d2t2", "d4 replicas")
+PLAIN = [("qwen3", "d2"), ("qwen3", "d2t2"), ("qwen3", "d4 replicas"), ("gemma2", "d2"), ("gemma2", "c2"), ("phi3", "t2")]
 
 
-@pytest.fixture(scope="module")
-def steps(cluster, models):
-    """Results by (model, layout, budget)."""
-
-    def call(name: str, layout: str, budget: int):
-        directory = models(name)
-        return f"fsdp:{layout.split()[0]}", fsdp_step, directory, policy_of(layout, budget), expected(directory)[2]
-
-    return Lazily(cluster, call)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _selected(request, steps):
-    steps.wanted += [
-        tuple(item.callspec.params[key] for key in ("name", "layout", "budget"))
-        for item in request.session.items
-        if getattr(item, "originalname", "") == "test_a_step_is_the_same_on_every_layout" and item.module is request.module
-    ]
-
-
-@pytest.mark.parametrize(("name", "layout", "budget"), CASES, ids=str)
+@pytest.mark.parametrize(("name", "layout", "budget"), cases(FAMILIES, LAYOUTS, PLAIN), ids=str)
 def test_a_step_is_the_same_on_every_layout(steps, models, name, layout, budget):
     """Clipped gains and KL, over packed sequences; the oracle computes one sequence at a time in one process."""
     assert_equal(steps[name, layout, budget], expected(models(name)))
 
 
-def test_the_families_with_tensor_parallelism_are_those_that_are_compared_here():
-    assert set(FAMILIES.values()) == PROVEN_TENSOR_PARALLEL
+def test_the_table_of_families_has_the_dimensions_that_are_compared():
+    compared: dict[str, str] = dict.fromkeys(FAMILIES.values(), "t")
+    for module in (test_expert_steps, test_linear_attention_steps):
+        for family, layouts in module.FAMILIES.values():
+            compared[family] = "".join(letter for letter in "te" if any(letter in layout.split()[0] for layout in layouts))
+    assert compared == PROVEN
 
 
 @pytest.mark.parametrize(

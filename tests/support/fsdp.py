@@ -1,11 +1,14 @@
-"""What tests of `fsdp:` layouts share: settings of a layout, and cases that are computed together."""
+"""What tests of `fsdp:` layouts share: the settings of a layout, and cases of families on layouts."""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
 from dataclasses import replace
+from typing import Any
+
+import pytest
 
 from fivefold.config.learners import FSDPConfig, PolicyConfig
-from tests.support.cluster import Together
 from tests.support.two_steps import POLICY
 
 
@@ -15,14 +18,14 @@ def policy_of(layout: str, budget: int = 32, **options: object) -> PolicyConfig:
     return replace(POLICY, tokens_per_micro_batch=budget, fsdp=FSDPConfig(replicas=replicas), **options)
 
 
-class Lazily:
-    """The cases of one layout are computed together, those that are selected only."""
+def cases(names: Iterable[str], layouts: Collection[str], plain: Collection[tuple[str, str]] = ()) -> list[Any]:
+    """Cases (model, layout, budget) for a test: those in `plain` are in the plain suite, the others in `make test-fsdp`.
 
-    def __init__(self, cluster, call) -> None:
-        self._cluster, self._call, self.wanted = cluster, call, []
-        self._together: Together | None = None
-
-    def __getitem__(self, case):
-        if self._together is None:
-            self._together = Together(self._cluster, {wanted_case: self._call(*wanted_case) for wanted_case in self.wanted})
-        return self._together[case]
+    With two ranks the whole batch is computed in one micro-batch too.
+    """
+    return [
+        pytest.param(name, layout, budget, marks=() if (name, layout) in plain and budget == 32 else pytest.mark.fsdp)
+        for name in names
+        for layout in layouts
+        for budget in ((1000, 32) if layout in ("d2", "c2", "t2") else (32,))
+    ]

@@ -84,6 +84,18 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 _IDS = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2}
+_LINEAR = {
+    # The first outputs of a head are a query times one key, which may nearly vanish, and are normalized. With the usual 1e-6
+    # a last place of the weights moves the gradient norm by 1.7e-5 of it, with this by 2.5e-7.
+    "rms_norm_eps": 1e-3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "full_attention"],
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_conv_kernel_dim": 4,
+}
 _GEMMA = {**_IDS, "head_dim": 16, "sliding_window": 7, "query_pre_attn_scalar": 16}
 OTHER_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2": ("Gemma2", {**_GEMMA, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}),
@@ -101,6 +113,12 @@ OTHER_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
         },
     ),
+    "minimax_m2": ("MiniMaxM2", {**_IDS, "head_dim": 16, "num_local_experts": 8, "num_experts_per_tok": 2}),
+    "qwen3_next": (
+        "Qwen3Next",
+        {**MOE, **_LINEAR, "num_experts": 8, "norm_topk_prob": True, "shared_expert_intermediate_size": 48},
+    ),
+    "qwen3_5": ("Qwen3_5Text", _LINEAR),
     "olmo2": ("Olmo2", _IDS),
     "olmo3": ("Olmo3", {**_IDS, "sliding_window": 7, "layer_types": WINDOWS}),
     "smollm3": ("SmolLM3", {**_IDS, "tie_word_embeddings": True}),
@@ -170,11 +188,11 @@ def make_model(name: str, directory: Path, **sizes: Any) -> Path:
     config = getattr(transformers, f"{prefix}Config")(**{**SIZES, **changes, **sizes})
     model = transformers.AutoModelForCausalLM.from_config(config).float()
     generator = torch.Generator().manual_seed(7)
-    # Gemma's norms multiply by 1 + weight.
-    usual = 0 if prefix.startswith("Gemma") else 1
     with torch.no_grad():
-        for parameter in model.parameters():
+        for key, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator) * 0.1
+            # The norms of some families multiply by 1 + weight, except those after linear attention.
+            usual = 0 if prefix.startswith(("Gemma", "Qwen3Next", "Qwen3_5")) and ".linear_attn." not in key else 1
             parameter.copy_(noise + usual if parameter.ndim == 1 else noise)
         for key, buffer in model.named_buffers():
             if key.endswith("e_score_correction_bias"):

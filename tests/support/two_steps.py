@@ -112,7 +112,8 @@ def reference_step(
     import transformers
 
     config = transformers.AutoConfig.from_pretrained(directory)
-    model = transformers.AutoModelForCausalLM.from_pretrained(directory, config=config).float()
+    # Other implementations may leave a part out: transformers 5.19 computes Gemma 2 with SDPA, which has no soft cap.
+    model = transformers.AutoModelForCausalLM.from_pretrained(directory, config=config, attn_implementation="eager").float()
     # No token pads here, so that all of them learn.
     model.get_input_embeddings().padding_idx = None
     finish = (lambda: None) if adapt is None else adapt(model)

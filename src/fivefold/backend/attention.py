@@ -35,6 +35,12 @@ class _Gather(torch.autograd.Function):
         return summed.to(grad.dtype), None
 
 
+def take_rows(rows: Tensor, index: Tensor) -> Tensor:
+    """Return the rows at `index`, some of which may be there several times."""
+    taken: Tensor = _Gather.apply(rows, index)
+    return taken
+
+
 def attend(
     query: Tensor,
     key: Tensor,
@@ -56,7 +62,7 @@ def attend(
         attended = partial(_dense, scale=scale) if is_plain else partial(_explicit, scale=scale, cap=cap, sinks_H=sinks_H)
         return _padded(query, key, value, packing, window, attended)
     if packing.key_index is not None:
-        key, value = (_Gather.apply(tensor, packing.key_index) for tensor in (key, value))
+        key, value = (take_rows(tensor, packing.key_index) for tensor in (key, value))
     assert packing.cu_queries is not None and packing.cu_keys is not None
     if flash.takes(query, value):
         ends, most = (packing.cu_queries, packing.cu_keys), (packing.most_queries, packing.most_keys)

@@ -7,32 +7,38 @@ from fivefold.config.roles import Role
 from fivefold.keys.findings import Findings
 from fivefold.layout import ParallelLayout
 
-PROVEN_TENSOR_PARALLEL = frozenset(
-    {
-        "gemma2", "gemma3_text", "llama", "mistral", "olmo2", "olmo3", "phi3", "qwen2", "qwen3", "smollm3",
-    }
-)  # fmt: skip
-"""Families (`model_type`) whose steps with t equal those of one process: tests/fsdp/test_step_equality.py."""
+PROVEN = {
+    "gemma2": "t", "gemma3_text": "t", "llama": "t", "mistral": "t", "olmo2": "t", "olmo3": "t", "phi3": "t", "qwen2": "t",
+    "qwen3": "t", "smollm3": "t", "qwen3_moe": "te", "glm4_moe": "te", "deepseek_v3": "te", "gpt_oss": "te",
+    "minimax_m2": "te", "qwen3_next": "te", "qwen3_5_text": "t",
+}  # fmt: skip
+"""Family (`model_type`) -> dimensions of layouts in which its steps equal those of one process: tests/fsdp.
+
+d, c and replicas are open to all families: log-probs are compared with transformers' at start.
+"""
 
 
-def tensor_parallel_fault(family: str, layout: ParallelLayout, unproven: bool) -> str:
-    """Return why the model cannot be tensor-parallel in this `fsdp:` layout, or ""; `unproven` allows any family."""
-    if layout.tp == 1 or unproven or family in PROVEN_TENSOR_PARALLEL:
-        return ""
-    return f"t must be 1: it is not proven for {family}; use d, or set policy.fsdp.unproven: true; got {layout}"
+def unproven_fault(family: str, layout: ParallelLayout, unproven: bool) -> str:
+    """Return why the model cannot have this `fsdp:` layout, or ""; `unproven` allows any family."""
+    proven = PROVEN.get(family, "")
+    for letter, size in (("t", layout.tp), ("e", layout.ep)):
+        if size > 1 and not unproven and letter not in proven:
+            return (
+                f"{letter} must be 1: it is not proven for {family}; use d, or set policy.fsdp.unproven: true; got {layout}"
+            )
+    return ""
 
 
 def check_fsdp(findings: Findings, role: Role) -> None:
     """Check one model on an `fsdp:` layout; `findings` are at its section."""
     settings, layout, replicas = role.settings, role.layout, role.settings.fsdp.replicas
-    findings.require(
-        layout.dp % replicas == 0,
-        "fsdp.replicas",
-        f"must divide d: got {replicas} for {layout}; choose one of {_divisors(layout.dp)}",
-    )
-    if layout.ep > 1:
-        message = f": expert parallelism is not built for fsdp: got {layout}; leave e out, or use megatron:"
-        findings.error("backend", message)
+    if layout.dp % replicas:
+        message = f"must divide d: got {replicas} for {layout}; choose one of {_divisors(layout.dp)}"
+        findings.error("fsdp.replicas", message)
+    elif layout.dp // replicas * layout.tp % layout.ep:
+        ranks = layout.dp // replicas * layout.tp
+        message = f"must leave whole groups of e: e{layout.ep} must divide the {ranks} ranks of d·t in a copy"
+        findings.error("fsdp.replicas", f"{message}; got {replicas} for {layout}")
     if role.section.megatron not in (None, MegatronConfig()):
         message = f"is for megatron: layouts, and {layout} has no Megatron-Core: leave it out"
         findings.error("megatron", message)

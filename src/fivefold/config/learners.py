@@ -81,7 +81,7 @@ class FSDPConfig:
     """Add up the gradients of micro-batches before they are reduced: less communication, 4 bytes a parameter more on every
     rank."""
     unproven: Annotated[bool, HARMLESS] = False
-    """Allow t with families whose steps were not compared with those of one process (docs/fsdp.md)."""
+    """Allow t and e with families whose steps were not compared with those of one process (docs/fsdp.md)."""
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ import transformers
 from torch import Tensor
 from transformers.initialization import no_init_weights
 
+from fivefold.backend.file_names import tensors_in_files
 from fivefold.engines.sampling import LogitsProcessor, sample_token, uniform
 from fivefold.engines.transformers_routes import BatchRoutes, RouterOutputs
 from fivefold.engines.turns import Turns
@@ -45,8 +46,12 @@ class TransformersEngine:
         running requests must be aborted, because the run ends.
         """
         config = transformers.AutoConfig.from_pretrained(directory, trust_remote_code=False)
+        # SDPA has no soft cap of scores, and transformers 5.19 lets Gemma 2 take it all the same.
+        attention = "eager" if getattr(config, "attn_logit_softcapping", None) else None
         with no_init_weights(), torch.device(device):
-            model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+            model = transformers.AutoModelForCausalLM.from_config(
+                config, dtype=dtype, trust_remote_code=False, attn_implementation=attention
+            )
         model.tie_weights()
         self._spec = load_spec(directory)
         self._model = model.eval().requires_grad_(False)
@@ -249,23 +254,19 @@ class _Batch:
 
 def parameter_map(model: Any, spec: ModelSpec) -> dict[str, Tensor]:
     """Returns each tensor of the model's files by its name there -> the memory in which transformers keeps it."""
-    state, parameters = model.state_dict(), parameters_of(spec)
+    state = model.state_dict()
+    names = {name for parameter in parameters_of(spec) for name in parameter.hf}
     # A tied output layer has a separate entry, but shares the embedding's memory.
-    held = set(state) - (set(OUTPUT.hf) if spec.tied else set())
-    if different := held ^ {name for parameter in parameters for name in parameter.in_transformers}:
+    shapes = {name: tuple(tensor.shape) for name, tensor in state.items() if not (spec.tied and name in OUTPUT.hf)}
+    places = {
+        file.name: file.of(state[held]) for held, files in tensors_in_files(model, shapes, names).items() for file in files
+    }
+    if different := names ^ set(places):
         raise RuntimeError(
             f"the table of {spec.family} must name every tensor that transformers has in memory, and no other: "
             f"{len(different)} differ, the first: {sorted(different)[:3]}; correct models/families/{spec.family}.py"
         )
-    tensors: dict[str, Tensor] = {}
-    for parameter in parameters:
-        if parameter.transformers is None:
-            tensors |= {name: state[name] for name in parameter.hf}
-        else:
-            joined = state[parameter.transformers]
-            tensor = joined if parameter.expert is None else joined[parameter.expert]
-            tensors |= zip(parameter.hf, tensor.chunk(len(parameter.hf)), strict=True)
-    return tensors
+    return places
 
 
 def stop_token_ids(directory: Path, tokenizer: Any) -> set[int]:

@@ -2,42 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import transformers
 from torch import Tensor
 
 from fivefold.backend.attention import attend
-from fivefold.backend.packing import Packing
 from fivefold.fsdp.collectives import gather_tokens
+from fivefold.fsdp.current import current
 
 NAME = "fivefold_packed"
 """Name of the function in transformers; transformers makes no mask for it."""
-
-
-@dataclass(frozen=True)
-class _Packed:
-    packing: Packing
-    cp: dist.ProcessGroup
-
-
-_current: list[_Packed] = []
-"""The micro-batch that is computed, last; layers that are recomputed in backward find the same one."""
-
-
-@contextmanager
-def packed(packing: Packing, cp: dist.ProcessGroup) -> Iterator[None]:
-    """Within this context, forward and backward, layers attend within the sequences of `packing`."""
-    _current.append(_Packed(packing, cp))
-    try:
-        yield
-    finally:
-        _current.pop()
 
 
 def _attention(
@@ -55,10 +31,11 @@ def _attention(
 ) -> tuple[Tensor, None]:
     """Compute attention of [1, H, T, D] queries; returns [1, T, H, D]."""
     assert dropout == 0.0, "attention dropout would make log-probs random"
-    now = _current[-1]
+    now = current()
+    assert now is not None, "our attention was called without a packed micro-batch"
     query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-    if now.cp.size() > 1:
-        together = gather_tokens(torch.cat([key, value], -1), now.cp)
+    if now.mesh.cp.size() > 1:
+        together = gather_tokens(torch.cat([key, value], -1), now.mesh.cp)
         key, value = together.split([key.shape[2], value.shape[2]], -1)
     scale = query.shape[2] ** -0.5 if scaling is None else float(scaling)
     return attend(query, key, value, now.packing, sliding_window, scale, softcap, s_aux)[None], None

@@ -34,7 +34,7 @@ def share_of(tensors: list[LocalTensor], updater: Updater | None, mesh: Mesh) ->
 def _pieces(tensors: list[LocalTensor], updater: Updater | None, mesh: Mesh) -> Iterator[Piece]:
     for tensor in tensors:
         moments = updater.moments(tensor.name) if updater is not None and tensor.is_sharded else {}
-        is_first = mesh.copies.rank() == 0 and (tensor.split.dim is not None or mesh.tp.rank() == 0)
+        is_first = mesh.copies.rank() == 0 and (tensor.is_apart or mesh.tp.rank() == 0)
         is_first = is_first and (tensor.is_sharded or mesh.shard.rank() == 0)
         if not is_first or not tensor.values.numel():
             continue

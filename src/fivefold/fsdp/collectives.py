@@ -53,6 +53,21 @@ class _GatherTokens(torch.autograd.Function):
         return shard, None
 
 
+class _ScatterTokens(torch.autograd.Function):
+    """This rank's rows of the sum of all ranks' tensors; every rank gets the gradient of all rows."""
+
+    @staticmethod
+    def forward(ctx: Any, x_T: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        summed_T = x_T.new_empty(len(x_T) // group.size(), *x_T.shape[1:])
+        dist.reduce_scatter_tensor(summed_T, x_T.contiguous(), group=group)
+        return summed_T
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _all_rows(grad, ctx.group), None
+
+
 class _GatherLast(torch.autograd.Function):
     """The ranks' parts of the last dimension, from which all of them compute the same: each keeps its part's gradient."""
 
@@ -119,6 +134,11 @@ def sum_over(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 def gather_tokens(x_T: Tensor, group: dist.ProcessGroup) -> Tensor:
     gathered: Tensor = _GatherTokens.apply(x_T, group) if group.size() > 1 else x_T
     return gathered
+
+
+def scatter_tokens(x_T: Tensor, group: dist.ProcessGroup) -> Tensor:
+    rows_T: Tensor = _ScatterTokens.apply(x_T, group) if group.size() > 1 else x_T
+    return rows_T
 
 
 def gather_last(x: Tensor, group: dist.ProcessGroup) -> Tensor:

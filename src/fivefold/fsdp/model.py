@@ -63,7 +63,8 @@ class FSDPModel:
             directory, mesh, DTYPES[policy.dtype], policy, value_head=value_head, trust_remote_code=trust_remote_code
         )
         self.spec = load_spec(directory, value_head)
-        self._tensors = local_tensors(self._model, splits, mesh, parameters_of(self.spec))
+        stored = [name for parameter in parameters_of(self.spec) for name in parameter.hf]
+        self._tensors = local_tensors(self._model, splits, mesh, stored)
         self.value_head_is_new = False
         """The value head was initialized to 0, because the directory has none."""
         if read_weights:
@@ -161,7 +162,7 @@ class FSDPModel:
         """Compare copies that must be equal on several ranks; raises RuntimeError naming parameter and ranks. Collective."""
         self._offload.onload("parameters")
         digests = {tensor.name: digest(tensor.values) for tensor in self._tensors}
-        duplicated = {tensor.name: digests[tensor.name] for tensor in self._tensors if tensor.split.dim is None}
+        duplicated = {tensor.name: digests[tensor.name] for tensor in self._tensors if not tensor.is_apart}
         buffers = {tensor.name: digests[tensor.name] for tensor in self._tensors if not tensor.is_sharded}
         faults = [
             compare("replicas", self._mesh.copies, digests),

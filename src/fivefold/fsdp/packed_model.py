@@ -17,13 +17,12 @@ from transformers.initialization import no_init_weights
 
 from fivefold.backend.log_probs import log_probs
 from fivefold.backend.micro_batches import MicroBatch
-from fivefold.config.fsdp_checks import tensor_parallel_fault
+from fivefold.config.fsdp_checks import unproven_fault
 from fivefold.config.learners import PolicyConfig
 from fivefold.errors import UserError
-from fivefold.fsdp import attention, tensor_parallel
+from fivefold.fsdp import attention, experts, linear_attention, tensor_parallel
 from fivefold.fsdp.collectives import copy_to, own_rows
-from fivefold.fsdp.mesh import Mesh
-from fivefold.fsdp.tensor_parallel import Split
+from fivefold.fsdp.mesh import Mesh, Split
 
 VALUE_HEAD = "score.weight"
 
@@ -130,7 +129,7 @@ def build(
     value_head: bool,
     trust_remote_code: bool,
 ) -> tuple[PackedModel, dict[str, Split]]:
-    """Build the model in `directory`, sharded and without values; parameter name -> its split over tensor-parallel ranks."""
+    """Build the model in `directory`, sharded and without values; parameter name -> its split before FSDP shards it."""
     attention.install()
     config = read_config(directory, trust_remote_code)
     with _parameters_on_meta():
@@ -141,13 +140,17 @@ def build(
     model.config._attn_implementation = attention.NAME
     # Training mode only adds randomness: dropout, jitter of routers.
     packed = PackedModel(model.eval(), value_head, mesh, dtype).eval()
-    if fault := tensor_parallel_fault(packed.family, mesh.layout, policy.fsdp.unproven):
+    if fault := unproven_fault(packed.family, mesh.layout, policy.fsdp.unproven):
         raise UserError(f"policy.backend: {fault}")
-    by_id = tensor_parallel.apply(model, mesh.tp)
+    divided, by_id = experts.divide(model, mesh)
+    by_id |= tensor_parallel.apply(model, mesh.tp, divided)
+    linear_attention.separate(model)
     splits = {name: by_id.get(id(parameter), Split()) for name, parameter in packed.named_parameters()}
     precision = MixedPrecisionPolicy(
         param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
+    for module in divided.values():
+        fully_shard(module, mesh=mesh.expert_fsdp, mp_policy=precision)
     for layer in packed.layers:
         if policy.recompute == "full":
             layer.forward = _recomputed(layer.forward)

@@ -2,36 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from fivefold.backend.file_names import FileTensor, tensors_in_files
 from fivefold.backend.sharded_files import Box, Shape
-from fivefold.fsdp.mesh import Mesh
+from fivefold.fsdp.mesh import Mesh, Split
 from fivefold.fsdp.packed_model import VALUE_HEAD, PackedModel
-from fivefold.fsdp.tensor_parallel import Split
-from fivefold.models.parameters import MappedParameter
-
-
-@dataclass(frozen=True)
-class FileTensor:
-    """A tensor in the model's files, and its place in the parameter that transformers keeps it in."""
-
-    name: str
-    shape: Shape
-    expert: int | None = None
-    """Index in the first dimension of a parameter that stacks experts."""
-    begin: int = 0
-    """Its first row, where a parameter joins several tensors."""
-
-    def of(self, full: Tensor) -> Tensor:
-        """Return the part of a whole parameter that this tensor is; a view."""
-        if self.expert is not None:
-            full = full[self.expert]
-        return full if full.shape == self.shape else full[self.begin : self.begin + self.shape[0]]
 
 
 @dataclass(frozen=True)
@@ -49,11 +30,16 @@ class LocalTensor:
     split: Split
     parameter: torch.nn.Parameter | None
     """The sharded parameter; None for a buffer, which every rank holds whole."""
-    files: tuple[FileTensor, ...]
+    files: tuple[FileTensor, ...] = ()
 
     @property
     def is_sharded(self) -> bool:
         return self.parameter is not None
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether tensor-parallel ranks hold different elements of it."""
+        return self.split.dim is not None
 
     def pieces(self, values: Tensor) -> Iterator[tuple[FileTensor, Box, Tensor]]:
         """Yield what `values`, in the shape of this rank's elements, holds of each tensor of the files: box and view."""
@@ -67,63 +53,41 @@ class LocalTensor:
                 yield file, self.box, values
 
 
-def local_tensors(
-    model: PackedModel, splits: Mapping[str, Split], mesh: Mesh, mapped: Sequence[MappedParameter]
-) -> list[LocalTensor]:
+def local_tensors(model: PackedModel, splits: Mapping[str, Split], mesh: Mesh, names: Iterable[str]) -> list[LocalTensor]:
     """Return the parameters and the buffers that belong to the files, in the order of the model.
 
-    `mapped` is our table of the family: which tensors of the files transformers joins. Without one, files and memory have
-    the same names.
+    `names` are those of the tensors in the files.
     """
-    joined: dict[str, list[MappedParameter]] = {}
-    for item in mapped:
-        if item.transformers is not None:
-            joined.setdefault(item.transformers, []).append(item)
-    return [*_parameters(model, splits, mesh, joined), *_buffers(model)]
+    parameters, buffers = list(_parameters(model, splits, mesh)), list(_buffers(model))
+    shapes = {tensor.name: tensor.shape for tensor in (*parameters, *buffers)}
+    files = tensors_in_files(model.model, shapes, names)
+    return [replace(tensor, files=files[tensor.name]) for tensor in (*parameters, *buffers)]
 
 
-def _parameters(
-    model: PackedModel, splits: Mapping[str, Split], mesh: Mesh, joined: Mapping[str, list[MappedParameter]]
-) -> Iterator[LocalTensor]:
-    parts, rank = mesh.shard.size(), mesh.shard.rank()
+def _parameters(model: PackedModel, splits: Mapping[str, Split], mesh: Mesh) -> Iterator[LocalTensor]:
     for full_name, parameter in model.named_parameters():
         assert isinstance(parameter, DTensor), f"{full_name} is not sharded"
         name, split, values = own_name(full_name), splits[full_name], parameter.to_local().detach()
-        local_shape = list(parameter.shape)
-        shape, offset = list(local_shape), [0] * len(local_shape)
+        over, sharded = mesh.split_over(split), mesh.sharded_over(split)
+        here = list(parameter.shape)
+        shape, offset = list(here), [0] * len(here)
         if split.dim is not None:
-            shape[split.dim] *= mesh.tp.size()
-            offset[split.dim] = mesh.tp.rank() * local_shape[split.dim]
-        rows = -(-local_shape[0] // parts)
-        begin = min(rank * rows, local_shape[0])
-        size = (min(rows, local_shape[0] - begin), *local_shape[1:])
+            shape[split.dim] *= over.size()
+            offset[split.dim] = over.rank() * here[split.dim]
+        rows = -(-here[0] // sharded.size())
+        begin = min(sharded.rank() * rows, here[0])
+        size = (min(rows, here[0] - begin), *here[1:])
         offset[0] += begin
         assert tuple(values.shape) == size, f"{name}: FSDP holds {tuple(values.shape)} in place of {size}"
-        files = _files(name, tuple(shape), joined.get(name, ()))
-        yield LocalTensor(name, values, tuple(shape), Box(tuple(offset), size), split, parameter, files)
-
-
-def _files(name: str, shape: Shape, items: Sequence[MappedParameter]) -> tuple[FileTensor, ...]:
-    """Return the tensors of the files that a parameter of this shape holds."""
-    tensors = []
-    for item in items:
-        if item.expert is None and len(item.hf) == 1:
-            tensors.append(FileTensor(item.hf[0], shape))
-            continue
-        inner = shape if item.expert is None else shape[1:]
-        rows = inner[0] // len(item.hf)
-        for number, file_name in enumerate(item.hf):
-            tensors.append(FileTensor(file_name, (rows, *inner[1:]), item.expert, number * rows))
-    return tuple(tensors) or (FileTensor(name, shape),)
+        yield LocalTensor(name, values, tuple(shape), Box(tuple(offset), size), split, parameter)
 
 
 def _buffers(model: PackedModel) -> Iterator[LocalTensor]:
     lasting = set(model.state_dict(keep_vars=True)) - {name for name, _ in model.named_parameters(remove_duplicate=False)}
     for full_name, buffer in model.named_buffers():
         if full_name in lasting:
-            name, shape = own_name(full_name), tuple(buffer.shape)
-            box = Box((0,) * len(shape), shape)
-            yield LocalTensor(name, buffer, shape, box, Split(), None, (FileTensor(name, shape),))
+            shape = tuple(buffer.shape)
+            yield LocalTensor(own_name(full_name), buffer, shape, Box((0,) * len(shape), shape), Split(), None)
 
 
 def own_name(name: str) -> str:

@@ -18,8 +18,9 @@ from torch import Tensor
 from fivefold.backend.micro_batches import BatchingConfig, MicroBatches
 from fivefold.distributed.heartbeat import Heartbeat
 from fivefold.errors import RunError
-from fivefold.fsdp.attention import NAME, packed
+from fivefold.fsdp.attention import NAME
 from fivefold.fsdp.collectives import sum_over
+from fivefold.fsdp.current import packed
 from fivefold.fsdp.mesh import Mesh
 from fivefold.fsdp.packed_model import PackedModel
 from fivefold.types import TokenBatch
@@ -70,7 +71,7 @@ def _packed(model: PackedModel, batch: TokenBatch, batching: BatchingConfig, mes
     ranks.heartbeat = Heartbeat()
     parts = MicroBatches(batch, replace(batching, ranks=ranks))
     (micro,) = parts.iterators()
-    with packed(micro.packing, mesh.cp), _recorded(model) as outputs:
+    with packed(micro.packing, mesh), _recorded(model) as outputs:
         results = model(micro)
     spread = results.new_zeros(2, len(batch.token_ids_T)).index_copy(1, micro.output_index_S, results)
     place_T = micro.place_T.to(mesh.device)

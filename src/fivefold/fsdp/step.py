@@ -8,6 +8,8 @@ This is the only file of this backend where a factor of d, c, t or the number of
   back the gradient of its own tokens only, so the sum over the ranks is the gradient of one loss.
 - Tensor-parallel ranks compute the same loss too. Gradients of split weights and of weights that all ranks use alike are
   whole on each of them; those of `Split.is_summed` are parts, which are added here.
+- A rank's experts are passed the tokens of all ranks that divide experts among them, and their gradient is that of all
+  these tokens. FSDP sums it over the ranks that hold the same experts, which have other tokens.
 """
 
 from __future__ import annotations
@@ -21,8 +23,8 @@ from torch import Tensor
 
 from fivefold.backend.micro_batches import BatchingConfig, MicroBatch, MicroBatches
 from fivefold.backend.totals import Gradients, Totals
-from fivefold.fsdp.attention import packed
 from fivefold.fsdp.collectives import sum_over
+from fivefold.fsdp.current import packed
 from fivefold.fsdp.mesh import Mesh
 from fivefold.fsdp.packed_model import PackedModel, fsdp_modules
 from fivefold.fsdp.parameters import LocalTensor
@@ -42,7 +44,7 @@ def forward_only(model: PackedModel, batch: TokenBatch, batching: BatchingConfig
     values_T = torch.zeros(len(batch.token_ids_T), dtype=torch.float32)
     results = []
     for micro in _drawn(parts):
-        with packed(micro.packing, mesh.cp):
+        with packed(micro.packing, mesh):
             results.append((micro.token_index_T, _whole(model(micro), micro, mesh)[0]))
     batching.ranks.heartbeat.check_items(parts.count)
     # FSDP keeps the outermost parameters gathered after a forward pass, for a backward pass that does not come.
@@ -76,7 +78,7 @@ def forward_backward(
             module.set_is_last_backward(is_last)
             module.set_requires_gradient_sync(is_last or not keep_gathered, recurse=False)
             module.set_requires_all_reduce(is_last, recurse=False)
-        with packed(micro.packing, mesh.cp):
+        with packed(micro.packing, mesh):
             output_T, entropy_T = _whole(model(micro), micro, mesh)
             share = loss_fn(output_T, entropy_T, replace(micro.batch, update_micro_batches=update_micro_batches))
             (share.loss * loss_scale).backward()
@@ -110,7 +112,7 @@ def finish_gradients(tensors: list[LocalTensor], mesh: Mesh) -> list[tuple[Local
 @torch.no_grad()
 def gradient_norm(gradients: list[tuple[LocalTensor, Tensor]], mesh: Mesh) -> float:
     """Return the norm of the whole gradient: every element counts once, whatever ranks hold it. Collective."""
-    counted = [grad for tensor, grad in gradients if grad.numel() and (tensor.split.dim is not None or mesh.tp.rank() == 0)]
+    counted = [grad for tensor, grad in gradients if grad.numel() and (tensor.is_apart or mesh.tp.rank() == 0)]
     square = torch.zeros((), dtype=torch.float64, device=mesh.device)
     if counted:
         square += torch.stack(torch._foreach_norm(counted)).double().square().sum()

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fivefold.backend.file_names import FileTensor
 from fivefold.fsdp.mesh import Mesh
 from fivefold.fsdp.packed_model import PackedModel, fsdp_modules
 from fivefold.fsdp.parameters import LocalTensor, own_name
@@ -17,24 +19,20 @@ from fivefold.fsdp.parameters import LocalTensor, own_name
 def stream_weights(model: PackedModel, tensors: list[LocalTensor], mesh: Mesh) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors, each until the next is requested; collective: every rank must iterate to the end.
 
-    FSDP gathers a layer in the dtype of computation, all its parameters at once.
+    FSDP gathers a layer in the dtype of computation, all its parameters at once; experts that are divided over ranks follow
+    a few at a time.
     """
     by_name = {tensor.name: tensor for tensor in tensors}
     names = {id(module): name for name, module in model.named_modules()}
-    units = list(fsdp_modules(model))
-    inner = {id(unit): names[id(unit)] for unit in units if unit is not model}
-    for unit in units:
-        prefix = names[id(unit)]
+    units = {names[id(unit)]: unit for unit in fsdp_modules(model)}
+    for prefix, unit in units.items():
+        inner = tuple(f"{other}." for other in units if other and other != prefix and f"{other}.".startswith(prefix))
         unit.unshard()
         try:
             for name, parameter in unit.named_parameters():
                 full = f"{prefix}.{name}" if prefix else name
-                if unit is model and any(full.startswith(f"{other}.") for other in inner.values()):
-                    continue
-                tensor = by_name[own_name(full)]
-                gathered = _whole(parameter.detach(), tensor, mesh)
-                for file in tensor.files:
-                    yield file.name, file.of(gathered)
+                if not full.startswith(inner):
+                    yield from _whole(parameter.detach(), by_name[own_name(full)], mesh)
         finally:
             unit.reshard()
     for tensor in tensors:
@@ -42,11 +40,27 @@ def stream_weights(model: PackedModel, tensors: list[LocalTensor], mesh: Mesh) -
             yield tensor.files[0].name, tensor.values
 
 
-def _whole(values: Tensor, tensor: LocalTensor, mesh: Mesh) -> Tensor:
-    """Put the parts of tensor-parallel ranks together."""
-    dim = tensor.split.dim
+def _whole(values: Tensor, tensor: LocalTensor, mesh: Mesh) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of the files in a parameter of which this rank has its part of the split."""
+    dim, over = tensor.split.dim, mesh.split_over(tensor.split)
     if dim is None:
-        return values
-    gathered = values.new_empty(mesh.tp.size(), *values.shape)
-    dist.all_gather_into_tensor(gathered.view(-1, *values.shape[1:]), values.contiguous(), group=mesh.tp)
-    return torch.cat(list(gathered), dim)
+        yield from ((file.name, file.of(values)) for file in tensor.files)
+    elif tensor.files[0].expert is None:
+        whole = torch.cat(list(_gathered(values, over)), dim)
+        yield from ((file.name, file.of(whole)) for file in tensor.files)
+    else:
+        by_expert: dict[int, list[FileTensor]] = {}
+        for file in tensor.files:
+            assert file.expert is not None
+            by_expert.setdefault(file.expert, []).append(file)
+        for place, held in enumerate(values):
+            for rank, expert in enumerate(_gathered(held, over)):
+                for file in by_expert[rank * len(values) + place]:
+                    yield file.name, replace(file, expert=0).of(expert[None])
+
+
+def _gathered(values: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return the tensors of all ranks, stacked."""
+    gathered = values.new_empty(group.size(), *values.shape)
+    dist.all_gather_into_tensor(gathered.view(-1, *values.shape[1:]), values.contiguous(), group=group)
+    return gathered

@@ -82,7 +82,7 @@ class Adapter:
         def mapped(name: str, sharding: Sharding) -> MappedParameter:
             parameter, row = (f"{where}.adapters.{self.name}.{name}" for where in (self.linear, self.row))
             hf = (f"{_PREFIX}{self.module}.{name}.weight",)
-            return MappedParameter(parameter, hf, sharding, None, row, self.layer, self.expert)
+            return MappedParameter(parameter, hf, sharding, row, self.layer, self.expert)
 
         return (mapped("lora_A", of_a), (rank, self.into)), (mapped("lora_B", of_b), (self.out, rank))
 

@@ -21,6 +21,7 @@ _NAMES = {
     "vocab_size": ("vocab_size",),
 }
 """Keys of config.json that families use for the same number."""
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 def read_other(config: dict[str, Any], directory: Path) -> ModelSpec:
@@ -56,5 +57,6 @@ def read_other(config: dict[str, Any], directory: Path) -> ModelSpec:
         qkv_bias=False,
         qk_norm=False,
         tied=read_flag(values, "tie_word_embeddings", not any(name.endswith("lm_head.weight") for name in headers)),
+        stored_experts=next((read_whole(values, name) for name in _EXPERTS if values.get(name) is not None), 0),
         stored=tuple((name, header.shape) for name, header in sorted(headers.items())),
     )

@@ -1,4 +1,4 @@
-"""Parameter tables: names in Hugging Face files, Megatron-Core and transformers, and the sharding of each. No torch here.
+"""Parameter tables: names in Hugging Face files and Megatron-Core, and the sharding of each. No torch here.
 
 A family's table consists of the rows below and its own; `expand` fills it in for one model: table -> parameters.
 """
@@ -58,11 +58,6 @@ class Row:
     """Names in Hugging Face files, of one tensor or of several that are joined."""
     sharding: Sharding
     place: Place = Place.LAYER
-    transformers: str | None = None
-    """Name in transformers' memory, if it differs from the file's.
-
-    This tensor holds all tensors of `hf` in equal parts of the first dimension; for experts, it stacks all of a layer.
-    """
 
 
 Table = tuple[Row, ...]
@@ -75,16 +70,10 @@ class MappedParameter:
     mcore: str
     hf: tuple[str, ...]
     sharding: Sharding
-    transformers: str | None
     row: str
     """`mcore` of the row: parameters of one row and layer have the same shape."""
     layer: int | None = None
     expert: int | None = None
-
-    @property
-    def in_transformers(self) -> tuple[str, ...]:
-        """Names in transformers' memory."""
-        return self.hf if self.transformers is None else (self.transformers,)
 
 
 def expand(table: Table, spec: ModelSpec) -> list[MappedParameter]:
@@ -135,9 +124,7 @@ def expand_mtp(table: Table, names: MTPNames, spec: ModelSpec) -> list[MappedPar
         layer, start = spec.layers + depth, names.start(spec, depth)
         for part, name, sharding in around:
             mcore = f"mtp.layers.{{depth}}.{part}.weight"
-            parameters.append(
-                MappedParameter(mcore.format(depth=depth), (f"{start}{name}.weight",), sharding, None, mcore, layer)
-            )
+            parameters.append(MappedParameter(mcore.format(depth=depth), (f"{start}{name}.weight",), sharding, mcore, layer))
         present = {Place.LAYER, Place.SPARSE if spec.has_experts(layer) else Place.DENSE}
         experts = range(spec.moe.num_experts) if spec.moe is not None and spec.has_experts(layer) else range(0)
         inside = [_fill(row, layer) for row in table if row.place in present]
@@ -145,7 +132,7 @@ def expand_mtp(table: Table, names: MTPNames, spec: ModelSpec) -> list[MappedPar
         theirs, ours = f"decoder.layers.{layer}.", f"mtp.layers.{depth}.transformer_layer."
         for item in inside:
             hf = tuple(start + name.removeprefix(f"model.layers.{layer}.") for name in item.hf)
-            parameters.append(replace(item, mcore=ours + item.mcore.removeprefix(theirs), hf=hf, transformers=None))
+            parameters.append(replace(item, mcore=ours + item.mcore.removeprefix(theirs), hf=hf))
     return parameters
 
 
@@ -153,8 +140,7 @@ def _fill(row: Row, layer: int | None = None, expert: int | None = None) -> Mapp
     def fill(name: str) -> str:
         return name.format(layer=layer, expert=expert)
 
-    held = None if row.transformers is None else fill(row.transformers)
-    return MappedParameter(fill(row.mcore), tuple(map(fill, row.hf)), row.sharding, held, row.mcore, layer, expert)
+    return MappedParameter(fill(row.mcore), tuple(map(fill, row.hf)), row.sharding, row.mcore, layer, expert)
 
 
 def layer_row(
@@ -162,7 +148,6 @@ def layer_row(
     hf: str | Iterable[str],
     sharding: Sharding,
     place: Place = Place.LAYER,
-    transformers: str | None = None,
 ) -> Row:
     """Make a row for the layers, from names within a layer."""
     names = (hf,) if isinstance(hf, str) else hf
@@ -171,7 +156,6 @@ def layer_row(
         tuple(f"model.layers.{{layer}}.{name}" for name in names),
         sharding,
         place,
-        None if transformers is None else f"model.layers.{{layer}}.{transformers}",
     )
 
 
@@ -222,23 +206,18 @@ def gated_mlp(hf: str = "mlp", place: Place = Place.DENSE, mcore: str = "mlp") -
     )
 
 
-def experts(
-    hf: str = "mlp", gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj", router: str | None = None
-) -> Table:
-    """Return the rows of router and experts by their names in files; `router` is its name in transformers if it differs."""
+def experts(hf: str = "mlp", gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj") -> Table:
+    """Return the rows of router and experts by their names in files."""
     inside = f"{hf}.experts.{{expert}}"
     return (
-        layer_row("mlp.router.weight", f"{hf}.gate.weight", Sharding.REPLICATE, Place.SPARSE, router),
+        layer_row("mlp.router.weight", f"{hf}.gate.weight", Sharding.REPLICATE, Place.SPARSE),
         layer_row(
             "mlp.experts.{expert}.fc1",
             (f"{inside}.{gate}.weight", f"{inside}.{up}.weight"),
             Sharding.GATE_UP,
             Place.EXPERT,
-            "mlp.experts.gate_up_proj",
         ),
-        layer_row(
-            "mlp.experts.{expert}.fc2", f"{inside}.{down}.weight", Sharding.ROW, Place.EXPERT, "mlp.experts.down_proj"
-        ),
+        layer_row("mlp.experts.{expert}.fc2", f"{inside}.{down}.weight", Sharding.ROW, Place.EXPERT),
     )
 
 

@@ -118,6 +118,8 @@ class ModelSpec:
     stored: tuple[tuple[str, tuple[int, ...]], ...] = ()
     """Name and shape of every tensor in the files, for a family without a table here: its sizes are estimates for plans, and
     only `fsdp:` layouts compute it."""
+    stored_experts: int = 0
+    """Number of experts in a layer of such a family; 0 without."""
 
     @property
     def padded_vocab(self) -> int:
@@ -200,11 +202,13 @@ class ModelSpec:
         sharded = [("attention heads", self.heads, "tp", layout.tp), ("ffn size", self.ffn, "tp", layout.tp)]
         if self.mla is None:
             sharded.append(("key/value heads", self.kv_heads, "tp", layout.tp))
+        if experts := self.stored_experts if self.moe is None else self.moe.num_experts:
+            sharded.append(("experts", experts, "ep", layout.ep))
+            if layout.backend == "fsdp":
+                # Tensor-parallel ranks divide whole experts there.
+                sharded.append(("experts", experts, "tp", layout.tp))
         if self.moe is not None:
-            sharded += [
-                ("experts", self.moe.num_experts, "ep", layout.ep),
-                ("expert ffn size", self.moe.ffn, "etp", layout.etp),
-            ]
+            sharded.append(("expert ffn size", self.moe.ffn, "etp", layout.etp))
             sharded.append(("shared expert ffn size", self.moe.shared_ffn, "tp", layout.tp))
         for part, size, dimension, parts in sharded:
             if size % parts:
@@ -212,7 +216,7 @@ class ModelSpec:
                     f"{part} must be divisible by {dimension}: got {size} for {dimension}={parts} in {layout}; "
                     f"choose a {dimension} that divides {size}"
                 )
-        if self.moe is None and (layout.ep > 1 or layout.etp > 1):
+        if not experts and (layout.ep > 1 or layout.etp > 1):
             raise UserError(f"{self.family} has no experts: got ep={layout.ep} etp={layout.etp} in {layout}; leave e out")
         if self.padded_vocab % layout.tp:
             raise UserError(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +10,7 @@ from pathlib import Path
 from fivefold.algo.methods import COLUMNS
 from fivefold.config import RunConfig
 from fivefold.config.engine import SamplingConfig
-from fivefold.config.fsdp_checks import tensor_parallel_fault
+from fivefold.config.fsdp_checks import unproven_fault
 from fivefold.config.learners import LearnerConfig, LoraConfig, PolicyConfig
 from fivefold.config.machine import elsewhere, is_joined, on_gpus, visible_gpus
 from fivefold.config.mcore_options import MESSAGES, RECOMPUTE, messages_fault, recompute_fault
@@ -210,7 +209,7 @@ def _check_spec(findings: Findings, config: RunConfig, role: Role, spec: ModelSp
         section.error("optimizer.optimizer_cpu_offload", "needs a GPU: on the CPU the optimizer is there already")
     if layout.backend == "fsdp":
         _check_fsdp(findings, role, spec)
-    if spec.moe is not None and layout.tp > 1 and not settings.sequence_parallel:
+    elif spec.moe is not None and layout.tp > 1 and not settings.sequence_parallel:
         findings.error(
             "policy.sequence_parallel",
             f"must be true for a model with experts ({role.path_key}) and t > 1: Megatron-Core routes each token once",
@@ -252,13 +251,7 @@ def _check_spec(findings: Findings, config: RunConfig, role: Role, spec: ModelSp
 def _check_fsdp(findings: Findings, role: Role, spec: ModelSpec) -> None:
     """Check that an `fsdp:` layout can train this model."""
     key = role.backend_key if role.has_own_layout or role.name == "policy" else role.path_key
-    if any(re.search(r"\.experts\.\d+\.", name) for name, _ in spec.stored):
-        findings.error(
-            key,
-            f": transformers stacks the experts of {spec.family} in memory, which fsdp reads for families with a table only "
-            "(docs/models.md); take another model",
-        )
-    if fault := tensor_parallel_fault(spec.family, role.layout, role.settings.fsdp.unproven):
+    if fault := unproven_fault(spec.family, role.layout, role.settings.fsdp.unproven):
         findings.error(key, f": {fault}")
 
 

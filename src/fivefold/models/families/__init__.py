@@ -76,9 +76,7 @@ def parameters_of(spec: ModelSpec) -> list[MappedParameter]:
     """Return every parameter of the model in order of layers, without those of multi-token prediction."""
     if spec.stored:
         left_out = set(OUTPUT.hf) if spec.tied or spec.value_head else set()
-        return [
-            MappedParameter(name, (name,), Sharding.REPLICATE, None, name) for name, _ in spec.stored if name not in left_out
-        ]
+        return [MappedParameter(name, (name,), Sharding.REPLICATE, name) for name, _ in spec.stored if name not in left_out]
     return expand(FAMILIES[spec.family].table(spec), spec)
 
 

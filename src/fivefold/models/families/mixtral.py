@@ -25,7 +25,7 @@ def _read(config: dict[str, Any]) -> ModelSpec:
 
 
 def _table(spec: ModelSpec) -> Table:
-    return decoder(spec, *experts("block_sparse_moe", "w1", "w3", "w2", router="mlp.gate.weight"))
+    return decoder(spec, *experts("block_sparse_moe", "w1", "w3", "w2"))
 
 
 FAMILY = Family("mixtral", _read, _table)
