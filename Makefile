@@ -187,7 +187,7 @@ test-layouts: $(READY)
 
 # Every family and layout of `fsdp:`, and its faults.
 test-fsdp: $(READY)
-	$(BIN)/python -m pytest -n 2 -m fsdp --part $(PART)
+	$(BIN)/python -m pytest -n 2 -m fsdp tests/fsdp --part $(PART)
 
 # Tests that take minutes: checkpoints of ten layouts read on all the others, the demo shortened, whole runs of every example.
 test-slow: $(READY)
