@@ -265,16 +265,20 @@ def hits_from_the_second_turn_on(mesh, directory: Path, logs: Path, number_of_tu
     engine = server_engine(mesh, directory, VLLMServer, processes, [], verify_every=0)
     engine.update_weights(iter(load_tensors(directory).items()), 0)
 
+    def reading(server):
+        """What a server says; on a busy machine it may answer too late."""
+        return next(found for found in iter(server.pressure, ...) if found is not None)
+
     def counters() -> tuple[float, float]:
         mesh.ranks.barrier()
-        readings = [server.pressure() for server in engine._servers]
+        readings = [reading(server) for server in engine._servers]
         mesh.ranks.barrier()
         return sum(each.prefix_tokens for each in readings), sum(each.prefix_hits for each in readings)
 
     shares = {}
     for name, is_known in (("routed", True), ("spread", False)):
         engine.update_weights(iter(load_tensors(directory).items()), 0)
-        contexts = [[5 + (i * (7 + place + 13 * rank)) % 90 for i in range(FIRST_CONTEXT)] for place in range(12)]
+        contexts = [[5 + (i * (7 + place + 13 * rank)) % 90 for i in range(FIRST_CONTEXT)] for place in range(8)]
         before = (0.0, 0.0)
         for turn in range(number_of_turns):
             if turn == 1:
@@ -295,7 +299,7 @@ def hits_from_the_second_turn_on(mesh, directory: Path, logs: Path, number_of_tu
 
 
 def test_later_turns_find_what_earlier_ones_have_computed(cluster, tmp_path):
-    """Two servers, 24 trajectories: at least 95 % of the prompt tokens from the second turn on are in the prefix cache of the
+    """Two servers, 16 trajectories: at least 95 % of the prompt tokens from the second turn on are in the prefix cache of the
     server that a turn goes to; spread by load alone they would not be."""
     long = make_model("qwen3_tied", tmp_path / "long", max_position_embeddings=2048, **SIZES)
     shares = cluster.run(hits_from_the_second_turn_on, "megatron:d2", long, tmp_path, 5, seconds=900)
