@@ -46,12 +46,12 @@ def model(tmp_path_factory) -> Path:
     return make_model("qwen3_tied", tmp_path_factory.mktemp("model") / "qwen3_tied", **SIZES)
 
 
-def server_of(directory: Path, log: Path, tensor_parallel: int = 1, host: str | None = None, **own):
+def server_of(directory: Path, log: Path, tensor_parallel: int = 1, host: str | None = None):
     from fivefold.engines.vllm.probe import answers
     from fivefold.engines.vllm.serve import server_process
 
     arguments = {"model": str(directory), "tensor_parallel_size": tensor_parallel, **ARGUMENTS, "skip_tokenizer_init": True}
-    arguments |= {"max_model_len": read_config(directory)["max_position_embeddings"], **own}
+    arguments["max_model_len"] = read_config(directory)["max_position_embeddings"]
     return server_process(arguments, torch.device("cpu"), tensor_parallel, log, answers, host)
 
 
@@ -250,57 +250,6 @@ def test_a_server_that_keeps_its_prefix_cache_shows_in_the_first_turn_of_new_wei
     ((as_it_is, with_fault),) = cluster.run(conversations_with_a_server, "megatron:d1", long, tmp_path, seconds=600)
     assert max(as_it_is) < 1e-5, as_it_is
     assert min(with_fault[1:]) > 1e-4, with_fault
-
-
-FIRST_CONTEXT, OBSERVED = 1920, 8
-"""A first context of fifteen blocks of the prefix cache, and what follows each turn."""
-
-
-def hits_from_the_second_turn_on(mesh, directory: Path, logs: Path, number_of_turns: int) -> dict[str, float]:
-    """The share of prompt tokens that two servers had computed before, with and without the trajectories' numbers."""
-    from fivefold.engines.vllm.client import VLLMServer
-
-    rank = mesh.ranks.rank
-    processes = {rank: server_of(directory, logs / f"server-{rank}.log", disable_log_stats=False)}
-    engine = server_engine(mesh, directory, VLLMServer, processes, [], verify_every=0)
-    engine.update_weights(iter(load_tensors(directory).items()), 0)
-
-    def counters() -> tuple[float, float]:
-        mesh.ranks.barrier()
-        readings = [server.pressure() for server in engine._servers]
-        mesh.ranks.barrier()
-        return sum(each.prefix_tokens for each in readings), sum(each.prefix_hits for each in readings)
-
-    shares = {}
-    for name, is_known in (("routed", True), ("spread", False)):
-        engine.update_weights(iter(load_tensors(directory).items()), 0)
-        contexts = [[5 + (i * (7 + place + 13 * rank)) % 90 for i in range(FIRST_CONTEXT)] for place in range(12)]
-        before = (0.0, 0.0)
-        for turn in range(number_of_turns):
-            if turn == 1:
-                before = counters()
-            asked = [
-                replace(one, trajectory=one.id if is_known else None, turn=turn)
-                for one in requests(1, replace(LONG, max_tokens=8), contexts, draw=(rank, turn))
-            ]
-            # In another order, so that requests without a trajectory do not find their servers by chance.
-            answers = complete(engine, asked if turn % 2 == 0 else asked[::-1])
-            answers = answers if turn % 2 == 0 else answers[::-1]
-            for context, answer in zip(contexts, answers, strict=True):
-                context += [*answer.token_ids, *range(6, 6 + OBSERVED)]
-        after = counters()
-        shares[name] = (after[1] - before[1]) / (after[0] - before[0])
-    engine.close()
-    return shares
-
-
-def test_later_turns_find_what_earlier_ones_have_computed(cluster, tmp_path):
-    """Two servers, 24 trajectories: at least 95 % of the prompt tokens from the second turn on are in the prefix cache of the
-    server that a turn goes to; spread by load alone they would not be."""
-    long = make_model("qwen3_tied", tmp_path / "long", max_position_embeddings=2048, **SIZES)
-    shares = cluster.run(hits_from_the_second_turn_on, "megatron:d2", long, tmp_path, 5, seconds=900)
-    print(shares)
-    assert all(each["routed"] > 0.95 and each["spread"] < 0.9 for each in shares), shares
 
 
 def over_a_process_group(mesh, directory: Path, address: str):
