@@ -86,7 +86,7 @@ def three_servers(mesh, directory: Path, logs: Path):
 
 @pytest.fixture(scope="module")
 def three(cluster, model, tmp_path_factory) -> list[dict]:
-    return cluster.run(three_servers, "megatron:d2", model, tmp_path_factory.mktemp("logs"), seconds=400)
+    return cluster.run(three_servers, "megatron:d2", model, tmp_path_factory.mktemp("logs"), seconds=900)
 
 
 def test_servers_apart_sample_with_the_weights_of_every_step(three):
