@@ -205,11 +205,11 @@ class FSDPModel:
         return (self._copies.of(share) if copies else share).write
 
     def load(self, path: Path) -> None:
-        """Read a checkpoint written on any `fsdp:` layout; collective."""
+        """Read a checkpoint written on any layout; collective."""
         # It brings moments, which are offloaded before the first sampling. Reading takes longer than allocating.
         self._offload.prepare()
         self.onload()
-        self._together(lambda: checkpoint.load(path, self._tensors, self._updater))
+        self._together(lambda: checkpoint.load(path, self.spec, self._tensors, self._updater))
         # Loading does not guarantee that copies are equal.
         self.verify()
 

@@ -1,0 +1,76 @@
+"""Checkpoints across the two trainers: two updates on one and two on the other are four updates on one of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from fivefold.columns import Column
+from fivefold.config.learners import PolicyConfig
+from tests.support.fsdp import policy_of
+from tests.support.shards import shard_of_replica
+from tests.support.two_steps import LENGTHS, OBJECTIVE, assert_equal, expected, whole_batch
+
+
+def updates(mesh, directory: Path, policy: PolicyConfig, base_T: torch.Tensor, count: int, start: Path | None, end: Path):
+    """Reports of `count` updates and the weights after them, from the checkpoint `start`, saved at `end`."""
+    options = {"total_updates": 4, "read_weights": start is None}
+    if mesh.layout.backend == "fsdp":
+        from fivefold.fsdp.mesh import build_mesh
+        from fivefold.fsdp.model import FSDPModel
+
+        mesh = build_mesh(mesh.ranks, mesh.device, policy.fsdp.replicas)
+        model = FSDPModel(directory, policy, mesh, **options)
+    else:
+        from fivefold.megatron.model import MegatronModel
+
+        model = MegatronModel(directory, policy, mesh, **options)
+    if start is not None:
+        model.load(start)
+        assert model.version == 2
+    batch = whole_batch()
+    batch = batch.with_columns(
+        {Column.OLD_LOGPROBS: base_T + batch[Column.OLD_LOGPROBS], Column.REF_LOGPROBS: base_T + batch[Column.REF_LOGPROBS]}
+    )
+    mine = batch.select(shard_of_replica(mesh.ranks, range(len(LENGTHS))))
+    reports = [model.train_step(mine, OBJECTIVE.loss) for _ in range(count)]
+    if mesh.ranks.is_main:
+        end.mkdir()
+    mesh.ranks.barrier()
+    model.save(end)
+    return reports, {name: tensor.clone() for name, tensor in model.weights()}
+
+
+def both_ways(cluster, directory: Path, root: Path, policy: PolicyConfig, first: str, second: str):
+    """Results of two updates after two on the other trainer, and the last two of four on the first."""
+    base_T = expected(directory)[2]
+    (whole, weights), *_ = cluster.run(updates, first, directory, policy, base_T, 4, None, root / "whole")
+    cluster.run(updates, first, directory, policy, base_T, 2, None, root / "half")
+    results = cluster.run(updates, second, directory, policy, base_T, 2, root / "half", root / "end")
+    return results, ([(report.loss, report.grad_norm) for report in whole[2:]], weights, None)
+
+
+@pytest.mark.parametrize(
+    ("name", "first", "second"),
+    [
+        ("qwen3", "megatron:d2t2", "fsdp:d2"),
+        ("qwen3", "fsdp:d2", "megatron:d1p2t2"),
+        ("qwen2_tied", "megatron:d1p2", "fsdp:c2"),
+        ("qwen2_tied", "fsdp:d1t2", "megatron:d2"),
+        ("glm4_moe", "megatron:d2e2", "fsdp:d2"),
+        ("glm4_moe", "fsdp:d2", "megatron:(attn:d1t2|ffn:e2)"),
+        pytest.param("qwen3_moe", "megatron:d2", "fsdp:d4", marks=pytest.mark.fsdp),
+        pytest.param("qwen3_moe", "fsdp:d4", "megatron:d2e2", marks=pytest.mark.fsdp),
+        pytest.param("mixtral", "megatron:d2e2", "fsdp:d2", marks=pytest.mark.fsdp),
+        pytest.param("mixtral", "fsdp:c2", "megatron:d2", marks=pytest.mark.fsdp),
+        pytest.param("deepseek_v3", "megatron:d1p2", "fsdp:d2", marks=pytest.mark.fsdp),
+        pytest.param("deepseek_v3", "fsdp:d2", "megatron:d2e2", marks=pytest.mark.fsdp),
+        pytest.param("qwen2_moe", "megatron:d2", "fsdp:d2", marks=pytest.mark.fsdp),
+        pytest.param("qwen2_moe", "fsdp:d2", "megatron:d2", marks=pytest.mark.fsdp),
+    ],
+)
+def test_two_updates_on_each_trainer_are_four_on_one(cluster, models, tmp_path, name, first, second):
+    """Moments, step counts, joined queries, keys and values, stacked experts, biases of routers, a padded vocabulary."""
+    assert_equal(*both_ways(cluster, models(name), tmp_path, policy_of("d2"), first, second))
