@@ -74,3 +74,32 @@ def both_ways(cluster, directory: Path, root: Path, policy: PolicyConfig, first:
 def test_two_updates_on_each_trainer_are_four_on_one(cluster, models, tmp_path, name, first, second):
     """Moments, step counts, joined queries, keys and values, stacked experts, biases of routers, a padded vocabulary."""
     assert_equal(*both_ways(cluster, models(name), tmp_path, policy_of("d2"), first, second))
+
+
+def stored(directory: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of a checkpoint in full, by its stored name."""
+    from fivefold.backend.sharded_files import Box, PieceReader
+
+    reader, tensors = PieceReader(directory), {}
+    for name, pieces in reader._stored.items():
+        ends = [[a + n for a, n in zip(piece.box.offset, piece.box.size, strict=True)] for piece in pieces]
+        shape = tuple(map(max, *ends)) if len(ends) > 1 else tuple(ends[0])
+        tensors[name] = torch.full(shape, torch.nan, dtype=pieces[0].dtype)
+        reader.fill(name, Box((0,) * len(shape), shape), tensors[name])
+    return tensors
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("qwen3", "bfloat16"), pytest.param("deepseek_v3", "float32", marks=pytest.mark.fsdp)]
+)
+def test_a_checkpoint_that_went_through_the_other_trainer_has_the_same_bits(cluster, models, tmp_path, name, dtype):
+    """In bfloat16 the float32 copies of Megatron-Core's optimizer are the parameters of `fsdp:`, and come back."""
+    policy, base_T = policy_of("d2", dtype=dtype), expected(models(name))[2]
+    cluster.run(updates, "megatron:d2", models(name), policy, base_T, 2, None, tmp_path / "first")
+    cluster.run(updates, "fsdp:d2", models(name), policy, base_T, 0, tmp_path / "first", tmp_path / "between")
+    cluster.run(updates, "megatron:d2", models(name), policy, base_T, 0, tmp_path / "between", tmp_path / "last")
+    first, between, last = (stored(tmp_path / place) for place in ("first", "between", "last"))
+    assert set(first) == set(last) and not set(first) & set(between)
+    assert all(torch.equal(tensor, last[key]) for key, tensor in first.items())
+    assert any(key.endswith(".param") for key in first) == (dtype == "bfloat16")
+    assert {tensor.dtype for tensor in between.values()} == {torch.float32}

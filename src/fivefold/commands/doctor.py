@@ -19,12 +19,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from packaging.requirements import Requirement
-from packaging.specifiers import SpecifierSet
-from packaging.version import InvalidVersion
-
 from fivefold import __version__
-from fivefold.config.packages import EXTRAS, KERNELS, import_fault, slower_paths
+from fivefold.config.packages import EXTRAS, KERNELS, fits, import_fault, slower_paths, supported_versions
 from fivefold.engines.sglang import arguments as sglang
 from fivefold.engines.vllm import arguments as vllm
 
@@ -128,7 +124,7 @@ def _versions(report: Report) -> list[dict[str, Any]]:
         rows.append({"name": name, "found": found, "supported": wanted.get(name, "")})
     for row in rows:
         name, found, supported = row["name"], row["found"], row["supported"]
-        row["fits"] = None if found is None else _fits(found, supported)
+        row["fits"] = None if found is None else fits(found, supported)
         if found is None and name in REQUIRED:
             report.faults.append(f"{name} is not installed: pip install '{name}{supported}'")
         elif row["fits"] is False:
@@ -155,21 +151,7 @@ def _supported() -> dict[str, str]:
         return f">={'.'.join(map(str, first))},<{'.'.join(map(str, following))}"
 
     found = {"python": ">=3.11", "vllm": between(*vllm.VERSIONS), "sglang": between(*sglang.VERSIONS)}
-    try:
-        texts = importlib.metadata.requires("fivefold") or []
-    except importlib.metadata.PackageNotFoundError:
-        texts = []
-    for text in texts:
-        requirement = Requirement(text)
-        found.setdefault(requirement.name, str(requirement.specifier))
-    return found
-
-
-def _fits(found: str, supported: str) -> bool:
-    try:
-        return SpecifierSet(supported).contains(found.partition("+")[0], prereleases=True)
-    except InvalidVersion:
-        return False
+    return supported_versions() | found
 
 
 def _machine(report: Report) -> dict[str, Any]:

@@ -45,8 +45,9 @@ def forward_only(model: PackedModel, batch: TokenBatch, batching: BatchingConfig
         with packed(micro.packing, mesh.cp):
             results.append((micro.token_index_T, _whole(model(micro), micro, mesh)[0]))
     batching.ranks.heartbeat.check_items(parts.count)
-    # FSDP keeps the outermost parameters gathered after a forward pass, for a backward pass that does not come.
-    model.reshard()  # type: ignore[operator]
+    # FSDP keeps some parameters gathered after a forward pass, for a backward pass that does not come.
+    for module in fsdp_modules(model):
+        module.reshard()
     for index_T, numbers_T in results:
         found_T[index_T] = numbers_T.cpu()
     return found_T
@@ -102,7 +103,10 @@ def finish_gradients(tensors: list[LocalTensor], mesh: Mesh) -> list[tuple[Local
             continue
         local = grad.to_local()  # type: ignore[attr-defined]
         if tensor.split.is_summed:
-            dist.all_reduce(local, group=mesh.tp)
+            # With `cpu_adam` gradients are on the host, and the group communicates on the device.
+            summed = local.to(mesh.device)
+            dist.all_reduce(summed, group=mesh.tp)
+            local.copy_(summed)
         found.append((tensor, local))
     return found
 
@@ -113,6 +117,6 @@ def gradient_norm(gradients: list[tuple[LocalTensor, Tensor]], mesh: Mesh) -> fl
     counted = [grad for tensor, grad in gradients if grad.numel() and (tensor.split.dim is not None or mesh.tp.rank() == 0)]
     square = torch.zeros((), dtype=torch.float64, device=mesh.device)
     if counted:
-        square += torch.stack(torch._foreach_norm(counted)).double().square().sum()
+        square += torch.stack(torch._foreach_norm(counted)).double().square().sum().to(mesh.device)
     dist.all_reduce(square, group=mesh.whole)
     return float(square.sqrt())
