@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from fivefold_dialects import shared
 from fivefold_dialects.areal_method import FIELDS, advantage, correction, credit, critic, kl, loss, low_rank, optimizer
-from fivefold_dialects.areal_placement import ahead, engine, is_dpo, is_sampled, is_sft, layout, roles, trainer
+from fivefold_dialects.areal_placement import ahead, engine, is_dpo, is_sampled, is_sft, layout, roles, trained, trainer
 from fivefold_dialects.known import known
 from fivefold_dialects.legacy import areal as legacy
 from fivefold_dialects.shared import EVERY_CHECKPOINT
@@ -55,7 +55,8 @@ def model(source: Source) -> dict[str, Any]:
     if source.flag("rollout.return_routed_experts"):
         found |= shared.replayed("R3")
     found |= FIELDS["deterministic"](role)
-    if role.flag("offload") or role.flag("fsdp.offload_params"):
+    splits = trained(source, roles(source)[0]).backend == "megatron"
+    if role.flag("offload") or (splits and role.flag("fsdp.offload_params")):
         found |= {"policy.offload.parameters": True, "policy.offload.optimizer": True}
     elif role.flag("optimizer.offload"):
         found["policy.offload.optimizer"] = True

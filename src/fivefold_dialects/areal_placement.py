@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from fivefold.layout import ParallelLayout
-from fivefold_dialects import shared
+from fivefold_dialects import shared, trainers
 from fivefold_dialects.legacy import areal_spellings as older
 from fivefold_dialects.source import Source, UnreadableError
 
@@ -81,21 +82,26 @@ def ahead(source: Source) -> dict[str, Any]:
 
 def layout(source: Source) -> dict[str, Any]:
     ours, _ = roles(source)
-    policy = _for_megatron(ours)
+    policy = trained(source, ours)
     found = {"policy.backend": str(policy)}
+    if policy.backend == "fsdp":
+        found = trainers.fsdp(source, policy.world_size, f"{trainer(source)}.fsdp.", policy.cp, "offload_params")
     others = {"ref": "reference.backend", "critic": "critic.backend"}
     for role, key in others.items():
         text = source.text(f"{role}.backend") or ""
         if ":" in older.dotless(text):
-            other = _parsed(text, f"{role}.backend")
+            other = trained(source, _parsed(text, f"{role}.backend"))
             sizes = {"tp": other.tp, "pp": other.pp, "cp": other.cp, "ep": other.ep, "etp": other.etp}
-            if source.keys(f"{role}.path") and (own := shared.own_layout(policy, **sizes)):
+            if source.keys(f"{role}.path") and (own := shared.own_layout(policy, backend=other.backend, **sizes)):
                 found[key] = own
     return found
 
 
-def _for_megatron(given: ParallelLayout) -> ParallelLayout:
-    return ParallelLayout(dp=given.dp, tp=given.tp, pp=given.pp, cp=given.cp, ep=given.ep, etp=given.etp)
+def trained(source: Source, layout: ParallelLayout) -> ParallelLayout:
+    """Return the layout without its name; Megatron-Core trains where FSDP's layers are split too."""
+    if is_split := layout.backend == "fsdp" and max(layout.tp, layout.ep) > 1:
+        source.note(f"{layout}: fsdp has t and e for some families (docs/fsdp.md); `-- policy.backend={layout}` keeps them")
+    return replace(layout, name=None, backend="megatron" if is_split else layout.backend)
 
 
 def engine(source: Source) -> dict[str, Any]:

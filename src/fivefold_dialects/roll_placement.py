@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
-from fivefold_dialects import shared
+from fivefold_dialects import shared, trainers
 from fivefold_dialects.device_mapping import parse_devices, ranks_behind
 from fivefold_dialects.shared import SPREAD
 from fivefold_dialects.source import Source, UnreadableError
@@ -56,6 +57,9 @@ def layout(source: Source) -> dict[str, Any]:
     trained = devices(source, role(source) + "device_mapping")
     policy = shared.world_layout(len(trained), **sizes(source))
     found: dict[str, Any] = {"policy.backend": str(policy)}
+    if source.text(role(source) + "strategy_args.strategy_name") == "fsdp2_train":
+        found = trainers.fsdp(source, len(trained), role(source) + "strategy_args.strategy_config.", policy.cp)
+        policy = replace(policy, backend="fsdp")
     # The reference comes last: without a KL it is absent, and must not leave empty ranks before other models.
     asked = {"critic": kind(source) == "rlvr" and uses_critic(source), "reference": kind(source) != "sft"}
     gpus = {
@@ -75,7 +79,9 @@ def layout(source: Source) -> dict[str, Any]:
         own_sizes = shared.parallel_sizes(said.under("strategy_config.")) if is_megatron else {}
         own = shared.own_layout(policy, **own_sizes) if is_megatron else None
         if name in first_ranks:
-            own, found[f"{name}.first_rank"] = str(shared.world_layout(len(gpus[name]), **own_sizes)), first_ranks[name]
+            backend = "megatron" if is_megatron else policy.backend
+            own = str(shared.world_layout(len(gpus[name]), backend=backend, **own_sizes))
+            found[f"{name}.first_rank"] = first_ranks[name]
         if own is not None:
             found[f"{name}.backend"] = own
             found |= shared.virtual_stages(said.under("strategy_config."), name) if is_megatron else {}

@@ -101,7 +101,7 @@ def layout(source: Source) -> dict[str, Any]:
     if source.text("trainer.strategy") == "megatron":
         megatron = legacy.megatron(source) or _MEGATRON
     recomputes = source.flag("trainer.gradient_checkpointing")
-    found = policy(source, gpus(source), megatron, _POLICY + "sequence_parallel_size", recomputes=recomputes)
+    found = policy(source, gpus(source), megatron, _POLICY, recomputes=recomputes)
     if source.flag(_COLOCATED) and source.flag(_POLICY + "optimizer_config.offload_after_step"):
         found["policy.offload.optimizer"] = True
     return found

@@ -95,7 +95,7 @@ def validates(source: Source) -> bool:
 def layout(source: Source) -> dict[str, Any]:
     world = source.count("placement.num_nodes") * source.count("placement.num_gpus_per_node")
     megatron = "megatron_config." if source.text("strategy") == "megatron" else ""
-    return policy(source, world, megatron, "sequence_parallel_size", recomputes=True)
+    return policy(source, world, megatron, recomputes=True)
 
 
 def micro_batch(source: Source) -> dict[str, Any]:

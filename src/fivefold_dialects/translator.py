@@ -13,7 +13,7 @@ from typing import Any
 from fivefold.config.dialect import Line, Outcome, Translation, Tree
 from fivefold.config.loader import ConfigError, override
 from fivefold.config.schema import Sections
-from fivefold_dialects import clusters
+from fivefold_dialects import clusters, trainers
 from fivefold_dialects.bounds import LONGEST_KEY, TooMuchError
 from fivefold_dialects.source import Source, UnreadableError, flatten
 from fivefold_dialects.table import Derived, Row, Table
@@ -62,6 +62,7 @@ def translate(
             take(partial(_converted, row), inferred=False)
     for function in table.derived:
         take(function)
+    values = trainers.on_megatron(values, source)
     suggests = iter(range(_MOST_SUGGESTIONS))
     outcomes = {key: _outcome(table, source, key, rows[key], values, heard, suggests) for key in settings}
     for each in source.found:

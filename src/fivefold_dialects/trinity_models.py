@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from fivefold.layout import ParallelLayout
-from fivefold_dialects import shared
+from fivefold_dialects import shared, trainers
 from fivefold_dialects.legacy import trinity as legacy
 from fivefold_dialects.source import Source, UnreadableError
 from fivefold_dialects.trinity_data import FIELDS, lengths
@@ -185,7 +185,7 @@ def layout(source: Source) -> dict[str, Any]:
     world, name = gpus(source), "ulysses_sequence_parallel_size"
     if not is_megatron(source):
         cp = max(source.whole(f"trainer.{name}") or 1, source.whole(ACTOR + name) or 1)
-        return {"policy.backend": str(shared.world_layout(world, cp=cp))}
+        return trainers.fsdp(source, world, ACTOR + "fsdp_config.", cp)
     said = source.under(ACTOR + "megatron.")
     policy = shared.world_layout(world, **shared.parallel_sizes(said))
     found = {"policy.backend": str(policy), "policy.sequence_parallel": said.flag("sequence_parallel")}

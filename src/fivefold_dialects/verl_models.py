@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from fivefold_dialects import shared, verl_async
+from fivefold_dialects import shared, trainers, verl_async
 from fivefold_dialects.legacy import verl as legacy
 from fivefold_dialects.source import Source
 from fivefold_dialects.table import load
@@ -65,6 +65,8 @@ def layout(source: Source) -> dict[str, Any]:
         sizes = shared.parallel_sizes(source.under(mcore(source)))
     else:
         sizes = {"cp": max(source.whole(f"{_A}{part}ulysses_sequence_parallel_size") or 1 for part in ("", "fsdp_config."))}
+        if engine_of(source) == "fsdp":
+            return trainers.fsdp(source, gpus(source), _A + "fsdp_config.", **sizes)
     return {"policy.backend": str(shared.world_layout(gpus(source), **sizes))}
 
 

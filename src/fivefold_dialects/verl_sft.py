@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from fivefold_dialects import shared
+from fivefold_dialects import shared, trainers
 from fivefold_dialects.known import known
 from fivefold_dialects.legacy import verl_sft as older
 from fivefold_dialects.source import Source
@@ -52,6 +52,8 @@ def layout(source: Source) -> dict[str, Any]:
     gpus, said = source.count("trainer.nnodes") * source.count("trainer.n_gpus_per_node"), source.under("engine.")
     if not is_megatron(source):
         cp = max(each.whole("ulysses_sequence_parallel_size") or 1 for each in (said, source))
+        if _optimizer_of({key: source.text(key) for key in _ENGINES}) == "fsdp":
+            return trainers.fsdp(source, gpus, "engine.", cp)
         return {"policy.backend": str(shared.world_layout(gpus, cp=cp))}
     found: dict[str, Any] = {"policy.backend": str(shared.world_layout(gpus, **shared.parallel_sizes(said)))}
     found |= shared.virtual_stages(said, "policy")

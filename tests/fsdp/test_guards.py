@@ -1,4 +1,4 @@
-"""What can go wrong in a step of an `fsdp:` layout: no rank waits for ever, and the message says what it was."""
+"""What can go wrong in a step of an `fsdp:` layout: no rank waits without end, and the message says what it was."""
 
 from __future__ import annotations
 
