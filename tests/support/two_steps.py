@@ -112,7 +112,9 @@ def reference_step(
     import transformers
 
     config = transformers.AutoConfig.from_pretrained(directory)
-    model = transformers.AutoModelForCausalLM.from_pretrained(directory, config=config).float()
+    # The default leaves out Gemma 2's soft cap in transformers 5.17.
+    attention = {"attn_implementation": "eager"} if getattr(config, "attn_logit_softcapping", None) else {}
+    model = transformers.AutoModelForCausalLM.from_pretrained(directory, config=config, **attention).float()
     # No token pads here, so that all of them learn.
     model.get_input_embeddings().padding_idx = None
     finish = (lambda: None) if adapt is None else adapt(model)
