@@ -92,7 +92,7 @@ def layout(source: Source) -> dict[str, Any]:
         if ":" in older.dotless(text):
             other = trained(source, _parsed(text, f"{role}.backend"))
             sizes = {"tp": other.tp, "pp": other.pp, "cp": other.cp, "ep": other.ep, "etp": other.etp}
-            if source.keys(f"{role}.path") and (own := shared.own_layout(policy, backend=other.backend, **sizes)):
+            if source.keys(f"{role}.path") and (own := shared.own_layout(policy, other.backend, **sizes)):
                 found[key] = own
     return found
 

@@ -80,7 +80,7 @@ def layout(source: Source) -> dict[str, Any]:
         own = shared.own_layout(policy, **own_sizes) if is_megatron else None
         if name in first_ranks:
             backend = "megatron" if is_megatron else policy.backend
-            own = str(shared.world_layout(len(gpus[name]), backend=backend, **own_sizes))
+            own = str(shared.world_layout(len(gpus[name]), backend, **own_sizes))
             found[f"{name}.first_rank"] = first_ranks[name]
         if own is not None:
             found[f"{name}.backend"] = own

@@ -219,7 +219,7 @@ def bridge(source: Source, key: str, kind: str, ours: str, lacks: str | None) ->
 
 
 def world_layout(
-    world: int, *, backend: str = "megatron", tp: int = 1, pp: int = 1, cp: int = 1, ep: int = 1, etp: int = 1
+    world: int, backend: str = "megatron", /, *, tp: int = 1, pp: int = 1, cp: int = 1, ep: int = 1, etp: int = 1
 ) -> ParallelLayout:
     """Return the layout of `world` GPUs with these sizes; raise UnreadableError if the GPUs do not divide into it."""
     replica = tp * pp * cp
@@ -243,10 +243,10 @@ def engine_apart(gpus: int, tp: int, ep: int = 1, name: str = "vllm") -> dict[st
     return {"engine.backend": engine_layout(gpus, tp, ep, name), "engine.placement": "apart"}
 
 
-def own_layout(policy: ParallelLayout, *, backend: str = "megatron", **sizes: int) -> str | None:
+def own_layout(policy: ParallelLayout, backend: str = "megatron", /, **sizes: int) -> str | None:
     """Return another model's layout on the policy's ranks; None if it is the same, or if the ranks do not divide into it."""
     try:
-        found = world_layout(policy.world_size, backend=backend, **sizes)
+        found = world_layout(policy.world_size, backend, **sizes)
     except UnreadableError:
         return None
     return None if found.is_same(policy) else str(found)

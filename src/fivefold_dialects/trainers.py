@@ -17,7 +17,7 @@ def fsdp(source: Source, world: int, section: str, cp: int = 1, on_host: str = "
     said = source.under(section)
     size = max(said.whole("fsdp_size") or 0, 0) or world
     return {
-        "policy.backend": str(shared.world_layout(world, backend="fsdp", cp=cp)),
+        "policy.backend": str(shared.world_layout(world, "fsdp", cp=cp)),
         "policy.fsdp.replicas": world // size if size < world and world % size == 0 else None,
         "policy.fsdp.reshard_after_forward": False if said.value("reshard_after_forward") is False else None,
         "policy.fsdp.cpu_adam": said.flag(on_host) or None,

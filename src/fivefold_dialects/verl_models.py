@@ -66,7 +66,7 @@ def layout(source: Source) -> dict[str, Any]:
     else:
         sizes = {"cp": max(source.whole(f"{_A}{part}ulysses_sequence_parallel_size") or 1 for part in ("", "fsdp_config."))}
         if engine_of(source) == "fsdp":
-            return trainers.fsdp(source, gpus(source), _A + "fsdp_config.", **sizes)
+            return trainers.fsdp(source, gpus(source), _A + "fsdp_config.", sizes["cp"])
     return {"policy.backend": str(shared.world_layout(gpus(source), **sizes))}
 
 

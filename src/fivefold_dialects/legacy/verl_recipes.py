@@ -139,9 +139,7 @@ def _model(source: Source, prompts: int) -> dict[str, Any]:
     warmup = said.whole("optim.lr_warmup_steps")
     found = {
         "reference_path": None if frozen == path else frozen,
-        "backend": str(
-            shared.world_layout(gpus, backend="fsdp", cp=source.whole(_P + "ulysses_sequence_parallel_size") or 1)
-        ),
+        "backend": str(shared.world_layout(gpus, "fsdp", cp=source.whole(_P + "ulysses_sequence_parallel_size") or 1)),
         "updates_per_step": updates,
         "tokens_per_micro_batch": sequences * longest,
         "recompute": "full" if said.flag("enable_gradient_checkpointing") else "none",
