@@ -27,10 +27,9 @@ SCALE = 2.0**8
         ("qwen3", "d2c2", {"reshard_after_forward": False}),
         pytest.param("qwen3_moe", "d4", {"cpu_adam": True, "replicas": 2}, marks=pytest.mark.fsdp),
         pytest.param("gemma2", "d2", {"cpu_adam": True, "reshard_after_forward": False}, marks=pytest.mark.fsdp),
-        pytest.param("qwen3", "d2", {"compile": True}, marks=pytest.mark.fsdp),
-        pytest.param("qwen3", "d1t2", {"compile": True}, marks=pytest.mark.fsdp),
-        pytest.param("gemma2", "c2", {"compile": True}, marks=pytest.mark.fsdp),
-        pytest.param("qwen3_moe", "d2", {"compile": True}, marks=pytest.mark.fsdp),
+        pytest.param("qwen3", "d2", {"compile": True}, marks=pytest.mark.slow),
+        pytest.param("qwen3", "d1t2", {"compile": True}, marks=pytest.mark.slow),
+        pytest.param("qwen3_moe", "d2", {"compile": True}, marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -39,7 +38,7 @@ def test_an_option_changes_no_number(cluster, models, name, layout, options):
     assert_equal(run_step(cluster, f"fsdp:{layout}", models(name), policy), expected(models(name)))
 
 
-@pytest.mark.fsdp
+@pytest.mark.slow
 def test_compiled_layers_are_recomputed_in_backward(cluster, models):
     policy = replace(policy_of("d2"), fsdp=FSDPConfig(compile=True), recompute="full")
     assert_equal(run_step(cluster, "fsdp:d2", models("qwen3"), policy), expected(models("qwen3")))
