@@ -15,7 +15,7 @@ from fivefold_dialects import areal_method as method
 from fivefold_dialects import areal_placement as placement
 from fivefold_dialects import shared
 from fivefold_dialects.areal_method import FIELDS, credit
-from fivefold_dialects.areal_placement import is_dpo, is_sampled, is_sft, roles, trainer
+from fivefold_dialects.areal_placement import is_dpo, is_sampled, is_sft, roles, trained, trainer
 from fivefold_dialects.known import known
 from fivefold_dialects.legacy import areal as legacy
 from fivefold_dialects.source import EVERY_CHECKPOINT, Source
@@ -53,7 +53,8 @@ def model(source: Source) -> dict[str, Any]:
     if source.flag("rollout.return_routed_experts"):
         ours |= shared.replayed("R3")
     ours |= FIELDS["deterministic"](role)
-    if role.flag("offload") or role.flag("fsdp.offload_params"):
+    splits = trained(source, roles(source)[0]).backend == "megatron"
+    if role.flag("offload") or (splits and role.flag("fsdp.offload_params")):
         ours |= {"policy.offload.parameters": True, "policy.offload.optimizer": True}
     elif role.flag("optimizer.offload"):
         ours["policy.offload.optimizer"] = True

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from fivefold.layout import ParallelLayout
-from fivefold_dialects import shared
+from fivefold_dialects import shared, trainers
 from fivefold_dialects.legacy import areal_spellings as older
 from fivefold_dialects.source import Source, UnreadableError
 
@@ -67,8 +68,7 @@ def steps_ahead(source: Source) -> int:
 
 
 def ahead(source: Source) -> dict[str, Any]:
-    """Return our keys of sampling ahead; consumer_batch_size, which the bound counts in (staleness_manager.py:93), must be a
-    step's prompts."""
+    """Return our keys of sampling ahead; consumer_batch_size, the bound's unit, is a step's (staleness_manager.py:93)."""
     taken, step = source.count("rollout.consumer_batch_size"), source.count("train_dataset.batch_size")
     if steps_ahead(source) and taken != step:
         reason = f"a staleness bound in steps of {taken} prompts, where a step takes {step}"
@@ -77,21 +77,25 @@ def ahead(source: Source) -> dict[str, Any]:
 
 
 def layout(source: Source) -> dict[str, Any]:
-    trained, _ = roles(source)
-    policy = shared.world_layout(trained.world_size, **_sizes(trained))
+    policy = trained(source, roles(source)[0])
     ours = {"policy.backend": str(policy)}
-    others = {"ref": "reference.backend", "critic": "critic.backend"}
-    for role, key in others.items():
+    if policy.backend == "fsdp":
+        ours = trainers.fsdp(source, policy.world_size, f"{trainer(source)}.fsdp.", policy.cp, "offload_params")
+    for role, key in (("ref", "reference.backend"), ("critic", "critic.backend")):
         text = source.text(f"{role}.backend") or ""
         if ":" in older.dotless(text):
-            other = _parsed(text, f"{role}.backend")
-            if source.keys(f"{role}.path") and (different := shared.own_layout(policy, **_sizes(other))):
+            other = trained(source, _parsed(text, f"{role}.backend"))
+            sizes = {name: getattr(other, name) for name in ("tp", "pp", "cp", "ep", "etp")}
+            if source.keys(f"{role}.path") and (different := shared.own_layout(policy, other.backend, **sizes)):
                 ours[key] = different
     return ours
 
 
-def _sizes(layout: ParallelLayout) -> dict[str, int]:
-    return {name: getattr(layout, name) for name in ("tp", "pp", "cp", "ep", "etp")}
+def trained(source: Source, layout: ParallelLayout) -> ParallelLayout:
+    """Return the layout without its name; Megatron-Core trains where FSDP's layers are split too."""
+    if is_split := layout.backend == "fsdp" and max(layout.tp, layout.ep) > 1:
+        source.note(f"{layout}: fsdp has t and e for some families (docs/fsdp.md); `-- policy.backend={layout}` keeps them")
+    return replace(layout, name=None, backend="megatron" if is_split else layout.backend)
 
 
 def engine(source: Source) -> dict[str, Any]:

@@ -15,12 +15,8 @@ from fivefold_dialects.table import load
 
 KEY = "launch.backend"
 WITH_JUDGE: str = load("shared")["texts"]["with_judge"]
-
-
 _OTHERS = re.compile(r"\.first_rank$|^reward\.judge\.backend$")
 """Keys of ours that give a model or a judge GPUs of its own."""
-
-
 _USUAL = {"nodes": (), "chosen": {}, "devices": "", "gpus_per_node": (), "is_whole": False, "part": {}}
 CLUSTERS: dict[str, dict[str, Any]] = {name: {**_USUAL, **keys} for name, keys in load("shared")["clusters"].items()}
 """System -> the keys by which it requests several machines; tables/shared.yaml explains them."""
@@ -41,10 +37,7 @@ def keys_for_ray(source: Source, system: str) -> list[str]:
 
 def hosts(source: Source, system: str, ours: Mapping[str, Any]) -> Iterator[Line]:
     """Yield launch.nodes and launch.gpus_per_node, as far as the configuration sets the numbers.
-
-    `ours`: the other values of the run. Yields nothing if these place servers or models on GPUs of their own that are not
-    counted.
-    """
+    Yields nothing if `ours`, the other values of the run, place servers or models on separate GPUs that are not counted."""
     asks = CLUSTERS.get(system, _USUAL)
     if asks["devices"]:
         yield from _hosts_of_devices(source, asks)

@@ -18,10 +18,8 @@ _COMPUTED = re.compile(r"^.*(\$\([^()]*\)|\$\{\w+\}|\$\w+)/?")
 
 def named_yaml(options: dict[str, str], scripts: Iterable[Path], known: Collection[str]) -> Path | None:
     """Return the file of `--config-name` and remove this option; None if the name is one of `known` or is not given.
-
     The file is searched from the working directory and from the directories above the scripts, where such scripts are
-    usually run. Raise ConfigError if the name is not in `known` and no file is found.
-    """
+    usually run. Raise ConfigError if the name is not in `known` and no file is found."""
     wanted = options.get("--config-name")
     if wanted is None:
         return None

@@ -16,9 +16,7 @@ _MOST = 1 << 20
 
 def parse_devices(value: Any) -> list[int]:
     """Return the GPUs in a list, a sum of `list(range(a,b,c))`, `list([a,b])` and `[a,b]`, or spans `0-3,6`, in order.
-
-    Raise UserError for any other value, and for a number that occurs twice.
-    """
+    Raise UserError for any other value, and for a number that occurs twice."""
     # Python's own text of a list or a number is such a form too.
     numbers = [number for part in str(value).split("+") for number in _numbers(part.strip(), value)]
     if len(set(numbers)) < len(numbers):
@@ -29,9 +27,7 @@ def parse_devices(value: Any) -> list[int]:
 
 def ranks_after(policy: Sequence[int], engine: Sequence[int], others: Mapping[str, Sequence[int]]) -> dict[str, int]:
     """Return the first rank of each model that has its own GPUs; its ranks come after those of the policy.
-
-    A model is included if it shares no GPU with policy and engine, and either all or no GPUs with each other model.
-    """
+    A model is included if it shares no GPU with policy and engine, and either all or no GPUs with each other model."""
     ours: dict[str, int] = {}
     placed: dict[frozenset[int], int] = {}
     first, taken = len(policy), {*policy, *engine}

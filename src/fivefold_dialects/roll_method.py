@@ -64,8 +64,7 @@ def token_kl(source: Source) -> float:
 
 
 def kl(source: Source) -> dict[str, Any]:
-    """Return our keys of the KL: in the loss, subtracted from each token's reward after the rewards are normalized
-    (rlvr_pipeline.py, compute_token_reward), or both."""
+    """Return our keys of the KL in the loss, and in tokens' rewards after their normalization (compute_token_reward)."""
     coef = (source.number("kl_loss_coef") or 0.0) if source.flag("use_kl_loss") else 0.0
     of_tokens, target = token_kl(source), source.number("target_kl")
     reward: dict[str, Any] = {}

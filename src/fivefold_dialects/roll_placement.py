@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
-from fivefold_dialects import shared
+from fivefold_dialects import shared, trainers
 from fivefold_dialects.device_mapping import parse_devices, ranks_after
 from fivefold_dialects.source import Source, UnreadableError
 from fivefold_dialects.table import fields, listed, load
@@ -59,6 +60,9 @@ def layout(source: Source) -> dict[str, Any]:
     trained = devices(source, role(source) + "device_mapping")
     policy = shared.world_layout(len(trained), **sizes(source))
     ours: dict[str, Any] = {"policy.backend": str(policy)}
+    if source.text(role(source) + "strategy_args.strategy_name") == "fsdp2_train":
+        ours = trainers.fsdp(source, len(trained), role(source) + "strategy_args.strategy_config.", policy.cp)
+        policy = replace(policy, backend="fsdp")
     # The reference comes last: without a KL it is absent, and must not leave empty ranks before other models.
     is_used = {"critic": uses_critic(source), "reference": kind(source) != "sft"}
     placed = [name for name in (*is_used, "actor_infer") if source.has(f"{name}.device_mapping")]
@@ -75,7 +79,9 @@ def layout(source: Source) -> dict[str, Any]:
         own_sizes = shared.parallel_sizes(strategy.under("strategy_config.")) if is_megatron else {}
         different = shared.own_layout(policy, **own_sizes) if is_megatron else None
         if name in first_ranks:
-            different, ours[f"{name}.first_rank"] = str(shared.world_layout(len(gpus[name]), **own_sizes)), first_ranks[name]
+            backend = "megatron" if is_megatron else policy.backend
+            different = str(shared.world_layout(len(gpus[name]), backend, **own_sizes))
+            ours[f"{name}.first_rank"] = first_ranks[name]
         if different is not None:
             ours[f"{name}.backend"] = different
             ours |= shared.virtual_stages(strategy.under("strategy_config."), name) if is_megatron else {}

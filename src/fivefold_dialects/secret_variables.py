@@ -25,9 +25,8 @@ class Hidden:
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         self._names = [name for name in environment if _SECRET.search(name)][:_MOST]
-        self.environment = dict(environment) | {
-            name: chr(_FIRST + place) * 8 if place < _MOST else "" for place, name in enumerate(self._names)
-        }
+        marks = {name: chr(_FIRST + place) * 8 for place, name in enumerate(self._names)}
+        self.environment = dict(environment) | marks
 
     def checked(self, translation: Translation) -> Translation:
         """Return the translation with `${NAME}` for each mark; a setting of the run that needs a secret is a fault."""

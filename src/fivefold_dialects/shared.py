@@ -71,11 +71,14 @@ def parallel_sizes(section: Source) -> dict[str, int]:
     return ours | {"etp": section.whole("expert_tensor_parallel_size") or (ours["tp"] if ours["ep"] > 1 else 1)}
 
 
+def ulysses(*sections: Source) -> int:
+    """Return the context-parallel size: the largest of Ulysses in these sections."""
+    return max(section.whole("ulysses_sequence_parallel_size") or 1 for section in sections)
+
+
 def penalties(source: Source, loss: dict[str, Any], reward: dict[str, Any], moving: str) -> dict[str, Any]:
     """Return our keys of the KL in the loss and of the KL in the reward; each argument is empty if its KL is off.
-
-    With both, no coefficient can adapt: then the key `moving`, which turns this on, is reported as not supported.
-    """
+    With both, no coefficient can adapt: then the key `moving`, which turns this on, is reported as not supported."""
     if loss and reward:
         if "target" in {**loss, **reward}:
             source.lacks(moving, "two KL penalties, one with an adaptive coefficient")
@@ -138,13 +141,15 @@ def bridge(source: Source, key: str, kind: str, ours: str, lacks: str | None) ->
     return {f"{ours}.megatron.bridge_type": kind}
 
 
-def world_layout(world: int, *, tp: int = 1, pp: int = 1, cp: int = 1, ep: int = 1, etp: int = 1) -> ParallelLayout:
+def world_layout(
+    world: int, backend: str = "megatron", /, *, tp: int = 1, pp: int = 1, cp: int = 1, ep: int = 1, etp: int = 1
+) -> ParallelLayout:
     """Return the layout of `world` GPUs with these sizes; raise UnreadableError if the GPUs do not divide into it."""
     replica = tp * pp * cp
     if world < 1 or world % replica:
         raise UnreadableError(f"{world} GPUs cannot be divided into replicas of t{tp}·p{pp}·c{cp} = {replica}")
     try:
-        return ParallelLayout(dp=world // replica, tp=tp, pp=pp, cp=cp, ep=ep, etp=etp)
+        return ParallelLayout(backend, dp=world // replica, tp=tp, pp=pp, cp=cp, ep=ep, etp=etp)
     except ValueError as error:
         raise UnreadableError(str(error)) from None
 
@@ -161,10 +166,10 @@ def engine(world: int, tp: int, ep: int = 1, name: str = "vllm", *, is_apart: bo
     return {"engine.backend": engine_layout(world, tp, ep, name), "engine.placement": "apart" if is_apart else None}
 
 
-def own_layout(policy: ParallelLayout, **sizes: int) -> str | None:
+def own_layout(policy: ParallelLayout, backend: str = "megatron", /, **sizes: int) -> str | None:
     """Return another model's layout on the policy's ranks; None if it is the same, or if the ranks do not divide into it."""
     try:
-        layout = world_layout(policy.world_size, **sizes)
+        layout = world_layout(policy.world_size, backend, **sizes)
     except UnreadableError:
         return None
     return None if layout.is_same(policy) else str(layout)
@@ -270,9 +275,7 @@ def megatron_weights(
     source: Source, directory: str | None, roles: Iterable[tuple[str, str, str, bool]], has_reference: bool
 ) -> dict[str, Any]:
     """Return our keys of models whose weights are a Megatron-Core checkpoint; `directory` is the policy's Hugging Face one.
-
-    Each of `roles` has our key of the model's path, its section, the key of its directory, and whether the model is used.
-    """
+    Each of `roles` has our key of the model's path, its section, the key of its directory, and whether the model is used."""
     values: dict[str, Any] = {}
     for ours, section, key, is_there in roles:
         megatron = source.under(f"{section}megatron.")

@@ -22,8 +22,6 @@ _A, _R = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
 CHOICES = choices("siirl")
 PROGRAMS = ("siirl.main_dag", "siirl.client.main_dag")
 VARIABLES = ("TENSORBOARD_DIR", "SIIRL_LOG_VERBOSITY", "SIIRL_LOGGING_FILENAME")
-
-
 _DATE = re.compile(r"""\$\(date \+["']?([^)"']*)["']?\)""")
 
 
@@ -88,9 +86,8 @@ def loss(source: Source) -> dict[str, Any]:
     if mode not in (None, "vanilla", "cpgd"):
         actor.lacks("policy_loss.loss_mode", f"CPGD with the loss {mode}")
     if verl_models.is_megatron(source):
-        source.lacks(
-            "algorithm.adv_estimator" if by_estimator else _A + "use_cpgd_loss", "CPGD, which siiRL's Megatron actor lacks"
-        )
+        key = "algorithm.adv_estimator" if by_estimator else _A + "use_cpgd_loss"
+        source.lacks(key, "CPGD, which siiRL's Megatron actor lacks")
     program = source.text("-m") or ""
     if mode != "cpgd" and not by_estimator and not program.startswith("siirl.client"):
         actor.lacks("use_cpgd_loss", "PPO's clip with CPGD's drift, as in siiRL since 2025-10: for CPGD set loss_mode: cpgd")

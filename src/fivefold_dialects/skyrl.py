@@ -100,11 +100,9 @@ def micro_batch(source: Source) -> dict[str, Any]:
 
 
 def layout(source: Source) -> dict[str, Any]:
-    megatron = ""
-    if source.text("trainer.strategy") == "megatron":
-        megatron = legacy.megatron(source) or _MEGATRON
+    megatron = (legacy.megatron(source) or _MEGATRON) if source.text("trainer.strategy") == "megatron" else ""
     recomputes = source.flag("trainer.gradient_checkpointing")
-    ours = policy(source, gpus(source), megatron, _POLICY + "sequence_parallel_size", recomputes=recomputes)
+    ours = policy(source, gpus(source), megatron, _POLICY, recomputes=recomputes)
     if source.flag(_COLOCATED) and source.flag(_POLICY + "optimizer_config.offload_after_step"):
         ours["policy.offload.optimizer"] = True
     return ours

@@ -14,10 +14,8 @@ _ALGORITHM = "trainer.algorithm."
 
 def aggregate(source: Source) -> str | None:
     """Return our name of the mean of the loss; None if SkyRL's name is unknown.
-
     A mean over micro-batches is a mean over sequences if each micro-batch has one sequence. Here it applies to the whole
-    loss, but SkyRL's KL never had it: with a KL the mean is token-mean.
-    """
+    loss, but SkyRL's KL never had it: with a KL the mean is token-mean."""
     algorithm = source.under(_ALGORITHM)
     mean: str | None = CHOICES["loss_reduction"].read(algorithm)
     is_default = mean == "token-mean"

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from fivefold_dialects import shared
+from fivefold_dialects import shared, trainers
 from fivefold_dialects.source import Source
 from fivefold_dialects.table import choices, fields
 
 CHOICES, FIELDS = choices("skyrl"), fields("skyrl")
 
 
-def policy(source: Source, world: int, megatron: str, sequence_parallel: str, *, recomputes: bool) -> dict[str, Any]:
-    """Return our keys of the policy on `world` GPUs; `megatron` is its section of Megatron-Core settings, "" with FSDP."""
+def policy(source: Source, world: int, megatron: str, section: str = "", *, recomputes: bool) -> dict[str, Any]:
+    """Return our keys of the policy in `section` on `world` GPUs; `megatron` is its Megatron-Core section, "" with FSDP."""
     if not megatron:
-        backend = str(shared.world_layout(world, cp=source.whole(sequence_parallel) or 1))
-        return {"policy.backend": backend, "policy.recompute": "full" if recomputes else None}
+        cp = source.whole(section + "sequence_parallel_size") or 1
+        recompute = {"policy.recompute": "full" if recomputes else None}
+        return trainers.fsdp(source, world, section + "fsdp_config.", cp, "cpu_offload") | recompute
     sizes, kwargs = shared.parallel_sizes(source.under(megatron)), megatron + "transformer_config_kwargs"
     ours: dict[str, Any] = {"policy.backend": str(shared.world_layout(world, **sizes)), "policy.sequence_parallel": True}
     if recomputes:

@@ -68,9 +68,8 @@ def _parts(source: Source, sets: str, splits: str, older_set: str, older_split: 
 def data(source: Source) -> dict[str, Any]:
     train = _parts(source, "train_datasets", "train_dataset_splits", "dataset_name", "dataset_split")
     if len(train) > 1:
-        source.lacks(
-            "train_datasets", "rows of several sets, drawn with replacement by weight: data.mixture has fixed shares"
-        )
+        reason = "rows of several sets, drawn with replacement by weight: data.mixture has fixed shares"
+        source.lacks("train_datasets", reason)
     if (order := source.text("sampler")) not in ("random", "sequential"):
         source.lacks("sampler", "your own order of rows")
     if (longest := source.whole("max_length")) is None:
@@ -94,7 +93,7 @@ def validates(source: Source) -> bool:
 def layout(source: Source) -> dict[str, Any]:
     world = source.count("placement.num_nodes") * source.count("placement.num_gpus_per_node")
     megatron = "megatron_config." if source.text("strategy") == "megatron" else ""
-    return policy(source, world, megatron, "sequence_parallel_size", recomputes=True)
+    return policy(source, world, megatron, recomputes=True)
 
 
 def micro_batch(source: Source) -> dict[str, Any]:

@@ -271,10 +271,8 @@ def table(
     **fields: Any,
 ) -> Table:
     """Return the Table of `tables/NAME.yaml`, or of the content of such a file, with the system's functions.
-
     `converters` are functions that rows `to` name, in addition to the methods of Source; `older` has versions and sections
-    from before 2026 (`legacy/`); `fields` are further fields of Table.
-    """
+    from before 2026 (`legacy/`); `fields` are further fields of Table."""
     content = load(name) if isinstance(name, str) else name
     content = {**content, **{part: content.get(part, {}) | older.get(part, {}) for part in ("versions", "sections")}}
     rows = tuple(_sections(content, converters))

@@ -12,7 +12,7 @@ from typing import Any
 from fivefold.config.dialect import Line, Outcome, Translation, Tree
 from fivefold.config.loader import ConfigError, override
 from fivefold.config.schema import Sections
-from fivefold_dialects import clusters
+from fivefold_dialects import clusters, trainers
 from fivefold_dialects.bounds import LONGEST_KEY, TooMuchError
 from fivefold_dialects.source import Source, UnreadableError, flatten
 from fivefold_dialects.table import Derived, Row, Table
@@ -29,9 +29,7 @@ def translate(
     table: Table, settings: Mapping[str, Any], defaults: Mapping[str, Any], environment: Mapping[str, str]
 ) -> Translation:
     """Return the translation of settings by full key; `environment` has values for the variables in them.
-
-    Every key of the source has one outcome. A value that cannot be read is a fault, it is never guessed.
-    """
+    Every key of the source has one outcome. A value that cannot be read is a fault, it is never guessed."""
     source = Source(settings, defaults, environment)
     rows = {key: table.row(key) for key in settings}
     values: dict[str, Line] = {}
@@ -61,6 +59,7 @@ def translate(
             take(partial(_converted, row), inferred=False)
     for function in table.derived:
         take(function)
+    values = trainers.on_megatron(values, source)
     suggests = iter(range(_MOST_SUGGESTIONS))
     outcomes = {key: _outcome(table, source, key, rows[key], values, heard, suggests) for key in settings}
     for outcome in source.outcomes:

@@ -38,11 +38,9 @@ def _differ(one: Any, other: Any) -> bool:
 
 def join(trees: list[Tree]) -> Tree:
     """Return one tree for two files, one that explores and one that trains: the run with `mode: both` on the GPUs of both.
-
     With sync_style=fixed the explorer waits for new weights after each sync_interval steps (explorer.py,
     _pull_latest_weights) and the trainer waits for samples, so they run in lockstep. The section `explorer` comes from one
-    file, `trainer` and `cluster` (the trainer's GPUs) from the other; other sections must agree.
-    """
+    file, `trainer` and `cluster` (the trainer's GPUs) from the other; other sections must agree."""
     modes = {str(tree.get("mode")): tree for tree in trees}
     if len(trees) != 2 or set(modes) != {"explore", "train"}:
         return merged(trees)

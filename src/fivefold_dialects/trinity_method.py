@@ -109,10 +109,8 @@ def expert_batch(source: Source) -> int:
 
 def _expert(source: Source, arguments: Source, name: str) -> dict[str, Any]:
     """Return our keys of the expert's loss in mix and mix_chord, with weight μ next to 1 - μ for the policy's own samples.
-
     Each of the two is a mean over its own samples if the loss gets the batch sizes of the run (mix_policy_loss.py,
-    chord_policy_loss.py); μ changes with the trainer's steps.
-    """
+    chord_policy_loss.py); μ changes with the trainer's steps."""
     mean = arguments.text("sft_loss_agg_mode")
     mean = mean or ("token-mean" if arguments.flag("use_token_level_loss_in_sft") else "seq-mean-token-mean")
     whole, of_expert = source.whole("buffer.train_batch_size") or 0, expert_batch(source)

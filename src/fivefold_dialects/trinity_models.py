@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from fivefold.layout import ParallelLayout
-from fivefold_dialects import shared
+from fivefold_dialects import shared, trainers
 from fivefold_dialects.legacy import trinity as legacy
 from fivefold_dialects.source import Source, UnreadableError
 from fivefold_dialects.trinity_data import FIELDS, lengths
@@ -154,11 +154,10 @@ def gpus(source: Source) -> int:
 
 def layout(source: Source) -> dict[str, Any]:
     """Return our keys of the policy's layout on the trainer's GPUs, and with Megatron of other models' own layouts."""
-    world, name = gpus(source), "ulysses_sequence_parallel_size"
+    world, megatron = gpus(source), source.under(ACTOR + "megatron.")
     if not is_megatron(source):
-        cp = max(source.whole(f"trainer.{name}") or 1, source.whole(ACTOR + name) or 1)
-        return {"policy.backend": str(shared.world_layout(world, cp=cp))}
-    megatron = source.under(ACTOR + "megatron.")
+        cp = shared.ulysses(source.under("trainer."), source.under(ACTOR))
+        return trainers.fsdp(source, world, ACTOR + "fsdp_config.", cp)
     policy = shared.world_layout(world, **shared.parallel_sizes(megatron))
     ours = {"policy.backend": str(policy), "policy.sequence_parallel": megatron.flag("sequence_parallel")}
     ours |= shared.virtual_stages(megatron, "policy")
@@ -174,14 +173,12 @@ def _own_layout(megatron: Source, name: str, policy: ParallelLayout) -> dict[str
     keys = [key for key in megatron.keys("") if key.endswith("_parallel_size") and key != shared.VIRTUAL]
     if not keys:
         return {}
-    sizes = shared.parallel_sizes(megatron)
-    if (different := shared.own_layout(policy, **sizes)) is not None:
-        return {f"{name}.backend": different, **shared.virtual_stages(megatron, name)}
     try:
-        shared.world_layout(policy.world_size, **sizes)
+        layout = shared.world_layout(policy.world_size, **shared.parallel_sizes(megatron))
     except UnreadableError as error:
         megatron.lacks(keys[0], f"{error}; the model uses the policy's layout", changes_result=False)
-    return {}
+        return {}
+    return {} if layout.is_same(policy) else {f"{name}.backend": str(layout), **shared.virtual_stages(megatron, name)}
 
 
 def memory(source: Source) -> dict[str, Any]:

@@ -131,13 +131,11 @@ def _values(source: Source, count: int) -> dict[str, Any]:
 
 
 def schedule(source: Source, style: str, warmup: float) -> dict[str, Any]:
-    """Return our key of what the learning rate counts: verl steps it once per batch of the trainer (fsdp_workers.py,
-    update_actor)."""
+    """Return our key of what the learning rate counts: batches of the trainer (fsdp_workers.py, update_actor)."""
     if style != "constant" or 0 < warmup < 1:
         key = "lr_warmup_steps_ratio" if style == "constant" else "lr_scheduler_type"
-        source.lacks(
-            f"{_A}optim.{key}", "a schedule over the whole run, whose length this program does not pass to its optimizer"
-        )
+        reason = "a schedule over the whole run, whose length this program does not pass to its optimizer"
+        source.lacks(f"{_A}optim.{key}", reason)
     batches = source.count(_S + "require_batches") if is_fully_async(source) else 1
     return {"schedule_per": batches * (source.whole(_A + "ppo_epochs") or 1)}
 

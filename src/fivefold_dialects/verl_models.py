@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from fivefold_dialects import shared, verl_async
+from fivefold_dialects import shared, trainers, verl_async
 from fivefold_dialects.legacy import verl as legacy
 from fivefold_dialects.source import Source
 from fivefold_dialects.table import load
@@ -63,9 +63,9 @@ def layout(source: Source) -> dict[str, Any]:
         source.lacks(_A + "strategy", f"the engine {name}: known here are {', '.join(STRATEGIES)}")
     if is_megatron(source):
         sizes = shared.parallel_sizes(source.under(mcore(source)))
-    else:
-        sizes = {"cp": max(source.whole(f"{_A}{part}ulysses_sequence_parallel_size") or 1 for part in ("", "fsdp_config."))}
-    return {"policy.backend": str(shared.world_layout(gpus(source), **sizes))}
+        return {"policy.backend": str(shared.world_layout(gpus(source), **sizes))}
+    section, cp = _A + "fsdp_config.", shared.ulysses(source.under(_A), source.under(_A + "fsdp_config."))
+    return trainers.fsdp(source, gpus(source), section, cp, is_built=engine_of(source) == "fsdp")
 
 
 def megatron(source: Source) -> dict[str, Any]:
@@ -79,8 +79,7 @@ def virtual_stages(source: Source, ours: str) -> dict[str, Any]:
 
 
 def router_replay(source: Source) -> dict[str, Any]:
-    """Return our keys of routing replay: R3 if both trainer and engine are set to it. verl fails if only one of them is, and
-    with R2 if the engine is."""
+    """Return our keys of routing replay: R3 needs the engine's key too, and R2 that it is off; verl fails otherwise."""
     mode, by_engine = None, source.flag(_R + "enable_rollout_routing_replay")
     for key in (f"{_A}{part}router_replay.mode" for part in ("megatron.", "veomni.", "")):
         if (value := source.text(key)) in (None, "disabled"):
@@ -154,8 +153,7 @@ def longest(source: Source) -> int:
 
 
 def micro_batch(source: Source) -> dict[str, Any]:
-    """Return our key of a micro-batch's tokens: a token budget times the ranks that share a sequence, or a number of
-    sequences times the longest one."""
+    """Return our key of a micro-batch's tokens: a budget times the ranks of a sequence, or sequences times the longest."""
     tokens = longest(source)
     if source.flag(_A + "use_dynamic_bsz"):
         by_mcore = is_megatron(source)

@@ -102,8 +102,7 @@ def rewards(source: Source) -> dict[str, Any]:
 
 
 def asked_by_functions(source: Source, pool: Source, model: str) -> dict[str, Any]:
-    """Return our keys of servers for a reward function that calls a model; verl passes it their address and tokenizer
-    (reward_manager/dapo.py)."""
+    """Return our keys of servers for a reward function that calls a model, to which verl passes their address."""
     engine = pool.text("rollout.name")
     if not pool.flag("enable_resource_pool"):
         pool.lacks("enable", "a model that a reward function calls, on the policy's GPUs: set enable_resource_pool")
@@ -111,8 +110,7 @@ def asked_by_functions(source: Source, pool: Source, model: str) -> dict[str, An
     if engine not in ("vllm", "sglang"):
         pool.lacks("rollout.name", f"servers of {engine} that a reward function calls: known here are vllm and sglang")
         return {}
-    layout = shared.engine_layout(
-        pool.count("nnodes") * pool.count("n_gpus_per_node"), pool.whole("rollout.tensor_model_parallel_size") or 1
-    )
-    servers = {"reward.judge.model": source.path(model), "reward.judge.backend": layout.replace("vllm", engine)}
+    world, tp = pool.count("nnodes") * pool.count("n_gpus_per_node"), pool.whole("rollout.tensor_model_parallel_size") or 1
+    backend = shared.engine_layout(world, tp, name=engine)
+    servers = {"reward.judge.model": source.path(model), "reward.judge.backend": backend}
     return FIELDS["judge"](pool) | servers

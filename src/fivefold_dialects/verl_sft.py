@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from fivefold_dialects import shared
+from fivefold_dialects import shared, trainers
 from fivefold_dialects.known import known
 from fivefold_dialects.legacy import verl_sft as older
 from fivefold_dialects.source import Source
@@ -48,8 +48,8 @@ def is_megatron(source: Source) -> bool:
 def layout(source: Source) -> dict[str, Any]:
     gpus, engine = source.count("trainer.nnodes") * source.count("trainer.n_gpus_per_node"), source.under("engine.")
     if not is_megatron(source):
-        cp = max(section.whole("ulysses_sequence_parallel_size") or 1 for section in (engine, source))
-        return {"policy.backend": str(shared.world_layout(gpus, cp=cp))}
+        is_built = _optimizer_of({key: source.text(key) for key in _ENGINES}) == "fsdp"
+        return trainers.fsdp(source, gpus, "engine.", shared.ulysses(engine, source), is_built=is_built)
     ours: dict[str, Any] = {"policy.backend": str(shared.world_layout(gpus, **shared.parallel_sizes(engine)))}
     ours |= shared.virtual_stages(engine, "policy")
     return ours | shared.megatron_options(source, "engine.override_transformer_config", "policy.megatron")

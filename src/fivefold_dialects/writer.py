@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Sequence
+from itertools import takewhile
 from typing import Any
 
 import yaml
@@ -21,9 +22,7 @@ TITLES = {"translated": "translated", "fixed": "fixed here", "unsupported": "not
 
 def write(translation: Translation, system: str, *, strict: bool = True) -> str:
     """Return the values that differ from our defaults as YAML, each with its source keys; a table at the end counts these.
-
-    With `strict`, the file of a refused run begins with the key `refused`; a run with this key does not start.
-    """
+    With `strict`, the file of a refused run begins with the key `refused`; a run with this key does not start."""
     release = f", with the defaults of its release {translation.release}" if translation.release else ""
     parts = [f"# Translated from {system}{release}. Each value is followed by the key that it comes from.",
              "# A key that is not in this file keeps our default, which is the value that the run needs.", ""]  # fmt: skip
@@ -33,9 +32,7 @@ def write(translation: Translation, system: str, *, strict: bool = True) -> str:
     path: tuple[str, ...] = ()
     for line in _needed(translation.lines):
         *sections, last = line.key.split(".")
-        common = next(
-            (i for i, (a, b) in enumerate(zip(path, sections, strict=False)) if a != b), min(len(path), len(sections))
-        )
+        common = len(list(takewhile(lambda pair: pair[0] == pair[1], zip(path, sections, strict=False))))
         parts += [f"{'  ' * depth}{sections[depth]}:" for depth in range(common, len(sections))]
         path = tuple(sections)
         setting = f"{'  ' * len(sections)}{last}: {_flow(line.value)}"

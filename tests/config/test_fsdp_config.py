@@ -64,3 +64,41 @@ def test_check_knows_families_without_a_file_here(tmp_path, name, backend, says)
     # The directory has no tokenizer, and there are no data.
     faults = [text for text in errors if "tokenizer" not in text and not text.startswith("data.")]
     assert any(says in text for text in faults) if says else not faults, errors
+
+
+def test_another_release_of_transformers_is_refused_with_the_line_that_installs_one(tmp_path, monkeypatch):
+    """The range is that of Fivefold's own requirements; both of its ends are what tests run on."""
+    import importlib.metadata
+
+    directory, original = make_model("qwen3", tmp_path / "model"), importlib.metadata.version
+    words = [*RUN, f"model.path={directory}", "data.max_response_tokens=64", "data.max_prompt_tokens=64"]
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "4.57.1" if name == "transformers" else original(name))
+    errors = check(RunConfig.from_overrides(words)).errors
+    assert any(
+        "policy.backend: fsdp needs its models: transformers 4.57.1 is installed, supported is" in text
+        and "pip install 'transformers" in text
+        for text in errors
+    ), errors
+    errors = check(RunConfig.from_overrides([*words, "policy.backend=megatron:d2"])).errors
+    assert not any("transformers 4.57.1" in text for text in errors)
+
+
+@pytest.mark.parametrize(
+    ("name", "backend", "says"),
+    [
+        ("qwen3", "fsdp:d1t3", "attention heads must be divisible by tp: got 8 for tp=3 in fsdp:d1t3; choose a tp that divides 8"),
+        ("qwen3", "fsdp:t8", "key/value heads must be divisible by tp: got 4 for tp=8"),
+        ("gemma2", "fsdp:t3", "attention heads must be divisible by tp: got 8 for tp=3"),
+    ],
+)  # fmt: skip
+def test_heads_that_t_does_not_divide_are_refused_with_what_divides(tmp_path, name, backend, says):
+    directory = make_model(name, tmp_path / "model")
+    words = [*RUN, f"model.path={directory}", f"policy.backend={backend}", "data.max_response_tokens=64"]
+    errors = check(RunConfig.from_overrides([*words, "data.max_prompt_tokens=64", "data.prompts_per_step=9"])).errors
+    assert any(says in text for text in errors), errors
+
+
+def test_offload_next_to_state_in_host_memory_is_reported():
+    words = [*RUN, "policy.fsdp.cpu_adam=true", "policy.offload.optimizer=true"]
+    reasons = dict(validate(RunConfig.from_overrides(words)).ignored)
+    assert "host memory all the time" in reasons["policy.offload"]

@@ -127,7 +127,7 @@ def test_preference_pairs_of_areal_are_learned_by_dpo():
     assert (found.data.prompts_per_step, found.algorithm.updates_per_step) == (64, 1)
     assert (optimizer.lr, optimizer.schedule, optimizer.warmup_steps) == (5e-6, "cosine", 0.1)
     assert optimizer.min_lr == pytest.approx(5e-7)
-    assert (optimizer.clip_grad, found.policy.backend) == (10.0, "megatron:d8t1p1")
+    assert (optimizer.clip_grad, found.policy.backend) == (10.0, "fsdp:d8t1")
     (refused,) = translated("areal", "actor.loss_type=ipo", tree=PAIR).refusals
     assert "ipo" in refused
 

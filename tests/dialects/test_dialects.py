@@ -248,7 +248,7 @@ def test_a_device_mapping_is_parsed_and_never_evaluated():
 
 @pytest.mark.parametrize(("text", "layout"), [
     ("sglang:d4t2+megatron:d2p2t2", "megatron:d2t2p2"), ("sglang.d4p1m1+d4p2m1", "megatron:d4t1p2"), ("sglang:d8+eval", None),
-    ("vllm:d2+megatron:(attn:d1p4t2c2|ffn:d1p4t1e4)", "megatron:d1t2p4c2e4"), ("sglang:d4p1t1+d4p1t1", "megatron:d4t1p1"),
+    ("vllm:d2+megatron:(attn:d1p4t2c2|ffn:d1p4t1e4)", "megatron:d1t2p4c2e4"), ("sglang:d4p1t1+d4p1t1", "fsdp:d4t1"),
 ])  # fmt: skip
 def test_allocation_modes_of_every_age_are_read(text, layout):
     found = translated("areal", f"allocation_mode={text}", "actor.path=m", "train_dataset.path=d")
@@ -273,7 +273,7 @@ class Asked:
     clip: tuple[float | None, float | None, float | None]
     """Below, above, and of the second bound."""
     aggregate: str
-    layout: str = "megatron:d8t1p1"
+    layout: str = "fsdp:d8t1"
     sampler: str | None = "vllm:d8t1"
 
 
@@ -480,14 +480,14 @@ ASKED: dict[str, tuple[RunConfig | list, Asked]] = {
     # The rate moves once in two updates: the last of step 10 is in the 40th of the trainer's batches, with 39/60.
     "verl fully asynchronous": (
         ["verl", *FULLY_ASYNC],
-        Asked(512, 2560, 8, 2048, 0.65e-6, None, (0.2, 0.2, 3.0), "token-mean", "megatron:d6t1p1", "vllm:d2t1"),
+        Asked(512, 2560, 8, 2048, 0.65e-6, None, (0.2, 0.2, 3.0), "token-mean", "fsdp:d6t1", "vllm:d2t1"),
     ),
     # Warm-up over 20 steps from rate 0: step 10 has 9/20. Token budget 20000 on each of 2 ranks that share a sequence.
     "verl grpo on fsdp": (
         ["verl", *GRPO_VERL, "actor_rollout_ref.actor.use_dynamic_bsz=True", "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=20000",
          "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2", "actor_rollout_ref.actor.optim.lr_warmup_steps=20",
          "actor_rollout_ref.actor.use_kl_loss=True", "actor_rollout_ref.actor.kl_loss_coef=0.01"],
-        Asked(256, 1280, 4, 40000, 0.45e-6, ("loss", "k3", 0.01), (0.2, 0.2, 3.0), "token-mean", "megatron:d4t1p1c2"),
+        Asked(256, 1280, 4, 40000, 0.45e-6, ("loss", "k3", 0.01), (0.2, 0.2, 3.0), "token-mean", "fsdp:d4t1c2"),
     ),
     # No KL unless asked for; micro-batches of 4 sequences of 2048; ppo_epochs doubles the updates.
     "verl ppo on megatron": (
@@ -554,7 +554,7 @@ ASKED: dict[str, tuple[RunConfig | list, Asked]] = {
     "siirl ppo on fsdp": (
         ["siirl", *[word for word in GRPO_VERL if "adv_estimator" not in word], "trainer.nnodes=4", "critic.model.path=c", "critic.ppo_mini_batch_size=64",
          "actor_rollout_ref.actor.grad_clip=0.5"],
-        Asked(256, 1280, 4, 2048, 1e-6, None, (0.2, 0.2, 3.0), "token-mean", "megatron:d32t1p1", "vllm:d32t1"),
+        Asked(256, 1280, 4, 2048, 1e-6, None, (0.2, 0.2, 3.0), "token-mean", "fsdp:d32t1", "vllm:d32t1"),
     ),
     "skyrl ppo": (
         ["skyrl", *SKYRL, "trainer.algorithm.advantage_estimator=gae", "trainer.critic.model.path=c", "trainer.algorithm.use_kl_loss=false",
@@ -575,7 +575,7 @@ ASKED: dict[str, tuple[RunConfig | list, Asked]] = {
         Asked(512, 8192, 16, 1536, 1e-6, None, (0.2, 0.28, 10.0), "token-mean", "megatron:d2t4p1"),
     ),
     # Warm-up is a fifth of the run, in steps from rate 0: step 10 of 100 has 9/20.
-    "areal grpo": (["areal", GSM8K_AREAL], Asked(256, 1024, 2, 10240, 0.45 * 1.7e-5, None, (0.4, 0.4, None), "token-mean", "megatron:d4t1p1", "sglang:d4t1")),
+    "areal grpo": (["areal", GSM8K_AREAL], Asked(256, 1024, 2, 10240, 0.45 * 1.7e-5, None, (0.4, 0.4, None), "token-mean", "fsdp:d4t1", "sglang:d4t1")),
     # KL in the reward against a reference, 0.1 when nothing is said; the critic learns in the same updates.
     "areal ppo": (
         ["areal", AREAL_PPO],
@@ -595,12 +595,12 @@ ASKED: dict[str, tuple[RunConfig | list, Asked]] = {
     # All GPUs train; pairs, which the whole batch weighs alike.
     "trinity dpo": (
         ["trinity", DPO_TRINITY],
-        Asked(64, 128, 1, 16384, 0.45e-5, None, (None, None, None), "seq-mean-token-mean", "megatron:d8t1p1", None),
+        Asked(64, 128, 1, 16384, 0.45e-5, None, (None, None, None), "seq-mean-token-mean", "fsdp:d8t1", None),
     ),
     # Four of eight GPUs train; k2 with 0.001 in the loss, and two bounds of the ratio, when nothing is said.
     "trinity grpo": (
         ["trinity", GSM8K_TRINITY],
-        Asked(96, 768, 1, 16384, 0.45e-5, ("loss", "k2", 0.001), (0.2, 0.2, 3.0), "token-mean", "megatron:d4t1p1", "vllm:d4t1"),
+        Asked(96, 768, 1, 16384, 0.45e-5, ("loss", "k2", 0.001), (0.2, 0.2, 3.0), "token-mean", "fsdp:d4t1", "vllm:d4t1"),
     ),
     "trinity ppo on megatron": (
         ["trinity", PPO_TRINITY],
@@ -926,14 +926,14 @@ def test_an_sft_run_of_skyrl_takes_the_rows_the_turns_and_the_length_that_it_nam
         "skyrl", *older, "dataset_name=yahma/alpaca-cleaned", "dataset_split=train[:200]", "strategy=fsdp", "num_epochs=3"
     )
     assert (older.data.train, older.data.learned_turns) == (["yahma/alpaca-cleaned-train.parquet[:200]"], "last")
-    assert (older.trainer.epochs, older.trainer.steps, older.policy.backend) == (3, None, "megatron:d4t1p1")
+    assert (older.trainer.epochs, older.trainer.steps, older.policy.backend) == (3, None, "fsdp:d4t1")
 
 
 def test_an_sft_run_of_areal_is_known_by_what_it_lacks():
     """In its tests the section is called actor, and there is no generation; a KL of 0.1 is the default of nothing then."""
     tree = "actor: {backend: 'fsdp:d2', path: m, optimizer: {lr: 1.0e-5}}\ntrain_dataset: {type: sft, path: d.parquet, batch_size: 16}\ntokenizer_path: m\n"
     found = config("areal", tree=tree)
-    assert (found.algorithm.name, found.policy.backend, found.data.prompts_per_step) == ("sft", "megatron:d2t1p1", 16)
+    assert (found.algorithm.name, found.policy.backend, found.data.prompts_per_step) == ("sft", "fsdp:d2t1", 16)
     assert "gconfig" not in tree and translated("areal", tree=tree + "gconfig: {n_samples: 4}\n").refusals
 
 
@@ -1565,75 +1565,75 @@ ASYNC_SKYRL = [
 AHEAD = {
     # 96 prompts at once, of 4 samples on 4 servers.
     "areal": (
-        ["areal", ASYNC_AREAL], (2, "continue", "carry"), ("megatron:d4t1p1", "sglang:d4t1p1", "apart", 96), (256, 2, "trainer"),
+        ["areal", ASYNC_AREAL], (2, "continue", "carry"), ("fsdp:d4t1", "sglang:d4t1p1", "apart", 96), (256, 2, "trainer"),
     ),
     "areal on the trainer's GPUs": (
         ["areal", ASYNC_AREAL.replace('backend: "sglang:d4t1"', 'backend: "sglang:d4t1", scheduling_strategy: {type: colocation, target: actor}')],
-        (2, "continue", "carry"), ("megatron:d4t1p1", "sglang:d4t1p1", "colocated", 96), (256, 2, "trainer"),
+        (2, "continue", "carry"), ("fsdp:d4t1", "sglang:d4t1p1", "colocated", 96), (256, 2, "trainer"),
     ),
     "areal that waits": (
         ["areal", ASYNC_AREAL + "async_training: false\n"],
-        (None, "continue", "wait"), ("megatron:d4t1p1", "sglang:d4t1p1", "apart", 256), (256, 2, "trainer"),
+        (None, "continue", "wait"), ("fsdp:d4t1", "sglang:d4t1p1", "apart", 256), (256, 2, "trainer"),
     ),
     # Eight of the trainer's steps of 96 prompts have samples of the same weights, two such periods ahead.
     "trinity": (
         ["trinity", GSM8K_TRINITY.replace("sync_interval: 1", "sync_interval: 8, sync_offset: 16")],
-        (2, "finish", "wait"), ("megatron:d4t1p1", "vllm:d4t1p1", "apart", 256), (768, 8, "engine"),
+        (2, "finish", "wait"), ("fsdp:d4t1", "vllm:d4t1p1", "apart", 256), (768, 8, "engine"),
     ),
     # Half such a period ahead.
     "trinity, half a step off": (
         ["trinity", GSM8K_TRINITY.replace("sync_interval: 1", "sync_interval: 8, sync_offset: 4")],
-        (0.5, "finish", "wait"), ("megatron:d4t1p1", "vllm:d4t1p1", "apart", 256), (768, 8, "engine"),
+        (0.5, "finish", "wait"), ("fsdp:d4t1", "vllm:d4t1p1", "apart", 256), (768, 8, "engine"),
     ),
     # 16 prompts of 5 samples at once in each engine.
     "verl, half a step off": (
-        ["verl", *FULLY_ASYNC], (0.5, "continue", "carry"), ("megatron:d6t1p1", "vllm:d2t1p1", "apart", 80), (512, 8, "engine"),
+        ["verl", *FULLY_ASYNC], (0.5, "continue", "carry"), ("fsdp:d6t1", "vllm:d2t1p1", "apart", 80), (512, 8, "engine"),
     ),
     "verl, with log-probs of the last sync": (
         ["verl", *FULLY_ASYNC, "algorithm.rollout_correction.bypass_mode=False", "async_training.partial_rollout=False"],
-        (0.5, "finish", "carry"), ("megatron:d6t1p1", "vllm:d2t1p1", "apart", 80), (512, 8, "trainer"),
+        (0.5, "finish", "carry"), ("fsdp:d6t1", "vllm:d2t1p1", "apart", 80), (512, 8, "trainer"),
     ),
     "verl until 2026-02": (
         ["verl", *FULLY_ASYNC, "async_training.use_rollout_log_probs=True", "async_training.compute_prox_log_prob=True",
          "async_training.staleness_threshold=0"],
-        (None, "continue", "wait"), ("megatron:d6t1p1", "vllm:d2t1p1", "apart", 80), (512, 8, "trainer"),
+        (None, "continue", "wait"), ("fsdp:d6t1", "vllm:d2t1p1", "apart", 80), (512, 8, "trainer"),
     ),
     "trinity, one step off": (
         ["trinity", GSM8K_TRINITY.replace("sync_interval: 1", "sync_offset: 1")],
-        (1, "finish", "wait"), ("megatron:d4t1p1", "vllm:d4t1p1", "apart", 256), (96, 1, "engine"),
+        (1, "finish", "wait"), ("fsdp:d4t1", "vllm:d4t1p1", "apart", 256), (96, 1, "engine"),
     ),
     "verl, on GPUs of its own": (
-        ["verl", *SEPARATE], (2, "continue", "carry"), ("megatron:d6t1p1", "vllm:d2t1p1", "apart", 256), (256, 4, "trainer"),
+        ["verl", *SEPARATE], (2, "continue", "carry"), ("fsdp:d6t1", "vllm:d2t1p1", "apart", 256), (256, 4, "trainer"),
     ),
     # What is in flight continues while the policy trains.
     "verl, on shared GPUs": (
         ["verl", *GRPO_VERL, "trainer.v1.trainer_mode=colocate_async", "actor_rollout_ref.rollout.free_cache_engine=True"],
-        (1, "continue", "carry"), ("megatron:d8t1p1", "vllm:d8t1p1", "colocated", 256), (256, 4, "trainer"),
+        (1, "continue", "carry"), ("fsdp:d8t1", "vllm:d8t1p1", "colocated", 256), (256, 4, "trainer"),
     ),
     "verl, of another trainer": (
         ["verl", *GRPO_VERL, "trainer.use_v1=False", "trainer.v1.trainer_mode=colocate_async"],
-        (None, "continue", "wait"), ("megatron:d8t1p1", "vllm:d8t1p1", "colocated", 256), (256, 4, "trainer"),
+        (None, "continue", "wait"), ("fsdp:d8t1", "vllm:d8t1p1", "colocated", 256), (256, 4, "trainer"),
     ),
     "verl's partial rollouts": (
         ["verl", *GRPO_VERL, "-m=recipe.partial_rollout.main_ppo"],
-        (1, "continue", "carry"), ("megatron:d8t1p1", "vllm:d8t1p1", "colocated", 256), (256, 4, "trainer"),
+        (1, "continue", "carry"), ("fsdp:d8t1", "vllm:d8t1p1", "colocated", 256), (256, 4, "trainer"),
     ),
     "verl, scored while others are sampled": (
         ["verl", *FULLY_ASYNC, "-m=recipe.reward_queue.main", "async_training.enable_reward_queue=True"],
-        (0.5, "continue", "carry"), ("megatron:d6t1p1", "vllm:d2t1p1", "apart", 80), (512, 8, "engine"),
+        (0.5, "continue", "carry"), ("fsdp:d6t1", "vllm:d2t1p1", "apart", 80), (512, 8, "engine"),
     ),
     "rllm": (
         ["verl", *GRPO_VERL, "-m=verl.trainer.main_ppo_async", "trainer.n_training_gpus_per_node=6",
          "actor_rollout_ref.rollout.enable_log_prob=True"],
-        (1, "finish", "wait"), ("megatron:d6t1p1", "vllm:d2t1p1", "apart", 256), (256, 4, "engine"),
+        (1, "finish", "wait"), ("fsdp:d6t1", "vllm:d2t1p1", "apart", 256), (256, 4, "engine"),
     ),
     "verl until 2025-11": (
         ["verl", *ONE_STEP_OFF, "-m=recipe.one_step_off_policy.main_ppo"],
-        (1, "finish", "wait"), ("megatron:d6t1p1", "vllm:d2t1p1", "apart", 256), (256, 4, "trainer"),
+        (1, "finish", "wait"), ("fsdp:d6t1", "vllm:d2t1p1", "apart", 256), (256, 4, "trainer"),
     ),
     "verl": (
         ["verl", *ONE_STEP_OFF, "-m=verl.experimental.one_step_off_policy.main_ppo"],
-        (1, "finish", "wait"), ("megatron:d6t1p1", "vllm:d2t1p1", "apart", 256), (256, 4, "engine"),
+        (1, "finish", "wait"), ("fsdp:d6t1", "vllm:d2t1p1", "apart", 256), (256, 4, "engine"),
     ),
     "roll": (
         ["roll", GSM8K_ROLL + "  device_mapping: list(range(8,12))\nasync_generation_ratio: 2\n"],
@@ -1643,14 +1643,14 @@ AHEAD = {
     "skyrl": (
         ["skyrl", *ASYNC_SKYRL, "-m=examples.train.fully_async.main_fully_async", "trainer.fully_async.max_staleness_steps=1",
          "trainer.fully_async.num_parallel_generation_workers=80"],
-        (1, "continue", "carry"), ("megatron:d8t1p1", "vllm:d2t2p1", "apart", 320), (64, 1, "trainer"),
+        (1, "continue", "carry"), ("fsdp:d8t1", "vllm:d2t2p1", "apart", 320), (64, 1, "trainer"),
     ),
     "skyrl, one step off": (
         ["skyrl", *ASYNC_SKYRL, "-m=examples.train.async.main_async"],
-        (1, "finish", "wait"), ("megatron:d8t1p1", "vllm:d2t2p1", "apart", 1024), (64, 1, "trainer"),
+        (1, "finish", "wait"), ("fsdp:d8t1", "vllm:d2t2p1", "apart", 1024), (64, 1, "trainer"),
     ),
     "skyrl in turns on GPUs of its own": (
-        ["skyrl", *ASYNC_SKYRL], (None, "continue", "wait"), ("megatron:d8t1p1", "vllm:d2t2p1", "apart", 1024), (64, 1, "trainer"),
+        ["skyrl", *ASYNC_SKYRL], (None, "continue", "wait"), ("fsdp:d8t1", "vllm:d2t2p1", "apart", 1024), (64, 1, "trainer"),
     ),
 }  # fmt: skip
 

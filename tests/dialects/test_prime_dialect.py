@@ -113,7 +113,7 @@ EXPECTED = {
     "prm.offload.optimizer": True,
     "prm.offload.gradients": False,
     "policy.optimizer.lr": 5e-7,
-    "policy.backend": "megatron:d8t1p1",
+    "policy.backend": "fsdp:d8t1",
     "reward.model.path": None,
     "reward.functions": {},
     "trainer.eval_before_train": False,
@@ -145,7 +145,7 @@ CHANGES = {
     "length": (["trainer.total_training_steps=10"], {"trainer.steps": 9}),
     "a penalty in the loss": (["actor_rollout_ref.actor.use_kl_loss=True"],
                               {"algorithm.resolved.kl.coef": 0.001, "algorithm.resolved.kl.place": "loss", "algorithm.resolved.kl.reward_coef": 0.0}),
-    "sequence parallel": (["reward_model.ulysses_sequence_parallel_size=2"], {"prm.backend": "megatron:d4t1p1c2"}),
+    "sequence parallel": (["reward_model.ulysses_sequence_parallel_size=2"], {"prm.backend": "fsdp:d4t1c2"}),
 }  # fmt: skip
 
 

@@ -53,13 +53,13 @@ DROPPED = [
     ("areal", "sglang.cpu_offload_gb=4", areal_runs.RL, False),
     ("areal", "vllm.dtype=float16", areal_runs.RL, True),
     ("areal", "recover.no_load_optim=true", areal_runs.RL, True),
-    ("trinity", f"{trinity_runs.VERL}actor_rollout_ref.actor.fsdp_config.offload_policy=true", trinity_runs.FSDP, False),
+    ("trinity", f"{trinity_runs.VERL}actor_rollout_ref.ref.fsdp_config.offload_policy=true", trinity_runs.FSDP, False),
     ("trinity", f"{trinity_runs.VERL}critic.megatron.dtype=float16", trinity_runs.MEGATRON, True),
 ]
 DROPPED += [
     ("skyrl", word, "", changes)
     for word, changes in (
-        ("trainer.policy.fsdp_config.cpu_offload=true", False),
+        ("trainer.ref.fsdp_config.cpu_offload=true", False),
         ("trainer.critic.model.fake_int4_qat.enabled=true", True),
     )
 ]
@@ -67,7 +67,7 @@ ACTOR, REF = "actor_rollout_ref.actor.", "actor_rollout_ref.ref."
 VERL_PPO = [*known_runs.GRPO_VERL, "algorithm.adv_estimator=gae", "critic.model.path=c", ACTOR + "use_kl_loss=true"]
 VERL_PPO += ["actor_rollout_ref.rollout.n=1"]
 DROPPED_BY_VERL = [
-    (ACTOR + "fsdp_config.offload_policy=true", "fsdp", False),
+    (REF + "fsdp_config.offload_policy=true", "fsdp", False),
     (REF + "fsdp_config.param_offload=true", "fsdp", False),
     (REF + "fsdp_config.dtype=float16", "fsdp", True),
     ("critic.fsdp.dtype=float32", "fsdp", True),

@@ -22,7 +22,7 @@ def outcome(translation, key):
     ("key", "kind"),
     [
         ("actor_rollout_ref.actor.load_weight", "unsupported"),
-        ("actor_rollout_ref.actor.fsdp_config.offload_policy", "unsupported"),
+        ("actor_rollout_ref.ref.fsdp_config.offload_policy", "unsupported"),
         ("critic.checkpoint.save_contents", "fixed"),
     ],
 )

@@ -55,7 +55,7 @@ def test_the_page_s_command_trains_in_small(tmp_path, monkeypatch):
 
 
 def test_the_page_s_one_line_change_is_read():
-    """`fsdp:d4` and `megatron:d4`, both on Megatron-Core; the run's directory is named by experiment and trial."""
+    """`fsdp:d4` and `megatron:d4` are the trainers that they name; the run's directory is named by experiment and trial."""
     assert "from fsdp:d4 to megatron:d4" in " ".join(text(PAGE).split())
     tree = nested(
         {
@@ -69,7 +69,7 @@ def test_the_page_s_one_line_change_is_read():
     found = [
         config("areal", f"actor.backend={backend}", tree=yaml.safe_dump(tree)) for backend in ("fsdp:d4", "megatron:d4")
     ]
-    assert {str(run.layout) for run in found} == {str(ParallelLayout.parse("megatron:d4"))}
+    assert [run.layout for run in found] == [ParallelLayout.parse(text) for text in ("fsdp:d4", "megatron:d4")]
     assert all(run.trainer.run_dir.endswith("e/t") for run in found), found[0].trainer.run_dir
 
 

@@ -14,10 +14,17 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "demo"
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("method", "engine"),
-    [("grpo", "transformers"), ("prime", "transformers"), pytest.param("grpo", "vllm:d1t2", marks=pytest.mark.vllm)],
+    ("method", "engine", "trainer"),
+    [
+        ("grpo", "transformers", "megatron:t2"),
+        ("grpo", "transformers", "fsdp:d2"),
+        ("prime", "transformers", "megatron:t2"),
+        pytest.param("grpo", "vllm:d1t2", "megatron:t2", marks=pytest.mark.vllm),
+    ],
 )
-def test_a_method_raises_the_reward_of_a_warm_started_model(tmp_path, method, engine):
+def test_a_method_raises_the_reward_of_a_warm_started_model(tmp_path, method, engine, trainer):
+    """The warm start is trained on the same layout; with `fsdp:` nothing of the run is Megatron-Core's."""
+
     def do(*arguments: object) -> None:
         done = fivefold(*arguments)
         assert done.returncode == 0, done.stderr
@@ -38,9 +45,10 @@ def test_a_method_raises_the_reward_of_a_warm_started_model(tmp_path, method, en
         tmp_path / "model",
     )
     warm = [f"model.path={tmp_path}/model", *data, f"trainer.run_dir={tmp_path}/runs/sft", "data.prompts_per_step=75"]
+    warm.append(f"policy.backend={trainer}")
     do("train", EXAMPLES / "sft.yaml", *warm, "trainer.steps=45", "trainer.eval_every=0", "trainer.stop_at={}")
     do("export", tmp_path / "runs/sft/checkpoints/step-000045", tmp_path / "warm")
-    run = [f"model.path={tmp_path}/warm", *data, f"trainer.run_dir={tmp_path}/runs/grpo", "policy.backend=megatron:t2"]
+    run = [f"model.path={tmp_path}/warm", *data, f"trainer.run_dir={tmp_path}/runs/grpo", f"policy.backend={trainer}"]
     run.append(f"engine.backend={engine}")
     if method == "prime":
         run += ["algorithm={name: prime, group_size: 8, process_reward: {coef: 1}}", "prm.backend=megatron:d2"]

@@ -64,9 +64,9 @@ def test_a_killed_run_resumes_on_another_fsdp_layout_with_the_same_numbers(root,
     assert done.returncode == 0, done.stderr
 
 
-def test_a_run_does_not_resume_on_the_other_trainer_and_says_so(root, base):
-    """The two name tensors of checkpoints differently."""
-    words = [f"trainer.run_dir={root}/runs/other", f"trainer.resume={root}/runs/base/checkpoints/step-000002"]
-    done = fivefold("train", root / "run.yaml", *words, "policy.backend=fsdp:d1")
-    assert done.returncode != 0
-    assert "written for another model or the other trainer (megatron: and fsdp: read their own)" in done.stderr
+@pytest.mark.parametrize(("first", "second"), [("megatron:d1p2", "fsdp:d2"), ("fsdp:d2", "megatron:d1t2")])
+def test_a_killed_run_resumes_on_the_other_trainer_with_the_same_numbers(root, base, first, second):
+    """Policy and critic change the trainer together, each with its moments."""
+    name = f"from-{first.partition(':')[0]}"
+    kill_run(root, name, 2, f"policy.backend={first}")
+    assert_same(train(root, name, f"policy.backend={second}")[0], base)

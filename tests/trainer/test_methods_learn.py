@@ -14,7 +14,7 @@ from fivefold.algo.aggregate import LEGACY_AGGREGATE
 from fivefold.types import Sampling
 from tests.support.commands import fivefold
 from tests.support.toy import CHOICES, VOCAB, ToyModel, target, toy_parts, toy_prompts, toy_run
-from tests.support.whole_runs import make_model
+from tests.support.whole_runs import make_model, make_pairs
 
 GROUP = 8
 
@@ -191,17 +191,41 @@ def root(tmp_path_factory):
     return root
 
 
+SAMPLED = sorted({name for name, method in methods.METHODS.items() if not method.offline} - {"gigpo", "chord"})
+"""Methods that learn from single responses to prompts; GiGPO needs turns and CHORD an expert's responses."""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "layout"), [("grpo", "t2"), ("ppo", "d2"), ("dapo", "p2")])
-def test_a_method_learns_on_megatron_core(root, name, layout):
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [("grpo", "megatron:t2"), ("ppo", "megatron:d2"), ("dapo", "megatron:p2"), *((name, "fsdp:d2") for name in SAMPLED)],
+)
+def test_a_method_learns_on_a_real_trainer(root, name, layout):
     """Say 7: one of about twenty tokens at first."""
+    run_dir = root / "runs" / f"{name}-{layout.replace(':', '-')}"
     done = fivefold(
-        "train", root / "run.yaml", f"algorithm.name={name}", f"policy.backend=megatron:{layout}",
-        f"trainer.run_dir={root}/runs/{name}", *(["algorithm.overlong_buffer=0"] if name == "dapo" else []),
+        "train", root / "run.yaml", f"algorithm.name={name}", f"policy.backend={layout}", f"trainer.run_dir={run_dir}",
+        *(["algorithm.overlong_buffer=0"] if methods.METHODS[name].overlong_buffer else []),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    rows = [json.loads(line) for line in (root / "runs" / name / "metrics.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     rewards = [row["reward/mean"] for row in rows if row["step"] > 0]
     assert rewards[0] < 0.3 and sum(rewards[-3:]) / 3 > 0.8, rewards
     if name == "ppo":
         assert {"critic/loss", "critic/explained_variance", "critic/grad_norm", "critic/value_mean"} <= set(rows[-1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["dpo", "sft"])
+def test_a_method_learns_from_data_on_fsdp(root, name):
+    """Of two forms of a sum, the one that is to be imitated or preferred."""
+    run_dir = root / "runs" / f"{name}-fsdp"
+    columns = {"sft": ["data.response_key=chosen"], "dpo": []}[name]
+    done = fivefold(
+        "train", root / "run.yaml", f"algorithm={{name: {name}}}", "policy.backend=fsdp:d2", f"trainer.run_dir={run_dir}",
+        f"data.train=[{make_pairs(root)}]", *columns, "reward.functions={}", "trainer.steps=24",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    losses = [row["policy/loss"] for row in rows if "policy/loss" in row]
+    assert losses[-1] < 0.3 * losses[0], losses

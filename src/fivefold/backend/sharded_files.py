@@ -192,7 +192,7 @@ class PieceReader:
         if filled != math.prod(box.size):
             raise UserError(
                 f"{self._directory} holds {filled} of the {math.prod(box.size)} numbers of {name} at {box.offset}: it was "
-                "written for another model or the other trainer (megatron: and fsdp: read their own), or files are missing"
+                "written for another model, or on the other trainer for a family without a file here, or files are missing"
             )
 
 

@@ -19,12 +19,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from packaging.requirements import Requirement
-from packaging.specifiers import SpecifierSet
-from packaging.version import InvalidVersion
-
 from fivefold import __version__
-from fivefold.config.packages import EXTRAS, KERNELS, import_fault, slower_paths
+from fivefold.config.packages import EXTRAS, KERNELS, fits, import_fault, slower_paths, supported_versions
 from fivefold.engines.sglang import arguments as sglang
 from fivefold.engines.vllm import arguments as vllm
 
@@ -128,7 +124,7 @@ def _versions(report: Report) -> list[dict[str, Any]]:
         rows.append({"name": name, "found": version, "supported": wanted.get(name, "")})
     for row in rows:
         name, version, supported = row["name"], row["found"], row["supported"]
-        row["fits"] = None if version is None else _fits(version, supported)
+        row["fits"] = None if version is None else fits(version, supported)
         if version is None and name in REQUIRED:
             report.faults.append(f"{name} is not installed: pip install '{name}{supported}'")
         elif row["fits"] is False:
@@ -154,22 +150,8 @@ def _supported() -> dict[str, str]:
         following = (*last[:-1], last[-1] + 1)
         return f">={'.'.join(map(str, first))},<{'.'.join(map(str, following))}"
 
-    versions = {"python": ">=3.11", "vllm": between(*vllm.VERSIONS), "sglang": between(*sglang.VERSIONS)}
-    try:
-        texts = importlib.metadata.requires("fivefold") or []
-    except importlib.metadata.PackageNotFoundError:
-        texts = []
-    for text in texts:
-        requirement = Requirement(text)
-        versions.setdefault(requirement.name, str(requirement.specifier))
-    return versions
-
-
-def _fits(version: str, supported: str) -> bool:
-    try:
-        return SpecifierSet(supported).contains(version.partition("+")[0], prereleases=True)
-    except InvalidVersion:
-        return False
+    ranges = {"python": ">=3.11", "vllm": between(*vllm.VERSIONS), "sglang": between(*sglang.VERSIONS)}
+    return supported_versions() | ranges
 
 
 def _machine(report: Report) -> dict[str, Any]:

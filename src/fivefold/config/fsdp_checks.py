@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
+from functools import reduce
+from typing import Any
+
 from fivefold.config.learners import FSDPConfig, MegatronConfig, PolicyConfig
 from fivefold.config.roles import Role
 from fivefold.keys.findings import Findings
@@ -16,6 +21,22 @@ PROVEN = {
 
 d, c and replicas are open to all families: log-probs are compared with transformers' at start.
 """
+
+NOT_BUILT: Mapping[str, tuple[str, Any]] = {
+    "lora.rank": ("adapters are", 0),
+    "mtp.train": ("multi-token prediction is", False),
+    "router_replay": ("router replay is", None),
+    "router_balance": ("balance losses of routers are", "none"),
+}
+"""Key of a model that only `megatron:` layouts have -> what it turns on, and the value that turns it off."""
+
+
+def not_built(key: str, value: Any) -> str:
+    """Return what `fsdp:` layouts lack if the section of a model has this value, or ""."""
+    if key.startswith("megatron."):
+        return f"{key}, an option of Megatron-Core,"
+    what, off = NOT_BUILT.get(key, ("", value))
+    return "" if value == off else what.rpartition(" ")[0]
 
 
 def unproven_fault(family: str, layout: ParallelLayout, unproven: bool) -> str:
@@ -39,25 +60,19 @@ def check_fsdp(findings: Findings, role: Role) -> None:
         ranks = layout.dp // replicas * layout.tp
         message = f"must leave whole groups of e: e{layout.ep} must divide the {ranks} ranks of d·t in a copy"
         findings.error("fsdp.replicas", f"{message}; got {replicas} for {layout}")
+    if settings.fsdp.cpu_adam and settings.offload.parts:
+        findings.ignore("offload", "with fsdp.cpu_adam this state is in host memory all the time")
     if role.section.megatron not in (None, MegatronConfig()):
         message = f"is for megatron: layouts, and {layout} has no Megatron-Core: leave it out"
         findings.error("megatron", message)
-    for key, is_good, message_if_not in (
-        ("lora.rank", not settings.lora.rank, "adapters are not built for fsdp: use megatron:, or 0"),
-        ("mtp.train", not settings.mtp.train, "multi-token prediction is not built for fsdp: use megatron:, or false"),
-        (
-            "router_replay",
-            settings.router_replay is None or role.name != "policy",
-            "router replay is not built for fsdp: use megatron:",
-        ),
-        (
-            "router_balance",
-            settings.router_balance == "none" or not role.is_learner,
-            "balance losses of routers are not built for fsdp: use megatron:, or none",
-        ),
-        ("recompute", settings.recompute != "selective", "must be none or full with fsdp: got selective"),
-    ):
-        findings.require(is_good, key, message_if_not)
+    # Other models than the policy have its settings, and use these two only where they learn.
+    unread = {"router_replay"} if role.name != "policy" else set()
+    unread |= set() if role.is_learner else {"router_balance"}
+    for key, (what, off) in NOT_BUILT.items():
+        value = reduce(getattr, key.split("."), settings)
+        message = f"{what} not built for fsdp: use megatron:, or {json.dumps(off)}"
+        findings.require(key in unread or value == off, key, message)
+    findings.require(settings.recompute != "selective", "recompute", "must be none or full with fsdp: got selective")
 
 
 def report_unused(findings: Findings, settings: PolicyConfig, uses_fsdp: bool) -> None:

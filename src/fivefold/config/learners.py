@@ -80,6 +80,14 @@ class FSDPConfig:
     keep_gathered: Annotated[bool, HARMLESS] = False
     """Add up the gradients of micro-batches before they are reduced: less communication, 4 bytes a parameter more on every
     rank."""
+    reshard_after_forward: Annotated[bool, HARMLESS] = True
+    """Free a gathered layer after its forward pass and gather it again in backward; false keeps it: less communication, the
+    model in `dtype` more on every rank."""
+    cpu_adam: Annotated[bool, HARMLESS] = False
+    """Keep parameters, gradients and moments in host memory and take the optimizer step there; layers are copied to the GPU
+    one by one."""
+    compile: Annotated[bool, HARMLESS] = False
+    """Compile each layer with torch.compile."""
     unproven: Annotated[bool, HARMLESS] = False
     """Allow t and e with families whose steps were not compared with those of one process (docs/fsdp.md)."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import importlib.util
 import os
 import subprocess
@@ -11,6 +12,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.version import InvalidVersion
 
 from fivefold.errors import first_line
 
@@ -69,6 +74,38 @@ EXTRAS = (
     Extra("trackio", "trackio", "trainer.loggers: [trackio]", "trackio"),
 )
 """Extras of pyproject.toml that users install; `fivefold doctor` lists the missing ones."""
+
+
+def supported_versions() -> dict[str, str]:
+    """Return package -> its supported versions, from Fivefold's own requirements."""
+    try:
+        requirements = [Requirement(text) for text in importlib.metadata.requires("fivefold") or []]
+    except importlib.metadata.PackageNotFoundError:
+        return {}
+    versions: dict[str, str] = {}
+    for one in requirements:
+        versions.setdefault(one.name, str(one.specifier))
+    return versions
+
+
+def fits(version: str, supported: str) -> bool:
+    """Whether a version is one of the supported ones; a local part (`+cpu`) does not count."""
+    try:
+        return SpecifierSet(supported).contains(version.partition("+")[0], prereleases=True)
+    except InvalidVersion:
+        return False
+
+
+def release_fault(name: str) -> str:
+    """Return why the installed version of a required package cannot be used, with the line that installs another, or ""."""
+    supported = supported_versions().get(name, "")
+    try:
+        version = importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return f"{name} is not installed: pip install '{name}{supported}'"
+    if fits(version, supported):
+        return ""
+    return f"{name} {version} is installed, supported is {supported}: pip install '{name}{supported}'"
 
 
 def missing_packages(names: tuple[str, ...]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Checkpoints that any `fsdp:` layout can read: parameters, moments, schedule, by the names in the model's files."""
+"""Checkpoints that any layout can read: parameters, moments, schedule, by the names in the model's files."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fivefold.backend.sharded_files import Piece, PieceReader
+from fivefold.backend.checkpoint_names import CheckpointReader
+from fivefold.backend.sharded_files import Piece
 from fivefold.backend.shares import STATE, Share
 from fivefold.fsdp.mesh import Mesh
 from fivefold.fsdp.parameters import LocalTensor
 from fivefold.fsdp.updater import Updater
+from fivefold.models.spec import ModelSpec
 from fivefold.summed_files import DamagedFile, read_part
 from fivefold.tensors import check_finite
 
@@ -44,9 +46,12 @@ def _pieces(tensors: list[LocalTensor], updater: Updater | None, mesh: Mesh) -> 
 
 
 @torch.no_grad()
-def load(path: Path, tensors: list[LocalTensor], updater: Updater | None) -> bool:
-    """Read a checkpoint that was written on any `fsdp:` layout; without an updater only the parameters."""
-    reader = PieceReader(path)
+def load(path: Path, spec: ModelSpec, tensors: list[LocalTensor], updater: Updater | None) -> bool:
+    """Read a checkpoint that was written on any layout; without an updater only the parameters.
+
+    One of a `megatron:` layout needs a family with a table here.
+    """
+    reader = CheckpointReader(path, spec)
     for tensor in tensors:
         _fill(reader, "", tensor, tensor.values)
         check_finite(tensor.name, tensor.values, str(path))
@@ -63,7 +68,7 @@ def load(path: Path, tensors: list[LocalTensor], updater: Updater | None) -> boo
     return False
 
 
-def _fill(reader: PieceReader, kind: str, tensor: LocalTensor, values: Tensor) -> None:
+def _fill(reader: CheckpointReader, kind: str, tensor: LocalTensor, values: Tensor) -> None:
     for file, box, view in tensor.pieces(values):
         read = torch.empty(view.shape, dtype=view.dtype)
         reader.fill(f"{file.name}.{kind}".rstrip("."), box, read)

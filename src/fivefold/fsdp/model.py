@@ -21,11 +21,13 @@ from fivefold.errors import UserError, first_line, sentence_of
 from fivefold.fsdp import checkpoint, step
 from fivefold.fsdp.files import read_weights, zero_
 from fivefold.fsdp.mesh import Mesh
+from fivefold.fsdp.out_of_memory import naming_what_is_full
 from fivefold.fsdp.packed_model import build
 from fivefold.fsdp.parameters import local_tensors
 from fivefold.fsdp.self_check import check_packing
 from fivefold.fsdp.stream import stream_weights
 from fivefold.fsdp.updater import Updater
+from fivefold.fsdp.used import UsedParameters
 from fivefold.models.families import load_spec, parameters_of
 from fivefold.types import LossFn, StepReport, TokenBatch
 
@@ -94,9 +96,11 @@ class FSDPModel:
                     int(LOSS_SCALE["hysteresis"]),
                     mesh.device,
                 )
-            self._updater = Updater(self._tensors, policy.optimizer, total_updates, updates_per_step, scale)
+            is_fused = mesh.device.type == "cuda" or policy.fsdp.cpu_adam
+            self._updater = Updater(self._tensors, policy.optimizer, total_updates, updates_per_step, scale, is_fused)
+            self._used = UsedParameters(self._model, self._tensors, mesh)
         self._copies = HostCopies(mesh.device)
-        later = (lambda: []) if self._updater is None else self._updater.later_moments
+        later = (lambda: []) if self._updater is None or policy.fsdp.cpu_adam else self._updater.later_moments
         self._offload = Offload(policy.offload, mesh.device, self._offloaded, later)
         if read_weights:
             check_packing(self._model, self._batching, mesh)
@@ -113,18 +117,25 @@ class FSDPModel:
     def forward(self, batch: TokenBatch) -> Tensor:
         """[T] log-probs of the response tokens, or values, on the host of every rank of the replica."""
         self._offload.onload("parameters")
-        return step.forward_only(self._model, batch, self._batching, self._mesh)
+        with naming_what_is_full(self._mesh.device):
+            return step.forward_only(self._model, batch, self._batching, self._mesh)
 
     def train_step(self, batch: TokenBatch, loss_fn: LossFn) -> StepReport:
         """Take one optimizer step over the whole batch; all ranks skip it if loss or gradients are not finite."""
+        with naming_what_is_full(self._mesh.device):
+            return self._train_step(batch, loss_fn)
+
+    def _train_step(self, batch: TokenBatch, loss_fn: LossFn) -> StepReport:
         updater, mesh = self._updater, self._mesh
         assert updater is not None, "a model built without total_updates does not train"
         self.onload()
         self._model.zero_grad(set_to_none=True)
+        self._used.begin()
         scale = 1.0 if updater.loss_scale is None else float(updater.loss_scale.scale)
         totals = step.forward_backward(
             self._model, batch, loss_fn, self._batching, mesh, self._policy.fsdp.keep_gathered, scale
         )
+        self._used.finish()
         gradients = step.finish_gradients(self._tensors, mesh)
         if scale != 1.0:
             torch._foreach_mul_([grad for _, grad in gradients], 1.0 / scale)
@@ -161,7 +172,7 @@ class FSDPModel:
     def verify(self) -> None:
         """Compare copies that must be equal on several ranks; raises RuntimeError naming parameter and ranks. Collective."""
         self._offload.onload("parameters")
-        digests = {tensor.name: digest(tensor.values) for tensor in self._tensors}
+        digests = {tensor.name: digest(tensor.values).to(self._mesh.device) for tensor in self._tensors}
         duplicated = {tensor.name: digests[tensor.name] for tensor in self._tensors if not tensor.is_apart}
         buffers = {tensor.name: digests[tensor.name] for tensor in self._tensors if not tensor.is_sharded}
         faults = [
@@ -206,11 +217,11 @@ class FSDPModel:
         return (self._copies.of(share) if copies else share).write
 
     def load(self, path: Path) -> None:
-        """Read a checkpoint written on any `fsdp:` layout; collective."""
+        """Read a checkpoint written on any layout; collective."""
         # It brings moments, which are offloaded before the first sampling. Reading takes longer than allocating.
         self._offload.prepare()
         self.onload()
-        self._together(lambda: checkpoint.load(path, self._tensors, self._updater))
+        self._together(lambda: checkpoint.load(path, self.spec, self._tensors, self._updater))
         # Loading does not guarantee that copies are equal.
         self.verify()
 
@@ -230,6 +241,8 @@ class FSDPModel:
         return result
 
     def _offloaded(self, part: str) -> list[Tensor]:
+        if self._policy.fsdp.cpu_adam:
+            return []
         if part == "parameters":
             return [tensor.values for tensor in self._tensors if tensor.is_sharded]
         if part == "optimizer" and self._updater is not None:

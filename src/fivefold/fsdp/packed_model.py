@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -11,7 +12,7 @@ from unittest.mock import patch
 import torch
 import transformers
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 from transformers.initialization import no_init_weights
 
@@ -149,13 +150,22 @@ def build(
     precision = MixedPrecisionPolicy(
         param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
+    settings, on_host = policy.fsdp, CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda")
+    shard = partial(
+        fully_shard,
+        mp_policy=precision,
+        offload_policy=on_host if settings.cpu_adam else OffloadPolicy(),
+        reshard_after_forward=settings.reshard_after_forward,
+    )
     for module in divided.values():
-        fully_shard(module, mesh=mesh.expert_fsdp, mp_policy=precision)
+        shard(module, mesh=mesh.expert_fsdp)
     for layer in packed.layers:
+        if settings.compile:
+            layer.forward = torch.compile(layer.forward, dynamic=True)
         if policy.recompute == "full":
             layer.forward = _recomputed(layer.forward)
-        fully_shard(layer, mesh=mesh.fsdp, mp_policy=precision)
-    fully_shard(packed, mesh=mesh.fsdp, mp_policy=precision)
+        shard(layer, mesh=mesh.fsdp)
+    shard(packed, mesh=mesh.fsdp, reshard_after_forward=None)
     for module in fsdp_modules(packed):
         # The loss is a sum of shares: gradients are added up and divided by nothing.
         module.set_gradient_divide_factor(1.0)
@@ -163,7 +173,8 @@ def build(
     if hasattr(packed, "set_reduce_scatter_unused_params"):
         # A part that only some ranks use must not leave the others waiting; torch below 2.13 has no such option.
         packed.set_reduce_scatter_unused_params(True)  # type: ignore[operator]
-    packed._apply(lambda tensor: torch.empty_like(tensor, device=mesh.device) if tensor.is_meta else tensor.to(mesh.device))
+    device = torch.device("cpu") if settings.cpu_adam else mesh.device
+    packed._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(mesh.device))
     return packed, splits
 
 

@@ -47,8 +47,9 @@ def forward_only(model: PackedModel, batch: TokenBatch, batching: BatchingConfig
         with packed(micro.packing, mesh):
             results.append((micro.token_index_T, _whole(model(micro), micro, mesh)[0]))
     batching.ranks.heartbeat.check_items(parts.count)
-    # FSDP keeps the outermost parameters gathered after a forward pass, for a backward pass that does not come.
-    model.reshard()  # type: ignore[operator]
+    # FSDP keeps some parameters gathered after a forward pass, for a backward pass that does not come.
+    for module in fsdp_modules(model):
+        module.reshard()
     for index_T, numbers_T in results:
         values_T[index_T] = numbers_T.cpu()
     return values_T
@@ -104,7 +105,10 @@ def finish_gradients(tensors: list[LocalTensor], mesh: Mesh) -> list[tuple[Local
             continue
         local = grad.to_local()  # type: ignore[attr-defined]
         if tensor.split.is_summed:
-            dist.all_reduce(local, group=mesh.tp)
+            # With `cpu_adam` gradients are on the host, and the group communicates on the device.
+            summed = local.to(mesh.device)
+            dist.all_reduce(summed, group=mesh.tp)
+            local.copy_(summed)
         gradients.append((tensor, local))
     return gradients
 
@@ -115,6 +119,6 @@ def gradient_norm(gradients: list[tuple[LocalTensor, Tensor]], mesh: Mesh) -> fl
     counted = [grad for tensor, grad in gradients if grad.numel() and (tensor.is_apart or mesh.tp.rank() == 0)]
     square = torch.zeros((), dtype=torch.float64, device=mesh.device)
     if counted:
-        square += torch.stack(torch._foreach_norm(counted)).double().square().sum()
+        square += torch.stack(torch._foreach_norm(counted)).double().square().sum().to(mesh.device)
     dist.all_reduce(square, group=mesh.one_copy)
     return float(square.sqrt())

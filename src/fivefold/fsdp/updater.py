@@ -5,12 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fivefold.backend.checkpoint_names import MOMENTS
 from fivefold.backend.loss_scale import LossScale
 from fivefold.backend.schedule import Schedule
 from fivefold.config.learners import OptimizerConfig
 from fivefold.fsdp.parameters import LocalTensor
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class Updater:
@@ -23,6 +22,7 @@ class Updater:
         total_updates: int,
         updates_per_step: int,
         loss_scale: LossScale | None,
+        is_fused: bool,
     ) -> None:
         self._settings, self.loss_scale = settings, loss_scale
         # Plain tensors in the memory of the sharded ones: torch's fused kernels take these.
@@ -30,13 +30,12 @@ class Updater:
         dims = {tensor.name: len(tensor.shape) for tensor in tensors}
         decayed = [shard for name, shard in self.shards.items() if dims[name] > 1 and shard.numel()]
         others = [shard for name, shard in self.shards.items() if dims[name] == 1 and shard.numel()]
-        is_cuda = any(shard.is_cuda for shard in self.shards.values())
         self.adam = torch.optim.AdamW(
             [{"params": decayed, "wd_mult": 1.0}, {"params": others, "wd_mult": 0.0}],
             lr=settings.lr,
             betas=(settings.betas[0], settings.betas[1]),
             eps=settings.eps,
-            fused=is_cuda,
+            fused=is_fused,
         )
         self.schedule = Schedule(self.adam, settings, total_updates, updates_per_step)
 

@@ -19,6 +19,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
+from fivefold.backend.checkpoint_names import MASTER, MOMENTS, PREFIX, CheckpointReader
 from fivefold.backend.sharded_files import Box, Piece, PieceReader, boxes_of_range
 from fivefold.backend.shares import STATE, Share
 from fivefold.distributed.objects import all_gather_json
@@ -27,13 +28,9 @@ from fivefold.megatron.mesh import Mesh
 from fivefold.megatron.optim.adam import initial_state
 from fivefold.megatron.optim.updater import Updater
 from fivefold.megatron.replica_check import verify_copies
+from fivefold.models.spec import ModelSpec
 from fivefold.summed_files import DamagedFile, read_part
 from fivefold.tensors import check_finite
-
-_PREFIX = "model."
-_MOMENTS = ("exp_avg", "exp_avg_sq")
-MASTER = "param"
-"""State name of the float32 copy that an optimizer keeps of a 16-bit parameter."""
 
 
 def share_of(chunks: list[PolicyModel], updater: Updater | None, mesh: Mesh) -> Share:
@@ -49,14 +46,14 @@ def share_of(chunks: list[PolicyModel], updater: Updater | None, mesh: Mesh) -> 
     return Share(mesh.ranks.rank, pieces, state)
 
 
-def load(path: Path, chunks: list[PolicyModel], updater: Updater | None, mesh: Mesh) -> None:
+def load(path: Path, spec: ModelSpec, chunks: list[PolicyModel], updater: Updater | None, mesh: Mesh) -> None:
     """Read a checkpoint that was written on any layout; without an updater only the parameters.
 
     Raises DamagedFile on all ranks of the model if one of them reads other bytes than were written. Collective.
     """
     fault = ""
     try:
-        _read(path, chunks, updater, mesh)
+        _read(path, spec, chunks, updater, mesh)
     except DamagedFile as error:
         fault = str(error)
     faults = all_gather_json(fault, mesh.ranks.members)
@@ -66,8 +63,8 @@ def load(path: Path, chunks: list[PolicyModel], updater: Updater | None, mesh: M
     verify_copies(chunks, mesh)
 
 
-def _read(path: Path, chunks: list[PolicyModel], updater: Updater | None, mesh: Mesh) -> None:
-    reader = PieceReader(path)
+def _read(path: Path, spec: ModelSpec, chunks: list[PolicyModel], updater: Updater | None, mesh: Mesh) -> None:
+    reader = CheckpointReader(path, spec)
     for chunk in chunks:
         for tensor in _tensors(chunk, mesh):
             tensor.read(reader, tensor.name, 0, tensor.data.numel(), tensor.data)
@@ -129,8 +126,8 @@ def _tensors(chunk: PolicyModel, mesh: Mesh) -> Iterator[_LocalTensor]:
     Megatron-Core splits some tensors in several (gate and up of a feed-forward layer). For a model with adapters, only the
     trained tensors are included: the others are those of the model that the run started from.
     """
-    for name, sharded in chunk.sharded_state_dict(prefix=_PREFIX, metadata={"dp_cp_group": mesh.dp}).items():
-        if not chunk.is_trained(name.removeprefix(_PREFIX)):
+    for name, sharded in chunk.sharded_state_dict(prefix=PREFIX, metadata={"dp_cp_group": mesh.dp}).items():
+        if not chunk.is_trained(name.removeprefix(PREFIX)):
             continue
         if isinstance(sharded, ShardedTensorFactory):
             cuts = list(nested_values(sharded.build_fn(sharded.key, sharded.data, sharded.replica_id, None)))
@@ -177,7 +174,7 @@ class _Moments:
         """Return the state's tensors by name."""
         state = self.adam.state[self.key]
         masters = {MASTER: state.get("master_param", self.key)} if has_master else {}
-        return masters | {name: state[name] for name in _MOMENTS}
+        return masters | {name: state[name] for name in MOMENTS}
 
 
 def _moments(updater: Updater) -> dict[Tensor, _Moments]:

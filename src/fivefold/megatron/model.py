@@ -288,7 +288,7 @@ class MegatronModel:
         # It brings moments, which are offloaded before the first sampling. Reading takes longer than allocating.
         self._offload.prepare()
         self.onload()
-        dist_checkpoint.load(path, self._chunks, self._updater, self._mesh)
+        dist_checkpoint.load(path, self.spec, self._chunks, self._updater, self._mesh)
 
 
 class WithoutAdapters:

@@ -14,7 +14,15 @@ from fivefold.config.fsdp_checks import unproven_fault
 from fivefold.config.learners import LearnerConfig, LoraConfig, PolicyConfig
 from fivefold.config.machine import elsewhere, is_joined, on_gpus, visible_gpus
 from fivefold.config.mcore_options import MESSAGES, RECOMPUTE, messages_fault, recompute_fault
-from fivefold.config.packages import BRIDGES, LAUNCHERS, TRACKERS, TRANSFORMER_IMPL, missing_packages, slower_paths
+from fivefold.config.packages import (
+    BRIDGES,
+    LAUNCHERS,
+    TRACKERS,
+    TRANSFORMER_IMPL,
+    missing_packages,
+    release_fault,
+    slower_paths,
+)
 from fivefold.config.roles import ROLES, Role
 from fivefold.config.schema import (
     AlgorithmConfig,
@@ -250,6 +258,8 @@ def _check_spec(findings: Findings, config: RunConfig, role: Role, spec: ModelSp
 
 def _check_fsdp(findings: Findings, role: Role, spec: ModelSpec) -> None:
     """Check that an `fsdp:` layout can train this model."""
+    if fault := release_fault("transformers"):
+        findings.error(role.backend_key if role.has_own_layout else "policy.backend", f": fsdp needs its models: {fault}")
     key = role.backend_key if role.has_own_layout or role.name == "policy" else role.path_key
     if fault := unproven_fault(spec.family, role.layout, role.settings.fsdp.unproven):
         findings.error(key, f": {fault}")

@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 
+from fivefold.config.learners import FSDPConfig
 from fivefold.layout import ParallelLayout, PipelineSplit
 from fivefold.models.adapters import LoraSpec, adapter_tensors
 from fivefold.models.parameters import Sharding
@@ -229,15 +230,13 @@ class Sharded:
     """Layers of multi-token prediction that are trained."""
     tokens_per_forward: int = 0
     """Most tokens of a pass without gradient that a number of sequences limits; 0 where `tokens_per_micro_batch` does."""
-    replicas: int = 1
-    """Whole copies of the model in an `fsdp:` layout."""
-    keep_gathered: bool = False
-    """True if an `fsdp:` layout adds up whole gradients on each rank."""
+    fsdp: FSDPConfig = field(default_factory=FSDPConfig)
+    """Options of an `fsdp:` layout."""
 
     @property
     def shards(self) -> int:
         """Number of ranks that shard what tensor-parallel ranks hold of the model, in an `fsdp:` layout."""
-        return self.layout.dp * self.layout.cp // self.replicas
+        return self.layout.dp * self.layout.cp // self.fsdp.replicas
 
     @property
     def trained(self) -> tuple[RankParameters, ...]:
@@ -281,7 +280,8 @@ class Sharded:
         ends = spec.parameters - layers * layout.tp
         shard = -(-(layers + ends) // self.shards)
         # Two layers are gathered at a time, the second ahead of its use; embedding and head stay for the whole pass.
-        gathered = (ends + 2 * layers // spec.layers) * size if self.shards > 1 or size != 4 else 0
+        together = 2 * layers // spec.layers if self.fsdp.reshard_after_forward else layers
+        gathered = (ends + together) * size if self.shards > 1 or size != 4 or self.fsdp.cpu_adam else 0
         # The gradient of the layer, and its float32 copy that is reduced; those of the ends come last.
         reduced = max(ends, layers // spec.layers) * (size + 4)
         tokens = self.tokens_per_micro_batch / layout.cp
@@ -292,7 +292,9 @@ class Sharded:
         last = 0.0 if spec.value_head else self._logits(tokens, size, copies=2)
         activations = int(tokens * size * sum(numbers) + max(last, tokens * size * again))
         forward = self._forward(list(every), size, not spec.value_head) + gathered if self.tokens_per_forward else 0
-        gathered_gradients = (layers + ends) * 4 if self.keep_gathered else 0
+        gathered_gradients = (layers + ends) * 4 if self.fsdp.keep_gathered else 0
+        if self.fsdp.cpu_adam:
+            shard = 0
         return Held(shard * 4, shard * 4 + gathered_gradients, shard * 8, activations + gathered + reduced, forward)
 
     def _forward(self, layers: list[int], size: int, has_logits: bool) -> int:

@@ -35,8 +35,7 @@ def sharded(config: RunConfig, role: Role, spec: ModelSpec) -> Sharded:
         settings.lora.spec,
         spec.mtp_layers if settings.mtp.train else 0,
         config.max_sequence_tokens * min(settings.sequences_per_forward or 0, samples),
-        settings.replicas,
-        settings.fsdp.keep_gathered,
+        settings.fsdp,
     )
 
 

@@ -15,6 +15,7 @@ from itertools import chain
 from typing import Any, cast
 
 from fivefold.config import RunConfig
+from fivefold.config.fsdp_checks import unproven_fault
 from fivefold.config.learners import OffloadConfig
 from fivefold.config.validate import validate
 from fivefold.errors import UserError
@@ -140,23 +141,30 @@ class Space:
 
     def _trained(self, world: int) -> list[Sharded]:
         """Return the fastest sharded models on `world` ranks."""
-        mtp = self.spec.mtp_layers if self.base.policy.mtp.train else 0
+        policy = self.base.policy
+        mtp = self.spec.mtp_layers if policy.mtp.train else 0
         even = _fastest(
             _EVEN,
             (
-                self._best(Sharded(self.spec, layout, split, lora=self.base.policy.lora.spec, mtp_layers=mtp))
+                self._best(Sharded(self.spec, layout, split, lora=policy.lora.spec, mtp_layers=mtp, fsdp=policy.fsdp))
                 for layout, split in self.layouts(world)
             ),
         )
         cut = (
             self._best(replace(model, stages=split))
             for _, model in even[:_CUT]
-            for split in stage_cuts(self.spec.layers, model.layout)
+            for split in (stage_cuts(self.spec.layers, model.layout) if model.layout.backend == "megatron" else ())
         )
         return [model for _, model in _fastest(_WHOLE, [*even, *cut])]
 
     def layouts(self, world: int) -> Iterator[tuple[ParallelLayout, PipelineSplit]]:
-        """Yield every layout of `world` ranks that can shard the model, with stages as even as possible."""
+        """Yield every layout of `world` ranks that can shard the model, with stages as even as possible.
+
+        They are `fsdp:` layouts if the run has one, or if the model has no file here.
+        """
+        if self.spec.stored or self.base.policy.layout.backend == "fsdp":
+            yield from self._of_fsdp(world)
+            return
         spec, part = self.spec, self.spec.moe
         samples = self.base.samples_per_step // self.base.algorithm.updates_per_step
         for pp in _divisors(world, spec.layers):
@@ -174,13 +182,23 @@ class Space:
                             assert split is not None
                             yield layout, split
 
+    def _of_fsdp(self, world: int) -> Iterator[tuple[ParallelLayout, PipelineSplit]]:
+        samples, options = self.base.samples_per_step // self.base.algorithm.updates_per_step, self.base.policy.fsdp
+        for tp in _divisors(world, min(self.cluster.node_gpus, self.spec.heads)):
+            for cp in _divisors(world // tp, 16):
+                layout = ParallelLayout("fsdp", dp=world // tp // cp, tp=tp, cp=cp)
+                is_even = layout.dp <= samples and layout.dp % options.replicas == 0
+                is_proven = not unproven_fault(self.spec.family, layout, options.unproven)
+                if is_even and is_proven and _can_shard(self.spec, layout, None):
+                    yield layout, PipelineSplit()
+
     def _best(self, model: Sharded) -> tuple[float, Sharded] | None:
         """Return the layout's fastest recomputation and micro-batch size that fit during training of the policy."""
         best: tuple[float, Sharded] | None = None
         longest = self.base.max_sequence_tokens * self.base.algorithm.samples_per_comparison
         if not _can_shard(self.spec, model.layout, model.stages) or not self._holds(model):
             return None
-        for recompute in ("none", "selective", "full"):
+        for recompute in ("none", "selective", "full") if model.layout.backend == "megatron" else ("none", "full"):
             before = float("inf")
             for budget in (longest, *(one for one in _BUDGETS if one > longest)):
                 changed = replace(model, recompute=recompute, tokens_per_micro_batch=budget)

@@ -26,7 +26,7 @@ from fivefold.plan.costs import (
 )
 from fivefold.plan.efficiency import Efficiencies
 from fivefold.plan.hardware import Cluster
-from fivefold.plan.links import Links, data_group, expert_data_group, layer_traffic, tensor_group
+from fivefold.plan.links import Group, Links, data_group, expert_data_group, layer_traffic, tensor_group
 from fivefold.plan.memory import RankParameters, Sharded
 
 DATA_IMBALANCE = 1.02
@@ -116,7 +116,7 @@ def _passes(model: Sharded, batch: Batch, cluster: Cluster, rates: Efficiencies,
     parts = {name: seconds * count for name, seconds in slowest.parts.items()}
     # The first micro-batch passes through all other stages, and the last gradient passes back: once in total.
     if layout.backend == "fsdp":
-        parts["gathering"] = _gathering_time(model, links, trains) * count
+        parts["gathering"] = _gathering_time(model, links, trains, count, sum(parts.values()))
     parts["bubble"] = (sum(stage.total for stage in stages) - slowest.total) / virtual
     return PassTime(parts, {"tensor parallel": slowest.overlapped * count}, count, micro_batch_tokens)
 
@@ -232,11 +232,23 @@ def _layer(model: Sharded, tokens: Tokens, links: Links, trains: bool, has_exper
     return _Layer(parts, overlapped, host * (ways + 1 if trains else 1) / 3)
 
 
-def _gathering_time(model: Sharded, links: Links, trains: bool) -> float:
-    """Return the time in which FSDP gathers all layers of a pass, and for backward again, and reduces their gradients."""
-    size = model.spec.parameters / model.layout.tp
-    gather = links.gather(data_group(model.layout), size * 2)
-    return 2 * gather + links.gather(data_group(model.layout), size * 4) if trains else gather
+def _gathering_time(model: Sharded, links: Links, trains: bool, micro_batches: int, computing: float) -> float:
+    """Return the time in which FSDP gathers layers and reduces their gradients, as far as computing does not cover it.
+
+    The next layer is gathered during the computation of one, so the first gather and the last reduction are never covered.
+    """
+    size, fsdp = model.spec.parameters / model.layout.tp, model.fsdp
+    group = Group(model.shards, model.layout.tp)
+    gather, reduction = links.gather(group, size * 2), links.gather(group, size * 4)
+    total, ends = gather * micro_batches, gather
+    if trains:
+        total += gather * micro_batches if fsdp.reshard_after_forward else 0.0
+        total += reduction * (1 if fsdp.keep_gathered else micro_batches)
+        # Copies sum their shards once per update: a reduction and a gather.
+        copies = Group(fsdp.replicas, model.layout.tp * model.shards)
+        total += 2 * links.gather(copies, size * 4 / model.shards)
+        ends += reduction
+    return max(ends / model.spec.layers, total - computing)
 
 
 def optimizer_time(model: Sharded, links: Links) -> dict[str, float]:

@@ -141,7 +141,7 @@ def _model(source: Source, prompts: int) -> dict[str, Any]:
     warmup = model.whole("optim.lr_warmup_steps")
     ours = {
         "reference_path": None if frozen == path else frozen,
-        "backend": str(shared.world_layout(gpus, cp=source.whole(_P + "ulysses_sequence_parallel_size") or 1)),
+        "backend": str(shared.world_layout(gpus, "fsdp", cp=source.whole(_P + "ulysses_sequence_parallel_size") or 1)),
         "updates_per_step": updates,
         "tokens_per_micro_batch": sequences * longest,
         "recompute": "full" if model.flag("enable_gradient_checkpointing") else "none",
