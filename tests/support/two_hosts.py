@@ -71,12 +71,18 @@ class Cable:
     def _carry(self) -> None:
         under_way: list[tuple[float, int, int, bytes]] = []
         other = dict(zip(self._devices, reversed(self._devices), strict=True))
+        alive = list(self._devices)
         for number in count():
             if self._ends:
                 return
             wait = max(0.0, under_way[0][0] - time.monotonic()) if under_way else 0.2
-            for device in select.select(self._devices, [], [], min(wait, 0.2))[0]:
-                packet = os.read(device, 1 << 16)
+            for device in select.select(alive, [], [], min(wait, 0.2))[0]:
+                try:
+                    packet = os.read(device, 1 << 16)
+                except OSError:
+                    # The host, and its device with it, is gone.
+                    alive.remove(device)
+                    continue
                 if not self.is_cut and self._random.random() >= self._loss:
                     heapq.heappush(under_way, (time.monotonic() + self._delay, number, other[device], packet))
             while under_way and under_way[0][0] <= time.monotonic():
