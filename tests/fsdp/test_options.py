@@ -26,10 +26,14 @@ SCALE = 2.0**8
         ("qwen3", "d2t2", {"cpu_adam": True, "keep_gathered": True}),
         ("qwen3", "d2c2", {"reshard_after_forward": False}),
         pytest.param("qwen3_moe", "d4", {"cpu_adam": True, "replicas": 2}, marks=pytest.mark.fsdp),
+        pytest.param("qwen3_moe", "d2e2", {"cpu_adam": True}, marks=pytest.mark.fsdp),
+        pytest.param("qwen3_moe", "d2t2e4", {"cpu_adam": True}, marks=pytest.mark.fsdp),
+        pytest.param("qwen3_moe", "d2e2", {"reshard_after_forward": False}, marks=pytest.mark.fsdp),
         pytest.param("gemma2", "d2", {"cpu_adam": True, "reshard_after_forward": False}, marks=pytest.mark.fsdp),
         pytest.param("qwen3", "d2", {"compile": True}, marks=pytest.mark.slow),
         pytest.param("qwen3", "d1t2", {"compile": True}, marks=pytest.mark.slow),
         pytest.param("qwen3_moe", "d2", {"compile": True}, marks=pytest.mark.slow),
+        pytest.param("qwen3_moe", "d2e2", {"compile": True}, marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -82,6 +86,30 @@ def places(mesh, directory: Path, policy: PolicyConfig, base_T: torch.Tensor):
     moved = model.offload()
     model.onload()
     return moved, {str(tensor.device) for tensor in model._updater.state_tensors()}
+
+
+def options_of_units(mesh, directory: Path, policy: PolicyConfig, base_T: torch.Tensor):
+    """For each module that FSDP shards: its number of parameters, whether they are on the host, and whether it reshards."""
+    from fivefold.fsdp.mesh import build_mesh
+    from fivefold.fsdp.model import FSDPModel
+    from fivefold.fsdp.packed_model import fsdp_modules
+
+    model = FSDPModel(directory, policy, build_mesh(mesh.ranks, mesh.device), total_updates=2)
+    groups = [unit._get_fsdp_state()._fsdp_param_group for unit in fsdp_modules(model._model)]
+    return [
+        (len(group.fsdp_params), group.fsdp_params[0].offload_to_cpu, group.post_forward_mesh_info is not None)
+        for group in groups
+        if group
+    ]
+
+
+def test_options_reach_divided_experts_as_other_parameters(cluster, models):
+    """Numbers cannot show where state is on a machine whose device is the host."""
+    policy = replace(policy_of("d2e2"), fsdp=FSDPConfig(cpu_adam=True, reshard_after_forward=False))
+    for units in run_step(cluster, "fsdp:d2e2", models("qwen3_moe"), policy, options_of_units):
+        # Four layers, their experts and the ends; two stacked parameters of experts each.
+        assert len(units) == 9 and [count for count, *_ in units].count(2) >= 4
+        assert all(on_host and not reshards for _, on_host, reshards in units)
 
 
 def test_state_in_host_memory_is_not_offloaded_again(cluster, models):

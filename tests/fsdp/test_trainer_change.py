@@ -67,6 +67,8 @@ def both_ways(cluster, directory: Path, root: Path, policy: PolicyConfig, first:
         ("glm4_moe", "fsdp:d2", "megatron:(attn:d1t2|ffn:e2)"),
         pytest.param("qwen3_moe", "megatron:d2", "fsdp:d4", marks=pytest.mark.fsdp),
         pytest.param("qwen3_moe", "fsdp:d4", "megatron:d2e2", marks=pytest.mark.fsdp),
+        pytest.param("qwen3_moe", "megatron:d2", "fsdp:d2e2", marks=pytest.mark.fsdp),
+        pytest.param("qwen3_moe", "fsdp:d2e2", "megatron:d1p2", marks=pytest.mark.fsdp),
         pytest.param("mixtral", "megatron:d2e2", "fsdp:d2", marks=pytest.mark.fsdp),
         pytest.param("mixtral", "fsdp:c2", "megatron:d2", marks=pytest.mark.fsdp),
         pytest.param("deepseek_v3", "megatron:d1p2", "fsdp:d2", marks=pytest.mark.fsdp),
