@@ -15,15 +15,17 @@ from typing import Any, Literal
 
 from fivefold.data.chat_template import EXAMPLE_CALLS, PLACE, QUESTION, ChatTemplate, common_length
 from fivefold.data.rows import ROLES, Messages, check_kept
-from fivefold.data.tool_calls import Schemas, ToolCall
+from fivefold.data.tool_calls import Schemas, ToolCall, schemas_of
 from fivefold.data.turn_reader import Answer, TurnReader
 from fivefold.errors import UserError, shown
-from fivefold.special_tokens import escape, pattern_of
+from fivefold.special_tokens import escape_all, pattern_of
 
 History = Literal["append", "template"]
 
 _MARK = "..."
 """Mark of an observation that was cut."""
+_LONGEST_TOKEN = 256
+"""Number of characters for each token of a limit, above which a text exceeds it."""
 _TURNS = 3
 """Turns of the model in the conversations that `history_difference` compares."""
 
@@ -50,8 +52,8 @@ class Dialog:
         """Return the dialog for these tools; raises UserError if the template cannot be used for several turns."""
         if not (arguments.get("chat_template") or getattr(tokenizer, "chat_template", None)):
             raise UserError("data.chat_template: the tokenizer has no chat template, which writes the turns: set one")
-        schemas = {str(tool["function"]["name"]): tool["function"]["parameters"] for tool in tools}
-        all_arguments = {**arguments, **({"tools": list(tools)} if tools else {})}
+        schemas = schemas_of(tools)
+        all_arguments = {**arguments, **({"tools": _plain_tools(tools, tokenizer)} if tools else {})}
         template = ChatTemplate(tokenizer, all_arguments, frozenset(ends))
         dialog = cls(template, schemas, history)
         dialog._check_turns()
@@ -139,15 +141,20 @@ class Dialog:
     def escaped(self, messages: Messages) -> Messages:
         """Return messages whose texts contain no special token, so that they open no turn."""
         pattern = pattern_of(self.template.tokenizer)
-        return [{**message, "content": escape(message["content"], pattern)} for message in messages]
+        return [escape_all(message, pattern) for message in messages]
 
     def cut(self, text: str, limit: int, side: Literal["start", "end"]) -> tuple[str, bool]:
         """Return an observation of at most `limit` tokens, without its start or its end, and whether it was cut."""
+        most = (limit + 1) * _LONGEST_TOKEN
+        is_long = len(text) > most
+        if is_long:
+            # Nothing of megabytes is encoded, of which some hundred tokens are kept.
+            text = text[-most:] if side == "start" else text[:most]
         tokens = self.template.encode(text)
-        if len(tokens) <= limit:
+        if len(tokens) <= limit and not is_long:
             return text, False
         room = max(0, limit - len(self.template.encode(_MARK)))
-        part = tokens[len(tokens) - room :] if side == "start" else tokens[:room]
+        part = tokens[max(0, len(tokens) - room) :] if side == "start" else tokens[:room]
         words = self.template.decode(part)
         return (_MARK + words if side == "start" else words + _MARK), True
 
@@ -216,6 +223,19 @@ class Dialog:
                 "so turns cannot be appended to what was sampled: take another template, or set "
                 "environment.history: template"
             )
+
+
+def _plain_tools(tools: Sequence[Mapping[str, Any]], tokenizer: Any) -> list[dict[str, Any]]:
+    """Return tools whose descriptions contain no special token, so that they open no turn; raises UserError for a name."""
+    pattern, plain = pattern_of(tokenizer), []
+    for tool in tools:
+        try:
+            plain.append(escape_all(tool, pattern))
+        except RecursionError:
+            raise UserError(f"the schema of a tool has at most some hundred levels: got {shown(tool)}") from None
+        if plain[-1]["function"]["name"] != tool["function"]["name"]:
+            raise UserError(f"the name of a tool contains no special token: got {shown(tool['function']['name'])}")
+    return plain
 
 
 def check_messages(messages: Any) -> None:
