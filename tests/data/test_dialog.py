@@ -411,7 +411,7 @@ def test_arguments_that_no_tool_can_be_sent_are_a_malformed_call(value, error, h
     text = f'<tool_call>\n{{"name": "add", "arguments": {{"a": 1, "words": {value}}}}}\n</tool_call>'
     answer = dialog.read(dialog.template.encode(text))
     assert error in str(arguments_fault(answer.calls[0], dialog.schemas))
-    # The conversation goes on.
+    # The conversation continues.
     fault = {"role": "tool", "content": "Error", "name": "unknown", "tool_call_id": "call00000"}
     assert dialog.follow([fault], answer.calls)
     assert dialog.again([{"role": "user", "content": "Q"}, answer.message, fault])

@@ -289,9 +289,7 @@ def schemas_of(tools: Iterable[Mapping[str, Any]]) -> Schemas:
         parameters = tool["function"]["parameters"]
         properties, required = parameters.get("properties"), parameters.get("required")
         schemas[str(tool["function"]["name"])] = {
-            "properties": {name: _known(schema) for name, schema in properties.items()}
-            if isinstance(properties, dict)
-            else {},
+            "properties": {name: _known(schema) for name, schema in properties.items()},
             "required": [name for name in required if isinstance(name, str)] if isinstance(required, list) else [],
         }
     return schemas
