@@ -21,10 +21,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from fivefold import hub
 from fivefold.data.rows import count_rows, source_of
 from fivefold.errors import UserError
-from fivefold.hub import commit_of
+from fivefold.hub import commit_of, model_snapshot
 from tests.data.test_data_sets import parquet, rows
 from tests.support.commands import LONGEST
 from tests.support.hub import MEMBER, STRANGER, Hub, serving
@@ -544,4 +543,4 @@ def test_areal_s_command_takes_its_model_and_its_rows_from_the_hub(hub, tmp_path
 def test_a_revision_is_no_path_out_of_the_cache(name, revision):
     """Clients write its name as a path, and a file of that name would be removed."""
     with pytest.raises(UserError, match="a revision must be a branch, a tag or a commit"):
-        hub.model_snapshot(f"{name}@{revision}", ["config.json"])
+        model_snapshot(f"{name}@{revision}", ["config.json"])
