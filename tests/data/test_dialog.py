@@ -17,6 +17,7 @@ from fivefold.data.dialog import Dialog, History
 from fivefold.data.tool_calls import PARSERS, ToolCall, arguments_fault
 from fivefold.errors import UserError
 from fivefold.special_tokens import escape, pattern_of
+from tests.support.hostile import MARKS
 
 ENDS = ("<|im_end|>", "<|eot_id|>", "<|end|>", "<end_of_turn>", "<|user|>", "<|observation|>", "<｜end▁of▁sentence｜>",
         "<|END_OF_TURN_TOKEN|>", "<|return|>", "<|call|>", "<turn|>", "<|tool_response>")  # fmt: skip
@@ -361,21 +362,6 @@ def test_a_malformed_call_of_each_form_has_its_reason(form, text, error):
     dialog = made(template(form), True)
     (call,) = dialog.read(dialog.template.encode(text)).calls
     assert error in str(arguments_fault(call, dialog.schemas))
-
-
-MARKS = {
-    "json": ("<tool_call>", "</tool_call>", "{", "}", " "),
-    "xml": ("<tool_call>", "</tool_call>", "<function=", "</function>", "<parameter=", ">", "</parameter>", "\n", "a"),
-    "pairs": ("<tool_call>", "</tool_call>", "f\n", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", " "),
-    "deepseek": ("<｜tool▁call▁begin｜>function<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "f\n", " "),
-    "harmony": ("<|start|>assistant", "<|channel|>", "a", "to=", "<|constrain|>", "<|message|>", "<|end|>", ">", " "),
-    "mistral": ("[TOOL_CALLS]", "[", "]", " "),
-    "arguments": ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]", "a", "["),
-    "cohere": ("<|START_ACTION|>", "<|END_ACTION|>", "<|START_THINKING|>", "<|END_THINKING|>", "a"),
-    "gemma": ("<|tool_call>call:", "<tool_call|>", '<|"|>', "{", "a", ":", " "),
-    "whole": ("{", "}", " ", '{"name":'),
-}
-"""What the texts of calls consist of, in each form."""
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -496,6 +496,17 @@ for line in sys.stdin:
 """
 
 
+HARMS = [
+    *(
+        ("step", word)
+        for word in ("hang", "die", "nan", "text", "nothing", "memory", "half", "huge", "infinite", "fork", "children")
+    ),
+    *[("forge", "")] * 6,
+    *(("tool", how) for how in ("garbage", "die", "never", "much", "huge", "odd error", "none", "list", "parts", "fine")),
+]
+"""What `Game` does to its process, and the server to its client."""
+
+
 @pytest.mark.parametrize(
     ("how", "text", "is_error"),
     [
