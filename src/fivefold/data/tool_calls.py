@@ -205,7 +205,9 @@ _HARMONY_MESSAGE = Span.of(
 
 
 def _harmony_channels(text: str, has_calls: bool) -> dict[str, str]:
-    thoughts, kept, place = [], [], 0
+    thoughts: list[str] = []
+    kept: list[str] = []
+    place = 0
     for head, body, stop in _HARMONY_MESSAGE.among(text):
         kept.append(text[place : head.start()])
         (thoughts if head[1] == "analysis" else kept).append(body)
