@@ -1,8 +1,9 @@
 """Damage, faults and cheats against whole runs, as many as there is time for: `python -m benchmarks.attacks [PART ...]`.
 
 Every attack follows from its number, and a fault is printed with the command that repeats it. Parts: mutated configurations,
-config.json and data files; training of what `check` accepts; flipped bytes of a checkpoint; runs that are killed, stopped or
-filled up at any moment, also on Ray and with servers of vLLM where these are installed; cheats against rewards.
+config.json and data files; turns, requests of agents, environments and servers of tools that mean harm; training of what
+`check` accepts; flipped bytes of a checkpoint; runs that are killed, stopped or filled up at any moment, also on Ray and
+with servers of vLLM where these are installed; cheats against rewards.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from pathlib import Path
 import psutil
 
 from fivefold.checkpoint.checkpoints import find_corruption
-from tests.support import fuzz, kills
+from tests.support import fuzz, hostile, kills
 from tests.support.commands import Command
 from tests.support.whole_runs import assert_same, metrics
 from tests.support.zygote import zygote
@@ -51,6 +52,9 @@ class Attack:
 
     def __call__(self, number: int) -> Outcome:
         raise NotImplementedError
+
+    def close(self) -> None:
+        """End what was started."""
 
 
 class Fuzz(Attack):
@@ -93,6 +97,33 @@ class Trained(Fuzz):
             os.chdir(before)
         said = done.stdout + done.stderr
         return "trained" if done.returncode == 0 else "ended in a sentence", said[-2000:] if "Traceback" in said else ""
+
+
+class Turns(Attack):
+    """Texts of marks that a model may sample: each is read in a time that is linear in its length, and without an error."""
+
+    def __call__(self, number: int) -> Outcome:
+        return hostile.read_a_turn(number)
+
+
+class Hostile(Attack):
+    """What runs against one object that is made once."""
+
+    against: type[hostile.Requests | hostile.Environments] = hostile.Requests
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self._against = self.against(root)
+
+    def __call__(self, number: int) -> Outcome:
+        return self._against(number)
+
+    def close(self) -> None:
+        self._against.close()
+
+
+class HostileEnvironments(Hostile):
+    against = hostile.Environments
 
 
 class Checkpoints(Attack):
@@ -201,6 +232,9 @@ PARTS = {
     "configurations": Part(Fuzz, 2),
     "models": Part(FuzzModels, 1),
     "data": Part(FuzzData, 1),
+    "turns": Part(Turns, 0.5),
+    "requests": Part(Hostile, 0.5),
+    "environments": Part(HostileEnvironments, 1),
     "trained": Part(Trained, 2),
     "checkpoints": Part(Checkpoints, 1),
     "kills": Part(Kills, 4),
@@ -251,6 +285,7 @@ def attack(name: str, seconds: float, first: int, most: int | None = None) -> li
                 print(f"FAULT {faults[-1]}", flush=True)
         # It keeps the directory for temporary files of its start.
         zygote.close()
+        make.close()
         if left := _left(shared, scratch):
             faults.append(f"{name}: left behind from {first} on: {'; '.join(left)}")
             print(f"FAULT {faults[-1]}", flush=True)

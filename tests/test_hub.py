@@ -22,7 +22,8 @@ import pytest
 import yaml
 
 from fivefold.data.rows import count_rows, source_of
-from fivefold.hub import commit_of
+from fivefold.errors import UserError
+from fivefold.hub import commit_of, model_snapshot
 from tests.data.test_data_sets import parquet, rows
 from tests.support.commands import LONGEST
 from tests.support.hub import MEMBER, STRANGER, Hub, serving
@@ -535,3 +536,11 @@ def test_areal_s_command_takes_its_model_and_its_rows_from_the_hub(hub, tmp_path
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert len(hub.large_downloads()) == 1 and "step 1" in done.stdout
+
+
+@pytest.mark.parametrize("revision", ["../x", "a/../../x", "/etc/x", "a//b", "a\0b", "a b", "..", "-/./a"])
+@pytest.mark.parametrize("name", ["modelscope:owner/model", "owner/model"])
+def test_a_revision_is_no_path_out_of_the_cache(name, revision):
+    """Clients write its name as a path, and a file of that name would be removed."""
+    with pytest.raises(UserError, match="a revision must be a branch, a tag or a commit"):
+        model_snapshot(f"{name}@{revision}", ["config.json"])

@@ -40,6 +40,8 @@ def shown(value: Any, most: int = 80) -> str:
     except ValueError:
         # Python does not convert numbers of more than 4,300 digits.
         text = "a number of thousands of digits"
+    except RecursionError:
+        text = "a value of hundreds of levels"
     return text if len(text) <= most else text[: most - 3] + "..."
 
 

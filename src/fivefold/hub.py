@@ -30,6 +30,7 @@ _SOURCE = "; or name local files with --source"
 _BRANCH = "master"
 """ModelScope's default."""
 _COMMIT = re.compile("[0-9a-f]{40}")
+_REVISION = re.compile(r"[\w.+-][\w.+/-]*")
 _INDEX = "model.safetensors.index.json"
 MODELSCOPE = "modelscope:"
 """Prefix of the id of a model on ModelScope."""
@@ -83,6 +84,7 @@ def model_snapshot(name: str, wanted: Sequence[str], commit: str | None = None) 
     its place.
     """
     repository, _, revision = name.partition("@")
+    check_revision(name, revision)
     version = commit or revision or None
     if repository.startswith(MODELSCOPE):
         # Without a revision and a network its client takes any that the cache has.
@@ -97,6 +99,12 @@ def model_snapshot(name: str, wanted: Sequence[str], commit: str | None = None) 
     with _asking(problem, _hugging_face(), repository, version) as cached:
         directory = snapshot_download(repository, revision=version, allow_patterns=list(wanted), local_files_only=cached)
         return _with_weights(Path(directory), wanted)
+
+
+def check_revision(name: str, revision: str | None) -> None:
+    """Raise UserError for a revision that is no branch, tag or commit: clients write its name as a path in their caches."""
+    if revision and (not _REVISION.fullmatch(revision) or not set(revision.split("/")).isdisjoint(("", ".", ".."))):
+        raise UserError(f"a revision must be a branch, a tag or a commit: got {shown(revision)} in {shown(name)}")
 
 
 def _modelscope(name: str, kind: str) -> tuple[Any, _Hub]:
@@ -193,6 +201,7 @@ def dataset_file(repository: str, name: str) -> Path:
 def dataset_commit(repository: str, revision: str | None, line: str) -> str | None:
     """Return the commit of a data set's revision, for ModelScope a hash of its files; None if the hub does not answer.
     `line` writes it as parquet."""
+    check_revision(repository, revision)
     plain_name = repository.removeprefix(MODELSCOPE)
     client, hub = (None, _hugging_face("datasets")) if plain_name == repository else _modelscope(repository, "datasets")
     if hub.fault is not None:

@@ -76,6 +76,21 @@ def test_a_parquet_file_with_a_flipped_bit_is_read_or_refused_by_its_name(tmp_pa
     assert (done.returncode, done.stdout) == (0, "True\n"), done.stderr[-2000:]
 
 
+def test_an_arrow_file_with_a_flipped_bit_is_read_or_refused_by_its_name(tmp_path):
+    """Arrow trusts the offsets and lengths of a file: of 1,500 damaged ones, 98 ended the process."""
+    rows = [{"prompt": [{"role": "user", "content": f"{n}+1="}], "ground_truth": str(n + 1)} for n in range(4)]
+    table = pa.Table.from_pylist(rows)
+    path = tmp_path / "data.arrow"
+    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, table.schema) as writer:
+        writer.write_table(table)
+    (tmp_path / "state.json").write_text(json.dumps({"_data_files": [{"filename": path.name}]}))
+    done = subprocess.run(
+        [sys.executable, "-c", FLIPPED.replace("read_rows(path)", "read_rows(path.parent)"), str(path)],
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (0, "True\n"), done.stderr[-2000:]
+
+
 def test_a_line_of_a_gigabyte_is_refused_by_its_number(tmp_path):
     path = tmp_path / "long.jsonl"
     path.write_text(json.dumps({"prompt": "1 + 1?"}) + "\n")

@@ -12,6 +12,7 @@ import threading
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from fivefold.config.environment import EnvironmentConfig
@@ -49,11 +50,40 @@ class Game:
             return {"messages": json.dumps(dict(os.environ)), "done": True}
         if said == "pid":
             return {"messages": str(os.getpid())}
+        if said == "half":
+            return {"messages": "a\\ud800\\u20acb"}
+        if said == "huge":
+            return {"messages": "x" * (65 << 20)}
+        if said == "infinite":
+            return {"messages": "x", "reward": 10**400}
+        if said.startswith("forge "):
+            answer(said.removeprefix("forge "))
+            await asyncio.sleep(1000)
+        if said == "fork":
+            os.fork()
+        if said == "children":
+            # One is a copy, the other a program; both outlive their parent.
+            if os.fork() == 0:
+                os.setsid()
+                time.sleep(30)
+                os._exit(0)
+            os.system("setsid sleep 30 &")
+            os._exit(3)
         return {"messages": [{"role": "user", "content": said}], "reward": 0.5, "done": False, "state": 3}
 
     async def close(self):
         if "/" in self.task:
             open(self.task, "a").write("closed")
+
+
+def answer(text):
+    """Write to the socket through which this process answers."""
+    for name in os.listdir("/proc/self/fd"):
+        if os.path.exists(f"/proc/self/fd/{name}") and os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+            try:
+                os.write(int(name), text.encode() + b"\\n")
+            except OSError:
+                pass
 
 
 class Kept:
@@ -161,13 +191,22 @@ def test_a_step_gives_messages_reward_done_and_state(pool_of):
         ("text", "^the reward of a step is a finite number: got 'much'$"),
         ("nothing", "^a step without messages must be done"),
         ("memory", "MemoryError"),
+        ("infinite", "OverflowError"),
+        ("huge", "^what an environment or a tool returns has at most 64 MiB: got"),
+        ("children", "ended with exit code 3"),
+        ("forge [1]", "sent what is no answer .TypeError: an answer is an object"),
+        ('forge {"id": [1]}', "sent what is no answer .TypeError"),
+        ('forge {"value": 1}', "sent what is no answer .KeyError: 'id'"),
+        ("forge {", "sent what is no answer .JSONDecodeError"),
+        ("forge " + "[" * 100_000, "sent what is no answer .RecursionError"),
     ],
+    ids=lambda value: value[:20],
 )
 def test_a_failure_of_an_environment_fails_its_own_trajectory_only(pool_of, text, error):
     pool = pool_of(per_worker=1, memory_mb=2000)
     pool.start()
     failing, other = (pool.reset("x", seed).result()[0] for seed in (1, 2))
-    broken = say(pool, failing, text, 1.0)
+    broken = say(pool, failing, text, 1.0 if text in ("hang", "block") else 20.0)
     assert say(pool, other, "hello").result()["reward"] == 0.5
     with pytest.raises(EnvironmentFailure, match=error):
         broken.result(timeout=20)
@@ -175,6 +214,45 @@ def test_a_failure_of_an_environment_fails_its_own_trajectory_only(pool_of, text
     # Another trajectory gets a process that works.
     pool.leave(failing)
     assert say(pool, pool.reset("x", 3).result()[0], "hello").result()["reward"] == 0.5
+
+
+def test_half_a_character_becomes_a_question_mark(pool_of):
+    """No tokenizer takes one, and a tool may be told to write it."""
+    pool = pool_of()
+    pool.start()
+    assert say(pool, pool.reset("x", 0).result()[0], "half").result()["messages"] == "a?\u20acb"
+
+
+def test_a_copy_that_an_environment_forks_answers_nothing(pool_of):
+    pool = pool_of()
+    pool.start()
+    place, _ = pool.reset("x", 0).result()
+    for _ in range(3):
+        assert say(pool, place, "fork").result()["reward"] == 0.5
+    pid = int(say(pool, place, "pid").result()["messages"])
+    deadline = time.monotonic() + 20
+    while any(one.status() != "zombie" for one in psutil.Process(pid).children()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not [one for one in psutil.Process(pid).children() if one.status() != "zombie"]
+
+
+def test_a_process_whose_calls_hang_again_and_again_is_replaced(pool_of, monkeypatch):
+    """Each hanging function keeps a thread, and without threads every later call would be late."""
+    monkeypatch.setattr("fivefold.environments.pool._MOST_LATE", 3)
+    pool = pool_of(tools=["slow", "add"], step_seconds=0.5)
+    pool.start()
+    place, _ = pool.reset("x", 0).result()
+    first = place.process
+    for _ in range(3):
+        assert pool.call(place, [("slow", {"text": "x"})], 10).result()[0].is_late
+    assert pool.call(place, [("add", {"a": 1})], 10).result()[0].text == "2", "it serves the environments that it has"
+    pool.leave(place)
+    other, _ = pool.reset("x", 0).result()
+    assert other.process is not first
+    deadline = time.monotonic() + 20
+    while not first.has_ended and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert first.has_ended and first._process.returncode == -signal.SIGKILL
 
 
 def test_a_hanging_coroutine_leaves_the_others_of_its_process_alone(pool_of):
@@ -383,6 +461,77 @@ def test_a_server_that_does_not_speak_mcp_is_refused(pool_of):
         UserError, match=r"must answer: what it sends is not MCP|the server has ended|ended with exit code 0"
     ):
         pool.start()
+
+
+MCP = """
+import json, sys, time
+for line in sys.stdin:
+    message = json.loads(line)
+    name, number = message["method"], message.get("id")
+    if name == "initialize":
+        print("starting ...\\n[1]\\nnull\\n3", flush=True)
+        answer = {"protocolVersion": "2025-06-18"}
+    elif name == "tools/list":
+        answer = {"tools": [{"name": "tool", "description": 5, "inputSchema": {"properties": {"how": True}}}]}
+    elif name == "tools/call":
+        how = message["params"]["arguments"]["how"]
+        if how == "garbage":
+            sys.stdout.buffer.write(b"\\xff\\xfe\\n[" + b"[" * 100000 + b'\\n{"id": [1]}\\n{"id": {}, "method": 3}\\n')
+            sys.stdout.buffer.flush()
+        if how == "die":
+            sys.exit("out of ideas")
+        if how == "never":
+            time.sleep(1000)
+        if how == "much":
+            sys.stdout.write("x" * (65 << 20) + "\\n")
+            sys.stdout.flush()
+        if how == "odd error":
+            print(json.dumps({"id": number, "error": "bad"}), flush=True)
+            continue
+        answer = {"none": {}, "list": [1], "parts": {"content": 5}, "garbage": {"content": [{"text": "well"}]}}.get(how)
+        answer = answer if answer is not None else {"content": [{"text": "x" * 70_000_000 if how == "huge" else "fine"}]}
+    else:
+        continue
+    print(json.dumps({"jsonrpc": "2.0", "id": number, "result": answer}), flush=True)
+"""
+
+
+HARMS = [
+    *(
+        ("step", word)
+        for word in ("hang", "die", "nan", "text", "nothing", "memory", "half", "huge", "infinite", "fork", "children")
+    ),
+    *[("forge", "")] * 6,
+    *(("tool", how) for how in ("garbage", "die", "never", "much", "huge", "odd error", "none", "list", "parts", "fine")),
+]
+"""What `Game` does to its process, and the server to its client."""
+
+
+@pytest.mark.parametrize(
+    ("how", "text", "is_error"),
+    [
+        ("garbage", "well", False),
+        ("die", "ended with exit code 1: out of ideas", True),
+        ("never", "call took longer than 3 s", True),
+        ("much", "the server ended with exit code -9", True),
+        ("huge", "the server ended with exit code -9", True),
+        ("odd error", "bad", True),
+        ("list", "the server's answer to tools/call has no result", True),
+        ("parts", "TypeError", True),
+        ("none", "", False),
+    ],
+)
+def test_a_server_of_tools_that_answers_anything_fails_its_own_calls_only(pool_of, tmp_path, how, text, is_error):
+    (tmp_path / "server.py").write_text(MCP)
+    pool = pool_of(class_=None, step_seconds=3.0 if how == "never" else 60.0, memory_mb=4000)
+    pool._config.tools.append(f"mcp:{sys.executable} {tmp_path}/server.py")
+    pool.start()
+    place, other = (pool.reset("x", 0).result()[0] for _ in range(2))
+    fine = [("tool", {"how": "fine"})]
+    assert pool.call(other, fine, 60).result()[0].text == "fine"
+    (answer,) = pool.call(place, [("tool", {"how": how})], 60).result(timeout=60)
+    assert (answer.is_error, text in answer.text) == (is_error, True), answer.text[:300]
+    assert pool.call(other, fine, 60).result()[0].text == "fine"
 
 
 def test_state_without_restore_is_refused(pool_of, code):

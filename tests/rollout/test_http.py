@@ -8,6 +8,7 @@ import socket
 import struct
 import threading
 import time
+import tracemalloc
 import urllib.request
 from http import HTTPStatus
 from http.client import HTTPConnection
@@ -115,6 +116,54 @@ def test_a_body_in_chunks_is_joined(served):
         b"3\r\nabc\r\nA;name=x\r\n0123456789\r\n0\r\nTrailer: y\r\n\r\n",
     )
     assert b'"length": 13, "text": "abc0123456789"' in received
+
+
+def test_a_body_in_thousands_of_chunks_takes_the_memory_of_its_bytes(served):
+    """A list of them took twenty times that."""
+    chunks = b"2\r\nab\r\n" * 30_000
+    head = b"POST /a HTTP/1.1\r\n" + HOST + b"Transfer-Encoding: chunked\r\nConnection: close\r\n"
+    tracemalloc.start()
+    try:
+        for key, status in ((b"right", b"200"), (b"wrong", b"401")):
+            received = served.raw(head + b"Authorization: Bearer " + key + b"\r\n\r\n", chunks, b"0\r\n\r\n")
+            assert received.startswith(b"HTTP/1.1 " + status)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_connections_without_a_key_are_closed_and_do_not_keep_others_out(served, monkeypatch):
+    """Each one holds a file of the rank, and a rank that can open no file ends."""
+    monkeypatch.setattr(http, "_MOST_STRANGERS", 20)
+    monkeypatch.setattr(http, "_STRANGER_SECONDS", 0.2)
+    known = HTTPConnection("127.0.0.1", served.port, 10)
+    known.request("POST", "/a", b"a")
+    assert known.getresponse().read()
+    strangers = []
+    for _ in range(3):
+        strangers += [socket.create_connection(("127.0.0.1", served.port), 10) for _ in range(40)]
+        for number, stranger in enumerate(strangers[-40:]):
+            stranger.sendall(b"POST /a HTTP/1.1\r\nX: " + b"slow" * number)
+        time.sleep(0.3)
+    known.request("POST", "/b", b"b")
+    assert b"/b" in known.getresponse().read(), "a connection with a key stays"
+    late = HTTPConnection("127.0.0.1", served.port, 10)
+    late.request("POST", "/c", b"c")
+    assert b"/c" in late.getresponse().read()
+    assert len(served.server._strangers) < 60
+    for stranger in strangers:
+        stranger.close()
+
+
+def test_a_connection_that_sends_nothing_is_closed_unless_a_key_was_shown(served, monkeypatch):
+    monkeypatch.setattr(http, "_HEAD_SECONDS", 0.2)
+    assert served.raw() == b""
+    assert served.raw(b"POST /a HTTP/1.1\r\n" + HOST + b"Authorization: Bearer wrong\r\n\r\n").startswith(b"HTTP/1.1 401")
+    with socket.create_connection(("127.0.0.1", served.port), 1) as connection:
+        connection.sendall(b"GET /a HTTP/1.1\r\n" + HOST + b"\r\n")
+        assert connection.recv(1 << 16).startswith(b"HTTP/1.1 200")
+        with pytest.raises(TimeoutError):
+            connection.recv(1)
 
 
 def test_a_client_that_waits_for_continue_gets_it(served):

@@ -107,7 +107,7 @@ class Inputs:
         draw = random.Random(number)
         tree = json.loads(json.dumps(self.tree))
         for _ in range(draw.choice([1, 1, 1, 2, 3])):
-            _spoil(tree, draw, CONFIG_VALUES)
+            spoil(tree, draw, CONFIG_VALUES)
         text = _yaml(tree)
         if draw.random() < 0.2:
             text = _spoil_text(text, draw)
@@ -119,7 +119,7 @@ class Inputs:
         draw = random.Random(number)
         spoiled = json.loads(json.dumps(self.config_json))
         for _ in range(draw.choice([1, 1, 2])):
-            _spoil(spoiled, draw, CONFIG_VALUES)
+            spoil(spoiled, draw, CONFIG_VALUES)
         text = json.dumps(spoiled, default=str)
         if draw.random() < 0.1:
             text = _spoil_text(text, draw)
@@ -135,15 +135,17 @@ class Inputs:
         draw = random.Random(number)
         rows = json.loads(json.dumps(self.rows))
         for _ in range(draw.choice([0, 1, 1, 2])):
-            _spoil(draw.choice(rows), draw, CONFIG_VALUES)
+            spoil(draw.choice(rows), draw, CONFIG_VALUES)
         if draw.random() < 0.3:
             return self._parquet(rows, draw)
+        if draw.random() < 0.2:
+            return self._saved(rows, draw)
         lines = [json.dumps(row, default=str).encode() for row in rows]
         if draw.random() < 0.3:
             lines.insert(draw.randrange(len(lines)), draw.choice(LINES))
         content = b"\n".join(lines) + b"\n" * draw.choice([0, 1, 1, 2])
         if draw.random() < 0.3:
-            content = _spoil_bytes(content, draw)
+            content = spoil_bytes(content, draw)
         path = self.root / f"spoiled{draw.choice(['.jsonl', '.json'])}"
         path.write_bytes(content)
         return path
@@ -159,11 +161,32 @@ class Inputs:
             # Values of several types in a column: no parquet file can hold them.
             pyarrow.parquet.write_table(pyarrow.Table.from_pylist(self.rows[:4]), path)
         if draw.random() < 0.7:
-            path.write_bytes(_spoil_bytes(path.read_bytes(), draw))
+            path.write_bytes(spoil_bytes(path.read_bytes(), draw))
+        return path
+
+    def _saved(self, rows: list[dict[str, Any]], draw: random.Random) -> Path:
+        """A directory as `save_to_disk` writes it."""
+        import pyarrow
+
+        path = self.root / "spoiled"
+        path.mkdir(exist_ok=True)
+        try:
+            table = pyarrow.Table.from_pylist(rows[:4])
+        except (pyarrow.ArrowException, OverflowError):
+            table = pyarrow.Table.from_pylist(self.rows[:4])
+        with pyarrow.OSFile(str(path / "data.arrow"), "wb") as file, pyarrow.ipc.new_stream(file, table.schema) as writer:
+            writer.write_table(table, max_chunksize=2)
+        state: dict[str, Any] = {"_data_files": [{"filename": "data.arrow"}], "_split": "train"}
+        if draw.random() < 0.3:
+            state["_data_files"] = draw.choice(VALUES) if draw.random() < 0.5 else [{"filename": draw.choice(VALUES)}]
+        (path / "state.json").write_text(json.dumps(state, default=str))
+        name = draw.choice(["data.arrow"] * 6 + ["state.json", ""])
+        if name:
+            (path / name).write_bytes(spoil_bytes((path / name).read_bytes(), draw))
         return path
 
 
-def _spoil(tree: Any, draw: random.Random, values: list[Any]) -> None:
+def spoil(tree: Any, draw: random.Random, values: list[Any]) -> None:
     """Change one value somewhere in a tree of mappings."""
     node = tree
     while True:
@@ -186,10 +209,10 @@ def _yaml(tree: Any) -> str:
 
 
 def _spoil_text(text: str, draw: random.Random) -> str:
-    return _spoil_bytes(text.encode(), draw).decode("utf-8", "surrogateescape")
+    return spoil_bytes(text.encode(), draw).decode("utf-8", "surrogateescape")
 
 
-def _spoil_bytes(content: bytes, draw: random.Random) -> bytes:
+def spoil_bytes(content: bytes, draw: random.Random) -> bytes:
     spoiled = bytearray(content)
     kind = draw.random()
     if kind < 0.3:

@@ -15,16 +15,18 @@ from typing import Any, Literal
 
 from fivefold.data.chat_template import EXAMPLE_CALLS, PLACE, QUESTION, ChatTemplate, common_length
 from fivefold.data.rows import ROLES, Messages, check_kept
-from fivefold.data.tool_calls import Schemas, ToolCall
+from fivefold.data.tool_calls import Schemas, ToolCall, schemas_of
 from fivefold.data.turn_reader import Answer, TurnReader
 from fivefold.errors import UserError, shown
-from fivefold.special_tokens import escape, pattern_of
+from fivefold.special_tokens import escape_all, pattern_of
 
 History = Literal["append", "template"]
 Side = Literal["start", "middle", "end"]
 
 _MARK = "..."
 """Mark of an observation that was cut."""
+_LONGEST_TOKEN = 256
+"""Number of characters for each token of a limit, above which a text exceeds it."""
 _TURNS = 3
 """Turns of the model in the conversations that `history_difference` compares."""
 
@@ -58,8 +60,8 @@ class Dialog:
         """Return the dialog for these tools; raises UserError if the template cannot be used for several turns."""
         if not (arguments.get("chat_template") or getattr(tokenizer, "chat_template", None)):
             raise UserError("data.chat_template: the tokenizer has no chat template, which writes the turns: set one")
-        schemas = {str(tool["function"]["name"]): tool["function"]["parameters"] for tool in tools}
-        all_arguments = {**arguments, **({"tools": list(tools)} if tools else {})}
+        schemas = schemas_of(tools)
+        all_arguments = {**arguments, **({"tools": _plain_tools(tools, tokenizer)} if tools else {})}
         template = ChatTemplate(tokenizer, all_arguments, frozenset(ends))
         dialog = cls(template, schemas, history)
         dialog._check_turns()
@@ -147,18 +149,23 @@ class Dialog:
     def escaped(self, messages: Messages) -> Messages:
         """Return messages whose texts contain no special token, so that they open no turn."""
         pattern = pattern_of(self.template.tokenizer)
-        return [{**message, "content": escape(message["content"], pattern)} for message in messages]
+        return [escape_all(message, pattern) for message in messages]
 
     def cut(self, text: str, limit: int, side: Side, characters: int | None = None) -> tuple[str, bool]:
         """Return an observation without its `side` where it has more than `limit` tokens, or more than `characters`, and
         whether it was cut. The mark is one of the tokens, and none of the characters."""
-        is_long = characters is not None and len(text) > characters
-        if characters is not None and is_long:
+        is_cut = characters is not None and len(text) > characters
+        if characters is not None and is_cut:
             text = _MARK.join(text[part] for part in _kept(len(text), characters, side))
+        most = (limit + 1) * _LONGEST_TOKEN
+        is_long = len(text) > most
+        if is_long:
+            # Nothing of megabytes is encoded, of which some hundred tokens are kept.
+            text = "".join(text[part] for part in _kept(len(text), most, side))
         tokens = self.template.encode(text)
-        if len(tokens) <= limit:
-            return text, is_long
-        count = max(0, limit - len(self.template.encode(_MARK)))
+        if len(tokens) <= limit and not is_long:
+            return text, is_cut
+        count = min(len(tokens), max(0, limit - len(self.template.encode(_MARK))))
         return _MARK.join(self.template.decode(tokens[part]) for part in _kept(len(tokens), count, side)), True
 
     def text(self, token_ids: Sequence[int]) -> str:
@@ -226,6 +233,19 @@ class Dialog:
                 "so turns cannot be appended to what was sampled: take another template, or set "
                 "environment.history: template"
             )
+
+
+def _plain_tools(tools: Sequence[Mapping[str, Any]], tokenizer: Any) -> list[dict[str, Any]]:
+    """Return tools whose descriptions contain no special token, so that they open no turn; raises UserError for a name."""
+    pattern, plain = pattern_of(tokenizer), []
+    for tool in tools:
+        try:
+            plain.append(escape_all(tool, pattern))
+        except RecursionError:
+            raise UserError(f"the schema of a tool has at most some hundred levels: got {shown(tool)}") from None
+        if plain[-1]["function"]["name"] != tool["function"]["name"]:
+            raise UserError(f"the name of a tool contains no special token: got {shown(tool['function']['name'])}")
+    return plain
 
 
 def check_messages(messages: Any) -> None:

@@ -132,7 +132,7 @@ def files_of(path: Path) -> list[Path]:
 
 def _count(path: Path, enough: int) -> int:
     if path.is_dir():
-        return sum(batch.num_rows for batch in _saved_batches(path))
+        return sum(batch.num_rows for _, batch in _saved_batches(path))
     if path.suffix == ".parquet":
         with _parquet(path) as file:
             return int(file.metadata.num_rows)
@@ -149,8 +149,7 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
 
 def _rows_of(path: Path) -> Iterator[dict[str, Any]]:
     if path.is_dir():
-        for batch in _saved_batches(path):
-            yield from batch.to_pylist()
+        yield from _saved_rows(path)
     elif path.suffix == ".parquet":
         yield from _read_parquet(path)
     elif path.suffix in (".jsonl", ".json"):
@@ -169,8 +168,27 @@ def source_of(path: Path) -> str:
     return file.stem if named is None else str(named, "utf-8")
 
 
-def _saved_batches(directory: Path) -> Iterator[Any]:
-    """Yield the record batches of a directory that `Dataset.save_to_disk` wrote; state.json lists its files."""
+def _saved_rows(directory: Path) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a directory that `Dataset.save_to_disk` wrote."""
+    import pyarrow
+
+    number = 0
+    for file, stored in _saved_batches(directory):
+        try:
+            # Arrow trusts offsets and lengths: those of a damaged file would end the process.
+            stored.validate(full=True)
+            for place in range(0, stored.num_rows, _SAVED_ROWS):
+                batch = _plain(stored.slice(place, _SAVED_ROWS))
+                _check_sizes(directory, batch, number)
+                rows = batch.to_pylist()
+                number += len(rows)
+                yield from rows
+        except (pyarrow.ArrowException, UnicodeDecodeError, OverflowError, SystemError) as error:
+            raise UserError(f"{file} cannot be read as Arrow, it may be damaged: {error}") from error
+
+
+def _saved_batches(directory: Path) -> Iterator[tuple[Path, Any]]:
+    """Yield the files of such a directory with their record batches; state.json lists them."""
     import pyarrow
 
     if (splits := directory / "dataset_dict.json").is_file():
@@ -180,19 +198,14 @@ def _saved_batches(directory: Path) -> Iterator[Any]:
         raise UserError(f"{directory} is a directory without state.json, which `Dataset.save_to_disk` writes: name a file")
     listed = read_json_object(state).get("_data_files")
     files = [item.get("filename") for item in listed if isinstance(item, dict)] if isinstance(listed, list) else [None]
-    number = 0
     for name in files:
         if not isinstance(name, str) or Path(name).name != name or not (file := directory / name).is_file():
             raise UserError(f"{state} must list the Arrow files next to it in _data_files: got {shown(name)}")
         try:
             with pyarrow.memory_map(str(file)) as source:
                 for stored in pyarrow.ipc.open_stream(source):
-                    for place in range(0, stored.num_rows, _SAVED_ROWS):
-                        batch = _plain(stored.slice(place, _SAVED_ROWS))
-                        _check_sizes(directory, batch, number)
-                        number += batch.num_rows
-                        yield batch
-        except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
+                    yield file, stored
+        except (pyarrow.ArrowException, OSError) as error:
             raise UserError(f"{file} cannot be read as Arrow, it may be cut off: {error}") from error
 
 

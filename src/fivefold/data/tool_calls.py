@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +15,37 @@ from fivefold.errors import UserError, shown
 
 Schemas = Mapping[str, Mapping[str, Any]]
 """Name of a tool -> JSON schema of its arguments."""
+_DEEPEST = 64
+"""Largest number of lists and mappings inside each other in a schema, or in the arguments of a call."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """What is between two marks. The patterns of the marks take a time that is linear in the text, so that `among` is linear
+    too: a response is as hostile as its reward allows, and `re` holds all threads of the process up while it searches."""
+
+    begin: re.Pattern[str]
+    end: re.Pattern[str]
+
+    @classmethod
+    def of(cls, begin: str, end: str) -> Span:
+        """Return the span between the marks that two patterns match."""
+        return cls(re.compile(begin), re.compile(end))
+
+    def among(self, text: str) -> Iterator[tuple[re.Match[str], str, int]]:
+        """Yield each span from the left: its first mark, what is inside, and the place after its last mark."""
+        place = 0
+        while (begin := self.begin.search(text, place)) and (end := self.end.search(text, begin.end())):
+            yield begin, text[begin.end() : end.start()], (place := end.end())
+
+    def split(self, text: str) -> tuple[str, list[tuple[re.Match[str], str]]]:
+        """Return the text without its spans, and the first mark and the inside of each span."""
+        rest, spans, place = [], [], 0
+        for begin, inside, stop in self.among(text):
+            rest.append(text[place : begin.start()])
+            spans.append((begin, inside))
+            place = stop
+        return "".join((*rest, text[place:])), spans
 
 
 @dataclass(frozen=True)
@@ -31,8 +62,8 @@ class ToolCall:
 class Parser:
     """Reads the calls of one family of chat templates."""
 
-    block: re.Pattern[str]
-    """Matches the text of one call, or of a list of them; its group is what `read` takes."""
+    block: Span
+    """Finds the text of one call, or of a list of them, which `read` takes."""
     read: Callable[[str, Schemas], ToolCall | list[ToolCall]]
     """Reads what a block holds; raises ValueError if it is malformed."""
     mark: str
@@ -44,8 +75,8 @@ class Parser:
 
     def __call__(self, text: str, schemas: Schemas) -> tuple[dict[str, str], list[ToolCall]]:
         """Return the turn without its calls, as keys of a message, and the calls in their order."""
-        calls = [call for match in self.block.finditer(text) for call in self._read(match[1], schemas)]
-        rest = self.block.sub("", text)
+        rest, blocks = self.block.split(text)
+        calls = [call for _, inside in blocks for call in self._read(inside, schemas)]
         for _ in range(rest.count(self.mark)):
             calls.append(ToolCall("", error=f"a call begins with {self.mark!r} and does not end"))
         rest = rest.partition(self.mark)[0]
@@ -57,7 +88,28 @@ class Parser:
             calls = self.read(text, schemas)
         except (ValueError, RecursionError) as error:
             return [ToolCall("", error=f"the call cannot be read: {error}")]
-        return calls if isinstance(calls, list) else [calls]
+        return [_writable(call) for call in calls] if isinstance(calls, list) else [_writable(calls)]
+
+
+def _writable(call: ToolCall) -> ToolCall:
+    """Return a call whose arguments templates, tokenizers and servers of tools can take; others become an error."""
+    level: list[Any] = [call.arguments]
+    for _ in range(_DEEPEST):
+        level = [inner for value in level for inner in _inside(value)]
+    try:
+        if level:
+            raise UserError(f"they have more than {_DEEPEST} levels")
+        json.dumps([call.name, call.arguments], ensure_ascii=False, allow_nan=False).encode()
+    except ValueError as error:
+        reason = "they contain half a character" if isinstance(error, UnicodeError) else error
+        return ToolCall("", error=f"the call cannot be read: its name and arguments must be JSON: {reason}")
+    return call
+
+
+def _inside(value: Any) -> Iterable[Any]:
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, list) else ()
 
 
 def _json_call(key: str, name: str = "name") -> Callable[[str, Schemas], ToolCall | list[ToolCall]]:
@@ -81,18 +133,18 @@ def _mapping(value: Any) -> dict[str, Any]:
     return value
 
 
-def _tagged(head: str, pair: str) -> Callable[[str, Schemas], ToolCall]:
-    """Return a reader of calls that write each argument between tags; `head` matches the name, `pair` an argument."""
+def _tagged(head: str, pair: Span) -> Callable[[str, Schemas], ToolCall]:
+    """Return a reader of calls that write each argument between tags; `head` matches the name, `pair` finds an argument."""
 
     def read(text: str, schemas: Schemas) -> ToolCall:
         if (begin := re.match(head, text)) is None:
             raise UserError("it does not begin with the name of a tool")
-        name, rest = begin[1].strip(), text[begin.end() :]
-        if left := re.sub(pair, "", rest, flags=re.DOTALL).strip():
+        name = begin[1].strip()
+        left, pairs = pair.split(text[begin.end() :])
+        if left := left.strip():
             raise UserError(f"unexpected text among its arguments: {shown(left, 60)}")
         types = schemas.get(name, {}).get("properties", {})
-        pairs = re.findall(pair, rest, re.DOTALL)
-        return ToolCall(name, {key: _typed(value, types.get(key, {})) for key, value in pairs})
+        return ToolCall(name, {key[1]: _typed(value, types.get(key[1], {})) for key, value in pairs})
 
     return read
 
@@ -145,77 +197,119 @@ def _harmony(text: str, schemas: Schemas) -> ToolCall:
     return ToolCall(name.removeprefix("functions."), _mapping(json.loads(rest)))
 
 
-_HARMONY_END = r"(?:<\|(?:end|call|return)\|>|(?=<\|start\|>)|\Z)"
-_HARMONY_MESSAGE = re.compile(
-    rf"(?:<\|start\|>assistant)?(?:<\|channel\|>(\w+))?[^<]*<\|message\|>(.*?){_HARMONY_END}", re.DOTALL
+_HARMONY_END = r"<\|(?:end|call|return)\|>|(?=<\|start\|>)|\Z"
+_HARMONY_MESSAGE = Span.of(
+    r"(?:(?=<)|(?<![^<>]))(?:<\|start\|>assistant)?(?:<\|channel\|>(\w++))?[^<>]*+<\|message\|>", _HARMONY_END
 )
+"""A message with its channel. Its head begins with a token, or where the text after a token does."""
 
 
 def _harmony_channels(text: str, has_calls: bool) -> dict[str, str]:
-    thinking = "\n".join(body for channel, body in _HARMONY_MESSAGE.findall(text) if channel == "analysis")
-    content = _HARMONY_MESSAGE.sub(lambda match: "" if match[1] == "analysis" else match[2], text).strip()
+    thoughts: list[str] = []
+    kept: list[str] = []
+    place = 0
+    for head, body, stop in _HARMONY_MESSAGE.among(text):
+        kept.append(text[place : head.start()])
+        (thoughts if head[1] == "analysis" else kept).append(body)
+        place = stop
+    thinking, content = "\n".join(thoughts), "".join((*kept, text[place:])).strip()
     if has_calls and thinking and content:
         # The template takes one of the two next to a call.
         thinking, content = f"{thinking}\n{content}", ""
     return {"content": content, **({"thinking": thinking} if thinking else {})}
 
 
-_COHERE_THINKING = re.compile(r"<\|START_THINKING\|>(.*?)<\|END_THINKING\|>", re.DOTALL)
+_COHERE_THINKING = Span.of(r"<\|START_THINKING\|>", r"<\|END_THINKING\|>")
 
 
 def _cohere_channels(text: str, has_calls: bool) -> dict[str, str]:
-    thinking = "".join(_COHERE_THINKING.findall(text))
-    content = re.sub(r"<\|(?:START|END)_RESPONSE\|>", "", _COHERE_THINKING.sub("", text)).strip()
+    rest, thoughts = _COHERE_THINKING.split(text)
+    thinking = "".join(inside for _, inside in thoughts)
+    content = re.sub(r"<\|(?:START|END)_RESPONSE\|>", "", rest).strip()
     # Templates of different ages take it by different names.
     return {"content": content, **({"reasoning_content": thinking, "tool_plan": thinking} if thinking else {})}
 
 
 PARSERS: dict[str, Parser] = {
-    "json": Parser(re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL), _json_call("arguments"), "<tool_call>"),
+    "json": Parser(Span.of(r"<tool_call>\s*+(?=\{)", r"(?<=\})\s*+</tool_call>"), _json_call("arguments"), "<tool_call>"),
     "xml": Parser(
-        re.compile(r"<tool_call>\s*<function=(.*?)</function>\s*</tool_call>", re.DOTALL),
-        _tagged(r"([^>\n]+)>", r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>"),
+        Span.of(r"<tool_call>\s*+<function=", r"</function>\s*+</tool_call>"),
+        _tagged(r"([^>\n]+)>", Span.of(r"<parameter=([^<>\n]++)>\n?", r"\n?</parameter>")),
         "<tool_call>",
     ),
     "pairs": Parser(
-        re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL),
-        _tagged(r"([^\n<]+)", r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>"),
+        Span.of(r"<tool_call>", r"</tool_call>"),
+        _tagged(r"([^\n<]+)", Span.of(r"<arg_key>([^<]*+)</arg_key>\s*+<arg_value>", r"</arg_value>")),
         "<tool_call>",
     ),
     "deepseek": Parser(
-        re.compile(r"<｜tool▁call▁begin｜>function<｜tool▁sep｜>(.*?)<｜tool▁call▁end｜>", re.DOTALL),
+        Span.of(r"<｜tool▁call▁begin｜>function<｜tool▁sep｜>", r"<｜tool▁call▁end｜>"),
         _deepseek,
         "<｜tool▁call▁begin｜>",
         re.compile(r"<｜tool▁calls▁(?:begin|end)｜>"),
     ),
     "harmony": Parser(
-        re.compile(
-            r"(?:<\|start\|>assistant)?(?:<\|channel\|>\w+)?\s*\bto=([^\s<]+(?:<\|channel\|>\w+)?\s*(?:<\|constrain\|>)?\w*"
-            rf"<\|message\|>.*?){_HARMONY_END}",
-            re.DOTALL,
+        Span.of(
+            # The head of a message names its recipient before or after the channel.
+            r"(?:<\|start\|>assistant(?:<\|channel\|>\w++)?\s*+|<\|channel\|>\w++\s*+|(?<!\s)\s*+(?<![^\s>]))to="
+            r"(?=[^\s<>]++(?:<\|channel\|>\w++)?\s*+(?:<\|constrain\|>)?\w*+<\|message\|>)",
+            _HARMONY_END,
         ),
         _harmony,
         "to=functions.",
         channels=_harmony_channels,
     ),
-    "mistral": Parser(re.compile(r"\[TOOL_CALLS\]\s*(\[.*\])", re.DOTALL), _json_call("arguments"), "[TOOL_CALLS]"),
+    "mistral": Parser(
+        Span.of(r"\[TOOL_CALLS\]\s*+(?=\[[^\]]*+\])", r"(?<=\])(?=[^\]]*+\Z)"), _json_call("arguments"), "[TOOL_CALLS]"
+    ),
     "arguments": Parser(
-        re.compile(r"\[TOOL_CALLS\]([^\[]*(?:\[CALL_ID\][^\[]*)?\[ARGS\].*?)(?=\[TOOL_CALLS\]|\Z)", re.DOTALL),
+        Span.of(r"\[TOOL_CALLS\](?=[^\[]*+(?:\[CALL_ID\][^\[]*+)?\[ARGS\])", r"(?=\[TOOL_CALLS\])|\Z"),
         _arguments,
         "[TOOL_CALLS]",
     ),
     "cohere": Parser(
-        re.compile(r"<\|START_ACTION\|>(.*?)<\|END_ACTION\|>", re.DOTALL),
+        Span.of(r"<\|START_ACTION\|>", r"<\|END_ACTION\|>"),
         _json_call("parameters", "tool_name"),
         "<|START_ACTION|>",
         channels=_cohere_channels,
     ),
-    "gemma": Parser(re.compile(r"<\|tool_call>call:(.*?)<tool_call\|>", re.DOTALL), _gemma, "<|tool_call>"),
-    "whole": Parser(re.compile(r"\A\s*(\{.*\})\s*\Z", re.DOTALL), _json_call("parameters"), '{"name":'),
+    "gemma": Parser(Span.of(r"<\|tool_call>call:", r"<tool_call\|>"), _gemma, "<|tool_call>"),
+    "whole": Parser(Span.of(r"\A\s*+(?=\{)", r"(?<=\})\s*+\Z"), _json_call("parameters"), '{"name":'),
 }
 """Name -> parser: JSON in tags (Qwen2.5, Qwen3), XML (Qwen3.5, Qwen3-Coder), pairs of tags (GLM-4), DeepSeek-V3's tokens,
 messages to a recipient (gpt-oss), a token before a list of calls or before each one (Mistral), a list between tokens
 (Cohere), texts between tokens (Gemma 4), and a turn that is nothing but one call in JSON (Llama 3.1)."""
+
+
+def schemas_of(tools: Iterable[Mapping[str, Any]]) -> Schemas:
+    """Return the schema of the arguments of each tool, with those keys alone that `arguments_fault` reads, in their form.
+
+    A server of others wrote it: what is not a schema allows every value, as `true` does in JSON schemas.
+    """
+    schemas = {}
+    for tool in tools:
+        parameters = tool["function"]["parameters"]
+        properties, required = parameters.get("properties"), parameters.get("required")
+        schemas[str(tool["function"]["name"])] = {
+            "properties": {name: _known(schema) for name, schema in properties.items()},
+            "required": [name for name in required if isinstance(name, str)] if isinstance(required, list) else [],
+        }
+    return schemas
+
+
+def _known(schema: Any, deepest: int = _DEEPEST) -> dict[str, Any]:
+    if not isinstance(schema, dict):
+        return {}
+    known: dict[str, Any] = {}
+    types = schema.get("type")
+    names = types if isinstance(types, list) else [types]
+    if names and all(isinstance(name, str) and name in _TYPES for name in names):
+        known["type"] = types
+    if isinstance(schema.get("enum"), list):
+        known["enum"] = schema["enum"]
+    if deepest and isinstance(schema.get("items"), dict):
+        known["items"] = _known(schema["items"], deepest - 1)
+    return known
 
 
 def arguments_fault(call: ToolCall, schemas: Schemas) -> str | None:

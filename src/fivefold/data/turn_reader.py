@@ -13,7 +13,7 @@ from typing import Any
 from fivefold.data.chat_template import EXAMPLE_CALLS, ChatTemplate
 from fivefold.data.tool_calls import PARSERS, Parser, Schemas, ToolCall
 from fivefold.errors import UserError
-from fivefold.special_tokens import escape, pattern_of
+from fivefold.special_tokens import escape, escape_all, pattern_of
 
 _SCHEMA = {
     "type": "object",
@@ -47,8 +47,9 @@ class TurnReader:
         if parser is None:
             return Answer({"role": "assistant", "content": self.template.decode(turn_ids, skip_special_tokens=True)})
         keys, calls = parser(self._escaped(turn_ids) if self.escapes else self.template.decode(turn_ids), self.schemas)
-        message = {"role": "assistant", **keys}
-        return Answer({**message, "tool_calls": self.template.written(calls)} if calls else message, calls)
+        message = {"role": "assistant", **keys, **({"tool_calls": self.template.written(calls)} if calls else {})}
+        # Arguments may spell a special token with escapes of JSON.
+        return Answer(escape_all(message, pattern_of(self.template.tokenizer)) if self.escapes else message, calls)
 
     @cached_property
     def parser(self) -> Parser:

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 from fivefold.config.environment import EnvironmentConfig
 from fivefold.environments import worker
 from fivefold.environments.kinds import AGENT, KINDS, kind_of
-from fivefold.errors import UserError
+from fivefold.errors import UserError, shown
 from fivefold.reward.pool import clean_environment, cores_of_rank
 
 T = TypeVar("T")
@@ -32,6 +32,8 @@ _GRACE_SECONDS = 2.0
 """Seconds for a process to confirm that it has cancelled a call; after them it is killed."""
 _LEAST_WAIT = 0.1
 """Seconds between two looks at a clock that may be held."""
+_MOST_LATE = 16
+"""Calls of a process that took too long, after which it gets no further environment: their threads may still run."""
 _CLOSE_SECONDS = 5.0
 """Seconds for environments to close at the end of a run."""
 _OF_OWN_PYTHON = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
@@ -224,7 +226,7 @@ class EnvironmentPool:
         """
         await self._room.acquire()
         self._processes = [process for process in self._processes if not process.has_ended]
-        free = (process for process in self._processes if len(process.places) < self._per_process)
+        free = (process for process in self._processes if len(process.places) < self._per_process and not process.is_worn)
         if (process := next(free, None)) is None:
             process = _Process(self._config, self._starts)
             self._processes.append(process)
@@ -249,6 +251,8 @@ class EnvironmentPool:
                     await place.process.ask("close", {"environment": place.number}, self._config.step_seconds)
         finally:
             place.process.places.discard(place)
+            if place.process.is_worn and not place.process.places:
+                place.process.kill()
             self._room.release()
 
 
@@ -260,11 +264,17 @@ class _Process:
         self.tools: list[dict[str, Any]] = []
         self.abilities: dict[str, bool] = {}
         self.has_ended = False
+        self._late = 0
         self._config, self._starts = config, starts
         self._process: subprocess.Popen[bytes] | None = None
         self.started = asyncio.ensure_future(self._start())
         self._numbers = count(1)
         self._waiting: dict[int, asyncio.Future[Any]] = {}
+
+    @property
+    def is_worn(self) -> bool:
+        """Whether so many calls have hung that the process is replaced once its environments have ended."""
+        return self._late >= _MOST_LATE
 
     async def _start(self) -> None:
         async with self._starts:
@@ -331,6 +341,7 @@ class _Process:
             while not done and left is not None and (rest := left()):
                 done, _ = await asyncio.wait([answer], timeout=max(rest, _LEAST_WAIT))
             if not done:
+                self._late += 1
                 self._send({"do": "cancel", "of": number})
                 if not (await asyncio.wait([answer], timeout=_GRACE_SECONDS))[0]:
                     self.kill()
@@ -346,18 +357,23 @@ class _Process:
         self._writer.write(json.dumps(message, default=str).encode() + b"\n")
 
     async def _read(self) -> None:
-        """Hand each answer to the caller that waits for it, until the process ends."""
-        with contextlib.suppress(OSError, ValueError):
+        """Hand each answer to the caller that waits for it, until the process ends or sends what is no answer."""
+        reason = ""
+        try:
             while line := await self._reader.readline():
-                answer = json.loads(line)
+                answer = _read_answer(line)
                 waiting = self._waiting.get(answer["id"])
                 if waiting is None or waiting.done():
                     continue
                 if "error" in answer:
-                    waiting.set_exception(EnvironmentFailure(answer["error"]))
+                    waiting.set_exception(EnvironmentFailure(str(answer["error"])))
                 else:
                     waiting.set_result(answer["value"])
-        ended = self.kill()
+        except OSError:
+            pass
+        except (ValueError, LookupError, TypeError, RecursionError) as error:
+            reason = f" because it sent what is no answer ({type(error).__name__}: {error})"
+        ended = self.kill() + reason
         for waiting in self._waiting.values():
             if not waiting.done():
                 waiting.set_exception(EnvironmentFailure(f"the environment's process {ended}"))
@@ -373,3 +389,13 @@ class _Process:
                 os.killpg(self._process.pid, signal.SIGKILL)
         code = self._process.wait()
         return f"ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+
+
+def _read_answer(line: bytes) -> dict[str, Any]:
+    """Return an answer of a process; half a character becomes a question mark, since no tokenizer takes one."""
+    answer = json.loads(line)
+    if b"\\u" in line:
+        answer = json.loads(json.dumps(answer, ensure_ascii=False).encode(errors="replace"))
+    if not isinstance(answer, dict):
+        raise TypeError(f"an answer is an object: got {shown(answer)}")
+    return answer

@@ -61,6 +61,10 @@ class Worker:
         try:
             answer["value"] = await getattr(self, f"do_{request['do']}")(**request["arguments"])
             text = json.dumps(answer, allow_nan=False)
+            if len(text) >= LONGEST:
+                raise _refusal(
+                    f"what an environment or a tool returns has at most {LONGEST >> 20} MiB: got {len(text)} bytes"
+                )
         except asyncio.CancelledError:
             text = json.dumps({"id": request["id"], "error": "it was cancelled"})
         except BaseException as error:
@@ -231,6 +235,9 @@ async def serve(descriptor: int) -> None:
     """Answer requests until the other end is gone."""
     # A call that never returns keeps its thread.
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(_THREADS))
+    # Programs and copies that an environment starts must not keep the socket open when this process ends.
+    os.set_inheritable(descriptor, False)
+    os.register_at_fork(after_in_child=lambda: os.close(descriptor))
     reader, writer = await asyncio.open_connection(sock=socket.socket(fileno=descriptor), limit=LONGEST)
     worker = Worker(writer)
     while line := await reader.readline():

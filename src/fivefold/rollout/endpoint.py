@@ -175,7 +175,7 @@ class Endpoint:
         """Return the turn of a request: a new one, or the one that it repeats."""
         retries = head.headers.get("x-stainless-retry-count", "0")
         digest = hashlib.blake2b(route.encode() + body, digest_size=16).digest()
-        turn = session.retried(digest, int(retries) if retries.isdecimal() else 0)
+        turn = session.retried(digest, retries.strip("0").isdecimal())
         if turn is None:
             read = AgentRequest.of_chat if route == _CHAT else AgentRequest.of_tokens
             turn = session.begin(read(wants, session.sampling), digest)

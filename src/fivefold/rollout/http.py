@@ -10,6 +10,7 @@ import contextlib
 import json
 import re
 import select
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from http import HTTPStatus
@@ -20,6 +21,8 @@ _LARGEST_HEAD, _MOST_HEADERS, _LONGEST_CHUNK_LINE = 64 << 10, 128, 4096
 _HEAD_SECONDS, _IDLE_SECONDS, _BODY_SECONDS, _LINGER_SECONDS = 60.0, 3600.0, 600.0, 2.0
 """Seconds for the head of a request, between two requests, for a body, and for an answer to arrive before the connection is
 closed with bytes that were not read."""
+_MOST_STRANGERS, _STRANGER_SECONDS = 256, 5.0
+"""Connections without a request that was admitted, and for how long one is kept where there are more of them."""
 _AHEAD = 1 << 20
 """Bytes that a client may send while its request is being answered."""
 _LINE = re.compile(rb"([A-Z]{1,16}) (/[!-~]*) HTTP/(\d)\.(\d)")
@@ -133,6 +136,8 @@ class HttpServer:
     def __init__(self, admit: Admit, handle: Handle) -> None:
         self._admit, self._handle = admit, handle
         self._connections: set[_Connection] = set()
+        self._strangers: dict[_Connection, float] = {}
+        """Connections without a request that was admitted -> when they came, the oldest first."""
 
     async def open(self, host: str, port: int) -> int:
         """Listen, and return the port; 0 takes a free one."""
@@ -147,20 +152,41 @@ class HttpServer:
             connection.abort()
 
     def _connect(self) -> _Connection:
-        connection = _Connection(self._admit, self._handle, self._connections)
+        now = time.monotonic()
+        while len(self._strangers) >= _MOST_STRANGERS:
+            oldest, since = next(iter(self._strangers.items()))
+            if now - since < _STRANGER_SECONDS:
+                break
+            # Clients without a key must not use up the files that this process can open.
+            del self._strangers[oldest]
+            oldest.abort()
+        connection = _Connection(self._admit_known, self._handle, self._forget)
         self._connections.add(connection)
+        self._strangers[connection] = now
         return connection
+
+    def _admit_known(self, connection: _Connection, head: Head) -> None:
+        self._admit(head)
+        self._strangers.pop(connection, None)
+
+    def _forget(self, connection: _Connection) -> None:
+        self._connections.discard(connection)
+        self._strangers.pop(connection, None)
 
 
 class _Connection(asyncio.Protocol):
     """Connection of one client, whose requests are answered one after another."""
 
-    def __init__(self, admit: Admit, handle: Handle, among: set[_Connection]) -> None:
-        self._admit, self._handle, self._among = admit, handle, among
+    def __init__(
+        self, admit: Callable[[_Connection, Head], None], handle: Handle, forget: Callable[[_Connection], None]
+    ) -> None:
+        """`forget` is called once the connection is gone."""
+        self._admit, self._handle, self._forget = admit, handle, forget
         self._buffer = bytearray()
         self._arrived, self._drained = asyncio.Event(), asyncio.Event()
         self._drained.set()
         self._discards = False
+        self._is_admitted = False
         self._is_broken = False
         """Whether some of what was written cannot arrive."""
         self._last: Answer | None = None
@@ -191,7 +217,7 @@ class _Connection(asyncio.Protocol):
         self._drained.set()
 
     def connection_lost(self, error: Exception | None) -> None:
-        self._among.discard(self)
+        self._forget(self)
         self._is_broken = self._is_broken or error is not None
         self._leave()
         if error is not None and self._last is not None and self._last.on_reset is not None:
@@ -242,7 +268,8 @@ class _Connection(asyncio.Protocol):
             answer = self._last = Answer(self, head)
             refused: HttpError | None = None
             try:
-                self._admit(head)
+                self._admit(self, head)
+                self._is_admitted = True
             except HttpError as error:
                 refused = error
             async with asyncio.timeout(_BODY_SECONDS):
@@ -260,7 +287,7 @@ class _Connection(asyncio.Protocol):
         return is_read and answer.is_whole and not head.is_old and head.headers.get("connection", "").lower() != "close"
 
     async def _head(self) -> Head:
-        async with asyncio.timeout(_IDLE_SECONDS):
+        async with asyncio.timeout(_IDLE_SECONDS if self._is_admitted else _HEAD_SECONDS):
             await self._more(0)
         async with asyncio.timeout(_HEAD_SECONDS):
             raw = await self._until(b"\r\n\r\n", _LARGEST_HEAD)
@@ -298,7 +325,7 @@ class _Connection(asyncio.Protocol):
             self.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         if encoding is None:
             return await self._exactly(int(length or 0), is_kept)
-        parts: list[bytes] = []
+        body = bytearray()
         total = 0
         while True:
             line = _CHUNK.fullmatch(await self._until(b"\r\n", _LONGEST_CHUNK_LINE))
@@ -308,12 +335,12 @@ class _Connection(asyncio.Protocol):
                 break
             if (total := total + size) > LARGEST_BODY:
                 raise _too_large()
-            parts.append(await self._exactly(size, is_kept))
+            body += await self._exactly(size, is_kept)
             if await self._exactly(2) != b"\r\n":
                 raise HttpError(HTTPStatus.BAD_REQUEST, "a chunk ends with a line break after its bytes")
         for _ in range(_MOST_HEADERS):
             if not await self._until(b"\r\n", _LONGEST_CHUNK_LINE):
-                return b"".join(parts)
+                return bytes(body)
         raise HttpError(HTTPStatus.BAD_REQUEST, f"a body has at most {_MOST_HEADERS} trailers")
 
     async def _linger(self) -> None:

@@ -24,7 +24,7 @@ from fivefold.engines.sampling import request_seed
 from fivefold.errors import UserError, shown
 from fivefold.rollout.agent_requests import AgentRequest
 from fivefold.rollout.trajectories import HeldSequence, Trajectory
-from fivefold.special_tokens import escape, pattern_of
+from fivefold.special_tokens import escape_all, pattern_of
 from fivefold.types import Completion, Sampling
 
 
@@ -155,14 +155,14 @@ class Session:
         self._lock = threading.Lock()
         self._calls = count()
 
-    def retried(self, body: bytes, retries: int) -> AgentTurn | None:
+    def retried(self, body: bytes, is_retry: bool) -> AgentTurn | None:
         """Return the turn that a request repeats; None if it is a new one.
 
         It is the first with this body of which the agent has no answer, or the latest if the client says that it retries.
         """
         same = [turn for turn in self._bodies.get(body, ()) if turn.state != "failed"]
         unread = [turn for turn in same if turn.state == "unread"]
-        repeated = unread[0] if unread else same[-1] if same and retries else None
+        repeated = unread[0] if unread else same[-1] if same and is_retry else None
         if repeated is not None:
             self._count("endpoint/retries")
         return repeated
@@ -378,13 +378,13 @@ def _for_template(
     places = dict(_places([*before, *messages]))
     written = []
     for message in messages:
-        plain = {**message, "content": escape(message["content"], pattern)}
+        plain = dict(message)
         if calls := message.get("tool_calls"):
             plain["tool_calls"] = dialog.template.written([ToolCall(*_name_and_arguments(call)) for call in calls])
         if message["role"] == "tool":
             name, number = places.get(message.get("tool_call_id", ""), (message.get("name", "unknown"), 0))
             plain |= {"name": name, "tool_call_id": f"call{number:05}"}
-        written.append(plain)
+        written.append(escape_all(plain, pattern))
     return written
 
 
@@ -398,7 +398,7 @@ def _places(messages: Sequence[dict[str, Any]]) -> Iterator[tuple[str, tuple[str
 def _name_and_arguments(call: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     try:
         arguments = json.loads(call["function"]["arguments"])
-    except ValueError:
+    except (ValueError, RecursionError):
         arguments = None
     if not isinstance(arguments, dict):
         raise UserError(f"the arguments of a call are a JSON object: got {shown(call['function']['arguments'])}")

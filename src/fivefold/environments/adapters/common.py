@@ -6,6 +6,7 @@ import hashlib
 import importlib
 import importlib.util
 import inspect
+import os
 import sys
 import zlib
 from asyncio import to_thread
@@ -70,10 +71,26 @@ def library(module: str, package: str) -> Any:
 
 
 async def run(function: Any, *arguments: Any, **named: Any) -> Any:
-    """Call a coroutine function, or a plain one in a thread, so that it holds up no other environment."""
-    if inspect.iscoroutinefunction(function):
+    """Call a coroutine function, or a plain one in a thread, so that it holds up no other environment.
+
+    A copy of this process that the function has forked ends with the call: the original answers.
+    """
+    process = os.getpid()
+
+    def call() -> Any:
+        try:
+            return function(*arguments, **named)
+        finally:
+            if os.getpid() != process:
+                os._exit(0)
+
+    if not inspect.iscoroutinefunction(function):
+        return await to_thread(call)
+    try:
         return await function(*arguments, **named)
-    return await to_thread(function, *arguments, **named)
+    finally:
+        if os.getpid() != process:
+            os._exit(0)
 
 
 def messages_of(prompt: Any) -> list[dict[str, Any]]:

@@ -25,6 +25,8 @@ _LONGEST = 64 << 20
 _CLOSE_SECONDS = 2.0
 """Seconds for a server to end by itself."""
 _NO_METHOD = -32601
+_ODD = (ValueError, LookupError, TypeError, AttributeError, RecursionError)
+"""What Python raises where a message has another form than the protocol's."""
 
 
 async def load(tool: str, settings: dict[str, Any]) -> Server:
@@ -32,8 +34,8 @@ async def load(tool: str, settings: dict[str, Any]) -> Server:
     server, seconds = Server(tool, settings["seconds"]), settings["seconds"]
     try:
         server.schemas = await asyncio.wait_for(server.describe(), seconds)
-    except (OSError, HTTPException, ToolError, ValueError, LookupError) as error:
-        is_odd = isinstance(error, ValueError | LookupError)
+    except (OSError, HTTPException, ToolError, *_ODD) as error:
+        is_odd = isinstance(error, _ODD)
         # TimeoutError has no text of its own.
         reason = f"what it sends is not MCP ({error!r})" if is_odd else str(error) or f"no answer within {seconds:g} s"
         raise Refusal(
@@ -123,8 +125,11 @@ class _Session:
         number = next(self._numbers)
         answer = await self._exchange({"jsonrpc": "2.0", "id": number, "method": method, "params": parameters}, number)
         if "error" in answer:
-            raise ToolError(str(answer["error"].get("message", answer["error"])))
-        result: dict[str, Any] = answer["result"]
+            error = answer["error"]
+            raise ToolError(str(error.get("message", error) if isinstance(error, dict) else error))
+        result = answer.get("result")
+        if not isinstance(result, dict):
+            raise ToolError(f"the server's answer to {method} has no result")
         return result
 
     async def _notify(self, method: str, parameters: dict[str, Any]) -> None:
@@ -170,14 +175,19 @@ class _Program(_Session):
     async def _read(self) -> None:
         """Read answers and give each to the request that waits for it, until the program ends."""
         assert self._process is not None and self._process.stdout is not None
-        with contextlib.suppress(OSError, ValueError):
+        # A line that is too long ends the session.
+        try:
             while line := await self._process.stdout.readline():
-                with contextlib.suppress(json.JSONDecodeError):
+                # A program may write other lines than messages.
+                with contextlib.suppress(*_ODD):
                     message = json.loads(line)
                     if (reply := reply_to(message)) is not None:
                         await self._post(reply)
                     elif (waiting := self._waiting.get(message.get("id"))) is not None and not waiting.done():
                         waiting.set_result(message)
+        except (OSError, ValueError):
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
         await self._process.wait()
         # What it said last may explain its end.
         await asyncio.wait(self._tasks[1:], timeout=_CLOSE_SECONDS)
@@ -322,7 +332,9 @@ def schema_of(tool: dict[str, Any]) -> dict[str, Any]:
     # A schema may be `true`, which allows everything.
     schemas = parameters["properties"].items()
     parameters["properties"] = {name: schema if isinstance(schema, dict) else {} for name, schema in schemas}
-    about = tool.get("description") or tool.get("title") or ""
+    about = str(tool.get("description") or tool.get("title") or "")
+    if not isinstance(tool["name"], str):
+        raise TypeError(f"the name of a tool is a text: got {str(tool['name'])[:80]}")
     return {"type": "function", "function": {"name": tool["name"], "description": about, "parameters": parameters}}
 
 
