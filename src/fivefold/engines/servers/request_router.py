@@ -48,6 +48,8 @@ class _Sent:
 
     number: int
     """Number of the server."""
+    server: Server
+    """It may be replaced by another one of the same number before it has answered."""
     stream: RequestStream
     requests: list[Request]
     cancelled: Cancelled | None = None
@@ -242,7 +244,7 @@ class _Sending(_LoopThread):
             if not self._loads[number]:
                 self._watched[number].reset()
             self._count(number, len(run))
-            sent = _Sent(number, stream, run)
+            sent = _Sent(number, self.servers[number], stream, run)
             task = self._loop.create_task(self._ask(sent))
             self._sent[task] = sent
             task.add_done_callback(self._ended)
@@ -270,7 +272,7 @@ class _Sending(_LoopThread):
         name, first = f"{self._rank}-{next(self._numbers)}", run[0]
         draws, asked_at = [(request.id, request.seed) for request in run], self.version
         try:
-            async for answer in self.servers[number].generate(name, first.prompt_ids, first.sampling, draws):
+            async for answer in sent.server.generate(name, first.prompt_ids, first.sampling, draws):
                 completion = _completion(answer, asked_at, self.version)
                 request = missing.pop(answer[0])
                 self._watched[number].reset()
@@ -281,7 +283,7 @@ class _Sending(_LoopThread):
                     self._give(stream, completion)
                 self.dispatch()
             if missing:
-                raise RuntimeError(f"{self.servers[number]} left {len(missing)} requests out")
+                raise RuntimeError(f"{sent.server} left {len(missing)} requests out")
         except (ServerLostError, asyncio.CancelledError):
             self._take_back(sent, list(missing.values()))
         except Exception as error:
@@ -289,12 +291,13 @@ class _Sending(_LoopThread):
             stream.arrivals.put(error)
 
     def _take_back(self, sent: _Sent, missing: list[Request]) -> None:
-        """Take back the requests that their server will not answer."""
+        """Take back the requests that their server will not answer; a server that has replaced it meanwhile is not lost."""
         self._count(sent.number, -len(missing))
         if sent.cancelled is not Cancelled.DROPPED:
             if missing:
                 self._queue(missing).appendleft((sent.stream, missing))
-            self._lose({sent.number})
+            if sent.server in self.servers:
+                self._lose({sent.number})
         self.dispatch()
 
     def _ended(self, task: asyncio.Task[None]) -> None:
