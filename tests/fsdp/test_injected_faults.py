@@ -123,7 +123,7 @@ def experts_counted_twice(mesh, *arguments):
 
     def again(gradients, own):
         twice = torch.stack([grad.square().sum() for tensor, grad in gradients if tensor.split.by_expert]).sum()
-        torch.distributed.all_reduce(twice, group=own.whole)
+        torch.distributed.all_reduce(twice, group=own.one_copy)
         return float((original(gradients, own) ** 2 + twice * (own.experts.size() - 1)) ** 0.5)
 
     step.gradient_norm = again
