@@ -253,7 +253,7 @@ def unequal_runs(mesh, run_dir: Path):
 @pytest.mark.slow
 def test_unequal_groups_train_with_every_objective(cluster, tmp_path):
     (rewards_by_method,) = cluster.run(unequal_runs, "megatron:d1", tmp_path)
-    assert len(rewards_by_method) == 28
+    assert {"grpo", "ppo", "gigpo"} <= rewards_by_method.keys()
     for name, rewards in rewards_by_method.items():
         assert rewards[0] < 0.3 and sum(rewards[-5:]) / 5 > 0.5, (name, rewards)
 
