@@ -107,7 +107,7 @@ class Turns(Attack):
 
 
 class Hostile(Attack):
-    """What runs against one object that is made once."""
+    """An attack whose cases all run against one object, which is made once."""
 
     against: type[hostile.Requests | hostile.Environments] = hostile.Requests
 

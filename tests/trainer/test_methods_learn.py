@@ -210,8 +210,9 @@ def test_a_method_learns_on_a_real_trainer(root, name, layout):
     assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     rewards = [row["reward/mean"] for row in rows if row["step"] > 0]
-    # The median: a step of clip-cov may overshoot, on either trainer.
-    assert rewards[0] < 0.3 and sorted(rewards[-5:])[2] > 0.8, rewards
+    # A step of clip-cov overshoots and comes back, with the same rewards on both trainers.
+    last = sorted(rewards[-5:])[2] if name == "clip_cov" else sum(rewards[-3:]) / 3
+    assert rewards[0] < 0.3 and last > 0.8, rewards
     if name == "ppo":
         assert {"critic/loss", "critic/explained_variance", "critic/grad_norm", "critic/value_mean"} <= set(rows[-1])
 
@@ -229,4 +230,5 @@ def test_a_method_learns_from_data_on_fsdp(root, name):
     assert done.returncode == 0, done.stdout + done.stderr
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     losses = [row["policy/loss"] for row in rows if "policy/loss" in row]
-    assert losses[-1] < 0.5 * losses[0], losses
+    # How often each character occurs leaves 1.3 nats a token; without a preference the loss is log 2.
+    assert losses[-1] < {"sft": 1.2, "dpo": 0.5 * math.log(2)}[name], losses

@@ -21,8 +21,11 @@ _DEEPEST = 64
 
 @dataclass(frozen=True)
 class Span:
-    """What is between two marks. The patterns of the marks take a time that is linear in the text, so that `among` is linear
-    too: a response is as hostile as its reward allows, and `re` holds all threads of the process up while it searches."""
+    """Pieces of a text between two marks.
+
+    The patterns of the marks take a time that is linear in the text, so that `among` is linear too: a response is as hostile
+    as its reward allows, and `re` holds all threads of the process up while it searches.
+    """
 
     begin: re.Pattern[str]
     end: re.Pattern[str]

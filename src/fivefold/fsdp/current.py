@@ -15,7 +15,7 @@ from fivefold.fsdp.mesh import Mesh
 
 @dataclass(frozen=True)
 class Current:
-    """What layers read about the micro-batch."""
+    """The micro-batch that is being computed, as the layers read it."""
 
     packing: Packing
     mesh: Mesh

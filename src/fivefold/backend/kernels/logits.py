@@ -65,7 +65,7 @@ def _row_gradient(logits, stride, gradient, targets, log_sum, entropy, slope, sp
 
 
 RowTensors: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor]
-"""Of each row: log Σ exp of the logits, entropy, and the gradients of log-prob and entropy."""
+"""Values of each row of a product: log Σ exp of the logits, entropy, and the gradients of log-prob and entropy."""
 
 
 def row_sums(logits: Tensor, targets: Tensor, scale: float) -> Tensor:

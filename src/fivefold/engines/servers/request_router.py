@@ -49,7 +49,7 @@ class _Sent:
     number: int
     """Number of the server."""
     server: Server
-    """It may be replaced by another one of the same number before it has answered."""
+    """The server itself: another one may have its number before it has answered."""
     stream: RequestStream
     requests: list[Request]
     cancelled: Cancelled | None = None

@@ -26,7 +26,7 @@ _CLOSE_SECONDS = 2.0
 """Seconds for a server to end by itself."""
 _NO_METHOD = -32601
 _ODD = (ValueError, LookupError, TypeError, AttributeError, RecursionError)
-"""What Python raises where a message has another form than the protocol's."""
+"""Exceptions of reading a message whose form is not the protocol's."""
 
 
 async def load(tool: str, settings: dict[str, Any]) -> Server:
