@@ -125,7 +125,7 @@ def _sentence(recorded: list[Curve]) -> str:
     for task, shown in TASKS.items():
         whole = [curve for curve in _of(recorded, f"{task}-grpo") if _part(curve) is None]
         last = [_sampled(_after(curve))[0] for curve in whole]
-        first = [_sampled(row)[0] for curve in whole if (row := _before(curve, recorded))]
+        first = [_sampled(row)[0] for curve in whole if (row := _before(curve, recorded)[0])]
         between = f"{_span(first)} to {_span(last)} with {_seeds(len(last))}" if first and last else NOT_MEASURED
         if cut := [_steps(curve) for curve in whole if _is_cut(curve)]:
             between += f", stopped after {' and '.join(dict.fromkeys(cut))} steps"
@@ -140,12 +140,14 @@ def _goal(task: str, recorded: list[Curve]) -> str:
     parts = []
     for curve in _of(recorded, f"{task}-grpo"):
         after = _after(curve)
-        ends = [_sampled(row)[0] for row in (_before(curve, recorded) or after, after)]
+        before, problems = _before(curve, recorded)
+        ends = [_sampled(row)[0] for row in (before or after, after)]
         verdict = "reached" if is_reached(*ends) else "not reached"
         if _is_cut(curve):
             verdict += f"{'' if is_reached(*ends) else ' yet'}: the run was stopped after {_steps(curve)} steps"
         step = after.get("step", len(curve["rewards"]))
-        parts.append(f"{ends[0]:.3f} to {ends[1]:.3f} at step {step:.0f} with seed {curve['seed']} ({verdict})")
+        of = f" (of {problems} problems)" if problems != _part(curve) else ""
+        parts.append(f"{ends[0]:.3f}{of} to {ends[1]:.3f} at step {step:.0f} with seed {curve['seed']} ({verdict})")
     measured = f"Measured: {'; '.join(parts)}." if parts else "It is not measured."
     return textwrap.fill(
         f"The goal of GRPO is to bring the sampled accuracy {goal}. {measured}", 120, break_on_hyphens=False
@@ -180,7 +182,7 @@ def _seeds(count: int) -> str:
 
 
 def _span(values: list[float]) -> str:
-    low, high = f"{min(values):.2f}", f"{max(values):.2f}"
+    low, high = f"{min(values):.3f}", f"{max(values):.3f}"
     return low if low == high else f"{low}-{high}"
 
 
@@ -188,17 +190,15 @@ def _of(recorded: Iterable[Curve], recipe: str) -> list[Curve]:
     return [curve for curve in recorded if curve["recipe"] == recipe and curve["evaluations"] and not curve["tag"]]
 
 
-def _before(curve: Curve, recorded: list[Curve]) -> dict[str, float] | None:
-    """Return the evaluation of the warm start on as many problems as the one after: the run's own first one, or, if it took
-    part of the test problems and the last checkpoint all of them, the last of the task's SFT.
+def _before(curve: Curve, recorded: list[Curve]) -> tuple[dict[str, float] | None, int | None]:
+    """Return the evaluation of the warm start, and its number of test problems if that was not all: the run's own first one,
+    or, if that took part of the problems and the last checkpoint all of them, the last of the task's SFT.
     """
     task, kind, *device = curve["recipe"].split("-")
     if kind == "sft":
-        return None
-    if not curve["whole"]:
-        return curve["evaluations"][0]
-    warm = _of(recorded, "-".join([task, "sft", *device]))
-    return _after(warm[0]) if warm else curve["evaluations"][0]
+        return None, None
+    warm = _of(recorded, "-".join([task, "sft", *device])) if curve["whole"] else []
+    return (_after(warm[0]), _part(warm[0])) if warm else (curve["evaluations"][0], _part(curve))
 
 
 def _part(curve: Curve) -> int | None:
@@ -258,14 +258,14 @@ def _head(*names: str) -> list[str]:
 
 
 def _cells(curve: Curve, recorded: list[Curve]) -> list[str]:
-    before, after, rewards = _before(curve, recorded), _after(curve), [row[2] for row in curve["rewards"]]
+    (before, problems), after, rewards = _before(curve, recorded), _after(curve), [row[2] for row in curve["rewards"]]
     samples = before is not None
     ends = [statistics.fmean(part) for part in (rewards[:10], rewards[-10:])] if rewards and samples else []
     shares = [
-        _share(*values(row)) if row else "" for values in (_greedy, _sampled) for row in (before, after)
-    ]  # fmt: skip
-    if part := _part(curve):
-        shares = [f"{share} (of {part})" if share else "" for share in shares]
+        _share(*values(row), of) if row else ""
+        for values in (_greedy, _sampled)
+        for row, of in ((before, problems), (after, _part(curve)))
+    ]
     seconds = max([row["seconds"] for row in curve["evaluations"]] + [row[1] for row in curve["rewards"]])
     return [
         f"{curve['seed']}", _steps(curve), f"{seconds / 60:.1f}", f"{_median(curve):.2f}", *shares,
@@ -273,8 +273,8 @@ def _cells(curve: Curve, recorded: list[Curve]) -> list[str]:
     ]  # fmt: skip
 
 
-def _share(value: float, error: float) -> str:
-    return f"{value:.4f} ± {error:.4f}"
+def _share(value: float, error: float, problems: int | None = None) -> str:
+    return f"{value:.4f} ± {error:.4f}" + (f" (of {problems})" if problems else "")
 
 
 def _median(curve: Curve) -> float:
@@ -300,8 +300,8 @@ def _beside(recorded: list[Curve]) -> str:
 
 def _side(curve: Curve) -> str:
     last = curve["evaluations"][-1]
-    stages = [f"{last.get(f'time/{name}', 0.0):.2f}" for name in STAGES]
+    stages = [f"{last[f'time/{name}']:.2f}" if f"time/{name}" in last else "" for name in STAGES]
     accuracies = [_share(*_sampled(row)) for row in (curve["evaluations"][0], last)]
-    tokens = last.get("throughput/tokens_per_second", 0.0)
-    cells = [str(curve["seed"]), f"{_median(curve):.2f}", *stages, f"{tokens:,.0f}", f"{curve['peak_gib']:.1f}", *accuracies]
+    tokens = f"{last['throughput/tokens_per_second']:,.0f}" if "throughput/tokens_per_second" in last else ""
+    cells = [str(curve["seed"]), f"{_median(curve):.2f}", *stages, tokens, f"{curve['peak_gib']:.1f}", *accuracies]
     return "| " + " | ".join([*cells, _source(curve)]) + " |"

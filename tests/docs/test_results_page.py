@@ -45,6 +45,13 @@ def test_before_is_the_warm_start_on_all_problems_and_after_too():
     assert row[4:8] == ["0.3750 ± 0.0100", "0.2500 ± 0.0100", "0.7500 ± 0.0200", "0.5000 ± 0.0200"]
 
 
+def test_a_warm_start_that_was_evaluated_on_part_of_the_problems_says_so():
+    warm = curve("gsm8k-sft", changes=["eval.max_prompts=512"])
+    page = results("", [curve("gsm8k-grpo") | {"whole": evaluation(3, 0.5)}, warm])
+    assert row_of(page, "gsm8k-grpo")[6:8] == ["0.7500 ± 0.0200 (of 512)", "0.5000 ± 0.0200"]
+    assert "0.750 (of 512 problems) to 0.500" in " ".join(page.split())
+
+
 def test_an_evaluation_of_part_of_the_problems_says_so_and_is_compared_with_its_like():
     row = row_of(results("", [curve("gsm8k-grpo"), curve("gsm8k-sft", evaluations=[evaluation(9, 0.5)])]), "gsm8k-grpo")
     assert row[6:8] == ["0.1250 ± 0.0200 (of 256)", "0.7500 ± 0.0200 (of 256)"]
@@ -66,7 +73,7 @@ def test_a_run_that_was_stopped_early_says_so_and_that_its_goal_is_not_reached()
     assert row_of(results("", [ended]), "words-grpo")[1] == "3"
     begin, end = "<!-- results: begin (written by `make docs`) -->\n", "<!-- results: end -->\n"
     shown = readme(begin + end, [curve("words-grpo", evaluations=low)])
-    assert "0.07 to 0.23 with one seed, stopped after 3 of 400 steps" in " ".join(shown.split())
+    assert "0.072 to 0.232 with one seed, stopped after 3 of 400 steps" in " ".join(shown.split())
 
 
 def test_a_trial_is_listed_with_its_keys_and_is_no_result():
@@ -91,7 +98,8 @@ def test_the_two_sides_are_compared_by_their_median_steps():
         "", [curve("beside-fivefold"), curve("beside-trl", rewards=[[step, 9.0, 0.1, 6.0] for step in (1, 2, 3)])]
     )
     assert "A step of Fivefold takes 0.25 of TRL's time." in page
-    assert row_of(page, "TRL")[:4] == ["0", "6.00", "0.50", "0.00"]
+    # A stage that was not timed has no number.
+    assert row_of(page, "TRL")[:4] == ["0", "6.00", "0.50", ""]
 
 
 def test_the_picture_has_a_curve_for_each_run_but_the_warm_start():
