@@ -186,11 +186,15 @@ class Space:
         samples, options = self.base.samples_per_step // self.base.algorithm.updates_per_step, self.base.policy.fsdp
         for tp in _divisors(world, min(self.cluster.node_gpus, self.spec.heads)):
             for cp in _divisors(world // tp, 16):
-                layout = ParallelLayout("fsdp", dp=world // tp // cp, tp=tp, cp=cp)
-                is_even = layout.dp <= samples and layout.dp % options.replicas == 0
-                is_proven = not unproven_fault(self.spec.family, layout, options.unproven)
-                if is_even and is_proven and _can_shard(self.spec, layout, None):
-                    yield layout, PipelineSplit()
+                dp = world // tp // cp
+                if dp > samples or dp % options.replicas:
+                    continue
+                # Experts are divided over t in any case, and over so many times as many ranks of one copy.
+                for neighbors in _divisors(dp // options.replicas, dp) if self.spec.routed_parameters else [1]:
+                    layout = ParallelLayout("fsdp", dp=dp, tp=tp, cp=cp, ep=tp * neighbors if neighbors > 1 else 1)
+                    is_proven = not unproven_fault(self.spec.family, layout, options.unproven)
+                    if is_proven and _can_shard(self.spec, layout, None):
+                        yield layout, PipelineSplit()
 
     def _best(self, model: Sharded) -> tuple[float, Sharded] | None:
         """Return the layout's fastest recomputation and micro-batch size that fit during training of the policy."""
