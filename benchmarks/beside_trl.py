@@ -104,7 +104,7 @@ def train_with_trl(path: Path, changes: list[str], run_dir: Path) -> None:
 
     def right(completions: list[list[dict[str, str]]], ground_truth: list[str], **_: Any) -> list[float]:
         with clock.stage("reward"):
-            return [score(each[0]["content"], truth) for each, truth in zip(completions, ground_truth, strict=True)]
+            return [score(messages[0]["content"], truth) for messages, truth in zip(completions, ground_truth, strict=True)]
 
     class Timed(trl.GRPOTrainer):
         """Measures its stages, and evaluates as Fivefold does."""
@@ -127,7 +127,7 @@ def train_with_trl(path: Path, changes: list[str], run_dir: Path) -> None:
 
         def evaluated(self) -> dict[str, float]:
             """Accuracy of greedy decoding, and of as many samples as the recipe has."""
-            found, k = {}, config.eval.samples
+            scores, k = {}, config.eval.samples
             self.model.eval()
             for count, temperature, mean, error in (
                 (1, 0.0, "accuracy", "accuracy_stderr"),
@@ -141,10 +141,10 @@ def train_with_trl(path: Path, changes: list[str], run_dir: Path) -> None:
                 truths = [row["ground_truth"] for row in rows["val"] for _ in range(count)]
                 right_PG = torch.tensor([score(*pair) for pair in zip(texts, truths, strict=True)]).view(-1, count)
                 mean_P = (right_PG >= 1).double().mean(1)
-                found[f"val/{path.stem}/{mean}"] = float(mean_P.mean())
-                found[f"val/{path.stem}/{error}"] = float(mean_P.std() / len(mean_P) ** 0.5)
+                scores[f"val/{path.stem}/{mean}"] = float(mean_P.mean())
+                scores[f"val/{path.stem}/{error}"] = float(mean_P.std() / len(mean_P) ** 0.5)
             self.model.train()
-            return found
+            return scores
 
         @contextmanager
         def _temperature(self, temperature: float) -> Iterator[None]:
@@ -184,13 +184,13 @@ def train_with_trl(path: Path, changes: list[str], run_dir: Path) -> None:
             self.write(step, row)
 
         def metrics(self, whole: float) -> dict[str, float]:
-            found = {name: values[-1] for name, values in trainer._metrics["train"].items() if values}
+            last_values = {name: values[-1] for name, values in trainer._metrics["train"].items() if values}
             names = {
                 "reward": "reward/mean",
                 "frac_reward_zero_std": "reward/frac_reward_zero_std",
                 "completions/mean_length": "response/length_mean",
             }
-            row = {ours: found[theirs] for theirs, ours in names.items()}
+            row = {ours: last_values[theirs] for theirs, ours in names.items()}
             tokens = trainer.state.num_input_tokens_seen
             row["throughput/tokens_per_second"] = (tokens - self.tokens) / whole
             self.tokens = tokens
@@ -288,7 +288,7 @@ def compared(curves: list[recipes.Curve]) -> str:
     for curve in curves:
         if seconds := [row[3] for row in curve.rewards if row[0] > 2]:
             medians[curve.recipe].append(statistics.median(seconds))
-    lines = [f"{name}: {statistics.median(found):.2f} s a step" for name, found in medians.items()]
+    lines = [f"{name}: {statistics.median(times):.2f} s a step" for name, times in medians.items()]
     if len(medians) == 2:
         ours, theirs = (statistics.median(medians[f"beside-{which}"]) for which in ("fivefold", "trl"))
         lines.append(f"a step of Fivefold takes {ours / theirs:.2f} of TRL's time")

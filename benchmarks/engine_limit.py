@@ -118,9 +118,9 @@ class Timers:
 
     def take(self) -> dict[str, float]:
         """Milliseconds a step of each part since the last call."""
-        found = {name: round(1e3 * seconds / max(1, self.steps), 2) for name, seconds in self.seconds.items()}
+        times = {name: round(1e3 * seconds / max(1, self.steps), 2) for name, seconds in self.seconds.items()}
         self.seconds, self.steps = {}, 0
-        return found
+        return times
 
 
 def child(given: dict[str, Any]) -> None:
@@ -230,11 +230,11 @@ def measure(engine: Any, inner: Any, given: dict[str, Any], row: dict[str, Any])
     if row["logprobs"] == "collected" or (engine is not None and row["logprobs"] is None):
         sampling = Sampling(max_tokens=row["tokens"], ignore_eos=True, logprobs=row["logprobs"] is not None)
         requests = [Request(i, prompt, sampling, draw.getrandbits(62)) for i, prompt in enumerate(prompts)]
-        found = list(engine.generate(requests))
-        if ends := sorted({one.finish_reason for one in found} - {"length"}):
+        completions = list(engine.generate(requests))
+        if ends := sorted({one.finish_reason for one in completions} - {"length"}):
             raise RuntimeError(f"responses ended as {', '.join(ends)}, not by their length")
-        assert all(len(one.logprobs) == (row["tokens"] if sampling.logprobs else 0) for one in found)
-        return sum(len(one.token_ids) for one in found)
+        assert all(len(one.logprobs) == (row["tokens"] if sampling.logprobs else 0) for one in completions)
+        return sum(len(one.token_ids) for one in completions)
     options: dict[str, Any] = {} if row["logprobs"] is None else {"logprobs": 0, "flat_logprobs": True}
     options |= {"max_tokens": row["tokens"], "ignore_eos": True, "detokenize": False}
     for i, prompt in enumerate(prompts):
@@ -264,9 +264,9 @@ def children(group: Group, given: dict[str, Any], logs: Path, deadline: float) -
             pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": log, "text": True}
             started.append(subprocess.Popen(command, **pipes))
         for number, one in enumerate(started):
-            while (said := answer(one, deadline)) is not None and said != "ready":
-                print(f"    {said}", flush=True)
-            if said is None:
+            while (line := answer(one, deadline)) is not None and line != "ready":
+                print(f"    {line}", flush=True)
+            if line is None:
                 lines = (logs / f"{number}.log").read_text().strip().splitlines()
                 raise RuntimeError(f"process {number} did not start: {' / '.join(lines[-2:])}")
         yield started
@@ -301,14 +301,14 @@ def arguments_of(config: dict[str, Any], group: Group, dry: bool, tokens: int) -
     block = 128 if dry else 64
     longest = -(-tokens // block) * block
     cache = int(1.1 * most * longest * token)
-    found = {"dtype": "float32" if dry else "bfloat16", "max_model_len": longest, "max_num_seqs": most}
-    found |= {"skip_tokenizer_init": True, "seed": 0, "kv_cache_memory_bytes": cache}
+    options = {"dtype": "float32" if dry else "bfloat16", "max_model_len": longest, "max_num_seqs": most}
+    options |= {"skip_tokenizer_init": True, "seed": 0, "kv_cache_memory_bytes": cache}
     if dry:
-        return found | {"enforce_eager": True, "enable_chunked_prefill": False, "max_num_batched_tokens": 4096}
+        return options | {"enforce_eager": True, "enable_chunked_prefill": False, "max_num_batched_tokens": 4096}
     captured = sorted({1, 8, 32, 64, 128, 256, 384, 512, 768, 1024})
-    found |= {"gpu_memory_utilization": round(0.8 / group.processes, 2)}
+    options |= {"gpu_memory_utilization": round(0.8 / group.processes, 2)}
     graphs = [size for size in captured if size <= most] + ([most] if most not in captured else [])
-    return found | {"compilation_config": {"cudagraph_capture_sizes": graphs}} | dict(group.arguments)
+    return options | {"compilation_config": {"cudagraph_capture_sizes": graphs}} | dict(group.arguments)
 
 
 def measured(name: str, group: Group, directory: Path, scale: Any, logs: Path, deadline: float) -> Iterator[dict[str, Any]]:
@@ -333,12 +333,12 @@ def measured(name: str, group: Group, directory: Path, scale: Any, logs: Path, d
                 if None in answers:
                     lines = (logs / f"{answers.index(None)}.log").read_text().strip().splitlines()
                     raise RuntimeError(f"{row} at {sequences}: {' / '.join(lines[-2:]) or 'the time is over'}")
-                found = [json.loads(each) for each in answers if each is not None]
-                seconds = max(one["end"] for one in found) - min(one["begin"] for one in found)
-                rate = round(sum(one["tokens"] for one in found) / seconds)
+                results = [json.loads(answer_line) for answer_line in answers if answer_line is not None]
+                seconds = max(one["end"] for one in results) - min(one["begin"] for one in results)
+                rate = round(sum(one["tokens"] for one in results) / seconds)
                 yield {
                     "group": name, "row": row, "sequences": sequences, "processes": group.processes,
-                    "tokens_per_second": rate, "host_ms_a_step": found[0]["host"],
+                    "tokens_per_second": rate, "host_ms_a_step": results[0]["host"],
                 }  # fmt: skip
 
 
@@ -351,7 +351,7 @@ def compared(rows: list[dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]
                 what: {row["processes"]: row["tokens_per_second"] for row in of if row["row"] == what} for what in RATED
             }
             if all(rates.values()):
-                best = {what: max(found.values()) for what, found in rates.items()}
+                best = {what: max(rates_of_engines.values()) for what, rates_of_engines in rates.items()}
                 yield f"{model}, {sequences} sequences", {
                     "vllm_alone": best["plain"], "with": f"{max(rates['plain'], key=rates['plain'].__getitem__)} processes",
                     "ours": best["after"], "of_alone": round(best["after"] / best["plain"], 3),
@@ -405,8 +405,8 @@ def main() -> int:
             except RuntimeError as error:
                 failed += 1
                 print(f"{name}: not measured: {error}", flush=True)
-        for what, found in compared(rows):
-            print(f"{what}: {json.dumps(found)}", flush=True)
+        for what, best in compared(rows):
+            print(f"{what}: {json.dumps(best)}", flush=True)
     return 1 if failed else 0
 
 

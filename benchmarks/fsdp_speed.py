@@ -41,8 +41,8 @@ def fsdp_step(mesh, directory: Path, tokens: int, samples: int, length: int, rec
     """Return the steady time of a training step on `fsdp:`, tokens per second and peak memory."""
     model = fsdp_model(mesh, directory, tokens, recompute=recompute)
     mine = random_batch(samples, length, model.spec.vocab).select(shard_of_replica(mesh.ranks, range(samples)))
-    found = [timed(mesh, lambda: model.train_step(mine, OBJECTIVE.loss)) for _ in range(4)]
-    seconds, report = min(seconds for seconds, _ in found[1:]), found[-1][1]
+    timings = [timed(mesh, lambda: model.train_step(mine, OBJECTIVE.loss)) for _ in range(4)]
+    seconds, report = min(seconds for seconds, _ in timings[1:]), timings[-1][1]
     return {
         "seconds": round(seconds, 3),
         "tokens_per_second": round(report.tokens / seconds),
@@ -55,8 +55,8 @@ def megatron_step(mesh, directory: Path, tokens: int, samples: int, length: int)
     memory."""
     model = build(mesh, directory, "bfloat16", tokens, recompute="full")
     mine = random_batch(samples, length, model.spec.vocab).select(shard_of_replica(mesh.ranks, range(samples)))
-    found = [timed(mesh, lambda: model.train_step(mine, OBJECTIVE.loss)) for _ in range(4)]
-    seconds, report = min(seconds for seconds, _ in found[1:]), found[-1][1]
+    timings = [timed(mesh, lambda: model.train_step(mine, OBJECTIVE.loss)) for _ in range(4)]
+    seconds, report = min(seconds for seconds, _ in timings[1:]), timings[-1][1]
     return {
         "seconds": round(seconds, 3),
         "tokens_per_second": round(report.tokens / seconds),
@@ -102,24 +102,24 @@ def two(part: Part) -> None:
     theirs = [part.measure(layout, layout, megatron_step, directory, tokens, samples, length) for layout in ("d2", "t2")]
     part.say("megatron:d2 and megatron:t2", theirs)
     if part.large and ours and any(theirs):
-        share = ours["tokens_per_second"] / max(found["tokens_per_second"] for found in theirs if found)
+        share = ours["tokens_per_second"] / max(numbers["tokens_per_second"] for numbers in theirs if numbers)
         part.claim(f"at least {SHARE} of Megatron-Core", share >= SHARE, round(share, 2))
         fits(part, directory, "fsdp:d2", tokens, "full", ours["peak_gib"])
 
 
 def weights(part: Part) -> None:
     """Measure how fast all weights of Qwen3-8B's shape are streamed from two GPUs."""
-    found = part.measure("weights of fsdp:d2", "fsdp:d2", stream, part.model("qwen3_8b"))
-    part.say("weights of fsdp:d2", found)
-    if part.large and found:
-        part.claim(f"at most {STREAM_SECONDS} s", found["seconds"] <= STREAM_SECONDS, found["seconds"])
+    numbers = part.measure("weights of fsdp:d2", "fsdp:d2", stream, part.model("qwen3_8b"))
+    part.say("weights of fsdp:d2", numbers)
+    if part.large and numbers:
+        part.claim(f"at most {STREAM_SECONDS} s", numbers["seconds"] <= STREAM_SECONDS, numbers["seconds"])
 
 
 def largest(part: Part) -> None:
     """Train Qwen3-14B's shape on two GPUs: 2,048 tokens a sequence, recomputation."""
     samples, length, tokens = (8, 2048, 4096) if part.large else (8, 24, 64)
-    found = part.measure("fsdp:d2", "fsdp:d2", fsdp_step, part.model("qwen3_14b"), tokens, samples, length, "full")
-    part.say("fsdp:d2", found)
+    numbers = part.measure("fsdp:d2", "fsdp:d2", fsdp_step, part.model("qwen3_14b"), tokens, samples, length, "full")
+    part.say("fsdp:d2", numbers)
 
 
 def fits(part: Part, directory: Path, layout: str, tokens: int, recompute: str, peak: float) -> None:

@@ -95,8 +95,8 @@ def run(line: str, out: Path, more: list[str]) -> bool:
     try:
         for text in process.stdout:
             print(text, end="", flush=True)
-            if "--serve" in words and (found := re.search(r"http://\S+", text)):
-                page = urllib.request.urlopen(found[0].rstrip("./") + "/").read().decode()
+            if "--serve" in words and (match := re.search(r"http://\S+", text)):
+                page = urllib.request.urlopen(match[0].rstrip("./") + "/").read().decode()
                 process.send_signal(signal.SIGINT)
         code = process.wait()
     finally:

@@ -112,17 +112,17 @@ class Curve:
         scores = _scores(row)
         if not scores:
             return None
-        steps = [each for each in since if "time/step" in each]
+        steps = [row for row in since if "time/step" in row]
         since.clear()
         means = {
-            name: statistics.fmean(each.get(name, 0.0) for each in steps)
-            for name in dict.fromkeys(name for each in steps for name in each if name.startswith("time/"))
+            name: statistics.fmean(row.get(name, 0.0) for row in steps)
+            for name in dict.fromkeys(name for row in steps for name in row if name.startswith("time/"))
         }
         for name in MEANS:
-            if values := [each[name] for each in steps if name in each]:
+            if values := [row[name] for row in steps if name in row]:
                 means[name] = statistics.fmean(values)
-        found = {"step": row["step"], "seconds": seconds, **scores, **means}
-        self.evaluations.append({name: value if name == "step" else round(value, 5) for name, value in found.items()})
+        evaluation = {"step": row["step"], "seconds": seconds, **scores, **means}
+        self.evaluations.append({name: value if name == "step" else round(value, 5) for name, value in evaluation.items()})
         return f"{self.name}: {described(self.evaluations[-1])}"
 
 
@@ -410,10 +410,10 @@ def main() -> int:
     if not options.dry_run and options.gsm8k is None and any(name.startswith("gsm8k") for name in wanted):
         parser.error("--gsm8k must name the directory with train.jsonl and test.jsonl")
     changes: dict[str, list[str]] = {}
-    for each in options.set:
-        name, colon, change = each.partition(":")
+    for setting in options.set:
+        name, colon, change = setting.partition(":")
         if not colon or name not in RECIPES or "=" not in change:
-            parser.error(f"--set is written RECIPE:KEY=VALUE with one of {', '.join(RECIPES)}: got {each}")
+            parser.error(f"--set is written RECIPE:KEY=VALUE with one of {', '.join(RECIPES)}: got {setting}")
         changes.setdefault(name, []).append(change)
     # What it has started ends with it.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))

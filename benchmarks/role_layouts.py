@@ -65,9 +65,9 @@ def peak_of_roles(mesh, case: Case, directory: Path, tokens: int, samples: int, 
     settings = replace(POLICY, dtype="bfloat16", tokens_per_micro_batch=tokens)
 
     def model(role: str, **changes: Any) -> Any:
-        own, there = meshes.of(case.layout(role), case.first.get(role, 0))
+        role_mesh, there = meshes.of(case.layout(role), case.first.get(role, 0))
         made = None if there is None else MegatronModel(directory, settings, there, **changes)
-        return on_replicas_of(meshes.ranks, made, own)
+        return on_replicas_of(meshes.ranks, made, role_mesh)
 
     policy, reference = model("policy", total_updates=2), model("reference")
     mine = meshes.ranks.shard_of_replica(range(samples))
@@ -89,9 +89,9 @@ def equal(part: Part) -> None:
     if alone is None:
         return
     for case in PAIRS:
-        found = part.measure_all(str(case), f"d{case.world_size}", updates, case, *made)
-        if found is not None:
-            apart = differences(found, alone)
+        results = part.measure_all(str(case), f"d{case.world_size}", updates, case, *made)
+        if results is not None:
+            apart = differences(results, alone)
             # A GPU's products have other orders of summation than a CPU's, by which bounds grow a little.
             bounds = [bound * (4 if part.large else 1) for bound in (LOGPROB_BOUND, *BOUNDS)]
             names = ("log-probs and values", "losses", "norms", "parameters")
@@ -164,7 +164,7 @@ def run_of(part: Part, root: Path, what: str, **sections: dict[str, Any]) -> dic
         "trainer": {"run_dir": f"{root}/{what}", "steps": 2, "save_every": 0, "device": "cuda" if part.large else "cpu",
                     "loggers": ["console"], "logged_samples_per_step": 64},
     }  # fmt: skip
-    return base | {name: base.get(name, {}) | own for name, own in sections.items()}
+    return base | {name: base.get(name, {}) | section for name, section in sections.items()}
 
 
 def sampled_by(part: Part, layout: str) -> dict[str, Any]:
@@ -192,8 +192,8 @@ def compared(part: Part, root: Path, runs: dict[str, dict[str, Any]], extra: tup
         values = {name: (one[name], other[name]) for name in (*SAME, *extra)}
         near = all(abs(a - b) <= (4 if part.large else 1) * (2e-5 * abs(b) + 1e-6) for a, b in values.values())
         shown = {name: [float(f"{value:.6g}") for value in both] for name, both in values.items()}
-        own, theirs = samples_of(root / what), samples_of(root / base)
-        part.claim(f"{what}: the samples of {base}", own == theirs != [], len(own))
+        ours, theirs = samples_of(root / what), samples_of(root / base)
+        part.claim(f"{what}: the samples of {base}", ours == theirs != [], len(ours))
         part.claim(f"{what}: the first step of {base}", near, shown)
         if other["policy/kl_reference"] < 1e-3 or other["policy/grad_norm"] == 0:
             part.claim("the step has something to compare", False, shown)
@@ -262,14 +262,14 @@ def judged(part: Part) -> None:
         model = {"path": f"{root}/judge", "first_rank": first_rank} | ({"backend": "megatron:d1"} if first_rank else {})
         return {"functions": functions, "timeout_seconds": 300, "wait_seconds": 600, "judge": judge, "model": model}
 
-    own = {"backend": "vllm:d1t1", "memory_fraction": 0.3}
+    judge_engine = {"backend": "vllm:d1t1", "memory_fraction": 0.3}
     apart = {"backend": "megatron:d1", "first_rank": 1}
     with judge_server(part, words, root / "judge.log") as url:
         runs = {
             "apart": run_of(
                 part, root, "apart", engine=engine, reference=apart, reward=reward(judge | {"url": [url]}, 1)
             ),
-            "together": run_of(part, root, "together", engine=engine, reward=reward(judge | own, 0)),
+            "together": run_of(part, root, "together", engine=engine, reward=reward(judge | judge_engine, 0)),
         }  # fmt: skip
         compared(part, root, runs, ("reward/judge",))
     return None

@@ -51,7 +51,7 @@ FRACTION = 0.4
 # --- what runs on a rank ---------------------------------------------------------------------------------------------
 
 
-def servers_of(mesh, directory: Path, kind: str, each: int, dtype: str, own: dict[str, Any], apart: bool = False):
+def servers_of(mesh, directory: Path, kind: str, tp: int, dtype: str, overrides: dict[str, Any], apart: bool = False):
     """Return an engine of servers, each on the devices of `each` ranks, or one on the devices after those of the ranks.
 
     `own`: SGLang's arguments. Every sync compares the held weights with the sent ones, bit by bit.
@@ -59,7 +59,7 @@ def servers_of(mesh, directory: Path, kind: str, each: int, dtype: str, own: dic
     from fivefold.engines.servers.server_engine import ServerEngine
 
     large, rank = is_large(mesh), mesh.ranks.rank
-    log = directory.parent / f"{kind}-{each}-{rank}-{dtype}.log"
+    log = directory.parent / f"{kind}-{tp}-{rank}-{dtype}.log"
     device = torch.device("cuda", mesh.ranks.layout.world_size) if apart and large else mesh.device
     connect: Any
     if kind == "vllm":
@@ -68,7 +68,7 @@ def servers_of(mesh, directory: Path, kind: str, each: int, dtype: str, own: dic
         from fivefold.engines.vllm.serve import server_process
 
         connect = VLLMServer
-        given = {"model": str(directory), "tensor_parallel_size": each, "enable_sleep_mode": large}
+        given = {"model": str(directory), "tensor_parallel_size": tp, "enable_sleep_mode": large}
         given |= arguments(directory, large) | ({"gpu_memory_utilization": FRACTION} if large else {})
     else:
         from fivefold.engines.sglang.client import SGLangServer
@@ -76,17 +76,17 @@ def servers_of(mesh, directory: Path, kind: str, each: int, dtype: str, own: dic
         from fivefold.engines.sglang.serve import server_process
 
         connect = SGLangServer
-        given = {"model_path": str(directory), "tp_size": each, "dtype": dtype, "random_seed": 0}
+        given = {"model_path": str(directory), "tp_size": tp, "dtype": dtype, "random_seed": 0}
         given |= {"context_length": 4352 if large else 64, "max_running_requests": 256 if large else 64}
         given |= {"mem_fraction_static": FRACTION, "enable_memory_saver": not apart} if large else {"max_total_tokens": 8192}
-        given |= (ON_CPU if not large else FLOAT32 if dtype == "float32" else {}) | OWN | own
+        given |= (ON_CPU if not large else FLOAT32 if dtype == "float32" else {}) | OWN | overrides
     processes = {}
-    if rank % each == 0 and not (apart and rank):
-        processes = {rank // each: server_process(given, device, each, log, answers)}
+    if rank % tp == 0 and not (apart and rank):
+        processes = {rank // tp: server_process(given, device, tp, log, answers)}
     begin = time.perf_counter()
     engine = ServerEngine(
         directory, mesh.ranks, mesh.device, partial(connect, ends=set(), run="benchmark"), print,
-        processes=processes, ranks_per_server=None if apart else each,
+        processes=processes, ranks_per_server=None if apart else tp,
         window=320, bucket_bytes=256 << 20, verify_every=1, can_sleep=large and not apart,
     )  # fmt: skip
     tell(mesh, "start", round(time.perf_counter() - begin, 1))
@@ -107,15 +107,15 @@ def asked_of(mesh, model: Any, count: int = 64) -> list[Request]:
 
 def first_of(mesh, completions: Iterable[Completion]) -> list[Completion]:
     """Return the first rank's completions on all ranks: every rank samples, and all compute log-probs of the same tokens."""
-    own = [asdict(one) for one in completions]
-    return [Completion(**one) for one in mesh.ranks.broadcast_from_main(own)]
+    rows = [asdict(one) for one in completions]
+    return [Completion(**one) for one in mesh.ranks.broadcast_from_main(rows)]
 
 
-def steps(mesh, directory: Path, each: int, dtype: str, apart: bool = False) -> list[dict[str, float]]:
+def steps(mesh, directory: Path, tp: int, dtype: str, apart: bool = False) -> list[dict[str, float]]:
     """Return the difference of the server's log-probs from the trainer's after each of four syncs, with an update between
     two."""
     model = trainer_of(mesh, directory, dtype)
-    engine = servers_of(mesh, directory, "sglang", each, dtype, {}, apart)
+    engine = servers_of(mesh, directory, "sglang", tp, dtype, {}, apart)
     asked, batch, gaps = asked_of(mesh, model), step_batch(mesh, model.spec.vocab), []
     for version in range(4):
         tell(mesh, "sync", synced(mesh, model, engine, version, verified=True))
@@ -133,20 +133,20 @@ def slept(mesh, directory: Path) -> dict[str, float]:
     """Return the GiB that a sleeping server gives back, and the seconds that this takes."""
     model = trainer_of(mesh, directory, "bfloat16")
     engine = servers_of(mesh, directory, "sglang", 1, "bfloat16", {})
-    found: dict[str, float] = {}
+    numbers: dict[str, float] = {}
     for version in range(2):
         synced(mesh, model, engine, version, verified=True)
         list(engine.generate(asked_of(mesh, model)))
         before = torch.cuda.mem_get_info()[0]
         seconds, _ = timed(mesh, engine.sleep)
         after, total = torch.cuda.mem_get_info()
-        found = {"sleep_seconds": round(seconds, 3), "freed_gib": round((after - before) / 2**30, 1)}
-        found |= {"of_its_share": round((after - before) / (FRACTION * total), 3)}
-        tell(mesh, "sleep", found)
+        numbers = {"sleep_seconds": round(seconds, 3), "freed_gib": round((after - before) / 2**30, 1)}
+        numbers |= {"of_its_share": round((after - before) / (FRACTION * total), 3)}
+        tell(mesh, "sleep", numbers)
     tell(mesh, "wake", synced(mesh, model, engine, 2, verified=True))
     gap = logprob_gap(model, asked_of(mesh, model), list(engine.generate(asked_of(mesh, model))))
     engine.close()
-    return found | {"logprobs_mean": gap["mean"]}
+    return numbers | {"logprobs_mean": gap["mean"]}
 
 
 def killed(mesh, directory: Path) -> dict[str, Any]:
@@ -179,10 +179,10 @@ def killed(mesh, directory: Path) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def keyed(mesh, directory: Path, own: dict[str, Any]) -> dict[str, float]:
+def keyed(mesh, directory: Path, overrides: dict[str, Any]) -> dict[str, float]:
     """Return the share of requests that draw the same tokens again in the same batch, and alone."""
     dtype = "bfloat16" if is_large(mesh) else "float32"
-    model, engine = trainer_of(mesh, directory, dtype), servers_of(mesh, directory, "sglang", 1, dtype, own)
+    model, engine = trainer_of(mesh, directory, dtype), servers_of(mesh, directory, "sglang", 1, dtype, overrides)
     synced(mesh, model, engine, 0, verified=True)
     asked = asked_of(mesh, model)
 
@@ -190,33 +190,33 @@ def keyed(mesh, directory: Path, own: dict[str, Any]) -> dict[str, float]:
         return {one.request_id: one.token_ids for one in engine.generate(requests)}
 
     first, again = tokens(asked), tokens(asked)
-    alone = {number: found for one in asked[:8] for number, found in tokens([one]).items()}
+    alone = {number: drawn for one in asked[:8] for number, drawn in tokens([one]).items()}
     engine.close()
 
-    def share(found: dict[int, list[int]]) -> float:
-        return round(sum(first[number] == one for number, one in found.items()) / len(found), 3)
+    def share(drawn: dict[int, list[int]]) -> float:
+        return round(sum(first[number] == one for number, one in drawn.items()) / len(drawn), 3)
 
     distinct = len({tuple(one) for one in first.values()}) / len(first)
     return {"the_batch_again": share(again), "alone": share(alone), "distinct": round(distinct, 3)}
 
 
-def rates(mesh, directory: Path, kind: str, each: int) -> dict[str, int]:
+def rates(mesh, directory: Path, kind: str, tp: int) -> dict[str, int]:
     """Return tokens per second with log-probs, for each set of requests."""
     large = is_large(mesh)
     dtype = "bfloat16" if large else "float32"
-    model, engine = trainer_of(mesh, directory, dtype), servers_of(mesh, directory, kind, each, dtype, {})
+    model, engine = trainer_of(mesh, directory, dtype), servers_of(mesh, directory, kind, tp, dtype, {})
     synced(mesh, model, engine, 0, verified=True)
     list(
         engine.generate([Request(i, [11, 12, 13 + i], one.sampling, i) for i, one in enumerate(asked_of(mesh, model, 256))])
     )
-    found = {}
+    speeds = {}
     for name, requests in request_sets(large, model.spec.vocab).items():
         mine = requests[engine.replica.index :: engine.replica.count]
         seconds, completions = timed(mesh, lambda mine=mine: list(engine.generate(mine)))
-        found[name] = round(tokens_of(completions) * mesh.ranks.layout.world_size / seconds)
-        tell(mesh, f"{kind}, {name}", found[name])
+        speeds[name] = round(tokens_of(completions) * mesh.ranks.layout.world_size / seconds)
+        tell(mesh, f"{kind}, {name}", speeds[name])
     engine.close()
-    return found
+    return speeds
 
 
 # --- parts -----------------------------------------------------------------------------------------------------------
@@ -241,11 +241,11 @@ MEAN_ON_CPU = 1e-5
 def agreeing(part: Part, name: str, rows: list[tuple[str, int, str, bool]]) -> None:
     """Claim that log-probs agree over syncs and updates; `rows` are: layout of the trainer, ranks of a server, dtype,
     whether it is apart."""
-    for layout, each, dtype, apart in rows:
-        what = f"{name}, trainer {layout}, sglang:{'d1' if apart else f'd{int(layout[1]) // each}'}t{each}, {dtype}"
+    for layout, tp, dtype, apart in rows:
+        what = f"{name}, trainer {layout}, sglang:{'d1' if apart else f'd{int(layout[1]) // tp}'}t{tp}, {dtype}"
         what += ", apart" if apart else ""
         if is_there(part, what, int(layout[1]) + apart) and (part.large or dtype == "float32"):
-            gaps = part.measure(what, layout, steps, part.model(name), each, dtype, apart)
+            gaps = part.measure(what, layout, steps, part.model(name), tp, dtype, apart)
             if gaps is not None:
                 bound = MEAN[dtype] if part.large else MEAN_ON_CPU
                 worst = max(gap["mean"] for gap in gaps)
@@ -259,7 +259,7 @@ def one(part: Part) -> None:
 
 def two(part: Part) -> None:
     """Compare a server of two tensor-parallel ranks, and two servers, with trainers of t2 and d2 on the same GPUs."""
-    agreeing(part, "qwen3_0.6b", [(layout, each, dtype, False) for layout, each in (("t2", 2), ("d2", 1)) for dtype in MEAN])
+    agreeing(part, "qwen3_0.6b", [(layout, tp, dtype, False) for layout, tp in (("t2", 2), ("d2", 1)) for dtype in MEAN])
 
 
 def apart(part: Part) -> None:
@@ -279,10 +279,10 @@ def sleep(part: Part) -> None:
     if is_there(part, "sleep") and not part.large:
         part.say("sleep", "skipped on a CPU: nothing is given back there")
     elif part.large and find_spec("sglang"):
-        found = part.measure("sleep", "d1", slept, part.model("qwen3_0.6b"))
-        if found is not None:
-            part.claim("its share of the GPU is free while it sleeps", found["of_its_share"] > 0.8, found)
-            part.claim("it wakes with the trainer's weights", found["logprobs_mean"] < MEAN["bfloat16"], found)
+        numbers = part.measure("sleep", "d1", slept, part.model("qwen3_0.6b"))
+        if numbers is not None:
+            part.claim("its share of the GPU is free while it sleeps", numbers["of_its_share"] > 0.8, numbers)
+            part.claim("it wakes with the trainer's weights", numbers["logprobs_mean"] < MEAN["bfloat16"], numbers)
 
 
 def kill(part: Part) -> None:
@@ -290,41 +290,41 @@ def kill(part: Part) -> None:
     for layout, count in (("d1", 1), ("d2", 2)):
         what = f"a server of {count} is killed"
         if is_there(part, what, count):
-            found = part.measure_all(what, layout, killed, part.model("qwen3_0.6b"))
-            for each in found or []:
+            results = part.measure_all(what, layout, killed, part.model("qwen3_0.6b"))
+            for result in results or []:
                 bound = MEAN["bfloat16"] if part.large else MEAN_ON_CPU
-                answered = each["answers"] == each["requests"] == each["answered_again"] and each["restarts"] == 1
+                answered = result["answers"] == result["requests"] == result["answered_again"] and result["restarts"] == 1
                 if count == 2:
-                    answered = answered and each["answered"] == each["requests"]
-                part.claim(f"{what}: every request once, and again", answered and each["logprobs_mean"] < bound, each)
+                    answered = answered and result["answered"] == result["requests"]
+                part.claim(f"{what}: every request once, and again", answered and result["logprobs_mean"] < bound, result)
 
 
 def key(part: Part) -> None:
     """Measure whether the key of a request fixes its tokens with `enable_deterministic_inference`."""
     if is_there(part, "key"):
-        for name, own in (("with", {"enable_deterministic_inference": True}), ("without", {})):
-            if own and not part.large:
+        for name, overrides in (("with", {"enable_deterministic_inference": True}), ("without", {})):
+            if overrides and not part.large:
                 part.say("key with it", "skipped on a CPU: it needs a compiled attention, fa3, flashinfer or triton")
                 continue
-            found = part.measure(f"key {name} it", "d1", keyed, part.model("qwen3_0.6b"), own)
-            if found is not None and own:
-                part.claim("the key decides what is drawn", found["the_batch_again"] == found["alone"] == 1, found)
-            elif found is not None:
-                part.say("without it", found)
+            shares = part.measure(f"key {name} it", "d1", keyed, part.model("qwen3_0.6b"), overrides)
+            if shares is not None and overrides:
+                part.claim("the key decides what is drawn", shares["the_batch_again"] == shares["alone"] == 1, shares)
+            elif shares is not None:
+                part.say("without it", shares)
 
 
 def rate(part: Part) -> None:
     """Compare tokens per second of SGLang's servers with vLLM's, for Qwen3-1.7B's shape on one GPU and on two."""
-    for layout, each in (("d1", 1), ("t2", 2), ("d2", 1)):
-        found = {}
+    for layout, tp in (("d1", 1), ("t2", 2), ("d2", 1)):
+        speeds = {}
         for kind in ("sglang", "vllm"):
             what = f"{kind}, {layout}"
             if find_spec(kind) is None:
                 part.say(what, f"skipped: {kind} is not installed")
             else:
-                found[kind] = part.measure(what, layout, rates, part.model("qwen3_1.7b"), kind, each)
-        if found.get("sglang") and found.get("vllm"):
-            ratios = {name: round(found["sglang"][name] / found["vllm"][name], 3) for name in found["vllm"]}
+                speeds[kind] = part.measure(what, layout, rates, part.model("qwen3_1.7b"), kind, tp)
+        if speeds.get("sglang") and speeds.get("vllm"):
+            ratios = {name: round(speeds["sglang"][name] / speeds["vllm"][name], 3) for name in speeds["vllm"]}
             part.say(f"{layout}: SGLang's tokens a second over vLLM's", ratios)
 
 

@@ -62,13 +62,15 @@ def first_sample(name: str, layout: str, engine: str) -> Callable[[Part], None]:
         chosen = (
             {"backend": engine, "mode": "in_process", "memory_fraction": 0.6} if has_vllm else {"backend": "transformers"}
         )
-        found = {}
+        seconds_by_caches = {}
         for caches in ("cold", "warm"):
             settings = grpo_run(part, name, layout, root / f"{name}-{caches}", chosen)
-            found[caches] = started(part, f"{name}, {layout}, {chosen['backend']}, {caches} caches", root, settings)
-            if found[caches] is None:
+            seconds_by_caches[caches] = started(
+                part, f"{name}, {layout}, {chosen['backend']}, {caches} caches", root, settings
+            )
+            if seconds_by_caches[caches] is None:
                 return None
-        cold, warm = found["cold"], found["warm"]
+        cold, warm = seconds_by_caches["cold"], seconds_by_caches["warm"]
         part.say(f"{name}, seconds to the first response, cold and warm", [cold["seconds"], warm["seconds"]])
         part.say(f"{name}, files in the caches of compilers", caches_of(root))
         if part.large and name == "qwen3_1.7b":
@@ -105,8 +107,8 @@ def started(part: Part, title: str, root: Path, settings: dict[str, Any]) -> dic
         return None
     start = json.loads((run_dir / "trace/start.json").read_text())
     part.say(f"{title}: {start['seconds']} s to the first response, by parts", start["parts"])
-    if own := vllm_parts(log.read_text()):
-        part.say(f"{title}: of the engine's part, by vLLM's log", own)
+    if seconds_of_parts := vllm_parts(log.read_text()):
+        part.say(f"{title}: of the engine's part, by vLLM's log", seconds_of_parts)
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     for row in rows:
         times = {key.removeprefix("time/"): round(value, 3) for key, value in row.items() if key.startswith("time/")}
@@ -117,17 +119,17 @@ def started(part: Part, title: str, root: Path, settings: dict[str, Any]) -> dic
 
 def vllm_parts(log: str) -> dict[str, float]:
     """Return the seconds of each part that vLLM's log names; several compilations or captures add up."""
-    found = {name: [float(text) for text in re.findall(line, log)] for name, line in VLLM_LINES.items()}
-    return {name: round(sum(seconds), 2) for name, seconds in found.items() if seconds}
+    seconds_by_line = {name: [float(text) for text in re.findall(line, log)] for name, line in VLLM_LINES.items()}
+    return {name: round(sum(seconds), 2) for name, seconds in seconds_by_line.items() if seconds}
 
 
 def caches_of(root: Path) -> dict[str, str]:
     """Return the number of files and their MiB by library."""
-    found = {}
+    contents = {}
     for name in VARIABLES.values():
         sizes = [path.stat().st_size for path in (root / "caches/fivefold/compiled" / name).rglob("*") if path.is_file()]
-        found[name] = f"{len(sizes)} files, {sum(sizes) / 2**20:.1f} MiB"
-    return found
+        contents[name] = f"{len(sizes)} files, {sum(sizes) / 2**20:.1f} MiB"
+    return contents
 
 
 # --- a million prompts -----------------------------------------------------------------------------------------------
@@ -158,10 +160,10 @@ def read_prompts(data: str, tokenizer: str, cache: str) -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     begin = time.perf_counter()
     path = store_prompts([data], (Path(tokenizer), False), Reading(512), Path(cache), lambda line: print(line, flush=True))
-    found = open_prompts(path)
-    sources = {source for _, source, _ in found.ground_truths()}
+    store = open_prompts(path)
+    sources = {source for _, source, _ in store.ground_truths()}
     ready = time.perf_counter() - begin
-    loader = PromptLoader(found.prompts, 256, 0, True)
+    loader = PromptLoader(store.prompts, 256, 0, True)
     begin = time.perf_counter()
     taken = loader.take(0, 256)
     first = time.perf_counter() - begin
@@ -169,7 +171,7 @@ def read_prompts(data: str, tokenizer: str, cache: str) -> None:
     tokens = sum(len(prompt.token_ids) for prompt in loader.take(256, 256)) / 256
     after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     print(
-        f"{len(found.prompts):,} prompts of {len(sources)} sources, about {tokens:.0f} tokens each: ready after {ready:.1f} "
+        f"{len(store.prompts):,} prompts of {len(sources)} sources, about {tokens:.0f} tokens each: ready after {ready:.1f} "
         f"s; 256 of them in {first * 1000:.0f} ms, the next 256 in {(time.perf_counter() - begin) * 1000:.0f} ms; "
         f"{before / 1024:.0f} MiB before, {after / 1024:.0f} MiB at most ({len(taken)} prompts taken)",
         flush=True,
@@ -195,12 +197,12 @@ def prompts(rows: int, part: Part) -> None:
 
 
 def parts_of(rows: int) -> dict[str, Callable[[Part], None]]:
-    own = partial(prompts, rows)
-    own.__doc__ = prompts.__doc__
+    prompts_part = partial(prompts, rows)
+    prompts_part.__doc__ = prompts.__doc__
     return {
         "1.7b": first_sample("qwen3_1.7b", "d1", "vllm:d1"),
         "8b": first_sample("qwen3_8b", "t2", "vllm:d1t2"),
-        "prompts": own,
+        "prompts": prompts_part,
     }
 
 

@@ -125,14 +125,14 @@ def row(mesh, directory: Path, tokens: int, samples: int, length: int, recompute
     timed_steps = [timed(mesh, step) for _ in range(5)]
     seconds, report = min(one for one, _ in timed_steps[1:]), timed_steps[-1][1]
     flops = training_flops(model.spec, report.tokens, report.tokens / report.sequences)
-    found = {
+    numbers = {
         "seconds": round(seconds, 4),
         "tflops_per_gpu": round(flops / seconds / mesh.layout.world_size / 1e12, 1),
         "peak_gib": round(peak_gib(mesh), 2),
         "micro_batches": report.micro_batches,
         "kernels_ms": kernels_of(mesh, step),
     }
-    return found
+    return numbers
 
 
 def kernels_of(mesh, step: Callable[[], Any]) -> dict[str, float]:
@@ -264,7 +264,7 @@ def groups_step(mesh, directory: Path, share: bool, tokens: int, groups: int, pr
 def experts_layer(mesh) -> dict[str, float]:
     """TFLOP/s of forward and backward of a layer's experts."""
     config, experts, x, counts, weights = layer_of_experts(mesh)
-    found = {}
+    speeds = {}
     for kind, grouped in (("grouped", True), ("sequential", False)):
         config.moe_grouped_gemm = grouped
 
@@ -275,8 +275,8 @@ def experts_layer(mesh) -> dict[str, float]:
         seconds = min([timed(mesh, work)[0] for _ in range(3)][1:])
         # Gate, up and down, forward and twice backward.
         flops = 3 * 2 * 3 * x.numel() * config.moe_ffn_hidden_size
-        found[kind] = round(flops / seconds / 1e12, 1)
-    return found
+        speeds[kind] = round(flops / seconds / 1e12, 1)
+    return speeds
 
 
 def offload(mesh, directory: Path) -> dict[str, Any]:
@@ -284,7 +284,7 @@ def offload(mesh, directory: Path) -> dict[str, Any]:
     settings = OffloadConfig(parameters=True, gradients=True, optimizer=True)
     model = build(mesh, directory, "bfloat16", 4096 if is_large(mesh) else 64, offload=settings)
     model.train_step(random_batch(8, 512 if is_large(mesh) else 24, model.spec.vocab), OBJECTIVE.loss)
-    found: dict[str, Any] = {}
+    numbers: dict[str, Any] = {}
     for _ in range(2):
         issued: list[float] = []
 
@@ -297,7 +297,7 @@ def offload(mesh, directory: Path) -> dict[str, Any]:
         away, named = timed(mesh, leave)
         back, _ = timed(mesh, model.onload)
         moved = sum(named.values()) - named.get("gradients", 0)
-        found = {
+        numbers = {
             "gib": {name: round(size / 2**30, 2) for name, size in named.items()},
             "call_returned_ms": round(issued[0] * 1e3, 1),
             "away_seconds": round(away, 3),
@@ -305,7 +305,7 @@ def offload(mesh, directory: Path) -> dict[str, Any]:
             "back_seconds": round(back, 3),
             "back_gb_per_second": round(moved / back / 1e9, 1),
         }
-    return found
+    return numbers
 
 
 # --- parts -----------------------------------------------------------------------------------------------------------
@@ -320,10 +320,10 @@ def estimate(directory: Path, layout: str, tokens: int, length: int, recompute: 
 def steps(part: Part, directory: Path, layouts: list[str], tokens: int, samples: int, length: int) -> None:
     """The training step on each layout, next to what `plan` says about its memory."""
     for layout in layouts:
-        found = part.measure(layout, layout, training_step, directory, tokens, samples, length)
-        if found is not None:
+        numbers = part.measure(layout, layout, training_step, directory, tokens, samples, length)
+        if numbers is not None:
             guess = estimate(directory, f"megatron:{layout}", tokens, length)
-            part.say(layout, {**found, "estimated_gib": round(guess.total / 2**30, 2)})
+            part.say(layout, {**numbers, "estimated_gib": round(guess.total / 2**30, 2)})
 
 
 def dense(part: Part) -> None:
@@ -335,9 +335,9 @@ def dense(part: Part) -> None:
 def hugging_face(part: Part) -> None:
     """The same step written with transformers."""
     samples, length = (64, 1024) if part.large else (16, 24)
-    found = part.measure("training step", "d1", transformers_step, part.model("qwen3_0.6b"), samples, length)
-    if found is not None:
-        part.say("training step with transformers", found)
+    numbers = part.measure("training step", "d1", transformers_step, part.model("qwen3_0.6b"), samples, length)
+    if numbers is not None:
+        part.say("training step with transformers", numbers)
 
 
 def rows(part: Part) -> None:
@@ -349,22 +349,22 @@ def rows(part: Part) -> None:
     for samples, length, recompute in ((8, long, "none"), (64, short, "none"), (8, long, "full")):
         for attention in ("flash-attn-4", "torch"):
             name = f"{samples} x {length}, recomputation {recompute}, attention {attention}"
-            found = part.measure(name, "d1", row, directory, tokens, samples, length, recompute, attention)
-            if found is not None:
-                share = found.get("tflops_per_gpu", 0) / (rate or 1)
-                part.say(name, {**found, "of_the_product": round(share, 2)})
+            numbers = part.measure(name, "d1", row, directory, tokens, samples, length, recompute, attention)
+            if numbers is not None:
+                share = numbers.get("tflops_per_gpu", 0) / (rate or 1)
+                part.say(name, {**numbers, "of_the_product": round(share, 2)})
     for samples, length in ((8, long), (64, short)):
         name = f"{samples} x {length}, transformers"
-        found = part.measure(name, "d1", transformers_step, directory, samples, length, 0.0)
-        if found is not None:
-            part.say(name, found)
+        numbers = part.measure(name, "d1", transformers_step, directory, samples, length, 0.0)
+        if numbers is not None:
+            part.say(name, numbers)
 
 
 def waits(part: Part) -> None:
     """Qwen3-1.7B's shape on one GPU, 8 x 4096 tokens: milliseconds in which the GPU has nothing to do."""
     samples, length, tokens = (8, 4096, 32768) if part.large else (8, 64, 256)
-    found = part.measure("waits", "d1", waits_of, part.model("qwen3_1.7b"), tokens, samples, length)
-    for what, value in (found or {}).items():
+    numbers = part.measure("waits", "d1", waits_of, part.model("qwen3_1.7b"), tokens, samples, length)
+    for what, value in (numbers or {}).items():
         part.say(what, value)
 
 
@@ -378,10 +378,10 @@ def rows_of_four(part: Part) -> None:
     # Micro-batches as large as memory allows.
     for layout, tokens in {"d1t4": 32768, "d2t2": 16384, "d2p2": 16384, "d4": 16384}.items():
         tokens = tokens if part.large else 256
-        found = part.measure(layout, layout, row, directory, tokens, 32, length, "none", "flash-attn-4")
-        if found is not None:
-            share = found.get("tflops_per_gpu", 0) / (rate or 1)
-            part.say(f"32 x {length}, {layout}", {**found, "of_the_product": round(share, 2)})
+        numbers = part.measure(layout, layout, row, directory, tokens, 32, length, "none", "flash-attn-4")
+        if numbers is not None:
+            share = numbers.get("tflops_per_gpu", 0) / (rate or 1)
+            part.say(f"32 x {length}, {layout}", {**numbers, "of_the_product": round(share, 2)})
     return None
 
 
@@ -393,10 +393,10 @@ def experts_model(part: Part) -> None:
     tokens, samples, length = (16384, 64, 2048) if part.large else (64, 8, 24)
     for layout in ("d2e2", "d4e4"):
         what = f"{samples} x {length}, {layout}, by kernels"
-        found = part.measure(what, layout, row, directory, tokens, samples, length, "none", "flash-attn-4")
-        if found is not None:
-            share = found.get("tflops_per_gpu", 0) / (rate or 1)
-            part.say(what, {**found, "of_the_product": round(share, 2)})
+        numbers = part.measure(what, layout, row, directory, tokens, samples, length, "none", "flash-attn-4")
+        if numbers is not None:
+            share = numbers.get("tflops_per_gpu", 0) / (rate or 1)
+            part.say(what, {**numbers, "of_the_product": round(share, 2)})
     waiting = part.measure("waits on d2e2", "d2e2", waits_of, directory, tokens, samples, length)
     for what, value in (waiting or {}).items():
         part.say(f"d2e2, {what}", value)
@@ -414,20 +414,20 @@ def long(part: Part) -> None:
         (((32768, 4), (131072, 1)), "bfloat16", ROUNDED) if part.large else (((256, 2), (1024, 1)), "float32", 1e-5)
     )
     for length, samples in sizes:
-        found: dict[str, dict[str, float] | None] = {}
+        numbers_of: dict[str, dict[str, float] | None] = {}
         for layout in ("c2", "d1"):
             what = f"{samples} x {length}, {'c1' if layout == 'd1' else layout}"
             guess = estimate(directory, f"megatron:{layout}", length, length, "full").total / 2**30
             if guess > 0.95 * (memory or 0):
                 part.say(what, f"not measured: it needs {guess:.0f} GiB, and the device has {memory or 0:.0f}")
                 continue
-            found[layout] = part.measure(what, layout, long_step, directory, length, samples, dtype)
-            if found[layout] is not None:
-                part.say(what, {**found[layout], "estimated_gib": round(guess, 2)})
-                near = abs(found[layout]["peak_gib"] / guess - 1) < 0.15
+            numbers_of[layout] = part.measure(what, layout, long_step, directory, length, samples, dtype)
+            if numbers_of[layout] is not None:
+                part.say(what, {**numbers_of[layout], "estimated_gib": round(guess, 2)})
+                near = abs(numbers_of[layout]["peak_gib"] / guess - 1) < 0.15
                 if part.large:
                     part.claim(f"{what}: memory is as estimated", near, round(guess, 2))
-        cut, whole = found.get("c2"), found.get("d1")
+        cut, whole = numbers_of.get("c2"), numbers_of.get("d1")
         if cut is not None and whole is not None:
             apart = {name: abs(cut[name] / whole[name] - 1) for name in ("loss", "grad_norm")}
             what = f"{samples} x {length}: c2 computes the update of c1, relative differences"
@@ -438,10 +438,10 @@ def critic(part: Part) -> None:
     """Qwen3-1.7B as policy and as critic on one GPU: times, and memory against the estimate."""
     directory, other = part.model("qwen3_1.7b"), part.model("qwen3_1.7b", write_classifier)
     tokens, samples, length = (16384, 32, 2048) if part.large else (64, 4, 24)
-    found = part.measure("policy and critic", "d1", policy_and_critic, directory, other, tokens, samples, length)
-    if found is None:
+    results = part.measure("policy and critic", "d1", policy_and_critic, directory, other, tokens, samples, length)
+    if results is None:
         return
-    times, peak, count = found
+    times, peak, count = results
     for what, seconds in times.items():
         part.say(what, {"seconds": seconds, "tokens_per_second": round(count / max(seconds, 1e-9))})
     # It has no vocabulary to compute.
@@ -457,24 +457,24 @@ def critic(part: Part) -> None:
 
 def experts(part: Part) -> None:
     """The experts of one layer of Qwen3-30B-A3B, 65,536 tokens: one kernel for all, one product an expert."""
-    found = part.measure("experts", "d1", experts_layer)
-    if found is not None:
-        part.say("experts, TFLOP/s", found)
+    speeds = part.measure("experts", "d1", experts_layer)
+    if speeds is not None:
+        part.say("experts, TFLOP/s", speeds)
 
 
 def shared_prefix(part: Part) -> None:
     """Groups of eight samples with 1,024 tokens of prompt and about as many of response: `policy.share_prefix`."""
     sizes = (32768, 8, 1024, 1024) if part.large else (512, 4, 24, 24)
     for name in ("qwen3_0.6b", "qwen3_1.7b"):
-        found = {}
+        numbers_of = {}
         for share in (False, True):
             what = f"{name}, prompts {'once' if share else 'for every sample'}"
-            found[share] = part.measure(what, "d1", groups_step, part.model(name), share, *sizes)
-            if found[share] is not None:
-                part.say(what, found[share])
-        if None in found.values():
+            numbers_of[share] = part.measure(what, "d1", groups_step, part.model(name), share, *sizes)
+            if numbers_of[share] is not None:
+                part.say(what, numbers_of[share])
+        if None in numbers_of.values():
             continue
-        alone, shared = found[False], found[True]
+        alone, shared = numbers_of[False], numbers_of[True]
         part.say(f"{name}, share of tokens saved", round(1 - shared["tokens"] / alone["tokens"], 3))
         times = round(alone["seconds"] / shared["seconds"], 2)
         part.claim("it pays to compute a prompt once", times > 1.2 or not part.large, times)
@@ -485,18 +485,18 @@ def shared_prefix(part: Part) -> None:
 
 def leaving(part: Part) -> None:
     """Parameters, gradients and optimizer state to the host and back."""
-    found = part.measure("offload", "d1", offload, part.model("qwen3_moe"))
-    if found is not None:
-        part.say("offload", found)
+    numbers = part.measure("offload", "d1", offload, part.model("qwen3_moe"))
+    if numbers is not None:
+        part.say("offload", numbers)
 
 
 def deterministic(part: Part) -> None:
     """What `trainer.deterministic` costs on two replicas."""
     for name in ("qwen3", "qwen3_moe"):
         directory = part.model(name)
-        found = [part.measure(f"{name}, deterministic {on}", "d2", same_bits, directory, on) for on in (True, False)]
-        if None not in found:
-            (same, seconds), (same_without, without) = found
+        results = [part.measure(f"{name}, deterministic {on}", "d2", same_bits, directory, on) for on in (True, False)]
+        if None not in results:
+            (same, seconds), (same_without, without) = results
             part.say(
                 f"{name}, deterministic",
                 {"seconds": round(seconds, 3), "without": round(without, 3), "times": round(seconds / without, 2),

@@ -159,10 +159,10 @@ def loop(root: Path) -> None:
     rig.add(conversations)
     assert rig.run() == conversations
     seconds, cpu = time.perf_counter() - began, time.process_time() - cpu
-    each = conversations * turns
+    total = conversations * turns
     line(
-        f"loop: {conversations} conversations of {turns} turns, {each / seconds:.0f} turns/s: the loop takes "
-        f"{1e3 * sum(spent) / each:.2f} ms of CPU a turn, {1e3 * cpu / each:.2f} ms with router and simulated engine; "
+        f"loop: {conversations} conversations of {turns} turns, {total / seconds:.0f} turns/s: the loop takes "
+        f"{1e3 * sum(spent) / total:.2f} ms of CPU a turn, {1e3 * cpu / total:.2f} ms with router and simulated engine; "
         f"by the clock, next to whatever else runs here, median {1e3 * statistics.median(added):.1f} ms, "
         f"p99 {1e3 * quantile(added, 0.99):.0f} ms"
     )
@@ -178,7 +178,7 @@ def environments(root: Path) -> None:
         pool = EnvironmentPool(config)
         pool.start()
         began = time.perf_counter()
-        places = [each.result()[0] for each in [pool.reset({}, 0) for _ in range(count)]]
+        places = [request.result()[0] for request in [pool.reset({}, 0) for _ in range(count)]]
         made = time.perf_counter() - began
         late: list[float] = []
         failed: list[BaseException] = []
@@ -240,7 +240,9 @@ def extension(root: Path) -> None:
     for _ in range(9):
         rig.add(1)
         rig.run()
-    first, last = (1e3 * statistics.median(t for turn in own for t in times[turn]) for own in (range(1, 5), range(122, 126)))
+    first, last = (
+        1e3 * statistics.median(t for turn in positions for t in times[turn]) for positions in (range(1, 5), range(122, 126))
+    )
     line(
         f"extension: {first:.2f} ms at turn 2, {last:.2f} ms at turn {turns - 4} with {max(lengths):,} tokens: "
         f"{last / first:.2f} times"
@@ -282,8 +284,8 @@ def blocked(root: Path) -> None:
     while len(ended) < 8:
         ended += rig.driver.advance(0.5)
     stop.set()
-    for each in watching:
-        each.result()
+    for watcher in watching:
+        watcher.result()
     tokens = min(len(held.context) for held in ended)
     line(
         f"blocked: 8 contexts of {tokens:,} tokens at once: the loop of requests stands still for at most "
@@ -388,7 +390,7 @@ def simulated(most: int, cuts: bool, prompts: int = 128, group: int = 8) -> tupl
     return taken / (now - began), idle_seconds / (now - began)
 
 
-PARTS = {each.__name__: each for each in (loop, environments, extension, blocked, idle)}
+PARTS = {part.__name__: part for part in (loop, environments, extension, blocked, idle)}
 
 
 def main() -> int:

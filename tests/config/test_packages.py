@@ -47,7 +47,7 @@ def test_a_package_whose_import_fails_is_named_with_the_reason_and_not_imported_
     assert not {"whole_package", "broken_package"} & set(sys.modules)
 
 
-def test_an_import_that_succeeded_is_tried_again_only_once_something_is_installed_next_to_it(tmp_path, monkeypatch):
+def test_a_successful_import_is_remembered_until_something_else_is_installed(tmp_path, monkeypatch):
     """Each import leaves a line in a file."""
     site, imports = tmp_path / "site", tmp_path / "imports"
     site.mkdir()

@@ -60,9 +60,9 @@ _A = "actor_rollout_ref.actor."
 
 def keys_of(system: str, *words: str, tree: str = "") -> tuple[dict[str, object], list[str]]:
     """Keys of the models in the translation, which is not refused, and its notes."""
-    found = translated(system, *words, tree=tree)
-    assert not [each for each in found.outcomes if each.kind == "unknown"]
-    return {line.key: line.value for line in found.lines}, found.notes
+    translation = translated(system, *words, tree=tree)
+    assert not [outcome for outcome in translation.outcomes if outcome.kind == "unknown"]
+    return {line.key: line.value for line in translation.lines}, translation.notes
 
 
 @pytest.mark.parametrize(
@@ -110,8 +110,8 @@ def keys_of(system: str, *words: str, tree: str = "") -> tuple[dict[str, object]
     ],
 )  # fmt: skip
 def test_a_run_with_fsdp_keeps_it_with_its_options(system, words, expected):
-    found, _ = keys_of(system, *words)
-    assert {key: found.get(f"policy.{key}") for key in expected} == expected
+    values, _ = keys_of(system, *words)
+    assert {key: values.get(f"policy.{key}") for key in expected} == expected
     config(system, *words)
 
 
@@ -137,8 +137,8 @@ def test_a_run_with_fsdp_keeps_it_with_its_options(system, words, expected):
     ],
 )  # fmt: skip
 def test_a_file_with_fsdp_keeps_it_for_each_model(system, tree, expected):
-    found, _ = keys_of(system, tree=tree)
-    assert {key: found.get(key) for key in expected} == expected
+    values, _ = keys_of(system, tree=tree)
+    assert {key: values.get(key) for key in expected} == expected
     config(system, tree=tree)
 
 
@@ -157,11 +157,11 @@ def test_a_file_with_fsdp_keeps_it_for_each_model(system, tree, expected):
     ],
 )  # fmt: skip
 def test_a_run_with_what_fsdp_lacks_trains_on_megatron_core_and_says_so(system, words, tree, what):
-    found, notes = keys_of(system, *words, tree=tree)
-    assert str(found["policy.backend"]).startswith("megatron:") and found["policy.lora.rank"]
-    assert not [key for key in found if ".fsdp." in key]
+    values, notes = keys_of(system, *words, tree=tree)
+    assert str(values["policy.backend"]).startswith("megatron:") and values["policy.lora.rank"]
+    assert not [key for key in values if ".fsdp." in key]
     assert [note for note in notes if note.startswith(f"{what} is not built for fsdp: layouts, so Megatron-Core")]
-    assert bool(found.get("policy.megatron.optimizer.optimizer_cpu_offload")) == any(
+    assert bool(values.get("policy.megatron.optimizer.optimizer_cpu_offload")) == any(
         "offload_policy" in word for word in words
     )
     config(system, *words, tree=tree)
@@ -171,9 +171,9 @@ def test_adam_of_float32_parameters_is_offloaded_where_megatron_core_cannot_run_
     """Megatron-Core moves the float32 copies of parameters, which float32 parameters do not have."""
     words = ["actor_rollout_ref.model.lora_rank=8", "actor_rollout_ref.rollout.load_format=safetensors"]
     words += [f"{_A}fsdp_config.offload_policy=True", f"{_A}fsdp_config.dtype=float32"]
-    found, _ = keys_of("verl", *VERL, *words)
-    assert (found["policy.dtype"], found["policy.offload.optimizer"]) == ("float32", True)
-    assert "policy.megatron.optimizer.optimizer_cpu_offload" not in found
+    values, _ = keys_of("verl", *VERL, *words)
+    assert (values["policy.dtype"], values["policy.offload.optimizer"]) == ("float32", True)
+    assert "policy.megatron.optimizer.optimizer_cpu_offload" not in values
     config("verl", *VERL, *words)
 
 
@@ -188,8 +188,8 @@ def test_adam_of_float32_parameters_is_offloaded_where_megatron_core_cannot_run_
     ],
 )
 def test_layers_that_areal_splits_with_fsdp_stay_so_and_the_other_trainer_is_named(theirs, ours):
-    found, notes = keys_of("areal", tree=AREAL.replace("fsdp:d4", theirs))
-    assert found["policy.backend"] == ours
+    values, notes = keys_of("areal", tree=AREAL.replace("fsdp:d4", theirs))
+    assert values["policy.backend"] == ours
     assert any("docs/fsdp.md" in note and "`-- policy.backend=megatron:" in note for note in notes)
     reference = AREAL.replace("fsdp:d4", "megatron:d4") + f"ref: {{path: m, backend: '{theirs}'}}"
     assert keys_of("areal", tree=reference)[0]["reference.backend"] == ours

@@ -10,6 +10,9 @@ import torch
 
 from fivefold.build_engine import _vllm_arguments
 from fivefold.config import RunConfig
+from fivefold.engines.vllm.engine import VLLMEngine
+from fivefold.errors import RunError
+from fivefold.interfaces import EngineState
 from fivefold.models.families import load_spec
 from fivefold.plan.memory import CPU_CACHE, ENGINE_GRAPHS
 from tests.support.tiny_models import make_model
@@ -55,8 +58,19 @@ def test_each_process_has_its_part_of_the_cache_and_of_the_sequences(tmp_path, m
     assert parts("cuda", 1) == (300, None, 0.5)
     assert parts("cuda", 4) == (75, left // 4, 0.125)
     assert parts("cuda", 4, kv_cache_memory_bytes=1000) == (75, 250, 0.125)
+    # A cache of a given size does not make vLLM ask for 92 % of the device before it starts.
+    assert parts("cuda", 1, kv_cache_memory_bytes=1000) == (300, 1000, 0.5)
     assert parts("cpu", 4) == (75, CPU_CACHE // 4, None)
     assert parts("cpu", 1, kv_cache_memory_bytes=1000) == (300, 1000, None)
+
+
+def test_memory_that_another_program_takes_while_vllm_goes_to_sleep_is_one_sentence():
+    def sleep(level: int) -> None:
+        raise AssertionError("Memory usage increased after sleeping.")  # as vLLM 0.26 does
+
+    awake = SimpleNamespace(_can_sleep=True, state=EngineState.READY, _llm=SimpleNamespace(sleep=sleep))
+    with pytest.raises(RunError, match="Another program took memory of its GPU"):
+        VLLMEngine.sleep(awake)
 
 
 def test_what_config_json_tells_is_left_to_it(deepseek, tmp_path):
