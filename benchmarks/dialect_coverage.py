@@ -3,8 +3,9 @@
 DIRECTORY has `SYSTEM.jsonl` and `older-SYSTEM.jsonl`, one configuration a line: `settings`, `tree` or `config_tree`,
 `options`, `entry`, `config_name`, `kind`. Of those that train a language model without tools: the share of key occurrences
 that are translated, fixed, refused by name, unknown; and the share of configurations that convert to a run which
-`fivefold check` accepts. Models, data and variables that stand open are replaced by stand-ins that fit the layout, and the
-machine by one with enough GPUs, vLLM and SGLang: what is left are the configuration's own faults and what is not supported.
+`fivefold check` accepts. Models, data and variables that stand open are replaced by stand-ins that fit the layout, and
+the machine by hosts with enough GPUs, vLLM and SGLang: what is left are the configuration's own faults and what is not
+supported.
 
 Example: `python benchmarks/dialect_coverage.py configs verl --show 20` lists the most frequent reasons too.
 """
@@ -230,6 +231,8 @@ def faults(translation: Translation, directory: Path) -> list[str]:
     reward = directory / "reward.py"
     reward.write_text("def f(response, ground_truth):\n    return 0.0\n")
     tree.setdefault("model", {}).setdefault("path", "/stand/in")
+    # On a CPU the type that is left out would be float32.
+    tree.setdefault("trainer", {})["device"] = "cuda"
     tree.setdefault("data", {})["train"] = [str(data)]
     for key in ("val", "expert"):
         if tree["data"].get(key):
@@ -249,7 +252,7 @@ def faults(translation: Translation, directory: Path) -> list[str]:
         model=replace(config.model, path=model, tokenizer=None),
         # In characters a system prompt of a hundred tokens would be longer than prompts may be.
         data=replace(config.data, system_prompt=config.data.system_prompt and "1"),
-        trainer=replace(config.trainer, device="cuda", resume="never"),
+        trainer=replace(config.trainer, resume="never"),
         reference=replace(config.reference, path=model if config.reference.path else None),
         critic=replace(config.critic, path=model if config.critic.path else None),
         reward=replace(
@@ -264,6 +267,7 @@ def faults(translation: Translation, directory: Path) -> list[str]:
         patch.multiple("fivefold.plan.devices", **many),
         patch.multiple("fivefold.plan.engine_placement", **many),
         patch.multiple("fivefold.plan.fit", **any_size),
+        patch.multiple("fivefold.plan.hosts", elsewhere=lambda launch: True),
         patch.multiple("fivefold.plan.check", check_tensor_files=nothing, tensor_places=lambda path: VALUE_HEAD.hf, **many),
         patch.multiple("fivefold.plan.check", missing_packages=missing_but_optional),
         patch.multiple(

@@ -39,14 +39,13 @@ def roles(source: Source) -> tuple[ParallelLayout, ParallelLayout | None]:
     ours, theirs = older.allocated(source, source.text(f"{role}.backend") or "", source.text("rollout.backend") or "")
     if is_sft(source):
         ours = older.with_sizes(source, ours)
-    engine = _parsed(theirs, key) if theirs else None
-    return _parsed(ours, key), engine
+    return _parsed(ours, key), _parsed(theirs, key) if theirs else None
 
 
 def _parsed(text: str, key: str) -> ParallelLayout:
-    """Return the layout in a text; Archon, with Megatron's sizes, is Megatron."""
+    """Return the layout in a text, without its name; Archon, with Megatron's sizes, is Megatron."""
     try:
-        return ParallelLayout.parse(older.dotless(text))
+        return replace(ParallelLayout.parse(older.dotless(text)), name=None)
     except ValueError as error:
         raise UnreadableError(f"{key}: {error}") from None
 
@@ -77,10 +76,10 @@ def ahead(source: Source) -> dict[str, Any]:
 
 
 def layout(source: Source) -> dict[str, Any]:
-    policy = trained(source, roles(source)[0])
+    policy, section = trained(source, roles(source)[0]), f"{trainer(source)}.fsdp."
     ours = {"policy.backend": str(policy)}
     if policy.backend == "fsdp":
-        ours = trainers.fsdp(source, policy.world_size, f"{trainer(source)}.fsdp.", policy.cp, "offload_params")
+        ours = trainers.fsdp(source, policy.world_size, section, "offload_params", cp=policy.cp, tp=policy.tp, ep=policy.ep)
     for role, key in (("ref", "reference.backend"), ("critic", "critic.backend")):
         text = source.text(f"{role}.backend") or ""
         if ":" in older.dotless(text):
@@ -92,10 +91,11 @@ def layout(source: Source) -> dict[str, Any]:
 
 
 def trained(source: Source, layout: ParallelLayout) -> ParallelLayout:
-    """Return the layout without its name; Megatron-Core trains where FSDP's layers are split too."""
-    if is_split := layout.backend == "fsdp" and max(layout.tp, layout.ep) > 1:
-        source.note(f"{layout}: fsdp has t and e for some families (docs/fsdp.md); `-- policy.backend={layout}` keeps them")
-    return replace(layout, name=None, backend="megatron" if is_split else layout.backend)
+    """Return the layout; the family of a model, which is not read here, decides on t and e of FSDP."""
+    if layout.backend == "fsdp" and max(layout.tp, layout.ep) > 1:
+        other = replace(layout, backend="megatron")
+        source.note(f"{layout} is for the families of docs/fsdp.md; for others `-- policy.backend={other}`")
+    return layout
 
 
 def engine(source: Source) -> dict[str, Any]:

@@ -61,7 +61,7 @@ def layout(source: Source) -> dict[str, Any]:
     policy = shared.world_layout(len(trained), **sizes(source))
     ours: dict[str, Any] = {"policy.backend": str(policy)}
     if source.text(role(source) + "strategy_args.strategy_name") == "fsdp2_train":
-        ours = trainers.fsdp(source, len(trained), role(source) + "strategy_args.strategy_config.", policy.cp)
+        ours = trainers.fsdp(source, len(trained), role(source) + "strategy_args.strategy_config.", cp=policy.cp)
         policy = replace(policy, backend="fsdp")
     # The reference comes last: without a KL it is absent, and must not leave empty ranks before other models.
     is_used = {"critic": uses_critic(source), "reference": kind(source) != "sft"}

@@ -95,8 +95,7 @@ def longest(source: Source) -> int:
 def micro_batch(source: Source) -> dict[str, Any]:
     budget = source.whole("trainer.max_tokens_per_microbatch") or -1
     count = 1 if budget > 0 else source.count("trainer.micro_train_batch_size_per_gpu")
-    tokens = max(budget, count * longest(source))
-    return {"policy.tokens_per_micro_batch": tokens}
+    return {"policy.tokens_per_micro_batch": max(budget, count * longest(source))}
 
 
 def layout(source: Source) -> dict[str, Any]:

@@ -16,7 +16,7 @@ def policy(source: Source, world: int, megatron: str, section: str = "", *, reco
     if not megatron:
         cp = source.whole(section + "sequence_parallel_size") or 1
         recompute = {"policy.recompute": "full" if recomputes else None}
-        return trainers.fsdp(source, world, section + "fsdp_config.", cp, "cpu_offload") | recompute
+        return trainers.fsdp(source, world, section + "fsdp_config.", "cpu_offload", cp=cp) | recompute
     sizes, kwargs = shared.parallel_sizes(source.under(megatron)), megatron + "transformer_config_kwargs"
     ours: dict[str, Any] = {"policy.backend": str(shared.world_layout(world, **sizes)), "policy.sequence_parallel": True}
     if recomputes:

@@ -75,8 +75,7 @@ class Source:
 
     def keys(self, start: str) -> list[str]:
         """Return the keys below `start` that the configuration sets."""
-        full = self.prefix + start
-        return [key.removeprefix(self.prefix) for key in self.settings if key.startswith(full)]
+        return [key.removeprefix(self.prefix) for key in self.settings if key.startswith(self.prefix + start)]
 
     def value(self, key: str) -> Any:
         """Return the value of the configuration or else the default, with YAML's type; None if there is neither."""

@@ -68,8 +68,7 @@ class Table:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Key -> its default in the system, for keys that rows or functions read."""
     elsewhere: Mapping[str, Any] = field(default_factory=dict)
-    """Keys that shared functions read but this program does not have -> a value, or `${key}` of this program; no run can set
-    them."""
+    """Keys that shared functions read and this program lacks -> a value, or `${key}` of the program; no run sets them."""
     versions: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Month of an older release -> its defaults that differ from today's."""
     release_of: Callable[[Mapping[str, Any]], str] = lambda settings: ""

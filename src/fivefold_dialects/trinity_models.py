@@ -157,7 +157,7 @@ def layout(source: Source) -> dict[str, Any]:
     world, megatron = gpus(source), source.under(ACTOR + "megatron.")
     if not is_megatron(source):
         cp = shared.ulysses(source.under("trainer."), source.under(ACTOR))
-        return trainers.fsdp(source, world, ACTOR + "fsdp_config.", cp)
+        return trainers.fsdp(source, world, ACTOR + "fsdp_config.", cp=cp)
     policy = shared.world_layout(world, **shared.parallel_sizes(megatron))
     ours = {"policy.backend": str(policy), "policy.sequence_parallel": megatron.flag("sequence_parallel")}
     ours |= shared.virtual_stages(megatron, "policy")

@@ -65,7 +65,7 @@ def layout(source: Source) -> dict[str, Any]:
         sizes = shared.parallel_sizes(source.under(mcore(source)))
         return {"policy.backend": str(shared.world_layout(gpus(source), **sizes))}
     section, cp = _A + "fsdp_config.", shared.ulysses(source.under(_A), source.under(_A + "fsdp_config."))
-    return trainers.fsdp(source, gpus(source), section, cp, is_built=engine_of(source) == "fsdp")
+    return trainers.fsdp(source, gpus(source), section, cp=cp, is_built=engine_of(source) == "fsdp")
 
 
 def megatron(source: Source) -> dict[str, Any]:

@@ -49,7 +49,7 @@ def layout(source: Source) -> dict[str, Any]:
     gpus, engine = source.count("trainer.nnodes") * source.count("trainer.n_gpus_per_node"), source.under("engine.")
     if not is_megatron(source):
         is_built = _optimizer_of({key: source.text(key) for key in _ENGINES}) == "fsdp"
-        return trainers.fsdp(source, gpus, "engine.", shared.ulysses(engine, source), is_built=is_built)
+        return trainers.fsdp(source, gpus, "engine.", cp=shared.ulysses(engine, source), is_built=is_built)
     ours: dict[str, Any] = {"policy.backend": str(shared.world_layout(gpus, **shared.parallel_sizes(engine)))}
     ours |= shared.virtual_stages(engine, "policy")
     return ours | shared.megatron_options(source, "engine.override_transformer_config", "policy.megatron")

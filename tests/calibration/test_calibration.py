@@ -32,7 +32,7 @@ def test_a_calibration_measures_layers_as_the_trainer_runs_them(tmp_path):
     assert {row.hardware for row in rows} == {"cpu"}
     # What is left of a layer without its products may be nothing on a busy machine; what stands alone is measured first.
     kinds = {row.kind for row in rows}
-    assert {"gemm", "grouped_gemm", "adam", "gradients", "host_copy", "node_link", "node_exchange"} <= kinds
+    assert {"gemm", "grouped_gemm", "adam", "gradients", "host_copy", "host_adam", "node_link", "node_exchange"} <= kinds
     assert {"layer_host", "heads", "torch_attention_forward", "head_forward"} & kinds and "attention_forward" not in kinds
     assert all("fivefold plan --calibrate, " in row.source for row in rows)
     # What was measured stands in the place of what was measured elsewhere; of the rest that remains.

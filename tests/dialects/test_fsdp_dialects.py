@@ -80,6 +80,11 @@ def keys_of(system: str, *words: str, tree: str = "") -> tuple[dict[str, object]
         ),
         (
             "verl",
+            [*(word.replace("nnodes=1", "nnodes=3") for word in VERL), f"{_A}fsdp_config.fsdp_size=2", f"{_A}ulysses_sequence_parallel_size=8"],
+            {"backend": "fsdp:d3t1c8", "fsdp.replicas": 3},
+        ),
+        (
+            "verl",
             [*VERL, f"{_A}fsdp_config.offload_policy=True", f"{_A}fsdp_config.reshard_after_forward=False"],
             {"fsdp.cpu_adam": True, "fsdp.reshard_after_forward": False},
         ),
@@ -162,9 +167,48 @@ def test_a_run_with_what_fsdp_lacks_trains_on_megatron_core_and_says_so(system, 
     config(system, *words, tree=tree)
 
 
-@pytest.mark.parametrize("layout", ["fsdp:d2t2", "fsdp:d4e2"])
-def test_layers_that_areal_splits_with_fsdp_are_megatron_core_s(layout):
-    tree = AREAL.replace("fsdp:d4", layout).replace("vllm:d4", "vllm:d4")
-    values, notes = keys_of("areal", tree=tree)
-    assert str(values["policy.backend"]).startswith("megatron:")
-    assert any("keeps them" in note and "docs/fsdp.md" in note for note in notes)
+def test_adam_of_float32_parameters_is_offloaded_where_megatron_core_cannot_run_it():
+    """Megatron-Core moves the float32 copies of parameters, which float32 parameters do not have."""
+    words = ["actor_rollout_ref.model.lora_rank=8", "actor_rollout_ref.rollout.load_format=safetensors"]
+    words += [f"{_A}fsdp_config.offload_policy=True", f"{_A}fsdp_config.dtype=float32"]
+    values, _ = keys_of("verl", *VERL, *words)
+    assert (values["policy.dtype"], values["policy.offload.optimizer"]) == ("float32", True)
+    assert "policy.megatron.optimizer.optimizer_cpu_offload" not in values
+    config("verl", *VERL, *words)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ("fsdp:d2t2", "fsdp:d2t2"),
+        ("fsdp:d4e2", "fsdp:d4t1e2"),
+        ("fsdp:d2t2e4", "fsdp:d2t2e4"),
+        ("fsdp:(attn:d4|ffn:d2e2)", "fsdp:d4t1e2"),
+        ("fsdp:(attn:d2t2|ffn:d1e4)", "fsdp:d2t2e4"),
+    ],
+)
+def test_layers_that_areal_splits_with_fsdp_stay_so_and_the_other_trainer_is_named(theirs, ours):
+    values, notes = keys_of("areal", tree=AREAL.replace("fsdp:d4", theirs))
+    assert values["policy.backend"] == ours
+    assert any("docs/fsdp.md" in note and "`-- policy.backend=megatron:" in note for note in notes)
+    reference = AREAL.replace("fsdp:d4", "megatron:d4") + f"ref: {{path: m, backend: '{theirs}'}}"
+    assert keys_of("areal", tree=reference)[0]["reference.backend"] == ours
+    config("areal", tree=AREAL.replace("fsdp:d4", theirs))
+
+
+def test_split_layers_with_adapters_keep_their_sizes_on_megatron_core():
+    tree = AREAL.replace("fsdp:d4", "fsdp:d2t2").replace("path: m,", "path: m, use_lora: true,", 1)
+    assert keys_of("areal", tree=tree)[0]["policy.backend"] == "megatron:d2t2p1"
+
+
+@pytest.mark.parametrize(
+    ("theirs", "reason"),
+    [
+        ("fsdp:(attn:d2t2|ffn:d2t2)", "fsdp does not shard single experts, so it has no ffn part"),
+        ("fsdp:d2t2e1p2", "fsdp has no pipeline"),
+        ("fsdp:(attn:d1t4|ffn:d2e2)", "e must be 1 or a multiple of t that divides d·t"),
+    ],
+)
+def test_layouts_that_fsdp_cannot_have_are_refused_with_the_reason(theirs, reason):
+    refusals = translated("areal", tree=AREAL.replace("fsdp:d4", theirs)).refusals
+    assert any(reason in refusal for refusal in refusals), refusals

@@ -156,6 +156,16 @@ def test_an_environment_of_skyrl_that_ends_after_a_turn_is_a_reward(words):
         ("skyrl", [*SKYRL, "environment.env_class=gsm8k_multi_turn", "generator.step_wise_trajectories=true"], "counts the last only"),
         ("areal", ["rollout.agent.mode=online"], "learning from sessions of users: environment.agent takes an agent"),
         ("areal", ["rollout.openai.mode=online"], "learning from sessions of users: environment.agent takes an agent"),
+        ("areal", ["rollout.agent.agent_cls_path=mine.agent.Agent"], "an agent that calls the model: environment.agent takes"),
+        ("areal", ["rollout.agent.turn_discount=0.9"], "discounted from turn to turn: environment.agent with algorithm.credit"),
+        ("areal", ["rollout.openai.turn_discount=0.9"], "discounted from turn to turn: environment.agent with algorithm.credit"),
+        ("areal", ["rollout.agent.export_style=concat"], "joined in one sequence: environment.agent with environment.history"),
+        ("areal", ["rollout.openai.chat_template_type=concat"], "without the chat template: environment.agent has data."),
+        ("areal", ["econfig.domain=airline"], "environment.agent takes a function that calls it"),
+        ("areal", ["agent_run_args.max_turns=2"], "environment.agent takes a function that calls it"),
+        ("areal", ["eval_workflow=a.B"], "environment.agent takes a function that calls it"),
+        ("areal", ["reward_fn_path=a.b"], "environment.agent takes a function that calls it"),
+        ("areal", ["agent_builder_path=a.b"], "environment.agent takes a function that calls it"),
         ("areal", ["workflow=areal.workflow.openai.math_agent.MathAgent"], "environment.agent takes a function that calls it"),
         ("areal", ["export_style=concat"], "environment.history says what a turn reads"),
         ("areal", ["tir.max_turns=2"], "environment.tools takes functions"),
@@ -163,11 +173,30 @@ def test_an_environment_of_skyrl_that_ends_after_a_turn_is_a_reward(words):
         ("roll", ["train_env_manager.num_env_groups=128"], "data.train has a row for each task"),
         ("roll", ["max_actions_per_traj=5"], "environment.max_turns counts turns"),
         ("roll", ["step_reward_gamma=0.95"], "algorithm.name: gigpo"),
+        ("roll", ["episode_reward_weight=1.0"], "algorithm.name: gigpo"),
+        ("roll", ["max_tokens_per_step=64"], "data.max_response_tokens is that of a turn"),
+        ("roll", ["agent_system_template=you"], "environment.class takes a class with reset and step"),
+        ("roll", ["agent_config_common.a=1"], "environment.class takes a class with reset and step"),
+        ("roll", ["env_manager_cls=roll.TrajEnvManager"], "environment.class takes a class with reset and step"),
+        ("roll", ["default_history_length=3"], "environment.class takes a class with reset and step"),
+        ("roll", ["val_env_manager.group_size=1"], "data.train has a row for each task"),
+        ("roll", ["reward_normalization.grouping=tags"], "algorithm.advantage and algorithm.normalize"),
+        ("roll", ["batch_adjust_mode=copy"], "all trajectories of a step count here"),
+        ("roll", ["ratio_type=segment"], "algorithm.importance_sampling_level"),
     ],
 )  # fmt: skip
 def test_turns_that_are_others_are_refused_with_their_reason_and_cure(system, words, refusal):
     refusals = translated(system, *words).refusals
     assert any(refusal in text for text in refusals), refusals
+
+
+@pytest.mark.parametrize("section", ["agent", "openai"])
+def test_a_run_of_areal_without_an_agent_may_name_the_usual_settings_of_agents(section):
+    """A configuration that AReaL has written out has them all."""
+    usual = {"mode": "inline", "tool_call_parser": "qwen25", "turn_discount": "1.0", "export_style": "individual",
+             "chat_template_type": "hf", "engine_max_tokens": "null", "admin_api_key": "areal-admin-key"}  # fmt: skip
+    words = [f"rollout.{section}.{name}={value}" for name, value in usual.items()]
+    assert translated("areal", *words).refusals == translated("areal").refusals
 
 
 def test_evaluation_with_the_stop_strings_of_training_is_taken():

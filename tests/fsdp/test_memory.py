@@ -41,6 +41,8 @@ def held(mesh, directory: Path, policy: PolicyConfig):
         ("qwen3", "d2"),
         ("qwen2_tied", "d2c2"),
         ("qwen3", "d2t2"),
+        ("qwen3_moe", "d2e2"),
+        pytest.param("qwen3_moe", "d2t2e4", marks=pytest.mark.fsdp),
         pytest.param("qwen3_moe", "d4", marks=pytest.mark.fsdp),
         pytest.param("gemma2", "d4 replicas", marks=pytest.mark.fsdp),
     ],
@@ -55,6 +57,39 @@ def test_check_estimates_the_bytes_of_parameters_gradients_and_moments(cluster, 
     # The fullest rank has a row more of some tensors; norms are whole on every rank of t, some in a hundred of a tiny model.
     for measured, bytes_ in zip(fullest, (estimate.parameters, estimate.gradients, estimate.optimizer), strict=True):
         assert bytes_ == pytest.approx(measured, rel=0.03)
+
+
+def gathered(mesh, directory: Path, policy: PolicyConfig) -> int:
+    """Most bytes of parameters that are gathered on this rank at a time, in one update."""
+    from torch.distributed.fsdp import FSDPModule
+
+    model = model_on(mesh, directory, policy)
+    sizes: list[int] = []
+
+    def look(*_) -> None:
+        states = [one._get_fsdp_state() for one in model._model.modules() if isinstance(one, FSDPModule)]
+        groups = [state._fsdp_param_group for state in states if state._fsdp_param_group is not None]
+        tensors = [tensor for group in groups for one in group.fsdp_params for tensor in one.all_gather_outputs]
+        # What is gathered ahead of its use is not divided into parameters yet.
+        tensors += [group._all_gather_result.all_gather_output for group in groups if group._all_gather_result is not None]
+        storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().size() for tensor in tensors}
+        sizes.append(sum(storages.values()))
+
+    for module in model._model.modules():
+        module.register_forward_hook(look)
+        module.register_full_backward_pre_hook(look)
+    model.train_step(whole_batch().select(shard_of_replica(mesh.ranks, range(len(LENGTHS)))), OBJECTIVE.loss)
+    return max(sizes)
+
+
+@pytest.mark.parametrize("layout", ["d2", "d2e2", pytest.param("d2t2e4", marks=pytest.mark.fsdp)])
+def test_check_estimates_the_bytes_that_are_gathered_around_layers_with_experts(cluster, models, layout):
+    """A rank gathers its own experts only."""
+    directory, policy = models("qwen3_moe"), policy_of(layout)
+    shape = ParallelLayout.parse(f"fsdp:{layout}")
+    estimate = Sharded(load_spec(directory), shape, kernels=False, fsdp=policy.fsdp).gathered_bytes(4)
+    # The last norm is not counted, and shards are padded to a whole row.
+    assert estimate == pytest.approx(max(cluster.run(gathered, str(shape), directory, policy)), rel=0.02)
 
 
 def test_the_estimate_follows_the_options():

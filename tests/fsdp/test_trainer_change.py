@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from fivefold.columns import Column
 from fivefold.config.learners import PolicyConfig
 from tests.support.fsdp import policy_of
 from tests.support.shards import shard_of_replica
-from tests.support.two_steps import LENGTHS, OBJECTIVE, assert_equal, expected, whole_batch
+from tests.support.two_steps import BOUNDS, LENGTHS, OBJECTIVE, assert_equal, difference, expected, whole_batch
 
 
 def updates(mesh, directory: Path, policy: PolicyConfig, base_T: torch.Tensor, count: int, start: Path | None, end: Path):
@@ -43,17 +44,50 @@ def updates(mesh, directory: Path, policy: PolicyConfig, base_T: torch.Tensor, c
     return reports, {name: tensor.clone() for name, tensor in model.weights()}
 
 
-def both_ways(cluster, directory: Path, root: Path, policy: PolicyConfig, first: str, second: str):
-    """Results of two updates on one trainer and two on the other, and of four on the first.
+def both_ways(cluster, directory: Path, root: Path, policy: PolicyConfig, first: str, second: str, fault: str = ""):
+    """Results of two updates on one trainer and two on the other, and of four on the first; the other reads with a fault.
 
     All four losses give the scale: later ones come close to 0, and sum the same errors.
     """
     base_T = expected(directory)[2]
     (whole, weights), *_ = cluster.run(updates, first, directory, policy, base_T, 4, None, root / "whole")
     (begun, _), *_ = cluster.run(updates, first, directory, policy, base_T, 2, None, root / "half")
-    results = cluster.run(updates, second, directory, policy, base_T, 2, root / "half", root / "end")
+    results = cluster.run(reads_with, second, fault, directory, policy, base_T, 2, root / "half", root / "end")
     joined = [(begun + ended, state) for ended, state in results]
     return joined, ([(report.loss, report.grad_norm) for report in whole], weights, None)
+
+
+def reads_with(mesh, fault: str, *arguments):
+    """`updates` on a rank that reads the other trainer's checkpoint with one of these faults, or none."""
+    from fivefold.backend.checkpoint_names import MOMENTS, CheckpointReader
+    from fivefold.fsdp.updater import Updater
+    from fivefold.megatron import dist_checkpoint
+
+    fill, named, load = CheckpointReader.fill, CheckpointReader._stored_as, dist_checkpoint._load_optimizer
+
+    def rounded(self, name, box, values):
+        fill(self, name, box, values)
+        if name.endswith(".param") or (mesh.layout.backend == "fsdp" and not name.endswith(MOMENTS)):
+            values.copy_(values.bfloat16())
+
+    def zero(self, name, box, values):
+        fill(self, name, box, values)
+        if name.endswith(MOMENTS):
+            values.zero_()
+
+    def exchanged(self, other, kind):
+        return named(self, other, {MOMENTS[0]: MOMENTS[1], MOMENTS[1]: MOMENTS[0]}.get(kind, kind))
+
+    if fault == "masters are lost":
+        CheckpointReader.fill = rounded
+    elif fault == "moments are lost":
+        CheckpointReader.fill = zero
+    elif fault == "moments are exchanged":
+        CheckpointReader._stored_as = exchanged
+    elif fault == "steps are lost":
+        Updater.set_steps = lambda self, steps: None
+        dist_checkpoint._load_optimizer = lambda *given: load(*given[:-1], 0.0)
+    return updates(mesh, *arguments)
 
 
 @pytest.mark.parametrize(
@@ -82,6 +116,14 @@ def test_two_updates_on_each_trainer_are_four_on_one(cluster, models, tmp_path, 
     assert_equal(*both_ways(cluster, models(name), tmp_path, policy_of("d2"), first, second))
 
 
+@pytest.mark.fsdp
+@pytest.mark.parametrize("fault", ["moments are lost", "moments are exchanged", "steps are lost"])
+@pytest.mark.parametrize(("first", "second"), [("megatron:d2", "fsdp:d2"), ("fsdp:d2", "megatron:d2")])
+def test_a_fault_in_what_the_other_trainer_reads_is_seen(cluster, models, tmp_path, first, second, fault):
+    differences = difference(*both_ways(cluster, models("qwen3"), tmp_path, policy_of("d2"), first, second, fault))
+    assert any(value > 10 * bound for value, bound in zip(differences, BOUNDS, strict=True)), differences
+
+
 def stored(directory: Path) -> dict[str, torch.Tensor]:
     """Every tensor of a checkpoint in full, by its stored name."""
     from fivefold.backend.sharded_files import Box, PieceReader
@@ -95,16 +137,32 @@ def stored(directory: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
+def there_and_back(cluster, directory: Path, root: Path, dtype: str, faults: Sequence[str] = ("", "")):
+    """The tensors of a checkpoint of Megatron-Core, and as `fsdp:` and then Megatron-Core have read and saved them."""
+    policy, base_T = policy_of("d2", dtype=dtype), expected(directory)[2]
+    cluster.run(updates, "megatron:d2", directory, policy, base_T, 2, None, root / "first")
+    for layout, fault, start, end in zip(
+        ("fsdp:d2", "megatron:d2"), faults, ("first", "between"), ("between", "last"), strict=True
+    ):
+        cluster.run(reads_with, layout, fault, directory, policy, base_T, 0, root / start, root / end)
+    return [stored(root / place) for place in ("first", "between", "last")]
+
+
+@pytest.mark.fsdp
+@pytest.mark.parametrize("faults", [("masters are lost", ""), ("", "masters are lost")])
+def test_float32_copies_that_the_other_trainer_loses_are_seen(cluster, models, tmp_path, faults):
+    """They are those that 16 bits cannot hold: the weights that Megatron-Core computes with stay the same."""
+    first, _, last = there_and_back(cluster, models("qwen3"), tmp_path, "bfloat16", faults)
+    lost = {key for key, tensor in first.items() if not torch.equal(tensor, last[key])}
+    assert lost == {key for key in first if key.endswith(".param") and not torch.equal(first[key], first[key].bfloat16())}
+
+
 @pytest.mark.parametrize(
     ("name", "dtype"), [("qwen3", "bfloat16"), pytest.param("deepseek_v3", "float32", marks=pytest.mark.fsdp)]
 )
 def test_a_checkpoint_that_went_through_the_other_trainer_has_the_same_bits(cluster, models, tmp_path, name, dtype):
     """In bfloat16 the float32 copies of Megatron-Core's optimizer are the parameters of `fsdp:`, and come back."""
-    policy, base_T = policy_of("d2", dtype=dtype), expected(models(name))[2]
-    cluster.run(updates, "megatron:d2", models(name), policy, base_T, 2, None, tmp_path / "first")
-    cluster.run(updates, "fsdp:d2", models(name), policy, base_T, 0, tmp_path / "first", tmp_path / "between")
-    cluster.run(updates, "megatron:d2", models(name), policy, base_T, 0, tmp_path / "between", tmp_path / "last")
-    first, between, last = (stored(tmp_path / place) for place in ("first", "between", "last"))
+    first, between, last = there_and_back(cluster, models(name), tmp_path, dtype)
     assert set(first) == set(last) and not set(first) & set(between)
     assert all(torch.equal(tensor, last[key]) for key, tensor in first.items())
     assert any(key.endswith(".param") for key in first) == (dtype == "bfloat16")

@@ -10,10 +10,10 @@ import sys
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 
-from tests.support.commands import Command, children_of, fivefold, gone, is_free, wait_for
+from tests.support.commands import Command, children_of, fivefold, gone, is_free, wait_for, words_of
+from tests.support.kills import ranks_of
 from tests.support.whole_runs import assert_same, metrics
 from tests.support.zygote import THREADS
 
@@ -192,31 +192,56 @@ def slow(guessing) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "step", "layout"),
-    [("Slow", 1, "d2"), ("Slow", 3, "d1"), ("Replayable", 2, "d1"), ("Stated", 1, "d1"), ("Stated", 3, "d2")],
+    ("name", "step", "before", "layout"),
+    [
+        ("Slow", 1, "d1", "d2"),
+        ("Slow", 3, "d1", "d1"),
+        ("Replayable", 2, "d1", "d1"),
+        ("Stated", 1, "d1", "d1"),
+        ("Stated", 3, "d1", "d2"),
+        ("Slow", 2, "d2", "d2"),
+        ("Replayable", 1, "d2", "d1"),
+        ("Stated", 2, "d2", "d2"),
+    ],
 )
-def test_a_killed_run_with_trajectories_ahead_resumes_as_if_undisturbed(guessing, slow, name, step, layout):
-    """Killed after one of its checkpoints, and resumed on one rank or two."""
+def test_a_killed_run_with_trajectories_ahead_resumes_as_if_undisturbed(guessing, slow, name, step, before, layout):
+    """Killed after one of its checkpoints, on one rank or two, and resumed on one or two."""
     overrides = [*paths(guessing)[:3], f"environment.class={slow}:{name}"]
-    resumed_equals_whole(guessing, EXAMPLES / "guessing/grpo.yaml", overrides, step, layout)
+    kills = [(before, f"step-{step:06d}", 0.0)]
+    resumed_equals_whole(guessing, EXAMPLES / "guessing/grpo.yaml", overrides, kills, layout)
 
 
-def resumed_equals_whole(root: Path, yaml: Path, overrides: list[str], step: int, layout: str) -> None:
-    """Kill a run that samples ahead once it has a checkpoint of a step, and resume it on a layout."""
+@pytest.mark.slow
+def test_two_ranks_of_which_one_is_killed_at_any_stage_resume_as_if_undisturbed(guessing, slow):
+    """One rank alone is killed while a checkpoint is written, right after one, and in the middle of a step."""
+    overrides = [*paths(guessing)[:3], f"environment.class={slow}:Stated"]
+    kills = [("d2", "*step-000001*", 0.0), ("d2", "step-000002", 0.0), ("d2", "step-000004", 0.3)]
+    resumed_equals_whole(guessing, EXAMPLES / "guessing/grpo.yaml", overrides, kills, "d1", of_rank=True)
+
+
+def resumed_equals_whole(
+    root: Path, yaml: Path, overrides: list[str], kills: list[tuple[str, str, float]], layout: str, of_rank: bool = False
+) -> None:
+    """Kill a run that samples ahead, start it again until it is not killed any more, and compare it with a whole run.
+
+    `kills`: layout, the checkpoint that must be there, and seconds after it; `layout`: of the start that reaches the end;
+    `of_rank`: the last rank is killed, and not the launcher.
+    """
     given = [*overrides, *SHORT, *AHEAD, "trainer.steps=5", "trainer.resume=auto"]
-    name = f"{overrides[-1].rpartition(':')[2]}-{step}-{layout}"
+    name = "-".join([overrides[-1].rpartition(":")[2], *(f"{place}{step[-1]}" for place, step, _ in kills), layout])
     expected = run(root, f"whole-{name}", yaml, *given)
     run_dir = root / f"runs/killed-{name}"
-    process = Command("train", yaml, *given, f"launch.threads={THREADS}", f"trainer.run_dir={run_dir}")
-    wait_for((run_dir / f"checkpoints/step-{step:06d}").exists, process)
-    everyone = children_of(process.pid)
-    process.kill()
-    assert process.wait() != 0
-    wait_for(lambda: gone(everyone) and is_free(run_dir))
-    assert not (run_dir / "checkpoints/step-000005").exists(), "the run must be killed before its end"
-    done = fivefold(
-        "train", yaml, *given, f"trainer.run_dir={run_dir}", f"launch.threads={THREADS}", f"policy.backend=megatron:{layout}"
-    )
+    given += [f"trainer.run_dir={run_dir}", f"launch.threads={THREADS}"]
+    for on, checkpoint, seconds in kills:
+        process = Command("train", yaml, *given, f"policy.backend=megatron:{on}")
+        wait_for(lambda pattern=checkpoint: any((run_dir / "checkpoints").glob(pattern)), process)
+        time.sleep(seconds)
+        everyone = children_of(process.pid)
+        os.kill(max(rank.pid for rank in ranks_of(process)) if of_rank else process.pid, signal.SIGKILL)
+        assert process.wait() != 0
+        wait_for(lambda family=everyone: gone(family) and is_free(run_dir))
+        assert not (run_dir / "checkpoints/step-000005").exists(), "the run must be killed before its end"
+    done = fivefold("train", yaml, *given, f"policy.backend=megatron:{layout}")
     assert done.returncode == 0 and "resumed after step" in done.stdout, done.stdout + done.stderr
     assert_same(of_content(metrics(root, run_dir.name)), of_content(expected))
 
@@ -253,13 +278,6 @@ def workers_of(pid: int) -> list[int]:
     return [child for child in children_of(pid) if any("environments/worker.py" in word for word in words_of(child))]
 
 
-def words_of(pid: int) -> list[str]:
-    try:
-        return psutil.Process(pid).cmdline()
-    except psutil.Error:
-        return []
-
-
 def scored(run_dir: Path) -> list[tuple]:
     """Step, prompt, tokens and reward of each trajectory that has a reward, each once."""
     rows = [json.loads(line) for line in (run_dir / "samples.jsonl").read_text().splitlines()]
@@ -290,6 +308,38 @@ def test_servers_that_are_killed_under_several_turns_change_no_metric(guessing, 
     done = process.finish()
     assert done.returncode == 0 and len(killed) == 2, done.stdout + done.stderr
     assert_same(of_content(metrics(guessing, run_dir.name)), of_content(expected))
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_killed_servers_workers_and_runs_lose_no_trajectory_and_use_none_twice(guessing, wide, slow):
+    """Of a run that samples ahead with a server of vLLM; with weights that stay as they are, every trajectory is that of a run
+    that nothing touched, but for at most four in the process of environments that is killed."""
+    given = [
+        *paths(guessing)[:3], f"environment.class={slow}:Stated", f"model.path={wide}", *SHORT, *AHEAD, "trainer.steps=6",
+        "trainer.eval_before_train=false", "trainer.resume=auto", "policy.optimizer.lr=0",
+        "trainer.logged_samples_per_step=all", "environment.per_worker=4", "reward.max_failed=0.5", "rollout.interrupt=finish",
+        "engine.backend=vllm:d1", "engine.mode=server", "engine.vllm={kv_cache_memory_bytes: 67108864}", "engine.sleep=false",
+    ]  # fmt: skip
+    yaml, run_dir = EXAMPLES / "guessing/grpo.yaml", guessing / "runs/ahead-killed"
+    run(guessing, "ahead-whole", yaml, *given)
+    given += [f"trainer.run_dir={run_dir}", f"launch.threads={THREADS}"]
+    process = Command("train", yaml, *given)
+    for step, victims in enumerate((servers_of, workers_of, lambda pid: [pid]), start=1):
+        wait_for((run_dir / f"checkpoints/step-{step:06d}").exists, process)
+        wait_for(lambda victims=victims: victims(process.pid), process)
+        everyone = children_of(process.pid)
+        os.kill(victims(process.pid)[0], signal.SIGKILL)
+    assert process.wait() != 0
+    wait_for(lambda: gone(everyone) and is_free(run_dir))
+    assert not (run_dir / "checkpoints/step-000006").exists(), "the run must be killed before its end"
+    done = fivefold("train", yaml, *given)
+    assert done.returncode == 0 and "resumed after step" in done.stdout, done.stdout + done.stderr
+    whole, killed = (set(scored(guessing / f"runs/{name}")) for name in ("ahead-whole", "ahead-killed"))
+    assert len(whole) == 6 * 16 and killed <= whole and len(whole - killed) <= 4
+    rows = metrics(guessing, run_dir.name)
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6] and max(row["async/staleness_max"] for row in rows) == 1
+    assert sum(row["trajectory/end_environment"] for row in rows) == pytest.approx(len(whole - killed) / 16)
 
 
 CLIENT = """
@@ -431,7 +481,7 @@ def test_a_run_of_an_agent_is_the_same_on_two_ranks(guessing):
 def test_a_killed_run_of_agents_ahead_resumes_as_if_undisturbed(guessing, slow):
     """Agents that were not at their end begin again, and get the same answers."""
     overrides = [*paths(guessing)[:3], f"environment.agent={slow}:run"]
-    resumed_equals_whole(guessing, EXAMPLES / "agent/grpo.yaml", overrides, 2, "d2")
+    resumed_equals_whole(guessing, EXAMPLES / "agent/grpo.yaml", overrides, [("d1", "step-000002", 0.0)], "d2")
 
 
 @pytest.mark.learning

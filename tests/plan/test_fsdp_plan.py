@@ -8,17 +8,85 @@ import pytest
 
 from fivefold.config.learners import FSDPConfig
 from fivefold.layout import ParallelLayout
+from fivefold.models.families import spec_from_config
+from fivefold.plan.efficiency import Efficiencies
 from fivefold.plan.hardware import Cluster
+from fivefold.plan.measured import MEASURED, Rate
 from fivefold.plan.memory import Sharded
-from fivefold.plan.step_time import update_time
+from fivefold.plan.step_time import Batch, update_time
 from tests.plan.test_search import space
 from tests.plan.test_step_time import BATCH, H200, RATES, SPEC
+from tests.support.public_shapes import SHAPES
+
+ROUND = {"node_link": 100.0, "host_copy": 10.0, "host_adam": 40.0, "expert_host": 0.0, "update_host": 0.0}
+"""Rates with which times can be computed by hand: GB/s, and microseconds of the host."""
 
 
 def update(text: str = "d8", budget: int = 16384, **options):
     layout = ParallelLayout.parse(f"fsdp:{text}")
     model = Sharded(SPEC, layout, tokens_per_micro_batch=budget, fsdp=FSDPConfig(**options))
     return update_time(model, BATCH, Cluster(H200, layout.world_size, min(8, layout.world_size)), RATES)
+
+
+def round_update(shape: str, text: str, batch: Batch, **options):
+    """An update at round rates, with as many tokens in a micro-batch as a replica has sequences of."""
+    rows = [row for row in MEASURED if row.kind not in ROUND]
+    rates = Efficiencies([*rows, *(Rate(kind, 0, rate, H200, "") for kind, rate in ROUND.items())], H200)
+    layout = ParallelLayout.parse(f"fsdp:{text}")
+    model = Sharded(spec_from_config(SHAPES[shape]), layout, tokens_per_micro_batch=16384, fsdp=FSDPConfig(**options))
+    cluster = Cluster(H200, layout.world_size, min(8, layout.world_size))
+    return update_time(model, batch, cluster, rates, imbalance=1.0)
+
+
+def test_experts_over_more_ranks_take_the_time_of_the_tokens_that_are_exchanged():
+    """Qwen3-30B-A3B: 48 layers of width 2048; each of eight neighbors has 16384 tokens, in two bytes a number.
+
+    Each layer gathers 8 · 16384 · 2048 · 2 bytes and adds up as many, forward and backward, at 100 GB/s; 7 of 8 parts are
+    sent: 48 · 4 · 0.5369 GB · 7 / 8 / 100 GB/s = 0.9019 s. With t2 as many ranks have half as many tokens, of four neighbors.
+    """
+    batch = Batch(8 * 16384, 1024, 1024, 1.0)
+    times = {text: round_update("Qwen3-30B-A3B", text, batch) for text in ("d8", "d8e8", "d4t2", "d4t2e8")}
+    assert [times[text].micro_batches for text in times] == [1, 1, 2, 2]
+    assert times["d8e8"].parts["expert parallel"] == pytest.approx(0.9019, rel=1e-3)
+    # Two micro-batches of 4 · 16384 tokens, of which 3 of 4 parts are sent.
+    assert times["d4t2e8"].parts["expert parallel"] == pytest.approx(2 * 48 * 4 * 0.26844 * 3 / 4 / 100, rel=1e-3)
+    assert times["d8"].parts["expert parallel"] == times["d4t2"].parts["expert parallel"] == 0
+    # Attention's and the experts' results are added up over t: an all-reduce each, forward and backward, of 67 MB; and the
+    # rows of the embedding and the states at the head.
+    assert times["d4t2"].parts["tensor parallel"] == pytest.approx(2 * (48 * 8 + 4) * 0.067109 / 2 / 100, rel=1e-3)
+    assert times["d4t2e8"].parts["tensor parallel"] == times["d4t2"].parts["tensor parallel"]
+
+
+@pytest.mark.parametrize(("text", "experts"), [("d8", 28.99 * 7 / 8), ("d8e2", 28.99 / 2 * 3 / 4), ("d8e4", 28.99 / 4 / 2)])
+def test_a_rank_gathers_its_own_experts_only(text, experts):
+    """Qwen3-30B-A3B has 28.99e9 parameters in experts and 1.543e9 in the rest; the micro-batch is small.
+
+    Of the experts of d8e4 a rank has a quarter, and shares it with one other rank. Gathers of 2 bytes a number before forward
+    and backward and a reduction of 4 bytes, at 100 GB/s, less the time that computing covers.
+    """
+    update = round_update("Qwen3-30B-A3B", text, Batch(64 * 64, 64, 64, 1.0))
+    covered = sum(update.parts[name] for name in ("forward", "backward", "expert parallel", "waiting for the host"))
+    assert update.micro_batches == 1
+    assert update.parts["gathering"] == pytest.approx((1.543 * 7 / 8 + experts) * 8 / 100 - covered, rel=1e-3)
+
+
+def test_the_host_s_adam_takes_as_long_as_its_memory():
+    """Qwen3-8B, 8.191e9 parameters over 8 ranks: 40 bytes of each at 40 GB/s, and 12 bytes a micro-batch at 10 GB/s."""
+    batch = Batch(8 * 64, 64, 64, 1.0)
+    device, host = (round_update("Qwen3-8B", "d8", batch, cpu_adam=chosen) for chosen in (False, True))
+    shard = 8.191 / 8
+    assert host.parts["optimizer"] == pytest.approx(shard * 40 / 40, rel=1e-3)
+    assert device.parts["optimizer"] == pytest.approx(shard * 34 / 4190, rel=1e-3)
+    assert host.micro_batches == 1
+    assert host.parts["gathering"] - device.parts["gathering"] == pytest.approx(shard * 12 / 10, rel=1e-3)
+
+
+def test_experts_are_proposed_to_be_divided_over_the_ranks_of_a_copy():
+    searched = space("Qwen3-30B-A3B", 8, policy={"backend": "fsdp:d8", "fsdp": {"replicas": 2}})
+    layouts = {str(layout) for layout, _ in searched.layouts(8)}
+    assert {"fsdp:d8t1", "fsdp:d8t1e2", "fsdp:d8t1e4", "fsdp:d4t2", "fsdp:d4t2e4"} <= layouts
+    assert not {text for text in layouts if text.endswith("e8")}, "each copy has four ranks"
+    assert {layout.ep for layout, _ in space("Qwen3-8B", 8, policy={"backend": "fsdp:d8"}).layouts(8)} == {1}
 
 
 def test_a_run_on_fsdp_is_proposed_such_layouts_and_a_run_on_megatron_core_none():

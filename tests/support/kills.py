@@ -19,7 +19,7 @@ from pathlib import Path
 
 import psutil
 
-from tests.support.commands import Command, children_of, gone, is_free, wait_for
+from tests.support.commands import Command, children_of, gone, is_free, wait_for, words_of
 from tests.support.whole_runs import REWARD, make_model, metrics
 from tests.support.zygote import THREADS
 
@@ -86,16 +86,16 @@ def _launcher(process: Command, _: Path) -> bool:
     return True
 
 
-def _ranks(process: Command) -> list[psutil.Process]:
+def ranks_of(process: Command) -> list[psutil.Process]:
     """Those that have begun, wherever they are below the launcher: programs of their own, or forks of the launcher here."""
     launcher = psutil.Process(process.pid)
     everyone, command = launcher.children(recursive=True), launcher.cmdline()
-    programs = [one for one in everyone if "fivefold.launch.rank" in one.cmdline()]
-    return programs or [one for one in launcher.children() if one.cmdline() == command]
+    programs = [one for one in everyone if "fivefold.launch.rank" in words_of(one.pid)]
+    return programs or [one for one in launcher.children() if words_of(one.pid) == command]
 
 
 def _rank(process: Command, _: Path) -> bool:
-    return _signal_one(_ranks(process))
+    return _signal_one(ranks_of(process))
 
 
 def _reward_process(process: Command, _: Path) -> bool:
@@ -127,11 +127,11 @@ def _fill(_: Command, run: Path) -> bool:
 
 
 def _stopped_rank(process: Command, _: Path) -> bool:
-    return _signal_one(_ranks(process), signal.SIGSTOP)
+    return _signal_one(ranks_of(process), signal.SIGSTOP)
 
 
 def _launcher_of_a_stopped_rank(process: Command, _: Path) -> bool:
-    return _signal_one(_ranks(process), signal.SIGSTOP) and _launcher(process, _)
+    return _signal_one(ranks_of(process), signal.SIGSTOP) and _launcher(process, _)
 
 
 FAULTS = {

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from fivefold.calibration.profile import seconds_by_kind
-from fivefold.plan.costs import ADAM_BYTES, GRADIENT_BYTES
+from fivefold.plan.costs import ADAM_BYTES, GRADIENT_BYTES, HOST_ADAM_BYTES
 
 _LARGE, _SMALL = 0.4, 0.05
 """Seconds for which a piece of work is repeated, on a GPU and on a CPU."""
@@ -106,6 +106,21 @@ def optimizer(clock: Clock) -> Iterator[tuple[str, float, float]]:
         gradient.zero_()
 
     yield "gradients", 0, count * GRADIENT_BYTES / clock.seconds(around) / 1e9
+    yield "host_adam", 0, count * HOST_ADAM_BYTES / clock.seconds(_host_update(count)) / 1e9
+
+
+def _host_update(count: int) -> Callable[[], None]:
+    """Return an update of so many parameters in host memory, as `policy.fsdp.cpu_adam` takes it."""
+    weight = torch.nn.Parameter(torch.zeros(count))
+    weight.grad = gradient = torch.ones_like(weight)
+    adam = torch.optim.AdamW([weight], fused=True)
+
+    def update() -> None:
+        torch._foreach_norm([gradient])
+        torch._foreach_mul_([gradient], 0.5)
+        adam.step()
+
+    return update
 
 
 def copies(clock: Clock) -> Iterator[tuple[str, float, float]]:

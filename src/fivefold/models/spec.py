@@ -182,6 +182,13 @@ class ModelSpec:
         return self.shared_parameters(layer) + (active * self.moe.top_k // self.moe.num_experts if self.moe else 0)
 
     @property
+    def routed_parameters(self) -> int:
+        """Number of parameters in the routed experts of all layers."""
+        if self.stored:
+            return sum(prod(shape) for name, shape in self.stored if ".experts." in name)
+        return sum(map(self.expert_parameters, range(self.layers)))
+
+    @property
     def parameters(self) -> int:
         """Number of parameters in the whole model; tied ones count once."""
         if self.stored:

@@ -16,6 +16,9 @@ ADAM_BYTES = 34
 and the parameter written."""
 GRADIENT_BYTES = 16
 """Bytes moved per parameter for a float32 gradient: set to zero, read for the norm, read and written for clipping."""
+HOST_ADAM_BYTES = 40
+"""Bytes that an update in host memory moves per parameter, all float32: weight and moments read and written, gradient read
+(28); gradient read for the norm (4); gradient read and written for clipping (8)."""
 ADDED_BYTES = 10
 """Bytes moved to add a two-byte gradient to its float32 sum, where the matrix product that makes it cannot accumulate."""
 

@@ -58,6 +58,9 @@ KINDS: dict[str, Kind] = {
     "node_link": Kind("GB/s", "link", "bytes of a message", "bus bandwidth of all-gather and reduce-scatter in a node"),
     "node_exchange": Kind("GB/s", "link", "bytes of a message", "what leaves a rank in an all-to-all or send in a node"),
     "host_copy": Kind("GB/s", "host", "", "pinned host memory to the GPU or back"),
+    "host_adam": Kind(
+        "GB/s", "host", "", "40 bytes a parameter of the host's Adam, with norm and clipping, by a rank's cores"
+    ),
     "layer_host": Kind("us", "host", "", "launching forward and backward of a layer"),
     "tensor_host": Kind("us", "host", "", "more of it with tensor parallelism"),
     "context_host": Kind("us", "host", "", "more of it with context parallelism"),

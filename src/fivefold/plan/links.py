@@ -90,14 +90,25 @@ def layer_traffic(spec: ModelSpec, layout: ParallelLayout, tokens: Tokens, has_e
     """
     local = tokens.count / layout.cp * tokens.number_bytes
     part = spec.moe
+    keys = cached_numbers(spec) / layout.tp
+    context = links.gather(context_group(layout), tokens.count * keys * tokens.number_bytes)
+    if layout.backend == "fsdp":
+        # Tensor-parallel ranks sum what attention, feed-forward or shared experts, and routed experts return.
+        sums = 2 if not has_experts or part is None or not part.shared_ffn else 3
+        tensor = 2 * sums * links.gather(tensor_group(layout), local * spec.hidden)
+        return LayerTraffic(tensor, context, _token_exchange(spec, layout, local, links) if has_experts else 0.0)
     # With experts, the second half of the layer works on each rank's own tokens only.
     halves = 1 if has_experts and part is not None and not part.shared_ffn else 2
     once = links.gather(tensor_group(layout), local * spec.hidden)
-    keys = cached_numbers(spec) / layout.tp
-    context = links.gather(context_group(layout), tokens.count * keys * tokens.number_bytes)
     expert = 0.0
     if has_experts and part is not None:
         routed = local / layout.tp * part.top_k * spec.hidden
         expert = 2 * links.exchange(expert_group(layout), routed)
         expert += 2 * links.gather(Group(layout.etp, 1), routed * layout.etp)
     return LayerTraffic(2 * halves * once, context, expert, halves * once)
+
+
+def _token_exchange(spec: ModelSpec, layout: ParallelLayout, local: float, links: Links) -> float:
+    """Return seconds in which neighbors that divide experts gather each other's tokens and add up the results."""
+    neighbors = max(1, layout.ep // layout.tp)
+    return 2 * links.gather(Group(neighbors, layout.tp * layout.cp), neighbors * local * spec.hidden)

@@ -162,6 +162,31 @@ def rank_parameters(
     return tuple(per_stage)
 
 
+@dataclass(frozen=True)
+class Gathered:
+    """Numbers of parameters that a rank of an `fsdp:` layout has whole, once FSDP has gathered them from its shards."""
+
+    ends: int
+    """Parameters of the embedding and the output layer."""
+    dense: int
+    """Parameters of all layers but their routed experts."""
+    experts: int
+    """Parameters of this rank's routed experts, in all layers."""
+
+    @property
+    def total(self) -> int:
+        return self.ends + self.dense + self.experts
+
+
+@lru_cache(maxsize=4096)
+def gathered_parameters(spec: ModelSpec, layout: ParallelLayout) -> Gathered:
+    """Return what a rank of an `fsdp:` layout has whole; tensor-parallel ranks divide whole experts too."""
+    ends = (1 if spec.tied or spec.value_head else 2) * spec.vocab * spec.hidden
+    experts = spec.routed_parameters
+    dense = spec.parameters - ends - experts
+    return Gathered(ends, dense // layout.tp, experts // max(layout.tp, layout.ep))
+
+
 @lru_cache(maxsize=64)
 def _adapter_sizes(spec: ModelSpec, lora: LoraSpec) -> Counter[tuple[int, bool, bool, int]]:
     """Return how many adapter tensors each (layer, of an expert, sharded, size) has: experts have tens of thousands."""
@@ -239,6 +264,22 @@ class Sharded:
         return self.layout.dp * self.layout.cp // self.fsdp.replicas
 
     @property
+    def neighbors(self) -> int:
+        """Number of tensor-parallel groups that divide experts among them, in an `fsdp:` layout."""
+        return max(1, self.layout.ep // self.layout.tp)
+
+    @property
+    def gathered(self) -> Gathered:
+        """Return the numbers of parameters that a rank has whole, in an `fsdp:` layout."""
+        return gathered_parameters(self.spec, self.layout)
+
+    @property
+    def shard(self) -> int:
+        """Return the number of parameters that FSDP leaves to a rank, in an `fsdp:` layout."""
+        held = self.gathered
+        return -(-(held.ends + held.dense) // self.shards) + -(-held.experts // (self.shards // self.neighbors))
+
+    @property
     def trained(self) -> tuple[RankParameters, ...]:
         """Return the parameters with gradients and moments, for one rank of each pipeline stage."""
         if self.lora is None:
@@ -275,27 +316,39 @@ class Sharded:
 
     def _held_by_fsdp(self, size: int) -> Held:
         """Return the bytes on every rank of an `fsdp:` layout: float32 shards, and what is gathered around a layer."""
-        spec, layout = self.spec, self.layout
-        layers = (spec.parameters - (1 if spec.tied or spec.value_head else 2) * spec.vocab * spec.hidden) // layout.tp
-        ends = spec.parameters - layers * layout.tp
-        shard = -(-(layers + ends) // self.shards)
-        # Two layers are gathered at a time, the second ahead of its use; embedding and head stay for the whole pass.
-        together = 2 * layers // spec.layers if self.fsdp.reshard_after_forward else layers
-        gathered = (ends + together) * size if self.shards > 1 or size != 4 or self.fsdp.cpu_adam else 0
+        spec, held = self.spec, self.gathered
         # The gradient of the layer, and its float32 copy that is reduced; those of the ends come last.
-        reduced = max(ends, layers // spec.layers) * (size + 4)
-        tokens = self.tokens_per_micro_batch / layout.cp
+        reduced = max(held.ends, sum(self._gathered_layer())) * (size + 4)
+        tokens = self.tokens_per_micro_batch / self.layout.cp
         every = range(spec.layers)
         numbers, again = [kept_numbers(spec, layer, kernels=False) for layer in every], 0
         if self.recompute == "full":
             numbers, again = [spec.hidden] * spec.layers, max(numbers)
         last = 0.0 if spec.value_head else self._logits(tokens, size, copies=2)
-        activations = int(tokens * size * sum(numbers) + max(last, tokens * size * again))
+        # The tokens of all neighbors around a layer of experts, and their results.
+        exchanged = 2 * self.neighbors * spec.hidden if self.neighbors > 1 else 0
+        activations = int(tokens * size * sum(numbers) + max(last, tokens * size * (again + exchanged)))
+        gathered = self.gathered_bytes(size)
         forward = self._forward(list(every), size, not spec.value_head) + gathered if self.tokens_per_forward else 0
-        gathered_gradients = (layers + ends) * 4 if self.fsdp.keep_gathered else 0
-        if self.fsdp.cpu_adam:
-            shard = 0
+        gathered_gradients = held.total * 4 if self.fsdp.keep_gathered else 0
+        shard = 0 if self.fsdp.cpu_adam else self.shard
         return Held(shard * 4, shard * 4 + gathered_gradients, shard * 8, activations + gathered + reduced, forward)
+
+    def _gathered_layer(self) -> tuple[int, int]:
+        """Return (dense, experts): what a rank of an `fsdp:` layout has whole of a layer, of one with experts if any has."""
+        part, layers = self.spec.moe, self.spec.layers
+        return self.gathered.dense // layers, self.gathered.experts // (layers if part is None else sum(part.layers))
+
+    def gathered_bytes(self, size: int) -> int:
+        """Return the bytes that are gathered at a time in an `fsdp:` layout; `size` is the bytes per number."""
+        if self.shards == 1 and size == 4 and not self.fsdp.cpu_adam:
+            return 0
+        held, (dense, experts) = self.gathered, self._gathered_layer()
+        # Two layers are gathered at a time, the second ahead of its use; embedding and head stay for the whole pass. Experts
+        # that ranks divide are gathered apart: those of the second layer follow when those of the first are released.
+        together = 2 * dense + experts * (1 if max(self.layout.tp, self.layout.ep) > 1 else 2)
+        layers = together if self.fsdp.reshard_after_forward else held.dense + held.experts
+        return (held.ends + layers) * size
 
     def _forward(self, layers: list[int], size: int, has_logits: bool) -> int:
         """Return the bytes of a pass without gradient: what goes in and out of a layer, and one layer or the logits."""

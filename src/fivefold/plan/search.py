@@ -186,11 +186,12 @@ class Space:
         samples, options = self.base.samples_per_step // self.base.algorithm.updates_per_step, self.base.policy.fsdp
         for tp in _divisors(world, min(self.cluster.node_gpus, self.spec.heads)):
             for cp in _divisors(world // tp, 16):
-                layout = ParallelLayout("fsdp", dp=world // tp // cp, tp=tp, cp=cp)
-                is_even = layout.dp <= samples and layout.dp % options.replicas == 0
-                is_proven = not unproven_fault(self.spec.family, layout, options.unproven)
-                if is_even and is_proven and _can_shard(self.spec, layout, None):
-                    yield layout, PipelineSplit()
+                dp = world // tp // cp
+                is_even = dp <= samples and dp % options.replicas == 0
+                for ep in _expert_sizes(self.spec, tp, dp // options.replicas) if is_even else ():
+                    layout = ParallelLayout("fsdp", dp=dp, tp=tp, cp=cp, ep=ep)
+                    if _fsdp_can_train(self.spec, layout, options.unproven):
+                        yield layout, PipelineSplit()
 
     def _best(self, model: Sharded) -> tuple[float, Sharded] | None:
         """Return the layout's fastest recomputation and micro-batch size that fit during training of the policy."""
@@ -331,6 +332,15 @@ def _fastest(count: int, timed: Iterable[tuple[float, Sharded] | None]) -> list[
 def _divisors(number: int, most: int) -> list[int]:
     """Return the divisors of `number` up to `most`."""
     return [one for one in range(1, min(number, most) + 1) if number % one == 0]
+
+
+def _expert_sizes(spec: ModelSpec, tp: int, neighbors: int) -> list[int]:
+    """Return sizes of e in an `fsdp:` layout: 1, where tp ranks divide experts, or the ranks of two and more neighbors."""
+    return [1, *(tp * count for count in _divisors(neighbors, neighbors)[1:])] if spec.routed_parameters else [1]
+
+
+def _fsdp_can_train(spec: ModelSpec, layout: ParallelLayout, unproven: bool) -> bool:
+    return not unproven_fault(spec.family, layout, unproven) and _can_shard(spec, layout, None)
 
 
 def _can_shard(spec: ModelSpec, layout: ParallelLayout, split: PipelineSplit | None) -> bool:

@@ -16,6 +16,7 @@ from fivefold.models.spec import ModelSpec
 from fivefold.plan.costs import (
     ADAM_BYTES,
     GRADIENT_BYTES,
+    HOST_ADAM_BYTES,
     Tokens,
     Work,
     attention_flops,
@@ -237,16 +238,22 @@ def _gathering_time(model: Sharded, links: Links, trains: bool, micro_batches: i
 
     The next layer is gathered during the computation of one, so the first gather and the last reduction are never covered.
     """
-    size, fsdp = model.spec.parameters / model.layout.tp, model.fsdp
-    group = Group(model.shards, model.layout.tp)
-    gather, reduction = links.gather(group, size * 2), links.gather(group, size * 4)
+    held, fsdp, tp = model.gathered, model.fsdp, model.layout.tp
+    groups = [
+        (Group(model.shards, tp), held.ends + held.dense),
+        (Group(model.shards // model.neighbors, tp * model.neighbors), held.experts),
+    ]
+    gather, reduction = (sum(links.gather(group, numbers * size) for group, numbers in groups) for size in (2, 4))
+    if fsdp.cpu_adam:
+        # Float32 parameters come from the host before they are gathered, and reduced gradients go back.
+        copied = model.shard * 4 / links.efficiencies.rate("host_copy")
+        gather, reduction = gather + copied, reduction + copied
     total, ends = gather * micro_batches, gather
     if trains:
         total += gather * micro_batches if fsdp.reshard_after_forward else 0.0
         total += reduction * (1 if fsdp.keep_gathered else micro_batches)
         # Copies sum their shards once per update: a reduction and a gather.
-        copies = Group(fsdp.replicas, model.layout.tp * model.shards)
-        total += 2 * links.gather(copies, size * 4 / model.shards)
+        total += 2 * links.gather(Group(fsdp.replicas, tp * model.shards), model.shard * 4)
         ends += reduction
     return max(ends / model.spec.layers, total - computing)
 
@@ -254,11 +261,11 @@ def _gathering_time(model: Sharded, links: Links, trains: bool, micro_batches: i
 def optimizer_time(model: Sharded, links: Links) -> dict[str, float]:
     """Return the time to sum gradients over replicas, update each rank's shard, and gather the parameters."""
     layout, rates = model.layout, links.efficiencies
-    fullest = max(model.trained, key=lambda parameters: parameters.total)
     if layout.backend == "fsdp":
         # Gradients were reduced in backward, and parameters are gathered in the next forward.
-        shard = fullest.total / model.shards
-        return {"optimizer": shard * (ADAM_BYTES / rates.rate("adam")) + rates.rate("update_host")}
+        kind, size = ("host_adam", HOST_ADAM_BYTES) if model.fsdp.cpu_adam else ("adam", ADAM_BYTES)
+        return {"optimizer": model.shard * size / rates.rate(kind) + rates.rate("update_host")}
+    fullest = max(model.trained, key=lambda parameters: parameters.total)
     rank_shard = RankParameters(fullest.dense // (layout.dp * layout.cp), fullest.experts // layout.edp)
     seconds = rank_shard.total * ADAM_BYTES / rates.rate("adam") + fullest.total * GRADIENT_BYTES / rates.rate("gradients")
     # Gradients are float32, parameters bfloat16.
