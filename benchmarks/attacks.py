@@ -254,6 +254,18 @@ def _limited_memory() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_AS, before)
 
 
+def own_mounts(program: list[str]) -> None:
+    """Run `program` in place of this one where it has mounts of its own, unless this one has them.
+
+    Runs that are filled up have file systems of their own, and so has shared memory: other programs of the machine do not
+    write there. The mounts end with the program.
+    """
+    if os.environ.get("MOUNTS") != "own":
+        unshare = ["unshare", "--user", "--map-root-user", "--mount", *program]
+        os.execvpe(unshare[0], unshare, os.environ | {"MOUNTS": "own"})
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "mode=1777", "tmpfs", _SHARED_MEMORY], check=True)
+
+
 def _left(before: set[str], scratch: Path) -> list[str]:
     """Processes, shared memory and temporary directories that attacks have left."""
     family = [one for one in psutil.Process().children(recursive=True) if one.status() != psutil.STATUS_ZOMBIE]
@@ -330,8 +342,5 @@ def main(arguments: list[str] | None = None) -> int:
 if __name__ == "__main__":
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    if os.environ.get("MOUNTS") != "own":
-        # Runs that are filled up have file systems of their own, whose mounts end with this program.
-        program = [sys.executable, "-m", "benchmarks.attacks", *sys.argv[1:]]
-        os.execvpe("unshare", ["unshare", "--user", "--map-root-user", "--mount", *program], os.environ | {"MOUNTS": "own"})
+    own_mounts([sys.executable, "-m", "benchmarks.attacks", *sys.argv[1:]])
     sys.exit(main())
