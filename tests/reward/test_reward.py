@@ -476,8 +476,8 @@ FAIL = {
     "answers itself": "not the answer",
     "bad JSON": "no exchange with the reward process",
     "nothing": "got None; is a `return` missing?",
-    "text": "could not convert string to float: 'high'",
-    "mapping": "KeyError: 'score'",
+    "text": "must return a number or {'score': number}: got 'high'",
+    "mapping": "must return a number or {'score': number}: got {'reward': 1}",
     "huge": "OverflowError",
 }
 
