@@ -176,7 +176,7 @@ class Checkpoints(Attack):
 class Kills(Attack):
     """A run that is harmed, resumed elsewhere and harmed again has the numbers of one that nothing touched."""
 
-    launchers: tuple[str, ...] = ("auto",)
+    settings: Mapping[str, tuple[str, ...]] = {}
     layouts = kills.LAYOUTS
     methods = tuple(sorted(kills.METHODS))
     faults: Mapping[str, kills.Fault] = kills.FAULTS
@@ -197,7 +197,7 @@ class Kills(Attack):
         with kills.file_system(self._root / "runs" / name):
             try:
                 done = kills.harmed_run(
-                    self._root, name, choice, draw, self.at_most, self.launchers, self.layouts, self.faults
+                    self._root, name, choice, draw, self.at_most, self.settings, self.layouts, self.faults
                 )
                 assert_same(metrics(self._root, name), self._untouched[method])
             except AssertionError as error:
@@ -210,12 +210,14 @@ class Kills(Attack):
 
 
 class KillsOnRay(Kills):
-    launchers = ("ray",)
+    settings: Mapping[str, tuple[str, ...]] = {"launch.backend": ("ray",)}
 
 
 class KillsWithServers(Kills):
-    """Servers of vLLM are killed and stopped too: what they sample depends on the weights and on the keys of requests."""
+    """Servers of vLLM are killed and stopped too, one, two or three of them in a replica: what they sample depends on the
+    weights and on the keys of requests."""
 
+    settings: Mapping[str, tuple[str, ...]] = {"engine.processes": ("1", "2", "3")}
     layouts = ("d1",)
     methods = ("GRPO",)
     faults = kills.SERVER_FAULTS

@@ -100,6 +100,18 @@ def _at_a_step(_: Command, run: Path, draw: random.Random) -> Callable[[], bool]
     return has_come
 
 
+def _while_a_server_starts(process: Command, run: Path, draw: random.Random) -> Callable[[], bool]:
+    """While it imports, loads its first weights or samples for the first time."""
+    wait, after = draw.uniform(0, 30), list[float]()
+
+    def has_come() -> bool:
+        if not after and _servers(process):
+            after.append(time.monotonic())
+        return bool(after) and time.monotonic() > after[0] + wait
+
+    return has_come
+
+
 def _launcher(process: Command, _: Path) -> bool:
     process.kill()
     return True
@@ -191,7 +203,7 @@ def _stopped_server(process: Command, _: Path) -> bool:
 
 SERVER_FAULTS = {
     "server killed": Fault(_server, _at_a_step, ends_it=False),
-    "server killed at any moment": Fault(_server, _at_any_moment, ends_it=False),
+    "server killed while it starts": Fault(_server, _while_a_server_starts),
     "server stopped": Fault(_stopped_server, _at_a_step, ends_it=False),
     "launcher killed": Fault(_launcher, _at_a_step),
     "rank killed": Fault(_rank, _at_a_step),
@@ -233,12 +245,13 @@ def harmed_run(
     choice: str,
     draw: random.Random,
     most: int,
-    launchers: Sequence[str] = ("auto",),
+    settings: Mapping[str, Sequence[str]] = MappingProxyType({}),
     layouts: Sequence[str] = LAYOUTS,
     faults: Mapping[str, Fault] = MappingProxyType(FAULTS),
 ) -> Counter[str]:
     """A run until it has finished, with at most so many faults; how often each was done, and how many steps continued in their
-    middle. Raises AssertionError where a fault was not answered as it should be."""
+    middle. Each start has one of the values of every key in `settings`. Raises AssertionError where a fault was not answered
+    as it should be."""
     run, done = root / "runs" / name, Counter[str]()
     while True:
         policy, in_background = draw.choice(layouts), draw.choice(["true", "false"])
@@ -249,7 +262,7 @@ def harmed_run(
             choice,
             *(f"{role}.backend=megatron:{layout}" for role, layout in by_role.items()),
             f"trainer.async_save={in_background}",
-            f"launch.backend={draw.choice(launchers)}",
+            *(f"{key}={draw.choice(values)}" for key, values in settings.items()),
         ]
         process = Command("train", root / "run.yaml", *overrides)
         fault = draw.choice(sorted(faults)) if sum(done.values()) < most else ""
