@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -31,6 +32,7 @@ from fivefold.engines.servers.server import ServerLostError
 from fivefold.engines.servers.server_process import ServerProcess, own_environment
 from fivefold.engines.servers.transfer import broadcast, join_groups, open_store
 from fivefold.engines.servers.wire_sender import senders_of
+from fivefold.engines.vllm.client import VLLMServer
 from fivefold.interfaces import Pressure
 from fivefold.types import Completion, Request, Sampling
 
@@ -133,6 +135,30 @@ def test_a_connection_that_was_idle_is_not_used_again(tmp_path):
 
     asyncio.run(ask())
     assert len(connections) == 6
+
+
+_SERVING = """
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+server = HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler)
+print(server.server_port, flush=True)
+server.serve_forever()
+"""
+
+
+@pytest.mark.parametrize("call", [("begin_weights", False), ("receive_bucket", [], [], 0), ("sleep",), ("resume",)])
+def test_a_stopped_server_is_lost_in_any_call_about_its_weights_or_memory(call):
+    """The kernel still accepts connections to a process that is stopped, which answers nothing."""
+    with subprocess.Popen([sys.executable, "-c", _SERVING], stdout=subprocess.PIPE, text=True) as serving:
+        try:
+            server = VLLMServer(f"http://127.0.0.1:{serving.stdout.readline().strip()}", set(), "run", longest_call=0.5)
+            serving.send_signal(signal.SIGSTOP)
+            begin, (name, *arguments) = time.monotonic(), call
+            with pytest.raises(ServerLostError, match="ReadTimeout"):
+                getattr(server, name)(*arguments)
+            assert time.monotonic() - begin < 30
+        finally:
+            serving.kill()
 
 
 class InMemory:
