@@ -41,8 +41,8 @@ def run(directory: Path, age: int, correction: str) -> list[tuple[int, float]]:
             [sys.executable, "-m", "fivefold.cli", "train", str(HERE / "examples/demo/grpo.yaml"), *given],
             cwd=directory, check=True, env={**os.environ, "PYTHONPATH": str(HERE / "src")},
         )  # fmt: skip
-    found = [json.loads(line) for line in rows.read_text().splitlines()]
-    return [(row["step"], row[METRIC]) for row in found if METRIC in row]
+    metric_rows = [json.loads(line) for line in rows.read_text().splitlines()]
+    return [(row["step"], row[METRIC]) for row in metric_rows if METRIC in row]
 
 
 def picture(curves: dict[tuple[int, str], list[tuple[int, float]]]) -> str:

@@ -73,34 +73,34 @@ class Engines:
 
     def submit(self, requests: Iterable[tuple[int, int]]) -> None:
         for request, length in requests:
-            target = min(self.replicas, key=lambda each: len(each.done) + len(each.waiting))
+            target = min(self.replicas, key=lambda replica: len(replica.done) + len(replica.waiting))
             target.waiting.insert(0, (request, length))
-        for each in self.replicas:
-            each.fill()
+        for replica in self.replicas:
+            replica.fill()
 
     def run_until(self, end: float, is_enough: Callable[[], bool], ended: Callable[[int], None]) -> None:
         while self.now < end and not is_enough():
             # The end may lie after all that is in flight.
-            seconds = min([end - self.now, *(each.next_end() for each in self.replicas)])
+            seconds = min([end - self.now, *(replica.next_end() for replica in self.replicas)])
             if seconds == math.inf:
                 raise RuntimeError("nothing is sampled, and something is waited for")
-            for each in self.replicas:
-                for request in each.advance(seconds):
+            for replica in self.replicas:
+                for request in replica.advance(seconds):
                     ended(request)
             self.now += seconds
 
     def abort(self) -> tuple[list[int], float]:
         """Requests in flight, and the tokens that are thrown away."""
         requests, tokens = [], 0.0
-        for each in self.replicas:
-            tokens += sum(each.passes - began for _, _, began in each.done)
-            requests += [request for _, request, _ in each.done] + [request for request, _ in each.waiting]
-            each.done, each.waiting = [], []
+        for replica in self.replicas:
+            tokens += sum(replica.passes - began for _, _, began in replica.done)
+            requests += [request for _, request, _ in replica.done] + [request for request, _ in replica.waiting]
+            replica.done, replica.waiting = [], []
         return requests, tokens
 
     @property
     def is_idle(self) -> bool:
-        return not any(each.done or each.waiting for each in self.replicas)
+        return not any(replica.done or replica.waiting for replica in self.replicas)
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ def in_turns(lengths: Callable[[int], int]) -> Outcome:
         engines.now += SYNC + tokens / (4 * TRAINED_TOKENS)
         trained += tokens
     total = engines.now
-    busy = sum(each.busy for each in engines.replicas) / 4
+    busy = sum(replica.busy for replica in engines.replicas) / 4
     return Outcome(total / STEPS, trained / total, 0.0, 1 - busy / total, sampled / total, 0.0)
 
 
@@ -161,7 +161,7 @@ def ahead(lengths: Callable[[int], int], max_staleness: int, interrupt: str, ove
 
     for step in range(STEPS):
         if step == WARM:
-            at_warm = engines.now, trained, waited, sum(each.busy for each in engines.replicas)
+            at_warm = engines.now, trained, waited, sum(replica.busy for replica in engines.replicas)
         new = range(position, position + rule.room(len(unused), step))
         position = new.stop
         unused |= dict.fromkeys(new, step)
@@ -189,12 +189,12 @@ def ahead(lengths: Callable[[int], int], max_staleness: int, interrupt: str, ove
                 unused[place] = step + 1
                 complete.discard(place)
                 wasted += sum(lengths(place * GROUP + i) for i in range(GROUP)) if missing[place] == 0 else 0
-                for each in engines.replicas:
-                    own = [one for one in each.done if one[1] // GROUP == place]
-                    wasted += sum(each.passes - one[2] for one in own)
-                    each.done = [one for one in each.done if one not in own]
-                    heapq.heapify(each.done)
-                    each.waiting = [one for one in each.waiting if one[0] // GROUP != place]
+                for replica in engines.replicas:
+                    entries_of_place = [one for one in replica.done if one[1] // GROUP == place]
+                    wasted += sum(replica.passes - one[2] for one in entries_of_place)
+                    replica.done = [one for one in replica.done if one not in entries_of_place]
+                    heapq.heapify(replica.done)
+                    replica.waiting = [one for one in replica.waiting if one[0] // GROUP != place]
         trained += tokens
         engines.run_until(engines.now + tokens / (2 * TRAINED_TOKENS), lambda: False, ended)
         if interrupt == "finish":
@@ -207,7 +207,7 @@ def ahead(lengths: Callable[[int], int], max_staleness: int, interrupt: str, ove
             engines.submit((request, lengths(request)) for request in requests)
         engines.now += PAUSE
     seconds = engines.now - at_warm[0]
-    busy = (sum(each.busy for each in engines.replicas) - at_warm[3]) / 2
+    busy = (sum(replica.busy for replica in engines.replicas) - at_warm[3]) / 2
     return Outcome(
         seconds / (STEPS - WARM), (trained - at_warm[1]) / seconds, stale, 1 - busy / seconds,
         (waited - at_warm[2]) / seconds, wasted / trained,
@@ -221,8 +221,8 @@ def log_normal(request: int) -> int:
 
 
 def recorded(path: Path) -> Callable[[int], int]:
-    found = [int(json.loads(line)["length"]) for line in path.read_text().splitlines()]
-    return lambda request: found[random.Random(request).randrange(len(found))]
+    lengths = [int(json.loads(line)["length"]) for line in path.read_text().splitlines()]
+    return lambda request: lengths[random.Random(request).randrange(len(lengths))]
 
 
 def table(name: str, lengths: Callable[[int], int]) -> None:
@@ -238,10 +238,10 @@ def table(name: str, lengths: Callable[[int], int]) -> None:
     rows += [(f"2 + 2 GPUs, max_staleness {k}", ahead(lengths, k, "continue")) for k in (0, 1, 2, 4)]
     rows += [(f"2 + 2, max_staleness 2, {mode}", ahead(lengths, 2, mode)) for mode in ("finish", "abort")]
     rows += [(f"2 + 2, {k}, 25 % more, carry", ahead(lengths, k, "continue", 0.25)) for k in (1, 2)]
-    for label, found in rows:
+    for label, run in rows:
         print(
-            f"{label:34} {found.seconds:7.1f} {found.tokens:9,.0f} {found.tokens / base.tokens:8.2f} {found.staleness:5.2f} "
-            f"{found.idle:12.0%} {found.waited:14.0%} {found.wasted:7.0%}",
+            f"{label:34} {run.seconds:7.1f} {run.tokens:9,.0f} {run.tokens / base.tokens:8.2f} {run.staleness:5.2f} "
+            f"{run.idle:12.0%} {run.waited:14.0%} {run.wasted:7.0%}",
             flush=True,
         )
 

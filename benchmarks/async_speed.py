@@ -109,10 +109,10 @@ WANTED = ("time/", "async/", "throughput/tokens_per_second", "throughput/train_t
 def say_new(part: Part, what: str, metrics: Path, printed: list[dict[str, float]]) -> None:
     rows = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
     for row in rows[len(printed) :]:
-        found = {
+        numbers = {
             key: float(f"{row[key]:.4g}") for key in row if key.startswith(WANTED) and isinstance(row[key], int | float)
         }
-        part.say(f"{what}, step {row['step']}", found)
+        part.say(f"{what}, step {row['step']}", numbers)
         printed.append(row)
 
 

@@ -98,8 +98,8 @@ class Trained(Fuzz):
             done = Command("train", self._inputs.file, *given).finish()
         finally:
             os.chdir(before)
-        said = done.stdout + done.stderr
-        return "trained" if done.returncode == 0 else "ended in a sentence", said[-2000:] if "Traceback" in said else ""
+        output = done.stdout + done.stderr
+        return "trained" if done.returncode == 0 else "ended in a sentence", output[-2000:] if "Traceback" in output else ""
 
 
 class Turns(Attack):
@@ -235,8 +235,8 @@ class Tests(Attack):
 
     def __init__(self, root: Path) -> None:
         super().__init__(root)
-        found = self._pytest("--collect-only", "-q", *self.paths).stdout.splitlines()
-        self._tests = [line for line in found if "::" in line]
+        lines = self._pytest("--collect-only", "-q", *self.paths).stdout.splitlines()
+        self._tests = [line for line in lines if "::" in line]
 
     def __call__(self, number: int) -> Outcome:
         test = self._tests[number % len(self._tests)]
@@ -247,8 +247,8 @@ class Tests(Attack):
         )
 
     def _pytest(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        own = ["-p", "no:xdist", "-o", "addopts=", f"--basetemp={self._root}/pytest", *self.chosen]
-        command = [sys.executable, "-m", "pytest", *own, *arguments]
+        options = ["-p", "no:xdist", "-o", "addopts=", f"--basetemp={self._root}/pytest", *self.chosen]
+        command = [sys.executable, "-m", "pytest", *options, *arguments]
         return subprocess.run(command, capture_output=True, text=True, check=False)
 
 

@@ -45,9 +45,9 @@ def main() -> None:
             by_length = deal([n + n * n / CONTEXT for n in tokens], minibatch, replicas)
             before.append(slowest(tokens, in_turn, minibatch, replicas, updates))
             after.append(slowest(tokens, by_length, minibatch, replicas, updates))
-        each = PROMPTS * GROUP // updates // replicas
-        mean = [sum(found) / STEPS for found in (before, after)]
-        print(f"| {replicas} | {updates} | {each} | {mean[0]:.2f} | {mean[1]:.3f} | {max(after):.3f} |")
+        samples = PROMPTS * GROUP // updates // replicas
+        mean = [sum(shares) / STEPS for shares in (before, after)]
+        print(f"| {replicas} | {updates} | {samples} | {mean[0]:.2f} | {mean[1]:.3f} | {max(after):.3f} |")
     print("\n| 4096 samples, budget 8192 | micro-batches | at least | seconds of the processor |")
     print("|---|---|---|---|")
     for name, shortest in (("uniform lengths", 1), ("most above half the budget", 4000)):

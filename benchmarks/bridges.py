@@ -39,7 +39,7 @@ def seconds(mesh, kind: str, directory: Path) -> dict[str, float]:
         begun = time.process_time()
         tensors = sum(1 for _ in model.weights())
         taken["export"].append(time.process_time() - begun)
-    return {"tensors": tensors, **{name: round(min(each), 2) for name, each in taken.items()}}
+    return {"tensors": tensors, **{name: round(min(times), 2) for name, times in taken.items()}}
 
 
 def main() -> None:

@@ -52,10 +52,10 @@ class Measured:
     def __init__(self, mesh) -> None:
         self.mesh, self.ranks, self.found = mesh, mesh.ranks, {}
 
-    def say(self, what: str, found: float, digits: int = 2) -> None:
-        self.found[what] = found
+    def say(self, what: str, value: float, digits: int = 2) -> None:
+        self.found[what] = value
         if self.ranks.is_main:
-            print(f"  {what}: {found:,.{digits}f}", flush=True)
+            print(f"  {what}: {value:,.{digits}f}", flush=True)
 
     def most(self, number: float) -> float:
         return self.ranks.all_reduce_max(number)
@@ -76,9 +76,9 @@ class HostMemory:
     def _now(self) -> tuple[int, int]:
         status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
         # Pinned memory is shared with the driver, and on some machines it is in neither.
-        own = sum(1024 * int(status[name].split()[0]) for name in ("RssAnon", "RssShmem"))
+        process_bytes = sum(1024 * int(status[name].split()[0]) for name in ("RssAnon", "RssShmem"))
         machine = psutil.virtual_memory()
-        return own, machine.total - machine.available
+        return process_bytes, machine.total - machine.available
 
     def _look(self) -> None:
         while not self._end.wait(0.02):
@@ -246,14 +246,14 @@ def checkpoint(part: Part, name: str, layout: str) -> None:
     sizes = (8192, 16, 2048) if part.large else (64, 8, 24)
     directory = part.model(name)
     with tempfile.TemporaryDirectory(prefix="checkpoint-speed-") as root:
-        found = part.measure(f"{name} on {layout}", layout, measure, directory, Path(root), *sizes)
-    if found is None:
+        numbers = part.measure(f"{name} on {layout}", layout, measure, directory, Path(root), *sizes)
+    if numbers is None:
         return
-    exact = found[DIFFER] == 0
+    exact = numbers[DIFFER] == 0
     part.claim("what was loaded is what was saved", exact, exact)
     for key in ("first background save, pause in seconds", "later background saves, pause in seconds"):
-        part.claim(f"{key}, below {PAUSE}", found[key] < PAUSE or not part.large, round(found[key], 2))
-    rate = found["checkpoint, GB"] / found["save that is waited for, seconds"] / found["plain writers, GB a second"]
+        part.claim(f"{key}, below {PAUSE}", numbers[key] < PAUSE or not part.large, round(numbers[key], 2))
+    rate = numbers["checkpoint, GB"] / numbers["save that is waited for, seconds"] / numbers["plain writers, GB a second"]
     fast = rate >= SHARE_OF_PLAIN or not part.large
     part.claim(f"share of plain writers, at least {SHARE_OF_PLAIN}", fast, round(rate, 2))
 

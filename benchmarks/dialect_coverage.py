@@ -110,13 +110,13 @@ def second_file(record: dict[str, Any]) -> str | None:
     return trainer.get("trainer_config_path") if isinstance(trainer, dict) else None
 
 
-def runs(found: list[dict[str, Any]], directory: Path) -> Iterator[dict[str, Any]]:
+def runs(rows: list[dict[str, Any]], directory: Path) -> Iterator[dict[str, Any]]:
     """The records that are runs, with their second file in `directory`: of the same commit or of another, empty where the
     collection has none. What is only a second file (verl's sections, and nothing of Trinity's) is no run."""
-    places = {(record.get("commit"), record["path"]): record for record in found}
-    anywhere = {record["path"]: record for record in found}
-    named = {(record.get("commit"), second_file(record)) for record in found}
-    for record in found:
+    places = {(record.get("commit"), record["path"]): record for record in rows}
+    anywhere = {record["path"]: record for record in rows}
+    named = {(record.get("commit"), second_file(record)) for record in rows}
+    for record in rows:
         tree = record.get("tree") or {}
         if (record.get("commit"), record["path"]) in named or ("actor_rollout_ref" in tree and not record.get("entry")):
             continue
@@ -129,10 +129,10 @@ def runs(found: list[dict[str, Any]], directory: Path) -> Iterator[dict[str, Any
         yield record
 
 
-def joined(found: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+def joined(rows: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """The records, where two files of a Trinity run, explorer's and trainer's, are one: of a commit, directory and name."""
     waiting: dict[tuple[Any, ...], dict[str, Any]] = {}
-    for record in found:
+    for record in rows:
         tree = record.get("tree") or {}
         if tree.get("mode") not in ("explore", "train"):
             yield record
@@ -156,15 +156,15 @@ TRUTHS = {
 
 
 def truth_for(names: Iterable[str]) -> str:
-    found = [truth for name in names for start, truth in TRUTHS.items() if name.startswith(start)]
-    return found[0] if found else "11"
+    truths = [truth for name in names for start, truth in TRUTHS.items() if name.startswith(start)]
+    return truths[0] if truths else "11"
 
 
 def write_data(path: Path, config: RunConfig) -> None:
     """More rows than `check` looks at and a step takes, with what the configuration looks for in them: of every source that
     has rewards of its own, and of one of every domain."""
     data, conversation = config.data, [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "11"}]
-    domains = [own[0] for own in data.domains.values() if own and own[0] != "*"]
+    domains = [tags[0] for tags in data.domains.values() if tags and tags[0] != "*"]
     rows = ""
     for source in dict.fromkeys([*config.reward.by_source, *domains]) or ["openai/gsm8k"]:
         truth = truth_for(config.reward.by_source.get(source, config.reward.functions))
@@ -199,10 +199,10 @@ def stand_in(directory: Path, config: RunConfig) -> str:
     train_tokenizer("char", ["1+=user asnt"], path)
     if config.data.chat_template_kwargs:
         (path / "chat_template.jinja").write_text(TEMPLATE)
-    own = {"id2label": {"0": "x"}, "num_nextn_predict_layers": int(config.policy.mtp.train)}
+    keys_of_family = {"id2label": {"0": "x"}, "num_nextn_predict_layers": int(config.policy.mtp.train)}
     for layers in range(1, 400):
         (path / "config.json").write_text(
-            json.dumps({**QWEN3, **(EXPERTS if experts else {}), "num_hidden_layers": layers, **own})
+            json.dumps({**QWEN3, **(EXPERTS if experts else {}), "num_hidden_layers": layers, **keys_of_family})
         )
         try:
             load_spec(str(path), False).check_layout(layout, split)
@@ -309,16 +309,18 @@ def main() -> None:
             total += 1
             with tempfile.TemporaryDirectory() as name:
                 translation = find_dialect(system)(*source_of(record), environment=_Standing())  # type: ignore[call-arg]
-                for each in translation.outcomes:
-                    if not each.key.startswith("-"):
-                        kinds[each.kind] += 1
-                        if each.kind == "unknown":
-                            reasons["unknown"][each.key] += 1
-                found = faults(translation, Path(name))
-            accepted += not found
-            blockers = {each.reason for each in translation.outcomes if each.is_refused and each.kind != "unknown"}
-            blockers |= {"unknown keys"} if any(each.kind == "unknown" for each in translation.outcomes) else set()
-            blockers |= set(translation.faults) if translation.refusals else set(found)
+                for outcome in translation.outcomes:
+                    if not outcome.key.startswith("-"):
+                        kinds[outcome.kind] += 1
+                        if outcome.kind == "unknown":
+                            reasons["unknown"][outcome.key] += 1
+                reasons_against = faults(translation, Path(name))
+            accepted += not reasons_against
+            blockers = {
+                outcome.reason for outcome in translation.outcomes if outcome.is_refused and outcome.kind != "unknown"
+            }
+            blockers |= {"unknown keys"} if any(outcome.kind == "unknown" for outcome in translation.outcomes) else set()
+            blockers |= set(translation.faults) if translation.refusals else set(reasons_against)
             for blocker in blockers:
                 reasons["blocks"][blocker] += 1
                 if len(blockers) == 1:

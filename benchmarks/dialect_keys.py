@@ -52,11 +52,11 @@ def of_tree(tree: Mapping[str, Any], start: str) -> Iterator[str]:
 
 def of_class(classes: Mapping[str, Any], name: str, start: str, depth: int = 0) -> Iterator[str]:
     # Where a name is that of several classes, `NAME (path)` is another one: a key of either is known.
-    same = [each for each in classes if each == name or each.startswith(f"{name} (")]
-    for field, said in (item for each in same for item in classes[each].items()):
-        kind = said["type"]
+    same = [class_name for class_name in classes if class_name == name or class_name.startswith(f"{name} (")]
+    for field, entry in (item for class_name in same for item in classes[class_name].items()):
+        kind = entry["type"]
         yield f"{start}{field}"
-        inner = [each for each in re.findall(r"\w+", kind) if each in classes]
+        inner = [class_name for class_name in re.findall(r"\w+", kind) if class_name in classes]
         if inner and depth < _DEPTH:
             below = f"{start}{field}.*." if re.search(r"[Dd]ict\[", kind) else f"{start}{field}."
             yield from of_class(classes, inner[0], below, depth + 1)
@@ -67,22 +67,22 @@ def of_class(classes: Mapping[str, Any], name: str, start: str, depth: int = 0) 
 
 
 def of_system(directory: Path, system: str) -> set[str]:
-    found: set[str] = set()
+    keys: set[str] = set()
     for path in sorted(directory.glob(f"{system}*.json")):
         content = json.loads(path.read_text())
         if "tree" in content:
-            found.update(of_tree(content["tree"], PLACES.get(path.stem, "")))
+            keys.update(of_tree(content["tree"], PLACES.get(path.stem, "")))
         for name, start in ROOTS.get(system, {}).items():
             if name in content.get("classes", {}):
-                found.update(of_class(content["classes"], name, start))
+                keys.update(of_class(content["classes"], name, start))
         if path.stem == "roll_strategy_config_classes":
             for fields in content["classes"].values():
-                found.update(f"*.strategy_args.strategy_config.{field}" for field in fields)
+                keys.update(f"*.strategy_args.strategy_config.{field}" for field in fields)
     for era in eras.every():
         if era.system == system:
             # A mapping that was empty once is no section in which everything is known.
-            found.update(key for key in of_tree(eras.nested(era.settings), "") if not key.endswith(".**"))
-    return found
+            keys.update(key for key in of_tree(eras.nested(era.settings), "") if not key.endswith(".**"))
+    return keys
 
 
 def behind_wildcards(system: str, keys: set[str]) -> set[str]:

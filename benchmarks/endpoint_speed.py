@@ -98,9 +98,9 @@ async def talk(port: int, number: int, key: str, draws: random.Random, added: li
         text = "".join(draws.choice("abcdefgh ijklm nopq rstu vwxyz") for _ in range(OBSERVATION))
         messages.append({"role": "user", "content": f"{number} {turn} {text}"})
         began = time.monotonic()
-        said = await client.ask(messages)
+        message = await client.ask(messages)
         added.append(time.monotonic() - began - ENGINE_SECONDS)
-        messages.append({"role": "assistant", "content": said["content"]})
+        messages.append({"role": "assistant", "content": message["content"]})
         await asyncio.sleep(draws.uniform(0, AGENT_SECONDS))
 
 
@@ -157,7 +157,7 @@ def turns(directory: Path) -> None:
     print(
         f"{CONVERSATIONS} conversations of {TURNS} turns, {len(added)} turns in {seconds:.1f} s, one core for the endpoint"
     )
-    shown = (1e3 * each for each in (statistics.median(added), added[len(added) * 99 // 100], added[-1]))
+    shown = (1e3 * duration for duration in (statistics.median(added), added[len(added) * 99 // 100], added[-1]))
     print("added per turn, with HTTP and JSON of the client: median {:.2f} ms, p99 {:.2f} ms, most {:.2f} ms".format(*shown))
     print(f"CPU per turn: endpoint {1e3 * cpu / len(added):.2f} ms, clients {1e3 * of_client / len(added):.2f} ms")
     print(f"the loop waited {late[0]:.2f} s for its core, which other programs had")

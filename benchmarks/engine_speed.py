@@ -54,10 +54,10 @@ def request_sets(large: bool, vocab: int) -> dict[str, list[Request]]:
             for i, length in enumerate(lengths)
         ]
 
-    found = {name: requests(prompt, [length] * (prompts * group)) for name, (prompt, length) in shapes.items()}
+    sets = {name: requests(prompt, [length] * (prompts * group)) for name, (prompt, length) in shapes.items()}
     median, most = (400, 4096) if large else (6, 24)
     tail = [min(most, 1 + int(median * math.exp(draw.gauss(0, 0.9)))) for _ in range(prompts * group)]
-    return found | {"long tail": requests(128 if large else 8, tail)}
+    return sets | {"long tail": requests(128 if large else 8, tail)}
 
 
 def tokens_of(completions: list[Completion]) -> int:
@@ -73,15 +73,15 @@ def transformers_engine(mesh, directory: Path, names: list[str]) -> dict[str, An
 
     engine = TransformersEngine(directory, TOKENIZER, mesh.device, torch.bfloat16, 256)
     engine.state = EngineState.READY
-    sets, found = request_sets(is_large(mesh), engine._spec.vocab), {}
+    sets, speeds = request_sets(is_large(mesh), engine._spec.vocab), {}
     list(engine.generate([Request(0, [11, 12], Sampling(max_tokens=8), 1)]))
     for name in names:
         seconds, completions = timed(mesh, lambda name=name: list(engine.generate(sets[name])))
-        found[name] = {"seconds": round(seconds, 2), "tokens_per_second": round(tokens_of(completions) / seconds)}
-    return found
+        speeds[name] = {"seconds": round(seconds, 2), "tokens_per_second": round(tokens_of(completions) / seconds)}
+    return speeds
 
 
-def vllm_engine(mesh, directory: Path, layout: str, sets: int, **own: Any) -> None:
+def vllm_engine(mesh, directory: Path, layout: str, sets: int, **overrides: Any) -> None:
     """Start, weight syncs by their parts, tokens a second by set next to vLLM alone, log-probs next to the trainer's.
 
     `own` are arguments of vLLM."""
@@ -90,7 +90,7 @@ def vllm_engine(mesh, directory: Path, layout: str, sets: int, **own: Any) -> No
     from fivefold.engines.vllm.engine import VLLMEngine
 
     large = is_large(mesh)
-    settings = arguments(directory, large) | own
+    settings = arguments(directory, large) | overrides
     away = OffloadConfig(parameters=True, gradients=True, optimizer=True)
     model = build(mesh, directory, "bfloat16" if large else "float32", 16384 if large else 64, offload=away)
     model.offload()
@@ -139,20 +139,20 @@ def vllm_servers(mesh, directory: Path, layout: str, sets: int) -> None:
     from fivefold.engines.vllm.client import VLLMServer
     from fivefold.engines.vllm.serve import server_process
 
-    large, each, rank = is_large(mesh), ParallelLayout.parse(f"vllm:{layout}").tp, mesh.ranks.rank
+    large, tp, rank = is_large(mesh), ParallelLayout.parse(f"vllm:{layout}").tp, mesh.ranks.rank
     away = OffloadConfig(parameters=True, gradients=True, optimizer=True)
     model = build(mesh, directory, "bfloat16" if large else "float32", 16384 if large else 64, offload=away)
     model.offload()
     processes = {}
-    if rank % each == 0:
-        given = {"model": str(directory), "tensor_parallel_size": each, "enable_sleep_mode": large}
+    if rank % tp == 0:
+        given = {"model": str(directory), "tensor_parallel_size": tp, "enable_sleep_mode": large}
         given |= arguments(directory, large) | opened_routes()
         log = directory.parent / f"server-{layout}-{rank}.log"
-        processes = {rank // each: server_process(given, mesh.device, each, log, answers)}
+        processes = {rank // tp: server_process(given, mesh.device, tp, log, answers)}
     begin = time.perf_counter()
     engine = ServerEngine(
         directory, mesh.ranks, mesh.device, partial(VLLMServer, ends=set(), run="benchmark"), print,
-        processes=processes, ranks_per_server=each,
+        processes=processes, ranks_per_server=tp,
         window=320, bucket_bytes=512 << 20, verify_every=2, can_sleep=large,
     )  # fmt: skip
     tell(mesh, "start", round(time.perf_counter() - begin, 1))
@@ -172,7 +172,7 @@ def vllm_servers(mesh, directory: Path, layout: str, sets: int) -> None:
                 route_of_vllm(process.address, requests[number :: engine.replica.count], logprobs)
                 for number, process in processes.items()
             ]
-            seconds, _ = timed(mesh, lambda asked=asked: [asyncio.run(each) for each in asked])
+            seconds, _ = timed(mesh, lambda asked=asked: [asyncio.run(coroutine) for coroutine in asked])
             row[what] = round(tokens_of(completions) * mesh.ranks.layout.world_size / seconds)
         tell(mesh, name, {"tokens_per_second": row, "ours_over_theirs": round(row["ours"] / row["vllms_route"], 3)})
         engine.update_weights(model.weights(), engine.version)
@@ -207,15 +207,15 @@ async def route_of_vllm(address: str, requests: list[Request], logprobs: int | N
 
 def arguments(directory: Path, large: bool) -> dict[str, Any]:
     """vLLM's own, the same for every way to run it."""
-    found = {"dtype": "bfloat16" if large else "float32", "max_model_len": 4352 if large else 64, "seed": 0}
-    found |= {"max_num_seqs": 256, "skip_tokenizer_init": True} | of_model(read_config(directory), not large)
-    return found | ({"gpu_memory_utilization": 0.6} if large else {"kv_cache_memory_bytes": 64 << 20})
+    options = {"dtype": "bfloat16" if large else "float32", "max_model_len": 4352 if large else 64, "seed": 0}
+    options |= {"max_num_seqs": 256, "skip_tokenizer_init": True} | of_model(read_config(directory), not large)
+    return options | ({"gpu_memory_utilization": 0.6} if large else {"kv_cache_memory_bytes": 64 << 20})
 
 
-def tell(mesh, what: str, found: Any) -> None:
+def tell(mesh, what: str, numbers: Any) -> None:
     """Print a result as it comes."""
     if mesh.ranks.is_main:
-        print(f"    {what}: {json.dumps(found)}", flush=True)
+        print(f"    {what}: {json.dumps(numbers)}", flush=True)
 
 
 def synced(mesh, model, engine, version: int, verified: bool | None = None) -> dict[str, Any]:
@@ -248,14 +248,14 @@ def synced(mesh, model, engine, version: int, verified: bool | None = None) -> d
 
 def logprob_gap(model, requests: list[Request], completions: list[Completion]) -> dict[str, float]:
     """Of the engine's log-probs to the trainer's, by token."""
-    found = {one.request_id: one for one in completions}
+    completion_of = {one.request_id: one for one in completions}
     tokens, mask, theirs, lengths = [], [], [], []
     for request in requests:
-        own = found[request.id]
-        tokens += request.prompt_ids + own.token_ids
-        mask += [False] * len(request.prompt_ids) + [True] * len(own.token_ids)
-        theirs += own.logprobs
-        lengths.append(len(request.prompt_ids) + len(own.token_ids))
+        completion = completion_of[request.id]
+        tokens += request.prompt_ids + completion.token_ids
+        mask += [False] * len(request.prompt_ids) + [True] * len(completion.token_ids)
+        theirs += completion.logprobs
+        lengths.append(len(request.prompt_ids) + len(completion.token_ids))
     batch = TokenBatch(torch.tensor(tokens), torch.tensor(mask), lengths)
     gap = model.forward(batch)[batch.loss_mask_T] - torch.tensor(theirs)
     size = gap.abs()
@@ -270,9 +270,9 @@ def logprob_gap(model, requests: list[Request], completions: list[Completion]) -
 def embedded(part: Part) -> None:
     """The transformers engine, Qwen3-1.7B's shape."""
     names = ["128+256"] if part.large else ["8+8"]
-    found = part.measure("transformers", "d1", transformers_engine, part.model("qwen3_1.7b"), names)
-    if found is not None:
-        part.say("transformers", found)
+    speeds = part.measure("transformers", "d1", transformers_engine, part.model("qwen3_1.7b"), names)
+    if speeds is not None:
+        part.say("transformers", speeds)
 
 
 def beside(name: str, layouts: dict[str, str], sets: int = 3) -> Callable[[Part], None]:
@@ -288,10 +288,10 @@ def beside(name: str, layouts: dict[str, str], sets: int = 3) -> Callable[[Part]
 
 def families(*rows: tuple[str, str, str, dict[str, Any]]) -> Callable[[Part], None]:
     def measure(part: Part) -> None:
-        for name, layout, engine, own in rows:
-            what = f"{name} in process, {layout}, vllm:{engine}{f', {own}' if own else ''}"
+        for name, layout, engine, overrides in rows:
+            what = f"{name} in process, {layout}, vllm:{engine}{f', {overrides}' if overrides else ''}"
             part.say(what, "")
-            part.measure(what, layout, partial(vllm_engine, **own), part.model(name), engine, 1)
+            part.measure(what, layout, partial(vllm_engine, **overrides), part.model(name), engine, 1)
 
     measure.__doc__ = "Mixtures of experts, latent attention, quantization: their weights compared, their log-probs."
     return measure

@@ -41,8 +41,8 @@ class Sleeper:
 
 def cpu_seconds() -> float:
     """Return the CPU time of this process and its children."""
-    own = psutil.Process()
-    return sum(sum(each.cpu_times()[:2]) for each in (own, *own.children(recursive=True)))
+    this_process = psutil.Process()
+    return sum(sum(process.cpu_times()[:2]) for process in (this_process, *this_process.children(recursive=True)))
 
 
 def main(seconds: float) -> None:

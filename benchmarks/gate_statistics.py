@@ -79,7 +79,7 @@ def rounded_routers(engine: Any) -> None:
     """A router's scores have bfloat16's digits."""
 
     def rounded(_: Any, __: Any, output: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return tuple(each.bfloat16().to(each.dtype) if each.is_floating_point() else each for each in output)
+        return tuple(tensor.bfloat16().to(tensor.dtype) if tensor.is_floating_point() else tensor for tensor in output)
 
     for module in engine._model.modules():
         if type(module).__name__.lower().endswith("topkrouter"):
@@ -91,19 +91,19 @@ def rounded_routers(engine: Any) -> None:
 
 def other_rope(directory: Path) -> Path:
     """The model with a base of the rotary embedding that is a hundredth of its own."""
-    found = directory.with_name(directory.name + "-rope")
-    if not found.exists():
-        found.mkdir()
+    copy = directory.with_name(directory.name + "-rope")
+    if not copy.exists():
+        copy.mkdir()
         for file in directory.iterdir():
-            (found / file.name).symlink_to(file.resolve())
+            (copy / file.name).symlink_to(file.resolve())
         config = json.loads((directory / "config.json").read_text())
         places = [config, config.get("rope_parameters") or {}, config.get("rope_scaling") or {}]
         for place in places:
             if "rope_theta" in place:
                 place["rope_theta"] /= 100
-        (found / "config.json").unlink()
-        (found / "config.json").write_text(json.dumps(config))
-    return found
+        (copy / "config.json").unlink()
+        (copy / "config.json").write_text(json.dumps(config))
+    return copy
 
 
 def prompts_of(directory: Path, vocab: int, large: bool) -> list[list[int]]:
@@ -139,14 +139,14 @@ def vllm_engine(mesh, directory: Path, dtype: str) -> Any:
 
 def measured(model, requests: list[Request], completions: list[Completion]) -> dict[str, Any]:
     """Statistics of the engine's log-probs next to the trainer's."""
-    found = {one.request_id: one for one in completions}
+    completion_of = {one.request_id: one for one in completions}
     tokens, mask, engine, lengths = [], [], [], []
     for request in requests:
-        own = found[request.id]
-        tokens += request.prompt_ids + own.token_ids
-        mask += [False] * len(request.prompt_ids) + [True] * len(own.token_ids)
-        engine += own.logprobs
-        lengths.append(len(request.prompt_ids) + len(own.token_ids))
+        completion = completion_of[request.id]
+        tokens += request.prompt_ids + completion.token_ids
+        mask += [False] * len(request.prompt_ids) + [True] * len(completion.token_ids)
+        engine += completion.logprobs
+        lengths.append(len(request.prompt_ids) + len(completion.token_ids))
     batch = TokenBatch(torch.tensor(tokens), torch.tensor(mask), lengths)
     engine_S = torch.tensor(engine).double()
     trainer_S = model.forward(batch)[batch.loss_mask_T].double()
@@ -204,9 +204,9 @@ def rows(mesh, directory: Path, dtype: str, names: list[str], seconds: float) ->
         change(engine)
         engine.wake()
         engine.update_weights(fault(model.weights(), model.spec.layers), 0)
-        found = measured(model, requests, list(engine.generate(requests)))
-        found["seconds"] = round(time.monotonic() - begun, 1)
-        print(f"    {dtype}, {name}: {json.dumps(found)}", flush=True)
+        statistics_of_run = measured(model, requests, list(engine.generate(requests)))
+        statistics_of_run["seconds"] = round(time.monotonic() - begun, 1)
+        print(f"    {dtype}, {name}: {json.dumps(statistics_of_run)}", flush=True)
         engine.close()
         del engine
         gc.collect()
@@ -313,9 +313,9 @@ PARTS: dict[str, Callable[[Part], None]] = {
 
 
 def main() -> int:
-    own = argparse.ArgumentParser(add_help=False)
-    own.add_argument("--gguf", type=Path)
-    given, rest = own.parse_known_args()
+    options = argparse.ArgumentParser(add_help=False)
+    options.add_argument("--gguf", type=Path)
+    given, rest = options.parse_known_args()
     parts = ({} if given.gguf is None else {"published": published(given.gguf)}) | PARTS
     return run(__doc__, parts, rest)
 

@@ -50,19 +50,19 @@ class Part:
         """Return the seconds that this part may still take."""
         return self._deadline - time.monotonic()
 
-    def say(self, what: str, found: Any) -> None:
-        print(f"{what}: {found if isinstance(found, str) else json.dumps(found)}", flush=True)
+    def say(self, what: str, value: Any) -> None:
+        print(f"{what}: {value if isinstance(value, str) else json.dumps(value)}", flush=True)
 
-    def claim(self, what: str, holds: bool, found: Any) -> None:
+    def claim(self, what: str, holds: bool, value: Any) -> None:
         """Print whether a statement about the measurement holds; if one does not, the exit code is 1."""
         self.failed += not holds
-        self.say(f"{'ok  ' if holds else 'FAIL'} {what}", found)
+        self.say(f"{'ok  ' if holds else 'FAIL'} {what}", value)
 
     def measure(self, what: str, layout: str, function: Callable[..., Any], *arguments: Any) -> Any:
         """Run a function on new ranks, so that its peak of memory is measured alone, and return the first rank's result;
         None if it failed."""
-        found = self.measure_all(what, layout, function, *arguments)
-        return found and found[0]
+        results = self.measure_all(what, layout, function, *arguments)
+        return results and results[0]
 
     def measure_all(self, what: str, layout: str, function: Callable[..., Any], *arguments: Any) -> list[Any] | None:
         """Run a function on new ranks and return the results of all of them, in order."""
@@ -86,11 +86,11 @@ class Part:
             self.say(what, OVER)
             return []
         run_dir, printed = Path(run["trainer"]["run_dir"]), 0
-        file, said = run_dir.with_name(f"{run_dir.name}.yaml"), run_dir.with_name(f"{run_dir.name}.out")
+        file, output = run_dir.with_name(f"{run_dir.name}.yaml"), run_dir.with_name(f"{run_dir.name}.out")
         file.write_text(yaml.safe_dump(dict(run)))
         paths = os.pathsep.join([f"{ROOT}/src", *filter(None, [os.environ.get("PYTHONPATH")])])
         command = [sys.executable, "-m", "fivefold.cli", "train", str(file)]
-        with said.open("w+") as out:
+        with output.open("w+") as out:
             process = subprocess.Popen(command, stdout=out, stderr=out, env=os.environ | {"PYTHONPATH": paths})
             try:
                 while process.poll() is None and self.left > 0:
@@ -104,16 +104,16 @@ class Part:
         if is_late:
             self.say(what, OVER)
         elif code:
-            self.claim(what, False, said.read_text()[-3000:])
+            self.claim(what, False, output.read_text()[-3000:])
         return [] if code else _rows(run_dir / "metrics.jsonl")
 
     def _say_steps(self, what: str, metrics: Path, printed: int, wanted: tuple[str, ...]) -> int:
         rows = _rows(metrics)
         for row in rows[printed:]:
-            found = {
+            medians = {
                 name: value for name, value in row.items() if name.startswith(wanted) and isinstance(value, int | float)
             }
-            rounded = {name: float(f"{value:.4g}") for name, value in found.items()}
+            rounded = {name: float(f"{value:.4g}") for name, value in medians.items()}
             self.say(f"{what}, step {row['step']}", rounded)
         return len(rows)
 

@@ -82,8 +82,8 @@ def heads(mesh) -> dict[str, Any]:
     """Milliseconds forward and backward of heads that are split, normed and rotated: PyTorch, compiled, ours."""
     from fivefold.backend.kernels.rotary import norm_rotate
 
-    each = HEADS // GROUPS
-    mixed = random(TOKENS, GROUPS, (each + 2) * HEAD, grad=True)
+    heads_of_group = HEADS // GROUPS
+    mixed = random(TOKENS, GROUPS, (heads_of_group + 2) * HEAD, grad=True)
     norms = [torch.ones(HEAD, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(2)]
     angles = torch.rand(TOKENS, HEAD // 2, device="cuda").repeat(1, 2)
     cosines, sines = angles.cos(), angles.sin()
@@ -93,7 +93,7 @@ def heads(mesh) -> dict[str, Any]:
         return (x * cosines[:, None] + torch.cat((-two, one), -1) * sines[:, None]).bfloat16()
 
     def plain(mixed: Tensor, *norms: Tensor) -> tuple[Tensor, ...]:
-        query, key, value = mixed.split([each * HEAD, HEAD, HEAD], -1)
+        query, key, value = mixed.split([heads_of_group * HEAD, HEAD, HEAD], -1)
         query = F.rms_norm(query.reshape(TOKENS, HEADS, HEAD), (HEAD,), norms[0], 1e-6)
         return rotate(query.float()), rotate(F.rms_norm(key, (HEAD,), norms[1], 1e-6).float()), value.contiguous()
 
@@ -102,7 +102,7 @@ def heads(mesh) -> dict[str, Any]:
     ways = {
         "PyTorch": lambda: plain(mixed, *norms),
         "torch.compile": lambda: compiled(mixed, *norms),
-        "ours": lambda: norm_rotate(mixed, cosines, sines, (norms[0], norms[1]), each, HEAD, 1e-6),
+        "ours": lambda: norm_rotate(mixed, cosines, sines, (norms[0], norms[1]), heads_of_group, HEAD, 1e-6),
     }
     return {name: [round(t, 3) for t in both_ways(work, [mixed, *norms], upstream)] for name, work in ways.items()}
 
@@ -167,12 +167,12 @@ def packed(sizes: list[int]) -> dict[str, list[int]]:
             lambda: flash.attention(query, key, value, (ends, ends), (most, most), None, HEAD**-0.5), [query, key, value]
         )  # fmt: skip
     teraflop = sum(2e-12 * HEADS * HEAD * size * size for size in sizes)
-    found = {}
+    speeds = {}
     for way, (work, inputs) in ways.items():
         forward, backward = both_ways(work, inputs, upstream)
         # Backward has 2.5 times the products of forward.
-        found[way] = [round(teraflop / forward * 1e3), round(2.5 * teraflop / backward * 1e3)]
-    return found
+        speeds[way] = [round(teraflop / forward * 1e3), round(2.5 * teraflop / backward * 1e3)]
+    return speeds
 
 
 def optimizer(mesh) -> dict[str, float]:
@@ -193,8 +193,8 @@ def part(function: Callable[..., Any]) -> Callable[[Part], None]:
     def measured(part: Part) -> None:
         if not part.large:
             return part.say(function.__name__, "needs a GPU")
-        for name, found in (part.measure(function.__name__, "d1", function) or {}).items():
-            part.say(name, found)
+        for name, numbers in (part.measure(function.__name__, "d1", function) or {}).items():
+            part.say(name, numbers)
 
     measured.__doc__ = function.__doc__
     return measured

@@ -131,8 +131,8 @@ class Rollout:
             spec, self.tp, 1, self.count, cache, is_server=self.is_server, processes=self.processes, logprobs=self.logprobs
         )
         requests = Requests(self.count, self.group, self.prompt, self.response, self.longest)
-        found = rollout_time(sampler, requests, 1, rates)
-        return found.tokens / found.total
+        estimate = rollout_time(sampler, requests, 1, rates)
+        return estimate.tokens / estimate.total
 
     def measured(self, predicted: float) -> float:
         """The measured rate that is nearest to the predicted one."""
@@ -236,16 +236,16 @@ def updates(rows: Sequence[Rate]) -> Iterator[Tally]:
     print(f"{'update':<48}{'seconds':>9}{'predicted':>11}{'':>9}{'GiB':>8}{'predicted':>11}")
     for row in UPDATES:
         model, batch, cluster = sharded(row)
-        found = update_time(model, batch, cluster, Efficiencies(rows, GPU, row.has_flash), 1.0)
-        if row.micro_batches != found.micro_batches:
-            print(f"    {row.micro_batches} micro-batches were recorded, {found.micro_batches} are expected")
+        estimate = update_time(model, batch, cluster, Efficiencies(rows, GPU, row.has_flash), 1.0)
+        if row.micro_batches != estimate.micro_batches:
+            print(f"    {row.micro_batches} micro-batches were recorded, {estimate.micro_batches} are expected")
         what = f"{row.model} {row.layout}" + (" full recomputation" if row.recompute == "full" else "")
         what += "" if row.has_flash else ", torch's attention"
         # What the micro-batches really held, which is less than the budget.
-        held = replace(model, tokens_per_micro_batch=int(found.micro_batch_tokens))
+        held = replace(model, tokens_per_micro_batch=int(estimate.micro_batch_tokens))
         gib = estimate_memory(held, dtype="bfloat16", engine_sequences=0, max_sequence_tokens=1).total / 2**30
         gib += second_chunk(held) if row.older_head else 0.0
-        line = f"{what:<48}{row.seconds:>9.3f}{found.total:>11.3f}{times.compare(found.total, row.seconds):>9}"
+        line = f"{what:<48}{row.seconds:>9.3f}{estimate.total:>11.3f}{times.compare(estimate.total, row.seconds):>9}"
         print(f"{line}{row.gib:>8.2f}{gib:>11.2f}{sizes.compare(gib, row.gib):>9}")
     yield from (times, sizes)
 
@@ -274,13 +274,13 @@ def whole_steps(rates: Efficiencies) -> Iterator[Tally]:
             data={"train": ["x"], "prompts_per_step": 32, "max_prompt_tokens": 64, "max_response_tokens": 1024},
             launch={"gpu": GPU},
         )
-        found = step_estimate(config, spec_of(model), Cluster(GPU, config.layout.world_size), rates, Lengths(7, 1024))
-        rollout, moved, sync = (found.parts[name] for name in ("rollout", "offload", "weight sync"))
+        estimate = step_estimate(config, spec_of(model), Cluster(GPU, config.layout.world_size), rates, Lengths(7, 1024))
+        rollout, moved, sync = (estimate.parts[name] for name in ("rollout", "offload", "weight sync"))
         parts = {
             "rollout": rollout,
-            "training, state back from the host": found.seconds - rollout - sync - moved / 2,
+            "training, state back from the host": estimate.seconds - rollout - sync - moved / 2,
             "weight sync, state to the host": sync + moved / 2,
-            "step": found.seconds,
+            "step": estimate.seconds,
         }
         for name, seconds in measured.items():
             what = f"{model} {layout}, {name}"

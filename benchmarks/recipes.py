@@ -392,7 +392,8 @@ def main() -> int:
     parser.add_argument("--model", type=Path, help="directory of the model")
     parser.add_argument("--gsm8k", type=Path, help="directory with train.jsonl and test.jsonl")
     parser.add_argument("--recipes", default="words-sft,words-grpo,gsm8k-sft,gsm8k-grpo", help=f"of {', '.join(RECIPES)}")
-    parser.add_argument("--seeds", type=int, default=1, help="seeds 0 to N - 1 of each recipe; a warm start has one")
+    parser.add_argument("--seeds", type=int, default=1, help="number of seeds of each recipe; a warm start has one")
+    parser.add_argument("--first-seed", type=int, default=0, help="the lowest of them: several commands can share a GPU")
     parser.add_argument("--minutes", type=float, default=8.0, help="that each training has, its start included")
     parser.add_argument("--set", action="append", default=[], metavar="RECIPE:KEY=VALUE", help="change a key of a recipe")
     parser.add_argument("--tag", default="", help="name of a trial with --set: files of its own next to the recipe's")
@@ -424,8 +425,10 @@ def main() -> int:
         write_data(out, options.model, options.gsm8k, options.dry_run, options.cpu)
     bench = Bench(out, options.minutes, options.dry_run, options.cpu, changes, about, options.tag)
     curves = [
-        bench.train(name, seed) for name in wanted for seed in range(1 if name.endswith("-sft") else options.seeds)
-    ]  # fmt: skip
+        bench.train(name, seed)
+        for name in wanted
+        for seed in ([0] if name.endswith("-sft") else range(options.first_seed, options.first_seed + options.seeds))
+    ]
     print(f"\n{table(curves)}", flush=True)
     well = all(curve.evaluations for curve in curves)
     if options.cpu:

@@ -102,11 +102,11 @@ def wire(mesh, senders: int) -> dict[str, Any]:
         for piece in flat.split(BUCKET) if takes or rank == 0 else ():
             dist.broadcast(piece, 0, group=one)
 
-    found = {"senders": senders, "receivers": half, "gib": gib(size)}
+    times = {"senders": senders, "receivers": half, "gib": gib(size)}
     for what, call in (("parts", parts), ("broadcast", whole)):
         call()
-        found[what] = round(finished(mesh, call), 3)
-    return found | {"parts_over_broadcast": round(found["parts"] / found["broadcast"], 2)}
+        times[what] = round(finished(mesh, call), 3)
+    return times | {"parts_over_broadcast": round(times["parts"] / times["broadcast"], 2)}
 
 
 def servers(mesh, directory: Path, layout: str, how: str) -> None:
@@ -118,26 +118,26 @@ def servers(mesh, directory: Path, layout: str, how: str) -> None:
     from fivefold.engines.vllm.serve import server_process
     from fivefold.layout import ParallelLayout
 
-    large, own, ranks = is_large(mesh), ParallelLayout.parse(layout), mesh.ranks
+    large, engine_layout, ranks = is_large(mesh), ParallelLayout.parse(layout), mesh.ranks
     model = build(mesh, directory, "bfloat16" if large else "float32", 16384 if large else 64)
     world = ranks.layout.world_size
     machine = Machine(range(world), torch.cuda.device_count() if large else None)
-    given = {"model": str(directory), "tensor_parallel_size": own.tp} | arguments(large)
+    given = {"model": str(directory), "tensor_parallel_size": engine_layout.tp} | arguments(large)
     processes = {
         place.number: server_process(
             given,
             torch.device("cuda", place.first_gpu) if place.first_gpu is not None else mesh.device,
-            own.tp,
+            engine_layout.tp,
             directory.parent / f"server-{layout}-{place.number}.log",
             answers,
         )
-        for place in place_servers(own, [machine])
+        for place in place_servers(engine_layout, [machine])
         if place.rank == ranks.rank
     }
     run_name = ranks.broadcast_from_main(f"benchmark-{time.time()}")
     engine = ServerEngine(
         directory, ranks, mesh.device, partial(VLLMServer, ends=set(), run=run_name), print,
-        processes=processes, ranks_per_server=own.tp if how == "shared memory" else None,
+        processes=processes, ranks_per_server=engine_layout.tp if how == "shared memory" else None,
         window=320, bucket_bytes=BUCKET, verify_every=0, can_sleep=False, is_staged=how == "staged",
     )  # fmt: skip
     begun: list[float] = []
@@ -149,13 +149,13 @@ def servers(mesh, directory: Path, layout: str, how: str) -> None:
 
     engine._begin_update = noted
     phases = {"begin_weights": 0.0, "receive_bucket": 0.0, "finish_weights": 0.0}
-    for server in engine._own.values():
+    for server in engine._servers_to_call.values():
         for name in phases:
 
             def watched(*given: Any, server: Any = server, name: str = name) -> Any:
                 begin = time.perf_counter()
                 answer = getattr(type(server), name)(server, *given)
-                phases[name] += (time.perf_counter() - begin) / (ROUNDS * len(engine._own)) * (len(begun) > 1)
+                phases[name] += (time.perf_counter() - begin) / (ROUNDS * len(engine._servers_to_call)) * (len(begun) > 1)
                 return answer
 
             setattr(server, name, watched)
@@ -177,12 +177,12 @@ def servers(mesh, directory: Path, layout: str, how: str) -> None:
     flat = torch.empty(size, dtype=torch.uint8, device=mesh.device)
     whole = finished(mesh, lambda: [dist.broadcast(piece, 0) for piece in flat.split(BUCKET)]) if world > 1 else None
     middle = sorted(range(1, ROUNDS + 1), key=seconds.__getitem__)[ROUNDS // 2 - 1]
-    found = {"senders": world, "gib": gib(size), "all": round(seconds[middle], 3), "pause": round(pauses[middle], 3)}
-    found |= {name: round(value, 3) for name, value in phases.items()}
-    found |= {"first": round(seconds[0], 3), "gathering_alone": round(gathering, 3)}
+    numbers = {"senders": world, "gib": gib(size), "all": round(seconds[middle], 3), "pause": round(pauses[middle], 3)}
+    numbers |= {name: round(value, 3) for name, value in phases.items()}
+    numbers |= {"first": round(seconds[0], 3), "gathering_alone": round(gathering, 3)}
     if whole is not None:
-        found |= {"broadcast": round(whole, 3), "all_over_broadcast": round(seconds[middle] / whole, 2)}
-    tell(mesh, how, found)
+        numbers |= {"broadcast": round(whole, 3), "all_over_broadcast": round(seconds[middle] / whole, 2)}
+    tell(mesh, how, numbers)
     engine.close()
 
 

@@ -94,8 +94,8 @@ def api(generated: str, fields: Callable[[type[Any]], dict[str, str]]) -> str:
     """The page; `fields` gives a class's fields with the strings below them."""
     parts = []
     for name in fivefold.__all__:
-        found = getattr(fivefold, name)
-        parts.append("\n".join(_class(name, found, fields) if inspect.isclass(found) else _function(name, found, "##")))
+        member = getattr(fivefold, name)
+        parts.append("\n".join(_class(name, member, fields) if inspect.isclass(member) else _function(name, member, "##")))
     names = re.sub(r"\n{3,}", "\n\n", "\n\n".join(parts)).rstrip()
     return f"{inspect.cleandoc(HEAD).replace('{generated}', generated)}\n\n{names}\n"
 
@@ -125,8 +125,8 @@ def _class(name: str, kind: type[Any], fields: Callable[[type[Any]], dict[str, s
 def _signature(name: str, function: Any) -> str:
     """As it is called: without self, and types as they are written."""
     signature = inspect.signature(function)
-    own = [each for each in signature.parameters.values() if each.name not in ("self", "cls")]
-    return name + re.sub(r"'([^']*)'", r"\1", str(signature.replace(parameters=own)))
+    parameters = [parameter for parameter in signature.parameters.values() if parameter.name not in ("self", "cls")]
+    return name + re.sub(r"'([^']*)'", r"\1", str(signature.replace(parameters=parameters)))
 
 
 def _text(documented: Any) -> str:

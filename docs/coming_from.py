@@ -15,11 +15,11 @@ def write_page(dialect: System, note: str) -> str:
     table = tables[0]
     parts = [f"# Coming from {table.name}\n\n{note}\n", _head(system, table)]
     if (other := table.page_of) is not None:
-        own = {key: value for key, value in table.defaults.items() if other.defaults.get(key) != value}
+        differing = {key: value for key, value in table.defaults.items() if other.defaults.get(key) != value}
         page = f"[{other.name}'s page]({other.name.lower()}.md)"
         parts.append(f"The keys are the same as on {page}, except for the rows below and these defaults:\n")
-        parts.append(", ".join(f"`{key}` {_value(value)}" for key, value in own.items()) + ".\n")
-    parts += [text for each in tables for part in each.sections if (text := _section(part, each))]
+        parts.append(", ".join(f"`{key}` {_value(value)}" for key, value in differing.items()) + ".\n")
+    parts += [text for source in tables for part in source.sections if (text := _section(part, source))]
     return "\n".join(parts)
 
 
@@ -51,7 +51,7 @@ def _section(section: Section, table: Table) -> str:
     """Return a section as Markdown, without the rows that the page of `table.page_of` has; empty if no row is left."""
     elsewhere: set[str] = set()
     if (other := table.page_of) is not None:
-        elsewhere = {row for each in other.sections for row in _rows(each, other)}
+        elsewhere = {row for section in other.sections for row in _rows(section, other)}
     rows = [row for row in _rows(section, table) if row not in elsewhere]
     text = f"{section.text}\n\n" if section.text else ""
     head = f"| key of {table.name} | default | here | |\n|---|---|---|---|\n"

@@ -45,12 +45,17 @@ class Row:
     @property
     def tests(self) -> list[str]:
         """Tests that are named, from the repository's root."""
-        return [TESTS + each for each in self.evidence if isinstance(each, str)]
+        return [TESTS + name for name in self.evidence if isinstance(name, str)]
 
     @property
     def results(self) -> list[tuple[str, str]]:
         """(file, words that it has), from the repository's root."""
-        return [(RESULTS + name, words) for each in self.evidence if isinstance(each, dict) for name, words in each.items()]
+        return [
+            (RESULTS + name, words)
+            for results in self.evidence
+            if isinstance(results, dict)
+            for name, words in results.items()
+        ]
 
 
 @cache

@@ -36,9 +36,9 @@ def fewest(model: str, policy: dict[str, object], gpu: str) -> Candidate | None:
     return space.fewest()
 
 
-def _cell(found: Candidate | None) -> str:
-    if found is None:
+def _cell(candidate: Candidate | None) -> str:
+    if candidate is None:
         return "more than 64"
-    backend, engine = found.config.policy.backend, found.config.engine
-    gpus = found.config.layout.world_size + (engine.layout.world_size if engine.is_apart else 0)
-    return f"{gpus}: {backend.partition(':')[2]}, {found.estimate.seconds:.0f} s"
+    backend, engine = candidate.config.policy.backend, candidate.config.engine
+    gpus = candidate.config.layout.world_size + (engine.layout.world_size if engine.is_apart else 0)
+    return f"{gpus}: {backend.partition(':')[2]}, {candidate.estimate.seconds:.0f} s"

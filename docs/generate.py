@@ -117,9 +117,9 @@ def megatron_options() -> str:
         for section, options in tables.items():
             for name, option in options.items():
                 if option.part == part:
-                    own = "pipeline" if option.is_pipeline else section
-                    rows.setdefault((own, option.reason.replace("{section}", "policy")), []).append(f"`{name}`")
-        lines = [f"| `{own}` | {', '.join(names)} | {reason} |" for (own, reason), names in rows.items()]
+                    group = "pipeline" if option.is_pipeline else section
+                    rows.setdefault((group, option.reason.replace("{section}", "policy")), []).append(f"`{name}`")
+        lines = [f"| `{group}` | {', '.join(names)} | {reason} |" for (group, reason), names in rows.items()]
         head = [f"## {title}", "", f"| section | options | {reason_title} |", "|---|---|---|"]
         parts.append("\n".join([*head, *lines]) + "\n")
     head = f"""
@@ -170,9 +170,9 @@ def _section(
         return
     seen[kind] = path
     hints, rows, inner = typing.get_type_hints(kind, include_extras=True), [], []
-    own = set(inspect.get_annotations(kind))
+    declared = set(inspect.get_annotations(kind))
     # What it inherits follows its own keys.
-    for item in sorted(dataclasses.fields(kind), key=lambda item: item.name not in own):
+    for item in sorted(dataclasses.fields(kind), key=lambda item: item.name not in declared):
         default, hint = _default(item), hints[item.name]
         own_counts = next((mark for mark in typing.get_args(hint) if isinstance(mark, Counts)), counts)
         nested = next((option for option in _options(hint) if dataclasses.is_dataclass(option)), None)
@@ -261,12 +261,12 @@ def _many(hint: Any) -> str:
 
 def _ranges(hint: Any) -> str:
     """What is written on the type: ranges of numbers, names."""
-    found = [_ranges(inner) for inner in typing.get_args(hint) if typing.get_origin(hint) is not typing.Literal]
+    limits = [_ranges(inner) for inner in typing.get_args(hint) if typing.get_origin(hint) is not typing.Literal]
     if typing.get_origin(hint) is typing.Annotated:
-        found = [_ranges(typing.get_args(hint)[0])]
+        limits = [_ranges(typing.get_args(hint)[0])]
         for rule in (mark for mark in hint.__metadata__ if isinstance(mark, Rule)):
-            found.append(_names(rule) if isinstance(rule, OneOf) else _limits(rule))
-    return "; ".join(text for text in found if text)
+            limits.append(_names(rule) if isinstance(rule, OneOf) else _limits(rule))
+    return "; ".join(text for text in limits if text)
 
 
 def _names(rule: OneOf) -> str:
@@ -307,7 +307,7 @@ def _docstrings(kind: type[Any]) -> dict[str, str]:
     """Field, or member of an enum -> the string below it, in one line."""
     (tree,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
     assert isinstance(tree, ast.ClassDef)
-    found: dict[str, str] = {}
+    texts: dict[str, str] = {}
     for before, node in zip([None, *tree.body], tree.body, strict=False):
         if (
             isinstance(before, ast.AnnAssign | ast.Assign)
@@ -316,12 +316,12 @@ def _docstrings(kind: type[Any]) -> dict[str, str]:
         ):
             target = before.target if isinstance(before, ast.AnnAssign) else before.targets[0]
             assert isinstance(target, ast.Name)
-            found[target.id] = " ".join(str(node.value.value).split())
+            texts[target.id] = " ".join(str(node.value.value).split())
     names = [node.target.id for node in tree.body if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)]
     for first, second in itertools.pairwise(names):
-        if first not in found and second in found and set(first.split("_")) ^ set(second.split("_")) in PAIRS:
-            found[first] = found[second]
-    return found
+        if first not in texts and second in texts and set(first.split("_")) ^ set(second.split("_")) in PAIRS:
+            texts[first] = texts[second]
+    return texts
 
 
 # --- metrics ---------------------------------------------------------------------------------------------------------
@@ -420,9 +420,9 @@ def _rates() -> str:
     for name, kind in KINDS.items():
         rows = [row for row in MEASURED if row.kind == name]
         for (hardware, source), alike in itertools.groupby(rows, key=lambda row: (row.hardware, row.source)):
-            found = list(alike)
-            sizes = f"{kind.size}: " + ", ".join(f"{row.size:,.0f}" for row in found) if kind.size else ""
-            rates = ", ".join(f"{row.rate:,g}" for row in found)
+            rows_of_kind = list(alike)
+            sizes = f"{kind.size}: " + ", ".join(f"{row.size:,.0f}" for row in rows_of_kind) if kind.size else ""
+            rates = ", ".join(f"{row.rate:,g}" for row in rows_of_kind)
             lines.append(f"| `{name}` | {kind.amount} | {sizes} | {rates} {kind.unit} | {hardware} | {source} |")
     return "\n".join(lines) + "\n"
 

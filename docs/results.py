@@ -83,15 +83,15 @@ def curves() -> list[Curve]:
     return [{"tag": ""} | json.loads(path.read_text()) | {"file": path.name} for path in sorted(FILES.glob("*.json"))]
 
 
-def results(generated: str, found: list[Curve] | None = None) -> str:
+def results(generated: str, recorded: list[Curve] | None = None) -> str:
     """Return the page; `found` are the curves, by default those of the repository."""
-    found = curves() if found is None else found
+    recorded = curves() if recorded is None else recorded
     parts = [inspect.cleandoc(HEAD).format(generated=generated)]
     for task, shown in TASKS.items():
-        parts += [f"## {shown[0].upper()}{shown[1:]}", _goal(task, found), _task(task, found)]
-        if _series(task, found):
+        parts += [f"## {shown[0].upper()}{shown[1:]}", _goal(task, recorded), _task(task, recorded)]
+        if _series(task, recorded):
             parts.append(f"![Share of correct samples over the steps]({picture(task).name})")
-    parts += ["## What was tried", TRIED + _tried(found), inspect.cleandoc(BESIDE), _beside(found)]
+    parts += ["## What was tried", TRIED + _tried(recorded), inspect.cleandoc(BESIDE), _beside(recorded)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -99,33 +99,33 @@ def picture(task: str) -> Path:
     return DOCS / f"results-{task}.svg"
 
 
-def drawing(task: str, found: list[Curve] | None = None) -> str | None:
+def drawing(task: str, recorded: list[Curve] | None = None) -> str | None:
     """Return the picture of a task's curves: sampled accuracy of each run over its steps; None if nothing is measured."""
-    series = _series(task, curves() if found is None else found)
+    series = _series(task, curves() if recorded is None else recorded)
     return drawn(series, f"SmolLM2-135M, {TASKS[task]}").svg if series else None
 
 
-def readme(page: str, found: list[Curve] | None = None) -> str:
+def readme(page: str, recorded: list[Curve] | None = None) -> str:
     """Return README with its line on these results."""
     begin, end = "<!-- results: begin (written by `make docs`) -->\n", "<!-- results: end -->\n"
-    found = curves() if found is None else found
+    recorded = curves() if recorded is None else recorded
     pictures = [
         f'<img src="docs/{picture(task).name}" width="520" alt="{TASKS[task]}: share of correct samples over the steps">\n'
         for task in TASKS
-        if _series(task, found)
+        if _series(task, recorded)
     ]
     before, _, rest = page.partition(begin)
-    text = "".join(pictures) + ("\n" if pictures else "") + _sentence(found) + "\n"
+    text = "".join(pictures) + ("\n" if pictures else "") + _sentence(recorded) + "\n"
     return before + begin + text + end + rest.partition(end)[2]
 
 
-def _sentence(found: list[Curve]) -> str:
+def _sentence(recorded: list[Curve]) -> str:
     """Return what GRPO reaches on each task, with the range over its seeds."""
     parts = []
     for task, shown in TASKS.items():
-        whole = [curve for curve in _of(found, f"{task}-grpo") if _part(curve) is None]
+        whole = [curve for curve in _of(recorded, f"{task}-grpo") if _part(curve) is None]
         last = [_sampled(_after(curve))[0] for curve in whole]
-        first = [_sampled(row)[0] for curve in whole if (row := _before(curve, found))]
+        first = [_sampled(row)[0] for curve in whole if (row := _before(curve, recorded))]
         between = f"{_span(first)} to {_span(last)} with {_seeds(len(last))}" if first and last else NOT_MEASURED
         if cut := [_steps(curve) for curve in whole if _is_cut(curve)]:
             between += f", stopped after {' and '.join(dict.fromkeys(cut))} steps"
@@ -134,13 +134,13 @@ def _sentence(found: list[Curve]) -> str:
     return textwrap.fill(f"{text}{'; '.join(parts)} ([results](docs/results.md)).", 120)
 
 
-def _goal(task: str, found: list[Curve]) -> str:
+def _goal(task: str, recorded: list[Curve]) -> str:
     """Return what GRPO is to reach on a task, and what it has with each seed."""
     goal, is_reached = GOALS[task]
     parts = []
-    for curve in _of(found, f"{task}-grpo"):
+    for curve in _of(recorded, f"{task}-grpo"):
         after = _after(curve)
-        ends = [_sampled(row)[0] for row in (_before(curve, found) or after, after)]
+        ends = [_sampled(row)[0] for row in (_before(curve, recorded) or after, after)]
         verdict = "reached" if is_reached(*ends) else "not reached"
         if _is_cut(curve):
             verdict += f"{'' if is_reached(*ends) else ' yet'}: the run was stopped after {_steps(curve)} steps"
@@ -184,11 +184,11 @@ def _span(values: list[float]) -> str:
     return low if low == high else f"{low}-{high}"
 
 
-def _of(found: Iterable[Curve], recipe: str) -> list[Curve]:
-    return [curve for curve in found if curve["recipe"] == recipe and curve["evaluations"] and not curve["tag"]]
+def _of(recorded: Iterable[Curve], recipe: str) -> list[Curve]:
+    return [curve for curve in recorded if curve["recipe"] == recipe and curve["evaluations"] and not curve["tag"]]
 
 
-def _before(curve: Curve, found: list[Curve]) -> dict[str, float] | None:
+def _before(curve: Curve, recorded: list[Curve]) -> dict[str, float] | None:
     """Return the evaluation of the warm start on as many problems as the one after: the run's own first one, or, if it took
     part of the test problems and the last checkpoint all of them, the last of the task's SFT.
     """
@@ -197,7 +197,7 @@ def _before(curve: Curve, found: list[Curve]) -> dict[str, float] | None:
         return None
     if not curve["whole"]:
         return curve["evaluations"][0]
-    warm = _of(found, "-".join([task, "sft", *device]))
+    warm = _of(recorded, "-".join([task, "sft", *device]))
     return _after(warm[0]) if warm else curve["evaluations"][0]
 
 
@@ -222,32 +222,32 @@ def _sampled(row: dict[str, float]) -> tuple[float, float]:
     return row[f"mean@{k}"], row.get(f"stderr@{k}", 0.0)
 
 
-def _series(task: str, found: list[Curve]) -> Series:
+def _series(task: str, recorded: list[Curve]) -> Series:
     """Return sampled accuracy over steps for each run that samples to learn."""
     return [
         (f"{curve['recipe'].split('-', 1)[1]}, seed {curve['seed']}", points)
         for recipe in RECIPES
         if recipe.startswith(f"{task}-") and recipe != f"{task}-sft"
-        for curve in _of(found, recipe)
+        for curve in _of(recorded, recipe)
         if len(points := [(int(row["step"]), _sampled(row)[0]) for row in curve["evaluations"]]) > 1
     ]
 
 
-def _task(task: str, found: list[Curve]) -> str:
+def _task(task: str, recorded: list[Curve]) -> str:
     lines = _head("recipe", *HEADS)
     for recipe in (name for name in [*RECIPES, *ON_CPU] if name.startswith(f"{task}-")):
         file = recipe.removesuffix("-cpu")
         name = f"[`{file}`](../examples/smollm2/{file}.yaml)" + (", `make real`" if recipe in ON_CPU else "")
-        rows = [f"| {name} | {' | '.join(_cells(curve, found))} |" for curve in _of(found, recipe)]
+        rows = [f"| {name} | {' | '.join(_cells(curve, recorded))} |" for curve in _of(recorded, recipe)]
         lines += rows or [f"| {name} | {NOT_MEASURED} |" + " |" * 10]
     return "\n".join(lines)
 
 
-def _tried(found: list[Curve]) -> str:
+def _tried(recorded: list[Curve]) -> str:
     lines = _head("recipe", *TRIED_HEADS)
-    for curve in found:
+    for curve in recorded:
         if curve["tag"] and curve["evaluations"]:
-            _, steps, _, seconds, _, _, before, after, reward, _, source = _cells(curve, found)
+            _, steps, _, seconds, _, _, before, after, reward, _, source = _cells(curve, recorded)
             keys = " ".join(f"`{change}`" for change in curve["changes"])
             lines.append(f"| `{curve['recipe']}` | {' | '.join([keys, steps, seconds, before, after, reward, source])} |")
     return "\n".join(lines if len(lines) > 2 else [*lines, f"| {NOT_MEASURED} |" + " |" * len(TRIED_HEADS)])
@@ -257,8 +257,8 @@ def _head(*names: str) -> list[str]:
     return [f"| {' | '.join(names)} |", "|" + "---|" * len(names)]
 
 
-def _cells(curve: Curve, found: list[Curve]) -> list[str]:
-    before, after, rewards = _before(curve, found), _after(curve), [row[2] for row in curve["rewards"]]
+def _cells(curve: Curve, recorded: list[Curve]) -> list[str]:
+    before, after, rewards = _before(curve, recorded), _after(curve), [row[2] for row in curve["rewards"]]
     samples = before is not None
     ends = [statistics.fmean(part) for part in (rewards[:10], rewards[-10:])] if rewards and samples else []
     shares = [
@@ -286,12 +286,12 @@ def _source(curve: Curve) -> str:
     return f"[{curve['hardware']}, {curve['commit']}](../benchmarks/results/smollm2/{curve['file']})"
 
 
-def _beside(found: list[Curve]) -> str:
+def _beside(recorded: list[Curve]) -> str:
     lines = _head("", *BESIDE_HEADS)
     for recipe, shown in SIDES.items():
-        rows = [f"| {shown} {_side(curve)}" for curve in _of(found, recipe)]
+        rows = [f"| {shown} {_side(curve)}" for curve in _of(recorded, recipe)]
         lines += rows or [f"| {shown} | {NOT_MEASURED} |" + " |" * 10]
-    medians = {recipe: [_median(curve) for curve in _of(found, recipe)] for recipe in SIDES}
+    medians = {recipe: [_median(curve) for curve in _of(recorded, recipe)] for recipe in SIDES}
     if all(medians.values()):
         ours, theirs = (statistics.median(values) for values in medians.values())
         lines += ["", f"A step of Fivefold takes {ours / theirs:.2f} of TRL's time."]

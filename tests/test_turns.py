@@ -33,7 +33,7 @@ def test_every_marker_that_the_suite_leaves_out_is_run_by_a_long_target():
     recipes = {
         line.split()[0]: re.search(rf"^{line.split()[0]}:.*\n((?:\t.*\n)+)", makefile, re.MULTILINE)[1] for line in targets()
     }
-    chosen = " ".join(found for recipe in recipes.values() for found in re.findall(r'-m ("[^"]*"|\w+)', recipe))
+    chosen = " ".join(marker for recipe in recipes.values() for marker in re.findall(r'-m ("[^"]*"|\w+)', recipe))
     run_by_turns = set(re.findall(r"(?<!not )\b\w+\b", chosen))
     assert left_out <= run_by_turns, left_out - run_by_turns
 

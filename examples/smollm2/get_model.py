@@ -117,7 +117,7 @@ def write(directory: Path, gguf: str | None, out: Path) -> None:
         tokenizer = transformers.AutoTokenizer.from_pretrained(directory, **options)
         if gguf is not None:
             options["quantization_config"] = transformers.GgufConfig(dequantize=True)
-        model, found = transformers.AutoModelForCausalLM.from_pretrained(
+        model, loading = transformers.AutoModelForCausalLM.from_pretrained(
             directory, dtype=torch.bfloat16, output_loading_info=True, **options
         )
     except Exception as error:
@@ -127,7 +127,7 @@ def write(directory: Path, gguf: str | None, out: Path) -> None:
             "architecture and quantization it unpacks, such as Llama's in Q4_1"
         ) from error
     # transformers would draw what is missing at random.
-    if absent := sorted({*map(str, found["missing_keys"]), *map(str, found["mismatched_keys"])}):
+    if absent := sorted({*map(str, loading["missing_keys"]), *map(str, loading["mismatched_keys"])}):
         raise UserError(
             f"{source} must have every weight of the model: {len(absent)} are missing or have another shape, "
             f"the first: {absent[0]}"

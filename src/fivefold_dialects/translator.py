@@ -172,7 +172,7 @@ def _also(outcome: Outcome, ours: str) -> Outcome:
 
 def with_own(translation: Translation, settings: Sequence[str]) -> Translation:
     """Return the translation with our own `key=value` settings, which override the translated ones."""
-    added = {key: Line(key, value, (AFTER,)) for key, value in _own(override({}, list(settings)))}
+    added = {key: Line(key, value, (AFTER,)) for key, value in _leaves(override({}, list(settings)))}
     kept = [line for line in translation.lines if not any(f"{line.key}.".startswith(f"{key}.") for key in added)]
     if unknown := [key for key in added if key.partition(".")[0] not in known_keys()]:
         raise ConfigError([f"settings after -- must be keys of fivefold: got {unknown[0]}"])
@@ -180,12 +180,12 @@ def with_own(translation: Translation, settings: Sequence[str]) -> Translation:
     return dataclasses.replace(translation, lines=lines, tree=nested(lines))
 
 
-def _own(tree: Tree, start: str = "") -> Iterator[tuple[str, Any]]:
+def _leaves(tree: Tree, start: str = "") -> Iterator[tuple[str, Any]]:
     """Yield full keys and values of settings of ours; a mapping with a dot in a name (`file.py:function`) is a value."""
     for name, value in tree.items():
         key = f"{start}{name}"
         if isinstance(value, dict) and value and not any("." in str(inner) for inner in value):
-            yield from _own(value, f"{key}.")
+            yield from _leaves(value, f"{key}.")
         else:
             yield key, value
 

@@ -26,14 +26,14 @@ from fivefold_dialects.table import load, table, when
 from fivefold_dialects.trinity_keys import EVALUATED, HALVES, VERL, is_megatron, period, periods, samples
 
 
-def _is_said(value: Any) -> bool:
+def _is_set(value: Any) -> bool:
     return value not in ("", None)
 
 
 def _differ(one: Any, other: Any) -> bool:
     """Return whether two values differ; an empty value never does, and a slash at the end of a path is ignored."""
     ends = [str(value).rstrip("/") for value in (one, other)]
-    return _is_said(one) and _is_said(other) and one != other and ends[0] != ends[1]
+    return _is_set(one) and _is_set(other) and one != other and ends[0] != ends[1]
 
 
 def join(trees: list[Tree]) -> Tree:
@@ -54,7 +54,7 @@ def join(trees: list[Tree]) -> Tree:
         both = f"{differing[0]}={explored[differing[0]]} and {trained[differing[0]]}"
         raise UserError(f"the files of explorer and trainer must have the same {', '.join(differing)}: got {both}")
     of_trainer = {key: trainer[key] for key in of_one_file if key in trainer}
-    for key in (key for key in explored.keys() & trained.keys() if not _is_said(trained[key])):
+    for key in (key for key in explored.keys() & trained.keys() if not _is_set(trained[key])):
         legacy.remove(shared_parts[1], key)
     return {**merged(shared_parts), **of_trainer, "explorer": explorer.get("explorer", {}), "mode": HALVES}
 

@@ -12,32 +12,34 @@ from fivefold.config import RunConfig
 from fivefold.keys.findings import Findings
 
 
-def said(capsys, *arguments: str) -> list[str]:
+def complaints(capsys, *arguments: str) -> list[str]:
     assert cli.main(list(arguments)) == 2
     return capsys.readouterr().err.removeprefix("fivefold: ").splitlines()
 
 
 @pytest.mark.parametrize("command", ["check", "train"])
 def test_all_missing_and_misspelt_keys_are_named_at_once(capsys, command):
-    assert said(capsys, command, "data.tran=[a.jsonl]", "trainer.stps=3") == [
+    assert complaints(capsys, command, "data.tran=[a.jsonl]", "trainer.stps=3") == [
         "unknown key 'data.tran': did you mean 'data.train'?",
         "unknown key 'trainer.stps': did you mean 'trainer.steps'?",
         "model.path is required: it has no default",
         "data.train is required: write data.train=[FILE.jsonl]",
     ]
-    assert said(capsys, command, "model.path=m") == ["data.train is required: write data.train=[FILE.jsonl]"]
-    assert said(capsys, command, "data.train=[a.jsonl]", "model.pth=m")[1:] == ["model.path is required: it has no default"]
+    assert complaints(capsys, command, "model.path=m") == ["data.train is required: write data.train=[FILE.jsonl]"]
+    assert complaints(capsys, command, "data.train=[a.jsonl]", "model.pth=m")[1:] == [
+        "model.path is required: it has no default"
+    ]
 
 
 def test_keys_after_an_option_count_too(capsys):
-    assert "override is written key=value" in said(capsys, "check", "model.path=m", "run.yaml")[0]
+    assert "override is written key=value" in complaints(capsys, "check", "model.path=m", "run.yaml")[0]
     with pytest.raises(SystemExit):
         cli.main(["check"])
     assert (
         "name the YAML file of the run, which `fivefold init` writes, its keys as in model.path=DIR"
         in capsys.readouterr().err
     )
-    assert "eval needs the directory of a run, or its YAML file" in said(capsys, "eval", "model.path=m")[0]
+    assert "eval needs the directory of a run, or its YAML file" in complaints(capsys, "eval", "model.path=m")[0]
 
 
 def test_without_a_command_all_are_listed(capsys):
@@ -52,10 +54,10 @@ def test_a_directory_above_what_is_wanted_names_it(tmp_path, capsys):
     (tmp_path / "runs/first/run.yaml").touch()
     (tmp_path / "runs/other").mkdir()
     for command in ("watch", "report"):
-        assert said(capsys, command, str(tmp_path / "runs")) == [
+        assert complaints(capsys, command, str(tmp_path / "runs")) == [
             f"{tmp_path}/runs must be the directory of a run: those in it are {tmp_path}/runs/first"
         ]
-    assert said(capsys, "export", str(tmp_path / "runs/first"), str(tmp_path / "out")) == [
+    assert complaints(capsys, "export", str(tmp_path / "runs/first"), str(tmp_path / "out")) == [
         f"{tmp_path}/runs/first is a run without a checkpoint: it writes the first after trainer.save_every steps"
     ]
 
@@ -63,7 +65,7 @@ def test_a_directory_above_what_is_wanted_names_it(tmp_path, capsys):
 def test_a_file_may_have_an_equals_sign_in_its_name(tmp_path, capsys):
     path = tmp_path / "lr=1e-6.yaml"
     path.write_text("model: {path: m}\ntrainer: {stps: 1}\n")
-    assert said(capsys, "check", str(path)) == ["unknown key 'trainer.stps': did you mean 'trainer.steps'?"]
+    assert complaints(capsys, "check", str(path)) == ["unknown key 'trainer.stps': did you mean 'trainer.steps'?"]
 
 
 @pytest.mark.parametrize(("option", "level"), [([], "debug"), (["--verbosity", "quiet"], "quiet")])

@@ -222,9 +222,9 @@ def test_every_option_that_acts_is_flipped():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("each", FLIPS, ids=lambda each: each.name)
-def test_flipping_an_option_changes_what_runs_or_what_is_built(flipped, each):
-    base, other, again = (flipped[each.run(*which)] for which in ((False, 1), (True, 3), (False, 2)))
+@pytest.mark.parametrize("flip", FLIPS, ids=lambda flip: flip.name)
+def test_flipping_an_option_changes_what_runs_or_what_is_built(flipped, flip):
+    base, other, again = (flipped[flip.run(*which)] for which in ((False, 1), (True, 3), (False, 2)))
     unlike = [name for one, two in zip(base, again, strict=True) for name in one if one[name] != two[name]]
     assert not unlike, "two runs without the option differ: what is observed is not the option's"
     assert base != other

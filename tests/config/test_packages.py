@@ -9,12 +9,18 @@ from pathlib import Path
 
 import pytest
 
+from fivefold.config import packages
 from fivefold.config.packages import EXTRAS, KERNELS, TRACKERS, import_fault, missing_packages, slower_paths
 from fivefold.keys.findings import Findings
 from fivefold.plan.check import _check_launch
 from tests.plan.test_fit import config
 
 BROKEN = "import a_library_that_is_not_there"
+
+
+@pytest.fixture(autouse=True)
+def _a_cache_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
 def broken_packages(directory: Path, *names: str) -> None:
@@ -39,6 +45,34 @@ def test_a_package_whose_import_fails_is_named_with_the_reason_and_not_imported_
         "absent.inner, not installed here",
     ]
     assert not {"whole_package", "broken_package"} & set(sys.modules)
+
+
+def test_an_import_that_succeeded_is_tried_again_only_once_something_is_installed_next_to_it(tmp_path, monkeypatch):
+    """Each import leaves a line in a file."""
+    site, imports = tmp_path / "site", tmp_path / "imports"
+    site.mkdir()
+    (site / "slow_package.py").write_text(f"print('x', file=open({str(imports)!r}, 'a'))")
+    monkeypatch.syspath_prepend(site)
+
+    def count() -> int:
+        packages._failed_import.cache_clear()
+        assert import_fault("slow_package") is None
+        return imports.read_text().count("x")
+
+    assert [count(), count()] == [1, 1]
+    (site / "other_package.py").touch()
+    assert [count(), count()] == [2, 2]
+    packages._failed_import.cache_clear()
+    assert import_fault("slow_package", is_fresh=True) is None
+    assert imports.read_text().count("x") == 3
+
+
+def test_an_import_that_failed_is_tried_again(tmp_path, monkeypatch):
+    broken_packages(tmp_path, "broken_package")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert "whose import fails" in str(import_fault("broken_package"))
+    packages._failed_import.cache_clear()
+    assert "whose import fails" in str(import_fault("broken_package"))
 
 
 MODULES = sorted({*KERNELS, *(extra.module for extra in EXTRAS), *TRACKERS, "mbridge", "sglang"})

@@ -31,10 +31,14 @@ SEVEN = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_p
 
 
 def lora_of(system: str, *words: str, tree: str = "", model: str = "policy"):
-    found = find_dialect(system)(read_mapping(tree, "a file"), list(words), environment={})  # type: ignore[call-arg]
-    named = found.tree.get(model, {}).get("lora", {})
+    translation = find_dialect(system)(read_mapping(tree, "a file"), list(words), environment={})  # type: ignore[call-arg]
+    named = translation.tree.get(model, {}).get("lora", {})
     about = ("lora", "model", "peft")
-    refused = [each.reason for each in found.outcomes if each.is_refused and any(word in each.key for word in about)]
+    refused = [
+        outcome.reason
+        for outcome in translation.outcomes
+        if outcome.is_refused and any(word in outcome.key for word in about)
+    ]
     return RunConfig.of({"model": {"path": "m"}, "policy": {"lora": named}}).policy.lora, refused
 
 
@@ -59,8 +63,8 @@ def lora_of(system: str, *words: str, tree: str = "", model: str = "policy"):
     ("areal", [], "actor: {path: m, lora_rank: 4}", LoraConfig()),
 ])  # fmt: skip
 def test_adapters_are_those_that_the_other_system_would_train(system, words, tree, wanted):
-    found, refused = lora_of(system, *words, tree=tree)
-    assert (found, refused) == (wanted, [])
+    lora, refused = lora_of(system, *words, tree=tree)
+    assert (lora, refused) == (wanted, [])
 
 
 def test_a_critic_of_verl_has_its_own_adapters():
@@ -82,7 +86,7 @@ def test_a_critic_of_verl_has_its_own_adapters():
 ])  # fmt: skip
 def test_what_adapters_cannot_do_is_refused_by_name(system, words, tree, says):
     refused = lora_of(system, *words, tree=tree)[1]
-    assert any(says in each for each in refused), refused
+    assert any(says in reason for reason in refused), refused
 
 
 MTP = f"{M}mtp."
@@ -97,20 +101,21 @@ MTP = f"{M}mtp."
     ("siirl", [f"{MTP}enable=True", f"{MTP}enable_train=True", f"{MTP}mtp_loss_scaling_factor=0"], MTPConfig(train=True, loss_scaling_factor=0.0)),
 ])  # fmt: skip
 def test_the_layers_of_multi_token_prediction_learn_as_verl_says(system, words, wanted):
-    found = find_dialect(system)({}, [*MEGATRON, *words], environment={})  # type: ignore[call-arg]
+    translation = find_dialect(system)({}, [*MEGATRON, *words], environment={})  # type: ignore[call-arg]
     assert (
-        RunConfig.of({"model": {"path": "m"}, "policy": {"mtp": found.tree["policy"].get("mtp", {})}}).policy.mtp == wanted
+        RunConfig.of({"model": {"path": "m"}, "policy": {"mtp": translation.tree["policy"].get("mtp", {})}}).policy.mtp
+        == wanted
     )
-    assert not [each for each in found.outcomes if each.is_refused and "mtp" in each.key]
+    assert not [outcome for outcome in translation.outcomes if outcome.is_refused and "mtp" in outcome.key]
 
 
 def test_they_learn_in_sft_of_verl_too():
     words = ["data.train_files=a.parquet", "model.path=m", "engine=megatron", "optim.lr=1e-5", "model.mtp.enable=True",
              "model.mtp.enable_train=True", "model.mtp.detach_encoder=True"]  # fmt: skip
-    found = find_dialect("verl")({}, words, environment={})  # type: ignore[call-arg]
-    assert found.tree["algorithm"]["name"] == "sft"
+    translation = find_dialect("verl")({}, words, environment={})  # type: ignore[call-arg]
+    assert translation.tree["algorithm"]["name"] == "sft"
     wanted = MTPConfig(train=True, loss_scaling_factor=0.1, detach_encoder=True)
-    assert RunConfig.of({"model": {"path": "m"}, "policy": {"mtp": found.tree["policy"]["mtp"]}}).policy.mtp == wanted
+    assert RunConfig.of({"model": {"path": "m"}, "policy": {"mtp": translation.tree["policy"]["mtp"]}}).policy.mtp == wanted
 
 
 @pytest.mark.parametrize(("system", "words", "says"), [
@@ -119,6 +124,6 @@ def test_they_learn_in_sft_of_verl_too():
     ("skyrl", [*SKYRL, "trainer.policy.megatron_config.mtp_num_layers=1"], "is the same without them"),
 ])  # fmt: skip
 def test_what_only_makes_rollouts_faster_is_said_and_left_out(system, words, says):
-    found = find_dialect(system)({}, words, environment={})  # type: ignore[call-arg]
-    (outcome,) = [each for each in found.outcomes if says in each.reason]
-    assert not outcome.changes_result and "mtp" not in found.tree.get("policy", {})
+    translation = find_dialect(system)({}, words, environment={})  # type: ignore[call-arg]
+    (outcome,) = [outcome for outcome in translation.outcomes if says in outcome.reason]
+    assert not outcome.changes_result and "mtp" not in translation.tree.get("policy", {})

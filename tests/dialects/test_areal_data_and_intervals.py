@@ -71,8 +71,8 @@ def test_a_file_or_directory_of_a_similar_name_stays_what_it_is():
     ],
 )
 def test_areals_epochs_between_checkpoints_and_evaluations_are_ours(words, save, evaluate):
-    found = trainer_of(*words)
-    assert (found.save_every, found.eval_every) == (save, evaluate)
+    trainer = trainer_of(*words)
+    assert (trainer.save_every, trainer.eval_every) == (save, evaluate)
 
 
 @pytest.mark.parametrize(
@@ -84,5 +84,7 @@ def test_areals_epochs_between_checkpoints_and_evaluations_are_ours(words, save,
     ],
 )
 def test_an_interval_of_areals_that_is_another_here_is_said(word, says):
-    (said,) = [each for each in translated("areal", word, tree=RL).outcomes if each.key == word.partition("=")[0]]
-    assert said.kind == "unsupported" and says in said.reason and not said.changes_result
+    (outcome,) = [
+        outcome for outcome in translated("areal", word, tree=RL).outcomes if outcome.key == word.partition("=")[0]
+    ]
+    assert outcome.kind == "unsupported" and says in outcome.reason and not outcome.changes_result

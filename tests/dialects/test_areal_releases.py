@@ -16,7 +16,7 @@ actor:
   path: m
   ppo_n_minibatches: 1
   kl_ctl: 0.0
-  {said}
+  {actor}
 train_dataset: {{path: d.parquet, batch_size: 256{rest}}}
 """
 DOTS, COLONS = "sglang.d4p1t1+d4p1t1", "sglang:d4p1t1+fsdp:d4p1t1"
@@ -51,8 +51,8 @@ external_configs: {cluster_config: {fileroot: /s}, envs: {A: "1"}}
 """Of main_sft.py, before 2025-08."""
 
 
-def run(said: str = "recompute_logprob: true", layout: str = COLONS, rest: str = "", more: str = "") -> str:
-    return RUN.format(said=said, layout=layout, rest=rest) + more
+def run(actor: str = "recompute_logprob: true", layout: str = COLONS, rest: str = "", more: str = "") -> str:
+    return RUN.format(actor=actor, layout=layout, rest=rest) + more
 
 
 def test_what_is_left_out_has_the_value_of_the_release_that_the_configuration_shows():
@@ -75,7 +75,7 @@ def test_a_key_that_went_early_tells_the_release(mark):
     assert config("areal", tree=run(mark, DOTS)).policy.optimizer.lr == 2e-5
 
 
-@pytest.mark.parametrize(("layout", "said", "wanted"), [
+@pytest.mark.parametrize(("layout", "actor", "wanted"), [
     # One string of a layout: until 2026-03 the weight of the decoupled loss had no bound unless one was said.
     (COLONS, "use_decoupled_loss: true", ("token", 1e9, "mask")),
     (DOTS, "use_decoupled_loss: true\n  behav_imp_weight_cap: 3.0", ("token", 3.0, "mask")),
@@ -89,18 +89,18 @@ def test_a_key_that_went_early_tells_the_release(mark):
     ("", "use_decoupled_loss: true\n  backend: 'fsdp:d4'\n  rejection_sampling: {level: token}", ("token", 5.0, "mask")),
     ("", "use_decoupled_loss: true\n  backend: 'fsdp:d4'\n  rejection_sampling: {level: sequence, action: clamp, lower: 0.5, upper: 2.0}", ("geometric", 2.0, "truncate")),
 ])  # fmt: skip
-def test_the_weight_of_the_decoupled_loss_is_that_of_the_release(layout, said, wanted):
+def test_the_weight_of_the_decoupled_loss_is_that_of_the_release(layout, actor, wanted):
     engine = "" if layout else "rollout: {backend: 'sglang:d4'}\n"
-    correction = config("areal", tree=run(said, layout or "''", more=engine)).algorithm.resolved.rollout_correction
+    correction = config("areal", tree=run(actor, layout or "''", more=engine)).algorithm.resolved.rollout_correction
     assert (correction.weight, correction.high, correction.outside) == wanted
     assert correction.old_logprobs_from == "trainer"
 
 
 def test_rloo_compares_with_the_mean_of_the_others():
-    said = "recompute_logprob: true\n  reward_norm: {mean_level: group, mean_leave1out: true, std_level: %s}"
-    chosen = config("areal", tree=run(said % "null")).algorithm.resolved
+    actor = "recompute_logprob: true\n  reward_norm: {mean_level: group, mean_leave1out: true, std_level: %s}"
+    chosen = config("areal", tree=run(actor % "null")).algorithm.resolved
     assert (chosen.advantage, chosen.normalize, chosen.whiten) == ("leave_one_out", "none", False)
-    (refused,) = translated("areal", tree=run(said % "group")).refusals
+    (refused,) = translated("areal", tree=run(actor % "group")).refusals
     assert "the deviation from the mean of the others" in refused
 
 
@@ -113,21 +113,21 @@ def test_areals_filter_leaves_out_prompts_that_say_nothing_and_samples_no_others
 
 def test_replayed_routes_are_those_of_the_engine():
     tree = run(more="rollout: {return_routed_experts: true}\n")
-    found = config("areal", tree=tree.replace("sglang", "vllm"))
-    assert (found.policy.router_replay, found.engine.mode) == ("R3", "server")
+    run_config = config("areal", tree=tree.replace("sglang", "vllm"))
+    assert (run_config.policy.router_replay, run_config.engine.mode) == ("R3", "server")
     with pytest.raises(ConfigError, match="R2 with SGLang"):
         config("areal", tree=tree)
 
 
 def test_preference_pairs_of_areal_are_learned_by_dpo():
     """64 pairs and one update a step; lr falls as a cosine to a tenth, from 0 over a tenth of the steps."""
-    found = config("areal", tree=PAIR)
-    optimizer = found.policy.optimizer
-    assert (found.algorithm.name, found.algorithm.resolved.beta) == ("dpo", 0.2)
-    assert (found.data.prompts_per_step, found.algorithm.updates_per_step) == (64, 1)
+    run_config = config("areal", tree=PAIR)
+    optimizer = run_config.policy.optimizer
+    assert (run_config.algorithm.name, run_config.algorithm.resolved.beta) == ("dpo", 0.2)
+    assert (run_config.data.prompts_per_step, run_config.algorithm.updates_per_step) == (64, 1)
     assert (optimizer.lr, optimizer.schedule, optimizer.warmup_steps) == (5e-6, "cosine", 0.1)
     assert optimizer.min_lr == pytest.approx(5e-7)
-    assert (optimizer.clip_grad, found.policy.backend) == (10.0, "fsdp:d8t1")
+    assert (optimizer.clip_grad, run_config.policy.backend) == (10.0, "fsdp:d8t1")
     (refused,) = translated("areal", "actor.loss_type=ipo", tree=PAIR).refusals
     assert "ipo" in refused
 
@@ -143,14 +143,18 @@ train_dataset: {{path: d, type: rw, batch_size: 256}}
 
 
 def test_imitation_of_areal_before_2025_08_is_the_run_of_its_own_program():
-    found = config("areal", tree=IMITATION)
-    optimizer = found.policy.optimizer
-    assert (found.algorithm.name, found.data.prompts_per_step, found.policy.backend) == ("sft", 64, "megatron:d32t4p1")
-    assert (found.data.train, found.data.val, found.data.response_key) == (["a.jsonl"], ["b.jsonl"], "answer")
-    assert (found.data.apply_chat_template, found.data.max_response_tokens) == (False, 32768)
+    run_config = config("areal", tree=IMITATION)
+    optimizer = run_config.policy.optimizer
+    assert (run_config.algorithm.name, run_config.data.prompts_per_step, run_config.policy.backend) == (
+        "sft",
+        64,
+        "megatron:d32t4p1",
+    )
+    assert (run_config.data.train, run_config.data.val, run_config.data.response_key) == (["a.jsonl"], ["b.jsonl"], "answer")
+    assert (run_config.data.apply_chat_template, run_config.data.max_response_tokens) == (False, 32768)
     assert (optimizer.lr, optimizer.weight_decay, optimizer.betas, optimizer.eps) == (1e-5, 0.1, [0.9, 0.95], 1e-5)
     assert (optimizer.warmup_steps, optimizer.warmup_from, optimizer.schedule_per) == (0.03, 0, "step")
-    assert (found.policy.dtype, found.trainer.epochs, found.trainer.save_every) == ("bfloat16", 200, 10)
+    assert (run_config.policy.dtype, run_config.trainer.epochs, run_config.trainer.save_every) == ("bfloat16", 200, 10)
     half = config("areal", "model.bf16=false", tree=IMITATION).policy
     assert (half.dtype, half.megatron.optimizer["initial_loss_scale"]) == ("float16", 262144.0)
 
@@ -175,16 +179,16 @@ def test_what_changes_the_result_is_refused_by_name(words, says):
     (["actor.use_cispo_loss=true", "actor.eps_clip=1.0", "actor.eps_clip_higher=4.0"], "surrogate", "cispo"),
 ])  # fmt: skip
 def test_newer_choices_become_ours(words, key, wanted):
-    found = config("areal", *words, tree=run()).algorithm.resolved
+    value = config("areal", *words, tree=run()).algorithm.resolved
     for name in key.split("."):
-        found = getattr(found, name)
-    assert found == wanted
+        value = getattr(value, name)
+    assert value == wanted
 
 
 def test_moments_in_bfloat16_are_kept_in_float32_and_said():
-    found = translated("areal", "actor.optimizer.type=adam_bf16", tree=run())
-    assert not found.refusals
-    (about,) = [each for each in found.outcomes if each.key == "actor.optimizer.type"]
+    translation = translated("areal", "actor.optimizer.type=adam_bf16", tree=run())
+    assert not translation.refusals
+    (about,) = [outcome for outcome in translation.outcomes if outcome.key == "actor.optimizer.type"]
     assert about.kind == "unsupported" and not about.changes_result
 
 
@@ -195,10 +199,10 @@ def test_steps_of_warmup_may_be_said_as_a_number():
 
 @pytest.mark.parametrize("norm", ["", "reward_norm: {mean_level: group, std_level: group, group_size: 4}"])
 def test_a_constant_and_a_factor_of_rewards_are_areal_s_whatever_follows_them(norm):
-    said = f"recompute_logprob: true\n  reward_bias: -0.5\n  reward_scaling: 10.0\n  {norm}"
-    found = config("areal", tree=run(said)).algorithm.resolved
-    assert (found.reward_shift, found.reward_scale, found.reward_clip) == (-0.5, 10.0, 20.0)
-    assert found.normalize == ("group" if norm else "none")
+    actor = f"recompute_logprob: true\n  reward_bias: -0.5\n  reward_scaling: 10.0\n  {norm}"
+    resolved = config("areal", tree=run(actor)).algorithm.resolved
+    assert (resolved.reward_shift, resolved.reward_scale, resolved.reward_clip) == (-0.5, 10.0, 20.0)
+    assert resolved.normalize == ("group" if norm else "none")
     plain = config("areal", tree=run()).algorithm.resolved
     assert (plain.reward_shift, plain.reward_scale, plain.reward_clip) == (0.0, 1.0, None)
     assert translated("areal", "actor.reward_scaling=-1", tree=run()).refusals

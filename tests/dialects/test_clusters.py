@@ -54,11 +54,11 @@ def roll(count):
     ("trinity", ["mode=both", "cluster.node_num=1", "cluster.gpu_per_node=8"], None),
 ])  # fmt: skip
 def test_a_configuration_of_several_machines_is_placed_by_ray(system, words, backend):
-    found = translate_words(system, words, {**HOME, "NODES": "3"})
-    assert found.tree.get("launch", {}).get("backend") == backend
+    translation = translate_words(system, words, {**HOME, "NODES": "3"})
+    assert translation.tree.get("launch", {}).get("backend") == backend
     if backend:
-        (line,) = [each for each in found.lines if each.key == "launch.backend"]
-        assert line.sources and all("launch.backend" in found.keys[key] for key in line.sources)
+        (line,) = [line for line in translation.lines if line.key == "launch.backend"]
+        assert line.sources and all("launch.backend" in translation.keys[key] for key in line.sources)
 
 
 @pytest.mark.parametrize(("system", "words", "nodes", "per_node"), [
@@ -76,12 +76,12 @@ def test_a_configuration_of_several_machines_is_placed_by_ray(system, words, bac
     ("trinity", ["mode=both", "cluster.node_num=2", "cluster.gpu_per_node=8"], 2, 8),
 ])  # fmt: skip
 def test_numbers_of_machines_and_of_their_gpus_become_those_of_launch(system, words, nodes, per_node):
-    found = translate_words(system, words, HOME)
-    launch = found.tree.get("launch", {})
+    translation = translate_words(system, words, HOME)
+    launch = translation.tree.get("launch", {})
     assert (launch.get("nodes"), launch.get("gpus_per_node")) == (nodes, per_node)
-    for line in found.lines:
+    for line in translation.lines:
         if line.key in ("launch.nodes", "launch.gpus_per_node"):
-            assert line.sources and all(line.key in found.keys[key] for key in line.sources)
+            assert line.sources and all(line.key in translation.keys[key] for key in line.sources)
 
 
 def test_a_layout_of_other_gpus_than_the_cluster_s_is_refused_with_both_numbers():
@@ -98,12 +98,12 @@ def test_a_layout_of_other_gpus_than_the_cluster_s_is_refused_with_both_numbers(
 def test_areal_s_registry_of_names_and_its_file_roots_are_reported_with_their_reason():
     words = [*AREAL, "cluster.fileroot=/s", "cluster.name_resolve.type=nfs", "cluster.name_resolve.nfs_record_root=/n",
              "saver.fileroot=/s"]  # fmt: skip
-    found = translate_words("areal", words, HOME)
-    assert found.tree["trainer"]["run_dir"] == "/s/e/t" and "trainer.run_dir" in found.keys["cluster.fileroot"]
+    translation = translate_words("areal", words, HOME)
+    assert translation.tree["trainer"]["run_dir"] == "/s/e/t" and "trainer.run_dir" in translation.keys["cluster.fileroot"]
     assert all(
-        "ranks meet at MASTER_ADDR" in found.keys[f"cluster.name_resolve.{key}"] for key in ("type", "nfs_record_root")
+        "ranks meet at MASTER_ADDR" in translation.keys[f"cluster.name_resolve.{key}"] for key in ("type", "nfs_record_root")
     )
-    assert "written under trainer.run_dir" in found.keys["saver.fileroot"]
+    assert "written under trainer.run_dir" in translation.keys["saver.fileroot"]
 
 
 def test_ranks_that_torchrun_has_started_are_joined_whatever_the_number_of_machines():
@@ -127,10 +127,10 @@ def test_settings_of_ours_follow_two_dashes():
         "trainer.epochs=5",
         "engine.sampling={temperature: 0.5}",
     ]
-    found = translate_words("verl", words, HOME)
-    run = RunConfig.of(found.tree)
+    translation = translate_words("verl", words, HOME)
+    run = RunConfig.of(translation.tree)
     assert (run.launch.backend, run.trainer.epochs, run.engine.sampling.temperature) == ("ray", 5, 0.5)
-    text = writer.write(found, "verl")
+    text = writer.write(translation, "verl")
     assert "  backend: ray                                                # after --" in text
     assert text.count("  epochs:") == 1
 
@@ -143,19 +143,19 @@ def test_a_function_of_a_file_may_be_named_after_two_dashes():
         "engine.vllm={seed: 3}",
         "engine.vllm.dtype=auto",
     ]
-    found = translate_words("verl", words, HOME)
-    assert found.tree["reward"]["functions"] == {"/my/reward.py:score": 1.0}
-    assert {"seed": 3, "dtype": "auto"}.items() <= found.tree["engine"]["vllm"].items()
+    translation = translate_words("verl", words, HOME)
+    assert translation.tree["reward"]["functions"] == {"/my/reward.py:score": 1.0}
+    assert {"seed": 3, "dtype": "auto"}.items() <= translation.tree["engine"]["vllm"].items()
 
 
 def test_keys_in_a_section_of_ours_take_the_place_of_what_was_translated():
-    found = translate_words("verl", [*VERL, "trainer.nnodes=2", "--", "launch={backend: local, threads: 4}"], HOME)
-    assert found.tree["launch"] == {"nodes": 2, "backend": "local", "threads": 4}
+    translation = translate_words("verl", [*VERL, "trainer.nnodes=2", "--", "launch={backend: local, threads: 4}"], HOME)
+    assert translation.tree["launch"] == {"nodes": 2, "backend": "local", "threads": 4}
 
 
 def test_a_key_of_ours_before_two_dashes_is_refused_with_its_place():
-    found = translate_words("verl", [*VERL, "launch.backend=ray"], HOME)
-    assert found.refusals == [
+    translation = translate_words("verl", [*VERL, "launch.backend=ray"], HOME)
+    assert translation.refusals == [
         "launch.backend=ray: a key of fivefold, not of verl: write it after --, as in -- launch.backend=..."
     ]
 
@@ -178,6 +178,6 @@ def test_a_judge_on_servers_of_its_own_keeps_ray_away_with_a_line():
     judge = ["judge_model_type=inference", "worker_cls=roll.pipeline.rlvr.rewards.llm_judge_reward_worker.LLMJudgeRewardWorker",
              "judge_prompt=Qwen2.5-7B-Instruct-RLVR-prompt", "model_args.model_name_or_path=j", "device_mapping=list(range(8,16))",
              "strategy_args.strategy_name=hf_infer", "tag_included=[RLVR]"]  # fmt: skip
-    found = translate_words("roll", [*roll(16), *(f"rewards.llm_judge.{word}" for word in judge)], HOME)
-    assert found.tree["reward"]["judge"]["backend"].startswith("vllm:") and "launch" not in found.tree
-    assert any("start the run with torchrun" in note for note in found.notes)
+    translation = translate_words("roll", [*roll(16), *(f"rewards.llm_judge.{word}" for word in judge)], HOME)
+    assert translation.tree["reward"]["judge"]["backend"].startswith("vllm:") and "launch" not in translation.tree
+    assert any("start the run with torchrun" in note for note in translation.notes)

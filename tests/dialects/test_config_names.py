@@ -37,19 +37,21 @@ def repository(tmp_path):
 @pytest.mark.parametrize("place", ["repository", "elsewhere"])
 def test_a_script_finds_its_yaml_from_any_directory(repository, tmp_path, monkeypatch, place):
     monkeypatch.chdir(tmp_path / place)
-    found = translate_words("verl", [str(repository)], HOME)
-    assert [each.key for each in found.outcomes if each.is_refused] == ["actor_rollout_ref.rollout.ignore_eos"]
-    assert found.tree["data"]["prompts_per_step"] == 64
+    translation = translate_words("verl", [str(repository)], HOME)
+    assert [outcome.key for outcome in translation.outcomes if outcome.is_refused] == [
+        "actor_rollout_ref.rollout.ignore_eos"
+    ]
+    assert translation.tree["data"]["prompts_per_step"] == 64
 
 
 def test_which_yaml_was_read_is_said(repository, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path / "elsewhere")
     file = repository.parent / "config" / "gsm8k_multiturn_grpo.yaml"
     file.write_text(YAML % "False")
-    found = translate_words("verl", [str(repository)], HOME)
-    assert writer.notes(found)[0] == f"--config-name is the file {file}"
-    assert RunConfig.of(found.tree).data.prompts_per_step == 64
-    assert f"# Note: --config-name is the file {file}." in writer.write(found, "verl")
+    translation = translate_words("verl", [str(repository)], HOME)
+    assert writer.notes(translation)[0] == f"--config-name is the file {file}"
+    assert RunConfig.of(translation.tree).data.prompts_per_step == 64
+    assert f"# Note: --config-name is the file {file}." in writer.write(translation, "verl")
 
 
 @pytest.mark.parametrize(
@@ -67,10 +69,10 @@ def test_a_name_that_verl_brings_needs_no_file(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     # Hydra reads verl's own without a directory, whatever lies here.
     (tmp_path / "ppo_megatron_trainer.yaml").write_text("data: {train_batch_size: 7}")
-    found = translate_words(
+    translation = translate_words(
         "verl", [f"--config-name={name}", "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2", *WORDS], HOME
     )
-    assert (found.tree["policy"]["backend"], found.tree["data"]["prompts_per_step"]) == ("megatron:d4t2p1", 1024)
+    assert (translation.tree["policy"]["backend"], translation.tree["data"]["prompts_per_step"]) == ("megatron:d4t2p1", 1024)
 
 
 def test_files_that_a_yaml_starts_from_are_read_below_it(tmp_path, monkeypatch):

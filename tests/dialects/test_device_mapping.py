@@ -25,10 +25,11 @@ def test_a_mapping_names_what_python_would_make_of_it(text):
 
 
 @pytest.mark.parametrize(
-    ("given_", "found"), [("0-7", list(range(8))), ("0-1,4,6 - 7", [0, 1, 4, 6, 7]), ("3", [3]), (3, [3]), ([2, 0], [2, 0])]
+    ("given_", "devices"),
+    [("0-7", list(range(8))), ("0-1,4,6 - 7", [0, 1, 4, 6, 7]), ("3", [3]), (3, [3]), ([2, 0], [2, 0])],
 )
-def test_spans_and_lists_are_read_too(given_, found):
-    assert parse_devices(given_) == found
+def test_spans_and_lists_are_read_too(given_, devices):
+    assert parse_devices(given_) == devices
 
 
 @pytest.mark.parametrize(
@@ -64,14 +65,14 @@ def test_a_gpu_that_is_named_twice_is_refused():
 @given(st.text(alphabet="0123456789 ,-+[]()listrange", max_size=40))
 def test_no_text_does_anything_but_be_read_or_refused(text):
     try:
-        found = parse_devices(text)
+        devices = parse_devices(text)
     except ValueError:
         return
-    assert len(found) == len(set(found)) and all(number >= 0 for number in found)
+    assert len(devices) == len(set(devices)) and all(number >= 0 for number in devices)
 
 
 @pytest.mark.parametrize(
-    ("others", "found"),
+    ("others", "ranks"),
     [
         ({"critic": [4, 5], "reference": [6]}, {"critic": 4, "reference": 6}),
         ({"critic": [6, 7], "reference": [7, 6]}, {"critic": 4, "reference": 4}),
@@ -83,5 +84,5 @@ def test_no_text_does_anything_but_be_read_or_refused(text):
         ({"critic": []}, {}),
     ],
 )
-def test_models_on_gpus_of_their_own_come_after_the_policy(others, found):
-    assert ranks_after([0, 1, 2, 3], [8], others) == found
+def test_models_on_gpus_of_their_own_come_after_the_policy(others, ranks):
+    assert ranks_after([0, 1, 2, 3], [8], others) == ranks

@@ -81,7 +81,7 @@ def test_no_row_is_hidden_by_one_before_it(system, table):
 
 
 def outcome(translation, key):
-    return next(each for each in translation.outcomes if each.key == key)
+    return next(entry for entry in translation.outcomes if entry.key == key)
 
 
 def test_every_key_of_the_source_has_one_outcome():
@@ -92,49 +92,54 @@ def test_every_key_of_the_source_has_one_outcome():
         "actor_rollout_ref.model.override_config.attention_dropout=0.1",
         "data.shufle=False",
     ]
-    found = translated("verl", *words)
-    assert [each.key for each in found.outcomes] == [word.partition("=")[0] for word in words]
-    assert outcome(found, "data.train_files").ours == ("data.train",)
-    assert outcome(found, "trainer.balance_batch").kind == "fixed"
+    translation = translated("verl", *words)
+    assert [entry.key for entry in translation.outcomes] == [word.partition("=")[0] for word in words]
+    assert outcome(translation, "data.train_files").ours == ("data.train",)
+    assert outcome(translation, "trainer.balance_batch").kind == "fixed"
     logger, dropout, typo = (
-        outcome(found, key)
+        outcome(translation, key)
         for key in ("trainer.logger", "actor_rollout_ref.model.override_config.attention_dropout", "data.shufle")
     )
     assert (logger.kind, logger.is_refused) == ("unsupported", False) and logger.reason.startswith("clearml: ")
     assert (dropout.kind, dropout.is_refused) == ("unsupported", True)
     assert (typo.kind, typo.reason) == ("unknown", "not a known key of verl: did you mean data.shuffle?")
-    assert len(found.refusals) == 2
+    assert len(translation.refusals) == 2
 
 
 def test_what_is_switched_off_is_not_refused():
-    found = translated("verl", *VERL, "actor_rollout_ref.model.lora_rank=0", "actor_rollout_ref.rollout.quantization=null")
-    assert found.refusals == []
+    translation = translated(
+        "verl", *VERL, "actor_rollout_ref.model.lora_rank=0", "actor_rollout_ref.rollout.quantization=null"
+    )
+    assert translation.refusals == []
 
 
 def test_each_line_names_the_key_that_it_comes_from():
-    found = translated("verl", *VERL, "trainer.save_freq=7", "trainer.logger=clearml")
-    text = writer.write(found, "verl")
+    translation = translated("verl", *VERL, "trainer.save_freq=7", "trainer.logger=clearml")
+    text = writer.write(translation, "verl")
     lines = {line.split(":")[0].strip(): line for line in text.splitlines()}
     assert lines["save_every"].endswith("# trainer.save_freq") and lines["group_size"].endswith("# verl's default")
     assert "#    1 not supported\n#        trainer.logger = clearml: clearml: metrics" in text
-    assert _is_same_run(RunConfig.of(read_mapping(text, "what was written")), RunConfig.of(found.tree))
+    assert _is_same_run(RunConfig.of(read_mapping(text, "what was written")), RunConfig.of(translation.tree))
 
 
 def _is_same_run(written, meant):
     """All sections are equal, and what the method computes, be it written out or its own default."""
-    same = {each.name: getattr(written, each.name) == getattr(meant, each.name) for each in fields(RunConfig)}
+    same = {section.name: getattr(written, section.name) == getattr(meant, section.name) for section in fields(RunConfig)}
     return written.algorithm.resolved == meant.algorithm.resolved and all(same[name] for name in same if name != "algorithm")
 
 
 def test_what_is_written_differs_from_our_defaults_and_begins_with_the_method():
     words = [*GRPO_VERL, "data.shuffle=True", "actor_rollout_ref.actor.clip_ratio_high=0.28", "trainer.resume_mode=auto"]
-    found = translated("verl", *words)
-    written = read_mapping(writer.write(found, "verl"), "run.yaml")
+    translation = translated("verl", *words)
+    written = read_mapping(writer.write(translation, "verl"), "run.yaml")
     assert next(iter(written)) == "algorithm" and next(iter(written["algorithm"])) == "name"
     assert written["algorithm"]["clip_high"] == 0.28 and "shuffle" not in written["data"]
     # GRPO's own.
-    assert not {"advantage", "normalize", "surrogate"} & set(written["algorithm"]) and "advantage" in found.tree["algorithm"]
-    assert _is_same_run(RunConfig.of(written), RunConfig.of(found.tree))
+    assert (
+        not {"advantage", "normalize", "surrogate"} & set(written["algorithm"])
+        and "advantage" in translation.tree["algorithm"]
+    )
+    assert _is_same_run(RunConfig.of(written), RunConfig.of(translation.tree))
 
 
 def test_a_value_names_the_keys_without_which_it_would_be_another():
@@ -142,9 +147,9 @@ def test_a_value_names_the_keys_without_which_it_would_be_another():
         return {"policy.optimizer.lr": (source.number("rate") or 0.0) * source.count("scale"), "trainer.steps": 7}
 
     rows = {"name": "Other", "defaults": {"scale": 1}, "sections": {"Run": {"reads": {"rate scale": None, "idle": None}}}}
-    found = System("other", (table(rows, [lr]),))({"rate": 0.5, "scale": 1, "idle": 3, "rates": 1}, [])
-    assert {line.key: line.sources for line in found.lines} == {"policy.optimizer.lr": ("rate",), "trainer.steps": ()}
-    kinds = {each.key: (each.kind, each.ours) for each in found.outcomes}
+    translation = System("other", (table(rows, [lr]),))({"rate": 0.5, "scale": 1, "idle": 3, "rates": 1}, [])
+    assert {line.key: line.sources for line in translation.lines} == {"policy.optimizer.lr": ("rate",), "trainer.steps": ()}
+    kinds = {entry.key: (entry.kind, entry.ours) for entry in translation.outcomes}
     assert kinds["rate"] == ("translated", ("policy.optimizer.lr",)) and kinds["scale"] == ("translated", ())
     assert kinds["idle"] == ("fixed", ()) and kinds["rates"] == ("unknown", ())
 
@@ -173,7 +178,7 @@ def test_a_choice_is_read_by_its_name_and_refuses_what_it_needs_otherwise(settin
     source = Source(settings, {}, {})
     arguments = "args" if settings.get("loss") == "sapo" else ""
     assert Choice("loss", "loss", names, "ppo", arguments).read(source) == read
-    assert [each.key for each in source.outcomes] == refused
+    assert [entry.key for entry in source.outcomes] == refused
 
 
 def test_trackers_project_and_name_are_those_that_the_other_system_would_have():
@@ -190,9 +195,9 @@ def test_trackers_project_and_name_are_those_that_the_other_system_would_have():
     assert tree["trainer"]["loggers"] == ["wandb"]
     assert tree["tracking"] == {"project": "sums", "name": "first", "tags": ["a", "b"]}
     kwargs = {"project": "sums", "tags": ["a"], "api_key": "0123456789abcdef", "log_dir": "/x"}
-    found = translated("roll", tree=json.dumps({"track_with": "wandb", "exp_name": "first", "tracker_kwargs": kwargs}))
-    assert found.tree["tracking"] == {"project": "sums", "name": "first", "tags": ["a"]}
-    assert "0123456789abcdef" not in writer.write(found, "roll") + str(writer.notes(found))
+    translation = translated("roll", tree=json.dumps({"track_with": "wandb", "exp_name": "first", "tracker_kwargs": kwargs}))
+    assert translation.tree["tracking"] == {"project": "sums", "name": "first", "tags": ["a"]}
+    assert "0123456789abcdef" not in writer.write(translation, "roll") + str(writer.notes(translation))
     monitor = {"project": "sums", "name": "first", "group": "g", "monitor": {"monitor_type": "mlflow"}}
     tree = translated("trinity", tree=json.dumps(monitor)).tree
     assert tree["trainer"]["loggers"] == ["console", "mlflow"]
@@ -209,15 +214,17 @@ def test_interpolations_are_resolved_as_omegaconf_documents_them():
     """A key, one dot for a sibling, two for the section above; oc.select with a default; oc.env."""
     tree = "a: 3\nb: {c: '${a}', d: '${.c}', e: '${..a}-${.c}', f: '${oc.select:no.such,9}', g: '${oc.select:b.c,9}', h: '${oc.env:HOME}'}"
     source = Source(dict(flatten(read_mapping(tree, "t"))), {}, HOME)
-    found = {key: source.value(f"b.{key}") for key in "cdefgh"}
-    assert found == {"c": 3, "d": 3, "e": "3-3", "f": 9, "g": 3, "h": "/home/me"}
+    values = {key: source.value(f"b.{key}") for key in "cdefgh"}
+    assert values == {"c": 3, "d": 3, "e": "3-3", "f": 9, "g": 3, "h": "/home/me"}
 
 
 def test_a_variable_that_stands_open_is_asked_for():
-    found = translated(
+    translation = translated(
         "verl", *VERL, "trainer.nnodes=${NODES}", "trainer.project_name=${NAME}", "trainer.default_local_dir=/c"
     )
-    assert found.refusals == ["trainer.nnodes needs ${NODES}, which has no known value: pass it with --env NODES=value"]
+    assert translation.refusals == [
+        "trainer.nnodes needs ${NODES}, which has no known value: pass it with --env NODES=value"
+    ]
 
 
 @pytest.mark.parametrize(("word", "says"), [
@@ -251,8 +258,8 @@ def test_a_device_mapping_is_parsed_and_never_evaluated():
     ("vllm:d2+megatron:(attn:d1p4t2c2|ffn:d1p4t1e4)", "megatron:d1t2p4c2e4"), ("sglang:d4p1t1+d4p1t1", "fsdp:d4t1"),
 ])  # fmt: skip
 def test_allocation_modes_of_every_age_are_read(text, layout):
-    found = translated("areal", f"allocation_mode={text}", "actor.path=m", "train_dataset.path=d")
-    assert layout is None or next(line.value for line in found.lines if line.key == "policy.backend") == layout
+    translation = translated("areal", f"allocation_mode={text}", "actor.path=m", "train_dataset.path=d")
+    assert layout is None or next(line.value for line in translation.lines if line.key == "policy.backend") == layout
 
 
 # --- the run that was asked for --------------------------------------------------------------------------------------
@@ -473,7 +480,7 @@ ASKED_MODEL = [
     "reward.reward_model.rollout.gpu_memory_utilization=0.95",
 ]  # fmt: skip
 OVERLONG = ["reward_model.reward_manager=dapo"] + [
-    f"reward_model.reward_kwargs.overlong_buffer_cfg.{each}" for each in ("enable=True", "len=512", "penalty_factor=1.0")
+    f"reward_model.reward_kwargs.overlong_buffer_cfg.{key}" for key in ("enable=True", "len=512", "penalty_factor=1.0")
 ]
 
 ASKED: dict[str, tuple[RunConfig | list, Asked]] = {
@@ -617,8 +624,8 @@ def of_type(kind: str, arguments: str = "") -> str:
 
 def pg_variant(name: str) -> str:
     """ROLL's GRPO run with the worker that has other losses."""
-    said = f"  worker_cls: roll.pipeline.rlvr.actor_pg_worker.ActorPGWorker\n  pg_variant: {name}\n"
-    return GSM8K_ROLL.replace("actor_train:\n", "actor_train:\n" + said.replace(", ", "\n  "))
+    lines = f"  worker_cls: roll.pipeline.rlvr.actor_pg_worker.ActorPGWorker\n  pg_variant: {name}\n"
+    return GSM8K_ROLL.replace("actor_train:\n", "actor_train:\n" + lines.replace(", ", "\n  "))
 
 
 _REINFORCE = {"credit": "response", "whiten": False, "aggregate": "token-mean"}
@@ -788,33 +795,33 @@ def test_what_trinitys_workflows_say_besides_the_method():
     assert "<answer> answer here </answer>" in str(plain.data.system_prompt) and plain.data.chat_template_kwargs == {}
     boxed = config("trinity", tree=GSM8K_TRINITY.replace("math_workflow", "math_boxed_workflow"))
     assert (boxed.reward.functions, "boxed{}" in str(boxed.data.system_prompt)) == ({"math": 1.0}, True)
-    own = "math_workflow\n    system_prompt: Add.\n    default_reward_fn_type: countdown_reward"
-    tree = GSM8K_TRINITY.replace("math_workflow", own).replace("model_path: m", "model_path: m, enable_thinking: false")
-    found = config("trinity", tree=tree)
-    assert (found.reward.functions, found.data.system_prompt) == ({"countdown": 1.0}, "Add.")
-    assert found.data.chat_template_kwargs == {"enable_thinking": False}
+    workflow = "math_workflow\n    system_prompt: Add.\n    default_reward_fn_type: countdown_reward"
+    tree = GSM8K_TRINITY.replace("math_workflow", workflow).replace("model_path: m", "model_path: m, enable_thinking: false")
+    run = config("trinity", tree=tree)
+    assert (run.reward.functions, run.data.system_prompt) == ({"countdown": 1.0}, "Add.")
+    assert run.data.chat_template_kwargs == {"enable_thinking": False}
     without = config("trinity", tree=tree.replace("    system_prompt: Add.\n", ""))
     assert without.data.system_prompt is None
 
 
 def test_variables_of_verls_chat_template_are_ours():
-    found = config(
+    run = config(
         "verl",
         *GRPO_VERL,
         "+data.apply_chat_template_kwargs.reasoning_effort=medium",
         "data.apply_chat_template_kwargs.deep=False",
     )
-    assert found.data.chat_template_kwargs == {"reasoning_effort": "medium", "deep": False}
+    assert run.data.chat_template_kwargs == {"reasoning_effort": "medium", "deep": False}
     assert config("verl", *GRPO_VERL, "data.apply_chat_template_kwargs={}").data.chat_template_kwargs == {}
 
 
 def test_a_run_of_areal_before_2025_08_is_the_one_of_its_own_program():
     """By hand: 512 prompts x 16 in 4 updates; rewards of -5 and 5 whitened over all tokens of the step; the engine's
     log-probs are the old ones; float16 with a scale that begins at 2^32; the rate of the tenth of 100 steps is 9/20 of 2e-5."""
-    found = config("areal", tree=AREAL_SYNC)
-    algorithm, chosen = found.algorithm, found.algorithm.resolved
-    assert (found.data.prompts_per_step, algorithm.group_size, algorithm.updates_per_step) == (512, 16, 4)
-    assert (found.data.max_prompt_tokens, found.data.max_response_tokens, found.policy.tokens_per_micro_batch) == (
+    run = config("areal", tree=AREAL_SYNC)
+    algorithm, chosen = run.algorithm, run.algorithm.resolved
+    assert (run.data.prompts_per_step, algorithm.group_size, algorithm.updates_per_step) == (512, 16, 4)
+    assert (run.data.max_prompt_tokens, run.data.max_response_tokens, run.policy.tokens_per_micro_batch) == (
         1024,
         27648,
         30720,
@@ -834,48 +841,48 @@ def test_a_run_of_areal_before_2025_08_is_the_one_of_its_own_program():
         0.0,
     )
     assert chosen.rollout_correction.old_logprobs_from == "engine" and not chosen.dynamic_sampling
-    assert (found.policy.backend, found.engine.backend, found.engine.placement) == (
+    assert (run.policy.backend, run.engine.backend, run.engine.placement) == (
         "megatron:d2t1p2",
         "sglang:d4t1",
         "apart",
     )
-    assert (found.policy.dtype, found.engine.dtype, found.policy.recompute) == ("float16", None, "full")
-    assert found.policy.megatron.optimizer == {
+    assert (run.policy.dtype, run.engine.dtype, run.policy.recompute) == ("float16", None, "full")
+    assert run.policy.megatron.optimizer == {
         "initial_loss_scale": 2.0**32,
         "min_loss_scale": 1.0,
         "loss_scale_window": 5.0,
         "hysteresis": 2,
     }
-    optimizer = found.policy.optimizer
+    optimizer = run.policy.optimizer
     assert (optimizer.lr, optimizer.weight_decay, optimizer.eps, optimizer.betas) == (2e-5, 0.05, 1e-5, [0.9, 0.95])
     assert (optimizer.warmup_steps, optimizer.warmup_from, optimizer.schedule_per) == (0.2, 0, "step")
-    assert rate(found, 10, 100) == pytest.approx(9 / 20 * 2e-5)
-    assert (found.trainer.epochs, found.trainer.save_every, found.trainer.resume, found.trainer.run_dir) == (
+    assert rate(run, 10, 100) == pytest.approx(9 / 20 * 2e-5)
+    assert (run.trainer.epochs, run.trainer.save_every, run.trainer.resume, run.trainer.run_dir) == (
         5,
         20,
         "auto",
         "/runs/ppo/first",
     )
-    assert found.reward.by_source["code"] == {"code": 1.0} and found.reward.functions == {"math_any": 1.0}
-    assert (found.data.source_key, found.data.ground_truth_key, found.data.apply_chat_template) == (
+    assert run.reward.by_source["code"] == {"code": 1.0} and run.reward.functions == {"math_any": 1.0}
+    assert (run.data.source_key, run.data.ground_truth_key, run.data.apply_chat_template) == (
         "task",
         "solutions",
         False,
     )
-    assert found.engine.sampling.top_k == 0 and found.rollout.max_staleness is None
+    assert run.engine.sampling.top_k == 0 and run.rollout.max_staleness is None
 
 
 def test_an_asynchronous_areal_run_before_2025_08_keeps_its_staleness_and_its_filter():
-    found = config("areal", tree=AREAL_ASYNC)
-    correction = found.algorithm.resolved.rollout_correction
-    assert (found.rollout.max_staleness, found.rollout.interrupt, found.rollout.tail) == (16, "continue", "carry")
+    run = config("areal", tree=AREAL_ASYNC)
+    correction = run.algorithm.resolved.rollout_correction
+    assert (run.rollout.max_staleness, run.rollout.interrupt, run.rollout.tail) == (16, "continue", "carry")
     assert (correction.old_logprobs_from, correction.weight, correction.high, correction.outside) == (
         "trainer",
         "token",
         5.0,
         "mask",
     )
-    assert found.algorithm.resolved.dynamic_sampling
+    assert run.algorithm.resolved.dynamic_sampling
     uncapped = config("areal", tree=AREAL_ASYNC.replace("  behav_imp_weight_cap: 5.0\n", ""))
     assert uncapped.algorithm.resolved.rollout_correction.high == 1e9
     assert not config(
@@ -897,28 +904,28 @@ def test_an_asynchronous_areal_run_before_2025_08_keeps_its_staleness_and_its_fi
 def test_an_sft_run_of_skyrl_takes_the_rows_the_turns_and_the_length_that_it_names():
     """By hand: 24 rows a step of one update, cut off at 4096 tokens of prompt and response, 6 of them in a micro-batch; all
     turns up to their end tokens, or the last with what is after; packed, a bin's tokens are the budget."""
-    found = config("skyrl", *SFT_SKYRL)
-    data = found.data
-    assert (found.algorithm.name, found.policy.backend, found.policy.recompute) == ("sft", "megatron:d4t1p1", "full")
+    run = config("skyrl", *SFT_SKYRL)
+    data = run.data
+    assert (run.algorithm.name, run.policy.backend, run.policy.recompute) == ("sft", "megatron:d4t1p1", "full")
     assert (data.train, data.val) == (["allenai/tulu-train.parquet[:50000]"], ["allenai/tulu-train.parquet[-500:]"])
-    assert (data.prompts_per_step, found.algorithm.updates_per_step, found.policy.tokens_per_micro_batch) == (
+    assert (data.prompts_per_step, run.algorithm.updates_per_step, run.policy.tokens_per_micro_batch) == (
         24,
         1,
         6 * 4096,
     )
-    assert (data.max_total_tokens, found.max_sequence_tokens, data.learned_turns, data.messages_key) == (
+    assert (data.max_total_tokens, run.max_sequence_tokens, data.learned_turns, data.messages_key) == (
         4096,
         4096,
         "all",
         "messages",
     )
-    assert (found.trainer.steps, found.trainer.run_dir, found.trainer.resume, found.eval.generate) == (
+    assert (run.trainer.steps, run.trainer.run_dir, run.trainer.resume, run.eval.generate) == (
         4166,
         "/ckpts",
         "never",
         False,
     )
-    assert (found.policy.optimizer.lr, found.policy.optimizer.betas, found.trainer.eval_every) == (1e-6, [0.9, 0.999], 0)
+    assert (run.policy.optimizer.lr, run.policy.optimizer.betas, run.trainer.eval_every) == (1e-6, [0.9, 0.999], 0)
     packed = config("skyrl", *SFT_SKYRL, "use_sequence_packing=true", "max_tokens_per_microbatch=8192")
     assert packed.policy.tokens_per_micro_batch == 8192
     older = [word for word in SFT_SKYRL if not word.startswith(("train_", "eval_", "num_steps"))]
@@ -932,8 +939,8 @@ def test_an_sft_run_of_skyrl_takes_the_rows_the_turns_and_the_length_that_it_nam
 def test_an_sft_run_of_areal_is_known_by_what_it_lacks():
     """In its tests the section is called actor, and there is no generation; a KL of 0.1 is the default of nothing then."""
     tree = "actor: {backend: 'fsdp:d2', path: m, optimizer: {lr: 1.0e-5}}\ntrain_dataset: {type: sft, path: d.parquet, batch_size: 16}\ntokenizer_path: m\n"
-    found = config("areal", tree=tree)
-    assert (found.algorithm.name, found.policy.backend, found.data.prompts_per_step) == ("sft", "fsdp:d2t1", 16)
+    run = config("areal", tree=tree)
+    assert (run.algorithm.name, run.policy.backend, run.data.prompts_per_step) == ("sft", "fsdp:d2t1", 16)
     assert "gconfig" not in tree and translated("areal", tree=tree + "gconfig: {n_samples: 4}\n").refusals
 
 
@@ -941,8 +948,8 @@ def test_an_sft_run_of_areal_is_known_by_what_it_lacks():
 def test_the_run_is_the_one_that_the_other_system_would_make(name):
     (system, *words), asked = ASKED[name]
     tree = words.pop() if "\n" in words[-1] else ""
-    found = config(system, *words, tree=tree)
-    got = summary(found)
+    run = config(system, *words, tree=tree)
+    got = summary(run)
     assert got.rate == pytest.approx(asked.rate, rel=1e-6)
     got.rate = asked.rate
     assert got == asked
@@ -993,8 +1000,8 @@ def test_only_areal_continues_truncated_responses_with_the_critics_value():
     critics = [config(*ASKED[name][0][:1], tree=ASKED[name][0][1]) for name in ("areal ppo", "roll ppo")]
     critics += [config("trinity", tree=PPO_TRINITY), config(*ASKED["siirl ppo on fsdp"][0])]
     chosen = [run.algorithm.resolved for run in critics]
-    assert [each.credit for each in chosen] == ["gae"] * 4
-    assert [each.bootstrap_truncated for each in chosen] == [True, False, False, False]
+    assert [algorithm.credit for algorithm in chosen] == ["gae"] * 4
+    assert [algorithm.bootstrap_truncated for algorithm in chosen] == [True, False, False, False]
 
 
 @pytest.mark.parametrize(("system", "words", "tree", "says"), [
@@ -1053,7 +1060,7 @@ def test_only_areal_continues_truncated_responses_with_the_critics_value():
 ])  # fmt: skip
 def test_what_would_be_another_run_is_refused_by_name(system, words, tree, says):
     refusals = translated(system, *words, tree=tree).refusals
-    assert any(says in each for each in refusals), refusals
+    assert any(says in refusal for refusal in refusals), refusals
 
 
 @pytest.mark.parametrize(("system", "tree", "key"), [
@@ -1068,7 +1075,7 @@ def test_what_would_be_another_run_is_refused_by_name(system, words, tree, says)
     ("trinity", GSM8K_TRINITY.replace("synchronizer: {", "synchronizer: {sync_intervall: 4, "), "synchronizer.sync_intervall"),
 ])  # fmt: skip
 def test_a_key_that_no_row_names_is_not_taken_for_one_without_effect(system, tree, key):
-    (refused,) = [each.key for each in translated(system, tree=tree).outcomes if each.is_refused]
+    (refused,) = [entry.key for entry in translated(system, tree=tree).outcomes if entry.is_refused]
     assert refused == key
 
 
@@ -1084,9 +1091,9 @@ def test_a_key_that_no_row_names_is_not_taken_for_one_without_effect(system, tre
     ("roll", "reference.strategy_args.strategy_config.tensor_model_paralel_size=2", "reference.strategy_args.strategy_config.tensor_model_parallel_size"),
 ])  # fmt: skip
 def test_a_row_with_a_wildcard_takes_no_misspelt_key(system, word, says):
-    found = outcome(translated(system, word), word.partition("=")[0])
-    assert found.kind == "unknown" and found.is_refused
-    assert found.reason.endswith(f"did you mean {says}?"), found.reason
+    unknown = outcome(translated(system, word), word.partition("=")[0])
+    assert unknown.kind == "unknown" and unknown.is_refused
+    assert unknown.reason.endswith(f"did you mean {says}?"), unknown.reason
     right = outcome(translated(system, f"{says}=2"), says)
     assert right.kind != "unknown", "the key that is meant is read"
 
@@ -1115,14 +1122,14 @@ def test_a_key_without_effect_is_not_counted_as_translated():
 ])  # fmt: skip
 def test_what_nothing_reads_is_said(word, says):
     words = [*GRPO_VERL, "actor_rollout_ref.actor.strategy=megatron", "actor_rollout_ref.actor.policy_loss.loss_mode=sapo"]
-    assert any(says in each for each in translated("verl", *words, word).refusals)
+    assert any(says in refusal for refusal in translated("verl", *words, word).refusals)
 
 
 def test_the_models_and_the_column_that_roll_names_elsewhere_are_read():
     tree = GSM8K_ROLL.replace("actor_train:\n", "actor_train:\n  model_args: {model_name_or_path: mine}\n")
     tree = tree.replace("pretrain: m\n", "pretrain: m\nreference: {model_args: {model_name_or_path: theirs}}\n")
-    found = config("roll", tree=tree.replace("{file_name: [d.jsonl]}", "{file_name: [d.jsonl], messages: conversation}"))
-    assert (found.model.path, found.reference.path, found.data.prompt_key) == ("mine", "theirs", "conversation")
+    run = config("roll", tree=tree.replace("{file_name: [d.jsonl]}", "{file_name: [d.jsonl], messages: conversation}"))
+    assert (run.model.path, run.reference.path, run.data.prompt_key) == ("mine", "theirs", "conversation")
     plain = config("roll", tree=GSM8K_ROLL)
     assert (plain.model.path, plain.reference.path, plain.data.prompt_key) == ("m", None, "prompt")
 
@@ -1133,7 +1140,7 @@ def test_groups_are_compared_by_the_metric_that_verl_names(metric, by):
     dapo = ["algorithm.filter_groups.enable=True", f"algorithm.filter_groups.metric={metric}"]
     penalty = [
         "reward_model.reward_manager=dapo",
-        *(f"{buffer}{each}" for each in ("enable=True", "len=256", "penalty_factor=1.0")),
+        *(f"{buffer}{key}" for key in ("enable=True", "len=256", "penalty_factor=1.0")),
     ]
     assert config("verl", *GRPO_VERL, *dapo, *penalty).algorithm.resolved.dynamic_sampling_by == by
     assert config("verl", *GRPO_VERL, *dapo).algorithm.resolved.dynamic_sampling_by == "reward", "nothing else is in it"
@@ -1142,14 +1149,14 @@ def test_groups_are_compared_by_the_metric_that_verl_names(metric, by):
 @pytest.mark.parametrize(("longest", "buffer"), [("1536", 512), ("null", 512), ("2048", 0), ("4096", 0)])
 def test_verls_penalty_is_none_where_no_response_reaches_its_buffer(longest, buffer):
     """Over 512 tokens up to max_resp_len, of responses of 1536 at most."""
-    found = config("verl", *GRPO_VERL, *OVERLONG, f"reward_model.reward_kwargs.max_resp_len={longest}")
-    assert found.algorithm.resolved.overlong_buffer == buffer
+    run = config("verl", *GRPO_VERL, *OVERLONG, f"reward_model.reward_kwargs.max_resp_len={longest}")
+    assert run.algorithm.resolved.overlong_buffer == buffer
 
 
 def test_a_program_of_verls_with_rewards_of_its_own_takes_them_from_its_files():
     entropy = [*GRPO_VERL, "-m=recipe.entropy.main_entropy"]
-    own = "recipe/entropy/reward_score/__init__.py:_default_compute_score"
-    assert config("verl", *entropy).reward.functions == {own: 1.0}
+    function = "recipe/entropy/reward_score/__init__.py:_default_compute_score"
+    assert config("verl", *entropy).reward.functions == {function: 1.0}
     assert config("verl", *entropy, "custom_reward_function.path=f.py").reward.functions == {"f.py:compute_score": 1.0}
     assert config("verl", *GRPO_VERL).reward.functions == {}
 
@@ -1164,8 +1171,8 @@ def test_a_program_of_verls_with_rewards_of_its_own_takes_them_from_its_files():
       "actor_rollout_ref.actor.fsdp_config.dtype=float32"], ("float16", "bfloat16")),
 ])  # fmt: skip
 def test_policy_and_engine_have_the_numbers_that_verl_gives_them(words, dtypes):
-    found = config("verl", *GRPO_VERL, *words)
-    assert (found.policy.dtype, found.engine.dtype) == dtypes
+    run = config("verl", *GRPO_VERL, *words)
+    assert (run.policy.dtype, run.engine.dtype) == dtypes
 
 
 @pytest.mark.parametrize(("system", "words", "mode"), [
@@ -1216,12 +1223,12 @@ def test_a_warm_up_of_verls_rises_from_the_rate_that_it_names(words, begin):
 def test_groups_compared_with_their_kl_are_refused():
     words = ["algorithm.filter_groups.enable=True", "algorithm.filter_groups.metric=seq_final_reward"]
     words += ["algorithm.use_kl_in_reward=True", "actor_rollout_ref.actor.use_kl_loss=False"]
-    assert any("rewards that include the KL" in each for each in translated("verl", *GRPO_VERL, *words).refusals)
+    assert any("rewards that include the KL" in refusal for refusal in translated("verl", *GRPO_VERL, *words).refusals)
 
 
 def test_evaluation_by_the_keys_of_rllms_verl():
-    said = ["actor_rollout_ref.rollout.n_val=16", "actor_rollout_ref.rollout.val_temperature=0.7"]
-    both, one = config("verl", *VERL, *said).eval, config("verl", *VERL, *said[:1]).eval
+    words_of_eval = ["actor_rollout_ref.rollout.n_val=16", "actor_rollout_ref.rollout.val_temperature=0.7"]
+    both, one = config("verl", *VERL, *words_of_eval).eval, config("verl", *VERL, *words_of_eval[:1]).eval
     assert (both.samples, both.temperature, both.top_p) == (16, 0.7, 0.95)
     assert (one.samples, one.temperature) == (16, 0.6)
     assert config("verl", *VERL, "actor_rollout_ref.rollout.val_temperature=0").eval.samples == 0, "greedy"
@@ -1233,8 +1240,8 @@ def test_bounds_of_verls_rejection_are_turned_round():
         "algorithm.rollout_correction.rollout_rs=seq_mean_k1",
         "algorithm.rollout_correction.rollout_rs_threshold=0.5_4.0",
     ]
-    found = config("verl", *GRPO_VERL, *rejection).algorithm.resolved.rollout_correction
-    assert (found.reject, found.reject_low, found.reject_high) == ("geometric", 0.25, 2.0)
+    correction = config("verl", *GRPO_VERL, *rejection).algorithm.resolved.rollout_correction
+    assert (correction.reject, correction.reject_low, correction.reject_high) == ("geometric", 0.25, 2.0)
 
 
 def test_old_logprobs_are_those_that_areal_takes():
@@ -1243,11 +1250,11 @@ def test_old_logprobs_are_those_that_areal_takes():
         "recompute_logprob: true",
         "use_decoupled_loss: true\n  behav_imp_weight_cap: 5.0\n  recompute_logprob: true",
     )
-    found = {}
-    for name, said in (("engine", "recompute_logprob: false"), ("again", again), ("decoupled", decoupled)):
-        correction = config("areal", tree=GSM8K_AREAL.replace(again, said)).algorithm.resolved.rollout_correction
-        found[name] = (correction.old_logprobs_from, correction.weight, correction.outside)
-    assert found == {
+    origins = {}
+    for name, setting in (("engine", "recompute_logprob: false"), ("again", again), ("decoupled", decoupled)):
+        correction = config("areal", tree=GSM8K_AREAL.replace(again, setting)).algorithm.resolved.rollout_correction
+        origins[name] = (correction.old_logprobs_from, correction.weight, correction.outside)
+    assert origins == {
         "engine": ("engine", "none", "truncate"), "again": ("trainer", "none", "truncate"), "decoupled": ("trainer", "token", "mask"),
     }  # fmt: skip
 
@@ -1260,20 +1267,22 @@ def test_verls_fp8_rollout_quantizes_the_policys_weights_in_blocks():
     assert "known here is fp8" in refused
 
 
-@pytest.mark.parametrize("said", [
+@pytest.mark.parametrize("words", [
     ["generator.inference_engine.external_server_urls=['http://h:8001','http://h:8002']", "generator.inference_engine.external_proxy_url=http://h:8000"],
     ["generator.run_engines_locally=false", "generator.remote_inference_engine_urls=['h:8001','h:8002']"],
     ["generator.inference_engine.run_engines_locally=false", "generator.inference_engine.remote_urls=['h:8001','h:8002']"],
 ])  # fmt: skip
-def test_engines_of_skyrl_that_run_elsewhere_are_servers_of_ours(said):
-    found = config("skyrl", *SKYRL[:3], "trainer.placement.colocate_all=false", *said)
-    assert (found.engine.backend, found.engine.url) == ("vllm", ["http://h:8001", "http://h:8002"])
-    assert any("set it to false" in each for each in translated("skyrl", *SKYRL[:3], *said).refusals), "they share no GPUs"
+def test_engines_of_skyrl_that_run_elsewhere_are_servers_of_ours(words):
+    run = config("skyrl", *SKYRL[:3], "trainer.placement.colocate_all=false", *words)
+    assert (run.engine.backend, run.engine.url) == ("vllm", ["http://h:8001", "http://h:8002"])
+    assert any("set it to false" in refusal for refusal in translated("skyrl", *SKYRL[:3], *words).refusals), (
+        "they share no GPUs"
+    )
 
 
 def test_a_group_of_one_has_the_advantage_that_verl_gives_it():
-    found = config("verl", *GRPO_VERL, "actor_rollout_ref.rollout.n=1").algorithm.resolved
-    assert (found.advantage, found.normalize) == ("reward", "none")
+    algorithm = config("verl", *GRPO_VERL, "actor_rollout_ref.rollout.n=1").algorithm.resolved
+    assert (algorithm.advantage, algorithm.normalize) == ("reward", "none")
 
 
 # --- commands --------------------------------------------------------------------------------------------------------
@@ -1294,8 +1303,8 @@ def test_scripts_yaml_and_arguments_say_the_same(tmp_path):
 
 @pytest.mark.parametrize("asked", [True, False])
 def test_repeatable_sampling_of_sglang_is_carried_from_areal(asked):
-    found = config("areal", f"sglang.enable_deterministic_inference={asked}", tree=GSM8K_AREAL)
-    assert found.engine.sglang == ({"enable_deterministic_inference": True} if asked else {})
+    run = config("areal", f"sglang.enable_deterministic_inference={asked}", tree=GSM8K_AREAL)
+    assert run.engine.sglang == ({"enable_deterministic_inference": True} if asked else {})
 
 
 def test_the_commands_of_the_pages_are_read_as_they_are_printed():
@@ -1304,8 +1313,8 @@ def test_the_commands_of_the_pages_are_read_as_they_are_printed():
         words = ["scheduler.type=ray", "experiment_name=megatron-moe-gsm8k-grpo", "trial_name=trial-0", "rollout.backend=sglang:d4t4", spelled, "cluster.n_nodes=4",
                  "cluster.n_gpus_per_node=8", "actor.path=Qwen/Qwen3-30B-A3B", "actor.megatron.use_deterministic_algorithms=True", "actor.kl_ctl=0",
                  "train_dataset.path=d", "train_dataset.batch_size=64"]  # fmt: skip
-        found = config("areal", *words)
-        assert (found.policy.backend, found.trainer.deterministic) == ("megatron:d1t2p4c2e4", True)
+        run = config("areal", *words)
+        assert (run.policy.backend, run.trainer.deterministic) == ("megatron:d1t2p4c2e4", True)
 
 
 @pytest.mark.parametrize(("words", "says"), [
@@ -1356,17 +1365,17 @@ reference:
 
 
 def test_the_configuration_of_rolls_page_is_read_key_by_key():
-    found = config("roll", tree=ROLL_PAGE)
-    assert found.policy.backend == "megatron:d8t2p2e4"
-    assert found.policy.megatron.pipeline == {"virtual_pipeline_model_parallel_size": 8}
+    run = config("roll", tree=ROLL_PAGE)
+    assert run.policy.backend == "megatron:d8t2p2e4"
+    assert run.policy.megatron.pipeline == {"virtual_pipeline_model_parallel_size": 8}
     moe = {
         "moe_token_dispatcher_type": "alltoall",
         "moe_grouped_gemm": True,
         "recompute_granularity": "selective",
         "recompute_modules": ["moe"],
     }
-    assert found.policy.megatron.transformer == moe
-    assert (found.policy.optimizer.lr, found.policy.optimizer.weight_decay, found.algorithm.updates) == (1e-6, 0.0, 2)
+    assert run.policy.megatron.transformer == moe
+    assert (run.policy.optimizer.lr, run.policy.optimizer.weight_decay, run.algorithm.updates) == (1e-6, 0.0, 2)
 
 
 DOMAINS_ROLL = (
@@ -1398,18 +1407,18 @@ rewards:
 def test_a_roll_run_of_several_domains_has_its_prompts_samples_updates_and_rewards():
     """By hand: of 64 prompts int(25.6), int(19.2), int(6.4) and int(6.4), and the 8 that are left to the last; 512 samples
     over 4 replicas of t2 that take 2 x 8 each are 8 updates; whitened and masked domain by domain, by scores of 0 and 1."""
-    found = config("roll", tree=DOMAINS_ROLL)
-    assert summary(found) == replace(
-        summary(found), prompts=64, samples=512, updates=8, kl=None, clip=(0.2, 0.2, 1.4), aggregate="seq-mean-token-mean",
+    run = config("roll", tree=DOMAINS_ROLL)
+    assert summary(run) == replace(
+        summary(run), prompts=64, samples=512, updates=8, kl=None, clip=(0.2, 0.2, 1.4), aggregate="seq-mean-token-mean",
         layout="megatron:d4t2p1", sampler="vllm:d4t2",
     )  # fmt: skip
     by_hand = {"math_rule": 25, "code_sandbox": 19, "llm_judge": 6, "crossthinkqa": 6, "ifeval": 8}
-    assert counts(found.data.mixture, 64) == by_hand
-    domain_of = domains_of(found.data.domains)
+    assert counts(run.data.mixture, 64) == by_hand
+    domain_of = domains_of(run.data.domains)
     tags = ("deepmath_103k", "aime", "another", "KodCode", "RLVR", "crossthinkqa", "ifeval")
     assert [domain_of(tag) for tag in tags] == ["math_rule"] * 3 + ["code_sandbox", "llm_judge", "crossthinkqa", "ifeval"]
-    assert found.data.source_key == "tag" and found.data.ground_truth_by_source == {"KodCode": "test_cases"}
-    rewards = [choose_rewards(found.reward, tag) for tag in tags[2:]]
+    assert run.data.source_key == "tag" and run.data.ground_truth_by_source == {"KodCode": "test_cases"}
+    rewards = [choose_rewards(run.reward, tag) for tag in tags[2:]]
     assert [(chosen.weights, chosen.accuracy) for chosen in rewards] == [
         ({"math": 1.0}, "math"),
         ({"code": 1.0}, "code"),
@@ -1417,9 +1426,9 @@ def test_a_roll_run_of_several_domains_has_its_prompts_samples_updates_and_rewar
         ({"multiple_choice": 0.0, "multiple_choice_soft": 1.0, "repetition": -0.5}, "multiple_choice"),
         ({"ifeval": 1.0, "repetition": -0.5}, "ifeval"),
     ]
-    chosen = found.algorithm.resolved
+    chosen = run.algorithm.resolved
     assert (chosen.whiten, chosen.whiten_by, chosen.difficulty_by, chosen.difficulty_low) == (True, "domain", "correct", 0.0)
-    judge = found.reward.judge
+    judge = run.reward.judge
     assert (judge.model, judge.backend, judge.url) == ("judge/7b", "vllm:d4t1", [])
     assert (judge.temperature, judge.max_tokens, judge.request) == (0.8, 100, {"top_p": 0.8, "top_k": 50})
     assert (judge.memory_fraction, judge.max_model_len) == (0.7, 8000)
@@ -1440,14 +1449,14 @@ def test_a_roll_run_of_several_domains_has_its_prompts_samples_updates_and_rewar
 )
 def test_what_a_domain_of_roll_asks_for_and_we_lack_is_refused(old, new, says):
     assert old in DOMAINS_ROLL
-    assert any(says in each for each in translated("roll", tree=DOMAINS_ROLL.replace(old, new)).refusals)
+    assert any(says in refusal for refusal in translated("roll", tree=DOMAINS_ROLL.replace(old, new)).refusals)
 
 
 def test_shares_of_roll_below_1_leave_the_rest_to_the_last_domain_that_is_used():
     tree = DOMAINS_ROLL.replace("llm_judge: 0.1, ", "")
-    found = config("roll", tree=tree)
-    assert counts(found.data.mixture, 64) == {"math_rule": 25, "code_sandbox": 19, "crossthinkqa": 6, "ifeval": 14}
-    assert found.data.domains["llm_judge"] == ["RLVR"], "its rows are no rows of math_rule"
+    run = config("roll", tree=tree)
+    assert counts(run.data.mixture, 64) == {"math_rule": 25, "code_sandbox": 19, "crossthinkqa": 6, "ifeval": 14}
+    assert run.data.domains["llm_judge"] == ["RLVR"], "its rows are no rows of math_rule"
 
 
 def test_a_judge_of_roll_at_an_address_is_used_there_and_its_key_is_not_copied():
@@ -1455,27 +1464,27 @@ def test_a_judge_of_roll_at_an_address_is_used_there_and_its_key_is_not_copied()
         "judge_model_type: api\n    judge_api_url: http://host/v1\n    judge_model_name: big\n    judge_api_key: sk-secret"
     )
     tree = DOMAINS_ROLL.replace("judge_model_type: inference", asked)
-    found = translated("roll", tree=tree)
-    judge = found.tree["reward"]["judge"]
+    translation = translated("roll", tree=tree)
+    judge = translation.tree["reward"]["judge"]
     assert (judge["url"], judge["model"], judge["api_key_variable"]) == (["http://host/v1"], "big", "JUDGE_API_KEY")
-    assert "backend" not in judge and not found.refusals
-    assert "sk-secret" not in writer.write(found, "roll") + str(writer.notes(found))
+    assert "backend" not in judge and not translation.refusals
+    assert "sk-secret" not in writer.write(translation, "roll") + str(writer.notes(translation))
 
 
 def test_ground_truths_are_looked_for_where_each_system_has_them():
     """Elsewhere a response would be compared with nothing, and its reward be 0."""
-    found = {
+    configs = {
         "verl": config("verl", *GRPO_VERL), "skyrl": config(*ASKED["skyrl grpo"][0]), "skyrl aime": config(*ASKED["skyrl dapo on megatron"][0]),
         "roll": config("roll", tree=GSM8K_ROLL), "trinity": config("trinity", tree=GSM8K_TRINITY),
     }  # fmt: skip
-    assert {name: run.data.ground_truth_key for name, run in found.items()} == {
+    assert {name: run.data.ground_truth_key for name, run in configs.items()} == {
         "verl": "reward_model.ground_truth", "skyrl": "reward_spec.ground_truth", "skyrl aime": "reward_model.ground_truth",
         "roll": "ground_truth", "trinity": "answer",
     }  # fmt: skip
 
 
 def test_the_megatron_section_of_trinitys_page_is_read_key_by_key():
-    said = """
+    actor = """
     strategy: megatron
     megatron:
       tensor_model_parallel_size: 2
@@ -1489,12 +1498,14 @@ def test_the_megatron_section_of_trinitys_page_is_read_key_by_key():
       dist_checkpointing_path: null
       override_transformer_config: {recompute_granularity: full, recompute_method: uniform, recompute_num_layers: 1}
     """
-    section = "\n".join(f"    {line}" for line in said.splitlines())
-    found = translated(
+    section = "\n".join(f"    {line}" for line in actor.splitlines())
+    translation = translated(
         "trinity", tree=GSM8K_TRINITY + f"  trainer_config:\n    actor_rollout_ref:\n      actor:\n{section}\n"
     )
-    assert found.refusals == [] and not [each for each in found.outcomes if each.kind in ("unknown", "unsupported")]
-    run = RunConfig.of(found.tree)
+    assert translation.refusals == [] and not [
+        entry for entry in translation.outcomes if entry.kind in ("unknown", "unsupported")
+    ]
+    run = RunConfig.of(translation.tree)
     assert (run.policy.backend, run.policy.recompute) == ("megatron:d2t2p1", "full")
 
 
@@ -1503,8 +1514,8 @@ def test_an_older_release_has_the_defaults_that_it_had():
     words = [*SKYRL, "trainer.algorithm.policy_loss_type=cispo", "trainer.logger=console"]
     bounds = {}
     for system in ("skyrl", "skyrl@2026-03"):
-        found = RunConfig.of(translate_words(system, words, HOME).tree).algorithm.resolved
-        bounds[system] = (found.clip_low, found.clip_high)
+        algorithm = RunConfig.of(translate_words(system, words, HOME).tree).algorithm.resolved
+        bounds[system] = (algorithm.clip_low, algorithm.clip_high)
     assert bounds == {"skyrl": (1.0, 4.0), "skyrl@2026-03": (0.0, 5.0)}
     with pytest.raises(ValueError, match=r"the version of SkyRL must be one of 2026-03, 2025-09; got '2024'"):
         translate_words("skyrl@2024", words, HOME)
@@ -1520,19 +1531,19 @@ def test_an_older_release_has_the_defaults_that_it_had():
 )
 def test_a_roll_engine_on_gpus_of_its_own_is_apart(mapping, engine, placement):
     """Where it has some of the policy's GPUs and others, it shares all of the policy's."""
-    found = config("roll", tree=GSM8K_ROLL + f"  device_mapping: {mapping}\n")
-    assert (str(found.engine.layout), found.engine.placement) == (engine, placement)
-    assert found.policy.backend == "megatron:d4t2p1"
+    run = config("roll", tree=GSM8K_ROLL + f"  device_mapping: {mapping}\n")
+    assert (str(run.engine.layout), run.engine.placement) == (engine, placement)
+    assert run.policy.backend == "megatron:d4t2p1"
 
 
 @pytest.mark.parametrize("section", ["reward_model", "reward.reward_model"])
 def test_verl_s_pool_of_a_reward_model_is_ranks_of_its_own(section):
     path = f"{section}.{'model.path' if section == 'reward_model' else 'model_path'}=judge"
     pool = [f"{section}.{key}" for key in ("enable=true", "enable_resource_pool=true", "nnodes=1", "n_gpus_per_node=2")]
-    found = config("verl", *GRPO_VERL, "trainer.n_gpus_per_node=4", path, *pool)
-    model = found.reward.model
-    assert (model.path, model.backend, model.first_rank) == ("judge", "megatron:d2", found.layout.world_size)
-    assert (found.engine.mode, found.roles.world_size) == ("server", found.layout.world_size + 2)
+    run = config("verl", *GRPO_VERL, "trainer.n_gpus_per_node=4", path, *pool)
+    model = run.reward.model
+    assert (model.path, model.backend, model.first_rank) == ("judge", "megatron:d2", run.layout.world_size)
+    assert (run.engine.mode, run.roles.world_size) == ("server", run.layout.world_size + 2)
 
 
 @pytest.mark.parametrize(
@@ -1548,9 +1559,9 @@ def test_verl_s_pool_of_a_reward_model_is_ranks_of_its_own(section):
 )
 def test_a_roll_reference_on_gpus_of_its_own_has_ranks_of_its_own(reference, infer, backend, first_rank, mode):
     strategy = "{strategy_name: megatron_infer, strategy_config: {tensor_model_parallel_size: 1}}"
-    own = f"reference:\n  strategy_args: {strategy}\n  device_mapping: {reference}\n"
-    found = config("roll", tree=GSM8K_ROLL + f"  device_mapping: {infer}\n{own}")
-    assert (found.reference.backend, found.reference.first_rank, found.engine.mode) == (backend, first_rank, mode)
+    section = f"reference:\n  strategy_args: {strategy}\n  device_mapping: {reference}\n"
+    run = config("roll", tree=GSM8K_ROLL + f"  device_mapping: {infer}\n{section}")
+    assert (run.reference.backend, run.reference.first_rank, run.engine.mode) == (backend, first_rank, mode)
 
 
 ASYNC_AREAL = GSM8K_AREAL.replace(
@@ -1658,12 +1669,12 @@ AHEAD = {
 @pytest.mark.parametrize("name", AHEAD)
 def test_a_run_that_samples_ahead_has_samples_as_old_as_there(name):
     (system, *words), ahead, places, updates = AHEAD[name]
-    found = config(system, tree=words[0]) if "\n" in words[0] else config(system, *words)
-    assert (found.rollout.max_staleness, found.rollout.interrupt, found.rollout.tail) == ahead
-    engine, algorithm = found.engine, found.algorithm
-    assert (found.policy.backend, str(engine.layout), engine.placement, engine.max_num_seqs) == places
+    run = config(system, tree=words[0]) if "\n" in words[0] else config(system, *words)
+    assert (run.rollout.max_staleness, run.rollout.interrupt, run.rollout.tail) == ahead
+    engine, algorithm = run.engine, run.algorithm
+    assert (run.policy.backend, str(engine.layout), engine.placement, engine.max_num_seqs) == places
     old = algorithm.resolved.rollout_correction.old_logprobs_from
-    assert (found.data.prompts_per_step, algorithm.updates_per_step, old) == updates
+    assert (run.data.prompts_per_step, algorithm.updates_per_step, old) == updates
 
 
 def test_responses_continue_in_servers_that_stay_where_verl_samples():
@@ -1678,10 +1689,10 @@ def test_trinitys_steps_are_counted_in_its_syncs():
     tree = GSM8K_TRINITY.replace("sync_interval: 1", "sync_interval: 8").replace(
         "batch_size: 96", "batch_size: 96\n  total_steps: 160"
     )
-    found = config("trinity", tree=tree.replace("max_token_len", "save_interval: 100\n  max_token_len"))
-    assert (found.trainer.steps, found.trainer.save_every, found.policy.optimizer.warmup_steps) == (20, 13, 20)
+    run = config("trinity", tree=tree.replace("max_token_len", "save_interval: 100\n  max_token_len"))
+    assert (run.trainer.steps, run.trainer.save_every, run.policy.optimizer.warmup_steps) == (20, 13, 20)
     # The warm-up over 20 of its steps is one over 20 updates.
-    assert found.policy.optimizer.schedule_per == "update"
+    assert run.policy.optimizer.schedule_per == "update"
 
 
 BOXED_TRINITY = GSM8K_TRINITY.replace("math_workflow", "math_boxed_workflow")
@@ -1700,17 +1711,19 @@ def test_trinitys_workflow_of_boxed_answers_asks_and_scores_as_its_arguments_say
     # format_prompt of customized_math_workflows.py.
     assert template.render(messages=turns) == "System:Add.\nUser:\n1+1?\nAssistant:\n"
     assert template.render(messages=turns[1:]) == "User:\n1+1?\nAssistant:\n"
-    for said, weight in (("with_think: true", 0.1), ("with_think: true, format_score_coef: 0.5", 0.5)):
-        found = of_taskset(f"workflow_args: {{{said}}}")
-        assert found.reward.functions == {"math": 1.0, "think": weight}
-        assert "<think>\n ...your reasoning process here... </think>\n first." in str(found.data.system_prompt)
-    own = 'default_reward_fn_type: math_dapo_reward, workflow_args: {with_think: true}, format: {system_prompt: "Add.\\n"}'
+    for arguments, weight in (("with_think: true", 0.1), ("with_think: true, format_score_coef: 0.5", 0.5)):
+        run = of_taskset(f"workflow_args: {{{arguments}}}")
+        assert run.reward.functions == {"math": 1.0, "think": weight}
+        assert "<think>\n ...your reasoning process here... </think>\n first." in str(run.data.system_prompt)
+    taskset = (
+        'default_reward_fn_type: math_dapo_reward, workflow_args: {with_think: true}, format: {system_prompt: "Add.\\n"}'
+    )
     tree = BOXED_TRINITY.replace("format: {prompt_key: question, response_key: answer}, ", "")
-    dapo = of_taskset(own, tree)
+    dapo = of_taskset(taskset, tree)
     assert (dapo.reward.functions, dapo.data.system_prompt) == ({"math": 1.0}, "Add.\n")
     for tree, argument in ((BOXED_TRINITY, "tools: [search]"), (GSM8K_TRINITY, "use_base: true")):
-        said = tree.replace("{path: d.parquet,", f"{{path: d.parquet, workflow_args: {{{argument}}},")
-        assert "an argument of math_" in translated("trinity", tree=said).refusals[0]
+        changed = tree.replace("{path: d.parquet,", f"{{path: d.parquet, workflow_args: {{{argument}}},")
+        assert "an argument of math_" in translated("trinity", tree=changed).refusals[0]
 
 
 def test_trinitys_evaluation_is_sampled_as_its_sets_say():
@@ -1718,33 +1731,33 @@ def test_trinitys_evaluation_is_sampled_as_its_sets_say():
         tree = GSM8K_TRINITY.replace("    default_workflow", f"    eval_tasksets: [{', '.join(sets)}]\n    default_workflow")
         return translated("trinity", tree=tree.replace("model_path: m", "model_path: m, temperature: 0.8"))
 
-    plain, own, greedy = (
+    plain, sampled, greedy = (
         "{path: v.parquet}",
         "{path: v.parquet, repeat_times: 32, rollout_args: {temperature: 0.6, top_p: 0.7}}",
         ("{path: v.parquet, rollout_args: {temperature: 0.0}}"),
     )
     for sets, expected in (
         ((plain,), (1, 0.8, 1.0)),
-        ((own, own), (32, 0.6, 0.7)),
+        ((sampled, sampled), (32, 0.6, 0.7)),
         ((greedy,), (0, 0.0, 1.0)),
         ((), (0, 1.0, 1.0)),
     ):
-        found = RunConfig.of(evaluated(*sets).tree).eval
-        assert (found.samples, found.temperature, found.top_p) == expected
-    (outcome,) = [each for each in evaluated(own, plain).outcomes if each.kind == "unsupported"]
+        eval_config = RunConfig.of(evaluated(*sets).tree).eval
+        assert (eval_config.samples, eval_config.temperature, eval_config.top_p) == expected
+    (outcome,) = [entry for entry in evaluated(sampled, plain).outcomes if entry.kind == "unsupported"]
     assert "evaluation sets with different sampling" in outcome.reason and not outcome.is_refused
 
 
 def test_trinitys_penalty_of_long_responses_is_that_of_dapo():
     """dapo_reward.py: nothing up to max - cache tokens, then linear to -penalty_factor at max."""
-    said = "default_reward_fn_type: math_dapo_reward, reward_fn_args: {enable_overlong_penalty: %s, penalty_factor: 0.5, max_response_length: %d, cache_length: 256}"
-    on, off = (of_taskset(said % (flag, 1024)).algorithm for flag in ("true", "false"))
+    taskset = "default_reward_fn_type: math_dapo_reward, reward_fn_args: {enable_overlong_penalty: %s, penalty_factor: 0.5, max_response_length: %d, cache_length: 256}"
+    on, off = (of_taskset(taskset % (flag, 1024)).algorithm for flag in ("true", "false"))
     assert (on.resolved.overlong_buffer, on.resolved.overlong_penalty, off.resolved.overlong_buffer) == (256, 0.5, 0)
     lengths_N = torch.tensor([767, 768, 896, 1023, 1024])
     rewards_N = Objective.of(on.resolved).shaping(torch.zeros(5), lengths_N, 1024)
     expected = [0.0 if length < 768 else (768 - length) / 256 * 0.5 for length in lengths_N.tolist()]
     assert rewards_N.tolist() == pytest.approx(expected)
-    other = BOXED_TRINITY.replace("{path: d.parquet,", f"{{path: d.parquet, {said % ('true', 2048)},")
+    other = BOXED_TRINITY.replace("{path: d.parquet,", f"{{path: d.parquet, {taskset % ('true', 2048)},")
     assert "another length than model.max_response_tokens" in translated("trinity", tree=other).refusals[0]
 
 
@@ -1754,7 +1767,7 @@ def test_trinitys_tasks_come_in_the_order_of_the_file_unless_it_is_asked_to_shuf
         "data_selector: {selector_type: sequential}": False,
         "data_selector: {selector_type: shuffle}": True,
     }
-    assert {said: of_taskset(said).data.shuffle for said in orders} == orders
+    assert {order: of_taskset(order).data.shuffle for order in orders} == orders
     random = BOXED_TRINITY.replace("{path: d.parquet,", "{path: d.parquet, data_selector: {selector_type: random},")
     assert "the order of tasks random" in translated("trinity", tree=random).refusals[0]
     assert "1+1" in str(
@@ -1778,8 +1791,8 @@ MIX_TRINITY = of_type(
 
 def test_trinitys_mixture_with_an_expert_is_grpo_with_one():
     """A fifth of 960 samples are the expert's; μ is counted in the trainer's steps, of which two between syncs are one here."""
-    found = config("trinity", tree=MIX_TRINITY.replace("sync_interval: 1", "sync_interval: 2"))
-    data, chosen = found.data, found.algorithm.resolved
+    run = config("trinity", tree=MIX_TRINITY.replace("sync_interval: 1", "sync_interval: 2"))
+    data, chosen = run.data, run.algorithm.resolved
     assert (data.prompts_per_step, data.expert_per_step, data.expert, data.messages_key) == (
         192,
         384,
@@ -1804,7 +1817,7 @@ def test_trinitys_mixture_with_an_expert_is_grpo_with_one():
 
 
 @pytest.mark.parametrize(
-    ("said", "instead", "reason"),
+    ("passage", "instead", "reason"),
     [
         ("train_batch_size: 960", "train_batch_size: 900", "96 x 8 and 180 of an expert: both numbers must be equal"),
         (
@@ -1829,9 +1842,9 @@ def test_trinitys_mixture_with_an_expert_is_grpo_with_one():
         ),
     ],
 )
-def test_a_mixture_with_an_expert_that_would_be_another_is_refused(said, instead, reason):
-    assert said in MIX_TRINITY
-    refusals = translated("trinity", tree=MIX_TRINITY.replace(said, instead, 1)).refusals
+def test_a_mixture_with_an_expert_that_would_be_another_is_refused(passage, instead, reason):
+    assert passage in MIX_TRINITY
+    refusals = translated("trinity", tree=MIX_TRINITY.replace(passage, instead, 1)).refusals
     assert refusals and any(reason in refusal for refusal in refusals)
 
 
@@ -1852,10 +1865,10 @@ def test_explorer_and_trainer_of_trinity_in_two_files_are_the_run_of_mode_both(t
     whole = config("trinity", tree=GSM8K_TRINITY.replace("sync_interval: 1", "sync_interval: 10"))
     for names in (list(files), list(files)[::-1]):
         words = [word for name in names for word in ("--config", str(tmp_path / name))]
-        found = translate_words("trinity", words, HOME)
+        translation = translate_words("trinity", words, HOME)
         # Each file counts the GPUs of its own half.
-        assert found.refusals == [] and "launch" not in found.tree
-        assert replace(RunConfig.from_tree(found.tree), launch=whole.launch) == whole
+        assert translation.refusals == [] and "launch" not in translation.tree
+        assert replace(RunConfig.from_tree(translation.tree), launch=whole.launch) == whole
         (refusal,) = translate_words("trinity", [*words, "synchronizer.sync_style=explorer_driven"], HOME).refusals
         assert "weights that are synchronized on demand" in refusal
     assert whole.algorithm.updates_per_step == 10
@@ -1906,13 +1919,13 @@ def test_a_queue_that_learns_again_or_leaves_samples_over_is_refused(queue, inte
 
 def test_keys_of_trinity_before_2025_06_say_what_verls_said():
     """trainer.actor_* came over verl's keys for the same; β of dpo was the coefficient; beta1 and beta2 were read by no one."""
-    said = "  actor_use_kl_loss: true\n  actor_kl_loss_coef: 0.2\n"
+    section = "  actor_use_kl_loss: true\n  actor_kl_loss_coef: 0.2\n"
     dpo = "  trainer_config: {actor_rollout_ref: {actor: {optim: {beta1: 0.9, beta2: 0.95}}}}\n"
     before = DPO_TRINITY.replace("trainer: {max_token_len_per_gpu: 16384}\n", "trainer:\n  max_token_len_per_gpu: 16384\n")
-    found = config("trinity", tree=before + said + dpo)
-    assert (found.algorithm.resolved.beta, found.policy.optimizer.betas) == (0.2, [0.9, 0.999])
+    run = config("trinity", tree=before + section + dpo)
+    assert (run.algorithm.resolved.beta, run.policy.optimizer.betas) == (0.2, [0.9, 0.999])
     verl = "  trainer_config: {actor_rollout_ref: {actor: {kl_loss_type: mse, entropy_coeff: 0.01, clip_ratio: 0.3}}}\n"
-    chosen = config("trinity", tree=GSM8K_TRINITY + said + "  actor_grad_clip: 0.5\n" + verl)
+    chosen = config("trinity", tree=GSM8K_TRINITY + section + "  actor_grad_clip: 0.5\n" + verl)
     resolved = chosen.algorithm.resolved
     assert (resolved.kl.estimator, resolved.kl.coef, resolved.kl.place, resolved.entropy_coef) == ("k2", 0.2, "loss", 0.01)
     assert (resolved.clip_low, resolved.clip_high, chosen.policy.optimizer.clip_grad) == (0.3, 0.3, 0.5)
@@ -1945,9 +1958,9 @@ def test_operators_on_data_of_trinity_act_where_a_server_or_a_pipeline_is_named(
 
 def test_a_critic_recomputes_values_where_several_steps_of_another_trainer_are_one():
     assert config("trinity", tree=PPO_TRINITY).algorithm.values_per == "step"
-    found = config("trinity", tree=PPO_TRINITY.replace("sync_interval: 1", "sync_interval: 8"))
-    assert (found.algorithm.values_per, found.algorithm.updates_per_step) == ("update", 8)
-    assert (found.critic.optimizer.schedule_per, found.policy.optimizer.schedule_per) == ("update", "update")
+    run = config("trinity", tree=PPO_TRINITY.replace("sync_interval: 1", "sync_interval: 8"))
+    assert (run.algorithm.values_per, run.algorithm.updates_per_step) == ("update", 8)
+    assert (run.critic.optimizer.schedule_per, run.policy.optimizer.schedule_per) == ("update", "update")
     words = ["algorithm.adv_estimator=gae", "critic.model.path=c", "async_training.require_batches=1"]
     assert config("verl", *FULLY_ASYNC, *words).algorithm.values_per == "update"
     assert config("verl", *SEPARATE, *words[:2]).algorithm.values_per == "update"
@@ -1958,9 +1971,9 @@ def test_a_critic_recomputes_values_where_several_steps_of_another_trainer_are_o
 
 def test_verls_asynchronous_steps_are_counted_in_its_syncs():
     """51200 prompts of 512 a sync; rollout.test_freq said it until 2026-02."""
-    found = config("verl", *FULLY_ASYNC, "trainer.test_freq=20", "trainer.save_freq=30")
-    assert (found.trainer.steps, found.trainer.eval_every, found.trainer.save_every) == (100, 20, 30)
-    assert found.policy.optimizer.schedule_per == 2
+    run = config("verl", *FULLY_ASYNC, "trainer.test_freq=20", "trainer.save_freq=30")
+    assert (run.trainer.steps, run.trainer.eval_every, run.trainer.save_every) == (100, 20, 30)
+    assert run.policy.optimizer.schedule_per == 2
     assert config("verl", *FULLY_ASYNC, "rollout.test_freq=7", "trainer.test_freq=20").trainer.eval_every == 7
 
 
@@ -1981,15 +1994,15 @@ OWN_REFERENCE = (
 ])  # fmt: skip
 def test_a_reference_has_the_layout_that_it_has_there(words, reference):
     system, *rest = words
-    found = config(system, tree=rest[0]) if "\n" in rest[0] else config(system, *rest)
-    assert found.reference.backend == reference
+    run = config(system, tree=rest[0]) if "\n" in rest[0] else config(system, *rest)
+    assert run.reference.backend == reference
 
 
 def test_a_critic_has_the_layout_that_it_has_there():
     tree = AREAL_PPO.replace("critic: {path: c,", "critic: {path: c, backend: 'megatron:d4',")
     assert config("areal", tree=tree).critic.backend == "megatron:d4t1p1"
-    own = "critic: {strategy_args: {strategy_name: megatron_train, strategy_config: {tensor_model_parallel_size: 4}}}\n"
-    assert config("roll", tree=PPO_ROLL + own).critic.backend == "megatron:d2t4p1"
+    section = "critic: {strategy_args: {strategy_name: megatron_train, strategy_config: {tensor_model_parallel_size: 4}}}\n"
+    assert config("roll", tree=PPO_ROLL + section).critic.backend == "megatron:d2t4p1"
 
 
 @pytest.mark.parametrize("system", ["verl", "siirl"])
@@ -2004,8 +2017,8 @@ def test_weights_of_a_megatron_core_checkpoint_go_to_the_role_that_names_it(syst
     kl = ["actor_rollout_ref.actor.use_kl_loss=True"]
 
     def weights(*more: str) -> tuple[str, str | None, str | None]:
-        found = config(system, *words, *more)
-        return found.model.path, found.model.config, found.reference.path
+        run = config(system, *words, *more)
+        return run.model.path, run.model.config, run.reference.path
 
     assert weights() == weights(ours[1]) == ("hf", None, None)
     assert weights(*ours) == ("mc", "hf", None)
@@ -2017,8 +2030,8 @@ def test_weights_of_a_megatron_core_checkpoint_go_to_the_role_that_names_it(syst
         "critic.megatron.use_dist_checkpointing=True",
         "critic.megatron.dist_checkpointing_path=mv",
     ]
-    found = config(system, *words, *value, "critic.model.path=hf")
-    assert (found.critic.path, found.model.path, found.model.config) == ("mv", "hf", "hf")
+    run = config(system, *words, *value, "critic.model.path=hf")
+    assert (run.critic.path, run.model.path, run.model.config) == ("mv", "hf", "hf")
     grpo = config(system, *words, "algorithm.adv_estimator=grpo", *value[1:], "actor_rollout_ref.rollout.n=2")
     assert (grpo.critic.path, grpo.model.config) == (None, None), "GRPO has no critic"
     judge = [
@@ -2032,5 +2045,5 @@ def test_weights_of_a_megatron_core_checkpoint_go_to_the_role_that_names_it(syst
 
 
 def test_a_value_of_several_lines_does_not_leave_the_comment_that_shows_it():
-    found = translated("verl", "trainer.balance_batch=1\nmodel: {path: evil}", "trainer.x\nseed=1")
-    assert set(read_mapping(writer.write(found, "verl", strict=False), "run.yaml")) <= set(found.tree)
+    translation = translated("verl", "trainer.balance_batch=1\nmodel: {path: evil}", "trainer.x\nseed=1")
+    assert set(read_mapping(writer.write(translation, "verl", strict=False), "run.yaml")) <= set(translation.tree)

@@ -60,9 +60,9 @@ _A = "actor_rollout_ref.actor."
 
 def keys_of(system: str, *words: str, tree: str = "") -> tuple[dict[str, object], list[str]]:
     """Keys of the models in the translation, which is not refused, and its notes."""
-    found = translated(system, *words, tree=tree)
-    assert not [each for each in found.outcomes if each.kind == "unknown"]
-    return {line.key: line.value for line in found.lines}, found.notes
+    translation = translated(system, *words, tree=tree)
+    assert not [outcome for outcome in translation.outcomes if outcome.kind == "unknown"]
+    return {line.key: line.value for line in translation.lines}, translation.notes
 
 
 @pytest.mark.parametrize(
@@ -105,8 +105,8 @@ def keys_of(system: str, *words: str, tree: str = "") -> tuple[dict[str, object]
     ],
 )  # fmt: skip
 def test_a_run_with_fsdp_keeps_it_with_its_options(system, words, expected):
-    found, _ = keys_of(system, *words)
-    assert {key: found.get(f"policy.{key}") for key in expected} == expected
+    values, _ = keys_of(system, *words)
+    assert {key: values.get(f"policy.{key}") for key in expected} == expected
     config(system, *words)
 
 
@@ -132,8 +132,8 @@ def test_a_run_with_fsdp_keeps_it_with_its_options(system, words, expected):
     ],
 )  # fmt: skip
 def test_a_file_with_fsdp_keeps_it_for_each_model(system, tree, expected):
-    found, _ = keys_of(system, tree=tree)
-    assert {key: found.get(key) for key in expected} == expected
+    values, _ = keys_of(system, tree=tree)
+    assert {key: values.get(key) for key in expected} == expected
     config(system, tree=tree)
 
 
@@ -152,11 +152,11 @@ def test_a_file_with_fsdp_keeps_it_for_each_model(system, tree, expected):
     ],
 )  # fmt: skip
 def test_a_run_with_what_fsdp_lacks_trains_on_megatron_core_and_says_so(system, words, tree, what):
-    found, notes = keys_of(system, *words, tree=tree)
-    assert str(found["policy.backend"]).startswith("megatron:") and found["policy.lora.rank"]
-    assert not [key for key in found if ".fsdp." in key]
+    values, notes = keys_of(system, *words, tree=tree)
+    assert str(values["policy.backend"]).startswith("megatron:") and values["policy.lora.rank"]
+    assert not [key for key in values if ".fsdp." in key]
     assert [note for note in notes if note.startswith(f"{what} is not built for fsdp: layouts, so Megatron-Core")]
-    assert bool(found.get("policy.megatron.optimizer.optimizer_cpu_offload")) == any(
+    assert bool(values.get("policy.megatron.optimizer.optimizer_cpu_offload")) == any(
         "offload_policy" in word for word in words
     )
     config(system, *words, tree=tree)
@@ -165,6 +165,6 @@ def test_a_run_with_what_fsdp_lacks_trains_on_megatron_core_and_says_so(system, 
 @pytest.mark.parametrize("layout", ["fsdp:d2t2", "fsdp:d4e2"])
 def test_layers_that_areal_splits_with_fsdp_are_megatron_core_s(layout):
     tree = AREAL.replace("fsdp:d4", layout).replace("vllm:d4", "vllm:d4")
-    found, notes = keys_of("areal", tree=tree)
-    assert str(found["policy.backend"]).startswith("megatron:")
+    values, notes = keys_of("areal", tree=tree)
+    assert str(values["policy.backend"]).startswith("megatron:")
     assert any("keeps them" in note and "docs/fsdp.md" in note for note in notes)

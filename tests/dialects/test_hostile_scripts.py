@@ -57,11 +57,11 @@ def _run(tmp_path, script, environment=SECRETS, given=MappingProxyType({}), **op
 )
 def test_a_secret_of_the_environment_does_not_get_into_a_run_unasked(tmp_path, value):
     script = f"python3 -m verl.trainer.main_ppo data.train_files={value}"
-    found = _run(tmp_path, script)
-    (sentence,) = found.faults
+    translation = _run(tmp_path, script)
+    (sentence,) = translation.faults
     name = "db_password" if "db_password" in value else "HF_TOKEN"
     assert f"${{{name}}}" in sentence and "--allow-secrets" in sentence and f"--env {name}=value" in sentence
-    shown = writer.write(found, "verl") + "".join(found.refusals)
+    shown = writer.write(translation, "verl") + "".join(translation.refusals)
     assert "abcd" not in shown and "hunter" not in shown
     asked = _run(tmp_path, script, allow_secrets=True)
     assert not asked.refusals and set(str(asked.tree["data"]["train"])) & set("abcdhunter")
@@ -71,9 +71,11 @@ def test_a_secret_of_the_environment_does_not_get_into_a_run_unasked(tmp_path, v
 
 def test_a_secret_that_no_key_of_the_run_needs_stays_a_name(tmp_path):
     script = 'if [ -z "$WANDB_API_KEY" ]; then N=1; else N=2; fi\npython3 -m verl.trainer.main_ppo data.train_files=/d '
-    found = _run(tmp_path, script + "trainer.nnodes=$N data.max_prompt_length=$MAX_TOKENS +ray_init.env.KEY=$WANDB_API_KEY")
-    assert found.faults == []
-    assert found.tree["data"]["max_prompt_tokens"] == 64 and "0123456789" not in writer.write(found, "verl")
+    translation = _run(
+        tmp_path, script + "trainer.nnodes=$N data.max_prompt_length=$MAX_TOKENS +ray_init.env.KEY=$WANDB_API_KEY"
+    )
+    assert translation.faults == []
+    assert translation.tree["data"]["max_prompt_tokens"] == 64 and "0123456789" not in writer.write(translation, "verl")
 
 
 def test_a_name_that_is_too_long_for_a_file_is_answered_with_a_sentence():
@@ -91,13 +93,13 @@ def test_how_often_a_function_is_run_is_bounded_whatever_it_reads(keys, most):
         return {"data.max_prompt_tokens": max(source.count(key) for key in source.keys("lengths."))}
 
     made = table({"name": "any", "sections": {"All": {"reads": {"lengths.*!": None}}}}, [longest])
-    found = translate(made, {f"lengths.x{number}": number for number in range(keys)}, {}, {})
-    assert len(runs) == most and found.tree == {"data": {"max_prompt_tokens": keys - 1}}
-    assert found.lines[0].sources[-1] == f"lengths.x{keys - 1}"
+    translation = translate(made, {f"lengths.x{number}": number for number in range(keys)}, {}, {})
+    assert len(runs) == most and translation.tree == {"data": {"max_prompt_tokens": keys - 1}}
+    assert translation.lines[0].sources[-1] == f"lengths.x{keys - 1}"
 
 
 def test_ten_thousand_unknown_options_of_a_model_are_each_refused_by_name():
     start = "trainer.trainer_config.actor_rollout_ref.actor.megatron.override_transformer_config.x"
     tree = "trainer: {trainer_strategy: megatron}\nmodel: {model_path: m, max_model_len: 99}\ncluster: {gpu_per_node: 4}"
-    found = translated("trinity", *(f"{start}{number}=1" for number in range(10_000)), tree=tree)
-    assert sum("options have no x" in each.reason for each in found.outcomes) == 10_000
+    translation = translated("trinity", *(f"{start}{number}=1" for number in range(10_000)), tree=tree)
+    assert sum("options have no x" in outcome.reason for outcome in translation.outcomes) == 10_000

@@ -44,9 +44,9 @@ def test_a_script_that_starts_another_gives_it_its_arguments_and_what_it_exports
     for called in ("lib/inner.sh", '"$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)/lib/inner.sh"'):
         outer = tmp_path / "outer.sh"
         outer.write_text(f"export NODES=2\nSEED=9\nbash {called} data.train_batch_size=512 2>&1 | tee log\n")
-        found = translate_words("verl", [str(outer)], HOME)
+        translation = translate_words("verl", [str(outer)], HOME)
         plain = translate_words("verl", [*GRPO, "trainer.nnodes=2", "data.seed=3", "data.train_batch_size=512"], HOME)
-        assert found.tree == plain.tree
+        assert translation.tree == plain.tree
     (tmp_path / "circle.sh").write_text(f"bash {tmp_path}/circle.sh a.b=1\n")
     with pytest.raises(ConfigError, match="starts itself"):
         translate_words("verl", [str(tmp_path / "circle.sh")], HOME)
@@ -59,9 +59,9 @@ def test_a_script_that_starts_another_gives_it_its_arguments_and_what_it_exports
 def test_what_a_launcher_is_told_is_no_setting(launcher, tmp_path):
     script = tmp_path / "run.sh"
     script.write_text(f"{launcher} verl.trainer.main_ppo {' '.join(GRPO)}\n")
-    found = translate_words("verl", [str(script)], HOME)
-    assert [each.key for each in found.outcomes if each.kind == "unknown"] == []
-    assert found.tree == translate_words("verl", GRPO, HOME).tree
+    translation = translate_words("verl", [str(script)], HOME)
+    assert [outcome.key for outcome in translation.outcomes if outcome.kind == "unknown"] == []
+    assert translation.tree == translate_words("verl", GRPO, HOME).tree
 
 
 _CORRECTED = "algorithm.rollout_correction."
@@ -91,10 +91,10 @@ def test_rollout_correction_of_verls_older_releases_is_that_of_today(words, says
 
 def test_keys_of_verls_older_releases_act_as_they_did():
     """Gradients that leave the GPU, a stopped evaluation, the first rows of a file; what nothing reads must say the same."""
-    found = config(
+    run = config(
         "verl", *GRPO, "actor_rollout_ref.actor.fsdp_config.grad_offload=True", "trainer.test_freq=False", "data.train_max_samples=100"
     )  # fmt: skip
-    assert found.policy.offload.gradients and found.trainer.eval_every == 0 and found.data.train == ["/d/a.parquet[:100]"]
+    assert run.policy.offload.gradients and run.trainer.eval_every == 0 and run.data.train == ["/d/a.parquet[:100]"]
     for words in (
         ["actor_rollout_ref.actor.clip_cov_ratio=0.3"],
         ["data.train_max_samples=100", "data.train_files=[a,b]"],
@@ -126,14 +126,14 @@ def test_archon_is_megatron_with_the_same_sizes():
 
 def test_rolls_mean_of_the_batch_is_that_of_the_step():
     """norm_mean_type and norm_std_type of batch; of several domains ROLL takes the mean of each."""
-    found = config("roll", tree=ROLL)
-    chosen = found.algorithm.resolved
-    assert found.policy.backend == "megatron:d8t1p1"
+    run = config("roll", tree=ROLL)
+    chosen = run.algorithm.resolved
+    assert run.policy.backend == "megatron:d8t1p1"
     assert (chosen.advantage, chosen.normalize) == ("step_mean", "batch")
     several = ROLL.replace(
         "rewards: {", "rewards: {ifeval: {worker_cls: a.GeneralRuleRewardWorker, tag_included: [ifeval]}, "
     )
-    assert "norm_mean_type" in {each.key for each in translated("roll", tree=several).outcomes if each.is_refused}
+    assert "norm_mean_type" in {outcome.key for outcome in translated("roll", tree=several).outcomes if outcome.is_refused}
 
 
 def test_the_names_of_trinitys_older_releases_are_those_of_today():
@@ -150,9 +150,9 @@ buffer:
 explorer: {rollout_model: {engine_num: 4, tensor_parallel_size: 1}}
 trainer: {ppo_max_token_len_per_gpu: 9000, use_dynamic_bsz: true}
 """
-    found = config("trinity", tree=tree)
-    assert (found.data.expert, found.data.messages_key) == (["e.jsonl"], "m")
-    assert (found.data.max_prompt_tokens, found.data.max_response_tokens, found.policy.tokens_per_micro_batch) == (
+    run = config("trinity", tree=tree)
+    assert (run.data.expert, run.data.messages_key) == (["e.jsonl"], "m")
+    assert (run.data.max_prompt_tokens, run.data.max_response_tokens, run.policy.tokens_per_micro_batch) == (
         1500,
         1500,
         9000,
@@ -165,8 +165,8 @@ trainer: {ppo_max_token_len_per_gpu: 9000, use_dynamic_bsz: true}
 ])  # fmt: skip
 def test_variables_of_skyrls_chat_template_are_ours(words):
     plain = ["data.train_data=['a.parquet']", "trainer.policy.model.path=m", "generator.inference_engine.num_engines=1"]
-    found = translated("skyrl", *plain, *words)
-    assert found.tree["data"]["chat_template_kwargs"] == {"reasoning_effort": "low", "enable_thinking": False}
+    translation = translated("skyrl", *plain, *words)
+    assert translation.tree["data"]["chat_template_kwargs"] == {"reasoning_effort": "low", "enable_thinking": False}
 
 
 @pytest.mark.parametrize(("words", "refusal"), [
@@ -177,19 +177,19 @@ def test_variables_of_skyrls_chat_template_are_ours(words):
     ("debug_max_steps: 20", "an end of the run before max_steps"),
 ])  # fmt: skip
 def test_keys_of_rolls_forks_are_refused_by_name_where_they_act(words, refusal):
-    found = translated("roll", tree=f"{ROLL}{words}\n")
-    assert not [each.key for each in found.outcomes if each.kind == "unknown"]
-    assert bool(found.refusals) == bool(refusal) and all(refusal in each for each in found.refusals)
+    translation = translated("roll", tree=f"{ROLL}{words}\n")
+    assert not [outcome.key for outcome in translation.outcomes if outcome.kind == "unknown"]
+    assert bool(translation.refusals) == bool(refusal) and all(refusal in text for text in translation.refusals)
 
 
 def test_a_deepspeed_file_within_rolls_changes_no_number():
     """ROLL puts max_grad_norm and the batch size over its own (deepspeed_strategy.py:44)."""
-    own = (
+    strategy = (
         "strategy_name: deepspeed_train, strategy_config: {gradient_clipping: 0.3, train_micro_batch_size_per_gpu: auto, "
         "bf16: {enabled: true}, zero_optimization: {stage: 2, overlap_comm: true}}"
     )
-    found = config("roll", tree=ROLL.replace("strategy_name: megatron_train", own) + "max_grad_norm: 0.7\n")
-    assert (found.policy.optimizer.clip_grad, found.layout.dp) == (0.7, 8)
+    run = config("roll", tree=ROLL.replace("strategy_name: megatron_train", strategy) + "max_grad_norm: 0.7\n")
+    assert (run.policy.optimizer.clip_grad, run.layout.dp) == (0.7, 8)
 
 
 @pytest.mark.parametrize(("system", "words", "every"), [

@@ -57,9 +57,9 @@ def translated(*words: str):
 
 
 def config(*words: str) -> RunConfig:
-    found = translated(*words)
-    assert found.refusals == []
-    return RunConfig.of(found.tree)
+    translation = translated(*words)
+    assert translation.refusals == []
+    return RunConfig.of(translation.tree)
 
 
 EXPECTED = {
@@ -152,8 +152,8 @@ CHANGES = {
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_key_changes_what_it_says(change):
     words, expected = CHANGES[change]
-    found = config(*words)
-    assert {key: attrgetter(key)(found) for key in expected} == expected
+    run = config(*words)
+    assert {key: attrgetter(key)(run) for key in expected} == expected
 
 
 @pytest.mark.parametrize(

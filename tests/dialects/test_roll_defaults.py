@@ -48,24 +48,24 @@ sft_train:
     [("", "seq-mean-token-mean", 0), ("2025-08", "seq-mean-token-sum", 0.03), ("2025-05", "token-mean", 0.03)],
 )
 def test_what_a_roll_configuration_leaves_out_is_what_its_release_had(release, aggregate, warmup):
-    found = find_dialect("roll")(read_mapping(RUN, "f"), [], HOME, release)
-    assert found.tree["algorithm"]["aggregate"] == aggregate
-    assert found.tree["policy"]["optimizer"]["warmup_steps"] == warmup
-    said = find_dialect("roll")(read_mapping(RUN, "f"), ["loss_agg_mode=token-mean"], HOME, release)
-    assert said.tree["algorithm"]["aggregate"] == "token-mean"
+    translation = find_dialect("roll")(read_mapping(RUN, "f"), [], HOME, release)
+    assert translation.tree["algorithm"]["aggregate"] == aggregate
+    assert translation.tree["policy"]["optimizer"]["warmup_steps"] == warmup
+    with_a_choice = find_dialect("roll")(read_mapping(RUN, "f"), ["loss_agg_mode=token-mean"], HOME, release)
+    assert with_a_choice.tree["algorithm"]["aggregate"] == "token-mean"
 
 
 def test_a_roll_configuration_that_only_older_releases_read_has_their_defaults():
-    found = translated("roll", "reward_norm=group", tree=RUN)
-    assert found.release == "2025-08" and found.tree["algorithm"]["aggregate"] == "seq-mean-token-sum"
+    translation = translated("roll", "reward_norm=group", tree=RUN)
+    assert translation.release == "2025-08" and translation.tree["algorithm"]["aggregate"] == "seq-mean-token-sum"
     with pytest.raises(ValueError, match="2025-05"):
         find_dialect("roll")(read_mapping(RUN, "f"), [], HOME, "2024-01")
 
 
 def test_roll_samples_with_its_own_temperature_and_nucleus_when_nothing_is_said():
-    found = config("roll", "difficulty_mask=true", tree=RUN)
-    assert (found.engine.sampling.temperature, found.engine.sampling.top_p, found.engine.sampling.top_k) == (0.95, 0.7, 50)
-    assert (found.algorithm.resolved.difficulty_low, found.algorithm.resolved.difficulty_high) == (0.0, 1.0)
+    run = config("roll", "difficulty_mask=true", tree=RUN)
+    assert (run.engine.sampling.temperature, run.engine.sampling.top_p, run.engine.sampling.top_k) == (0.95, 0.7, 50)
+    assert (run.algorithm.resolved.difficulty_low, run.algorithm.resolved.difficulty_high) == (0.0, 1.0)
 
 
 def test_roll_sft_learns_from_prompt_query_and_system_message_in_the_files_order():
@@ -84,12 +84,12 @@ def test_roll_sft_learns_from_prompt_query_and_system_message_in_the_files_order
 def by_roll(rewards_N: Tensor, kl_T: Tensor, gamma: float, coef: float) -> Tensor:
     """compute_token_reward and compute_reinforce_return, where rewards were normalized in their group before."""
     normal_N = (rewards_N - rewards_N.mean()) / (rewards_N.std() + 1e-6)
-    found = []
+    returns = []
     for reward, kl_L in zip(normal_N, kl_T.split(3), strict=True):
         token_L = -coef * kl_L
         token_L[-1] += reward
-        found.append(torch.stack([sum(gamma**i * x for i, x in enumerate(token_L[t:])) for t in range(3)]))
-    return torch.cat(found)
+        returns.append(torch.stack([sum(gamma**i * x for i, x in enumerate(token_L[t:])) for t in range(3)]))
+    return torch.cat(returns)
 
 
 @pytest.mark.parametrize(
@@ -122,8 +122,8 @@ def test_roll_normalizes_rewards_first_and_takes_the_kl_off_each_token(words, ga
 
 
 def test_a_kl_estimator_that_roll_has_and_we_lack_is_refused_not_replaced():
-    found = translated("roll", "add_token_level_kl=true", "kl_penalty=full", tree=RUN)
-    assert [text for text in found.refusals if "kl_penalty=full: the estimator full" in text]
+    translation = translated("roll", "add_token_level_kl=true", "kl_penalty=full", tree=RUN)
+    assert [text for text in translation.refusals if "kl_penalty=full: the estimator full" in text]
 
 
 def test_routers_of_a_roll_run_are_balanced_by_config_json_or_by_its_own_key():

@@ -95,7 +95,7 @@ DROPPED_BY_VERL = [
 def test_what_verls_engines_lose_here_is_said_and_refused_where_numbers_change(system, word, engine, changes_result):
     off = [f"{role}megatron.param_offload=false" for role in (ACTOR, "critic.")]
     words = [*VERL_PPO, f"{ACTOR}strategy={engine}", *off, word]
-    (outcome,) = [each for each in translated(system, *words).outcomes if each.key == word.partition("=")[0]]
+    (outcome,) = [entry for entry in translated(system, *words).outcomes if entry.key == word.partition("=")[0]]
     assert (outcome.kind, outcome.changes_result) == ("unsupported", changes_result), outcome.reason
     assert "the numbers are the same" not in outcome.reason
 
@@ -106,30 +106,30 @@ def test_what_verls_engines_lose_here_is_said_and_refused_where_numbers_change(s
 ])  # fmt: skip
 def test_offload_of_every_engine_of_verl_acts_in_policy_and_critic(engine, section, critics):
     words = [f"{ACTOR}{section}param_offload=true", f"critic.{critics}optimizer_offload=true", f"{ACTOR}strategy={engine}"]
-    found = config("verl", *VERL_PPO, *words)
-    assert (found.policy.offload.parts, found.critic.offload.parts) == ({"parameters"}, {"optimizer"})
+    run = config("verl", *VERL_PPO, *words)
+    assert (run.policy.offload.parts, run.critic.offload.parts) == ({"parameters"}, {"optimizer"})
 
 
 def test_a_critic_and_a_reference_of_verl_have_the_options_of_their_own_sections():
     start = "megatron.override_transformer_config."
     words = [f"critic.{start}recompute_granularity=full", f"{REF}{start}moe_router_dtype=fp64"]
-    found = config("verl", *VERL_PPO, ACTOR + "strategy=megatron", *words)
-    assert (found.policy.recompute, found.critic.recompute) == ("none", "full")
-    assert found.reference.megatron.transformer == {"moe_router_dtype": "fp64"} and not found.policy.megatron.transformer
+    run = config("verl", *VERL_PPO, ACTOR + "strategy=megatron", *words)
+    assert (run.policy.recompute, run.critic.recompute) == ("none", "full")
+    assert run.reference.megatron.transformer == {"moe_router_dtype": "fp64"} and not run.policy.megatron.transformer
 
 
 def test_adams_moments_in_sixteen_bits_are_those_of_the_run():
     asked = ["optim.use_precision_aware_optimizer=true", "optim.exp_avg_dtype=bf16"]
     wanted = {"use_precision_aware_optimizer": True, "exp_avg_dtype": "bfloat16", "exp_avg_sq_dtype": "float32"}
-    found = config("verl", *VERL_PPO, ACTOR + "strategy=megatron", *(ACTOR + word for word in asked))
-    assert found.policy.megatron.optimizer == wanted
+    run = config("verl", *VERL_PPO, ACTOR + "strategy=megatron", *(ACTOR + word for word in asked))
+    assert run.policy.megatron.optimizer == wanted
     assert config("verl", *known_runs.SFT_VERL, "engine=megatron", *asked).policy.megatron.optimizer == wanted
     assert config("verl", *known_runs.SFT_VERL, "optim=automodel", asked[1]).policy.megatron.optimizer == wanted
 
 
 def test_an_sft_run_of_verl_has_its_type_of_numbers_and_its_offload():
-    found = config("verl", *known_runs.SFT_VERL, "engine.dtype=float16", "engine.optimizer_offload=true")
-    assert (found.policy.dtype, found.policy.offload.parts) == ("float16", {"optimizer"})
+    run = config("verl", *known_runs.SFT_VERL, "engine.dtype=float16", "engine.optimizer_offload=true")
+    assert (run.policy.dtype, run.policy.offload.parts) == ("float16", {"optimizer"})
 
 
 def test_siirl_starts_no_program_of_verls():
@@ -140,14 +140,14 @@ def test_siirl_starts_no_program_of_verls():
 @pytest.mark.parametrize(("system", "word", "tree", "changes_result"), DROPPED, ids=[row[1] for row in DROPPED])
 def test_what_is_dropped_is_said_and_refused_where_numbers_change(system, word, tree, changes_result):
     words = [*known_runs.SKYRL, word] if system == "skyrl" else [word]
-    (outcome,) = [each for each in translated(system, *words, tree=tree).outcomes if each.key == word.partition("=")[0]]
+    (outcome,) = [entry for entry in translated(system, *words, tree=tree).outcomes if entry.key == word.partition("=")[0]]
     assert (outcome.kind, outcome.changes_result) == ("unsupported", changes_result), outcome.reason
     assert "the numbers are the same" not in outcome.reason
 
 
 def test_areals_offload_and_background_checkpoints_act():
-    found = config("areal", "actor.offload=true", "actor.megatron.async_save=true", tree=areal_runs.RL)
-    assert found.policy.offload.parts == {"parameters", "optimizer"} and found.trainer.async_save
+    run = config("areal", "actor.offload=true", "actor.megatron.async_save=true", tree=areal_runs.RL)
+    assert run.policy.offload.parts == {"parameters", "optimizer"} and run.trainer.async_save
 
 
 MEG = "trainer.policy.megatron_config."
@@ -183,8 +183,8 @@ def test_a_sharding_strategy_of_megatron_fsdp_is_named_with_what_to_use():
 
 def test_infer_batch_size_of_each_role_of_roll_acts_where_batches_are_not_dynamic():
     words = ["actor_train.infer_batch_size=2", "reference.infer_batch_size=4"]
-    found = config("roll", *words, tree=roll_runs.RUN)
-    assert (found.policy.sequences_per_forward, found.reference.sequences_per_forward) == (2, 4)
+    run = config("roll", *words, tree=roll_runs.RUN)
+    assert (run.policy.sequences_per_forward, run.reference.sequences_per_forward) == (2, 4)
     dynamic = config("roll", *words, "actor_train.use_dynamic_batching_in_infer=true", tree=roll_runs.RUN)
     assert dynamic.policy.sequences_per_forward is None
 
@@ -198,9 +198,9 @@ def test_skyrls_profiler_and_changes_of_config_json_act():
         profiler + "active=2",
         profiler + "repeat=2",
     ]
-    found = config("skyrl", *MEGATRON, *words, profiler + "ranks=[0,1]", MEG + "model_config_kwargs.rope_theta=5000.0")
-    assert found.trainer.profile.steps == [3, 4, 6, 7] and found.trainer.profile.ranks == [0, 1]
-    assert found.model.overrides == {"rope_theta": 5000.0}
+    run = config("skyrl", *MEGATRON, *words, profiler + "ranks=[0,1]", MEG + "model_config_kwargs.rope_theta=5000.0")
+    assert run.trainer.profile.steps == [3, 4, 6, 7] and run.trainer.profile.ranks == [0, 1]
+    assert run.model.overrides == {"rope_theta": 5000.0}
     assert config("skyrl", *MEGATRON, profiler + "enable=false").trainer.profile.steps == []
 
 

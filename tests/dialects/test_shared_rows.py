@@ -14,8 +14,8 @@ START = "trainer.trainer_config."
 
 
 def outcome(translation, key):
-    (found,) = [each for each in translation.outcomes if each.key == key]
-    return found
+    (match,) = [entry for entry in translation.outcomes if entry.key == key]
+    return match
 
 
 @pytest.mark.parametrize(
@@ -27,8 +27,13 @@ def outcome(translation, key):
     ],
 )
 def test_a_key_of_verl_means_below_trinitys_trainer_what_verls_table_says(key, kind):
-    row, own = TRINITY.row(START + key), VERL.row(key)
-    assert (row.form, row.note, row.off, row.changes_result) == (own.form, own.note, own.off, own.changes_result)
+    row, verl_row = TRINITY.row(START + key), VERL.row(key)
+    assert (row.form, row.note, row.off, row.changes_result) == (
+        verl_row.form,
+        verl_row.note,
+        verl_row.off,
+        verl_row.changes_result,
+    )
     assert outcome(translated("trinity", f"{START}{key}=x", tree=FSDP), START + key).kind == kind
 
 

@@ -131,9 +131,9 @@ def test_the_words_of_a_command_are_those_that_bash_gives_it(name, tmp_path):
     subprocess.run(["bash", "-c", shown], env=environment, check=True, capture_output=True, cwd=tmp_path)
     expected = (tmp_path / "words").read_text().split("\0")[:-1]
     command = read_script(script, environment).command
-    found = command[1:]
-    assert found[: len(expected)] == expected
-    assert found[len(expected) :] in ([], ["2>&1", "|", "tee", "log"])
+    words = command[1:]
+    assert words[: len(expected)] == expected
+    assert words[len(expected) :] in ([], ["2>&1", "|", "tee", "log"])
 
 
 def test_a_command_within_a_text_is_read(tmp_path):
@@ -155,13 +155,13 @@ def test_a_branch_that_does_not_run_gives_its_command_only_where_there_is_no_oth
 
 
 def test_an_array_that_is_run_by_eval_is_read_once_more():
-    found = read_script("A=7\nCMD=(\npython3 -m siirl.main_dag\nx.a=\\$A\n)\n", {})
-    assert found.command == ["python3", "-m", "siirl.main_dag", "x.a=7"]
+    script = read_script("A=7\nCMD=(\npython3 -m siirl.main_dag\nx.a=\\$A\n)\n", {})
+    assert script.command == ["python3", "-m", "siirl.main_dag", "x.a=7"]
 
 
 def test_a_file_that_the_script_writes_is_known():
-    found = read_script("N=3\ncat > conf.yaml <<EOF\na: {b: ${N}}\nEOF\ncat > 'raw.yaml' <<'EOF'\nc: ${N}\nEOF\n", {})
-    assert found.files == {"conf.yaml": "a: {b: 3}\n", "raw.yaml": "c: ${N}\n"}
+    script = read_script("N=3\ncat > conf.yaml <<EOF\na: {b: ${N}}\nEOF\ncat > 'raw.yaml' <<'EOF'\nc: ${N}\nEOF\n", {})
+    assert script.files == {"conf.yaml": "a: {b: 3}\n", "raw.yaml": "c: ${N}\n"}
 
 
 def test_what_only_running_could_tell_stands_open():

@@ -51,22 +51,22 @@ def test_a_granularity_that_siirl_is_given_recomputes():
 
 
 def test_gradient_checkpointing_of_siirls_fsdp_recomputes():
-    found = translated("siirl", *FSDP, CHECKPOINTING + "=False")
-    assert [each.kind for each in found.outcomes if each.key == CHECKPOINTING] != ["unsupported"]
+    translation = translated("siirl", *FSDP, CHECKPOINTING + "=False")
+    assert [outcome.kind for outcome in translation.outcomes if outcome.key == CHECKPOINTING] != ["unsupported"]
     assert config("siirl", *FSDP, CHECKPOINTING + "=True").policy.recompute == "full"
-    assert RunConfig.of(found.tree).policy.recompute == "none"
+    assert RunConfig.of(translation.tree).policy.recompute == "none"
 
 
 def test_each_variable_of_siirls_logs_that_a_script_exports_acts(tmp_path):
     (tmp_path / "run.sh").write_text(SCRIPT)
-    found = translate_words("siirl", [str(tmp_path / "run.sh")], HOME)
-    trainer = RunConfig.of(found.tree).trainer
+    translation = translate_words("siirl", [str(tmp_path / "run.sh")], HOME)
+    trainer = RunConfig.of(translation.tree).trainer
     assert (trainer.tensorboard_dir, trainer.verbosity, trainer.log_file) == (
         "/logs/tensorboard",
         "quiet",
         "/logs/siirl.log",
     )
-    assert not any("no effect" in note for note in writer.notes(found))
+    assert not any("no effect" in note for note in writer.notes(translation))
     shell = {**HOME, "SIIRL_LOG_VERBOSITY": "DEBUG", "SIIRL_LOGGING_FILENAME": "run_$(date +%Y)"}
     trainer = RunConfig.of(translate_words("siirl", MEGATRON, shell).tree).trainer
     assert trainer.verbosity == "debug" and trainer.log_file == time.strftime("run_%Y") and trainer.tensorboard_dir is None

@@ -26,13 +26,13 @@ def test_the_python_of_the_dialects_without_older_releases_stays_below_its_limit
 
 
 def test_no_function_of_the_dialects_is_long():
-    found = {
+    lengths = {
         f"{path.name}: {node.name}": node.end_lineno - node.lineno + 1
         for path in HERE.rglob("*.py")
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.FunctionDef) and node.end_lineno is not None
     }
-    assert {name: count for name, count in found.items() if count > LONGEST} == {}
+    assert {name: count for name, count in lengths.items() if count > LONGEST} == {}
 
 
 def test_only_older_releases_read_the_forks_of_rllm_and_rollpacker():

@@ -45,40 +45,40 @@ def test_skyrls_token_mean_next_to_a_kl_of_sequences_is_that_of_the_update():
     assert versioned.tree["algorithm"]["aggregate"] == "seq-mean-token-mean"
 
 
-@pytest.mark.parametrize(("said", "scale"), [
+@pytest.mark.parametrize(("words", "scale"), [
     (["trainer.algorithm.max_seq_len=1536"], 1.5),
     (["trainer.algorithm.max_seq_len=1024"], 1.0),
     # Left out: 512 of the prompt and 1024 of the response.
     ([], 1.5),
     (["generator.max_input_length=1024"], 2.0),
 ])  # fmt: skip
-def test_another_constant_of_skyrls_loss_is_in_what_stands_next_to_it(said, scale):
+def test_another_constant_of_skyrls_loss_is_in_what_stands_next_to_it(words, scale):
     """PG / 1536 + 0.01 KL, clipped at 1, is two thirds of PG / 1024 + 0.015 KL, clipped at 1.5."""
     base = ["trainer.algorithm.loss_reduction=seq_mean_token_sum_norm", "trainer.max_prompt_length=512"]
     kl = ["trainer.algorithm.use_kl_loss=true", "trainer.algorithm.kl_loss_coef=0.01"]
-    found = config("skyrl", *SKYRL, *kl, *base, "generator.sampling_params.max_generate_length=1024", *said)
-    chosen = found.algorithm.resolved
+    run = config("skyrl", *SKYRL, *kl, *base, "generator.sampling_params.max_generate_length=1024", *words)
+    chosen = run.algorithm.resolved
     assert (chosen.aggregate, chosen.penalty_aggregate) == ("constant-length", "seq-mean-token-mean")
-    assert (chosen.kl.coef, found.policy.optimizer.clip_grad) == (pytest.approx(0.01 * scale), pytest.approx(scale))
+    assert (chosen.kl.coef, run.policy.optimizer.clip_grad) == (pytest.approx(0.01 * scale), pytest.approx(scale))
     other = config("skyrl", *SKYRL, *kl, "trainer.algorithm.max_seq_len=4096")
     assert (other.algorithm.resolved.kl.coef, other.policy.optimizer.clip_grad) == (0.01, 1.0)
 
 
 def test_skyrls_limit_of_later_turns_says_nothing_of_one_turn():
-    found = translated("skyrl", *SKYRL, "generator.max_input_length=512", "trainer.max_prompt_length=1024")
-    assert any("less than trainer.max_prompt_length = 1024" in each for each in found.refusals)
+    translation = translated("skyrl", *SKYRL, "generator.max_input_length=512", "trainer.max_prompt_length=1024")
+    assert any("less than trainer.max_prompt_length = 1024" in refusal for refusal in translation.refusals)
 
 
 @pytest.mark.parametrize(("program", "quantization"), [("main_dapo_flashrl", "fp8"), ("main_dapo", None)])
 def test_the_engines_of_flashrl_quantize_and_its_program_is_dapos(program, quantization):
     """1024 tokens at most, of which the last 512 are penalized; weights of tokens up to 2."""
-    found = config(
+    run = config(
         "skyrl", *SKYRL, f"-m=examples.train.flash_rl.{program}", "trainer.algorithm.overlong_buffer_len=512",
         "trainer.algorithm.off_policy_correction.tis_ratio_type=token", "trainer.algorithm.policy_loss_type=dual_clip",
         "trainer.algorithm.off_policy_correction.token_tis_ratio_clip_high=2.0",
     )  # fmt: skip
-    assert found.engine.own_arguments.get("quantization") == quantization
-    chosen = found.algorithm.resolved
+    assert run.engine.own_arguments.get("quantization") == quantization
+    chosen = run.algorithm.resolved
     assert (chosen.overlong_buffer, chosen.overlong_penalty, chosen.dual_clip) == (512, 1.0, 3.0)
     assert (chosen.rollout_correction.weight, chosen.rollout_correction.high) == ("token", 2.0)
 
@@ -94,7 +94,7 @@ def test_functions_that_skyrls_examples_register_are_there_under_their_programs_
         ([*OLDER_SKYRL, "-m=x.main_custom_adv_est", loss], "SkyRL registers it in the program main_custom_policy_loss only"),
         ([*SKYRL, "-m=x.main_custom_policy_loss", loss], "that loss_reduction has divided; --from skyrl@2026-03"),
     ):
-        assert any(says in each for each in translated("skyrl", *words).refusals), words
+        assert any(says in refusal for refusal in translated("skyrl", *words).refusals), words
 
 
 def test_skyrls_megatron_settings_next_to_trainer_are_the_policys():
@@ -102,35 +102,35 @@ def test_skyrls_megatron_settings_next_to_trainer_are_the_policys():
     words = [word.replace("gpus_per_node=4", "gpus_per_node=8").replace("engines=4", "engines=8") for word in OLDER_SKYRL]
     sizes = ["megatron_config.policy.tensor_model_parallel_size=2", "megatron_config.ref.tensor_model_parallel_size=2"]
     last = "megatron_config.policy.transformer_config_kwargs.num_layers_in_last_pipeline_stage=13"
-    found = config(
+    run = config(
         "skyrl", *words, "trainer.strategy=megatron", *sizes, "megatron_config.policy.pipeline_model_parallel_size=2", last
     )
-    assert str(found.layout) == "megatron:d2t2p2"
-    assert found.policy.megatron.pipeline["num_layers_in_last_pipeline_stage"] == 13
+    assert str(run.layout) == "megatron:d2t2p2"
+    assert run.policy.megatron.pipeline["num_layers_in_last_pipeline_stage"] == 13
     one = translated("skyrl", *words, "trainer.strategy=megatron", *sizes, last)
     assert one.refusals == [] and "pipeline" not in one.tree["policy"].get("megatron", {})
-    assert any("one stage" in each.reason for each in one.outcomes)
+    assert any("one stage" in outcome.reason for outcome in one.outcomes)
 
 
 def test_names_of_a_month_of_skyrls_correction_are_those_of_today():
     start = "trainer.algorithm.rollout_correction."
-    found = config("skyrl", *OLDER_SKYRL, f"{start}tis_ratio_type=token", f"{start}token_tis_ratio_cap_high=3.0")
-    assert (found.algorithm.resolved.rollout_correction.weight, found.algorithm.resolved.rollout_correction.high) == (
+    run = config("skyrl", *OLDER_SKYRL, f"{start}tis_ratio_type=token", f"{start}token_tis_ratio_cap_high=3.0")
+    assert (run.algorithm.resolved.rollout_correction.weight, run.algorithm.resolved.rollout_correction.high) == (
         "token",
         3.0,
     )
     masked = translated("skyrl", *OLDER_SKYRL, f"{start}rejection_mask_type=geometric")
-    assert any("masks of outlying tokens" in each for each in masked.refusals)
+    assert any("masks of outlying tokens" in refusal for refusal in masked.refusals)
 
 
 def test_slices_of_skyrls_sft_are_read_without_quotes():
     words = ["-m=skyrl.train.main_sft", "model.path=m", "max_length=1024", "train_datasets=[o/a]", "num_steps=3"]
-    found = translated(
+    translation = translated(
         "skyrl", *words, "train_dataset_splits=[train[:50]]", "eval_datasets=[o/a]", "eval_dataset_splits=[train[-5:]]"
     )
-    assert found.refusals == []
-    assert found.tree["data"]["train"] == ["o/a-train.parquet[:50]"]
-    assert found.tree["data"]["val"] == ["o/a-train.parquet[-5:]"]
+    assert translation.refusals == []
+    assert translation.tree["data"]["train"] == ["o/a-train.parquet[:50]"]
+    assert translation.tree["data"]["val"] == ["o/a-train.parquet[-5:]"]
     quoted = translated("skyrl", *words, "train_dataset_splits=['train[:50]']")
     assert quoted.tree["data"]["train"] == ["o/a-train.parquet[:50]"]
 
@@ -142,11 +142,11 @@ def test_cpgd_of_siirl_is_the_one_of_its_program():
         "actor_rollout_ref.actor.policy_drift_coeff=0.001",
         "algorithm.weight_factor_in_cpgd='STD_weight'",
     ]
-    found = config("siirl", *SIIRL, *asked)
-    chosen = found.algorithm.resolved
+    run = config("siirl", *SIIRL, *asked)
+    chosen = run.algorithm.resolved
     assert (chosen.surrogate, chosen.clip_low, chosen.clip_high, chosen.drift_coef) == ("cpgd", 0.2, 0.2, 0.001)
     assert (chosen.advantage, chosen.normalize, chosen.aggregate) == ("group", "group", "token-mean")
-    assert (found.data.prompts_per_step, found.algorithm.group_size, found.algorithm.updates_per_step) == (512, 8, 2)
+    assert (run.data.prompts_per_step, run.algorithm.group_size, run.algorithm.updates_per_step) == (512, 8, 2)
     naive = RunConfig.of(translated("siirl", *SIIRL, *asked[:2], "algorithm.weight_factor_in_cpgd=naive").tree)
     assert naive.algorithm.resolved.normalize == "none"
     # With GRPO's advantages the loss is asked for by itself: whose program it is says what it means.
@@ -161,6 +161,6 @@ def test_cpgd_of_siirl_is_the_one_of_its_program():
         ),
         ([*SIIRL, *asked, "actor_rollout_ref.actor.strategy=megatron"], "siiRL's Megatron actor lacks"),
     ):
-        assert any(says in each for each in translated("siirl", *words).refusals), words
+        assert any(says in refusal for refusal in translated("siirl", *words).refusals), words
     # Without the key that asks for it the coefficient is read by nothing.
     assert config("siirl", *SIIRL, "algorithm.adv_estimator=grpo", asked[1]).algorithm.resolved.surrogate == "ppo_clip"

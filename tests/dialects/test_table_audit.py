@@ -225,14 +225,14 @@ MORE: dict[str, list[Run]] = {
 
 
 def runs_of(system: str) -> list[Run]:
-    found: list[Run] = list(MORE.get(system, []))
+    runs: list[Run] = list(MORE.get(system, []))
     for table in (known_runs.ASKED, known_runs.CHOSEN, known_runs.AHEAD):
         for entry in table.values():
             named = entry[0] if isinstance(entry, tuple) else entry
             if isinstance(named, list) and named and named[0] == system:
                 words = named[1:]
-                found.append((words[:-1], words[-1]) if words and "\n" in words[-1] else (words, ""))
-    return found
+                runs.append((words[:-1], words[-1]) if words and "\n" in words[-1] else (words, ""))
+    return runs
 
 
 @pytest.mark.parametrize("system", ["roll", "trinity", "areal", "skyrl", "verl", "siirl", "trl"])

@@ -35,15 +35,15 @@ monitor: {project: p, name: n, cache_root_dir: ''}
 
 def numbers_of(tree: str) -> dict[str, object]:
     """What a run of Trinity-RFT comes to, by our names."""
-    found = config("trinity", tree=tree)
-    method = found.algorithm.resolved
+    run = config("trinity", tree=tree)
+    method = run.algorithm.resolved
     return {
-        "prompts": found.data.prompts_per_step, "group": found.algorithm.group_size, "updates": found.algorithm.updates_per_step,
-        "method": found.algorithm.name, "kl": (method.kl.place, method.kl.estimator, method.kl.coef),
+        "prompts": run.data.prompts_per_step, "group": run.algorithm.group_size, "updates": run.algorithm.updates_per_step,
+        "method": run.algorithm.name, "kl": (method.kl.place, method.kl.estimator, method.kl.coef),
         "clip": (method.clip_low, method.clip_high, method.dual_clip), "entropy": method.entropy_coef,
-        "temperature": found.engine.sampling.temperature, "lr": found.policy.optimizer.lr, "dp": found.layout.dp,
-        "lengths": (found.data.max_prompt_tokens, found.data.max_response_tokens), "save": found.trainer.save_every,
-        "eval": (found.trainer.eval_every, found.trainer.eval_before_train), "run_dir": found.trainer.run_dir,
+        "temperature": run.engine.sampling.temperature, "lr": run.policy.optimizer.lr, "dp": run.layout.dp,
+        "lengths": (run.data.max_prompt_tokens, run.data.max_response_tokens), "save": run.trainer.save_every,
+        "eval": (run.trainer.eval_every, run.trainer.eval_before_train), "run_dir": run.trainer.run_dir,
     }  # fmt: skip
 
 
@@ -54,9 +54,9 @@ def test_trinitys_first_schema_is_the_run_that_it_was():
         "entropy": 0.003, "temperature": 0.6, "lr": 2e-6, "dp": 6, "lengths": (256, 1024), "save": 50, "eval": (25, False),
         "run_dir": "runs/x",
     }  # fmt: skip
-    found = translated("trinity", tree=GSM8K_OF_2025_04)
-    assert {each.key for each in found.outcomes if each.kind == "unknown"} == set()
-    assert "data.batch_size" in {each.key for each in found.outcomes}, "keys have the names that were written"
+    translation = translated("trinity", tree=GSM8K_OF_2025_04)
+    assert {outcome.key for outcome in translation.outcomes if outcome.kind == "unknown"} == set()
+    assert "data.batch_size" in {outcome.key for outcome in translation.outcomes}, "keys have the names that were written"
     greedy = translated("trinity", tree=GSM8K_OF_2025_04.replace("temperature: 0.6, ", "")).tree
     assert greedy["engine"]["sampling"]["temperature"] == 0.0
     pairs = GSM8K_OF_2025_04.replace("algorithm_type: ppo", "algorithm_type: dpo").replace("data: {", "mode: train\ndata: {")
@@ -67,8 +67,8 @@ def test_trinitys_kl_was_in_the_reward_until_2025_06_where_it_was_not_in_the_los
     tree = GSM8K_OF_2025_04.replace("use_kl_loss: true", "use_kl_loss: false")
     assert numbers_of(tree)["kl"] == ("reward", "k1", 0.005)
     opmd = tree.replace("algorithm_type: ppo", "algorithm_type: opmd").replace("alg_type: ppo, tau: 0.0", "tau: 4.0")
-    found = config("trinity", tree=opmd).algorithm.resolved
-    assert (found.surrogate, found.tau, found.kl.place, found.advantage) == ("opmd", 4.0, "reward", "group")
+    algorithm = config("trinity", tree=opmd).algorithm.resolved
+    assert (algorithm.surrogate, algorithm.tau, algorithm.kl.place, algorithm.advantage) == ("opmd", 4.0, "reward", "group")
 
 
 def test_trinitys_second_schema_has_its_names_in_the_buffer():
@@ -84,9 +84,9 @@ synchronizer: {sync_method: nccl, sync_interval: 1}
 trainer: {save_interval: 7, trainer_config: {algorithm: {adv_estimator: gae}}}
 monitor: {project: p, name: n}
 """
-    said = numbers_of(tree)
-    assert (said["prompts"], said["group"], said["method"], said["temperature"]) == (96, 4, "grpo", 0.7)
-    assert (said["kl"], said["save"]) == (("reward", "k1", 0.001), 7)
+    numbers = numbers_of(tree)
+    assert (numbers["prompts"], numbers["group"], numbers["method"], numbers["temperature"]) == (96, 4, "grpo", 0.7)
+    assert (numbers["kl"], numbers["save"]) == (("reward", "k1", 0.001), 7)
     assert config("trinity", tree=tree).data.chat_template_kwargs == {"enable_thinking": False}
 
 
@@ -99,7 +99,7 @@ monitor: {project: p, name: n}
     (GSM8K_OF_2025_04.replace("batch_size: 96", "batch_sice: 96"), "data.batch_sice"),
 ])  # fmt: skip
 def test_what_trinitys_first_schema_asks_beyond_ours_is_refused(tree, refusal):
-    assert any(refusal in each for each in translated("trinity", tree=tree).refusals)
+    assert any(refusal in text for text in translated("trinity", tree=tree).refusals)
 
 
 def test_the_ratio_of_trinity_is_bounded_twice_since_2025_11_only():
@@ -127,7 +127,9 @@ def test_trinitys_engine_said_how_long_samples_are_until_2025_09():
 
 
 def test_the_two_files_of_trinity_may_leave_empty_what_the_other_says():
-    said = join([{"mode": "explore", "model": {"path": "a/"}, "x": "1"}, {"mode": "train", "model": {"path": "a"}, "x": ""}])
-    assert (said["x"], said["mode"]) == ("1", "explore and train")
+    joined = join(
+        [{"mode": "explore", "model": {"path": "a/"}, "x": "1"}, {"mode": "train", "model": {"path": "a"}, "x": ""}]
+    )
+    assert (joined["x"], joined["mode"]) == ("1", "explore and train")
     with pytest.raises(ValueError, match=r"must have the same model\.path"):
         join([{"mode": "explore", "model": {"path": "a"}}, {"mode": "train", "model": {"path": "b"}}])

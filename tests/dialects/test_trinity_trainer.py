@@ -26,23 +26,28 @@ MEGATRON = FSDP.replace("trainer_strategy: fsdp", "trainer_strategy: megatron")
 
 
 def critic_of(*words: str, tree: str = FSDP, release: str = "") -> dict[str, object]:
-    found = find_dialect("trinity")(read_mapping(tree, "f"), list(words), HOME, release)
-    assert found.refusals == []
-    critic = found.tree["critic"]
+    translation = find_dialect("trinity")(read_mapping(tree, "f"), list(words), HOME, release)
+    assert translation.refusals == []
+    critic = translation.tree["critic"]
     return {**critic["optimizer"], "value_clip": critic["value_clip"]}
 
 
 def test_trinity_s_critic_has_a_low_rate_and_clipped_values_by_default():
-    found = critic_of()
-    assert (found["lr"], found["value_clip"], found["weight_decay"], found["clip_grad"]) == (1e-6, 0.0, 0.01, 1.0)
-    assert (found["betas"], found["schedule"], found["warmup_steps"]) == ([0.9, 0.999], "constant", 0)
+    optimizer = critic_of()
+    assert (optimizer["lr"], optimizer["value_clip"], optimizer["weight_decay"], optimizer["clip_grad"]) == (
+        1e-6,
+        0.0,
+        0.01,
+        1.0,
+    )
+    assert (optimizer["betas"], optimizer["schedule"], optimizer["warmup_steps"]) == ([0.9, 0.999], "constant", 0)
     newer = critic_of(release="2026-06")
     assert (newer["lr"], newer["value_clip"]) == (1e-5, 0.5), "0.6.0 with verl 0.8 (trainer/verl/config.py)"
     assert config("trinity", tree=FSDP).critic.value_clip == 0.0
 
 
 @pytest.mark.parametrize(
-    ("tree", "words", "found"),
+    ("tree", "words", "expected"),
     [
         (FSDP, ["optim.betas=[0.8, 0.9]", "optim.weight_decay=0.1"], {"betas": [0.8, 0.9], "weight_decay": 0.1}),
         (FSDP, ["optim.lr_warmup_steps=7"], {"warmup_steps": 7}),
@@ -67,8 +72,8 @@ def test_trinity_s_critic_has_a_low_rate_and_clipped_values_by_default():
         (MEGATRON, ["optim.lr_warmup_steps=5", "optim.lr_warmup_init=3e-7"], {"warmup_init_lr": 3e-7}),
     ],
 )
-def test_each_key_of_trinitys_critic_optimizer_acts(tree, words, found):
-    assert critic_of(*(CRITIC + word for word in words), tree=tree).items() >= found.items()
+def test_each_key_of_trinitys_critic_optimizer_acts(tree, words, expected):
+    assert critic_of(*(CRITIC + word for word in words), tree=tree).items() >= expected.items()
 
 
 @pytest.mark.parametrize(
@@ -113,15 +118,18 @@ def test_trinitys_gradient_bound_is_the_one_that_its_strategy_reads():
 def test_weights_in_megatrons_form_are_those_that_trinity_names(tmp_path):
     words = [f"{start}megatron.use_dist_checkpointing=true" for start in (ACTOR, CRITIC)]
     words += [f"{start}megatron.dist_checkpointing_path=/nowhere/{name}" for start, name in ((ACTOR, "p"), (CRITIC, "c"))]
-    found = config("trinity", *words, tree=MEGATRON)
-    assert (found.model.path, found.critic.path, found.reference.path, found.model.config) == (
+    run = config("trinity", *words, tree=MEGATRON)
+    assert (run.model.path, run.critic.path, run.reference.path, run.model.config) == (
         "/nowhere/p",
         "/nowhere/c",
         "m",
         "m",
     )
-    own = [f"{REFERENCE}megatron.use_dist_checkpointing=true", f"{REFERENCE}megatron.dist_checkpointing_path=/nowhere/r"]
-    assert config("trinity", *words, *own, tree=MEGATRON).reference.path == "/nowhere/r"
+    of_reference = [
+        f"{REFERENCE}megatron.use_dist_checkpointing=true",
+        f"{REFERENCE}megatron.dist_checkpointing_path=/nowhere/r",
+    ]
+    assert config("trinity", *words, *of_reference, tree=MEGATRON).reference.path == "/nowhere/r"
     unset = translated("trinity", words[0], tree=MEGATRON)
     assert "a checkpoint without dist_checkpointing_path" in unset.refusals[0]
     off = config("trinity", words[2], tree=MEGATRON)
@@ -131,23 +139,23 @@ def test_weights_in_megatrons_form_are_those_that_trinity_names(tmp_path):
 def test_layouts_of_trinitys_reference_and_critic_are_their_own():
     size = "megatron.tensor_model_parallel_size"
     words = [f"{ACTOR}{size}=2", f"{REFERENCE}{size}=4", f"{CRITIC}{size}=1"]
-    found = config("trinity", *words, tree=MEGATRON)
-    assert (str(found.layout), found.reference.backend, found.critic.backend) == (
+    run = config("trinity", *words, tree=MEGATRON)
+    assert (str(run.layout), run.reference.backend, run.critic.backend) == (
         "megatron:d2t2p1",
         "megatron:d1t4p1",
         "megatron:d4t1p1",
     )
     cut = translated("trinity", f"{CRITIC}{size}=3", tree=MEGATRON)
-    (said,) = [each for each in cut.outcomes if each.key == f"{CRITIC}{size}"]
-    assert "cannot be divided" in said.reason and not said.changes_result
+    (outcome,) = [entry for entry in cut.outcomes if entry.key == f"{CRITIC}{size}"]
+    assert "cannot be divided" in outcome.reason and not outcome.changes_result
 
 
 def test_offload_and_recomputation_of_trinitys_critic_are_its_own():
     words = [f"{CRITIC}megatron.{part}_offload=true" for part in ("param", "optimizer")]
     words += [f"{CRITIC}megatron.override_transformer_config.recompute_granularity=full"]
-    found = config("trinity", *words, tree=MEGATRON)
-    assert found.critic.offload.parts == {"parameters", "optimizer"} and found.policy.offload.parts == frozenset()
-    assert (found.critic.recompute, found.policy.recompute) == ("full", "none")
+    run = config("trinity", *words, tree=MEGATRON)
+    assert run.critic.offload.parts == {"parameters", "optimizer"} and run.policy.offload.parts == frozenset()
+    assert (run.critic.recompute, run.policy.recompute) == ("full", "none")
     options = [f"{ACTOR}megatron.override_transformer_config.moe_router_dtype=fp64"]
     other = config("trinity", *options, tree=MEGATRON)
     assert other.policy.megatron.transformer and other.critic.settings(other.policy).megatron.transformer == {}
@@ -160,9 +168,9 @@ def test_offload_and_recomputation_of_trinitys_critic_are_its_own():
 def test_mbridge_of_trinity_loads_policy_and_reference_and_our_tables_what_it_lacks():
     asked, ours = f"{ACTOR}megatron.use_mbridge=true", "policy.megatron.bridge_type"
     kl = ["algorithm.kl_loss_fn=k2", "algorithm.kl_loss_fn_args.kl_coef=0.01"]
-    found = config("trinity", asked, *kl, tree=MEGATRON)
-    of_reference = found.reference.settings(found.policy).megatron.bridge_type
-    assert (found.policy.megatron.bridge_type, of_reference, roles_of(found)["critic"].settings.megatron.bridge_type) == (
+    run = config("trinity", asked, *kl, tree=MEGATRON)
+    of_reference = run.reference.settings(run.policy).megatron.bridge_type
+    assert (run.policy.megatron.bridge_type, of_reference, roles_of(run)["critic"].settings.megatron.bridge_type) == (
         "mbridge", "native", "native",
     )  # fmt: skip
     both = config("trinity", asked, asked.replace(ACTOR, REFERENCE), *kl, tree=MEGATRON)
@@ -175,20 +183,20 @@ def test_mbridge_of_trinity_loads_policy_and_reference_and_our_tables_what_it_la
             "checkpoints",
         ),
     ):
-        said = translated("trinity", *words, tree=MEGATRON)
-        (line,) = {each.reason for each in said.outcomes if each.key == words[0].partition("=")[0]}
-        assert f"mbridge has no {lacks}" in line and ours not in [each.key for each in said.lines]
+        translation = translated("trinity", *words, tree=MEGATRON)
+        (line,) = {outcome.reason for outcome in translation.outcomes if outcome.key == words[0].partition("=")[0]}
+        assert f"mbridge has no {lacks}" in line and ours not in [line_of_run.key for line_of_run in translation.lines]
 
 
 def test_a_reference_that_only_trinity_moves_to_the_host_is_said():
-    found = translated("trinity", f"{REFERENCE}megatron.param_offload=true", tree=MEGATRON)
-    (said,) = [each for each in found.outcomes if each.key == f"{REFERENCE}megatron.param_offload"]
-    assert said.kind == "unsupported" and not said.changes_result
+    translation = translated("trinity", f"{REFERENCE}megatron.param_offload=true", tree=MEGATRON)
+    (outcome,) = [entry for entry in translation.outcomes if entry.key == f"{REFERENCE}megatron.param_offload"]
+    assert outcome.kind == "unsupported" and not outcome.changes_result
 
 
 def test_options_of_megatrons_gradients_are_translated():
-    found = config("trinity", f"{ACTOR}megatron.override_ddp_config.grad_reduce_in_fp32=false", tree=MEGATRON)
-    assert found.policy.megatron.ddp == {"grad_reduce_in_fp32": False}
+    run = config("trinity", f"{ACTOR}megatron.override_ddp_config.grad_reduce_in_fp32=false", tree=MEGATRON)
+    assert run.policy.megatron.ddp == {"grad_reduce_in_fp32": False}
 
 
 def test_references_in_verls_second_file_begin_at_its_own_root(tmp_path):

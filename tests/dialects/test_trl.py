@@ -131,16 +131,16 @@ def words(command):
 
 
 def valued(command):
-    found = words(command)
-    assert found.refusals == []
-    RunConfig.of(found.tree)
-    return {line.key: line.value for line in found.lines}
+    translation = words(command)
+    assert translation.refusals == []
+    RunConfig.of(translation.tree)
+    return {line.key: line.value for line in translation.lines}
 
 
 @pytest.mark.parametrize(("command", "says"), ACCEPTED.items())
 def test_a_command_of_trl_is_the_run_that_it_starts(command, says):
-    found = valued(command)
-    assert {key: found.get(key) for key in says} == says
+    values = valued(command)
+    assert {key: values.get(key) for key in says} == says
 
 
 @pytest.mark.parametrize(("command", "says"), REFUSED.items())
@@ -190,9 +190,9 @@ ACCELERATE_LOG_LEVEL=info accelerate launch --num_processes $GPUS \\
     --learning_rate 1e-5 > out.log 2>&1
 python evaluate.py --model out
 """)
-    found = translate_words("trl", [str(tmp_path / "run.sh")], {}, {"GPUS": "2"})
-    assert found.refusals == []
-    lines = {line.key: line.value for line in found.lines}
+    translation = translate_words("trl", [str(tmp_path / "run.sh")], {}, {"GPUS": "2"})
+    assert translation.refusals == []
+    lines = {line.key: line.value for line in translation.lines}
     assert (lines["model.path"], lines["data.prompts_per_step"], lines["policy.optimizer.lr"]) == (
         "Qwen/Qwen3-0.6B",
         4,
@@ -205,9 +205,9 @@ python evaluate.py --model out
 
 def test_a_secret_of_the_environment_does_not_get_into_a_run(tmp_path):
     (tmp_path / "run.sh").write_text(f"trl grpo {GRPO} --run_name $MY_TOKEN --report_to wandb\n")
-    found = translate_words("trl", [str(tmp_path / "run.sh")], {"MY_TOKEN": "abc123"})
-    assert "abc123" not in str(found)
-    assert "MY_TOKEN" in found.refusals[0]
+    translation = translate_words("trl", [str(tmp_path / "run.sh")], {"MY_TOKEN": "abc123"})
+    assert "abc123" not in str(translation)
+    assert "MY_TOKEN" in translation.refusals[0]
 
 
 def test_a_file_of_accelerate_says_how_many_processes_there_are(tmp_path):
@@ -216,8 +216,8 @@ def test_a_file_of_accelerate_says_how_many_processes_there_are(tmp_path):
     )
     for command in (f"accelerate launch --config_file {tmp_path}/a.yaml grpo.py {GRPO}",
                     f"trl grpo {GRPO} --accelerate_config {tmp_path}/a.yaml"):  # fmt: skip
-        found = valued(command)
-        assert (found["policy.backend"], found["launch.backend"]) == ("megatron:d16t1p1", "ray")
+        values = valued(command)
+        assert (values["policy.backend"], values["launch.backend"]) == ("megatron:d16t1p1", "ray")
     (tmp_path / "a.yaml").write_text("num_processes: 4\nparallelism_config: {parallelism_config_cp_size: 2}\n")
     assert "parallelism_config_cp_size=2" in words(f"trl grpo {GRPO} --accelerate_config {tmp_path}/a.yaml").refusals[0]
 
@@ -238,15 +238,15 @@ def test_rows_of_a_mixture_are_those_of_all_its_entries():
 
 
 def test_what_differs_is_said_and_only_where_it_differs():
-    said = words(f"trl grpo {M} --reward_funcs accuracy_reward think_format_reward --use_vllm --vllm_mode server").notes
+    notes = words(f"trl grpo {M} --reward_funcs accuracy_reward think_format_reward --use_vllm --vllm_mode server").notes
     for text in ("1e-4", "chat template", "accuracy_reward is `math`", "think_format_reward is `think`", "docs/engines.md"):
-        assert sum(text in sentence for sentence in said) == 1
-    assert NO_PROCESSES in said
+        assert sum(text in sentence for sentence in notes) == 1
+    assert NO_PROCESSES in notes
     quiet = words(f"trl grpo {M} --reward_funcs r.f --scale_rewards none --num_processes 4").notes
     assert len(quiet) == 1, "a prompt that is plain text"
 
 
 @pytest.mark.parametrize("key", ["push_to_hub", "activation_offloading", "dataset_streaming"])
 def test_what_changes_no_number_of_trl_is_said_and_the_run_starts(key):
-    (said,) = [each for each in words(f"trl grpo {GRPO} --{key}").outcomes if each.key == key]
-    assert (said.kind, said.changes_result) == ("unsupported", False)
+    (outcome,) = [entry for entry in words(f"trl grpo {GRPO} --{key}").outcomes if entry.key == key]
+    assert (outcome.kind, outcome.changes_result) == ("unsupported", False)

@@ -38,57 +38,57 @@ def responses(count):
     def normal(length, scale):
         return torch.randn(length, generator=generator) * scale
 
-    found = []
+    responses_of_step = []
     for place in range(count):
         length = LIMIT if place == 0 else int(torch.randint(1, LIMIT, (1,), generator=generator))
         now = normal(length, 0.6) - 1.5
         old = now + normal(length, 0.4)
         advantage = 0.0 if place == 1 else float(normal(1, 1.0))
-        found.append({"now": now, "old": old, "ref": now + normal(length, 0.4), "engine": old + normal(length, 0.2),
+        responses_of_step.append({"now": now, "old": old, "ref": now + normal(length, 0.4), "engine": old + normal(length, 0.2),
                       "entropy": normal(length, 1.0).abs(), "advantage": advantage})  # fmt: skip
-    return found
+    return responses_of_step
 
 
-def objective_tokens(one, said):
+def objective_tokens(one, options):
     """What TRL multiplies by -1 for each token of a response, with its KL."""
     log_ratio = one["now"] - one["old"].double()
-    ratio = (log_ratio.mean() if said["importance_sampling_level"] == "sequence" else log_ratio).exp()
-    advantage, low, high = one["advantage"], said["epsilon"], said["epsilon_high"] or said["epsilon"]
-    if said["loss_type"] == "cispo":
+    ratio = (log_ratio.mean() if options["importance_sampling_level"] == "sequence" else log_ratio).exp()
+    advantage, low, high = one["advantage"], options["epsilon"], options["epsilon_high"] or options["epsilon"]
+    if options["loss_type"] == "cispo":
         value = ratio.detach().clamp(max=high) * advantage * one["now"]
-    elif said["loss_type"] == "sapo":
+    elif options["loss_type"] == "sapo":
         tau = 1.0 if advantage > 0 else 1.05
         value = torch.sigmoid(tau * (ratio - 1)) * 4 / tau * advantage
     else:
-        bounded = ratio if said["delta"] is None else ratio.clamp(max=said["delta"])
+        bounded = ratio if options["delta"] is None else ratio.clamp(max=options["delta"])
         value = torch.minimum(bounded * advantage, ratio.clamp(1 - low, 1 + high) * advantage)
-    if said["use_vllm"] and said["vllm_importance_sampling_correction"]:
-        by, how = said["vllm_importance_sampling_mode"].split("_")
+    if options["use_vllm"] and options["vllm_importance_sampling_correction"]:
+        by, how = options["vllm_importance_sampling_mode"].split("_")
         drift = (one["old"] - one["engine"]).double()
         weight = (drift.sum() if by == "sequence" else drift).exp()
-        least, most = said["vllm_importance_sampling_clip_min"] or 0.0, said["vllm_importance_sampling_clip_max"]
+        least, most = options["vllm_importance_sampling_clip_min"] or 0.0, options["vllm_importance_sampling_clip_max"]
         value = value * (weight.clamp(least, most) if how == "truncate" else weight * ((weight >= least) & (weight <= most)))
     behind = one["ref"].double() - one["now"]
-    kl = (behind.exp() - behind - 1) * (ratio if said["use_bias_correction_kl"] else 1)
-    return (value - said["beta"] * kl).expand(len(one["now"]))
+    kl = (behind.exp() - behind - 1) * (ratio if options["use_bias_correction_kl"] else 1)
+    return (value - options["beta"] * kl).expand(len(one["now"]))
 
 
-def trl_loss(batches, said):
+def trl_loss(batches, options):
     """Loss of one optimizer step over its micro-batches."""
-    kept = [one for batch in batches for one in batch if not (said["mask_truncated_completions"] and one["truncated"])]
+    kept = [one for batch in batches for one in batch if not (options["mask_truncated_completions"] and one["truncated"])]
     tokens, total = sum(len(one["now"]) for one in kept), 0.0
     for batch in batches:
-        for one in (each for each in batch if any(each is other for other in kept)):
-            value = objective_tokens(one, said)
+        for one in (response for response in batch if any(response is other for other in kept)):
+            value = objective_tokens(one, options)
             share = {
                 "dapo": 1 / tokens,
                 "cispo": 1 / tokens,
                 "bnpo": 1 / sum(len(other["now"]) for other in batch) / len(batches),
                 "dr_grpo": 1 / LIMIT / len(batch) / len(batches),
                 "luspo": 1 / len(batch) / len(batches),
-            }.get(said["loss_type"], 1 / len(value) / len(batch) / len(batches))
+            }.get(options["loss_type"], 1 / len(value) / len(batch) / len(batches))
             entropy = one["entropy"].mean() * len(value) / sum(len(other["now"]) for other in batch) / len(batches)
-            total = total - share * value.sum() - said["entropy_coef"] * entropy
+            total = total - share * value.sum() - options["entropy_coef"] * entropy
     return total
 
 
@@ -103,9 +103,12 @@ DEFAULTS = {
 def both(words, rows, at_once):
     """(loss, gradient) of TRL and of ours, for responses in micro-batches of `rows` on two processes."""
     given = responses(8)
-    said = DEFAULTS | {key: parsed(value) for key, _, value in (word.partition("=") for word in words)}
-    own = [each | {"now": each["now"].double().requires_grad_(), "truncated": len(each["now"]) == LIMIT} for each in given]
-    there = trl_loss([own[start : start + rows] for start in range(0, 8, rows)], said)
+    options = DEFAULTS | {key: parsed(value) for key, _, value in (word.partition("=") for word in words)}
+    copies = [
+        response | {"now": response["now"].double().requires_grad_(), "truncated": len(response["now"]) == LIMIT}
+        for response in given
+    ]
+    there = trl_loss([copies[start : start + rows] for start in range(0, 8, rows)], options)
     there.backward()
     settings = [f"per_device_train_batch_size={rows}", f"num_processes={at_once}",
                 f"gradient_accumulation_steps={8 // rows // at_once}"]  # fmt: skip
@@ -113,15 +116,15 @@ def both(words, rows, at_once):
     objective = Objective.of(run.algorithm.resolved)
 
     def packed(name):
-        return torch.cat([torch.cat([torch.zeros(1), each[name]]) for each in given])
+        return torch.cat([torch.cat([torch.zeros(1), response[name]]) for response in given])
 
-    lengths_N = torch.tensor([len(each["now"]) for each in given])
+    lengths_N = torch.tensor([len(response["now"]) for response in given])
     mask_T = torch.cat([torch.tensor([False] + [True] * int(length)) for length in lengths_N])
     batch = TokenBatch(torch.zeros(len(mask_T), dtype=torch.long), mask_T, (lengths_N + 1).tolist(), update_tokens=8)
     columns = {Column.OLD_LOGPROBS: "old", Column.REF_LOGPROBS: "ref", Column.ROLLOUT_LOGPROBS: "engine"}
     for column, name in columns.items():
         batch[column] = packed(name)
-    advantages_N = torch.tensor([each["advantage"] for each in given])
+    advantages_N = torch.tensor([response["advantage"] for response in given])
     batch[Column.ADVANTAGES] = batch.expand_to_tokens(advantages_N)
     kept_N = lengths_N < LIMIT if run.algorithm.resolved.overlong_filter else None
     batch[Column.LOSS_WEIGHTS] = batch.expand_to_tokens(objective.loss_weights(lengths_N, LIMIT, kept_N))
@@ -130,8 +133,10 @@ def both(words, rows, at_once):
     now_T = packed("now").requires_grad_()
     here = objective.loss(now_T, packed("entropy"), batch).loss
     here.backward()
-    gradients = [torch.zeros_like(each["now"]) if each["now"].grad is None else each["now"].grad for each in own]
-    gradient_T = torch.cat([torch.cat([torch.zeros(1), each]) for each in gradients])
+    gradients = [
+        torch.zeros_like(response["now"]) if response["now"].grad is None else response["now"].grad for response in copies
+    ]
+    gradient_T = torch.cat([torch.cat([torch.zeros(1), gradient]) for gradient in gradients])
     return (float(there.detach()), gradient_T), (float(here.detach()), now_T.grad)
 
 
@@ -165,8 +170,8 @@ def test_advantages_are_divided_as_scale_rewards_says(scale, by):
     divisor = {None: torch.ones(1), 0: rewards.std() + 1e-4, 1: rewards.std(1, keepdim=True) + 1e-4}[by]
     chosen = Objective.of(config("trl", *RUN, f"scale_rewards={scale}").algorithm.resolved)
     groups = torch.arange(2).repeat_interleave(4)
-    found = chosen.compared(AdvantageInputs(rewards.flatten(), groups, torch.ones(8, dtype=torch.long)))
-    assert found.tolist() == pytest.approx((centred / divisor).flatten().tolist(), rel=2e-4)
+    advantages = chosen.compared(AdvantageInputs(rewards.flatten(), groups, torch.ones(8, dtype=torch.long)))
+    assert advantages.tolist() == pytest.approx((centred / divisor).flatten().tolist(), rel=2e-4)
 
 
 @pytest.mark.parametrize(("sizes", "prompts", "updates"), [
@@ -177,11 +182,11 @@ def test_advantages_are_divided_as_scale_rewards_says(scale, by):
 ])  # fmt: skip
 def test_a_rollout_has_the_prompts_and_updates_that_trls_sampler_gives_it(sizes, prompts, updates):
     """TRL's sampler repeats generation_batch_size / num_generations prompts; an update is an accumulation of its batches."""
-    found = config("trl", *RUN, "loss_type=grpo", "max_steps=24", "save_steps=24", *(f"{k}={v}" for k, v in sizes.items()))
+    run = config("trl", *RUN, "loss_type=grpo", "max_steps=24", "save_steps=24", *(f"{k}={v}" for k, v in sizes.items()))
     passes = sizes.get("num_iterations", 1)
-    assert (found.data.prompts_per_step, found.algorithm.updates_per_step) == (prompts, updates)
-    assert (found.algorithm.ppo_epochs, found.trainer.steps) == (passes, 24 / updates / passes)
-    assert found.trainer.save_every == 24 / updates / passes
+    assert (run.data.prompts_per_step, run.algorithm.updates_per_step) == (prompts, updates)
+    assert (run.algorithm.ppo_epochs, run.trainer.steps) == (passes, 24 / updates / passes)
+    assert run.trainer.save_every == 24 / updates / passes
 
 
 @pytest.mark.parametrize(("words", "rate"), [
@@ -200,8 +205,8 @@ def test_each_update_has_the_learning_rate_of_transformers_schedule(words, rate)
     chosen = config("trl", *RUN, "learning_rate=0.5", "max_steps=10", *words).policy.optimizer
 
     group = {"lr": 0.0, "max_lr": chosen.lr, "min_lr": chosen.min_lr, "weight_decay": 0.0}
-    schedule, found = Schedule(SimpleNamespace(param_groups=[group]), chosen, 10), []
+    schedule, rates = Schedule(SimpleNamespace(param_groups=[group]), chosen, 10), []
     for _ in range(10):
         schedule.step(1)
-        found.append(group["lr"] / 0.5)
-    assert found == pytest.approx([rate(step) for step in range(10)])
+        rates.append(group["lr"] / 0.5)
+    assert rates == pytest.approx([rate(step) for step in range(10)])

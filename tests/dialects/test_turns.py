@@ -78,13 +78,13 @@ def test_an_answer_of_a_tool_is_cut_as_verl_cuts_it_in_characters(side, limit):
 
 
 def test_a_verl_run_with_tools_has_its_files_bounds_and_servers():
-    found = config("verl", *TOOLS, f"{MULTI}function_tool_path=~/tools.py")
-    assert found.environment.tools == ["verl:tools.yaml", "verl:/home/me/tools.py"]
+    run = config("verl", *TOOLS, f"{MULTI}function_tool_path=~/tools.py")
+    assert run.environment.tools == ["verl:tools.yaml", "verl:/home/me/tools.py"]
     # A turn may be as long as the response, and prompt and response bound the trajectory (vllm_async_server.py).
-    assert (found.data.max_response_tokens, found.data.max_total_tokens) == (50, 150)
-    assert (found.environment.max_parallel_calls, found.environment.history) == (1, "append")
+    assert (run.data.max_response_tokens, run.data.max_total_tokens) == (50, 150)
+    assert (run.environment.max_parallel_calls, run.environment.history) == (1, "append")
     # The default layout has t2, of which only servers take an environment.
-    assert (found.engine.mode, str(found.engine.layout)) == ("server", "vllm:d4t2p1")
+    assert (run.engine.mode, str(run.engine.layout)) == ("server", "vllm:d4t2p1")
     assert config("verl", *TOOLS, "actor_rollout_ref.rollout.name=hf").engine.backend == "transformers"
 
 
@@ -108,8 +108,8 @@ def test_verls_agent_loop_says_the_same_as_its_switch():
 
 
 def test_skyrls_environments_have_its_bounds_and_options():
-    found = config("skyrl", *SEARCH, "environment.skyrl_gym.search.topk=5")
-    environment = found.environment
+    run = config("skyrl", *SEARCH, "environment.skyrl_gym.search.topk=5")
+    environment = run.environment
     assert (environment.class_, environment.max_turns, environment.history) == ("skyrl_gym:search", 4, "append")
     assert environment.options == {
         "topk": 5,
@@ -118,13 +118,13 @@ def test_skyrls_environments_have_its_bounds_and_options():
         "timeout": 30,
     }
     # A turn begins with at most max_input_length tokens.
-    assert (found.data.max_response_tokens, found.data.max_total_tokens, environment.max_observation_tokens) == (
+    assert (run.data.max_response_tokens, run.data.max_total_tokens, environment.max_observation_tokens) == (
         50,
         350,
         350,
     )
-    assert found.reward.functions == {"environment": 1.0}
-    assert found.engine.mode == "server"
+    assert run.reward.functions == {"environment": 1.0}
+    assert run.engine.mode == "server"
     again = config("skyrl", *SEARCH, "generator.step_wise_trajectories=true", "trainer.algorithm.use_kl_loss=false")
     assert again.environment.history == "template"
 
@@ -167,7 +167,7 @@ def test_an_environment_of_skyrl_that_ends_after_a_turn_is_a_reward(words):
 )  # fmt: skip
 def test_turns_that_are_others_are_refused_with_their_reason_and_cure(system, words, refusal):
     refusals = translated(system, *words).refusals
-    assert any(refusal in each for each in refusals), refusals
+    assert any(refusal in text for text in refusals), refusals
 
 
 def test_evaluation_with_the_stop_strings_of_training_is_taken():

@@ -17,9 +17,9 @@ ACTOR = "actor_rollout_ref.actor."
 
 
 def of_release(release, *words):
-    found = translate_words(f"verl@{release}" if release else "verl", [*GRPO, *words], HOME)
-    assert found.refusals == []
-    return RunConfig.of(found.tree).algorithm.resolved
+    translation = translate_words(f"verl@{release}" if release else "verl", [*GRPO, *words], HOME)
+    assert translation.refusals == []
+    return RunConfig.of(translation.tree).algorithm.resolved
 
 
 @pytest.mark.parametrize(("release", "kl", "entropy", "dual_clip", "low", "high"), [
@@ -47,8 +47,8 @@ def test_a_release_without_the_key_has_no_kl_in_rewards_if_the_loss_has_one():
 ])  # fmt: skip
 def test_a_key_that_is_gone_says_of_which_release_a_configuration_is(gone):
     """No later release starts with it, so the defaults are those of its own: KL in the reward and an entropy bonus."""
-    found = config("verl", *GRPO, gone).algorithm.resolved
-    assert (found.kl.place, found.kl.coef, found.entropy_coef) == ("reward", 0.001, 0.001)
+    algorithm = config("verl", *GRPO, gone).algorithm.resolved
+    assert (algorithm.kl.place, algorithm.kl.coef, algorithm.entropy_coef) == ("reward", 0.001, 0.001)
 
 
 @pytest.mark.parametrize(
@@ -56,24 +56,26 @@ def test_a_key_that_is_gone_says_of_which_release_a_configuration_is(gone):
 )
 def test_a_fork_with_older_and_newer_keys_has_the_latest_defaults(newer):
     more = ["trainer.n_training_gpus_per_node=4"] if newer.startswith("-m") else []
-    found = config("verl", *GRPO, "trainer.remove_previous_ckpt_in_save=True", newer, *more).algorithm.resolved
-    assert (found.kl.coef, found.entropy_coef) == (0, 0)
+    algorithm = config("verl", *GRPO, "trainer.remove_previous_ckpt_in_save=True", newer, *more).algorithm.resolved
+    assert (algorithm.kl.coef, algorithm.entropy_coef) == (0, 0)
 
 
 def test_a_coefficient_that_verl_once_read_is_spoken_of():
     """kl_ctrl.kl_coef alone does nothing since 2025-04; who has a script of before is told."""
     alone = translated("verl", *GRPO, "algorithm.kl_ctrl.kl_coef=0.001")
-    said = [each for each in alone.outcomes if each.key == "algorithm.kl_ctrl.kl_coef"]
-    assert [each.kind for each in said] == ["unsupported"] and not alone.refusals and "verl@2025-03" in said[0].reason
+    about = [outcome for outcome in alone.outcomes if outcome.key == "algorithm.kl_ctrl.kl_coef"]
+    assert (
+        [outcome.kind for outcome in about] == ["unsupported"] and not alone.refusals and "verl@2025-03" in about[0].reason
+    )
     for more in ("algorithm.use_kl_in_reward=False", ACTOR + "use_kl_loss=True"):
         plain = translated("verl", *GRPO, "algorithm.kl_ctrl.kl_coef=0.001", more)
-        assert not any(each.kind == "unsupported" for each in plain.outcomes)
+        assert not any(outcome.kind == "unsupported" for outcome in plain.outcomes)
 
 
 @pytest.mark.parametrize("kwargs", ["mcore_kwargs", "llm_kwargs"])
 def test_mindspeeds_engine_has_the_layout_of_its_own_section(kwargs):
     section = ACTOR + "mindspeed."
-    found = config(
+    run = config(
         "verl", *GRPO, "model_engine=mindspeed", section + "strategy=mindspeed_megatron", section + "tensor_model_parallel_size=2",
         section + "pipeline_model_parallel_size=2", section + "context_parallel_size=2", section + "optimizer_offload=True",
         section + "use_mbridge=True", f"{section}{kwargs}.seq_length=4096", f"{section}{kwargs}.spec=[a.b, layer_spec]",
@@ -82,20 +84,20 @@ def test_mindspeeds_engine_has_the_layout_of_its_own_section(kwargs):
         "actor_rollout_ref.ref.mindspeed.tensor_model_parallel_size=2", ACTOR + "use_dynamic_bsz=True",
         ACTOR + "ppo_max_token_len_per_gpu=4096",
     )  # fmt: skip
-    layout = found.layout
+    layout = run.layout
     assert (layout.dp, layout.tp, layout.pp, layout.cp) == (1, 2, 2, 2)
     # A budget of a GPU, times the two that share a sequence.
-    assert found.policy.tokens_per_micro_batch == 8192
-    assert found.policy.recompute == "full" and found.policy.offload.optimizer and found.policy.sequence_parallel
-    assert found.policy.megatron.transformer == {"moe_aux_loss_coeff": 0.01}
+    assert run.policy.tokens_per_micro_batch == 8192
+    assert run.policy.recompute == "full" and run.policy.offload.optimizer and run.policy.sequence_parallel
+    assert run.policy.megatron.transformer == {"moe_aux_loss_coeff": 0.01}
 
 
 def test_mindspeeds_fsdp_is_data_parallel():
-    found = config(
+    run = config(
         "verl", *GRPO, "model_engine=mindspeed", ACTOR + "mindspeed.strategy=mindspeed_fsdp",
         ACTOR + "mindspeed.tensor_model_parallel_size=4",
     )  # fmt: skip
-    assert (found.layout.dp, found.layout.tp) == (8, 1)
+    assert (run.layout.dp, run.layout.tp) == (8, 1)
 
 
 @pytest.mark.parametrize(("manager", "buffer"), [("dapo", 512), ("naive", 0), ("prime", 0), ("batch", 0)])
@@ -104,27 +106,29 @@ def test_mindspeeds_fsdp_is_data_parallel():
     ["reward_model.overlong_buffer", "custom_reward_function.overlong_buffer", "reward.reward_kwargs.overlong_buffer_cfg"],
 )
 def test_only_the_manager_that_reads_it_takes_a_penalty_off_long_responses(manager, buffer, start):
-    said = [f"{start}.{each}" for each in ("enable=True", "len=512", "penalty_factor=1.0")]
-    found = config("verl", *GRPO, "data.max_response_length=2048", f"reward_model.reward_manager={manager}", *said)
-    assert found.algorithm.resolved.overlong_buffer == buffer
+    penalty = [f"{start}.{key}" for key in ("enable=True", "len=512", "penalty_factor=1.0")]
+    run = config("verl", *GRPO, "data.max_response_length=2048", f"reward_model.reward_manager={manager}", *penalty)
+    assert run.algorithm.resolved.overlong_buffer == buffer
 
 
 @pytest.mark.parametrize(
     ("words", "top_k"), [(["do_sample=True", "temperature=0.6", "top_k=20"], 20), (["do_sample=True", "temperature=1"], 0)]
 )
 def test_an_evaluation_draws_from_as_many_tokens_as_it_says(words, top_k):
-    found = config(
+    run = config(
         "verl", *GRPO, "data.val_files=v.parquet", *(f"actor_rollout_ref.rollout.val_kwargs.{word}" for word in words)
     )
-    assert (found.eval.samples, found.eval.top_k) == (1, top_k)
+    assert (run.eval.samples, run.eval.top_k) == (1, top_k)
 
 
 @pytest.mark.parametrize("word", [
     "actor@actor_rollout_ref.actor=mlite_actor", ACTOR + "use_token_level_loss=False", "trainer.checkpoint_callback_class=a.B",
 ])  # fmt: skip
 def test_what_other_code_does_is_refused_by_name(word):
-    found = translated("verl", *GRPO, word)
-    assert [(each.key, each.kind) for each in found.outcomes if each.is_refused] == [(word.partition("=")[0], "unsupported")]
+    translation = translated("verl", *GRPO, word)
+    assert [(outcome.key, outcome.kind) for outcome in translation.outcomes if outcome.is_refused] == [
+        (word.partition("=")[0], "unsupported")
+    ]
 
 
 @pytest.mark.parametrize("word", [
@@ -137,9 +141,9 @@ def test_a_key_that_asks_for_nothing_changes_nothing(word):
 
 @pytest.mark.parametrize(("program", "buffer"), [("verl.trainer.main_ppo", 0), ("recipe.dapo.main_dapo", 512)])
 def test_a_manager_that_is_not_named_is_the_programs_own(program, buffer):
-    said = [f"reward_model.overlong_buffer.{each}" for each in ("enable=True", "len=512", "penalty_factor=1.0")]
-    found = config("verl", *GRPO, "data.max_response_length=2048", f"-m={program}", *said)
-    assert found.algorithm.resolved.overlong_buffer == buffer
+    penalty = [f"reward_model.overlong_buffer.{key}" for key in ("enable=True", "len=512", "penalty_factor=1.0")]
+    run = config("verl", *GRPO, "data.max_response_length=2048", f"-m={program}", *penalty)
+    assert run.algorithm.resolved.overlong_buffer == buffer
 
 
 def test_the_release_of_the_defaults_is_named_above_the_configuration_and_in_a_run():

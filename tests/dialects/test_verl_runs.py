@@ -18,9 +18,9 @@ FILTER = ["algorithm.filter_groups.enable=True", "data.gen_batch_size=48"]
 
 
 def run(*words, system="verl"):
-    found = translate_words(system, list(words), HOME)
-    assert found.refusals == []
-    return RunConfig.of(found.tree)
+    translation = translate_words(system, list(words), HOME)
+    assert translation.refusals == []
+    return RunConfig.of(translation.tree)
 
 
 def notes(*words, system="verl"):
@@ -29,8 +29,8 @@ def notes(*words, system="verl"):
 
 @pytest.mark.parametrize("program", [[], ["-m", "verl.trainer.main_ppo"], ["-m", "recipe.dapo.main_dapo"]])
 def test_the_prompts_that_verls_loader_draws_are_the_batch_of_a_step(program):
-    found = run(*program, *BASE, "data.gen_batch_size=48")
-    assert (found.data.prompts_per_step, found.algorithm.updates_per_step) == (48, 3)
+    run_config = run(*program, *BASE, "data.gen_batch_size=48")
+    assert (run_config.data.prompts_per_step, run_config.algorithm.updates_per_step) == (48, 3)
     assert any(
         "data.gen_batch_size = 48 is the batch of a step" in note
         for note in notes(*program, *BASE, "data.gen_batch_size=48")
@@ -39,32 +39,32 @@ def test_the_prompts_that_verls_loader_draws_are_the_batch_of_a_step(program):
 
 @pytest.mark.parametrize("words", [["data.gen_batch_size=48", "trainer.use_v1=True"], ["data.gen_batch_size=16"], FILTER])
 def test_the_newer_trainer_and_dynamic_sampling_train_on_train_batch_size(words):
-    found = run(*BASE, *words)
-    assert (found.data.prompts_per_step, found.algorithm.updates_per_step) == (16, 1)
+    run_config = run(*BASE, *words)
+    assert (run_config.data.prompts_per_step, run_config.algorithm.updates_per_step) == (16, 1)
 
 
 def test_a_batch_that_is_drawn_must_be_a_multiple_of_the_updates():
-    found = translated("verl", *BASE, "data.gen_batch_size=24")
-    assert any("data.gen_batch_size = 24 is no multiple of it" in refusal for refusal in found.refusals)
+    translation = translated("verl", *BASE, "data.gen_batch_size=24")
+    assert any("data.gen_batch_size = 24 is no multiple of it" in refusal for refusal in translation.refusals)
 
 
 def test_a_run_with_dynamic_sampling_ends_with_the_data_that_its_rounds_draw():
-    found = run(*DAPO, *FILTER, "trainer.total_epochs=2")
-    assert (found.trainer.epochs, found.trainer.steps, found.trainer.ends_with_data) == (2, None, True)
+    run_config = run(*DAPO, *FILTER, "trainer.total_epochs=2")
+    assert (run_config.trainer.epochs, run_config.trainer.steps, run_config.trainer.ends_with_data) == (2, None, True)
     # 1,000 rows: two epochs of 20 rounds of 48, where as many updates of 16 would take 124 steps.
-    assert (found.prompts_taken, 2 * (1000 // found.prompts_taken)) == (48, 40)
+    assert (run_config.prompts_taken, 2 * (1000 // run_config.prompts_taken)) == (48, 40)
 
 
 @pytest.mark.parametrize("words", [[], [*FILTER, "trainer.use_v1=True"]])
 def test_a_run_that_counts_updates_has_as_many_as_its_epochs_say(words):
-    found = run(*BASE, *words, "trainer.total_epochs=2")
-    assert (found.trainer.epochs, found.trainer.ends_with_data, found.prompts_taken) == (2, False, 16)
+    run_config = run(*BASE, *words, "trainer.total_epochs=2")
+    assert (run_config.trainer.epochs, run_config.trainer.ends_with_data, run_config.prompts_taken) == (2, False, 16)
 
 
 @pytest.mark.parametrize("words", [BASE, ["model.path=m", "data.train_files=a.parquet", "optim.lr=1e-5"]])
 def test_the_fewer_of_steps_and_epochs_end_a_run_of_verl(words):
-    found = run(*words, "trainer.total_training_steps=500", "trainer.total_epochs=3")
-    assert (found.trainer.steps, found.trainer.epochs, found.trainer.ends_with_data) == (500, 3, True)
+    run_config = run(*words, "trainer.total_training_steps=500", "trainer.total_epochs=3")
+    assert (run_config.trainer.steps, run_config.trainer.epochs, run_config.trainer.ends_with_data) == (500, 3, True)
 
 
 @pytest.mark.parametrize(("words", "schedule", "warmup", "lowest"), [
@@ -77,19 +77,19 @@ def test_the_fewer_of_steps_and_epochs_end_a_run_of_verl(words):
     ([], "constant", 0.0, 0.0),
 ])  # fmt: skip
 def test_each_engine_of_verl_has_its_own_schedule(words, schedule, warmup, lowest):
-    found = run(*BASE, *words).policy.optimizer
-    assert (found.schedule, found.warmup_steps, found.min_lr) == (schedule, warmup, pytest.approx(lowest))
+    optimizer = run(*BASE, *words).policy.optimizer
+    assert (optimizer.schedule, optimizer.warmup_steps, optimizer.min_lr) == (schedule, warmup, pytest.approx(lowest))
 
 
 def test_the_critic_of_an_engine_has_its_schedule_too():
     words = [word for word in BASE if "adv_estimator" not in word]
-    found = run(*words, "algorithm.adv_estimator=gae", "critic.model.path=c", "model_engine=veomni")
-    assert found.critic.optimizer.schedule == "cosine"
+    run_config = run(*words, "algorithm.adv_estimator=gae", "critic.model.path=c", "model_engine=veomni")
+    assert run_config.critic.optimizer.schedule == "cosine"
 
 
 def test_an_entropy_coefficient_that_is_left_out_is_named_with_its_older_default():
-    (said,) = [note for note in notes(*BASE) if "entropy_coeff" in note]
-    assert "0.001 before, with --from verl@2025-04" in said
+    (note,) = [note for note in notes(*BASE) if "entropy_coeff" in note]
+    assert "0.001 before, with --from verl@2025-04" in note
     assert run(*BASE).algorithm.entropy_coef == 0 and run(*BASE, system="verl@2025-04").algorithm.entropy_coef == 0.001
 
 
@@ -107,8 +107,11 @@ def test_what_cannot_be_of_an_older_release_is_not_asked_about_its_entropy(words
     (["trainer.use_legacy_worker_impl=auto"], True),
 ])  # fmt: skip
 def test_a_mean_over_micro_batches_that_becomes_one_over_the_update_is_said(words, is_said):
-    said = [note for note in notes(*BASE, *words) if "mean over the tokens of each micro-batch" in note]
-    assert bool(said) == is_said and config("verl", *BASE, *words).algorithm.resolved.aggregate != "micro-batch-token-mean"
+    notes_of_mean = [note for note in notes(*BASE, *words) if "mean over the tokens of each micro-batch" in note]
+    assert (
+        bool(notes_of_mean) == is_said
+        and config("verl", *BASE, *words).algorithm.resolved.aggregate != "micro-batch-token-mean"
+    )
     assert ("# Note: with token-mean" in writer.write(translated("verl", *BASE, *words), "verl")) == is_said
 
 
@@ -120,5 +123,5 @@ def test_a_schedule_of_verl_goes_over_total_training_steps_even_with_fewer_data(
         f"{start}optim.lr_warmup_steps_ratio=0.05",
         "trainer.total_training_steps=500",
     ]
-    found = run(*words, *more).policy.optimizer
-    assert (found.decay_steps, found.warmup_steps) == (500, 25)
+    optimizer = run(*words, *more).policy.optimizer
+    assert (optimizer.decay_steps, optimizer.warmup_steps) == (500, 25)

@@ -18,9 +18,9 @@ ENGINE = ["-m", "verl.trainer.sft_trainer", *DATA, "model.path=m"]
 
 
 def run(*words, system="verl"):
-    found = translate_words(system, list(words), HOME)
-    assert found.refusals == []
-    return RunConfig.of(found.tree)
+    translation = translate_words(system, list(words), HOME)
+    assert translation.refusals == []
+    return RunConfig.of(translation.tree)
 
 
 @pytest.mark.parametrize(("words", "lr", "betas", "schedule", "warmup", "lowest", "first"), [
@@ -35,18 +35,18 @@ def run(*words, system="verl"):
     ([*ENGINE, "engine=automodel"], 1e-5, [0.9, 0.999], "cosine", 0.0, 1e-7, 1e-6),
 ])  # fmt: skip
 def test_each_sft_trainer_of_verl_has_the_defaults_of_its_own_files(words, lr, betas, schedule, warmup, lowest, first):
-    found = run(*words)
-    chosen = found.policy.optimizer
+    run_config = run(*words)
+    chosen = run_config.policy.optimizer
     assert (chosen.lr, chosen.betas, chosen.schedule, chosen.warmup_steps) == (lr, betas, schedule, warmup)
     assert (chosen.min_lr, chosen.warmup_init_lr) == pytest.approx((lowest, first)) and chosen.warmup_from == 0
-    assert (found.trainer.epochs, chosen.weight_decay, chosen.clip_grad) == (4, 0.01, 1.0)
+    assert (run_config.trainer.epochs, chosen.weight_decay, chosen.clip_grad) == (4, 0.01, 1.0)
 
 
 @pytest.mark.parametrize("key", ["optim.warmup_steps_ratio", "optim.lr_warmup_steps_ratio"])
 def test_both_names_of_the_warm_up_ratio_act(key):
-    found = translate_words("verl", [*OLDER, f"{key}=0.25"], HOME)
-    assert RunConfig.of(found.tree).policy.optimizer.warmup_steps == 0.25
-    assert [each.kind for each in found.outcomes if each.key == key] == ["translated"]
+    translation = translate_words("verl", [*OLDER, f"{key}=0.25"], HOME)
+    assert RunConfig.of(translation.tree).policy.optimizer.warmup_steps == 0.25
+    assert [outcome.kind for outcome in translation.outcomes if outcome.key == key] == ["translated"]
 
 
 @pytest.mark.parametrize("words", [["optim.lr_scheduler=cosine", "optim.lr=1e-5", "optim.betas=[0.9,0.95]"],
@@ -56,15 +56,15 @@ def test_the_older_sft_trainer_with_a_key_at_its_default_is_the_one_without_it(w
 
 
 def test_veomni_reads_the_lengths_and_rates_of_its_own_keys():
-    found = run(*ENGINE, "optim=veomni", "engine=veomni", "optim.lr=1e-4", "optim.lr_min=1e-6", "optim.lr_start=1e-7",
+    optimizer = run(*ENGINE, "optim=veomni", "engine=veomni", "optim.lr=1e-4", "optim.lr_min=1e-6", "optim.lr_start=1e-7",
                 "optim.lr_warmup_steps=50", "optim.lr_warmup_steps_ratio=0.05").policy.optimizer  # fmt: skip
     # build_lr_scheduler of VeOmni is given the ratio only.
-    assert (found.min_lr, found.warmup_init_lr, found.warmup_steps) == (1e-6, 1e-7, 0.05)
+    assert (optimizer.min_lr, optimizer.warmup_init_lr, optimizer.warmup_steps) == (1e-6, 1e-7, 0.05)
 
 
 def test_torchtitan_falls_to_a_share_of_its_rate_and_warms_up_from_1():
-    found = run(*ENGINE, "optim=torchtitan", "engine=torchtitan", "optim.min_lr_factor=0.1", "optim.lr_warmup_steps=5")
-    chosen = found.policy.optimizer
+    run_config = run(*ENGINE, "optim=torchtitan", "engine=torchtitan", "optim.min_lr_factor=0.1", "optim.lr_warmup_steps=5")
+    chosen = run_config.policy.optimizer
     assert (chosen.min_lr, chosen.warmup_steps, chosen.warmup_from) == (pytest.approx(1e-4), 5, 1)
 
 
@@ -79,8 +79,12 @@ def test_megatrons_betas_of_sft_are_its_own_whatever_the_key_says():
 
 @pytest.mark.parametrize("release", ["2025-02", "2025-03", "2025-04"])
 def test_sft_of_an_older_release_has_that_releases_defaults(release):
-    found = run(*OLDER, system=f"verl@{release}")
-    assert (found.policy.optimizer.warmup_steps, found.trainer.epochs, found.policy.recompute) == (0.1, 4, "none")
+    run_config = run(*OLDER, system=f"verl@{release}")
+    assert (run_config.policy.optimizer.warmup_steps, run_config.trainer.epochs, run_config.policy.recompute) == (
+        0.1,
+        4,
+        "none",
+    )
     assert run(*OLDER).policy.recompute == "full"
 
 

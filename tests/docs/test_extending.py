@@ -34,7 +34,7 @@ BLOCKS = {
     title: [textwrap.dedent(text) for _, _, text in BLOCK.findall(part)]
     for title, part in zip(re.findall(r"^##+ (.*)$", PAGE, re.M), re.split(r"^##+ .*$", PAGE, flags=re.M)[1:], strict=True)
 }
-FOLLOWED = {"A method": 1, "A function of your own instead": 2, "A surrogate with a parameter": 1, "A term of the loss": 1,
+FOLLOWED = {"A method": 1, "A function of your own instead": 2, "A surrogate with a parameter": 3, "A term of the loss": 1,
             "A model family": 1, "A reward": 4, "A model that learns": 6, "An engine": 2, "A rollout source": 3,
             "A row of a dialect": 1, "A dialect": 3}  # fmt: skip
 
@@ -42,13 +42,18 @@ FOLLOWED = {"A method": 1, "A function of your own instead": 2, "A surrogate wit
 def follow(
     directory: Path, edits: dict[str, list[tuple[str, str]]], then: str, new: Mapping[str, str] = MappingProxyType({})
 ) -> str:
-    """Run `then` with a copy of the package, in which each text stands before its mark, and with new files."""
+    """Run `then` with a copy of the package, in which each text stands before its mark, and with new files.
+
+    Names that begin with tests/ are of a copy of the tests of formulas.
+    """
     copy = directory / "src"
-    shutil.copytree(ROOT / "src", copy, ignore=shutil.ignore_patterns("__pycache__"))
+    for place in ("src", "tests/algo", "tests/support") if any(name.startswith("tests/") for name in edits) else ("src",):
+        shutil.copytree(ROOT / place, directory / place, ignore=shutil.ignore_patterns("__pycache__"))
+        (directory / place).with_name("__init__.py").touch()
     for name, text in new.items():
         (copy / "fivefold" / name).write_text(text)
     for name, changes in edits.items():
-        path = copy / "fivefold" / name
+        path = directory / name if name.startswith("tests/") else copy / "fivefold" / name
         text = path.read_text()
         for mark, added in changes:
             assert text.count(mark) == 1, (name, mark)
@@ -109,7 +114,7 @@ def test_the_recipe_of_an_advantage_is_run_by_its_yaml(tmp_path):
 
 
 def test_the_recipe_of_a_surrogate_is_one_file_with_its_key_rule_and_docs(tmp_path):
-    (formula,) = BLOCKS["A surrogate with a parameter"]
+    formula, *_ = BLOCKS["A surrogate with a parameter"]
     says = follow(
         tmp_path,
         {},
@@ -142,6 +147,28 @@ def test_the_recipe_of_a_surrogate_is_one_file_with_its_key_rule_and_docs(tmp_pa
     assert (docs, has_torch) == ("True True", "False")
     name, width, value = computed.split()
     assert (name, width) == ("SoftClip", "0.5") and float(value) == pytest.approx(3 * 0.9640276 * 0.5)
+
+
+def test_the_recipe_of_a_surrogate_equals_its_oracle_for_two_values_of_its_parameter(tmp_path):
+    """The tests of every surrogate run as they are, with the page's formula, its oracle and the row of another width."""
+    formula, oracle, row = BLOCKS["A surrogate with a parameter"]
+    says = follow(
+        tmp_path,
+        {
+            "tests/support/loops.py": [('        elif name == "rec":', textwrap.indent(oracle, 8 * " "))],
+            "tests/algo/test_objectives.py": [('    "dppo by kl": (', indented(row))],
+        },
+        """
+        from tests.algo import test_objectives
+        cases = [case for case in test_objectives.COMBINATIONS if case[0] == "soft_clip"]
+        for case in cases:
+            test_objectives.test_every_objective_and_its_gradient_equal_the_loop(*case)
+        test_objectives.test_every_method_and_its_gradient_equal_the_loop("soft_clip, wider")
+        print(len(cases) > 10)
+        """,
+        {"algo/surrogates/soft_clip.py": formula},
+    )
+    assert says == "True\n"
 
 
 def test_the_recipe_of_a_term_is_one_file_with_its_keys_rule_metric_and_docs(tmp_path):

@@ -30,10 +30,10 @@ NO_EFFECT: dict[str, dict[str, str]] = yaml.safe_load((HERE / "no_effect.yaml").
 
 def text(name: str) -> str:
     """Return a page's text, from the directory of pages next to a checkout; skip the test where there is none."""
-    found = next((each for above in HERE.parents if (each := above / "shared/sources" / f"{name}.txt").is_file()), None)
-    if found is None:
+    file = next((path for above in HERE.parents if (path := above / "shared/sources" / f"{name}.txt").is_file()), None)
+    if file is None:
         pytest.skip(f"the page's text is not here: no shared/sources/{name}.txt next to the repository")
-    return found.read_text()
+    return file.read_text()
 
 
 def read_yaml(block: str, within: Mapping[str, Sequence[str]]) -> dict[str, Any]:
@@ -82,12 +82,12 @@ def check_change(system: str, key: str, translate: Callable[[str | None], Transl
     """Check that the run's run.yaml differs with a setting changed, or that the report gives the listed reason why not."""
     translate = translate or partial(translated, system)
     before, after = translate(None), translate(key)
-    said = next(outcome for outcome in after.outcomes if outcome.key == key)
+    outcome = next(outcome for outcome in after.outcomes if outcome.key == key)
     listed = NO_EFFECT.get(system, {}).get(key)
-    if said.is_refused or _run_yaml(before) != _run_yaml(after):
+    if outcome.is_refused or _run_yaml(before) != _run_yaml(after):
         assert listed is None, "the setting has an effect: take it off no_effect.yaml"
     else:
-        assert said.kind in ("fixed", "unsupported") and said.reason == listed
+        assert outcome.kind in ("fixed", "unsupported") and outcome.reason == listed
 
 
 def _run_yaml(translation: Translation) -> str | list[str]:

@@ -30,7 +30,7 @@ def command() -> list[str]:
     """The words of the page's command."""
     page = text(PAGE)
     words = page[page.index("python3 examples/math/gsm8k_rl.py") :].replace("\\\n", " ")
-    return shlex.split(re.sub(r"[()|<>]", lambda each: "\\" + each[0], words))
+    return shlex.split(re.sub(r"[()|<>]", lambda match: "\\" + match[0], words))
 
 
 def test_the_page_s_command_trains_in_small(tmp_path, monkeypatch):
@@ -66,11 +66,9 @@ def test_the_page_s_one_line_change_is_read():
             "rollout.backend": "vllm:d4",
         }
     )
-    found = [
-        config("areal", f"actor.backend={backend}", tree=yaml.safe_dump(tree)) for backend in ("fsdp:d4", "megatron:d4")
-    ]
-    assert [run.layout for run in found] == [ParallelLayout.parse(text) for text in ("fsdp:d4", "megatron:d4")]
-    assert all(run.trainer.run_dir.endswith("e/t") for run in found), found[0].trainer.run_dir
+    runs = [config("areal", f"actor.backend={backend}", tree=yaml.safe_dump(tree)) for backend in ("fsdp:d4", "megatron:d4")]
+    assert [run.layout for run in runs] == [ParallelLayout.parse(text) for text in ("fsdp:d4", "megatron:d4")]
+    assert all(run.trainer.run_dir.endswith("e/t") for run in runs), runs[0].trainer.run_dir
 
 
 def test_the_page_s_string_of_layouts_has_its_sixteen_ranks():

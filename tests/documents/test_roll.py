@@ -60,9 +60,9 @@ def test_the_page_s_two_blocks_train_in_small(tmp_path):
     rows = [{"prompt": f"{a}+{b}=", "ground_truth": str(a + b), "tag": "sums"} for a in range(8) for b in range(8)]
     (tmp_path / "roll.jsonl").write_text("\n".join(map(json.dumps, rows)))
     tree = yaml.safe_load(REST.format(root=tmp_path))
-    own = nested({**printed(), **SMALL})
-    own["actor_train"] |= tree["actor_train"]
-    (tmp_path / "page.yaml").write_text(yaml.safe_dump(tree | own))
+    small_settings = nested({**printed(), **SMALL})
+    small_settings["actor_train"] |= tree["actor_train"]
+    (tmp_path / "page.yaml").write_text(yaml.safe_dump(tree | small_settings))
     rows, run, told = train(
         tmp_path, "page", "roll", "--config_path", tmp_path, "--config_name", "page", *for_a_toy(tmp_path)
     )

@@ -56,8 +56,8 @@ COMMANDS = {
 def printed() -> dict[str, object]:
     """The settings of the page's YAML, below the section that they stand in since 2025-06."""
     page = text(PAGE)
-    found = read_yaml(page[page.index("actor_rollout_ref:") : page.index("Training Mixture-of-Experts")], WITHIN)
-    return {f"trainer.trainer_config.{key}": value for key, value in found.items()}
+    section = read_yaml(page[page.index("actor_rollout_ref:") : page.index("Training Mixture-of-Experts")], WITHIN)
+    return {f"trainer.trainer_config.{key}": value for key, value in section.items()}
 
 
 @pytest.mark.parametrize(("family", "bridge"), [("qwen3", "native"), ("qwen3_moe", "mbridge")])

@@ -112,8 +112,8 @@ def sampled(mesh, made: RunConfig, directory: Path, fault: bool):
 @pytest.fixture(scope="module")
 def two(cluster, model, tmp_path_factory):
     made = config(model, tmp_path_factory.mktemp("run"), 2)
-    ((found),) = cluster.run(sampled, "megatron:d1", made, model, False, seconds=900)
-    return found
+    ((results),) = cluster.run(sampled, "megatron:d1", made, model, False, seconds=900)
+    return results
 
 
 def test_samples_do_not_depend_on_the_number_of_processes(cluster, model, tmp_path, two):
@@ -157,16 +157,18 @@ def rounded(mesh, made: RunConfig, directory: Path, samplings: list[Sampling]):
     engine = build_engine(made, directory, TOKENIZER, mesh.ranks, mesh.device, lambda line: None)
     try:
         engine.update_weights(iter(load_tensors(directory).items()), 0)
-        found = [complete(engine, requests(COUNT, each, [[9, 8, 7]], (5, key))) for key, each in enumerate(samplings)]
+        completions = [
+            complete(engine, requests(COUNT, sampling, [[9, 8, 7]], (5, key))) for key, sampling in enumerate(samplings)
+        ]
     finally:
         engine.close()
-    return [[one.token_ids for one in each] for each in found]
+    return [[one.token_ids for one in responses] for responses in completions]
 
 
 def rarity_of_difference(first: list[list[int]], second: list[list[int]], place: int) -> float:
     """Chance that two samples of one distribution differ so much at a position; tokens that are rare count as one."""
     counts = torch.stack(
-        [torch.bincount(torch.tensor(each)[:, place], minlength=VOCAB) for each in (first, second)]
+        [torch.bincount(torch.tensor(responses)[:, place], minlength=VOCAB) for responses in (first, second)]
     ).double()
     common = counts.sum(0) >= 10
     counts = torch.cat([counts[:, common], counts[:, ~common].sum(1, keepdim=True)], 1)
@@ -179,13 +181,13 @@ def test_the_distribution_in_bfloat16_does_not_depend_on_the_number_of_processes
 
     On a CPU a row is rounded alike in every batch, so that the same keys draw the same tokens."""
     plain, warm = (Sampling(max_tokens=2, ignore_eos=True, temperature=temperature) for temperature in (0.4, 1.0))
-    found = []
+    answers = []
     for processes in (1, 2):
         (tmp_path / str(processes)).mkdir()
         made = config(model, tmp_path / str(processes), processes, "bfloat16", 256)
         (answer,) = cluster.run(rounded, "megatron:d1", made, model, [plain, plain, warm], seconds=900)
-        found.append(answer)
-    one, two = found
+        answers.append(answer)
+    one, two = answers
     assert one == two
     for place in range(2):
         # The second sampling has other keys than the first, so that their tokens are independent of each other.

@@ -55,13 +55,13 @@ def server_of(directory: Path, log: Path, tensor_parallel: int = 1, host: str | 
     return server_process(arguments, torch.device("cpu"), tensor_parallel, log, answers, host)
 
 
-def vllm_engine(mesh, directory: Path, logs: Path, said: list[str], each: int = 1, **changes):
+def vllm_engine(mesh, directory: Path, logs: Path, log: list[str], tp: int = 1, **changes):
     from fivefold.engines.vllm.client import VLLMServer
 
     rank, processes = mesh.ranks.rank, {}
-    if not changes.get("addresses") and rank % each == 0:
-        processes = {rank // each: server_of(directory, logs / f"server-{rank}.log", each)}
-    return server_engine(mesh, directory, VLLMServer, processes, said, each, **changes)
+    if not changes.get("addresses") and rank % tp == 0:
+        processes = {rank // tp: server_of(directory, logs / f"server-{rank}.log", tp)}
+    return server_engine(mesh, directory, VLLMServer, processes, log, tp, **changes)
 
 
 def changed_midway(mesh, directory: Path, address: str):
@@ -85,13 +85,13 @@ def cut_midway(mesh, directory: Path, address: str):
 
 def two_servers(mesh, directory: Path, logs: Path):
     """Everything that is tried on the same two servers, by name: they take half a minute to start."""
-    said: list[str] = []
-    engine = vllm_engine(mesh, directory, logs, said)
-    found: dict[str, object] = {"said": said, **three_steps(mesh, directory, engine)}
+    log: list[str] = []
+    engine = vllm_engine(mesh, directory, logs, log)
+    results: dict[str, object] = {"said": log, **three_steps(mesh, directory, engine)}
     rank, tensors = mesh.ranks.rank, load_tensors(directory)
 
     cut = requests(1, replace(SAMPLING, **OPTIONS["all"]))
-    found["cut"] = list(zip(cut, complete(engine, cut), strict=True))
+    results["cut"] = list(zip(cut, complete(engine, cut), strict=True))
 
     # Each rank's own requests, twelve prompts of it.
     mine_to_ask = [replace(one, seed=one.seed + rank) for one in requests(4, LONG, [[5 + i, 6, 7 + i] for i in range(12)])]
@@ -111,7 +111,7 @@ def two_servers(mesh, directory: Path, logs: Path):
         del router._ask
         return seen, again == whole
 
-    found["loads"] = shared_loads()
+    results["loads"] = shared_loads()
 
     def with_deaths(deadly_ranks) -> list[Completion]:
         """Complete the requests while servers are killed as soon as something has come."""
@@ -129,30 +129,32 @@ def two_servers(mesh, directory: Path, logs: Path):
             refreshed(engine, tensors)
         return [arrived[one.id] for one in mine_to_ask]
 
-    found["one killed"] = with_deaths({1}) == whole, sorted(engine._lost)
+    results["one killed"] = with_deaths({1}) == whole, sorted(engine._lost)
     refreshed(engine, tensors)
-    found["restarted"] = complete(engine, mine_to_ask) == whole, sorted(engine._lost), len(engine._servers)
-    found["both killed"] = with_deaths({0, 1}) == whole, sorted(engine._lost)
+    results["restarted"] = complete(engine, mine_to_ask) == whole, sorted(engine._lost), len(engine._servers)
+    results["both killed"] = with_deaths({0, 1}) == whole, sorted(engine._lost)
 
     stopped = []
     for completion in engine.generate(one_short_among_endless(mine_to_ask)):
         stopped.append(completion)
         if len(stopped) == 1:
             engine.abort()
-    found["aborted"] = stopped
+    results["aborted"] = stopped
     faulty = dict(tensors)
     del faulty["model.layers.1.mlp.up_proj.weight"]
     try:
         engine.update_weights(iter(faulty.items()), 4)
     except RuntimeError as error:
-        found["left out"] = str(error)
+        results["left out"] = str(error)
     engine.update_weights(iter(tensors.items()), 3)
-    found["after"] = complete(engine, mine_to_ask) == whole
+    results["after"] = complete(engine, mine_to_ask) == whole
     processes = family_of(engine)
     engine.close()
     mesh.ranks.barrier()
-    found["left"] = [each.pid for each in processes if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]
-    return found
+    results["left"] = [
+        process.pid for process in processes if process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    ]
+    return results
 
 
 @pytest.fixture(scope="module")
@@ -162,15 +164,15 @@ def both(cluster, model, tmp_path_factory) -> list[dict]:
 
 def test_after_every_step_the_servers_sample_with_the_new_weights(both):
     """Log-probs as the trainer's to 1e-5, a hundred last places; untrained weights would be off by a hundred times that."""
-    for found in both:
-        assert max(found["differences"]) < 1e-5, found["differences"]
-        assert [one.policy_version for one in found["drawn"][3]] == [3] * 10
-        assert [one.token_ids for one in found["drawn"][0]] != [one.token_ids for one in found["drawn"][3]]
+    for results in both:
+        assert max(results["differences"]) < 1e-5, results["differences"]
+        assert [one.policy_version for one in results["drawn"][3]] == [3] * 10
+        assert [one.token_ids for one in results["drawn"][0]] != [one.token_ids for one in results["drawn"][3]]
 
 
 def test_greedy_tokens_of_servers_equal_the_transformers_engine_s(both):
-    for found in both:
-        served, other = found["greedy"]
+    for results in both:
+        served, other = results["greedy"]
         assert [one.token_ids for one in served] == [one.token_ids for one in other]
         for one, same in zip(served, other, strict=True):
             assert one.logprobs == pytest.approx(same.logprobs, abs=1e-5)
@@ -179,38 +181,38 @@ def test_greedy_tokens_of_servers_equal_the_transformers_engine_s(both):
 
 def test_log_probs_of_servers_are_those_of_the_distribution_that_was_drawn_from(both, model):
     """With every option at once, as they go through JSON."""
-    for found in both:
-        for request, one in found["cut"]:
+    for results in both:
+        for request, one in results["cut"]:
             assert one.logprobs == pytest.approx(expected_logprobs(model, request, one, 2), abs=5e-5)
 
 
 def test_requests_are_spread_over_the_servers_and_draw_what_their_keys_say(both):
-    for found in both:
-        loads, same = found["loads"]
+    for results in both:
+        loads, same = results["loads"]
         assert sum(loads) == 48 and min(loads) >= 16, loads
         assert same
 
 
 def test_a_server_killed_while_it_samples_costs_no_sample_and_counts_none_twice(both):
     """The other one samples them again, as the key of each request says."""
-    for found in both:
-        assert found["one killed"] == (True, [1])
+    for results in both:
+        assert results["one killed"] == (True, [1])
 
 
 def test_a_server_that_was_lost_is_there_again_with_the_next_weights(both):
-    for found in both:
-        assert found["restarted"] == (True, [], 2)
+    for results in both:
+        assert results["restarted"] == (True, [], 2)
     assert any("1 of 2 servers" in line for line in both[0]["said"]), both[0]["said"]
 
 
 def test_where_no_server_is_left_they_are_started_again_in_the_middle_of_a_rollout(both):
-    for found in both:
-        assert found["both killed"] == (True, [])
+    for results in both:
+        assert results["both killed"] == (True, [])
 
 
 def test_abort_gives_what_there_is(both):
-    for found in both:
-        stopped = found["aborted"]
+    for results in both:
+        stopped = results["aborted"]
         assert sorted(one.request_id for one in stopped) == list(range(48))
         aborted = [one for one in stopped if one.finish_reason == "abort"]
         # On a busy machine the context may be full before the word arrives.
@@ -220,13 +222,13 @@ def test_abort_gives_what_there_is(both):
 
 
 def test_servers_refuse_weights_that_are_not_whole_and_take_the_next_ones(both):
-    for found in both:
-        assert "1 of" in found["left out"] and "up_proj" in found["left out"]
-        assert found["after"]
+    for results in both:
+        assert "1 of" in results["left out"] and "up_proj" in results["left out"]
+        assert results["after"]
 
 
 def test_closing_an_engine_of_servers_ends_them(both):
-    assert [found["left"] for found in both] == [[], []]
+    assert [results["left"] for results in both] == [[], []]
 
 
 def conversations_with_a_server(mesh, directory: Path, logs: Path) -> list[list[float]]:
@@ -294,20 +296,20 @@ def asked_directly(address: str, run: str) -> str:
 
 def taken_over(mesh, directory: Path, address: str):
     """What a server gives a run after another one was killed in the middle of a sync, and what it says to the other."""
-    tensors, asked, said = load_tensors(directory), requests(2, GREEDY), []
+    tensors, asked, errors = load_tensors(directory), requests(2, GREEDY), []
     first = vllm_engine(mesh, directory, Path(), [], addresses=[address])
     first.update_weights(iter(tensors.items()), 0)
     first._servers[0].pause()
     first._servers[0].begin_weights(False)
     second = vllm_engine(mesh, directory, Path(), [], addresses=[address])
     second.update_weights(iter(tensors.items()), 0)
-    found = complete(second, asked), undisturbed(mesh, directory, tensors, [asked])[0]
+    samples = complete(second, asked), undisturbed(mesh, directory, tensors, [asked])[0]
     for call in (lambda: complete(first, asked), lambda: first.update_weights(iter(tensors.items()), 1)):
         try:
             call()
         except RuntimeError as error:
-            said.append(str(error))
-    return found, said, complete(second, asked) == found[0]
+            errors.append(str(error))
+    return samples, errors, complete(second, asked) == samples[0]
 
 
 def test_servers_that_run_already_get_weights_over_a_process_group(cluster, model, tmp_path):
@@ -334,13 +336,13 @@ def test_servers_that_run_already_get_weights_over_a_process_group(cluster, mode
         while not answers(address):
             assert served.poll() is None, (tmp_path / "log").read_text()[-3000:]
             time.sleep(0.2)
-        config, said = read_config(model), []
+        config, errors = read_config(model), []
         for expected, longest in ((config, 256), (config, 300), (config | {"vocab_size": 7}, 256)):
             check_servers(findings := Findings(), [address], describe, COMMAND, expected, longest)
-            said.append(findings.errors)
-        assert said[0] == []
-        assert "300 tokens: its most is 256" in said[1][0]
-        assert "holds another model than model.path: {'vocab_size': 131} != {'vocab_size': 7}" in said[2][0]
+            errors.append(findings.errors)
+        assert errors[0] == []
+        assert "300 tokens: its most is 256" in errors[1][0]
+        assert "holds another model than model.path: {'vocab_size': 131} != {'vocab_size': 7}" in errors[2][0]
         results = cluster.run(over_a_process_group, "megatron:d2", model, address)
         with pytest.raises(RuntimeError):
             cluster.run(ends_midway, "megatron:d2", model, address, note := tmp_path / "run")
@@ -388,7 +390,7 @@ def test_whatever_is_killed_no_process_and_no_shared_memory_stays(model, tmp_pat
     line = host.stdout.readline()
     assert line, (tmp_path / "log").read_text()[-3000:]
     api = psutil.Process(int(line))
-    (core,) = [each for each in api.children() if "EngineCore" in " ".join(each.cmdline()) or each.children()]
+    (core,) = [child for child in api.children() if "EngineCore" in " ".join(child.cmdline()) or child.children()]
     family = [api, *api.children(recursive=True)]
     killed = {
         "the rank": psutil.Process(host.pid),
@@ -396,10 +398,10 @@ def test_whatever_is_killed_no_process_and_no_shared_memory_stays(model, tmp_pat
         "the engine core": core,
         "a worker": core.children()[-1],
     }
-    blocks = named_blocks(each.pid for each in family)
+    blocks = named_blocks(process.pid for process in family)
     killed[victim].kill()
     _, alive = psutil.wait_procs(family, timeout=15)
     host.communicate()
-    assert alive == [], [each.cmdline() for each in alive]
+    assert alive == [], [process.cmdline() for process in alive]
     # Python's tracker removes what a killed process had under a name, a moment later.
     wait_for(lambda: not any(block.exists() for block in blocks))

@@ -125,7 +125,7 @@ def test_closing_servers_apart_leaves_nothing(three):
 def changed_midway(mesh, directory: Path, logs: Path):
     """New weights in the middle of a rollout, staged: what was sampled, and in which order what was done."""
     engine, done = apart_engine(mesh, directory, logs, [], {0: 1}, is_staged=True), []
-    ask_each, update = engine._each, engine.update_weights
+    ask_each, update = engine._call_all, engine.update_weights
 
     def noted(name, *arguments):
         done.append(name)
@@ -136,7 +136,7 @@ def changed_midway(mesh, directory: Path, logs: Path):
             done.append(f"tensor {place}")
             yield pair
 
-    engine._each, engine.update_weights = noted, lambda weights, version: update(gathered(weights), version)
+    engine._call_all, engine.update_weights = noted, lambda weights, version: update(gathered(weights), version)
     sampled = midway(mesh, directory, engine)
     engine.close()
     return sampled, done[done.index("tensor 0", 1) :]

@@ -41,13 +41,15 @@ def make_engine(model: Path, tokenizer, max_num_seqs: int = 64, change: float = 
 
 def test_logprobs_equal_a_forward_of_transformers(model, tokenizer):
     asked = requests(3)
-    for request, found in zip(asked, complete(make_engine(model, tokenizer), asked), strict=True):
-        assert found.logprobs == pytest.approx(expected_logprobs(model, request, found, tokenizer.eos_token_id), abs=2e-5)
-        assert found.policy_version == 3
-        ended = found.token_ids[-1] == tokenizer.eos_token_id
-        assert found.finish_reason == ("stop" if ended else "length")
-        assert ended or len(found.token_ids) == 24
-        assert tokenizer.eos_token_id not in found.token_ids[:-1]
+    for request, completion in zip(asked, complete(make_engine(model, tokenizer), asked), strict=True):
+        assert completion.logprobs == pytest.approx(
+            expected_logprobs(model, request, completion, tokenizer.eos_token_id), abs=2e-5
+        )
+        assert completion.policy_version == 3
+        ended = completion.token_ids[-1] == tokenizer.eos_token_id
+        assert completion.finish_reason == ("stop" if ended else "length")
+        assert ended or len(completion.token_ids) == 24
+        assert tokenizer.eos_token_id not in completion.token_ids[:-1]
 
 
 def test_scores_of_attention_are_capped_whatever_transformers_would_choose(models, tokenizer):
@@ -64,24 +66,24 @@ def test_samples_do_not_depend_on_how_the_batch_is_cut_or_ordered(model, tokeniz
     asked = requests(4)
     whole = complete(make_engine(model, tokenizer), asked)
     cut = complete(make_engine(model, tokenizer, max_num_seqs=3), asked[::-1])[::-1]
-    assert [found.token_ids for found in whole] == [found.token_ids for found in cut]
-    assert len({tuple(found.token_ids) for found in whole}) == 16
+    assert [completion.token_ids for completion in whole] == [completion.token_ids for completion in cut]
+    assert len({tuple(completion.token_ids) for completion in whole}) == 16
 
 
 def test_a_completion_comes_as_soon_as_it_ends(model, tokenizer):
     """The shortest first, not in the order of the requests."""
-    lengths = [len(found.token_ids) for found in make_engine(model, tokenizer).generate(requests(8))]
+    lengths = [len(completion.token_ids) for completion in make_engine(model, tokenizer).generate(requests(8))]
     assert lengths == sorted(lengths) and lengths[0] < lengths[-1] == 24
 
 
 def test_abort_gives_what_was_sampled_so_far(model, tokenizer):
     engine, whole = make_engine(model, tokenizer), complete(make_engine(model, tokenizer), requests(8))
-    found = []
+    completions = []
     for completion in engine.generate(requests(8)):
-        found.append(completion)
+        completions.append(completion)
         engine.abort()
-    stopped = [one for one in found if one.finish_reason == "abort"]
-    assert len(found) == 32 and len(stopped) > 16
+    stopped = [one for one in completions if one.finish_reason == "abort"]
+    assert len(completions) == 32 and len(stopped) > 16
     for one in stopped:
         assert 0 < len(one.token_ids) < len(whole[one.request_id].token_ids)
         assert one.token_ids == whole[one.request_id].token_ids[: len(one.token_ids)]
@@ -100,7 +102,7 @@ def test_greedy_equals_transformers_generate(model, tokenizer):
 
     reference = transformers.AutoModelForCausalLM.from_pretrained(model).float()
     asked = requests(1, Sampling(max_tokens=12, temperature=0))
-    for request, found in zip(asked, complete(make_engine(model, tokenizer), asked), strict=True):
+    for request, completion in zip(asked, complete(make_engine(model, tokenizer), asked), strict=True):
         prompt = torch.tensor([request.prompt_ids])
         out = reference.generate(
             prompt,
@@ -110,7 +112,7 @@ def test_greedy_equals_transformers_generate(model, tokenizer):
             eos_token_id=tokenizer.eos_token_id,
             pad_token_id=0,
         )
-        assert found.token_ids == out[0, prompt.shape[1] :].tolist()
+        assert completion.token_ids == out[0, prompt.shape[1] :].tolist()
 
 
 @pytest.mark.parametrize("name", OPTIONS)
@@ -118,21 +120,23 @@ def test_log_probs_are_those_of_the_distribution_that_was_drawn_from(model, toke
     """Every option once more, token by token, by transformers' own processors where it has one."""
     asked = requests(3, replace(SAMPLING, **OPTIONS[name]))
     engine = make_engine(model, tokenizer, max_num_seqs=5)
-    for request, found in zip(asked, complete(engine, asked), strict=True):
-        assert found.logprobs == pytest.approx(expected_logprobs(model, request, found, tokenizer.eos_token_id), abs=5e-5)
-        assert found.finish_reason == "length" or len(found.token_ids) > request.sampling.min_tokens
+    for request, completion in zip(asked, complete(engine, asked), strict=True):
+        assert completion.logprobs == pytest.approx(
+            expected_logprobs(model, request, completion, tokenizer.eos_token_id), abs=5e-5
+        )
+        assert completion.finish_reason == "length" or len(completion.token_ids) > request.sampling.min_tokens
     plain = complete(engine, requests(3))
-    assert [found.token_ids for found in plain] != [found.token_ids for found in complete(engine, asked)]
+    assert [completion.token_ids for completion in plain] != [completion.token_ids for completion in complete(engine, asked)]
 
 
 def test_ignore_eos_samples_to_the_limit_and_stop_token_ids_end_a_response(model, tokenizer):
     engine, eos = make_engine(model, tokenizer), tokenizer.eos_token_id
     likely = replace(SAMPLING, logit_bias=((eos, 5.0), (8, 2.0)))
-    assert {found.finish_reason for found in complete(engine, requests(4, likely))} == {"stop"}
-    for found in complete(engine, requests(4, replace(likely, ignore_eos=True))):
-        assert found.finish_reason == "length" and len(found.token_ids) == 24
-    for found in complete(engine, requests(4, replace(likely, ignore_eos=True, stop_token_ids=(8,)))):
-        assert (found.token_ids[-1] == 8) == (found.finish_reason == "stop") and 8 not in found.token_ids[:-1]
+    assert {completion.finish_reason for completion in complete(engine, requests(4, likely))} == {"stop"}
+    for completion in complete(engine, requests(4, replace(likely, ignore_eos=True))):
+        assert completion.finish_reason == "length" and len(completion.token_ids) == 24
+    for completion in complete(engine, requests(4, replace(likely, ignore_eos=True, stop_token_ids=(8,)))):
+        assert (completion.token_ids[-1] == 8) == (completion.finish_reason == "stop") and 8 not in completion.token_ids[:-1]
 
 
 def test_a_stop_string_ends_a_sample_with_the_token_that_completes_it(model, tokenizer):

@@ -58,29 +58,29 @@ def sized(tmp_path_factory):
     return get
 
 
-def vllm_engine(mesh, directory: Path, layout: str, own=None, **changes):
+def vllm_engine(mesh, directory: Path, layout: str, overrides=None, **changes):
     """`own`: vLLM's arguments besides the usual."""
     from fivefold.engines.vllm.engine import VLLMEngine
 
     arguments = {"dtype": "float32", "max_model_len": 256, "max_num_seqs": 64, "seed": 0, "enforce_eager": True}
     arguments |= {"kv_cache_memory_bytes": 64 << 20, "skip_tokenizer_init": True} | of_model(read_config(directory), True)
-    arguments |= own or {}
+    arguments |= overrides or {}
     parsed = ParallelLayout.parse(f"vllm:{layout}")
     settings = {"verify_every": 1, "can_sleep": False} | changes
     return VLLMEngine(directory, TOKENIZER, parsed, mesh.ranks.rank, mesh.device, arguments, **settings)
 
 
-def difference(model, asked: list[Request], found: list[Completion]) -> float:
+def difference(model, asked: list[Request], completions: list[Completion]) -> float:
     """Largest difference of the engine's log-probs to the trainer's, on every rank."""
     lengths, tokens, mask, theirs = [], [], [], []
-    for request, one in zip(asked, found, strict=True):
+    for request, one in zip(asked, completions, strict=True):
         lengths.append(len(request.prompt_ids) + len(one.token_ids))
         tokens += request.prompt_ids + one.token_ids
         mask += [False] * len(request.prompt_ids) + [True] * len(one.token_ids)
         theirs += one.logprobs
     batch = TokenBatch(torch.tensor(tokens), torch.tensor(mask), lengths)
-    own = model.forward(batch)[batch.loss_mask_T]
-    return float((own - torch.tensor(theirs)).abs().max())
+    ours = model.forward(batch)[batch.loss_mask_T]
+    return float((ours - torch.tensor(theirs)).abs().max())
 
 
 def trained_and_sampled(mesh, directory: Path, engine_layout: str, pipeline: dict, fault: str):
@@ -94,17 +94,17 @@ def trained_and_sampled(mesh, directory: Path, engine_layout: str, pipeline: dic
     mine = whole_batch().select(shard_of_replica(mesh.ranks, range(len(LENGTHS))))
     # The last prompt fills a block of the prefix cache, which has 128 tokens on a CPU.
     asked = requests(2, FREE, [*PROMPTS, [7 + i % 90 for i in range(150)]])
-    found, differences = [], []
+    sampled, differences = [], []
     for step in range(4):
         if step != 2 or fault != "a sync is skipped":
             if fault == "the prefix cache survives":
                 engine._llm.reset_prefix_cache = lambda: True
             weight_sync(model, engine)
-        found.append(complete(engine, asked))
-        differences.append(difference(model, asked, found[-1]))
+        sampled.append(complete(engine, asked))
+        differences.append(difference(model, asked, sampled[-1]))
         mine = mine.with_columns({Column.OLD_LOGPROBS: model.forward(mine)})
         model.train_step(mine, OBJECTIVE.loss)
-    return differences, found
+    return differences, sampled
 
 
 CASES = [
@@ -123,10 +123,10 @@ CASES = [
 def test_after_every_step_the_engine_samples_with_the_new_weights(cluster, sized, name, layout, engine, pipeline):
     """Log-probs as the trainer's to 1e-5, a hundred last places; untrained weights would be off by a hundred times that."""
     results = cluster.run(trained_and_sampled, f"megatron:{layout}", sized(name), engine, pipeline, "")
-    for differences, found in results:
+    for differences, sampled in results:
         assert max(differences) < 1e-5, differences
-        assert [one.policy_version for one in found[3]] == [3] * 10
-        assert [one.token_ids for one in found[0]] != [one.token_ids for one in found[3]]
+        assert [one.policy_version for one in sampled[3]] == [3] * 10
+        assert [one.token_ids for one in sampled[0]] != [one.token_ids for one in sampled[3]]
 
 
 @pytest.mark.parametrize("fault", ["a sync is skipped", "the prefix cache survives"])
@@ -192,17 +192,17 @@ def without_training(mesh, directory: Path, layout: str, calls: list[list[Reques
 
     engine = vllm_engine(mesh, directory, layout)
     other = TransformersEngine(directory, TOKENIZER, mesh.device, torch.float32, 64)
-    for each in (engine, other):
-        each.update_weights(iter(load_tensors(directory).items()), 0)
+    for sampler in (engine, other):
+        sampler.update_weights(iter(load_tensors(directory).items()), 0)
     return [(complete(engine, asked), complete(other, asked)) for asked in calls]
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_tied", "qwen3_moe", "glm4_moe", "mixtral", "qwen2", "deepseek_v3"])
 def test_greedy_tokens_equal_the_transformers_engine_s(cluster, sized, name):
     asked = requests(1, Sampling(max_tokens=24, temperature=0.0))
-    (((found, other),),) = cluster.run(without_training, "megatron:d1", sized(name), "d1", [asked])
-    assert [one.token_ids for one in found] == [one.token_ids for one in other]
-    for one, same in zip(found, other, strict=True):
+    (((completions, other),),) = cluster.run(without_training, "megatron:d1", sized(name), "d1", [asked])
+    assert [one.token_ids for one in completions] == [one.token_ids for one in other]
+    for one, same in zip(completions, other, strict=True):
         assert one.logprobs == pytest.approx(same.logprobs, abs=1e-5)
         assert one.finish_reason == same.finish_reason
 
@@ -213,8 +213,8 @@ def test_log_probs_are_those_of_the_distribution_that_was_drawn_from(cluster, si
     calls = [requests(3, replace(SAMPLING, **given)) for given in OPTIONS.values()]
     calls += [requests(8, ends), requests(8, replace(ends, ignore_eos=True))]
     (results,) = cluster.run(without_training, "megatron:d1", sized("qwen3"), "d1", calls)
-    for asked, (found, _) in zip(calls, results, strict=True):
-        for request, one in zip(asked, found, strict=True):
+    for asked, (completions, _) in zip(calls, results, strict=True):
+        for request, one in zip(asked, completions, strict=True):
             assert one.logprobs == pytest.approx(expected_logprobs(sized("qwen3"), request, one, 2), abs=5e-5)
             stops = {8, 9} if request.sampling.ignore_eos else {2, *request.sampling.stop_token_ids}
             assert (one.token_ids[-1] in stops) == (one.finish_reason == "stop")
@@ -247,17 +247,17 @@ def cached(mesh, directory: Path, prompt: list[int]) -> list[int]:
     """Tokens of the prompt that each request of a group found in the prefix cache."""
     engine = vllm_engine(mesh, directory, "d1")
     engine.update_weights(iter(load_tensors(directory).items()), 0)
-    inner, found = engine._llm.llm_engine, []
+    inner, numbers_cached = engine._llm.llm_engine, []
     step = inner.step
 
     def watched():
         outputs = step()
-        found.extend(output.num_cached_tokens for output in outputs)
+        numbers_cached.extend(output.num_cached_tokens for output in outputs)
         return outputs
 
     inner.step = watched
     complete(engine, requests(4, Sampling(max_tokens=2), [prompt]))
-    return sorted(found)
+    return sorted(numbers_cached)
 
 
 def test_the_prompt_of_a_group_is_computed_once(cluster, sized):
@@ -292,10 +292,10 @@ def fed(mesh, directory: Path, fault: str):
     try:
         engine.update_weights(iter(faulty.items()) if faulty else failing(given), 1)
     except Exception as error:
-        said = f"{type(error).__name__}: {error}"
+        message = f"{type(error).__name__}: {error}"
     extension.held_weights = held
     engine.update_weights(iter(given.items()), 2)
-    return said, [replace(one, policy_version=0) for one in complete(engine, requests(1, FREE))] == before
+    return message, [replace(one, policy_version=0) for one in complete(engine, requests(1, FREE))] == before
 
 
 def failing(given):
@@ -312,8 +312,8 @@ FAULTS = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_weights_that_differ_from_the_policy_are_refused_and_the_next_ones_are_exact(cluster, sized, fault):
-    ((said, exact),) = cluster.run(fed, "megatron:d1", sized("qwen3"), fault)
-    assert re.match(FAULTS[fault], said, re.DOTALL), said
+    ((message, exact),) = cluster.run(fed, "megatron:d1", sized("qwen3"), fault)
+    assert re.match(FAULTS[fault], message, re.DOTALL), message
     assert exact
 
 

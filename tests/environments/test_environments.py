@@ -332,11 +332,11 @@ def test_a_score_is_that_of_the_whole_trajectory_whatever_its_end(pool_of, code)
 
 
 def test_an_environment_without_state_says_so_and_plain_tools_have_none_to_keep(pool_of):
-    own, tools = pool_of(), pool_of(tools=["add"])
-    for pool in (own, tools):
+    stateless, tools = pool_of(), pool_of(tools=["add"])
+    for pool in (stateless, tools):
         pool.start()
-    place, _ = own.reset("x", 0).result()
-    assert own.state(place).result() is None and not own.is_replayable and not own.has_score
+    place, _ = stateless.reset("x", 0).result()
+    assert stateless.state(place).result() is None and not stateless.is_replayable and not stateless.has_score
     place, _ = tools.reset("x", 0).result()
     assert tools.state(place).result() == {} and tools.is_replayable
     assert tools.reset("x", 0, {}).result()[1] is None
@@ -658,8 +658,8 @@ def test_a_yaml_file_of_tools_for_verl_has_what_the_row_gives_each(pool_of, tmp_
     for truth in ("4", "5"):
         row = {"extra_info": {"tools_kwargs": {"check": {"create_kwargs": {"ground_truth": truth}}}}}
         texts[truth] = pool.reset(row, 0).result()[0]
-    found = [pool.call(place, [("check", {"answer": "4"})], 20).result()[0].text for place in texts.values()]
-    assert found == ["it is: True, 1", "it is: False, 1"]
+    answers = [pool.call(place, [("check", {"answer": "4"})], 20).result()[0].text for place in texts.values()]
+    assert answers == ["it is: True, 1", "it is: False, 1"]
 
 
 @pytest.mark.parametrize(

@@ -184,9 +184,9 @@ def user(text: str) -> list[dict[str, str]]:
 
 
 def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
 
 
 @pytest.fixture
@@ -241,9 +241,9 @@ def test_a_seed_gives_gymnasium_s_own_trajectory_in_any_company(pool_of):
         for place, seen in zip(places, states, strict=True):
             seen.append(say(pool, place, str(action))["state"])
     for seed, seen in zip(seeds, states, strict=True):
-        own = gymnasium.make("FrozenLake-v1")
-        own.reset(seed=seed)
-        assert seen == [str(own.step(action)[0]) for action in (1, 2, 2, 1)]
+        game = gymnasium.make("FrozenLake-v1")
+        game.reset(seed=seed)
+        assert seen == [str(game.step(action)[0]) for action in (1, 2, 2, 1)]
 
 
 def test_actions_of_other_spaces_are_json(pool_of):
@@ -350,11 +350,13 @@ def test_an_environment_of_skyrl_gym_gives_its_own_rewards(pool_of):
     pool = pool_of("skyrl_gym:gsm8k_multi_turn", max_turns=3)
     pool.start()
     task = {"prompt": "What is 2 + 2?", "ground_truth": "4", "data_source": "gsm8k", "extra_info": {}}
-    own = skyrl_gym.make("gsm8k_multi_turn", extras={"reward_spec": {"ground_truth": "4"}, "max_turns": 3, "extra_info": {}})
+    library_environment = skyrl_gym.make(
+        "gsm8k_multi_turn", extras={"reward_spec": {"ground_truth": "4"}, "max_turns": 3, "extra_info": {}}
+    )
     place, first = pool.reset(task, 0).result()
-    assert first == own.init(user("What is 2 + 2?"))[0] == user("What is 2 + 2?")
+    assert first == library_environment.init(user("What is 2 + 2?"))[0] == user("What is 2 + 2?")
     for text in ("I think so.", "#### 5", "#### 4"):
-        mine, theirs = say(pool, place, text), own.step(text)
+        mine, theirs = say(pool, place, text), library_environment.step(text)
         assert (mine["messages"], mine["reward"], mine["done"]) == (theirs["observations"], theirs["reward"], theirs["done"])
     assert mine["done"] and mine["reward"] == 1.0
 
@@ -472,18 +474,18 @@ def model_files(tmp_path_factory, models) -> tuple[str, str]:
 def test_what_is_trained_is_what_the_engine_read_and_sampled(cluster, model_files, served, counter, name):
     if name.startswith("openenv"):
         name = name.replace("$", str(served(LETTERS)))
-    kind, _, own = name.replace("$", str(counter)).rpartition(":")
+    kind, _, options = name.replace("$", str(counter)).rpartition(":")
     sampling = replace(conversations.SAMPLING, stop=tuple("abcdefgh0123456789"))
-    ((groups, seen, _),) = cluster.run(conversations.sample, "megatron:d1", (*model_files, kind), own, sampling, 2000)
-    seen, rows = {tuple(request.prompt_ids + found.token_ids): (request, found) for request, found in seen}, 0
+    ((groups, seen, _),) = cluster.run(conversations.sample, "megatron:d1", (*model_files, kind), options, sampling, 2000)
+    seen, rows = {tuple(request.prompt_ids + completion.token_ids): (request, completion) for request, completion in seen}, 0
     for group in groups:
         for one in group.samples:
             context, mask = group.context_of(one), [False] * len(one.token_ids)
             for turn in one.turns:
-                request, found = seen.pop(tuple(context + one.token_ids[: turn.end]))
+                request, completion = seen.pop(tuple(context + one.token_ids[: turn.end]))
                 assert request.prompt_ids == context + one.token_ids[: turn.begin]
-                assert found.token_ids == one.token_ids[turn.begin : turn.end]
-                assert found.logprobs == one.logprobs[turn.begin : turn.end]
+                assert completion.token_ids == one.token_ids[turn.begin : turn.end]
+                assert completion.logprobs == one.logprobs[turn.begin : turn.end]
                 mask[turn.begin : turn.end] = [True] * (turn.end - turn.begin)
             assert (one.loss_mask or [True] * len(one.token_ids)) == mask
             rows += len(one.turns)

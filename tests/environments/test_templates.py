@@ -24,8 +24,8 @@ pytestmark = pytest.mark.environments
 def templates() -> list[Path]:
     """The chat templates of the environment's trl, or of a directory that TRL_TEMPLATES names."""
     spec = find_spec("trl")
-    own = [str(Path(spec.origin).parent / "chat_templates")] if spec and spec.origin else []
-    place = os.environ.get("TRL_TEMPLATES", *own)
+    directories_of_trl = [str(Path(spec.origin).parent / "chat_templates")] if spec and spec.origin else []
+    place = os.environ.get("TRL_TEMPLATES", *directories_of_trl)
     return sorted(path for path in Path(place or ".").glob("*.jinja") if not path.stem.endswith("_training"))
 
 
@@ -99,16 +99,16 @@ PHASES = (Phase.explicit, Phase.generate)
 WORDS = st.text("abc 1.", min_size=1, max_size=8).map(str.strip).filter(bool)
 
 
-def said(one: Dialog, data: st.DataObject, has_tools: bool) -> tuple[dict, list[int], list, list[ToolCall]]:
+def answered_turn(one: Dialog, data: st.DataObject, has_tools: bool) -> tuple[dict, list[int], list, list[ToolCall]]:
     """(a turn, its tokens as the template writes it, with its end; what answers it; its calls)."""
     calls = [ToolCall("add", {"a": data.draw(st.integers(0, 99))})] if has_tools and data.draw(st.booleans()) else []
-    own = one.template.turn("" if calls else data.draw(WORDS), calls)
+    message = one.template.turn("" if calls else data.draw(WORDS), calls)
     question = [{"role": "user", "content": "Q"}]
-    before, whole = one.template.render(question, True), one.template.render([*question, own], False)
+    before, whole = one.template.render(question, True), one.template.render([*question, message], False)
     tokens = one.template.encode(whole[common_length(before, whole) :])
     end = next((place + 1 for place, token in enumerate(tokens) if token in one.template.ends), len(tokens))
     answer = {"role": "tool" if calls else "user", "content": data.draw(WORDS)}
-    return own, tokens[:end], [answer | ({"name": "add", "tool_call_id": "call00000"} if calls else {})], calls
+    return message, tokens[:end], [answer | ({"name": "add", "tool_call_id": "call00000"} if calls else {})], calls
 
 
 @pytest.mark.parametrize("stem", sorted({*WITH_TOOLS, *WITHOUT_TOOLS} - RENDERED))
@@ -120,11 +120,11 @@ def test_conversations_extend_to_the_template_s_rendering_or_check_says_where_no
     messages = [{"role": "user", "content": data.draw(WORDS)}]
     held, _ = one.begin(messages)
     for _ in range(data.draw(st.integers(1, 4))):
-        own, tokens, answers, calls = said(one, data, has_tools)
+        message, tokens, answers, calls = answered_turn(one, data, has_tools)
         follow = one.follow(answers, calls)
         held += tokens[: -1 if tokens[-1] in one.template.ends else None] + follow
         assert one.read(tokens).calls == calls
-        messages += [own, *answers]
+        messages += [message, *answers]
         rendered = one.template.encode(one.template.render(messages, True))
         assert held == rendered or stem not in KEPT
         held = held if stem in KEPT else rendered
@@ -139,7 +139,7 @@ def test_conversations_that_are_rendered_again_are_read_as_the_template_renders_
     messages = [{"role": "user", "content": data.draw(WORDS)}]
     held, _ = one.begin(messages)
     for _ in range(data.draw(st.integers(1, 4))):
-        _, tokens, answers, calls = said(one, data, has_tools)
+        _, tokens, answers, calls = answered_turn(one, data, has_tools)
         answer = one.read(tokens)
         assert answer.calls == calls
         held += tokens

@@ -54,7 +54,7 @@ class Classes:
         """The class after those that it inherits from."""
         node = self.classes[name]
         bases = [re.sub(r"\[.*", "", ast.unparse(base)).rpartition(".")[2] for base in node.bases]
-        return [each for base in reversed(bases) if base in self.classes for each in self._family(base)] + [node]
+        return [ancestor for base in reversed(bases) if base in self.classes for ancestor in self._family(base)] + [node]
 
     def _take(self, owner: str, node: ast.AnnAssign, tree: Tree, depth: int) -> None:
         assert isinstance(node.target, ast.Name)
@@ -116,7 +116,11 @@ class Classes:
         )
         if parts[-1] == "name":
             return member
-        for each in self.classes[owner].body if owner in self.classes else []:
-            if isinstance(each, ast.Assign) and isinstance(each.targets[0], ast.Name) and each.targets[0].id == member:
-                return self._value(each.value, 0)
+        for statement in self.classes[owner].body if owner in self.classes else []:
+            if (
+                isinstance(statement, ast.Assign)
+                and isinstance(statement.targets[0], ast.Name)
+                and statement.targets[0].id == member
+            ):
+                return self._value(statement.value, 0)
         raise UnreadableDefaultError(ast.unparse(node))

@@ -90,8 +90,8 @@ def _verl() -> list[Era]:
             continue
 
         def reader(place: str, directory: str = "", version: str = version) -> str | None:
-            own = archives.text("verl", version, f"{directory}/{place}") if directory else None
-            return own or archives.text("verl", version, f"verl/trainer/config/{place}")
+            text_of_release = archives.text("verl", version, f"{directory}/{place}") if directory else None
+            return text_of_release or archives.text("verl", version, f"verl/trainer/config/{place}")
 
         def of(
             trainer: str, name: str, keys: tuple[str, ...], directory: str = "", choices: Any = None, added: Any = None,
@@ -204,7 +204,7 @@ def every() -> list[Era]:
                      ("data.train_files", "data.val_files", "actor_rollout_ref.model.path")),
         *_of_classes("trinity", "trinity-rft", {"rft": "Config"}, ("trinity/common/config.py", "trinity/common/constants.py"),
                      (), {"rft": _TRINITY}, _TRINITY_RELEASES),
-        *_of_classes("areal", "areal", {each: f"{each.upper()}Config" for each in ("grpo", "ppo", "sft", "rw", "dpo")},
+        *_of_classes("areal", "areal", {name: f"{name.upper()}Config" for name in ("grpo", "ppo", "sft", "rw", "dpo")},
                      ("areal/api/cli_args.py", "areal/utils/constants.py"), ("experiment_name", "trial_name", "cluster.fileroot"),
                      {"dpo": _AREAL | {"beta": 0.1}, "rw": _AREAL, "sft": _AREAL} | dict.fromkeys(("grpo", "ppo"), _AREAL)),
         *_of_classes("skyrl", "skyrl", {"rl": "SkyRLTrainConfig", "sft": "SFTConfig"},

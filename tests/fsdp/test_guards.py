@@ -51,10 +51,10 @@ def shares(mesh, directory: Path, skips: bool):
         model._model.layers[0].mlp.forward = lambda hidden: hidden * 0
     kept, original = {}, step.finish_gradients
 
-    def keeping(tensors, own):
-        found = original(tensors, own)
-        kept.update({tensor.name: tensor.parameter.grad.full_tensor().clone() for tensor, _ in found})
-        return found
+    def keeping(tensors, mesh_of_step):
+        gradients = original(tensors, mesh_of_step)
+        kept.update({tensor.name: tensor.parameter.grad.full_tensor().clone() for tensor, _ in gradients})
+        return gradients
 
     step.finish_gradients = keeping
     one_update(model, mesh)

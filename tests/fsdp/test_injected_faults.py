@@ -88,11 +88,11 @@ def shard_counted_twice(mesh, *arguments):
 
     original = step.gradient_norm
 
-    def each_rank(gradients, own):
-        found = original(gradients, own)
+    def each_rank(gradients, mesh_of_step):
+        norm = original(gradients, mesh_of_step)
         twice = torch.stack([grad.square().sum() for tensor, grad in gradients if tensor.split.dim is None]).sum()
-        torch.distributed.all_reduce(twice, group=own.shard)
-        return float((found**2 + twice * (own.tp.size() - 1)) ** 0.5)
+        torch.distributed.all_reduce(twice, group=mesh_of_step.shard)
+        return float((norm**2 + twice * (mesh_of_step.tp.size() - 1)) ** 0.5)
 
     step.gradient_norm = each_rank
     return fsdp_step(mesh, *arguments)
@@ -104,11 +104,11 @@ def expert_gradient_divided_twice(mesh, *arguments):
 
     original = model.step.finish_gradients
 
-    def divided(tensors, own):
-        gradients = original(tensors, own)
+    def divided(tensors, mesh_of_step):
+        gradients = original(tensors, mesh_of_step)
         for tensor, grad in gradients:
             if tensor.split.by_expert:
-                grad /= own.experts.size()
+                grad /= mesh_of_step.experts.size()
         return gradients
 
     model.step.finish_gradients = divided
@@ -121,10 +121,10 @@ def experts_counted_twice(mesh, *arguments):
 
     original = step.gradient_norm
 
-    def again(gradients, own):
+    def again(gradients, mesh_of_step):
         twice = torch.stack([grad.square().sum() for tensor, grad in gradients if tensor.split.by_expert]).sum()
-        torch.distributed.all_reduce(twice, group=own.one_copy)
-        return float((original(gradients, own) ** 2 + twice * (own.experts.size() - 1)) ** 0.5)
+        torch.distributed.all_reduce(twice, group=mesh_of_step.one_copy)
+        return float((original(gradients, mesh_of_step) ** 2 + twice * (mesh_of_step.experts.size() - 1)) ** 0.5)
 
     step.gradient_norm = again
     return fsdp_step(mesh, *arguments)
@@ -196,5 +196,5 @@ def test_an_injected_fault_is_seen(cluster, models, fault, layout, name):
     if fault is tensor_missing:
         assert all(len(weights) < len(oracle[1]) for _, weights in results)
         return
-    found = difference(results, oracle)
-    assert any(value > 10 * bound for value, bound in zip(found, BOUNDS, strict=True)), found
+    differences = difference(results, oracle)
+    assert any(value > 10 * bound for value, bound in zip(differences, BOUNDS, strict=True)), differences

@@ -24,10 +24,10 @@ def held(mesh, directory: Path, policy: PolicyConfig):
     model = model_on(mesh, directory, policy)
     gradients, original = [], step.finish_gradients
 
-    def measured(tensors, own):
-        found = original(tensors, own)
-        gradients.append(sum(grad.nbytes for _, grad in found))
-        return found
+    def measured(tensors, mesh_of_step):
+        reduced = original(tensors, mesh_of_step)
+        gradients.append(sum(grad.nbytes for _, grad in reduced))
+        return reduced
 
     step.finish_gradients = measured
     model.train_step(whole_batch().select(shard_of_replica(mesh.ranks, range(len(LENGTHS)))), OBJECTIVE.loss)

@@ -74,9 +74,9 @@ def critic(mesh, directory: Path):
         from fivefold.megatron.model import MegatronModel
 
         model = MegatronModel(directory, policy_of("d2"), mesh, total_updates=4, value_head=True)
-    own = whole_batch().select(shard_of_replica(mesh.ranks, range(len(LENGTHS))))
-    values_T = model.forward(own)
-    reports = [model.train_step(own, weighted_values) for _ in range(3)]
+    shard = whole_batch().select(shard_of_replica(mesh.ranks, range(len(LENGTHS))))
+    values_T = model.forward(shard)
+    reports = [model.train_step(shard, weighted_values) for _ in range(3)]
     return values_T, reports, {name: tensor.clone() for name, tensor in model.weights()}
 
 
@@ -84,10 +84,10 @@ def test_a_critic_is_that_of_megatron_core(cluster, tmp_path):
     directory = make_classifier(tmp_path / "critic")
     values_T, reports, weights = cluster.run(critic, "megatron:d1", directory)[0]
     oracle = [(report.loss, report.grad_norm) for report in reports], weights, None
-    found = cluster.run(critic, "fsdp:d1c2", directory)
-    assert torch.allclose(found[0][0], values_T, atol=1e-6)
-    assert_equal([(own, state) for _, own, state in found], oracle)
-    assert_equal([(own, state) for _, own, state in cluster.run(critic, "fsdp:d2", directory)], oracle)
+    results = cluster.run(critic, "fsdp:d1c2", directory)
+    assert torch.allclose(results[0][0], values_T, atol=1e-6)
+    assert_equal([(reports, state) for _, reports, state in results], oracle)
+    assert_equal([(reports, state) for _, reports, state in cluster.run(critic, "fsdp:d2", directory)], oracle)
 
 
 @pytest.mark.parametrize(
@@ -114,9 +114,9 @@ def test_files_that_are_not_the_model_s_end_the_run_with_the_names(cluster, mode
 
 def two_samples(mesh, directory: Path):
     model = model_on(mesh, directory, policy_of("d4"))
-    own = whole_batch().select(shard_of_replica(mesh.ranks, [0, 1]))
-    reports = [model.train_step(own, OBJECTIVE.loss) for _ in range(2)]
-    model.forward(own)
+    shard = whole_batch().select(shard_of_replica(mesh.ranks, [0, 1]))
+    reports = [model.train_step(shard, OBJECTIVE.loss) for _ in range(2)]
+    model.forward(shard)
     return reports, {name: tensor.clone() for name, tensor in model.weights()}
 
 
@@ -132,9 +132,9 @@ def with_prompts(mesh, directory: Path, share: bool):
     """Log-probs, reports and weights of two updates on groups, and the tokens of a micro-batch pass."""
     model = model_on(mesh, directory, policy_of("d2", share_prefix=share))
     batch = samples_of()
-    own = batch.select([n for n in range(len(batch.lengths_N)) if (n // 4) % mesh.layout.dp == mesh.ranks.coords.dp])
-    logprobs_T = model.forward(own)
-    reports = [model.train_step(own, weighted) for _ in range(2)]
+    shard = batch.select([n for n in range(len(batch.lengths_N)) if (n // 4) % mesh.layout.dp == mesh.ranks.coords.dp])
+    logprobs_T = model.forward(shard)
+    reports = [model.train_step(shard, weighted) for _ in range(2)]
     return logprobs_T, reports, {name: tensor.clone() for name, tensor in model.weights()}
 
 
@@ -143,7 +143,7 @@ def test_a_prompt_that_is_computed_once_for_its_group_changes_no_number(cluster,
     """Linear attention computes a prompt's state again for each response, from the prompt's only hidden states."""
     shared, alone = (cluster.run(with_prompts, "fsdp:d2", models(name), share) for share in (True, False))
     oracle = [(report.loss, report.grad_norm) for report in alone[0][1]], alone[0][2], None
-    assert sum(own[1][0].tokens for own in shared) < sum(own[1][0].tokens for own in alone)
+    assert sum(result[1][0].tokens for result in shared) < sum(result[1][0].tokens for result in alone)
     assert_equal([(reports, weights) for _, reports, weights in shared], oracle)
     for ours, theirs in zip(shared, alone, strict=True):
         assert torch.allclose(ours[0], theirs[0], atol=3e-6)
@@ -191,10 +191,10 @@ def away_between(mesh, directory: Path, policy: PolicyConfig, base_T: torch.Tens
 
 @pytest.mark.parametrize(("name", "layout"), [("qwen3", "d2"), ("qwen3_moe", "d2t2e4"), ("qwen3_5", "c2")])
 def test_a_step_in_bfloat16_is_that_of_float32_up_to_rounding(cluster, models, name, layout):
-    found = difference(
+    differences = difference(
         run_step(cluster, f"fsdp:{layout}", models(name), policy_of(layout, dtype="bfloat16")), expected(models(name))
     )
-    assert 1e-5 < found[0] < 5e-2 and found[1] < 0.1 and found[2] < 5e-3
+    assert 1e-5 < differences[0] < 5e-2 and differences[1] < 0.1 and differences[2] < 5e-3
 
 
 @pytest.mark.parametrize(

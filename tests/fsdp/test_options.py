@@ -129,9 +129,9 @@ def small_scale(mesh, *arguments):
 @pytest.mark.parametrize(("name", "layout"), [("qwen3", "d2"), pytest.param("qwen3_moe", "d2", marks=pytest.mark.fsdp)])
 def test_a_step_in_float16_with_a_loss_scale_is_that_of_float32_up_to_rounding(cluster, models, name, layout):
     results = run_step(cluster, f"fsdp:{layout}", models(name), policy_of(layout, dtype="float16"), small_scale)
-    found = difference(results, expected(models(name)))
-    assert all(size <= bound for size, bound in zip(found, FLOAT16, strict=True)), found
-    assert found[0] > 1e-6, "it has computed in float32"
+    differences = difference(results, expected(models(name)))
+    assert all(size <= bound for size, bound in zip(differences, FLOAT16, strict=True)), differences
+    assert differences[0] > 1e-6, "it has computed in float32"
     for reports, _ in results:
         assert [report.loss_scale for report in reports] == [SCALE] * 2
 
@@ -148,19 +148,19 @@ def overflowing(mesh, directory: Path, policy: PolicyConfig, base_T: torch.Tenso
     model = FSDPModel(directory, policy, build_mesh(mesh.ranks, mesh.device), total_updates=64)
     before = {name: tensor.clone() for name, tensor in model.weights()}
     mine = whole_batch().select(shard_of_replica(mesh.ranks, range(len(LENGTHS))))
-    found = []
+    updates = []
     for _ in range(64):
         report = model.train_step(mine, OBJECTIVE.loss)
-        found.append((report.skipped, report.overflowed, report.loss_scale))
+        updates.append((report.skipped, report.overflowed, report.loss_scale))
         if not report.skipped:
             break
         assert all(bool((tensor == before[name]).all()) for name, tensor in model.weights())
-    return found, model.version
+    return updates, model.version
 
 
 def test_an_overflow_in_float16_is_skipped_and_halves_the_scale_until_it_fits(cluster, models):
     policy = policy_of("d2", dtype="float16")
-    for found, version in run_step(cluster, "fsdp:d2", models("qwen3"), policy, overflowing):
-        assert found[0] == (True, True, 2.0**40) and not found[-1][0] and len(found) > 4
-        assert all(skipped and overflowed for skipped, overflowed, _ in found[:-1])
-        assert found[-1][2] < 2.0**34 and version == 1
+    for updates, version in run_step(cluster, "fsdp:d2", models("qwen3"), policy, overflowing):
+        assert updates[0] == (True, True, 2.0**40) and not updates[-1][0] and len(updates) > 4
+        assert all(skipped and overflowed for skipped, overflowed, _ in updates[:-1])
+        assert updates[-1][2] < 2.0**34 and version == 1

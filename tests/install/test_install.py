@@ -46,8 +46,12 @@ def shell(checkout) -> Shell:
     # A variable of uv may name another environment to install into.
     kept = {name: value for name, value in os.environ.items() if name not in others and not name.startswith("UV_")}
     path = f"{checkout}/.venv/bin{os.pathsep}{os.environ['PATH']}"
-    own = {"PIP_CONSTRAINT": str(pins), "UV_CONSTRAINT": str(pins), "UV_FIND_LINKS": os.environ.get("PIP_FIND_LINKS", "")}
-    environment = {**kept, **own, "PATH": path, "VIRTUAL_ENV": f"{checkout}/.venv"}
+    variables = {
+        "PIP_CONSTRAINT": str(pins),
+        "UV_CONSTRAINT": str(pins),
+        "UV_FIND_LINKS": os.environ.get("PIP_FIND_LINKS", ""),
+    }
+    environment = {**kept, **variables, "PATH": path, "VIRTUAL_ENV": f"{checkout}/.venv"}
 
     def run(line: str, code: int = 0) -> str:
         done = subprocess.run(
@@ -70,8 +74,8 @@ def works(shell: Shell) -> bool:
 
 def test_pip_installs_the_checkout_with_the_extra_that_trinity_names(shell):
     shell(f"{sys.executable} -m venv .venv")
-    said = shell(r"pip install -e .\[megatron\]")
-    assert works(shell) and "does not provide the extra" not in said
+    output = shell(r"pip install -e .\[megatron\]")
+    assert works(shell) and "does not provide the extra" not in output
     assert not [line for line in shell("pip list --format=freeze").splitlines() if CUDA.match(line.partition("==")[0])]
     # Nothing is compiled: its flash-attn and Apex are not needed.
     assert not re.search("flash-attn|apex", shell("pip list"))
@@ -79,8 +83,8 @@ def test_pip_installs_the_checkout_with_the_extra_that_trinity_names(shell):
 
 def test_uv_pip_installs_the_package_with_the_extra_that_trinity_names(shell):
     shell(f"uv venv --python {sys.executable} .venv")
-    said = shell("uv pip install '.[megatron]'")
-    assert works(shell) and "does not have an extra" not in said
+    output = shell("uv pip install '.[megatron]'")
+    assert works(shell) and "does not have an extra" not in output
 
 
 def test_uv_sync_installs_the_groups_that_skyrl_names(shell, checkout):
@@ -97,5 +101,5 @@ def test_uv_sync_installs_the_groups_that_skyrl_names(shell, checkout):
 
 
 def test_a_python_that_is_too_old_is_refused_by_the_version_that_it_needs(shell):
-    said = shell("uv pip compile --python-version 3.10 pyproject.toml", 1)
-    assert re.search(r"Python.*3\.10.*Python\s*>=\s*3\.11", said, re.S), said
+    output = shell("uv pip compile --python-version 3.10 pyproject.toml", 1)
+    assert re.search(r"Python.*3\.10.*Python\s*>=\s*3\.11", output, re.S), output

@@ -88,12 +88,12 @@ def test_a_run_resumes_on_another_layout_with_the_same_metrics(root, whole):
 def test_another_rank_is_refused_on_resume_and_cannot_be_accepted(whole):
     refused = run("whole", "policy.lora.rank=2", "trainer.steps=5")
     assert refused.returncode == 2 and "policy.lora.rank: 4 -> 2" in refused.stderr
-    for accepted, said in (
+    for accepted, sentence in (
         ("policy.lora", "policy.lora.rank: 4 -> 2"),
         ("policy.lora.rank", "a checkpoint holds adapters of"),
     ):
         again = run("whole", "policy.lora.rank=2", "trainer.steps=5", f"trainer.accept_changes=[{accepted}]")
-        assert again.returncode == 2 and said in again.stderr, again.stderr
+        assert again.returncode == 2 and sentence in again.stderr, again.stderr
 
 
 @pytest.mark.slow

@@ -53,9 +53,9 @@ def without(rows, *starts: str):
 
 
 def test_nothing_ahead_is_the_synchronous_run(root, base):
-    found, _ = train(root, "none", "rollout.max_staleness=0")
-    assert {row["async/staleness_max"] for row in found[1:]} == {0.0}
-    assert_same(without(found, "async/"), base)
+    rows, _ = train(root, "none", "rollout.max_staleness=0")
+    assert {row["async/staleness_max"] for row in rows[1:]} == {0.0}
+    assert_same(without(rows, "async/"), base)
 
 
 def test_what_is_sampled_ahead_is_as_old_as_it_may_be_and_no_older(ahead):
@@ -67,17 +67,17 @@ def test_what_is_sampled_ahead_is_as_old_as_it_may_be_and_no_older(ahead):
 
 def test_half_a_step_ahead_has_samples_of_two_ages(root):
     """Of four groups a step two are given out ahead: half of a step's samples are of the weights before."""
-    found = train(root, "half", "rollout.max_staleness=0.5", "trainer.steps=4", "trainer.eval_every=0")[0][1:]
-    assert [row["async/staleness_mean"] for row in found] == [0, 0.5, 0.5, 0.5]
-    assert [row["async/unused_groups"] for row in found] == [2, 2, 2, 0]
+    rows = train(root, "half", "rollout.max_staleness=0.5", "trainer.steps=4", "trainer.eval_every=0")[0][1:]
+    assert [row["async/staleness_mean"] for row in rows] == [0, 0.5, 0.5, 0.5]
+    assert [row["async/unused_groups"] for row in rows] == [2, 2, 2, 0]
 
 
 @pytest.mark.parametrize("layout", ["d1", "d2"])
 def test_a_run_killed_while_groups_wait_continues_with_them(root, ahead, layout):
     """Groups that were complete are those of older weights: sampled again they would be others."""
     kill_run(root, f"killed-{layout}", 3, "rollout.max_staleness=2")
-    found, _ = train(root, f"killed-{layout}", "rollout.max_staleness=2", f"policy.backend=megatron:{layout}")
-    assert_same(without(found, *WHEN), without(ahead, *WHEN))
+    rows, _ = train(root, f"killed-{layout}", "rollout.max_staleness=2", f"policy.backend=megatron:{layout}")
+    assert_same(without(rows, *WHEN), without(ahead, *WHEN))
     assert (root / f"runs/killed-{layout}/checkpoints/step-000003/rollouts/groups-00000.safetensors").is_file()
 
 
@@ -186,5 +186,5 @@ def test_groups_without_reward_variance_fill_up_what_is_missing(root):
     given = ["algorithm.name=dapo", "rollout.max_staleness=1", f"reward.functions={{'{root}/never.py:never': 1.0}}",
              "trainer.steps=2", "algorithm.kl.coef=0", "algorithm.overlong_buffer=0", "algorithm.sampling_rounds=2"]  # fmt: skip
     for row in train(root, "filled", *given)[0][1:]:
-        found = [row[f"dynamic_sampling/{name}"] for name in ("prompts", "kept_fraction", "zero_variance_used")]
-        assert found == [8, 0, 4]
+        numbers = [row[f"dynamic_sampling/{name}"] for name in ("prompts", "kept_fraction", "zero_variance_used")]
+        assert numbers == [8, 0, 4]

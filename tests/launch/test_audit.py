@@ -58,8 +58,10 @@ class Audit:
         groups = np.array([row["group"] for row in self.rows])
         advantages = np.zeros(len(rewards))
         for group in set(groups):
-            own = rewards[groups == group]
-            advantages[groups == group] = (own - own.mean()) / (own.std(ddof=1) + 1e-6)
+            rewards_of_group = rewards[groups == group]
+            advantages[groups == group] = (rewards_of_group - rewards_of_group.mean()) / (
+                rewards_of_group.std(ddof=1) + 1e-6
+            )
         return np.concatenate([np.full(row["response_tokens"], a) for row, a in zip(self.rows, advantages, strict=True)])
 
     def gae(self, gamma: float, lam: float, kl: float) -> tuple[np.ndarray, np.ndarray]:
@@ -69,12 +71,12 @@ class Audit:
             rewards = -kl * (self.column(row, "old_logprobs") - self.column(row, "ref_logprobs"))
             rewards[-1] += row["reward"]
             values = self.column(row, "values")[:-1]
-            found, after, rest = np.zeros(len(rewards)), 0.0, 0.0
+            advantages_of_row, after, rest = np.zeros(len(rewards)), 0.0, 0.0
             for place in reversed(range(len(rewards))):
                 rest = rewards[place] + gamma * after - values[place] + gamma * lam * rest
-                found[place], after = rest, values[place]
-            advantages.append(found)
-            returns.append(found + values)
+                advantages_of_row[place], after = rest, values[place]
+            advantages.append(advantages_of_row)
+            returns.append(advantages_of_row + values)
         joined = np.concatenate(advantages)
         return (joined - joined.mean()) / math.sqrt(joined.var(ddof=1) + 1e-8), np.concatenate(returns)
 
@@ -129,8 +131,8 @@ def run(root: Path, method: str, layout: str) -> tuple[list[dict[str, Any]], lis
     """(rows of samples.jsonl, rows of metrics.jsonl)."""
     run_dir = root / "runs" / f"{method}-{layout}"
     if not run_dir.exists():
-        own = [f"trainer.run_dir={run_dir}", f"policy.backend=megatron:{layout}"]
-        done = fivefold("train", root / "run.yaml", *own, *METHODS[method])
+        overrides = [f"trainer.run_dir={run_dir}", f"policy.backend=megatron:{layout}"]
+        done = fivefold("train", root / "run.yaml", *overrides, *METHODS[method])
         assert done.returncode == 0, done.stdout + done.stderr
     return tuple(
         [json.loads(line) for line in (run_dir / name).read_text().splitlines()]
@@ -145,9 +147,9 @@ def test_another_program_finds_the_advantages_and_the_loss_from_the_samples(root
     losses = {row["step"]: row["policy/loss"] for row in metrics}
     assert [row["step"] for row in rows] == sorted(row["step"] for row in rows)
     for step in (1, 2, 3):
-        own = [row for row in rows if row["step"] == step]
-        assert len(own) == (16 if method is ppo else 32)
-        audit = Audit(own)
+        rows_of_step = [row for row in rows if row["step"] == step]
+        assert len(rows_of_step) == (16 if method is ppo else 32)
+        audit = Audit(rows_of_step)
         expected, loss = method(audit)
         for name, numbers in expected.items():
             assert audit.tokens(name) == pytest.approx(numbers, rel=2e-5, abs=2e-6), (step, name)
@@ -184,6 +186,6 @@ def test_an_audit_changes_no_number_of_the_run(root):
             {key: row[key] for key in row if key.startswith(("policy/", "reward/", "rollout/", "response/"))} for row in rows
         ]
 
-    found = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    assert learned(found) == learned(run(root, "grpo", "d1")[1])
+    rows_of_run = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert learned(rows_of_run) == learned(run(root, "grpo", "d1")[1])
     assert len((run_dir / "samples.jsonl").read_text().splitlines()) == 6

@@ -354,22 +354,22 @@ sys.exit(spawn(["hungry"], 2, Path(sys.argv[2]), LaunchConfig(threads=1)))
 @contextlib.contextmanager
 def limited_cgroup(limit: int) -> Iterator[Path]:
     """A cgroup within this process's with so many bytes of memory; skips the test where none can be made."""
-    found = None
+    limit_file = None
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers == "memory":
-            found = (Path("/sys/fs/cgroup/memory") / path.strip("/"), "memory.limit_in_bytes")
-        elif not controllers and found is None:
-            found = (Path("/sys/fs/cgroup") / path.strip("/"), "memory.max")
-    assert found is not None
-    group = found[0] / f"fivefold-test-{os.getpid()}"
+            limit_file = (Path("/sys/fs/cgroup/memory") / path.strip("/"), "memory.limit_in_bytes")
+        elif not controllers and limit_file is None:
+            limit_file = (Path("/sys/fs/cgroup") / path.strip("/"), "memory.max")
+    assert limit_file is not None
+    group = limit_file[0] / f"fivefold-test-{os.getpid()}"
     try:
         group.mkdir()
     except OSError as error:
         pytest.skip(f"no cgroup of our own: {error}")
     try:
         try:
-            (group / found[1]).write_text(str(limit))
+            (group / limit_file[1]).write_text(str(limit))
         except OSError as error:
             pytest.skip(f"no limit of memory on a cgroup of our own: {error}")
         yield group

@@ -37,8 +37,8 @@ def test_a_task_of_srun_knows_who_it_is():
     environment = dict(SRUN)
     assert launched_externally(environment)
     complete(environment)
-    found = {name: environment[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR")}
-    assert found == {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "gpu03"}
+    variables = {name: environment[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR")}
+    assert variables == {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "gpu03"}
     assert environment["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
     other = {**SRUN, "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
     complete(other)
@@ -119,7 +119,7 @@ def test_each_of_two_nodes_has_its_own_cache_and_detects_the_other_s_death(root,
         add_commit(tmp_path / f"hub-{node}", root / "model", "1" * 40, 1.0)
         environments[node]["HF_HUB_CACHE"] = str(tmp_path / f"hub-{node}")
     more = ["model.path=someone/tiny", "trainer.run_dir=runs/nodes", "trainer.steps=100000", "trainer.save_every=0"]
-    first, second = (start(each, *more, hook=with_a_hub_of_files) for each in environments)
+    first, second = (start(environment, *more, hook=with_a_hub_of_files) for environment in environments)
     rows = root / "runs/nodes/metrics.jsonl"
     wait_for(lambda: rows.is_file() and '"step": 2,' in rows.read_text(), first)
     os.killpg(second.pid, signal.SIGKILL)

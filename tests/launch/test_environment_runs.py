@@ -143,8 +143,8 @@ def of_content(rows: list[dict[str, float]]) -> list[dict[str, float]]:
 def test_trajectories_ahead_are_as_old_as_they_may_be_and_those_of_the_step_without(guessing):
     alone = run(guessing, "alone-too", EXAMPLES / "guessing/grpo.yaml", *paths(guessing), *SHORT)
     none = run(guessing, "none", EXAMPLES / "guessing/grpo.yaml", *paths(guessing), *SHORT, "rollout.max_staleness=0")
-    own = [{name: value for name, value in row.items() if not name.startswith("async/")} for row in of_content(none)]
-    assert_same(own, of_content(alone))
+    rows = [{name: value for name, value in row.items() if not name.startswith("async/")} for row in of_content(none)]
+    assert_same(rows, of_content(alone))
     ahead = run(guessing, "ahead", EXAMPLES / "guessing/grpo.yaml", *paths(guessing), *SHORT, *AHEAD)
     assert [row["async/staleness_max"] for row in ahead if "async/staleness_max" in row] == [0.0, 1.0, 1.0, 1.0]
     assert all(row["turns/mean"] > 1 for row in ahead if "turns/mean" in row)
@@ -250,7 +250,7 @@ def test_a_killed_environment_process_costs_the_trajectories_of_it_alone(guessin
 
 def workers_of(pid: int) -> list[int]:
     """Processes of a run in which environments are."""
-    return [each for each in children_of(pid) if any("environments/worker.py" in word for word in words_of(each))]
+    return [child for child in children_of(pid) if any("environments/worker.py" in word for word in words_of(child))]
 
 
 def words_of(pid: int) -> list[str]:
@@ -264,9 +264,9 @@ def scored(run_dir: Path) -> list[tuple]:
     """Step, prompt, tokens and reward of each trajectory that has a reward, each once."""
     rows = [json.loads(line) for line in (run_dir / "samples.jsonl").read_text().splitlines()]
     trained = [row for row in rows if row["kind"] == "train" and row["reward"] is not None]
-    found = [(row["step"], row["prompt_id"], row["sample"], row["response"], row["reward"]) for row in trained]
-    assert len({row[:3] for row in found}) == len(found)
-    return found
+    samples = [(row["step"], row["prompt_id"], row["sample"], row["response"], row["reward"]) for row in trained]
+    assert len({row[:3] for row in samples}) == len(samples)
+    return samples
 
 
 @pytest.mark.vllm
@@ -329,7 +329,7 @@ def test_an_agent_with_openai_s_client_samples_from_a_server_of_vllm_what_is_tra
 
 
 def servers_of(pid: int) -> list[int]:
-    return [each for each in children_of(pid) if "fivefold.engines.vllm.serve" in words_of(each)]
+    return [child for child in children_of(pid) if "fivefold.engines.vllm.serve" in words_of(child)]
 
 
 def test_a_run_that_fails_in_its_environment_ends_with_the_reason(guessing):

@@ -36,10 +36,10 @@ def saved(root: Path, name: str) -> list[str]:
 
 
 def test_a_run_evaluates_and_saves_after_each_epoch_even_if_it_was_killed(root):
-    whole, said = train(root, "whole")
+    whole, output = train(root, "whole")
     assert [row["step"] for row in whole] == [1, 2, 3, 4] and evaluated(whole) == [2, 4]
     assert saved(root, "whole") == ["step-000002", "step-000004"]
-    assert "saves    every epoch, " in said
+    assert "saves    every epoch, " in output
     kill_run(root, "killed", 2)
     again, _ = train(root, "killed")
     assert evaluated(again) == [2, 4] and saved(root, "killed") == ["step-000002", "step-000004"]
@@ -49,8 +49,13 @@ def test_a_run_evaluates_and_saves_after_each_epoch_even_if_it_was_killed(root):
 def test_a_run_that_never_evaluates_does_not_at_its_end_either(root):
     rows, _ = train(root, "never", "trainer.eval_every=never", "trainer.steps=2", "trainer.eval_before_train=true")
     assert evaluated(rows) == [0]
-    found, said = train(root, "not-at-all", "trainer.eval_every=never", "trainer.steps=1", "trainer.ends_with_data=true")
-    assert evaluated(found) == [] and "data.val has no effect: the run evaluates neither before nor after a step" in said
+    rows_of_run, output = train(
+        root, "not-at-all", "trainer.eval_every=never", "trainer.steps=1", "trainer.ends_with_data=true"
+    )
+    assert (
+        evaluated(rows_of_run) == []
+        and "data.val has no effect: the run evaluates neither before nor after a step" in output
+    )
     with pytest.raises(ConfigError, match=r"trainer.stop_at looks at evaluations: set trainer.eval_every and data.val"):
         RunConfig.of(
             model={"path": "m"}, data={"train": ["a.jsonl"], "val": ["b.jsonl"]},

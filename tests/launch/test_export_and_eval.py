@@ -46,14 +46,14 @@ def export(root: Path, out: str, *options: str):
 
 
 def test_a_run_is_exported_from_its_latest_checkpoint_in_the_model_s_own_type(root):
-    own, config, said = export(root, "own")
-    assert f"{root}/runs/base/checkpoints/step-000002 is the latest checkpoint of {root}/runs/base" in said
-    assert "in 1 file, bfloat16 (trained in float32)" in said
-    assert {tensor.dtype for tensor in own.values()} == {torch.bfloat16} and config["dtype"] == "bfloat16"
-    whole, config, said = export(root, "whole", "--dtype", "float32")
+    exported, config, output = export(root, "own")
+    assert f"{root}/runs/base/checkpoints/step-000002 is the latest checkpoint of {root}/runs/base" in output
+    assert "in 1 file, bfloat16 (trained in float32)" in output
+    assert {tensor.dtype for tensor in exported.values()} == {torch.bfloat16} and config["dtype"] == "bfloat16"
+    whole, config, output = export(root, "whole", "--dtype", "float32")
     assert {tensor.dtype for tensor in whole.values()} == {torch.float32} and config["dtype"] == "float32"
     # What is written is what was trained, rounded once.
-    assert all(torch.equal(tensor.bfloat16(), own[name]) for name, tensor in whole.items())
+    assert all(torch.equal(tensor.bfloat16(), exported[name]) for name, tensor in whole.items())
     first = fivefold("export", root / "runs/base/checkpoints/step-000001", root / "first", "--dtype", "float32")
     assert first.returncode == 0, first.stderr
     assert not torch.equal(load_file(root / "first/model.safetensors")["model.norm.weight"], whole["model.norm.weight"])
@@ -83,15 +83,15 @@ def test_a_run_without_a_checkpoint_is_told_when_it_writes_one(tmp_path):
 def test_eval_of_a_run_prints_only_json_and_says_which_checkpoint(root, tmp_path):
     done = fivefold("eval", root / "runs/base", "eval.max_prompts=4")
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert found["checkpoint"] == f"{root}/runs/base/checkpoints/step-000002" and "val/arithmetic/accuracy" in found
+    numbers = json.loads(done.stdout)
+    assert numbers["checkpoint"] == f"{root}/runs/base/checkpoints/step-000002" and "val/arithmetic/accuracy" in numbers
     assert f"step-000002 is the latest checkpoint of {root}/runs/base" in done.stderr
     # No summary of a training, which does not happen.
     assert not any(word in done.stdout + done.stderr for word in ("layout   ", "batch    ", "on the fullest rank"))
     moved = tmp_path / "moved"
     shutil.copytree(root / "runs/base", moved)
     again = fivefold("eval", moved, "eval.max_prompts=4")
-    assert json.loads(again.stdout) == {**found, "checkpoint": f"{moved}/checkpoints/step-000002"}, again.stderr
+    assert json.loads(again.stdout) == {**numbers, "checkpoint": f"{moved}/checkpoints/step-000002"}, again.stderr
     assert not (moved / "logs").is_dir() or sorted(path.name for path in moved.iterdir()) == sorted(
         path.name for path in (root / "runs/base").iterdir()
     )
@@ -135,7 +135,7 @@ def test_what_the_hub_refuses_is_one_sentence_and_the_export_stays(root):
 
 
 @pytest.mark.parametrize(
-    ("options", "environment", "said"),
+    ("options", "environment", "sentence"),
     [
         (["tiny"], {}, "--push must be OWNER/NAME: got 'tiny'"),
         (["a/b/c"], {}, "--push must be OWNER/NAME: got 'a/b/c'"),
@@ -144,7 +144,7 @@ def test_what_the_hub_refuses_is_one_sentence_and_the_export_stays(root):
         (["a/b", "--to", "megatron"], {}, "--push is for forms that the hub's users load: huggingface or adapter"),
     ],
 )
-def test_a_push_that_cannot_be_is_refused_before_anything_is_written(root, options, environment, said):
+def test_a_push_that_cannot_be_is_refused_before_anything_is_written(root, options, environment, sentence):
     done = push(root, "http://127.0.0.1:9", "nothing", *options, **environment)
-    assert done.returncode == 2 and said in done.stderr, done.stderr
+    assert done.returncode == 2 and sentence in done.stderr, done.stderr
     assert not (root / "nothing").exists() and os.environ.get("HF_TOKEN") != "hf_test"

@@ -51,9 +51,9 @@ def test_a_family_without_a_file_here_trains_and_samples(root, tmp_path):
     for file in tokenizer.glob("*token*"):
         shutil.copy(file, directory / file.name)
     overrides = [f"model.path={directory}", "policy.backend=fsdp:d2", "algorithm={name: grpo, group_size: 2}"]
-    rows, said = train(root, "gemma2", *overrides, "trainer.steps=2", "trainer.save_every=0")
+    rows, output = train(root, "gemma2", *overrides, "trainer.steps=2", "trainer.save_every=0")
     assert len(rows) == 2 and all(row["policy/grad_norm"] > 0 for row in rows)
-    assert "gemma2, " in said
+    assert "gemma2, " in output
 
 
 def test_a_killed_run_resumes_on_another_fsdp_layout_with_the_same_numbers(root, base):

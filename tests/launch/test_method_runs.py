@@ -77,9 +77,9 @@ def test_a_ppo_run_has_the_same_metrics_on_other_layouts(root, base, layouts):
 @pytest.fixture(scope="module")
 def resumed(root):
     kill_run(root, "resumed", 2, "trainer.save_every=2", *on_layouts("p2", "d2", "t2"))
-    found, told = train(root, "resumed", *on_layouts("t2", "p2", "d2"))
+    rows, told = train(root, "resumed", *on_layouts("t2", "p2", "d2"))
     assert "resumed" in told and "step-000002" in told
-    return found
+    return rows
 
 
 def test_a_killed_ppo_run_resumes_exactly_on_other_layouts(base, resumed):
@@ -108,9 +108,9 @@ def test_an_exported_critic_is_a_sequence_classifier(root, base):
     model = transformers.AutoModelForSequenceClassification.from_pretrained(root / "critic-hf")
     assert torch.equal(model.score.weight, tensors["score.weight"]) and model.score.weight.abs().max() > 0
     # It is a model to start from like any other: its head is read, so values are not 0 at first.
-    found, _ = train(root, "from-critic", f"critic.path={root}/critic-hf", "trainer.steps=1", "critic.warmup_steps=0")
+    rows, _ = train(root, "from-critic", f"critic.path={root}/critic-hf", "trainer.steps=1", "critic.warmup_steps=0")
     fresh, _ = train(root, "from-fresh", "trainer.steps=1", "critic.warmup_steps=0", "algorithm.updates_per_step=1")
-    assert found[0]["critic/value_mean"] != 0 and fresh[0]["critic/value_mean"] == 0
+    assert rows[0]["critic/value_mean"] != 0 and fresh[0]["critic/value_mean"] == 0
     done = fivefold("export", root / "runs/base/checkpoints/step-000002", root / "nothing", "--model", "policies")
     assert done.returncode == 2
 
@@ -125,13 +125,13 @@ def llama(root) -> Path:
 
 
 def test_a_critic_of_another_family_and_size_trains_next_to_the_policy(root, llama):
-    found, _ = train(
+    rows, _ = train(
         root, "llama", f"critic.path={llama}", "policy.backend=megatron:t2", "trainer.steps=2", "critic.optimizer.warmup_steps=8"
     )  # fmt: skip
-    assert found[-1]["critic/grad_norm"] > 0
+    assert rows[-1]["critic/grad_norm"] > 0
     # Its own schedule: two updates a step, of eight that lead up to its rate; the policy's is constant.
-    assert [row["critic/lr"] for row in found] == pytest.approx([2.0e-3 * 2 / 8, 2.0e-3 * 4 / 8])
-    assert found[-1]["policy/lr"] == pytest.approx(1.0e-3)
+    assert [row["critic/lr"] for row in rows] == pytest.approx([2.0e-3 * 2 / 8, 2.0e-3 * 4 / 8])
+    assert rows[-1]["policy/lr"] == pytest.approx(1.0e-3)
     done = fivefold("export", root / "runs/llama/checkpoints/step-000002", root / "llama-out", "--model", "critic")
     assert done.returncode == 0, done.stderr
     assert json.loads((root / "llama-out/config.json").read_text())["model_type"] == "llama"
@@ -159,8 +159,8 @@ def judge(root) -> Path:
     return make_judge(root)
 
 
-@pytest.mark.parametrize(("layout", "own"), [("d2", "t2"), ("p2", "d2")])
-def test_a_reward_model_s_score_is_transformers(root, judge, layout, own):
+@pytest.mark.parametrize(("layout", "judge_layout"), [("d2", "t2"), ("p2", "d2")])
+def test_a_reward_model_s_score_is_transformers(root, judge, layout, judge_layout):
     """The score of each sample in samples.jsonl, by transformers' own classifier too. Its pad token ends some of the texts."""
     import transformers
 
@@ -168,9 +168,9 @@ def test_a_reward_model_s_score_is_transformers(root, judge, layout, own):
     (pad,) = words.encode("7", add_special_tokens=False)
     config = json.loads((judge / "config.json").read_text())
     (judge / "config.json").write_text(json.dumps(config | {"pad_token_id": pad}))
-    found, _ = train(
+    scored, _ = train(
         root, name, "algorithm={name: grpo, group_size: 2}", f"reward.model={{path: {judge}, weight: 0.5}}", "trainer.steps=1",
-        f"policy.backend=megatron:{layout}", f"reward.model.backend=megatron:{own}", "trainer.logged_samples_per_step=8",
+        f"policy.backend=megatron:{layout}", f"reward.model.backend=megatron:{judge_layout}", "trainer.logged_samples_per_step=8",
         f"engine.sampling.logit_bias={{{pad}: 2.5}}",
     )  # fmt: skip
     model = transformers.AutoModelForSequenceClassification.from_pretrained(judge).eval()
@@ -183,7 +183,7 @@ def test_a_reward_model_s_score_is_transformers(root, judge, layout, own):
         assert row["reward_parts"]["model"] == pytest.approx(score, abs=2e-6)
         rule = next(value for key, value in row["reward_parts"].items() if key.endswith("digits"))
         assert row["reward"] == pytest.approx(rule + 0.5 * score, abs=2e-6)
-    assert found[0]["reward/model"] != 0
+    assert scored[0]["reward/model"] != 0
     assert len({row["response"].endswith("7") for row in rows}) == 2
 
 
@@ -229,19 +229,19 @@ def test_dpo_starts_at_log_2_and_learns_the_pairs(dpo):
 
 def test_dpo_against_a_reference_of_its_own(root, llama):
     """Policy and reference are not one at first, so the loss is not log 2."""
-    found, _ = train(root, "dpo-llama", *dpo_options(root), f"reference.path={llama}", "trainer.steps=1")
-    assert abs(found[0]["val/loss"] - 0.693147) > 1e-4 and abs(found[0]["val/margin"]) > 1e-3
+    rows, _ = train(root, "dpo-llama", *dpo_options(root), f"reference.path={llama}", "trainer.steps=1")
+    assert abs(rows[0]["val/loss"] - 0.693147) > 1e-4 and abs(rows[0]["val/margin"]) > 1e-3
 
 
 @pytest.mark.parametrize("layout", ["d2", "c2"])
 def test_a_dpo_run_has_the_same_metrics_on_other_layouts(root, dpo, layout):
-    found, _ = train(root, f"dpo-{layout}", *dpo_options(root), f"policy.backend=megatron:{layout}")
+    rows, _ = train(root, f"dpo-{layout}", *dpo_options(root), f"policy.backend=megatron:{layout}")
 
     def comparable(rows):
         """At first policy and reference are one: the sign of a margin of 0 is rounding."""
         return [{k: v for k, v in row.items() if row["step"] > 1 or not k.endswith("/accuracy")} for row in rows]
 
-    assert_same(comparable(found), comparable(dpo))
+    assert_same(comparable(rows), comparable(dpo))
 
 
 def test_sft_learns_the_assistant_s_turns_of_conversations(root):
@@ -254,15 +254,15 @@ def test_sft_learns_the_assistant_s_turns_of_conversations(root):
     ]  # fmt: skip
     path = root / "talks.jsonl"
     path.write_text("\n".join(map(json.dumps, rows)))
-    found, _ = train(
+    learned, _ = train(
         root, "talks", "algorithm={name: sft}", f"data.train={path}", f"data.val={path}", "trainer.eval_every=4",
         "trainer.steps=12", "data.prompts_per_step=12", "policy.backend=megatron:d2", "policy.optimizer.lr=1e-2", "reward={}",
     )  # fmt: skip
-    assert found[0]["val/loss"] > 2 > found[-1]["val/loss"]
+    assert learned[0]["val/loss"] > 2 > learned[-1]["val/loss"]
     # No reward is known for these rows, so nothing is sampled.
-    assert not any("accuracy" in name for name in found[0])
+    assert not any("accuracy" in name for name in learned[0])
     # Two tokens and an end, twice, at most; the user's turns between them carry no loss.
-    assert found[0]["step"] == 0 and found[1]["response/length_max"] <= 6
+    assert learned[0]["step"] == 0 and learned[1]["response/length_max"] <= 6
 
 
 # --- other methods ---------------------------------------------------------------------------------------------------

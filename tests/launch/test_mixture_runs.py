@@ -85,13 +85,13 @@ def test_every_step_has_the_prompts_and_rewards_of_each_domain(base):
 
 def test_a_resumed_run_of_domains_continues_as_if_never_stopped_on_other_ranks(root, base):
     (expected, drawn), at = base, f"trainer.resume={root}/runs/base/checkpoints/step-000002"
-    found, again = train(root, "resumed", at, "policy.backend=megatron:d2")
-    assert_same([row for row in found if row["step"] > 2], [row for row in expected if row["step"] > 2])
+    rows, again = train(root, "resumed", at, "policy.backend=megatron:d2")
+    assert_same([row for row in rows if row["step"] > 2], [row for row in expected if row["step"] > 2])
     key = ("step", "prompt", "response", "reward")
     after = [[row[name] for name in key] for row in drawn if row["step"] > 2]
     # The first of two ranks writes down its own samples; the metrics are those of all.
-    own = [[row[name] for name in key] for row in again if row["step"] > 2]
-    assert len(own) >= 8 and all(row in after for row in own)
+    later_samples = [[row[name] for name in key] for row in again if row["step"] > 2]
+    assert len(later_samples) >= 8 and all(row in after for row in later_samples)
 
 
 @pytest.mark.slow

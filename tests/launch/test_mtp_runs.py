@@ -62,8 +62,8 @@ def test_a_run_that_does_not_train_them_exports_them_as_they_were(root):
     assert "policy/mtp_loss" not in rows[-1]
     # The engine is given the model's weights only, and samples what the trainer computes.
     assert rows[-1]["rollout/logprob_diff_max"] < 1e-4
-    tensors, said = export(root, "alone")
-    assert "layers of multi-token prediction as the model had them" in said
+    tensors, output = export(root, "alone")
+    assert "layers of multi-token prediction as the model had them" in output
     assert moved(root, tensors) and not [name for name in moved(root, tensors) if "mtp" in name]
     assert json.loads((root / "alone-hf/config.json").read_text())["num_nextn_predict_layers"] == 1
 
@@ -72,8 +72,8 @@ def test_a_run_that_trains_them_exports_what_they_learned(root):
     rows, _ = train(root, "both", "policy.mtp.train=true", "policy.mtp.detach_encoder=true")
     assert all(row["policy/mtp_loss"] > 0 for row in rows)
     assert undocumented(name for row in rows for name in row) == []
-    tensors, said = export(root, "both")
-    assert "layers of multi-token prediction as they were trained" in said
+    tensors, output = export(root, "both")
+    assert "layers of multi-token prediction as they were trained" in output
     assert {name for name in tensors if "mtp" in name} <= moved(root, tensors)
 
 
@@ -88,12 +88,12 @@ def test_vllm_samples_from_the_model_whose_layers_are_trained(root):
 def test_in_sft_their_loss_falls_too_and_an_export_continues_where_they_were(root):
     rows = [{"prompt": f"{a}+{b}=", "response": f"#### {a + b}"} for a in range(8) for b in range(8)]
     (root / "sft.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    own = ["algorithm.name=sft", "algorithm.group_size=1", f"data.train=[{root}/sft.jsonl]", "reward.functions={}"]
-    found, _ = train(root, "sft", *own, "policy.mtp.train=true", "trainer.steps=12", "policy.optimizer.lr=1.0e-2")
-    assert found[-1]["policy/mtp_loss"] < 0.7 * found[0]["policy/mtp_loss"]
+    settings = ["algorithm.name=sft", "algorithm.group_size=1", f"data.train=[{root}/sft.jsonl]", "reward.functions={}"]
+    rows_of_sft, _ = train(root, "sft", *settings, "policy.mtp.train=true", "trainer.steps=12", "policy.optimizer.lr=1.0e-2")
+    assert rows_of_sft[-1]["policy/mtp_loss"] < 0.7 * rows_of_sft[0]["policy/mtp_loss"]
     export(root, "sft", 12)
-    (again,), _ = train(root, "again", *own, "policy.mtp.train=true", "trainer.steps=1", f"model.path={root}/sft-hf")
-    assert again["policy/mtp_loss"] < 0.7 * found[0]["policy/mtp_loss"]
+    (again,), _ = train(root, "again", *settings, "policy.mtp.train=true", "trainer.steps=1", f"model.path={root}/sft-hf")
+    assert again["policy/mtp_loss"] < 0.7 * rows_of_sft[0]["policy/mtp_loss"]
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def test_what_cannot_be_trained_is_refused_in_one_sentence(root, overrides, says
             state = {key: tensor for key, tensor in load_file(root / "model/model.safetensors").items() if "mtp" not in key}
             save_file(state, root / name / "model.safetensors", metadata={"format": "pt"})
     done = fivefold(
-        "check", root / "run.yaml", "policy.mtp.train=true", *[each.replace("ROOT", str(root)) for each in overrides]
+        "check", root / "run.yaml", "policy.mtp.train=true", *[override.replace("ROOT", str(root)) for override in overrides]
     )
     assert done.returncode != 0
     assert says in done.stdout + done.stderr

@@ -86,11 +86,11 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for b in range(8)
     ]
     (root / "data/sums.jsonl").write_text("\n".join(map(json.dumps, sums)))
-    own = [
+    skyrl_rows = [
         {"prompt": [{"role": "user", "content": row["prompt"]}], "reward_spec": {"ground_truth": row["answer"]}}
         for row in sums
     ]
-    (root / "data/skyrl.jsonl").write_text("\n".join(map(json.dumps, own)))
+    (root / "data/skyrl.jsonl").write_text("\n".join(map(json.dumps, skyrl_rows)))
     return root
 
 

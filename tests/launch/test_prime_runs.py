@@ -63,9 +63,9 @@ def test_a_run_has_the_same_metrics_on_other_layouts(root, base, given):
 def test_a_run_that_was_killed_continues_on_another_layout_as_if_nothing_had_been(root, base):
     moved = ["policy.backend=megatron:d2", "prm.backend=megatron:p2"]
     kill_run(root, "killed", 2, "trainer.save_every=2", *moved)
-    found, told = train(root, "killed", "policy.backend=megatron:t2", "prm.backend=megatron:d2")
+    rows, told = train(root, "killed", "policy.backend=megatron:t2", "prm.backend=megatron:d2")
     assert "resumed after step 2" in told
-    assert_same(found, base[0])
+    assert_same(rows, base[0])
 
 
 def slow_prm():
@@ -88,9 +88,9 @@ def test_sigterm_between_updates_of_the_process_reward_model_loses_none_of_them(
     monkeypatch.setenv("FIVEFOLD_TEST_ROOT", str(tmp_path))
     told = end_run(root, "asked", tmp_path / "slow", slow_prm)
     assert "in step 2, which continues after" in told, told
-    found, told = train(root, "asked", "policy.backend=megatron:d2")
+    rows, told = train(root, "asked", "policy.backend=megatron:d2")
     assert "continues after" in told
-    assert_same(found, base[0])
+    assert_same(rows, base[0])
 
 
 def test_with_adapters_it_is_compared_with_itself_without_them(root):

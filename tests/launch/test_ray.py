@@ -164,7 +164,7 @@ class Nodes:
 
     def raylet(self, number: int) -> psutil.Process:
         children = psutil.Process(self.nodes[number].pid).children(recursive=True)
-        return next(each for each in children if each.name() == "raylet")
+        return next(child for child in children if child.name() == "raylet")
 
     def replace(self, number: int, *before: str) -> None:
         """Another node in the place of one; `before`: the words that its command begins with."""
@@ -173,8 +173,8 @@ class Nodes:
         self.nodes[number] = self._start_node(*before)
 
     def close(self) -> None:
-        for each in [*self.nodes, self._head]:
-            _end(each)
+        for process in [*self.nodes, self._head]:
+            _end(process)
         self._log.close()
         shutil.rmtree(self._directory)
         for name in self.variables:
@@ -184,9 +184,9 @@ class Nodes:
 def _end(process: subprocess.Popen[str]) -> None:
     """Kill it and what it started."""
     with contextlib.suppress(psutil.NoSuchProcess):
-        for each in [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]:
+        for member in [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]:
             with contextlib.suppress(psutil.NoSuchProcess):
-                each.kill()
+                member.kill()
     process.wait()
 
 
@@ -201,11 +201,11 @@ class Driver:
     """`fivefold`, or what starts light ranks, in a fresh interpreter with a session of its own."""
 
     def __init__(self, mode: str, *overrides: str, address: str | None, command: tuple[str, ...] = ("-c", DRIVER)) -> None:
-        self.said, self.errors = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115
+        self.output, self.errors = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115
         keys = ["launch.backend=ray", "trainer.run_dir=runs/light", *([f"launch.ray.address={address}"] if address else [])]
         self.process = subprocess.Popen(
             [sys.executable, *command, *keys, *overrides], start_new_session=True, stdin=subprocess.DEVNULL,
-            stdout=self.said, stderr=self.errors, env={**os.environ, "FIVEFOLD_TEST_MODE": mode},
+            stdout=self.output, stderr=self.errors, env={**os.environ, "FIVEFOLD_TEST_MODE": mode},
         )  # fmt: skip
         self.pid = self.process.pid
 
@@ -223,11 +223,11 @@ class Driver:
         return self.process.returncode
 
     def communicate(self) -> list[str]:
-        found = []
-        for file in (self.said, self.errors):
+        texts = []
+        for file in (self.output, self.errors):
             file.seek(0)
-            found.append(file.read().decode())
-        return found
+            texts.append(file.read().decode())
+        return texts
 
     def finish(self, seconds: float = LONGEST) -> tuple[int, str, str]:
         try:
@@ -238,7 +238,7 @@ class Driver:
 
 
 def pids(ranks: list[dict]) -> list[int]:
-    return [each["pid"] for each in ranks]
+    return [rank["pid"] for rank in ranks]
 
 
 # --- who is where ----------------------------------------------------------------------------------------------------
@@ -250,26 +250,26 @@ def test_neighbours_share_a_node_and_have_the_environment_variables_that_were_na
     monkeypatch.setenv("OWN_OTHER", "3")
     monkeypatch.setenv("UNNAMED", "4")
     driver = Driver("speak", "launch.ray.env_vars=[OWN_N*]", address=two_nodes.address)
-    code, said, errors = driver.finish()
-    assert code == 0, said + errors
+    code, output, errors = driver.finish()
+    assert code == 0, output + errors
     ranks = driver.wait_for_ranks()
-    assert [(each["RANK"], each["LOCAL_RANK"], each["LOCAL_WORLD_SIZE"], each["WORLD_SIZE"]) for each in ranks] == [
+    assert [(rank["RANK"], rank["LOCAL_RANK"], rank["LOCAL_WORLD_SIZE"], rank["WORLD_SIZE"]) for rank in ranks] == [
         ("0", "0", "2", "4"), ("1", "1", "2", "4"), ("2", "0", "2", "4"), ("3", "1", "2", "4")
     ]  # fmt: skip
-    raylets = [int(each["RAY_RAYLET_PID"]) for each in ranks]
+    raylets = [int(rank["RAY_RAYLET_PID"]) for rank in ranks]
     assert raylets[0] == raylets[1] != raylets[2] == raylets[3]
     assert sorted({raylets[0], raylets[2]}) == sorted(two_nodes.raylet(number).pid for number in range(2))
-    assert len({(each["MASTER_ADDR"], each["MASTER_PORT"]) for each in ranks}) == 1
-    for each in ranks:
+    assert len({(rank["MASTER_ADDR"], rank["MASTER_PORT"]) for rank in ranks}) == 1
+    for rank in ranks:
         # All of a node's ranks see all of its GPUs, and take the one of their LOCAL_RANK.
-        assert each["CUDA_VISIBLE_DEVICES"] == "0,1"
-        assert each["HF_TEST_NAMED"] == "1" and each["OWN_NAME"] == "2" and "OWN_OTHER" not in each and "UNNAMED" not in each
-        assert each["OMP_NUM_THREADS"] == str(THREADS) and each["blocked"] == []
-    lines = [line for line in said.splitlines() if line.startswith("line")]
+        assert rank["CUDA_VISIBLE_DEVICES"] == "0,1"
+        assert rank["HF_TEST_NAMED"] == "1" and rank["OWN_NAME"] == "2" and "OWN_OTHER" not in rank and "UNNAMED" not in rank
+        assert rank["OMP_NUM_THREADS"] == str(THREADS) and rank["blocked"] == []
+    lines = [line for line in output.splitlines() if line.startswith("line")]
     assert lines == [f"line {number} {'x' * 200}" for number in range(1000)], "rank 0's, whole and in order"
-    assert "to standard error" in errors and "to standard error" not in said
-    assert f"the Ray cluster at {two_nodes.address}" in said
-    assert "ranks 0-1, GPUs 0, 1" in said and "ranks 2-3, GPUs 0, 1" in said
+    assert "to standard error" in errors and "to standard error" not in output
+    assert f"the Ray cluster at {two_nodes.address}" in output
+    assert "ranks 0-1, GPUs 0, 1" in output and "ranks 2-3, GPUs 0, 1" in output
     assert "to standard error" in Path("runs/light/logs/rank-1.log").read_text()
 
 
@@ -278,8 +278,8 @@ def test_neighbours_share_a_node_and_have_the_environment_variables_that_were_na
 
 def ends(driver: Driver, ranks: list[dict], code: int = 1, seconds: float = 20) -> str:
     """What it says when it ended in time, with nothing left of its ranks."""
-    found, said, errors = driver.finish(seconds)
-    assert found == code, said + errors
+    returned, output, errors = driver.finish(seconds)
+    assert returned == code, output + errors
     wait_for(lambda: gone(pids(ranks)))
     return errors.strip()
 
@@ -288,8 +288,8 @@ def test_a_rank_that_is_killed_on_another_node_ends_the_run_and_is_named(two_nod
     driver = Driver("wait", address=two_nodes.address)
     ranks = driver.wait_for_ranks()
     os.kill(ranks[3]["pid"], signal.SIGKILL)
-    said = ends(driver, ranks)
-    assert said.startswith("rank 3 on ") and "was killed by SIGKILL" in said.splitlines()[0]
+    output = ends(driver, ranks)
+    assert output.startswith("rank 3 on ") and "was killed by SIGKILL" in output.splitlines()[0]
 
 
 def test_the_traceback_of_a_rank_on_another_node_is_shown(two_nodes):
@@ -300,8 +300,8 @@ def test_the_traceback_of_a_rank_on_another_node_is_shown(two_nodes):
 @pytest.mark.slow
 def test_a_rank_that_ends_in_silence_is_named_with_the_end_of_its_log(two_nodes):
     driver = Driver("silent", address=two_nodes.address)
-    said = ends(driver, driver.wait_for_ranks())
-    assert "ended with code 7 and left no traceback" in said and "last words of rank 2" in said
+    output = ends(driver, driver.wait_for_ranks())
+    assert "ended with code 7 and left no traceback" in output and "last words of rank 2" in output
 
 
 @pytest.mark.slow
@@ -309,8 +309,8 @@ def test_a_worker_process_of_rays_that_is_killed_takes_its_ranks_along_and_is_na
     driver = Driver("wait", address=two_nodes.address)
     ranks = driver.wait_for_ranks()
     psutil.Process(ranks[2]["pid"]).parent().kill()
-    said = ends(driver, ranks)
-    assert said.startswith("ranks 2-3 on ") and "Ray's worker process that started them has ended" in said
+    output = ends(driver, ranks)
+    assert output.startswith("ranks 2-3 on ") and "Ray's worker process that started them has ended" in output
 
 
 @pytest.mark.slow
@@ -318,8 +318,8 @@ def test_a_rank_that_is_stopped_on_another_node_ends_the_run_and_is_named(two_no
     driver = Driver("wait", "launch.silent_seconds=5", address=two_nodes.address)
     ranks = driver.wait_for_ranks()
     os.kill(ranks[3]["pid"], signal.SIGSTOP)
-    said = ends(driver, ranks, seconds=LONGEST)
-    assert said.startswith("rank 3 on ") and "has given no sign of life for " in said and "stopped by a signal" in said
+    output = ends(driver, ranks, seconds=LONGEST)
+    assert output.startswith("rank 3 on ") and "has given no sign of life for " in output and "stopped by a signal" in output
 
 
 @pytest.mark.slow
@@ -368,8 +368,8 @@ def test_a_driver_that_is_killed_leaves_no_rank_and_the_directory_free(two_nodes
 
 @pytest.mark.slow
 def test_a_driver_outside_the_cluster_starts_a_run_and_sees_a_rank_die(two_nodes):
-    code, said, errors = Driver("speak", address=two_nodes.client).finish()
-    assert code == 0 and "line 999" in said and "to standard error" in errors, said + errors
+    code, output, errors = Driver("speak", address=two_nodes.client).finish()
+    assert code == 0 and "line 999" in output and "to standard error" in errors, output + errors
     remove_marks()
     driver = Driver("wait", address=two_nodes.client)
     ranks = driver.wait_for_ranks()
@@ -385,17 +385,17 @@ def test_a_run_on_two_nodes_equals_one_machine_and_resumes_after_a_lost_node(two
     name = ("trainer.run_dir=runs/nodes", "trainer.device=cpu")
     driver = Driver("", "trainer.steps=100000", *name, address=two_nodes.address, command=train)
     wait_for(lambda: rows.is_file() and '"step": 3,' in rows.read_text(), driver)
-    ranks = [each for node in range(2) for each in two_nodes.raylet(node).children(recursive=True)]
-    ranks = [{"pid": each.pid} for each in ranks if "fivefold.launch.rank" in each.cmdline()]
+    ranks = [child for node in range(2) for child in two_nodes.raylet(node).children(recursive=True)]
+    ranks = [{"pid": process.pid} for process in ranks if "fivefold.launch.rank" in process.cmdline()]
     assert len(ranks) == 4
     two_nodes.raylet(1).kill()
-    said = ends(driver, ranks)
-    assert re.search(r"^ranks (0-1|2-3) on .* Ray node \w+: the node has left the cluster", said, re.MULTILINE), said
+    output = ends(driver, ranks)
+    assert re.search(r"^ranks (0-1|2-3) on .* Ray node \w+: the node has left the cluster", output, re.MULTILINE), output
     two_nodes.replace(1)
     again = ("policy.backend=megatron:d2", "launch.ray.strategy=spread")
-    code, said, errors = Driver("", *name, *again, address=two_nodes.address, command=train).finish()
-    assert code == 0 and re.search(r"resumed after step (2|4|6|8|10) ", said), said + errors
-    assert said.count("note     ray node") == 2
+    code, output, errors = Driver("", *name, *again, address=two_nodes.address, command=train).finish()
+    assert code == 0 and re.search(r"resumed after step (2|4|6|8|10) ", output), output + errors
+    assert output.count("note     ray node") == 2
     assert_same(metrics(root, "nodes"), metrics(root, "base"))
 
 
@@ -424,15 +424,17 @@ def test_a_run_waits_for_what_others_have_reserved_and_says_so(two_nodes):
     first = Driver("wait", address=two_nodes.address)
     ranks = first.wait_for_ranks()
     late = Driver("wait", "trainer.run_dir=runs/late", "launch.ray.wait_minutes=0.02", address=two_nodes.address)
-    code, said, errors = late.finish()
-    assert code == 1 and "waiting for room for 4 ranks" in said and "has 2 GPUs and 2 CPUs, of which nothing free" in said
+    code, output, errors = late.finish()
+    assert (
+        code == 1 and "waiting for room for 4 ranks" in output and "has 2 GPUs and 2 CPUs, of which nothing free" in output
+    )
     assert "no room for 4 ranks" in errors and "after 0.02 minutes" in errors
     waiting = Driver("speak", "trainer.run_dir=runs/late", address=two_nodes.address)
     wait_for(lambda: "waiting for room" in waiting.communicate()[0], waiting)
     first.process.terminate()
     ends(first, ranks, 143)
-    code, said, errors = waiting.finish()
-    assert code == 0 and "line 999" in said, errors
+    code, output, errors = waiting.finish()
+    assert code == 0 and "line 999" in output, errors
 
 
 def test_an_address_where_no_one_answers_is_refused():
@@ -469,7 +471,7 @@ def alone(monkeypatch) -> Iterator[Path]:
 
 
 def started_by(driver: Driver) -> list[int]:
-    return [each.pid for each in psutil.Process(driver.pid).children(recursive=True)]
+    return [child.pid for child in psutil.Process(driver.pid).children(recursive=True)]
 
 
 def test_a_cluster_that_the_run_started_ends_with_it(alone):
@@ -478,7 +480,7 @@ def test_a_cluster_that_the_run_started_ends_with_it(alone):
     ranks = driver.wait_for_ranks()
     everyone = started_by(driver)
     assert list(alone.glob("fivefold-ray-*"))
-    assert {each["RAY_RAYLET_PID"] for each in ranks} <= set(map(str, everyone)) and len(everyone) > 6
+    assert {rank["RAY_RAYLET_PID"] for rank in ranks} <= set(map(str, everyone)) and len(everyone) > 6
     os.killpg(driver.pid, signal.SIGINT)
     ends(driver, ranks, 130)
     assert len(list(Path().glob("saved-*"))) == 4

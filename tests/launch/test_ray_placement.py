@@ -42,8 +42,8 @@ def shares(bundles) -> list[tuple[str, int, int]]:
     ],
 )
 def test_consecutive_ranks_fill_nodes_and_neighbours_share_one(role, gpus, spread, expected):
-    found = place([role], [node(f"n{number}", count) for number, count in enumerate(gpus)], spread)
-    assert (None if found is None else shares(found)) == expected
+    bundles = place([role], [node(f"n{number}", count) for number, count in enumerate(gpus)], spread)
+    assert (None if bundles is None else shares(bundles)) == expected
 
 
 @given(
@@ -57,29 +57,29 @@ def test_every_member_has_one_place_and_no_node_gives_more_than_it_has(sizes, wa
         Role(f"role {number}", units * together, Amount(gpus, cpus), together)
         for number, (units, together, gpus, cpus) in enumerate(wanted)
     ]
-    found = place(roles, nodes, spread)
-    if found is None:
+    bundles = place(roles, nodes, spread)
+    if bundles is None:
         if len(roles) == 1:
             # Whole units of one kind: as many as fit are found.
             (role,) = roles
-            assert sum(each.free // (role.per_process * role.together) for each in nodes) < role.count // role.together
+            assert sum(room.free // (role.per_process * role.together) for room in nodes) < role.count // role.together
         return
     for role in roles:
-        own = [bundle.members for bundle in found if bundle.role is role]
-        assert [member for members in own for member in members] == list(range(role.count))
-        assert all(members.start % role.together == 0 == len(members) % role.together for members in own)
-    for each in nodes:
-        taken = [bundle.amount for bundle in found if bundle.node is each]
+        groups_of_role = [bundle.members for bundle in bundles if bundle.role is role]
+        assert [member for members in groups_of_role for member in members] == list(range(role.count))
+        assert all(members.start % role.together == 0 == len(members) % role.together for members in groups_of_role)
+    for room in nodes:
+        taken = [bundle.amount for bundle in bundles if bundle.node is room]
         assert (
-            sum(amount.gpus for amount in taken) <= each.free.gpus and sum(amount.cpus for amount in taken) <= each.free.cpus
+            sum(amount.gpus for amount in taken) <= room.free.gpus and sum(amount.cpus for amount in taken) <= room.free.cpus
         )
 
 
 def test_engines_on_gpus_of_their_own_are_placed_in_what_the_ranks_leave():
     """Roles of other kinds are bundles of the same reservation."""
-    found = place([ranks(8, 4), Role("engines", 2, Amount(4, 1))], [node("a", 8), node("b", 8)], spread=False)
-    assert found is not None
-    assert [(bundle.role.name, *share) for bundle, share in zip(found, shares(found), strict=True)] == [
+    bundles = place([ranks(8, 4), Role("engines", 2, Amount(4, 1))], [node("a", 8), node("b", 8)], spread=False)
+    assert bundles is not None
+    assert [(bundle.role.name, *share) for bundle, share in zip(bundles, shares(bundles), strict=True)] == [
         ("ranks", "a", 0, 7), ("engines", "b", 0, 1)
     ]  # fmt: skip
 
@@ -122,8 +122,8 @@ def test_check_says_what_is_missing_and_which_keys_do_nothing(monkeypatch):
     config = RunConfig.of(model={"path": "m/m"}, launch={"ray": {"cpus_per_rank": 2}})
     assert ("launch.ray", "launch.backend is not ray") in check(config).ignored
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    found = check(RunConfig.of(model={"path": "m/m"}, launch={"backend": "ray"})).errors
-    assert "launch.backend: ray needs ray, not installed here: pip install 'fivefold[ray]'" in found
+    errors = check(RunConfig.of(model={"path": "m/m"}, launch={"backend": "ray"})).errors
+    assert "launch.backend: ray needs ray, not installed here: pip install 'fivefold[ray]'" in errors
 
 
 def test_a_run_on_a_cluster_is_not_held_to_the_gpus_of_this_machine(monkeypatch):
@@ -172,10 +172,10 @@ def test_ranks_have_the_gpus_of_the_servers_that_they_start_on_their_node(alloca
     )
     nodes = [node(f"n{number}", count) for number, count in enumerate(gpus)]
     role = rank_role(config.roles, config.engine, config.trainer.device, config.launch.ray.cpus_per_rank, nodes)
-    found = place([role], nodes, spread=False)
-    assert (found and [(each.node.id, len(each.members)) for each in found]) == expected
-    if found:
-        assert sum(each.amount.gpus for each in found) == config.roles.world_size + config.engine.layout.world_size
+    bundles = place([role], nodes, spread=False)
+    assert (bundles and [(bundle.node.id, len(bundle.members)) for bundle in bundles]) == expected
+    if bundles:
+        assert sum(bundle.amount.gpus for bundle in bundles) == config.roles.world_size + config.engine.layout.world_size
 
 
 @pytest.mark.parametrize(
@@ -195,9 +195,9 @@ def test_tensor_parallel_neighbours_of_a_model_on_ranks_of_its_own_share_a_node(
     )  # fmt: skip
     nodes = [node(f"n{number}", 8) for number in range(2)]
     role = rank_role(config.roles, config.engine, config.trainer.device, config.launch.ray.cpus_per_rank, nodes)
-    found = place([role], nodes, spread=False)
+    bundles = place([role], nodes, spread=False)
     assert (role.count, role.together) == (config.roles.world_size, together)
-    assert (found and [(each.node.id, len(each.members)) for each in found]) == expected
+    assert (bundles and [(bundle.node.id, len(bundle.members)) for bundle in bundles]) == expected
 
 
 @pytest.mark.parametrize(
@@ -213,6 +213,6 @@ def test_tensor_parallel_neighbours_of_a_model_on_ranks_of_its_own_share_a_node(
 )
 def test_a_number_of_hosts_is_given_the_same_number_of_ranks_on_each_or_refused(gpus, hosts, expected):
     role = ranks(8)
-    found = place([role], [node(f"n{number}", count) for number, count in enumerate(gpus)], False, hosts)
-    assert found is None if expected is None else {bundle.node.id: len(bundle.members) for bundle in found} == expected
+    bundles = place([role], [node(f"n{number}", count) for number, count in enumerate(gpus)], False, hosts)
+    assert bundles is None if expected is None else {bundle.node.id: len(bundle.members) for bundle in bundles} == expected
     assert "on 2 nodes alike (launch.nodes)" in needs([role], 2)

@@ -48,8 +48,8 @@ def on(allocation: str) -> str:
 
 @pytest.mark.parametrize("allocation", [EACH, pytest.param(SOME, marks=pytest.mark.slow)])
 def test_a_ppo_run_has_the_same_metrics_with_models_on_ranks_of_their_own(root, base, allocation):
-    found, told = train(root, f"apart-{allocation == EACH}", on(allocation))
-    assert_same(found, base)
+    rows, told = train(root, f"apart-{allocation == EACH}", on(allocation))
+    assert_same(rows, base)
     assert "         rank  policy  reference  critic  reward model\n" in told
     if allocation == EACH:
         assert "         2     -       -          whole   -\n" in told
@@ -69,9 +69,9 @@ def test_a_reference_without_adapters_is_on_the_policy_s_ranks_without_the_criti
 
 def test_a_run_that_was_killed_continues_with_its_models_on_other_ranks(root, base):
     kill_run(root, "moved", 2, "trainer.save_every=1", on(ONE))
-    found, told = train(root, "moved", on(TWO))
+    rows, told = train(root, "moved", on(TWO))
     assert "resumed after step" in told
-    assert_same(found, base)
+    assert_same(rows, base)
 
 
 def models_wait_for_each_other():
@@ -151,9 +151,9 @@ def test_a_run_resumes_exactly_after_sigterm_to_a_rank_of_another_model(root, ba
     monkeypatch.setenv("FIVEFOLD_TEST_ROOT", str(tmp_path))
     told = end_run(root, "asked", tmp_path / "slow", slow_reference, on(EACH), rank=1)
     assert "asked to end in step 2, which is repeated on resume\n" in told
-    found, told = train(root, "asked", on(TWO))
+    rows, told = train(root, "asked", on(TWO))
     assert "resumed after step 1 " in told
-    assert_same(found, base)
+    assert_same(rows, base)
 
 
 @pytest.mark.slow
@@ -206,9 +206,9 @@ def test_other_methods_have_the_metrics_of_one_rank_too(root, kind):
     """Samples that wait for later steps; tokens that are chosen among all of a step; rounds of sampling."""
     rest = "+megatron[critic]:d1|megatron[reward]:d1" if kind == "ahead" else ""
     one = train(root, kind, *KINDS[kind])[0]
-    found = train(root, f"{kind}-apart", *KINDS[kind], on(f"megatron[policy]:d2+megatron[ref]:d1{rest}"))[0]
-    one, found = ([{k: v for k, v in row.items() if k not in WHEN} for row in rows] for rows in (one, found))
-    assert_same(found, one)
+    apart = train(root, f"{kind}-apart", *KINDS[kind], on(f"megatron[policy]:d2+megatron[ref]:d1{rest}"))[0]
+    one, apart = ([{k: v for k, v in row.items() if k not in WHEN} for row in rows] for rows in (one, apart))
+    assert_same(apart, one)
 
 
 @pytest.mark.slow
@@ -219,9 +219,9 @@ def test_a_dpo_run_has_the_same_metrics_with_its_reference_on_ranks_of_its_own(r
         "data.prompts_per_step=16",
     ]  # fmt: skip
     one = train(root, "dpo", *given)[0]
-    found = train(root, "dpo-apart", *given, on("megatron[policy]:d2+megatron[ref]:t2"))[0]
+    apart = train(root, "dpo-apart", *given, on("megatron[policy]:d2+megatron[ref]:t2"))[0]
     # Before the first update policy and reference are one, and which of them says more is rounding.
-    for row in [*one[:2], *found[:2]]:
+    for row in [*one[:2], *apart[:2]]:
         for name in [name for name in row if "accuracy" in name]:
             del row[name]
-    assert_same(found, one)
+    assert_same(apart, one)

@@ -47,9 +47,9 @@ def ahead(root):
 
 def test_with_one_update_engine_and_trainer_choose_the_same_experts(root):
     """In float32, by the same weights."""
-    found, _ = train(root, "one", "algorithm.updates_per_step=1")
-    assert [row["moe/router_agreement"] for row in found] == [1.0] * 4
-    assert max(row["rollout/logprob_diff_max"] for row in found) < 1e-5
+    rows, _ = train(root, "one", "algorithm.updates_per_step=1")
+    assert [row["moe/router_agreement"] for row in rows] == [1.0] * 4
+    assert max(row["rollout/logprob_diff_max"] for row in rows) < 1e-5
 
 
 @pytest.mark.parametrize("layout", ["d2", "t2e2", "p2"])
@@ -61,14 +61,14 @@ def test_a_run_that_replays_is_the_same_on_every_layout(root, base, layout):
 def test_of_fresh_samples_both_ways_of_replay_are_the_same_run(root, base):
     """The weights that sampled are those of the old log-probs; the last token of a sequence, which no one looks at, was read by
     the trainer only."""
-    found, _ = train(root, "R2", "policy.router_replay=R2")
-    assert_same(without(found, "moe/"), without(base, "moe/"), rel=1e-4)
+    rows, _ = train(root, "R2", "policy.router_replay=R2")
+    assert_same(without(rows, "moe/"), without(base, "moe/"), rel=1e-4)
 
 
 def test_a_run_ahead_that_was_killed_continues_with_the_routes_that_wait(root, ahead):
     assert min(row["moe/router_agreement"] for row in ahead) < 1, "older weights have sampled"
     kill_run(root, "killed", 2, *AHEAD)
-    found, _ = train(root, "killed", *AHEAD, "policy.backend=megatron:d2")
-    assert_same(without(found, *WHEN), without(ahead, *WHEN), rel=1e-4)
+    rows, _ = train(root, "killed", *AHEAD, "policy.backend=megatron:d2")
+    assert_same(without(rows, *WHEN), without(ahead, *WHEN), rel=1e-4)
     with safe_open(root / "runs/killed/checkpoints/step-000002/rollouts/groups-00000.safetensors", "pt") as file:
         assert file.get_tensor("routes_TLK").dtype == torch.int8

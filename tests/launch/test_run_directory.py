@@ -121,9 +121,9 @@ def test_text_of_others_reaches_terminal_and_log_without_control_characters(root
     (tmp_path / "evil.py").write_text(f"def digits(response):\n    raise ValueError({EVIL!r})\n")
     named = yaml.safe_dump({f"{tmp_path}/evil.py:digits": 1.0}, default_flow_style=True).strip()
     done = fivefold("train", root / "run.yaml", f"trainer.run_dir={tmp_path}/run", f"reward.functions={named}")
-    said = done.stdout + done.stderr
-    assert done.returncode != 0 and "\\u001b]0;taken" in said
-    for text in (said, *(path.read_text() for path in (tmp_path / "run/logs").glob("*"))):
+    output = done.stdout + done.stderr
+    assert done.returncode != 0 and "\\u001b]0;taken" in output
+    for text in (output, *(path.read_text() for path in (tmp_path / "run/logs").glob("*"))):
         assert not [char for char in text if char != "\n" and char != "\t" and (ord(char) < 32 or 127 <= ord(char) < 160)]
         assert "\u202e" not in text
 
@@ -131,6 +131,6 @@ def test_text_of_others_reaches_terminal_and_log_without_control_characters(root
 def test_an_address_is_printed_without_its_password(root, tmp_path):
     judge = "reward.judge={url: ['http://someone:secret@judge:8000/v1'], model: m}"
     done = fivefold("check", root / "run.yaml", judge, "reward.functions={judge: 1.0}")
-    said = done.stdout + done.stderr
-    assert "http://...@judge:8000/v1" in said and "secret" not in said
+    output = done.stdout + done.stderr
+    assert "http://...@judge:8000/v1" in output and "secret" not in output
     assert plain("at http://a:b@c:1 and ray://d:2") == "at http://...@c:1 and ray://d:2"

@@ -129,10 +129,10 @@ def moved(root: Path) -> list[dict[str, float]]:
 
 
 def test_a_run_resumed_on_other_layouts_continues_as_if_never_stopped(base, moved):
-    found = {row["step"]: row for row in moved}
+    row_of_step = {row["step"]: row for row in moved}
     for row in base[1:]:
         shared = {k: v for k, v in row.items() if not k.startswith("val/")}
-        assert_same([{k: found[row["step"]][k] for k in shared}], [shared])
+        assert_same([{k: row_of_step[row["step"]][k] for k in shared}], [shared])
 
 
 def exported(root: Path, name: str, step: int, out: str) -> dict[str, torch.Tensor]:
@@ -241,9 +241,9 @@ def test_what_is_saved_in_the_background_is_what_is_saved_at_once(root, base):
     overrides = [f"trainer.run_dir={root}/runs/{name}", "trainer.save_every=2", "trainer.keep=10", "trainer.async_save=true"]
     done = Command("train", root / "run.yaml", *overrides, hook=write_late).finish()
     assert done.returncode == 0, done.stderr
-    found = sorted((root / "runs/base/checkpoints").glob("step-*/policy/*"))
-    assert len(found) > 4
-    for path in found:
+    paths = sorted((root / "runs/base/checkpoints").glob("step-*/policy/*"))
+    assert len(paths) > 4
+    for path in paths:
         other = root / "runs" / name / path.relative_to(root / "runs/base")
         assert other.read_bytes() == path.read_bytes(), path
     assert_same(metrics(root, name), base)
@@ -341,8 +341,8 @@ def test_a_signal_ends_all_ranks_after_a_checkpoint(root, base, number, code):
     # The metrics of a step whose evaluation was interrupted are in its checkpoint: the row is written on resume.
     assert state["step"] == last + (state["pending"] is not None), (last, state)
     wait_for(lambda: gone(everyone))
-    said = {"SIGTERM": "asked to end by SIGTERM", "SIGINT": "asked to end by Ctrl-C"}[number.name]
-    assert f"{said}: the run saves its state and ends" in done.stdout and ("SIGTERM" in done.stdout) == (
+    reason = {"SIGTERM": "asked to end by SIGTERM", "SIGINT": "asked to end by Ctrl-C"}[number.name]
+    assert f"{reason}: the run saves its state and ends" in done.stdout and ("SIGTERM" in done.stdout) == (
         number.name == "SIGTERM"
     )
     # The last line resumes the run as it stands there.
@@ -427,11 +427,11 @@ def test_a_run_from_python_with_a_function_as_reward_is_the_run_of_the_command_l
     assert done.returncode == 0, done.stderr
     assert f"ran in {root}/runs/python" in done.stdout
 
-    def own(row):
+    def shared_part(row):
         # The reward's part has the name of the file that the function stands in, and the last step evaluates.
         return {k: v for k, v in row.items() if not k.startswith("val/") and ".py:" not in k}
 
-    assert_same([own(row) for row in metrics(root, "python")], [own(row) for row in base[:3]])
+    assert_same([shared_part(row) for row in metrics(root, "python")], [shared_part(row) for row in base[:3]])
 
 
 def test_torchrun_joins_the_ranks_that_are_there(root, base):
@@ -489,9 +489,9 @@ def test_eval_of_a_checkpoint_gives_the_numbers_of_the_run(root, base):
     assert done.returncode == 0, done.stderr
     now = [path for path in (root / "runs/base").rglob("*") if path.is_file()]
     assert {path: path.read_bytes() for path in now} == before, "evaluating changes nothing of the run, and adds nothing"
-    found = json.loads(done.stdout[done.stdout.index("{") :])
+    numbers = json.loads(done.stdout[done.stdout.index("{") :])
     for key in ("val/arithmetic/accuracy", "val/arithmetic/mean@2", "val/arithmetic/reward"):
-        assert found[key] == pytest.approx(base[4][key])
+        assert numbers[key] == pytest.approx(base[4][key])
 
 
 def test_profile_writes_a_trace_of_the_steps_and_ranks_that_were_named(root):
@@ -626,8 +626,8 @@ def test_a_run_with_experts_moves_to_another_layout_and_is_exported(root, sparse
     assert_same(metrics(root, "sparse-moved"), sparse)
     done = fivefold("export", root / "runs/sparse-moved/checkpoints/step-000003", root / "sparse-out")
     assert done.returncode == 0, done.stderr
-    found, first = load_file(root / "sparse-out/model.safetensors"), load_file(root / "sparse/model.safetensors")
-    assert set(found) == set(first) and any(not torch.equal(found[name], first[name]) for name in found)
+    weights, first = load_file(root / "sparse-out/model.safetensors"), load_file(root / "sparse/model.safetensors")
+    assert set(weights) == set(first) and any(not torch.equal(weights[name], first[name]) for name in weights)
 
 
 def test_updates_that_are_not_finite_end_the_run_with_the_batch_saved(root, base):
@@ -642,8 +642,8 @@ def test_updates_that_are_not_finite_end_the_run_with_the_batch_saved(root, base
         "trainer.eval_before_train=false",
     )
     assert done.returncode == 1
-    said = done.stdout + done.stderr
-    assert "policy's update skipped: loss nan" in said and "2 updates of the policy in a row" in said
+    output = done.stdout + done.stderr
+    assert "policy's update skipped: loss nan" in output and "2 updates of the policy in a row" in output
     saved = load_file(root / "runs/infinite/failed/step-000001/rank-0.safetensors")
     assert {"token_ids_T", "advantages_T", "loss_weights_T", "lengths_N"} <= set(saved)
     assert int(saved["lengths_N"].sum()) == len(saved["token_ids_T"])
@@ -693,10 +693,10 @@ def test_keys_without_effect_are_reported(root):
         "check", root / "run.yaml", "policy.offload.optimizer=true", "trainer.device=cpu",
         "policy.megatron.ddp.average_in_collective=true", "policy.megatron.transformer.moe_z_loss_coeff=0.1",
     )  # fmt: skip
-    said = " ".join((done.stdout + done.stderr).split())
+    output = " ".join((done.stdout + done.stderr).split())
     for key in (
         "policy.offload.optimizer",
         "policy.megatron.ddp.average_in_collective",
         "policy.megatron.transformer.moe_z_loss_coeff",
     ):
-        assert f"{key} has no effect" in said
+        assert f"{key} has no effect" in output

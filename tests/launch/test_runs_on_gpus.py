@@ -80,7 +80,7 @@ def runs(gpus, root):
         "judged": [("algorithm.name=ppo", "policy.backend=megatron:d2", f"reward.model.path={make_judge(root)}")],
     }
     with ThreadPoolExecutor(len(commands) if gpus.large else 1) as pool:
-        yield {name: pool.submit(train, root, name, *each) for name, each in commands.items()}
+        yield {name: pool.submit(train, root, name, *arguments) for name, arguments in commands.items()}
 
 
 def assert_engine_agrees(rows: list[dict[str, float]]) -> None:

@@ -89,10 +89,10 @@ def test_a_rank_that_hangs_is_named_with_its_stack_while_others_wait_for_it(root
     process = Command("train", root / "run.yaml", *overrides, hook=rank_1_hangs_in_its_second_training)
     done = process.finish()
     assert done.returncode == 1
-    said = done.stderr.strip()
-    assert said.startswith(f"rank 1 failed:\non {socket.gethostname()}: it has stood still for "), said
-    assert "in stage train, collective " in said and "while the other ranks waited for it" in said
-    assert "signal.pause()" in said
+    message = done.stderr.strip()
+    assert message.startswith(f"rank 1 failed:\non {socket.gethostname()}: it has stood still for "), message
+    assert "in stage train, collective " in message and "while the other ranks waited for it" in message
+    assert "signal.pause()" in message
 
 
 def rank_1_is_slow():

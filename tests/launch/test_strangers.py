@@ -29,8 +29,8 @@ def test_the_program_on_the_page_of_trl_trains(tmp_path):
     (tmp_path / "train.py").write_text(program)
     done = python("train.py", env={"PYTHONPATH": str(ROOT / "src")}, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    found = [row for row in metrics(tmp_path, "first") if row["step"] > 0]
-    assert [row["step"] for row in found] == [1, 2] and all("reward/mean" in row for row in found)
+    trained = [row for row in metrics(tmp_path, "first") if row["step"] > 0]
+    assert [row["step"] for row in trained] == [1, 2] and all("reward/mean" in row for row in trained)
 
 
 @pytest.mark.slow

@@ -83,8 +83,8 @@ def local(host: Host, root: Path, name: str, *overrides: str) -> None:
 def finish(programs: list[Program]) -> str:
     """Returns what programs said that all ended well."""
     for program in programs:
-        assert program.wait() == 0, "\n".join(each.said for each in programs)
-    return "\n".join(each.said for each in programs)
+        assert program.wait() == 0, "\n".join(program.output for program in programs)
+    return "\n".join(program.output for program in programs)
 
 
 def assert_equal_runs(root: Path, name: str, other: str) -> None:
@@ -92,11 +92,11 @@ def assert_equal_runs(root: Path, name: str, other: str) -> None:
 
     Metrics of asynchronous runs that count what is in flight at a moment are left out.
     """
-    found, expected = (
-        [{key: value for key, value in row.items() if not key.startswith("async/")} for row in metrics(root, each)]
-        for each in (name, other)
+    rows, expected = (
+        [{key: value for key, value in row.items() if not key.startswith("async/")} for row in metrics(root, run_name)]
+        for run_name in (name, other)
     )
-    assert_same(found, expected)
+    assert_same(rows, expected)
     assert samples(root, name) == samples(root, other) != []
     files = [
         path.relative_to(root / "runs" / other) for path in (root / "runs" / other).glob("checkpoints/*/*/*.safetensors")
@@ -129,7 +129,7 @@ def test_torchrun_on_two_hosts_trains_as_one_host_does(root, pair, one):
 def test_another_number_of_hosts_than_torchrun_started_is_refused_with_both(root, pair):
     programs = torchrun(pair, root, "refused", "launch.nodes=1")
     assert all(program.wait() != 0 for program in programs)
-    assert "launch.nodes: 1 requested, and the launcher started ranks on 2" in programs[0].said
+    assert "launch.nodes: 1 requested, and the launcher started ranks on 2" in programs[0].output
     assert not (root / "runs/refused/metrics.jsonl").exists()
 
 

@@ -92,10 +92,10 @@ def test_what_is_beyond_a_lost_connection_is_named_and_the_rest_resumes(root, fa
         for number in left:
             program, (there, other) = programs[number], [("south", 1), ("north", 0)][number]
             assert program.wait(SILENT + 90) != 0
-            said = " ".join(program.said.split())
-            assert f"rank {number} on {['north', 'south'][number]} lost another rank" in said, program.said
-            assert f"the other ranks were not heard of for {SILENT} s" in said, program.said
-            assert f"rank {other} on {there}" in said and "does not answer" in said, program.said
+            output = " ".join(program.output.split())
+            assert f"rank {number} on {['north', 'south'][number]} lost another rank" in output, program.output
+            assert f"the other ranks were not heard of for {SILENT} s" in output, program.output
+            assert f"rank {other} on {there}" in output and "does not answer" in output, program.output
         assert time.monotonic() - begin < SILENT + 90
         wait_for(lambda: is_free(root / "runs" / name))
         taken = len(metrics(root, name))
@@ -118,8 +118,8 @@ def test_a_clock_that_is_90_s_off_is_named_and_changes_nothing(root):
     library = next(Path("/usr/lib").glob("*/faketime/libfaketimeMT.so.1"))
     with two_hosts() as hosts:
         clock = {"LD_PRELOAD": str(library), "FAKETIME": "+90s"}
-        said = finish(torchrun(hosts, root, "clock", env=[{}, clock]))
-    assert "the clock of rank 1 on south is 90 s later than that of rank 0 on north" in said
+        output = finish(torchrun(hosts, root, "clock", env=[{}, clock]))
+    assert "the clock of rank 1 on south is 90 s later than that of rank 0 on north" in output
     assert_equal_runs(root, "clock", "one")
 
 
@@ -129,9 +129,9 @@ def test_a_shared_directory_that_hangs_is_named_and_the_run_continues_later(root
         at_step(root, "disk/run", 2, programs[0])
         subprocess.run(["fsfreeze", "--freeze", root / "runs/disk"], check=True)
         try:
-            wait_for(lambda: "that does not answer" in programs[0].said, programs[0])
+            wait_for(lambda: "that does not answer" in programs[0].output, programs[0])
         finally:
             subprocess.run(["fsfreeze", "--unfreeze", root / "runs/disk"], check=True)
-        said = finish(programs)
-    assert "rank 0 on north has waited for" in said or "rank 1 on south has waited for" in said
+        output = finish(programs)
+    assert "rank 0 on north has waited for" in output or "rank 1 on south has waited for" in output
     assert_equal_runs(root, "disk/run", "one")

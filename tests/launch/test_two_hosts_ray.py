@@ -52,9 +52,9 @@ def cluster() -> Iterator[Hosts]:
         head = ray_start(
             hosts.north, "--head", "--port=6379", "--include-dashboard=false", f"--temp-dir={hosts.north.temporary}"
         )
-        wait_for(lambda: "Ray runtime started" in head.said, head)
+        wait_for(lambda: "Ray runtime started" in head.output, head)
         node = ray_start(hosts.south, "--address=north:6379")
-        wait_for(lambda: "Ray runtime started" in node.said, node)
+        wait_for(lambda: "Ray runtime started" in node.output, node)
         yield hosts
 
 
@@ -74,21 +74,23 @@ def is_of_ray(line: str) -> bool:
 def test_a_ray_cluster_of_two_hosts_trains_as_one_host_does(root):
     with cluster() as hosts:
         driver = drive(hosts.north, root, "ray")
-        said = finish([driver])
+        output = finish([driver])
         refused = drive(
             hosts.north, root, "refused", "launch.nodes=1", "launch.gpus_per_node=2", "policy.backend=megatron:d4"
         )
-        assert refused.wait() == 2 and "have 2, too few for layouts that take 4" in refused.said
+        assert refused.wait() == 2 and "have 2, too few for layouts that take 4" in refused.output
         alone = drive(hosts.north, root, "alone", "launch.nodes=3", "launch.gpus_per_node=1", "policy.backend=megatron:d3")
-        assert alone.wait() != 0 and "on 3 nodes alike (launch.nodes)" in alone.said
-    assert "ray node north (10.77.0.1): rank 0" in said and "ray node south (10.77.0.2): rank 1" in said
-    assert [line for line in said.splitlines() if is_of_ray(line)] == []
+        assert alone.wait() != 0 and "on 3 nodes alike (launch.nodes)" in alone.output
+    assert "ray node north (10.77.0.1): rank 0" in output and "ray node south (10.77.0.2): rank 1" in output
+    assert [line for line in output.splitlines() if is_of_ray(line)] == []
     assert_equal_runs(root, "ray", "one")
 
 
 def has_ranks(host: Host) -> bool:
     return any(
-        "fivefold.launch.rank" in each.cmdline() for each in host.processes() if each.status() != psutil.STATUS_ZOMBIE
+        "fivefold.launch.rank" in process.cmdline()
+        for process in host.processes()
+        if process.status() != psutil.STATUS_ZOMBIE
     )
 
 
@@ -104,15 +106,15 @@ def test_a_host_that_ray_loses_is_named_and_the_rest_resumes(root, fault):
             case "cable cut":
                 hosts.cable.is_cut = True
             case "node process killed":
-                next(each for each in hosts.south.processes() if each.name() == "raylet").kill()
+                next(process for process in hosts.south.processes() if process.name() == "raylet").kill()
             case "host killed":
                 hosts.lose(hosts.south)
             case "head killed":
                 hosts.lose(hosts.north)
         if fault != "head killed":
-            assert driver.wait(SILENT + 90) == 1, driver.said
-            assert "rank 1 on south (10.77.0.2), Ray node " in driver.said
-            assert [line for line in driver.said.splitlines() if is_of_ray(line)] == []
+            assert driver.wait(SILENT + 90) == 1, driver.output
+            assert "rank 1 on south (10.77.0.2), Ray node " in driver.output
+            assert [line for line in driver.output.splitlines() if is_of_ray(line)] == []
         # Ranks beyond the cut end by themselves.
         wait_for(lambda: not has_ranks(hosts.south))
         assert time.monotonic() - begin < SILENT + 90

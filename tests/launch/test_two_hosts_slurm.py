@@ -43,8 +43,8 @@ def test_the_job_of_the_examples_is_submitted_requeued_and_resumed_as_one_run(tm
         # Slurm would wait for two minutes.
         slurm.run("scontrol", "update", f"JobId={job}", "StartTime=now")
         assert slurm.wait(job, "COMPLETED", "FAILED") == "COMPLETED", output.read_text()
-        said = output.read_text()
-        assert "resume" in said and "Traceback" not in said
+        text = output.read_text()
+        assert "resume" in text and "Traceback" not in text
         refused = slurm.run("sbatch", "--parsable", "--wait", *FEW, f"--output={tmp_path}/refused.out",
                             ROOT / "examples/slurm/train.sbatch", tmp_path / "run.yaml", "policy.backend=megatron:d4",
                             VENV=sys.prefix)  # fmt: skip

@@ -94,7 +94,7 @@ def test_a_killed_server_or_trainer_loses_no_prompt_and_uses_none_twice(root, te
     checkpoints = root / "runs/killed/checkpoints"
     wait_for((checkpoints / "step-000002").exists, process)
     everyone = children_of(process.pid)
-    (api,) = [each for each in everyone if "fivefold.engines.vllm.serve" in psutil.Process(each).cmdline()]
+    (api,) = [pid for pid in everyone if "fivefold.engines.vllm.serve" in psutil.Process(pid).cmdline()]
     os.kill(api, signal.SIGKILL)
     wait_for((checkpoints / "step-000004").exists, process)
     everyone = children_of(process.pid)
@@ -143,12 +143,12 @@ def test_a_stalled_server_is_started_again(root):
     """Stopped and not ended: it holds its requests, and answers nothing."""
     process = command(root, "stalled", "rollout.max_staleness=2", "engine.stall_seconds=5", "trainer.steps=8")
     wait_for((root / "runs/stalled/checkpoints/step-000002").exists, process)
-    for each in children_of(process.pid):
+    for pid in children_of(process.pid):
         if (
-            "fivefold.engines.vllm.serve" not in psutil.Process(each).cmdline()
-            and "vllm" in psutil.Process(each).name().lower()
+            "fivefold.engines.vllm.serve" not in psutil.Process(pid).cmdline()
+            and "vllm" in psutil.Process(pid).name().lower()
         ):
-            os.kill(each, signal.SIGSTOP)
+            os.kill(pid, signal.SIGSTOP)
     done = process.finish()
     assert done.returncode == 0, done.stdout + done.stderr
     assert "has sampled no token for" in done.stdout and "started again" in done.stdout
@@ -172,11 +172,11 @@ def test_two_ranks_and_two_engines_apart_raise_the_reward_ahead(root, max_stalen
 
 
 def servers_of(process) -> list[int]:
-    found = []
-    for each in children_of(process.pid):
+    pids = []
+    for pid in children_of(process.pid):
         with contextlib.suppress(psutil.NoSuchProcess):
-            found += [each] if "fivefold.engines.vllm.serve" in psutil.Process(each).cmdline() else []
-    return found
+            pids += [pid] if "fivefold.engines.vllm.serve" in psutil.Process(pid).cmdline() else []
+    return pids
 
 
 @pytest.mark.slow

@@ -133,7 +133,7 @@ def test_a_run_whose_server_is_killed_has_the_same_metrics_as_one_in_process(roo
     process = Command("train", root / "run.yaml", f"trainer.run_dir={root}/runs/server", "engine.mode=server")
     wait_for((root / "runs/server/checkpoints/step-000002").exists, process)
     everyone = children_of(process.pid)
-    (api,) = [each for each in everyone if "fivefold.engines.vllm.serve" in psutil.Process(each).cmdline()]
+    (api,) = [pid for pid in everyone if "fivefold.engines.vllm.serve" in psutil.Process(pid).cmdline()]
     blocks = named_blocks(everyone)
     os.kill(api, signal.SIGKILL)
     done = process.finish()
@@ -153,7 +153,7 @@ def test_a_run_whose_servers_are_apart_has_the_same_metrics_although_one_is_kill
     process = Command("train", root / "run.yaml", f"trainer.run_dir={root}/runs/apart", *APART)
     wait_for((root / "runs/apart/checkpoints/step-000002").exists, process)
     everyone = children_of(process.pid)
-    apis = [each for each in everyone if "fivefold.engines.vllm.serve" in psutil.Process(each).cmdline()]
+    apis = [pid for pid in everyone if "fivefold.engines.vllm.serve" in psutil.Process(pid).cmdline()]
     assert len(apis) == 2
     blocks = named_blocks(everyone)
     os.kill(apis[0], signal.SIGKILL)

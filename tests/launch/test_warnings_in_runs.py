@@ -36,16 +36,16 @@ def test_a_run_whose_rewards_are_all_0_says_why_it_learns_nothing(root, ahead):
     name = f"zero-{len(ahead)}"
     # No end of a response within the limit, and no answer in it.
     words = ["reward.functions={gsm8k: 1.0}", "engine.sampling.min_tokens=4", *ahead]
-    rows, said = train(root, name, *words)
-    assert f"warning  {SENTENCE}\n" in said, said
-    assert "warning  no greedy responses to arithmetic were correct; 100% of responses were cut off" in said
+    rows, output = train(root, name, *words)
+    assert f"warning  {SENTENCE}\n" in output, output
+    assert "warning  no greedy responses to arithmetic were correct; 100% of responses were cut off" in output
     assert rows[-1]["policy/grad_norm"] == 0 and rows[-1]["response/form_fraction"] == 0
     stored = [json.loads(line) for line in (root / f"runs/{name}/warnings.jsonl").read_text().splitlines()]
     assert [(row["step"], row["rule"]) for row in stored if row["rule"] == "equal_rewards"] == [
         (1, "equal_rewards"), (2, "equal_rewards"),
     ]  # fmt: skip
     # The second step is not the tenth: its row is stored, and its line is not printed again.
-    assert said.count(SENTENCE) == 1
+    assert output.count(SENTENCE) == 1
     watched = fivefold("watch", root / "runs" / name, "--once")
     assert SENTENCE in " ".join(watched.stdout.split()), watched.stdout
     assert fivefold("report", root / "runs" / name).returncode == 0
@@ -55,7 +55,7 @@ def test_a_run_whose_rewards_are_all_0_says_why_it_learns_nothing(root, ahead):
 
 def test_the_warnings_of_a_run_are_switched_off_by_their_keys(root):
     words = ["reward.functions={gsm8k: 1.0}", "engine.sampling.min_tokens=4", "trainer.steps=1"]
-    _, said = train(root, "no-rule", *words, "trainer.warnings={equal_rewards: null, evaluation: null, truncated: null}")
-    assert "warning" not in said
-    _, said = train(root, "none", *words, "trainer.warnings.enabled=false")
-    assert "warning" not in said and not (root / "runs/none/warnings.jsonl").exists()
+    _, output = train(root, "no-rule", *words, "trainer.warnings={equal_rewards: null, evaluation: null, truncated: null}")
+    assert "warning" not in output
+    _, output = train(root, "none", *words, "trainer.warnings.enabled=false")
+    assert "warning" not in output and not (root / "runs/none/warnings.jsonl").exists()

@@ -28,9 +28,9 @@ def main(wanted: list[str]) -> int:
                     policy, begin = policy_of(name, case, budget), time.monotonic()
                     try:
                         results = run_step(cluster, case.layout, directory, policy)
-                        found = difference(results, expected(directory, policy))
-                        equal = all(value <= bound for value, bound in zip(found, BOUNDS, strict=True))
-                        told = " | ".join(f"{value:.1e}" for value in found)
+                        differences = difference(results, expected(directory, policy))
+                        equal = all(value <= bound for value, bound in zip(differences, BOUNDS, strict=True))
+                        told = " | ".join(f"{value:.1e}" for value in differences)
                     except Exception as error:
                         equal, told = False, f"{str(error).strip().splitlines()[-1]} | |"
                     failures, rows = failures + (not equal), rows + 1

@@ -43,8 +43,8 @@ def test_a_checkpoint_of_either_continues_with_the_other(before, after):
         parameter.data.copy_(value)
     resumed.load_state_dict(copy.deepcopy(written.state_dict()))
     assert resumed.param_groups[0]["fused"] is (True if after is FusedAdamW else written.param_groups[0]["fused"])
-    for found, oracle in zip(steps(resumed, 3, 3), wanted, strict=True):
-        torch.testing.assert_close(found, oracle, rtol=0, atol=1e-6)
+    for weights, oracle in zip(steps(resumed, 3, 3), wanted, strict=True):
+        torch.testing.assert_close(weights, oracle, rtol=0, atol=1e-6)
 
 
 def test_steps_that_a_checkpoint_counts_as_numbers_are_counted_on_the_device():

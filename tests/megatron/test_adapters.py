@@ -68,12 +68,12 @@ MORE: list[tuple[str, Case, dict[str, Any]]] = [
 ]
 
 
-def policy_of(name: str, case: Case, own: dict[str, Any], path: Path | None = None):
-    own, ddp = {key: value for key, value in own.items() if key != "ddp"}, own.get("ddp", {})
+def policy_of(name: str, case: Case, settings: dict[str, Any], path: Path | None = None):
+    settings, ddp = {key: value for key, value in settings.items() if key != "ddp"}, settings.get("ddp", {})
     megatron = MegatronConfig(pipeline=case.pipeline, transformer=BALANCE if name in BALANCED else {}, ddp=ddp)
     lora = replace(LORA[name], path=None if path is None else str(path))
     return replace(
-        POLICY, tokens_per_micro_batch=48, sequence_parallel=case.sequence_parallel, megatron=megatron, lora=lora, **own
+        POLICY, tokens_per_micro_batch=48, sequence_parallel=case.sequence_parallel, megatron=megatron, lora=lora, **settings
     )
 
 
@@ -112,8 +112,8 @@ def two_steps(mesh, directory: Path, policy, base_T: torch.Tensor):
     model.verify()
     parameters = {name: p for c in model._chunks for name, p in c.named_parameters() if not p.requires_grad}
     kept = all(p.grad is None and not hasattr(p, "main_grad") and torch.equal(p, base[n]) for n, p in parameters.items())
-    found = ({name: tensor.clone() for name, tensor in each} for each in (model.adapters(), model.weights()))
-    return reports, *found, kept
+    copies = ({name: tensor.clone() for name, tensor in tensors} for tensors in (model.adapters(), model.weights()))
+    return reports, *copies, kept
 
 
 class LowRank(torch.nn.Module):
@@ -137,7 +137,7 @@ class StackedLowRank(torch.nn.Module):
     def forward(self, weight: torch.Tensor) -> torch.Tensor:
         parts = weight.chunk(len(self.maps), 1)
         adapted = [
-            torch.stack([pair(own) for pair, own in zip(pairs, part, strict=True)]) if len(pairs) else part
+            torch.stack([pair(shard) for pair, shard in zip(pairs, part, strict=True)]) if len(pairs) else part
             for pairs, part in zip(self.maps, parts, strict=True)
         ]
         return torch.cat(adapted, 1)
@@ -161,9 +161,9 @@ def oracle(directory: Path, path: Path, scale: float, balanced: bool):
                 continue
             module = name.removeprefix(PREFIX).removesuffix(".lora_A.weight")
             pairs[module] = LowRank(tensors[name], tensors[name.replace("lora_A", "lora_B")], scale)
-            before, is_expert, own = module.partition(".experts.")
+            before, is_expert, rest = module.partition(".experts.")
             if is_expert:
-                expert, kind = own.split(".")
+                expert, kind = rest.split(".")
                 stacked.setdefault(f"{before}.experts", {}).setdefault(kind, {})[int(expert)] = pairs[module]
             else:
                 parametrize.register_parametrization(model.get_submodule(module), "weight", pairs[module])
@@ -201,42 +201,42 @@ def difference(results, wanted) -> tuple[float, ...]:
     numbers, after, merged, _ = wanted
     scale = max(abs(loss) for loss, _ in numbers)
     losses, norms, parameters = [], [], []
-    for reports, own, weights, kept in results:
+    for reports, adapter, weights, kept in results:
         assert kept, "a frozen weight has a gradient, or moved"
-        assert set(own) == set(after) and set(weights) == set(merged) - {"lm_head.weight"} | set(weights) & {
+        assert set(adapter) == set(after) and set(weights) == set(merged) - {"lm_head.weight"} | set(weights) & {
             "lm_head.weight"
         }
         for report, (loss, norm) in zip(reports, numbers, strict=True):
             losses.append(abs(report.loss - loss) / scale)
             norms.append(abs(report.grad_norm - norm) / norm)
-        parameters += [float((own[key] - after[key]).abs().max()) for key in after]
+        parameters += [float((adapter[key] - after[key]).abs().max()) for key in after]
         parameters += [float((weights[key] - merged[key]).abs().max()) for key in weights]
-    return tuple(max(math.inf if math.isnan(value) else value for value in found) for found in (losses, norms, parameters))
+    return tuple(max(math.inf if math.isnan(value) else value for value in sizes) for sizes in (losses, norms, parameters))
 
 
 @pytest.fixture(scope="module")
 def steps(cluster, models, adapters):
-    def call(name: str, case: Case, own: dict[str, Any]):
-        policy = policy_of(name, case, own, adapters(name))
+    def call(name: str, case: Case, settings: dict[str, Any]):
+        policy = policy_of(name, case, settings, adapters(name))
         return f"megatron:{case.layout}", two_steps, models(name), policy, expected(models, adapters, name)[3]
 
     # What is slow does not run with the rest.
     return {
-        str(each): runs
+        str(row): runs
         for cases in (CASES, MORE)
-        for runs in [Together(cluster, {str(each): call(*each) for each in cases})]
-        for each in cases
+        for runs in [Together(cluster, {str(row): call(*row) for row in cases})]
+        for row in cases
     }
 
 
 @pytest.mark.parametrize(
-    ("name", "case", "own"), [*CASES, *(pytest.param(*each, marks=pytest.mark.slow) for each in MORE)], ids=str
+    ("name", "case", "settings"), [*CASES, *(pytest.param(*row, marks=pytest.mark.slow) for row in MORE)], ids=str
 )
-def test_a_step_of_adapters_is_that_of_transformers_on_every_layout(steps, models, adapters, name, case, own):
+def test_a_step_of_adapters_is_that_of_transformers_on_every_layout(steps, models, adapters, name, case, settings):
     """Loss, gradient norm, every A and B, every merged weight; what is frozen has no gradient and does not move."""
-    each = str((name, case, own))
-    found = difference(steps[each][each], expected(models, adapters, name))
-    assert all(value <= bound for value, bound in zip(found, BOUNDS, strict=True)), found
+    key = str((name, case, settings))
+    differences = difference(steps[key][key], expected(models, adapters, name))
+    assert all(value <= bound for value, bound in zip(differences, BOUNDS, strict=True)), differences
 
 
 def begun(mesh, directory: Path, policy, path: Path | None):
@@ -246,9 +246,9 @@ def begun(mesh, directory: Path, policy, path: Path | None):
     model = MegatronModel(directory, policy, mesh, total_updates=1, adapters=path, seed=3)
     mine = whole_batch().select(shard_of_replica(mesh.ranks, range(len(LENGTHS))))
     plain = MegatronModel(directory, replace(policy, lora=LoraConfig()), mesh)
-    merged, own = dict(model.weights()), dict(plain.weights())
-    is_same = all(torch.equal(merged[name], tensor) for name, tensor in own.items())
-    logprobs = [each.forward(mine) for each in (model, WithoutAdapters(model), plain)]
+    merged, without = dict(model.weights()), dict(plain.weights())
+    is_same = all(torch.equal(merged[name], tensor) for name, tensor in without.items())
+    logprobs = [policy.forward(mine) for policy in (model, WithoutAdapters(model), plain)]
     return {name: tensor.clone() for name, tensor in model.adapters()}, is_same, logprobs
 
 
@@ -261,7 +261,7 @@ def beginnings(cluster, models, adapters):
     wanted = [
         (name, layout, is_new) for name in ("qwen3", "qwen3_moe") for layout in ("d1", "t2") for is_new in (True, False)
     ]
-    return Together(cluster, {each: call(*each) for each in wanted})
+    return Together(cluster, {row: call(*row) for row in wanted})
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_moe"])
@@ -327,12 +327,12 @@ def test_what_an_engine_loses_of_adapters_is_counted_once_on_every_layout(
         if key.endswith("lora_A.weight"):
             module = key.removeprefix(PREFIX).removesuffix("lora_A.weight") + "weight"
             share = scale * (tensors[key.replace("lora_A", "lora_B")].double() @ a.double())
-            before, after = (each[module].to(getattr(torch, engine)).double() for each in (base, weights))
+            before, after = (weights_of[module].to(getattr(torch, engine)).double() for weights_of in (base, weights))
             squares += torch.stack([(after - before - share).square().sum(), share.square().sum()])
     wanted = squares.sqrt().tolist()
     assert 0.01 < wanted[0] / wanted[1] < 1.5
-    for found, _, _ in results:
-        assert found == pytest.approx(wanted, rel=1e-4)
+    for measured_share, _, _ in results:
+        assert measured_share == pytest.approx(wanted, rel=1e-4)
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_moe"])
@@ -374,15 +374,15 @@ def numbers_in(path: Path) -> dict[str, torch.Tensor]:
     from fivefold.backend.sharded_files import Box, PieceReader
 
     reader = PieceReader(path)
-    found = {}
+    numbers = {}
     for name, stored in reader._stored.items():
         boxes = [piece.box for piece in stored]
         size = tuple(
             max(ends) for ends in zip(*(map(sum, zip(box.offset, box.size, strict=True)) for box in boxes), strict=True)
         )
-        found[name] = torch.full(size, math.nan)
-        reader.fill(name, Box((0,) * len(size), size), found[name])
-    return found
+        numbers[name] = torch.full(size, math.nan)
+        reader.fill(name, Box((0,) * len(size), size), numbers[name])
+    return numbers
 
 
 WRITTEN = [
@@ -518,17 +518,17 @@ FAULTS = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("fault", "name", "layout", "own"), FAULTS, ids=lambda value: getattr(value, "__name__", None))
-def test_an_injected_fault_is_seen(cluster, models, adapters, fault, name, layout, own):
-    policy, wanted = policy_of(name, Case(layout), own, adapters(name)), expected(models, adapters, name)
+@pytest.mark.parametrize(("fault", "name", "layout", "settings"), FAULTS, ids=lambda value: getattr(value, "__name__", None))
+def test_an_injected_fault_is_seen(cluster, models, adapters, fault, name, layout, settings):
+    policy, wanted = policy_of(name, Case(layout), settings, adapters(name)), expected(models, adapters, name)
     try:
         results = cluster.run(fault, f"megatron:{layout}", models(name), policy, wanted[3])
     except RuntimeError as error:
         # Copies that differ end the run by themselves.
         assert "copies of parameters that must be equal differ" in str(error)
         return
-    found = difference(results, wanted)
-    assert any(value > 10 * bound for value, bound in zip(found, BOUNDS, strict=True)), found
+    differences = difference(results, wanted)
+    assert any(value > 10 * bound for value, bound in zip(differences, BOUNDS, strict=True)), differences
 
 
 # --- a critic --------------------------------------------------------------------------------------------------------
@@ -558,14 +558,14 @@ def critic_step(mesh, directory: Path, policy, path: Path):
 
 
 def test_a_critic_with_adapters_trains_them_and_its_value_head(cluster, models, tmp_path):
-    found = {}
+    results = {}
     for layout in ("d1", "t2"):
         policy = policy_of("qwen3", Case(layout), {})
-        found[layout] = cluster.run(critic_step, f"megatron:{layout}", models("qwen3"), policy, tmp_path / layout)
-        assert all(kept for *_, kept in found[layout])
-    (numbers, weights, _), *_ = found["d1"]
+        results[layout] = cluster.run(critic_step, f"megatron:{layout}", models("qwen3"), policy, tmp_path / layout)
+        assert all(kept for *_, kept in results[layout])
+    (numbers, weights, _), *_ = results["d1"]
     assert weights["score.weight"].abs().max() > 1e-4 and numbers[1][0] < numbers[0][0]
-    for others, tensors, _ in found["t2"]:
+    for others, tensors, _ in results["t2"]:
         torch.testing.assert_close(torch.tensor(others), torch.tensor(numbers), rtol=1e-5, atol=0)
         assert all((tensors[name] - tensor).abs().max() <= BOUNDS[2] for name, tensor in weights.items())
     written = {name for name in numbers_in(tmp_path / "t2") if not name.endswith(("exp_avg", "exp_avg_sq"))}

@@ -49,13 +49,13 @@ def losses_and_gradients(mesh, directory: Path, budget: int):
 
     model = MegatronModel(directory, replace(POLICY, tokens_per_micro_batch=budget), mesh, total_updates=20)
     whole = sequences()
-    own = shard_of_replica(mesh.ranks, range(len(LENGTHS)))
-    packed = model.train_step(whole.select(own), weighted)
+    shard = shard_of_replica(mesh.ranks, range(len(LENGTHS)))
+    packed = model.train_step(whole.select(shard), weighted)
     gradients = gradient_sum(model)
     alone = torch.zeros_like(gradients)
     loss = 0.0
     for sample in range(len(LENGTHS)):
-        mine = [sample] if sample in own else []
+        mine = [sample] if sample in shard else []
         report = model.train_step(whole.select(mine), weighted)
         loss += report.loss
         alone += gradient_sum(model)

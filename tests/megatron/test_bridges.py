@@ -84,5 +84,5 @@ def without(mesh, directory: Path, left_out: str) -> str:
 
 
 def test_a_parameter_that_a_bridge_leaves_unset_ends_the_load_with_its_name(cluster, models):
-    [found] = cluster.run(without, "megatron:d1", models("qwen3"), "model.layers.2.self_attn.o_proj.weight")
-    assert "decoder.layers.2.self_attention.linear_proj.weight holds 8192 NaN" in found
+    [message] = cluster.run(without, "megatron:d1", models("qwen3"), "model.layers.2.self_attn.o_proj.weight")
+    assert "decoder.layers.2.self_attention.linear_proj.weight holds 8192 NaN" in message

@@ -49,12 +49,12 @@ def hf_values(directory: Path, batch: TokenBatch, model=None):
     import transformers
 
     model = model or transformers.AutoModelForSequenceClassification.from_pretrained(directory).float()
-    found, start = [], 0
+    values, start = [], 0
     for length in batch.lengths_N:
         hidden = model.model(batch.token_ids_T[start : start + length][None])[0][0]
-        found.append(hidden @ model.score.weight[0])
+        values.append(hidden @ model.score.weight[0])
         start += length
-    return torch.cat(found)
+    return torch.cat(values)
 
 
 def wanted_places() -> torch.Tensor:
@@ -80,8 +80,8 @@ def values_of(mesh, directory: Path, policy: PolicyConfig):
 def test_values_equal_those_of_transformers(steps, classifier, layout):
     batch = whole_batch()
     expected = hf_values(classifier, batch).detach() * wanted_places()
-    for mine, found in steps[values_of, layout.removesuffix(" vpp"), "vpp" in layout]:
-        assert torch.allclose(found, expected[batch.token_index(mine)], atol=2e-6)
+    for mine, values_T in steps[values_of, layout.removesuffix(" vpp"), "vpp" in layout]:
+        assert torch.allclose(values_T, expected[batch.token_index(mine)], atol=2e-6)
     assert expected.abs().max() > 0.3
 
 
@@ -90,8 +90,10 @@ def test_values_of_a_model_with_experts_equal_those_of_transformers(cluster, tmp
     directory = make_classifier(tmp_path, "qwen3_moe")
     batch = whole_batch()
     expected = hf_values(directory, batch).detach() * wanted_places()
-    for mine, found in cluster.run(values_of, f"megatron:{layout}", directory, replace(POLICY, tokens_per_micro_batch=32)):
-        assert torch.allclose(found, expected[batch.token_index(mine)], atol=2e-6)
+    for mine, values_T in cluster.run(
+        values_of, f"megatron:{layout}", directory, replace(POLICY, tokens_per_micro_batch=32)
+    ):
+        assert torch.allclose(values_T, expected[batch.token_index(mine)], atol=2e-6)
 
 
 def test_a_value_head_that_is_not_there_starts_at_zero(cluster, models):
@@ -112,7 +114,7 @@ def with_returns(batch: TokenBatch, values_T: torch.Tensor) -> TokenBatch:
 def test_gae_of_the_batch_equals_the_loop():
     batch = whole_batch()
     values = torch.randn(sum(LENGTHS), generator=torch.Generator().manual_seed(4))
-    found = replace(with_returns(batch, values))
+    assigned = replace(with_returns(batch, values))
     plain, _ = replace(PPO, advantage=replace(PPO.advantage, whiten=False)).advantages(
         batch.with_columns({Column.VALUES: values}), AdvantageInputs(torch.tensor(REWARDS), torch.arange(8), torch.tensor(LENGTHS)),
         torch.tensor(FINISHED), Alone(),
@@ -124,10 +126,10 @@ def test_gae_of_the_batch_equals_the_loop():
         behind = 0.0 if FINISHED[i] else float(values[tokens[-1]])
         advantages, returns = loops.gae(rewards, [float(values[t - 1]) for t in tokens], behind, GAMMA, LAM)
         assert plain[tokens].tolist() == pytest.approx(advantages, rel=1e-4, abs=1e-5)
-        assert found[Column.RETURNS][tokens].tolist() == pytest.approx(returns, rel=1e-4, abs=1e-5)
+        assert assigned[Column.RETURNS][tokens].tolist() == pytest.approx(returns, rel=1e-4, abs=1e-5)
         everything += advantages
         start += length
-    whitened = found[Column.ADVANTAGES][batch.loss_mask_T]
+    whitened = assigned[Column.ADVANTAGES][batch.loss_mask_T]
     expected = torch.tensor(everything, dtype=torch.float64)
     expected = (expected - expected.mean()) / (expected.var() + 1e-8).sqrt()
     assert torch.allclose(whitened.double(), expected, atol=1e-5)
@@ -209,8 +211,8 @@ def steps(cluster, models, classifier, critic_oracle, ppo_oracle):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_critic_s_step_is_the_same_on_every_layout(steps, critic_oracle, layout):
     results = steps[critic_step, layout]
-    for found, bound in zip(difference(results, critic_oracle), BOUNDS, strict=True):
-        assert found <= bound
+    for size, bound in zip(difference(results, critic_oracle), BOUNDS, strict=True):
+        assert size <= bound
 
 
 def test_a_head_whose_gradient_is_counted_on_every_tensor_parallel_rank_is_seen(cluster, classifier, critic_oracle):
@@ -254,13 +256,13 @@ def ppo_oracle(models, classifier, critic_oracle, tmp_path_factory):
     batch = with_returns(whole_batch(), critic_oracle[2])
 
     def logprobs():
-        found, start = [], 0
+        logprobs, start = [], 0
         for length in LENGTHS:
             tokens = batch.token_ids_T[start : start + length]
             logp = torch.log_softmax(model(tokens[None]).logits[0] / batch.temperature, -1)
-            found.append(torch.cat([torch.zeros(1), logp[:-1].gather(1, tokens[1:, None])[:, 0]]))
+            logprobs.append(torch.cat([torch.zeros(1), logp[:-1].gather(1, tokens[1:, None])[:, 0]]))
             start += length
-        return torch.cat(found)
+        return torch.cat(logprobs)
 
     now = logprobs()
     old = (now.detach() + batch[Column.OLD_LOGPROBS]) * batch.loss_mask_T
@@ -292,8 +294,8 @@ def ppo_oracle(models, classifier, critic_oracle, tmp_path_factory):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_ppo_step_is_the_same_on_every_layout(steps, ppo_oracle, layout):
     results = steps[ppo_step, layout]
-    for found, bound in zip(difference(results, ppo_oracle), BOUNDS, strict=True):
-        assert found <= bound
+    for size, bound in zip(difference(results, ppo_oracle), BOUNDS, strict=True):
+        assert size <= bound
 
 
 @pytest.mark.parametrize("virtual", ["policy", "critic"])
@@ -301,5 +303,5 @@ def test_policy_and_critic_may_have_different_virtual_stages(cluster, models, cl
     plain, staged = (policy_of("qwen3", case, 32) for case in (Case("p2"), Case("p2", VPP2)))
     policy, critic = (staged, plain) if virtual == "policy" else (plain, staged)
     results = cluster.run(ppo_step, "megatron:p2", models("qwen3"), classifier, policy, ppo_oracle[2], critic)
-    for found, bound in zip(difference(results, ppo_oracle), BOUNDS, strict=True):
-        assert found <= bound
+    for size, bound in zip(difference(results, ppo_oracle), BOUNDS, strict=True):
+        assert size <= bound

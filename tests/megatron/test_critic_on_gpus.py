@@ -32,7 +32,7 @@ def values(mesh, directory: Path, dtype: str) -> tuple[float, float, float]:
 
     model = build(mesh, directory, dtype, budget(mesh), value_head=True)
     batch = step_batch(mesh, model.spec.vocab)
-    found = model.forward(batch)
+    values_T = model.forward(batch)
     reference = transformers.AutoModelForSequenceClassification.from_pretrained(directory, dtype=torch.float32)
     reference = reference.to(mesh.device).eval()
     gaps, start = [], 0
@@ -40,14 +40,14 @@ def values(mesh, directory: Path, dtype: str) -> tuple[float, float, float]:
         for length in batch.lengths_N:
             tokens = batch.token_ids_T[start : start + length][None].to(mesh.device)
             expected = (reference.model(tokens)[0][0] @ reference.score.weight[0]).cpu()
-            own = found[start : start + length]
+            part_T = values_T[start : start + length]
             # From the token before the response to its last one.
             first = int(batch.loss_mask_T[start : start + length].nonzero()[0]) - 1
-            gaps.append((own - expected)[first:])
-            assert not own[:first].any()
+            gaps.append((part_T - expected)[first:])
+            assert not part_T[:first].any()
             start += length
     gap = torch.cat(gaps).abs()
-    return float(gap.max()), float(gap.mean()), float(found[found != 0].std())
+    return float(gap.max()), float(gap.mean()), float(values_T[values_T != 0].std())
 
 
 def ppo_updates(mesh, directory: Path, critic_directory: Path, dtype: str):
@@ -56,8 +56,8 @@ def ppo_updates(mesh, directory: Path, critic_directory: Path, dtype: str):
     critic = build(mesh, critic_directory, dtype, budget(mesh), value_head=True)
     whole = step_batch(mesh, policy.spec.vocab)
     samples = len(whole.lengths_N)
-    own = shard_of_replica(mesh.ranks, range(samples))
-    mine = whole.select(own)
+    shard = shard_of_replica(mesh.ranks, range(samples))
+    mine = whole.select(shard)
     mine = mine.with_columns(
         {Column.OLD_LOGPROBS: policy.forward(mine) + mine[Column.OLD_LOGPROBS], Column.VALUES: critic.forward(mine)}
     )
@@ -67,7 +67,7 @@ def ppo_updates(mesh, directory: Path, critic_directory: Path, dtype: str):
     scores = AdvantageInputs(torch.rand(samples, generator=generator), torch.arange(samples), responses_N)
     finished_N = torch.rand(samples, generator=generator) < 0.7
     advantages_T, returns_T = PPO.advantages(mine, scores, finished_N, mesh.ranks)
-    weights_N = PPO.loss_weights(responses_N, max(whole.lengths_N))[own]
+    weights_N = PPO.loss_weights(responses_N, max(whole.lengths_N))[shard]
     mine = mine.with_columns(
         {Column.ADVANTAGES: advantages_T, Column.RETURNS: returns_T, Column.LOSS_WEIGHTS: mine.expand_to_tokens(weights_N)}
     )
@@ -106,10 +106,10 @@ def ppo_numbers_and_gaps(mesh, directory: Path, critic_directory: Path):
     return numbers, gaps
 
 
-def worst(found, expected) -> list[float]:
+def worst(reports, expected) -> list[float]:
     """Largest differences of (critic's loss, norm, policy's loss, norm) over both updates, relative to the largest of each."""
     scale = [max(abs(row[i]) for row in expected) for i in range(4)]
-    pairs = list(zip(found, expected, strict=True))
+    pairs = list(zip(reports, expected, strict=True))
     return [max(finite(abs(a[i] - b[i])) for a, b in pairs) / scale[i] for i in range(4)]
 
 
@@ -154,9 +154,9 @@ def test_ppo_in_bfloat16_is_near_that_of_float32(results):
 def test_two_updates_of_ppo_are_those_of_one_gpu(results, layout):
     """Values, GAE, whitening over replicas, critic and policy."""
     (expected,) = results["ppo", "d1"]
-    for found, gaps in results["ppo", layout]:
+    for numbers, gaps in results["ppo", layout]:
         print(
-            "differences", *(f"{value:.1e}" for value in worst(found, expected)), "parameters", *(f"{g:.1e}" for g in gaps)
+            "differences", *(f"{value:.1e}" for value in worst(numbers, expected)), "parameters", *(f"{g:.1e}" for g in gaps)
         )
-        assert max(worst(found, expected)) < 1e-5
+        assert max(worst(numbers, expected)) < 1e-5
         assert max(gaps) < 1e-4

@@ -25,7 +25,7 @@ def experts_in_both_forms(mesh) -> dict[str, Any]:
 
     config, experts, x, counts, weights = layer_of_experts(mesh)
     seed = torch.randn(x.shape, generator=torch.Generator(mesh.device).manual_seed(4), device=mesh.device).to(x.dtype)
-    found = {}
+    tensors_of = {}
     for grouped in (True, False):
         config.moe_grouped_gemm = grouped
         for tensor in (x, weights, *experts.parameters()):
@@ -33,7 +33,7 @@ def experts_in_both_forms(mesh) -> dict[str, Any]:
         output, _ = experts(x, counts, weights)
         output.backward(seed)
         tensors = (output.detach(), x.grad, weights.grad, *(parameter.grad for parameter in experts.parameters()))
-        found[grouped] = [tensor.float() for tensor in tensors]
+        tensors_of[grouped] = [tensor.float() for tensor in tensors]
     config.params_dtype = torch.float32
     with mesh.active():
         exact = GroupedExperts(len(counts), config, get_default_pg_collection()).to(mesh.device)
@@ -42,8 +42,8 @@ def experts_in_both_forms(mesh) -> dict[str, Any]:
             target.copy_(source)
         reference, _ = exact(x.float(), counts, weights)
     return {
-        "differences": [float((a - b).norm() / b.norm()) for a, b in zip(found[True], found[False], strict=True)],
-        "rounding": float((found[True][0] - reference).norm() / reference.norm()),
+        "differences": [float((a - b).norm() / b.norm()) for a, b in zip(tensors_of[True], tensors_of[False], strict=True)],
+        "rounding": float((tensors_of[True][0] - reference).norm() / reference.norm()),
         "empty": float(experts.fc1.grad[5].abs().max()),
     }
 
@@ -81,22 +81,22 @@ def alone(gpus, gpu_models):
 
 
 def test_grouped_experts_equal_sequential_ones(alone):
-    (found,) = alone[experts_in_both_forms]
-    print(found)
+    (numbers,) = alone[experts_in_both_forms]
+    print(numbers)
     # bfloat16 sums of 2048 products in another order: 2^-9 of the size of the result.
-    assert max(map(finite, found["differences"])) <= 4e-3
+    assert max(map(finite, numbers["differences"])) <= 4e-3
     # What rounding to bfloat16 does, so that a difference of 0 between the two forms is not mistaken for no comparison.
-    assert found["rounding"] <= 1e-2
-    assert found["empty"] == 0.0, "an expert without tokens has no gradient"
+    assert numbers["rounding"] <= 1e-2
+    assert numbers["empty"] == 0.0, "an expert without tokens has no gradient"
 
 
 def test_offload_frees_what_it_names_and_brings_it_back_bit_for_bit(alone):
-    (found,) = alone[offloaded]
-    print(found)
-    assert found["named"] > 0
-    assert found["freed"] >= 0.95 * found["named"]
-    assert found["exact"]
-    assert math.isfinite(found["loss"])
+    (numbers,) = alone[offloaded]
+    print(numbers)
+    assert numbers["named"] > 0
+    assert numbers["freed"] >= 0.95 * numbers["named"]
+    assert numbers["exact"]
+    assert math.isfinite(numbers["loss"])
 
 
 @pytest.fixture(scope="module")

@@ -58,8 +58,8 @@ def steps(cluster, models):
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_step_in_float16_is_that_of_float32_up_to_rounding(steps, models, case):
     oracle = expected(models(case[0]), float16(case[0]))
-    found = difference(steps[case], oracle)
-    assert all(size <= bound for size, bound in zip(found, ROUNDING, strict=True)), found
+    differences = difference(steps[case], oracle)
+    assert all(size <= bound for size, bound in zip(differences, ROUNDING, strict=True)), differences
     for (first, _), _ in steps[case]:
         assert (first.loss, first.grad_norm) == pytest.approx(oracle[0][0], rel=2e-3)
 
@@ -85,26 +85,26 @@ def overflowing(mesh, directory: Path, updates: int, scale: dict[str, float], sa
     if saved is not None and saved.exists():
         model.load(saved)
     batch = whole_batch().select(shard_of_replica(mesh.ranks, range(len(LENGTHS))))
-    first, found = {name: tensor.clone() for name, tensor in model.weights()}, []
+    first, records = {name: tensor.clone() for name, tensor in model.weights()}, []
     for _ in range(updates):
         report = model.train_step(batch, OBJECTIVE.loss)
         same = all(torch.equal(tensor, first[name]) for name, tensor in model.weights())
-        found.append((report.skipped, report.overflowed, report.loss_scale, same, model.version))
+        records.append((report.skipped, report.overflowed, report.loss_scale, same, model.version))
     if saved is not None and not saved.exists():
         mesh.ranks.barrier()
         saved.mkdir(exist_ok=True)
         model.save(saved)
-    return found
+    return records
 
 
 @pytest.mark.parametrize(("name", "layout"), [("qwen3", "d2t2"), ("qwen3_moe", "d2e2")])
 def test_the_scale_falls_at_overflows_and_doubles_after_enough_good_updates(cluster, models, name, layout):
     """By hand: the first overflow is forgiven (hysteresis 2), each further one halves; three good updates double it."""
     scale = {"initial_loss_scale": 2.0**24, "loss_scale_window": 3}
-    found, *others = cluster.run(overflowing, f"megatron:{layout}", models(name), 24, scale)
-    assert all(other == found for other in others)
+    updates, *others = cluster.run(overflowing, f"megatron:{layout}", models(name), 24, scale)
+    assert all(other == updates for other in others)
     now, patience, good, version = 2.0**24, 2, 0, 0
-    for skipped, overflowed, used, same, counted in found:
+    for skipped, overflowed, used, same, counted in updates:
         version += not skipped
         assert (used, overflowed, counted, same) == (now, skipped, version, version == 0)
         good, patience = (0, patience - 1) if skipped else (good + 1, patience)
@@ -112,7 +112,7 @@ def test_the_scale_falls_at_overflows_and_doubles_after_enough_good_updates(clus
             now /= 2
         elif good == 3:
             now, good, patience = now * 2, 0, 2
-    assert found[0][0] and version >= 6 and now < 2.0**24
+    assert updates[0][0] and version >= 6 and now < 2.0**24
 
 
 def test_a_run_that_continues_elsewhere_has_the_scale_that_was_saved(cluster, models, tmp_path):
@@ -129,12 +129,12 @@ def test_a_run_that_continues_elsewhere_has_the_scale_that_was_saved(cluster, mo
 
 
 def test_updates_that_only_lower_the_scale_end_no_run(tmp_path):
-    said: list[str] = []
-    guard = SkipGuard(ranks=None, max_skipped=0, run_dir=tmp_path, log=said.append)
+    messages: list[str] = []
+    guard = SkipGuard(ranks=None, max_skipped=0, run_dir=tmp_path, log=messages.append)
     report = StepReport(0.5, math.inf, 0.0, {}, 1, 8, 2, skipped=True, loss_scale=2.0**20, overflowed=True)
     for _ in range(30):
         guard.check(report, None, "policy", 0)
-    assert "overflow float16 at a loss scale of 1.04858e+06" in said[0]
+    assert "overflow float16 at a loss scale of 1.04858e+06" in messages[0]
     with pytest.raises(AttributeError):
         # At the smallest scale it counts: the run ends, which asks the ranks first.
         guard.check(replace(report, overflowed=False), whole_batch(), "policy", 0)

@@ -11,9 +11,9 @@ from tests.support.two_steps import BOUNDS, ROUTER, difference, policy_of
 pytestmark = pytest.mark.gpu
 
 
-def assert_close(found) -> None:
+def assert_close(differences) -> None:
     """Float32 on both sides; a GPU's products have other orders of summation than a CPU's, by which bounds grow a little."""
-    for number, bound in zip(found, BOUNDS, strict=True):
+    for number, bound in zip(differences, BOUNDS, strict=True):
         assert number <= 4 * bound
 
 
@@ -38,9 +38,11 @@ def test_replayed_routes_give_the_step_of_transformers(gpus, models, name, layou
 def test_a_process_reward_model_learns_as_in_the_oracle(gpus, models, tmp_path, case):
     directory, other = models("qwen3"), models("llama")
     numbers, whole_T, state, _ = test_prm.oracle(directory, other, tmp_path, case.update, case.loss)
-    for own, advantages_T, weights, _ in gpus.run(test_prm.learned, f"megatron:d{case.world_size}", case, directory, other):
-        for found, expected in zip(own, numbers, strict=True):
-            assert found == pytest.approx(expected, rel=4 * BOUNDS[1])
+    for reports, advantages_T, weights, _ in gpus.run(
+        test_prm.learned, f"megatron:d{case.world_size}", case, directory, other
+    ):
+        for report, expected in zip(reports, numbers, strict=True):
+            assert report == pytest.approx(expected, rel=4 * BOUNDS[1])
         assert float((advantages_T - whole_T).abs().max()) < 4 * test_prm.ADVANTAGE_BOUND
         assert set(weights) == set(state)
         assert all(float((tensor - state[name]).abs().max()) <= 4 * BOUNDS[2] for name, tensor in weights.items())

@@ -111,7 +111,9 @@ def offload_one(mesh, directory: Path, part: str):
     model.train_step(batch, OBJECTIVE.loss)
     tensors = {name: model._offload._tensors(name) for name in ("parameters", "gradients", "optimizer")}
     moved = model.offload()
-    return moved, {name: sum(t.untyped_storage().nbytes() for t in found) for name, found in tensors.items()}
+    return moved, {
+        name: sum(t.untyped_storage().nbytes() for t in tensors_of_part) for name, tensors_of_part in tensors.items()
+    }
 
 
 def offload_all_but_parameters(mesh, directory: Path):

@@ -26,9 +26,9 @@ def tensors_of(counts: list[tuple[int, torch.dtype]], device: str, seed: int) ->
     return [torch.randint(-1000, 1000, (count,), generator=generator).to(dtype).to(device) for count, dtype in counts]
 
 
-def same(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
-    assert len(found) == len(expected)
-    for one, other in zip(found, expected, strict=True):
+def same(copies: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    assert len(copies) == len(expected)
+    for one, other in zip(copies, expected, strict=True):
         torch.testing.assert_close(one.cpu(), other, rtol=0, atol=0)
 
 

@@ -62,9 +62,9 @@ def hf_numbers(directory: Path):
         tokens = batch.token_ids_T[start : start + length]
         with torch.no_grad():
             logp = torch.log_softmax(model(tokens[None]).logits[0].float() / TEMPERATURE, -1)
-        own = logp[:-1].gather(1, tokens[1:, None])[:, 0]
+        shifted = logp[:-1].gather(1, tokens[1:, None])[:, 0]
         mask = batch.loss_mask_T[start + 1 : start + length]
-        logprobs_T[start + 1 : start + length] = own * mask
+        logprobs_T[start + 1 : start + length] = shifted * mask
         entropy += float((-(logp.exp() * logp).sum(-1)[:-1] * mask).sum())
         start += length
     return logprobs_T, entropy, load_tensors(directory)
@@ -133,11 +133,11 @@ def tied_then_untied(mesh, tied: Path, untied: Path):
 
 @pytest.mark.slow
 def test_a_tied_model_leaves_nothing_over_for_the_next_one_of_mbridge(cluster, models):
-    (found,) = cluster.run(tied_then_untied, "megatron:d1", models("qwen2_tied"), models("qwen2"))
-    for name, weights in zip(("qwen2_tied", "qwen2"), found, strict=True):
+    (loaded,) = cluster.run(tied_then_untied, "megatron:d1", models("qwen2_tied"), models("qwen2"))
+    for name, weights in zip(("qwen2_tied", "qwen2"), loaded, strict=True):
         state = hf_numbers(models(name))[2]
         assert all(torch.equal(tensor, state[key]) for key, tensor in weights.items())
-    assert "lm_head.weight" in found[1]
+    assert "lm_head.weight" in loaded[1]
 
 
 @pytest.mark.parametrize(

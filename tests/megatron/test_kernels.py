@@ -21,9 +21,9 @@ def random(*shape: int, seed: int = 0, scale: float = 1.0) -> torch.Tensor:
     return (scale * torch.randn(*shape, generator=generator, dtype=torch.float64)).to(DEVICE)
 
 
-def difference(found: torch.Tensor, wanted: torch.Tensor) -> float:
+def difference(computed: torch.Tensor, wanted: torch.Tensor) -> float:
     """Largest, in units of the largest number that was wanted."""
-    return float(((found.double() - wanted).abs().max() / wanted.abs().max()).detach())
+    return float(((computed.double() - wanted).abs().max() / wanted.abs().max()).detach())
 
 
 @pytest.mark.parametrize("width", [1, 150, 2048, 5000])
@@ -62,15 +62,15 @@ def test_the_gradient_of_logits_takes_their_place(dtype, width, with_entropy):
     picked = log_p.gather(1, targets.clamp(0)[:, None])[:, 0]
     # Where the target is another rank's, only the sum below the fraction depends on these logits.
     other = -torch.logsumexp(leaf * scale, -1)
-    own = torch.where(targets >= 0, picked, other)
-    (own * of_logprob + entropy * of_entropy).sum().backward()
+    logprobs = torch.where(targets >= 0, picked, other)
+    (logprobs * of_logprob + entropy * of_entropy).sum().backward()
     log_sum = torch.logsumexp(leaf * scale, -1).detach()
     given = (log_sum, entropy.detach(), of_logprob, of_entropy)
     held = logits.clone()
-    found = row_gradient(held, targets, tuple(tensor.float() for tensor in given), scale, dtype)
-    assert found.dtype == dtype and found.untyped_storage().data_ptr() == held.untyped_storage().data_ptr()
+    gradient = row_gradient(held, targets, tuple(tensor.float() for tensor in given), scale, dtype)
+    assert gradient.dtype == dtype and gradient.untyped_storage().data_ptr() == held.untyped_storage().data_ptr()
     # A GPU rounds to the nearest, the interpreter cuts off.
-    assert difference(found, leaf.grad) < (2e-6 if dtype == torch.float32 else 2**-8 if ON_GPU else 2**-7)
+    assert difference(gradient, leaf.grad) < (2e-6 if dtype == torch.float32 else 2**-8 if ON_GPU else 2**-7)
 
 
 @pytest.mark.parametrize("groups", [1, 3])
@@ -101,13 +101,13 @@ def test_queries_and_keys_are_normed_and_rotated_values_are_left(groups, heads, 
     upstream = [random(*tensor.shape, seed=4) for tensor in wanted]
     leaves = [mixed, *weights] if normed else [mixed]
     gradients = torch.autograd.grad(wanted, leaves, upstream)
-    own = [tensor.detach().float().requires_grad_() for tensor in leaves]
-    norms = (own[1], own[2]) if normed else None
+    inputs = [tensor.detach().float().requires_grad_() for tensor in leaves]
+    norms = (inputs[1], inputs[2]) if normed else None
     turns = (mscale * angles[:, 0].float().cos(), mscale * angles[:, 0].float().sin())
-    found = rotary.norm_rotate(own[0], *turns, norms, heads, width, 1e-6)
-    for got, want in zip(found, wanted, strict=True):
+    outputs = rotary.norm_rotate(inputs[0], *turns, norms, heads, width, 1e-6)
+    for got, want in zip(outputs, wanted, strict=True):
         assert difference(got, want) < 5e-6
-    for got, want in zip(torch.autograd.grad(found, own, [g.float() for g in upstream]), gradients, strict=True):
+    for got, want in zip(torch.autograd.grad(outputs, inputs, [g.float() for g in upstream]), gradients, strict=True):
         assert difference(got, want) < 5e-6
 
 
@@ -125,10 +125,10 @@ def test_swiglu_and_its_gradients(weighted, width):
     wanted = torch.nn.functional.silu(gate) * up * (weights[:, None] if weighted else 1.0)
     leaves = [product, weights][: 1 + weighted]
     gradients = torch.autograd.grad(wanted, leaves, upstream)
-    own = [tensor.detach().float().requires_grad_() for tensor in leaves]
-    found = swiglu(*own)
-    assert difference(found, wanted) < 1e-6
-    for got, want in zip(torch.autograd.grad(found, own, upstream.float()), gradients, strict=True):
+    inputs = [tensor.detach().float().requires_grad_() for tensor in leaves]
+    output = swiglu(*inputs)
+    assert difference(output, wanted) < 1e-6
+    for got, want in zip(torch.autograd.grad(output, inputs, upstream.float()), gradients, strict=True):
         assert difference(got, want) < 2e-6
 
 
@@ -181,8 +181,8 @@ def test_flash_attention_attends_within_each_piece_and_nowhere_else(lengths, bef
     most = (max(lengths), max(of_keys))
     exact = gradients(plain, [tensor.double() for tensor in given])
     rounded = gradients(plain, given)
-    found = gradients(lambda tensors: flash.attention(*tensors, ends, most, window, width**-0.5), given)
-    for got, half, want in zip(found, rounded, exact, strict=True):
+    results = gradients(lambda tensors: flash.attention(*tensors, ends, most, window, width**-0.5), given)
+    for got, half, want in zip(results, rounded, exact, strict=True):
         assert torch.isfinite(got).all()
         # Of one key alone queries and keys have no gradient: measured against what came in.
         rounding = max(1.5 * float((half.double() - want).norm()), 4e-3 * float(want.norm()), 4e-3 * float(upstream.norm()))

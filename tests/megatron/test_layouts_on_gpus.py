@@ -78,15 +78,15 @@ def transformers_logprobs(mesh, directory: Path, dtype: str) -> torch.Tensor:
 
     model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=getattr(torch, dtype)).to(mesh.device).eval()
     batch = step_batch(mesh, model.config.vocab_size)
-    found, start = torch.zeros(len(batch.token_ids_T)), 0
+    logprobs_T, start = torch.zeros(len(batch.token_ids_T)), 0
     for length in batch.lengths_N:
         tokens = batch.token_ids_T[start : start + length].to(mesh.device)
         with torch.no_grad():
             logits = model(tokens[None]).logits[0].float()
-        own = torch.log_softmax(logits, -1)[:-1].gather(1, tokens[1:, None])[:, 0].cpu()
-        found[start + 1 : start + length] = own * batch.loss_mask_T[start + 1 : start + length]
+        logprobs_of_sample = torch.log_softmax(logits, -1)[:-1].gather(1, tokens[1:, None])[:, 0].cpu()
+        logprobs_T[start + 1 : start + length] = logprobs_of_sample * batch.loss_mask_T[start + 1 : start + length]
         start += length
-    return found
+    return logprobs_T
 
 
 def updates(mesh, directory: Path, dtype: str, count: int, changes: dict[str, Any]):
@@ -106,14 +106,14 @@ def numbers(mesh, *arguments):
 
 def numbers_and_kept(mesh, directory: Path, count: int, changes: dict[str, Any]):
     """Updates in float32 on one GPU, whose parameters the other layouts find in the model's directory."""
-    model, found = updates(mesh, directory, "float32", count, changes)
+    model, reported = updates(mesh, directory, "float32", count, changes)
     torch.save({name: tensor.cpu() for name, tensor in model.weights()}, directory / "expected.pt")
-    return found
+    return reported
 
 
 def numbers_and_gaps(mesh, directory: Path, count: int, changes: dict[str, Any]):
     """Updates in float32, and the parameters' differences from those kept: (root mean square over lr, largest)."""
-    model, found = updates(mesh, directory, "float32", count, changes)
+    model, reported = updates(mesh, directory, "float32", count, changes)
     kept = torch.load(directory / "expected.pt", mmap=True) if mesh.ranks.rank == 0 else None
     squares = elements = largest = 0.0
     # Every rank takes part in the stream; one compares.
@@ -123,18 +123,18 @@ def numbers_and_gaps(mesh, directory: Path, count: int, changes: dict[str, Any])
             squares += finite(float(gap.square().sum()))
             largest = max(largest, finite(float(gap.abs().max())))
             elements += gap.numel()
-    return found, squares**0.5 / (OPTIMIZER.lr * max(elements, 1.0) ** 0.5), largest
+    return reported, squares**0.5 / (OPTIMIZER.lr * max(elements, 1.0) ** 0.5), largest
 
 
-def distances(found: list[tuple[float, float]], expected: list[tuple[float, float]]) -> list[float]:
+def distances(reported: list[tuple[float, float]], expected: list[tuple[float, float]]) -> list[float]:
     """Largest relative differences of loss and gradient norm."""
-    pairs = list(zip(found, expected, strict=True))
+    pairs = list(zip(reported, expected, strict=True))
     return [max(finite(abs(got[i] - want[i]) / abs(want[i])) for got, want in pairs) for i in (0, 1)]
 
 
-def assert_within(found: list[float], bounds: tuple[float, ...]) -> None:
-    print("differences", *(f"{value:.1e}" for value in found), "bounds", *(f"{bound:.0e}" for bound in bounds))
-    assert all(value <= bound for value, bound in zip(found, bounds, strict=True)), found
+def assert_within(values: list[float], bounds: tuple[float, ...]) -> None:
+    print("differences", *(f"{value:.1e}" for value in values), "bounds", *(f"{bound:.0e}" for bound in bounds))
+    assert all(value <= bound for value, bound in zip(values, bounds, strict=True)), values
 
 
 def key(case: Case) -> str:
@@ -191,16 +191,16 @@ def test_bfloat16_logprobs_are_as_near_to_float32_as_transformers_own(results):
         results[name] for name in (("transformers", "float32"), ("transformers", "bfloat16"), ("logprobs", "bfloat16"))
     )
     mask = exact != 0
-    theirs, own = ((other - exact).abs()[mask] for other in (rounded, ours))
-    print(f"ours: mean {own.mean():.4f}, largest {own.max():.3f}; theirs: {theirs.mean():.4f}, {theirs.max():.3f}")
-    assert own.mean() <= 1.5 * theirs.mean()
-    assert own.max() <= 1.5 * theirs.max()
+    theirs, gaps = ((other - exact).abs()[mask] for other in (rounded, ours))
+    print(f"ours: mean {gaps.mean():.4f}, largest {gaps.max():.3f}; theirs: {theirs.mean():.4f}, {theirs.max():.3f}")
+    assert gaps.mean() <= 1.5 * theirs.mean()
+    assert gaps.max() <= 1.5 * theirs.max()
 
 
 def assert_updates_equal(outcome, expected, bounds) -> None:
     """Losses and norms of every rank, and the first rank's root mean square of the parameters' differences."""
-    every = [distances(found, expected) for found, *_ in outcome]
-    assert_within([*(max(each[i] for each in every) for i in (0, 1)), outcome[0][1]], bounds)
+    every = [distances(reported, expected) for reported, *_ in outcome]
+    assert_within([*(max(distance[i] for distance in every) for i in (0, 1)), outcome[0][1]], bounds)
 
 
 @pytest.mark.parametrize(("name", "case"), FLOAT32, ids=str)
@@ -213,23 +213,23 @@ def test_two_updates_in_float32_are_those_of_one_gpu(results, name, case):
 def test_the_first_update_in_bfloat16_is_near_that_of_float32_on_one_gpu(results, name, case):
     """It shows the rounding and the layout together."""
     (expected,) = results["base", name]
-    for found in results["bfloat16", name, key(case)]:
-        assert_within(distances(found, expected[:1]), BFLOAT16_BOUNDS)
+    for reported in results["bfloat16", name, key(case)]:
+        assert_within(distances(reported, expected[:1]), BFLOAT16_BOUNDS)
 
 
 @pytest.mark.parametrize("layout", LARGE_LAYOUTS)
 def test_a_large_dense_model_takes_the_same_step_in_float32(results, layout):
     (expected,) = results["base", LARGE]
     outcome = results["large float32", layout]
-    every = [distances(found, expected) for found, *_ in outcome]
-    assert_within([*(max(each[i] for each in every) for i in (0, 1)), outcome[0][2]], LARGE_BOUNDS)
+    every = [distances(reported, expected) for reported, *_ in outcome]
+    assert_within([*(max(distance[i] for distance in every) for i in (0, 1)), outcome[0][2]], LARGE_BOUNDS)
 
 
 @pytest.mark.parametrize("layout", LARGE_LAYOUTS)
 def test_a_large_dense_model_takes_the_same_step_in_bfloat16(results, layout):
     (expected,) = results["large bfloat16", "d1"]
-    for found in results["large bfloat16", layout]:
-        assert_within(distances(found, expected), LARGE_BFLOAT16_BOUNDS)
+    for reported in results["large bfloat16", layout]:
+        assert_within(distances(reported, expected), LARGE_BFLOAT16_BOUNDS)
 
 
 @pytest.mark.parametrize("option", OPTIONS)
@@ -243,8 +243,8 @@ def test_an_optimizer_on_the_cpu_takes_the_same_updates(gpus, results):
     if not gpus.large:
         pytest.skip("on the CPU everything is there: an optimizer that is away needs a GPU")
     (expected,) = results["base", "qwen3_moe"]
-    for found in results["on the CPU",]:
-        assert_within(distances(found[:1], expected[:1]), BFLOAT16_BOUNDS)
+    for reported in results["on the CPU",]:
+        assert_within(distances(reported[:1], expected[:1]), BFLOAT16_BOUNDS)
         # What the optimizer did shows in the second update. Rounding moves it by 1 to 2 %; an update that was not taken, or
         # was taken twice, by 30 % of the loss and half of the norm.
-        assert_within(distances(found[1:], expected[1:]), (5e-2, 1e-1))
+        assert_within(distances(reported[1:], expected[1:]), (5e-2, 1e-1))

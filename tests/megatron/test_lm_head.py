@@ -21,9 +21,9 @@ def dense():
     hidden, weight, targets, upstream = inputs()
     hidden, weight = hidden.double().requires_grad_(), weight.double().requires_grad_()
     logp = torch.log_softmax(hidden @ weight[:VOCAB].T / TEMPERATURE, -1)
-    own, entropy = logp.gather(1, targets[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
-    (own * upstream[0] + entropy * upstream[1]).sum().backward()
-    return own.detach(), entropy.detach(), hidden.grad, weight.grad
+    logprobs, entropy = logp.gather(1, targets[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
+    (logprobs * upstream[0] + entropy * upstream[1]).sum().backward()
+    return logprobs.detach(), entropy.detach(), hidden.grad, weight.grad
 
 
 def parallel(mesh, chunk: int):
@@ -62,8 +62,8 @@ def parallel(mesh, chunk: int):
 def test_values_and_gradients_equal_a_dense_softmax(cluster, layout, chunk):
     logp, entropy, grad_hidden, grad_weight = dense()
     results = cluster.run(parallel, layout, chunk)
-    for own, own_entropy, own_grad, _, _ in results:
-        assert torch.allclose(own.double(), logp, atol=1e-5)
+    for logprobs, own_entropy, own_grad, _, _ in results:
+        assert torch.allclose(logprobs.double(), logp, atol=1e-5)
         assert torch.allclose(own_entropy.double(), entropy, atol=1e-5)
         assert torch.allclose(own_grad.double(), grad_hidden, atol=2e-5)
     together = torch.cat([result[3] for result in results])

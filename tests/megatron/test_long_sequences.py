@@ -33,11 +33,11 @@ def updates(cluster, models):
 def test_a_long_sequence_has_the_loss_and_gradients_of_one_rank_where_ranks_share_it(updates, layout):
     loss, norm, logprobs_T, weights = updates["d1"][0]
     assert norm > 0 and logprobs_T.count_nonzero() == TOKENS * 3 // 4
-    for found in updates[layout]:
-        assert found[0] == pytest.approx(loss, rel=1e-6, abs=1e-8) and found[1] == pytest.approx(norm, rel=2e-6)
-        torch.testing.assert_close(found[2], logprobs_T, rtol=0, atol=2e-5)
+    for outputs in updates[layout]:
+        assert outputs[0] == pytest.approx(loss, rel=1e-6, abs=1e-8) and outputs[1] == pytest.approx(norm, rel=2e-6)
+        torch.testing.assert_close(outputs[2], logprobs_T, rtol=0, atol=2e-5)
         # Adam's first update moves every parameter by lr, in a direction that rounding decides only where a gradient is 0.
         for name, tensor in weights.items():
             torch.testing.assert_close(
-                found[3][name], tensor, rtol=0, atol=2e-5, msg=lambda text, name=name: f"{name}: {text}"
+                outputs[3][name], tensor, rtol=0, atol=2e-5, msg=lambda text, name=name: f"{name}: {text}"
             )

@@ -23,7 +23,7 @@ def left_by_steps(mesh, directory: Path, pipeline: dict) -> tuple[list[int], lis
     batch = random_batch(12, 24, model.spec.vocab).select(shard_of_replica(mesh.ranks, range(12)))
 
     def there(*kinds: type) -> int:
-        return sum(isinstance(each, kinds) for each in gc.get_objects())
+        return sum(isinstance(thing, kinds) for thing in gc.get_objects())
 
     during, behind = [], []
 

@@ -27,12 +27,12 @@ def one_after_another(mesh):
     from fivefold.backends import Meshes
 
     meshes = Meshes(mesh.ranks, mesh.device, 0, 10)
-    (_, own), (_, other) = meshes.of(mesh.layout), meshes.of(ParallelLayout.parse("megatron:p2t2"))
-    assert meshes.of(ParallelLayout.parse("megatron[critic]:t2p2"))[1] is other is not own
-    assert meshes.of(ParallelLayout.parse("megatron[policy]:d4"))[1] is own
+    (_, policy_mesh), (_, other) = meshes.of(mesh.layout), meshes.of(ParallelLayout.parse("megatron:p2t2"))
+    assert meshes.of(ParallelLayout.parse("megatron[critic]:t2p2"))[1] is other is not policy_mesh
+    assert meshes.of(ParallelLayout.parse("megatron[policy]:d4"))[1] is policy_mesh
     with pytest.raises(AssertionError, match="not initialized"):
         sizes()
-    with own.active():
+    with policy_mesh.active():
         buffer, draws = state.get_global_memory_buffer(), get_cuda_rng_tracker()
         state.set_virtual_pipeline_model_parallel_world_size(7)
         assert sizes() == (1, 1, 4)
@@ -46,7 +46,7 @@ def one_after_another(mesh):
         raise KeyError
     with pytest.raises(AssertionError, match="not initialized"):
         sizes()
-    with own.active():
+    with policy_mesh.active():
         assert state.get_virtual_pipeline_model_parallel_world_size() == 7, "what a model sets is there when it works again"
     for _ in other.iterate(range(3)):
         with pytest.raises(AssertionError, match="not initialized"):
@@ -54,7 +54,7 @@ def one_after_another(mesh):
     assert list(other.iterate(sizes() for _ in range(2))) == [(2, 2, 1)] * 2
     begin = time.perf_counter()
     for _ in range(1000):
-        with own.active():
+        with policy_mesh.active():
             pass
     return time.perf_counter() - begin
 

@@ -22,10 +22,10 @@ from tests.support.objectives import COMBINATIONS, WITHOUT_RATIO, as_lists
 from tests.support.shards import shard_of_replica
 from tests.support.two_steps import LENGTHS, MAX_RESPONSE, POLICY, PROMPTS, whole_batch
 
-CUTTABLE = [each for each in COMBINATIONS if LEGACY_AGGREGATE not in each]
+CUTTABLE = [combination for combination in COMBINATIONS if LEGACY_AGGREGATE not in combination]
 CUTS = [("d1", 2), ("d2", 5), ("p2", 5), ("c2", 1)]
 """Layout and micro-batches of each replica."""
-MORE_CUTS = [each for each in product(("d1", "d2", "t2", "p2", "c2"), (1, 2, 5)) if each not in [("d1", 1), *CUTS]]
+MORE_CUTS = [pair for pair in product(("d1", "d2", "t2", "p2", "c2"), (1, 2, 5)) if pair not in [("d1", 1), *CUTS]]
 """`make test-slow` has them."""
 RESPONSES = torch.tensor(LENGTHS) - torch.tensor(PROMPTS)
 
@@ -37,12 +37,12 @@ def choices() -> list:
     extra["rollout_correction"] = methods.Correction(
         name="sequence_tis", reject="geometric", reject_low=0.8, reject_high=1.25
     )
-    found = []
+    settings = []
     for surrogate, ratio, aggregate in CUTTABLE:
-        own = {} if surrogate in WITHOUT_RATIO else {"importance_sampling_level": ratio}
-        found.append(("cispo", methods.Choices(surrogate=surrogate, aggregate=aggregate, **own, **extra)))
-    found.append(("dpo", methods.Choices(beta=0.5)))
-    return [methods.resolve(name, given) for name, given in found]
+        level = {} if surrogate in WITHOUT_RATIO else {"importance_sampling_level": ratio}
+        settings.append(("cispo", methods.Choices(surrogate=surrogate, aggregate=aggregate, **level, **extra)))
+    settings.append(("dpo", methods.Choices(beta=0.5)))
+    return [methods.resolve(name, given) for name, given in settings]
 
 
 def objectives() -> list[Objective]:
@@ -96,16 +96,16 @@ def gradients(mesh, directory: Path, policy: PolicyConfig, count: int):
             ddp.zero_grad_buffer()
         part = batch_for(objective, base_T).select(mine)
         with mesh.active():
-            found = step.forward_backward(model._models, model._finalize, part, objective.loss, model._batching, [])
+            sums = step.forward_backward(model._models, model._finalize, part, objective.loss, model._batching, [])
         row = torch.cat([tensor.flatten() for _, tensor in sorted(stream())])
         rows.append(row.clone() if mesh.ranks.rank == 0 else None)
-        assert found.micro_batches == count
-        losses.append(step.loss_and_metrics(found, mesh)[0])
+        assert sums.micro_batches == count
+        losses.append(step.loss_and_metrics(sums, mesh)[0])
     return (torch.stack(rows), losses) if mesh.ranks.rank == 0 else None
 
 
 @pytest.fixture(scope="module")
-def found(cluster, models):
+def gradients_of(cluster, models):
     return results(cluster, models, CUTS)
 
 
@@ -126,8 +126,8 @@ def results(cluster, models, cuts) -> Together:
 
 
 @pytest.mark.parametrize(("layout", "count"), CUTS)
-def test_every_objective_has_the_same_gradient_for_every_cut(found, layout, count):
-    check_gradients(found, layout, count)
+def test_every_objective_has_the_same_gradient_for_every_cut(gradients_of, layout, count):
+    check_gradients(gradients_of, layout, count)
 
 
 @pytest.mark.slow
@@ -136,9 +136,9 @@ def test_every_objective_has_the_same_gradient_for_more_cuts(more, layout, count
     check_gradients(more, layout, count)
 
 
-def check_gradients(found: Together, layout: str, count: int) -> None:
+def check_gradients(gradients_of: Together, layout: str, count: int) -> None:
     """Relative to each objective's gradient norm: sums in another order differ by float32's rounding and no more."""
-    expected, gradient = found["d1", 1][0][0], found[layout, count][0][0]
+    expected, gradient = gradients_of["d1", 1][0][0], gradients_of[layout, count][0][0]
     norms = expected.norm(dim=1)
     assert norms.min() > 1e-3
     # Different objectives have different gradients: the comparison is not of zeros or of one number.
@@ -148,7 +148,7 @@ def check_gradients(found: Together, layout: str, count: int) -> None:
     assert bool(((gradient - expected).norm(dim=1) <= bounds * norms).all())
 
 
-def test_every_objective_s_loss_on_megatron_core_equals_the_loop(found, models):
+def test_every_objective_s_loss_on_megatron_core_equals_the_loop(gradients_of, models):
     """Log-probs and entropies by transformers, the loss by tests/support/loops.py."""
     import transformers
 
@@ -162,7 +162,7 @@ def test_every_objective_s_loss_on_megatron_core_equals_the_loop(found, models):
             entropies += [torch.zeros(1), -(logp.exp() * logp).sum(1)]
             start += length
     now, entropy = torch.cat(logprobs) * batch.loss_mask_T, torch.cat(entropies)
-    losses = found["d2", 5][0][1]
+    losses = gradients_of["d2", 5][0][1]
     for chosen, objective, loss in zip(choices(), objectives(), losses, strict=True):
         expected = loops.loss(chosen, as_lists(batch_for(objective, now), now.double(), entropy), MAX_RESPONSE)
         assert loss == pytest.approx(float(expected), rel=2e-5, abs=1e-6), chosen
@@ -217,7 +217,7 @@ def numbers_by_sequences(mesh, directory: Path, role: str, pipeline: dict, share
     from fivefold.megatron import step
     from fivefold.megatron.model import MegatronModel
 
-    found, held, forward = [], [], step._forward
+    passes, held, forward = [], [], step._forward
 
     def watched(iterator, model, batching):
         micro, output = forward(iterator, model, batching)
@@ -236,8 +236,8 @@ def numbers_by_sequences(mesh, directory: Path, role: str, pipeline: dict, share
         )
         model = MegatronModel(directory, policy, mesh, value_head=role == "critic")
         numbers_T = model.forward(whole_batch().select(shard_of_replica(mesh.ranks, range(len(LENGTHS)))))
-        found.append((numbers_T, len(held), max(held)))
-    return found
+        passes.append((numbers_T, len(held), max(held)))
+    return passes
 
 
 @pytest.mark.parametrize(
@@ -256,9 +256,9 @@ def numbers_by_sequences(mesh, directory: Path, role: str, pipeline: dict, share
 def test_passes_without_gradient_take_as_many_sequences_as_asked(cluster, models, layout, role, pipeline, share):
     """The numbers are those of the token budget up to the rounding of other sizes of products."""
     results = cluster.run(numbers_by_sequences, f"megatron:{layout}", models("qwen3"), role, pipeline, share)
-    own = len(LENGTHS) // (2 if layout == "d2" else 1)
+    samples_of_rank = len(LENGTHS) // (2 if layout == "d2" else 1)
     for (base_T, by_tokens, _), *others in results:
-        assert 1 < by_tokens < own
+        assert 1 < by_tokens < samples_of_rank
         for asked, (numbers_T, passes, most) in zip(FORWARDS[1:], others, strict=True):
-            assert passes == -(-own // asked) and most <= asked
+            assert passes == -(-samples_of_rank // asked) and most <= asked
             torch.testing.assert_close(numbers_T, base_T, atol=2e-6, rtol=1e-5)

@@ -30,10 +30,10 @@ CASES = [
 ]
 
 
-def policy_of(case: Case, mtp: MTPConfig, budget: int, **own) -> PolicyConfig:
-    megatron = own.pop("megatron", MegatronConfig(pipeline=case.pipeline))
+def policy_of(case: Case, mtp: MTPConfig, budget: int, **settings_of_case) -> PolicyConfig:
+    megatron = settings_of_case.pop("megatron", MegatronConfig(pipeline=case.pipeline))
     settings = replace(POLICY, tokens_per_micro_batch=budget, sequence_parallel=case.sequence_parallel)
-    return replace(settings, megatron=megatron, mtp=mtp, **own)
+    return replace(settings, megatron=megatron, mtp=mtp, **settings_of_case)
 
 
 def two_steps(mesh, directory: Path, policy: PolicyConfig, saved: Path | None = None, taken: int = 0):
@@ -71,8 +71,8 @@ def difference(results, expected) -> tuple[float, float, float]:
 
 
 def assert_equal(results, expected) -> None:
-    for found, bound in zip(difference(results, expected), BOUNDS, strict=True):
-        assert found <= bound
+    for size, bound in zip(difference(results, expected), BOUNDS, strict=True):
+        assert size <= bound
 
 
 @pytest.fixture(scope="module")
@@ -102,10 +102,12 @@ def test_recomputed_layers_and_gradients_reduced_as_they_come_change_nothing(clu
 
 @pytest.mark.parametrize(("name", "first", "second"), [("mimo", "t2p2", "c2"), ("deepseek_v3_mtp", "d2e2", "p2")])
 def test_a_checkpoint_has_the_layers_and_their_moments_on_any_layout(cluster, models, tmp_path, name, first, second):
-    found = cluster.run(two_steps, f"megatron:{first}", models(name), policy_of(Case(first), JOINT, 32), _made(tmp_path))
+    first_results = cluster.run(
+        two_steps, f"megatron:{first}", models(name), policy_of(Case(first), JOINT, 32), _made(tmp_path)
+    )
     then = cluster.run(two_steps, f"megatron:{second}", models(name), policy_of(Case(second), JOINT, 32), tmp_path / "c", 1)
-    reports = [found[0][0][0]]
-    assert_equal([(reports + own, weights) for own, weights in then], oracle(models(name), name, JOINT))
+    reports = [first_results[0][0][0]]
+    assert_equal([(reports + reports_after, weights) for reports_after, weights in then], oracle(models(name), name, JOINT))
 
 
 def _made(directory: Path) -> Path:
@@ -153,7 +155,7 @@ def labels_one_too_few(mesh, *arguments):
 
     def make(self, number):
         micro = original(self, number)
-        ahead = tuple(replace(each, targets_S=each.token_ids_T[each.source_index_S]) for each in micro.ahead)
+        ahead = tuple(replace(layer, targets_S=layer.token_ids_T[layer.source_index_S]) for layer in micro.ahead)
         return replace(micro, ahead=ahead)
 
     micro_batches.MicroBatches._make = make
@@ -181,8 +183,8 @@ def samples_leak(mesh, *arguments):
     from fivefold.megatron import step
 
     def targets(batch, depth):
-        found = batch.loss_mask_T.nonzero()[:, 0]
-        return found[found >= 2 + depth]
+        positions = batch.loss_mask_T.nonzero()[:, 0]
+        return positions[positions >= 2 + depth]
 
     step.targets_ahead = targets
     return two_steps(mesh, *arguments)
@@ -195,10 +197,10 @@ def counted_by_replica(mesh, *arguments):
     original = step.dist.all_reduce
 
     def reduce(tensor, *given, **kwargs):
-        own = tensor[3:].clone() if tensor.dtype == torch.long and tensor.ndim == 1 and len(tensor) > 3 else None
+        tail = tensor[3:].clone() if tensor.dtype == torch.long and tensor.ndim == 1 and len(tensor) > 3 else None
         result = original(tensor, *given, **kwargs)
-        if own is not None:
-            tensor[3:] = own
+        if tail is not None:
+            tensor[3:] = tail
         return result
 
     step.dist.all_reduce = reduce

@@ -33,14 +33,14 @@ def exported(mesh, directory: Path, moved: float, torch_dist: Path | None = None
 @pytest.mark.parametrize("name", list(MTP_VARIANTS))
 def test_an_export_has_every_tensor_of_the_files_and_copies_the_shared_ones(cluster, models, name):
     files, spec = load_tensors(models(name)), load_spec(models(name))
-    for found in cluster.run(exported, "megatron:d1", models(name), 0.25):
-        assert sorted(found) == sorted(files)
+    for tensors in cluster.run(exported, "megatron:d1", models(name), 0.25):
+        assert sorted(tensors) == sorted(files)
         copies = mtp_copies(spec)
-        for hf, tensor in found.items():
+        for hf, tensor in tensors.items():
             is_kept = is_of_mtp(hf, spec) and hf not in copies
             assert torch.equal(tensor, files[hf] if is_kept else files[hf] + 0.25), hf
         for hf, whole in copies.items():
-            assert torch.equal(found[hf], found[whole])
+            assert torch.equal(tensors[hf], tensors[whole])
 
 
 def write(mesh, directory: Path, out: Path) -> None:
@@ -63,7 +63,7 @@ def test_a_checkpoint_of_megatron_core_carries_them_there_and_back(cluster, mode
     if spec.moe is not None:
         experts = "mtp.layers.0.transformer_layer.mlp.experts.experts.linear_fc1.weight"
         assert stored[experts].shape == (8, 64, 64)
-    for found in cluster.run(exported, "megatron:d1", models(name), 0.0, checkpoint):
+    for tensors in cluster.run(exported, "megatron:d1", models(name), 0.0, checkpoint):
         # What they share with the model is no tensor of its own there.
-        assert set(files) - set(found) == set(mtp_copies(spec))
-        assert all(torch.equal(tensor, files[hf]) for hf, tensor in found.items())
+        assert set(files) - set(tensors) == set(mtp_copies(spec))
+        assert all(torch.equal(tensor, files[hf]) for hf, tensor in tensors.items())

@@ -92,8 +92,10 @@ def learned(mesh, case: Case, directory: Path, other: Path):
     ranks, objective, stats = meshes.ranks, objective_of(case.update, case.loss, case.reference), stats_of()
 
     def model(role: str, directory: Path, first: int, **options: Any):
-        own, there = meshes.of(case.layout(role), first)
-        return on_replicas_of(ranks, None if there is None else MegatronModel(directory, settings, there, **options), own)
+        role_mesh, there = meshes.of(case.layout(role), first)
+        return on_replicas_of(
+            ranks, None if there is None else MegatronModel(directory, settings, there, **options), role_mesh
+        )
 
     prm = model("prm", directory, case.first, total_updates=2, updates_per_step=2)
     is_policy = case.reference == "policy"
@@ -152,20 +154,20 @@ def oracle(directory: Path, other: Path, tmp: Path, update: str, loss: str):
         adam.step()
         numbers.append((total.item(), norm.item()))
     rewarding = ratios() if update == "before" else before
-    rewards = [[BETA * q for q in own[:-1]] + [0.0] for own in rewarding]
-    largest = max(abs(sum(own[t:])) for own in rewards for t in range(len(own)))
-    rewards = [[r / (largest + 1e-6) for r in own] for own in rewards]
+    rewards = [[BETA * q for q in scores_of_tokens[:-1]] + [0.0] for scores_of_tokens in rewarding]
+    largest = max(abs(sum(rewards_of_sample[t:])) for rewards_of_sample in rewards for t in range(len(rewards_of_sample)))
+    rewards = [[r / (largest + 1e-6) for r in rewards_of_sample] for rewards_of_sample in rewards]
     advantages = []
-    for i, own in enumerate(rewards):
+    for i, rewards_of_sample in enumerate(rewards):
         members = [j for j in range(len(LENGTHS)) if j // GROUP == i // GROUP]
         baseline = sum(statistics.fmean(rewards[j]) for j in members) / (GROUP - 1)
-        gains = [COEF * (r * GROUP / (GROUP - 1) - baseline) for r in own]
+        gains = [COEF * (r * GROUP / (GROUP - 1) - baseline) for r in rewards_of_sample]
         gains[-1] += OUTCOME * (REWARDS[i] - statistics.fmean(REWARDS[j] for j in members if j != i))
         advantages += [sum(gains[t:]) for t in range(len(gains))]
     mean, deviation = statistics.fmean(advantages), statistics.stdev(advantages)
     whole_T = torch.zeros(sum(LENGTHS))
     whole_T[whole_batch().loss_mask_T] = torch.tensor([(a - mean) / deviation for a in advantages])
-    scores = [sum(own) for own in rewarding]
+    scores = [sum(scores_of_tokens) for scores_of_tokens in rewarding]
     pairs = [(i, j) for rows in UPDATES for i in rows for j in rows if REWARDS[i] > REWARDS[j]]
     model.save_pretrained(tmp)
     return numbers, whole_T, load_tensors(tmp), statistics.fmean(scores[i] > scores[j] for i, j in pairs)
@@ -190,8 +192,8 @@ def test_two_updates_and_the_advantages_equal_those_of_transformers(cluster, mod
     seen = set()
     # A start of its own: groups of a case's layouts last as long as their process.
     results = cluster.run(learned, f"megatron:d{case.world_size}", case, models("qwen3"), models("llama"))
-    for own, advantages_T, weights, accuracy in results:
-        for (loss, norm), (expected_loss, expected_norm) in zip(own, numbers, strict=True):
+    for reports, advantages_T, weights, accuracy in results:
+        for (loss, norm), (expected_loss, expected_norm) in zip(reports, numbers, strict=True):
             assert loss == pytest.approx(expected_loss, rel=BOUNDS[0])
             assert norm == pytest.approx(expected_norm, rel=BOUNDS[1])
         assert float((advantages_T - whole_T).abs().max()) < ADVANTAGE_BOUND

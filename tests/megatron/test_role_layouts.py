@@ -100,9 +100,9 @@ def updates(mesh, case: Case, directory: Path, reference_directory: Path, critic
     ranks = meshes.ranks
 
     def model(role: str, directory: Path, **settings_of_model: Any):
-        own, there = meshes.of(case.layout(role), case.first.get(role, 0))
+        role_mesh, there = meshes.of(case.layout(role), case.first.get(role, 0))
         made = None if there is None else MegatronModel(directory, settings(role), there, **settings_of_model)
-        return on_replicas_of(ranks, made, own)
+        return on_replicas_of(ranks, made, role_mesh)
 
     policy = model("policy", directory, total_updates=2)
     reference = model("reference", reference_directory)
@@ -183,8 +183,8 @@ def differences(results, one_process) -> tuple[float, float, float, float]:
             name.split(".")[0] for name in own_state
         }
         found_numbers.append(float((own_numbers - numbers).abs().max()))
-        losses += [abs(own[0] - report[0]) / scale for own, report in zip(own_reports, reports, strict=True)]
-        norms += [abs(own[1] - report[1]) / report[1] for own, report in zip(own_reports, reports, strict=True)]
+        losses += [abs(ours[0] - report[0]) / scale for ours, report in zip(own_reports, reports, strict=True)]
+        norms += [abs(ours[1] - report[1]) / report[1] for ours, report in zip(own_reports, reports, strict=True)]
         parameters += [float((tensor - state[name]).abs().max()) for name, tensor in own_state.items()]
     return max(found_numbers), max(losses), max(norms), max(parameters)
 
@@ -192,9 +192,9 @@ def differences(results, one_process) -> tuple[float, float, float, float]:
 def check(run, one_process, case: Case) -> None:
     one = one_process(case.model)
     assert one[0].abs().amax(1).min() > 0.3
-    found = differences(run(case), one)
-    print(case, " ".join(f"{value:.1e}" for value in found))
-    for value, bound in zip(found, (4e-6, *BOUNDS), strict=True):
+    sizes = differences(run(case), one)
+    print(case, " ".join(f"{value:.1e}" for value in sizes))
+    for value, bound in zip(sizes, (4e-6, *BOUNDS), strict=True):
         assert value <= bound
 
 

@@ -85,10 +85,10 @@ def replaying(routes_TLK: torch.Tensor, lengths: list[int]):
         pieces, turn = routes_TLK.split(lengths), [-1]
         model.register_forward_pre_hook(lambda *_: turn.__setitem__(0, (turn[0] + 1) % len(pieces)))
         for layer, router in enumerate(routers):
-            own = router.forward
+            original = router.forward
 
-            def forward(hidden: torch.Tensor, router: Any = router, own: Any = own, layer: int = layer):
-                _, _, chosen = own(hidden)
+            def forward(hidden: torch.Tensor, router: Any = router, original: Any = original, layer: int = layer):
+                _, _, chosen = original(hidden)
                 given = pieces[turn[0]][:, layer].long()
                 chosen = torch.where(given < 0, chosen, given)
                 logits = F.linear(hidden.reshape(-1, router.hidden_dim).float(), router.weight.float())
@@ -143,12 +143,12 @@ def steps(cluster, models):
         base_T = oracle(models(name), name, ROUTER)[2]
         return f"megatron:{layout}", replayed_step, models(name), policy, base_T, routes_of(name)
 
-    found = {(name, str(case)): call(name, case.layout, policy_of(name, case, 32)) for name in MODELS for case in CASES}
+    calls = {(name, str(case)): call(name, case.layout, policy_of(name, case, 32)) for name in MODELS for case in CASES}
     for name in MODELS:
         for layout in ("t2e2", "p2"):
             for how in RECOMPUTED:
-                found[name, layout, how] = call(name, layout, recomputing(name, how))
-    return Together(cluster, found)
+                calls[name, layout, how] = call(name, layout, recomputing(name, how))
+    return Together(cluster, calls)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -166,12 +166,14 @@ def test_layers_that_are_computed_again_take_the_same_routes(steps, models, name
 
 
 def test_the_share_of_routes_that_routers_choose_too_is_the_same_on_every_layout(steps):
-    found = [report.metrics for case in CASES for reports, _ in steps["qwen3_moe", str(case)] for report in reports[:1]]
-    assert 0 < found[0]["moe/router_agreement"] < 0.5, "routes drawn at random: 2 of 8"
-    for metrics in found:
+    metrics_of_runs = [
+        report.metrics for case in CASES for reports, _ in steps["qwen3_moe", str(case)] for report in reports[:1]
+    ]
+    assert 0 < metrics_of_runs[0]["moe/router_agreement"] < 0.5, "routes drawn at random: 2 of 8"
+    for metrics in metrics_of_runs:
         names = [name for name in metrics if name.startswith("moe/router_agreement")]
         assert len(names) == LAYERS + 1
-        assert [metrics[name] for name in names] == pytest.approx([found[0][name] for name in names], abs=1e-6)
+        assert [metrics[name] for name in names] == pytest.approx([metrics_of_runs[0][name] for name in names], abs=1e-6)
 
 
 # --- what is recorded ------------------------------------------------------------------------------------------------
@@ -182,11 +184,11 @@ def recorded(mesh, directory: Path, policy, batch: TokenBatch):
     from fivefold.megatron.model import MegatronModel
 
     model = MegatronModel(directory, policy, mesh)
-    own = shard_of_replica(mesh.ranks, range(len(batch.lengths_N)))
-    mine = replace(batch.select(own), records_routes=True)
+    shard = shard_of_replica(mesh.ranks, range(len(batch.lengths_N)))
+    mine = replace(batch.select(shard), records_routes=True)
     before = model.forward(mine)
     assert Column.ROUTES in mine
-    return mine[Column.ROUTES], own, before, model.forward(replace(mine, records_routes=False))
+    return mine[Column.ROUTES], shard, before, model.forward(replace(mine, records_routes=False))
 
 
 @cache
@@ -196,37 +198,37 @@ def chosen_by_transformers(directory: Path, groups: Any = None) -> torch.Tensor:
 
     batch = whole_batch() if groups is None else samples_of(GROUPS)
     model = transformers.AutoModelForCausalLM.from_pretrained(directory).float()
-    found: dict[Any, list[torch.Tensor]] = {}
+    outputs: dict[Any, list[torch.Tensor]] = {}
     for module in model.modules():
         if type(module).__name__.lower().endswith("topkrouter"):
-            module.register_forward_hook(lambda module, _, output: found.setdefault(module, []).append(output[2]))
+            module.register_forward_hook(lambda module, _, output: outputs.setdefault(module, []).append(output[2]))
     with torch.no_grad():
         for tokens in batch.token_ids_T.split(batch.lengths_N):
             model(tokens[None])
-    return torch.stack([torch.cat(calls) for calls in found.values()], 1).sort(-1).values
+    return torch.stack([torch.cat(calls) for calls in outputs.values()], 1).sort(-1).values
 
 
 @pytest.fixture(scope="module")
 def records(cluster, models):
     """Results by (model, case), and by layout of the batch whose prompts are shared."""
-    found: dict[Any, Any] = {
+    calls: dict[Any, Any] = {
         (name, str(case)): (f"megatron:{case.layout}", recorded, models(name), policy_of(name, case, 32), whole_batch())
         for name in MODELS
         for case in CASES
     }
     shared = replace(POLICY, tokens_per_micro_batch=48, share_prefix=True)
     for layout in ("d1", "d2t2e4", "p2"):
-        found["shared", layout] = (f"megatron:{layout}", recorded, models("qwen3_moe"), shared, samples_of(GROUPS))
-    return Together(cluster, found)
+        calls["shared", layout] = (f"megatron:{layout}", recorded, models("qwen3_moe"), shared, samples_of(GROUPS))
+    return Together(cluster, calls)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("name", MODELS)
 def test_the_routes_that_are_recorded_are_those_of_transformers_on_every_layout(records, models, name, case):
     pieces = chosen_by_transformers(models(name)).split(LENGTHS)
-    for routes_TLK, own, before_T, after_T in records[name, str(case)]:
+    for routes_TLK, shard, before_T, after_T in records[name, str(case)]:
         assert routes_TLK.dtype == torch.int8
-        assert torch.equal(routes_TLK.sort(-1).values.long(), torch.cat([pieces[sample] for sample in own]))
+        assert torch.equal(routes_TLK.sort(-1).values.long(), torch.cat([pieces[sample] for sample in shard]))
         # The same numbers in the same order of summation.
         assert torch.equal(before_T, after_T)
 
@@ -235,8 +237,8 @@ def test_the_routes_that_are_recorded_are_those_of_transformers_on_every_layout(
 def test_routes_of_a_shared_prompt_are_recorded_for_every_sample(records, models, layout):
     batch = samples_of(GROUPS)
     pieces = chosen_by_transformers(models("qwen3_moe"), "shared").split(batch.lengths_N)
-    for routes_TLK, own, before_T, after_T in records["shared", layout]:
-        assert torch.equal(routes_TLK.sort(-1).values.long(), torch.cat([pieces[sample] for sample in own]))
+    for routes_TLK, shard, before_T, after_T in records["shared", layout]:
+        assert torch.equal(routes_TLK.sort(-1).values.long(), torch.cat([pieces[sample] for sample in shard]))
         assert torch.equal(before_T, after_T)
 
 
@@ -247,7 +249,7 @@ def with_and_without(mesh, directory: Path, policy, base_T):
     """Weights after an update with routes that were recorded just before it, and without any."""
     from fivefold.megatron.model import MegatronModel
 
-    found = []
+    weights = []
     for replays in (True, False):
         model = MegatronModel(directory, policy, mesh, total_updates=1)
         batch = whole_batch().select(shard_of_replica(mesh.ranks, range(len(LENGTHS))))
@@ -256,8 +258,8 @@ def with_and_without(mesh, directory: Path, policy, base_T):
         assert (Column.ROUTES in batch) == replays
         report = model.train_step(replace(batch, records_routes=False), OBJECTIVE.loss)
         assert report.metrics.get("moe/router_agreement") == (1.0 if replays else None)
-        found.append({name: tensor.clone() for name, tensor in model.weights()})
-    return found
+        weights.append({name: tensor.clone() for name, tensor in model.weights()})
+    return weights
 
 
 @pytest.mark.parametrize("layout", ["d1", "t2e2", "c2"])
@@ -283,9 +285,9 @@ def another_sample(routes_TLK):
     """Samples 2 and 3 have exchanged theirs, as far as both are long."""
     starts = [0, *torch.tensor(LENGTHS).cumsum(0).tolist()]
     (one, _), (two, _) = list(pairwise(starts))[2], list(pairwise(starts))[3]
-    found = routes_TLK.clone()
-    found[one : one + 5], found[two : two + 5] = routes_TLK[two : two + 5], routes_TLK[one : one + 5]
-    return found
+    changed = routes_TLK.clone()
+    changed[one : one + 5], changed[two : two + 5] = routes_TLK[two : two + 5], routes_TLK[one : one + 5]
+    return changed
 
 
 def without_routes(routes_TLK):
@@ -339,13 +341,13 @@ def routers_do_not_learn(mesh, *arguments):
 def test_other_routes_are_seen(cluster, models, name, fault):
     expected = oracle(models(name), name, ROUTER)
     arguments = models(name), policy_of(name, Case("t2e2"), 32), expected[2], fault(routes_of(name))
-    found = difference(cluster.run(replayed_step, "megatron:t2e2", *arguments), expected)
-    assert max(value / bound for value, bound in zip(found, BOUNDS, strict=True)) > 100
+    differences = difference(cluster.run(replayed_step, "megatron:t2e2", *arguments), expected)
+    assert max(value / bound for value, bound in zip(differences, BOUNDS, strict=True)) > 100
 
 
 @pytest.mark.parametrize("fault", [recomputed_without_replay, weights_of_the_routers_choice, routers_do_not_learn])
 def test_faults_of_replay_are_seen(cluster, models, fault):
     expected = oracle(models("qwen3_moe"), "qwen3_moe", ROUTER)
     arguments = models("qwen3_moe"), recomputing("qwen3_moe", "full"), expected[2], routes_of("qwen3_moe")
-    found = difference(cluster.run(fault, "megatron:d1", *arguments), expected)
-    assert max(value / bound for value, bound in zip(found, BOUNDS, strict=True)) > 100
+    differences = difference(cluster.run(fault, "megatron:d1", *arguments), expected)
+    assert max(value / bound for value, bound in zip(differences, BOUNDS, strict=True)) > 100

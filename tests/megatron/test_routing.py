@@ -66,15 +66,15 @@ def expert_metrics(mesh, directory: Path, policy, base_T):
 
 def test_loads_and_router_losses_are_the_same_on_every_layout(cluster, models):
     directory = models("qwen3_moe")
-    found = [
+    metrics_of_runs = [
         metrics
         for layout in ("d1", "d2e2", "t2e2", "p2", "c2e2")
         for metrics in run_step(cluster, layout, directory, policy_of("qwen3_moe", Case(layout), 32), expert_metrics)
     ]
-    assert len(found[0]) == 6
-    assert found[0]["moe/aux_loss"] > 0.3, "0.3 x 4 layers x at least 1"
-    for metrics in found[1:]:
-        assert metrics == pytest.approx(found[0], rel=1e-5)
+    assert len(metrics_of_runs[0]) == 6
+    assert metrics_of_runs[0]["moe/aux_loss"] > 0.3, "0.3 x 4 layers x at least 1"
+    for metrics in metrics_of_runs[1:]:
+        assert metrics == pytest.approx(metrics_of_runs[0], rel=1e-5)
 
 
 @pytest.mark.parametrize("layout", ["d1", "t2e2", "c2e2", "p2"])

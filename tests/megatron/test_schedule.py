@@ -26,13 +26,13 @@ def rates(mesh, directory: Path, optimizer: OptimizerConfig, steps: int, updates
     batch = batch.with_columns(
         {Column.OLD_LOGPROBS: None, Column.REF_LOGPROBS: model.forward(batch) + batch[Column.REF_LOGPROBS]}
     )
-    found, before = [], {name: tensor.clone() for name, tensor in model.weights()}
+    rates_and_changes, before = [], {name: tensor.clone() for name, tensor in model.weights()}
     for _ in range(steps):
         report = model.train_step(batch, OBJECTIVE.loss)
         after = {name: tensor.clone() for name, tensor in model.weights()}
-        found.append((report.lr, max(float((after[name] - before[name]).abs().max()) for name in after)))
+        rates_and_changes.append((report.lr, max(float((after[name] - before[name]).abs().max()) for name in after)))
         before = after
-    return found
+    return rates_and_changes
 
 
 @pytest.mark.parametrize(
@@ -47,16 +47,16 @@ def test_every_optimizer_step_uses_the_rate_of_its_schedule(cluster, models, sch
     # With betas of 0 Adam moves each weight by lr * g / (|g| + eps): the largest change is the rate itself.
     optimizer = OptimizerConfig(lr=LR, min_lr=MIN if schedule != "constant" else 0.0, warmup_steps=2, schedule=schedule)
     optimizer = replace(optimizer, betas=[0.0, 0.0], weight_decay=0.0)
-    found = cluster.run(rates, "megatron:d1", models("qwen3"), optimizer, 8)[0]
-    assert [lr for lr, _ in found] == pytest.approx([expected(k) for k in range(1, 9)], rel=1e-6)
-    assert [change for _, change in found] == pytest.approx([expected(k) for k in range(1, 9)], rel=1e-3)
+    rates_and_changes = cluster.run(rates, "megatron:d1", models("qwen3"), optimizer, 8)[0]
+    assert [lr for lr, _ in rates_and_changes] == pytest.approx([expected(k) for k in range(1, 9)], rel=1e-6)
+    assert [change for _, change in rates_and_changes] == pytest.approx([expected(k) for k in range(1, 9)], rel=1e-3)
 
 
 @pytest.mark.parametrize(("begin", "expected"), [(0, [0.1, 0.325, 0.55, 0.775, 1, 1]), (1, [0.325, 0.55, 0.775, 1, 1, 1])])
 def test_a_warm_up_rises_evenly_from_its_own_rate(cluster, models, begin, expected):
     optimizer = OptimizerConfig(lr=LR, warmup_steps=4, warmup_from=begin, warmup_init_lr=0.1 * LR)
-    found = cluster.run(rates, "megatron:d1", models("qwen3"), optimizer, 6)[0]
-    assert [lr / LR for lr, _ in found] == pytest.approx(expected, rel=1e-6)
+    rates_and_changes = cluster.run(rates, "megatron:d1", models("qwen3"), optimizer, 6)[0]
+    assert [lr / LR for lr, _ in rates_and_changes] == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.parametrize(("per", "updates"), [("update", 1), ("step", 2), (4, 4)])
@@ -71,7 +71,7 @@ def test_a_schedule_from_0_is_that_of_transformers_stepped_per_update_or_step(cl
     total = 8
     optimizer = OptimizerConfig(lr=LR, warmup_steps=0.25, warmup_from=0, schedule_per=per, schedule=schedule)
     updates_per_step = updates if per == "step" else total
-    found = cluster.run(rates, "megatron:d1", models("qwen3"), optimizer, total, updates_per_step)[0]
+    rates_and_changes = cluster.run(rates, "megatron:d1", models("qwen3"), optimizer, total, updates_per_step)[0]
     adam = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=LR)
     oracle = get_scheduler(kind, adam, num_warmup_steps=total // updates // 4, num_training_steps=total // updates)
     expected = []
@@ -80,7 +80,7 @@ def test_a_schedule_from_0_is_that_of_transformers_stepped_per_update_or_step(cl
         adam.step()
         if number % updates == 0:
             oracle.step()
-    assert [lr for lr, _ in found] == pytest.approx(expected, rel=1e-6, abs=1e-12)
+    assert [lr for lr, _ in rates_and_changes] == pytest.approx(expected, rel=1e-6, abs=1e-12)
 
 
 def unclipped(mesh, directory: Path):
@@ -153,6 +153,6 @@ def test_a_schedule_that_is_loaded_twice_counts_the_steps_of_the_second_only():
             made.load_state_dict(saved.state_dict())
         return made
 
-    found, expected = schedule_after(4, 2), schedule_after(2)
-    assert found.state_dict() == expected.state_dict()
-    assert (found.num_steps, found.optimizer.param_groups[0]["lr"]) == (2, expected.optimizer.param_groups[0]["lr"])
+    schedule, expected = schedule_after(4, 2), schedule_after(2)
+    assert schedule.state_dict() == expected.state_dict()
+    assert (schedule.num_steps, schedule.optimizer.param_groups[0]["lr"]) == (2, expected.optimizer.param_groups[0]["lr"])

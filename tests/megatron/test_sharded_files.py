@@ -21,13 +21,13 @@ def test_boxes_of_a_range_are_its_numbers_in_their_order(shape, data):
     begin = data.draw(st.integers(0, count))
     end = data.draw(st.integers(begin, count))
     whole = torch.arange(count).view(shape)
-    found = list(boxes_of_range(tuple(shape), begin, end))
+    boxes = list(boxes_of_range(tuple(shape), begin, end))
     everything = Box(tuple(0 for _ in shape), tuple(shape))
-    taken = [whole[box.within(everything)].reshape(-1) for box, _ in found]
+    taken = [whole[box.within(everything)].reshape(-1) for box, _ in boxes]
     assert torch.cat([torch.empty(0, dtype=torch.long), *taken]).tolist() == list(range(begin, end))
-    assert [first for _, first in found] == [int(part[0]) for part in taken]
+    assert [first for _, first in boxes] == [int(part[0]) for part in taken]
     # Part of a row and the rest of it on either side, on every axis but the last.
-    assert len(found) <= max(1, 2 * len(shape) - 1)
+    assert len(boxes) <= max(1, 2 * len(shape) - 1)
 
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=3), st.lists(st.integers(0, 60), max_size=5), st.data())
@@ -46,9 +46,9 @@ def test_any_box_is_read_from_whatever_ranges_were_written(tmp_path_factory, sha
         write_pieces(directory / f"rank-{rank}.safetensors", [odd, *pieces])
     offset = tuple(data.draw(st.integers(0, length - 1)) for length in shape)
     size = tuple(data.draw(st.integers(1, length - first)) for first, length in zip(offset, shape, strict=True))
-    box, found = Box(offset, size), torch.empty(size)
-    PieceReader(directory).fill("w", box, found)
-    assert torch.equal(found, values[box.within(Box(tuple(0 for _ in shape), tuple(shape)))])
+    box, read = Box(offset, size), torch.empty(size)
+    PieceReader(directory).fill("w", box, read)
+    assert torch.equal(read, values[box.within(Box(tuple(0 for _ in shape), tuple(shape)))])
 
 
 def test_files_are_safetensors(tmp_path):
@@ -56,8 +56,8 @@ def test_files_are_safetensors(tmp_path):
     pieces = [Piece(name, Box(tuple(0 for _ in value.shape), tuple(value.shape)), value) for name, value in values.items()]
     write_pieces(tmp_path / "rank-0.safetensors", pieces)
     with safe_open(tmp_path / "rank-0.safetensors", "pt") as file:
-        found = [file.get_tensor(name) for name in sorted(file.keys())]
-    assert sorted(map(str, found)) == sorted(map(str, values.values()))
+        tensors = [file.get_tensor(name) for name in sorted(file.keys())]
+    assert sorted(map(str, tensors)) == sorted(map(str, values.values()))
 
 
 def test_what_no_file_holds_is_refused_by_name(tmp_path):

@@ -39,10 +39,10 @@ def samples_of(groups=GROUPS) -> TokenBatch:
     for prompt, responses in groups:
         prompt_ids = torch.randint(0, VOCAB, (prompt,), generator=draw)
         for length in responses:
-            own = torch.arange(length) >= 0
-            own[2:3] = len(lengths) % 3 != 0
+            mask_of_sample = torch.arange(length) >= 0
+            mask_of_sample[2:3] = len(lengths) % 3 != 0
             tokens += [prompt_ids, torch.randint(0, VOCAB, (length,), generator=draw)]
-            mask += [torch.zeros(prompt, dtype=torch.bool), own]
+            mask += [torch.zeros(prompt, dtype=torch.bool), mask_of_sample]
             lengths.append(prompt + length)
     loss_mask_T = torch.cat(mask)
     weights_T = torch.randn(2, len(loss_mask_T), generator=draw)
@@ -97,19 +97,19 @@ def computed(mesh, directory: Path, budget: int, fault: str = "", pairs: bool = 
     model = MegatronModel(directory, policy, mesh, total_updates=20, value_head=head)
     assert model._batching.share_prefix
     whole = replace(samples_of(PAIRS), samples_per_comparison=2) if pairs else samples_of()
-    own = whole.select([n for n in range(len(whole.lengths_N)) if (n // 4) % mesh.layout.dp == mesh.ranks.coords.dp])
-    found, make_packing = [], model._batching.make_packing
+    shard = whole.select([n for n in range(len(whole.lengths_N)) if (n // 4) % mesh.layout.dp == mesh.ranks.coords.dp])
+    results, make_packing = [], model._batching.make_packing
     for share in (True, False):
         with planted(fault if share else "", make_packing) as changed:
             model._batching = replace(model._batching, share_prefix=share, make_packing=changed)
-            output_T = model.forward(own)
-            report = model.train_step(own, weighted)
-        found.append((output_T, report.loss, gradient_sum(model), report.tokens))
-    return found
+            output_T = model.forward(shard)
+            report = model.train_step(shard, weighted)
+        results.append((output_T, report.loss, gradient_sum(model), report.tokens))
+    return results
 
 
 @pytest.fixture(scope="module")
-def found(cluster, models, tmp_path_factory):
+def results_of(cluster, models, tmp_path_factory):
     classifier = make_classifier(tmp_path_factory.mktemp("model") / "classifier")
 
     def call(name: str, layout: str, *arguments):
@@ -130,23 +130,23 @@ def gaps(shared, alone) -> tuple[float, float, float]:
 
 
 @pytest.mark.parametrize(("name", "layout", "budget"), [*((*case, 24) for case in CASES), ("qwen3", "d1", 500)])
-def test_a_shared_prompt_gives_the_log_probs_and_gradients_of_one_for_each_sample(found, name, layout, budget):
+def test_a_shared_prompt_gives_the_log_probs_and_gradients_of_one_for_each_sample(results_of, name, layout, budget):
     """Float32's rounding apart: sums over a micro-batch have another order. A budget of 24 splits groups."""
-    for shared, alone in found[name, layout, budget]:
+    for shared, alone in results_of[name, layout, budget]:
         output, loss, gradient = gaps(shared, alone)
         assert output <= 4e-6 and loss <= 4e-6 and gradient <= 1e-6
         assert shared[3] < alone[3] == sum(samples_of().lengths_N)
 
 
-def test_pairs_that_are_compared_share_their_prompt_and_stay_together(found):
-    (shared, alone), *_ = found["pairs"]
+def test_pairs_that_are_compared_share_their_prompt_and_stay_together(results_of):
+    (shared, alone), *_ = results_of["pairs"]
     assert max(gaps(shared, alone)) <= 4e-6 and shared[3] < alone[3]
 
 
 @pytest.mark.parametrize(("fault", "place"), [("counted twice", 2), ("leak", 0), ("positions", 0)])
-def test_a_prefix_that_counts_once_too_often_or_a_mask_that_leaks_is_seen(found, fault, place):
+def test_a_prefix_that_counts_once_too_often_or_a_mask_that_leaks_is_seen(results_of, fault, place):
     """Counted twice the log-probs are right and only the gradient is not."""
-    (shared, alone), *_ = found[fault]
+    (shared, alone), *_ = results_of[fault]
     differences = gaps(shared, alone)
     assert differences[place] > 1e-2
     assert fault != "counted twice" or differences[0] <= 4e-6

@@ -170,12 +170,12 @@ def biases_not_streamed(mesh, *arguments):
     calls, first = [], {}
 
     def frozen(chunks):
-        found = original(chunks)
-        calls.append(found)
-        for name in found if len(calls) > 1 else ():
+        streamed = original(chunks)
+        calls.append(streamed)
+        for name in streamed if len(calls) > 1 else ():
             if name.endswith("expert_bias"):
-                found[name] = first.setdefault(name, found[name].clone())
-        return found
+                streamed[name] = first.setdefault(name, streamed[name].clone())
+        return streamed
 
     patched(weights, "named_weights", frozen)
     return megatron_step(mesh, *arguments)
@@ -291,5 +291,5 @@ def test_an_injected_fault_is_seen(cluster, models, fault, layout, name, pipelin
         # Some end the run by themselves: they are seen as well.
         assert "failed" in str(error)
         return
-    found = difference(results, expected(models(name), policy))
-    assert any(value > 10 * bound for value, bound in zip(found, BOUNDS, strict=True)), found
+    differences = difference(results, expected(models(name), policy))
+    assert any(value > 10 * bound for value, bound in zip(differences, BOUNDS, strict=True)), differences

@@ -99,9 +99,9 @@ def through_megatron_core(mesh, directory: Path, ours: Path, theirs: Path) -> di
                 place = parts.index("local_experts")
                 expert = int(parts[place + 1]) + local * mesh.ranks.coords.ep
                 parts[place:] = [str(expert), parts[place + 2].replace("linear_", "")]
-            own = ".".join(parts)
-            wanted = expected[own]
-            same[own] = torch.equal(parameter, wanted.reshape(parameter.shape))
+            name_in_file = ".".join(parts)
+            wanted = expected[name_in_file]
+            same[name_in_file] = torch.equal(parameter, wanted.reshape(parameter.shape))
         if mesh.ranks.is_main:
             theirs.mkdir(parents=True)
         torch.distributed.barrier()
@@ -394,8 +394,8 @@ def test_check_reads_the_model_s_config_next_to_the_checkpoint_or_from_model_con
             model={"path": str(root), **model}, policy={"dtype": "float32"}, algorithm={"kl": {"coef": 0.1}},
             data={"train": ["none.jsonl"], "max_prompt_tokens": 64, "max_response_tokens": 64}, trainer={"device": "cpu"},
         )  # fmt: skip
-        found = check(config)
-        return [error for error in found.errors if not error.startswith("data.train")], found.ignored
+        findings = check(config)
+        return [error for error in findings.errors if not error.startswith("data.train")], findings.ignored
 
     needs = f"model.path: no config.json in the checkpoint of Megatron-Core {root} or above it"
     assert findings()[0][0] == f"{needs}: name the Hugging Face directory or hub id of its model in model.config"

@@ -69,7 +69,7 @@ def tree(root: Path, **sections: Any) -> dict[str, Any]:
     return {name: usual.get(name, {}) | sections.get(name, {}) for name in (*usual, *sections)}
 
 
-def said(root: Path, **sections: Any) -> list[str]:
+def errors_of(root: Path, **sections: Any) -> list[str]:
     try:
         return check(RunConfig.of(json.loads(json.dumps(tree(root, **sections)).replace("$", str(root))))).errors
     except ConfigError as error:
@@ -77,9 +77,11 @@ def said(root: Path, **sections: Any) -> list[str]:
 
 
 def test_a_good_environment_is_taken(root):
-    assert said(root) == []
-    assert said(root, environment={"tools": ["$/envs.py:add"]}) == []
-    assert said(root, environment={"class": None, "tools": ["$/envs.py:add"]}, reward={"functions": {"format": 1.0}}) == []
+    assert errors_of(root) == []
+    assert errors_of(root, environment={"tools": ["$/envs.py:add"]}) == []
+    assert (
+        errors_of(root, environment={"class": None, "tools": ["$/envs.py:add"]}, reward={"functions": {"format": 1.0}}) == []
+    )
 
 
 @pytest.mark.parametrize(
@@ -136,7 +138,7 @@ def test_a_good_environment_is_taken(root):
     ],
 )  # fmt: skip
 def test_what_cannot_work_is_refused_in_one_sentence(root, sections, sentence):
-    faults = said(root, **sections)
+    faults = errors_of(root, **sections)
     assert any(sentence in fault for fault in faults), faults
 
 
@@ -185,7 +187,7 @@ def test_keys_that_the_kind_of_a_class_takes_no_notice_of_are_said(root):
 
 def test_the_missing_library_is_that_of_the_named_interpreter(root):
     python = os.path.realpath(sys.executable)
-    (fault,) = said(root, environment={"class": "gymnasium:CartPole-v1", "python": python})
+    (fault,) = errors_of(root, environment={"class": "gymnasium:CartPole-v1", "python": python})
     assert f"which {python} cannot import (ModuleNotFoundError: No module named 'gymnasium'): install it there, or" in fault
     assert "\n" not in fault
 

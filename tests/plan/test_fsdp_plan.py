@@ -22,9 +22,9 @@ def update(text: str = "d8", budget: int = 16384, **options):
 
 
 def test_a_run_on_fsdp_is_proposed_such_layouts_and_a_run_on_megatron_core_none():
-    found = space("Qwen3-8B", 8, policy={"backend": "fsdp:d8"}).search(4)
-    assert all(one.config.policy.layout.backend == "fsdp" for one in found) and len(found) > 1
-    assert all(one.config.policy.recompute in ("none", "full") for one in found)
+    candidates = space("Qwen3-8B", 8, policy={"backend": "fsdp:d8"}).search(4)
+    assert all(one.config.policy.layout.backend == "fsdp" for one in candidates) and len(candidates) > 1
+    assert all(one.config.policy.recompute in ("none", "full") for one in candidates)
     assert all(one.config.policy.layout.backend == "megatron" for one in space("Qwen3-8B", 8).search(4))
 
 

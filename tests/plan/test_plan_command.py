@@ -198,21 +198,21 @@ def test_check_tries_flash_attn_4_and_names_what_its_import_lacks(tmp_path, monk
     (package / "cute" / "__init__.py").touch()
     monkeypatch.syspath_prepend(tmp_path)
 
-    def said(gpu: str) -> str:
+    def output_of(gpu: str) -> str:
         return describe_step(run_of(model, policy={"backend": "megatron:d2t4"}, launch={"gpu": gpu}), load_spec(model))[1]
 
-    installed = [said(gpu) for gpu in ("h200-141g", "a100-80g")]
+    installed = [output_of(gpu) for gpu in ("h200-141g", "a100-80g")]
     shutil.rmtree(package / "cute")
     (package / "cute").mkdir()
     (package / "cute" / "__init__.py").write_text("import cutlass_libs_that_are_not_there")
     monkeypatch.syspath_prepend(tmp_path / "other")
-    broken = said("h200-141g")
+    broken = output_of("h200-141g")
     assert (
         "flash-attn-4 (whose import fails: ModuleNotFoundError: No module named 'cutlass_libs_that_are_not_there'; pip"
         in broken
     )
     shutil.rmtree(package / "cute")
-    without, old = (said(gpu) for gpu in ("h200-141g", "a100-80g"))
+    without, old = (output_of(gpu) for gpu in ("h200-141g", "a100-80g"))
     assert "flash" not in installed[0] and 'without flash-attn-4 (pip install "fivefold[flash]"): ' in without
     shorter, longer = (float(text.split("about ")[1].split(" s ")[0]) for text in (installed[0], without))
     assert shorter < longer < 1.2 * shorter

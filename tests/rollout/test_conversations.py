@@ -570,7 +570,7 @@ def test_calls_are_answered_in_their_order_and_the_turn_without_one_ends_it(clus
 
 
 @pytest.mark.parametrize(
-    ("said", "answer"),
+    ("response", "answer"),
     [
         (call("add", a=1), "add needs the argument 'b'"),
         (call("sub", a=1), "there is no tool 'sub'; the tools are add, fails"),
@@ -579,9 +579,9 @@ def test_calls_are_answered_in_their_order_and_the_turn_without_one_ends_it(clus
         ('<tool_call>{"name": "add"', "a call begins with '<tool_call>' and does not end"),
     ],
 )
-def test_a_malformed_call_is_answered_and_counted_and_never_dropped(cluster, tools, said, answer):
-    ((one, text, metrics),) = cluster.run(scripted, "megatron:d1", *tools, [said, "ok"])
-    assert f"{said}<|end|>[tool]Error: {answer}" in text
+def test_a_malformed_call_is_answered_and_counted_and_never_dropped(cluster, tools, response, answer):
+    ((one, text, metrics),) = cluster.run(scripted, "megatron:d1", *tools, [response, "ok"])
+    assert f"{response}<|end|>[tool]Error: {answer}" in text
     assert metrics["tools/malformed"] == 1 and one.end == "answered" and len(one.turns) == 2
 
 

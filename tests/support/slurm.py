@@ -68,7 +68,7 @@ class Slurm:
         """Returns what a command of Slurm said on the first host."""
         program = self.hosts.north.start(*words, env={"SLURM_CONF": str(self.directory / "slurm.conf"), **env})
         program.wait()
-        return program.said.strip()
+        return program.output.strip()
 
     def state(self, job: str) -> str:
         """Returns the state of a job, as PENDING or COMPLETED."""

@@ -146,8 +146,8 @@ class Host:
     def run(self, *command: object, env: Mapping[str, str] = MappingProxyType({})) -> str:
         """Returns what a program said that ended well."""
         program = self.start(*command, env=env)
-        assert program.wait() == 0, program.said
-        return program.said
+        assert program.wait() == 0, program.output
+        return program.output
 
     def processes(self) -> list[psutil.Process]:
         """Returns all processes of this host."""
@@ -193,17 +193,17 @@ class Program:
         return self._process.returncode
 
     def communicate(self) -> str:
-        return self.said
+        return self.output
 
     @property
-    def said(self) -> str:
+    def output(self) -> str:
         return os.pread(self._file.fileno(), 1 << 24, 0).decode(errors="replace")
 
     def wait(self, seconds: float = LONGEST) -> int:
         try:
             return self._process.wait(seconds)
         except subprocess.TimeoutExpired:
-            raise AssertionError(f"it runs after {seconds} s: {self.said}") from None
+            raise AssertionError(f"it runs after {seconds} s: {self.output}") from None
 
     def tree(self) -> list[psutil.Process]:
         """Returns the program and all that it started."""

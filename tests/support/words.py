@@ -36,7 +36,12 @@ CODE_WORDS = {
 }
 """Words that describe people, and not code: not for tests, in which commands, models and servers do answer."""
 EMPTY_NAMES = {"found", "own", "said", "each"}
-"""Names of locals and parameters that do not say what they hold. The tests are not looked at."""
+"""Names of locals and parameters that do not say what they hold."""
+NAMES_LEFT = {f"benchmarks/{name}.py" for name in (
+    "beside_trl", "engine_limit", "fsdp_speed", "quickstart", "recipes", "role_layouts", "sglang_servers", "start_up",
+    "training_speed", "turns",
+)}  # fmt: skip
+"""Files whose names are still to be changed."""
 LONGEST_NAME = 80
 """Letters of a test's name."""
 SHORTEST_MESSAGE = 3
@@ -104,8 +109,10 @@ def long_names(paths: list[Path]) -> Iterator[str]:
 
 
 def empty_names(paths: list[Path]) -> Iterator[str]:
-    """One line for each local and parameter of the source whose name does not say what it holds."""
+    """One line for each local and parameter whose name does not say what it holds."""
     for path in paths:
+        if str(path.relative_to(ROOT)) in NAMES_LEFT:
+            continue
         for node in ast.walk(ast.parse(path.read_text())):
             is_stored = isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
             name = node.id if is_stored else node.arg if isinstance(node, ast.arg) else ""
@@ -121,7 +128,11 @@ def main() -> int:
     files = [ROOT / name for name in FILES]
     files += [path for name in PLACES for path in sorted((ROOT / name).rglob("*")) if path.suffix in SUFFIXES]
     read = [*directories, *pages, *files, *(path for path in tests if path != Path(__file__).resolve())]
-    problems = [*faults(read), *long_names(tests), *empty_names(sorted((ROOT / "src").rglob("*.py")))]
+    problems = [
+        *faults(read),
+        *long_names(tests),
+        *empty_names([*directories, *tests, *sorted((ROOT / "docs").rglob("*.py"))]),
+    ]
     print("\n".join(problems) or "plain English: no word of the list")
     return bool(problems)
 

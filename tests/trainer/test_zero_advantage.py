@@ -323,7 +323,7 @@ def test_what_is_not_trained_on_gets_no_log_probs():
 
 
 @pytest.mark.parametrize(
-    ("policy", "found"),
+    ("policy", "skipped"),
     [
         ({}, EQUAL),
         ({"skip_zero_advantage": False}, None),
@@ -332,8 +332,8 @@ def test_what_is_not_trained_on_gets_no_log_probs():
         ({"megatron": {"transformer": {"moe_router_bias_update_rate": 0.01}}}, None),
     ],
 )
-def test_with_routers_that_look_at_every_token_nothing_is_skipped(models, policy, found):
+def test_with_routers_that_look_at_every_token_nothing_is_skipped(models, policy, skipped):
     config = RunConfig.of(model={"path": "here"}, algorithm={"name": "gspo"}, policy=policy)
     plan = build_plan(config, load_spec(models("qwen3_moe")), make_objective("gspo"))
     skipped_N = plan.skipped(rows())
-    assert (None if skipped_N is None else skipped_N.tolist()) == found
+    assert (None if skipped_N is None else skipped_N.tolist()) == skipped

@@ -11,7 +11,7 @@ from fivefold.algo.part import Chosen, Part, with_keys_of
 from fivefold.algo.reward_shaping import RewardShaping
 from fivefold.algo.sample_filter import SampleFilter
 from fivefold.algo.surrogates import SURROGATES
-from fivefold.algo.terms import FOUND
+from fivefold.algo.terms import CLASSES
 from fivefold.algo.terms.entropy import Entropy
 from fivefold.algo.terms.imitation import Imitation
 from fivefold.algo.terms.kl import KL
@@ -24,7 +24,7 @@ _BEFORE: tuple[type[Part], ...] = (TokenAdvantages, SurrogateKeys)
 _AFTER: tuple[type[Part], ...] = (
     Aggregation, Entropy, KL, Correction, Imitation, ProcessReward, RewardShaping, SampleFilter, DynamicSampling,
 )  # fmt: skip
-PARTS = (*_BEFORE, *_AFTER, *(part for part in FOUND if part not in _BEFORE + _AFTER))
+PARTS = (*_BEFORE, *_AFTER, *(part for part in CLASSES if part not in _BEFORE + _AFTER))
 """Every part of an objective with keys."""
 
 

@@ -49,36 +49,43 @@ class UniformCredit(Credit):
 
 
 @dataclass(frozen=True)
-class DiscountedReturn(Credit):
-    """G_t = r_t + γ G_{t+1}, with the reward at the last token: REINFORCE++ (2501.03262)."""
+class _Return(Credit):
+    """Gives every token the discounted sum of the rewards from its step on; subclasses define what a step is."""
 
     gamma: float = 1.0
-    keeps_zero = True
 
     def __call__(
         self, advantages_N: Tensor, penalties_T: Tensor, values_T: Tensor | None, finished_N: Tensor, samples: Segments
     ) -> tuple[Tensor, Tensor]:
         table = Table(samples)
-        advantages_T = table.flat(returns_of(table.rewards(advantages_N, penalties_T), self.gamma))
+        advantages_T = table.flat(self._returns(table, table.rewards(advantages_N, penalties_T)))
         return advantages_T, advantages_T
+
+    def _returns(self, table: Table, rewards_NL: Tensor) -> Tensor:
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
-class TurnReturn(Credit):
+class DiscountedReturn(_Return):
+    """G_t = r_t + γ G_{t+1}, with the reward at the last token: REINFORCE++ (2501.03262)."""
+
+    keeps_zero = True
+
+    def _returns(self, table: Table, rewards_NL: Tensor) -> Tensor:
+        return returns_of(rewards_NL, self.gamma)
+
+
+@dataclass(frozen=True)
+class TurnReturn(_Return):
     """G_k = R_k + γ G_{k+1} at every token of turn k, where R_k is the sum of the rewards of its tokens."""
 
-    gamma: float = 1.0
     by_turn = True
 
-    def __call__(
-        self, advantages_N: Tensor, penalties_T: Tensor, values_T: Tensor | None, finished_N: Tensor, samples: Segments
-    ) -> tuple[Tensor, Tensor]:
-        table = Table(samples)
+    def _returns(self, table: Table, rewards_NL: Tensor) -> Tensor:
         turn_NL = table.turns()
         rewards_NU = torch.zeros(len(turn_NL), int(turn_NL.max()) + 1 if turn_NL.numel() else 1, dtype=torch.float64)
-        rewards_NU.scatter_add_(1, turn_NL, table.rewards(advantages_N, penalties_T))
-        advantages_T = table.flat(returns_of(rewards_NU, self.gamma).gather(1, turn_NL))
-        return advantages_T, advantages_T
+        rewards_NU.scatter_add_(1, turn_NL, rewards_NL)
+        return returns_of(rewards_NU, self.gamma).gather(1, turn_NL)
 
 
 @dataclass(frozen=True)

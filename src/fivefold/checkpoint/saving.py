@@ -67,7 +67,7 @@ class Saving:
         if not wait and self._ranks.any(not self._written.done()):
             return None
         error = self._written.exception()
-        results = self._ranks.gather_objects((self._written.result() if error is None else {}, _said(error)))
+        results = self._ranks.gather_objects((self._written.result() if error is None else {}, _reason(error)))
         if faults := [f"rank {rank}: {fault}" for rank, (_, fault) in enumerate(results) if fault]:
             raise RunError(f"the checkpoint of step {self._state.step} could not be written; {'; '.join(faults)}")
         if self._ranks.is_main:
@@ -87,7 +87,7 @@ def _now(write: Callable[[], Entries]) -> Future[Entries]:
     return future
 
 
-def _said(error: BaseException | None) -> str:
+def _reason(error: BaseException | None) -> str:
     if error is None:
         return ""
     if isinstance(error, OSError):

@@ -205,9 +205,11 @@ def _judge(report: Report) -> None:
     # Engines and Ray have their own probes.
     apart = {*probes, *(extra.name for extra in EXTRAS if extra.module in KERNELS)}
     extras = [extra for extra in EXTRAS if extra.name not in apart and _installed(extra.package) is not None]
-    notes += slower_paths()
+    notes += slower_paths(is_fresh=True)
     with ThreadPoolExecutor() as tries:
-        for extra, fault in zip(extras, tries.map(import_fault, [extra.module for extra in extras]), strict=True):
+        for extra, fault in zip(
+            extras, tries.map(partial(import_fault, is_fresh=True), [extra.module for extra in extras]), strict=True
+        ):
             if fault is not None:
                 notes.append(f"{extra.package} is installed, {fault}: without it there is no {extra.serves}")
     if sglang.installed_version() is None:

@@ -126,7 +126,7 @@ class SystemDialect(Dialect, Protocol):
         ...
 
 
-def own(tree: Tree, overrides: list[str]) -> Translation:
+def as_written(tree: Tree, overrides: list[str]) -> Translation:
     """Return a configuration in our spelling as it was written."""
     return Translation(tree, overrides)
 
@@ -134,7 +134,7 @@ def own(tree: Tree, overrides: list[str]) -> Translation:
 def find_dialect(name: str) -> Dialect:
     """Return the dialect of this name; raises ValueError if no installed package has it."""
     if name == OWN:
-        return own
+        return as_written
     installed = entry_points(group=GROUP)
     if fault := OneOf(sorted({OWN, *installed.names})).fault(name):
         raise UserError(f"the dialect of a configuration {fault}")

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import importlib.metadata
 import importlib.util
+import json
 import os
+import platform
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 from packaging.requirements import Requirement
@@ -18,6 +23,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion
 
 from fivefold.errors import first_line
+from fivefold.files import user_cache, users_umask
 
 NOT_INSTALLED = "not installed here"
 FLASH = "flash_attn.cute"
@@ -115,13 +121,43 @@ def missing_packages(names: tuple[str, ...]) -> list[str]:
     return [f"{name}, {fault}" for name, fault in zip(names, faults, strict=True) if fault is not None]
 
 
-def import_fault(name: str) -> str | None:
-    """Return why a package cannot be used here, or None; its import is tried in a separate process."""
+def import_fault(name: str, is_fresh: bool = False) -> str | None:
+    """Return why a package cannot be used here, or None; its import is tried in a separate process.
+
+    Importing vLLM takes 15 s on some machines. So a success is remembered in the user's cache until something is installed
+    next to the package or to torch; a fault never is. `is_fresh` tries the import in any case.
+    """
     try:
         spec = importlib.util.find_spec(name.partition(".")[0])
     except (ImportError, ValueError):
         spec = None
-    return NOT_INSTALLED if spec is None else _failed_import(name, tuple(sys.path))
+    if spec is None:
+        return NOT_INSTALLED
+    if not is_fresh and (known := _record_of_import(name, spec)) is not None and known.exists():
+        return None
+    fault = _failed_import(name, tuple(sys.path))
+    # The first import may write compiled code next to a module.
+    if fault is None and (record := _record_of_import(name, spec)) is not None:
+        with suppress(OSError), users_umask():
+            record.parent.mkdir(parents=True, exist_ok=True)
+            record.touch()
+    return fault
+
+
+def _record_of_import(name: str, spec: ModuleSpec) -> Path | None:
+    """Return the file that exists once this import has succeeded with what is installed now; None without a home directory.
+
+    Installing or removing a package changes the directory that it is in, which counts for the package's own and for torch's.
+    """
+    specs = [spec, importlib.util.find_spec("torch")]
+    places = [place for one in specs if one for place in one.submodule_search_locations or [one.origin or ""]]
+    parents = [parent for parent in (Path(place).parent for place in places) if parent.is_dir()]
+    changed = [[str(parent), parent.stat().st_mtime_ns] for parent in parents]
+    facts = [name, platform.node(), sys.executable, sys.version, sys.path, changed]
+    try:
+        return user_cache("imports") / hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+    except RuntimeError:
+        return None
 
 
 @cache
@@ -144,16 +180,16 @@ def _failed_import(name: str, path: tuple[str, ...]) -> str | None:
     return f"whose import fails: {(done.stdout.strip().splitlines() or [ending])[-1]}"
 
 
-def flash_fault() -> str | None:
+def flash_fault(is_fresh: bool = False) -> str | None:
     """Return why flash-attn-4 cannot be used, or None. FlashAttention 2 has the same package, without `cute`."""
     spec = importlib.util.find_spec("flash_attn")
     places = (spec.submodule_search_locations or ()) if spec is not None else ()
-    return import_fault(FLASH) if any((Path(place) / "cute").is_dir() for place in places) else NOT_INSTALLED
+    return import_fault(FLASH, is_fresh) if any((Path(place) / "cute").is_dir() for place in places) else NOT_INSTALLED
 
 
-def slower_paths() -> list[str]:
+def slower_paths(is_fresh: bool = False) -> list[str]:
     """Return a line for each package of `KERNELS` that is installed but cannot be imported."""
-    faults = {name: flash_fault() if name == FLASH else import_fault(name) for name in KERNELS}
+    faults = {name: flash_fault(is_fresh) if name == FLASH else import_fault(name, is_fresh) for name in KERNELS}
     return [f"{name}, {fault}: {KERNELS[name]}" for name, fault in faults.items() if fault not in (None, NOT_INSTALLED)]
 
 

@@ -23,7 +23,7 @@ def scratch_directory() -> Path:
 
     Directories left by processes that have ended are removed.
     """
-    for path, owner in _found():
+    for path, owner in _owned_directories():
         if _has_ended(owner) and _is_free(path):
             shutil.rmtree(path, ignore_errors=True)
     path = Path(tempfile.mkdtemp(prefix=f"fivefold-{os.getpid()}-", dir=_short_directory()))
@@ -34,12 +34,12 @@ def scratch_directory() -> Path:
 
 def remove_scratch(pid: int) -> None:
     """Remove the directories of a process that has ended, or is about to end."""
-    for path, owner in _found():
+    for path, owner in _owned_directories():
         if owner == pid:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def _found() -> list[tuple[Path, int]]:
+def _owned_directories() -> list[tuple[Path, int]]:
     places = {Path(tempfile.gettempdir()), Path(_short_directory())}
     names = [(path, _NAME.fullmatch(path.name)) for place in places for path in place.glob("fivefold-*")]
     return [(path, int(name[1])) for path, name in names if name]

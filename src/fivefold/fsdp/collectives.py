@@ -2,96 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+Collective = Callable[[Tensor, dist.ProcessGroup], Tensor]
 
-class _Copy(torch.autograd.Function):
-    """The same tensor on every rank; ranks compute different parts from it, so its gradient is their sum."""
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
+class _Pair(torch.autograd.Function):
+    """A collective of the forward pass, and the one that its gradient takes back."""
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        grad = grad.contiguous().clone()
-        dist.all_reduce(grad, group=ctx.group)
-        return grad, None
-
-
-class _Sum(torch.autograd.Function):
-    """The sum of the ranks' tensors, from which all of them compute the same: each passes the gradient on as it is."""
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, there: Collective, back: Collective) -> Tensor:
+        ctx.group, ctx.back = group, back
+        return there(x, group)
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        summed = x.contiguous().clone()
-        dist.all_reduce(summed, group=group)
-        return summed
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
-
-
-class _GatherTokens(torch.autograd.Function):
-    """The rows of all ranks, one rank after the other; each rank gets the summed gradient of its own rows."""
-
-    @staticmethod
-    def forward(ctx: Any, x_T: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _all_rows(x_T, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        shard = grad.new_empty(len(grad) // ctx.group.size(), *grad.shape[1:])
-        dist.reduce_scatter_tensor(shard, grad.contiguous(), group=ctx.group)
-        return shard, None
-
-
-class _ScatterTokens(torch.autograd.Function):
-    """This rank's rows of the sum of all ranks' tensors; every rank gets the gradient of all rows."""
-
-    @staticmethod
-    def forward(ctx: Any, x_T: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        summed_T = x_T.new_empty(len(x_T) // group.size(), *x_T.shape[1:])
-        dist.reduce_scatter_tensor(summed_T, x_T.contiguous(), group=group)
-        return summed_T
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _all_rows(grad, ctx.group), None
-
-
-class _GatherLast(torch.autograd.Function):
-    """The ranks' parts of the last dimension, from which all of them compute the same: each keeps its part's gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _all_last(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad.chunk(ctx.group.size(), -1)[ctx.group.rank()].contiguous(), None
-
-
-class _SplitLast(torch.autograd.Function):
-    """This rank's part of the last dimension of a tensor that all ranks have; the gradient is whole on each of them."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return x.chunk(group.size(), -1)[group.rank()].contiguous()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _all_last(grad, ctx.group), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return ctx.back(grad, ctx.group), None, None, None
 
 
 class _OwnRows(torch.autograd.Function):
@@ -110,10 +41,26 @@ class _OwnRows(torch.autograd.Function):
         return _all_rows(padded, ctx.group)[: ctx.total], None, None, None
 
 
+def _same(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    return x.view_as(x)
+
+
+def _sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    summed = x.contiguous().clone()
+    dist.all_reduce(summed, group=group)
+    return summed
+
+
 def _all_rows(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     gathered = x.new_empty(group.size() * len(x), *x.shape[1:])
     dist.all_gather_into_tensor(gathered, x.contiguous(), group=group)
     return gathered
+
+
+def _summed_rows(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    shard = x.new_empty(len(x) // group.size(), *x.shape[1:])
+    dist.reduce_scatter_tensor(shard, x.contiguous(), group=group)
+    return shard
 
 
 def _all_last(x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -121,34 +68,32 @@ def _all_last(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return torch.cat(list(parts), -1)
 
 
-def copy_to(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    copied: Tensor = _Copy.apply(x, group) if group.size() > 1 else x
-    return copied
+def _part_of_last(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    return x.chunk(group.size(), -1)[group.rank()].contiguous()
 
 
-def sum_over(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    summed: Tensor = _Sum.apply(x, group) if group.size() > 1 else x
-    return summed
+def _pair(there: Collective, back: Collective) -> Collective:
+    """Return a collective with its gradient, which leaves a tensor as it is in a group of one rank."""
+
+    def collective(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        result: Tensor = _Pair.apply(x, group, there, back) if group.size() > 1 else x
+        return result
+
+    return collective
 
 
-def gather_tokens(x_T: Tensor, group: dist.ProcessGroup) -> Tensor:
-    gathered: Tensor = _GatherTokens.apply(x_T, group) if group.size() > 1 else x_T
-    return gathered
-
-
-def scatter_tokens(x_T: Tensor, group: dist.ProcessGroup) -> Tensor:
-    rows_T: Tensor = _ScatterTokens.apply(x_T, group) if group.size() > 1 else x_T
-    return rows_T
-
-
-def gather_last(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    gathered: Tensor = _GatherLast.apply(x, group)
-    return gathered
-
-
-def split_last(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    part: Tensor = _SplitLast.apply(x, group)
-    return part
+copy_to = _pair(_same, _sum)
+"""Returns the same tensor on every rank; ranks compute different parts from it, so its gradient is their sum."""
+sum_over = _pair(_sum, _same)
+"""Returns the sum of the ranks' tensors, from which all of them compute the same: each passes the gradient on as it is."""
+gather_tokens = _pair(_all_rows, _summed_rows)
+"""Returns the rows of all ranks, one rank after the other; each rank gets the summed gradient of its own rows."""
+scatter_tokens = _pair(_summed_rows, _all_rows)
+"""Returns this rank's rows of the sum of all ranks' tensors; every rank gets the gradient of all rows."""
+gather_last = _pair(_all_last, _part_of_last)
+"""Returns the ranks' parts of the last dimension, from which all of them compute the same: each keeps its gradient."""
+split_last = _pair(_part_of_last, _all_last)
+"""Returns this rank's part of the last dimension of a tensor that all ranks have; the gradient is whole on each rank."""
 
 
 def own_rows(matrix: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, int]:

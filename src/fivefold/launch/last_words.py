@@ -45,15 +45,15 @@ class LastWords:
         """`record`: the file, without its suffix, in which the messages are kept if the disk has room."""
         self._end, self.file = os.pipe()
         os.set_blocking(self._end, False)
-        self._record, self._said = record, b""
+        self._record, self._incomplete_line = record, b""
         self._words: list[Words] = []
 
     def read(self) -> list[Words]:
         """Returns all messages of the rank so far."""
         with contextlib.suppress(BlockingIOError):
             while piece := os.read(self._end, 1 << 16):
-                self._said += piece
-        *lines, self._said = self._said.split(b"\n")
+                self._incomplete_line += piece
+        *lines, self._incomplete_line = self._incomplete_line.split(b"\n")
         for line in lines:
             words = Words(*json.loads(line))
             self._words.append(words)

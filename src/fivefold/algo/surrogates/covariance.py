@@ -19,14 +19,20 @@ def covariances(logprobs_S: Tensor, advantages_S: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class ClipCov(Clipped):
-    """PPO's clipped ratio without some random tokens of high covariance: clip-cov (2505.22617)."""
+class HighCovariance(Surrogate):
+    """A surrogate that selects tokens of high covariance."""
 
-    name = "clip_cov"
     levels = ("token",)
     selects = True
     cov_fraction: Annotated[float, within("(0, 1]")] = 2e-4
     """Share of the update's tokens that clip_cov leaves out or kl_cov penalizes."""
+
+
+@dataclass(frozen=True)
+class ClipCov(HighCovariance, Clipped):
+    """PPO's clipped ratio without some random tokens of high covariance: clip-cov (2505.22617)."""
+
+    name = "clip_cov"
     cov_low: Annotated[float, Range()] = 1.0
     cov_high: Annotated[float, Range()] = 5.0
     """Range of the covariance from which clip_cov chooses tokens."""
@@ -47,13 +53,10 @@ class ClipCov(Clipped):
 
 
 @dataclass(frozen=True)
-class KLCov(Surrogate):
+class KLCov(HighCovariance):
     """ρA, minus coef · |log ρ| at the tokens of the highest covariance: kl-cov (2505.22617)."""
 
     name = "kl_cov"
-    levels = ("token",)
-    selects = True
-    cov_fraction: Annotated[float, within("(0, 1]")] = 2e-4
     cov_kl_coef: Annotated[float, above(0)] = 1.0
     """Weight of kl_cov's penalty on its tokens."""
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from fivefold.algo.part import Part, find_classes
 from fivefold.algo.term import Term
 
-FOUND = tuple(find_classes(__name__, list(__path__), Part))
+CLASSES = tuple(find_classes(__name__, list(__path__), Part))
 """Every class with keys in this package."""
-TERMS = tuple(part for part in FOUND if issubclass(part, Term))
+TERMS = tuple(part for part in CLASSES if issubclass(part, Term))
 """Terms of the loss, next to the policy gradient itself."""

@@ -142,12 +142,12 @@ class BucketWriter:
                 turn, bucket = 1 - turn, None
             if bucket is None:
                 least = _aligned(self._part.size(tensor.nbytes))
-                bucket = Bucket(self._own(least) if keeps else self._slot(turn, least), self._part)
+                bucket = Bucket(self._allocate_kept(least) if keeps else self._slot(turn, least), self._part)
             bucket.add(name, tensor)
         if bucket is not None:
             yield bucket
 
-    def _own(self, least: int) -> Memory:
+    def _allocate_kept(self, least: int) -> Memory:
         self._kept.append(self._allocate(max(self._size, least)))
         return self._kept[-1]
 

@@ -79,7 +79,7 @@ class ServerEngine:
         self._start()
 
     @property
-    def _own(self) -> dict[int, Server]:
+    def _servers_to_call(self) -> dict[int, Server]:
         """The servers that this rank calls for weights and memory."""
         if self._given:
             return dict(enumerate(self._servers)) if self._ranks.is_main else {}
@@ -112,10 +112,12 @@ class ServerEngine:
         self._servers = [before[address] if address in before else self._connect(address) for address in addresses]
         self._lost.clear()
         self._router.serve(self._servers)
-        for server in self._own.values():
+        for server in self._servers_to_call.values():
             if server.address not in before:
                 server.take()
-        self._names_versions = not self._ranks.any(not all(server.names_versions for server in self._own.values()))
+        self._names_versions = not self._ranks.any(
+            not all(server.names_versions for server in self._servers_to_call.values())
+        )
 
     def restart(self) -> None:
         """Start lost servers again; raises RuntimeError after too many restarts, and for servers of another owner."""
@@ -152,7 +154,9 @@ class ServerEngine:
         """
         verify = self._verify_every > 0 and self._updates % self._verify_every == 0
         missing = set(self._expected)
-        faults, lost = self._sender.deliver(Delivery(self._own, weights, missing, verify, version, self._begin_update))
+        faults, lost = self._sender.deliver(
+            Delivery(self._servers_to_call, weights, missing, verify, version, self._begin_update)
+        )
         if self._ranks.holds:
             # Only these ranks hold the policy's weights, and so can see which tensors were sent.
             faults = not_come(missing, self._expected) or faults
@@ -163,7 +167,7 @@ class ServerEngine:
             self._processes[number].end()
         self._agree(lost)
         if self._is_paused:
-            self._each("resume")
+            self._call_all("resume")
             self._is_paused = False
         if self._lost:
             self.state = EngineState.LOST
@@ -181,7 +185,7 @@ class ServerEngine:
             return False
         if goes_on and self._names_versions:
             self._router.stop_watching()
-            self._each("pause")
+            self._call_all("pause")
             return True
         # Every rank has stopped sending requests, so none arrives after this.
         if goes_on:
@@ -199,26 +203,26 @@ class ServerEngine:
 
     def sleep(self) -> None:
         if self._can_sleep and self.state is not EngineState.ASLEEP:
-            self._each("sleep")
+            self._call_all("sleep")
             self.state, self._is_cache_asleep = EngineState.ASLEEP, True
 
     def wake(self) -> None:
         if self.state is EngineState.ASLEEP:
-            self._each("wake", "weights")
+            self._call_all("wake", "weights")
             self.state = EngineState.ABSENT
 
     def _wake_cache(self) -> None:
         if self._is_cache_asleep:
             give_back_memory()
-            self._each("wake", "kv_cache")
+            self._call_all("wake", "kv_cache")
             self._is_cache_asleep = False
 
-    def _each(self, name: str, *arguments: Any) -> None:
+    def _call_all(self, name: str, *arguments: Any) -> None:
         """Call a method of every server, each from the rank responsible for it; returns on all ranks when all have
         answered."""
         self._ranks.barrier()
         lost = set()
-        for number, server in self._own.items():
+        for number, server in self._servers_to_call.items():
             if number in self._lost:
                 continue
             try:
@@ -268,7 +272,7 @@ class ServerEngine:
         self._end_running()
 
     def _end_running(self) -> None:
-        for number, server in self._own.items():
+        for number, server in self._servers_to_call.items():
             if number not in self._lost:
                 # The rank that has requests there notices that the server is gone.
                 with contextlib.suppress(ServerLostError):

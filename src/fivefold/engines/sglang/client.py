@@ -82,16 +82,16 @@ class SGLangServer:
             raise RunError(
                 f"{self} ended a response after {len(tokens)} of {sampling.max_tokens} tokens: its context is too short"
             )
-        self._own(meta["weight_version"])
+        self._version_number(meta["weight_version"])
         logprobs: list[float] = []
         if sampling.logprobs:
             of = "output_token_sampling_logprobs" if is_part else "output_token_logprobs"
             logprobs = meta[of] if is_part else [one[0] for one in meta[of]]
         spans = meta.get("weight_versions")
-        versions = spans and [(self._own(span["version"]), span["end"] - span["start"]) for span in spans]
+        versions = spans and [(self._version_number(span["version"]), span["end"] - span["start"]) for span in spans]
         return number, tokens, logprobs, reason, versions, None
 
-    def _own(self, version: str) -> int:
+    def _version_number(self, version: str) -> int:
         """Returns the number of a version of this run. Raises RuntimeError for another run's version: its weights have
         sampled."""
         run, _, number = version.rpartition(":")

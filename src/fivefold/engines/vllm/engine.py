@@ -160,7 +160,14 @@ class VLLMEngine:
 
     def sleep(self) -> None:
         if self._can_sleep and self.state is not EngineState.ASLEEP:
-            self._llm.sleep(level=2)
+            try:
+                self._llm.sleep(level=2)
+            except AssertionError as error:
+                # vLLM compares the free memory of the whole device before and after.
+                raise RunError(
+                    f"vLLM did not sleep: {error} Other programs must not take memory of its GPU meanwhile: give the run a GPU "
+                    "of its own, or set engine.sleep: false"
+                ) from error
             self.state, self._is_cache_asleep = EngineState.ASLEEP, True
             peak_memory.away(_bytes_of("weights", "kv_cache"))
 

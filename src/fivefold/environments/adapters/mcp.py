@@ -159,7 +159,7 @@ class _Program(_Session):
         super().__init__()
         self._command = command
         self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
-        self._said = b""
+        self._stderr_end = b""
         """The end of its standard error."""
         self._process: asyncio.subprocess.Process | None = None
 
@@ -191,7 +191,7 @@ class _Program(_Session):
         await self._process.wait()
         # What it said last may explain its end.
         await asyncio.wait(self._tasks[1:], timeout=_CLOSE_SECONDS)
-        last_line = self._said.decode(errors="replace").strip().rpartition("\n")[2]
+        last_line = self._stderr_end.decode(errors="replace").strip().rpartition("\n")[2]
         for waiting in self._waiting.values():
             if not waiting.done():
                 waiting.set_exception(ToolError(f"the server ended with exit code {self._process.returncode}: {last_line}"))
@@ -199,7 +199,7 @@ class _Program(_Session):
     async def _listen(self) -> None:
         assert self._process is not None and self._process.stderr is not None
         while more := await self._process.stderr.read(1 << 16):
-            self._said = (self._said + more)[-2000:]
+            self._stderr_end = (self._stderr_end + more)[-2000:]
 
     async def _exchange(self, message: dict[str, Any], number: int) -> dict[str, Any]:
         if self._tasks[0].done():

@@ -28,7 +28,7 @@ class Environment:
     replayable = True
 
     def __init__(self, textarena: Any, name: str, options: dict[str, Any]) -> None:
-        self._own = textarena.ObservationType.PLAYER_ACTION
+        self._player_action = textarena.ObservationType.PLAYER_ACTION
         self._made = self._game = textarena.make(name, **options)
         while isinstance(self._game, textarena.Wrapper):
             self._game = self._game.env
@@ -49,4 +49,4 @@ class Environment:
 
     def _new(self) -> str:
         _, observations = self._game.get_observation()
-        return "\n".join(text for _, text, kind in observations if kind is not self._own)
+        return "\n".join(text for _, text, kind in observations if kind is not self._player_action)
