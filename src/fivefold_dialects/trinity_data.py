@@ -148,5 +148,5 @@ def sampled_evaluation(source: Source) -> dict[str, Any]:
         ways.append((*drawn, times))
     if len(set(ways)) > 1:
         source.lacks(key, "evaluation sets with different sampling: all are sampled as the first one", changes_result=False)
-    temperature, top_p, times = ways[0]
-    return {"eval.samples": times if temperature else 0, "eval.temperature": temperature, "eval.top_p": top_p}
+    temperature, top_p, repeats = ways[0]
+    return {"eval.samples": repeats if temperature else 0, "eval.temperature": temperature, "eval.top_p": top_p}

@@ -51,7 +51,7 @@ def other_program():
         path.unlink()
 
 
-def test_files_of_other_programs_in_shared_memory_are_no_fault_and_those_of_the_attacks_are(other_program):
+def test_shared_memory_of_other_programs_is_no_fault_and_that_of_attacks_is(other_program):
     if (
         shutil.which("unshare") is None
         or subprocess.run(["unshare", "--user", "--map-root-user", "--mount", "true"]).returncode

@@ -431,7 +431,7 @@ def opened(mesh, files):
         return generator.sample(prompts, 3, SAMPLING, STEPS, counts=Counter())
 
 
-def test_special_tokens_in_what_an_environment_returns_open_no_turn_from_its_reset_on(cluster, files):
+def test_special_tokens_of_an_environment_open_no_turn_from_its_reset_on(cluster, files):
     """Where the row's own text is kept, this one stays as it is."""
     from fivefold.data.tokenizer import END, load_tokenizer
 

@@ -9,7 +9,7 @@ import asyncio
 import inspect
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, SupportsFloat, TypeGuard
 
 from fivefold.errors import UserError, shown
 from fivefold.user_code import Parameters
@@ -57,7 +57,7 @@ def _number(result: Any) -> float:
     return float(score)
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: Any) -> TypeGuard[SupportsFloat]:
     """Return whether a value is a number, or holds one as arrays do. A text is none, whatever it says."""
     return hasattr(type(value), "__float__") and not isinstance(value, str | bytes)
 
