@@ -1,9 +1,9 @@
 """Damage, faults and cheats against whole runs, as many as there is time for: `python -m benchmarks.attacks [PART ...]`.
 
 Every attack follows from its number, and a fault is printed with the command that repeats it. Parts: mutated configurations,
-config.json and data files; turns, requests of agents, environments and servers of tools that mean harm; training of what
-`check` accepts; flipped bytes of a checkpoint; runs that are killed, stopped or filled up at any moment, also on Ray and
-with servers of vLLM where these are installed; cheats against rewards.
+config.json and data files; turns, requests of agents, environments, servers of tools, results of reward functions and
+command lines of TRL that mean harm; training of what `check` accepts; flipped bytes of a checkpoint; runs that are killed,
+stopped or filled up at any moment, also on Ray and with servers of vLLM where these are installed; cheats against rewards.
 """
 
 from __future__ import annotations
@@ -19,16 +19,19 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import psutil
 
 from fivefold.checkpoint.checkpoints import find_corruption
 from tests.support import fuzz, hostile, kills
 from tests.support.commands import Command
+from tests.support.hostile_rewards import Rewards
+from tests.support.hostile_trl import Trl
 from tests.support.whole_runs import assert_same, metrics
 from tests.support.zygote import zygote
 
@@ -109,7 +112,7 @@ class Turns(Attack):
 class Hostile(Attack):
     """An attack whose cases all run against one object, which is made once."""
 
-    against: type[hostile.Requests | hostile.Environments] = hostile.Requests
+    against: Callable[[Path], Any] = hostile.Requests
 
     def __init__(self, root: Path) -> None:
         super().__init__(root)
@@ -124,6 +127,18 @@ class Hostile(Attack):
 
 class HostileEnvironments(Hostile):
     against = hostile.Environments
+
+
+class HostileRewards(Hostile):
+    against = Rewards
+
+
+class HostileTrl(Hostile):
+    against = Trl
+
+    def __call__(self, number: int) -> Outcome:
+        with _limited_memory():
+            return super().__call__(number)
 
 
 class Checkpoints(Attack):
@@ -161,32 +176,55 @@ class Checkpoints(Attack):
 class Kills(Attack):
     """A run that is harmed, resumed elsewhere and harmed again has the numbers of one that nothing touched."""
 
-    launchers: tuple[str, ...] = ("auto",)
+    settings: Mapping[str, tuple[str, ...]] = {}
+    layouts = kills.LAYOUTS
+    methods = tuple(sorted(kills.METHODS))
+    faults: Mapping[str, kills.Fault] = kills.FAULTS
+    at_most = _FAULTS_A_RUN
 
     def __init__(self, root: Path) -> None:
         super().__init__(root)
-        kills.prepare(root)
+        self._prepare()
         self._untouched: dict[str, list[dict[str, float]]] = {}
 
     def __call__(self, number: int) -> Outcome:
         draw = random.Random(number)
         random.seed(number)
-        method, name = draw.choice(sorted(kills.METHODS)), f"run-{number}"
+        method, name = draw.choice(self.methods), f"run-{number}"
         choice = kills.METHODS[method]
         if method not in self._untouched:
             self._untouched[method] = kills.whole_run(self._root, f"base-{method}", choice)
         with kills.file_system(self._root / "runs" / name):
             try:
-                done = kills.harmed_run(self._root, name, choice, draw, _FAULTS_A_RUN, self.launchers)
+                done = kills.harmed_run(
+                    self._root, name, choice, draw, self.at_most, self.settings, self.layouts, self.faults
+                )
                 assert_same(metrics(self._root, name), self._untouched[method])
             except AssertionError as error:
                 return "not resumed", f"{method}: {error}"
         done.pop(kills.BETWEEN)
         return ", ".join(f"{times} x {what}" for what, times in sorted(done.items())) or "no fault met it", ""
 
+    def _prepare(self) -> None:
+        kills.prepare(self._root)
+
 
 class KillsOnRay(Kills):
-    launchers = ("ray",)
+    settings: Mapping[str, tuple[str, ...]] = {"launch.backend": ("ray",)}
+
+
+class KillsWithServers(Kills):
+    """Servers of vLLM are killed and stopped too, one, two or three of them in a replica: what they sample depends on the
+    weights and on the keys of requests."""
+
+    settings: Mapping[str, tuple[str, ...]] = {"engine.processes": ("1", "2", "3")}
+    layouts = ("d1",)
+    methods = ("GRPO",)
+    faults = kills.SERVER_FAULTS
+    at_most = 2
+
+    def _prepare(self) -> None:
+        kills.prepare(self._root, kills.SERVER, hidden=64, heads=2)
 
 
 class Tests(Attack):
@@ -214,11 +252,6 @@ class Tests(Attack):
         return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
-class Servers(Tests):
-    paths = ("tests/launch/test_vllm_async_runs.py", "tests/engines/test_server_engine.py")
-    chosen = ("-m", "vllm", "-k", "kill")
-
-
 @dataclass(frozen=True)
 class Part:
     """A row of the table: what is attacked, its share of the time, and what must be installed."""
@@ -235,11 +268,13 @@ PARTS = {
     "turns": Part(Turns, 0.5),
     "requests": Part(Hostile, 0.5),
     "environments": Part(HostileEnvironments, 1),
+    "rewards": Part(HostileRewards, 1),
+    "trl": Part(HostileTrl, 1),
     "trained": Part(Trained, 2),
     "checkpoints": Part(Checkpoints, 1),
     "kills": Part(Kills, 4),
     "kills-ray": Part(KillsOnRay, 3, ("ray",)),
-    "servers": Part(Servers, 3, ("vllm",)),
+    "servers": Part(KillsWithServers, 3, ("vllm",)),
     "cheats": Part(Tests, 1),
 }
 
@@ -252,6 +287,18 @@ def _limited_memory() -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+def own_mounts(program: list[str]) -> None:
+    """Run `program` in place of this one where it has mounts of its own, unless this one has them.
+
+    Runs that are filled up have file systems of their own, and so has shared memory: other programs of the machine do not
+    write there. The mounts end with the program.
+    """
+    if os.environ.get("MOUNTS") != "own":
+        unshare = ["unshare", "--user", "--map-root-user", "--mount", *program]
+        os.execvpe(unshare[0], unshare, os.environ | {"MOUNTS": "own"})
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "mode=1777", "tmpfs", _SHARED_MEMORY], check=True)
 
 
 def _left(before: set[str], scratch: Path) -> list[str]:
@@ -330,8 +377,5 @@ def main(arguments: list[str] | None = None) -> int:
 if __name__ == "__main__":
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    if os.environ.get("MOUNTS") != "own":
-        # Runs that are filled up have file systems of their own, whose mounts end with this program.
-        program = [sys.executable, "-m", "benchmarks.attacks", *sys.argv[1:]]
-        os.execvpe("unshare", ["unshare", "--user", "--map-root-user", "--mount", *program], os.environ | {"MOUNTS": "own"})
+    own_mounts([sys.executable, "-m", "benchmarks.attacks", *sys.argv[1:]])
     sys.exit(main())

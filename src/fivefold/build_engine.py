@@ -31,6 +31,8 @@ from fivefold.models.families import known_as, load_spec
 from fivefold.plan.engine_checks import cache_next_to, engine_cache, token_bytes
 from fivefold.plan.memory import CPU_CACHE
 
+_LEAST_CALL = 60.0
+"""Seconds that a server has at least for a bucket of weights or its memory, however soon a lack of tokens is a stall."""
 _CPU_BATCH = 4096
 """Number of tokens that vLLM computes at once on a CPU."""
 
@@ -150,6 +152,9 @@ def _build_servers(
     run, connect = ranks.broadcast_from_main(uuid.uuid4().hex), _client(settings.kind)
     if config.policy.router_replay == "R3":
         connect = partial(connect, routes=load_spec(directory).routes)
+    if settings.kind == "vllm" and not settings.url and not settings.is_apart:
+        # Servers elsewhere wait in such a call until the ranks send.
+        connect = partial(connect, longest_call=max(_LEAST_CALL, settings.stall_seconds))
     if not settings.url:
         assert layout is not None
         start = _start_sglang if settings.kind == "sglang" else _start_vllm

@@ -42,6 +42,9 @@ def shown(value: Any, most: int = 80) -> str:
         text = "a number of thousands of digits"
     except RecursionError:
         text = "a value of hundreds of levels"
+    except Exception:
+        # A class of a user may raise anything.
+        text = f"a value of the class {type(value).__name__}, which cannot be shown"
     return text if len(text) <= most else text[: most - 3] + "..."
 
 

@@ -8,8 +8,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, TextIO
 
-_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
-"""All control characters except tab and newline, and those that change text direction or end a line in some programs."""
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+"""All control characters except tab and newline, those that change text direction or end a line in some programs, and halves
+of characters, which no file or terminal takes."""
 _PASSWORD = re.compile(r"(\w://)[^/\s@]*:[^/\s@]*@")
 
 

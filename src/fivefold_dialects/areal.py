@@ -104,7 +104,7 @@ def sampling(source: Source) -> dict[str, Any]:
     return FIELDS["sampling"](source) | {
         # A top_k above every vocabulary size is no bound.
         "engine.sampling.top_k": 0 if kept >= 1_000_000 else kept,
-        "engine.sampling.stop_token_ids": [int(token) for token in gconfig.items("stop_token_ids")] or None,
+        "engine.sampling.stop_token_ids": [int(token) for token in gconfig.numbers("stop_token_ids")] or None,
     }
 
 

@@ -180,10 +180,10 @@ def profile(source: Source) -> dict[str, Any]:
         profiler = source.under(start + "torch_profiler_config.")
         if profiler.flag("enable"):
             first, wait, warmup = (profiler.whole(name) or 0 for name in ("skip_first", "wait", "warmup"))
-            active, repeat = profiler.whole("active") or 1, min(profiler.whole("repeat") or 1, 100)
+            active, repeat = (min(profiler.whole(name) or 1, 100) for name in ("active", "repeat"))
             begins = [first + wait + warmup + cycle * (wait + warmup + active) for cycle in range(repeat)]
             steps = [begin + step for begin in begins for step in range(1, active + 1)]
-            ranks = [int(rank) for rank in profiler.items("ranks")] or None
+            ranks = [int(rank) for rank in profiler.numbers("ranks")] or None
             return {"trainer.profile.steps": steps, "trainer.profile.ranks": ranks}
     return {}
 

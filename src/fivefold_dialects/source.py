@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import math
 import os
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
@@ -94,17 +96,12 @@ class Source:
         return _unquoted(str(raw))
 
     def number(self, key: str, usual: float | None = None) -> float | None:
-        """Return a number, or `usual` if the value is absent."""
-        if (text := self.text(key)) is None:
-            return usual
-        try:
-            return float(text)
-        except ValueError:
-            raise UnreadableError(f"{self.prefix}{key} must be a number: got {shown(self.raw(key))}") from None
+        """Return a finite number, or `usual` if the value is absent."""
+        text = self.text(key)
+        return usual if text is None else finite(self.prefix + key, text)
 
     def whole(self, key: str) -> int | None:
-        number = self.number(key)
-        if number is None:
+        if (number := self.number(key)) is None:
             return None
         if not number.is_integer():
             raise UnreadableError(f"{self.prefix}{key} must be a whole number: got {number}")
@@ -112,8 +109,7 @@ class Source:
 
     def count(self, key: str) -> int:
         """Return a whole number; raise UnreadableError if it is absent."""
-        number = self.whole(key)
-        if number is None:
+        if (number := self.whole(key)) is None:
             raise UnreadableError(f"{self.prefix}{key} must be a whole number: got none")
         return number
 
@@ -129,16 +125,14 @@ class Source:
         value = self.value(key)
         if isinstance(value, str) and value[:1] in "[(":
             value = typed(value.replace("(", "[").replace(")", "]"))
-        if value is None:
-            return []
-        return list(value) if isinstance(value, (list, tuple)) else [value]
+        return [] if value is None else list(value) if isinstance(value, (list, tuple)) else [value]
 
     def texts(self, key: str) -> list[str]:
         return [str(item) for item in self.items(key)]
 
     def numbers(self, key: str) -> list[float]:
-        """Return the value as a list of numbers."""
-        return [float(item) for item in self.items(key)]
+        """Return the value as a list of finite numbers."""
+        return [finite(self.prefix + key, item) for item in self.items(key)]
 
     def mapping(self, key: str) -> dict[str, Any]:
         """Return a mapping that a configuration sets as a whole, by single keys below it, or both."""
@@ -227,8 +221,7 @@ class Source:
             return [self._interpolated(key, item, depth) for item in value]
         if not isinstance(value, str) or "$" not in value:
             return value
-        whole = _VARIABLE.fullmatch(value.strip())
-        if whole:
+        if whole := _VARIABLE.fullmatch(value.strip()):
             return self._reference(key, whole, depth)
         while match := _VARIABLE.search(value):
             inner = self._reference(key, match, depth)
@@ -297,6 +290,14 @@ def _unquoted(text: str) -> str:
     return text
 
 
+def finite(name: str, value: Any) -> float:
+    """Return a value of the setting `name` as a number; raise UnreadableError for infinity, NaN and what is no number."""
+    with suppress(ValueError, TypeError, OverflowError):
+        if math.isfinite(number := float(value)):
+            return number
+    raise UnreadableError(f"{name} must be a number: got {shown(value)}")
+
+
 def typed(text: str) -> Any:
     """Return the value of a word as YAML reads it, and also None for `None` and a number for `1e-6`."""
     value = _typed(text)
@@ -311,7 +312,6 @@ def _typed(text: str) -> Any:
         return None
     if re.fullmatch(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+", plain):
         return float(plain)
-    try:
+    with suppress(ConfigError):
         return parse_value(plain)
-    except ConfigError:
-        return plain
+    return plain

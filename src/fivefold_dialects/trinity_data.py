@@ -144,9 +144,9 @@ def sampled_evaluation(source: Source) -> dict[str, Any]:
     for entry in source.items(key):
         data_set = Source(dict(flatten(entry)) if isinstance(entry, dict) else {}, usual, source.environment)
         drawn = (data_set.number(f"rollout_args.{name}") for name in ("temperature", "top_p"))
-        times = data_set.value("repeat_times") or data_set.whole("rollout_args.n")
-        ways.append((*drawn, int(times or 1)))
+        times = data_set.whole("repeat_times") or data_set.whole("rollout_args.n") or 1
+        ways.append((*drawn, times))
     if len(set(ways)) > 1:
         source.lacks(key, "evaluation sets with different sampling: all are sampled as the first one", changes_result=False)
-    temperature, top_p, times = ways[0]
-    return {"eval.samples": times if temperature else 0, "eval.temperature": temperature, "eval.top_p": top_p}
+    temperature, top_p, repeats = ways[0]
+    return {"eval.samples": repeats if temperature else 0, "eval.temperature": temperature, "eval.top_p": top_p}

@@ -5,12 +5,13 @@ Source: the wheels trinity-rft 0.1.0 to 0.6.0 (verl_config.py, synchronize_confi
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from fivefold.layout import ParallelLayout
 from fivefold_dialects import shared, trainers
 from fivefold_dialects.legacy import trinity as legacy
-from fivefold_dialects.source import Source, UnreadableError
+from fivefold_dialects.source import Source, UnreadableError, finite
 from fivefold_dialects.trinity_data import FIELDS, lengths
 from fivefold_dialects.trinity_keys import ACTOR, CRITIC, REFERENCE, ROLLOUT, VERL, is_megatron, period, periods, samples
 from fivefold_dialects.trinity_method import uses_critic, uses_reference
@@ -146,7 +147,8 @@ def gpus(source: Source) -> int:
         return total
     rest = total - source.count(ROLLOUT + "engine_num") * source.count(ROLLOUT + "tensor_parallel_size")
     for other in source.items("explorer.auxiliary_models"):
-        rest -= int(other.get("engine_num", 1)) * int(other.get("tensor_parallel_size", 1)) if isinstance(other, dict) else 0
+        numbers = other if isinstance(other, dict) else {"engine_num": 0}
+        rest -= math.prod(int(finite(name, numbers.get(name, 1))) for name in ("engine_num", "tensor_parallel_size"))
     if rest < 1:
         raise UnreadableError(f"cluster.node_num x gpu_per_node = {total} leaves no GPU for the trainer next to the engines")
     return rest

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any, Literal
 
-from fivefold.errors import UserError
+from fivefold.errors import UserError, shown
 from fivefold.keys.ranges import OneOf
 from fivefold_dialects import shared, trl_grpo
 from fivefold_dialects.source import EVERY_CHECKPOINT, Source, UnreadableError
@@ -103,10 +103,13 @@ def data(source: Source) -> dict[str, Any]:
 def _mixed(source: Source, entry: Any) -> list[str]:
     """Return the files or the hub's name of one entry of `datasets`."""
     if not isinstance(entry, Mapping) or not isinstance(entry.get("path"), str):
-        raise UnreadableError(f"datasets must be a list of mappings with a path: got {entry!r}")
+        raise UnreadableError(f"datasets must be a list of mappings with a path: got {shown(entry)}")
+    files = entry.get("data_files")
+    named = [entry.get("name"), entry.get("split"), *(files if isinstance(files, list) else [files])]
+    if not all(name is None or isinstance(name, str) for name in named):
+        raise UnreadableError(f"name, split and data_files of {entry['path']} in datasets must be texts: got {shown(entry)}")
     if lacking := [key for key in ("data_dir", "fraction") if entry.get(key) is not None]:
         source.lacks("datasets", f"{lacking[0]} of {entry['path']}: data.mixture has fixed shares of domains")
-    files = entry.get("data_files")
     if files is not None and entry["path"] in ("json", "parquet"):
         return [files] if isinstance(files, str) else [str(file) for file in files]
     return [hub(entry["path"], entry.get("name"), entry.get("split", "train"))]

@@ -153,7 +153,7 @@ def correction(source: Source) -> dict[str, Any]:
 def rewards(source: Source) -> dict[str, Any]:
     names, model = source.texts("reward_funcs"), source.path("reward_model_name_or_path")
     count = len(names) + bool(model)
-    weights = [float(weight) for weight in source.items("reward_weights")] or [1.0] * count
+    weights = source.numbers("reward_weights") or [1.0] * count
     if len(weights) != count:
         raise UnreadableError(f"reward_weights must be one for each reward: got {len(weights)} for {count}")
     if not count:

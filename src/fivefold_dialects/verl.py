@@ -63,7 +63,7 @@ def evaluation_interval(source: Source) -> dict[str, Any]:
 
 def profiler(source: Source) -> dict[str, Any]:
     is_on = any(source.flag(f"actor_rollout_ref.{role}.profiler.enable") for role in ("actor", "rollout", "ref"))
-    if (steps := source.items("global_profiler.steps")) and is_on and source.text("global_profiler.tool") == "torch":
+    if (steps := source.numbers("global_profiler.steps")) and is_on and source.text("global_profiler.tool") == "torch":
         return {"trainer.profile.steps": [int(step) for step in steps]}
     return {}
 

@@ -7,7 +7,7 @@ from typing import Any
 from fivefold_dialects import shared
 from fivefold_dialects.legacy import verl as legacy
 from fivefold_dialects.legacy import verl_recipes as recipes
-from fivefold_dialects.source import Source, UnreadableError
+from fivefold_dialects.source import Source, UnreadableError, finite
 from fivefold_dialects.table import choices, fields
 from fivefold_dialects.verl_async import bypasses, is_v1
 
@@ -160,12 +160,9 @@ def correction(source: Source) -> dict[str, Any]:
 
 
 def _bound(text: str) -> float:
-    try:
-        if (number := float(text)) > 0:
-            return number
-    except ValueError:
-        pass
-    raise UnreadableError(f"bounds of algorithm.rollout_correction must be numbers above 0: got {text!r}")
+    if (number := finite("a bound of algorithm.rollout_correction", text)) <= 0:
+        raise UnreadableError(f"bounds of algorithm.rollout_correction must be above 0: got {text!r}")
+    return number
 
 
 def rejection(section: Source, names: list[str]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from fivefold_dialects import shared, trainers, verl_async
 from fivefold_dialects.legacy import verl as legacy
-from fivefold_dialects.source import Source
+from fivefold_dialects.source import Source, finite
 from fivefold_dialects.table import load
 from fivefold_dialects.verl_algorithm import FIELDS, estimator, kl_in_reward
 
@@ -144,7 +144,7 @@ def memory(source: Source) -> dict[str, Any]:
         if key not in _OF_OPTIMIZER:
             optimizer.lacks(key, "another setting of Megatron's optimizer: policy.megatron.optimizer has its fields")
         elif value not in (False, None) and optimizer.flag("optimizer_cpu_offload") | key.startswith("use_"):
-            ours[f"policy.megatron.optimizer.{key}"] = float(value) if key.endswith("fraction") else value
+            ours[f"policy.megatron.optimizer.{key}"] = finite(key, value) if key.endswith("fraction") else value
     return ours
 
 

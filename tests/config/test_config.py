@@ -16,7 +16,7 @@ from fivefold.algo import methods
 from fivefold.algo.choices import PARTS
 from fivefold.config import ConfigError, RunConfig, dump_yaml
 from fivefold.config.dialect import Translation
-from fivefold.config.loader import read, translate
+from fivefold.config.loader import read, read_mapping, translate
 from fivefold.config.validate import validate
 from fivefold.keys.ranges import NameOrCode, _rules
 from fivefold.user_code import load_user_code
@@ -467,3 +467,11 @@ def test_a_run_from_python_without_gpus_computes_in_float32(monkeypatch, tmp_pat
     tree = {"model": {"path": "m"}, "data": {"train": ["rows.jsonl"]}, **sections}
     written = RunConfig.from_yaml(write(tmp_path, yaml.safe_dump(tree))).policy.dtype
     assert written == sections.get("policy", {}).get("dtype", "bfloat16")
+
+
+@pytest.mark.parametrize("number", ["0x" + "f" * 5000, "0b" + "1" * 5000, "9" * 5000, "1" + ":59" * 2000, "1" * 2000 + ".5"])
+def test_a_number_of_thousands_of_digits_is_refused_by_its_line(number):
+    """Python shows no such number, not even in a sentence about it, and takes quadratic time for those of minutes."""
+    with pytest.raises(ConfigError, match=r"run.yaml: a number has at most 1000 characters \(line 2\)"):
+        read_mapping(f"a: 1\nb: {number}\n", "run.yaml")
+    assert read_mapping("a: 0x10\nb: 1:30\nc: 1e-3\nd: 1.5\n", "") == {"a": 16, "b": 90, "c": "1e-3", "d": 1.5}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.machinery
 import importlib.metadata
 import importlib.util
+import math
 import re
 import threading
 from dataclasses import replace
@@ -506,6 +507,15 @@ def test_processes_share_the_gpus_of_vllm_s_ranks_only(files, vllm, given, says)
     vllm("0.26.0")
     with pytest.raises(ConfigError, match=re.escape(says)):
         config(files, **{"processes": 2, **given})
+
+
+@pytest.mark.parametrize(
+    "processes", [0, -1, 17, 2**31, 10**400, True, 1.5, math.nan, math.inf, "2", "", "AUTO", [2], {"a": 1}, None]
+)
+def test_a_number_of_processes_is_one_to_sixteen_or_auto_and_nothing_like_it(files, vllm, processes):
+    vllm("0.26.0")
+    with pytest.raises(ConfigError, match=r"^engine.processes must be "):
+        config(files, backend="vllm:t2", processes=processes)
 
 
 def test_processes_share_the_cache_and_each_has_the_weights(files, vllm):

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -30,7 +32,9 @@ from fivefold.engines.servers.request_router import RequestRouter
 from fivefold.engines.servers.server import ServerLostError
 from fivefold.engines.servers.server_process import ServerProcess, own_environment
 from fivefold.engines.servers.transfer import broadcast, join_groups, open_store
+from fivefold.engines.servers.weight_sender import Delivery, WeightSender
 from fivefold.engines.servers.wire_sender import senders_of
+from fivefold.engines.vllm.client import VLLMServer
 from fivefold.interfaces import Pressure
 from fivefold.types import Completion, Request, Sampling
 
@@ -133,6 +137,60 @@ def test_a_connection_that_was_idle_is_not_used_again(tmp_path):
 
     asyncio.run(ask())
     assert len(connections) == 6
+
+
+_SERVING = """
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+server = HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler)
+print(server.server_port, flush=True)
+server.serve_forever()
+"""
+
+
+@pytest.mark.parametrize("call", [("begin_weights", False), ("receive_bucket", [], [], 0), ("sleep",), ("resume",)])
+def test_a_stopped_server_is_lost_in_any_call_about_its_weights_or_memory(call):
+    """The kernel still accepts connections to a process that is stopped, which answers nothing."""
+    with subprocess.Popen([sys.executable, "-c", _SERVING], stdout=subprocess.PIPE, text=True) as serving:
+        try:
+            server = VLLMServer(f"http://127.0.0.1:{serving.stdout.readline().strip()}", set(), "run", longest_call=0.5)
+            serving.send_signal(signal.SIGSTOP)
+            begin, (name, *arguments) = time.monotonic(), call
+            with pytest.raises(ServerLostError, match="ReadTimeout"):
+                getattr(server, name)(*arguments)
+            assert time.monotonic() - begin < 30
+        finally:
+            serving.kill()
+
+
+class Told:
+    """A server that keeps the names of its calls, and is lost in one of them."""
+
+    def __init__(self, lost_in: str = "") -> None:
+        self.lost_in, self.calls = lost_in, list[str]()
+
+    def __getattr__(self, name: str):
+        def call(*_):
+            self.calls.append(name)
+            if name == self.lost_in:
+                raise ServerLostError("gone")
+            return []
+
+        return call
+
+
+@pytest.mark.parametrize("lost_in", ["begin_weights", "receive_bucket"])
+def test_a_server_that_is_lost_while_it_gets_weights_is_not_called_again(lost_in):
+    """Each further call to a process that is stopped would wait as long as the first one."""
+    ranks = SimpleNamespace(consecutive=lambda size: None)
+    sender = WeightSender(ranks, torch.device("cpu"), 1, bucket_bytes=1 << 12)
+    servers = {3: Told(lost_in), 4: Told()}
+    weights = {f"w{number}": torch.ones(512) for number in range(6)}
+    faults, lost = sender.deliver(Delivery(servers, iter(weights.items()), {*weights}, True, 1, lambda: None))
+    assert (faults, lost) == ([], {3})
+    assert servers[4].calls[0] == "begin_weights" and servers[4].calls[-1] == "finish_weights" and len(servers[4].calls) > 4
+    # The next bucket is on its way when the answer to one comes.
+    assert servers[3].calls[-1] == lost_in and len(servers[3].calls) <= 3
 
 
 class InMemory:

@@ -19,6 +19,7 @@ from fivefold.plan.check import check
 from fivefold.reward.choose import check_rewards, columns_read
 from fivefold.reward.pool import RewardPool
 from fivefold.types import Prompt, Sample
+from tests.support.hostile_rewards import ENDLESS, Rewards
 from tests.support.tiny_models import make_model, make_tokenizer
 
 CHAT = [{"role": "user", "content": "1+1="}]
@@ -135,7 +136,11 @@ RESULTS = {
     "def f(completions): return [1.0, 2.0]": "got [1.0, 2.0] for a list of one",
     "def f(completions): return 'x'": "got 'x' for a list of one",
     "def f(response): return None": "must return a number or {'score': number}: got None; is a `return` missing?",
-    "def f(response): return [1.0]": "TypeError",
+    "def f(response): return [1.0]": "must return a number or {'score': number}: got [1.0]",
+    "def f(response): return '1.0'": "must return a number or {'score': number}: got '1.0'",
+    "def f(response): return {'reward': 1.0}": "must return a number or {'score': number}: got {'reward': 1.0}",
+    "def f(completions): return (1.0 for _ in completions)": "must return a list with a number, or None, for each of them",
+    "def f(completions): return ['1.0']": "must return a list with a number, or None, for each of them: got ['1.0']",
     "def wrong(answr): ...\nf = wrong": "is not offered: got answr; it is called with one response, and its parameters may be response",
     "def f(completions): raise OSError('no server')": "OSError: no server",
 }  # fmt: skip
@@ -151,6 +156,25 @@ def test_a_failing_trial_call_ends_the_run_before_it_samples(tmp_path, model, co
         start_reward_pool(pool, prompts, print)
     pool.close()
     assert RESULTS[code] in str(error.value)
+
+
+def test_whatever_a_function_returns_is_a_finite_number_or_fails_its_own_sample(tmp_path):
+    """Each value once, in one of the three forms; those that end with the time limit are left to the attacks."""
+    attacks = Rewards(tmp_path)
+    try:
+        faults = [attacks(number)[1] for number, value in enumerate(attacks.values) if value not in ENDLESS]
+    finally:
+        attacks.close()
+    assert [fault for fault in faults if fault] == [] and len(faults) > 60
+
+
+def test_a_reward_that_is_not_a_number_is_no_sign_of_lists_that_matter(tmp_path, model):
+    """NaN is unequal to itself."""
+    _, prompts = prompts_of(tmp_path, model, "def f(completions): return [float('nan') for _ in completions]", ROW)
+    pool = RewardPool(RewardConfig(functions={f"{tmp_path}/mine.py:f": 1.0}, workers=1))
+    start_reward_pool(pool, prompts, print)
+    assert pool.forms == [f"{tmp_path}/mine.py:f(completions) is called with lists of one element, as TRL calls it"]
+    pool.close()
 
 
 def test_the_line_at_the_start_says_how_each_function_is_called(tmp_path, model):

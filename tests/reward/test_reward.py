@@ -476,8 +476,8 @@ FAIL = {
     "answers itself": "not the answer",
     "bad JSON": "no exchange with the reward process",
     "nothing": "got None; is a `return` missing?",
-    "text": "could not convert string to float: 'high'",
-    "mapping": "KeyError: 'score'",
+    "text": "must return a number or {'score': number}: got 'high'",
+    "mapping": "must return a number or {'score': number}: got {'reward': 1}",
     "huge": "OverflowError",
 }
 
@@ -679,6 +679,17 @@ def test_a_trajectory_of_several_sequences_is_scored_once_and_the_same_again(tmp
         assert sample.reward == 0.5 * 1.75 + 2.0 and not sample.reward_failed
         assert sample.reward_parts == {"environment": 1.75, f"{path}:mine": 1.0}
     assert [turn.reward for turn in first.turns + second.turns] == [0.125, 0.5, 0.125, 0.25]
+
+
+@pytest.mark.parametrize("given", [(1e300, -1e300), (math.inf, 0.0), (math.nan, 0.0), (1e38, 0.0)])
+def test_a_reward_of_an_environment_that_float32_does_not_hold_fails_its_trajectory(given):
+    """Those of the turns too, whose sum may be an ordinary number."""
+    pool = RewardPool(RewardConfig(functions={"environment": 1.0}, workers=1))
+    turns = tuple(Turn(number, number, number + 1, given=value) for number, value in enumerate(given))
+    sample = Sample([5, 6], [-0.5] * 2, "a", "done", 0, trajectory=0, turns=turns)
+    error = pool.wait([pool.submit(Prompt(0, [1], "mine", "q", "t"), sample)])
+    pool.close()
+    assert "a reward must be finite, and at most 1e+37" in error and sample.reward_failed
 
 
 def test_a_trajectory_whose_reward_fails_has_failed_in_all_its_sequences(tmp_path):

@@ -84,6 +84,16 @@ class Wrong:
         return {"messages": [{"role": "master", "content": "x"}]}
 
 
+class Opens:
+    """Returns special tokens after the messages of the prompt, and in each observation."""
+
+    def reset(self, task, seed):
+        return [*task["prompt"], {"role": "user", "content": "a<|end|>b", "name": "<|end|>"}]
+
+    def step(self, message):
+        return {"messages": "c<|end|>d"}
+
+
 class Slow:
     def reset(self, task, seed):
         return "a"
@@ -412,6 +422,32 @@ def test_each_end_of_a_trajectory_has_its_name(cluster, files, name, most, setti
     assert metrics.get("environment/failed", 0) == sum(ending[2] for ending in endings)
     if "max_turns" in settings:
         assert max(ending[4] for ending in endings) <= settings["max_turns"]
+
+
+def opened(mesh, files):
+    """Trajectories whose row has a special token too, which data.special_tokens has kept."""
+    with generating(mesh, files, "Opens", max_turns=2) as (generator, prompts, _):
+        prompts = [replace(prompt, is_chat=True, messages=[{"role": "user", "content": "k<|end|>"}]) for prompt in prompts]
+        return generator.sample(prompts, 3, SAMPLING, STEPS, counts=Counter())
+
+
+def test_special_tokens_of_an_environment_open_no_turn_from_its_reset_on(cluster, files):
+    """Where the row's own text is kept, this one stays as it is."""
+    from fivefold.data.tokenizer import END, load_tokenizer
+
+    (groups,) = cluster.run(opened, "megatron:d1", files)
+    tokenizer, observations = load_tokenizer(files[1]), 0
+    assert tokenizer.eos_token == END == "<|end|>"
+    for group in groups:
+        for one in group.samples:
+            context = group.context_of(one)
+            assert tokenizer.decode(context).startswith("(k<|end|>)") and context.count(tokenizer.eos_token_id) == 1
+            for before, turn in zip(one.turns, one.turns[1:], strict=False):
+                # The first one ends the turn before.
+                ids = one.token_ids[before.end - 1 : turn.begin]
+                assert ids.count(tokenizer.eos_token_id) == 1
+                observations += 1
+    assert observations > 0
 
 
 def test_a_turn_may_fill_the_context_to_its_last_token(cluster, files):

@@ -12,10 +12,11 @@ import signal
 import subprocess
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 import psutil
 
@@ -39,7 +40,8 @@ METHODS = {
     "DAPO": "algorithm={name: dapo, group_size: 2}",
 }
 LAYOUTS = ("d1", "d2", "t2", "p2")
-
+SERVER = "engine: {backend: vllm:d1, mode: server, stall_seconds: 15, vllm: {kv_cache_memory_bytes: 67108864}}\n"
+"""What a run adds whose rank samples with a server of vLLM."""
 
 SIZE = 48 << 20
 """Bytes of the file system of a run: several times what its checkpoints take."""
@@ -79,6 +81,35 @@ def _while_it_starts(process: Command, run: Path, draw: random.Random) -> Callab
 def _while_it_saves(_: Command, run: Path, draw: random.Random) -> Callable[[], bool]:
     step = draw.choice(range(2, STEPS, 2))
     return (run / f"checkpoints/.step-{step:06d}.partial").exists
+
+
+def _at_a_step(_: Command, run: Path, draw: random.Random) -> Callable[[], bool]:
+    """Soon after one of the next steps is done, when weights are sent and the next responses are sampled."""
+    rows, wait, after = run / "metrics.jsonl", draw.uniform(0, 1.5), list[float]()
+
+    def count() -> int:
+        return rows.read_bytes().count(b"\n") if rows.is_file() else 0
+
+    awaited = count() + draw.randint(1, 3)
+
+    def has_come() -> bool:
+        if not after and count() >= awaited:
+            after.append(time.monotonic())
+        return bool(after) and time.monotonic() > after[0] + wait
+
+    return has_come
+
+
+def _while_a_server_starts(process: Command, run: Path, draw: random.Random) -> Callable[[], bool]:
+    """While it imports, loads its first weights or samples for the first time."""
+    wait, after = draw.uniform(0, 30), list[float]()
+
+    def has_come() -> bool:
+        if not after and _servers(process):
+            after.append(time.monotonic())
+        return bool(after) and time.monotonic() > after[0] + wait
+
+    return has_come
 
 
 def _launcher(process: Command, _: Path) -> bool:
@@ -151,6 +182,37 @@ FAULTS = {
 }
 
 
+def _servers(process: Command) -> list[psutil.Process]:
+    """The processes of a server of vLLM: the one that answers requests, the engine's and its workers."""
+    everyone = psutil.Process(process.pid).children(recursive=True)
+    answering = [one for one in everyone if "fivefold.engines.vllm.serve" in one.cmdline()]
+    return [one for api in answering for one in (api, *api.children(recursive=True))]
+
+
+def _server(process: Command, _: Path) -> bool:
+    return _signal_one(_servers(process))
+
+
+def _stopped_server(process: Command, _: Path) -> bool:
+    """All of its processes but Python's trackers, which end after them: it holds its requests, and answers nothing."""
+    servers = [one for one in _servers(process) if not any("resource_tracker" in word for word in one.cmdline())]
+    for one in servers:
+        one.send_signal(signal.SIGSTOP)
+    return bool(servers)
+
+
+SERVER_FAULTS = {
+    "server killed": Fault(_server, _at_a_step, ends_it=False),
+    "server killed while it starts": Fault(_server, _while_a_server_starts),
+    "server stopped": Fault(_stopped_server, _at_a_step, ends_it=False),
+    "launcher killed": Fault(_launcher, _at_a_step),
+    "rank killed": Fault(_rank, _at_a_step),
+    "rank stopped and launcher killed": Fault(_launcher_of_a_stopped_rank, _at_a_step),
+    "SIGTERM": Fault(_asked, _at_a_step),
+}
+"""What is done to a run with a server."""
+
+
 def flip_a_byte(run: Path, draw: random.Random) -> bool:
     """In a file of the latest checkpoint, where there is an older one to resume from; whether it was done."""
     checkpoints = sorted((run / "checkpoints").glob("step-*"))
@@ -170,33 +232,41 @@ def whole_run(root: Path, name: str, choice: str) -> list[dict[str, float]]:
     return metrics(root, name)
 
 
-def prepare(root: Path) -> None:
-    """A model, data, a reward and the configuration of every run."""
-    make_model(root)
+def prepare(root: Path, further: str = "", **sizes: int) -> None:
+    """A model, data, a reward and the configuration of every run, with further sections."""
+    make_model(root, **sizes)
     (root / "reward.py").write_text(REWARD)
-    (root / "run.yaml").write_text(RUN.format(root=root, threads=THREADS, steps=STEPS))
+    (root / "run.yaml").write_text(RUN.format(root=root, threads=THREADS, steps=STEPS) + further)
 
 
 def harmed_run(
-    root: Path, name: str, choice: str, draw: random.Random, most: int, launchers: Sequence[str] = ("auto",)
+    root: Path,
+    name: str,
+    choice: str,
+    draw: random.Random,
+    most: int,
+    settings: Mapping[str, Sequence[str]] = MappingProxyType({}),
+    layouts: Sequence[str] = LAYOUTS,
+    faults: Mapping[str, Fault] = MappingProxyType(FAULTS),
 ) -> Counter[str]:
     """A run until it has finished, with at most so many faults; how often each was done, and how many steps continued in their
-    middle. Raises AssertionError where a fault was not answered as it should be."""
+    middle. Each start has one of the values of every key in `settings`. Raises AssertionError where a fault was not answered
+    as it should be."""
     run, done = root / "runs" / name, Counter[str]()
     while True:
-        policy, in_background = draw.choice(LAYOUTS), draw.choice(["true", "false"])
-        alike = [layout for layout in LAYOUTS if layout[1:] == policy[1:]]
-        layouts = {"policy": policy, "reference": draw.choice(alike), "critic": draw.choice(alike)}
+        policy, in_background = draw.choice(layouts), draw.choice(["true", "false"])
+        alike = [layout for layout in layouts if layout[1:] == policy[1:]]
+        by_role = {"policy": policy, "reference": draw.choice(alike), "critic": draw.choice(alike)}
         overrides = [
             f"trainer.run_dir={run}",
             choice,
-            *(f"{role}.backend=megatron:{layout}" for role, layout in layouts.items()),
+            *(f"{role}.backend=megatron:{layout}" for role, layout in by_role.items()),
             f"trainer.async_save={in_background}",
-            f"launch.backend={draw.choice(launchers)}",
+            *(f"{key}={draw.choice(values)}" for key, values in settings.items()),
         ]
         process = Command("train", root / "run.yaml", *overrides)
-        fault = draw.choice(sorted(FAULTS)) if sum(done.values()) < most else ""
-        is_harmed = bool(fault) and _harm(process, run, FAULTS[fault], draw)
+        fault = draw.choice(sorted(faults)) if sum(done.values()) < most else ""
+        is_harmed = bool(fault) and _harm(process, run, faults[fault], draw)
         if is_harmed:
             done[fault] += 1
         ended = process.finish()
@@ -208,7 +278,7 @@ def harmed_run(
         done[BETWEEN] += BETWEEN in output
         if ended.returncode == 0:
             return done
-        assert is_harmed and FAULTS[fault].ends_it, (fault, overrides, output)
+        assert is_harmed and faults[fault].ends_it, (fault, overrides, output)
         assert not fault.startswith("disk full") or FULL in output, (overrides, output)
         assert "stopped" not in fault or "launcher" in fault or "no sign of life" in output, (fault, overrides, output)
         if draw.random() < 0.2 and flip_a_byte(run, draw):

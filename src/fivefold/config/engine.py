@@ -77,7 +77,8 @@ class EngineConfig:
     verify_weights_every: Annotated[int, at_least(0), HARMLESS] = 20
     """Weight syncs between checks that the engine's weights equal the trainer's, starting with the first sync; 0: never."""
     stall_seconds: Annotated[float, within("(0, 86400]"), HARMLESS] = 300.0
-    """Seconds after which a vLLM server that has requests but samples no token is restarted, together with its requests."""
+    """Seconds after which a vLLM server that has requests but samples no token is restarted, together with its requests. On
+    the policy's devices also the longest wait, of at least 60 s, for its answer to a call about weights or memory."""
     vllm: Annotated[dict[str, Any], HARMLESS] = field(default_factory=dict)
     """vLLM's own arguments by name: enforce_eager, max_num_batched_tokens, enable_prefix_caching, ..."""
     sglang: Annotated[dict[str, Any], HARMLESS] = field(default_factory=dict)

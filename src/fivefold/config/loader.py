@@ -21,6 +21,8 @@ from fivefold.user_code import name_of
 
 T = TypeVar("T")
 _MOST_BYTES, _MOST_VALUES, _DEEPEST = 4 << 20, 100_000, 30
+_LONGEST_NUMBER = 1000
+"""Number of characters of a number: Python shows none of more than 4,300 digits, and one as 1:59:59 takes quadratic time."""
 
 
 class ConfigError(UserError):
@@ -45,7 +47,16 @@ def _unique_mapping(loader: _UniqueKeyLoader, node: yaml.MappingNode) -> dict[An
     return loader.construct_mapping(node)
 
 
+def _short_number(loader: _UniqueKeyLoader, node: yaml.ScalarNode) -> float:
+    if len(node.value) > _LONGEST_NUMBER:
+        raise ConfigError([f"a number has at most {_LONGEST_NUMBER} characters (line {node.start_mark.line + 1})"])
+    number: float = yaml.SafeLoader.yaml_constructors[node.tag](loader, node)
+    return number
+
+
 _UniqueKeyLoader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _unique_mapping)
+for _kind in ("int", "float"):
+    _UniqueKeyLoader.add_constructor(f"tag:yaml.org,2002:{_kind}", _short_number)
 
 
 def read(path: str | Path) -> Tree:

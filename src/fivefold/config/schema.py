@@ -173,7 +173,7 @@ class DataConfig:
     special_tokens: Literal["keep", "escape", "refuse"] = "keep"
     """Handling of the tokenizer's special tokens in a row's texts, which open turns (`<|im_start|>system` in a user's
     message). keep leaves them, escape adds a space after the first letter, so that they become text, and refuse rejects the
-    row. They are always escaped in tool answers and judge prompts."""
+    row. They are always escaped in tool answers, in what an environment returns (`reset` too) and in judge prompts."""
     prompt_key: str = "prompt"
     """Column with the prompt: text or messages. In this key and the next, `a.b` means field b of column a."""
     query_key: str | None = None

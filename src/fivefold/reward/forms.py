@@ -9,7 +9,7 @@ import asyncio
 import inspect
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, SupportsFloat, TypeGuard
 
 from fivefold.errors import UserError, shown
 from fivefold.user_code import Parameters
@@ -50,10 +50,16 @@ def _of_one(scored: Scored) -> dict[str, Any]:
 
 
 def _number(result: Any) -> float:
-    score = result["score"] if isinstance(result, dict) else result
-    if score is None:
-        raise UserError("a reward function must return a number or {'score': number}: got None; is a `return` missing?")
+    score = result.get("score") if isinstance(result, dict) else result
+    if not _is_number(score):
+        hint = "; is a `return` missing?" if result is None else ""
+        raise UserError(f"a reward function must return a number or {{'score': number}}: got {shown(result)}{hint}")
     return float(score)
+
+
+def _is_number(value: Any) -> TypeGuard[SupportsFloat]:
+    """Return whether a value is a number, or holds one as arrays do. A text is none, whatever it says."""
+    return hasattr(type(value), "__float__") and not isinstance(value, str | bytes)
 
 
 def _of_lists(scored: Scored) -> dict[str, Any]:
@@ -67,13 +73,23 @@ def _of_lists(scored: Scored) -> dict[str, Any]:
 
 
 def _only_number(result: Any) -> float | None:
-    is_list = not isinstance(result, str | dict) and hasattr(result, "__len__") and hasattr(result, "__getitem__")
-    if not is_list or len(result) != 1:
+    numbers = _numbers(result)
+    if numbers is None or len(numbers) != 1:
         raise UserError(
             "a reward function with the parameter completions must return a list with a number, or None, for each of "
             f"them: got {shown(result)} for a list of one"
         )
-    return None if result[0] is None else float(result[0])
+    return numbers[0]
+
+
+def _numbers(result: Any) -> list[float | None] | None:
+    """Return the elements of a list or an array; None if it is none, or has others than numbers and None."""
+    if isinstance(result, str | dict) or not (hasattr(result, "__len__") and hasattr(result, "__getitem__")):
+        return None
+    elements = [result[place] for place in range(len(result))]
+    if not all(element is None or _is_number(element) for element in elements):
+        return None
+    return [None if element is None else float(element) for element in elements]
 
 
 LISTS = Form(
@@ -173,9 +189,13 @@ def lists_matter(function: RewardFunction, scored: Scored) -> bool:
         if parameters.takes_any or parameter in parameters.named
     }
     other = LISTS.arguments({**scored, "response": f"{scored['response']} {scored['response']}."})
-    alone = [*_awaited(function(**chosen)), *_awaited(function(**{name: other[name] for name in chosen}))]
-    both = _awaited(function(**{name: [*value, *other[name]] for name, value in chosen.items()}))
-    return list(both) != alone
+    pairs = {name: [*value, *other[name]] for name, value in chosen.items()}
+    first, second, both = (
+        _numbers(_awaited(function(**arguments))) or []
+        for arguments in (chosen, {name: other[name] for name in chosen}, pairs)
+    )
+    # Compared as texts, since NaN is unequal to itself.
+    return str(both) != str([*first, *second])
 
 
 def _awaited(result: Any) -> Any:

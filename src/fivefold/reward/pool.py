@@ -27,6 +27,7 @@ from urllib.parse import urlsplit
 from fivefold.config.environment import REWARD
 from fivefold.config.scoring import RewardConfig
 from fivefold.errors import UserError
+from fivefold.keys.ranges import FLOATS
 from fivefold.reward.choose import ChosenRewards, choose_rewards, default_accuracy, reads_tokens
 from fivefold.reward.forms import TOKENS
 from fivefold.reward.judge import JUDGE, Judge, JudgeError
@@ -375,14 +376,15 @@ def _finish(sequences: Sequence[Sample], chosen: ChosenRewards, parts: _Values) 
         return None
     values = {name: value for name, value in parts.items() if value is not None}
     weight = chosen.weights.get(REWARD, 0.0)
+    # Sequences may have turns in common.
+    given = {turn.number: turn.given for sample in sequences for turn in sample.turns}
     if REWARD in chosen.weights:
-        # Sequences may have turns in common.
-        values[REWARD] = sum({turn.number: turn.given for sample in sequences for turn in sample.turns}.values())
+        values[REWARD] = sum(given.values())
     if not values:
         return f"each of the rewards {', '.join(parts)} is None, which says that it does not apply: one must be a number"
     reward = sum(weight * values[name] for name, weight in chosen.weights.items() if name in values)
-    if not all(map(math.isfinite, [reward, *values.values()])):
-        return f"a reward must be finite: got {values}"
+    if not all(abs(number) <= FLOATS[1] for number in (reward, *values.values(), *given.values())):
+        return f"a reward must be finite, and at most {FLOATS[1]:g} because training computes in float32: got {values}"
     accuracy = chosen.accuracy if chosen.accuracy in values else _accuracy(tuple(values))
     for sample in sequences:
         sample.turns = tuple(replace(turn, reward=weight * turn.given) for turn in sample.turns)

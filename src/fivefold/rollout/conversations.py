@@ -229,15 +229,22 @@ class Conversations:
         return messages
 
     def _first_context(self, prompt: Prompt, first: Any) -> tuple[list[dict[str, Any]], list[int]]:
-        """Return messages and tokens of the first turn's context: what `reset` gave, or the prompt."""
+        """Return messages and tokens of the first turn's context: what `reset` gave, or the prompt.
+
+        Messages of the prompt keep the special tokens that `data.special_tokens` leaves in them; all others have none.
+        """
         if first is None:
             return list(prompt.messages), prompt.token_ids
         messages = as_messages(first)
         check_messages(messages)
+        messages = [
+            message if message in prompt.messages else escaped
+            for message, escaped in zip(messages, self.dialog.escaped(messages), strict=True)
+        ]
         system = [message for message in prompt.messages[:1] if message["role"] == "system"]
         if system and messages[0]["role"] != "system":
             messages = [*system, *messages]
-        return list(messages), self.dialog.begin(messages)[0]
+        return messages, self.dialog.begin(messages)[0]
 
     def _readable(self, held: Trajectory, messages: Any) -> list[dict[str, Any]]:
         """Return the answer to a turn as the model reads it: not too long, and without special tokens."""

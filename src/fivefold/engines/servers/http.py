@@ -37,10 +37,10 @@ def answers(address: str, path: str) -> bool:
         return False
 
 
-def blocking_client(address: str) -> httpx.Client:
-    """Returns a client for calls that block."""
+def blocking_client(address: str, longest: float = LONGEST_CALL) -> httpx.Client:
+    """Returns a client for calls that block; one without an answer for `longest` seconds is a transport error."""
     base, uds = base_of(address)
-    timeout = httpx.Timeout(LONGEST_CALL, connect=CONNECT_SECONDS)
+    timeout = httpx.Timeout(longest, connect=CONNECT_SECONDS)
     return httpx.Client(base_url=base, transport=httpx.HTTPTransport(uds=uds, limits=_LIMITS), timeout=timeout)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -70,7 +70,7 @@ class WeightSender:
 
     def _send(self, coming: Iterator[tuple[str, Tensor]]) -> None:
         """Fill one bucket while the servers read the other."""
-        under_way: deque[list[Future[Any]]] = deque()
+        under_way: deque[dict[int, Future[Any]]] = deque()
         for bucket in self._writer.buckets(coming):
             handles = self._handles(bucket)
             under_way.append(self._ask("receive_bucket", handles, bucket.entries, bucket.used))
@@ -98,13 +98,18 @@ class WeightSender:
         if self._group is not None:
             dist.barrier(group=self._group)
 
-    def _ask(self, name: str, *arguments: Any) -> list[Future[Any]]:
-        return [self._calls.submit(getattr(server, name), *arguments) for server in self._servers.values()]
+    def _ask(self, name: str, *arguments: Any) -> dict[int, Future[Any]]:
+        """Call this rank's servers, except those that are gone: one that is stopped would let each call wait again."""
+        return {
+            number: self._calls.submit(getattr(server, name), *arguments)
+            for number, server in self._servers.items()
+            if number not in self._lost
+        }
 
-    def _settle(self, calls: Sequence[Future[Any]]) -> list[Any]:
+    def _settle(self, calls: Mapping[int, Future[Any]]) -> list[Any]:
         """Returns the answers of this rank's servers; records those that are gone."""
         answers = []
-        for number, call in zip(self._servers, calls, strict=True):
+        for number, call in calls.items():
             try:
                 answers.append(call.result())
             except ServerLostError:

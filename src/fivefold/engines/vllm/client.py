@@ -10,7 +10,7 @@ from typing import Any
 import httpx2 as httpx
 
 from fivefold.engines.servers.buckets import Entry
-from fivefold.engines.servers.http import blocking_client, streaming_client
+from fivefold.engines.servers.http import LONGEST_CALL, blocking_client, streaming_client
 from fivefold.engines.servers.server import Answer, Draw, ServerLostError, Where
 from fivefold.engines.vllm.arguments import ROUTE, TAKE, WEIGHTS
 from fivefold.engines.vllm.parameters import sampling_arguments
@@ -28,11 +28,19 @@ _RESET_SECONDS = 30.0
 class VLLMServer:
     """Calls of one server; `generate` belongs to an event loop, the others block."""
 
-    def __init__(self, address: str, ends: Collection[int], run: str, routes: RouteShape | None = None) -> None:
+    def __init__(
+        self,
+        address: str,
+        ends: Collection[int],
+        run: str,
+        routes: RouteShape | None = None,
+        longest_call: float = LONGEST_CALL,
+    ) -> None:
         """`address`: http://host:port or unix:/path; `ends`: tokens that end a response; `run`: name of the run, the same on
-        all ranks; `routes`: shape of the routes in answers, None if answers have none."""
+        all ranks; `routes`: shape of the routes in answers, None if answers have none; `longest_call`: seconds after which
+        a server is lost that does not answer a call about weights or memory."""
         self.address, self._ends, self._run, self._routes = address, ends, run, routes
-        self._control, self._requests = blocking_client(address), streaming_client(address)
+        self._control, self._requests = blocking_client(address, longest_call), streaming_client(address)
         self.names_versions = False
 
     def take(self) -> None:
