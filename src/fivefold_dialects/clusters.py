@@ -40,7 +40,8 @@ def hosts(source: Source, system: str, ours: Mapping[str, Any]) -> Iterator[Line
     Yields nothing if `ours`, the other values of the run, place servers or models on separate GPUs that are not counted."""
     asks = CLUSTERS.get(system, _USUAL)
     if asks["devices"]:
-        yield from _hosts_of_devices(source, asks)
+        # ROLL's judge borrows GPUs of the policy, and has its own here.
+        yield from () if "reward.judge.backend" in ours else _hosts_of_devices(source, asks)
         return
     has_others = ours.get("engine.placement") == "apart" or any(_OTHERS.search(key) for key in ours)
     is_whole = asks["is_whole"] and not any(source.text(key) == value for key, value in asks["part"].items())

@@ -181,3 +181,6 @@ def test_a_judge_on_servers_of_its_own_keeps_ray_away_with_a_line():
     translation = translate_words("roll", [*roll(16), *(f"rewards.llm_judge.{word}" for word in judge)], HOME)
     assert translation.tree["reward"]["judge"]["backend"].startswith("vllm:") and "launch" not in translation.tree
     assert any("start the run with torchrun" in note for note in translation.notes)
+    # Its GPUs are more than those that the configuration counts, as ROLL's judge borrows the policy's.
+    words = [*roll(16), "num_gpus_per_node=8", *(f"rewards.llm_judge.{word}" for word in judge)]
+    assert "launch" not in translate_words("roll", words, HOME).tree
