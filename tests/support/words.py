@@ -60,7 +60,7 @@ def texts(path: Path) -> Iterator[tuple[int, str]]:
         for number, line in enumerate(source.splitlines(), 1):
             in_code ^= line.startswith("```")
             if not in_code and not line.startswith("    "):
-                yield number, re.sub(r"`[^`]*`", "", line)
+                yield number, re.sub(r"`[^`]*`|\]\([^)\s]*\)", "", line)
         return
     tree = ast.parse(source)
     documented = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
