@@ -194,7 +194,8 @@ def test_a_step_in_bfloat16_is_that_of_float32_up_to_rounding(cluster, models, n
     differences = difference(
         run_step(cluster, f"fsdp:{layout}", models(name), policy_of(layout, dtype="bfloat16")), expected(models(name))
     )
-    assert 1e-5 < differences[0] < 5e-2 and differences[1] < 0.1 and differences[2] < 5e-3
+    # A weight between 1 and 2 is rounded by up to 3.9e-3, and two updates of lr 1e-3 may go the other way: 4e-3.
+    assert 1e-5 < differences[0] < 5e-2 and differences[1] < 0.1 and differences[2] < 8e-3
 
 
 @pytest.mark.parametrize(
