@@ -15,6 +15,9 @@ from tests.support.two_steps import assert_equal, difference, expected, fsdp_ste
 FLOAT16 = (5e-3, 2e-2, 3e-3)
 """Relative loss, relative gradient norm, absolute parameter: 11 bits where float32 has 24, as for Megatron-Core; parameters
 are float32 here."""
+FLOAT16_EXPERTS = (3e-2, 6e-2, 4.5e-3)
+"""The same with experts: of two experts with nearly equal scores rounding may choose the other one for a token, which moves the
+loss by as much as in bfloat16; two updates of lr 1e-3 the other way are 4e-3."""
 SCALE = 2.0**8
 """Loss scale with which no gradient of the tiny models overflows: a layer's weights get theirs in 16 bits."""
 
@@ -130,7 +133,8 @@ def small_scale(mesh, *arguments):
 def test_a_step_in_float16_with_a_loss_scale_is_that_of_float32_up_to_rounding(cluster, models, name, layout):
     results = run_step(cluster, f"fsdp:{layout}", models(name), policy_of(layout, dtype="float16"), small_scale)
     differences = difference(results, expected(models(name)))
-    assert all(size <= bound for size, bound in zip(differences, FLOAT16, strict=True)), differences
+    bounds = FLOAT16_EXPERTS if name == "qwen3_moe" else FLOAT16
+    assert all(size <= bound for size, bound in zip(differences, bounds, strict=True)), differences
     assert differences[0] > 1e-6, "it has computed in float32"
     for reports, _ in results:
         assert [report.loss_scale for report in reports] == [SCALE] * 2

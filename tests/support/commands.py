@@ -192,7 +192,15 @@ def words_of(pid: int) -> list[str]:
 
 
 def gone(pids: list[int]) -> bool:
-    return not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in pids)
+    """Whether these processes have ended; one may do so while it is looked at."""
+
+    def lives(pid: int) -> bool:
+        try:
+            return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return False
+
+    return not any(lives(pid) for pid in pids)
 
 
 def is_free(run_dir: Path) -> bool:

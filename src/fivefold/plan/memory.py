@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import NamedTuple
 
 from fivefold.config.learners import FSDPConfig
 from fivefold.layout import ParallelLayout, PipelineSplit
@@ -162,8 +163,7 @@ def rank_parameters(
     return tuple(per_stage)
 
 
-@dataclass(frozen=True)
-class Gathered:
+class Gathered(NamedTuple):
     """Numbers of parameters that a rank of an `fsdp:` layout has whole, once FSDP has gathered them from its shards."""
 
     ends: int
@@ -175,7 +175,7 @@ class Gathered:
 
     @property
     def total(self) -> int:
-        return self.ends + self.dense + self.experts
+        return sum(self)
 
 
 @lru_cache(maxsize=4096)
