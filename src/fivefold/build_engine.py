@@ -32,7 +32,7 @@ from fivefold.plan.engine_checks import cache_next_to, engine_cache, token_bytes
 from fivefold.plan.memory import CPU_CACHE
 
 _LEAST_CALL = 60.0
-"""Seconds that a server has at least for a bucket of weights or its memory, however soon a lack of tokens is a stall."""
+"""Seconds that a server has at least to answer a call about weights or memory, if `engine.stall_seconds` is lower."""
 _CPU_BATCH = 4096
 """Number of tokens that vLLM computes at once on a CPU."""
 

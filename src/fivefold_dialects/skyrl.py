@@ -180,7 +180,9 @@ def profile(source: Source) -> dict[str, Any]:
         profiler = source.under(start + "torch_profiler_config.")
         if profiler.flag("enable"):
             first, wait, warmup = (profiler.whole(name) or 0 for name in ("skip_first", "wait", "warmup"))
-            active, repeat = (min(profiler.whole(name) or 1, 100) for name in ("active", "repeat"))
+            active, repeat = (profiler.whole(name) or 1 for name in ("active", "repeat"))
+            if active * repeat > 10_000:
+                raise UnreadableError(f"{profiler.prefix}active x repeat is at most 10000: got {active} x {repeat}")
             begins = [first + wait + warmup + cycle * (wait + warmup + active) for cycle in range(repeat)]
             steps = [begin + step for begin in begins for step in range(1, active + 1)]
             ranks = [int(rank) for rank in profiler.numbers("ranks")] or None

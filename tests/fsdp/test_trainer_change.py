@@ -151,7 +151,7 @@ def there_and_back(cluster, directory: Path, root: Path, dtype: str, faults: Seq
 @pytest.mark.fsdp
 @pytest.mark.parametrize("faults", [("masters are lost", ""), ("", "masters are lost")])
 def test_float32_copies_that_the_other_trainer_loses_are_seen(cluster, models, tmp_path, faults):
-    """They are those that 16 bits cannot hold: the weights that Megatron-Core computes with stay the same."""
+    """Lost copies change only what 16 bits cannot hold: the weights that Megatron-Core computes with stay the same."""
     first, _, last = there_and_back(cluster, models("qwen3"), tmp_path, "bfloat16", faults)
     lost = {key for key, tensor in first.items() if not torch.equal(tensor, last[key])}
     assert lost == {key for key in first if key.endswith(".param") and not torch.equal(first[key], first[key].bfloat16())}

@@ -313,8 +313,8 @@ def test_servers_that_are_killed_under_several_turns_change_no_metric(guessing, 
 @pytest.mark.vllm
 @pytest.mark.slow
 def test_killed_servers_workers_and_runs_lose_no_trajectory_and_use_none_twice(guessing, wide, slow):
-    """Of a run that samples ahead with a server of vLLM; with weights that stay as they are, every trajectory is that of a run
-    that nothing touched, but for at most four in the process of environments that is killed."""
+    """A run samples ahead with a server of vLLM, and its weights stay as they are. So every trajectory is that of a run that
+    nothing touched, except at most four in the process of environments that is killed."""
     given = [
         *paths(guessing)[:3], f"environment.class={slow}:Stated", f"model.path={wide}", *SHORT, *AHEAD, "trainer.steps=6",
         "trainer.eval_before_train=false", "trainer.resume=auto", "policy.optimizer.lr=0",

@@ -683,7 +683,7 @@ def test_a_trajectory_of_several_sequences_is_scored_once_and_the_same_again(tmp
 
 @pytest.mark.parametrize("given", [(1e300, -1e300), (math.inf, 0.0), (math.nan, 0.0), (1e38, 0.0)])
 def test_a_reward_of_an_environment_that_float32_does_not_hold_fails_its_trajectory(given):
-    """Those of the turns too, whose sum may be an ordinary number."""
+    """Each turn has its reward checked, since their sum may be an ordinary number."""
     pool = RewardPool(RewardConfig(functions={"environment": 1.0}, workers=1))
     turns = tuple(Turn(number, number, number + 1, given=value) for number, value in enumerate(given))
     sample = Sample([5, 6], [-0.5] * 2, "a", "done", 0, trajectory=0, turns=turns)

@@ -432,7 +432,7 @@ def opened(mesh, files):
 
 
 def test_special_tokens_of_an_environment_open_no_turn_from_its_reset_on(cluster, files):
-    """Where the row's own text is kept, this one stays as it is."""
+    """A message of `reset` that the prompt has too keeps the special tokens that data.special_tokens left in it."""
     from fivefold.data.tokenizer import END, load_tokenizer
 
     (groups,) = cluster.run(opened, "megatron:d1", files)

@@ -189,7 +189,7 @@ def _yaml(tree: dict[str, Any], draw: random.Random) -> str:
 
 
 def _run(config: RunConfig) -> Any:
-    """What two configurations of the same run have in common."""
+    """Return a configuration with its method resolved, so that two spellings of the same run are equal."""
     return replace(config, algorithm=config.algorithm.resolved)
 
 

@@ -41,7 +41,7 @@ METHODS = {
 }
 LAYOUTS = ("d1", "d2", "t2", "p2")
 SERVER = "engine: {backend: vllm:d1, mode: server, stall_seconds: 15, vllm: {kv_cache_memory_bytes: 67108864}}\n"
-"""What a run adds whose rank samples with a server of vLLM."""
+"""Lines of YAML for a run whose rank samples with a server of vLLM."""
 
 SIZE = 48 << 20
 """Bytes of the file system of a run: several times what its checkpoints take."""
@@ -210,7 +210,7 @@ SERVER_FAULTS = {
     "rank stopped and launcher killed": Fault(_launcher_of_a_stopped_rank, _at_a_step),
     "SIGTERM": Fault(_asked, _at_a_step),
 }
-"""What is done to a run with a server."""
+"""Name -> a fault that is injected into a run with servers."""
 
 
 def flip_a_byte(run: Path, draw: random.Random) -> bool:
