@@ -176,8 +176,7 @@ def engine(source: Source) -> dict[str, Any]:
 
 def profile(source: Source) -> dict[str, Any]:
     """Return our keys of the steps that SkyRL's profiler records, by the schedule of torch.profiler."""
-    for start in (_POLICY, _MEGATRON):
-        profiler = source.under(start + "torch_profiler_config.")
+    for profiler in (source.under(start + "torch_profiler_config.") for start in (_POLICY, _MEGATRON)):
         if profiler.flag("enable"):
             first, wait, warmup = (profiler.whole(name) or 0 for name in ("skip_first", "wait", "warmup"))
             active, repeat = (profiler.whole(name) or 1 for name in ("active", "repeat"))
@@ -185,8 +184,7 @@ def profile(source: Source) -> dict[str, Any]:
                 raise UnreadableError(f"{profiler.prefix}active x repeat is at most 10000: got {active} x {repeat}")
             begins = [first + wait + warmup + cycle * (wait + warmup + active) for cycle in range(repeat)]
             steps = [begin + step for begin in begins for step in range(1, active + 1)]
-            ranks = [int(rank) for rank in profiler.numbers("ranks")] or None
-            return {"trainer.profile.steps": steps, "trainer.profile.ranks": ranks}
+            return {"trainer.profile.steps": steps, "trainer.profile.ranks": [*map(int, profiler.numbers("ranks"))] or None}
     return {}
 
 
