@@ -123,7 +123,7 @@ def steps(mesh, directory: Path, tp: int, dtype: str, apart: bool = False) -> li
         tell(mesh, "log-probs", gaps[-1])
         engine.sleep()
         model.onload()
-        model.train_step(batch.select(mesh.ranks.shard_of_replica(range(len(batch.lengths_N)))), OBJECTIVE.loss)
+        model.train_step(batch.select(shard_of_replica(mesh.ranks, range(len(batch.lengths_N)))), OBJECTIVE.loss)
         model.offload()
     engine.close()
     return gaps

@@ -139,7 +139,7 @@ def loop(root: Path) -> None:
     arrived, request, answered = rig.driver._arrived, rig.driver._request, rig.driver._answered
 
     def on_arrival(completion: Any) -> None:
-        due[rig.driver._asked[completion.request_id].run.number] = time.perf_counter()
+        due[rig.driver._requests[completion.request_id].run.number] = time.perf_counter()
         began = time.thread_time()
         arrived(completion)
         spent.append(time.thread_time() - began)
@@ -229,7 +229,7 @@ def extension(root: Path) -> None:
     lengths: list[int] = []
 
     def timed(completion: Any) -> None:
-        asked = rig.driver._asked[completion.request_id]
+        asked = rig.driver._requests[completion.request_id]
         turn, began = asked.request.turn, time.thread_time()
         lengths.append(len(asked.request.prompt_ids))
         arrived(completion)
