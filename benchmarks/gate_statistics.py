@@ -134,7 +134,9 @@ def vllm_engine(mesh, directory: Path, dtype: str) -> Any:
     settings = arguments(directory, is_large(mesh)) | {"dtype": dtype, "enforce_eager": True}
     if is_large(mesh):
         settings["gpu_memory_utilization"] = 0.5
-    return VLLMEngine(directory, TOKENIZER, ParallelLayout.parse("vllm:d1t1"), 0, mesh.device, settings)
+    return VLLMEngine(
+        directory, TOKENIZER, ParallelLayout.parse("vllm:d1t1"), 0, mesh.device, settings, verify_every=0, can_sleep=False
+    )
 
 
 def measured(model, requests: list[Request], completions: list[Completion]) -> dict[str, Any]:

@@ -69,11 +69,8 @@ def wire(mesh, senders: int) -> dict[str, Any]:
     ranks, held = mesh.ranks, tensors(mesh)
     rank, half = ranks.rank, ranks.layout.world_size // 2
     takes, size = rank >= half, sum(tensor.nbytes for tensor in held.values())
-    where = (
-        "127.0.0.1",
-        ranks.broadcast_from_main((store := open_store("0.0.0.0", None, SECONDS) if rank == 0 else None) and store.port),
-        SECONDS,
-    )
+    store: Any = open_store("0.0.0.0", None, SECONDS) if ranks.is_main else None
+    where = "127.0.0.1", ranks.broadcast_from_main(store.port if ranks.is_main else None), SECONDS
     groups: list[Any] = []
     if takes or rank < senders:
         names = [f"of-{sender}" for sender in range(senders)]
@@ -121,8 +118,8 @@ def servers(mesh, directory: Path, layout: str, how: str) -> None:
     large, engine_layout, ranks = is_large(mesh), ParallelLayout.parse(layout), mesh.ranks
     model = build(mesh, directory, "bfloat16" if large else "float32", 16384 if large else 64)
     world = ranks.layout.world_size
-    machine = Machine(range(world), torch.cuda.device_count() if large else None)
-    given = {"model": str(directory), "tensor_parallel_size": engine_layout.tp} | arguments(large)
+    machine = Machine(range(world), torch.cuda.device_count() if large else None, range(world))
+    given = {"model": str(directory), "tensor_parallel_size": engine_layout.tp} | arguments(directory, large)
     processes = {
         place.number: server_process(
             given,
@@ -147,7 +144,7 @@ def servers(mesh, directory: Path, layout: str, how: str) -> None:
         begin_update()
         begun.append(time.perf_counter())
 
-    engine._begin_update = noted
+    engine._begin_update = noted  # type: ignore[method-assign]
     phases = {"begin_weights": 0.0, "receive_bucket": 0.0, "finish_weights": 0.0}
     for server in engine._servers_to_call.values():
         for name in phases:
