@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import yaml
@@ -24,14 +24,18 @@ from tests.support.cluster import Cluster
 from tests.support.gpu_models import scratch, write_model
 from tests.support.zygote import zygote
 
+if TYPE_CHECKING:
+    from fivefold.fsdp.mesh import Mesh as FSDPMesh
+    from fivefold.megatron.mesh import Mesh
+
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def hardware(mesh) -> str:
+def hardware(mesh: Mesh) -> str:
     return torch.cuda.get_device_name() if mesh.device.type == "cuda" else "CPU"
 
 
-def peak_gib(mesh) -> float:
+def peak_gib(mesh: Mesh | FSDPMesh) -> float:
     """Return the peak of device memory in this process, in GiB, which measures one thing only."""
     return torch.cuda.max_memory_allocated() / 2**30 if mesh.device.type == "cuda" else 0.0
 

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
@@ -36,6 +36,9 @@ from tests.support.two_steps import BOUNDS, OBJECTIVE, POLICY
 from tests.support.whole_runs import REWARD, make_judge
 from tests.support.whole_runs import make_model as make_model_and_data
 
+if TYPE_CHECKING:
+    from fivefold.megatron.mesh import Mesh
+
 ALONE = Case("d1", "d1", "d1")
 PAIRS = [
     Case("t2", "d2", "t2"),
@@ -56,7 +59,7 @@ NEAR = 0.15
 # --- what runs on a rank ---------------------------------------------------------------------------------------------
 
 
-def peak_of_roles(mesh, case: Case, directory: Path, tokens: int, samples: int, length: int) -> float:
+def peak_of_roles(mesh: Mesh, case: Case, directory: Path, tokens: int, samples: int, length: int) -> float:
     """Return this rank's peak of memory in GiB: log-probs of the reference and an update of the policy, twice."""
     from fivefold.backends import Meshes
     from fivefold.distributed.redealing import on_replicas_of
