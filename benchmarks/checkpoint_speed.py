@@ -112,7 +112,9 @@ def measure(mesh: Mesh, directory: Path, root: Path, tokens: int, samples: int, 
     memory = HostMemory()
     begin = time.perf_counter()
     model.prepare_snapshots()
-    model._copies._memory.result()
+    copy_memory = model._copies._memory
+    assert copy_memory is not None
+    copy_memory.result()
     measured.say("memory for the copy made beside the run, seconds", measured.most(time.perf_counter() - begin))
     quiet = min(timed(mesh, step)[0] for _ in range(2))
     measured.say("training step, seconds", measured.most(quiet), 3)

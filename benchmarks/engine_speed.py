@@ -85,7 +85,7 @@ def transformers_engine(mesh: Mesh, directory: Path, names: list[str]) -> dict[s
     return speeds
 
 
-def vllm_engine(mesh: Mesh, directory: Path, layout: str, sets: int, **overrides: Any) -> None:
+def vllm_engine(mesh: Mesh, /, directory: Path, layout: str, sets: int, **overrides: Any) -> None:
     """Start, weight syncs by their parts, tokens a second by set next to vLLM alone, log-probs next to the trainer's.
 
     `own` are arguments of vLLM."""
@@ -295,7 +295,7 @@ def families(*rows: tuple[str, str, str, dict[str, Any]]) -> Callable[[Part], No
         for name, layout, engine, overrides in rows:
             what = f"{name} in process, {layout}, vllm:{engine}{f', {overrides}' if overrides else ''}"
             part.say(what, "")
-            part.measure(what, layout, partial(vllm_engine, **overrides), part.model(name), engine, 1)
+            part.measure(what, layout, vllm_engine, part.model(name), engine, 1, **overrides)
 
     measure.__doc__ = "Mixtures of experts, latent attention, quantization: their weights compared, their log-probs."
     return measure

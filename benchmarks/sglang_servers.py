@@ -321,13 +321,13 @@ def key(part: Part) -> None:
 def rate(part: Part) -> None:
     """Compare tokens per second of SGLang's servers with vLLM's, for Qwen3-1.7B's shape on one GPU and on two."""
     for layout, tp in (("d1", 1), ("t2", 2), ("d2", 1)):
-        speeds = {}
+        speeds: dict[str, dict[str, int]] = {}
         for kind in ("sglang", "vllm"):
             what = f"{kind}, {layout}"
             if find_spec(kind) is None:
                 part.say(what, f"skipped: {kind} is not installed")
             else:
-                speeds[kind] = part.measure(what, layout, rates, part.model("qwen3_1.7b"), kind, tp)
+                speeds[kind] = part.measure(what, layout, rates, part.model("qwen3_1.7b"), kind, tp) or {}
         if speeds.get("sglang") and speeds.get("vllm"):
             ratios = {name: round(speeds["sglang"][name] / speeds["vllm"][name], 3) for name in speeds["vllm"]}
             part.say(f"{layout}: SGLang's tokens a second over vLLM's", ratios)

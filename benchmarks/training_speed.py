@@ -475,13 +475,14 @@ def shared_prefix(part: Part) -> None:
     """Groups of eight samples with 1,024 tokens of prompt and about as many of response: `policy.share_prefix`."""
     sizes = (32768, 8, 1024, 1024) if part.large else (512, 4, 24, 24)
     for name in ("qwen3_0.6b", "qwen3_1.7b"):
-        numbers_of = {}
+        numbers_of: dict[bool, dict[str, Any]] = {}
         for share in (False, True):
             what = f"{name}, prompts {'once' if share else 'for every sample'}"
-            numbers_of[share] = part.measure(what, "d1", groups_step, part.model(name), share, *sizes)
-            if numbers_of[share] is not None:
-                part.say(what, numbers_of[share])
-        if None in numbers_of.values():
+            numbers = part.measure(what, "d1", groups_step, part.model(name), share, *sizes)
+            if numbers is not None:
+                numbers_of[share] = numbers
+                part.say(what, numbers)
+        if len(numbers_of) < 2:
             continue
         alone, shared = numbers_of[False], numbers_of[True]
         part.say(f"{name}, share of tokens saved", round(1 - shared["tokens"] / alone["tokens"], 3))

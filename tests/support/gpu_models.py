@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from fivefold.fsdp.mesh import Mesh as FSDPMesh
     from fivefold.megatron.mesh import Mesh
     from fivefold.megatron.model import MegatronModel
+
+T = TypeVar("T")
 
 
 def is_large(mesh: Mesh | FSDPMesh) -> bool:
@@ -228,7 +230,7 @@ def layer_of_experts(mesh: Mesh):
     return config, experts, x, counts, weights
 
 
-def timed(mesh: Mesh | FSDPMesh, work: Callable[[], Any]) -> tuple[float, Any]:
+def timed(mesh: Mesh | FSDPMesh, work: Callable[[], T]) -> tuple[float, T]:
     """Seconds until the device has done it, and what it returned."""
     synchronize(mesh)
     begin = time.perf_counter()
