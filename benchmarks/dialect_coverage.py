@@ -7,7 +7,7 @@ that are translated, fixed, refused by name, unknown; and the share of configura
 the machine by hosts with enough GPUs, vLLM and SGLang: what is left are the configuration's own faults and what is not
 supported.
 
-Example: `python benchmarks/dialect_coverage.py configs verl --show 20` lists the most frequent reasons too.
+Example: `python benchmarks/dialect_coverage.py DIRECTORY verl --show 20` lists the most frequent reasons too.
 """
 
 from __future__ import annotations
