@@ -35,6 +35,7 @@ from fivefold.config.learners import OffloadConfig
 from fivefold.interfaces import EngineState
 from fivefold.types import Completion, Request
 from tests.support.gpu_models import build, is_large, step_batch, timed
+from tests.support.shards import shard_of_replica
 from tests.support.two_steps import OBJECTIVE
 
 OWN = json.loads(os.environ.get("SGLANG_ARGUMENTS", "{}"))
