@@ -7,8 +7,10 @@ import json
 import re
 from pathlib import Path
 
+import psutil
 import pytest
 
+from benchmarks.all_on_gpus import Job, run
 from benchmarks.engine_limit import GROUPS
 from tests.support.commands import python
 
@@ -152,3 +154,24 @@ def test_the_limit_of_an_engine_is_measured_alone_and_in_ours(tmp_path):
         rates_of_row = json.loads(compared)
         assert (rates_of_row["vllm_alone"], rates_of_row["ours"]) == (rates["plain", sequences], rates["after", sequences])
         assert rates_of_row["of_alone"] == pytest.approx(rates_of_row["ours"] / rates_of_row["vllm_alone"], abs=1e-3)
+
+
+def test_jobs_for_gpus_run_one_after_the_other_within_their_time(tmp_path):
+    """One that runs on a CPU too; the others are named with the reason why they were not measured."""
+    done = python(BENCHMARKS / "all_on_gpus.py", tmp_path, "fsdp-one", "fsdp-two", "long", "--gpus", 1, "--seconds", 400)
+    endings = done.stdout.splitlines()[-3:]
+    assert re.fullmatch(r"fsdp-one +ended well after \d+ s", endings[0]), done.stdout + done.stderr
+    assert [ending.split(maxsplit=1)[1] for ending in endings[1:]] == ["not measured: needs 2 GPUs, 1 are there"] * 2
+    assert done.returncode == 1 and "hardware: 1 x CPU" in (tmp_path / "fsdp-one.txt").read_text()
+
+
+def test_a_job_that_takes_too_long_is_ended_with_what_it_started(tmp_path):
+    (tmp_path / "sleep.py").write_text(
+        "import subprocess, sys\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+        "print(child.pid, flush=True)\nchild.wait()\n"
+    )
+    job = Job("sleep", 1, 2.0, f"{tmp_path}/sleep.py")
+    assert run(job, tmp_path, 2.0, {}) == "cut off at its limit"
+    child = int((tmp_path / "sleep.txt").read_text())
+    assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
