@@ -76,14 +76,6 @@ def test_tensors_go_from_half_of_the_ranks_to_the_others():
     assert senders == ["1", "2"]
 
 
-@pytest.mark.vllm
-def test_whole_syncs_reach_servers_on_other_devices():
-    """Servers of vLLM for one layout and for shards of it, over the wire, staged, and through shared memory."""
-    shown = printed("wire_sync.py", "servers", "--seconds", 1500)
-    for how in ("over the wire", "staged", "shared memory"):
-        assert len(re.findall(rf'^    {how}: {{"senders": 2, .*"finish_weights": .*"broadcast": ', shown, re.M)) == 2, how
-
-
 def test_a_checkpoint_is_loaded_as_it_was_saved_between_steps():
     shown = printed("checkpoint_speed.py", "one", "--seconds", 600)
     assert "\nok   what was loaded is what was saved: true\n" in shown
