@@ -82,6 +82,15 @@ def test_a_checkpoint_is_loaded_as_it_was_saved_between_steps():
     assert shown.count("GB a second: ") == 3 and shown.count("pause in seconds, below") == 2
 
 
+def test_parts_of_a_training_step_are_measured_one_by_one():
+    parts = ("critic", "experts", "shared-prefix", "offload", "deterministic")
+    shown = printed("training_speed.py", *parts, "--seconds", 600)
+    assert shown.count("\nok   log-probs are those of samples alone: ") == 2
+    assert re.search(r'^ok   memory is as estimated: {"peak_gib": ', shown, re.M)
+    assert re.search(r'^experts, TFLOP/s: {"grouped": ', shown, re.M) and re.search(r'^offload: {"gib": ', shown, re.M)
+    assert len(re.findall(r'^qwen3(?:_moe)?, deterministic: {.*"same_bits": true', shown, re.M)) == 2
+
+
 def test_steps_of_fsdp_layouts_are_compared_with_other_trainers():
     shown = printed("fsdp_speed.py", "--seconds", 600)
     for what in ("transformers", "fsdp:d1", "megatron:d1", "fsdp:d2", "megatron:d2 and megatron:t2", "weights of fsdp:d2"):
