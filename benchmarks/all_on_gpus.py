@@ -81,7 +81,12 @@ def run(job: Job, out: Path, seconds: float, places: dict[str, str]) -> str:
         )  # fmt: skip
         assert process.stdout is not None
         is_late = threading.Event()
-        limit = threading.Timer(seconds, lambda: (is_late.set(), end(process)))
+
+        def stop() -> None:
+            is_late.set()
+            end(process)
+
+        limit = threading.Timer(seconds, stop)
         limit.start()
         try:
             for line in process.stdout:
