@@ -272,6 +272,23 @@ def test_a_server_that_says_nothing_any_more_is_lost(monkeypatch):
     assert sorted(one.request_id for one in completions) == list(range(40)) and lost == {0}
 
 
+def test_servers_that_are_stopped_together_are_probed_at_once(monkeypatch):
+    """A probe of a stopped process waits for 10 s: servers of a host that is lost would be given up one after the other."""
+    monkeypatch.setattr(module, "_SILENCE", 0.05)
+    running, together = set[InMemory](), set[int]()
+
+    class Stopped(InMemory):
+        def progress(self) -> None:
+            running.add(self)
+            time.sleep(0.2)
+            together.add(len(running))
+            running.remove(self)
+
+    completions, lost = routed([*(Stopped(deaf_after=0) for _ in range(3)), InMemory(0.001)], asked(10))
+    assert sorted(one.request_id for one in completions) == list(range(40)) and lost == {0, 1, 2}
+    assert max(together) == 3
+
+
 def test_a_server_that_is_slow_is_not_lost(monkeypatch):
     monkeypatch.setattr(module, "_SILENCE", 0.02)
     completions, lost = routed([InMemory(0.5)], asked(1, per_prompt=1))
