@@ -452,3 +452,30 @@ def test_whatever_is_killed_no_process_and_no_shared_memory_stays(model, tmp_pat
     assert alive == [], [process.cmdline() for process in alive]
     # Python's tracker removes what a killed process had under a name, a moment later.
     wait_for(lambda: not any(block.exists() for block in blocks))
+
+
+def is_there(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_starting_server_that_ends_with_its_tracker_leaves_nothing_over(model, tmp_path, number):
+    """Killed, as for lack of memory, or stopped and then ended by its rank: Python's tracker removes nothing any more."""
+    server = server_of(model, tmp_path / "log")
+    server.start()
+    group = server._process.pid
+    # Before it is ready, names of semaphores are needed: processes that it starts open them by name.
+    wait_for(lambda: bool(named_blocks(process.pid for process in server._family())), server._process)
+    blocks = named_blocks(process.pid for process in server._family())
+    os.killpg(group, number)
+    if number == signal.SIGKILL:
+        server._process.wait()
+        assert any(block.exists() for block in blocks)
+    server.end()
+    wait_for(lambda: not is_there(group))
+    assert not any(block.exists() for block in blocks)
+    server.close()
