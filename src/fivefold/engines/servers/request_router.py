@@ -136,11 +136,19 @@ class RequestStream:
         return self._router.pressure
 
 
+def _report(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """Reports the error of a callback."""
+    # anyio raises it where a socket has news just when the request that waits for them is cancelled, and nothing is lost.
+    if not isinstance(context.get("exception"), asyncio.InvalidStateError):
+        loop.default_exception_handler(context)
+
+
 class _LoopThread:
     """An event loop in a thread of its own."""
 
     def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()
+        self._loop.set_exception_handler(_report)
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def _run(self) -> None:
