@@ -65,11 +65,11 @@ def picture(curves: dict[tuple[int, str], list[tuple[int, float]]]) -> str:
         color, dashes = COLORS[column], f' stroke-dasharray="{("", "5 3", "2 3")[row]}"' if row else ""
         line = " ".join(place(*point) for point in points)
         parts.append(f'<polyline points="{line}" fill="none" stroke="{color}" stroke-width="1.8"{dashes}/>')
-        x, y = LEFT + column * 145, 20 + 14 * row
+        left, top = LEFT + column * 145, 20 + 14 * row
         label = html.escape(f"k = {age}, {correction} {points[-1][1]:.2f}")
-        parts.append(f'<text x="{x}" y="{y}" style="fill:{color}">{label}</text>')
+        parts.append(f'<text x="{left}" y="{top}" style="fill:{color}">{label}</text>')
         if dashes:
-            parts.append(f'<line x1="{x - 16}" x2="{x - 3}" y1="{y - 4}" y2="{y - 4}" stroke="{color}"{dashes}/>')
+            parts.append(f'<line x1="{left - 16}" x2="{left - 3}" y1="{top - 4}" y2="{top - 4}" stroke="{color}"{dashes}/>')
     style = "text{font:11px system-ui,sans-serif;fill:#6b7280}.page{fill:#fff;stroke:#d1d5db}"
     dark = "@media (prefers-color-scheme:dark){.page{fill:#0d1117;stroke:#30363d}}"
     return (

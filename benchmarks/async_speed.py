@@ -57,11 +57,11 @@ def rank(config: str) -> int:
     """One rank of a run whose requests have limits of their own."""
     original = Request.__init__
 
-    def limited(self: Request, id: int, prompt_ids: list[int], sampling: Any, seed: int) -> None:
+    def limited(self: Request, id: int, prompt_ids: list[int], sampling: Any, seed: int, *turn: Any, **named: Any) -> None:
         if sampling.max_tokens == LONGEST:
             # A request for the rest of a response has its limit.
             sampling = replace(sampling, max_tokens=length_of(seed))
-        original(self, id, prompt_ids, sampling, seed)
+        original(self, id, prompt_ids, sampling, seed, *turn, **named)
 
     Request.__init__ = limited  # type: ignore[method-assign]
     from fivefold.cli import main

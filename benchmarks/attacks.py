@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -27,7 +27,7 @@ from typing import Any
 
 import psutil
 
-from fivefold.checkpoint.checkpoints import find_corruption
+from fivefold.checkpoint.manifest import find_corruption
 from tests.support import fuzz, hostile, kills
 from tests.support.commands import Command
 from tests.support.hostile_rewards import Rewards
@@ -177,8 +177,8 @@ class Kills(Attack):
     """A run that is harmed, resumed elsewhere and harmed again has the numbers of one that nothing touched."""
 
     settings: Mapping[str, tuple[str, ...]] = {}
-    layouts = kills.LAYOUTS
-    methods = tuple(sorted(kills.METHODS))
+    layouts: Sequence[str] = kills.LAYOUTS
+    methods: Sequence[str] = tuple(sorted(kills.METHODS))
     faults: Mapping[str, kills.Fault] = kills.FAULTS
     at_most = _FAULTS_A_RUN
 

@@ -93,11 +93,12 @@ def train_with_trl(path: Path, changes: list[str], run_dir: Path) -> None:
     config = RunConfig.from_yaml(path, changes)
     data, algorithm, optimizer = config.data, config.algorithm, config.policy.optimizer
     (name,) = config.reward.functions
-    score = load_user_code(name) if is_user_code(name) else BUILT_IN[name].function
+    score: Any = load_user_code(name) if is_user_code(name) else BUILT_IN[name].function
     rows = {kind: _rows(files) for kind, files in (("train", data.train), ("val", data.val))}
     rows["val"] = rows["val"][: config.eval.max_prompts]
     clock, on_gpu = Clock(), config.trainer.device == "cuda"
     run_dir.mkdir(parents=True, exist_ok=True)
+    assert config.trainer.steps is not None
     samples, updates = data.prompts_per_step * algorithm.group_size, algorithm.updates_per_step
     limit = data.max_prompt_tokens + data.max_response_tokens
     at_once = min(samples // updates, 2 ** int(math.log2(max(1, config.policy.tokens_per_micro_batch // limit))))
@@ -114,7 +115,7 @@ def train_with_trl(path: Path, changes: list[str], run_dir: Path) -> None:
                 return super()._generate_and_score_completions(inputs)
 
         def _generate_single_turn(self, *arguments, **named):
-            if self.use_vllm and self.state.global_step != self._last_loaded_step:
+            if self.use_vllm and self.state.global_step != self._last_loaded_step:  # type: ignore[has-type]
                 with clock.stage("weight_sync"):
                     self.vllm_generation.sync_weights()
                 self._last_loaded_step = self.state.global_step

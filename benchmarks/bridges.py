@@ -9,6 +9,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
@@ -18,6 +19,9 @@ from tests.support.cluster import Cluster
 from tests.support.tiny_models import make_model
 from tests.support.zygote import zygote
 
+if TYPE_CHECKING:
+    from fivefold.megatron.mesh import Mesh
+
 MODELS = {
     "qwen3": {"vocab_size": 8000, "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 24},
     "qwen3_moe": {"hidden_size": 128, "moe_intermediate_size": 64, "num_hidden_layers": 8, "num_experts": 64},
@@ -25,7 +29,7 @@ MODELS = {
 ROUNDS = 2
 
 
-def seconds(mesh, kind: str, directory: Path) -> dict[str, float]:
+def seconds(mesh: Mesh, kind: Any, directory: Path) -> dict[str, float]:
     """Least CPU seconds of `ROUNDS` for building the model with its weights, and for streaming all of them."""
     from fivefold.config.learners import MegatronConfig, PolicyConfig
     from fivefold.megatron.model import MegatronModel

@@ -16,13 +16,12 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
 import psutil
-import torch
 
 from benchmarks.harness import Part, run
 from fivefold.backend.sharded_files import Piece
@@ -32,6 +31,10 @@ from fivefold.megatron import dist_checkpoint
 from tests.support.gpu_models import build, random_batch, synchronize, timed
 from tests.support.shards import shard_of_replica
 from tests.support.two_steps import OBJECTIVE
+
+if TYPE_CHECKING:
+    from fivefold.megatron.mesh import Mesh
+    from fivefold.megatron.model import MegatronModel
 
 BLOCK = 16 << 20
 """Bytes that a plain writer writes at once."""
@@ -49,11 +52,12 @@ DIFFER = "ranks that loaded other numbers than were saved"
 class Measured:
     """What the ranks find, printed by the first of them as it comes."""
 
-    def __init__(self, mesh) -> None:
-        self.mesh, self.ranks, self.found = mesh, mesh.ranks, {}
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh, self.ranks = mesh, mesh.ranks
+        self.numbers: dict[str, float] = {}
 
     def say(self, what: str, value: float, digits: int = 2) -> None:
-        self.found[what] = value
+        self.numbers[what] = value
         if self.ranks.is_main:
             print(f"  {what}: {value:,.{digits}f}", flush=True)
 
@@ -94,7 +98,7 @@ class HostMemory:
         self._thread.join()
 
 
-def measure(mesh, directory: Path, root: Path, tokens: int, samples: int, length: int) -> dict[str, float]:
+def measure(mesh: Mesh, directory: Path, root: Path, tokens: int, samples: int, length: int) -> dict[str, float]:
     """Write plainly, save in the background and waited for, load; raises ValueError where the disk is too small."""
     measured, ranks = Measured(mesh), mesh.ranks
     seconds, model = timed(mesh, lambda: build(mesh, directory, "bfloat16", tokens))
@@ -108,7 +112,9 @@ def measure(mesh, directory: Path, root: Path, tokens: int, samples: int, length
     memory = HostMemory()
     begin = time.perf_counter()
     model.prepare_snapshots()
-    model._copies._memory.result()
+    copy_memory = model._copies._memory
+    assert copy_memory is not None
+    copy_memory.result()
     measured.say("memory for the copy made beside the run, seconds", measured.most(time.perf_counter() - begin))
     quiet = min(timed(mesh, step)[0] for _ in range(2))
     measured.say("training step, seconds", measured.most(quiet), 3)
@@ -124,14 +130,14 @@ def measure(mesh, directory: Path, root: Path, tokens: int, samples: int, length
     plain = plain_writers(measured, root, share)
     background(measured, memory, model, root, step, share, size, plain)
     waited(measured, model, root, size, plain)
-    return measured.found
+    return measured.numbers
 
 
 def plain_writers(measured: Measured, root: Path, share: int) -> float:
     """GB a second of as many processes as there are ranks, each of which writes bytes into a file and syncs it."""
     share = min(share, PLAIN)
     path = root / f"plain-{measured.ranks.rank}"
-    block = memoryview(torch.randint(0, 256, (BLOCK,), dtype=torch.uint8).numpy())
+    block = memoryview(os.urandom(BLOCK))
 
     def write() -> None:
         with path.open("wb", buffering=0) as file:
@@ -154,7 +160,7 @@ def saved(measured: Measured, root: Path) -> Iterator[Callable[[Any, bool], Savi
     checkpoints = Checkpoints(root, keep=1)
     state = RunState(step=1, version=1, layout=str(measured.mesh.layout), rollouts={}, kl_coef=0.0)
 
-    def begin(model: Any, in_background: bool) -> Saving:
+    def begin(model: MegatronModel, in_background: bool) -> Saving:
         parts = {"policy": model.snapshot(copies=in_background)}
         return Saving(checkpoints, state, parts, measured.ranks, "", in_background)
 
@@ -170,7 +176,7 @@ def saved(measured: Measured, root: Path) -> Iterator[Callable[[Any, bool], Savi
 def background(
     measured: Measured,
     memory: HostMemory,
-    model: Any,
+    model: MegatronModel,
     root: Path,
     step: Callable[[], None],
     share: int,
@@ -208,7 +214,7 @@ def background(
         measured.say(DIFFER, measured.sum(float(before != state_of(model, mesh))), 0)
 
 
-def waited(measured: Measured, model: Any, root: Path, size: float, plain: float) -> None:
+def waited(measured: Measured, model: MegatronModel, root: Path, size: float, plain: float) -> None:
     with saved(measured, root) as begin, HostMemory() as memory:
         seconds, _ = timed(measured.mesh, lambda: begin(model, False).finish(wait=True))
         seconds = measured.most(seconds)
@@ -218,13 +224,13 @@ def waited(measured: Measured, model: Any, root: Path, size: float, plain: float
     measured.say("... host memory of a rank, GB", measured.most(memory.peak[0]) / 1e9, 3)
 
 
-def pieces_of(model: Any, mesh) -> list[Piece]:
+def pieces_of(model: MegatronModel, mesh: Mesh) -> list[Piece]:
     """What this rank writes."""
     with mesh.active():
         return dist_checkpoint.share_of(model._chunks, model._updater, mesh).pieces
 
 
-def state_of(model: Any, mesh) -> list[float]:
+def state_of(model: MegatronModel, mesh: Mesh) -> list[float]:
     """A number for each piece of this rank's parameters and moments, which changes when they do."""
     return [float(piece.values.double().abs().sum()) for piece in pieces_of(model, mesh)]
 

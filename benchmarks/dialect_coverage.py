@@ -7,7 +7,7 @@ that are translated, fixed, refused by name, unknown; and the share of configura
 the machine by hosts with enough GPUs, vLLM and SGLang: what is left are the configuration's own faults and what is not
 supported.
 
-Example: `python benchmarks/dialect_coverage.py configs verl --show 20` lists the most frequent reasons too.
+Example: `python benchmarks/dialect_coverage.py DIRECTORY verl --show 20` lists the most frequent reasons too.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def is_left_out(record: dict[str, Any]) -> bool:
     return record["kind"] in OTHER_KINDS or is_other or is_program
 
 
-class _Standing(dict):  # type: ignore[type-arg]
+class _Standing(dict[str, str]):
     """Variables that stand open: paths, 8 of GPUs and nodes, or 1 where another number is needed."""
 
     def __contains__(self, name: object) -> bool:
@@ -262,7 +262,8 @@ def faults(translation: Translation, directory: Path) -> list[str]:
         ),
     )
     # Memory is the model's matter, and the model is a stand-in, without tensors.
-    many, any_size = {"visible_gpus": lambda: 1 << 20}, {"device_of": lambda config: None}
+    many: dict[str, Any] = {"visible_gpus": lambda: 1 << 20}
+    any_size: dict[str, Any] = {"device_of": lambda config: None}
     with (
         patch.multiple("fivefold.plan.devices", **many),
         patch.multiple("fivefold.plan.engine_placement", **many),

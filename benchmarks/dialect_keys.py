@@ -22,6 +22,7 @@ sys.path[:0] = [str(SOURCE), str(ROOT)]
 
 from fivefold.config.dialect import find_system  # noqa: E402
 from fivefold_dialects import SYSTEMS  # noqa: E402
+from fivefold_dialects.system import System  # noqa: E402
 from tests.eras import eras  # noqa: E402
 
 ROOTS = {
@@ -87,12 +88,14 @@ def of_system(directory: Path, system: str) -> set[str]:
 
 def behind_wildcards(system: str, keys: set[str]) -> set[str]:
     """Those that have no row of their own."""
-    tables = find_system(system).tables
+    dialect = find_system(system)
+    assert isinstance(dialect, System)
 
     def is_behind(key: str) -> bool:
         plain = key.replace(".**", ".x").replace(".*", ".x")
         return any(
-            plain not in table.exact and any(pattern.fullmatch(plain) for pattern, _ in table.patterns) for table in tables
+            plain not in table.exact and any(pattern.fullmatch(plain) for pattern, _ in table.patterns)
+            for table in dialect.tables
         )
 
     return {key for key in keys if is_behind(key)}

@@ -301,7 +301,7 @@ def arguments_of(config: dict[str, Any], group: Group, dry: bool, tokens: int) -
     block = 128 if dry else 64
     longest = -(-tokens // block) * block
     cache = int(1.1 * most * longest * token)
-    options = {"dtype": "float32" if dry else "bfloat16", "max_model_len": longest, "max_num_seqs": most}
+    options: dict[str, Any] = {"dtype": "float32" if dry else "bfloat16", "max_model_len": longest, "max_num_seqs": most}
     options |= {"skip_tokenizer_init": True, "seed": 0, "kv_cache_memory_bytes": cache}
     if dry:
         return options | {"enforce_eager": True, "enable_chunked_prefill": False, "max_num_batched_tokens": 4096}

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
@@ -37,6 +37,10 @@ from fivefold.layout import ParallelLayout
 from fivefold.models.config_json import read_config
 from fivefold.types import Completion, Request, Sampling, TokenBatch
 from tests.support.gpu_models import build, is_large, timed
+
+if TYPE_CHECKING:
+    from fivefold.megatron.mesh import Mesh
+    from fivefold.megatron.model import MegatronModel
 
 TOKENIZER = SimpleNamespace(eos_token_id=None)
 
@@ -67,7 +71,7 @@ def tokens_of(completions: list[Completion]) -> int:
 # --- what runs on a rank ---------------------------------------------------------------------------------------------
 
 
-def transformers_engine(mesh, directory: Path, names: list[str]) -> dict[str, Any]:
+def transformers_engine(mesh: Mesh, directory: Path, names: list[str]) -> dict[str, Any]:
     """Tokens a second by set."""
     from fivefold.engines.transformers import TransformersEngine
 
@@ -81,7 +85,7 @@ def transformers_engine(mesh, directory: Path, names: list[str]) -> dict[str, An
     return speeds
 
 
-def vllm_engine(mesh, directory: Path, layout: str, sets: int, **overrides: Any) -> None:
+def vllm_engine(mesh: Mesh, /, directory: Path, layout: str, sets: int, **overrides: Any) -> None:
     """Start, weight syncs by their parts, tokens a second by set next to vLLM alone, log-probs next to the trainer's.
 
     `own` are arguments of vLLM."""
@@ -133,7 +137,7 @@ def vllm_engine(mesh, directory: Path, layout: str, sets: int, **overrides: Any)
         tell(mesh, "sleep", {"seconds": round(seconds, 3), "freed_gib": round(freed, 1)})
 
 
-def vllm_servers(mesh, directory: Path, layout: str, sets: int) -> None:
+def vllm_servers(mesh: Mesh, directory: Path, layout: str, sets: int) -> None:
     """The same with servers in processes of their own, on the same devices."""
     from fivefold.engines.servers.server_engine import ServerEngine
     from fivefold.engines.vllm.client import VLLMServer
@@ -212,13 +216,13 @@ def arguments(directory: Path, large: bool) -> dict[str, Any]:
     return options | ({"gpu_memory_utilization": 0.6} if large else {"kv_cache_memory_bytes": 64 << 20})
 
 
-def tell(mesh, what: str, numbers: Any) -> None:
+def tell(mesh: Mesh, what: str, numbers: Any) -> None:
     """Print a result as it comes."""
     if mesh.ranks.is_main:
         print(f"    {what}: {json.dumps(numbers)}", flush=True)
 
 
-def synced(mesh, model, engine, version: int, verified: bool | None = None) -> dict[str, Any]:
+def synced(mesh: Mesh, model: MegatronModel, engine: Any, version: int, verified: bool | None = None) -> dict[str, Any]:
     """Seconds of a sync by its parts, from a sleeping engine to one that can sample; from the third on as after an
     update, with the parameters on the device. `verified`: whether weights are compared (default: in every other sync)."""
     there = version >= 2
@@ -246,7 +250,7 @@ def synced(mesh, model, engine, version: int, verified: bool | None = None) -> d
     return {name: round(value, 3) for name, value in seconds.items()} | where
 
 
-def logprob_gap(model, requests: list[Request], completions: list[Completion]) -> dict[str, float]:
+def logprob_gap(model: MegatronModel, requests: list[Request], completions: list[Completion]) -> dict[str, float]:
     """Of the engine's log-probs to the trainer's, by token."""
     completion_of = {one.request_id: one for one in completions}
     tokens, mask, theirs, lengths = [], [], [], []
@@ -291,7 +295,7 @@ def families(*rows: tuple[str, str, str, dict[str, Any]]) -> Callable[[Part], No
         for name, layout, engine, overrides in rows:
             what = f"{name} in process, {layout}, vllm:{engine}{f', {overrides}' if overrides else ''}"
             part.say(what, "")
-            part.measure(what, layout, partial(vllm_engine, **overrides), part.model(name), engine, 1)
+            part.measure(what, layout, vllm_engine, part.model(name), engine, 1, **overrides)
 
     measure.__doc__ = "Mixtures of experts, latent attention, quantization: their weights compared, their log-probs."
     return measure

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
@@ -24,20 +24,27 @@ from tests.support.gpu_models import build, random_batch, timed
 from tests.support.shards import shard_of_replica
 from tests.support.two_steps import OBJECTIVE
 
+if TYPE_CHECKING:
+    from fivefold.fsdp.mesh import Mesh as FSDPMesh
+    from fivefold.fsdp.model import FSDPModel
+    from fivefold.megatron.mesh import Mesh
+
 FASTER, SHARE, MARGIN, STREAM_SECONDS = 1.25, 0.8, 0.1, 1.0
 """Lowest speed relative to transformers on one GPU and to Megatron-Core on two, largest error of the memory estimate, and
 most
 seconds to stream 8B parameters."""
 
 
-def fsdp_model(mesh, directory: Path, tokens: int, **options: Any):
+def fsdp_model(mesh: FSDPMesh, directory: Path, tokens: int, **options: Any) -> FSDPModel:
     from fivefold.fsdp.model import FSDPModel
 
     policy = PolicyConfig(dtype="bfloat16", tokens_per_micro_batch=tokens, optimizer=OptimizerConfig(lr=1e-5), **options)
     return FSDPModel(directory, policy, mesh, total_updates=100)
 
 
-def fsdp_step(mesh, directory: Path, tokens: int, samples: int, length: int, recompute: str = "none") -> dict[str, float]:
+def fsdp_step(
+    mesh: FSDPMesh, directory: Path, tokens: int, samples: int, length: int, recompute: str = "none"
+) -> dict[str, float]:
     """Return the steady time of a training step on `fsdp:`, tokens per second and peak memory."""
     model = fsdp_model(mesh, directory, tokens, recompute=recompute)
     mine = random_batch(samples, length, model.spec.vocab).select(shard_of_replica(mesh.ranks, range(samples)))
@@ -50,7 +57,7 @@ def fsdp_step(mesh, directory: Path, tokens: int, samples: int, length: int, rec
     }
 
 
-def megatron_step(mesh, directory: Path, tokens: int, samples: int, length: int) -> dict[str, float]:
+def megatron_step(mesh: Mesh, directory: Path, tokens: int, samples: int, length: int) -> dict[str, float]:
     """Return the steady time of a training step on Megatron-Core with whole layers recomputed, tokens per second and peak
     memory."""
     model = build(mesh, directory, "bfloat16", tokens, recompute="full")
@@ -64,7 +71,7 @@ def megatron_step(mesh, directory: Path, tokens: int, samples: int, length: int)
     }
 
 
-def stream(mesh, directory: Path) -> dict[str, float]:
+def stream(mesh: FSDPMesh, directory: Path) -> dict[str, float]:
     """Return the seconds in which every rank receives all weights as full tensors."""
     model = fsdp_model(mesh, directory, 1024)
     seconds = min(timed(mesh, lambda: sum(tensor.numel() for _, tensor in model.weights()))[0] for _ in range(3))

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
@@ -31,6 +31,10 @@ from fivefold.engines.sampling import request_seed
 from fivefold.types import Completion, Request, Sampling, TokenBatch
 from tests.support.gpu_models import is_large, sizes, write_model
 from tests.support.two_steps import POLICY
+
+if TYPE_CHECKING:
+    from fivefold.megatron.mesh import Mesh
+    from fivefold.megatron.model import MegatronModel
 
 TEXTS = (
     "What is the capital of France, and which river flows through it?",
@@ -119,14 +123,14 @@ def requests_of(prompts: list[list[int]], responses: int, tokens: int) -> list[R
     return [Request(i, prompt, sampling, request_seed((i,))) for i, prompt in enumerate(rows)]
 
 
-def transformers_engine(mesh, directory: Path, dtype: str) -> Any:
+def transformers_engine(mesh: Mesh, directory: Path, dtype: str) -> Any:
     from fivefold.engines.transformers import TransformersEngine
 
     tokenizer = SimpleNamespace(eos_token_id=None)
     return TransformersEngine(directory, tokenizer, mesh.device, getattr(torch, dtype), 128)
 
 
-def vllm_engine(mesh, directory: Path, dtype: str) -> Any:
+def vllm_engine(mesh: Mesh, directory: Path, dtype: str) -> Any:
     from benchmarks.engine_speed import TOKENIZER, arguments
     from fivefold.engines.vllm.engine import VLLMEngine
     from fivefold.layout import ParallelLayout
@@ -134,10 +138,12 @@ def vllm_engine(mesh, directory: Path, dtype: str) -> Any:
     settings = arguments(directory, is_large(mesh)) | {"dtype": dtype, "enforce_eager": True}
     if is_large(mesh):
         settings["gpu_memory_utilization"] = 0.5
-    return VLLMEngine(directory, TOKENIZER, ParallelLayout.parse("vllm:d1t1"), 0, mesh.device, settings)
+    return VLLMEngine(
+        directory, TOKENIZER, ParallelLayout.parse("vllm:d1t1"), 0, mesh.device, settings, verify_every=0, can_sleep=False
+    )
 
 
-def measured(model, requests: list[Request], completions: list[Completion]) -> dict[str, Any]:
+def measured(model: MegatronModel, requests: list[Request], completions: list[Completion]) -> dict[str, Any]:
     """Statistics of the engine's log-probs next to the trainer's."""
     completion_of = {one.request_id: one for one in completions}
     tokens, mask, engine, lengths = [], [], [], []
@@ -181,7 +187,7 @@ def digits(value: Any) -> float:
     return float(f"{float(value):.3g}")
 
 
-def rows(mesh, directory: Path, dtype: str, names: list[str], seconds: float) -> None:
+def rows(mesh: Mesh, directory: Path, dtype: Any, names: list[str], seconds: float) -> None:
     """Print the statistics of each fault, as far as time allows."""
     from dataclasses import replace
 
@@ -222,7 +228,7 @@ def has_vllm() -> bool:
     return True
 
 
-def write_peaked(mesh, name: str, directory: Path) -> None:
+def write_peaked(mesh: Mesh, name: str, directory: Path) -> None:
     """A random model whose distributions are as peaked as those of published ones."""
     import transformers
 
@@ -256,7 +262,7 @@ FAULTS: dict[str, tuple[Callable[..., Any], Fault, Callable[[Path], Path], Calla
 DENSE = [name for name in FAULTS if not name.startswith("routers")]
 
 
-def convert(mesh, gguf: str, directory: Path) -> None:
+def convert(mesh: Mesh, gguf: str, directory: Path) -> None:
     """A published model as Hugging Face files in bfloat16, with prompts of its chat."""
     import transformers
 
@@ -276,7 +282,9 @@ def convert(mesh, gguf: str, directory: Path) -> None:
 # --- parts -----------------------------------------------------------------------------------------------------------
 
 
-def random_weights(name: str, write: Callable[..., None] = write_model, **dtypes: list[str]) -> Callable[[Part], None]:
+def random_weights(
+    name: str, dtypes: dict[str, list[str]], write: Callable[..., None] = write_model
+) -> Callable[[Part], None]:
     def measure(part: Part) -> None:
         for dtype, names in dtypes.items():
             part.measure(name, "d1", rows, part.model(name, write), dtype, names, part.left - 5)
@@ -304,11 +312,11 @@ def _published(gguf: Path, part: Part) -> None:
 EXPERTS = {"float32": ["healthy", "routers' scores rounded", "a layer's weights stale"], "bfloat16": DENSE[:2]}
 
 PARTS: dict[str, Callable[[Part], None]] = {
-    "experts": random_weights("qwen3_moe", **EXPERTS),
-    "peaked-experts": random_weights("qwen3_moe", write_peaked, **EXPERTS),
-    "0.6b": random_weights("qwen3_0.6b", bfloat16=DENSE, float32=["healthy", "rope base / 100", "healthy, vLLM"]),
-    "1.7b": random_weights("qwen3_1.7b", bfloat16=DENSE),
-    "8b": random_weights("qwen3_8b", bfloat16=DENSE),
+    "experts": random_weights("qwen3_moe", EXPERTS),
+    "peaked-experts": random_weights("qwen3_moe", EXPERTS, write_peaked),
+    "0.6b": random_weights("qwen3_0.6b", {"bfloat16": DENSE, "float32": ["healthy", "rope base / 100", "healthy, vLLM"]}),
+    "1.7b": random_weights("qwen3_1.7b", {"bfloat16": DENSE}),
+    "8b": random_weights("qwen3_8b", {"bfloat16": DENSE}),
 }
 
 

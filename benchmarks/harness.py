@@ -12,8 +12,9 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 import yaml
@@ -24,14 +25,21 @@ from tests.support.cluster import Cluster
 from tests.support.gpu_models import scratch, write_model
 from tests.support.zygote import zygote
 
+if TYPE_CHECKING:
+    from fivefold.fsdp.mesh import Mesh as FSDPMesh
+    from fivefold.megatron.mesh import Mesh
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def hardware(mesh) -> str:
+def hardware(mesh: Mesh) -> str:
     return torch.cuda.get_device_name() if mesh.device.type == "cuda" else "CPU"
 
 
-def peak_gib(mesh) -> float:
+def peak_gib(mesh: Mesh | FSDPMesh) -> float:
     """Return the peak of device memory in this process, in GiB, which measures one thing only."""
     return torch.cuda.max_memory_allocated() / 2**30 if mesh.device.type == "cuda" else 0.0
 
@@ -58,13 +66,17 @@ class Part:
         self.failed += not holds
         self.say(f"{'ok  ' if holds else 'FAIL'} {what}", value)
 
-    def measure(self, what: str, layout: str, function: Callable[..., Any], *arguments: Any) -> Any:
+    def measure(
+        self, what: str, layout: str, function: Callable[Concatenate[Any, P], T], *arguments: P.args, **named: P.kwargs
+    ) -> T | None:
         """Run a function on new ranks, so that its peak of memory is measured alone, and return the first rank's result;
         None if it failed."""
-        results = self.measure_all(what, layout, function, *arguments)
-        return results and results[0]
+        results = self.measure_all(what, layout, function, *arguments, **named)
+        return None if results is None else results[0]
 
-    def measure_all(self, what: str, layout: str, function: Callable[..., Any], *arguments: Any) -> list[Any] | None:
+    def measure_all(
+        self, what: str, layout: str, function: Callable[Concatenate[Any, P], T], *arguments: P.args, **named: P.kwargs
+    ) -> list[T] | None:
         """Run a function on new ranks and return the results of all of them, in order."""
         layout = layout if ":" in layout else f"megatron:{layout}"
         world, left = ParallelLayout.parse(layout).world_size, self.left
@@ -74,7 +86,7 @@ class Part:
             self.say(what, OVER)
         else:
             try:
-                return self._cluster.run(function, layout, *arguments, seconds=left)
+                return self._cluster.run(partial(function, **named), layout, *arguments, seconds=left)
             except (RuntimeError, TimeoutError) as error:
                 self.claim(what, False, " / ".join(str(error).strip().splitlines()[-2:]))
         return None

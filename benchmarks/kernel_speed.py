@@ -10,7 +10,7 @@ import importlib.util
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
@@ -20,6 +20,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.harness import Part, run
+
+if TYPE_CHECKING:
+    from fivefold.megatron.mesh import Mesh
 
 VOCABULARY, WIDTH, FFN, HEADS, GROUPS, HEAD = 151936, 2048, 6144, 16, 8, 128
 TOKENS = 16384
@@ -51,7 +54,7 @@ def random(*shape: int, grad: bool = False) -> Tensor:
 # --- what runs on a rank ---------------------------------------------------------------------------------------------
 
 
-def head(mesh) -> dict[str, Any]:
+def head(mesh: Mesh) -> dict[str, Any]:
     """TFLOP/s of the vocabulary's products and TB/s of the two passes over logits, by tokens in a chunk."""
     weight, buffer = random(VOCABULARY, WIDTH), torch.zeros(VOCABULARY, WIDTH, device="cuda")
     return {f"{rows} tokens": chunk(rows, weight, buffer) for rows in (441, 1767, 3534, 7068)}
@@ -78,7 +81,7 @@ def chunk(rows: int, weight: Tensor, buffer: Tensor) -> dict[str, float]:
     return {name: round(size / milliseconds(one) * 1e3, 2) for name, (size, one) in work.items()}
 
 
-def heads(mesh) -> dict[str, Any]:
+def heads(mesh: Mesh) -> dict[str, Any]:
     """Milliseconds forward and backward of heads that are split, normed and rotated: PyTorch, compiled, ours."""
     from fivefold.backend.kernels.rotary import norm_rotate
 
@@ -107,7 +110,7 @@ def heads(mesh) -> dict[str, Any]:
     return {name: [round(t, 3) for t in both_ways(work, [mixed, *norms], upstream)] for name, work in ways.items()}
 
 
-def elementwise(mesh) -> dict[str, Any]:
+def elementwise(mesh: Mesh) -> dict[str, Any]:
     """Milliseconds forward and backward of a norm, and of SwiGLU."""
     from megatron.core.fusions.fused_bias_swiglu import bias_swiglu_impl
 
@@ -143,7 +146,7 @@ def elementwise(mesh) -> dict[str, Any]:
     }
 
 
-def attention(mesh) -> dict[str, Any]:
+def attention(mesh: Mesh) -> dict[str, Any]:
     """TFLOP/s forward and backward of causal attention over packed sequences."""
     lengths = {"4 x 4096": [4096] * 4, "8 x 4096": [4096] * 8, "16 x 1024": [1024] * 16, "2 x 8192": [8192] * 2}
     lengths["mixed"] = [100, 3000, 777, 2048, 1500, 4096, 30, 1333]
@@ -158,10 +161,12 @@ def packed(sizes: list[int]) -> dict[str, list[int]]:
     ends = torch.tensor([0, *sizes], device="cuda").cumsum(0).to(torch.int32)
     query, key, value = (random(sum(sizes), count, HEAD, grad=True) for count in (HEADS, GROUPS, GROUPS))
     most, upstream = max(sizes), random(sum(sizes), HEADS, HEAD)
-    many = [tensor.detach().repeat_interleave(HEADS // GROUPS, 1).requires_grad_() for tensor in (key, value)]
+    keys, values = (tensor.detach().repeat_interleave(HEADS // GROUPS, 1).requires_grad_() for tensor in (key, value))
     ways: dict[str, tuple[Callable[[], Any], list[Tensor]]] = {
-        "PyTorch": (lambda: varlen_attn(query, *many, ends, ends, most, most, window_size=(-1, 0)), [query, *many])
-    }
+        "PyTorch": (
+            lambda: varlen_attn(query, keys, values, ends, ends, most, most, window_size=(-1, 0)), [query, keys, values]
+        )
+    }  # fmt: skip
     if flash.takes(query, value):
         ways["flash-attn-4"] = (
             lambda: flash.attention(query, key, value, (ends, ends), (most, most), None, HEAD**-0.5), [query, key, value]
@@ -175,12 +180,12 @@ def packed(sizes: list[int]) -> dict[str, list[int]]:
     return speeds
 
 
-def optimizer(mesh) -> dict[str, float]:
+def optimizer(mesh: Mesh) -> dict[str, float]:
     """Milliseconds of AdamW on 2^28 parameters."""
     parameters = [torch.randn(1 << 26, device="cuda", requires_grad=True) for _ in range(4)]
     for parameter in parameters:
         parameter.grad = torch.randn_like(parameter)
-    ways = {"tensor by tensor": {"foreach": True}, "fused": {"fused": True}}
+    ways: dict[str, dict[str, Any]] = {"tensor by tensor": {"foreach": True}, "fused": {"fused": True}}
     return {name: round(milliseconds(torch.optim.AdamW(parameters, **way).step), 2) for name, way in ways.items()}
 
 

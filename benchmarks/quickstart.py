@@ -22,6 +22,7 @@ import sys
 import time
 import urllib.request
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -33,7 +34,7 @@ from benchmarks import recipes
 HERE = Path(__file__).resolve().parents[1]
 SECTION = "## Qwen3-0.6B on GSM8K with one GPU\n"
 MODEL = "Qwen/Qwen3-0.6B"
-DRY = {
+DRY: dict[str, dict[str, Any]] = {
     "policy": {"tokens_per_micro_batch": 256, "dtype": "float32"},
     "algorithm": {"group_size": 2},
     "engine": {"backend": "transformers"},

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
@@ -30,10 +30,14 @@ from fivefold.plan.roles import memory_of
 from tests.megatron.test_role_layouts import Case, differences, updates
 from tests.support.commands import fivefold
 from tests.support.gpu_models import random_batch
+from tests.support.shards import shard_of_replica
 from tests.support.tiny_models import make_classifier, make_model
 from tests.support.two_steps import BOUNDS, OBJECTIVE, POLICY
 from tests.support.whole_runs import REWARD, make_judge
 from tests.support.whole_runs import make_model as make_model_and_data
+
+if TYPE_CHECKING:
+    from fivefold.megatron.mesh import Mesh
 
 ALONE = Case("d1", "d1", "d1")
 PAIRS = [
@@ -55,10 +59,10 @@ NEAR = 0.15
 # --- what runs on a rank ---------------------------------------------------------------------------------------------
 
 
-def peak_of_roles(mesh, case: Case, directory: Path, tokens: int, samples: int, length: int) -> float:
+def peak_of_roles(mesh: Mesh, case: Case, directory: Path, tokens: int, samples: int, length: int) -> float:
     """Return this rank's peak of memory in GiB: log-probs of the reference and an update of the policy, twice."""
+    from fivefold.backends import Meshes
     from fivefold.distributed.redealing import on_replicas_of
-    from fivefold.megatron.mesh import Meshes
     from fivefold.megatron.model import MegatronModel
 
     meshes = Meshes(mesh.ranks.on_layout(case.layout("policy")), mesh.device, 0, 10)
@@ -70,7 +74,7 @@ def peak_of_roles(mesh, case: Case, directory: Path, tokens: int, samples: int, 
         return on_replicas_of(meshes.ranks, made, role_mesh)
 
     policy, reference = model("policy", total_updates=2), model("reference")
-    mine = meshes.ranks.shard_of_replica(range(samples))
+    mine = shard_of_replica(meshes.ranks, range(samples))
     batch = random_batch(samples, length, load_spec(directory).vocab).select(mine)
     for _ in range(2):
         batch = batch.with_columns({Column.REF_LOGPROBS: reference.forward(batch)})

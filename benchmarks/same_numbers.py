@@ -21,6 +21,9 @@ from typing import Any
 import yaml
 from transformers import AutoTokenizer
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
+
 from tests.support.tiny_models import make_model
 
 ROOT = Path(__file__).resolve().parents[1]

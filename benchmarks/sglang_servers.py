@@ -22,7 +22,7 @@ from dataclasses import asdict, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
@@ -35,7 +35,12 @@ from fivefold.config.learners import OffloadConfig
 from fivefold.interfaces import EngineState
 from fivefold.types import Completion, Request
 from tests.support.gpu_models import build, is_large, step_batch, timed
+from tests.support.shards import shard_of_replica
 from tests.support.two_steps import OBJECTIVE
+
+if TYPE_CHECKING:
+    from fivefold.megatron.mesh import Mesh
+    from fivefold.megatron.model import MegatronModel
 
 OWN = json.loads(os.environ.get("SGLANG_ARGUMENTS", "{}"))
 ON_CPU = {
@@ -51,7 +56,7 @@ FRACTION = 0.4
 # --- what runs on a rank ---------------------------------------------------------------------------------------------
 
 
-def servers_of(mesh, directory: Path, kind: str, tp: int, dtype: str, overrides: dict[str, Any], apart: bool = False):
+def servers_of(mesh: Mesh, directory: Path, kind: str, tp: int, dtype: str, overrides: dict[str, Any], apart: bool = False):
     """Return an engine of servers, each on the devices of `each` ranks, or one on the devices after those of the ranks.
 
     `own`: SGLang's arguments. Every sync compares the held weights with the sent ones, bit by bit.
@@ -93,25 +98,25 @@ def servers_of(mesh, directory: Path, kind: str, tp: int, dtype: str, overrides:
     return engine
 
 
-def trainer_of(mesh, directory: Path, dtype: str) -> Any:
+def trainer_of(mesh: Mesh, directory: Path, dtype: str) -> MegatronModel:
     away = OffloadConfig(parameters=True, gradients=True, optimizer=True)
     model = build(mesh, directory, dtype, 16384 if is_large(mesh) else 64, offload=away)
     model.offload()
     return model
 
 
-def asked_of(mesh, model: Any, count: int = 64) -> list[Request]:
+def asked_of(mesh: Mesh, model: MegatronModel, count: int = 64) -> list[Request]:
     """Return the requests of the first set, which are the same on all ranks."""
     return next(iter(request_sets(is_large(mesh), model.spec.vocab).values()))[:count]
 
 
-def first_of(mesh, completions: Iterable[Completion]) -> list[Completion]:
+def first_of(mesh: Mesh, completions: Iterable[Completion]) -> list[Completion]:
     """Return the first rank's completions on all ranks: every rank samples, and all compute log-probs of the same tokens."""
     rows = [asdict(one) for one in completions]
     return [Completion(**one) for one in mesh.ranks.broadcast_from_main(rows)]
 
 
-def steps(mesh, directory: Path, tp: int, dtype: str, apart: bool = False) -> list[dict[str, float]]:
+def steps(mesh: Mesh, directory: Path, tp: int, dtype: str, apart: bool = False) -> list[dict[str, float]]:
     """Return the difference of the server's log-probs from the trainer's after each of four syncs, with an update between
     two."""
     model = trainer_of(mesh, directory, dtype)
@@ -129,7 +134,7 @@ def steps(mesh, directory: Path, tp: int, dtype: str, apart: bool = False) -> li
     return gaps
 
 
-def slept(mesh, directory: Path) -> dict[str, float]:
+def slept(mesh: Mesh, directory: Path) -> dict[str, float]:
     """Return the GiB that a sleeping server gives back, and the seconds that this takes."""
     model = trainer_of(mesh, directory, "bfloat16")
     engine = servers_of(mesh, directory, "sglang", 1, "bfloat16", {})
@@ -149,7 +154,7 @@ def slept(mesh, directory: Path) -> dict[str, float]:
     return numbers | {"logprobs_mean": gap["mean"]}
 
 
-def killed(mesh, directory: Path) -> dict[str, Any]:
+def killed(mesh: Mesh, directory: Path) -> dict[str, Any]:
     """Kill a server of the last rank while it samples, start it again, and claim that it samples with the weights."""
     from tests.support.servers import kill_api
 
@@ -179,7 +184,7 @@ def killed(mesh, directory: Path) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def keyed(mesh, directory: Path, overrides: dict[str, Any]) -> dict[str, float]:
+def keyed(mesh: Mesh, directory: Path, overrides: dict[str, Any]) -> dict[str, float]:
     """Return the share of requests that draw the same tokens again in the same batch, and alone."""
     dtype = "bfloat16" if is_large(mesh) else "float32"
     model, engine = trainer_of(mesh, directory, dtype), servers_of(mesh, directory, "sglang", 1, dtype, overrides)
@@ -200,7 +205,7 @@ def keyed(mesh, directory: Path, overrides: dict[str, Any]) -> dict[str, float]:
     return {"the_batch_again": share(again), "alone": share(alone), "distinct": round(distinct, 3)}
 
 
-def rates(mesh, directory: Path, kind: str, tp: int) -> dict[str, int]:
+def rates(mesh: Mesh, directory: Path, kind: str, tp: int) -> dict[str, int]:
     """Return tokens per second with log-probs, for each set of requests."""
     large = is_large(mesh)
     dtype = "bfloat16" if large else "float32"
@@ -316,13 +321,13 @@ def key(part: Part) -> None:
 def rate(part: Part) -> None:
     """Compare tokens per second of SGLang's servers with vLLM's, for Qwen3-1.7B's shape on one GPU and on two."""
     for layout, tp in (("d1", 1), ("t2", 2), ("d2", 1)):
-        speeds = {}
+        speeds: dict[str, dict[str, int]] = {}
         for kind in ("sglang", "vllm"):
             what = f"{kind}, {layout}"
             if find_spec(kind) is None:
                 part.say(what, f"skipped: {kind} is not installed")
             else:
-                speeds[kind] = part.measure(what, layout, rates, part.model("qwen3_1.7b"), kind, tp)
+                speeds[kind] = part.measure(what, layout, rates, part.model("qwen3_1.7b"), kind, tp) or {}
         if speeds.get("sglang") and speeds.get("vllm"):
             ratios = {name: round(speeds["sglang"][name] / speeds["vllm"][name], 3) for name in speeds["vllm"]}
             part.say(f"{layout}: SGLang's tokens a second over vLLM's", ratios)

@@ -65,11 +65,10 @@ def first_sample(name: str, layout: str, engine: str) -> Callable[[Part], None]:
         seconds_by_caches = {}
         for caches in ("cold", "warm"):
             settings = grpo_run(part, name, layout, root / f"{name}-{caches}", chosen)
-            seconds_by_caches[caches] = started(
-                part, f"{name}, {layout}, {chosen['backend']}, {caches} caches", root, settings
-            )
-            if seconds_by_caches[caches] is None:
+            start = started(part, f"{name}, {layout}, {chosen['backend']}, {caches} caches", root, settings)
+            if start is None:
                 return None
+            seconds_by_caches[caches] = start
         cold, warm = seconds_by_caches["cold"], seconds_by_caches["warm"]
         part.say(f"{name}, seconds to the first response, cold and warm", [cold["seconds"], warm["seconds"]])
         part.say(f"{name}, files in the caches of compilers", caches_of(root))

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
@@ -44,6 +44,9 @@ from tests.support.objectives import Alone
 from tests.support.shards import shard_of_replica
 from tests.support.two_steps import OBJECTIVE
 
+if TYPE_CHECKING:
+    from fivefold.megatron.mesh import Mesh
+
 DENSE = ["d1", "t2", "p2", "d2", "t4", "d2t2", "t2p2", "d2p2"]
 EXPERTS = ["d2e2", "t2e2", "c2e2", "d2t2e4", "d4e4", "t4e4", "c2t2e4"]
 ROUNDED = 5e-3
@@ -54,7 +57,7 @@ rounded to 2^-9."""
 # --- what runs on a rank ---------------------------------------------------------------------------------------------
 
 
-def training_step(mesh, directory: Path, tokens: int, samples: int, length: int) -> dict[str, float]:
+def training_step(mesh: Mesh, directory: Path, tokens: int, samples: int, length: int) -> dict[str, float]:
     """Steady step time, tokens a second, peak memory."""
     model = build(mesh, directory, "bfloat16", tokens)
     mine = random_batch(samples, length, model.spec.vocab).select(shard_of_replica(mesh.ranks, range(samples)))
@@ -74,7 +77,7 @@ def training_step(mesh, directory: Path, tokens: int, samples: int, length: int)
     }
 
 
-def long_step(mesh, directory: Path, length: int, samples: int, dtype: str) -> dict[str, float]:
+def long_step(mesh: Mesh, directory: Path, length: int, samples: int, dtype: str) -> dict[str, float]:
     """The first update's loss and gradient norm on sequences of one length, steady step time, rate, peak memory."""
     # A context-parallel rank holds its share of a micro-batch, which is one whole sequence.
     model = build(mesh, directory, dtype, length, recompute="full")
@@ -94,12 +97,12 @@ def long_step(mesh, directory: Path, length: int, samples: int, dtype: str) -> d
     }
 
 
-def memory_of_device(mesh) -> float:
+def memory_of_device(mesh: Mesh) -> float:
     """GiB that the device has; no limit on a CPU."""
     return torch.cuda.mem_get_info()[1] / 2**30 if is_large(mesh) else float("inf")
 
 
-def gemm(mesh) -> float:
+def gemm(mesh: Mesh) -> float:
     """TFLOP/s of a product of bfloat16 matrices: the limit that the steps are measured against."""
     size = 8192 if is_large(mesh) else 256
     one, other = torch.randn(2, size, size, device=mesh.device, dtype=torch.bfloat16)
@@ -107,12 +110,14 @@ def gemm(mesh) -> float:
     return 2 * size**3 / seconds / 1e12
 
 
-def row(mesh, directory: Path, tokens: int, samples: int, length: int, recompute: str, attention: str) -> dict[str, Any]:
+def row(
+    mesh: Mesh, directory: Path, tokens: int, samples: int, length: int, recompute: str, attention: str
+) -> dict[str, Any]:
     """A training step on sequences of one length, steady: seconds, rate, memory, and where the GPU's time goes."""
     from fivefold.backend.kernels import flash
 
     if attention != "flash-attn-4":
-        flash._available = lambda device: False
+        flash._available = lambda device: False  # type: ignore[assignment]
     elif is_large(mesh) and not flash._available(mesh.device):
         return {"not measured": "flash-attn-4 is not installed"}
     model = build(mesh, directory, "bfloat16", tokens, recompute=recompute)
@@ -135,17 +140,18 @@ def row(mesh, directory: Path, tokens: int, samples: int, length: int, recompute
     return numbers
 
 
-def kernels_of(mesh, step: Callable[[], Any]) -> dict[str, float]:
+def kernels_of(mesh: Mesh, step: Callable[[], Any]) -> dict[str, float]:
     """Milliseconds of the GPU's kernels in one step, by what they are for."""
     if not is_large(mesh):
         return {}
     return {kind: round(1e3 * spent, 1) for kind, spent in seconds_by_kind(step, mesh.device).items() if spent}
 
 
-def waits_of(mesh, directory: Path, tokens: int, samples: int, length: int) -> dict[str, Any]:
+def waits_of(mesh: Mesh, directory: Path, tokens: int, samples: int, length: int) -> dict[str, Any]:
     """Where the GPU waits for the host in one step, and what makes the host wait for the GPU."""
     import warnings
 
+    from torch.autograd import DeviceType  # type: ignore[attr-defined]
     from torch.profiler import ProfilerActivity, profile
 
     model = build(mesh, directory, "bfloat16", tokens)
@@ -159,7 +165,7 @@ def waits_of(mesh, directory: Path, tokens: int, samples: int, length: int) -> d
     with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as profiled:
         timed(mesh, lambda: model.train_step(mine, OBJECTIVE.loss))
     seconds = time.perf_counter() - begin
-    on_device = [event for event in profiled.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    on_device = [event for event in profiled.events() if event.device_type == DeviceType.CUDA]
     spans = sorted((event.time_range.start, event.time_range.end, event.name) for event in on_device)
     gaps, until, last = [], spans[0][0], "the beginning"
     for start, end, name in spans:
@@ -183,7 +189,7 @@ def waits_of(mesh, directory: Path, tokens: int, samples: int, length: int) -> d
     }
 
 
-def transformers_step(mesh, directory: Path, samples: int, length: int, spread: float = 0.5) -> dict[str, float]:
+def transformers_step(mesh: Mesh, directory: Path, samples: int, length: int, spread: float = 0.5) -> dict[str, float]:
     """The same training step as one would write it with transformers: bf16, SDPA, padded batches, fused AdamW."""
     import transformers
 
@@ -213,7 +219,7 @@ def transformers_step(mesh, directory: Path, samples: int, length: int, spread: 
     }
 
 
-def policy_and_critic(mesh, directory: Path, critic_directory: Path, tokens: int, samples: int, length: int):
+def policy_and_critic(mesh: Mesh, directory: Path, critic_directory: Path, tokens: int, samples: int, length: int):
     """Seconds of a step of policy and critic on the same tokens, and the peak of memory with both."""
     ppo = make_objective("ppo", gamma=0.99, lam=0.95)
     policy = build(mesh, directory, "bfloat16", tokens)
@@ -237,7 +243,9 @@ def policy_and_critic(mesh, directory: Path, critic_directory: Path, tokens: int
     return {name: round(seconds, 4) for name, seconds in times.items()}, peak_gib(mesh), len(batch.token_ids_T)
 
 
-def groups_step(mesh, directory: Path, share: bool, tokens: int, groups: int, prompt: int, response: int) -> dict[str, Any]:
+def groups_step(
+    mesh: Mesh, directory: Path, share: bool, tokens: int, groups: int, prompt: int, response: int
+) -> dict[str, Any]:
     """The training step over groups of eight, each prompt computed once or for every sample; how far log-probs are apart."""
     model = build(mesh, directory, "bfloat16", tokens)
     batch = group_batch(groups, 8, prompt, response, model.spec.vocab)
@@ -261,7 +269,7 @@ def groups_step(mesh, directory: Path, share: bool, tokens: int, groups: int, pr
     }
 
 
-def experts_layer(mesh) -> dict[str, float]:
+def experts_layer(mesh: Mesh) -> dict[str, float]:
     """TFLOP/s of forward and backward of a layer's experts."""
     config, experts, x, counts, weights = layer_of_experts(mesh)
     speeds = {}
@@ -279,7 +287,7 @@ def experts_layer(mesh) -> dict[str, float]:
     return speeds
 
 
-def offload(mesh, directory: Path) -> dict[str, Any]:
+def offload(mesh: Mesh, directory: Path) -> dict[str, Any]:
     """GiB by part and seconds when a model's state leaves for the host a second time and comes back."""
     settings = OffloadConfig(parameters=True, gradients=True, optimizer=True)
     model = build(mesh, directory, "bfloat16", 4096 if is_large(mesh) else 64, offload=settings)
@@ -414,17 +422,18 @@ def long(part: Part) -> None:
         (((32768, 4), (131072, 1)), "bfloat16", ROUNDED) if part.large else (((256, 2), (1024, 1)), "float32", 1e-5)
     )
     for length, samples in sizes:
-        numbers_of: dict[str, dict[str, float] | None] = {}
+        numbers_of: dict[str, dict[str, float]] = {}
         for layout in ("c2", "d1"):
             what = f"{samples} x {length}, {'c1' if layout == 'd1' else layout}"
             guess = estimate(directory, f"megatron:{layout}", length, length, "full").total / 2**30
             if guess > 0.95 * (memory or 0):
                 part.say(what, f"not measured: it needs {guess:.0f} GiB, and the device has {memory or 0:.0f}")
                 continue
-            numbers_of[layout] = part.measure(what, layout, long_step, directory, length, samples, dtype)
-            if numbers_of[layout] is not None:
-                part.say(what, {**numbers_of[layout], "estimated_gib": round(guess, 2)})
-                near = abs(numbers_of[layout]["peak_gib"] / guess - 1) < 0.15
+            numbers = part.measure(what, layout, long_step, directory, length, samples, dtype)
+            if numbers is not None:
+                numbers_of[layout] = numbers
+                part.say(what, {**numbers, "estimated_gib": round(guess, 2)})
+                near = abs(numbers["peak_gib"] / guess - 1) < 0.15
                 if part.large:
                     part.claim(f"{what}: memory is as estimated", near, round(guess, 2))
         cut, whole = numbers_of.get("c2"), numbers_of.get("d1")
@@ -466,13 +475,14 @@ def shared_prefix(part: Part) -> None:
     """Groups of eight samples with 1,024 tokens of prompt and about as many of response: `policy.share_prefix`."""
     sizes = (32768, 8, 1024, 1024) if part.large else (512, 4, 24, 24)
     for name in ("qwen3_0.6b", "qwen3_1.7b"):
-        numbers_of = {}
+        numbers_of: dict[bool, dict[str, Any]] = {}
         for share in (False, True):
             what = f"{name}, prompts {'once' if share else 'for every sample'}"
-            numbers_of[share] = part.measure(what, "d1", groups_step, part.model(name), share, *sizes)
-            if numbers_of[share] is not None:
-                part.say(what, numbers_of[share])
-        if None in numbers_of.values():
+            numbers = part.measure(what, "d1", groups_step, part.model(name), share, *sizes)
+            if numbers is not None:
+                numbers_of[share] = numbers
+                part.say(what, numbers)
+        if len(numbers_of) < 2:
             continue
         alone, shared = numbers_of[False], numbers_of[True]
         part.say(f"{name}, share of tokens saved", round(1 - shared["tokens"] / alone["tokens"], 3))

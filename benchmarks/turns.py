@@ -26,6 +26,9 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
+
 from fivefold.config.environment import EnvironmentConfig
 from fivefold.data.dialog import Dialog
 from fivefold.data.tokenizer import load_tokenizer, train_tokenizer
@@ -114,7 +117,8 @@ class Rig:
         self.config = EnvironmentConfig(class_="x.py:X", max_observation_tokens=1 << 20, **settings)
         self.engine = MemoryEngine(self.tokenizer, 4, 1024, seconds)
         self.conversations = Conversations(self.config, self.dialog, pool, most_tokens)
-        self.driver = self.conversations.driver(self.engine)
+        # A driver needs no more of an engine.
+        self.driver = self.conversations.driver(self.engine)  # type: ignore[arg-type]
 
     def add(self, count: int, max_tokens: int = 64) -> None:
         tasks = [task for row in rows(self.dialog, count) for task in self.conversations.tasks(row, row.id, 0, 1, (0, 0))]
@@ -280,7 +284,7 @@ def blocked(root: Path) -> None:
     before = {name: max(values) for name, values in lags.items()}
     rig.driver.start()
     rig.add(8)
-    ended = []
+    ended = rig.driver.advance(0.5)
     while len(ended) < 8:
         ended += rig.driver.advance(0.5)
     stop.set()

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
@@ -28,17 +28,20 @@ from fivefold.engines.servers.transfer import broadcast, join_groups, open_store
 from tests.support.gpu_models import build, is_large, synchronize, timed, write_model
 from tests.support.tiny_models import make_model
 
+if TYPE_CHECKING:
+    from fivefold.megatron.mesh import Mesh
+
 BUCKET = (256 if torch.cuda.is_available() else 32) << 20
 ROUNDS, SECONDS = 4, 300.0
 
 
-def write_small(mesh, name: str, directory: Path) -> None:
+def write_small(mesh: Mesh, name: str, directory: Path) -> None:
     """For a CPU: 0.3 GiB in float32, in tensors of up to 47 MiB."""
     sizes = {"vocab_size": 16000, "hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 8, "head_dim": 64}
     make_model(name, directory, **sizes, num_attention_heads=12, num_key_value_heads=4)
 
 
-def tensors(mesh) -> dict[str, Tensor]:
+def tensors(mesh: Mesh) -> dict[str, Tensor]:
     """Like those of a model: 2 GiB on a GPU, 0.4 GiB on a CPU."""
     wide, count = (4096, 32) if is_large(mesh) else (1024, 24)
     kind = torch.bfloat16 if is_large(mesh) else torch.float32
@@ -49,7 +52,7 @@ def gib(size: float) -> float:
     return round(size / 2**30, 3)
 
 
-def finished(mesh, call: Callable[[], Any]) -> float:
+def finished(mesh: Mesh, call: Callable[[], Any]) -> float:
     """The median of the seconds that it takes on all ranks, after the first time."""
 
     def together() -> None:
@@ -64,16 +67,13 @@ def finished(mesh, call: Callable[[], Any]) -> float:
 # --- what runs on a rank ---------------------------------------------------------------------------------------------
 
 
-def wire(mesh, senders: int) -> dict[str, Any]:
+def wire(mesh: Mesh, senders: int) -> dict[str, Any]:
     """The first half of the ranks sends to the second: parts of every bucket by `senders` of them, or broadcasts by one."""
     ranks, held = mesh.ranks, tensors(mesh)
     rank, half = ranks.rank, ranks.layout.world_size // 2
     takes, size = rank >= half, sum(tensor.nbytes for tensor in held.values())
-    where = (
-        "127.0.0.1",
-        ranks.broadcast_from_main((store := open_store("0.0.0.0", None, SECONDS) if rank == 0 else None) and store.port),
-        SECONDS,
-    )
+    store: Any = open_store("0.0.0.0", None, SECONDS) if ranks.is_main else None
+    where = "127.0.0.1", ranks.broadcast_from_main(store.port if ranks.is_main else None), SECONDS
     groups: list[Any] = []
     if takes or rank < senders:
         names = [f"of-{sender}" for sender in range(senders)]
@@ -109,7 +109,7 @@ def wire(mesh, senders: int) -> dict[str, Any]:
     return times | {"parts_over_broadcast": round(times["parts"] / times["broadcast"], 2)}
 
 
-def servers(mesh, directory: Path, layout: str, how: str) -> None:
+def servers(mesh: Mesh, directory: Path, layout: str, how: str) -> None:
     """Syncs of a policy on all ranks to vLLM's servers after them: seconds of all, and of the pause in it."""
     from fivefold.engines.servers.placement import Machine, place_servers
     from fivefold.engines.servers.server_engine import ServerEngine
@@ -121,8 +121,8 @@ def servers(mesh, directory: Path, layout: str, how: str) -> None:
     large, engine_layout, ranks = is_large(mesh), ParallelLayout.parse(layout), mesh.ranks
     model = build(mesh, directory, "bfloat16" if large else "float32", 16384 if large else 64)
     world = ranks.layout.world_size
-    machine = Machine(range(world), torch.cuda.device_count() if large else None)
-    given = {"model": str(directory), "tensor_parallel_size": engine_layout.tp} | arguments(large)
+    machine = Machine(range(world), torch.cuda.device_count() if large else None, range(world))
+    given = {"model": str(directory), "tensor_parallel_size": engine_layout.tp} | arguments(directory, large)
     processes = {
         place.number: server_process(
             given,
@@ -147,7 +147,7 @@ def servers(mesh, directory: Path, layout: str, how: str) -> None:
         begin_update()
         begun.append(time.perf_counter())
 
-    engine._begin_update = noted
+    engine._begin_update = noted  # type: ignore[method-assign]
     phases = {"begin_weights": 0.0, "receive_bucket": 0.0, "finish_weights": 0.0}
     for server in engine._servers_to_call.values():
         for name in phases:

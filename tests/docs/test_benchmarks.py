@@ -3,17 +3,63 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
+from pathlib import Path
 
 import pytest
 
 from benchmarks import quickstart, start_up
+from fivefold_dialects import SYSTEMS
 from tests.support.commands import program
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPTS = sorted((ROOT / "benchmarks").glob("[!_]*.py"))
+PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/**/*.md"), *ROOT.glob("benchmarks/*.md")]
+COMMAND = re.compile(r"python (?:-m )?benchmarks[./](\w+)(?:\.py)?([^`#\n]*)|`(\w+)\.py ([^`]*)`")
+"""A script by its path, as a module, or by its name alone in code of a text; then its arguments."""
 
 
 def lines_of(module: str, *arguments: object) -> list[str]:
     done = program(f"benchmarks.{module}", *arguments)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout.splitlines()
+
+
+def printed_commands() -> list[tuple[str, str, list[str]]]:
+    """Where a command of a benchmark is printed, the name of its script, and its arguments."""
+    texts = {path: path.read_text() for path in [*PAGES, ROOT / "Makefile"]}
+    texts |= {path: path.read_text().split('"""')[1] for path in SCRIPTS}
+    return [
+        (str(path.relative_to(ROOT)), name or short, shlex.split((words or more).replace("[", " ").replace("]", " ")))
+        for path, text in texts.items()
+        for name, words, short, more in COMMAND.findall(text)
+        if name or (ROOT / f"benchmarks/{short}.py").is_file()
+    ]
+
+
+def test_each_printed_command_names_a_script_with_its_parts_and_options():
+    commands = printed_commands()
+    assert {"training_speed", "attacks", "quickstart", "turns"} <= {name for _, name, _ in commands}
+    harness = (ROOT / "benchmarks/harness.py").read_text()
+    for place, name, words in commands:
+        script = ROOT / f"benchmarks/{name}.py"
+        assert script.is_file(), (place, name)
+        text = script.read_text()
+        text += harness if "benchmarks.harness import" in text else ""
+        for before, word in zip(["", *words], words, strict=False):
+            if word.startswith("--"):
+                assert f'"{word}"' in text, (place, name, word)
+            elif re.fullmatch(r"[a-z0-9][a-z0-9.-]*", word) and not before.startswith("--"):
+                assert f'"{word}"' in text or f"def {word}(" in text or word in SYSTEMS, (place, name, word)
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
+def test_a_script_that_is_run_by_its_path_finds_what_it_imports_of_the_repository(script):
+    text = script.read_text()
+    is_run_by_path = f"python benchmarks/{script.name}" in text
+    imports = re.search(r"^ *(from|import) (tests|benchmarks)\b", text, re.M)
+    assert not (is_run_by_path and imports) or "sys.path" in text
 
 
 @pytest.mark.slow

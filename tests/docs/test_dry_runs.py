@@ -7,8 +7,10 @@ import json
 import re
 from pathlib import Path
 
+import psutil
 import pytest
 
+from benchmarks.all_on_gpus import Job, run
 from benchmarks.engine_limit import GROUPS
 from tests.support.commands import python
 
@@ -62,6 +64,50 @@ def test_roles_on_other_layouts_and_ranks_are_those_on_one_layout():
     assert re.search(r'^two-layouts: memory: \{"peak_gib": \d\.\d+, "estimated_gib": \{"training": ', shown, re.M)
 
 
+def test_the_memory_of_roles_is_measured_on_each_pair_of_layouts():
+    shown = printed("role_layouts.py", "memory", "--seconds", 600)
+    assert len(re.findall(r'^ok   policy, reference on .*: {"peak_gib": \[.*\], "estimated_gib": ', shown, re.M)) == 4
+
+
+def test_tensors_go_from_half_of_the_ranks_to_the_others():
+    """By one sender and by both, each next to one broadcast."""
+    shown = printed("wire_sync.py", "wire", "--seconds", 600)
+    senders = re.findall(r'^(\d) of 2 send: {"senders": \1, "receivers": 2, .*"parts": .*"broadcast": ', shown, re.M)
+    assert senders == ["1", "2"]
+
+
+@pytest.mark.vllm
+def test_whole_syncs_reach_servers_on_other_devices():
+    """Servers of vLLM for one layout and for shards of it, over the wire, staged, and through shared memory."""
+    shown = printed("wire_sync.py", "servers", "--seconds", 1500)
+    for how in ("over the wire", "staged", "shared memory"):
+        assert len(re.findall(rf'^    {how}: {{"senders": 2, .*"finish_weights": .*"broadcast": ', shown, re.M)) == 2, how
+
+
+def test_a_checkpoint_is_loaded_as_it_was_saved_between_steps():
+    shown = printed("checkpoint_speed.py", "one", "--seconds", 600)
+    assert "\nok   what was loaded is what was saved: true\n" in shown
+    assert shown.count("GB a second: ") == 3 and shown.count("pause in seconds, below") == 2
+
+
+def test_steps_of_fsdp_layouts_are_compared_with_other_trainers():
+    shown = printed("fsdp_speed.py", "--seconds", 600)
+    for what in ("transformers", "fsdp:d1", "megatron:d1", "fsdp:d2", "megatron:d2 and megatron:t2", "weights of fsdp:d2"):
+        assert re.search(rf'^{what}: \[?{{"seconds": ', shown, re.M), what
+
+
+def test_a_layer_of_stale_weights_is_seen_in_every_statistic_of_the_gate():
+    """The engine with the trainer's weights differs from it by rounding; faults differ by a thousand times as much."""
+    shown = printed("gate_statistics.py", "0.6b", "--seconds", 600)
+    rows = {name: json.loads(row) for name, row in re.findall(r"^    (\w+, [^:]*): ({.*})$", shown, re.M)}
+    healthy = rows["float32, healthy"]
+    for fault in ("a layer's weights stale", "a layer's weights off by 10 %", "rope base / 100"):
+        for name in ("mean", "kl", "bounded_kl", "k2", "total_variation", "max"):
+            assert rows[f"bfloat16, {fault}"][name] > 5 * rows["bfloat16, healthy"][name]
+    assert all(rows["float32, rope base / 100"][name] > 1000 * healthy[name] for name in ("mean", "kl", "max"))
+    assert "healthy, vLLM" in shown
+
+
 @pytest.mark.vllm
 def test_a_judge_and_models_on_other_ranks_give_the_step_of_one_rank():
     shown = printed("role_layouts.py", "judged", "--seconds", 1400)
@@ -108,3 +154,24 @@ def test_the_limit_of_an_engine_is_measured_alone_and_in_ours(tmp_path):
         rates_of_row = json.loads(compared)
         assert (rates_of_row["vllm_alone"], rates_of_row["ours"]) == (rates["plain", sequences], rates["after", sequences])
         assert rates_of_row["of_alone"] == pytest.approx(rates_of_row["ours"] / rates_of_row["vllm_alone"], abs=1e-3)
+
+
+def test_jobs_for_gpus_run_one_after_the_other_within_their_time(tmp_path):
+    """One that runs on a CPU too; the others are named with the reason why they were not measured."""
+    done = python(BENCHMARKS / "all_on_gpus.py", tmp_path, "fsdp-one", "fsdp-two", "long", "--gpus", 1, "--seconds", 400)
+    endings = done.stdout.splitlines()[-3:]
+    assert re.fullmatch(r"fsdp-one +ended well after \d+ s", endings[0]), done.stdout + done.stderr
+    assert [ending.split(maxsplit=1)[1] for ending in endings[1:]] == ["not measured: needs 2 GPUs, 1 are there"] * 2
+    assert done.returncode == 1 and "hardware: 1 x CPU" in (tmp_path / "fsdp-one.txt").read_text()
+
+
+def test_a_job_that_takes_too_long_is_ended_with_what_it_started(tmp_path):
+    (tmp_path / "sleep.py").write_text(
+        "import subprocess, sys\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+        "print(child.pid, flush=True)\nchild.wait()\n"
+    )
+    job = Job("sleep", 1, 2.0, f"{tmp_path}/sleep.py")
+    assert run(job, tmp_path, 2.0, {}) == "cut off at its limit"
+    child = int((tmp_path / "sleep.txt").read_text())
+    assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE

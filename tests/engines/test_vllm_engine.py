@@ -247,7 +247,8 @@ def cached(mesh, directory: Path, prompt: list[int]) -> list[int]:
     """Tokens of the prompt that each request of a group found in the prefix cache."""
     engine = vllm_engine(mesh, directory, "d1")
     engine.update_weights(iter(load_tensors(directory).items()), 0)
-    inner, numbers_cached = engine._llm.llm_engine, []
+    inner = engine._llm.llm_engine
+    numbers_cached: list[int] = []
     step = inner.step
 
     def watched():
@@ -288,7 +289,7 @@ def fed(mesh, directory: Path, fault: str):
     elif fault == "one bit is off":
         extension.held_weights = one_bit_off
     elif fault == "the source fails":
-        faulty = None
+        faulty = {}
     try:
         engine.update_weights(iter(faulty.items()) if faulty else failing(given), 1)
     except Exception as error:

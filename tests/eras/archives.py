@@ -15,7 +15,8 @@ CACHE = Path(__file__).parents[2] / ".eras"
 
 def pins() -> list[tuple[str, str]]:
     """(name, version) of every wheel."""
-    return [tuple(line.split("==", 1)) for line in PINS.read_text().split()]  # type: ignore[misc]
+    pairs = (line.split("==", 1) for line in PINS.read_text().split())
+    return [(name, version) for name, version in pairs]
 
 
 def wheel(name: str, version: str) -> Path | None:

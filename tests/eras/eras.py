@@ -162,7 +162,11 @@ def _trl() -> list[Era]:
         *(f"trainer/{name}_config" for name in ("base", "grpo", "dpo", "sft", "model")),
     )
     added = {"model_name_or_path": "m", "dataset_name": "a/b", "num_processes": 8}
-    needed = {"grpo": {"reward_funcs": "accuracy_reward"}, "dpo": {}, "sft": {"completion_only_loss": True}}
+    needed: dict[str, dict[str, Any]] = {
+        "grpo": {"reward_funcs": "accuracy_reward"},
+        "dpo": {},
+        "sft": {"completion_only_loss": True},
+    }
 
     def read(version: str, program: str) -> Tree:
         texts = [archives.text("trl", version, f"trl/{module}.py") for module in modules]

@@ -9,7 +9,7 @@ import threading
 import time
 from concurrent.futures import Future
 from http.client import HTTPConnection
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -26,7 +26,7 @@ TEMPLATE = (
     "{% for c in m.tool_calls or [] %}<tool_call>{{ {'name': c.function.name, 'arguments': c.function.arguments} | tojson }}"
     "</tool_call>{% endfor %}<|end|>{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
 )
-TOOL = {"type": "function", "function": {"name": "add", "parameters": {
+TOOL: dict[str, Any] = {"type": "function", "function": {"name": "add", "parameters": {
     "type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}}}  # fmt: skip
 CHAT, TOKENS, MODELS = "/v1/chat/completions", "/inference/v1/generate", "/v1/models"
 
@@ -35,10 +35,12 @@ class Engine:
     """Answers each request with the next text, and keeps what it read and sampled. While it is held it answers nothing."""
 
     def __init__(self, tokenizer: Any) -> None:
-        self.tokenizer, self.texts = tokenizer, []
+        self.tokenizer = tokenizer
+        self.texts: list[str] = []
         self.seen: list[tuple[Request, Completion]] = []
         self.held: list[tuple[Request, Future]] | None = None
-        self.finish, self.asked = "stop", threading.Semaphore(0)
+        self.finish: Literal["stop", "length"] = "stop"
+        self.asked = threading.Semaphore(0)
 
     def ask(self, request: Request) -> Future:
         future: Future[Completion] = Future()
@@ -60,7 +62,7 @@ class Engine:
         future.set_result(completion)
 
     def release(self) -> None:
-        held, self.held = self.held, None
+        held, self.held = self.held or [], None
         for request in held:
             self.answer(*request)
 

@@ -55,6 +55,7 @@ def _rank(kind: str, calls: Sequence[Call], layout: ParallelLayout, rank: int, p
         device = _device(kind, rank)
         megatron_mesh.init_process_group(device, timeout_minutes=LONGEST / 60)
         place = Ranks(layout, LONGEST / 60)
+        mesh: Any
         if layout.backend == "fsdp":
             mesh = fsdp_mesh.build_mesh(place, device)
         else:

@@ -97,7 +97,7 @@ def _command(
     os.chdir(directory)
     _become(environment)
     sys.argv = ["fivefold", *arguments]
-    processes.start_rank = Rank
+    processes.start_rank = Rank  # type: ignore[assignment]
     if hook is not None:
         hook()
     return cli.main()

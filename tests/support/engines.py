@@ -51,7 +51,7 @@ def own_logits(model: Path, prompt: list[int], token_ids: list[int]) -> torch.Te
         return reference(torch.tensor([prompt + token_ids])).logits[0, len(prompt) - 1 : -1]
 
 
-OPTIONS = {
+OPTIONS: dict[str, dict[str, Any]] = {
     "top_k": {"top_k": 5},
     "top_p": {"top_p": 0.6},
     "min_p": {"min_p": 0.3},

@@ -12,7 +12,7 @@ from fivefold.config.learners import FSDPConfig, PolicyConfig
 from tests.support.two_steps import POLICY
 
 
-def policy_of(layout: str, budget: int = 32, **options: object) -> PolicyConfig:
+def policy_of(layout: str, budget: int = 32, **options: Any) -> PolicyConfig:
     """Settings of a layout such as `d4 replicas`: with two whole copies."""
     replicas = 2 if "replicas" in layout else 1
     return replace(POLICY, tokens_per_micro_batch=budget, fsdp=FSDPConfig(replicas=replicas), **options)

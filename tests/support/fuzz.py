@@ -241,8 +241,9 @@ def trainable_data(inputs: Inputs) -> list[str]:
     from fivefold.data.tokenizer import load_tokenizer
 
     config = RunConfig.from_yaml(inputs.file)
-    # Of small files every rank reads all by itself: none is asked.
-    training, evaluation = build_data(config, load_tokenizer(str(inputs.model)), inputs.model, ranks=None)
+    # Every rank reads small files by itself, without the other ranks.
+    no_ranks: Any = None
+    training, evaluation = build_data(config, load_tokenizer(str(inputs.model)), inputs.model, no_ranks)
     check_rewards(config, training, evaluation)
     PromptLoader(training.prompts, config.data.prompts_per_step, 0, True)
     return []

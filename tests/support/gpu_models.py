@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -22,14 +22,26 @@ from fivefold.types import TokenBatch
 from tests.support.shards import shard_of_replica
 from tests.support.two_steps import OBJECTIVE, POLICY
 
+if TYPE_CHECKING:
+    from fivefold.fsdp.mesh import Mesh as FSDPMesh
+    from fivefold.megatron.mesh import Mesh
+    from fivefold.megatron.model import MegatronModel
 
-def is_large(mesh) -> bool:
+T = TypeVar("T")
+
+
+def is_large(mesh: Mesh | FSDPMesh) -> bool:
     return mesh.device.type == "cuda"
 
 
 def sizes(large: bool) -> dict[str, tuple[str, dict[str, Any]]]:
     """(family, settings) by name."""
-    size = {"max_position_embeddings": 8192, "vocab_size": 500, "num_hidden_layers": 4, "num_key_value_heads": 4}
+    size: dict[str, Any] = {
+        "max_position_embeddings": 8192,
+        "vocab_size": 500,
+        "num_hidden_layers": 4,
+        "num_key_value_heads": 4,
+    }
     size |= {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 8}
     latent = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16}
     head_dim, expert_ffn = 32, 32
@@ -61,7 +73,12 @@ def sizes(large: bool) -> dict[str, tuple[str, dict[str, Any]]]:
             "qwen3_14b": ("Qwen3", tiny),
             "qwen3_30b_a3b": variants["qwen3_moe"],
         }
-    real = {"vocab_size": 151936, "max_position_embeddings": 40960, "head_dim": 128, "num_attention_heads": 16}
+    real: dict[str, Any] = {
+        "vocab_size": 151936,
+        "max_position_embeddings": 40960,
+        "head_dim": 128,
+        "num_attention_heads": 16,
+    }
     real |= {
         "num_hidden_layers": 28,
         "num_key_value_heads": 8,
@@ -91,7 +108,7 @@ def sizes(large: bool) -> dict[str, tuple[str, dict[str, Any]]]:
     }
 
 
-def write_model(mesh, name: str, directory: Path) -> None:
+def write_model(mesh: Mesh, name: str, directory: Path) -> None:
     """A random model of a name in `sizes`, in bfloat16."""
     import transformers
 
@@ -103,7 +120,7 @@ def write_model(mesh, name: str, directory: Path) -> None:
     model.save_pretrained(directory)
 
 
-def write_classifier(mesh, name: str, directory: Path) -> None:
+def write_classifier(mesh: Mesh, name: str, directory: Path) -> None:
     """A sequence classifier with one label, whose head is large enough to matter."""
     import transformers
 
@@ -168,7 +185,7 @@ def group_batch(groups: int, samples: int, prompt: int, response: int, vocab: in
     )
 
 
-def step_batch(mesh, vocab: int) -> TokenBatch:
+def step_batch(mesh: Mesh, vocab: int) -> TokenBatch:
     """The batch of the steps that are compared."""
     return random_batch(16, 512, vocab) if is_large(mesh) else random_batch(8, 24, vocab)
 
@@ -178,7 +195,7 @@ def finite(value: float) -> float:
     return math.inf if math.isnan(value) else value
 
 
-def build(mesh, directory: Path, dtype: str, tokens: int, value_head: bool = False, **changes: Any):
+def build(mesh: Mesh, directory: Path, dtype: Any, tokens: int, value_head: bool = False, **changes: Any) -> MegatronModel:
     """A model that trains, with micro-batches of so many tokens."""
     from fivefold.megatron.model import MegatronModel
 
@@ -186,7 +203,7 @@ def build(mesh, directory: Path, dtype: str, tokens: int, value_head: bool = Fal
     return MegatronModel(directory, policy, mesh, total_updates=100, value_head=value_head)
 
 
-def layer_of_experts(mesh):
+def layer_of_experts(mesh: Mesh):
     """(configuration, experts, inputs, tokens of each, their weights): those of a layer of Qwen3-30B-A3B, one without tokens."""
     from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 
@@ -213,7 +230,7 @@ def layer_of_experts(mesh):
     return config, experts, x, counts, weights
 
 
-def timed(mesh, work: Callable[[], Any]) -> tuple[float, Any]:
+def timed(mesh: Mesh | FSDPMesh, work: Callable[[], T]) -> tuple[float, T]:
     """Seconds until the device has done it, and what it returned."""
     synchronize(mesh)
     begin = time.perf_counter()
@@ -222,17 +239,17 @@ def timed(mesh, work: Callable[[], Any]) -> tuple[float, Any]:
     return time.perf_counter() - begin, result
 
 
-def synchronize(mesh) -> None:
+def synchronize(mesh: Mesh | FSDPMesh) -> None:
     if is_large(mesh):
         torch.cuda.synchronize()
 
 
-def same_bits(mesh, directory: Path, deterministic: bool) -> tuple[bool, float]:
+def same_bits(mesh: Mesh, directory: Path, deterministic: bool) -> tuple[bool, float]:
     """Whether two runs of three steps give the same losses, norms and parameters, and seconds of the last step."""
     # Read when the libraries start, as a run sets them: the first use of cuBLAS and NCCL in this process is below.
     os.environ.update(CUBLAS_WORKSPACE_CONFIG=":4096:8", NCCL_ALGO="Ring")
     torch.use_deterministic_algorithms(deterministic)
-    torch.utils.deterministic.fill_uninitialized_memory = False
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     samples, length, tokens = (32, 1024, 8192) if is_large(mesh) else (4, 24, 64)
     runs, seconds = [], 0.0
     for _ in range(2):

@@ -179,7 +179,7 @@ class Environments:
             )
         )  # fmt: skip
         self._pool.start()
-        self._other = self._pool.reset("x", 0).result(60)[0]
+        self._other = self._pool.reset({}, 0).result(60)[0]
 
     def __call__(self, number: int) -> tuple[str, str]:
         from fivefold.environments.pool import EnvironmentFailure
@@ -190,7 +190,7 @@ class Environments:
             harm = (
                 f"forge {spoil_bytes(json.dumps({'id': draw.randint(1, 9), 'value': {'messages': 'x'}}).encode(), draw)!r}"
             )
-        place = self._pool.reset("x", number).result(60)[0]
+        place = self._pool.reset({}, number).result(60)[0]
         begin = time.monotonic()
         try:
             if kind == "tool":

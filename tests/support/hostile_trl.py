@@ -190,7 +190,8 @@ def _yaml(tree: dict[str, Any], draw: random.Random) -> str:
 
 def _run(config: RunConfig) -> Any:
     """Return a configuration with its method resolved, so that two spellings of the same run are equal."""
-    return replace(config, algorithm=config.algorithm.resolved)
+    resolved: Any = config.algorithm.resolved
+    return replace(config, algorithm=resolved)
 
 
 def _is_no_number(value: Any) -> bool:

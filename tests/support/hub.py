@@ -322,7 +322,7 @@ def serving(refuses: int | None = None) -> Iterator[Hub]:
         ThreadingHTTPServer((host, 0), type("Handler", (kind,), {"hub": hub}))
         for host, kind in (("127.0.0.1", _Front), ("127.0.0.2", _Storage))
     ]
-    hub.url, hub.storage = (f"http://{server.server_address[0]}:{server.server_port}" for server in servers)
+    hub.url, hub.storage = (f"http://{server.server_address[0]}:{server.server_port}" for server in servers)  # type: ignore[str-bytes-safe]
     for server in servers:
         server.daemon_threads = True
         threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()

@@ -58,10 +58,10 @@ REQUIRED = {
 def faults(value: Any, kind: str, where: str = "") -> list[str]:
     """What an API server would refuse: unknown and missing fields, values of another type."""
     if kind[0] in "[{":
-        form: type = list if kind[0] == "[" else dict
+        form: type[Any] = list if kind[0] == "[" else dict
         if not isinstance(value, form):
             return [f"{where} must be a {form.__name__}"]
-        items = enumerate(value) if kind[0] == "[" else value.items()
+        items = enumerate(value) if isinstance(value, list) else value.items()
         return [fault for name, item in items for fault in faults(item, kind[1:-1], f"{where}[{name}]")]
     if kind not in OBJECTS:
         return [] if _is(value, kind) else [f"{where} must be a {kind}: got {value!r}"]

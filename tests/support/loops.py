@@ -143,10 +143,10 @@ def surrogate(chosen: Any, now: list, ratios: list, advantage: list[float], mark
             cap = math.inf if chosen.ratio_cap is None else chosen.ratio_cap
             value = logp * 0 if gone else min(float(rho), cap) * a * logp
         elif name == "cpgd":
-            bound = math.log(1 + high) if a > 0 else math.log(1 - low)
-            gone = float(d) > bound if a > 0 else float(d) < bound
+            limit = math.log(1 + high) if a > 0 else math.log(1 - low)
+            is_beyond = float(d) > limit if a > 0 else float(d) < limit
             drift = min(float(rho) - 1, 2.0) * (chosen.drift_coef or 0.0)
-            value = (bound * a if gone else d * a) - drift * logp
+            value = (limit * a if is_beyond else d * a) - drift * logp
         elif name == "rec":
             value = rec(chosen, logp, d, float(rho), a)
         gains.append(value)
@@ -246,6 +246,7 @@ def loss(chosen: Any, samples: list[dict[str, list]], longest: int, micro_batche
             shares = []
             for aggregate in (chosen.aggregate, chosen.penalty_aggregate):
                 if aggregate == "micro-batch-token-mean":
+                    assert micro_batches is not None
                     members = next(batch for batch in micro_batches if number in batch)
                     shares.append(1 / (sum(lengths[i] for i in members) * len(micro_batches)))
                 else:

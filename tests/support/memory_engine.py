@@ -65,12 +65,16 @@ class MemoryEngine:
         self.replica, self.version, self.state = EngineReplica(0, 1), 5, EngineState.READY
         self.servers = [MemoryServer(self) for _ in range(servers)]
         self.router = RequestRouter(0, window, lambda line: None, stall_seconds=60.0)
-        self.router.serve(self.servers)
+        self._serve()
         self.router.go(self.version)
 
     @property
     def seen(self) -> list[tuple[tuple[int, ...], int]]:
         return [sampled for server in self.servers for sampled in server.seen]
+
+    def _serve(self) -> None:
+        # The router needs no more of a server.
+        self.router.serve(self.servers)  # type: ignore[arg-type]
 
     def stream(self):
         return self.router.open()
@@ -86,7 +90,7 @@ class MemoryEngine:
     def restart(self) -> None:
         """New servers in the place of those that have ended, with the same weights."""
         self.servers = [MemoryServer(self) if server.is_lost else server for server in self.servers]
-        self.router.serve(self.servers)
+        self._serve()
         self.state = EngineState.READY
         self.router.go(self.version)
 

@@ -80,7 +80,7 @@ def mtp_steps(directory: Path, variant: str, mtp: MTPConfig, steps: int = 2):
             {"params": [p for _, p in named if p.ndim == 1], "weight_decay": 0.0},
         ],
         lr=OPTIMIZER.lr,
-        betas=tuple(OPTIMIZER.betas),
+        betas=(OPTIMIZER.betas[0], OPTIMIZER.betas[1]),
         eps=OPTIMIZER.eps,
     )
 

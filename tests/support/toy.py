@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from fivefold.algo import methods
+from fivefold.algo.choices import Choices
+from fivefold.algo.terms.process_reward import ProcessReward
 from fivefold.columns import Column
 from fivefold.engines.sampling import request_seed, sample_token, uniform
 from fivefold.engines.turns import Turns
@@ -56,6 +58,7 @@ class ToyModel:
             loss += float(share.loss)
             for name, value in [*share.sums.items(), *share.maxima.items()]:
                 sums[name] = sums.get(name, 0.0) + float(value)
+        assert self.table.grad is not None
         norm = float(self.table.grad.norm())
         self._adam.step()
         self.version += 1
@@ -78,6 +81,8 @@ class ToyModel:
 
 class ToyEngine:
     """Draws LENGTH tokens from the table."""
+
+    restarts = 0
 
     def __init__(self, replica: EngineReplica | None = None) -> None:
         self.replica = replica or EngineReplica(0, 1)
@@ -124,7 +129,8 @@ def scored(error: str | None = None) -> Scoring:
 class ToyScorer:
     """The share of tokens that are the prompt's own."""
 
-    def submit(self, prompt: Prompt, sample: Sample) -> Scoring:
+    def submit(self, prompt: Prompt, *sequences: Sample) -> Scoring:
+        (sample,) = sequences
         sample.reward = sum(token == target(prompt.id) for token in sample.token_ids) / LENGTH
         sample.reward_parts = {"own": sample.reward}
         sample.correct = sample.reward >= 1
@@ -152,7 +158,7 @@ def toy_prompts() -> list[Prompt]:
 
 
 def toy_parts(
-    mesh: Any, run_dir: Path, name: str, choices: methods.Choices, policy: ToyModel, steps: int, source: Any = None, *,
+    mesh: Any, run_dir: Path, name: str, choices: Choices, policy: ToyModel, steps: int, source: Any = None, *,
     updates_per_step: int = 2, ppo_epochs: int = 1, critic_warmup: int = 0, group_size: int = 8, groups_per_step: int = 8,
     max_rounds: int = 3, values_per_update: bool = False, **trainer: Any,
 ) -> Any:  # fmt: skip
@@ -187,13 +193,16 @@ def toy_parts(
     if source is None and offline:
         source = DatasetRollouts(queue, ranks, groups_per_step)
     elif source is None:
+        assert engine is not None
         source = EngineRollouts(
             Generator(engine, ToyTokenizer(), rewards, logger), queue, logger, Sampling(max_tokens=5), seed=3,
             group_size=group_size, prompts_per_call=groups_per_step, with_greedy=objective.needs_greedy,
         )  # fmt: skip
         if chosen.dynamic_sampling:
             source = DynamicSampling(source, ranks, logger, groups_per_step=groups_per_step, max_rounds=max_rounds)
-    minibatches, by_role, learners = MiniBatches(objective, ppo_epochs), {"policy": policy}, {}
+    minibatches = MiniBatches(objective, ppo_epochs)
+    by_role: dict[str, Any] = {"policy": policy}
+    learners: dict[str, Any] = {}
     if Column.REF_LOGPROBS in objective.needs(1):
         by_role["reference"] = ToyModel()
     if objective.process.is_active:
@@ -204,8 +213,8 @@ def toy_parts(
         learners["critic"] = CriticLearner(objective, minibatches, ranks, ValueLoss(), values_per_update)
     learners["policy"] = PolicyLearner(objective, minibatches, ranks, seed=3, first_step=critic_warmup)
     models = Models(by_role, ranks, SkipGuard(ranks, 0, run_dir, print), learners, stage=logger.stage)
-    settings = {"eval_before_train": False, "logged_samples_per_step": 0, "resume": "never", "guard": GuardConfig(every=0)}
-    config = TrainerConfig(seed=3, **(settings | trainer))
+    settings: dict[str, Any] = {"eval_before_train": False, "logged_samples_per_step": 0, "resume": "never"}
+    config = TrainerConfig(seed=3, **(settings | {"guard": GuardConfig(every=0)} | trainer))
     plan = BatchPlan(updates_per_step, 2 if pairs else 1, max_response_tokens=5, skipped=objective.skipped)
     return Run(
         ranks=ranks, logger=logger, models=models, engine=engine, rewards=rewards, rollouts=source, objective=objective,
@@ -217,7 +226,7 @@ def toy_parts(
     )  # fmt: skip
 
 
-def toy_run(mesh, run_dir: Path, name: str, choices: methods.Choices, steps: int = 60, policy: ToyModel | None = None,
+def toy_run(mesh, run_dir: Path, name: str, choices: Choices, steps: int = 60, policy: ToyModel | None = None,
             source=None, **changes: Any):  # fmt: skip
     """(rewards of each step, of the policy before and after) of a run with the toy model and the real loop."""
     from fivefold.trainer.train import train
@@ -245,7 +254,7 @@ def toy_run(mesh, run_dir: Path, name: str, choices: methods.Choices, steps: int
 
 CHOICES = {
     # Its bounds are made for long responses of large models, which move by less than a toy does.
-    "gspo": methods.Choices(clip_low=0.1, clip_high=0.1),
+    "gspo": Choices(clip_low=0.1, clip_high=0.1),
     # Its responses are right in part long before one is right as a whole.
-    "prime": methods.Choices(process_reward=methods.ProcessReward(target="reward")),
+    "prime": Choices(process_reward=ProcessReward(target="reward")),
 }

@@ -249,4 +249,5 @@ def two_hosts(delay: float = 0.0, loss: float = 0.0) -> Iterator[Hosts]:
             stack.callback(hosts[-1].close)
         cable = Cable([host.plug(_USUAL if delay or loss else _LARGEST) for host in hosts], delay, loss)
         stack.callback(cable.close)
-        yield Hosts(*hosts, cable)
+        first, second = hosts
+        yield Hosts(first, second, cable)

@@ -123,7 +123,7 @@ def reference_step(
     adam = torch.optim.AdamW(
         [{"params": decay, "weight_decay": optimizer.weight_decay}, {"params": plain, "weight_decay": 0.0}],
         lr=optimizer.lr,
-        betas=tuple(optimizer.betas),
+        betas=(optimizer.betas[0], optimizer.betas[1]),
         eps=optimizer.eps,
     )
     routed: dict[torch.nn.Module, list[torch.Tensor]] = {}
@@ -157,7 +157,7 @@ def reference_step(
     def move_biases() -> None:
         for router, calls in routed.items():
             if hasattr(router, "e_score_correction_bias"):
-                bias = router.e_score_correction_bias
+                bias: Any = router.e_score_correction_bias
                 counts = torch.cat([chosen.flatten() for *_, chosen in calls]).bincount(minlength=len(bias)).float()
                 bias += options.get("moe_router_bias_update_rate", 0.0) * torch.sign(counts.mean() - counts)
 
@@ -215,7 +215,10 @@ def difference(results, oracle) -> tuple[float, float, float]:
             norms.append(abs(report.grad_norm - expected_norm) / expected_norm)
         parameters += [float((tensor - state[name]).abs().max()) for name, tensor in weights.items()]
     # What is not a number is not equal.
-    return tuple(max(math.inf if math.isnan(value) else value for value in values) for values in (losses, norms, parameters))
+    loss, norm, parameter = (
+        max(math.inf if math.isnan(value) else value for value in values) for values in (losses, norms, parameters)
+    )
+    return loss, norm, parameter
 
 
 def run_step(cluster, layout: str, directory: Path, policy: PolicyConfig, function=None, *arguments, oracle=None):

@@ -67,10 +67,10 @@ def texts(path: Path) -> Iterator[tuple[int, str]]:
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
             yield node.lineno, node.name.replace("_", " ")
-        is_text = isinstance(node, ast.Constant) and isinstance(node.value, str)
-        if is_text and (id(node) in documented or ("src" in path.parts and len(node.value.split()) >= SHORTEST_MESSAGE)):
-            for offset, line in enumerate(node.value.splitlines()):
-                yield node.lineno + offset, line
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            is_message = "src" in path.parts and len(node.value.split()) >= SHORTEST_MESSAGE
+            lines = node.value.splitlines() if is_message or id(node) in documented else []
+            yield from enumerate(lines, node.lineno)
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
             yield token.start[0], token.string
@@ -107,8 +107,12 @@ def empty_names(paths: list[Path]) -> Iterator[str]:
     """One line for each local and parameter whose name does not say what it holds."""
     for path in paths:
         for node in ast.walk(ast.parse(path.read_text())):
-            is_stored = isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
-            name = node.id if is_stored else node.arg if isinstance(node, ast.arg) else ""
+            if isinstance(node, ast.arg):
+                name = node.arg
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                name = node.id
+            else:
+                continue
             if name in EMPTY_NAMES:
                 yield f"{path}:{node.lineno}: {name}: name it for what it holds"
 

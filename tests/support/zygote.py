@@ -152,9 +152,10 @@ def serve(number: int) -> None:
     _threads_of_imports = psutil.Process().num_threads()
     while True:
         files: list[int] = []
+        answer: tuple[bool, Any]
         try:
             (name, *arguments), files = receive(commands)
-            answer = (True, _fork(*arguments, files) if name == "fork" else _reaped(*arguments))
+            answer = (True, _fork(files, *arguments) if name == "fork" else _reaped(*arguments))
         except EOFError:
             return
         except Exception:
@@ -164,7 +165,7 @@ def serve(number: int) -> None:
         send(commands, answer)
 
 
-def _fork(function: Callable[..., int | None], arguments: tuple[Any, ...], new_session: bool, files: list[int]) -> int:
+def _fork(files: list[int], function: Callable[..., int | None], arguments: tuple[Any, ...], new_session: bool) -> int:
     threads = psutil.Process().num_threads()
     if threads > _threads_of_imports:
         raise RuntimeError(
