@@ -38,6 +38,7 @@ from fivefold.data.tokenizer import check_config, load_tokenizer
 from fivefold.distributed.calls import call_once, call_once_a_machine
 from fivefold.distributed.ranks import Ranks
 from fivefold.distributed.redealing import on_replicas_of
+from fivefold.distributed.scratch import name_shared_memory, scratch_directory
 from fivefold.engines.servers.server_process import ServerProcess
 from fivefold.engines.weight_sync import sleeping_after
 from fivefold.environments.pool import EnvironmentPool
@@ -696,6 +697,8 @@ def _prompts(
     trusted = config.model.trust_remote_code
 
     def store() -> str:
+        # The processes that tokenize have semaphores, and end with this rank.
+        name_shared_memory(scratch_directory())
         return str(store_prompts(files, (directory, trusted), reading, cache, print))
 
     return open_prompts(Path(call_once_a_machine(ranks, store)))

@@ -16,22 +16,22 @@ import psutil
 import pytest
 import torch
 
-from fivefold.engines.sampling import request_seed
 from fivefold.interfaces import EngineState
 from fivefold.models.config_json import read_config
-from fivefold.types import Completion, Request
+from fivefold.types import Completion
 from tests.engines.test_vllm_engine import SIZES, conversation
 from tests.support.commands import wait_for
 from tests.support.engines import OPTIONS, SAMPLING, complete, expected_logprobs, named_blocks, requests
 from tests.support.servers import (
-    FREE,
     GREEDY,
     LONG,
+    TRAJECTORIES,
     check_what_was_sampled_midway,
     family_of,
     kill_api,
     midway,
     one_short_among_endless,
+    prefix_hits_of_turns,
     refreshed,
     server_engine,
     three_steps,
@@ -264,82 +264,41 @@ def test_a_server_that_keeps_its_prefix_cache_shows_in_the_first_turn_of_new_wei
     assert min(with_fault[1:]) > 1e-4, with_fault
 
 
-TURNS, TRAJECTORIES, OBSERVED, BLOCK = 5, 6, 140, 128
-"""Turns of a trajectory, trajectories of a rank, tokens of an observation, and tokens of a block of the prefix cache."""
+BLOCK = 128
+"""Tokens of a block of vLLM's prefix cache on a CPU."""
 
 
-def trajectories_on_two_servers(mesh, directory: Path, logs: Path, picks_another: bool) -> tuple[int, float, float]:
-    """(tokens in whole blocks that an earlier turn has computed, tokens that the servers have read from their caches since the
-    first turns, and those right after new weights), over all ranks and servers.
+def trajectories_on_servers(mesh, directory: Path, logs: Path, picks_another: bool) -> tuple[int, float, float]:
+    """What `prefix_hits_of_turns` counts with a server of each rank.
 
-    `picks_another`: fault injection, turns go to the server that does not hold their prefix.
+    `picks_another`: fault injection, turns go to a server that does not hold their prefix.
     """
     # As a run with an environment starts its servers on a CPU.
     arguments = {"disable_log_stats": False, "enable_chunked_prefill": False, "max_num_batched_tokens": 4096}
-    tensors = load_tensors(directory)
     engine = vllm_engine(mesh, directory, logs, [], arguments=arguments, verify_every=0)
-    engine.update_weights(iter(tensors.items()), 0)
-    stream, rank, held, endless = engine.stream(), mesh.ranks.rank, 0, replace(FREE, ignore_eos=True)
-    contexts = [[5 + 20 * rank + number + i % 80 for i in range(150)] for number in range(TRAJECTORIES)]
     if picks_another:
-        places = engine._router._places
+        places, count = engine._router._places, len(engine._servers)
         get = places.get
-        places.get = lambda of, request: None if (number := get(of, request)) is None else 1 - number
-
-    def ask(number: int, turn: int) -> None:
-        # A turn follows its trajectory's last one at once, whatever the others do.
-        seed = request_seed((5, rank, number, turn))
-        stream.submit([Request(turn * TRAJECTORIES + number, contexts[number], endless, seed, number, turn)])
-
-    def sample(first: int, last: int) -> None:
-        nonlocal held
-        for number in range(TRAJECTORIES):
-            ask(number, first)
-        for completion in stream.completions():
-            turn, number = divmod(completion.request_id, TRAJECTORIES)
-            contexts[number] += completion.token_ids
-            # The last token was sampled and never read.
-            computed = (len(contexts[number]) - 1) // BLOCK * BLOCK
-            contexts[number] += [7 + (number + i) % 80 for i in range(OBSERVED)]
-            if turn < last:
-                held += computed
-                ask(number, turn + 1)
-
-    def read(server) -> float:
-        # On a busy machine the first call may not be answered in time.
-        return next(filter(None, (server.pressure() for _ in range(20)))).prefix_hits
-
-    def hits() -> float:
-        mesh.ranks.barrier()
-        total = sum(read(server) for server in engine._servers)
-        mesh.ranks.barrier()
-        return total
-
-    sample(0, 0)
-    # All contexts are of one length, and so are the blocks of their first turns.
-    held, before = TRAJECTORIES * BLOCK, hits()
-    sample(1, TURNS - 1)
-    between = hits()
-    engine.update_weights(iter(tensors.items()), 1)
-    sample(TURNS, TURNS)
-    after = hits()
-    stream.close()
+        places.get = lambda of, request: None if (number := get(of, request)) is None else (number + 1) % count
+    counted = prefix_hits_of_turns(mesh, engine, load_tensors(directory), BLOCK)
     engine.close()
-    return sum(mesh.ranks.gather_objects(held)), between - before, after - between
+    return counted
 
 
-@pytest.mark.parametrize("picks_another", [False, True])
-def test_servers_hold_the_prefix_of_the_turns_that_they_are_sent_until_new_weights(cluster, tmp_path, picks_another):
+@pytest.mark.parametrize(("servers", "picks_another"), [(2, False), (2, True), (4, False)])
+def test_servers_hold_the_prefix_of_the_turns_that_they_are_sent_until_new_weights(
+    cluster, tmp_path, servers, picks_another
+):
     """At least 95 % of what an earlier turn has computed is read from the cache; without the place of a trajectory, less."""
     long = make_model("qwen3_tied", tmp_path / "long", max_position_embeddings=1024, **SIZES)
-    (held, between, after), _ = cluster.run(
-        trajectories_on_two_servers, "megatron:d2", long, tmp_path, picks_another, seconds=900
+    (held, between, after), *_ = cluster.run(
+        trajectories_on_servers, f"megatron:d{servers}", long, tmp_path, picks_another, seconds=900
     )
     # Turns 2 to 5 follow 1, 2, 3 and 4 blocks.
-    assert held == 2 * TRAJECTORIES * BLOCK * (1 + 2 + 3 + 4)
+    assert held == servers * TRAJECTORIES * BLOCK * (1 + 2 + 3 + 4)
     assert (between >= 0.95 * held) != picks_another, between / held
     assert after == 0, "the cache of old weights is gone"
-    print(f"{between / held:.1%} of {held} prefix tokens were read from the servers' caches")
+    print(f"{between / held:.1%} of {held} prefix tokens were read from the caches of {servers} servers")
 
 
 def over_a_process_group(mesh, directory: Path, address: str):
@@ -493,3 +452,30 @@ def test_whatever_is_killed_no_process_and_no_shared_memory_stays(model, tmp_pat
     assert alive == [], [process.cmdline() for process in alive]
     # Python's tracker removes what a killed process had under a name, a moment later.
     wait_for(lambda: not any(block.exists() for block in blocks))
+
+
+def is_there(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_starting_server_that_ends_with_its_tracker_leaves_nothing_over(model, tmp_path, number):
+    """Killed, as for lack of memory, or stopped and then ended by its rank: Python's tracker removes nothing any more."""
+    server = server_of(model, tmp_path / "log")
+    server.start()
+    group = server._process.pid
+    # Before it is ready, names of semaphores are needed: processes that it starts open them by name.
+    wait_for(lambda: bool(named_blocks(process.pid for process in server._family())), server._process)
+    blocks = named_blocks(process.pid for process in server._family())
+    os.killpg(group, number)
+    if number == signal.SIGKILL:
+        server._process.wait()
+        assert any(block.exists() for block in blocks)
+    server.end()
+    wait_for(lambda: not is_there(group))
+    assert not any(block.exists() for block in blocks)
+    server.close()

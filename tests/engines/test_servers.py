@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -272,6 +273,23 @@ def test_a_server_that_says_nothing_any_more_is_lost(monkeypatch):
     assert sorted(one.request_id for one in completions) == list(range(40)) and lost == {0}
 
 
+def test_servers_that_are_stopped_together_are_probed_at_once(monkeypatch):
+    """A probe of a stopped process waits for 10 s: servers of a host that is lost would be given up one after the other."""
+    monkeypatch.setattr(module, "_SILENCE", 0.05)
+    running, together = set[InMemory](), set[int]()
+
+    class Stopped(InMemory):
+        def progress(self) -> None:
+            running.add(self)
+            time.sleep(0.2)
+            together.add(len(running))
+            running.remove(self)
+
+    completions, lost = routed([*(Stopped(deaf_after=0) for _ in range(3)), InMemory(0.001)], asked(10))
+    assert sorted(one.request_id for one in completions) == list(range(40)) and lost == {0, 1, 2}
+    assert max(together) == 3
+
+
 def test_a_server_that_is_slow_is_not_lost(monkeypatch):
     monkeypatch.setattr(module, "_SILENCE", 0.02)
     completions, lost = routed([InMemory(0.5)], asked(1, per_prompt=1))
@@ -322,6 +340,35 @@ def test_dropped_requests_of_a_group_end_at_their_server_even_if_partly_answered
     stream.drop({0, 1, 2, 3} - had)
     assert stream.pending == 0 and router.is_idle and router.lost == set()
     router.close()
+
+
+def test_a_request_cancelled_as_its_answer_comes_shows_no_traceback(tmp_path, caplog):
+    """Its socket becomes readable in the very pass of the event loop in which the request is cancelled."""
+    import anyio
+
+    router, arrived = RequestRouter(0, 8, lambda line: None, stall_seconds=1.0), []
+
+    async def cancel_as_data_comes(listening: socket.socket) -> None:
+        client = await anyio.connect_unix(str(tmp_path / "socket"))
+        answering, _ = listening.accept()
+        reading = asyncio.ensure_future(client.receive())
+        await asyncio.sleep(0.1)
+        answering.send(b"answer")
+        asyncio.get_running_loop().call_soon(reading.cancel)
+        arrived.append(await asyncio.gather(reading, return_exceptions=True))
+        await client.aclose()
+        answering.close()
+        asyncio.get_running_loop().call_soon(lambda: [][0])
+        await asyncio.sleep(0)
+
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(tmp_path / "socket"))
+        listening.listen()
+        asyncio.run_coroutine_threadsafe(cancel_as_data_comes(listening), router._loop).result()
+    router.close()
+    assert isinstance(arrived[0][0], asyncio.CancelledError)
+    # Any other error of a callback is reported.
+    assert [record.exc_info[0] for record in caplog.records] == [IndexError]
 
 
 def test_requests_that_are_dropped_before_they_were_sent_leave_their_server_idle():

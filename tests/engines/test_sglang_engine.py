@@ -10,17 +10,20 @@ import psutil
 import pytest
 import torch
 
+from fivefold.interfaces import Pressure
 from fivefold.types import Completion, Request, Sampling
 from tests.engines.test_vllm_engine import OTHER_SIZES, SIZES
 from tests.support import whole_runs
-from tests.support.engines import SAMPLING, complete, own_logits, requests
+from tests.support.engines import SAMPLING, complete, named_blocks, own_logits, requests
 from tests.support.servers import (
     GREEDY,
+    TRAJECTORIES,
     check_what_was_sampled_midway,
     family_of,
     kill_api,
     midway,
     one_short_among_endless,
+    prefix_hits_of_turns,
     refreshed,
     server_engine,
     three_steps,
@@ -43,20 +46,20 @@ ON_CPU = {
 ARGUMENTS = {"dtype": "float32", "context_length": 256, "max_running_requests": 64, "max_total_tokens": 16384}
 
 
-def server_of(directory: Path, log: Path, tensor_parallel: int):
+def server_of(directory: Path, log: Path, tensor_parallel: int, **more):
     from fivefold.engines.sglang.probe import answers
     from fivefold.engines.sglang.serve import server_process
 
-    arguments = {"model_path": str(directory), "tp_size": tensor_parallel, **ARGUMENTS, **ON_CPU}
+    arguments = {"model_path": str(directory), "tp_size": tensor_parallel, **ARGUMENTS, **ON_CPU, **more}
     return server_process(arguments, torch.device("cpu"), tensor_parallel, log, answers)
 
 
-def sglang_engine(mesh, directory: Path, logs: Path, messages: list[str], tensor_parallel: int = 1):
+def sglang_engine(mesh, directory: Path, logs: Path, messages: list[str], tensor_parallel: int = 1, **arguments):
     from fivefold.engines.sglang.client import SGLangServer
 
     rank = mesh.ranks.rank
     processes = (
-        {rank // tensor_parallel: server_of(directory, logs / f"server-{rank}.log", tensor_parallel)}
+        {rank // tensor_parallel: server_of(directory, logs / f"server-{rank}.log", tensor_parallel, **arguments)}
         if rank % tensor_parallel == 0
         else {}
     )
@@ -121,11 +124,12 @@ def two_servers(mesh, directory: Path, logs: Path):
     engine.update_weights(iter(tensors.items()), 3)
     results["after"] = [one.token_ids for one in complete(engine, mine_to_ask)] == tokens
     processes = family_of(engine)
+    blocks = named_blocks(process.pid for process in processes)
     engine.close()
     mesh.ranks.barrier()
     results["left"] = [
         process.pid for process in processes if process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    ]
+    ] + [block for block in blocks if block.exists()]
     return results
 
 
@@ -223,6 +227,47 @@ def sampled_midway(mesh, directory: Path, logs: Path):
 def test_requests_continue_with_weights_that_change_in_the_middle(cluster, model, tmp_path):
     ((completions, under),) = cluster.run(sampled_midway, "megatron:d1", model, tmp_path, seconds=900)
     check_what_was_sampled_midway(completions, under)
+
+
+AT_ONCE, CAPACITY = 4, 8192
+"""Requests that the server samples at once, and tokens that its cache holds."""
+
+
+def under_pressure(mesh, directory: Path, logs: Path):
+    """What a router reads of a server that has three times as many requests as it samples at once, and of one without; then
+    its prefix hits."""
+    arguments = {"context_length": 1024, "max_running_requests": AT_ONCE, "max_total_tokens": CAPACITY}
+    engine = sglang_engine(mesh, directory, logs, [], **arguments)
+    tensors = load_tensors(directory)
+    engine.update_weights(iter(tensors.items()), 0)
+    (server,) = engine._servers
+    idle, stream, readings = server.pressure(), engine.stream(), []
+    endless = replace(LONG, max_tokens=400)
+    stream.submit([Request(number, [5 + number] * 100, endless, 0, number) for number in range(3 * AT_ONCE)])
+    while stream.pending:
+        list(stream.arrived(0.1))
+        if (reading := stream.pressure()) is not None:
+            readings.append(reading)
+    stream.close()
+    idle_again, counted = server.pressure(), prefix_hits_of_turns(mesh, engine, tensors, 1)
+    engine.close()
+    return idle, readings, idle_again, counted, server.pressure()
+
+
+def test_servers_report_how_full_they_are_and_which_prefixes_they_held(cluster, tmp_path):
+    long = make_model("qwen3_tied", tmp_path / "long", max_position_embeddings=1024, **SIZES)
+    ((idle, readings, idle_again, (held, between, after), ended),) = cluster.run(
+        under_pressure, "megatron:d1", long, tmp_path, seconds=900
+    )
+    assert idle == Pressure(0.0, 0)
+    assert max(reading.queued for reading in readings) == 2 * AT_ONCE
+    most = AT_ONCE * 500 / CAPACITY
+    assert 0.5 * most < max(reading.kv_used for reading in readings) <= most
+    assert (idle_again.kv_used, idle_again.queued, idle_again.prefix_tokens) == (0.0, 0, 3 * AT_ONCE * 100)
+    # Turns 2 to 5 follow contexts whose last token was sampled and not read.
+    assert held == TRAJECTORIES * (165 + 321 + 477 + 633)
+    assert between >= 0.95 * held and after == 0, (between / held, after)
+    assert ended is None
 
 
 RUN = """

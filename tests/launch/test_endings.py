@@ -20,7 +20,8 @@ import pytest
 
 from fivefold.launch.lock import locked
 from fivefold.launch.watch import PAUSE
-from tests.support.commands import LONGEST, Command, children_of, fivefold, gone, wait_for
+from tests.support.commands import LONGEST, Command, children_of, fivefold, gone, wait_for, words_of
+from tests.support.engines import named_blocks
 from tests.support.whole_runs import assert_same, make_model, metrics, write_run
 
 RUN = """
@@ -297,6 +298,26 @@ def test_a_rank_that_is_killed_is_named_and_not_the_one_that_survives(root, tmp_
     assert number.name in headline and "out of memory" not in headline
     assert "closed by peer" not in done.stderr and f"rank {1 - rank} " not in done.stderr
     assert not list((tmp_path / "tmp").glob("pymp-*")), "directories of helpers of a save"
+
+
+def every_data_set_is_large() -> None:
+    from fivefold.data import prompt_cache
+
+    prompt_cache.IN_MEMORY = 4
+
+
+@pytest.mark.parametrize("victim", ["rank", "launcher"])
+def test_a_run_killed_while_processes_tokenize_leaves_nothing_over(root, victim):
+    """Python's tracker, which removes semaphores, is killed with the session of the rank that it tracks for."""
+    run = f"trainer.run_dir={root}/runs/tokenizing-{victim}"
+    process = Command("train", root / "run.yaml", run, hook=every_data_set_is_large)
+    wait_for(lambda: bool(named_blocks(children_of(process.pid))), process)
+    everyone = children_of(process.pid)
+    blocks = named_blocks(everyone)
+    tokenizing = [pid for pid in everyone if "tracker_fd" in " ".join(words_of(pid))]
+    os.kill(psutil.Process(tokenizing[0]).ppid() if victim == "rank" else process.pid, signal.SIGKILL)
+    process.wait()
+    wait_for(lambda: gone(everyone) and not any(block.exists() for block in blocks))
 
 
 def lock_files_only() -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from fivefold.distributed.processes import shared_memory_of
 from fivefold.engines.sampling import request_seed
 from fivefold.types import Completion, Request, Sampling
 
@@ -34,7 +34,12 @@ def complete(engine: Any, wanted: list[Request]) -> list[Completion]:
 
 def named_blocks(pids: Iterable[int]) -> set[Path]:
     """The shared memory of these processes that has a name."""
-    return {Path("/dev/shm", name) for pid in pids for name in shared_memory_of(pid)}
+    blocks = set()
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+            blocks |= {Path(line[line.index("/dev/shm/") :]) for line in lines if "/dev/shm/" in line}
+    return {block for block in blocks if not block.name.endswith(" (deleted)")}
 
 
 def own_logits(model: Path, prompt: list[int], token_ids: list[int]) -> torch.Tensor:

@@ -194,8 +194,8 @@ def _server(process: Command, _: Path) -> bool:
 
 
 def _stopped_server(process: Command, _: Path) -> bool:
-    """All of its processes but Python's trackers, which end after them: it holds its requests, and answers nothing."""
-    servers = [one for one in _servers(process) if not any("resource_tracker" in word for word in one.cmdline())]
+    """All of its processes, Python's tracker of shared memory too: it holds its requests, and answers nothing."""
+    servers = _servers(process)
     for one in servers:
         one.send_signal(signal.SIGSTOP)
     return bool(servers)

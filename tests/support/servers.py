@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import save_file
 
 from fivefold.columns import Column
+from fivefold.engines.sampling import request_seed
 from fivefold.engines.servers.server_process import ServerProcess
 from fivefold.interfaces import EngineState
 from fivefold.types import Completion, Request, Sampling, TokenBatch
@@ -110,6 +111,58 @@ def refreshed(engine, weights) -> None:
         engine.wake()
         engine.update_weights(iter(weights.items()), 3)
         is_sent = engine.state is EngineState.READY
+
+
+TURNS, TRAJECTORIES, OBSERVED = 5, 6, 140
+"""Turns of a trajectory, trajectories of a rank, and tokens of an observation."""
+
+
+def prefix_hits_of_turns(mesh, engine, tensors, block: int) -> tuple[int, float, float]:
+    """(tokens in whole blocks that an earlier turn has computed, tokens that the servers have read from their caches since the
+    first turns, and those right after new weights), over all ranks and servers; `block`: tokens of a block of the cache."""
+    engine.update_weights(iter(tensors.items()), 0)
+    stream, rank, endless = engine.stream(), mesh.ranks.rank, replace(FREE, ignore_eos=True)
+    contexts = [[5 + 20 * rank + number + i % 80 for i in range(150)] for number in range(TRAJECTORIES)]
+    held, computed = 0, [0] * TRAJECTORIES
+
+    def ask(number: int, turn: int) -> None:
+        # A turn follows its trajectory's last one at once, whatever the others do.
+        nonlocal held
+        held += computed[number]
+        seed = request_seed((5, rank, number, turn))
+        stream.submit([Request(turn * TRAJECTORIES + number, contexts[number], endless, seed, number, turn)])
+
+    def sample(first: int, last: int) -> None:
+        for number in range(TRAJECTORIES):
+            ask(number, first)
+        for completion in stream.completions():
+            turn, number = divmod(completion.request_id, TRAJECTORIES)
+            contexts[number] += completion.token_ids
+            # The last token was sampled and never read.
+            computed[number] = (len(contexts[number]) - 1) // block * block
+            contexts[number] += [7 + (number + i) % 80 for i in range(OBSERVED)]
+            if turn < last:
+                ask(number, turn + 1)
+
+    def read(server) -> float:
+        # On a busy machine the first call may not be answered in time.
+        return next(filter(None, (server.pressure() for _ in range(20)))).prefix_hits
+
+    def hits() -> float:
+        mesh.ranks.barrier()
+        total = sum(read(server) for server in engine._servers)
+        mesh.ranks.barrier()
+        return total
+
+    sample(0, 0)
+    before = hits()
+    sample(1, TURNS - 1)
+    between, of_turns = hits(), held
+    engine.update_weights(iter(tensors.items()), 1)
+    sample(TURNS, TURNS)
+    after = hits()
+    stream.close()
+    return sum(mesh.ranks.gather_objects(of_turns)), between - before, after - between
 
 
 def midway(mesh, directory: Path, engine, prompts: int = 12):

@@ -10,8 +10,8 @@ from pathlib import Path
 import psutil
 
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - where Linux keeps it, not a file of ours
-_BLOCK = re.compile(r"(psm_|torch_|sem\.mp-)[^ ]*|[^ ]*-cpushm_\d+")
-"""Names that Python, torch, and vLLM on CPUs give to blocks of shared memory."""
+_BLOCK = re.compile(r"(psm_|torch_|sem\.mp-|(sem\.)?fivefold-)[^ ]*|[^ ]*-cpushm_\d+")
+"""Names that Python, torch, vLLM on CPUs, and `name_shared_memory` give to blocks of shared memory."""
 _LONGEST_END = 20.0
 """Longest time in seconds to wait for a killed process: one that waits for a driver or a disk ends late."""
 

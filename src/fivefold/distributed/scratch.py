@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import multiprocessing
 import os
 import re
 import shutil
 import tempfile
+from multiprocessing import shared_memory
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -16,6 +19,9 @@ _NAME = re.compile(r"fivefold-(\d+)-.+")
 _LONGEST = 40
 """Most characters in the path of the parent directory. The path of a socket in one of our directories may have 107
 characters; a name given by other libraries takes 37 of them."""
+_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - where Linux keeps it, not a file of ours
+_RANDOM = 8
+"""Random characters in the name of a block of shared memory."""
 
 
 def scratch_directory() -> Path:
@@ -25,7 +31,7 @@ def scratch_directory() -> Path:
     """
     for path, owner in _owned_directories():
         if _has_ended(owner) and _is_free(path):
-            shutil.rmtree(path, ignore_errors=True)
+            _remove(path)
     path = Path(tempfile.mkdtemp(prefix=f"fivefold-{os.getpid()}-", dir=_short_directory()))
     # The lock lasts until this process ends. A process id alone is not enough: it means nothing in another container.
     fcntl.flock(os.open(path, os.O_RDONLY | os.O_DIRECTORY), fcntl.LOCK_EX)
@@ -36,7 +42,33 @@ def remove_scratch(pid: int) -> None:
     """Remove the directories of a process that has ended, or is about to end."""
     for path, owner in _owned_directories():
         if owner == pid:
-            shutil.rmtree(path, ignore_errors=True)
+            _remove(path)
+
+
+def name_shared_memory(directory: Path) -> None:
+    """Name the semaphores and the shared memory that Python's multiprocessing creates from now on after a scratch directory.
+
+    They are removed with it, even if Python's tracker was killed with the processes that it tracks for. Semaphores of child
+    processes get the same names.
+    """
+    # Python has no public way to choose these names.
+    process: Any = multiprocessing.current_process()
+    process._config["semprefix"] = f"/{directory.name}"
+    blocks: Any = shared_memory
+    blocks._SHM_NAME_PREFIX = f"/{directory.name}-"
+    blocks._SHM_SAFE_NAME_LENGTH = len(blocks._SHM_NAME_PREFIX) + _RANDOM
+
+
+def unlink_shared_memory(directory: Path) -> None:
+    """Unlink the semaphores and the shared memory that are named after a scratch directory."""
+    for kind in ("", "sem."):
+        for path in _SHARED_MEMORY.glob(f"{kind}{directory.name}-*"):
+            path.unlink(missing_ok=True)
+
+
+def _remove(directory: Path) -> None:
+    shutil.rmtree(directory, ignore_errors=True)
+    unlink_shared_memory(directory)
 
 
 def _owned_directories() -> list[tuple[Path, int]]:

@@ -125,7 +125,7 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         Metric(
             "engine/prefix_hits",
             "fraction",
-            "Prompt tokens that servers had computed before, for an earlier turn or another trajectory; vLLM only.",
+            "Prompt tokens that servers had computed before, for an earlier turn or another trajectory.",
         ),
         Metric("environment/failed", "trajectories", "Trajectories whose environment failed; absent if none did."),
     ),

@@ -7,6 +7,7 @@ import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import Enum, auto
 from functools import partial
@@ -24,6 +25,8 @@ from fivefold.types import Completion, Request
 _SILENCE, _MOST_SILENCES = 10.0, 6
 """Seconds without a completion after which servers are probed, and the number of failed probes after which they are given
 up."""
+_MOST_PROBES = 64
+"""Servers that are probed at once."""
 _LOOK_SECONDS = 0.5
 """Seconds between two readings of how full a server is, of one server after the other."""
 _FULL = 0.9
@@ -133,11 +136,19 @@ class RequestStream:
         return self._router.pressure
 
 
+def _report(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """Reports the error of a callback."""
+    # anyio raises it where a socket has news just when the request that waits for them is cancelled, and nothing is lost.
+    if not isinstance(context.get("exception"), asyncio.InvalidStateError):
+        loop.default_exception_handler(context)
+
+
 class _LoopThread:
     """An event loop in a thread of its own."""
 
     def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()
+        self._loop.set_exception_handler(_report)
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def _run(self) -> None:
@@ -181,7 +192,7 @@ class _Sending(_LoopThread):
         self.version = 0
         """Version of the weights that sample now."""
         self._is_held, self._is_watching, self._keeps = True, True, False
-        self.meter = LoadMeter()
+        self.meter, self._probes = LoadMeter(), ThreadPoolExecutor(_MOST_PROBES)
         super().__init__("requests")
         self._thread.start()
 
@@ -337,15 +348,18 @@ class _Sending(_LoopThread):
         """Gives up servers that have requests and do not answer, or sample nothing."""
         while True:
             await asyncio.sleep(_SILENCE / 2)
-            for number, watched in enumerate(self._watched):
-                is_quiet = not self._loads[number] or number in self._lost
-                if is_quiet or not self._is_watching or not watched.is_due():
-                    continue
-                tokens = await self._loop.run_in_executor(None, self.servers[number].progress)
-                if reason := watched.look(tokens, self._stall_seconds):
-                    self._log(f"{self.servers[number]} {reason}")
-                    tasks = [task for task, sent in self._sent.items() if sent.number == number]
-                    self._cancel(tasks, Cancelled.LOST)
+            # All at once: a probe of a process that is stopped, or of a host that is gone, waits for long.
+            await asyncio.gather(*(self._probe(number, watched) for number, watched in enumerate(self._watched)))
+
+    async def _probe(self, number: int, watched: _Watched) -> None:
+        is_quiet = not self._loads[number] or number in self._lost
+        if is_quiet or not self._is_watching or not watched.is_due():
+            return
+        tokens = await self._loop.run_in_executor(self._probes, self.servers[number].progress)
+        if reason := watched.look(tokens, self._stall_seconds):
+            self._log(f"{self.servers[number]} {reason}")
+            tasks = [task for task, sent in self._sent.items() if sent.number == number]
+            self._cancel(tasks, Cancelled.LOST)
 
 
 class RequestRouter(_Sending):

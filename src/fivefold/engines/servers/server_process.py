@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -21,7 +22,7 @@ import psutil
 from fivefold.distributed.compiler_caches import use_compiler_caches
 from fivefold.distributed.ports import free_port
 from fivefold.distributed.processes import descendants, kill, unname_shared_memory
-from fivefold.distributed.scratch import scratch_directory
+from fivefold.distributed.scratch import name_shared_memory, scratch_directory, unlink_shared_memory
 from fivefold.errors import RunError
 
 if TYPE_CHECKING:
@@ -92,6 +93,8 @@ class ServerProcess:
             time.sleep(0.2)
         for process in self._family():
             unname_shared_memory(process.pid)
+        # The maps of a process that has created a semaphore do not show its name.
+        unlink_shared_memory(self._directory)
 
     @property
     def has_ended(self) -> bool:
@@ -110,8 +113,12 @@ class ServerProcess:
         if self._process is None:
             return
         kill(self._family())
+        with contextlib.suppress(ProcessLookupError):
+            # Python's tracker of shared memory ends last, unless it is stopped.
+            os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
         self._process = None
+        unlink_shared_memory(self._directory)
         for left in self._directory.glob("*"):
             shutil.rmtree(left) if left.is_dir() else left.unlink()
 
@@ -145,13 +152,17 @@ def devices_from(device: torch.device, devices: int) -> dict[str, str]:
     return {"CUDA_VISIBLE_DEVICES": ",".join(names[device.index : device.index + devices])}
 
 
-def run_as_program(name: str, main: Callable[[list[str]], None]) -> None:
-    """Run `main` if the module with this `__name__` is the program; let it, and each process that its library spawns, end
-    with its parent."""
+def run_as_program(name: str, main: Callable[[list[str]], None], in_children: Callable[[], None] = lambda: None) -> None:
+    """Run `main` if the module with this `__name__` is the program, and `in_children` in each process that its library
+    spawns; let them all end with their parent, and their shared memory be removed with the server's scratch directory."""
     if name in ("__main__", "__mp_main__"):
         end_with_parent(is_first=name == "__main__")
+        if _PARENT in os.environ:
+            name_shared_memory(Path(tempfile.gettempdir()))
     if name == "__main__":
         main(sys.argv[1:])
+    elif name == "__mp_main__":
+        in_children()
 
 
 def end_with_parent(is_first: bool) -> None:

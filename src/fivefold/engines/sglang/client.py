@@ -20,8 +20,9 @@ from fivefold.engines.servers.server import Answer, Draw, ServerLostError, Where
 from fivefold.engines.servers.transfer import open_store
 from fivefold.engines.sglang.arguments import LOADER
 from fivefold.engines.sglang.parameters import is_cut, sampling_arguments
-from fivefold.engines.sglang.probe import answers
+from fivefold.engines.sglang.probe import answers, load
 from fivefold.errors import RunError
+from fivefold.interfaces import Pressure
 from fivefold.types import Sampling
 
 _FLUSH_SECONDS, _ANSWER_SECONDS = 30.0, 600.0
@@ -40,6 +41,7 @@ class SGLangServer:
         self.address, self._ends, self._run = address, ends, run
         self._control, self._requests = blocking_client(address), streaming_client(address)
         self._calls = 0
+        self._prompt_tokens = self._prompt_hits = 0.0
 
     def take(self) -> None:
         """Reserve the server for this run alone, and end what another run left there."""
@@ -83,6 +85,10 @@ class SGLangServer:
                 f"{self} ended a response after {len(tokens)} of {sampling.max_tokens} tokens: its context is too short"
             )
         self._version_number(meta["weight_version"])
+        # A request that was aborted while it waited has no counts; one that was suspended looks its prompt up again.
+        looked_up = meta.get("prompt_tokens", 0)
+        self._prompt_tokens += looked_up
+        self._prompt_hits += min(meta.get("cached_tokens", 0), looked_up)
         logprobs: list[float] = []
         if sampling.logprobs:
             of = "output_token_sampling_logprobs" if is_part else "output_token_logprobs"
@@ -108,8 +114,11 @@ class SGLangServer:
         """Returns the time while the server answers: SGLang does not report how many tokens it has sampled."""
         return time.monotonic() if self.answers() else None
 
-    def pressure(self) -> None:
-        """Returns nothing: SGLang reports no metrics unless it is started with them."""
+    def pressure(self) -> Pressure | None:
+        """Returns how close the server is to its limits, with the prompt tokens of this client's answers: SGLang itself
+        counts them only if it is started with metrics."""
+        values = load(self.address)
+        return None if values is None else Pressure(*values, self._prompt_tokens, self._prompt_hits)
 
     def pause(self) -> None:
         """Suspend the requests in flight, and discard what was computed for them with the old weights."""

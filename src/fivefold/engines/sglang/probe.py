@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import httpx2 as httpx
+
 from fivefold.engines.servers.http import answers as is_well
 from fivefold.engines.servers.http import ask
 from fivefold.engines.servers.probe import Description
@@ -13,6 +15,18 @@ COMMAND = f"python -m sglang.launch_server --custom-weight-loader {LOADER} --ski
 def answers(address: str) -> bool:
     """Returns whether the server and its schedulers answer."""
     return is_well(address, "/server_info")
+
+
+def load(address: str) -> tuple[float, int] | None:
+    """Returns the share of its cache that a server uses, and the number of requests that wait there; None if it does not
+    answer."""
+    try:
+        answer = ask(address, "GET", "/v1/loads?include=core")
+    except httpx.TransportError:
+        return None
+    loads = answer.json()["loads"] if answer.status_code == 200 else []
+    # Its schedulers have a cache each.
+    return (max(of["token_usage"] for of in loads), sum(of["num_waiting_reqs"] for of in loads)) if loads else None
 
 
 def describe(address: str) -> Description | int:

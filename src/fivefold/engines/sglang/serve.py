@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -45,9 +46,17 @@ def main(arguments: list[str]) -> None:
             super().__init__(app, **where, **named)
 
     uvicorn.Config = There
+    _keep_loads_with_temporary_files()
     # SGLang would send itself this request, to a port on which it does not listen. The client sends it in `take`.
     http_server._freeze_gc_after_server_warmup = lambda *_: None
     run_server(prepare_server_args([*rest, *_FLAGS]))
+
+
+def _keep_loads_with_temporary_files() -> None:
+    """Let schedulers report their load in a file that is removed with the server: SGLang leaves it in /dev/shm."""
+    from sglang.srt.managers import load_snapshot
+
+    load_snapshot.shm_path_for = lambda instance: str(Path(tempfile.gettempdir(), f"loads-{instance}"))
 
 
 def server_process(
@@ -76,4 +85,4 @@ def server_process(
 
 
 # SGLang spawns its other processes, which run this module again under its second name.
-run_as_program(__name__, main)
+run_as_program(__name__, main, _keep_loads_with_temporary_files)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fivefold.distributed.objects import broadcast_json, take_records_of
 from fivefold.distributed.processes import unname_shared_memory
-from fivefold.distributed.scratch import scratch_directory
+from fivefold.distributed.scratch import name_shared_memory, scratch_directory
 from fivefold.engines.garbage import freeze_heap
 from fivefold.engines.transformers import stop_token_ids
 from fivefold.engines.turns import Turns
@@ -68,6 +68,7 @@ class VLLMEngine:
             torch._dynamo.config.disable = bool(arguments["enforce_eager"])
         import vllm
 
+        name_shared_memory(self._sockets)
         with _threads_kept(), _own_shared_memory(device), _start_explained():
             self._llm = vllm.LLM(
                 str(directory),
@@ -272,7 +273,6 @@ def _own_shared_memory(device: torch.device) -> Iterator[None]:
         yield
         dist.barrier()
     finally:
-        unname_shared_memory(os.getpid(), name[0])
         groups = [group for reference in parallel_state._groups.values() if (group := reference()) is not None]
         queues = [group.mq_broadcaster for group in groups]
         for block in [getattr(queue, part, None) for queue in queues for part in ("buffer", "tensor_arena")]:
@@ -280,6 +280,7 @@ def _own_shared_memory(device: torch.device) -> Iterator[None]:
                 block.shared_memory.unlink()
                 # Otherwise it would unlink itself again at the end.
                 block.is_creator = False
+        unname_shared_memory(os.getpid(), name)
         if device.type == "cpu":
             Blocks.make_group_name = staticmethod(original)
 
