@@ -16,10 +16,10 @@ from fivefold.distributed import pulse
     ("looks", "waited"),
     [
         ([(0, "7"), (2, "7"), (4, "7")], 4),
-        # It went on in between, and waits for something else.
+        # In between it did not wait.
         ([(0, "7"), (2, ""), (4, "7")], 0),
         ([(0, "7"), (2, "8"), (4, "8")], 2),
-        # Nobody looks within two seconds of the last look.
+        # No thread looks within two seconds of the last look.
         ([(0, "7"), (1, ""), (2, "7")], 2),
         ([(0, ""), (1, "7"), (1.5, "7")], 0),
     ],
@@ -33,7 +33,7 @@ def test_a_wait_in_the_kernel_counts_while_each_look_finds_the_same_thread_in_it
     assert seconds == waited
 
 
-def test_a_thread_that_waits_for_a_child_before_it_runs_its_program_waits_in_the_kernel(tmp_path):
+def test_a_thread_whose_child_has_not_begun_its_program_waits_in_the_kernel(tmp_path):
     """The parent of a vfork cannot be interrupted until the child opens its program, here one whose opening blocks."""
     pipe = tmp_path / "program"
     os.mkfifo(pipe)
