@@ -50,7 +50,6 @@ JOBS = (
     Job("beside-small", 1, 420, f"{_BESIDE} --steps 10 --eval-every 10 --minutes 3.4"),
     Job("beside-1.7b", 1, 420, "benchmarks/beside_trl.py OUT/recipes --shape Qwen3-1.7B --steps 6 --minutes 3.4"),
     Job("start-up-1.7b", 1, 270, "benchmarks/start_up.py 1.7b --seconds 260"),
-    Job("start-up-8b", 1, 400, "benchmarks/start_up.py 8b --seconds 390"),
     Job(
         "quickstart",
         1,
@@ -61,6 +60,7 @@ JOBS = (
         Job(recipe, 1, 1200, f"{_RECIPES} --recipes {recipe} --minutes 19")
         for recipe in ("words-grpo", "gsm8k-grpo", "gsm8k-dapo", "gsm8k-ppo", "gsm8k-lora")
     ),
+    Job("start-up-8b", 2, 400, "benchmarks/start_up.py 8b --seconds 390"),
     Job("fsdp-two", 2, 500, "benchmarks/fsdp_speed.py two weights largest --seconds 160"),
     Job("role-layouts", 2, 500, "benchmarks/role_layouts.py --seconds 120"),
     Job("experts", 2, 300, "benchmarks/training_speed.py experts-model --seconds 290"),

@@ -110,11 +110,11 @@ def train_with_trl(path: Path, changes: list[str], run_dir: Path) -> None:
     class Timed(trl.GRPOTrainer):
         """Measures its stages, and evaluates as Fivefold does."""
 
-        def _generate_and_score_completions(self, inputs):
+        def _generate_and_score_completions(self, inputs: Any) -> Any:
             with clock.stage("generation"):
                 return super()._generate_and_score_completions(inputs)
 
-        def _generate_single_turn(self, *arguments, **named):
+        def _generate_single_turn(self, *arguments: Any, **named: Any) -> Any:
             if self.use_vllm and self.state.global_step != self._last_loaded_step:  # type: ignore[has-type]
                 with clock.stage("weight_sync"):
                     self.vllm_generation.sync_weights()
@@ -122,7 +122,7 @@ def train_with_trl(path: Path, changes: list[str], run_dir: Path) -> None:
             with clock.stage("rollout"):
                 return super()._generate_single_turn(*arguments, **named)
 
-        def _get_per_token_logps_and_entropies(self, *arguments, **named):
+        def _get_per_token_logps_and_entropies(self, *arguments: Any, **named: Any) -> Any:
             with clock.stage("logprobs" if not torch.is_grad_enabled() else "forward"):
                 return super()._get_per_token_logps_and_entropies(*arguments, **named)
 
@@ -162,15 +162,15 @@ def train_with_trl(path: Path, changes: list[str], run_dir: Path) -> None:
         def __init__(self) -> None:
             self.begun, self.tokens = 0.0, 0
 
-        def on_train_begin(self, args, state, control, **named):
+        def on_train_begin(self, args: Any, state: Any, control: Any, **named: Any) -> None:
             self.write(0, trainer.evaluated() if config.trainer.eval_before_train and rows["val"] else {})
 
-        def on_step_begin(self, args, state, control, **named):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **named: Any) -> None:
             if state.global_step % updates == 0:
                 clock.seconds.clear()
                 self.begun = clock.now()
 
-        def on_step_end(self, args, state, control, **named):
+        def on_step_end(self, args: Any, state: Any, control: Any, **named: Any) -> None:
             if state.global_step % updates:
                 return
             step, whole, seconds = state.global_step // updates, clock.now() - self.begun, dict(clock.seconds)

@@ -39,6 +39,7 @@ from tests.support.shards import shard_of_replica
 from tests.support.two_steps import OBJECTIVE
 
 if TYPE_CHECKING:
+    from fivefold.engines.servers.server_engine import ServerEngine
     from fivefold.megatron.mesh import Mesh
     from fivefold.megatron.model import MegatronModel
 
@@ -56,10 +57,12 @@ FRACTION = 0.4
 # --- what runs on a rank ---------------------------------------------------------------------------------------------
 
 
-def servers_of(mesh: Mesh, directory: Path, kind: str, tp: int, dtype: str, overrides: dict[str, Any], apart: bool = False):
-    """Return an engine of servers, each on the devices of `each` ranks, or one on the devices after those of the ranks.
+def servers_of(
+    mesh: Mesh, directory: Path, kind: str, tp: int, dtype: str, overrides: dict[str, Any], apart: bool = False
+) -> ServerEngine:
+    """Return an engine of servers, each on the devices of `tp` ranks, or one on the devices after those of the ranks.
 
-    `own`: SGLang's arguments. Every sync compares the held weights with the sent ones, bit by bit.
+    `overrides`: SGLang's arguments. Every sync compares the held weights with the sent ones, bit by bit.
     """
     from fivefold.engines.servers.server_engine import ServerEngine
 

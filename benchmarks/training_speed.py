@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -29,7 +29,7 @@ from fivefold.columns import Column
 from fivefold.config.learners import OffloadConfig
 from fivefold.layout import ParallelLayout
 from fivefold.models.families import load_spec
-from fivefold.plan.memory import Sharded, estimate_memory, training_flops
+from fivefold.plan.memory import Memory, Other, Sharded, estimate_memory, training_flops
 from tests.support.gpu_models import (
     build,
     group_batch,
@@ -219,7 +219,9 @@ def transformers_step(mesh: Mesh, directory: Path, samples: int, length: int, sp
     }
 
 
-def policy_and_critic(mesh: Mesh, directory: Path, critic_directory: Path, tokens: int, samples: int, length: int):
+def policy_and_critic(
+    mesh: Mesh, directory: Path, critic_directory: Path, tokens: int, samples: int, length: int
+) -> tuple[dict[str, float], float, int]:
     """Seconds of a step of policy and critic on the same tokens, and the peak of memory with both."""
     ppo = make_objective("ppo", gamma=0.99, lam=0.95)
     policy = build(mesh, directory, "bfloat16", tokens)
@@ -229,7 +231,7 @@ def policy_and_critic(mesh: Mesh, directory: Path, critic_directory: Path, token
     batch = batch.with_columns({Column.VALUES: values_T, Column.RETURNS: returns_T})
     scores = AdvantageInputs(torch.rand(samples), torch.arange(samples), torch.ones(samples))
     finished_N = torch.ones(samples, dtype=torch.bool)
-    work = {
+    work: dict[str, Callable[[], Any]] = {
         "policy step": lambda: policy.train_step(batch, ppo.loss),
         "critic step": lambda: critic.train_step(batch, ValueLoss(0.5)),
         "policy forward": lambda: policy.forward(batch),
@@ -319,10 +321,17 @@ def offload(mesh: Mesh, directory: Path) -> dict[str, Any]:
 # --- parts -----------------------------------------------------------------------------------------------------------
 
 
-def estimate(directory: Path, layout: str, tokens: int, length: int, recompute: str = "none", **options: Any):
+def estimate(
+    directory: Path,
+    layout: str,
+    tokens: int,
+    length: int,
+    recompute: str = "none",
+    others: Mapping[str, Other] | None = None,
+) -> Memory:
     parsed = ParallelLayout.parse(layout)
     policy = Sharded(load_spec(directory), parsed, recompute=recompute, tokens_per_micro_batch=tokens)
-    return estimate_memory(policy, dtype="bfloat16", engine_sequences=0, max_sequence_tokens=2 * length, **options)
+    return estimate_memory(policy, dtype="bfloat16", engine_sequences=0, max_sequence_tokens=2 * length, others=others)
 
 
 def steps(part: Part, directory: Path, layouts: list[str], tokens: int, samples: int, length: int) -> None:
@@ -456,8 +465,9 @@ def critic(part: Part) -> None:
     # It has no vocabulary to compute.
     ratio = times["critic step"] / times["policy step"]
     part.claim("the critic's step costs no more than the policy's", ratio < 1.02 or not part.large, round(ratio, 2))
-    beside = Sharded(load_spec(other, value_head=True), ParallelLayout(), tokens_per_micro_batch=tokens)
-    guess = estimate(directory, "megatron:d1", tokens, 2 * length, critic=beside).total / 2**30
+    sharded = Sharded(load_spec(other, value_head=True), ParallelLayout(), tokens_per_micro_batch=tokens)
+    beside = {"critic": Other(sharded, learns=True)}
+    guess = estimate(directory, "megatron:d1", tokens, 2 * length, others=beside).total / 2**30
     near = abs(peak / guess - 1) < 0.15
     part.claim(
         "memory is as estimated", near or not part.large, {"peak_gib": round(peak, 1), "estimated_gib": round(guess, 1)}

@@ -188,7 +188,10 @@ def environments(root: Path) -> None:
         failed: list[BaseException] = []
         done, draws = threading.Semaphore(0), random.Random(0)
 
-        def step(place: Any, left: int, nap: float, pool=pool, late=late, failed=failed, done=done) -> None:
+        def step(
+            place: Any, left: int, nap: float, pool: EnvironmentPool = pool, late: list[float] = late,
+            failed: list[BaseException] = failed, done: threading.Semaphore = done,
+        ) -> None:  # fmt: skip
             asked = time.perf_counter()
 
             def answered(future: Future[Any]) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import quickstart, start_up
+from benchmarks import all_on_gpus, quickstart, start_up
 from fivefold_dialects import SYSTEMS
 from tests.support.commands import program
 
@@ -30,6 +30,7 @@ def printed_commands() -> list[tuple[str, str, list[str]]]:
     """Where a command of a benchmark is printed, the name of its script, and its arguments."""
     texts = {path: path.read_text() for path in [*PAGES, ROOT / "Makefile"]}
     texts |= {path: path.read_text().split('"""')[1] for path in SCRIPTS}
+    texts[ROOT / "benchmarks/all_on_gpus.py"] += "".join(f"\npython {job.command}" for job in all_on_gpus.JOBS)
     return [
         (str(path.relative_to(ROOT)), name or short, shlex.split((words or more).replace("[", " ").replace("]", " ")))
         for path, text in texts.items()
@@ -40,7 +41,7 @@ def printed_commands() -> list[tuple[str, str, list[str]]]:
 
 def test_each_printed_command_names_a_script_with_its_parts_and_options():
     commands = printed_commands()
-    assert {"training_speed", "attacks", "quickstart", "turns"} <= {name for _, name, _ in commands}
+    assert {"training_speed", "attacks", "quickstart", "turns", "fsdp_speed"} <= {name for _, name, _ in commands}
     harness = (ROOT / "benchmarks/harness.py").read_text()
     for place, name, words in commands:
         script = ROOT / f"benchmarks/{name}.py"

@@ -76,18 +76,19 @@ def test_tensors_go_from_half_of_the_ranks_to_the_others():
     assert senders == ["1", "2"]
 
 
-@pytest.mark.vllm
-def test_whole_syncs_reach_servers_on_other_devices():
-    """Servers of vLLM for one layout and for shards of it, over the wire, staged, and through shared memory."""
-    shown = printed("wire_sync.py", "servers", "--seconds", 1500)
-    for how in ("over the wire", "staged", "shared memory"):
-        assert len(re.findall(rf'^    {how}: {{"senders": 2, .*"finish_weights": .*"broadcast": ', shown, re.M)) == 2, how
-
-
 def test_a_checkpoint_is_loaded_as_it_was_saved_between_steps():
     shown = printed("checkpoint_speed.py", "one", "--seconds", 600)
     assert "\nok   what was loaded is what was saved: true\n" in shown
     assert shown.count("GB a second: ") == 3 and shown.count("pause in seconds, below") == 2
+
+
+def test_parts_of_a_training_step_are_measured_one_by_one():
+    parts = ("critic", "experts", "shared-prefix", "offload", "deterministic")
+    shown = printed("training_speed.py", *parts, "--seconds", 600)
+    assert shown.count("\nok   log-probs are those of samples alone: ") == 2
+    assert re.search(r'^ok   memory is as estimated: {"peak_gib": ', shown, re.M)
+    assert re.search(r'^experts, TFLOP/s: {"grouped": ', shown, re.M) and re.search(r'^offload: {"gib": ', shown, re.M)
+    assert len(re.findall(r'^qwen3(?:_moe)?, deterministic: {.*"same_bits": true', shown, re.M)) == 2
 
 
 def test_steps_of_fsdp_layouts_are_compared_with_other_trainers():

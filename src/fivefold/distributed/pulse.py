@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import sys
 import threading
@@ -15,7 +16,6 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -24,6 +24,8 @@ SECONDS = 0.5
 VARIABLE = "FIVEFOLD_PULSE"
 """Environment variable with the open file of the records and the slot of this rank in it."""
 _RECORD = 1024
+_KERNEL_SECONDS = 2.0
+"""Seconds between two looks at what the threads of a process wait for."""
 _LONGEST_LOOK = 2.0
 """Most seconds that count between two looks: a process that was not running could not look."""
 _WAITS = ("/torch/distributed/", "/pipeline_parallel/p2p_communication.py", "/core/distributed/param_and_grad_buffer.py")
@@ -129,17 +131,32 @@ class KernelWait:
 
     def __init__(self) -> None:
         self._since: dict[str, float] = {}
+        self._looked = -math.inf
 
     def look(self) -> float:
-        """Returns the seconds since the first of the looks that all found the same thread waiting."""
-        now, waiting = time.monotonic(), {}
+        """Returns the seconds since the first of the looks that all found the same thread waiting.
+
+        Most calls return what the last look found: a process may have hundreds of threads, and Python's lock is held.
+        """
+        now = time.monotonic()
+        if now - self._looked >= _KERNEL_SECONDS:
+            self._since = {task: self._since.get(task, now) for task in _tasks_in_kernel()}
+            self._looked = now
+        return self._looked - min(self._since.values(), default=self._looked)
+
+
+def _tasks_in_kernel() -> Iterator[str]:
+    """Yields the threads of this process that wait in the kernel and cannot be interrupted."""
+    for task in os.listdir("/proc/self/task"):
+        # It may end meanwhile.
         with contextlib.suppress(OSError):
-            for task in Path("/proc/self/task").iterdir():
-                with contextlib.suppress(OSError):
-                    if (task / "stat").read_text().rpartition(") ")[2].startswith("D"):
-                        waiting[task.name] = self._since.get(task.name, now)
-        self._since = waiting
-        return now - min(waiting.values(), default=now)
+            file = os.open(f"/proc/self/task/{task}/stat", os.O_RDONLY)
+            try:
+                stat = os.read(file, 512)
+            finally:
+                os.close(file)
+            if stat.rpartition(b") ")[2].startswith(b"D"):
+                yield task
 
 
 class Motion:
