@@ -3,9 +3,13 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+# Compiled modules are kept, whatever the environment says: the tests start hundreds of interpreters.
+export PYTHONDONTWRITEBYTECODE :=
 # vLLM for CPUs needs another transformers and three gigabytes: it has an environment of its own, for its tests and Ray's.
 VLLM := .venv-vllm
 VLLM_READY := $(VLLM)/.ready
+# The files with such tests: collecting all of them takes half a minute.
+VLLM_TESTS = $$(grep -rlE "mark\.(vllm|ray)\b" tests --include="test_*.py" | sort)
 
 # SGLang has no build for CPUs: its Python parts run with vLLM's environment, with stand-ins for what is compiled.
 SGLANG := .venv-sglang
@@ -100,7 +104,7 @@ test-plain: check
 	$(BIN)/python -m pytest -n 2
 
 test-vllm: $(VLLM_READY)
-	$(VLLM)/bin/python -m pytest -n 2 -m "(vllm or ray) and not slow and not published"
+	$(VLLM)/bin/python -m pytest -n 2 -m "(vllm or ray) and not slow and not published" $(VLLM_TESTS)
 
 # About two minutes.
 test-sglang: $(SGLANG_READY)
@@ -194,7 +198,7 @@ test-slow: $(READY)
 	$(BIN)/python -m pytest -n 2 -m "slow and not vllm and not ray and not gpu" --part $(PART)
 
 test-slow-vllm: $(VLLM_READY)
-	$(VLLM)/bin/python -m pytest -n 2 -m "slow and (vllm or ray)" --part $(PART)
+	$(VLLM)/bin/python -m pytest -n 2 -m "slow and (vllm or ray)" --part $(PART) $(VLLM_TESTS)
 
 # The long targets that the commit's hash chooses, for at most fifteen minutes: CI runs them all in turn.
 test-by-turns: $(READY)
