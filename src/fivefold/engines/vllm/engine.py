@@ -263,7 +263,8 @@ def _own_shared_memory(device: torch.device) -> Iterator[None]:
 
     # vLLM sends records about its shared memory to the ranks of a replica.
     take_records_of("vllm")
-    name = broadcast_json(f"fivefold-{os.getpid()}", 0, None)
+    # It differs from the names of `name_shared_memory`, whose blocks their creator unlinks below while other ranks map them.
+    name = broadcast_json(f"fivefold-cpu-{os.getpid()}", 0, None)
     if device.type == "cpu":
         from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed as Blocks
 
