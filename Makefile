@@ -106,7 +106,7 @@ test-plain: check
 test-vllm: $(VLLM_READY)
 	$(VLLM)/bin/python -m pytest -n 2 -m "(vllm or ray) and not slow and not published" $(VLLM_TESTS)
 
-# About two minutes.
+# Four to eight minutes: most of it is servers that start.
 test-sglang: $(SGLANG_READY)
 	PYTHONPATH=tests/support/sglang_cpu $(SGLANG)/bin/python -m pytest -m sglang -p no:xdist -o addopts="" -q tests/engines tests/docs
 
