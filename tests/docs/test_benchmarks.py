@@ -27,7 +27,7 @@ def lines_of(module: str, *arguments: object) -> list[str]:
 
 
 def printed_commands() -> list[tuple[str, str, list[str]]]:
-    """Where a command of a benchmark is printed, the name of its script, and its arguments."""
+    """Return (file that prints a command of a benchmark, name of its script, its arguments) for each such command."""
     texts = {path: path.read_text() for path in [*PAGES, ROOT / "Makefile"]}
     texts |= {path: path.read_text().split('"""')[1] for path in SCRIPTS}
     texts[ROOT / "benchmarks/all_on_gpus.py"] += "".join(f"\npython {job.command}" for job in all_on_gpus.JOBS)

@@ -269,7 +269,7 @@ BLOCK = 128
 
 
 def trajectories_on_servers(mesh, directory: Path, logs: Path, picks_another: bool) -> tuple[int, float, float]:
-    """What `prefix_hits_of_turns` counts with a server of each rank.
+    """Return the counts of `prefix_hits_of_turns` for an engine with one server for each rank.
 
     `picks_another`: fault injection, turns go to a server that does not hold their prefix.
     """

@@ -234,8 +234,8 @@ AT_ONCE, CAPACITY = 4, 8192
 
 
 def under_pressure(mesh, directory: Path, logs: Path):
-    """What a router reads of a server that has three times as many requests as it samples at once, and of one without; then
-    its prefix hits."""
+    """Return what a router reads of an SGLang server: without requests, with three times as many as it samples at once, and
+    after them; then its prefix hits, and what it reads once the server has ended."""
     arguments = {"context_length": 1024, "max_running_requests": AT_ONCE, "max_total_tokens": CAPACITY}
     engine = sglang_engine(mesh, directory, logs, [], **arguments)
     tensors = load_tensors(directory)

@@ -137,10 +137,15 @@ class RequestStream:
 
 
 def _report(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """Reports the error of a callback."""
-    # anyio raises it where a socket has news just when the request that waits for them is cancelled, and nothing is lost.
-    if not isinstance(context.get("exception"), asyncio.InvalidStateError):
+    """Reports the error of a callback, except where its future was cancelled just before."""
+    # anyio lets a socket's news set the result of the request that waits for them, and nothing is lost if none does.
+    future = getattr(getattr(context.get("handle"), "_callback", None), "__self__", None)
+    if not (isinstance(context.get("exception"), asyncio.InvalidStateError) and _is_cancelled(future)):
         loop.default_exception_handler(context)
+
+
+def _is_cancelled(future: object) -> bool:
+    return isinstance(future, asyncio.Future) and future.cancelled()
 
 
 class _LoopThread:
@@ -195,6 +200,10 @@ class _Sending(_LoopThread):
         self.meter, self._probes = LoadMeter(), ThreadPoolExecutor(_MOST_PROBES)
         super().__init__("requests")
         self._thread.start()
+
+    def close(self) -> None:
+        super().close()
+        self._probes.shutdown(wait=False, cancel_futures=True)
 
     def _run(self) -> None:
         watching = [self._loop.create_task(work) for work in (self._watch(), self._readings.follow(self))]
