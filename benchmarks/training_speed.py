@@ -466,8 +466,8 @@ def critic(part: Part) -> None:
     ratio = times["critic step"] / times["policy step"]
     part.claim("the critic's step costs no more than the policy's", ratio < 1.02 or not part.large, round(ratio, 2))
     sharded = Sharded(load_spec(other, value_head=True), ParallelLayout(), tokens_per_micro_batch=tokens)
-    critic = {"critic": Other(sharded, learns=True)}
-    guess = estimate(directory, "megatron:d1", tokens, 2 * length, others=critic).total / 2**30
+    others = {"critic": Other(sharded, learns=True)}
+    guess = estimate(directory, "megatron:d1", tokens, 2 * length, others=others).total / 2**30
     near = abs(peak / guess - 1) < 0.15
     part.claim(
         "memory is as estimated", near or not part.large, {"peak_gib": round(peak, 1), "estimated_gib": round(guess, 1)}
