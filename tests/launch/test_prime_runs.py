@@ -51,7 +51,9 @@ def test_a_run_tells_what_its_process_reward_model_does(root, base):
         ("policy.backend=megatron:d2", "prm.backend=megatron:t2"),
         ("policy.backend=megatron:p2", "prm.backend=megatron:c2"),
         ("launch.allocation=megatron[policy]:d1+megatron[prm]:d1",),
-        pytest.param(("launch.allocation=megatron[policy]:t2+megatron[prm]:d2",), marks=pytest.mark.slow),
+        pytest.param(
+            ("policy.backend=megatron:t2", "launch.allocation=megatron[policy]:t2+megatron[prm]:d2"), marks=pytest.mark.slow
+        ),
     ],
     ids=lambda given: "-".join(key.rpartition("=")[2] for key in given),
 )
