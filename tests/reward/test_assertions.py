@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 
 import pytest
 
 from fivefold.reward.code import confine
 from fivefold.reward.code.reward import ProgramTests
+from fivefold.reward.code.sandbox import _file
 from fivefold.reward.rules import ground_truth_fault
 from tests.support.commands import LONGEST
 
@@ -183,6 +185,15 @@ def test_assertions_that_need_the_program_s_process_fail_the_sample_instead_of_a
     truth = json.dumps([{"assert_code": "class Own: pass\nown = Own()\nassert add(own, own) == 3"}])
     with pytest.raises(ValueError, match="what is not a plain value"):
         tester.passed(RIGHT, truth, to_the_end=True)
+
+
+def test_tests_that_end_before_their_program_has_begun_keep_their_verdict(tester):
+    for _ in range(5):
+        with contextlib.ExitStack() as opened:
+            files = [_file("", opened) for _ in range(4)]
+            tester.sandbox._begin({"seconds": 2.0, "clock": LONGEST, "serves": True}, files)
+            tester.sandbox._stop(LONGEST)
+    assert tester.passed(RIGHT, json.dumps([{"assert_code": "assert add(1, 2) == 3"}]), to_the_end=True) == (1, 1)
 
 
 def test_trusted_assertions_run_in_the_program_s_process():

@@ -106,8 +106,9 @@ def _run(
             if handle in ready:
                 break
             if ready.get(requests) == select.POLLIN:
-                # This is STOP: `main` reads it.
+                # This is STOP: `main` reads it. A program that has not begun yet may still be one that cannot be locked up.
                 reason = "stopped"
+                select.select([handle, has_begun], [], [], max(0.0, end - time.monotonic()))
                 break
             reason = None if requests in ready else _excess(child, seconds, end, box, most_bytes)
             if reason is None:
