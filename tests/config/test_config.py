@@ -46,6 +46,11 @@ def test_a_configuration_reads_back_what_it_dumps(tmp_path):
     assert again == config
 
 
+def test_a_configuration_is_made_again_of_what_dataclasses_give(tmp_path):
+    config = RunConfig.from_yaml(write(tmp_path, GOOD))
+    assert RunConfig.of(dataclasses.asdict(config)) == config
+
+
 def test_overrides_change_one_key(tmp_path):
     config = RunConfig.from_yaml(
         write(tmp_path, GOOD), ["policy.optimizer.lr=3e-4", "trainer.steps=7", "data.val=[x.jsonl,y.jsonl]"]

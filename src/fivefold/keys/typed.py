@@ -32,9 +32,12 @@ def make(cls: type[T], value: Any, findings: Findings) -> T | None:
         return None
     hints = _plain_hints(cls)
     fields = {key_of(field.name): field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    # `dataclasses.asdict` returns names that Python reserves with their underscore.
+    reserved = {field.name: key for key, field in fields.items() if key != field.name}
     arguments: dict[str, Any] = {}
     before = len(findings.errors)
-    for key, item in value.items():
+    for spelling, item in value.items():
+        key = reserved.get(spelling, spelling)
         if key in fields:
             # null is what a key that is left out has.
             is_null = item is None and fields[key].default is None
