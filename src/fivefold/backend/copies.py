@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Set
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -41,9 +43,26 @@ def raise_together(faults: list[str], members: dist.ProcessGroup) -> None:
         )
 
 
-def compare(copies: str, group: dist.ProcessGroup, digests: dict[str, Tensor]) -> str:
-    """ "" if all ranks of the group have the same digests, otherwise which parameter differs on which ranks."""
-    if group.size() == 1 or not digests:
+def differences(
+    tensors: Mapping[str, Tensor], comparisons: Iterable[tuple[str, dist.ProcessGroup, Set[str]]], device: torch.device
+) -> list[str]:
+    """Return which parameters differ on which ranks, for each kind of copy: its name, its group, and the tensors' names.
+
+    Costs one pass over the tensors that have copies and two small collectives for each kind. Collective.
+    """
+    copied = [(copies, group, names) for copies, group, names in comparisons if group.size() > 1]
+    compared = set[str]().union(*(names for _, _, names in copied))
+    digests = {name: digest(tensor).to(device) for name, tensor in tensors.items() if name in compared}
+    faults = [
+        _compare(copies, group, {name: digests[name] for name in digests if name in names})
+        for copies, group, names in copied
+    ]
+    return [fault for fault in faults if fault]
+
+
+def _compare(copies: str, group: dist.ProcessGroup, digests: dict[str, Tensor]) -> str:
+    """Return which parameter differs on which ranks of the group; "" if all have the same digests."""
+    if not digests:
         return ""
     mine = torch.stack(list(digests.values()))
     lowest, highest = mine.clone(), mine.clone()

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fivefold.backend.copies import compare, digest, raise_together
+from fivefold.backend.copies import differences, raise_together
 from fivefold.backend.loss_scale import LossScale
 from fivefold.backend.micro_batches import BatchingConfig
 from fivefold.backend.offload import Offload
@@ -172,15 +172,13 @@ class FSDPModel:
     def verify(self) -> None:
         """Compare copies that must be equal on several ranks; raises RuntimeError naming parameter and ranks. Collective."""
         self._offload.onload("parameters")
-        digests = {tensor.name: digest(tensor.values).to(self._mesh.device) for tensor in self._tensors}
-        duplicated = {tensor.name: digests[tensor.name] for tensor in self._tensors if not tensor.is_apart}
-        buffers = {tensor.name: digests[tensor.name] for tensor in self._tensors if not tensor.is_sharded}
-        faults = [
-            compare("replicas", self._mesh.copies, digests),
-            compare("tensor-parallel duplicates", self._mesh.tp, duplicated),
-            compare("buffers", self._mesh.shard, buffers),
+        comparisons = [
+            ("replicas", self._mesh.copies, {tensor.name for tensor in self._tensors}),
+            ("tensor-parallel duplicates", self._mesh.tp, {tensor.name for tensor in self._tensors if not tensor.is_apart}),
+            ("buffers", self._mesh.shard, {tensor.name for tensor in self._tensors if not tensor.is_sharded}),
         ]
-        raise_together([fault for fault in faults if fault], self._mesh.ranks.members)
+        named = {tensor.name: tensor.values for tensor in self._tensors}
+        raise_together(differences(named, comparisons, self._mesh.device), self._mesh.ranks.members)
 
     def offload(self, parameters: bool = True) -> dict[str, int]:
         """Move to the host what `policy.offload` names; return the bytes that left the device by part.

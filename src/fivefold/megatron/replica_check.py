@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fivefold.backend.copies import compare, digest, raise_together
+from fivefold.backend.copies import differences, digest, raise_together
 from fivefold.distributed.objects import all_gather_json
 from fivefold.megatron.layers.layer_spec import PolicyModel
 from fivefold.megatron.mesh import Mesh
@@ -13,28 +13,21 @@ from fivefold.megatron.mesh import Mesh
 
 @torch.no_grad()
 def verify_copies(chunks: list[PolicyModel], mesh: Mesh) -> None:
-    """Raise ReplicaError on all ranks if copies differ: over replicas, tensor-parallel duplicates, tied embeddings.
-
-    Costs one pass over the parameters and two small collectives for each kind of copy.
-    """
-    named = [
-        (f"{number}.{name}" if len(chunks) > 1 else name, tensor, chunk)
+    """Raise ReplicaError on all ranks if copies differ: over replicas, tensor-parallel duplicates, tied embeddings."""
+    named = {
+        f"{number}.{name}" if len(chunks) > 1 else name: tensor
         for number, chunk in enumerate(chunks)
         for name, tensor in [*chunk.named_parameters(), *_router_biases(chunk)]
-    ]
-    digests = {name: digest(tensor) for name, tensor, _ in named}
-    dense = {name: digests[name] for name, tensor, _ in named if getattr(tensor, "allreduce", True)}
-    experts = {name: digests[name] for name in digests if name not in dense}
-    duplicates = {
-        name: digests[name]
-        for name, tensor, _ in named
-        if name in dense and not getattr(tensor, "tensor_model_parallel", False)
     }
+    dense = {name for name, tensor in named.items() if getattr(tensor, "allreduce", True)}
+    duplicated = {name for name in dense if not getattr(named[name], "tensor_model_parallel", False)}
+    comparisons = [
+        ("data-parallel replicas", mesh.dp, dense),
+        ("expert replicas", mesh.expert_dp, named.keys() - dense),
+        ("tensor-parallel duplicates", mesh.tp, duplicated),
+    ]
+    faults = differences(named, comparisons, mesh.device)
     ends = [chunk for chunk in chunks if _has_end(chunk)]
-    comparisons = [("data-parallel replicas", mesh.dp, dense)]
-    comparisons.append(("expert replicas", mesh.expert_dp, experts))
-    comparisons.append(("tensor-parallel duplicates", mesh.tp, duplicates))
-    faults = [text for copies, group, part in comparisons if (text := compare(copies, group, part))]
     if mesh.layout.pp > 1:
         # Every rank of the pipeline takes part; ranks that hold neither end contribute an empty list.
         local = [digest(chunk.shared_embedding_or_output_weight()).tolist() for chunk in ends]
