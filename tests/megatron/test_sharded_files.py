@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 from fivefold.backend.sharded_files import Box, Piece, PieceReader, boxes_of_range, write_pieces
+from fivefold.summed_files import BLOCK, count_blocks, read_header
 
 
 @given(st.lists(st.integers(1, 4), max_size=4), st.data())
@@ -49,6 +50,32 @@ def test_any_box_is_read_from_whatever_ranges_were_written(tmp_path_factory, sha
     box, read = Box(offset, size), torch.empty(size)
     PieceReader(directory).fill("w", box, read)
     assert torch.equal(read, values[box.within(Box(tuple(0 for _ in shape), tuple(shape)))])
+
+
+def test_a_large_tensor_is_read_in_threads_and_each_of_its_blocks_is_checked(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    path, whole = tmp_path / "rank-0.safetensors", Box((0, 0), (600, 9000))
+    values = torch.arange(600 * 9000.0).view(whole.size)
+    write_pieces(path, [Piece("w", whole, values)])
+    box = Box((3, 8), (590, 8990))
+    read = torch.empty(box.size)
+    PieceReader(tmp_path).fill("w", box, read)
+    assert torch.equal(read, values[box.within(whole)])
+    begin = read_header(path).size
+    with path.open("r+b") as file:
+        for block in range(count_blocks(values.nbytes)):
+            place = begin + block * BLOCK + 5
+            file.seek(place)
+            (byte,) = file.read(1)
+            file.seek(place)
+            file.write(bytes([byte ^ 1]))
+            file.flush()
+            with pytest.raises(
+                ValueError, match=rf"other content than was written, in the \d+ bytes from {begin + block * BLOCK} on"
+            ):
+                PieceReader(tmp_path).fill("w", whole, values.clone())
+            file.seek(place)
+            file.write(bytes([byte]))
 
 
 def test_files_are_safetensors(tmp_path):

@@ -10,6 +10,7 @@ import json
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +25,10 @@ Shape = tuple[int, ...]
 _CODES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64", torch.int64: "I64"}
 _TYPES = {code: kind for kind, code in _CODES.items()}
 _ALIGNMENT = 8
+_THREADS = 4
+"""Largest number of threads in which a rank reads a tensor: a fast disk or the page cache gives more to several."""
+_LEAST_BLOCKS = 4
+"""Smallest number of blocks for which a thread is worth its start."""
 
 
 @dataclass(frozen=True)
@@ -127,15 +132,19 @@ class _Stored:
     sums: str | None
     """Checksums of its blocks; None in an older file without checksums."""
 
-    def parts(self, box: Box, memory: Tensor) -> Iterator[tuple[Box, Tensor]]:
+    def blocks(self, box: Box) -> range:
+        """Return the numbers of the blocks between the first and the last element of a box within this piece."""
+        first, last = (_place(self.box.size, corner) for corner in self._inside(box).corners)
+        return range(first * self.dtype.itemsize // BLOCK, last * self.dtype.itemsize // BLOCK + 1)
+
+    def parts(self, box: Box, blocks: range, memory: Tensor) -> Iterator[tuple[Box, Tensor]]:
         """Yield the values of a box within this piece block by block, each block in the same memory.
 
         Raises DamagedFile if the bytes of a block are not those that were written.
         """
-        wanted = Box(tuple(a - b for a, b in zip(box.offset, self.box.offset, strict=True)), box.size)
+        wanted = self._inside(box)
         width, count = self.dtype.itemsize, math.prod(self.box.size)
-        first, last = (_place(self.box.size, corner) for corner in wanted.corners)
-        for number in range(first * width // BLOCK, last * width // BLOCK + 1):
+        for number in blocks:
             begin, end = number * BLOCK // width, min((number + 1) * BLOCK // width, count)
             inside = [(part, place) for part, place in boxes_of_range(self.box.size, begin, end) if part & wanted]
             if not inside:
@@ -147,6 +156,10 @@ class _Stored:
                 data = values[place - begin : place - begin + math.prod(part.size)].view(part.size)
                 offset = tuple(a + b for a, b in zip(shared.offset, self.box.offset, strict=True))
                 yield Box(offset, shared.size), data[shared.within(part)]
+
+    def _inside(self, box: Box) -> Box:
+        """Return the box with its offset from this piece's."""
+        return Box(tuple(a - b for a, b in zip(box.offset, self.box.offset, strict=True)), box.size)
 
     def _read(self, block: int, memory: Tensor) -> Tensor:
         data, place = memory.numpy().data, self.begin + block * BLOCK
@@ -169,7 +182,10 @@ class PieceReader:
 
     def __init__(self, directory: Path) -> None:
         """Index the files; raises DamagedFile if one of them holds no pieces."""
-        self._directory, self._memory = directory, torch.empty(BLOCK, dtype=torch.uint8)
+        self._directory = directory
+        threads = min(_THREADS, torch.get_num_threads())
+        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="fivefold-read")
+        self._memory = [torch.empty(BLOCK, dtype=torch.uint8) for _ in range(threads)]
         self._stored: dict[str, list[_Stored]] = defaultdict(list)
         for path in sorted(directory.glob("*.safetensors")):
             for name, stored in _pieces_of(path):
@@ -186,14 +202,28 @@ class PieceReader:
         filled = 0
         for stored in self._stored.get(name, ()):
             if shared := box & stored.box:
-                for part, data in stored.parts(shared, self._memory):
-                    values[part.within(box)].copy_(data)
+                self._copy(stored, shared, values, box)
                 filled += math.prod(shared.size)
         if filled != math.prod(box.size):
             raise UserError(
                 f"{self._directory} holds {filled} of the {math.prod(box.size)} numbers of {name} at {box.offset}: it was "
                 "written for another model, or on the other trainer for a family without a file here, or files are missing"
             )
+
+    def _copy(self, stored: _Stored, shared: Box, values: Tensor, box: Box) -> None:
+        """Copy a box of a stored piece into `values`, which are those of `box`; in several threads if it is large."""
+
+        def copy(blocks: range, memory: Tensor) -> None:
+            for part, data in stored.parts(shared, blocks, memory):
+                values[part.within(box)].copy_(data)
+
+        blocks = stored.blocks(shared)
+        length = max(_LEAST_BLOCKS, -(-len(blocks) // len(self._memory)))
+        if len(blocks) <= length:
+            copy(blocks, self._memory[0])
+            return
+        shares = [blocks[begin : begin + length] for begin in range(0, len(blocks), length)]
+        list(self._threads.map(copy, shares, self._memory))
 
 
 def _pieces_of(path: Path) -> Iterator[tuple[str, _Stored]]:
