@@ -1,12 +1,12 @@
 """Measure what the guards of a run cost: signs of life and places within a step, and checksums while a checkpoint is loaded.
 
     python benchmarks/guards.py step [--steps 40]                 # no GPU; a minute
-    python benchmarks/guards.py sums [--gb 16] [--passes 3]       # no GPU; reads GB bytes twice in each pass, from TMPDIR
+    python benchmarks/guards.py sums [--passes 3]                 # no GPU; 13 GB of memory, 5 GB of disk in TMPDIR
 
 `step` trains a tiny model on two ranks, d2, and adds up what the guards take: CPU time of their threads, which hold
 Python's lock meanwhile, and calls of the main thread. Neither depends on the model's size, so the shortest step that was
-recorded on a GPU stands next to them. `sums` writes the weights of Qwen3-8B's shape as a checkpoint of our own format, then
-reads them with and without checking the sums, in turns.
+recorded on a GPU stands next to them. `sums` saves 12 layers of Qwen3-0.6B's shape with the state of their
+optimizer, then loads them with and without checking the sums, in turns; `checkpoint_speed.py` does so on GPUs.
 """
 
 from __future__ import annotations
@@ -21,18 +21,27 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import replace
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
+from benchmarks.checkpoint_speed import Measured, saved, without_sums
+from fivefold.summed_files import BLOCK, sum_of
+from tests.support.cluster import Cluster
 from tests.support.commands import Command
+from tests.support.gpu_models import build, random_batch, sizes, timed
+from tests.support.two_steps import OBJECTIVE
 from tests.support.whole_runs import make_model, write_run
 from tests.support.zygote import zygote
+
+if TYPE_CHECKING:
+    from fivefold.megatron.mesh import Mesh
 
 RUN = """
 policy: {backend: "megatron:d2", tokens_per_micro_batch: 64}
@@ -41,6 +50,8 @@ data: {prompts_per_step: 8, max_response_tokens: 12}
 trainer: {steps: $STEPS, eval_every: never, save_every: 0}
 launch: {threads: 1}
 """
+LAYERS = 12
+"""Of the model that is saved and loaded."""
 SHORTEST_STEP = 0.184
 """Seconds of the shortest step that was recorded on a GPU: SFT of SmolLM2-135M on one H100."""
 
@@ -151,60 +162,41 @@ def metrics_with_times(root: Path) -> list[dict[str, float]]:
 # --- sums --------------------------------------------------------------------------------------------------------------
 
 
-def shapes(layers: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield names and shapes of Qwen3-8B's weights, as Megatron-Core fuses them."""
-    hidden, ffn, heads, groups, size = 4096, 12288, 32, 8, 128
-    yield "embedding", (151936, hidden)
-    for layer in range(layers):
-        yield f"{layer}.qkv", ((heads + 2 * groups) * size, hidden)
-        yield f"{layer}.proj", (hidden, heads * size)
-        yield f"{layer}.fc1", (2 * ffn, hidden)
-        yield f"{layer}.fc2", (hidden, ffn)
-    yield "head", (151936, hidden)
+def sums(passes: int) -> None:
+    """Print the seconds in which the same checkpoint is loaded with and without its sums."""
+    import transformers
 
+    from benchmarks import guards
 
-def sums(gb: float, passes: int) -> None:
-    """Print the seconds in which the same bytes are read with and without their sums."""
-    import torch
-
-    from fivefold.backend.sharded_files import Box, Piece, PieceReader, write_pieces
-    from fivefold.summed_files import BLOCK, sum_of
-
-    layers = max(1, round((gb * 1e9 / 2 - 2 * 151936 * 4096) / 192_937_984))
-    wanted = list(shapes(layers))
-    memory = torch.empty(max(torch.Size(shape).numel() for _, shape in wanted), dtype=torch.bfloat16)
     with tempfile.TemporaryDirectory() as directory:
-        torch.manual_seed(0)
-        memory.view(torch.int16).random_()
+        family, settings = sizes(large=True)["qwen3_0.6b"]
+        config = getattr(transformers, f"{family}Config")(**settings | {"num_hidden_layers": LAYERS})
+        transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(f"{directory}/model")
+        Cluster("cpu").run(guards.load, "megatron:d1", Path(directory), passes)
+    zygote.close()
 
-        def piece(name: str, shape: tuple[int, ...]) -> Piece:
-            return Piece(name, Box((0,) * len(shape), shape), memory[: torch.Size(shape).numel()].view(shape))
 
-        size = sum(2 * torch.Size(shape).numel() for _, shape in wanted)
-        write_pieces(Path(directory) / "rank-0.safetensors", (piece(*row) for row in wanted))
-
-        def read(checks: bool) -> float:
-            reader = PieceReader(Path(directory))
-            if not checks:
-                for name, stored in reader._stored.items():
-                    reader._stored[name] = [replace(one, sums=None) for one in stored]
-            began = time.perf_counter()
-            for name, shape in wanted:
-                reader.fill(name, Box((0,) * len(shape), shape), memory[: torch.Size(shape).numel()].view(shape))
-            return time.perf_counter() - began
-
-        read(False)
+def load(mesh: Mesh, root: Path, passes: int) -> None:
+    """Save a model with the state of its optimizer, then load it with and without checking sums, in turns."""
+    model = build(mesh, root / "model", "bfloat16", tokens=64)
+    model.train_step(random_batch(4, 16, model.spec.vocab), OBJECTIVE.loss)
+    with saved(Measured(mesh), root) as begin:
+        path = begin(model, False).finish(wait=True)
+        assert path is not None
+        size = sum(file.stat().st_size for file in path.rglob("*.safetensors"))
+        model.load(path / "policy")
         seconds: dict[bool, list[float]] = {True: [], False: []}
         for number in range(passes):
             for checks in (False, True) if number % 2 else (True, False):
-                seconds[checks].append(read(checks))
+                with nullcontext() if checks else without_sums():
+                    seconds[checks].append(timed(mesh, lambda: model.load(path / "policy"))[0])
                 print(f"{'with' if checks else 'without'} sums: {seconds[checks][-1]:.2f} s, "
                       f"{size / seconds[checks][-1] / 1e9:.2f} GB/s", flush=True)  # fmt: skip
-        block = bytearray(BLOCK)
-        began = time.perf_counter()
-        for _ in range(500):
-            sum_of(block)
-        rate = 500 * len(block) / (time.perf_counter() - began)
+    block = bytearray(BLOCK)
+    began = time.perf_counter()
+    for _ in range(500):
+        sum_of(block)
+    rate = 500 * len(block) / (time.perf_counter() - began)
     medians = {checks: statistics.median(taken) for checks, taken in seconds.items()}
     added = 100 * (medians[True] / medians[False] - 1)
     print(f"{size / 1e9:.1f} GB: sums add {added:.1f} % (medians of {passes} passes); a sum alone has {rate / 1e9:.1f} GB/s")
@@ -214,12 +206,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", metavar="PART", help="of step, sums; both if none is named")
     parser.add_argument("--steps", type=int, default=40, help="of the run (default: 40)")
-    parser.add_argument("--gb", type=float, default=16.0, help="of the weights (default: 16, those of 8B in bfloat16)")
     parser.add_argument("--passes", type=int, default=3, help="with and without sums (default: 3)")
     chosen = parser.parse_args()
     parts: dict[str, Callable[[], None]] = {
         "step": partial(step, chosen.steps),
-        "sums": partial(sums, chosen.gb, chosen.passes),
+        "sums": partial(sums, chosen.passes),
     }
     if unknown := set(chosen.parts) - set(parts):
         parser.error(f"there is no part {', '.join(sorted(unknown))}: choose from {', '.join(parts)}")
