@@ -19,6 +19,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 from pathlib import Path
@@ -99,6 +100,10 @@ def run(line: str, out: Path, more: list[str]) -> bool:
             if "--serve" in words and (match := re.search(r"http://\S+", text)):
                 page = urllib.request.urlopen(match[0].rstrip("./") + "/").read().decode()
                 process.send_signal(signal.SIGINT)
+                # A shell that starts commands in the background lets them ignore it.
+                killer = threading.Timer(30, process.kill)
+                killer.daemon = True
+                killer.start()
         code = process.wait()
     finally:
         if process.poll() is None:
