@@ -195,7 +195,7 @@ test-fsdp: $(READY)
 
 # Tests that take minutes: checkpoints of ten layouts read on all the others, the demo shortened, whole runs of every example.
 test-slow: $(READY)
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m "slow and not vllm and not ray and not gpu" --part $(PART)
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "slow and not vllm and not sglang and not ray and not gpu" --part $(PART)
 
 test-slow-vllm: $(VLLM_READY)
 	$(VLLM)/bin/python -m pytest -n 2 -m "slow and (vllm or ray)" --part $(PART) $(VLLM_TESTS)

@@ -95,6 +95,7 @@ def run(job: Job, out: Path, seconds: float, places: dict[str, str]) -> str:
             code = process.wait()
         finally:
             limit.cancel()
+            limit.join()
             end(process)
     return "cut off at its limit" if is_late.is_set() else "ended well" if code == 0 else f"failed with exit code {code}"
 
@@ -111,8 +112,10 @@ def end(process: subprocess.Popen[str]) -> None:
     except psutil.NoSuchProcess:
         return
     process.terminate()
-    for left in psutil.wait_procs(processes, timeout=_GRACE)[1]:
-        left.kill()
+    _, left = psutil.wait_procs(processes, timeout=_GRACE)
+    for one in left:
+        one.kill()
+    psutil.wait_procs(left, timeout=_GRACE)
 
 
 def main() -> int:

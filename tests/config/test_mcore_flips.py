@@ -197,7 +197,7 @@ def observed(mesh, directory: Path, policy) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def flipped(request, cluster, models, tmp_path_factory):
     """Results of the selected flips by layout, model, policy and time, all of a layout in one start of its ranks."""
-    chosen = [item.callspec.params["each"] for item in request.session.items if "each" in getattr(item, "fixturenames", ())]
+    chosen = [item.callspec.params["flip"] for item in request.session.items if "flip" in getattr(item, "fixturenames", ())]
     odd_model = make_model("qwen3", tmp_path_factory.mktemp("odd"), num_hidden_layers=5)
     calls: dict[Any, Any] = {}
     for flip in chosen:
