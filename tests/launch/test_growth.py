@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -29,8 +30,10 @@ def test_ranks_do_not_grow_with_the_samples_of_300_steps(tmp_path):
     write_run(tmp_path, RUN)
     run_dir = tmp_path / "runs/long"
     words = ["-m", "fivefold.cli", "train", tmp_path / "run.yaml", f"trainer.run_dir={run_dir}"]
-    # A fresh interpreter: what one that was forked shares with its parent becomes its own little by little.
-    process = subprocess.Popen([sys.executable, *words], stdout=subprocess.DEVNULL)
+    # A fresh interpreter: what one that was forked shares with its parent becomes its own little by little. One arena: the C
+    # library opens further ones, of megabytes, whenever threads of a busy machine meet in it.
+    environment = os.environ | {"MALLOC_ARENA_MAX": "1"}
+    process = subprocess.Popen([sys.executable, *words], stdout=subprocess.DEVNULL, env=environment)
     held: list[tuple[int, int]] = []
     deadline = time.monotonic() + LONGEST
     while process.poll() is None and time.monotonic() < deadline:
