@@ -51,10 +51,8 @@ def finished(root: Path, process: Command, name: str) -> list[dict[str, float]]:
     return metrics(root, name)
 
 
-def check_ages_and_prompts(
-    root: Path, name: str, max_staleness: int, steps: int = STEPS, ranks: int = 1
-) -> list[dict[str, float]]:
-    """Nothing too old was used, and every prompt of the epoch exactly once; the first of `ranks` writes down its own."""
+def check_ages_and_prompts(root: Path, name: str, max_staleness: int, steps: int = STEPS) -> list[dict[str, float]]:
+    """Nothing too old was used, and every prompt of the epoch exactly once."""
     rows = metrics(root, name)[1:]
     assert [row["step"] for row in rows] == list(range(1, steps + 1))
     for row in rows:
@@ -63,7 +61,7 @@ def check_ages_and_prompts(
         assert row["rollout/staleness_max"] == row["async/staleness_max"]
     lines = (root / f"runs/{name}/samples.jsonl").read_text().splitlines()
     used = Counter(row["prompt_id"] for row in map(json.loads, lines) if row["kind"] == "train")
-    assert set(used.values()) == {1} and len(used) == PROMPTS // ranks, used
+    assert set(used.values()) == {1} and len(used) == PROMPTS, used
     state = json.loads((root / f"runs/{name}/checkpoints/step-{steps:06d}/state.json").read_text())["rollouts"]
     assert (state["position"], state.get("unused", [])) == (PROMPTS, [])
     return rows
@@ -124,7 +122,7 @@ def test_a_run_with_two_servers_asked_to_end_again_and_again_uses_every_prompt_o
         assert done.returncode == 128 + signal.SIGTERM, done.stdout + done.stderr
         wait_for(lambda everyone=everyone: gone(everyone))
     finished(root, command(root, "asked", *given), "asked")
-    check_ages_and_prompts(root, "asked", 2, ranks=2)
+    check_ages_and_prompts(root, "asked", 2)
 
 
 @pytest.mark.slow
@@ -140,8 +138,8 @@ def test_more_groups_than_needed_are_cut(root, tail):
 
 @pytest.mark.slow
 def test_a_stalled_server_is_started_again(root):
-    """Stopped and not ended: it holds its requests, and answers nothing."""
-    process = command(root, "stalled", "rollout.max_staleness=2", "engine.stall_seconds=5", "trainer.steps=8")
+    """Stopped and not ended: it holds its requests, or the new weights, and answers nothing."""
+    process = command(root, "stalled", "rollout.max_staleness=2", "engine.stall_seconds=5")
     wait_for((root / "runs/stalled/checkpoints/step-000002").exists, process)
     for pid in children_of(process.pid):
         if (
@@ -151,7 +149,7 @@ def test_a_stalled_server_is_started_again(root):
             os.kill(pid, signal.SIGSTOP)
     done = process.finish()
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "has sampled no token for" in done.stdout and "started again" in done.stdout
+    assert "1 of 1 servers of the engine ended or do not answer, and are started again" in done.stdout, done.stdout
     check_ages_and_prompts(root, "stalled", 2)
 
 

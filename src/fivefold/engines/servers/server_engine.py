@@ -133,7 +133,8 @@ class ServerEngine:
         names = ", ".join(str(self._servers[number]) for number in sorted(self._lost))
         if self._given or self._restarts > MOST_RESTARTS:
             raise RunError("\n".join([f"the engine's servers ended {self._restarts} times: {names}", *tails]))
-        self._log(f"{len(self._lost)} of {len(self._servers)} servers of the engine ended and are started again: {names}")
+        count = f"{len(self._lost)} of {len(self._servers)}"
+        self._log(f"{count} servers of the engine ended or do not answer, and are started again: {names}")
         for process in mine:
             process.end()
         self._start()
