@@ -198,7 +198,7 @@ test-slow: $(READY)
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "slow and not vllm and not sglang and not ray and not gpu" --part $(PART)
 
 test-slow-vllm: $(VLLM_READY)
-	$(VLLM)/bin/python -m pytest -n 2 -m "slow and (vllm or ray)" --part $(PART) $(VLLM_TESTS)
+	$(VLLM)/bin/python -m pytest -n 2 --dist worksteal -m "slow and (vllm or ray)" --part $(PART) $(VLLM_TESTS)
 
 # The long targets that the commit's hash chooses, for at most fifteen minutes: CI runs them all in turn.
 test-by-turns: $(READY)

@@ -178,13 +178,13 @@ def servers_of(process) -> list[int]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(3600)
-def test_ten_servers_and_ten_trainers_killed_lose_no_prompt_and_use_none_twice(root):
-    """Of 64 prompts a step takes two, and after each of ten steps the server is killed, after each of ten others the run."""
-    name, given = "tens", ["rollout.max_staleness=2", "data.prompts_per_step=2", "trainer.steps=32", "trainer.save_every=1"]
+def test_servers_and_trainers_killed_in_turn_lose_no_prompt_and_use_none_twice(root):
+    """Of 64 prompts a step takes two, and after two steps the server is killed, after two others the run; every start takes
+    vLLM's time. `benchmarks.attacks` kills hundreds."""
+    name, given = "turns", ["rollout.max_staleness=2", "data.prompts_per_step=2", "trainer.steps=32", "trainer.save_every=1"]
     checkpoints = root / f"runs/{name}/checkpoints"
     process = command(root, name, *given, "trainer.keep=99")
-    for step in range(2, 22):
+    for step in range(2, 6):
         wait_for((checkpoints / f"step-{step:06d}").exists, process)
         everyone = children_of(process.pid)
         if step % 2:
@@ -197,8 +197,4 @@ def test_ten_servers_and_ten_trainers_killed_lose_no_prompt_and_use_none_twice(r
             wait_for(lambda process=process: servers_of(process), process)
             os.kill(servers_of(process)[0], signal.SIGKILL)
     finished(root, process, name)
-    rows = check_ages_and_prompts(root, name, 2, steps=32)
-    ages = sorted({int(row["async/staleness_max"]) for row in rows})
-    print(
-        f"10 servers and 10 runs killed in {len(rows)} steps; {PROMPTS} prompts, each used once; oldest samples of a step {ages}"
-    )
+    check_ages_and_prompts(root, name, 2, steps=32)
