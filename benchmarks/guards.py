@@ -51,7 +51,7 @@ trainer: {steps: $STEPS, eval_every: never, save_every: 0}
 launch: {threads: 1}
 """
 LAYERS = 12
-"""Of the model that is saved and loaded."""
+"""Number of layers of the model that `sums` saves and loads."""
 SHORTEST_STEP = 0.184
 """Seconds of the shortest step that was recorded on a GPU: SFT of SmolLM2-135M on one H100."""
 

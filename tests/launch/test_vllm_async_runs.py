@@ -179,8 +179,7 @@ def servers_of(process) -> list[int]:
 
 @pytest.mark.slow
 def test_servers_and_trainers_killed_in_turn_lose_no_prompt_and_use_none_twice(root):
-    """Of 64 prompts a step takes two, and after two steps the server is killed, after two others the run; every start takes
-    vLLM's time. `benchmarks.attacks` kills hundreds."""
+    """Steps take two of 64 prompts each; the server is killed after two of the steps, the run after two others."""
     name, given = "turns", ["rollout.max_staleness=2", "data.prompts_per_step=2", "trainer.steps=32", "trainer.save_every=1"]
     checkpoints = root / f"runs/{name}/checkpoints"
     process = command(root, name, *given, "trainer.keep=99")
