@@ -40,6 +40,7 @@ class Job:
 
 _RECIPES = "benchmarks/recipes.py OUT/recipes --model MODEL --gsm8k GSM8K"
 _TRL = "benchmarks/beside_trl.py OUT/recipes --model MODEL --gsm8k GSM8K"
+_SHAPE = f"{_TRL} --shape Qwen3-1.7B --minutes 3.4"
 _LIMIT = "benchmarks/engine_limit.py --model MODEL --seconds 500 --group-seconds 90"
 JOBS = (
     Job("gpu-tests", 1, 400, "-m pytest -n 0 -m gpu --timeout 300 -v"),
@@ -48,7 +49,8 @@ JOBS = (
     Job("engine-large", 1, 520, f"{_LIMIT} large-alone large-ours large-servers-2 large-alone-2"),
     Job("gsm8k-sft", 1, 260, f"{_RECIPES} --recipes gsm8k-sft --minutes 4"),
     Job("trl-small", 1, 420, f"{_TRL} --steps 10 --eval-every 10 --minutes 3.4"),
-    Job("trl-1.7b", 1, 420, "benchmarks/beside_trl.py OUT/recipes --shape Qwen3-1.7B --steps 6 --minutes 3.4"),
+    Job("trl-1.7b", 1, 420, f"{_SHAPE} --steps 6"),
+    Job("trl-turns", 1, 420, f"{_SHAPE} --steps 4 --turns 16 --tool-seconds 0.2"),
     Job("start-up-1.7b", 1, 270, "benchmarks/start_up.py 1.7b --seconds 260"),
     Job(
         "quickstart",

@@ -2,12 +2,16 @@
 
     python benchmarks/beside_trl.py OUT [--recipe gsm8k-grpo] [--steps 40] [--sides fivefold,trl] [--seeds 1] [--minutes 8]
     python benchmarks/beside_trl.py OUT --shape Qwen3-1.7B --steps 6        # random weights: time and memory only
+    python benchmarks/beside_trl.py OUT --shape Qwen3-1.7B --turns 16 [--tool-seconds 0.2]     # conversations with a tool
     python benchmarks/beside_trl.py OUT --dry-run                           # on a CPU; TRL samples with transformers
 
 OUT is a directory of benchmarks/recipes.py, whose --model and --gsm8k it takes too: both sides start from its warm start,
 with the data, reward, batch, lengths, learning rate, clipping and share of memory for vLLM of the recipe. TRL keeps float32
 weights under autocast to bfloat16, as Fivefold's optimizer does. Gradient checkpointing and sleep mode are off, since the
 model leaves room, and so is its correction by the engine's log-probs, which the recipe does not have either.
+
+With --turns the weights of --shape make it call a tool at the end of each turn of 64 tokens (talking_model.py). The tool
+is a coroutine that sleeps for a drawn time: log-normal, its median --tool-seconds, sigma 1.
 
 TRL 1.16 accepts vLLM 0.22 to 0.31 and needs no patch for 0.26. Without a package index these wheels bring it (14 MB;
 transformers, numpy, pyarrow, psutil and tqdm are there with Fivefold):
@@ -38,7 +42,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
-from benchmarks import recipes
+from benchmarks import recipes, talking_model
 from fivefold.config import RunConfig
 
 LOSSES = {"seq-mean-token-mean": "grpo", "token-mean": "dapo", "constant-length": "dr_grpo"}
@@ -57,6 +61,27 @@ SHAPE = {
     "engine.max_num_seqs": 256,
 }
 """What a comparison of time and memory changes: every response has the longest length, and all of them are trained on."""
+TURN_TOKENS, ANSWER_WORDS, ANSWER_TOKENS, FIRST_TOKENS = 64, 24, 80, 512
+"""Sampled tokens of a turn; words of the tool's answer, and most tokens with what the template writes around them; the
+longest first context with the tool's schema."""
+TOOL = '''
+import asyncio, random
+
+
+async def look(place: str) -> str:
+    """Look around at a place.
+
+    Args:
+        place: Name of the place.
+    """
+    await asyncio.sleep({seconds} * random.lognormvariate(0, 1))
+    return "{answer}"
+
+
+def drawn(response: str, ground_truth: str) -> float:
+    """Return a reward that depends on nothing, so that every group has a gradient."""
+    return random.random()
+'''
 
 
 class Clock:
@@ -100,12 +125,16 @@ def train_with_trl(path: Path, changes: list[str], run_dir: Path) -> None:
     run_dir.mkdir(parents=True, exist_ok=True)
     assert config.trainer.steps is not None
     samples, updates = data.prompts_per_step * algorithm.group_size, algorithm.updates_per_step
-    limit = data.max_prompt_tokens + data.max_response_tokens
+    turns, tools = 1, None
+    if config.environment is not None:
+        turns, tools = config.environment.max_turns, [load_user_code(tool) for tool in config.environment.tools]
+    limit = data.max_total_tokens or data.max_prompt_tokens + data.max_response_tokens
     at_once = min(samples // updates, 2 ** int(math.log2(max(1, config.policy.tokens_per_micro_batch // limit))))
 
     def right(completions: list[list[dict[str, str]]], ground_truth: list[str], **_: Any) -> list[float]:
         with clock.stage("reward"):
-            return [score(messages[0]["content"], truth) for messages, truth in zip(completions, ground_truth, strict=True)]
+            texts = ["\n".join(message.get("content") or "" for message in messages) for messages in completions]
+            return [score(text, truth) for text, truth in zip(texts, ground_truth, strict=True)]
 
     class Timed(trl.GRPOTrainer):
         """Measures its stages, and evaluates as Fivefold does."""
@@ -209,7 +238,8 @@ def train_with_trl(path: Path, changes: list[str], run_dir: Path) -> None:
         output_dir=str(run_dir), max_steps=config.trainer.steps * updates, seed=config.trainer.seed,
         per_device_train_batch_size=at_once, gradient_accumulation_steps=samples // updates // at_once,
         steps_per_generation=samples // at_once, num_generations=algorithm.group_size,
-        max_completion_length=data.max_response_tokens, temperature=config.engine.sampling.temperature,
+        max_completion_length=limit - data.max_prompt_tokens, max_tool_calling_iterations=turns - 1,
+        temperature=config.engine.sampling.temperature,
         learning_rate=optimizer.lr, lr_scheduler_type="constant_with_warmup", warmup_steps=int(optimizer.warmup_steps),
         weight_decay=optimizer.weight_decay, max_grad_norm=optimizer.clip_grad, adam_beta1=optimizer.betas[0],
         adam_beta2=optimizer.betas[1], adam_epsilon=optimizer.eps, beta=chosen.kl.coef or 0.0,
@@ -224,7 +254,7 @@ def train_with_trl(path: Path, changes: list[str], run_dir: Path) -> None:
     )  # fmt: skip
     trainer = Timed(
         model=config.model.path, reward_funcs=right, args=arguments, train_dataset=Dataset.from_list(rows["train"]),
-        callbacks=[Rows()],
+        callbacks=[Rows()], tools=tools,
     )  # fmt: skip
     trainer.train()
 
@@ -238,9 +268,10 @@ def _rows(files: list[str]) -> list[dict[str, Any]]:
 def side(bench: recipes.Bench, which: str, options: argparse.Namespace, seed: int) -> recipes.Curve:
     """Run one side from the recipe's warm start."""
     path = bench.recipe(options.recipe)
-    run_dir = bench.out / "beside" / f"{which}-{seed}"
     curve = bench.curve(f"beside-{which}", seed)
-    length = [f"trainer.steps={options.steps}", f"trainer.eval_every={options.eval_every}"]
+    run_dir = bench.out / "beside" / curve.name.removeprefix("beside-")
+    every = 0 if options.shape else options.eval_every
+    length = [f"trainer.steps={options.steps}", f"trainer.eval_every={every}"]
     curve.changes = [*changes(bench, options), *curve.changes, *length, *options.set]
     common = [*curve.changes, f"trainer.run_dir={run_dir}", f"trainer.seed={seed}"]
     print(f"\n{curve.name}: {' '.join(curve.changes)}", flush=True)
@@ -250,14 +281,42 @@ def side(bench: recipes.Bench, which: str, options: argparse.Namespace, seed: in
         command = [*recipes.FIVEFOLD, "train", str(path), *common, "trainer.resume=never", "trainer.stop_at={}"]
     bench.follow(curve, run_dir, command)
     bench.write(curve)
+    config = RunConfig.from_yaml(path, curve.changes)
+    print(f"{curve.name}: {stages(run_dir, config.data.prompts_per_step * config.algorithm.group_size)}", flush=True)
     return curve
 
 
 def changes(bench: recipes.Bench, options: argparse.Namespace) -> list[str]:
     """Return the keys that both sides change in the recipe."""
-    model = bench.warm(options.recipe.split("-")[0]) if options.shape is None else shape(bench.out, options.shape)
-    shaped = {} if options.shape is None else SHAPE | {"data.val": "[]"}
+    if options.shape is None:
+        return [f"model.path={bench.warm(options.recipe.split('-')[0])}"]
+    shaped = SHAPE | {"data.val": "[]"}
+    if options.turns > 1:
+        model = talking_model.write(bench.out, options.shape, turn_tokens(bench.dry), bench.dry)
+        shaped |= turns(bench, options.turns, options.tool_seconds)
+    else:
+        model = shape(bench.out, options.shape)
     return [f"model.path={model}", *(f"{key}={value}" for key, value in shaped.items())]
+
+
+def turn_tokens(dry: bool) -> int:
+    return 8 if dry else TURN_TOKENS
+
+
+def turns(bench: recipes.Bench, number: int, seconds: float) -> dict[str, Any]:
+    """Return the keys of conversations with a tool, whose file is written."""
+    file, tokens = bench.out / "tool.py", turn_tokens(bench.dry)
+    # A dry run's tokenizer has few words.
+    first, answer = (4 * FIRST_TOKENS, 4 * ANSWER_TOKENS) if bench.dry else (FIRST_TOKENS, ANSWER_TOKENS)
+    file.write_text(TOOL.format(seconds=seconds, answer=" ".join(["cellar"] * ANSWER_WORDS)))
+    return {
+        "environment": f"{{tools: ['{file}:look'], max_turns: {number}}}",
+        "reward.functions": f"{{'{file}:drawn': 1.0}}",
+        "data.max_prompt_tokens": first,
+        "data.max_response_tokens": tokens,
+        "data.max_total_tokens": first + number * (tokens + answer),
+        "engine.sampling.ignore_eos": "false",
+    }
 
 
 def shape(out: Path, name: str) -> Path:
@@ -283,17 +342,41 @@ def shape(out: Path, name: str) -> Path:
     return directory
 
 
+def stages(run_dir: Path, samples: int) -> str:
+    """Return medians over the steps of a run, without the first two, which compile and allocate."""
+    rows, _ = recipes.grown(run_dir / "metrics.jsonl", 0)
+    values: dict[str, list[float]] = defaultdict(list)
+    for row in (row for row in rows if row["step"] > 2):
+        for name, value in row.items():
+            if name.startswith("time/") or name in (
+                "throughput/tokens_per_second",
+                "memory/peak_gb",
+                "response/length_mean",
+            ):
+                values[name].append(value)
+    medians = {name: statistics.median(of_steps) for name, of_steps in values.items()}
+    if not medians:
+        return "not measured: no step after the second"
+    seconds = {name[5:]: value for name, value in medians.items() if name.startswith("time/")}
+    whole = seconds.pop("step")
+    parts = ", ".join(f"{name} {value:.2f}" for name, value in seconds.items() if value >= 0.005)
+    rate, length = samples / whole, medians["response/length_mean"]
+    return (
+        f"{whole:.2f} s a step = {parts}; {rate:.1f} samples/s, {length:.0f} sampled tokens each, "
+        f"{rate * length:,.0f} tokens/s, peak {medians.get('memory/peak_gb', 0):.1f} GiB"
+    )
+
+
 def compared(curves: list[recipes.Curve]) -> str:
-    """Return the sides' median seconds a step, without the first two steps, which compile and allocate."""
+    """Return how long a step of Fivefold takes next to TRL's, without the first two steps."""
     medians: dict[str, list[float]] = defaultdict(list)
     for curve in curves:
         if seconds := [row[3] for row in curve.rewards if row[0] > 2]:
             medians[curve.recipe].append(statistics.median(seconds))
-    lines = [f"{name}: {statistics.median(times):.2f} s a step" for name, times in medians.items()]
-    if len(medians) == 2:
-        ours, theirs = (statistics.median(medians[f"beside-{which}"]) for which in ("fivefold", "trl"))
-        lines.append(f"a step of Fivefold takes {ours / theirs:.2f} of TRL's time")
-    return "\n".join(lines)
+    if len(medians) < 2:
+        return ""
+    ours, theirs = (statistics.median(medians[f"beside-{which}"]) for which in ("fivefold", "trl"))
+    return f"a step of Fivefold takes {ours / theirs:.2f} of TRL's time"
 
 
 def main() -> int:
@@ -312,9 +395,13 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--minutes", type=float, default=8.0, help="that each side has, its start included")
     parser.add_argument("--shape", help="a model of tests/support/public_shapes.py with random weights instead")
+    parser.add_argument("--turns", type=int, default=1, help="of a conversation with a tool; needs --shape")
+    parser.add_argument("--tool-seconds", type=float, default=0.0, help="median of the time that the tool takes")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="change a key of both sides")
     parser.add_argument("--dry-run", action="store_true")
     options = parser.parse_args()
+    if options.turns > 1 and options.shape is None:
+        parser.error("--turns needs --shape, whose model is written so that it calls the tool")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     out = options.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
@@ -322,9 +409,10 @@ def main() -> int:
     print(f"{about['hardware']}; commit {about['commit']}; {about['versions']}", flush=True)
     if not (out / recipes.MODEL).exists():
         recipes.write_data(out, options.model, options.gsm8k, options.dry_run)
-    bench = recipes.Bench(out, options.minutes, options.dry_run, False, {}, about)
+    tag = "-".join(filter(None, [options.shape, f"turns-{options.turns}" if options.turns > 1 else ""]))
+    bench = recipes.Bench(out, options.minutes, options.dry_run, False, {}, about, tag)
     curves = [side(bench, which, options, seed) for seed in range(options.seeds) for which in options.sides.split(",")]
-    print(f"\n{recipes.table(curves)}\n{compared(curves)}", flush=True)
+    print("\n" + (recipes.table(curves) + "\n" if options.shape is None else "") + compared(curves), flush=True)
     return 0 if all(curve.rewards for curve in curves) else 1
 
 
