@@ -87,6 +87,17 @@ def test_files_are_safetensors(tmp_path):
     assert sorted(map(str, tensors)) == sorted(map(str, values.values()))
 
 
+def test_a_tensor_that_was_written_can_still_be_offloaded(tmp_path):
+    values, several = torch.randn(64), torch.randn(8, 8)
+    pieces = [Piece("w", Box((0,), (64,)), values), Piece("t", Box((0, 0), (8, 8)), several.t())]
+    write_pieces(tmp_path / "rank-0.safetensors", pieces)
+    assert values.untyped_storage().resizable()
+    assert several.untyped_storage().resizable()
+    read = torch.empty(8, 8)
+    PieceReader(tmp_path).fill("t", Box((0, 0), (8, 8)), read)
+    assert read.equal(several.t())
+
+
 def test_what_no_file_holds_is_refused_by_name(tmp_path):
     write_pieces(tmp_path / "rank-0.safetensors", [Piece("w", Box((0, 0), (1, 3)), torch.zeros(1, 3))])
     with pytest.raises(ValueError, match=r"holds 3 of the 6 numbers of w at \(0, 0\): it was written for another model"):

@@ -6,6 +6,7 @@ metadata lists the box of each piece, and a checksum of every block of the data.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import math
 from collections import defaultdict
@@ -100,11 +101,20 @@ def write_pieces(path: Path, pieces: Iterable[Piece]) -> None:
         # Checksums have a fixed length, so the final header can overwrite this one, which has zeros in their place.
         file.write(_header(chosen, sums))
         for number, piece in enumerate(chosen):
-            data = piece.values.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
+            on_host = piece.values.detach().cpu().contiguous()
+            data = _bytes_of(on_host)
             sums[number] = block_sums(data)
             file.write(data)
         file.seek(0)
         file.write(_header(chosen, sums))
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    """Return the bytes of a tensor in host memory, which must outlive them.
+
+    `Tensor.numpy` would make the storage one that offloading could no longer shrink.
+    """
+    return memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr()))
 
 
 def _header(pieces: Sequence[Piece], sums: Sequence[str]) -> bytes:
