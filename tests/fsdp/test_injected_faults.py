@@ -198,3 +198,14 @@ def test_an_injected_fault_is_seen(cluster, models, fault, layout, name):
         return
     differences = difference(results, oracle)
     assert any(value > 10 * bound for value, bound in zip(differences, BOUNDS, strict=True)), differences
+
+
+@pytest.mark.fsdp
+@pytest.mark.parametrize(
+    ("fault", "layout", "name"),
+    [(sequences_leak, "d2", "qwen3"), (positions_by_rank, "c2", "qwen3"), (state_continues, "d2", "qwen3_5")],
+)
+def test_the_check_at_start_sees_wrong_packing_in_16_bits(cluster, models, fault, layout, name):
+    policy = policy_of(layout, dtype="bfloat16")
+    with pytest.raises(RuntimeError, match=r"PackingError(.|\n)*half the mean square"):
+        run_step(cluster, f"fsdp:{layout}", models(name), policy, fault)

@@ -25,12 +25,22 @@ from fivefold.fsdp.mesh import Mesh
 from fivefold.fsdp.packed_model import PackedModel, fsdp_modules
 from fivefold.types import TokenBatch
 
-LENGTHS = (23, 14)
-"""Lengths of the two sequences; with the padding for context parallelism they differ on every layout."""
+LENGTHS = (37, 23)
+"""Lengths of the two sequences, the longest first as in micro-batches.
+
+With the padding for context parallelism they differ on every layout.
+"""
 HIGHEST = 1e-4
 """Largest difference of a log-prob in float32."""
-MEAN = 0.02
-"""Mean difference of log-probs in 16 bits."""
+SQUARES = 0.01
+"""Largest half mean square of the differences of a sequence's log-probs in 16 bits.
+
+It is an estimate of the KL divergence (k2) and grows with depth by rounding alone: 0.002 for SmolLM2-135M as published and
+0.003 for Qwen3-8B's shape were measured between two implementations (benchmarks/results/h200-gate.txt), whose mean
+differences are 0.04 and 0.06.
+"""
+ROUNDING_OF_LAYER = {True: 1e-5, False: 0.05}
+"""Relative difference of a layer's output that rounding alone can make: in float32, and in 16 bits."""
 _SEED = 7
 
 
@@ -51,17 +61,18 @@ def check_packing(model: PackedModel, batching: BatchingConfig, mesh: Mesh) -> N
         module.reshard()
     difference_T = (ours_T - theirs_T).abs()
     is_exact = model.dtype == torch.float32
-    gap, bound = float(difference_T.max() if is_exact else difference_T.mean()), HIGHEST if is_exact else MEAN
+    squares = [float(part_T.square().mean() / 2) for part_T in difference_T.split(LENGTHS)]
+    gap, bound = (float(difference_T.max()), HIGHEST) if is_exact else (max(squares), SQUARES)
     if gap <= bound:
         return
     relative = [float((a - b).abs().mean() / b.abs().mean()) for a, b in zip(our_layers, their_layers, strict=True)]
-    rounding = 1e-5 if is_exact else MEAN
-    first = next((number for number, value in enumerate(relative) if not value <= rounding), None)
+    first = next((number for number, value in enumerate(relative) if not value <= ROUNDING_OF_LAYER[is_exact]), None)
     where = "its head" if first is None else f"layer {first}, whose output is off by {relative[first]:.2g} of its size"
+    measure = "each of them" if is_exact else "half the mean square of a sequence's differences"
     raise PackingError(
         f"log-probs of packed sequences must be those that transformers computes of each sequence alone, within {bound} "
-        f"({'at most' if is_exact else 'on average'}): they are off by {gap:.2g}, first in {where}. fsdp does not support "
-        f"{model.family} as transformers {_version()} computes it; use megatron: if it has the family, or another model"
+        f"({measure}): they are off by {gap:.2g}, first in {where}. fsdp does not support {model.family} as transformers "
+        f"{_version()} computes it; use megatron: if it has the family, or another model"
     )
 
 
