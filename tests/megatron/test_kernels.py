@@ -143,6 +143,46 @@ def test_swiglu_of_no_tokens_is_empty():
 
 
 @pytest.mark.skipif(not ON_GPU or not importlib.util.find_spec("flash_attn"), reason="needs a GPU and flash-attn-4")
+@pytest.mark.parametrize("shape", [(3, 5), (1, 4, 1500), (0, 8)])
+def test_a_gate_times_a_projection_and_its_gradients(shape):
+    from fivefold.backend.kernels.gated import gated
+
+    gate, up = (random(*shape, seed=seed, scale=2.0).float().requires_grad_() for seed in (0, 1))
+    of_output = random(*shape, seed=2).float()
+    output = gated(gate, up)
+    output.backward(of_output)
+    assert output.shape == shape
+    if not output.numel():
+        return
+    exact = [tensor.detach().double().requires_grad_() for tensor in (gate, up)]
+    wanted = torch.nn.functional.silu(exact[0]) * exact[1]
+    wanted.backward(of_output.double())
+    assert difference(output, wanted) < 1e-6
+    for computed, leaf in zip((gate, up), exact, strict=True):
+        assert difference(computed.grad, leaf.grad) < 1e-6
+
+
+@pytest.mark.parametrize(("tokens", "heads", "width"), [(5, 3, 8), (7, 1, 128), (3, 2, 96), (0, 2, 8)])
+def test_heads_are_rotated_and_their_gradients_the_other_way(tokens, heads, width):
+    from fivefold.backend.kernels.gated import rotate
+
+    states = random(tokens, heads, width).float().requires_grad_()
+    # The halves of a head have sines of their own here: with equal ones a gradient that takes the wrong one goes unseen.
+    cosines, sines = (random(tokens, width, seed=seed).float() for seed in (1, 2))
+    of_output = random(tokens, heads, width, seed=3).float()
+    output = rotate(states, cosines, sines)
+    output.backward(of_output)
+    assert output.shape == states.shape
+    if not tokens:
+        return
+    exact, half = states.detach().double().requires_grad_(), width // 2
+    turned = torch.cat([-exact[..., half:], exact[..., :half]], -1)
+    wanted = exact * cosines.double()[:, None] + turned * sines.double()[:, None]
+    wanted.backward(of_output.double())
+    assert difference(output, wanted) < 1e-6
+    assert difference(states.grad, exact.grad) < 1e-6
+
+
 @pytest.mark.parametrize("lengths", [[64], [100, 300, 1, 777, 512], [1] * 9])
 @pytest.mark.parametrize("before", [0, 130])
 @pytest.mark.parametrize("window", [None, 50])

@@ -21,7 +21,7 @@ from fivefold.backend.micro_batches import MicroBatch
 from fivefold.config.fsdp_checks import unproven_fault
 from fivefold.config.learners import PolicyConfig
 from fivefold.errors import UserError
-from fivefold.fsdp import attention, experts, linear_attention, tensor_parallel
+from fivefold.fsdp import attention, experts, fused, linear_attention, tensor_parallel
 from fivefold.fsdp.collectives import copy_to, own_rows
 from fivefold.fsdp.mesh import Mesh, Split
 
@@ -146,6 +146,8 @@ def build(
     divided, by_id = experts.divide(model, mesh)
     by_id |= tensor_parallel.apply(model, mesh.tp, divided)
     linear_attention.separate(model)
+    if not policy.fsdp.compile:
+        fused.fuse(model)
     splits = {name: by_id.get(id(parameter), Split()) for name, parameter in packed.named_parameters()}
     precision = MixedPrecisionPolicy(
         param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32, cast_forward_inputs=False

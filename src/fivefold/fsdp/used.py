@@ -25,6 +25,8 @@ class UsedParameters:
         self._tensors, self._mesh = tensors, mesh
         self._used: set[str] = set()
         self._watched: set[int] = set()
+        self._complete: set[int] = set()
+        """Units of which every trained parameter is watched."""
         self._reported: set[str] = set()
         self._prefixes = {id(module): f"{name}." if name else "" for name, module in model.named_modules()}
         for unit in fsdp_modules(model):
@@ -32,10 +34,13 @@ class UsedParameters:
 
     def _watch(self, unit: torch.nn.Module, inputs: object) -> None:
         """Watch the gathered parameters of a unit: FSDP keeps the same objects for all passes."""
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or id(unit) in self._complete:
             return
-        for name, parameter in unit.named_parameters():
-            if isinstance(parameter, DTensor) or id(parameter) in self._watched or not parameter.requires_grad:
+        trained = [(name, parameter) for name, parameter in unit.named_parameters() if parameter.requires_grad]
+        if not any(isinstance(parameter, DTensor) for _, parameter in trained):
+            self._complete.add(id(unit))
+        for name, parameter in trained:
+            if isinstance(parameter, DTensor) or id(parameter) in self._watched:
                 continue
             self._watched.add(id(parameter))
             whole_name = own_name(self._prefixes[id(unit)] + name)
