@@ -71,6 +71,8 @@ def of_model(config: Mapping[str, Any], is_on_cpu: bool) -> dict[str, Any]:
     if is_on_cpu:
         # vLLM's CPU kernel does not rotate the positions of latent attention (0.32); torch's does.
         arguments["compilation_config"] = {"custom_ops": ["-rotary_embedding"]}
+        # Where a CPU has AMX, vLLM takes a kernel that refuses float32.
+        arguments["attention_backend"] = "CPU_MLA"
     return arguments
 
 
