@@ -1,7 +1,7 @@
 """What transformers' layers compute element by element, in one pass: norms, gates and rotations that are the usual ones.
 
-Whether a class computes the usual operation is asked of the class itself, with random numbers in float32: another family's
-may have the same name and add 1 to a weight, or turn neighbours instead of halves. Those stay as they are.
+Each class is tried on random numbers in float32: another family's may have the same name and add 1 to a weight, or turn
+neighbors instead of halves. Those stay as they are.
 """
 
 from __future__ import annotations
