@@ -54,7 +54,7 @@ class Model(FrozenModel, Protocol):
         ...
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (Hugging Face name, full tensor), one at a time, on every rank."""
+        """Yield (Hugging Face name, full tensor) on every rank; tensors keep their values until the next update."""
         ...
 
     def verify(self) -> None:

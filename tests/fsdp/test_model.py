@@ -149,6 +149,19 @@ def test_a_prompt_that_is_computed_once_for_its_group_changes_no_number(cluster,
         assert torch.allclose(ours[0], theirs[0], atol=3e-6)
 
 
+def kept_to_the_end(mesh, directory: Path, policy: PolicyConfig):
+    """Names of streamed tensors that have other values once all are there."""
+    model = model_on(mesh, directory, policy)
+    at_their_turn = {name: tensor.clone() for name, tensor in model.weights()}
+    return [name for name, tensor in list(model.weights()) if not torch.equal(tensor, at_their_turn[name])]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_streamed_weights_keep_their_values_until_an_engine_loads_them(cluster, models, dtype):
+    """vLLM loads an embedding after the layers that follow it."""
+    assert cluster.run(kept_to_the_end, "fsdp:d2", models("qwen3"), policy_of("d2", dtype=dtype)) == [[], []]
+
+
 def changed_copy(mesh, directory: Path):
     from fivefold.backend.copies import ReplicaError
 

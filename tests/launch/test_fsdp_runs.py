@@ -56,6 +56,21 @@ def test_a_family_without_a_file_here_trains_and_samples(root, tmp_path):
     assert "gemma2, " in output
 
 
+@pytest.mark.slow
+@pytest.mark.vllm
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_vllm_in_the_ranks_samples_with_the_weights_of_every_step(tmp_path, dtype):
+    """The log-probs of vLLM are those of the trainer: within rounding of bfloat16, whose products keep 9 bits."""
+    root = tmp_path
+    make_model(root, hidden=128)
+    write_run(root, RUN)
+    overrides = ["policy.backend=fsdp:d2", f"policy.dtype={dtype}", "engine.backend=vllm:d2", "engine.max_num_seqs=8"]
+    cache = "engine.vllm={kv_cache_memory_bytes: 33554432}"
+    rows, _ = train(root, f"vllm-{dtype}", *overrides, cache, "algorithm={name: grpo, group_size: 2}", "trainer.steps=3")
+    bound = 1e-4 if dtype == "float32" else 2**-6
+    assert all(row["policy/grad_norm"] > 0 and row["rollout/logprob_diff_mean"] < bound for row in rows), rows
+
+
 def test_a_killed_run_resumes_on_another_fsdp_layout_with_the_same_numbers(root, base):
     kill_run(root, "killed", 2, "policy.backend=fsdp:d2")
     assert_same(train(root, "killed", "policy.backend=fsdp:d1c2")[0], base)

@@ -39,6 +39,7 @@ TINY = {"tokens": 256, "group": 2, "prompts": 8, "response": 12, "device": "cpu"
 MODEL = {"hidden": 128, "layers": 4, "ffn": 384, "rows": 1024}
 RESUMED = ("policy.backend=megatron:p2", "trainer.steps=3")
 PPO = ("algorithm.name=ppo", "critic.warmup_steps=1")
+VLLM = ("engine.backend=vllm:d2", "engine.memory_fraction=0.1", "engine.vllm={enforce_eager: true}")
 
 
 @pytest.fixture(scope="module")
@@ -77,6 +78,7 @@ def runs(gpus, root):
         "ppo": [PPO, (*PPO, *RESUMED)],
         "dapo": [("algorithm.name=dapo", "algorithm.sampling_rounds=3", "policy.backend=megatron:d2", "trainer.steps=1")],
         "dpo": [dpo],
+        "fsdp": [("policy.backend=fsdp:d2",), ("policy.backend=megatron:d2", "trainer.steps=3")],
         "judged": [("algorithm.name=ppo", "policy.backend=megatron:d2", f"reward.model.path={make_judge(root)}")],
     }
     with ThreadPoolExecutor(len(commands) if gpus.large else 1) as pool:
@@ -134,6 +136,21 @@ def test_ppo_on_t2_continues_on_p2_and_its_critic_is_exported(gpus, root, runs):
     assert all("critic/loss" in row for row in rows[1:])
     assert_engine_agrees(rows)
     assert_exported(gpus, root, "ppo", "critic", "AutoModelForSequenceClassification")
+
+
+def test_grpo_on_fsdp_continues_on_megatron(runs):
+    rows = runs["fsdp"].result()
+    assert [row["step"] for row in rows] == [0, 1, 2, 3]
+    assert all(row["policy/grad_norm"] > 0 for row in rows[1:])
+    assert_engine_agrees(rows)
+
+
+def test_vllm_in_the_ranks_samples_with_the_weights_of_fsdp(root):
+    pytest.importorskip("vllm")
+    rows = train(root, "fsdp-vllm", ("policy.backend=fsdp:d2", *VLLM))
+    assert [row["step"] for row in rows] == [0, 1, 2]
+    assert all(row["policy/grad_norm"] > 0 for row in rows[1:])
+    assert_engine_agrees(rows)
 
 
 def test_dapo_on_d2_takes_its_step(runs):

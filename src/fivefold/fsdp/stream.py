@@ -17,7 +17,7 @@ from fivefold.fsdp.parameters import LocalTensor, own_name
 
 @torch.no_grad()
 def stream_weights(model: PackedModel, tensors: list[LocalTensor], mesh: Mesh) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors, each until the next is requested; collective: every rank must iterate to the end.
+    """Yield the tensors, which keep their values afterwards; collective: every rank must iterate to the end.
 
     FSDP gathers a layer in the dtype of computation, all its parameters at once; experts that are divided over ranks follow
     a few at a time.
@@ -44,7 +44,8 @@ def _whole(values: Tensor, tensor: LocalTensor, mesh: Mesh) -> Iterator[tuple[st
     """Yield the tensors of the files in a parameter of which this rank has its part of the split."""
     dim, over = tensor.split.dim, mesh.split_over(tensor.split)
     if dim is None:
-        yield from ((file.name, file.of(values)) for file in tensor.files)
+        # The memory that FSDP gathers into is freed after the layer, and an engine may load a tensor later than that.
+        yield from ((file.name, file.of(values).clone()) for file in tensor.files)
     elif tensor.files[0].expert is None:
         whole = torch.cat(list(_gathered(values, over)), dim)
         yield from ((file.name, file.of(whole)) for file in tensor.files)
