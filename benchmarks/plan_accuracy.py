@@ -93,6 +93,11 @@ UPDATES = [
     Update("1.7B", "d1", 32768, 8, 0.9943, 41.06, 1, **ROWS, recompute="full", has_flash=False),
     Update("8B", "d2t2", 131072, 32, 3.151, 86.86, 4, spread=0),
     Update("8B", "d1t4", 131072, 32, 3.4485, 75.53, 4, **ROWS),
+    # benchmarks/results/h200-fsdp.txt
+    Update("8B", "d2", 66483, 16, 3.627, 99.32, 3, recompute="full"),
+    Update("8B", "fsdp:d2", 66483, 16, 4.13, 76.40, 3, recompute="full"),
+    Update("1.7B", "fsdp:d1", 33400, 8, 0.986, 60.6, 3),
+    Update("1.7B", "fsdp:d1", 33400, 8, 1.98, 49.9, 6, budget=8192),
 ]
 
 
@@ -218,8 +223,12 @@ def spec_of(model: str) -> ModelSpec:
     return spec_from_config(MODELS[model])
 
 
+def layout_of(row: Update) -> ParallelLayout:
+    return ParallelLayout.parse(row.layout if ":" in row.layout else f"megatron:{row.layout}")
+
+
 def sharded(row: Update) -> tuple[Sharded, Batch, Cluster]:
-    layout = ParallelLayout.parse(f"megatron:{row.layout}")
+    layout = layout_of(row)
     mean = row.tokens / row.samples
     model = Sharded(spec_of(row.model), layout, PipelineSplit.of(dict(row.pipeline)), row.recompute, row.budget)
     return model, Batch(row.tokens, mean, mean * (1 + row.spread**2 / 3), row.predicted), Cluster(GPU, layout.world_size)
@@ -309,7 +318,7 @@ def places(rates: Efficiencies) -> Iterator[Place]:
     groups: dict[tuple[str, int], list[Update]] = {}
     for row in UPDATES:
         if row.recompute == "none" and row.has_flash:
-            world = ParallelLayout.parse(f"megatron:{row.layout}").world_size
+            world = layout_of(row).world_size
             groups.setdefault((row.model, world), []).append(row)
     for (name, world), rows in groups.items():
         if world == 1 or len(rows) < 2:

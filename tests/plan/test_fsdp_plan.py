@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from benchmarks.plan_accuracy import UPDATES, sharded
 from fivefold.config.learners import FSDPConfig
 from fivefold.layout import ParallelLayout
 from fivefold.models.families import spec_from_config
@@ -19,13 +20,16 @@ from tests.plan.test_step_time import BATCH, H200, RATES, SPEC
 from tests.support.public_shapes import SHAPES
 
 ROUND = {"node_link": 100.0, "host_copy": 10.0, "host_adam": 40.0, "expert_host": 0.0, "update_host": 0.0}
+ROUND |= {"fsdp_host": 0.0}
 """Rates with which times can be computed by hand: GB/s, and microseconds of the host."""
 
 
 def update(text: str = "d8", budget: int = 16384, **options):
     layout = ParallelLayout.parse(f"fsdp:{text}")
     model = Sharded(SPEC, layout, tokens_per_micro_batch=budget, fsdp=FSDPConfig(**options))
-    return update_time(model, BATCH, Cluster(H200, layout.world_size, min(8, layout.world_size)), RATES)
+    # A host that is slower than its GPU would cover what is sent.
+    rates = Efficiencies([*(row for row in MEASURED if row.kind != "fsdp_host"), Rate("fsdp_host", 0, 0.0, H200, "")], H200)
+    return update_time(model, BATCH, Cluster(H200, layout.world_size, min(8, layout.world_size)), rates)
 
 
 def round_update(shape: str, text: str, batch: Batch, **options):
@@ -68,6 +72,40 @@ def test_a_rank_gathers_its_own_experts_only(text, experts):
     covered = sum(update.parts[name] for name in ("forward", "backward", "expert parallel", "waiting for the host"))
     assert update.micro_batches == 1
     assert update.parts["gathering"] == pytest.approx((1.543 * 7 / 8 + experts) * 8 / 100 - covered, rel=1e-3)
+
+
+def test_shards_and_gathered_layers_are_copied_in_each_micro_batch():
+    """Qwen3-8B, 8.191e9 parameters over 8 ranks, two micro-batches, at 4,000 GB/s.
+
+    Before forward and backward 6 bytes of the shard and 4 of all; 6 bytes of all gradients, 12 of the shard's.
+    """
+    rates = [*(row for row in MEASURED if row.kind != "elementwise"), Rate("elementwise", 0, 4000.0, H200, "")]
+    layout, spec = ParallelLayout.parse("fsdp:d8"), spec_from_config(SHAPES["Qwen3-8B"])
+    batch, cluster = Batch(8 * 2 * 16384, 1024, 1024, 1.0), Cluster(H200, 8, 8)
+
+    def copies(**options) -> float:
+        model = Sharded(spec, layout, tokens_per_micro_batch=16384, fsdp=FSDPConfig(**options))
+        update = update_time(model, batch, cluster, Efficiencies(rates, H200), imbalance=1.0)
+        assert update.micro_batches == 2
+        return update.parts["copies of FSDP"]
+
+    whole, shard = 8.191, 8.191 / 8
+    assert copies() == pytest.approx(2 * (2 * (4 * whole + 6 * shard) + 6 * whole + 12 * shard) / 4000, rel=1e-3)
+    once = copies(reshard_after_forward=False)
+    assert once == pytest.approx(2 * (4 * whole + 6 * shard + 6 * whole + 12 * shard) / 4000, rel=1e-3)
+    assert copies(keep_gathered=True) > copies()
+
+
+def test_the_host_of_an_fsdp_layout_takes_longer_for_each_layer_of_a_micro_batch():
+    """1.7B in six micro-batches on one H200: 1.9 to 2.1 s were measured, of which kernels take 0.9."""
+    small, large = (row for row in UPDATES if row.layout == "fsdp:d1")
+    small, large = sorted((small, large), key=lambda row: row.budget)
+    times = []
+    for row in (small, large):
+        model, batch, cluster = sharded(row)
+        times.append(update_time(model, batch, cluster, RATES, 1.0))
+        assert times[-1].total == pytest.approx(row.seconds, rel=0.15)
+    assert times[0].parts["waiting for the host"] > 0.5 > times[1].parts["waiting for the host"]
 
 
 def test_the_host_s_adam_takes_as_long_as_its_memory():
@@ -124,7 +162,7 @@ def test_gathering_is_covered_by_computing_unless_micro_batches_are_small():
     large, small = update(budget=32768), update(budget=2048)
     assert small.micro_batches > 8 * large.micro_batches
     assert 0 < large.parts["gathering"] < 0.02 * large.total
-    assert small.parts["gathering"] > 0.1 * small.total
+    assert small.parts["gathering"] > 0.05 * small.total
 
 
 def test_options_change_the_time_as_they_change_what_is_sent():

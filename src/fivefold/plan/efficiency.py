@@ -65,6 +65,7 @@ KINDS: dict[str, Kind] = {
     "tensor_host": Kind("us", "host", "", "more of it with tensor parallelism"),
     "context_host": Kind("us", "host", "", "more of it with context parallelism"),
     "expert_host": Kind("us", "host", "", "more of it with experts, during which the GPU waits for counts of tokens"),
+    "fsdp_host": Kind("us", "host", "", "more of it on `fsdp:` layouts: FSDP's hooks, and transformers' layer"),
     "update_host": Kind("us", "host", "", "an optimizer step besides its kernels"),
     "decode_memory": Kind("GB/s", "memory", "", "weights, keys and values read while decoding"),
     "decode_host": Kind("us", "host", "", "a step of vLLM"),

@@ -67,6 +67,7 @@ MEASURED: tuple[Rate, ...] = (
     *_rows("tensor_host", _HOST, {0: 1730}),
     *_rows("context_host", "set by whole steps before", {0: 6000}),
     *_rows("expert_host", f"set by four layouts of 30B-A3B, {_STEP}", {0: 3000}),
+    *_rows("fsdp_host", "set by 1.7B fsdp:d1, benchmarks/results/h200-fsdp.txt", {0: 8500}),
     *_rows("update_host", f"{_STEP}, seconds less kernels of 1.7B, mean of six rows", {0: 25000}),
     *_rows("decode_memory", _ENGINES, {0: 4000}),
     *_rows("decode_host", _ENGINES, {0: 2900}),

@@ -118,6 +118,7 @@ def _passes(model: Sharded, batch: Batch, cluster: Cluster, rates: Efficiencies,
     # The first micro-batch passes through all other stages, and the last gradient passes back: once in total.
     if layout.backend == "fsdp":
         parts["gathering"] = _gathering_time(model, links, trains, count, sum(parts.values()))
+        parts["copies of FSDP"] = _copied_bytes(model, trains, count) / rates.rate("elementwise")
     parts["bubble"] = (sum(stage.total for stage in stages) - slowest.total) / virtual
     return PassTime(parts, {"tensor parallel": slowest.overlapped * count}, count, micro_batch_tokens)
 
@@ -225,12 +226,18 @@ def _layer(model: Sharded, tokens: Tokens, links: Links, trains: bool, has_exper
     host = rates.rate("layer_host")
     host += rates.rate("tensor_host") if layout.tp > 1 else 0.0
     host += rates.rate("context_host") if layout.cp > 1 else 0.0
+    host += rates.rate("fsdp_host") if layout.backend == "fsdp" else 0.0
     if has_experts:
         # Token counts are copied to the host before experts are launched, so the host cannot run ahead of the GPU.
         parts["expert parallel"] += rates.rate("expert_host") * ways / 2
         host += rates.rate("expert_host")
     # Forward alone takes about a third of this host time; full recomputation adds another third.
     return _Layer(parts, overlapped, host * (ways + 1 if trains else 1) / 3)
+
+
+CAST_BYTES, GATHERED_BYTES, REDUCED_BYTES, ADDED_BYTES = 6, 4, 6, 12
+"""Read and written by FSDP: a number of the shard in 16 bits, a gathered number in its tensor, a gradient in float32 and in
+order, and a gradient that is added to those of earlier micro-batches."""
 
 
 def _gathering_time(model: Sharded, links: Links, trains: bool, micro_batches: int, computing: float) -> float:
@@ -256,6 +263,17 @@ def _gathering_time(model: Sharded, links: Links, trains: bool, micro_batches: i
         total += 2 * links.gather(Group(fsdp.replicas, tp * model.shards), model.shard * 4)
         ends += reduction
     return max(ends / model.spec.layers, total - computing)
+
+
+def _copied_bytes(model: Sharded, trains: bool, micro_batches: int) -> int:
+    """Return what a rank reads and writes to send shards and to receive whole layers, in all micro-batches."""
+    held, fsdp = model.gathered, model.fsdp
+    whole = held.ends + held.dense + held.experts
+    gathers = 2 if trains and fsdp.reshard_after_forward else 1
+    copied = gathers * (GATHERED_BYTES * whole + CAST_BYTES * model.shard)
+    if trains:
+        copied += REDUCED_BYTES * whole + ADDED_BYTES * (whole if fsdp.keep_gathered else model.shard)
+    return copied * micro_batches
 
 
 def optimizer_time(model: Sharded, links: Links) -> dict[str, float]:
