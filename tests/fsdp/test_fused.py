@@ -35,6 +35,8 @@ def test_a_gate_is_fused_with_silu_alone():
     assert fused.is_usual_gate(mlp, torch.nn.SiLU)
     assert not fused.is_usual_gate(mlp, torch.nn.GELU)
     assert not fused.is_usual_gate(class_of("gpt_oss", "MLP"), torch.nn.SiLU)
+    # An activation that cannot be made without arguments.
+    assert not fused.is_usual_gate(mlp, torch.nn.Threshold)
 
 
 def test_a_rotation_of_neighbours_stays():

@@ -145,7 +145,7 @@ def test_swiglu_of_no_tokens_is_empty():
 @pytest.mark.skipif(not ON_GPU or not importlib.util.find_spec("flash_attn"), reason="needs a GPU and flash-attn-4")
 @pytest.mark.parametrize("shape", [(3, 5), (1, 4, 1500), (0, 8)])
 def test_a_gate_times_a_projection_and_its_gradients(shape):
-    from fivefold.backend.kernels.gated import gated
+    from fivefold.backend.kernels.swiglu import gated
 
     gate, up = (random(*shape, seed=seed, scale=2.0).float().requires_grad_() for seed in (0, 1))
     of_output = random(*shape, seed=2).float()
@@ -164,7 +164,7 @@ def test_a_gate_times_a_projection_and_its_gradients(shape):
 
 @pytest.mark.parametrize(("tokens", "heads", "width"), [(5, 3, 8), (7, 1, 128), (3, 2, 96), (0, 2, 8)])
 def test_heads_are_rotated_and_their_gradients_the_other_way(tokens, heads, width):
-    from fivefold.backend.kernels.gated import rotate
+    from fivefold.backend.kernels.rotate import rotate
 
     states = random(tokens, heads, width).float().requires_grad_()
     # The halves of a head have sines of their own here: with equal ones a gradient that takes the wrong one goes unseen.

@@ -54,8 +54,9 @@ def is_usual_norm(kind: Any) -> bool:
 def is_usual_gate(kind: Any, activation: Any) -> bool:
     """Return whether a class computes down(silu(gate) · up) of its three products."""
     gate, up = _random(3, _SIZE), _random(3, _SIZE, seed=1)
-    stand_in = SimpleNamespace(gate_proj=lambda _: gate, up_proj=lambda _: up, down_proj=lambda x: x, act_fn=activation())
+    products = {"gate_proj": lambda _: gate, "up_proj": lambda _: up, "down_proj": lambda x: x}
     try:
+        stand_in = SimpleNamespace(**products, act_fn=activation())
         return _equal(kind.forward(stand_in, gate), F.silu(gate) * up)
     except (TypeError, AttributeError, RuntimeError, ValueError):
         return False
@@ -92,7 +93,7 @@ def _gate(module: Any, original: Callable[[Tensor], Tensor]) -> Callable[[Tensor
     def forward(x: Tensor) -> Tensor:
         if current() is None or not x.is_cuda:
             return original(x)
-        from fivefold.backend.kernels.gated import gated
+        from fivefold.backend.kernels.swiglu import gated
 
         down: Tensor = module.down_proj(gated(module.gate_proj(x), module.up_proj(x)))
         return down
@@ -105,7 +106,7 @@ def _rotation(original: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., t
         is_usual = not options and not named and len(q) == 1 and cos.shape[-1] == q.shape[-1]
         if current() is None or not q.is_cuda or not is_usual:
             return original(q, k, cos, sin, *options, **named)
-        from fivefold.backend.kernels.gated import rotate
+        from fivefold.backend.kernels.rotate import rotate
 
         # Heads come first here and last in memory, where attention takes them from.
         rotated = [rotate(states[0].transpose(0, 1), cos[0], sin[0]).transpose(0, 1)[None] for states in (q, k)]

@@ -1,4 +1,4 @@
-"""Element-wise operations between the products of a layer, in one pass each way: a gate times a projection, and rotation."""
+"""Rotates queries or keys [T, H, D] by halves, in one pass each way."""
 
 from __future__ import annotations
 
@@ -11,28 +11,6 @@ from torch import Tensor
 
 BLOCK = 1024
 """Number of elements that a program works on."""
-
-
-@triton.jit
-def _gate(gate, up, output, count, block: tl.constexpr):
-    place = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
-    inside = place < count
-    x = tl.load(gate + place, mask=inside, other=0.0).to(tl.float32)
-    y = tl.load(up + place, mask=inside, other=0.0).to(tl.float32)
-    tl.store(output + place, (x * tl.sigmoid(x) * y).to(output.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def _gate_back(gate, up, of_output, of_gate, of_up, count, block: tl.constexpr):
-    place = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
-    inside = place < count
-    x = tl.load(gate + place, mask=inside, other=0.0).to(tl.float32)
-    y = tl.load(up + place, mask=inside, other=0.0).to(tl.float32)
-    g = tl.load(of_output + place, mask=inside, other=0.0).to(tl.float32)
-    share = tl.sigmoid(x)
-    silu = x * share
-    tl.store(of_gate + place, (g * y * (share + silu * (1.0 - share))).to(of_gate.dtype.element_ty), mask=inside)
-    tl.store(of_up + place, (g * silu).to(of_up.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -54,26 +32,6 @@ def _rotate(states, cosines, sines, output, count, heads, width: tl.constexpr, s
     tl.store(output + place, (x * cos + turned).to(output.dtype.element_ty), mask=inside)
 
 
-class _Gate(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
-        gate, up = gate.contiguous(), up.contiguous()
-        ctx.save_for_backward(gate, up)
-        output = torch.empty_like(gate)
-        if count := gate.numel():
-            _gate[(triton.cdiv(count, BLOCK),)](gate, up, output, count, block=BLOCK, num_warps=4)
-        return output
-
-    @staticmethod
-    def backward(ctx: Any, of_output: Tensor) -> tuple[Tensor, Tensor]:
-        gate, up = ctx.saved_tensors
-        of_gate, of_up = torch.empty_like(gate), torch.empty_like(up)
-        if count := gate.numel():
-            grid = (triton.cdiv(count, BLOCK),)
-            _gate_back[grid](gate, up, of_output.contiguous(), of_gate, of_up, count, block=BLOCK, num_warps=4)
-        return of_gate, of_up
-
-
 class _Rotate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, states_THD: Tensor, cosines_TD: Tensor, sines_TD: Tensor) -> Tensor:
@@ -93,12 +51,6 @@ def _rotated(states_THD: Tensor, cosines_TD: Tensor, sines_TD: Tensor, sign: int
     if count := states_THD.numel():
         grid = (triton.cdiv(count, BLOCK),)
         _rotate[grid](states_THD, cosines_TD, sines_TD, output, count, heads, width, sign, block=BLOCK, num_warps=4)
-    return output
-
-
-def gated(gate: Tensor, up: Tensor) -> Tensor:
-    """Return silu(gate) · up (Shazeer 2020, eq. 6), both of any shape."""
-    output: Tensor = _Gate.apply(gate, up)
     return output
 
 
