@@ -142,7 +142,6 @@ def test_swiglu_of_no_tokens_is_empty():
     assert product.grad.shape == (0, 32)
 
 
-@pytest.mark.skipif(not ON_GPU or not importlib.util.find_spec("flash_attn"), reason="needs a GPU and flash-attn-4")
 @pytest.mark.parametrize("shape", [(3, 5), (1, 4, 1500), (0, 8)])
 def test_a_gate_times_a_projection_and_its_gradients(shape):
     from fivefold.backend.kernels.swiglu import gated
@@ -183,6 +182,7 @@ def test_heads_are_rotated_and_their_gradients_the_other_way(tokens, heads, widt
     assert difference(states.grad, exact.grad) < 1e-6
 
 
+@pytest.mark.skipif(not ON_GPU or not importlib.util.find_spec("flash_attn"), reason="needs a GPU and flash-attn-4")
 @pytest.mark.parametrize("lengths", [[64], [100, 300, 1, 777, 512], [1] * 9])
 @pytest.mark.parametrize("before", [0, 130])
 @pytest.mark.parametrize("window", [None, 50])
