@@ -23,6 +23,7 @@ from fivefold.layout import ParallelLayout
 from fivefold.models.families import load_spec
 from tests.support.cluster import Cluster
 from tests.support.gpu_models import scratch, write_model
+from tests.support.layout_cases import with_backend
 from tests.support.zygote import zygote
 
 if TYPE_CHECKING:
@@ -78,7 +79,7 @@ class Part:
         self, what: str, layout: str, function: Callable[Concatenate[Any, P], T], *arguments: P.args, **named: P.kwargs
     ) -> list[T] | None:
         """Run a function on new ranks and return the results of all of them, in order."""
-        layout = layout if ":" in layout else f"megatron:{layout}"
+        layout = with_backend(layout)
         world, left = ParallelLayout.parse(layout).world_size, self.left
         if self.large and world > self.gpus:
             self.say(what, f"needs {world} GPUs")

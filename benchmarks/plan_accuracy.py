@@ -30,6 +30,7 @@ from fivefold.plan.memory import LOGITS_BYTES, Sharded, estimate_memory
 from fivefold.plan.rollout_time import Requests, Sampler, rollout_time
 from fivefold.plan.search import Space
 from fivefold.plan.step_time import Batch, update_time
+from tests.support.layout_cases import with_backend
 from tests.support.public_shapes import SHAPES
 
 GPU, BUDGET = "h200-141g", 16384
@@ -224,7 +225,7 @@ def spec_of(model: str) -> ModelSpec:
 
 
 def layout_of(row: Update) -> ParallelLayout:
-    return ParallelLayout.parse(row.layout if ":" in row.layout else f"megatron:{row.layout}")
+    return ParallelLayout.parse(with_backend(row.layout))
 
 
 def sharded(row: Update) -> tuple[Sharded, Batch, Cluster]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -98,3 +99,8 @@ MOE = [
     Case("d2p4e2"),
 ]
 MODELS = {"qwen3": DENSE, "qwen3_moe": MOE, "deepseek_v3": MOE}
+
+
+def with_backend(layout: str) -> str:
+    """The layout, on Megatron-Core if it names no backend: `d2`, or `(attn:d2t2|ffn:t2e2)`."""
+    return layout if re.match("[a-z]+:", layout) else f"megatron:{layout}"

@@ -17,7 +17,7 @@ from fivefold.algo.terms.kl import KL
 from fivefold.columns import Column
 from fivefold.config.learners import MegatronConfig, OptimizerConfig, PolicyConfig
 from fivefold.types import TokenBatch
-from tests.support.layout_cases import Case
+from tests.support.layout_cases import Case, with_backend
 from tests.support.shards import shard_of_replica
 from tests.support.tiny_models import VOCAB, load_tensors
 
@@ -224,7 +224,7 @@ def difference(results, oracle) -> tuple[float, float, float]:
 def run_step(cluster, layout: str, directory: Path, policy: PolicyConfig, function=None, *arguments, oracle=None):
     """The step on every rank of a layout, with the oracle's log-probs as old and reference ones."""
     base_T = (oracle or expected(directory, policy))[2]
-    layout = layout if ":" in layout else f"megatron:{layout}"
+    layout = with_backend(layout)
     step = fsdp_step if layout.startswith("fsdp") else megatron_step
     return cluster.run(function or step, layout, directory, policy, base_T, *arguments)
 
