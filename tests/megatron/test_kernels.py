@@ -142,6 +142,22 @@ def test_swiglu_of_no_tokens_is_empty():
     assert product.grad.shape == (0, 32)
 
 
+@pytest.mark.parametrize("halves", [True, False])
+def test_rows_are_found_where_the_stride_of_a_single_batch_says_nothing(halves):
+    """[S, 1, F], as Megatron-Core has it, of [1, S, F]: contiguous, and the stride of its batch is that of all of it."""
+    from fivefold.backend.kernels.swiglu import gated, swiglu
+
+    one, other = (random(1, 6, 64, seed=seed).float().transpose(0, 1) for seed in (0, 1))
+    assert one.is_contiguous() and one.stride(1) == 6 * 64
+    leaf, exact = one.detach().requires_grad_(), one.detach().double().requires_grad_()
+    gate, up = exact.chunk(2, -1) if halves else (exact, other.double())
+    output, wanted = swiglu(leaf) if halves else gated(leaf, other), torch.nn.functional.silu(gate) * up
+    output.sum().backward()
+    wanted.sum().backward()
+    assert difference(output, wanted) < 1e-6
+    assert difference(leaf.grad, exact.grad) < 1e-6
+
+
 @pytest.mark.parametrize("shape", [(3, 5), (1, 4, 1500), (0, 8)])
 def test_a_gate_times_a_projection_and_its_gradients(shape):
     from fivefold.backend.kernels.swiglu import gated

@@ -57,10 +57,13 @@ def _swiglu_back(
         tl.store(of_weights + token, tl.sum(total, 0).to(of_weights.dtype.element_ty))
 
 
-def _forward(gates: Tensor, ups: Tensor, weights: Tensor | None) -> Tensor:
-    """Return [… , F]; gates and ups have a row in the same number of elements."""
+def _forward(gates: Tensor, ups: Tensor, weights: Tensor | None, stride: int) -> Tensor:
+    """Return [… , F]; rows of gates and of ups begin every `stride` elements.
+
+    The tensors are not asked for it: the stride of a dimension of size 1 can be any number.
+    """
     output = gates.new_empty(gates.shape)
-    width, stride = gates.shape[-1], gates.stride(-2)
+    width = gates.shape[-1]
     if tokens := output.numel() // max(1, width):
         grid = (tokens, triton.cdiv(width, BLOCK))
         _swiglu[grid](gates, ups, weights, output, stride, width, weights is not None, block=BLOCK, num_warps=4)
@@ -73,10 +76,11 @@ def _backward(
     of_gates: Tensor,
     of_ups: Tensor,
     of_weights: Tensor | None,
+    stride: int,
 ) -> None:
     """Write the gradients, whose rows lie as those of gates and ups."""
     gates, ups, weights = saved
-    width, stride = gates.shape[-1], gates.stride(-2)
+    width = gates.shape[-1]
     if tokens := gates.numel() // max(1, width):
         arguments = (gates, ups, weights, of_output.contiguous(), of_gates, of_ups, of_weights, stride, width)
         _swiglu_back[(tokens,)](*arguments, weights is not None, block=BLOCK, num_warps=4)
@@ -88,7 +92,7 @@ class _OfHalves(torch.autograd.Function):
         product = product.contiguous()
         ctx.save_for_backward(product, weights)
         gates, ups = product.chunk(2, -1)
-        return _forward(gates, ups, weights)
+        return _forward(gates, ups, weights, product.shape[-1])
 
     @staticmethod
     def backward(ctx: Any, of_output: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -97,7 +101,7 @@ class _OfHalves(torch.autograd.Function):
         of_weights = None if weights is None else torch.empty_like(weights)
         gates, ups = product.chunk(2, -1)
         of_gates, of_ups = of_product.chunk(2, -1)
-        _backward((gates, ups, weights), of_output, of_gates, of_ups, of_weights)
+        _backward((gates, ups, weights), of_output, of_gates, of_ups, of_weights, product.shape[-1])
         return of_product, of_weights
 
 
@@ -106,13 +110,13 @@ class _OfTwo(torch.autograd.Function):
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
         gate, up = gate.contiguous(), up.contiguous()
         ctx.save_for_backward(gate, up)
-        return _forward(gate, up, None)
+        return _forward(gate, up, None, gate.shape[-1])
 
     @staticmethod
     def backward(ctx: Any, of_output: Tensor) -> tuple[Tensor, Tensor]:
         gate, up = ctx.saved_tensors
         of_gate, of_up = torch.empty_like(gate), torch.empty_like(up)
-        _backward((gate, up, None), of_output, of_gate, of_up, None)
+        _backward((gate, up, None), of_output, of_gate, of_up, None, gate.shape[-1])
         return of_gate, of_up
 
 
