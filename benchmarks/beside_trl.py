@@ -348,11 +348,7 @@ def stages(run_dir: Path, samples: int) -> str:
     values: dict[str, list[float]] = defaultdict(list)
     for row in (row for row in rows if row["step"] > 2):
         for name, value in row.items():
-            if name.startswith("time/") or name in (
-                "throughput/tokens_per_second",
-                "memory/peak_gb",
-                "response/length_mean",
-            ):
+            if name.startswith("time/") or name in ("memory/peak_gb", "response/length_mean"):
                 values[name].append(value)
     medians = {name: statistics.median(of_steps) for name, of_steps in values.items()}
     if not medians:

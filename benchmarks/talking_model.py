@@ -16,9 +16,9 @@ from benchmarks import recipes
 
 CALL = '\n<tool_call>\n{"name": "look", "arguments": {"place": "cellar"}}\n</tool_call>'
 TEMPLATE = "qwen3_instruct_2507.jinja"
-"""Of TRL's package, which knows how to read its calls."""
+"""Chat template in TRL's package, which knows how to read its tool calls."""
 LOGIT = 60.0
-"""Of the next token; the logits of all others are below a tenth of it."""
+"""Logit of the next token; those of all other tokens are below a tenth of it."""
 TINY = {"hidden_size": 256, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 64}
 TINY |= {"num_key_value_heads": 2, "vocab_size": 1024}
 """Sizes of a dry run."""

@@ -277,7 +277,7 @@ def test_neighbours_share_a_node_and_have_the_environment_variables_that_were_na
 
 
 def ends(driver: Driver, ranks: list[dict], code: int = 1, seconds: float = 90) -> str:
-    """What it says when it ended in time, with nothing left of its ranks; 5 s where nothing else runs."""
+    """What a driver printed that ended in time with nothing left of its ranks, which takes 5 s on an idle machine."""
     returned, output, errors = driver.finish(seconds)
     assert returned == code, output + errors
     wait_for(lambda: gone(pids(ranks)))

@@ -1,4 +1,4 @@
-"""What transformers' layers compute element by element, in one pass: norms, gates and rotations that are the usual ones.
+"""Replaces norms, gates and rotations of transformers' layers by fused operations, where they compute the usual formulas.
 
 Each class is tried on random numbers in float32: another family's may have the same name and add 1 to a weight, or turn
 neighbors instead of halves. Those stay as they are.
