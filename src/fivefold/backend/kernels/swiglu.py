@@ -60,7 +60,7 @@ def _swiglu_back(
 def _forward(gates: Tensor, ups: Tensor, weights: Tensor | None, stride: int) -> Tensor:
     """Return [… , F]; rows of gates and of ups begin every `stride` elements.
 
-    The tensors are not asked for it: the stride of a dimension of size 1 can be any number.
+    It is not read from the tensors, because the stride of a dimension of size 1 can be any number.
     """
     output = gates.new_empty(gates.shape)
     width = gates.shape[-1]
