@@ -130,7 +130,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=1500.0, help="for all jobs together (default: 1500)")
     parser.add_argument("--gpus", type=int, help="number of GPUs (default: those that are there)")
     parser.add_argument("--list", action="store_true", help="print the jobs and end")
-    chosen = parser.parse_args()
+    chosen = parser.parse_intermixed_args()
     if chosen.list or chosen.out is None:
         for job in JOBS:
             print(f"{job.name:16} {job.gpus} GPU{'s' if job.gpus > 1 else ' '} {job.seconds:6.0f} s  {job.command}")

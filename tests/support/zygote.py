@@ -113,6 +113,8 @@ def _import_everything() -> None:
     import warnings
 
     warnings.simplefilter("ignore")
+    # Megatron-Core imports them where they are, for an engine of its own. They open the GPU, which a fork cannot use then.
+    sys.modules |= dict.fromkeys(("flashinfer", "torch_memory_saver"))  # type: ignore[arg-type]
     import torch
     import transformers
 

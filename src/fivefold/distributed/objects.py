@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
 import pickle
 import sys
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import is_dataclass
 from enum import Enum
@@ -54,8 +56,8 @@ def all_gather_rows(rows_NF: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
 def unpickle_plain_values_only() -> None:
     """Restrict torch's object collectives, which Megatron-Core calls, to plain values in this process.
 
-    Plain values are None, numbers, strings, bytes, lists, tuples, dictionaries, and tensors' shapes and dtypes. A pickle
-    that names another class or a function is refused.
+    Plain values are None, numbers, strings, bytes, lists, tuples, dictionaries, tensors, and their shapes and dtypes. A
+    pickle that names another class or a function is refused.
     """
     distributed_c10d._unpickler = _PlainUnpickler
 
@@ -69,8 +71,23 @@ def take_records_of(library: str) -> None:
     _libraries.add(library)
 
 
+def _storage(content: bytes) -> Any:
+    """Return what torch.storage._load_from_bytes does, but for storages only: that one unpickles anything."""
+    return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+
+
+_TENSORS = {
+    ("torch._utils", "_rebuild_tensor_v2"): torch._utils._rebuild_tensor_v2,
+    ("torch.storage", "_load_from_bytes"): _storage,
+    ("collections", "OrderedDict"): OrderedDict,
+}
+"""What the pickle of a tensor names: vLLM exchanges handles of shared memory as tensors."""
+
+
 class _PlainUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in _TENSORS:
+            return _TENSORS[module, name]
         if module == "torch" and (name == "Size" or isinstance(getattr(torch, name, None), torch.dtype)):
             # Megatron's bridges exchange shapes and dtypes.
             return getattr(torch, name)

@@ -275,7 +275,8 @@ def _own_shared_memory(device: torch.device) -> Iterator[None]:
         dist.barrier()
     finally:
         groups = [group for reference in parallel_state._groups.values() if (group := reference()) is not None]
-        queues = [group.mq_broadcaster for group in groups]
+        # A group whose start failed has none yet.
+        queues = [getattr(group, "mq_broadcaster", None) for group in groups]
         for block in [getattr(queue, part, None) for queue in queues for part in ("buffer", "tensor_arena")]:
             if block is not None and block.is_creator:
                 block.shared_memory.unlink()

@@ -145,5 +145,7 @@ def initial_state(adam: Any, parameter: Tensor) -> dict[str, Tensor]:
     """Return the state of a parameter before the first step of an Adam; torch creates it only in that step."""
     if isinstance(adam, PrecisionAwareAdam):
         return adam.initial_state(parameter)
+    # The fused kernel reads the count where the parameter is.
+    counts_on = parameter.device if adam.param_groups[0].get("fused") else torch.device("cpu")
     moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
-    return {"step": torch.tensor(0.0), **moments}
+    return {"step": torch.zeros((), device=counts_on), **moments}
