@@ -153,6 +153,14 @@ def test_vllm_in_the_ranks_samples_with_the_weights_of_fsdp(root):
     assert_engine_agrees(rows)
 
 
+def test_vllm_in_the_ranks_shares_its_tensors_over_two_gpus(root):
+    pytest.importorskip("vllm")
+    rows = train(root, "vllm-t2", (*VLLM, "engine.backend=vllm:d1t2"))
+    assert [row["step"] for row in rows] == [0, 1, 2]
+    assert all(row["policy/grad_norm"] > 0 for row in rows[1:])
+    assert_engine_agrees(rows)
+
+
 def test_dapo_on_d2_takes_its_step(runs):
     rows = runs["dapo"].result()
     assert [row["step"] for row in rows] == [0, 1]
