@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -34,6 +35,13 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 ROOT = Path(__file__).resolve().parents[1]
+
+
+def shortened(message: str) -> str:
+    """Return the first lines of a failure that name an exception, which caused the others, and its last two lines."""
+    lines = message.strip().splitlines()
+    named = [line.strip() for line in lines[:-2] if re.match(r"\s*[\w.]*(Error|Exception)\b", line)]
+    return " / ".join([*named[:3], *lines[-2:]])
 
 
 def hardware(mesh: Mesh) -> str:
@@ -89,7 +97,7 @@ class Part:
             try:
                 return self._cluster.run(partial(function, **named), layout, *arguments, seconds=left)
             except (RuntimeError, TimeoutError) as error:
-                self.claim(what, False, " / ".join(str(error).strip().splitlines()[-2:]))
+                self.claim(what, False, shortened(str(error)))
         return None
 
     def train(self, what: str, run: Mapping[str, Any], wanted: tuple[str, ...]) -> list[dict[str, Any]]:

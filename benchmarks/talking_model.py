@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
+import json
 from pathlib import Path
 from typing import Any
 
 from benchmarks import recipes
 
-CALL = '\n<tool_call>\n{"name": "look", "arguments": {"place": "cellar"}}\n</tool_call>'
+FUNCTION = {"name": "look", "arguments": {"place": "cellar"}}
+CALL = f"\n<tool_call>\n{json.dumps(FUNCTION)}\n</tool_call>"
 TEMPLATE = "qwen3_instruct_2507.jinja"
 """Chat template in TRL's package, which knows how to read its tool calls."""
 LOGIT = 60.0
@@ -67,6 +69,12 @@ def write(out: Path, name: str, tokens: int, dry: bool) -> Path:
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     return directory
+
+
+def called(text: str) -> dict[str, Any]:
+    """Return a turn's content and call, as a chat has them; nothing if the call is not whole."""
+    content, call, _ = text.partition(CALL)
+    return {"content": content, "tool_calls": [{"type": "function", "function": FUNCTION}]} if call else {}
 
 
 def template() -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
 from tests.support.commands import Command, children_of, gone, wait_for
 from tests.support.whole_runs import make_model, write_run
@@ -116,6 +117,37 @@ def test_only_records_of_a_library_that_exchanges_them_are_built(monkeypatch):
     for value in (Silence(), objects.take_records_of, os.mkdir):
         with pytest.raises(pickle.UnpicklingError):
             loaded(value)
+
+
+def test_tensors_between_ranks_are_built_without_unpickling_what_their_storage_holds(monkeypatch):
+    import io
+    import pickle
+
+    from fivefold.distributed import objects
+
+    def loaded(content: bytes):
+        return objects._PlainUnpickler(io.BytesIO(content)).load()
+
+    handles = [torch.arange(64, dtype=torch.uint8), torch.arange(10.0)[3:7], torch.zeros(0)]
+    for sent, arrived in zip(handles, loaded(pickle.dumps(handles)), strict=True):
+        assert arrived.dtype == sent.dtype and torch.equal(arrived, sent)
+
+    class Storage:
+        """What torch.storage._load_from_bytes would read with everything that a pickle can do."""
+
+        def __reduce__(self):
+            return torch.storage._load_from_bytes, (pickle.dumps(Planted()),)
+
+    ran = []
+    monkeypatch.setattr(os, "fivefold_planted", ran.append, raising=False)
+
+    class Planted:
+        def __reduce__(self):
+            return eval, ("__import__('os').fivefold_planted(1)",)
+
+    with pytest.raises(pickle.UnpicklingError):
+        loaded(pickle.dumps([Storage()]))
+    assert not ran
 
 
 def exchange_json(mesh):

@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 
-from fivefold.megatron.optim.adam import FusedAdamW
+from fivefold.megatron.optim.adam import FusedAdamW, initial_state
 
 
 def optimizer(kind: type[torch.optim.AdamW]) -> torch.optim.AdamW:
@@ -59,3 +59,13 @@ def test_steps_that_a_checkpoint_counts_as_numbers_are_counted_on_the_device():
     counted = [entry["step"] for entry in resumed.state.values()]
     assert len(counted) == 3
     assert all(torch.is_tensor(step) and step.dtype == torch.float32 and float(step) == 3 for step in counted)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, FusedAdamW])
+def test_the_state_into_which_a_checkpoint_is_read_counts_where_the_kernel_counts(kind):
+    """The fused kernel refuses a count on another device; any other Adam would wait for the GPU to read its own."""
+    made = optimizer(kind)
+    parameter = torch.nn.Parameter(torch.empty(3, device="meta"))
+    state = initial_state(made, parameter)
+    assert state["step"].device.type == ("meta" if kind is FusedAdamW else "cpu")
+    assert state["exp_avg"].device == state["exp_avg_sq"].device == parameter.device
