@@ -263,6 +263,19 @@ def test_sampling_that_sglang_would_score_otherwise_is_refused(files, sglang, sa
     assert error.startswith(f"engine.sampling.{says}"), error
 
 
+@pytest.mark.parametrize(("device", "dtype", "is_refused"), [("cuda", "float32", True), ("cuda", "bfloat16", False),
+                                                              ("cpu", "float32", False)])  # fmt: skip
+def test_sglang_in_float32_is_refused_on_gpus_only(files, sglang, device, dtype, is_refused):
+    sglang("0.5.23")
+    asked = config(files, backend="sglang:t2", dtype=dtype)
+    errors = check(replace(asked, trainer=replace(asked.trainer, device=device))).errors
+    assert [error for error in errors if error.startswith("engine.dtype")] == (
+        ["engine.dtype must be bfloat16 or float16 with SGLang on GPUs, whose kernel of norms has no float32"]
+        if is_refused
+        else []
+    )
+
+
 def test_what_sglang_can_sample_is_accepted(files, sglang):
     sglang("0.5.23")
     arguments = {"chunked_prefill_size": None, "attention_backend": "fa3"}

@@ -12,6 +12,7 @@ from fivefold.config.engine import EngineConfig, RolloutConfig
 from fivefold.config.environment import REWARD
 from fivefold.config.fsdp_checks import check_fsdp, report_unused
 from fivefold.config.learners import LoraConfig, MTPConfig, OptimizerConfig, PolicyConfig
+from fivefold.config.machine import on_gpus
 from fivefold.config.mcore_options import LOSS_SCALE
 from fivefold.config.mixture import counts
 from fivefold.config.roles import Learns, Roles, further_sections
@@ -159,6 +160,12 @@ def _check_engine(findings: Findings, config: Derived) -> None:
     if layout.backend not in ENGINES:
         findings.error("engine.backend", f"must be transformers or a layout of vllm or sglang: got {engine.backend}")
         return
+    dtype = engine.dtype or config.policy.dtype
+    findings.require(
+        layout.backend != "sglang" or dtype != "float32" or not on_gpus(config.launch, config.trainer.device),
+        "engine.dtype",
+        "must be bfloat16 or float16 with SGLang on GPUs, whose kernel of norms has no float32",
+    )
     message = "must be server or left out: SGLang runs in processes of its own"
     findings.require(layout.backend == "vllm" or engine.mode != "in_process", "engine.mode", message)
     message = "must be server or left out: with engine.placement: apart the engine has processes of its own"
