@@ -64,6 +64,7 @@ JOBS = (
         for recipe in ("words-grpo", "gsm8k-grpo", "gsm8k-dapo", "gsm8k-ppo", "gsm8k-lora")
     ),
     Job("start-up-8b", 2, 400, "benchmarks/start_up.py 8b --seconds 390"),
+    Job("sync-8b-fsdp", 2, 300, "benchmarks/start_up.py 8b-fsdp --seconds 290"),
     Job("fsdp-two", 2, 500, "benchmarks/fsdp_speed.py two weights largest --seconds 160"),
     Job("role-layouts", 2, 500, "benchmarks/role_layouts.py --seconds 120"),
     Job("experts", 2, 300, "benchmarks/training_speed.py experts-model --seconds 290"),

@@ -37,6 +37,7 @@ from fivefold.layout import ParallelLayout
 from fivefold.models.config_json import read_config
 from fivefold.types import Completion, Request, Sampling, TokenBatch
 from tests.support.gpu_models import build, is_large, timed
+from tests.support.layout_cases import with_backend
 
 if TYPE_CHECKING:
     from fivefold.megatron.mesh import Mesh
@@ -323,7 +324,7 @@ def grpo_run(part: Part, name: str, layout: str, run_dir: Path, engine: dict[str
     return {
         "model": {"path": str(model), "tokenizer": f"{root}/tokenizer"},
         "policy": {
-            "backend": f"megatron:{layout}", "tokens_per_micro_batch": 16384, "skip_zero_advantage": False,
+            "backend": with_backend(layout), "tokens_per_micro_batch": 16384, "skip_zero_advantage": False,
             "recompute": "full" if name == "qwen3_8b" else "none", "optimizer": {"lr": 1.0e-6},
             "offload": {"parameters": True, "gradients": True, "optimizer": True},
         },

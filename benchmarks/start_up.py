@@ -1,6 +1,6 @@
 """How long a run takes to its first response, by parts, and a rank until it has a million prompts.
 
-    python benchmarks/start_up.py [1.7b] [8b] [prompts] [--seconds N] [--rows ROWS]
+    python benchmarks/start_up.py [1.7b] [8b] [8b-fsdp] [prompts] [--seconds N] [--rows ROWS]
 
 `1.7b` and `8b` start the command twice with random weights: without compiled code, and with what the first run left in the
 caches. They print the parts of the start, what vLLM says of its own, and the first three steps by stage; both models are
@@ -39,6 +39,8 @@ FIRST_SAMPLE_SECONDS = 60.0
 """Goal: seconds from the command to the first response with warm caches."""
 SECOND_STEP = 1.3
 """Goal: time of the second step over that of the third."""
+SYNC_SECONDS = 1.0
+"""Goal: seconds until vLLM in the ranks has new weights of 8B on `fsdp:`."""
 VLLM_LINES = {
     "reading weights": r"Model loading took .* and ([\d.]+) seconds",
     "compiling": r"torch\.compile took ([\d.]+) s in total",
@@ -58,10 +60,7 @@ def first_sample(name: str, layout: str, engine: str) -> Callable[[Part], None]:
             return part.say(name, f"not measured: needs {world} GPUs")
         root = part.model(name).parent
         write_data(root)
-        has_vllm = importlib.util.find_spec("vllm") is not None
-        chosen = (
-            {"backend": engine, "mode": "in_process", "memory_fraction": 0.6} if has_vllm else {"backend": "transformers"}
-        )
+        chosen = engine_of(engine, 0.6)
         seconds_by_caches = {}
         for caches in ("cold", "warm"):
             settings = grpo_run(part, name, layout, root / f"{name}-{caches}", chosen)
@@ -113,7 +112,30 @@ def started(part: Part, title: str, root: Path, settings: dict[str, Any]) -> dic
         times = {key.removeprefix("time/"): round(value, 3) for key, value in row.items() if key.startswith("time/")}
         part.say(f"{title}, step {row['step']}", times)
     part.say(f"{title}, seconds of the whole command", round(time.perf_counter() - begin, 1))
-    return start | {"steps": [row["time/step"] for row in rows]}
+    stages = {name: [row.get(f"time/{name}", 0.0) for row in rows] for name in ("step", "weight_sync")}
+    return start | {"steps": stages["step"], "syncs": stages["weight_sync"]}
+
+
+def sync_of_fsdp(part: Part) -> None:
+    """Qwen3-8B's shape on fsdp:d2 with vLLM in its ranks: three steps, and the seconds until vLLM has the new weights."""
+    if part.large and part.gpus < 2:
+        return part.say("8b-fsdp", "not measured: needs 2 GPUs")
+    name, layout = "qwen3_8b", "fsdp:d2"
+    root = part.model(name).parent
+    write_data(root)
+    settings = grpo_run(part, name, layout, root / "fsdp", engine_of("vllm:d1t2", 0.3))
+    start = started(part, f"{name}, {layout}, {settings['engine']['backend']}", root, settings)
+    if start is not None and part.large:
+        sync = round(start["syncs"][-1], 2)
+        part.claim(f"{name}: its weights are in vLLM after at most {SYNC_SECONDS} s", sync <= SYNC_SECONDS, sync)
+    return None
+
+
+def engine_of(backend: str, memory: float) -> dict[str, Any]:
+    """Return the settings of vLLM in the ranks, or of transformers where it is not installed."""
+    if importlib.util.find_spec("vllm") is None:
+        return {"backend": "transformers"}
+    return {"backend": backend, "mode": "in_process", "memory_fraction": memory}
 
 
 def vllm_parts(log: str) -> dict[str, float]:
@@ -201,6 +223,7 @@ def parts_of(rows: int) -> dict[str, Callable[[Part], None]]:
     return {
         "1.7b": first_sample("qwen3_1.7b", "d1", "vllm:d1"),
         "8b": first_sample("qwen3_8b", "t2", "vllm:d1t2"),
+        "8b-fsdp": sync_of_fsdp,
         "prompts": prompts_part,
     }
 
