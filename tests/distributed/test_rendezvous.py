@@ -133,7 +133,7 @@ def test_tensors_between_ranks_are_built_without_unpickling_what_their_storage_h
         assert arrived.dtype == sent.dtype and torch.equal(arrived, sent)
 
     class Storage:
-        """What torch.storage._load_from_bytes would read with everything that a pickle can do."""
+        """A storage whose bytes are a pickle that runs code, which torch.storage._load_from_bytes would do."""
 
         def __reduce__(self):
             return torch.storage._load_from_bytes, (pickle.dumps(Planted()),)

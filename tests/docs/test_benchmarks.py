@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import all_on_gpus, quickstart, start_up
+from benchmarks import all_on_gpus, harness, quickstart, start_up
 from fivefold_dialects import SYSTEMS
 from tests.support.commands import program
 
@@ -116,3 +116,17 @@ INFO 11-26 10:00:31 [core.py:395] init engine (profile, create kv cache, warmup 
         "reading weights": 1.25, "compiling": 13.0, "graphs": 9.0, "profile, cache and warm-up": 30.75,
     }  # fmt: skip
     assert start_up.vllm_parts("nothing") == {}
+
+
+def test_jobs_may_be_named_after_the_options(tmp_path):
+    shown = program("benchmarks.all_on_gpus", tmp_path, "--gpus", 0, "--seconds", 5, "start-up-1.7b", "fsdp-two")
+    assert re.findall(r"^(\S+): not measured: needs \d GPUs, 0 are there$", shown.stdout, re.M) == [
+        "start-up-1.7b",
+        "fsdp-two",
+    ]
+
+
+def test_a_failure_is_printed_with_the_exceptions_that_caused_it():
+    message = "rank 0 failed:\n  File a\nValueError: cause\n  torch.OutOfMemoryError: x\nmuch more\nended\nkilled"
+    assert harness.shortened(message) == "ValueError: cause / torch.OutOfMemoryError: x / ended / killed"
+    assert harness.shortened("no result") == "no result"

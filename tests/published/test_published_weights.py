@@ -30,7 +30,7 @@ BOUNDS = {"log-prob": 5e-5, "loss": 8e-5, "gradient norm": 5e-5, "parameter": 2e
 Logits are near 30, where a last place is 2e-6, and 30 layers add up some ten of them: a log-prob differs from transformers' by 2e-5.
 The loss has a slope of about 1 in them and is near 0.3. A token's slope moves by as much as its log-prob, so the gradient moves by
 that share of itself. Adam moves a parameter by lr / eps = 1 times the error of an element of the clipped gradient, if the element
-is small. Its terms are as large as the largest element, 0.13, of which 2e-6 is 256 roundings; 1.01e-6 was seen.
+is small. Its terms are as large as the largest element, 0.13, of which 2e-6 is 250 roundings; 1.01e-6 was seen.
 """
 LAYOUTS = ("d1", "d2", "t3", "p2", "c2")
 

@@ -113,7 +113,7 @@ def _import_everything() -> None:
     import warnings
 
     warnings.simplefilter("ignore")
-    # Megatron-Core imports them where they are, for an engine of its own. They open the GPU, which a fork cannot use then.
+    # Megatron-Core imports these packages for its own inference. With them the GPU was open before the fork, which forbids it.
     sys.modules |= dict.fromkeys(("flashinfer", "torch_memory_saver"))  # type: ignore[arg-type]
     import torch
     import transformers

@@ -72,7 +72,7 @@ def take_records_of(library: str) -> None:
 
 
 def _storage(content: bytes) -> Any:
-    """Return what torch.storage._load_from_bytes does, but for storages only: that one unpickles anything."""
+    """Return a tensor's storage; torch.storage._load_from_bytes, which its pickle names, would unpickle anything."""
     return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
 
 
@@ -81,7 +81,7 @@ _TENSORS = {
     ("torch.storage", "_load_from_bytes"): _storage,
     ("collections", "OrderedDict"): OrderedDict,
 }
-"""What the pickle of a tensor names: vLLM exchanges handles of shared memory as tensors."""
+"""Functions and classes by which a pickle builds a tensor. Ranks of vLLM send handles of shared memory as tensors."""
 
 
 class _PlainUnpickler(pickle.Unpickler):
