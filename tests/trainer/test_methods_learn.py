@@ -193,6 +193,9 @@ def root(tmp_path_factory):
 
 SAMPLED = sorted({name for name, method in methods.METHODS.items() if not method.offline} - {"gigpo", "chord"})
 """Methods that learn from single responses to prompts; GiGPO needs turns and CHORD an expert's responses."""
+OVERSHOOTING = {"clip_cov", "reinforce_plus_plus"}
+"""Methods that take too large a step at this learning rate once nearly all rewards are 1, with the same rewards on both
+trainers; whether they come back depends on rounding. Both have learned the task by step 24."""
 
 
 @pytest.mark.slow
@@ -206,13 +209,12 @@ def test_a_method_learns_on_a_real_trainer(root, name, layout):
     done = fivefold(
         "train", root / "run.yaml", f"algorithm.name={name}", f"policy.backend={layout}", f"trainer.run_dir={run_dir}",
         *(["algorithm.overlong_buffer=0"] if methods.METHODS[name].overlong_buffer else []),
+        *(["trainer.steps=24"] if name in OVERSHOOTING else []),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     rewards = [row["reward/mean"] for row in rows if row["step"] > 0]
-    # A step of clip-cov overshoots and comes back, with the same rewards on both trainers.
-    last = sorted(rewards[-5:])[2] if name == "clip_cov" else sum(rewards[-3:]) / 3
-    assert rewards[0] < 0.3 and last > 0.8, rewards
+    assert rewards[0] < 0.3 and sum(rewards[-3:]) / 3 > 0.8, rewards
     if name == "ppo":
         assert {"critic/loss", "critic/explained_variance", "critic/grad_norm", "critic/value_mean"} <= set(rows[-1])
 
