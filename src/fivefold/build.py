@@ -605,6 +605,7 @@ def build_plan(config: RunConfig, spec: ModelSpec, objective: Objective) -> Batc
         samples_per_comparison=config.algorithm.samples_per_comparison,
         temperature=_sampling(config).temperature,
         max_response_tokens=config.max_sampled_tokens,
+        sampled=not config.algorithm.offline,
         work=work,
         skipped=objective.skipped if skips else nothing_skipped,
         domain_of=domains_of(config.data.domains) if config.algorithm.resolved.whiten_by == "domain" else None,

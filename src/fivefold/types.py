@@ -298,7 +298,8 @@ class RolloutStats:
     max_response_tokens: int
     """Maximum length of a sampled response."""
     has_logprobs: bool
-    """Whether an engine sampled the responses; responses from the data have no log-probs."""
+    """Whether every sampled token has the engine's log-prob. Responses from the data have none, and those of most steps with
+    `engine.logprobs: tenth_step`."""
     greedy_rewards_N: Tensor | None = None
     greedy_lengths_N: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.long))
     """Number of tokens in each greedy response of `greedy_rewards_N`."""

@@ -141,6 +141,19 @@ def test_more_steps_are_refused_only_where_the_learning_rate_falls_until_the_las
     assert changes(fixed, fixed, steps=20).refused == []
 
 
+@pytest.mark.parametrize(("warmup", "refused"), [(0.5, ["trainer.steps: 10 -> 20"]), (0.0, []), (5.0, [])])
+def test_more_steps_are_refused_where_the_learning_rate_rises_over_a_share_of_them(config, warmup, refused):
+    rising = with_key(config, "policy.optimizer.warmup_steps", warmup)
+    assert changes(rising, rising, steps=20).refused == refused
+
+
+@pytest.mark.parametrize(("key", "value"), [("policy.tokens_per_micro_batch", 4096), ("policy.backend", "megatron:d2")])
+def test_micro_batches_stay_the_same_where_each_is_averaged_for_itself(config, key, value):
+    averaged = with_key(config, "algorithm.aggregate", "micro-batch-token-mean")
+    assert [text.partition(":")[0] for text in changes(averaged, with_key(averaged, key, value)).refused] == [key]
+    assert changes(config, with_key(config, key, value)).refused == []
+
+
 def test_the_refusal_names_every_change_and_how_to_say_that_it_is_meant(config, tmp_path):
     now = with_key(with_key(config, "policy.optimizer.lr", 0.5), "algorithm.group_size", 4)
     compared = changes(config, now)

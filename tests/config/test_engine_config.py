@@ -651,8 +651,10 @@ def test_servers_apart_may_sample_ahead_of_the_trainer_on_gpus(files, vllm):
     }
     run = RunConfig.of(**sections, engine={"backend": "vllm:t2", "placement": "apart"})
     assert run.engine.sleep
-    with pytest.raises(ConfigError, match=r"rollout.max_staleness must be 0 .* engine.placement: apart"):
-        RunConfig.of(**sections, engine={"backend": "vllm:t2", "mode": "server"})
+    for steps in (0, 2):
+        with pytest.raises(ConfigError, match=r"rollout.max_staleness must be left out .* engine.placement: apart"):
+            RunConfig.of(**sections | {"rollout": {"max_staleness": steps}}, engine={"backend": "vllm:t2", "mode": "server"})
+    assert RunConfig.of(**sections, engine={"backend": "vllm:t2", "mode": "server", "sleep": False})
 
 
 @pytest.mark.parametrize(

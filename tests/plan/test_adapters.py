@@ -143,6 +143,18 @@ def test_adapters_of_another_kind_are_refused(models, tmp_path, lora, changes, s
     assert "policy.lora.path: " in messages and says in messages
 
 
+@pytest.mark.parametrize(("kl", "notes"), [(0.001, 1), (0.0, 0)])
+def test_a_reference_without_the_adapters_that_a_run_starts_from_is_noted(models, tmp_path, kl, notes):
+    config = RunConfig.of(
+        model={"path": str(models("qwen3"))},
+        policy={"dtype": "float32", "lora": {"rank": 4, "path": str(write(tmp_path, models("qwen3")))}},
+        algorithm={"kl": {"coef": kl}},
+        data={"train": ["x.jsonl"], "max_prompt_tokens": 16, "max_response_tokens": 16},
+        trainer={"device": "cpu", "run_dir": "x"},
+    )
+    assert len([note for note in check(config).notes if "the KL of the first step is not 0" in note]) == notes
+
+
 def test_adapters_of_another_model_are_refused(models, tmp_path):
     path = write(tmp_path, models("qwen3"), replace(ALL, exclude_modules=("k_proj",)))
     assert "lacks 8 tensors" in faults(models("qwen3"), {"rank": 4, "alpha": 6, "path": str(path)})

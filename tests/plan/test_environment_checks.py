@@ -134,6 +134,10 @@ def test_a_good_environment_is_taken(root):
           "environment": {"tools": ["$/envs.py:add"]}}, "the template leaves out tool calls"),
         ({"engine": {"backend": "vllm:d1t2"}, "policy": {"backend": "megatron:d2"}}, "engine.mode must be server with environment"),
         ({"environment": {"same_start": False}, "policy": {"share_prefix": True}}, "environment.same_start must be true"),
+        (
+            {"environment": {"history": "template"}, "algorithm": {"name": "prime"}},
+            "algorithm.process_reward.coef must be 0 with environment.agent or environment.history: template",
+        ),
         ({"environment": {"class": None}, "reward": {"functions": {"environment": 1.0}}}, "without environment.class or environment.agent"),
     ],
 )  # fmt: skip

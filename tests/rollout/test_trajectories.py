@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from fivefold.algo.objective import make_objective
+from fivefold.algo.terms.process_reward import ProcessReward
 from fivefold.columns import Column
 from fivefold.config.learners import MegatronConfig
 from fivefold.rollout.generation import group_of
@@ -203,7 +204,10 @@ def trajectory(number: int, reward: float, turns: list[tuple[int, float, str | N
 
 
 def assigned(mesh, group: list[Sample], name: str, choices: dict, values: list[float] | None = None):
-    """(advantages, returns) of the tokens with loss, trajectory after trajectory in the order of their turns."""
+    """(advantages, returns) of the tokens with loss, trajectory after trajectory in the order of their turns.
+
+    A process reward model, if the method has one, rewards all tokens alike.
+    """
     objective = make_objective(name, **choices)
     groups = [Group(Prompt(0, PROMPT, "s", "", ""), group)]
     plan = BatchPlan(max_response_tokens=LONGEST, skipped=objective.skipped)
@@ -211,6 +215,8 @@ def assigned(mesh, group: list[Sample], name: str, choices: dict, values: list[f
     batch = pack(groups, stats, mesh.ranks, plan)
     if values is not None:
         batch[Column.VALUES] = torch.tensor(values)
+    if objective.process.is_active:
+        batch[Column.PRM_LOGPROBS] = batch[Column.PRM_REF_LOGPROBS] = torch.zeros(len(batch.token_ids_T))
     objective.assign_advantages(batch, stats, mesh.ranks)
     return tuple(batch[column][batch.loss_mask_T].tolist() for column in (Column.ADVANTAGES, Column.RETURNS))
 
@@ -301,6 +307,16 @@ def test_turns_of_concurrent_sequences_are_credited_in_the_order_of_their_number
     ((advantages, _),) = cluster.run(assigned, "megatron:d1", [first, second], "topr", choices)
     # In time 0, 0.5 and the rest, 0.5; the batch has the turns 0, 2 and 1.
     assert advantages == pytest.approx([0.5 * 0.5 + 0.25 * 0.5, 0.5, 0.5 + 0.5 * 0.5])
+
+
+@pytest.mark.parametrize("coef", [1.0, 5.0])
+def test_the_weight_of_outcomes_scales_what_turns_have_earned_of_them(cluster, coef):
+    """The first turn has earned all of the reward."""
+    group = [*trajectory(0, 1.0, [(2, 1.0, None), (1, 0.0, None)], True), *trajectory(1, 0.0, [(1, 0.0, None)], True)]
+    process = ProcessReward(coef=1.0, outcome_coef=coef)
+    choices = {"credit": "turns", "gamma": 1.0, "whiten": False, "process_reward": process, "advantage": "reward"}
+    ((advantages, _),) = cluster.run(assigned, "megatron:d1", group, "prime", choices)
+    assert advantages == pytest.approx([coef, coef, 0.0, 0.0])
 
 
 @pytest.mark.parametrize("is_merged", [True, False])

@@ -215,7 +215,9 @@ def toy_parts(
     models = Models(by_role, ranks, SkipGuard(ranks, 0, run_dir, print), learners, stage=logger.stage)
     settings: dict[str, Any] = {"eval_before_train": False, "logged_samples_per_step": 0, "resume": "never"}
     config = TrainerConfig(seed=3, **(settings | {"guard": GuardConfig(every=0)} | trainer))
-    plan = BatchPlan(updates_per_step, 2 if pairs else 1, max_response_tokens=5, skipped=objective.skipped)
+    plan = BatchPlan(
+        updates_per_step, 2 if pairs else 1, max_response_tokens=5, sampled=not offline, skipped=objective.skipped
+    )
     return Run(
         ranks=ranks, logger=logger, models=models, engine=engine, rewards=rewards, rollouts=source, objective=objective,
         plan=plan, updates=updates_per_step * ppo_epochs, gate=LogprobGate(ranks, Bounds(1e-6), offline, logger.log),

@@ -118,8 +118,9 @@ def reference_step(
     model.get_input_embeddings().padding_idx = None
     finish = (lambda: None) if adapt is None else adapt(model)
     batch = whole_batch() if batch is None else batch
-    decay = [p for n, p in model.named_parameters() if p.ndim > 1 and p.requires_grad]
-    plain = [p for n, p in model.named_parameters() if p.ndim == 1 and p.requires_grad]
+    decays = {n: p.ndim > 1 and not n.endswith("bias") for n, p in model.named_parameters()}
+    decay = [p for n, p in model.named_parameters() if decays[n] and p.requires_grad]
+    plain = [p for n, p in model.named_parameters() if not decays[n] and p.requires_grad]
     adam = torch.optim.AdamW(
         [{"params": decay, "weight_decay": optimizer.weight_decay}, {"params": plain, "weight_decay": 0.0}],
         lr=optimizer.lr,

@@ -198,6 +198,16 @@ def test_a_truncated_response_without_reward_has_no_advantage_and_still_counts()
     assert plain.compared(plain.inputs(stats)).tolist()[3] == pytest.approx(-5 / 12)
 
 
+@pytest.mark.parametrize("shaping", [{"overlong_buffer": 4}, {"reward_shift": -0.5}])
+def test_a_truncated_response_without_reward_is_known_before_rewards_are_shaped(shaping):
+    stats = rows(
+        response_lengths_N=torch.tensor([3, 4, 5, 3, 4, 9, 3, 4, 5]),
+        rewards_N=torch.tensor([0.0] * 4 + [0.25, 0.0] + [0.5, 1.0, 1.0], dtype=torch.float64),
+    )
+    objective = make_objective("dr_grpo", overlong_zero=True, **shaping)
+    assert objective.compared(objective.inputs(stats))[5] == 0
+
+
 def test_a_sample_without_weight_is_skipped_whatever_its_advantage_is():
     assert make_objective("dr_grpo", overlong_filter=True).skipped(rows()).tolist() == [*EQUAL[:5], True, *EQUAL[6:]]
     # With a penalty in the loss only those: they have no weight in it either.
@@ -223,8 +233,12 @@ def test_a_sample_without_weight_is_skipped_whatever_its_advantage_is():
         {"kl": KL(coef=0.1, place="reward")},
         {"kl": KL(coef=0.1, target=0.1)},
         {"advantage": "reward", "normalize": "none", "credit": "discounted", "gamma": 1.0, "token_baseline": True},
+        {
+            "advantage": "reward", "normalize": "none", "credit": "discounted", "gamma": 1.0, "token_baseline": True,
+            "overlong_filter": True,
+        },
     ],
-)
+)  # fmt: skip
 def test_nothing_is_skipped_where_a_sample_without_advantage_adds_something(choices):
     skipped_N = make_objective("grpo", **{"kl": OFF, **choices}).skipped(rows())
     assert skipped_N is None or not skipped_N.any()

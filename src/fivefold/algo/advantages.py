@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 
+from fivefold.errors import RunError
 from fivefold.lazy import Tensor, torch
 
 
@@ -23,6 +24,8 @@ class AdvantageInputs:
     """Whether a response was cut off at the maximum length."""
     expert_N: Tensor | None = None
     """Whether a response is an expert's; such a response is not compared with others."""
+    unrewarded_N: Tensor | None = None
+    """Whether the reward of a response was 0 before it was shaped."""
 
     def select(self, chosen_N: Tensor) -> AdvantageInputs:
         """Return the inputs of the chosen samples, none of which is an expert's."""
@@ -82,7 +85,7 @@ class GroupNorm:
 
     normalize: str = "group"
     """Divisor. `none`: no division, Dr. GRPO (2503.20783) equation 2. `batch`: the std of all rewards of the step. `mean`:
-    the group mean, MaxRL (2602.02710)."""
+    the group mean, MaxRL (2602.02710), for rewards that are not negative: a negative mean would reverse all signs."""
     shift: float = 0.0
     """Added to the mean; AsymRE (2506.20520) uses a value below 0."""
     over_step: bool = False
@@ -94,6 +97,11 @@ class GroupNorm:
         advantages_N = compared.centred_N - self.shift * (compared.count_N > 1)
         if self.normalize == "none":
             return advantages_N.float()
+        if self.normalize == "mean" and (inputs.rewards_N < 0).any():
+            lowest = float(inputs.rewards_N.min())
+            raise RunError(
+                f"algorithm.normalize: mean divides by the mean reward, so no reward may be negative: got {lowest:g}"
+            )
         return (advantages_N / (inputs.scale_N(self.normalize) + self.eps)).float()
 
 

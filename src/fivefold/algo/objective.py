@@ -120,6 +120,7 @@ class Objective:
             truncated_N=~stats.finished_N,
             greedy_rewards_N=None if greedy_N is None else self.shaping(greedy_N, stats.greedy_lengths_N, limit),
             expert_N=stats.expert_N,
+            unrewarded_N=stats.rewards_N == 0,
         )
 
     def compared(self, inputs: AdvantageInputs) -> Tensor:
@@ -138,13 +139,13 @@ class Objective:
         """
         gradient, kl, whitens = self.gradient, self.kl, self.advantage.whiten
         depends = gradient.selects or self.aggregation.per_micro_batch or kl.is_in_reward or kl.target is not None
-        if not gradient.vanishes or depends or self.process.is_active:
+        if not gradient.vanishes or depends or self.process.is_active or self.advantage.token_baseline:
             return None
         inputs = self.inputs(stats)
         kept_M = (self.filter.before_whitening if whitens else self.filter).kept(stats.trajectories, inputs)
         skipped_M = torch.zeros(len(inputs.rewards_N), dtype=torch.bool) if kept_M is None else ~kept_M
         has_penalty = any(term.is_active and term.weights == "penalty" for term in self.terms)
-        compares = whitens or self.advantage.token_baseline or self.advantage.turn_coef != 0
+        compares = whitens or self.advantage.turn_coef != 0
         if not has_penalty and not compares and self.advantage.assignment.keeps_zero:
             skipped_M = skipped_M | (self.compared(inputs) == 0)
         return skipped_M[stats.trajectory_of_N]
@@ -185,7 +186,8 @@ class Objective:
             advantages_N, penalties_T = self.process.outcome_coef * advantages_N, penalties_T - gains_T
         assign, values_T = self.advantage.assignment, batch.columns.get(Column.VALUES)
         if stats is not None and turns is not None and assign.by_turn:
-            earned_T = self.shaping.reward_scale * rewards_of_turns(batch, stats, turns)
+            scale = self.shaping.reward_scale * (self.process.outcome_coef if self.process.is_active else 1.0)
+            earned_T = scale * rewards_of_turns(batch, stats, turns)
             advantages_N, penalties_T = advantages_N - segments.sums(earned_T), penalties_T - earned_T
         advantages_T, returns_T = assign(advantages_N, penalties_T, values_T, finished_N[row_N], segments)
         if stats is not None and turns is not None and self.advantage.turn_coef:

@@ -22,7 +22,8 @@ class SampleFilter(Part):
     overlong_filter: bool = usual(False)
     """Leave truncated responses out of the loss and its denominators."""
     overlong_zero: bool = usual(False)
-    """Give truncated responses with reward 0 the advantage 0; they still count in means and denominators."""
+    """Give truncated responses whose reward is 0, before it is shaped, the advantage 0; they still count in means and
+    denominators."""
     difficulty_low: Annotated[float, within("[-1e9, 1e9]")] | None = None
     difficulty_high: Annotated[float, within("[-1e9, 1e9]")] | None = None
     """Bounds on a prompt's mean reward: only prompts above the one and below the other count. Responses to all others carry
@@ -62,8 +63,8 @@ class SampleFilter(Part):
         """[N] the advantages with 0 for truncated responses without a reward, if the method wants that."""
         if not self.overlong_zero:
             return advantages_N
-        assert inputs.truncated_N is not None
-        without_N = inputs.truncated_N & (inputs.rewards_N == 0)
+        assert inputs.truncated_N is not None and inputs.unrewarded_N is not None
+        without_N = inputs.truncated_N & inputs.unrewarded_N
         if inputs.expert_N is not None:
             without_N = without_N & ~inputs.expert_N
         return torch.where(without_N, 0.0, advantages_N)

@@ -201,6 +201,14 @@ class TokenAdvantages(Part):
         if chosen.normalize == "mean":
             message = f": mean belongs to advantages {', '.join(NORMALIZED_BY_MEAN)}: got {chosen.advantage}"
             findings.require(chosen.advantage in NORMALIZED_BY_MEAN, "normalize", message)
+            lowers = {
+                "kl.place: reward": case.chosen.kl.is_in_reward,
+                "overlong_buffer": case.chosen.overlong_buffer > 0,
+                "reward_shift": case.chosen.reward_shift < 0,
+            }
+            for key in (key for key, is_set in lowers.items() if is_set):
+                message = f": mean divides by the mean reward, and {key} makes rewards negative; leave it out"
+                findings.require(False, "normalize", message)
         users = {"baseline_shift": ("group",), "baseline_temperature": ("log_mean_exp", "step_log_mean_exp")}
         for key, takers in users.items():
             message = f"belongs to advantage {' or '.join(takers)}: got {chosen.advantage}"

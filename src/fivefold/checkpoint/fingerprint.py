@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
+from fivefold.algo.aggregate import LEGACY_AGGREGATE
 from fivefold.checkpoint.manifest import sum_of_ends
 from fivefold.config import RunConfig
 from fivefold.config.learners import PolicyConfig
@@ -111,23 +112,28 @@ class Fingerprint:
 
 _LENGTHS = {"trainer.steps": "run", "trainer.epochs": "data"}
 """Key -> the value of `optimizer.schedule_over` whose schedules it gives the length of."""
+_MICRO_BATCHES = ("policy.tokens_per_micro_batch", "policy.backend")
+"""Keys that divide a step into micro-batches."""
 
 
 def _keys(config: RunConfig) -> Iterator[tuple[str, Any, Counts]]:
     """Yield (key, value, how a change counts) for the keys that define a run and how it runs."""
     chosen = {leaf.key: leaf.value for leaf in leaves(config.algorithm.resolved, "algorithm")}
     learning = [cast(PolicyConfig, role.section).optimizer for role in config.roles.learners.values()]
-    falling = {
+    by_length = {
         optimizer.schedule_over
         for optimizer in learning
-        if optimizer.schedule != "constant" and optimizer.decay_steps is None
+        if (optimizer.schedule != "constant" and optimizer.decay_steps is None) or 0 < optimizer.warmup_steps < 1
     }
     for leaf in leaves(config):
         counts = leaf.counts
         if leaf.key in _OF_THIS_START:
             continue
-        if _LENGTHS.get(leaf.key) in falling:
-            # The learning rate decays until the last step or the end of the data, so their number changes what is learned.
+        if _LENGTHS.get(leaf.key) in by_length:
+            # The learning rate decays until the last step or the end of the data, or rises during a share of them.
+            counts = Counts.VALUE
+        if leaf.key in _MICRO_BATCHES and config.algorithm.resolved.aggregate == LEGACY_AGGREGATE:
+            # Each micro-batch is averaged for itself.
             counts = Counts.VALUE
         if (section := leaf.key.partition(".")[0]) in LEARNERS and section not in config.roles:
             counts = Counts.HARMLESS

@@ -236,7 +236,7 @@ class FrozenConfig:
     """A model other than the policy that is not trained; settings left out are the policy's."""
 
     path: Annotated[str | None, CONTENT] = None
-    """Model directory or hub id; the policy's starting weights if left out."""
+    """Model directory or hub id; the policy's starting weights if left out, without the adapters of `policy.lora.path`."""
     backend: Annotated[str | None, HARMLESS] = None
     """Layout on the policy's ranks, with the same number of ranks, or on the ranks from `first_rank` on; the policy's layout
     if left out. With another layout, only its own `megatron.pipeline` splits it into stages."""

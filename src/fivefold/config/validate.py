@@ -339,11 +339,11 @@ def _check_rollout(findings: Findings, config: Derived) -> None:
         f"needs rollout.tail: carry or drop, for groups in excess are cut: got {rollout.oversample:g} with tail: wait",
     )
     engine = config.engine
-    if rollout.max_staleness and engine.is_server and not engine.url and not engine.is_apart:
+    if engine.is_server and not engine.url and not engine.is_apart:
         findings.require(
             not engine.sleep or config.trainer.device == "cpu",
             "max_staleness",
-            "must be 0 or left out where servers leave the GPUs while the policy trains; "
+            "must be left out where servers leave the GPUs while the policy trains; "
             "engine.placement: apart, engine.url, or engine.sleep: false",
         )
     correction = chosen.rollout_correction
@@ -379,6 +379,12 @@ def _check_environment(findings: Findings, config: Derived) -> None:
         "data.max_total_tokens",
         f"must be above data.max_response_tokens = {data.max_response_tokens}, the length of one turn: got {longest}",
     )
+    findings.require(
+        not config.algorithm.resolved.process_reward.coef or (environment.agent is None and environment.history == "append"),
+        "algorithm.process_reward.coef",
+        "must be 0 with environment.agent or environment.history: template: trajectories then have several sequences, and "
+        "the process reward model scores a sequence as a response",
+    )
     layout = None if config.engine.is_server else config.engine.layout
     findings.require(
         layout is None or layout.tp == 1,
@@ -400,6 +406,11 @@ def _check_models(findings: Findings, config: Derived) -> None:
     _check_shared_prefix(findings, config.policy, config.algorithm.samples_per_prompt)
     _check_router_replay(findings, config.policy, config.engine, config.algorithm)
     _check_adapters(findings.at("policy"), config.policy)
+    if config.policy.lora.path is not None and "reference" in config.roles and config.reference.path is None:
+        findings.note(
+            "policy.lora.path: the reference is the model without these adapters, so the KL of the first step is not 0; "
+            "reference.path names a model that has them merged"
+        )
     for name, role in config.roles.further_learners.items():
         _check_adapters(findings.at(name), role.settings)
         chosen = {item.name for item in fields(role.section) if getattr(role.section, item.name) is not None}

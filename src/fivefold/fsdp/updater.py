@@ -27,9 +27,10 @@ class Updater:
         self._settings, self.loss_scale = settings, loss_scale
         # Plain tensors in the memory of the sharded ones: torch's fused kernels take these.
         self.shards = {tensor.name: torch.nn.Parameter(tensor.values) for tensor in tensors if tensor.is_sharded}
-        dims = {tensor.name: len(tensor.shape) for tensor in tensors}
-        decayed = [shard for name, shard in self.shards.items() if dims[name] > 1 and shard.numel()]
-        others = [shard for name, shard in self.shards.items() if dims[name] == 1 and shard.numel()]
+        # Biases of stacked experts have two dimensions.
+        decays = {tensor.name: len(tensor.shape) > 1 and not tensor.name.endswith("bias") for tensor in tensors}
+        decayed = [shard for name, shard in self.shards.items() if decays[name] and shard.numel()]
+        others = [shard for name, shard in self.shards.items() if not decays[name] and shard.numel()]
         self.adam = torch.optim.AdamW(
             [{"params": decayed, "wd_mult": 1.0}, {"params": others, "wd_mult": 0.0}],
             lr=settings.lr,

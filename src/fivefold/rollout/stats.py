@@ -53,6 +53,8 @@ class BatchPlan:
     temperature: float = 1.0
     """Sampling temperature, which divides the logits for every log-prob."""
     max_response_tokens: int = 0
+    sampled: bool = True
+    """Whether an engine samples the responses; those of the data have no rewards to report."""
     work: Callable[[Tensor], Tensor] = tokens
     """lengths_N -> cost of a forward and backward pass over each sample, in any unit."""
     skipped: Callable[[RolloutStats], Tensor | None] = nothing_skipped
@@ -303,8 +305,8 @@ def _reward_parts(groups: list[Group], ranks: Ranks) -> dict[str, float]:
     return {name: sums[2 * i] / sums[2 * i + 1] for i, name in enumerate(names)}
 
 
-def rollout_metrics(stats: RolloutStats, policy_version: int) -> dict[str, float]:
-    """Metrics over all sampled responses of a step; reward metrics only if an engine sampled them.
+def rollout_metrics(stats: RolloutStats, policy_version: int, sampled: bool = True) -> dict[str, float]:
+    """Metrics over all responses of a step; those of rewards only if an engine sampled them (`sampled`).
 
     If the step does not train on all of them, `filtered/...` covers those it trains on. `policy_version` is the policy's
     before the step's updates.
@@ -327,7 +329,7 @@ def rollout_metrics(stats: RolloutStats, policy_version: int) -> dict[str, float
         "response/truncated_fraction": float(1 - stats.finished_N.double().mean()),
         "prompt/length_mean": float(stats.prompt_lengths_N.double().mean()),
     }
-    if not stats.has_logprobs:
+    if not sampled:
         return metrics
     staleness_N = (policy_version - stats.version_N).double()
     metrics |= {

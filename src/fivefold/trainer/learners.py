@@ -156,7 +156,9 @@ class ProcessRewardLearner(Learner):
         before_N = process.scores(batch, len(stats), self.ranks.all_reduce_sum) if is_scored else None
         targets_N = process.targets(stats)
         for rows_N, places in islice(divided(batch, stats, self.updates_per_step), len(reports), None):
-            part = replace(batch.select(places), temperature=1.0, update_tokens=int(stats.response_lengths_N[rows_N].sum()))
+            # The routes are the policy's.
+            part = batch.select(places).with_columns({Column.ROUTES: None})
+            part = replace(part, temperature=1.0, update_tokens=int(stats.response_lengths_N[rows_N].sum()))
             yield Update(part, process.model_loss(targets_N, stats.group_N, before_N, samples=len(rows_N)))
         if not is_scored:
             models.annotate(batch, frozenset({Column.PRM_LOGPROBS}))

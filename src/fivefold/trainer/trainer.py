@@ -228,13 +228,13 @@ class Trainer:
         record = self.logger.record
         policy_reports = done.reports["policy"]
         before = self.models.policy.version - sum(not report.skipped for report in policy_reports)
-        record(rollout_metrics(done.stats, before))
+        record(rollout_metrics(done.stats, before, self.plan.sampled))
         if policy_reports:
             metrics = update_metrics(policy_reports, "policy")
             if self.objective.kl.target is not None:
                 record({"policy/kl_coef": self._kl_coef})
                 kl_reference = metrics.get("policy/kl_reference", math.nan)
-                self._kl_coef = self.objective.kl.adapted(self._kl_coef, kl_reference, len(done.stats))
+                self._kl_coef = self.objective.kl.adapted(self._kl_coef, kl_reference, len(done.stats.trajectories))
             record(metrics)
         for name in self.models.learners:
             if name != "policy" and done.reports[name]:
