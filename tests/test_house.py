@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
-from collections.abc import Iterator
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 
+import pytest
+
 from fivefold.algo.methods import METHODS
 from fivefold.config.roles import ROLES
+from tests.support.words import LONGEST_SUBJECT, long_subject
 
 SOURCE = Path(__file__).resolve().parents[1] / "src" / "fivefold"
 LONGEST_CLASS = 250
@@ -124,3 +130,54 @@ def test_the_training_loop_names_no_method_and_no_model():
     words = set(re.findall(r"[a-z0-9_]+", sources()["trainer/train.py"].lower()))
     assert {"models", "objective"} <= words
     assert words.isdisjoint({*METHODS, *ROLES}), words & {*METHODS, *ROLES}
+
+
+@pytest.fixture
+def git(tmp_path, monkeypatch) -> Callable[..., None]:
+    """Runs git in an empty repository, without the configuration and the variables of this machine."""
+    if shutil.which("git") is None:
+        pytest.skip("git is not installed")
+    for name in [name for name in os.environ if name.startswith("GIT_")]:
+        monkeypatch.delenv(name)
+    for name in ("GIT_CONFIG_GLOBAL", "GIT_CONFIG_SYSTEM"):
+        monkeypatch.setenv(name, os.devnull)
+    for name in ("AUTHOR", "COMMITTER"):
+        monkeypatch.setenv(f"GIT_{name}_NAME", "a")
+        monkeypatch.setenv(f"GIT_{name}_EMAIL", "a@b")
+
+    def run(*words: str | Path) -> None:
+        subprocess.run(["git", "-C", tmp_path, *words], check=True, capture_output=True)
+
+    run("init", "--initial-branch", "main", ".")
+    return run
+
+
+def test_a_subject_above_72_letters_is_refused_and_one_of_72_is_not(tmp_path, git):
+    assert [*long_subject(tmp_path)] == []
+    git("commit", "--allow-empty", "-m", "é" * LONGEST_SUBJECT + "\n\n" + 200 * "x")
+    assert [*long_subject(tmp_path)] == []
+    git("commit", "--allow-empty", "-m", "é" * (LONGEST_SUBJECT + 1))
+    [line] = long_subject(tmp_path)
+    assert "at most 72 letters, got 73" in line
+
+
+def test_merges_may_have_long_subjects(tmp_path, git):
+    git("commit", "--allow-empty", "-m", "one")
+    git("checkout", "-b", "side")
+    git("commit", "--allow-empty", "-m", "two")
+    git("checkout", "main")
+    git("merge", "--no-ff", "-m", 80 * "x", "side")
+    assert [*long_subject(tmp_path)] == []
+
+
+def test_no_subject_is_refused_without_git_in_a_tarball_or_in_a_shallow_checkout(tmp_path, git, monkeypatch):
+    git("commit", "--allow-empty", "-m", 80 * "x")
+    git("commit", "--allow-empty", "-m", 80 * "x")
+    assert len([*long_subject(tmp_path)]) == 1
+    # A tarball that was unpacked in a checkout of something else, and one outside of any.
+    (tmp_path / "unpacked").mkdir()
+    git("clone", "--depth", "1", f"file://{tmp_path}", tmp_path / "shallow")
+    for directory in (tmp_path / "unpacked", tmp_path.parent, tmp_path / "shallow"):
+        assert [*long_subject(directory)] == []
+    monkeypatch.setenv("PATH", "")
+    assert [*long_subject(tmp_path)] == []

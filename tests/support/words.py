@@ -1,5 +1,5 @@
 """`make check`: words that an engineer who learned English as a second language stumbles over, in docstrings, comments,
-messages, pages and the names of tests, which are sentences and have a longest length.
+messages, pages and the names of tests, which are sentences and have a longest length, as the last commit's subject has.
 
 Each row of WORDS names what to write instead. Of YAML, shell, JavaScript and build files every line is read. Generated pages
 of keys are not.
@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import io
 import re
+import subprocess
 import sys
 import tokenize
 from collections.abc import Iterator
@@ -39,6 +40,8 @@ EMPTY_NAMES = {"found", "own", "said", "each"}
 """Names of locals and parameters that do not say what they hold."""
 LONGEST_NAME = 80
 """Letters of a test's name."""
+LONGEST_SUBJECT = 72
+"""Letters of a commit's subject."""
 SHORTEST_MESSAGE = 3
 """Words of a text in the source that count as a message."""
 LEFT_OUT = ("docs/configuration.md", "docs/metrics.md", "docs/api.md")
@@ -117,6 +120,25 @@ def empty_names(paths: list[Path]) -> Iterator[str]:
                 yield f"{path}:{node.lineno}: {name}: name it for what it holds"
 
 
+def long_subject(root: Path) -> Iterator[str]:
+    """One line if the last commit's subject is too long; none for a merge, in a shallow checkout, which may hide a merge's
+    parents, and where `root` is no checkout."""
+    if _git(root, "rev-parse", "--is-shallow-repository", "--show-toplevel") != ["false", str(root.resolve())]:
+        return
+    *_, parents, subject = _git(root, "log", "-1", "--format=%P%n%s") or ["", ""]
+    if len(parents.split()) < 2 and len(subject) > LONGEST_SUBJECT:
+        yield f"{subject!r}: a subject has at most {LONGEST_SUBJECT} letters, got {len(subject)}: `git commit --amend`"
+
+
+def _git(root: Path, *words: str) -> list[str]:
+    """Lines that git prints; none if it fails or is not installed."""
+    try:
+        done = subprocess.run(["git", "-C", str(root), *words], capture_output=True, text=True, errors="replace")
+    except OSError:
+        return []
+    return [] if done.returncode else done.stdout.splitlines()
+
+
 def main() -> int:
     tests = sorted((ROOT / "tests").rglob("*.py"))
     directories = [path for name in ("src", "examples", "benchmarks") for path in sorted((ROOT / name).rglob("*.py"))]
@@ -129,6 +151,7 @@ def main() -> int:
         *faults(read),
         *long_names(tests),
         *empty_names([*directories, *tests, *sorted((ROOT / "docs").rglob("*.py"))]),
+        *long_subject(ROOT),
     ]
     print("\n".join(problems) or "plain English: no word of the list")
     return bool(problems)
