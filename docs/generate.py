@@ -363,9 +363,9 @@ def rewards(page: str) -> str:
     rows["`path/to/file.py:function`"] = "what your function returns"
     lines = [f"| {name} | {about} |\n" for name, about in rows.items()]
     sources = {name: ", ".join(f"`{source}`" for source in row.sources) for name, row in BUILT_IN.items() if row.sources}
-    chosen = "; ".join(f"`{name}` by {text}" for name, text in sources.items())
+    chosen = "; ".join(f"`{name}` for {text}" for name, text in sources.items())
     table = "| name | gives |\n|---|---|\n" + "".join(lines)
-    text = f"{table}\nChosen by a `data_source` by themselves: {chosen}.\n"
+    text = f"{table}\nSelected by default for these values of `data_source`: {chosen}.\n"
     return _between(page, BUILT_IN_ROWS, END_OF_BUILT_IN_ROWS, text)
 
 

@@ -564,7 +564,7 @@ def build_rollouts(
             informative=informative,
             logprobs=logprobs,
         )
-    rollouts = EngineRollouts(
+    rollouts: RolloutSource = EngineRollouts(
         generator,
         prompts,
         logger,

@@ -25,6 +25,12 @@ def test_the_python_of_the_dialects_without_older_releases_stays_below_its_limit
     assert lines(today) - lines(of_trl) <= LIMIT
 
 
+def test_the_architecture_page_names_both_limits():
+    page = (HERE.parents[1] / "docs/architecture.md").read_text()
+    sentence = page.partition("The Python without `legacy/`")[2].partition("test_size.py")[0]
+    assert f"at most {LIMIT:,} lines" in sentence and f"not counted among them, {LIMIT_OF_TRL} " in sentence
+
+
 def test_no_function_of_the_dialects_is_long():
     lengths = {
         f"{path.name}: {node.name}": node.end_lineno - node.lineno + 1

@@ -103,6 +103,58 @@ def test_the_commands_of_the_quickstart_are_those_of_the_readme():
     assert quickstart.MODEL in (quickstart.HERE / example).read_text()
 
 
+def measured(file: str, name: str) -> dict[str, float]:
+    """Return the numbers of a file of results that follow a name at the beginning of a line."""
+    [row] = re.findall(rf"^{re.escape(name)}: *(\{{.*\}})", (ROOT / "benchmarks/results" / file).read_text(), re.M)
+    return json.loads(row)
+
+
+@pytest.mark.parametrize(
+    ("title", "ours", "tokens", "theirs"),
+    [
+        ("Qwen3-1.7B's shape, 8 x 4096 tokens", "8 x 4096, recomputation none, attention flash-attn-4", 8 * 4096, "8 x 4096, transformers"),
+        ("the same with full recomputation", "8 x 4096, recomputation full, attention flash-attn-4", 8 * 4096, "8 x 4096, transformers"),
+        ("Qwen3-0.6B's shape, 64 x about 1024 tokens", "d1", 67543, "training step with transformers"),
+    ],
+)  # fmt: skip
+def test_a_row_of_the_readme_s_speeds_has_the_numbers_of_its_results_file(title, ours, tokens, theirs):
+    [cells] = re.findall(rf"^\| {title} \| (.*) \| (.*?) ?\|$", (ROOT / "README.md").read_text(), re.M)
+    row, other = measured("h200-step.txt", ours), measured("h200-step.txt", theirs)
+    speed, speed_of_other = tokens / row["seconds"], other["tokens_per_second"]
+
+    def shown(number: float) -> str:
+        return f"{float(f'{number:.3g}'):,.0f}"
+
+    assert cells[0] == f"{shown(speed)} (**{speed / speed_of_other:.2f} x**), {row['peak_gib']:.1f} GiB"
+    assert cells[1] in ("", f"{shown(speed_of_other)}, {other['peak_gib']:.1f} GiB")
+
+
+def test_the_readme_s_numbers_of_the_demo_are_those_of_its_ten_seeds():
+    lines = re.findall(
+        r"^seed (\d+) .*, grpo (\d+) steps, .* mean@4 (\S+) .*?(\S+)$", (ROOT / "benchmarks/results/demo-seeds.txt").read_text(), re.M
+    )  # fmt: skip
+    page = " ".join((ROOT / "README.md").read_text().split())
+    [(first, last, least, most)] = re.findall(
+        r"from (\S+) to (\S+) within (\d+) to (\d+) steps with each of ten seeds", page
+    )
+    assert {int(seed) for seed, *_ in lines} == set(range(10))
+    steps = [int(steps) for _, steps, *_ in lines]
+    assert (int(least), int(most)) == (min(steps), max(steps))
+    assert all(abs(float(begin) - float(first)) < 0.051 and float(end) >= float(last) for *_, begin, end in lines)
+
+
+def test_the_bridges_page_has_the_numbers_of_its_results_file():
+    page = (ROOT / "docs/bridges.md").read_text()
+    fsdp, core, weights = (measured("h200-fsdp.txt", name) for name in ("fsdp:d2", "megatron:d2", "weights of fsdp:d2"))
+    [(step_of_core, step, share, peak, peak_of_core)] = re.findall(
+        r"on two H200s, d2 \| (\S+) \|.*\| (\S+) \((\S+) of the speed, with (\S+) instead of (\S+) GiB\)", page
+    )
+    assert (step_of_core, step) == (f"{core['seconds']:.2f}", f"{fsdp['seconds']:.2f}")
+    assert share == f"{core['seconds'] / fsdp['seconds']:.2f}"
+    assert (peak, peak_of_core) == (f"{fsdp['peak_gib']:.1f}", f"{core['peak_gib']:.1f}")
+    assert f"| {weights['seconds']:.2f} s |" in page
+
+
 def test_what_vllm_says_of_its_start_is_read_from_its_log():
     """Lines as releases 0.26 to 0.32 write them; a model whose parts are compiled one by one has several."""
     log = """

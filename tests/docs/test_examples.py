@@ -11,7 +11,9 @@ import pytest
 from docs.examples import EXAMPLES, GPU, OTHERS, RECIPES, with_stand_ins
 from fivefold.config import RunConfig
 from fivefold.data.tokenizer import train_tokenizer
+from fivefold.models.families import load_spec
 from fivefold.plan.check import check
+from fivefold.plan.roles import memory_of
 from tests.support.public_shapes import write_headers, write_shape
 
 ROOT = EXAMPLES.parent
@@ -28,6 +30,21 @@ def test_the_readme_s_configuration_is_valid(tmp_path):
     (tmp_path / "run.yaml").write_text(block)
     config = RunConfig.from_yaml(tmp_path / "run.yaml")
     assert (config.layout.dp, config.layout.tp, config.samples_per_step) == (2, 4, 1024)
+
+
+def test_the_readme_s_estimate_of_its_example_is_the_one_of_check(models):
+    page = " ".join((ROOT / "README.md").read_text().split())
+    training, sampling = re.findall(r"estimates (\S+) GiB for training and (\S+) GiB for sampling", page)[0]
+    config = with_stand_ins("qwen3-0.6b-gsm8k.yaml", models)
+    memory = memory_of(config, load_spec(config.model.path))
+    totals = {name: sum(parts.values()) / 2**30 for name, parts in memory.phases.items()}
+    assert (training, sampling) == (f"{totals['training']:.1f}", f"{totals['sampling']:.1f}")
+    # The page about memory shows the table.
+    assert {*memory.table()} <= {line[13:] for line in (ROOT / "docs/memory.md").read_text().splitlines()}
+    [change] = re.findall(r"`(policy.tokens_per_micro_batch=\d+)` fits 24 GB", page)
+    notes = check(with_stand_ins("qwen3-0.6b-gsm8k.yaml", models, change, "launch.gpu=rtx4090-24g")).notes
+    assert any(note.startswith("it fits rtx4090-24g") for note in notes)
+    assert not any(note.startswith("memory is tight") for note in notes)
 
 
 def test_the_siirl_page_s_arithmetic_comes_out():

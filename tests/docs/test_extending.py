@@ -9,23 +9,17 @@ import shutil
 import subprocess
 import sys
 import textwrap
-from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType
 
 import pytest
 import yaml
 
 from fivefold.config.scoring import RewardConfig
-from fivefold.interfaces import RolloutSource
 from fivefold.models.families import qwen2
 from fivefold.reward.pool import RewardPool
 from fivefold.types import Group, Prompt, Sample
-from fivefold_dialects import shared
-from fivefold_dialects.system import System
-from fivefold_dialects.table import table
 from tests.support.commands import LONGEST
+from tests.support.words import empty_names
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "extending.md").read_text()
@@ -35,33 +29,111 @@ BLOCKS = {
     for title, part in zip(re.findall(r"^##+ (.*)$", PAGE, re.M), re.split(r"^##+ .*$", PAGE, flags=re.M)[1:], strict=True)
 }
 FOLLOWED = {"A method": 1, "A function of your own instead": 2, "A surrogate with a parameter": 3, "A term of the loss": 1,
-            "A model family": 1, "A reward": 4, "A model that learns": 6, "An engine": 2, "A rollout source": 3,
+            "A model family": 1, "A reward": 4, "A model that learns": 7, "An engine": 3, "A rollout source": 3,
             "A row of a dialect": 1, "A dialect": 3}  # fmt: skip
 
 
-def follow(
-    directory: Path, edits: dict[str, list[tuple[str, str]]], then: str, new: Mapping[str, str] = MappingProxyType({})
-) -> str:
-    """Run `then` with a copy of the package, in which each text stands before its mark, and with new files.
+Edits = dict[str, list[tuple[str, str]]]
 
-    Names that begin with tests/ are of a copy of the tests of formulas.
+
+def recipes() -> dict[str, tuple[Edits, dict[str, str]]]:
+    """Recipe -> what it adds to files, each text before its mark, and its new files.
+
+    Names are those of files of the package, except pyproject.toml and names that begin with tests/.
     """
-    copy = directory / "src"
-    for place in ("src", "tests/algo", "tests/support") if any(name.startswith("tests/") for name in edits) else ("src",):
+    (method,) = BLOCKS["A method"]
+    soft_clip, oracle, other_form = BLOCKS["A surrogate with a parameter"]
+    (floor,) = BLOCKS["A term of the loss"]
+    *_, brevity, row_of_brevity = BLOCKS["A reward"]
+    section, role, row_of_role, draft, imported_draft, build_draft, _ = BLOCKS["A model that learns"]
+    plain, build_plain, contract = BLOCKS["An engine"]
+    longest, imported_longest, build_longest = BLOCKS["A rollout source"]
+    (family,) = BLOCKS["A model family"]
+    (row_of_verl,) = BLOCKS["A row of a dialect"]
+    return {
+        "A method": ({"algo/methods.py": [('    "ppo": Method(', indented(method))]}, {}),
+        "A surrogate with a parameter": ({}, {"algo/surrogates/soft_clip.py": soft_clip}),
+        "The oracle of a surrogate": (
+            {
+                "tests/support/loops.py": [('        elif name == "rec":', textwrap.indent(oracle, 8 * " "))],
+                "tests/algo/test_objectives.py": [('    "dppo by kl": (', indented(other_form))],
+            },
+            {},
+        ),
+        "A term of the loss": ({}, {"algo/terms/floor.py": floor}),
+        "A model family": ({}, {"models/families/newcomer.py": family.replace('"qwen2"', '"newcomer"')}),
+        "A reward": (
+            {"reward/rules.py": [("_MATH = (", f"{brevity}\n\n"), ('    "judge": BuiltIn(', indented(row_of_brevity))]},
+            {},
+        ),
+        "A model that learns": (
+            {
+                "config/schema.py": [("    prm: PRMConfig = field(", indented(section))],
+                "config/roles.py": [("def _further(", f"{role}\n\n"), ('    "reward.model": Row(', indented(row_of_role))],
+                "build.py": [
+                    ("from fivefold.trainer.evaluation import", imported_draft),
+                    ('    learners["policy"] = PolicyLearner(', indented(build_draft)),
+                ],
+            },
+            {"trainer/draft.py": draft},
+        ),
+        "An engine": (
+            {
+                "config/engine.py": [('    "transformers",\n', '    "plain",\n')],
+                "build_engine.py": [("    return TransformersEngine(", indented(build_plain))],
+                "pyproject.toml": [('"fivefold.engines.transformers -> transformers"', contract)],
+            },
+            {"engines/plain.py": plain},
+        ),
+        "A rollout source": (
+            {
+                "build.py": [
+                    ("from fivefold.rollout.packing import", imported_longest),
+                    ("    if not is_dynamic:\n        return rollouts\n", indented(build_longest)),
+                ]
+            },
+            {"rollout/longest.py": longest},
+        ),
+        "A row of a dialect": (
+            {
+                "../fivefold_dialects/tables/verl.yaml": [
+                    ("      trainer.device: [trainer.device device,", textwrap.indent(row_of_verl, " " * 6))
+                ]
+            },
+            {},
+        ),
+    }
+
+
+def apply(directory: Path, *names: str) -> list[str]:
+    """Apply recipes to a copy of the package, of pyproject.toml and of the tests of formulas; return the files they change."""
+    shutil.copy(ROOT / "pyproject.toml", directory)
+    for place in ("src", "tests/algo", "tests/support"):
         shutil.copytree(ROOT / place, directory / place, ignore=shutil.ignore_patterns("__pycache__"))
-        (directory / place).with_name("__init__.py").touch()
-    for name, text in new.items():
-        (copy / "fivefold" / name).write_text(text)
-    for name, changes in edits.items():
-        path = directory / name if name.startswith("tests/") else copy / "fivefold" / name
-        text = path.read_text()
-        for mark, added in changes:
-            assert text.count(mark) == 1, (name, mark)
-            text = text.replace(mark, f"{added.rstrip()}\n{mark}")
-        path.write_text(text)
+    (directory / "tests/__init__.py").touch()
+    changed = []
+    for edits, new in map(recipes().__getitem__, names):
+        for name, text in new.items():
+            changed.append(f"src/fivefold/{name}")
+            (directory / changed[-1]).write_text(text)
+        for name, changes in edits.items():
+            changed.append(name if name.startswith(("tests/", "pyproject")) else f"src/fivefold/{name}")
+            path = directory / changed[-1]
+            text = path.read_text()
+            for mark, added in changes:
+                assert text.count(mark) == 1, (name, mark)
+                text = text.replace(mark, f"{added}{mark}")
+            path.write_text(text)
+    return sorted({*changed})
+
+
+def follow(directory: Path, then: str, *names: str) -> str:
+    """Run `then` with a copy of the package to which recipes were applied."""
+    apply(directory, *names)
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(then)],
-        env={**os.environ, "PYTHONPATH": f"{copy}{os.pathsep}{ROOT}"}, cwd=directory, capture_output=True, text=True, timeout=LONGEST,
+        env={**os.environ, "PYTHONPATH": f"{directory / 'src'}{os.pathsep}{ROOT}"}, cwd=directory, capture_output=True, text=True,
+        timeout=LONGEST,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -75,11 +147,38 @@ def test_every_recipe_that_is_code_is_followed():
     assert {title: len(blocks) for title, blocks in BLOCKS.items() if blocks} == FOLLOWED
 
 
+def test_the_printed_code_passes_the_checks_of_the_package(tmp_path):
+    """`make check` in a copy of the package with all recipes; mypy checks the changed files only."""
+    changed = [name for name in apply(tmp_path, *recipes()) if name.endswith(".py")]
+    advantage, _ = BLOCKS["A function of your own instead"]
+    concise, *_ = BLOCKS["A reward"]
+    _, dialect, _ = BLOCKS["A dialect"]
+    of_users = {"my_advantage.py": advantage, "my_reward.py": concise, "other.py": dialect}
+    for name, text in of_users.items():
+        (tmp_path / name).write_text(text)
+    python = [*changed, *of_users]
+    typed = [name for name in changed if name.startswith(("src/", "tests/support/"))]
+    programs = (
+        ["ruff", "check", "--no-cache", *python],
+        ["ruff", "format", "--no-cache", "--diff", *python],
+        ["mypy", "--cache-dir", "cache", "--follow-imports", "silent", *typed],
+        ["vulture"],
+        ["lint-imports", "--no-cache"],
+    )
+    done = [
+        subprocess.run(
+            [Path(sys.executable).with_name(program), *words], env={**os.environ, "PYTHONPATH": "src"}, cwd=tmp_path,
+            capture_output=True, text=True, timeout=LONGEST,
+        )
+        for program, *words in programs
+    ]  # fmt: skip
+    assert [command.returncode for command in done] == [0] * len(programs), "\n".join(c.stdout + c.stderr for c in done)
+    assert [*empty_names([tmp_path / name for name in python])] == []
+
+
 def test_the_recipe_of_a_method_makes_a_method(tmp_path):
-    (row,) = BLOCKS["A method"]
     says = follow(
         tmp_path,
-        {"algo/methods.py": [('    "ppo": Method(', indented(row))]},
         """
         from fivefold.algo.objective import make_objective
         from fivefold.config import RunConfig
@@ -88,6 +187,7 @@ def test_the_recipe_of_a_method_makes_a_method(tmp_path):
         kl = config.algorithm.resolved.kl
         print(objective.gradient.surrogate.clip_high, kl.estimator, kl.coef)
         """,
+        "A method",
     )
     assert says == "0.28 k2 0.001\n"
 
@@ -98,7 +198,6 @@ def test_the_recipe_of_an_advantage_is_run_by_its_yaml(tmp_path):
     (tmp_path / "run.yaml").write_text(f"model: {{path: m}}\ndata: {{train: [x]}}\n{section}")
     says = follow(
         tmp_path,
-        {},
         """
         import torch
         from types import SimpleNamespace
@@ -114,10 +213,8 @@ def test_the_recipe_of_an_advantage_is_run_by_its_yaml(tmp_path):
 
 
 def test_the_recipe_of_a_surrogate_is_one_file_with_its_key_rule_and_docs(tmp_path):
-    formula, *_ = BLOCKS["A surrogate with a parameter"]
     says = follow(
         tmp_path,
-        {},
         """
         import sys
         from docs.generate import configuration
@@ -137,7 +234,7 @@ def test_the_recipe_of_a_surrogate_is_one_file_with_its_key_rule_and_docs(tmp_pa
         log_ratio_T, advantages_T = torch.tensor([2.0]).log(), torch.tensor([3.0])
         print(type(surrogate).__name__, surrogate.width, surrogate(log_ratio_T, None, advantages_T, None).item())
         """,
-        {"algo/surrogates/soft_clip.py": formula},
+        "A surrogate with a parameter",
     )
     *rules, docs, has_torch, computed = says.splitlines()
     assert rules == [
@@ -151,13 +248,8 @@ def test_the_recipe_of_a_surrogate_is_one_file_with_its_key_rule_and_docs(tmp_pa
 
 def test_the_recipe_of_a_surrogate_equals_its_oracle_for_two_values_of_its_parameter(tmp_path):
     """The tests of every surrogate run as they are, with the page's formula, its oracle and the row of another width."""
-    formula, oracle, row = BLOCKS["A surrogate with a parameter"]
     says = follow(
         tmp_path,
-        {
-            "tests/support/loops.py": [('        elif name == "rec":', textwrap.indent(oracle, 8 * " "))],
-            "tests/algo/test_objectives.py": [('    "dppo by kl": (', indented(row))],
-        },
         """
         from tests.algo import test_objectives
         cases = [case for case in test_objectives.COMBINATIONS if case[0] == "soft_clip"]
@@ -166,16 +258,15 @@ def test_the_recipe_of_a_surrogate_equals_its_oracle_for_two_values_of_its_param
         test_objectives.test_every_method_and_its_gradient_equal_the_loop("soft_clip, wider")
         print(len(cases) > 10)
         """,
-        {"algo/surrogates/soft_clip.py": formula},
+        "A surrogate with a parameter",
+        "The oracle of a surrogate",
     )
     assert says == "True\n"
 
 
 def test_the_recipe_of_a_term_is_one_file_with_its_keys_rule_metric_and_docs(tmp_path):
-    (term,) = BLOCKS["A term of the loss"]
     says = follow(
         tmp_path,
-        {},
         """
         import sys
         from docs.generate import configuration
@@ -199,7 +290,7 @@ def test_the_recipe_of_a_term_is_one_file_with_its_keys_rule_metric_and_docs(tmp
             output = objective.loss(torch.tensor([0.0, -1.0, -5.0]), torch.zeros(3), batch)
             print(round(output.loss.item(), 6), float(output.sums.get("policy/below_floor", -1)))
         """,
-        {"algo/terms/floor.py": term},
+        "A term of the loss",
     )
     assert says.splitlines() == [
         "[('algorithm.floor_logprob', 'floor_coef is 0')] []",
@@ -210,21 +301,19 @@ def test_the_recipe_of_a_term_is_one_file_with_its_keys_rule_metric_and_docs(tmp
 
 
 def test_the_recipe_of_a_family_is_qwen2_as_it_is_and_one_file_is_a_family(tmp_path):
-    (block,) = BLOCKS["A model family"]
-    whole = Path(qwen2.__file__).read_text()
-    assert block in whole
+    (whole,) = BLOCKS["A model family"]
+    assert whole == Path(qwen2.__file__).read_text()
     shape = {"vocab_size": 8, "hidden_size": 4, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2,
              "num_key_value_heads": 1, "max_position_embeddings": 16, "rms_norm_eps": 1e-6}  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "newcomer", **shape}))
     says = follow(
         tmp_path,
-        {},
         """
         from fivefold.models.families import load_spec
         spec = load_spec(".")
         print(spec.family, spec.qkv_bias, spec.layers)
         """,
-        {"models/families/newcomer.py": whole.replace('"qwen2"', '"newcomer"')},
+        "A model family",
     )
     assert says == "newcomer True 1\n"
 
@@ -233,8 +322,6 @@ def test_the_recipe_of_a_reward_is_run_by_its_yaml(tmp_path, monkeypatch):
     function, section, *_ = BLOCKS["A reward"]
     (tmp_path / "my.py").write_text(function)
     monkeypatch.chdir(tmp_path)
-    import yaml
-
     pool = RewardPool(RewardConfig(**yaml.safe_load(section)["reward"], workers=1))
     prompt, sample = Prompt(0, [1], "mine", "q", "18"), Sample([1], [0.0], "#### 18", "answered", 0)
     try:
@@ -245,10 +332,8 @@ def test_the_recipe_of_a_reward_is_run_by_its_yaml(tmp_path, monkeypatch):
 
 
 def test_the_recipe_of_a_built_in_reward_touches_one_file_and_is_not_the_accuracy(tmp_path):
-    *_, function, row = BLOCKS["A reward"]
     says = follow(
         tmp_path,
-        {"reward/rules.py": [("_MATH = (", f"{function}\n\n"), ('    "judge": BuiltIn(', indented(row))]},
         """
         from fivefold.keys.findings import Findings
         from fivefold.config.scoring import RewardConfig
@@ -266,6 +351,7 @@ def test_the_recipe_of_a_built_in_reward_touches_one_file_and_is_not_the_accurac
         print(pool.wait([pool.submit(Prompt(0, [1], "mine", "q", "1"), sample)]), sample.reward_parts, sample.correct)
         pool.close()
         """,
+        "A reward",
     )
     assert says.splitlines() == [
         "gsm8k []",
@@ -275,38 +361,14 @@ def test_the_recipe_of_a_built_in_reward_touches_one_file_and_is_not_the_accurac
     ]
 
 
-def edits_of_a_role() -> dict[str, list[tuple[str, str]]]:
-    section, role, row, _, line, _ = BLOCKS["A model that learns"]
-    imported = "from fivefold.config.learners import LearnerConfig"
-    return {
-        "config/schema.py": [
-            ("from fivefold.algo.methods import", imported),
-            ("    prm: PRMConfig = field(", indented(section)),
-        ],
-        "config/roles.py": [
-            ("def _further(", f"{role}\n\n"),
-            ('    "reward.model": Row(', indented(row)),
-        ],
-        "build.py": [
-            ("from fivefold.trainer.learners import", "from fivefold.trainer.draft import DraftLearner"),
-            ('    learners["policy"] = PolicyLearner(', indented(line)),
-        ],
-    }
-
-
-def new_file_of_a_role() -> dict[str, str]:
-    return {"trainer/draft.py": BLOCKS["A model that learns"][3]}
-
-
 def test_the_recipe_of_a_model_that_learns_touches_four_files_and_is_in_every_list(tmp_path):
-    edits, new = edits_of_a_role(), new_file_of_a_role()
+    edits, new = recipes()["A model that learns"]
     assert len(edits) + len(new) == 4
     (tmp_path / "run.yaml").write_text(
         f"model: {{path: m}}\ndata: {{train: [x]}}\npolicy: {{backend: 'megatron:d8'}}\n{BLOCKS['A model that learns'][-1]}"
     )
     says = follow(
         tmp_path,
-        edits,
         """
         from fivefold.cli import _parser
         from fivefold.config import RunConfig
@@ -321,7 +383,7 @@ def test_the_recipe_of_a_model_that_learns_touches_four_files_and_is_in_every_li
         print(undocumented(["draft/loss", "draft/lr", "draft/grad_norm", "draft/moe/load_max", "time/draft"]))
         print(_parser().parse_args(["export", "checkpoint", "out", "--model", "draft"]).model)
         """,
-        new,
+        "A model that learns",
     )
     assert says.splitlines() == [
         "['policy', 'draft'] draft megatron:d8t1p1 on ranks 0-7",
@@ -355,7 +417,7 @@ def test_the_recipe_of_a_model_that_learns_trains_saves_resumes_and_exports_it(t
         rows = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
         print(json.dumps([row["draft/loss"] for row in rows if row["step"]]), Path("out/model.safetensors").is_file())
     """
-    says = follow(tmp_path, edits_of_a_role(), run, new_file_of_a_role()).splitlines()[-1]
+    says = follow(tmp_path, run, "A model that learns").splitlines()[-1]
     losses, exported = says.rsplit(" ", 1)
     losses_of_steps = json.loads(losses)
     assert len(losses_of_steps) == 6 and losses_of_steps[-1] < losses_of_steps[0] - 0.1 and exported == "True"
@@ -363,14 +425,9 @@ def test_the_recipe_of_a_model_that_learns_trains_saves_resumes_and_exports_it(t
 
 def test_the_recipe_of_an_engine_trains_as_the_transformers_engine_does(tmp_path):
     """One step on two ranks with each: what an engine samples follows from weights, seeds and sampling alone."""
-    engine, line = BLOCKS["An engine"]
     (tmp_path / "digits.py").write_text("def digits(response):\n    return sum(letter.isdigit() for letter in response)\n")
     says = follow(
         tmp_path,
-        {
-            "config/engine.py": [('    "transformers",\n', '    "plain",')],
-            "build_engine.py": [("    return TransformersEngine(", indented(line))],
-        },
         """
         import json
         from pathlib import Path
@@ -393,7 +450,7 @@ def test_the_recipe_of_an_engine_trains_as_the_transformers_engine_does(tmp_path
         print(json.dumps([[row[name] for name in names] for row in rows.values()]))
         print({name for name in vars(Engine) if not name.startswith("_")} <= {*vars(PlainEngine), "replica", "state", "version"})
         """,
-        {"engines/plain.py": engine},
+        "An engine",
     )
     *_, rows, is_complete = says.splitlines()
     ours, theirs = json.loads(rows)
@@ -401,12 +458,14 @@ def test_the_recipe_of_an_engine_trains_as_the_transformers_engine_does(tmp_path
 
 
 def test_the_recipe_of_a_rollout_source_filters_another_source():
-    block, *_ = BLOCKS["A rollout source"]
-    space: dict = {"replace": replace, "RolloutSource": RolloutSource}
-    exec("from __future__ import annotations\n" + block, space)
+    longest, *_ = BLOCKS["A rollout source"]
+    space: dict = {}
+    exec(longest, space)
 
     class Four:
         def next(self, step):
+            if step == 8:
+                return None
             return [Group(Prompt(0, [1], "s", "q", "t"), [Sample([1] * n, [], "", "answered", step) for n in (1, 4, 2, 3)])]
 
         def state_dict(self):
@@ -418,6 +477,7 @@ def test_the_recipe_of_a_rollout_source_filters_another_source():
     source = space["Longest"](Four())
     (group,) = source.next(7)
     assert [len(sample.token_ids) for sample in group.samples] == [4, 3]
+    assert source.next(8) is None
     assert source.state_dict() == {"position": 3}
     source.load_state_dict({"position": 5})
     assert source._source.state == {"position": 5}
@@ -425,16 +485,8 @@ def test_the_recipe_of_a_rollout_source_filters_another_source():
 
 @pytest.mark.slow
 def test_the_recipe_of_a_rollout_source_trains_on_what_it_keeps_in_two_files(tmp_path):
-    block, imports, line = BLOCKS["A rollout source"]
-    edits = {
-        "build.py": [
-            ("from fivefold.rollout.logprob_steps import", "from fivefold.rollout.longest import Longest"),
-            ("    if not is_dynamic:\n        return rollouts\n", indented(line)),
-        ]
-    }
     says = follow(
         tmp_path,
-        edits,
         """
         import json
         from collections import Counter
@@ -452,21 +504,19 @@ def test_the_recipe_of_a_rollout_source_trains_on_what_it_keeps_in_two_files(tmp
         rows = [json.loads(line) for line in Path("run/samples.jsonl").read_text().splitlines()]
         print(sorted(Counter(row["prompt_id"] for row in rows if row["kind"] == "train").values()))
         """,
-        {"rollout/longest.py": f"{imports}\n\n{block}"},
+        "A rollout source",
     )
     assert says.splitlines()[-1] == "[2, 2, 2, 2]"
 
 
 def test_the_recipe_of_a_row_of_a_dialect_is_a_line_of_one_file(tmp_path):
-    (row,) = BLOCKS["A row of a dialect"]
-    mark = "      trainer.device: [trainer.device device,"
     says = follow(
         tmp_path,
-        {"../fivefold_dialects/tables/verl.yaml": [(mark, textwrap.indent(row, " " * 6))]},
         """
         from fivefold_dialects.verl import translate
         print(translate({}, ["trainer.cpu_threads=3"]).tree["launch"]["threads"])
         """,
+        "A row of a dialect",
     )
     assert says == "3\n"
 
@@ -478,17 +528,7 @@ def test_the_recipe_of_a_dialect_is_a_package_that_from_names(tmp_path):
     package.mkdir()
     (package / "__init__.py").write_text("")
     (package / "other.yaml").write_text(rows)
-    head = """
-        from pathlib import Path
-        from typing import Any
-        import yaml
-        from fivefold_dialects import shared
-        from fivefold_dialects.source import Source
-        from fivefold_dialects.system import System
-        from fivefold_dialects.table import table
-        content = yaml.safe_load(Path(__file__).with_name("other.yaml").read_text())
-        """
-    (package / "other.py").write_text(f"from __future__ import annotations\n{textwrap.dedent(head)}\n{block}")
+    (package / "other.py").write_text(block)
     installed = tmp_path / "src" / "my_package-1.0.dist-info"
     installed.mkdir()
     (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: my-package\nVersion: 1.0\n")
@@ -503,10 +543,11 @@ def test_the_recipe_of_a_dialect_is_a_package_that_from_names(tmp_path):
     assert "path: some/model" in done.stdout and "megatron:d4t2" in done.stdout, done.stderr
 
 
-def test_the_recipe_of_a_dialect_translates():
+def test_the_recipe_of_a_dialect_translates(tmp_path):
     rows, block, _ = BLOCKS["A dialect"]
-    space: dict = {"shared": shared, "table": table, "System": System, "content": yaml.safe_load(rows)}
-    exec("from __future__ import annotations\n" + block, space)
+    (tmp_path / "other.yaml").write_text(rows)
+    space: dict = {"__file__": str(tmp_path / "other.py")}
+    exec(block, space)
     translation = space["translate"]({"model_name_or_path": "some/model", "tp": 2, "log_dir": "x", "dropout": 0.0}, [])
     assert translation.refusals == []
     assert translation.tree["model"]["path"] == "some/model"

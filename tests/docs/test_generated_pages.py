@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import textwrap
-from typing import Annotated, Literal
+import tomllib
+from typing import Annotated, Any, Literal
 
 import pytest
 
@@ -58,6 +59,28 @@ def test_every_metric_has_one_row_and_a_sentence():
 def test_the_loop_of_the_architecture_page_is_the_loop():
     loop = (DOCS / "architecture.md").read_text().split("```python\n")[1].split("```")[0]
     assert textwrap.indent(loop, "    ") in (DOCS.parent / "src/fivefold/trainer/train.py").read_text()
+
+
+def contract(name: str) -> dict[str, Any]:
+    contracts = tomllib.loads((DOCS.parent / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    (chosen,) = [row for row in contracts if row["name"].startswith(name)]
+    return chosen
+
+
+def test_the_architecture_page_has_every_room_and_their_import_order():
+    page = (DOCS / "architecture.md").read_text()
+    rooms, order = (page.partition(f"## {title}\n")[2].partition("\n## ")[0] for title in ("Rooms", "Import order"))
+    levels = [set(re.findall(r"\w+", level)) for level in contract("imports point down")["layers"]]
+    assert [set(re.findall(r"\w+", level)) for level in order.partition("A room")[0].split("->")] == levels
+    assert set().union(*levels) - set(re.findall(r"`(\w+)(?:/|\.py)", rooms)) == set()
+
+
+@pytest.mark.parametrize("page", ["CONTRIBUTING.md", "docs/architecture.md"])
+def test_pages_name_every_door_by_which_transformers_enters(page):
+    doors = {line.split(" -> ")[0].removeprefix("fivefold.") for line in contract("transformers")["ignore_imports"]}
+    paths = {door.replace(".**", ".").replace(".", "/") + ("" if door.endswith("**") else ".py") for door in doors}
+    (sentence,) = re.findall(r"transformers\s+by\s(.*?)\sonly", (DOCS.parent / page).read_text(), re.S)
+    assert {*re.findall(r"`(.*?)`", sentence)} == paths
 
 
 OTHERS = [DOCS.parent / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "examples/README.md")]

@@ -14,12 +14,14 @@ import yaml
 from docs.generate import DOCS
 from fivefold.cli import _parser
 from fivefold.config import RunConfig
+from fivefold.config.engine import IN_RANKS
 from fivefold.config.loader import override
 from fivefold.config.scoring import RewardConfig
 from fivefold.data.prompts import Reading, load_prompts
 from fivefold.data.rows import Columns, parse_row
 from fivefold.data.tokenizer import load_tokenizer, make_model, train_tokenizer
 from fivefold.layout import ParallelLayout
+from fivefold.layout.parallel import ENGINES
 from fivefold.plan.check import check
 from fivefold.reward.choose import columns_read
 from fivefold.reward.pool import RewardPool
@@ -204,6 +206,19 @@ def test_the_commands_of_the_first_run_run(tmp_path, monkeypatch):
 
 
 TRL = DOCS / "coming-from" / "trl.md"
+
+
+def test_the_page_of_trl_lacks_nothing_that_the_page_of_environments_offers():
+    page = TRL.read_text()
+    [missing] = re.findall(r"^What is missing here: (.*)$", page, re.M)
+    for name, line in (("tools", "environment.tools"), ("environments", "environment.class: trl:FILE.py:CLASS")):
+        assert f"`{line}`" in page.replace("\n", " ") and name not in missing
+    assert "`trl:FILE.py:CLASS`" in (DOCS / "environments.md").read_text()
+
+
+def test_the_comparison_names_every_engine_of_ours():
+    [row] = re.findall(r"^\| engines \| (.*?) \|", (DOCS / "comparison.md").read_text(), re.M)
+    assert {name for name in (*IN_RANKS, *ENGINES) if name not in row.lower()} == set()
 
 
 def test_methods_that_stand_for_loss_types_of_trl_are_methods():

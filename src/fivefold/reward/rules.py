@@ -77,7 +77,7 @@ BUILT_IN: dict[str, BuiltIn] = {
     ),
     "format": BuiltIn(
         format, False, None,
-        "1 when an answer stands where it is looked for",
+        r"1 if the response has an answer in the form that the reward reads (`####` with a number, or `\boxed{}`)",
         reads=(_HASHES, _BOX),
     ),
     "think": BuiltIn(
@@ -150,12 +150,13 @@ BUILT_IN: dict[str, BuiltIn] = {
     ),
     "verl_math_dapo_boxed": BuiltIn(
         verl.verl_math_dapo_boxed, True, verl.text_fault,
-        r"the same as verl 0.9.1 has it: without `Answer:` a `\boxed{}` that is written as the truth",
+        r"`verl_math_dapo` as in verl 0.9.1: without `Answer:`, the last `\boxed{}` of the last 100 characters counts if it "
+        "equals the truth as text",
         reads=("Answer:", _BOX),
     ),
     "judge": BuiltIn(
         None, True, None,
-        "what [a model](#a-judge) says of the response",
+        "the [judge model's](#a-judge) score",
     ),
     REWARD: BuiltIn(
         None, False, None,
