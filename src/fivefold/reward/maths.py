@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from decimal import Decimal
+from decimal import Decimal, InvalidOperation
 from typing import Any
 
 from fivefold.reward.boxed import last_boxed
@@ -18,7 +18,13 @@ _SPACING = re.compile(r"\\[,!;: ]|[\\$]|(?<=,)\s+(?=\d{3})|(?<=\d)\s+(?=\d{3}(?!
 def _number(text: str) -> Decimal | None:
     """Return the number if the whole text is one, otherwise None; commas may stand between thousands only."""
     plain = _SPACING.sub("", text.strip()).strip().rstrip(".,")
-    return Decimal(plain.replace(",", "")) if _NUMBER.fullmatch(plain) and any(map(str.isdigit, plain)) else None
+    if not _NUMBER.fullmatch(plain):
+        return None
+    try:
+        return Decimal(plain.replace(",", ""))
+    except InvalidOperation:
+        # No digit before the exponent, or an exponent beyond those of Decimal.
+        return None
 
 
 def gsm8k_answer(response: str) -> Decimal | None:
