@@ -339,6 +339,16 @@ def shout(response, ground_truth):
     if "nan" in response: return float("nan")
     if "infinite" in response: return float("-inf")
     return 0.25 * len(response)
+    assert rules.format(r"\boxed{1e99999999999999999999}", "") == 1
+
+
+def test_a_truth_whose_exponent_no_decimal_holds_is_refused_in_a_sentence():
+    assert "must be a number" in str(ground_truth_fault("gsm8k", "1e99999999999999999999"))
+
+
+def test_the_letter_after_the_last_answer_is_counts_whatever_the_letters_before_it():
+    assert rules.multiple_choice("İİİ answer is B", "B") == 1
+    assert rules.multiple_choice("The answer is A, no: the Answer Is C, not D", "C") == 1
 def like_verl(data_source, solution_str, ground_truth, extra_info=None):
     return {"score": 1.0 if extra_info["index"] == 7 and data_source == "mine" else 0.0}
 """
