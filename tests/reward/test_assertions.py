@@ -204,3 +204,20 @@ def test_trusted_assertions_run_in_the_program_s_process():
         assert trusting.passed("def apply(f, x): return x", truth, to_the_end=True) == (0, 1)
     finally:
         trusting.close()
+    "async def test_it():\n    assert add(1, 2) == 3",
+    "import unittest\nclass TestIt(unittest.IsolatedAsyncioTestCase):\n    async def test_it(self):\n        assert add(1, 2) == 3",
+    "import asyncio\nassert asyncio.run(add(1, 2)) == 3",
+    "def test_it():\n    yield\n    assert add(1, 2) == 3",
+    "assert (add(1, 2) == 3, 'a message')",
+    "assert (add(a, 2) == 3 for a in [1])",
+    "import pytest\n@pytest.fixture\ndef three():\n    return 3\nclass TestIt:\n    def test_it(self, three):\n        assert add(1, 2) == three",
+    "one, other = 1, 2\none = Vector(1)\nassert one == Vector(1)",
+    "one = Vector(1)\nassert not one",
+    "with Suppressed() as block:\n    raise ValueError\nassert block.ended",
+    "import io, sys\nsys.stdout = text = io.StringIO()\nshow()\nassert text.getvalue() == 'a'",
+    "import threading\nthread = threading.Thread(target=add)\nthread.start()\nassert add(1, 2) == 3",
+    "open('numbers', 'w').write('3')\nassert read('numbers') == 3",
+    "import not_installed_anywhere\nassert add(1, 2) == 3",
+    "import solution\nsolution.limit = 3\nassert solution.add(1, 2) == 3",
+    "import numpy as np\nassert np.allclose(add(1, 2), 3)",
+    "import numpy as np\nassert (np.array(add(1, 2)) == np.array([3])).all()",
