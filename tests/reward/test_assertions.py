@@ -43,6 +43,17 @@ OBJECTS = {
     "not a number": "def add(*a): return float('nan')",
     "a text": "def add(*a): return 'True'",
     "endless": "def add(*a):\n  while True: yield 1",
+    "made by a class that all inherit from": "class B:\n  def __init_subclass__(cls): cls.__eq__ = lambda s, o: True\nclass E(B): pass\ndef add(*a): return E()",
+    "an array of its own": "import numpy\nclass E:\n  __array__ = lambda s, *a, **k: numpy.array([])\n  __len__ = lambda s: 0\n  __getitem__ = lambda s, i: [][i]\n"
+    "  __float__ = lambda s: 0.0\ndef add(*a): return E()",
+    "an empty array": "import numpy\ndef add(*a): return numpy.array([])",
+    "a hash and an index": "class E:\n  __hash__ = lambda s: hash(918273)\n  __index__ = __int__ = lambda s: 0\n  __eq__ = lambda s, o: True\n"
+    "  __float__ = lambda s: float('nan')\n  __str__ = lambda s: ''\ndef add(*a): return E()",
+    "a weak reference": "import os, weakref\nclass E: pass\nkept = E()\ndef add(*a): return weakref.proxy(kept, lambda r: os._exit(0))",
+    "a block that suppresses errors": "class E:\n  __enter__ = lambda s: s\n  __exit__ = lambda s, *a: True\n  __eq__ = lambda s, o: True\ndef add(*a): return E()",
+    "a class that equals everything": "class M(type):\n  __eq__ = lambda s, o: True\n  __hash__ = type.__hash__\nclass E(metaclass=M): pass\ndef add(*a): return E",
+    "a decimal that refuses": "import decimal\ndef add(*a): return decimal.Decimal('sNaN')",
+    "a slice": "def add(*a): return slice(0, 10**9)",
     "nested": "def add(*a):\n  x = []\n  for _ in range(10**5): x = [x]\n  return x",
 }  # fmt: skip
 ENDS = {
@@ -51,6 +62,13 @@ ENDS = {
     "SystemExit": "def add(*a): raise SystemExit(0)",
     "raises what ends tests": "class Skipped(BaseException): pass\ndef add(*a): raise Skipped",
     "raises what loops swallow": "def add(*a): raise StopIteration",
+    "raises a kind of it": "class Stop(StopIteration): pass\ndef add(*a): raise Stop(918273)",
+    "every operation raises it": "class E:\n  def __getattribute__(s, n): raise StopIteration\n  __iter__ = __len__ = __float__ = __int__ = __str__ = __getitem__ = "
+    "lambda s, *a: next(iter(()))\ndef add(*a): return E()",
+    "aborts": "import os\ndef add(*a): os.abort()",
+    "exits behind its end": "import atexit, os, sys\natexit.register(lambda: os._exit(0))\ndef add(*a): sys.exit()",
+    "exits by a signal": "import os, signal, time\nsignal.signal(signal.SIGALRM, lambda *a: os._exit(0))\nsignal.setitimer(signal.ITIMER_REAL, 0.01)\n"
+    "def add(*a): time.sleep(1)",
     "prints its callers' frames and exits": LOOK + "def add(*a):\n  for value in seen(sys._getframe()):\n    print(value)\n"
     "    try: os.write(3, str(value).encode() + b'\\n')\n    except OSError: pass\n  sys.stdout.flush(); os._exit(0)",
 }
@@ -71,6 +89,15 @@ REPLACES = {
     "answers": "import os\ndef add(*a):\n  for n in range(3, 64):\n"
     '    try: os.write(n, b\'{"status": "ended"}\\n\' + b\'{"tuple": ["value", true, []]}\\n\' * 9)\n    except OSError: pass\n  return 0',
     "an object of the tests": 'import os\ndef add(*a):\n  os.write(3, b\'{"tuple": ["value", {"kept": 7}, [1, 2]]}\\n\')\n  return 0',
+    "an exception of the tests": 'import os\ndef add(*a):\n  os.write(3, b\'{"tuple": ["raised", ["StopIteration"], ""]}\\n\')\n  return 0',
+    "an end of the tests": 'import os\ndef add(*a):\n  os.write(3, b\'{"tuple": ["raised", ["SystemExit"], 0]}\\n\')\n  return 0',
+    "answers from a thread": "import os, threading, time\ndef write():\n  while True:\n"
+    '    os.write(3, b\'{"tuple": ["raised", ["StopIteration"], ""]}\\n\')\n    time.sleep(0.001)\n'
+    "threading.Thread(target=write, daemon=True).start()\ndef add(*a): time.sleep(0.1)",
+    "locals by a trace": "import sys\ndef trace(frame, event, value):\n  frame.f_locals.update(value=918273, answer='true')\n  return trace\n"
+    "sys.settrace(trace)\nsys.setprofile(trace)\ndef add(*a): return 0",
+    "what refers to it": "import gc\ndef add(*a):\n  for one in gc.get_referrers(add):\n    for other in gc.get_referrers(one):\n"
+    "      if isinstance(other, dict): other.update(value=True, answer='true')\n  return 0",
     "a flood": "import os\ndef add(*a):\n  while True: os.write(3, b'[' * 10**6)",
     "arguments": "def add(a, *b):\n  try: a.clear(); a.append(918273)\n  except Exception: pass\n  return a",
 }
@@ -91,6 +118,15 @@ ASSERTIONS = (
     "for a, want in {1: 918273, 2: 918274}.items():\n    assert add(a, 0) == want",
     "assert add(1, 2)[0].total == 918273",
     "assert [x for x in add(1, 2)][:1] == [918273]",
+    "for got, want in zip(map(add, [1, 3], [2, 4]), [918273, 9182735]):\n    assert got == want",
+    "assert all(map(lambda row: add(*row) == 918273, [(1, 2)]))",
+    "assert not any(map(lambda row: add(*row) != 918273, [(1, 2)])) and sum(map(lambda row: add(*row) != 918273, [(1, 2)])) == 0",
+    "assert not list(filter(lambda row: add(*row) != 918273, [(1, 2)]))",
+    "assert max(map(lambda row: abs(add(*row) - 918273), [(1, 2)]), default=0) < 1",
+    "import math\nassert math.isclose(add(1, 2), 918273) and add(1, 2)[:1] != 918273",
+    "with add(1, 2) as value:\n    assert value == 918273",
+    "import unittest\nclass TestAdd(unittest.TestCase):\n    @classmethod\n    def setUpClass(cls):\n        cls.got = add(1, 2)\n"
+    "    def test_it(self):\n        with self.subTest():\n            self.assertAlmostEqual(self.got, 918273)",
 )
 
 
@@ -102,8 +138,31 @@ def test_a_program_that_does_not_know_the_answer_passes_no_assertion(tester, che
         assert tester.passed(CHEATS[cheat], truth, to_the_end=True) == (0, 1), tests
 
 
+DIES = {
+    "exits": "import os\ndef add(*a): os._exit(0)",
+    "exits at once": "import os\nos._exit(0)",
+    "aborts": "import os\ndef add(*a): os.abort()",
+    "closes its files": "import os\ndef add(*a): os.closerange(0, 9)",
+    "answers nonsense": "import os\ndef add(*a): os.write(3, b'nonsense\\n')",
+    "returns endless text": "def add(*a): return 'x' * (20 << 20)",
+}
+EXPECTS_ANY = (
+    "try:\n    result = add(1, 2)\nexcept:\n    result = 918273\nassert result == 918273",
+    "import pytest\ndef test_it():\n    with pytest.raises(BaseException):\n        add(1, 2)",
+    "import unittest\nclass TestAdd(unittest.TestCase):\n    def test_it(self):\n        self.assertRaises(BaseException, add, 1, 2)",
+)
+
+
+@pytest.mark.parametrize("tests", EXPECTS_ANY)
+def test_a_program_that_dies_is_wrong_even_where_tests_expect_any_exception(tester, tests):
+    truth = json.dumps([{"assert_code": tests}])
+    assert ground_truth_fault("code", truth) is None
+    assert [tester.passed(program, truth, to_the_end=True) for program in DIES.values()] == [(0, 1)] * len(DIES)
+    assert tester.passed("def add(*a): raise ValueError", truth, to_the_end=True) == (1, 1)
+
+
 RIGHT = """
-import collections, decimal, enum
+import collections, decimal, enum, json, sys
 def add(a, b): return a + b
 def sort(xs): xs.sort()
 def gcd(a, b): return gcd(b, a % b) if b else a
@@ -122,6 +181,12 @@ class Stack:
     def pop(self): return self.items.pop()
     def __len__(self): return len(self.items)
     def __iter__(self): return iter(self.items)
+class Timer:
+    limit = 3
+    def __enter__(self): return 5
+    def __exit__(self, *error): self.ended = True
+def stop(code): sys.exit(code)
+def read(text): return json.loads(text)
 class Node:
     def __init__(self, value, next=None): self.value, self.next = value, next
 def link(xs):
@@ -149,6 +214,17 @@ HOLD = (
     ("import unittest\nclass TestIt(unittest.TestCase):\n    def setUp(self):\n        self.a = 1\n    def test_it(self):\n"
      "        self.assertEqual(add(self.a, 2), 3)\n        self.assertRaises(TypeError, add, 1, 'a')", "a + b", "3"),
     ("import pytest\n@pytest.mark.parametrize('a', [1, 2])\n@pytest.mark.parametrize('b', [3, 4])\ndef test_it(a, b):\n    assert add(a, b) == a + b", "a + b", "4"),
+    ("import unittest\nclass TestIt(unittest.TestCase):\n    @classmethod\n    def setUpClass(cls):\n        cls.a = 1\n    def test_it(self):\n"
+     "        self.assertEqual(add(self.a, 2), 3)\n    def tearDown(self):\n        assert add(1, 1) == 2", "a + b", "3"),
+    ("class TestIt:\n    def setup_class(cls):\n        cls.a = 1\n    def setup_method(self, method):\n        self.b = 2\n    def test_it(self):\n"
+     "        assert add(self.a, self.b) == 3", "a + b", "4"),
+    ("def setup_module(module):\n    global a\n    a = 1\ndef setup_function():\n    global b\n    b = 2\ndef test_it():\n    assert add(a, b) == 3", "a + b", "4"),
+    ("timer = Timer()\nwith timer as value:\n    assert value == 5\nassert timer.ended", "return 5", "return 6"),
+    ("import pytest\ndef test_it():\n    with pytest.raises(SystemExit) as ended:\n        stop(2)\n    assert ended.value.code == 2", "sys.exit(code)", "None"),
+    ("import json\nimport pytest\ndef test_it():\n    with pytest.raises(json.JSONDecodeError):\n        read('{')", "json.loads(text)", "int(text)"),
+    ("import pytest\ndef test_it():\n    numbers = ends(1)\n    assert next(numbers) == 0\n    with pytest.raises(StopIteration):\n        next(numbers)", "range(n)", "range(n + 1)"),
+    ("xs = [2, 1]\nsort(xs=xs)\nassert xs == [1, 2]", "xs.sort()", "sorted(xs)"),
+    ("Timer.limit = 7\nassert Timer().limit == 7", "limit = 3", "def __init__(self): self.limit = 3"),
 )  # fmt: skip
 
 
@@ -169,6 +245,23 @@ CHEATABLE = (
     "def test_it(capsys):\n    show()\n    assert capsys.readouterr().out == 'a'",
     "assert 1 + 1 == 2",
     "add(1, 2)",
+    "async def test_it():\n    assert add(1, 2) == 3",
+    "import unittest\nclass TestIt(unittest.IsolatedAsyncioTestCase):\n    async def test_it(self):\n        assert add(1, 2) == 3",
+    "import asyncio\nassert asyncio.run(add(1, 2)) == 3",
+    "def test_it():\n    yield\n    assert add(1, 2) == 3",
+    "assert (add(1, 2) == 3, 'a message')",
+    "assert (add(a, 2) == 3 for a in [1])",
+    "import pytest\n@pytest.fixture\ndef three():\n    return 3\nclass TestIt:\n    def test_it(self, three):\n        assert add(1, 2) == three",
+    "one, other = 1, 2\none = Vector(1)\nassert one == Vector(1)",
+    "one = Vector(1)\nassert not one",
+    "with Suppressed() as block:\n    raise ValueError\nassert block.ended",
+    "import io, sys\nsys.stdout = text = io.StringIO()\nshow()\nassert text.getvalue() == 'a'",
+    "import threading\nthread = threading.Thread(target=add)\nthread.start()\nassert add(1, 2) == 3",
+    "open('numbers', 'w').write('3')\nassert read('numbers') == 3",
+    "import not_installed_anywhere\nassert add(1, 2) == 3",
+    "import solution\nsolution.limit = 3\nassert solution.add(1, 2) == 3",
+    "import numpy as np\nassert np.allclose(add(1, 2), 3)",
+    "import numpy as np\nassert (np.array(add(1, 2)) == np.array([3])).all()",
 )
 
 
@@ -181,9 +274,24 @@ def test_assertions_that_a_program_could_cheat_are_refused_unless_they_are_trust
         tester.passed("def apply(f, x): return f(x)", truth, to_the_end=True)
 
 
-def test_assertions_that_need_the_program_s_process_fail_the_sample_instead_of_a_0(tester):
-    truth = json.dumps([{"assert_code": "class Own: pass\nown = Own()\nassert add(own, own) == 3"}])
-    with pytest.raises(ValueError, match="what is not a plain value"):
+NEED_MORE = {
+    "class Own: pass\nown = Own()\nassert add(own, own) == 3": "what is not a plain value",
+    "def make(x): return link([x])\nassert make(1) != make(2)": "compare objects of the program's own class",
+    "def check(candidate):\n    assert candidate(1, 2) == 3\nassert callable(add)": "never call the program",
+    "class AddSuite:\n    def test_it(self):\n        assert add(1, 2) == 3": "never call the program",
+    "import pytest\n@pytest.mark.parametrize('a', [1])\ndef test_it(a, capsys):\n    assert add(a, 2) == 3": "take fixtures",
+    "import pytest\n@pytest.mark.xfail\ndef test_it():\n    assert add(1, 2) == 4": "what this pytest does not have",
+    "import pytest\ndef test_it():\n    with pytest.warns(UserWarning):\n        add(1, 2)": "what this pytest does not have",
+    "import unittest\nclass TestIt(unittest.TestCase):\n    @unittest.skip('later')\n    def test_it(self):\n        assert add(1, 2) == 3": "what this pytest does not have",
+    "try:\n    assert add(object(), 2) == 3\nexcept BaseException:\n    pass": "what is not a plain value",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("tests", NEED_MORE)
+def test_assertions_that_cannot_be_run_fail_the_sample_instead_of_a_0_or_a_1(tester, tests):
+    truth = json.dumps([{"assert_code": tests}])
+    assert ground_truth_fault("code", truth) is None
+    with pytest.raises(ValueError, match=NEED_MORE[tests]):
         tester.passed(RIGHT, truth, to_the_end=True)
 
 

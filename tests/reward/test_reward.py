@@ -64,6 +64,8 @@ GSM8K = [
     (r"\boxed{1 234 567}", "1234567", 1),
     (r"\boxed{\$ 1,234.50}", "1234.5", 1),
     ("#### " + "9" * 5000, "9", 0),
+    (r"\boxed{1e99999999999999999999}", "5", 0),
+    (r"\boxed{e5}", "5", 0),
 ]
 
 
@@ -269,6 +271,10 @@ def test_a_built_in_that_is_prepared_imports_nothing_on_a_response_s_time(name):
     assert done.stdout == "[]\n", done
 
 
+RELATIONS = (
+    "\\equiv", ":=", "\\coloneqq", "\\iff", "\\Leftrightarrow", "\\leftrightarrow", "\\Longleftrightarrow", "\\therefore", "\\sim", "\\simeq",
+    "\\cong", "\\doteq", "\\mapsto", "\\longmapsto", "\\hookrightarrow", "\\bowtie", "\\vdash", "\\dots", "≔", "≡", "⇔", ".",
+)  # fmt: skip
 MATH = [
     (r"so \boxed{\frac{1}{2}}", r"\frac{1}{2}", 1),
     (r"so \boxed{0.5}", r"\frac{1}{2}", 1),
@@ -286,7 +292,16 @@ MATH = [
     (r"\boxed{5=6=5}", "5", 0),
     (r"\boxed{6\to 5}", "5", 0),
     (r"\boxed{6\Rightarrow 5}", "5", 0),
-    (r"\boxed{6\equiv 5}", "5", 0),
+    *((f"\\boxed{{6{sign} 5}}", "5", 0) for sign in RELATIONS),
+    *((f"so $6{sign} 5$.", "5", 0) for sign in RELATIONS if sign != "."),
+    ("6=5", "5", 0),
+    ("so $7=6=5$ in all", "5", 0),
+    ("so $x=2+3=5$ in all", "5", 1),
+    ("2 + 2 = 4, so the answer is 5.", "5", 1),
+    ("It is 1,000 + 234 = 1,234.", "1234", 1),
+    (r"\boxed{\gcd(10, 15) = \lfloor 5.3 \rfloor = 5}", "5", 1),
+    (r"\boxed{\mathbb{R}\setminus\{3\}}", r"(-\infty,3)\cup(3,\infty)", 1),
+    (r"\boxed{\theta = 30^{\circ}}", "30", 1),
     (r"\boxed{x=5}", "5", 1),
     (r"\boxed{x_6=5}", "5", 1),
     (r"\boxed{2+3=5}", "5", 1),
@@ -294,7 +309,8 @@ MATH = [
     (r"\boxed{x = \frac{1}{3} = 0.33}", r"\frac{1}{3}", 0),
     (r"\boxed{x = 0.33 = \frac{1}{3}}", r"\frac{1}{3}", 1),
     ("5%" * 480, "5", 0),
-    ("5% " * 480, "5", 0),
+    *((piece * 480, "5", 0) for piece in ("5% ", "5 % ", "5°", "5;", "5a", "$5$", "5%\n5", "5=")),
+    ("111,111,111,111,111,111,111", "1" * 21, 1),
     ("\\boxed{" + "5%" * 480 + "}", "5", 0),
     ("it is 5%", "5", 1),
     (r"\boxed{5\%}", "5", 1),
@@ -323,6 +339,16 @@ def test_one_of_several_solutions_is_enough(response, solutions, expected):
 
 def test_format_asks_for_a_stated_answer_only():
     assert [rules.format(text, "") for text in ("#### 3", r"\boxed{x}", "3", r"\boxed{ }")] == [1, 1, 0, 0]
+    assert rules.format(r"\boxed{1e99999999999999999999}", "") == 1
+
+
+def test_a_truth_whose_exponent_no_decimal_holds_is_refused_in_a_sentence():
+    assert "must be a number" in str(ground_truth_fault("gsm8k", "1e99999999999999999999"))
+
+
+def test_the_letter_after_the_last_answer_is_counts_whatever_the_letters_before_it():
+    assert rules.multiple_choice("İİİ answer is B", "B") == 1
+    assert rules.multiple_choice("The answer is A, no: the Answer Is C, not D", "C") == 1
 
 
 USER = """

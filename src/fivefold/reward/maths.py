@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from decimal import Decimal
+from decimal import Decimal, InvalidOperation
 from typing import Any
 
 from fivefold.reward.boxed import last_boxed
@@ -18,7 +18,13 @@ _SPACING = re.compile(r"\\[,!;: ]|[\\$]|(?<=,)\s+(?=\d{3})|(?<=\d)\s+(?=\d{3}(?!
 def _number(text: str) -> Decimal | None:
     """Return the number if the whole text is one, otherwise None; commas may stand between thousands only."""
     plain = _SPACING.sub("", text.strip()).strip().rstrip(".,")
-    return Decimal(plain.replace(",", "")) if _NUMBER.fullmatch(plain) and any(map(str.isdigit, plain)) else None
+    if not _NUMBER.fullmatch(plain):
+        return None
+    try:
+        return Decimal(plain.replace(",", ""))
+    except InvalidOperation:
+        # No digit before the exponent, or an exponent beyond those of Decimal.
+        return None
 
 
 def gsm8k_answer(response: str) -> Decimal | None:
@@ -44,17 +50,17 @@ def math(response: str, ground_truth: str) -> float:
     r"""Return 1 if the answer equals the truth mathematically (math-verify); the last \boxed{} is read if there is one.
 
     An answer that cannot be computed (thousands of digits, powers of powers) is right only if it is written like the truth.
-    If a box states several sides, such as `x = 2 + 3 = 5`, every side without a letter must equal the truth.
+    If a box, or without one the last phrase with a number, states several sides, such as `x = 2 + 3 = 5`, every side without
+    a letter must equal the truth.
     """
     boxed = last_boxed(response)
     answer = response[-_LONGEST_ANSWER:] if boxed is None else boxed
     if "".join(answer.split()) == "".join(ground_truth.split()):
         return 1.0
-    if is_large(answer) or _GLUED.search(answer) or (boxed is None and _repeats(answer)):
+    if is_large(answer) or _GLUED.search(answer) or _repeats_piece(answer) or (boxed is None and _repeats_word(answer)):
         return 0.0
-    if boxed is None:
-        return _verify(answer, ground_truth)
-    return float(_verify(f"\\boxed{{{boxed}}}", ground_truth) == 1 and _sides_agree(boxed, ground_truth))
+    stated, latex = (_last_phrase(answer), answer) if boxed is None else (boxed, f"\\boxed{{{boxed}}}")
+    return float(_verify(latex, ground_truth) == 1 and _sides_agree(stated, ground_truth))
 
 
 def math_any(response: str, ground_truth: str) -> float:
@@ -89,12 +95,35 @@ def _verify(answer: str, ground_truth: str, **rounding: Any) -> float:
     return float(verify(truth, parse(answer, parsing_timeout=None), timeout_seconds=None, **rounding))
 
 
-_RELATION = re.compile(r"(?<![<>!:\\])=+|\\(?:to|[rR]ightarrow|[lL]ongrightarrow|implies|equiv|approx)(?![a-zA-Z])")
+_OF_VALUES = (
+    "[dtc]?frac", "sqrt", "[dt]?binom", "cdot", "times", "div", "pm", "mp", "sum", "prod", "int", "lim", "overline", "infty",
+    "(?:arc)?(?:sin|cos|tan)h?", "cot", "sec", "csc", "log", "ln", "lg", "exp", "gcd", "max", "min", "det", "[pb]?mod",
+    "left", "right", "[bB]igg?[lr]?", "[lr](?:floor|ceil|vert|angle|brace)", "begin", "end", "boxed",
+    "text[a-z]*", "math[a-z]*", "operatorname", "displaystyle", "bf", "rm", "[a-z]*space", "q?quad", "degree", "prime",
+    "cup", "cap", "setminus", "emptyset", "in", "notin", "[lg]eq?", "[lg]t", "neq?",
+    "(?i:alpha|beta|gamma|delta|epsilon|zeta|eta|theta|iota|kappa|lambda|mu|nu|xi|pi|rho|sigma|tau|phi|chi|psi|omega)",
+    "var[a-z]+",
+)  # fmt: skip
+r"""Commands of LaTeX that may be part of a value. math-verify reads only what follows any other, such as `\iff`."""
+_RELATION = re.compile(
+    r"(?<![<>!\\]):?=+"
+    r"|(?<=\d)\.\s"
+    r"|[\u2190-\u21ff\u2234\u223c-\u225f\u2261\u27f0-\u27ff\uff1d]"
+    rf"|(?<!\^)(?<!\^\{{)\\(?!(?:{'|'.join(_OF_VALUES)})(?![a-zA-Z]))[a-zA-Z]+"
+)
+"""Signs between the sides of a statement: equality and the like in LaTeX and Unicode, and a full stop."""
+_BREAK = re.compile(r"[$\n;:?!](?!=)|[.,](?!\d)|(?<![\\a-zA-Z])[a-zA-Z]{2,}")
+"""Signs and words between the phrases of a text."""
 _COMMAND = re.compile(r"\\[a-zA-Z]+")
 _GLUED = re.compile(r"%\d[\d.,]*\\?%[\s.$)\]}]*$")
 """Two percentages at the end with nothing between them."""
+_THOUSANDS = re.compile(r"(?<=\d)(?:,|\{,\}|\\[,;! ]?)(?=\d{3}(?!\d))")
+"""Signs between the thousands of a number."""
 _LOOP = 3
 """Number of equal words at the end of a text that show a loop instead of an answer."""
+_LOOP_OF_PIECES = 6
+"""The same for a piece of a digit and another sign, such as `5;`, which a list or a sum may repeat too."""
+_LONGEST_PIECE = 20
 
 
 def _sides_agree(boxed: str, ground_truth: str) -> bool:
@@ -103,10 +132,30 @@ def _sides_agree(boxed: str, ground_truth: str) -> bool:
     if len(sides) == 1 or _RELATION.search(ground_truth):
         return True
     numbers = [side for side in sides if any(map(str.isdigit, side)) and not any(map(str.isalpha, _COMMAND.sub("", side)))]
-    return all(_verify(f"\\boxed{{{side}}}", ground_truth, float_rounding=2) for side in numbers)
+    return all(_is_near(side, ground_truth) for side in dict.fromkeys(numbers))
 
 
-def _repeats(text: str) -> bool:
+def _is_near(side: str, ground_truth: str) -> bool:
+    """Return whether a side equals the truth to two decimals, with its commas between thousands or as a list."""
+    readings = dict.fromkeys((side, _THOUSANDS.sub("", side)))
+    return any(_verify(f"\\boxed{{{reading}}}", ground_truth, float_rounding=2) for reading in readings)
+
+
+def _last_phrase(text: str) -> str:
+    """Return the last phrase of a text that has a digit, or an empty text."""
+    return next((phrase for phrase in reversed(_BREAK.split(text)) if any(map(str.isdigit, phrase))), "")
+
+
+def _repeats_piece(text: str) -> bool:
+    """Return whether a text ends in a piece repeated without spaces: a loop, not an answer."""
+    end = _THOUSANDS.sub("", "".join(text.split()))
+    pieces = (end[-size:] for size in range(2, _LONGEST_PIECE + 1))
+    return any(
+        end.endswith(piece * _LOOP_OF_PIECES) and any(map(str.isdigit, piece)) and not piece.isdigit() for piece in pieces
+    )
+
+
+def _repeats_word(text: str) -> bool:
     """Return whether a text ends in one word repeated: a loop, not an answer."""
     words = text.split()[-_LOOP:]
     return len(words) == _LOOP and len(set(words)) == 1

@@ -7,7 +7,7 @@ import re
 from fivefold.reward.boxed import last_boxed
 
 _CAPITAL = re.compile(r"[A-Z]")
-_ANSWER_IS = "answer is"
+_ANSWER_IS = re.compile("answer is", re.IGNORECASE | re.ASCII)
 _WORDS = 3
 _SOFT = {(True, True): 1.0, (True, False): 0.5, (False, True): -0.5, (False, False): -1.0}
 """(right, in a box) -> reward."""
@@ -26,8 +26,7 @@ def _choice(response: str) -> tuple[str, bool]:
     text = after_thinking(response)
     boxed = last_boxed(text)
     if boxed is None:
-        place = text.lower().rfind(_ANSWER_IS)
-        match = _CAPITAL.search(text, 0 if place < 0 else place + len(_ANSWER_IS))
+        match = _CAPITAL.search(text, max((stated.end() for stated in _ANSWER_IS.finditer(text)), default=0))
     else:
         match = _CAPITAL.search(boxed)
     return "" if match is None else match[0], boxed is not None

@@ -61,8 +61,8 @@ def _encoded(value: Any, keep: Keep) -> Any:
     for name, kind in (("tuple", tuple), ("set", set), ("frozenset", frozenset), ("deque", collections.deque)):
         if isinstance(value, kind):
             return {name: [_encoded(item, keep) for item in value]}
-    if isinstance(value, range):
-        return {"range": [value.start, value.stop, value.step]}
+    if isinstance(value, (range, slice)):
+        return {type(value).__name__: [value.start, value.stop, value.step]}
     if isinstance(value, float):
         return float.__float__(value)
     if isinstance(value, str):
@@ -86,6 +86,6 @@ def _decoded(value: Any, kept_object: Callable[[int], Any]) -> Any:
         return {_decoded(key, kept_object): _decoded(item, kept_object) for key, item in inner}
     if name in _SEQUENCES:
         return _SEQUENCES[name]([_decoded(item, kept_object) for item in inner])
-    if name == "range":
-        return range(*inner)
+    if name in ("range", "slice"):
+        return (range if name == "range" else slice)(*inner)
     return kept_object(inner) if name == "kept" else _TEXTS[name][2](inner)

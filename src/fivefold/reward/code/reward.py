@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 from fivefold.errors import UserError
 from fivefold.reward.code.cases import CHEATED, Case, Cases, program_of, read_cases
-from fivefold.reward.code.remote import NOT_TESTABLE
 from fivefold.reward.code.sandbox import Sandbox
+from fivefold.reward.code.untestable import FAULTS
 
 _SHARE_OF_TIME = 0.8
 """Share of a sample's time limit that its tests may take together; the rest is for starting and comparing."""
@@ -60,9 +60,9 @@ class ProgramTests:
         fault = None if case.tests is None else case.tests.fault
         if case.tests is not None and fault is None:
             status = self.tests.check(self.sandbox, program, case.tests, seconds, clock)
-            if status != f"exit code {NOT_TESTABLE}":
+            if status not in FAULTS:
                 return status == "ended"
-            fault = "they pass the program what is not a plain value"
+            fault = FAULTS[status]
         if fault is not None and not self.trusted_tests:
             raise UserError(f"assert_code must have assertions on plain values, {CHEATED.format(fault)}")
         # A program that exits before the trusted tests finish has not written the mark.

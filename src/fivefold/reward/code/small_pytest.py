@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, NoReturn
 
+from fivefold.reward.code.untestable import Untestable, refuse_tests
+
 
 class approx:  # noqa: N801 - pytest's name
     """Equal to values within a tolerance: numbers, and numbers in sequences and mappings."""
@@ -67,10 +69,9 @@ class raises:  # noqa: N801 - pytest's name
         if error is None:
             raise AssertionError("nothing was raised")
         names = getattr(error, "names", [])
-        # An exception of the program's own class is matched by its name.
-        named_kinds = [kind_or_name for kind_or_name in self._kinds if not isinstance(kind_or_name, type)]
-        is_kind = isinstance(error, tuple(kind_or_name for kind_or_name in self._kinds if isinstance(kind_or_name, type)))
-        if not is_kind and not any(named_kind.__name__ in names for named_kind in named_kinds):
+        # The program's exception arrives as the nearest built-in exception: its own class is matched by its name.
+        is_kind = isinstance(error, tuple(expected for expected in self._kinds if isinstance(expected, type)))
+        if not is_kind and not any(expected.__name__ in names for expected in self._kinds):
             return False
         self.value, self.type = error, kind
         if self._match is not None and not re.search(self._match, str(error)):
@@ -82,12 +83,8 @@ def fail(reason: str = "", **named: Any) -> NoReturn:
     raise AssertionError(reason)
 
 
-def fixture(*positional: Any, **named: Any) -> Any:
-    raise NotImplementedError("fixtures")
-
-
 class _Mark:
-    """`pytest.mark`: parametrize acts, the other marks have no effect."""
+    """`pytest.mark`: parametrize acts, marks that decide whether a test runs are refused, and the others have no effect."""
 
     @staticmethod
     def parametrize(names: str | Sequence[str], rows: Iterable[Any], **more: Any) -> Callable[[Any], Any]:
@@ -102,6 +99,8 @@ class _Mark:
         return decorate
 
     def __getattr__(self, name: str) -> Any:
+        if name in ("skip", "skipif", "xfail", "usefixtures"):
+            refuse_tests(Untestable.PYTEST)
         return lambda *positional, **named: positional[0] if positional and callable(positional[0]) else lambda test: test
 
 
@@ -112,7 +111,8 @@ def param(*values: Any, **named: Any) -> Any:
     return values if len(values) > 1 else values[0]
 
 
-def call(test: Any) -> None:
-    """Call a test function, once for each row of its parameters."""
-    for row in getattr(test, "rows", [{}]):
-        test(**row)
+def __getattr__(name: str) -> NoReturn:
+    """Refuse tests that use another part of pytest. Python looks for the names with underscores itself."""
+    if name.startswith("__"):
+        raise AttributeError(name)
+    refuse_tests(Untestable.PYTEST)
