@@ -295,6 +295,8 @@ MATH = [
     *((f"\\boxed{{6{sign} 5}}", "5", 0) for sign in RELATIONS),
     *((f"so $6{sign} 5$.", "5", 0) for sign in RELATIONS if sign != "."),
     ("6=5", "5", 0),
+    (r"Thus $x = (2,\infty)$.", r"(2,\infty)", 1),
+    (r"Thus $x = \frac{270}7\text{ degrees}$.", r"\frac{270}7\text{ degrees}", 1),
     ("so $7=6=5$ in all", "5", 0),
     ("so $x=2+3=5$ in all", "5", 1),
     ("2 + 2 = 4, so the answer is 5.", "5", 1),

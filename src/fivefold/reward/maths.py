@@ -142,8 +142,10 @@ def _is_near(side: str, ground_truth: str) -> bool:
 
 
 def _last_phrase(text: str) -> str:
-    """Return the last phrase of a text that has a digit, or an empty text."""
-    return next((phrase for phrase in reversed(_BREAK.split(text)) if any(map(str.isdigit, phrase))), "")
+    """Return the last phrase of a text that has a digit; an empty text if none has, or if it ends within brackets."""
+    phrase = next((phrase for phrase in reversed(_BREAK.split(text)) if any(map(str.isdigit, phrase))), "")
+    opened, closed = (sum(map(phrase.count, signs)) for signs in ("([{", ")]}"))
+    return phrase if opened == closed else ""
 
 
 def _repeats_piece(text: str) -> bool:
