@@ -24,6 +24,7 @@ from fivefold.errors import UserError
 from fivefold.fsdp import attention, experts, fused, linear_attention, tensor_parallel
 from fivefold.fsdp.collectives import copy_to, own_rows
 from fivefold.fsdp.mesh import Mesh, Split
+from fivefold.models.families import runs_own_code
 
 VALUE_HEAD = "score.weight"
 
@@ -132,11 +133,10 @@ def build(
 ) -> tuple[PackedModel, dict[str, Split]]:
     """Build the model in `directory`, sharded and without values; parameter name -> its split before FSDP shards it."""
     attention.install()
-    config = read_config(directory, trust_remote_code)
+    trusted = runs_own_code(directory, trust_remote_code)
+    config = read_config(directory, trusted)
     with _parameters_on_meta():
-        model = transformers.AutoModelForCausalLM.from_config(
-            config, dtype=torch.float32, trust_remote_code=trust_remote_code
-        )
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=trusted)
     model.tie_weights()
     model.config._attn_implementation = attention.NAME
     # Training mode only adds randomness: dropout, jitter of routers.
