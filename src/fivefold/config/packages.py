@@ -116,7 +116,7 @@ def release_fault(name: str) -> str:
 
 @cache
 def transformers_has(family: str) -> bool:
-    """Whether the installed transformers lists a `model_type`; its file is read, not imported. True if it has no such file."""
+    """Whether the installed transformers lists a `model_type`, by its file, which is not imported; True without the file."""
     spec = importlib.util.find_spec("transformers")
     lists = [Path(place) / "models/auto/modeling_auto.py" for place in (spec and spec.submodule_search_locations) or ()]
     return not any(path.is_file() for path in lists) or any(f'("{family}", ' in path.read_text() for path in lists)
