@@ -119,6 +119,13 @@ OTHER_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         {**MOE, **_LINEAR, "num_experts": 8, "norm_topk_prob": True, "shared_expert_intermediate_size": 48},
     ),
     "qwen3_5": ("Qwen3_5Text", _LINEAR),
+    "granite": (
+        "Granite",
+        {**_IDS, "logits_scaling": 3.0, "embedding_multiplier": 2.0, "residual_multiplier": 0.7, "attention_multiplier": 0.2},
+    ),
+    "cohere": ("Cohere", {**_IDS, "logit_scale": 0.4}),
+    "mamba": ("Mamba", _IDS),
+    "falcon_mamba": ("FalconMamba", _IDS),
     "olmo2": ("Olmo2", _IDS),
     "olmo3": ("Olmo3", {**_IDS, "sliding_window": 7, "layer_types": WINDOWS}),
     "smollm3": ("SmolLM3", {**_IDS, "tie_word_embeddings": True}),

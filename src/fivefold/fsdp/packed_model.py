@@ -185,9 +185,13 @@ def fsdp_modules(model: torch.nn.Module) -> Iterator[Any]:
 
 
 def _decoder_layers(model: Any) -> list[Any]:
-    """Return the layers of a model of transformers, by the classes that it names itself."""
-    names = set(model._no_split_modules or ())
-    layers = [module for module in model.base_model.modules() if type(module).__name__ in names]
+    """Return the layers of a model of transformers, by the classes that it names itself: the outermost modules of them."""
+    classes, inside = set(model._no_split_modules or ()), set[Any]()
+    layers: list[Any] = []
+    for module in model.base_model.modules():
+        if type(module).__name__ in classes and module not in inside:
+            layers.append(module)
+            inside.update(module.modules())
     if not layers:
         raise UserError(f"fsdp: {type(model).__name__} of transformers does not say what its layers are (_no_split_modules)")
     return layers
