@@ -119,9 +119,16 @@ OTHER_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         {**MOE, **_LINEAR, "num_experts": 8, "norm_topk_prob": True, "shared_expert_intermediate_size": 48},
     ),
     "qwen3_5": ("Qwen3_5Text", _LINEAR),
+    "qwen3_5_moe": ("Qwen3_5MoeText", {**MOE, **_LINEAR, "num_experts": 8, "shared_expert_intermediate_size": 48}),
     "granite": (
         "Granite",
-        {**_IDS, "logits_scaling": 3.0, "embedding_multiplier": 2.0, "residual_multiplier": 0.7, "attention_multiplier": 0.2},
+        {
+            **_IDS,
+            "logits_scaling": 3.0,
+            "embedding_multiplier": 2.0,
+            "residual_multiplier": 0.7,
+            "attention_multiplier": 0.2,
+        },
     ),
     "cohere": ("Cohere", {**_IDS, "logit_scale": 0.4}),
     "mamba": ("Mamba", _IDS),

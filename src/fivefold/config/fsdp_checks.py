@@ -15,7 +15,7 @@ from fivefold.layout import ParallelLayout
 PROVEN = {
     "gemma2": "t", "gemma3_text": "t", "llama": "t", "mistral": "t", "olmo2": "t", "olmo3": "t", "phi3": "t", "qwen2": "t",
     "qwen3": "t", "smollm3": "t", "qwen3_moe": "te", "glm4_moe": "te", "deepseek_v3": "te", "gpt_oss": "te",
-    "minimax_m2": "te", "qwen3_next": "te", "qwen3_5_text": "t",
+    "minimax_m2": "te", "qwen3_next": "te", "qwen3_5_text": "t", "qwen3_5_moe_text": "te",
 }  # fmt: skip
 """Family (`model_type`) -> dimensions of layouts in which its steps equal those of one process: tests/fsdp.
 
