@@ -16,7 +16,7 @@ RUN = ["model.path=m", "data.train=[d.parquet]", "data.prompts_per_step=8", "pol
     ("words", "says"),
     [
         (["policy.backend=fsdp:d2p2"], "fsdp has no pipeline: got p2; use megatron:"),
-        (["policy.backend=fsdp:(attn:d2t2|ffn:t2)"], "has no ffn part"),
+        (["policy.backend=fsdp:(attn:d2t2|ffn:t2)"], "does not shard single experts, so t in an ffn part must be 1"),
         (["policy.backend=fsdp:d4e4", "policy.fsdp.replicas=2"], "e4 must divide the 2 ranks of d·t in a copy"),
         (["policy.backend=fsdp:d3e2"], "a multiple of t that divides d·t: got e2 for d3 t1; choose one of 1, 3"),
         (["policy.backend=fsdp:d2t2e3"], "got e3 for d2 t2; choose one of 1, 2, 4"),
@@ -80,6 +80,13 @@ def test_a_key_of_a_backend_that_no_model_has_is_reported(words, keys):
     assert [key for key, _ in findings.ignored if "fsdp" in key or "sequence" in key] == keys
 
 
+def test_an_ffn_part_of_whole_experts_is_the_layout_with_e():
+    words = ["policy.backend=fsdp:(attn:d4t2|ffn:e4)", "model.path=m"]
+    assert RunConfig.from_overrides([*RUN, *words]).layout.is_same(
+        RunConfig.from_overrides([*RUN, "policy.backend=fsdp:d4t2e4"]).layout
+    )
+
+
 def test_options_of_fsdp_next_to_megatron_alone_are_reported():
     config = RunConfig.from_overrides([*RUN, "policy.backend=megatron:d2", "policy.fsdp.keep_gathered=true"])
     assert ("policy.fsdp.keep_gathered", "no model that reads it has an fsdp: layout") in validate(config).ignored
@@ -111,7 +118,7 @@ def test_check_knows_families_without_a_file_here(tmp_path, name, backend, says)
 
 
 def test_another_release_of_transformers_is_refused_with_the_line_that_installs_one(tmp_path, monkeypatch):
-    """The range is that of Fivefold's own requirements; both of its ends are what tests run on."""
+    """The range is that of Fivefold's own requirements."""
     import importlib.metadata
 
     directory, original = make_model("qwen3", tmp_path / "model"), importlib.metadata.version
