@@ -66,14 +66,14 @@ def root(tmp_path, monkeypatch) -> Path:
 
 
 def test_code_of_a_model_runs_only_with_the_key_and_then_it_trains(root):
-    own = f"model.path={root}/own"
+    path = f"model.path={root}/own"
     for command in ("check", "train"):
-        done = fivefold(command, root / "run.yaml", own)
+        done = fivefold(command, root / "run.yaml", path)
         text = done.stdout + done.stderr
         assert done.returncode and "model.trust_remote_code must be true to run the code in" in text, text
         assert "transformers has no family own_family" in text
     assert not traces(root / "modules")
-    trusted = own, "model.trust_remote_code=true"
+    trusted = path, "model.trust_remote_code=true"
     done = fivefold("check", root / "run.yaml", *trusted)
     assert not done.returncode, done.stdout + done.stderr
     assert not traces(root / "modules"), "check reads files only"
