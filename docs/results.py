@@ -20,7 +20,9 @@ DOCS = Path(__file__).resolve().parent
 FILES = DOCS.parent / "benchmarks" / "results" / "smollm2"
 EXAMPLES = DOCS.parent / "examples" / "smollm2"
 RECIPES = sorted(path.stem for path in EXAMPLES.glob("*.yaml"))
-TASKS = {"words": "arithmetic in words", "gsm8k": "GSM8K, all 1,319 test problems"}
+TASKS = {"words": "arithmetic in words", "gsm8k": "GSM8K"}
+GSM8K_PROBLEMS = "1,319"
+"""Number of GSM8K's test problems."""
 SIDES = {"beside-fivefold": "Fivefold", "beside-trl": "TRL"}
 STAGES = ("rollout", "weight_sync", "logprobs", "train")
 NOT_MEASURED = "not measured"
@@ -62,10 +64,11 @@ HEAD = """
         python benchmarks/recipes.py runs/smollm2 --model runs/model --gsm8k DIR --seeds 3
 
     *Greedy* is the share of test problems that greedy decoding solves, *sampled* that of four samples for each problem at
-    temperature 1 (mean@4), both with standard errors over the problems. *Before* is the warm start. *Reward* is the mean
-    reward of the samples in the first and in the last ten steps of training. Steps *30 of 400* mean that the run was stopped
-    there, before its last step and before the accuracy that its recipe stops at. Rows of `make real` are runs on a CPU with
-    numbers below 10, evaluated on 50 problems.
+    temperature 1 (mean@4), both with standard errors over the problems: of all test problems, or of so many of them. GSM8K
+    has {problems}; evaluations during a run take 256 of them, and those are what its picture shows. *Before* is the warm
+    start. *Reward* is the mean reward of the samples in the first and in the last ten steps of training. Steps *30 of 400*
+    mean that the run was stopped there, before its last step and before the accuracy that its recipe stops at. Rows of
+    `make real` are runs on a CPU with numbers below 10, evaluated on 50 problems.
 """
 BESIDE = """
     ## TRL
@@ -86,7 +89,7 @@ def curves() -> list[Curve]:
 def results(generated: str, recorded: list[Curve] | None = None) -> str:
     """Return the page; `found` are the curves, by default those of the repository."""
     recorded = curves() if recorded is None else recorded
-    parts = [inspect.cleandoc(HEAD).format(generated=generated)]
+    parts = [inspect.cleandoc(HEAD).format(generated=generated, problems=GSM8K_PROBLEMS)]
     for task, shown in TASKS.items():
         parts += [f"## {shown[0].upper()}{shown[1:]}", _goal(task, recorded), _task(task, recorded)]
         if _series(task, recorded):
@@ -101,16 +104,25 @@ def picture(task: str) -> Path:
 
 def drawing(task: str, recorded: list[Curve] | None = None) -> str | None:
     """Return the picture of a task's curves: sampled accuracy of each run over its steps; None if nothing is measured."""
-    series = _series(task, curves() if recorded is None else recorded)
-    return drawn(series, f"SmolLM2-135M, {TASKS[task]}").svg if series else None
+    recorded = curves() if recorded is None else recorded
+    series = _series(task, recorded)
+    return drawn(series, f"SmolLM2-135M, {_pictured(task, recorded)}").svg if series else None
+
+
+def _pictured(task: str, recorded: list[Curve]) -> str:
+    """Return the task of a picture, with the number of test problems of its points if evaluations took part of them."""
+    recipes = filter(None, map(_recipe, _pictured_curves(task, recorded)))
+    counts = sorted({recipe.eval.max_prompts for recipe in recipes if recipe.eval.max_prompts is not None})
+    return TASKS[task] + "".join(f", {count} test problems" for count in counts)
 
 
 def readme(page: str, recorded: list[Curve] | None = None) -> str:
     """Return README with its line on these results."""
     begin, end = "<!-- results: begin (written by `make docs`) -->\n", "<!-- results: end -->\n"
     recorded = curves() if recorded is None else recorded
+    shows = "share of correct samples over the steps"
     pictures = [
-        f'<img src="docs/{picture(task).name}" width="520" alt="{TASKS[task]}: share of correct samples over the steps">\n'
+        f'<img src="docs/{picture(task).name}" width="520" alt="{_pictured(task, recorded)}: {shows}">\n'
         for task in TASKS
         if _series(task, recorded)
     ]
@@ -121,16 +133,21 @@ def readme(page: str, recorded: list[Curve] | None = None) -> str:
 
 def _sentence(recorded: list[Curve]) -> str:
     """Return what GRPO reaches on each task, with the range over its seeds."""
-    parts = []
+    parts, hardware = [], dict[str, None]()
     for task, shown in TASKS.items():
         whole = [curve for curve in _of(recorded, f"{task}-grpo") if _part(curve) is None]
+        hardware |= dict.fromkeys(curve["hardware"] for curve in whole)
         last = [_sampled(_after(curve))[0] for curve in whole]
-        first = [_sampled(row)[0] for curve in whole if (row := _before(curve, recorded)[0])]
-        between = f"{_span(first)} to {_span(last)} with {_seeds(len(last))}" if first and last else NOT_MEASURED
+        starts = [_before(curve, recorded) for curve in whole]
+        first = [_sampled(row)[0] for row, _ in starts if row]
+        some = sorted({problems for _, problems in starts if problems is not None})
+        of, of_all = (f" of {some[0]} test problems", f" of all {GSM8K_PROBLEMS}") if some else ("", "")
+        between = f"{_span(first)}{of} to {_span(last)}{of_all} with {_seeds(len(last))}" if first and last else NOT_MEASURED
         if cut := [_steps(curve) for curve in whole if _is_cut(curve)]:
             between += f", stopped after {' and '.join(dict.fromkeys(cut))} steps"
         parts.append(f"{shown}: {between}")
-    text = "GRPO of SmolLM2-135M-Instruct, a published model of 135M parameters, on one GPU; share of correct samples: "
+    where = f" ({'; '.join(hardware)})" if hardware else ""
+    text = f"GRPO of SmolLM2-135M-Instruct, a published model of 135M parameters{where}; share of correct samples: "
     return textwrap.fill(f"{text}{'; '.join(parts)} ([results](docs/results.md)).", 120)
 
 
@@ -142,15 +159,33 @@ def _goal(task: str, recorded: list[Curve]) -> str:
         after = _after(curve)
         before, problems = _before(curve, recorded)
         ends = [_sampled(row)[0] for row in (before or after, after)]
-        verdict = "reached" if is_reached(*ends) else "not reached"
+        is_same = problems == _part(curve)
+        # Shares of different problems cannot be compared: the run's own evaluations are of the same ones.
+        compared = ends if is_same else [_sampled(curve["evaluations"][place])[0] for place in (0, -1)]
+        verdict = "reached" if is_reached(*compared) else "not reached"
         if _is_cut(curve):
-            verdict += f"{'' if is_reached(*ends) else ' yet'}: the run was stopped after {_steps(curve)} steps"
+            verdict += f"{'' if is_reached(*compared) else ' yet'}: the run was stopped after {_steps(curve)} steps"
         step = after.get("step", len(curve["rewards"]))
-        of = f" (of {problems} problems)" if problems != _part(curve) else ""
-        parts.append(f"{ends[0]:.3f}{of} to {ends[1]:.3f} at step {step:.0f} with seed {curve['seed']} ({verdict})")
+        of, of_all = "", f" of the same {problems} problems" if problems else ""
+        if not is_same:
+            of, of_all = f" (of {problems} problems)", f" (of {GSM8K_PROBLEMS})"
+            verdict += f"; {_on_the_same(curve, compared, ends)}"
+        parts.append(f"{ends[0]:.4f}{of} to {ends[1]:.4f}{of_all} at step {step:.0f} with seed {curve['seed']} ({verdict})")
     measured = f"Measured: {'; '.join(parts)}." if parts else "It is not measured."
     return textwrap.fill(
         f"The goal of GRPO is to bring the sampled accuracy {goal}. {measured}", 120, break_on_hyphens=False
+    )
+
+
+def _on_the_same(curve: Curve, compared: list[float], ends: list[float]) -> str:
+    """Return the factors of a rise between two sets of problems, and of `compared`, the run's own evaluations of one set."""
+    recipe, steps = _recipe(curve), [f"{row['step']:.0f}" for row in curve["evaluations"]]
+    problems = "" if recipe is None or recipe.eval.max_prompts is None else f" {recipe.eval.max_prompts}"
+    first, last = compared
+    return (
+        f"by the same{problems} problems, which had {first:.4f} at step {steps[0]} and {last:.4f} at step {steps[-1]}, "
+        f"{last / first:.2f} times; {ends[1]:.4f} is {ends[1] / ends[0]:.2f} times {ends[0]:.4f} and "
+        f"{ends[1] / first:.2f} times {first:.4f}, but of other problems"
     )
 
 
@@ -225,12 +260,18 @@ def _sampled(row: dict[str, float]) -> tuple[float, float]:
 def _series(task: str, recorded: list[Curve]) -> Series:
     """Return sampled accuracy over steps for each run that samples to learn."""
     return [
-        (f"{curve['recipe'].split('-', 1)[1]}, seed {curve['seed']}", points)
-        for recipe in RECIPES
-        if recipe.startswith(f"{task}-") and recipe != f"{task}-sft"
-        for curve in _of(recorded, recipe)
-        if len(points := [(int(row["step"]), _sampled(row)[0]) for row in curve["evaluations"]]) > 1
+        (
+            f"{curve['recipe'].split('-', 1)[1]}, seed {curve['seed']}",
+            [(int(row["step"]), _sampled(row)[0]) for row in curve["evaluations"]],
+        )
+        for curve in _pictured_curves(task, recorded)
     ]
+
+
+def _pictured_curves(task: str, recorded: list[Curve]) -> list[Curve]:
+    """Return the runs of a task that sample to learn, and were evaluated more than once."""
+    recipes = [recipe for recipe in RECIPES if recipe.startswith(f"{task}-") and recipe != f"{task}-sft"]
+    return [curve for recipe in recipes for curve in _of(recorded, recipe) if len(curve["evaluations"]) > 1]
 
 
 def _task(task: str, recorded: list[Curve]) -> str:

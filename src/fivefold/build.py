@@ -161,7 +161,7 @@ def build_run(
         count, processes = ranks.broadcast_from_main(decide(config, spec) if ranks.is_main else None)
         config = with_processes(config, count)
     known = as_engines_know(directory)
-    check_config(known)
+    check_config(known, config.model.trust_remote_code)
     tokenizer_directory = directories[config.model.tokenizer_path]
     tokenizer = load_tokenizer(str(tokenizer_directory), config.model.trust_remote_code)
     local = replace(config, data=with_files(config.data, data_files))

@@ -72,6 +72,7 @@ def build_engine(
         settings.sleep,
         config.policy.router_replay == "R3",
         ranks.heartbeat.is_ending,
+        config.model.trust_remote_code,
     )
 
 
@@ -89,7 +90,7 @@ def as_engines_know(directory: Path) -> Path:
         if file.name != "config.json":
             (substitute / file.name).symlink_to(file.resolve())
     config |= {"model_type": name[0], "architectures": [name[1]], "num_nextn_predict_layers": 0}
-    # These name code in the repository, which never runs.
+    # These name code in the repository, which never runs for a family that has a file here.
     config.pop("auto_map", None)
     (substitute / "config.json").write_text(json.dumps(config))
     return substitute
@@ -106,6 +107,7 @@ def _vllm_arguments(config: RunConfig, directory: Path, device: torch.device) ->
         # vLLM needs a tokenizer only to detect stop strings.
         "skip_tokenizer_init": not settings.sampling.stop,
         "tokenizer": config.model.tokenizer or str(directory),
+        "trust_remote_code": config.model.trust_remote_code,
     }
     if config.policy.router_replay == "R3":
         # vLLM finds the routes of cached prompts by their cache blocks.
@@ -310,6 +312,7 @@ def _start_sglang(config: RunConfig, directory: Path, device: torch.device, log:
         "tp_size": layout.tp,
         "ep_size": layout.ep,
         "enable_memory_saver": settings.sleep and device.type == "cuda" and not settings.is_apart,
+        "trust_remote_code": config.model.trust_remote_code,
     }
     if cache is not None:
         arguments["max_total_tokens"] = cache // token_bytes(settings, config.policy, load_spec(directory))

@@ -204,7 +204,7 @@ def test_split_layers_with_adapters_keep_their_sizes_on_megatron_core():
 @pytest.mark.parametrize(
     ("theirs", "reason"),
     [
-        ("fsdp:(attn:d2t2|ffn:d2t2)", "fsdp does not shard single experts, so it has no ffn part"),
+        ("fsdp:(attn:d2t2|ffn:d2t2)", "fsdp does not shard single experts, so t in an ffn part must be 1"),
         ("fsdp:d2t2e1p2", "fsdp has no pipeline"),
         ("fsdp:(attn:d1t4|ffn:d2e2)", "e must be 1 or a multiple of t that divides d·t"),
     ],

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from typing import Any
 
 import pytest
 
-from docs.results import FILES, RECIPES, drawing, readme, results
+from docs.results import DOCS, FILES, RECIPES, drawing, readme, results
+from fivefold.config import RunConfig
+
+ROOT = DOCS.parent
 
 
 def curve(recipe: str, seed: int = 0, **more: Any) -> dict[str, Any]:
@@ -49,12 +53,27 @@ def test_a_warm_start_that_was_evaluated_on_part_of_the_problems_says_so():
     warm = curve("gsm8k-sft", changes=["eval.max_prompts=512"])
     page = results("", [curve("gsm8k-grpo") | {"whole": evaluation(3, 0.5)}, warm])
     assert row_of(page, "gsm8k-grpo")[6:8] == ["0.7500 ± 0.0200 (of 512)", "0.5000 ± 0.0200"]
-    assert "0.750 (of 512 problems) to 0.500" in " ".join(page.split())
+    assert "0.7500 (of 512 problems) to 0.5000 (of 1,319) at step 3" in " ".join(page.split())
+
+
+def test_a_rise_between_different_problems_says_so_with_that_of_the_same_ones():
+    """In the text above the table, on README's first screen, and in the title of the picture, whose points are of 256."""
+    start, warm = evaluation(0, 0.1), curve("gsm8k-sft", changes=["eval.max_prompts=512"])
+    run = curve("gsm8k-grpo", evaluations=[start, evaluation(2, 0.3)], whole=evaluation(3, 1.0), hardware="1 x GPU, shared")
+    text = " ".join(results("", [run, warm]).split())
+    assert "by the same 256 problems, which had 0.1000 at step 0 and 0.3000 at step 2, 3.00 times; 1.0000 is 1.33" in text
+    assert "1.33 times 0.7500 and 10.00 times 0.1000, but of other problems" in text
+    begin, end = "<!-- results: begin (written by `make docs`) -->\n", "<!-- results: end -->\n"
+    shown = " ".join(readme(begin + end, [run, warm]).split())
+    assert "(1 x GPU, shared); share" in shown and "GSM8K: 0.750 of 512 test problems to 1.000 of all 1,319 with" in shown
+    assert 'alt="GSM8K, 256 test problems: share' in shown and "GSM8K, 256 test problems" in drawing("gsm8k", [run])
 
 
 def test_an_evaluation_of_part_of_the_problems_says_so_and_is_compared_with_its_like():
     row = row_of(results("", [curve("gsm8k-grpo"), curve("gsm8k-sft", evaluations=[evaluation(9, 0.5)])]), "gsm8k-grpo")
     assert row[6:8] == ["0.1250 ± 0.0200 (of 256)", "0.7500 ± 0.0200 (of 256)"]
+    page = results("", [curve("gsm8k-grpo")])
+    assert "0.1250 to 0.7500 of the same 256 problems at step 3" in " ".join(page.split())
     begin, end = "<!-- results: begin (written by `make docs`) -->\n", "<!-- results: end -->\n"
     assert "0.75" not in readme(begin + end, [curve("gsm8k-grpo")])
 
@@ -62,10 +81,10 @@ def test_an_evaluation_of_part_of_the_problems_says_so_and_is_compared_with_its_
 def test_a_run_that_was_stopped_early_says_so_and_that_its_goal_is_not_reached():
     """By its steps and the accuracy that its recipe stops at; in the table, above it, and on README's first screen."""
     page = " ".join(results("", [curve("words-grpo")]).split())
-    assert "from below 0.2 to above 0.7. Measured: 0.125 to 0.750 at step 3 with seed 0 (reached: the run was" in page
+    assert "from below 0.2 to above 0.7. Measured: 0.1250 to 0.7500 at step 3 with seed 0 (reached: the run was" in page
     low = [evaluation(0, 0.0725), evaluation(3, 0.232)]
     page = " ".join(results("", [curve("words-grpo", evaluations=low)]).split())
-    assert "0.072 to 0.232 at step 3 with seed 0 (not reached yet: the run was stopped after 3 of 400 steps)." in page
+    assert "0.0725 to 0.2320 at step 3 with seed 0 (not reached yet: the run was stopped after 3 of 400 steps)." in page
     page = results("", [curve("words-grpo", evaluations=low, changes=["trainer.steps=3"])])
     assert row_of(page, "words-grpo")[1] == "3" and "seed 0 (not reached)." in " ".join(page.split())
     # The accuracy that ends the run ends it before its last step.
@@ -90,7 +109,7 @@ def test_what_has_no_file_is_not_measured():
     begin, end = "<!-- results: begin (written by `make docs`) -->\n", "<!-- results: end -->\n"
     shown = readme(f"a\n{begin}old\n{end}b\n", [])
     assert shown.startswith(f"a\n{begin}") and shown.endswith(f"{end}b\n") and "old" not in shown
-    assert shown.count("not measured") == 2 and "<img" not in shown
+    assert " ".join(shown.split()).count("not measured") == 2 and "<img" not in shown
 
 
 def test_the_two_sides_are_compared_by_their_median_steps():
@@ -112,3 +131,17 @@ def test_a_result_names_its_hardware_and_commit(path):
     result = json.loads(path.read_text())
     assert result["hardware"] and result["commit"] not in ("", "unknown") and result["evaluations"]
     assert path.stem == "-".join(filter(None, [result["recipe"], result.get("tag"), str(result["seed"])]))
+
+
+@pytest.mark.parametrize("path", sorted(FILES.glob("*.json")), ids=lambda path: path.stem)
+def test_a_result_is_of_the_recipe_as_it_is_now(path, tmp_path):
+    """Its recipe at its commit with its keys is what a row of this name promises, and what running it again would train."""
+    result = json.loads(path.read_text())
+    name = f"examples/smollm2/{result['recipe'].removesuffix('-cpu')}.yaml"
+    done = subprocess.run(
+        ["git", "show", f"{result['commit']}:{name}"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    if done.returncode or result.get("tag"):
+        pytest.skip("no recipe, another one, or no history")
+    (then := tmp_path / "then.yaml").write_text(done.stdout)
+    assert RunConfig.from_yaml(then, result["changes"]) == RunConfig.from_yaml(ROOT / name, result["changes"])

@@ -8,9 +8,11 @@ from tests.support.fsdp import cases
 from tests.support.two_steps import assert_equal, expected
 
 DENSE = ("d2", "c2", "d2c2", "t2", "d2t2", "d4 replicas")
+EXPERTS = (*DENSE, "d2e2", "d2t2e2", "d2t2e4")
 FAMILIES = {
-    "qwen3_next": ("qwen3_next", (*DENSE, "d2e2", "d2t2e2", "d2t2e4")),
+    "qwen3_next": ("qwen3_next", EXPERTS),
     "qwen3_5": ("qwen3_5_text", DENSE),
+    "qwen3_5_moe": ("qwen3_5_moe_text", EXPERTS),
 }
 """Variant of a tiny model -> its family and the layouts that it is compared on."""
 CASES = [case for name, (_, layouts) in FAMILIES.items() for case in cases([name], layouts, [("qwen3_5", "d2")])]

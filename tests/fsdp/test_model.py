@@ -230,3 +230,10 @@ def test_a_layout_without_proof_or_plan_is_refused_with_its_name(cluster, models
     policy = replace(policy, fsdp=replace(policy.fsdp, unproven=unproven))
     with pytest.raises(RuntimeError, match=says):
         cluster.run(model_on, f"fsdp:{layout}", models(name), policy)
+
+
+@pytest.mark.parametrize("name", ["mamba", "falcon_mamba"])
+def test_a_family_that_lists_parts_of_its_layers_too_is_refused_with_a_layer(cluster, models, name):
+    """Its layers and the mixers inside them: only the layers are sharded. The mixers ignore the ends of sequences."""
+    with pytest.raises(RuntimeError, match=f"PackingError: .*first in layer 0, .*fsdp does not support {name}"):
+        cluster.run(model_on, "fsdp:d2", models(name), policy_of("d2"))

@@ -93,7 +93,7 @@ def test_the_published_example_lies_on_sixteen_ranks():
         ("megatron[1a]:d4", "name in brackets"),
         ("", "names its backend"),
         ("fsdp:p2", "no pipeline: got p2; use megatron:"),
-        ("fsdp:(attn:d2t2|ffn:d2t2)", "no ffn part"),
+        ("fsdp:(attn:d2t2|ffn:d2t2)", "t in an ffn part must be 1"),
         ("fsdp:d2t2e1e", "cannot read"),
         ("fsdp:d6e4", "multiple of t that divides d·t: got e4 for d6 t1"),
         ("fsdp:d4t4e2", "multiple of t that divides d·t: got e2 for d4 t4"),

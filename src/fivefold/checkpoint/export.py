@@ -83,6 +83,7 @@ def export(
     config = RunConfig.restore(checkpoint / "run.yaml")
     role = config.roles[part]
     path, settings = config.model.described_by(role.path), role.settings
+    copied = (*_COPIED, "*.py") if config.model.trust_remote_code else _COPIED
     lora = settings.lora.spec
     if form == "adapter" and lora is None:
         raise UserError(f"checkpoint {checkpoint} has no adapters of its {part}: {part}.lora.rank is 0")
@@ -92,7 +93,7 @@ def export(
     directory = Path(path)
     if not directory.is_dir():
         # A checkpoint of adapters has no base weights.
-        files = _COPIED if lora is None else (*_COPIED, "*.safetensors")
+        files = copied if lora is None else (*copied, "*.safetensors")
         directory = model_snapshot(path, (*files, *([CARD] if repository else [])), state.commits.get(path))
         if config.model.overrides and role.path == config.model.path:
             directory = overridden(directory, config.model.overrides)
@@ -144,7 +145,7 @@ def export(
             description = f"in {count} file{'s' if count > 1 else ''}"
     finally:
         mesh.destroy()
-    for pattern in _COPIED if form != "adapter" else ():
+    for pattern in copied if form != "adapter" else ():
         for file in directory.glob(pattern):
             if file.name != "model.safetensors.index.json":
                 shutil.copy(file, out / file.name)

@@ -7,15 +7,15 @@ from collections.abc import Mapping
 from functools import reduce
 from typing import Any
 
-from fivefold.config.learners import FSDPConfig, MegatronConfig, PolicyConfig
-from fivefold.config.roles import Role
+from fivefold.config.learners import FSDPConfig, MegatronConfig
+from fivefold.config.roles import Role, Roles
 from fivefold.keys.findings import Findings
 from fivefold.layout import ParallelLayout
 
 PROVEN = {
     "gemma2": "t", "gemma3_text": "t", "llama": "t", "mistral": "t", "olmo2": "t", "olmo3": "t", "phi3": "t", "qwen2": "t",
     "qwen3": "t", "smollm3": "t", "qwen3_moe": "te", "glm4_moe": "te", "deepseek_v3": "te", "gpt_oss": "te",
-    "minimax_m2": "te", "qwen3_next": "te", "qwen3_5_text": "t",
+    "minimax_m2": "te", "qwen3_next": "te", "qwen3_5_text": "t", "qwen3_5_moe_text": "te",
 }  # fmt: skip
 """Family (`model_type`) -> dimensions of layouts in which its steps equal those of one process: tests/fsdp.
 
@@ -51,36 +51,44 @@ def unproven_fault(family: str, layout: ParallelLayout, unproven: bool) -> str:
 
 
 def check_fsdp(findings: Findings, role: Role) -> None:
-    """Check one model on an `fsdp:` layout; `findings` are at its section."""
+    """Check one model on an `fsdp:` layout, under the keys that its settings have."""
     settings, layout, replicas = role.settings, role.layout, role.settings.fsdp.replicas
     if layout.dp % replicas:
         message = f"must divide d: got {replicas} for {layout}; choose one of {_divisors(layout.dp)}"
-        findings.error("fsdp.replicas", message)
+        findings.error(role.key_of("fsdp.replicas"), message)
     elif layout.dp // replicas * layout.tp % layout.ep:
         ranks = layout.dp // replicas * layout.tp
         message = f"must leave whole groups of e: e{layout.ep} must divide the {ranks} ranks of d·t in a copy"
-        findings.error("fsdp.replicas", f"{message}; got {replicas} for {layout}")
+        findings.error(role.key_of("fsdp.replicas"), f"{message}; got {replicas} for {layout}")
     if settings.fsdp.cpu_adam and settings.offload.parts:
-        findings.ignore("offload", "with fsdp.cpu_adam this state is in host memory all the time")
+        findings.ignore(
+            role.key_of("offload"), f"with {role.key_of('fsdp.cpu_adam')} this state is in host memory all the time"
+        )
     if role.section.megatron not in (None, MegatronConfig()):
         message = f"is for megatron: layouts, and {layout} has no Megatron-Core: leave it out"
-        findings.error("megatron", message)
-    # Other models than the policy have its settings, and use these two only where they learn.
+        findings.error(role.key_of("megatron"), message)
+    # Other models than the policy have its settings, and use these three only where they learn.
     unread = {"router_replay"} if role.name != "policy" else set()
-    unread |= set() if role.is_learner else {"router_balance"}
+    unread |= set() if role.is_learner else {"router_balance", "recompute"}
     for key, (what, off) in NOT_BUILT.items():
         value = reduce(getattr, key.split("."), settings)
-        message = f"{what} not built for fsdp: use megatron:, or {json.dumps(off)}"
-        findings.require(key in unread or value == off, key, message)
-    findings.require(settings.recompute != "selective", "recompute", "must be none or full with fsdp: got selective")
+        message = f": {what} not built for fsdp: use megatron:, or {json.dumps(off)}"
+        findings.require(key in unread or value == off, role.key_of(key), message)
+    is_built = settings.recompute != "selective" or "recompute" in unread
+    findings.require(is_built, role.key_of("recompute"), "must be none or full with fsdp: got selective")
 
 
-def report_unused(findings: Findings, settings: PolicyConfig, uses_fsdp: bool) -> None:
-    """Report options of fsdp without effect; `findings` are at the policy's section."""
-    usual = FSDPConfig()
-    for name, value in vars(settings.fsdp).items():
-        if not uses_fsdp and value != getattr(usual, name):
-            findings.ignore(f"fsdp.{name}", "no model has an fsdp: layout")
+def report_unused(findings: Findings, roles: Roles) -> None:
+    """Report settings of a backend that no model which reads them has."""
+    usual, trainers = FSDPConfig(), {role.layout.backend for role in roles.models.values()}
+    read = {role.key_of("fsdp") for role in roles.models.values() if role.layout.backend == "fsdp"}
+    for role in roles.models.values():
+        key = f"{role.section_key}.fsdp"
+        for name, value in vars(role.section.fsdp or usual).items():
+            if key not in read and value != getattr(usual, name):
+                findings.ignore(f"{key}.{name}", "no model that reads it has an fsdp: layout")
+    if not roles["policy"].settings.sequence_parallel and trainers == {"fsdp"}:
+        findings.ignore("policy.sequence_parallel", "fsdp: layouts have none")
 
 
 def _divisors(number: int) -> str:

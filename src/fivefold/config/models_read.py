@@ -16,6 +16,5 @@ def models_read(config: RunConfig) -> dict[str, tuple[str, ...]]:
     paths = [path for path in [model.path, *(role.path for role in roles.values()), *judge, *adapters] if path]
     described = dict.fromkeys([model.tokenizer_path, *map(model.described_by, paths)], _TOKENIZER_FILES)
     files = {**described, **dict.fromkeys(paths, _MODEL_FILES)}
-    if model.trust_remote_code:
-        files[model.tokenizer_path] = (*files[model.tokenizer_path], "*.py")
-    return files
+    code = ("*.py",) if model.trust_remote_code else ()
+    return {name: (*patterns, *code) for name, patterns in files.items()}

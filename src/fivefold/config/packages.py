@@ -114,6 +114,14 @@ def release_fault(name: str) -> str:
     return f"{name} {version} is installed, supported is {supported}: pip install '{name}{supported}'"
 
 
+@cache
+def transformers_has(family: str) -> bool:
+    """Whether the installed transformers lists a `model_type`, by its file, which is not imported; True without the file."""
+    spec = importlib.util.find_spec("transformers")
+    lists = [Path(place) / "models/auto/modeling_auto.py" for place in (spec and spec.submodule_search_locations) or ()]
+    return not any(path.is_file() for path in lists) or any(f'("{family}", ' in path.read_text() for path in lists)
+
+
 def missing_packages(names: tuple[str, ...]) -> list[str]:
     """Return the packages that cannot be used, each with the reason: not installed, or its import fails."""
     with ThreadPoolExecutor() as tries:

@@ -76,6 +76,11 @@ class Role:
         """Key of the section with its settings; for a comparison model, the section of the model compared with it."""
         return self.backend_key.removesuffix(".backend")
 
+    def key_of(self, name: str) -> str:
+        """Return the full key of a setting: that of the model's own section, or the policy's where the section has none."""
+        is_own = isinstance(self.section, PolicyConfig) or getattr(self.section, name.partition(".")[0], None) is not None
+        return f"{self.section_key if is_own else 'policy'}.{name}"
+
     @property
     def label(self) -> str:
         """Name of the model in messages."""

@@ -48,7 +48,8 @@ class ModelConfig:
     """Values in place of those in the policy's config.json, by key: `{rope_theta: 1000000.0}`. Trainer, engine and exports
     read them; a reference or critic with the same path too. A key that config.json does not have is refused."""
     trust_remote_code: Annotated[bool, HARMLESS] = False
-    """Let the tokenizer's repository run its own Python code. Code in model repositories is never run."""
+    """Let the repositories of tokenizers and models run their own Python code, here and in engines; no code of theirs runs
+    otherwise. The trainer never runs that of a model whose family has a file here."""
 
     @property
     def tokenizer_path(self) -> str:

@@ -416,10 +416,10 @@ def _check_models(findings: Findings, config: Derived) -> None:
         chosen = {item.name for item in fields(role.section) if getattr(role.section, item.name) is not None}
         _check_model(findings.at(name), role.settings, chosen, longest)
     _check_mtp(findings.at("policy"), config.policy)
-    on_fsdp = [role for role in config.roles.models.values() if role.layout.backend == "fsdp"]
-    for role in on_fsdp:
-        check_fsdp(findings.at(role.section_key), role)
-    report_unused(findings.at("policy"), config.policy, bool(on_fsdp))
+    for role in config.roles.models.values():
+        if role.layout.backend == "fsdp":
+            check_fsdp(findings, role)
+    report_unused(findings, config.roles)
     if "critic" in config.roles:
         warmup, steps = config.critic.warmup_steps, config.trainer.steps
         findings.require(

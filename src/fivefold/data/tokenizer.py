@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from fivefold.data.rows import as_messages
 from fivefold.errors import UserError, first_line
+from fivefold.models.families import runs_own_code
 
 END, PAD, UNKNOWN = "<|end|>", "<|pad|>", "<|unknown|>"
 
@@ -22,12 +23,13 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> Any:
         raise UserError(f"the tokenizer in {path} cannot be read: {first_line(error)}") from error
 
 
-def check_config(directory: Path) -> None:
+def check_config(directory: Path, trust_remote_code: bool = False) -> None:
     """Raise ValueError if transformers cannot read a model's configuration, where it checks more keys than we do."""
     import transformers
 
     try:
-        transformers.AutoConfig.from_pretrained(directory, trust_remote_code=False)
+        trusted = runs_own_code(directory, trust_remote_code)
+        transformers.AutoConfig.from_pretrained(directory, trust_remote_code=trusted)
         if (directory / "generation_config.json").is_file():
             transformers.GenerationConfig.from_pretrained(directory)
     except Exception as error:

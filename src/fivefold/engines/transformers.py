@@ -17,7 +17,7 @@ from fivefold.engines.transformers_routes import BatchRoutes, RouterOutputs
 from fivefold.engines.turns import Turns
 from fivefold.interfaces import EngineReplica, EngineState
 from fivefold.models.end_tokens import EndTokens
-from fivefold.models.families import load_spec, parameters_of
+from fivefold.models.families import load_spec, parameters_of, runs_own_code
 from fivefold.models.parameters import OUTPUT
 from fivefold.models.spec import ModelSpec
 from fivefold.types import Completion, Request, Sampling
@@ -39,18 +39,20 @@ class TransformersEngine:
         can_sleep: bool = True,
         gives_routes: bool = False,
         is_ending: Callable[[], bool] = lambda: False,
+        trust_remote_code: bool = False,
     ) -> None:
         """Creates the model in `directory` without its weights: they are set by the first `update_weights`.
 
         `gives_routes`: completions contain the experts to which their tokens were sent; `is_ending`: returns whether
         running requests must be aborted, because the run ends.
         """
-        config = transformers.AutoConfig.from_pretrained(directory, trust_remote_code=False)
+        trusted = runs_own_code(directory, trust_remote_code)
+        config = transformers.AutoConfig.from_pretrained(directory, trust_remote_code=trusted)
         # SDPA has no soft cap of scores, and transformers 5.19 lets Gemma 2 take it all the same.
         attention = "eager" if getattr(config, "attn_logit_softcapping", None) else None
         with no_init_weights(), torch.device(device):
             model = transformers.AutoModelForCausalLM.from_config(
-                config, dtype=dtype, trust_remote_code=False, attn_implementation=attention
+                config, dtype=dtype, trust_remote_code=trusted, attn_implementation=attention
             )
         model.tie_weights()
         self._spec = load_spec(directory)

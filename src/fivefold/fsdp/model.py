@@ -25,7 +25,7 @@ from fivefold.fsdp.out_of_memory import naming_what_is_full
 from fivefold.fsdp.packed_model import build
 from fivefold.fsdp.parameters import local_tensors
 from fivefold.fsdp.self_check import check_packing
-from fivefold.fsdp.stream import stream_weights
+from fivefold.fsdp.stream import checked, stream_weights
 from fivefold.fsdp.updater import Updater
 from fivefold.fsdp.used import UsedParameters
 from fivefold.models.families import load_spec, parameters_of
@@ -167,7 +167,7 @@ class FSDPModel:
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (Hugging Face name, full tensor) on every rank, layer by layer; collective."""
         self._offload.onload("parameters")
-        return stream_weights(self._model, self._tensors, self._mesh)
+        return checked(stream_weights(self._model, self._tensors, self._mesh), self._tensors)
 
     def verify(self) -> None:
         """Compare copies that must be equal on several ranks; raises RuntimeError naming parameter and ranks. Collective."""

@@ -24,6 +24,7 @@ from fivefold.errors import UserError
 from fivefold.fsdp import attention, experts, fused, linear_attention, tensor_parallel
 from fivefold.fsdp.collectives import copy_to, own_rows
 from fivefold.fsdp.mesh import Mesh, Split
+from fivefold.models.families import runs_own_code
 
 VALUE_HEAD = "score.weight"
 
@@ -132,11 +133,10 @@ def build(
 ) -> tuple[PackedModel, dict[str, Split]]:
     """Build the model in `directory`, sharded and without values; parameter name -> its split before FSDP shards it."""
     attention.install()
-    config = read_config(directory, trust_remote_code)
+    trusted = runs_own_code(directory, trust_remote_code)
+    config = read_config(directory, trusted)
     with _parameters_on_meta():
-        model = transformers.AutoModelForCausalLM.from_config(
-            config, dtype=torch.float32, trust_remote_code=trust_remote_code
-        )
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=trusted)
     model.tie_weights()
     model.config._attn_implementation = attention.NAME
     # Training mode only adds randomness: dropout, jitter of routers.
@@ -185,9 +185,13 @@ def fsdp_modules(model: torch.nn.Module) -> Iterator[Any]:
 
 
 def _decoder_layers(model: Any) -> list[Any]:
-    """Return the layers of a model of transformers, by the classes that it names itself."""
-    names = set(model._no_split_modules or ())
-    layers = [module for module in model.base_model.modules() if type(module).__name__ in names]
+    """Return the layers of a model of transformers, by the classes that it names itself: the outermost modules of them."""
+    classes, inside = set(model._no_split_modules or ()), set[Any]()
+    layers: list[Any] = []
+    for module in model.base_model.modules():
+        if type(module).__name__ in classes and module not in inside:
+            layers.append(module)
+            inside.update(module.modules())
     if not layers:
         raise UserError(f"fsdp: {type(model).__name__} of transformers does not say what its layers are (_no_split_modules)")
     return layers

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 import torch
@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fivefold.backend.file_names import FileTensor
+from fivefold.errors import RunError
 from fivefold.fsdp.mesh import Mesh
 from fivefold.fsdp.packed_model import PackedModel, fsdp_modules
 from fivefold.fsdp.parameters import LocalTensor, own_name
@@ -38,6 +39,23 @@ def stream_weights(model: PackedModel, tensors: list[LocalTensor], mesh: Mesh) -
     for tensor in tensors:
         if not tensor.is_sharded:
             yield tensor.files[0].name, tensor.values
+
+
+def checked(weights: Iterable[tuple[str, Tensor]], tensors: Iterable[LocalTensor]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the weights; raises RunError unless they are the tensors of the files, each once and in its shape.
+
+    Ranks stream the same tensors, so all of them raise. The files' own headers are compared when they are read.
+    """
+    missing = {file.name: file.shape for tensor in tensors for file in tensor.files}
+    for name, values in weights:
+        if missing.pop(name, None) != tuple(values.shape):
+            raise RunError(
+                f"streamed weights must be the tensors of the model's files, each once: got {name} {[*values.shape]}"
+            )
+        yield name, values
+    if missing:
+        names = ", ".join(sorted(missing)[:4]) + (f" and {len(missing) - 4} more" if len(missing) > 4 else "")
+        raise RunError(f"streamed weights must be the tensors of the model's files: they lack {names}")
 
 
 def _whole(values: Tensor, tensor: LocalTensor, mesh: Mesh) -> Iterator[tuple[str, Tensor]]:

@@ -65,5 +65,6 @@ class Findings:
         self.notes.append(text)
 
     def ignore(self, key: str, reason: str) -> None:
-        """Record that the key was set but has no effect."""
-        self.ignored.append((self.key(key), reason))
+        """Record once that the key was set but has no effect."""
+        if (entry := (self.key(key), reason)) not in self.ignored:
+            self.ignored.append(entry)

@@ -70,10 +70,15 @@ class ParallelLayout:
         if self.pp > 1:
             raise UserError(f"fsdp has no pipeline: got p{self.pp}; use megatron: for it")
         if self.etp > 1:
-            raise UserError(f"fsdp does not shard single experts, so it has no ffn part: got {self}; use megatron: for it")
-        if self.ep > 1 and (self.ep % self.tp or self.dp * self.tp % self.ep):
             raise UserError(
-                f"with fsdp, e must be 1 or a multiple of t that divides d·t: got e{self.ep} for d{self.dp} t{self.tp}"
+                f"fsdp does not shard single experts, so t in an ffn part must be 1: got {self}; use megatron: for it"
+            )
+        if self.ep > 1 and (self.ep % self.tp or self.dp * self.tp % self.ep):
+            ranks = self.dp * self.tp
+            fitting = sorted({1} | {size for size in range(self.tp, ranks + 1, self.tp) if ranks % size == 0})
+            raise UserError(
+                f"with fsdp, e must be 1 or a multiple of t that divides d·t: got e{self.ep} for d{self.dp} t{self.tp}; "
+                f"choose one of {', '.join(map(str, fitting))}"
             )
 
     @classmethod

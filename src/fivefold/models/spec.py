@@ -221,7 +221,7 @@ class ModelSpec:
             if size % parts:
                 raise UserError(
                     f"{part} must be divisible by {dimension}: got {size} for {dimension}={parts} in {layout}; "
-                    f"choose a {dimension} that divides {size}"
+                    f"choose {'an' if dimension[0] == 'e' else 'a'} {dimension} that divides {size}"
                 )
         if not experts and (layout.ep > 1 or layout.etp > 1):
             raise UserError(f"{self.family} has no experts: got ep={layout.ep} etp={layout.etp} in {layout}; leave e out")

@@ -22,12 +22,14 @@ from fivefold.config.packages import (
     missing_packages,
     release_fault,
     slower_paths,
+    transformers_has,
 )
 from fivefold.config.roles import ROLES, Role
 from fivefold.config.schema import (
     AlgorithmConfig,
     DataConfig,
     LaunchConfig,
+    ModelConfig,
     ProfileConfig,
     RayConfig,
     ReferenceConfig,
@@ -216,7 +218,7 @@ def _check_spec(findings: Findings, config: RunConfig, role: Role, spec: ModelSp
     if role.is_learner and megatron.optimizer.get("optimizer_cpu_offload", False) and config.trainer.device == "cpu":
         section.error("optimizer.optimizer_cpu_offload", "needs a GPU: on the CPU the optimizer is there already")
     if layout.backend == "fsdp":
-        _check_fsdp(findings, role, spec)
+        _check_fsdp(findings, config.model, role, spec)
     elif spec.moe is not None and layout.tp > 1 and not settings.sequence_parallel:
         findings.error(
             "policy.sequence_parallel",
@@ -256,13 +258,19 @@ def _check_spec(findings: Findings, config: RunConfig, role: Role, spec: ModelSp
         check_tokenizer_files(findings, role.path_key, described, spec)
 
 
-def _check_fsdp(findings: Findings, role: Role, spec: ModelSpec) -> None:
+def _check_fsdp(findings: Findings, model: ModelConfig, role: Role, spec: ModelSpec) -> None:
     """Check that an `fsdp:` layout can train this model."""
     if fault := release_fault("transformers"):
         findings.error(role.backend_key if role.has_own_layout else "policy.backend", f": fsdp needs its models: {fault}")
     key = role.backend_key if role.has_own_layout or role.name == "policy" else role.path_key
     if fault := unproven_fault(spec.family, role.layout, role.settings.fsdp.unproven):
         findings.error(key, f": {fault}")
+    if spec.stored and not transformers_has(spec.family):
+        lacks = f"the installed transformers has no family {spec.family}"
+        if "AutoConfig" not in str(read_config(Path(model.described_by(role.path))).get("auto_map")):
+            findings.error(role.path_key, f": {lacks}")
+        elif not model.trust_remote_code:
+            findings.error("model.trust_remote_code", f"must be true to run the code in {role.path}: {lacks}")
 
 
 def _check_adapters(findings: Findings, config: LoraConfig, spec: ModelSpec) -> None:

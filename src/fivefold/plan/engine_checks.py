@@ -162,7 +162,8 @@ def _check_layout(findings: Findings, layout: ParallelLayout, spec: ModelSpec) -
         sizes.append(("experts", spec.moe.num_experts, "e", layout.ep))
         sizes.append(("expert ffn size", spec.moe.ffn, "t", layout.tp // layout.ep))
     for part, size, letter, parts in sizes:
-        message = f": {part} must be divisible by {letter}: got {size} for {layout}; choose a {letter} that divides {size}"
+        message = f": {part} must be divisible by {letter}: got {size} for {layout}; "
+        message += f"choose {'an' if letter == 'e' else 'a'} {letter} that divides {size}"
         findings.require(size % parts == 0, "backend", message)
     if spec.mla is None and spec.kv_heads % layout.tp and layout.tp % spec.kv_heads:
         findings.error(

@@ -43,7 +43,8 @@ def describe(
     correction = "" if chosen.rollout_correction.name == "none" else f", correction {chosen.rollout_correction.name}"
     left_out = f", {dropped} longer than {data.max_prompt_tokens} tokens left out" if dropped else ""
     virtual = config.policy.megatron.pipeline_split.virtual_stages(layout)
-    sequence = "with" if config.policy.sequence_parallel and layout.tp > 1 else "without"
+    has_sequence_parallel = config.policy.sequence_parallel and layout.tp > 1 and layout.backend == "megatron"
+    sequence = "with" if has_sequence_parallel else "without"
     lines = [
         f"model    {config.model.path}: {spec.family}, {spec.parameters / 1e6:,.1f} M parameters, {spec.layers} layers, "
         f"vocabulary {spec.vocab}, {config.policy.dtype}",

@@ -46,6 +46,11 @@ def load_spec(directory: str | Path, value_head: bool = False) -> ModelSpec:
     return replace(spec, value_head=True, tied=False) if value_head else spec
 
 
+def runs_own_code(directory: str | Path, trusted: bool) -> bool:
+    """Whether transformers runs the code of a model's repository: if it is trusted, and the family has no file here."""
+    return trusted and read_config(Path(directory)).get("model_type") not in FAMILIES
+
+
 def spec_from_config(config: dict[str, Any]) -> ModelSpec:
     """Return the ModelSpec of a parsed `config.json`; accepts the RoPE spellings of transformers 4 and 5."""
     family = config.get("model_type")
