@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from fivefold.rollout.conversations import Conversations
 from fivefold.rollout.driver import Driver
 from fivefold.rollout.group_files import read_groups, write_groups
 from fivefold.rollout.trajectories import Clock, Task, Trajectory
-from fivefold.types import Prompt, Sampling
+from fivefold.types import Prompt, Request, Sampling
 from tests.support.memory_engine import MemoryEngine
 from tests.support.tiny_models import make_tokenizer
 
@@ -500,27 +501,50 @@ def test_a_state_that_does_not_restore_fails_that_trajectory_with_its_sentence(f
     assert len(later) + len(ended) == 12
 
 
-def test_several_turns_of_a_trajectory_may_be_requested_at_once(files):
-    """As the endpoint of an agent does: two contexts at once, each a sequence of its own."""
-    from concurrent.futures import Future
+class Asked:
+    """Trajectories whose turns are requested from elsewhere, until their future is done."""
 
-    from fivefold.types import Request
+    most = 8
 
-    tokenizer, ended = load_tokenizer(files[0]), Future()
-    engine = MemoryEngine(tokenizer, seconds=lambda drawn: 0.05)
+    def __init__(self) -> None:
+        self.ended: Future[str] = Future()
 
-    class Agents:
-        most = 8
+    def steps(self, held, sampling, driver):
+        assert (yield self.ended) == "over"
+        held.end = "done"
 
-        def steps(self, held, sampling, driver):
-            assert (yield ended) == "over"
-            held.end = "done"
 
-    driver = Driver(engine, Agents())
-    rows = [Prompt(0, [1, 2], "s", "", "")]
-    driver.add([Task(rows[0], 0, 0, (3, 5), 0)], SAMPLING)
+def asked(files) -> tuple[MemoryEngine, Driver, Trajectory, Future]:
+    """(an engine, a driver with one trajectory, the trajectory, its end)."""
+    engine, agents = MemoryEngine(load_tokenizer(files[0]), seconds=lambda drawn: 0.05), Asked()
+    driver = Driver(engine, agents)
+    driver.add([Task(Prompt(0, [1, 2], "s", "", ""), 0, 0, (3, 5), 0)], SAMPLING)
     driver.advance(0.01)
     (held,) = driver.unfinished()
+    return engine, driver, held, agents.ended
+
+
+def test_a_turn_with_an_agent_s_stop_is_sampled_again_under_new_weights(files):
+    """Servers that do not name versions end it, and its rest could not be sampled apart: a stop may span the cut."""
+    engine, driver, held, _ = asked(files)
+    turn = driver.ask(held, Request(0, [1, 2, 3], Sampling(max_tokens=12, stop=("Observation:",)), seed=1))
+    driver.advance(0.01)
+    engine.router.hold(keeps=True)
+    engine.router.call(engine.servers[0].cut.set)
+    while not engine.router.is_idle:
+        driver.advance(0.01)
+    engine.router.call(engine.servers[0].cut.clear)
+    engine.router.go(6)
+    while not turn.done():
+        driver.advance(0.02)
+    engine.close()
+    assert turn.result().policy_version == 6 and len(turn.result().token_ids) > 1
+    assert engine.seen == [((1, 2, 3), 1)] * 2 and held.counts["turns/aborted_tokens"] == 1
+
+
+def test_several_turns_of_a_trajectory_may_be_requested_at_once(files):
+    """As the endpoint of an agent does: two contexts at once, each a sequence of its own."""
+    engine, driver, held, ended = asked(files)
     held.clock = Clock(100.0)
     held.clock.run()
 
