@@ -26,6 +26,7 @@ from tests.rollout.test_conversations import (
     mask_of,
 )
 from tests.rollout.test_conversations import Scorer as One
+from tests.support.documented import undocumented
 from tests.support.tiny_models import make_tokenizer
 from tests.support.toy import scored
 
@@ -233,6 +234,7 @@ def test_what_is_trained_is_what_the_engine_read_and_sampled_for_an_agent(cluste
         assert {one.end for one in group.samples} == {"done"}
         assert len({one.trajectory for one in group.samples}) == (3 if sequences > 1 else 1)
     assert_exact(groups, seen, batch)
+    assert undocumented(metrics) == []
     if agent == "retries":
         assert metrics["endpoint/retries"] == len(seen) == 24
 

@@ -295,13 +295,15 @@ def conversation_metrics(counts: Mapping[str, float], ranks: Ranks) -> dict[str,
         metrics[name] = total[name] / total[name.replace("/seconds", "/calls")]
     if waited := metrics.pop("environment/wait", 0.0):
         metrics["environment/wait"] = waited / total["environment/steps"]
+    idle = metrics.pop("engine/idle", 0.0)
     if seconds := metrics.pop("engine/seconds", 0.0):
-        metrics["engine/idle_fraction"] = metrics.pop("engine/idle", 0.0) / seconds
+        metrics["engine/idle_fraction"] = idle / seconds
     hits = metrics.pop("engine/prefix_hits", 0.0)
     if looked_up := metrics.pop("engine/prefix_tokens", 0.0):
         metrics["engine/prefix_hits"] = hits / looked_up
+    steps = metrics.pop("environment/steps", 0.0)
     if elapsed := metrics.pop("environment/elapsed", 0.0):
-        metrics["environment/steps_per_second"] = metrics.pop("environment/steps", 0.0) / (elapsed / ranks.world.size())
+        metrics["environment/steps_per_second"] = steps / (elapsed / ranks.world.size())
     return metrics
 
 
