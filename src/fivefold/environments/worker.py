@@ -10,8 +10,8 @@ import ctypes
 import importlib
 import importlib.util
 import json
-import math
 import os
+import reprlib
 import resource
 import signal
 import socket
@@ -203,9 +203,10 @@ def _reason(error: BaseException, do: str) -> str:
 
 
 def _reward(reward: Any) -> float:
-    if isinstance(reward, bool) or not isinstance(reward, (int, float)) or not math.isfinite(reward):
-        raise _refusal(f"the reward of a step is a finite number: got {reward!r}")
-    return float(reward)
+    number: float | None = _adapter("common").finite(reward)
+    if number is None:
+        raise _refusal(f"the reward of a step is a finite number: got {reprlib.repr(reward)}")
+    return number
 
 
 def _step(step: Any) -> dict[str, Any]:
