@@ -355,7 +355,7 @@ def test_an_environment_without_state_says_so_and_plain_tools_have_none_to_keep(
     place, _ = stateless.reset("x", 0).result()
     assert stateless.state(place).result() is None and not stateless.is_replayable and not stateless.has_score
     place, _ = tools.reset("x", 0).result()
-    assert tools.state(place).result() == {} and tools.is_replayable
+    assert tools.is_stateless and not tools.is_replayable and not stateless.is_stateless
     assert tools.reset("x", 0, {}).result()[1] is None
 
 

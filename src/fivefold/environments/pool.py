@@ -118,6 +118,11 @@ class EnvironmentPool:
         return self._config.max_processes * self._per_process
 
     @property
+    def is_stateless(self) -> bool:
+        """Whether nothing of a trajectory is kept here, so that any other process continues it; False before the start."""
+        return self._abilities.get("is_stateless", False)
+
+    @property
     def is_replayable(self) -> bool:
         """Whether the same messages after the same reset lead to the same answers; False before the start."""
         return self._abilities.get("is_replayable", False)

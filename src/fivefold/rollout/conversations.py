@@ -52,9 +52,12 @@ class Conversations:
     def steps(self, held: Trajectory, sampling: Sampling, driver: Driver) -> Steps:
         """Take a trajectory to its end, from where it is; a failure of its environment is its own end.
 
-        One that a checkpoint has kept continues in the state of its environment then. Without that, its actions are taken
-        again in a new environment if they may be and each answer is the same; otherwise it begins again.
+        One that a checkpoint has kept continues in the state of its environment then. Tools alone have none: their answers
+        are part of the conversation. Without a state, its actions are taken again in a new environment if they may be and
+        each answer is the same; otherwise it begins again.
         """
+        if held.restore is None and self._pool.is_stateless:
+            held.restore = {}
         try:
             if held.turns and (held.restore is not None or self._pool.is_replayable):
                 first = yield from self._reset(held)
