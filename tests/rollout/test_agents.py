@@ -67,6 +67,10 @@ def talks(task, base_url, api_key):
     return {"turns": turn / 10, "length": len(said["content"]) / 8}
 
 
+def long(task, base_url, api_key):
+    return len(chat(base_url, api_key, [{"role": "user", "content": "a" * 1000}])["content"])
+
+
 async def team(task, base_url, api_key):
     """Two sub-agents at once, with contexts of their own."""
     def work(name):
@@ -290,12 +294,13 @@ def ends(mesh, files, agent: str, settings: dict, most: int = 200):
         ("sleeps", {"trajectory_seconds": 1.0}, "time", False),
         ("endless", {"max_turns": 3}, "turns", False),
         ("endless", {"max_turns": 1000}, "context", False),
+        ("long", {}, "context", True),
     ],
 )
 def test_each_end_of_an_agent_has_its_name_and_fails_its_trajectory_only(cluster, files, agent, settings, end, failed):
     ((endings, metrics, seen),) = cluster.run(ends, "megatron:d1", files, agent, settings, 60 if end == "context" else 200)
     assert endings == {(end, failed)}
-    assert metrics.get("environment/failed", 0) == 12 * failed
+    assert metrics.get("environment/failed", 0) == 12 * (end == "agent")
     if end == "turns":
         assert seen == 36
 

@@ -75,7 +75,7 @@ class Conversations:
                 held.state = "" if self._config.same_start else None
             held.restore = None
             yield from self._turns(held, sampling)
-            if held.end != "done" and self._pool.has_score:
+            if held.end != "done" and held.turns and self._pool.has_score:
                 # An environment adds it to the reward of its own last step; a trajectory that was cut off lacks it.
                 turn, _ = held.in_order()[-1]
                 held.earn(turn, turn.given + (yield self._pool.score(held.place)))
@@ -168,10 +168,13 @@ class Conversations:
         """Let the engine sample a turn, and return the end of the trajectory if it is the last one."""
         limit = min(sampling.max_tokens, self._room(current))
         if limit < max(1, sampling.min_tokens):
-            raise UserError(
-                f"the first context has {len(current)} tokens, which leaves no room for an answer below "
-                f"{self._max_tokens} (data.max_total_tokens)"
-            )
+            if not held.turns:
+                # Nothing was sampled, so there is nothing to reward.
+                held.error = (
+                    f"the first context has {len(current)} tokens, which leaves no room for an answer below "
+                    f"{self._max_tokens} (data.max_total_tokens)"
+                )
+            return "context"
         seed = request_seed((*held.task.draw, held.turns) if held.turns else held.task.draw)
         begin = time.monotonic()
         completion: Completion = yield Request(0, current.tokens, replace(sampling, max_tokens=limit), seed)
