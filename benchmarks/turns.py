@@ -1,8 +1,7 @@
 """Measure what several turns cost besides engine and environment: time per turn, environments per second, long contexts,
-idle
-engines.
+idle engines, and tokens that are trained.
 
-taskset -c 0,1 python benchmarks/turns.py [loop environments extension blocked idle]     # no GPU; five minutes
+taskset -c 0,1 python benchmarks/turns.py [loop environments extension blocked idle trained]     # no GPU; five minutes
 
 Engines are servers in this process with the router that runs have: they return drawn tokens after a drawn time, so what
 is measured is the trajectory loop, the router and the environment layer.
@@ -11,6 +10,7 @@ is measured is the trajectory loop, the router and the environment layer.
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import random
 import resource
@@ -25,17 +25,22 @@ from heapq import heappop, heappush
 from itertools import count
 from pathlib import Path
 from typing import Any
+from urllib.request import Request as HttpRequest
+from urllib.request import urlopen
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
-from fivefold.config.environment import EnvironmentConfig
+from fivefold.config.environment import EndpointConfig, EnvironmentConfig
 from fivefold.data.dialog import Dialog
 from fivefold.data.tokenizer import load_tokenizer, train_tokenizer
 from fivefold.environments.pool import EnvironmentPool
 from fivefold.rollout.conversations import Conversations
+from fivefold.rollout.endpoint import Address, Endpoint
+from fivefold.rollout.sessions import Dialogs
 from fivefold.rollout.staleness import Admission
-from fivefold.types import Prompt, Sampling
+from fivefold.rollout.trajectories import Task, Trajectory
+from fivefold.types import Completion, Prompt, Request, Sampling
 from tests.support.memory_engine import MemoryEngine
 
 ENVIRONMENTS = '''
@@ -71,7 +76,7 @@ def quantile(values: list[float], share: float) -> float:
 class Immediate:
     """Environments without processes that answer after a known time, so that the environment layer is not measured."""
 
-    has_class, is_replayable, capacity = True, False, 1 << 20
+    has_class, is_stateless, is_replayable, capacity = True, False, False, 1 << 20
 
     def __init__(self, seconds: float, turns: int, answer: str = WORDS * 2) -> None:
         self._seconds, self._turns, self._answer = seconds, turns, answer
@@ -397,7 +402,62 @@ def simulated(most: int, cuts: bool, prompts: int = 128, group: int = 8) -> tupl
     return taken / (now - began), idle_seconds / (now - began)
 
 
-PARTS = {part.__name__: part for part in (loop, environments, extension, blocked, idle)}
+def trained(root: Path) -> tuple[float, float]:
+    """Measure how many tokens agents train that append to one conversation of 32 turns, and in how many sequences.
+
+    Returns (sequences per trajectory, trained tokens over those of the last context with its answer). The engine samples any
+    tokens, which need not be those that their text is encoded to.
+    """
+    turns, agents = 32, 16
+    train_tokenizer("bpe", [WORDS], root / "words", 400)
+    tokenizer = load_tokenizer(str(root / "words"))
+    dialog = Dialog.of(tokenizer, {"chat_template": TEMPLATE}, [tokenizer.eos_token_id])
+    endpoint = Endpoint(Dialogs(dialog), EndpointConfig(), "policy", turns, 1 << 20)
+    endpoint.start()
+    vocabulary = tokenizer.encode(WORDS, add_special_tokens=False)
+    read_and_sampled: list[int] = []
+
+    def sample(request: Request) -> Future[Completion]:
+        draws, answered = random.Random(request.seed), Future[Completion]()
+        tokens = [*draws.choices(vocabulary, k=draws.randrange(5, 100)), tokenizer.eos_token_id]
+        read_and_sampled.append(len(request.prompt_ids) + len(tokens))
+        answered.set_result(Completion(request.id, tokens, [-0.5] * len(tokens), "stop", 0))
+        return answered
+
+    sequences, tokens, last = 0, 0, 0
+    for number in range(agents):
+        draw = 0, 0, 0, number
+        address = endpoint.open(draw, Sampling(max_tokens=1000), sample)
+        converse(address, turns)
+        endpoint.end(address).result()
+        held = Trajectory(Task(Prompt(0, [], "s", "", ""), 0, number, draw, 0))
+        address.session.record(held)
+        assert held.turns == turns
+        sequences += len(held.sequences)
+        tokens += sum(len(sequence) for sequence in held.sequences)
+        last += read_and_sampled[-1]
+    endpoint.close()
+    line(
+        f"trained: {agents} agents of {turns} turns: {sequences / agents:.3f} sequences per trajectory, {tokens:,} "
+        f"trained tokens: {tokens / last:.3f} times those of the last contexts with their answers"
+    )
+    return sequences / agents, tokens / last
+
+
+def converse(address: Address, turns: int) -> None:
+    """Take turns with an endpoint as an agent that repeats the whole conversation and appends to it."""
+    messages: list[dict[str, Any]] = []
+    for turn in range(turns):
+        messages.append({"role": "user", "content": f"{turn} {WORDS}"})
+        body = json.dumps({"model": "policy", "messages": messages}).encode()
+        headers = {"Authorization": f"Bearer {address.api_key}"}
+        with urlopen(HttpRequest(f"{address.base_url}/chat/completions", body, headers)) as answer:
+            messages.append(json.load(answer)["choices"][0]["message"])
+
+
+PARTS: dict[str, Callable[[Path], object]] = {
+    part.__name__: part for part in (loop, environments, extension, blocked, idle, trained)
+}
 
 
 def main() -> int:

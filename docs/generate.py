@@ -332,10 +332,10 @@ def metrics() -> str:
     for section, rows in METRICS.items():
         lines = [f"| `{metric.name}` | {metric.unit} | {metric.meaning} |" for metric in rows]
         parts.append(f"## {section}\n\n| metric | unit | meaning |\n|---|---|---|\n" + "\n".join(lines) + "\n")
-    head = f"""
+    head = """
         # Metrics
 
-        {{generated}}
+        {generated}
 
         Every name in `metrics.jsonl`, trackers and the report. A metric of the updates is the mean over the step's
         optimizer steps (a maximum is the largest; what compares engine and trainer is that of the first update); a metric
@@ -345,11 +345,10 @@ def metrics() -> str:
         without the samples that `policy.skip_zero_advantage` leaves out, whose share is `policy/skipped_fraction`. An
         update that leaves out all of them has no such means.
 
-        In a name {", ".join(f"`{name}`" for name in PLACEHOLDERS)} stand for a part of the reward (a built-in function,
-        `path.py:function`, or `model`), a `data_source`, a number of samples, a layer counted from 0, a
-        metric of the samples, the section of a model that learns besides the policy.
+        The run fills in what stands in angle brackets:
     """
-    return _page(head, parts)
+    rows = "".join(f"| `{name}` | {placeholder.stands_for} |\n" for name, placeholder in PLACEHOLDERS.items())
+    return _page(head, [f"| in a name | stands for |\n|---|---|\n{rows}", *parts])
 
 
 # --- rewards ----------------------------------------------------------------------------------------------------------

@@ -17,7 +17,8 @@ from typing import Any
 from fivefold.errors import UserError
 from fivefold.files import read_text
 
-_DEFINED = (ast.FunctionDef, ast.AsyncFunctionDef)
+DEFINED = (ast.FunctionDef, ast.AsyncFunctionDef)
+"""Statements that define a function."""
 
 
 def is_user_code(name: Any) -> bool:
@@ -75,7 +76,7 @@ def parameters_of(name: str) -> Parameters | None:
         tree = ast.parse(read_text(Path(path)))
     except (SyntaxError, RecursionError, ValueError) as error:
         raise UserError(f"{name!r}: {path} is not valid Python: {error}") from error
-    defined = [node for node in _top_level(tree.body) if isinstance(node, _DEFINED) and node.name == function]
+    defined = [node for node in top_level(tree.body) if isinstance(node, DEFINED) and node.name == function]
     if not defined:
         return None
     arguments = defined[-1].args
@@ -95,14 +96,14 @@ def parameters_of(name: str) -> Parameters | None:
     )
 
 
-def _top_level(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+def top_level(body: list[ast.stmt]) -> Iterator[ast.stmt]:
     """Yield the statements of a module, including those within `if`, `try` and `with`."""
     for node in body:
         yield node
-        if not isinstance(node, (*_DEFINED, ast.ClassDef)):
-            yield from _top_level([inner for inner in ast.iter_child_nodes(node) if isinstance(inner, ast.stmt)])
+        if not isinstance(node, (*DEFINED, ast.ClassDef)):
+            yield from top_level([inner for inner in ast.iter_child_nodes(node) if isinstance(inner, ast.stmt)])
             for handler in getattr(node, "handlers", []):
-                yield from _top_level(handler.body)
+                yield from top_level(handler.body)
 
 
 def load_user_code(name: Any) -> Any:

@@ -75,6 +75,13 @@ def test_long_sequences_and_experts_are_measured_on_two_ranks():
 
 
 @pytest.mark.slow
+def test_agents_that_append_train_one_sequence_of_the_last_context_s_length(tmp_path):
+    from benchmarks.turns import trained
+
+    sequences, tokens = trained(tmp_path)
+    assert sequences == 1.0 and 1.0 <= tokens <= 1.01
+
+
 def test_a_start_is_measured_by_parts_with_cold_and_with_warm_caches():
     lines = lines_of("start_up", "1.7b", "--seconds", 1000)
     for caches in ("cold", "warm"):

@@ -11,7 +11,7 @@ import pytest
 
 from docs.generate import DOCS, _ranges, _type, pages
 from fivefold.keys.ranges import above, within
-from fivefold.observability.metrics import METRICS, find
+from fivefold.observability.metrics import METRICS, PLACEHOLDERS, find
 from fivefold.reward.rules import BUILT_IN
 from tests.support.documented import undocumented
 
@@ -39,6 +39,11 @@ def test_names_of_metrics_are_found_and_others_are_not():
         "reward/mean",
         "reward/pass@8",
         "reward/my.py:score",
+        "reward/environment/speed",
+        "endpoint/retries",
+        "endpoint/overridden",
+        "endpoint/unread",
+        "tools/read-file/calls",
         "val/gsm8k/accuracy",
         "moe/load_max/layer_07",
         "time/step",
@@ -54,6 +59,14 @@ def test_every_metric_has_one_row_and_a_sentence():
     names = [metric.name for section in METRICS.values() for metric in section]
     assert len(names) == len(set(names))
     assert all(metric.meaning.endswith(".") for section in METRICS.values() for metric in section)
+
+
+def test_the_page_of_metrics_says_what_each_placeholder_stands_for():
+    page = (DOCS / "metrics.md").read_text()
+    for name, placeholder in PLACEHOLDERS.items():
+        assert f"| `{name}` | {placeholder.stands_for} |\n" in page
+    used = {name for section in METRICS.values() for metric in section for name in re.findall(r"<\w+>", metric.name)}
+    assert used == {*PLACEHOLDERS}
 
 
 def test_the_loop_of_the_architecture_page_is_the_loop():

@@ -40,6 +40,11 @@ class Game:
             os.kill(os.getpid(), signal.SIGKILL)
         if said == "nan":
             return {"messages": "x", "reward": float("nan")}
+        if said == "numpy":
+            import numpy
+
+            kind = getattr(numpy, self.task)
+            return {"messages": "x", "reward": kind(1)}
         if said == "text":
             return {"messages": "x", "reward": "much"}
         if said == "nothing":
@@ -191,7 +196,7 @@ def test_a_step_gives_messages_reward_done_and_state(pool_of):
         ("text", "^the reward of a step is a finite number: got 'much'$"),
         ("nothing", "^a step without messages must be done"),
         ("memory", "MemoryError"),
-        ("infinite", "OverflowError"),
+        ("infinite", "^the reward of a step is a finite number: got 10+[.]{3}0+$"),
         ("huge", "^what an environment or a tool returns has at most 64 MiB: got"),
         ("children", "ended with exit code 3"),
         ("forge [1]", "sent what is no answer .TypeError: an answer is an object"),
@@ -214,6 +219,18 @@ def test_a_failure_of_an_environment_fails_its_own_trajectory_only(pool_of, text
     # Another trajectory gets a process that works.
     pool.leave(failing)
     assert say(pool, pool.reset("x", 3).result()[0], "hello").result()["reward"] == 0.5
+
+
+@pytest.mark.parametrize(("kind", "reward"), [("float32", 1.0), ("int64", 1.0), ("bool_", None)])
+def test_a_reward_may_be_a_number_of_numpy_and_no_truth_value(pool_of, kind, reward):
+    pool = pool_of()
+    pool.start()
+    step = say(pool, pool.reset(kind, 0).result()[0], "numpy")
+    if reward is None:
+        with pytest.raises(EnvironmentFailure, match=r"^the reward of a step is a finite number: got "):
+            step.result()
+    else:
+        assert step.result()["reward"] == reward
 
 
 def test_half_a_character_becomes_a_question_mark(pool_of):
@@ -338,7 +355,7 @@ def test_an_environment_without_state_says_so_and_plain_tools_have_none_to_keep(
     place, _ = stateless.reset("x", 0).result()
     assert stateless.state(place).result() is None and not stateless.is_replayable and not stateless.has_score
     place, _ = tools.reset("x", 0).result()
-    assert tools.state(place).result() == {} and tools.is_replayable
+    assert tools.is_stateless and not tools.is_replayable and not stateless.is_stateless
     assert tools.reset("x", 0, {}).result()[1] is None
 
 

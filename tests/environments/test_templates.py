@@ -50,6 +50,11 @@ KEPT = {"cohere", "cohere2", "gemma", "gemma3", "gemma4", "gemma4_v2", "gemma4_v
         "lfm2", "lfm2_v2", "llama3", "llama3_1", "llama3_2", "phi3", "phi3_5", "qwen2_5", "qwen2_5_vl", "qwen3_8",
         "qwen3_instruct_2507", "qwen3_vl"}  # fmt: skip
 """Templates that render a turn as it was sampled, with its thinking."""
+DROPS_THINKING = {"glm4moe", "lfm2_2_5", "lfm2_2_5_v2", "lfm2_2_5_vl"}
+"""Templates that render a turn without thinking as it was sampled. The others change earlier turns in more than that."""
+
+FIRST_ANSWERS_DIFFER = {"deepseekv3"}
+"""Templates that write what comes before a tool's answer for the first answer of a conversation alone."""
 
 
 @cache
@@ -96,23 +101,40 @@ def test_check_names_the_difference_where_a_template_changes_turns(stem):
 
 
 PHASES = (Phase.explicit, Phase.generate)
-WORDS = st.text("abc 1.", min_size=1, max_size=8).map(str.strip).filter(bool)
+# A text that begins with a brace is a call for the parser `whole`.
+WORDS = (
+    st.text("abc 1.,:-'\"<>{}[]\\\n\u00e9\u6f22\U0001f600", min_size=1, max_size=8)
+    .map(str.strip)
+    .filter(lambda text: text and text[0] != "{")
+)
+ARGUMENTS = st.fixed_dictionaries(
+    {"a": st.integers(-99, 99)}, optional={"words": st.lists(WORDS, max_size=2), "kind": st.sampled_from("xy")}
+)
 
 
-def answered_turn(one: Dialog, data: st.DataObject, has_tools: bool) -> tuple[dict, list[int], list, list[ToolCall]]:
+def calls_of(stem: str) -> st.SearchStrategy[list[ToolCall]]:
+    """The calls of a turn; some templates write one at most."""
+    most = {None: 0, "whole": 1, "harmony": 1}.get(WITH_TOOLS.get(stem), 2)
+    return st.lists(ARGUMENTS.map(lambda arguments: ToolCall("add", arguments)), max_size=most)
+
+
+def answered_turn(one: Dialog, data: st.DataObject, stem: str) -> tuple[dict, list[int], list, list[ToolCall]]:
     """(a turn, its tokens as the template writes it, with its end; what answers it; its calls)."""
-    calls = [ToolCall("add", {"a": data.draw(st.integers(0, 99))})] if has_tools and data.draw(st.booleans()) else []
+    calls = data.draw(calls_of(stem))
     message = one.template.turn("" if calls else data.draw(WORDS), calls)
     question = [{"role": "user", "content": "Q"}]
     before, whole = one.template.render(question, True), one.template.render([*question, message], False)
     tokens = one.template.encode(whole[common_length(before, whole) :])
     end = next((place + 1 for place, token in enumerate(tokens) if token in one.template.ends), len(tokens))
-    answer = {"role": "tool" if calls else "user", "content": data.draw(WORDS)}
-    return message, tokens[:end], [answer | ({"name": "add", "tool_call_id": "call00000"} if calls else {})], calls
+    answers = [
+        {"role": "tool", "content": data.draw(WORDS), "name": "add", "tool_call_id": f"call{number:05}"}
+        for number in range(len(calls))
+    ]
+    return message, tokens[:end], answers or [{"role": "user", "content": data.draw(WORDS)}], calls
 
 
 @pytest.mark.parametrize("stem", sorted({*WITH_TOOLS, *WITHOUT_TOOLS} - RENDERED))
-@settings(max_examples=4, deadline=None, phases=PHASES)
+@settings(max_examples=12, deadline=None, phases=PHASES)
 @given(data=st.data())
 def test_conversations_extend_to_the_template_s_rendering_or_check_says_where_not(stem, data):
     has_tools = stem in WITH_TOOLS
@@ -120,18 +142,20 @@ def test_conversations_extend_to_the_template_s_rendering_or_check_says_where_no
     messages = [{"role": "user", "content": data.draw(WORDS)}]
     held, _ = one.begin(messages)
     for _ in range(data.draw(st.integers(1, 4))):
-        message, tokens, answers, calls = answered_turn(one, data, has_tools)
+        message, tokens, answers, calls = answered_turn(one, data, stem)
         follow = one.follow(answers, calls)
         held += tokens[: -1 if tokens[-1] in one.template.ends else None] + follow
         assert one.read(tokens).calls == calls
         messages += [message, *answers]
         rendered = one.template.encode(one.template.render(messages, True))
-        assert held == rendered or stem not in KEPT
-        held = held if stem in KEPT else rendered
+        # What follows a turn is what the template writes there, whatever it makes of the turns before.
+        assert rendered[-len(follow) :] == follow or stem in FIRST_ANSWERS_DIFFER
+        assert held == rendered or stem not in KEPT | DROPS_THINKING
+        held = rendered
 
 
 @pytest.mark.parametrize("stem", sorted({*WITH_TOOLS, *WITHOUT_TOOLS}))
-@settings(max_examples=4, deadline=None, phases=PHASES)
+@settings(max_examples=12, deadline=None, phases=PHASES)
 @given(data=st.data())
 def test_conversations_that_are_rendered_again_are_read_as_the_template_renders_them(stem, data):
     has_tools = stem in WITH_TOOLS
@@ -139,7 +163,7 @@ def test_conversations_that_are_rendered_again_are_read_as_the_template_renders_
     messages = [{"role": "user", "content": data.draw(WORDS)}]
     held, _ = one.begin(messages)
     for _ in range(data.draw(st.integers(1, 4))):
-        _, tokens, answers, calls = answered_turn(one, data, has_tools)
+        _, tokens, answers, calls = answered_turn(one, data, stem)
         answer = one.read(tokens)
         assert answer.calls == calls
         held += tokens

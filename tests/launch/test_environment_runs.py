@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.commands import Command, children_of, fivefold, gone, is_free, wait_for, words_of
+from tests.support.documented import undocumented
 from tests.support.kills import ranks_of
 from tests.support.whole_runs import assert_same, metrics
 from tests.support.zygote import THREADS
@@ -31,7 +32,9 @@ def run(root: Path, name: str, yaml: Path, *overrides: str) -> list[dict[str, fl
     """The metrics of a run of an example's file."""
     done = fivefold("train", yaml, f"trainer.run_dir={root}/runs/{name}", f"launch.threads={THREADS}", *overrides)
     assert done.returncode == 0, done.stdout + done.stderr
-    return metrics(root, name)
+    rows = metrics(root, name)
+    assert undocumented(name for row in rows for name in row) == []
+    return rows
 
 
 @pytest.fixture(scope="module")

@@ -38,6 +38,26 @@ class Counter:
     def get_reward(self): ...
 
 number = 3
+
+def raw(a: bytes) -> int: ...
+def deep(a: "list[int | tuple[int]]") -> int: ...
+def star(*numbers: int): ...
+def rest(a: int, **more): ...
+def unnamed(a: int, /): ...
+Side = Literal["left", "right"]
+def good(a: list[Side] | None, b: "dict[str, int]" = {}, c: Optional[str] = None) -> bytes: ...
+
+class Half:
+    def reset(self, task, seed): ...
+    state = None
+
+class Stated(Half):
+    def step(self, message): ...
+    def state(self): ...
+
+class Derived(nosuchbase.Game): ...
+
+renamed = Game
 '''
 TEMPLATE = (
     "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>{{ {'name': c.function.name, "
@@ -51,6 +71,9 @@ def root(tmp_path_factory, models) -> Path:
     make_tokenizer(root / "tokenizer")
     (root / "model").symlink_to(models("qwen3"))
     (root / "envs.py").write_text(CODE)
+    (root / "broken.py").write_text("def (:\nclass Game: ...\n")
+    (root / "missing.py").write_text("import json, nosuchlib.part\n" + CODE)
+    (root / "optional.py").write_text("import tools, pytest\ntry:\n    import nosuchlib\nexcept ImportError: ...\n" + CODE)
     (root / "tools.py").write_text('@function_tool("add")\ndef plus(a: int): ...\n\n@other\ndef minus(a): ...\n')
     (root / "tools.yaml").write_text("tools: [{class_name: a.B, tool_schema: {function: {name: add}}}]")
     (root / "rows.jsonl").write_text(json.dumps({"prompt": "a", "data_source": "s", "ground_truth": ""}) + "\n")
@@ -78,7 +101,9 @@ def errors_of(root: Path, **sections: Any) -> list[str]:
 
 def test_a_good_environment_is_taken(root):
     assert errors_of(root) == []
-    assert errors_of(root, environment={"tools": ["$/envs.py:add"]}) == []
+    assert errors_of(root, environment={"tools": ["$/envs.py:add", "$/envs.py:good"]}) == []
+    for name in ("envs.py:renamed", "envs.py:Derived", "optional.py:Game"):
+        assert errors_of(root, environment={"class": f"$/{name}"}) == []
     assert (
         errors_of(root, environment={"class": None, "tools": ["$/envs.py:add"]}, reward={"functions": {"format": 1.0}}) == []
     )
@@ -97,6 +122,24 @@ def test_a_good_environment_is_taken(root):
         ({"environment": {"class": "trl:$/envs.py:Counter", "tools": ["$/envs.py:add"]}}, "one tool of each name: got add twice"),
         ({"environment": {"class": "nowhere.py:Game"}}, "environment.class: no file at nowhere.py"),
         ({"environment": {"class": "$/envs.py:Other"}}, "envs.py defines no class Other"),
+        ({"environment": {"class": "$/envs.py:Half"}}, "environment.class: Half must have a method step"),
+        ({"environment": {"class": "$/envs.py:Stated"}}, "environment.class: Stated must have both methods state and restore"),
+        ({"environment": {"class": "$/broken.py:Game"}}, "broken.py is not valid Python: invalid syntax (broken.py, line 1)"),
+        ({"environment": {"class": "$/missing.py:Game"}}, "missing.py imports nosuchlib, which "),
+        ({"environment": {"tools": ["$/missing.py:add"]}}, "environment.tools: "),
+        ({"environment": {"tools": ["$/broken.py:add"]}}, "environment.tools: "),
+        ({"environment": {"tools": ["verl:$/broken.py"]}}, "broken.py is not valid Python"),
+        ({"environment": {"class": None, "agent": "$/missing.py:agent"}}, "environment.agent: "),
+        ({"environment": {"class": None, "agent": "$/broken.py:agent"}}, "environment.agent: "),
+        ({"environment": {"tools": ["$/envs.py:raw"]}}, "the argument 'a' of raw must be str, int, float, bool, list, dict, Literal or None"),
+        ({"environment": {"tools": ["$/envs.py:deep"]}}, "got 'list[int | tuple[int]]'"),
+        ({"environment": {"tools": ["$/envs.py:star"]}}, "the tool star takes arguments by name: got *numbers; name each argument"),
+        ({"environment": {"tools": ["$/envs.py:rest"]}}, "the tool rest takes arguments by name: got **more"),
+        ({"environment": {"tools": ["$/envs.py:unnamed"]}}, "the tool unnamed takes arguments by name: got a, /"),
+        ({"environment": {"class": None, "agent": "$/envs.py:agent"}, "algorithm": {"name": "gigpo"}},
+         "algorithm.turn_coef must be 0 with environment.agent: gigpo compares turns"),
+        ({"environment": {"class": None, "agent": "$/envs.py:agent", "endpoint": {"port": 65535}}, "data": {"prompts_per_step": 2},
+          "policy": {"backend": "megatron:d2"}}, "environment.endpoint.port must be at most 65534: got 65535, and the 2 ranks"),
         ({"environment": {"tools": ["add"]}}, "environment.tools must be path/to/file.py:function, mcp:COMMAND, mcp+http://"),
         ({"environment": {"tools": ["mcp:no-such-server"]}}, "environment.tools: the MCP server mcp:no-such-server must answer: the "
          "server ended with exit code 127"),
@@ -167,17 +210,19 @@ def test_an_agent_is_taken_and_its_reward_counts(root):
     }
 
 
-def test_an_endpoint_that_others_reach_is_noted_and_a_port_in_use_is_lacking(root):
+def test_an_endpoint_that_others_reach_is_noted_and_a_port_in_use_is_refused(root):
     (note,) = [note for note in agent_of(root, endpoint={"host": "0.0.0.0"}).notes if "endpoint" in note]
     assert "0.0.0.0 is not a loopback address" in note
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        (lack,) = [lack for lack in agent_of(root, endpoint={"port": port}).missing if "port" in lack]
-    assert (
-        f"environment.endpoint.port: port {port} of 127.0.0.1 cannot be used: Address already in use; take another" in lack
-    )
+        (error,) = agent_of(root, endpoint={"port": port}).errors
+        # A run for other machines may have the port there.
+        there = agent_of(root, endpoint={"port": port, "host": "0.0.0.0"})
+    sentence = "environment.endpoint.port: port {} of {} cannot be used: Address already in use; take another"
+    assert sentence.format(port, "127.0.0.1") in error
+    assert there.errors == [] and sentence.format(port, "0.0.0.0") in there.missing[0]
     ignored = dict(check(RunConfig.of(tree(root, environment={"endpoint": {"port": 2000}}))).ignored)
     assert ignored["environment.endpoint"] == "environment.agent is not set"
 
@@ -185,6 +230,15 @@ def test_an_endpoint_that_others_reach_is_noted_and_a_port_in_use_is_lacking(roo
 def test_keys_that_the_kind_of_a_class_takes_no_notice_of_are_said(root):
     findings = check(RunConfig.of(tree(root, environment={"class": f"{root}/envs.py:Game", "options": {"size": 4}})))
     assert [key for key, _ in findings.ignored] == ["environment.options"]
+    for others in ({"tools": [f"{root}/envs.py:add"]}, {"agent": f"{root}/envs.py:agent"}):
+        settings = {"class": None, "options": {"size": 4}, **others}
+        functions = {"functions": {"format": 1.0}} if "tools" in others else {}
+        findings = check(RunConfig.of(tree(root, environment=settings, reward=functions)))
+        assert [key for key, _ in findings.ignored] == ["environment.options"]
+    findings = check(RunConfig.of(tree(root, environment={"max_parallel_calls": 3})))
+    assert [key for key, _ in findings.ignored] == ["environment.max_parallel_calls"]
+    settings = {"class": f"trl:{root}/envs.py:Counter", "max_parallel_calls": 3}
+    assert check(RunConfig.of(tree(root, environment=settings))).ignored == []
     findings = check(RunConfig.of(tree(root, environment={"class": "textarena:Wordle-v0", "per_worker": 8})))
     assert ("environment.per_worker", "an environment of textarena has a process of its own") in findings.ignored
 

@@ -26,6 +26,7 @@ from tests.rollout.test_conversations import (
     mask_of,
 )
 from tests.rollout.test_conversations import Scorer as One
+from tests.support.documented import undocumented
 from tests.support.tiny_models import make_tokenizer
 from tests.support.toy import scored
 
@@ -64,6 +65,10 @@ def talks(task, base_url, api_key):
         if turn and len(said["content"]) % 2:
             break
     return {"turns": turn / 10, "length": len(said["content"]) / 8}
+
+
+def long(task, base_url, api_key):
+    return len(chat(base_url, api_key, [{"role": "user", "content": "a" * 1000}])["content"])
 
 
 async def team(task, base_url, api_key):
@@ -233,6 +238,7 @@ def test_what_is_trained_is_what_the_engine_read_and_sampled_for_an_agent(cluste
         assert {one.end for one in group.samples} == {"done"}
         assert len({one.trajectory for one in group.samples}) == (3 if sequences > 1 else 1)
     assert_exact(groups, seen, batch)
+    assert undocumented(metrics) == []
     if agent == "retries":
         assert metrics["endpoint/retries"] == len(seen) == 24
 
@@ -288,12 +294,13 @@ def ends(mesh, files, agent: str, settings: dict, most: int = 200):
         ("sleeps", {"trajectory_seconds": 1.0}, "time", False),
         ("endless", {"max_turns": 3}, "turns", False),
         ("endless", {"max_turns": 1000}, "context", False),
+        ("long", {}, "context", True),
     ],
 )
 def test_each_end_of_an_agent_has_its_name_and_fails_its_trajectory_only(cluster, files, agent, settings, end, failed):
     ((endings, metrics, seen),) = cluster.run(ends, "megatron:d1", files, agent, settings, 60 if end == "context" else 200)
     assert endings == {(end, failed)}
-    assert metrics.get("environment/failed", 0) == 12 * failed
+    assert metrics.get("environment/failed", 0) == 12 * (end == "agent")
     if end == "turns":
         assert seen == 36
 

@@ -52,6 +52,14 @@ class Once:
         return {"done": True, "reward": 1.0}
 
 
+class Scores(Once):
+    def reset(self, task, seed):
+        return "a long text"
+
+    def score(self):
+        return 1.0
+
+
 class Forever:
     def reset(self, task, seed):
         return "a"
@@ -464,9 +472,14 @@ def too_long(mesh, files):
         return str(error)
 
 
-def test_a_first_context_without_room_is_a_failure_with_its_sentence(cluster, files):
+def test_a_first_context_without_room_ends_with_context_and_has_no_reward(cluster, files):
+    """Nothing was sampled, and nothing is trained; `reward.max_failed` bounds their share, and the run says why."""
     (error,) = cluster.run(too_long, "megatron:d1", files)
     assert "the reward of 12 of 12 samples failed" in error and "leaves no room" in error
+    for name in ("Echo", "Scores"):
+        ((endings, metrics),) = cluster.run(ends, "megatron:d1", files, name, 4, {})
+        assert {ending[:3] + ending[4:] for ending in endings} == {("context", False, True, 0)}
+        assert "environment/failed" not in metrics
 
 
 TOOLS = '''

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +16,7 @@ import pytest
 
 from fivefold.config.environment import EnvironmentConfig
 from fivefold.data.dialog import Dialog
-from fivefold.data.tokenizer import load_tokenizer
+from fivefold.data.tokenizer import load_tokenizer, train_tokenizer
 from fivefold.engines.sampling import request_seed
 from fivefold.engines.servers import request_router
 from fivefold.environments.pool import EnvironmentPool
@@ -22,7 +26,8 @@ from fivefold.rollout.conversations import Conversations
 from fivefold.rollout.driver import Driver
 from fivefold.rollout.group_files import read_groups, write_groups
 from fivefold.rollout.trajectories import Clock, Task, Trajectory
-from fivefold.types import Prompt, Sampling
+from fivefold.types import Completion, Prompt, Request, Sampling
+from tests.rollout.test_conversations import TOOL_TEMPLATE
 from tests.support.memory_engine import MemoryEngine
 from tests.support.tiny_models import make_tokenizer
 
@@ -500,27 +505,95 @@ def test_a_state_that_does_not_restore_fails_that_trajectory_with_its_sentence(f
     assert len(later) + len(ended) == 12
 
 
-def test_several_turns_of_a_trajectory_may_be_requested_at_once(files):
-    """As the endpoint of an agent does: two contexts at once, each a sequence of its own."""
-    from concurrent.futures import Future
+TOOLS = """
+def mark(path: str) -> str:
+    with open(path, "a") as file:
+        file.write("x")
+    return str(len(open(path).read()))
+"""
 
-    from fivefold.types import Request
 
-    tokenizer, ended = load_tokenizer(files[0]), Future()
-    engine = MemoryEngine(tokenizer, seconds=lambda drawn: 0.05)
+@pytest.mark.parametrize("at", ["engine", "tool"])
+def test_tools_alone_are_not_called_again_when_a_trajectory_continues(tmp_path, at):
+    """Only the call that ran at the time of the checkpoint is: its answer was not there yet."""
+    (tmp_path / "tools.py").write_text(TOOLS)
+    train_tokenizer("bpe", ["abc"], tmp_path / "words", 300)
+    tokenizer, marks = load_tokenizer(str(tmp_path / "words")), tmp_path / "marks"
+    pool = EnvironmentPool(EnvironmentConfig(tools=[f"{tmp_path}/tools.py:mark"]))
+    schemas = pool.start()
+    dialog = Dialog.of(tokenizer, {"chat_template": TOOL_TEMPLATE}, [tokenizer.eos_token_id], schemas)
+    conversations = Conversations(EnvironmentConfig(tools=["mark"]), dialog, pool, 1000)
+    call = "<tool_call>" + json.dumps({"name": "mark", "arguments": {"path": str(marks)}}) + "</tool_call>"
+    said = iter([call, call, "done"])
 
-    class Agents:
-        most = 8
+    def go_on(held: Trajectory, until: Callable[[Any], bool]) -> None:
+        steps = conversations.steps(held, Sampling(max_tokens=200), None)
+        with suppress(StopIteration):
+            waiting = next(steps)
+            while not until(waiting):
+                if isinstance(waiting, Request):
+                    tokens = [*tokenizer.encode(next(said), add_special_tokens=False), tokenizer.eos_token_id]
+                    waiting = steps.send(Completion(0, tokens, [-1.0] * len(tokens), "stop", 5))
+                else:
+                    waiting = steps.send(waiting.result())
+        steps.close()
 
-        def steps(self, held, sampling, driver):
-            assert (yield ended) == "over"
-            held.end = "done"
+    question = [{"role": "user", "content": "a"}]
+    row = Prompt(0, dialog.begin(question)[0], "s", "", "", messages=question, is_chat=True)
+    (task,) = conversations.tasks(row, 0, 0, 1, (3, 5))
+    held = Trajectory(task)
+    go_on(held, lambda waiting: held.turns == 2 and isinstance(waiting, Request) == (at == "engine"))
+    again = Trajectory.of(task, held.part(None), dialog.text)
+    go_on(again, lambda waiting: False)
+    pool.close()
+    assert again.end == "answered" and again.turns == 3 and again.messages[: len(held.messages)] == held.messages
+    assert len(marks.read_text()) == (2 if at == "engine" else 3)
 
-    driver = Driver(engine, Agents())
-    rows = [Prompt(0, [1, 2], "s", "", "")]
-    driver.add([Task(rows[0], 0, 0, (3, 5), 0)], SAMPLING)
+
+class Asked:
+    """Trajectories whose turns are requested from elsewhere, until their future is done."""
+
+    most = 8
+
+    def __init__(self) -> None:
+        self.ended: Future[str] = Future()
+
+    def steps(self, held, sampling, driver):
+        assert (yield self.ended) == "over"
+        held.end = "done"
+
+
+def asked(files) -> tuple[MemoryEngine, Driver, Trajectory, Future]:
+    """(an engine, a driver with one trajectory, the trajectory, its end)."""
+    engine, agents = MemoryEngine(load_tokenizer(files[0]), seconds=lambda drawn: 0.05), Asked()
+    driver = Driver(engine, agents)
+    driver.add([Task(Prompt(0, [1, 2], "s", "", ""), 0, 0, (3, 5), 0)], SAMPLING)
     driver.advance(0.01)
     (held,) = driver.unfinished()
+    return engine, driver, held, agents.ended
+
+
+def test_a_turn_with_an_agent_s_stop_is_sampled_again_under_new_weights(files):
+    """Servers that do not name versions end it, and its rest could not be sampled apart: a stop may span the cut."""
+    engine, driver, held, _ = asked(files)
+    turn = driver.ask(held, Request(0, [1, 2, 3], Sampling(max_tokens=12, stop=("Observation:",)), seed=1))
+    driver.advance(0.01)
+    engine.router.hold(keeps=True)
+    engine.router.call(engine.servers[0].cut.set)
+    while not engine.router.is_idle:
+        driver.advance(0.01)
+    engine.router.call(engine.servers[0].cut.clear)
+    engine.router.go(6)
+    while not turn.done():
+        driver.advance(0.02)
+    engine.close()
+    assert turn.result().policy_version == 6 and len(turn.result().token_ids) > 1
+    assert engine.seen == [((1, 2, 3), 1)] * 2 and held.counts["turns/aborted_tokens"] == 1
+
+
+def test_several_turns_of_a_trajectory_may_be_requested_at_once(files):
+    """As the endpoint of an agent does: two contexts at once, each a sequence of its own."""
+    engine, driver, held, ended = asked(files)
     held.clock = Clock(100.0)
     held.clock.run()
 

@@ -376,6 +376,24 @@ def test_an_answer_that_is_not_read_is_no_turn(served):
     assert_exact(held, served.engine.seen[1:])
 
 
+def test_an_answer_that_is_not_read_takes_none_of_the_turns(words):
+    served, first = Served(words, max_turns=1), {"messages": [user("a")]}
+    served.engine.held = []
+    with served.send(first):
+        served.engine.asked.acquire(timeout=10)
+    while served.address.session.turns[0].state != "unread":
+        time.sleep(0.001)
+    served.engine.release()
+    assert served.post({"messages": [user("b")]})[0] == 200
+    answered = [user("a"), {"role": "assistant", "content": "answer 0"}, user("b")]
+    for further in ({"messages": [user("c")]}, first, {"messages": answered}):
+        # The turn that was not read would be a second one.
+        assert served.post(further)[1]["error"]["code"] == "max_turns"
+    held = served.recorded()
+    served.endpoint.close()
+    assert held.turns == 1 and held.counts["endpoint/unread"] == 1
+
+
 def test_an_answer_whose_connection_was_dropped_with_unread_bytes_is_no_turn(served):
     connection = served.send({"messages": [user("a")]})
     assert connection.recv(1)

@@ -7,7 +7,8 @@ import random
 
 import pytest
 
-from fivefold.rollout.staleness import Admission, staleness
+from fivefold.rollout.staleness import Admission, oldest_version, staleness
+from fivefold.types import Sample
 
 PER_STEP, STEPS = 4, 30
 
@@ -92,3 +93,22 @@ def test_a_part_of_a_step_ahead_is_verls_bound_and_no_sample_is_older_than_a_ste
         assert rule.room(30, 3) == 70 + round(100 * threshold)
         assert (rule.overdue({0: 3}, 3), rule.overdue({0: 3}, 4)) == ([], [0])
     assert Admission(0.5, 100, 10).room(0, 9) == 100, "nothing is sampled for a step behind the end"
+
+
+@pytest.mark.parametrize(
+    ("versions", "mask", "oldest"),
+    [
+        ([3, 3, 4, 5], [True, True, True, True], 3),
+        ([3, 3, 4, 5], [False, False, True, True], 4),
+        ([3, 3, 4, 5], [False, True, False, True], 3),
+        ([5, 4, 3, 3], [True, True, False, False], 4),
+        ([3, 3, 4, 5], [False] * 4, 3),
+    ],
+)
+def test_staleness_is_that_of_the_oldest_token_with_loss(versions, mask, oldest):
+    sample = Sample([1] * 4, [-1.0] * 4, "", "done", versions[0], token_versions=versions, loss_mask=mask)
+    assert oldest_version(sample) == oldest
+
+
+def test_staleness_of_one_version_is_that_of_the_sample():
+    assert oldest_version(Sample([1], [-1.0], "", "done", 4)) == 4

@@ -69,6 +69,14 @@ class Place:
     """The end of the environment, once it has begun."""
 
 
+def variables_of(config: EnvironmentConfig) -> dict[str, str]:
+    """Return the variables of environment processes."""
+    variables = clean_environment(config.variables)
+    if config.python is None:
+        return variables
+    return {name: value for name, value in variables.items() if name not in _OF_OWN_PYTHON}
+
+
 class EnvironmentPool:
     """Environments in worker processes; a call that hangs, raises or dies fails its own trajectory only."""
 
@@ -108,6 +116,11 @@ class EnvironmentPool:
     def capacity(self) -> int:
         """Number of environments that run at the same time; `reset` of a further one waits until another is left."""
         return self._config.max_processes * self._per_process
+
+    @property
+    def is_stateless(self) -> bool:
+        """Whether nothing of a trajectory is kept here, so that any other process continues it; False before the start."""
+        return self._abilities.get("is_stateless", False)
 
     @property
     def is_replayable(self) -> bool:
@@ -304,14 +317,11 @@ class _Process:
         """Start the process, and return the socket to it."""
         ours, theirs = socket.socketpair()
         config = self._config
-        variables = clean_environment(config.variables)
-        if config.python is not None:
-            variables = {name: value for name, value in variables.items() if name not in _OF_OWN_PYTHON}
         with theirs:
             try:
                 self._process = subprocess.Popen(
                     [config.python or sys.executable, str(Path(worker.__file__)), str(theirs.fileno())],
-                    env=variables,
+                    env=variables_of(config),
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
                     stderr=subprocess.DEVNULL,

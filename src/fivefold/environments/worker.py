@@ -10,8 +10,8 @@ import ctypes
 import importlib
 import importlib.util
 import json
-import math
 import os
+import reprlib
 import resource
 import signal
 import socket
@@ -95,8 +95,9 @@ class Worker:
         self._has_score = bool(getattr(made_by, "score", False))
         return {
             "tools": schemas,
-            "has_state": keeps_nothing and (made_by is None or hasattr(made_by, "state")),
-            "is_replayable": keeps_nothing and bool(getattr(made_by, "replayable", made_by is None)),
+            "is_stateless": keeps_nothing and made_by is None,
+            "has_state": keeps_nothing and hasattr(made_by, "state"),
+            "is_replayable": keeps_nothing and bool(getattr(made_by, "replayable", False)),
             "has_score": self._has_score,
         }
 
@@ -145,8 +146,6 @@ class Worker:
 
     async def do_state(self, environment: int) -> Any:
         """Return what the environment needs to continue in another process."""
-        if self._make is None:
-            return {}
         state = await _run(self._environments[environment].state)
         if not isinstance(state, dict):
             raise _refusal(f"`state` must return a dict that JSON can write: got {type(state).__name__}")
@@ -203,9 +202,10 @@ def _reason(error: BaseException, do: str) -> str:
 
 
 def _reward(reward: Any) -> float:
-    if isinstance(reward, bool) or not isinstance(reward, (int, float)) or not math.isfinite(reward):
-        raise _refusal(f"the reward of a step is a finite number: got {reward!r}")
-    return float(reward)
+    number: float | None = _adapter("common").finite(reward)
+    if number is None:
+        raise _refusal(f"the reward of a step is a finite number: got {reprlib.repr(reward)}")
+    return number
 
 
 def _step(step: Any) -> dict[str, Any]:

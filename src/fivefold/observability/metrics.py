@@ -27,21 +27,33 @@ class Metric:
     """Name in the console's line of a step and in the report, for a model other than the policy; empty if not shown."""
 
 
+@dataclass(frozen=True)
+class Placeholder:
+    """What a run fills into a metric's name."""
+
+    pattern: str
+    stands_for: str
+
+
 PLACEHOLDERS = {
     # A strict pattern, so that a new metric of a step's rewards does not match as a part of the reward.
-    "<part>": rf"(?:{'|'.join(BUILT_IN)}|model|.+:.+)",
-    "<source>": r".+",
-    "<k>": r"\d+",
-    "<layer>": r"\d+",
-    "<tool>": r"\w+",
-    "<cause>": f"(?:{'|'.join(BREAKS)})",
-    "<end>": f"(?:{'|'.join(ENDS)})",
-    "<sampled>": r"(?:reward|response)/.+",
-    "<model>": f"(?:{'|'.join(name for name in LEARNERS if name != 'policy')})",
+    "<part>": Placeholder(
+        rf"(?:{'|'.join(BUILT_IN)}|model|.+:.+)",
+        "a part of the reward (a built-in function, `path.py:function`, or `model`)",
+    ),
+    "<name>": Placeholder(r".+", "a name that an agent gives one of its rewards"),
+    "<source>": Placeholder(r".+", "a `data_source`"),
+    "<k>": Placeholder(r"\d+", "a number of samples, or of steps"),
+    "<layer>": Placeholder(r"\d+", "a layer, counted from 0"),
+    "<tool>": Placeholder(r"[^/]+", "a tool"),
+    "<cause>": Placeholder(f"(?:{'|'.join(BREAKS)})", "why a sequence begins"),
+    "<end>": Placeholder(f"(?:{'|'.join(ENDS)})", "how a trajectory ends"),
+    "<sampled>": Placeholder(r"(?:reward|response)/.+", "a metric of the samples"),
+    "<model>": Placeholder(
+        f"(?:{'|'.join(name for name in LEARNERS if name != 'policy')})",
+        "the section of a model that learns besides the policy",
+    ),
 }
-"""Placeholder of a name -> what replaces it: a part of the reward (a built-in function, `path.py:function` or `model`), a
-`data_source`, a number of samples, a layer counted from 0, a tool, why a sequence begins, how a trajectory ends, a metric of
-the samples, or the section of a model that learns besides the policy."""
 
 METRICS: dict[str, tuple[Metric, ...]] = {
     "Reward": (
@@ -54,6 +66,7 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         Metric("reward/min", "reward", "Smallest reward of the step."),
         Metric("reward/max", "reward", "Largest reward of the step."),
         Metric("reward/<part>", "reward", "Mean of one part of the reward, without its weight."),
+        Metric("reward/environment/<name>", "reward", "Mean of one of the rewards that an agent returns by name."),
         Metric(
             "reward/failed", "samples", "Samples without a reward (it raised, ran out of time, was not finite): left out."
         ),
@@ -127,7 +140,10 @@ METRICS: dict[str, tuple[Metric, ...]] = {
             "fraction",
             "Prompt tokens that servers had computed before, for an earlier turn or another trajectory.",
         ),
-        Metric("environment/failed", "trajectories", "Trajectories whose environment failed; absent if none did."),
+        Metric("environment/failed", "trajectories", "Trajectories whose environment or agent failed; absent if none did."),
+        Metric("endpoint/retries", "requests", "Requests of agents that repeated one and got its answer; no turns."),
+        Metric("endpoint/overridden", "settings", "Sampling settings of agents that the run's own replaced."),
+        Metric("endpoint/unread", "answers", "Answers that no client of an agent took in full; no turns."),
     ),
     "Dynamic sampling": (
         Metric("dynamic_sampling/rounds", "rounds", "Rounds of sampling of the step; absent where engines sample ahead."),
@@ -306,4 +322,6 @@ def _index() -> tuple[dict[str, Metric], list[tuple[re.Pattern[str], Metric]]]:
 
 def _pattern(name: str) -> re.Pattern[str]:
     pieces = re.split(r"(<\w+>)", name)
-    return re.compile("".join(PLACEHOLDERS[piece] if piece in PLACEHOLDERS else re.escape(piece) for piece in pieces))
+    return re.compile(
+        "".join(PLACEHOLDERS[piece].pattern if piece in PLACEHOLDERS else re.escape(piece) for piece in pieces)
+    )

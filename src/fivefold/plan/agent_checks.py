@@ -8,19 +8,24 @@ import shlex
 import shutil
 import socket
 
+from fivefold.config import RunConfig
 from fivefold.config.environment import EndpointConfig, EnvironmentConfig
-from fivefold.errors import UserError
+from fivefold.config.machine import elsewhere
 from fivefold.keys.findings import Findings
-from fivefold.user_code import check_user_code, parameters_of
+from fivefold.plan.environment_code import code_of, defines
+from fivefold.plan.hosts import ranks_of_machine
+from fivefold.user_code import parameters_of
 
 _CODE = re.compile(r"[^:]+\.py:\w+")
+_LAST_PORT = 65535
 _ARGUMENTS = 3
 """Number of arguments with which an agent is called."""
 
 
-def check_agent(findings: Findings, environment: EnvironmentConfig, ranks: int) -> None:
-    """Check the agent, and the address at which it samples; `ranks`: number of ranks of the run."""
-    agent, endpoint, usual = environment.agent, environment.endpoint, EnvironmentConfig()
+def check_agent(whole: Findings, config: RunConfig) -> None:
+    """Check the agent, and the address at which it samples; `whole` collects for the whole configuration."""
+    findings, environment, usual = whole.at("environment"), config.environment, EnvironmentConfig()
+    agent, endpoint = environment.agent, environment.endpoint
     if agent is None:
         if endpoint != usual.endpoint:
             findings.ignore("endpoint", "environment.agent is not set")
@@ -34,8 +39,15 @@ def check_agent(findings: Findings, environment: EnvironmentConfig, ranks: int) 
     for name in ("max_parallel_calls", *of_answers, "same_start", "step_seconds"):
         if getattr(environment, name) != getattr(usual, name):
             findings.ignore(name, "environment.agent decides what the model reads")
+    algorithm = config.algorithm
+    whole.require(
+        not algorithm.resolved.turn_coef,
+        "algorithm.turn_coef",
+        f"must be 0 with environment.agent: {algorithm.name} compares turns that answer the same state, and the turns of an "
+        "agent name none; set it to 0, or take grpo",
+    )
     if _CODE.fullmatch(agent):
-        _check_agent_function(findings, agent)
+        _check_agent_function(findings, agent, environment)
     else:
         try:
             words = shlex.split(agent)
@@ -44,32 +56,39 @@ def check_agent(findings: Findings, environment: EnvironmentConfig, ranks: int) 
             findings.error("agent", f": the command {agent!r} cannot be read: {error}")
         message = f"must be path/to/file.py:function or a command of this machine: got {agent!r}"
         findings.require(bool(words) and shutil.which(words[0]) is not None, "agent", message)
-    _check_endpoint(findings, endpoint, ranks)
+    _check_endpoint(findings, endpoint, config)
 
 
-def _check_agent_function(findings: Findings, agent: str) -> None:
+def _check_agent_function(findings: Findings, agent: str, environment: EnvironmentConfig) -> None:
     """Check that a function can be called with a task, an address and a key, without running its file."""
-    try:
-        check_user_code(agent)
-        parameters = parameters_of(agent)
-    except UserError as error:
-        findings.error("agent", f": {error}")
+    path, _, function = agent.rpartition(":")
+    if (code := code_of(findings, "agent", path, environment)) is None:
         return
+    findings.require(defines(code, function), "agent", f": {path} defines no {function}")
+    parameters = parameters_of(agent)
     if parameters is not None and not parameters.takes_any:
         named, needed = len(parameters.named), len(parameters.required)
         message = f"is called with (task, base_url, api_key): {agent} takes {', '.join(parameters.named) or 'nothing'}"
         findings.require(named >= _ARGUMENTS >= needed, "agent", message)
 
 
-def _check_endpoint(findings: Findings, endpoint: EndpointConfig, ranks: int) -> None:
+def _check_endpoint(findings: Findings, endpoint: EndpointConfig, config: RunConfig) -> None:
     """Check that the ranks can listen."""
-    host, first = endpoint.host, endpoint.port
+    host, first, ranks = endpoint.host, endpoint.port, ranks_of_machine(config)
+    if first is not None and first + ranks - 1 > _LAST_PORT:
+        findings.error(
+            "endpoint.port",
+            f"must be at most {_LAST_PORT + 1 - ranks}: got {first}, and the {ranks} ranks of a machine take ports one "
+            "after another",
+        )
+        return
     try:
         addresses = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError) as error:
         findings.error("endpoint.host", f"must be an address of this machine: got {host!r}, {error}")
         return
-    if not all(ipaddress.ip_address(str(address[4][0]).partition("%")[0]).is_loopback for address in addresses):
+    is_loopback = all(ipaddress.ip_address(str(address[4][0]).partition("%")[0]).is_loopback for address in addresses)
+    if not is_loopback:
         findings.note(
             f"{findings.key('endpoint.host')} = {host} is not a loopback address: programs that reach it can try keys, and "
             "prompts and answers cross the network unencrypted; use a private network (docs/security.md)"
@@ -85,5 +104,7 @@ def _check_endpoint(findings: Findings, endpoint: EndpointConfig, ranks: int) ->
                 message = (
                     f": port {port} of {host} cannot be used: {error.strerror or error}; take another one, or leave it out"
                 )
-                findings.lacks("endpoint.port", message)
+                # A run for other machines, or at an address of another one, may have the port there.
+                starts_here = is_loopback and not elsewhere(config.launch) and config.launch.gpu is None
+                (findings.error if starts_here else findings.lacks)("endpoint.port", message)
                 return

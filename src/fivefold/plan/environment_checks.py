@@ -23,7 +23,8 @@ from fivefold.files import read_text
 from fivefold.keys.findings import Findings
 from fivefold.models.end_tokens import EndTokens
 from fivefold.plan.agent_checks import check_agent
-from fivefold.user_code import check_user_code
+from fivefold.plan.environment_code import check_methods, check_tool, code_of, defines
+from fivefold.user_code import DEFINED
 
 _CODE = re.compile(r"[^:]+\.py:\w+")
 
@@ -63,7 +64,7 @@ def check_environment(findings: Findings, config: RunConfig, tokenizer: LightTok
         for name in (item.name for item in fields(usual) if getattr(environment, item.name) != getattr(usual, item.name)):
             section.ignore(name, "none of environment.class, environment.tools and environment.agent is set")
         return
-    check_agent(section, environment, config.roles.world_size)
+    check_agent(findings, config)
     python = environment.python
     section.require(
         python is None or shutil.which(python) is not None, "python", f"must be a Python interpreter: got {python!r}"
@@ -71,6 +72,9 @@ def check_environment(findings: Findings, config: RunConfig, tokenizer: LightTok
     for name in environment.variables:
         section.require(name in os.environ, "variables", f"names variables that are set here: got {name!r}")
     names = [*_check_class(section, environment), *_check_tools(section, environment)]
+    is_without_tools = environment.agent is None and not names and not findings.errors
+    if is_without_tools and environment.max_parallel_calls != EnvironmentConfig.max_parallel_calls:
+        section.ignore("max_parallel_calls", "the class has no tools, and environment.tools names none")
     twice = [name for name in names if names.count(name) > 1]
     section.require(not twice, "tools", f"must have one tool of each name: got {', '.join(twice[:1])} twice; rename one")
     if tokenizer is not None and not findings.errors:
@@ -79,14 +83,14 @@ def check_environment(findings: Findings, config: RunConfig, tokenizer: LightTok
 
 def _check_class(findings: Findings, environment: EnvironmentConfig) -> list[str]:
     """Check the class, and return the names of the tools that it has."""
-    if environment.class_ is None:
-        return []
-    kind, name = kind_of(environment.class_)
+    kind, name = kind_of(environment.class_ or "")
     library = KINDS.get(kind)
     if environment.options and library is None:
         findings.ignore(
-            "options", "the class is in a file of yours, and only environments of other libraries take arguments"
+            "options", "only environments of other libraries take arguments, and environment.class names none of them"
         )
+    if environment.class_ is None:
+        return []
     if library is not None and library.is_alone and environment.per_worker != EnvironmentConfig.per_worker:
         findings.ignore("per_worker", f"an environment of {kind} has a process of its own")
     if library is not None and not library.is_file:
@@ -96,31 +100,16 @@ def _check_class(findings: Findings, environment: EnvironmentConfig) -> list[str
         findings.error("class", f"must be path/to/file.py:Class or one of {forms}: got {environment.class_!r}")
         return []
     path, _, class_name = name.rpartition(":")
-    if not Path(path).is_file():
-        findings.error("class", f": no file at {path}")
+    code = code_of(findings, "class", path, environment)
+    if code is None:
         return []
-    text = read_text(Path(path))
-    pattern = rf"^\s*class\s+{class_name}\b|^{class_name}\s*=|^from\s.*\b{class_name}\b"
-    findings.require(bool(re.search(pattern, text, re.M)), "class", f": {path} defines no class {class_name}")
-    return _check_methods(findings, text, class_name) if kind == "trl" else []
-
-
-def _check_methods(findings: Findings, text: str, name: str) -> list[str]:
-    """Check the methods of a class for TRL that are tools, without running its file, and return their names."""
-    try:
-        classes = [node for node in ast.parse(text).body if isinstance(node, ast.ClassDef) and node.name == name]
-    except (SyntaxError, RecursionError) as error:
-        findings.error("class", f": {error}")
+    findings.require(defines(code, class_name), "class", f": {path} defines no class {class_name}")
+    methods = check_methods(findings, "class", code, class_name, ("reset",) if kind == "trl" else ("reset", "step"))
+    tools = [method for method in methods if method.name[0] != "_" and method.name not in ("reset", "get_reward")]
+    if kind != "trl":
         return []
-    body = [
-        node
-        for definition in classes
-        for node in definition.body
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-    ]
-    tools = [node for node in body if node.name[0] != "_" and node.name not in ("reset", "get_reward")]
     for tool in tools:
-        _check_annotations(findings, "class", tool, [*tool.args.args[1:], *tool.args.kwonlyargs])
+        check_tool(findings, "class", code, tool, is_method=True)
     return [tool.name for tool in tools]
 
 
@@ -130,13 +119,13 @@ def _check_tools(findings: Findings, environment: EnvironmentConfig) -> list[str
     files = [tool for tool in environment.tools if tool.startswith(VERL)]
     functions = [tool for tool in environment.tools if tool not in servers and tool not in files]
     for function in functions:
-        _check_tool(findings, function)
+        _check_tool(findings, function, environment)
     names = [function.rpartition(":")[2] for function in functions]
-    names += [name for file in files for name in _check_file(findings, file.removeprefix(VERL))]
+    names += [name for file in files for name in _check_file(findings, file.removeprefix(VERL), environment)]
     return [*names, *(_load(findings, environment, None, servers) if servers else [])]
 
 
-def _check_file(findings: Findings, path: str) -> list[str]:
+def _check_file(findings: Findings, path: str, environment: EnvironmentConfig) -> list[str]:
     """Check a file of tools for verl, without running it, and return their names."""
     file = Path(path)
     if file.suffix not in (".py", ".yaml", ".yml") or not file.is_file():
@@ -144,12 +133,15 @@ def _check_file(findings: Findings, path: str) -> list[str]:
         return []
     try:
         if file.suffix == ".py":
-            names = [name for node in ast.parse(read_text(file)).body for name in _decorated(node)]
+            # Its process has a stand-in for verl.
+            if (code := code_of(findings, "tools", path, environment, given=("verl",))) is None:
+                return []
+            names = [name for node in code for name in _decorated(node)]
         else:
             listed = yaml.safe_load(read_text(file))["tools"]
             schemas = [entry["tool_schema"] for entry in listed if entry.get("tool_schema")]
             names = [schema["function"]["name"] for schema in schemas]
-    except (SyntaxError, RecursionError, yaml.YAMLError, KeyError, TypeError) as error:
+    except (yaml.YAMLError, KeyError, TypeError) as error:
         findings.error("tools", f": {path} is no file of tools for verl: {type(error).__name__}: {error}")
         return []
     is_bare = file.suffix == ".py" and not names
@@ -193,30 +185,19 @@ def _load(findings: Findings, environment: EnvironmentConfig, name: str | None, 
         pool.close()
 
 
-def _check_tool(findings: Findings, name: str) -> None:
+def _check_tool(findings: Findings, name: str, environment: EnvironmentConfig) -> None:
     """Check that a tool is a function whose arguments have annotations, without running its file."""
     if not _CODE.fullmatch(name):
         forms = f"path/to/file.py:function, mcp:COMMAND, mcp+http://ADDRESS or {VERL}FILE"
         findings.error("tools", f"must be {forms}: got {name!r}")
         return
-    try:
-        check_user_code(name)
-        tree = ast.parse(read_text(Path(name.rpartition(":")[0])))
-    except (UserError, SyntaxError, RecursionError) as error:
-        findings.error("tools", f": {error}")
+    path, _, function_name = name.rpartition(":")
+    if (code := code_of(findings, "tools", path, environment)) is None:
         return
-    function_name = name.rpartition(":")[2]
-    for node in tree.body:
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == function_name:
-            _check_annotations(findings, "tools", node, [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs])
-
-
-def _check_annotations(
-    findings: Findings, key: str, function: ast.FunctionDef | ast.AsyncFunctionDef, arguments: list[ast.arg]
-) -> None:
-    bare = [argument.arg for argument in arguments if argument.annotation is None]
-    message = f": the argument {bare[0]!r} of {function.name} needs an annotation, which the model reads" if bare else ""
-    findings.require(not bare, key, message)
+    functions = [node for node in code if isinstance(node, DEFINED) and node.name == function_name]
+    findings.require(defines(code, function_name), "tools", f": {path} defines no {function_name}")
+    for function in functions[-1:]:
+        check_tool(findings, "tools", code, function)
 
 
 def _check_dialog(findings: Findings, config: RunConfig, light: LightTokenizer, tools: list[str]) -> None:

@@ -18,6 +18,14 @@ def gpus_of(config: RunConfig) -> int:
     return config.roles.world_size + sum(layout.world_size for layout in servers if layout is not None)
 
 
+def ranks_of_machine(config: RunConfig) -> int:
+    """Return the largest number of ranks that one machine of the run may have."""
+    world, gpus = config.roles.world_size, gpus_of(config)
+    if is_joined(config.launch):
+        return int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    return min(world, config.launch.gpus_per_node or -(-gpus // (hosts(config.launch, gpus) or 1)))
+
+
 def check_hosts(findings: Findings, config: RunConfig) -> None:
     """Check launch.nodes and launch.gpus_per_node against the layouts and the launcher."""
     launch, gpus = config.launch, gpus_of(config)

@@ -99,11 +99,14 @@ class Agents(Conversations):
             )
         else:
             error = None
-        if error is None and not held.sequences:
-            error = "the agent ended without an answer that it has read: it requests its turns at base_url with api_key"
         if error is not None:
-            held.end, held.error = "agent", error
-            held.count("environment/failed")
+            held.end = "agent"
+        elif not held.sequences:
+            error = "the agent ended without an answer that it has read: it requests its turns at base_url with api_key"
+            held.end = refused or "agent"
+        if error is not None:
+            held.error = error
+            held.count("environment/failed", held.end == "agent")
             return
         if rewards is not None:
             held.rewards = {} if list(rewards) == [_WITHOUT_NAME] else dict(rewards)

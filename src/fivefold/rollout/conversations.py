@@ -52,9 +52,12 @@ class Conversations:
     def steps(self, held: Trajectory, sampling: Sampling, driver: Driver) -> Steps:
         """Take a trajectory to its end, from where it is; a failure of its environment is its own end.
 
-        One that a checkpoint has kept continues in the state of its environment then. Without that, its actions are taken
-        again in a new environment if they may be and each answer is the same; otherwise it begins again.
+        One that a checkpoint has kept continues in the state of its environment then. Tools alone have none: their answers
+        are part of the conversation. Without a state, its actions are taken again in a new environment if they may be and
+        each answer is the same; otherwise it begins again.
         """
+        if held.restore is None and self._pool.is_stateless:
+            held.restore = {}
         try:
             if held.turns and (held.restore is not None or self._pool.is_replayable):
                 first = yield from self._reset(held)
@@ -72,7 +75,7 @@ class Conversations:
                 held.state = "" if self._config.same_start else None
             held.restore = None
             yield from self._turns(held, sampling)
-            if held.end != "done" and self._pool.has_score:
+            if held.end != "done" and held.turns and self._pool.has_score:
                 # An environment adds it to the reward of its own last step; a trajectory that was cut off lacks it.
                 turn, _ = held.in_order()[-1]
                 held.earn(turn, turn.given + (yield self._pool.score(held.place)))
@@ -165,10 +168,13 @@ class Conversations:
         """Let the engine sample a turn, and return the end of the trajectory if it is the last one."""
         limit = min(sampling.max_tokens, self._room(current))
         if limit < max(1, sampling.min_tokens):
-            raise UserError(
-                f"the first context has {len(current)} tokens, which leaves no room for an answer below "
-                f"{self._max_tokens} (data.max_total_tokens)"
-            )
+            if not held.turns:
+                # Nothing was sampled, so there is nothing to reward.
+                held.error = (
+                    f"the first context has {len(current)} tokens, which leaves no room for an answer below "
+                    f"{self._max_tokens} (data.max_total_tokens)"
+                )
+            return "context"
         seed = request_seed((*held.task.draw, held.turns) if held.turns else held.task.draw)
         begin = time.monotonic()
         completion: Completion = yield Request(0, current.tokens, replace(sampling, max_tokens=limit), seed)
@@ -295,13 +301,15 @@ def conversation_metrics(counts: Mapping[str, float], ranks: Ranks) -> dict[str,
         metrics[name] = total[name] / total[name.replace("/seconds", "/calls")]
     if waited := metrics.pop("environment/wait", 0.0):
         metrics["environment/wait"] = waited / total["environment/steps"]
+    idle = metrics.pop("engine/idle", 0.0)
     if seconds := metrics.pop("engine/seconds", 0.0):
-        metrics["engine/idle_fraction"] = metrics.pop("engine/idle", 0.0) / seconds
+        metrics["engine/idle_fraction"] = idle / seconds
     hits = metrics.pop("engine/prefix_hits", 0.0)
     if looked_up := metrics.pop("engine/prefix_tokens", 0.0):
         metrics["engine/prefix_hits"] = hits / looked_up
+    steps = metrics.pop("environment/steps", 0.0)
     if elapsed := metrics.pop("environment/elapsed", 0.0):
-        metrics["environment/steps_per_second"] = metrics.pop("environment/steps", 0.0) / (elapsed / ranks.world.size())
+        metrics["environment/steps_per_second"] = steps / (elapsed / ranks.world.size())
     return metrics
 
 

@@ -156,7 +156,7 @@ class Session:
         self._calls = count()
 
     def retried(self, body: bytes, is_retry: bool) -> AgentTurn | None:
-        """Return the turn that a request repeats; None if it is a new one.
+        """Return the turn that a request repeats; None if it is a new one. Raises RefusedError as `begin` does.
 
         It is the first with this body of which the agent has no answer, or the latest if the client says that it retries.
         """
@@ -164,24 +164,30 @@ class Session:
         unread = [turn for turn in same if turn.state == "unread"]
         repeated = unread[0] if unread else same[-1] if same and is_retry else None
         if repeated is not None:
+            self._check_room([] if repeated.is_live else [repeated])
             self._count("endpoint/retries")
         return repeated
 
     def begin(self, request: AgentRequest, body: bytes) -> AgentTurn:
         """Return a new turn for a request; raises RefusedError at the trajectory's limit of turns."""
-        if sum(turn.state != "failed" for turn in self.turns) >= self._max_turns:
-            raise self._refuse("turns", "max_turns", f"the trajectory has taken its {self._max_turns} turns (max_turns)")
-        self._count("endpoint/overridden", request.overridden)
         parent, cause = self._place(request)
         turn = AgentTurn(len(self.turns), request, parent, cause)
+        repeated = turn.lineage[:-1]
+        self._check_room([*(earlier for earlier in repeated if not earlier.is_live), turn])
+        self._count("endpoint/overridden", request.overridden)
         self.turns.append(turn)
         self._bodies.setdefault(body, []).append(turn)
+        for earlier in repeated:
+            # What a request repeats, the agent has read.
+            earlier.state = "read"
         if parent is not None:
-            for earlier in parent.lineage:
-                # What a request repeats, the agent has read.
-                earlier.state = "read"
             parent.children.append(turn)
         return turn
+
+    def _check_room(self, more: Sequence[AgentTurn]) -> None:
+        """Raise RefusedError if the trajectory would have too many turns with these; an unread answer is no turn."""
+        if more and sum(turn.is_live for turn in self.turns) + len(more) > self._max_turns:
+            raise self._refuse("turns", "max_turns", f"the trajectory has taken its {self._max_turns} turns (max_turns)")
 
     def render(self, turn: AgentTurn) -> tuple[list[int], Sampling]:
         """Set the tokens and the seed of a turn, and return its context and sampling. Called by any thread.

@@ -297,7 +297,8 @@ class _Sending(_LoopThread):
                 request = missing.pop(answer[0])
                 self._watched[number].reset()
                 self._count(number, -1)
-                if self._keeps and completion.finish_reason == "abort":
+                # A stop string may begin before the cut, and the rest would not show it: the caller samples it again.
+                if self._keeps and completion.finish_reason == "abort" and not request.sampling.stop:
                     self._keep(stream, request, completion)
                 else:
                     self._give(stream, completion)
@@ -328,8 +329,6 @@ class _Sending(_LoopThread):
 
     def _keep(self, stream: RequestStream, request: Request, completion: Completion) -> None:
         """Queue a request for the rest of a response, to be sent when there are new weights."""
-        if request.sampling.stop:
-            raise RuntimeError("a response with stop strings cannot continue under new weights: one may begin before them")
         key = stream, request.id
         before = self._begun.get(key)
         begun = Begun(request, completion) if before is None else before.with_more(completion)
@@ -406,7 +405,7 @@ class RequestRouter(_Sending):
         """Send no new requests to servers until `go`; returns whether any server has requests.
 
         `keeps`: responses that servers end meanwhile are not returned to the caller; after `go` the missing part is
-        requested.
+        requested. Responses with stop strings are returned as aborted.
         """
 
         def change() -> bool:

@@ -5,15 +5,15 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import json
-import math
 import os
 import re
+import reprlib
 import shlex
 import signal
 import sys
 from typing import Any
 
-from .common import Refusal, load_code, run
+from .common import Refusal, finite, load_code, run
 
 _CODE = re.compile(r"[^:]+\.py:\w+")
 _LONGEST_OUTPUT = 1 << 20
@@ -49,12 +49,11 @@ def rewards_of(returned: Any) -> dict[str, float] | None:
     if returned is None:
         return None
     named = returned if isinstance(returned, dict) else {"reward": returned}
-    for value in named.values():
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-            raise ValueError(f"an agent returns a finite number, or several by name: got {returned!r}")
-    if not named:
-        raise ValueError("an agent returns a finite number, or several by name: got none")
-    return {str(name): float(value) for name, value in named.items()}
+    rewards = {str(name): number for name, value in named.items() if (number := finite(value)) is not None}
+    if not named or len(rewards) != len(named):
+        shown = reprlib.repr(returned) if named else "none"
+        raise Refusal(f"an agent returns a finite number, or several by name: got {shown}")
+    return rewards
 
 
 class Command:

@@ -6,6 +6,8 @@ import hashlib
 import importlib
 import importlib.util
 import inspect
+import math
+import numbers
 import os
 import sys
 import zlib
@@ -91,6 +93,17 @@ async def run(function: Any, *arguments: Any, **named: Any) -> Any:
     finally:
         if os.getpid() != process:
             os._exit(0)
+
+
+def finite(value: Any) -> float | None:
+    """Return a finite number as a float, None for anything else. Numbers of NumPy are numbers, and truth values are not."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        return None
+    try:
+        number = float(value)
+    except OverflowError:
+        return None
+    return number if math.isfinite(number) else None
 
 
 def messages_of(prompt: Any) -> list[dict[str, Any]]:
