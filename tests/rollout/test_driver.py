@@ -524,7 +524,7 @@ def test_tools_alone_are_not_called_again_when_a_trajectory_continues(tmp_path, 
     dialog = Dialog.of(tokenizer, {"chat_template": TOOL_TEMPLATE}, [tokenizer.eos_token_id], schemas)
     conversations = Conversations(EnvironmentConfig(tools=["mark"]), dialog, pool, 1000)
     call = "<tool_call>" + json.dumps({"name": "mark", "arguments": {"path": str(marks)}}) + "</tool_call>"
-    said = iter([call, call, "done"])
+    texts = iter([call, call, "done"])
 
     def go_on(held: Trajectory, until: Callable[[Any], bool]) -> None:
         steps = conversations.steps(held, Sampling(max_tokens=200), None)
@@ -532,7 +532,7 @@ def test_tools_alone_are_not_called_again_when_a_trajectory_continues(tmp_path, 
             waiting = next(steps)
             while not until(waiting):
                 if isinstance(waiting, Request):
-                    tokens = [*tokenizer.encode(next(said), add_special_tokens=False), tokenizer.eos_token_id]
+                    tokens = [*tokenizer.encode(next(texts), add_special_tokens=False), tokenizer.eos_token_id]
                     waiting = steps.send(Completion(0, tokens, [-1.0] * len(tokens), "stop", 5))
                 else:
                     waiting = steps.send(waiting.result())
