@@ -159,6 +159,18 @@ def test_what_an_own_loop_cannot_compute_is_refused(method, choices, changes, me
         prepare_update(make_objective(method, **choices), batch, **arguments)
 
 
+def test_a_loss_of_what_does_not_fit_says_what_is_missing():
+    objective, logprobs_T = make_objective("grpo", kl={"coef": 0}), torch.zeros(int((TOKENS != 0).sum()))
+    with pytest.raises(UserError, match="must come from `prepare_update`: it has no advantages_T and no loss_weights_T"):
+        objective.loss(logprobs_T, logprobs_T, padded())
+    batch = prepare_update(objective, padded(), REWARDS, [0, 0, 1, 1], max_response_tokens=LONGEST)
+    tokens = f"must have a number for each of the {len(logprobs_T)} tokens of the batch: got shape"
+    with pytest.raises(UserError, match=rf"logprobs_T {tokens} \[5\]"):
+        objective.loss(logprobs_T[:5], logprobs_T, batch)
+    with pytest.raises(UserError, match=rf"entropy_T {tokens} \[1\]"):
+        objective.loss(logprobs_T, logprobs_T[:1], batch)
+
+
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_a_batch_is_prepared_on_its_device(device):
     objective = make_objective("rloo", kl={"coef": 0.1, "place": "reward"})
