@@ -322,6 +322,8 @@ def _eval(options: argparse.Namespace) -> int:
     moved = [f"trainer.run_dir={path}"] if path.is_dir() else []
     config = RunConfig.from_yaml(path / "run.yaml" if path.is_dir() else path, [*moved, *options.overrides])
     config = _with_verbosity(config, options)
+    if not config.data.val:
+        raise UserError("nothing to evaluate: name validation files, as in data.val=[FILE.jsonl]")
     checkpoint = Path(options.checkpoint) if options.checkpoint else Checkpoints(config.run_dir, 1).latest(log)
     if checkpoint is None:
         raise UserError(f"no checkpoint in {config.run_dir / 'checkpoints'}; name one with --checkpoint")

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, redirect_stderr, suppress
+from contextlib import contextmanager, nullcontext, redirect_stderr, suppress
 from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
@@ -237,19 +237,22 @@ def load_dataset_splits(
     if repository.startswith(MODELSCOPE):
         return _splits_from_modelscope(repository, config, revision, commit, line)
     hub = _hugging_face("datasets")
-    try:
-        with _without_bars(datasets.utils), _without_bars(utils), _progress(repository, hub):
-            splits = datasets.load_dataset(repository, config, revision=commit)
-        commit = commit or Path(next(iter(splits.values())).cache_files[0]["filename"]).parent.name
-    except Exception as error:
-        # The library raises many kinds of errors (no such data set, no network, no access, damaged files).
-        if names := _configurations(repository, config, commit):
-            listed = ", ".join(f"{repository}:{name}" for name in names)
-            raise UserError(f"{repository!r} must name one of its configurations: {listed}") from error
-        offline = hub.fault
-        refusal = None if offline else _refusal(repository)
-        reason = _why(refusal or error, hub, repository, commit, offline)
-        raise UserError(_no_dataset(repository, reason, line)) from error
+    offline = hub.fault
+    with nullcontext() if offline is None else _without_requests(datasets.config):
+        try:
+            with _without_bars(datasets.utils), _without_bars(utils), _progress(repository, hub):
+                splits = datasets.load_dataset(repository, config, revision=commit)
+            commit = commit or Path(next(iter(splits.values())).cache_files[0]["filename"]).parent.name
+        except Exception as error:
+            # The library raises many kinds of errors (no such data set, no network, no access, damaged files).
+            if names := _configurations(repository, config, commit):
+                listed = ", ".join(f"{repository}:{name}" for name in names)
+                raise UserError(f"{repository!r} must name one of its configurations: {listed}") from error
+            # The network may have failed meanwhile.
+            offline = offline or hub.fault
+            refusal = None if offline else _refusal(repository)
+            reason = _why(refusal or error, hub, repository, commit, offline)
+            raise UserError(_no_dataset(repository, reason, line)) from error
     return dict(splits), commit
 
 
@@ -470,6 +473,22 @@ def _size(folder: Path) -> int:
         with suppress(OSError):
             total += path.lstat().st_size
     return total
+
+
+@contextmanager
+def _without_requests(*settings: Any) -> Iterator[None]:
+    """Let Hugging Face's clients read only their caches within this block: without a network they would retry for a
+    minute. `settings` are modules with copies of the client's setting."""
+    from huggingface_hub import constants
+
+    before = [(module, module.HF_HUB_OFFLINE) for module in (constants, *settings)]
+    for module, _ in before:
+        module.HF_HUB_OFFLINE = True
+    try:
+        yield
+    finally:
+        for module, value in before:
+            module.HF_HUB_OFFLINE = value
 
 
 @contextmanager

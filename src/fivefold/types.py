@@ -583,8 +583,9 @@ class TokenBatch:
         with writing(path):
             save_file(tensors, path, metadata={"numbers": json.dumps(numbers)})
 
-    def to(self, device: torch.device) -> TokenBatch:
+    def to(self, device: torch.device | str) -> TokenBatch:
         """Return the batch with its tensors on `device`."""
+        device = torch.device(device)
         return replace(self, **self.fields_of({name: to_device(value, device) for name, value in self.tensors().items()}))
 
 
@@ -598,7 +599,8 @@ def token_versions(batch: TokenBatch, stats: RolloutStats) -> Tensor:
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """Copy a tensor to `device`. Copies to a GPU are asynchronous, from pinned memory, so the host does not wait."""
-    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+    is_upload = device.type != "cpu" and tensor.device.type == "cpu"
+    return tensor.pin_memory().to(device, non_blocking=True) if is_upload else tensor.to(device)
 
 
 @dataclass

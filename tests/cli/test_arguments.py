@@ -62,6 +62,21 @@ def test_a_directory_above_what_is_wanted_names_it(tmp_path, capsys):
     ]
 
 
+def test_a_directory_that_is_not_there_is_no_checkpoint(tmp_path, capsys):
+    path = tmp_path / "run.yaml"
+    path.write_text("model: {path: m}\ndata: {train: [a.jsonl], val: [b.jsonl]}\n")
+    says = [f"checkpoint {tmp_path}/nope cannot be used: there is no such directory"]
+    assert complaints(capsys, "export", str(tmp_path / "nope"), str(tmp_path / "out")) == says
+    assert complaints(capsys, "eval", str(path), "--checkpoint", str(tmp_path / "nope")) == says
+
+
+def test_eval_of_a_run_without_validation_files_is_refused_at_once(tmp_path, capsys):
+    path = tmp_path / "run.yaml"
+    path.write_text("model: {path: m}\ndata: {train: [a.jsonl]}\n")
+    says = "nothing to evaluate: name validation files, as in data.val=[FILE.jsonl]"
+    assert complaints(capsys, "eval", str(path)) == [says]
+
+
 def test_a_file_may_have_an_equals_sign_in_its_name(tmp_path, capsys):
     path = tmp_path / "lr=1e-6.yaml"
     path.write_text("model: {path: m}\ntrainer: {stps: 1}\n")

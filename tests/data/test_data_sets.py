@@ -6,6 +6,7 @@ import importlib.util
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -212,7 +213,15 @@ def test_without_a_network_the_cache_has_what_was_read_before(tmp_path, hub):
     # Our own cache is gone: that of `datasets` has the same commit.
     Path(path).unlink()
     (tmp_path / "cache/hub/a--b/refs/main").unlink()
-    assert locate(tmp_path, None, "a/b", HF_DATASETS_OFFLINE="1", HF_HUB_OFFLINE="1") == path
+    assert locate(tmp_path, None, "a/b") == path
+
+
+def test_without_a_network_a_data_set_of_the_hub_is_refused_in_one_line(tmp_path, model):
+    pytest.importorskip("datasets")
+    words = ["init", str(tmp_path / "run.yaml"), "--model", str(model), "--data", "a/b:c", "--gpus", "0", "--yes"]
+    done = command(environment(tmp_path, None), *words)
+    assert done.returncode == 2 and done.stdout == ""
+    assert re.fullmatch(r"fivefold: 'a/b' is neither .* the hub gives: it does not answer, and its cache .*\n", done.stderr)
 
 
 SAYS = {

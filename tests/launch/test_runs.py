@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -350,6 +351,31 @@ def test_a_signal_ends_all_ranks_after_a_checkpoint(root, base, number, code):
     wait_for(lambda: f'"step": {state["step"] + 1},' in path.read_text(), resumed)
     resumed.send_signal(number)
     assert f"resumed after step {state['step']} " in resumed.finish().stdout
+
+
+INTERRUPTED = """
+from fivefold import RunConfig, train
+
+if __name__ == "__main__":
+    train(RunConfig.from_yaml("{root}/run.yaml", ["trainer.run_dir={root}/runs/asked", "trainer.steps=100000"]))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_run_from_python_that_is_asked_to_end_raises_how_to_resume_it(root, number):
+    run_dir = root / "runs/asked"
+    shutil.rmtree(run_dir, ignore_errors=True)
+    (root / "interrupted.py").write_text(INTERRUPTED.format(root=root))
+    process = subprocess.Popen([sys.executable, root / "interrupted.py"], stderr=subprocess.PIPE, text=True)
+    path = run_dir / "metrics.jsonl"
+    wait_for(lambda: path.is_file() and '"step": 1,' in path.read_text(), process)
+    process.send_signal(number)
+    *_, reason, command = process.communicate(timeout=LONGEST)[1].splitlines()
+    error, name = {signal.SIGINT: ("KeyboardInterrupt", "Ctrl-C")}.get(number, ("fivefold.errors.RunError", "SIGTERM"))
+    assert reason == f"{error}: the run was asked to end by {name}; to resume it:"
+    assert command == f"fivefold train {run_dir}/run.yaml"
+    # A shell sees a program that Ctrl-C ended.
+    assert process.returncode == (-signal.SIGINT if number == signal.SIGINT else 1)
 
 
 def test_a_run_that_never_resumes_is_told_how_to(tmp_path):

@@ -5,10 +5,21 @@ from __future__ import annotations
 import re
 from xml.etree import ElementTree
 
+import pytest
+
+from fivefold.errors import UserError
 from fivefold.observability.curve import figure
 from fivefold.observability.run_logger import append_json
 
 SVG = "{http://www.w3.org/2000/svg}"
+
+
+def test_a_chart_of_no_metric_says_which_there_are(tmp_path):
+    append_json(tmp_path / "metrics.jsonl", {"step": 1, "loss": 0.5})
+    with pytest.raises(UserError, match=r"^name a metric, or a pattern as 'val/\*'; there are loss, step$"):
+        figure(tmp_path)
+    with pytest.raises(UserError, match=f"^no metric los or kl in {tmp_path}; there are loss, step$"):
+        figure(tmp_path, "los", "kl")
 
 
 def test_labels_show_the_pattern_of_their_lines_and_no_two_are_alike(tmp_path):

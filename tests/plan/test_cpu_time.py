@@ -17,6 +17,8 @@ from fivefold.plan.check import check
 from fivefold.plan.cpu_time import Rates, describe_cpu_step, measured_rates, step_operations, step_seconds, trial_of
 from fivefold.plan.estimate import Lengths
 from fivefold.plan.memory import training_flops
+from tests.support.commands import program
+from tests.support.hub import serving
 from tests.support.public_shapes import write_shape
 from tests.support.tiny_models import make_model, make_tokenizer
 
@@ -104,6 +106,20 @@ def test_init_and_check_print_the_time_of_the_whole_run_and_a_trial_as_it_is_typ
     line = output.splitlines()[-1]
     assert shlex.split(line)[2:7] == ["fivefold", "train", "my run.yaml", "algorithm.group_size=4", "trainer.steps=3"]
     assert main(["check", *shlex.split(line)[4:]]) == 0
+
+
+def test_a_model_of_the_hub_gets_an_estimate_by_its_config_alone(model, tmp_path):
+    keys = ["model.path=some/model", "data.train=[x.jsonl]", "policy.dtype=float32", "trainer.device=cpu"]
+    given = {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_TELEMETRY": "1"}
+    with serving() as hub:
+        hub.push("some/model", {"config.json": (model / "config.json").read_bytes(), "model.safetensors": b"."}, "models")
+        output = program("fivefold.cli", "check", *keys, env={**given, "HF_ENDPOINT": hub.url}).stdout
+        assert "note     a step takes at least " in output, output
+        (download,) = hub.downloads("some/model", "models")
+        assert download.endswith("/config.json") and hub.large_downloads() == []
+    gone = program("fivefold.cli", "check", *keys, env={**given, "HF_HOME": str(tmp_path / "none"), "HF_ENDPOINT": hub.url})
+    assert "its sizes are not checked" in gone.stdout and "a step takes" not in gone.stdout
+    assert "Traceback" not in gone.stderr, gone.stderr
 
 
 @pytest.mark.parametrize(("updates", "prompts"), [(1, 4), (3, 6), (8, 8)])

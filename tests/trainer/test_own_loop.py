@@ -138,7 +138,11 @@ def test_the_losses_of_parts_add_up_to_that_of_the_whole():
     [
         ("grpo", {}, {"rewards": [1, 0]}, "rewards must have a number for each of the 4 samples: got 2"),
         ("grpo", {}, {"rewards": [1, 0, float("nan"), 1]}, "every reward must be a finite number"),
+        ("grpo", {}, {"rewards": [1, 0, None, 1]}, r"rewards must be numbers: got \[1, 0, None, 1\]"),
+        ("grpo", {}, {"rewards": [[1], [0], [0], [1]]}, "rewards must have a number for each of the 4 samples: got 4 x 1"),
         ("grpo", {}, {"groups": [0]}, "groups must have a number for each of the 4 samples: got 1"),
+        ("grpo", {}, {"groups": ["a", "a", "b", "b"]}, "groups must be numbers: got "),
+        ("grpo", {}, {"finished": True}, "finished must have a number for each of the 4 samples: got one for all"),
         ("dapo", {}, {"max_response_tokens": 2}, "max_response_tokens must be at least 3, the longest response: got 2"),
         ("grpo", {"kl": {"coef": 0.1}}, {}, r"the method needs batch\[Column.REF_LOGPROBS\]: set it before"),
         ("ppo", {}, {}, r"the method needs batch\[Column.VALUES\]: set it before"),
@@ -153,6 +157,34 @@ def test_what_an_own_loop_cannot_compute_is_refused(method, choices, changes, me
         batch = filled(batch)
     with pytest.raises(UserError, match=message):
         prepare_update(make_objective(method, **choices), batch, **arguments)
+
+
+def test_a_loss_of_what_does_not_fit_says_what_is_missing():
+    objective, logprobs_T = make_objective("grpo", kl={"coef": 0}), torch.zeros(int((TOKENS != 0).sum()))
+    with pytest.raises(UserError, match="must come from `prepare_update`: it has no advantages_T and no loss_weights_T"):
+        objective.loss(logprobs_T, logprobs_T, padded())
+    batch = prepare_update(objective, padded(), REWARDS, [0, 0, 1, 1], max_response_tokens=LONGEST)
+    tokens = f"must have a number for each of the {len(logprobs_T)} tokens of the batch: got shape"
+    with pytest.raises(UserError, match=rf"logprobs_T {tokens} \[5\]"):
+        objective.loss(logprobs_T[:5], logprobs_T, batch)
+    with pytest.raises(UserError, match=rf"entropy_T {tokens} \[1\]"):
+        objective.loss(logprobs_T, logprobs_T[:1], batch)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_batch_is_prepared_on_its_device(device):
+    objective = make_objective("rloo", kl={"coef": 0.1, "place": "reward"})
+    arguments = {"groups": [0, 0, 1, 1], "max_response_tokens": LONGEST}
+    expected = prepare_update(objective, filled(padded()), REWARDS, **arguments)
+    before = filled(padded()).to(device)
+    batch = prepare_update(objective, before, torch.tensor(REWARDS, device=device), **arguments)
+    assert Column.ADVANTAGES not in before
+    logprobs_T = torch.linspace(-2, -1, len(batch.token_ids_T), device=device)
+    assert objective.loss(logprobs_T, torch.zeros_like(logprobs_T), batch).loss.device.type == device
+    for name, tensor in batch.tensors().items():
+        assert tensor.device.type == device, name
+    for name, tensor in batch.to("cpu").tensors().items():
+        assert torch.equal(tensor, expected.tensors()[name]), name
 
 
 @pytest.mark.parametrize(

@@ -236,8 +236,17 @@ class Objective:
 
         `logprobs_T` and `entropy_T` have a number per token of the batch at its temperature; entropies may be 0 unless
         algorithm.entropy_coef is set, and numbers on prompts are not used. The batch needs loss weights and advantages. The
-        sum is float64: positive and negative terms cancel, and the loss does not depend on the split.
+        sum is float64: positive and negative terms cancel, and the loss does not depend on the split. Raises UserError for
+        a batch that `prepare_update` did not return, and for another number of log-probs than tokens.
         """
+        if missing := [column.value for column in (Column.ADVANTAGES, Column.LOSS_WEIGHTS) if column not in batch]:
+            raise UserError(f"the batch must come from `prepare_update`: it has no {' and no '.join(missing)}")
+        for name, values_T in (("logprobs_T", logprobs_T), ("entropy_T", entropy_T)):
+            if values_T.shape != batch.token_ids_T.shape:
+                raise UserError(
+                    f"{name} must have a number for each of the {len(batch.token_ids_T)} tokens of the batch: got shape "
+                    f"{list(values_T.shape)}"
+                )
         tokens = self.gradient.tokens(logprobs_T, entropy_T, batch, progress)
         policy = self.gradient(tokens)
         values = {"loss": policy.loss_T, "penalty": torch.zeros_like(policy.loss_T)}

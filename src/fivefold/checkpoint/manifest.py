@@ -83,6 +83,8 @@ def find_corruption(directory: Path) -> str:
 
     Raises OSError if a file cannot be read, since that does not mean that its content is damaged.
     """
+    if not directory.is_dir():
+        return "there is no such directory"
     try:
         Manifest.read(directory).check(directory)
     except DamagedFile as error:

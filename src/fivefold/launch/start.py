@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import signal
 from functools import partial
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from fivefold.files import run_umask, write_whole
 from fivefold.launch import environment, local
 from fivefold.launch.lock import locked
 from fivefold.launch.run_directory import check_run_directory
-from fivefold.launch.watch import ASKED
+from fivefold.launch.watch import ASKED, name_of
 from fivefold.plan.check import check
 
 
@@ -90,7 +91,8 @@ def train(config: RunConfig) -> Path:
     """Train as `fivefold train` does; returns the run directory, with metrics, samples and checkpoints.
 
     Raises ConfigError with everything that prevents the run from starting. Raises UserError if another run holds the
-    directory or left a checkpoint of something else in it, and RunError if the run failed.
+    directory or left a checkpoint of something else in it, and RunError if the run failed. Ctrl-C, or a notebook's stop
+    button, saves the run and raises KeyboardInterrupt with the command that resumes it.
 
     Every rank loads functions of the configuration from the file that defines them. So the code in that file that starts the
     run must be under `if __name__ == "__main__"`. Under torchrun the process ends with the run.
@@ -99,6 +101,10 @@ def train(config: RunConfig) -> Path:
     """
     if errors := check(config).starting():
         raise ConfigError(errors)
-    if code := start(config):
+    if (code := start(config)) in ASKED:
+        number, command = code - 128, resume_command(config)
+        kind = KeyboardInterrupt if number == signal.SIGINT else RunError
+        raise kind(f"the run was asked to end by {name_of(number)}" + (f"; to resume it:\n{command}" if command else ""))
+    if code:
         raise RunError(f"the run ended with exit code {code}; what its ranks left is in {config.run_dir / 'logs'}")
     return config.run_dir

@@ -111,7 +111,7 @@ class Figure:
 def figure(run_dir: str | Path, *metrics: str, title: str = "") -> Figure:
     """Return one chart of a run's metrics, which may be patterns as `val/*`.
 
-    Raises UserError if the run has no such metric.
+    Raises UserError if the run has no such metric, or none is named.
 
     Example: `figure("runs/first", "reward/mean", "val/*/mean@4")` at the end of a notebook's cell.
     """
@@ -119,7 +119,8 @@ def figure(run_dir: str | Path, *metrics: str, title: str = "") -> Figure:
     names = sorted({name for row in rows for name in row})
     series = _series(_matching(metrics, names), rows)
     if not series:
-        raise UserError(f"no metric {' or '.join(metrics)} in {run_dir}; there are {', '.join(names)}")
+        problem = f"no metric {' or '.join(metrics)} in {run_dir}" if metrics else "name a metric, or a pattern as 'val/*'"
+        raise UserError(f"{problem}; there are {', '.join(names)}")
     return drawn(series, title)
 
 

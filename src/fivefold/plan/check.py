@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -39,7 +40,7 @@ from fivefold.config.schema import (
 from fivefold.config.scoring import RewardConfig
 from fivefold.config.validate import validate
 from fivefold.errors import UserError, shown
-from fivefold.hub import MODELSCOPE, cached_models
+from fivefold.hub import MODELSCOPE, cached_models, model_snapshot
 from fivefold.keys.findings import Findings
 from fivefold.models.adapters import adapters_of, check_adapter_files
 from fivefold.models.bridges import bridge_fault
@@ -120,14 +121,23 @@ def check(config: RunConfig) -> Findings:
 
 
 def _estimate_on_cpu(findings: Findings, config: RunConfig, spec: ModelSpec | None) -> None:
-    """Note the time of a step on this machine's CPU, and a trial if it is long. A model of the hub may be in its cache."""
+    """Note the time of a step on this machine's CPU, and a trial if it is long. A hub model needs only its config.json."""
     if findings.errors or elsewhere(config.launch) or on_gpus(config.launch, config.trainer.device):
         return
     if spec is None:
-        cached = cached_models().get(config.model.path)
-        spec = None if cached is None else load_spec(cached)
+        spec = _spec_from_hub(config.model.path)
     if spec is not None:
         findings.duration[:], findings.trial[:] = cpu_time.describe_cpu_step(config, spec, cpu_time.measured_rates)
+
+
+def _spec_from_hub(name: str) -> ModelSpec | None:
+    """Return the sizes of a model of the hub, by its config.json in the cache or downloaded, one small file; else None."""
+    if name.startswith(MODELSCOPE) or not is_hub_id(name):
+        return None
+    # Why the hub does not have it is reported when the run downloads its weights.
+    with suppress(UserError):
+        return load_spec(cached_models().get(name) or model_snapshot(name, ("config.json",)))
+    return None
 
 
 def _check_run_dir(findings: Findings, path: Path, named: str | None) -> None:

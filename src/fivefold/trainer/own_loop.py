@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fivefold.algo.objective import Objective
 from fivefold.columns import Column
-from fivefold.errors import UserError
+from fivefold.errors import UserError, shown
 from fivefold.trainer.minibatches import MiniBatches
 from fivefold.types import RolloutStats, TokenBatch
 
@@ -39,17 +39,16 @@ def prepare_update(
 
     `Objective.loss` of the result and the log-probs is the loss to minimize. `rewards` has a number per sample, `groups` the
     number of its prompt, `finished` whether the response ended by itself (true if left out). Columns that the method needs
-    besides, for example `Column.REF_LOGPROBS` for a KL, must be set before. Raises UserError for what does not fit.
+    besides, for example `Column.REF_LOGPROBS` for a KL, must be set before. The batch may be on any device and stays there.
+    Raises UserError for what does not fit.
 
     Example: `prepare_update(objective, batch, rewards=[1, 0, 0, 1], groups=[0, 0, 1, 1], max_response_tokens=512)`.
     """
-    rewards_N, group_N = torch.as_tensor(rewards, dtype=torch.float64), torch.as_tensor(groups)
+    # Advantages are sums over a few numbers per sample: a GPU would not compute them sooner.
+    device, batch = batch.token_ids_T.device, batch.to("cpu")
     samples = len(batch.lengths_N)
-    finished_N = torch.ones(samples, dtype=torch.bool) if finished is None else torch.as_tensor(finished).bool()
-    sizes = {"rewards": len(rewards_N), "groups": len(group_N), "finished": len(finished_N)}
-    for name, size in sizes.items():
-        if size != samples:
-            raise UserError(f"{name} must have a number for each of the {samples} samples: got {size}")
+    rewards_N, group_N = _numbers("rewards", rewards, samples).double(), _numbers("groups", groups, samples)
+    finished_N = _numbers("finished", [True] * samples if finished is None else finished, samples).bool()
     if not rewards_N.isfinite().all():
         raise UserError(f"every reward must be a finite number: got {rewards_N.tolist()}")
     _refuse_what_needs_a_run(objective, batch)
@@ -77,7 +76,19 @@ def prepare_update(
     )
     objective.assign_advantages(batch, stats, OneProcess())
     (update,) = MiniBatches(objective)(batch, stats)
-    return update.batch
+    return update.batch.to(device)
+
+
+def _numbers(name: str, values: Numbers, samples: int) -> Tensor:
+    """Return one number per sample on the CPU; raise UserError for anything else."""
+    try:
+        numbers_N = torch.as_tensor(values, device="cpu")
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise UserError(f"{name} must be numbers: got {shown(values)}") from error
+    if numbers_N.shape != (samples,):
+        size = " x ".join(map(str, numbers_N.shape)) or "one for all"
+        raise UserError(f"{name} must have a number for each of the {samples} samples: got {size}")
+    return numbers_N
 
 
 def _refuse_what_needs_a_run(objective: Objective, batch: TokenBatch) -> None:
