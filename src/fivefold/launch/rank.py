@@ -245,7 +245,8 @@ def evaluate(config: RunConfig, checkpoint: Path, ranks: Ranks, device: torch.de
     with contextlib.redirect_stdout(sys.stderr):
         run = build_run(config, ranks, device, checkpoint, is_evaluation=True)
         try:
-            assert run.trainer.evaluation is not None, "`fivefold eval` refuses a run without data.val"
+            if run.trainer.evaluation is None:
+                raise UserError("nothing to evaluate: data.val has no responses, and the run does not sample")
             run.models.policy.load(checkpoint / "policy")
             metrics, _ = run.trainer.evaluation.measure(run.models)
             for sentence in run.logger.warnings.of(0, metrics)[1]:
