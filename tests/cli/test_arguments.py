@@ -18,7 +18,7 @@ def complaints(capsys, *arguments: str) -> list[str]:
 
 
 @pytest.mark.parametrize("command", ["check", "train"])
-def test_all_missing_and_misspelt_keys_are_named_at_once(capsys, command):
+def test_all_missing_and_misspelled_keys_are_named_at_once(capsys, command):
     assert complaints(capsys, command, "data.tran=[a.jsonl]", "trainer.stps=3") == [
         "unknown key 'data.tran': did you mean 'data.train'?",
         "unknown key 'trainer.stps': did you mean 'trainer.steps'?",

@@ -206,7 +206,7 @@ def test_a_key_without_effect_is_reported(tmp_path, models):
     assert "policy.optimizer.decay_steps and min_lr has no effect: the schedule is constant" in result.stdout
     assert "eval.samples and generate has no effect" in result.stdout
     sft = check(path, "algorithm.name=sft", "algorithm.group_size=4", "engine.sampling.temperature=0.5")
-    assert "algorithm.group_size has no effect: sft learns from the responses that stand in the data" in sft.stdout
+    assert "algorithm.group_size has no effect: sft learns from the responses in the data" in sft.stdout
     assert "engine.sampling has no effect: sft does not sample" in sft.stdout
     dpo = check(path, "algorithm.name=dpo", "reward.functions={format: 1}", "data.messages_key=m", "data.chosen_key=c")
     assert "reward has no effect: dpo scores nothing" in dpo.stdout
@@ -382,7 +382,7 @@ def test_updates_that_a_method_cannot_correct_are_noted(tmp_path, models):
         f"model: {{path: {models('qwen3')}, tokenizer: {make_tokenizer(tmp_path / 'words')}}}\n"
         f"data: {{train: {data}, prompts_per_step: 8, max_prompt_tokens: 100, max_response_tokens: 20}}\n",
     )
-    noted = "of 4 updates a step all but the first are off-policy"
+    noted = "all but the first of 4 updates a step are off-policy"
     assert noted in check(path, "algorithm.name=rloo", "algorithm.updates_per_step=4").stdout
     assert noted not in check(path, "algorithm.name=grpo", "algorithm.updates_per_step=4").stdout
 

@@ -481,7 +481,7 @@ def test_a_quantized_engine_is_said_not_to_be_compared(files, vllm):
 def test_weights_that_were_quantized_before_are_not_those_of_the_policy(files, vllm, tmp_path):
     vllm("0.26.0")
     (error,) = check(config(files, backend="vllm:t2", vllm={"quantization": "awq"})).errors
-    assert error.startswith("engine.vllm.quantization must be made of the policy's weights as they come: one of fp8, ")
+    assert error.startswith("engine.vllm.quantization must be one that vLLM can apply while weights arrive: one of fp8, ")
     methods = tmp_path / "vllm/model_executor/layers/quantization/__init__.py"
     methods.parent.mkdir(parents=True)
     methods.write_text('QuantizationMethods = Literal["fp8", "awq"]\n')

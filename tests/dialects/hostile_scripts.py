@@ -77,8 +77,8 @@ GREEDY = {
     "odd numbers": 'shift ²\n[ --5 -gt 3 ] && a=1\n[ ² -gt 3 ]\ny="<"\ncat $y$y"7" > f\ncat $y$y"²"\nz=${x:99999999999999999999}'
     + RUN,
     "a word that is no file name": "bash " + "x" * 100_000 + ".sh" + RUN,
-    "12,000 misspelt keys": RUN + "".join(f" trainer.misspelt{i}=1" for i in range(12_000)),
-    "4,000 misspelt keys": RUN + "".join(f" trainer.misspelt{i}=1" for i in range(4_000)),
+    "12,000 misspelled keys": RUN + "".join(f" trainer.misspelled{i}=1" for i in range(12_000)),
+    "4,000 misspelled keys": RUN + "".join(f" trainer.misspelled{i}=1" for i in range(4_000)),
     "a key of 100,000 letters": RUN + " " + "a." * 50_000 + "b=1",
     "a variable that names itself": RUN + " data.train_files=x\\${LOOP}",
     "numbers of 5,000 digits": RUN + f" trainer.total_epochs={'9' * 5000} data.train_batch_size=1e999 algorithm.gamma=nan",

@@ -1090,7 +1090,7 @@ def test_a_key_that_no_row_names_is_not_taken_for_one_without_effect(system, tre
     ("trinity", "trainer.trainer_config.actor_rollout_ref.actor.ppo_micro_batch_size_per_gpus=2", "trainer.trainer_config.actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu"),
     ("roll", "reference.strategy_args.strategy_config.tensor_model_paralel_size=2", "reference.strategy_args.strategy_config.tensor_model_parallel_size"),
 ])  # fmt: skip
-def test_a_row_with_a_wildcard_takes_no_misspelt_key(system, word, says):
+def test_a_row_with_a_wildcard_takes_no_misspelled_key(system, word, says):
     unknown = outcome(translated(system, word), word.partition("=")[0])
     assert unknown.kind == "unknown" and unknown.is_refused
     assert unknown.reason.endswith(f"did you mean {says}?"), unknown.reason

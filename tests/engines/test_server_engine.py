@@ -388,7 +388,7 @@ def test_servers_that_run_already_get_weights_over_a_process_group(cluster, mode
             check_servers(findings := Findings(), [address], describe, COMMAND, expected, longest)
             errors.append(findings.errors)
         assert errors[0] == []
-        assert "300 tokens: its most is 256" in errors[1][0]
+        assert "300 tokens: its maximum is 256" in errors[1][0]
         assert "holds another model than model.path: {'vocab_size': 131} != {'vocab_size': 7}" in errors[2][0]
         results = cluster.run(over_a_process_group, "megatron:d2", model, address)
         with pytest.raises(RuntimeError):

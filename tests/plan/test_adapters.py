@@ -107,10 +107,10 @@ def test_an_update_of_adapters_takes_less_time_and_no_gradients_of_frozen_expert
 
 
 @pytest.mark.parametrize(("lora", "others", "says"), [
-    ({"rank": 4, "target_modules": ["q_prj"]}, {}, "policy.lora.target_modules must name linear maps"),
-    ({"rank": 4, "exclude_modules": ["lm_head"]}, {}, "policy.lora.exclude_modules must name linear maps"),
+    ({"rank": 4, "target_modules": ["q_prj"]}, {}, "policy.lora.target_modules must name linear layers"),
+    ({"rank": 4, "exclude_modules": ["lm_head"]}, {}, "policy.lora.exclude_modules must name linear layers"),
     ({"rank": 4, "exclude_modules": ["all-linear"]}, {}, "leaves nothing to train"),
-    ({"rank": 4, "target_modules": []}, {}, "policy.lora.target_modules must name linear maps, or all-linear: got []"),
+    ({"rank": 4, "target_modules": []}, {}, "policy.lora.target_modules must name linear layers, or all-linear: got []"),
     ({"rank": -1}, {}, "policy.lora.rank must be at least 0"),
     ({"rank": 4, "alpha": 0}, {}, "policy.lora.alpha must be above 0"),
     ({"rank": 4, "dropout": 0.1}, {}, "unknown key 'policy.lora.dropout'"),

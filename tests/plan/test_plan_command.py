@@ -127,7 +127,7 @@ def test_a_calibration_changes_what_is_predicted(tmp_path, capsys):
     ("arguments", "says"),
     [
         (["--gpu", "h100-80g", "--model", "{model}"], "say how many GPUs there are: --gpus N"),
-        (["--gpus", "8", "--model", "{model}"], "name the GPU with --gpu, this machine has none that is known"),
+        (["--gpus", "8", "--model", "{model}"], "this machine has no known GPU: pass --gpu with one of"),
         (["--gpus", "8", "--gpu", "h100", "--model", "{model}"], "unknown GPU 'h100': known are a10-24g"),
         (["--gpus", "12", "--gpu", "h100-80g", "--model", "{model}"], "got 12 with 8 on a node; take 8 or 16"),
         (["--gpus", "8", "--gpu", "h100-80g"], "name the model: --model DIRECTORY"),

@@ -79,7 +79,7 @@ FILES = {
     "an ordered mapping": "model_init_kwargs: !!omap [a: 1, b: 2]\n",
     "a date": "max_steps: 2020-01-01\n",
     "a long list": "reward_funcs: [" + "a.b, " * 40_000 + "]\n",
-    "many keys": "".join(f"misspelt{number}: 1\n" for number in range(10_000)),
+    "many keys": "".join(f"misspelled{number}: 1\n" for number in range(10_000)),
     "brackets": "beta: " + "[" * 5_000 + "]" * 5_000 + "\n",
     "quotes": "beta: " + "'" * 100_001 + "\n",
     "anchors": "".join(f"k{number}: &a{number} x\n" for number in range(5_000)),

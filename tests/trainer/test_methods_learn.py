@@ -33,7 +33,7 @@ def test_every_method_learns(cluster, tmp_path, name):
 
 EXTRAS = {
     "legacy": ("grpo", {"aggregate": "micro-batch-token-mean"}),
-    "normalised by the step": ("grpo", {"normalize": "batch"}),
+    "normalized by the step": ("grpo", {"normalize": "batch"}),
     "kl in the reward, adaptive": ("grpo", {"kl": methods.KL(place="reward", estimator="k1", coef=0.01, target=0.5)}),
     "groups with a critic": ("ppo", {"advantage": "group", "lam": 0.95}),
     "straight-through kl": ("rloo", {"kl": methods.KL(estimator="k1+", coef=0.001)}),

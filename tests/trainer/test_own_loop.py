@@ -240,6 +240,6 @@ def test_an_objective_takes_functions(choices):
         ("grpo", {"clip_high": "much"}, "algorithm.clip_high must be a number, got 'much'"),
     ],
 )
-def test_a_misspelt_choice_of_an_objective_is_named(name, choices, message):
+def test_a_misspelled_choice_of_an_objective_is_named(name, choices, message):
     with pytest.raises(UserError, match=message):
         make_objective(name, **choices)

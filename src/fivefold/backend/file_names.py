@@ -28,7 +28,7 @@ class FileTensor:
     expert: int | None = None
     """Index in the first dimension of a parameter that stacks experts."""
     begin: int = 0
-    """Its first row, where a parameter joins several tensors."""
+    """First row of this tensor within a parameter that joins several."""
 
     def of(self, whole: Tensor) -> Tensor:
         """Return the part of a whole parameter that this tensor is; a view."""

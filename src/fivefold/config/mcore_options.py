@@ -49,7 +49,7 @@ class Option(NamedTuple):
     reason: str
     """What it changes, why it is refused, or why it has no effect."""
     is_pipeline: bool
-    """It belongs into the section `pipeline`."""
+    """Whether the option belongs in the section `pipeline`."""
 
 
 LOSS_SCALE = {"initial_loss_scale": 2.0**32, "min_loss_scale": 1.0, "loss_scale_window": 1000, "hysteresis": 2}
@@ -118,7 +118,7 @@ class Options:
         if unknown := [kind for kind in kinds if kind not in ("none", "seq_aux_loss", "aux_loss")]:
             transformer.error(
                 "moe_router_load_balancing_type",
-                "must be none, seq_aux_loss (of each sequence: the same under every cut) or aux_loss (of each micro-batch): "
+                "must be none, seq_aux_loss (of each sequence, however a step is split) or aux_loss (of each micro-batch): "
                 f"got {unknown[0]!r}",
             )
         coefficients = self.transformer.get("moe_aux_loss_coeff", 0.0)

@@ -183,7 +183,7 @@ def _check_engine(findings: Findings, config: Derived) -> None:
         f"{engine.mode} with {config.roles.world_size} ranks, of which {policy.world_size} hold the policy",
     )
     message = (
-        f"must be server with policy.router_replay: R3: in the ranks vLLM tells routes to one of them only; got {layout}"
+        f"must be server with policy.router_replay: R3: in the ranks vLLM returns the routes on one rank only; got {layout}"
     )
     replays = config.policy.router_replay == "R3"
     findings.require(not replays or layout.tp == 1 or engine.is_server, "engine.mode", message)
@@ -336,7 +336,7 @@ def _check_rollout(findings: Findings, config: Derived) -> None:
     findings.require(
         rollout.oversample == 0 or rollout.tail != "wait",
         "oversample",
-        f"needs rollout.tail: carry or drop, for groups in excess are cut: got {rollout.oversample:g} with tail: wait",
+        f"needs rollout.tail: carry or drop, for surplus groups: got {rollout.oversample:g} with tail: wait",
     )
     engine = config.engine
     if engine.is_server and not engine.url and not engine.is_apart:
@@ -482,7 +482,7 @@ def _check_adapters(findings: Findings, settings: PolicyConfig) -> None:
         return
     if lora.path is not None and lora.init != usual.init:
         findings.ignore("lora.init", "the adapters of lora.path are not drawn")
-    findings.require(bool(lora.target_modules), "lora.target_modules", f"must name linear maps, or {ALL}: got []")
+    findings.require(bool(lora.target_modules), "lora.target_modules", f"must name linear layers, or {ALL}: got []")
     for key, needed in (("transformer_impl", "torch"), ("bridge_type", "native")):
         setting = getattr(megatron, key)
         findings.require(setting == needed, f"megatron.{key}", f"must be {needed} with adapters (lora): got {setting}")

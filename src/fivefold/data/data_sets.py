@@ -36,7 +36,7 @@ class HubDataSet:
     """A data set of a hub, named as [modelscope:]OWNER/NAME[:CONFIG][/SPLIT][@REVISION]."""
 
     repository: str
-    """With `modelscope:` before its name if it is there."""
+    """OWNER/NAME, with the prefix `modelscope:` for ModelScope."""
     config: str | None
     split: str | None
     revision: str | None

@@ -92,7 +92,7 @@ def build_mesh(ranks: Ranks, device: torch.device, replicas: int = 1) -> Mesh:
         return place.dp % per_copy
 
     def block(place: Coordinates) -> int:
-        """The neighbors that divide experts."""
+        """Neighboring ranks over which the experts are divided."""
         return place.dp // neighbors
 
     def inside(place: Coordinates) -> int:

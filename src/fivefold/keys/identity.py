@@ -25,7 +25,7 @@ class Counts(Enum):
     """How a key counts toward the identity of a run."""
 
     VALUE = "its value"
-    CONTENT = "what stands in the files that it names"
+    CONTENT = "the content of the files that it names"
     HARMLESS = "not at all"
 
 

@@ -97,7 +97,7 @@ def adapters_of(spec: ModelSpec, lora: LoraSpec) -> tuple[Adapter, ...]:
         for name in names:
             if name != ALL and not any(_fits(module, name) for module, *_ in maps):
                 raise UserError(
-                    f"{key} must name linear maps of the model's layers, by the end of their names: got {shown(name)}; "
+                    f"{key} must name linear layers of the model's layers, by the end of their names: got {shown(name)}; "
                     f"{spec.family} has {', '.join(known)}"
                 )
     adapters = []
@@ -202,7 +202,7 @@ def check_adapter_files(directory: Path, spec: ModelSpec, lora: LoraSpec) -> Non
     for key, values in _PLAIN.items():
         if (value := config.get(key, values[0])) not in values:
             raise UserError(
-                f"{directory / CONFIG}: {key} must be {shown(values[0])}, nothing else is computed here: {shown(value)}"
+                f"{directory / CONFIG}: {key} must be {shown(values[0])}, other values are not supported: got {shown(value)}"
             )
     for key, ours, setting in (("r", "rank", lora.rank), ("lora_alpha", "alpha", lora.alpha)):
         if config.get(key) != setting:

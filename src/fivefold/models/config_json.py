@@ -362,11 +362,11 @@ def read_sigmoid_experts(
         )
     if top_k < 2:
         raise UserError(
-            f"num_experts_per_tok must be at least 2 for {family}: Megatron-Core does not normalise a single score"
+            f"num_experts_per_tok must be at least 2 for {family}: Megatron-Core does not normalize a single score"
         )
     if not read_flag(config, "norm_topk_prob", True):
         raise UserError(
-            f"norm_topk_prob: false is not supported for {family}: Megatron-Core always normalises sigmoid scores"
+            f"norm_topk_prob: false is not supported for {family}: Megatron-Core always normalizes sigmoid scores"
         )
     dense, ffn = (
         read_whole(config, "first_k_dense_replace", dense_layers, low=0),

@@ -195,7 +195,7 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         Metric("async/engine_load", "fraction", "Requests in flight over what the engine may have at once, mean over time."),
         Metric("async/aborted_tokens", "tokens", "Tokens that were sampled and thrown away: aborted or cut."),
         Metric("async/reused_tokens", "tokens", "Tokens of responses that new weights continued."),
-        Metric("async/cut_groups", "groups", "Groups that were not complete when they were due, or in excess."),
+        Metric("async/cut_groups", "groups", "Groups that were not complete when they were due, and surplus ones."),
     ),
     "Policy": (
         Metric("policy/loss", "loss", "Loss, mean over the step's optimizer steps."),

@@ -362,7 +362,9 @@ def _report_ignored(findings: Findings, config: RunConfig, specs: dict[str, Mode
     if config.data.learned_turns != DataConfig().learned_turns and algorithm.method.learns_from != "responses":
         findings.ignore("data.learned_turns", f"{name} does not read it")
     if config.data.domains and not config.data.mixture and algorithm.resolved.whiten_by != "domain":
-        findings.ignore("data.domains", "neither data.mixture nor algorithm.whiten_by: domain tells domains apart")
+        findings.ignore(
+            "data.domains", "nothing uses the domains: neither data.mixture nor algorithm.whiten_by: domain is set"
+        )
     if config.model.config is not None and not any(is_torch_dist(role.path) for role in config.roles.models.values()):
         findings.ignore("model.config", "no model is a checkpoint of Megatron-Core: a Hugging Face directory has its own")
     if config.reference != ReferenceConfig() and not algorithm.needs_reference:
@@ -397,7 +399,7 @@ def _report_unsampled(findings: Findings, config: RunConfig) -> None:
     """Report sampling keys in a run that learns from the responses in its data."""
     name, drawn, usual = config.algorithm.name, config.engine.sampling, SamplingConfig()
     if config.algorithm.group_size != AlgorithmConfig().group_size:
-        findings.ignore("algorithm.group_size", f"{name} learns from the responses that stand in the data")
+        findings.ignore("algorithm.group_size", f"{name} learns from the responses in the data")
     ends = ("stop", "stop_token_ids", "ignore_eos")
     if drawn != replace(usual, **{name: getattr(drawn, name) for name in ends}):
         findings.ignore("engine.sampling", f"{name} does not sample for training, and evaluation has its own (eval)")

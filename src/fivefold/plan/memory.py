@@ -384,7 +384,7 @@ class Held:
 
 @dataclass(frozen=True)
 class Other:
-    """A model besides the policy: its sharding, its ranks, and the parts that are offloaded outside of its turn."""
+    """A model besides the policy: its sharding, its ranks, and the parts that are offloaded while other models compute."""
 
     model: Sharded
     first_rank: int = 0

@@ -96,7 +96,7 @@ def gpu_or_refuse(name: str | None) -> str:
     """Return the GPU's name, or that of this machine's GPU; raise ValueError if neither is known."""
     gpu = name or local_gpu_kind()
     if gpu is None:
-        raise UserError(f"name the GPU with --gpu, this machine has none that is known: one of {', '.join(GPUS)}")
+        raise UserError(f"this machine has no known GPU: pass --gpu with one of {', '.join(GPUS)}")
     return gpu
 
 

@@ -59,9 +59,9 @@ class _Run:
     number: int
     """Position among all trajectories of the driver."""
     steps: Steps | None = None
-    """None while it waits for others to end."""
+    """Coroutine of the trajectory; None until it starts."""
     requests: set[int] = field(default_factory=set)
-    """Its requests in flight."""
+    """Ids of the trajectory's requests in flight."""
     is_over: bool = False
 
 
@@ -127,7 +127,7 @@ class _Runs:
         self._runs: dict[Key, _Run] = {}
         """All trajectories that have not ended, in the order in which they were added."""
         self._held: deque[_Run] = deque()
-        """Those of them that wait for others to end."""
+        """Trajectories that wait until a running one ends."""
         self._running = 0
         self._busy: set[_Run] = set()
         """Trajectories that run without a request in flight: their environments answer."""

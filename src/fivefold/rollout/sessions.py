@@ -148,7 +148,7 @@ class Session:
         self.fault: str | None = None
         """A fault of the program while it answered."""
         self.refused: str | None = None
-        """End of the trajectory of which the agent was told last: a limit that refused it a turn."""
+        """Limit that refused the agent's last turn; None if none did."""
         self.counts = {"endpoint/retries": 0.0, "endpoint/overridden": 0.0}
         self._bodies: dict[bytes, list[AgentTurn]] = {}
         self._contexts: dict[bytes, int] = {}

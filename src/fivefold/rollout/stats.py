@@ -247,7 +247,9 @@ def _rows(group: Group, plan: BatchPlan) -> list[list[float]]:
     rows: list[list[float]] = []
     for number, sequences in enumerate(by_trajectory(group.samples)):
         if len({repr((sample.reward, sample.reward_failed, sample.end)) for sample in sequences}) > 1:
-            raise RunError("the sequences of a trajectory need the same reward and end: its rollout source gave them others")
+            raise RunError(
+                "the sequences of a trajectory need the same reward and end: got different ones from the rollout source"
+            )
         repeated, formed = repetition(sampled_tokens(sequences)), has_form(sequences[-1].text, forms)
         for sample in sequences:
             prompt = len(group.context_of(sample))

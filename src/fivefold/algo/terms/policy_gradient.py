@@ -67,13 +67,13 @@ class SurrogateKeys(Part):
         case.require_turns("importance_sampling_level", level == "turn", ": turn needs turns of trajectories")
         if kind.pairs:
             learners = " or ".join(name for name, method in case.methods.items() if method.learns_from == "pairs")
-            message = f": {surrogate} compares pairs that stand in the data: write name: {learners}"
+            message = f": {surrogate} compares pairs in the data: write name: {learners}"
             findings.require(case.methods[case.name].learns_from == "pairs", "surrogate", message)
         unlike = surrogate in ("log_likelihood", "opmd") and chosen.rollout_correction.weight == "none"
         if unlike and case.updates > 1 and not case.offline:
             findings.note(
-                f"{case.name} has no ratio to the policy that sampled: of {case.updates} updates a step all but the first "
-                "are off-policy; algorithm.updates_per_step: 1, or a correction, makes up for it"
+                f"{case.name} has no ratio to the policy that sampled: all but the first of {case.updates} updates a step "
+                "are off-policy; set algorithm.updates_per_step: 1, or a rollout correction"
             )
 
 

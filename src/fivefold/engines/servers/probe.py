@@ -55,5 +55,5 @@ def check_servers(
         findings.require(
             description.longest >= longest,
             "url",
-            f": {address} must hold the longest prompt and response, {longest} tokens: its most is {description.longest}",
+            f": {address} must hold the longest prompt and response, {longest} tokens: its maximum is {description.longest}",
         )

@@ -42,7 +42,7 @@ class Cancelled(Enum):
     LOST = auto()
     """The server was given up: another one gets the requests."""
     DROPPED = auto()
-    """Their caller gave them up."""
+    """The caller no longer needs the responses."""
 
 
 @dataclass

@@ -108,7 +108,7 @@ def _check_quantization(findings: Findings, version: str, methods: Path, form: A
     if form not in QUANTIZATIONS:
         findings.error(
             "quantization",
-            f"must be made of the policy's weights as they come: one of {', '.join(QUANTIZATIONS)}; got {shown(form)}",
+            f"must be one that vLLM can apply while weights arrive: one of {', '.join(QUANTIZATIONS)}; got {shown(form)}",
         )
     elif methods.is_file() and f'"{form}"' not in methods.read_text():
         findings.error("quantization", f": vLLM {version} has no {form}: install a newer one, or write fp8")

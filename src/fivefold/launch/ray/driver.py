@@ -155,7 +155,7 @@ class RemoteRanks:
                 )
             if report.version != __version__:
                 raise UserError(f"{where} must have fivefold {__version__}, as this machine: it has {report.version}")
-            assert report.node_id == host.bundle.node.id, "Ray has put it elsewhere than it was told"
+            assert report.node_id == host.bundle.node.id, "Ray has started it on another node than requested"
 
     def hold(self, run_dir: Path, umask: str) -> None:
         """Lock the run's directory on the node of rank 0. Raises ValueError if another run holds it."""

@@ -116,7 +116,7 @@ class Adapters(torch.nn.Module):
 
     @property
     def pairs(self) -> dict[str, Pair]:
-        """A and B by the name of their map, for the maps that are adapted."""
+        """Name of an adapted linear layer -> its A and B."""
         return {name: pair for name, pair in self.named_children() if isinstance(pair, Pair)}
 
     def forward(self, x: Tensor) -> Tensor:
