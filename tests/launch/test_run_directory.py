@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+import time
 from pathlib import Path
 
 import pytest
@@ -134,3 +135,33 @@ def test_an_address_is_printed_without_its_password(root, tmp_path):
     output = done.stdout + done.stderr
     assert "http://...@judge:8000/v1" in output and "secret" not in output
     assert plain("at http://a:b@c:1 and ray://d:2") == "at http://...@c:1 and ray://d:2"
+
+
+@pytest.mark.parametrize(
+    "user", ["u:p", "u:p/w", "u:p@ss", "u:p@s/s@", "u:/", "u:", "ghp_token", "u%40x:p", ":p", "u:p:1/w", "u:1:2/w"]
+)
+def test_nothing_before_the_host_of_an_address_is_printed(user):
+    assert plain(f"(http://{user}@h:1/x, wss://{user}@[::1])") == "(http://...@h:1/x, wss://...@[::1])"
+    assert plain(f'["http://{user}@h","b@c",http://{user}@h]') == '["http://...@h","b@c",http://...@h]'
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "https://h/@user/x",
+        "http://h:80/x@main",
+        "http://[::1]:80/x@main",
+        "hf://datasets/a@main",
+        "a@b: c://d",
+        "x://h?a=b@c",
+    ],
+)
+def test_an_address_without_a_password_is_printed_as_it_is(text):
+    assert plain(text) == text
+
+
+def test_passwords_are_removed_in_a_time_that_is_linear_in_the_text():
+    begin = time.monotonic()
+    for piece in ("a://b:c", "a://b", "a://:", "a:", "://", "a://b:c@", "a://@"):
+        plain(piece * 100_000)
+    assert time.monotonic() - begin < 10
