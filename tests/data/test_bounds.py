@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 
@@ -10,6 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from fivefold.data.bounded_template import BoundedTemplate
 from fivefold.data.rows import read_rows
 
 LIMITED = """
@@ -119,3 +121,44 @@ def test_rows_of_parquet_come_in_their_order_whatever_their_groups(tmp_path, siz
     ]
     pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=size)
     assert list(read_rows(path)) == rows
+
+
+DOUBLED = "{% set a = FIRST %}" + "{% set a = NEXT %}" * 40 + "{{ a }}"
+
+
+@pytest.mark.parametrize(
+    ("text", "limit"),
+    [
+        ("{{ lipsum(n=300000) | length }}", "1 s"),
+        ("{{ ([1] | slice(100000000) | list) | length }}", "1 (s|GiB)"),
+        ("{{ [1] | batch(900000000, 1) | list | length }}", "1 GiB"),
+        ("{{ ('a' | center(2000000000)) | length }}", "1 GiB"),
+        ("{{ 'a'.ljust(2000000000) }}", "1 GiB"),
+        ("{{ '%2000000000d' % 1 }}", "1 GiB"),
+        ("{{ '%2000000000d' | format(1) }}", "1 GiB"),
+        ("{{ '{:2000000000}'.format(1) }}", "1 GiB"),
+        ("{% for i in range(100000) %}{{ 'a' * 99999 }}{% endfor %}", "1 (s|GiB)"),
+        (DOUBLED.replace("FIRST", "'a'").replace("NEXT", "a ~ a"), "1 (s|GiB)"),
+        (DOUBLED.replace("FIRST", "[1]").replace("NEXT", "[a, a]"), "1 (s|GiB)"),
+        ("{{ ('a' | center(90000000)) }}", "64 Mi letters"),
+    ],
+)
+def test_a_chat_template_takes_no_more_time_and_memory_than_its_limits(text, limit):
+    with pytest.raises(ValueError, match=f"^it (takes|writes) more than {limit} for one conversation$"):
+        BoundedTemplate(text, seconds=1).render()
+
+
+def test_a_template_that_took_too_long_for_one_conversation_renders_the_next():
+    template = BoundedTemplate("{{ lipsum(n=n) | length > 1 }}", seconds=1)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="it takes more than 1 s"):
+            template.render(n=300000)
+        assert template.render(n=1) == "True"
+
+
+def test_a_chat_template_leaves_no_process():
+    template = BoundedTemplate("{{ a }}")
+    process = template._process
+    assert template.render(a="\ud800\n") == "\ud800\n" and process.poll() is None
+    del template
+    assert process.returncode == -signal.SIGKILL

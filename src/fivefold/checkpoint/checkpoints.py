@@ -182,8 +182,10 @@ class Checkpoints:
         sync_file(self.root)
 
     def _named(self, warn: Callable[[str], None]) -> int | None:
-        """Return the step that `latest` names; 0, which no checkpoint has, if it marks that there is none; None if it names no
-        step."""
+        """Return the step that `latest` names; 0, which no checkpoint has, if it marks that there is none.
+
+        None if it names no step.
+        """
         pointer = self.root / LATEST
         if LATEST not in self._names():
             return None
