@@ -12,8 +12,10 @@ import yaml
 
 from fivefold.config import RunConfig
 from fivefold.files import with_umask
+from fivefold.launch.lock import locked
 from fivefold.launch.run_directory import check_run_directory
 from fivefold.launch.start import start
+from fivefold.observability.report import write_report
 from fivefold.terminal import plain
 from tests.support.commands import fivefold
 from tests.support.whole_runs import make_model, write_run
@@ -51,6 +53,29 @@ def test_no_other_user_reads_the_files_of_a_run_unless_its_umask_says_so(root, t
             assert mask == 0o077 or any(mode & 0o040 for mode in modes.values())
     finally:
         os.umask(before)
+
+
+@pytest.mark.parametrize(
+    ("umasks", "mode"), [(["'077'"], 0o600), (["'027'"], 0o640), (["'027'", "'022'"], 0o640), (["[x]", "'000'"], 0o600)]
+)
+def test_a_report_is_read_by_those_who_read_all_its_runs(tmp_path, umasks, mode):
+    for number, umask in enumerate(umasks):
+        (tmp_path / str(number)).mkdir()
+        (tmp_path / str(number) / "run.yaml").write_text(f"trainer: {{umask: {umask}}}")
+        (tmp_path / str(number) / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.5}\n')
+    with with_umask("000"):
+        out = write_report([tmp_path / str(number) for number in range(len(umasks))])
+    assert stat.S_IMODE(out.stat().st_mode) == mode
+
+
+def test_a_directory_that_others_may_read_is_closed_to_them_with_a_line(tmp_path, capsys):
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    run_dir.chmod(0o2755)
+    for umask, mode, line in (("027", 0o2750, True), ("077", 0o2700, True), ("027", 0o2700, False)):
+        with with_umask(umask), locked(run_dir):
+            assert stat.S_IMODE(run_dir.stat().st_mode) == mode
+        assert (f": it is {mode:04o} now, as trainer.umask says" in capsys.readouterr().out) is line
 
 
 def test_a_program_that_trains_keeps_its_own_umask(root, tmp_path, monkeypatch):
