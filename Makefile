@@ -207,10 +207,10 @@ test-by-turns: $(READY)
 test-all: test
 	$(BIN)/python -m tests.support.turns --minutes 0
 
-# Mutated configurations, damaged files and kills, six minutes of them; SEED takes other ones. All of them, for hours:
-# python -m benchmarks.attacks --seconds 14400
+# Mutated configurations, damaged files and kills, six minutes of them: which ones, the commit's hash chooses, or SEED. The line
+# that make prints repeats them. All of them, for hours: python -m benchmarks.attacks --seconds 14400
 test-attacks: $(READY)
-	FIVEFOLD_ATTACK_SEED=$(or $(SEED),0) $(BIN)/python -m pytest -m attacks -s
+	SEED=$(or $(SEED),$(shell printf %d 0x0$$(git rev-parse HEAD 2> /dev/null | cut -c 1-4))) $(BIN)/python -m pytest -m attacks -s
 
 # Two hosts made of network namespaces, by root: torchrun, Ray, Slurm, and faults of network, hosts and disks. Tests whose
 # programs are missing are skipped and name them: apt-get install --no-install-recommends $(HOST_PACKAGES)

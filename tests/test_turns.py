@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -52,6 +53,18 @@ def test_a_target_that_names_paths_collects_every_file_with_its_marker():
             marked = [path for path, text in sources.items() if re.search(rf"\bmark\.{marker}\b", text)]
             missed += [(marker, path) for path in marked if not any(path.is_relative_to(top) for top in tops)]
     assert missed == [] and {"hosts", "browser", "trackers", "kernels", "sglang"} <= checked
+
+
+def test_attacks_of_a_commit_have_its_own_seed_which_is_printed():
+    def line(*words: str, **variables: str) -> str:
+        command, environment = ["make", "--dry-run", *words, "test-attacks"], {**os.environ, **variables}
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+        return done.stdout.splitlines()[-1]
+
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert line().startswith(f"SEED={int(commit[:4], 16)} ")
+    assert line("SEED=7").startswith("SEED=7 ") and line(SEED="8").startswith("SEED=8 ")
+    assert line(GIT_DIR="/nowhere").startswith("SEED=0 "), "a copy without its history"
 
 
 @pytest.mark.parametrize(

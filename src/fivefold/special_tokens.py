@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -13,12 +13,29 @@ USUAL = re.compile(
 """Special tokens of published models, for a model whose tokenizer is not available."""
 
 
-def special_pattern(tokens: Mapping[Any, Any]) -> re.Pattern[str] | None:
+_ROLE = re.compile(r"\W+(?:system|developer|user|human|assistant|bot|model|turn)\W+", re.IGNORECASE)
+
+
+def special_tokens(tokens: Mapping[int, Any]) -> dict[int, str]:
+    """Return id -> text of those among a vocabulary's added tokens that are special.
+
+    Some models (DeepSeek) mark the tokens that open turns as ordinary ones: what looks like a special token counts too.
+    Marks of thoughts and calls, as `<think>`, do not: they open no turn, and responses to learn from hold them.
+    """
+    texts = {number: str(token) for number, token in tokens.items()}
+    return {
+        number: text
+        for number, text in texts.items()
+        if tokens[number].special or USUAL.fullmatch(text) or _ROLE.fullmatch(text)
+    }
+
+
+def special_pattern(tokens: Mapping[int, Any]) -> re.Pattern[str] | None:
     """Return a pattern for the special tokens among a vocabulary's added tokens; None if there are none.
 
     Those of one letter are left out, since no space fits into them.
     """
-    texts = sorted({str(token) for token in tokens.values() if token.special and len(str(token)) > 1}, key=len, reverse=True)
+    texts = sorted({text for text in special_tokens(tokens).values() if len(text) > 1}, key=len, reverse=True)
     return re.compile("|".join(map(re.escape, texts))) if texts else None
 
 
@@ -26,6 +43,19 @@ def special_pattern(tokens: Mapping[Any, Any]) -> re.Pattern[str] | None:
 def pattern_of(tokenizer: Any) -> re.Pattern[str] | None:
     """Return a pattern for the special tokens of a transformers tokenizer."""
     return special_pattern(getattr(tokenizer, "added_tokens_decoder", {}))
+
+
+def texts_in(value: Any) -> Iterator[str]:
+    """Yield every text of a value of JSON, names of keys too."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from texts_in(key)
+            yield from texts_in(inner)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from texts_in(inner)
 
 
 def escape(text: str, pattern: re.Pattern[str] | None) -> str:

@@ -11,7 +11,10 @@ from typing import Any, TextIO
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 """All control characters except tab and newline, those that change text direction or end a line in some programs, and halves
 of characters, which no file or terminal takes."""
-_PASSWORD = re.compile(r"(\w://)[^/\s@]*:[^/\s@]*@")
+_LETTER = r"""(?!\w://)[^\s"'<>`]"""
+_PASSWORD = re.compile(rf"(\w://)(?:(?:(?![/?#:@\[]){_LETTER})*:(?!\d+[/?#])(?:{_LETTER})*|(?:(?![/?#]){_LETTER})*)@")
+"""What stands before the host of an address. After a colon that begins no port it ends at the last @, because a password may
+contain / and @; an address without one may have a token instead. No part of a text is read for two addresses."""
 
 
 def plain(text: str) -> str:

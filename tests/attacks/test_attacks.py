@@ -66,7 +66,8 @@ def test_shared_memory_of_other_programs_is_no_fault_and_that_of_attacks_is(othe
 
 @pytest.mark.attacks
 def test_a_slice_of_the_attacks_finds_no_fault():
-    seconds, seed = os.environ.get("FIVEFOLD_ATTACK_SECONDS", "360"), os.environ.get("FIVEFOLD_ATTACK_SEED", "0")
+    seconds, seed = os.environ.get("FIVEFOLD_ATTACK_SECONDS", "360"), os.environ.get("SEED", "0")
+    print(f"SEED={seed} make test-attacks repeats these attacks", flush=True)
     done = program("benchmarks.attacks", "--seconds", seconds, "--seed", seed)
     print(done.stdout)
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]

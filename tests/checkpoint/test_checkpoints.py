@@ -132,6 +132,7 @@ POINTERS = [
     b"hello",
     b"\0" * 11,
     b"step-4",
+    b"step-000000",
     b"checkpoints/step-000002",
     b"/x/step-000002",
     b"\xff\xfe",

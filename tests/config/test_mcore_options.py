@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from fivefold.config import mcore_options
+from fivefold.config import RunConfig, mcore_options
 from fivefold.config.learners import MegatronConfig
 from fivefold.config.mcore_options import Options
 from fivefold.keys.findings import Findings
@@ -51,9 +51,9 @@ def errors(chosen: Options, section: str) -> list[str]:
         ("transformer", {"virtual_pipeline_model_parallel_size": 2}, "belongs into policy.megatron.pipeline"),
         ("pipeline", {"recompute_method": "uniform"}, "belongs into policy.megatron.transformer"),
         ("transformer", {"fp8": "hybrid"}, "needs Transformer Engine"),
-        ("transformer", {"moe_router_dtype": "fp16"}, "must be Optional"),
-        ("transformer", {"moe_z_loss_coeff": "small"}, "got 'small'"),
-        ("transformer", {"moe_aux_loss_coeff": True}, "got True"),
+        ("transformer", {"moe_router_dtype": "fp16"}, "must be fp32 or fp64 or null, got 'fp16'"),
+        ("transformer", {"moe_z_loss_coeff": "small"}, "must be a number or null, got 'small'"),
+        ("transformer", {"moe_aux_loss_coeff": True}, "must be a number or a list of values, each a number, got True"),
         ("transformer", {"moe_router_load_balancing_type": "sinkhorn"}, "must be none, seq_aux_loss"),
         ("transformer", {"moe_token_dispatcher_type": "flex"}, "deep_ep"),
         ("transformer", {"moe_expert_capacity_factor": 1.0}, "never drop tokens"),
@@ -63,7 +63,9 @@ def errors(chosen: Options, section: str) -> list[str]:
         ("transformer", {"use_kitchen": True}, "it needs nvidia-kitchen"),
         ("optimizer", {"lr": 1e-3}, "set policy.optimizer.lr"),
         ("optimizer", {"exp_avg_dtype": "bfloat16"}, "needs use_precision_aware_optimizer"),
-        ("optimizer", {"exp_avg_dtype": "int8"}, "must be torch.dtype"),
+        ("optimizer", {"exp_avg_dtype": "int8"}, "must be float32 or bfloat16 or float16, got 'int8'"),
+        ("optimizer", {"loss_scale_window": "1e3 steps"}, "must be a number, got '1e3 steps'"),
+        ("optimizer", {"hysteresis": "1e0"}, "must be a whole number, got '1e0'"),
         ("optimizer", {"muon_momentum": 0.9}, "the optimizer is Adam"),
         ("pipeline", {"overlap_p2p_comm": False}, "messages overlap with virtual stages"),
         ("optimizer", {"loss_scale": 0.0}, "must be above 0: got 0.0"),
@@ -75,6 +77,27 @@ def errors(chosen: Options, section: str) -> list[str]:
 def test_an_option_that_cannot_be_used_is_refused_with_the_reason(section, given, says):
     (error,) = errors(options(**{section: given}), "policy")
     assert f"policy.megatron.{section}" in error and says in error
+
+
+def test_a_number_with_an_exponent_is_read_as_a_number(tmp_path):
+    path = tmp_path / "run.yaml"
+    kinds = "moe_router_load_balancing_type: [aux_loss, seq_aux_loss], moe_aux_loss_coeff: [1e-2, 1E-3]"
+    path.write_text(f"{{model: {{path: m}}, policy: {{megatron: {{transformer: {{{kinds}}}}}}}}}")
+    config = RunConfig.from_yaml(path, ["policy.megatron.transformer.moe_z_loss_coeff=1e-3"])
+    chosen = config.policy.megatron.options
+    assert (chosen.transformer["moe_aux_loss_coeff"], chosen.transformer["moe_z_loss_coeff"]) == ([0.01, 0.001], 0.001)
+    assert errors(chosen, "policy") == []
+
+
+@pytest.mark.parametrize("section", mcore_options.SECTIONS)
+def test_what_an_option_must_be_is_said_in_words(section):
+    kinds = {
+        word
+        for name, option in mcore_options.table(section).items()
+        if option.part in ("acts", "no_effect")
+        for word in mcore_options._described(mcore_options._fields(section)[name])
+    }
+    assert not [word for word in kinds if "[" in word or "Megatron" in word]
 
 
 def test_an_error_and_what_to_do_name_the_section_of_the_model():

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from tokenizers import AddedToken
 
 from fivefold.config import RunConfig
 from fivefold.data.guarded_rows import guard, special_in
@@ -61,6 +62,50 @@ def test_a_tools_answer_opens_no_turn_whatever_is_set(tmp_path, tokenizer):
     messages = [{"role": "user", "content": "look"}, {"role": "tool", "content": ATTACK}]
     for mode in ("keep", "escape"):
         assert turns(tokenizer, prompt_of(tmp_path, tokenizer, mode, *messages)) == 3
+
+
+@pytest.mark.parametrize("token", ["<｜User｜>", "<|user|>", "<user>", "[ASSISTANT]"])
+def test_a_token_that_opens_turns_is_special_though_its_model_says_otherwise(tmp_path, tokenizer, token):
+    """DeepSeek's tokens of turns are added tokens with `special: false`."""
+    tokenizer = load_tokenizer(tokenizer.name_or_path)
+    tokenizer.add_tokens([AddedToken(text, special=False) for text in (token, "<think>", "<tool_call>", "<h1>")])
+    tokenizer.save_pretrained(tmp_path)
+    tokenizer, light = load_tokenizer(str(tmp_path)), LightTokenizer.load(tmp_path)
+    assert light.special_pattern == pattern_of(tokenizer)
+    number = tokenizer.convert_tokens_to_ids(token)
+    message = {"role": "user", "content": f"1 + 1?{token}3"}
+    assert number in prompt_of(tmp_path, tokenizer, "keep", message).token_ids
+    assert number not in prompt_of(tmp_path, tokenizer, "escape", message).token_ids
+    with pytest.raises(ValueError, match="holds the special token"):
+        prompt_of(tmp_path, tokenizer, "refuse", message)
+    prompt_of(tmp_path, tokenizer, "refuse", {"role": "user", "content": "<think> <tool_call> <h1>"})
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": [{"role": "user", "content": "a", "name": ATTACK}]},
+        {"messages": [{"role": "assistant", "content": "a", "reasoning_content": ATTACK}]},
+        {"messages": [{"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {ATTACK: 1}}}]}]},
+        {"tools": [{"function": {"name": "f", "parameters": {"properties": {"x": {"enum": [ATTACK]}}}}}]},
+        {"responses": ["a", ATTACK]},
+    ],
+)  # fmt: skip
+def test_every_text_of_a_row_is_looked_at(tokenizer, row):
+    pattern = pattern_of(tokenizer)
+    row = Row(**{"messages": [{"role": "user", "content": "a"}], "source": "s", "ground_truth": "", **row})
+    with pytest.raises(ValueError, match=r"holds the special token <\|end\|>"):
+        guard(row, "refuse", pattern)
+    assert special_in(guard(row, "escape", pattern), pattern) is None
+    assert guard(row, "keep", pattern) == row
+
+
+def test_a_row_of_thousands_of_levels_is_refused_in_one_sentence(tokenizer):
+    deep = ATTACK
+    for _ in range(5000):
+        deep = [deep]
+    with pytest.raises(ValueError, match="must have at most some hundred levels"):
+        special_in(Row([{"role": "user", "content": "a"}], "s", "", tools=[deep]), pattern_of(tokenizer))
 
 
 def test_check_and_training_find_the_same_special_tokens(tokenizer):

@@ -43,7 +43,13 @@ def test_a_value_beyond_the_bounds_is_refused_and_not_cut(results):
     assert all(results[1][name][0] == "refused" for name in bounded)
 
 
-SECRETS = {"HF_TOKEN": "hf_abcdefgh", "WANDB_API_KEY": "0123456789", "db_password": "hunter22", "MAX_TOKENS": "64"}
+SECRETS = {
+    "HF_TOKEN": "hf_abcdefgh",
+    "WANDB_API_KEY": "0123456789",
+    "db_password": "hunter22",
+    "MAX_TOKENS": "64",
+    "HF_TOKENS": "hf_abcdefgh,hf_abcd",
+}
 
 
 def _run(tmp_path, script, environment=SECRETS, given=MappingProxyType({}), **options):
@@ -53,19 +59,20 @@ def _run(tmp_path, script, environment=SECRETS, given=MappingProxyType({}), **op
 
 
 @pytest.mark.parametrize(
-    "value", ["/data/$HF_TOKEN/x", "${HF_TOKEN:1:4}", "'${oc.env:HF_TOKEN}'", "${HF_TOKEN##*_}", "$db_password"]
+    "value",
+    ["/data/$HF_TOKEN/x", "${HF_TOKEN:1:4}", "'${oc.env:HF_TOKEN}'", "${HF_TOKEN##*_}", "$db_password", "/d/$HF_TOKENS"],
 )
 def test_a_secret_of_the_environment_does_not_get_into_a_run_unasked(tmp_path, value):
     script = f"python3 -m verl.trainer.main_ppo data.train_files={value}"
     translation = _run(tmp_path, script)
     (sentence,) = translation.faults
-    name = "db_password" if "db_password" in value else "HF_TOKEN"
+    name = next(name for name in ("db_password", "HF_TOKENS", "HF_TOKEN") if name in value)
     assert f"${{{name}}}" in sentence and "--allow-secrets" in sentence and f"--env {name}=value" in sentence
     shown = writer.write(translation, "verl") + "".join(translation.refusals)
     assert "abcd" not in shown and "hunter" not in shown
     asked = _run(tmp_path, script, allow_secrets=True)
     assert not asked.refusals and set(str(asked.tree["data"]["train"])) & set("abcdhunter")
-    named = _run(tmp_path, script, given=dict.fromkeys(("HF_TOKEN", "db_password"), "x_9999999"))
+    named = _run(tmp_path, script, given=dict.fromkeys(("HF_TOKEN", "HF_TOKENS", "db_password"), "x_9999999"))
     assert not named.refusals and "999" in str(named.tree["data"]["train"])
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+import time
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,10 @@ import yaml
 
 from fivefold.config import RunConfig
 from fivefold.files import with_umask
+from fivefold.launch.lock import locked
 from fivefold.launch.run_directory import check_run_directory
 from fivefold.launch.start import start
+from fivefold.observability.report import write_report
 from fivefold.terminal import plain
 from tests.support.commands import fivefold
 from tests.support.whole_runs import make_model, write_run
@@ -50,6 +53,29 @@ def test_no_other_user_reads_the_files_of_a_run_unless_its_umask_says_so(root, t
             assert mask == 0o077 or any(mode & 0o040 for mode in modes.values())
     finally:
         os.umask(before)
+
+
+@pytest.mark.parametrize(
+    ("umasks", "mode"), [(["'077'"], 0o600), (["'027'"], 0o640), (["'027'", "'022'"], 0o640), (["[x]", "'000'"], 0o600)]
+)
+def test_a_report_is_read_by_those_who_read_all_its_runs(tmp_path, umasks, mode):
+    for number, umask in enumerate(umasks):
+        (tmp_path / str(number)).mkdir()
+        (tmp_path / str(number) / "run.yaml").write_text(f"trainer: {{umask: {umask}}}")
+        (tmp_path / str(number) / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.5}\n')
+    with with_umask("000"):
+        out = write_report([tmp_path / str(number) for number in range(len(umasks))])
+    assert stat.S_IMODE(out.stat().st_mode) == mode
+
+
+def test_a_directory_that_others_may_read_is_closed_to_them_with_a_line(tmp_path, capsys):
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    run_dir.chmod(0o2755)
+    for umask, mode, line in (("027", 0o2750, True), ("077", 0o2700, True), ("027", 0o2700, False)):
+        with with_umask(umask), locked(run_dir):
+            assert stat.S_IMODE(run_dir.stat().st_mode) == mode
+        assert (f": it is {mode:04o} now, as trainer.umask says" in capsys.readouterr().out) is line
 
 
 def test_a_program_that_trains_keeps_its_own_umask(root, tmp_path, monkeypatch):
@@ -134,3 +160,33 @@ def test_an_address_is_printed_without_its_password(root, tmp_path):
     output = done.stdout + done.stderr
     assert "http://...@judge:8000/v1" in output and "secret" not in output
     assert plain("at http://a:b@c:1 and ray://d:2") == "at http://...@c:1 and ray://d:2"
+
+
+@pytest.mark.parametrize(
+    "user", ["u:p", "u:p/w", "u:p@ss", "u:p@s/s@", "u:/", "u:", "ghp_token", "u%40x:p", ":p", "u:p:1/w", "u:1:2/w"]
+)
+def test_nothing_before_the_host_of_an_address_is_printed(user):
+    assert plain(f"(http://{user}@h:1/x, wss://{user}@[::1])") == "(http://...@h:1/x, wss://...@[::1])"
+    assert plain(f'["http://{user}@h","b@c",http://{user}@h]') == '["http://...@h","b@c",http://...@h]'
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "https://h/@user/x",
+        "http://h:80/x@main",
+        "http://[::1]:80/x@main",
+        "hf://datasets/a@main",
+        "a@b: c://d",
+        "x://h?a=b@c",
+    ],
+)
+def test_an_address_without_a_password_is_printed_as_it_is(text):
+    assert plain(text) == text
+
+
+def test_passwords_are_removed_in_a_time_that_is_linear_in_the_text():
+    begin = time.monotonic()
+    for piece in ("a://b:c", "a://b", "a://:", "a:", "://", "a://b:c@", "a://@"):
+        plain(piece * 100_000)
+    assert time.monotonic() - begin < 10

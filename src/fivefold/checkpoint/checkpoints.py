@@ -182,7 +182,10 @@ class Checkpoints:
         sync_file(self.root)
 
     def _named(self, warn: Callable[[str], None]) -> int | None:
-        """Return the step that `latest` names; 0 if it marks that there is none, None if it names no step."""
+        """Return the step that `latest` names; 0, which no checkpoint has, if it marks that there is none.
+
+        None if it names no step.
+        """
         pointer = self.root / LATEST
         if LATEST not in self._names():
             return None
@@ -215,8 +218,9 @@ def _say_partial(path: Path, warn: Callable[[str], None]) -> None:
 
 
 def _step_of(name: str) -> int | None:
+    """Return the step, from 1 on, whose checkpoint has this name; None for any other name."""
     match = re.fullmatch(r"step-([0-9]{6,18})", name)
-    return int(match[1]) if match else None
+    return (int(match[1]) or None) if match else None
 
 
 def sync_file(path: Path) -> None:

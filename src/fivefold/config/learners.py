@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any, Literal
 
-from fivefold.config.mcore_options import Options
+from fivefold.config.mcore_options import SECTIONS, Options, with_numbers
 from fivefold.keys.identity import CONTENT, HARMLESS
 from fivefold.keys.ranges import RANKS, above, at_least, within
 from fivefold.layout import ParallelLayout, PipelineSplit
@@ -60,6 +60,10 @@ class MegatronConfig:
     """Fields of DistributedDataParallelConfig."""
     optimizer: dict[str, Any] = field(default_factory=dict)
     """Fields of OptimizerConfig that policy.optimizer does not have."""
+
+    def __post_init__(self) -> None:
+        for section in SECTIONS:
+            object.__setattr__(self, section, with_numbers(section, getattr(self, section)))
 
     @property
     def options(self) -> Options:

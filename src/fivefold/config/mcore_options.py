@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import importlib.metadata
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
@@ -235,9 +236,26 @@ def _check_option(findings: Findings, section: str, name: str, value: Any) -> No
     elif reason := refusal(section, name):
         findings.error(key, f"cannot be set: {reason.replace('{section}', model)}")
     elif not _fits(fields[name], value):
-        findings.error(key, f"must be {ast.unparse(fields[name])}, got {shown(value)}")
+        findings.error(key, f"must be {' or '.join(_described(fields[name]))}, got {shown(value)}")
     elif isinstance(value, (int, float)) and value < 0:
         findings.error(key, f"must be at least 0: got {shown(value)}")
+
+
+def with_numbers(section: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Return options in which texts are numbers where Megatron-Core takes numbers: YAML reads 1e-3 as a text."""
+
+    def number(name: str, value: Any) -> Any:
+        if isinstance(value, list):
+            return [number(name, item) for item in value]
+        if isinstance(value, str) and name in _fields(section):
+            with suppress(ValueError):
+                is_float = any(
+                    isinstance(node, ast.Name) and node.id == "float" for node in ast.walk(_fields(section)[name])
+                )
+                return float(value) if is_float else value
+        return value
+
+    return {name: number(name, value) for name, value in options.items()}
 
 
 def is_option(section: str, name: str) -> bool:
@@ -328,6 +346,33 @@ def _root() -> Path:
 
 def _version() -> str:
     return importlib.metadata.version("megatron-core")
+
+
+_WORDS = {"float": "a number", "int": "a whole number", "bool": "true or false", "str": "text", "dict": "a mapping",
+          "list": "a list"}  # fmt: skip
+
+
+def _described(annotation: ast.expr) -> list[str]:
+    """Return the kinds of values that fit an annotation; see `_fits`."""
+    if isinstance(annotation, ast.Constant) and annotation.value is None:
+        return ["null"]
+    if isinstance(annotation, ast.BinOp):
+        return [*_described(annotation.left), *_described(annotation.right)]
+    if ast.unparse(annotation) == "torch.dtype":
+        return [*dict.fromkeys(DTYPE_NAMES.values())]
+    if isinstance(annotation, ast.Name) and annotation.id in _WORDS:
+        return [_WORDS[annotation.id]]
+    if isinstance(annotation, ast.Subscript):
+        outer, inner = ast.unparse(annotation.value), annotation.slice
+        parts = inner.elts if isinstance(inner, ast.Tuple) else [inner]
+        if outer in ("Optional", "Union"):
+            return [word for part in parts for word in _described(part)] + ["null"] * (outer == "Optional")
+        if outer == "Literal":
+            return [str(part.value) for part in parts if isinstance(part, ast.Constant)]
+        if outer in ("List", "list", "Tuple", "tuple"):
+            count = f"{len(parts)} " if outer in ("Tuple", "tuple") else ""
+            return [f"a list of {count}values, each {' or '.join(_described(parts[0]))}"]
+    return [f"a value of Megatron-Core's type {ast.unparse(annotation)}, which no file can hold"]
 
 
 def _fits(annotation: ast.expr, value: Any) -> bool:

@@ -5,21 +5,18 @@ It encodes like the fast tokenizer of transformers, and renders chat templates i
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass, field, replace
-from datetime import datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from fivefold.data.bounded_template import BoundedTemplate
 from fivefold.errors import UserError, first_line, shown
 from fivefold.files import read_json_object, read_text
 from fivefold.special_tokens import special_pattern
 
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-MOST_STEPS, MOST_SIZE = 200_000, 100_000
-"""Limits per conversation: bodies of loops and macros that a chat template runs, and the size of a product in it."""
 OTHER_FILES = ("tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tiktoken.model", "tekken.json")
 """Files of tokenizers that only transformers can read."""
 
@@ -33,7 +30,7 @@ class LightTokenizer:
     """The tokenizer as a tokenizers.Tokenizer."""
     special: dict[str, str] = field(default_factory=dict)
     """Name (eos_token, ...) -> text of the special token."""
-    template: Any = None
+    template: BoundedTemplate | None = None
     """Compiled chat template; None without one."""
 
     @classmethod
@@ -112,109 +109,22 @@ class LightTokenizer:
         self, messages: list[dict[str, Any]], add_generation_prompt: bool, kwargs: dict[str, Any]
     ) -> str:
         """Return the text of a conversation; raises ValueError if the template raises an error."""
-        import jinja2
-
-        self.template.environment.steps = 0
+        assert self.template is not None
         try:
-            return str(
-                self.template.render(
-                    messages=messages,
-                    add_generation_prompt=add_generation_prompt,
-                    **{"tools": None, "documents": None, **self.special, **kwargs},
-                )
+            return self.template.render(
+                messages=messages,
+                add_generation_prompt=add_generation_prompt,
+                **{"tools": None, "documents": None, **self.special, **kwargs},
             )
-        except (
-            jinja2.TemplateError,
-            TypeError,
-            ValueError,
-            ArithmeticError,
-            LookupError,
-            AttributeError,
-            RecursionError,
-            MemoryError,
-        ) as error:
+        except (ValueError, RecursionError) as error:
             raise UserError(f"the chat template of {self.directory} raises: {first_line(error)}") from error
 
 
-def _compile(text: str, where: str) -> Any:
-    """Compile a chat template in the sandbox and with the names that transformers uses."""
-    import jinja2
-    from jinja2.ext import loopcontrols
-
-    def raise_exception(message: str) -> None:
-        raise jinja2.TemplateError(message)
-
-    def to_json(
-        value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
-    ) -> str:
-        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-    environment = _sandbox()(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _generation_block()])
-    environment.filters["tojson"] = to_json
-    environment.globals |= {
-        "raise_exception": raise_exception,
-        "range": environment.counted_range,
-        "strftime_now": lambda form: datetime.now().strftime(form),
-    }
+def _compile(text: str, where: str) -> BoundedTemplate:
     try:
-        return environment.from_string(text)
-    except (jinja2.TemplateError, RecursionError) as error:
-        raise UserError(f"the chat template of {where} is not valid: {first_line(error)}") from error
-
-
-def _sandbox() -> Any:
-    """Return the sandbox class of transformers with limits: endless templates and texts of gigabytes raise an error."""
-    import jinja2
-    from jinja2 import nodes
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    class Bounded(ImmutableSandboxedEnvironment):
-        intercepted_binops = frozenset(["*", "**"])
-        steps = 0
-        """Number of bodies of loops and macros that the rendering in progress has run."""
-
-        def step(self, count: int = 1) -> bool:
-            self.steps += count
-            if self.steps > MOST_STEPS:
-                raise jinja2.TemplateError(f"it runs more than {MOST_STEPS} loops and macros for one conversation")
-            return True
-
-        def counted_range(self, *ends: int) -> range:
-            numbers = range(*ends)
-            self.step(len(numbers))
-            return numbers
-
-        def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-            sizes = [len(side) if isinstance(side, (str, list, tuple)) else abs(side) for side in (left, right)]
-            if max(sizes) > MOST_STEPS if operator == "**" else sizes[0] * sizes[1] > MOST_SIZE:
-                raise jinja2.TemplateError(f"{operator} makes a value that is too large")
-            return super().call_binop(context, operator, left, right)
-
-        def _parse(self, source: str, name: str | None, filename: str | None) -> Any:
-            tree = super()._parse(source, name, filename)
-            node: Any
-            for node in tree.find_all((nodes.For, nodes.Macro, nodes.CallBlock)):
-                count = nodes.Call(nodes.EnvironmentAttribute("step"), [], [], None, None).set_lineno(node.lineno)
-                node.body.insert(0, nodes.ExprStmt(count).set_lineno(node.lineno))
-                if getattr(node, "test", None) is not None:
-                    node.test = nodes.And(count, node.test).set_lineno(node.lineno)
-            return tree
-
-    return Bounded
-
-
-def _generation_block() -> Any:
-    """Return the extension for `{% generation %}`, which marks the assistant's part and writes nothing itself."""
-    from jinja2.ext import Extension
-
-    class Generation(Extension):
-        tags = {"generation"}  # noqa: RUF012 - jinja2's own spelling
-
-        def parse(self, parser: Any) -> Any:
-            next(parser.stream)
-            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-    return Generation
+        return BoundedTemplate(text)
+    except ValueError as error:
+        raise UserError(f"the chat template of {where} is not valid: {error}") from error
 
 
 def _token_text(value: Any, name: str, path: Path) -> str:

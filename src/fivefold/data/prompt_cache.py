@@ -25,7 +25,7 @@ from fivefold.files import users_umask
 
 IN_MEMORY = 20_000
 """Maximum rows for which every rank reads and tokenizes by itself, which takes a second or two."""
-_CHUNK, _FORMAT, _NEWS = 2_000, 2, 100_000
+_CHUNK, _FORMAT, _NEWS = 2_000, 3, 100_000
 
 Log = Callable[[str], None]
 

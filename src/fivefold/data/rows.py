@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import json
 import re
+import resource
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
@@ -21,8 +23,8 @@ from fivefold.files import LONGEST_LINE, read_json_lines, read_json_object
 from fivefold.tables import SOURCE
 
 Messages = list[dict[str, Any]]
-_LARGEST_ROW, _UNPACKED, _ROWS, _SAVED_ROWS = LONGEST_LINE, 2**29, 1024, 64
-"""Maximum bytes of a row, bytes of parquet rows that are unpacked together, and number of such rows."""
+_LARGEST_ROW, _ROWS, _MEMORY = LONGEST_LINE, 256, 2**31
+"""Maximum bytes of a row, number of rows that are unpacked together, and bytes that this may take next to the file's."""
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
@@ -177,12 +179,13 @@ def _saved_rows(directory: Path) -> Iterator[dict[str, Any]]:
         try:
             # Arrow trusts offsets and lengths: those of a damaged file would end the process.
             stored.validate(full=True)
-            for place in range(0, stored.num_rows, _SAVED_ROWS):
-                batch = _plain(stored.slice(place, _SAVED_ROWS))
-                _check_sizes(directory, batch, number)
-                rows = batch.to_pylist()
-                number += len(rows)
-                yield from rows
+
+            def batches(first: int, size: int, stored: Any = stored) -> Iterator[Any]:
+                return (stored.slice(place, size) for place in range(first, stored.num_rows, size))
+
+            for row in _unpack(directory, batches, _ROWS, number):
+                number += 1
+                yield row
         except (pyarrow.ArrowException, UnicodeDecodeError, OverflowError, SystemError) as error:
             raise UserError(f"{file} cannot be read as Arrow, it may be damaged: {error}") from error
 
@@ -215,36 +218,86 @@ def _read_parquet(path: Path) -> Iterator[dict[str, Any]]:
     number = 0
     with _parquet(path) as file:
         for group in range(file.metadata.num_row_groups):
-            batches = file.iter_batches(_batch_size(file.metadata.row_group(group)), row_groups=[group])
-            while True:
-                try:
-                    if (batch := next(batches, None)) is None:
-                        break
-                    batch = _plain(batch)
-                    _check_sizes(path, batch, number)
-                    rows = batch.to_pylist()
-                except (pyarrow.ArrowException, OSError, UnicodeDecodeError, OverflowError) as error:
-                    raise UserError(f"{path} cannot be read as parquet, it may be damaged: {error}") from error
-                number += len(rows)
-                yield from rows
+
+            def batches(first: int, size: int, group: int = group) -> Iterator[Any]:
+                return islice(file.iter_batches(size, row_groups=[group], use_threads=False), first // size, None)
+
+            try:
+                for row in _unpack(path, batches, _ROWS, number):
+                    number += 1
+                    yield row
+            except (pyarrow.ArrowException, OSError, UnicodeDecodeError, OverflowError) as error:
+                raise UserError(f"{path} cannot be read as parquet, it may be damaged: {error}") from error
 
 
-def _batch_size(group: Any) -> int:
-    """Return how many rows of a row group are unpacked together.
+def _unpack(path: Path, batches: Callable[[int, int], Iterator[Any]], size: int, number: int) -> Iterator[dict[str, Any]]:
+    """Yield the rows of `batches(first, size)`, which yields batches of so many rows from the row `first` on.
 
-    A value that is stored once for many rows is unpacked for each of them, so one row may need as much memory as all texts
-    of the group. The sizes of single columns are not read: pyarrow ends the process if they are damaged.
+    Raises ValueError for a row that is too large. A list that names one stored text a thousand times unpacks to gigabytes,
+    which shows only while it is unpacked: where memory is used up, rows are unpacked again one by one. `number` is the
+    number of the first row in the file.
     """
-    return max(1, min(_ROWS, _UNPACKED // max(1, int(group.total_byte_size))))
+    first, left = number, batches(0, size)
+    memory = sum(file.stat().st_size for file in files_of(path)) + _MEMORY
+    while True:
+        try:
+            with _bounded_memory(memory):
+                if (batch := next(left, None)) is None:
+                    return
+                batch = _plain(batch)
+                _check_sizes(path, batch, number)
+                rows = batch.to_pylist()
+        except MemoryError:
+            if size == 1:
+                raise _too_large(path, number, f"more than {_MEMORY // 2**20:,} MiB") from None
+            size, left = 1, batches(number - first, 1)
+            continue
+        number += len(rows)
+        yield from rows
+
+
+@contextmanager
+def _bounded_memory(size: int) -> Iterator[None]:
+    """Let the system refuse this process more than `size` further bytes of memory within this block."""
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    # The first number is the process's memory in pages.
+    most = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + size
+    resource.setrlimit(resource.RLIMIT_AS, (min([most, *(limit for limit in before if limit >= 0)]), before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
 
 
 def _plain(batch: Any) -> Any:
-    """Return a batch with dictionary-encoded columns decoded to their values."""
+    """Return a batch with dictionary-encoded columns, those within lists and structs too, decoded to their values."""
     import pyarrow
 
-    is_encoded = pyarrow.types.is_dictionary
-    columns = [column.dictionary_decode() if is_encoded(column.type) else column for column in batch.columns]
+    types = [_plain_type(column.type) for column in batch.columns]
+    columns = [
+        column if column.type.equals(plain) else column.cast(plain)
+        for column, plain in zip(batch.columns, types, strict=True)
+    ]
     return pyarrow.RecordBatch.from_arrays(columns, names=batch.schema.names)
+
+
+def _plain_type(of: Any) -> Any:
+    """Return an Arrow type without dictionaries."""
+    import pyarrow
+
+    is_of = pyarrow.types
+    if is_of.is_dictionary(of):
+        return _plain_type(of.value_type)
+    if is_of.is_struct(of):
+        return pyarrow.struct([field.with_type(_plain_type(field.type)) for field in of])
+    if is_of.is_list(of) or is_of.is_large_list(of):
+        make = pyarrow.list_ if is_of.is_list(of) else pyarrow.large_list
+        return make(of.value_field.with_type(_plain_type(of.value_type)))
+    if is_of.is_fixed_size_list(of):
+        return pyarrow.list_(of.value_field.with_type(_plain_type(of.value_type)), of.list_size)
+    if is_of.is_map(of):
+        return pyarrow.map_(_plain_type(of.key_type), _plain_type(of.item_type))
+    return of
 
 
 def _check_sizes(path: Path, batch: Any, first: int) -> None:
@@ -253,10 +306,11 @@ def _check_sizes(path: Path, batch: Any, first: int) -> None:
         return
     for place in range(batch.num_rows):
         if (size := batch.slice(place, 1).nbytes) > _LARGEST_ROW:
-            raise UserError(
-                f"{path}, row {first + place}: a row must take at most {_LARGEST_ROW // 2**20} MiB: it unpacks to "
-                f"{size / 2**20:,.0f} MiB"
-            )
+            raise _too_large(path, first + place, f"{size / 2**20:,.0f} MiB")
+
+
+def _too_large(path: Path, row: int, size: str) -> UserError:
+    return UserError(f"{path}, row {row}: a row must take at most {_LARGEST_ROW // 2**20} MiB: it unpacks to {size}")
 
 
 def _parquet(path: Path) -> Any:

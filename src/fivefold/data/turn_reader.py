@@ -13,7 +13,7 @@ from typing import Any
 from fivefold.data.chat_template import EXAMPLE_CALLS, ChatTemplate
 from fivefold.data.tool_calls import PARSERS, Parser, Schemas, ToolCall
 from fivefold.errors import UserError
-from fivefold.special_tokens import escape, escape_all, pattern_of
+from fivefold.special_tokens import escape, escape_all, pattern_of, special_tokens
 
 _SCHEMA = {
     "type": "object",
@@ -107,5 +107,4 @@ class TurnReader:
 
     @cached_property
     def _special(self) -> frozenset[int]:
-        added = getattr(self.template.tokenizer, "added_tokens_decoder", {})
-        return frozenset(number for number, token in added.items() if token.special)
+        return frozenset(special_tokens(getattr(self.template.tokenizer, "added_tokens_decoder", {})))

@@ -6,6 +6,7 @@ import errno
 import fcntl
 import os
 import socket
+import stat
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,7 +26,8 @@ def locked(run_dir: Path) -> Iterator[tuple[int, ...]]:
     """Hold a directory for this run, by its lock file and by the directory itself: removing the lock file does not free it.
 
     Yields the open files. Processes that inherit them hold the lock too: the kernel releases it when the last of them ends,
-    in whatever way. Raises ValueError while another run holds the directory.
+    in whatever way. Raises ValueError while another run holds the directory. A directory that others may read gets the
+    permissions that `trainer.umask` leaves, which is this process's.
     """
     run_dir.mkdir(parents=True, exist_ok=True)
     file = open_file(run_dir / LOCK, os.O_RDWR | os.O_CREAT)
@@ -51,10 +53,26 @@ def locked(run_dir: Path) -> Iterator[tuple[int, ...]]:
         os.ftruncate(file, 0)
         text = f"process {os.getpid()} on {socket.gethostname()} since {since}\n" + f"{ALONE}\n" * is_alone
         os.pwrite(file, text.encode(), 0)
+        _tighten(directory, run_dir)
         yield file, directory
     finally:
         os.close(directory)
         os.close(file)
+
+
+def _tighten(directory: int, run_dir: Path) -> None:
+    """Take the permissions that this process's umask removes from an open directory, which may be older than its run."""
+    mask = os.umask(0o077)
+    os.umask(mask)
+    mode = stat.S_IMODE(os.fstat(directory).st_mode)
+    if not mode & mask:
+        return
+    try:
+        os.fchmod(directory, mode & ~mask)
+        outcome = f"it is {mode & ~mask:04o} now, as trainer.umask says"
+    except OSError as error:
+        outcome = f"other users can reach it, and it cannot be changed: {error.strerror}"
+    print(f"note     {run_dir} had the mode {mode:04o}: {outcome}", flush=True)
 
 
 def _lock_directory(directory: int) -> bool:

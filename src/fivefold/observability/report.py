@@ -7,14 +7,16 @@ import hashlib
 import html
 import json
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, reduce
 from importlib.resources import files
+from operator import or_
 from pathlib import Path
 from string import Template
 from typing import Any
 
 from fivefold.config.roles import LEARNERS, ROLES
-from fivefold.files import write_whole
+from fivefold.config.schema import UMASK
+from fivefold.files import with_umask, write_whole
 from fivefold.observability.constant import constant_reasons
 from fivefold.observability.curve import load_metrics
 from fivefold.observability.differences import differences, settings
@@ -136,13 +138,25 @@ NOTHING: Have = (-1, 0, 0)
 
 
 def write_report(run_dirs: Sequence[Path]) -> Path:
-    """Write report.html with all runs into the first directory; raise ValueError if a directory has no metrics."""
+    """Write report.html with all runs into the first directory; raise ValueError if a directory has no metrics.
+
+    It holds prompts and responses, so it has the permissions of a file of each of these runs.
+    """
     views = [RunView(run_dir) for run_dir in run_dirs]
     for run_dir in run_dirs:
         load_metrics(run_dir)
     out = run_dirs[0] / "report.html"
-    write_whole(out, page(views, most_samples=_MOST_IN_A_FILE))
+    text = page(views, most_samples=_MOST_IN_A_FILE)
+    with with_umask(f"{reduce(or_, map(_umask, views)):o}"):
+        write_whole(out, text)
     return out
+
+
+def _umask(view: RunView) -> int:
+    """Return the permissions that a run removes from its files; all of other users if its configuration does not say."""
+    trainer = settings(view.config).get("trainer")
+    text = trainer.get("umask") if isinstance(trainer, dict) else None
+    return int(text, 8) if isinstance(text, str) and UMASK.fullmatch(text) else 0o077
 
 
 def page(views: Sequence[RunView], *, is_live: bool = False, most_samples: int | None = None) -> str:
