@@ -66,8 +66,9 @@ def translate(
     outcomes = {key: _outcome(table, source, key, rows[key], values, heard, suggests) for key in settings}
     for outcome in source.outcomes:
         outcomes[outcome.key] = outcome
-    launch = list(clusters.hosts(source, table.name, {ours: line.value for ours, line in values.items()}))
-    if on_ray := clusters.keys_for_ray(source, table.name):
+    chosen = {ours: line.value for ours, line in values.items()}
+    launch = list(clusters.hosts(source, table.name, chosen))
+    if on_ray := clusters.keys_for_ray(source, table.name, chosen):
         if "reward.judge.backend" in values:
             source.note(clusters.WITH_JUDGE)
         else:
