@@ -18,7 +18,7 @@ from fivefold_dialects.areal_method import FIELDS, credit
 from fivefold_dialects.areal_placement import is_dpo, is_sampled, is_sft, roles, trained, trainer
 from fivefold_dialects.known import known
 from fivefold_dialects.legacy import areal as legacy
-from fivefold_dialects.source import EVERY_CHECKPOINT, Source
+from fivefold_dialects.source import Source
 from fivefold_dialects.system import System
 from fivefold_dialects.table import Table, load, table, when
 
@@ -48,7 +48,7 @@ def model(source: Source) -> dict[str, Any]:
     if recomputes:
         ours |= shared.recompute(role, "megatron", "policy") if is_megatron else {"policy.recompute": "full"}
     if is_megatron:
-        ours |= shared.ddp_options(role, "megatron.ddp.", "policy")
+        ours |= shared.options_of("ddp", role.under("megatron.ddp."), "policy") | FIELDS["megatron"](role.under("megatron."))
     ours |= (stages := shared.virtual_stages(role, "policy", "megatron.virtual_pipeline_parallel_size"))
     if source.flag("rollout.return_routed_experts"):
         ours |= shared.replayed("R3")
@@ -115,8 +115,6 @@ def interval(source: Source, start: str) -> int | Literal["epoch"]:
     if epochs > 1 or (epochs and steps):
         reason = "together with freq_steps" if steps else f"every {epochs} epochs: set 1, or a number of freq_steps"
         section.lacks("freq_epochs", reason, changes_result=False)
-    if section.has("freq_secs") and section.number("freq_secs"):
-        section.lacks("freq_secs", "seconds between checkpoints or evaluations: set freq_steps", changes_result=False)
     return steps or ("epoch" if epochs else 0)
 
 
@@ -126,7 +124,6 @@ def run(source: Source) -> dict[str, Any]:
     found_again = mode not in ("disabled", "off")
     return FIELDS["run"](source) | {
         "trainer.run_dir": place,
-        "trainer.keep": EVERY_CHECKPOINT,
         "trainer.resume": "auto" if found_again else "never",
         "trainer.save_every": interval(source, "saver.") or (interval(source, "recover.") if found_again else 0),
         "trainer.eval_every": interval(source, "evaluator.") if source.text("valid_dataset.path") else 0,

@@ -84,8 +84,6 @@ def credit(source: Source) -> dict[str, Any]:
 
 def pairs(source: Source) -> dict[str, Any]:
     """Return our keys of DPO's loss, a mean over pairs (dpo_engine.py:194)."""
-    if (kind := source.text("actor.loss_type") or source.text("loss_type") or "sigmoid") != "sigmoid":
-        source.lacks("actor.loss_type", f"the loss of pairs {kind}")
     if source.keys("ref.path") and source.path("ref.path") != source.path("actor.path"):
         source.lacks("ref.path", "a reference other than the initial policy")
     return {"algorithm.beta": source.number(source.first("actor.beta", "beta"), 0.1)}
@@ -135,8 +133,6 @@ def correction(source: Source) -> dict[str, Any]:
 def rejection(actor: Source) -> dict[str, Any]:
     """Return our keys of actor.rejection_sampling, which AReaL has since 2026-04-20 (functional.py:518)."""
     rule = actor.under("rejection_sampling.")
-    if (rule.text("metric") or "ratio") != "ratio":
-        rule.lacks("metric", "rejection by an estimate of the KL")
     level, action = rule.text("level") or "token", rule.text("action") or "mask"
     if level == "sequence" and (rule.text("agg") or "mean") != "mean":
         rule.lacks("agg", "a mean over a sequence that is not the geometric one")

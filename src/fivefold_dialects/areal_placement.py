@@ -80,13 +80,13 @@ def layout(source: Source) -> dict[str, Any]:
     ours = {"policy.backend": str(policy)}
     if policy.backend == "fsdp":
         ours = trainers.fsdp(source, policy.world_size, section, "offload_params", cp=policy.cp, tp=policy.tp, ep=policy.ep)
-    for role, key in (("ref", "reference.backend"), ("critic", "critic.backend")):
+    for role, name in (("ref", "reference"), ("critic", "critic")):
         text = source.text(f"{role}.backend") or ""
         if ":" in older.dotless(text):
             other = trained(source, _parsed(text, f"{role}.backend"))
-            sizes = {name: getattr(other, name) for name in ("tp", "pp", "cp", "ep", "etp")}
-            if source.keys(f"{role}.path") and (different := shared.own_layout(policy, other.backend, **sizes)):
-                ours[key] = different
+            sizes = {size: getattr(other, size) for size in ("tp", "pp", "cp", "ep", "etp")}
+            if source.keys(f"{role}.path"):
+                ours |= shared.own_layout(source, f"{role}.backend", name, policy, other.backend, **sizes)
     return ours
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from fivefold.config.dialect import Line
 from fivefold.config.machine import is_node_of_job
-from fivefold_dialects.device_mapping import parse_devices
+from fivefold.layout import ParallelLayout
 from fivefold_dialects.source import Source, UnreadableError
 from fivefold_dialects.table import load
 
@@ -22,16 +22,15 @@ CLUSTERS: dict[str, dict[str, Any]] = {name: {**_USUAL, **keys} for name, keys i
 """System -> the keys by which it requests several machines; tables/shared.yaml explains them."""
 
 
-def keys_for_ray(source: Source, system: str) -> list[str]:
+def keys_for_ray(source: Source, system: str, ours: Mapping[str, Any]) -> list[str]:
     """Return the keys that ask for Ray; empty if torchrun or another launcher has started this process as a rank."""
     if {"RANK", "WORLD_SIZE"} <= set(source.environment) and not is_node_of_job(source.environment):
         return []
     asks = CLUSTERS.get(system, _USUAL)
     keys = [key for key in asks["nodes"] if key in source.settings and _number(source, key) > 1]
     keys += [key for key, name in asks["chosen"].items() if key in source.settings and source.text(key) == name]
-    if devices := asks["devices"]:
-        per_node = _number(source, asks["gpus_per_node"][0])
-        keys += [key for key in source.settings if key.endswith(devices) and _last(source, key) >= per_node]
+    if (devices := asks["devices"]) and _ranks(ours) > _number(source, asks["gpus_per_node"][0]):
+        keys += [key for key in source.settings if key.endswith(devices)]
     return keys
 
 
@@ -41,7 +40,7 @@ def hosts(source: Source, system: str, ours: Mapping[str, Any]) -> Iterator[Line
     asks = CLUSTERS.get(system, _USUAL)
     if asks["devices"]:
         # ROLL's judge borrows GPUs of the policy, and has its own here.
-        yield from () if "reward.judge.backend" in ours else _hosts_of_devices(source, asks)
+        yield from () if "reward.judge.backend" in ours else _hosts_of_devices(source, asks, ours)
         return
     has_others = ours.get("engine.placement") == "apart" or any(_OTHERS.search(key) for key in ours)
     is_whole = asks["is_whole"] and not any(source.text(key) == value for key, value in asks["part"].items())
@@ -52,14 +51,20 @@ def hosts(source: Source, system: str, ours: Mapping[str, Any]) -> Iterator[Line
             yield Line(name, _number(source, key_set), (key_set,))
 
 
-def _hosts_of_devices(source: Source, asks: Mapping[str, Any]) -> Iterator[Line]:
-    """Yield what ROLL computes (base_config.py): whole machines, or one machine with the GPUs that mappings name."""
-    keys = tuple(key for key in source.settings if key.endswith(asks["devices"]))
-    gpus = max((_last(source, key) for key in keys), default=-1) + 1
-    per_node = asks["gpus_per_node"][0]
-    if per_node in source.settings and gpus > 0 and (most := _number(source, per_node)) > 0:
-        yield Line("launch.nodes", -(-gpus // most), (per_node, *keys))
-        yield Line("launch.gpus_per_node", min(gpus, most), (per_node, *keys))
+def _hosts_of_devices(source: Source, asks: Mapping[str, Any], ours: Mapping[str, Any]) -> Iterator[Line]:
+    """Yield as few machines as the GPUs that the layouts take need."""
+    keys, per_node = [key for key in source.settings if key.endswith(asks["devices"])], asks["gpus_per_node"][0]
+    if per_node in source.settings and (gpus := _ranks(ours)) > 0 and (most := _number(source, per_node)) > 0:
+        yield Line("launch.nodes", nodes := -(-gpus // most), (per_node, *keys))
+        yield Line("launch.gpus_per_node", -(-gpus // nodes), (per_node, *keys))
+
+
+def _ranks(ours: Mapping[str, Any]) -> int:
+    """Return how many GPUs the layouts of a run take; 0 if it has none."""
+    layouts = {key.removesuffix(".backend"): str(ours[key]) for key in ours if key.endswith(".backend")}
+    sizes = {name: ParallelLayout.parse(layout).world_size for name, layout in layouts.items() if ":" in layout}
+    apart = sizes.pop("engine", 0) if ours.get("engine.placement") == "apart" else 0
+    return apart + max((ours.get(f"{name}.first_rank", 0) + size for name, size in sizes.items()), default=0)
 
 
 def _number(source: Source, key: str) -> int:
@@ -67,9 +72,3 @@ def _number(source: Source, key: str) -> int:
     with contextlib.suppress(UnreadableError):
         return source.whole(key) or 0
     return 0
-
-
-def _last(source: Source, key: str) -> int:
-    with contextlib.suppress(ValueError):
-        return max(parse_devices(source.raw(key)), default=-1)
-    return -1

@@ -5,7 +5,6 @@ Behavior that only ROLL's code defines was read in ROLL 8eb27cc2 (2026-08-18); c
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from fivefold_dialects import roll_placement as placement
@@ -13,16 +12,15 @@ from fivefold_dialects import shared
 from fivefold_dialects.known import known
 from fivefold_dialects.legacy import roll as legacy
 from fivefold_dialects.roll_method import critic, loss, low_rank, method, optimizer
-from fivefold_dialects.roll_placement import FIELDS, TRAIN, devices, is_rlvr, kind, role, samples_a_group, sizes, uses_critic
-from fivefold_dialects.source import EVERY_CHECKPOINT, Source
+from fivefold_dialects.roll_placement import FIELDS, TRAIN, devices, is_rlvr, kind, role, samples_a_group, uses_critic
+from fivefold_dialects.source import Source
 from fivefold_dialects.system import System
 from fivefold_dialects.table import load, table, when
 
 
 def run(source: Source) -> dict[str, Any]:
-    resume, keep = source.text("resume_from_checkpoint") or "False", source.whole("max_ckpt_to_keep") or 0
+    resume = source.text("resume_from_checkpoint") or "False"
     ours: dict[str, Any] = {
-        "trainer.keep": keep or EVERY_CHECKPOINT,
         "trainer.resume": "never" if resume.lower() == "false" else resume,
         **FIELDS["run"](source),
         "trainer.eval_every": (source.whole("eval_steps") or 0) if source.items("validation.data_args.file_name") else 0,
@@ -30,18 +28,13 @@ def run(source: Source) -> dict[str, Any]:
     epochs = role(source) + "training_args.num_train_epochs"
     by_steps = is_rlvr(source) or not source.number(epochs)
     ours |= {"trainer.steps": source.whole("max_steps")} if by_steps else {"trainer.epochs": source.whole(epochs)}
-    if sampled := FIELDS["evaluation"](source):
-        if (source.whole("validation.generating_args.top_k") or 0) > 0:
-            source.lacks("validation.generating_args.top_k", "top-k in evaluation", changes_result=False)
-        ours |= sampled
-    return ours
+    return ours | FIELDS["evaluation"](source)
 
 
 def ahead(source: Source) -> dict[str, Any]:
     ratio = source.number("async_generation_ratio") or 0.0
     if ratio > 0 and not ratio.is_integer():
-        reason = "a part of a step that is sampled ahead: rollout.max_staleness counts whole steps"
-        source.lacks("async_generation_ratio", reason)
+        source.lacks("async_generation_ratio", "a part of a step that is sampled ahead: rollout.max_staleness counts steps")
     return shared.ahead(int(ratio), "continue") if is_rlvr(source) else {}
 
 
@@ -51,22 +44,15 @@ def model(source: Source) -> dict[str, Any]:
     return ours | ({"reference.path": reference} if reference not in (None, ours["model.path"]) else {})
 
 
-def epochs(source: Source, key: str) -> int | None:
-    return source.whole(key) if is_rlvr(source) else None
-
-
 def batch(source: Source) -> dict[str, Any]:
-    training = source.under(role(source) + "training_args.")
-    split, world = sizes(source), len(devices(source, role(source) + "device_mapping"))
-    replicas = world // math.prod(split.get(name, 1) for name in ("tp", "pp", "cp"))
-    update = training.count("per_device_train_batch_size") * training.count("gradient_accumulation_steps") * replicas
+    update = placement.samples_an_update(source, role(source))
     if not is_rlvr(source):
         return {"data.prompts_per_step": update}
     prompts, group = source.count("rollout_batch_size"), samples_a_group(source)
     updates, rest = divmod(prompts * group, update)
     if rest or updates < 1 or prompts % updates:
         reason = f"where a step has {prompts} x {group}: an update must consist of whole prompts"
-        training.lacks("gradient_accumulation_steps", f"updates of {update} samples, {reason}")
+        source.lacks(role(source) + "training_args.gradient_accumulation_steps", f"updates of {update} samples, {reason}")
         updates = 1
     return {"data.prompts_per_step": prompts, "algorithm.updates_per_step": updates, "algorithm.group_size": group}
 
@@ -92,7 +78,6 @@ def lengths(source: Source) -> dict[str, Any]:
 
 MATH = "math_rule"
 """Name of the domain for rows whose tag belongs to no other domain (rlvr_pipeline.py:116)."""
-_SCORED: dict[str, dict[str, float]] = load("roll")["rewards"]
 _JUDGE_PROMPT = "Qwen2.5-7B-Instruct-RLVR-prompt"
 
 
@@ -107,16 +92,17 @@ def domains(source: Source) -> dict[str, int]:
 
 
 def mixture(source: Source) -> dict[str, Any]:
-    """Return our keys of the domains in each step and of their rewards; empty if math_rule is the only domain."""
+    """Return our keys of the domains in each step and of their rewards."""
     if not is_mixed(source):
-        return {}
+        alone = scored(source, MATH, True) if source.keys("rewards.") else {}
+        judged, code = judge(source, MATH) if "judge" in alone else {}, "test_cases" if "code" in alone else None
+        return judged | {"reward.functions": alone or None, "data.ground_truth_key": code}
     counts, prompts = domains(source), source.count("rollout_batch_size")
     rewards = list(dict.fromkeys(key.split(".")[1] for key in source.keys("rewards.")))
     for name in counts:
         if name not in rewards:
             source.lacks(f"{TRAIN}data_args.domain_interleave_probs.{name}", "a domain without a section in rewards")
-    tags = {name: source.texts(f"rewards.{name}.tag_included") for name in rewards}
-    tags.setdefault(MATH, [])
+    tags = {name: source.texts(f"rewards.{name}.tag_included") for name in (*rewards, MATH)}
     ours: dict[str, Any] = {
         "data.source_key": source.text(TRAIN + "data_args.tag") or "tag",
         "data.domains": {name: [*of, "*"] if name == MATH else of for name, of in tags.items() if of or name == MATH},
@@ -150,18 +136,13 @@ def scored(source: Source, name: str, is_used: bool) -> dict[str, float]:
     """Return our rewards of a domain and their weights; empty if we have none, which is reported if the domain is used."""
     section = source.under(f"rewards.{name}.")
     worker = (section.text("worker_cls") or "").rpartition(".")[2]
-    if not is_used and worker not in _SCORED:
-        return {}
-    if worker not in _SCORED:
+    if worker == "CrossThinkQARuleRewardWorker" and (reward := section.text("reward_type")) != "soft":
+        section.lacks("reward_type", f"the reward {reward} for multiple choice: only soft is supported")
+    if worker.endswith("RewardWorker") and worker in FIELDS:
+        return dict(FIELDS[worker](section))
+    if is_used:
         section.lacks("worker_cls", "your own reward worker: name your function in reward.by_source")
-    if worker == "CrossThinkQARuleRewardWorker":
-        if (reward := section.text("reward_type")) != "soft":
-            section.lacks("reward_type", f"the reward {reward} for multiple choice: only soft is supported")
-        if section.number("response_length_penalty_coef"):
-            section.lacks("response_length_penalty_coef", "a penalty for fewer than 400 tokens")
-    if worker == "CodeSandboxRewardWorker" and section.has("use_local") and not section.flag("use_local"):
-        section.lacks("use_local", "a remote sandbox: here programs run isolated on the ranks' machines")
-    return _SCORED.get(worker, {})
+    return {}
 
 
 def judge(source: Source, name: str) -> dict[str, Any]:
@@ -182,12 +163,6 @@ def judge(source: Source, name: str) -> dict[str, Any]:
     return FIELDS["own_judge"](section) | {"reward.judge.backend": layout, "reward.judge.request": others or None}
 
 
-def columns(source: Source) -> dict[str, Any]:
-    """Return our keys of the columns, and of the reward if math_rule is the only domain."""
-    alone = {"math": 1.0} if source.keys("rewards.") and not is_mixed(source) else None
-    return FIELDS["columns"](source) | {"reward.functions": alone}
-
-
 def router_replay(source: Source) -> dict[str, Any]:
     key = "actor_train.router_replay.mode"
     mode = source.text(key)
@@ -197,9 +172,9 @@ def router_replay(source: Source) -> dict[str, Any]:
 
 
 DERIVED = (
-    *(ahead, model, low_rank, method, *when(is_rlvr, loss), batch, lengths, *when(is_rlvr, columns, mixture)),
+    *(ahead, model, low_rank, method, *when(is_rlvr, loss), batch, lengths, *when(is_rlvr, FIELDS["of_rlvr"], mixture)),
     *(placement.layout, placement.megatron, optimizer, *when(uses_critic, critic), *when(is_rlvr, placement.engine)),
     *(placement.forwards, router_replay, run, FIELDS["tracking"]),
 )
-TABLE = table("roll", DERIVED, {"epochs": epochs}, load("legacy/roll"), release_of=legacy.release_of, known=known("roll"))
+TABLE = table("roll", DERIVED, older=load("legacy/roll"), release_of=legacy.release_of, known=known("roll"))
 translate = System("roll", (TABLE,))

@@ -6,7 +6,7 @@ from typing import Any
 
 from fivefold_dialects import shared
 from fivefold_dialects.legacy import roll as legacy
-from fivefold_dialects.roll_placement import TRAIN, kind, role, samples_a_group
+from fivefold_dialects.roll_placement import TRAIN, kind, role, samples_a_group, samples_an_update
 from fivefold_dialects.source import Source
 from fivefold_dialects.table import choices, fields
 
@@ -17,8 +17,6 @@ def method(source: Source) -> dict[str, Any]:
     if kind(source) == "sft":
         return FIELDS["sft"](source)
     if kind(source) == "dpo":
-        if source.flag("ipo"):
-            source.lacks("ipo", "the loss IPO")
         return FIELDS["dpo"](source)
     name = source.text("adv_estimator") or "gae"
     ours = FIELDS["advantage"](source)
@@ -130,6 +128,12 @@ def optimizer(source: Source, start: str = "", ours: str = "policy.optimizer") -
 
 
 def critic(source: Source) -> dict[str, Any]:
+    own_size, size = samples_an_update(source, "critic."), samples_an_update(source, role(source))
+    if source.keys("critic.") and own_size != size:
+        reason = f"updates of {own_size} samples: the critic is trained in the policy's updates, of {size}"
+        source.lacks("critic.training_args.gradient_accumulation_steps", reason)
+    if (source.whole("ppo_epochs") or 1) > 1:
+        source.lacks("ppo_epochs", "the critic of ROLL learns once from each step: here as often as the policy")
     return FIELDS["critic"](source) | optimizer(source, "critic.", "critic.optimizer")
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
+from fivefold.config.mcore_options import is_option, section_of
 from fivefold_dialects import shared, trainers
 from fivefold_dialects.device_mapping import parse_devices, ranks_after
+from fivefold_dialects.known import known
 from fivefold_dialects.source import Source, UnreadableError
 from fivefold_dialects.table import fields, listed, load
 
@@ -47,89 +50,123 @@ def samples_a_group(source: Source) -> int:
     return source.count(source.first(INFER + "generating_args.num_return_sequences", "num_return_sequences_in_group"))
 
 
-def sizes(source: Source) -> dict[str, int]:
-    section = source.under(role(source))
-    name = section.text("strategy_args.strategy_name") or "megatron_train"
-    if not name.startswith("megatron"):
+def is_megatron(section: Source) -> bool:
+    """Return whether the strategy of a role is Megatron-Core, which it is by default."""
+    return (section.text("strategy_args.strategy_name") or "megatron").startswith("megatron")
+
+
+def sizes(section: Source) -> dict[str, int]:
+    if not is_megatron(section):
         return {"cp": section.whole("model_args.ulysses_size") or 1}
     return shared.parallel_sizes(section.under("strategy_args.strategy_config."))
 
 
+def samples_an_update(source: Source, start: str) -> int:
+    """Return how many samples an update of a trained role takes: those of its GPUs, or of the policy's if it names none."""
+    section, policy = source.under(start), role(source)
+    world = len(devices(source, (start if section.has("device_mapping") else policy) + "device_mapping"))
+    replicas = world // math.prod(size for name, size in sizes(section).items() if name in ("tp", "pp", "cp"))
+    training = section.under("training_args.")
+    return training.count("per_device_train_batch_size") * training.count("gradient_accumulation_steps") * replicas
+
+
+def others(source: Source) -> dict[str, bool]:
+    """Return the models other than the policy and whether the run uses them."""
+    # The reference comes last: without a KL it is absent, and must not leave empty ranks before other models.
+    return {"critic": uses_critic(source), "reference": kind(source) != "sft"}
+
+
 def layout(source: Source) -> dict[str, Any]:
     """Return our keys of the layouts of the policy and of other models, on their own GPUs or on the policy's."""
-    trained = devices(source, role(source) + "device_mapping")
-    policy = shared.world_layout(len(trained), **sizes(source))
+    start = role(source)
+    trained, config = devices(source, start + "device_mapping"), start + "strategy_args.strategy_config."
+    policy = shared.world_layout(len(trained), **sizes(source.under(start)))
     ours: dict[str, Any] = {"policy.backend": str(policy)}
-    if source.text(role(source) + "strategy_args.strategy_name") == "fsdp2_train":
-        ours = trainers.fsdp(source, len(trained), role(source) + "strategy_args.strategy_config.", cp=policy.cp)
+    if source.text(start + "strategy_args.strategy_name") == "fsdp2_train":
+        ours = trainers.fsdp(source, len(trained), config, cp=policy.cp)
         policy = replace(policy, backend="fsdp")
-    # The reference comes last: without a KL it is absent, and must not leave empty ranks before other models.
-    is_used = {"critic": uses_critic(source), "reference": kind(source) != "sft"}
-    placed = [name for name in (*is_used, "actor_infer") if source.has(f"{name}.device_mapping")]
-    gpus = {name: devices(source, f"{name}.device_mapping") for name in placed}
-    sampled = gpus.pop("actor_infer", [])
-    first_ranks = ranks_after(trained, sampled, {name: numbers for name, numbers in gpus.items() if is_used[name]})
+    used = [name for name, is_used in others(source).items() if is_used]
+    gpus = {name: devices(source, f"{name}.device_mapping") for name in used if source.has(f"{name}.device_mapping")}
+    first_ranks = ranks_after(trained, apart(source), gpus)
     if first_ranks and is_rlvr(source) and source.text(INFER + "strategy_args.strategy_name") != "hf_infer":
         ours["engine.mode"] = "server"
-    for name in (name for name, uses in is_used.items() if uses):
+    for name in used:
         if name in gpus and name not in first_ranks and set(gpus[name]) != set(trained):
             source.fixed(f"{name}.device_mapping", "the model shares all of the policy's ranks, not a part of them")
-        strategy = source.under(f"{name}.strategy_args.")
-        is_megatron = (strategy.text("strategy_name") or "").startswith("megatron")
-        own_sizes = shared.parallel_sizes(strategy.under("strategy_config.")) if is_megatron else {}
-        different = shared.own_layout(policy, **own_sizes) if is_megatron else None
+        section = source.under(f"{name}.")
+        of_megatron = section.has("strategy_args.strategy_name") and is_megatron(section)
         if name in first_ranks:
-            backend = "megatron" if is_megatron else policy.backend
-            different = str(shared.world_layout(len(gpus[name]), backend, **own_sizes))
+            layout = ("megatron", sizes(section)) if of_megatron else (policy.backend, {})
+            ours[f"{name}.backend"] = str(shared.world_layout(len(gpus[name]), layout[0], **layout[1]))
             ours[f"{name}.first_rank"] = first_ranks[name]
-        if different is not None:
-            ours[f"{name}.backend"] = different
-            ours |= shared.virtual_stages(strategy.under("strategy_config."), name) if is_megatron else {}
+        elif of_megatron:
+            ours |= shared.role_layout(section.under("strategy_args.strategy_config."), name, policy)
     return ours
 
 
-_OPTIONS_OF_LAYOUT, _OPTIONS_FIXED = listed("roll", "layout"), listed("roll", "spread")
-_OPTIONS_CARRIED = load("roll")["carried"]
+_LAYOUT, _FIXED, _OVERRIDDEN = (listed("roll", name) for name in ("layout", "spread", "overridden"))
+_CARRIED = load("roll")["carried"]
+_MORE = "additional_configs."
 
 
-def megatron(source: Source) -> dict[str, Any]:
-    section = source.under(role(source))
-    name = section.text("strategy_args.strategy_name") or "megatron_train"
+def options(source: Source, start: str, ours: str) -> dict[str, Any]:
+    """Return our keys of a role's recomputation and options of Megatron-Core, of which some are below additional_configs."""
+    section, place = source.under(start), start + "strategy_args.strategy_config"
     checkpointing = not section.flag("model_args.disable_gradient_checkpointing")
-    if not name.startswith("megatron"):
-        return {"policy.recompute": "full"} if checkpointing else {}
-    start = role(source) + "strategy_args.strategy_config"
-    options = source.under(start + ".")
-    values: dict[str, Any] = {}
-    for key in options.keys(""):
-        value = options.value(key)
-        short = key.removeprefix("additional_configs.")
-        if short in _OPTIONS_OF_LAYOUT or value is None or short.startswith("recompute_"):
+    if not is_megatron(section):
+        return {f"{ours}.recompute": "full" if checkpointing else "none"}
+    config, values = source.under(place + "."), dict[str, Any]()
+    # ROLL's own arguments come first.
+    keys = [key for key in sorted(config.keys(""), key=lambda key: _MORE not in key) if config.value(key) is not None]
+    named = {key.removeprefix(_MORE): key for key in keys if key.removeprefix(_MORE) not in _OVERRIDDEN or _MORE not in key}
+    for key in (key for key in keys if key not in named.values()):
+        config.fixed(key, "an argument of ROLL's own with this name replaces it, by its default too")
+    for name, key in named.items():
+        value = config.value(key)
+        if key == _MORE[:-1]:
+            config.lacks(key, "options in another file or in one text: write them below this key")
+        elif name in _LAYOUT and key != name:
+            config.lacks(key, "a size of the layout: write it directly below strategy_config")
+        elif name in _LAYOUT or name.startswith("recompute_"):
             continue
-        if short in _OPTIONS_FIXED:
-            options.fixed(key, shared.TEXTS["spread"])
-        elif short in _OPTIONS_CARRIED:
-            options.fixed(key, "off") if not value else values.update({f"policy.megatron.{_OPTIONS_CARRIED[short]}": value})
-        elif short == "moe_layer_recompute":
-            options.fixed(key, "off") if not value else values.update(FIELDS["moe_layer_recompute"](source))
+        elif name in _FIXED:
+            config.fixed(key, shared.TEXTS["spread"])
+        elif name in _CARRIED:
+            config.fixed(key, "off") if not value else values.update({f"{ours}.megatron.{_CARRIED[name]}": value})
+        elif name == "moe_layer_recompute":
+            again = {"granularity": "selective", "modules": ["moe"]} if value else {}
+            values |= {f"{ours}.megatron.transformer.recompute_{part}": of for part, of in again.items()}
+        elif key == name and f"{place}.{name}" not in known("roll"):
+            if is_option(section_of(name), name):
+                config.lacks(key, "ROLL has no such argument: write it below additional_configs")
         else:
-            shared.option(options, key, short, value, "policy.megatron", values)
-    values |= shared.virtual_stages(options, "policy")
-    if not options.text("recompute_granularity"):
+            shared.option(config, key, name, value, f"{ours}.megatron", values)
+    values |= shared.virtual_stages(config, ours)
+    if "recompute_granularity" not in named and ours != "reference":
         section.fixed("model_args.disable_gradient_checkpointing", "read with recompute_granularity only")
-    elif checkpointing:
-        modules = options.text("recompute_modules")
-        again = shared.recompute(source, start, "policy")
+    elif "recompute_granularity" in named and checkpointing:
+        written = {f"{place}.{name}": config.raw(key) for name, key in named.items()}
+        alike = replace(source, settings={**source.settings, **written})
+        modules, again = alike.text(f"{place}.recompute_modules"), shared.recompute(alike, place, ours)
         if modules and "," in modules:
-            again["policy.megatron.transformer.recompute_modules"] = [part.strip() for part in modules.split(",")]
+            again[f"{ours}.megatron.transformer.recompute_modules"] = [part.strip() for part in modules.split(",")]
         if again:
             values = {key: value for key, value in values.items() if "recompute" not in key} | again
     # ROLL's converter takes the coefficient of the routers' loss from config.json unless one of two keys has it
     # (model_providers.py:456).
-    coef, ours = section.number("model_args.moe_aux_loss_coef"), "policy.megatron.transformer.moe_aux_loss_coeff"
-    if coef is not None and ours not in values:
-        values[ours] = coef
-    return values | {"policy.sequence_parallel": True, "policy.router_balance": "config"}
+    coef, ours_of_it = section.number("model_args.moe_aux_loss_coef"), f"{ours}.megatron.transformer.moe_aux_loss_coeff"
+    return ({} if coef is None else {ours_of_it: coef}) | values
+
+
+def megatron(source: Source) -> dict[str, Any]:
+    """Return our keys of the options of the policy, and of other models that have a strategy of their own."""
+    of_policy = options(source, role(source), "policy")
+    balance = {"policy.sequence_parallel": True, "policy.router_balance": "config"}
+    ours = {**of_policy, **(balance if is_megatron(source.under(role(source))) else {})}
+    for name in (name for name, is_used in others(source).items() if is_used and source.keys(f"{name}.strategy_args.")):
+        of_model = options(source, f"{name}.", name)
+        ours |= shared.own_options(of_model, of_policy, name, trains=name == "critic")
+    return ours
 
 
 def forwards(source: Source) -> dict[str, Any]:
@@ -144,18 +181,24 @@ def forwards(source: Source) -> dict[str, Any]:
     }
 
 
+def apart(source: Source) -> list[int]:
+    """Return the engine's own GPUs; none if one of them is the policy's: then the engine shares all GPUs of the policy."""
+    key, trained = INFER + "device_mapping", set(devices(source, role(source) + "device_mapping"))
+    sampled = devices(source, key) if source.has(key) else []
+    if (shared_gpus := set(sampled) & trained) and set(sampled) != trained:
+        source.note(f"{key} shares {len(shared_gpus)} GPUs with the policy: here the engine has the policy's {len(trained)}")
+    return [] if shared_gpus else sampled
+
+
 def engine(source: Source) -> dict[str, Any]:
     config = source.under(INFER + "strategy_args.strategy_config.")
-    trained, key = devices(source, TRAIN + "device_mapping"), INFER + "device_mapping"
-    # If engine and policy have GPUs in common, the engine shares all GPUs of the policy.
-    sampled = devices(source, key) if source.has(key) else []
-    is_apart = bool(sampled) and not set(sampled) & set(trained)
-    world = len(sampled if is_apart else trained)
+    sampled = apart(source)
+    world = len(sampled or devices(source, TRAIN + "device_mapping"))
     tp = config.whole("tensor_parallel_size") or config.whole("tp_size") or source.whole(INFER + "num_gpus_per_worker") or 1
     if (name := source.text(INFER + "strategy_args.strategy_name")) == "hf_infer":
         return {"engine.backend": "transformers"}
     ours = shared.engine_name(source, INFER + "strategy_args.strategy_name", name)
-    values = shared.engine(world, tp if world % tp == 0 else 1, name=ours, is_apart=is_apart)
+    values = shared.engine(world, tp if world % tp == 0 else 1, name=ours, is_apart=bool(sampled))
     values["engine.memory_fraction"] = config.number(
         "mem_fraction_static" if config.has("mem_fraction_static") else "gpu_memory_utilization"
     )
@@ -164,6 +207,4 @@ def engine(source: Source) -> dict[str, Any]:
     if name == "vllm" and config.has("enforce_eager"):
         values["engine.vllm.enforce_eager"] = config.flag("enforce_eager")
     drawn = source.under(INFER + "generating_args.")
-    if (drawn.whole("num_beams") or 1) != 1:
-        drawn.lacks("num_beams", "beam search")
     return values | FIELDS["sampling"](drawn)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from typing import Any
 
 from fivefold.config.engine import EngineConfig
@@ -166,13 +166,41 @@ def engine(world: int, tp: int, ep: int = 1, name: str = "vllm", *, is_apart: bo
     return {"engine.backend": engine_layout(world, tp, ep, name), "engine.placement": "apart" if is_apart else None}
 
 
-def own_layout(policy: ParallelLayout, backend: str = "megatron", /, **sizes: int) -> str | None:
-    """Return another model's layout on the policy's ranks; None if it is the same, or if the ranks do not divide into it."""
+def own_layout(
+    source: Source, key: str, name: str, policy: ParallelLayout, backend: str = "megatron", /, **sizes: int
+) -> dict[str, Any]:
+    """Return our key of another model's layout on the policy's ranks; empty if it is the same, or if the ranks do not divide
+    into the sizes of the source's `key`, which is reported."""
     try:
         layout = world_layout(policy.world_size, backend, **sizes)
-    except UnreadableError:
-        return None
-    return None if layout.is_same(policy) else str(layout)
+    except UnreadableError as error:
+        source.lacks(key, f"{error}; the model uses the policy's layout", changes_result=False)
+        return {}
+    return {} if layout.is_same(policy) else {f"{name}.backend": str(layout)}
+
+
+def role_layout(megatron: Source, name: str, policy: ParallelLayout) -> dict[str, Any]:
+    """Return our keys of another model's layout by its section of Megatron-Core; empty if it sets no size."""
+    keys = [key for key in megatron.keys("") if key.endswith("_parallel_size") and key != VIRTUAL]
+    ours = own_layout(megatron, keys[0], name, policy, **parallel_sizes(megatron)) if keys else {}
+    return ours | (virtual_stages(megatron, name) if ours else {})
+
+
+def own_options(options: Mapping[str, Any], of_policy: Mapping[str, Any], ours: str, trains: bool = True) -> dict[str, Any]:
+    """Return our keys of a model's own options; empty if they are equal to the policy's, which it has by default.
+    A model that does not train needs no options of recomputation, gradients and optimizer."""
+    rest = ("recompute", ".ddp.", ".optimizer.")
+    of_policy = {f"{ours}{key.removeprefix('policy')}": value for key, value in of_policy.items()}
+    if not trains:
+        both = (options, of_policy)
+        options, of_policy = ({key: of[key] for key in of if not any(part in key for part in rest)} for of in both)
+    if options == of_policy:
+        return {}
+    values: dict[str, Any] = {f"{ours}.recompute": "none"} if trains else {}
+    if any(".megatron." in key for key in of_policy) and not any(".megatron." in key for key in options):
+        # An empty section; without it the model would have the policy's options.
+        values[f"{ours}.megatron.transformer"] = {}
+    return {**values, **options}
 
 
 def ahead(steps: float, interrupt: str, tail: str = "wait") -> dict[str, Any]:
@@ -201,22 +229,26 @@ def megatron_options(source: Source, start: str, ours: str) -> dict[str, Any]:
     return values
 
 
-def ddp_options(source: Source, start: str, ours: str) -> dict[str, Any]:
-    """Return the fields of DistributedDataParallelConfig under `start` as keys of section `ours`; report the others."""
+_AS_HERE: dict[str, dict[str, Any]] = load("shared")["as_here"]
+
+
+def options_of(kind: str, options: Source, ours: str, but: Container[str] = ()) -> dict[str, Any]:
+    """Return fields of Megatron-Core's ddp or optimizer options, except `but`, as keys of section `ours`; report others."""
     values: dict[str, Any] = {}
-    options = source.under(start)
-    for name in (name for name in options.keys("") if options.value(name) is not None):
-        value = options.value(name)
-        if not is_option("ddp", name):
-            options.lacks(name, f"Megatron-Core's ddp options have no {name}")
-        elif (reason := refusal("ddp", name)) is not None and value not in (False, "no_shard"):
-            options.lacks(name, reason.replace("{section}", ours), changes_result=name.startswith("fp8"))
+    for name in (name for name in options.keys("") if name not in but and options.value(name) is not None):
+        value, reason = options.value(name), refusal(kind, name)
+        is_here = DTYPES.get(str(value), value) == _AS_HERE[kind].get(name, False)
+        if not is_option(kind, name):
+            options.lacks(name, f"Megatron-Core's {kind} options have no {name}")
+        elif reason is not None and not is_here:
+            changes_result = kind == "optimizer" or name.startswith("fp8")
+            options.lacks(name, reason.replace("{section}", ours), changes_result=changes_result)
         elif reason is not None:
             options.fixed(name, "off")
-        elif (reason := without_effect("ddp", name)) is not None:
+        elif (reason := without_effect(kind, name)) is not None:
             options.fixed(name, reason)
         else:
-            values[f"{ours}.megatron.ddp.{name}"] = value
+            values[f"{ours}.megatron.{kind}.{name}"] = value
     return values
 
 
@@ -242,7 +274,7 @@ def option(source: Source, key: str, name: str, value: Any, ours: str, values: d
     section = section_of(name)
     reason = refusal(section, name)
     if row := _OPTIONS.row(name):
-        is_off = row.form == "fixed" or value in row.off
+        is_off = row.form == "fixed" or row.is_off(value)
         source.fixed(key, row.note if row.form == "fixed" else "off") if is_off else source.lacks(key, row.note)
     elif name == "moe_token_dispatcher_type" and value == "flex":
         source.lacks(key, "flex needs the package deep_ep; alltoall sends the same tokens", changes_result=False)

@@ -40,11 +40,11 @@ def program(source: Source) -> dict[str, Any]:
 
 
 def megatron_path(source: Source) -> dict[str, Any]:
-    """Report the keys that siiRL's Megatron path ignores; return no keys of ours."""
+    """Return our key of what siiRL's Megatron path always does; report the keys that it ignores."""
     if (source.whole(_A + "ppo_epochs") or 1) > 1:
         source.lacks(_A + "ppo_epochs", "siiRL's Megatron actor makes one pass over a rollout with any value: set it to 1")
     source.fixed(_A + "megatron.sequence_parallel", "siiRL shards sequences wherever tensor parallelism is above 1")
-    return {}
+    return {"policy.sequence_parallel": True}
 
 
 def memory(source: Source) -> dict[str, Any]:
@@ -70,8 +70,8 @@ def is_cpgd(source: Source) -> bool:
 def advantage(source: Source) -> dict[str, Any]:
     if source.text("algorithm.adv_estimator") != "cpgd":
         return verl_algorithm.advantage(source)
-    ours = {"name": "cpgd", "advantage": "group", "whiten": False, "credit": "response"}
-    ours["normalize"] = CHOICES["algorithm.weight_factor_in_cpgd"].read(source)
+    normalize = CHOICES["algorithm.weight_factor_in_cpgd"].read(source)
+    ours = {"name": "cpgd", "advantage": "group", "normalize": normalize, "whiten": False, "credit": "response"}
     if source.count(_R + "n") == 1:
         # siiRL gives a group of one the mean 0 and the deviation 1.
         ours |= {"advantage": "reward", "normalize": "none"}
@@ -88,15 +88,12 @@ def loss(source: Source) -> dict[str, Any]:
     if verl_models.is_megatron(source):
         key = "algorithm.adv_estimator" if by_estimator else _A + "use_cpgd_loss"
         source.lacks(key, "CPGD, which siiRL's Megatron actor lacks")
-    program = source.text("-m") or ""
-    if mode != "cpgd" and not by_estimator and not program.startswith("siirl.client"):
+    if mode != "cpgd" and not by_estimator and not (source.text("-m") or "").startswith("siirl.client"):
         actor.lacks("use_cpgd_loss", "PPO's clip with CPGD's drift, as in siiRL since 2025-10: for CPGD set loss_mode: cpgd")
     drift = actor.number("policy_drift_coeff") if by_estimator or actor.flag("use_cpgd_loss") else 0.0
-    ours: dict[str, Any] = {"surrogate": "cpgd", "drift_coef": drift or 0.0}
-    for name in ("low", "high"):
-        bound = actor.number(f"clip_ratio_{name}")
-        ours[f"clip_{name}"] = actor.number("clip_ratio") if bound is None else bound
-    ours["aggregate"] = verl_algorithm.CHOICES[_A + "loss_agg_mode"].read(source)
+    mean = verl_algorithm.CHOICES[_A + "loss_agg_mode"].read(source)
+    ours: dict[str, Any] = {"surrogate": "cpgd", "drift_coef": drift or 0.0, "aggregate": mean}
+    ours |= {f"clip_{side}": actor.number(f"clip_ratio_{side}", actor.number("clip_ratio")) for side in ("low", "high")}
     return {f"algorithm.{key}": value for key, value in ours.items()}
 
 

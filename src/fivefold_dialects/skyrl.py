@@ -98,17 +98,37 @@ def micro_batch(source: Source) -> dict[str, Any]:
     return {"policy.tokens_per_micro_batch": max(budget, count * longest(source))}
 
 
+def megatron(source: Source, role: str = "policy") -> str:
+    """Return the section of Megatron-Core of a model; "" with FSDP."""
+    if source.text("trainer.strategy") != "megatron":
+        return ""
+    return f"megatron_config.{role}." if legacy.megatron(source) else f"trainer.{role}.megatron_config."
+
+
 def layout(source: Source) -> dict[str, Any]:
-    megatron = (legacy.megatron(source) or _MEGATRON) if source.text("trainer.strategy") == "megatron" else ""
     recomputes = source.flag("trainer.gradient_checkpointing")
-    ours = policy(source, gpus(source), megatron, _POLICY, recomputes=recomputes)
+    ours = policy(source, gpus(source), megatron(source), _POLICY, recomputes=recomputes)
+    ours |= optimizer(source, _POLICY, "policy", constant_scale(source), megatron(source))
     if source.flag(_COLOCATED) and source.flag(_POLICY + "optimizer_config.offload_after_step"):
         ours["policy.offload.optimizer"] = True
     return ours
 
 
-def learning(source: Source) -> dict[str, Any]:
-    return optimizer(source, _POLICY, scale=constant_scale(source))
+def uses_reference(source: Source) -> bool:
+    return source.flag(_ALGORITHM + "use_kl_loss") or source.flag(_ALGORITHM + "use_kl_in_reward")
+
+
+def reference(source: Source) -> dict[str, Any]:
+    """Return our keys of the reference's layout with Megatron-Core; report its options that are not the policy's."""
+    path = {"reference.path": source.path("trainer.ref.model.path")}
+    if not megatron(source):
+        return path
+    section, of_policy = source.under(megatron(source, "ref")), source.under(megatron(source))
+    for key in (*section.keys("model_config_kwargs"), *section.keys("transformer_config_kwargs.")):
+        if (value := section.value(key)) not in ({}, of_policy.value(key)) and "recompute" not in key:
+            section.lacks(key, f"a reference with {value}, where the policy has {of_policy.value(key)}")
+    policy_layout = shared.world_layout(gpus(source), **shared.parallel_sizes(of_policy))
+    return path | shared.role_layout(section, "reference", policy_layout)
 
 
 def uses_critic(source: Source) -> bool:
@@ -116,7 +136,7 @@ def uses_critic(source: Source) -> bool:
 
 
 def critic(source: Source) -> dict[str, Any]:
-    learns = optimizer(source, "trainer.critic.", "critic.optimizer")
+    learns = optimizer(source, "trainer.critic.", "critic")
     return FIELDS["critic"](source) | learns | low_rank(source, "trainer.critic.", "critic")
 
 
@@ -154,8 +174,7 @@ def engine(source: Source) -> dict[str, Any]:
             source.lacks(key("backend"), f"servers of {backend}: known here are vllm and sglang")
         return {"engine.backend": backend or "vllm", "engine.url": urls}
     if is_colocated and replicas * tp != gpus(source):
-        needed = f"must be the policy's {gpus(source)} GPUs if all are colocated"
-        raise UnreadableError(f"{key('num_engines')} x tensor_parallel_size = {replicas * tp} {needed}")
+        source.lacks(key("num_engines"), f"engines on {replicas * tp} GPUs, colocated with a policy on {gpus(source)}")
     values: dict[str, Any] = {
         "engine.memory_fraction": source.number(key("gpu_memory_utilization")),
         "engine.max_num_seqs": source.whole(key("max_num_seqs")),
@@ -203,16 +222,6 @@ def router_replay(source: Source) -> dict[str, Any]:
     return shared.replayed("R3")
 
 
-def evaluation(source: Source) -> dict[str, Any]:
-    sampling = source.under("generator.eval_sampling_params.")
-    length = sampling.whole("max_generate_length")
-    if length is not None and length != source.count("generator.sampling_params.max_generate_length"):
-        sampling.lacks("max_generate_length", "responses of another length in evaluation")
-    if sampling.texts("stop") not in ([], source.texts("generator.sampling_params.stop")):
-        sampling.lacks("stop", "stop strings for evaluation only")
-    return FIELDS["evaluation"](source)
-
-
 def environment(source: Source) -> str | None:
     """Return the environment of SkyRL-gym that takes several turns; None for those that end after the first."""
     chosen = CHOICES["environment.env_class"].names.get(source.text("environment.env_class") or "", {})
@@ -247,24 +256,18 @@ def run(source: Source) -> dict[str, Any]:
     }
 
 
-def reference(source: Source, key: str) -> str | None:
-    return source.path(key) if source.flag(_ALGORITHM + "use_kl_loss") else None
-
-
 def router(source: Source, key: str) -> str | None:
     return source.text(key) if (source.whole(_MEGATRON + "expert_model_parallel_size") or 1) > 1 else None
 
 
 BATCH = partial(shared.updates, step="trainer.train_batch_size", update="trainer.policy_mini_batch_size")
 DERIVED: tuple[Derived, ...] = (
-    *(*METHOD, program, template, ahead, BATCH, layout, micro_batch, learning, partial(low_rank, section=_POLICY)),
-    FIELDS["adapters_of_megatron"],
-    *(*when(uses_critic, critic), sampling, engine, router_replay, evaluation, rewards, turns, run, profile, changed_config),
-    FIELDS["tracking"],
+    *(*METHOD, program, template, ahead, BATCH, layout, micro_batch, partial(low_rank, section=_POLICY), run, profile),
+    *(*when(uses_reference, reference), *when(uses_critic, critic), FIELDS["adapters_of_megatron"], sampling, engine),
+    *(router_replay, FIELDS["evaluated"], FIELDS["evaluation"], rewards, turns, changed_config, FIELDS["tracking"]),
 )
-_CONVERTERS = {"reference": reference, "router": router}
 TABLE = table(
-    "skyrl", DERIVED, _CONVERTERS, load("legacy/skyrl"), release_of=legacy.release_of, known=known("skyrl"),
+    "skyrl", DERIVED, {"router": router}, load("legacy/skyrl"), release_of=legacy.release_of, known=known("skyrl"),
     elsewhere={legacy.TOKEN_MEAN: "token-mean"},
 )  # fmt: skip
 SFT = table("skyrl_sft", skyrl_sft.DERIVED, known=known("skyrl"))

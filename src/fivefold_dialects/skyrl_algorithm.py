@@ -61,8 +61,6 @@ def loss(source: Source) -> dict[str, Any]:
         ours["divergence"] = CHOICES["dppo.dppo_type"].read(algorithm)
     if name == "cispo" and algorithm.text("cispo.cispo_anchor") == "rollout":
         ours["rollout_correction.old_logprobs_from"] = "engine"
-    if algorithm.flag("use_entropy_loss"):
-        algorithm.lacks("use_entropy_loss", "an entropy that is averaged over each micro-batch's tokens")
     return {f"algorithm.{key}": value for key, value in ours.items()}
 
 

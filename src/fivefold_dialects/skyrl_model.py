@@ -22,30 +22,35 @@ def policy(source: Source, world: int, megatron: str, section: str = "", *, reco
     if recomputes:
         ours |= shared.recompute(source, kwargs, "policy")
     ours |= shared.megatron_options(source, kwargs, "policy.megatron")
-    ours |= shared.ddp_options(source, megatron + "ddp_config.", "policy")
+    ours |= shared.options_of("ddp", source.under(megatron + "ddp_config."), "policy")
     if sizes["pp"] == 1:
         for name in ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"):
             if ours.pop(f"policy.megatron.pipeline.{name}", None) is not None:
                 source.fixed(f"{kwargs}.{name}", "there is one stage, which has all layers")
-    options, names = source.under(megatron + "optimizer_config_kwargs."), []
-    if options.flag("optimizer_cpu_offload"):
-        names = ["optimizer_cpu_offload", "optimizer_offload_fraction", "overlap_cpu_optimizer_d2h_h2d"]
-    if options.flag("use_precision_aware_optimizer"):
-        names.append("use_precision_aware_optimizer")
-    return ours | {f"policy.megatron.optimizer.{name}": options.value(name) for name in names}
+    return ours | shared.options_of("optimizer", source.under(megatron + _KWARGS), "policy", _OF_ADAM)
 
 
-def optimizer(source: Source, section: str = "", ours: str = "policy.optimizer", scale: float = 1.0) -> dict[str, Any]:
-    """Return our keys of AdamW in a section; `scale` is the factor by which SkyRL's loss is smaller than ours."""
+_KWARGS = "optimizer_config_kwargs."
+_OF_ADAM = ("lr", "min_lr", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad")
+"""Options of Megatron-Core's optimizer that policy.optimizer has."""
+
+
+def optimizer(source: Source, section: str, ours: str, scale: float = 1.0, megatron: str = "") -> dict[str, Any]:
+    """Return our keys of a model's AdamW; `scale` is the factor by which SkyRL's loss is smaller than ours.
+    Options in `megatron`, the section of Megatron-Core if it trains, come first (megatron/optimizer.py:52)."""
     optim = source.under(section + "optimizer_config.")
-    clip = optim.number("max_grad_norm")
-    values = FIELDS["optimizer"](optim) | {
-        "clip_grad": clip and clip * scale,
+    values = FIELDS["optimizer"](optim)
+    if megatron:
+        kwargs = source.under(megatron + _KWARGS)
+        values |= {key: value for key, value in FIELDS["kwargs"](kwargs).items() if value is not None}
+        values["betas"] = [kwargs.number(f"adam_beta{place}", beta) for place, beta in enumerate(values["betas"], 1)]
+    values |= {
+        "clip_grad": values["clip_grad"] and values["clip_grad"] * scale,
         "schedule": CHOICES["scheduler"].read(optim) or "constant",
         "warmup_steps": optim.whole("num_warmup_steps") or 0,
         "warmup_from": 0,
     }
-    return {f"{ours}.{key}": value for key, value in values.items()}
+    return {f"{ours}.optimizer.{key}": value for key, value in values.items()}
 
 
 def low_rank(source: Source, section: str = "", ours: str = "policy") -> dict[str, Any]:

@@ -93,7 +93,7 @@ def validates(source: Source) -> bool:
 def layout(source: Source) -> dict[str, Any]:
     world = source.count("placement.num_nodes") * source.count("placement.num_gpus_per_node")
     megatron = "megatron_config." if source.text("strategy") == "megatron" else ""
-    return policy(source, world, megatron, recomputes=True)
+    return policy(source, world, megatron, recomputes=True) | optimizer(source, "", "policy", megatron=megatron)
 
 
 def micro_batch(source: Source) -> dict[str, Any]:
@@ -115,4 +115,4 @@ def run(source: Source) -> dict[str, Any]:
     }
 
 
-DERIVED = (program, data, layout, micro_batch, low_rank, run, fields("skyrl_sft")["tracking"], optimizer)
+DERIVED = (program, data, layout, micro_batch, low_rank, run, fields("skyrl_sft")["tracking"])

@@ -57,11 +57,12 @@ class Source:
         """Return the same settings with a new record of the keys that are read."""
         return replace(self, read=set())
 
-    def without(self, key: str) -> Source:
-        """Return the same settings without a full key, and with new records."""
-        settings = dict(self.settings)
-        del settings[key]
-        return replace(self, settings=settings, read=set(), outcomes=[], notes=[])
+    def others(self, key: str) -> Iterator[Source]:
+        """Yield the same settings without a full key, and with another value of it; each has new records."""
+        others = [{name: value for name, value in self.settings.items() if name != key}]
+        if (other := _other(self.settings[key])) != self.settings[key]:
+            others.append({**self.settings, key: other})
+        yield from (replace(self, settings=settings, read=set(), outcomes=[], notes=[]) for settings in others)
 
     def has(self, key: str) -> bool:
         """Return whether the configuration sets the key."""
@@ -281,6 +282,13 @@ def _sibling(key: str, name: str) -> str:
     """Return the full key of an interpolation at `key`: one leading dot is its section, each further dot the one above."""
     dots = len(name) - len(name.lstrip("."))
     return ".".join([*key.split(".")[:-dots], name[dots:]]) if dots else name
+
+
+def _other(value: Any) -> Any:
+    """Return a value like this one: twice as many whole numbers in a list, or else each whole number doubled."""
+    if isinstance(value, list) and value and all(isinstance(item, int) for item in value):
+        return [*value, *(max(value) + 1 + place for place in range(len(value)))]
+    return re.sub(r"\d+", lambda number: str(2 * int(number[0])), str(value)) if re.search(r"[1-9]", str(value)) else value
 
 
 def _unquoted(text: str) -> str:

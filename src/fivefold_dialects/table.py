@@ -45,6 +45,10 @@ class Row:
     def is_pattern(self) -> bool:
         return "*" in self.key
 
+    def is_off(self, value: Any) -> bool:
+        """Return whether a value turns the unsupported feature off; true is not the number 1."""
+        return value in ([], {}) or any(value == off and (value is not True or off is True) for off in self.off)
+
 
 @dataclass(frozen=True)
 class Section:
@@ -170,7 +174,7 @@ def _refuse(source: Source, group: Mapping[str, Any], lists: Mapping[str, str] =
     """Report the keys that a choice's name or a group does not support, in its `needs`."""
     for reason, keys in group.get("needs", {}).items():
         for row in _lacking("lacks", reason, keys, lists):
-            if source.value(row.key) not in (*(_value(source, off) for off in row.off), [], {}):
+            if not replace(row, off=tuple(_value(source, off) for off in row.off)).is_off(source.value(row.key)):
                 source.lacks(row.key, row.note)
 
 

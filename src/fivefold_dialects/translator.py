@@ -6,6 +6,7 @@ import dataclasses
 import difflib
 import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import cache, partial
 from typing import Any
 
@@ -33,7 +34,7 @@ def translate(
     source = Source(settings, defaults, environment)
     rows = {key: table.row(key) for key in settings}
     values: dict[str, Line] = {}
-    heard: set[str] = set()
+    heard: dict[str, bool] = {}
     faults: list[str] = []
 
     def take(function: Derived, inferred: bool = True) -> None:
@@ -42,12 +43,13 @@ def translate(
             result = {ours: value for ours, value in function(seen).items() if value is not None}
         except UnreadableError as error:
             faults.append(str(error))
+            heard.update({key: False for key in seen.read if key not in heard})
             result = {}
         source.read.update(seen.read)
         if not result:
             return
         keys = [key for key in settings if key in seen.read]
-        heard.update(keys)
+        heard.update(dict.fromkeys(keys, True))
         unsure = [key for key in keys if inferred and _is_inferred(rows[key])]
         is_rerun = len(unsure) <= _MOST_RERUNS
         changed = {key: _changes(function, seen, key, result) if is_rerun else set(result) for key in unsure}
@@ -64,8 +66,9 @@ def translate(
     outcomes = {key: _outcome(table, source, key, rows[key], values, heard, suggests) for key in settings}
     for outcome in source.outcomes:
         outcomes[outcome.key] = outcome
-    launch = list(clusters.hosts(source, table.name, {ours: line.value for ours, line in values.items()}))
-    if on_ray := clusters.keys_for_ray(source, table.name):
+    chosen = {ours: line.value for ours, line in values.items()}
+    launch = list(clusters.hosts(source, table.name, chosen))
+    if on_ray := clusters.keys_for_ray(source, table.name, chosen):
         if "reward.judge.backend" in values:
             source.note(clusters.WITH_JUDGE)
         else:
@@ -90,12 +93,13 @@ def _is_inferred(row: Row | None) -> bool:
 
 
 def _changes(function: Derived, source: Source, key: str, result: Mapping[str, Any]) -> set[str]:
-    """Return our keys whose values would change without the source key `key`; all of them if the function needs it."""
-    try:
-        without = function(source.without(key))
-    except UnreadableError:
-        return set(result)
-    return {ours for ours, value in result.items() if without.get(ours) != value}
+    """Return our keys whose values would change without the source key `key`, or with another value if the function needs
+    it; all of them if it accepts no other value."""
+    for other in source.others(key):
+        with suppress(UnreadableError):
+            changed = function(other)
+            return {ours for ours, value in result.items() if changed.get(ours) != value}
+    return set(result)
 
 
 def settings_of(tree: Tree, overrides: list[str]) -> dict[str, Any]:
@@ -126,7 +130,7 @@ def _outcome(
     key: str,
     row: Row | None,
     values: Mapping[str, Line],
-    heard: set[str],
+    heard: Mapping[str, bool],
     suggests: Iterator[int],
 ) -> Outcome:
     value = source.settings[key]
@@ -137,16 +141,17 @@ def _outcome(
     if row.form == "fixed":
         return Outcome(key, value, "fixed", row.note)
     if row.form == "lacks":
-        read = _read(source, key)
-        if read in row.off or read in ([], {}):
+        if row.is_off(_read(source, key)):
             return Outcome(key, value, "fixed", f"off, as here: {row.note}")
         return Outcome(key, value, "unsupported", row.note, changes_result=row.changes_result)
     ours = tuple(name for name, line in values.items() if key in line.sources)
-    if ours or (key in heard and _is_inferred(row)):
+    if ours or (heard.get(key) and _is_inferred(row)):
         return Outcome(key, value, "translated", row.note, ours)
-    unread = f"{table.name} does not read it with these settings"
-    reason = "no effect: this is already the default behavior" if key in source.read else unread
-    return Outcome(key, value, "fixed", f"{reason}{row.note and ': '}{row.note}")
+    if heard.get(key) is False:
+        return Outcome(key, value, "fixed", "what it decides is refused")
+    is_default = key in source.read
+    reason = "no effect: this is already the default behavior" if is_default else "it has no effect with these settings"
+    return Outcome(key, value, "fixed", reason)
 
 
 def _sets_nothing(source: Source, key: str) -> bool:

@@ -66,8 +66,6 @@ def program(source: Source) -> dict[str, Any]:
         source.lacks("mode", f"{reason}; a run samples and trains here (both), or learns from data (train with dpo or sft)")
     if mode == HALVES and source.text(legacy.RELEASE) in legacy.FIRST:
         source.lacks("mode", "an explorer that never waits for the trainer's weights (explorer.py of 2025-05, explore)")
-    if source.text("trainer.trainer_config_path"):
-        source.lacks("trainer.trainer_config_path", "settings in a second file: write them under trainer.trainer_config")
     return {}
 
 

@@ -91,9 +91,7 @@ def _workflow(source: Source) -> dict[str, Any]:
         for key in ("default_workflow_type", "default_reward_fn_type")
     )
     if flow not in ("", *_WORKFLOWS):
-        places[1].lacks(
-            "default_workflow_type", f"the workflow {flow}: only a prompt, its responses and a reward function are supported"
-        )
+        places[1].lacks("default_workflow_type", f"the workflow {flow}: known here are a prompt, its responses and a reward")
         return {}
     if reward and reward not in _REWARDS:
         places[1].lacks("default_reward_fn_type", f"the reward {reward}: reward.functions names a function")

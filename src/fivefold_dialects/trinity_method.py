@@ -185,9 +185,6 @@ def ahead(source: Source) -> dict[str, Any]:
     """Return our keys of sampling ahead: offset / interval of our steps, for the explorer's step s has the weights of the
     trainer's step max(0, (s - offset - 1) // interval) x interval (explorer.py, need_sync)."""
     synchronizer, interval = source.under("synchronizer."), period(source)
-    if (style := synchronizer.text("sync_style") or "fixed") != "fixed":
-        reason = "weights that are synchronized on demand, so the age of a sample is not fixed"
-        synchronizer.lacks("sync_style", f"{style}: {reason}")
     if interval > 1:
         advantage = CHOICES["algorithm.advantage_fn"].names.get(chosen(source, "advantage_fn"), {})
         over_batch = advantage.get("whiten") or source.text("algorithm.advantage_fn_args.std_cal_level") == "batch"

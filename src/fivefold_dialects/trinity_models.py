@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from fivefold.layout import ParallelLayout
 from fivefold_dialects import shared, trainers
 from fivefold_dialects.legacy import trinity as legacy
 from fivefold_dialects.source import Source, UnreadableError, finite
@@ -121,7 +120,7 @@ def critic(source: Source) -> dict[str, Any]:
     ours: dict[str, Any] = {
         **FIELDS["critic"](source),
         **_critic_optimizer(source, section.under("optim.")),
-        **_own_options(source, CRITIC, "critic"),
+        **shared.own_options(_options(source, CRITIC, "critic"), _options(source, ACTOR, "policy"), "critic"),
         **_offload(source, CRITIC, "critic"),
     }
     legacy.critic_updates(source)
@@ -166,21 +165,8 @@ def layout(source: Source) -> dict[str, Any]:
     others = {"reference": (REFERENCE, uses_reference(source)), "critic": (CRITIC, uses_critic(source))}
     for name, (start, is_there) in others.items():
         if is_there:
-            ours |= _own_layout(source.under(start + "megatron."), name, policy)
+            ours |= shared.role_layout(source.under(start + "megatron."), name, policy)
     return ours
-
-
-def _own_layout(megatron: Source, name: str, policy: ParallelLayout) -> dict[str, Any]:
-    """Return our keys of another model's layout; empty if it is the policy's or the ranks do not divide into it."""
-    keys = [key for key in megatron.keys("") if key.endswith("_parallel_size") and key != shared.VIRTUAL]
-    if not keys:
-        return {}
-    try:
-        layout = shared.world_layout(policy.world_size, **shared.parallel_sizes(megatron))
-    except UnreadableError as error:
-        megatron.lacks(keys[0], f"{error}; the model uses the policy's layout", changes_result=False)
-        return {}
-    return {} if layout.is_same(policy) else {f"{name}.backend": str(layout), **shared.virtual_stages(megatron, name)}
 
 
 def memory(source: Source) -> dict[str, Any]:
@@ -189,8 +175,8 @@ def memory(source: Source) -> dict[str, Any]:
     ours = {**_options(source, ACTOR, "policy"), **_offload(source, ACTOR, "policy")}
     ours["policy.dtype"] = dtype(source, f"{ACTOR}{section}dtype")
     if uses_reference(source):
-        options = _own_options(source, REFERENCE, "reference")
-        ours |= {key: value for key, value in options.items() if "recompute" not in key and ".ddp" not in key}
+        options = _options(source, REFERENCE, "reference")
+        ours |= shared.own_options(options, _options(source, ACTOR, "policy"), "reference", trains=False)
         # The reference's weights leave the GPU with the policy's.
         key = f"{section}param_offload"
         if source.flag(REFERENCE + key) and not source.flag(ACTOR + key):
@@ -214,20 +200,7 @@ def _options(source: Source, start: str, ours: str) -> dict[str, Any]:
         }
         lacks = next((part for part, is_needed in missing.items() if is_needed), None)
         values |= shared.bridge(megatron, "use_mbridge", "mbridge", ours, lacks)
-    return values | shared.ddp_options(source, start + "megatron.override_ddp_config.", ours)
-
-
-def _own_options(source: Source, start: str, ours: str) -> dict[str, Any]:
-    """Return our keys of a model's own options; empty if they are equal to the policy's, which it has by default."""
-    options = _options(source, start, ours)
-    of_policy = {f"{ours}{key.removeprefix('policy')}": value for key, value in _options(source, ACTOR, "policy").items()}
-    if options == of_policy:
-        return {}
-    values: dict[str, Any] = {f"{ours}.recompute": "none", **options}
-    if not any(key.startswith(f"{ours}.megatron.") for key in options) and any(".megatron." in key for key in of_policy):
-        # An empty section; without it the model would have the policy's options.
-        values[f"{ours}.megatron.transformer"] = {}
-    return values
+    return values | shared.options_of("ddp", source.under(start + "megatron.override_ddp_config."), ours)
 
 
 def _offload(source: Source, start: str, ours: str) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from fivefold_dialects import shared
 from fivefold_dialects.legacy import verl as legacy
 from fivefold_dialects.legacy import verl_recipes as recipes
 from fivefold_dialects.source import Source, UnreadableError, finite
-from fivefold_dialects.table import choices, fields
+from fivefold_dialects.table import choices, fields, load
 from fivefold_dialects.verl_async import bypasses, is_v1
 
 _A, _R = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
@@ -94,8 +94,7 @@ def kl(source: Source) -> dict[str, Any]:
     in_reward = kl_in_reward(source) and bool(control.number("kl_coef")) and not recipes.is_prime(source)
     if not (in_reward or in_loss) and control.has("kl_coef") and control.number("kl_coef") and not recipes.is_prime(source):
         legacy.say_where_kl_was(source)
-    loss: dict[str, Any] = {}
-    reward: dict[str, Any] = {}
+    loss, reward = dict[str, Any](), dict[str, Any]()
     is_adaptive = control.text("type") == "adaptive"
     if in_loss:
         loss = {"estimator": shared.estimator(source, _A + "kl_loss_type", "low_var_kl"), "coef": loss_coef}
@@ -114,11 +113,7 @@ def kl_in_reward(source: Source) -> bool:
     return value is not None and source.flag("algorithm.use_kl_in_reward")
 
 
-_REJECTED = {"token_k1": "token", "seq_sum_k1": "sequence", "seq_mean_k1": "geometric"}
-_DIVERGENCES = {
-    **{f"token_{k}": f"token_{k}" for k in ("k2", "k3")},
-    **{f"seq_{over}_{k}": f"{over}_{k}" for over in ("sum", "mean", "max") for k in ("k2", "k3")},
-}
+_REJECTED, _DIVERGENCES = (dict(load("verl")["rejection"][kind]) for kind in ("ratios", "divergences"))
 
 
 def correction(source: Source) -> dict[str, Any]:
@@ -174,8 +169,7 @@ def rejection(section: Source, names: list[str]) -> dict[str, Any]:
         listed = f"{', '.join(_DIVERGENCES)}, and one of {', '.join(_REJECTED)}"
         section.lacks("rollout_rs", f"rejection by {', '.join(names)}: known here are {listed}")
         return {}
-    ours: dict[str, Any] = {}
-    divergences: dict[str, float] = {}
+    ours, divergences = dict[str, Any](), dict[str, float]()
     for name, bound in zip(names, bounds, strict=True):
         low, _, high = bound.strip().rpartition("_")
         upper = _bound(high)
@@ -219,10 +213,10 @@ def dynamic_sampling(source: Source) -> dict[str, Any]:
     if not groups.flag("enable"):
         return {"algorithm.dynamic_sampling": False}
     rounds = groups.whole("max_num_gen_batches") or 0
-    ours: dict[str, Any] = {"algorithm.dynamic_sampling": True}
+    prompts = source.whole("data.gen_batch_size")
+    ours: dict[str, Any] = {"algorithm.dynamic_sampling": True, "algorithm.prompts_per_round": prompts}
     # In verl 0 means no bound.
     ours["algorithm.sampling_rounds"] = rounds if rounds > 0 else 1000
-    ours["algorithm.prompts_per_round"] = source.whole("data.gen_batch_size")
     # acc and score are without the penalty for long responses, seq_reward is with it, seq_final_reward also with the KL.
     metric = groups.text("metric") or ""
     if metric == "seq_final_reward" and kl_in_reward(source):

@@ -1,14 +1,7 @@
 """Translate verl's programs that sample ahead of the trainer: one_step_off_policy, fully_async_policy, trainer.v1's modes.
 
-In fully_async_policy, S = trigger_parameter_sync_step, R = require_batches, M = ppo_mini_batch_size and θ =
-staleness_threshold. The trainer takes R x M complete prompts for R updates, and after S such batches sends its weights to
-the engine. That is one step here, with S x R x M prompts and S x R updates; old log-probs come from the weights at its
-beginning. At a sync, int((1 + θ) x S x R x M) prompts are sent out and not yet used (fully_async_rollouter.py,
-set_max_required_samples): this is rollout.max_staleness = θ. Source: verl b178a3cd (2026-01) and d23b2829 (2026-08).
-
-The modes of trainer.v1 (trainer_colocate_async.py, trainer_separate_async.py) send out num_warmup_batches of
-data.train_batch_size prompts before the first step and one more before each step: rollout.max_staleness is that number. A
-step takes the oldest complete groups. Source: verl 1dda039b (2026-11); for partial_rollout, verl-recipe 48ea0a79.
+tables/verl.yaml, at their keys, says what one step is. Source: verl b178a3cd (2026-01), d23b2829 (2026-08) and 1dda039b
+(2026-11); for partial_rollout, verl-recipe 48ea0a79.
 """
 
 from __future__ import annotations
@@ -72,8 +65,6 @@ def ahead(source: Source) -> dict[str, Any]:
         return shared.ahead(1, "continue", "carry")
     if (kind := mode(source)) in ("colocate_async", "separate_async"):
         section = source.under(f"{_V1}{kind}.")
-        if section.has("hybrid_rollout.enable_switch") and section.flag("hybrid_rollout.enable_switch"):
-            section.lacks("hybrid_rollout.enable_switch", "GPUs that move between trainer and engines")
         return shared.ahead(section.count("num_warmup_batches"), "continue", "carry")
     if kind != "sync":
         source.lacks(_MODE, f"{kind}: known here are sync, colocate_async and separate_async")
@@ -90,8 +81,6 @@ def batch(source: Source) -> dict[str, Any]:
     if min(syncs, batches, mini) < 1:
         keys = f"{_S}trigger_parameter_sync_step, require_batches and {_A}ppo_mini_batch_size"
         raise UnreadableError(f"{keys} must be at least 1: got {syncs}, {batches} and {mini}")
-    if section.flag("use_dynamic_resource_scheduling"):
-        section.lacks("use_dynamic_resource_scheduling", "GPUs that move between trainer and engines")
     if source.flag("algorithm.filter_groups.enable"):
         source.lacks("algorithm.filter_groups.enable", "dynamic sampling, which this program does not do: set it to false")
     _check_batches(source, _S + "trigger_parameter_sync_step", syncs, batches)

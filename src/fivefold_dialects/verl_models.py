@@ -7,7 +7,7 @@ from typing import Any
 
 from fivefold_dialects import shared, trainers, verl_async
 from fivefold_dialects.legacy import verl as legacy
-from fivefold_dialects.source import Source, finite
+from fivefold_dialects.source import Source
 from fivefold_dialects.table import load
 from fivefold_dialects.verl_algorithm import FIELDS, estimator, kl_in_reward
 
@@ -124,11 +124,6 @@ def offloaded(source: Source, role: str) -> list[str]:
     ]
 
 
-_OF_OPTIMIZER = (
-    "optimizer_cpu_offload", "optimizer_offload_fraction", "overlap_cpu_optimizer_d2h_h2d", "use_precision_aware_optimizer",
-)  # fmt: skip
-
-
 def memory(source: Source) -> dict[str, Any]:
     """Return our keys of the policy's recomputation and offload."""
     ours: dict[str, Any] = {f"policy.offload.{part}": True for part in offloaded(source, _A)}
@@ -137,15 +132,7 @@ def memory(source: Source) -> dict[str, Any]:
     optim = source.under(_A + "optim.")
     ours |= shared.recompute(source, options(source), "policy")
     ours |= shared.moments(optim, are_read=optim.flag("use_precision_aware_optimizer"))
-    optimizer = optim.under("override_optimizer_config.")
-    for key in optimizer.keys(""):
-        if (value := optimizer.value(key)) is None:
-            continue
-        if key not in _OF_OPTIMIZER:
-            optimizer.lacks(key, "another setting of Megatron's optimizer: policy.megatron.optimizer has its fields")
-        elif value not in (False, None) and optimizer.flag("optimizer_cpu_offload") | key.startswith("use_"):
-            ours[f"policy.megatron.optimizer.{key}"] = finite(key, value) if key.endswith("fraction") else value
-    return ours
+    return ours | shared.options_of("optimizer", optim.under("override_optimizer_config."), "policy")
 
 
 def longest(source: Source) -> int:

@@ -1111,13 +1111,13 @@ def test_a_name_that_anyone_may_give_stands_for_any():
 def test_a_key_without_effect_is_not_counted_as_translated():
     """Without a critic nothing reads its warm-up."""
     warmup = outcome(translated("verl", *GRPO_VERL, "trainer.critic_warmup=5"), "trainer.critic_warmup")
-    assert warmup.kind == "fixed" and "does not read it" in warmup.reason
+    assert warmup.kind == "fixed" and warmup.reason == "it has no effect with these settings"
     gae = outcome(translated("verl", *VERL, "trainer.critic_warmup=5"), "trainer.critic_warmup")
     assert (gae.kind, gae.ours) == ("translated", ("critic.warmup_steps",))
 
 
 @pytest.mark.parametrize(("word", "says"), [
-    ("actor_rollout_ref.actor.optim.override_optimizer_config.adam_beta2=0.95", "another setting of Megatron's optimizer"),
+    ("actor_rollout_ref.actor.optim.override_optimizer_config.adam_beta2=0.95", "set policy.optimizer.betas"),
     ("actor_rollout_ref.actor.policy_loss.tau_pos=2.0", "verl's loss reads actor.tau_pos"),
 ])  # fmt: skip
 def test_what_nothing_reads_is_said(word, says):
@@ -1332,7 +1332,7 @@ num_return_sequences_in_group: 8
 prompt_length: 512
 response_length: 512
 adv_estimator: grpo
-rewards: {math_rule: {worker_cls: w}}
+rewards: {math_rule: {worker_cls: roll.pipeline.rlvr.rewards.math_rule_reward_worker.MathRuleRewardWorker}}
 actor_train:
   model_args: {disable_gradient_checkpointing: false, dtype: bf16, model_type: ~}
   training_args: {learning_rate: 1.0e-6, weight_decay: 0, per_device_train_batch_size: 1, gradient_accumulation_steps: 32, warmup_steps: 20, num_train_epochs: 50}
@@ -2001,7 +2001,9 @@ def test_a_reference_has_the_layout_that_it_has_there(words, reference):
 def test_a_critic_has_the_layout_that_it_has_there():
     tree = AREAL_PPO.replace("critic: {path: c,", "critic: {path: c, backend: 'megatron:d4',")
     assert config("areal", tree=tree).critic.backend == "megatron:d4t1p1"
-    section = "critic: {strategy_args: {strategy_name: megatron_train, strategy_config: {tensor_model_parallel_size: 4}}}\n"
+    learns = "training_args: {per_device_train_batch_size: 2, gradient_accumulation_steps: 16}"
+    sizes = "{strategy_name: megatron_train, strategy_config: {tensor_model_parallel_size: 4}}"
+    section = f"critic: {{{learns}, strategy_args: {sizes}}}\n"
     assert config("roll", tree=PPO_ROLL + section).critic.backend == "megatron:d2t4p1"
 
 

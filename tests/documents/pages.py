@@ -84,8 +84,11 @@ def check_change(system: str, key: str, translate: Callable[[str | None], Transl
     before, after = translate(None), translate(key)
     outcome = next(outcome for outcome in after.outcomes if outcome.key == key)
     listed = NO_EFFECT.get(system, {}).get(key)
+    assert after.faults == [], "a run that is refused shows nothing: choose another value"
     if outcome.is_refused or _run_yaml(before) != _run_yaml(after):
         assert listed is None, "the setting has an effect: take it off no_effect.yaml"
+        is_off = outcome.reason.partition(",")[0] == "off"
+        assert outcome.kind != "fixed" or is_off, f"the run differs, and the report says: {outcome.reason}"
     else:
         assert outcome.kind in ("fixed", "unsupported") and outcome.reason == listed
 

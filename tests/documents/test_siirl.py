@@ -122,6 +122,7 @@ def test_every_setting_of_the_page_acts_or_the_report_says_why_not(tmp_path, key
 
     def translate(flipped):
         changed = {flipped: SETTINGS["siirl"]["flips"][flipped][1]} if flipped else {}
+        changed |= SETTINGS["siirl"]["next_to"].get(key, {})
         (tmp_path / "run.sh").write_text(script(**changed) if key.isupper() else script())
         words = [] if key.isupper() else [f"{name}={value}" for name, value in changed.items()]
         return translate_words("siirl", [str(tmp_path / "run.sh"), *words], HOME)
