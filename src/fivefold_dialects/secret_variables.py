@@ -14,23 +14,17 @@ from typing import Any
 from fivefold.config.dialect import Translation
 
 # Names with TOKENIZER hold models, and those with TOKENS numbers: one that ends so and holds none may be a list of secrets.
-_SECRET = re.compile(r"TOKEN(?!S|IZ)|KEY|SECRET|PASSWORD", re.IGNORECASE)
-_NUMBER = re.compile(r"[0-9.,_eE+-]*")
+_SECRET = re.compile(r"[^=]*(?:TOKEN(?!S|IZ)|KEY|SECRET|PASSWORD|TOKENS=(?![0-9.,_E+-]*\Z))", re.IGNORECASE)
 _FIRST, _MOST = 0xE000, 0x1900
 """Unicode letters for private use, one for each variable: any part of a mark still identifies its variable."""
 _MARK = re.compile(f"[{chr(_FIRST)}-{chr(_FIRST + _MOST - 1)}]+")
-
-
-def _is_secret(name: str, value: str) -> bool:
-    is_list = name.upper().endswith("TOKENS") and not _NUMBER.fullmatch(value)
-    return is_list or _SECRET.search(name) is not None
 
 
 class Hidden:
     """Environment in which the values of possible secrets are replaced by marks."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
-        self._names = [name for name, value in environment.items() if _is_secret(name, value)][:_MOST]
+        self._names = [name for name, value in environment.items() if _SECRET.match(f"{name}={value}")][:_MOST]
         marks = {name: chr(_FIRST + place) * 8 for place, name in enumerate(self._names)}
         self.environment = dict(environment) | marks
 
