@@ -57,7 +57,8 @@ def test_a_target_that_names_paths_collects_every_file_with_its_marker():
 
 def test_attacks_of_a_commit_have_its_own_seed_which_is_printed():
     def line(*words: str, **variables: str) -> str:
-        command, environment = ["make", "--dry-run", *words, "test-attacks"], {**os.environ, **variables}
+        command = ["make", "--dry-run", "--no-print-directory", *words, "test-attacks"]
+        environment = {**os.environ, "MAKEFLAGS": "", **variables}
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
         return done.stdout.splitlines()[-1]
 

@@ -58,7 +58,7 @@ PLAIN_ERRORS = {
     "fivefold/engines/servers/cuda_memory.py": "the caller has to know that torch has loaded CUDA",
     "fivefold/engines/servers/request_router.py": "a server breaks the protocol of this package",
     "fivefold/engines/transformers.py": "two tables of a model's tensors differ",
-    "fivefold/environments/adapters/agent.py": "runs without this package; its errors are answers to the run",
+    "fivefold/data/bounded_template.py": "caught by the tokenizer, which knows the template's place",
     "fivefold/environments/adapters/openenv.py": "runs without this package; its errors are answers to the run",
     "fivefold/megatron/mesh.py": "two threads call models at once",
     "fivefold/backend/sharded_files.py": "caught in the same function",

@@ -25,7 +25,7 @@ from pathlib import Path
 from transformers import {0}Config
 class OwnConfig({0}Config):
     model_type = "{1}"
-(Path(__file__).parent / "config-ran").touch()
+(Path("{2}") / "config-ran").touch()
 """
 MODEL = """
 from pathlib import Path
@@ -33,14 +33,16 @@ from transformers import {0}ForCausalLM
 from .own_config import OwnConfig
 class OwnForCausalLM({0}ForCausalLM):
     config_class = OwnConfig
-(Path(__file__).parent / "model-ran").touch()
+(Path("{2}") / "model-ran").touch()
 """
 
 
 def with_own_code(directory: Path, prefix: str, family: str) -> Path:
     """Give a model's directory code of its own and this `model_type`."""
-    (directory / "own_config.py").write_text(CONFIG.format(prefix, family))
-    (directory / "own_model.py").write_text(MODEL.format(prefix, family))
+    traces = directory.parent / "traces"
+    traces.mkdir(exist_ok=True)
+    (directory / "own_config.py").write_text(CONFIG.format(prefix, family, traces))
+    (directory / "own_model.py").write_text(MODEL.format(prefix, family, traces))
     config = json.loads((directory / "config.json").read_text())
     names = {"AutoConfig": "own_config.OwnConfig", "AutoModelForCausalLM": "own_model.OwnForCausalLM"}
     config |= {"model_type": family, "architectures": ["OwnForCausalLM"], "auto_map": names}
@@ -48,9 +50,9 @@ def with_own_code(directory: Path, prefix: str, family: str) -> Path:
     return directory
 
 
-def traces(cache: Path) -> list[str]:
-    """What the code left where transformers keeps its copy."""
-    return sorted({path.name for path in cache.rglob("*-ran")})
+def traces(root: Path) -> list[str]:
+    """What the code left when it ran."""
+    return sorted(path.name for path in (root / "traces").iterdir())
 
 
 @pytest.fixture
@@ -72,14 +74,14 @@ def test_code_of_a_model_runs_only_with_the_key_and_then_it_trains(root):
         text = done.stdout + done.stderr
         assert done.returncode and "model.trust_remote_code must be true to run the code in" in text, text
         assert "transformers has no family own_family" in text
-    assert not traces(root / "modules")
+    assert not traces(root)
     trusted = path, "model.trust_remote_code=true"
     done = fivefold("check", root / "run.yaml", *trusted)
     assert not done.returncode, done.stdout + done.stderr
-    assert not traces(root / "modules"), "check reads files only"
+    assert not traces(root), "check reads files only"
     rows, _ = train(root, "trusted", *trusted)
     assert len(rows) == 1 and rows[0]["policy/grad_norm"] > 0
-    assert traces(root / "modules") == ["config-ran", "model-ran"]
+    assert traces(root) == ["config-ran", "model-ran"]
     done = fivefold("export", root / "runs/trusted", root / "exported")
     assert not done.returncode, done.stdout + done.stderr
     assert (root / "exported/own_model.py").is_file()
@@ -88,7 +90,7 @@ def test_code_of_a_model_runs_only_with_the_key_and_then_it_trains(root):
 def test_code_of_a_model_whose_family_has_a_file_here_never_runs(root):
     with_own_code(root / "model", "Qwen3", "qwen3")
     rows, _ = train(root, "known", "model.trust_remote_code=true")
-    assert len(rows) == 1 and not traces(root / "modules")
+    assert len(rows) == 1 and not traces(root)
 
 
 def test_a_family_that_neither_transformers_nor_the_repository_has_is_refused(root):

@@ -166,7 +166,7 @@ class Conversations:
 
     def _sample(self, held: Trajectory, current: HeldSequence, sampling: Sampling) -> Coroutine[Waiting, Any, str | None]:
         """Let the engine sample a turn, and return the end of the trajectory if it is the last one."""
-        limit = min(sampling.max_tokens, self._room(current))
+        limit = min(sampling.max_tokens, self._max_tokens - len(current))
         if limit < max(1, sampling.min_tokens):
             if not held.turns:
                 # Nothing was sampled, so there is nothing to reward.
@@ -215,9 +215,7 @@ class Conversations:
         for number in range(self._config.max_parallel_calls, len(calls)):
             faults[number] = f"a turn may call at most {self._config.max_parallel_calls} tools"
         good = [(call.name, call.arguments) for call, fault in zip(calls, faults, strict=True) if fault is None]
-        answered: Iterator[ToolAnswer] = iter(())
-        if good:
-            answered = iter((yield self._pool.call(held.place, good, seconds)))
+        answered: Iterator[ToolAnswer] = iter((yield self._pool.call(held.place, good, seconds)) if good else ())
         messages = []
         for number, (call, fault) in enumerate(zip(calls, faults, strict=True)):
             answer = next(answered) if fault is None else ToolAnswer(f"Error: {fault}", is_error=True)
@@ -283,9 +281,6 @@ class Conversations:
             follow, is_ended = added, current.token_ids[-1] in self.dialog.template.ends
         held.count("turns/inserted_ends", not is_ended)
         return follow, None
-
-    def _room(self, current: HeldSequence) -> int:
-        return self._max_tokens - len(current)
 
 
 def conversation_metrics(counts: Mapping[str, float], ranks: Ranks) -> dict[str, float]:
