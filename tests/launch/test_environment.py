@@ -125,6 +125,6 @@ def test_each_of_two_nodes_has_its_own_cache_and_detects_the_other_s_death(root,
     os.killpg(second.pid, signal.SIGKILL)
     begin = time.monotonic()
     done = first.finish()
-    assert time.monotonic() - begin < 10
+    assert time.monotonic() - begin < 45
     assert done.returncode == 1
     assert "lost another rank, which has the reason" in done.stderr

@@ -363,7 +363,7 @@ def test_a_driver_that_is_killed_leaves_no_rank_and_the_directory_free(two_nodes
     driver.process.kill()
     begin = time.monotonic()
     wait_for(lambda: gone(pids(ranks)) and is_free(Path("runs/light")))
-    assert time.monotonic() - begin < 20
+    assert time.monotonic() - begin < 45
 
 
 @pytest.mark.slow
@@ -498,6 +498,6 @@ def test_nothing_of_a_cluster_that_the_run_started_runs_on_when_the_driver_is_ki
     driver.process.wait()
     begin = time.monotonic()
     wait_for(lambda: gone([*everyone, *pids(ranks)]))
-    assert time.monotonic() - begin < 20
+    assert time.monotonic() - begin < 45
     assert not [path for path in memory if path.exists() and ("plasma" in path.name or "ray" in path.name)]
     wait_for(lambda: not list(alone.glob("fivefold-ray-*")))
