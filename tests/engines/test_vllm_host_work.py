@@ -24,7 +24,7 @@ LARGE = 256
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
-    return make_model("qwen3", tmp_path_factory.mktemp("model") / "qwen3", **SIZES)
+    return make_model("qwen3", tmp_path_factory.mktemp("model") / "qwen3", **{**SIZES, "max_position_embeddings": 4096})
 
 
 def in_the_ranks(mesh, directory: Path, run_dir: Path, vllm_options: dict):
@@ -71,7 +71,7 @@ def as_a_server(mesh, directory: Path, log: Path, options: dict):
     from fivefold.engines.vllm.probe import answers
     from fivefold.engines.vllm.serve import server_process
 
-    arguments = {"model": str(directory), "dtype": "float32", "max_model_len": 256, "max_num_seqs": 64, "seed": 0}
+    arguments = {"model": str(directory), "dtype": "float32", "max_model_len": 4096, "max_num_seqs": 64, "seed": 0}
     arguments |= {"kv_cache_memory_bytes": 64 << 20, "skip_tokenizer_init": True, **options}
     processes = {0: server_process(arguments, torch.device("cpu"), 1, log, answers)}
     engine = server_engine(mesh, directory, VLLMServer, processes, [])
@@ -82,7 +82,7 @@ def as_a_server(mesh, directory: Path, log: Path, options: dict):
     results["sampled"] = sum(len(one.token_ids) for one in complete(engine, asked))
     results["after"] = server.progress()
     during, lengths = [], []
-    for one in engine.generate(one_short_among_endless(asked)):
+    for one in engine.generate(one_short_among_endless(asked, 4000)):
         lengths.append(len(one.token_ids))
         if not during:
             for _ in range(3):

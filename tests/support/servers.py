@@ -32,10 +32,10 @@ LONG = Sampling(max_tokens=200)
 GREEDY, FREE = Sampling(max_tokens=24, temperature=0.0), Sampling(max_tokens=16)
 
 
-def one_short_among_endless(wanted: list[Request]) -> list[Request]:
+def one_short_among_endless(wanted: list[Request], longest: int = 240) -> list[Request]:
     """The first ends with its first token, the others not before an abort that follows it: they are as long as can be."""
-    endless = Sampling(max_tokens=240, ignore_eos=True)
-    return [replace(request, sampling=replace(endless, max_tokens=240 if request.id else 1)) for request in wanted]
+    endless = Sampling(max_tokens=longest, ignore_eos=True)
+    return [replace(request, sampling=replace(endless, max_tokens=longest if request.id else 1)) for request in wanted]
 
 
 def server_engine(

@@ -49,7 +49,7 @@ class ModelConfig:
     read them; a reference or critic with the same path too. A key that config.json does not have is refused."""
     trust_remote_code: Annotated[bool, HARMLESS] = False
     """Let the repositories of tokenizers and models run their own Python code, here and in engines; no code of theirs runs
-    otherwise. The trainer never runs that of a model whose family has a file here."""
+    otherwise. The trainer never runs the model class of a family that has a file here."""
 
     @property
     def tokenizer_path(self) -> str:
