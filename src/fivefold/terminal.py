@@ -13,8 +13,9 @@ _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u20
 of characters, which no file or terminal takes."""
 _LETTER = r"""(?!\w://)[^\s"'<>`]"""
 _PASSWORD = re.compile(rf"(\w://)(?:(?:(?![/?#:@\[]){_LETTER})*:(?!\d+[/?#])(?:{_LETTER})*|(?:(?![/?#]){_LETTER})*)@")
-"""What stands before the host of an address. After a colon that begins no port it ends at the last @, because a password may
-contain / and @; an address without one may have a token instead. No part of a text is read for two addresses."""
+"""User, password or token before the host of an address. After a colon that begins no port it ends at the last @, because
+a password may contain / and @; an address without one may have a token instead. No part of a text is read for two
+addresses."""
 
 
 def plain(text: str) -> str:

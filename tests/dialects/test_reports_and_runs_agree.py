@@ -1,4 +1,4 @@
-"""What a report says of a key is what the run has: its sources, its reasons, and options of models other than the policy."""
+"""Reports of a translation name the keys and values that the run has, also for models other than the policy."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_a_critic_of_roll_that_learns_in_other_updates_than_the_policy_is_refuse
 
 
 def test_a_critic_of_roll_on_gpus_that_only_the_engine_shares_has_ranks_of_its_own():
-    """As in its documented example of PPO: policy on 0 to 7, critic on 8 to 15, engine and reference on all of them."""
+    """ROLL's documented example of PPO: policy on 0 to 7, critic on 8 to 15, engine and reference on all of them."""
     words = ["num_gpus_per_node=8", "critic.device_mapping=list(range(8,16))", "actor_infer.device_mapping=list(range(0,16))",
              "reference.device_mapping=list(range(0,16))", "critic.strategy_args.strategy_name=fsdp2_train"]  # fmt: skip
     run = config("roll", *CRITIC, *words, tree=PPO)

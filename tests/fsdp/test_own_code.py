@@ -51,7 +51,7 @@ def with_own_code(directory: Path, prefix: str, family: str) -> Path:
 
 
 def traces(root: Path) -> list[str]:
-    """What the code left when it ran."""
+    """Names of the files that a repository's code has written when it ran."""
     return sorted(path.name for path in (root / "traces").iterdir())
 
 

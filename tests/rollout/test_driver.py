@@ -592,7 +592,7 @@ def test_a_turn_with_an_agent_s_stop_is_sampled_again_under_new_weights(files):
 
 
 def test_several_turns_of_a_trajectory_may_be_requested_at_once(files):
-    """As the endpoint of an agent does: two contexts at once, each a sequence of its own."""
+    """Sample two contexts at once, each a sequence of its own, as the endpoint of an agent does."""
     engine, driver, held, ended = asked(files)
     held.clock = Clock(100.0)
     held.clock.run()

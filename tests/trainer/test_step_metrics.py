@@ -1,4 +1,4 @@
-"""What a step records: metrics of its samples, and the KL coefficient of the next step."""
+"""Metrics that a step records of its samples, and the KL coefficient of the next step."""
 
 from __future__ import annotations
 

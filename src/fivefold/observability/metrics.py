@@ -29,7 +29,7 @@ class Metric:
 
 @dataclass(frozen=True)
 class Placeholder:
-    """What a run fills into a metric's name."""
+    """Variable part of a metric's name, such as `<tool>`, and the values that a run writes there."""
 
     pattern: str
     stands_for: str

@@ -122,7 +122,7 @@ _THOUSANDS = re.compile(r"(?<=\d)(?:,|\{,\}|\\[,;! ]?)(?=\d{3}(?!\d))")
 _LOOP = 3
 """Number of equal words at the end of a text that show a loop instead of an answer."""
 _LOOP_OF_PIECES = 6
-"""The same for a piece of a digit and another sign, such as `5;`, which a list or a sum may repeat too."""
+"""Number of equal pieces of a digit and another sign, such as `5;`, that show a loop; a list or a sum may repeat fewer."""
 _LONGEST_PIECE = 20
 
 
