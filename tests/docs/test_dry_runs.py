@@ -48,7 +48,7 @@ def test_the_comparison_with_trl_trains_each_side_and_prints_its_steps(tmp_path,
     for side in sides.split(","):
         assert f"\nbeside-{side}-0: 6 steps, " in shown
         assert re.findall(rf"^beside-{side}-0: step +(\d) .*mean@4 ", shown, re.M) == ["0", "3", "6"]
-        assert re.search(rf"^beside-{side}: \d+\.\d\d s a step$", shown, re.M)
+        assert re.search(rf"^beside-{side}-0: \d+\.\d\d s a step = .* samples/s, .* tokens/s, peak ", shown, re.M)
     assert ("of TRL's time" in shown) == ("trl" in sides)
 
 

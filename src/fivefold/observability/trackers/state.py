@@ -10,9 +10,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from fivefold.files import write_whole
+from fivefold.terminal import plain
 
 _SECRET = re.compile(r"KEY|TOKEN|PASSWORD|SECRET|CREDENTIAL", re.IGNORECASE)
-_LOGIN = re.compile(r"://[^/\s@]+@")
 
 
 @dataclass
@@ -48,8 +48,8 @@ def _path(run_dir: Path, name: str) -> Path:
 
 
 def without_secrets(text: str, environment: Mapping[str, str] = os.environ) -> str:
-    """Return a message without the values of secret environment variables and without logins in addresses."""
+    """Return a message without the values of secret environment variables, logins in addresses and control characters."""
     for name, value in environment.items():
         if _SECRET.search(name) and len(value) >= 6:
             text = text.replace(value, "***")
-    return _LOGIN.sub("://***@", text)
+    return plain(text)
