@@ -28,7 +28,7 @@ from fivefold.algo.terms import kl
 from fivefold.algo.values import ValueLoss
 from fivefold.columns import Column
 from fivefold.config.schema import AlgorithmConfig
-from fivefold.errors import UserError
+from fivefold.errors import RunError, UserError
 from fivefold.keys.findings import Findings
 from fivefold.keys.ranges import OneOf, check_values, within
 from fivefold.types import RolloutStats, TokenBatch
@@ -1420,3 +1420,11 @@ def test_gae_with_turns_needs_advantages_in_the_unit_of_the_reward():
     scaled = {"advantage": "group", "normalize": "group"}
     assert errors(False, **scaled) == errors(True) == errors(True, advantage="group") == []
     assert "gae adds rewards of turns" in errors(True, **scaled)[0]
+
+
+def test_a_negative_reward_where_the_mean_divides_ends_the_run_with_its_value():
+    """Divided by a negative mean, the better sample would get the negative advantage."""
+    normalized = make_advantage("group", normalize="mean")
+    assert normalized(scores([0.0, 1.0])).tolist() == pytest.approx([-1, 1], abs=1e-5)
+    with pytest.raises(RunError, match=r"no reward may be negative: got -0\.5"):
+        normalized(scores([-0.5, 0.25]))
