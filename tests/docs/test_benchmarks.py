@@ -82,6 +82,7 @@ def test_agents_that_append_train_one_sequence_of_the_last_context_s_length(tmp_
     assert sequences == 1.0 and 1.0 <= tokens <= 1.01
 
 
+@pytest.mark.slow
 def test_a_start_is_measured_by_parts_with_cold_and_with_warm_caches():
     lines = lines_of("start_up", "1.7b", "--seconds", 1000)
     for caches in ("cold", "warm"):

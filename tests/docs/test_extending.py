@@ -147,6 +147,7 @@ def test_every_recipe_that_is_code_is_followed():
     assert {title: len(blocks) for title, blocks in BLOCKS.items() if blocks} == FOLLOWED
 
 
+@pytest.mark.slow
 def test_the_printed_code_passes_the_checks_of_the_package(tmp_path):
     """`make check` in a copy of the package with all recipes; mypy checks the changed files only."""
     changed = [name for name in apply(tmp_path, *recipes()) if name.endswith(".py")]
