@@ -125,8 +125,8 @@ def sync_of_fsdp(part: Part) -> None:
     write_data(root)
     settings = grpo_run(part, name, layout, root / "fsdp", engine_of("vllm:d1t2", 0.3))
     # Next to 61 GiB of parameters, gradients and moments, activations of 16,384 tokens do not fit 80 GB. Moments stay on
-    # the GPU: the stage would have their way to the host too.
-    settings["policy"] |= {"tokens_per_micro_batch": 4096 if part.large else 64, "offload": {"gradients": True}}
+    # the GPU, since `weight_sync` includes the time of copying them to the host.
+    settings["policy"] |= {"tokens_per_micro_batch": 4096, "offload": {"gradients": True}}
     start = started(part, f"{name}, {layout}, {settings['engine']['backend']}", root, settings)
     if start is not None and part.large:
         sync = round(start["syncs"][-1], 2)
