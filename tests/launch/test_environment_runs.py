@@ -461,7 +461,8 @@ def test_a_model_learns_to_call_a_calculator(tmp_path):
         *common,
     )
     right = [row["val/products/mean@2"] for row in rows if "val/products/mean@2" in row]
-    assert right[0] < 0.3 and right[-1] > 0.8
+    # The warm start ends at the first of its evaluations above 0.15: 20 steps can bring it from below to 0.4.
+    assert right[0] < 0.5 and right[-1] > 0.8
 
 
 def agent(root: Path) -> list[str]:
