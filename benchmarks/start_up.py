@@ -123,7 +123,12 @@ def sync_of_fsdp(part: Part) -> None:
     name, layout = "qwen3_8b", "fsdp:d2"
     root = part.model(name).parent
     write_data(root)
-    settings = grpo_run(part, name, layout, root / "fsdp", engine_of("vllm:d1t2", 0.3))
+    # Rollouts are short and without CUDA graphs: only `weight_sync` is looked at.
+    engine = engine_of("vllm:d1t2", 0.3)
+    if engine["backend"] != "transformers":
+        engine["vllm"] = {"enforce_eager": True}
+    settings = grpo_run(part, name, layout, root / "fsdp", engine)
+    settings["data"]["max_response_tokens"] = min(256, settings["data"]["max_response_tokens"])
     # Next to 61 GiB of parameters, gradients and moments, activations of 16,384 tokens do not fit 80 GB. Moments stay on
     # the GPU, since `weight_sync` includes the time of copying them to the host.
     settings["policy"] |= {"tokens_per_micro_batch": 4096, "offload": {"gradients": True}}
