@@ -26,7 +26,7 @@ def interrupted_rounds(mesh, seed: int):
         sizes = [shared.randrange(1, 6) for _ in program]
         begin = time.monotonic()
         asks = ranks.rank in whom
-        beat.has_begun = True
+        beat.begin_run()
         requested = lambda: signal.SIGTERM if asks and time.monotonic() > begin + after else 0  # noqa: B023, E731
         beat.start(group, Ends(requested, lambda number: None, print, print), ["host"] * group.size())
         try:
@@ -74,7 +74,7 @@ def alone(mesh):
 
     module.SECONDS = 0.01
     beat, group = Heartbeat(), mesh.ranks.whole_group()
-    beat.has_begun = True
+    beat.begin_run()
     requested = lambda: signal.SIGINT if mesh.ranks.rank == 0 else 0  # noqa: E731
     beat.start(group, Ends(requested, lambda number: None, print, print), ["host"] * group.size())
     beat.begin()
@@ -97,7 +97,8 @@ def unheard(mesh):
 
     beat, messages = Heartbeat(), []
     beat._ends = Ends(lambda: 0, print, messages.append, print, unheard_seconds=1.0)
-    beat._all_have_begun, beat._hosts = True, ["north", "south"]
+    beat._hosts = ["north", "south"]
+    beat.begin_run()
     for _ in range(4 if mesh.ranks.rank == 0 else 0):
         beat.tick()
     mesh.ranks.barrier()

@@ -86,10 +86,7 @@ class Heartbeat:
         self._still = self._longest_still = self._unheard = 0
         """`_still` and `_longest_still`: exchanges in which no rank moved, now and at most before one moved again.
         `_unheard`: ticks since the last exchange."""
-        self._all_have_begun = False
-        self.has_begun = False
-        """True once there is something to save: the run then ends in a place that all ranks agree on. Before, it ends where
-        it is."""
+        self._has_begun = False
 
     def start(self, group: dist.ProcessGroup, ends: Ends, hosts: Sequence[str], computes_on_cpu: bool = True) -> None:
         """Start the thread that exchanges with the other ranks; `hosts` has the host of each rank."""
@@ -105,6 +102,14 @@ class Heartbeat:
         self._thread = threading.Thread(target=beat, name="heartbeat", daemon=True)
         self._thread.start()
 
+    def begin_run(self) -> None:
+        """Record that every rank has loaded what it needs; they have waited for each other.
+
+        From here on there is something to save, and the run ends in a place that all ranks agree on; before, it ends where
+        it is. And from here on a rank that is unheard of for too long is lost: loading can block its threads.
+        """
+        self._unheard, self._has_begun = 0, True
+
     def close(self) -> None:
         """Wait until every rank has called this, so that no rank loses another one."""
         if self._thread is not None:
@@ -114,14 +119,14 @@ class Heartbeat:
 
     def _exchange(self, group: dist.ProcessGroup, ends: Ends) -> bool:
         """Exchange once with all other ranks; returns whether to continue."""
-        stays, saves = not self._close.is_set(), self.has_begun
+        stays, saves = not self._close.is_set(), self._has_begun
         waiting = group.rank() + 1 if self._kernel_wait.look() > ends.still_seconds else 0
-        numbers = torch.tensor([ends.requested(), stays, saves, not saves, self._has_moved(), waiting])
+        numbers = torch.tensor([ends.requested(), stays, saves, self._has_moved(), waiting])
         dist.all_reduce(numbers, dist.ReduceOp.MAX, group=group)
-        number, any_stays, any_saves, any_loads, any_moved, waiting = numbers.tolist()
+        number, any_stays, any_saves, any_moved, waiting = numbers.tolist()
         if waiting and group.rank() == 0:
             self._report_wait(waiting - 1, ends.still_seconds)
-        self._unheard, self._all_have_begun = 0, not any_loads
+        self._unheard = 0
         if number and not any_saves:
             ends.now(number)
         if self._stands_still(bool(any_moved), ends.still_seconds):
@@ -191,7 +196,7 @@ class Heartbeat:
         """End this rank if the other ranks are unheard of for too long. Called twice a second by a thread that waits for no
         other rank."""
         self._unheard += 1
-        if self._ends is None or not self._all_have_begun or self._unheard * SECONDS <= self._ends.unheard_seconds:
+        if self._ends is None or not self._has_begun or self._unheard * SECONDS <= self._ends.unheard_seconds:
             return
         self._unheard = 0
         self._ends.lost(

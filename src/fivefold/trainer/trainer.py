@@ -116,7 +116,8 @@ class Trainer:
     def steps(self) -> Iterator[int]:
         """Yield the remaining steps, counted from 0. The loop body trains; the work around each step happens here."""
         self._resume()
-        self.ranks.heartbeat.has_begun = True
+        self.ranks.barrier()
+        self.ranks.heartbeat.begin_run()
         if self._is_pending:
             self._end_step()
         elif self.step == 0 and self.config.eval_before_train and self.evaluation is not None:
