@@ -137,7 +137,7 @@ def test_parts_that_need_sglang_are_named_where_it_is_missing():
 @pytest.mark.sglang
 def test_servers_of_sglang_have_the_trainer_s_weights_and_log_probs_after_each_sync():
     shown = printed("sglang_servers.py", "one", "--seconds", 1400)
-    assert "float32: four syncs, every weight equal bit by bit; log-probs: " in shown
+    assert "float32: four syncs, weights equal bit by bit; log-probs: " in shown
 
 
 @pytest.mark.vllm
