@@ -12,7 +12,7 @@ from fivefold_dialects import shared
 from fivefold_dialects.known import known
 from fivefold_dialects.legacy import roll as legacy
 from fivefold_dialects.roll_method import critic, loss, low_rank, method, optimizer
-from fivefold_dialects.roll_placement import FIELDS, TRAIN, devices, is_rlvr, kind, role, samples_a_group, uses_critic
+from fivefold_dialects.roll_placement import FIELDS, TRAIN, devices, is_rlvr, kind, role, samples_a_group
 from fivefold_dialects.source import Source
 from fivefold_dialects.system import System
 from fivefold_dialects.table import load, table, when
@@ -93,7 +93,7 @@ def domains(source: Source) -> dict[str, int]:
 
 def mixture(source: Source) -> dict[str, Any]:
     """Return our keys of the domains in each step and of their rewards."""
-    if not is_mixed(source):
+    if not {key.split(".")[1] for key in source.keys("rewards.")} - {MATH}:
         alone = scored(source, MATH, True) if source.keys("rewards.") else {}
         judged, code = judge(source, MATH) if "judge" in alone else {}, "test_cases" if "code" in alone else None
         return judged | {"reward.functions": alone or None, "data.ground_truth_key": code}
@@ -125,11 +125,6 @@ def mixture(source: Source) -> dict[str, Any]:
     if source.flag("difficulty_mask") and samples_a_group(source) > 1:
         ours["algorithm.difficulty_by"] = "correct"
     return ours | {"reward.by_source": by_source or None}
-
-
-def is_mixed(source: Source) -> bool:
-    """Return whether the run has rewards for other domains than math_rule."""
-    return {key.split(".")[1] for key in source.keys("rewards.")} - {MATH} != set()
 
 
 def scored(source: Source, name: str, is_used: bool) -> dict[str, float]:
@@ -173,7 +168,7 @@ def router_replay(source: Source) -> dict[str, Any]:
 
 DERIVED = (
     *(ahead, model, low_rank, method, *when(is_rlvr, loss), batch, lengths, *when(is_rlvr, FIELDS["of_rlvr"], mixture)),
-    *(placement.layout, placement.megatron, optimizer, *when(uses_critic, critic), *when(is_rlvr, placement.engine)),
+    *(placement.layout, placement.megatron, optimizer, critic, *when(is_rlvr, placement.engine)),
     *(placement.forwards, router_replay, run, FIELDS["tracking"]),
 )
 TABLE = table("roll", DERIVED, older=load("legacy/roll"), release_of=legacy.release_of, known=known("roll"))

@@ -6,7 +6,7 @@ from typing import Any
 
 from fivefold_dialects import shared
 from fivefold_dialects.legacy import roll as legacy
-from fivefold_dialects.roll_placement import TRAIN, kind, role, samples_a_group, samples_an_update
+from fivefold_dialects.roll_placement import TRAIN, kind, role, samples_a_group, samples_an_update, uses_critic
 from fivefold_dialects.source import Source
 from fivefold_dialects.table import choices, fields
 
@@ -128,6 +128,8 @@ def optimizer(source: Source, start: str = "", ours: str = "policy.optimizer") -
 
 
 def critic(source: Source) -> dict[str, Any]:
+    if not uses_critic(source):
+        return shared.without_critic(source, "critic_warmup", 0)
     own_size, size = samples_an_update(source, "critic."), samples_an_update(source, role(source))
     if source.keys("critic.") and own_size != size:
         reason = f"updates of {own_size} samples: the critic is trained in the policy's updates, of {size}"

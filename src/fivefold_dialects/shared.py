@@ -20,6 +20,13 @@ TEXTS: dict[str, str] = load("shared")["texts"]
 """Sentences for users of several systems."""
 
 
+def without_critic(source: Source, key: str, most: int) -> dict[str, Any]:
+    """Return no keys; refuse a warm-up of more than `most`, since a run without a critic would learn nothing in it."""
+    if (source.whole(key) or 0) > most:
+        source.lacks(key, TEXTS["frozen"])
+    return {}
+
+
 def epochs_and_steps(source: Source) -> dict[str, Any]:
     """Return our keys of a verl run's length: its epochs, or its steps if these end earlier."""
     steps, epochs = source.whole("trainer.total_training_steps") or 0, source.count("trainer.total_epochs")
@@ -54,12 +61,6 @@ def updates(source: Source, step: str, update: str) -> dict[str, int]:
     if prompts % mini:
         source.lacks(update, f"updates of unequal size: {step} = {prompts} is no multiple of it")
     return {"data.prompts_per_step": prompts, "algorithm.updates_per_step": prompts // mini}
-
-
-def validation_rows(source: Source, key: str) -> dict[str, int]:
-    """Return our key eval.max_prompts if the key has a number of rows above 0, otherwise nothing."""
-    count = (source.whole(key) if source.has(key) else None) or 0
-    return {"eval.max_prompts": count} if count > 0 else {}
 
 
 def parallel_sizes(section: Source) -> dict[str, int]:

@@ -72,7 +72,7 @@ DERIVED = (
     *(program, advantage, loss, kl, correction, overlong, dynamic_sampling, FIELDS["template"], engine, turns),
     *(FIELDS["evaluation"], rewards),
     *(models.batch, models.layout, *when(models.is_megatron, models.megatron), models.low_rank, FIELDS["further_tokens"]),
-    *(models.dtypes, models.memory, models.micro_batch, models.optimizer, *when(models.uses_critic, models.critic)),
+    *(models.dtypes, models.memory, models.micro_batch, models.optimizer, models.critic),
     *(*when(models.uses_reference, models.reference), models.router_replay),
     *when(models.is_megatron, models.megatron_checkpoints),
     *(verl_sft.resume, length_of_run, evaluation_interval, profiler),

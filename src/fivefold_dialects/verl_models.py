@@ -233,9 +233,10 @@ def uses_critic(source: Source) -> bool:
 
 
 def critic(source: Source) -> dict[str, Any]:
+    if not uses_critic(source):
+        return shared.without_critic(source, "trainer.critic_warmup", 1)
     section = source.under(_C)
-    ours = FIELDS["critic"](section) | optimizer(source, _C, "critic.optimizer")
-    ours |= low_rank(source, "critic.model.", "critic")
+    ours = FIELDS["critic"](section) | optimizer(source, _C, "critic.optimizer") | low_rank(source, _C + "model.", "critic")
     for key in ("ppo_mini_batch_size", "ppo_epochs", "loss_agg_mode"):
         if section.raw(key) is not None and str(section.raw(key)) != str(source.raw(_A + key)):
             section.lacks(key, "the critic is trained in the policy's updates: set it as the policy's")

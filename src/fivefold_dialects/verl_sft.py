@@ -123,7 +123,8 @@ def frequency(source: Source, key: str) -> int | None:
 
 def evaluation_interval(source: Source, key: str = "trainer.test_freq") -> dict[str, Any]:
     ours = {"trainer.eval_every": frequency(source, key) if source.items("data.val_files") else 0}
-    return ours | shared.validation_rows(source, "data.val_max_samples")
+    rows = (source.whole("data.val_max_samples") if source.has("data.val_max_samples") else None) or 0
+    return ours | ({"eval.max_prompts": rows} if rows > 0 else {})
 
 
 def resume(source: Source) -> dict[str, Any]:

@@ -1109,9 +1109,9 @@ def test_a_name_that_anyone_may_give_stands_for_any():
 
 
 def test_a_key_without_effect_is_not_counted_as_translated():
-    """Without a critic nothing reads its warm-up."""
-    warmup = outcome(translated("verl", *GRPO_VERL, "trainer.critic_warmup=5"), "trainer.critic_warmup")
-    assert warmup.kind == "fixed" and warmup.reason == "it has no effect with these settings"
+    """Without a critic nothing reads where it comes from."""
+    path = outcome(translated("verl", *GRPO_VERL, "critic.model.path=c"), "critic.model.path")
+    assert path.kind == "fixed" and path.reason == "it has no effect with these settings"
     gae = outcome(translated("verl", *VERL, "trainer.critic_warmup=5"), "trainer.critic_warmup")
     assert (gae.kind, gae.ours) == ("translated", ("critic.warmup_steps",))
 

@@ -61,6 +61,25 @@ def test_a_critic_of_roll_that_learns_in_other_updates_than_the_policy_is_refuse
     assert [refusal.partition("=")[0].rpartition(".")[2] for refusal in refusals] == ([refused] if refused else [])
 
 
+@pytest.mark.parametrize(
+    ("system", "key", "words", "without", "tree", "steps_by_value"),
+    [
+        ("verl", "trainer.critic_warmup", [*GRPO_VERL, "critic.model.path=c", "actor_rollout_ref.actor.strategy=megatron"],
+         "algorithm.adv_estimator=grpo", "", {0: 0, 1: 0, 5: 4}),
+        ("roll", "critic_warmup", CRITIC, "adv_estimator=reinforce", PPO, {0: 0, 1: 1, 5: 5}),
+    ],
+)  # fmt: skip
+def test_the_policy_learns_after_the_critics_warm_up_and_a_run_without_a_critic_has_none(
+    system, key, words, without, tree, steps_by_value
+):
+    """verl counts steps from 1, ROLL from 0 (rlvr_pipeline.py:774); both leave out the policy's updates in any run."""
+    gae = [without.partition("=")[0] + "=gae"]
+    for value, steps in steps_by_value.items():
+        assert config(system, *words, *gae, f"{key}={value}", tree=tree).critic.warmup_steps == steps
+        refusals = translated(system, *words, without, f"{key}={value}", tree=tree).refusals
+        assert any("without a critic nothing learns" in refusal for refusal in refusals) == (steps > 0), refusals
+
+
 def test_a_critic_of_roll_on_gpus_that_only_the_engine_shares_has_ranks_of_its_own():
     """ROLL's documented example of PPO: policy on 0 to 7, critic on 8 to 15, engine and reference on all of them."""
     words = ["num_gpus_per_node=8", "critic.device_mapping=list(range(8,16))", "actor_infer.device_mapping=list(range(0,16))",
