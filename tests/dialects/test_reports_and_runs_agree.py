@@ -69,7 +69,7 @@ def test_a_critic_of_roll_that_learns_in_other_updates_than_the_policy_is_refuse
         ("roll", "critic_warmup", CRITIC, "adv_estimator=reinforce", PPO, {0: 0, 1: 1, 5: 5}),
     ],
 )  # fmt: skip
-def test_the_policy_learns_after_the_critics_warm_up_and_a_run_without_a_critic_has_none(
+def test_the_policy_learns_after_the_warm_up_and_without_a_critic_there_is_none(
     system, key, words, without, tree, steps_by_value
 ):
     """verl counts steps from 1, ROLL from 0 (rlvr_pipeline.py:774); both leave out the policy's updates in any run."""
