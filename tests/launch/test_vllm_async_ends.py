@@ -18,9 +18,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory) -> Path:
-    root = tmp_path_factory.mktemp("servers")
-    make_run(root)
-    return root
+    return make_run(tmp_path_factory.mktemp("servers"))
 
 
 def test_a_run_with_two_servers_asked_to_end_again_and_again_uses_every_prompt_once(root):

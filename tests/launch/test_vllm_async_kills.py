@@ -19,9 +19,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory) -> Path:
-    root = tmp_path_factory.mktemp("servers")
-    make_run(root)
-    return root
+    return make_run(tmp_path_factory.mktemp("servers"))
 
 
 def test_a_killed_server_or_trainer_loses_no_prompt_and_uses_none_twice(root, temporary):

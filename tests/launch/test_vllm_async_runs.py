@@ -16,9 +16,7 @@ pytestmark = pytest.mark.vllm
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory) -> Path:
-    root = tmp_path_factory.mktemp("servers")
-    make_run(root)
-    return root
+    return make_run(tmp_path_factory.mktemp("servers"))
 
 
 def test_nothing_ahead_with_a_server_is_the_synchronous_run(root):

@@ -24,10 +24,11 @@ ENDLESS = [
 """Responses of which so few are sampled at once that a step's take longer than the rest of it."""
 
 
-def make_run(root: Path) -> None:
-    """Write the model, the data and the configuration below `root`."""
+def make_run(root: Path) -> Path:
+    """Write the model, the data and the configuration below `root`, and return it."""
     make_model(root, hidden=64, heads=2, rows=PROMPTS)
     write_run(root, RUN)
+    return root
 
 
 def command(root: Path, name: str, *overrides: str) -> Command:
