@@ -176,7 +176,7 @@ def sampled_by(part: Part, layout: str) -> dict[str, Any]:
     if find_spec("vllm") is None:
         part.say("engine", "transformers: vLLM is not installed")
         return {"backend": "transformers"}
-    return {"backend": f"vllm:{layout}"} | ({} if part.large else {"vllm": {"kv_cache_memory_bytes": 64 << 20}})
+    return {"backend": f"vllm:{layout}", "vllm": {"kv_cache_memory_bytes": (4 << 30) if part.large else 64 << 20}}
 
 
 def compared(part: Part, root: Path, runs: dict[str, dict[str, Any]], extra: tuple[str, ...] = ()) -> None:
@@ -230,7 +230,11 @@ def judge_server(part: Part, directory: Path, log: Path) -> Iterator[str]:
 
     device = torch.device("cuda", part.gpus - 1) if part.large else torch.device("cpu")
     given = {"model": str(directory), "served_model_name": str(directory), "max_model_len": 128, "seed": 0}
-    given |= {"gpu_memory_utilization": 0.3} if part.large else {"kv_cache_memory_bytes": 64 << 20}
+    given |= (
+        {"kv_cache_memory_bytes": 4 << 30, "gpu_memory_utilization": 0.3}
+        if part.large
+        else {"kv_cache_memory_bytes": 64 << 20}
+    )
     server = server_process(given, device, 1, log, answers, "127.0.0.1")
     try:
         server.start()
