@@ -254,7 +254,7 @@ def waited(measured: Measured, model: MegatronModel, root: Path, size: float, pl
 def way_back(
     mesh: Mesh, directory: Path, root: Path, tokens: int, samples: int, length: int, passes: int
 ) -> dict[str, float]:
-    """Save once after a training step, then load `passes` times with sums and without; raises ValueError for a small disk."""
+    """Save once after a training step, then load `passes` times with sums and without; raises ValueError as `measure`."""
     measured = Measured(mesh)
     model = build(mesh, directory, "bfloat16", tokens)
     batch = random_batch(samples, length, model.spec.vocab).select(shard_of_replica(mesh.ranks, range(samples)))
