@@ -224,10 +224,11 @@ def background(
 
 
 def loads(measured: Measured, model: MegatronModel, path: Path, passes: int) -> None:
-    """Load from the disk and from the page cache, with sums of the tensors' bytes and without, in turns; say the medians."""
-    for cached, where in ((False, "the disk"), (True, "the page cache")):
+    """Load from the page cache `passes` times, and from the disk once, with sums of the tensors' bytes and without, in
+    turns; say the medians."""
+    for cached, where in ((True, "the page cache"), (False, "the disk")):
         seconds: dict[bool, list[float]] = {True: [], False: []}
-        for number in range(passes):
+        for number in range(passes if cached else 1):
             for checks in (True, False) if number % 2 == 0 else (False, True):
                 if not cached:
                     forget(path)
@@ -236,7 +237,7 @@ def loads(measured: Measured, model: MegatronModel, path: Path, passes: int) -> 
                     taken, _ = timed(measured.mesh, lambda: model.load(path / "policy"))
                 seconds[checks].append(measured.most(taken))
         for checks, values in seconds.items():
-            if passes > 1 and measured.ranks.is_main:
+            if len(values) > 1 and measured.ranks.is_main:
                 print("   ", *(f"{value:.2f}" for value in values), flush=True)
             measured.say(f"load from {where}{'' if checks else ' without sums'}, seconds", statistics.median(values))
 
@@ -334,7 +335,7 @@ def sums(part: Part) -> None:
     sizes = (4096, 4, 1024) if part.large else (64, 8, 24)
     directory = part.model("qwen3_8b")
     with tempfile.TemporaryDirectory(prefix="checkpoint-speed-") as root:
-        numbers = part.measure("qwen3_8b on t2", "t2", way_back, directory, Path(root), *sizes, 2)
+        numbers = part.measure("qwen3_8b on t2", "t2", way_back, directory, Path(root), *sizes, 3)
     if numbers is not None:
         compared(part, numbers)
 
