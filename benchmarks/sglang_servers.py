@@ -348,7 +348,7 @@ def ahead(part: Part) -> None:
         engine = {
             "backend": "sglang:d1",
             "placement": "apart",
-            "memory_fraction": 0.3,
+            "memory_fraction": 0.25,
             "sglang": OWN if part.large else ON_CPU,
         }
         rows = part.train(

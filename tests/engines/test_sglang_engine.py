@@ -54,7 +54,9 @@ def server_of(directory: Path, log: Path, tensor_parallel: int, **more):
     return server_process(arguments, torch.device("cpu"), tensor_parallel, log, answers)
 
 
-def sglang_engine(mesh, directory: Path, logs: Path, messages: list[str], tensor_parallel: int = 1, **arguments):
+def sglang_engine(
+    mesh, directory: Path, logs: Path, messages: list[str], tensor_parallel: int = 1, can_sleep: bool = False, **arguments
+):
     from fivefold.engines.sglang.client import SGLangServer
 
     rank = mesh.ranks.rank
@@ -63,7 +65,7 @@ def sglang_engine(mesh, directory: Path, logs: Path, messages: list[str], tensor
         if rank % tensor_parallel == 0
         else {}
     )
-    return server_engine(mesh, directory, SGLangServer, processes, messages, tensor_parallel)
+    return server_engine(mesh, directory, SGLangServer, processes, messages, tensor_parallel, can_sleep=can_sleep)
 
 
 def one_server(mesh, directory: Path, logs: Path):
@@ -218,6 +220,28 @@ def test_weights_that_are_not_whole_or_not_the_model_s_are_refused(both):
 
 def test_closing_an_engine_of_servers_ends_them(both):
     assert [results["left"] for results in both] == [[], []]
+
+
+def slept(mesh, directory: Path, logs: Path):
+    """The tokens before a sleep, after it, and after the server was killed and the engine slept once more."""
+    messages: list[str] = []
+    engine, tensors = sglang_engine(mesh, directory, logs, messages, can_sleep=True), load_tensors(directory)
+    asked, calls = requests(2, LONG), []
+    for is_killed in (False, False, True):
+        if is_killed:
+            kill_api(engine)
+            complete(engine, asked)
+        engine.sleep()
+        refreshed(engine, tensors)
+        calls.append([one.token_ids for one in complete(engine, asked)])
+    engine.close()
+    return calls, engine.restarts, messages
+
+
+def test_a_server_that_is_killed_before_its_engine_sleeps_starts_once_more(cluster, model, tmp_path):
+    ((calls, restarts, messages),) = cluster.run(slept, "megatron:d1", model, tmp_path, seconds=900)
+    assert calls[0] == calls[1] == calls[2] != []
+    assert restarts == 1, messages
 
 
 def sampled_midway(mesh, directory: Path, logs: Path):

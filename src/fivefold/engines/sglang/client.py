@@ -41,6 +41,7 @@ class SGLangServer:
         self.address, self._ends, self._run = address, ends, run
         self._control, self._requests = blocking_client(address), streaming_client(address)
         self._calls = 0
+        self._asleep: set[str] = set()
         self._prompt_tokens = self._prompt_hits = 0.0
 
     def take(self) -> None:
@@ -167,10 +168,14 @@ class SGLangServer:
     def sleep(self) -> None:
         """Free the memory of weights and cache."""
         self._post("/release_memory_occupation", {"tags": ["kv_cache", "weights"]})
+        self._asleep = {"kv_cache", "weights"}
 
     def wake(self, part: str) -> None:
         """Allocate the memory of `weights` or `kv_cache` again."""
-        self._post("/resume_memory_occupation", {"tags": [part]})
+        # SGLang's scheduler ends if it is asked for memory that it has, as one that was started again has.
+        if part in self._asleep:
+            self._post("/resume_memory_occupation", {"tags": [part]})
+            self._asleep.discard(part)
 
     @cached_property
     def _answers(self) -> Any:
