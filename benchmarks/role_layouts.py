@@ -52,6 +52,8 @@ models, and
 models on a GPU of their own."""
 LOGPROB_BOUND = 4e-6
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
+SAMPLED = {"backend": "transformers"}
+"""Engine of the compared runs. vLLM batches requests as they come: two runs of one layout drew other samples in bfloat16."""
 NEAR = 0.15
 """Largest difference between a measured peak of memory and its estimate, as a share of the estimate."""
 
@@ -171,14 +173,6 @@ def run_of(part: Part, root: Path, what: str, **sections: dict[str, Any]) -> dic
     return base | {name: base.get(name, {}) | section for name, section in sections.items()}
 
 
-def sampled_by(part: Part, layout: str) -> dict[str, Any]:
-    """Return the settings of an engine on a layout, as a section of a run."""
-    if find_spec("vllm") is None:
-        part.say("engine", "transformers: vLLM is not installed")
-        return {"backend": "transformers"}
-    return {"backend": f"vllm:{layout}", "vllm": {"kv_cache_memory_bytes": (4 << 30) if part.large else 64 << 20}}
-
-
 def compared(part: Part, root: Path, runs: dict[str, dict[str, Any]], extra: tuple[str, ...] = ()) -> None:
     """Train all runs and claim that the first step of each equals that of the last."""
     rows = {what: part.train(what, run, WANTED) for what, run in runs.items()}
@@ -214,7 +208,7 @@ def roll(part: Part) -> None:
     if part.large and part.gpus < 2:
         return part.say("whole runs", "needs 2 GPUs")
     root = make_files(part)
-    common = {"policy": {"backend": "megatron:t2"}, "engine": sampled_by(part, "d1t2")}
+    common = {"policy": {"backend": "megatron:t2"}, "engine": SAMPLED}
     runs = {
         "two-layouts": run_of(part, root, "two-layouts", **common, reference={"backend": "megatron:d2"}),
         "one-layout": run_of(part, root, "one-layout", **common),
@@ -260,11 +254,10 @@ def judged(part: Part) -> None:
     judge = {
         "model": str(words), "verdict": "score", "pattern": r"(\d)", "scale": 9, "max_tokens": 2, "max_model_len": 128,
         "prompt": "{prompt}={response}", "timeout_seconds": 300,
-        "request": {"logit_bias": {str(digit): 100 for digit in digits}},
+        # One verdict at a time: in 16 bits a verdict can depend on those that the judge gives with it.
+        "concurrency": 1, "request": {"logit_bias": {str(digit): 100 for digit in digits}},
     }  # fmt: skip
     functions = {f"{root}/reward.py:digits": 1.0, "judge": 1.0}
-    # Servers would batch requests as they come, and samples of both runs could differ.
-    engine = {"backend": "transformers"}
 
     def reward(judge: dict[str, Any], first_rank: int) -> dict[str, Any]:
         model = {"path": f"{root}/judge", "first_rank": first_rank} | ({"backend": "megatron:d1"} if first_rank else {})
@@ -275,9 +268,9 @@ def judged(part: Part) -> None:
     with judge_server(part, words, root / "judge.log") as url:
         runs = {
             "apart": run_of(
-                part, root, "apart", engine=engine, reference=apart, reward=reward(judge | {"url": [url]}, 1)
+                part, root, "apart", engine=SAMPLED, reference=apart, reward=reward(judge | {"url": [url]}, 1)
             ),
-            "together": run_of(part, root, "together", engine=engine, reward=reward(judge | judge_engine, 0)),
+            "together": run_of(part, root, "together", engine=SAMPLED, reward=reward(judge | judge_engine, 0)),
         }  # fmt: skip
         compared(part, root, runs, ("reward/judge",))
     return None

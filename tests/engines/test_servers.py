@@ -636,6 +636,18 @@ def test_a_process_that_ends_at_once_is_told_with_its_first_error(tmp_path):
     served.close()
 
 
+@pytest.mark.parametrize("chosen", ["", "0", "1"])
+def test_a_server_of_sglang_uses_nccl_s_memory_as_the_trainer_does(tmp_path, monkeypatch, chosen):
+    from fivefold.engines.sglang.serve import server_process
+
+    monkeypatch.setenv("NCCL_CUMEM_ENABLE", chosen)
+    if not chosen:
+        monkeypatch.delenv("NCCL_CUMEM_ENABLE")
+    server = server_process({"context_length": 8}, torch.device("cpu"), 1, tmp_path / "log", lambda _: False)
+    # -2 is what NCCL itself takes if the variable is missing; SGLang takes 0 then.
+    assert server._environment["NCCL_CUMEM_ENABLE"] == (chosen or "-2")
+
+
 def test_sockets_of_a_process_that_was_killed_are_removed_by_the_next_one(tmp_path):
     program = "import sys; from fivefold.engines.servers.server_process import ServerProcess\n"
     program += "p = ServerProcess([], {}, None, bool); print(p.address, flush=True); sys.stdin.read()"

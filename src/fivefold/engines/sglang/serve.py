@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 # Responses may use a model's last positions too.
 _ENVIRONMENT = {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
+_CUMEM, _AS_NCCL_DECIDES = "NCCL_CUMEM_ENABLE", "-2"
 _FLAGS = ("--custom-weight-loader", LOADER, "--skip-tokenizer-init", "--skip-server-warmup", "--log-level-http", "warning")
 
 
@@ -69,7 +70,8 @@ def server_process(
 ) -> ServerProcess:
     """Returns a server on this device and the following ones, `devices` in all, with SGLang's own arguments by name."""
     server_arguments = {"device": device.type, **arguments, "context_length": arguments["context_length"] + MARGIN}
-    environment = _ENVIRONMENT | devices_from(device, devices)
+    # SGLang would set it to 0, and NCCL sends no weights between two processes that differ in it.
+    environment = _ENVIRONMENT | {_CUMEM: os.environ.get(_CUMEM, _AS_NCCL_DECIDES)} | devices_from(device, devices)
     if device.type == "cpu":
         # Otherwise SGLang requires a NUMA node for each tensor-parallel rank.
         cores = sorted(os.sched_getaffinity(0))
