@@ -139,6 +139,15 @@ OTHER_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """Families of transformers that have no file among ours: what `fsdp:` layouts train."""
 
+BRIDGED_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "nemotron": (
+        "Nemotron",
+        {**_IDS, "head_dim": 16, "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0, "partial_rotary_factor": 0.5}},
+    ),
+    "gemma": ("Gemma", {**_IDS, "head_dim": 16, "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0}}),
+}
+"""Families without a file that `megatron:` layouts train through Megatron-Bridge."""
+
 
 MTP_VARIANTS = {
     "mimo": ("qwen2", 1),
@@ -198,7 +207,7 @@ def make_model(name: str, directory: Path, **sizes: Any) -> Path:
         make_model(base, directory, **sizes)
         add_mtp(directory, layers, "mimo" if base == "qwen2" else base)
         return directory
-    prefix, changes = (VARIANTS | MOE_VARIANTS | OTHER_VARIANTS)[name]
+    prefix, changes = (VARIANTS | MOE_VARIANTS | OTHER_VARIANTS | BRIDGED_VARIANTS)[name]
     config = getattr(transformers, f"{prefix}Config")(**{**SIZES, **changes, **sizes})
     model = transformers.AutoModelForCausalLM.from_config(config).float()
     generator = torch.Generator().manual_seed(7)
@@ -206,7 +215,7 @@ def make_model(name: str, directory: Path, **sizes: Any) -> Path:
         for key, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator) * 0.1
             # The norms of some families multiply by 1 + weight, except those after linear attention.
-            usual = 0 if prefix.startswith(("Gemma", "Qwen3Next", "Qwen3_5")) and ".linear_attn." not in key else 1
+            usual = 0 if prefix.startswith(("Gemma", "Nemotron", "Qwen3Next", "Qwen3_5")) and ".linear_attn." not in key else 1
             parameter.copy_(noise + usual if parameter.ndim == 1 else noise)
         for key, buffer in model.named_buffers():
             if key.endswith("e_score_correction_bias"):

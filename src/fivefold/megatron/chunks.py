@@ -24,7 +24,9 @@ from fivefold.models.parameters import Sharding
 from fivefold.models.spec import ModelSpec
 
 
-def build_chunks(config: TransformerConfig, spec: ModelSpec, mesh: Mesh, policy: PolicyConfig) -> list[PolicyModel]:
+def build_chunks(
+    config: TransformerConfig, spec: ModelSpec, mesh: Mesh, policy: PolicyConfig, embedding_scale: float | None = None
+) -> list[PolicyModel]:
     """Build this rank's chunks of the model on its device, one per virtual stage; weights are not set yet."""
     split = policy.megatron.pipeline_split.split_layers(spec.layers, mesh.layout)
     if fault := recompute_fault(vars(config), (len(layers) for stage in split for layers in stage)):
@@ -58,6 +60,7 @@ def build_chunks(config: TransformerConfig, spec: ModelSpec, mesh: Mesh, policy:
                 seq_len_interpolation_factor=spec.rope_linear_factor,
                 vp_stage=stage,
                 value_head=spec.value_head,
+                embedding_scale=embedding_scale,
                 mtp_block_spec=ahead if mesh.is_last_stage and number == len(stages) - 1 else None,
             ).to(mesh.device)
         assert len(chunk.decoder.layers) == len(layers)

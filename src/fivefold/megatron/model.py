@@ -16,7 +16,9 @@ from fivefold.backend.shares import HostCopies
 from fivefold.config.learners import PolicyConfig
 from fivefold.distributed.groups import as_world
 from fivefold.distributed.heartbeat import Interrupted
+from fivefold.errors import UserError
 from fivefold.megatron import dist_checkpoint, step
+from fivefold.megatron.bridge.provider import architecture_of
 from fivefold.megatron.chunks import build_chunks
 from fivefold.megatron.layers.adapters import switched_off
 from fivefold.megatron.layers.attention import make_packing
@@ -27,6 +29,7 @@ from fivefold.megatron.replica_check import verify_copies
 from fivefold.megatron.routers import Routers
 from fivefold.megatron.transformer_config import transformer_config
 from fivefold.megatron.weights import ModelWeights
+from fivefold.models.bridges import bridge_fault
 from fivefold.models.families import load_spec
 from fivefold.models.spec import ModelSpec
 from fivefold.types import LossFn, StepReport, TokenBatch
@@ -81,8 +84,12 @@ class MegatronModel:
             self.spec.check_layout(mesh.layout, policy.megatron.pipeline_split)
             if policy.mtp.train:
                 self.spec.check_mtp(mesh.layout)
-            config = transformer_config(self.spec, mesh, policy)
-            self._chunks = build_chunks(config, self.spec, mesh, policy)
+            virtual = policy.megatron.pipeline_split.virtual_stages(mesh.layout)
+            if fault := bridge_fault(policy.megatron.bridge_type, self.spec, mesh.layout, virtual):
+                raise UserError(f"megatron.bridge_type {fault}")
+            architecture = architecture_of(directory, self.spec)
+            config = transformer_config(self.spec, mesh, policy, architecture)
+            self._chunks = build_chunks(config, self.spec, mesh, policy, architecture.embedding_scale)
             self._routers = Routers(self._chunks, self.spec, mesh)
             fused = config.transformer_impl == "transformer_engine"
             self._batching = step.BatchingConfig(

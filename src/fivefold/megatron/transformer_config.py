@@ -11,6 +11,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from fivefold.config.learners import PolicyConfig
 from fivefold.config.mcore_options import RECOMPUTE, messages_fault
 from fivefold.errors import UserError, first_line
+from fivefold.megatron.bridge.provider import Architecture
 from fivefold.megatron.layers.layer_spec import use_transformer_engine
 from fivefold.megatron.mesh import Mesh
 from fivefold.megatron.patches.quiet import quiet
@@ -19,14 +20,16 @@ from fivefold.models.spec import ModelSpec
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def transformer_config(spec: ModelSpec, mesh: Mesh, policy: PolicyConfig) -> TransformerConfig:
-    """Return Megatron-Core's configuration of this model."""
+def transformer_config(
+    spec: ModelSpec, mesh: Mesh, policy: PolicyConfig, architecture: Architecture | None = None
+) -> TransformerConfig:
+    """Return Megatron-Core's configuration of this model; `architecture` is that of a family without a table here."""
     layout, dtype = mesh.layout, DTYPES[policy.dtype]
     fused = use_transformer_engine(policy.megatron.transformer_impl, mesh.device)
-    if fused and (spec.moe is not None or spec.mla is not None):
+    if fused and not spec.has_fused_layers:
         raise UserError(
-            f"megatron.transformer_impl: transformer_engine has dense models without latent attention only: got "
-            f"{spec.family}; use torch"
+            f"megatron.transformer_impl: transformer_engine has dense models with a file here and without latent attention "
+            f"only: got {spec.family}; use torch"
         )
     virtual = policy.megatron.pipeline_split.virtual_stages(layout)
     if fault := messages_fault(policy.megatron.pipeline, virtual):
@@ -82,6 +85,7 @@ def transformer_config(spec: ModelSpec, mesh: Mesh, policy: PolicyConfig) -> Tra
         **_moe_settings(spec, policy.router_balance == "config"),
         **_mla_settings(spec),
         "mtp_num_layers": spec.mtp_layers if policy.mtp.train else None,
+        **(architecture.settings if architecture is not None else {}),
         **policy.megatron.options.effective("transformer"),
         **policy.megatron.options.effective("pipeline"),
     }

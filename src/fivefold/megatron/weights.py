@@ -82,8 +82,7 @@ class ModelWeights:
         weights = named_weights
         if lora is not None:
             weights = partial(MergedWeights, place=mesh.ranks.coords, lost=self._lost)
-        stream = self._stream_of(lambda: weights(chunks))
-        self._merged = stream if external is None else external.weights
+        self._merged = self._stream_of(lambda: weights(chunks)) if external is None else external.weights
 
     def merged(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (Hugging Face name, full tensor) on every rank, adapters merged; collective."""

@@ -14,6 +14,8 @@ FAMILIES = {
 
 def bridge_fault(kind: str, spec: ModelSpec, layout: ParallelLayout, virtual_stages: int) -> str | None:
     """Return what must hold for this model and layout to be converted by the bridge `kind`, or None if it does."""
+    if spec.stored:
+        return None if layout.backend == "fsdp" else _entry_fault(kind, spec, layout, virtual_stages)
     if kind == "native":
         return None
     if spec.family not in FAMILIES[kind]:
@@ -22,4 +24,16 @@ def bridge_fault(kind: str, spec: ModelSpec, layout: ParallelLayout, virtual_sta
         return f"must be native for virtual stages: got {kind} with {virtual_stages}"
     if kind == "mbridge" and layout.etp not in (1, layout.tp):
         return f"must be native where experts have a t of their own: mbridge converts 1 or {layout.tp}, got {layout.etp}"
+    return None
+
+
+def _entry_fault(kind: str, spec: ModelSpec, layout: ParallelLayout, virtual_stages: int) -> str | None:
+    """Return what must hold for a family without a file here to run on this `megatron:` layout, or None if it does."""
+    if kind != "megatron-bridge":
+        return (
+            f"must be megatron-bridge for {spec.family}, which has no file here: got {kind} for {layout}; or write "
+            f"fsdp:d{layout.world_size}, which needs no bridge"
+        )
+    if virtual_stages > 1:
+        return f"converts no virtual stages: got {virtual_stages} for {spec.family}, leave them out of megatron.pipeline"
     return None

@@ -142,6 +142,7 @@ def read_decoder(
     head_dim: int | None = None,
     norm_eps: float = 1e-6,
     rope_theta: float = 10000.0,
+    hidden_act: str = "silu",
 ) -> ModelSpec:
     """Read a decoder without experts, biases, windows or norms of queries and keys; a family adds its own features.
 
@@ -153,10 +154,11 @@ def read_decoder(
         head_dim: size of a head if `head_dim` is absent; None for hidden size / heads.
         norm_eps: epsilon of norms if `rms_norm_eps` is absent.
         rope_theta: base of RoPE if `rope_theta` is absent.
+        hidden_act: activation of the family.
     """
     family = config["model_type"]
-    if config.get("hidden_act", "silu") != "silu":
-        raise UserError(f"hidden_act must be 'silu' for {family}: got {config['hidden_act']!r}")
+    if config.get("hidden_act", hidden_act) != hidden_act:
+        raise UserError(f"hidden_act must be {hidden_act!r} for {family}: got {config['hidden_act']!r}")
     for key in refused:
         if read_flag(config, key):
             raise UserError(f"{key}: true is not supported for {family} (the models of the family do not use it)")

@@ -1,4 +1,4 @@
-"""Names of norms in Transformer Engine's layers, which store a norm's weight in the linear layer after it. No torch here."""
+"""Names of norms in Transformer Engine's layers, which store a norm's parameters in the linear layer after it. No torch here."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from fivefold.models.spec import ModelSpec
 
 FUSED = {
     "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
+    "input_layernorm.bias": "self_attention.linear_qkv.layer_norm_bias",
     "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
+    "pre_mlp_layernorm.bias": "mlp.linear_fc1.layer_norm_bias",
     "self_attention.q_layernorm.weight": "self_attention.linear_q_up_proj.layer_norm_weight",
     "self_attention.kv_layernorm.weight": "self_attention.linear_kv_up_proj.layer_norm_weight",
 }
@@ -16,8 +18,8 @@ SEPARATE = {theirs: ours for ours, theirs in FUSED.items()}
 
 def fused_name(name: str, spec: ModelSpec, layer: int) -> str:
     """Return Transformer Engine's name of a parameter within a layer; only norms before a linear layer have one."""
-    if name == "pre_mlp_layernorm.weight":
+    if name.startswith("pre_mlp_layernorm."):
         is_fused = not spec.has_experts(layer)
     else:
-        is_fused = name in FUSED and (name == "input_layernorm.weight") == (spec.mla is None)
+        is_fused = name in FUSED and name.startswith("input_layernorm.") == (spec.mla is None)
     return FUSED[name] if is_fused else name

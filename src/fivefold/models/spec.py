@@ -116,14 +116,20 @@ class ModelSpec:
     section 2.2). The model's forward pass and its parameter counts exclude them."""
 
     stored: tuple[tuple[str, tuple[int, ...]], ...] = ()
-    """Name and shape of every tensor in the files, for a family without a table here: its sizes are estimates for plans, and
-    only `fsdp:` layouts compute it."""
+    """Name and shape of every tensor in the files, for a family without a table here: its sizes are estimates for plans."""
     stored_experts: int = 0
     """Number of experts in a layer of such a family; 0 without."""
+    only_fsdp: str = ""
+    """Why only `fsdp:` layouts compute such a model; empty if Megatron-Core does too, through Megatron-Bridge."""
 
     @property
     def padded_vocab(self) -> int:
         return -(-self.vocab // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
+
+    @property
+    def has_fused_layers(self) -> bool:
+        """Whether Transformer Engine's layers compute this model too."""
+        return self.moe is None and self.mla is None and not self.stored
 
     @property
     def kv_numbers_per_token(self) -> int:
@@ -168,6 +174,8 @@ class ModelSpec:
 
     def shared_parameters(self, layer: int) -> int:
         """Return the number of parameters in a layer that process every token: all but the routed experts."""
+        if self.stored and not self.only_fsdp:
+            return sum(prod(shape) for name, shape in self.stored if f".layers.{layer}." in name)
         if self.moe is None or not self.moe.layers[layer]:
             return self.attention_parameters + 3 * self.hidden * self.ffn
         part = self.moe
@@ -201,11 +209,8 @@ class ModelSpec:
 
     def check_layout(self, layout: ParallelLayout, stages: PipelineSplit | None = None) -> None:
         """Raise ValueError if this model cannot be sharded by `layout` and `stages`."""
-        if self.stored and layout.backend == "megatron":
-            raise UserError(
-                f"unknown model family {self.family!r} (model_type in config.json): megatron: layouts have no table of it: "
-                f"got {layout}; write fsdp:d{layout.world_size}"
-            )
+        if self.only_fsdp and layout.backend == "megatron":
+            raise UserError(f"{self.only_fsdp}: got {layout}; write fsdp:d{layout.world_size}")
         sharded = [("attention heads", self.heads, "tp", layout.tp), ("ffn size", self.ffn, "tp", layout.tp)]
         if self.mla is None:
             sharded.append(("key/value heads", self.kv_heads, "tp", layout.tp))

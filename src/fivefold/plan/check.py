@@ -239,7 +239,7 @@ def _check_spec(findings: Findings, config: RunConfig, role: Role, spec: ModelSp
             f"must be left out for a model without experts: got {settings.router_replay}, and {spec.family} has no routers"
         )
         findings.error("policy.router_replay", message)
-    if megatron.transformer_impl == "transformer_engine" and (spec.moe or spec.mla):
+    if megatron.transformer_impl == "transformer_engine" and not spec.has_fused_layers:
         section.error("transformer_impl", f"must be torch for {spec.family}")
     if fault := bridge_fault(megatron.bridge_type, spec, layout, megatron.pipeline_split.virtual_stages(layout)):
         section.error("bridge_type", fault)

@@ -25,7 +25,6 @@ from fivefold.megatron.bridge.hf_weights import SafetensorsSource
 from fivefold.megatron.bridge.named_view import named_view
 from fivefold.megatron.chunks import named_weights
 from fivefold.megatron.layers.layer_spec import PolicyModel
-from fivefold.models.bridges import bridge_fault
 from fivefold.models.parameters import EMBEDDING, OUTPUT
 from fivefold.models.spec import VOCABULARY_MULTIPLE, ModelSpec
 from fivefold.stand_ins import stand_ins
@@ -47,8 +46,6 @@ class ExternalBridge:
         self, kind: str, chunks: list[PolicyModel], directory: Path, spec: ModelSpec, layout: ParallelLayout
     ) -> None:
         """Open the bridge of `megatron.bridge_type`; raises UserError if it is not installed or lacks this kind of model."""
-        if fault := bridge_fault(kind, spec, layout, len(chunks)):
-            raise UserError(f"megatron.bridge_type {fault}")
         self._kind, self._chunks, self._spec, self._layout = kind, chunks, spec, layout
         self._bridge = _OPENERS[kind](import_bridge(kind), directory, chunks[0].config, spec)
 
@@ -114,14 +111,12 @@ class _MegatronBridge:
         # It sends the model's configuration to the other stages of a pipeline.
         take_records_of("megatron")
         self._vocab, self._mapping = spec.vocab, library.models.conversion.param_mapping.MegatronParamMapping
-        try:
-            opened = library.AutoBridge.from_hf_pretrained(str(directory), trust_remote_code=False)
-            self._bridge = opened._model_bridge
-        except Exception as error:
-            raise _unsupported("megatron-bridge", spec, error) from error
+        opened, self._bridge = open_megatron_bridge(library, directory, spec)
         # Its progress bars would go between the lines of the log.
         self._bridge._with_progress_tracking = lambda tasks, *_, **__: tasks
         files = _PaddedFiles(directory, spec)
+        if spec.stored:
+            _check_names(self._bridge.mapping_registry(), files.keys(), spec)
         self._files = SimpleNamespace(state=files, config=opened.hf_pretrained.config, model_name_or_path=str(directory))
 
     def load(self, views: list[Any]) -> None:
@@ -132,6 +127,24 @@ class _MegatronBridge:
         stream = self._bridge.stream_weights_megatron_to_hf(views, self._files, cpu=False, merge_adapter_weights=False)
         for name, tensor in stream:
             yield name, tensor[: self._vocab] if name in _OF_VOCABULARY else tensor
+
+
+def open_megatron_bridge(library: Any, directory: Path, spec: ModelSpec) -> tuple[Any, Any]:
+    """Return Megatron-Bridge's view of a directory, and its table of the family; raises UserError if it has none."""
+    try:
+        opened = library.AutoBridge.from_hf_pretrained(str(directory), trust_remote_code=False)
+        return opened, opened._model_bridge
+    except Exception as error:
+        raise _unsupported("megatron-bridge", spec, error) from error
+
+
+def _check_names(table: Any, names: list[str], spec: ModelSpec) -> None:
+    """Raise UserError if a tensor of the files is not in Megatron-Bridge's table: it would be ignored."""
+    if ignored := [name for name in names if table.hf_to_megatron_lookup(name) is None]:
+        raise UserError(
+            f"megatron.bridge_type: megatron-bridge has no place for {len(ignored)} tensors of this {spec.family} model, the "
+            f"first: {ignored[:3]}: write an fsdp: layout"
+        )
 
 
 def _contiguous(scatter: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -151,7 +164,8 @@ _OF_VOCABULARY = (*EMBEDDING.hf, *OUTPUT.hf)
 
 
 def _unsupported(kind: str, spec: ModelSpec, error: Exception) -> UserError:
-    return UserError(f"megatron.bridge_type: {kind} cannot convert a {spec.family} model ({first_line(error)}): use native")
+    instead = "write an fsdp: layout" if spec.stored else "use native"
+    return UserError(f"megatron.bridge_type: {kind} cannot convert a {spec.family} model ({first_line(error)}): {instead}")
 
 
 class _PaddedFiles:

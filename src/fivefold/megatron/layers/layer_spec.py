@@ -33,7 +33,7 @@ from fivefold.megatron.layers.lm_head import LogProbHead, ValueHead
 from fivefold.megatron.layers.mla import MLANorm, MultiLatentAttention
 from fivefold.megatron.layers.moe import GroupedExperts, MoE, Router
 from fivefold.megatron.layers.mtp import mtp_spec
-from fivefold.megatron.layers.norm import RMSNorm
+from fivefold.megatron.layers.norm import NORMS, RMSNorm
 from fivefold.megatron.layers.recompute import LastLinear
 from fivefold.megatron.layers.self_attention import SelfAttention
 
@@ -61,7 +61,7 @@ def block_spec(config: TransformerConfig, layers: Sequence[int]) -> TransformerB
         return TransformerBlockSubmodules(layer_specs=[fused] * len(layers), layer_norm=TENorm)
     kinds = config.moe_layer_freq if config.num_moe_experts else [0] * config.num_layers
     specs = [_layer(config, has_experts=bool(kinds[layer])) for layer in layers]
-    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=RMSNorm)
+    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=NORMS[config.normalization])
 
 
 def mtp_block_spec(config: TransformerConfig, has_experts: bool, detach: bool) -> MultiTokenPredictionBlockSubmodules:
@@ -75,6 +75,7 @@ def _layer(config: TransformerConfig, has_experts: bool, last: type[RowParallelL
     dense = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=last)
     shared = ModuleSpec(module=SharedExpertMLP, submodules=linears)
     experts = MoESubmodules(experts=ModuleSpec(module=GroupedExperts), shared_experts=shared, router=Router)
+    norm = NORMS[config.normalization]
     # Checkpoints name norms as fused layers do, so that either kind of layer can read the other's.
     names = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
     if not has_experts:
@@ -82,10 +83,10 @@ def _layer(config: TransformerConfig, has_experts: bool, last: type[RowParallelL
     return ModuleSpec(
         module=Layer,
         submodules=TransformerLayerSubmodules(
-            input_layernorm=RMSNorm,
+            input_layernorm=norm,
             self_attention=_latent_attention() if config.multi_latent_attention else _attention(config),
             self_attn_bda=get_bias_dropout_add,
-            pre_mlp_layernorm=RMSNorm,
+            pre_mlp_layernorm=norm,
             mlp=ModuleSpec(module=MoE, submodules=experts) if has_experts else ModuleSpec(module=MLP, submodules=dense),
             mlp_bda=get_bias_dropout_add,
             sharded_state_dict_keys_map={} if config.multi_latent_attention else names,
@@ -136,8 +137,12 @@ class PolicyModel(GPTModel):
     has_adapters = False
     """The model has adapters, and only these and a value head are trained."""
 
-    def __init__(self, *args: Any, value_head: bool, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, value_head: bool, embedding_scale: float | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self._embedding_scale: float | None = None
+        if embedding_scale is not None:
+            # Families that scale embeddings round the factor to the dtype of the weights.
+            self._embedding_scale = torch.tensor(embedding_scale, dtype=self.config.params_dtype).item()
         self._value_head = value_head
         if self.post_process and value_head:
             self.output_layer: torch.nn.Module = ValueHead(self.config, self.pg_collection.tp)
@@ -197,6 +202,8 @@ class PolicyModel(GPTModel):
 
     def _preprocess(self, *args: Any, packed_seq_params: Packing, **kwargs: Any) -> Any:
         first, angles, *rest = super()._preprocess(*args, packed_seq_params=packed_seq_params, **kwargs)
+        if self._embedding_scale is not None and self.pre_process:
+            first = first * self._embedding_scale
         if angles is not None and packed_seq_params.cu_seqlens_q is None:
             # Megatron-Core returns angles [longest, 1, 1, D] by position; select those of each packed token.
             angles = angles[packed_seq_params.positions_T, 0]

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from fivefold.errors import UserError, shown
+from fivefold.models.bridged import as_bridged
 from fivefold.models.config_json import check_types, read_config
 from fivefold.models.config_keys import RecordedKeys, check_keys, unknown_keys
 from fivefold.models.family import Family
@@ -40,10 +41,14 @@ def load_spec(directory: str | Path, value_head: bool = False) -> ModelSpec:
     family = config.get("model_type")
     if isinstance(family, str) and family not in FAMILIES and is_stored(Path(directory)):
         check_types(config)
-        spec = read_other(config, Path(directory))
+        spec = as_bridged(read_other(config, Path(directory)), config)
     else:
         spec = spec_from_config(config)
-    return replace(spec, value_head=True, tied=False) if value_head else spec
+    if not value_head:
+        return spec
+    if spec.stored and not spec.only_fsdp:
+        spec = replace(spec, only_fsdp=f"a value head on {spec.family}, which has no file here, needs an fsdp: layout")
+    return replace(spec, value_head=True, tied=False)
 
 
 def runs_own_code(directory: str | Path, trusted: bool) -> bool:
