@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 
 from fivefold.config.learners import MegatronConfig
-from tests.support.cluster import Together
-from tests.support.two_steps import POLICY, assert_equal, expected, megatron_step
-from tests.megatron.test_hugging_face import hf_numbers
 from tests.megatron.test_bridges import through
+from tests.megatron.test_hugging_face import hf_numbers
+from tests.support.cluster import Together
 from tests.support.tiny_models import BRIDGED_VARIANTS
+from tests.support.two_steps import POLICY, assert_equal, expected, megatron_step
 
 pytestmark = pytest.mark.bridges
 

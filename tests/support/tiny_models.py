@@ -142,7 +142,11 @@ OTHER_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 BRIDGED_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "nemotron": (
         "Nemotron",
-        {**_IDS, "head_dim": 16, "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0, "partial_rotary_factor": 0.5}},
+        {
+            **_IDS,
+            "head_dim": 16,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0, "partial_rotary_factor": 0.5},
+        },
     ),
     "gemma": ("Gemma", {**_IDS, "head_dim": 16, "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0}}),
 }
@@ -215,7 +219,9 @@ def make_model(name: str, directory: Path, **sizes: Any) -> Path:
         for key, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator) * 0.1
             # The norms of some families multiply by 1 + weight, except those after linear attention.
-            usual = 0 if prefix.startswith(("Gemma", "Nemotron", "Qwen3Next", "Qwen3_5")) and ".linear_attn." not in key else 1
+            usual = (
+                0 if prefix.startswith(("Gemma", "Nemotron", "Qwen3Next", "Qwen3_5")) and ".linear_attn." not in key else 1
+            )
             parameter.copy_(noise + usual if parameter.ndim == 1 else noise)
         for key, buffer in model.named_buffers():
             if key.endswith("e_score_correction_bias"):

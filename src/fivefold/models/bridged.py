@@ -20,9 +20,7 @@ _GELU = "gelu_pytorch_tanh"
 
 def _nemotron(config: dict[str, Any]) -> ModelSpec:
     named = {**config, "rms_norm_eps": config.get("norm_eps")}
-    return read_decoder(
-        named, required=(), rope_types=("default",), rotary_fraction=0.5, norm_eps=1e-5, hidden_act="relu2"
-    )
+    return read_decoder(named, required=(), rope_types=("default",), rotary_fraction=0.5, norm_eps=1e-5, hidden_act="relu2")
 
 
 def _gemma(config: dict[str, Any]) -> ModelSpec:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from copy import copy
 from typing import Any
 
 import torch
@@ -24,7 +25,10 @@ _EXPERT = re.compile(r"mlp\.experts\.(\d+)\.fc([12])")
 
 def named_view(chunk: PolicyModel, spec: ModelSpec, layout: ParallelLayout) -> MegatronModule:
     """Return the tree for a chunk; it is valid until something moves the parameters."""
-    root = _Part(chunk.config)
+    # Megatron-Bridge sends the configuration to other stages, where training's objects would be refused.
+    config = copy(chunk.config)
+    config.finalize_model_grads_func = None
+    root = _Part(config)
     root.share_embeddings_and_output_weights = spec.tied
     for number, layer in enumerate(chunk.layers_of_model):
         # mbridge counts layers in the order in which they were made.
