@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import transformers
 from torch import Tensor
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
-from transformers.initialization import no_init_weights
 
 from fivefold.backend.log_probs import log_probs
 from fivefold.backend.micro_batches import MicroBatch
+from fivefold.backend.self_check import logprobs_alone, parameters_on_meta
 from fivefold.config.fsdp_checks import unproven_fault
 from fivefold.config.learners import PolicyConfig
 from fivefold.errors import UserError
@@ -93,10 +91,7 @@ class PackedModel(torch.nn.Module):
             hidden_TD = self.model.base_model(input_ids=ids_T[None], use_cache=False).last_hidden_state[0]
             values_T: Tensor = hidden_TD.float() @ self.score.weight[0].float()
             return values_T
-        logprobs_TV = torch.log_softmax(self.model(input_ids=ids_T[None], use_cache=False).logits[0].float(), -1)
-        logprobs_T = logprobs_TV.new_zeros(len(ids_T))
-        logprobs_T[1:] = logprobs_TV[:-1].gather(1, ids_T[1:, None])[:, 0]
-        return logprobs_T
+        return logprobs_alone(self.model, ids_T)
 
 
 def read_config(directory: Path, trust_remote_code: bool) -> Any:
@@ -106,20 +101,6 @@ def read_config(directory: Path, trust_remote_code: bool) -> Any:
         if name.endswith(("dropout", "_pdrop")) and isinstance(getattr(config, name), float):
             setattr(config, name, 0.0)
     return config
-
-
-@contextmanager
-def _parameters_on_meta() -> Iterator[None]:
-    """Within this context, parameters of new modules take no memory; buffers, which files do not have, are real."""
-    register = torch.nn.Module.register_parameter
-
-    def on_meta(self: torch.nn.Module, name: str, parameter: torch.nn.Parameter | None) -> None:
-        if parameter is not None and not parameter.is_meta:
-            parameter = torch.nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
-        register(self, name, parameter)
-
-    with no_init_weights(), patch.object(torch.nn.Module, "register_parameter", on_meta):
-        yield
 
 
 def build(
@@ -135,7 +116,7 @@ def build(
     attention.install()
     trusted = runs_own_code(directory, trust_remote_code)
     config = read_config(directory, trusted)
-    with _parameters_on_meta():
+    with parameters_on_meta():
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=trusted)
     model.tie_weights()
     model.config._attn_implementation = attention.NAME

@@ -6,17 +6,15 @@ context. So two short sequences of different length are computed both ways befor
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fivefold.backend.micro_batches import BatchingConfig, MicroBatches
-from fivefold.distributed.heartbeat import Heartbeat
+from fivefold.backend.self_check import Gap, check_batch, check_batching
 from fivefold.errors import RunError
 from fivefold.fsdp.attention import NAME
 from fivefold.fsdp.collectives import sum_over
@@ -25,23 +23,8 @@ from fivefold.fsdp.mesh import Mesh
 from fivefold.fsdp.packed_model import PackedModel, fsdp_modules
 from fivefold.types import TokenBatch
 
-LENGTHS = (37, 23)
-"""Lengths of the two sequences, the longest first as in micro-batches.
-
-With the padding for context parallelism they differ on every layout.
-"""
-HIGHEST = 1e-4
-"""Largest difference of a log-prob in float32."""
-SQUARES = 0.01
-"""Largest half mean square of the differences of a sequence's log-probs in 16 bits.
-
-It is an estimate of the KL divergence (k2) and grows with depth by rounding alone: 0.002 for SmolLM2-135M as published and
-0.003 for Qwen3-8B's shape were measured between two implementations (benchmarks/results/h200-gate.txt), whose mean
-differences are 0.04 and 0.06.
-"""
 ROUNDING_OF_LAYER = {True: 1e-5, False: 0.05}
 """Relative difference of a layer's output that rounding alone can make: in float32, and in 16 bits."""
-_SEED = 7
 
 
 class PackingError(RunError):
@@ -51,37 +34,30 @@ class PackingError(RunError):
 @torch.no_grad()
 def check_packing(model: PackedModel, batching: BatchingConfig, mesh: Mesh) -> None:
     """Raise PackingError, which names the first layer that differs, if our path differs from transformers'. Collective."""
-    tokens_T = torch.randint(0, model.vocab, (sum(LENGTHS),), generator=torch.Generator().manual_seed(_SEED))
-    mask_T = torch.ones(sum(LENGTHS), dtype=torch.bool)
-    mask_T[0] = mask_T[LENGTHS[0]] = False
-    batch = TokenBatch(tokens_T, mask_T, list(LENGTHS))
-    ours_T, our_layers = _packed(model, batch, replace(batching, budget=max(batching.budget, 4 * sum(LENGTHS))), mesh)
+    batch = check_batch(model.vocab)
+    ours_T, our_layers = _packed(model, batch, check_batching(batching), mesh)
     theirs_T, their_layers = _alone(model, batch, mesh)
     for module in fsdp_modules(model):
         module.reshard()
-    difference_T = (ours_T - theirs_T).abs()
-    is_exact = model.dtype == torch.float32
-    squares = [float(part_T.square().mean() / 2) for part_T in difference_T.split(LENGTHS)]
-    gap, bound = (float(difference_T.max()), HIGHEST) if is_exact else (max(squares), SQUARES)
-    if gap <= bound:
+    gap = Gap.between(ours_T, theirs_T, model.dtype)
+    if gap.is_rounding:
         return
     relative = [float((a - b).abs().mean() / b.abs().mean()) for a, b in zip(our_layers, their_layers, strict=True)]
-    first = next((number for number, value in enumerate(relative) if not value <= ROUNDING_OF_LAYER[is_exact]), None)
+    first = next(
+        (number for number, value in enumerate(relative) if not value <= ROUNDING_OF_LAYER[model.dtype == torch.float32]),
+        None,
+    )
     where = "its head" if first is None else f"layer {first}, whose output is off by {relative[first]:.2g} of its size"
-    measure = "each of them" if is_exact else "half the mean square of a sequence's differences"
     raise PackingError(
-        f"log-probs of packed sequences must be those that transformers computes of each sequence alone, within {bound} "
-        f"({measure}): they are off by {gap:.2g}, first in {where}. fsdp does not support {model.family} as transformers "
-        f"{_version()} computes it; use megatron: if it has the family, or another model"
+        f"log-probs of packed sequences must be those that transformers computes of each sequence alone, within "
+        f"{gap.bound} ({gap.measure}): they are off by {gap.value:.2g}, first in {where}. fsdp does not support "
+        f"{model.family} as transformers {_version()} computes it; use megatron: if it has the family, or another model"
     )
 
 
 def _packed(model: PackedModel, batch: TokenBatch, batching: BatchingConfig, mesh: Mesh) -> tuple[Tensor, list[Tensor]]:
     """[T] numbers of all tokens, and the [T, D] outputs of every layer, as we compute them."""
-    # Only the ranks of this model take part: what they count here is no place in the run.
-    ranks = copy.copy(batching.ranks)
-    ranks.heartbeat = Heartbeat()
-    parts = MicroBatches(batch, replace(batching, ranks=ranks))
+    parts = MicroBatches(batch, batching)
     (micro,) = parts.iterators()
     with packed(micro.packing, mesh), _recorded(model) as outputs:
         results = model(micro)

@@ -12,6 +12,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
+from fivefold.backend.self_check import check_batching
 from fivefold.backend.shares import HostCopies
 from fivefold.config.learners import PolicyConfig
 from fivefold.distributed.groups import as_world
@@ -27,6 +28,7 @@ from fivefold.megatron.offload import offload_of
 from fivefold.megatron.optim.updater import build_updater
 from fivefold.megatron.replica_check import verify_copies
 from fivefold.megatron.routers import Routers
+from fivefold.megatron.self_check import check_logprobs
 from fivefold.megatron.transformer_config import transformer_config
 from fivefold.megatron.weights import ModelWeights
 from fivefold.models.bridges import bridge_fault
@@ -132,6 +134,9 @@ class MegatronModel:
                 config.grad_scale_func = self._updater.optimizer.scale_loss
             self._copies = HostCopies(mesh.device)
             self._offload = offload_of(policy.offload, mesh.device, self._chunks, self._updater)
+            if self.spec.stored and read_weights:
+                compute = partial(step.forward_only, self._models, batching=check_batching(self._batching))
+                check_logprobs(directory, compute, self.spec, config.params_dtype, mesh)
 
     @property
     def version(self) -> int:

@@ -1,4 +1,4 @@
-"""Families without a table here that Megatron-Core's layers compute through Megatron-Bridge: config.json -> ModelSpec. No torch.
+"""Families without a table that Megatron-Core's layers compute through Megatron-Bridge: config.json -> ModelSpec. No torch.
 
 Sizes and RoPE are read here, the kinds of layers come from Megatron-Bridge when the model is built
 (`megatron/bridge/provider.py`). A family is added with a reader, and a variant in tests/megatron/test_bridged_families.py.

@@ -1,4 +1,4 @@
-"""Names of norms in Transformer Engine's layers, which store a norm's parameters in the linear layer after it. No torch here."""
+"""Names of norms in Transformer Engine's layers, which keep them in the linear layer after the norm. No torch here."""
 
 from __future__ import annotations
 

@@ -63,7 +63,8 @@ class ExternalBridge:
     @torch.no_grad()
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (Hugging Face name, full tensor) on every rank. Collective."""
-        yield from self._bridge.weights(self._views())
+        for name, tensor in self._bridge.weights(self._views()):
+            yield name, tensor.detach()
 
     def _views(self) -> list[Any]:
         return [named_view(chunk, self._spec, self._layout) for chunk in self._chunks]
@@ -142,8 +143,8 @@ def _check_names(table: Any, names: list[str], spec: ModelSpec) -> None:
     """Raise UserError if a tensor of the files is not in Megatron-Bridge's table: it would be ignored."""
     if ignored := [name for name in names if table.hf_to_megatron_lookup(name) is None]:
         raise UserError(
-            f"megatron.bridge_type: megatron-bridge has no place for {len(ignored)} tensors of this {spec.family} model, the "
-            f"first: {ignored[:3]}: write an fsdp: layout"
+            f"megatron.bridge_type: megatron-bridge has no place for {len(ignored)} tensors of this {spec.family} model, "
+            f"the first: {ignored[:3]}: write an fsdp: layout"
         )
 
 

@@ -1,7 +1,7 @@
 """Layers of a family without a table here, as Megatron-Bridge describes them: directory -> Architecture.
 
-Its provider is a configuration of Megatron-Core. Every field that could change a number either acts here, is compared with what
-config.json says, or must have its default: nothing that our layers do not compute is left out silently.
+Its provider is a configuration of Megatron-Core. Every field that could change a number either acts here, is compared with
+what config.json says, or must have its default: nothing that our layers do not compute is left out silently.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ def architecture_of(directory: Path, spec: ModelSpec) -> Architecture:
     ]
     if differing:
         raise UserError(
-            f"megatron.bridge_type: megatron-bridge computes this {spec.family} model with {', '.join(differing)}, which our "
-            "layers do not: write an fsdp: layout"
+            f"megatron.bridge_type: megatron-bridge computes this {spec.family} model with {', '.join(differing)}, which "
+            "our layers do not: write an fsdp: layout"
         )
     # Megatron-Core fuses only the activations of families with a table here.
     settings = {name: getattr(provider, name) for name in _ACTING} | {"bias_activation_fusion": False}
