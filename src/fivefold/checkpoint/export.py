@@ -118,7 +118,7 @@ def export(
         )
         model.load(checkpoint / part)
         if form == "megatron" and model.spec.stored:
-            raise UserError(f"--to megatron needs a family that Megatron-Core computes here: got {model.spec.family}")
+            raise UserError(f"--to megatron needs a family that has a file here: got {model.spec.family}")
         source = (
             None
             if role.has_value_head

@@ -91,6 +91,8 @@ class Adapter:
 def adapters_of(spec: ModelSpec, lora: LoraSpec) -> tuple[Adapter, ...]:
     """Return the linear layers of each Megatron-Core module in which one has an adapter, by layers; raises ValueError for
     names that match none."""
+    if spec.stored:
+        raise UserError(f"rank must be 0 for {spec.family}: adapters need a family that has a file here")
     maps = _linear_maps(spec)
     for key, names in (("target_modules", lora.target_modules), ("exclude_modules", lora.exclude_modules)):
         known = sorted({module.rpartition(".")[2] for module, *_ in maps})

@@ -15,7 +15,8 @@ FAMILIES = {
 def bridge_fault(kind: str, spec: ModelSpec, layout: ParallelLayout, virtual_stages: int) -> str | None:
     """Return what must hold for this model and layout to be converted by the bridge `kind`, or None if it does."""
     if spec.stored:
-        return None if layout.backend == "fsdp" else _entry_fault(kind, spec, layout, virtual_stages)
+        # Where only fsdp: layouts compute it, check_layout says why.
+        return None if layout.backend == "fsdp" or spec.only_fsdp else _entry_fault(kind, spec, layout, virtual_stages)
     if kind == "native":
         return None
     if spec.family not in FAMILIES[kind]:

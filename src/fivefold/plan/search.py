@@ -20,6 +20,7 @@ from fivefold.config.learners import OffloadConfig
 from fivefold.config.validate import validate
 from fivefold.errors import UserError
 from fivefold.layout import ParallelLayout, PipelineSplit
+from fivefold.models.bridges import bridge_fault
 from fivefold.models.spec import ModelSpec
 from fivefold.plan.efficiency import Efficiencies
 from fivefold.plan.engine_checks import engine_cache, token_bytes
@@ -160,9 +161,10 @@ class Space:
     def layouts(self, world: int) -> Iterator[tuple[ParallelLayout, PipelineSplit]]:
         """Yield every layout of `world` ranks that can shard the model, with stages as even as possible.
 
-        They are `fsdp:` layouts if the run has one, or if the model has no file here.
+        They are `fsdp:` layouts if the run has one, or if the model has no file here and comes through no bridge.
         """
-        if self.spec.stored or self.base.policy.layout.backend == "fsdp":
+        is_bridged = not self.spec.only_fsdp and self.base.policy.megatron.bridge_type == "megatron-bridge"
+        if self.base.policy.layout.backend == "fsdp" or (self.spec.stored and not is_bridged):
             yield from self._of_fsdp(world)
             return
         spec, part = self.spec, self.spec.moe
@@ -197,6 +199,9 @@ class Space:
         """Return the layout's fastest recomputation and micro-batch size that fit during training of the policy."""
         best: tuple[float, Sharded] | None = None
         longest = self.base.max_sequence_tokens * self.base.algorithm.samples_per_comparison
+        virtual = model.stages.virtual_stages(model.layout)
+        if bridge_fault(self.base.policy.megatron.bridge_type, self.spec, model.layout, virtual):
+            return None
         if not _can_shard(self.spec, model.layout, model.stages) or not self._holds(model):
             return None
         for recompute in ("none", "selective", "full") if model.layout.backend == "megatron" else ("none", "full"):
