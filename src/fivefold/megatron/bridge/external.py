@@ -7,6 +7,7 @@ stay ours. Both see the model as `named_view` shows it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -86,13 +87,11 @@ def import_bridge(kind: str) -> Any:
 class _MBridge:
     def __init__(self, library: Any, directory: Path, config: Any, spec: ModelSpec) -> None:
         self._directory = str(directory)
-        try:
+        with as_unsupported("mbridge", spec):
             # mbridge rounds every weight to its own dtype, bfloat16 by default.
             self._bridge = library.AutoBridge.from_pretrained(
                 self._directory, dtype=config.params_dtype, make_vocab_size_divisible_by=VOCABULARY_MULTIPLE
             )
-        except Exception as error:
-            raise _unsupported("mbridge", spec, error) from error
         self._bridge.vocab_size, self._bridge.padded_vocab_size = spec.vocab, spec.padded_vocab
         # mbridge records a tied output layer in a table of its class, where it would affect the next model.
         kind = type(self._bridge)
@@ -112,7 +111,9 @@ class _MegatronBridge:
         # It sends the model's configuration to the other stages of a pipeline.
         take_records_of("megatron")
         self._vocab, self._mapping = spec.vocab, library.models.conversion.param_mapping.MegatronParamMapping
-        opened, self._bridge = open_megatron_bridge(library, directory, spec)
+        with as_unsupported("megatron-bridge", spec):
+            opened = open_megatron_bridge(library, directory)
+            self._bridge = opened._model_bridge
         # Its progress bars would go between the lines of the log.
         self._bridge._with_progress_tracking = lambda tasks, *_, **__: tasks
         files = _PaddedFiles(directory, spec)
@@ -130,13 +131,9 @@ class _MegatronBridge:
             yield name, tensor[: self._vocab] if name in _OF_VOCABULARY else tensor
 
 
-def open_megatron_bridge(library: Any, directory: Path, spec: ModelSpec) -> tuple[Any, Any]:
-    """Return Megatron-Bridge's view of a directory, and its table of the family; raises UserError if it has none."""
-    try:
-        opened = library.AutoBridge.from_hf_pretrained(str(directory), trust_remote_code=False)
-        return opened, opened._model_bridge
-    except Exception as error:
-        raise _unsupported("megatron-bridge", spec, error) from error
+def open_megatron_bridge(library: Any, directory: Path) -> Any:
+    """Return Megatron-Bridge's view of a directory, of which it reads the configuration."""
+    return library.AutoBridge.from_hf_pretrained(str(directory), trust_remote_code=False)
 
 
 def _check_names(table: Any, names: list[str], spec: ModelSpec) -> None:
@@ -164,9 +161,15 @@ _OPENERS: dict[str, Callable[[Any, Path, Any, ModelSpec], Bridge]] = {
 _OF_VOCABULARY = (*EMBEDDING.hf, *OUTPUT.hf)
 
 
-def _unsupported(kind: str, spec: ModelSpec, error: Exception) -> UserError:
-    instead = "write an fsdp: layout" if spec.stored else "use native"
-    return UserError(f"megatron.bridge_type: {kind} cannot convert a {spec.family} model ({first_line(error)}): {instead}")
+@contextmanager
+def as_unsupported(kind: str, spec: ModelSpec) -> Iterator[None]:
+    """Turn an error of a library in this block into a UserError: it does not convert the model."""
+    try:
+        yield
+    except Exception as error:
+        instead = "write an fsdp: layout" if spec.stored else "use native"
+        message = f"{kind} cannot convert a {spec.family} model ({first_line(error)}): {instead}"
+        raise UserError(f"megatron.bridge_type: {message}") from error
 
 
 class _PaddedFiles:

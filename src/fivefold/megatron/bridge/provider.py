@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from fivefold.errors import UserError, shown
-from fivefold.megatron.bridge.external import import_bridge, open_megatron_bridge
+from fivefold.megatron.bridge.external import as_unsupported, import_bridge, open_megatron_bridge
 from fivefold.megatron.patches.quiet import quiet
 from fivefold.models.spec import ModelSpec
 
@@ -51,8 +51,8 @@ def architecture_of(directory: Path, spec: ModelSpec) -> Architecture:
         return Architecture()
     library = import_bridge("megatron-bridge")
     with quiet("megatron.bridge"), quiet("transformers"):
-        opened, _ = open_megatron_bridge(library, directory, spec)
-        provider = opened.to_megatron_provider(load_weights=False)
+        with as_unsupported("megatron-bridge", spec):
+            provider = open_megatron_bridge(library, directory).to_megatron_provider(load_weights=False)
         sizes = {name: getattr(provider, name) for name in ("num_layers", "hidden_size", "num_attention_heads")}
         usual = library.models.GPTModelProvider(**sizes)
     builder = type(provider).provide.__qualname__
