@@ -153,7 +153,7 @@ def biases_of_norms_not_summed(mesh, *arguments):
     ],
 )
 def test_the_check_at_start_sees_other_layers(cluster, models, fault, layout, name, dtype):
-    with pytest.raises(RuntimeError, match="LogProbError: log-probs of this .* must be those that transformers computes"):
+    with pytest.raises(RuntimeError, match=r"LogProbError: log-probs of this .* must be those that transformers computes"):
         run_step(cluster, f"megatron:{layout}", models(name), replace(BRIDGED, dtype=dtype), fault)
 
 

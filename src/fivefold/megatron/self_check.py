@@ -43,6 +43,6 @@ def check_logprobs(
     if not all(all_gather_json(gap.is_rounding, ranks.members)):
         raise LogProbError(
             f"log-probs of this {spec.family} model must be those that transformers computes, within {gap.bound} "
-            f"({gap.measure}): they are off by {gap.value:.2g} on {mesh.layout}. Megatron-Bridge describes other layers; write "
-            f"fsdp:d{mesh.layout.world_size}"
+            f"({gap.measure}): they are off by {gap.value:.2g} on {mesh.layout}. Megatron-Bridge describes other layers: "
+            f"write fsdp:d{mesh.layout.world_size}"
         )
