@@ -156,6 +156,6 @@ def test_layers_that_only_fsdp_computes_are_refused_on_megatron(tmp_path, name, 
 def test_plans_count_the_parameters_that_the_files_of_a_bridged_family_have(models, name):
     spec = load_spec(models(name))
     padding = (spec.padded_vocab - spec.vocab) * spec.hidden * (1 if spec.tied else 2)
-    final_norm = sum(prod(shape) for tensor, shape in spec.stored if tensor.startswith("model.norm."))
+    final_norm = sum(prod(shape) for tensor, shape in spec.stored.tensors if tensor.startswith("model.norm."))
     [stage] = rank_parameters(spec, ParallelLayout.parse("megatron:d2"))
     assert stage.total == spec.parameters + padding - final_norm

@@ -54,16 +54,22 @@ _LACKS = {
 """Family that Megatron-Bridge converts -> what its layers, which need Transformer Engine, have and ours do not."""
 
 
-def as_bridged(stored: ModelSpec, config: dict[str, Any]) -> ModelSpec:
-    """Return the spec for Megatron-Core's layers and the given tensors in files, or the given one with why there is none."""
-    reader = READERS.get(stored.family)
+def as_bridged(spec: ModelSpec, config: dict[str, Any]) -> ModelSpec:
+    """Return the spec of a stored model for Megatron-Core's layers, or the given one with why there is none."""
+    reader = READERS.get(spec.family)
     if reader is None:
-        lacks = f", nor our layers {_LACKS[stored.family]}" if stored.family in _LACKS else ""
-        unknown = f"unknown model family {stored.family!r} (model_type in config.json)"
-        return replace(stored, only_fsdp=f"{unknown}: megatron: layouts have no table of it{lacks}")
+        lacks = f", nor our layers {_LACKS[spec.family]}" if spec.family in _LACKS else ""
+        unknown = f"unknown model family {spec.family!r} (model_type in config.json)"
+        return for_fsdp_only(spec, f"{unknown}: megatron: layouts have no table of it{lacks}")
     try:
-        spec = reader(config)
-        check_keys(config, spec)
+        bridged = reader(config)
+        check_keys(config, bridged)
     except UserError as error:
-        return replace(stored, only_fsdp=f"megatron: layouts cannot compute this {stored.family} model: {error}")
-    return replace(spec, stored=stored.stored, mtp_layers=0)
+        return for_fsdp_only(spec, f"megatron: layouts cannot compute this {spec.family} model: {error}")
+    return replace(bridged, stored=spec.stored, mtp_layers=0)
+
+
+def for_fsdp_only(spec: ModelSpec, why: str) -> ModelSpec:
+    """Return the spec of a stored model that `megatron:` layouts refuse; a reason that it has already stays."""
+    assert spec.stored is not None
+    return replace(spec, stored=replace(spec.stored, only_fsdp=spec.only_fsdp or why))

@@ -11,7 +11,7 @@ from typing import Any
 from fivefold.errors import UserError
 from fivefold.models.config_json import read_flag, read_whole
 from fivefold.models.headers import all_headers
-from fivefold.models.spec import ModelSpec
+from fivefold.models.spec import ModelSpec, StoredModel
 
 _NAMES = {
     "num_hidden_layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
@@ -57,6 +57,8 @@ def read_other(config: dict[str, Any], directory: Path) -> ModelSpec:
         qkv_bias=False,
         qk_norm=False,
         tied=read_flag(values, "tie_word_embeddings", not any(name.endswith("lm_head.weight") for name in headers)),
-        stored_experts=next((read_whole(values, name) for name in _EXPERTS if values.get(name) is not None), 0),
-        stored=tuple((name, header.shape) for name, header in sorted(headers.items())),
+        stored=StoredModel(
+            tuple((name, header.shape) for name, header in sorted(headers.items())),
+            next((read_whole(values, name) for name in _EXPERTS if values.get(name) is not None), 0),
+        ),
     )

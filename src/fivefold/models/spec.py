@@ -79,6 +79,18 @@ class YarnSpec:
 
 
 @dataclass(frozen=True)
+class StoredModel:
+    """What is read of a model whose family has no table here: its sizes are estimates for plans."""
+
+    tensors: tuple[tuple[str, tuple[int, ...]], ...]
+    """Name and shape of every tensor in the files."""
+    experts: int = 0
+    """Number of experts in a layer; 0 without."""
+    only_fsdp: str = ""
+    """Why only `fsdp:` layouts compute the model; empty if Megatron-Core does too, through Megatron-Bridge."""
+
+
+@dataclass(frozen=True)
 class ModelSpec:
     """Sizes and choices of a decoder-only transformer that determine its parameters and its mathematics."""
 
@@ -115,21 +127,22 @@ class ModelSpec:
     """Number of multi-token prediction layers after the last one, each for one further token (DeepSeek-V3, 2412.19437,
     section 2.2). The model's forward pass and its parameter counts exclude them."""
 
-    stored: tuple[tuple[str, tuple[int, ...]], ...] = ()
-    """Name and shape of every tensor in the files, for a family without a table here: its sizes are estimates for plans."""
-    stored_experts: int = 0
-    """Number of experts in a layer of such a family; 0 without."""
-    only_fsdp: str = ""
-    """Why only `fsdp:` layouts compute such a model; empty if Megatron-Core does too, through Megatron-Bridge."""
+    stored: StoredModel | None = None
+    """For a family without a table here, what its files hold."""
 
     @property
     def padded_vocab(self) -> int:
         return -(-self.vocab // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
 
     @property
+    def only_fsdp(self) -> str:
+        """Why only `fsdp:` layouts compute this model; empty if Megatron-Core does too."""
+        return "" if self.stored is None else self.stored.only_fsdp
+
+    @property
     def has_fused_layers(self) -> bool:
         """Whether Transformer Engine's layers compute this model too."""
-        return self.moe is None and self.mla is None and not self.stored
+        return self.moe is None and self.mla is None and self.stored is None
 
     @property
     def kv_numbers_per_token(self) -> int:
@@ -174,8 +187,8 @@ class ModelSpec:
 
     def shared_parameters(self, layer: int) -> int:
         """Return the number of parameters in a layer that process every token: all but the routed experts."""
-        if self.stored and not self.only_fsdp:
-            return sum(prod(shape) for name, shape in self.stored if f".layers.{layer}." in name)
+        if self.stored is not None and not self.only_fsdp:
+            return sum(prod(shape) for name, shape in self.stored.tensors if f".layers.{layer}." in name)
         if self.moe is None or not self.moe.layers[layer]:
             return self.attention_parameters + 3 * self.hidden * self.ffn
         part = self.moe
@@ -192,15 +205,15 @@ class ModelSpec:
     @property
     def routed_parameters(self) -> int:
         """Number of parameters in the routed experts of all layers."""
-        if self.stored:
-            return sum(prod(shape) for name, shape in self.stored if ".experts." in name)
+        if self.stored is not None:
+            return sum(prod(shape) for name, shape in self.stored.tensors if ".experts." in name)
         return sum(map(self.expert_parameters, range(self.layers)))
 
     @property
     def parameters(self) -> int:
         """Number of parameters in the whole model; tied ones count once."""
-        if self.stored:
-            return sum(prod(shape) for _, shape in self.stored)
+        if self.stored is not None:
+            return sum(prod(shape) for _, shape in self.stored.tensors)
         embeddings = self.vocab * self.hidden * (1 if self.tied or self.value_head else 2) + (
             self.hidden if self.value_head else 0
         )
@@ -214,7 +227,8 @@ class ModelSpec:
         sharded = [("attention heads", self.heads, "tp", layout.tp), ("ffn size", self.ffn, "tp", layout.tp)]
         if self.mla is None:
             sharded.append(("key/value heads", self.kv_heads, "tp", layout.tp))
-        if experts := self.stored_experts if self.moe is None else self.moe.num_experts:
+        stored_experts = 0 if self.stored is None else self.stored.experts
+        if experts := stored_experts if self.moe is None else self.moe.num_experts:
             sharded.append(("experts", experts, "ep", layout.ep))
             if layout.backend == "fsdp":
                 # Tensor-parallel ranks divide whole experts there.

@@ -163,8 +163,7 @@ class Space:
 
         They are `fsdp:` layouts if the run has one, or if the model has no file here and comes through no bridge.
         """
-        is_bridged = not self.spec.only_fsdp and self.base.policy.megatron.bridge_type == "megatron-bridge"
-        if self.base.policy.layout.backend == "fsdp" or (self.spec.stored and not is_bridged):
+        if self.base.policy.layout.backend == "fsdp" or _needs_fsdp(self.spec, self.base.policy.megatron.bridge_type):
             yield from self._of_fsdp(world)
             return
         spec, part = self.spec, self.spec.moe
@@ -199,10 +198,7 @@ class Space:
         """Return the layout's fastest recomputation and micro-batch size that fit during training of the policy."""
         best: tuple[float, Sharded] | None = None
         longest = self.base.max_sequence_tokens * self.base.algorithm.samples_per_comparison
-        virtual = model.stages.virtual_stages(model.layout)
-        if bridge_fault(self.base.policy.megatron.bridge_type, self.spec, model.layout, virtual):
-            return None
-        if not _can_shard(self.spec, model.layout, model.stages) or not self._holds(model):
+        if not _can_train(model, self.base.policy.megatron.bridge_type) or not self._holds(model):
             return None
         for recompute in ("none", "selective", "full") if model.layout.backend == "megatron" else ("none", "full"):
             before = float("inf")
@@ -346,6 +342,17 @@ def _expert_sizes(spec: ModelSpec, tp: int, neighbors: int) -> list[int]:
 
 def _fsdp_can_train(spec: ModelSpec, layout: ParallelLayout, unproven: bool) -> bool:
     return not unproven_fault(spec.family, layout, unproven) and _can_shard(spec, layout, None)
+
+
+def _needs_fsdp(spec: ModelSpec, bridge: str) -> bool:
+    """Whether a model has no file here and does not come through the run's bridge."""
+    return spec.stored is not None and (bool(spec.only_fsdp) or bridge == "native")
+
+
+def _can_train(model: Sharded, bridge: str) -> bool:
+    """Whether the layout can shard the model and its bridge converts it."""
+    virtual = model.stages.virtual_stages(model.layout)
+    return not bridge_fault(bridge, model.spec, model.layout, virtual) and _can_shard(model.spec, model.layout, model.stages)
 
 
 def _can_shard(spec: ModelSpec, layout: ParallelLayout, split: PipelineSplit | None) -> bool:

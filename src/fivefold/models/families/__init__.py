@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from fivefold.errors import UserError, shown
-from fivefold.models.bridged import as_bridged
+from fivefold.models.bridged import as_bridged, for_fsdp_only
 from fivefold.models.config_json import check_types, read_config
 from fivefold.models.config_keys import RecordedKeys, check_keys, unknown_keys
 from fivefold.models.family import Family
@@ -46,8 +46,8 @@ def load_spec(directory: str | Path, value_head: bool = False) -> ModelSpec:
         spec = spec_from_config(config)
     if not value_head:
         return spec
-    if spec.stored and not spec.only_fsdp:
-        spec = replace(spec, only_fsdp=f"a value head on {spec.family}, which has no file here, needs an fsdp: layout")
+    if spec.stored is not None:
+        spec = for_fsdp_only(spec, f"a value head on {spec.family}, which has no file here, needs an fsdp: layout")
     return replace(spec, value_head=True, tied=False)
 
 
@@ -84,9 +84,10 @@ def _read(family: str, config: dict[str, Any]) -> tuple[ModelSpec, RecordedKeys]
 
 def parameters_of(spec: ModelSpec) -> list[MappedParameter]:
     """Return every parameter of the model in order of layers, without those of multi-token prediction."""
-    if spec.stored:
+    if spec.stored is not None:
         left_out = set(OUTPUT.hf) if spec.tied or spec.value_head else set()
-        return [MappedParameter(name, (name,), Sharding.REPLICATE, name) for name, _ in spec.stored if name not in left_out]
+        names = [name for name, _ in spec.stored.tensors if name not in left_out]
+        return [MappedParameter(name, (name,), Sharding.REPLICATE, name) for name in names]
     return expand(FAMILIES[spec.family].table(spec), spec)
 
 
@@ -106,7 +107,7 @@ def is_of_mtp(name: str, spec: ModelSpec) -> bool:
 
 def known_as(spec: ModelSpec) -> tuple[str, str] | None:
     """Return (`model_type`, architecture) under which engines compute the model, if they have no name for it."""
-    return None if spec.stored else FAMILIES[spec.family].known_as
+    return None if spec.stored is not None else FAMILIES[spec.family].known_as
 
 
 def mtp_copies(spec: ModelSpec) -> dict[str, str]:
