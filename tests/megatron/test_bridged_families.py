@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from copy import copy
 from dataclasses import fields, replace
@@ -57,6 +58,26 @@ def test_log_probs_and_export_equal_transformers(runs, models, name, layout):
 def test_two_steps_equal_transformers_and_torch(runs, models, name, layout):
     """Biases and norms without weight decay; their gradients summed over the ranks that split a sequence."""
     assert_equal(runs["steps", name, layout], expected(models(name)))
+
+
+OLDER = {
+    "nemotron": {"rope_theta": 5000.0, "partial_rotary_factor": 0.5},
+    "gemma": {"rope_theta": 5000.0, "rope_scaling": None, "hidden_act": "gelu", "hidden_activation": None},
+}
+"""Keys of published config.json files, which transformers 4 wrote."""
+
+
+@pytest.mark.parametrize("name", BRIDGED_VARIANTS)
+def test_the_spelling_of_published_models_is_the_same_model(cluster, models, tmp_path, name):
+    directory = tmp_path / "model"
+    shutil.copytree(models(name), directory)
+    config = json.loads((directory / "config.json").read_text())
+    for key in ("rope_parameters", "tie_word_embeddings"):
+        del config[key]
+    config |= OLDER[name]
+    (directory / "config.json").write_text(json.dumps(config))
+    [(logprobs_T, _)] = cluster.run(through, "megatron:d1", "megatron-bridge", directory)
+    assert (logprobs_T - hf_numbers(models(name))[0]).abs().max() <= 2e-5
 
 
 def test_every_bridged_family_is_proven():
