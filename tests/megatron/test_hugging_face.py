@@ -119,6 +119,21 @@ def test_logprobs_and_export_of_models_with_experts_equal_hugging_face(numbers, 
             assert tensor.dtype == state[key].dtype and torch.equal(tensor, state[key]), key
 
 
+def with_float32_residual(mesh, directory: Path, pipeline: dict[str, str]):
+    from fivefold.megatron.model import MegatronModel
+
+    options = MegatronConfig(pipeline=pipeline, transformer={"fp32_residual_connection": True})
+    return MegatronModel(directory, PolicyConfig(dtype="bfloat16", megatron=options), mesh).forward(sample_batch())
+
+
+@pytest.mark.parametrize("pipeline", [{}, {"pipeline_model_parallel_layout": "E|ttttL"}], ids=["even", "embedding alone"])
+def test_fp32_residual_connection_sends_what_the_next_stage_reads(cluster, models, pipeline):
+    """Megatron-Core 0.16 has float32 before the first layer only."""
+    expected_T, _, _ = hf_numbers(models("qwen3"))
+    for logprobs_T in cluster.run(with_float32_residual, "megatron:p2", models("qwen3"), pipeline):
+        assert (logprobs_T - expected_T).abs().max() <= 0.1
+
+
 def through_mbridge(mesh, directory: Path):
     from fivefold.megatron.model import MegatronModel
 

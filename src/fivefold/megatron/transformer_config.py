@@ -66,7 +66,7 @@ def transformer_config(
         "moe_token_dispatcher_type": "alltoall",
         "transformer_impl": "transformer_engine" if fused else "local",
         "params_dtype": dtype,
-        "pipeline_dtype": torch.float32 if policy.megatron.transformer.get("fp32_residual_connection", False) else dtype,
+        "pipeline_dtype": dtype,
         "bf16": dtype == torch.bfloat16,
         "fp16": dtype == torch.float16,
         # The loss is a sum of shares, so there is nothing left to divide (step.py).

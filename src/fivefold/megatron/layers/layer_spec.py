@@ -184,7 +184,8 @@ class PolicyModel(GPTModel):
             packed_seq_params=packing,
         )
         if not self.post_process:
-            return cast(Tensor, hidden)
+            # With fp32_residual_connection a stage without layers ends in float32, and any other in the model's dtype.
+            return cast(Tensor, hidden).to(self.config.params_dtype)
         if self._value_head:
             values_S = cast(ValueHead, self.output_layer)(hidden, source_index_S)
             return torch.stack([values_S, torch.zeros_like(values_S)])

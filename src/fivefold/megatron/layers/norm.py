@@ -34,7 +34,7 @@ class RMSNorm(Norm):
             normed = F.rms_norm(x.float(), self.weight.shape, 1 + self.weight.float(), self.eps)
         else:
             normed = F.rms_norm(x, self.weight.shape, self.weight, self.eps)
-        # With fp32_residual_connection the sum over layers is in float32, and what follows a norm in the model's dtype.
+        # With fp32_residual_connection the embedding is in float32, and what follows a norm in the model's dtype.
         return normed.to(self.weight.dtype)
 
 
