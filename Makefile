@@ -141,7 +141,7 @@ test-install: $(INSTALL_READY)
 test-published: $(PUBLISHED_READY) $(VLLM_READY)
 	$(PUBLISHED)/bin/python -m pytest -m "published and not vllm" tests/published
 	$(VLLM)/bin/python -m pytest -m "published and vllm" tests/published
-# mbridge and Megatron-Bridge against our own tables, and families that only Megatron-Bridge has. About five minutes.
+# mbridge and Megatron-Bridge against our own tables, and families that only Megatron-Bridge has. About two minutes.
 test-bridges: $(BRIDGES_READY)
 	$(BRIDGES)/bin/python -m pytest -m bridges -p no:xdist -o addopts="" -q tests/megatron/test_bridge*.py
 

@@ -60,6 +60,13 @@ def test_two_steps_equal_transformers_and_torch(runs, models, name, layout):
     assert_equal(runs["steps", name, layout], expected(models(name)))
 
 
+@pytest.mark.parametrize("recompute", ["full", "selective"])
+@pytest.mark.parametrize("name", BRIDGED_VARIANTS)
+def test_recomputed_layers_take_the_same_steps(cluster, models, name, recompute):
+    policy = replace(BRIDGED, recompute=recompute, tokens_per_micro_batch=32)
+    assert_equal(run_step(cluster, "megatron:t2p2", models(name), policy), expected(models(name)))
+
+
 OLDER = {
     "nemotron": {"rope_theta": 5000.0, "partial_rotary_factor": 0.5},
     "gemma": {"rope_theta": 5000.0, "rope_scaling": None, "hidden_act": "gelu", "hidden_activation": None},
