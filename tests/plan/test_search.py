@@ -9,7 +9,7 @@ import pytest
 from fivefold.config import RunConfig
 from fivefold.config.validate import validate
 from fivefold.layout import ParallelLayout
-from fivefold.models.families import spec_from_config
+from fivefold.models.families import load_spec, spec_from_config
 from fivefold.plan.efficiency import Efficiencies
 from fivefold.plan.estimate import Lengths, step_estimate
 from fivefold.plan.hardware import Cluster
@@ -152,3 +152,12 @@ def test_engines_apart_are_taken_where_they_sample_ahead():
     ahead = space("Qwen3-8B", 16, rollout={"max_staleness": 1}, algorithm={"kl": {"coef": 0}})
     (one,) = ahead.search(1)
     assert one.config.engine.is_apart and one.estimate.overlapped["rollout"] > 0
+
+
+@pytest.mark.parametrize(("bridge", "backend"), [("megatron-bridge", "megatron"), ("native", "fsdp")])
+def test_a_family_without_a_file_is_proposed_on_layouts_that_compute_it(models, bridge, backend):
+    searched = space("Qwen3-30B-A3B", 4, policy={"megatron": {"bridge_type": bridge}})
+    searched = Space(load_spec(models("nemotron")), searched.base, searched.cluster, searched.rates, searched.lengths)
+    proposed = [one.config.policy for one in searched.search(8)]
+    assert proposed and {policy.layout.backend for policy in proposed} == {backend}
+    assert {policy.megatron.pipeline_split.virtual_stages(policy.layout) for policy in proposed} == {1}
