@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.async_runs import ENDLESS, check_ages_and_prompts, command, finished, make_run
+from tests.support.async_runs import check_ages_and_prompts, command, finished, make_run
 from tests.support.whole_runs import assert_same
 
 pytestmark = pytest.mark.vllm
@@ -25,17 +25,6 @@ def test_nothing_ahead_with_a_server_is_the_synchronous_run(root):
     base, none = (finished(root, process, name) for name, process in runs.items())
     check_ages_and_prompts(root, "none", 0)
     assert_same([{k: v for k, v in row.items() if not k.startswith("async/")} for row in none], base)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("interrupt", ["continue", "finish", "abort"])
-def test_ages_stay_within_their_bound_and_each_prompt_is_used_once(root, interrupt):
-    given = ["rollout.max_staleness=2", f"rollout.interrupt={interrupt}", *ENDLESS]
-    finished(root, command(root, interrupt, *given), interrupt)
-    rows = check_ages_and_prompts(root, interrupt, 2)
-    assert max(row["async/staleness_max"] for row in rows) == 2
-    aborted, reused = (sum(row[f"async/{name}_tokens"] for row in rows) for name in ("aborted", "reused"))
-    assert (aborted > 0, reused > 0) == (interrupt == "abort", interrupt == "continue"), (aborted, reused)
 
 
 @pytest.mark.slow
