@@ -172,7 +172,7 @@ class SGLangServer:
 
     def wake(self, part: str) -> None:
         """Allocate the memory of `weights` or `kv_cache` again."""
-        # SGLang's scheduler ends if it is asked for memory that it has, as one that was started again has.
+        # SGLang's scheduler ends if a request is for memory that it has, as that of a server that was started again has.
         if part in self._asleep:
             self._post("/resume_memory_occupation", {"tags": [part]})
             self._asleep.discard(part)
