@@ -644,6 +644,7 @@ def test_a_server_of_sglang_uses_nccl_s_memory_as_the_trainer_does(tmp_path, mon
     if not chosen:
         monkeypatch.delenv("NCCL_CUMEM_ENABLE")
     server = server_process({"context_length": 8}, torch.device("cpu"), 1, tmp_path / "log", lambda _: False)
+    server.close()
     # -2 is what NCCL itself takes if the variable is missing; SGLang takes 0 then.
     assert server._environment["NCCL_CUMEM_ENABLE"] == (chosen or "-2")
 
