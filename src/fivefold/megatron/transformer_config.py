@@ -11,7 +11,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from fivefold.config.learners import PolicyConfig
 from fivefold.config.mcore_options import RECOMPUTE, messages_fault
 from fivefold.errors import UserError, first_line
-from fivefold.megatron.bridge.provider import Architecture
+from fivefold.megatron.bridge.provider import Architecture, sizes_of
 from fivefold.megatron.layers.layer_spec import use_transformer_engine
 from fivefold.megatron.mesh import Mesh
 from fivefold.megatron.patches.quiet import quiet
@@ -35,15 +35,9 @@ def transformer_config(
     if fault := messages_fault(policy.megatron.pipeline, virtual):
         raise UserError(f"megatron.pipeline.{' '.join(fault)}")
     settings: dict[str, Any] = {
-        "num_layers": spec.layers,
-        "hidden_size": spec.hidden,
-        "ffn_hidden_size": spec.ffn,
-        "num_attention_heads": spec.heads,
-        "num_query_groups": spec.kv_heads,
-        "kv_channels": spec.head_dim,
+        **sizes_of(spec),
         "window_size": None if spec.sliding_window is None else (spec.sliding_window - 1, 0),
         "normalization": "RMSNorm",
-        "layernorm_epsilon": spec.norm_eps,
         "qk_layernorm": spec.qk_norm,
         "gated_linear_unit": True,
         "activation_func": F.silu,

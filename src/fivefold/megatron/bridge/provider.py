@@ -45,6 +45,19 @@ _BUILDERS = {"GPTModelProvider.provide": False, "GemmaModelProvider.provide": Tr
 """The code by which providers build a model -> whether it scales embeddings by the root of their width."""
 
 
+def sizes_of(spec: ModelSpec) -> dict[str, Any]:
+    """Return the fields of Megatron-Core's configuration that are sizes of the model, and the epsilon of its norms."""
+    return {
+        "num_layers": spec.layers,
+        "hidden_size": spec.hidden,
+        "ffn_hidden_size": spec.ffn,
+        "num_attention_heads": spec.heads,
+        "num_query_groups": spec.kv_heads,
+        "kv_channels": spec.head_dim,
+        "layernorm_epsilon": spec.norm_eps,
+    }
+
+
 def architecture_of(directory: Path, spec: ModelSpec) -> Architecture:
     """Return how Megatron-Bridge computes the layers of this model; raises UserError if ours cannot."""
     if not spec.stored:
@@ -73,14 +86,8 @@ def architecture_of(directory: Path, spec: ModelSpec) -> Architecture:
 def _unlike(provider: Any, usual: Any, spec: ModelSpec) -> dict[str, Any]:
     """Return the fields of a provider that would change a number of our layers, with their values."""
     ours = {
-        "num_layers": spec.layers,
-        "hidden_size": spec.hidden,
-        "ffn_hidden_size": spec.ffn,
-        "num_attention_heads": spec.heads,
-        "num_query_groups": spec.kv_heads,
-        "kv_channels": spec.head_dim,
+        **sizes_of(spec),
         "vocab_size": spec.vocab,
-        "layernorm_epsilon": spec.norm_eps,
         "share_embeddings_and_output_weights": spec.tied,
         "position_embedding_type": "rope",
         "add_bias_linear": False,
