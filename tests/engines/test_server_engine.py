@@ -19,19 +19,16 @@ import torch
 from fivefold.interfaces import EngineState
 from fivefold.models.config_json import read_config
 from fivefold.types import Completion
-from tests.engines.test_vllm_engine import SIZES, conversation
-from tests.support.commands import wait_for
-from tests.support.engines import OPTIONS, SAMPLING, complete, expected_logprobs, named_blocks, requests
+from tests.engines.test_vllm_engine import SIZES
+from tests.support.engines import OPTIONS, SAMPLING, complete, expected_logprobs, requests
 from tests.support.servers import (
     GREEDY,
     LONG,
-    TRAJECTORIES,
     check_what_was_sampled_midway,
     family_of,
     kill_api,
     midway,
     one_short_among_endless,
-    prefix_hits_of_turns,
     refreshed,
     server_engine,
     three_steps,
@@ -241,66 +238,6 @@ def test_closing_an_engine_of_servers_ends_them(both):
     assert [results["left"] for results in both] == [[], []]
 
 
-def conversations_with_a_server(mesh, directory: Path, logs: Path) -> list[list[float]]:
-    """The same conversation without and with a fault: a server that does not clear its prefix cache."""
-    engine = vllm_engine(mesh, directory, logs, [], verify_every=0)
-    as_it_is = conversation(mesh, directory, engine, 1)
-    (server,) = engine._servers
-    post = server._post
-    server._post = lambda path, **given: Answer if path == "/reset_prefix_cache" else post(path, **given)
-    with_fault = conversation(mesh, directory, engine, 1)
-    engine.close()
-    return [as_it_is, with_fault]
-
-
-class Answer:
-    content = b""
-
-
-def test_a_server_that_keeps_its_prefix_cache_shows_in_the_first_turn_of_new_weights(cluster, tmp_path):
-    long = make_model("qwen3_tied", tmp_path / "long", max_position_embeddings=1024, **SIZES)
-    ((as_it_is, with_fault),) = cluster.run(conversations_with_a_server, "megatron:d1", long, tmp_path, seconds=600)
-    assert max(as_it_is) < 1e-5, as_it_is
-    assert min(with_fault[1:]) > 1e-4, with_fault
-
-
-BLOCK = 128
-"""Tokens of a block of vLLM's prefix cache on a CPU."""
-
-
-def trajectories_on_servers(mesh, directory: Path, logs: Path, picks_another: bool) -> tuple[int, float, float]:
-    """Return the counts of `prefix_hits_of_turns` for an engine with one server for each rank.
-
-    `picks_another`: fault injection, turns go to a server that does not hold their prefix.
-    """
-    # As a run with an environment starts its servers on a CPU.
-    arguments = {"disable_log_stats": False, "enable_chunked_prefill": False, "max_num_batched_tokens": 4096}
-    engine = vllm_engine(mesh, directory, logs, [], arguments=arguments, verify_every=0)
-    if picks_another:
-        places, count = engine._router._places, len(engine._servers)
-        get = places.get
-        places.get = lambda of, request: None if (number := get(of, request)) is None else (number + 1) % count
-    counted = prefix_hits_of_turns(mesh, engine, load_tensors(directory), BLOCK)
-    engine.close()
-    return counted
-
-
-@pytest.mark.parametrize(("servers", "picks_another"), [(2, False), (2, True), (4, False)])
-def test_servers_hold_the_prefix_of_the_turns_that_they_are_sent_until_new_weights(
-    cluster, tmp_path, servers, picks_another
-):
-    """At least 95 % of what an earlier turn has computed is read from the cache; without the place of a trajectory, less."""
-    long = make_model("qwen3_tied", tmp_path / "long", max_position_embeddings=1024, **SIZES)
-    (held, between, after), *_ = cluster.run(
-        trajectories_on_servers, f"megatron:d{servers}", long, tmp_path, picks_another, seconds=900
-    )
-    # Turns 2 to 5 follow 1, 2, 3 and 4 blocks.
-    assert held == servers * TRAJECTORIES * BLOCK * (1 + 2 + 3 + 4)
-    assert (between >= 0.95 * held) != picks_another, between / held
-    assert after == 0, "the cache of old weights is gone"
-    print(f"{between / held:.1%} of {held} prefix tokens were read from the caches of {servers} servers")
-
-
 def over_a_process_group(mesh, directory: Path, address: str):
     """Sampled by servers that are there already, and by the transformers engine."""
     tensors, asked = load_tensors(directory), requests(2, GREEDY)
@@ -410,72 +347,3 @@ def test_servers_that_run_already_get_weights_over_a_process_group(cluster, mode
                 assert one.logprobs == pytest.approx(same.logprobs, abs=1e-5)
     check_what_was_sampled_midway(midway, under)
     check_what_was_sampled_midway(cut, under_cut)
-
-
-HOST = """
-import sys, torch
-from pathlib import Path
-from tests.engines.test_server_engine import server_of
-served = server_of(Path(sys.argv[1]), Path(sys.argv[2]), tensor_parallel=2)
-served.start()
-served.wait()
-print(served._process.pid, flush=True)
-served._process.wait()
-print("ended", flush=True)
-sys.stdin.read()
-"""
-
-
-@pytest.mark.parametrize("victim", ["the rank", "the API server", "the engine core", "a worker"])
-def test_whatever_is_killed_no_process_and_no_shared_memory_stays(model, tmp_path, victim):
-    host = subprocess.Popen(
-        [sys.executable, "-c", HOST, str(model), str(tmp_path / "log")],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    line = host.stdout.readline()
-    assert line, (tmp_path / "log").read_text()[-3000:]
-    api = psutil.Process(int(line))
-    (core,) = [child for child in api.children() if "EngineCore" in " ".join(child.cmdline()) or child.children()]
-    family = [api, *api.children(recursive=True)]
-    killed = {
-        "the rank": psutil.Process(host.pid),
-        "the API server": api,
-        "the engine core": core,
-        "a worker": core.children()[-1],
-    }
-    blocks = named_blocks(process.pid for process in family)
-    killed[victim].kill()
-    _, alive = psutil.wait_procs(family, timeout=15)
-    host.communicate()
-    assert alive == [], [process.cmdline() for process in alive]
-    # Python's tracker removes what a killed process had under a name, a moment later.
-    wait_for(lambda: not any(block.exists() for block in blocks))
-
-
-def is_there(group: int) -> bool:
-    try:
-        os.killpg(group, 0)
-    except ProcessLookupError:
-        return False
-    return True
-
-
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_starting_server_that_ends_with_its_tracker_leaves_nothing_over(model, tmp_path, number):
-    """Killed, as for lack of memory, or stopped and then ended by its rank: Python's tracker removes nothing any more."""
-    server = server_of(model, tmp_path / "log")
-    server.start()
-    group = server._process.pid
-    # Before it is ready, names of semaphores are needed: processes that it starts open them by name.
-    wait_for(lambda: bool(named_blocks(process.pid for process in server._family())), server._process)
-    blocks = named_blocks(process.pid for process in server._family())
-    os.killpg(group, number)
-    if number == signal.SIGKILL:
-        server._process.wait()
-        assert any(block.exists() for block in blocks)
-    server.end()
-    wait_for(lambda: not is_there(group))
-    assert not any(block.exists() for block in blocks)
-    server.close()
