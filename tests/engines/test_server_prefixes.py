@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 
 def conversations_with_a_server(mesh, directory: Path, logs: Path) -> list[list[float]]:
-    """The same conversation without and with a fault: a server that does not clear its prefix cache."""
+    """Return log-prob differences of one conversation, first as it is, then with a server that keeps its prefix cache."""
     engine = vllm_engine(mesh, directory, logs, [], verify_every=0)
     as_it_is = conversation(mesh, directory, engine, 1)
     (server,) = engine._servers

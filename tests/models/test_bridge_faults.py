@@ -83,8 +83,8 @@ def test_check_accepts_a_family_that_comes_through_megatron_bridge(models, name,
             "gemma2",
             "d2",
             [BRIDGE],
-            "unknown model family 'gemma2' (model_type in config.json): megatron: layouts have no table of it, nor our layers "
-            "soft caps, and windows in every second layer: got megatron:d2t1p1; write fsdp:d2",
+            "unknown model family 'gemma2' (model_type in config.json): megatron: layouts have no table of it; it has soft "
+            "caps and windows in every second layer, which our layers do not compute: got megatron:d2t1p1; write fsdp:d2",
         ),
         ("phi3", "d2", [BRIDGE], "megatron: layouts have no table of it: got megatron:d2t1p1; write fsdp:d2"),
         (

@@ -66,7 +66,7 @@ class Gap:
     value: float
     bound: float
     measure: str
-    """What the bound is for, in words."""
+    """Quantity that `value` and `bound` are, as error messages name it."""
 
     @classmethod
     def between(cls, ours_T: Tensor, theirs_T: Tensor, dtype: torch.dtype) -> Gap:

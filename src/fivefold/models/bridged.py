@@ -43,9 +43,9 @@ def _gemma(config: dict[str, Any]) -> ModelSpec:
 READERS: dict[str, Callable[[dict[str, Any]], ModelSpec]] = {"nemotron": _nemotron, "gemma": _gemma}
 """Family (`model_type`) -> reader of config.json, which raises UserError for what the layers do not compute."""
 _LACKS = {
-    "gemma2": "soft caps, and windows in every second layer",
+    "gemma2": "soft caps and windows in every second layer",
     "gemma3_text": "windows in most layers, with another RoPE",
-    "gpt_oss": "attention sinks, and windows in every second layer",
+    "gpt_oss": "attention sinks and windows in every second layer",
     "olmoe": "norms across all heads of queries and keys",
     "nemotron_h": "Mamba layers",
     "qwen3_next": "layers of linear attention",
@@ -58,7 +58,7 @@ def as_bridged(spec: ModelSpec, config: dict[str, Any]) -> ModelSpec:
     """Return the spec of a stored model for Megatron-Core's layers, or the given one with why there is none."""
     reader = READERS.get(spec.family)
     if reader is None:
-        lacks = f", nor our layers {_LACKS[spec.family]}" if spec.family in _LACKS else ""
+        lacks = f"; it has {_LACKS[spec.family]}, which our layers do not compute" if spec.family in _LACKS else ""
         unknown = f"unknown model family {spec.family!r} (model_type in config.json)"
         return for_fsdp_only(spec, f"{unknown}: megatron: layouts have no table of it{lacks}")
     try:

@@ -80,7 +80,7 @@ class YarnSpec:
 
 @dataclass(frozen=True)
 class StoredModel:
-    """What is read of a model whose family has no table here: its sizes are estimates for plans."""
+    """Tensors and experts of a model whose family has no table here; sizes in its ModelSpec are estimates for plans."""
 
     tensors: tuple[tuple[str, tuple[int, ...]], ...]
     """Name and shape of every tensor in the files."""
@@ -128,7 +128,7 @@ class ModelSpec:
     section 2.2). The model's forward pass and its parameter counts exclude them."""
 
     stored: StoredModel | None = None
-    """For a family without a table here, what its files hold."""
+    """Tensors of the model's files, for a family without a table here; None otherwise."""
 
     @property
     def padded_vocab(self) -> int:

@@ -80,7 +80,7 @@ def import_bridge(kind: str) -> Any:
     except Exception as error:
         raise UserError(
             f"megatron.bridge_type: {kind} needs the package {package}, whose import fails ({first_line(error)}): "
-            "install it, or use native, which needs none"
+            "docs/bridges.md has the line that installs it; or use native, if the family has a file here"
         ) from error
 
 

@@ -19,7 +19,7 @@ from fivefold.models.spec import ModelSpec
 
 @dataclass(frozen=True)
 class Architecture:
-    """What a model's layers compute beyond its sizes; empty for families with a table here."""
+    """Activation, gate, norms and factor of embeddings by Megatron-Bridge; empty for families with a table here."""
 
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Fields of Megatron-Core's configuration."""
