@@ -311,9 +311,8 @@ def _check_packages(findings: Findings, settings: PolicyConfig, has_gpus: bool) 
     """Check the packages that a model's settings require; `findings` are at its `megatron` section."""
     bridge, layers = settings.megatron.bridge_type, settings.megatron.transformer_impl
     if missing := missing_packages(BRIDGES[bridge]):
-        findings.error(
-            "bridge_type", f": {bridge} needs {'; '.join(missing)}: docs/bridges.md has the line that installs it"
-        )
+        way = "docs/bridges.md has the line that installs it; or use native, if the family has a file here"
+        findings.error("bridge_type", f": {bridge} needs {'; '.join(missing)}: {way}")
     if missing := missing_packages(TRANSFORMER_IMPL[layers]):
         findings.error("transformer_impl", f": {layers} needs {'; '.join(missing)}; torch needs nothing more")
     elif layers == "transformer_engine" and not has_gpus:
