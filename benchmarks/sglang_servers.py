@@ -276,10 +276,10 @@ def apart(part: Part) -> None:
 
 
 def experts(part: Part) -> None:
-    """Compare a server's log-probs of a small mixture of experts with the trainer's, on one GPU and on two."""
+    """Compare a server's log-probs of a small mixture of experts with the trainer's, on two GPUs and on one."""
     if not part.large:
         return part.say("experts", "skipped on a CPU: SGLang's kernels for experts are compiled")
-    return agreeing(part, "qwen3_moe", [("d1", 1, False), ("t2", 2, False)])
+    return agreeing(part, "qwen3_moe", [("t2", 2, False), ("d1", 1, False)])
 
 
 def sleep(part: Part) -> None:
@@ -294,8 +294,8 @@ def sleep(part: Part) -> None:
 
 
 def kill(part: Part) -> None:
-    """Kill a server while it samples: the only one on one GPU, and one of two."""
-    for layout, count in (("d1", 1), ("d2", 2)):
+    """Kill a server while it samples: one of two, and the only one on one GPU."""
+    for layout, count in (("d2", 2), ("d1", 1)):
         what = f"a server of {count} is killed"
         if is_there(part, what, count):
             results = part.measure_all(what, layout, killed, part.model("qwen3_0.6b"))
