@@ -382,9 +382,11 @@ def test_close_is_called_at_the_end_of_a_trajectory(pool_of, tmp_path):
     place, _ = pool.reset(str(tmp_path / "mark"), 0).result()
     pool.leave(place)
     deadline = time.monotonic() + 20
-    while not (tmp_path / "mark").exists() and time.monotonic() < deadline:
+    mark = tmp_path / "mark"
+    # The file is there before what is written to it.
+    while not (mark.exists() and mark.read_text()) and time.monotonic() < deadline:
         time.sleep(0.02)
-    assert (tmp_path / "mark").read_text() == "closed"
+    assert mark.read_text() == "closed"
 
 
 def test_environments_that_are_left_are_closed_at_the_end_of_a_run(pool_of, tmp_path):
