@@ -680,3 +680,24 @@ def test_interrupt_continue_with_stop_strings_needs_a_vllm_that_continues_reques
         "responses and see no stop string that begins before; 0.26.0 is installed: finish or abort"
     )
     assert check(replace(run, rollout=RolloutConfig(**rollout))).errors == [says] * is_refused
+
+
+@pytest.mark.parametrize(
+    ("version", "rollout", "is_refused"),
+    [
+        ("0.5.20", {"max_staleness": 2}, True),
+        ("0.5.20", {"max_staleness": 0, "tail": "drop"}, True),
+        ("0.5.20", {"max_staleness": 2, "interrupt": "finish"}, False),
+        ("0.5.20", {"max_staleness": 0}, False),
+        ("0.5.20", {}, False),
+        ("0.5.21", {"max_staleness": 2}, False),
+    ],
+)
+def test_interrupt_continue_needs_an_sglang_that_drops_the_keys_of_old_weights(files, sglang, version, rollout, is_refused):
+    sglang(version)
+    says = (
+        "rollout.interrupt must be finish or abort: SGLang 0.5.20 keeps the keys of the old weights while responses are in "
+        "flight, 0.5.21 drops them"
+    )
+    run = config(files, backend="sglang:t2", placement="apart")
+    assert check(replace(run, rollout=RolloutConfig(**rollout))).errors == [says] * is_refused

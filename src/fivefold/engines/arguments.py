@@ -22,6 +22,11 @@ _TYPES: dict[str, tuple[type, ...]] = {
 }
 
 
+def release_of(version: str, length: int) -> tuple[int, ...]:
+    """Return the first numbers of a version: the release of 0.5.10.post1 is (0, 5, 10) in three."""
+    return tuple(map(int, version.split(".")[:length]))
+
+
 def check_release(
     findings: Findings, package: str, name: str, version: str, supported: tuple[tuple[int, ...], tuple[int, ...]]
 ) -> bool:
@@ -32,7 +37,7 @@ def check_release(
         return False
     first, last = supported
     findings.require(
-        first <= tuple(map(int, version.split(".")[: len(first)])) <= last,
+        first <= release_of(version, len(first)) <= last,
         "backend",
         f": {name} {version} is installed, supported are {dotted(first)} to {dotted(last)}",
     )

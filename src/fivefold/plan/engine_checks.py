@@ -12,7 +12,7 @@ from fivefold.config.schema import LaunchConfig
 from fivefold.config.scoring import RewardConfig
 from fivefold.engines.servers.probe import check_servers
 from fivefold.engines.sglang import probe as sglang
-from fivefold.engines.sglang.arguments import check_sglang, refusals
+from fivefold.engines.sglang.arguments import check_sglang, refusals, why_responses_must_end
 from fivefold.engines.vllm import probe as vllm
 from fivefold.engines.vllm.arguments import check_vllm, installed_version, names_versions, returns_routes
 from fivefold.errors import UserError
@@ -43,18 +43,20 @@ def check_engine(findings: Findings, config: RunConfig, spec: ModelSpec | None) 
     if engine.kind == "sglang" and not config.algorithm.offline:
         for key, reason in refusals(engine.sampling):
             section.error(f"sampling.{key}", reason)
+    rollout = config.rollout
+    # Without either, a step finishes all its requests: none is in flight when weights change.
+    is_ahead = rollout.max_staleness is not None and (rollout.max_staleness > 0 or rollout.tail != "wait")
+    goes_on = engine.is_server and is_ahead and rollout.interrupt == "continue"
     if layout is not None:
         if engine.kind == "sglang":
             check_sglang(section, engine.sglang, layout)
+            if goes_on and (reason := why_responses_must_end()):
+                findings.error("rollout.interrupt", f"must be finish or abort: {reason}")
         else:
             check_vllm(section, engine.vllm)
             if config.policy.router_replay == "R3" and (lacks := returns_routes(has_gpus)):
                 message = f"must be left out or R2, or engine.backend transformers: {lacks}"
                 findings.error("policy.router_replay", message)
-            rollout = config.rollout
-            # Without either, a step finishes all its requests: none is in flight when weights change.
-            is_ahead = rollout.max_staleness is not None and (rollout.max_staleness > 0 or rollout.tail != "wait")
-            goes_on = engine.is_server and is_ahead and rollout.interrupt == "continue"
             findings.at("rollout").require(
                 not (goes_on and engine.sampling.stop) or names_versions(),
                 "interrupt",

@@ -12,13 +12,15 @@ from pathlib import Path
 from typing import Any
 
 from fivefold.config.engine import SamplingConfig
-from fivefold.engines.arguments import check_arguments, check_release, declared_fields
+from fivefold.engines.arguments import check_arguments, check_release, declared_fields, dotted, release_of
 from fivefold.errors import UserError
 from fivefold.keys.findings import Findings
 from fivefold.layout import ParallelLayout
 
 VERSIONS = ((0, 5, 20), (0, 5, 23))
 """First and last version that this package supports."""
+SUSPENDING = (0, 5, 21)
+"""First version that can drop the keys of old weights while requests are suspended."""
 LOADER = "fivefold.engines.sglang.receiver.receive"
 """Function that SGLang calls with the received weights (`--custom-weight-loader`)."""
 MARGIN = 8
@@ -90,6 +92,15 @@ def installed_version() -> str | None:
         return importlib.metadata.version("sglang")
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def why_responses_must_end() -> str | None:
+    """Returns why responses in flight cannot continue under new weights with the installed release; None if they can, or if
+    none is installed."""
+    version = installed_version()
+    if version is None or release_of(version, len(SUSPENDING)) >= SUSPENDING:
+        return None
+    return f"SGLang {version} keeps the keys of the old weights while responses are in flight, {dotted(SUSPENDING)} drops them"
 
 
 def check_sglang(findings: Findings, arguments: dict[str, Any], layout: ParallelLayout) -> None:

@@ -14,11 +14,12 @@ from typing import Any
 import httpx2 as httpx
 import torch
 
+from fivefold.engines.arguments import dotted
 from fivefold.engines.servers.buckets import Entry
 from fivefold.engines.servers.http import blocking_client, own_address, streaming_client
 from fivefold.engines.servers.server import Answer, Draw, ServerLostError, Where
 from fivefold.engines.servers.transfer import open_store
-from fivefold.engines.sglang.arguments import LOADER
+from fivefold.engines.sglang.arguments import LOADER, SUSPENDING
 from fivefold.engines.sglang.parameters import is_cut, sampling_arguments
 from fivefold.engines.sglang.probe import answers, load
 from fivefold.errors import RunError
@@ -161,7 +162,8 @@ class SGLangServer:
         while self._control.post("/flush_cache").status_code != 200:
             # Abandoned requests end a moment later.
             if time.monotonic() > deadline:
-                raise RunError(f"{self} keeps keys of the old weights: requests are running")
+                cause = f"(before {dotted(SUSPENDING)} SGLang cannot drop them then: rollout.interrupt=finish, or abort)"
+                raise RunError(f"{self} keeps keys of the old weights: requests are running {cause}")
             time.sleep(0.05)
         return [fault for faults_of_worker in faults for fault in faults_of_worker]
 
