@@ -163,14 +163,14 @@ def _build_servers(
         local: dict[int, tuple[torch.device, str | None]] = {}
         if settings.is_apart:
             local = _own_servers(layout, ranks, device)
-        else:
-            ranks_per_server, count = layout.tp, settings.process_count
-            first = ranks.rank // ranks_per_server * count if ranks.holds and ranks.rank % ranks_per_server == 0 else None
-            local = {} if first is None else dict.fromkeys(range(first, first + count), (device, None))
+        elif ranks.holds and ranks.rank % layout.tp == 0:
+            local = {ranks.rank // layout.tp: (device, None)}
+        ranks_per_server, count = None if settings.is_apart else layout.tp, settings.process_count
         logs = config.run_dir / "logs"
         processes = {
             number: start(config, directory, where, logs / f"server-{number}.log", host)
-            for number, (where, host) in local.items()
+            for replica, (where, host) in local.items()
+            for number in range(replica * count, (replica + 1) * count)
         }
     return ServerEngine(
         directory,
@@ -180,6 +180,7 @@ def _build_servers(
         log,
         processes=processes,
         ranks_per_server=ranks_per_server,
+        servers_per_device=settings.process_count,
         addresses=settings.url,
         window=-(-settings.max_num_seqs * 5 // (4 * ranks.layout.world_size * settings.process_count)),
         bucket_bytes=settings.sync_bucket_mb << 20,
@@ -192,8 +193,8 @@ def _build_servers(
 
 
 def _own_servers(layout: ParallelLayout, ranks: Ranks, device: torch.device) -> dict[int, tuple[torch.device, str | None]]:
-    """Return the separate servers that this rank starts: number -> (first device, host to listen on, or None for a Unix
-    socket)."""
+    """Return the replicas on separate devices that this rank starts: number -> (first device, host to listen on, or None for
+    a Unix socket)."""
     machines = _machines(ranks, device)
     # Ranks on other machines cannot reach a Unix socket of this one.
     host = own_address(f"http://{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}") if len(machines) > 1 else None

@@ -506,17 +506,17 @@ def test_the_summary_says_what_samples(files, vllm):
         ({"backend": "vllm:t2", "mode": "in_process"}, "engine.mode must be server or left out with engine.processes 2"),
         ({"backend": "vllm:t2", "max_num_seqs": 1}, "engine.processes must be at most engine.max_num_seqs = 1: got 2"),
         ({"backend": "transformers"}, "engine.processes must be 1 with transformers"),
-        ({"backend": "vllm:d1t2", "placement": "apart"}, "engine.processes must be 1 where engine.placement is apart"),
-        ({"backend": "vllm", "url": ["http://127.0.0.1:1"]}, "engine.processes must be 1 where engine.url names"),
+        ({"backend": "vllm:t2", "placement": "apart", "mode": "in_process"}, "left out with engine.processes 2: they are"),
+        ({"backend": "vllm", "url": ["http://127.0.0.1:1"]}, "engine.processes must be 1 with engine.url: got 2; each"),
         ({"backend": "vllm:t2", "mode": "in_process", "processes": "auto"}, "left out with engine.processes auto"),
         ({"backend": "transformers", "processes": "auto"}, "engine.processes must be 1 with transformers"),
         (
             {"backend": "vllm", "url": ["http://127.0.0.1:1"], "processes": "auto"},
-            "got auto; weights come over NCCL, which takes every GPU once",
+            "got auto; each process that runs already is a server with an address of its own",
         ),
     ],
 )
-def test_processes_share_the_gpus_of_vllm_s_ranks_only(files, vllm, given, says):
+def test_processes_share_the_gpus_of_a_vllm_that_the_run_starts_only(files, vllm, given, says):
     vllm("0.26.0")
     with pytest.raises(ConfigError, match=re.escape(says)):
         config(files, **{"processes": 2, **given})

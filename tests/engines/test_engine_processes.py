@@ -29,12 +29,14 @@ def model(tmp_path_factory) -> Path:
     return make_model("qwen3", tmp_path_factory.mktemp("model") / "qwen3", **SIZES)
 
 
-def config(model: Path, run_dir: Path, processes: int | str, dtype: str = "float32", max_num_seqs: int = 32) -> RunConfig:
+def config(
+    model: Path, run_dir: Path, processes: int | str, dtype: str = "float32", max_num_seqs: int = 32, **engine: str
+) -> RunConfig:
     (run_dir / "rows.jsonl").write_text('{"prompt": "1+1=", "ground_truth": "2"}\n' * 8)
     return RunConfig.of(
         model={"path": str(model)},
         policy={"dtype": dtype, "backend": "megatron:d1"},
-        engine={"backend": "vllm:d1", "processes": processes, "max_num_seqs": max_num_seqs, "max_model_len": 256},
+        engine={"backend": "vllm:d1", "processes": processes, "max_num_seqs": max_num_seqs, "max_model_len": 256, **engine},
         data={"train": [str(run_dir / "rows.jsonl")], "max_prompt_tokens": 32, "max_response_tokens": 32},
         reward={"functions": {"format": 1.0}},
         trainer={"device": "cpu", "run_dir": str(run_dir), "seed": 0},
@@ -139,8 +141,18 @@ def test_auto_is_decided_when_the_run_is_built_and_run_yaml_has_the_number(clust
     assert "as 2 servers each on the policy's ranks" in log and "engine.processes: auto is 2: a step takes" in log
 
 
-def test_one_of_two_processes_on_old_weights_is_seen(cluster, model, tmp_path, two):
-    ((drawn, differences, _),) = cluster.run(sampled, "megatron:d1", config(model, tmp_path, 2), model, True, seconds=900)
+def test_two_processes_on_a_device_of_their_own_sample_what_one_does(cluster, model, tmp_path, two):
+    """Each gets the same weights from the trainer's rank, in a process group of its own."""
+    made = config(model, tmp_path, 2, placement="apart")
+    ((drawn, differences, servers),) = cluster.run(sampled, "megatron:d1", made, model, False, seconds=900)
+    assert drawn == two[0] and max(differences) < 1e-5
+    assert {number for number, _ in servers} == {0, 1}
+
+
+@pytest.mark.parametrize("placement", ["colocated", "apart"])
+def test_one_of_two_processes_on_old_weights_is_seen(cluster, model, tmp_path, two, placement):
+    made = config(model, tmp_path, 2, placement=placement)
+    ((drawn, differences, _),) = cluster.run(sampled, "megatron:d1", made, model, True, seconds=900)
     assert max(differences[:2]) < 1e-5 and differences[2] > 1e-4, differences
     wrong = [place for place, pair in enumerate(zip(drawn[2], two[0][2], strict=True)) if pair[0] != pair[1]]
     assert 0 < len(wrong) < len(drawn[2]), "the other process has the new weights"

@@ -94,6 +94,16 @@ def test_auto_never_makes_a_run_that_is_refused(run):
     assert decide(wide, spec_of(wide))[0] == 1, "ranks on two machines cannot reach each other's servers"
 
 
+def test_servers_on_gpus_of_their_own_get_several_processes_too(run):
+    apart = run(engine={"placement": "apart"}, rollout={"max_staleness": 1})
+    count, why = decide(apart, spec_of(apart))
+    assert count > 1, why
+    assert validate(decided(apart, spec_of(apart))[0]).errors == []
+    # Two machines of eight: each rank sends its weights over the network anyway.
+    wide = run(gpus=8, engine={"placement": "apart"}, data={"prompts_per_step": 512}, rollout={"max_staleness": 1})
+    assert decide(wide, spec_of(wide))[0] > 1
+
+
 def test_auto_is_limited_by_the_cores_of_this_machine(run, monkeypatch):
     config = replace(run(), launch=RunConfig.of(model={"path": "x"}, data={"train": ["x"]}).launch)
     monkeypatch.setattr("fivefold.plan.run_rates.on_gpus", lambda *_: True)

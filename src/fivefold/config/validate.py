@@ -277,16 +277,17 @@ def _check_expert(findings: Findings, config: Derived) -> None:
 
 
 def _check_processes(findings: Findings, engine: EngineConfig) -> None:
-    """Check that an engine of several processes shares the ranks' devices."""
+    """Check that an engine can have several processes on its devices."""
     if engine.processes == 1:
         return
     key, count = "engine.processes", engine.processes
     message = f"must be 1 with {engine.kind}: only vLLM's processes share a GPU; got {count}"
     findings.require(engine.kind == "vllm", key, message)
-    message = f"must be 1 where {{}}: got {count}; weights come over NCCL, which takes every GPU once"
-    findings.require(not engine.url, key, message.format("engine.url names the servers"))
-    findings.require(not engine.is_apart, key, message.format("engine.placement is apart"))
-    message = f"must be server or left out with engine.processes {count}: they run next to the ranks"
+    message = (
+        f"must be 1 with engine.url: got {count}; each process that runs already is a server with an address of its own"
+    )
+    findings.require(not engine.url, key, message)
+    message = f"must be server or left out with engine.processes {count}: they are processes next to the ranks"
     findings.require(engine.mode != "in_process", "engine.mode", message)
     message = f"must be at most engine.max_num_seqs = {engine.max_num_seqs}: got {count}"
     findings.require(engine.max_num_seqs >= engine.process_count, key, message)

@@ -50,8 +50,8 @@ def check_engine(findings: Findings, config: RunConfig, spec: ModelSpec | None) 
     if layout is not None:
         if engine.kind == "sglang":
             check_sglang(section, engine.sglang, layout)
-            if goes_on and (reason := why_responses_must_end()):
-                findings.error("rollout.interrupt", f"must be finish or abort: {reason}")
+            if goes_on and (why := why_responses_must_end()):
+                findings.error("rollout.interrupt", f"must be finish or abort: {why}")
         else:
             check_vllm(section, engine.vllm)
             if config.policy.router_replay == "R3" and (lacks := returns_routes(has_gpus)):

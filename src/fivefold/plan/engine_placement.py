@@ -49,9 +49,9 @@ def device_rows(config: RunConfig) -> list[tuple[str, str]]:
         for server, layout, place in places:
             if place.machine == number:
                 server_devices = "processes" if place.first_gpu is None else f"GPU {_span(place.first_gpu, layout.tp)}"
-                rows.append(
-                    (f"{where}{server_devices}", f"{server} {place.number} of {layout}, started by rank {place.rank}")
-                )
+                count = config.engine.process_count if server == "server" else 1
+                named = f"{server}{'s' if count > 1 else ''} {_span(place.number * count, count)} of {layout}"
+                rows.append((f"{where}{server_devices}", f"{named}, started by rank {place.rank}"))
     return rows
 
 

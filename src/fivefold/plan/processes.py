@@ -38,9 +38,9 @@ def step_seconds(
     now = step_estimate(one, spec, cluster, rates, lengths)
     seconds = {1: now.seconds}
     engine = one.engine
-    if engine.kind != "vllm" or engine.is_apart or engine.url or now.rollout is None:
+    if engine.kind != "vllm" or engine.url or now.rollout is None:
         return seconds
-    if now.rollout.host < WORTH * now.seconds or cluster.gpus > cluster.node_gpus:
+    if now.rollout.host < WORTH * now.seconds or (cluster.gpus > cluster.node_gpus and not engine.is_apart):
         # Only the host's work is divided; and ranks reach the processes next to them on one machine only.
         return seconds
     room = max(cluster.room, now.memory.total)

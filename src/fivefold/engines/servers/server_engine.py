@@ -42,6 +42,7 @@ class ServerEngine:
         *,
         processes: Mapping[int, ServerProcess] | None = None,
         ranks_per_server: int | None = 1,
+        servers_per_device: int = 1,
         addresses: Sequence[str] = (),
         window: int,
         bucket_bytes: int,
@@ -55,8 +56,7 @@ class ServerEngine:
 
         `processes`: by number, the servers that this rank starts; `ranks_per_server`: number of consecutive ranks whose
         devices a server shares, None for separate devices; `window`: most requests of this rank that a server has at once;
-        `stall_seconds`: as in RequestRouter; `interrupt`: what happens to requests in flight when weights arrive;
-        `is_staged`: servers on other devices receive nothing before all weights are gathered.
+        `servers_per_device`, `is_staged`: as in WireSender; `stall_seconds`: RequestRouter's; `interrupt`: RolloutConfig's.
         """
         self._ranks, self._connect, self._log = ranks, connect, log
         self._processes = dict(processes or {})
@@ -64,7 +64,7 @@ class ServerEngine:
         self._given = list(addresses)
         self._sender: Sender
         if addresses or ranks_per_server is None:
-            self._sender = WireSender(ranks, device, bucket_bytes, is_staged=is_staged)
+            self._sender = WireSender(ranks, device, bucket_bytes, servers_per_device, is_staged=is_staged)
         else:
             self._sender = WeightSender(ranks, device, ranks_per_server, bucket_bytes)
         self._router = RequestRouter(ranks.rank, window, log, stall_seconds)

@@ -42,9 +42,16 @@ def senders_of(ranks: int) -> list[int]:
 class WireSender:
     """Delivers weights in buckets; each sender broadcasts its part of a bucket to the workers of all servers at once."""
 
-    def __init__(self, ranks: Ranks, device: torch.device, bucket_bytes: int, *, is_staged: bool) -> None:
-        """`is_staged`: gather all weights before sending any; each sender then holds its part of the whole model at once."""
+    def __init__(
+        self, ranks: Ranks, device: torch.device, bucket_bytes: int, servers_per_device: int = 1, *, is_staged: bool
+    ) -> None:
+        """`is_staged`: gather all weights before sending any; each sender then holds its part of the whole model at once.
+
+        `servers_per_device`: so many servers with consecutive numbers share devices. NCCL has a device in a group only once,
+        so each of them is in groups of its own, with its like on the other devices.
+        """
         self._ranks, self._device, self._is_staged = ranks, device, is_staged
+        self._servers_per_device = servers_per_device
         senders = senders_of(ranks.layout.world_size)
         self._senders, self._sends = len(senders), ranks.rank in senders
         self._index = senders.index(ranks.rank) if self._sends else 0
@@ -71,7 +78,7 @@ class WireSender:
         if not self._is_cut:
             delivery.begin()
         self._settle(self._ask("begin_weights", delivery.verify))
-        under_way: deque[tuple[dict[int, Future[Any]], Any]] = deque()
+        under_way: deque[tuple[dict[int, Future[Any]], list[Any]]] = deque()
         for bucket in buckets:
             # The other ranks gather the weights with this rank, whether it sends or not.
             if not self._is_cut:
@@ -114,10 +121,10 @@ class WireSender:
     def _allocate(self, size: int) -> Memory:
         return BroadcastMemory(size, self._device) if self._sends else NoMemory(size)
 
-    def _send(self, bucket: Bucket) -> tuple[dict[int, Future[Any]], Any]:
+    def _send(self, bucket: Bucket) -> tuple[dict[int, Future[Any]], list[Any]]:
         """Begin to send this rank's part, and let its servers receive all parts."""
         calls = self._ask("receive_bucket", [bucket.memory.handle], bucket.entries, bucket.used)
-        return calls, broadcast(self._groups[0], bucket.memory.bytes_B[: bucket.used]) if self._groups else None
+        return calls, [broadcast(group, bucket.memory.bytes_B[: bucket.used]) for group in self._groups]
 
     def _ask(self, name: str, *arguments: Any) -> dict[int, Future[Any]]:
         if self._is_cut:
@@ -129,14 +136,14 @@ class WireSender:
     def _submit(self, number: int, call: Callable[..., Any], *arguments: Any) -> Future[Any]:
         return self._threads[number].submit(call, *arguments)
 
-    def _settle(self, calls: Mapping[int, Future[Any]], work: Any = None) -> list[Any]:
-        """Waits for all calls and the work; returns the answers, or an empty list if they cannot complete on some rank."""
+    def _settle(self, calls: Mapping[int, Future[Any]], works: Sequence[Any] = ()) -> list[Any]:
+        """Waits for all calls and works; returns the answers, or an empty list if they cannot complete on some rank."""
         looked = time.monotonic()
         while not self._is_cut:
             waiting = [call for call in calls.values() if not call.done()]
             if any(call.done() and call.exception() is not None for call in calls.values()):
                 self._cut()
-            elif not waiting and self._is_done(work):
+            elif not waiting and all(self._is_done(work) for work in works):
                 break
             elif time.monotonic() > looked + _LOOK_SECONDS:
                 looked, self._is_cut = time.monotonic(), self._store.check([self._cut_key])
@@ -147,8 +154,8 @@ class WireSender:
         return [] if self._is_cut else [call.result() for call in calls.values()]
 
     def _is_done(self, work: Any) -> bool:
-        if work is None or not work.is_completed():
-            return work is None
+        if not work.is_completed():
+            return False
         try:
             work.wait()
         except RuntimeError as error:
@@ -184,28 +191,38 @@ class WireSender:
         if len(counts) < len(addresses):
             self._is_cut = True
             return
-        firsts = {number: 1 + sum(counts[other] for other in counts if other < number) for number in counts}
-        size, names = 1 + sum(counts.values()), [f"weights-{self._joins}-{index}" for index in range(self._senders)]
-        calls = {
-            number: self._submit(number, server.join_groups, self._where, names, firsts[number], size)
-            for number, server in self._servers.items()
-        }
+        sizes, firsts = [1] * self._servers_per_device, {}
+        for number in sorted(counts):
+            place = number % self._servers_per_device
+            firsts[number] = sizes[place]
+            sizes[place] += counts[number]
+        names = [
+            [f"weights-{self._joins}-{place}-{sender}" for sender in range(self._senders)] for place in range(len(sizes))
+        ]
+        calls = {}
+        for number, server in self._servers.items():
+            place = number % self._servers_per_device
+            joins = self._where, names[place], firsts[number], sizes[place]
+            calls[number] = self._submit(number, server.join_groups, *joins)
         self._asked += calls.items()
         if self._sends:
             # In a new thread each time: a partner that never joins would keep this rank from noticing the failure.
-            calls[_OWN] = ThreadPoolExecutor(1).submit(self._join_own, names[self._index], size)
+            names_here = [names_of_place[self._index] for names_of_place in names]
+            calls[_OWN] = ThreadPoolExecutor(1).submit(self._join_own, names_here, sizes)
         self._settle(calls)
         if self._sends and calls[_OWN].done() and (error := calls[_OWN].exception()) is not None:
             self._fault = str(error)
         if not self._is_cut:
             self._groups, self._joined = calls[_OWN].result() if self._sends else [], addresses
 
-    def _join_own(self, name: str, size: int) -> list[Any]:
+    def _join_own(self, names: Sequence[str], sizes: Sequence[int]) -> list[Any]:
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
         # A separate store connection: a store answers one request at a time, and this one takes until all members have
         # joined.
-        return join_groups(open_store(*self._where), [name], 0, size, self._device)
+        store = open_store(*self._where)
+        groups = [join_groups(store, [name], 0, size, self._device) for name, size in zip(names, sizes, strict=True)]
+        return [group for (group,) in groups]
 
     def _open_store(self, addresses: Sequence[str]) -> None:
         """Open the store, which the first rank holds at an address that the workers of every server can reach."""

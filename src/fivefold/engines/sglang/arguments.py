@@ -100,7 +100,9 @@ def why_responses_must_end() -> str | None:
     version = installed_version()
     if version is None or release_of(version, len(SUSPENDING)) >= SUSPENDING:
         return None
-    return f"SGLang {version} keeps the keys of the old weights while responses are in flight, {dotted(SUSPENDING)} drops them"
+    return (
+        f"SGLang {version} keeps the keys of the old weights while responses are in flight, {dotted(SUSPENDING)} drops them"
+    )
 
 
 def check_sglang(findings: Findings, arguments: dict[str, Any], layout: ParallelLayout) -> None:
