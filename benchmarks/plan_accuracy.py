@@ -183,6 +183,24 @@ ROLLOUTS += [
 ]
 
 
+def third(model: str, count: int, rate: int, **more: Any) -> Rollout:
+    """Requests with eight responses to each prompt, on a third host (benchmarks/results/h200-engine-limit.txt)."""
+    return Rollout(model, 1, 100, 200, 200, rate, count=count, **{"group": 8, **OTHER_HOST, **more})
+
+
+ROLLOUTS += [
+    third("135M", 256, 60781, logprobs="none", processes=2),
+    third("135M", 256, 37141),
+    third("135M", 1024, 65569, logprobs="none", processes=2),
+    third("135M", 1024, 64559, logprobs="objects", processes=2),
+    third("1.7B", 256, 34460),
+    third("1.7B", 1024, 49007, logprobs="none", processes=2),
+    third("1.7B", 1024, 44524, logprobs="objects", processes=2),
+    third("1.7B", 1024, 38731),
+    third("1.7B", 1024, 43493, is_server=True, processes=2),
+]
+
+
 STEPS: list[tuple[str, str, str, float, str, dict[str, float]]] = [
     # Its training was of older kernels.
     ("1.7B", "d1", "d1", 0.5, "none", {"rollout": 8.181, "weight sync, state to the host": 0.926}),

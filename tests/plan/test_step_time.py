@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.plan_accuracy import ROLLOUTS, UPDATES, places, second_chunk, sharded
+from benchmarks.plan_accuracy import OTHER_HOST, ROLLOUTS, UPDATES, places, second_chunk, sharded
 from fivefold.config import RunConfig
 from fivefold.layout import ParallelLayout, PipelineSplit
 from fivefold.models.families import spec_from_config
@@ -115,12 +115,13 @@ def test_a_long_tail_decodes_alone():
 
 
 def test_processes_share_the_host_s_work_and_each_reads_the_weights():
-    """Each prepares its part of the sequences; the GPU computes their steps one after another."""
+    """Each prepares its part of the sequences; the GPU computes their steps one after another, and reads more slowly."""
     one, two = sampler(max_num_seqs=1024), sampler(max_num_seqs=1024, processes=2)
     (host, gpu), (host_2, gpu_2) = (one_sampler.step_seconds(1024, 200, RATES) for one_sampler in (one, two))
-    half, weights = sampler(max_num_seqs=512), one._weights(512) / RATES.rate("decode_memory")
+    half, arithmetic = sampler(max_num_seqs=512), one.arithmetic(1024, RATES)
     assert host_2 == half.step_seconds(512, 200, RATES)[0] < host / 2
-    assert gpu_2 == pytest.approx(gpu + weights)
+    read = (gpu - arithmetic) * RATES.rate("decode_memory") + one._weights(512)
+    assert gpu_2 == pytest.approx(arithmetic + read / RATES.rate("shared_decode_memory"))
     small = replace(SPEC, layers=8)
     requests = Requests(1024, 8, 100, 200, 200)
     times = [rollout_time(sampler(small, max_num_seqs=1024, processes=n), requests, 1, RATES).total for n in (1, 2)]
@@ -215,15 +216,16 @@ def test_the_model_keeps_to_what_was_recorded():
 
 
 def test_every_rollout_is_predicted_within_15_percent_on_the_host_that_set_the_rates():
-    """But for one row: another host sampled 42,600 tokens a second, by a third more than this one would, as hosts differ."""
-    away = [row.name for row in ROLLOUTS if abs((rate := row.predicted(RATES)) / row.measured(rate) - 1) > 0.15]
-    assert away == ["1.7B t1, 100 + 200 of 200, 1024 at once, no log-probs"]
+    """On others a few are further away, by up to the third by which hosts differ: most where 1,024 sequences are sampled."""
+    away = [row for row in ROLLOUTS if abs((rate := row.predicted(RATES)) / row.measured(rate) - 1) > 0.15]
+    assert all(row.bound == OTHER_HOST["bound"] and row.count == 1024 for row in away) and len(away) == 4
 
 
 def test_a_sequence_costs_the_host_more_the_more_there_are():
     """So one process of 1,024 sequences is slower than one of 256, and two of 512 are more than twice as fast as it."""
-    rates = {row.name: row.predicted(RATES) for row in ROLLOUTS if row.model == "135M" and row.logprobs == "none"}
-    few, many, two = rates.values()
+    few, many, two = [
+        row.predicted(RATES) for row in ROLLOUTS if (row.model, row.logprobs, row.group) == ("135M", "none", 1)
+    ]
     assert many < few and two > 2 * many
 
 

@@ -68,6 +68,7 @@ KINDS: dict[str, Kind] = {
     "fsdp_host": Kind("us", "host", "", "more of it on `fsdp:` layouts: FSDP's hooks, and transformers' layer"),
     "update_host": Kind("us", "host", "", "an optimizer step besides its kernels"),
     "decode_memory": Kind("GB/s", "memory", "", "weights, keys and values read while decoding"),
+    "shared_decode_memory": Kind("GB/s", "memory", "", "the same where several of vLLM's processes share a GPU"),
     "decode_host": Kind("us", "host", "", "a step of vLLM"),
     "sequence_host": Kind("us", "host", "sequences of a process", "a sequence in a step of vLLM"),
     "logprob_host": Kind("us", "host", "", "a sequence in a step, more where workers collect its log-probs"),

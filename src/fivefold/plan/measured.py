@@ -70,6 +70,7 @@ MEASURED: tuple[Rate, ...] = (
     *_rows("fsdp_host", "set by 1.7B fsdp:d1, benchmarks/results/h200-fsdp.txt", {0: 8500}),
     *_rows("update_host", f"{_STEP}, seconds less kernels of 1.7B, mean of six rows", {0: 25000}),
     *_rows("decode_memory", _ENGINES, {0: 4000}),
+    *_rows("shared_decode_memory", f"{_LIMIT}, large-alone-2", {0: 2100}),
     *_rows("decode_host", _ENGINES, {0: 2900}),
     *_rows("sequence_host", _LIMIT, {256: 10.5, 1024: 27}),
     *_rows("logprob_host", "1.7B with and without flat log-probs, benchmarks/results/h200-x4-engines.txt", {0: 3.9}),

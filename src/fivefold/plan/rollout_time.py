@@ -114,7 +114,8 @@ class Sampler:
         read = self._weights(sequences) + sequences * length * self.token_bytes
         # Logits are written in float32, then read by the softmax and by sampling.
         read += 16 * sequences * spec.vocab / self.tp
-        gpu = read / rates.rate("decode_memory") + self.arithmetic(sequences, rates)
+        gpu = read / rates.rate("decode_memory" if self.processes == 1 else "shared_decode_memory")
+        gpu += self.arithmetic(sequences, rates)
         if self.tp > 1:
             gpu += 2 * spec.layers * rates.rate("decode_reduce")
         if self.is_eager:
