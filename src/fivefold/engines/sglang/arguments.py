@@ -17,7 +17,7 @@ from fivefold.errors import UserError
 from fivefold.keys.findings import Findings
 from fivefold.layout import ParallelLayout
 
-VERSIONS = ((0, 5, 20), (0, 5, 23))
+VERSIONS = ((0, 5, 16), (0, 5, 23))
 """First and last version that this package supports."""
 SUSPENDING = (0, 5, 21)
 """First version that can drop the keys of old weights while requests are suspended."""

@@ -44,9 +44,10 @@ def main(arguments: list[str]) -> None:
 
         def __init__(self, app: Any, host: str, port: int, **named: Any) -> None:
             where = {"uds": options.uds} if options.uds else {"host": options.host, "port": int(options.port)}
-            super().__init__(app, **where, **named)
+            super().__init__(app, **named | where)
 
-    uvicorn.Config = There
+    # Older releases call uvicorn.run, which takes the class from its own module; `uvicorn.main` names a function.
+    uvicorn.Config = sys.modules["uvicorn.main"].Config = There  # type: ignore[attr-defined]
     _keep_loads_with_temporary_files()
     # SGLang would send itself this request, to a port on which it does not listen. The client sends it in `take`.
     http_server._freeze_gc_after_server_warmup = lambda *_: None
