@@ -243,3 +243,21 @@ def test_flash_attention_attends_within_each_piece_and_nowhere_else(lengths, bef
         # Of one key alone queries and keys have no gradient: measured against what came in.
         rounding = max(1.5 * float((half.double() - want).norm()), 4e-3 * float(want.norm()), 4e-3 * float(upstream.norm()))
         assert (got.double() - want).norm() <= rounding
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("width", "most"), [(1, 1), (150, 3), (2048, 8), (5000, 2)])
+def test_rows_at_places_are_summed_in_one_pass(dtype, width, most):
+    from fivefold.backend.kernels.rows import sum_rows
+
+    rows = random(7, width).to(dtype)
+    generator = torch.Generator().manual_seed(1)
+    places = torch.randint(-1, 7, (4, most), generator=generator).to(DEVICE)
+    places[0] = -1
+    padded = torch.cat([rows.double(), torch.zeros(1, width, dtype=torch.float64, device=DEVICE)])
+    wanted = padded[places].sum(1)
+    summed = sum_rows(rows, places)
+    assert summed.dtype == dtype and not summed[0].any()
+    # Rounded once; the interpreter cuts the rest off.
+    assert difference(summed, wanted) < (1e-6 if dtype == torch.float32 else 2**-8 if ON_GPU else 2**-7)
+    assert sum_rows(rows, places[:0]).shape == (0, width)

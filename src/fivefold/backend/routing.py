@@ -45,6 +45,8 @@ class Choice:
     routes_TK: Tensor | None
     chosen_TK: Tensor = field(init=False)
     """Experts that the router itself chooses."""
+    taken_TK: Tensor = field(init=False)
+    """Experts that tokens are sent to."""
 
     def get_replay_topk(
         self,
@@ -56,10 +58,11 @@ class Choice:
     ) -> tuple[Tensor, Tensor]:
         """Return the chosen experts of each token: their [T, K] scores and [T, K] numbers."""
         scores_TK, self.chosen_TK = choose(scores_TE, topk, num_groups=num_groups, group_topk=group_topk)
+        self.taken_TK = self.chosen_TK
         if self.routes_TK is None:
-            return scores_TK, self.chosen_TK
-        taken_TK = torch.where(self.routes_TK == NO_ROUTE, self.chosen_TK, self.routes_TK.long())
-        return scores_TE.gather(1, taken_TK), taken_TK
+            return scores_TK, self.taken_TK
+        self.taken_TK = torch.where(self.routes_TK == NO_ROUTE, self.chosen_TK, self.routes_TK.long())
+        return scores_TE.gather(1, self.taken_TK), self.taken_TK
 
     def agreement(self, real_T: Tensor) -> Tensor:
         """[2] number of given routes of real tokens, and how many of them the router chooses as well."""

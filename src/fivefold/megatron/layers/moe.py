@@ -13,13 +13,18 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import CheckpointWithoutOutput
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.moe_layer import MoELayer
-from megatron.core.transformer.moe.moe_utils import compute_routing_scores_for_aux_loss, topk_routing_with_score_function
+from megatron.core.transformer.moe.moe_utils import (
+    compute_routing_scores_for_aux_loss,
+    get_default_pg_collection,
+    topk_routing_with_score_function,
+)
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from fivefold.backend import kernels
 from fivefold.backend.routing import Choice, Routing
+from fivefold.megatron.layers.expert_exchange import ExpertExchange
 
 
 class _AddLoss(torch.autograd.Function):
@@ -67,8 +72,8 @@ class Router(TopKRouter):
         self.replayed: Tensor
         """[2] routes given for real tokens since the step began, and how many the router also chose, on this rank."""
 
-    def forward(self, hidden: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
-        """[T, E] weights and [T, E] choice of the local tokens."""
+    def forward(self, hidden: Tensor, routing: Routing) -> tuple[Tensor, Tensor, Tensor]:
+        """[T, E] weights and [T, E] choice of the local tokens, and the [T, K] numbers of the chosen experts."""
         self._maintain_float32_expert_bias()
         sequence_mask_ST, routes_TLK = routing.sequence_mask_ST, routing.routes_TLK
         logits_TE = self.gating(hidden).view(-1, self.num_experts)
@@ -87,7 +92,7 @@ class Router(TopKRouter):
                 if self.enable_expert_bias:
                     self.local_tokens_per_expert += counts_E
             weights_TE = self._add_balance_loss(weights_TE, logits_TE, sequence_mask_ST)
-        return weights_TE, chosen_TE
+        return weights_TE, chosen_TE, choice.taken_TK
 
     def choose(self, logits_TE: Tensor, choice: Choice) -> tuple[Tensor, Tensor]:
         """Choose experts with Megatron-Core's routing, without its own losses and counts."""
@@ -137,7 +142,18 @@ class Router(TopKRouter):
 
 
 class MoE(MoELayer):
-    """Megatron-Core's layer; its router receives the `Routing` in place of a padding mask."""
+    """Megatron-Core's layer; its router receives the `Routing` in place of a padding mask.
+
+    Tokens reach their experts by our exchange, or by Megatron-Core's dispatcher where that is to gather them, or to compute
+    shared experts meanwhile.
+    """
+
+    def __init__(self, config: TransformerConfig, *given: Any, **named: Any) -> None:
+        groups = named.pop("pg_collection", None) or get_default_pg_collection()
+        super().__init__(config, *given, pg_collection=groups, **named)
+        exchanges = config.moe_token_dispatcher_type == "alltoall" and not config.moe_shared_expert_overlap
+        assert config.num_moe_experts is not None
+        self.exchange = ExpertExchange(config.num_moe_experts, groups) if exchanges else None
 
     def forward(
         self, hidden_states: Tensor, intermediate_tensors: Any = None, padding_mask: Routing | None = None
@@ -146,7 +162,12 @@ class MoE(MoELayer):
 
         def compute(hidden: Tensor) -> Tensor:
             shared = self.shared_experts_compute(hidden)
-            weights, chosen = self.router(hidden, padding_mask)
+            weights, chosen, experts = self.router(hidden, padding_mask)
+            if self.exchange is not None:
+                dispatched = self.exchange.dispatch(hidden.flatten(0, -2), weights, chosen, experts)
+                output, _ = self.experts(dispatched.tokens_MD, dispatched.counts_E, dispatched.weights_M)
+                combined = self.exchange.combine(output, dispatched).view_as(hidden)
+                return combined if shared is None else combined + shared
             tokens, weights = self.preprocess(hidden, weights, chosen)
             tokens, weights = self.dispatch(tokens, weights)
             output, _ = self.routed_experts_compute(tokens, weights)
