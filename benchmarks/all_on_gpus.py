@@ -41,13 +41,13 @@ class Job:
 _RECIPES = "benchmarks/recipes.py OUT/recipes --model MODEL --gsm8k GSM8K"
 _TRL = "benchmarks/beside_trl.py OUT/recipes --model MODEL --gsm8k GSM8K"
 _SHAPE = f"{_TRL} --shape Qwen3-1.7B"
-_LIMIT = "benchmarks/engine_limit.py --model MODEL --seconds 600 --group-seconds 120"
+_LIMIT = "benchmarks/engine_limit.py --model MODEL --seconds 700 --group-seconds 200"
 JOBS = (
     Job("gpu-tests", 1, 400, "-m pytest -n 0 -m gpu --timeout 300 -v"),
     Job("kernels", 1, 200, "-m pytest -n 0 -m kernels -q tests/megatron"),
     Job("fsdp-one", 1, 150, "benchmarks/fsdp_speed.py one --seconds 140"),
-    Job("engine-small", 1, 620, f"{_LIMIT} small-alone small-ours small-servers-2 small-servers-4 small-alone-2"),
-    Job("engine-large", 1, 620, f"{_LIMIT} large-alone large-ours large-servers-2 large-alone-2"),
+    Job("engine-small", 1, 720, f"{_LIMIT} small-alone-2 small-servers-2 small-ours small-servers-4 small-alone"),
+    Job("engine-large", 1, 720, f"{_LIMIT} large-alone-2 large-servers-2 large-ours large-alone"),
     Job("gsm8k-sft", 1, 260, f"{_RECIPES} --recipes gsm8k-sft --minutes 4"),
     Job("trl-small", 1, 420, f"{_TRL} --steps 10 --eval-every 10 --minutes 3.4 --set engine.processes=auto"),
     Job("trl-1.7b", 1, 420, f"{_SHAPE} --steps 6 --minutes 3.4"),
