@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -54,7 +55,17 @@ def broadcast(group: Any, bytes_B: Tensor) -> dist.Work:
     return work
 
 
-def leave(groups: Sequence[Any]) -> None:
-    """Aborts groups in which a member may be waiting for another one that is gone."""
-    for group in groups:
-        group.abort()
+def leave(groups: list[Any]) -> None:
+    """Aborts groups in which a member may be waiting for another one that is gone, and empties the list."""
+    while groups:
+        held = [groups.pop()]
+        if isinstance(held[0], dist.ProcessGroupGloo):
+            # Gloo's groups wait, when they are dropped, until the others have taken what was sent, or are gone.
+            threading.Thread(target=_abort, args=(held,), daemon=True).start()
+        else:
+            _abort(held)
+
+
+def _abort(held: list[Any]) -> None:
+    held[0].abort()
+    held.clear()

@@ -243,4 +243,4 @@ class WireSender:
 
     def _leave(self) -> None:
         leave(self._groups)
-        self._groups, self._joined = [], []
+        self._joined = []

@@ -61,7 +61,7 @@ class WeightReceiver:
 
     def join_groups(self, where: Where, names: Sequence[str], first: int, size: int) -> None:
         """Join the groups over which weights arrive, one for each sender; `first`: this server's first member."""
-        leave(self._groups)
+        leave(list(self._groups))
         rank = first + get_tp_group().rank_in_group
         self._groups = join_groups(open_store(*where), names, rank, size, self._device)
 

@@ -67,7 +67,7 @@ class WeightReceiver(LogprobCollector):
         self._check_run(run)
         if self.device.type == "cpu":
             unname_shared_memory(os.getpid())
-        leave(self._groups)
+        leave(list(self._groups))
         rank = first + get_tp_group().rank_in_group
         self._groups = join_groups(open_store(*where), names, rank, size, self.device)
 
