@@ -50,6 +50,8 @@ ENVIRONMENTS_READY := $(ENVIRONMENTS)/.ready
 
 # Which part of a long target runs: K/N is the K-th of N.
 PART ?= 1/1
+# How two processes divide the tests of a part.
+DIST ?= worksteal
 
 .PHONY: setup check test test-plain test-vllm test-slow test-slow-vllm test-sglang test-kernels test-routes test-trackers test-hub test-install test-browser test-dialects test-fsdp test-documents test-eras test-cpus \
 	test-layouts test-attacks test-bridges test-agents test-published test-hosts test-environments test-learning test-by-turns test-all demo real docs site demo-curve gsm8k gpu-test gpu-speed wheel image-cpu image-cuda clean
@@ -198,8 +200,9 @@ test-fsdp: $(READY)
 test-slow: $(READY)
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "slow and not vllm and not sglang and not ray and not gpu" --part $(PART)
 
+# `DIST=loadfile` keeps a file in one process: what its tests share is started once.
 test-slow-vllm: $(VLLM_READY)
-	$(VLLM)/bin/python -m pytest -n 2 --dist worksteal -m "slow and (vllm or ray)" --part $(PART) $(VLLM_TESTS)
+	$(VLLM)/bin/python -m pytest -n 2 --dist $(DIST) -m "slow and (vllm or ray)" --part $(PART) $(VLLM_TESTS)
 
 # The long targets that the commit's hash chooses, for at most fifteen minutes: CI runs them all in turn.
 test-by-turns: $(READY)
