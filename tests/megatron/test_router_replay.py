@@ -351,3 +351,14 @@ def test_faults_of_replay_are_seen(cluster, models, fault):
     arguments = models("qwen3_moe"), recomputing("qwen3_moe", "full"), expected[2], routes_of("qwen3_moe")
     differences = difference(cluster.run(fault, "megatron:d1", *arguments), expected)
     assert max(value / bound for value, bound in zip(differences, BOUNDS, strict=True)) > 100
+
+
+def test_a_route_that_names_an_expert_twice_is_the_router_s_choice():
+    """An engine's rows of an aborted response can be zeros: a token goes to no expert twice."""
+    from fivefold.backend.routing import Choice
+
+    scores_TE = torch.tensor([[0.1, 0.9, 0.5, 0.2]] * 4)
+    choice = Choice(torch.tensor([[3, 0], [0, 0], [-1, -1], [-1, 3]], dtype=torch.int8))
+    scores_TK, taken_TK = choice.get_replay_topk(scores_TE, 2, None, None, lambda scores, topk, **_: scores.topk(topk))
+    assert taken_TK.tolist() == [[3, 0], [1, 2], [1, 2], [1, 2]] == choice.taken_TK.tolist()
+    assert torch.equal(scores_TK, scores_TE.gather(1, taken_TK))

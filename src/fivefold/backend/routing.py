@@ -61,7 +61,10 @@ class Choice:
         self.taken_TK = self.chosen_TK
         if self.routes_TK is None:
             return scores_TK, self.taken_TK
-        self.taken_TK = torch.where(self.routes_TK == NO_ROUTE, self.chosen_TK, self.routes_TK.long())
+        routes_TK = self.routes_TK.long()
+        # A token without a route has the same number K times; no token is sent to an expert twice.
+        is_given_T = routes_TK.sort(1).values.diff(dim=1).ne(0).all(1) & (routes_TK != NO_ROUTE).all(1)
+        self.taken_TK = torch.where(is_given_T[:, None], routes_TK, self.chosen_TK)
         return scores_TE.gather(1, self.taken_TK), self.taken_TK
 
     def agreement(self, real_T: Tensor) -> Tensor:
