@@ -27,8 +27,8 @@ def open_store(address: str, port: int | None, seconds: float) -> Store:
 def join_groups(store: Store, names: Sequence[str], rank: int, size: int, device: torch.device) -> list[Any]:
     """Returns this process's membership of groups that are separate from all others: NCCL on GPUs, Gloo on hosts.
 
-    Rank 0 sends, and is in one of the groups. The others are in all of them, and join them in the same order. A sender that
-    has other groups with other members joins its groups in an order that all senders have.
+    Rank 0 sends, and is in one of the groups. The others are in all of them, and join them in the same order. Senders that
+    have several sets of members join them in the same order too.
     """
     groups: list[Any] = []
     timeout = store.timeout  # type: ignore[attr-defined]

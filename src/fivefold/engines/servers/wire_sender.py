@@ -47,8 +47,8 @@ class WireSender:
     ) -> None:
         """`is_staged`: gather all weights before sending any; each sender then holds its part of the whole model at once.
 
-        `servers_per_device`: so many servers with consecutive numbers share devices. NCCL has a device in a group only once,
-        so each of them is in groups of its own, with its like on the other devices.
+        `servers_per_device`: so many servers with consecutive numbers share devices. With NCCL a device can be in a group
+        only once, so the first servers of all devices are in groups of their own, and so are the second ones.
         """
         self._ranks, self._device, self._is_staged = ranks, device, is_staged
         self._servers_per_device = servers_per_device
