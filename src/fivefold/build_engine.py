@@ -33,8 +33,6 @@ from fivefold.plan.memory import CPU_CACHE
 
 _LEAST_CALL = 60.0
 """Seconds that a server has at least to answer a call about weights or memory, if `engine.stall_seconds` is lower."""
-_CPU_BATCH = 4096
-"""Number of tokens that vLLM computes at once on a CPU."""
 
 
 def build_engine(
@@ -113,13 +111,10 @@ def _vllm_arguments(config: RunConfig, directory: Path, device: torch.device) ->
         # vLLM finds the routes of cached prompts by their cache blocks.
         arguments |= {"enable_return_routed_experts": True, "enable_prefix_caching": True}
     arguments |= _cache_arguments(config, directory, device)
-    if device.type == "cpu":
-        # With chunked prefill vLLM rolls back random draws, which a CPU generator does not support (seen with 0.32).
-        longest = max(arguments["max_model_len"], _CPU_BATCH)
-        arguments |= {"enable_chunked_prefill": False, "max_num_batched_tokens": longest}
     of_family = of_model(read_config(directory), device.type == "cpu")
     both = {name: of_family[name] | settings.vllm[name] for name in of_family if isinstance(settings.vllm.get(name), dict)}
-    chosen = {name: value for name, value in settings.vllm.items() if name != "kv_cache_memory_bytes"}
+    not_as_given = {"kv_cache_memory_bytes", *(("enable_chunked_prefill",) if device.type == "cpu" else ())}
+    chosen = {name: value for name, value in settings.vllm.items() if name not in not_as_given}
     return arguments | of_family | chosen | both
 
 

@@ -37,6 +37,7 @@ class EngineArgs:
     model: str = ModelConfig.model
     enforce_eager: bool = ModelConfig.enforce_eager
     max_num_batched_tokens: int | None = None
+    enable_chunked_prefill: bool | None = None
     quantization: QuantizationMethods | str | None = None
     swap_space: float = CacheConfig.swap_space
     kv_cache_dtype: CacheDType = CacheConfig.cache_dtype
@@ -476,6 +477,14 @@ def test_a_quantized_engine_is_said_not_to_be_compared(files, vllm):
     vllm("0.26.0")
     ignored = dict(check(config(files, backend="vllm:t2", vllm={"quantization": "fp8"})).ignored)
     assert ignored["engine.verify_weights_every"].startswith("what a quantized engine holds")
+
+
+def test_prompts_are_said_to_be_read_whole_on_a_cpu(files, vllm):
+    vllm("0.26.0")
+    key, chunked = "engine.vllm.enable_chunked_prefill", {"enable_chunked_prefill": True}
+    ignored = dict(check(config(files, backend="vllm:t2", vllm=chunked)).ignored)
+    assert ignored[key] == "vLLM cannot split a prompt and draw with a seed on a CPU"
+    assert key not in dict(check(config(files, backend="vllm:t2", vllm={"enable_chunked_prefill": False})).ignored)
 
 
 def test_weights_that_were_quantized_before_are_not_those_of_the_policy(files, vllm, tmp_path):

@@ -46,9 +46,8 @@ def trajectories_on_servers(mesh, directory: Path, logs: Path, picks_another: bo
 
     `picks_another`: fault injection, turns go to a server that does not hold their prefix.
     """
-    # As a run with an environment starts its servers on a CPU.
-    arguments = {"disable_log_stats": False, "enable_chunked_prefill": False, "max_num_batched_tokens": 4096}
-    engine = vllm_engine(mesh, directory, logs, [], arguments=arguments, verify_every=0)
+    # As a run with an environment starts its servers.
+    engine = vllm_engine(mesh, directory, logs, [], arguments={"disable_log_stats": False}, verify_every=0)
     if picks_another:
         places, count = engine._router._places, len(engine._servers)
         get = places.get

@@ -194,6 +194,8 @@ def report_engine(section: Findings, engine: EngineConfig, has_gpus: bool) -> No
             "memory_fraction",
             "on a CPU the cache has 1 GiB, or what engine.vllm.kv_cache_memory_bytes or engine.sglang.max_total_tokens say",
         )
+    if is_cpu and engine.kind == "vllm" and not engine.url and engine.vllm.get("enable_chunked_prefill"):
+        section.at("vllm").ignore("enable_chunked_prefill", "vLLM cannot split a prompt and draw with a seed on a CPU")
     if engine.is_apart and engine.sleep != usual.sleep:
         section.ignore("sleep", "the servers have devices of their own, which no model shares")
     elif is_cpu and not engine.url and engine.sleep != usual.sleep:

@@ -22,6 +22,8 @@ ROUTE, TAKE, WEIGHTS, PROGRESS = "/fivefold/generate", "/fivefold/take", "/fivef
 """HTTP routes of a server, in addition to vLLM's own."""
 ON_CPU = {"VLLM_CPU_CI_ENV": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 """Environment on CPUs: threads stay those of the process, and kernels that are compiled at startup are left out."""
+_CPU_BATCH = 4096
+"""Tokens that an engine on CPUs computes at once, if its sequences are not longer."""
 OURS = {
     "model": "model.path",
     "tokenizer": "model.tokenizer",
@@ -59,6 +61,17 @@ _METHODS = Path("model_executor", "layers", "quantization", "__init__.py")
 
 _DEEPSEEK = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
 """Entries of DeepSeek-V3's config.json that vLLM needs. They are missing only if transformers wrote the file."""
+
+
+def on_cpu(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns an engine's arguments with what it needs on CPUs, where they do not say otherwise."""
+    return {
+        # This avoids compilation on a user's machine. Also, inductor's code for AVX2 read embeddings past their end (0.32).
+        "enforce_eager": True,
+        # With chunked prefill vLLM rolls back random draws, which a CPU generator does not support (seen with 0.32).
+        "enable_chunked_prefill": False,
+        "max_num_batched_tokens": max(arguments.get("max_model_len", 0), _CPU_BATCH),
+    } | dict(arguments)
 
 
 def of_model(config: Mapping[str, Any], is_on_cpu: bool) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from fivefold.distributed.scratch import name_shared_memory, scratch_directory
 from fivefold.engines.garbage import freeze_heap
 from fivefold.engines.transformers import stop_token_ids
 from fivefold.engines.turns import Turns
-from fivefold.engines.vllm.arguments import EXTENSION, ON_CPU
+from fivefold.engines.vllm.arguments import EXTENSION, ON_CPU, on_cpu
 from fivefold.engines.vllm.logprobs import TAG, logprobs_of
 from fivefold.engines.vllm.parameters import sampling_arguments, seed_of
 from fivefold.engines.vllm.routes import V2, as_tensor
@@ -62,9 +62,7 @@ class VLLMEngine:
             os.environ.setdefault(name, value)
         os.environ["VLLM_RPC_BASE_PATH"] = str(self._sockets)
         if device.type == "cpu":
-            arguments = {"enforce_eager": True} | arguments
-            # This avoids compilation on a user's machine. Also, inductor's code for AVX2 read embeddings past their end
-            # (0.32).
+            arguments = on_cpu(arguments)
             torch._dynamo.config.disable = bool(arguments["enforce_eager"])
         import vllm
 

@@ -19,7 +19,7 @@ from fivefold.distributed.compiler_caches import use_compiler_caches
 from fivefold.engines.arguments import flags
 from fivefold.engines.garbage import freeze_heap
 from fivefold.engines.servers.server_process import ServerProcess, devices_from, own_environment, run_as_program
-from fivefold.engines.vllm.arguments import EXTENSION, ON_CPU, PROGRESS, ROUTE, TAKE, WEIGHTS
+from fivefold.engines.vllm.arguments import EXTENSION, ON_CPU, PROGRESS, ROUTE, TAKE, WEIGHTS, on_cpu
 from fivefold.engines.vllm.held_weights import HeldWeights
 from fivefold.engines.vllm.logprobs import TAG, LogprobTaker, logprobs_of
 from fivefold.engines.vllm.parameters import seed_of
@@ -189,8 +189,7 @@ def server_process(
         # vLLM has no option that turns it off.
         del options["disable_log_stats"]
     if device.type == "cpu":
-        options = {"enforce_eager": True} | options
-        # This avoids compilation on a user's machine. Also, inductor's code for AVX2 read embeddings past their end (0.32).
+        options = on_cpu(options)
         environment = ON_CPU | ({"TORCH_COMPILE_DISABLE": "1"} if options["enforce_eager"] else {})
     if options.get("enable_return_routed_experts"):
         environment |= V2
