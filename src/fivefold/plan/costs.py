@@ -5,10 +5,11 @@ Each formula is for one micro-batch of one layer; docs/plan.md has them as a tab
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from fivefold.layout import ParallelLayout
-from fivefold.models.spec import ModelSpec
+from fivefold.models.spec import ModelSpec, MoESpec
 from fivefold.plan.efficiency import Efficiencies
 
 ADAM_BYTES = 34
@@ -160,10 +161,12 @@ def _experts(
     routed = tokens_of_rank * part.top_k
     tokens_of_expert = routed * layout.ep * layout.etp / part.num_experts
     grouped = [Work("grouped_gemm", tokens_of_expert, 6 * routed * spec.hidden * part.ffn)]
-    # Tokens are copied into expert order and summed back into token order: two reads and two writes in each direction.
-    # Tokens received from other ranks are regrouped by expert and back, as often.
-    gathered = routed * layout.etp if part.num_experts > layout.ep else 0
-    copied = Work("elementwise", 0, 4 * (routed + gathered) * spec.hidden * tokens.number_bytes)
+    # Received tokens are copied for each of their experts, and the outputs are summed: a read and a write, then a read.
+    copies = 3 * routed * layout.etp + tokens_of_rank
+    if (ranks := ranks_of_token(part, layout)) > 1:
+        # Tokens are copied in the order of the ranks that they are sent to, and what returns is summed.
+        copies += 4 * ranks * tokens_of_rank
+    copied = Work("elementwise", 0, copies * spec.hidden * tokens.number_bytes)
     held = 3 * spec.hidden * part.ffn * part.num_experts / layout.ep / layout.etp
     added = Work("gradients", 0, ADDED_BYTES * held)
     products, moved = [_product(tokens_of_rank, spec.hidden, part.num_experts)], ([copied], [copied, added])
@@ -171,6 +174,13 @@ def _experts(
         more, _, shared = _mlp(spec, layout, tokens, local, part.shared_ffn)
         products, moved = products + more, (moved[0] + shared[0], moved[1] + shared[1])
     return products, grouped, moved
+
+
+def ranks_of_token(part: MoESpec, layout: ParallelLayout) -> float:
+    """Return the number of ranks that hold at least one of a token's experts, on average over all choices of experts."""
+    elsewhere = part.num_experts - part.num_experts // layout.ep
+    missed = math.comb(elsewhere, part.top_k) / math.comb(part.num_experts, part.top_k)
+    return layout.ep * layout.etp * (1 - missed)
 
 
 def head_work(spec: ModelSpec, layout: ParallelLayout, tokens: Tokens) -> tuple[list[Work], list[Work]]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from fivefold.layout import ParallelLayout
 from fivefold.models.spec import ModelSpec
-from fivefold.plan.costs import Tokens, cached_numbers
+from fivefold.plan.costs import Tokens, cached_numbers, ranks_of_token
 from fivefold.plan.efficiency import Efficiencies
 from fivefold.plan.hardware import Cluster
 
@@ -30,10 +30,6 @@ def context_group(layout: ParallelLayout) -> Group:
 def data_group(layout: ParallelLayout) -> Group:
     """Return the data-parallel and context-parallel ranks, which sum gradients and shard the optimizer."""
     return Group(layout.dp * layout.cp, layout.tp)
-
-
-def expert_group(layout: ParallelLayout) -> Group:
-    return Group(layout.ep, layout.etp)
 
 
 def expert_data_group(layout: ParallelLayout) -> Group:
@@ -102,9 +98,8 @@ def layer_traffic(spec: ModelSpec, layout: ParallelLayout, tokens: Tokens, has_e
     once = links.gather(tensor_group(layout), local * spec.hidden)
     expert = 0.0
     if has_experts and part is not None:
-        routed = local / layout.tp * part.top_k * spec.hidden
-        expert = 2 * links.exchange(expert_group(layout), routed)
-        expert += 2 * links.gather(Group(layout.etp, 1), routed * layout.etp)
+        sent = ranks_of_token(part, layout) * local / layout.tp * spec.hidden
+        expert = 2 * links.exchange(Group(layout.ep * layout.etp, 1), sent)
     return LayerTraffic(2 * halves * once, context, expert, halves * once)
 
 

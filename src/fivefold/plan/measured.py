@@ -13,6 +13,7 @@ _STEPS = "set by whole steps of benchmarks/results"
 _CALIBRATED = "benchmarks/results/h200-calibration.txt"
 _ASSUMED = "assumed, whole steps agree"
 _ENGINES = "set by benchmarks/results/h200-x4-engines.txt"
+_EXPERTS = "set by benchmarks/results/h200-x2-experts.txt"
 _LIMIT = "set by benchmarks/results/h200-engine-limit.txt"
 
 
@@ -66,7 +67,7 @@ MEASURED: tuple[Rate, ...] = (
     *_rows("layer_host", _HOST, {0: 2550}),
     *_rows("tensor_host", _HOST, {0: 1730}),
     *_rows("context_host", "set by whole steps before", {0: 6000}),
-    *_rows("expert_host", f"set by four layouts of 30B-A3B, {_STEP}", {0: 3000}),
+    *_rows("expert_host", f"{_EXPERTS}, three layouts of 30B-A3B", {0: 3000}),
     *_rows("fsdp_host", "set by 1.7B fsdp:d1, benchmarks/results/h200-fsdp.txt", {0: 8500}),
     *_rows("update_host", f"{_STEP}, seconds less kernels of 1.7B, mean of six rows", {0: 25000}),
     *_rows("decode_memory", _ENGINES, {0: 4000}),

@@ -57,6 +57,10 @@ class Candidate:
     config: RunConfig
     estimate: StepEstimate
 
+    def order(self) -> tuple[float, int]:
+        """Return the key by which runs are sorted: the fastest first, and of equally fast ones the shorter layout."""
+        return round(self.estimate.seconds, 6), len(self.config.policy.backend)
+
 
 @dataclass
 class _Smallest:
@@ -93,7 +97,7 @@ class Space:
         if not candidates:
             raise UserError(self._too_large())
         chosen: dict[tuple[str, str], Candidate] = {}
-        for one in sorted(candidates, key=lambda one: one.estimate.seconds):
+        for one in sorted(candidates, key=Candidate.order):
             where = (one.config.policy.backend, one.config.engine.placement)
             # Keep only the fastest engine for each layout.
             if len(chosen) < count and where not in chosen and not validate(one.config).errors:
@@ -115,7 +119,7 @@ class Space:
         """Return the fastest run on the fewest GPUs that the model fits, this cluster's times a power of two, or None."""
         for space in chain([self], self.larger()):
             if candidates := space._candidates():
-                return min(candidates, key=lambda one: one.estimate.seconds)
+                return min(candidates, key=Candidate.order)
         return None
 
     def _candidates(self) -> list[Candidate]:
