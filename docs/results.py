@@ -179,13 +179,13 @@ def _goal(task: str, recorded: list[Curve]) -> str:
 
 def _on_the_same(curve: Curve, compared: list[float], ends: list[float]) -> str:
     """Return the factors of a rise between two sets of problems, and of `compared`, the run's own evaluations of one set."""
-    recipe, steps = _recipe(curve), [f"{row['step']:.0f}" for row in curve["evaluations"]]
-    problems = "" if recipe is None or recipe.eval.max_prompts is None else f" {recipe.eval.max_prompts}"
+    count, steps = _evaluated(curve), [f"{row['step']:.0f}" for row in curve["evaluations"]]
+    problems = "" if count is None else f" {count}"
     first, last = compared
+    times = " and ".join(f"{ends[1] / start:.2f} times {start:.4f}" for start in dict.fromkeys([ends[0], first]))
     return (
         f"by the same{problems} problems, which had {first:.4f} at step {steps[0]} and {last:.4f} at step {steps[-1]}, "
-        f"{last / first:.2f} times; {ends[1]:.4f} is {ends[1] / ends[0]:.2f} times {ends[0]:.4f} and "
-        f"{ends[1] / first:.2f} times {first:.4f}, but of other problems"
+        f"{last / first:.2f} times; {ends[1]:.4f} is {times}, but of other problems"
     )
 
 
@@ -227,19 +227,25 @@ def _of(recorded: Iterable[Curve], recipe: str) -> list[Curve]:
 
 def _before(curve: Curve, recorded: list[Curve]) -> tuple[dict[str, float] | None, int | None]:
     """Return the evaluation of the warm start, and its number of test problems if that was not all: the run's own first one,
-    or, if that took part of the problems and the last checkpoint all of them, the last of the task's SFT.
+    or, if that took part of the problems and the last checkpoint all of them, the last of the SFT that it began with.
     """
     task, kind, *device = curve["recipe"].split("-")
     if kind == "sft":
         return None, None
-    warm = _of(recorded, "-".join([task, "sft", *device])) if curve["whole"] else []
-    return (_after(warm[0]), _part(warm[0])) if warm else (curve["evaluations"][0], _part(curve))
+    sft = _of(recorded, "-".join([task, "sft", *device])) if curve["whole"] else []
+    warm = [one for one in sft if one["commit"] == curve["commit"]]
+    return (_after(warm[0]), _part(warm[0])) if warm else (curve["evaluations"][0], _evaluated(curve))
 
 
 def _part(curve: Curve) -> int | None:
     """Return the number of test problems of a run that has not evaluated all of them; None if it has."""
+    return None if curve["whole"] else _evaluated(curve)
+
+
+def _evaluated(curve: Curve) -> int | None:
+    """Return the number of test problems of a run's evaluations; None if they are all problems."""
     recipe = _recipe(curve)
-    return None if curve["whole"] or recipe is None else recipe.eval.max_prompts
+    return None if recipe is None else recipe.eval.max_prompts
 
 
 def _after(curve: Curve) -> dict[str, float]:
