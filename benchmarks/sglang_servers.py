@@ -4,7 +4,8 @@ GPUs.
 `python benchmarks/sglang_servers.py [PART ...] [--seconds N]`: every part (`PARTS` below), or those named, each for N
 seconds at most; a server takes about 100 s to start the first time. What a part measures is printed as it comes. The
 variable SGLANG_ARGUMENTS has further arguments of SGLang as JSON, such as '{"attention_backend": "triton"}' where its own
-choice of kernels is not installed. `--dry-run`: tiny models on CPUs; SGLang then runs with the stand-ins of its tests:
+choice of kernels is not installed; VLLM_PYTHONPATH is the PYTHONPATH of vLLM's server, where the two cannot share their
+dependencies. `--dry-run`: tiny models on CPUs; SGLang then runs with the stand-ins of its tests:
 
     PYTHONPATH=tests/support/sglang_cpu .venv-sglang/bin/python benchmarks/sglang_servers.py --dry-run --seconds 600
 
@@ -76,6 +77,8 @@ def servers_of(
         connect = VLLMServer
         given = {"model": str(directory), "tensor_parallel_size": tp, "enable_sleep_mode": large}
         given |= arguments(directory, large) | ({"gpu_memory_utilization": FRACTION} if large else {})
+        if "VLLM_PYTHONPATH" in os.environ:
+            os.environ["PYTHONPATH"] = os.environ["VLLM_PYTHONPATH"]
     else:
         from fivefold.engines.sglang.client import SGLangServer
         from fivefold.engines.sglang.probe import answers
@@ -344,7 +347,7 @@ def ahead(part: Part) -> None:
     model = part.model("qwen3_0.6b")
     root = model.parent
     write_data(root)
-    for interrupt in ("continue", "finish", "abort"):
+    for interrupt in ("continue", "abort", "finish"):
         engine = {
             "backend": "sglang:d1",
             "placement": "apart",
