@@ -136,7 +136,8 @@ def _sentence(recorded: list[Curve]) -> str:
     parts, hardware = [], dict[str, None]()
     for task, shown in TASKS.items():
         whole = [curve for curve in _of(recorded, f"{task}-grpo") if _part(curve) is None]
-        hardware |= dict.fromkeys(curve["hardware"] for curve in whole)
+        # How many runs shared a GPU changes times only.
+        hardware |= dict.fromkeys(curve["hardware"].partition(", ")[0] for curve in whole)
         last = [_sampled(_after(curve))[0] for curve in whole]
         starts = [_before(curve, recorded) for curve in whole]
         first = [_sampled(row)[0] for row, _ in starts if row]
@@ -146,7 +147,7 @@ def _sentence(recorded: list[Curve]) -> str:
         if cut := [_steps(curve) for curve in whole if _is_cut(curve)]:
             between += f", stopped after {' and '.join(dict.fromkeys(cut))} steps"
         parts.append(f"{shown}: {between}")
-    where = f" ({'; '.join(hardware)})" if hardware else ""
+    where = f" ({' or '.join(hardware)})" if hardware else ""
     text = f"GRPO of SmolLM2-135M-Instruct, a published model of 135M parameters{where}; share of correct samples: "
     return textwrap.fill(f"{text}{'; '.join(parts)} ([results](docs/results.md)).", 120)
 
