@@ -132,10 +132,12 @@ def readme(page: str, recorded: list[Curve] | None = None) -> str:
 
 
 def _sentence(recorded: list[Curve]) -> str:
-    """Return what GRPO reaches on each task, with the range over its seeds."""
+    """Return what GRPO reaches on each task, with the range over its seeds: those with the same problems before and after,
+    if there are any."""
     parts, hardware = [], dict[str, None]()
     for task, shown in TASKS.items():
         whole = [curve for curve in _of(recorded, f"{task}-grpo") if _part(curve) is None]
+        whole = [curve for curve in whole if _before(curve, recorded)[1] is None] or whole
         # How many runs shared a GPU changes times only.
         hardware |= dict.fromkeys(curve["hardware"].partition(", ")[0] for curve in whole)
         last = [_sampled(_after(curve))[0] for curve in whole]

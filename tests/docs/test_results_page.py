@@ -65,8 +65,20 @@ def test_a_rise_between_different_problems_says_so_with_that_of_the_same_ones():
     assert "1.33 times 0.7500 and 10.00 times 0.1000, but of other problems" in text
     begin, end = "<!-- results: begin (written by `make docs`) -->\n", "<!-- results: end -->\n"
     shown = " ".join(readme(begin + end, [run, warm]).split())
-    assert "(1 x GPU, shared); share" in shown and "GSM8K: 0.750 of 512 test problems to 1.000 of all 1,319 with" in shown
+    assert "(1 x GPU); share" in shown and "GSM8K: 0.750 of 512 test problems to 1.000 of all 1,319 with" in shown
     assert 'alt="GSM8K, 256 test problems: share' in shown and "GSM8K, 256 test problems" in drawing("gsm8k", [run])
+
+
+def test_a_warm_start_is_that_of_the_same_commit_and_readme_compares_the_same_problems():
+    """Seed 1 began with another warm start than the one in the table; its own evaluation is of 256 problems."""
+    warm, mine = curve("gsm8k-sft"), curve("gsm8k-grpo", whole=evaluation(3, 0.875))
+    other = curve("gsm8k-grpo", 1, whole=evaluation(3, 0.5), commit="def5678")
+    text = " ".join(results("", [warm, mine, other]).split())
+    assert "0.7500 to 0.8750 at step 3 with seed 0" in text
+    assert "0.1250 (of 256 problems) to 0.5000 (of 1,319) at step 3 with seed 1" in text
+    assert "0.5000 is 4.00 times 0.1250, but of other problems" in text
+    begin, end = "<!-- results: begin (written by `make docs`) -->\n", "<!-- results: end -->\n"
+    assert "GSM8K: 0.750 to 0.875 with one seed" in " ".join(readme(begin + end, [warm, mine, other]).split())
 
 
 def test_an_evaluation_of_part_of_the_problems_says_so_and_is_compared_with_its_like():
