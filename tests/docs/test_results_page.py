@@ -69,7 +69,7 @@ def test_a_rise_between_different_problems_says_so_with_that_of_the_same_ones():
     assert 'alt="GSM8K, 256 test problems: share' in shown and "GSM8K, 256 test problems" in drawing("gsm8k", [run])
 
 
-def test_a_warm_start_is_that_of_the_same_commit_and_readme_compares_the_same_problems():
+def test_a_warm_start_is_of_the_same_commit_and_readme_compares_the_same_problems():
     """Seed 1 began with another warm start than the one in the table; its own evaluation is of 256 problems."""
     warm, mine = curve("gsm8k-sft"), curve("gsm8k-grpo", whole=evaluation(3, 0.875))
     other = curve("gsm8k-grpo", 1, whole=evaluation(3, 0.5), commit="def5678")
