@@ -13,6 +13,7 @@ OUT/curves/NAME.json: in benchmarks/results/smollm2/, `make docs` draws it. With
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
 import os
 import re
@@ -21,6 +22,8 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -173,36 +176,47 @@ class Bench:
     def warm(self, task: str) -> Path:
         """Return the directory of a task's warm start, which its recipe trains if it is not there."""
         path = self.out / task / "warm" / MODEL
-        if not path.is_dir():
+        if not self.tag:
             self.train(f"{task}-sft", 0)
         if not path.is_dir():
             sys.exit(f"there is no warm start: {task}-sft has failed")
         return path
 
     def train(self, name: str, seed: int) -> Curve:
-        """Run a recipe until it ends or its time is over; the last checkpoint is then evaluated on all test problems."""
+        """Run a recipe until it ends or its time is over; the last checkpoint is then evaluated on all test problems.
+
+        Of several commands that need a warm start, the first trains it and the others wait.
+        """
         task, kind = name.split("-", 1)
         path, curve = self.recipe(name), self.curve(name, seed)
         run_dir = self.out / task / curve.name.removeprefix(f"{task}-")
         # A warm start that is there is that of the runs that follow; one with a tag is measured only.
-        warm = self.out / task / "warm" / MODEL if kind == "sft" and not self.tag else None
-        if warm is not None and warm.is_dir():
-            print(f"\n{curve.name}: {warm} is there", flush=True)
-            return curve
         if kind != "sft":
             self.warm(task)
-        changes = [*curve.changes, f"trainer.run_dir={run_dir}", f"trainer.seed={seed}", "trainer.resume=auto"]
-        print(f"\n{curve.name}: {' '.join(curve.changes) or 'as in its file'}", flush=True)
-        self.follow(curve, run_dir, [*FIVEFOLD, "train", str(path), *changes])
-        if warm is not None:
-            self.command(curve.name, ["export", str(run_dir), str(warm)], 300)
-        elif kind != "sft" and curve.evaluations and "max_prompts" in path.read_text():
+        elif not self.tag:
+            warm = self.out / task / "warm" / MODEL
+            with alone(self.out / task / "warm.lock"):
+                if warm.is_dir():
+                    print(f"\n{curve.name}: {warm} is there", flush=True)
+                else:
+                    self.run(curve, path, run_dir, seed)
+                    self.command(curve.name, ["export", str(run_dir), str(warm)], 300)
+                    self.write(curve)
+            return curve
+        self.run(curve, path, run_dir, seed)
+        if kind != "sft" and curve.evaluations and "max_prompts" in path.read_text():
             changes = [] if self.dry else ["eval.max_prompts=null"]
             printed = self.command(curve.name, ["eval", str(run_dir), *changes], 400)
             curve.whole = _scores(json.loads(printed)) if printed else {}
             print(f"{curve.name}: all test problems  {described(curve.whole)}", flush=True)
         self.write(curve)
         return curve
+
+    def run(self, curve: Curve, path: Path, run_dir: Path, seed: int) -> None:
+        """Run a recipe until it ends or its time is over."""
+        changes = [*curve.changes, f"trainer.run_dir={run_dir}", f"trainer.seed={seed}", "trainer.resume=auto"]
+        print(f"\n{curve.name}: {' '.join(curve.changes) or 'as in its file'}", flush=True)
+        self.follow(curve, run_dir, [*FIVEFOLD, "train", str(path), *changes])
 
     def follow(self, curve: Curve, run_dir: Path, command: list[str]) -> None:
         """Run a command; print and store what it measures. SIGTERM at the end of its time lets it save."""
@@ -324,6 +338,14 @@ def described_machine() -> dict[str, Any]:
     }
 
 
+@contextmanager
+def alone(path: Path) -> Iterator[None]:
+    """Wait until no other command holds this lock, and hold it."""
+    with path.open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
 def write_data(out: Path, model: Path | None, gsm8k: Path | None, dry: bool, cpu: bool = False) -> None:
     """Put the data of both tasks and the model where the recipes look for them."""
     run = [sys.executable, str(EXAMPLES / "words.py"), str(out / "words"), *(["0", "10"] if cpu else [])]
@@ -421,8 +443,9 @@ def main() -> int:
     out.mkdir(parents=True, exist_ok=True)
     about = described_machine()
     print(f"{about['hardware']}; commit {about['commit']}; {about['versions']}", flush=True)
-    if not (out / MODEL).exists():
-        write_data(out, options.model, options.gsm8k, options.dry_run, options.cpu)
+    with alone(out / "data.lock"):
+        if not (out / MODEL).exists():
+            write_data(out, options.model, options.gsm8k, options.dry_run, options.cpu)
     bench = Bench(out, options.minutes, options.dry_run, options.cpu, changes, about, options.tag)
     curves = [
         bench.train(name, seed)

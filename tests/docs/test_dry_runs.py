@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -38,6 +39,18 @@ def test_the_recipes_train_their_warm_start_and_print_every_evaluation(tmp_path)
         assert [row[0] for row in curve["rewards"]] == [1, 2, 3, 4] and curve["peak_gib"] > 0
         assert bool(curve["whole"]) == (name == "gsm8k-grpo-0")
     assert shown.count("\n  last  ") == 4 and shown.count("\n  all test problems  greedy") == 1
+
+
+def test_commands_that_begin_at_once_share_the_warm_start_that_one_of_them_trains(tmp_path):
+    with ThreadPoolExecutor() as pool:
+        runs = [
+            pool.submit(printed, "recipes.py", tmp_path / "out", "--recipes", "words-grpo", "--first-seed", str(seed))
+            for seed in (0, 1)
+        ]
+        shown = [run.result() for run in runs]
+    assert sum("\nwords-sft-0: step" in text for text in shown) == 1
+    assert sum("words-sft-0: " in text and " is there\n" in text for text in shown) == 1
+    assert all(f"\nwords-grpo-{seed}: 4 steps, " in text for seed, text in enumerate(shown))
 
 
 @pytest.mark.parametrize("sides", ["fivefold", "fivefold,trl"])
