@@ -121,8 +121,9 @@ def test_a_token_goes_once_to_each_rank_that_has_one_of_its_experts(text):
 def test_tokens_are_copied_for_their_ranks_and_experts_and_summed_each_way():
     """In numbers of D: a copy is read and written; a sum reads what it adds, and writes one."""
     spec = spec_from_config(SHAPES["Qwen3-30B-A3B"])
-    for text, ranks in (("d4", 0), ("d4e4", 3.62901), ("d4e128", 8.0), ("(attn:t4|ffn:t4)", 4)):
-        parsed, dense = layout(text.replace("d4e128", "d128e128")), replace(spec, moe=None)
+    dense, gathered = replace(spec, moe=None), ParallelLayout.parse("fsdp:d4e4")
+    cases = ((layout("d4"), 0), (layout("d4e4"), 3.62901), (layout("d128e128"), 8.0), (layout("(attn:t4|ffn:t4)"), 4))
+    for parsed, ranks in (*cases, (gathered, 0)):
         to_ranks, to_experts = 2 * ranks, 2 * 8 * parsed.etp
         from_experts, from_ranks = 8 * parsed.etp + (ranks or 1), ranks + 1 if ranks else 0
         more = to_ranks + to_experts + from_experts + from_ranks
@@ -130,7 +131,7 @@ def test_tokens_are_copied_for_their_ranks_and_experts_and_summed_each_way():
             with_experts = flops(layer_work(spec, parsed, Tokens(8192, 2048), True)[way], "elementwise")
             without = flops(layer_work(dense, parsed, Tokens(8192, 2048), False)[way], "elementwise")
             expected = more * 8192 / parsed.tp * 2048 * 2
-            assert with_experts - without == pytest.approx(expected, rel=1e-4), (text, way)
+            assert with_experts - without == pytest.approx(expected, rel=1e-4), (parsed, way)
 
 
 def test_a_sliding_window_bounds_what_a_token_sees():

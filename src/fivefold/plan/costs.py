@@ -163,8 +163,8 @@ def _experts(
     grouped = [Work("grouped_gemm", tokens_of_expert, 6 * routed * spec.hidden * part.ffn)]
     # Received tokens are copied for each of their experts, and the outputs are summed: a read and a write, then a read.
     copies = 3 * routed * layout.etp + tokens_of_rank
-    if (ranks := ranks_of_token(part, layout)) > 1:
-        # Tokens are copied in the order of the ranks that they are sent to, and what returns is summed.
+    if layout.backend != "fsdp" and (ranks := ranks_of_token(part, layout)) > 1:
+        # Tokens are copied in the order of the ranks that they are sent to, and what returns is summed; FSDP gathers all.
         copies += 4 * ranks * tokens_of_rank
     copied = Work("elementwise", 0, copies * spec.hidden * tokens.number_bytes)
     held = 3 * spec.hidden * part.ffn * part.num_experts / layout.ep / layout.etp
