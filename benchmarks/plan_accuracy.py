@@ -184,21 +184,28 @@ ROLLOUTS += [
 ]
 
 
-def third(model: str, count: int, rate: int, **more: Any) -> Rollout:
-    """Requests with eight responses to each prompt, on a third host (benchmarks/results/h200-engine-limit.txt)."""
+def elsewhere(model: str, count: int, rate: int, **more: Any) -> Rollout:
+    """Requests with eight responses to each prompt, on two more hosts (benchmarks/results/h200-engine-limit.txt)."""
     return Rollout(model, 1, 100, 200, 200, rate, count=count, **{"group": 8, **OTHER_HOST, **more})
 
 
 ROLLOUTS += [
-    third("135M", 256, 60781, logprobs="none", processes=2),
-    third("135M", 256, 37141),
-    third("135M", 1024, 65569, logprobs="none", processes=2),
-    third("135M", 1024, 64559, logprobs="objects", processes=2),
-    third("1.7B", 256, 34460),
-    third("1.7B", 1024, 49007, logprobs="none", processes=2),
-    third("1.7B", 1024, 44524, logprobs="objects", processes=2),
-    third("1.7B", 1024, 38731),
-    third("1.7B", 1024, 43493, is_server=True, processes=2),
+    elsewhere("135M", 256, 60781, logprobs="none", processes=2),
+    elsewhere("135M", 256, 37141),
+    elsewhere("135M", 1024, 65569, logprobs="none", processes=2),
+    elsewhere("135M", 1024, 64559, logprobs="objects", processes=2),
+    elsewhere("1.7B", 256, 34460),
+    elsewhere("1.7B", 1024, 49007, logprobs="none", processes=2),
+    elsewhere("1.7B", 1024, 44524, logprobs="objects", processes=2),
+    elsewhere("1.7B", 1024, 38731),
+    elsewhere("1.7B", 1024, 43493, is_server=True, processes=2),
+    # The same on a fourth host.
+    elsewhere("135M", 256, 48579, is_server=True, processes=2),
+    elsewhere("135M", 1024, 57574, is_server=True, processes=2),
+    # Four processes take turns on the GPU, and one process takes all their answers: the estimate counts neither.
+    elsewhere("135M", 1024, 92231, is_server=True, processes=4, bound=0.45),
+    elsewhere("135M", 256, 42962),
+    elsewhere("135M", 1024, 41503),
 ]
 
 

@@ -216,9 +216,9 @@ def test_the_model_keeps_to_what_was_recorded():
 
 
 def test_every_rollout_is_predicted_within_15_percent_on_the_host_that_set_the_rates():
-    """On others a few are further away, by up to the third by which hosts differ: most where 1,024 sequences are sampled."""
+    """On others a few of 1,024 sequences are further away, by up to the third by which hosts differ, or with four processes."""
     away = [row for row in ROLLOUTS if abs((rate := row.predicted(RATES)) / row.measured(rate) - 1) > 0.15]
-    assert all(row.bound == OTHER_HOST["bound"] and row.count == 1024 for row in away) and len(away) == 4
+    assert all(row.bound >= OTHER_HOST["bound"] and row.count == 1024 for row in away) and len(away) == 6
 
 
 def test_a_sequence_costs_the_host_more_the_more_there_are():
