@@ -52,7 +52,7 @@ JOBS = (
     Job("trl-small", 1, 420, f"{_TRL} --steps 10 --eval-every 10 --minutes 3.4 --set engine.processes=auto"),
     Job("trl-1.7b", 1, 420, f"{_SHAPE} --steps 6 --minutes 3.4"),
     Job("trl-turns", 1, 620, f"{_SHAPE} --steps 4 --minutes 5 --turns 16 --tool-seconds 0.05 --set data.prompts_per_step=8"),
-    Job("start-up-1.7b", 1, 270, "benchmarks/start_up.py 1.7b --seconds 260"),
+    Job("start-up-1.7b", 1, 420, "benchmarks/start_up.py 1.7b --seconds 410"),
     Job(
         "quickstart",
         1,

@@ -100,19 +100,21 @@ class Part:
                 self.claim(what, False, shortened(str(error)))
         return None
 
-    def train(self, what: str, run: Mapping[str, Any], wanted: tuple[str, ...]) -> list[dict[str, Any]]:
+    def train(
+        self, what: str, run: Mapping[str, Any], wanted: tuple[str, ...], environment: Mapping[str, str] = os.environ
+    ) -> list[dict[str, Any]]:
         """The rows of a whole run from the command line, of which each is said as it comes, with the keys that begin as
-        `wanted`; none if the run fails or the time is over."""
+        `wanted`; none if the run fails or the time is over. What it prints goes to a file next to its directory, `.out`."""
         if self.left <= 0:
             self.say(what, OVER)
             return []
         run_dir, printed = Path(run["trainer"]["run_dir"]), 0
         file, output = run_dir.with_name(f"{run_dir.name}.yaml"), run_dir.with_name(f"{run_dir.name}.out")
         file.write_text(yaml.safe_dump(dict(run)))
-        paths = os.pathsep.join([f"{ROOT}/src", *filter(None, [os.environ.get("PYTHONPATH")])])
+        paths = os.pathsep.join([f"{ROOT}/src", *filter(None, [environment.get("PYTHONPATH")])])
         command = [sys.executable, "-m", "fivefold.cli", "train", str(file)]
         with output.open("w+") as out:
-            process = subprocess.Popen(command, stdout=out, stderr=out, env=os.environ | {"PYTHONPATH": paths})
+            process = subprocess.Popen(command, stdout=out, stderr=out, env={**environment, "PYTHONPATH": paths})
             try:
                 while process.poll() is None and self.left > 0:
                     time.sleep(1)

@@ -25,12 +25,10 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
-from benchmarks.engine_speed import FIVEFOLD, grpo_run, write_data
+from benchmarks.engine_speed import grpo_run, write_data
 from benchmarks.harness import Part, run
 from fivefold.distributed.compiler_caches import VARIABLES
 from fivefold.layout import ParallelLayout
@@ -85,32 +83,19 @@ def first_sample(name: str, layout: str, engine: str) -> Callable[[Part], None]:
 
 def started(part: Part, title: str, root: Path, settings: dict[str, Any]) -> dict[str, Any] | None:
     """Run three steps with caches below `root`; print and return what the start took and the seconds of each step."""
-    run_dir = Path(settings["trainer"]["run_dir"])
-    (root / "run.yaml").write_text(yaml.safe_dump(settings))
+    run_dir, begin = Path(settings["trainer"]["run_dir"]), time.perf_counter()
     environment = {key: value for key, value in os.environ.items() if key not in VARIABLES}
     environment |= {"XDG_CACHE_HOME": str(root / "caches"), "VLLM_LOGGING_LEVEL": "INFO"}
-    log, begin = root / f"{run_dir.name}.log", time.perf_counter()
-    with log.open("w") as out:
-        process = subprocess.Popen([*FIVEFOLD, "train", f"{root}/run.yaml"], stdout=out, stderr=out, env=environment)
-        try:
-            code = process.wait(max(1.0, part.left))
-        except subprocess.TimeoutExpired:
-            part.say(title, f"not measured: the time of this part is over\n{log.read_text()[-2000:]}")
-            return None
-        finally:
-            process.kill()
-            process.wait()
-    if code:
-        part.claim(title, False, log.read_text()[-3000:])
+    rows = part.train(title, settings, ("time/",), environment)
+    # A run that was cut off may have sampled before.
+    if not (file := run_dir / "trace/start.json").exists():
         return None
-    start = json.loads((run_dir / "trace/start.json").read_text())
+    start = json.loads(file.read_text())
     part.say(f"{title}: {start['seconds']} s to the first response, by parts", start["parts"])
-    if seconds_of_parts := vllm_parts(log.read_text()):
+    if seconds_of_parts := vllm_parts(run_dir.with_name(f"{run_dir.name}.out").read_text()):
         part.say(f"{title}: of the engine's part, by vLLM's log", seconds_of_parts)
-    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    for row in rows:
-        times = {key.removeprefix("time/"): round(value, 3) for key, value in row.items() if key.startswith("time/")}
-        part.say(f"{title}, step {row['step']}", times)
+    if not rows:
+        return None
     part.say(f"{title}, seconds of the whole command", round(time.perf_counter() - begin, 1))
     stages = {name: [row.get(f"time/{name}", 0.0) for row in rows] for name in ("step", "weight_sync")}
     return start | {"steps": stages["step"], "syncs": stages["weight_sync"]}
