@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -36,6 +37,7 @@ from fivefold.engines.servers.transfer import broadcast, join_groups, open_store
 from fivefold.engines.servers.weight_sender import Delivery, WeightSender
 from fivefold.engines.servers.wire_sender import senders_of
 from fivefold.engines.vllm.client import VLLMServer
+from fivefold.errors import RunError
 from fivefold.interfaces import Pressure
 from fivefold.types import Completion, Request, Sampling
 
@@ -166,6 +168,23 @@ def test_a_request_costs_the_same_among_many_and_connections_are_used_again(tmp_
     few, many = asyncio.run(ask(20)), asyncio.run(ask(320))
     # A client that looks at all its connections for each request takes almost five times as many here.
     assert many < 1.2 * few
+
+
+def test_a_rank_without_open_files_says_so_and_loses_no_server(tmp_path):
+    server = VLLMServer(f"unix:{tmp_path}/socket", set(), "run")
+
+    async def ask() -> None:
+        before = resource.getrlimit(resource.RLIMIT_NOFILE)
+        first_free = os.open(os.devnull, os.O_RDONLY)
+        os.close(first_free)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (first_free, before[1]))
+        try:
+            await anext(server.generate("name", [1, 2], Sampling(max_tokens=1), [(0, 0)]))
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+    with pytest.raises(RunError, match=r"as many files as it may.*ulimit"):
+        asyncio.run(ask())
 
 
 class Steps:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import os
+import resource
 import stat
+import subprocess
+import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,6 +17,7 @@ import yaml
 from fivefold.config import RunConfig
 from fivefold.files import with_umask
 from fivefold.launch.lock import locked
+from fivefold.launch.processes import MOST_FILES
 from fivefold.launch.run_directory import check_run_directory
 from fivefold.launch.start import start
 from fivefold.observability.report import write_report
@@ -34,6 +39,23 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_model(root, rows=16)
     write_run(root, RUN)
     return root
+
+
+def test_ranks_and_their_processes_may_open_as_many_files_as_the_machine_allows(root, tmp_path):
+    """A shell starts with 1,024, and a rank has a connection for each request to a server."""
+    told = tmp_path / "told"
+    reward = tmp_path / "reward.py"
+    reward.write_text(
+        f"import resource\n\ndef score(response, **_):\n"
+        f"    open({str(told)!r}, 'w').write(str(resource.getrlimit(resource.RLIMIT_NOFILE)[0]))\n    return 0.0\n"
+    )
+    overrides = [f"trainer.run_dir={tmp_path / 'run'}", f"reward.functions={{'{reward}:score': 1.0}}"]
+    command = [sys.executable, "-m", "fivefold.cli", "train", str(root / "run.yaml"), *overrides]
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    few = partial(resource.setrlimit, resource.RLIMIT_NOFILE, (256, hard))
+    done = subprocess.run(command, capture_output=True, text=True, preexec_fn=few)
+    assert done.returncode == 0, done.stderr
+    assert int(told.read_text()) == (MOST_FILES if hard == resource.RLIM_INFINITY else min(MOST_FILES, hard))
 
 
 def _modes(run_dir: Path) -> dict[str, int]:

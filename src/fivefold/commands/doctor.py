@@ -7,7 +7,6 @@ import importlib.metadata
 import json
 import os
 import platform
-import resource
 import signal
 import subprocess
 import sys
@@ -23,6 +22,7 @@ from fivefold import __version__
 from fivefold.config.packages import EXTRAS, KERNELS, fits, import_fault, slower_paths, supported_versions
 from fivefold.engines.sglang import arguments as sglang
 from fivefold.engines.vllm import arguments as vllm
+from fivefold.launch.processes import MOST_FILES, allow_open_files
 
 SECONDS = {"driver": 20, "torch": 60, "trainer": 120, "vllm": 180, "sglang": 180, "ray": 60, "sandbox": 20, "disk": 60,
            "collective": 120}  # fmt: skip
@@ -156,7 +156,7 @@ def _supported() -> dict[str, str]:
 
 def _machine(report: Report) -> dict[str, Any]:
     """Return the host and its limits for processes."""
-    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    files = allow_open_files()
     machine: dict[str, Any] = {
         "host": platform.node(),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
@@ -165,7 +165,7 @@ def _machine(report: Report) -> dict[str, Any]:
         "shm_gib": None,
     }
     if files < _LEAST_FILES:
-        report.notes.append(f"{files} open files are few for many ranks and servers: ulimit -n 65536")
+        report.notes.append(f"{files} open files are few for many ranks and servers: raise the hard limit to {MOST_FILES}")
     if _SHARED.is_dir():
         size = os.statvfs(_SHARED)
         machine["shm_gib"] = round(size.f_blocks * size.f_frsize / _GIB, 2)

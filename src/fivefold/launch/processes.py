@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import resource
 import shutil
 import signal
 import socket
@@ -27,6 +28,8 @@ from fivefold.launch.watch import Cause, Kind
 _LAST_LINES = 20
 _LOOK_SECONDS = 1.0
 """Seconds between two checks for signs of life."""
+MOST_FILES = 65536
+"""Open files of a rank, if the machine allows so many. Shells start with 1,024, and a request to a server takes one."""
 _LONGEST_END = 30.0
 """Most seconds to wait for a killed process to end."""
 _PIPE, _LAUNCHER = "FIVEFOLD_LAUNCHER_PIPE", "FIVEFOLD_LAUNCHER_PID"
@@ -34,6 +37,19 @@ _PR_SET_PDEATHSIG = 1
 _STATES = {
     "T": "it is stopped by a signal", "D": "it waits in the kernel for a disk, a network file system or a device",
 }  # fmt: skip
+
+
+def allow_open_files() -> int:
+    """Let this process and those that it starts open up to `MOST_FILES` files; returns how many they may open."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
+    if soft == resource.RLIM_INFINITY or soft >= most:
+        return most
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    except (ValueError, OSError):
+        return soft
+    return most
 
 
 def start_rank(

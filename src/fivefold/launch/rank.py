@@ -27,7 +27,7 @@ from fivefold.files import use_umask
 from fivefold.launch import environment, last_words
 from fivefold.launch.deaths import is_loss
 from fivefold.launch.lock import locked
-from fivefold.launch.processes import end_with_launcher, has_launcher
+from fivefold.launch.processes import allow_open_files, end_with_launcher, has_launcher
 from fivefold.launch.run_directory import check_run_directory
 from fivefold.launch.watch import FAILED, PAUSE, name_of
 from fivefold.observability.start_up import start_up
@@ -90,6 +90,7 @@ def main(config: RunConfig | None = None, checkpoint: Path | None = None) -> NoR
     Without a configuration, one of our launchers started this process, and its arguments name the file to read it from.
     """
     end_with_launcher()
+    allow_open_files()
     start_up.begin()
     requests, pulse = Requests(), Pulse()
     pulse.start()

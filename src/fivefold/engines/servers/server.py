@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import AsyncIterator, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor
 
 from fivefold.engines.servers.buckets import Entry
+from fivefold.errors import RunError
 from fivefold.interfaces import Pressure
 from fivefold.types import Sampling
 
@@ -22,6 +24,19 @@ the experts that they were sent to (if requested)."""
 
 class ServerLostError(Exception):
     """Raised when the server has ended, or is not reachable any more."""
+
+
+def unreached(server: object, error: BaseException) -> Exception:
+    """Return the error of a call that did not reach a server: it is lost, unless this process has no file left."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.errno in (errno.EMFILE, errno.ENFILE):
+            return RunError(
+                f"{server} was not called: this process has opened as many files as it may, and each request takes one; "
+                "raise the hard limit of open files (ulimit -H -n), or lower engine.max_num_seqs"
+            )
+        cause = cause.__cause__ or cause.__context__
+    return ServerLostError(f"{server}: {type(error).__name__}: {error}")
 
 
 class Server(Protocol):

@@ -17,7 +17,7 @@ import torch
 from fivefold.engines.arguments import dotted
 from fivefold.engines.servers.buckets import Entry
 from fivefold.engines.servers.http import blocking_client, own_address, streaming_client
-from fivefold.engines.servers.server import Answer, Draw, ServerLostError, Where
+from fivefold.engines.servers.server import Answer, Draw, Where, unreached
 from fivefold.engines.servers.transfer import open_store
 from fivefold.engines.sglang.arguments import LOADER, SUSPENDING
 from fivefold.engines.sglang.parameters import is_cut, sampling_arguments
@@ -61,7 +61,7 @@ class SGLangServer:
             for done in asyncio.as_completed(pending):
                 yield await done
         except httpx.TransportError as error:
-            raise ServerLostError(f"{self}: {type(error).__name__}: {error}") from error
+            raise unreached(self, error) from error
         finally:
             # The server ends requests whose client has gone.
             for answer in pending:
@@ -220,7 +220,7 @@ class SGLangServer:
         try:
             response = self._control.post(path, json=content)
         except httpx.TransportError as error:
-            raise ServerLostError(f"{self}: {type(error).__name__}: {error}") from error
+            raise unreached(self, error) from error
         # Releases before 0.5.21 have no update sessions.
         missing = response.status_code == 404 and path.endswith("_weight_update")
         if response.status_code != 200 and not (may_refuse or missing):

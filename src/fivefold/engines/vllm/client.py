@@ -11,7 +11,7 @@ import httpx2 as httpx
 
 from fivefold.engines.servers.buckets import Entry
 from fivefold.engines.servers.http import LONGEST_CALL, blocking_client, streaming_client
-from fivefold.engines.servers.server import Answer, Draw, ServerLostError, Where
+from fivefold.engines.servers.server import Answer, Draw, ServerLostError, Where, unreached
 from fivefold.engines.vllm.arguments import ROUTE, TAKE, WEIGHTS
 from fivefold.engines.vllm.parameters import sampling_arguments
 from fivefold.engines.vllm.probe import answers, pressure, progress
@@ -67,7 +67,7 @@ class VLLMServer:
                         raise kind(f"{self}: {answer['error']}")
                     yield self._answer(len(prompt_ids), *answer)
         except httpx.TransportError as error:
-            raise ServerLostError(f"{self}: {type(error).__name__}: {error}") from error
+            raise unreached(self, error) from error
 
     def _answer(
         self, prompt: int, number: int, tokens: list[int], logprobs: list[float], reason: str, versions: Any, packed: Any
@@ -155,7 +155,7 @@ class VLLMServer:
         try:
             response = self._control.post(path, **named)
         except httpx.TransportError as error:
-            raise ServerLostError(f"{self}: {type(error).__name__}: {error}") from error
+            raise unreached(self, error) from error
         if response.status_code != 200 and not (may_miss and response.status_code == 404):
             self._explain(response)
         return response
