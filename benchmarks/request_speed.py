@@ -38,7 +38,7 @@ def serve(path: str, tokens: int, seconds: float) -> None:
                 head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
                 size = int(head.partition("content-length: ")[2].partition("\r")[0] or 0)
                 if not size:
-                    # The rank asks how far a server is that is quiet for long.
+                    # The router asks a quiet server for its progress.
                     writer.write(b"HTTP/1.1 404 Not Found\r\ncontent-length: 0\r\n\r\n")
                     continue
                 request = json.loads(await reader.readexactly(size))

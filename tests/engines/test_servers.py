@@ -116,20 +116,27 @@ def test_at_most_eight_ranks_send_spread_over_all(ranks, senders):
     assert senders_of(ranks) == senders
 
 
-def test_a_connection_that_was_idle_is_not_used_again(tmp_path):
-    """Servers close it after 5 seconds: what is sent to it at that moment is lost, and the server would seem to be."""
-    connections = []
+def answering(connections: list, seconds: float = 0.0):
+    """A server's function for each connection, which is noted and answers each request after some time."""
 
     async def serve(reader, writer):
         connections.append(writer)
         with contextlib.suppress(asyncio.IncompleteReadError):
             while True:
                 await reader.readuntil(b"\r\n\r\n")
+                await asyncio.sleep(seconds)
                 writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok")
+
+    return serve
+
+
+def test_a_connection_that_was_idle_is_not_used_again(tmp_path):
+    """Servers close it after 5 seconds: what is sent to it at that moment is lost, and the server would seem to be."""
+    connections = []
 
     async def ask():
         path = tmp_path / "socket"
-        async with await asyncio.start_unix_server(serve, path):
+        async with await asyncio.start_unix_server(answering(connections), path):
             streaming, blocking = streaming_client(f"unix:{path}"), blocking_client(f"unix:{path}")
             for wait in (0.0, 1.2, 1.2):
                 await asyncio.sleep(wait)
@@ -145,18 +152,11 @@ def test_a_connection_that_was_idle_is_not_used_again(tmp_path):
 def test_a_request_costs_the_same_among_many_and_connections_are_used_again(tmp_path):
     connections = []
 
-    async def serve(reader, writer):
-        connections.append(writer)
-        with contextlib.suppress(asyncio.IncompleteReadError):
-            while True:
-                await reader.readuntil(b"\r\n\r\n")
-                # All are in flight at once.
-                await asyncio.sleep(0.2)
-                writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok")
-
     async def ask(count: int) -> float:
         connections.clear()
         path, steps = tmp_path / f"socket-{count}", Steps()
+        # All requests are in flight at once.
+        serve = answering(connections, seconds=0.2)
         async with await asyncio.start_unix_server(serve, path), streaming_client(f"unix:{path}") as client:
             for _ in range(2):
                 with steps:
@@ -183,7 +183,7 @@ def test_a_rank_without_open_files_says_so_and_loses_no_server(tmp_path):
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
-    with pytest.raises(RunError, match=r"as many files as it may.*ulimit"):
+    with pytest.raises(RunError, match=r"no more files can be opened.*ulimit"):
         asyncio.run(ask())
 
 

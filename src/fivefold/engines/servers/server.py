@@ -27,13 +27,13 @@ class ServerLostError(Exception):
 
 
 def unreached(server: object, error: BaseException) -> Exception:
-    """Return the error of a call that did not reach a server: it is lost, unless this process has no file left."""
+    """Return the error of a call that did not reach a server: it is lost, unless no file was left to open for it."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, OSError) and cause.errno in (errno.EMFILE, errno.ENFILE):
             return RunError(
-                f"{server} was not called: this process has opened as many files as it may, and each request takes one; "
-                "raise the hard limit of open files (ulimit -H -n), or lower engine.max_num_seqs"
+                f"{server} was not called: no more files can be opened, and each request takes one; raise the "
+                "hard limit of open files (ulimit -H -n), or lower engine.max_num_seqs"
             )
         cause = cause.__cause__ or cause.__context__
     return ServerLostError(f"{server}: {type(error).__name__}: {error}")
