@@ -675,7 +675,7 @@ def _prompts(
     first: int | None = None,
     learns_from: LearnsFrom | None = None,
 ) -> PromptSet:
-    """Load and tokenize prompts: on every rank, or for a large set on the first rank of each machine. Collective."""
+    """Load and tokenize prompts: on every rank if they are few, else on the first rank of each machine. Collective."""
     data = config.data
     reading = Reading(
         data.max_prompt_tokens,
@@ -700,7 +700,7 @@ def _prompts(
     def store() -> str:
         # The processes that tokenize have semaphores, and end with this rank.
         name_shared_memory(scratch_directory())
-        return str(store_prompts(files, (directory, trusted), reading, cache, print))
+        return str(store_prompts(files, (directory, trusted), reading, cache, print, tokenizer))
 
     return open_prompts(Path(call_once_a_machine(ranks, store)))
 

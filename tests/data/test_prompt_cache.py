@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -80,6 +81,24 @@ def test_what_was_tokenized_is_taken_again_until_something_changes(tmp_path, dir
     changed, message = store()
     assert changed != path and "once" in message
     assert sorted(cache.iterdir()) == sorted({path, changed, *cache.glob("*.arrow")})
+
+
+def test_what_a_killed_process_left_is_removed_and_what_another_writes_is_not(tmp_path, directory):
+    data, cache = write(tmp_path / "a.jsonl", rows(25)), tmp_path / "cache"
+    cache.mkdir()
+    abandoned, in_use = cache / ".a.arrow.1", cache / ".b.arrow.2"
+    abandoned.touch()
+    in_use.touch()
+    os.utime(abandoned, (0, 0))
+    path = store_prompts([data], (directory, False), Reading(20), cache, print, workers=1)
+    assert sorted(cache.iterdir()) == sorted([in_use, path])
+
+
+@pytest.mark.parametrize(("rows", "processes"), [(1_001, 1), (19_999, 1), (20_000, 2), (10**6, 100)])
+def test_a_process_tokenizes_at_least_ten_thousand_rows(monkeypatch, rows, processes):
+    monkeypatch.setattr(prompt_cache, "count_rows", lambda path, enough: min(rows, enough))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(128)))
+    assert prompt_cache._workers(["a.jsonl"]) == processes
 
 
 @pytest.mark.parametrize(

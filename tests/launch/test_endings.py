@@ -303,7 +303,7 @@ def test_a_rank_that_is_killed_is_named_and_not_the_one_that_survives(root, tmp_
 def every_data_set_is_large() -> None:
     from fivefold.data import prompt_cache
 
-    prompt_cache.IN_MEMORY = 4
+    prompt_cache.IN_MEMORY = prompt_cache._PROCESS_ROWS = 4
 
 
 @pytest.mark.parametrize("victim", ["rank", "launcher"])

@@ -162,7 +162,7 @@ class DataConfig:
     shuffle: bool = True
     """Shuffle again for each epoch, seeded by trainer.seed."""
     cache_dir: Annotated[str, HARMLESS] = "~/.cache/fivefold/prompts"
-    """Directory on each machine that caches data sets of the hub, and the tokenized prompts of more than 20,000 rows."""
+    """Directory on each machine that caches data sets of the hub, and the tokenized prompts of more than 1,000 rows."""
     system_prompt: str | None = None
     """System message for each prompt that does not begin with one."""
     chat_template: str | None = None

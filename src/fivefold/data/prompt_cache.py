@@ -1,6 +1,6 @@
-"""Cache of tokenized prompts for large data sets: files, tokenizer, settings -> StoredPrompts.
+"""Cache of tokenized prompts: files, tokenizer, settings -> StoredPrompts.
 
-A data set is tokenized once per machine, on all its cores.
+A data set is tokenized once per machine: a large one on all its cores, one of a few thousand rows in this process.
 """
 
 from __future__ import annotations
@@ -8,9 +8,11 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict
 from itertools import islice
 from multiprocessing import get_context
@@ -23,8 +25,14 @@ from fivefold.data.stored_prompts import DROPPED, SCHEMA, StoredPrompts, to_batc
 from fivefold.data.tokenizer import load_tokenizer
 from fivefold.files import users_umask
 
-IN_MEMORY = 20_000
-"""Maximum rows for which every rank reads and tokenizes by itself, which takes a second or two."""
+IN_MEMORY = 1_000
+"""Maximum rows for which every rank reads and tokenizes by itself, which takes about a second."""
+_PROCESS_ROWS = 10_000
+"""Rows for which another process is worth its start; a row takes about a millisecond."""
+_WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"}
+"""Suffixes of files next to a tokenizer that it does not read."""
+_ABANDONED = 3600.0
+"""Age in seconds at which no process is still writing an unfinished file."""
 _CHUNK, _FORMAT, _NEWS = 2_000, 3, 100_000
 
 Log = Callable[[str], None]
@@ -39,20 +47,33 @@ def is_large(files: Sequence[str], first: int | None = None) -> bool:
 
 
 def store_prompts(
-    files: Sequence[str], tokenizer: tuple[Path, bool], reading: Reading, cache: Path, log: Log, workers: int | None = None
+    files: Sequence[str],
+    tokenizer: tuple[Path, bool],
+    reading: Reading,
+    cache: Path,
+    log: Log,
+    loaded: Any = None,
+    workers: int | None = None,
 ) -> Path:
     """Return the file of the tokenized prompts, and create it if it does not exist.
 
-    `tokenizer`: its directory, and whether its own code may run. The file name depends on the content of the data files and
-    of the tokenizer's files, so a change of either creates a new file. Raises ValueError for a row that cannot be used,
-    naming it.
+    `tokenizer`: its directory, and whether its own code may run; `loaded`: the tokenizer, if this process has it. The file
+    name depends on the content of the data files and of the tokenizer's files, so a change of either creates a new file.
+    Raises ValueError for a row that cannot be used, naming it.
     """
     path = cache / f"{_key(files, tokenizer[0], reading)}.arrow"
     if path.is_file():
         log(f"prompts tokenized before are in {path}")
         return path
     with users_umask():
-        return _made(path, files, tokenizer, reading, workers, log)
+        return _made(path, files, tokenizer, reading, loaded, workers or _workers(files), log)
+
+
+def _workers(files: Sequence[str]) -> int:
+    """Return the number of processes for so many rows, at most one per core."""
+    cores = len(os.sched_getaffinity(0))
+    rows = sum(count_rows(Path(name), cores * _PROCESS_ROWS) for name in files)
+    return max(1, min(cores, rows // _PROCESS_ROWS))
 
 
 def _made(
@@ -60,15 +81,20 @@ def _made(
     files: Sequence[str],
     tokenizer: tuple[Path, bool],
     reading: Reading,
-    workers: int | None,
+    loaded: Any,
+    workers: int,
     log: Log,
 ) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
+    for left in path.parent.glob(".*.arrow.*"):
+        # A process that was killed left it; another run may remove it at the same time.
+        with suppress(FileNotFoundError):
+            if time.time() - left.stat().st_mtime > _ABANDONED:
+                left.unlink()
     partial = path.with_name(f".{path.name}.{os.getpid()}")
-    workers = workers or len(os.sched_getaffinity(0))
     log(f"tokenizing {', '.join(files)} on {workers} cores, once: {path} keeps the prompts")
     try:
-        _write(partial, files, tokenizer, reading, workers, log)
+        _write(partial, files, tokenizer, reading, loaded, workers, log)
         partial.rename(path)
     finally:
         partial.unlink(missing_ok=True)
@@ -81,12 +107,20 @@ def open_prompts(path: Path) -> PromptSet:
     return PromptSet(stored, stored.dropped)
 
 
-def _write(path: Path, files: Sequence[str], tokenizer: tuple[Path, bool], reading: Reading, workers: int, log: Log) -> None:
+def _write(
+    path: Path,
+    files: Sequence[str],
+    tokenizer: tuple[Path, bool],
+    reading: Reading,
+    loaded: Any,
+    workers: int,
+    log: Log,
+) -> None:
     import pyarrow as pa
 
     rows = written = 0
     with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, SCHEMA) as writer:
-        for batch, read in _batches(files, tokenizer, reading, workers):
+        for batch, read in _batches(files, tokenizer, reading, loaded, workers):
             writer.write_batch(batch, {DROPPED: str(read - batch.num_rows).encode()})
             if (rows + read) // _NEWS > rows // _NEWS:
                 log(f"{rows + read:,} rows tokenized")
@@ -95,14 +129,14 @@ def _write(path: Path, files: Sequence[str], tokenizer: tuple[Path, bool], readi
 
 
 def _batches(
-    files: Sequence[str], tokenizer: tuple[Path, bool], reading: Reading, workers: int
+    files: Sequence[str], tokenizer: tuple[Path, bool], reading: Reading, loaded: Any, workers: int
 ) -> Iterator[tuple[Any, int]]:
     """Yield (record batch, rows that were read) per chunk, in order."""
     rows = numbered_rows(files)
     chunks = iter(lambda: list(islice(rows, _CHUNK)), [])
     if workers == 1:
-        _begin(*tokenizer, reading)
-        yield from ((_tokenize(chunk), len(chunk)) for chunk in chunks)
+        loaded = loaded or load_tokenizer(str(tokenizer[0]), tokenizer[1])
+        yield from ((_tokenized(chunk, loaded, reading), len(chunk)) for chunk in chunks)
         return
     waiting = deque[tuple[Future[Any], int]]()
     with ProcessPoolExecutor(workers, get_context("spawn"), _begin, (*tokenizer, reading)) as pool:
@@ -125,7 +159,10 @@ def _begin(directory: Path, trust_remote_code: bool, reading: Reading) -> None:
 
 
 def _tokenize(chunk: list[tuple[dict[str, Any], Place]]) -> Any:
-    tokenizer, reading = _of_process["tokenizer"], _of_process["reading"]
+    return _tokenized(chunk, _of_process["tokenizer"], _of_process["reading"])
+
+
+def _tokenized(chunk: list[tuple[dict[str, Any], Place]], tokenizer: Any, reading: Reading) -> Any:
     read = [reading.prompt_of(row, at, tokenizer) for row, at in chunk]
     return to_batch([prompt for prompt in read if prompt is not None])
 
@@ -147,4 +184,4 @@ def _key(files: Sequence[str], tokenizer: Path, reading: Reading) -> str:
 
 
 def _is_tokenizer_s(path: Path) -> bool:
-    return path.is_file() and path.suffix != ".safetensors"
+    return path.is_file() and path.suffix not in _WEIGHTS
