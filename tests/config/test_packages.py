@@ -67,6 +67,19 @@ def test_a_successful_import_is_remembered_until_something_else_is_installed(tmp
     assert imports.read_text().count("x") == 3
 
 
+def test_an_import_remembered_by_a_command_is_known_to_a_rank(tmp_path, monkeypatch):
+    """The first directory of their paths differs: that of the command's script, and a rank's working directory."""
+    site, imports = tmp_path / "site", tmp_path / "imports"
+    site.mkdir()
+    (site / "slow_package.py").write_text(f"print('x', file=open({str(imports)!r}, 'a'))")
+    rest = sys.path[1:]
+    for first in ("bin", "work"):
+        packages._failed_import.cache_clear()
+        monkeypatch.setattr(sys, "path", [str(tmp_path / first), str(site), *rest])
+        assert import_fault("slow_package") is None
+    assert imports.read_text() == "x\n"
+
+
 def test_an_import_that_failed_is_tried_again(tmp_path, monkeypatch):
     broken_packages(tmp_path, "broken_package")
     monkeypatch.syspath_prepend(tmp_path)

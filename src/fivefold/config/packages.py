@@ -161,7 +161,9 @@ def _record_of_import(name: str, spec: ModuleSpec) -> Path | None:
     places = [place for one in specs if one for place in one.submodule_search_locations or [one.origin or ""]]
     parents = [parent for parent in (Path(place).parent for place in places) if parent.is_dir()]
     changed = [[str(parent), parent.stat().st_mtime_ns] for parent in parents]
-    facts = [name, platform.node(), sys.executable, sys.version, sys.path, changed]
+    # The first entry is where the command's script is, or the working directory of a rank: both take the same packages.
+    path = sys.path if sys.flags.safe_path else sys.path[1:]
+    facts = [name, platform.node(), sys.executable, sys.version, path, changed]
     try:
         return user_cache("imports") / hashlib.sha256(json.dumps(facts).encode()).hexdigest()
     except RuntimeError:
