@@ -281,6 +281,9 @@ def _check_processes(findings: Findings, engine: EngineConfig) -> None:
     if engine.processes == 1:
         return
     key, count = "engine.processes", engine.processes
+    if count == "auto" and (engine.kind != "vllm" or engine.url):
+        findings.ignore(key, "it is 1: only processes of a vLLM that the run starts share a GPU")
+        return
     message = f"must be 1 with {engine.kind}: only vLLM's processes share a GPU; got {count}"
     findings.require(engine.kind == "vllm", key, message)
     message = (
