@@ -66,6 +66,7 @@ def local_gpu_kind() -> str | None:
     return max(near, key=len, default=None)
 
 
+@cache
 def _asked(field: str) -> str:
     """Return what the driver's tool prints, one line per GPU; empty if there is none."""
     if visible_gpus() == 0 or (tool := shutil.which("nvidia-smi")) is None:
