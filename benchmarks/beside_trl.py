@@ -29,6 +29,7 @@ import argparse
 import json
 import math
 import os
+import shutil
 import signal
 import statistics
 import sys
@@ -283,8 +284,10 @@ def _rows(files: list[str]) -> list[dict[str, Any]]:
 def side(bench: recipes.Bench, which: str, options: argparse.Namespace, seed: int) -> recipes.Curve:
     """Run one side from the recipe's warm start."""
     path = bench.recipe(options.recipe)
-    curve = bench.curve(f"beside-{which}", seed)
+    # What an earlier command has measured is not continued.
+    curve = bench.new_curve(f"beside-{which}", seed)
     run_dir = run_directory(bench, curve)
+    shutil.rmtree(run_dir, ignore_errors=True)
     every = 0 if options.shape else options.eval_every
     length = [f"trainer.steps={options.steps}", f"trainer.eval_every={every}"]
     curve.changes = [*changes(bench, options), *curve.changes, *length, *options.set]
@@ -295,9 +298,11 @@ def side(bench: recipes.Bench, which: str, options: argparse.Namespace, seed: in
     else:
         command = [*recipes.FIVEFOLD, "train", str(path), *common, "trainer.resume=never", "trainer.stop_at={}"]
     bench.follow(curve, run_dir, command)
-    bench.write(curve)
     config = RunConfig.from_yaml(path, curve.changes)
-    print(f"{curve.name}: {stages(run_dir, config.data.prompts_per_step * config.algorithm.group_size)}", flush=True)
+    samples = config.data.prompts_per_step * config.algorithm.group_size
+    curve.medians = medians(run_dir, samples)
+    bench.write(curve)
+    print(f"{curve.name}: {stages(curve.medians, samples)}", flush=True)
     return curve
 
 
@@ -336,8 +341,6 @@ def turns(bench: recipes.Bench, number: int, seconds: float) -> dict[str, Any]:
 
 def shape(out: Path, name: str) -> Path:
     """Return a directory with a random model of a published model's sizes, and the tokenizer of the recipe's model."""
-    import shutil
-
     import torch
     import transformers
 
@@ -357,7 +360,7 @@ def shape(out: Path, name: str) -> Path:
     return directory
 
 
-def stages(run_dir: Path, samples: int) -> str:
+def medians(run_dir: Path, samples: int) -> dict[str, float]:
     """Return medians over the steps of a run, without the first two, which compile and allocate."""
     rows, _ = recipes.grown(run_dir / "metrics.jsonl", 0)
     values: dict[str, list[float]] = defaultdict(list)
@@ -365,16 +368,21 @@ def stages(run_dir: Path, samples: int) -> str:
         for name, value in row.items():
             if name.startswith("time/") or name in ("memory/peak_gb", "response/length_mean"):
                 values[name].append(value)
-    medians = {name: statistics.median(of_steps) for name, of_steps in values.items()}
+        values["response/tokens_per_second"].append(samples * row["response/length_mean"] / row["time/step"])
+    return {name: round(statistics.median(of_steps), 4) for name, of_steps in values.items()}
+
+
+def stages(medians: dict[str, float], samples: int) -> str:
+    """Return the medians of a run as a line."""
     if not medians:
         return "not measured: no step after the second"
-    seconds = {name[5:]: value for name, value in medians.items() if name.startswith("time/")}
-    whole = seconds.pop("step")
+    whole = medians["time/step"]
+    seconds = {name[5:]: value for name, value in medians.items() if name.startswith("time/") and name != "time/step"}
     parts = ", ".join(f"{name} {value:.2f}" for name, value in seconds.items() if value >= 0.005)
-    rate, length = samples / whole, medians["response/length_mean"]
+    length, rate = medians["response/length_mean"], medians["response/tokens_per_second"]
     return (
-        f"{whole:.2f} s a step = {parts}; {rate:.1f} samples/s, {length:.0f} sampled tokens each, "
-        f"{rate * length:,.0f} tokens/s, peak {medians.get('memory/peak_gb', 0):.1f} GiB"
+        f"{whole:.2f} s a step = {parts}; {samples / whole:.1f} samples/s, {length:.0f} sampled tokens each, "
+        f"{rate:,.0f} tokens/s, peak {medians.get('memory/peak_gb', 0):.1f} GiB"
     )
 
 
@@ -438,7 +446,9 @@ def main() -> int:
         recipes.write_data(out, options.model, options.gsm8k, options.dry_run)
     tag = "-".join(filter(None, [options.shape, f"turns-{options.turns}" if options.turns > 1 else ""]))
     bench = recipes.Bench(out, options.minutes, options.dry_run, False, {}, about, tag)
-    curves = [side(bench, which, options, seed) for seed in range(options.seeds) for which in options.sides.split(",")]
+    # Two commands at once would slow each other down.
+    with recipes.alone(out / "beside.lock"):
+        curves = [side(bench, which, options, seed) for seed in range(options.seeds) for which in options.sides.split(",")]
     told = "" if options.shape else recipes.table(curves) + "\n"
     print(f"\n{told}{compared(bench, curves, options.shape is not None)}", flush=True)
     return 0 if all(curve.rewards for curve in curves) else 1

@@ -93,6 +93,8 @@ class Curve:
     """Step, seconds, mean reward of the step's samples (sft: its loss), seconds of the step."""
     whole: dict[str, float] = field(default_factory=dict)
     """Evaluation of the last checkpoint on all test problems."""
+    medians: dict[str, float] = field(default_factory=dict)
+    """Of the steps after the second, by name of the metric: beside_trl.py stores them."""
     peak_gib: float = 0.0
 
     @property
@@ -268,13 +270,17 @@ class Bench:
         log = (self.out / f"{name}.log").read_text().splitlines()
         print(f"FAIL {name}: {code}\n  " + "\n  ".join(log[-25:]), flush=True)
 
-    def curve(self, name: str, seed: int) -> Curve:
-        """Return the curve of a run that continues, or a new one."""
+    def new_curve(self, name: str, seed: int) -> Curve:
+        """Return the curve of a run that has not begun."""
         dry = DRY if name.endswith("-sft") else DRY + DRY_SAMPLING + DRY_OF.get(name, [])
         mode = dry if self.dry else CPU + CPU_OF[name] if self.cpu else []
         changes = [*mode, *self.changes.get(name, [])]
         name = f"{name}-cpu" if self.cpu else name
-        curve = Curve(name, seed, changes, **self.about, tag=self.tag)
+        return Curve(name, seed, changes, **self.about, tag=self.tag)
+
+    def curve(self, name: str, seed: int) -> Curve:
+        """Return the curve of a run that continues, or a new one."""
+        curve = self.new_curve(name, seed)
         if (path := self.file(curve)).exists():
             before = json.loads(path.read_text())
             curve.evaluations, curve.rewards, curve.peak_gib = before["evaluations"], before["rewards"], before["peak_gib"]
@@ -342,7 +348,11 @@ def described_machine() -> dict[str, Any]:
 def alone(path: Path) -> Iterator[None]:
     """Wait until no other command holds this lock, and hold it."""
     with path.open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print(f"waiting for another command that holds {path}", flush=True)
+            fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
 

@@ -9,6 +9,7 @@ import inspect
 import json
 import statistics
 import textwrap
+from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,8 @@ TASKS = {"words": "arithmetic in words", "gsm8k": "GSM8K"}
 GSM8K_PROBLEMS = "1,319"
 """Number of GSM8K's test problems."""
 SIDES = {"beside-fivefold": "Fivefold", "beside-trl": "TRL"}
-STAGES = ("rollout", "weight_sync", "logprobs", "train")
+STAGES = ("time/rollout", "time/weight_sync", "time/logprobs", "time/train")
+SAMPLED = "response/tokens_per_second"
 NOT_MEASURED = "not measured"
 ON_CPU = ("words-sft-cpu", "words-grpo-cpu")
 """Recipes as `make real` runs them, with numbers below 10."""
@@ -47,7 +49,7 @@ HEADS = (
     "on",
 )
 BESIDE_HEADS = (
-    *("seed", "s a step", "rollout", "sync", "log-probs", "training", "tokens/s", "GiB"),
+    *("seed", "s a step", "rollout", "sync", "log-probs", "training", "sampled tokens/s", "GiB"),
     *("sampled: first", "last", "on"),
 )
 HEAD = """
@@ -74,8 +76,8 @@ BESIDE = """
     ## TRL
 
     `benchmarks/beside_trl.py` runs a recipe by Fivefold and by TRL's GRPOTrainer with vLLM in its process: the same model,
-    data, reward, batch, lengths, learning rate and share of memory for vLLM, one after the other on the same GPU. Stages are
-    means of the steps before the last evaluation.
+    data, reward, batch, lengths, learning rate and share of memory for vLLM, one after the other on the same GPU. Seconds
+    are medians of the steps after the second; the first two compile and allocate.
 """
 TRIED = "Recipes with other keys, from the same warm start; the recipes above are what was chosen.\n\n"
 TRIED_HEADS = ("keys", "steps", "s a step", "sampled: before", "after", "reward", "on")
@@ -341,17 +343,23 @@ def _beside(recorded: list[Curve]) -> str:
     for recipe, shown in SIDES.items():
         rows = [f"| {shown} {_side(curve)}" for curve in _of(recorded, recipe)]
         lines += rows or [f"| {shown} | {NOT_MEASURED} |" + " |" * 10]
-    medians = {recipe: [_median(curve) for curve in _of(recorded, recipe)] for recipe in SIDES}
-    if all(medians.values()):
-        ours, theirs = (statistics.median(values) for values in medians.values())
-        lines += ["", f"A step of Fivefold takes {ours / theirs:.2f} of TRL's time."]
+    seconds: dict[tuple[str, str], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for recipe in SIDES:
+        for curve in _of(recorded, recipe):
+            seconds[curve["hardware"], curve["commit"]][recipe].append(_median(curve))
+    # Sides are compared on one kind of machine and at one commit only.
+    for (hardware, commit), sides in seconds.items():
+        if len(sides) == len(SIDES):
+            ours, theirs = (statistics.median(sides[recipe]) for recipe in SIDES)
+            lines += ["", f"A step of Fivefold takes {ours / theirs:.2f} of TRL's time on {hardware} ({commit})."]
     return "\n".join(lines)
 
 
 def _side(curve: Curve) -> str:
     last = curve["evaluations"][-1]
-    stages = [f"{last[f'time/{name}']:.2f}" if f"time/{name}" in last else "" for name in STAGES]
+    medians = curve.get("medians", {})
+    stages = [f"{medians[name]:.2f}" if name in medians else "" for name in STAGES]
     accuracies = [_share(*_sampled(row)) for row in (curve["evaluations"][0], last)]
-    tokens = f"{last['throughput/tokens_per_second']:,.0f}" if "throughput/tokens_per_second" in last else ""
+    tokens = f"{medians[SAMPLED]:,.0f}" if SAMPLED in medians else ""
     cells = [str(curve["seed"]), f"{_median(curve):.2f}", *stages, tokens, f"{curve['peak_gib']:.1f}", *accuracies]
     return "| " + " | ".join([*cells, _source(curve)]) + " |"
