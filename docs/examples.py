@@ -13,6 +13,7 @@ from fivefold.plan.efficiency import Efficiencies
 from fivefold.plan.estimate import Lengths, step_estimate
 from fivefold.plan.hardware import Cluster
 from fivefold.plan.measured import MEASURED
+from fivefold.plan.processes import decided
 from tests.support.public_shapes import write_shape
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
@@ -100,5 +101,6 @@ def _numbers(name: str) -> str:
         engine = config.engine.layout
         gpus = config.roles.world_size + (engine.world_size if engine is not None and config.engine.is_apart else 0)
         spec, cluster = load_spec(config.model.path), Cluster(GPU, gpus)
+        config, _ = decided(config, spec)
         step = step_estimate(config, spec, cluster, Efficiencies(MEASURED, GPU), Lengths.of(config.data))
     return f"{Path(model).name} | {gpus} | {step.memory.total / 2**30:.1f} | {step.seconds:.1f}"
