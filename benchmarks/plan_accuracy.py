@@ -212,6 +212,12 @@ ROLLOUTS += [
 STEPS: list[tuple[str, str, str, float, str, dict[str, float]]] = [
     # Its training was of older kernels.
     ("1.7B", "d1", "d1", 0.5, "none", {"rollout": 8.181, "weight sync, state to the host": 0.926}),
+    # benchmarks/results/h200-start-up.txt
+    (
+        "1.7B", "d1", "d1", 0.6, "none",
+        {"rollout": 8.855, "training, state back from the host": 5.334, "weight sync, state to the host": 0.679,
+         "step": 15.08},
+    ),
     # Its host was busy, which its rollout shows (docs/plan.md).
     (
         "8B", "t2", "d1t2", 0.6, "full",
