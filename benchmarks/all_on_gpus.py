@@ -52,6 +52,7 @@ JOBS = (
     Job("trl-small", 1, 420, f"{_TRL} --steps 10 --eval-every 10 --minutes 3.4 --set engine.processes=auto"),
     Job("trl-1.7b", 1, 420, f"{_SHAPE} --steps 6 --minutes 3.4"),
     Job("trl-turns", 1, 620, f"{_SHAPE} --steps 4 --minutes 5 --turns 16 --tool-seconds 0.05 --set data.prompts_per_step=8"),
+    Job("mixtures", 1, 300, "benchmarks/engine_speed.py families --seconds 290"),
     Job("start-up-1.7b", 1, 420, "benchmarks/start_up.py 1.7b --seconds 410"),
     Job(
         "quickstart",
@@ -68,7 +69,8 @@ JOBS = (
     Job("fsdp-two", 2, 500, "benchmarks/fsdp_speed.py two weights largest --seconds 160"),
     Job("role-layouts", 2, 500, "benchmarks/role_layouts.py --seconds 120"),
     Job("experts", 2, 300, "benchmarks/training_speed.py experts-model --seconds 290"),
-    Job("long", 2, 300, "benchmarks/training_speed.py long --seconds 290"),
+    # Without a second GPU it measures one alone.
+    Job("long", 1, 300, "benchmarks/training_speed.py long --seconds 290"),
     Job("sglang", 2, 600, "benchmarks/sglang_servers.py --seconds 100"),
     Job("gsm8k-async", 2, 1200, f"{_RECIPES} --recipes gsm8k-async --minutes 19"),
 )

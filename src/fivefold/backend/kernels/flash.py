@@ -5,6 +5,7 @@ It is twice as fast on an H200 as the FlashAttention 2 that comes with PyTorch (
 
 from __future__ import annotations
 
+import warnings
 from functools import cache
 
 import torch
@@ -12,6 +13,9 @@ from torch import Tensor
 
 from fivefold.config.gpus import FLASH_CAPABILITY
 from fivefold.config.packages import FLASH, can_import
+
+# The compiler of its kernels says so of an argument that they do not have, with a name of a thousand letters.
+warnings.filterwarnings("ignore", message=r"Argument \w+ \(position \d+\) cannot be converted to a JitArgument")
 
 
 @cache
