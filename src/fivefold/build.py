@@ -700,9 +700,15 @@ def _prompts(
     def store() -> str:
         # The processes that tokenize have semaphores, and end with this rank.
         name_shared_memory(scratch_directory())
-        return str(store_prompts(files, (directory, trusted), reading, cache, print, tokenizer))
+        try:
+            return str(store_prompts(files, (directory, trusted), reading, cache, print, tokenizer))
+        except OSError as error:
+            # Nothing can be written there, or the disk is full.
+            print(f"every rank tokenizes {', '.join(files)} by itself: {error}; set data.cache_dir to another directory")
+            return ""
 
-    return open_prompts(Path(call_once_a_machine(ranks, store)))
+    stored = call_once_a_machine(ranks, store)
+    return open_prompts(Path(stored)) if stored else load_prompts(files, tokenizer, reading)
 
 
 def _evaluation_set(config: RunConfig, validation: PromptSet) -> EvaluationSet:

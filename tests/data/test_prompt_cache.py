@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 
 import pytest
 
+from fivefold.build import build_data
+from fivefold.config import RunConfig
 from fivefold.data import prompt_cache
 from fivefold.data.prompt_cache import is_large, open_prompts, store_prompts
 from fivefold.data.prompts import Reading, load_prompts
@@ -81,6 +85,29 @@ def test_what_was_tokenized_is_taken_again_until_something_changes(tmp_path, dir
     changed, message = store()
     assert changed != path and "once" in message
     assert sorted(cache.iterdir()) == sorted({path, changed, *cache.glob("*.arrow")})
+
+
+def read_by_runs(mesh, directory: Path, data: str, caches: list[Path]) -> list[tuple[list, str]]:
+    """For each cache, the prompts that a rank of a run reads, and what it prints."""
+    prompt_cache.IN_MEMORY = 20
+    tokenizer, read = load_tokenizer(str(directory)), []
+    for cache in caches:
+        config = RunConfig.of(model={"path": str(directory)}, data={"train": [data], "cache_dir": str(cache)})
+        with redirect_stdout(StringIO()) as printed:
+            training, _ = build_data(config, tokenizer, directory, mesh.ranks)
+        read.append((list(training.prompts), printed.getvalue()))
+    return read
+
+
+@pytest.mark.slow
+def test_a_run_whose_cache_cannot_be_written_tokenizes_without_one(cluster, tmp_path, directory):
+    data, file = write(tmp_path / "a.jsonl", rows(25)), tmp_path / "file"
+    file.touch()
+    caches = [tmp_path / "cache", file / "cache"]
+    (((stored, first), (read, second)),) = cluster.run(read_by_runs, "megatron:d1", directory, data, caches)
+    assert read == stored and len(read) == 25
+    assert "keeps the prompts" in first and list((tmp_path / "cache").iterdir())
+    assert second.startswith("every rank tokenizes ") and "file/cache'; set data.cache_dir to another directory" in second
 
 
 def test_what_a_killed_process_left_is_removed_and_what_another_writes_is_not(tmp_path, directory):
