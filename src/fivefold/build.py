@@ -701,7 +701,7 @@ def _prompts(
         # The processes that tokenize have semaphores, and end with this rank.
         name_shared_memory(scratch_directory())
         try:
-            return str(store_prompts(files, (directory, trusted), reading, cache, print, tokenizer))
+            return str(store_prompts(files, (directory, trusted), reading, cache, print))
         except OSError as error:
             # Nothing can be written there, or the disk is full.
             print(f"every rank tokenizes {', '.join(files)} by itself: {error}; set data.cache_dir to another directory")

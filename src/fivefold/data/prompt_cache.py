@@ -47,26 +47,20 @@ def is_large(files: Sequence[str], first: int | None = None) -> bool:
 
 
 def store_prompts(
-    files: Sequence[str],
-    tokenizer: tuple[Path, bool],
-    reading: Reading,
-    cache: Path,
-    log: Log,
-    loaded: Any = None,
-    workers: int | None = None,
+    files: Sequence[str], tokenizer: tuple[Path, bool], reading: Reading, cache: Path, log: Log, workers: int | None = None
 ) -> Path:
     """Return the file of the tokenized prompts, and create it if it does not exist.
 
-    `tokenizer`: its directory, and whether its own code may run; `loaded`: the tokenizer, if this process has it. The file
-    name depends on the content of the data files and of the tokenizer's files, so a change of either creates a new file.
-    Raises ValueError for a row that cannot be used, naming it.
+    `tokenizer`: its directory, and whether its own code may run. The file name depends on the content of the data files and
+    of the tokenizer's files, so a change of either creates a new file. Raises ValueError for a row that cannot be used,
+    naming it.
     """
     path = cache / f"{_key(files, tokenizer[0], reading)}.arrow"
     if path.is_file():
         log(f"prompts tokenized before are in {path}")
         return path
     with users_umask():
-        return _made(path, files, tokenizer, reading, loaded, workers or _workers(files), log)
+        return _made(path, files, tokenizer, reading, workers or _workers(files), log)
 
 
 def _workers(files: Sequence[str]) -> int:
@@ -81,7 +75,6 @@ def _made(
     files: Sequence[str],
     tokenizer: tuple[Path, bool],
     reading: Reading,
-    loaded: Any,
     workers: int,
     log: Log,
 ) -> Path:
@@ -94,7 +87,7 @@ def _made(
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     log(f"tokenizing {', '.join(files)} on {workers} cores, once: {path} keeps the prompts")
     try:
-        _write(partial, files, tokenizer, reading, loaded, workers, log)
+        _write(partial, files, tokenizer, reading, workers, log)
         partial.rename(path)
     finally:
         partial.unlink(missing_ok=True)
@@ -107,20 +100,12 @@ def open_prompts(path: Path) -> PromptSet:
     return PromptSet(stored, stored.dropped)
 
 
-def _write(
-    path: Path,
-    files: Sequence[str],
-    tokenizer: tuple[Path, bool],
-    reading: Reading,
-    loaded: Any,
-    workers: int,
-    log: Log,
-) -> None:
+def _write(path: Path, files: Sequence[str], tokenizer: tuple[Path, bool], reading: Reading, workers: int, log: Log) -> None:
     import pyarrow as pa
 
     rows = written = 0
     with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, SCHEMA) as writer:
-        for batch, read in _batches(files, tokenizer, reading, loaded, workers):
+        for batch, read in _batches(files, tokenizer, reading, workers):
             writer.write_batch(batch, {DROPPED: str(read - batch.num_rows).encode()})
             if (rows + read) // _NEWS > rows // _NEWS:
                 log(f"{rows + read:,} rows tokenized")
@@ -129,14 +114,14 @@ def _write(
 
 
 def _batches(
-    files: Sequence[str], tokenizer: tuple[Path, bool], reading: Reading, loaded: Any, workers: int
+    files: Sequence[str], tokenizer: tuple[Path, bool], reading: Reading, workers: int
 ) -> Iterator[tuple[Any, int]]:
     """Yield (record batch, rows that were read) per chunk, in order."""
     rows = numbered_rows(files)
     chunks = iter(lambda: list(islice(rows, _CHUNK)), [])
     if workers == 1:
-        loaded = loaded or load_tokenizer(str(tokenizer[0]), tokenizer[1])
-        yield from ((_tokenized(chunk, loaded, reading), len(chunk)) for chunk in chunks)
+        _begin(*tokenizer, reading)
+        yield from ((_tokenize(chunk), len(chunk)) for chunk in chunks)
         return
     waiting = deque[tuple[Future[Any], int]]()
     with ProcessPoolExecutor(workers, get_context("spawn"), _begin, (*tokenizer, reading)) as pool:
@@ -159,10 +144,7 @@ def _begin(directory: Path, trust_remote_code: bool, reading: Reading) -> None:
 
 
 def _tokenize(chunk: list[tuple[dict[str, Any], Place]]) -> Any:
-    return _tokenized(chunk, _of_process["tokenizer"], _of_process["reading"])
-
-
-def _tokenized(chunk: list[tuple[dict[str, Any], Place]], tokenizer: Any, reading: Reading) -> Any:
+    tokenizer, reading = _of_process["tokenizer"], _of_process["reading"]
     read = [reading.prompt_of(row, at, tokenizer) for row, at in chunk]
     return to_batch([prompt for prompt in read if prompt is not None])
 
