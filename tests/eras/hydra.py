@@ -11,6 +11,8 @@ import yaml
 from fivefold.config.dialect import Tree
 from fivefold_dialects.source import merged
 
+_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+"""Of PyYAML's compiled part where it is there: a hundred configurations are read before any test begins."""
 Reader = Callable[[str], str | None]
 """`group/name.yaml` -> its text, None where there is none."""
 
@@ -29,7 +31,7 @@ def _parsed(read: Reader, path: str) -> tuple[Tree, list[Any], bool]:
     text = read(f"{path}.yaml")
     if text is None:
         raise FileNotFoundError(f"{path}.yaml")
-    body: Tree = yaml.safe_load(text) or {}
+    body: Tree = yaml.load(text, Loader=_LOADER) or {}
     defaults = body.pop("defaults", [])
     is_global = re.match(r"#\s*@package\s+_global_", text) is not None
     return body, defaults if "_self_" in defaults else [*defaults, "_self_"], is_global
