@@ -94,7 +94,7 @@ class Curve:
     whole: dict[str, float] = field(default_factory=dict)
     """Evaluation of the last checkpoint on all test problems."""
     medians: dict[str, float] = field(default_factory=dict)
-    """Of the steps after the second, by name of the metric: beside_trl.py stores them."""
+    """Metric -> its median over the steps after the second; only beside_trl.py stores medians."""
     peak_gib: float = 0.0
 
     @property

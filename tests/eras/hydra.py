@@ -12,7 +12,7 @@ from fivefold.config.dialect import Tree
 from fivefold_dialects.source import merged
 
 _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-"""Of PyYAML's compiled part where it is there: a hundred configurations are read before any test begins."""
+"""PyYAML's compiled loader if it is installed: collecting these tests composes a hundred configurations."""
 Reader = Callable[[str], str | None]
 """`group/name.yaml` -> its text, None where there is none."""
 
