@@ -1,6 +1,6 @@
 """How long a run takes to its first response, by parts, and a rank until it has a million prompts.
 
-    python benchmarks/start_up.py [1.7b] [8b] [8b-fsdp] [prompts] [--seconds N] [--rows ROWS]
+    python benchmarks/start_up.py [1.7b] [8b] [8b-fsdp] [attention] [prompts] [--seconds N] [--rows ROWS]
 
 `1.7b` and `8b` start the command twice with random weights: without compiled code, and with what the first run left in the
 caches. They print the parts of the start, what vLLM says of its own, and the first three steps by stage; both models are
@@ -10,6 +10,7 @@ tiny on a CPU, where transformers samples unless vLLM is installed. `prompts` ne
 from __future__ import annotations
 
 import argparse
+import hashlib
 import importlib.util
 import json
 import os
@@ -23,7 +24,7 @@ from collections.abc import Callable
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
@@ -33,12 +34,17 @@ from benchmarks.harness import Part, run
 from fivefold.distributed.compiler_caches import VARIABLES
 from fivefold.layout import ParallelLayout
 
+if TYPE_CHECKING:
+    from fivefold.megatron.mesh import Mesh
+
 FIRST_SAMPLE_SECONDS = 60.0
 """Goal: seconds from the command to the first response with warm caches."""
 SECOND_STEP = 1.3
 """Goal: time of the second step over that of the third."""
 SYNC_SECONDS = 1.0
 """Goal: seconds until vLLM in the ranks has new weights of 8B on `fsdp:`."""
+ATTENTIONS = ((64, (9, 3), 64), (300, (9, 3), 64), (4, (16, 8), 128))
+"""Sequences in a micro-batch, heads of queries and of keys, and their width, whose kernels FlashAttention compiles."""
 VLLM_LINES = {
     "reading weights": r"Model loading took .* and ([\d.]+) seconds",
     "compiling": r"torch\.compile took ([\d.]+) s in total",
@@ -146,6 +152,66 @@ def caches_of(root: Path) -> dict[str, str]:
     return contents
 
 
+# --- FlashAttention's kernels ------------------------------------------------------------------------------------------
+
+
+def first_attention(mesh: Mesh, cache: str) -> dict[str, Any]:
+    """Seconds of the first and the second forward and backward pass by shape, and what they compute, in a new process.
+
+    With a cache FlashAttention 4 keeps its kernels there.
+    """
+    import torch
+
+    from tests.support.gpu_models import timed
+
+    os.environ["FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"] = "1" if cache else "0"
+    os.environ["FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"] = cache or "/nonexistent"
+    from fivefold.backend.kernels import flash
+
+    seconds, computed = {}, {}
+    for pieces, (heads, groups), width in ATTENTIONS:
+        torch.manual_seed(0)
+        tokens = 16384 // pieces * pieces
+        query, key, value = (
+            torch.randn(tokens, number, width, device=mesh.device, dtype=torch.bfloat16, requires_grad=True)
+            for number in (heads, groups, groups)
+        )
+        most = tokens // pieces
+        ends = torch.arange(0, tokens + 1, most, device=mesh.device, dtype=torch.int32)
+
+        def both(of: tuple[Any, ...] = (query, key, value, (ends, ends), (most, most), None, width**-0.5)) -> Any:
+            output = flash.attention(*of)
+            return output, torch.autograd.grad(output.float().pow(2).sum(), of[:3])
+
+        name = f"{pieces} sequences, {heads} heads of {width}"
+        (first, _), (second, (output, gradients)) = timed(mesh, both), timed(mesh, both)
+        seconds[name] = [round(first, 2), round(second, 5)]
+        digest = hashlib.sha256(output.detach().view(torch.int16).cpu().numpy().tobytes()).hexdigest()
+        computed[name] = [digest, *(float(one.double().norm()) for one in gradients)]
+    return {"seconds": seconds, "computed": computed}
+
+
+def attention(part: Part) -> None:
+    """FlashAttention 4's first passes in three new processes: no cache, an empty one, and what that process left there."""
+    if not part.large:
+        return part.say("attention", "not measured: needs a GPU")
+    cache = str(part.directory("attention"))
+    runs = {}
+    for what, directory in (("no cache", ""), ("empty cache", cache), ("filled cache", cache)):
+        result = part.measure(what, "d1", first_attention, directory)
+        if result is not None:
+            runs[what] = result
+            part.say(f"{what}, seconds of the first and the second pass", result["seconds"])
+    if len(runs) == 3:
+        plain, kept = runs["no cache"]["computed"], runs["filled cache"]["computed"]
+        same = all(plain[name][0] == kept[name][0] for name in plain)
+        part.claim("kernels from the cache give the same output, bit for bit", same, len(plain))
+        # Sums of gradients by atomics come in another order each time.
+        apart = max(abs(a / b - 1) for name in plain for a, b in zip(plain[name][1:], kept[name][1:], strict=True))
+        part.claim("and gradients of the same norm", apart < 1e-4, apart)
+    return None
+
+
 # --- a million prompts -----------------------------------------------------------------------------------------------
 
 
@@ -217,6 +283,7 @@ def parts_of(rows: int) -> dict[str, Callable[[Part], None]]:
         "1.7b": first_sample("qwen3_1.7b", "d1", "vllm:d1"),
         "8b": first_sample("qwen3_8b", "t2", "vllm:d1t2"),
         "8b-fsdp": sync_of_fsdp,
+        "attention": attention,
         "prompts": prompts_part,
     }
 
@@ -229,7 +296,10 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    # Ranks find functions by the name of their module.
+    from benchmarks import start_up
+
     if sys.argv[1:2] == ["--start"]:
-        read_prompts(*sys.argv[2:])
+        start_up.read_prompts(*sys.argv[2:])
     else:
-        sys.exit(main())
+        sys.exit(start_up.main())
