@@ -5,10 +5,14 @@ from __future__ import annotations
 import json
 import os
 import stat
+import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from fivefold.backend.kernels import flash
+from fivefold.config.packages import can_import
 from fivefold.distributed.compiler_caches import VARIABLES, use_compiler_caches
 from fivefold.distributed.scratch import remove_scratch
 from fivefold.engines.servers.server_process import ServerProcess, own_environment
@@ -48,6 +52,28 @@ def test_a_directory_that_the_user_set_is_left_to_them(cache):
     assert variables["TORCHINDUCTOR_CACHE_DIR"] == f"{cache}/inductor"
     everything = dict.fromkeys(VARIABLES, "/mine")
     assert use_compiler_caches(everything) == "" and everything == dict.fromkeys(VARIABLES, "/mine")
+
+
+@pytest.mark.parametrize(("of_user", "is_kept"), [({}, "1"), ({"FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "0"}, "0")])
+def test_flash_attention_keeps_kernels_apart_for_each_architecture(cache, tmp_path, monkeypatch, of_user, is_kept):
+    (tmp_path / "flash_attn/cute").mkdir(parents=True)
+    (tmp_path / "flash_attn/__init__.py").touch()
+    (tmp_path / "flash_attn/cute/__init__.py").write_text("import os\n\nread = dict(os.environ)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (9, 0))
+    # What other tests find out stays in the caches of both.
+    monkeypatch.setattr(flash, "can_import", can_import.__wrapped__)
+    variables: dict[str, str] = {}
+    use_compiler_caches(variables)
+    for name, value in (variables | of_user).items():
+        monkeypatch.setenv(name, value)
+    before = dict(os.environ)
+    assert flash._available.__wrapped__(torch.device("cuda"))
+    assert dict(os.environ) == before, "vLLM's copy of it reads the same variables"
+    read = sys.modules.pop("flash_attn.cute").read
+    del sys.modules["flash_attn"]
+    assert read["FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"] == f"{cache}/flash-attention/sm90"
+    assert read["FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"] == is_kept
 
 
 def _of_another_user(cache: Path, monkeypatch) -> None:

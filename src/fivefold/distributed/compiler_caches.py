@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import MutableMapping
+from collections.abc import Iterator, MutableMapping
+from contextlib import contextmanager
 from pathlib import Path
 
 from fivefold.distributed.scratch import scratch_directory
 from fivefold.files import user_cache, users_umask
 
+_FLASH_ATTENTION = "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"
+_IS_KEPT = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"
 VARIABLES = {
     "TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton", "VLLM_CACHE_ROOT": "vllm",
-    "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": "flash-attention",
+    _FLASH_ATTENTION: "flash-attention",
 }  # fmt: skip
 """Environment variable that a library reads -> its directory in ours."""
 
@@ -30,6 +33,27 @@ def use_compiler_caches(environment: MutableMapping[str, str] = os.environ) -> s
     for name in missing:
         environment[name] = str(home / VARIABLES[name])
     return fault
+
+
+@contextmanager
+def kept_flash_attention(architecture: str) -> Iterator[None]:
+    """Import FlashAttention 4 within this, and it keeps its kernels in the part of its directory for this architecture.
+
+    By itself it keeps none, and names some of them without the architecture. It reads its variables when it is imported;
+    afterwards they are as before, since vLLM has a copy of it that reads them too. A user's own "0" stays.
+    """
+    before = {name: os.environ.get(name) for name in (_FLASH_ATTENTION, _IS_KEPT)}
+    if directory := before[_FLASH_ATTENTION]:
+        os.environ[_FLASH_ATTENTION] = str(Path(directory) / architecture)
+        os.environ.setdefault(_IS_KEPT, "1")
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 def _home() -> tuple[Path, str]:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fivefold.config.gpus import FLASH_CAPABILITY
 from fivefold.config.packages import FLASH, can_import
+from fivefold.distributed.compiler_caches import kept_flash_attention
 
 # The compiler of its kernels says so of an argument that they do not have, with a name of a thousand letters.
 warnings.filterwarnings("ignore", message=r"Argument \w+ \(position \d+\) cannot be converted to a JitArgument")
@@ -22,8 +23,10 @@ warnings.filterwarnings("ignore", message=r"Argument \w+ \(position \d+\) cannot
 def _available(device: torch.device) -> bool:
     """Whether flash-attn-4 can be imported and supports this GPU."""
     major, minor = torch.cuda.get_device_capability(device)
-    is_new = major + minor / 10 >= FLASH_CAPABILITY
-    return is_new and can_import(FLASH)
+    if major + minor / 10 < FLASH_CAPABILITY:
+        return False
+    with kept_flash_attention(f"sm{major}{minor}"):
+        return can_import(FLASH)
 
 
 def takes(query: Tensor, value: Tensor) -> bool:
