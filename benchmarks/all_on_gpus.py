@@ -49,10 +49,11 @@ JOBS = (
     Job("engine-small", 1, 720, f"{_LIMIT} small-alone-2 small-servers-2 small-ours small-servers-4 small-alone"),
     Job("engine-large", 1, 720, f"{_LIMIT} large-alone-2 large-servers-2 large-ours large-alone"),
     Job("gsm8k-sft", 1, 260, f"{_RECIPES} --recipes gsm8k-sft --minutes 4"),
-    Job("trl-small", 1, 420, f"{_TRL} --steps 10 --eval-every 10 --minutes 3.4 --set engine.processes=auto"),
-    Job("trl-1.7b", 1, 420, f"{_SHAPE} --steps 6 --minutes 3.4"),
+    Job("trl-small", 1, 560, f"{_TRL} --steps 10 --eval-every 10 --minutes 4.5"),
+    Job("trl-1.7b", 1, 500, f"{_SHAPE} --steps 6 --minutes 4"),
     Job("trl-turns", 1, 620, f"{_SHAPE} --steps 4 --minutes 5 --turns 16 --tool-seconds 0.05 --set data.prompts_per_step=8"),
     Job("mixtures", 1, 300, "benchmarks/engine_speed.py families --seconds 290"),
+    Job("attention", 1, 120, "benchmarks/start_up.py attention --seconds 110"),
     Job("start-up-1.7b", 1, 420, "benchmarks/start_up.py 1.7b --seconds 410"),
     Job(
         "quickstart",
@@ -70,6 +71,7 @@ JOBS = (
     Job("role-layouts", 2, 500, "benchmarks/role_layouts.py --seconds 120"),
     Job("experts", 2, 300, "benchmarks/training_speed.py experts-model --seconds 290"),
     # Without a second GPU it measures one alone.
+    Job("groups", 1, 200, "benchmarks/training_speed.py groups offload --seconds 90"),
     Job("long", 1, 300, "benchmarks/training_speed.py long --seconds 290"),
     Job("sglang", 2, 600, "benchmarks/sglang_servers.py --seconds 100"),
     Job("gsm8k-async", 2, 1200, f"{_RECIPES} --recipes gsm8k-async --minutes 19"),

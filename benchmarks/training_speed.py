@@ -271,6 +271,30 @@ def groups_step(
     }
 
 
+def groups_by_budget(
+    mesh: Mesh, directory: Path, budgets: list[int], groups: int, prompt: int, response: int
+) -> dict[int, dict[str, Any]]:
+    """The training step over groups of eight whose prompt is computed once, by the tokens of a micro-batch."""
+    model = build(mesh, directory, "bfloat16", max(budgets))
+    batch = group_batch(groups, 8, prompt, response, model.spec.vocab)
+    numbers = {}
+    for budget in budgets:
+        model._batching = replace(model._batching, share_prefix=True, budget=budget)
+
+        def step() -> Any:
+            return model.train_step(batch, OBJECTIVE.loss)
+
+        steps = [timed(mesh, step) for _ in range(3)]
+        seconds, report = min(seconds for seconds, _ in steps[1:]), steps[-1][1]
+        numbers[budget] = {
+            "seconds": round(seconds, 3),
+            "tokens_per_second": round(report.tokens / seconds),
+            "micro_batches": report.micro_batches,
+            "kernels_ms": kernels_of(mesh, step),
+        }
+    return numbers
+
+
 def experts_layer(mesh: Mesh) -> dict[str, float]:
     """TFLOP/s of forward and backward of a layer's experts."""
     config, experts, x, counts, weights = layer_of_experts(mesh)
@@ -503,11 +527,23 @@ def shared_prefix(part: Part) -> None:
         part.claim("log-probs are those of samples alone", gap < 2e-2, gap)
 
 
+def groups(part: Part) -> None:
+    """Qwen3-1.7B's shape, 32 groups of eight with 98 tokens of prompt and about 512 of response, by size of micro-batches.
+
+    A group has about 4,200 tokens with its prompt once, so a micro-batch of 8,192 takes one.
+    """
+    budgets, sizes = ([8192, 8704, 16384, 32768], (32, 98, 512)) if part.large else ([128, 256], (4, 8, 12))
+    numbers = part.measure("groups", "d1", groups_by_budget, part.model("qwen3_1.7b"), budgets, *sizes)
+    for budget, row_of in (numbers or {}).items():
+        part.say(f"micro-batches of {budget} tokens", row_of)
+
+
 def leaving(part: Part) -> None:
-    """Parameters, gradients and optimizer state to the host and back."""
-    numbers = part.measure("offload", "d1", offload, part.model("qwen3_moe"))
-    if numbers is not None:
-        part.say("offload", numbers)
+    """Parameters, gradients and optimizer state of two models to the host and back."""
+    for name in ("qwen3_moe", "qwen3_1.7b"):
+        numbers = part.measure(f"offload {name}", "d1", offload, part.model(name))
+        if numbers is not None:
+            part.say(f"offload {name}", numbers)
 
 
 def deterministic(part: Part) -> None:
@@ -527,7 +563,7 @@ def deterministic(part: Part) -> None:
 PARTS: dict[str, Callable[[Part], None]] = {
     "rows": rows, "rows-four": rows_of_four, "waits": waits,
     "dense": dense, "transformers": hugging_face, "experts-model": experts_model, "long": long, "critic": critic,
-    "experts": experts, "shared-prefix": shared_prefix, "offload": leaving, "deterministic": deterministic,
+    "experts": experts, "shared-prefix": shared_prefix, "groups": groups, "offload": leaving, "deterministic": deterministic,
 }  # fmt: skip
 
 
