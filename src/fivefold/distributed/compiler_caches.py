@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import stat
 from collections.abc import Iterator, MutableMapping
@@ -40,11 +41,13 @@ def kept_flash_attention(architecture: str) -> Iterator[None]:
     """Import FlashAttention 4 within this, and it keeps its kernels in the part of its directory for this architecture.
 
     By itself it keeps none, and names some of them without the architecture. It reads its variables when it is imported;
-    afterwards they are as before, since vLLM has a copy of it that reads them too. A user's own "0" stays.
+    afterwards they are as before, since vLLM has a copy of it that reads them too. A user's own "0" stays. It fails where
+    files cannot be locked, as on some cluster file systems: there it keeps none.
     """
     before = {name: os.environ.get(name) for name in (_FLASH_ATTENTION, _IS_KEPT)}
-    if directory := before[_FLASH_ATTENTION]:
-        os.environ[_FLASH_ATTENTION] = str(Path(directory) / architecture)
+    place = before[_FLASH_ATTENTION]
+    if place and _can_lock(directory := Path(place) / architecture):
+        os.environ[_FLASH_ATTENTION] = str(directory)
         os.environ.setdefault(_IS_KEPT, "1")
     try:
         yield
@@ -54,6 +57,16 @@ def kept_flash_attention(architecture: str) -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
+
+
+def _can_lock(directory: Path) -> bool:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with (directory / ".lock").open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
 
 
 def _home() -> tuple[Path, str]:
