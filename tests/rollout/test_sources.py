@@ -327,7 +327,7 @@ def one_rank(cluster, models):
 
 @pytest.mark.parametrize("layout", ["d2", "d4", "t2", "c2", "p2"])
 def test_samples_that_changed_owners_give_the_same_gradient(cluster, models, one_rank, layout):
-    """Relative to the gradient's norm: sums in another order differ by float32's rounding and no more."""
+    """Relative to the gradient's norm: sums in another order differ by sixteen of float32's roundings at most."""
     outcomes = cluster.run(gradients, f"megatron:{layout}", models("qwen3"), 3)[0]
     owners = [owner for owner, *_ in outcomes[::2]]
     if layout.startswith("d"):
@@ -336,7 +336,7 @@ def test_samples_that_changed_owners_give_the_same_gradient(cluster, models, one
         _, expected_loss, expected = one_rank[number % 2]
         assert loss == pytest.approx(expected_loss, abs=1e-6)
         assert expected.norm() > 1e-2
-        assert (gradient - expected).norm() <= 1e-6 * expected.norm()
+        assert (gradient - expected).norm() <= 16 * torch.finfo(torch.float32).eps * expected.norm()
 
 
 def versions_of_a_step_done_anew(mesh, run_dir: Path):
