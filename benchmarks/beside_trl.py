@@ -59,7 +59,7 @@ SHAPE = {
     "engine.memory_fraction": 0.4,
     "engine.max_num_seqs": 256,
 }
-"""What a comparison of time and memory changes: every response has the longest length, and all of them are trained on.
+"""Keys that --shape changes in the recipe: every response has the longest length, and all of them are trained on.
 
 Two groups with their shared prompts fit a micro-batch; TRL has eight padded samples in one. Nothing is offloaded: a GPU of
 141 GB has room.

@@ -158,7 +158,7 @@ def caches_of(root: Path) -> dict[str, str]:
 def first_attention(mesh: Mesh, cache: str) -> dict[str, Any]:
     """Seconds of the first and the second forward and backward pass by shape, and what they compute, in a new process.
 
-    With a cache FlashAttention 4 keeps its kernels there.
+    `cache`: directory in which FlashAttention 4 keeps its kernels; empty: it keeps none.
     """
     import torch
 

@@ -77,7 +77,9 @@ BESIDE = """
 
     `benchmarks/beside_trl.py` runs a recipe by Fivefold and by TRL's GRPOTrainer with vLLM in its process: the same model,
     data, reward, batch, lengths, learning rate and share of memory for vLLM, one after the other on the same GPU. Seconds
-    are medians of the steps after the second; the first two compile and allocate.
+    are medians of the steps after the second; the first two compile and allocate. The two sides' accuracies are not yet the
+    same within noise, for a reason that is not known: [h200-smollm2.txt](../benchmarks/results/h200-smollm2.txt) has each
+    step, and what was checked.
 """
 TRIED = "Recipes with other keys, from the same warm start; the recipes above are what was chosen.\n\n"
 TRIED_HEADS = ("keys", "steps", "s a step", "sampled: before", "after", "reward", "on")

@@ -38,11 +38,11 @@ def use_compiler_caches(environment: MutableMapping[str, str] = os.environ) -> s
 
 @contextmanager
 def kept_flash_attention(architecture: str) -> Iterator[None]:
-    """Import FlashAttention 4 within this, and it keeps its kernels in the part of its directory for this architecture.
+    """Let FlashAttention 4, imported in this context, keep the kernels that it compiles, apart for each GPU architecture.
 
-    By itself it keeps none, and names some of them without the architecture. It reads its variables when it is imported;
-    afterwards they are as before, since vLLM has a copy of it that reads them too. A user's own "0" stays. It fails where
-    files cannot be locked, as on some cluster file systems: there it keeps none.
+    By default the library keeps none, and it names some of them without the architecture. It reads its variables at its
+    import; they are set back afterwards, since vLLM has a copy of the library that reads them too. A user's own "0" stays.
+    Where files cannot be locked, as on some cluster file systems, nothing is kept: the library would end the run.
     """
     before = {name: os.environ.get(name) for name in (_FLASH_ATTENTION, _IS_KEPT)}
     place = before[_FLASH_ATTENTION]
