@@ -157,6 +157,11 @@ def train_with_trl(path: Path, changes: list[str], run_dir: Path) -> None:
     class Timed(trl.GRPOTrainer):
         """Measures its stages, and evaluates as Fivefold does."""
 
+        sampled: list[list[float]] | None = None
+        """vLLM's log-probs of the last samples."""
+        apart: float | None = None
+        """How far they are from the trainer's on average."""
+
         def _generate_and_score_completions(self, inputs: Any) -> Any:
             with clock.stage("generation"):
                 return super()._generate_and_score_completions(inputs)
@@ -166,26 +171,19 @@ def train_with_trl(path: Path, changes: list[str], run_dir: Path) -> None:
                 with clock.stage("weight_sync"):
                     self.vllm_generation.sync_weights()
                 self._last_loaded_step = self.state.global_step
-                self.check_sync()
             with clock.stage("rollout"):
-                return super()._generate_single_turn(*arguments, **named)
+                ids, self.sampled = super()._generate_single_turn(*arguments, **named)
+            return ids, self.sampled
 
         def _get_per_token_logps_and_entropies(self, *arguments: Any, **named: Any) -> Any:
-            with clock.stage("logprobs" if not torch.is_grad_enabled() else "forward"):
-                return super()._get_per_token_logps_and_entropies(*arguments, **named)
-
-        def check_sync(self) -> None:
-            """Raise RuntimeError if vLLM does not have the trainer's weights: its curve would be that of others."""
-            runner: Any = self.vllm_generation.llm.llm_engine.model_executor.driver_worker.model_runner
-            in_vllm = dict(runner.model.named_parameters())
-            mine = dict(self.accelerator.unwrap_model(self.model).named_parameters())
-            attention = "layers.0.self_attn"
-            for there, here in (("embed_tokens", "embed_tokens"), (f"{attention}.qkv_proj", f"{attention}.q_proj")):
-                weight = mine[f"model.{here}.weight"].detach()
-                # vLLM pads the vocabulary, and joins queries, keys and values.
-                held = in_vllm[f"model.{there}.weight"][: len(weight)]
-                if not torch.equal(held, weight.to(held.dtype)):
-                    raise RuntimeError(f"vLLM's {there} is not the trainer's {here} after TRL's sync")
+            if torch.is_grad_enabled():
+                with clock.stage("forward"):
+                    return super()._get_per_token_logps_and_entropies(*arguments, **named)
+            with clock.stage("logprobs"):
+                result = super()._get_per_token_logps_and_entropies(*arguments, **named)
+            if self.sampled is not None and turns == 1:
+                self.apart = _mean_distance(self.sampled, result[0])
+            return result
 
         def evaluated(self) -> dict[str, float]:
             """Accuracy of greedy decoding, and of as many samples as the recipe has."""
@@ -253,6 +251,8 @@ def train_with_trl(path: Path, changes: list[str], run_dir: Path) -> None:
                 "completions/mean_length": "response/length_mean",
             }
             row = {ours: last_values[theirs] for theirs, ours in names.items()}
+            if trainer.apart is not None:
+                row["rollout/logprob_diff_mean"] = trainer.apart
             tokens = trainer.state.num_input_tokens_seen
             row["throughput/tokens_per_second"] = (tokens - self.tokens) / whole
             self.tokens = tokens
@@ -289,6 +289,16 @@ def train_with_trl(path: Path, changes: list[str], run_dir: Path) -> None:
         callbacks=[Rows()], tools=tools,
     )  # fmt: skip
     trainer.train()
+
+
+def _mean_distance(sampled: list[list[float]], logprobs_BT: Any) -> float:
+    """Return how far vLLM's log-probs of its samples are from the trainer's on average: far if it has other weights."""
+    import torch
+
+    rows = [torch.tensor(row) for row in sampled]
+    sampled_BT = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=math.nan)
+    distance_BT = (sampled_BT.to(logprobs_BT) - logprobs_BT[:, : sampled_BT.shape[1]]).abs()
+    return float(distance_BT.nanmean())
 
 
 def _rows(files: list[str]) -> list[dict[str, Any]]:
