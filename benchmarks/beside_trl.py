@@ -130,7 +130,7 @@ def train_with_trl(path: Path, changes: list[str], run_dir: Path) -> None:
     assert config.trainer.steps is not None
     samples, updates = data.prompts_per_step * algorithm.group_size, algorithm.updates_per_step
     turns, tools = 1, None
-    if config.environment is not None:
+    if config.environment.tools:
         turns, tools = config.environment.max_turns, [load_user_code(tool) for tool in config.environment.tools]
     limit = data.max_total_tokens or data.max_prompt_tokens + data.max_response_tokens
     at_once = min(samples // updates, 2 ** int(math.log2(max(1, config.policy.tokens_per_micro_batch // limit))))
