@@ -48,7 +48,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Update:
-    """One optimizer step that was timed, with random lengths around their mean (benchmarks/results/h200-step.txt)."""
+    """One optimizer step that was timed, with random lengths around their mean (h200-step.txt and h200-long.txt)."""
 
     model: str
     layout: str
@@ -100,6 +100,8 @@ UPDATES = [
     Update("8B", "fsdp:d2", 66483, 16, 4.13, 76.40, 3, recompute="full"),
     Update("1.7B", "fsdp:d1", 33400, 8, 0.986, 60.6, 3),
     Update("1.7B", "fsdp:d1", 33400, 8, 1.98, 49.9, 6, budget=8192),
+    Update("1.7B", "d1", 131072, 4, 6.596, 42.07, 4, **ROWS, recompute="full"),
+    Update("1.7B", "d1", 131072, 1, 17.339, 60.89, 1, budget=131072, spread=0, recompute="full"),
 ]
 
 

@@ -49,7 +49,7 @@ HEADS = (
     "on",
 )
 BESIDE_HEADS = (
-    *("seed", "s a step", "rollout", "sync", "log-probs", "training", "sampled tokens/s", "GiB"),
+    *("model", "seed", "s a step", "rollout", "sync", "log-probs", "training", "sampled tokens/s", "GiB"),
     *("sampled: first", "last", "on"),
 )
 HEAD = """
@@ -77,9 +77,11 @@ BESIDE = """
 
     `benchmarks/beside_trl.py` runs a recipe by Fivefold and by TRL's GRPOTrainer with vLLM in its process: the same model,
     data, reward, batch, lengths, learning rate and share of memory for vLLM, one after the other on the same GPU. Seconds
-    are medians of the steps after the second; the first two compile and allocate. The two sides' accuracies are not yet the
-    same within noise, for a reason that is not known: [h200-smollm2.txt](../benchmarks/results/h200-smollm2.txt) has each
-    step, and what was checked.
+    are medians of the steps after the second; the first two compile and allocate. A row of another model's shape has random
+    weights and samples of equal length, so it has no accuracy; there Fivefold's attention was PyTorch's, since flash-attn-4
+    could not be imported. The accuracies of SmolLM2-135M are of one seed each, which is not enough to compare them: a second
+    run of TRL, next to other work, came to 0.0586 ± 0.0096 after ten steps
+    ([h200-smollm2.txt](../benchmarks/results/h200-smollm2.txt) has each step, and what was checked).
 """
 TRIED = "Recipes with other keys, from the same warm start; the recipes above are what was chosen.\n\n"
 TRIED_HEADS = ("keys", "steps", "s a step", "sampled: before", "after", "reward", "on")
@@ -342,26 +344,38 @@ def _source(curve: Curve) -> str:
 
 def _beside(recorded: list[Curve]) -> str:
     lines = _head("", *BESIDE_HEADS)
+    sides = {recipe: [curve for curve in recorded if curve["recipe"] == recipe and curve["rewards"]] for recipe in SIDES}
+    seconds: dict[tuple[str, str, str], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for recipe, shown in SIDES.items():
-        rows = [f"| {shown} {_side(curve)}" for curve in _of(recorded, recipe)]
-        lines += rows or [f"| {shown} | {NOT_MEASURED} |" + " |" * 10]
-    seconds: dict[tuple[str, str], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-    for recipe in SIDES:
-        for curve in _of(recorded, recipe):
-            seconds[curve["hardware"], curve["commit"]][recipe].append(_median(curve))
+        rows = [f"| {shown} {_side(curve)}" for curve in sides[recipe]]
+        lines += rows or [f"| {shown} | {NOT_MEASURED} |" + " |" * 11]
+        for curve in sides[recipe]:
+            seconds[_model(curve), curve["hardware"], curve["commit"]][recipe].append(_median(curve))
     # Sides are compared on one kind of machine and at one commit only.
-    for (hardware, commit), sides in seconds.items():
-        if len(sides) == len(SIDES):
-            ours, theirs = (statistics.median(sides[recipe]) for recipe in SIDES)
-            lines += ["", f"A step of Fivefold takes {ours / theirs:.2f} of TRL's time on {hardware} ({commit})."]
+    for (model, hardware, commit), of_sides in seconds.items():
+        if len(of_sides) == len(SIDES):
+            ours, theirs = (statistics.median(of_sides[recipe]) for recipe in SIDES)
+            lines += ["", f"{model}: a step of Fivefold takes {ours / theirs:.2f} of TRL's time on {hardware} ({commit})."]
     return "\n".join(lines)
 
 
+def _model(curve: Curve) -> str:
+    return f"{curve['tag']}'s shape" if curve["tag"] else "SmolLM2-135M"
+
+
 def _side(curve: Curve) -> str:
-    last = curve["evaluations"][-1]
     medians = curve.get("medians", {})
     stages = [f"{medians[name]:.2f}" if name in medians else "" for name in STAGES]
-    accuracies = [_share(*_sampled(row)) for row in (curve["evaluations"][0], last)]
+    evaluations = curve["evaluations"]
+    accuracies = [_share(*_sampled(evaluations[place])) if evaluations else "" for place in (0, -1)]
     tokens = f"{medians[SAMPLED]:,.0f}" if SAMPLED in medians else ""
-    cells = [str(curve["seed"]), f"{_median(curve):.2f}", *stages, tokens, f"{curve['peak_gib']:.1f}", *accuracies]
+    cells = [
+        _model(curve),
+        str(curve["seed"]),
+        f"{_median(curve):.2f}",
+        *stages,
+        tokens,
+        f"{curve['peak_gib']:.1f}",
+        *accuracies,
+    ]
     return "| " + " | ".join([*cells, _source(curve)]) + " |"

@@ -129,9 +129,22 @@ def test_what_has_no_file_is_not_measured():
 def test_the_two_sides_are_compared_by_their_median_steps():
     theirs = curve("beside-trl", rewards=[[step, 9.0, 0.1, 6.0] for step in (1, 2, 3)], medians={"time/rollout": 0.5})
     page = results("", [curve("beside-fivefold"), theirs])
-    assert "A step of Fivefold takes 0.25 of TRL's time on 1 x GPU (abc1234)." in page
+    assert "SmolLM2-135M: a step of Fivefold takes 0.25 of TRL's time on 1 x GPU (abc1234)." in page
     # A stage that was not timed has no number.
-    assert row_of(page, "TRL")[:4] == ["0", "6.00", "0.50", ""]
+    assert row_of(page, "TRL")[:5] == ["SmolLM2-135M", "0", "6.00", "0.50", ""]
+
+
+def test_another_models_shape_is_compared_with_itself_and_has_no_accuracy():
+    shaped = {"tag": "Qwen3-1.7B", "evaluations": []}
+    theirs = [
+        curve("beside-trl", rewards=[[step, 9.0, 0.1, end] for step in (1, 2, 3)], **of)
+        for end, of in ((6.0, {}), (3.0, shaped))
+    ]
+    page = results("", [curve("beside-fivefold"), curve("beside-fivefold", **shaped), *theirs])
+    assert "SmolLM2-135M: a step of Fivefold takes 0.25 of" in page
+    assert "Qwen3-1.7B's shape: a step of Fivefold takes 0.50 of" in page
+    (row,) = [line for line in page.splitlines() if line.startswith("| TRL | Qwen3-1.7B's shape | 0 | 3.00 |")]
+    assert "±" not in row
 
 
 def test_sides_on_different_machines_or_commits_are_not_compared():
@@ -139,7 +152,7 @@ def test_sides_on_different_machines_or_commits_are_not_compared():
     for other in ({"hardware": "1 x other"}, {"commit": "def5678"}):
         assert "of TRL's time" not in results("", [curve("beside-fivefold", **other), theirs])
         page = results("", [curve("beside-fivefold", **other), curve("beside-fivefold", 1), theirs])
-        assert "A step of Fivefold takes 0.25 of TRL's time on 1 x GPU (abc1234)." in page
+        assert "a step of Fivefold takes 0.25 of TRL's time on 1 x GPU (abc1234)." in page
 
 
 def test_the_picture_has_a_curve_for_each_run_but_the_warm_start():
@@ -150,7 +163,9 @@ def test_the_picture_has_a_curve_for_each_run_but_the_warm_start():
 @pytest.mark.parametrize("path", sorted(FILES.glob("*.json")), ids=lambda path: path.stem)
 def test_a_result_names_its_hardware_and_commit(path):
     result = json.loads(path.read_text())
-    assert result["hardware"] and result["commit"] not in ("", "unknown") and result["evaluations"]
+    assert result["hardware"] and result["commit"] not in ("", "unknown")
+    # Another model's shape is timed only.
+    assert result["evaluations"] or result["medians"]
     assert path.stem == "-".join(filter(None, [result["recipe"], result.get("tag"), str(result["seed"])]))
 
 
