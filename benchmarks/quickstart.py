@@ -100,7 +100,6 @@ def run(line: str, out: Path, more: list[str]) -> bool:
             if "--serve" in words and (match := re.search(r"http://\S+", text)):
                 page = urllib.request.urlopen(match[0].rstrip("./") + "/").read().decode()
                 process.send_signal(signal.SIGINT)
-                # A shell that starts commands in the background lets them ignore it.
                 killer = threading.Timer(30, process.kill)
                 killer.daemon = True
                 killer.start()
@@ -128,6 +127,8 @@ def main() -> int:
         parser.error("--model must name a model's directory, or --dry-run be given")
     if given.out.exists():
         parser.error(f"{given.out} must not exist yet: name another directory, or delete it first")
+    # A shell lets what it starts in the background ignore Ctrl-C, and what that starts too.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     out, lines = given.out.resolve(), commands()
     out.mkdir(parents=True)
     example = configuration(lines)
