@@ -123,6 +123,12 @@ def test_devices_without_rates_get_one_process(run):
     assert changed.engine.processes == 1 and why == "engine.processes: auto is 1, as for devices without known rates"
 
 
+def test_an_engine_that_cannot_share_a_gpu_gets_one_process_without_a_second_note(run):
+    for engine in ({"backend": "transformers"}, {"backend": "vllm", "url": "http://127.0.0.1:1"}):
+        config = run(engine={**engine, "processes": "auto"})
+        assert decide(config, spec_of(config)) == (1, "")
+
+
 def test_rates_that_cannot_be_read_keep_no_run_from_starting(run, monkeypatch, tmp_path):
     bad = tmp_path / "calibration.json"
     bad.write_text("{}")

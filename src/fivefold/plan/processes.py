@@ -68,7 +68,12 @@ def fastest(seconds: dict[int, float]) -> int:
 
 
 def decide(config: RunConfig, spec: ModelSpec) -> tuple[int, str]:
-    """Return the number of processes in place of `engine.processes: auto`, and a sentence about it."""
+    """Return the number of processes in place of `engine.processes: auto`, and a sentence about it.
+
+    The sentence is empty for engines that cannot share a GPU: `validate` has said that the key has no effect on them.
+    """
+    if config.engine.kind != "vllm" or config.engine.url:
+        return 1, ""
     try:
         known = RunRates.of(config)
         if known is None:
@@ -88,7 +93,7 @@ def decide(config: RunConfig, spec: ModelSpec) -> tuple[int, str]:
 
 def decided(config: RunConfig, spec: ModelSpec) -> tuple[RunConfig, str]:
     """Return the run with a number in place of `engine.processes: auto`, and a sentence about it: empty if there was a
-    number."""
+    number, or an engine that cannot share a GPU."""
     if config.engine.processes != "auto":
         return config, ""
     count, why = decide(config, spec)
