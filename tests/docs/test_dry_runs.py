@@ -100,7 +100,8 @@ def test_parts_of_a_training_step_are_measured_one_by_one():
     shown = printed("training_speed.py", *parts, "--seconds", 600)
     assert shown.count("\nok   log-probs are those of samples alone: ") == 2
     assert re.search(r'^ok   memory is as estimated: {"peak_gib": ', shown, re.M)
-    assert re.search(r'^experts, TFLOP/s: {"grouped": ', shown, re.M) and re.search(r'^offload: {"gib": ', shown, re.M)
+    assert re.search(r'^experts, TFLOP/s: {"grouped": ', shown, re.M)
+    assert re.findall(r'^offload (\w+\.?\w*): {"gib": ', shown, re.M) == ["qwen3_moe", "qwen3_1.7b"]
     assert len(re.findall(r'^qwen3(?:_moe)?, deterministic: {.*"same_bits": true', shown, re.M)) == 2
 
 
@@ -172,7 +173,7 @@ def test_the_limit_of_an_engine_is_measured_alone_and_in_ours(tmp_path):
 
 def test_jobs_for_gpus_run_one_after_the_other_within_their_time(tmp_path):
     """One that runs on a CPU too; the others are named with the reason why they were not measured."""
-    done = python(BENCHMARKS / "all_on_gpus.py", tmp_path, "fsdp-one", "fsdp-two", "long", "--gpus", 1, "--seconds", 400)
+    done = python(BENCHMARKS / "all_on_gpus.py", tmp_path, "fsdp-one", "fsdp-two", "experts", "--gpus", 1, "--seconds", 400)
     endings = done.stdout.splitlines()[-3:]
     assert re.fullmatch(r"fsdp-one +ended well after \d+ s", endings[0]), done.stdout + done.stderr
     assert [ending.split(maxsplit=1)[1] for ending in endings[1:]] == ["not measured: needs 2 GPUs, 1 are there"] * 2
