@@ -8,7 +8,8 @@
 OUT is a directory of benchmarks/recipes.py, whose --model and --gsm8k it takes too: both sides start from its warm start,
 with the data, reward, batch, lengths, learning rate, clipping and share of memory for vLLM of the recipe. TRL keeps float32
 weights under autocast to bfloat16, as Fivefold's optimizer does. Gradient checkpointing and sleep mode are off, since the
-model leaves room, and so is its correction by the engine's log-probs, which the recipe does not have either.
+model leaves room, and so is its correction by the engine's log-probs, which the recipe does not have either. The embedding
+of the pad token is trained, which transformers leaves out otherwise: SmolLM2 ends its responses with that token.
 
 With --turns the weights of --shape make it call a tool at the end of each turn of 64 tokens (talking_model.py). The tool
 is a coroutine that sleeps for a drawn time: log-normal, its median --tool-seconds, sigma 1.
@@ -288,6 +289,8 @@ def train_with_trl(path: Path, changes: list[str], run_dir: Path) -> None:
         model=config.model.path, reward_funcs=right, args=arguments, train_dataset=Dataset.from_list(rows["train"]),
         callbacks=[Rows()], tools=tools,
     )  # fmt: skip
+    # transformers leaves out the gradient of the pad token as an input; in SmolLM2 that token also ends responses.
+    trainer.model.get_input_embeddings().padding_idx = None
     trainer.train()
 
 

@@ -79,9 +79,10 @@ BESIDE = """
     data, reward, batch, lengths, learning rate and share of memory for vLLM, one after the other on the same GPU. Seconds
     are medians of the steps after the second; the first two compile and allocate. A row of another model's shape has random
     weights and samples of equal length, so it has no accuracy; there Fivefold's attention was PyTorch's, since flash-attn-4
-    could not be imported. The accuracies of SmolLM2-135M are of one seed each, which is not enough to compare them: a second
-    run of TRL, next to other work, came to 0.0586 ± 0.0096 after ten steps
-    ([h200-smollm2.txt](../benchmarks/results/h200-smollm2.txt) has each step, and what was checked).
+    could not be imported. SmolLM2-135M's TRL ran as transformers has it, which leaves out the gradient of the
+    pad token's embedding: SmolLM2 ends responses with that token. With it both sides take the same updates on the same
+    samples (`tests/environments/test_beside_trl.py`), and the script trains it on both sides since;
+    [h200-smollm2.txt](../benchmarks/results/h200-smollm2.txt) has each step. The curves were not measured again yet.
 """
 TRIED = "Recipes with other keys, from the same warm start; the recipes above are what was chosen.\n\n"
 TRIED_HEADS = ("keys", "steps", "s a step", "sampled: before", "after", "reward", "on")

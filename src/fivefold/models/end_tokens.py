@@ -78,7 +78,8 @@ class PadTokens:
             return ""
         return (
             f"token {end} ends responses and is also the pad token of {' and '.join(sources)}: the policy learns to "
-            "end with it, since samples are packed; transformers' collators would leave it out of the loss"
+            "end with it, since samples are packed; transformers' collators would leave it out of the loss, and its models "
+            "leave out the gradient of its embedding"
         )
 
 
