@@ -154,7 +154,7 @@ test-agents: $(AGENTS_READY)
 
 # Environments of other libraries and MCP servers, unmodified, and the models' own chat templates. About two minutes.
 test-environments: $(ENVIRONMENTS_READY)
-	$(ENVIRONMENTS)/bin/python -m pytest -n 2 --dist load -m environments tests/environments
+	$(ENVIRONMENTS)/bin/python -m pytest -n 2 --dist load -m environments tests/environments tests/docs/test_dry_runs.py
 
 # The examples of several turns, trained until they have learned.
 test-learning: $(READY)

@@ -53,10 +53,10 @@ def test_commands_that_begin_at_once_share_the_warm_start_that_one_of_them_train
     assert all(f"\nwords-grpo-{seed}: 4 steps, " in text for seed, text in enumerate(shown))
 
 
-@pytest.mark.parametrize("sides", ["fivefold", "fivefold,trl"])
+@pytest.mark.parametrize("sides", ["fivefold", pytest.param("fivefold,trl", marks=pytest.mark.environments)])
 def test_the_comparison_with_trl_trains_each_side_and_prints_its_steps(tmp_path, sides):
     if "trl" in sides and importlib.util.find_spec("trl") is None:
-        pytest.skip("needs TRL, which no environment of these tests has: benchmarks/beside_trl.py names its wheels")
+        pytest.skip("needs TRL, which the environment of `make test-environments` has")
     shown = printed("beside_trl.py", tmp_path / "out", "--sides", sides, "--steps", 6, "--eval-every", 3)
     for side in sides.split(","):
         assert f"\nbeside-{side}-0: 6 steps, " in shown
