@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 
 from fivefold.models.config_json import read_config
 from fivefold.models.end_tokens import EndTokens, PadTokens
@@ -96,6 +97,7 @@ def test_a_pad_token_that_ends_responses_is_learned_and_masked_by_a_collator(tmp
     assert f"token {words.eos_token_id} ends responses and is also the pad token of the tokenizer" in pads.learned(
         words.eos_token_id
     )
+    assert "embedding" not in pads.learned(words.eos_token_id)
     assert pads.learned(words.eos_token_id + 1) == "" == pads.contradiction
 
 
@@ -126,6 +128,11 @@ def test_check_reports_pad_tokens_that_differ_and_one_that_ends_responses(models
     differ, learned = notes[end]
     assert f"pad tokens differ: {end} of config.json, {pad} of the tokenizer; none is used" in differ
     assert f"token {end} ends responses and is also the pad token of config.json" in learned
+    assert learned.endswith("and models the gradient of its embedding as an input")
+    body = transformers.AutoModel.from_pretrained(model)
+    body(torch.tensor([[pad, end]])).last_hidden_state.sum().backward()
+    gradients = body.get_input_embeddings().weight.grad
+    assert gradients[pad].any() and not gradients[end].any()
     assert notes[None] == []
 
 

@@ -76,10 +76,11 @@ class PadTokens:
         sources = [source for source, token in self.named.items() if token == end]
         if not sources:
             return ""
+        # Models of transformers read the pad token of config.json alone.
+        embedding = ", and models the gradient of its embedding as an input" if "config.json" in sources else ""
         return (
             f"token {end} ends responses and is also the pad token of {' and '.join(sources)}: the policy learns to "
-            "end with it, since samples are packed; transformers' collators would leave it out of the loss, and its models "
-            "leave out the gradient of its embedding"
+            f"end with it, since samples are packed; transformers' collators would leave it out of the loss{embedding}"
         )
 
 
