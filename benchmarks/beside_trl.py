@@ -158,7 +158,7 @@ def train_with_trl(path: Path, changes: list[str], run_dir: Path) -> None:
     class Timed(trl.GRPOTrainer):
         """Measures its stages, and evaluates as Fivefold does."""
 
-        sampled: list[list[float]] | None = None
+        sampled: list[list[float | None]] | None = None
         """vLLM's log-probs of the last samples."""
         apart: float | None = None
         """How far they are from the trainer's on average."""
@@ -183,7 +183,7 @@ def train_with_trl(path: Path, changes: list[str], run_dir: Path) -> None:
             with clock.stage("logprobs"):
                 result = super()._get_per_token_logps_and_entropies(*arguments, **named)
             if self.sampled is not None and turns == 1:
-                self.apart = _mean_distance(self.sampled, result[0])
+                self.apart = mean_distance(self.sampled, result[0])
             return result
 
         def evaluated(self) -> dict[str, float]:
@@ -294,11 +294,14 @@ def train_with_trl(path: Path, changes: list[str], run_dir: Path) -> None:
     trainer.train()
 
 
-def _mean_distance(sampled: list[list[float]], logprobs_BT: Any) -> float:
-    """Return how far vLLM's log-probs of its samples are from the trainer's on average: far if it has other weights."""
+def mean_distance(sampled: list[list[float | None]], logprobs_BT: Any) -> float:
+    """Return how far vLLM's log-probs of its samples are from the trainer's on average: far if it has other weights.
+
+    TRL has None where a log-prob of vLLM is no number.
+    """
     import torch
 
-    rows = [torch.tensor(row) for row in sampled]
+    rows = [torch.tensor([math.nan if one is None else one for one in row]) for row in sampled]
     sampled_BT = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=math.nan)
     distance_BT = (sampled_BT.to(logprobs_BT) - logprobs_BT[:, : sampled_BT.shape[1]]).abs()
     return float(distance_BT.nanmean())

@@ -8,8 +8,10 @@ import shlex
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks import all_on_gpus, harness, quickstart, start_up
+from benchmarks.beside_trl import mean_distance
 from fivefold_dialects import SYSTEMS
 from tests.support.commands import program
 
@@ -190,3 +192,10 @@ def test_a_failure_is_printed_with_the_exceptions_that_caused_it():
     message = "rank 0 failed:\n  File a\nValueError: cause\n  torch.OutOfMemoryError: x\nmuch more\nended\nkilled"
     assert harness.shortened(message) == "ValueError: cause / torch.OutOfMemoryError: x / ended / killed"
     assert harness.shortened("no result") == "no result"
+
+
+def test_the_distance_of_log_probs_is_a_mean_over_the_sampled_tokens():
+    """Padding and log-probs that are no numbers do not count."""
+    trained_BT = torch.tensor([[-1.5, -2.0, -9.0], [-3.0, -9.0, -9.0]])
+    assert mean_distance([[-1.0, -2.0], [-3.0]], trained_BT) == pytest.approx(0.5 / 3)
+    assert mean_distance([[-1.0, None], [-3.0]], trained_BT) == pytest.approx(0.5 / 2)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from benchmarks import beside_trl
+from fivefold.models.config_json import read_config
 from tests.support.commands import fivefold
 from tests.support.tiny_models import load_tensors
 from tests.support.whole_runs import REWARD, make_model, train, write_run
@@ -25,7 +26,7 @@ data: {prompts_per_step: 4, max_response_tokens: 12}
 engine: {backend: transformers}
 trainer: {steps: 6, save_every: 6, eval_every: 0, logged_samples_per_step: all}
 """
-"""TRL takes eight samples at once with this budget, in four micro-batches."""
+"""TRL takes four samples at once with this budget, in eight micro-batches."""
 
 
 def recorded(run_dir: Path) -> list[list[dict[str, Any]]]:
@@ -45,6 +46,8 @@ def test_trl_takes_the_same_updates_on_the_same_samples(tmp_path, monkeypatch):
     rows, _ = train(tmp_path, "ours")
     assert fivefold("export", tmp_path / "runs/ours", tmp_path / "ours").returncode == 0
     groups = recorded(tmp_path / "runs/ours")
+    pad = read_config(tmp_path / "model")["pad_token_id"]
+    assert any(pad in sample["tokens"]["response"][:-1] for group in groups for sample in group)
     prompts = [{"prompt": [{"role": "user", "content": str(place)}], "ground_truth": ""} for place in range(len(groups))]
     asked: list[int] = []
 
@@ -74,6 +77,6 @@ def test_trl_takes_the_same_updates_on_the_same_samples(tmp_path, monkeypatch):
         side: torch.cat([(tensors[name] - before[name]).flatten() for name in before]) for side, tensors in after.items()
     }
     # With eps of 1e-4 a gradient's rounding of 1e-7 moves a weight by 0.001 of the rate in each of six updates. Without the
-    # gradient of the pad token's embedding, which these samples have, weights are up to nine rates apart.
+    # gradient of the pad token's embedding weights are up to nine rates apart.
     assert float((moved["ours"] - moved["theirs"]).abs().max()) < 0.02 * LR
     assert float(moved["ours"].abs().max()) > LR
