@@ -58,7 +58,7 @@ JOBS = (
     Job(
         "quickstart",
         1,
-        400,
+        1800,
         "benchmarks/quickstart.py OUT/quickstart --model MODEL --source GSM8K/train.jsonl GSM8K/test.jsonl",
     ),
     *(
@@ -70,8 +70,9 @@ JOBS = (
     Job("fsdp-two", 2, 500, "benchmarks/fsdp_speed.py two weights largest --seconds 160"),
     Job("role-layouts", 2, 500, "benchmarks/role_layouts.py --seconds 120"),
     Job("experts", 2, 300, "benchmarks/training_speed.py experts-model --seconds 290"),
-    # Without a second GPU it measures one alone.
+    Job("small", 1, 200, "benchmarks/training_speed.py small --seconds 190"),
     Job("groups", 1, 200, "benchmarks/training_speed.py groups offload --seconds 90"),
+    # Without a second GPU it measures one alone.
     Job("long", 1, 300, "benchmarks/training_speed.py long --seconds 290"),
     Job("sglang", 2, 600, "benchmarks/sglang_servers.py --seconds 100"),
     Job("gsm8k-async", 2, 1200, f"{_RECIPES} --recipes gsm8k-async --minutes 19"),

@@ -460,6 +460,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--eval-every", type=int, default=20)
     parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--first-seed", type=int, default=0, help="the lowest of them")
     parser.add_argument("--minutes", type=float, default=8.0, help="that each side has, its start included")
     parser.add_argument("--shape", help="a model of tests/support/public_shapes.py with random weights instead")
     parser.add_argument("--turns", type=int, default=1, help="of a conversation with a tool; needs --shape")
@@ -480,7 +481,8 @@ def main() -> int:
     bench = recipes.Bench(out, options.minutes, options.dry_run, False, {}, about, tag)
     # Two commands at once would slow each other down.
     with recipes.alone(out / "beside.lock"):
-        curves = [side(bench, which, options, seed) for seed in range(options.seeds) for which in options.sides.split(",")]
+        seeds = range(options.first_seed, options.first_seed + options.seeds)
+        curves = [side(bench, which, options, seed) for seed in seeds for which in options.sides.split(",")]
     told = "" if options.shape else recipes.table(curves) + "\n"
     print(f"\n{told}{compared(bench, curves, options.shape is not None)}", flush=True)
     return 0 if all(curve.rewards for curve in curves) else 1

@@ -110,15 +110,21 @@ def gemm(mesh: Mesh) -> float:
     return 2 * size**3 / seconds / 1e12
 
 
-def row(
-    mesh: Mesh, directory: Path, tokens: int, samples: int, length: int, recompute: str, attention: str
-) -> dict[str, Any]:
-    """A training step on sequences of one length, steady: seconds, rate, memory, and where the GPU's time goes."""
+def has_attention(mesh: Mesh, attention: str) -> bool:
+    """Whether this rank now trains with "flash-attn-4", or with PyTorch's attention ("torch")."""
     from fivefold.backend.kernels import flash
 
     if attention != "flash-attn-4":
         flash._available = lambda device: False  # type: ignore[assignment]
-    elif is_large(mesh) and not flash._available(mesh.device):
+        return True
+    return not is_large(mesh) or flash._available(mesh.device)
+
+
+def row(
+    mesh: Mesh, directory: Path, tokens: int, samples: int, length: int, recompute: str, attention: str
+) -> dict[str, Any]:
+    """A training step on sequences of one length, steady: seconds, rate, memory, and where the GPU's time goes."""
+    if not has_attention(mesh, attention):
         return {"not measured": "flash-attn-4 is not installed"}
     model = build(mesh, directory, "bfloat16", tokens, recompute=recompute)
     mine = random_batch(samples, length, model.spec.vocab, spread=0.0)
@@ -186,6 +192,32 @@ def waits_of(mesh: Mesh, directory: Path, tokens: int, samples: int, length: int
         "all_gaps_ms": round(small, 2),
         "largest": sorted(gaps, reverse=True)[:12],
         "host_waits_at": places,
+    }
+
+
+def host_of(mesh: Mesh, directory: Path, tokens: int, samples: int, length: int, attention: str) -> dict[str, Any]:
+    """Seconds of an update and of log-probs, and what the host does in the update: milliseconds and calls by name."""
+    from torch.profiler import ProfilerActivity, profile
+
+    if not has_attention(mesh, attention):
+        return {"not measured": "flash-attn-4 is not installed"}
+    model = build(mesh, directory, "bfloat16", tokens)
+    batch = random_batch(samples, length, model.spec.vocab)
+    timed_steps = [timed(mesh, lambda: model.train_step(batch, OBJECTIVE.loss)) for _ in range(5)]
+    seconds, report = min(one for one, _ in timed_steps[1:]), timed_steps[-1][1]
+    forward = min([timed(mesh, lambda: model.forward(batch))[0] for _ in range(4)][1:])
+    with profile(activities=[ProfilerActivity.CPU]) as profiled:
+        timed(mesh, lambda: model.train_step(batch, OBJECTIVE.loss))
+    events = sorted(profiled.key_averages(), key=lambda event: -event.self_cpu_time_total)
+    passes = report.micro_batches * model.spec.layers
+    return {
+        "seconds": round(seconds, 4),
+        "log_probs": round(forward, 4),
+        "micro_batches": report.micro_batches,
+        "layer_ms": round(1e3 * seconds / passes, 3),
+        "layer_log_probs_ms": round(1e3 * forward / passes, 3),
+        "kernels_ms": kernels_of(mesh, lambda: model.train_step(batch, OBJECTIVE.loss)),
+        "host_ms": {event.key[:60]: [round(event.self_cpu_time_total / 1e3, 2), event.count] for event in events[:25]},
     }
 
 
@@ -401,6 +433,23 @@ def rows(part: Part) -> None:
             part.say(name, numbers)
 
 
+def small(part: Part) -> None:
+    """SmolLM2-135M's and Qwen3-0.6B's shapes, for which the GPU waits for the host, with either attention."""
+    sizes = ((8192, 128, 640), (32768, 128, 640), (32768, 512, 192)) if part.large else ((256, 8, 24),)
+    for name in ("smollm2_135m", "qwen3_0.6b"):
+        directory = part.model(name)
+        for tokens, samples, length in sizes:
+            what = f"{name}, {samples} x {length}, micro-batches of {tokens}"
+            for attention in ("flash-attn-4", "torch"):
+                numbers = part.measure(what, "d1", host_of, directory, tokens, samples, length, attention)
+                if numbers is not None:
+                    part.say(f"{what}, attention {attention}", numbers)
+        samples, length = sizes[0][1:]
+        numbers = part.measure(name, "d1", transformers_step, directory, samples, length)
+        if numbers is not None:
+            part.say(f"{name}, {samples} x {length}, transformers", numbers)
+
+
 def waits(part: Part) -> None:
     """Qwen3-1.7B's shape on one GPU, 8 x 4096 tokens: milliseconds in which the GPU has nothing to do."""
     samples, length, tokens = (8, 4096, 32768) if part.large else (8, 64, 256)
@@ -561,7 +610,7 @@ def deterministic(part: Part) -> None:
 
 
 PARTS: dict[str, Callable[[Part], None]] = {
-    "rows": rows, "rows-four": rows_of_four, "waits": waits,
+    "rows": rows, "rows-four": rows_of_four, "waits": waits, "small": small,
     "dense": dense, "transformers": hugging_face, "experts-model": experts_model, "long": long, "critic": critic,
     "experts": experts, "shared-prefix": shared_prefix, "groups": groups, "offload": leaving, "deterministic": deterministic,
 }  # fmt: skip

@@ -96,8 +96,11 @@ def test_a_checkpoint_is_loaded_as_it_was_saved_between_steps():
 
 
 def test_parts_of_a_training_step_are_measured_one_by_one():
-    parts = ("critic", "experts", "shared-prefix", "offload", "deterministic")
+    parts = ("small", "critic", "experts", "shared-prefix", "offload", "deterministic")
     shown = printed("training_speed.py", *parts, "--seconds", 600)
+    attentions = re.findall(r'^(\w+\.?\w*), 8 x 24, .*, attention ([\w-]+): {"seconds": .*"host_ms": {"aten::', shown, re.M)
+    models = ("smollm2_135m", "qwen3_0.6b")
+    assert attentions == [(model, attention) for model in models for attention in ("flash-attn-4", "torch")]
     assert shown.count("\nok   log-probs are those of samples alone: ") == 2
     assert re.search(r'^ok   memory is as estimated: {"peak_gib": ', shown, re.M)
     assert re.search(r'^experts, TFLOP/s: {"grouped": ', shown, re.M)

@@ -66,6 +66,7 @@ def sizes(large: bool) -> dict[str, tuple[str, dict[str, Any]]]:
         tiny = {**size, "head_dim": head_dim}
         tied = {**tiny, "vocab_size": 1000, "tie_word_embeddings": True}
         return variants | {
+            "smollm2_135m": ("Llama", {key: value for key, value in tied.items() if key != "head_dim"}),
             "qwen3_0.6b": ("Qwen3", tied),
             "qwen3_1.7b": ("Qwen3", tiny),
             "qwen3_4b": ("Qwen3", tiny),
@@ -88,7 +89,10 @@ def sizes(large: bool) -> dict[str, tuple[str, dict[str, Any]]]:
     a3b = {"hidden_size": 2048, "intermediate_size": 6144, "num_attention_heads": 32, "num_key_value_heads": 4}
     # 8 of its 48 layers.
     a3b |= {"num_hidden_layers": 8, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
+    smollm2 = {"vocab_size": 49152, "max_position_embeddings": 8192, "hidden_size": 576, "intermediate_size": 1536}
+    smollm2 |= {"num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3, "tie_word_embeddings": True}
     return variants | {
+        "smollm2_135m": ("Llama", smollm2),
         "qwen3_0.6b": ("Qwen3", {**real, **small}),
         # Untied, so that a critic next to it has the same body.
         "qwen3_1.7b": ("Qwen3", {**real, "hidden_size": 2048, "intermediate_size": 6144}),
