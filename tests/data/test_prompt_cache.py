@@ -75,7 +75,7 @@ def test_what_was_tokenized_is_taken_again_until_something_changes(tmp_path, dir
         return store_prompts([data], (tokenizer, False), Reading(limit), cache, messages.append, workers=1), messages[0]
 
     path, message = store()
-    assert message.startswith(f"tokenizing {data} on 1 cores, once")
+    assert message.startswith(f"tokenizing {data} on 1 core, once")
     assert store() == (path, f"prompts tokenized before are in {path}")
     assert store(21)[0] != path
     other = tmp_path / "tokenizer"
