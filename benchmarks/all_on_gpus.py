@@ -70,7 +70,7 @@ JOBS = (
     Job("fsdp-two", 2, 500, "benchmarks/fsdp_speed.py two weights largest --seconds 160"),
     Job("role-layouts", 2, 500, "benchmarks/role_layouts.py --seconds 120"),
     Job("experts", 2, 300, "benchmarks/training_speed.py experts-model --seconds 290"),
-    Job("small", 1, 200, "benchmarks/training_speed.py small --seconds 190"),
+    Job("small", 1, 300, "benchmarks/training_speed.py small --seconds 290"),
     Job("groups", 1, 200, "benchmarks/training_speed.py groups offload --seconds 90"),
     # Without a second GPU it measures one alone.
     Job("long", 1, 300, "benchmarks/training_speed.py long --seconds 290"),

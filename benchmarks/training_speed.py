@@ -110,8 +110,8 @@ def gemm(mesh: Mesh) -> float:
     return 2 * size**3 / seconds / 1e12
 
 
-def has_attention(mesh: Mesh, attention: str) -> bool:
-    """Whether this rank now trains with "flash-attn-4", or with PyTorch's attention ("torch")."""
+def use_attention(mesh: Mesh, attention: str) -> bool:
+    """Let this rank train with "flash-attn-4", or with PyTorch's attention ("torch"); return whether it can."""
     from fivefold.backend.kernels import flash
 
     if attention != "flash-attn-4":
@@ -124,7 +124,7 @@ def row(
     mesh: Mesh, directory: Path, tokens: int, samples: int, length: int, recompute: str, attention: str
 ) -> dict[str, Any]:
     """A training step on sequences of one length, steady: seconds, rate, memory, and where the GPU's time goes."""
-    if not has_attention(mesh, attention):
+    if not use_attention(mesh, attention):
         return {"not measured": "flash-attn-4 is not installed"}
     model = build(mesh, directory, "bfloat16", tokens, recompute=recompute)
     mine = random_batch(samples, length, model.spec.vocab, spread=0.0)
@@ -199,7 +199,7 @@ def host_of(mesh: Mesh, directory: Path, tokens: int, samples: int, length: int,
     """Seconds of an update and of log-probs, and what the host does in the update: milliseconds and calls by name."""
     from torch.profiler import ProfilerActivity, profile
 
-    if not has_attention(mesh, attention):
+    if not use_attention(mesh, attention):
         return {"not measured": "flash-attn-4 is not installed"}
     model = build(mesh, directory, "bfloat16", tokens)
     batch = random_batch(samples, length, model.spec.vocab)

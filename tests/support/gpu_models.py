@@ -19,6 +19,7 @@ import torch
 from fivefold.algo.advantages import AdvantageInputs
 from fivefold.columns import Column
 from fivefold.types import TokenBatch
+from tests.support.public_shapes import SHAPES
 from tests.support.shards import shard_of_replica
 from tests.support.two_steps import OBJECTIVE, POLICY
 
@@ -89,8 +90,7 @@ def sizes(large: bool) -> dict[str, tuple[str, dict[str, Any]]]:
     a3b = {"hidden_size": 2048, "intermediate_size": 6144, "num_attention_heads": 32, "num_key_value_heads": 4}
     # 8 of its 48 layers.
     a3b |= {"num_hidden_layers": 8, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
-    smollm2 = {"vocab_size": 49152, "max_position_embeddings": 8192, "hidden_size": 576, "intermediate_size": 1536}
-    smollm2 |= {"num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3, "tie_word_embeddings": True}
+    smollm2 = {key: value for key, value in SHAPES["SmolLM2-135M-Instruct"].items() if key != "model_type"}
     return variants | {
         "smollm2_135m": ("Llama", smollm2),
         "qwen3_0.6b": ("Qwen3", {**real, **small}),

@@ -85,7 +85,7 @@ def _made(
             if time.time() - left.stat().st_mtime > _ABANDONED:
                 left.unlink()
     partial = path.with_name(f".{path.name}.{os.getpid()}")
-    log(f"tokenizing {', '.join(files)} on {workers} core{'s' * (workers > 1)}, once: {path} keeps the prompts")
+    log(f"tokenizing {', '.join(files)} on {workers} core{'s' if workers > 1 else ''}, once: {path} keeps the prompts")
     try:
         _write(partial, files, tokenizer, reading, workers, log)
         partial.rename(path)
