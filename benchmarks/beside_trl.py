@@ -6,7 +6,7 @@
     python benchmarks/beside_trl.py OUT --dry-run                           # on a CPU; TRL samples with transformers
 
 OUT is a directory of benchmarks/recipes.py, whose --model and --gsm8k it takes too: both sides start from its warm start,
-with the data, reward, batch, lengths, learning rate, clipping and share of memory for vLLM of the recipe. TRL keeps float32
+with the data, reward, batch, lengths, learning rate, clipping and options of vLLM of the recipe. TRL keeps float32
 weights under autocast to bfloat16, as Fivefold's optimizer does. Gradient checkpointing and sleep mode are off, since the
 model leaves room, and so is its correction by the engine's log-probs, which the recipe does not have either. The embedding
 of the pad token is trained, which transformers leaves out otherwise: SmolLM2 ends its responses with that token.
@@ -38,6 +38,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -285,6 +286,11 @@ def train_with_trl(path: Path, changes: list[str], run_dir: Path) -> None:
         disable_tqdm=True,
         generation_kwargs={"ignore_eos": True} if config.engine.sampling.ignore_eos else None,
     )  # fmt: skip
+    if arguments.use_vllm:
+        from trl.generation import vllm_generation
+
+        # TRL has no argument for vLLM's own options, such as the size of its cache where other runs share the GPU.
+        vllm_generation.LLM = partial(vllm_generation.LLM, **config.engine.vllm)
     trainer = Timed(
         model=config.model.path, reward_funcs=right, args=arguments, train_dataset=Dataset.from_list(rows["train"]),
         callbacks=[Rows()], tools=tools,
