@@ -264,3 +264,34 @@ def test_passes_without_gradient_take_as_many_sequences_as_asked(cluster, models
         for asked, (numbers_T, passes, most) in zip(FORWARDS[1:], others, strict=True):
             assert passes == -(-samples_of_rank // asked) and most <= asked
             torch.testing.assert_close(numbers_T, base_T, atol=2e-6, rtol=1e-5)
+
+
+def threads_of_a_pass(mesh, directory: Path):
+    """Numbers of PyTorch's threads: of the host's work on a micro-batch, of the model, and after the pass."""
+    from fivefold.backend import micro_batches as planning
+    from fivefold.megatron import step
+    from fivefold.megatron.model import MegatronModel
+
+    host, device, make, forward = set(), set(), planning.MicroBatches._make, step._forward
+
+    def made(self, number):
+        host.add(torch.get_num_threads())
+        return make(self, number)
+
+    def run(iterator, model, batching):
+        hook = model.register_forward_pre_hook(lambda *_: device.add(torch.get_num_threads()))
+        try:
+            return forward(iterator, model, batching)
+        finally:
+            hook.remove()
+
+    planning.MicroBatches._make, step._forward = made, run
+    torch.set_num_threads(3)
+    MegatronModel(directory, POLICY, mesh).forward(whole_batch())
+    return host, device, torch.get_num_threads()
+
+
+def test_the_host_wakes_no_threads_for_a_micro_batch_and_the_model_has_all(cluster, models):
+    """Waking them takes longer than the work, and the device waits: 6 ms for each operation on a virtual machine."""
+    (result,) = cluster.run(threads_of_a_pass, "megatron:d1", models("qwen3"))
+    assert result == ({1}, {3}, 3)

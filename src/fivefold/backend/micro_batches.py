@@ -18,6 +18,7 @@ from fivefold.backend.shared_prefix import make_pieces, make_units, place_copies
 from fivefold.columns import Column
 from fivefold.distributed.balance import micro_batches_needed, plan_micro_batches
 from fivefold.distributed.ranks import Ranks
+from fivefold.distributed.threads import one_thread
 from fivefold.types import TokenBatch, to_device
 
 
@@ -149,7 +150,9 @@ class MicroBatches:
         """Yield micro-batches: the first stage that needs one builds it; its memory is free after the last stage has it."""
         for number in range(self.count):
             if not queue:
-                micro = self._make(number)
+                # The device waits meanwhile.
+                with one_thread():
+                    micro = self._make(number)
                 for other in waiting:
                     other.append(micro)
                 del micro

@@ -42,16 +42,16 @@ def forward_only(model: PackedModel, batch: TokenBatch, batching: BatchingConfig
     """[T] log-probs of the response tokens, or values, on the host of every rank of the replica."""
     parts = MicroBatches(batch, batching, sequences=batching.sequences)
     values_T = torch.zeros(len(batch.token_ids_T), dtype=torch.float32)
-    results = []
+    places, results = [], []
     for micro in _drawn(parts):
         with packed(micro.packing, mesh):
-            results.append((micro.token_index_T, _whole(model(micro), micro, mesh)[0]))
+            places.append(micro.token_index_T)
+            results.append(_whole(model(micro), micro, mesh)[0])
     batching.ranks.heartbeat.check_items(parts.count)
     # FSDP keeps some parameters gathered after a forward pass, for a backward pass that does not come.
     for module in fsdp_modules(model):
         module.reshard()
-    for index_T, numbers_T in results:
-        values_T[index_T] = numbers_T.cpu()
+    values_T[torch.cat(places)] = torch.cat(results).cpu()
     return values_T
 
 

@@ -135,8 +135,8 @@ def forward_only(models: list[Any], batch: TokenBatch, batching: BatchingConfig)
         batch[Column.ROUTES] = record.whole(len(batch.token_ids_T), mesh.tp, mesh.ranks.replica)
     values_T = torch.zeros(len(batch.token_ids_T), dtype=torch.float32)
     if mesh.is_last_stage:
-        for micro, numbers_T in results:
-            values_T[micro.token_index_T] = numbers_T.cpu()
+        index_T = torch.cat([micro.token_index_T for micro, _ in results])
+        values_T[index_T] = torch.cat([numbers_T for _, numbers_T in results]).cpu()
     if mesh.layout.pp > 1:
         dist.broadcast(values_T, mesh.stage_ranks[-1], group=mesh.ranks.pp)
     return values_T
