@@ -47,6 +47,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
 from benchmarks import recipes, talking_model
 from fivefold.config import RunConfig
+from fivefold.distributed.ports import free_port
 
 LOSSES = {"seq-mean-token-mean": "grpo", "token-mean": "dapo", "constant-length": "dr_grpo"}
 """Aggregation -> TRL's loss_type."""
@@ -112,6 +113,8 @@ class Clock:
 def train_with_trl(path: Path, changes: list[str], run_dir: Path) -> None:
     """Write the metrics of a run of TRL under Fivefold's names to `run_dir`/metrics.jsonl."""
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    # TRL takes the first port that is free, and so do two runs that start at the same time.
+    os.environ.setdefault("MASTER_PORT", str(free_port()))
     import torch
     import transformers
     import trl

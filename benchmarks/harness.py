@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
+import psutil
 import torch
 import yaml
 
@@ -101,10 +102,18 @@ class Part:
         return None
 
     def train(
-        self, what: str, run: Mapping[str, Any], wanted: tuple[str, ...], environment: Mapping[str, str] = os.environ
+        self,
+        what: str,
+        run: Mapping[str, Any],
+        wanted: tuple[str, ...],
+        environment: Mapping[str, str] = os.environ,
+        steps: int | None = None,
     ) -> list[dict[str, Any]]:
         """The rows of a whole run from the command line, of which each is said as it comes, with the keys that begin as
-        `wanted`; none if the run fails or the time is over. What it prints goes to a file next to its directory, `.out`."""
+        `wanted`; none if the run fails or the time is over. What it prints goes to a file next to its directory, `.out`.
+
+        `steps`: the run is killed after so many, without a checkpoint, which takes longer than they do for a large model.
+        """
         if self.left <= 0:
             self.say(what, OVER)
             return []
@@ -116,19 +125,25 @@ class Part:
         with output.open("w+") as out:
             process = subprocess.Popen(command, stdout=out, stderr=out, env={**environment, "PYTHONPATH": paths})
             try:
-                while process.poll() is None and self.left > 0:
+                while process.poll() is None and self.left > 0 and printed != steps:
                     time.sleep(1)
                     printed = self._say_steps(what, run_dir / "metrics.jsonl", printed, wanted)
-                is_late = process.poll() is None
+                is_enough, is_running = printed == steps, process.poll() is None
+                if is_enough and is_running:
+                    for rank in psutil.Process(process.pid).children(recursive=True):
+                        rank.kill()
+                    process.kill()
             finally:
                 process.terminate()
                 code = process.wait(60)
         self._say_steps(what, run_dir / "metrics.jsonl", printed, wanted)
-        if is_late:
+        if is_enough or not code:
+            return _rows(run_dir / "metrics.jsonl")
+        if is_running:
             self.say(what, OVER)
-        elif code:
+        else:
             self.claim(what, False, output.read_text()[-3000:])
-        return [] if code else _rows(run_dir / "metrics.jsonl")
+        return []
 
     def _say_steps(self, what: str, metrics: Path, printed: int, wanted: tuple[str, ...]) -> int:
         rows = _rows(metrics)

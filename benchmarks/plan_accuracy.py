@@ -102,6 +102,8 @@ UPDATES = [
     Update("1.7B", "fsdp:d1", 33400, 8, 1.98, 49.9, 6, budget=8192),
     Update("1.7B", "d1", 131072, 4, 6.596, 42.07, 4, **ROWS, recompute="full"),
     Update("1.7B", "d1", 131072, 1, 17.339, 60.89, 1, budget=131072, spread=0, recompute="full"),
+    Update("1.7B", "c2", 131072, 4, 3.76, 28.73, 4, **ROWS, recompute="full"),
+    Update("1.7B", "c2", 131072, 1, 9.086, 36.56, 1, budget=131072, spread=0, recompute="full"),
 ]
 
 

@@ -92,7 +92,7 @@ def started(part: Part, title: str, root: Path, settings: dict[str, Any]) -> dic
     run_dir, begin = Path(settings["trainer"]["run_dir"]), time.perf_counter()
     environment = {key: value for key, value in os.environ.items() if key not in VARIABLES}
     environment |= {"XDG_CACHE_HOME": str(root / "caches"), "VLLM_LOGGING_LEVEL": "INFO"}
-    rows = part.train(title, settings, ("time/",), environment)
+    rows = part.train(title, settings, ("time/",), environment, steps=settings["trainer"]["steps"])
     # A run that was cut off may have sampled before.
     if not (file := run_dir / "trace/start.json").exists():
         return None
@@ -102,7 +102,7 @@ def started(part: Part, title: str, root: Path, settings: dict[str, Any]) -> dic
         part.say(f"{title}: of the engine's part, by vLLM's log", seconds_of_parts)
     if not rows:
         return None
-    part.say(f"{title}, seconds of the whole command", round(time.perf_counter() - begin, 1))
+    part.say(f"{title}, seconds until the third step has ended", round(time.perf_counter() - begin, 1))
     stages = {name: [row.get(f"time/{name}", 0.0) for row in rows] for name in ("step", "weight_sync")}
     return start | {"steps": stages["step"], "syncs": stages["weight_sync"]}
 
