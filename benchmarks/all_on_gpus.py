@@ -50,6 +50,8 @@ JOBS = (
     Job("engine-large", 1, 720, f"{_LIMIT} large-alone-2 large-servers-2 large-ours large-alone"),
     Job("gsm8k-sft", 1, 260, f"{_RECIPES} --recipes gsm8k-sft --minutes 4"),
     Job("trl-small", 1, 560, f"{_TRL} --steps 10 --eval-every 10 --minutes 4.5"),
+    Job("curves", 1, 1000, f"{_RECIPES} --recipes words-grpo,gsm8k-grpo --seeds 3 --at-once --minutes 10"),
+    Job("trl-curves", 1, 600, f"{_TRL} --steps 10 --eval-every 10 --seeds 3 --at-once --minutes 9"),
     Job("trl-1.7b", 1, 500, f"{_SHAPE} --steps 6 --minutes 4"),
     Job("trl-turns", 1, 620, f"{_SHAPE} --steps 4 --minutes 5 --turns 16 --tool-seconds 0.05 --set data.prompts_per_step=8"),
     Job("mixtures", 1, 300, "benchmarks/engine_speed.py families --seconds 290"),

@@ -1,6 +1,7 @@
 """GRPO of the same model by Fivefold and by TRL's GRPOTrainer with vLLM in its process, one after the other on one GPU.
 
     python benchmarks/beside_trl.py OUT [--recipe gsm8k-grpo] [--steps 40] [--sides fivefold,trl] [--seeds 1] [--minutes 8]
+    python benchmarks/beside_trl.py OUT --seeds 3 --at-once                 # curves only: all share the GPU
     python benchmarks/beside_trl.py OUT --shape Qwen3-1.7B --steps 6        # random weights: time and memory only
     python benchmarks/beside_trl.py OUT --shape Qwen3-1.7B --turns 16 [--tool-seconds 0.2]     # conversations with a tool
     python benchmarks/beside_trl.py OUT --dry-run                           # on a CPU; TRL samples with transformers
@@ -470,6 +471,7 @@ def main() -> int:
     parser.add_argument("--eval-every", type=int, default=20)
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--first-seed", type=int, default=0, help="the lowest of them")
+    parser.add_argument("--at-once", action="store_true", help="run all sides and seeds at once, for curves without times")
     parser.add_argument("--minutes", type=float, default=8.0, help="that each side has, its start included")
     parser.add_argument("--shape", help="a model of tests/support/public_shapes.py with random weights instead")
     parser.add_argument("--turns", type=int, default=1, help="of a conversation with a tool; needs --shape")
@@ -479,19 +481,27 @@ def main() -> int:
     options = parser.parse_args()
     if options.turns > 1 and options.shape is None:
         parser.error("--turns needs --shape, whose model is written so that it calls the tool")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    if options.at_once and options.shape is not None:
+        parser.error("--at-once is for curves, and --shape for times: leave out one")
     out = options.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     about = recipes.described_machine()
+    seeds = range(options.first_seed, options.first_seed + options.seeds)
+    runs = [(seed, which) for seed in seeds for which in options.sides.split(",")]
+    if options.at_once:
+        about["hardware"] += f", shared by {len(runs)} runs"
+        options.set = [*recipes.shares(len(runs)), *options.set]
     print(f"{about['hardware']}; commit {about['commit']}; {about['versions']}", flush=True)
-    if not (out / recipes.MODEL).exists():
-        recipes.write_data(out, options.model, options.gsm8k, options.dry_run)
     tag = "-".join(filter(None, [options.shape, f"turns-{options.turns}" if options.turns > 1 else ""]))
     bench = recipes.Bench(out, options.minutes, options.dry_run, False, {}, about, tag)
+    signal.signal(signal.SIGTERM, lambda *_: bench.stopping.set())
+    with recipes.alone(out / "data.lock"):
+        bench.write_recipes()
+        if not (out / recipes.MODEL).exists():
+            recipes.write_data(out, options.model, options.gsm8k, options.dry_run)
     # Two commands at once would slow each other down.
     with recipes.alone(out / "beside.lock"):
-        seeds = range(options.first_seed, options.first_seed + options.seeds)
-        curves = [side(bench, which, options, seed) for seed in seeds for which in options.sides.split(",")]
+        curves = recipes.at_once(lambda seed, which: side(bench, which, options, seed), runs, options.at_once)
     told = "" if options.shape else recipes.table(curves) + "\n"
     print(f"\n{told}{compared(bench, curves, options.shape is not None)}", flush=True)
     return 0 if all(curve.rewards for curve in curves) else 1

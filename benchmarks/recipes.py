@@ -3,6 +3,7 @@
     python benchmarks/recipes.py OUT --model DIR --gsm8k DIR [--recipes words-grpo,gsm8k-grpo] [--seeds 1] [--minutes 8]
     python benchmarks/recipes.py OUT --dry-run                                  # on a CPU, with a tiny model and little data
     python benchmarks/recipes.py OUT --cpu --recipes words-grpo --seeds 2       # `make real`: the model itself on a CPU
+    python benchmarks/recipes.py OUT ... --seeds 3 --at-once                    # all of them share the GPU
 
 DIR of --model is what examples/smollm2/get_model.py writes; that of --gsm8k has OpenAI's train.jsonl and test.jsonl.
 A recipe whose warm start is not in OUT trains it first. A run that is stopped by --minutes saves a checkpoint, and the same
@@ -21,13 +22,16 @@ import signal
 import statistics
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+T = TypeVar("T")
 HERE = Path(__file__).resolve().parent.parent
 EXAMPLES = HERE / "examples/smollm2"
 HOME, MODEL = "runs/smollm2", "SmolLM2-135M-Instruct"
@@ -167,13 +171,20 @@ class Bench:
     """Recipe -> keys that the command line sets."""
     about: dict[str, Any]
     tag: str = ""
+    stopping: threading.Event = field(default_factory=threading.Event)
+    """Set by SIGTERM: the time of all runs is over."""
+
+    def write_recipes(self) -> None:
+        """Write the recipes, with files in `out`."""
+        for name in RECIPES:
+            path = self.recipe(name)
+            path.parent.mkdir(exist_ok=True)
+            begun = path.with_suffix(f".{os.getpid()}")
+            begun.write_text((EXAMPLES / f"{name}.yaml").read_text().replace(HOME, str(self.out)))
+            begun.replace(path)
 
     def recipe(self, name: str) -> Path:
-        """Write a recipe whose files are in `out`."""
-        path = self.out / "recipes" / f"{name}.yaml"
-        path.parent.mkdir(exist_ok=True)
-        path.write_text((EXAMPLES / f"{name}.yaml").read_text().replace(HOME, str(self.out)))
-        return path
+        return self.out / "recipes" / f"{name}.yaml"
 
     def warm(self, task: str) -> Path:
         """Return the directory of a task's warm start, which its recipe trains if it is not there."""
@@ -191,6 +202,8 @@ class Bench:
         """
         task, kind = name.split("-", 1)
         path, curve = self.recipe(name), self.curve(name, seed)
+        if self.stopping.is_set():
+            return curve
         run_dir = self.out / task / curve.name.removeprefix(f"{task}-")
         # A warm start that is there is that of the runs that follow; one with a tag is measured only.
         if kind != "sft":
@@ -238,10 +251,12 @@ class Bench:
                             self.write(curve)
                     if ended:
                         break
+                    if self.stopping.is_set():
+                        ends = min(ends, time.monotonic())
                     if time.monotonic() > ends + PATIENCE:
                         process.kill()
                     elif time.monotonic() > ends and not stopped:
-                        print(f"{curve.name}: its {self.minutes:g} minutes are over", flush=True)
+                        print(f"{curve.name}: its time is over", flush=True)
                         process.terminate()
                         stopped = True
                     time.sleep(0.5)
@@ -356,6 +371,25 @@ def alone(path: Path) -> Iterator[None]:
         yield
 
 
+def at_once(work: Callable[..., T], items: list[tuple[Any, ...]], together: bool) -> list[T]:
+    """Return what `work` returns for each item: all at once if `together`, otherwise one after the other."""
+    with ThreadPoolExecutor(len(items) if together else 1) as pool:
+        return list(pool.map(lambda item: work(*item), items))
+
+
+def shares(runs: int) -> list[str]:
+    """Return the keys that runs change if so many of them are on this GPU at once."""
+    import torch
+
+    keys = [f"launch.threads={max(1, (os.cpu_count() or 1) // runs)}"]
+    if torch.cuda.is_available():
+        cache = torch.cuda.get_device_properties(0).total_memory // (4 * runs)
+        # vLLM measures what it may take, and what it gives back, by the free memory of the whole GPU.
+        keys += ["engine.sleep=false", "engine.processes=1", f"engine.memory_fraction={0.5 / runs:.3f}"]
+        keys += [f"engine.vllm={{kv_cache_memory_bytes: {cache}}}"]
+    return keys
+
+
 def write_data(out: Path, model: Path | None, gsm8k: Path | None, dry: bool, cpu: bool = False) -> None:
     """Put the data of both tasks and the model where the recipes look for them."""
     run = [sys.executable, str(EXAMPLES / "words.py"), str(out / "words"), *(["0", "10"] if cpu else [])]
@@ -426,6 +460,7 @@ def main() -> int:
     parser.add_argument("--recipes", default="words-sft,words-grpo,gsm8k-sft,gsm8k-grpo", help=f"of {', '.join(RECIPES)}")
     parser.add_argument("--seeds", type=int, default=1, help="number of seeds of each recipe; a warm start has one")
     parser.add_argument("--first-seed", type=int, default=0, help="the lowest of them: several commands can share a GPU")
+    parser.add_argument("--at-once", action="store_true", help="run all recipes and seeds at once, on one GPU")
     parser.add_argument("--minutes", type=float, default=8.0, help="that each training has, its start included")
     parser.add_argument("--set", action="append", default=[], metavar="RECIPE:KEY=VALUE", help="change a key of a recipe")
     parser.add_argument("--tag", default="", help="name of a trial with --set: files of its own next to the recipe's")
@@ -447,28 +482,29 @@ def main() -> int:
         if not colon or name not in RECIPES or "=" not in change:
             parser.error(f"--set is written RECIPE:KEY=VALUE with one of {', '.join(RECIPES)}: got {setting}")
         changes.setdefault(name, []).append(change)
-    # What it has started ends with it.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     out = options.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     about = described_machine()
+    first, last = options.first_seed, options.first_seed + options.seeds
+    runs = [(name, seed) for name in wanted for seed in ([0] if name.endswith("-sft") else range(first, last))]
+    if options.at_once:
+        about["hardware"] += f", shared by {len(runs)} runs"
+        changes = {name: [*shares(len(runs)), *changes.get(name, [])] for name in RECIPES}
     print(f"{about['hardware']}; commit {about['commit']}; {about['versions']}", flush=True)
+    bench = Bench(out, options.minutes, options.dry_run, options.cpu, changes, about, options.tag)
+    signal.signal(signal.SIGTERM, lambda *_: bench.stopping.set())
     with alone(out / "data.lock"):
+        bench.write_recipes()
         if not (out / MODEL).exists():
             write_data(out, options.model, options.gsm8k, options.dry_run, options.cpu)
-    bench = Bench(out, options.minutes, options.dry_run, options.cpu, changes, about, options.tag)
-    curves = [
-        bench.train(name, seed)
-        for name in wanted
-        for seed in ([0] if name.endswith("-sft") else range(options.first_seed, options.first_seed + options.seeds))
-    ]
+    curves = at_once(bench.train, runs, options.at_once)
     print(f"\n{table(curves)}", flush=True)
     well = all(curve.evaluations for curve in curves)
     if options.cpu:
         well = risen(curves) and well
         for run_dir in sorted(out.glob("words/grpo-cpu-*")):
             print(bench.command("report", ["report", str(run_dir)], 120).strip(), flush=True)
-    return 0 if well else 1
+    return 128 + signal.SIGTERM if bench.stopping.is_set() else 0 if well else 1
 
 
 if __name__ == "__main__":

@@ -5,6 +5,9 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
+import signal
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -51,6 +54,35 @@ def test_commands_that_begin_at_once_share_the_warm_start_that_one_of_them_train
     assert sum("\nwords-sft-0: step" in text for text in shown) == 1
     assert sum("words-sft-0: " in text and " is there\n" in text for text in shown) == 1
     assert all(f"\nwords-grpo-{seed}: 4 steps, " in text for seed, text in enumerate(shown))
+
+
+def test_seeds_that_run_at_once_have_a_curve_each_and_say_what_they_shared(tmp_path):
+    shown = printed("recipes.py", tmp_path / "out", "--recipes", "words-grpo", "--seeds", 2, "--at-once")
+    assert ", shared by 2 runs; commit" in shown.splitlines()[0]
+    assert shown.count("\nwords-sft-0: step") == 3
+    for seed in (0, 1):
+        assert f"\nwords-grpo-{seed}: 4 steps, " in shown
+        curve = json.loads((tmp_path / f"out/curves/words-grpo-{seed}.json").read_text())
+        assert curve["hardware"].endswith(", shared by 2 runs") and [row["step"] for row in curve["evaluations"]] == [
+            0,
+            2,
+            4,
+        ]
+
+
+def test_a_stop_lets_the_run_save_and_starts_no_other(tmp_path):
+    command = [sys.executable, BENCHMARKS / "recipes.py", tmp_path / "out", "--dry-run"]
+    command += ["--set", "words-sft:trainer.steps=400"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("words-sft-0: step    2 "):
+            process.terminate()
+            break
+    rest = process.stdout.read()
+    assert process.wait(120) == 128 + signal.SIGTERM
+    assert "words-sft-0: its time is over" in rest and "words-grpo" not in rest.split("\n\n")[0]
+    assert list((tmp_path / "out/words/sft-0/checkpoints").iterdir())
 
 
 @pytest.mark.parametrize("sides", ["fivefold", pytest.param("fivefold,trl", marks=pytest.mark.environments)])
