@@ -301,6 +301,9 @@ def families(*rows: tuple[str, str, str, dict[str, Any]]) -> Callable[[Part], No
     def measure(part: Part) -> None:
         for name, layout, engine, overrides in rows:
             what = f"{name} in process, {layout}, vllm:{engine}{f', {overrides}' if overrides else ''}"
+            if overrides and not part.large:
+                part.say(what, "needs a GPU")
+                continue
             part.say(what, "")
             part.measure(what, layout, vllm_engine, part.model(name), engine, 1, **overrides)
 

@@ -44,14 +44,13 @@ def sizes(large: bool) -> dict[str, tuple[str, dict[str, Any]]]:
         "num_key_value_heads": 4,
     }
     size |= {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 8}
-    latent = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16}
+    # DeepSeek-V3's own sizes of the latent: kernels of inference know no others.
+    latent = {"q_lora_rank": 24, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 16, "v_head_dim": 16}
     head_dim, expert_ffn = 32, 32
     if large:
         size |= {"vocab_size": 32000, "num_hidden_layers": 8}
         size |= {"hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 16}
-        # DeepSeek-V3's own: kernels of inference know no others.
-        latent = {"q_lora_rank": 768, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128}
-        latent["v_head_dim"] = 128
+        latent |= {"q_lora_rank": 768, "qk_nope_head_dim": 128, "v_head_dim": 128}
         head_dim, expert_ffn = 64, 512
     experts = {"moe_intermediate_size": expert_ffn, "num_experts_per_tok": 4}
     grouped = {"n_routed_experts": 16, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1}
