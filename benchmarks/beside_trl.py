@@ -50,6 +50,8 @@ from benchmarks import recipes, talking_model
 from fivefold.config import RunConfig
 from fivefold.distributed.ports import free_port
 
+AT_ONCE = "at-once"
+"""Tag of curves whose runs shared the GPU: their seconds are no measure."""
 LOSSES = {"seq-mean-token-mean": "grpo", "token-mean": "dapo", "constant-length": "dr_grpo"}
 """Aggregation -> TRL's loss_type."""
 SHAPE = {
@@ -328,6 +330,8 @@ def side(bench: recipes.Bench, which: str, options: argparse.Namespace, seed: in
     path = bench.recipe(options.recipe)
     # What an earlier command has measured is not continued.
     curve = bench.new_curve(f"beside-{which}", seed)
+    if options.at_once:
+        curve.tag = AT_ONCE
     run_dir = run_directory(bench, curve)
     shutil.rmtree(run_dir, ignore_errors=True)
     every = 0 if options.shape else options.eval_every
@@ -456,6 +460,19 @@ def compared(bench: recipes.Bench, curves: list[recipes.Curve], shaped: bool) ->
     return f"a step of Fivefold takes {ours / theirs:.2f} of TRL's time"
 
 
+def later_rewards(curves: list[recipes.Curve]) -> str:
+    """Return the mean reward of the second half of the steps on each side, with its standard error over the seeds."""
+    rewards: dict[str, list[float]] = defaultdict(list)
+    for curve in curves:
+        if half := [row[2] for row in curve.rewards][len(curve.rewards) // 2 :]:
+            rewards[curve.recipe].append(statistics.fmean(half))
+    parts = []
+    for recipe, of_seeds in rewards.items():
+        error = statistics.stdev(of_seeds) / len(of_seeds) ** 0.5 if len(of_seeds) > 1 else math.nan
+        parts.append(f"{recipe.removeprefix('beside-')} {statistics.fmean(of_seeds):.4f} ± {error:.4f} ({len(of_seeds)} seeds)")
+    return f"mean reward of the second half of the steps: {', '.join(parts)}"
+
+
 def main() -> int:
     if sys.argv[1:2] == ["--trl"]:
         path, run_dir, *overrides = sys.argv[2:]
@@ -503,7 +520,8 @@ def main() -> int:
     with recipes.alone(out / "beside.lock"):
         curves = recipes.at_once(lambda seed, which: side(bench, which, options, seed), runs, options.at_once)
     told = "" if options.shape else recipes.table(curves) + "\n"
-    print(f"\n{told}{compared(bench, curves, options.shape is not None)}", flush=True)
+    result = later_rewards(curves) if options.at_once else compared(bench, curves, options.shape is not None)
+    print(f"\n{told}{result}", flush=True)
     return 0 if all(curve.rewards for curve in curves) else 1
 
 

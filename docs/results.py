@@ -25,6 +25,8 @@ TASKS = {"words": "arithmetic in words", "gsm8k": "GSM8K"}
 GSM8K_PROBLEMS = "1,319"
 """Number of GSM8K's test problems."""
 SIDES = {"beside-fivefold": "Fivefold", "beside-trl": "TRL"}
+AT_ONCE = "at-once"
+"""Tag of runs that shared their GPU, whose seconds are no measure."""
 STAGES = ("time/rollout", "time/weight_sync", "time/logprobs", "time/train")
 SAMPLED = "response/tokens_per_second"
 NOT_MEASURED = "not measured"
@@ -48,6 +50,7 @@ HEADS = (
     "GiB",
     "on",
 )
+AT_ONCE_HEADS = ("seed", "steps", "reward: first half", "second half", "sampled: first", "last", "on")
 BESIDE_HEADS = (
     *("model", "seed", "s a step", "rollout", "sync", "log-probs", "training", "sampled tokens/s", "GiB"),
     *("sampled: first", "last", "on"),
@@ -103,8 +106,8 @@ def results(generated: str, recorded: list[Curve] | None = None) -> str:
         parts += [f"## {shown[0].upper()}{shown[1:]}", _goal(task, recorded), _task(task, recorded)]
         if _series(task, recorded):
             parts.append(f"![Share of correct samples over the steps]({picture(task).name})")
-    parts += ["## What was tried", TRIED + _tried(recorded), inspect.cleandoc(BESIDE), _beside(recorded)]
-    return "\n\n".join(parts) + "\n"
+    parts += ["## What was tried", TRIED + _tried(recorded), inspect.cleandoc(BESIDE), _beside(recorded), _at_once(recorded)]
+    return "\n\n".join(filter(None, parts)) + "\n"
 
 
 def picture(task: str) -> Path:
@@ -305,7 +308,7 @@ def _task(task: str, recorded: list[Curve]) -> str:
 def _tried(recorded: list[Curve]) -> str:
     lines = _head("recipe", *TRIED_HEADS)
     for curve in recorded:
-        if curve["tag"] and curve["evaluations"]:
+        if curve["tag"] and curve["evaluations"] and curve["recipe"] not in SIDES:
             _, steps, _, seconds, _, _, before, after, reward, _, source = _cells(curve, recorded)
             keys = " ".join(f"`{change}`" for change in curve["changes"])
             lines.append(f"| `{curve['recipe']}` | {' | '.join([keys, steps, seconds, before, after, reward, source])} |")
@@ -347,7 +350,8 @@ def _source(curve: Curve) -> str:
 
 def _beside(recorded: list[Curve]) -> str:
     lines = _head("", *BESIDE_HEADS)
-    sides = {recipe: [curve for curve in recorded if curve["recipe"] == recipe and curve["rewards"]] for recipe in SIDES}
+    timed = [curve for curve in recorded if curve["rewards"] and curve["tag"] != AT_ONCE]
+    sides = {recipe: [curve for curve in timed if curve["recipe"] == recipe] for recipe in SIDES}
     seconds: dict[tuple[str, str, str], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for recipe, shown in SIDES.items():
         rows = [f"| {shown} {_side(curve)}" for curve in sides[recipe]]
@@ -360,6 +364,25 @@ def _beside(recorded: list[Curve]) -> str:
             ours, theirs = (statistics.median(of_sides[recipe]) for recipe in SIDES)
             lines += ["", f"{model}: a step of Fivefold takes {ours / theirs:.2f} of TRL's time on {hardware} ({commit})."]
     return "\n".join(lines)
+
+
+def _at_once(recorded: list[Curve]) -> str:
+    """Return the curves of runs of both sides that shared a GPU, and their rewards over the seeds; "" if there are none."""
+    lines, means = _head("", *AT_ONCE_HEADS), []
+    for recipe, shown in SIDES.items():
+        later = []
+        for curve in (curve for curve in recorded if curve["recipe"] == recipe and curve["tag"] == AT_ONCE):
+            rewards = [row[2] for row in curve["rewards"]]
+            halves = [statistics.fmean(part) for part in (rewards[: len(rewards) // 2], rewards[len(rewards) // 2 :])]
+            later.append(halves[1])
+            ends = [_share(*_sampled(curve["evaluations"][place])) for place in (0, -1)]
+            cells = [str(curve["seed"]), str(len(rewards)), *(f"{half:.4f}" for half in halves), *ends, _source(curve)]
+            lines.append(f"| {shown} | {' | '.join(cells)} |")
+        if len(later) > 1:
+            error = statistics.stdev(later) / len(later) ** 0.5
+            means.append(f"{shown}'s {len(later)} seeds {statistics.fmean(later):.4f} ± {error:.4f}")
+    told = f"\n\nMean reward of the second half of the steps: {', '.join(means)}." if means else ""
+    return "\n".join(lines) + told if len(lines) > 2 else ""
 
 
 def _model(curve: Curve) -> str:

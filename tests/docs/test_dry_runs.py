@@ -97,6 +97,17 @@ def test_the_comparison_with_trl_trains_each_side_and_prints_its_steps(tmp_path,
     assert ("of TRL's time" in shown) == ("trl" in sides)
 
 
+@pytest.mark.parametrize("sides", ["fivefold", pytest.param("fivefold,trl", marks=pytest.mark.environments)])
+def test_sides_that_share_the_machine_have_curves_and_rewards_but_no_comparison_of_times(tmp_path, sides):
+    if "trl" in sides and importlib.util.find_spec("trl") is None:
+        pytest.skip("needs TRL, which the environment of `make test-environments` has")
+    shown = printed("beside_trl.py", tmp_path / "out", "--sides", sides, "--steps", 4, "--seeds", 2, "--at-once")
+    for side in sides.split(","):
+        assert all((tmp_path / f"out/curves/beside-{side}-at-once-{seed}.json").exists() for seed in (0, 1))
+        assert re.search(rf"^mean reward of the second half of the steps: .*{side} \d.*\(2 seeds\)", shown, re.M)
+    assert "of TRL's time" not in shown
+
+
 def test_roles_on_other_layouts_and_ranks_are_those_on_one_layout():
     """Updates, and samples and first step of a whole run; what needs vLLM is named where it is not installed."""
     shown = printed("role_layouts.py", "equal", "roll", "--seconds", 1200)

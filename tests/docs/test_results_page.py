@@ -155,6 +155,18 @@ def test_sides_on_different_machines_or_commits_are_not_compared():
         assert "a step of Fivefold takes 0.25 of TRL's time on 1 x GPU (abc1234)." in page
 
 
+def test_sides_that_shared_a_gpu_have_their_rewards_and_no_time():
+    def run(side: str, seed: int, reward: float) -> dict[str, Any]:
+        rewards = [[step, 9.0, reward * (step > 2), 6.0] for step in (1, 2, 3, 4)]
+        return curve(f"beside-{side}", seed, rewards=rewards, tag="at-once")
+
+    page = results("", [run("fivefold", 0, 0.3), run("fivefold", 1, 0.5), run("trl", 0, 0.2)])
+    assert "| Fivefold | 1 | 4 | 0.0000 | 0.5000 | 0.1250 ± 0.0200 | 0.7500 ± 0.0200 | [1 x GPU, abc1234]" in page
+    assert "Mean reward of the second half of the steps: Fivefold's 2 seeds 0.4000 ± 0.1000." in page
+    assert "of TRL's time" not in page and row_of(page.partition("| TRL | 0")[0], "TRL")[0] == "not measured"
+    assert "`beside-" not in page
+
+
 def test_the_picture_has_a_curve_for_each_run_but_the_warm_start():
     svg = drawing("words", [curve("words-sft"), curve("words-grpo"), curve("words-grpo", 1)])
     assert svg.count("<polyline") == 2 and "grpo, seed 1 0.75" in svg
