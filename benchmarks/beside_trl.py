@@ -469,7 +469,8 @@ def later_rewards(curves: list[recipes.Curve]) -> str:
     parts = []
     for recipe, of_seeds in rewards.items():
         error = statistics.stdev(of_seeds) / len(of_seeds) ** 0.5 if len(of_seeds) > 1 else math.nan
-        parts.append(f"{recipe.removeprefix('beside-')} {statistics.fmean(of_seeds):.4f} ± {error:.4f} ({len(of_seeds)} seeds)")
+        mean, side = statistics.fmean(of_seeds), recipe.removeprefix("beside-")
+        parts.append(f"{side} {mean:.4f} ± {error:.4f} ({len(of_seeds)} seeds)")
     return f"mean reward of the second half of the steps: {', '.join(parts)}"
 
 

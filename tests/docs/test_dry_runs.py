@@ -98,7 +98,7 @@ def test_the_comparison_with_trl_trains_each_side_and_prints_its_steps(tmp_path,
 
 
 @pytest.mark.parametrize("sides", ["fivefold", pytest.param("fivefold,trl", marks=pytest.mark.environments)])
-def test_sides_that_share_the_machine_have_curves_and_rewards_but_no_comparison_of_times(tmp_path, sides):
+def test_sides_that_share_the_machine_have_curves_but_their_times_are_not_compared(tmp_path, sides):
     if "trl" in sides and importlib.util.find_spec("trl") is None:
         pytest.skip("needs TRL, which the environment of `make test-environments` has")
     shown = printed("beside_trl.py", tmp_path / "out", "--sides", sides, "--steps", 4, "--seeds", 2, "--at-once")
