@@ -523,7 +523,7 @@ def main() -> int:
     told = "" if options.shape else recipes.table(curves) + "\n"
     result = later_rewards(curves) if options.at_once else compared(bench, curves, options.shape is not None)
     print(f"\n{told}{result}", flush=True)
-    return 0 if all(curve.rewards for curve in curves) else 1
+    return 0 if all(curve.rewards for curve in curves) and not bench.failures else 1
 
 
 if __name__ == "__main__":

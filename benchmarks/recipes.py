@@ -173,6 +173,8 @@ class Bench:
     tag: str = ""
     stopping: threading.Event = field(default_factory=threading.Event)
     """Set by SIGTERM: the time of all runs is over."""
+    failures: list[str] = field(default_factory=list)
+    """Names of runs that have failed."""
 
     def write_recipes(self) -> None:
         """Write the recipes, with files in `out`."""
@@ -282,6 +284,7 @@ class Bench:
         return "" if done.returncode else done.stdout
 
     def failed(self, name: str, code: object) -> None:
+        self.failures.append(name)
         log = (self.out / f"{name}.log").read_text().splitlines()
         print(f"FAIL {name}: {code}\n  " + "\n  ".join(log[-25:]), flush=True)
 
@@ -499,7 +502,7 @@ def main() -> int:
             write_data(out, options.model, options.gsm8k, options.dry_run, options.cpu)
     curves = at_once(bench.train, runs, options.at_once)
     print(f"\n{table(curves)}", flush=True)
-    well = all(curve.evaluations for curve in curves)
+    well = all(curve.evaluations for curve in curves) and not bench.failures
     if options.cpu:
         well = risen(curves) and well
         for run_dir in sorted(out.glob("words/grpo-cpu-*")):

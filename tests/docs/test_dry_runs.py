@@ -70,6 +70,26 @@ def test_seeds_that_run_at_once_have_a_curve_each_and_say_what_they_shared(tmp_p
         ]
 
 
+def test_a_run_that_fails_after_an_evaluation_makes_the_command_fail(tmp_path):
+    """Its reward ends the process that computes it, after the first evaluations."""
+    reward = tmp_path / "reward.py"
+    reward.write_text("""
+calls = 0
+
+
+def ends(**_):
+    global calls
+    calls += 1
+    if calls > 40:
+        raise SystemExit(3)
+    return 0.0
+""")
+    options = ["--recipes", "words-grpo", "--set", f"words-grpo:reward.functions={{'{reward}:ends': 1.0}}"]
+    done = python(BENCHMARKS / "recipes.py", tmp_path / "out", *options, "--dry-run")
+    assert done.returncode == 1 and "\nFAIL words-grpo-0: " in done.stdout
+    assert "\nwords-grpo-0: step    0 " in done.stdout
+
+
 def test_a_stop_lets_the_run_save_and_starts_no_other(tmp_path):
     command = [sys.executable, BENCHMARKS / "recipes.py", tmp_path / "out", "--dry-run"]
     command += ["--set", "words-sft:trainer.steps=400"]
