@@ -237,6 +237,16 @@ def kept_numbers(spec: ModelSpec, layer: int, kernels: bool) -> int:
     return widths * spec.hidden + attention + routed + inner * spec.moe.shared_ffn
 
 
+def backward_numbers(spec: ModelSpec, layer: int) -> int:
+    """Return how many numbers per token the backward pass of a layer holds next to what the layer keeps.
+
+    The most is held where it begins: gradients of the layer's output and of gate and up, when nothing else is free yet.
+    """
+    if spec.moe is None or not spec.moe.layers[layer]:
+        return spec.hidden + 2 * spec.ffn
+    return spec.hidden + spec.moe.top_k * (spec.hidden + 2 * spec.moe.ffn) + 2 * spec.moe.shared_ffn
+
+
 @dataclass(frozen=True)
 class Sharded:
     """A model as its layout shards it over ranks."""
@@ -307,7 +317,8 @@ class Sharded:
                 numbers, again = [spec.hidden] * len(layers), max(numbers, default=0)
             has_logits = stage == layout.pp - 1 and not spec.value_head
             last = self._logits(tokens, size, copies=2) if has_logits else 0
-            # The logits are freed before a layer is recomputed.
+            again += max((backward_numbers(spec, layer) for layer in layers), default=0)
+            # The logits are freed before the backward pass of a layer, and before a layer is recomputed.
             activations = int(tokens * size * in_flight * sum(numbers) + max(last, tokens * size * again))
             held = (all_parameters.total + (0 if self.lora is None else learned.total)) * size
             forward = self._forward(layers, size, has_logits)
