@@ -91,3 +91,30 @@ def no_tokens(mesh):
 
 def test_a_rank_without_tokens_takes_part_with_a_gradient_of_zero(cluster):
     assert cluster.run(no_tokens, "megatron:d1") == [((0,), 0.0, (0, 4))]
+
+
+def chunks_held(mesh):
+    """How many chunks of logits there are when the next one is computed, in the forward and in the backward pass."""
+    import weakref
+
+    from fivefold.backend import log_probs
+
+    made, held, compute = [], [], log_probs._logits
+
+    def watched(*arguments):
+        held.append(sum(chunk() is not None for chunk in made))
+        logits = compute(*arguments)
+        made.append(weakref.ref(logits))
+        return logits
+
+    log_probs._logits, log_probs.CHUNK_ELEMENTS = watched, 10 * VOCAB
+    hidden, weight, targets, upstream = inputs()
+    results = log_probs.log_probs(hidden.requires_grad_(), weight.requires_grad_(), targets, 0, VOCAB, 1 / TEMPERATURE)
+    torch.stack(results).backward(upstream)
+    return held
+
+
+def test_one_chunk_of_logits_is_there_at_a_time(cluster):
+    """2 GiB on a GPU: the estimate of memory counts one."""
+    (held,) = cluster.run(chunks_held, "megatron:d1")
+    assert held == [0] * 8

@@ -128,8 +128,10 @@ class _LogProbs(torch.autograd.Function):
         if valid:
             for begin in range(0, tokens, rows):
                 chunk = slice(begin, begin + rows)
-                logits = _logits(hidden_SD[chunk], weight, cap)
-                statistics[:, chunk] = row_sums(logits, local_S[chunk], head.inverse_temperature)
+                # Without a name, so that they are freed before the next chunk's are there.
+                statistics[:, chunk] = row_sums(
+                    _logits(hidden_SD[chunk], weight, cap), local_S[chunk], head.inverse_temperature
+                )
         largest_S, sums = statistics[0], statistics[1:]
         if group is not None and group.size() > 1:
             local_largest_S = largest_S.clone()
