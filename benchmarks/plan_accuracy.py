@@ -69,7 +69,7 @@ class Update:
     has_flash: bool = True
     """Attention is that of flash-attn-4."""
     older_head: bool = False
-    """The head kept the gradient of a chunk of logits next to the next one, as it does no longer."""
+    """The head had a second chunk of logits, or the gradient of one, at the peak, as it has no longer."""
 
 
 ROWS: dict[str, Any] = {"budget": 32768, "spread": 0}
@@ -96,13 +96,13 @@ UPDATES = [
     Update("8B", "d2t2", 131072, 32, 3.151, 86.86, 4, spread=0),
     Update("8B", "d1t4", 131072, 32, 3.4485, 75.53, 4, **ROWS),
     # benchmarks/results/h200-fsdp.txt
-    Update("8B", "d2", 66483, 16, 3.627, 99.32, 3, recompute="full"),
+    Update("8B", "d2", 66483, 16, 3.627, 99.32, 3, recompute="full", **OLDER),
     Update("8B", "fsdp:d2", 66483, 16, 4.13, 76.40, 3, recompute="full"),
     Update("1.7B", "fsdp:d1", 33400, 8, 0.986, 60.6, 3),
     Update("1.7B", "fsdp:d1", 33400, 8, 1.98, 49.9, 6, budget=8192),
-    Update("1.7B", "d1", 131072, 4, 6.596, 42.07, 4, **ROWS, recompute="full"),
+    Update("1.7B", "d1", 131072, 4, 6.596, 42.07, 4, **ROWS, **OLDER, recompute="full"),
     Update("1.7B", "d1", 131072, 1, 17.339, 60.89, 1, budget=131072, spread=0, recompute="full"),
-    Update("1.7B", "c2", 131072, 4, 3.76, 28.73, 4, **ROWS, recompute="full"),
+    Update("1.7B", "c2", 131072, 4, 3.76, 28.73, 4, **ROWS, **OLDER, recompute="full"),
     Update("1.7B", "c2", 131072, 1, 9.086, 36.56, 1, budget=131072, spread=0, recompute="full"),
 ]
 
@@ -272,7 +272,7 @@ def sharded(row: Update) -> tuple[Sharded, Batch, Cluster]:
 
 
 def second_chunk(model: Sharded) -> float:
-    """GiB of the gradient that an older head kept."""
+    """GiB of the second chunk of an older head."""
     logits = 4 * model.tokens_per_micro_batch / model.layout.tp / model.layout.cp * model.spec.padded_vocab
     return min(max(0.0, logits - LOGITS_BYTES), LOGITS_BYTES) / 2**30
 
