@@ -265,7 +265,8 @@ class Bench:
             finally:
                 if process.poll() is None:
                     process.kill()
-        if process.returncode not in (0, 128 + signal.SIGTERM):
+        # A program that does not handle SIGTERM, such as TRL's side, ends by it.
+        if process.returncode not in (0, 128 + signal.SIGTERM, -signal.SIGTERM):
             self.failed(curve.name, process.returncode)
 
     def command(self, name: str, words: list[str], seconds: float) -> str:
