@@ -1,4 +1,4 @@
-"""GRPO of the same model by Fivefold and by TRL's GRPOTrainer with vLLM in its process, one after the other on one GPU.
+"""GRPO of the same model by Fivefold and by TRL's GRPOTrainer with vLLM in its process, on one GPU.
 
     python benchmarks/beside_trl.py OUT [--recipe gsm8k-grpo] [--steps 40] [--sides fivefold,trl] [--seeds 1] [--minutes 8]
     python benchmarks/beside_trl.py OUT --seeds 3 --at-once                 # curves only: all share the GPU
@@ -523,7 +523,8 @@ def main() -> int:
     told = "" if options.shape else recipes.table(curves) + "\n"
     result = later_rewards(curves) if options.at_once else compared(bench, curves, options.shape is not None)
     print(f"\n{told}{result}", flush=True)
-    return 0 if all(curve.rewards for curve in curves) and not bench.failures else 1
+    well = all(curve.rewards for curve in curves) and not bench.failures
+    return 128 + signal.SIGTERM if bench.stopping.is_set() else 0 if well else 1
 
 
 if __name__ == "__main__":

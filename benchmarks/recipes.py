@@ -193,8 +193,10 @@ class Bench:
         path = self.out / task / "warm" / MODEL
         if not self.tag:
             self.train(f"{task}-sft", 0)
+        if self.stopping.is_set():
+            sys.exit(128 + signal.SIGTERM)
         if not path.is_dir():
-            sys.exit(f"there is no warm start: {task}-sft has failed")
+            sys.exit(f"there is no warm start: {task}-sft has not come to its end")
         return path
 
     def train(self, name: str, seed: int) -> Curve:
@@ -215,13 +217,14 @@ class Bench:
             with alone(self.out / task / "warm.lock"):
                 if warm.is_dir():
                     print(f"\n{curve.name}: {warm} is there", flush=True)
-                else:
-                    self.run(curve, path, run_dir, seed)
-                    self.command(curve.name, ["export", str(run_dir), str(warm)], 300)
+                elif not self.stopping.is_set():
+                    # Half a warm start would be one to every command that follows.
+                    if self.run(curve, path, run_dir, seed):
+                        self.command(curve.name, ["export", str(run_dir), str(warm)], 300)
                     self.write(curve)
             return curve
         self.run(curve, path, run_dir, seed)
-        if kind != "sft" and curve.evaluations and "max_prompts" in path.read_text():
+        if kind != "sft" and not self.stopping.is_set() and curve.evaluations and "max_prompts" in path.read_text():
             changes = [] if self.dry else ["eval.max_prompts=null"]
             printed = self.command(curve.name, ["eval", str(run_dir), *changes], 400)
             curve.whole = _scores(json.loads(printed)) if printed else {}
@@ -229,14 +232,15 @@ class Bench:
         self.write(curve)
         return curve
 
-    def run(self, curve: Curve, path: Path, run_dir: Path, seed: int) -> None:
-        """Run a recipe until it ends or its time is over."""
+    def run(self, curve: Curve, path: Path, run_dir: Path, seed: int) -> bool:
+        """Run a recipe until it ends or its time is over; return whether it has come to its end."""
         changes = [*curve.changes, f"trainer.run_dir={run_dir}", f"trainer.seed={seed}", "trainer.resume=auto"]
         print(f"\n{curve.name}: {' '.join(curve.changes) or 'as in its file'}", flush=True)
-        self.follow(curve, run_dir, [*FIVEFOLD, "train", str(path), *changes])
+        return self.follow(curve, run_dir, [*FIVEFOLD, "train", str(path), *changes])
 
-    def follow(self, curve: Curve, run_dir: Path, command: list[str]) -> None:
-        """Run a command; print and store what it measures. SIGTERM at the end of its time lets it save."""
+    def follow(self, curve: Curve, run_dir: Path, command: list[str]) -> bool:
+        """Run a command; print and store what it measures; return whether it has come to its end. SIGTERM at the end of its
+        time lets it save."""
         metrics, before, since = run_dir / "metrics.jsonl", curve.seconds, list[dict[str, Any]]()
         seen, ends = metrics.stat().st_size if metrics.exists() else 0, time.monotonic() + 60 * self.minutes
         stopped = False
@@ -268,6 +272,7 @@ class Bench:
         # A program that does not handle SIGTERM, such as TRL's side, ends by it.
         if process.returncode not in (0, 128 + signal.SIGTERM, -signal.SIGTERM):
             self.failed(curve.name, process.returncode)
+        return process.returncode == 0 and not stopped
 
     def command(self, name: str, words: list[str], seconds: float) -> str:
         """Return the output of a command of fivefold; an empty text if it failed or took too long."""
