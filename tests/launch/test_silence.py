@@ -106,7 +106,7 @@ def rank_1_is_slow():
         if self.version == 1 and os.environ["RANK"] == "1":
             begin, numbers = time.monotonic(), 10**7
             sum(range(numbers))
-            # Each is one call of about seven seconds, for which other threads of Python wait. Other ranks wait 15 s for them.
+            # During a call of about seven seconds no other thread of Python runs. Other ranks would take 15 s for a loss.
             of_a_call = int(7 * numbers / (time.monotonic() - begin))
             while time.monotonic() < begin + 15:
                 sum(range(of_a_call))

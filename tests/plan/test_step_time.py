@@ -216,8 +216,10 @@ def test_the_model_keeps_to_what_was_recorded():
 
 
 def test_the_memory_of_one_long_recomputed_sequence_is_as_measured_on_an_h200():
-    """Where all of a recomputed layer is there, gradients of its output and of gate and up are too: 3.5 GiB with 131,072
-    tokens."""
+    """At its peak a layer that was just recomputed is on the device together with the gradients of its output, gate and up.
+
+    These gradients take 3.5 GiB with 131,072 tokens.
+    """
     rows = [row for row in UPDATES if row.tokens == row.budget == 131072]
     assert [row.layout for row in rows] == ["d1", "c2"]
     for row in rows:
