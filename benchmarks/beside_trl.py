@@ -461,17 +461,19 @@ def compared(bench: recipes.Bench, curves: list[recipes.Curve], shaped: bool) ->
 
 
 def later_rewards(curves: list[recipes.Curve]) -> str:
-    """Return the mean reward of the second half of the steps on each side, with its standard error over the seeds."""
+    """Return each side's mean reward in the second half of the steps that all runs have, with its standard error over the
+    seeds."""
+    measured = [curve for curve in curves if curve.rewards]
+    last = min((len(curve.rewards) for curve in measured), default=0)
     rewards: dict[str, list[float]] = defaultdict(list)
-    for curve in curves:
-        if half := [row[2] for row in curve.rewards][len(curve.rewards) // 2 :]:
-            rewards[curve.recipe].append(statistics.fmean(half))
+    for curve in measured:
+        rewards[curve.recipe].append(statistics.fmean(row[2] for row in curve.rewards[last // 2 : last]))
     parts = []
     for recipe, of_seeds in rewards.items():
         error = statistics.stdev(of_seeds) / len(of_seeds) ** 0.5 if len(of_seeds) > 1 else math.nan
         mean, side = statistics.fmean(of_seeds), recipe.removeprefix("beside-")
         parts.append(f"{side} {mean:.4f} ± {error:.4f} ({len(of_seeds)} seeds)")
-    return f"mean reward of the second half of the steps: {', '.join(parts)}"
+    return f"mean reward of steps {last // 2 + 1} to {last}: {', '.join(parts) or 'not measured'}"
 
 
 def main() -> int:

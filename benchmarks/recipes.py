@@ -6,9 +6,10 @@
     python benchmarks/recipes.py OUT ... --seeds 3 --at-once                    # all of them share the GPU
 
 DIR of --model is what examples/smollm2/get_model.py writes; that of --gsm8k has OpenAI's train.jsonl and test.jsonl.
-A recipe whose warm start is not in OUT trains it first. A run that is stopped by --minutes saves a checkpoint, and the same
-command continues it. A run that evaluates part of the test problems evaluates all of them at its end. Each run's curve is in
-OUT/curves/NAME.json: in benchmarks/results/smollm2/, `make docs` draws it. Without git, FIVEFOLD_COMMIT names the commit.
+A recipe whose warm start is not in OUT trains it first, to its end. Another run that is stopped by --minutes saves a
+checkpoint, and the same command continues it. A run that evaluates part of the test problems evaluates all of them at its
+end. Each run's curve is in OUT/curves/NAME.json: in benchmarks/results/smollm2/, `make docs` draws it. Without git,
+FIVEFOLD_COMMIT names the commit.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 import argparse
 import fcntl
 import json
+import math
 import os
 import re
 import signal
@@ -27,7 +29,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -192,7 +194,8 @@ class Bench:
         """Return the directory of a task's warm start, which its recipe trains if it is not there."""
         path = self.out / task / "warm" / MODEL
         if not self.tag:
-            self.train(f"{task}-sft", 0)
+            # No run can begin before its end, however long that takes.
+            replace(self, minutes=math.inf).train(f"{task}-sft", 0)
         if self.stopping.is_set():
             sys.exit(128 + signal.SIGTERM)
         if not path.is_dir():
@@ -470,7 +473,7 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=1, help="number of seeds of each recipe; a warm start has one")
     parser.add_argument("--first-seed", type=int, default=0, help="the lowest of them: several commands can share a GPU")
     parser.add_argument("--at-once", action="store_true", help="run all recipes and seeds at once, on one GPU")
-    parser.add_argument("--minutes", type=float, default=8.0, help="that each training has, its start included")
+    parser.add_argument("--minutes", type=float, default=8.0, help="of each training but a warm start")
     parser.add_argument("--set", action="append", default=[], metavar="RECIPE:KEY=VALUE", help="change a key of a recipe")
     parser.add_argument("--tag", default="", help="name of a trial with --set: files of its own next to the recipe's")
     parser.add_argument("--dry-run", action="store_true")

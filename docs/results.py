@@ -50,7 +50,7 @@ HEADS = (
     "GiB",
     "on",
 )
-AT_ONCE_HEADS = ("seed", "steps", "reward: first half", "second half", "sampled: first", "last", "on")
+AT_ONCE_HEADS = ("seed", "steps", "reward: steps {0}", "{1}", "sampled: first", "last", "on")
 BESIDE_HEADS = (
     *("model", "seed", "s a step", "rollout", "sync", "log-probs", "training", "sampled tokens/s", "GiB"),
     *("sampled: first", "last", "on"),
@@ -367,22 +367,33 @@ def _beside(recorded: list[Curve]) -> str:
 
 
 def _at_once(recorded: list[Curve]) -> str:
-    """Return the curves of runs of both sides that shared a GPU, and their rewards over the seeds; "" if there are none."""
-    lines, means = _head("", *AT_ONCE_HEADS), []
+    """Return the curves of runs of both sides that shared a GPU, and their rewards over the seeds; "" if there are none.
+
+    Rewards are those of the steps that all of these runs have; runs with one step are left out.
+    """
+    shared = [
+        curve for curve in recorded if curve["recipe"] in SIDES and curve["tag"] == AT_ONCE and len(curve["rewards"]) > 1
+    ]
+    if not shared:
+        return ""
+    last = min(len(curve["rewards"]) for curve in shared)
+    parts = [slice(0, last // 2), slice(last // 2, last)]
+    named = [f"{part.start + 1} to {part.stop}" for part in parts]
+    lines, means = _head("", *(head.format(*named) for head in AT_ONCE_HEADS)), []
     for recipe, shown in SIDES.items():
         later = []
-        for curve in (curve for curve in recorded if curve["recipe"] == recipe and curve["tag"] == AT_ONCE):
-            rewards = [row[2] for row in curve["rewards"]]
-            halves = [statistics.fmean(part) for part in (rewards[: len(rewards) // 2], rewards[len(rewards) // 2 :])]
+        for curve in (curve for curve in shared if curve["recipe"] == recipe):
+            halves = [statistics.fmean(row[2] for row in curve["rewards"][part]) for part in parts]
             later.append(halves[1])
             ends = [_share(*_sampled(curve["evaluations"][place])) for place in (0, -1)]
-            cells = [str(curve["seed"]), str(len(rewards)), *(f"{half:.4f}" for half in halves), *ends, _source(curve)]
+            steps = str(len(curve["rewards"]))
+            cells = [str(curve["seed"]), steps, *(f"{half:.4f}" for half in halves), *ends, _source(curve)]
             lines.append(f"| {shown} | {' | '.join(cells)} |")
         if len(later) > 1:
             error = statistics.stdev(later) / len(later) ** 0.5
             means.append(f"{shown}'s {len(later)} seeds {statistics.fmean(later):.4f} ± {error:.4f}")
-    told = f"\n\nMean reward of the second half of the steps: {', '.join(means)}." if means else ""
-    return "\n".join(lines) + told if len(lines) > 2 else ""
+    told = f"\n\nMean reward of steps {named[1]}: {', '.join(means)}." if means else ""
+    return "\n".join(lines) + told
 
 
 def _model(curve: Curve) -> str:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 
 import pytest
 
-from benchmarks.recipes import RISE, Bench, Curve, _scores, grown, risen
+from benchmarks.recipes import MODEL, RISE, Bench, Curve, _scores, grown, risen
 
 ABOUT = {"hardware": "1 x GPU", "commit": "abc1234", "versions": {}}
 
@@ -58,6 +59,24 @@ def test_a_step_that_is_repeated_after_a_kill_counts_once():
     for number, reward in ((1, 0.1), (2, 0.2), (3, 0.3), (2, 0.4)):
         run.add(step(number, reward), 10.0 * number, [])
     assert [row[:3:2] for row in run.rewards] == [[1, 0.1], [2, 0.4]]
+
+
+def test_a_warm_start_that_others_need_is_trained_to_its_end(tmp_path):
+    class Recorded(Bench):
+        def run(self, curve, path, run_dir, seed):
+            limits.append((curve.recipe, self.minutes))
+            return True
+
+        def command(self, name, words, seconds):
+            (tmp_path / "words/warm" / MODEL).mkdir(parents=True)
+            return ""
+
+    limits: list[tuple[str, float]] = []
+    (tmp_path / "words").mkdir()
+    bench = Recorded(tmp_path, 5, True, False, {}, ABOUT)
+    bench.write_recipes()
+    bench.train("words-grpo", 0)
+    assert limits == [("words-sft", math.inf), ("words-grpo", 5)]
 
 
 def test_a_line_that_is_being_written_waits_for_its_end(tmp_path):

@@ -20,7 +20,7 @@ def curve(recipe: str, seed: int = 0, **more: Any) -> dict[str, Any]:
     """A run of three steps with two evaluations."""
     run: dict[str, Any] = {
         "recipe": recipe, "seed": seed, "changes": [], "hardware": "1 x GPU", "commit": "abc1234", "versions": {},
-        "evaluations": [evaluation(0, 0.125), evaluation(3, 0.75)], "whole": {}, "peak_gib": 12.34,
+        "evaluations": [evaluation(0, 0.125), evaluation(3, 0.74)], "whole": {}, "peak_gib": 12.34,
         "rewards": [[step, 10.0 * step, 0.1 * step, 1.5] for step in (1, 2, 3)], "file": f"{recipe}-{seed}.json", "tag": "",
     }  # fmt: skip
     return run | more
@@ -40,7 +40,7 @@ def row_of(page: str, name: str) -> list[str]:
 
 def test_a_row_has_the_numbers_of_its_file_and_names_it():
     row = row_of(results("", [curve("words-grpo")]), "words-grpo")
-    shares = ["0.0625 ± 0.0100", "0.3750 ± 0.0100", "0.1250 ± 0.0200", "0.7500 ± 0.0200"]
+    shares = ["0.0625 ± 0.0100", "0.3700 ± 0.0100", "0.1250 ± 0.0200", "0.7400 ± 0.0200"]
     assert row[:-1] == ["0", "3 of 400", "2.0", "1.50", *shares, "0.200 to 0.200", "12.3"]
     assert row[-1] == "[1 x GPU, abc1234](../benchmarks/results/smollm2/words-grpo-0.json)"
 
@@ -48,14 +48,14 @@ def test_a_row_has_the_numbers_of_its_file_and_names_it():
 def test_before_is_the_warm_start_on_all_problems_and_after_too():
     part, warm, last = curve("gsm8k-grpo"), curve("gsm8k-sft"), evaluation(3, 0.5)
     row = row_of(results("", [part | {"whole": last}, warm]), "gsm8k-grpo")
-    assert row[4:8] == ["0.3750 ± 0.0100", "0.2500 ± 0.0100", "0.7500 ± 0.0200", "0.5000 ± 0.0200"]
+    assert row[4:8] == ["0.3700 ± 0.0100", "0.2500 ± 0.0100", "0.7400 ± 0.0200", "0.5000 ± 0.0200"]
 
 
 def test_a_warm_start_that_was_evaluated_on_part_of_the_problems_says_so():
     warm = curve("gsm8k-sft", changes=["eval.max_prompts=512"])
     page = results("", [curve("gsm8k-grpo") | {"whole": evaluation(3, 0.5)}, warm])
-    assert row_of(page, "gsm8k-grpo")[6:8] == ["0.7500 ± 0.0200 (of 512)", "0.5000 ± 0.0200"]
-    assert "0.7500 (of 512 problems) to 0.5000 (of 1,319) at step 3" in " ".join(page.split())
+    assert row_of(page, "gsm8k-grpo")[6:8] == ["0.7400 ± 0.0200 (of 512)", "0.5000 ± 0.0200"]
+    assert "0.7400 (of 512 problems) to 0.5000 (of 1,319) at step 3" in " ".join(page.split())
 
 
 def test_a_rise_between_different_problems_says_so_with_that_of_the_same_ones():
@@ -63,11 +63,11 @@ def test_a_rise_between_different_problems_says_so_with_that_of_the_same_ones():
     start, warm = evaluation(0, 0.1), curve("gsm8k-sft", changes=["eval.max_prompts=512"])
     run = curve("gsm8k-grpo", evaluations=[start, evaluation(2, 0.3)], whole=evaluation(3, 1.0), hardware="1 x GPU, shared")
     text = " ".join(results("", [run, warm]).split())
-    assert "by the same 256 problems, which had 0.1000 at step 0 and 0.3000 at step 2, 3.00 times; 1.0000 is 1.33" in text
-    assert "1.33 times 0.7500 and 10.00 times 0.1000, but of other problems" in text
+    assert "by the same 256 problems, which had 0.1000 at step 0 and 0.3000 at step 2, 3.00 times; 1.0000 is 1.35" in text
+    assert "1.35 times 0.7400 and 10.00 times 0.1000, but of other problems" in text
     begin, end = "<!-- results: begin (written by `make docs`) -->\n", "<!-- results: end -->\n"
     shown = " ".join(readme(begin + end, [run, warm]).split())
-    assert "(1 x GPU); share" in shown and "GSM8K: 0.750 of 512 test problems to 1.000 of all 1,319 with" in shown
+    assert "(1 x GPU); share" in shown and "GSM8K: 0.740 of 512 test problems to 1.000 of all 1,319 with" in shown
     assert 'alt="GSM8K, 256 test problems: share' in shown and "GSM8K, 256 test problems" in drawing("gsm8k", [run])
 
 
@@ -76,26 +76,26 @@ def test_a_warm_start_is_of_the_same_commit_and_readme_compares_the_same_problem
     warm, mine = curve("gsm8k-sft"), curve("gsm8k-grpo", whole=evaluation(3, 0.875))
     other = curve("gsm8k-grpo", 1, whole=evaluation(3, 0.5), commit="def5678")
     text = " ".join(results("", [warm, mine, other]).split())
-    assert "0.7500 to 0.8750 at step 3 with seed 0" in text
+    assert "0.7400 to 0.8750 at step 3 with seed 0" in text
     assert "0.1250 (of 256 problems) to 0.5000 (of 1,319) at step 3 with seed 1" in text
     assert "0.5000 is 4.00 times 0.1250, but of other problems" in text
     begin, end = "<!-- results: begin (written by `make docs`) -->\n", "<!-- results: end -->\n"
-    assert "GSM8K: 0.750 to 0.875 with one seed" in " ".join(readme(begin + end, [warm, mine, other]).split())
+    assert "GSM8K: 0.740 to 0.875 with one seed" in " ".join(readme(begin + end, [warm, mine, other]).split())
 
 
 def test_an_evaluation_of_part_of_the_problems_says_so_and_is_compared_with_its_like():
     row = row_of(results("", [curve("gsm8k-grpo"), curve("gsm8k-sft", evaluations=[evaluation(9, 0.5)])]), "gsm8k-grpo")
-    assert row[6:8] == ["0.1250 ± 0.0200 (of 256)", "0.7500 ± 0.0200 (of 256)"]
+    assert row[6:8] == ["0.1250 ± 0.0200 (of 256)", "0.7400 ± 0.0200 (of 256)"]
     page = results("", [curve("gsm8k-grpo")])
-    assert "0.1250 to 0.7500 of the same 256 problems at step 3" in " ".join(page.split())
+    assert "0.1250 to 0.7400 of the same 256 problems at step 3" in " ".join(page.split())
     begin, end = "<!-- results: begin (written by `make docs`) -->\n", "<!-- results: end -->\n"
-    assert "0.75" not in readme(begin + end, [curve("gsm8k-grpo")])
+    assert "0.74" not in readme(begin + end, [curve("gsm8k-grpo")])
 
 
 def test_a_run_that_was_stopped_early_says_so_and_that_its_goal_is_not_reached():
     """By its steps and the accuracy that its recipe stops at; in the table, above it, and on README's first screen."""
     page = " ".join(results("", [curve("words-grpo")]).split())
-    assert "from below 0.2 to above 0.7. Measured: 0.1250 to 0.7500 at step 3 with seed 0 (reached: the run was" in page
+    assert "from below 0.2 to above 0.7. Measured: 0.1250 to 0.7400 at step 3 with seed 0 (reached: the run was" in page
     low = [evaluation(0, 0.0725), evaluation(3, 0.232)]
     page = " ".join(results("", [curve("words-grpo", evaluations=low)]).split())
     assert "0.0725 to 0.2320 at step 3 with seed 0 (not reached yet: the run was stopped after 3 of 400 steps)." in page
@@ -112,7 +112,7 @@ def test_a_run_that_was_stopped_early_says_so_and_that_its_goal_is_not_reached()
 def test_a_trial_is_listed_with_its_keys_and_is_no_result():
     page = results("", [curve("words-grpo", tag="slow", changes=["policy.optimizer.lr=1e-6"])])
     assert row_of(page, "words-grpo")[0] == "not measured"
-    assert "| `words-grpo` | `policy.optimizer.lr=1e-6` | 3 of 400 | 1.50 | 0.1250 ± 0.0200 | 0.7500 ± 0.0200 |" in page
+    assert "| `words-grpo` | `policy.optimizer.lr=1e-6` | 3 of 400 | 1.50 | 0.1250 ± 0.0200 | 0.7400 ± 0.0200 |" in page
 
 
 def test_what_has_no_file_is_not_measured():
@@ -156,20 +156,24 @@ def test_sides_on_different_machines_or_commits_are_not_compared():
 
 
 def test_sides_that_shared_a_gpu_have_their_rewards_and_no_time():
-    def run(side: str, seed: int, reward: float) -> dict[str, Any]:
-        rewards = [[step, 9.0, reward * (step > 2), 6.0] for step in (1, 2, 3, 4)]
+    def run(side: str, seed: int, reward: float, steps: int) -> dict[str, Any]:
+        # A run's steps after the fourth must not count: others do not have them.
+        rewards = [[step, 9.0, reward * (2 < step < 5), 6.0] for step in range(1, steps + 1)]
         return curve(f"beside-{side}", seed, rewards=rewards, tag="at-once")
 
-    page = results("", [run("fivefold", 0, 0.3), run("fivefold", 1, 0.5), run("trl", 0, 0.2)])
-    assert "| Fivefold | 1 | 4 | 0.0000 | 0.5000 | 0.1250 ± 0.0200 | 0.7500 ± 0.0200 | [1 x GPU, abc1234]" in page
-    assert "Mean reward of the second half of the steps: Fivefold's 2 seeds 0.4000 ± 0.1000." in page
+    page = results(
+        "", [run("fivefold", 0, 0.3, 8), run("fivefold", 1, 0.5, 8), run("trl", 0, 0.2, 4), run("trl", 1, 0.9, 1)]
+    )
+    assert "| | seed | steps | reward: steps 1 to 2 | 3 to 4 |" in page.replace("|  |", "| |")
+    assert "| Fivefold | 1 | 8 | 0.0000 | 0.5000 | 0.1250 ± 0.0200 | 0.7400 ± 0.0200 | [1 x GPU, abc1234]" in page
+    assert "Mean reward of steps 3 to 4: Fivefold's 2 seeds 0.4000 ± 0.1000." in page
     assert "of TRL's time" not in page and row_of(page.partition("| TRL | 0")[0], "TRL")[0] == "not measured"
     assert "`beside-" not in page
 
 
 def test_the_picture_has_a_curve_for_each_run_but_the_warm_start():
     svg = drawing("words", [curve("words-sft"), curve("words-grpo"), curve("words-grpo", 1)])
-    assert svg.count("<polyline") == 2 and "grpo, seed 1 0.75" in svg
+    assert svg.count("<polyline") == 2 and "grpo, seed 1 0.74" in svg
 
 
 @pytest.mark.parametrize("path", sorted(FILES.glob("*.json")), ids=lambda path: path.stem)
