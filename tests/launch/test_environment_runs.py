@@ -306,8 +306,9 @@ def test_servers_that_are_killed_under_several_turns_change_no_metric(guessing, 
     for step in (0, 1):
         wait_for(lambda step=step: rows.is_file() and f'"step": {step},' in rows.read_text(), process)
         wait_for(lambda: set(servers_of(process.pid)) - killed, process)
-        killed.update(servers_of(process.pid))
-        os.kill(max(killed), signal.SIGKILL)
+        (server,) = set(servers_of(process.pid)) - killed
+        os.kill(server, signal.SIGKILL)
+        killed.add(server)
     done = process.finish()
     assert done.returncode == 0 and len(killed) == 2, done.stdout + done.stderr
     assert_same(of_content(metrics(guessing, run_dir.name)), of_content(expected))
