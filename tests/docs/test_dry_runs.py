@@ -13,7 +13,9 @@ from pathlib import Path
 
 import psutil
 import pytest
+import transformers
 
+from benchmarks import recipes
 from benchmarks.all_on_gpus import Job, run
 from benchmarks.engine_limit import GROUPS
 from tests.support.commands import python
@@ -42,6 +44,19 @@ def test_the_recipes_train_their_warm_start_and_print_every_evaluation(tmp_path)
         assert [row[0] for row in curve["rewards"]] == [1, 2, 3, 4] and curve["peak_gib"] > 0
         assert bool(curve["whole"]) == (name == "gsm8k-grpo-0")
     assert shown.count("\n  last  ") == 4 and shown.count("\n  all test problems  greedy") == 1
+
+
+def test_adapters_arrive_in_bfloat16_only_as_fivefold_rounds_them(tmp_path):
+    recipes.write_data(tmp_path, None, None, dry=True)
+    directory = tmp_path / recipes.MODEL
+    transformers.AutoModelForCausalLM.from_pretrained(directory, dtype="bfloat16").save_pretrained(directory)
+    done = python(BENCHMARKS / "adapter_rounding.py", directory, "--rates", 1e-6, "--updates", 1, 3)
+    assert done.returncode == 0, done.stderr
+    rows = re.findall(r"^lr 1e-06, (\d) updates, (\S+) +arrives +(\S+)  log-probs (\S+)  KL (\S+)$", done.stdout, re.M)
+    assert [row[:2] for row in rows] == [(n, way) for n in ("1", "3") for way in ("none", "nearest", "Fivefold's")]
+    for none, nearest, ours in (rows[:3], rows[3:]):
+        assert float(none[2]) == 0 and float(nearest[2]) < 0.7 and abs(float(ours[2]) - 1) < 0.1
+        assert float(ours[3]) < 0.5 * float(nearest[3]) < float(none[3])
 
 
 def test_commands_that_begin_at_once_share_the_warm_start_that_one_of_them_trains(tmp_path):

@@ -147,11 +147,11 @@ def test_a_run_of_older_samples_is_compared_by_a_probe_before_its_first_step(clu
 # --- adapters --------------------------------------------------------------------------------------------------------
 
 
-def guarded(mesh, lost: float, share: float, max_lost: float | None, version: int):
+def guarded(mesh, lost: float | None, max_lost: float | None, version: int):
     from fivefold.trainer.checks import AdapterGuard
 
     messages, metrics, error = [], {}, ""
-    guard = AdapterGuard(lambda: (lost, share), mesh.ranks, max_lost, "bfloat16", metrics.update, messages.append)
+    guard = AdapterGuard(lambda: lost, mesh.ranks, max_lost, "bfloat16", metrics.update, messages.append)
     try:
         guard.check(version)
     except RuntimeError as fault:
@@ -162,12 +162,12 @@ def guarded(mesh, lost: float, share: float, max_lost: float | None, version: in
 @pytest.mark.parametrize(
     ("numbers", "wanted"),
     [
-        ((0.0, 0.0, 0.2, 10), (None, False, False)),
-        ((0.05, 1.0, None, 3), (0.05, False, False)),
-        ((0.62, 1.0, None, 30), (0.62, True, False)),
-        ((0.96, 1.0, 0.2, 9), (0.96, True, False)),
-        ((0.62, 1.0, 0.2, 10), (0.62, True, True)),
-        ((0.14, 1.0, 0.2, 10), (0.14, True, False)),
+        ((None, 0.2, 10), (None, False, False)),
+        ((0.05, None, 3), (0.05, False, False)),
+        ((0.62, None, 30), (0.62, True, False)),
+        ((0.96, 0.2, 9), (0.96, True, False)),
+        ((0.62, 0.2, 10), (0.62, True, True)),
+        ((0.14, 0.2, 10), (0.14, True, False)),
     ],
 )
 def test_a_loss_of_adapters_is_recorded_reported_and_ends_a_run_where_asked(cluster, numbers, wanted):

@@ -225,11 +225,11 @@ class MegatronModel:
         self._settle()
         return self._mesh.iterate(self._weights.merged())
 
-    def lost_to_rounding(self) -> tuple[float, float]:
-        """Return two norms over the whole model for the last stream of weights; collective.
+    def lost_to_rounding(self) -> float | None:
+        """Return the share of what adapters add that the last stream of weights does not show in the engine's dtype.
 
-        The first is the norm of what is lost of the adapters' contribution in the engine's dtype; the second is the norm of
-        that contribution.
+        It is 1 minus the projection of the difference that they make onto what they add, over the whole model; None if they
+        add nothing. Collective.
         """
         return self._weights.lost_to_rounding()
 

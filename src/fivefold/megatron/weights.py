@@ -87,7 +87,7 @@ class ModelWeights:
     def merged(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (Hugging Face name, full tensor) on every rank, adapters merged; collective."""
         if self._lost is not None:
-            self._lost.squares_2.zero_()
+            self._lost.sums_2.zero_()
         return self._merged()
 
     def adapters(self) -> Iterator[tuple[str, Tensor]]:
@@ -99,13 +99,13 @@ class ModelWeights:
         """Yield (Hugging Face name, full tensor) of the layers of multi-token prediction on every rank; collective."""
         return self._stream_of(lambda: named_weights(self._chunks), mtp_parameters_of(self._spec))()
 
-    def lost_to_rounding(self) -> tuple[float, float]:
-        """Return the norms of what rounding takes from the adapters' contribution, and of the contribution; collective."""
+    def lost_to_rounding(self) -> float | None:
+        """Return the share of what adapters add that the engine's weights lack; None if they add nothing. Collective."""
         assert self._lost is not None, "a model built without adapters or engine_dtype counts nothing"
-        squares_2 = self._lost.squares_2.cpu()
-        dist.all_reduce(squares_2, group=self._mesh.ranks.members)
-        lost, share = squares_2.sqrt().tolist()
-        return lost, share
+        sums_2 = self._lost.sums_2.cpu()
+        dist.all_reduce(sums_2, group=self._mesh.ranks.members)
+        lost, share = sums_2.tolist()
+        return lost / share if share else None
 
     def _stream_of(
         self, named: Callable[[], dict[str, Tensor]], parameters: Iterable[MappedParameter] | None = None

@@ -172,7 +172,7 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         Metric(
             "rollout/lora_lost",
             "fraction",
-            "Norm of what the engine's dtype loses of what adapters add to its weights, over the norm of that.",
+            "Share of what adapters add that the engine's weights lack: 1 minus its projection onto what they add.",
         ),
         Metric("rollout/staleness_mean", "updates", "Optimizer steps between the sampling weights and the policy, mean."),
         Metric("rollout/staleness_max", "updates", "The same of the stalest sample."),

@@ -155,35 +155,34 @@ class AdapterGuard:
 
     def __init__(
         self,
-        measure: Callable[[], tuple[float, float]] | None,
+        measure: Callable[[], float | None] | None,
         ranks: Ranks,
         max_lost: float | None,
         dtype: str,
         record: Callable[[dict[str, float]], None],
         log: Callable[[str], None],
     ) -> None:
-        """`measure` returns the norms of the loss and of the adapters' contribution on the policy's `ranks`; None on
-        others."""
+        """`measure` returns that share on the policy's `ranks`, or None if adapters add nothing; it is None on others."""
         self._measure, self._ranks, self._max_lost, self._dtype = measure, ranks, max_lost, dtype
         self._record, self._log = record, log
 
     def check(self, version: int) -> None:
         """Check the weights that were last sent to the engine; raises RuntimeError on all ranks. Collective."""
-        lost, share = self._ranks.broadcast_from_leader(None if self._measure is None else self._measure())
-        if not share:
+        lost: float | None = self._ranks.broadcast_from_leader(None if self._measure is None else self._measure())
+        if lost is None:
             return
-        self._record({"rollout/lora_lost": lost / share})
-        if lost / share <= NOTABLE:
+        self._record({"rollout/lora_lost": lost})
+        if lost <= NOTABLE:
             return
         message = (
-            f"{lost / share:.0%} of what the adapters add is lost in the engine's {self._dtype} (a norm of {lost:.3g} of "
-            f"{share:.3g}) after {version} updates: it samples from another policy than the one that learns"
+            f"{lost:.0%} of what the adapters add is lost in the engine's {self._dtype} after {version} updates: it samples "
+            "from another policy than the one that learns"
         )
         self._log(message)
-        if self._max_lost is not None and version >= SETTLED and lost / share > self._max_lost:
+        if self._max_lost is not None and version >= SETTLED and lost > self._max_lost:
             raise RunError(
-                f"{message}. policy.lora.max_lost = {self._max_lost:g} ends the run: raise policy.optimizer.lr or "
-                "policy.lora.alpha, set engine.dtype: float32, or train without adapters"
+                f"{message}. policy.lora.max_lost = {self._max_lost:g} ends the run: set policy.dtype: {self._dtype}, whose "
+                "merged weights are rounded so that nothing is lost on average, or engine.dtype: float32"
             )
 
 

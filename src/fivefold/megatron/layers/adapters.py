@@ -49,19 +49,40 @@ class Pair(torch.nn.Module):
 
 
 class LostToRounding:
-    """Sums over merged weights, on the device: how much of what adapters add is lost in rounding to an engine's dtype."""
+    """Sums over merged weights, on the device: how much of what adapters add an engine's dtype does not show."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         """Start both sums at 0; `dtype` is that of the engine's weights."""
         self.dtype = dtype
-        self.squares_2 = torch.zeros(2, dtype=torch.float64, device=device)
-        """[2] squared norms: of what is lost, and of what adapters add."""
+        self.sums_2 = torch.zeros(2, dtype=torch.float64, device=device)
+        """[2] products with what adapters add: of the part that does not arrive, and of the whole."""
 
     def add(self, weight: Tensor, merged: Tensor, share: Tensor) -> None:
         """Count one weight: compare `share` with the difference that the adapters make to the engine's weight."""
         arrives = merged.to(self.dtype).float() - weight.to(self.dtype).float()
-        norms = [torch.linalg.vector_norm(difference, dtype=torch.float64) for difference in (arrives - share, share)]
-        self.squares_2 += torch.stack(norms).square()
+        self.sums_2 += torch.stack([(part * share).sum(dtype=torch.float64) for part in (share - arrives, share)])
+
+
+MANTISSA_LACKS = {torch.bfloat16: 16, torch.float16: 13}
+"""Dtype -> bits of a float32's mantissa that it does not have."""
+
+
+def rounded_on_average(exact: Tensor, weight: Tensor, axis: int) -> Tensor:
+    """Round a float32 tensor to the dtype of `weight`, so that what is added to many weights arrives in their sum.
+
+    Adapters add less than half the distance of two bfloat16 numbers to most weights, which rounding to the nearest removes.
+    Here a number is rounded up as often as it is far from the lower one. The random number of a weight is a hash of the
+    weight and the one before it along `axis`, which no rank divides: it is the same on every layout and after every update.
+    What is a number of the dtype stays. Numbers so small that float16 has fewer bits for them are rounded to the nearest.
+    """
+    lacking = MANTISSA_LACKS.get(weight.dtype)
+    if lacking is None:
+        return exact.to(weight.dtype)
+    bits = weight.view(torch.int16)
+    # Products overflow; their upper bits depend on all bits of both weights.
+    drawn = (bits * -25033 + bits.roll(1, axis) * 30903).int() & 0xFFFF
+    upward = exact.view(torch.int32) + (drawn >> 16 - lacking)
+    return (upward >> lacking << lacking).view(torch.float32).to(weight.dtype)
 
 
 @dataclass(frozen=True)
@@ -71,6 +92,8 @@ class Merge:
     product: Callable[[], Tensor]
     """Function that returns B A, as far as this rank holds it."""
     scale: float
+    whole_axis: int
+    """Axis of the weight that no rank divides."""
     is_counted: bool
     """This rank counts the weight in sums over all ranks."""
 
@@ -78,7 +101,7 @@ class Merge:
     def __call__(self, weight: Tensor, lost: LostToRounding | None) -> Tensor:
         """Return the merged weight; `lost` counts what rounding takes away from the adapters."""
         product, weight = self.product(), weight.detach()
-        merged = torch.add(weight.float(), product, alpha=self.scale).to(weight.dtype)
+        merged = rounded_on_average(torch.add(weight.float(), product, alpha=self.scale), weight, self.whole_axis)
         if lost is not None and self.is_counted:
             lost.add(weight, merged, product * self.scale)
         return merged
@@ -139,7 +162,7 @@ class Adapters(torch.nn.Module):
     def merges(self, place: Coordinates) -> Iterator[tuple[str, Merge]]:
         """Yield (`weight`, its Merge); among ranks that hold the same weight, one counts it."""
         is_counted = place.dp == place.cp == 0 and (self._sharding is not Sharding.REPLICATE or place.tp == 0)
-        yield "weight", Merge(self._product, self._scale, is_counted)
+        yield "weight", Merge(self._product, self._scale, 0 if self._sharding is Sharding.ROW else 1, is_counted)
 
     def _product(self) -> Tensor:
         """Return B A of this rank, in float32."""
@@ -281,8 +304,10 @@ class ExpertAdapters(torch.nn.Module):
         first = experts.ep_group.rank() * experts.count
         for part, maps in self._maps.items():
             if any(adapter.is_adapted for adapter in maps):
+                axis = 0 if maps[0].is_row_parallel else 1
                 for index in range(experts.count):
-                    yield f"{first + index}.{part}", Merge(partial(self._product, index, maps), self._scale, place.edp == 0)
+                    product = partial(self._product, index, maps)
+                    yield f"{first + index}.{part}", Merge(product, self._scale, axis, place.edp == 0)
 
     def _product(self, index: int, maps: Sequence[Adapter]) -> Tensor:
         """Return B A of one expert, in float32."""
