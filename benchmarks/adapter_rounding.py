@@ -1,6 +1,6 @@
 """What an engine in bfloat16 shows of adapters: merged weights rounded to the nearest number, and as Fivefold rounds them.
 
-    python benchmarks/adapter_rounding.py MODEL [--rates 1e-5 1e-4] [--updates 1 3 10]
+    python benchmarks/adapter_rounding.py MODEL
 
 MODEL is the directory of a model whose weights are bfloat16 numbers, such as examples/smollm2/get_model.py writes. It
 learns answers to examples/smollm2/words.py with new adapters (rank 32, alpha 64, every linear layer), in float32. After
@@ -115,8 +115,8 @@ class Learner:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
-    parser.add_argument("--rates", type=float, nargs="+", default=[1e-5, 1e-4])
-    parser.add_argument("--updates", type=int, nargs="+", default=[1, 3, 10])
+    parser.add_argument("--rates", type=float, nargs="+", default=[1e-5, 1e-4], help="learning rates")
+    parser.add_argument("--updates", type=int, nargs="+", default=[1, 10], help="after which models are compared")
     options = parser.parse_args()
     machine = described_machine()
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}"

@@ -80,9 +80,9 @@ def rounded_on_average(exact: Tensor, weight: Tensor, axis: int) -> Tensor:
         return exact.to(weight.dtype)
     bits = weight.view(torch.int16)
     # Products overflow; their upper bits depend on all bits of both weights.
-    drawn = (bits * -25033 + bits.roll(1, axis) * 30903).int() & 0xFFFF
-    upward = exact.view(torch.int32) + (drawn >> 16 - lacking)
-    return (upward >> lacking << lacking).view(torch.float32).to(weight.dtype)
+    drawn = (bits * -25033).add_(bits.roll(1, axis).mul_(30903)).int().bitwise_and_(0xFFFF)
+    upward = drawn.bitwise_right_shift_(16 - lacking).add_(exact.view(torch.int32))
+    return upward.bitwise_right_shift_(lacking).bitwise_left_shift_(lacking).view(torch.float32).to(weight.dtype)
 
 
 @dataclass(frozen=True)
