@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from fivefold.columns import Column
 from fivefold.config.learners import LoraConfig, MegatronConfig
+from fivefold.megatron.layers.adapters import rounded_on_average
 from fivefold.models.adapters import CONFIG, TENSORS, adapter_tensors, peft_config
 from fivefold.models.families import load_spec
 from tests.support.cluster import Together
@@ -310,14 +311,35 @@ def merged_by_definition(name: str, base: torch.Tensor, share: torch.Tensor) -> 
     """The merged weight by the definition, one number at a time."""
     lacking = {torch.bfloat16: 16, torch.float16: 13}[base.dtype]
     # No rank divides the rows of o_proj and down_proj, and the columns of all others.
-    before = base.roll(1, 0 if name.endswith(("o_proj.weight", "down_proj.weight")) else 1)
-    bits, others = (tensor.view(torch.int16).int().tolist() for tensor in (base, before))
+    axis = 0 if name.endswith(("o_proj.weight", "down_proj.weight")) else 1
+    near, next_to, far = (base.roll(distance, axis).view(torch.int16).int().tolist() for distance in (0, 1, 41))
     exact = (base.double() + share).float().tolist()
     rows = [
-        [rounded(exact[i][j], (bits[i][j] * -25033 + others[i][j] * 30903) % 2**16, lacking) for j in range(base.shape[1])]
+        [
+            rounded(exact[i][j], (near[i][j] * -25033 + next_to[i][j] * 30903 + far[i][j] * -14057) % 2**16, lacking)
+            for j in range(base.shape[1])
+        ]
         for i in range(base.shape[0])
     ]
     return torch.tensor(rows).to(base.dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("added", [0.002, 0.1, 0.5, 0.9, 0.998])
+def test_a_part_of_a_step_arrives_in_that_part_of_weights_of_sixteen_levels(dtype, axis, added):
+    """Weights of blocks of 32 with 16 levels each, as many published models have: hashes of such weights repeat."""
+    generator = torch.Generator().manual_seed(3)
+    scales = torch.rand(1024, 2048 // 32, 1, generator=generator) * 0.01 + 0.005
+    levels = torch.randint(-8, 8, (1024, 2048 // 32, 32), generator=generator) + 0.5
+    weight = (scales * levels).flatten(1).to(dtype)
+    weight = weight.t().contiguous().t() if axis else weight
+    step = torch.nextafter(weight.abs(), torch.full_like(weight, math.inf)).float() - weight.abs().float()
+    exact = weight.float() + weight.float().sign() * step * added
+    arrived = (rounded_on_average(exact, weight, axis).float() - weight.float()).abs() / step
+    assert set(arrived.unique().tolist()) == {0.0, 1.0}
+    assert abs(arrived.mean() - added) < 4 * (added * (1 - added) / arrived.numel()) ** 0.5
+    assert torch.equal(rounded_on_average(weight.float(), weight, axis), weight)
 
 
 ROUNDED = [

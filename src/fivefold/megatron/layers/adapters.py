@@ -65,6 +65,8 @@ class LostToRounding:
 
 MANTISSA_LACKS = {torch.bfloat16: 16, torch.float16: 13}
 """Dtype -> bits of a float32's mantissa that it does not have."""
+HASHED = {0: -25033, 1: 30903, 41: -14057}
+"""Distance of a weight from the one whose random number is made -> its factor in that number, modulo 2^16."""
 
 
 def rounded_on_average(exact: Tensor, weight: Tensor, axis: int) -> Tensor:
@@ -72,16 +74,20 @@ def rounded_on_average(exact: Tensor, weight: Tensor, axis: int) -> Tensor:
 
     Adapters add less than half the distance of two bfloat16 numbers to most weights, which rounding to the nearest removes.
     Here a number is rounded up as often as it is far from the lower one. The random number of a weight is a hash of the
-    weight and the one before it along `axis`, which no rank divides: it is the same on every layout and after every update.
-    What is a number of the dtype stays. Numbers so small that float16 has fewer bits for them are rounded to the nearest.
+    weight and two others along `axis`, which no rank divides: it is the same on every layout and after every update. With
+    one other it would not be even enough for weights that were quantized in blocks. What is a number of the dtype stays.
+    Numbers so small that float16 has fewer bits for them are rounded to the nearest.
     """
     lacking = MANTISSA_LACKS.get(weight.dtype)
     if lacking is None:
         return exact.to(weight.dtype)
     bits = weight.view(torch.int16)
-    # Products overflow; their upper bits depend on all bits of both weights.
-    drawn = (bits * -25033).add_(bits.roll(1, axis).mul_(30903)).int().bitwise_and_(0xFFFF)
-    upward = drawn.bitwise_right_shift_(16 - lacking).add_(exact.view(torch.int32))
+    # Products overflow; their upper bits depend on all bits of the weights.
+    drawn = bits * HASHED[0]
+    for distance, factor in HASHED.items():
+        if distance:
+            drawn.add_(bits.roll(distance, axis).mul_(factor))
+    upward = drawn.int().bitwise_and_(0xFFFF).bitwise_right_shift_(16 - lacking).add_(exact.view(torch.int32))
     return upward.bitwise_right_shift_(lacking).bitwise_left_shift_(lacking).view(torch.float32).to(weight.dtype)
 
 
