@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import tempfile
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
@@ -18,6 +19,10 @@ from tests.support.zygote import THREADS, zygote
 
 # Threads that wait for each other on a busy machine spin: two processes of two threads cost several times what they compute.
 os.environ["OMP_NUM_THREADS"] = str(THREADS)
+
+# A shell that starts the tests in the background has them ignore Ctrl-C, and with them every program that they start.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 LONGEST_FIRST = (
