@@ -1,4 +1,4 @@
-"""What an engine in bfloat16 shows of adapters: merged weights rounded to the nearest number, and as Fivefold rounds them.
+"""Measures how much of merged adapters is left in an engine in bfloat16, by rounding to the nearest and stochastically.
 
     python benchmarks/adapter_rounding.py MODEL
 
@@ -32,13 +32,13 @@ from torch import Tensor
 
 from benchmarks.recipes import described_machine
 from examples.smollm2.words import problems, row
-from fivefold.megatron.layers.adapters import rounded_on_average
+from fivefold.megatron.layers.adapters import stochastically_rounded
 
 RANK, SCALE, PROMPTS, TEST = 32, 2.0, 32, 64
 WAYS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "none": lambda merged, base: base,
     "nearest": lambda merged, base: merged.to(torch.bfloat16).float(),
-    "Fivefold's": lambda merged, base: rounded_on_average(merged, base.to(torch.bfloat16), 1).float(),
+    "Fivefold's": lambda merged, base: stochastically_rounded(merged, base.to(torch.bfloat16), 1).float(),
 }
 """Merged and base weight in float32 -> the engine's weight; the first has no adapters at all."""
 

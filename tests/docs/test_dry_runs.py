@@ -103,7 +103,7 @@ def ends(**_):
 
 
 def test_a_stop_lets_the_run_save_and_leaves_no_half_warm_start(tmp_path):
-    """It would be the warm start of every command that follows."""
+    """Every command that follows would start from an unfinished warm start."""
     command = [sys.executable, BENCHMARKS / "recipes.py", tmp_path / "out", "--dry-run"]
     command += ["--set", "words-sft:trainer.steps=400"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)

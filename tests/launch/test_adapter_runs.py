@@ -78,8 +78,9 @@ def test_the_share_of_adapters_lost_in_bfloat16_is_reported_and_can_end_a_run(ro
     assert "after 12 updates" in done.stderr and "policy.lora.max_lost = 0.5 ends the run" in done.stderr
     done = run("rounded", *small, "policy.dtype=bfloat16")
     assert done.returncode == 0 and "the engine gets them merged, in bfloat16" in done.stdout
-    # A tiny model has so few weights that the rounding's standard error is large.
-    assert max(abs(row.get("rollout/lora_lost", 0)) for row in metrics(root, "rounded")) < 0.3
+    # The standard error of the rounding is 0.01 here: a tiny model has few weights.
+    assert max(abs(row.get("rollout/lora_lost", 0)) for row in metrics(root, "rounded")) < 0.05
+    assert "adapters add is lost" not in done.stdout
     done = run("kept", *small, "engine.dtype=float32", "policy.dtype=float32")
     assert done.returncode == 0 and "merged, in" not in done.stdout and "adapters add is lost" not in done.stdout
     assert max(row.get("rollout/lora_lost", 0) for row in metrics(root, "kept")) < 0.01

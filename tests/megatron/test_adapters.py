@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from fivefold.columns import Column
 from fivefold.config.learners import LoraConfig, MegatronConfig
-from fivefold.megatron.layers.adapters import rounded_on_average
+from fivefold.megatron.layers.adapters import stochastically_rounded
 from fivefold.models.adapters import CONFIG, TENSORS, adapter_tensors, peft_config
 from fivefold.models.families import load_spec
 from tests.support.cluster import Together
@@ -336,10 +336,10 @@ def test_a_part_of_a_step_arrives_in_that_part_of_weights_of_sixteen_levels(dtyp
     weight = weight.t().contiguous().t() if axis else weight
     step = torch.nextafter(weight.abs(), torch.full_like(weight, math.inf)).float() - weight.abs().float()
     exact = weight.float() + weight.float().sign() * step * added
-    arrived = (rounded_on_average(exact, weight, axis).float() - weight.float()).abs() / step
+    arrived = (stochastically_rounded(exact, weight, axis).float() - weight.float()).abs() / step
     assert set(arrived.unique().tolist()) == {0.0, 1.0}
     assert abs(arrived.mean() - added) < 4 * (added * (1 - added) / arrived.numel()) ** 0.5
-    assert torch.equal(rounded_on_average(weight.float(), weight, axis), weight)
+    assert torch.equal(stochastically_rounded(weight.float(), weight, axis), weight)
 
 
 ROUNDED = [

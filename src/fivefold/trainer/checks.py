@@ -182,7 +182,7 @@ class AdapterGuard:
         if self._max_lost is not None and version >= SETTLED and lost > self._max_lost:
             raise RunError(
                 f"{message}. policy.lora.max_lost = {self._max_lost:g} ends the run: set policy.dtype: {self._dtype}, whose "
-                "merged weights are rounded so that nothing is lost on average, or engine.dtype: float32"
+                "merged weights are rounded stochastically, so that nothing is lost on average, or engine.dtype: float32"
             )
 
 

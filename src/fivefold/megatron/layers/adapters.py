@@ -49,13 +49,13 @@ class Pair(torch.nn.Module):
 
 
 class LostToRounding:
-    """Sums over merged weights, on the device: how much of what adapters add an engine's dtype does not show."""
+    """Sums over merged weights, on the device: how much of what adapters add is lost in an engine's dtype."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         """Start both sums at 0; `dtype` is that of the engine's weights."""
         self.dtype = dtype
         self.sums_2 = torch.zeros(2, dtype=torch.float64, device=device)
-        """[2] products with what adapters add: of the part that does not arrive, and of the whole."""
+        """[2] scalar products with what adapters add: of the part that is lost, and of all of it."""
 
     def add(self, weight: Tensor, merged: Tensor, share: Tensor) -> None:
         """Count one weight: compare `share` with the difference that the adapters make to the engine's weight."""
@@ -64,19 +64,19 @@ class LostToRounding:
 
 
 MANTISSA_LACKS = {torch.bfloat16: 16, torch.float16: 13}
-"""Dtype -> bits of a float32's mantissa that it does not have."""
+"""Dtype -> number of mantissa bits of float32 that it lacks."""
 HASHED = {0: -25033, 1: 30903, 41: -14057}
-"""Distance of a weight from the one whose random number is made -> its factor in that number, modulo 2^16."""
+"""Offset of a weight from the one that is rounded -> factor of its bits in the hash, modulo 2^16."""
 
 
-def rounded_on_average(exact: Tensor, weight: Tensor, axis: int) -> Tensor:
-    """Round a float32 tensor to the dtype of `weight`, so that what is added to many weights arrives in their sum.
+def stochastically_rounded(exact: Tensor, weight: Tensor, axis: int) -> Tensor:
+    """Round `exact`, a float32 tensor, to the dtype of `weight` by stochastic rounding (1502.02551, section 3.1).
 
-    Adapters add less than half the distance of two bfloat16 numbers to most weights, which rounding to the nearest removes.
-    Here a number is rounded up as often as it is far from the lower one. The random number of a weight is a hash of the
-    weight and two others along `axis`, which no rank divides: it is the same on every layout and after every update. With
-    one other it would not be even enough for weights that were quantized in blocks. What is a number of the dtype stays.
-    Numbers so small that float16 has fewer bits for them are rounded to the nearest.
+    Adapters add less than half the distance of two bfloat16 numbers to most weights, and rounding to the nearest removes
+    that. Here the probability of rounding up is the distance to the lower number, so the mean is exact. The random number
+    of a weight is a hash of the weight and two others along `axis`, which no rank divides: it is the same on every layout
+    and after every update. One other weight is not enough where weights were quantized in blocks. Numbers that the dtype
+    can represent stay. In float16, numbers below 6e-5 are rounded to the nearest.
     """
     lacking = MANTISSA_LACKS.get(weight.dtype)
     if lacking is None:
@@ -107,7 +107,7 @@ class Merge:
     def __call__(self, weight: Tensor, lost: LostToRounding | None) -> Tensor:
         """Return the merged weight; `lost` counts what rounding takes away from the adapters."""
         product, weight = self.product(), weight.detach()
-        merged = rounded_on_average(torch.add(weight.float(), product, alpha=self.scale), weight, self.whole_axis)
+        merged = stochastically_rounded(torch.add(weight.float(), product, alpha=self.scale), weight, self.whole_axis)
         if lost is not None and self.is_counted:
             lost.add(weight, merged, product * self.scale)
         return merged
