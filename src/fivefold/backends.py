@@ -38,7 +38,7 @@ def _megatron_model(*, trust_remote_code: bool = False, **arguments: Any) -> Meg
     return MegatronModel(**arguments)
 
 
-def _fsdp_model(*, bucket_mb: int = 0, engine_dtype: str | None = None, **arguments: Any) -> FSDPModel:
+def _fsdp_model(*, bucket_mb: int = 0, stored_in: str | None = None, **arguments: Any) -> FSDPModel:
     """Build the model; its weights stream layer by layer, in pieces that FSDP made."""
     return FSDPModel(**arguments)
 

@@ -434,7 +434,7 @@ def build_models(
     ranks, roles, spec = meshes.ranks, config.roles, load_spec(directories[config.model.described_by(config.model.path)])
     placed: dict[str, tuple[Ranks, Any]] = {}
     warmup = config.critic.warmup_steps if "critic" in roles else 0
-    engine_dtype = None if config.algorithm.offline else config.engine.dtype or config.policy.dtype
+    engine_dtype = config.engine.dtype or config.policy.dtype
     lost: AdapterGuard | None = None
 
     def learning(role: Role) -> dict[str, Any]:
@@ -446,7 +446,7 @@ def build_models(
         total = (length - (warmup if role.name == "policy" else 0)) * updates
         return {
             "updates_per_step": updates, "total_updates": total, "bucket_mb": config.engine.sync_bucket_mb, **adapters,
-            **({"engine_dtype": engine_dtype} if role.name == "policy" else {}),
+            **({"stored_in": engine_dtype} if role.name == "policy" else {}),
         }  # fmt: skip
 
     models: dict[str, FrozenModel] = {}
@@ -471,7 +471,7 @@ def build_models(
             trust_remote_code=config.model.trust_remote_code,
             **learning(role),
         )
-        if name == "policy" and role.settings.lora.rank and engine_dtype is not None:
+        if name == "policy" and role.settings.lora.rank and not config.algorithm.offline:
             measure = None if model is None else model.lost_to_rounding
             lost = AdapterGuard(measure, model_ranks, role.settings.lora.max_lost, engine_dtype, logger.record, logger.log)
         models[name] = on_replicas_of(ranks, model, model_ranks)

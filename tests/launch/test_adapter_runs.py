@@ -61,29 +61,47 @@ def test_a_run_begins_at_its_base_and_its_engine_is_the_trainer_s_model(root, wh
 
 
 @pytest.mark.slow
-def test_the_share_of_adapters_lost_in_bfloat16_is_reported_and_can_end_a_run(root):
-    """Nearly all of it if the engine rounds a base of bfloat16 numbers that the trainer has in float32; nothing on average if
-    the trainer rounds. Before the first update there is nothing to lose."""
-    small = ("policy.optimizer.lr=1e-5", "algorithm.updates_per_step=4", "trainer.save_every=0", "policy.lora.max_lost=0.5")
+def test_what_adapters_have_learned_arrives_in_an_engine_and_in_files_of_bfloat16(root):
+    """Whether the trainer has the model, whose files are in bfloat16, in bfloat16 or in float32.
+
+    Nearly nothing would arrive in weights that are rounded to the nearest. Before the first update there is nothing to lose.
+    """
+    small = ("policy.optimizer.lr=1e-5", "algorithm.updates_per_step=4", "trainer.save_every=4", "policy.lora.max_lost=0.5")
     base = root / "base16"
     model = transformers.AutoModelForCausalLM.from_pretrained(root / "model", dtype=torch.bfloat16)
     shutil.copytree(root / "model", base)
     model.save_pretrained(base)
     small += (f"model.path={base}",)
-    done = run("lost", *small, "engine.dtype=bfloat16", "policy.dtype=float32")
-    assert "the engine gets them merged, in bfloat16" in done.stdout
-    lost = [row.get("rollout/lora_lost") for row in metrics(root, "lost")]
-    assert done.returncode == 1 and len(lost) == 3 and lost[0] is None and min(lost[1:]) > 0.5, (lost, done.stderr)
-    assert done.stdout.count("of what the adapters add is lost in the engine's bfloat16") == 3
-    assert "after 12 updates" in done.stderr and "policy.lora.max_lost = 0.5 ends the run" in done.stderr
-    done = run("rounded", *small, "policy.dtype=bfloat16")
-    assert done.returncode == 0 and "the engine gets them merged, in bfloat16" in done.stdout
-    # The standard error of the rounding is 0.01 here: a tiny model has few weights.
-    assert max(abs(row.get("rollout/lora_lost", 0)) for row in metrics(root, "rounded")) < 0.05
-    assert "adapters add is lost" not in done.stdout
+    for dtype in ("bfloat16", "float32"):
+        done = run(f"rounded-{dtype}", *small, "engine.dtype=bfloat16", f"policy.dtype={dtype}")
+        assert done.returncode == 0 and "the engine gets them merged, in bfloat16" in done.stdout
+        lost = [row.get("rollout/lora_lost") for row in metrics(root, f"rounded-{dtype}")]
+        # The standard error of the rounding is 0.01 here: a tiny model has few weights.
+        assert lost[0] is None and max(map(abs, lost[1:])) < 0.05, lost
+        assert "adapters add is lost" not in done.stdout
+        for form in ("huggingface", "adapter"):
+            done = fivefold("export", f"runs/rounded-{dtype}", f"{form}-{dtype}", "--to", form)
+            assert done.returncode == 0, done.stderr
+        arrives, nearest = shares_of_files(base, root / f"huggingface-{dtype}", root / f"adapter-{dtype}")
+        assert abs(arrives - 1) < 0.05 and nearest < 0.5, (arrives, nearest)
     done = run("kept", *small, "engine.dtype=float32", "policy.dtype=float32")
     assert done.returncode == 0 and "merged, in" not in done.stdout and "adapters add is lost" not in done.stdout
     assert max(row.get("rollout/lora_lost", 0) for row in metrics(root, "kept")) < 0.01
+
+
+def shares_of_files(base: Path, merged: Path, adapter: Path) -> tuple[float, float]:
+    """The shares of what an exported adapter adds: in the exported model, and in weights rounded to the nearest."""
+    before, after = (load_file(directory / "model.safetensors") for directory in (base, merged))
+    tensors, sums_3 = load_file(adapter / "adapter_model.safetensors"), torch.zeros(3, dtype=torch.float64)
+    for name in (name for name in tensors if name.endswith("lora_A.weight")):
+        module = name.removeprefix("base_model.model.").removesuffix("lora_A.weight") + "weight"
+        assert before[module].dtype == after[module].dtype == torch.bfloat16
+        share = 1.5 * tensors[name.replace("lora_A", "lora_B")].double() @ tensors[name].double()
+        nearest = (before[module].double() + share).bfloat16()
+        changes = [weight.double() - before[module].double() for weight in (after[module], nearest)]
+        sums_3 += torch.stack([(change * share).sum() for change in (*changes, share)])
+    arrives, by_nearest, whole = sums_3.tolist()
+    return arrives / whole, by_nearest / whole
 
 
 @pytest.mark.slow

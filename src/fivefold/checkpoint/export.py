@@ -105,7 +105,7 @@ def export(
         # One process holds the whole model, so the pipeline split does not apply.
         alone = ParallelLayout(settings.layout.backend)
         settings = replace(settings, backend=str(alone), megatron=replace(settings.megatron, pipeline={}))
-        backend = BACKENDS[alone.backend]
+        backend, dtype = BACKENDS[alone.backend], dtype or dtype_of(directory) or settings.dtype
         one_rank = backend.mesh(Ranks(alone, timeout_minutes=10), device, 1, seed=0, timeout_minutes=10)
         model = backend.model(
             directory=directory,
@@ -114,6 +114,7 @@ def export(
             read_weights=False,
             value_head=role.has_value_head,
             torch_dist=base,
+            stored_in=dtype,
             trust_remote_code=config.model.trust_remote_code,
         )
         model.load(checkpoint / part)
@@ -126,7 +127,7 @@ def export(
         )
         out.mkdir(parents=True, exist_ok=True)
         has_mtp = source is not None and bool(source.mtp_names)
-        weights, dtype = model.weights(), dtype or dtype_of(directory) or settings.dtype
+        weights = model.weights()
         if source is not None:
             weights = with_mtp(weights, source, model.spec, dict(model.mtp_weights()) if model.has_mtp else {})
         weights = in_dtype(weights, dtype)

@@ -107,7 +107,7 @@ def adapter_weights(chunks: list[PolicyModel]) -> dict[str, torch.Tensor]:
 class MergedWeights(dict[str, torch.Tensor]):
     """Weights by name; a weight that has an adapter is merged with it when it is read."""
 
-    def __init__(self, chunks: list[PolicyModel], place: Coordinates, lost: LostToRounding | None) -> None:
+    def __init__(self, chunks: list[PolicyModel], place: Coordinates, lost: LostToRounding) -> None:
         super().__init__(named_weights(chunks))
         self._lost = lost
         self._merges = {

@@ -67,7 +67,7 @@ class MegatronModel:
         value_head: bool = False,
         torch_dist: Path | None = None,
         adapters: Path | None = None,
-        engine_dtype: str | None = None,
+        stored_in: str | None = None,
         seed: int = 0,
     ) -> None:
         """Load the Hugging Face model in `directory`, or the one it describes from a Megatron-Core checkpoint.
@@ -77,8 +77,9 @@ class MegatronModel:
         at 0 if the directory has none (`score.weight`).
 
         With `read_weights=False` the values that a checkpoint will set stay unset: the weights, or with `policy.lora` the
-        adapters. New adapters start as those that PEFT saved in `adapters`, or are drawn from `seed`. With `engine_dtype`
-        every stream of weights measures how much of what adapters add is lost in that dtype (`lost_to_rounding`).
+        adapters. New adapters start as those that PEFT saved in `adapters`, or are drawn from `seed`. `stored_in` is the
+        dtype in which the engine, or a file, stores the weights; the policy's if left out. Merged weights are rounded for
+        it, and every stream of weights measures how much of what adapters add is lost (`lost_to_rounding`).
         """
         self._mesh = mesh
         with mesh.active():
@@ -114,7 +115,7 @@ class MegatronModel:
             )
             self._weights = ModelWeights(
                 self._chunks, self.spec, mesh, policy, directory, bucket_mb=bucket_mb, read_weights=read_weights,
-                torch_dist=torch_dist, adapters=adapters, engine_dtype=engine_dtype, seed=seed,
+                torch_dist=torch_dist, adapters=adapters, stored_in=stored_in, seed=seed,
             )  # fmt: skip
             self.value_head_is_new = self._weights.value_head_is_new
             """The value head was initialized to 0, because the directory has none."""

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -19,7 +20,6 @@ from fivefold.megatron.chunks import MergedWeights, adapter_weights, add_adapter
 from fivefold.megatron.layers.adapters import LostToRounding
 from fivefold.megatron.layers.layer_spec import PolicyModel
 from fivefold.megatron.mesh import Mesh
-from fivefold.megatron.transformer_config import DTYPES
 from fivefold.models.adapters import adapter_tensors, check_adapter_files
 from fivefold.models.families import mtp_parameters_of
 from fivefold.models.parameters import MappedParameter
@@ -43,7 +43,7 @@ class ModelWeights:
         read_weights: bool,
         torch_dist: Path | None,
         adapters: Path | None,
-        engine_dtype: str | None,
+        stored_in: str | None,
         seed: int,
     ) -> None:
         """Load the weights and add the adapters; the arguments are those of `MegatronModel`. Collective."""
@@ -77,10 +77,9 @@ class ModelWeights:
                 place = (mesh.ranks.coords, mesh.layout)
                 load_adapters(adapter_weights(chunks), adapters, policy.lora.init, seed, spec, lora, *place)
         self._lost: LostToRounding | None = None
-        if lora is not None and engine_dtype is not None:
-            self._lost = LostToRounding(DTYPES[engine_dtype], mesh.device)
         weights = named_weights
         if lora is not None:
+            self._lost = LostToRounding(getattr(torch, stored_in or policy.dtype), mesh.device)
             weights = partial(MergedWeights, place=mesh.ranks.coords, lost=self._lost)
         self._merged = self._stream_of(lambda: weights(chunks)) if external is None else external.weights
 
@@ -101,7 +100,7 @@ class ModelWeights:
 
     def lost_to_rounding(self) -> float | None:
         """Return the share of what adapters add that the engine's weights lack; None if they add nothing. Collective."""
-        assert self._lost is not None, "a model built without adapters or engine_dtype counts nothing"
+        assert self._lost is not None, "a model built without policy.lora has no adapters"
         sums_2 = self._lost.sums_2.cpu()
         dist.all_reduce(sums_2, group=self._mesh.ranks.members)
         lost, share = sums_2.tolist()

@@ -181,8 +181,8 @@ class AdapterGuard:
         self._log(message)
         if self._max_lost is not None and version >= SETTLED and lost > self._max_lost:
             raise RunError(
-                f"{message}. policy.lora.max_lost = {self._max_lost:g} ends the run: set policy.dtype: {self._dtype}, whose "
-                "merged weights are rounded stochastically, so that nothing is lost on average, or engine.dtype: float32"
+                f"{message}. policy.lora.max_lost = {self._max_lost:g} ends the run: set policy.dtype and engine.dtype: "
+                "bfloat16, which has small numbers too, so that nothing is lost on average"
             )
 
 

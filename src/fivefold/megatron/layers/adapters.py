@@ -49,16 +49,16 @@ class Pair(torch.nn.Module):
 
 
 class LostToRounding:
-    """Sums over merged weights, on the device: how much of what adapters add is lost in an engine's dtype."""
+    """Sums over merged weights, on the device: how much of what adapters add is lost in the dtype of their readers."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
-        """Start both sums at 0; `dtype` is that of the engine's weights."""
+        """Start both sums at 0; `dtype` is what an engine or a file stores the weights in."""
         self.dtype = dtype
         self.sums_2 = torch.zeros(2, dtype=torch.float64, device=device)
         """[2] scalar products with what adapters add: of the part that is lost, and of all of it."""
 
     def add(self, weight: Tensor, merged: Tensor, share: Tensor) -> None:
-        """Count one weight: compare `share` with the difference that the adapters make to the engine's weight."""
+        """Count one weight: compare `share` with the difference that the adapters make to the reader's weight."""
         arrives = merged.to(self.dtype).float() - weight.to(self.dtype).float()
         self.sums_2 += torch.stack([(part * share).sum(dtype=torch.float64) for part in (share - arrives, share)])
 
@@ -93,7 +93,10 @@ def stochastically_rounded(exact: Tensor, weight: Tensor, axis: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Merge:
-    """Merges an adapter into a weight, W -> W + alpha / rank · B A, computed in float32 and returned in the dtype of W."""
+    """Merges an adapter into a weight, W -> W + alpha / rank · B A, computed in float32 and returned in the dtype of W.
+
+    A weight in float32 gets numbers that its readers' dtype has: they would round to the nearest.
+    """
 
     product: Callable[[], Tensor]
     """Function that returns B A, as far as this rank holds it."""
@@ -104,11 +107,13 @@ class Merge:
     """This rank counts the weight in sums over all ranks."""
 
     @torch.no_grad()
-    def __call__(self, weight: Tensor, lost: LostToRounding | None) -> Tensor:
-        """Return the merged weight; `lost` counts what rounding takes away from the adapters."""
+    def __call__(self, weight: Tensor, lost: LostToRounding) -> Tensor:
+        """Return the merged weight; `lost` has its readers' dtype and counts what rounding takes away from the adapters."""
         product, weight = self.product(), weight.detach()
-        merged = stochastically_rounded(torch.add(weight.float(), product, alpha=self.scale), weight, self.whole_axis)
-        if lost is not None and self.is_counted:
+        base = weight.to(lost.dtype) if weight.dtype == torch.float32 else weight
+        exact = torch.add(base.float(), product, alpha=self.scale)
+        merged = stochastically_rounded(exact, base, self.whole_axis).to(weight.dtype)
+        if self.is_counted:
             lost.add(weight, merged, product * self.scale)
         return merged
 
