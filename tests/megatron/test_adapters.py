@@ -387,7 +387,7 @@ def test_merged_weights_are_rounded_alike_on_every_layout_and_losses_count_once(
     lost, lost_by_nearest, error = sums[0] / sums[2], sums[1] / sums[2], sums[3].sqrt() / sums[2]
     # Roundings of different weights are independent: their sum is 0 but for its standard error.
     assert abs(lost) < 4 * error < 0.1, (lost, error)
-    assert lost_by_nearest > 0.6 or "bfloat16" != dtype
+    assert lost_by_nearest > 0.6 or dtype != "bfloat16"
     for measured_share, _, _ in results:
         assert measured_share == pytest.approx(float(lost), abs=1e-6)
 
