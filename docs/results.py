@@ -158,8 +158,7 @@ def _sentence(recorded: list[Curve]) -> str:
         some = sorted({problems for _, problems in starts if problems is not None})
         of, of_all = (f" of {some[0]} test problems", f" of all {GSM8K_PROBLEMS}") if some else ("", "")
         between = f"{_span(first)}{of} to {_span(last)}{of_all} with {_seeds(len(last))}" if first and last else NOT_MEASURED
-        if cut := [_steps(curve) for curve in whole if _is_cut(curve)]:
-            between += f", stopped after {' and '.join(dict.fromkeys(cut))} steps"
+        between += _stopped(whole)
         parts.append(f"{shown}: {between}")
     where = f" ({' or '.join(hardware)})" if hardware else ""
     text = f"GRPO of SmolLM2-135M-Instruct, a published model of 135M parameters{where}; share of correct samples: "
@@ -225,6 +224,17 @@ def _steps(curve: Curve) -> str:
     """Return the number of steps, with that of the recipe if the run was stopped before."""
     recipe, count = _recipe(curve), len(curve["rewards"])
     return f"{count} of {recipe.trainer.steps}" if recipe is not None and _is_cut(curve) else f"{count}"
+
+
+def _stopped(of_seeds: list[Curve]) -> str:
+    """Return how many of a recipe's runs were stopped before their end, and where; an empty text if none was."""
+    cut = [curve for curve in of_seeds if _is_cut(curve)]
+    if not cut:
+        return ""
+    counts = sorted(len(curve["rewards"]) for curve in cut)
+    steps = "-".join(dict.fromkeys(str(count) for count in (counts[0], counts[-1])))
+    part = "" if len(cut) == len(of_seeds) else f"{len(cut)} of them "
+    return f", {part}stopped after {steps} of {_steps(cut[0]).rpartition(' ')[2]} steps"
 
 
 def _seeds(count: int) -> str:

@@ -107,6 +107,12 @@ def test_a_run_that_was_stopped_early_says_so_and_that_its_goal_is_not_reached()
     begin, end = "<!-- results: begin (written by `make docs`) -->\n", "<!-- results: end -->\n"
     shown = readme(begin + end, [curve("words-grpo", evaluations=low)])
     assert "0.072 to 0.232 with one seed, stopped after 3 of 400 steps" in " ".join(shown.split())
+    later = curve("words-grpo", seed=1, evaluations=low, rewards=[[step, 9.0, 0.1, 3.0] for step in range(5)])
+    for runs, sentence in (
+        ([curve("words-grpo", evaluations=low), later], "with 2 seeds, stopped after 3-5 of 400 steps"),
+        ([later, ended], "with 2 seeds, 1 of them stopped after 5 of 400 steps"),
+    ):
+        assert sentence in " ".join(readme(begin + end, runs).split())
 
 
 def test_a_trial_is_listed_with_its_keys_and_is_no_result():
