@@ -3,7 +3,7 @@
     python benchmarks/recipes.py OUT --model DIR --gsm8k DIR [--recipes words-grpo,gsm8k-grpo] [--seeds 1] [--minutes 8]
     python benchmarks/recipes.py OUT --dry-run                                  # on a CPU, with a tiny model and little data
     python benchmarks/recipes.py OUT --cpu --recipes words-grpo --seeds 2       # `make real`: the model itself on a CPU
-    python benchmarks/recipes.py OUT ... --seeds 3 --at-once                    # all of them share the GPU
+    python benchmarks/recipes.py OUT ... --seeds 3 --at-once [--shared-by 6]    # all of them share the GPU, and others too
 
 DIR of --model is what examples/smollm2/get_model.py writes; that of --gsm8k has OpenAI's train.jsonl and test.jsonl.
 A recipe whose warm start is not in OUT trains it first, to its end. Another run that is stopped by --minutes saves a
@@ -473,6 +473,7 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=1, help="number of seeds of each recipe; a warm start has one")
     parser.add_argument("--first-seed", type=int, default=0, help="the lowest of them: several commands can share a GPU")
     parser.add_argument("--at-once", action="store_true", help="run all recipes and seeds at once, on one GPU")
+    parser.add_argument("--shared-by", type=int, metavar="N", help="runs on the GPU, if other commands have some there too")
     parser.add_argument("--minutes", type=float, default=8.0, help="of each training but a warm start")
     parser.add_argument("--set", action="append", default=[], metavar="RECIPE:KEY=VALUE", help="change a key of a recipe")
     parser.add_argument("--tag", default="", help="name of a trial with --set: files of its own next to the recipe's")
@@ -494,14 +495,18 @@ def main() -> int:
         if not colon or name not in RECIPES or "=" not in change:
             parser.error(f"--set is written RECIPE:KEY=VALUE with one of {', '.join(RECIPES)}: got {setting}")
         changes.setdefault(name, []).append(change)
+    first, last = options.first_seed, options.first_seed + options.seeds
+    runs = [(name, seed) for name in wanted for seed in ([0] if name.endswith("-sft") else range(first, last))]
+    own = len(runs) if options.at_once else 1
+    sharing = own if options.shared_by is None else options.shared_by
+    if sharing < own:
+        parser.error(f"--shared-by must count the {own} of this command too: got {sharing}")
     out = options.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     about = described_machine()
-    first, last = options.first_seed, options.first_seed + options.seeds
-    runs = [(name, seed) for name in wanted for seed in ([0] if name.endswith("-sft") else range(first, last))]
-    if options.at_once:
-        about["hardware"] += f", shared by {len(runs)} runs"
-        changes = {name: [*shares(len(runs)), *changes.get(name, [])] for name in RECIPES}
+    if sharing > 1:
+        about["hardware"] += f", shared by {sharing} runs"
+        changes = {name: [*shares(sharing), *changes.get(name, [])] for name in RECIPES}
     print(f"{about['hardware']}; commit {about['commit']}; {about['versions']}", flush=True)
     bench = Bench(out, options.minutes, options.dry_run, options.cpu, changes, about, options.tag)
     signal.signal(signal.SIGTERM, lambda *_: bench.stopping.set())

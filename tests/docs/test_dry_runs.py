@@ -62,13 +62,18 @@ def test_adapters_arrive_in_bfloat16_only_as_fivefold_rounds_them(tmp_path):
 def test_commands_that_begin_at_once_share_the_warm_start_that_one_of_them_trains(tmp_path):
     with ThreadPoolExecutor() as pool:
         runs = [
-            pool.submit(printed, "recipes.py", tmp_path / "out", "--recipes", "words-grpo", "--first-seed", str(seed))
+            pool.submit(
+                printed, "recipes.py", tmp_path / "out", "--recipes", "words-grpo", "--first-seed", seed, "--shared-by", 2
+            )
             for seed in (0, 1)
-        ]
+        ]  # fmt: skip
         shown = [run.result() for run in runs]
     assert sum("\nwords-sft-0: step" in text for text in shown) == 1
     assert sum("words-sft-0: " in text and " is there\n" in text for text in shown) == 1
     assert all(f"\nwords-grpo-{seed}: 4 steps, " in text for seed, text in enumerate(shown))
+    for seed in (0, 1):
+        curve = json.loads((tmp_path / f"out/curves/words-grpo-{seed}.json").read_text())
+        assert curve["hardware"].endswith(", shared by 2 runs")
 
 
 def test_seeds_that_run_at_once_have_a_curve_each_and_say_what_they_shared(tmp_path):
