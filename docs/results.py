@@ -89,7 +89,12 @@ BESIDE = """
     not measured again yet; on a CPU the rewards of nine seeds of Fivefold and four of TRL agree within the noise of the
     seeds ([cpu-trl.txt](../benchmarks/results/cpu-trl.txt)).
 """
-TRIED = "Recipes with other keys, from the same warm start; the recipes above are what was chosen.\n\n"
+TRIED = """\
+Recipes with other keys, from the same warm start; the recipes above are what was chosen. On a CPU, arithmetic in words was
+trained with four updates in a step instead of one: the rewards of the first 20 steps are higher, those of the next seven
+are not ([cpu-words.txt](../benchmarks/results/cpu-words.txt)).
+
+"""
 TRIED_HEADS = ("keys", "steps", "s a step", "sampled: before", "after", "reward", "on")
 Curve = dict[str, Any]
 
