@@ -497,10 +497,10 @@ def main() -> int:
         changes.setdefault(name, []).append(change)
     first, last = options.first_seed, options.first_seed + options.seeds
     runs = [(name, seed) for name in wanted for seed in ([0] if name.endswith("-sft") else range(first, last))]
-    own = len(runs) if options.at_once else 1
-    sharing = own if options.shared_by is None else options.shared_by
-    if sharing < own:
-        parser.error(f"--shared-by must count the {own} of this command too: got {sharing}")
+    least = len(runs) if options.at_once else 1
+    sharing = least if options.shared_by is None else options.shared_by
+    if sharing < least:
+        parser.error(f"--shared-by must count the {least} of this command too: got {sharing}")
     out = options.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     about = described_machine()
