@@ -77,9 +77,8 @@ class MegatronModel:
         at 0 if the directory has none (`score.weight`).
 
         With `read_weights=False` the values that a checkpoint will set stay unset: the weights, or with `policy.lora` the
-        adapters. New adapters start as those that PEFT saved in `adapters`, or are drawn from `seed`. `stored_in` is the
-        dtype in which the engine, or a file, stores the weights; the policy's if left out. Merged weights are rounded for
-        it, and every stream of weights measures how much of what adapters add is lost (`lost_to_rounding`).
+        adapters. New adapters start as those that PEFT saved in `adapters`, or are drawn from `seed`. Merged weights are
+        rounded for `stored_in`, the dtype of the engine or of files that store them; the policy's if left out.
         """
         self._mesh = mesh
         with mesh.active():
