@@ -64,7 +64,7 @@ def test_a_run_begins_at_its_base_and_its_engine_is_the_trainer_s_model(root, wh
 def test_what_adapters_have_learned_arrives_in_an_engine_and_in_files_of_bfloat16(root):
     """Whether the trainer has the model, whose files are in bfloat16, in bfloat16 or in float32.
 
-    Nearly nothing would arrive in weights that are rounded to the nearest. Before the first update there is nothing to lose.
+    Less than half would arrive in weights that are rounded to the nearest. Before the first update there is nothing to lose.
     """
     small = ("policy.optimizer.lr=1e-5", "algorithm.updates_per_step=4", "trainer.save_every=4", "policy.lora.max_lost=0.5")
     base = root / "base16"
@@ -87,6 +87,24 @@ def test_what_adapters_have_learned_arrives_in_an_engine_and_in_files_of_bfloat1
     done = run("kept", *small, "engine.dtype=float32", "policy.dtype=float32")
     assert done.returncode == 0 and "merged, in" not in done.stdout and "adapters add is lost" not in done.stdout
     assert max(row.get("rollout/lora_lost", 0) for row in metrics(root, "kept")) < 0.01
+
+
+@pytest.mark.slow
+def test_adapters_that_float16_loses_are_reported_and_can_end_a_run(root):
+    """Weights below 6e-5 have a distance of 6e-8 in float16, and are rounded to the nearest."""
+    base = root / "small"
+    shutil.copytree(root / "model", base)
+    model = transformers.AutoModelForCausalLM.from_pretrained(base)
+    for name, weight in model.named_parameters():
+        if "proj" in name:
+            weight.data *= 1e-4
+    model.save_pretrained(base)
+    small = (f"model.path={base}", "policy.optimizer.lr=1e-9", "algorithm.updates_per_step=4", "trainer.save_every=0")
+    done = run("lost", *small, "engine.dtype=float16", "policy.dtype=float32", "policy.lora.max_lost=0.5")
+    lost = [row.get("rollout/lora_lost") for row in metrics(root, "lost")]
+    assert done.returncode == 1 and len(lost) == 3 and lost[0] is None and min(lost[1:]) > 0.5, (lost, done.stderr)
+    assert done.stdout.count("of what the adapters add is lost in the engine's float16") == 3
+    assert "after 12 updates" in done.stderr and "policy.lora.max_lost = 0.5 ends the run" in done.stderr
 
 
 def shares_of_files(base: Path, merged: Path, adapter: Path) -> tuple[float, float]:
