@@ -41,7 +41,7 @@ def row_of(page: str, name: str) -> list[str]:
 def test_a_row_has_the_numbers_of_its_file_and_names_it():
     row = row_of(results("", [curve("words-grpo")]), "words-grpo")
     shares = ["0.0625 ± 0.0100", "0.3700 ± 0.0100", "0.1250 ± 0.0200", "0.7400 ± 0.0200"]
-    assert row[:-1] == ["0", "3 of 400", "2.0", "1.50", *shares, "0.200 to 0.200", "12.3"]
+    assert row[:-1] == ["0", "3 of 600", "2.0", "1.50", *shares, "0.200 to 0.200", "12.3"]
     assert row[-1] == "[1 x GPU, abc1234](../benchmarks/results/smollm2/words-grpo-0.json)"
 
 
@@ -98,7 +98,7 @@ def test_a_run_that_was_stopped_early_says_so_and_that_its_goal_is_not_reached()
     assert "from below 0.2 to above 0.7. Measured: 0.1250 to 0.7400 at step 3 with seed 0 (reached: the run was" in page
     low = [evaluation(0, 0.0725), evaluation(3, 0.232)]
     page = " ".join(results("", [curve("words-grpo", evaluations=low)]).split())
-    assert "0.0725 to 0.2320 at step 3 with seed 0 (not reached yet: the run was stopped after 3 of 400 steps)." in page
+    assert "0.0725 to 0.2320 at step 3 with seed 0 (not reached yet: the run was stopped after 3 of 600 steps)." in page
     page = results("", [curve("words-grpo", evaluations=low, changes=["trainer.steps=3"])])
     assert row_of(page, "words-grpo")[1] == "3" and "seed 0 (not reached)." in " ".join(page.split())
     # The accuracy that ends the run ends it before its last step.
@@ -106,11 +106,11 @@ def test_a_run_that_was_stopped_early_says_so_and_that_its_goal_is_not_reached()
     assert row_of(results("", [ended]), "words-grpo")[1] == "3"
     begin, end = "<!-- results: begin (written by `make docs`) -->\n", "<!-- results: end -->\n"
     shown = readme(begin + end, [curve("words-grpo", evaluations=low)])
-    assert "0.072 to 0.232 with one seed, stopped after 3 of 400 steps" in " ".join(shown.split())
+    assert "0.072 to 0.232 with one seed, stopped after 3 of 600 steps" in " ".join(shown.split())
     later = curve("words-grpo", seed=1, evaluations=low, rewards=[[step, 9.0, 0.1, 3.0] for step in range(5)])
     for runs, sentence in (
-        ([curve("words-grpo", evaluations=low), later], "with 2 seeds, stopped after 3-5 of 400 steps"),
-        ([later, ended], "with 2 seeds, 1 of them stopped after 5 of 400 steps"),
+        ([curve("words-grpo", evaluations=low), later], "with 2 seeds, stopped after 3-5 of 600 steps"),
+        ([later, ended], "with 2 seeds, 1 of them stopped after 5 of 600 steps"),
     ):
         assert sentence in " ".join(readme(begin + end, runs).split())
 
@@ -118,7 +118,7 @@ def test_a_run_that_was_stopped_early_says_so_and_that_its_goal_is_not_reached()
 def test_a_trial_is_listed_with_its_keys_and_is_no_result():
     page = results("", [curve("words-grpo", tag="slow", changes=["policy.optimizer.lr=1e-6"])])
     assert row_of(page, "words-grpo")[0] == "not measured"
-    assert "| `words-grpo` | `policy.optimizer.lr=1e-6` | 3 of 400 | 1.50 | 0.1250 ± 0.0200 | 0.7400 ± 0.0200 |" in page
+    assert "| `words-grpo` | `policy.optimizer.lr=1e-6` | 3 of 600 | 1.50 | 0.1250 ± 0.0200 | 0.7400 ± 0.0200 |" in page
 
 
 def test_what_has_no_file_is_not_measured():
