@@ -189,6 +189,28 @@ def optimizer(mesh: Mesh) -> dict[str, float]:
     return {name: round(milliseconds(torch.optim.AdamW(parameters, **way).step), 2) for name, way in ways.items()}
 
 
+def draws(mesh: Mesh) -> dict[str, Any]:
+    """Milliseconds to draw a token of each row with its own key: with a launch for each, as vLLM 0.26 does, and with one."""
+    from fivefold.engines.vllm.draws import DrawsAtOnce
+
+    def one_by_one(probs: Tensor, generators: dict[int, torch.Generator]) -> Tensor:
+        noise = torch.empty_like(probs)
+        for row, generator in generators.items():
+            noise[row].exponential_(generator=generator)
+        return probs.div_(noise).argmax(dim=-1)
+
+    times = {}
+    for rows, vocabulary in ((256, 49152), (1024, 49152), (256, VOCABULARY)):
+        generators = {row: torch.Generator("cuda").manual_seed(row) for row in range(rows)}
+        probs = random(rows, vocabulary).float().softmax(-1)
+        ways = {"a launch for each": one_by_one, "one launch": DrawsAtOnce(one_by_one)}
+        times[f"{rows} x {vocabulary}"] = {
+            name: round(milliseconds(lambda draw=draw, probs=probs, generators=generators: draw(probs, generators)), 3)
+            for name, draw in ways.items()
+        }
+    return times
+
+
 # --- parts -----------------------------------------------------------------------------------------------------------
 
 
@@ -206,7 +228,7 @@ def part(function: Callable[..., Any]) -> Callable[[Part], None]:
 
 
 PARTS: dict[str, Callable[[Part], None]] = {
-    function.__name__: part(function) for function in (head, heads, elementwise, attention, optimizer)
+    function.__name__: part(function) for function in (head, heads, elementwise, attention, optimizer, draws)
 }
 
 

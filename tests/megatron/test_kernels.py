@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
+
+from fivefold.types import Sampling
+from tests.support.draws import RARE, SAMPLINGS, VOCAB, chi_squared, expected, pairs
 
 pytestmark = pytest.mark.kernels
 ON_GPU = torch.cuda.is_available()
@@ -261,3 +266,127 @@ def test_rows_at_places_are_summed_in_one_pass(dtype, width, most):
     # Rounded once; the interpreter cuts the rest off.
     assert difference(summed, wanted) < (1e-6 if dtype == torch.float32 else 2**-8 if ON_GPU else 2**-7)
     assert sum_rows(rows, places[:0]).shape == (0, width)
+
+
+def philox(seed: int, columns: int, offset: int) -> np.ndarray:
+    """The 32 bits of each column by Philox4x32-10 as its paper writes it down (Salmon et al. 2011, section 3.3)."""
+    quarter, low = -(-columns // 4), np.uint64(0xFFFFFFFF)
+    counters = [np.arange(quarter, dtype=np.uint64), *(np.full(quarter, part, np.uint64) for part in (offset, 0, 0))]
+    keys = [seed & 0xFFFFFFFF, seed >> 32]
+    for _ in range(10):
+        products = np.uint64(0xD2511F53) * counters[0], np.uint64(0xCD9E8D57) * counters[2]
+        highs = [product >> np.uint64(32) for product in products]
+        counters = [
+            highs[1] ^ counters[1] ^ np.uint64(keys[0]), products[1] & low,
+            highs[0] ^ counters[3] ^ np.uint64(keys[1]), products[0] & low,
+        ]  # fmt: skip
+        keys = [(keys[0] + 0x9E3779B9) & 0xFFFFFFFF, (keys[1] + 0xBB67AE85) & 0xFFFFFFFF]
+    return np.concatenate(counters)[:columns]
+
+
+def noise_of(width: int, seeds: list[int], offsets: list[int]) -> torch.Tensor:
+    from fivefold.backend.kernels.noise import divide_by_noise
+
+    ones = torch.ones(len(seeds), width, device=DEVICE)
+    divide_by_noise(ones, range(len(seeds)), seeds, offsets)
+    return 1 / ones.double().cpu()
+
+
+@pytest.mark.parametrize("width", [1, 3, 150, 4096, 5001])
+def test_noise_is_philox_of_its_seed_its_offset_and_its_column(width):
+    seeds, offsets = [0, 12345, (1 << 63) - 25, (1 << 64) - 1], [0, 4, 8, 4000000]
+    for row, seed, offset in zip(noise_of(width, seeds, offsets), seeds, offsets, strict=True):
+        shares = (philox(seed, width, offset) + 0.5) / 2**32
+        # A GPU's logarithm is exact to 2^-22, and the smallest noise that is one is 1/64.
+        np.testing.assert_allclose(row, -np.log1p(-shares), rtol=3e-5)
+
+
+def test_a_million_numbers_of_noise_are_exponential_and_independent():
+    shape = (16, 16, 4000)
+    grid = [(seed, 4 * draw) for seed in range(shape[0]) for draw in range(shape[1])]
+    noise = noise_of(shape[2], *map(list, zip(*grid, strict=True))).reshape(shape)
+    edges = -torch.log1p(-torch.tensor([1e-5, 1e-4, 1e-3, 1e-2, *(n / 50 for n in range(1, 50)), 0.99, 0.999]).double())
+    shares = torch.diff(1 - torch.exp(-edges), prepend=torch.zeros(1), append=torch.ones(1))
+    counts = torch.bincount(torch.bucketize(noise.flatten(), edges), minlength=len(shares))
+    assert chi_squared(counts, shares) > RARE
+    eighths = torch.bucketize(noise, -torch.log1p(-torch.arange(1, 8).double() / 8))
+    for axis in range(3):
+        first, second = (eighths.unflatten(axis, (-1, 2)).select(axis + 1, side) for side in (0, 1))
+        assert chi_squared(torch.bincount((8 * first + second).flatten(), minlength=64), torch.full((64,), 1 / 64)) > RARE
+
+
+class Key:
+    """What is used of a CUDA generator, where there is none."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed, self.offset = seed, 0
+
+    def initial_seed(self) -> int:
+        return self.seed
+
+    def get_offset(self) -> int:
+        return self.offset
+
+    def set_offset(self, offset: int) -> None:
+        self.offset = offset
+
+
+def keys(seeds: range) -> dict[int, Any]:
+    made = (torch.Generator("cuda").manual_seed(seed) if ON_GPU else Key(seed) for seed in seeds)
+    return dict(enumerate(made))
+
+
+@pytest.fixture
+def at_once(monkeypatch):
+    """Draws of probabilities, each call a step of the batch; vLLM's own sampler must not be called."""
+    from fivefold.engines.vllm import draws
+
+    monkeypatch.setattr(draws, "serve", lambda probs: True)
+    draw = draws.DrawsAtOnce(lambda *given: pytest.fail("by vLLM's own loop"))
+    return lambda probs, generators: draw(probs.to(DEVICE, copy=True), generators).cpu()
+
+
+@pytest.mark.parametrize("name", SAMPLINGS if ON_GPU else ["all"])
+def test_draws_with_keys_have_their_probabilities(at_once, name):
+    p = expected(Sampling(1, **SAMPLINGS[name]))
+    rows, steps = (4000, 250) if ON_GPU else (300, 4)  # interpreted, a draw takes 10 ms
+    probs, generators = p.float().expand(rows, -1), keys(range(rows))
+    drawn = torch.stack([at_once(probs, generators) for _ in range(steps)])
+    assert chi_squared(torch.bincount(drawn.flatten(), minlength=VOCAB), p) > RARE
+    for axis in range(2):
+        assert chi_squared(pairs(drawn, axis), p[:, None] * p) > RARE
+
+
+def test_a_draw_depends_on_its_key_and_its_place_in_the_response_alone(at_once):
+    p = expected(Sampling(1)).float().expand(12, -1)
+    generators = keys(range(12))
+    wanted = torch.stack([at_once(p, generators) for _ in range(6)])
+    assert len(wanted.T.unique(dim=0)) == 12, "responses that are the same"
+    assert all(generator.get_offset() == 24 for generator in generators.values())
+
+    # Alone; in another order; next to requests without a key; after a token that vLLM discards.
+    alone = keys(range(7, 8))
+    assert torch.equal(torch.cat([at_once(p[:1], alone) for _ in range(6)]), wanted[:, 7])
+    turned = {11 - row: generator for row, generator in keys(range(12)).items()}
+    assert torch.equal(torch.stack([at_once(p, turned) for _ in range(6)]).flip(1), wanted)
+    torch.manual_seed(0)
+    some = {3 * row + 1: generator for row, generator in keys(range(4)).items()}
+    mixed = torch.stack([at_once(p, some) for _ in range(6)])
+    assert torch.equal(mixed[:, 1::3], wanted[:, :4])
+    assert len(mixed[:, ::3].T.unique(dim=0)) == 4, "requests without a key draw as well"
+    again = keys(range(12))
+    for step in range(6):
+        if step == 3:
+            at_once(p, again)
+            for generator in again.values():
+                generator.set_offset(generator.get_offset() - 4)
+        assert torch.equal(at_once(p, again), wanted[step])
+
+
+def test_a_token_without_probability_is_never_drawn(at_once):
+    probs = torch.zeros(20, 5000)
+    places = torch.arange(20) * 240 + 7
+    probs[torch.arange(20), places] = 1.0
+    generators = keys(range(20))
+    for _ in range(100 if ON_GPU else 2):
+        assert torch.equal(at_once(probs, generators), places)

@@ -79,7 +79,7 @@ class VLLMEngine:
                 enable_sleep_mode=can_sleep,
                 **arguments,
             )
-        self._llm.collective_rpc("collect_logprobs")
+        self._llm.collective_rpc("prepare")
         self._ends = stop_token_ids(directory, tokenizer)
         self._expected = [name for parameter in parameters_of(spec) for name in parameter.hf]
         # A quantized engine holds other bits than it received.

@@ -24,6 +24,7 @@ from fivefold.engines.garbage import freeze_heap
 from fivefold.engines.servers.buckets import BucketReader, Entry
 from fivefold.engines.servers.server import Where
 from fivefold.engines.servers.transfer import join_groups, leave, open_store
+from fivefold.engines.vllm.draws import draw_at_once
 from fivefold.engines.vllm.logprobs import LogprobCollector
 from fivefold.engines.weight_comparison import SentWeights
 from fivefold.errors import RunError
@@ -44,6 +45,11 @@ class WeightReceiver(LogprobCollector):
     _is_receiving = False
     _groups: Sequence[Any] = ()
     _reader: BucketReader
+
+    def prepare(self) -> None:
+        """Sample from now on with keys of many requests at once, and collect the log-probs of tagged requests."""
+        draw_at_once()
+        self.collect_logprobs()
 
     def describe(self) -> dict[str, Any]:
         """Returns what senders of weights and requests need to check about this engine."""
@@ -83,7 +89,7 @@ class WeightReceiver(LogprobCollector):
         """Accept weights of this run alone from now on, and collect the log-probs of its requests; returns the number of
         objects that the collector of garbage still looks at."""
         self._run = run
-        self.collect_logprobs()
+        self.prepare()
         # vLLM itself does not in every process: 0.20 not in workers of several GPUs, 0.32 not in workers on CPUs.
         return freeze_heap()
 
