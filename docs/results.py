@@ -150,22 +150,16 @@ def readme(page: str, recorded: list[Curve] | None = None) -> str:
 
 
 def _sentence(recorded: list[Curve]) -> str:
-    """Return what GRPO reaches on each task, with the range over its seeds: those with the same problems before and after,
-    if there are any."""
+    """Return what GRPO reaches on all test problems of each task, with the range over its seeds."""
     parts, hardware = [], dict[str, None]()
     for task, shown in TASKS.items():
-        whole = [curve for curve in _of(recorded, f"{task}-grpo") if _part(curve) is None]
-        whole = [curve for curve in whole if _before(curve, recorded)[1] is None] or whole
+        ends = [(curve, *_ends(curve, recorded)) for curve in _of(recorded, f"{task}-grpo")]
+        whole = [(curve, before, after) for curve, before, after, problems in ends if problems is None]
         # How many runs shared a GPU changes times only.
-        hardware |= dict.fromkeys(curve["hardware"].partition(", ")[0] for curve in whole)
-        last = [_sampled(_after(curve))[0] for curve in whole]
-        starts = [_before(curve, recorded) for curve in whole]
-        first = [_sampled(row)[0] for row, _ in starts if row]
-        some = sorted({problems for _, problems in starts if problems is not None})
-        of, of_all = (f" of {some[0]} test problems", f" of all {GSM8K_PROBLEMS}") if some else ("", "")
-        between = f"{_span(first)}{of} to {_span(last)}{of_all} with {_seeds(len(last))}" if first and last else NOT_MEASURED
-        between += _stopped(whole)
-        parts.append(f"{shown}: {between}")
+        hardware |= dict.fromkeys(curve["hardware"].partition(", ")[0] for curve, _, _ in whole)
+        first, last = ([_sampled(row[place])[0] for row in whole] for place in (1, 2))
+        between = f"{_span(first)} to {_span(last)} with {_seeds(len(whole))}" if whole else NOT_MEASURED
+        parts.append(f"{shown}: {between}{_stopped([curve for curve, _, _ in whole])}")
     where = f" ({' or '.join(hardware)})" if hardware else ""
     text = f"GRPO of SmolLM2-135M-Instruct, a published model of 135M parameters{where}; share of correct samples: "
     return textwrap.fill(f"{text}{'; '.join(parts)} ([results](docs/results.md)).", 120)
@@ -176,36 +170,16 @@ def _goal(task: str, recorded: list[Curve]) -> str:
     goal, is_reached = GOALS[task]
     parts = []
     for curve in _of(recorded, f"{task}-grpo"):
-        after = _after(curve)
-        before, problems = _before(curve, recorded)
-        ends = [_sampled(row)[0] for row in (before or after, after)]
-        is_same = problems == _part(curve)
-        # Shares of different problems cannot be compared: the run's own evaluations are of the same ones.
-        compared = ends if is_same else [_sampled(curve["evaluations"][place])[0] for place in (0, -1)]
-        verdict = "reached" if is_reached(*compared) else "not reached"
+        before, after, problems = _ends(curve, recorded)
+        first, last = (_sampled(row)[0] for row in (before, after))
+        verdict = "reached" if is_reached(first, last) else "not reached"
         if _is_cut(curve):
-            verdict += f"{'' if is_reached(*compared) else ' yet'}: the run was stopped after {_steps(curve)} steps"
-        step = after.get("step", len(curve["rewards"]))
-        of, of_all = "", f" of the same {problems} problems" if problems else ""
-        if not is_same:
-            of, of_all = f" (of {problems} problems)", f" (of {GSM8K_PROBLEMS})"
-            verdict += f"; {_on_the_same(curve, compared, ends)}"
-        parts.append(f"{ends[0]:.4f}{of} to {ends[1]:.4f}{of_all} at step {step:.0f} with seed {curve['seed']} ({verdict})")
+            verdict += f"{'' if is_reached(first, last) else ' yet'}: the run was stopped after {_steps(curve)} steps"
+        step, of = after.get("step", len(curve["rewards"])), f" of {problems} problems" if problems else ""
+        parts.append(f"{first:.4f} to {last:.4f}{of} at step {step:.0f} with seed {curve['seed']} ({verdict})")
     measured = f"Measured: {'; '.join(parts)}." if parts else "It is not measured."
     return textwrap.fill(
         f"The goal of GRPO is to bring the sampled accuracy {goal}. {measured}", 120, break_on_hyphens=False
-    )
-
-
-def _on_the_same(curve: Curve, compared: list[float], ends: list[float]) -> str:
-    """Return the factors of a rise between two sets of problems, and of `compared`, the run's own evaluations of one set."""
-    count, steps = _evaluated(curve), [f"{row['step']:.0f}" for row in curve["evaluations"]]
-    problems = "" if count is None else f" {count}"
-    first, last = compared
-    times = " and ".join(f"{ends[1] / start:.2f} times {start:.4f}" for start in dict.fromkeys([ends[0], first]))
-    return (
-        f"by the same{problems} problems, which had {first:.4f} at step {steps[0]} and {last:.4f} at step {steps[-1]}, "
-        f"{last / first:.2f} times; {ends[1]:.4f} is {times}, but of other problems"
     )
 
 
@@ -266,6 +240,17 @@ def _before(curve: Curve, recorded: list[Curve]) -> tuple[dict[str, float] | Non
     sft = _of(recorded, "-".join([task, "sft", *device])) if curve["whole"] else []
     warm = [one for one in sft if one["commit"] == curve["commit"]]
     return (_after(warm[0]), _part(warm[0])) if warm else (curve["evaluations"][0], _evaluated(curve))
+
+
+def _ends(curve: Curve, recorded: list[Curve]) -> tuple[dict[str, float], dict[str, float], int | None]:
+    """Return an evaluation before a run and one after it, of the same test problems, and their number if that is not all.
+
+    These are the last one of the SFT that it began with and its own last one; or, if they are of different problems, its own
+    first and last one during the run."""
+    before, problems = _before(curve, recorded)
+    if before is not None and problems == _part(curve):
+        return before, _after(curve), problems
+    return curve["evaluations"][0], curve["evaluations"][-1], _evaluated(curve)
 
 
 def _part(curve: Curve) -> int | None:
