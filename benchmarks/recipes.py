@@ -39,6 +39,8 @@ EXAMPLES = HERE / "examples/smollm2"
 HOME, MODEL = "runs/smollm2", "SmolLM2-135M-Instruct"
 """Directory and model that the recipes name."""
 RECIPES = sorted(path.stem for path in EXAMPLES.glob("*.yaml"))
+GPUS = {"gsm8k-async": 2}
+"""Recipe -> its number of GPUs, if that is not 1."""
 DRY = [
     *("trainer.device=cpu", "trainer.steps=4", "trainer.eval_every=2", "trainer.stop_at={}", "trainer.loggers=[console]"),
     *("policy.dtype=float32", "data.max_response_tokens=8", "data.prompts_per_step=4", "eval.max_prompts=8"),
@@ -302,8 +304,9 @@ class Bench:
         dry = DRY if name.endswith("-sft") else DRY + DRY_SAMPLING + DRY_OF.get(name, [])
         mode = dry if self.dry else CPU + CPU_OF[name] if self.cpu else []
         changes = [*mode, *self.changes.get(name, [])]
+        about = self.about | {"hardware": self.about["hardware"].replace("1 x ", f"{GPUS.get(name, 1)} x ", 1)}
         name = f"{name}-cpu" if self.cpu else name
-        return Curve(name, seed, changes, **self.about, tag=self.tag)
+        return Curve(name, seed, changes, **about, tag=self.tag)
 
     def curve(self, name: str, seed: int) -> Curve:
         """Return the curve of a run that continues, or a new one."""

@@ -54,6 +54,13 @@ def test_a_run_that_continues_keeps_its_curve_and_its_seconds(tmp_path):
     assert json.loads((tmp_path / "curves/words-grpo-0.json").read_text())["rewards"] == [[7, 81.0, 0.5, 2.0]]
 
 
+def test_a_curve_says_on_how_many_gpus_its_recipe_runs(tmp_path):
+    for sharing in ("", ", shared by 3 runs"):
+        bench = Bench(tmp_path, 1, False, False, {}, ABOUT | {"hardware": f"1 x GPU{sharing}"})
+        hardware = [bench.new_curve(recipe, 0).hardware for recipe in ("gsm8k-grpo", "gsm8k-async")]
+        assert hardware == [f"1 x GPU{sharing}", f"2 x GPU{sharing}"]
+
+
 def test_a_step_that_is_repeated_after_a_kill_counts_once():
     run = curve()
     for number, reward in ((1, 0.1), (2, 0.2), (3, 0.3), (2, 0.4)):
