@@ -546,7 +546,6 @@ def build_rollouts(
     if config.engine.logprobs == "tenth_step" and not algorithm.reads_rollout_logprobs:
         engine_in_use = generator.engine
         logprobs = LogprobSteps(lambda: gate.is_armed, lambda: engine_in_use.restarts)
-    per_call = (algorithm.prompts_per_round if is_dynamic else None) or config.data.prompts_per_step
     if rollout.max_staleness is not None:
         engine = config.engine
         replicas = len(engine.url) or (engine.layout.dp if engine.layout else config.layout.world_size)
@@ -560,7 +559,7 @@ def build_rollouts(
             group_size=algorithm.group_size,
             tail=rollout.tail,
             capacity=engine.max_num_seqs * replicas,
-            most_prompts=per_call * algorithm.sampling_rounds if is_dynamic else 0,
+            most_prompts=config.prompts_per_call * algorithm.sampling_rounds if is_dynamic else 0,
             informative=informative,
             logprobs=logprobs,
         )
@@ -571,7 +570,7 @@ def build_rollouts(
         _sampling(config),
         seed=config.trainer.seed,
         group_size=algorithm.group_size,
-        prompts_per_call=per_call,
+        prompts_per_call=config.prompts_per_call,
         with_greedy=objective.needs_greedy,
         logprobs=logprobs,
     )

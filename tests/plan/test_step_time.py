@@ -138,8 +138,13 @@ def test_few_tokens_choose_few_experts():
 
 def run(**sections) -> RunConfig:
     data = {"train": ["x"], "prompts_per_step": 64, "max_prompt_tokens": 1024, "max_response_tokens": 3072}
-    base = {"engine": {"backend": "vllm:d8"}, "policy": {"backend": "megatron:d8"}, "algorithm": {"kl": {"coef": 0}}}
-    return RunConfig.of(model={"path": "here"}, data=data, launch={"gpu": H200}, **{**base, **sections})
+    base = {
+        "engine": {"backend": "vllm:d8"},
+        "policy": {"backend": "megatron:d8"},
+        "algorithm": {"kl": {"coef": 0}},
+        "data": data,
+    }
+    return RunConfig.of(model={"path": "here"}, launch={"gpu": H200}, **{**base, **sections})
 
 
 def step(config: RunConfig, gpus: int = 8):
@@ -159,6 +164,15 @@ def test_a_step_has_the_parts_that_its_method_has():
     moved = step(run(policy={"backend": "megatron:d8", "offload": {"optimizer": True}}))
     assert moved.parts["offload"] == pytest.approx(2 * plain.memory.optimizer / 50e9)
     assert "rollout" not in step(run(algorithm={"name": "sft"}, engine={})).parts
+
+
+def test_a_step_with_dynamic_sampling_samples_all_prompts_of_its_first_round():
+    dapo = {"name": "dapo", "overlong_buffer": 0}
+    one, twice, fewer = (step(run(algorithm=dapo | {"prompts_per_round": round_})) for round_ in (64, 128, 32))
+    data = {"train": ["x"], "prompts_per_step": 128, "max_prompt_tokens": 1024, "max_response_tokens": 3072}
+    assert twice.parts["rollout"] == step(run(algorithm={"name": "grpo"}, data=data)).parts["rollout"] > one.parts["rollout"]
+    assert fewer.parts["rollout"] == one.parts["rollout"]
+    assert twice.parts["forward"] == one.parts["forward"], "it learns from those of a step"
 
 
 @pytest.mark.parametrize(

@@ -37,12 +37,16 @@ class Derived(Sections):
         return Path("runs") / f"{self.algorithm.name}-{Path(self.model.path).name}-{number}"
 
     @property
+    def prompts_per_call(self) -> int:
+        """Number of prompts that the engine gets at once: those of a step, or of one round of dynamic sampling."""
+        algorithm = self.algorithm
+        return (algorithm.prompts_per_round if algorithm.resolved.dynamic_sampling else None) or self.data.prompts_per_step
+
+    @property
     def prompts_taken(self) -> int:
         """Number of prompts that an epoch counts per step: those of one round of dynamic sampling if rounds are counted."""
-        algorithm = self.algorithm
-        counts_rounds = algorithm.sampling_rounds == 1 or self.trainer.ends_with_data
-        has_one = bool(algorithm.resolved.dynamic_sampling) and counts_rounds and not self.data.mixture
-        return (algorithm.prompts_per_round if has_one else None) or self.data.prompts_per_step
+        counts_rounds = self.algorithm.sampling_rounds == 1 or self.trainer.ends_with_data
+        return self.prompts_per_call if counts_rounds and not self.data.mixture else self.data.prompts_per_step
 
     @property
     def samples_per_step(self) -> int:

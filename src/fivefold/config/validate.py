@@ -198,7 +198,7 @@ def _check_engine(findings: Findings, config: Derived) -> None:
 def _check_batch(findings: Findings, config: Derived) -> None:
     data, algorithm = config.data, config.algorithm
     chosen = algorithm.resolved
-    drawn = (algorithm.prompts_per_round or data.prompts_per_step) * algorithm.sampling_rounds
+    drawn = config.prompts_per_call * algorithm.sampling_rounds
     findings.require(
         not chosen.dynamic_sampling or drawn >= data.prompts_per_step,
         "algorithm.prompts_per_round x sampling_rounds",

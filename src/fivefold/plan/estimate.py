@@ -200,7 +200,9 @@ def _rollout(config: RunConfig, spec: ModelSpec, rates: Efficiencies, lengths: L
     engine, layout = config.engine, config.engine.layout
     group = config.algorithm.samples_per_prompt
     longest = config.data.max_response_tokens
-    requests = Requests(config.data.prompts_per_step * group, group, lengths.prompt, lengths.response, longest)
+    # Dynamic sampling's first round may have more prompts than the step; how many rounds follow depends on the rewards.
+    prompts = max(config.prompts_per_call, config.data.prompts_per_step)
+    requests = Requests(prompts * group, group, lengths.prompt, lengths.response, longest)
     cache = engine_cache(config, spec)
     size = BYTES[engine.dtype or config.policy.dtype]
     # Servers that already run are assumed to use one GPU each.
