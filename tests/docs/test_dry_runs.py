@@ -143,7 +143,7 @@ def test_sides_that_share_the_machine_have_curves_but_their_times_are_not_compar
     shown = printed("beside_trl.py", tmp_path / "out", "--sides", sides, "--steps", 4, "--seeds", 2, "--at-once")
     for side in sides.split(","):
         assert all((tmp_path / f"out/curves/beside-{side}-at-once-{seed}.json").exists() for seed in (0, 1))
-        assert re.search(rf"^mean reward of the second half of the steps: .*{side} \d.*\(2 seeds\)", shown, re.M)
+        assert re.search(rf"^mean reward of steps 3 to 4: .*{side} \d.*\(2 seeds\)", shown, re.M)
     assert "of TRL's time" not in shown
 
 
