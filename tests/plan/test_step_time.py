@@ -173,6 +173,10 @@ def test_a_step_with_dynamic_sampling_samples_all_prompts_of_its_first_round():
     assert twice.parts["rollout"] == step(run(algorithm={"name": "grpo"}, data=data)).parts["rollout"] > one.parts["rollout"]
     assert fewer.parts["rollout"] == one.parts["rollout"]
     assert twice.parts["forward"] == one.parts["forward"], "it learns from those of a step"
+    ahead = {"engine": {"backend": "vllm:d4", "placement": "apart"}, "policy": {"backend": "megatron:d4"}}
+    ahead |= {"rollout": {"max_staleness": 1}}
+    streams = [step(run(algorithm=dapo | {"prompts_per_round": round_}, **ahead)).seconds for round_ in (64, 128)]
+    assert streams[0] == streams[1], "without rounds"
 
 
 @pytest.mark.parametrize(

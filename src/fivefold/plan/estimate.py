@@ -200,8 +200,10 @@ def _rollout(config: RunConfig, spec: ModelSpec, rates: Efficiencies, lengths: L
     engine, layout = config.engine, config.engine.layout
     group = config.algorithm.samples_per_prompt
     longest = config.data.max_response_tokens
-    # Dynamic sampling's first round may have more prompts than the step; how many rounds follow depends on the rewards.
-    prompts = max(config.prompts_per_call, config.data.prompts_per_step)
+    prompts = config.data.prompts_per_step
+    if config.rollout.max_staleness is None:
+        # Dynamic sampling's first round may have more prompts than the step; how many rounds follow depends on the rewards.
+        prompts = max(prompts, config.prompts_per_call)
     requests = Requests(prompts * group, group, lengths.prompt, lengths.response, longest)
     cache = engine_cache(config, spec)
     size = BYTES[engine.dtype or config.policy.dtype]
