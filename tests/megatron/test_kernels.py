@@ -316,7 +316,7 @@ def test_a_million_numbers_of_noise_are_exponential_and_independent():
 
 
 class Key:
-    """What is used of a CUDA generator, where there is none."""
+    """A seed and an offset with the methods of a CUDA generator, for tests on a CPU."""
 
     def __init__(self, seed: int) -> None:
         self.seed, self.offset = seed, 0
