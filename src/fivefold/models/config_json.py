@@ -43,8 +43,8 @@ def read_whole(config: dict[str, Any], key: str, default: Any = _REQUIRED, *, lo
     return value
 
 
-def read_number(config: dict[str, Any], key: str, default: Any = _REQUIRED, *, high: float = 1e30) -> Any:
-    """Read a number above 0; `default`, which may be None, if it is absent or null."""
+def read_number(config: dict[str, Any], key: str, default: Any = _REQUIRED, *, high: float = 1e18) -> Any:
+    """Read a number above 0 that fits 64 bits; `default`, which may be None, if it is absent or null."""
     value = config.get(key)
     if value is None and default is not _REQUIRED:
         return default
@@ -71,57 +71,6 @@ def read_mapping(config: dict[str, Any], key: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise UserError(f"{key} in config.json must be a mapping: got {shown(value)}")
     return value
-
-
-_NULL = type(None)
-_KINDS = {
-    _NULL: "null",
-    bool: "true or false",
-    int: "a whole number",
-    float: "a number with a decimal point",
-    str: "a text",
-    list: "a list",
-    dict: "a mapping",
-}
-_TYPES: dict[str, tuple[type, ...]] = {
-    "use_cache": (bool,),
-    "bos_token_id": (int, _NULL),
-    "pad_token_id": (int, _NULL),
-    "eos_token_id": (int, list, _NULL),
-    "sliding_window": (int, _NULL),
-    "max_window_layers": (int,),
-    "transformers_version": (str, _NULL),
-    "attention_bias": (bool,),
-    "tie_word_embeddings": (bool,),
-    "rms_norm_eps": (float,),
-    "attention_dropout": (int, float),
-    "initializer_range": (float,),
-    "architectures": (list, _NULL),
-    "layer_types": (list, _NULL),
-    "id2label": (dict, _NULL),
-    "label2id": (dict, _NULL),
-}
-"""Keys of which transformers refuses values of other types, even null where the family reads it as the default."""
-_DTYPES = ("float32", "bfloat16", "float16", "float64")
-
-
-def check_types(config: dict[str, Any]) -> None:
-    """Raise ValueError for a key that transformers would refuse when it builds the engine's model."""
-    for key, types in _TYPES.items():
-        value = config.get(key)
-        fits = isinstance(value, types) and not (isinstance(value, bool) and bool not in types)
-        if key in config and not fits:
-            wanted = " or ".join(_KINDS[kind] for kind in types)
-            raise UserError(f"{key} in config.json must be {wanted}: got {shown(value)}")
-        if isinstance(value, list) and key != "eos_token_id" and not all(isinstance(one, str) for one in value):
-            raise UserError(f"{key} in config.json must be a list of texts: got {shown(value)}")
-    pad, vocab = config.get("pad_token_id"), config.get("vocab_size")
-    if isinstance(pad, int) and isinstance(vocab, int) and not -vocab <= pad < vocab:
-        raise UserError(f"pad_token_id in config.json must be a token of the vocabulary of {vocab}: got {shown(pad)}")
-    for key in ("dtype", "torch_dtype"):
-        value = config.get(key)
-        if value is not None and (not isinstance(value, str) or value.removeprefix("torch.") not in _DTYPES):
-            raise UserError(f"{key} in config.json must be one of {', '.join(_DTYPES)}: got {shown(value)}")
 
 
 def read_config(directory: Path) -> dict[str, Any]:

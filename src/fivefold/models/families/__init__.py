@@ -13,13 +13,14 @@ from typing import Any
 
 from fivefold.errors import UserError, shown
 from fivefold.models.bridged import as_bridged, for_fsdp_only
-from fivefold.models.config_json import check_types, read_config
+from fivefold.models.config_json import read_config
 from fivefold.models.config_keys import RecordedKeys, check_keys, unknown_keys
 from fivefold.models.family import Family
 from fivefold.models.headers import is_stored
 from fivefold.models.other_family import read_other
 from fivefold.models.parameters import OUTPUT, MappedParameter, Sharding, expand, expand_mtp
 from fivefold.models.spec import ModelSpec
+from fivefold.models.transformers_config import check_as_transformers
 
 
 def find_families() -> dict[str, Family]:
@@ -40,8 +41,8 @@ def load_spec(directory: str | Path, value_head: bool = False) -> ModelSpec:
     config = read_config(Path(directory))
     family = config.get("model_type")
     if isinstance(family, str) and family not in FAMILIES and is_stored(Path(directory)):
-        check_types(config)
         spec = as_bridged(read_other(config, Path(directory)), config)
+        check_as_transformers(config, family)
     else:
         spec = spec_from_config(config)
     if not value_head:
@@ -63,8 +64,9 @@ def spec_from_config(config: dict[str, Any]) -> ModelSpec:
         raise UserError(
             f"unknown model family {shown(family)} (model_type in config.json); supported: {', '.join(FAMILIES)}"
         )
-    check_types(config)
-    return _read(family, config)[0]
+    spec = _read(family, config)[0]
+    check_as_transformers(config, (known_as(spec) or (family,))[0])
+    return spec
 
 
 def unread_keys(directory: str | Path) -> list[str]:
