@@ -48,6 +48,8 @@ class Column(Enum):
     replicas of an update, so the loss is a plain sum."""
     PENALTY_WEIGHTS = "penalty_weights_T", _FLOAT, "mini-batches"
     """Weights of the KL and entropy terms, if they differ from LOSS_WEIGHTS."""
+    VALUE_WEIGHTS = "value_weights_T", _FLOAT, "mini-batches"
+    """Weights of the critic's loss, if they differ from LOSS_WEIGHTS."""
     ADVANTAGES = "advantages_T", _FLOATS, "advantages"
     """How much better a token is than expected, from the rewards of the step; float64 if a user's function returns that."""
     ROLLOUT_LOGPROBS = "rollout_logprobs_T", _FLOAT, "packing"

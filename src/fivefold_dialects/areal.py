@@ -124,6 +124,7 @@ def run(source: Source) -> dict[str, Any]:
     found_again = mode not in ("disabled", "off")
     return FIELDS["run"](source) | {
         "trainer.run_dir": place,
+        "trainer.ends_with_data": None if source.whole("total_train_steps") is None else True,
         "trainer.resume": "auto" if found_again else "never",
         "trainer.save_every": interval(source, "saver.") or (interval(source, "recover.") if found_again else 0),
         "trainer.eval_every": interval(source, "evaluator.") if source.text("valid_dataset.path") else 0,

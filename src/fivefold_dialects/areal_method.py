@@ -152,6 +152,8 @@ def optimizer(source: Source, role: str = "", ours: str = "policy.optimizer") ->
         "schedule": style,
         "warmup_steps": optim.number("warmup_steps_proportion") if exact is None else exact,
     }
+    # total_train_steps ends a run and leaves the schedule as long as the epochs (rl_trainer.py:553, fsdp_engine.py:1150).
+    values["schedule_over"] = None if source.whole("total_train_steps") is None else "data"
     if style != "constant":
         values["min_lr"] = (optim.number("min_lr_ratio") or 0.0) * (values["lr"] or 0.0)
     return {f"{ours}.{key}": value for key, value in values.items()}

@@ -26,6 +26,11 @@ def run(source: Source) -> dict[str, Any]:
         "trainer.eval_every": (source.whole("eval_steps") or 0) if source.items("validation.data_args.file_name") else 0,
     }
     epochs = role(source) + "training_args.num_train_epochs"
+    if kind(source) == "dpo":
+        # It ends with its epochs or with max_steps, over which the learning rate decays (dpo_pipeline.py:134, 203, 258).
+        steps, style = source.whole("max_steps"), optimizer(source)["policy.optimizer.schedule"]
+        ours |= {"trainer.steps": steps, "policy.optimizer.decay_steps": None if style == "constant" else steps}
+        return ours | {"trainer.epochs": int(source.number(epochs) or 1), "trainer.ends_with_data": True}
     by_steps = is_rlvr(source) or not source.number(epochs)
     ours |= {"trainer.steps": source.whole("max_steps")} if by_steps else {"trainer.epochs": source.whole(epochs)}
     return ours | FIELDS["evaluation"](source)

@@ -14,7 +14,7 @@ from typing import Any
 from fivefold_dialects import shared, skyrl_sft
 from fivefold_dialects.known import known
 from fivefold_dialects.legacy import skyrl as legacy
-from fivefold_dialects.skyrl_algorithm import METHOD, constant_scale
+from fivefold_dialects.skyrl_algorithm import METHOD, constant_scale, loss
 from fivefold_dialects.skyrl_model import CHOICES, FIELDS, low_rank, optimizer, policy
 from fivefold_dialects.source import Source, UnreadableError, typed
 from fivefold_dialects.system import System
@@ -137,6 +137,8 @@ def uses_critic(source: Source) -> bool:
 
 def critic(source: Source) -> dict[str, Any]:
     learns = optimizer(source, "trainer.critic.", "critic")
+    # The critic's loss is a mean over sequences with any loss_reduction (ppo_utils.py, ppo_critic_loss).
+    learns |= shared.value_mean("seq-mean-token-mean", loss(source))
     return FIELDS["critic"](source) | learns | low_rank(source, "trainer.critic.", "critic")
 
 
@@ -145,6 +147,16 @@ def sampling(source: Source) -> dict[str, Any]:
     if limit is not None and limit < prompt:
         source.lacks("generator.max_input_length", f"less than trainer.max_prompt_length = {prompt}, which SkyRL refuses")
     return FIELDS["sampling"](source.under("generator.sampling_params."))
+
+
+def evaluation(source: Source) -> dict[str, Any]:
+    """Return our keys of sampling in evaluation: greedy, or by SamplingParams' defaults once it has a key of its own."""
+    chosen, response = source.under("generator.eval_sampling_params."), "generator.sampling_params.max_generate_length"
+    has_defaults = chosen.keys("") and not legacy.is_before_2026_04(source)
+    if has_defaults and not chosen.has("max_generate_length") and source.count(response) != 1024:
+        source.note("SkyRL ends responses in evaluation at 1024 tokens, the default of eval_sampling_params")
+    temperature = chosen.number("temperature", 1.0 if has_defaults else 0.0)
+    return FIELDS["evaluation"](source) | {"eval.temperature": temperature} if temperature else {"eval.samples": 0}
 
 
 def servers(source: Source) -> list[str]:
@@ -264,7 +276,7 @@ BATCH = partial(shared.updates, step="trainer.train_batch_size", update="trainer
 DERIVED: tuple[Derived, ...] = (
     *(*METHOD, program, template, ahead, BATCH, layout, micro_batch, partial(low_rank, section=_POLICY), run, profile),
     *(*when(uses_reference, reference), *when(uses_critic, critic), FIELDS["adapters_of_megatron"], sampling, engine),
-    *(router_replay, FIELDS["evaluated"], FIELDS["evaluation"], rewards, turns, changed_config, FIELDS["tracking"]),
+    *(router_replay, FIELDS["evaluated"], evaluation, rewards, turns, changed_config, FIELDS["tracking"]),
 )
 TABLE = table(
     "skyrl", DERIVED, {"router": router}, load("legacy/skyrl"), release_of=legacy.release_of, known=known("skyrl"),

@@ -26,6 +26,9 @@ _WITHOUT_ACCOUNT = ("console", "tensorboard")
 EVERY_CHECKPOINT = 1_000_000
 """Value of trainer.keep for a system that keeps every checkpoint."""
 
+NULL: Any = object()
+"""Value of a translation for an explicit null of ours, where None keeps our default."""
+
 
 class UnreadableError(UserError):
     """Value of a setting that cannot be used."""

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import yaml
 
 from fivefold_dialects.known import NONE, KnownKeys, sections
-from fivefold_dialects.source import Source, flatten, typed
+from fivefold_dialects.source import NULL, Source, flatten, typed
 
 Convert = Callable[[Source, str], Any]
 """Function of the source and a key that returns our value, or None to keep our default."""
@@ -191,6 +191,8 @@ def _value(source: Source, value: Any, converters: Mapping[str, Callable[..., An
         return None
     name = words[0] if words else "number"
     result = converters[name](source, key) if name in converters else getattr(source, name)(key)
+    if usual == "null":
+        return NULL if result is None else result
     if usual and not result:
         return typed(usual)
     return None if "if-true" in words and not result else result

@@ -15,7 +15,7 @@ from fivefold.config.loader import ConfigError, override
 from fivefold.config.schema import Sections
 from fivefold_dialects import clusters, trainers
 from fivefold_dialects.bounds import LONGEST_KEY, TooMuchError
-from fivefold_dialects.source import Source, UnreadableError, flatten
+from fivefold_dialects.source import NULL, Source, UnreadableError, flatten
 from fivefold_dialects.table import Derived, Row, Table
 
 _MOST_SUGGESTIONS = 50
@@ -40,7 +40,7 @@ def translate(
     def take(function: Derived, inferred: bool = True) -> None:
         seen = source.recording()
         try:
-            result = {ours: value for ours, value in function(seen).items() if value is not None}
+            result = _given(function(seen))
         except UnreadableError as error:
             faults.append(str(error))
             heard.update({key: False for key in seen.read if key not in heard})
@@ -88,6 +88,11 @@ def _converted(row: Row, source: Source) -> dict[str, Any]:
     return {row.ours[0]: row.convert(source, row.key)}
 
 
+def _given(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of ours that a function gives, with an explicit null as None."""
+    return {ours: None if value is NULL else value for ours, value in values.items() if value is not None}
+
+
 def _is_inferred(row: Row | None) -> bool:
     return row is not None and row.form == "used" and not row.ours
 
@@ -97,8 +102,8 @@ def _changes(function: Derived, source: Source, key: str, result: Mapping[str, A
     it; all of them if it accepts no other value."""
     for other in source.others(key):
         with suppress(UnreadableError):
-            changed = function(other)
-            return {ours for ours, value in result.items() if changed.get(ours) != value}
+            changed = _given(function(other))
+            return {ours for ours, value in result.items() if ours not in changed or changed[ours] != value}
     return set(result)
 
 

@@ -20,7 +20,7 @@ from fivefold_dialects.source import Source
 from fivefold_dialects.system import System
 from fivefold_dialects.table import Table, defaults_of, load, several, spelled_out, table, when
 from fivefold_dialects.verl_algorithm import FIELDS, advantage, correction, dynamic_sampling, kl, loss, overlong
-from fivefold_dialects.verl_rollout import engine, rewards, turns
+from fivefold_dialects.verl_rollout import engine, lengths, rewards, turns
 
 _R = "actor_rollout_ref.rollout."
 OWN_DEFAULTS: dict[str, dict[str, Any]] = {
@@ -70,7 +70,7 @@ def profiler(source: Source) -> dict[str, Any]:
 
 DERIVED = (
     *(program, advantage, loss, kl, correction, overlong, dynamic_sampling, FIELDS["template"], engine, turns),
-    *(FIELDS["evaluation"], rewards),
+    *(lengths, *when(legacy.may_sample_in_evaluation, FIELDS["evaluation"]), rewards),
     *(models.batch, models.layout, *when(models.is_megatron, models.megatron), models.low_rank, FIELDS["further_tokens"]),
     *(models.dtypes, models.memory, models.micro_batch, models.optimizer, models.critic),
     *(*when(models.uses_reference, models.reference), models.router_replay),

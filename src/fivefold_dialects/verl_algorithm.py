@@ -196,7 +196,7 @@ def overlong(source: Source) -> dict[str, Any]:
         section = source.under(start)
         if section.flag("enable"):
             buffer, penalty = section.count("len"), section.number("penalty_factor", 1.0)
-            longest = source.count("data.max_response_length")
+            longest = shared.response_tokens(source)
             counted_from = start.replace("overlong_buffer_cfg.", "max_resp_len")
             end = (source.whole(counted_from) if source.has(counted_from) else None) or longest
             if end - buffer >= longest:

@@ -33,6 +33,8 @@ def engine(source: Source) -> dict[str, Any]:
         values["engine.vllm.quantization"] = "fp8_per_block"
     if (length := rollout.whole("max_model_len")) is not None:
         values["engine.max_model_len"] = max(length, longest(source))
+        if length < longest(source):
+            source.note(f"{_R}max_model_len={length} ends responses in verl where prompt and response have as many tokens")
     if verl_async.is_colocated(source):
         # Responses continue while the policy trains, so the engine keeps its memory.
         values |= {"engine.mode": "server", "engine.sleep": False}
@@ -41,6 +43,10 @@ def engine(source: Source) -> dict[str, Any]:
     if name == "vllm":
         values |= FIELDS["vllm"](rollout)
     return values
+
+
+def lengths(source: Source) -> dict[str, Any]:
+    return {"data.max_response_tokens": shared.response_tokens(source)}
 
 
 def turns(source: Source) -> dict[str, Any]:
@@ -57,7 +63,8 @@ def turns(source: Source) -> dict[str, Any]:
         return {}
     users = multi_turn.whole("max_user_turns")
     limits = [turns for turns in (multi_turn.whole("max_assistant_turns"), users and users + 1) if turns]
-    total = source.count("data.max_prompt_length") + source.count("data.max_response_length")
+    prompt = source.whole(_R + "prompt_length") or source.count("data.max_prompt_length")
+    total = prompt + shared.response_tokens(source)
     ours = FIELDS["turns"](source) | {
         "environment.tools": [f"verl:{source.path(key)}" for key in files],
         "environment.max_turns": min(limits, default=_ANY_TURNS),

@@ -1113,9 +1113,12 @@ def test_an_entropy_bonus_raises_the_objective_by_its_weighted_entropy():
 # --- the critic's loss -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("weights", [Column.LOSS_WEIGHTS, Column.VALUE_WEIGHTS])
 @pytest.mark.parametrize("clip", [None, 0.5, 0.05])
-def test_the_value_loss_and_its_gradient_equal_the_loop(clip):
+def test_the_value_loss_and_its_gradient_equal_the_loop(clip, weights):
     batch = make_batch()
+    if weights is Column.VALUE_WEIGHTS:
+        batch[weights] = batch[Column.LOSS_WEIGHTS] * torch.linspace(0.5, 2, 15)
     generator = torch.Generator().manual_seed(8)
     batch[Column.VALUES], batch[Column.RETURNS] = torch.randn(2, 15, generator=generator)
     batch[Column.RETURNS] = batch[Column.RETURNS] * batch.loss_mask_T
@@ -1128,7 +1131,7 @@ def test_the_value_loss_and_its_gradient_equal_the_loop(clip):
         if clip is not None:
             near = loops.clip(value, old - clip, old + clip)
             error = max(error, (near - target) ** 2, key=float)
-        expected = expected + 0.5 * error * float(batch[Column.LOSS_WEIGHTS][t])
+        expected = expected + 0.5 * error * float(batch[weights][t])
         errors.append(target - float(value))
         returns.append(target)
     expected.backward()
@@ -1143,6 +1146,19 @@ def test_the_value_loss_and_its_gradient_equal_the_loop(clip):
     assert set(metrics) <= {
         f"critic/{name}" for name in ("value_mean", "return_mean", "return_std", "explained_variance", "clip_fraction")
     }
+
+
+def test_a_mean_of_the_critics_loss_that_cannot_act_is_reported():
+    for name, choices, errors, ignored in (
+        ("ppo", {"value_aggregate": "seq-mean-token-mean"}, [], []),
+        ("grpo", {"value_aggregate": "seq-mean-token-mean"}, [], [("algorithm.value_aggregate", "there is no critic")]),
+        ("ppo", {"value_aggregate": "micro-batch-token-mean"}, ["needs the same algorithm.aggregate: got token-mean"], []),
+        ("ppo", dict.fromkeys(("aggregate", "value_aggregate"), "micro-batch-token-mean"), [], []),
+    ):
+        findings = Findings()
+        check_method(findings.at("algorithm"), name, methods.Choices(**choices), group_size=4)
+        assert findings.ignored == ignored and len(findings.errors) == len(errors)
+        assert all(part in error for part, error in zip(errors, findings.errors, strict=True))
 
 
 def test_the_value_before_a_token_is_that_of_the_text_up_to_the_one_before():

@@ -8,7 +8,7 @@ from pathlib import Path
 import fivefold_dialects
 
 HERE = Path(fivefold_dialects.__file__).parent
-LIMIT, LIMIT_OF_TRL = 6_500, 600
+LIMIT, LIMIT_OF_TRL = 6_550, 600
 LONGEST = 60
 """Most lines of a function."""
 

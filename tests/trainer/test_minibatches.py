@@ -17,9 +17,10 @@ from tests.support import loops
 SIZES = [4, 1, 3, 4, 2, 4]
 
 
-def shares(mesh, penalty: str | None):
-    """Of each optimizer step: (length, weight in the surrogate, weight in the KL) of this replica's samples."""
-    objective = make_objective("grpo", aggregate="token-mean", penalty_aggregate=penalty, kl=KL(coef=0.1))
+def shares(mesh, penalty: str | None, value: str | None):
+    """Of each optimizer step: (length, weight in the surrogate, in the KL, in the critic's loss) of this replica's samples."""
+    aggregates = {"aggregate": "token-mean", "penalty_aggregate": penalty, "value_aggregate": value}
+    objective = make_objective("ppo", **aggregates, kl=KL(coef=0.1))
     groups = make_groups(SIZES) if mesh.ranks.rank == 0 else []
     stats = gather_stats(groups, mesh.ranks, PLAN)
     batch = pack(groups, stats, mesh.ranks, PLAN)
@@ -30,7 +31,7 @@ def shares(mesh, penalty: str | None):
             response_T = part.token_index([sample])[part.loss_mask_T[part.token_index([sample])]]
             weights = [
                 None if w is None else w[response_T].unique().tolist()
-                for w in map(part.columns.get, (Column.LOSS_WEIGHTS, Column.PENALTY_WEIGHTS))
+                for w in map(part.columns.get, (Column.LOSS_WEIGHTS, Column.PENALTY_WEIGHTS, Column.VALUE_WEIGHTS))
             ]
             rows.append((len(response_T), *weights))
         weights_of_steps.append(rows)
@@ -38,14 +39,15 @@ def shares(mesh, penalty: str | None):
 
 
 @pytest.mark.parametrize("layout", ["d1", "d2"])
-def test_kl_and_surrogate_have_the_denominators_of_the_whole_update(cluster, layout):
+def test_each_loss_has_the_denominators_of_the_whole_update(cluster, layout):
     """By hand: a token mean is 1 / tokens, a mean over sequences 1 / (samples x length), over all replicas."""
-    replicas = cluster.run(shares, f"megatron:{layout}", "seq-mean-token-mean")
+    replicas = cluster.run(shares, f"megatron:{layout}", "seq-mean-token-mean", "seq-mean-token-sum")
     for update in range(PLAN.updates_per_step):
         rows = [row for replica in replicas for row in replica[update]]
         tokens, samples = sum(length for length, *_ in rows), len(rows)
-        for length, surrogate, penalty in rows:
+        for length, surrogate, penalty, value in rows:
             assert surrogate == pytest.approx([1 / tokens]) and penalty == pytest.approx([1 / (samples * length)])
+            assert value == pytest.approx([1 / samples])
 
 
 def left_out(mesh, bound: float):
@@ -85,6 +87,6 @@ def test_the_tokens_that_are_left_out_are_those_of_the_whole_update_on_every_lay
 
 
 def test_one_aggregation_is_one_set_of_weights(cluster):
-    ((first, *_),) = cluster.run(shares, "megatron:d1", None)
-    assert all(penalty is None for *_, penalty in first)
-    assert torch.tensor([length * weight for length, (weight,), _ in first]).sum() == pytest.approx(1)
+    ((first, *_),) = cluster.run(shares, "megatron:d1", None, None)
+    assert all(penalty is None and value is None for *_, penalty, value in first)
+    assert torch.tensor([length * weight for length, (weight,), *_ in first]).sum() == pytest.approx(1)

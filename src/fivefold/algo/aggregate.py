@@ -82,6 +82,8 @@ class Aggregation(Part):
     """Weighting of tokens in the loss: one of AGGREGATES, or `path.py:function`."""
     penalty_aggregate: Annotated[str, NameOrCode(AGGREGATES)] | None = None
     """Aggregation for the KL and entropy terms; `aggregate` if left out."""
+    value_aggregate: Annotated[str, NameOrCode(AGGREGATES)] | None = None
+    """Aggregation for the critic's loss; `aggregate` if left out."""
 
     @cached_property
     def of_policy(self) -> Aggregate:
@@ -90,6 +92,12 @@ class Aggregation(Part):
     @cached_property
     def of_penalties(self) -> Aggregate:
         return aggregate_of(self.penalty_aggregate or self.aggregate)
+
+    @cached_property
+    def of_values(self) -> Aggregate | None:
+        """The aggregation of the critic's loss; None if it is that of the policy's."""
+        name = self.value_aggregate
+        return None if name is None or name == self.aggregate else aggregate_of(name)
 
     @property
     def has_own_penalties(self) -> bool:
@@ -108,6 +116,14 @@ class Aggregation(Part):
         if method.learns_from == "pairs":
             message = f"must be {method.aggregate} for {case.name}: every pair counts alike"
             findings.require(case.overrides.aggregate in (None, method.aggregate), "aggregate", message)
+        if case.overrides.value_aggregate is not None:
+            if chosen.credit != "gae":
+                findings.ignore("value_aggregate", "there is no critic")
+            findings.require(
+                chosen.value_aggregate != LEGACY_AGGREGATE or chosen.aggregate == LEGACY_AGGREGATE,
+                "value_aggregate",
+                f": {LEGACY_AGGREGATE} needs the same algorithm.aggregate: got {chosen.aggregate}",
+            )
         if case.overrides.penalty_aggregate is None:
             return
         if not (chosen.kl.coef and chosen.kl.place == "loss") and not chosen.entropy_coef:

@@ -231,6 +231,13 @@ class Objective:
             return None
         return weights_of(self.aggregation.of_penalties, response_lengths_N, max_response_tokens, kept_N)
 
+    def value_weights(
+        self, response_lengths_N: Tensor, max_response_tokens: int, kept_N: Tensor | None = None
+    ) -> Tensor | None:
+        """[N] weight of each sample's tokens in the critic's loss; None if `loss_weights` apply to it too."""
+        aggregate = self.aggregation.of_values
+        return None if aggregate is None else weights_of(aggregate, response_lengths_N, max_response_tokens, kept_N)
+
     def loss(self, logprobs_T: Tensor, entropy_T: Tensor, batch: TokenBatch, progress: Progress = Progress()) -> LossOutput:
         """Return this micro-batch's share of the loss to minimize, with its gradient, and of the step's metrics (a LossFn).
 

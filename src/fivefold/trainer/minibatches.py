@@ -63,7 +63,9 @@ class MiniBatches:
         trajectories, row_M = stats.trajectories, stats.trajectory_of_N[rows_N].unique()
         lengths_N = trajectories.response_lengths_N[row_M]
 
-        def on_tokens(weights_M: Tensor) -> Tensor:
+        def on_tokens(weights_M: Tensor | None) -> Tensor | None:
+            if weights_M is None:
+                return None
             all_M = torch.zeros(len(trajectories), dtype=torch.float64)
             all_M[row_M] = weights_M
             return part.expand_to_tokens(all_M[stats.trajectory_of_N[part.sample_index_N]])
@@ -71,12 +73,12 @@ class MiniBatches:
         kept_N, expert_N = self.objective.kept(stats), trajectories.expert_N
         kept_N, expert_N = (None if marked_N is None else marked_N[row_M] for marked_N in (kept_N, expert_N))
         arguments = (lengths_N, stats.max_response_tokens, kept_N, expert_N)
-        penalty_weights_N = self.objective.penalty_weights(*arguments)
         return replace(
             part.with_columns(
                 {
                     Column.LOSS_WEIGHTS: on_tokens(self.objective.loss_weights(*arguments, update)),
-                    Column.PENALTY_WEIGHTS: None if penalty_weights_N is None else on_tokens(penalty_weights_N),
+                    Column.PENALTY_WEIGHTS: on_tokens(self.objective.penalty_weights(*arguments)),
+                    Column.VALUE_WEIGHTS: on_tokens(self.objective.value_weights(*arguments[:3])),
                 }
             ),
             update_tokens=int(lengths_N.sum()),

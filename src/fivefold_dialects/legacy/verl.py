@@ -185,6 +185,13 @@ def importance(source: Source) -> dict[str, Any]:
     return {f"algorithm.rollout_correction.{key}": value for key, value in ours.items()}
 
 
+def may_sample_in_evaluation(source: Source) -> bool:
+    """Return whether an evaluation samples if its temperature is above 0: without the agent loop it needs do_sample."""
+    rollout = source.under(_R)
+    has_loop = rollout.text("mode") != "sync" and rollout.text("name") != "hf"
+    return has_loop or rollout.flag("val_kwargs.do_sample")
+
+
 def veto(section: Source, key: str = "rollout_token_veto_threshold") -> dict[str, Any]:
     """Return our key that drops a response because of one token's ratio."""
     bound = section.number(key) if section.has(key) else None

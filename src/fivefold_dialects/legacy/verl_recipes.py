@@ -108,7 +108,7 @@ def _filter(source: Source) -> dict[str, Any]:
     }
     if by_length:
         # The recipe also counts a response that is one token shorter than the limit as truncated.
-        ours["algorithm.dynamic_sampling_max_tokens"] = source.count("data.max_response_length") - 2
+        ours["algorithm.dynamic_sampling_max_tokens"] = shared.response_tokens(source) - 2
     return ours
 
 
@@ -134,7 +134,7 @@ def _model(source: Source, prompts: int) -> dict[str, Any]:
         model.lacks("update", "rewards of an update's responses by the model as it is after the previous updates")
     if source.flag(_P + "use_dynamic_bsz"):
         source.lacks(_P + "use_dynamic_bsz", "a loss that is not divided by the number of responses")
-    longest = source.count("data.max_prompt_length") + source.count("data.max_response_length")
+    longest = source.count("data.max_prompt_length") + shared.response_tokens(source)
     sequences = source.whole(_P + "micro_batch_size_per_gpu") or 1
     gpus = source.count("trainer.nnodes") * source.count("trainer.n_gpus_per_node")
     # Only lr_warmup_steps has an effect: the recipe never sets the number of steps that the share refers to.
