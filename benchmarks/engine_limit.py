@@ -4,9 +4,10 @@
 its weights are random) and Qwen3-1.7B's shape; prompts of 100 tokens, 8 responses of 200 to each, 256 and 1,024 sequences.
 Each line is printed as it comes; what does not fit into `--seconds` is reported as not measured. `--dry-run`: tiny, on CPUs.
 
-Compare lines of one run only: hosts differ by a third. "Alone" is `vllm.LLM` with its own defaults; "ours" is our engine as
-it is in a rank, without a trainer. "before" is our engine with vLLM's own objects for log-probs, "after" with collected
-ones. Several processes share the GPU, and each samples its part of the sequences; "servers" are those of engine.processes.
+Compare lines of one run only: hosts differ by a third. "Alone" is `vllm.LLM` with its scheduler in the same process, as in our
+ranks, whose parts of a step are timed; "default" is `vllm.LLM` as it is, with its scheduler in a second process. Both have the
+sizes of cache and graphs that ours has. "Ours" is our engine as it is in a rank, without a trainer. "before" is our engine with
+vLLM's own objects for log-probs, "after" with collected ones. Several processes share the GPU, and each samples its part of the sequences; "servers" are those of engine.processes.
 """
 
 from __future__ import annotations
@@ -61,12 +62,15 @@ GROUPS = {
     "small-alone": Group("small", "alone", 1, tuple(PLAIN)),
     "small-ours": Group("small", "ours", 1, tuple(OURS)),
     "small-alone-2": Group("small", "alone", 2, ("plain", "both")),
+    "small-default-2": Group("small", "default", 2, ("plain", "both")),
     "small-servers-2": Group("small", "servers", 2, ("after",)),
     "large-alone": Group("large", "alone", 1, ("plain", "both")),
     "large-ours": Group("large", "ours", 1, ("before", "after")),
     "large-alone-2": Group("large", "alone", 2, ("plain", "both"), MANY),
+    "large-default-2": Group("large", "default", 2, ("plain",), MANY),
     "large-servers-2": Group("large", "servers", 2, ("after",), MANY),
     "small-servers-4": Group("small", "servers", 4, ("after",), MANY),
+    "small-default-4": Group("small", "default", 4, ("plain",), MANY),
     "small-alone-4": Group("small", "alone", 4, ("plain", "both"), MANY),
     "small-ours-2": Group("small", "ours", 2, ("before", "after"), MANY),
     "small-blocks-64": Group("small", "ours", 1, ("after",), MANY, (("block_size", 64),)),
@@ -126,7 +130,7 @@ class Timers:
 def child(given: dict[str, Any]) -> None:
     """Start an engine, then measure the rows that arrive as lines of JSON."""
     os.environ |= {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
-    if given["kind"] != "servers":
+    if given["kind"] in ("alone", "ours"):
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     import torch
 

@@ -123,7 +123,7 @@ def vllm_engine(mesh: Mesh, /, directory: Path, layout: str, sets: int, **overri
             engine._llm.reset_prefix_cache()
             seconds, completions = timed(mesh, lambda mine=mine: list(engine.generate(mine)))
             rates.setdefault("ours", []).append(round(tokens_of(completions) / seconds))
-            for what, options in (("vllm_alone", {"logprobs": 0}), ("vllm_without_logprobs", {})):
+            for what, options in (("vllm_with_logprobs", {"logprobs": 0}), ("vllm_alone", {})):
                 engine._llm.reset_prefix_cache()
                 params = [
                     SamplingParams(max_tokens=one.sampling.max_tokens, ignore_eos=True, detokenize=False, **options)
@@ -133,8 +133,9 @@ def vllm_engine(mesh: Mesh, /, directory: Path, layout: str, sets: int, **overri
                     mesh, lambda prompts=prompts, params=params: engine._llm.generate(prompts, params, use_tqdm=False)
                 )
                 rates.setdefault(what, []).append(round(tokens_of(completions) / seconds))
-        ratio = round(statistics.median(rates["ours"]) / statistics.median(rates["vllm_alone"]), 3)
-        tell(mesh, name, {"tokens_per_second": rates, "ours_over_alone": ratio})
+        median = {what: statistics.median(measured) for what, measured in rates.items()}
+        ratios = {f"ours_over_{what}": round(median["ours"] / median[what], 3) for what in rates if what != "ours"}
+        tell(mesh, name, {"tokens_per_second": rates, **ratios})
         if number == 0:
             tell(mesh, "log-probs", logprob_gap(model, mine[:64], completions))
             model.offload()
