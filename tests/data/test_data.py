@@ -15,7 +15,7 @@ from fivefold.data.light_tokenizer import LightTokenizer
 from fivefold.data.prepare import prepare
 from fivefold.data.prompt_loader import PromptLoader
 from fivefold.data.prompts import Reading, load_prompts, render
-from fivefold.data.rows import Columns, count_rows, read_rows
+from fivefold.data.rows import Columns, count_rows, parse_row, read_rows
 from fivefold.data.tokenizer import load_tokenizer, train_tokenizer
 from fivefold.keys.findings import Findings
 from fivefold.plan.data_files import check_data
@@ -121,6 +121,26 @@ def test_columns_and_parts_of_columns_are_found_by_name(tmp_path, tokenizer):
         ValueError, match=r"row 0: no ground truth in 'answr'; it has extra_info, .*; set data.ground_truth_key"
     ):
         read(ground_truth="answr")
+
+
+@pytest.mark.parametrize(
+    ("cell", "truth"),
+    [
+        ("6 * 7 is 42.\n#### 42", "42"),
+        ("6 * 7 is 42.\n#### 42  \n\n", "42"),
+        ("####42", "42"),
+        ("# Answer\n#### Step 1\nAdd 2 and 3.\n#### Step 2\nIt is 5.", ...),
+        ("It is 5, not #### 6", ...),
+        ("A list\n##### 5", ...),
+        ("Nothing\n####", ...),
+        (["a", "assert f(1)\n#### 2"], ...),
+    ],
+)
+def test_only_a_solution_whose_last_line_is_its_answer_counts_as_that_answer(cell, truth):
+    row = {"prompt": "q", "reference": cell}
+    kept = cell if isinstance(cell, str) else json.dumps(cell)
+    parsed = parse_row(row, Columns(ground_truth="reference"), "rollouts", "s")
+    assert parsed.ground_truth == (kept if truth is ... else truth)
 
 
 def test_overlong_prompts_are_dropped_and_counted_or_refused(tmp_path, tokenizer):

@@ -187,7 +187,14 @@ def test_the_columns_of_the_data_page_are_columns():
     names = yaml.safe_load(block)["data"]
     tree = {"model": {"path": "m"}, "data": {"train": ["x.jsonl"], **names}}
     columns = Columns.of(RunConfig.of(tree).data)
-    row = {"question": "q", "answer": "so #### 42", "tag": "t", "input": "more", "instructions": "be brief", "functions": []}
+    row = {
+        "question": "q",
+        "answer": "so\n#### 42",
+        "tag": "t",
+        "input": "more",
+        "instructions": "be brief",
+        "functions": [],
+    }
     parsed = parse_row(row, columns, "rollouts", "train")
     assert (parsed.source, parsed.ground_truth) == ("t", "42")
     assert [message["content"] for message in parsed.messages] == ["be brief", "q\nmore"]

@@ -185,8 +185,8 @@ class DataConfig:
     tools_key: str | None = None
     """Column with the functions passed to the chat template as `tools`: a list, or JSON; may be empty."""
     ground_truth_key: str = "reward_model.ground_truth"
-    """Column with the ground truth, which responses are compared with. In a column of another name, a solution that ends in
-    `#### answer` counts as its answer."""
+    """Column with the ground truth, which responses are compared with. In a column of another name, a solution whose last
+    line is `#### answer` counts as its answer."""
     ground_truth_by_source: dict[str, str] = field(default_factory=dict)
     """data_source -> column with its ground truth, for example one with tests for programs."""
     source_key: str = "data_source"

@@ -93,6 +93,8 @@ class Row:
         return {"tools": self.tools} if self.tools else {}
 
 
+_ANSWER = re.compile(r"####\s*([^#\s].*)")
+"""Last line of a solution in GSM8K's form."""
 _PART = re.compile(r"(.+)\[(-?\d*):(-?\d*)\]", re.DOTALL)
 
 
@@ -561,13 +563,16 @@ def _cell(row: dict[str, Any], name: str) -> Any:
 
 
 def _ground_truth(row: dict[str, Any], name: str) -> str:
-    """Return the ground truth as a text; in a custom column, the answer of a solution that ends in `#### answer` (GSM8K)."""
+    """Return the ground truth as a text; in a custom column, the answer of a solution whose last line is `#### answer`
+    (GSM8K)."""
     if name == Columns.ground_truth:
         return _as_text(_mapping(row, "reward_model").get("ground_truth"))
     value = _cell(row, name)
     if value is None:
         raise UserError(f"no ground truth in {name!r}; it has {', '.join(map(str, row))}; set data.ground_truth_key")
-    return _as_text(value).rpartition("#### ")[2]
+    last_line = value.rstrip().rpartition("\n")[2] if isinstance(value, str) else ""
+    answer = _ANSWER.fullmatch(last_line)
+    return _as_text(value) if answer is None else answer[1]
 
 
 def _as_text(ground_truth: Any) -> str:
