@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from contextlib import redirect_stdout
+from datetime import date
 from io import StringIO
 from pathlib import Path
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from fivefold.build import build_data
@@ -65,6 +69,37 @@ def test_stored_prompts_are_those_that_are_read_one_by_one(tmp_path, directory, 
     assert list(stored.ground_truths()) == list(listed.ground_truths())
     with pytest.raises(IndexError):
         stored.prompts[len(listed.prompts)]
+
+
+@pytest.mark.parametrize("count", [5, 25])
+@pytest.mark.parametrize(
+    ("value", "says"),
+    [
+        (math.nan, None),
+        ([("a", 1)], None),
+        (date(2026, 1, 1), "row 3: column 'extra_info' must hold texts, numbers, lists and mappings: .* date "),
+        (b"a", "row 3: column 'extra_info' must hold texts, numbers, lists and mappings: .* bytes "),
+    ],
+)
+def test_a_value_is_taken_or_refused_alike_in_small_and_large_data_sets(tmp_path, directory, count, value, says):
+    file, reading = tmp_path / "a.parquet", Reading(60)
+    kind = pyarrow.map_(pyarrow.string(), pyarrow.int64()) if isinstance(value, list) else None
+    values = pyarrow.array([value if place == 3 else None for place in range(count)], kind)
+    extra = pyarrow.StructArray.from_arrays([values], ["value"])
+    columns = {name: [row[name] for row in rows(count)] for name in ("prompt", "reward_model")}
+    pyarrow.parquet.write_table(pyarrow.table({**columns, "extra_info": extra}), file)
+    assert is_large([str(file)]) == (count > 20)
+
+    def load():
+        if not is_large([str(file)]):
+            return load_prompts([str(file)], load_tokenizer(str(directory)), reading).prompts
+        return open_prompts(store_prompts([str(file)], (directory, False), reading, tmp_path, print, workers=1)).prompts
+
+    if says is not None:
+        with pytest.raises(ValueError, match=says):
+            load()
+    else:
+        assert json.dumps(load()[3].extra) == json.dumps({"value": value})
 
 
 def test_what_was_tokenized_is_taken_again_until_something_changes(tmp_path, directory):

@@ -338,7 +338,7 @@ def parse_row(row: dict[str, Any], columns: Columns, learns_from: LearnsFrom, so
         _ground_truth(row, columns.ground_truth_by_source.get(source, columns.ground_truth)),
         is_conversation,
         responses,
-        _mapping(row, "extra_info"),
+        _as_json(_mapping(row, "extra_info"), "extra_info"),
         _carried(row, columns),
         isinstance(given_prompt, list) or (isinstance(given_prompt, str) and _json_messages(given_prompt) is not None),
         _tools(row, columns.tools),
@@ -355,13 +355,19 @@ def _carried(row: dict[str, Any], columns: Columns) -> dict[str, Any]:
     carried = {}
     for name in names:
         try:
-            carried[name] = json.loads(json.dumps(row[name]))
-        except (TypeError, ValueError) as error:
+            carried[name] = _as_json(row[name], name)
+        except UserError:
             if columns.carried is not None:
-                raise UserError(
-                    f"column {name!r}, which a reward function takes, must hold texts, numbers, lists and mappings: {error}"
-                ) from error
+                raise
     return carried
+
+
+def _as_json(value: Any, column: str) -> Any:
+    """Return a value as JSON holds it, since large data sets are stored as JSON; raises ValueError if JSON cannot."""
+    try:
+        return json.loads(json.dumps(value))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise UserError(f"column {column!r} must hold texts, numbers, lists and mappings: {error}") from error
 
 
 def with_system_prompt(row: Row, text: str | None) -> Row:
@@ -510,7 +516,8 @@ def as_messages(prompt: Any, column: str) -> Messages:
         if not isinstance(message["content"], str):
             raise UserError(f"column {column!r}: the content of a message must be a text: got {shown(message['content'])}")
         _check_text(message["content"], column)
-    return prompt
+    kept: Messages = _as_json(prompt, column)
+    return kept
 
 
 def _json_messages(text: str) -> list[dict[str, Any]] | None:

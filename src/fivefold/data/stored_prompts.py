@@ -11,7 +11,6 @@ from typing import Any, overload
 
 import pyarrow as pa
 
-from fivefold.errors import UserError
 from fivefold.types import DatasetResponse, Prompt
 
 _TOKENS = pa.list_(pa.int32())
@@ -35,7 +34,7 @@ DROPPED = b"dropped"
 
 
 def to_batch(prompts: Sequence[Prompt]) -> Any:
-    """Convert prompts to a record batch; raises ValueError for extra columns that JSON does not preserve."""
+    """Convert prompts to a record batch."""
     rows = [
         {
             "id": prompt.id,
@@ -44,22 +43,12 @@ def to_batch(prompts: Sequence[Prompt]) -> Any:
             "text": prompt.text,
             "ground_truth": prompt.ground_truth,
             "is_chat": prompt.is_chat,
-            **{name: _json(prompt, getattr(prompt, name)) for name in _JSON},
+            **{name: json.dumps(getattr(prompt, name)) for name in _JSON},
             "responses": [vars(response) for response in prompt.responses],
         }
         for prompt in prompts
     ]
     return pa.RecordBatch.from_pylist(rows, SCHEMA)
-
-
-def _json(prompt: Prompt, value: Any) -> str:
-    try:
-        text = json.dumps(value)
-        if json.loads(text) == value:
-            return text
-    except (TypeError, ValueError):
-        pass
-    raise UserError(f"prompt {prompt.id}: extra_info must hold texts, numbers, lists and mappings: got {value!r:.200}")
 
 
 class StoredPrompts(Sequence[Prompt]):
