@@ -217,6 +217,68 @@ def test_a_pair_is_read_from_texts_turns_or_whole_conversations(tmp_path, tokeni
         ]
 
 
+def said(*texts: str) -> list[dict]:
+    """Messages of user and assistant, as `u: 1`; s and t are system and tool."""
+    roles = {"s": "system", "u": "user", "a": "assistant", "t": "tool"}
+    return [{"role": roles[text[0]], "content": text[3:]} for text in texts]
+
+
+Q, MORE = said("u: 1"), said("u: 1", "a: 2", "u: 3")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "before", "read"),
+    [
+        ("1", [], Q),
+        ("1", Q, Q),
+        ("1", MORE, MORE),
+        ("1", MORE[1:], MORE),
+        ("1", [*said("s: 0"), *MORE], [*said("s: 0"), *MORE]),
+        ([*said("s: 0"), *Q], Q, [*said("s: 0"), *Q]),
+        (MORE, MORE[2:], MORE),
+        (MORE, said("t: 4"), [*MORE, *said("t: 4")]),
+        ([{**Q[0], "name": None}], [{**Q[0], "tool_calls": None}], Q),
+        ("1", said("u: 2"), "before the response must be the prompt or follow it"),
+        (MORE, Q, "before the response must be the prompt or follow it"),
+    ],
+)
+def test_messages_before_a_response_are_the_prompt_or_follow_it(tmp_path, prompt, before, read):
+    for learns_from, keys in (("responses", ["response"]), ("pairs", ["chosen", "rejected"])):
+        responses = {key: [*before, *said(f"a: {key}")] for key in keys}
+        row = {"prompt": prompt, **responses}
+        with nullcontext() if isinstance(read, list) else pytest.raises(ValueError, match=f"'{keys[0]}': .*{read}"):
+            parsed = parse_row(row, Columns(), learns_from, "s")
+            texts = [{"role": message["role"], "content": message["content"]} for message in parsed.messages]
+            assert (texts, parsed.responses) == (read, keys)
+
+
+@pytest.mark.parametrize(
+    ("learns_from", "row", "says"),
+    [
+        ("responses", {"prompt": "1", "response": said("a: 2", "u: 3")}, "of the assistant: got .*'user', 'content': '3'"),
+        ("pairs", {"chosen": said("u: 1", "u: 2"), "rejected": said("u: 1", "u: 3")}, "'chosen': the last message is the"),
+        (
+            "pairs",
+            {"prompt": "1", "chosen": said("a: 2", "u: 3", "a: 4"), "rejected": said("a: 3", "u: 3", "a: 5")},
+            "must differ in their last turn only",
+        ),
+        ("pairs", {"prompt": "1", "chosen": said("a: 2", "u: 3", "a: 4"), "rejected": "5"}, "in their last turn only"),
+    ],
+)
+def test_responses_of_another_role_or_after_other_messages_are_refused_by_row(tmp_path, tokenizer, learns_from, row, says):
+    """In training and in the check, where a good row stands before it."""
+    tokenizer.save_pretrained(tmp_path)
+    good = {"prompt": "1", "response": "2", "chosen": "2", "rejected": "3"}
+    path = write(tmp_path / "a.jsonl", good, row)
+    reading = Reading(50, learns_from=learns_from, need_responses=True, max_response_tokens=50)
+    with pytest.raises(ValueError, match=f"row 1: .*{says}"):
+        load_prompts([path], tokenizer, reading)
+    tree = {"model": {"path": "m"}, "algorithm": {"name": {"responses": "sft", "pairs": "dpo"}[learns_from]}}
+    findings = Findings()
+    check_data(findings, RunConfig.of(tree | {"data": {"train": [path]}}), LightTokenizer.load(tmp_path), None)
+    assert re.search(f"row 1: .*{says}", findings.errors[0])
+
+
 def test_only_the_assistant_s_turns_of_a_conversation_are_learned(tmp_path, tokenizer):
     import copy
 

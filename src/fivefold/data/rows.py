@@ -405,23 +405,24 @@ def _read_texts(row: dict[str, Any], columns: Columns, learns_from: LearnsFrom) 
                 f"column {columns.messages!r}: a conversation to imitate needs an assistant's turn after another one"
             )
         return messages, True, []
-    pair = [_cell(row, columns.chosen), _cell(row, columns.rejected)] if learns_from == "pairs" else []
+    named = {"rollouts": (), "responses": (columns.response,), "pairs": (columns.chosen, columns.rejected)}[learns_from]
+    cells = [_cell(row, name) for name in named]
     if (prompt := _cell(row, columns.prompt)) is not None:
         messages = _with_query(as_messages(prompt, columns.prompt), row, columns)
-    elif pair and all(isinstance(side, list) and len(side) > 1 for side in pair):
-        chosen, rejected = as_messages(pair[0], columns.chosen), as_messages(pair[1], columns.rejected)
-        if chosen[:-1] != rejected[:-1]:
-            raise UserError(f"{columns.chosen!r} and {columns.rejected!r} must differ in their last turn only")
-        messages = chosen[:-1]
+    elif learns_from == "pairs" and all(isinstance(side, list) and len(side) > 1 for side in cells):
+        messages = []
     elif learns_from == "responses" and isinstance(row.get("instruction"), str) and isinstance(row.get("output"), str):
         return _of_alpaca(row), True, []
     else:
         raise UserError(_no_column(row, columns.prompt, "prompt_key"))
+    read = [_response(cell, name, messages) for name, cell in zip(named, cells, strict=True) if cell is not None]
+    if read:
+        (messages, _), *others = read
+        if any(_filled(messages) != _filled(other) for other, _ in others):
+            raise UserError(f"{columns.chosen!r} and {columns.rejected!r} must differ in their last turn only")
     if not any(message["content"].strip() for message in messages):
         raise UserError(f"column {columns.prompt!r}: the prompt is empty: got {shown(messages)}")
-    named = {"rollouts": (), "responses": (columns.response,), "pairs": (columns.chosen, columns.rejected)}[learns_from]
-    responses = [_response(text, name) for name in named if (text := _cell(row, name)) is not None]
-    return messages, False, responses if len(responses) == len(named) else []
+    return messages, False, [text for _, text in read] if len(read) == len(named) else []
 
 
 def _with_query(messages: Messages, row: dict[str, Any], columns: Columns) -> Messages:
@@ -532,13 +533,36 @@ def _json_messages(text: str) -> list[dict[str, Any]] | None:
     return messages if are_messages else None
 
 
-def _response(value: Any, column: str) -> str:
-    """Return a response given as a text, or as messages whose last one is the response."""
-    text = as_messages(value, column)[-1]["content"] if isinstance(value, list) else value
-    if not isinstance(text, str):
+def _response(value: Any, column: str, prompt: Messages) -> tuple[Messages, str]:
+    """(messages before it, text) of a response given as a text, or as messages whose last one is the response.
+
+    Those before the last one belong to the prompt: they repeat it, with more around it or without its beginning, or follow
+    it.
+    """
+    if isinstance(value, str):
+        _check_text(value, column)
+        return prompt, value
+    if not isinstance(value, list):
         raise UserError(f"column {column!r}: a response is a text or a list of messages, got {shown(value)}")
-    _check_text(text, column)
-    return text
+    *turns, last = as_messages(value, column)
+    if last["role"] != "assistant":
+        raise UserError(f"column {column!r}: the last message is the response, of the assistant: got {shown(last)}")
+    before, given = _filled(turns), _filled(prompt)
+    if given[len(given) - len(before) :] == before:
+        return prompt, last["content"]
+    if any(before[place : place + len(given)] == given for place in range(len(before))):
+        return turns, last["content"]
+    if turns[0]["role"] in ("assistant", "tool"):
+        return [*prompt, *turns], last["content"]
+    raise UserError(
+        f"column {column!r}: the messages before the response must be the prompt or follow it: got {shown(turns)} for the "
+        f"prompt {shown(prompt)}"
+    )
+
+
+def _filled(messages: Messages) -> Messages:
+    """Return messages without the keys that parquet adds because other messages have them."""
+    return [{key: value for key, value in message.items() if value is not None} for message in messages]
 
 
 def _check_text(text: str, column: str) -> None:
