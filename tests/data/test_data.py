@@ -81,6 +81,20 @@ def test_gsm8k_and_math_have_the_schema_that_verl_users_have(tmp_path):
     assert next(read_rows(tmp_path / "m/test.parquet"))["reward_model"]["ground_truth"] == "\\frac12"
 
 
+def test_rows_whose_answer_is_null_are_left_out_and_named(tmp_path):
+    source, messages = tmp_path / "math_train.json", []
+    for missing, named in (([1, 3], "rows whose answer is null are left out, 2 in all: 1, 3"), (range(12), ", 8, 9, ...")):
+        rows = [{"problem": f"{n}", "answer": None if n in missing else str(n)} for n in range(40)]
+        source.write_text(json.dumps(rows))
+        written = prepare("math", tmp_path / "out", [source], log=messages.append)
+        assert sum(written.values()) == 40 - len(missing) and messages[-1].endswith(named)
+        truths = [row["reward_model"]["ground_truth"] for row in read_rows(tmp_path / "out/train.parquet")]
+        assert truths[:2] == [str(n) for n in range(40) if n not in missing][:2]
+    source.write_text(json.dumps([{"problem": "1", "solution": "2"}]))
+    with pytest.raises(ValueError, match="row 0: column 'answer' must be a text: got None; it has problem, solution"):
+        prepare("math", tmp_path / "out", [source])
+
+
 @pytest.mark.skipif(not SHARED.is_dir(), reason="the real files are not beside the checkout")
 def test_the_real_gsm8k_is_read_whole_and_its_solutions_earn_their_reward(tmp_path):
     from fivefold.reward.rules import gsm8k

@@ -7,7 +7,7 @@ solution if the source has one (for sft).
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,8 @@ HUB = {
     "math": ("HuggingFaceH4/MATH-500", {"test": "test.jsonl"}),
 }
 TEST_SHARE = 0.05
-_MOST_BELOW = 2000
+_MOST_BELOW, _NAMED = 2000, 10
+Log = Callable[[str], None]
 
 
 def prepare(
@@ -40,9 +41,10 @@ def prepare(
     seed: int = 0,
     below: int = 100,
     form: str = "verl",
+    log: Log = print,
 ) -> dict[str, int]:
     """Write `out`/train.parquet and `out`/test.parquet; return the number of rows in each."""
-    splits = rows_of(name, source, limit, seed, below, form)
+    splits = rows_of(name, source, limit, seed, below, form, log)
     out.mkdir(parents=True, exist_ok=True)
     written = {}
     for split, rows in splits.items():
@@ -53,12 +55,19 @@ def prepare(
 
 
 def rows_of(
-    name: str, source: list[Path], limit: int | None = None, seed: int = 0, below: int = 100, form: str = "verl"
+    name: str,
+    source: list[Path],
+    limit: int | None = None,
+    seed: int = 0,
+    below: int = 100,
+    form: str = "verl",
+    log: Log = print,
 ) -> dict[str, list[dict[str, Any]]]:
     """Return the rows of the splits "train" and "test".
 
     `source` are local files. Files with "test" in their name make the test split; without one, the last 5 % of the rows do.
     Without `source` the files come from the hub; `arithmetic` needs none. `form` chooses the text after each question.
+    Rows whose answer is null are left out and reported.
     """
     if form != "verl" and name not in INSTRUCTIONS[form]:
         raise UserError(f"--form {form} is a form of {', '.join(INSTRUCTIONS[form])}: got {name}")
@@ -69,11 +78,18 @@ def rows_of(
     else:
         splits = {"train": [], "test": []}
         for split, path in _files(name, source):
+            unanswered = []
             for place, raw in enumerate(_raw_rows(path)):
+                if raw.get("answer", ...) is None:
+                    unanswered.append(place)
+                    continue
                 try:
                     splits[split].append(_row(name, INSTRUCTIONS[form][name], raw, split, len(splits[split])))
                 except ValueError as error:
                     raise UserError(f"{path}, row {place}: {error}") from error
+            if unanswered:
+                places = ", ".join(map(str, unanswered[:_NAMED])) + (", ..." if len(unanswered) > _NAMED else "")
+                log(f"{path}: rows whose answer is null are left out, {len(unanswered)} in all: {places}")
         if not splits["train"] and not splits["test"]:
             raise UserError(f"no rows in {', '.join(map(str, source))}")
         if not splits["test"]:
