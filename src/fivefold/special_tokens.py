@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -43,6 +43,30 @@ def special_pattern(tokens: Mapping[int, Any]) -> re.Pattern[str] | None:
 def pattern_of(tokenizer: Any) -> re.Pattern[str] | None:
     """Return a pattern for the special tokens of a transformers tokenizer."""
     return special_pattern(getattr(tokenizer, "added_tokens_decoder", {}))
+
+
+@lru_cache(8)
+def special_ids_of(tokenizer: Any) -> frozenset[int]:
+    """Return the special tokens of a transformers tokenizer."""
+    return frozenset(special_tokens(getattr(tokenizer, "added_tokens_decoder", {})))
+
+
+def end_of_turn(
+    token_ids: Sequence[int], special: Collection[int | None], eos: int | None, decode: Callable[[list[int]], str]
+) -> int:
+    """Return the number of tokens of a turn up to the token that ends it: 0 if its template writes none.
+
+    It is the last special token that only blank text and special tokens follow, `eos` if that is one of them.
+    """
+    after: list[int] = []
+    for place in reversed(range(len(token_ids))):
+        if token_ids[place] == eos or token_ids[place] in special:
+            after.append(place)
+        elif decode([token_ids[place]]).strip():
+            break
+    every_eos = [place for place in reversed(range(len(token_ids))) if token_ids[place] == eos]
+    ends = [place for place in after if token_ids[place] == eos] or after or every_eos
+    return ends[0] + 1 if ends else 0
 
 
 def texts_in(value: Any) -> Iterator[str]:

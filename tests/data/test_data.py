@@ -328,6 +328,78 @@ def test_only_the_assistant_s_turns_of_a_conversation_are_learned(tmp_path, toke
     assert len(cut.token_ids) == 3 and cut.truncated
 
 
+ENDS = {
+    "{{ m.content }}<|pad|>\n": "<|pad|>",
+    "{{ m.content }}<|end|>\n": "<|end|>",
+    "{{ m.content }}<|pad|>\n<|end|>": "<|pad|>\n<|end|>",
+    "{{ m.content }}<|end|><|pad|>\n": "<|end|>",
+    "{{ m.content }}<|end|>###": "<|end|>",
+}
+"""How a template writes a turn -> what is learned of its end; the tokenizer's end token is `<|end|>`."""
+
+
+@pytest.mark.parametrize("written", ENDS)
+def test_a_turn_ends_with_the_special_token_that_the_template_writes(tmp_path, tokenizer, written):
+    import copy
+
+    templated = copy.deepcopy(tokenizer)
+    templated.chat_template = (
+        f"{{% for m in messages %}}{{{{ m.role }}}} {written}{{% endfor %}}"
+        "{% if add_generation_prompt %}assistant {% endif %}"
+    )
+    talk = said("u: 1", "a: 2 <|unknown|> 3", "u: 4", "a: 5")
+    prompt = given(tmp_path, templated, "responses", {"messages": talk}, 100)
+    (response,) = prompt.responses
+    text = templated.decode([*prompt.token_ids, *response.token_ids])
+    assert templated.apply_chat_template(talk, tokenize=False).startswith(text)
+    learned = [token for token, learns in zip(response.token_ids, response.loss_mask, strict=True) if learns]
+    assert templated.decode(learned) == f"2 <|unknown|> 3{ENDS[written]}5{ENDS[written]}"
+
+
+@pytest.mark.parametrize(
+    ("template", "content", "end"),
+    [
+        ("{% for m in messages %}{{ m.content }}\n{% endfor %}", "2", "\n<|end|>"),
+        ("{% for m in messages %}{{ m.content }}\n{% endfor %}", "2<|unknown|>", "\n<|end|>"),
+        (None, "2<|pad|>", "<|end|>"),
+    ],
+)
+def test_a_turn_that_no_template_ends_gets_the_end_token(tmp_path, tokenizer, template, content, end):
+    """What only the content ends with ends no turn."""
+    import copy
+
+    templated = copy.deepcopy(tokenizer)
+    templated.chat_template = template
+    (response,) = given(tmp_path, templated, "responses", {"messages": said("u: 1", f"a: {content}")}).responses
+    assert (tokenizer.decode(response.token_ids), all(response.loss_mask)) == (content + end, True)
+    templated.save_pretrained(tmp_path)
+    assert LightTokenizer.load(tmp_path).turn_end(said("u: 1", f"a: {content}"), {}) == tokenizer.eos_token_id
+
+
+@pytest.mark.parametrize("learned_turns", ["all", "last"])
+def test_check_notes_a_learned_end_of_turn_that_ends_no_sampled_response(tmp_path, tokenizer, learned_turns):
+    tokenizer.save_pretrained(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}<|pad|>\n{% endfor %}")
+    light, (pad, end) = LightTokenizer.load(tmp_path), tokenizer.convert_tokens_to_ids(["<|pad|>", "<|end|>"])
+    talk = write(tmp_path / "talk.jsonl", *[{"messages": said("u: 1", "a: 2", "u: 3", "a: 4")}] * 40)
+    pair = write(tmp_path / "pair.jsonl", *[{"prompt": "1", "response": "2"}] * 40)
+
+    def look(path: str, ends: list[int], stops: tuple[int, ...] = ()) -> Findings:
+        (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+        tree = {"model": {"path": str(tmp_path)}, "algorithm": {"name": "sft"}, "eval": {"generate": False}}
+        data = {"train": [path], "learned_turns": learned_turns}
+        config = RunConfig.of(tree | {"data": data, "engine": {"sampling": {"stop_token_ids": list(stops)}}})
+        check_data(findings := Findings(), config, light, None)
+        return findings
+
+    note = f"turns to learn end with <|pad|> of the chat template, token {pad}, which ends no sampled response ([{end}] do)"
+    assert [note in line for line in look(talk, [end]).notes] == [False, True]
+    assert "is also the pad token of the tokenizer" in look(talk, [end]).notes[0]
+    for findings in (look(talk, [pad, end]), look(talk, [pad]), look(talk, [end], (pad,)), look(pair, [end])):
+        assert findings.errors == [] and not any("turns to learn" in line for line in findings.notes)
+    assert f"every response to learn ends with token {end}" in look(pair, [pad]).errors[0]
+
+
 def test_a_template_that_rewrites_earlier_turns_is_refused(tmp_path, tokenizer):
     import copy
 

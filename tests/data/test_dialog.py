@@ -16,7 +16,7 @@ from fivefold.data import tool_calls
 from fivefold.data.dialog import Dialog, History
 from fivefold.data.tool_calls import PARSERS, ToolCall, arguments_fault
 from fivefold.errors import UserError
-from fivefold.special_tokens import escape, pattern_of
+from fivefold.special_tokens import escape, pattern_of, special_ids_of
 from tests.support.hostile import MARKS
 
 ENDS = ("<|im_end|>", "<|eot_id|>", "<|end|>", "<end_of_turn>", "<|user|>", "<|observation|>", "<｜end▁of▁sentence｜>",
@@ -329,7 +329,7 @@ def test_special_tokens_that_plain_ones_spell_open_no_turn_again():
     spelled = [token for letter in "<|im_end|>\n<|im_start|>system" for token in dialog.template.encode(letter)]
     message = dialog.read(spelled).message
     tokens = dialog.again([{"role": "user", "content": "Q"}, message])
-    assert [dialog.template.decode([token]) for token in tokens if token in dialog.reader._special] == [
+    assert [dialog.template.decode([token]) for token in tokens if token in special_ids_of(dialog.template.tokenizer)] == [
         "<|im_start|>", "<|im_end|>", "<|im_start|>", "<|im_end|>", "<|im_start|>",
     ]  # fmt: skip
 

@@ -202,8 +202,8 @@ class DataConfig:
     messages_key: str = "messages"
     """Column with a whole conversation to imitate instead; the assistant's turns carry loss."""
     learned_turns: Literal["all", "last"] = "all"
-    """Turns in a `messages_key` conversation that carry loss. all: all assistant turns up to their end tokens; last: the
-    last one, with all text that the chat template adds after it."""
+    """Turns in a `messages_key` conversation that carry loss. all: all assistant turns, each up to the special token that
+    ends it in the chat template; last: the last one, with all text that the chat template adds after it."""
     chosen_key: str = "chosen"
     rejected_key: str = "rejected"
     """Columns with the better and the worse response, for methods that learn from pairs (dpo): texts, or conversations whose

@@ -14,7 +14,7 @@ from typing import Any
 from fivefold.data.bounded_template import BoundedTemplate
 from fivefold.errors import UserError, first_line, shown
 from fivefold.files import read_json_object, read_text
-from fivefold.special_tokens import special_pattern
+from fivefold.special_tokens import end_of_turn, special_pattern, special_tokens
 
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 OTHER_FILES = ("tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tiktoken.model", "tekken.json")
@@ -65,6 +65,11 @@ class LightTokenizer:
         """Pattern that matches the tokenizer's special tokens in a text."""
         return special_pattern(self.backend.get_added_tokens_decoder())
 
+    @cached_property
+    def special_ids(self) -> frozenset[int | None]:
+        """The tokenizer's special tokens, without the one for unknown letters."""
+        return frozenset(special_tokens(self.backend.get_added_tokens_decoder())) - {self._special_id("unk_token")}
+
     @property
     def eos_token_id(self) -> int | None:
         return self._special_id("eos_token")
@@ -88,6 +93,14 @@ class LightTokenizer:
             return self.apply_chat_template(messages, add_generation_prompt, kwargs or {})
         end = "\n" if add_generation_prompt else ""
         return "\n".join(str(message["content"]) for message in messages) + end
+
+    def turn_end(self, messages: list[dict[str, Any]], kwargs: dict[str, Any]) -> int | None:
+        """Return the token that ends the last turn of a conversation, as data/prompts.py learns it."""
+        turn = self.render(messages, False, kwargs)[len(self.render(messages[:-1], True, kwargs)) :]
+        token_ids = self.backend.encode(turn, add_special_tokens=False).ids
+        ends = () if self.template is None else self.special_ids
+        end = end_of_turn(token_ids, ends, self.eos_token_id, self.backend.decode)
+        return token_ids[end - 1] if end else self.eos_token_id
 
     def check_text(self, text: str) -> list[int]:
         """Return the tokens of a text without surrounding special tokens; raises ValueError if a character has no token."""

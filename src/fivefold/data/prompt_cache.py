@@ -33,7 +33,7 @@ _WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", "
 """Suffixes of files next to a tokenizer that it does not read."""
 _ABANDONED = 3600.0
 """Age in seconds at which no process is still writing an unfinished file."""
-_CHUNK, _FORMAT, _NEWS = 2_000, 3, 100_000
+_CHUNK, _FORMAT, _NEWS = 2_000, 4, 100_000
 
 Log = Callable[[str], None]
 

@@ -28,7 +28,7 @@ from fivefold.data.rows import (
 )
 from fivefold.data.stored_prompts import StoredPrompts
 from fivefold.errors import UserError
-from fivefold.special_tokens import pattern_of
+from fivefold.special_tokens import end_of_turn, pattern_of, special_ids_of
 from fivefold.types import DatasetResponse, Prompt
 
 
@@ -194,6 +194,8 @@ def conversation(
     rest: list[int] = []
     loss_mask: list[bool] = []
     text_so_far = text
+    # Plain text ends with no token of a template, and unknown letters are no end.
+    ends = special_ids_of(tokenizer) - {tokenizer.unk_token_id} if _has_template(tokenizer, template_kwargs) else ()
     for turn in turns:
         _, before = render(messages[:turn], tokenizer, template_kwargs)
         after = conversation_text(messages[: turn + 1], tokenizer, template_kwargs)
@@ -206,10 +208,9 @@ def conversation(
             tokenizer.encode(before[len(text_so_far) :], add_special_tokens=False) if len(before) > len(text_so_far) else []
         )
         turn_ids = tokenizer.encode(after[len(before) :], add_special_tokens=False)
-        if tokenizer.eos_token_id in turn_ids:
-            # The model does not learn what the template writes after the end of a turn.
-            end = len(turn_ids) - turn_ids[::-1].index(tokenizer.eos_token_id)
-        else:
+        # The model does not learn what the template writes after the end of a turn.
+        end = end_of_turn(turn_ids, ends, tokenizer.eos_token_id, tokenizer.decode)
+        if not end:
             turn_ids, end = [*turn_ids, tokenizer.eos_token_id], len(turn_ids) + 1
         rest += between + turn_ids
         loss_mask += [False] * len(between) + [True] * end + [False] * (len(turn_ids) - end)

@@ -13,7 +13,7 @@ from typing import Any
 from fivefold.data.chat_template import EXAMPLE_CALLS, ChatTemplate
 from fivefold.data.tool_calls import PARSERS, Parser, Schemas, ToolCall
 from fivefold.errors import UserError
-from fivefold.special_tokens import escape, escape_all, pattern_of, special_tokens
+from fivefold.special_tokens import escape, escape_all, pattern_of, special_ids_of
 
 _SCHEMA = {
     "type": "object",
@@ -99,12 +99,8 @@ class TurnReader:
 
     def _escaped(self, token_ids: list[int]) -> str:
         """Return the text of a turn in which only special tokens read as such."""
-        pattern, special = pattern_of(self.template.tokenizer), self._special
+        pattern, special = pattern_of(self.template.tokenizer), special_ids_of(self.template.tokenizer)
         runs = (
             (is_special, self.template.decode(list(run))) for is_special, run in groupby(token_ids, special.__contains__)
         )
         return "".join(text if is_special else escape(text, pattern) for is_special, text in runs)
-
-    @cached_property
-    def _special(self) -> frozenset[int]:
-        return frozenset(special_tokens(getattr(self.template.tokenizer, "added_tokens_decoder", {})))

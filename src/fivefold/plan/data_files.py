@@ -38,6 +38,7 @@ from fivefold.data.rows import (
 from fivefold.errors import UserError, shown
 from fivefold.keys.findings import Findings
 from fivefold.keys.ranges import suggest
+from fivefold.plan.tokenizer_files import check_learned_ends
 from fivefold.reward.choose import ChosenRewards, check_columns, choose_rewards, user_functions
 from fivefold.reward.rules import describe_forms, forms_read, ground_truth_fault, takes_truth
 from fivefold.tables import DATA_SETS
@@ -68,6 +69,8 @@ class _Seen:
     """Built-in reward -> number of its prompts that were looked at."""
     unasked: dict[str, list[str]] = field(default_factory=dict)
     """Built-in reward -> places of the prompts among them that do not ask for the form that it reads."""
+    learned_ends: dict[bool, int | None] = field(default_factory=dict)
+    """Whether rows are conversations -> the token that ends what is learned of the first such row."""
     special: list[str] = field(default_factory=list)
     """Places of special tokens in the texts of rows, with the tokens."""
 
@@ -109,6 +112,8 @@ def check_data(findings: Findings, config: RunConfig, tokenizer: LightTokenizer 
         if not config.algorithm.offline:
             _report_forms(findings, training)
             _report_truths(findings, config, training)
+        elif tokenizer is not None and (ends := {end for end in training.learned_ends.values() if end is not None}):
+            check_learned_ends(findings, config, tokenizer, ends)
         if training.special:
             findings.note(_describe_special(training.special, data.special_tokens))
         scored = [] if config.algorithm.offline else [training]
@@ -257,6 +262,8 @@ class _Reader:
                     if learns:
                         check_responses(parsed, columns, kind, list(map(str, row)))
                     fits = self._encode(parsed)
+                    if learns and self.tokenizer is not None and parsed.is_conversation not in seen.learned_ends:
+                        seen.learned_ends[parsed.is_conversation] = self._learned_end(parsed, self.tokenizer)
                     if scored:
                         self._check_reward(parsed, row)
                         self._look_at_prompt(parsed, seen, where)
@@ -328,6 +335,13 @@ class _Reader:
                 "data.overlong_prompts to drop"
             )
         return len(tokens) <= most
+
+    def _learned_end(self, row: Row, tokenizer: LightTokenizer) -> int | None:
+        """Return the token that ends what is learned of a row."""
+        if not row.is_conversation:
+            return tokenizer.eos_token_id
+        last = max(place for place, message in enumerate(row.messages) if message["role"] == "assistant")
+        return tokenizer.turn_end(row.messages[: last + 1], self.config.data.chat_template_kwargs | row.template_kwargs)
 
     def knows_reward(self, source: str) -> bool:
         """Return whether a reward can be chosen for a data_source."""

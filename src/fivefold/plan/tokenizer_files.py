@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 
 from fivefold.config import RunConfig
@@ -14,8 +15,7 @@ from fivefold.models.spec import ModelSpec
 
 def check_tokenizer(findings: Findings, config: RunConfig, spec: ModelSpec | None) -> LightTokenizer | None:
     """Report errors of the policy's tokenizer; return it if its files are here and can be read without transformers."""
-    key = next((f"model.{name}" for name in ("tokenizer", "config") if getattr(config.model, name)), "model.path")
-    path = config.model.tokenizer_path
+    key, path = _key(config), config.model.tokenizer_path
     directory = Path(path)
     if not directory.is_dir():
         if config.model.tokenizer and not is_hub_id(path):
@@ -28,6 +28,35 @@ def check_tokenizer(findings: Findings, config: RunConfig, spec: ModelSpec | Non
         except UserError as error:
             findings.error(key, f": {error}")
     return tokenizer
+
+
+def _key(config: RunConfig) -> str:
+    """Return the key that names the tokenizer's directory."""
+    return next((f"model.{name}" for name in ("tokenizer", "config") if getattr(config.model, name)), "model.path")
+
+
+def check_learned_ends(findings: Findings, config: RunConfig, tokenizer: LightTokenizer, learned: Collection[int]) -> None:
+    """Report tokens that end what is learned but no sampled response, and those that are pad tokens."""
+    key, directory, drawn = _key(config), Path(config.model.described_by(config.model.path)), config.engine.sampling
+    pads, ends = PadTokens.of(directory, tokenizer.pad_token_id), EndTokens.of(directory, tokenizer.eos_token_id).used
+    for token in learned:
+        if message := pads.learned(token):
+            findings.note(f"{key}: {message}")
+        if drawn.ignore_eos or token in {*ends, *drawn.stop_token_ids}:
+            continue
+        if token == tokenizer.eos_token_id:
+            findings.error(
+                key,
+                f": every response to learn ends with token {token}, the tokenizer's eos_token, which ends no sampled one "
+                f"({sorted(ends)} do): a model that learns it would never stop. Name one of them as eos_token in "
+                "tokenizer_config.json, or add it to engine.sampling.stop_token_ids",
+            )
+        else:
+            findings.note(
+                f"{key}: turns to learn end with {tokenizer.backend.id_to_token(token)} of the chat template, token "
+                f"{token}, which ends no sampled response ({sorted(ends)} do): a model that learns it continues after its "
+                "turn; add it to engine.sampling.stop_token_ids, and to eos_token_id in generation_config.json"
+            )
 
 
 def check_tokenizer_files(findings: Findings, key: str, directory: Path, spec: ModelSpec | None) -> LightTokenizer | None:
@@ -61,7 +90,7 @@ def _check_ends(findings: Findings, key: str, config: RunConfig, tokenizer: Ligh
     directory = Path(config.model.described_by(config.model.path))
     tokens, pads = EndTokens.of(directory, tokenizer.eos_token_id), PadTokens.of(directory, tokenizer.pad_token_id)
     ends = tokens.used
-    learned = tokenizer.eos_token_id if config.algorithm.offline or len(ends) != 1 else min(ends)
+    learned = None if config.algorithm.offline else tokenizer.eos_token_id if len(ends) != 1 else min(ends)
     for message in filter(None, (pads.contradiction, pads.learned(learned))):
         findings.note(f"{key}: {message}")
     if tokens.contradiction and not config.engine.sampling.ignore_eos:
@@ -77,13 +106,6 @@ def _check_ends(findings: Findings, key: str, config: RunConfig, tokenizer: Ligh
             key,
             ": neither the tokenizer nor the model has an end token, so no response would ever end: name eos_token in "
             "tokenizer_config.json, or engine.sampling.stop_token_ids",
-        )
-    elif config.algorithm.offline and not drawn.ignore_eos and tokenizer.eos_token_id not in {*ends, *drawn.stop_token_ids}:
-        findings.error(
-            key,
-            f": every response to learn ends with token {tokenizer.eos_token_id}, the tokenizer's eos_token, which ends no "
-            f"sampled one ({sorted(ends)} do): a model that learns it would never stop. Name one of them as eos_token in "
-            "tokenizer_config.json, or add it to engine.sampling.stop_token_ids",
         )
     outside = sorted(token for token in ends if spec is not None and not 0 <= token < spec.vocab)
     if outside and spec is not None:
