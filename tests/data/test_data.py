@@ -48,6 +48,29 @@ def test_the_order_is_a_function_of_seed_and_position():
     assert PromptLoader(list(range(50)), 4, seed=4, shuffle=False).take(4, 4) == [4, 5, 6, 7]
 
 
+@pytest.mark.parametrize(
+    ("rows", "data", "says"),
+    [
+        (40, {"shuffle": False}, "data.train: the last 12 of 40 prompts are never taken: with data.shuffle: false"),
+        (56, {"shuffle": False}, None),
+        (40, {}, None),
+        (40, {"shuffle": False, "mixture": {"x": 1.0}}, None),
+        (1001, {"shuffle": False}, "data.train: up to 27 of the last prompts are never taken"),
+    ],
+)
+def test_check_notes_the_prompts_that_no_step_takes_without_shuffling(tmp_path, rows, data, says):
+    row = {"prompt": "1", "data_source": "x", "reward_model": {"ground_truth": "2"}}
+    path = write(tmp_path / "a.jsonl", *[row] * rows)
+    tree = {"model": {"path": "m"}, "reward": {"functions": {"gsm8k": 1.0}}}
+    config = RunConfig.of(tree | {"data": {"train": [path], "prompts_per_step": 28, **data}})
+    check_data(findings := Findings(), config, None, None)
+    notes = [note for note in findings.notes if "never taken" in note]
+    assert (findings.errors, len(notes)) == ([], says is not None) and notes == [note for note in notes if says in note]
+    if says is not None and rows == 40:
+        loader = PromptLoader(list(range(rows)), 28, 0, False)
+        assert sorted(set(loader.take(0, 28 * 9))) == list(range(28))
+
+
 def test_a_step_larger_than_the_set_is_refused():
     with pytest.raises(ValueError, match="got 4 for 3 prompts"):
         PromptLoader([1, 2, 3], 4, 0, True)

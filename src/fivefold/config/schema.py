@@ -160,7 +160,8 @@ class DataConfig:
     overlong_prompts: Literal["drop", "refuse"] = "drop"
     """Drop and count prompts that are too long, or refuse to start."""
     shuffle: bool = True
-    """Shuffle again for each epoch, seeded by trainer.seed."""
+    """Shuffle again for each epoch, seeded by trainer.seed. With false, the last prompts that do not fill a step are never
+    taken."""
     cache_dir: Annotated[str, HARMLESS] = "~/.cache/fivefold/prompts"
     """Directory on each machine that caches data sets of the hub, and the tokenized prompts of more than 1,000 rows."""
     system_prompt: str | None = None

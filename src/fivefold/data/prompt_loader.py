@@ -22,7 +22,10 @@ class Loader(Protocol[T]):
 
 
 class PromptLoader(Generic[T]):
-    """Goes through the items epoch by epoch, reshuffled in each; items that do not fill a step at the end are left out."""
+    """Goes through the items epoch by epoch, reshuffled in each; items that do not fill a step at the end are left out.
+
+    Without `shuffle` they are the same ones in every epoch.
+    """
 
     def __init__(self, items: Sequence[T], per_step: int, seed: int, shuffle: bool) -> None:
         if len(items) < per_step:

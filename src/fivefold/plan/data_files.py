@@ -109,6 +109,8 @@ def check_data(findings: Findings, config: RunConfig, tokenizer: LightTokenizer 
         training = reader.read(data.train, learns=config.algorithm.offline, scored=not config.algorithm.offline)
         _check_count(findings, config, training)
         _check_domains(findings, data, training)
+        if not data.mixture:
+            _report_rest(findings, data, "data.train", training, config.prompts_taken)
         if not config.algorithm.offline:
             _report_forms(findings, training)
             _report_truths(findings, config, training)
@@ -128,6 +130,7 @@ def check_data(findings: Findings, config: RunConfig, tokenizer: LightTokenizer 
             experts = plain.read(data.expert, learns=True, scored=False, kind="responses")
             message = f"must not be larger than the expert's responses: got {data.expert_per_step} for {experts.rows}"
             findings.require(experts.rows >= data.expert_per_step, "data.expert_per_step", message)
+            _report_rest(findings, data, "data.expert", experts, data.expert_per_step)
     except UserError as error:
         findings.error("data", f": {error}")
 
@@ -187,6 +190,18 @@ def _check_count(findings: Findings, config: RunConfig, training: _Seen) -> None
         steps = config.trainer.epochs * (rows // per_step)
         message = f"must be below the {steps} steps of the run, or the policy never learns: got {config.critic.warmup_steps}"
         findings.require(config.critic.warmup_steps < steps, "critic.warmup_steps", message)
+
+
+def _report_rest(findings: Findings, data: DataConfig, key: str, seen: _Seen, per_step: int) -> None:
+    """Report the last prompts that no step takes, because every epoch has whole steps and the same order."""
+    rest = seen.rows % per_step
+    if data.shuffle or seen.rows < per_step or (seen.is_complete and not rest):
+        return
+    never = f"the last {rest} of {seen.rows}" if seen.is_complete else f"up to {per_step - 1} of the last"
+    findings.note(
+        f"{key}: {never} prompts are never taken: with data.shuffle: false every epoch has the same order, and whole steps "
+        f"of {per_step}"
+    )
 
 
 def _check_domains(findings: Findings, data: DataConfig, training: _Seen) -> None:
