@@ -147,4 +147,6 @@ def sampled_evaluation(source: Source) -> dict[str, Any]:
     if len(set(ways)) > 1:
         source.lacks(key, "evaluation sets with different sampling: all are sampled as the first one", changes_result=False)
     temperature, top_p, repeats = ways[0]
-    return {"eval.samples": repeats if temperature else 0, "eval.temperature": temperature, "eval.top_p": top_p}
+    if not temperature:
+        return {"eval.samples": 0}
+    return {"eval.samples": repeats, "eval.temperature": temperature, "eval.top_p": top_p}

@@ -1739,7 +1739,7 @@ def test_trinitys_evaluation_is_sampled_as_its_sets_say():
     for sets, expected in (
         ((plain,), (1, 0.8, 1.0)),
         ((sampled, sampled), (32, 0.6, 0.7)),
-        ((greedy,), (0, 0.0, 1.0)),
+        ((greedy,), (0, 1.0, 1.0)),
         ((), (0, 1.0, 1.0)),
     ):
         eval_config = RunConfig.of(evaluated(*sets).tree).eval

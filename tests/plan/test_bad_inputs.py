@@ -364,6 +364,10 @@ def test_a_bad_input_is_refused_in_one_sentence(case, name):
     [
         ("reward.by_source", {"arithmetics": {"gsm8k": 1.0}}, "reward.by_source.arithmetics"),
         ("data.ground_truth_by_source", {"code": "tests"}, "data.ground_truth_by_source.code"),
+        ("eval.temperature", 0.7, "eval.temperature"),
+        ("eval.top_k", 5, "eval.top_k"),
+        ("reward.code.test_seconds", 1.0, "reward.code"),
+        ("reward", {"functions": {"gsm8k": 1.0}, "chosen_as": "verl"}, "reward.chosen_as"),
         ("trainer.profile", {"steps": [1], "ranks": [0, 1]}, "trainer.profile.ranks"),
         ("trainer.profile", {"steps": [3, 1]}, "trainer.profile.steps"),
         ("trainer.profile", {"ranks": []}, "trainer.profile.ranks"),
@@ -395,6 +399,38 @@ def test_a_key_that_changes_nothing_here_is_reported(case, key, value, ignored):
     assert findings.errors == [] and [name for name, _ in findings.ignored] == [ignored], findings.ignored
     if key == "reward.by_source":
         assert findings.ignored[0][1] == "no row has this data_source: did you mean 'arithmetic'?; the data has arithmetic"
+
+
+PROGRAM = {"data_source": "taco", "reward_model": {"ground_truth": '{"inputs": ["1"], "outputs": ["1"]}'}}
+
+
+@pytest.mark.parametrize(
+    ("row", "sections"),
+    [
+        (PROGRAM, {}),
+        (PROGRAM, {"reward": {"functions": {"gsm8k": 1.0}, "by_source": {"taco": {"code_fraction": 1.0}}}}),
+        ({}, {"reward": {"chosen_as": "verl"}}),
+        ({}, {"reward": {"by_source": {"arithmetic": {"gsm8k": 1.0}}, "chosen_as": "verl"}}),
+        ({}, {"eval": {"samples": 2, "temperature": 0.7, "top_p": 0.9, "top_k": 5}}),
+    ],
+)
+def test_a_key_that_some_reward_or_evaluation_reads_is_not_reported(case, row, sections):
+    case.rows(*[{**ROW, **row}] * 3)
+    case.tree |= copy.deepcopy(sections)
+    case.set("data.val", [str(case.data)])
+    if row:
+        case.set("reward.code", {"test_seconds": 1.0})
+    findings = check(RunConfig.of(**copy.deepcopy(case.tree)))
+    assert findings.errors == findings.ignored == []
+
+
+@pytest.mark.parametrize("reward", [{"functions": {"gsm8k": 1.0}}, {}])
+def test_limits_for_programs_without_any_are_reported_in_large_data_sets_too(case, reward):
+    """Where a data_source of rows that are not looked at may choose its reward, nothing is reported."""
+    case.rows(*[ROW] * 1002)
+    case.set("reward", {**reward, "code": {"memory_mb": 512}})
+    findings = check(RunConfig.of(**copy.deepcopy(case.tree)))
+    assert findings.errors == [] and findings.ignored == [("reward.code", "no reward runs programs")] * len(reward)
 
 
 def start_without_check() -> None:

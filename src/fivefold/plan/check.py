@@ -29,6 +29,7 @@ from fivefold.config.roles import ROLES, Role
 from fivefold.config.schema import (
     AlgorithmConfig,
     DataConfig,
+    EvalConfig,
     LaunchConfig,
     ModelConfig,
     ProfileConfig,
@@ -383,6 +384,10 @@ def _report_ignored(findings: Findings, config: RunConfig, specs: dict[str, Mode
         findings.ignore("eval.samples and generate", "there are no validation files")
     elif config.eval.samples and not config.may_generate:
         findings.ignore("eval.samples", "nothing is sampled for evaluation: set eval.generate: true")
+    if not config.eval.samples:
+        for key in ("temperature", "top_p", "top_k"):
+            if getattr(config.eval, key) != getattr(EvalConfig, key):
+                findings.ignore(f"eval.{key}", "eval.samples is 0: evaluation has the greedy response alone")
 
 
 def _report_profile(findings: Findings, trainer: TrainerConfig, world_size: int) -> None:

@@ -39,7 +39,7 @@ from fivefold.errors import UserError, shown
 from fivefold.keys.findings import Findings
 from fivefold.keys.ranges import suggest
 from fivefold.plan.tokenizer_files import check_learned_ends
-from fivefold.reward.choose import ChosenRewards, check_columns, choose_rewards, user_functions
+from fivefold.reward.choose import ChosenRewards, check_columns, choose_rewards, report_code, user_functions
 from fivefold.reward.rules import describe_forms, forms_read, ground_truth_fault, takes_truth
 from fivefold.tables import DATA_SETS
 
@@ -125,6 +125,8 @@ def check_data(findings: Findings, config: RunConfig, tokenizer: LightTokenizer 
             sources = {source for seen in scored for source in seen.sources}
             for key, reason in unused_sources(data, config.reward, sources).items():
                 findings.ignore(key, reason)
+            names = {name for rewards in reader.chosen.values() for name in rewards.weights}
+            report_code(findings.at("reward"), config.reward, names)
         if data.expert:
             plain = _Reader(replace(config, data=replace(data, system_prompt=None)), tokenizer, vocab, files)
             experts = plain.read(data.expert, learns=True, scored=False, kind="responses")

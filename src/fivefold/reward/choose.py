@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cache
 from urllib.parse import urlsplit
 
-from fivefold.config.scoring import JudgeConfig, RewardConfig
+from fivefold.config.scoring import CodeConfig, JudgeConfig, RewardConfig
 from fivefold.errors import UserError
 from fivefold.keys.findings import Findings
 from fivefold.layout import ParallelLayout
@@ -79,11 +79,22 @@ def default_accuracy(names: Iterable[str]) -> str | None:
     return next((name for name in ordered if takes_ground_truth(name)), ordered[0] if ordered else None)
 
 
+def _choosable(config: RewardConfig) -> set[str]:
+    """Return the names of all rewards that some data_source may have."""
+    named = {*config.functions, *(name for weights in config.by_source.values() for name in weights)}
+    chosen = () if config.functions or config.model.path is not None else SOURCES_OF[config.chosen_as].values()
+    return named.union(chosen)
+
+
+def report_code(findings: Findings, config: RewardConfig, names: Iterable[str]) -> None:
+    """Report limits for programs if none of the rewards `names` runs any."""
+    if config.code != CodeConfig() and not any(map(runs_programs, names)):
+        findings.ignore("code", "no reward runs programs")
+
+
 def _check_accuracy(config: RewardConfig) -> None:
     """Raise ValueError if `accuracy` is not a function that some data_source uses."""
-    named = {*config.functions, *(name for weights in config.by_source.values() for name in weights)}
-    if not config.functions and config.model.path is None:
-        named |= set(SOURCES_OF[config.chosen_as].values())
+    named = _choosable(config)
     if config.accuracy is not None and config.accuracy not in named:
         used = ", ".join(sorted(named)) or "of which there is none"
         raise UserError(
@@ -192,6 +203,10 @@ def check_rewards(findings: Findings, config: RewardConfig) -> None:
         _check_judge(findings.at("judge"), config.judge, is_rewarding)
     elif config.judge != JudgeConfig():
         findings.ignore("judge", "no reward is named judge")
+    report_code(findings, config, _choosable(config))
+    if config.chosen_as != RewardConfig.chosen_as and (config.functions or config.model.path is not None):
+        other = "reward.functions has rewards" if config.functions else "reward.model.path is a reward"
+        findings.ignore("chosen_as", f"{other} for every data_source")
     for name in config.environment:
         findings.require(name in os.environ, "environment", f"names variables that are set here: got {name!r}")
     try:
