@@ -34,11 +34,13 @@ import os
 import shutil
 import signal
 import statistics
+import subprocess
 import sys
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -141,7 +143,9 @@ def train_with_trl(path: Path, changes: list[str], run_dir: Path) -> None:
     if config.environment.tools:
         turns, tools = config.environment.max_turns, [load_user_code(tool) for tool in config.environment.tools]
     limit = data.max_total_tokens or data.max_prompt_tokens + data.max_response_tokens
-    at_once = min(samples // updates, 2 ** int(math.log2(max(1, config.policy.tokens_per_micro_batch // limit))))
+    # TRL pads a micro-batch: it has as many samples as have the tokens of Fivefold's, of a third of the limit on average.
+    length = limit if config.engine.sampling.ignore_eos else -(-limit // 3)
+    at_once = min(samples // updates, 2 ** int(math.log2(max(1, config.policy.tokens_per_micro_batch // length))))
 
     parse = grpo_trainer.parse_response
 
@@ -185,8 +189,7 @@ def train_with_trl(path: Path, changes: list[str], run_dir: Path) -> None:
 
         def _get_per_token_logps_and_entropies(self, *arguments: Any, **named: Any) -> Any:
             if torch.is_grad_enabled():
-                with clock.stage("forward"):
-                    return super()._get_per_token_logps_and_entropies(*arguments, **named)
+                return super()._get_per_token_logps_and_entropies(*arguments, **named)
             with clock.stage("logprobs"):
                 result = super()._get_per_token_logps_and_entropies(*arguments, **named)
             if self.sampled is not None and turns == 1:
@@ -242,7 +245,6 @@ def train_with_trl(path: Path, changes: list[str], run_dir: Path) -> None:
                 return
             step, whole, seconds = state.global_step // updates, clock.now() - self.begun, dict(clock.seconds)
             generation = seconds.pop("generation")
-            seconds.pop("forward", None)
             row = {f"time/{name}": value for name, value in seconds.items()}
             row |= {"time/step": whole, "time/train": whole - generation, "time/pack": generation - sum(seconds.values())}
             row |= self.metrics(whole)
@@ -343,13 +345,40 @@ def side(bench: recipes.Bench, which: str, options: argparse.Namespace, seed: in
         command = [sys.executable, __file__, "--trl", str(path), str(run_dir), *common]
     else:
         command = [*recipes.FIVEFOLD, "train", str(path), *common, "trainer.resume=never", "trainer.stop_at={}"]
-    bench.follow(curve, run_dir, command)
+    with GPUMemory() as memory:
+        bench.follow(curve, run_dir, command)
     config = RunConfig.from_yaml(path, curve.changes)
     samples = config.data.prompts_per_step * config.algorithm.group_size
-    curve.medians = medians(run_dir, samples)
+    curve.medians = medians(run_dir, samples) | memory.peak
     bench.write(curve)
     print(f"{curve.name}: {stages(curve.medians, samples)}", flush=True)
     return curve
+
+
+class GPUMemory:
+    """Largest memory that all processes together have on this command's first GPU, looked at twice a second."""
+
+    COMMAND = ("nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "--loop-ms=500")
+
+    def __init__(self) -> None:
+        self.peak: dict[str, float] = {}
+
+    def __enter__(self) -> GPUMemory:
+        first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
+        with suppress(FileNotFoundError):
+            self._process = subprocess.Popen([*self.COMMAND, f"--id={first}"], stdout=subprocess.PIPE, text=True)
+            threading.Thread(target=self._watch, args=(self._process,), daemon=True).start()
+        return self
+
+    def _watch(self, process: subprocess.Popen[str]) -> None:
+        for line in process.stdout or ():
+            used = round(float(line) / 1024, 1)
+            self.peak["memory/gpu_gib"] = max(used, self.peak.get("memory/gpu_gib", 0.0))
+
+    def __exit__(self, *error: object) -> None:
+        if hasattr(self, "_process"):
+            self._process.kill()
+            self._process.wait()
 
 
 def changes(bench: recipes.Bench, options: argparse.Namespace) -> list[str]:
@@ -428,7 +457,8 @@ def stages(medians: dict[str, float], samples: int) -> str:
     length, rate = medians["response/length_mean"], medians["response/tokens_per_second"]
     return (
         f"{whole:.2f} s a step = {parts}; {samples / whole:.1f} samples/s, {length:.0f} sampled tokens each, "
-        f"{rate:,.0f} tokens/s, peak {medians.get('memory/peak_gb', 0):.1f} GiB"
+        f"{rate:,.0f} tokens/s, peak {medians.get('memory/peak_gb', 0):.1f} GiB in the process that trains, "
+        f"{medians.get('memory/gpu_gib', 0):.1f} on the GPU"
     )
 
 

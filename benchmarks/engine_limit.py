@@ -4,10 +4,11 @@
 its weights are random) and Qwen3-1.7B's shape; prompts of 100 tokens, 8 responses of 200 to each, 256 and 1,024 sequences.
 Each line is printed as it comes; what does not fit into `--seconds` is reported as not measured. `--dry-run`: tiny, on CPUs.
 
-Compare lines of one run only: hosts differ by a third. "Alone" is `vllm.LLM` with its scheduler in the same process, as in our
-ranks, whose parts of a step are timed; "default" is `vllm.LLM` as it is, with its scheduler in a second process. Both have the
-sizes of cache and graphs that ours has. "Ours" is our engine as it is in a rank, without a trainer. "before" is our engine with
-vLLM's own objects for log-probs, "after" with collected ones. Several processes share the GPU, and each samples its part of the sequences; "servers" are those of engine.processes.
+Compare lines of one run only: hosts differ by a third. "Alone" is `vllm.LLM` with its scheduler in the same process, as in
+our ranks, whose parts of a step are timed; "default" is `vllm.LLM` as it is, with its scheduler in a second process. Both
+have the sizes of cache and graphs that ours has. "Ours" is our engine as it is in a rank, without a trainer. "before" is
+our engine with vLLM's own objects for log-probs, "after" with collected ones. Several processes share the GPU, and each
+samples its part of the sequences; "servers" are those of engine.processes.
 """
 
 from __future__ import annotations
