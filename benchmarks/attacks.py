@@ -1,9 +1,10 @@
 """Damage, faults and cheats against whole runs, as many as there is time for: `python -m benchmarks.attacks [PART ...]`.
 
 Every attack follows from its number, and a fault is printed with the command that repeats it. Parts: mutated configurations,
-config.json and data files; turns, requests of agents, environments, servers of tools, results of reward functions and
-command lines of TRL that mean harm; training of what `check` accepts; flipped bytes of a checkpoint; runs that are killed,
-stopped or filled up at any moment, also on Ray and with servers of vLLM where these are installed; cheats against rewards.
+config.json and data files; turns, requests of agents, environments, servers of tools, results of reward functions,
+unusual answers and command lines of TRL that mean harm; training of what `check` accepts; flipped bytes of a checkpoint;
+runs that are killed, stopped or filled up at any moment, also on Ray and with servers of vLLM where these are installed;
+cheats against rewards.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ import psutil
 from fivefold.checkpoint.manifest import find_corruption
 from tests.support import fuzz, hostile, kills
 from tests.support.commands import Command
-from tests.support.hostile_rewards import Rewards
+from tests.support.hostile_rewards import Answers, Rewards
 from tests.support.hostile_trl import Trl
 from tests.support.whole_runs import assert_same, metrics
 from tests.support.zygote import zygote
@@ -131,6 +132,10 @@ class HostileEnvironments(Hostile):
 
 class HostileRewards(Hostile):
     against = Rewards
+
+
+class HostileAnswers(Hostile):
+    against = Answers
 
 
 class HostileTrl(Hostile):
@@ -269,6 +274,7 @@ PARTS = {
     "requests": Part(Hostile, 0.5),
     "environments": Part(HostileEnvironments, 1),
     "rewards": Part(HostileRewards, 1),
+    "answers": Part(HostileAnswers, 0.5),
     "trl": Part(HostileTrl, 1),
     "trained": Part(Trained, 2),
     "checkpoints": Part(Checkpoints, 1),

@@ -28,6 +28,7 @@ from fivefold.rollout.stats import BatchPlan, gather_stats, rollout_metrics
 from fivefold.types import Completion, Group, Prompt, Sample, Turn
 from tests.reward.test_ifeval import INSTRUCTION_TRUTHS
 from tests.support.commands import LONGEST, gone, wait_for
+from tests.support.hostile_rewards import Answers
 
 GSM8K = [
     ("so it is 18.\n#### 18", "18", 1),
@@ -257,6 +258,12 @@ def test_time_of_a_built_in_grows_with_the_text_and_no_faster(name):
     assert slow == []
 
 
+def test_a_built_in_reward_is_a_number_for_any_answer(tmp_path):
+    """Digits such as `²` and `①` are no decimals: `int` refuses them. benchmarks/attacks.py makes more of them."""
+    answers = Answers(tmp_path)
+    assert [fault for number in range(2500) if (fault := answers(number)[1])] == []
+
+
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_a_built_in_that_is_prepared_imports_nothing_on_a_response_s_time(name):
     """Or the first response of a process would have 0 for the time that imports take."""
@@ -317,6 +324,9 @@ MATH = [
     ("it is 5%", "5", 1),
     (r"\boxed{5\%}", "5", 1),
     (r"\boxed{[1,9^{9999\cdot9999}]}", "5", 0),
+    (r"\boxed{25 \text{ cm²}}", "25", 1),
+    ("The area is 25 cm², so the answer is 25", "25", 1),
+    (r"\boxed{②}", "2", 0),
 ]
 
 

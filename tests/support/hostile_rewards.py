@@ -1,15 +1,18 @@
-"""Reward functions that return what they should not. Every case follows from its number, like those of `fuzz.py`.
+"""Reward functions that return what they should not, and answers that built-in rewards might not read. Every case follows from its number, like those of `fuzz.py`.
 
 `benchmarks/attacks.py` takes as many of them as it has time for.
 """
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from pathlib import Path
 
 from fivefold.config.scoring import RewardConfig
+from fivefold.reward import forms, rules
+from fivefold.reward.cpu_limit import TooLongError, within
 from fivefold.reward.pool import RewardPool
 from fivefold.types import Prompt, Sample
 
@@ -234,3 +237,53 @@ class Rewards:
 
 _ROWS = {("list", "plain"): 0.25}
 """Lists that TRL takes as they are."""
+
+
+PIECES = (
+    *"{}()[]^_%$°+-*/!,.:;#&|'\"`~@ \n=<>", "**", "//", "\\\\", "####", "#### ", "\\boxed{", "\\frac", "\\sqrt", "\\text{", "\\pi", "\\infty",
+    "\\cup", "\\in", "\\%", "\\$", "\\left", "\\right", "\\{", "\\}", "\\log", "\\sum", "\\lim", "\\to", "\\pmod", "\\binom", "\\overline",
+    "\\cdot", "\\ldots", "\\begin{pmatrix}", "\\end{pmatrix}", "\\begin{cases}", "\\pm", "\\ne", "\\approx", "\\operatorname{", "{,}",
+    "1", "2", "10", "0.5", "1,000", "x", "y", "e", "i", " or ", "\\text{ and }", "answer is ", "Answer:", "<answer>", "</answer>", "</think>",
+    # Digits that are no decimals, decimals that are not ASCII, and numbers that are neither.
+    "²", "₂", "①", "❷", "٣", "१", "３", "𝟗", "½", "Ⅷ", "三", "−", "–", "×", "÷", "√", "π", "∞", "≤", "≠", "\u200b", "\u00a0", "中", "é", "😀",
+)  # fmt: skip
+ANSWER_TRUTHS = {
+    "math": ("5", "\\frac{1}{2}", "(1,2)", "x^2", "\\text{A}", "[0,\\infty)", "2,3", "x=5", "50\\%", "10_2", "\\{1,2\\}"),
+    "math_any": ('["5", "x^2"]',), "gsm8k": ("5", "0.5", "1,000"), "format": ("",), "multiple_choice": ("A",), "verl_gsm8k": ("5",),
+    "verl_math": ("5", "\\frac{1}{2}"), "verl_math_dapo": ("5",), "verl_math_dapo_boxed": ("5",),
+    "countdown": ('{"target": 98, "numbers": [44, 19, 35]}',), "repetition": ("",), "think": ("",),
+}  # fmt: skip
+"""Built-in reward -> truths. Those for mathematics come first and more often."""
+FRAMES = (
+    "ANSWER",
+    "so $\\boxed{ANSWER}$.",
+    "\\boxed{x = ANSWER}",
+    "so\n#### ANSWER",
+    "The answer is **ANSWER**.",
+    "it is ANSWER cm²",
+)
+
+
+class Answers:
+    """A built-in reward gives a finite number for any response, and no error."""
+
+    def __init__(self, root: Path) -> None:
+        """Like those of the other attacks; no file is needed."""
+
+    def __call__(self, number: int) -> tuple[str, str]:
+        draw = random.Random(number)
+        name = draw.choice(("math", "math", "gsm8k", *ANSWER_TRUTHS))
+        answer = "".join(draw.choices(PIECES, k=draw.randint(1, 7)))
+        response = draw.choice(FRAMES).replace("ANSWER", answer)
+        truth = draw.choice(ANSWER_TRUTHS[name])
+        row = {"ground_truth": truth, "prompt": "q", "prompts": "q", "data_source": "mine", "extra_info": {}, "columns": {}}
+        try:
+            value = within(1.0, lambda: forms.call(name, rules.resolve(name), {"response": response, **row}))
+        except TooLongError:
+            return "too long", ""
+        except Exception as error:
+            return "an error", f"{name}({response!r}, {truth!r}): {error!r}"
+        return "a reward", "" if math.isfinite(value) else f"{name}({response!r}, {truth!r}) is {value}"
+
+    def close(self) -> None:
+        """Do nothing: no process was started."""

@@ -29,7 +29,7 @@ def _number(text: str) -> Decimal | None:
 
 def gsm8k_answer(response: str) -> Decimal | None:
     r"""Return the number after the last `####` that text follows, or in the last \boxed{}; None if there is no number."""
-    stated = [text for text in _AFTER_HASHES.findall(response) if any(map(str.isdigit, text))]
+    stated = [text for text in _AFTER_HASHES.findall(response) if any(map(str.isdecimal, text))]
     if stated:
         return _number(stated[-1])
     boxed = last_boxed(response)
@@ -131,7 +131,7 @@ def _sides_agree(boxed: str, ground_truth: str) -> bool:
     sides = _RELATION.split(boxed)
     if len(sides) == 1 or _RELATION.search(ground_truth):
         return True
-    numbers = [side for side in sides if any(map(str.isdigit, side)) and not any(map(str.isalpha, _COMMAND.sub("", side)))]
+    numbers = [side for side in sides if any(map(str.isdecimal, side)) and not any(map(str.isalpha, _COMMAND.sub("", side)))]
     return all(_is_near(side, ground_truth) for side in dict.fromkeys(numbers))
 
 
@@ -143,7 +143,7 @@ def _is_near(side: str, ground_truth: str) -> bool:
 
 def _last_phrase(text: str) -> str:
     """Return the last phrase of a text that has a digit; an empty text if none has, or if it ends within brackets."""
-    phrase = next((phrase for phrase in reversed(_BREAK.split(text)) if any(map(str.isdigit, phrase))), "")
+    phrase = next((phrase for phrase in reversed(_BREAK.split(text)) if any(map(str.isdecimal, phrase))), "")
     opened, closed = (sum(map(phrase.count, signs)) for signs in ("([{", ")]}"))
     return phrase if opened == closed else ""
 
@@ -153,7 +153,8 @@ def _repeats_piece(text: str) -> bool:
     end = _THOUSANDS.sub("", "".join(text.split()))
     pieces = (end[-size:] for size in range(2, _LONGEST_PIECE + 1))
     return any(
-        end.endswith(piece * _LOOP_OF_PIECES) and any(map(str.isdigit, piece)) and not piece.isdigit() for piece in pieces
+        end.endswith(piece * _LOOP_OF_PIECES) and any(map(str.isdecimal, piece)) and not piece.isdecimal()
+        for piece in pieces
     )
 
 
@@ -187,7 +188,7 @@ def is_large(latex: str) -> bool:
     raised, previous, together, product = "", " ", 1, 1
     was_exponent = False
     for token in tokens:
-        of_number = previous.isdigit() or previous in ")}]!"
+        of_number = previous.isdecimal() or previous in ")}]!"
         in_exponent, opened_by_number = any(opened), "number" in opened
         product = product if in_exponent else 1
         if token in ("^", "**"):
@@ -198,7 +199,7 @@ def is_large(latex: str) -> bool:
             opened.append(raised)
         elif token in "})]":
             was_exponent = bool(opened) and bool(opened.pop())
-        elif token.isdigit():
+        elif token.isdecimal():
             value = int(token)
             together *= max(value, 1) if raised == "number" else 1
             product *= max(value, 1) if in_exponent and opened_by_number else 1
@@ -208,7 +209,7 @@ def is_large(latex: str) -> bool:
             # A new term of the exponent itself; inside further brackets it may be multiplied.
             product = 1
         elif token == "!" and (
-            (previous.isdigit() and int(previous) > _LARGEST_FACTORIAL)
+            (previous.isdecimal() and int(previous) > _LARGEST_FACTORIAL)
             or (of_number and in_exponent)
             or (previous in ")}]!" and numeric)
         ):
