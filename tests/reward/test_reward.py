@@ -335,6 +335,23 @@ def test_math_compares_mathematically(response, truth, expected):
     assert rules.math(response, truth) == expected
 
 
+BOLD = [
+    ("The answer is **5**.", 1), ("**Answer:** 5", 1), ("so ***5***", 1), ("**2 * 3 = 6**, so **x = 5** in all", 1), ("**7**\n\n**5**", 1),
+    (r"\boxed{**5**}", 1), ("The answer is **6**.", 0), ("**6 = 5**", 0),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("response", "expected"), BOLD)
+def test_math_reads_bold_answers(response, expected):
+    assert rules.math(response, "5") == expected
+
+
+@pytest.mark.parametrize("answer", ["2**3**2", "9**9**9", "(2)**3**2", "9 ** 9 ** 9", "**9**9**9**", "x = **9**9**9"])
+def test_powers_in_stars_are_not_taken_for_bold(answer):
+    assert maths.is_large(maths._BOLD.sub(r"\2", answer))
+    assert rules.math(f"so {answer}", "512") == 0
+
+
 @pytest.mark.parametrize(
     ("response", "solutions", "expected"),
     [

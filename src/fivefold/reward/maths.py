@@ -14,6 +14,9 @@ _AFTER_HASHES = re.compile(r"####\s*\$?\s*([-\d,.]*)")
 _SPACING = re.compile(r"\\[,!;: ]|[\\$]|(?<=,)\s+(?=\d{3})|(?<=\d)\s+(?=\d{3}(?!\d))")
 """Signs without meaning inside a number: a dollar, thin spaces, spaces between thousands."""
 
+_BOLD = re.compile(r"(?<![\w)\]}!*])(\*\*\*?)(?=[^\s*])((?:[^*\n]|(?<!\*)\*(?!\*))+)(?<=[^\s*])\1(?![\w(\[{*])")
+"""Bold text of Markdown. A power follows a number or a bracket, or a number or a bracket follows it."""
+
 
 def _number(text: str) -> Decimal | None:
     """Return the number if the whole text is one, otherwise None; commas may stand between thousands only."""
@@ -54,12 +57,12 @@ def math(response: str, ground_truth: str) -> float:
     a letter must equal the truth.
     """
     boxed = last_boxed(response)
-    answer = response[-_LONGEST_ANSWER:] if boxed is None else boxed
+    answer = _BOLD.sub(r"\2", response[-_LONGEST_ANSWER:] if boxed is None else boxed)
     if "".join(answer.split()) == "".join(ground_truth.split()):
         return 1.0
     if is_large(answer) or _GLUED.search(answer) or _repeats_piece(answer) or (boxed is None and _repeats_word(answer)):
         return 0.0
-    stated, latex = (_last_phrase(answer), answer) if boxed is None else (boxed, f"\\boxed{{{boxed}}}")
+    stated, latex = (_last_phrase(answer), answer) if boxed is None else (answer, f"\\boxed{{{answer}}}")
     return float(_verify(latex, ground_truth) == 1 and _sides_agree(stated, ground_truth))
 
 
