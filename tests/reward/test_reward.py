@@ -335,6 +335,35 @@ def test_math_compares_mathematically(response, truth, expected):
     assert rules.math(response, truth) == expected
 
 
+STATEMENTS = [
+    (r"\boxed{x = 2 \text{ or } x = 3}", "2,3", 1),
+    (r"\boxed{x=2 \quad \text{and} \quad y=3}", "2,3", 1),
+    (r"\boxed{x_1=2, x_2=3}", "2, 3", 1),
+    (r"\boxed{x=2,\ y=3}", "(2,3)", 1),
+    (r"\boxed{\{x=2, x=3\}}", r"\{2,3\}", 1),
+    ("so $x=2, x=3$.", "2,3", 1),
+    (r"\boxed{x=-2, x=2}", r"\pm 2", 1),
+    (r"\boxed{x=2, x=4}", "2,3", 0),
+    (r"\boxed{x=7=2, x=3}", "2,3", 0),
+    (r"\boxed{6=5, x=5}", "5", 0),
+    (r"\boxed{7 = 10{,}000}", "10,000", 0),
+    (r"\boxed{P(X=2) = \frac38}", r"\frac{3}{8}", 1),
+    (r"so $P(X=2) = \frac38$.", r"\frac{3}{8}", 1),
+    (r"\boxed{\sum_{n=1}^{5} 3 = 15}", "15", 1),
+    (r"\boxed{P(X=2) = 4 = 5}", "5", 0),
+    *(
+        (f"\\boxed{{{text}}}", "5", 0)
+        for text in ("(6=5)", r"\{6=5\}", "(6=5", "6)=5", "(x=6=5)", "(6=5)+0=5", r"\mathbf{6=5}")
+    ),
+    (r"\boxed{x=5.}", "5", 1),
+]
+
+
+@pytest.mark.parametrize(("response", "truth", "expected"), STATEMENTS)
+def test_math_reads_several_values_and_conditions_in_brackets(response, truth, expected):
+    assert rules.math(response, truth) == expected
+
+
 BOLD = [
     ("The answer is **5**.", 1), ("**Answer:** 5", 1), ("so ***5***", 1), ("**2 * 3 = 6**, so **x = 5** in all", 1), ("**7**\n\n**5**", 1),
     (r"\boxed{**5**}", 1), ("The answer is **6**.", 0), ("**6 = 5**", 0),

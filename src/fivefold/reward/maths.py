@@ -54,7 +54,7 @@ def math(response: str, ground_truth: str) -> float:
 
     An answer that cannot be computed (thousands of digits, powers of powers) is right only if it is written like the truth.
     If a box, or without one the last phrase with a number, states several sides, such as `x = 2 + 3 = 5`, every side without
-    a letter must equal the truth.
+    a letter must equal the truth. Bold text is read as plain text.
     """
     boxed = last_boxed(response)
     answer = _BOLD.sub(r"\2", response[-_LONGEST_ANSWER:] if boxed is None else boxed)
@@ -122,6 +122,8 @@ _GLUED = re.compile(r"%\d[\d.,]*\\?%[\s.$)\]}]*$")
 """Two percentages at the end with nothing between them."""
 _THOUSANDS = re.compile(r"(?<=\d)(?:,|\{,\}|\\[,;! ]?)(?=\d{3}(?!\d))")
 """Signs between the thousands of a number."""
+_SEVERAL = re.compile(r"[,;]|\\[pm][mp](?![a-zA-Z])|\b(?:or|and)\b")
+"""Signs of a truth that has several values."""
 _LOOP = 3
 """Number of equal words at the end of a text that show a loop instead of an answer."""
 _LOOP_OF_PIECES = 6
@@ -129,26 +131,51 @@ _LOOP_OF_PIECES = 6
 _LONGEST_PIECE = 20
 
 
-def _sides_agree(boxed: str, ground_truth: str) -> bool:
-    """Return whether every side that is a number equals the truth, to two decimals; math-verify compares only the last."""
-    sides = _RELATION.split(boxed)
-    if len(sides) == 1 or _RELATION.search(ground_truth):
+def _sides_agree(statement: str, ground_truth: str) -> bool:
+    """Return whether every side that is a number equals the truth, to two decimals; math-verify compares only the last.
+
+    If the truth has several values, such as those of `x = 2, y = 3`, the sides are compared with the last one.
+    """
+    if not _RELATION.search(statement) or _RELATION.search(ground_truth):
         return True
-    numbers = [side for side in sides if any(map(str.isdecimal, side)) and not any(map(str.isalpha, _COMMAND.sub("", side)))]
-    return all(_is_near(side, ground_truth) for side in dict.fromkeys(numbers))
+    sides = [piece for side in _sides(statement) if not _has_letter(side) for piece in _RELATION.split(side)]
+    numbers = [side for side in sides if any(map(str.isdecimal, side))]
+    value = numbers.pop() if numbers and _SEVERAL.search(_THOUSANDS.sub("", ground_truth)) else ground_truth
+    return all(_is_near(side, value) for side in dict.fromkeys(numbers))
 
 
-def _is_near(side: str, ground_truth: str) -> bool:
-    """Return whether a side equals the truth to two decimals, with its commas between thousands or as a list."""
-    readings = dict.fromkeys((side, _THOUSANDS.sub("", side)))
-    return any(_verify(f"\\boxed{{{reading}}}", ground_truth, float_rounding=2) for reading in readings)
+def _sides(statement: str) -> list[str]:
+    """Return the sides of a statement. A relation in brackets, as in `P(X = 2)`, belongs to a side unless there is no other."""
+    sides: list[str] = []
+    for piece in _RELATION.split(statement):
+        if sides and not _is_closed(sides[-1]):
+            sides[-1] += f"={piece}"
+        else:
+            sides.append(piece)
+    return sides if len(sides) > 1 else _RELATION.split(statement)
+
+
+def _has_letter(side: str) -> bool:
+    return any(map(str.isalpha, _COMMAND.sub("", side)))
+
+
+def _is_closed(text: str) -> bool:
+    """Return whether as many brackets close as open."""
+    opened, closed = (sum(map(text.count, signs)) for signs in ("([{", ")]}"))
+    return opened == closed
+
+
+def _is_near(side: str, value: str) -> bool:
+    """Return whether a side equals a value to two decimals, with its commas between thousands or as a list."""
+    plain = side.strip().rstrip(".")
+    readings = dict.fromkeys((plain, _THOUSANDS.sub("", plain)))
+    return any(_verify(f"\\boxed{{{reading}}}", value, float_rounding=2) for reading in readings)
 
 
 def _last_phrase(text: str) -> str:
     """Return the last phrase of a text that has a digit; an empty text if none has, or if it ends within brackets."""
     phrase = next((phrase for phrase in reversed(_BREAK.split(text)) if any(map(str.isdecimal, phrase))), "")
-    opened, closed = (sum(map(phrase.count, signs)) for signs in ("([{", ")]}"))
-    return phrase if opened == closed else ""
+    return phrase if _is_closed(phrase) else ""
 
 
 def _repeats_piece(text: str) -> bool:
