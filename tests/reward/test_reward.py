@@ -51,7 +51,7 @@ GSM8K = [
     ("", "18", 0),
     ("#### 180", "18", 0),
     ("#### 18", "18.5", 0),
-    ("#### 1e1000", "1", 1),
+    ("#### 1e1000", "1", 0),
     ("#### 5,6", "5", 0),
     ("#### 5,6", "56", 0),
     ("#### 5 then #### 5,6", "5", 0),
@@ -73,6 +73,34 @@ GSM8K = [
 @pytest.mark.parametrize(("response", "truth", "expected"), GSM8K)
 def test_gsm8k_reads_the_stated_number(response, truth, expected):
     assert rules.gsm8k(response, truth) == expected
+
+
+CALCULATIONS = [
+    ("1/2", "1"), ("5 1/2", "5"), (r"5\frac{1}{2}", "5"), ("5 * 10", "5"), ("5 x 10", "5"), ("5 × 10", "5"), (r"5 \times 10", "5"), ("5(2)", "5"),
+    ("5:30", "5"), ("3^2", "3"), ("3^{2}", "3"), ("10-12", "10"), ("5e3", "5"), ("5, 6", "5"), ("5½", "5"), ("5 * 10 = 50", "5"), ("2 + 3 = 1/2", "1"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "truth"), CALCULATIONS)
+def test_gsm8k_takes_no_number_out_of_a_calculation(text, truth):
+    assert rules.gsm8k(f"#### {text}", truth) == rules.gsm8k(f"\\boxed{{{text}}}", truth) == 0
+
+
+@pytest.mark.parametrize("text", [
+    "**1234**", "**$1,234**", r"\$1234", "$1{,}234", "1 234", r"1234 \text{ dollars}", r"1234\%", r"\(1234\)", "1234 dollars", "= 1234",
+    "1200 + 34 = 1234", "2 * $617 = $1,234 dollars", r"617 \times 2 = 1234",
+])  # fmt: skip
+def test_gsm8k_reads_a_number_with_its_unit_and_the_right_side_of_an_equation(text):
+    assert rules.gsm8k(f"#### {text}", "1234") == rules.gsm8k(f"\\boxed{{{text}}}", "1234") == 1
+    assert rules.gsm8k(f"#### {text}", "123") == rules.gsm8k(f"\\boxed{{{text}}}", "123") == 0
+
+
+def test_gsm8k_reads_the_last_line_that_states_a_number():
+    for last in ("**7**", "-$7", r"$\frac{1}{2}$", "7/2"):
+        assert rules.gsm8k(f"#### 5\n#### {last}", "5") == 0
+    assert rules.gsm8k("#### 5\n#### -$7", "-7") == rules.gsm8k("#### 5\n####", "5") == rules.gsm8k("**#### 5**", "5") == 1
+    assert rules.gsm8k("#### Step 1: x = 5\n\\boxed{18}", "18") == rules.gsm8k("#### 18, as 3 * 6 = 18.0", "18") == 1
+    assert rules.gsm8k("#### 18 (that is 3 more than 15)", "18") == rules.gsm8k("#### 18/hour", "18") == 1
 
 
 COUNTDOWN = '{"target": 98, "numbers": [44, 19, 35]}'

@@ -10,17 +10,26 @@ from typing import Any
 from fivefold.reward.boxed import last_boxed
 
 _NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d*)?(?:[eE][-+]?\d+)?")
-_AFTER_HASHES = re.compile(r"####\s*\$?\s*([-\d,.]*)")
-_SPACING = re.compile(r"\\[,!;: ]|[\\$]|(?<=,)\s+(?=\d{3})|(?<=\d)\s+(?=\d{3}(?!\d))")
-"""Signs without meaning inside a number: a dollar, thin spaces, spaces between thousands."""
-
+_HASHES = re.compile(r"#{4,}")
+_SPACING = re.compile(r"\\[,!;: ()\[\]]|\{,\}|\\?\$\s*|(?<=,)\s+(?=\d{3})|(?<=\d)\s+(?=\d{3}(?!\d))")
+"""Signs without meaning inside a number: a dollar, thin spaces, spaces between thousands, braces around a comma."""
+_STATES_NUMBER = re.compile(r"(?:=\s*)?[-+]?(?:\.?\d|\\[dtc]?frac|\\sqrt)")
+_REMARK = re.compile(r"(?:[,;.]|\s\()\s[a-zA-Z].*|\s\([a-zA-Z].*")
+"""Words after a stated number that are not its unit."""
+_OPERATORS = r"[-+*/:^×÷·−–\s]*+"
+_CALCULATION = re.compile(
+    rf"{_OPERATORS}(?:[xX]\s*+)?\.?\d|{_OPERATORS}(?<!\s)[({{]|[.,;]\s*\d|[¹²³¼½¾]"
+    rf"|{_OPERATORS}\\(?:[dtc]?frac|sqrt|times|cdot|div|pm|mp|pi)(?![a-zA-Z])"
+)
+"""Text that makes the number before it a part of a calculation, a range or a list."""
+_UNIT = re.compile(r"(?:\s*\\?%|\s*\\(?:text|mathrm|mbox)[a-z]*\{[^{}\d]*\}(?:\^\{?\d\}?)?|(?:\s+[a-zA-Z]{2,})+)?[\s.,]*")
 _BOLD = re.compile(r"(?<![\w)\]}!*])(\*\*\*?)(?=[^\s*])((?:[^*\n]|(?<!\*)\*(?!\*))+)(?<=[^\s*])\1(?![\w(\[{*])")
 """Bold text of Markdown. A power follows a number or a bracket, or a number or a bracket follows it."""
 
 
 def _number(text: str) -> Decimal | None:
     """Return the number if the whole text is one, otherwise None; commas may stand between thousands only."""
-    plain = _SPACING.sub("", text.strip()).strip().rstrip(".,")
+    plain = _plain(text).rstrip(".,")
     if not _NUMBER.fullmatch(plain):
         return None
     try:
@@ -31,12 +40,23 @@ def _number(text: str) -> Decimal | None:
 
 
 def gsm8k_answer(response: str) -> Decimal | None:
-    r"""Return the number after the last `####` that text follows, or in the last \boxed{}; None if there is no number."""
-    stated = [text for text in _AFTER_HASHES.findall(response) if any(map(str.isdecimal, text))]
-    if stated:
-        return _number(stated[-1])
-    boxed = last_boxed(response)
-    return None if boxed is None else _number(boxed)
+    r"""Return the number that follows the last `####` in its line, or that is in the last \boxed{}; None if there is none.
+
+    A unit may follow it. Of an equation the right side counts. The beginning of a calculation, such as `1/2`, is no number.
+    """
+    lines = [_plain(text.strip().partition("\n")[0]) for text in _HASHES.split(response)[1:]]
+    stated = next((line for line in reversed(lines) if _STATES_NUMBER.match(line)), None)
+    boxed = last_boxed(response) if stated is None else None
+    answer = _REMARK.sub("", stated or _plain(boxed or "")).rpartition("=")[2].strip()
+    number = _NUMBER.match(answer)
+    assert number is not None
+    is_part = _CALCULATION.match(answer, number.end()) if boxed is None else not _UNIT.fullmatch(answer, number.end())
+    return None if is_part else _number(number[0])
+
+
+def _plain(text: str) -> str:
+    """Return a text without bold and without signs that mean nothing inside a number."""
+    return _SPACING.sub("", _BOLD.sub(r"\2", text)).strip()
 
 
 def gsm8k(response: str, ground_truth: str) -> float:
@@ -145,7 +165,7 @@ def _sides_agree(statement: str, ground_truth: str) -> bool:
 
 
 def _sides(statement: str) -> list[str]:
-    """Return the sides of a statement. A relation in brackets, as in `P(X = 2)`, belongs to a side unless there is no other."""
+    """Return the sides of a statement; a relation in brackets, as in `P(X = 2)`, splits it only if there is no other."""
     sides: list[str] = []
     for piece in _RELATION.split(statement):
         if sides and not _is_closed(sides[-1]):
