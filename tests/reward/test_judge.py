@@ -57,7 +57,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
         said = "Hm." if "unclear" in asked else "**NO**, yes would be wrong" if "wrong" in asked else "YES"
         if "think" in asked: said = "<think>no, no</think>\\nYes."
         if "score" in asked: said = "Score: 3 at first.\\nScore: 7.5"
-        self.answer(200, {"choices": [{"message": {"role": "assistant", "content": said}}]})
+        reason = "length" if "unfinished" in asked else "stop"
+        if reason == "length": said = "The response says no. Is there no other reading? Let me"
+        self.answer(200, {"choices": [{"message": {"role": "assistant", "content": said}, "finish_reason": reason}]})
 
 server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
 print(server.server_address[1], flush=True)
@@ -114,6 +116,22 @@ def test_a_verdict_is_the_first_yes_or_no_and_what_has_none_fails_its_sample_onl
     assert [seen[f"asked|{text}|truth"] for text in ("busy", "broken", "cut", "unauthorized")] == [2, 2, 2, 1]
 
 
+def test_a_verdict_that_is_cut_off_fails_its_sample(server):
+    (right, cut_off), error = scored(config(server), "right", "unfinished")
+    assert right.reward == 2.0 and cut_off.reward_failed and math.isnan(cut_off.reward)
+    assert "did not finish its verdict: raise reward.judge.max_tokens; got 'The response says no." in error
+
+
+@pytest.mark.parametrize(
+    "text", ["<think>\nIs there no other reading?", " <think>no", "<think>a</think>\n<think>yes. Score: 3"]
+)
+def test_a_thought_without_an_end_is_no_verdict(text):
+    for judge in (JudgeConfig(), JudgeConfig(verdict="score")):
+        with pytest.raises(JudgeError, match="a verdict follows its </think>"):
+            read_verdict(judge, text)
+    assert read_verdict(JudgeConfig(), "<think>no</think> Yes: it has a <think> and an answer.") == 1
+
+
 def test_the_judge_reads_the_last_question_the_response_and_the_truth_unchanged(server):
     prompt = Prompt(0, [1], "s", "text", "{response}", messages=[
         {"role": "system", "content": "be brief"}, {"role": "user", "content": "first"},
@@ -134,6 +152,28 @@ def test_scores_are_read_by_their_pattern_and_divided_by_the_scale(server):
     for text in ("[6]", "none", "4", "<think>[3]</think> no"):
         with pytest.raises(JudgeError, match="a verdict has a score from 0 to 5"):
             read_verdict(judge, text)
+
+
+@pytest.mark.parametrize(
+    ("text", "score"),
+    [
+        ("Final Score: 7.5.", 0.75),
+        ("Score: 8", 0.8),
+        ("**Score:** 8/10", 0.8),
+        ("Score: **.5**, low", 0.05),
+        ("Score: 3.\nScore: 10.0", 1.0),
+    ],
+)
+def test_the_default_pattern_reads_a_score_in_its_sentence(text, score):
+    assert read_verdict(JudgeConfig(verdict="score"), text) == pytest.approx(score)
+
+
+@pytest.mark.parametrize(
+    "text", ["Score: 8,5", "Score: 1.2.3", "Score: -3", "Score: 1,000", "Score: .", "Score: ²", "Score: ٣"]
+)
+def test_the_default_pattern_reads_no_part_of_a_number(text):
+    with pytest.raises(JudgeError, match="a verdict has a score from 0 to 10"):
+        read_verdict(JudgeConfig(verdict="score"), text)
 
 
 def test_as_many_as_allowed_are_asked_at_once_while_others_are_still_sampled(server):

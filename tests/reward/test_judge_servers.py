@@ -38,8 +38,8 @@ def judged(mesh, directory: Path, run_dir: Path):
     from fivefold.types import Prompt, Sample
 
     (seven,) = load_tokenizer(str(directory)).encode("7", add_special_tokens=False)
-    # Twice as likely as anything that the model could say by itself.
-    only = {"logit_bias": {str(seven): 100}, "top_p": 0.9}
+    # Twice as likely as anything that the model could say by itself; it ends by itself, before its limit of tokens.
+    only = {"logit_bias": {str(seven): 100}, "top_p": 0.9, "stop": ["777"], "include_stop_str_in_output": True}
     judge = {
         "model": str(directory), "backend": "vllm:d2t1", "verdict": "score", "pattern": r"(\d)", "scale": 8, "max_tokens": 4,
         "prompt": "{prompt}={response}", "max_model_len": 64, "timeout_seconds": 600, "request": only,
@@ -80,5 +80,5 @@ def test_a_judge_s_servers_are_started_asked_and_ended(cluster, model, tmp_path)
     ((error, rewards, verdicts, urls, left, logs),) = cluster.run(judged, "megatron:d1", model, tmp_path, seconds=900)
     assert error is None and len(urls) == 2
     # 2 x 7/8, and that is what each of the servers says when it is asked directly.
-    assert rewards == [1.75] * 4 and verdicts == ["7777", "7777"]
+    assert rewards == [1.75] * 4 and verdicts == ["777", "777"]
     assert left == [] and logs == ["judge-0.log", "judge-1.log"]

@@ -57,13 +57,13 @@ class JudgeConfig:
     """Prompt for the judge: {prompt} is the last user message, {response} the whole response, {ground_truth} the truth."""
     verdict: Literal["yes_no", "score"] = "yes_no"
     """Parsing of the answer: 1 or 0 for the first yes or no in it, or a number by `pattern`. An answer without one fails."""
-    pattern: str = r"[Ss]core:\s*([0-9.]+)"
+    pattern: str = r"[Ss]core:[\s*]*([0-9]*\.?[0-9]+)(?![.,]?[0-9])"
     """Regular expression with one group, the number; the last match counts."""
     scale: Annotated[float, above(0)] = 10.0
     """The largest number, which gives reward 1."""
     temperature: Annotated[float, within("[0, 100]")] = 0.0
     max_tokens: Annotated[int, above(0)] = 1024
-    """Maximum number of tokens in an answer."""
+    """Maximum number of tokens in an answer; a longer one fails."""
     request: dict[str, Any] = field(default_factory=dict)
     """Further fields of each request: `{top_p: 0.8, chat_template_kwargs: {...}}`."""
     timeout_seconds: Annotated[float, within("(0, 3600]"), HARMLESS] = 60.0

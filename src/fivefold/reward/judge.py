@@ -128,18 +128,25 @@ class Judge:
 
 
 def _text_of(answer: httpx.Response, server: str) -> str:
+    """Return the text of an answer; raise JudgeError if there is none, or if the limit of tokens cut it off."""
     try:
-        text = answer.json()["choices"][0]["message"]["content"]
-    except (ValueError, KeyError, IndexError, TypeError):
-        text = None
+        choice = answer.json()["choices"][0]
+        text, is_cut_off = choice["message"]["content"], choice.get("finish_reason") == "length"
+    except (ValueError, KeyError, IndexError, TypeError, AttributeError):
+        text, is_cut_off = None, False
+    if is_cut_off:
+        raise JudgeError(f"{server} did not finish its verdict: raise reward.judge.max_tokens; got {str(text)[-200:]!r}")
     if not isinstance(text, str):
         raise JudgeError(f"{server} gave no text: {answer.text[:300]}")
     return text
 
 
 def read_verdict(config: JudgeConfig, text: str) -> float:
-    """Return the number in a verdict; raise JudgeError if it has none."""
-    verdict = after_thinking(text)[-_LONGEST_VERDICT:]
+    """Return the number in a verdict; raise JudgeError if it has none, or if it is a thought without an end."""
+    verdict = after_thinking(text)
+    if verdict.lstrip().startswith("<think>"):
+        raise JudgeError(f"a verdict follows its </think>: got {verdict[:200]!r}")
+    verdict = verdict[-_LONGEST_VERDICT:]
     if config.verdict == "yes_no":
         match = _YES_NO.search(verdict)
         if match is None:
