@@ -151,13 +151,13 @@ def program_of(response: str) -> str:
     """Return the last Python block of a response (```python, ```py or ```), or all of it if there is none."""
     blocks: list[tuple[str, str]] = []
     language: str | None = None
-    lines: list[str] = []
+    indent, lines = "", [""]
     for line in response.split("\n"):
         mark = line.strip()
         if language is None and mark.startswith("```"):
-            language, lines = mark[3:].strip().lower(), []
+            language, indent, lines = mark[3:].strip().lower(), line[: line.index("`")], []
         elif language is not None and mark == "```":
-            blocks.append((language, "\n".join(lines)))
+            blocks.append((language, _without(indent, lines)))
             language = None
         elif language is not None:
             lines.append(line)
@@ -168,14 +168,25 @@ def program_of(response: str) -> str:
     return response
 
 
+def _without(indent: str, lines: list[str]) -> str:
+    """Return the lines of a block without the indentation of its fence, which they have in an item of a list."""
+    first = next((line for line in lines if line.strip()), "")
+    return "\n".join(line.removeprefix(indent) for line in lines) if first.startswith(indent) else "\n".join(lines)
+
+
 def same_text(output: str, expected: str) -> bool:
-    """Compare texts line by line, ignoring trailing spaces and trailing empty lines, or word by word as numbers."""
-    ours, theirs = ([line.rstrip() for line in text.strip().split("\n")] for text in (output, expected))
-    if ours == theirs:
-        return True
-    return len(ours) == len(theirs) and all(
-        _same_words(a.split(), b.split()) for a, b in zip(ours, theirs, strict=True) if a != b
+    """Compare texts line by line, ignoring trailing spaces and empty lines at both ends, or word by word as numbers."""
+    ours, theirs = (
+        "\n".join(line.rstrip() for line in text.split("\n")).strip("\n").split("\n") for text in (output, expected)
     )
+    return len(ours) == len(theirs) and all(
+        a == b or _same_words(_words(a), _words(b)) for a, b in zip(ours, theirs, strict=True)
+    )
+
+
+def _words(line: str) -> list[str]:
+    """Return the spaces before a line, then its words."""
+    return [line[: len(line) - len(line.lstrip())], *line.split()]
 
 
 def _same_words(ours: Sequence[str], theirs: Sequence[str]) -> bool:
