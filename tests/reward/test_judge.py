@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -17,7 +18,7 @@ from fivefold.config.scoring import JudgeConfig, RewardConfig
 from fivefold.data.tokenizer import train_tokenizer
 from fivefold.keys.findings import Findings
 from fivefold.reward.choose import check_rewards
-from fivefold.reward.judge import JudgeError, read_verdict
+from fivefold.reward.judge import JudgeError, _text_of, read_verdict
 from fivefold.reward.pool import RewardPool, clean_environment
 from fivefold.types import Prompt, Sample
 from tests.support.commands import wait_for
@@ -114,6 +115,19 @@ def test_a_verdict_is_the_first_yes_or_no_and_what_has_none_fails_its_sample_onl
     seen = state(server)["seen"]
     # What a server says of the request itself is not asked again.
     assert [seen[f"asked|{text}|truth"] for text in ("busy", "broken", "cut", "unauthorized")] == [2, 2, 2, 1]
+
+
+def test_an_answer_that_begins_with_its_verdict_may_be_cut_off():
+    def cut(text):
+        answer = {"choices": [{"message": {"content": text}, "finish_reason": "length"}]}
+        return SimpleNamespace(json=lambda: answer, text=text)
+
+    for text in ("Yes", "**No**, since"):
+        assert _text_of(cut(text), "s", "yes_no") == text
+        with pytest.raises(JudgeError, match="did not finish its verdict"):
+            _text_of(cut(text), "s", "score")
+    with pytest.raises(JudgeError, match="did not finish its verdict"):
+        _text_of(cut("Nothing says yes"), "s", "yes_no")
 
 
 def test_a_verdict_that_is_cut_off_fails_its_sample(server):

@@ -63,7 +63,7 @@ class JudgeConfig:
     """The largest number, which gives reward 1."""
     temperature: Annotated[float, within("[0, 100]")] = 0.0
     max_tokens: Annotated[int, above(0)] = 1024
-    """Maximum number of tokens in an answer; a longer one fails."""
+    """Maximum number of tokens in an answer; a longer one fails, unless it begins with its yes or no."""
     request: dict[str, Any] = field(default_factory=dict)
     """Further fields of each request: `{top_p: 0.8, chat_template_kwargs: {...}}`."""
     timeout_seconds: Annotated[float, within("(0, 3600]"), HARMLESS] = 60.0

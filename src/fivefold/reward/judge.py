@@ -29,6 +29,7 @@ JUDGE = "judge"
 PLACEHOLDERS = ("prompt", "response", "ground_truth")
 _PLACEHOLDER = re.compile(r"\{(" + "|".join(PLACEHOLDERS) + r")\}")
 _YES_NO = re.compile(r"\b(yes|no)\b", re.IGNORECASE)
+_BEGINS = re.compile(r"\W*(yes|no)\b", re.IGNORECASE)
 _PAUSE = 0.5
 """Seconds before the second attempt; each further pause is twice as long."""
 _LONGEST_VERDICT = 20_000
@@ -116,7 +117,7 @@ class Judge:
                 reason = f"{server}: {type(error).__name__}: {error}"
                 continue
             if answer.status_code == 200:
-                return _text_of(answer, server)
+                return _text_of(answer, server, config.verdict)
             reason = self._plain(f"{server} answers {answer.status_code}: {answer.text[:300]}")
             if answer.status_code < 500 and answer.status_code not in _BUSY:
                 break
@@ -127,14 +128,15 @@ class Judge:
         return text.replace(self._key, "***") if self._key else text
 
 
-def _text_of(answer: httpx.Response, server: str) -> str:
-    """Return the text of an answer; raise JudgeError if there is none, or if the limit of tokens cut it off."""
+def _text_of(answer: httpx.Response, server: str, verdict: str) -> str:
+    """Return the text of an answer; raise JudgeError if there is none, or if the limit of tokens cut it off before the
+    verdict could be complete: it is only where the answer begins with yes or no."""
     try:
         choice = answer.json()["choices"][0]
         text, is_cut_off = choice["message"]["content"], choice.get("finish_reason") == "length"
     except (ValueError, KeyError, IndexError, TypeError, AttributeError):
         text, is_cut_off = None, False
-    if is_cut_off:
+    if is_cut_off and not (verdict == "yes_no" and _BEGINS.match(str(text))):
         raise JudgeError(f"{server} did not finish its verdict: raise reward.judge.max_tokens; got {str(text)[-200:]!r}")
     if not isinstance(text, str):
         raise JudgeError(f"{server} gave no text: {answer.text[:300]}")

@@ -175,18 +175,9 @@ def _without(indent: str, lines: list[str]) -> str:
 
 
 def same_text(output: str, expected: str) -> bool:
-    """Compare texts line by line, ignoring trailing spaces and empty lines at both ends, or word by word as numbers."""
-    ours, theirs = (
-        "\n".join(line.rstrip() for line in text.split("\n")).strip("\n").split("\n") for text in (output, expected)
-    )
-    return len(ours) == len(theirs) and all(
-        a == b or _same_words(_words(a), _words(b)) for a, b in zip(ours, theirs, strict=True)
-    )
-
-
-def _words(line: str) -> list[str]:
-    """Return the spaces before a line, then its words."""
-    return [line[: len(line) - len(line.lstrip())], *line.split()]
+    """Compare texts line by line and word by word, numbers by their values, without empty lines at both ends."""
+    ours, theirs = ([line.split() for line in text.strip().split("\n")] for text in (output, expected))
+    return len(ours) == len(theirs) and all(_same_words(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
 def _same_words(ours: Sequence[str], theirs: Sequence[str]) -> bool:
