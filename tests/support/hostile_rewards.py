@@ -283,7 +283,8 @@ class Answers:
             return "too long", ""
         except Exception as error:
             return "an error", f"{name}({response!r}, {truth!r}): {error!r}"
-        return "a reward", "" if math.isfinite(value) else f"{name}({response!r}, {truth!r}) is {value}"
+        is_number = value is not None and math.isfinite(value)
+        return "a reward", "" if is_number else f"{name}({response!r}, {truth!r}) is {value}"
 
     def close(self) -> None:
         """Do nothing: no process was started."""
