@@ -221,19 +221,26 @@ def host_of(mesh: Mesh, directory: Path, tokens: int, samples: int, length: int,
     }
 
 
-def transformers_step(mesh: Mesh, directory: Path, samples: int, length: int, spread: float = 0.5) -> dict[str, float]:
-    """The same training step as one would write it with transformers: bf16, SDPA, padded batches, fused AdamW."""
+def transformers_step(
+    mesh: Mesh, directory: Path, samples: int, length: int, spread: float = 0.5, tokens: int = 8192
+) -> dict[str, float]:
+    """The same training step as one would write it with transformers: bf16, SDPA, padded batches, fused AdamW.
+
+    A micro-batch has at most so many `tokens` with its padding, or one sequence.
+    """
     import transformers
 
     model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16).to(mesh.device)
     adam = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=is_large(mesh))
     batch = random_batch(samples, length, model.config.vocab_size, spread=spread)
-    rows = sorted(batch.token_ids_T.split(batch.lengths_N), key=len)
-    together = max(1, min(8, 8192 // length))
+    parts: list[list[torch.Tensor]] = [[]]
+    for row in sorted(batch.token_ids_T.split(batch.lengths_N), key=len):
+        if parts[-1] and (len(parts[-1]) + 1) * len(row) > tokens:
+            parts.append([])
+        parts[-1].append(row)
 
     def step() -> None:
-        for first in range(0, samples, together):
-            part = rows[first : first + together]
+        for part in parts:
             ids = torch.nn.utils.rnn.pad_sequence(part, batch_first=True).to(mesh.device)
             there = [torch.ones_like(row) for row in part]
             mask = torch.nn.utils.rnn.pad_sequence(there, batch_first=True).to(mesh.device)
@@ -243,10 +250,10 @@ def transformers_step(mesh: Mesh, directory: Path, samples: int, length: int, sp
         adam.zero_grad()
 
     seconds = min([timed(mesh, step)[0] for _ in range(3)][1:])
-    tokens = sum(batch.lengths_N)
     return {
         "seconds": round(seconds, 3),
-        "tokens_per_second": round(tokens / seconds),
+        "micro_batches": len(parts),
+        "tokens_per_second": round(sum(batch.lengths_N) / seconds),
         "peak_gib": round(peak_gib(mesh), 2),
     }
 
@@ -444,10 +451,9 @@ def small(part: Part) -> None:
                 numbers = part.measure(what, "d1", host_of, directory, tokens, samples, length, attention)
                 if numbers is not None:
                     part.say(f"{what}, attention {attention}", numbers)
-        samples, length = sizes[0][1:]
-        numbers = part.measure(name, "d1", transformers_step, directory, samples, length)
-        if numbers is not None:
-            part.say(f"{name}, {samples} x {length}, transformers", numbers)
+            numbers = part.measure(name, "d1", transformers_step, directory, samples, length, 0.5, tokens)
+            if numbers is not None:
+                part.say(f"{what}, transformers", numbers)
 
 
 def waits(part: Part) -> None:

@@ -288,7 +288,11 @@ METRICS: dict[str, tuple[Metric, ...]] = {
             "throughput/train_tokens_per_second", "tokens/s", "Tokens that the policy's updates compute over time/train."
         ),
         Metric("throughput/tflops_per_gpu", "TFLOP/s", "Arithmetic of the policy's updates over time/train, per rank."),
-        Metric("memory/peak_gb", "GiB", "Most memory of a rank in the step: of its GPU, or of the process on the CPU."),
+        Metric(
+            "memory/peak_gb",
+            "GiB",
+            "Most memory of a rank's process in the step, on its GPU or the CPU; engines in other processes are left out.",
+        ),
     ),
     "Where the run stands": (
         Metric("step", "", "Steps finished; 0 is the evaluation before training."),
