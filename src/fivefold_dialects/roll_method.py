@@ -34,13 +34,13 @@ def method(source: Source) -> dict[str, Any]:
         ours |= {"advantage": "group", "normalize": deviation or "none"}
     elif mean is None and deviation is None:
         ours |= {"advantage": "reward", "normalize": "none"}
-    elif mean == "batch" and deviation in (None, "batch", "group"):
-        domains = {key.split(".")[1] for key in source.keys("rewards.")}
-        if len(domains) > 1:
+    elif mean == "batch" and deviation in (None, "batch"):
+        if len({key.split(".")[1] for key in source.keys("rewards.")}) > 1:
             source.lacks("norm_mean_type", "rewards less the mean of the batch, which ROLL computes per domain")
         ours |= {"advantage": "step_mean", "normalize": deviation or "none"}
     else:
-        source.lacks("norm_mean_type", "rewards less the mean of the whole run, or a deviation without a mean")
+        reason = "the mean of the whole run, a deviation without a mean, or batch and group, at which ROLL itself ends"
+        source.lacks("norm_mean_type", reason)
     ours |= CHOICES["adv_estimator"].read(source)
     if name == "grpo" and source.number("gamma") == 1 and not token_kl(source):
         # With γ = 1 and no KL on tokens the return of every token is the response's reward.

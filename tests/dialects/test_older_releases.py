@@ -134,6 +134,9 @@ def test_rolls_mean_of_the_batch_is_that_of_the_step():
         "rewards: {", "rewards: {ifeval: {worker_cls: a.GeneralRuleRewardWorker, tag_included: [ifeval]}, "
     )
     assert "norm_mean_type" in {outcome.key for outcome in translated("roll", tree=several).outcomes if outcome.is_refused}
+    # The deviation of each group has another shape in ROLL, which ends there.
+    mixed = translated("roll", "norm_std_type=group", tree=ROLL)
+    assert "norm_mean_type" in {outcome.key for outcome in mixed.outcomes if outcome.is_refused}
 
 
 def test_the_names_of_trinitys_older_releases_are_those_of_today():

@@ -45,10 +45,9 @@ def advantages(
             value = best - sorted(inside)[-2] if i == members[inside.index(best)] and len(inside) > 1 else 0.0
         compared = inside if normalize == "group" else rewards
         std = statistics.stdev(compared) if len(compared) > 1 else 0.0
-        if normalize == "mean":
-            value /= statistics.fmean(inside) + 1e-6
-        elif normalize != "none" and not (kind == "leave_one_out" and std == 0):
-            value /= std + 1e-6
+        divisor = statistics.fmean(inside) if normalize == "mean" else std
+        if normalize != "none" and divisor > 1e-6:
+            value /= divisor + 1e-6
         values.append(value)
     return values
 

@@ -61,9 +61,16 @@ class AdvantageInputs:
         """Reward minus the group mean: exactly 0 if all rewards of the group are equal, however the mean is rounded."""
         return (self.rewards_N.double() - self.group_sums(self.rewards_N) / self.count_N) * self.differ_N
 
-    def scale_N(self, over: str) -> Tensor:
-        """[N] divisor of the advantages: the unbiased standard deviation of rewards in the sample's group or in the whole
-        step, or the group mean."""
+    def divided(self, advantages_N: Tensor, by: str, eps: float) -> Tensor:
+        """[N] advantages / (divisor + eps), and the advantages as they are where the divisor is not above eps: equal rewards
+        have no deviation to compare with."""
+        if by == "none":
+            return advantages_N.float()
+        divisor_N = self._divisor(by)
+        return torch.where(divisor_N > eps, advantages_N / (divisor_N + eps), advantages_N).float()
+
+    def _divisor(self, over: str) -> Tensor:
+        """[N] the unbiased standard deviation of rewards in the sample's group or in the whole step, or the group mean."""
         if over == "mean":
             return self.group_sums(self.rewards_N) / self.count_N
         if over == "batch":
@@ -80,7 +87,8 @@ Advantage = Callable[[AdvantageInputs], "Tensor"]
 class GroupNorm:
     """(r - mean of its group) / (std + eps): GRPO, DeepSeekMath (2402.03300) section 4.1.2.
 
-    The standard deviation is the unbiased one (n - 1). A group of one has nothing to compare with and gives 0.
+    The standard deviation is the unbiased one (n - 1). A group of one has nothing to compare with and gives 0. Rewards that
+    are all equal have no deviation: with a shifted baseline their advantage is not divided.
     """
 
     normalize: str = "group"
@@ -95,14 +103,12 @@ class GroupNorm:
     def __call__(self, inputs: AdvantageInputs) -> Tensor:
         compared = replace(inputs, group_N=torch.zeros_like(inputs.group_N)) if self.over_step else inputs
         advantages_N = compared.centred_N - self.shift * (compared.count_N > 1)
-        if self.normalize == "none":
-            return advantages_N.float()
         if self.normalize == "mean" and (inputs.rewards_N < 0).any():
             lowest = float(inputs.rewards_N.min())
             raise RunError(
                 f"algorithm.normalize: mean divides by the mean reward, so no reward may be negative: got {lowest:g}"
             )
-        return (advantages_N / (inputs.scale_N(self.normalize) + self.eps)).float()
+        return inputs.divided(advantages_N, self.normalize, self.eps)
 
 
 @dataclass(frozen=True)
@@ -127,7 +133,7 @@ class LogMeanExp:
 class LeaveOneOut:
     """r - mean of the other rewards of its group: RLOO (2402.14740). A group of one gives 0.
 
-    Normalized as in NeMo-RL: by the std where it is above 0, otherwise not at all.
+    Normalized as in NeMo-RL: by the std where there is one, otherwise not at all.
     """
 
     normalize: str = "none"
@@ -136,10 +142,7 @@ class LeaveOneOut:
     def __call__(self, inputs: AdvantageInputs) -> Tensor:
         # r - (sum - r) / (n - 1) = n / (n - 1) · (r - mean)
         advantages_N = inputs.centred_N * inputs.count_N / (inputs.count_N - 1).clamp(min=1)
-        if self.normalize == "none":
-            return advantages_N.float()
-        std_N = inputs.scale_N(self.normalize)
-        return torch.where(std_N > 0, advantages_N / (std_N + self.eps), advantages_N).float()
+        return inputs.divided(advantages_N, self.normalize, self.eps)
 
 
 @dataclass(frozen=True)
@@ -156,9 +159,7 @@ class PassAtK:
             if len(members) > 1:
                 best = inputs.rewards_N[members].double().topk(2)
                 advantages_N[members[best.indices[0]]] = best.values[0] - best.values[1]
-        if self.normalize != "none":
-            advantages_N = advantages_N / (inputs.scale_N(self.normalize) + self.eps)
-        return advantages_N.float()
+        return inputs.divided(advantages_N, self.normalize, self.eps)
 
 
 def length_weighted(inputs: AdvantageInputs) -> Tensor:

@@ -193,6 +193,8 @@ class TokenAdvantages(Part):
         if overrides.normalize not in (None, "none"):
             message = f"belongs to advantages {', '.join(NORMALIZED)}: got {overrides.normalize} with {chosen.advantage}"
             findings.require(chosen.advantage in NORMALIZED, "normalize", message)
+        message = f": {chosen.advantage} compares over the whole step, so write batch or none: got group"
+        findings.require(chosen.advantage != "step_mean" or chosen.normalize != "group", "normalize", message)
         findings.require(
             case.group_size > 1 or case.offline or not ADVANTAGES.get(chosen.advantage, False),
             "group_size",
