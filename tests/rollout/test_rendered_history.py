@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from fivefold.algo.objective import make_objective
+from fivefold.config import RunConfig
 from fivefold.config.environment import EnvironmentConfig
+from fivefold.config.schema import DataConfig, ModelConfig
 from fivefold.interfaces import EngineReplica, EngineState
 from fivefold.types import Completion, Prompt, Sampling
 from tests.rollout.test_conversations import STEPS, TOOLS, call
@@ -132,6 +137,30 @@ def test_dropped_thinking_begins_a_sequence_and_each_turn_is_trained_once(cluste
     assert trained == sum(len(tokens) for _, tokens in seen) and len(seen) == 4
     assert metrics["trajectory/sequences"] == 3 and metrics["trajectory/breaks_template"] == 2
     assert len({(one.reward, one.trajectory, one.end) for one in samples}) == 1 and samples[0].end == "answered"
+
+
+def thoughtful(mesh, root: str, most: int) -> tuple[int, set[str]]:
+    """(tokens sampled, ends) of a trajectory whose thinking the template drops: no sequence has all of it."""
+    script, SCRIPT[:] = SCRIPT[:], [f"<think>{'x' * 70}</think>" + call("add", a=turn, b=2) for turn in range(3)] + ["abc"]
+    try:
+        samples = sampled(mesh, root, most)[0]
+    finally:
+        SCRIPT[:] = script
+    return sum(one.loss_tokens for one in samples), {one.end for one in samples}
+
+
+def test_sampled_tokens_of_several_sequences_are_bounded_by_their_turns_only(cluster, root):
+    """data.max_total_tokens bounds a sequence. Taken as the bound of all, it gave a trajectory within every limit the whole
+    overlong penalty."""
+    data = DataConfig(max_response_tokens=200, max_total_tokens=400)
+    environment = EnvironmentConfig(tools=["a.py:add"], history="template")
+    config = RunConfig(ModelConfig("m"), data=data, environment=environment)
+    ((tokens, ends),) = cluster.run(thoughtful, "megatron:d1", root, config.max_sequence_tokens)
+    assert tokens > 400 and ends == {"answered"}
+    assert config.max_sampled_tokens == 10 * 200
+    assert make_objective("dapo").shaping(torch.ones(1), torch.tensor([tokens]), config.max_sampled_tokens).tolist() == [1.0]
+    assert replace(config, environment=EnvironmentConfig(agent="a.py:run")).max_sampled_tokens == 10 * 200
+    assert replace(config, environment=replace(environment, history="append")).max_sampled_tokens == 400
 
 
 def test_a_context_that_the_template_makes_too_long_ends_the_trajectory(cluster, root):

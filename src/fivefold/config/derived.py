@@ -55,7 +55,7 @@ class Derived(Sections):
 
     @property
     def max_sequence_tokens(self) -> int:
-        """Maximum length of a prompt and its response together, or of a trajectory of several turns."""
+        """Maximum length of a prompt and its response together, or of a sequence of several turns."""
         longest = self.data.max_prompt_tokens + self.data.max_response_tokens
         if self.environment.is_active:
             return self.data.max_total_tokens or longest
@@ -66,4 +66,5 @@ class Derived(Sections):
         """Maximum number of tokens that are sampled for a response, or in all turns of a trajectory."""
         if not self.environment.is_active:
             return self.data.max_response_tokens
-        return min(self.environment.max_turns * self.data.max_response_tokens, self.max_sequence_tokens)
+        all_turns = self.environment.max_turns * self.data.max_response_tokens
+        return min(all_turns, self.max_sequence_tokens) if self.environment.has_one_sequence else all_turns

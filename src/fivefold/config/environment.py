@@ -83,6 +83,11 @@ class EnvironmentConfig:
         return self.class_ is not None or bool(self.tools) or self.agent is not None
 
     @property
+    def has_one_sequence(self) -> bool:
+        """Whether each trajectory is one sequence, in which every turn reads all that was read and sampled before it."""
+        return self.agent is None and self.history == "append"
+
+    @property
     def reads_rows(self) -> bool:
         """Whether the environment's class or an agent takes the rows of the data."""
         return self.class_ is not None or self.agent is not None

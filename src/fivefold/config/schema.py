@@ -155,7 +155,7 @@ class DataConfig:
     """Maximum length of a response, in tokens; with `environment`, of one turn."""
     max_total_tokens: Annotated[int | None, above(1)] = None
     """Maximum length of prompt and response together in the data (sft), in tokens. Longer responses are cut; a prompt that
-    leaves no room for a response is too long. With `environment`: of a trajectory with its first context and all its turns;
+    leaves no room for a response is too long. With `environment`: of a sequence of a trajectory, its context and its turns;
     `max_prompt_tokens` + `max_response_tokens` if left out."""
     overlong_prompts: Literal["drop", "refuse"] = "drop"
     """Drop and count prompts that are too long, or refuse to start."""

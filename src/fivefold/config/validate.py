@@ -384,7 +384,7 @@ def _check_environment(findings: Findings, config: Derived) -> None:
         f"must be above data.max_response_tokens = {data.max_response_tokens}, the length of one turn: got {longest}",
     )
     findings.require(
-        not config.algorithm.resolved.process_reward.coef or (environment.agent is None and environment.history == "append"),
+        not config.algorithm.resolved.process_reward.coef or environment.has_one_sequence,
         "algorithm.process_reward.coef",
         "must be 0 with environment.agent or environment.history: template: trajectories then have several sequences, and "
         "the process reward model scores a sequence as a response",
