@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +13,7 @@ from fivefold.algo.methods import KL, Correction
 from fivefold.algo.objective import make_objective
 from fivefold.algo.segments import Segments
 from fivefold.algo.surrogates import SURROGATES, make_surrogate
-from fivefold.algo.term import Progress
+from fivefold.algo.term import Progress, Term
 from fivefold.build import build_plan
 from fivefold.columns import Column
 from fivefold.config import RunConfig
@@ -213,6 +213,22 @@ def test_a_sample_without_weight_is_skipped_whatever_its_advantage_is():
     # With a penalty in the loss only those: they have no weight in it either.
     skipped_N = make_objective("grpo", overlong_filter=True, kl=KL(coef=0.1)).skipped(rows())
     assert skipped_N.tolist() == [False] * 5 + [True] + [False] * 3
+
+
+@pytest.mark.parametrize("weights", ["loss", "penalty"])
+def test_a_term_of_the_loss_keeps_every_sample_on_which_it_can_act(weights):
+    @dataclass(frozen=True)
+    class Everywhere(Term):
+        def loss(self, tokens):
+            return tokens.logprobs_T
+
+    Everywhere.weights = weights
+    plain = make_objective("dr_grpo")
+    objective = replace(plain, terms=(*plain.terms, Everywhere()))
+    assert plain.skipped(rows()).any() and not objective.skipped(rows()).any()
+    # The expert's cross-entropy is 0 on every sampled response.
+    chord = make_objective("chord", kl=OFF)
+    assert chord.imitation.is_active and chord.skipped(rows()).tolist() == EQUAL
 
 
 @pytest.mark.parametrize(

@@ -144,9 +144,9 @@ class Objective:
         inputs = self.inputs(stats)
         kept_M = (self.filter.before_whitening if whitens else self.filter).kept(stats.trajectories, inputs)
         skipped_M = torch.zeros(len(inputs.rewards_N), dtype=torch.bool) if kept_M is None else ~kept_M
-        has_penalty = any(term.is_active and term.weights == "penalty" for term in self.terms)
+        has_term = any(term.is_active and not term.expert_only for term in self.terms)
         compares = whitens or self.advantage.turn_coef != 0
-        if not has_penalty and not compares and self.advantage.assignment.keeps_zero:
+        if not has_term and not compares and self.advantage.assignment.keeps_zero:
             skipped_M = skipped_M | (self.compared(inputs) == 0)
         return skipped_M[stats.trajectory_of_N]
 

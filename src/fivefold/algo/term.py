@@ -63,6 +63,8 @@ class Term(Part):
     weights = "penalty"
     """Weights of its tokens. penalty: by `algorithm.penalty_aggregate`, 0 for an expert's responses; loss: those of the
     surrogate, in which the expert has its share."""
+    expert_only = False
+    """Whether the loss of every sampled token is exactly 0: the term acts on an expert's responses alone."""
 
     @property
     def is_active(self) -> bool:

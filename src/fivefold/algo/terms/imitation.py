@@ -31,6 +31,7 @@ class Imitation(Term):
         ),
     )
     weights = "loss"
+    expert_only = True
     weight: Annotated[float, within("[0, 1]")] | None = None
     """μ: the loss is (1 - μ) of the sampled responses' loss plus μ of the expert's cross-entropy. No expert if left out,
     unless the method has one."""
