@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -148,15 +149,72 @@ def test_the_losses_of_parts_add_up_to_that_of_the_whole():
         ("ppo", {}, {}, r"the method needs batch\[Column.VALUES\]: set it before"),
         ("clip_cov", {}, {}, "selects tokens over all samples of an update: only a run supports that"),
         ("remax", {}, {}, "compares with the most likely response: only a run supports that"),
+        ("chord", {}, {}, "imitates an expert's responses: only a run supports that"),
+        ("gigpo", {}, {}, "compares turns that answer the same state"),
+        ("ppo", {"whiten_by": "domain"}, {}, "whitens the responses of each domain"),
+        ("dapo", {"difficulty_by": "correct", "difficulty_low": 0.1}, {}, "leaves prompts out by correctness"),
+        (
+            "rloo",
+            {"kl": {"coef": 0.1, "place": "reward", "target": 0.1}},
+            {},
+            "adapts the coefficient of a KL in the reward",
+        ),
+        ("dapo", {"aggregate": "micro-batch-token-mean"}, {}, "averages micro-batches"),
+        ("dapo", {"rollout_correction": {"name": "tis"}}, {}, r"the method needs batch\[Column.ROLLOUT_LOGPROBS\]"),
+        ("dapo", {"rollout_correction": {"reject_divergence": {"mean_k3": 1.0}}}, {}, r"needs batch\[Column.ROLLOUT_LOGP"),
+        ("dapo", {"rollout_correction": {"old_logprobs_from": "engine"}}, {}, r"needs batch\[Column.ROLLOUT_LOGPROBS\]"),
+        (
+            "dapo",
+            {"rollout_correction": {"old_logprobs_from": "loglinear"}},
+            {},
+            r"batch\[Column.ROLLOUT_LOGPROBS\], batch\[Column.INTERPOLATION\]",
+        ),
+        (
+            "dapo",
+            {"rollout_correction": {"weight": "turn"}},
+            {},
+            r"batch\[Column.ROLLOUT_LOGPROBS\], batch\[Column.TURN\]",
+        ),
+        ("dapo", {"importance_sampling_level": "turn"}, {}, r"needs batch\[Column.TURN\]"),
+        ("rloo", {"credit": "turns", "gamma": 0.9}, {}, r"needs batch\[Column.TURN\]"),
+        ("prime", {}, {}, r"needs batch\[Column.PRM_LOGPROBS\], batch\[Column.PRM_REF_LOGPROBS\]"),
+        (
+            "dpo",
+            {},
+            {"rewards": [0, 1, 1, 0]},
+            r"compares pairs: .* got groups \[0, 0\] and rewards \[0.0, 1.0\] from row 0",
+        ),
+        ("dpo", {}, {"rewards": [1, 0, 1, 1]}, r"got groups \[1, 1\] and rewards \[1.0, 1.0\] from row 2 on"),
+        ("dpo", {}, {"groups": [0, 1, 0, 1]}, r"got groups \[0, 1\] and rewards"),
     ],
 )
 def test_what_an_own_loop_cannot_compute_is_refused(method, choices, changes, message):
     arguments = {"rewards": REWARDS, "groups": [0, 0, 1, 1], "max_response_tokens": LONGEST} | changes
     batch = padded()
-    if method == "clip_cov":
+    if method == "dpo":
         batch = filled(batch)
     with pytest.raises(UserError, match=message):
         prepare_update(make_objective(method, **choices), batch, **arguments)
+
+
+def test_pairs_in_an_own_loop_are_compared_in_their_order():
+    objective = make_objective("dpo")
+    batch = prepare_update(objective, filled(padded()), [1, 0, 3, 2], [0, 0, 1, 1], max_response_tokens=LONGEST)
+    logprobs_T = 0.5 * batch[Column.REF_LOGPROBS]
+    margins = [0.1 * float((logprobs_T - batch[Column.REF_LOGPROBS]).split(batch.lengths_N)[row].sum()) for row in range(4)]
+    expected = sum(math.log1p(math.exp(-(margins[row] - margins[row + 1]))) for row in (0, 2)) / 2
+    assert float(objective.loss(logprobs_T, torch.zeros_like(logprobs_T), batch).loss) == pytest.approx(expected, rel=1e-5)
+    with pytest.raises(UserError, match=r"got groups \[1\] and rewards \[1.0\] from row 2 on"):
+        prepare_update(objective, batch.select([0, 1, 2]), [1, 0, 1], [0, 0, 1], max_response_tokens=LONGEST)
+
+
+def test_a_correction_in_an_own_loop_weighs_by_the_engines_log_probs():
+    objective, batch = make_objective("dapo", rollout_correction={"name": "tis"}), padded()
+    batch[Column.ROLLOUT_LOGPROBS] = -1.0 * batch.loss_mask_T
+    batch = prepare_update(objective, batch, REWARDS, [0, 0, 1, 1], max_response_tokens=LONGEST)
+    logprobs_T = -0.9 * batch.loss_mask_T
+    sums = objective.loss(logprobs_T, torch.zeros_like(logprobs_T), batch).sums
+    assert float(sums["rollout_correction/weight_mean"]) == pytest.approx(math.exp(0.1), rel=1e-5)
 
 
 def test_a_loss_of_what_does_not_fit_says_what_is_missing():

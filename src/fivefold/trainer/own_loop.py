@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from fivefold.algo.importance_sampling import RATIOS
 from fivefold.algo.objective import Objective
 from fivefold.columns import Column
 from fivefold.errors import UserError, shown
@@ -39,8 +40,8 @@ def prepare_update(
 
     `Objective.loss` of the result and the log-probs is the loss to minimize. `rewards` has a number per sample, `groups` the
     number of its prompt, `finished` whether the response ended by itself (true if left out). Columns that the method needs
-    besides, for example `Column.REF_LOGPROBS` for a KL, must be set before. The batch may be on any device and stays there.
-    Raises UserError for what does not fit.
+    besides, for example `Column.REF_LOGPROBS` for a KL, must be set before. For pairs (dpo), each better response is
+    followed by the worse one. The batch may be on any device and stays there. Raises UserError for what does not fit.
 
     Example: `prepare_update(objective, batch, rewards=[1, 0, 0, 1], groups=[0, 0, 1, 1], max_response_tokens=512)`.
     """
@@ -52,6 +53,8 @@ def prepare_update(
     if not rewards_N.isfinite().all():
         raise UserError(f"every reward must be a finite number: got {rewards_N.tolist()}")
     _refuse_what_needs_a_run(objective, batch)
+    if objective.gradient.surrogate.pairs:
+        _refuse_other_than_pairs(rewards_N, group_N)
     responses_N = torch.stack([mask_T.sum() for mask_T in batch.loss_mask_T.split(batch.lengths_N)])
     lengths_N, zeros_N = torch.tensor(batch.lengths_N), torch.zeros(samples, dtype=torch.long)
     longest = int(responses_N.max())
@@ -92,10 +95,45 @@ def _numbers(name: str, values: Numbers, samples: int) -> Tensor:
 
 
 def _refuse_what_needs_a_run(objective: Objective, batch: TokenBatch) -> None:
-    """Raise UserError for columns that the batch lacks and for methods that need more than one update's samples."""
-    if missing := [column for column in Column if column in objective.needs(1) and column not in batch]:
+    """Raise UserError for methods that need more than the rewards of one update, and for columns that the batch lacks."""
+    advantage, kept, kl = objective.advantage, objective.filter, objective.kl
+    has_bounds = kept.difficulty_low is not None or kept.difficulty_high is not None
+    for what, is_so in (
+        ("selects tokens over all samples of an update", objective.gradient.selects),
+        ("compares with the most likely response", objective.needs_greedy),
+        ("imitates an expert's responses", objective.imitation.is_active),
+        ("compares turns that answer the same state (turn_coef)", advantage.turn_coef > 0),
+        ("whitens the responses of each domain (whiten_by: domain)", advantage.whiten and advantage.whiten_by == "domain"),
+        ("leaves prompts out by correctness (difficulty_by: correct)", has_bounds and kept.difficulty_by == "correct"),
+        ("adapts the coefficient of a KL in the reward (kl.target)", kl.target is not None and kl.place == "reward"),
+        ("averages micro-batches (aggregate: micro-batch-token-mean)", objective.aggregation.per_micro_batch),
+    ):
+        if is_so:
+            raise UserError(f"the method {what}: only a run supports that")
+    needed = _columns(objective)
+    if missing := [column for column in Column if column in needed and column not in batch]:
         raise UserError(f"the method needs {', '.join(f'batch[Column.{column.name}]' for column in missing)}: set it before")
-    if objective.gradient.selects:
-        raise UserError("the method selects tokens over all samples of an update: only a run supports that")
-    if objective.needs_greedy:
-        raise UserError("the method compares with the most likely response: only a run supports that")
+
+
+def _columns(objective: Objective) -> frozenset[Column]:
+    """Return the columns that the method reads, also those that a run fills in when it packs samples."""
+    gradient, correction = objective.gradient, objective.gradient.correction
+    by_turn = gradient.level is RATIOS["turn"] or correction.weight == "turn" or objective.advantage.credit == "turns"
+    packed = {
+        Column.ROLLOUT_LOGPROBS: correction.is_active or correction.old_logprobs_from != "trainer",
+        Column.TURN: by_turn,
+        Column.PRM_LOGPROBS: objective.process.is_active,
+    }
+    return objective.needs(1).union(column for column, is_read in packed.items() if is_read)
+
+
+def _refuse_other_than_pairs(rewards_N: Tensor, group_N: Tensor) -> None:
+    """Raise UserError unless rows follow one another as the better and the worse response to a prompt."""
+    rows = list(zip(group_N.tolist(), rewards_N.tolist(), strict=True))
+    for place in range(0, len(rows), 2):
+        groups, rewards = zip(*rows[place : place + 2], strict=True)
+        if len(groups) < 2 or groups[0] != groups[1] or rewards[0] <= rewards[1]:
+            raise UserError(
+                "the method compares pairs: rows 0 and 1, 2 and 3, ... must be the better and the worse response to a "
+                f"prompt: got groups {list(groups)} and rewards {list(rewards)} from row {place} on"
+            )
