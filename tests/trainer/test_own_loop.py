@@ -197,6 +197,36 @@ def test_what_an_own_loop_cannot_compute_is_refused(method, choices, changes, me
         prepare_update(make_objective(method, **choices), batch, **arguments)
 
 
+@pytest.mark.parametrize(
+    ("method", "choices"),
+    [
+        ("dr_grpo", {}),
+        ("ppo", {}),
+        ("reinforce_plus_plus", {"kl": {"coef": 0.1}}),
+        ("reinforce_plus_plus_baseline", {}),
+        ("otb", {}),
+        ("prime", {"advantage_clip": 0.5}),
+        ("grpo", {"normalize": "none", "credit": "discounted", "kl": {"coef": 0.1, "place": "reward"}}),
+    ],
+)
+def test_overlong_zero_takes_the_advantage_of_these_responses_and_of_no_others(method, choices):
+    def prepared(**more) -> TokenBatch:
+        objective, batch = make_objective(method, **choices, **more), padded()
+        for column, scale in zip(sorted(objective.needs(1), key=str), (-0.3, -0.5, -0.2, -0.4), strict=False):
+            batch[column] = scale * torch.linspace(1, 2, len(batch.token_ids_T)) * batch.loss_mask_T
+        if objective.process.is_active:
+            batch[Column.PRM_LOGPROBS] = torch.linspace(-1, 0, len(batch.token_ids_T)) * batch.loss_mask_T
+        return prepare_update(objective, batch, REWARDS, [0, 0, 1, 1], max_response_tokens=LONGEST, finished=FINISHED)
+
+    plain, batch = prepared(), prepared(overlong_zero=True)
+    is_cut_T = batch.expand_to_tokens(torch.tensor([0.0, 1, 0, 0])).bool()
+    expected_T = torch.where(is_cut_T, 0.0, plain[Column.ADVANTAGES])
+    assert (plain[Column.ADVANTAGES] != expected_T).any() and expected_T.any()
+    assert torch.equal(batch[Column.ADVANTAGES], expected_T)
+    for column in (Column.RETURNS, Column.LOSS_WEIGHTS):
+        assert torch.equal(batch[column], plain[column])
+
+
 def test_pairs_in_an_own_loop_are_compared_in_their_order():
     objective = make_objective("dpo")
     batch = prepare_update(objective, filled(padded()), [1, 0, 3, 2], [0, 0, 1, 1], max_response_tokens=LONGEST)

@@ -125,7 +125,7 @@ class Objective:
 
     def compared(self, inputs: AdvantageInputs) -> Tensor:
         """[N] advantage of each response of the step."""
-        return self.filter.zeroed(self.advantage.compare(inputs), inputs)
+        return torch.where(self.filter.zeroed(inputs), 0.0, self.advantage.compare(inputs))
 
     def kept(self, stats: RolloutStats) -> Tensor | None:
         """[M] trajectories that carry loss, by truncation and prompt difficulty; None if all do."""
@@ -179,7 +179,7 @@ class Objective:
                 penalties_N = torch.zeros(len(inputs.rewards_N), dtype=torch.float64)
                 penalties_N[row_N] = segments.sums(penalties_T).double()
                 inputs = replace(inputs, rewards_N=inputs.rewards_N - total(penalties_N))
-        advantages_N = self.compared(inputs)[row_N]
+        advantages_N = self.advantage.compare(inputs)[row_N]
         if self.process.is_active:
             rewards_T = self.process.rewards(batch, segments, replicas.all_reduce_max)
             gains_T = self.process.advantages(segments, row_N, inputs.group_N, rewards_T, total)
@@ -195,7 +195,8 @@ class Objective:
         if self.advantage.token_baseline:
             baseline_T = self.advantage.baseline(batch, segments, row_N, returns_T, inputs, self.gradient.correction, total)
             advantages_T = advantages_T - baseline_T
-        return self.advantage.scaled(advantages_T, segments, row_N, kept_N, part_N, total), returns_T
+        advantages_T = self.advantage.scaled(advantages_T, segments, row_N, kept_N, part_N, total)
+        return torch.where(self.filter.zeroed(inputs)[row_N][segments.sample_T], 0.0, advantages_T), returns_T
 
     def loss_weights(
         self,

@@ -22,8 +22,8 @@ class SampleFilter(Part):
     overlong_filter: bool = usual(False)
     """Leave truncated responses out of the loss and its denominators."""
     overlong_zero: bool = usual(False)
-    """Give truncated responses whose reward is 0, before it is shaped, the advantage 0; they still count in means and
-    denominators."""
+    """Give the tokens of truncated responses whose reward is 0, before it is shaped, the advantage 0. Means, whitening and
+    denominators still count these responses, and a critic learns from them."""
     difficulty_low: Annotated[float, within("[-1e9, 1e9]")] | None = None
     difficulty_high: Annotated[float, within("[-1e9, 1e9]")] | None = None
     """Bounds on a prompt's mean reward: only prompts above the one and below the other count. Responses to all others carry
@@ -59,15 +59,13 @@ class SampleFilter(Part):
         judged_N = stats.rewards_N if self.difficulty_by == "reward" else stats.correct_N.double()
         return inputs.group_sums(judged_N) / inputs.count_N
 
-    def zeroed(self, advantages_N: Tensor, inputs: AdvantageInputs) -> Tensor:
-        """[N] the advantages with 0 for truncated responses without a reward, if the method wants that."""
+    def zeroed(self, inputs: AdvantageInputs) -> Tensor:
+        """[N] whether the method gives a response advantage 0, as it was truncated without a reward."""
         if not self.overlong_zero:
-            return advantages_N
+            return torch.zeros(len(inputs.rewards_N), dtype=torch.bool)
         assert inputs.truncated_N is not None and inputs.unrewarded_N is not None
         without_N = inputs.truncated_N & inputs.unrewarded_N
-        if inputs.expert_N is not None:
-            without_N = without_N & ~inputs.expert_N
-        return torch.where(without_N, 0.0, advantages_N)
+        return without_N if inputs.expert_N is None else without_N & ~inputs.expert_N
 
     @classmethod
     def check(cls, case: Case) -> None:
