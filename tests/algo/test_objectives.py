@@ -1329,6 +1329,29 @@ def test_a_choice_that_makes_no_sense_is_refused_with_the_reason(method, change,
         make_objective(method, **change)
 
 
+@pytest.mark.parametrize(
+    ("method", "choices", "ignored"),
+    [
+        ("rec", {"ring_low": 0.5, "ring_high": 3.0}, {"ring_low", "ring_high"}),
+        ("rec", {"ring_low": 0.5, "ring_high": 3.0, "clip_low": 0.1, "clip_mode": "ring"}, set()),
+        ("rec", {"clip_low": 0.1, "clip_high": 0.1}, set()),
+        ("rec", {"clip_low": 0.1, "clip_high": 0.1, "clip_mode": "none"}, {"clip_low", "clip_high"}),
+        ("rec", {"weight_temperature": 2.0, "token_weight": "ratio"}, {"weight_temperature"}),
+        ("rec", {"weight_temperature": 2.0, "token_weight": "advantage"}, set()),
+        ("chord", {"expert": methods.Imitation(decay_updates=100)}, {"expert.decay_updates"}),
+        ("chord", {"expert": methods.Imitation(decay_updates=100, final_weight=0.05)}, set()),
+        ("sft", {"kl": methods.KL(estimator="k2")}, {"kl"}),
+        ("sft", {"kl": methods.KL(estimator="k2", coef=0.1)}, set()),
+        ("dpo", {"kl": methods.KL(estimator="k2")}, {"kl"}),
+        ("dapo", {"kl": methods.KL(estimator="k2")}, {"kl"}),
+    ],
+)
+def test_a_choice_without_effect_is_reported(method, choices, ignored):
+    findings = Findings()
+    check_method(findings, method, methods.Choices(**choices), group_size=4)
+    assert {key for key, _ in findings.ignored} == ignored and not findings.errors
+
+
 def test_a_group_of_one_is_refused_where_samples_are_compared():
     def errors(name: str) -> list[str]:
         findings = Findings()

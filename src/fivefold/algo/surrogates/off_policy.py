@@ -108,6 +108,14 @@ class REC(Surrogate):
         if case.chosen.proximal_coef and level != "token":
             message = f"is the squared log-ratio of each token: importance_sampling_level is {level}"
             case.findings.error("proximal_coef", message)
+        mode, weight = case.chosen.clip_mode, case.chosen.token_weight
+        for keys, is_used, reason in (
+            (("clip_low", "clip_high"), mode != "none", "clip_mode is none"),
+            (("ring_low", "ring_high"), mode == "ring", f"clip_mode is {mode}, not ring"),
+            (("weight_temperature",), weight == "advantage", f"token_weight is {weight}, not advantage"),
+        ):
+            for key in (key for key in keys if not is_used and getattr(case.overrides, key) is not None):
+                case.findings.ignore(key, reason)
 
 
 DRIFT_BOUND = 2.0

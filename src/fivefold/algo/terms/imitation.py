@@ -106,5 +106,7 @@ class Imitation(Term):
         )
         for is_so, reason in impossible:
             below.require(not is_so, "weight", f"must be left out: {reason}")
+        if case.overrides.expert.decay_updates and expert.final_weight is None:
+            below.ignore("decay_updates", "without final_weight the weight does not decay")
         is_reached = expert.final_weight is None or bool(expert.decay_updates)
         below.require(is_reached, "final_weight", "is what weight comes to within decay_updates, which must be above 0")

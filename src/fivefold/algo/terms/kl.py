@@ -187,7 +187,7 @@ class KL(Term):
         if kl.target is not None:
             findings.require(bool(kl.coef), "kl.target", "moves kl.coef, which must start above 0")
         unused = any((overrides.estimator, overrides.place, overrides.target, overrides.horizon, overrides.ratio_weighted))
-        if unused and not kl.coef and not case.offline:
+        if unused and not kl.coef:
             findings.ignore("kl", "its coef is 0")
         if overrides.horizon is not None and kl.target is None:
             findings.ignore("kl.horizon", "without kl.target the coefficient is fixed")
