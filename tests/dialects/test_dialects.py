@@ -17,6 +17,7 @@ from fivefold.config import ConfigError, RunConfig
 from fivefold.config.dialect import find_system
 from fivefold.config.loader import read_mapping
 from fivefold.config.mixture import counts, domains_of
+from fivefold.config.validate import validate
 from fivefold.reward.choose import choose_rewards
 from fivefold_dialects import SYSTEMS, writer
 from fivefold_dialects.known import known
@@ -786,6 +787,16 @@ def test_the_method_is_the_one_that_the_other_system_computes(name):
     numbers = {key for key, value in asked.items() if isinstance(value, float)}
     assert {key: got[key] for key in numbers} == pytest.approx({key: asked[key] for key in numbers})
     assert {key: got[key] for key in asked if key not in numbers} == {key: asked[key] for key in asked if key not in numbers}
+
+
+def test_a_default_of_trinitys_rec_that_its_mask_does_not_read_is_not_reported():
+    """Only keys that were set are, as epsilon_high_prime without a ring."""
+    for words, expected in (
+        ("", []),
+        (", epsilon_high_prime: 3.0", [("algorithm.ring_high", "clip_mode is one_sided, not ring")]),
+    ):
+        tree = of_type("rec", f"policy_loss_fn_args: {{epsilon_low: 0.1, clip_mode: one-side{words}}}")
+        assert [row for row in validate(config("trinity", tree=tree)).ignored if row[0].startswith("algorithm")] == expected
 
 
 def test_what_trinitys_workflows_say_besides_the_method():
