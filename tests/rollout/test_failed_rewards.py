@@ -17,7 +17,7 @@ from fivefold.interfaces import EngineReplica, EngineState
 from fivefold.rollout.packing import pack
 from fivefold.rollout.sources import DynamicSampling, EngineRollouts
 from fivefold.rollout.stats import BatchPlan, gather_stats, rollout_metrics
-from fivefold.trainer.minibatches import MiniBatches
+from fivefold.trainer.minibatches import MiniBatches, divided
 from fivefold.types import Completion, Group, Prompt, Sample
 from tests.rollout.test_sources import gradients, model_groups
 from tests.support.toy import ToyScorer, scored
@@ -303,3 +303,23 @@ def test_a_group_whose_greedy_baseline_failed_is_left_out(cluster, tmp_path):
     (groups,) = cluster.run(without_greedy_reward, "megatron:d1", tmp_path)
     assert groups[0] == (0.5, [False, False])
     assert groups[1][1] == [True, True]
+
+
+def updates_of(mesh, groups: list[Group], updates: int):
+    """[the samples of each optimizer step], of the policy and of a model with twice as many."""
+    plan = BatchPlan(updates_per_step=updates, max_response_tokens=4)
+    stats = gather_stats(groups, mesh.ranks, plan)
+    batch, objective = pack(groups, stats, mesh.ranks, plan), make_objective("remax")
+    objective.assign_advantages(batch, stats, mesh.ranks)
+    minis = list(MiniBatches(objective)(batch, stats))
+    assert all(mini.batch[Column.LOSS_WEIGHTS].sum().item() == pytest.approx(1) for mini in minis)
+    return [mini.rows_N.tolist() for mini in minis], [rows_N.tolist() for rows_N, _ in divided(batch, stats, 2 * updates)]
+
+
+def test_a_group_of_one_whose_reward_failed_takes_its_update_with_it(cluster):
+    """A step has no more updates than groups: one whose updates have one response each survives a failed reward."""
+    groups = [group_of(reward, index=place) for place, reward in enumerate((1.0, FAILED, 0.5))]
+    ((policy, other),) = cluster.run(updates_of, "megatron:d1", groups, 3)
+    assert policy == other == [[0], [1]]
+    ((policy, other),) = cluster.run(updates_of, "megatron:d1", [groups[0], replace(groups[2], index=1)], 1)
+    assert (policy, other) == ([[0, 1]], [[0], [1]])

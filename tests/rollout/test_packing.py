@@ -92,19 +92,15 @@ def test_a_sample_that_two_ranks_return_is_refused(cluster):
 
 
 def too_few(mesh):
-    messages = []
-    for groups, plan in ((make_groups([2]), PLAN), ([], PLAN)):
-        try:
-            gather_stats(groups if mesh.ranks.is_main else [], mesh.ranks, plan)
-        except RuntimeError as error:
-            messages.append(str(error))
-    return messages
+    try:
+        gather_stats([], mesh.ranks, PLAN)
+    except RuntimeError as error:
+        return str(error)
 
 
-def test_a_step_without_enough_groups_is_refused_on_every_rank(cluster):
-    for messages in cluster.run(too_few, "megatron:d2"):
-        assert "2 optimizer steps needs as many groups: its rollout source returned 1" in messages[0]
-        assert "the step has no samples" in messages[1]
+def test_a_step_without_samples_is_refused_on_every_rank(cluster):
+    for message in cluster.run(too_few, "megatron:d2"):
+        assert "the step has no samples" in message
 
 
 def metrics_of(mesh, sizes: list[int]):

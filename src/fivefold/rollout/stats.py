@@ -47,7 +47,7 @@ class BatchPlan:
     """Parameters that turn the samples of a step into batches: dealt to optimizer steps, then to replicas."""
 
     updates_per_step: int = 1
-    """Optimizer steps into which one rollout is divided, by whole groups in order."""
+    """Optimizer steps into which one rollout is divided, by whole groups in order; no more than there are groups."""
     samples_per_comparison: int = 1
     """Consecutive samples that the loss compares and that stay together: 2 for pairs."""
     temperature: float = 1.0
@@ -265,13 +265,12 @@ def _rows(group: Group, plan: BatchPlan) -> list[list[float]]:
 
 
 def deal_to_updates(group_N: Tensor, updates: int) -> Tensor:
-    """Assign groups in order to optimizer steps, as evenly as whole groups allow."""
+    """Assign groups in order to optimizer steps, as evenly as whole groups allow.
+
+    There are as many optimizer steps as groups if these are fewer, as where the reward of a group of one failed.
+    """
     groups = int(group_N.max()) + 1
-    if groups < updates:
-        raise RunError(
-            f"a step of {updates} optimizer steps needs as many groups: its rollout source returned {groups} with rewards"
-        )
-    return group_N * updates // groups
+    return group_N * min(updates, groups) // groups
 
 
 def owners(stats: RolloutStats, replicas: int, plan: BatchPlan) -> Tensor:

@@ -88,13 +88,14 @@ class MiniBatches:
 
 
 def divided(batch: TokenBatch, stats: RolloutStats, updates: int) -> Iterator[tuple[Tensor, list[int]]]:
-    """Yield (rows of all samples, indices of this replica's samples in the batch) for each of `updates` optimizer steps.
+    """Yield (rows of all samples, indices of this replica's samples in the batch) for each of at most `updates` optimizer
+    steps.
 
     Each takes whole groups. This is for a model whose number of optimizer steps differs from the policy's.
     """
     number_N = deal_to_updates(stats.group_N, updates)
     local_N = number_N[batch.sample_index_N]
-    for number in range(updates):
+    for number in range(int(number_N.max()) + 1):
         yield (number_N == number).nonzero()[:, 0], (local_N == number).nonzero()[:, 0].tolist()
 
 
