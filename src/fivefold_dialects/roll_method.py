@@ -6,7 +6,7 @@ from typing import Any
 
 from fivefold_dialects import shared
 from fivefold_dialects.legacy import roll as legacy
-from fivefold_dialects.roll_placement import TRAIN, is_rlvr, kind, role, samples_a_group, samples_an_update, uses_critic
+from fivefold_dialects.roll_placement import TRAIN, kind, role, samples_a_group, samples_an_update, uses_critic
 from fivefold_dialects.source import Source
 from fivefold_dialects.table import choices, fields
 
@@ -136,9 +136,7 @@ def critic(source: Source) -> dict[str, Any]:
         source.lacks("critic.training_args.gradient_accumulation_steps", reason)
     if (source.whole("ppo_epochs") or 1) > 1:
         source.lacks("ppo_epochs", "the critic of ROLL learns once from each step: here as often as the policy")
-    # The critic's loss is a mean over sequences with any loss_agg_mode (base_worker.py:678).
-    mean = shared.value_mean("seq-mean-token-mean", loss(source)) if is_rlvr(source) else {}
-    return FIELDS["critic"](source) | optimizer(source, "critic.", "critic.optimizer") | mean
+    return FIELDS["critic"](source) | optimizer(source, "critic.", "critic.optimizer")
 
 
 def low_rank(source: Source) -> dict[str, Any]:

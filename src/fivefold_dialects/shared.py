@@ -33,11 +33,6 @@ def epochs_and_steps(source: Source) -> dict[str, Any]:
     return {"trainer.epochs": epochs} | ({"trainer.steps": steps, "trainer.ends_with_data": True} if steps > 0 else {})
 
 
-def value_mean(mean: str, loss: Mapping[str, Any]) -> dict[str, Any]:
-    """Return our key of the mean in the critic's loss, where it is not that of the policy's `loss`."""
-    return {} if loss.get("algorithm.aggregate") in (None, mean) else {"algorithm.value_aggregate": mean}
-
-
 def response_tokens(source: Source) -> int:
     """Return the longest response of a verl run: the engine's own limit, which is the data's if it is left out."""
     return source.whole("actor_rollout_ref.rollout.response_length") or source.count("data.max_response_length")

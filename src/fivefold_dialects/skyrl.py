@@ -14,7 +14,7 @@ from typing import Any
 from fivefold_dialects import shared, skyrl_sft
 from fivefold_dialects.known import known
 from fivefold_dialects.legacy import skyrl as legacy
-from fivefold_dialects.skyrl_algorithm import METHOD, constant_scale, loss
+from fivefold_dialects.skyrl_algorithm import METHOD, constant_scale
 from fivefold_dialects.skyrl_model import CHOICES, FIELDS, low_rank, optimizer, policy
 from fivefold_dialects.source import Source, UnreadableError, typed
 from fivefold_dialects.system import System
@@ -137,8 +137,6 @@ def uses_critic(source: Source) -> bool:
 
 def critic(source: Source) -> dict[str, Any]:
     learns = optimizer(source, "trainer.critic.", "critic")
-    # The critic's loss is a mean over sequences with any loss_reduction (ppo_utils.py, ppo_critic_loss).
-    learns |= shared.value_mean("seq-mean-token-mean", loss(source))
     return FIELDS["critic"](source) | learns | low_rank(source, "trainer.critic.", "critic")
 
 

@@ -9,7 +9,7 @@ from fivefold_dialects import shared, trainers, verl_async
 from fivefold_dialects.legacy import verl as legacy
 from fivefold_dialects.source import Source
 from fivefold_dialects.table import load
-from fivefold_dialects.verl_algorithm import CHOICES, FIELDS, estimator, kl_in_reward, loss
+from fivefold_dialects.verl_algorithm import CHOICES, FIELDS, estimator, kl_in_reward
 
 _A, _R, _M = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout.", "actor_rollout_ref.model."
 _C, _REF = "critic.", "actor_rollout_ref.ref."
@@ -237,7 +237,7 @@ def critic(source: Source) -> dict[str, Any]:
         return shared.without_critic(source, "trainer.critic_warmup", 1)
     section = source.under(_C)
     ours = FIELDS["critic"](section) | optimizer(source, _C, "critic.optimizer") | low_rank(source, _C + "model.", "critic")
-    ours |= shared.value_mean(CHOICES[_C + "loss_agg_mode"].read(source), loss(source))
+    ours["algorithm.value_aggregate"] = CHOICES[_C + "loss_agg_mode"].read(source)
     for key in ("ppo_mini_batch_size", "ppo_epochs"):
         if section.raw(key) is not None and str(section.raw(key)) != str(source.raw(_A + key)):
             section.lacks(key, "the critic is trained in the policy's updates: set it as the policy's")

@@ -1174,6 +1174,15 @@ def test_a_mean_of_the_critics_loss_that_cannot_act_is_reported():
         assert all(part in error for part, error in zip(errors, findings.errors, strict=True))
 
 
+def test_the_policys_mean_named_for_the_critic_too_changes_nothing():
+    """A checkpoint from before the key compares equal, and the critic has no weights of its own."""
+    chosen = methods.resolve("ppo", methods.Choices(value_aggregate="token-mean"))
+    assert chosen == methods.resolve("ppo") and chosen.aggregate == "token-mean"
+    lengths_N = torch.tensor([3, 1])
+    assert make_objective("ppo", value_aggregate="token-mean").value_weights(lengths_N, 8) is None
+    assert make_objective("ppo", value_aggregate="seq-mean-token-sum").value_weights(lengths_N, 8).tolist() == [0.5, 0.5]
+
+
 def test_the_value_before_a_token_is_that_of_the_text_up_to_the_one_before():
     assert before(torch.tensor([5.0, 1.0, 2.0]))[1:].tolist() == [5.0, 1.0]
 

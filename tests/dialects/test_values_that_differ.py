@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.dialects.test_dialects import DPO_ROLL, GRPO_VERL, GSM8K_AREAL, PPO_ROLL, SKYRL, VERL
+from tests.dialects.test_dialects import DPO_ROLL, GRPO_VERL, GSM8K_AREAL, PPO_ROLL, PPO_TRINITY, SKYRL, VERL
 from tests.support.dialects import config, translated
 
 VAL, ROLLOUT = "actor_rollout_ref.rollout.val_kwargs.", "actor_rollout_ref.rollout."
@@ -32,14 +32,26 @@ def test_a_critic_without_a_clip_has_none_here(system, words, tree, clip):
         ("roll", [], PPO_ROLL, "seq-mean-token-mean", None),
         ("roll", ["loss_agg_mode=seq-mean-token-sum"], PPO_ROLL, "seq-mean-token-sum", "seq-mean-token-mean"),
         ("skyrl", PPO_SKYRL, "", "token-mean", "seq-mean-token-mean"),
+        ("trinity", [], PPO_TRINITY, "token-mean", None),
+        ("trinity", ["algorithm.loss_agg_mode=seq-mean-token-mean"], PPO_TRINITY, "seq-mean-token-mean", "token-mean"),
+        ("siirl", PPO_VERL, "", "token-mean", None),
+        (
+            "siirl",
+            [*PPO_VERL, "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean"],
+            "",
+            "seq-mean-token-mean",
+            "token-mean",
+        ),
+        ("siirl", [*PPO_VERL, "actor_rollout_ref.actor.policy_loss.loss_mode=cpgd"], "", "token-mean", None),
+        ("verl", [*PPO_VERL, "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean"], "", "seq-mean-token-mean", None),
         ("verl", PPO_VERL, "", "token-mean", None),
         ("verl", [*PPO_VERL, "critic.loss_agg_mode=seq-mean-token-mean"], "", "token-mean", "seq-mean-token-mean"),
         ("verl", [*PPO_VERL, "actor_rollout_ref.actor.policy_loss.loss_mode=gspo"], "", "seq-mean-token-mean", "token-mean"),
     ],
 )
 def test_the_critics_loss_has_the_mean_that_it_has_there(system, words, tree, policy, critic):
-    algorithm = config(system, *words, tree=tree).algorithm
-    assert (algorithm.resolved.aggregate, algorithm.value_aggregate) == (policy, critic)
+    chosen = config(system, *words, tree=tree).algorithm.resolved
+    assert (chosen.aggregate, chosen.value_aggregate) == (policy, critic)
 
 
 @pytest.mark.parametrize(

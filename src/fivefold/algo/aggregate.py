@@ -96,8 +96,7 @@ class Aggregation(Part):
     @cached_property
     def of_values(self) -> Aggregate | None:
         """The aggregation of the critic's loss; None if it is that of the policy's."""
-        name = self.value_aggregate
-        return None if name is None or name == self.aggregate else aggregate_of(name)
+        return None if self.value_aggregate is None else aggregate_of(self.value_aggregate)
 
     @property
     def has_own_penalties(self) -> bool:
@@ -120,7 +119,7 @@ class Aggregation(Part):
             if chosen.credit != "gae":
                 findings.ignore("value_aggregate", "there is no critic")
             findings.require(
-                chosen.value_aggregate != LEGACY_AGGREGATE or chosen.aggregate == LEGACY_AGGREGATE,
+                chosen.value_aggregate != LEGACY_AGGREGATE,
                 "value_aggregate",
                 f": {LEGACY_AGGREGATE} needs the same algorithm.aggregate: got {chosen.aggregate}",
             )

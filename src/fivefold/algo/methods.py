@@ -374,6 +374,8 @@ def resolve(name: str, overrides: Choices | None = None) -> Choices:
     changes = {
         "rollout_correction": correction,
         "penalty_aggregate": chosen.penalty_aggregate or chosen.aggregate,
+        # None where it changes nothing, so that a run resumes from checkpoints that are older than the key.
+        "value_aggregate": None if chosen.value_aggregate == chosen.aggregate else chosen.value_aggregate,
         **numbers,
     }
     return replace(chosen, **changes)

@@ -12,8 +12,10 @@ from fivefold.types import LossOutput, TokenBatch
 
 @dataclass(frozen=True)
 class ValueLoss:
-    """½ max((V - R)², (clip(V, V_old ± clip) - R)²), weighted like the policy's tokens, or by
-    `algorithm.value_aggregate`: PPO's released code (ppo2)."""
+    """½ max((V - R)², (clip(V, V_old ± clip) - R)²): PPO's released code (ppo2).
+
+    Tokens have the weights of the policy's loss, or those of `algorithm.value_aggregate`.
+    """
 
     clip: float | None = 0.5
     """Clip range of the value around V_old; None: ½ (V - R)², without clipping."""
@@ -39,8 +41,7 @@ class ValueLoss:
             clipped_T = (near_T - returns_T).square()
             means["critic/clip_fraction"] = (clipped_T > error_T).detach().float()
             error_T = torch.maximum(error_T, clipped_T)
-        weights_T = batch.columns[Column.VALUE_WEIGHTS] if Column.VALUE_WEIGHTS in batch else batch.weights_T
-        loss = 0.5 * (error_T * weights_T).sum(dtype=torch.float64)
+        loss = 0.5 * (error_T * batch.columns.get(Column.VALUE_WEIGHTS, batch.weights_T)).sum(dtype=torch.float64)
         return LossOutput(loss=loss, sums={name: (value_T * share_T).sum() for name, value_T in means.items()})
 
     def finalize_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
