@@ -261,6 +261,7 @@ class BufferedSource(RolloutSource, Protocol):
         files."""
         ...
 
-    def load(self, directory: Path) -> None:
-        """Load the groups written by the ranks of any layout."""
+    def load(self, directory: Path, changed: Collection[str] = ()) -> None:
+        """Load the groups written by the ranks of any layout. `changed`: keys with other values in
+        the run that wrote them, which affect what is learned."""
         ...

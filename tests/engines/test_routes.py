@@ -151,7 +151,7 @@ def test_groups_that_wait_keep_the_routes_of_their_samples(tmp_path):
     shape = SHAPES[1]
     groups = {place: group.samples for place, group in enumerate(with_routes(shape, [3, 2]))}
     write_groups(tmp_path / "groups", groups, [0])
-    stored, _, _, _ = read_groups(tmp_path / "groups")
+    stored, *_ = read_groups(tmp_path / "groups")
     for place, samples in groups.items():
         for sample, read in zip(samples, stored[place], strict=True):
             same = sample.routes_TLK is read.routes_TLK is None

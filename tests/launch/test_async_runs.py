@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from fivefold.checkpoint.manifest import MANIFEST, Manifest, entry_of
 from fivefold.rollout.asynchronous import AsyncRollouts
+from fivefold.rollout.group_files import read_groups, write_groups
 from tests.support.commands import Command, fivefold, wait_for
 from tests.support.whole_runs import assert_same, kill_run, make_model, metrics, train, write_run
 
@@ -188,3 +193,45 @@ def test_groups_without_reward_variance_fill_up_what_is_missing(root):
     for row in train(root, "filled", *given)[0][1:]:
         numbers = [row[f"dynamic_sampling/{name}"] for name in ("prompts", "kept_fraction", "zero_variance_used")]
         assert numbers == [8, 0, 4]
+
+
+def step_3(root: Path, to: Path, change: Callable[..., None]) -> Path:
+    """The checkpoint of a run ahead, copied with other groups that wait: `change` is given their file and what it holds."""
+    shutil.copytree(root / "runs/ahead/checkpoints/step-000003", to)
+    (path,) = (to / "rollouts").glob("*.safetensors")
+    change(path, *read_groups(path))
+    entries = {**Manifest.read(to).files, str(path.relative_to(to)): entry_of(path)}
+    (to / MANIFEST).write_text(Manifest(entries).text)
+    return to
+
+
+def leave_all_out(path: Path, *held: Any) -> None:
+    write_groups(path, {}, ())
+
+
+@pytest.mark.parametrize("change", ["data.system_prompt=12", "reward.functions={'$ROOT/ones.py:ones': 1.0}"])
+def test_groups_that_wait_are_sampled_again_where_prompts_or_rewards_change(root, ahead, tmp_path, change):
+    """The steps after the resume are those of a checkpoint in which no group waits."""
+    (root / "ones.py").write_text("def ones(response):\n    return float(response.count('1'))\n")
+    key, runs = change.partition("=")[0], []
+    for name, write in (("waiting", write_groups), ("none", leave_all_out)):
+        origin = step_3(root, tmp_path / name, write)
+        given = ["rollout.max_staleness=2", f"trainer.resume={origin}", f"trainer.accept_changes=[{key}]"]
+        runs.append(train(root, f"{key}-{name}", *given, change.replace("$ROOT", str(root))))
+    (rows, told), (expected, _) = runs
+    assert f"changed: {key}; the prompts whose groups wait in the checkpoint are sampled again" in told
+    assert_same(without(rows, *WHEN), without(expected, *WHEN))
+
+
+def swap(path: Path, groups: Any, scored: Any, parts: Any, counts: Any, prompts: Any) -> None:
+    """Two places of step 4 have each other's groups, as they would after a change that no key says."""
+    for held in (groups, prompts):
+        held[12], held[13] = held[13], held[12]
+    write_groups(path, groups, scored, parts, counts, prompts)
+
+
+def test_a_group_is_sampled_again_where_its_place_has_another_prompt(root, ahead, tmp_path):
+    rows, _ = train(root, "swapped", "rollout.max_staleness=2", f"trainer.resume={step_3(root, tmp_path / 'swapped', swap)}")
+    assert [rows[0][f"async/staleness_{age}"] for age in (0, 2)] == [0.5, 0.5], (
+        "two of four groups are of the latest weights"
+    )

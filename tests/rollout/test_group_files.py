@@ -44,7 +44,7 @@ def test_a_field_that_is_added_to_samples_is_kept_in_their_files(tmp_path, monke
     )
     groups = {3: [Longer(*plain), more], 4: [Longer(*plain, routes_TLK=torch.ones(2, 1, 2, dtype=torch.uint8))]}
     write_groups(tmp_path / "groups.safetensors", groups, {4})
-    assert repr(read_groups(tmp_path / "groups.safetensors")) == repr((groups, {4}, [], {}))
+    assert repr(read_groups(tmp_path / "groups.safetensors")) == repr((groups, {4}, [], {}, {}))
 
 
 def test_a_file_of_another_version_is_named_instead_of_read_with_fields_missing(tmp_path):
@@ -70,7 +70,7 @@ def test_groups_from_before_environments_are_read_with_their_ends(tmp_path):
     del described["parts"]
     tensors["fields.json"] = torch.frombuffer(bytearray(json.dumps(described).encode()), dtype=torch.uint8)
     save_file(tensors, path)
-    assert repr(read_groups(path)) == repr(({7: samples}, {7}, [], {}))
+    assert repr(read_groups(path)) == repr(({7: samples}, {7}, [], {}, {}))
 
 
 def test_groups_come_back_as_they_were(tmp_path):
@@ -82,10 +82,10 @@ def test_groups_come_back_as_they_were(tmp_path):
         2**40: [Sample([1] * 5, [-0.5] * 5, "x", "length", 0, reward=-math.pi, correct=True)],
     }  # fmt: skip
     write_groups(tmp_path / "groups.safetensors", groups, {7})
-    read, scored, _, _ = read_groups(tmp_path / "groups.safetensors")
+    read, scored, *_ = read_groups(tmp_path / "groups.safetensors")
     assert scored == {7} and repr(read) == repr(groups)
     write_groups(tmp_path / "none.safetensors", {}, ())
-    assert read_groups(tmp_path / "none.safetensors") == ({}, set(), [], {})
+    assert read_groups(tmp_path / "none.safetensors") == ({}, set(), [], {}, {})
 
 
 def test_contexts_masks_and_turns_of_trajectories_come_back_as_they_were(tmp_path):
@@ -95,4 +95,4 @@ def test_contexts_masks_and_turns_of_trajectories_come_back_as_they_were(tmp_pat
     later = Sample([7], [-0.5], "b", "time", 21, prompt_ids=[], trajectory=0, turns=(Turn(2, 0, 1),), break_cause="template")
     groups = {0: [first, later, Sample([4], [-0.5], "c", "abort", 20, trajectory=1)]}
     write_groups(tmp_path / "groups.safetensors", groups, {0})
-    assert repr(read_groups(tmp_path / "groups.safetensors")) == repr((groups, {0}, [], {}))
+    assert repr(read_groups(tmp_path / "groups.safetensors")) == repr((groups, {0}, [], {}, {}))

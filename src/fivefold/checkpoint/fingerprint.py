@@ -40,11 +40,15 @@ class Changes:
     """Changes that affect what is learned, but are listed in `trainer.accept_changes`."""
     harmless: list[str]
 
+    @property
+    def accepted_keys(self) -> list[str]:
+        return list(map(_key, self.accepted))
+
     def check(self, checkpoint: Path) -> None:
         """Raise ValueError if the run cannot resume from the checkpoint."""
         if not self.refused:
             return
-        keys = ",".join(change.partition(":")[0] for change in self.refused)
+        keys = ",".join(map(_key, self.refused))
         listed = "".join(f"\n  {change}" for change in self.refused)
         raise UserError(
             f"trainer.resume: {checkpoint} is from a run that learns something else:{listed}\n"
@@ -138,6 +142,10 @@ def _keys(config: RunConfig) -> Iterator[tuple[str, Any, Counts]]:
         if (section := leaf.key.partition(".")[0]) in LEARNERS and section not in config.roles:
             counts = Counts.HARMLESS
         yield leaf.key, chosen.get(leaf.key, leaf.value), counts
+
+
+def _key(change: str) -> str:
+    return change.partition(":")[0]
 
 
 def content_of(paths: Sequence[Path]) -> list[str | None]:

@@ -38,10 +38,12 @@ def _on_main(ranks: Ranks, find: Callable[[], Path | None]) -> Path | None:
 
 @dataclass(frozen=True)
 class Resumed:
-    """A loaded checkpoint: its path and the run state."""
+    """A loaded checkpoint."""
 
     path: Path
     state: RunState
+    changed: list[str]
+    """Keys with other values in the checkpoint's run that affect what is learned."""
 
 
 def load_run(
@@ -85,7 +87,7 @@ def load_run(
         is_pending = step > 0 and state.pending is not None
         if aside := checkpoints.set_aside(step, is_pending, logger.log):
             logger.log(f"what was newer than step {step} in {checkpoints.root.parent} is now in {aside}")
-    return None if checkpoint is None else Resumed(checkpoint, state)
+    return None if checkpoint is None else Resumed(checkpoint, state, changes.accepted_keys)
 
 
 def _load_models(path: Path, models: dict[str, Model], ranks: Ranks) -> str:

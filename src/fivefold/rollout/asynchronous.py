@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -16,7 +16,7 @@ from fivefold.interfaces import EngineState, Load
 from fivefold.observability.run_logger import RunLogger
 from fivefold.reward.pool import Scoring
 from fivefold.rollout.generation import Generator, first_numbers
-from fivefold.rollout.group_files import read_groups, write_groups
+from fivefold.rollout.group_files import digest_of, read_groups, write_groups
 from fivefold.rollout.logprob_steps import LogprobSteps
 from fivefold.rollout.open_groups import Wanted, open_groups
 from fivefold.rollout.staleness import Admission, oldest_version, staleness
@@ -27,6 +27,8 @@ from fivefold.types import Group, Prompt, Sampling, by_trajectory
 _POLL_SECONDS = 0.05
 """Seconds between two synchronizations of the ranks on which groups are complete."""
 FILE = "groups-{:05d}.safetensors"
+_SAMPLED_FROM = ("data.", "engine.sampling.", "environment.", "model.", "reward.", "trainer.seed")
+"""Starts of the keys that decide which responses and rewards a place in the run has."""
 
 
 class AsyncRollouts:
@@ -246,35 +248,43 @@ class AsyncRollouts:
         """Copy this rank's fully sampled groups. The returned function writes them into a directory and returns its
         files."""
         rank = self._ranks.rank
-        held, scored, parts, counts = self._open.copies()
+        copies = self._open.copies()
 
         def write(directory: Path) -> list[Path]:
             path = directory / FILE.format(rank)
-            write_groups(path, held, scored, parts, counts)
+            write_groups(path, *copies)
             return [path]
 
         return write
 
-    def load(self, directory: Path) -> None:
-        """Load this rank's groups from the files that ranks of any layout wrote; the other groups are sampled again."""
+    def load(self, directory: Path, changed: Collection[str] = ()) -> None:
+        """Load this rank's groups from the files that ranks of any layout wrote; the other groups are sampled again.
+
+        A group whose place has another prompt now is sampled again, and so are all of them where `changed` names a key
+        that decides what is sampled or how it is scored.
+        """
+        if keys := [key for key in changed if key.startswith(_SAMPLED_FROM)]:
+            self._log.log(f"changed: {', '.join(keys)}; the prompts whose groups wait in the checkpoint are sampled again")
+            return
         replica = self._engine.replica
         for path in sorted(directory.glob("*.safetensors")):
             try:
-                groups, scored, parts, counts = read_groups(path)
+                groups, scored, parts, counts, prompts = read_groups(path)
             except UserError as error:
                 self._log.log(f"{error}: the prompts of its groups are sampled again")
                 continue
-            for place, samples in groups.items():
-                is_own = replica.owns(place) and place in self._unused
-                if is_own and len(by_trajectory(samples)) == self._group_size:
-                    self._open.restore(self._wanted(place), samples, counts.get(place, {}), is_scored=place in scored)
             of_place: dict[int, list[Part]] = {}
             for part in parts:
                 of_place.setdefault(part.place, []).append(part)
-            for place, parts_of_group in of_place.items():
-                if (
-                    replica.owns(place)
-                    and place in self._unused
-                    and max(part.number for part in parts_of_group) < self._group_size
-                ):
-                    self._open.resume(self._wanted(place), parts_of_group, counts.get(place, {}))
+            for place in [*groups, *of_place]:
+                if not replica.owns(place) or place not in self._unused:
+                    continue
+                wanted, events = self._wanted(place), counts.get(place, {})
+                # Older files have no digests.
+                if prompts.get(place, digest := digest_of(wanted.prompt)) != digest:
+                    continue
+                if place in groups:
+                    if len(by_trajectory(groups[place])) == self._group_size:
+                        self._open.restore(wanted, groups[place], events, is_scored=place in scored)
+                elif max(part.number for part in of_place[place]) < self._group_size:
+                    self._open.resume(wanted, of_place[place], events)

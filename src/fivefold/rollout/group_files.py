@@ -6,12 +6,13 @@ other fields are the bytes of a JSON object in a tensor: a file header is limite
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import MISSING, fields
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from safetensors import safe_open
@@ -21,7 +22,7 @@ from torch import Tensor
 from fivefold.errors import UserError
 from fivefold.files import writing
 from fivefold.rollout.trajectories import Part
-from fivefold.types import Sample, Turn
+from fivefold.types import Prompt, Sample, Turn
 
 _JSON = "fields.json"
 """Name of the tensor with the JSON bytes; no field has a dot in its name."""
@@ -42,10 +43,12 @@ def write_groups(
     scored: Collection[int],
     parts: Sequence[Part] = (),
     counts: Mapping[int, Mapping[str, float]] = {},
+    prompts: Mapping[int, str] = {},
 ) -> None:
     """Write samples by the place of their group in the run, and trajectories of groups that are not complete.
 
-    `scored`: places of the groups that have all their rewards; `counts`: events of a group's trajectories, by its place.
+    `scored`: places of the groups that have all their rewards; `counts`: events of a group's trajectories, by its place;
+    `prompts`: digest of a group's prompt, by its place.
     """
     samples = [sample for group in (*groups.values(), *(part.samples for part in parts)) for sample in group]
     tensors: dict[str, Tensor] = {}
@@ -65,6 +68,7 @@ def write_groups(
         "scored": sorted(scored),
         "parts": [[part.place, part.number, len(part.samples), part.record] for part in parts],
         "counts": dict(counts),
+        "prompts": dict(prompts),
         "lengths": lengths,
         "lists": lists,
         "others": others,
@@ -76,7 +80,10 @@ def write_groups(
         save_file(tensors, path)
 
 
-def read_groups(path: Path) -> tuple[dict[int, list[Sample]], set[int], list[Part], dict[int, dict[str, float]]]:
+Read: TypeAlias = tuple[dict[int, list[Sample]], set[int], list[Part], dict[int, dict[str, float]], dict[int, str]]
+
+
+def read_groups(path: Path) -> Read:
     """Read the files of `write_groups`; raises ValueError if another version of the program wrote them."""
     with safe_open(path, framework="pt") as file:
         is_needed = {item.name: item.default is item.default_factory is MISSING for item in fields(Sample)}
@@ -98,7 +105,14 @@ def read_groups(path: Path) -> tuple[dict[int, list[Sample]], set[int], list[Par
         for place, number, count, record in described.get("parts", ())
     ]
     counts = {int(place): events for place, events in described.get("counts", {}).items()}
-    return groups, set(described["scored"]), parts, counts
+    prompts = {int(place): digest for place, digest in described.get("prompts", {}).items()}
+    return groups, set(described["scored"]), parts, counts, prompts
+
+
+def digest_of(prompt: Prompt) -> str:
+    """Return a hash of what a prompt's responses are sampled and scored from."""
+    parts = (prompt.token_ids, prompt.source, prompt.text, prompt.ground_truth)
+    return hashlib.sha256(repr(parts).encode(errors="surrogatepass")).hexdigest()[:16]
 
 
 def _same(value: Any) -> Any:

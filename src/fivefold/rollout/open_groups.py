@@ -17,10 +17,13 @@ from fivefold.reward.pool import Scoring
 from fivefold.rollout.conversations import Conversations
 from fivefold.rollout.driver import Usage
 from fivefold.rollout.generation import Generator, group_of, numbered
+from fivefold.rollout.group_files import digest_of
 from fivefold.rollout.trajectories import Part, Task, Trajectory
 from fivefold.types import ENDS, Completion, Group, Prompt, Request, Sample, Sampling, by_trajectory
 
-Copies: TypeAlias = tuple[dict[int, list[Sample]], set[int], list[Part], Mapping[int, Mapping[str, float]]]
+Copies: TypeAlias = tuple[
+    dict[int, list[Sample]], set[int], list[Part], Mapping[int, Mapping[str, float]], Mapping[int, str]
+]
 
 _ROUND_SECONDS = 0.5
 """Seconds between two checks whether the run is to end, while an engine in the ranks samples trajectories."""
@@ -135,7 +138,7 @@ class OpenGroups(ABC):
 
     def copies(self) -> Copies:
         """Return copies of the samples of sampled groups by place, the places of those that are also scored, the
-        trajectories of other groups that a checkpoint keeps, and the events of groups by place."""
+        trajectories of other groups that a checkpoint keeps, and events and digest of the prompt of groups by place."""
         # A reward model changes the reward when a step takes the group.
         held = {
             place: [copy.copy(sample) for sample in group.samples]
@@ -143,7 +146,8 @@ class OpenGroups(ABC):
             if self._leads and group.is_sampled
         }
         counts = {place: group.counts.copy() for place, group in self._groups.items() if group.counts}
-        return held, {place for place, _ in self.complete()}, self._parts(), counts
+        prompts = {place: digest_of(group.prompt) for place, group in self._groups.items()}
+        return held, {place for place, _ in self.complete()}, self._parts(), counts, prompts
 
     def _parts(self) -> list[Part]:
         return []

@@ -155,7 +155,7 @@ class Trainer:
             self.step = self._saver.saved_step = state.step
             self.rollouts.load_state_dict(state.rollouts)
             if isinstance(self.rollouts, BufferedSource):
-                self.rollouts.load(path / "rollouts")
+                self.rollouts.load(path / "rollouts", resumed.changed)
             if state.pending is not None:
                 self._is_pending, self._saver.saved_step = True, -1
                 self.logger.record(state.pending)
