@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -156,3 +157,38 @@ def test_a_schedule_that_is_loaded_twice_counts_the_steps_of_the_second_only():
     schedule, expected = schedule_after(4, 2), schedule_after(2)
     assert schedule.state_dict() == expected.state_dict()
     assert (schedule.num_steps, schedule.optimizer.param_groups[0]["lr"]) == (2, expected.optimizer.param_groups[0]["lr"])
+
+
+@pytest.mark.parametrize(
+    ("settings", "at_step"),
+    [
+        (OptimizerConfig(lr=LR, schedule="linear"), lambda step: LR * (1 - step / 8)),
+        (OptimizerConfig(lr=LR, schedule="linear", schedule_per="step", decay_steps=16), lambda step: LR * (1 - step / 16)),
+        (OptimizerConfig(lr=LR, warmup_steps=0.75), lambda step: LR * min(1, step / 6)),
+    ],
+)
+def test_a_schedule_keeps_its_step_where_a_resumed_run_takes_other_updates_per_step(settings, at_step):
+    """Steps 1 to 4 of 8 have four updates, step 5 has two and the others have one; the count of updates stays as it is."""
+    from fivefold.backend.schedule import Schedule
+
+    state, rates, count = {"num_steps": 0}, [], 0
+    for steps, updates in ((4, 4), (1, 2), (3, 1)):
+        schedule = Schedule(torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))]), settings, 8 * updates, updates)
+        schedule.load_state_dict(json.loads(json.dumps(state)))
+        assert schedule.num_steps == count
+        for _ in range(steps):
+            for _ in range(updates):
+                schedule.step(1)
+            rates.append(schedule.optimizer.param_groups[0]["lr"])
+        count, state = count + steps * updates, schedule.state_dict()
+    assert rates == pytest.approx([at_step(step) for step in range(1, 9)])
+
+
+def test_a_schedule_in_updates_continues_where_a_resumed_run_takes_fewer_per_step():
+    from fivefold.backend.schedule import Schedule
+
+    settings = OptimizerConfig(lr=LR, schedule="linear", warmup_steps=10, decay_steps=40)
+    schedule = Schedule(torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))]), settings, 8)
+    schedule.load_state_dict({"num_steps": 16, "position": 16.0, "updates_per_step": 4})
+    schedule.step(1)
+    assert schedule.optimizer.param_groups[0]["lr"] == pytest.approx(LR * (1 - 7 / 30))

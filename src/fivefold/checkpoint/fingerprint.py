@@ -124,11 +124,7 @@ def _keys(config: RunConfig) -> Iterator[tuple[str, Any, Counts]]:
     """Yield (key, value, how a change counts) for the keys that define a run and how it runs."""
     chosen = {leaf.key: leaf.value for leaf in leaves(config.algorithm.resolved, "algorithm")}
     learning = [cast(PolicyConfig, role.section).optimizer for role in config.roles.learners.values()]
-    by_length = {
-        optimizer.schedule_over
-        for optimizer in learning
-        if (optimizer.schedule != "constant" and optimizer.decay_steps is None) or 0 < optimizer.warmup_steps < 1
-    }
+    by_length = {optimizer.schedule_over for optimizer in learning if optimizer.depends_on_length}
     for leaf in leaves(config):
         counts = leaf.counts
         if leaf.key in _OF_THIS_START:

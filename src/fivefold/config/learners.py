@@ -44,6 +44,11 @@ class OptimizerConfig:
     min_lr: Annotated[float, within("[0, 1]")] = 0.0
     """Final rate of a linear or cosine schedule."""
 
+    @property
+    def depends_on_length(self) -> bool:
+        """Whether the rates depend on the number of steps in `schedule_over`."""
+        return (self.schedule != "constant" and self.decay_steps is None) or 0 < self.warmup_steps < 1
+
 
 @dataclass(frozen=True)
 class MegatronConfig:
