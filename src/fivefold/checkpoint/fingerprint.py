@@ -116,8 +116,22 @@ class Fingerprint:
 
 _LENGTHS = {"trainer.steps": "run", "trainer.epochs": "data"}
 """Key -> the value of `optimizer.schedule_over` whose schedules it gives the length of."""
-_MICRO_BATCHES = ("policy.tokens_per_micro_batch", "policy.backend")
-"""Keys that divide a step into micro-batches."""
+_MICRO_BATCHES = ("tokens_per_micro_batch", "backend")
+"""Keys of a model's section that divide a step into micro-batches."""
+
+
+def _by_micro_batch(config: RunConfig) -> set[str]:
+    """Return the keys that divide a step into micro-batches whose losses are averaged one by one."""
+    learners, policy = config.roles.learners, config.policy
+    names = {
+        name
+        for name, role in learners.items()
+        if policy.router_balance != "none" or (role.section.megatron or policy.megatron).options.balances_by_micro_batch
+    }
+    if config.algorithm.resolved.aggregate == LEGACY_AGGREGATE:
+        names |= learners.keys() & {"policy", "critic"}
+    # Models without keys of their own have the policy's.
+    return {f"{name}.{key}" for name in names | {"policy"} for key in _MICRO_BATCHES} if names else set()
 
 
 def _keys(config: RunConfig) -> Iterator[tuple[str, Any, Counts]]:
@@ -125,6 +139,7 @@ def _keys(config: RunConfig) -> Iterator[tuple[str, Any, Counts]]:
     chosen = {leaf.key: leaf.value for leaf in leaves(config.algorithm.resolved, "algorithm")}
     learning = [cast(PolicyConfig, role.section).optimizer for role in config.roles.learners.values()]
     by_length = {optimizer.schedule_over for optimizer in learning if optimizer.depends_on_length}
+    by_micro_batch = _by_micro_batch(config)
     for leaf in leaves(config):
         counts = leaf.counts
         if leaf.key in _OF_THIS_START:
@@ -132,8 +147,7 @@ def _keys(config: RunConfig) -> Iterator[tuple[str, Any, Counts]]:
         if _LENGTHS.get(leaf.key) in by_length:
             # The learning rate decays until the last step or the end of the data, or rises during a share of them.
             counts = Counts.VALUE
-        if leaf.key in _MICRO_BATCHES and config.algorithm.resolved.aggregate == LEGACY_AGGREGATE:
-            # Each micro-batch is averaged for itself.
+        if leaf.key in by_micro_batch:
             counts = Counts.VALUE
         if (section := leaf.key.partition(".")[0]) in LEARNERS and section not in config.roles:
             counts = Counts.HARMLESS

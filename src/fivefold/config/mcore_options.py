@@ -190,6 +190,12 @@ class Options:
         balanced = self.transformer.get("moe_router_load_balancing_type", "none") != "none"
         return balanced or any(self.transformer.get(name) for name in names)
 
+    @property
+    def balances_by_micro_batch(self) -> bool:
+        """Whether routers have a loss over each micro-batch."""
+        kinds = self.transformer.get("moe_router_load_balancing_type", "none")
+        return "aux_loss" in (kinds if isinstance(kinds, list) else [kinds])
+
     def report_ignored(self, findings: Findings, experts: bool, recompute: str, balanced: bool = False) -> None:
         """Report the options that have no effect for a model with or without `experts`; `findings` are at the model's
         section.
