@@ -147,6 +147,39 @@ def test_a_checkpoint_of_any_of_ten_layouts_loads_on_any_other(cluster, models, 
                     assert torch.equal(tensor, after[key]), f"{key} of {CASES[number]} read on {reader}"
 
 
+def save_in_turn(mesh, directory: Path, root: Path, dtypes: list[str]):
+    """Train and save in the first dtype; load and save in each of the others what was saved in the one before."""
+    from fivefold.megatron.model import MegatronModel
+
+    for number, dtype in enumerate(dtypes):
+        model = MegatronModel(directory, replace(POLICY, dtype=dtype), mesh, total_updates=4)
+        if number:
+            model.load(root / str(number - 1))
+        else:
+            model.train_step(whole_batch(), OBJECTIVE.loss)
+        (root / str(number)).mkdir()
+        model.save(root / str(number))
+
+
+def exact_weights(directory: Path) -> dict[tuple[str, tuple[int, ...]], torch.Tensor]:
+    (path,) = directory.glob("*.safetensors")
+    with safe_open(path, "pt") as file:
+        names = enumerate(json.loads(file.metadata()["pieces"]))
+        pieces = {(name, tuple(offset)): file.get_tensor(str(number)) for number, (name, offset, _) in names}
+    weights = {(name, offset): tensor for (name, offset), tensor in pieces.items() if not name.endswith(FIELDS)}
+    return {(name, offset): pieces.get((f"{name}.param", offset), tensor) for (name, offset), tensor in weights.items()}
+
+
+def test_the_exact_weights_stay_where_a_resumed_run_has_another_dtype(cluster, models, tmp_path):
+    dtypes = ["bfloat16", "float32", "bfloat16", "float16", "float32"]
+    cluster.run(save_in_turn, "megatron:d1", models("qwen3"), tmp_path, dtypes)
+    first, *others = (exact_weights(tmp_path / str(number)) for number in range(len(dtypes)))
+    assert any(not torch.equal(tensor, tensor.bfloat16().float()) for tensor in first.values())
+    for weights in others:
+        assert weights.keys() == first.keys()
+        assert all(tensor.dtype == torch.float32 and torch.equal(tensor, first[key]) for key, tensor in weights.items())
+
+
 @pytest.mark.parametrize(("layout", "most"), [("d2", 0.52), ("t2", 0.6), ("d2e2", 0.52)])
 def test_ranks_write_each_number_once_and_divide_them(cluster, models, tmp_path, layout, most):
     """Norms and the router are the same on tensor-parallel ranks: one of those writes them."""

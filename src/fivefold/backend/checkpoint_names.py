@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from fivefold.backend.sharded_files import Box, PieceReader, Shape
@@ -60,6 +61,11 @@ class CheckpointReader(PieceReader):
         stem, _, kind = name.rpartition(".")
         if kind not in (MASTER, *MOMENTS):
             stem, kind = name, ""
+        if stem in self and kind in ("", MASTER):
+            # The run that wrote it may have had another dtype.
+            is_exact = kind == MASTER or values.dtype == torch.float32
+            super().fill(self._stored_as(stem, kind) if is_exact else stem, box, values)
+            return
         blocks = [] if name in self else [block for block in self._blocks[stem] if not block.other or block.other in self]
         parts = [(block, shared) for block in blocks if (shared := box & block.box) is not None]
         if sum(math.prod(shared.size) for _, shared in parts) != math.prod(box.size):
@@ -74,7 +80,7 @@ class CheckpointReader(PieceReader):
                 part.zero_()
 
     def _stored_as(self, other: str, kind: str) -> str:
-        """Return the name of a kind of state: Megatron-Core has the exact value of a 16-bit parameter next to it."""
+        """Return the name under which a kind of state is stored: the exact value of a 16-bit parameter is next to it."""
         if kind in ("", MASTER):
             kind = MASTER if f"{other}.{MASTER}" in self else ""
         return f"{other}.{kind}" if kind else other
