@@ -65,6 +65,17 @@ def test_a_change_that_decides_the_curve_is_refused_until_it_is_accepted(root):
     assert [row["step"] for row in metrics(root, "changed")] == [1, 2, 3]
 
 
+def test_a_new_kl_coefficient_replaces_the_adapted_one_on_resume(root):
+    """Steps 3 to 5 follow a target: 3 begins with the run's coefficient, 4 with the adapted one, and 5 with another."""
+    shutil.copytree("runs/base", "runs/adapted")
+    changes = ["trainer.run_dir=runs/adapted", "trainer.accept_changes=[algorithm.kl]", "algorithm.kl.target=0.5"]
+    for steps, more in ((3, []), (4, []), (5, ["algorithm.kl.coef=0.3"])):
+        done = fivefold("train", "run.yaml", *changes, *more, f"trainer.steps={steps}")
+        assert done.returncode == 0, done.stderr
+    first, adapted, other = (row["policy/kl_coef"] for row in metrics(root, "adapted")[2:])
+    assert (first, other) == (0.1, 0.3) and 0.09 < adapted < 0.1
+
+
 def test_two_runs_do_not_meet_in_a_directory(root):
     first = Command("train", "run.yaml", "trainer.run_dir=runs/shared", "trainer.steps=100000", "trainer.save_every=0")
     rows = root / "runs/shared/metrics.jsonl"

@@ -139,3 +139,27 @@ def test_updates_that_only_lower_the_scale_end_no_run(tmp_path):
         # At the smallest scale it counts: the run ends, which asks the ranks first.
         guard.check(replace(report, overflowed=False), whole_batch(), "policy", 0)
     assert update_metrics([report, replace(report, loss_scale=2.0**19)], "policy")["policy/loss_scale"] == 2.0**19
+
+
+HALVED = {"initial_loss_scale": 8192.0}
+
+
+def scale_on_resume(mesh, directory: Path, root: Path, scale: dict[str, float]):
+    """The scale of a run with other options that loads a checkpoint whose scale two overflows have halved once."""
+    from fivefold.megatron.model import MegatronModel
+
+    policies = [float16(**HALVED), float16(**scale)]
+    before, now = (MegatronModel(directory, policy, mesh, total_updates=4) for policy in policies)
+    for _ in range(2):
+        before._updater.loss_scale.follow(overflowed=True)
+    before.save(root)
+    now.load(root)
+    return float(now._updater.loss_scale.scale)
+
+
+@pytest.mark.parametrize(("scale", "expected"), [
+    (HALVED, 4096.0), (HALVED | {"loss_scale_window": 3}, 4096.0), ({"initial_loss_scale": 1024.0}, 1024.0),
+    ({"loss_scale": 128.0}, 128.0),
+])  # fmt: skip
+def test_a_resumed_run_keeps_the_scale_unless_it_sets_another(cluster, models, tmp_path, scale, expected):
+    assert cluster.run(scale_on_resume, "megatron:d1", models("qwen3"), tmp_path, scale) == [expected]

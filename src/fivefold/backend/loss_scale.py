@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+
 import torch
 from torch import Tensor
 
 _GROWTH, _BACKOFF = 2.0, 0.5
+CONSTANT = sys.maxsize
+"""Window of a scale that never grows."""
 
 
 class LossScale:
@@ -16,7 +20,7 @@ class LossScale:
 
     def __init__(self, initial: float, lowest: float, window: int, hysteresis: int, device: torch.device) -> None:
         self.scale = torch.tensor([initial], dtype=torch.float32, device=device)
-        self._lowest, self._window, self._hysteresis = lowest, window, hysteresis
+        self._initial, self._lowest, self._window, self._hysteresis = initial, lowest, window, hysteresis
         self._growth_tracker, self._hysteresis_tracker = 0, hysteresis
 
     @property
@@ -46,11 +50,15 @@ class LossScale:
     def state(self) -> dict[str, float]:
         """Return the state that a checkpoint stores."""
         return {
+            "initial": self._initial,
             "scale": float(self.scale),
             "growth_tracker": float(self._growth_tracker),
             "hysteresis_tracker": float(self._hysteresis_tracker),
         }
 
     def load_state(self, state: dict[str, float]) -> None:
+        """Continue with a saved scale, unless this run sets a constant or another initial one."""
+        if self._window == CONSTANT or state.get("initial", self._initial) != self._initial:
+            return
         self.scale.fill_(state["scale"])
         self._growth_tracker, self._hysteresis_tracker = int(state["growth_tracker"]), int(state["hysteresis_tracker"])

@@ -163,7 +163,7 @@ class Trainer:
                 self.work = read_work(path / WORK, self.ranks, self.plan)
                 self.logger.record(self.work.metrics)
                 self.logger.log(f"step {self.step + 1} continues after {self.work.updates} of its optimizer steps")
-            if self.objective.kl.target is not None:
+            if self.objective.kl.target is not None and "algorithm.kl.coef" not in resumed.changed:
                 self._kl_coef = state.kl_coef
         if self.ranks.is_main:
             write_whole(self.run_dir / "run.yaml", self.resolved_config)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +12,7 @@ from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from fivefold.backend.loss_scale import LossScale
+from fivefold.backend.loss_scale import CONSTANT, LossScale
 from fivefold.backend.schedule import Schedule
 from fivefold.config.learners import PolicyConfig
 from fivefold.config.mcore_options import DTYPE_NAMES
@@ -114,7 +113,7 @@ def build_updater(
         loss_scale = LossScale(
             initial=constant or optimizer.config.initial_loss_scale,
             lowest=constant or optimizer.config.min_loss_scale,
-            window=sys.maxsize if constant else int(optimizer.config.loss_scale_window),
+            window=CONSTANT if constant else int(optimizer.config.loss_scale_window),
             hysteresis=optimizer.config.hysteresis,
             device=next(chunks[0].parameters()).device,
         )
