@@ -13,7 +13,7 @@ import yaml
 from safetensors.torch import load_file
 
 from fivefold.checkpoint.export import in_dtype
-from tests.support.commands import fivefold, program
+from tests.support.commands import fivefold, program, python
 from tests.support.hub import serving
 from tests.support.whole_runs import make_model, train, write_run
 
@@ -57,6 +57,24 @@ def test_a_run_is_exported_from_its_latest_checkpoint_in_the_model_s_own_type(ro
     first = fivefold("export", root / "runs/base/checkpoints/step-000001", root / "first", "--dtype", "float32")
     assert first.returncode == 0, first.stderr
     assert not torch.equal(load_file(root / "first/model.safetensors")["model.norm.weight"], whole["model.norm.weight"])
+
+
+EXPORT_AND_TRAIN = """
+from pathlib import Path
+from fivefold import RunConfig, export, train
+
+if __name__ == "__main__":
+    root = Path({root!r})
+    export(root / "runs/base", root / "before")
+    train(RunConfig.from_yaml(root / "run.yaml", [f"trainer.run_dir={{root}}/runs/after", "policy.backend=megatron:d2"]))
+"""
+
+
+def test_a_program_that_exports_a_model_trains_afterwards_on_all_ranks(root, tmp_path):
+    (tmp_path / "program.py").write_text(EXPORT_AND_TRAIN.format(root=str(root)))
+    done = python(tmp_path / "program.py")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len([*(root / "runs/after/checkpoints/step-000002/rng").iterdir()]) == 2
 
 
 def test_an_export_loads_in_transformers_in_the_type_that_it_names(root):

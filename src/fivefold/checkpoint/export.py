@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -98,10 +99,8 @@ def export(
         if config.model.overrides and role.path == config.model.path:
             directory = overridden(directory, config.model.overrides)
     base = None if lora is None else _base_weights(role, directory, state)
-    os.environ.update(RANK="0", WORLD_SIZE="1")
     device = torch.device("cpu")
-    mesh.init_process_group(device, timeout_minutes=10)
-    try:
+    with _alone(device):
         # One process holds the whole model, so the pipeline split does not apply.
         alone = ParallelLayout(settings.layout.backend)
         settings = replace(settings, backend=str(alone), megatron=replace(settings.megatron, pipeline={}))
@@ -144,8 +143,6 @@ def export(
         else:
             count, total = write_safetensors(weights, out, int(shard_gb * 2**30))
             description = f"in {count} file{'s' if count > 1 else ''}"
-    finally:
-        mesh.destroy()
     for pattern in copied if form != "adapter" else ():
         for file in directory.glob(pattern):
             if file.name != "model.safetensors.index.json":
@@ -170,6 +167,22 @@ def export(
         write_text(out / CARD, model_card(repository, run, state))
     trained = "" if dtype == settings.dtype else f" (trained in {settings.dtype})"
     return f"{out}: {total / 2**20:,.1f} MiB of weights {description}, {dtype}{trained}"
+
+
+@contextmanager
+def _alone(device: torch.device) -> Iterator[None]:
+    """Within this block, this process is the only rank of a run."""
+    alone = {"RANK": "0", "WORLD_SIZE": "1"}
+    before = {name: os.environ[name] for name in alone if name in os.environ}
+    os.environ.update(alone)
+    try:
+        mesh.init_process_group(device, timeout_minutes=10)
+        yield
+    finally:
+        mesh.destroy()
+        for name in alone:
+            del os.environ[name]
+        os.environ.update(before)
 
 
 def _base_weights(role: Role, directory: Path, state: RunState) -> Path | None:
