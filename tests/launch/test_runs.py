@@ -502,6 +502,31 @@ def test_a_goal_that_no_evaluation_measures_ends_the_run_after_the_first(root):
     assert "'val/arithmetic/accuracy'?; it has val/arithmetic/accuracy, " in done.stderr and "step 1 |" not in done.stdout
 
 
+def test_a_run_that_has_reached_its_goal_ends_at_once_until_it_has_another(root):
+    goal = ("trainer.stop_at={val/arithmetic/reward: 0}", "trainer.eval_every=1")
+    first, again = train(root, "reached", *goal), train(root, "reached", *goal)
+    for done in (first, again):
+        assert done.returncode == 0 and "reached {'val/arithmetic/reward': 0.0} after step 1" in done.stdout, done.stderr
+    assert "step 2 |" not in first.stdout + again.stdout and [row["step"] for row in metrics(root, "reached")] == [0, 1]
+    other = train(root, "reached", "trainer.stop_at={val/arithmetic/reward: 9}", "trainer.eval_every=1", "trainer.steps=2")
+    assert other.returncode == 0 and "step 2 |" in other.stdout, other.stderr
+
+
+def test_a_run_that_ended_with_its_data_adds_nothing_when_it_is_started_again(root):
+    """Only prompts with a 1 in them have rewards that differ: no step is known to be the last before it is over."""
+    (root / "some.py").write_text("def some(prompt, response):\n    return len(response) * ('1' in prompt)\n")
+    given = ["algorithm={name: dapo, group_size: 2, overlong_buffer: 0, prompts_per_round: 8}", "trainer.ends_with_data=true",
+             f"reward.functions={{'{root}/some.py:some': 1.0}}", "trainer.eval_every=9", "trainer.save_every=1"]  # fmt: skip
+    rows = []
+    for _ in range(2):
+        done = train(root, "used-up", *given)
+        assert done.returncode == 0 and "the data of the run were used up after step" in done.stdout, (
+            done.stdout + done.stderr
+        )
+        rows.append((root / "runs/used-up/metrics.jsonl").read_text())
+    assert rows[0] == rows[1] and len(metrics(root, "used-up")) > 2
+
+
 def test_eval_of_a_checkpoint_gives_the_numbers_of_the_run(root, base):
     everything = [path for path in (root / "runs/base").rglob("*") if path.is_file()]
     before = {path: path.read_bytes() for path in everything}

@@ -46,11 +46,17 @@ def until_used_up(mesh, run_dir: Path, rounds: int):
     return [row["step"] for row in rows], policy.version, run.trainer.total_steps
 
 
-@pytest.mark.parametrize(("rounds", "steps"), [(6, 3), (7, 3), (1, 0)])
+@pytest.mark.parametrize(("rounds", "steps"), [(6, 3), (7, 3)])
 def test_a_run_ends_before_the_step_for_which_too_few_prompts_are_left(cluster, tmp_path, rounds, steps):
     ((rows, version, total),) = cluster.run(until_used_up, "megatron:d1", tmp_path, rounds)
     assert rows == list(range(1, steps + 1)) and total == steps
     assert version == 2 * steps, "two updates of each step, and none of the prompts that are left"
+
+
+def test_data_that_hold_no_step_end_the_run_with_an_error(cluster, tmp_path):
+    with pytest.raises(RuntimeError, match="must have groups for one step, and were used up before it"):
+        cluster.run(until_used_up, "megatron:d1", tmp_path, 1)
+    assert not (tmp_path / "checkpoints").exists()
 
 
 class Log:

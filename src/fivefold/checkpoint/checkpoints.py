@@ -46,6 +46,8 @@ class RunState:
     """Hub id -> commit that the run has read."""
     pending: dict[str, float] | None = None
     """Metrics of the last step if a signal ended the run before its evaluation was done; its row is not written yet."""
+    reached: dict[str, float] = field(default_factory=dict)
+    """`trainer.stop_at` if the run ended because it was reached."""
 
     @classmethod
     def read(cls, directory: Path) -> RunState:

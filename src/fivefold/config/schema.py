@@ -316,7 +316,8 @@ class TrainerConfig:
     eval_before_train: Annotated[bool, HARMLESS] = True
     """Evaluate before the first step, if there is validation data."""
     stop_at: Annotated[dict[str, Annotated[float, Range()]], HARMLESS] = field(default_factory=dict)
-    """End the run when an evaluation finds each of these metrics at or above its value."""
+    """End the run when an evaluation finds each of these metrics at or above its value. It resumes only with other values
+    here."""
     logged_samples_per_step: Annotated[int | Literal["all"], at_least(0), HARMLESS] = 4
     """Number of samples written to samples.jsonl per step, the first of as many groups, with the rewards and lengths of the
     whole group. all: every sample with its tokens, log-probs, values, weights and advantages, from which another program can

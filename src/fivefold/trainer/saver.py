@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,8 @@ class Saver:
     fingerprint: Fingerprint
     saved_step: int = -1
     """Step of the last checkpoint; -1 if this step is to be saved again."""
+    reached: dict[str, float] = field(default_factory=dict)
+    """`trainer.stop_at`, once the run has reached it."""
     _saving: Saving | None = None
     """Checkpoint that is being written."""
     _lock: str | None = None
@@ -85,6 +87,7 @@ class Saver:
             fingerprint=self.fingerprint.values,
             commits=self.fingerprint.commits,
             pending=pending,
+            reached=self.reached,
         )
         with self.logger.stage("save"):
             call_on_main(self.ranks, self._check_lock)

@@ -20,7 +20,7 @@ from fivefold.checkpoint.saving import Writer
 from fivefold.config.schema import TrainerConfig
 from fivefold.data.dialog import Dialog
 from fivefold.distributed.ranks import Ranks
-from fivefold.errors import UserError, shown
+from fivefold.errors import RunError, UserError, shown
 from fivefold.files import write_whole
 from fivefold.interfaces import BufferedSource, RolloutSource
 from fivefold.keys.ranges import suggest
@@ -36,6 +36,11 @@ from fivefold.trainer.saver import Saver
 from fivefold.trainer.step_work import WORK, StepWork, read_work
 from fivefold.trainer.update_metrics import throughput, update_metrics
 from fivefold.types import Group, RolloutStats, TokenBatch
+
+NO_STEP = (
+    "the data of a run must have groups for one step, and were used up before it: with dynamic sampling only groups count "
+    "whose rewards differ; add rows to data.train, or choose rewards that tell responses apart"
+)
 
 
 @dataclass(frozen=True)
@@ -98,16 +103,8 @@ class Trainer:
 
     @cached_property
     def _saver(self) -> Saver:
-        return Saver(
-            self.config,
-            self.run_dir,
-            self.ranks,
-            self.logger,
-            self.models,
-            self.rollouts,
-            self.resolved_config,
-            self.fingerprint,
-        )
+        parts = self.ranks, self.logger, self.models, self.rollouts
+        return Saver(self.config, self.run_dir, *parts, self.resolved_config, self.fingerprint)
 
     @cached_property
     def _samples(self) -> LoggedSamples:
@@ -118,6 +115,7 @@ class Trainer:
         self._resume()
         self.ranks.barrier()
         self.ranks.heartbeat.begin_run()
+        first = self.step - self._is_pending
         if self._is_pending:
             self._end_step()
         elif self.step == 0 and self.config.eval_before_train and self.evaluation is not None:
@@ -129,7 +127,7 @@ class Trainer:
             with trace, self.logger.stage("step"):
                 yield self.step
             if self.work is None:
-                self._end_with_data()
+                self._end_with_data(has_steps=self.step > first)
                 break
             self._finish_step()
         self.logger.log(f"finished {self.total_steps} steps in {self.run_dir}")
@@ -163,6 +161,9 @@ class Trainer:
                 self.work = read_work(path / WORK, self.ranks, self.plan)
                 self.logger.record(self.work.metrics)
                 self.logger.log(f"step {self.step + 1} continues after {self.work.updates} of its optimizer steps")
+            if state.reached and state.reached == self.config.stop_at:
+                self.logger.log(f"reached {state.reached} after step {self.step}")
+                self.total_steps = self.step
             if self.objective.kl.target is not None and "algorithm.kl.coef" not in resumed.changed:
                 self._kl_coef = state.kl_coef
         if self.ranks.is_main:
@@ -196,7 +197,7 @@ class Trainer:
             scores, goal = self._evaluate(self.evaluation), self.config.stop_at
             if goal and all(scores.get(name, -math.inf) >= value for name, value in goal.items()):
                 self.logger.log(f"reached {goal} after step {self.step}")
-                self.total_steps, last = self.step, True
+                self._saver.reached, self.total_steps, last = goal, self.step, True
         self.logger.end_step(self.step)
         self._is_pending = False
         self._saver.settle(wait=False)
@@ -214,12 +215,16 @@ class Trainer:
     def _ends_with_evaluation(self) -> bool:
         return self.config.eval_every != "never"
 
-    def _end_with_data(self) -> None:
-        """End the run after the last finished step, because too few prompts are left for the one in progress."""
+    def _end_with_data(self, has_steps: bool) -> None:
+        """End the run after the last finished step, because too few prompts are left for the one in progress. `has_steps`:
+        steps have ended since the process began."""
+        if self.step == 0:
+            raise RunError(NO_STEP)
         self._before, self.total_steps = None, self.step
         self.logger.discard()
         self.logger.log(f"the data of the run were used up after step {self.step}")
-        if self.evaluation is not None and self._ends_with_evaluation and not self._is_due(self.config.eval_every):
+        is_evaluated = not has_steps or self._is_due(self.config.eval_every)
+        if self.evaluation is not None and self._ends_with_evaluation and not is_evaluated:
             self._evaluate(self.evaluation)
             self.logger.end_step(self.step)
         self._saver.settle(wait=False)
