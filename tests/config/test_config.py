@@ -221,6 +221,29 @@ def test_a_key_without_effect_is_reported(tmp_path, models):
     assert "critic has no effect: grpo has no critic" in check(path, "critic.warmup_steps=2").stdout
 
 
+@pytest.mark.parametrize(("changes", "keys", "active"), [
+    ("algorithm.name=ppo critic.lora.rank=2 critic.lora.max_lost=0.2", "critic.lora.max_lost", ""),
+    ("algorithm.name=prime prm.lora.rank=2 prm.lora.max_lost=0.2", "prm.lora.max_lost", ""),
+    ("algorithm.name=sft policy.lora.rank=2 policy.lora.max_lost=0.2", "policy.lora.max_lost", "algorithm.name=grpo"),
+    ("trainer.async_save=true trainer.save_every=0", "trainer.async_save", "trainer.save_every=1"),
+    ("engine.max_logprob_diff=0.1 engine.max_logprob_kl=0.1 engine.sampling.top_p=0.9",
+     "engine.max_logprob_diff engine.max_logprob_kl", "engine.sampling.top_p=1"),
+])  # fmt: skip
+def test_a_key_without_effect_is_reported_while_it_has_none(tmp_path, models, changes, keys, active):
+    data = tmp_path / "d.jsonl"
+    data.write_text(ROWS)
+    path = write(
+        tmp_path,
+        f"model: {{path: {models('qwen3')}, tokenizer: {make_tokenizer(tmp_path / 'words')}}}\n"
+        f"data: {{train: {data}, max_prompt_tokens: 100, max_response_tokens: 20}}\n",
+    )
+    reported = check(path, *changes.split()).stdout
+    assert all(f"{key} has no effect" in reported for key in keys.split()), reported
+    assert not active or not any(
+        f"{key} has no effect" in check(path, *changes.split(), active).stdout for key in keys.split()
+    )
+
+
 def test_a_fault_is_reported_once_by_the_section_that_has_it(tmp_path):
     """The critic takes over what it does not set itself, and the policy's faults with it."""
     path = write(tmp_path, GOOD)

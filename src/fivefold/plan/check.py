@@ -10,7 +10,7 @@ from pathlib import Path
 
 from fivefold.algo.methods import COLUMNS
 from fivefold.config import RunConfig
-from fivefold.config.engine import SamplingConfig
+from fivefold.config.engine import EngineConfig, SamplingConfig
 from fivefold.config.fsdp_checks import unproven_fault
 from fivefold.config.learners import LearnerConfig, LoraConfig, PolicyConfig
 from fivefold.config.machine import elsewhere, is_joined, on_gpus, visible_gpus
@@ -344,15 +344,20 @@ def _report_ignored(findings: Findings, config: RunConfig, specs: dict[str, Mode
             settings.optimizer.decay_steps is not None or settings.optimizer.min_lr
         ):
             section.ignore("optimizer.decay_steps and min_lr", "the schedule is constant")
-        has_length = settings.optimizer.schedule != "constant" and settings.optimizer.decay_steps is None
-        if settings.optimizer.schedule_over != "run" and not has_length and not 0 < settings.optimizer.warmup_steps < 1:
+        if settings.optimizer.schedule_over != "run" and not settings.optimizer.depends_on_length:
             section.ignore("optimizer.schedule_over", "neither the decay nor the warm-up is a share of the run")
         if settings.optimizer.warmup_init_lr and not settings.optimizer.warmup_steps:
             section.ignore("optimizer.warmup_init_lr", "warmup_steps is 0")
+        if settings.lora.rank and settings.lora.max_lost is not None and (name != "policy" or algorithm.offline):
+            section.ignore("lora.max_lost", "no engine samples with these adapters")
+    if config.trainer.async_save and not config.trainer.save_every:
+        findings.ignore("trainer.async_save", "save_every is 0, and a run waits for its last checkpoint")
     _report_profile(findings.at("trainer.profile"), config.trainer, config.roles.world_size)
     name = algorithm.name
     if algorithm.offline:
         _report_unsampled(findings, config)
+    elif config.engine.sampling.is_changed:
+        _report_uncompared(findings, config.engine, "engine.sampling changes the distribution: log-probs are not compared")
     if config.may_generate:
         report_engine(findings.at("engine"), config.engine, on_gpus(config.launch, config.trainer.device))
     for keys in COLUMNS.values():
@@ -409,11 +414,16 @@ def _report_unsampled(findings: Findings, config: RunConfig) -> None:
     ends = ("stop", "stop_token_ids", "ignore_eos")
     if drawn != replace(usual, **{name: getattr(drawn, name) for name in ends}):
         findings.ignore("engine.sampling", f"{name} does not sample for training, and evaluation has its own (eval)")
-    for key in ("max_logprob_kl", "max_logprob_diff"):
-        if getattr(config.engine, key) is not None:
-            findings.ignore(f"engine.{key}", f"{name} does not sample for training")
+    _report_uncompared(findings, config.engine, f"{name} does not sample for training")
     if not config.may_generate and config.reward != RewardConfig():
         findings.ignore("reward", f"{name} scores nothing where nothing is sampled for evaluation")
+
+
+def _report_uncompared(findings: Findings, engine: EngineConfig, reason: str) -> None:
+    """Report the bounds of a comparison that is not made."""
+    for key in ("max_logprob_kl", "max_logprob_diff"):
+        if getattr(engine, key) is not None:
+            findings.ignore(f"engine.{key}", reason)
 
 
 def _summary(config: RunConfig, spec: ModelSpec) -> list[str]:
