@@ -186,6 +186,18 @@ def test_the_refusal_names_every_change_and_how_to_say_that_it_is_meant(config, 
         RunConfig.of(model={"path": "m"}, trainer={"accept_changes": ["policy.optimizer.rl"]})
 
 
+def test_the_refusal_offers_only_changes_that_can_be_accepted(config, tmp_path):
+    adapted = with_key(config, "policy.lora.rank", 4)
+    with pytest.raises(ValueError, match=r"take back policy\.lora\.rank, which") as raised:
+        changes(adapted, with_key(adapted, "policy.lora.rank", 2)).check(tmp_path)
+    assert "accept_changes" not in str(raised.value)
+    both = with_key(with_key(adapted, "policy.lora.rank", 2), "policy.optimizer.lr", 0.5)
+    with pytest.raises(
+        ValueError, match=r"and resume with the other changes by trainer.accept_changes=\[policy.optimizer.lr\]"
+    ):
+        changes(adapted, both).check(tmp_path)
+
+
 def test_different_runs_have_different_directories_when_none_is_named(config):
     name = config.run_dir.name
     assert name.startswith("ppo-model-")

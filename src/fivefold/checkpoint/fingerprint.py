@@ -48,11 +48,15 @@ class Changes:
         """Raise ValueError if the run cannot resume from the checkpoint."""
         if not self.refused:
             return
-        keys = ",".join(map(_key, self.refused))
+        keys = [_key(change) for change in self.refused]
+        fixed, others = (",".join(key for key in keys if (key in _NEVER_ACCEPTED) == never) for never in (True, False))
+        remedies = [f"take back {fixed}, which determines the sizes of the checkpoint's tensors"] if fixed else []
+        if others:
+            remedies.append(f"resume with {'the other' if fixed else 'the'} changes by trainer.accept_changes=[{others}]")
         listed = "".join(f"\n  {change}" for change in self.refused)
         raise UserError(
             f"trainer.resume: {checkpoint} is from a run that learns something else:{listed}\n"
-            f"resume with the changes by trainer.accept_changes=[{keys}], choose another trainer.run_dir, or start over by "
+            f"{' and '.join(remedies)}, choose another trainer.run_dir, or start over by "
             "trainer.resume=never, which moves what is there aside"
         )
 
