@@ -155,8 +155,9 @@ def configuration() -> str:
         [below](#parameters-of-surrogates). What values must satisfy together is checked before anything starts.
 
         A run resumes as what it was: keys that *may change* on resume are those with which what is learned stays the same
-        up to rounding; of keys that name files their *content* counts. Keys of layouts and micro-batches count where a loss is
-        averaged over each micro-batch. A change of any other is refused, with what changed, until `trainer.accept_changes` names it.
+        up to rounding; of keys that name files their *content* counts. Keys of layouts and micro-batches count where a
+        loss is averaged over each micro-batch. A change of any other is refused, with what changed, until
+        `trainer.accept_changes` names it.
     """
     return _page(head, parts)
 
