@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -16,7 +16,7 @@ from fivefold.interfaces import EngineState, Load
 from fivefold.observability.run_logger import RunLogger
 from fivefold.reward.pool import Scoring
 from fivefold.rollout.generation import Generator, first_numbers
-from fivefold.rollout.group_files import digest_of, read_groups, write_groups
+from fivefold.rollout.group_files import Read, digest_of, read_groups, write_groups
 from fivefold.rollout.logprob_steps import LogprobSteps
 from fivefold.rollout.open_groups import Wanted, open_groups
 from fivefold.rollout.staleness import Admission, oldest_version, staleness
@@ -29,6 +29,15 @@ _POLL_SECONDS = 0.05
 FILE = "groups-{:05d}.safetensors"
 _SAMPLED_FROM = ("data.", "engine.sampling.", "environment.", "model.", "reward.", "trainer.seed")
 """Starts of the keys that decide which responses and rewards a place in the run has."""
+
+
+def _read_all(directory: Path, log: RunLogger) -> Iterator[Read]:
+    """Yield what the files of groups hold, except for those that another version of the program wrote."""
+    for path in sorted(directory.glob("*.safetensors")):
+        try:
+            yield read_groups(path)
+        except UserError as error:
+            log.log(f"{error}: the prompts of its groups are sampled again")
 
 
 class AsyncRollouts:
@@ -247,11 +256,10 @@ class AsyncRollouts:
     def snapshot(self) -> Callable[[Path], list[Path]]:
         """Copy this rank's fully sampled groups. The returned function writes them into a directory and returns its
         files."""
-        rank = self._ranks.rank
         copies = self._open.copies()
 
         def write(directory: Path) -> list[Path]:
-            path = directory / FILE.format(rank)
+            path = directory / FILE.format(self._ranks.rank)
             write_groups(path, *copies)
             return [path]
 
@@ -266,18 +274,12 @@ class AsyncRollouts:
         if keys := [key for key in changed if key.startswith(_SAMPLED_FROM)]:
             self._log.log(f"changed: {', '.join(keys)}; the prompts whose groups wait in the checkpoint are sampled again")
             return
-        replica = self._engine.replica
-        for path in sorted(directory.glob("*.safetensors")):
-            try:
-                groups, scored, parts, counts, prompts = read_groups(path)
-            except UserError as error:
-                self._log.log(f"{error}: the prompts of its groups are sampled again")
-                continue
+        for groups, scored, parts, counts, prompts in _read_all(directory, self._log):
             of_place: dict[int, list[Part]] = {}
             for part in parts:
                 of_place.setdefault(part.place, []).append(part)
             for place in [*groups, *of_place]:
-                if not replica.owns(place) or place not in self._unused:
+                if not self._engine.replica.owns(place) or place not in self._unused:
                     continue
                 wanted, events = self._wanted(place), counts.get(place, {})
                 # Older files have no digests.
