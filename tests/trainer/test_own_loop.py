@@ -149,7 +149,7 @@ def test_the_losses_of_parts_add_up_to_that_of_the_whole():
         ("ppo", {}, {}, r"the method needs batch\[Column.VALUES\]: set it before"),
         ("clip_cov", {}, {}, "selects tokens over all samples of an update: only a run supports that"),
         ("remax", {}, {}, "compares with the most likely response: only a run supports that"),
-        ("chord", {}, {}, "imitates an expert's responses: only a run supports that"),
+        ("chord", {}, {}, "learns from an expert's responses: only a run supports that"),
         ("gigpo", {}, {}, "compares turns that answer the same state"),
         ("ppo", {"whiten_by": "domain"}, {}, "whitens the responses of each domain"),
         ("dapo", {"difficulty_by": "correct", "difficulty_low": 0.1}, {}, "leaves prompts out by correctness"),

@@ -101,7 +101,7 @@ def _refuse_what_needs_a_run(objective: Objective, batch: TokenBatch) -> None:
     for what, is_so in (
         ("selects tokens over all samples of an update", objective.gradient.selects),
         ("compares with the most likely response", objective.needs_greedy),
-        ("imitates an expert's responses", objective.imitation.is_active),
+        ("learns from an expert's responses", any(term.is_active and term.expert_only for term in objective.terms)),
         ("compares turns that answer the same state (turn_coef)", advantage.turn_coef > 0),
         ("whitens the responses of each domain (whiten_by: domain)", advantage.whiten and advantage.whiten_by == "domain"),
         ("leaves prompts out by correctness (difficulty_by: correct)", has_bounds and kept.difficulty_by == "correct"),
@@ -122,9 +122,8 @@ def _columns(objective: Objective) -> frozenset[Column]:
     packed = {
         Column.ROLLOUT_LOGPROBS: correction.is_active or correction.old_logprobs_from != "trainer",
         Column.TURN: by_turn,
-        Column.PRM_LOGPROBS: objective.process.is_active,
     }
-    return objective.needs(1).union(column for column, is_read in packed.items() if is_read)
+    return objective.needs(1) | objective.process.columns | {column for column, is_read in packed.items() if is_read}
 
 
 def _refuse_other_than_pairs(rewards_N: Tensor, group_N: Tensor) -> None:

@@ -67,8 +67,14 @@ class ProcessReward(Part):
     def is_active(self) -> bool:
         return bool(self.coef)
 
+    @property
+    def columns(self) -> frozenset[Column]:
+        """Columns of the batch that the rewards of tokens are computed from."""
+        return frozenset({Column.PRM_LOGPROBS, Column.PRM_REF_LOGPROBS} if self.is_active else ())
+
     def needs(self, updates: int) -> frozenset[Column]:
-        return frozenset({Column.PRM_REF_LOGPROBS} if self.is_active else ())
+        # The model that learns fills in its own column, before or after it learns from the step.
+        return self.columns - {Column.PRM_LOGPROBS}
 
     @classmethod
     def check(cls, case: Case) -> None:
