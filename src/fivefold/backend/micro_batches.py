@@ -187,6 +187,7 @@ class MicroBatches:
         if padding:
             lengths, prefixes = [*lengths, padding], [*prefixes, (0, 0)]
         packing = self._batching.make_packing(lengths, device, layout.cp, ranks.coords.cp, prefixes=prefixes)
+        packing.real_lengths = (*(piece.length for piece in pieces), *lengths[len(pieces) :])
         real = local >= 0
         token_ids = torch.where(real, batch.token_ids_T[local.clamp(min=0)] if len(batch.token_ids_T) else 0, 0)
         place = torch.full((len(batch.token_ids_T),), -1)

@@ -24,6 +24,7 @@ from fivefold.fsdp.mesh import Mesh
 from fivefold.fsdp.out_of_memory import naming_what_is_full
 from fivefold.fsdp.packed_model import build
 from fivefold.fsdp.parameters import local_tensors
+from fivefold.fsdp.rotary import depends_on_length
 from fivefold.fsdp.self_check import check_packing
 from fivefold.fsdp.stream import checked, stream_weights
 from fivefold.fsdp.updater import Updater
@@ -80,7 +81,8 @@ class FSDPModel:
             policy.tokens_per_micro_batch,
             self._model.vocab,
             value_head,
-            share_prefix=policy.shares_prefix_on(mesh.layout),
+            # The lengths of two responses may rotate their prompt differently.
+            share_prefix=policy.shares_prefix_on(mesh.layout) and not depends_on_length(self._model),
             sequences=policy.sequences_per_forward,
         )
         self._updater: Updater | None = None

@@ -19,7 +19,7 @@ from fivefold.backend.self_check import logprobs_alone, parameters_on_meta
 from fivefold.config.fsdp_checks import unproven_fault
 from fivefold.config.learners import PolicyConfig
 from fivefold.errors import UserError
-from fivefold.fsdp import attention, experts, fused, linear_attention, tensor_parallel
+from fivefold.fsdp import attention, experts, fused, linear_attention, rotary, tensor_parallel
 from fivefold.fsdp.collectives import copy_to, own_rows
 from fivefold.fsdp.mesh import Mesh, Split
 from fivefold.models.families import runs_own_code
@@ -127,6 +127,7 @@ def build(
     divided, by_id = experts.divide(model, mesh)
     by_id |= tensor_parallel.apply(model, mesh.tp, divided)
     linear_attention.separate(model)
+    rotary.separate(model)
     if not policy.fsdp.compile:
         fused.fuse(model)
     splits = {name: by_id.get(id(parameter), Split()) for name, parameter in packed.named_parameters()}
