@@ -1,21 +1,24 @@
 """At start: are our log-probs those of transformers' own forward pass, one sequence at a time?
 
 Packing goes wrong silently: a layer that ignores the ends of the sequences gives every sequence but the first another
-context. So two short sequences of different length are computed both ways before anything is trained.
+context. So two short sequences of different length are computed both ways before anything is trained. Windows are narrowed
+for them, since a window that is wider than the sequences would not show.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import DistError
 
 from fivefold.backend.micro_batches import BatchingConfig, MicroBatches
 from fivefold.backend.self_check import Gap, check_batch, check_batching
-from fivefold.errors import RunError
+from fivefold.errors import RunError, UserError, first_line
 from fivefold.fsdp.attention import NAME
 from fivefold.fsdp.collectives import sum_over
 from fivefold.fsdp.current import packed
@@ -26,6 +29,13 @@ from fivefold.types import TokenBatch
 ROUNDING_OF_LAYER = {True: 1e-5, False: 0.05}
 """Relative difference of a layer's output that rounding alone can make: in float32, and in 16 bits."""
 
+NARROW = 16
+"""What windows, chunks and numbers of selected keys are set to: both sequences are longer."""
+_REACHES = ("sliding_window", "attention_chunk_size", "index_topk")
+"""Names of what limits the keys of a token, in configurations and layers of transformers."""
+
+_ADVICE = "use megatron: if it has the family, or another model"
+
 
 class PackingError(RunError):
     """Raised when packed sequences get other log-probs than the same sequences alone."""
@@ -35,8 +45,16 @@ class PackingError(RunError):
 def check_packing(model: PackedModel, batching: BatchingConfig, mesh: Mesh) -> None:
     """Raise PackingError, which names the first layer that differs, if our path differs from transformers'. Collective."""
     batch = check_batch(model.vocab)
-    ours_T, our_layers = _packed(model, batch, check_batching(batching), mesh)
-    theirs_T, their_layers = _alone(model, batch, mesh)
+    unsupported = f"fsdp does not support {model.family} as transformers {_version()} computes it"
+    try:
+        with _narrowed(model.model):
+            ours_T, our_layers = _packed(model, batch, check_batching(batching), mesh)
+            theirs_T, their_layers = _alone(model, batch, mesh)
+    except (UserError, RunError, torch.OutOfMemoryError, DistError):
+        raise
+    except Exception as error:
+        reason = f"{type(error).__name__}: {first_line(error)}"
+        raise PackingError(f"{unsupported}: {reason}; {_ADVICE}") from error
     for module in fsdp_modules(model):
         module.reshard()
     gap = Gap.between(ours_T, theirs_T, model.dtype)
@@ -50,8 +68,7 @@ def check_packing(model: PackedModel, batching: BatchingConfig, mesh: Mesh) -> N
     where = "its head" if first is None else f"layer {first}, whose output is off by {relative[first]:.2g} of its size"
     raise PackingError(
         f"log-probs of packed sequences must be those that transformers computes of each sequence alone, within "
-        f"{gap.bound} ({gap.measure}): they are off by {gap.value:.2g}, first in {where}. fsdp does not support "
-        f"{model.family} as transformers {_version()} computes it; use megatron: if it has the family, or another model"
+        f"{gap.bound} ({gap.measure}): they are off by {gap.value:.2g}, first in {where}. {unsupported}; {_ADVICE}"
     )
 
 
@@ -84,6 +101,24 @@ def _alone(model: PackedModel, batch: TokenBatch, mesh: Mesh) -> tuple[Tensor, l
     finally:
         config._attn_implementation = NAME
     return torch.cat(numbers), [torch.cat(parts) for parts in zip(*layers, strict=True)]
+
+
+@contextmanager
+def _narrowed(model: Any) -> Iterator[None]:
+    """Within this context, what limits a layer's keys limits them to NARROW, in masks of transformers too."""
+    # Phi-3.5-MoE's window of 131,072 positions, which are all that it has, limits nothing.
+    modules = list(model.modules())
+    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None) or math.inf
+    holders = {id(holder): holder for module in modules for holder in (module, getattr(module, "config", None))}
+    sizes = [(holder, name, getattr(holder, name, None)) for holder in holders.values() for name in _REACHES]
+    wide = [(holder, name, size) for holder, name, size in sizes if isinstance(size, int) and NARROW < size < longest]
+    for holder, name, _ in wide:
+        setattr(holder, name, NARROW)
+    try:
+        yield
+    finally:
+        for holder, name, size in wide:
+            setattr(holder, name, size)
 
 
 @contextmanager
