@@ -7,7 +7,7 @@ one prompt, P prompts, V vocabulary, D model width, H heads, L layers, E experts
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
@@ -111,6 +111,8 @@ class Turn:
     """Time from the request to its completion."""
     given: float = 0.0
     """What the environment gave for the turn; scoring sets `reward` to this times the weight of the reward `environment`."""
+    text: str | None = None
+    """Text of the turn; None in checkpoints that do not have it."""
 
 
 @dataclass
@@ -209,6 +211,11 @@ def by_trajectory(samples: Iterable[Sample]) -> list[list[Sample]]:
         key = (False, place) if sample.trajectory is None else (True, sample.trajectory)
         sequences.setdefault(key, []).append(sample)
     return list(sequences.values())
+
+
+def last_sequence(sequences: Sequence[Sample]) -> Sample:
+    """Return the sequence of a trajectory that contains its last turn."""
+    return max(reversed(sequences), key=lambda sample: sample.turns[-1].number if sample.turns else -1)
 
 
 def _carry_loss_once(samples: list[Sample]) -> None:

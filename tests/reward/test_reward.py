@@ -25,7 +25,8 @@ from fivefold.reward.cpu_limit import TooLongError, within
 from fivefold.reward.pool import RewardPool, cores_of_rank
 from fivefold.reward.rules import ground_truth_fault
 from fivefold.rollout.stats import BatchPlan, gather_stats, rollout_metrics
-from fivefold.types import Completion, Group, Prompt, Sample, Turn
+from fivefold.rollout.trajectories import Task, Trajectory
+from fivefold.types import Completion, Group, Prompt, Sample, Turn, last_sequence
 from tests.reward.test_ifeval import INSTRUCTION_TRUTHS
 from tests.support.commands import LONGEST, gone, wait_for
 from tests.support.hostile_rewards import Answers
@@ -766,6 +767,32 @@ def test_no_one_waits_for_a_process_that_starts_where_another_is_free_sooner(tmp
     assert not pool._asleep, "nobody has waited, so this says nothing"
     pool.close()
     assert [sample.reward for sample in scored.samples] == [1.0] * 6
+
+
+def test_rewards_read_what_the_model_said_in_the_order_of_its_turns(tmp_path):
+    """A sub-agent's sequence has the turn between two turns of the main one, whose observations are not the model's."""
+    path, calls = tmp_path / "mine.py", tmp_path / "calls"
+    path.write_text(
+        "import json\n"
+        "def mine(completions, completion_ids):\n"
+        f"    json.dump([completions[0][0]['content'], completion_ids[0]], open({str(calls)!r}, 'w'))\n"
+        "    return [1.0]\n"
+    )
+    held = Trajectory(Task(Prompt(0, [1], "s", "", ""), 0, 0, (), 0))
+    for context, token, text in (([1], 5, "I ask."), ([2], 6, "It is 7."), ([1, 5, 9, 9], 7, "It is 42.")):
+        sequence = held.extend_or_begin(context)
+        held.sampled(sequence, Completion(0, [token], [-0.5], "stop", 0), text, None, 0.0)
+    samples = held.samples()
+    assert [[turn.number for turn in sample.turns] for sample in samples] == [[0, 2], [1]]
+    pool = RewardPool(RewardConfig(functions={f"{path}:mine": 1.0}, workers=1))
+    for sequences, text, tokens in (
+        (samples, "I ask.\nIt is 7.\nIt is 42.", [5, 6, 7]),
+        (samples[:1], "I ask.\nIt is 42.", [5, 7]),
+    ):
+        assert pool.wait([pool.submit(Prompt(0, [1], "s", "q", "t"), *sequences)]) is None
+        assert json.loads(calls.read_text()) == [text, tokens]
+    pool.close()
+    assert last_sequence(samples) is samples[0]
 
 
 @pytest.mark.parametrize("times", [1, 2])

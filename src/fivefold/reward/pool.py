@@ -310,7 +310,7 @@ class RewardPool:
             "data_source": prompt.source,
             "extra_info": prompt.extra,
             "columns": prompt.columns,
-            **({TOKENS: [token for sample in sequences for token in sample.token_ids]} if self._sends_tokens else {}),
+            **({TOKENS: _tokens(sequences)} if self._sends_tokens else {}),
         }
         if (judge := self._config.judge).functions_ask:
             address = urlsplit(judge.url[next(self._turns) % len(judge.url)]).netloc
@@ -362,8 +362,19 @@ def _functions(chosen: ChosenRewards) -> list[str]:
 
 
 def _text(sequences: Sequence[Sample]) -> str:
-    """Return what the model said in a trajectory."""
-    return "\n".join(sample.text for sample in sequences)
+    """Return what the model said in a trajectory, in the order of its turns, which its sequences may not have."""
+    texts = {turn.number: turn.text for sample in sequences for turn in sample.turns}
+    if len(sequences) == 1 or not texts or None in texts.values():
+        return "\n".join(sample.text for sample in sequences)
+    return "\n".join(str(texts[number]) for number in sorted(texts))
+
+
+def _tokens(sequences: Sequence[Sample]) -> list[int]:
+    """Return the tokens of what the model said in a trajectory, in the order of its turns, without observations."""
+    turns = {turn.number: sample.token_ids[turn.begin : turn.end] for sample in sequences for turn in sample.turns}
+    if not turns:
+        return [token for sample in sequences for token in sample.token_ids]
+    return [token for number in sorted(turns) for token in turns[number]]
 
 
 def _finish(sequences: Sequence[Sample], chosen: ChosenRewards, parts: _Values) -> str | None:

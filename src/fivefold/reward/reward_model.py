@@ -9,7 +9,7 @@ import torch
 
 from fivefold.distributed.ranks import Ranks
 from fivefold.interfaces import Model
-from fivefold.types import MODEL_PART, Group, Prompt, Sample, TokenBatch, by_trajectory
+from fivefold.types import MODEL_PART, Group, Prompt, Sample, TokenBatch, by_trajectory, last_sequence
 
 
 def scored_part(tokens: list[int], pad: int | None) -> list[int]:
@@ -30,10 +30,10 @@ class ModelReward:
         """Add the scores of this rank's groups, and return the error of the first sample that failed. Collective.
 
         A sample fails if its text is longer than the model's positions, or if its score is not finite. The score of a
-        trajectory is that of its last sequence.
+        trajectory is that of the sequence with its last turn.
         """
         trajectories = [(group.prompt, sequences) for group in groups for sequences in by_trajectory(group.samples)]
-        texts = [self._encode(prompt, sequences[-1]) for prompt, sequences in trajectories]
+        texts = [self._encode(prompt, last_sequence(sequences)) for prompt, sequences in trajectories]
         readable = [i for i, tokens in enumerate(texts) if len(tokens) <= self._max_tokens]
         scores = dict(zip(readable, self._scores([texts[i] for i in readable]), strict=True))
         first_error = None

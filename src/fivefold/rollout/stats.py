@@ -20,7 +20,7 @@ from fivefold.distributed.ranks import Ranks
 from fivefold.errors import RunError
 from fivefold.models.spec import RouteShape
 from fivefold.rollout.turns import gather_turns, sampled_tokens, turn_metrics
-from fivefold.types import BREAKS, ENDS, Group, RolloutStats, Sample, Scoring, Turns, by_trajectory
+from fivefold.types import BREAKS, ENDS, Group, RolloutStats, Sample, Scoring, Turns, by_trajectory, last_sequence
 
 
 def tokens(lengths_N: Tensor) -> Tensor:
@@ -250,7 +250,7 @@ def _rows(group: Group, plan: BatchPlan) -> list[list[float]]:
             raise RunError(
                 "the sequences of a trajectory need the same reward and end: got different ones from the rollout source"
             )
-        repeated, formed = repetition(sampled_tokens(sequences)), has_form(sequences[-1].text, forms)
+        repeated, formed = repetition(sampled_tokens(sequences)), has_form(last_sequence(sequences).text, forms)
         for sample in sequences:
             prompt = len(group.context_of(sample))
             rows.append([

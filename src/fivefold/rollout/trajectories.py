@@ -67,8 +67,6 @@ class HeldSequence:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     loss_mask: list[bool] = field(default_factory=list)
-    texts: list[str] = field(default_factory=list)
-    """Text of each turn."""
     turns: list[Turn] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     """Weight version of each token."""
@@ -99,7 +97,7 @@ class HeldSequence:
         self.loss_mask += [False] * len(tokens)
         self.versions += self.versions[-1:] * len(tokens)
 
-    def add(self, turn: Turn, sampled: Completion, text: str) -> None:
+    def add(self, turn: Turn, sampled: Completion) -> None:
         """Append a turn of the model."""
         self.token_ids += sampled.token_ids
         self.logprobs += sampled.logprobs
@@ -107,7 +105,6 @@ class HeldSequence:
         self.versions += sampled.token_versions or [sampled.policy_version] * len(sampled.token_ids)
         self.routes_TLK = sampled.routes_TLK
         self.turns.append(turn)
-        self.texts.append(text)
 
 
 @dataclass
@@ -157,8 +154,9 @@ class Trajectory:
     def sampled(self, held: HeldSequence, completion: Completion, text: str, state: str | None, seconds: float) -> None:
         """Append a turn of the model to one of the sequences."""
         begin = len(held.token_ids)
-        turn = Turn(self.turns, begin, begin + len(completion.token_ids), 0.0, state, completion.finish_reason, seconds)
-        held.add(turn, completion, text)
+        end = begin + len(completion.token_ids)
+        turn = Turn(self.turns, begin, end, 0.0, state, completion.finish_reason, seconds, text=text)
+        held.add(turn, completion)
         self.turns += 1
 
     def earn(self, turn: Turn, reward: float) -> None:
@@ -205,7 +203,7 @@ class Trajectory:
             Sample(
                 token_ids=list(sequence.token_ids),
                 logprobs=list(sequence.logprobs),
-                text="\n".join(sequence.texts),
+                text="\n".join(turn.text or "" for turn in sequence.turns),
                 end=self.end,
                 policy_version=sequence.versions[0] if sequence.versions else 0,
                 token_versions=list(sequence.versions) if len(set(sequence.versions)) > 1 else None,
@@ -270,8 +268,7 @@ def _held(sample: Sample, text: Callable[[list[int]], str]) -> HeldSequence:
         sample.token_ids,
         sample.logprobs,
         sample.loss_mask or [True] * count,
-        [text(sample.token_ids[turn.begin : turn.end]) for turn in sample.turns],
-        list(sample.turns),
+        [replace(turn, text=text(sample.token_ids[turn.begin : turn.end])) for turn in sample.turns],
         sample.token_versions or [sample.policy_version] * count,
         sample.routes_TLK,
     )

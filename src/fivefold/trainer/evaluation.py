@@ -20,7 +20,7 @@ from fivefold.rollout.packing import pack_dataset
 from fivefold.rollout.sources import groups_from_dataset
 from fivefold.rollout.stats import BatchPlan, has_form, known_mean
 from fivefold.trainer.models import Models
-from fivefold.types import Group, Prompt, Sampling, by_trajectory
+from fivefold.types import Group, Prompt, Sampling, by_trajectory, last_sequence
 
 EVALUATION_STREAM = 0x5EED
 """Mixed into the seed, so that evaluation and training use different random numbers."""
@@ -122,7 +122,7 @@ class Evaluation:
                 sum(sample.loss_tokens for sample in sequences),
                 sequences[0].reward_failed,
                 not sequences[0].finished,
-                has_form(sequences[-1].text, self.plan.forms(group.prompt.source)),
+                has_form(last_sequence(sequences).text, self.plan.forms(group.prompt.source)),
             ]
             for group in groups
             for sequences in by_trajectory(group.samples)
