@@ -41,7 +41,7 @@ class Scorer(One):
 
 
 CODE = '''
-import asyncio, json, os, random, signal, sys, threading, time, urllib.request
+import asyncio, json, os, random, signal, sys, threading, time, urllib.error, urllib.request
 
 
 def chat(base_url, api_key, messages, **settings):
@@ -126,6 +126,42 @@ def endless(task, base_url, api_key):
     messages = [{"role": "user", "content": "a"}]
     while True:
         messages += [chat(base_url, api_key, messages), {"role": "user", "content": "b"}]
+
+
+def refused(base_url, api_key):
+    try:
+        chat(base_url, api_key, [{"role": "user", "content": "a" * 1000}])
+    except urllib.error.HTTPError as error:
+        assert json.load(error)["error"]["code"] == "context_length_exceeded"
+
+
+def recovers(task, base_url, api_key):
+    refused(base_url, api_key)
+    chat(base_url, api_key, [{"role": "user", "content": "a"}])
+    return 1.0
+
+
+def recovers_and_raises(task, base_url, api_key):
+    raise KeyError(recovers(task, base_url, api_key))
+
+
+def recovers_and_dies(task, base_url, api_key):
+    recovers(task, base_url, api_key)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def recovers_to_nan(task, base_url, api_key):
+    return float("nan") * recovers(task, base_url, api_key)
+
+
+def gives_up(task, base_url, api_key, reward=1.0):
+    chat(base_url, api_key, [{"role": "user", "content": "a"}])
+    refused(base_url, api_key)
+    return reward
+
+
+def gives_up_with_nan(task, base_url, api_key):
+    return gives_up(task, base_url, api_key, float("nan"))
 
 
 if __name__ == "__main__":
@@ -303,6 +339,22 @@ def test_each_end_of_an_agent_has_its_name_and_fails_its_trajectory_only(cluster
     assert metrics.get("environment/failed", 0) == 12 * (end == "agent")
     if end == "turns":
         assert seen == 36
+
+
+@pytest.mark.parametrize(
+    ("agent", "end", "failed"),
+    [
+        ("recovers", "done", False),
+        ("recovers_and_raises", "agent", True),
+        ("recovers_and_dies", "agent", True),
+        ("recovers_to_nan", "agent", True),
+        ("gives_up", "context", False),
+        ("gives_up_with_nan", "agent", True),
+    ],
+)
+def test_a_refusal_is_the_end_of_an_agent_that_got_no_answer_after_it(cluster, files, agent, end, failed):
+    ((endings, _, _),) = cluster.run(ends, "megatron:d1", files, agent, {})
+    assert endings == {(end, failed)}
 
 
 def why(mesh, files, agent: str):

@@ -166,8 +166,10 @@ class EnvironmentPool:
         """Return a future of the reward of a trajectory that ends before its environment does; see `has_score`."""
         return self._call(place.process.ask("score", {"environment": place.number}, self._config.step_seconds))
 
-    def run(self, place: Place, base_url: str, api_key: str, left: Callable[[], float]) -> Future[dict[str, float] | None]:
-        """Run a trajectory's agent; the future holds its rewards by name, or None if it returned none.
+    def run(
+        self, place: Place, base_url: str, api_key: str, left: Callable[[], float]
+    ) -> Future[dict[str, float] | str | None]:
+        """Run a trajectory's agent; the future holds its rewards by name, None if it returned none, or why they are none.
 
         `left`: returns the seconds that are left for it, which need not pass all the time.
         """

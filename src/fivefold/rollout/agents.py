@@ -50,7 +50,7 @@ class Agents(Conversations):
         held.forget()
         place: Place | None = None
         address: Address | None = None
-        rewards: Mapping[str, float] | None = None
+        rewards: Mapping[str, float] | str | None = None
         failure: EnvironmentFailure | None = None
         reset = self._pool.reset(task_of(held.task.prompt), held.task.seed)
         try:
@@ -80,7 +80,7 @@ class Agents(Conversations):
         self,
         held: Trajectory,
         session: Session | None,
-        rewards: Mapping[str, float] | None,
+        rewards: Mapping[str, float] | str | None,
         failure: EnvironmentFailure | None,
     ) -> None:
         """Set the end of a trajectory, its reward, and why it failed if it did."""
@@ -92,6 +92,8 @@ class Agents(Conversations):
             held.end, error = "time", None
         elif failure is not None and refused is None:
             error = str(failure)
+        elif isinstance(rewards, str):
+            error = rewards
         elif failure is None and rewards is None and self._needs_reward:
             error = (
                 "an agent returns its reward, a finite number or several by name: got none; return one, or score with "
@@ -108,7 +110,7 @@ class Agents(Conversations):
             held.error = error
             held.count("environment/failed", held.end == "agent")
             return
-        if rewards is not None:
+        if isinstance(rewards, Mapping):
             held.rewards = {} if list(rewards) == [_WITHOUT_NAME] else dict(rewards)
             # The last turn, in whichever sequence it is.
             last = max(held.sequences, key=lambda sequence: sequence.turns[-1].number)

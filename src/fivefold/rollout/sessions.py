@@ -147,13 +147,21 @@ class Session:
         self.turns: list[AgentTurn] = []
         self.fault: str | None = None
         """A fault of the program while it answered."""
-        self.refused: str | None = None
-        """Limit that refused the agent's last turn; None if none did."""
+        self._refused: tuple[str, int] | None = None
+        """Limit that refused a turn most recently, and the number of turns before."""
         self.counts = {"endpoint/retries": 0.0, "endpoint/overridden": 0.0}
         self._bodies: dict[bytes, list[AgentTurn]] = {}
         self._contexts: dict[bytes, int] = {}
         self._lock = threading.Lock()
         self._calls = count()
+
+    @property
+    def refused(self) -> str | None:
+        """Limit that refused the agent's last turn; None if none did, or if the agent has read a later turn."""
+        if self._refused is None:
+            return None
+        end, before = self._refused
+        return None if any(turn.state == "read" for turn in self.turns[before:]) else end
 
     def retried(self, body: bytes, is_retry: bool) -> AgentTurn | None:
         """Return the turn that a request repeats; None if it is a new one. Raises RefusedError as `begin` does.
@@ -348,7 +356,7 @@ class Session:
         turn.seed = request_seed((*self._draw, int.from_bytes(digest, "little"), before))
 
     def _refuse(self, end: str, code: str, message: str) -> RefusedError:
-        self.refused = end
+        self._refused = end, len(self.turns)
         return RefusedError(end, code, message)
 
     def _count(self, name: str, number: float = 1.0) -> None:

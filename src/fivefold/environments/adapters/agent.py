@@ -21,6 +21,10 @@ _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None)
 
 
+class _RewardError(Refusal):
+    """Raised for what an agent returned that is no reward."""
+
+
 class Agent:
     """An agent of one trajectory."""
 
@@ -31,9 +35,12 @@ class Agent:
         """Take the row; an agent draws as it likes."""
         self._task = {**task, "seed": seed}
 
-    async def run(self, base_url: str, api_key: str) -> dict[str, float] | None:
-        """Run the agent, and return its rewards by name; one without a name is called `reward`."""
-        return rewards_of(await run(self._function, self._task, base_url, api_key))
+    async def run(self, base_url: str, api_key: str) -> dict[str, float] | str | None:
+        """Run the agent, and return its rewards by name, or why it has none; one without a name is called `reward`."""
+        try:
+            return rewards_of(await run(self._function, self._task, base_url, api_key))
+        except _RewardError as error:
+            return str(error)
 
 
 def load(name: str, settings: dict[str, Any]) -> Any:
@@ -52,7 +59,7 @@ def rewards_of(returned: Any) -> dict[str, float] | None:
     rewards = {str(name): number for name, value in named.items() if (number := finite(value)) is not None}
     if not named or len(rewards) != len(named):
         shown = reprlib.repr(returned) if named else "none"
-        raise Refusal(f"an agent returns a finite number, or several by name: got {shown}")
+        raise _RewardError(f"an agent returns a finite number, or several by name: got {shown}")
     return rewards
 
 
@@ -88,7 +95,7 @@ class Command:
         try:
             return json.loads(lines[-1]) if lines else None
         except ValueError:
-            raise Refusal(
+            raise _RewardError(
                 f"the agent's last line is its reward, a number or several by name as JSON: got {lines[-1][:200]!r}"
             ) from None
 
