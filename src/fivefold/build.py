@@ -543,7 +543,7 @@ def build_rollouts(
         shape, chosen.dynamic_sampling_low, chosen.dynamic_sampling_high, chosen.dynamic_sampling_max_tokens
     )
     logprobs = None
-    if config.engine.logprobs == "tenth_step" and not algorithm.reads_rollout_logprobs:
+    if config.skips_logprobs:
         engine_in_use = generator.engine
         logprobs = LogprobSteps(lambda: gate.is_armed, lambda: engine_in_use.restarts)
     if rollout.max_staleness is not None:

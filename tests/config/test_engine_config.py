@@ -17,6 +17,7 @@ import pytest
 from fivefold.algo.correction import Correction
 from fivefold.config import RunConfig
 from fivefold.config.engine import RolloutConfig
+from fivefold.config.environment import EnvironmentConfig
 from fivefold.config.gpus import GPUS
 from fivefold.config.loader import ConfigError
 from fivefold.config.schema import AlgorithmConfig, LaunchConfig, TrainerConfig
@@ -565,18 +566,21 @@ def test_processes_share_the_cache_and_each_has_the_weights(files, vllm):
 
 
 @pytest.mark.parametrize(
-    ("backend", "correction", "says"),
+    ("backend", "correction", "agent", "says"),
     [
-        ("vllm:t2", {}, None),
-        ("vllm:t2", {"name": "tis"}, "a correction or your own code reads the log-probs of every step"),
-        ("transformers", {}, "the transformers engine has the log-probs anyway"),
+        ("vllm:t2", {}, None, None),
+        ("vllm:t2", {"name": "tis"}, None, "a correction or your own code reads the log-probs of every step"),
+        ("vllm:t2", {}, "sh", "an agent may request the log-probs of its turns"),
+        ("transformers", {}, None, "the transformers engine has the log-probs anyway"),
     ],
 )
-def test_log_probs_of_every_tenth_step_are_told_where_that_changes_nothing(files, vllm, backend, correction, says):
+def test_log_probs_of_every_tenth_step_are_told_where_that_changes_nothing(files, vllm, backend, correction, agent, says):
     vllm("0.26.0")
     run = config(files, backend=backend, logprobs="tenth_step")
     run = replace(run, algorithm=AlgorithmConfig(rollout_correction=Correction(**correction)))
+    run = replace(run, environment=EnvironmentConfig(agent=agent))
     assert dict(check(run).ignored).get("engine.logprobs") == says
+    assert run.skips_logprobs == (says is None or backend == "transformers")
 
 
 @pytest.mark.parametrize(

@@ -482,6 +482,16 @@ def test_a_turn_of_two_sequences_carries_loss_in_the_first_only():
     assert [sample.loss_tokens for sample in group.samples] == [3, 1, 2]
 
 
+def test_a_trajectory_has_the_log_probs_of_all_its_tokens_or_none():
+    """In most steps of engine.logprobs: tenth_step the engine returns none, and observations are none of its own."""
+    for logprobs, expected in (([-1.0], [-1.0, 0.0, -1.0]), ([], [])):
+        held = Trajectory(Task(Prompt(0, [1], "s", "", ""), 0, 0, (), 0))
+        for context in ([1], [1, 5, 8]):
+            held.sampled(held.extend_or_begin(context), Completion(0, [5], logprobs, "stop", 0), "", None, 0.0)
+        (one,) = held.samples()
+        assert one.token_ids == [5, 8, 5] and one.logprobs == expected
+
+
 def test_groups_name_trajectories_only_where_one_has_several_sequences():
     def one(context: list[int], cause: str | None = None) -> Sample:
         return Sample([7], [-0.5], "x", "done", 0, prompt_ids=context, turns=(Turn(0, 0, 1),), break_cause=cause)

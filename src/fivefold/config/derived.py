@@ -37,6 +37,12 @@ class Derived(Sections):
         return Path("runs") / f"{self.algorithm.name}-{Path(self.model.path).name}-{number}"
 
     @property
+    def skips_logprobs(self) -> bool:
+        """Whether most steps have no log-probs of the engine. An agent may ask for those of its turns in every step."""
+        is_read = self.algorithm.reads_rollout_logprobs or self.environment.agent is not None
+        return self.engine.logprobs == "tenth_step" and not is_read
+
+    @property
     def prompts_per_call(self) -> int:
         """Number of prompts that the engine gets at once: those of a step, or of one round of dynamic sampling."""
         algorithm = self.algorithm

@@ -91,7 +91,7 @@ class EngineConfig:
     left out."""
     logprobs: Annotated[Literal["always", "tenth_step"], HARMLESS] = "always"
     """Steps in which the engine returns log-probs. `tenth_step`: every tenth one, the first ones after a start, resume or
-    restart, and all steps if a correction reads them; other steps do not compare engine and trainer."""
+    restart, and all steps if a correction or an agent reads them; other steps do not compare engine and trainer."""
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     sync_bucket_mb: Annotated[int, above(0), HARMLESS] = 256
     """Approximate bucket size for sending weights from trainer to engine, in MB."""

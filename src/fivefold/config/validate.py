@@ -142,6 +142,8 @@ def _check_engine(findings: Findings, config: Derived) -> None:
             findings.ignore("engine.logprobs", "the transformers engine has the log-probs anyway")
         elif config.algorithm.reads_rollout_logprobs:
             findings.ignore("engine.logprobs", "a correction or your own code reads the log-probs of every step")
+        elif config.environment.agent is not None:
+            findings.ignore("engine.logprobs", "an agent may request the log-probs of its turns")
     if engine.url:
         message = f"must be vllm or sglang alone: the servers of engine.url have layouts of their own; got {engine.backend}"
         findings.require(engine.backend in ENGINES, "engine.backend", message)

@@ -220,7 +220,7 @@ def _rollout(config: RunConfig, spec: ModelSpec, rates: Efficiencies, lengths: L
         size,
         is_server=engine.is_server,
         processes=engine.process_count,
-        logprobs="none" if engine.logprobs == "tenth_step" and not config.algorithm.reads_rollout_logprobs else "collected",
+        logprobs="none" if config.skips_logprobs else "collected",
         is_eager=engine.kind == "transformers",
     )
     return rollout_time(sampler, requests, replicas, rates)

@@ -202,7 +202,8 @@ class Trajectory:
         return [
             Sample(
                 token_ids=list(sequence.token_ids),
-                logprobs=list(sequence.logprobs),
+                # An engine that returned none for a turn has left out those of the step.
+                logprobs=list(sequence.logprobs) if len(sequence.logprobs) == len(sequence.token_ids) else [],
                 text="\n".join(turn.text or "" for turn in sequence.turns),
                 end=self.end,
                 policy_version=sequence.versions[0] if sequence.versions else 0,
