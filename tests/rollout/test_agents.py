@@ -311,6 +311,13 @@ def test_rewards_by_name_are_added_and_shown(cluster, files):
         assert [turn.given for turn in one.turns[:-1]] == [0.0] * (len(one.turns) - 1)
 
 
+def test_later_turns_of_an_agent_reach_the_engine_as_such(cluster, files):
+    """Engines take later turns before first ones, which have computed nothing yet."""
+    ((groups, seen, _),) = cluster.run(sample, "megatron:d1", files, "talks")
+    numbers = sorted(turn.number for group in groups for one in group.samples for turn in one.turns)
+    assert sorted(request.turn for request, _ in seen) == numbers and numbers[-1] > 0
+
+
 def ends(mesh, files, agent: str, settings: dict, most: int = 200):
     try:
         groups, seen, metrics = sample(mesh, files, agent, max_failed=1.0, most=most, **settings)

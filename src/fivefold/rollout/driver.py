@@ -209,7 +209,9 @@ class _Runs:
     def _request(self, run: _Run, request: Request, future: Future[Completion] | None = None) -> None:
         if self._check_start is not None and not run.held.turns:
             self._check_start(run.held, self._started.setdefault(run.held.task.place, run.held))
-        request = replace(request, id=next(self._ids), trajectory=run.number, turn=run.held.turns)
+        # A trajectory of an agent counts its turns at its end: its requests have their numbers.
+        turn = run.held.turns if future is None else request.turn
+        request = replace(request, id=next(self._ids), trajectory=run.number, turn=turn)
         self._requests[request.id] = _OpenRequest(run, request, future)
         run.requests.add(request.id)
         run.held.clock.hold()
