@@ -20,7 +20,7 @@ from fivefold.environments.pool import EnvironmentFailure, EnvironmentPool
 from fivefold.errors import UserError
 
 CODE = '''
-import asyncio, json, os, signal, sys, time
+import asyncio, json, os, signal, sys, time, typing
 
 
 class Game:
@@ -47,6 +47,12 @@ class Game:
             return {"messages": "x", "reward": kind(1)}
         if said == "text":
             return {"messages": "x", "reward": "much"}
+        if said.startswith("{"):
+            return json.loads(said)
+        if said == "numpy done":
+            import numpy
+
+            return {"messages": "x", "done": numpy.bool_(True)}
         if said == "nothing":
             return {"messages": []}
         if said == "memory":
@@ -137,6 +143,24 @@ def add(a: int, b: int = 1) -> int:
     return a + b
 
 
+def search(words: typing.List, most: typing.Optional[int] = None) -> str:
+    """Search.
+
+    Args:
+        words (list): What to search for,
+            joined by AND: no
+                address.
+
+            Never empty.
+
+        most:
+            How many.
+
+    Returns:
+        most: Text.
+    """
+
+
 def slow(text: str) -> str:
     time.sleep(1000)
 
@@ -195,6 +219,13 @@ def test_a_step_gives_messages_reward_done_and_state(pool_of):
         ("nan", "^the reward of a step is a finite number: got nan$"),
         ("text", "^the reward of a step is a finite number: got 'much'$"),
         ("nothing", "^a step without messages must be done"),
+        (
+            '{"messages": "x", "rewards": 1.0}',
+            "^a step has the keys messages, reward, done, state: got 'rewards': did you mean 'reward'",
+        ),
+        ('{"messages": "x", "info": {}}', "^a step has the keys messages, reward, done, state: got 'info'$"),
+        ('{"messages": "x", "done": "false"}', "^`done` of a step is True or False: got 'false'$"),
+        ('{"messages": "x", "done": null}', "^`done` of a step is True or False: got None$"),
         ("memory", "MemoryError"),
         ("infinite", "^the reward of a step is a finite number: got 10+[.]{3}0+$"),
         ("huge", "^what an environment or a tool returns has at most 64 MiB: got"),
@@ -231,6 +262,12 @@ def test_a_reward_may_be_a_number_of_numpy_and_no_truth_value(pool_of, kind, rew
             step.result()
     else:
         assert step.result()["reward"] == reward
+
+
+def test_the_end_of_a_trajectory_may_be_a_truth_value_of_numpy(pool_of):
+    pool = pool_of()
+    pool.start()
+    assert say(pool, pool.reset("x", 0).result()[0], "numpy done").result()["done"] is True
 
 
 def test_half_a_character_becomes_a_question_mark(pool_of):
@@ -451,6 +488,14 @@ def test_tools_are_described_by_annotations_and_docstring(pool_of):
             },
             "required": ["a"],
         },
+    }
+
+
+def test_the_description_of_an_argument_has_all_of_its_lines_and_no_others(pool_of):
+    (schema,) = pool_of(tools=["search"]).start()
+    assert schema["function"]["parameters"]["properties"] == {
+        "words": {"type": "array", "description": "What to search for, joined by AND: no address. Never empty."},
+        "most": {"type": ["integer", "null"], "description": "How many."},
     }
 
 

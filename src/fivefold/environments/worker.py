@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import difflib
 import importlib
 import importlib.util
 import json
@@ -17,6 +18,7 @@ import signal
 import socket
 import sys
 import traceback
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,10 @@ _LONGEST_ERROR = 4000
 _THREADS = 256
 """Plain functions that run at the same time."""
 _PR_SET_PDEATHSIG = 1
+_STEP: dict[str, Any] = {"messages": [], "reward": 0.0, "done": False, "state": None}
+"""Key of a step -> its default."""
+_TRUTH_VALUES = ("bool", "torch.bool")
+"""Types of truth values in libraries, as their `dtype` is written."""
 _ADAPTERS = "fivefold_adapters"
 """Name of the package that the files of `adapters/` are here."""
 
@@ -210,8 +216,18 @@ def _reward(reward: Any) -> float:
 
 def _step(step: Any) -> dict[str, Any]:
     """Return what `step` gave as a mapping: a mapping, or an object with these attributes."""
-    get = step.get if isinstance(step, dict) else lambda key, default: getattr(step, key, default)
-    messages, reward, done, state = get("messages", []), get("reward", 0.0), get("done", False), get("state", None)
+    if isinstance(step, Mapping):
+        for key in step:
+            if key not in _STEP:
+                close = difflib.get_close_matches(str(key), _STEP, n=1)
+                hint = f": did you mean {close[0]!r}?" if close else ""
+                raise _refusal(f"a step has the keys {', '.join(_STEP)}: got {reprlib.repr(key)}{hint}")
+        given = {**_STEP, **step}
+    else:
+        given = {key: getattr(step, key, default) for key, default in _STEP.items()}
+    messages, reward, done, state = given.values()
+    if not isinstance(done, bool) and str(getattr(done, "dtype", None)) not in _TRUTH_VALUES:
+        raise _refusal(f"`done` of a step is True or False: got {reprlib.repr(done)}")
     if not done and not messages:
         raise _refusal("a step without messages must be done: the model would have nothing to answer")
     return {

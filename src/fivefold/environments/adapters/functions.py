@@ -50,12 +50,21 @@ def schema_of(function: Any) -> dict[str, Any]:
 
 def _docstring(function: Any) -> tuple[str, dict[str, str]]:
     """Return the description of a function, and those of its arguments in a section `Args:`."""
-    about, _, arguments = (inspect.getdoc(function) or "").partition("Args:")
-    described = {}
-    for line in arguments.partition("\n\n")[0].splitlines():
-        name, colon, text = line.partition(":")
-        if colon:
-            described[name.partition("(")[0].strip()] = text.strip()
+    about, _, rest = (inspect.getdoc(function) or "").partition("Args:")
+    lines = [line for line in rest.splitlines() if line.strip()]
+    indents = [len(line) - len(line.lstrip()) for line in lines]
+    described: dict[str, str] = {}
+    name = None
+    for line, indent in zip(lines, indents, strict=True):
+        if indent < indents[0]:
+            # The next section begins.
+            break
+        head, colon, text = line.partition(":")
+        if indent > indents[0] and name is not None:
+            described[name] = f"{described[name]} {line.strip()}".strip()
+        elif colon:
+            name = head.partition("(")[0].strip()
+            described[name] = text.strip()
     return about.strip(), described
 
 
@@ -67,7 +76,7 @@ def _schema(hint: Any, where: str) -> dict[str, Any]:
     if origin is typing.Literal:
         return {"type": _TYPES[type(inner[0])], "enum": list(inner)}
     if origin is list:
-        return {"type": "array", "items": _schema(inner[0], where)}
+        return {"type": "array", "items": _schema(inner[0], where)} if inner else {"type": "array"}
     if origin is dict:
         return {"type": "object"}
     if origin in (typing.Union, types.UnionType):
