@@ -10,6 +10,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from queue import Empty, SimpleQueue
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from fivefold.columns import Column
 from fivefold.config.environment import EnvironmentConfig
 from fivefold.errors import RunError
 from fivefold.interfaces import EngineReplica, Load
+from fivefold.rollout.trajectories import Task, Trajectory
 from fivefold.types import Completion, Prompt, Sample, Sampling
 from tests.support.engines import own_logits
 from tests.support.tiny_models import make_tokenizer
@@ -335,6 +337,22 @@ def test_observations_are_what_the_template_writes_after_a_turn(cluster, files):
                 assert between.startswith("(" if ended else tokenizer.eos_token + "(") and between.endswith("?)\n")
             assert one.token_ids[-1:] == one.token_ids[one.turns[-1].end - 1 :], "nothing follows the last turn"
     assert metrics["turns/inserted_ends"] == inserted > 0
+
+
+def test_a_cut_observation_has_at_most_its_tokens_with_special_ones_as_text(tmp_path):
+    from fivefold.data.dialog import Dialog
+    from fivefold.data.tokenizer import load_tokenizer, train_tokenizer
+    from fivefold.rollout.conversations import Conversations
+
+    train_tokenizer("bpe", ["abc"], tmp_path, 300)
+    tokenizer = load_tokenizer(str(tmp_path))
+    dialog = Dialog.of(tokenizer, {"chat_template": TEMPLATE}, [tokenizer.eos_token_id])
+    config = EnvironmentConfig(class_="x", max_observation_tokens=64)
+    conversations = Conversations(config, dialog, SimpleNamespace(capacity=1), 1000)
+    held = Trajectory(Task(Prompt(0, [1], "s", "", ""), 0, 0, (), 0))
+    (message,) = conversations._readable(held, [{"role": "user", "content": tokenizer.eos_token * 60}])
+    tokens = tokenizer.encode(message["content"], add_special_tokens=False)
+    assert len(tokens) <= 64 and tokenizer.eos_token_id not in tokens and held.counts["turns/observations_cut"] == 1
 
 
 def test_a_trajectory_of_one_turn_is_the_response_of_a_run_without_environment(cluster, files):

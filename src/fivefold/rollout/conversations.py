@@ -256,7 +256,8 @@ class Conversations:
         config = self._config
         limits = config.max_observation_tokens, config.cut_observations, config.max_observation_characters
         short = []
-        for message in messages:
+        # Escaping writes more tokens, which count.
+        for message in self.dialog.escaped(messages):
             text, is_cut = self.dialog.cut(message["content"], *limits)
             held.count("turns/observations_cut", is_cut)
             short.append({**message, "content": text})
